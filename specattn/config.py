@@ -1,0 +1,202 @@
+"""What a caller configures, and the one table that turns a forward mode into numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from specattn.batch import ForwardMode, Phase, RowLayout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MAX_SLOTS = 2**31
+
+
+@dataclass(frozen=True)
+class AttnConfig:
+    """The attention geometry of one layer: what a kernel needs to know besides the tensors.
+
+    Parameters
+    ----------
+    num_qo_heads, num_kv_heads : int
+        Query and KV heads; ``num_qo_heads`` is a multiple of ``num_kv_heads``.
+    head_dim : int
+        Width of a query and key head.
+    v_head_dim : int, optional
+        Width of a value head; ``head_dim`` if 0.
+    dtype : torch.dtype
+        float32, float16 or bfloat16, of q, k, v and the output.
+    sm_scale : float, optional
+        Factor on the logits; ``head_dim ** -0.5`` if 0.
+    window_left : int
+        A key is visible iff ``0 <= pos_q - pos_k <= window_left``; -1 turns the window off.
+        Hugging Face's ``sliding_window = W`` is ``window_left = W - 1``.
+    logit_cap : float
+        ``logit_cap * tanh(logits / logit_cap)`` is applied if it is above 0 (Gemma 2).
+
+    Raises
+    ------
+    ValueError
+        If the head counts do not divide or a number is out of range.
+    """
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int = 0
+    dtype: torch.dtype = torch.float32
+    sm_scale: float = 0.0
+    window_left: int = -1
+    logit_cap: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("num_qo_heads", "num_kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_qo_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_qo_heads must be a multiple of num_kv_heads, got {self.num_qo_heads} "
+                f"and {self.num_kv_heads}"
+            )
+        if self.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise ValueError(f"dtype must be float32, float16 or bfloat16, got {self.dtype}")
+        if self.window_left < -1:
+            raise ValueError(f"window_left must be -1 (off) or more, got {self.window_left}")
+        if self.logit_cap < 0:
+            raise ValueError(f"logit_cap must be 0 (off) or more, got {self.logit_cap}")
+        if not self.v_head_dim:
+            object.__setattr__(self, "v_head_dim", self.head_dim)
+        if not self.sm_scale:
+            object.__setattr__(self, "sm_scale", self.head_dim**-0.5)
+
+
+@dataclass(frozen=True)
+class SpecConfig:
+    """One speculation setting; ``num_steps = 0, num_draft_tokens = 1`` is plain decoding.
+
+    Parameters
+    ----------
+    num_steps : int
+        Depth of the draft tree below its root (the bonus token).
+    topk : int
+        Branches kept at every depth.
+    num_draft_tokens : int
+        Nodes sent to verification, the root included.
+    max_context_len : int
+        Longest context a request may reach, in tokens, draft tokens included.
+    max_num_reqs : int
+        Requests alive at once.
+    page_size : int
+        KV slots per page, a power of two up to 512.
+
+    Raises
+    ------
+    ValueError
+        With the argument and its limit, if the numbers cannot describe a tree.
+    """
+
+    num_steps: int = 5
+    topk: int = 1
+    num_draft_tokens: int = 6
+    max_context_len: int = 4096
+    max_num_reqs: int = 16
+    page_size: int = 1
+
+    def __post_init__(self) -> None:
+        self._check_ranges()
+        most = self.max_tree_nodes
+        if not self.num_steps:
+            if self.num_draft_tokens != 1 or self.topk != 1:
+                raise ValueError("num_steps 0 (plain decoding) needs topk 1 and num_draft_tokens 1")
+        elif self.topk == 1:
+            if self.num_draft_tokens != self.num_steps + 1:
+                raise ValueError(
+                    f"num_draft_tokens must be num_steps + 1 = {self.num_steps + 1} with topk 1, "
+                    f"got {self.num_draft_tokens}"
+                )
+        elif not 2 <= self.num_draft_tokens <= most:
+            raise ValueError(
+                f"num_draft_tokens must be 2..{most} with topk {self.topk} and "
+                f"num_steps {self.num_steps}, got {self.num_draft_tokens}"
+            )
+        if self.reserve_len > self.max_context_len:
+            raise ValueError(
+                f"max_context_len must be at least {self.reserve_len} (one step's draft slots), "
+                f"got {self.max_context_len}"
+            )
+
+    def _check_ranges(self) -> None:
+        limits = {
+            "num_steps": (0, 64),
+            "topk": (1, 64),
+            "num_draft_tokens": (1, 256),
+            "max_context_len": (1, MAX_SLOTS - 1),
+            "max_num_reqs": (1, 2**20),
+            "page_size": (1, 512),
+        }
+        for name, (low, high) in limits.items():
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ValueError(f"{name} must be {low}..{high}, got {value}")
+        if self.page_size & (self.page_size - 1):
+            raise ValueError(f"page_size must be a power of two, got {self.page_size}")
+
+    @property
+    def max_tree_nodes(self) -> int:
+        """Nodes the candidates can fill, the root included: ``1 + topk + (num_steps-1) topk²``."""
+        if not self.num_steps:
+            return 1
+        return 1 + self.topk + (self.num_steps - 1) * self.topk**2
+
+    @property
+    def num_draft_forwards(self) -> int:
+        """Draft decode forwards per step: the deepest tokens are proposed, never run."""
+        return max(self.num_steps - 1, 0)
+
+    @property
+    def reserve_len(self) -> int:
+        """Slots a step may write past the committed context, over all of its forwards."""
+        return max(self.num_draft_tokens, self.topk * self.num_draft_forwards, self.num_steps + 1)
+
+    def layout(self, mode: ForwardMode, step: int = 0) -> RowLayout:
+        """Return the row layout of ``mode``; ``step`` counts draft forwards from 0."""
+        topk = self.topk
+        table = {
+            ForwardMode.DECODE: RowLayout(1, 1, Phase.DECODE),
+            ForwardMode.DRAFT_DECODE: RowLayout(topk, topk * (step + 1), Phase.DRAFT),
+            ForwardMode.TARGET_VERIFY: RowLayout(
+                self.num_draft_tokens, self.num_draft_tokens, Phase.VERIFY
+            ),
+            ForwardMode.DRAFT_EXTEND: RowLayout(
+                self.num_steps + 1, self.num_steps + 1, Phase.PREFILL
+            ),
+        }
+        return table[mode]
+
+    def shrink(self, room: int) -> SpecConfig:
+        """Return the widest setting whose step fits into ``room`` slots.
+
+        The setting itself if it fits, else the longest chain that does, down to plain decoding.
+
+        Raises
+        ------
+        ValueError
+            If ``room`` is below 1: not even one token fits.
+        """
+        if room < 1:
+            raise ValueError(f"room must be at least 1, got {room}")
+        if self.reserve_len <= room:
+            return self
+        steps = min(self.num_steps, room - 1)
+        return replace(self, num_steps=steps, topk=1, num_draft_tokens=steps + 1)
+
+    def ladder(self) -> Iterator[SpecConfig]:
+        """Yield every setting `shrink` can return, widest first."""
+        yield self
+        for room in range(self.reserve_len - 1, 0, -1):
+            smaller = self.shrink(room)
+            if room == 1 or smaller.reserve_len == room:
+                yield smaller

@@ -1,0 +1,81 @@
+"""The errors specattn raises, one type per cause, so that a caller can tell them apart."""
+
+from __future__ import annotations
+
+
+class SpecAttnError(Exception):
+    """Base of every error specattn raises on purpose."""
+
+
+class UnsupportedError(SpecAttnError):
+    """A backend cannot serve a configuration.
+
+    Parameters
+    ----------
+    subject : str
+        What was asked for, e.g. ``"backend 'triton'"``.
+    reasons : sequence of str
+        One line per reason; never empty.
+    """
+
+    def __init__(self, subject: str, reasons: list[str] | tuple[str, ...]) -> None:
+        self.subject = subject
+        self.reasons = tuple(reasons)
+        super().__init__(f"{subject}: {'; '.join(self.reasons)}")
+
+
+class CapacityError(SpecAttnError):
+    """A fixed-size resource (request rows, KV slots, context columns, graph memory) is used up."""
+
+
+class CaptureMismatch(SpecAttnError):
+    """A graph would replay over buffers that are not those it was captured with.
+
+    Parameters
+    ----------
+    field : str
+        The first field that differs.
+    expected, got : object
+        Its value at capture and now.
+    """
+
+    def __init__(self, field: str, expected: object, got: object) -> None:
+        self.field = field
+        super().__init__(f"{field} changed since capture: expected {expected}, got {got}")
+
+
+class TreeError(SpecAttnError):
+    """A draft tree is malformed: a missing parent, a cycle, or an index outside its row."""
+
+
+class ModelError(SpecAttnError):
+    """A model or draft head cannot be loaded or does not fit its partner.
+
+    Parameters
+    ----------
+    argument : str
+        The argument to blame, as the user wrote it (``"target"``, ``"draft"``).
+    message : str
+        One line: what is wrong and what would be right.
+    """
+
+    def __init__(self, argument: str, message: str) -> None:
+        self.argument = argument
+        super().__init__(message)
+
+
+class NotCapturedError(SpecAttnError):
+    """A forward mode was asked to replay that was never captured.
+
+    Parameters
+    ----------
+    mode : str
+        The mode asked for.
+    captured : list of str
+        The modes that can be replayed.
+    """
+
+    def __init__(self, mode: str, captured: list[str]) -> None:
+        self.mode = mode
+        have = ", ".join(captured) or "none"
+        super().__init__(f"mode {mode!r} was never captured (captured: {have})")

@@ -1,0 +1,269 @@
+"""Captured forwards per batch bucket: one path for eager, capture and replay.
+
+Every forward goes bind -> copy_in -> schedule -> fill -> run. Capture is the same with ``fill``
+and ``run`` recorded, replay the same with the recording replayed. Without CUDA, or with a backend
+whose ``run`` cannot be recorded, the "graph" is the call itself over the same static buffers,
+with the same checks, so that everything but the recording is tested on any machine.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from specattn.errors import CapacityError, CaptureMismatch, NotCapturedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from specattn.batch import ForwardMode
+    from specattn.buffers import Fingerprint
+
+log = logging.getLogger(__name__)
+
+
+class BoundProgram(Protocol):
+    """A program over one bucket: views of the program's buffers, and what runs on them."""
+
+    #: Whether ``run`` may be recorded in a CUDA graph.
+    graphs: bool
+
+    def copy_in(self, count: int, **values: Tensor) -> None:
+        """Copy ``count`` requests' values into the static buffers and pad the rest.
+
+        Without values, every buffer becomes padding.
+        """
+
+    def schedule(self, seq_lens_cpu: Tensor | None) -> None:
+        """Plan on the host, where a library needs it."""
+
+    def fill(self) -> None:
+        """Derive everything else on the device: no sync, no argument, capturable."""
+
+    def run(self) -> Any:
+        """Run the forward; returns a frozen dataclass of tensors, batch axis first."""
+
+    def fingerprint(self) -> Fingerprint:
+        """Describe every tensor and scalar a recording of ``run`` bakes in."""
+
+
+class Program(Protocol):
+    """A forward of one mode with its static buffers, sized for the largest bucket."""
+
+    def bind(self, bucket: int) -> BoundProgram:
+        """Return the program over the first ``bucket`` rows of its buffers."""
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One bucket: what runs, what was recorded, and over which memory."""
+
+    bucket: int
+    bound: BoundProgram
+    fingerprint: Fingerprint
+    outputs: Any
+    graph: torch.cuda.CUDAGraph | None
+
+    def check(self) -> None:
+        """Raise `CaptureMismatch` if the buffers are not those of the capture."""
+        now = self.bound.fingerprint()
+        if now == self.fingerprint:
+            return
+        before, after = dict(self.fingerprint), dict(now)
+        for name in before | after:
+            if before.get(name) != after.get(name):
+                raise CaptureMismatch(name, before.get(name), after.get(name))
+
+    def replay(self) -> Any:
+        """Run over the current buffers."""
+        if self.graph is None:
+            self.bound.fill()
+            return self.bound.run()
+        self.graph.replay()
+        return self.outputs
+
+
+@dataclass
+class GraphStats:
+    """How forwards were served, by mode."""
+
+    replays: Counter[ForwardMode] = field(default_factory=Counter)
+    eager: Counter[ForwardMode] = field(default_factory=Counter)
+
+
+class GraphRunner:
+    """Captures and replays programs, keyed by forward mode and bucket.
+
+    Two buckets of a mode share storage, so one is in flight at a time, and what `run` returns is
+    overwritten by the next call of the same mode: clone what must live longer.
+
+    Parameters
+    ----------
+    make : callable
+        ``make(mode, batch)`` returns the `Program` of a mode with buffers for ``batch`` requests.
+    buckets : sequence of int
+        Batch sizes to capture.
+    device : torch.device
+        Where the buffers live.
+    record : bool
+        Whether to record CUDA graphs; off, everything runs eagerly over the static buffers.
+
+    Attributes
+    ----------
+    stats : GraphStats
+        Replays, and batches that ran eagerly because no bucket was large enough or captured.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[ForwardMode, int], Program],
+        buckets: Sequence[int],
+        device: torch.device,
+        *,
+        record: bool = True,
+    ) -> None:
+        if not buckets or min(buckets) < 1:
+            raise ValueError(f"buckets must be batch sizes of at least 1, got {list(buckets)}")
+        self.buckets = sorted(set(buckets))
+        self.stats = GraphStats()
+        self._make, self._device = make, device
+        self._record = record and device.type == "cuda"
+        self._captured: dict[ForwardMode, dict[int, Captured]] = {}
+        self._eager: dict[ForwardMode, BoundProgram] = {}
+        self._pool: Any = None
+
+    @property
+    def recording(self) -> bool:
+        """Whether CUDA graphs are recorded at all."""
+        return self._record
+
+    def captured(self, mode: ForwardMode) -> list[int]:
+        """Return the buckets of ``mode`` that can be replayed."""
+        return sorted(self._captured.get(mode, {}))
+
+    def capture(self, mode: ForwardMode) -> None:
+        """Capture every bucket of ``mode``, the largest first, on batches of padding.
+
+        Raises
+        ------
+        CapacityError
+            If the device runs out of memory, naming the bucket. Buckets captured before it stay,
+            and batches that no captured bucket holds run eagerly.
+        """
+        done = self._captured.setdefault(mode, {})
+        program = self._make(mode, self.buckets[-1])
+        for bucket in reversed(self.buckets):
+            try:
+                done[bucket] = self._capture(program.bind(bucket), bucket)
+            except torch.OutOfMemoryError as error:
+                raise CapacityError(
+                    f"out of device memory capturing {mode.value} for a batch of {bucket}; "
+                    f"batches run eagerly unless one of the buckets {sorted(done)} holds them"
+                ) from error
+
+    def _capture(self, bound: BoundProgram, bucket: int) -> Captured:
+        bound.copy_in(0)
+        bound.schedule(torch.zeros(bucket, dtype=torch.int32))
+        graph, outputs = None, None
+        if self._record and bound.graphs:
+            graph, outputs = self._recorded(bound)
+        else:
+            bound.fill()
+            bound.run()
+        return Captured(bucket, bound, bound.fingerprint(), outputs, graph)
+
+    def _recorded(self, bound: BoundProgram) -> tuple[torch.cuda.CUDAGraph, Any]:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            # compiles kernels and creates library handles outside the recording
+            for _ in range(2):
+                bound.fill()
+                bound.run()
+        torch.cuda.current_stream().wait_stream(stream)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            bound.fill()
+            outputs = bound.run()
+        return graph, outputs
+
+    def run(
+        self, mode: ForwardMode, count: int, seq_lens_cpu: Tensor | None, **values: Tensor
+    ) -> Any:
+        """Run ``mode`` over ``count`` requests.
+
+        Parameters
+        ----------
+        mode : ForwardMode
+            A captured mode.
+        count : int
+            Requests.
+        seq_lens_cpu : Tensor or None
+            ``[count]`` int32 on the host, for backends that plan there.
+        **values : Tensor
+            The program's inputs, ``[count, ...]``.
+
+        Returns
+        -------
+        object
+            The program's outputs, first ``count`` rows; valid until the next run of this mode.
+
+        Raises
+        ------
+        NotCapturedError
+            If `capture` was never called for ``mode``.
+        CaptureMismatch
+            If a buffer the graph reads is not the one it was captured with.
+        """
+        if mode not in self._captured:
+            raise NotCapturedError(mode.value, [m.value for m in self._captured])
+        done = self._captured[mode]
+        sizes = sorted(done)
+        at = bisect.bisect_left(sizes, count)
+        if at == len(sizes):
+            self.stats.eager[mode] += 1
+            return _head(self._run_eager(mode, count, seq_lens_cpu, values), count)
+        captured = done[sizes[at]]
+        captured.check()
+        _prepare(captured.bound, count, captured.bucket, seq_lens_cpu, values)
+        self.stats.replays[mode] += 1
+        return _head(captured.replay(), count)
+
+    def _run_eager(
+        self, mode: ForwardMode, count: int, seq_lens_cpu: Tensor | None, values: dict[str, Tensor]
+    ) -> Any:
+        log.info("%s: a batch of %d fits no captured bucket and runs eagerly", mode.value, count)
+        bound = self._make(mode, count).bind(count)
+        self._eager[mode] = bound  # keeps the buffers of the outputs alive
+        _prepare(bound, count, count, seq_lens_cpu, values)
+        bound.fill()
+        return bound.run()
+
+
+def _prepare(
+    bound: BoundProgram,
+    count: int,
+    bucket: int,
+    seq_lens_cpu: Tensor | None,
+    values: dict[str, Tensor],
+) -> None:
+    bound.copy_in(count, **values)
+    if seq_lens_cpu is not None and count < bucket:
+        seq_lens_cpu = torch.nn.functional.pad(seq_lens_cpu, (0, bucket - count))
+    bound.schedule(seq_lens_cpu)
+
+
+def _head(outputs: Any, count: int) -> Any:
+    """Return the outputs' first ``count`` rows."""
+    parts = {
+        name: value[:count] for name, value in vars(outputs).items() if isinstance(value, Tensor)
+    }
+    return replace(outputs, **parts)

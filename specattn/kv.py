@@ -1,0 +1,278 @@
+"""Paged KV storage, and the table that says which slot holds which token.
+
+Slot and page 0 and table row 0 belong to padding: padded rows read and write only there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specattn.config import MAX_SLOTS
+from specattn.errors import CapacityError
+from specattn.kernels import ops
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from specattn.batch import AcceptResult
+    from specattn.config import AttnConfig
+
+
+class KVPool:
+    """Keys and values of all layers of one model.
+
+    Parameters
+    ----------
+    layers : sequence of AttnConfig
+        One per attention layer, all of one KV geometry and dtype.
+    num_slots : int
+        Tokens the pool can hold, slot 0 (padding) included; below 2^31.
+    device : torch.device
+        Where the pool lives.
+
+    Attributes
+    ----------
+    k, v : Tensor
+        ``[layers, num_slots, num_kv_heads, head_dim]`` and the same with ``v_head_dim``.
+
+    Raises
+    ------
+    ValueError
+        If layers differ in KV geometry, or there are too many slots.
+    """
+
+    def __init__(
+        self, layers: Sequence[AttnConfig], num_slots: int, device: torch.device | str
+    ) -> None:
+        shapes = {(c.num_kv_heads, c.head_dim, c.v_head_dim, c.dtype) for c in layers}
+        if len(shapes) != 1:
+            raise ValueError(f"layers of one pool must share one KV geometry, got {sorted(shapes)}")
+        if not 1 <= num_slots < MAX_SLOTS:
+            raise ValueError(f"num_slots must be 1..{MAX_SLOTS - 1}, got {num_slots}")
+        ((heads, k_dim, v_dim, dtype),) = shapes
+        size = (len(layers), num_slots, heads)
+        self.k = torch.zeros(*size, k_dim, dtype=dtype, device=device)
+        self.v = torch.zeros(*size, v_dim, dtype=dtype, device=device)
+
+    def store(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write new keys and values.
+
+        Parameters
+        ----------
+        layer : int
+            Layer index.
+        slots : Tensor
+            ``[B, q]`` int32 with B q = T; may be a view with a row stride.
+        k, v : Tensor
+            ``[T, num_kv_heads, head_dim]`` / ``v_head_dim``, any strides with a dense last axis.
+        """
+        ops("kv_store", self.k.device).store_kv(k, v, self.k[layer], self.v[layer], slots)
+
+    def commit(self, tail_slots: Tensor, accepted: AcceptResult) -> None:
+        """Move the KV of the accepted path to the front of each request's tail.
+
+        Sources and targets may overlap; every row is read before any is written.
+
+        Parameters
+        ----------
+        tail_slots : Tensor
+            ``[B, n]`` int32, the slots verification wrote.
+        accepted : AcceptResult
+            Names the nodes to keep.
+        """
+        move = ops("kv_move", self.k.device)
+        move.commit_kv(self.k, self.v, tail_slots, accepted.accept_index)
+
+
+class SlotTable:
+    """Gives requests rows and KV slots, page by page, and shares prefix pages by count.
+
+    The host keeps the books (pages per row, users per page); the device has ``req_to_token``,
+    which kernels read. Nothing here waits for the device.
+
+    Parameters
+    ----------
+    max_num_reqs : int
+        Requests alive at once.
+    max_context_len : int
+        Longest context of a request.
+    num_slots : int
+        Slots in the pools, slot 0 included; rounded down to whole pages.
+    page_size : int
+        Slots per page.
+    device : torch.device
+        Where ``req_to_token`` lives.
+
+    Attributes
+    ----------
+    req_to_token : Tensor
+        ``[max_num_reqs + 1, max_context_len]`` int32: slot of every reserved position, else 0.
+    """
+
+    # Reserving ahead saves a host-to-device copy on most steps.
+    _AHEAD = 64
+
+    def __init__(
+        self,
+        *,
+        max_num_reqs: int,
+        max_context_len: int,
+        num_slots: int,
+        page_size: int = 1,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.max_context_len = max_context_len
+        self.page_size = page_size
+        self.num_pages = num_slots // page_size
+        if self.num_pages < 2:
+            raise ValueError(f"num_slots must be at least two pages, got {num_slots}")
+        self.req_to_token = torch.zeros(
+            max_num_reqs + 1, max_context_len, dtype=torch.int32, device=device
+        )
+        self._free_rows = list(range(max_num_reqs, 0, -1))
+        self._free_pages = list(range(self.num_pages - 1, 0, -1))
+        self._users = np.zeros(self.num_pages, dtype=np.int64)
+        self._pages: dict[int, list[int]] = {}
+        self._committed: dict[int, int] = {}
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots no request holds."""
+        return len(self._free_pages) * self.page_size
+
+    @property
+    def num_free_rows(self) -> int:
+        """Requests that can still be allocated."""
+        return len(self._free_rows)
+
+    def committed(self, row: int) -> int:
+        """Return the committed length of ``row``, in tokens."""
+        return self._committed[row]
+
+    def allocate(self, *, share: int = 0, share_len: int = 0) -> int:
+        """Take a row, optionally on top of another request's prefix.
+
+        Parameters
+        ----------
+        share : int
+            Row whose first ``share_len`` tokens the new request has too.
+        share_len : int
+            Whole pages of committed tokens; their KV is used by both and copied by neither.
+
+        Returns
+        -------
+        int
+            The row, with ``share_len`` tokens committed.
+
+        Raises
+        ------
+        CapacityError
+            If all rows are taken.
+        ValueError
+            If ``share_len`` is not whole committed pages of ``share``.
+        """
+        if not self._free_rows:
+            raise CapacityError(f"all {len(self._pages)} request rows are taken")
+        if share_len and (share_len % self.page_size or share_len > self._committed.get(share, 0)):
+            raise ValueError(
+                f"share_len must be a multiple of {self.page_size} up to the "
+                f"{self._committed.get(share, 0)} tokens committed in row {share}, got {share_len}"
+            )
+        row = self._free_rows.pop()
+        shared = self._pages[share][: share_len // self.page_size] if share_len else []
+        self._users[shared] += 1
+        self._pages[row], self._committed[row] = list(shared), share_len
+        if share_len:
+            self.req_to_token[row, :share_len] = self.req_to_token[share, :share_len]
+        return row
+
+    def reserve(self, rows: Sequence[int], lens: Sequence[int]) -> None:
+        """Make sure every row has slots for its first ``lens`` tokens.
+
+        Parameters
+        ----------
+        rows, lens : sequence of int
+            Rows, and the tokens each must have room for.
+
+        Raises
+        ------
+        CapacityError
+            If a length is over ``max_context_len`` or the pages run out; nothing is taken then.
+        """
+        longest = max(lens, default=0)
+        if longest > self.max_context_len:
+            raise CapacityError(
+                f"{longest} tokens do not fit into a context of {self.max_context_len}"
+            )
+        short = [self._missing(row, need) for row, need in zip(rows, lens, strict=True)]
+        if not any(short):
+            return
+        if sum(short) > len(self._free_pages):
+            raise CapacityError(
+                f"{sum(short)} more pages of {self.page_size} KV slots are needed, "
+                f"{len(self._free_pages)} are free"
+            )
+        ahead = [self._missing(row, min(need + self._AHEAD, self.max_context_len)) if gap else 0
+                 for row, need, gap in zip(rows, lens, short, strict=True)]
+        if sum(ahead) <= len(self._free_pages):
+            short = ahead
+        self._append(rows, short)
+
+    def _missing(self, row: int, need: int) -> int:
+        return max(0, -(-need // self.page_size) - len(self._pages[row]))
+
+    def _append(self, rows: Sequence[int], counts: Sequence[int]) -> None:
+        where, slots = [], []
+        for row, count in zip(rows, counts, strict=True):
+            held = self._pages[row]
+            taken = [self._free_pages.pop() for _ in range(count)]
+            self._users[taken] += 1
+            columns = np.arange(len(held) * self.page_size, (len(held) + count) * self.page_size)
+            page_slots = _slots_of(taken, self.page_size)
+            fits = columns < self.max_context_len
+            where.append(row * self.max_context_len + columns[fits])
+            slots.append(page_slots[fits])
+            held.extend(taken)
+        flat = self.req_to_token.view(-1)
+        # int64 indices and int32 slots travel in one copy
+        packed = torch.from_numpy(np.stack([np.concatenate(where), np.concatenate(slots)]))
+        packed = packed.to(flat.device)
+        flat.index_copy_(0, packed[0], packed[1].to(torch.int32))
+
+    def commit(self, row: int, length: int) -> None:
+        """Record that the first ``length`` reserved tokens of ``row`` have their KV."""
+        if length > len(self._pages[row]) * self.page_size:
+            raise ValueError(f"row {row} has no slots for {length} tokens")
+        self._committed[row] = length
+
+    def free(self, row: int) -> None:
+        """Give the row back, and every page nobody else uses."""
+        pages = self._pages.pop(row)
+        del self._committed[row]
+        self._users[pages] -= 1
+        self._free_pages.extend(page for page in reversed(pages) if not self._users[page])
+        self._free_rows.append(row)
+
+    def check(self) -> None:
+        """Assert that every page is either free or counted once per row that holds it."""
+        held = np.zeros(self.num_pages, dtype=np.int64)
+        for pages in self._pages.values():
+            held[pages] += 1
+        assert (held == self._users).all(), "page use counts disagree with the rows"
+        free = np.zeros(self.num_pages, dtype=np.int64)
+        free[self._free_pages] += 1
+        assert free.max(initial=0) <= 1, "a page is free twice"
+        assert ((free > 0) != (held > 0))[1:].all(), "a page is leaked, or free while in use"
+        assert not held[0], "page 0 belongs to padding"
+        assert not free[0], "page 0 belongs to padding"
+
+
+def _slots_of(pages: Sequence[int], page_size: int) -> npt.NDArray[np.int64]:
+    first = np.asarray(pages, dtype=np.int64) * page_size
+    return (first[:, None] + np.arange(page_size)).reshape(-1)

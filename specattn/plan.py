@@ -1,0 +1,261 @@
+"""What a backend is bound to: static views of the tensors that describe one forward.
+
+An `AttnPlan` describes every tree mode: a prefix read through ``req_to_token``, and a tail of
+explicit slots whose visibility is one bit per key. An `ExtendPlan` describes a ragged prompt, and
+a `CsrPlan` the same rows as an `AttnPlan` for hosts that only have index lists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from specattn.buffers import BufferSet, buf
+
+if TYPE_CHECKING:
+    from specattn.batch import RowLayout
+
+
+def mask_words(keys: int) -> int:
+    """Return how many int64 ancestor words cover ``keys`` tail keys."""
+    return -(-keys // 64)
+
+
+def causal_words(layout: RowLayout) -> Tensor:
+    """Return ``[q_len, W]`` int64 words under which query i sees itself and all before it.
+
+    The query tokens are the last ``q_len`` keys of the tail; earlier tail keys are not seen.
+    """
+    words = torch.zeros(layout.q_len, mask_words(layout.tail), dtype=torch.int64)
+    first = layout.tail - layout.q_len
+    for row in range(layout.q_len):
+        for key in range(first, first + row + 1):
+            # bit 63 is the sign bit
+            bit = -(1 << 63) if key % 64 == 63 else 1 << key % 64
+            words[row, key // 64] |= bit
+    return words
+
+
+@dataclass(frozen=True)
+class AttnInputs(BufferSet):
+    """The per-request tensors of an `AttnPlan`; the dimensions are its `RowLayout`.
+
+    A padded row keeps its causal words, so that no softmax row is empty.
+    """
+
+    req_pool_indices: Tensor = buf(lambda _: (), torch.int64)
+    seq_lens: Tensor = buf(lambda _: (), torch.int32)
+    positions: Tensor = buf(lambda d: (d.q_len,), torch.int64)
+    tail_slots: Tensor = buf(lambda d: (d.tail,), torch.int32)
+    tail_words: Tensor = buf(lambda d: (d.q_len, mask_words(d.tail)), torch.int64, causal_words)
+
+
+@dataclass(frozen=True)
+class AttnPlan:
+    """One forward of a tree mode over a bucket.
+
+    Parameters
+    ----------
+    layout : RowLayout
+        Query tokens and tail length.
+    req_to_token : Tensor
+        ``[rows, max_context_len]`` int32, slot of every prefix token.
+    req_pool_indices, seq_lens : Tensor
+        ``[B]`` int64 and int32: each request's row, and its prefix length.
+    positions : Tensor
+        ``[B, q_len]`` int64, position of every query token; views may have a row stride.
+    tail_slots, tail_positions : Tensor
+        ``[B, tail]`` int32 and int64: slot and position of every tail key.
+    tail_words : Tensor
+        ``[B, q_len, ceil(tail / 64)]`` int64; bit j of row i is set iff query i sees tail key j.
+    """
+
+    layout: RowLayout
+    req_to_token: Tensor
+    req_pool_indices: Tensor
+    seq_lens: Tensor
+    positions: Tensor
+    tail_slots: Tensor
+    tail_positions: Tensor
+    tail_words: Tensor
+
+    @property
+    def batch(self) -> int:
+        """Requests in the bucket, padding included."""
+        return len(self.req_pool_indices)
+
+    @property
+    def out_slots(self) -> Tensor:
+        """``[B, q_len]`` int32 view: the slots this forward writes, the last of its tail."""
+        return self.tail_slots[:, self.layout.tail - self.layout.q_len :]
+
+    @classmethod
+    def over(cls, layout: RowLayout, req_to_token: Tensor, inputs: AttnInputs) -> AttnPlan:
+        """Plan a forward whose tail is its own query tokens (decode, verify, draft extend)."""
+        assert layout.tail == layout.q_len
+        return cls(
+            layout=layout,
+            req_to_token=req_to_token,
+            req_pool_indices=inputs.req_pool_indices,
+            seq_lens=inputs.seq_lens,
+            positions=inputs.positions,
+            tail_slots=inputs.tail_slots,
+            tail_positions=inputs.positions,
+            tail_words=inputs.tail_words,
+        )
+
+    def fill(self) -> None:
+        """Read the tail's slots from the table: the columns right after the prefix."""
+        columns = torch.arange(self.layout.tail, device=self.seq_lens.device)
+        window_slots(self, columns, self.tail_slots)
+
+
+def window_slots(plan: AttnPlan | MultiStepPlan, columns: Tensor, out: Tensor) -> None:
+    """Write the slots of table columns ``seq_lens + columns`` into ``out [B, len(columns)]``."""
+    where = plan.seq_lens[:, None] + columns
+    where += plan.req_pool_indices[:, None] * plan.req_to_token.shape[1]
+    out.copy_(torch.take(plan.req_to_token, where))
+
+
+@dataclass(frozen=True)
+class CsrPlan:
+    """One draft decode step as index lists: a row per branch, every listed key visible.
+
+    Parameters
+    ----------
+    layout : RowLayout
+        The layout of the step (its tail is part of the lists).
+    kv_indptr : Tensor
+        ``[B * topk + 1]`` int32, offsets into ``kv_indices``.
+    kv_indices : Tensor
+        ``[width]`` int32 slots: the request's prefix, then the branch's ancestors and itself.
+    out_slots : Tensor
+        ``[B, topk]`` int32, the slots this forward writes.
+    """
+
+    layout: RowLayout
+    kv_indptr: Tensor
+    kv_indices: Tensor
+    out_slots: Tensor
+
+
+@dataclass(frozen=True)
+class ExtendPlan:
+    """A ragged prompt extend over a cached prefix; eager, causal by arithmetic.
+
+    Parameters
+    ----------
+    req_to_token : Tensor
+        ``[rows, max_context_len]`` int32; holds the slots of the new tokens too.
+    req_pool_indices, seq_lens : Tensor
+        ``[B]`` int64 and int32: rows, and the cached prefix before the new tokens.
+    qo_indptr : Tensor
+        ``[B + 1]`` int32, offsets of each request's new tokens.
+    out_slots : Tensor
+        ``[1, T]`` int32, slots of the new tokens.
+    max_q_len, max_seq_len : int
+        Most new tokens of a request, and its longest prefix plus new tokens.
+    """
+
+    req_to_token: Tensor
+    req_pool_indices: Tensor
+    seq_lens: Tensor
+    qo_indptr: Tensor
+    out_slots: Tensor
+    max_q_len: int
+    max_seq_len: int
+
+
+Plan = AttnPlan | CsrPlan | ExtendPlan
+
+
+@dataclass(frozen=True)
+class MultiStepDims:
+    """The dimensions of `MultiStepInputs`."""
+
+    steps: int
+    topk: int
+
+    @property
+    def words(self) -> int:
+        """Ancestor words of a draft node."""
+        return mask_words(self.steps * self.topk)
+
+
+def _own_bits(dims: MultiStepDims) -> Tensor:
+    words = torch.zeros(dims.steps, dims.topk, dims.words, dtype=torch.int64)
+    for node in range(dims.steps * dims.topk):
+        bit = -(1 << 63) if node % 64 == 63 else 1 << node % 64
+        words[node // dims.topk, node % dims.topk, node // 64] = bit
+    return words
+
+
+@dataclass(frozen=True)
+class MultiStepInputs(BufferSet):
+    """The tensors all draft decode steps share; step s reads a prefix of the branch axes."""
+
+    req_pool_indices: Tensor = buf(lambda _: (), torch.int64)
+    seq_lens: Tensor = buf(lambda _: (), torch.int32)
+    branch_slots: Tensor = buf(lambda d: (d.steps, d.topk), torch.int32)
+    positions: Tensor = buf(lambda d: (d.steps, d.topk), torch.int64)
+    words: Tensor = buf(lambda d: (d.steps, d.topk, d.words), torch.int64, _own_bits)
+
+
+@dataclass(frozen=True)
+class MultiStepPlan:
+    """All draft decode steps of a bucket over one set of buffers.
+
+    Parameters
+    ----------
+    dims : MultiStepDims
+        Steps and branches.
+    req_to_token : Tensor
+        ``[rows, max_context_len]`` int32.
+    inputs : MultiStepInputs
+        The shared tensors, bound to the bucket.
+    layouts : tuple of RowLayout
+        One per step.
+    """
+
+    dims: MultiStepDims
+    req_to_token: Tensor
+    inputs: MultiStepInputs
+    layouts: tuple[RowLayout, ...]
+
+    @property
+    def seq_lens(self) -> Tensor:
+        """``[B]`` int32 prefix lengths."""
+        return self.inputs.seq_lens
+
+    @property
+    def req_pool_indices(self) -> Tensor:
+        """``[B]`` int64 table rows."""
+        return self.inputs.req_pool_indices
+
+    def step(self, index: int) -> AttnPlan:
+        """Return the plan of step ``index``: views, nothing is copied."""
+        layout, inputs = self.layouts[index], self.inputs
+        return AttnPlan(
+            layout=layout,
+            req_to_token=self.req_to_token,
+            req_pool_indices=inputs.req_pool_indices,
+            seq_lens=inputs.seq_lens,
+            positions=inputs.positions[:, index],
+            tail_slots=inputs.branch_slots.flatten(1)[:, : layout.tail],
+            tail_positions=inputs.positions.flatten(1)[:, : layout.tail],
+            tail_words=inputs.words[:, index, :, : mask_words(layout.tail)],
+        )
+
+    def fill(self) -> None:
+        """Fill slots and positions of all steps; words are written as beams become known.
+
+        A step's branches take the next ``topk`` table columns after the prefix.
+        """
+        dims, inputs = self.dims, self.inputs
+        nodes = torch.arange(dims.steps * dims.topk, device=inputs.seq_lens.device)
+        window_slots(self, nodes, inputs.branch_slots.flatten(1))
+        depth = torch.arange(dims.steps, device=nodes.device)[:, None]  # [steps, 1]
+        inputs.positions.copy_(inputs.seq_lens[:, None, None] + depth)

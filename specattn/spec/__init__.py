@@ -1,0 +1,1 @@
+"""The algorithm: propose, build the tree, verify, accept, commit, extend."""
