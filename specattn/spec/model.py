@@ -1,0 +1,180 @@
+"""What the decoder asks of a target model and of a draft model.
+
+Shapes: T tokens of all requests, flattened; R tokens whose logits are wanted; V and Vd the
+vocabularies of target and draft; H the draft's hidden size; F the width of the target features
+the draft reads (H for EAGLE-1/2, several layers' states side by side for EAGLE-3).
+
+A model never sees a batch, a mask or a KV cache: it computes token by token and calls ``attend``
+once per layer. Nothing in a forward may depend on a tensor's value on the host, so that one can be
+captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from specattn.config import AttnConfig
+
+
+class Attend(Protocol):
+    """One layer's attention, bound to the step's rows and KV slots by the decoder."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store ``k`` and ``v`` in layer ``layer``'s slots, then attend.
+
+        Parameters
+        ----------
+        layer : int
+            Index into the model's ``layers``.
+        q : Tensor
+            ``[T, Hq, D]``, contiguous, position embedding applied, not scaled.
+        k : Tensor
+            ``[T, Hkv, D]``, contiguous, position embedding applied.
+        v : Tensor
+            ``[T, Hkv, Dv]``, contiguous.
+
+        Returns
+        -------
+        Tensor
+            ``[T, Hq, Dv]``.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """What a target forward returns.
+
+    Parameters
+    ----------
+    logits : Tensor
+        ``[R, V]``.
+    hidden_states : Tensor or None
+        ``[T, F]``, the features a draft reads; None if no draft asked for any.
+    """
+
+    logits: Tensor
+    hidden_states: Tensor | None
+
+
+@dataclass(frozen=True)
+class DraftOutput:
+    """What a draft forward returns.
+
+    Parameters
+    ----------
+    logits : Tensor
+        ``[R, Vd]``.
+    hidden_states : Tensor
+        ``[R, H]``, the next draft step's input.
+    """
+
+    logits: Tensor
+    hidden_states: Tensor
+
+
+class TargetModel(Protocol):
+    """The model whose distribution is decoded."""
+
+    @property
+    def layers(self) -> tuple[AttnConfig, ...]:
+        """The attention geometry of every layer, in the order ``attend`` numbers them."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        ...
+
+    @property
+    def max_context_len(self) -> int:
+        """Tokens up to which positions mean what they did in training."""
+        ...
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a text; may be empty."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights and of the hidden states."""
+        ...
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
+    ) -> TargetOutput:
+        """Run the model over flattened tokens.
+
+        Parameters
+        ----------
+        input_ids, positions : Tensor
+            ``[T]`` int64.
+        attend : Attend
+            Called once per layer.
+        rows : Tensor, optional
+            ``[R]`` int64 indices of the tokens whose logits are wanted; all if None.
+        """
+        ...
+
+
+class DraftModel(Protocol):
+    """A model that proposes tokens from the target's features."""
+
+    @property
+    def layers(self) -> tuple[AttnConfig, ...]:
+        """The attention geometry of every layer, in the order ``attend`` numbers them."""
+        ...
+
+    @property
+    def hidden_size(self) -> int:
+        """H, the width of the states handed from one draft step to the next."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Vd, the width of the draft's logits."""
+        ...
+
+    def combine(self, hidden_states: Tensor) -> Tensor:
+        """Map the target's features ``[T, F]`` to draft hidden states ``[T, H]``."""
+        ...
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        hidden_states: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        rows: Tensor | None = None,
+    ) -> DraftOutput:
+        """Run the draft over flattened tokens.
+
+        Parameters
+        ----------
+        input_ids : Tensor
+            ``[T]`` int64, target token ids: each one follows the token its hidden state is of.
+        hidden_states : Tensor
+            ``[T, H]``, from `combine` or from the previous draft forward.
+        positions : Tensor
+            ``[T]`` int64.
+        attend : Attend
+            Called once per layer, over all tokens.
+        rows : Tensor, optional
+            ``[R]`` int64 indices of the tokens whose logits and states are wanted; all if None.
+        """
+        ...
+
+    def to_target(self, token_ids: Tensor) -> Tensor:
+        """Map draft token ids, int64 of any shape, to target token ids."""
+        ...
