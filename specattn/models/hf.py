@@ -1,0 +1,294 @@
+"""Any Hugging Face causal language model as a target, through transformers' attention interface."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+)
+
+from specattn.errors import ModelError
+from specattn.models.hub import blaming, locate, quiet
+from specattn.models.probe import probe_layers
+from specattn.spec.model import TargetOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch import Tensor, nn
+
+    from specattn.config import AttnConfig
+    from specattn.spec.model import Attend
+
+INTERFACE = "specattn"
+
+
+@dataclass(frozen=True)
+class FeatureSpec:
+    """Which of the target's hidden states a draft reads.
+
+    Parameters
+    ----------
+    hidden_states : tuple of int
+        Indices in Hugging Face's numbering: ``i`` enters layer ``i`` (so it leaves layer
+        ``i - 1``), and ``num_layers`` is the state after the final norm. Several are
+        concatenated in the order given. Empty: no features.
+    """
+
+    hidden_states: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class HFTarget:
+    """A Hugging Face causal LM that computes its attention with whatever is passed to `forward`.
+
+    Build one with `from_pretrained` or `from_model`. The model is not patched: transformers
+    dispatches attention by name, and keyword arguments of a model's call reach that dispatch.
+
+    Parameters
+    ----------
+    module : PreTrainedModel
+        The model, in evaluation mode and without gradients.
+    name : str
+        Folder or Hub id, for messages and for the tokenizer.
+    layers : tuple of AttnConfig
+        One per layer.
+    features : FeatureSpec
+        What `forward` returns as hidden states.
+    """
+
+    module: Any
+    name: str
+    layers: tuple[AttnConfig, ...]
+    features: FeatureSpec = FeatureSpec()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_id: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Self:
+        """Load a model folder or a model from the Hub.
+
+        Parameters
+        ----------
+        path_or_id : str or Path
+            A folder as `save_pretrained` writes it, or the name of a model on the Hub.
+        dtype : torch.dtype, optional
+            Of the weights; the checkpoint's own if None.
+        device : torch.device or str
+            Where to put the weights.
+
+        Raises
+        ------
+        ModelError
+            With ``argument`` "target" and one line: not found, unreachable, gated, corrupt,
+            incomplete, or a model whose attention this library does not compute.
+        """
+        name = locate("target", path_or_id)
+        with blaming("target", name):
+            config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+            _check_causal(name, config)
+            module, info = AutoModelForCausalLM.from_pretrained(
+                name,
+                config=config,
+                dtype=dtype or "auto",
+                attn_implementation=INTERFACE,
+                trust_remote_code=False,
+                # Both are reported by name below; transformers would log a table, and
+                # initialise what is missing at random.
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+            _check_complete(name, info)
+            module = module.to(device)
+        return cls.from_model(module, name=name)
+
+    @classmethod
+    def from_model(cls, module: Any, *, name: str = "") -> Self:
+        """Wrap a model that is already built; its attention implementation is switched.
+
+        Raises
+        ------
+        ModelError
+            If the model computes attention this library does not.
+        """
+        with quiet():
+            module.set_attn_implementation(INTERFACE)
+        module.eval().requires_grad_(False)
+        layers = probe_layers(module, module.config.get_text_config(decoder=True))
+        return cls(module, name or module.name_or_path, layers)
+
+    def with_features(self, features: FeatureSpec) -> Self:
+        """Return a target over the same weights that returns ``features`` as hidden states.
+
+        Raises
+        ------
+        ValueError
+            If the model has no such hidden state.
+        """
+        last = len(self.layers)
+        if any(not 0 <= index <= last for index in features.hidden_states):
+            raise ValueError(f"hidden_states must be 0..{last}, got {features.hidden_states}")
+        return replace(self, features=features)
+
+    @property
+    def config(self) -> Any:
+        """The configuration of the model's text part."""
+        return self.module.config.get_text_config(decoder=True)
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of one hidden state."""
+        return int(self.config.hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        return int(self.lm_head.weight.shape[0])
+
+    @property
+    def max_context_len(self) -> int:
+        """Tokens up to which the model's position embedding is that of its training.
+
+        With rope types that rescale by the longest position in the batch, it is the length below
+        which they do not, for requests of one batch must not change each other.
+        """
+        length = int(self.config.max_position_embeddings)
+        ropes = getattr(self.config, "rope_parameters", None) or {}
+        for rope in (ropes, *(part for part in ropes.values() if isinstance(part, dict))):
+            if rope.get("rope_type") == "longrope":
+                length = min(length, rope["original_max_position_embeddings"])
+        return length
+
+    @cached_property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a text, by the model's generation settings and its configuration."""
+        ids: set[int] = set()
+        for source in (self.module.generation_config, self.config):
+            eos = getattr(source, "eos_token_id", None)
+            ids.update([] if eos is None else [eos] if isinstance(eos, int) else eos)
+        return frozenset(ids)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights and of the hidden states."""
+        return self.embed_tokens.weight.dtype
+
+    @property
+    def embed_tokens(self) -> nn.Embedding:
+        """The input embedding, for drafts that share it."""
+        embedding: nn.Embedding = self.module.get_input_embeddings()
+        return embedding
+
+    @property
+    def lm_head(self) -> nn.Linear:
+        """The output projection, for drafts that share it."""
+        head: nn.Linear = self.module.get_output_embeddings()
+        return head
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer next to the model, loaded on first use.
+
+        Raises
+        ------
+        ModelError
+            If there is none.
+        """
+        if not self.name:
+            raise ModelError("target", "a model built in memory has no tokenizer")
+        with blaming("target", f"the tokenizer of {self.name}"):
+            return AutoTokenizer.from_pretrained(self.name, trust_remote_code=False)
+
+    @torch.no_grad()
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
+    ) -> TargetOutput:
+        """Run the model over flattened tokens; see `TargetModel.forward`."""
+        narrow = rows is not None and self._takes_rows
+        output = self.module(
+            input_ids=input_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            return_dict=True,
+            # All of them: what a list of indices selects differs between transformers versions.
+            output_hidden_states=bool(self.features.hidden_states),
+            specattn_attention=partial(_attention, attend),
+            **({"logits_to_keep": rows} if narrow else {}),
+        )
+        logits = output.logits[0]  # [R or T, V]
+        if rows is not None and not narrow:
+            logits = logits[rows]
+        states = [output.hidden_states[index][0] for index in self.features.hidden_states]
+        if len(states) > 1:
+            return TargetOutput(logits, torch.cat(states, dim=-1))
+        return TargetOutput(logits, states[0] if states else None)
+
+    @cached_property
+    def _takes_rows(self) -> bool:
+        return "logits_to_keep" in inspect.signature(self.module.forward).parameters
+
+
+def _attention(
+    attend: Attend, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any
+) -> Tensor:
+    """Attend in the library's layout: ``[1, heads, T, D]`` in, ``[1, T, heads, Dv]`` out."""
+    q, k, v = (heads[0].transpose(0, 1).contiguous() for heads in (query, key, value))
+    return attend(module.layer_idx, q, k, v)[None]
+
+
+def _dispatch(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *,
+    specattn_attention: Callable[..., Tensor],
+    **asked: Any,
+) -> tuple[Tensor, None]:
+    """Hand a layer's attention to the callable that the model was called with."""
+    return specattn_attention(module, query, key, value, attention_mask, **asked), None
+
+
+# Deliberately without a mask function of the same name: with one, transformers looks at the
+# positions on the host before every forward to find packed sequences; without, it builds no mask.
+AttentionInterface.register(INTERFACE, _dispatch)
+
+
+def _check_causal(name: str, config: Any) -> None:
+    if config.is_encoder_decoder:
+        raise ModelError("target", f"{name} is an encoder-decoder; only decoders are supported")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError("target", f"{name} is no causal language model ({config.model_type})")
+
+
+def _check_complete(name: str, info: dict[str, Any]) -> None:
+    """Refuse weights that transformers would have initialised at random."""
+    # A mismatched key comes with its two shapes.
+    mismatched = sorted(key for key, *_ in info["mismatched_keys"])
+    for problem, keys in (
+        ("lacks the tensor", sorted(info["missing_keys"])),
+        ("has the wrong shape for the tensor", mismatched),
+    ):
+        if keys:
+            more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+            raise ModelError("target", f"{name} {problem} {keys[0]}{more}")

@@ -1,0 +1,123 @@
+"""Reading model folders, local or from the Hugging Face Hub, quietly and with one-line errors."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from huggingface_hub import errors as hub_errors
+from huggingface_hub import snapshot_download
+from huggingface_hub.utils import logging as hub_logging
+from safetensors import SafetensorError
+from transformers.utils import logging as hf_logging
+
+from specattn.errors import ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence the advice and the progress bars of transformers and the Hub, then restore them."""
+    bars = hf_logging.is_progress_bar_enabled()
+    levels = hf_logging.get_verbosity(), hub_logging.get_verbosity()
+    hf_logging.disable_progress_bar()
+    hf_logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        hf_logging.set_verbosity(levels[0])
+        hub_logging.set_verbosity(levels[1])
+        if bars:
+            hf_logging.enable_progress_bar()
+
+
+@contextmanager
+def blaming(argument: str, name: str) -> Iterator[None]:
+    """Load quietly; turn whatever the libraries raise into a `ModelError` about ``name``."""
+    try:
+        with quiet():
+            yield
+    except ModelError:
+        raise
+    # Loading runs five libraries' code over a stranger's files: no list of types would be complete.
+    except Exception as error:
+        raise ModelError(argument, f"{name} {_cause(error)}") from error
+
+
+def locate(argument: str, path_or_id: str | Path) -> str:
+    """Return the path of a model folder, or what can only be the name of a model on the Hub.
+
+    Raises
+    ------
+    ModelError
+        If the path is a file, or is a path and does not exist.
+    """
+    name = str(path_or_id)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return str(path)
+    if path.exists():
+        raise ModelError(argument, f"{name} is a file; give the folder it is in")
+    if isinstance(path_or_id, Path) or name.startswith((".", "~", "/")) or name.count("/") > 1:
+        raise ModelError(argument, f"no such folder: {name}")
+    return name
+
+
+def fetch(argument: str, path_or_id: str | Path, patterns: list[str]) -> Path:
+    """Return a model's folder, after fetching the files that match from the Hub if need be.
+
+    Raises
+    ------
+    ModelError
+        If there is neither a folder nor a repository that can be reached.
+    """
+    name = locate(argument, path_or_id)
+    if Path(name).is_dir():
+        return Path(name)
+    with blaming(argument, name):
+        return Path(snapshot_download(name, allow_patterns=patterns))
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type if it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _cause(error: BaseException) -> str:
+    """Say in one line why a load failed, by the outermost error of the chain that tells."""
+    link: BaseException | None = error
+    while link is not None:
+        for kinds, text in _CAUSES:
+            if isinstance(link, kinds):
+                return text
+        link = link.__cause__ or link.__context__
+    return f"cannot be loaded: {first_line(error)}"
+
+
+# The first match wins: a gated repository is also reported as one that cannot be found.
+_CAUSES: tuple[tuple[tuple[type[BaseException], ...], str], ...] = (
+    (
+        (hub_errors.GatedRepoError,),
+        "is gated on the Hub; accept its licence there and log in with `hf auth login`",
+    ),
+    (
+        (hub_errors.RepositoryNotFoundError, hub_errors.HFValidationError),
+        "is neither a folder here nor a model on the Hub",
+    ),
+    (
+        (hub_errors.LocalEntryNotFoundError, hub_errors.OfflineModeIsEnabled, ConnectionError),
+        "is neither a folder here nor in the Hub's cache, and the Hub cannot be reached",
+    ),
+    ((SafetensorError, pickle.UnpicklingError, EOFError), "has corrupt weight files"),
+    ((torch.OutOfMemoryError,), "does not fit into the device's memory"),
+)

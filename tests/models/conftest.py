@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as hf_logging
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from specattn.config import AttnConfig
+
+TINY = {
+    "vocab_size": 101,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.15,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+class DenseAttend:
+    """Attention over everything stored so far, in float64 and without a cache layout."""
+
+    def __init__(self, layers: tuple[AttnConfig, ...]) -> None:
+        self.layers = layers
+        self.stored: list[list[tuple[int, int, torch.Tensor, torch.Tensor]]] = [[] for _ in layers]
+
+    def at(self, positions: torch.Tensor, requests: torch.Tensor | None = None) -> DenseAttend:
+        self.positions = positions.tolist()
+        self.requests = [0] * len(self.positions) if requests is None else requests.tolist()
+        return self
+
+    def __call__(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        config, stored = self.layers[layer], self.stored[layer]
+        assert q.shape[1:] == (config.num_qo_heads, config.head_dim)
+        assert k.shape[1:] == (config.num_kv_heads, config.head_dim)
+        assert v.shape[1:] == (config.num_kv_heads, config.v_head_dim)
+        assert all(tensor.is_contiguous() and tensor.dtype == config.dtype for tensor in (q, k, v))
+        stored.extend(zip(self.requests, self.positions, k.double(), v.double(), strict=True))
+        window = config.window_left if config.window_left >= 0 else math.inf
+        out = torch.empty(*q.shape[:2], config.v_head_dim, dtype=q.dtype)
+        for row, (request, position) in enumerate(zip(self.requests, self.positions, strict=True)):
+            seen = [s for s in stored if s[0] == request and 0 <= position - s[1] <= window]
+            group = config.num_qo_heads // config.num_kv_heads
+            keys = torch.stack([s[2] for s in seen]).repeat_interleave(group, 1)  # [n, Hq, D]
+            values = torch.stack([s[3] for s in seen]).repeat_interleave(group, 1)
+            logits = torch.einsum("hd,nhd->hn", q[row].double(), keys) * config.sm_scale
+            if config.logit_cap:
+                logits = config.logit_cap * torch.tanh(logits / config.logit_cap)
+            out[row] = torch.einsum("hn,nhd->hd", logits.softmax(-1), values).to(q.dtype)
+        return out
+
+
+@pytest.fixture
+def dense() -> type[DenseAttend]:
+    return DenseAttend
+
+
+@pytest.fixture
+def tiny() -> Callable[..., torch.nn.Module]:
+    """A tiny random model of a type, without any parameter left at 0 or 1."""
+
+    def build(model_type: str, **changes: object) -> torch.nn.Module:
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(model_type, **(TINY | changes))
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+        return model
+
+    return build
+
+
+@pytest.fixture(autouse=True)
+def _calm() -> None:
+    # What transformers says while a test builds a model is not what is under test.
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()

@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+import transformers
+
+from specattn.config import AttnConfig
+from specattn.errors import ModelError
+from specattn.models import FeatureSpec, HFTarget
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LENGTH = 19
+MODELS = {
+    "llama": {},
+    "qwen2": {},
+    "qwen2_windowed": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    "qwen2_moe": {
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "num_experts": 4,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    },
+    "qwen3": {},
+    "mistral": {"sliding_window": 5},
+    "gemma2": {"sliding_window": 7, "query_pre_attn_scalar": 40, "attn_logit_softcapping": 3.0},
+    "gemma3_text": {"sliding_window": 4},
+    "phi3": {"head_dim": 16},
+    "gpt2": {"n_positions": 128},
+    "deepseek_v3": {
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "head_dim": 8,
+        "v_head_dim": 20,
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 3,
+    },
+}
+
+
+@pytest.fixture
+def model(tiny: Callable[..., torch.nn.Module], request: pytest.FixtureRequest) -> torch.nn.Module:
+    name = request.param
+    return tiny("qwen2" if name == "qwen2_windowed" else name, **MODELS[name])
+
+
+def tokens(length: int = LENGTH, seed: int = 3) -> torch.Tensor:
+    return torch.randint(1, 101, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def reference(model: torch.nn.Module, ids: torch.Tensor) -> transformers.utils.ModelOutput:
+    with torch.no_grad():
+        return model(input_ids=ids[None], output_hidden_states=True, use_cache=False)
+
+
+@pytest.mark.parametrize("model", MODELS, indirect=True)
+def test_same_as_transformers_whole_chunked_and_flattened(model, dense) -> None:
+    ids, other = tokens(), tokens(7, seed=4)
+    want, want_other = reference(model, ids).logits[0], reference(model, other).logits[0]
+    target = HFTarget.from_model(model)
+    positions = torch.arange(LENGTH)
+
+    whole = target.forward(ids, positions, dense(target.layers).at(positions))
+    torch.testing.assert_close(whole.logits, want, atol=2e-5, rtol=1e-5)
+    assert whole.hidden_states is None
+
+    attend = dense(target.layers)
+    chunks = [
+        target.forward(ids[part], positions[part], attend.at(positions[part])).logits
+        for part in (slice(0, 8), slice(8, 9), slice(9, LENGTH))
+    ]
+    torch.testing.assert_close(torch.cat(chunks), want, atol=2e-5, rtol=1e-5)
+
+    # Two requests in one forward, their tokens shuffled: nothing depends on the order.
+    order = torch.randperm(LENGTH + 7, generator=torch.Generator().manual_seed(5))
+    both = torch.cat([positions, torch.arange(7)])[order]
+    of = torch.cat([torch.zeros(LENGTH, dtype=torch.long), torch.ones(7, dtype=torch.long)])[order]
+    attend = dense(target.layers).at(both, of)
+    mixed = target.forward(torch.cat([ids, other])[order], both, attend).logits
+    torch.testing.assert_close(mixed, torch.cat([want, want_other])[order], atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma2"], indirect=True)
+def test_rows_select_logits_and_features_are_transformers_hidden_states(model, dense) -> None:
+    ids, positions = tokens(), torch.arange(LENGTH)
+    want = reference(model, ids)
+    target = HFTarget.from_model(model).with_features(FeatureSpec((1, 0, 3)))
+    rows = torch.tensor([18, 0, 18, 5])
+
+    out = target.forward(ids, positions, dense(target.layers).at(positions), rows)
+
+    torch.testing.assert_close(out.logits, want.logits[0, rows], atol=2e-5, rtol=1e-5)
+    states = torch.cat([want.hidden_states[i][0] for i in (1, 0, 3)], dim=-1)
+    torch.testing.assert_close(out.hidden_states, states, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("model", ["qwen3"], indirect=True)
+def test_last_feature_is_after_the_final_norm(model, dense) -> None:
+    ids, positions = tokens(), torch.arange(LENGTH)
+    plain = HFTarget.from_model(model)
+    target = plain.with_features(FeatureSpec((3,)))
+    out = target.forward(ids, positions, dense(target.layers).at(positions))
+    torch.testing.assert_close(target.lm_head(out.hidden_states), out.logits)
+    assert plain.features == FeatureSpec()
+    assert target.module is plain.module
+
+
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
+def test_rows_where_the_model_cannot_select_them_itself(model, dense, monkeypatch) -> None:
+    ids, positions = tokens(), torch.arange(LENGTH)
+    forward = model.forward
+
+    def narrow(input_ids, position_ids, **rest):  # no logits_to_keep
+        return forward(input_ids=input_ids, position_ids=position_ids, **rest)
+
+    monkeypatch.setattr(model, "forward", narrow)
+    target = HFTarget.from_model(model)
+    rows = torch.tensor([3, 18])
+    out = target.forward(ids, positions, dense(target.layers).at(positions), rows)
+    whole = target.forward(ids, positions, dense(target.layers).at(positions))
+    torch.testing.assert_close(out.logits, whole.logits[rows])
+
+
+def test_probe_reports_every_layer(tiny) -> None:
+    gemma = HFTarget.from_model(tiny("gemma2", **MODELS["gemma2"]))
+    shared = {"sm_scale": 40**-0.5, "logit_cap": 3.0}
+    assert gemma.layers == (
+        AttnConfig(4, 2, 24, window_left=6, **shared),
+        AttnConfig(4, 2, 24, **shared),
+        AttnConfig(4, 2, 24, window_left=6, **shared),
+    )
+    qwen = HFTarget.from_model(tiny("qwen2", **MODELS["qwen2_windowed"]).to(torch.bfloat16))
+    assert [layer.window_left for layer in qwen.layers] == [-1, 5, 5]
+    assert {layer.dtype for layer in qwen.layers} == {torch.bfloat16} == {qwen.dtype}
+    mistral = HFTarget.from_model(tiny("mistral", sliding_window=None))
+    assert mistral.layers == (AttnConfig(4, 2, 24),) * 3
+    deepseek = HFTarget.from_model(tiny("deepseek_v3", **MODELS["deepseek_v3"]))
+    assert {(layer.head_dim, layer.v_head_dim) for layer in deepseek.layers} == {(24, 20)}
+
+
+def test_facts_about_the_model(tiny) -> None:
+    target = HFTarget.from_model(tiny("llama", eos_token_id=[2, 7]))
+    target.module.generation_config.eos_token_id = 9
+    assert (target.vocab_size, target.hidden_size, target.max_context_len) == (101, 64, 128)
+    assert target.eos_token_ids == {2, 7, 9}
+    assert target.device == torch.device("cpu")
+    assert not any(parameter.requires_grad for parameter in target.module.parameters())
+    with pytest.raises(ValueError, match=r"hidden_states must be 0\.\.3, got \(4,\)"):
+        target.with_features(FeatureSpec((4,)))
+    with pytest.raises(ModelError, match="no tokenizer"):
+        _ = target.tokenizer
+
+
+def test_context_ends_where_longrope_would_rescale_the_whole_batch(tiny) -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 32,
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+    }
+    changes = {"head_dim": 16, "original_max_position_embeddings": 32}
+    target = HFTarget.from_model(tiny("phi3", rope_parameters=rope, **changes))
+    assert target.max_context_len == 32
+
+
+def test_forward_never_looks_at_positions_on_the_host(tiny, dense, monkeypatch) -> None:
+    def read(*_: object, **__: object) -> None:
+        raise AssertionError("transformers searched the positions for packed sequences")
+
+    monkeypatch.setattr(transformers.masking_utils, "find_packed_sequence_indices", read)
+    target = HFTarget.from_model(tiny("gemma2", **MODELS["gemma2"]))
+    positions = torch.tensor([0, 1, 0])
+    requests = torch.tensor([0, 0, 1])
+    target.forward(tokens(3), positions, dense(target.layers).at(positions, requests))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "reason"),
+    [
+        ("gpt_oss", {"num_local_experts": 2}, r"'s_aux' \(attention sinks\)"),
+        ("llama4_text", {"intermediate_size_mlp": 32}, "layers of kind chunked_attention"),
+        ("falcon_h1", {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8}, "recurrent"),
+        ("mamba", {}, "recurrent"),
+        ("bert", {}, "bidirectional"),
+        ("bloom", {}, "does not use transformers' attention interface"),
+    ],
+)
+def test_unsupported_models_are_refused_by_name(tiny, model_type, changes, reason) -> None:
+    with pytest.raises(ModelError, match=f"model type '{model_type}'.*{reason}") as caught:
+        HFTarget.from_model(tiny(model_type, **changes))
+    assert caught.value.argument == "target"
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", ["llama", "gemma2"], indirect=True)
+def test_forward_can_be_captured(model) -> None:
+    target = HFTarget.from_model(model.cuda()).with_features(FeatureSpec((1, 2)))
+    ids, rows = tokens().cuda(), torch.tensor([4, 2], device="cuda")
+    positions = torch.zeros(LENGTH, dtype=torch.long, device="cuda")
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return q * k.sum() + v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        target.forward(ids, positions, attend, rows)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = target.forward(ids, positions, attend, rows)
+
+    ids.copy_(tokens(seed=8))
+    positions.copy_(torch.arange(LENGTH))
+    rows.copy_(torch.tensor([18, 0]))
+    graph.replay()
+    want = target.forward(ids, positions, attend, rows)
+    torch.testing.assert_close(out.logits, want.logits)
+    torch.testing.assert_close(out.hidden_states, want.hidden_states)
