@@ -1,0 +1,107 @@
+"""What the attention kernels share: one online-softmax step over a tile of gathered keys.
+
+The step follows FlashAttention-2 (Dao, 2023) with the softmax in base 2; ``base2`` is
+``sm_scale * log2(e)``, so that ``exp2(base2 * s)`` is ``exp(sm_scale * s)``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# a masked logit; a running maximum starts above it (`FLOOR`), so that a row which has seen
+# nothing yet gives a masked key the weight exp2(-huge) = 0 and not exp2(0)
+MASKED = tl.constexpr(-1.0e30)
+FLOOR = tl.constexpr(-1.0e20)
+# base-2 log-sum-exp of a row that saw no key, in partial results
+EMPTY = tl.constexpr(-3.0e38)
+LOG2E = 1.4426950408889634
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def tanh(x):
+    """Evaluate tanh to about 2 ulp: an odd polynomial near 0, where exp would cancel."""
+    a = tl.abs(x)
+    e = tl.exp2(a * -2.8853900817779268)
+    far = (1.0 - e) / (1.0 + e)
+    s = a * a
+    p = 0.02079596694061862 - 0.005895152496586597 * s
+    p = -0.05378382889056623 + p * s
+    p = 0.13331924110397625 + p * s
+    p = -0.33333298001498013 + p * s
+    t = tl.where(a < 0.6, a + a * s * p, far)
+    return tl.where(x < 0.0, -t, t)
+
+
+@triton.jit
+def attend_tile(
+    q,         # [BM, D_PAD]
+    acc,       # [BM, V_PAD] float32, running sum of weighted values
+    m,         # [BM] float32, running maximum of the logits
+    l,         # [BM] float32, running sum of the weights
+    slots,     # [BN] int32
+    visible,   # [BM, BN] bool, or None where every key is visible
+    k_head,    # first key of this head
+    v_head,
+    base2, cap_in, cap_out,
+    K_SLOT: tl.constexpr, V_SLOT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, D_PAD: tl.constexpr, V_PAD: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+):
+    """Fold one tile of keys into ``acc, m, l``.
+
+    With a logit cap the logits become ``cap_out * tanh(cap_in * s)``, already in base 2.
+    """
+    d = tl.arange(0, D_PAD)                                               # [D_PAD]
+    dv = tl.arange(0, V_PAD)                                              # [V_PAD]
+    row = slots.to(tl.int64)                                              # [BN]
+    k_ptr = k_head + row[:, None] * K_SLOT + d[None, :]                   # [BN, D_PAD]
+    v_ptr = v_head + row[:, None] * V_SLOT + dv[None, :]                  # [BN, V_PAD]
+    # no load is masked unless the head is padded: the caller clamps the slots
+    if D_PAD == HEAD_DIM:
+        k = tl.load(k_ptr)
+    else:
+        k = tl.load(k_ptr, mask=(d < HEAD_DIM)[None, :], other=0.0)
+    s = tl.dot(q, tl.trans(k), input_precision="ieee")                    # [BM, BN]
+    if HAS_CAP:
+        s = cap_out * tanh(s * cap_in)
+    if visible is not None:
+        s = tl.where(visible, s, MASKED)
+    m_new = tl.maximum(m, tl.max(s, 1))
+    if HAS_CAP:
+        fade = tl.exp2(m - m_new)
+        p = tl.exp2(s - m_new[:, None])
+    else:
+        fade = tl.exp2((m - m_new) * base2)
+        p = tl.exp2(s * base2 - (m_new * base2)[:, None])
+    l = l * fade + tl.sum(p, 1)
+    if V_PAD == V_DIM:
+        v = tl.load(v_ptr)
+    else:
+        v = tl.load(v_ptr, mask=(dv < V_DIM)[None, :], other=0.0)
+    acc = acc * fade[:, None]
+    acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+    return acc, m_new, l
+
+
+@triton.jit
+def load_query(rows, row_ok, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr):
+    """Load a tile of query rows, zeros past the last row and the head."""
+    d = tl.arange(0, D_PAD)                                               # [D_PAD]
+    mask = row_ok[:, None]
+    if D_PAD != HEAD_DIM:
+        mask = mask & (d < HEAD_DIM)[None, :]
+    return tl.load(rows[:, None] + d[None, :], mask=mask, other=0.0)      # [BM, D_PAD]
+
+
+@triton.jit
+def store_rows(rows, acc, l, row_ok, V_DIM: tl.constexpr, V_PAD: tl.constexpr):
+    """Store the normalised values; 0 for a row that saw no key."""
+    dv = tl.arange(0, V_PAD)                                              # [V_PAD]
+    mask = row_ok[:, None]
+    if V_PAD != V_DIM:
+        mask = mask & (dv < V_DIM)[None, :]
+    inverse = tl.where(l > 0.0, 1.0 / tl.where(l > 0.0, l, 1.0), 0.0)
+    values = tl.where((l > 0.0)[:, None], acc * inverse[:, None], 0.0)
+    tl.store(rows[:, None] + dv[None, :], values.to(rows.dtype.element_ty), mask=mask)

@@ -1,0 +1,217 @@
+"""Prompt attention: ragged new tokens over a cached prefix, causal, read through the slot table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specattn.kernels.attention_tile import FLOOR, LN2, LOG2E, attend_tile, load_query, store_rows
+from specattn.kernels.tile_config import TileConfig, extend_tile_config
+
+
+@triton.jit
+def _load_slots(table_row, pos, last):
+    """Raw slots of positions, clamped to the last key: no load needs a mask."""
+    return tl.load(table_row + tl.minimum(pos, last))
+
+
+@triton.jit
+def _extend_tiles(
+    q, acc, m, l,
+    pos_q,      # [BM] int32
+    begin, end, # first key of the first tile; end of the keys
+    raw,        # [BN] int32, slots of the first tile
+    first_key, last, table_row, k_head, v_head, base2, cap_in, cap_out,
+    K_SLOT: tl.constexpr, V_SLOT: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    D_PAD: tl.constexpr, V_PAD: tl.constexpr, HAS_CAP: tl.constexpr, WINDOW: tl.constexpr,
+    MASK: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):
+    """Attend to the tiles of ``[begin, end)``, masked by position if ``MASK``."""
+    r = tl.arange(0, BN)                                                  # [BN]
+    for start in tl.range(begin, end, BN, num_stages=STAGES):
+        slots = raw
+        raw = _load_slots(table_row, tl.maximum(start + BN + r, first_key), last)
+        visible = None
+        if MASK:
+            distance = pos_q[:, None] - (start + r)[None, :]              # [BM, BN]
+            visible = distance >= 0
+            if WINDOW >= 0:
+                visible = visible & (distance <= WINDOW)
+        acc, m, l = attend_tile(
+            q, acc, m, l, slots, visible, k_head, v_head, base2, cap_in, cap_out,
+            K_SLOT, V_SLOT, HEAD_DIM, V_DIM, D_PAD, V_PAD, HAS_CAP,
+        )
+    return acc, m, l
+
+
+@triton.jit
+def _extend_kernel(
+    q,                 # [T, Hq, HEAD_DIM]
+    k_cache,           # [slots, Hkv, HEAD_DIM]
+    v_cache,           # [slots, Hkv, V_DIM]
+    out,               # [T, Hq, V_DIM], out
+    lse,               # [T, Hq] float32, out, or None
+    qo_indptr,         # [B + 1] int32
+    seq_lens,          # [B] int32
+    req_pool_indices,  # [B] int64
+    req_to_token,      # [rows, C] int32
+    base2, cap_in, cap_out,
+    stride_table, stride_q, stride_q_head, stride_out, stride_out_head, stride_lse,
+    stride_lse_head,
+    K_SLOT: tl.constexpr, K_HEAD: tl.constexpr, V_SLOT: tl.constexpr, V_HEAD: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, D_PAD: tl.constexpr,
+    V_PAD: tl.constexpr, HAS_CAP: tl.constexpr, WINDOW: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, STAGES: tl.constexpr,
+):
+    """One CTA per (tile of packed rows, KV head, request); a row is (token, head of the group)."""
+    req = tl.program_id(2)
+    head = tl.program_id(1)
+    q_begin = tl.load(qo_indptr + req)
+    q_len = tl.load(qo_indptr + req + 1) - q_begin
+    # the last tiles have most keys: start them first
+    m_tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    if m_tile * BM < q_len * GROUP:
+        prefix = tl.load(seq_lens + req)
+        packed = m_tile * BM + tl.arange(0, BM)                           # [BM]
+        token = packed // GROUP
+        row_ok = packed < q_len * GROUP
+        q_row = (q_begin + token).to(tl.int64)
+        q_head = head * GROUP + packed % GROUP
+        q_tile = load_query(q + q_row * stride_q + q_head * stride_q_head, row_ok, HEAD_DIM, D_PAD)
+        pos_q = prefix + tl.minimum(token, q_len - 1)
+        first_pos = prefix + m_tile * BM // GROUP
+        last_pos = prefix + tl.minimum((m_tile * BM + BM - 1) // GROUP, q_len - 1)
+        k_head = k_cache + head.to(tl.int64) * K_HEAD
+        v_head = v_cache + head.to(tl.int64) * V_HEAD
+        table_row = req_to_token + tl.load(req_pool_indices + req).to(tl.int64) * stride_table
+        r = tl.arange(0, BN)                                              # [BN]
+
+        # tiles that every row sees whole need no mask
+        first_key = 0
+        begin = 0
+        full_begin = 0
+        full_end = (first_pos + 1) // BN * BN
+        if WINDOW >= 0:
+            first_key = tl.maximum(first_pos - WINDOW, 0)
+            begin = first_key // BN * BN
+            full_begin = (tl.maximum(last_pos - WINDOW, 0) + BN - 1) // BN * BN
+            full_end = tl.maximum(full_end, begin)
+            full_begin = tl.minimum(full_begin, full_end)
+        raw_full = _load_slots(table_row, full_begin + r, last_pos)
+        raw_last = _load_slots(table_row, tl.maximum(full_end + r, first_key), last_pos)
+        m = tl.full([BM], FLOOR, tl.float32)
+        l = tl.zeros([BM], tl.float32)
+        acc = tl.zeros([BM, V_PAD], tl.float32)
+        if WINDOW >= 0:
+            raw = _load_slots(table_row, tl.maximum(begin + r, first_key), last_pos)
+            acc, m, l = _extend_tiles(
+                q_tile, acc, m, l, pos_q, begin, full_begin, raw, first_key, last_pos, table_row,
+                k_head, v_head, base2, cap_in, cap_out, K_SLOT, V_SLOT, HEAD_DIM, V_DIM, D_PAD,
+                V_PAD, HAS_CAP, WINDOW, True, BN, STAGES,
+            )
+        acc, m, l = _extend_tiles(
+            q_tile, acc, m, l, pos_q, full_begin, full_end, raw_full, 0, last_pos, table_row,
+            k_head, v_head, base2, cap_in, cap_out, K_SLOT, V_SLOT, HEAD_DIM, V_DIM, D_PAD,
+            V_PAD, HAS_CAP, WINDOW, False, BN, STAGES,
+        )
+        acc, m, l = _extend_tiles(
+            q_tile, acc, m, l, pos_q, full_end, last_pos + 1, raw_last, first_key, last_pos,
+            table_row, k_head, v_head, base2, cap_in, cap_out, K_SLOT, V_SLOT, HEAD_DIM, V_DIM,
+            D_PAD, V_PAD, HAS_CAP, WINDOW, True, BN, STAGES,
+        )
+        store_rows(
+            out + q_row * stride_out + q_head * stride_out_head, acc, l, row_ok, V_DIM, V_PAD
+        )
+        if lse is not None:
+            if not HAS_CAP:
+                m = m * base2
+            # every row sees itself: l > 0
+            tl.store(
+                lse + q_row * stride_lse + q_head * stride_lse_head, (m + tl.log2(l)) * LN2,
+                mask=row_ok,
+            )
+
+
+def extend_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None, *,
+    qo_indptr: Tensor, seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor,
+    max_q_len: int, sm_scale: float, window_left: int = -1, logit_cap: float = 0.0,
+    tile: TileConfig | None = None,
+) -> None:
+    """Attend ragged new tokens, causally, to their request's cached prefix and themselves.
+
+    Token i of request b has position ``seq_lens[b] + i``; its keys are the slots
+    ``req_to_token[row, : seq_lens[b] + i + 1]``, the new tokens' own already stored.
+
+    Parameters
+    ----------
+    q : Tensor
+        ``[T, Hq, D]``; ``out`` is ``[T, Hq, Dv]``, written in place.
+    k_cache, v_cache : Tensor
+        ``[slots, Hkv, D]`` and ``[slots, Hkv, Dv]``, the last dimension contiguous.
+    lse : Tensor or None
+        ``[T, Hq]`` float32, natural log, written in place.
+    qo_indptr : Tensor
+        ``[B + 1]`` int32, offsets of each request's new tokens.
+    seq_lens, req_pool_indices : Tensor
+        ``[B]`` int32 and int64: cached prefix, and table row.
+    req_to_token : Tensor
+        ``[rows, C]`` int32.
+    max_q_len : int
+        Most new tokens of a request; the grid is made for it.
+    sm_scale, window_left, logit_cap
+        See `specattn.config.AttnConfig`.
+    tile : TileConfig, optional
+        Overrides the tile table.
+
+    Raises
+    ------
+    ValueError
+        If a shape or dtype disagrees with the above.
+    """
+    tokens, heads, head_dim = q.shape
+    kv_heads, v_head_dim = v_cache.shape[1:]
+    _check(q, k_cache, v_cache, out)
+    if not tokens:
+        return
+    tile = tile or extend_tile_config(head_dim, v_head_dim, q.dtype)
+    group = heads // kv_heads
+    lse_strides = (0, 0) if lse is None else (lse.stride(0), lse.stride(1))
+    options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages}
+    if tile.max_regs:
+        options["maxnreg"] = tile.max_regs
+    grid = (triton.cdiv(max_q_len * group, tile.block_m), kv_heads, len(seq_lens))
+    _extend_kernel[grid](
+        q, k_cache, v_cache, out, lse, qo_indptr, seq_lens, req_pool_indices, req_to_token,
+        sm_scale * LOG2E, sm_scale / logit_cap if logit_cap else 0.0, logit_cap * LOG2E,
+        req_to_token.stride(0), q.stride(0), q.stride(1), out.stride(0), out.stride(1),
+        *lse_strides,
+        K_SLOT=k_cache.stride(0), K_HEAD=k_cache.stride(1),
+        V_SLOT=v_cache.stride(0), V_HEAD=v_cache.stride(1),
+        GROUP=group, HEAD_DIM=head_dim, V_DIM=v_head_dim,
+        D_PAD=max(16, triton.next_power_of_2(head_dim)),
+        V_PAD=max(16, triton.next_power_of_2(v_head_dim)), HAS_CAP=logit_cap > 0,
+        WINDOW=window_left, BM=tile.block_m, BN=tile.block_n, STAGES=tile.stages, **options,
+    )
+
+
+def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
+    tokens, heads, head_dim = q.shape
+    slots, kv_heads, v_head_dim = v_cache.shape
+    if k_cache.shape != (slots, kv_heads, head_dim):
+        raise ValueError(
+            f"k_cache must be {[slots, kv_heads, head_dim]}, got {list(k_cache.shape)}"
+        )
+    if heads % kv_heads:
+        raise ValueError(f"q must have a multiple of {kv_heads} heads, got {heads}")
+    if out.shape != (tokens, heads, v_head_dim):
+        raise ValueError(f"out must be {[tokens, heads, v_head_dim]}, got {list(out.shape)}")
+    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache), ("out", out)):
+        if tensor.dtype != q.dtype:
+            raise ValueError(f"{name} must be {q.dtype} like q, got {tensor.dtype}")
+    if any(x.stride(-1) != 1 for x in (q, k_cache, v_cache, out)):
+        raise ValueError("q, k_cache, v_cache and out must be contiguous in their last dimension")

@@ -1,0 +1,186 @@
+"""Attention in plain torch: twins of the Triton kernels, and the whole `torch_native` backend.
+
+Vectorised over the batch, float32 inside for half inputs. A key no query sees is never used,
+whatever its slot holds (0 × NaN is NaN, so masking the logits alone would not do).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+def _gather(cache: Tensor, slots: Tensor, seen: Tensor) -> Tensor:
+    """Return the rows of ``slots [B, N]`` as ``[B, heads, N, dim]``, zeros where not ``seen``."""
+    rows = cache[slots.long().masked_fill(~seen, 0)]
+    rows = rows.masked_fill(~seen[..., None, None], 0)
+    return rows.to(torch.promote_types(cache.dtype, torch.float32)).transpose(1, 2)
+
+
+def _attend(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, visible: Tensor,
+    sm_scale: float, logit_cap: float, want_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend ``q [B, T, Hq, D]`` to ``slots [B, N]`` under ``visible [B, T, N]``.
+
+    Returns ``[B, T, Hq, Dv]`` and, on request, the log-sum-exp ``[B, T, Hq]``.
+    """
+    batch, q_len, heads, _ = q.shape
+    kv_heads = k_cache.shape[1]
+    seen = visible.any(1)                                                 # [B, N]
+    k = _gather(k_cache, slots, seen)                                     # [B, Hkv, N, D]
+    v = _gather(v_cache, slots, seen)                                     # [B, Hkv, N, Dv]
+    queries = q.to(k.dtype).transpose(1, 2)                               # [B, Hq, T, D]
+    if not want_lse and not logit_cap and slots.shape[1]:
+        out = scaled_dot_product_attention(
+            queries, k, v, attn_mask=visible[:, None], scale=sm_scale, enable_gqa=True
+        )
+        blind = ~visible.any(2)[:, None, :, None]                         # [B, 1, T, 1]
+        return out.masked_fill(blind, 0).transpose(1, 2), None
+
+    grouped = queries.reshape(batch, kv_heads, heads // kv_heads, q_len, -1)
+    logits = grouped @ k[:, :, None].transpose(-1, -2) * sm_scale         # [B, Hkv, G, T, N]
+    if logit_cap:
+        logits = logit_cap * torch.tanh(logits / logit_cap)
+    logits = logits.masked_fill(~visible[:, None, None], float("-inf"))
+    lse = torch.logsumexp(logits, -1, keepdim=True)
+    weights = torch.exp(logits - lse.masked_fill(lse == float("-inf"), 0))
+    out = (weights @ v[:, :, None]).reshape(batch, heads, q_len, -1)
+    return out.transpose(1, 2), lse.reshape(batch, heads, q_len).transpose(1, 2)
+
+
+def _in_window(pos_q: Tensor, pos_k: Tensor, window_left: int) -> Tensor:
+    """Window mask ``[B, T, N]`` of ``pos_q [B, T]`` and ``pos_k [B, N]``."""
+    distance = pos_q[:, :, None] - pos_k[:, None, :]
+    return (distance >= 0) & (distance <= window_left)
+
+
+def _put(out: Tensor, lse: Tensor | None, values: Tensor, sums: Tensor | None) -> None:
+    out.copy_(values.reshape(out.shape))
+    if lse is not None and sums is not None:
+        lse.copy_(sums.reshape(lse.shape))
+
+
+def tree_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None, *,
+    seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor, positions: Tensor | None,
+    tail_slots: Tensor, tail_positions: Tensor | None, tail_words: Tensor, sm_scale: float,
+    window_left: int = -1, logit_cap: float = 0.0, max_prefix_len: int | None = None,
+) -> None:
+    """Attend every request's query tokens to its prefix and the tail keys of their words.
+
+    Parameters
+    ----------
+    q : Tensor
+        ``[B * q_len, Hq, D]``; ``out`` is ``[B * q_len, Hq, Dv]``, written in place. A row that
+        sees no key gets 0 and ``lse`` -inf.
+    k_cache, v_cache : Tensor
+        ``[slots, Hkv, D]`` and ``[slots, Hkv, Dv]``.
+    lse : Tensor or None
+        ``[B * q_len, Hq]`` float32, natural log, written in place.
+    seq_lens, req_pool_indices : Tensor
+        ``[B]`` int32 and int64: prefix lengths, the tail not counted, and table rows.
+    req_to_token : Tensor
+        ``[rows, C]`` int32, slot of every prefix position.
+    positions : Tensor or None
+        ``[B, q_len]`` int64; read under a window only.
+    tail_slots, tail_positions : Tensor
+        ``[B, tail_len]`` int32 and int64; the positions are read under a window only.
+    tail_words : Tensor
+        ``[B, q_len, ceil(tail_len / 64)]`` int64; bit j of token i is set iff it sees tail key j.
+    sm_scale, window_left, logit_cap
+        See `specattn.config.AttnConfig`.
+    max_prefix_len : int, optional
+        Bound on ``seq_lens``; without it the longest is read from the device.
+    """
+    batch, tail_len = tail_slots.shape
+    q_len = q.shape[0] // batch
+    if max_prefix_len is None:
+        max_prefix_len = int(seq_lens.max())
+    place = torch.arange(max_prefix_len, device=q.device)
+    slots = torch.cat([req_to_token[req_pool_indices, :max_prefix_len], tail_slots], 1)
+    bit = torch.arange(tail_len, device=q.device)
+    words = tail_words.reshape(batch, q_len, -1)[:, :, bit // 64]         # [B, T, tail]
+    in_prefix = (place < seq_lens[:, None])[:, None].expand(batch, q_len, -1)
+    visible = torch.cat([in_prefix, (words >> (bit % 64)) & 1 != 0], 2)   # [B, T, N]
+    if window_left >= 0:
+        if positions is None or tail_positions is None:
+            raise ValueError("positions and tail_positions must be given with a window")
+        pos_k = torch.cat([place.expand(batch, -1), tail_positions], 1)
+        visible = visible & _in_window(positions, pos_k, window_left)
+    _put(out, lse, *_attend(
+        q.view(batch, q_len, *q.shape[1:]), k_cache, v_cache, slots, visible, sm_scale, logit_cap,
+        lse is not None,
+    ))
+
+
+def csr_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None, *,
+    kv_indptr: Tensor, kv_indices: Tensor, sm_scale: float, window_left: int = -1,
+    logit_cap: float = 0.0,
+) -> None:
+    """Attend row i of ``q [rows, Hq, D]`` to ``kv_indices[kv_indptr[i] : kv_indptr[i + 1]]``.
+
+    Parameters
+    ----------
+    q, k_cache, v_cache, out, lse
+        As in `tree_attention`, one query token per list.
+    kv_indptr, kv_indices : Tensor
+        ``[rows + 1]`` and ``[n]`` int32. A key's position is its place in the list, the query's
+        that of the last key.
+    sm_scale, window_left, logit_cap
+        See `specattn.config.AttnConfig`.
+    """
+    begin = kv_indptr[:-1, None].long()
+    lens = kv_indptr[1:, None] - kv_indptr[:-1, None]                     # [rows, 1]
+    place = torch.arange(int(lens.max()), device=q.device)                # [N]
+    visible = place < lens
+    if window_left >= 0:
+        visible = visible & (lens - 1 - place <= window_left)
+    slots = kv_indices[(begin + place).masked_fill(~visible, 0)] if len(place) else begin[:, :0]
+    _put(out, lse, *_attend(
+        q[:, None], k_cache, v_cache, slots, visible[:, None], sm_scale, logit_cap,
+        lse is not None,
+    ))
+
+
+def extend_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None, *,
+    qo_indptr: Tensor, seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor,
+    max_q_len: int, sm_scale: float, window_left: int = -1, logit_cap: float = 0.0,
+) -> None:
+    """Attend ragged new tokens, causally, to their request's cached prefix and themselves.
+
+    Token i of request b has position ``seq_lens[b] + i``; its keys are the slots
+    ``req_to_token[row, : seq_lens[b] + i + 1]``, the new tokens' own already stored.
+
+    Parameters
+    ----------
+    q, k_cache, v_cache, out, lse
+        As in `tree_attention`, with ``T`` rows in all.
+    qo_indptr : Tensor
+        ``[B + 1]`` int32, offsets of each request's new tokens.
+    seq_lens, req_pool_indices : Tensor
+        ``[B]`` int32 and int64: cached prefix, and table row.
+    req_to_token : Tensor
+        ``[rows, C]`` int32.
+    max_q_len : int
+        Most new tokens of a request.
+    sm_scale, window_left, logit_cap
+        See `specattn.config.AttnConfig`.
+    """
+    ends, prefixes = qo_indptr.tolist(), seq_lens.tolist()
+    for b, prefix in enumerate(prefixes):
+        rows = slice(ends[b], ends[b + 1])
+        kv_len = prefix + rows.stop - rows.start
+        if rows.stop == rows.start:
+            continue
+        place = torch.arange(kv_len, device=q.device)
+        causal = _in_window(
+            place[None, prefix:], place[None], window_left if window_left >= 0 else kv_len
+        )
+        _put(out[rows], None if lse is None else lse[rows], *_attend(
+            q[None, rows], k_cache, v_cache, req_to_token[req_pool_indices[b], None, :kv_len],
+            causal, sm_scale, logit_cap, lse is not None,
+        ))

@@ -1,0 +1,246 @@
+"""Device code of tree attention: chunks of keys against packed query rows.
+
+`tree_attention` is the host side and says what is computed.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from specattn.kernels.attention_tile import EMPTY, FLOOR, LN2, attend_tile, load_query, store_rows
+
+
+@triton.jit
+def _load_word(word_row, at, row_ok, WORDS: tl.constexpr):
+    """Word ``at`` of each row's tail bits, 0 outside of them."""
+    inside = (at >= 0) & (at < WORDS)
+    word = tl.load(
+        word_row + tl.minimum(tl.maximum(at, 0), WORDS - 1), mask=row_ok & inside, other=0
+    )
+    return word.to(tl.uint64, bitcast=True)                               # [BM]
+
+
+@triton.jit
+def _tail_bits(words, word_row, row_ok, first, BN: tl.constexpr, WORDS: tl.constexpr):
+    """Visibility bits of the tile whose first key is tail key ``first`` (negative: prefix)."""
+    r = tl.arange(0, BN)                                                  # [BN]
+    if WORDS == 1:
+        shift = tl.minimum(tl.maximum(first + r, 0), 63).to(tl.int64)
+        return ((words[:, None] >> shift[None, :]) & 1) != 0              # [BM, BN]
+    # 64 bits from `first` on, out of the two words they lie in; two shifts, as one by 64 would
+    # be undefined
+    at = first >> 6
+    shift = (first & 63).to(tl.uint64)
+    word0 = _load_word(word_row, at, row_ok, WORDS)
+    word1 = _load_word(word_row, at + 1, row_ok, WORDS)
+    bits = (word0 >> shift) | ((word1 << 1) << (63 - shift))              # [BM]
+    lane = (r & 63).to(tl.uint64)
+    if BN <= 64:
+        return ((bits[:, None] >> lane[None, :]) & 1) != 0
+    word2 = _load_word(word_row, at + 2, row_ok, WORDS)
+    more = (word1 >> shift) | ((word2 << 1) << (63 - shift))
+    bits = tl.where((r < 64)[None, :], bits[:, None], more[:, None])      # [BM, BN]
+    return ((bits >> lane[None, :]) & 1) != 0
+
+
+@triton.jit
+def _load_index(index_row, pos, first_key, prefix_len):
+    """Raw slots of prefix positions, clamped to the readable ones: no load needs a mask."""
+    return tl.load(
+        index_row + tl.maximum(tl.minimum(tl.maximum(pos, first_key), prefix_len - 1), 0)
+    )
+
+
+@triton.jit
+def _load_tail(tail_row, pos, prefix_len, TAIL: tl.constexpr):
+    return tl.load(tail_row + tl.minimum(tl.maximum(pos - prefix_len, 0), TAIL - 1))
+
+
+@triton.jit
+def _masked_tiles(
+    q, acc, m, l,
+    begin, end,        # first key of the first tile; end of the keys
+    raw_index,         # [BN] int32, index entries of the first tile
+    raw_tail,          # [BN] int32, tail slots of the first tile, or None
+    index_row, tail_row, tail_pos_row, word_row,
+    words,             # [BM] int64, or None unless WORDS == 1
+    pos_q,             # [BM] int32, or None without a window
+    row_ok,            # [BM] bool
+    first_key, prefix_len, k_head, v_head, base2, cap_in, cap_out,
+    K_SLOT: tl.constexpr, V_SLOT: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    D_PAD: tl.constexpr, V_PAD: tl.constexpr, HAS_CAP: tl.constexpr, TAIL: tl.constexpr,
+    WORDS: tl.constexpr, WINDOW: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):
+    """Attend to the tiles of ``[begin, end)`` under bounds, tail bits and window."""
+    r = tl.arange(0, BN)                                                  # [BN]
+    for start in tl.range(begin, end, BN, num_stages=STAGES):
+        pos = start + r
+        slots = raw_index
+        # the next tile's entries travel raw: arithmetic on them here, and the loop would wait
+        # for every copy
+        raw_index = _load_index(index_row, pos + BN, first_key, prefix_len)
+        visible = (pos < end)[None, :]
+        if TAIL > 0:
+            in_prefix = pos < prefix_len
+            # keys left of the window may lie in recycled slots: read a tail key in their place
+            slots = tl.where(in_prefix & (pos >= first_key), slots, raw_tail)
+            raw_tail = _load_tail(tail_row, pos + BN, prefix_len, TAIL)
+            bits = _tail_bits(words, word_row, row_ok, start - prefix_len, BN, WORDS)
+            visible = visible & (bits | in_prefix[None, :])
+        if WINDOW >= 0:
+            pos_k = pos
+            if TAIL > 0:
+                tail_pos = _load_tail(tail_pos_row, pos, prefix_len, TAIL)
+                pos_k = tl.where(in_prefix, pos, tail_pos.to(tl.int32))
+            distance = pos_q[:, None] - pos_k[None, :]                    # [BM, BN]
+            visible = visible & (distance >= 0) & (distance <= WINDOW)
+        acc, m, l = attend_tile(
+            q, acc, m, l, slots, visible, k_head, v_head, base2, cap_in, cap_out,
+            K_SLOT, V_SLOT, HEAD_DIM, V_DIM, D_PAD, V_PAD, HAS_CAP,
+        )
+    return acc, m, l
+
+
+@triton.jit
+def _load_request(entry):
+    """A request's numbers: start in the index table, prefix, first tile, parts, split rank."""
+    return (
+        tl.load(entry), tl.load(entry + 1).to(tl.int32), tl.load(entry + 2).to(tl.int32),
+        tl.load(entry + 3).to(tl.int32), tl.load(entry + 4).to(tl.int32),
+    )
+
+
+@triton.jit
+def tree_attention_kernel(
+    q,               # [B * Q_LEN, Hq, HEAD_DIM]
+    k_cache,         # [slots, NUM_KV, HEAD_DIM]
+    v_cache,         # [slots, NUM_KV, V_DIM]
+    out,             # [B * Q_LEN, Hq, V_DIM], out
+    lse,             # [B * Q_LEN, Hq] float32, out, or None
+    indices,         # flat int32: slot of each prefix position
+    positions,       # [B, Q_LEN] int64, read under a window
+    tail_slots,      # [B, TAIL] int32
+    tail_positions,  # [B, TAIL] int64, read under a window
+    tail_words,      # [B, Q_LEN, WORDS] int64
+    requests,        # [B, 8] int64
+    chunks,          # [NC, 8] int64
+    partial_out,     # [parts, NUM_KV, MT, BM, V_DIM], out
+    partial_lse,     # [parts, NUM_KV, MT, BM] float32, out, base 2
+    base2, cap_in, cap_out,
+    stride_q, stride_q_head, stride_out, stride_out_head, stride_lse, stride_lse_head,
+    stride_pos, stride_tail, stride_tail_pos, stride_words, stride_words_q,
+    K_SLOT: tl.constexpr, K_HEAD: tl.constexpr, V_SLOT: tl.constexpr, V_HEAD: tl.constexpr,
+    Q_LEN: tl.constexpr, TAIL: tl.constexpr, WORDS: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr, CSR: tl.constexpr,
+    GROUP: tl.constexpr, NUM_KV: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    D_PAD: tl.constexpr, V_PAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    MT: tl.constexpr, STAGES: tl.constexpr, SHORT: tl.constexpr, PDL: tl.constexpr,
+):
+    """One CTA per (chunk, M tile, KV head) walks the segments of its chunk."""
+    pid = tl.program_id(0)
+    head = pid % NUM_KV
+    m_tile = pid // NUM_KV % MT
+    chunk = pid // (NUM_KV * MT)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    packed = m_tile * BM + tl.arange(0, BM)                               # [BM]
+    token = packed // GROUP
+    q_head = head * GROUP + packed % GROUP
+    row_ok = packed < Q_LEN * GROUP
+    r = tl.arange(0, BN)                                                  # [BN]
+    k_head = k_cache + head.to(tl.int64) * K_HEAD
+    v_head = v_cache + head.to(tl.int64) * V_HEAD
+    entry = chunks + chunk * 8
+    left = tl.load(entry).to(tl.int32)
+    tile = tl.load(entry + 1).to(tl.int32)
+    req = tl.load(entry + 2).to(tl.int32)
+    base, prefix_len, first_tile, parts, split_rank = _load_request(entry + 3)
+    while left > 0:
+        kv_len = prefix_len + TAIL
+        tiles = tl.maximum((kv_len + BN - 1) // BN - first_tile, 1)
+        stop = tl.minimum(tiles, tile + left)
+        begin = (first_tile + tile) * BN
+        end = tl.minimum(kv_len, (first_tile + stop) * BN)
+        index_row = indices + base
+        # full tiles of the prefix need no mask at all; a window masks every tile
+        full_end = begin
+        if WINDOW < 0:
+            full_end = tl.maximum(tl.minimum(end, prefix_len) // BN * BN, begin)
+            full_end = tl.where(full_end - begin <= SHORT * BN, begin, full_end)
+
+        q_row = (req * Q_LEN + token).to(tl.int64)                        # [BM]
+        q_tile = load_query(q + q_row * stride_q + q_head * stride_q_head, row_ok, HEAD_DIM, D_PAD)
+        tail_row = tail_slots
+        tail_pos_row = tail_positions
+        word_row = tail_words
+        words = None
+        if TAIL > 0:
+            tail_row += req.to(tl.int64) * stride_tail
+            word_row += req.to(tl.int64) * stride_words + token * stride_words_q  # [BM]
+            if WORDS == 1:
+                words = tl.load(word_row, mask=row_ok, other=-1)          # [BM]
+        pos_q = None
+        first_key = 0
+        if WINDOW >= 0:
+            if CSR:
+                pos_q = prefix_len - 1 + packed * 0
+            else:
+                # rows past the last repeat it
+                pos_row = positions + req.to(tl.int64) * stride_pos
+                pos_q = tl.load(pos_row + tl.minimum(token, Q_LEN - 1)).to(tl.int32)
+            if TAIL > 0:
+                tail_pos_row += req.to(tl.int64) * stride_tail_pos
+            first_key = tl.maximum(tl.min(pos_q, 0) - WINDOW, 0)
+
+        # the first entries of both loops before either starts: their latencies overlap
+        raw_index = _load_index(index_row, full_end + r, first_key, prefix_len)
+        raw_tail = None
+        if TAIL > 0:
+            raw_tail = _load_tail(tail_row, full_end + r, prefix_len, TAIL)
+        m = tl.full([BM], FLOOR, tl.float32)
+        l = tl.zeros([BM], tl.float32)
+        acc = tl.zeros([BM, V_PAD], tl.float32)
+        if WINDOW < 0:
+            raw_full = _load_index(index_row, begin + r, 0, prefix_len)
+            for start in tl.range(begin, full_end, BN, num_stages=STAGES):
+                slots = raw_full
+                raw_full = _load_index(index_row, start + BN + r, 0, prefix_len)
+                acc, m, l = attend_tile(
+                    q_tile, acc, m, l, slots, None, k_head, v_head, base2, cap_in, cap_out,
+                    K_SLOT, V_SLOT, HEAD_DIM, V_DIM, D_PAD, V_PAD, HAS_CAP,
+                )
+        acc, m, l = _masked_tiles(
+            q_tile, acc, m, l, full_end, end, raw_index, raw_tail,
+            index_row, tail_row, tail_pos_row, word_row, words, pos_q, row_ok, first_key,
+            prefix_len, k_head, v_head, base2, cap_in, cap_out, K_SLOT, V_SLOT, HEAD_DIM, V_DIM,
+            D_PAD, V_PAD, HAS_CAP, TAIL, WORDS, WINDOW, BN, STAGES,
+        )
+        if HAS_CAP:
+            base2_m = m
+        else:
+            base2_m = m * base2
+        if parts == 1:
+            store_rows(
+                out + q_row * stride_out + q_head * stride_out_head, acc, l, row_ok, V_DIM, V_PAD
+            )
+            if lse is not None:
+                natural = (base2_m + tl.log2(tl.where(l > 0.0, l, 1.0))) * LN2
+                tl.store(
+                    lse + q_row * stride_lse + q_head * stride_lse_head,
+                    tl.where(l > 0.0, natural, float("-inf")), mask=row_ok,
+                )
+        else:
+            at = ((chunk + split_rank) * NUM_KV + head) * MT + m_tile
+            at = at.to(tl.int64) * BM + tl.arange(0, BM)                  # [BM]
+            store_rows(partial_out + at * V_DIM, acc, l, row_ok, V_DIM, V_PAD)
+            log2_sum = base2_m + tl.log2(tl.where(l > 0.0, l, 1.0))
+            tl.store(partial_lse + at, tl.where(l > 0.0, log2_sum, EMPTY))
+        left -= stop - tile
+        if left > 0:
+            req += 1
+            tile = 0
+            base, prefix_len, first_tile, parts, split_rank = _load_request(requests + req * 8)
+
