@@ -1,0 +1,196 @@
+"""One speculative step: propose, build the tree, verify, accept, commit, extend."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from specattn.backends.layers import LayeredBackend
+from specattn.batch import AcceptResult, DraftState, DraftTree, ForwardMode, SpecBatch
+from specattn.errors import CapacityError
+from specattn.graph import GraphRunner, Program
+from specattn.spec.programs import ExtendProgram, ProposeProgram, VerifyOutput, VerifyProgram
+from specattn.spec.tree import build_tree, root_tree
+from specattn.spec.verify import accept
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from specattn.backends.multi_step import Indices
+    from specattn.config import SpecConfig
+    from specattn.kv import KVPool
+    from specattn.spec.model import DraftModel, TargetModel
+    from specattn.spec.sampling import SamplingBatch
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step leaves.
+
+    Parameters
+    ----------
+    tree : DraftTree
+        What was verified.
+    accepted : AcceptResult
+        What was kept of it.
+    state : DraftState or None
+        Where the next proposal starts; None in plain decoding.
+    """
+
+    tree: DraftTree
+    accepted: AcceptResult
+    state: DraftState | None
+
+
+@dataclass(frozen=True)
+class ModelSlot:
+    """A model with its paged KV and its attention.
+
+    Parameters
+    ----------
+    model : TargetModel or DraftModel
+        The model.
+    pool : KVPool
+        Its keys and values; target and draft pools share slot numbers.
+    backend : LayeredBackend
+        Its attention over that pool.
+    """
+
+    model: TargetModel | DraftModel
+    pool: KVPool
+    backend: LayeredBackend
+
+    @classmethod
+    def of(cls, model: TargetModel | DraftModel, pool: KVPool, backend: str) -> ModelSlot:
+        """Choose the attention backend of ``model`` by name, over ``pool``."""
+        return cls(model, pool, LayeredBackend(backend, model.layers, pool, pool.k.device))
+
+
+class SpecDecoder:
+    """Decodes one speculation setting, step by step, over static buffers and captured graphs.
+
+    Parameters
+    ----------
+    target : ModelSlot
+        The target model.
+    draft : ModelSlot or None
+        The draft model; needed unless ``config.num_steps`` is 0.
+    config : SpecConfig
+        Tree width and depth.
+    req_to_token : Tensor
+        ``[rows, max_context_len]`` int32, the table the pools' slots are found through.
+    features : int
+        Width of the target features the draft reads.
+    buckets : sequence of int
+        Batch sizes to capture.
+    record : bool
+        Whether to record CUDA graphs (on a CUDA device, with a backend that allows it).
+    indices : {"table", "csr"}
+        What the draft steps read; see `MultiStepDraftBackend`.
+
+    Attributes
+    ----------
+    runner : GraphRunner
+        Counts replays and eager fallbacks by mode.
+    """
+
+    def __init__(
+        self,
+        target: ModelSlot,
+        draft: ModelSlot | None,
+        config: SpecConfig,
+        req_to_token: Tensor,
+        *,
+        features: int = 0,
+        buckets: Sequence[int] = (1,),
+        record: bool = True,
+        indices: Indices = "table",
+    ) -> None:
+        if config.num_steps and draft is None:
+            raise ValueError(f"num_steps {config.num_steps} needs a draft model")
+        self.target, self.draft, self.config = target, draft, config
+        self.req_to_token, self.features, self.indices = req_to_token, features, indices
+        self.verify_mode = ForwardMode.TARGET_VERIFY if config.num_steps else ForwardMode.DECODE
+        self.runner = GraphRunner(self._program, buckets, req_to_token.device, record=record)
+        for mode in self.modes:
+            try:
+                self.runner.capture(mode)
+            except CapacityError as error:
+                log.warning("%s", error)
+
+    @property
+    def modes(self) -> tuple[ForwardMode, ...]:
+        """The forward modes of a step."""
+        if not self.config.num_steps:
+            return (ForwardMode.DECODE,)
+        return ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_DECODE, ForwardMode.DRAFT_EXTEND
+
+    def _program(self, mode: ForwardMode, size: int) -> Program:
+        config, table = self.config, self.req_to_token
+        if mode is self.verify_mode:
+            layout = config.layout(mode)
+            return VerifyProgram(self.target.model, self.target.backend, layout, table, size)
+        model, attention = self.draft.model, self.draft.backend
+        if mode is ForwardMode.DRAFT_DECODE:
+            return ProposeProgram(model, attention, config, table, size, self.indices)
+        return ExtendProgram(model, attention, config, table, self.features, size)
+
+    def step(
+        self, batch: SpecBatch, state: DraftState | None, sampling: SamplingBatch
+    ) -> StepResult:
+        """Advance every request by at least one token.
+
+        Parameters
+        ----------
+        batch : SpecBatch
+            The requests; each has slots reserved for ``config.reserve_len`` tokens past its
+            ``seq_lens``.
+        state : DraftState or None
+            From the last step's extend, or from the prompt's.
+        sampling : SamplingBatch
+            How each request draws.
+        """
+        tree = self.propose(batch, state)
+        verified = self.verify(batch, tree)
+        accepted = accept(tree, verified.logits, batch.seq_lens, self.config.num_steps, sampling)
+        self.target.pool.commit(verified.tail_slots, accepted)
+        state = self.extend(batch, accepted, verified.features)
+        return StepResult(tree, accepted, state)
+
+    def propose(self, batch: SpecBatch, state: DraftState | None) -> DraftTree:
+        """Draft a tree below every bonus token; plain decoding drafts nothing."""
+        if not self.config.num_steps:
+            return root_tree(batch)
+        candidates = self._run(ForwardMode.DRAFT_DECODE, batch, **vars(state))
+        return build_tree(candidates, batch, self.config)
+
+    def verify(self, batch: SpecBatch, tree: DraftTree) -> VerifyOutput:
+        """Run the target over all nodes at once."""
+        return self._run(
+            self.verify_mode, batch,
+            tokens=tree.tokens, positions=tree.positions, tail_words=tree.words,
+        )
+
+    def extend(
+        self, batch: SpecBatch, accepted: AcceptResult, features: Tensor
+    ) -> DraftState | None:
+        """Run the draft model over the accepted path, with the target's features along it."""
+        if not self.config.num_steps:
+            return None
+        path = accepted.accept_index.clamp(min=0).long()[:, :, None]  # [B, N + 1, 1]
+        return self._run(
+            ForwardMode.DRAFT_EXTEND, batch,
+            tokens=accepted.accept_tokens, accept_lens=accepted.accept_lens,
+            features=features.gather(1, path.expand(-1, -1, features.shape[-1])),
+        )
+
+    def _run(self, mode: ForwardMode, batch: SpecBatch, **values: Tensor) -> object:
+        return self.runner.run(
+            mode, len(batch), batch.seq_lens_cpu, req_pool_indices=batch.req_pool_indices,
+            seq_lens=batch.seq_lens, **values,
+        )

@@ -1,0 +1,422 @@
+"""A decode loop for a batch of requests: prompts in, tokens out, slots given back."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from specattn.batch import DraftState, SpecBatch
+from specattn.kv import KVPool, SlotTable
+from specattn.spec.decoder import ModelSlot, SpecDecoder
+from specattn.spec.prefill import Prefill, Prompt
+from specattn.spec.sampling import SamplingBatch, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from specattn.backends.multi_step import Indices
+    from specattn.config import SpecConfig
+    from specattn.spec.model import DraftModel, TargetModel
+
+
+@dataclass(frozen=True)
+class Request:
+    """One text to continue.
+
+    Parameters
+    ----------
+    prompt : sequence of int
+        Token ids, at least one.
+    max_new_tokens : int
+        Most tokens to generate, the end-of-text token included.
+    sampling : SamplingParams
+        How tokens are drawn; greedy by default.
+    stop : tuple of str
+        Texts that end the generation; needs the engine's ``detokenize``.
+    ignore_eos : bool
+        Go on past end-of-text tokens.
+    """
+
+    prompt: Sequence[int]
+    max_new_tokens: int = 128
+    sampling: SamplingParams = SamplingParams()
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass
+class Generation:
+    """What became of a request.
+
+    Parameters
+    ----------
+    tokens : list of int
+        Generated tokens, never more than ``max_new_tokens``; an end-of-text token is the last.
+    finish_reason : str
+        ``""`` while running, then ``"eos"``, ``"stop"``, ``"length"`` (``max_new_tokens``) or
+        ``"context"`` (the context is full).
+    accept_lens : list of int
+        Tokens gained by each step, bonus included, before truncation.
+    first_token_at, finished_at : float
+        `time.perf_counter` readings, in seconds.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    accept_lens: list[int] = field(default_factory=list)
+    started_at: float = 0.0
+    first_token_at: float = 0.0
+    finished_at: float = 0.0
+
+    @property
+    def steps(self) -> int:
+        """Speculative steps taken."""
+        return len(self.accept_lens)
+
+    @property
+    def accepted_per_step(self) -> float:
+        """Mean tokens per step, bonus included; 0 before the first step."""
+        return sum(self.accept_lens) / self.steps if self.steps else 0.0
+
+
+@dataclass
+class _Live:
+    """A request being decoded; its draft state is row ``at`` of ``state``."""
+
+    request: Request
+    result: Generation
+    row: int
+    length: int
+    bonus: int
+    state: DraftState | None
+    at: int
+
+    @property
+    def text(self) -> list[int]:
+        return [*self.request.prompt, *self.result.tokens]
+
+
+class Engine:
+    """Decodes requests with one target, optionally one draft model, and one speculation setting.
+
+    Every request steps with the widest setting its remaining context allows, whatever the rest of
+    the batch does; requests finish and give their slots back independently.
+
+    Parameters
+    ----------
+    target : TargetModel
+        The model whose tokens are wanted.
+    draft : DraftModel, optional
+        Needed unless ``config.num_steps`` is 0.
+    config : SpecConfig
+        Tree width, depth, page size and limits.
+    backend : str
+        Attention backend, or ``"auto"``.
+    num_slots : int, optional
+        KV slots of the pools; by default every request can reach ``max_context_len``.
+    buckets : sequence of int, optional
+        Batch sizes to capture; powers of two up to ``max_num_reqs`` by default.
+    graphs : bool
+        Whether to record CUDA graphs.
+    indices : {"table", "csr"}
+        What draft steps read; see `MultiStepDraftBackend`.
+    detokenize : callable, optional
+        Maps token ids to text, for stop strings.
+
+    Raises
+    ------
+    UnsupportedError
+        If the backend cannot serve the models here.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        draft: DraftModel | None,
+        config: SpecConfig,
+        *,
+        backend: str = "auto",
+        num_slots: int | None = None,
+        buckets: Sequence[int] | None = None,
+        graphs: bool = True,
+        indices: Indices = "table",
+        detokenize: Callable[[list[int]], str] | None = None,
+    ) -> None:
+        self.config, self.graphs, self.indices = config, graphs, indices
+        self.detokenize = detokenize
+        self.eos = target.eos_token_ids
+        device = target.device
+        pages = -(-config.max_context_len // config.page_size) * config.max_num_reqs + 1
+        slots = num_slots or pages * config.page_size
+        self.table = SlotTable(
+            max_num_reqs=config.max_num_reqs, max_context_len=config.max_context_len,
+            num_slots=slots, page_size=config.page_size, device=device,
+        )
+        self.target = ModelSlot.of(target, KVPool(target.layers, slots, device), backend)
+        self.draft = None
+        if config.num_steps and draft is not None:
+            self.draft = ModelSlot.of(draft, KVPool(draft.layers, slots, device), backend)
+        self.buckets = list(buckets) if buckets else _buckets(config.max_num_reqs)
+        self._prefill = Prefill(self.target, self.draft, self.table.req_to_token, config.topk)
+        self._decoders: dict[SpecConfig, SpecDecoder] = {}
+        self._live: list[_Live] = []
+        self.decoder(config)
+
+    def decoder(self, config: SpecConfig) -> SpecDecoder:
+        """Return the decoder of a setting; narrower ones than the engine's run eagerly."""
+        if config not in self._decoders:
+            self._decoders[config] = SpecDecoder(
+                self.target, self.draft, config, self.table.req_to_token,
+                features=self._feature_width(), buckets=self.buckets, indices=self.indices,
+                record=self.graphs and config == self.config,
+            )
+        return self._decoders[config]
+
+    @property
+    def decoders(self) -> tuple[SpecDecoder, ...]:
+        """Every decoder used so far, the engine's own setting first."""
+        return tuple(self._decoders.values())
+
+    @property
+    def num_live(self) -> int:
+        """Requests not finished yet."""
+        return len(self._live)
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        on_tokens: Callable[[int, list[int]], None] | None = None,
+    ) -> list[Generation]:
+        """Decode requests to their ends.
+
+        Parameters
+        ----------
+        requests : sequence of Request
+            Any number; at most ``max_num_reqs`` run at once, the others wait.
+        on_tokens : callable, optional
+            ``on_tokens(index, new_tokens)`` after the first token and after every step.
+
+        Raises
+        ------
+        ValueError
+            If a prompt is empty or longer than the context.
+        CapacityError
+            If the pools are too small.
+        """
+        results: list[Generation] = []
+        order: dict[int, int] = {}
+        waiting = list(requests)
+        try:
+            while waiting or self._live:
+                room = self.config.max_num_reqs - len(self._live)
+                if waiting and room:
+                    taken, waiting = waiting[:room], waiting[room:]
+                    for result in self.add(taken):
+                        order[id(result)] = len(results)
+                        results.append(result)
+                        if on_tokens:
+                            on_tokens(order[id(result)], list(result.tokens))
+                for result, new in self.step():
+                    if on_tokens:
+                        on_tokens(order[id(result)], new)
+        finally:
+            self.clear()
+        return results
+
+    def clear(self) -> None:
+        """Drop every running request."""
+        for live in self._live:
+            self.table.free(live.row)
+        self._live = []
+
+    def add(self, requests: Sequence[Request]) -> list[Generation]:
+        """Run prompts and draw their first tokens; prefixes of running requests are shared."""
+        for request in requests:
+            self._check(request)
+        results = [Generation(started_at=time.perf_counter()) for _ in requests]
+        waiting = list(zip(requests, results, strict=True))
+        while waiting:
+            wave: list[tuple[Request, Generation]] = []
+            later: list[tuple[Request, Generation]] = []
+            for item in waiting:
+                (later if self._waits(item[0], wave) else wave).append(item)
+            self._admit(wave)
+            waiting = later
+        return results
+
+    def step(self) -> list[tuple[Generation, list[int]]]:
+        """Advance every running request; returns what each of them gained."""
+        groups: dict[SpecConfig, list[_Live]] = {}
+        for live in self._live:
+            room = self.config.max_context_len - live.length
+            groups.setdefault(self.config.shrink(room), []).append(live)
+        # every group's state is taken before any group's extend overwrites it
+        states = {config: self._state(config, group) for config, group in groups.items()}
+        gained = []
+        for config, group in groups.items():
+            gained += self._step_group(config, group, states[config])
+        self._live = [live for live in self._live if not live.result.finish_reason]
+        return gained
+
+    def _step_group(
+        self, config: SpecConfig, group: list[_Live], state: DraftState | None
+    ) -> list[tuple[Generation, list[int]]]:
+        self.table.reserve(
+            [live.row for live in group], [live.length + config.reserve_len for live in group]
+        )
+        sampling = SamplingBatch.of([live.request.sampling for live in group], self._device)
+        result = self.decoder(config).step(self._batch(group), state, sampling)
+        accepted = result.accepted
+        lens = accepted.accept_lens.long()[:, None]
+        rows = torch.cat([lens, accepted.accept_tokens], 1).tolist()  # the step's one sync
+        gained = []
+        for at, (live, (count, *tokens)) in enumerate(zip(group, rows, strict=True)):
+            live.length += count
+            live.bonus = tokens[count - 1]
+            live.state, live.at = result.state, at
+            live.result.accept_lens.append(count)
+            self.table.commit(live.row, live.length)
+            gained.append((live.result, self._take(live, tokens[:count])))
+        return gained
+
+    def _batch(self, group: list[_Live]) -> SpecBatch:
+        packed = torch.tensor([[live.row, live.bonus, live.length] for live in group])
+        on_device = packed.to(self._device)
+        return SpecBatch(
+            req_pool_indices=on_device[:, 0].contiguous(),
+            seq_lens=on_device[:, 2].to(torch.int32),
+            seq_lens_cpu=packed[:, 2].to(torch.int32),
+            bonus_tokens=on_device[:, 1].contiguous(),
+        )
+
+    def _state(self, config: SpecConfig, group: list[_Live]) -> DraftState | None:
+        """Gather the group's draft states, cut to the setting's branches."""
+        if not config.num_steps:
+            return None
+        first, rows = group[0].state, [live.at for live in group]
+        whole = len(group) == len(self._live) and all(live.state is first for live in group)
+        if whole and rows == list(range(len(first.topk_probs))):
+            return _cut(first, config.topk)
+        cuts = [_cut(live.state, config.topk, live.at) for live in group]
+        return DraftState(*(
+            torch.cat([getattr(cut, name) for cut in cuts]) for name in vars(first)
+        ))
+
+    def _take(self, live: _Live, tokens: list[int]) -> list[int]:
+        """Append tokens up to whatever ends the request; returns those kept."""
+        request, result = live.request, live.result
+        kept: list[int] = []
+        for token in tokens:
+            kept.append(token)
+            result.tokens.append(token)
+            if token in self.eos and not request.ignore_eos:
+                result.finish_reason = "eos"
+            elif request.stop and self._stopped(request, result):
+                result.finish_reason = "stop"
+            elif len(result.tokens) >= request.max_new_tokens:
+                result.finish_reason = "length"
+            if result.finish_reason:
+                break
+        if not result.finish_reason and live.length >= self.config.max_context_len:
+            result.finish_reason = "context"
+        if result.finish_reason:
+            result.finished_at = time.perf_counter()
+            self.table.free(live.row)
+        return kept
+
+    def _stopped(self, request: Request, result: Generation) -> bool:
+        text = self.detokenize(result.tokens)
+        return any(stop in text for stop in request.stop)
+
+    def _check(self, request: Request) -> None:
+        limit = self.config.max_context_len
+        if not request.prompt:
+            raise ValueError("the prompt is empty")
+        if len(request.prompt) > limit:
+            raise ValueError(
+                f"the prompt has {len(request.prompt)} tokens, the context holds {limit}"
+            )
+        if request.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {request.max_new_tokens}")
+        if request.stop and self.detokenize is None:
+            raise ValueError("stop strings need detokenize")
+
+    def _waits(self, request: Request, wave: Sequence[tuple[Request, Generation]]) -> bool:
+        """Whether a request of the wave will hold more of this prompt than a running one does."""
+        shareable = max((_common(request.prompt, first.prompt) for first, _ in wave), default=0)
+        return self._shared(request.prompt, shareable) > self._donor(request.prompt)[1]
+
+    def _shared(self, prompt: Sequence[int], common: int) -> int:
+        """Return how many tokens can be shared given a common prefix.
+
+        The draft model's KV at a position depends on the next token too, so the last common
+        token is not shared; and the prompt's last token must be run for its logits.
+        """
+        page = self.config.page_size
+        return (min(common, len(prompt)) - 1) // page * page if common else 0
+
+    def _donor(self, prompt: Sequence[int]) -> tuple[int, int]:
+        """Return the row that shares most of the prompt, and how many tokens."""
+        best = (0, 0)
+        for live in self._live:
+            common = min(_common(prompt, live.text), live.length + 1)
+            shared = self._shared(prompt, common)
+            if shared > best[1]:
+                best = (live.row, shared)
+        return best
+
+    def _admit(self, wave: Sequence[tuple[Request, Generation]]) -> None:
+        prompts = []
+        for request, _ in wave:
+            donor, shared = self._donor(request.prompt)
+            row = self.table.allocate(share=donor, share_len=shared)
+            prompts.append(Prompt(row, request.prompt, shared))
+        try:
+            self.table.reserve([p.row for p in prompts], [len(p.tokens) for p in prompts])
+        except Exception:
+            for prompt in prompts:
+                self.table.free(prompt.row)
+            raise
+        sampling = SamplingBatch.of([request.sampling for request, _ in wave], self._device)
+        out = self._prefill.run(prompts, sampling)
+        first = out.bonus_tokens.tolist()
+        for at, ((request, result), prompt) in enumerate(zip(wave, prompts, strict=True)):
+            length = len(request.prompt)
+            self.table.commit(prompt.row, length)
+            live = _Live(request, result, prompt.row, length, first[at], out.state, at)
+            result.first_token_at = time.perf_counter()
+            self._take(live, [first[at]])
+            if not result.finish_reason:
+                self._live.append(live)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.table.req_to_token.device
+
+    def _feature_width(self) -> int:
+        if self.draft is None:
+            return 0
+        return self.draft.model.feature_size
+
+
+def _buckets(largest: int) -> list[int]:
+    sizes = [1 << bit for bit in range(largest.bit_length()) if 1 << bit < largest]
+    return [*sizes, largest]
+
+
+def _cut(state: DraftState, topk: int, row: int | None = None) -> DraftState:
+    """Return the best ``topk`` tokens of one row, or of all."""
+    rows = slice(None) if row is None else slice(row, row + 1)
+    return DraftState(
+        state.topk_probs[rows, :topk], state.topk_tokens[rows, :topk], state.hidden_states[rows]
+    )
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    for index, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return index
+    return min(len(a), len(b))

@@ -1,0 +1,207 @@
+"""Prompts: the target over the prompt, the first token, and the draft model over the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from specattn.batch import DraftState, SpecBatch
+from specattn.plan import ExtendPlan
+from specattn.spec.programs import top_tokens
+from specattn.spec.tree import root_tree
+from specattn.spec.verify import accept
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from specattn.spec.decoder import ModelSlot
+    from specattn.spec.sampling import SamplingBatch
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt to run, from its cached prefix on.
+
+    Parameters
+    ----------
+    row : int
+        Row of ``req_to_token``; has slots for the whole prompt.
+    tokens : sequence of int
+        The whole prompt.
+    cached : int
+        Tokens whose KV is already there; less than the prompt's length.
+    """
+
+    row: int
+    tokens: Sequence[int]
+    cached: int = 0
+
+
+@dataclass(frozen=True)
+class PrefillResult:
+    """The first token of every prompt, and where drafting starts.
+
+    Parameters
+    ----------
+    bonus_tokens : Tensor
+        ``[B]`` int64.
+    state : DraftState or None
+        None without a draft model.
+    """
+
+    bonus_tokens: Tensor
+    state: DraftState | None
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Tokens ``[start, stop)`` of prompt ``index``."""
+
+    index: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Runs prompts, a bounded number of tokens at a time.
+
+    Parameters
+    ----------
+    target : ModelSlot
+        The target model.
+    draft : ModelSlot or None
+        The draft model.
+    req_to_token : Tensor
+        ``[rows, max_context_len]`` int32.
+    topk : int
+        Depth-1 tokens to keep for the first proposal.
+    chunk : int
+        Most tokens of one forward.
+    """
+
+    target: ModelSlot
+    draft: ModelSlot | None
+    req_to_token: Tensor
+    topk: int
+    chunk: int = 4096
+
+    def run(self, prompts: Sequence[Prompt], sampling: SamplingBatch) -> PrefillResult:
+        """Fill the KV of both models and draw each prompt's first token.
+
+        Parameters
+        ----------
+        prompts : sequence of Prompt
+            At least one.
+        sampling : SamplingBatch
+            How each request draws, in the order of the prompts.
+        """
+        bonus = torch.zeros(len(prompts), dtype=torch.int64, device=self.req_to_token.device)
+        states: list[DraftState] = []
+        for pieces in self._chunks(prompts):
+            done = [p for p in pieces if p.stop == len(prompts[p.index].tokens)]
+            plan = self._plan(prompts, pieces)
+            ends = plan.qo_indptr[1:].long() - 1  # [pieces]
+            last = ends[[pieces.index(p) for p in done]]
+            out = self._forward_target(prompts, pieces, plan, last)
+            which = torch.tensor([p.index for p in done], device=bonus.device, dtype=torch.int64)
+            if done:
+                lens = torch.tensor([p.stop - 1 for p in done], device=bonus.device)
+                first = _first_tokens(out.logits, lens, _pick(sampling, which))
+                bonus[which] = first
+            if self.draft is not None:
+                tokens = self._next_tokens(prompts, pieces, last, bonus[which])
+                states.append(self._forward_draft(pieces, plan, tokens, out.hidden_states, last))
+        return PrefillResult(bonus, _join(states) if self.draft is not None else None)
+
+    def _chunks(self, prompts: Sequence[Prompt]) -> Iterator[list[_Piece]]:
+        """Cut the prompts into forwards of at most ``chunk`` tokens, in order."""
+        pieces: list[_Piece] = []
+        room = self.chunk
+        for index, prompt in enumerate(prompts):
+            start = prompt.cached
+            while start < len(prompt.tokens):
+                stop = min(len(prompt.tokens), start + room)
+                pieces.append(_Piece(index, start, stop))
+                room -= stop - start
+                start = stop
+                if not room:
+                    yield pieces
+                    pieces, room = [], self.chunk
+        if pieces:
+            yield pieces
+
+    def _plan(self, prompts: Sequence[Prompt], pieces: Sequence[_Piece]) -> ExtendPlan:
+        device = self.req_to_token.device
+        rows = torch.tensor([prompts[p.index].row for p in pieces], device=device)
+        starts = torch.tensor([p.start for p in pieces], dtype=torch.int32, device=device)
+        lens = [p.stop - p.start for p in pieces]
+        indptr = torch.tensor([0, *lens]).cumsum(0).to(torch.int32).to(device)
+        width = self.req_to_token.shape[1]
+        where = [
+            torch.arange(p.start, p.stop) + prompts[p.index].row * width for p in pieces
+        ]
+        slots = torch.take(self.req_to_token, torch.cat(where).to(device))
+        return ExtendPlan(
+            req_to_token=self.req_to_token, req_pool_indices=rows, seq_lens=starts,
+            qo_indptr=indptr, out_slots=slots[None], max_q_len=max(lens),
+            max_seq_len=max(p.stop for p in pieces),
+        )
+
+    def _forward_target(
+        self, prompts: Sequence[Prompt], pieces: Sequence[_Piece], plan: ExtendPlan, last: Tensor
+    ):
+        ids = [t for p in pieces for t in prompts[p.index].tokens[p.start : p.stop]]
+        attend = self.target.backend.bind(plan)
+        attend.fill()
+        return self.target.model.forward(
+            torch.tensor(ids, device=last.device), _positions(pieces, last.device), attend, last
+        )
+
+    def _next_tokens(
+        self, prompts: Sequence[Prompt], pieces: Sequence[_Piece], last: Tensor, first: Tensor
+    ) -> Tensor:
+        """Return each position's next token: the prompt's own, at its end the first new one."""
+        following = [(*prompts[p.index].tokens[p.start + 1 : p.stop + 1], 0) for p in pieces]
+        ids = [t for p, ts in zip(pieces, following, strict=True) for t in ts[: p.stop - p.start]]
+        tokens = torch.tensor(ids, device=last.device)
+        tokens[last] = first
+        return tokens
+
+    def _forward_draft(
+        self, pieces: Sequence[_Piece], plan: ExtendPlan, tokens: Tensor, features: Tensor,
+        last: Tensor,
+    ) -> DraftState:
+        draft = self.draft.model
+        attend = self.draft.backend.bind(plan)
+        attend.fill()
+        out = draft.forward(
+            tokens, draft.combine(features), _positions(pieces, last.device), attend, last
+        )
+        return DraftState(*top_tokens(draft, out.logits, self.topk), out.hidden_states)
+
+
+def _positions(pieces: Sequence[_Piece], device: torch.device) -> Tensor:
+    return torch.cat([torch.arange(p.start, p.stop) for p in pieces]).to(device)
+
+
+def _first_tokens(logits: Tensor, lens: Tensor, sampling: SamplingBatch) -> Tensor:
+    """Draw from ``logits [R, V]`` as a step would at the position of the last prompt token."""
+    batch = SpecBatch(lens, lens.to(torch.int32), lens, torch.zeros_like(lens))
+    tree = root_tree(batch)
+    return accept(tree, logits[:, None], batch.seq_lens, 0, sampling).bonus_tokens
+
+
+def _pick(sampling: SamplingBatch, which: Tensor) -> SamplingBatch:
+    columns = {n: v[which] for n, v in vars(sampling).items() if isinstance(v, Tensor)}
+    return replace(sampling, **columns)
+
+
+def _join(states: Sequence[DraftState]) -> DraftState:
+    """Concatenate states along the batch: prompts finish in order."""
+    return DraftState(*(torch.cat(parts) for parts in zip(
+        *(vars(state).values() for state in states), strict=True
+    )))

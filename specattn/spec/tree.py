@@ -1,0 +1,65 @@
+"""From candidates to the tree that is verified."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from specattn.batch import Candidates, DraftTree, SpecBatch
+from specattn.kernels import ops
+from specattn.plan import mask_words
+
+if TYPE_CHECKING:
+    from specattn.config import SpecConfig
+
+
+def build_tree(candidates: Candidates, batch: SpecBatch, config: SpecConfig) -> DraftTree:
+    """Keep the best ``num_draft_tokens - 1`` candidates below the bonus token, and link them.
+
+    The dynamic tree of EAGLE-2 (arXiv:2406.16858): candidates are ranked by the probability of
+    their path, ties going to the lower flat index and NaN ranking last; a kept node's ancestors
+    are kept too. Children are linked in ascending node id.
+
+    Parameters
+    ----------
+    candidates : Candidates
+        What the drafter proposed.
+    batch : SpecBatch
+        Gives the roots (bonus tokens) and their positions.
+    config : SpecConfig
+        Tree width and depth.
+    """
+    size, nodes = len(batch), config.num_draft_tokens
+    device = batch.seq_lens.device
+    empty = {"dtype": torch.int64, "device": device}
+    tree = DraftTree(
+        tokens=torch.empty(size, nodes, **empty),
+        positions=torch.empty(size, nodes, **empty),
+        words=torch.empty(size, nodes, mask_words(nodes), **empty),
+        retrieve_index=torch.arange(size * nodes, device=device).view(size, nodes),
+        retrieve_next_token=torch.empty(size, nodes, **empty),
+        retrieve_next_sibling=torch.empty(size, nodes, **empty),
+    )
+    ops("tree", device).build_tree(
+        candidates.scores, candidates.tokens, candidates.parents,
+        batch.bonus_tokens, batch.seq_lens,
+        topk=config.topk, num_draft_tokens=nodes, tokens_out=tree.tokens,
+        positions_out=tree.positions, words_out=tree.words,
+        next_token_out=tree.retrieve_next_token, next_sibling_out=tree.retrieve_next_sibling,
+    )
+    return tree
+
+
+def root_tree(batch: SpecBatch) -> DraftTree:
+    """Return the tree of plain decoding: the bonus token alone."""
+    root = batch.bonus_tokens[:, None]
+    none = torch.full_like(root, -1)
+    return DraftTree(
+        tokens=root,
+        positions=batch.seq_lens.long()[:, None],
+        words=torch.ones_like(root)[:, :, None],
+        retrieve_index=torch.arange(len(root), device=root.device)[:, None],
+        retrieve_next_token=none,
+        retrieve_next_sibling=none,
+    )

@@ -1,0 +1,72 @@
+"""Verification: walk the tree along what the target says, greedily or by sampling."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from specattn.batch import AcceptResult, DraftTree
+from specattn.kernels import ops
+from specattn.kernels.reference.sampling import ACCEPT, FINAL, target_probs, uniform
+
+if TYPE_CHECKING:
+    from specattn.spec.sampling import SamplingBatch
+
+
+def accept(
+    tree: DraftTree, logits: Tensor, seq_lens: Tensor, num_steps: int, sampling: SamplingBatch
+) -> AcceptResult:
+    """Return the path of the tree that the target itself would have taken.
+
+    Greedy requests follow the target's argmax. Sampled ones follow target-only tree sampling
+    (the verification of SGLang and of EAGLE's released code): a child is accepted with its target
+    probability given that its elder siblings were not, and the token after the path is drawn from
+    what is left, so that every emitted token has exactly the target's law.
+
+    Parameters
+    ----------
+    tree : DraftTree
+        The verified nodes.
+    logits : Tensor
+        ``[B, n, V]``, the target's logits after every node.
+    seq_lens : Tensor
+        ``[B]`` int32, lengths before the commit; with depth they give each coin its position.
+    num_steps : int
+        Depth of the tree.
+    sampling : SamplingBatch
+        How each request draws.
+    """
+    result = _empty(tree, num_steps)
+    links = (tree.tokens, tree.retrieve_next_token, tree.retrieve_next_sibling)
+    outs = {
+        "accept_index_out": result.accept_index, "accept_tokens_out": result.accept_tokens,
+        "accept_lens_out": result.accept_lens, "bonus_out": result.bonus_tokens,
+    }
+    kernels = ops("accept", logits.device)
+    if sampling.greedy:
+        kernels.accept_greedy(*links, logits.argmax(-1), **outs)
+        return result
+    depth = torch.arange(num_steps + 1, device=logits.device)
+    positions = seq_lens[:, None] + depth  # [B, N + 1]
+    probs = target_probs(
+        logits.flatten(0, 1), sampling.temperature, sampling.top_k, sampling.top_p,
+        rows_per_req=logits.shape[1],
+    )
+    kernels.accept_sampled(
+        *links, probs.view(logits.shape), uniform(sampling.seeds, positions, ACCEPT),
+        uniform(sampling.seeds, positions, FINAL), **outs,
+    )
+    return result
+
+
+def _empty(tree: DraftTree, num_steps: int) -> AcceptResult:
+    size, device = len(tree.tokens), tree.tokens.device
+    path = (size, num_steps + 1)
+    return AcceptResult(
+        accept_index=torch.empty(path, dtype=torch.int32, device=device),
+        accept_tokens=torch.empty(path, dtype=torch.int64, device=device),
+        accept_lens=torch.empty(size, dtype=torch.int32, device=device),
+        bonus_tokens=torch.empty(size, dtype=torch.int64, device=device),
+    )

@@ -1,0 +1,197 @@
+"""Greedy speculation equals greedy decoding, whatever the tree, the batch and the pages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specattn.config import SpecConfig
+from specattn.spec.generate import Engine, Request
+from specattn.spec.sampling import SamplingParams
+from tests.tiny import TinyDraft, TinyTarget, dense_greedy
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PROMPTS = [[3, 14, 15, 9, 26, 5], [35], list(range(1, 40)), [58, 9, 7, 9, 3]]
+TREES = {
+    "plain": (0, 1, 1),
+    "one_step": (1, 1, 2),
+    "chain": (5, 1, 6),
+    "wide": (3, 2, 6),
+    "topk4": (4, 4, 16),
+    "topk8_deep": (5, 8, 32),
+    "few_nodes": (5, 4, 4),
+    "one_step_wide": (1, 8, 9),
+    "past_a_word": (4, 8, 70),
+}
+
+
+@pytest.fixture(scope="module")
+def models():
+    return TinyTarget(device=DEVICE, window=9), TinyDraft(device=DEVICE)
+
+
+@pytest.fixture(scope="module")
+def expected(models):
+    return [dense_greedy(models[0], prompt, 40) for prompt in PROMPTS]
+
+
+def engine(models, tree, **over) -> Engine:
+    steps, topk, nodes = tree
+    settings = {"max_context_len": 128, "max_num_reqs": 4, "page_size": 1}
+    rest = {k: over.pop(k) for k in list(over) if k not in settings}
+    config = SpecConfig(steps, topk, nodes, **(settings | over))
+    return Engine(*models, config, **rest)
+
+
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_greedy_speculation_equals_greedy_decoding(models, expected, tree, page_size):
+    run = engine(models, tree, page_size=page_size)
+    out = run.generate([Request(p, max_new_tokens=40 - i) for i, p in enumerate(PROMPTS)])
+    for i, (result, want) in enumerate(zip(out, expected, strict=True)):
+        assert result.tokens == want[: 40 - i]
+        assert result.finish_reason == "length"
+    run.table.check()
+    assert run.table.num_free_rows == 4
+    if tree[0] > 1:
+        assert max(n for r in out for n in r.accept_lens) > 2, "nothing was ever accepted"
+
+
+@pytest.mark.parametrize("tree", ["topk4", "wide", "topk8_deep", "chain"])
+def test_shared_csr_rows_give_the_same_tokens_as_the_request_table(models, tree):
+    """The drafts are equal too: as many tokens are accepted in every step."""
+    runs = [engine(models, TREES[tree], indices=indices).generate(
+        [Request(p, max_new_tokens=24) for p in PROMPTS]) for indices in ("table", "csr")]
+    for table, csr in zip(*runs, strict=True):
+        assert table.tokens == csr.tokens
+        assert table.accept_lens == csr.accept_lens
+
+
+@pytest.mark.parametrize("tree", ["plain", "chain", "topk4", "one_step_wide"])
+def test_near_the_context_limit_steps_shrink_instead_of_raising(models, expected, tree):
+    """R32. Prompts up to the context itself; each request fills its context to the last slot."""
+    limit = 48
+    run = engine(models, TREES[tree], max_context_len=limit)
+    prompts = [*PROMPTS, list(range(1, 45)), list(range(1, 49))]
+    out = run.generate([Request(p, max_new_tokens=100) for p in prompts])
+    for result, prompt in zip(out, prompts, strict=True):
+        assert result.finish_reason == "context"
+        assert len(prompt) + len(result.tokens) in (limit, limit + 1)
+        assert result.tokens == dense_greedy(models[0], prompt, len(result.tokens))
+    run.table.check()
+
+
+def test_requests_of_a_batch_finish_independently(models, expected):
+    run = engine(models, TREES["topk4"])
+    counts = [1, 2, 17, 40]
+    out = run.generate(
+        [Request(p, max_new_tokens=n) for p, n in zip(PROMPTS, counts, strict=True)]
+    )
+    for result, want, count in zip(out, expected, counts, strict=True):
+        assert result.tokens == want[:count]
+    assert out[0].steps == 0, "one token comes from the prompt itself"
+
+
+def test_more_requests_than_rows_wait_their_turn(models, expected):
+    run = engine(models, TREES["wide"], max_num_reqs=2)
+    seen: dict[int, list[int]] = {}
+    out = run.generate(
+        [Request(p, max_new_tokens=20) for p in PROMPTS],
+        on_tokens=lambda i, new: seen.setdefault(i, []).extend(new),
+    )
+    for i, (result, want) in enumerate(zip(out, expected, strict=True)):
+        assert result.tokens == want[:20] == seen[i]
+
+
+def test_end_of_text_inside_an_accepted_path_truncates_there(models, expected):
+    class Ending(TinyTarget):
+        eos_token_ids = frozenset([expected[0][9]])
+
+    target = Ending(device=DEVICE, window=9)
+    want = expected[0][: expected[0].index(expected[0][9]) + 1]
+    for tree in TREES.values():
+        run = engine((target, models[1]), tree)
+        (out,) = run.generate([Request(PROMPTS[0], max_new_tokens=40)])
+        assert (out.tokens, out.finish_reason) == (want, "eos")
+        (out,) = run.generate([Request(PROMPTS[0], max_new_tokens=40, ignore_eos=True)])
+        assert out.tokens == expected[0]
+
+
+def test_a_stop_string_truncates_at_the_token_that_completes_it(models, expected):
+    def text(tokens):
+        return "".join(chr(ord("A") + t) for t in tokens)
+
+    want = expected[2]
+    stop = text(want[6:9])
+    first = text(want).index(stop) + len(stop)
+    run = engine(models, TREES["topk8_deep"], detokenize=text)
+    (out,) = run.generate([Request(PROMPTS[2], max_new_tokens=40, stop=("~~", stop))])
+    assert (out.tokens, out.finish_reason) == (want[:first], "stop")
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request([]), "prompt is empty"),
+        (Request([1] * 129), "129 tokens, the context holds 128"),
+        (Request([1], max_new_tokens=0), "max_new_tokens"),
+        (Request([1], stop=("x",)), "detokenize"),
+    ],
+)
+def test_bad_requests_are_refused_before_anything_runs(models, request_, message):
+    run = engine(models, TREES["wide"])
+    with pytest.raises(ValueError, match=message):
+        run.generate([Request([1, 2]), request_])
+    run.table.check()
+    assert run.num_live == 0
+    assert run.table.num_free_rows == 4
+
+
+@pytest.mark.parametrize("tree", ["plain", "chain", "topk4"])
+def test_a_request_draws_the_same_tokens_in_any_batch(models, tree):
+    """Coins depend on seed and position; greedy and sampled requests mix."""
+    params = [SamplingParams(0.8, seed=5), SamplingParams(), SamplingParams(1.3, 7, 0.9, seed=6),
+              SamplingParams(1.0, top_p=0.8, seed=7)]
+    requests = [Request(p, 25, s) for p, s in zip(PROMPTS, params, strict=True)]
+    together = engine(models, TREES[tree]).generate(requests)
+    backwards = engine(models, TREES[tree], max_num_reqs=3).generate(requests[::-1])[::-1]
+    alone = [engine(models, TREES[tree]).generate([r])[0] for r in requests]
+    for a, b, c in zip(together, backwards, alone, strict=True):
+        assert a.tokens == b.tokens == c.tokens
+    other = engine(models, TREES[tree]).generate(
+        [Request(PROMPTS[0], 25, SamplingParams(0.8, seed=8))])
+    assert other[0].tokens != together[0].tokens
+
+
+@pytest.mark.parametrize("page_size", [1, 8])
+def test_a_prefix_hit_equals_a_cold_run(models, page_size):
+    """R53: tokens, drafts (as many accepted in every step) and slots, with one sharer freed."""
+    long = [7 * i % 61 for i in range(50)]
+    prompts = [[*long, 5, 6], [*long, 9], long[:40], [*long, 5, 6]]
+    cold = [engine(models, TREES["topk4"], page_size=page_size).generate([Request(p, 20)])[0]
+            for p in prompts]
+    run = engine(models, TREES["topk4"], page_size=page_size)
+    before = models[0].calls
+    before.clear()
+    first, *rest = run.add([Request(prompts[0], 3), *(Request(p, 20) for p in prompts[1:])])
+    assert before[0] < 60, "one request runs the prefix"
+    assert sum(before) < 52 + 3 * 20, "the others run only what they do not share"
+    while run.num_live:
+        run.step()
+        run.table.check()
+    assert first.tokens == cold[0].tokens[:3]
+    for hit, want in zip(rest, cold[1:], strict=True):
+        assert hit.tokens == want.tokens
+        assert hit.accept_lens == want.accept_lens
+
+
+def test_prompts_are_run_in_pieces_of_bounded_size(models, expected):
+    from dataclasses import replace
+
+    run = engine(models, TREES["topk4"])
+    run._prefill = replace(run._prefill, chunk=7)
+    models[0].calls.clear()
+    out = run.generate([Request(p, max_new_tokens=10) for p in PROMPTS])
+    assert max(models[0].calls[:8]) == 7
+    for result, want in zip(out, expected, strict=True):
+        assert result.tokens == want[:10]

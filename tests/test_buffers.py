@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specattn.batch import Phase, RowLayout
+from specattn.buffers import BufferSet, buf, fingerprint
+from specattn.plan import AttnInputs, causal_words, mask_words
+
+
+@dataclass(frozen=True)
+class Pair(BufferSet):
+    plain: Tensor = buf(lambda d: (d,), torch.int32)
+    marked: Tensor = buf(lambda d: (d,), lambda _: torch.float32, lambda d: torch.arange(1.0, d + 1))
+
+
+def test_copy_in_pads_every_row_after_the_values_whatever_was_there():
+    full = Pair.alloc(6, 3, torch.device("cpu"))
+    full.plain.fill_(99)
+    full.marked.fill_(float("nan"))
+    view = full.bind(4)
+    view.copy_in(3, plain=torch.ones(2, 3), marked=torch.zeros(2, 3))
+    assert view.plain.tolist() == [[1] * 3] * 2 + [[0] * 3] * 2
+    assert view.marked.tolist() == [[0.0] * 3] * 2 + [[1.0, 2.0, 3.0]] * 2
+    assert (full.plain[4:] == 99).all(), "rows of a larger bucket are not this bucket's business"
+    view.reset(3)
+    assert view.marked.tolist() == [[1.0, 2.0, 3.0]] * 4
+
+
+def test_unnamed_fields_keep_what_they_hold():
+    full = Pair.alloc(2, 1, torch.device("cpu"))
+    full.plain.fill_(7)
+    full.copy_in(1, marked=torch.zeros(1, 1))
+    assert full.plain.tolist() == [[7], [7]]
+
+
+def test_buckets_share_addresses():
+    full = Pair.alloc(5, 3, torch.device("cpu"))
+    assert full.bind(2).plain.data_ptr() == full.plain.data_ptr()
+    assert fingerprint(a=full.bind(2)) == fingerprint(a=full.bind(2))
+    assert fingerprint(a=full.bind(2)) != fingerprint(a=full.bind(3))
+
+
+def test_a_padded_row_keeps_its_own_bit():
+    for q_len, tail in [(1, 1), (4, 4), (3, 9), (65, 65), (2, 66), (64, 128)]:
+        words = causal_words(RowLayout(q_len, tail, Phase.VERIFY))
+        assert words.shape == (q_len, mask_words(tail))
+        for row in range(q_len):
+            bits = {64 * w + b for w in range(words.shape[1]) for b in range(64)
+                    if int(words[row, w]) >> b & 1}
+            first = tail - q_len
+            assert bits == set(range(first, first + row + 1))
+
+
+def test_attention_inputs_start_as_padding():
+    inputs = AttnInputs.alloc(2, RowLayout(2, 2, Phase.VERIFY), torch.device("cpu"))
+    assert inputs.tail_words.tolist() == [[[1], [3]]] * 2
+    assert not inputs.req_pool_indices.any()
+    assert not inputs.tail_slots.any()
