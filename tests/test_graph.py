@@ -1,0 +1,257 @@
+"""Replay equals eager, padding is invisible, and misuse is an error with a name.
+
+The same tests run over CUDA graphs on a GPU and over the eager runner elsewhere.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from specattn.backends import available
+from specattn.batch import ForwardMode
+from specattn.config import SpecConfig
+from specattn.errors import CapacityError, CaptureMismatch, NotCapturedError
+from specattn.graph import GraphRunner
+from specattn.kv import KVPool, SlotTable
+from specattn.spec.decoder import ModelSlot, SpecDecoder
+from specattn.spec.programs import VerifyProgram
+from tests.tiny import TinyDraft, TinyTarget
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BACKENDS = ["triton"] if DEVICE.type == "cuda" else ["torch_native"]
+MODES = [ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_DECODE, ForwardMode.DRAFT_EXTEND]
+CONFIG = SpecConfig(4, 3, 9, max_context_len=256, max_num_reqs=8, page_size=4)
+
+
+@dataclass
+class World:
+    """A decoder over pools whose unreserved slots hold NaN."""
+
+    decoder: SpecDecoder
+    table: SlotTable
+    pools: tuple[KVPool, KVPool]
+    rows: list[int]
+
+    def poison(self, lens: list[int]) -> None:
+        """Random KV in the committed prefixes of ``lens``, NaN everywhere else."""
+        generator = torch.Generator().manual_seed(sum(lens))
+        for pool in self.pools:
+            for data in (pool.k, pool.v):
+                data.fill_(float("nan"))
+                for row, length in zip(self.rows, lens, strict=False):
+                    slots = self.table.req_to_token[row, :length].long()
+                    shape = (len(data), length, *data.shape[2:])
+                    data[:, slots] = torch.randn(shape, generator=generator).to(data)
+
+    def run(self, mode: ForwardMode, lens: list[int], values: dict):
+        rows = torch.tensor(self.rows[: len(lens)], device=DEVICE)
+        on_host = torch.tensor(lens, dtype=torch.int32)
+        out = self.decoder.runner.run(
+            mode, len(lens), on_host, req_pool_indices=rows, seq_lens=on_host.to(DEVICE), **values
+        )
+        return {n: v.clone() for n, v in vars(out).items() if n != "tail_slots"}
+
+
+def world(backend: str, buckets: list[int], config: SpecConfig = CONFIG) -> World:
+    target, draft = TinyTarget(device=DEVICE, window=9), TinyDraft(device=DEVICE)
+    slots = 256 * 9
+    table = SlotTable(max_num_reqs=8, max_context_len=256, num_slots=slots,
+                      page_size=config.page_size, device=DEVICE)
+    rows = [table.allocate() for _ in range(8)]
+    random.Random(3).shuffle(rows)
+    for length in range(7, 257, 50):  # interleaves the rows' pages
+        table.reserve(rows, [length] * 8)
+    table.reserve(rows, [256] * 8)
+    pools = KVPool(target.layers, slots, DEVICE), KVPool(draft.layers, slots, DEVICE)
+    decoder = SpecDecoder(
+        ModelSlot.of(target, pools[0], backend), ModelSlot.of(draft, pools[1], backend), config,
+        table.req_to_token, features=64, buckets=buckets,
+    )
+    return World(decoder, table, pools, rows)
+
+
+def inputs(mode: ForwardMode, lens: list[int], seed: int, config: SpecConfig = CONFIG) -> dict:
+    """Random values of a mode: new trees, new beams, new accepted lengths."""
+    rng = random.Random(seed)
+    size, nodes, width = len(lens), config.num_draft_tokens, config.num_steps + 1
+    torch.manual_seed(seed)
+    if mode is ForwardMode.TARGET_VERIFY:
+        parents = [[-1] + [rng.randrange(j) for j in range(1, nodes)] for _ in lens]
+        words, depths = zip(*(tree_of(p) for p in parents), strict=True)
+        found = {
+            "tokens": torch.randint(61, (size, nodes)),
+            "positions": torch.tensor(lens)[:, None] + torch.tensor(depths),
+            "tail_words": torch.tensor(words)[:, :, None],
+        }
+    elif mode is ForwardMode.DRAFT_DECODE:
+        found = {
+            "topk_probs": torch.rand(size, config.topk).sort(1, descending=True).values,
+            "topk_tokens": torch.randint(61, (size, config.topk)),
+            "hidden_states": torch.randn(size, 64),
+        }
+    else:
+        found = {
+            "tokens": torch.randint(61, (size, width)),
+            "accept_lens": torch.randint(1, width + 1, (size,), dtype=torch.int32),
+            "features": torch.randn(size, width, 64),
+        }
+    return {name: value.to(DEVICE) for name, value in found.items()}
+
+
+def tree_of(parents: list[int]) -> tuple[list[int], list[int]]:
+    words, depths = [], []
+    for node, parent in enumerate(parents):
+        words.append(1 << node | (words[parent] if node else 0))
+        depths.append(depths[parent] + 1 if node else 0)
+    return words, depths
+
+
+def same(a: dict, b: dict) -> None:
+    for name in a:
+        assert not a[name].isnan().any() if a[name].is_floating_point() else True
+        torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    assert not available(request.param, None, DEVICE)
+    return request.param
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda m: m.value)
+def test_padding_growth_shrinkage_and_new_trees_are_invisible(backend, mode):
+    """One world pads into buckets of 8 and replays; the other has a bucket per batch size.
+
+    R04, R05, R08, R20, R21: whatever an earlier, larger batch left behind is not seen.
+    """
+    padded, exact = world(backend, [5, 8]), world(backend, [1, 2, 3, 4, 5, 6, 7, 8])
+    rng = random.Random(11)
+    for seed in range(8):
+        size = [8, 1, 5, 3, 7, 2, 8, 6][seed]
+        lens = [rng.choice([0, 1, 3, 4, 5, 17, 63, 64, 65, 200, 244]) for _ in range(size)]
+        values = inputs(mode, lens, seed)
+        for one in (padded, exact):
+            one.poison(lens)
+        same(padded.run(mode, lens, values), exact.run(mode, lens, values))
+    assert padded.decoder.runner.stats.replays[mode] == 8
+    assert not padded.decoder.runner.stats.eager
+
+
+def test_interleaved_buckets_and_modes_do_not_disturb_each_other(backend):
+    """R28: capture order and bucket order do not matter."""
+    mixed = world(backend, [1, 2, 4, 8])
+    rng = random.Random(5)
+    for seed in range(9):
+        mode = rng.choice(MODES)
+        lens = [rng.randrange(240) for _ in range(rng.randrange(1, 9))]
+        values = inputs(mode, lens, seed)
+        alone = world(backend, [len(lens)])
+        for one in (mixed, alone):
+            one.poison(lens)
+        same(mixed.run(mode, lens, values), alone.run(mode, lens, values))
+
+
+def test_replay_equals_eager_bitwise(backend):
+    """The same bucket size, recorded and not: the same bits."""
+    recorded = world(backend, [4])
+    lens = [5, 0, 130, 64]
+    for mode in MODES:
+        recorded.poison(lens)
+        values = inputs(mode, lens, 1)
+        replayed = recorded.run(mode, lens, values)
+        recorded.poison(lens)
+        bound = recorded.decoder.runner._captured[mode][4].bound
+        rows = torch.tensor(recorded.rows[:4], device=DEVICE)
+        on_host = torch.tensor(lens, dtype=torch.int32)
+        bound.copy_in(4, req_pool_indices=rows, seq_lens=on_host.to(DEVICE), **values)
+        bound.schedule(on_host)
+        bound.fill()
+        eager = vars(bound.run())
+        for name, value in replayed.items():
+            assert torch.equal(value, eager[name]), name
+
+
+def test_a_tree_equals_each_of_its_paths(backend):
+    """Verify one random tree, then every root-to-node path as a chain of its own."""
+    lens = [37]
+    tree = world(backend, [1])
+    values = inputs(ForwardMode.TARGET_VERIFY, lens, 2)
+    tree.poison(lens)
+    whole = tree.run(ForwardMode.TARGET_VERIFY, lens, values)["logits"][0]
+    for node in range(CONFIG.num_draft_tokens):
+        word = int(values["tail_words"][0, node])
+        path = [j for j in range(CONFIG.num_draft_tokens) if word >> j & 1]
+        chain = world(backend, [1], SpecConfig(4, 3, max(len(path), 2), 256, 8, 4))
+        width = max(len(path), 2)
+        ids = (path + path)[:width]
+        chain.poison(lens)
+        alone = chain.run(ForwardMode.TARGET_VERIFY, lens, {
+            "tokens": values["tokens"][:, ids],
+            "positions": 37 + torch.arange(width, device=DEVICE)[None],
+            "tail_words": torch.tensor([[2 << i for i in range(width)]], device=DEVICE)[..., None] - 1,
+        })["logits"][0]
+        torch.testing.assert_close(whole[node], alone[len(path) - 1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_batch_above_the_largest_bucket_runs_eagerly_and_is_counted(backend):
+    small, large = world(backend, [2]), world(backend, [8])
+    lens = [9, 100, 3, 55, 0]
+    for mode in MODES:
+        values = inputs(mode, lens, 4)
+        for one in (small, large):
+            one.poison(lens)
+        same(small.run(mode, lens, values), large.run(mode, lens, values))
+        assert small.decoder.runner.stats.eager[mode] == 1
+        assert not small.decoder.runner.stats.replays[mode]
+
+
+def test_a_mode_that_was_never_captured_is_refused(backend):
+    """R24: the key has the mode in it; a width that happens to fit is no reason to replay."""
+    one = world(backend, [1])
+    with pytest.raises(NotCapturedError, match=r"'extend' was never captured \(captured: target"):
+        one.decoder.runner.run(ForwardMode.EXTEND, 1, None)
+
+
+def test_a_moved_buffer_is_a_capture_mismatch_that_names_it(backend):
+    """R09, R49: replaying over other memory than was captured is an error, not an answer."""
+    one = world(backend, [2])
+    bound = one.decoder.runner._captured[ForwardMode.TARGET_VERIFY][2].bound
+    object.__setattr__(bound.inputs, "seq_lens", bound.inputs.seq_lens.clone())
+    with pytest.raises(CaptureMismatch, match=r"buffers0\.seq_lens changed since capture"):
+        one.run(ForwardMode.TARGET_VERIFY, [4], inputs(ForwardMode.TARGET_VERIFY, [4], 0))
+
+
+def test_running_out_of_memory_at_capture_names_the_bucket_and_leaves_eager_usable(backend):
+    class Hungry(VerifyProgram):
+        def bind(self, bucket):
+            if bucket == 2 and not self.fed:
+                raise torch.OutOfMemoryError("no more")
+            return super().bind(bucket)
+
+    one = world(backend, [1])
+    program = one.decoder._program(ForwardMode.TARGET_VERIFY, 4)
+    program.__class__, program.fed = Hungry, False
+    runner = GraphRunner(lambda mode, size: program, [1, 2, 4], DEVICE)
+    with pytest.raises(CapacityError, match=r"target_verify for a batch of 2; .*\[4\]"):
+        runner.capture(ForwardMode.TARGET_VERIFY)
+    assert runner.captured(ForwardMode.TARGET_VERIFY) == [4]
+    lens = [7, 30]
+    values = inputs(ForwardMode.TARGET_VERIFY, lens, 0)
+    one.decoder.runner, expected = runner, one.decoder.runner
+    one.poison(lens)
+    got = one.run(ForwardMode.TARGET_VERIFY, lens, values)  # served by the bucket of 4
+    program.fed = True
+    runner._captured[ForwardMode.TARGET_VERIFY].clear()
+    one.poison(lens)
+    same(got, one.run(ForwardMode.TARGET_VERIFY, lens, values))
+    assert runner.stats.eager[ForwardMode.TARGET_VERIFY] == 1
+    assert expected is not runner
+
+
+def test_buckets_are_batch_sizes():
+    with pytest.raises(ValueError, match="buckets"):
+        GraphRunner(lambda mode, size: None, [0, 2], DEVICE)
