@@ -1,0 +1,385 @@
+"""Walk the verified tree: which nodes the target keeps, and the token it adds."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specattn.kernels.dense import require_dense
+
+
+@triton.jit
+def _accept_greedy_kernel(
+    tokens,             # [B, n] int64
+    next_token,         # [B, n] int64
+    next_sibling,       # [B, n] int64
+    target_argmax,      # [B, n] int64
+    accept_index_out,   # [B, steps + 1] int32, out
+    accept_tokens_out,  # [B, steps + 1] int64, out
+    accept_lens_out,    # [B] int32, out
+    bonus_out,          # [B] int64, out
+    n, steps,
+):
+    req = tl.program_id(0).to(tl.int64)
+    tokens += req * n
+    next_token += req * n
+    next_sibling += req * n
+    target_argmax += req * n
+    accept_index_out += req * (steps + 1)
+    accept_tokens_out += req * (steps + 1)
+
+    node = tl.full([], 0, tl.int64)
+    want = tl.load(target_argmax)
+    length = tl.full([], 1, tl.int32)
+    walking = length > 0
+    tl.store(accept_index_out, 0)
+    tl.store(accept_tokens_out, want)
+    for depth in range(1, steps + 1):
+        child = tl.load(next_token + node, mask=walking, other=-1)
+        found = tl.full([], -1, tl.int64)
+        seen = tl.full([], 0, tl.int32)
+        while (found < 0) & (child >= 0) & (child < n) & (seen < n - 1):
+            found = tl.where(tl.load(tokens + child) == want, child, found)
+            child = tl.load(next_sibling + child)
+            seen += 1
+        walking = found >= 0
+        node = tl.where(walking, found, node)
+        want = tl.load(target_argmax + node)
+        length += walking.to(tl.int32)
+        tl.store(accept_index_out + depth, tl.where(walking, node, -1).to(tl.int32))
+        tl.store(accept_tokens_out + depth, tl.where(walking, want, 0))
+    tl.store(accept_lens_out + req, length)
+    tl.store(bonus_out + req, want)
+
+
+@triton.jit
+def _residual(p_row, q_row, q_on, refused, num_refused, token, vocab):
+    """Return what of the target's probabilities is left: less q, without the refused tokens."""
+    p = tl.load(p_row + token, mask=token < vocab, other=0)
+    rest = p - tl.load(q_row + token, mask=(token < vocab) & q_on, other=0)
+    rest = tl.where(rest > 0, rest, 0.0)
+    for i in range(num_refused):
+        rest = tl.where(token == tl.load(refused + i), 0.0, rest)
+    return rest
+
+
+@triton.jit
+def _invert(
+    p_row, q_row, q_on, refused, num_refused, coin, vocab,
+    BLOCK_V: tl.constexpr, BLOCKS: tl.constexpr,
+):
+    """Return the first token whose cumulative weight exceeds coin * total; -1 if there is none."""
+    lane = tl.arange(0, BLOCK_V)                                             # [BLOCK_V]
+    block = tl.arange(0, BLOCKS)                                             # [BLOCKS]
+    mass = tl.zeros([BLOCKS], tl.float32)
+    for i in range(tl.cdiv(vocab, BLOCK_V)):
+        rest = _residual(p_row, q_row, q_on, refused, num_refused, i * BLOCK_V + lane, vocab)
+        mass = tl.where(block == i, tl.sum(rest, 0), mass)
+    reached = tl.cumsum(mass, 0)
+    goal = coin * tl.max(reached, 0)
+    # Rounding may leave nothing above the goal: then the last token with weight.
+    last = tl.max(tl.where(mass > 0, block, -1), 0)
+    hit = tl.min(tl.where((mass > 0) & (reached > goal), block, BLOCKS), 0)
+    chosen = tl.where(hit < BLOCKS, hit, last)
+    below = tl.max(tl.where(block == chosen - 1, reached, 0.0), 0)
+
+    token = tl.maximum(chosen, 0) * BLOCK_V + lane
+    rest = _residual(p_row, q_row, q_on, refused, num_refused, token, vocab)
+    past = (rest > 0) & (below + tl.cumsum(rest, 0) > goal)
+    hit = tl.min(tl.where(past, token, vocab), 0)
+    return tl.where(hit < vocab, hit, tl.max(tl.where(rest > 0, token, -1), 0)).to(tl.int64)
+
+
+@triton.jit
+def _draw(
+    p_row, q_row, q_on, refused, num_refused, coin, vocab,
+    BLOCK_V: tl.constexpr, BLOCKS: tl.constexpr,
+):
+    """Draw from the residual; from the target itself if rounding left no residual."""
+    token = _invert(p_row, q_row, q_on, refused, num_refused, coin, vocab, BLOCK_V, BLOCKS)
+    if token < 0:
+        token = _invert(p_row, q_row, False, refused, 0, coin, vocab, BLOCK_V, BLOCKS)
+    return tl.maximum(token, 0)
+
+
+@triton.jit
+def _accept_sampled_kernel(
+    tokens,             # [B, n] int64
+    next_token,         # [B, n] int64
+    next_sibling,       # [B, n] int64
+    target_probs,       # [B, n, V] float32
+    coins,              # [B, steps + 1] float32
+    final_coins,        # [B, steps + 1] float32
+    refused,            # [B, n] int64, scratch
+    accept_index_out,   # [B, steps + 1] int32, out
+    accept_tokens_out,  # [B, steps + 1] int64, out
+    accept_lens_out,    # [B] int32, out
+    bonus_out,          # [B] int64, out
+    n, steps, vocab, stride_req, stride_node, threshold_single, threshold_acc,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCKS: tl.constexpr,
+):
+    req = tl.program_id(0).to(tl.int64)
+    tokens += req * n
+    next_token += req * n
+    next_sibling += req * n
+    refused += req * n
+    target_probs += req * stride_req
+    coins += req * (steps + 1)
+    accept_index_out += req * (steps + 1)
+    accept_tokens_out += req * (steps + 1)
+
+    slot = tl.arange(0, BLOCK_N)                                             # [BLOCK_N]
+    dropped = tl.full([BLOCK_N], -1, tl.int64)
+    num_dropped = tl.full([], 0, tl.int32)
+    node = tl.full([], 0, tl.int64)
+    length = tl.full([], 1, tl.int32)
+    walking = length > 0
+    tl.store(accept_index_out, 0)
+    for depth in range(1, steps + 1):
+        coin = tl.load(coins + depth - 1) * threshold_acc
+        child = tl.load(next_token + node, mask=walking, other=-1)
+        dropped = tl.where(walking, -1, dropped)
+        found = tl.full([], -1, tl.int64)
+        token = tl.full([], 0, tl.int64)
+        reached = tl.full([], 0.0, tl.float32)
+        seen = tl.full([], 0, tl.int32)
+        while (found < 0) & (child >= 0) & (child < n) & (seen < n - 1):
+            token = tl.load(tokens + child)
+            known = (token >= 0) & (token < vocab)
+            p = tl.load(target_probs + node * stride_node + token, mask=known, other=0)
+            # A token that is listed twice has its probability once.
+            again = tl.max((dropped == token).to(tl.int32), 0) > 0
+            p = tl.where((p > 0) & (again == 0), p, 0.0)
+            reached += p
+            accept = (p > 0) & ((coin < reached) | (p >= threshold_single))
+            found = tl.where(accept, child, found)
+            dropped = tl.where((slot == seen) & (accept == 0), token, dropped)
+            child = tl.load(next_sibling + child)
+            seen += 1
+        stepped = found >= 0
+        num_dropped = tl.where(walking, tl.where(stepped, 0, seen), num_dropped)
+        node = tl.where(stepped, found, node)
+        length += stepped.to(tl.int32)
+        walking = stepped
+        tl.store(accept_index_out + depth, tl.where(stepped, found, -1).to(tl.int32))
+        tl.store(accept_tokens_out + depth - 1, tl.where(stepped, token, 0))
+
+    tl.store(refused + slot, dropped, mask=slot < n)
+    tl.debug_barrier()
+    p_row = target_probs + node * stride_node
+    coin = tl.load(final_coins + req * (steps + 1) + length - 1)
+    bonus = _draw(p_row, p_row, False, refused, num_dropped, coin, vocab, BLOCK_V, BLOCKS)
+    tl.store(accept_tokens_out + steps, 0)
+    tl.store(accept_tokens_out + length - 1, bonus)
+    tl.store(accept_lens_out + req, length)
+    tl.store(bonus_out + req, bonus)
+
+
+@triton.jit
+def _accept_rejection_kernel(
+    tokens,             # [B, n] int64
+    draft_probs,        # [B, steps, V] float32
+    target_probs,       # [B, n, V] float32
+    coins,              # [B, steps + 1] float32
+    final_coins,        # [B, steps + 1] float32
+    accept_index_out,   # [B, steps + 1] int32, out
+    accept_tokens_out,  # [B, steps + 1] int64, out
+    accept_lens_out,    # [B] int32, out
+    bonus_out,          # [B] int64, out
+    n, steps, vocab, stride_draft_req, stride_draft, stride_target_req, stride_target,
+    BLOCK_V: tl.constexpr, BLOCKS: tl.constexpr,
+):
+    req = tl.program_id(0).to(tl.int64)
+    tokens += req * n
+    draft_probs += req * stride_draft_req
+    target_probs += req * stride_target_req
+    accept_index_out += req * (steps + 1)
+    accept_tokens_out += req * (steps + 1)
+
+    length = tl.full([], 1, tl.int64)
+    walking = length > 0
+    tl.store(accept_index_out, 0)
+    for depth in range(1, steps + 1):
+        token = tl.load(tokens + depth)
+        known = walking & (token >= 0) & (token < vocab)
+        p = tl.load(target_probs + (length - 1) * stride_target + token, mask=known, other=0)
+        q = tl.load(draft_probs + (depth - 1) * stride_draft + token, mask=known, other=0)
+        walking = walking & (tl.load(coins + req * (steps + 1) + depth - 1) * q < p)
+        tl.store(accept_index_out + depth, tl.where(walking, depth, -1).to(tl.int32))
+        tl.store(accept_tokens_out + depth - 1, tl.where(walking, token, 0))
+        length += walking.to(tl.int64)
+
+    last = length - 1
+    p_row = target_probs + last * stride_target
+    q_row = draft_probs + last * stride_draft
+    coin = tl.load(final_coins + req * (steps + 1) + last)
+    bonus = _draw(p_row, q_row, last < steps, tokens, 0, coin, vocab, BLOCK_V, BLOCKS)
+    tl.store(accept_tokens_out + steps, 0)
+    tl.store(accept_tokens_out + last, bonus)
+    tl.store(accept_lens_out + req, length.to(tl.int32))
+    tl.store(bonus_out + req, bonus)
+
+
+def accept_greedy(
+    tokens: Tensor,
+    next_token: Tensor,
+    next_sibling: Tensor,
+    target_argmax: Tensor,
+    *,
+    accept_index_out: Tensor,
+    accept_tokens_out: Tensor,
+    accept_lens_out: Tensor,
+    bonus_out: Tensor,
+) -> None:
+    """Follow the target's own choice down each tree as far as the tree has it.
+
+    Links that leave their row end the walk, which is at most ``num_steps`` deep and looks at most
+    at n - 1 siblings, so a malformed tree neither hangs nor reads elsewhere.
+
+    Parameters
+    ----------
+    tokens, next_token, next_sibling : Tensor
+        ``[B, n]`` int64, of the `specattn.batch.DraftTree`.
+    target_argmax : Tensor
+        ``[B, n]`` int64, the target's choice after each node.
+    accept_index_out, accept_tokens_out, accept_lens_out, bonus_out : Tensor
+        ``[B, num_steps + 1]`` int32 and int64, ``[B]`` int32 and int64: the
+        `specattn.batch.AcceptResult`, written in place.
+
+    Raises
+    ------
+    ValueError
+        If a tensor is not contiguous.
+    """
+    require_dense(
+        tokens=tokens, next_token=next_token, next_sibling=next_sibling,
+        target_argmax=target_argmax, accept_index_out=accept_index_out,
+        accept_tokens_out=accept_tokens_out,
+    )
+    batch, n = tokens.shape
+    if not batch:
+        return
+    _accept_greedy_kernel[(batch,)](
+        tokens, next_token, next_sibling, target_argmax,
+        accept_index_out, accept_tokens_out, accept_lens_out, bonus_out,
+        n, accept_index_out.shape[1] - 1, num_warps=1,
+    )
+
+
+def accept_sampled(
+    tokens: Tensor,
+    next_token: Tensor,
+    next_sibling: Tensor,
+    target_probs: Tensor,
+    coins: Tensor,
+    final_coins: Tensor,
+    threshold_single: float = 1.0,
+    threshold_acc: float = 1.0,
+    *,
+    accept_index_out: Tensor,
+    accept_tokens_out: Tensor,
+    accept_lens_out: Tensor,
+    bonus_out: Tensor,
+) -> None:
+    """Sample from the target down each tree; with thresholds (1, 1) exactly by its law.
+
+    At a node one coin u is spread over its children in link order: a child of probability p > 0 is
+    taken if ``u * threshold_acc`` is below the probability so far, or if ``p >= threshold_single``.
+    If none is, a token is drawn from the target without those children, with the final coin
+    of that depth. A token listed twice among siblings counts once. The scheme is SGLang's
+    ``tree_speculative_sampling_target_only``, with half-open intervals and separate coins.
+
+    Parameters
+    ----------
+    tokens, next_token, next_sibling : Tensor
+        ``[B, n]`` int64, of the `specattn.batch.DraftTree`.
+    target_probs : Tensor
+        ``[B, n, V]`` float32, the target's distribution after each node; dense last axis.
+    coins, final_coins : Tensor
+        ``[B, num_steps + 1]`` float32 in [0, 1), by depth.
+    threshold_single, threshold_acc : float
+        Below 1 they accept more than the law allows.
+    accept_index_out, accept_tokens_out, accept_lens_out, bonus_out : Tensor
+        As in `accept_greedy`.
+
+    Raises
+    ------
+    ValueError
+        If a tensor is not contiguous.
+    """
+    require_dense(
+        tokens=tokens, next_token=next_token, next_sibling=next_sibling, coins=coins,
+        final_coins=final_coins, accept_index_out=accept_index_out,
+        accept_tokens_out=accept_tokens_out,
+    )
+    batch, n, vocab = target_probs.shape
+    if not batch:
+        return
+    _accept_sampled_kernel[(batch,)](
+        tokens, next_token, next_sibling, target_probs, coins, final_coins,
+        torch.empty_like(tokens),
+        accept_index_out, accept_tokens_out, accept_lens_out, bonus_out,
+        n, accept_index_out.shape[1] - 1, vocab, target_probs.stride(0), target_probs.stride(1),
+        threshold_single, threshold_acc,
+        BLOCK_N=triton.next_power_of_2(n), **_vocab_blocks(vocab), num_warps=8,
+    )
+
+
+def accept_rejection(
+    tokens: Tensor,
+    draft_probs: Tensor,
+    target_probs: Tensor,
+    coins: Tensor,
+    final_coins: Tensor,
+    *,
+    accept_index_out: Tensor,
+    accept_tokens_out: Tensor,
+    accept_lens_out: Tensor,
+    bonus_out: Tensor,
+) -> None:
+    """Verify a sampled chain by rejection sampling; the tokens follow the target's law exactly.
+
+    Leviathan et al. (arXiv:2211.17192), Chen et al. (arXiv:2302.01318): node i + 1 is taken with
+    probability ``min(1, p / q)``; at the first refusal a token is drawn from ``relu(p - q)``, after
+    the last node from p.
+
+    Parameters
+    ----------
+    tokens : Tensor
+        ``[B, n]`` int64, n = num_steps + 1, a chain.
+    draft_probs : Tensor
+        ``[B, num_steps, V]`` float32; row i is what node i + 1 was drawn from; dense last axis.
+    target_probs : Tensor
+        ``[B, n, V]`` float32, the target's distribution after each node; dense last axis.
+    coins, final_coins : Tensor
+        ``[B, num_steps + 1]`` float32 in [0, 1), by depth.
+    accept_index_out, accept_tokens_out, accept_lens_out, bonus_out : Tensor
+        As in `accept_greedy`.
+
+    Raises
+    ------
+    ValueError
+        If a tensor is not contiguous.
+    """
+    require_dense(
+        tokens=tokens, coins=coins, final_coins=final_coins, accept_index_out=accept_index_out,
+        accept_tokens_out=accept_tokens_out,
+    )
+    batch, steps, vocab = draft_probs.shape
+    if not batch:
+        return
+    _accept_rejection_kernel[(batch,)](
+        tokens, draft_probs, target_probs, coins, final_coins,
+        accept_index_out, accept_tokens_out, accept_lens_out, bonus_out,
+        tokens.shape[1], steps, vocab,
+        draft_probs.stride(0), draft_probs.stride(1),
+        target_probs.stride(0), target_probs.stride(1),
+        **_vocab_blocks(vocab), num_warps=8,
+    )
+
+
+def _vocab_blocks(vocab: int) -> dict[str, int]:
+    block = min(4096, triton.next_power_of_2(vocab))
+    return {"BLOCK_V": block, "BLOCKS": triton.next_power_of_2(triton.cdiv(vocab, block))}

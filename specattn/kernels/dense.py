@@ -1,0 +1,18 @@
+"""The one layout check the launchers share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def require_dense(**tensors: Tensor) -> None:
+    """Raise ValueError, naming the tensor, unless all are contiguous: kernels index them so."""
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous, got shape {tuple(tensor.shape)} and strides "
+                f"{tensor.stride()}"
+            )

@@ -1,0 +1,121 @@
+"""commit_kv against a dictionary of slots."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.kernels.tree_oracle import DEVICE, implementation, random_tree
+
+KINDS = ["twin", "triton"]
+
+
+def expected_pool(pool, tail_slots, accept_index):
+    """Read everything, then write."""
+    before, after = pool.clone(), pool.clone()
+    for tail, path in zip(tail_slots, accept_index, strict=True):
+        for rank, node in enumerate(path[: len(tail)]):
+            if 0 <= node < len(tail):
+                after[:, tail[rank]] = before[:, tail[node]]
+    return after
+
+
+def check(kind, k_pool, v_pool, tail_slots, accept_index):
+    expect = [expected_pool(pool, tail_slots, accept_index) for pool in (k_pool, v_pool)]
+    implementation(kind, "kv_move").commit_kv(
+        k_pool, v_pool,
+        torch.tensor(tail_slots, dtype=torch.int32, device=DEVICE),
+        torch.tensor(accept_index, dtype=torch.int32, device=DEVICE),
+    )
+    for pool, want in zip((k_pool, v_pool), expect, strict=True):
+        assert torch.equal(pool, want)
+
+
+def pools(layers, slots, heads, k_dim, v_dim, dtype=torch.float32):
+    return (
+        torch.randn(layers, slots, heads, k_dim, device=DEVICE).to(dtype),
+        torch.randn(layers, slots, heads, v_dim, device=DEVICE).to(dtype),
+    )
+
+
+def paths(rng, batch, n, steps):
+    """Accepted paths of random trees, padded with -1."""
+    rows = []
+    for _ in range(batch):
+        tree = random_tree(rng, n, max(steps, 1))
+        path = tree.ancestors(rng.randrange(n))[::-1] if steps else [0]
+        rows.append(path + [-1] * (steps + 1 - len(path)))
+    return rows
+
+
+SHAPES = [  # batch, n, steps, layers, heads, k_dim, v_dim
+    (1, 1, 0, 1, 1, 4, 4), (2, 3, 2, 2, 1, 3, 5), (3, 7, 3, 2, 3, 5, 5), (4, 33, 6, 1, 2, 9, 3),
+    (2, 70, 64, 1, 1, 20, 20),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_paths(kind, shape):
+    batch, n, steps, layers, heads, k_dim, v_dim = shape
+    rng = random.Random(n)
+    slots = rng.sample(range(1, batch * n + 20), batch * n)
+    tails = [slots[i * n : (i + 1) * n] for i in range(batch)]
+    check(kind, *pools(layers, batch * n + 20, heads, k_dim, v_dim), tails,
+          paths(rng, batch, n, steps))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "path", [[0, 2, 5], [0, 1, 2], [0, 3, 4], [0, 5, -1], [0, 2, 1], [0, -1, -1]]
+)
+def test_overlapping_path(kind, path):
+    """Slot 2 is read for rank 1 and written for rank 2; order must not matter."""
+    check(kind, *pools(3, 12, 2, 6, 4), [[7, 3, 11, 1, 9, 4]], [path])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_touches_only_slot_zero(kind):
+    k_pool, v_pool = pools(2, 9, 1, 4, 4)
+    tails = [[3, 1, 8], [0, 0, 0], [0, 0, 0]]
+    check(kind, k_pool, v_pool, tails, [[0, 2, -1], [0, 2, 1], [0, -1, -1]])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nodes_outside_the_row_are_skipped(kind):
+    check(kind, *pools(1, 9, 1, 4, 4), [[3, 1, 8]], [[0, 3, 2, 1]])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.uint8])
+def test_dtypes_move_as_bits(kind, dtype):
+    check(kind, *pools(2, 9, 2, 5, 3, dtype), [[3, 1, 8, 5]], [[0, 2, 3]])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_strided_pools_and_tails(kind):
+    """Slots of a layer may be interleaved with other data; nothing between them moves."""
+    storage = torch.randn(2, 20, 3, 2, 8, device=DEVICE)
+    k_pool, v_pool = storage[:, :, 0, :, :5], storage[:, :, 2, :, 1:7]
+    untouched = storage[:, :, 1].clone()
+    wide = torch.tensor([[4, 2, 9, 6, 0], [1, 8, 3, 5, 0]], dtype=torch.int32, device=DEVICE)
+    accept = torch.tensor([[0, 2, 3], [0, 3, -1]], dtype=torch.int32, device=DEVICE)
+    expect = [expected_pool(p, wide[:, :4].tolist(), accept.tolist()) for p in (k_pool, v_pool)]
+    implementation(kind, "kv_move").commit_kv(k_pool, v_pool, wide[:, :4], accept)
+    assert torch.equal(k_pool, expect[0])
+    assert torch.equal(v_pool, expect[1])
+    assert torch.equal(storage[:, :, 1], untouched)
+
+
+@pytest.mark.gpu
+def test_pool_beyond_32_bit_offsets():
+    """Elements past 2^31: a 32-bit product would wrap."""
+    slots = 2**31 // 4096 + 64
+    pool = torch.zeros(1, slots, 32, 128, dtype=torch.uint8, device="cuda")
+    pool[0, -3] = 7
+    tail = torch.tensor([[5, 6, slots - 3]], dtype=torch.int32, device="cuda")
+    accept = torch.tensor([[0, 2]], dtype=torch.int32, device="cuda")
+    implementation("triton", "kv_move").commit_kv(pool, pool[..., :1], tail, accept)
+    assert (pool[0, 6] == 7).all()
