@@ -11,7 +11,7 @@ import os
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -81,13 +81,22 @@ class TritonBackend:
         from specattn.kernels.tree_attention import TreeAttention
 
         config = self.config
+        shape: dict[str, Any] = {
+            "batch": batch, "q_len": q_len, "num_qo_heads": config.num_qo_heads,
+            "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim,
+            "v_head_dim": config.v_head_dim, "dtype": config.dtype, "device": self.device,
+        }
         return TreeAttention(
-            batch=batch, q_len=q_len, tail_len=tail_len, num_qo_heads=config.num_qo_heads,
-            num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-            v_head_dim=config.v_head_dim, dtype=config.dtype, device=self.device,
-            sm_scale=config.sm_scale, window_left=config.window_left,
-            logit_cap=config.logit_cap, csr=csr,
+            **shape, tail_len=tail_len, sm_scale=config.sm_scale,
+            window_left=config.window_left, logit_cap=config.logit_cap, csr=csr,
+            workspace=self._scratch(TreeAttention.workspace_bytes(**shape)),
         )
+
+    def _scratch(self, size: int) -> Tensor:
+        """Return workspace that everything bound here shares: forwards run one after another."""
+        if self._workspace is None or len(self._workspace) < size:
+            self._workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return self._workspace
 
 
 def _interpreting() -> bool:

@@ -195,3 +195,16 @@ def test_prompts_are_run_in_pieces_of_bounded_size(models, expected):
     assert max(models[0].calls[:8]) == 7
     for result, want in zip(out, expected, strict=True):
         assert result.tokens == want[:10]
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU every test here runs the Triton backend")
+@pytest.mark.parametrize(
+    ("tree", "page_size", "indices"),
+    [("chain", 1, "table"), ("topk4", 16, "table"), ("wide", 4, "csr")],
+)
+def test_triton_in_the_interpreter_gives_the_same_tokens(models, expected, tree, page_size, indices):
+    run = engine(models, TREES[tree], page_size=page_size, indices=indices, backend="triton",
+                 buckets=[2])
+    out = run.generate([Request(p, max_new_tokens=8) for p in PROMPTS[:2]])
+    for result, want in zip(out, expected, strict=False):
+        assert result.tokens == want[:8]

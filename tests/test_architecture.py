@@ -1,0 +1,78 @@
+"""The rules that keep the library readable, checked on its source."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "specattn"
+SOURCES = sorted(ROOT.rglob("*.py"))
+# each layer may import those after it; the last are open to all
+LAYERS = ["cli", "integrations", "models", "spec", "graph", "backends", "plan", "kernels"]
+OPEN = {"config", "batch", "buffers", "kv", "errors"}
+LIBRARIES = {"flashinfer", "sgl_kernel", "flash_attn"}
+MODE_READERS = {"batch.py", "config.py", "graph.py", "__init__.py", "inspect.py"}
+
+
+def layer_of(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+def imports(path: Path) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.append(node.module)
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_imports_follow_the_layers(path):
+    name = path.relative_to(ROOT.parent).with_suffix("").as_posix().replace("/", ".")
+    layer = layer_of(name)
+    if layer not in LAYERS:
+        return
+    allowed = OPEN | set(LAYERS[LAYERS.index(layer) :])
+    if layer == "cli":
+        allowed |= {"inspect", "interop"}
+    for module in imports(path):
+        if module.startswith("specattn."):
+            assert layer_of(module) in allowed, f"{name} imports {module}"
+        assert module.split(".")[0] not in LIBRARIES or layer in ("backends", "kernels")
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_a_forward_mode_is_data(path):
+    """I4: only the table, the graph key and the algorithm's call sites name a mode."""
+    inside = path.relative_to(ROOT).as_posix()
+    if inside.startswith("spec/") or inside in MODE_READERS or "multi_step" in inside:
+        return
+    assert "ForwardMode" not in path.read_text()
+
+
+def test_importing_the_library_is_light():
+    """No GPU, no Triton, no models, no plots."""
+    code = (
+        "import sys\n"
+        "sys.modules['triton'] = None\n"
+        "import specattn\n"
+        "for name in ('transformers', 'matplotlib', 'flashinfer', 'sgl_kernel', 'typer'):\n"
+        "    assert name not in sys.modules, name\n"
+        "print(specattn.__version__)\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert out.returncode == 0, out.stderr
+
+
+def test_public_names_exist_and_are_documented():
+    import specattn
+
+    for name in specattn.__all__:
+        assert getattr(specattn, name).__doc__, name
