@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
-import random
 from dataclasses import dataclass
-from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    import random
+    from types import ModuleType
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLEMENTATIONS = {"twin": "specattn.kernels.reference", "triton": "specattn.kernels"}
