@@ -31,8 +31,10 @@ log = logging.getLogger(__name__)
 class BoundProgram(Protocol):
     """A program over one bucket: views of the program's buffers, and what runs on them."""
 
-    #: Whether ``run`` may be recorded in a CUDA graph.
-    graphs: bool
+    @property
+    def graphs(self) -> bool:
+        """Whether ``run`` may be recorded in a CUDA graph."""
+        ...
 
     def copy_in(self, count: int, **values: Tensor) -> None:
         """Copy ``count`` requests' values into the static buffers and pad the rest.

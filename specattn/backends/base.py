@@ -46,6 +46,7 @@ class AttentionBackend(Protocol):
     name: ClassVar[str]
     #: Whether a bound ``run`` may be recorded in a CUDA graph.
     graphs: ClassVar[bool]
+    config: AttnConfig
 
     def __init__(self, config: AttnConfig, device: torch.device) -> None: ...
 

@@ -54,7 +54,7 @@ class LayeredBackend:
         bounds = [backend.bind(plan) for backend in self.backends]
         widths = [backend.config.v_head_dim for backend in self.backends]
         layers = tuple((bounds[kind], widths[kind]) for kind in self._kind)
-        return BoundLayers(tuple(bounds), layers, self.pool, plan)
+        return BoundLayers(tuple(bounds), layers, self.pool, plan, self.graphs)
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class BoundLayers:
     layers: tuple[tuple[BoundAttention, int], ...]
     pool: KVPool
     plan: Plan
+    graphs: bool
 
     def fill(self) -> None:
         """Fill every bound configuration."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
-
 from specattn.batch import ForwardMode
 from specattn.kernels import ops
 from specattn.plan import CsrPlan, MultiStepDims, MultiStepInputs, MultiStepPlan, Plan
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from specattn.backends.layers import BoundLayers, LayeredBackend
     from specattn.config import SpecConfig
 
@@ -72,10 +71,9 @@ class MultiStepDraftBackend:
             width = ops("draft_kv", req_to_token.device).draft_kv_width(
                 max_batch, config.topk, config.max_context_len, self.dims.steps
             )
-        empty = {"dtype": torch.int32, "device": req_to_token.device}
         rows = max_batch * config.topk + 1 if width else 0
-        self.kv_indptr = torch.zeros(self.dims.steps, rows, **empty)
-        self.kv_indices = torch.zeros(self.dims.steps, width, **empty)
+        self.kv_indptr = req_to_token.new_zeros(self.dims.steps, rows)
+        self.kv_indices = req_to_token.new_zeros(self.dims.steps, width)
 
     def bind(self, batch: int) -> BoundMultiStep:
         """Bind all steps to the first ``batch`` rows of the shared buffers."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from specattn.backends.layers import LayeredBackend
 from specattn.batch import AcceptResult, DraftState, DraftTree, ForwardMode, SpecBatch
@@ -19,6 +17,8 @@ from specattn.spec.verify import accept
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import Tensor
+
     from specattn.backends.multi_step import Indices
     from specattn.config import SpecConfig
     from specattn.kv import KVPool
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from specattn.spec.sampling import SamplingBatch
 
 log = logging.getLogger(__name__)
+
+Model = TypeVar("Model", "TargetModel", "DraftModel")
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class ModelSlot:
+class ModelSlot(Generic[Model]):
     """A model with its paged KV and its attention.
 
     Parameters
@@ -61,12 +63,12 @@ class ModelSlot:
         Its attention over that pool.
     """
 
-    model: TargetModel | DraftModel
+    model: Model
     pool: KVPool
     backend: LayeredBackend
 
     @classmethod
-    def of(cls, model: TargetModel | DraftModel, pool: KVPool, backend: str) -> ModelSlot:
+    def of(cls, model: Model, pool: KVPool, backend: str) -> ModelSlot[Model]:
         """Choose the attention backend of ``model`` by name, over ``pool``."""
         return cls(model, pool, LayeredBackend(backend, model.layers, pool, pool.k.device))
 
@@ -101,8 +103,8 @@ class SpecDecoder:
 
     def __init__(
         self,
-        target: ModelSlot,
-        draft: ModelSlot | None,
+        target: ModelSlot[TargetModel],
+        draft: ModelSlot[DraftModel] | None,
         config: SpecConfig,
         req_to_token: Tensor,
         *,
@@ -135,6 +137,7 @@ class SpecDecoder:
         if mode is self.verify_mode:
             layout = config.layout(mode)
             return VerifyProgram(self.target.model, self.target.backend, layout, table, size)
+        assert self.draft is not None
         model, attention = self.draft.model, self.draft.backend
         if mode is ForwardMode.DRAFT_DECODE:
             return ProposeProgram(model, attention, config, table, size, self.indices)
@@ -171,10 +174,11 @@ class SpecDecoder:
 
     def verify(self, batch: SpecBatch, tree: DraftTree) -> VerifyOutput:
         """Run the target over all nodes at once."""
-        return self._run(
+        verified: VerifyOutput = self._run(
             self.verify_mode, batch,
             tokens=tree.tokens, positions=tree.positions, tail_words=tree.words,
         )
+        return verified
 
     def extend(
         self, batch: SpecBatch, accepted: AcceptResult, features: Tensor
@@ -183,13 +187,14 @@ class SpecDecoder:
         if not self.config.num_steps:
             return None
         path = accepted.accept_index.clamp(min=0).long()[:, :, None]  # [B, N + 1, 1]
-        return self._run(
+        state: DraftState = self._run(
             ForwardMode.DRAFT_EXTEND, batch,
             tokens=accepted.accept_tokens, accept_lens=accepted.accept_lens,
             features=features.gather(1, path.expand(-1, -1, features.shape[-1])),
         )
+        return state
 
-    def _run(self, mode: ForwardMode, batch: SpecBatch, **values: Tensor) -> object:
+    def _run(self, mode: ForwardMode, batch: SpecBatch, **values: Tensor) -> Any:
         return self.runner.run(
             mode, len(batch), batch.seq_lens_cpu, req_pool_indices=batch.req_pool_indices,
             seq_lens=batch.seq_lens, **values,

@@ -156,7 +156,7 @@ class Engine:
             num_slots=slots, page_size=config.page_size, device=device,
         )
         self.target = ModelSlot.of(target, KVPool(target.layers, slots, device), backend)
-        self.draft = None
+        self.draft: ModelSlot[DraftModel] | None = None
         if config.num_steps and draft is not None:
             self.draft = ModelSlot.of(draft, KVPool(draft.layers, slots, device), backend)
         self.buckets = list(buckets) if buckets else _buckets(config.max_num_reqs)
@@ -294,13 +294,13 @@ class Engine:
 
     def _state(self, config: SpecConfig, group: list[_Live]) -> DraftState | None:
         """Gather the group's draft states, cut to the setting's branches."""
-        if not config.num_steps:
-            return None
         first, rows = group[0].state, [live.at for live in group]
+        if not config.num_steps or first is None:
+            return None
         whole = len(group) == len(self._live) and all(live.state is first for live in group)
         if whole and rows == list(range(len(first.topk_probs))):
             return _cut(first, config.topk)
-        cuts = [_cut(live.state, config.topk, live.at) for live in group]
+        cuts = [_cut(live.state, config.topk, live.at) for live in group if live.state]
         return DraftState(*(
             torch.cat([getattr(cut, name) for cut in cuts]) for name in vars(first)
         ))
@@ -328,6 +328,7 @@ class Engine:
         return kept
 
     def _stopped(self, request: Request, result: Generation) -> bool:
+        assert self.detokenize is not None
         text = self.detokenize(result.tokens)
         return any(stop in text for stop in request.stop)
 

@@ -146,6 +146,11 @@ class DraftModel(Protocol):
         """Vd, the width of the draft's logits."""
         ...
 
+    @property
+    def feature_size(self) -> int:
+        """F, the width of the target features that `combine` reads."""
+        ...
+
     def combine(self, hidden_states: Tensor) -> Tensor:
         """Map the target's features ``[T, F]`` to draft hidden states ``[T, H]``."""
         ...

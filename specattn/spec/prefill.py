@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from specattn.spec.decoder import ModelSlot
+    from specattn.spec.model import DraftModel, TargetModel, TargetOutput
     from specattn.spec.sampling import SamplingBatch
 
 
@@ -83,8 +84,8 @@ class Prefill:
         Most tokens of one forward.
     """
 
-    target: ModelSlot
-    draft: ModelSlot | None
+    target: ModelSlot[TargetModel]
+    draft: ModelSlot[DraftModel] | None
     req_to_token: Tensor
     topk: int
     chunk: int = 4096
@@ -112,9 +113,11 @@ class Prefill:
                 lens = torch.tensor([p.stop - 1 for p in done], device=bonus.device)
                 first = _first_tokens(out.logits, lens, _pick(sampling, which))
                 bonus[which] = first
-            if self.draft is not None:
+            if self.draft is not None and out.hidden_states is not None:
                 tokens = self._next_tokens(prompts, pieces, last, bonus[which])
-                states.append(self._forward_draft(pieces, plan, tokens, out.hidden_states, last))
+                states.append(
+                    self._forward_draft(self.draft, pieces, plan, tokens, out.hidden_states, last)
+                )
         return PrefillResult(bonus, _join(states) if self.draft is not None else None)
 
     def _chunks(self, prompts: Sequence[Prompt]) -> Iterator[list[_Piece]]:
@@ -153,7 +156,7 @@ class Prefill:
 
     def _forward_target(
         self, prompts: Sequence[Prompt], pieces: Sequence[_Piece], plan: ExtendPlan, last: Tensor
-    ):
+    ) -> TargetOutput:
         ids = [t for p in pieces for t in prompts[p.index].tokens[p.start : p.stop]]
         attend = self.target.backend.bind(plan)
         attend.fill()
@@ -172,11 +175,11 @@ class Prefill:
         return tokens
 
     def _forward_draft(
-        self, pieces: Sequence[_Piece], plan: ExtendPlan, tokens: Tensor, features: Tensor,
-        last: Tensor,
+        self, slot: ModelSlot[DraftModel], pieces: Sequence[_Piece], plan: ExtendPlan,
+        tokens: Tensor, features: Tensor, last: Tensor,
     ) -> DraftState:
-        draft = self.draft.model
-        attend = self.draft.backend.bind(plan)
+        draft = slot.model
+        attend = slot.backend.bind(plan)
         attend.fill()
         out = draft.forward(
             tokens, draft.combine(features), _positions(pieces, last.device), attend, last
@@ -196,7 +199,9 @@ def _first_tokens(logits: Tensor, lens: Tensor, sampling: SamplingBatch) -> Tens
 
 
 def _pick(sampling: SamplingBatch, which: Tensor) -> SamplingBatch:
-    columns = {n: v[which] for n, v in vars(sampling).items() if isinstance(v, Tensor)}
+    columns: dict[str, Any] = {
+        name: value[which] for name, value in vars(sampling).items() if isinstance(value, Tensor)
+    }
     return replace(sampling, **columns)
 
 

@@ -31,19 +31,18 @@ def build_tree(candidates: Candidates, batch: SpecBatch, config: SpecConfig) -> 
         Tree width and depth.
     """
     size, nodes = len(batch), config.num_draft_tokens
-    device = batch.seq_lens.device
-    empty = {"dtype": torch.int64, "device": device}
+    roots, device = batch.bonus_tokens, batch.seq_lens.device
     tree = DraftTree(
-        tokens=torch.empty(size, nodes, **empty),
-        positions=torch.empty(size, nodes, **empty),
-        words=torch.empty(size, nodes, mask_words(nodes), **empty),
+        tokens=roots.new_empty(size, nodes),
+        positions=roots.new_empty(size, nodes),
+        words=roots.new_empty(size, nodes, mask_words(nodes)),
         retrieve_index=torch.arange(size * nodes, device=device).view(size, nodes),
-        retrieve_next_token=torch.empty(size, nodes, **empty),
-        retrieve_next_sibling=torch.empty(size, nodes, **empty),
+        retrieve_next_token=roots.new_empty(size, nodes),
+        retrieve_next_sibling=roots.new_empty(size, nodes),
     )
     ops("tree", device).build_tree(
         candidates.scores, candidates.tokens, candidates.parents,
-        batch.bonus_tokens, batch.seq_lens,
+        roots, batch.seq_lens,
         topk=config.topk, num_draft_tokens=nodes, tokens_out=tree.tokens,
         positions_out=tree.positions, words_out=tree.words,
         next_token_out=tree.retrieve_next_token, next_sibling_out=tree.retrieve_next_sibling,
