@@ -1,0 +1,162 @@
+"""Train the EAGLE-3 head by training-time test on text that the target writes itself."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .head import DenseHead
+from .train_target import LOG_EVERY, Curve, optimizer_for, timed_steps, windows
+
+if TYPE_CHECKING:
+    from .sizes import PairSize
+    from .target import DenseTarget
+
+# a step of real text at full length, for late positions; the other steps are on-policy rows
+LONG_EVERY = 10
+
+
+@dataclass(frozen=True)
+class HeadRecipe:
+    """How the head is optimised; ``step_decay`` weights unroll step s by ``step_decay ** s``."""
+
+    lr: float = 1.5e-3
+    weight_decay: float = 0.01
+    step_decay: float = 0.9
+    eval_seconds: float = 15.0
+
+
+def on_policy_rows(
+    target: DenseTarget, stream: Tensor, *, size: PairSize, seconds: float
+) -> Tensor:
+    """Return ``[N, row_len]`` prompts from ``stream`` with the target's own continuations.
+
+    Greedy and temperature 1 alternate, over all prompt lengths; at least one batch of each.
+    """
+    deadline = time.monotonic() + seconds
+    parts: list[Tensor] = []
+    kinds = list(itertools.product(size.prompt_lens, (0.0, 1.0)))
+    for index in itertools.count():
+        if index >= len(kinds) and time.monotonic() > deadline:
+            break
+        prompt_len, temperature = kinds[index % len(kinds)]
+        prompts = windows(stream, size.generate_rows, prompt_len)
+        parts.append(target.generate(prompts, size.row_len, temperature=temperature))
+        if stream.is_cuda:
+            torch.cuda.synchronize()
+    rows = torch.cat(parts)
+    return rows[torch.randperm(len(rows), device=rows.device)]
+
+
+def frequent_tokens(rows: Tensor, vocab: int, draft_vocab: int) -> Tensor:
+    """Return the ids of the most frequent tokens of ``rows``, ascending, ``[draft_vocab]``."""
+    counts = torch.bincount(rows.flatten(), minlength=vocab)
+    return counts.topk(draft_vocab).indices.sort().values
+
+
+def head_config(size: PairSize) -> dict:
+    """Return the ``config.json`` of a published EAGLE-3 head for this pair."""
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": size.hidden,
+        "intermediate_size": size.draft_intermediate,
+        "num_attention_heads": size.q_heads,
+        "num_key_value_heads": size.kv_heads,
+        "head_dim": size.head_dim,
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "vocab_size": size.vocab,
+        "draft_vocab_size": size.draft_vocab,
+        "rms_norm_eps": size.rms_eps,
+        "rope_theta": size.rope_theta,
+        "max_position_embeddings": size.max_positions,
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": list(size.aux_layers),
+            "use_aux_hidden_state": True,
+        },
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def new_head(size: PairSize, target: DenseTarget, draft_ids: Tensor) -> DenseHead:
+    """Start a head near the target: the latest layer passes through, the output rows are tied."""
+    head = DenseHead(head_config(size), target.embed.float()).to(draft_ids.device)
+    head.d2t.copy_(draft_ids - torch.arange(len(draft_ids), device=draft_ids.device))
+    head.t2d[draft_ids] = True
+    with torch.no_grad():
+        for module in head.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.weight.normal_(std=0.02)
+        head.fc.weight[:, -size.hidden :] += torch.eye(size.hidden, device=draft_ids.device)
+        head.lm_head.weight.copy_(target.embed[draft_ids])
+        head.norm.weight.copy_(target.norm)
+    return head
+
+
+def step_losses(
+    head: DenseHead, target: DenseTarget, rows: Tensor, size: PairSize
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return per unroll step the soft cross entropy and the greedy agreement with the target."""
+    steps, length = size.draft_steps, rows.shape[1] - size.draft_steps - 1
+    with torch.no_grad():
+        hidden, aux = target.forward(rows, aux_layers=size.aux_layers)
+        logits = target.logits(hidden).float()
+        probs, best = logits.softmax(-1)[..., head.draft_ids], logits.argmax(-1)
+    losses, agreements = [], []
+    draft_ids = head.draft_ids
+    for step, feature in enumerate(head.unroll(rows[:, 1:], aux[:, :length], steps)):
+        log_q = head.logits(feature).float().log_softmax(-1)
+        # chain base p predicts the token after p + 1 + step
+        label = slice(step + 1, step + 1 + length)
+        losses.append(-(probs[:, label] * log_q).sum(-1).mean())
+        agreements.append((draft_ids[log_q.argmax(-1)] == best[:, label]).float().mean())
+    return losses, agreements
+
+
+def train_head(
+    head: DenseHead, target: DenseTarget, data: tuple[Tensor, Tensor, Tensor], *,
+    size: PairSize, seconds: float, recipe: HeadRecipe | None = None,
+) -> dict:  # fmt: skip
+    """Train ``head`` in place on ``data = (on-policy rows, real stream, held-out rows)``."""
+    recipe = recipe or HeadRecipe()
+    rows, stream, held_rows = data
+    optimizer = optimizer_for(head, recipe.lr, recipe.weight_decay)
+    autocast = torch.autocast(rows.device.type, torch.bfloat16)
+    decay = [recipe.step_decay**step for step in range(size.draft_steps)]
+    weights = torch.tensor(decay, device=rows.device) / sum(decay)
+    train_curve, held_curve, agreement, last_eval = Curve(), Curve(), [], 0.0
+    long_rows = max(1, size.draft_rows * size.row_len // size.max_positions // 2)
+    for step, elapsed in timed_steps(seconds, optimizer):
+        if step % LONG_EVERY == 0:
+            batch = windows(stream, long_rows, size.max_positions)
+        else:
+            batch = rows[torch.randint(len(rows), (size.draft_rows,), device=rows.device)]
+        with autocast:
+            losses, _ = step_losses(head, target, batch, size)
+            loss = torch.stack(losses) @ weights
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step % LOG_EVERY == 1:
+            train_curve.add(step, elapsed, loss.item())
+        if step == 0 or elapsed - last_eval > recipe.eval_seconds:
+            with torch.no_grad(), autocast:
+                held, agree = step_losses(head, target, held_rows, size)
+            held_curve.add(step, elapsed, (torch.stack(held) @ weights).item())
+            agreement.append([round(a.item(), 4) for a in agree])
+            print(f"head {step} {elapsed:.0f} s {held_curve.loss[-1]:.4f}", flush=True)
+            last_eval = elapsed
+    return {
+        "train": vars(train_curve), "held_out": vars(held_curve), "held_out_agreement": agreement,
+        "steps": step + 1, "recipe": vars(recipe),
+    }  # fmt: skip
