@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from specattn.errors import ModelError
-from specattn.models.hub import blaming, locate, quiet
+from specattn.models.hub import blaming, count_from_first, locate, quiet
 from specattn.models.probe import probe_layers
 from specattn.spec.model import TargetOutput
 
@@ -283,12 +283,10 @@ def _check_causal(name: str, config: Any) -> None:
 
 def _check_complete(name: str, info: dict[str, Any]) -> None:
     """Refuse weights that transformers would have initialised at random."""
-    # A mismatched key comes with its two shapes.
-    mismatched = sorted(key for key, *_ in info["mismatched_keys"])
-    for problem, keys in (
-        ("lacks the tensor", sorted(info["missing_keys"])),
-        ("has the wrong shape for the tensor", mismatched),
-    ):
-        if keys:
-            more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-            raise ModelError("target", f"{name} {problem} {keys[0]}{more}")
+    if missing := info["missing_keys"]:
+        raise ModelError("target", f"{name} lacks the tensor {count_from_first(missing)}")
+    # Each comes with the two shapes.
+    if mismatched := {key for key, *_ in info["mismatched_keys"]}:
+        raise ModelError(
+            "target", f"{name} has the wrong shape for the tensor {count_from_first(mismatched)}"
+        )

@@ -18,7 +18,7 @@ from transformers.utils import logging as hf_logging
 from specattn.errors import ModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
 
 @contextmanager
@@ -93,6 +93,12 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def count_from_first(names: Collection[str]) -> str:
+    """Return the first of some names, and how many more there are."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return min(names) + more
+
+
 def _cause(error: BaseException) -> str:
     """Say in one line why a load failed, by the outermost error of the chain that tells."""
     link: BaseException | None = error
@@ -118,6 +124,7 @@ _CAUSES: tuple[tuple[tuple[type[BaseException], ...], str], ...] = (
         (hub_errors.LocalEntryNotFoundError, hub_errors.OfflineModeIsEnabled, ConnectionError),
         "is neither a folder here nor in the Hub's cache, and the Hub cannot be reached",
     ),
-    ((SafetensorError, pickle.UnpicklingError, EOFError), "has corrupt weight files"),
+    ((SafetensorError, EOFError), "has corrupt weight files"),
+    ((pickle.UnpicklingError,), "has weight files that are corrupt or hold more than tensors"),
     ((torch.OutOfMemoryError,), "does not fit into the device's memory"),
 )

@@ -1,0 +1,222 @@
+"""Building a draft head from a checkpoint, for a target."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from specattn.config import AttnConfig
+from specattn.models.checkpoint import Checkpoint, read_checkpoint
+from specattn.models.eagle import Eagle3Head, Eagle3Weights, EagleHead, EagleWeights, HeadWeights
+from specattn.models.hf import FeatureSpec
+from specattn.models.hub import blaming, count_from_first
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from specattn.models.hf import HFTarget
+
+_REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads")
+_OPTIONAL = (
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "max_position_embeddings",
+)
+_VARIANTS = ("norm_before_residual", "norm_before_fc")
+
+
+def load_draft(
+    path_or_id: str | Path,
+    target: HFTarget,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> EagleHead | Eagle3Head:
+    """Load an EAGLE, EAGLE-2 or EAGLE-3 head for a target.
+
+    The head says in ``features`` which hidden states it reads: run it with
+    ``target.with_features(head.features)``.
+
+    Parameters
+    ----------
+    path_or_id : str or Path
+        A folder with ``config.json`` and weights, or the name of one on the Hub.
+    target : HFTarget
+        The model to draft for; a head shares its embedding and output projection where the
+        checkpoint has none of its own.
+    dtype, device : optional
+        Of the head; the target's if None.
+
+    Raises
+    ------
+    ModelError
+        With ``argument`` "draft" and one line that names the file, the setting or the tensor.
+    """
+    checkpoint = read_checkpoint(path_or_id)
+    with blaming("draft", checkpoint.name):
+        build = _eagle3 if checkpoint.is_eagle3 else _eagle
+        return build(checkpoint, target, dtype or target.dtype, device or target.device)
+
+
+def _eagle(
+    checkpoint: Checkpoint, target: HFTarget, dtype: torch.dtype, device: torch.device | str
+) -> EagleHead:
+    config = _llama_config(checkpoint, target)
+    if config.hidden_size != target.hidden_size:
+        raise checkpoint.wrong(
+            f"has hidden_size {config.hidden_size}, but EAGLE continues the target's hidden "
+            f"states, which have {target.hidden_size}"
+        )
+    with torch.device("meta"):
+        weights = EagleWeights(config, set(checkpoint.tensors))
+    _fill(checkpoint, weights, dtype, device)
+    ends = _ends(checkpoint, weights, target, config.hidden_size, target.vocab_size)
+    rope, layer = _geometry(config, dtype, device)
+    layers = (layer,) * config.num_hidden_layers
+    features = FeatureSpec((len(target.layers),))
+    return EagleHead(*ends, rope, layers, features, target.hidden_size, weights)
+
+
+def _eagle3(
+    checkpoint: Checkpoint, target: HFTarget, dtype: torch.dtype, device: torch.device | str
+) -> Eagle3Head:
+    for setting in _VARIANTS:
+        if checkpoint.settings.get(setting):
+            raise checkpoint.wrong(f"sets {setting}, a variant of EAGLE-3 that is not supported")
+    config = _llama_config(checkpoint, target)
+    features = _features(checkpoint, len(target.layers))
+    feature_size = len(features.hidden_states) * target.hidden_size
+    target_ids = _target_ids(checkpoint, target.vocab_size)
+    with torch.device("meta"):
+        weights = Eagle3Weights(config, set(checkpoint.tensors), len(target_ids), feature_size)
+    _fill(checkpoint, weights, dtype, device)
+    ends = _ends(checkpoint, weights, target, config.hidden_size, len(target_ids))
+    rope, layer = _geometry(config, dtype, device)
+    target_ids = target_ids.to(device)
+    return Eagle3Head(*ends, rope, (layer,), features, feature_size, weights, target_ids)
+
+
+def _llama_config(checkpoint: Checkpoint, target: HFTarget) -> LlamaConfig:
+    settings = checkpoint.settings
+    for key in _REQUIRED:
+        if settings.get(key) is None:
+            raise checkpoint.wrong(f"has no {key} in config.json")
+    vocab_size = settings.get("vocab_size") or target.vocab_size
+    if vocab_size != target.vocab_size:
+        raise checkpoint.wrong(
+            f"was made for a vocabulary of {vocab_size} tokens; the target has {target.vocab_size}"
+        )
+    known = {key: settings[key] for key in _REQUIRED + _OPTIONAL if settings.get(key) is not None}
+    return LlamaConfig(**{"num_hidden_layers": 1} | known | {"vocab_size": vocab_size})
+
+
+def _features(checkpoint: Checkpoint, num_layers: int) -> FeatureSpec:
+    """Return what an EAGLE-3 head reads: by default, what SGLang captures."""
+    if checkpoint.settings.get("use_aux_hidden_state") is False:
+        return FeatureSpec((num_layers,))
+    after = checkpoint.settings.get("eagle_aux_hidden_state_layer_ids")
+    if after is None:
+        entering = (2, num_layers // 2, num_layers - 3)
+        return FeatureSpec(tuple(min(max(i, 0), num_layers - 1) for i in entering))
+    # Transformers shows what leaves the last layer only after the final norm.
+    if not all(0 <= i < num_layers - 1 for i in after):
+        raise checkpoint.wrong(
+            f"reads the target after layers {after} (eagle_aux_hidden_state_layer_ids); "
+            f"0..{num_layers - 2} can be read"
+        )
+    return FeatureSpec(tuple(i + 1 for i in after))
+
+
+def _target_ids(checkpoint: Checkpoint, vocab_size: int) -> Tensor:
+    """Return the target token id of each draft token id, ``[Vd]`` int64; d2t holds differences."""
+    d2t = checkpoint.tensors.get("d2t", torch.zeros(0, dtype=torch.int64))
+    draft_size = checkpoint.settings.get("draft_vocab_size") or d2t.numel() or vocab_size
+    if "d2t" not in checkpoint.tensors:
+        if draft_size != vocab_size:
+            raise checkpoint.wrong(
+                f"has {draft_size} tokens and no tensor d2t that maps them to the target's "
+                f"{vocab_size}"
+            )
+        d2t = torch.zeros(draft_size, dtype=torch.int64)
+    if d2t.shape != (draft_size,) or d2t.is_floating_point():
+        raise checkpoint.wrong(
+            f"has a tensor d2t of {d2t.dtype} {list(d2t.shape)}; expected integers [{draft_size}]"
+        )
+    ids = torch.arange(draft_size) + d2t
+    outside = ids[(ids < 0) | (ids >= vocab_size)]
+    if outside.numel():
+        raise checkpoint.wrong(
+            f"maps a draft token to {int(outside[0])} by d2t; the target has {vocab_size} tokens"
+        )
+    if ids.unique().numel() != draft_size:
+        raise checkpoint.wrong("maps two draft tokens to one target token by d2t")
+    return ids
+
+
+def _fill(
+    checkpoint: Checkpoint, weights: HeadWeights, dtype: torch.dtype, device: torch.device | str
+) -> None:
+    """Give a module on the meta device the checkpoint's weights, all of them and no others."""
+    found = {key: tensor for key, tensor in checkpoint.tensors.items() if key != "d2t"}
+    # Biases are optional everywhere (Qwen2 targets have some): those that are there are used.
+    for name, part in weights.named_modules():
+        if isinstance(part, nn.Linear) and f"{name}.bias" in found:
+            part.bias = nn.Parameter(torch.empty(part.out_features, device="meta"))
+    wanted = weights.state_dict()
+    if missing := wanted.keys() - found.keys():
+        raise checkpoint.wrong(f"lacks the tensor {count_from_first(missing)}")
+    if unknown := found.keys() - wanted.keys():
+        raise checkpoint.wrong(f"has an unknown tensor {count_from_first(unknown)}")
+    for key, tensor in found.items():
+        if tensor.shape != wanted[key].shape or not tensor.is_floating_point():
+            raise checkpoint.wrong(
+                f"has a tensor {key} of {tensor.dtype} {list(tensor.shape)}; expected floating "
+                f"point {list(wanted[key].shape)}"
+            )
+    weights.load_state_dict(found, assign=True)
+    weights.requires_grad_(False).eval().to(device=device, dtype=dtype)
+
+
+def _ends(
+    checkpoint: Checkpoint,
+    weights: HeadWeights,
+    target: HFTarget,
+    hidden_size: int,
+    draft_vocab_size: int,
+) -> tuple[nn.Embedding, nn.Linear]:
+    """Return the checkpoint's embedding and output projection, else the target's if they fit."""
+    embed_tokens, lm_head = weights.embed_tokens, weights.lm_head
+    if embed_tokens is None:
+        embed_tokens = target.embed_tokens
+        if embed_tokens.embedding_dim != hidden_size:
+            raise checkpoint.wrong(
+                f"has no embed_tokens.weight, and its hidden_size {hidden_size} is not the "
+                f"target's {embed_tokens.embedding_dim}, so the two cannot share one"
+            )
+    if lm_head is None:
+        lm_head = target.lm_head
+        if tuple(lm_head.weight.shape) != (draft_vocab_size, hidden_size):
+            raise checkpoint.wrong(
+                f"has no lm_head.weight, and the target's {list(lm_head.weight.shape)} is not "
+                f"[{draft_vocab_size}, {hidden_size}], so the two cannot share one"
+            )
+    return embed_tokens, lm_head
+
+
+def _geometry(
+    config: LlamaConfig, dtype: torch.dtype, device: torch.device | str
+) -> tuple[LlamaRotaryEmbedding, AttnConfig]:
+    layer = AttnConfig(
+        config.num_attention_heads, config.num_key_value_heads, config.head_dim, dtype=dtype
+    )
+    return LlamaRotaryEmbedding(config).to(device), layer

@@ -1,0 +1,286 @@
+"""EAGLE draft heads: one decoder layer that continues the target's own hidden states.
+
+EAGLE-1 (Li et al., 2024, arXiv:2401.15077) and EAGLE-2 (arXiv:2406.16858) share one head; EAGLE-3
+(arXiv:2503.01840) reads three of the target's layers and may predict a smaller vocabulary. Module
+names are those of the published checkpoints. Built by `specattn.models.checkpoint.load_draft`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    apply_rotary_pos_emb,
+)
+
+from specattn.spec.model import DraftOutput
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    from specattn.config import AttnConfig
+    from specattn.models.hf import FeatureSpec
+    from specattn.spec.model import Attend
+
+Rope = tuple[Tensor, Tensor]  # cosines and sines, [T, D] each
+
+
+class DraftAttention(nn.Module):
+    """Projections and position embedding around ``attend``.
+
+    Parameters
+    ----------
+    config : LlamaConfig
+        Of the draft.
+    layer : int
+        What to tell ``attend``.
+    input_size : int
+        Width of the input, ``2 * hidden_size`` in EAGLE-3.
+    """
+
+    def __init__(self, config: LlamaConfig, layer: int, input_size: int) -> None:
+        super().__init__()
+        self.layer, self.head_dim = layer, config.head_dim
+        q_size = config.num_attention_heads * config.head_dim
+        kv_size = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(input_size, q_size, bias=False)
+        self.k_proj = nn.Linear(input_size, kv_size, bias=False)
+        self.v_proj = nn.Linear(input_size, kv_size, bias=False)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
+        """Map ``[T, input_size]`` to ``[T, H]``."""
+        q, k, v = (
+            project(x).unflatten(-1, (-1, self.head_dim))
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = apply_rotary_pos_emb(q, k, *rope, unsqueeze_dim=1)
+        out: Tensor = self.o_proj(attend(self.layer, q, k, v).flatten(-2))
+        return out
+
+
+class EagleLayer(nn.Module):
+    """A Llama decoder layer; the first one of a head is published without its input norm."""
+
+    def __init__(self, config: LlamaConfig, layer: int, *, input_norm: bool) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.input_layernorm = _norm(config) if input_norm else nn.Identity()
+        self.self_attn = DraftAttention(config, layer, size)
+        self.post_attention_layernorm = _norm(config)
+        self.mlp = LlamaMLP(config)
+
+    def forward(self, x: Tensor, rope: Rope, attend: Attend, rows: Tensor | None) -> Tensor:
+        """Map ``[T, H]`` to ``[R, H]``."""
+        x = x + self.self_attn(self.input_layernorm(x), rope, attend)
+        return _feed_forward(self, x, rows)
+
+
+class Eagle3Layer(nn.Module):
+    """EAGLE-3's layer: it attends over embedding and hidden state side by side."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.input_layernorm = _norm(config)
+        self.hidden_norm = _norm(config)
+        self.self_attn = DraftAttention(config, 0, 2 * config.hidden_size)
+        self.post_attention_layernorm = _norm(config)
+        self.mlp = LlamaMLP(config)
+
+    def forward(
+        self, embeds: Tensor, x: Tensor, rope: Rope, attend: Attend, rows: Tensor | None
+    ) -> Tensor:
+        """Map two ``[T, H]`` to ``[R, H]``; ``x`` alone is the residual stream."""
+        both = torch.cat([self.input_layernorm(embeds), self.hidden_norm(x)], dim=-1)
+        return _feed_forward(self, x + self.self_attn(both, rope, attend), rows)
+
+
+class HeadWeights(nn.Module):
+    """What any head may bring along instead of sharing the target's.
+
+    Parameters
+    ----------
+    config : LlamaConfig
+        Of the draft, with the target's ``vocab_size``.
+    names : set of str
+        The checkpoint's tensors: they tell which optional parts it has.
+    draft_vocab_size : int
+        Vd.
+    """
+
+    def __init__(self, config: LlamaConfig, names: set[str], draft_vocab_size: int) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.embed_tokens: nn.Embedding | None = None
+        self.lm_head: nn.Linear | None = None
+        if "embed_tokens.weight" in names:
+            self.embed_tokens = nn.Embedding(config.vocab_size, size)
+        if "lm_head.weight" in names:
+            self.lm_head = nn.Linear(size, draft_vocab_size, bias=False)
+
+
+class EagleWeights(HeadWeights):
+    """An EAGLE-1 or EAGLE-2 checkpoint, under its names."""
+
+    def __init__(self, config: LlamaConfig, names: set[str]) -> None:
+        super().__init__(config, names, config.vocab_size)
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.layers = nn.ModuleList(
+            EagleLayer(config, i, input_norm=f"layers.{i}.input_layernorm.weight" in names)
+            for i in range(config.num_hidden_layers)
+        )
+
+
+class Eagle3Weights(HeadWeights):
+    """An EAGLE-3 checkpoint, under its names; ``feature_size`` is F."""
+
+    def __init__(
+        self, config: LlamaConfig, names: set[str], draft_vocab_size: int, feature_size: int
+    ) -> None:
+        super().__init__(config, names, draft_vocab_size)
+        size = config.hidden_size
+        # A head that reads one hidden state of its own size has nothing to mix.
+        mixes = "fc.weight" in names or feature_size != size
+        self.fc = nn.Linear(feature_size, size, bias=False) if mixes else nn.Identity()
+        self.midlayer = Eagle3Layer(config)
+        self.norm = _norm(config)
+
+
+@dataclass(frozen=True, eq=False)
+class DraftHead:
+    """What the two heads have in common.
+
+    Parameters
+    ----------
+    embed_tokens : nn.Embedding
+        ``[V, H]``, over target token ids; the target's own unless the checkpoint has one.
+    lm_head : nn.Linear
+        ``[Vd, H]``; likewise.
+    rope : LlamaRotaryEmbedding
+        Position embedding of the draft.
+    layers : tuple of AttnConfig
+        One per decoder layer.
+    features : FeatureSpec
+        What the target must return: pass it to `HFTarget.with_features`.
+    feature_size : int
+        F, the width of that.
+    """
+
+    embed_tokens: nn.Embedding
+    lm_head: nn.Linear
+    rope: LlamaRotaryEmbedding
+    layers: tuple[AttnConfig, ...]
+    features: FeatureSpec
+    feature_size: int
+
+    @property
+    def hidden_size(self) -> int:
+        """H, the width of the states handed from one draft step to the next."""
+        return self.lm_head.in_features
+
+    @property
+    def vocab_size(self) -> int:
+        """Vd, the width of the logits."""
+        return self.lm_head.out_features
+
+    def _inputs(self, input_ids: Tensor, positions: Tensor) -> tuple[Tensor, Rope]:
+        """Return the embeddings ``[T, H]``, in the draft's dtype, and the rotations."""
+        embeds = self.embed_tokens(input_ids).to(self.layers[0].dtype)
+        cos, sin = self.rope(embeds, positions[None])  # [1, T, D]
+        return embeds, (cos[0], sin[0])
+
+    def _logits(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.lm_head(x.to(self.lm_head.weight.dtype))
+        return logits
+
+
+@dataclass(frozen=True, eq=False)
+class EagleHead(DraftHead):
+    """The draft of EAGLE-1 and EAGLE-2: continues the target's last hidden state."""
+
+    weights: EagleWeights
+
+    def combine(self, hidden_states: Tensor) -> Tensor:
+        """Return the target's last hidden states ``[T, H]``, in the draft's dtype."""
+        return hidden_states.to(self.layers[0].dtype)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: Tensor,
+        hidden_states: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        rows: Tensor | None = None,
+    ) -> DraftOutput:
+        """Run the draft over flattened tokens; see `DraftModel.forward`."""
+        embeds, rope = self._inputs(input_ids, positions)
+        x = self.weights.fc(torch.cat([embeds, hidden_states], dim=-1))
+        *first, last = self.weights.layers
+        for layer in first:
+            x = layer(x, rope, attend, None)
+        x = last(x, rope, attend, rows)
+        # There is no norm: the head learns to continue states that the target has normalised.
+        return DraftOutput(self._logits(x), x)
+
+    def to_target(self, token_ids: Tensor) -> Tensor:
+        """Return the ids themselves: the vocabulary is the target's."""
+        return token_ids
+
+
+@dataclass(frozen=True, eq=False)
+class Eagle3Head(DraftHead):
+    """The draft of EAGLE-3: continues a mix of several of the target's layers.
+
+    Parameters
+    ----------
+    weights : Eagle3Weights
+        The checkpoint.
+    target_ids : Tensor
+        ``[Vd]`` int64, the target token id of each draft token id.
+    """
+
+    weights: Eagle3Weights
+    target_ids: Tensor
+
+    def combine(self, hidden_states: Tensor) -> Tensor:
+        """Mix the target's features ``[T, F]`` into draft hidden states ``[T, H]``."""
+        mixed: Tensor = self.weights.fc(hidden_states.to(self.layers[0].dtype))
+        return mixed
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: Tensor,
+        hidden_states: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        rows: Tensor | None = None,
+    ) -> DraftOutput:
+        """Run the draft over flattened tokens; see `DraftModel.forward`."""
+        embeds, rope = self._inputs(input_ids, positions)
+        x = self.weights.midlayer(embeds, hidden_states, rope, attend, rows)
+        # The next step continues the residual stream; only the logits see the norm.
+        return DraftOutput(self._logits(self.weights.norm(x)), x)
+
+    def to_target(self, token_ids: Tensor) -> Tensor:
+        """Map draft token ids, int64 of any shape, to target token ids."""
+        return self.target_ids[token_ids]
+
+
+def _norm(config: LlamaConfig) -> Any:
+    return LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+def _feed_forward(layer: EagleLayer | Eagle3Layer, x: Tensor, rows: Tensor | None) -> Tensor:
+    """Finish a layer, on the wanted rows only: only attention needs the others."""
+    if rows is not None:
+        x = x[rows]
+    out: Tensor = x + layer.mlp(layer.post_attention_layernorm(x))
+    return out
