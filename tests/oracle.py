@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,21 +24,19 @@ def _row(
 ) -> tuple[Tensor, Tensor]:
     """One query token ``[Hq, D]`` over the listed slots: ``[Hq, Dv]`` and ``[Hq]``."""
     heads, kv_heads = q.shape[0], k.shape[1]
-    out = torch.zeros(heads, v.shape[2], dtype=torch.float64)
-    lse = torch.full((heads,), -math.inf, dtype=torch.float64)
     if not slots:
-        return out, lse
-    keys, values = k[slots].double(), v[slots].double()
-    for head in range(heads):
-        kv_head = head // (heads // kv_heads)
-        logits = keys[:, kv_head] @ q[head].double() * sm_scale
-        if cap:
-            logits = cap * torch.tanh(logits / cap)
-        top = logits.max()
-        weights = torch.exp(logits - top)
-        out[head] = weights @ values[:, kv_head] / weights.sum()
-        lse[head] = top + torch.log(weights.sum())
-    return out, lse
+        zeros = torch.zeros(heads, v.shape[2], dtype=torch.float64)
+        return zeros, torch.full((heads,), -math.inf, dtype=torch.float64)
+    kv_head = torch.arange(heads) // (heads // kv_heads)
+    keys = k[slots].double()[:, kv_head]                                  # [N, Hq, D]
+    values = v[slots].double()[:, kv_head]                                # [N, Hq, Dv]
+    logits = (keys * q.double()).sum(-1) * sm_scale                       # [N, Hq]
+    if cap:
+        logits = cap * torch.tanh(logits / cap)
+    top = logits.amax(0)
+    weights = torch.exp(logits - top)
+    out = (weights[..., None] * values).sum(0) / weights.sum(0)[:, None]
+    return out, top + torch.log(weights.sum(0))
 
 
 def _visible(pos_q: int, pos_k: int, window_left: int) -> bool:
@@ -63,7 +62,6 @@ class Case:
     sm_scale: float
     window_left: int = -1
     logit_cap: float = 0.0
-    extra: dict[str, Any] = field(default_factory=dict)
 
     def clear(self) -> None:
         self.out.fill_(NAN)
@@ -116,7 +114,7 @@ def oracle_extend(case: Case) -> tuple[Tensor, Tensor]:
 def csr_lists(case: Case) -> list[list[int]]:
     indptr, indices = case.args["kv_indptr"].tolist(), case.args["kv_indices"].tolist()
     lists = []
-    for begin, end in zip(indptr, indptr[1:], strict=False):
+    for begin, end in pairwise(indptr):
         last = end - begin - 1
         lists.append([
             slot for p, slot in enumerate(indices[begin:end])
@@ -155,8 +153,8 @@ def check(case: Case, expected: tuple[Tensor, Tensor], *, lse: bool = True) -> N
 def _words(rows: list[int], tail_len: int) -> list[list[int]]:
     """Bit sets as signed 64-bit words."""
     count = max((tail_len + 63) // 64, 1)
-    signed = lambda x: x - (1 << 64) if x >> 63 else x  # noqa: E731
-    return [[signed(bits >> (64 * w) & (1 << 64) - 1) for w in range(count)] for bits in rows]
+    words = [[bits >> (64 * w) & (1 << 64) - 1 for w in range(count)] for bits in rows]
+    return [[x - (1 << 64) if x >> 63 else x for x in row] for row in words]
 
 
 def make_words(mode: str, q_len: int, tail_len: int, rng: random.Random) -> tuple[
@@ -209,9 +207,9 @@ def _pools(
     return pools[0], pools[1]
 
 
-def _table(lengths: list[int], rng: random.Random, slack: int) -> tuple[list[list[int]], int]:
+def _table(lengths: list[int], rng: random.Random, slots: int = 0) -> tuple[list[list[int]], int]:
     """Permuted, distinct slots for every request; slot 0 is nobody's. Also the slot count."""
-    slots = sum(lengths) + slack + 1
+    slots = slots or sum(lengths) + 8
     order = list(range(1, slots))
     rng.shuffle(order)
     table, at = [], 0
@@ -226,13 +224,17 @@ def make_tree_case(
     heads: tuple[int, int] = (4, 2), head_dim: int = 32, v_head_dim: int | None = None,
     dtype: torch.dtype = torch.float32, window_left: int = -1, logit_cap: float = 0.0,
     pads: int = 0, scale: float = 1.0, device: str = "cpu", pool_pad: int = 0, seed: int = 0,
+    width: int = 0, slots: int = 0,
 ) -> Case:
-    """Build a random batch of a tree mode, ``pads`` padding requests at its end."""
+    """Build a random batch of a tree mode, ``pads`` padding requests at its end.
+
+    ``width`` and ``slots`` fix the sizes of the table and the pools.
+    """
     rng = random.Random(seed)
     tail_len = q_len if tail_len is None else tail_len
     v_head_dim = v_head_dim or head_dim
-    batch, width = len(lengths) + pads, max(lengths, default=0) + tail_len + 5
-    owned, slots = _table([n + tail_len for n in lengths], rng, slack=7)
+    batch, width = len(lengths) + pads, width or max(lengths, default=0) + tail_len + 5
+    owned, slots = _table([n + tail_len for n in lengths], rng, slots)
     # req_to_token row 0 belongs to padding; the others in random order
     rows = rng.sample(range(1, batch + 1), len(lengths)) + [0] * pads
     table = torch.full((batch + 1, width), slots - 1, dtype=torch.int32)
@@ -257,12 +259,12 @@ def make_tree_case(
         q=torch.empty(0), k_cache=torch.empty(0), v_cache=torch.empty(0), out=torch.empty(0),
         lse=torch.empty(0), sm_scale=scale * head_dim**-0.5, window_left=window_left,
         logit_cap=logit_cap,
-        args=dict(
-            seq_lens=torch.tensor(lengths + [0] * pads, dtype=torch.int32),
-            req_pool_indices=torch.tensor(rows), req_to_token=table, positions=positions,
-            tail_slots=tail_slots, tail_positions=tail_positions,
-            tail_words=torch.tensor(words, dtype=torch.int64),
-        ),
+        args={
+            "seq_lens": torch.tensor(lengths + [0] * pads, dtype=torch.int32),
+            "req_pool_indices": torch.tensor(rows), "req_to_token": table,
+            "positions": positions, "tail_slots": tail_slots, "tail_positions": tail_positions,
+            "tail_words": torch.tensor(words, dtype=torch.int64),
+        },
     )
     # a tail key stays readable though no query sees it: its owner has written it
     used = {slot for row in tree_lists(case) for slot in row} | set(tail_slots.flatten().tolist())
@@ -296,7 +298,7 @@ def make_extend_case(
     rng = random.Random(seed)
     v_head_dim = v_head_dim or head_dim
     totals = [prefix + new for prefix, new in lengths]
-    owned, slots = _table(totals, rng, slack=7)
+    owned, slots = _table(totals, rng)
     rows = rng.sample(range(1, len(lengths) + 1), len(lengths))
     table = torch.full((len(lengths) + 1, max(totals) + 3), slots - 1, dtype=torch.int32)
     for b, total in enumerate(totals):
@@ -308,11 +310,12 @@ def make_extend_case(
         q=torch.empty(0), k_cache=torch.empty(0), v_cache=torch.empty(0), out=torch.empty(0),
         lse=torch.empty(0), sm_scale=head_dim**-0.5, window_left=window_left,
         logit_cap=logit_cap,
-        args=dict(
-            qo_indptr=indptr, seq_lens=torch.tensor([p for p, _ in lengths], dtype=torch.int32),
-            req_pool_indices=torch.tensor(rows), req_to_token=table,
-            max_q_len=int(news.max()),
-        ),
+        args={
+            "qo_indptr": indptr,
+            "seq_lens": torch.tensor([p for p, _ in lengths], dtype=torch.int32),
+            "req_pool_indices": torch.tensor(rows), "req_to_token": table,
+            "max_q_len": int(news.max()),
+        },
     )
     used = {slot for row in extend_lists(case) for slot in row}
     return _finish(case, used, slots, int(news.sum()), heads, head_dim, v_head_dim, dtype, 0,
@@ -326,7 +329,7 @@ def make_csr_case(
 ) -> Case:
     """Build index lists of these lengths."""
     rng = random.Random(seed)
-    owned, slots = _table(lengths, rng, slack=7)
+    owned, slots = _table(lengths, rng)
     indptr = torch.zeros(len(lengths) + 1, dtype=torch.int32)
     indptr[1:] = torch.tensor(lengths).cumsum(0)
     # entries past the last list are stale: they name a poisoned slot
@@ -334,7 +337,7 @@ def make_csr_case(
     case = Case(
         q=torch.empty(0), k_cache=torch.empty(0), v_cache=torch.empty(0), out=torch.empty(0),
         lse=torch.empty(0), sm_scale=head_dim**-0.5, window_left=window_left,
-        logit_cap=logit_cap, args=dict(kv_indptr=indptr, kv_indices=indices),
+        logit_cap=logit_cap, args={"kv_indptr": indptr, "kv_indices": indices},
     )
     used = {slot for row in csr_lists(case) for slot in row}
     return _finish(case, used, slots, len(lengths), heads, head_dim, head_dim, dtype, 0, device)

@@ -38,8 +38,8 @@ def tanh(x):
 def attend_tile(
     q,         # [BM, D_PAD]
     acc,       # [BM, V_PAD] float32, running sum of weighted values
-    m,         # [BM] float32, running maximum of the logits
-    l,         # [BM] float32, running sum of the weights
+    top,       # [BM] float32, running maximum of the logits
+    total,     # [BM] float32, running sum of the weights
     slots,     # [BN] int32
     visible,   # [BM, BN] bool, or None where every key is visible
     k_head,    # first key of this head
@@ -49,7 +49,7 @@ def attend_tile(
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, D_PAD: tl.constexpr, V_PAD: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
-    """Fold one tile of keys into ``acc, m, l``.
+    """Fold one tile of keys into ``acc, top, total``.
 
     With a logit cap the logits become ``cap_out * tanh(cap_in * s)``, already in base 2.
     """
@@ -59,30 +59,27 @@ def attend_tile(
     k_ptr = k_head + row[:, None] * K_SLOT + d[None, :]                   # [BN, D_PAD]
     v_ptr = v_head + row[:, None] * V_SLOT + dv[None, :]                  # [BN, V_PAD]
     # no load is masked unless the head is padded: the caller clamps the slots
-    if D_PAD == HEAD_DIM:
-        k = tl.load(k_ptr)
-    else:
-        k = tl.load(k_ptr, mask=(d < HEAD_DIM)[None, :], other=0.0)
+    k_ok = None if D_PAD == HEAD_DIM else (d < HEAD_DIM)[None, :]
+    k = tl.load(k_ptr, mask=k_ok, other=None if D_PAD == HEAD_DIM else 0.0)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")                    # [BM, BN]
     if HAS_CAP:
         s = cap_out * tanh(s * cap_in)
     if visible is not None:
         s = tl.where(visible, s, MASKED)
-    m_new = tl.maximum(m, tl.max(s, 1))
+    new_top = tl.maximum(top, tl.max(s, 1))
+    # a cap has scaled the logits already
     if HAS_CAP:
-        fade = tl.exp2(m - m_new)
-        p = tl.exp2(s - m_new[:, None])
+        fade = tl.exp2(top - new_top)
+        p = tl.exp2(s - new_top[:, None])
     else:
-        fade = tl.exp2((m - m_new) * base2)
-        p = tl.exp2(s * base2 - (m_new * base2)[:, None])
-    l = l * fade + tl.sum(p, 1)
-    if V_PAD == V_DIM:
-        v = tl.load(v_ptr)
-    else:
-        v = tl.load(v_ptr, mask=(dv < V_DIM)[None, :], other=0.0)
+        fade = tl.exp2((top - new_top) * base2)
+        p = tl.exp2(s * base2 - (new_top * base2)[:, None])
+    total = total * fade + tl.sum(p, 1)
+    v_ok = None if V_PAD == V_DIM else (dv < V_DIM)[None, :]
+    v = tl.load(v_ptr, mask=v_ok, other=None if V_PAD == V_DIM else 0.0)
     acc = acc * fade[:, None]
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
-    return acc, m_new, l
+    return acc, new_top, total
 
 
 @triton.jit
@@ -96,12 +93,12 @@ def load_query(rows, row_ok, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr):
 
 
 @triton.jit
-def store_rows(rows, acc, l, row_ok, V_DIM: tl.constexpr, V_PAD: tl.constexpr):
+def store_rows(rows, acc, total, row_ok, V_DIM: tl.constexpr, V_PAD: tl.constexpr):
     """Store the normalised values; 0 for a row that saw no key."""
     dv = tl.arange(0, V_PAD)                                              # [V_PAD]
     mask = row_ok[:, None]
     if V_PAD != V_DIM:
         mask = mask & (dv < V_DIM)[None, :]
-    inverse = tl.where(l > 0.0, 1.0 / tl.where(l > 0.0, l, 1.0), 0.0)
-    values = tl.where((l > 0.0)[:, None], acc * inverse[:, None], 0.0)
+    inverse = tl.where(total > 0.0, 1.0 / tl.where(total > 0.0, total, 1.0), 0.0)
+    values = tl.where((total > 0.0)[:, None], acc * inverse[:, None], 0.0)
     tl.store(rows[:, None] + dv[None, :], values.to(rows.dtype.element_ty), mask=mask)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from specattn.kernels.attention_tile import FLOOR, LN2, LOG2E, attend_tile, load_query, store_rows
 from specattn.kernels.tile_config import TileConfig, extend_tile_config
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @triton.jit
@@ -21,7 +22,7 @@ def _load_slots(table_row, pos, last):
 
 @triton.jit
 def _extend_tiles(
-    q, acc, m, l,
+    q, acc, top, total,
     pos_q,      # [BM] int32
     begin, end, # first key of the first tile; end of the keys
     raw,        # [BN] int32, slots of the first tile
@@ -41,11 +42,11 @@ def _extend_tiles(
             visible = distance >= 0
             if WINDOW >= 0:
                 visible = visible & (distance <= WINDOW)
-        acc, m, l = attend_tile(
-            q, acc, m, l, slots, visible, k_head, v_head, base2, cap_in, cap_out,
+        acc, top, total = attend_tile(
+            q, acc, top, total, slots, visible, k_head, v_head, base2, cap_in, cap_out,
             K_SLOT, V_SLOT, HEAD_DIM, V_DIM, D_PAD, V_PAD, HAS_CAP,
         )
-    return acc, m, l
+    return acc, top, total
 
 
 @triton.jit
@@ -103,37 +104,34 @@ def _extend_kernel(
             full_begin = tl.minimum(full_begin, full_end)
         raw_full = _load_slots(table_row, full_begin + r, last_pos)
         raw_last = _load_slots(table_row, tl.maximum(full_end + r, first_key), last_pos)
-        m = tl.full([BM], FLOOR, tl.float32)
-        l = tl.zeros([BM], tl.float32)
+        top = tl.full([BM], FLOOR, tl.float32)
+        total = tl.zeros([BM], tl.float32)
         acc = tl.zeros([BM, V_PAD], tl.float32)
         if WINDOW >= 0:
             raw = _load_slots(table_row, tl.maximum(begin + r, first_key), last_pos)
-            acc, m, l = _extend_tiles(
-                q_tile, acc, m, l, pos_q, begin, full_begin, raw, first_key, last_pos, table_row,
-                k_head, v_head, base2, cap_in, cap_out, K_SLOT, V_SLOT, HEAD_DIM, V_DIM, D_PAD,
-                V_PAD, HAS_CAP, WINDOW, True, BN, STAGES,
+            acc, top, total = _extend_tiles(
+                q_tile, acc, top, total, pos_q, begin, full_begin, raw, first_key, last_pos,
+                table_row, k_head, v_head, base2, cap_in, cap_out, K_SLOT, V_SLOT, HEAD_DIM,
+                V_DIM, D_PAD, V_PAD, HAS_CAP, WINDOW, True, BN, STAGES,
             )
-        acc, m, l = _extend_tiles(
-            q_tile, acc, m, l, pos_q, full_begin, full_end, raw_full, 0, last_pos, table_row,
+        acc, top, total = _extend_tiles(
+            q_tile, acc, top, total, pos_q, full_begin, full_end, raw_full, 0, last_pos, table_row,
             k_head, v_head, base2, cap_in, cap_out, K_SLOT, V_SLOT, HEAD_DIM, V_DIM, D_PAD,
             V_PAD, HAS_CAP, WINDOW, False, BN, STAGES,
         )
-        acc, m, l = _extend_tiles(
-            q_tile, acc, m, l, pos_q, full_end, last_pos + 1, raw_last, first_key, last_pos,
+        acc, top, total = _extend_tiles(
+            q_tile, acc, top, total, pos_q, full_end, last_pos + 1, raw_last, first_key, last_pos,
             table_row, k_head, v_head, base2, cap_in, cap_out, K_SLOT, V_SLOT, HEAD_DIM, V_DIM,
             D_PAD, V_PAD, HAS_CAP, WINDOW, True, BN, STAGES,
         )
-        store_rows(
-            out + q_row * stride_out + q_head * stride_out_head, acc, l, row_ok, V_DIM, V_PAD
-        )
+        out_rows = out + q_row * stride_out + q_head * stride_out_head
+        store_rows(out_rows, acc, total, row_ok, V_DIM, V_PAD)
         if lse is not None:
             if not HAS_CAP:
-                m = m * base2
-            # every row sees itself: l > 0
-            tl.store(
-                lse + q_row * stride_lse + q_head * stride_lse_head, (m + tl.log2(l)) * LN2,
-                mask=row_ok,
-            )
+                top = top * base2
+            # every row sees itself: total > 0
+            natural = (top + tl.log2(total)) * LN2
+            tl.store(lse + q_row * stride_lse + q_head * stride_lse_head, natural, mask=row_ok)
 
 
 def extend_attention(

@@ -42,28 +42,34 @@ def tile_config(
     """Choose by packed rows (query tokens × group) and head size; never by length.
 
     One captured graph serves every length, so nothing here may depend on it. The 16-bit values
-    for heads up to 128 were measured on an H200.
+    for heads up to 128 were measured on an H200; the others keep clear of spills and of the
+    227 KB of shared memory a CTA can have.
     """
-    width = max(triton.next_power_of_2(head_dim), triton.next_power_of_2(v_head_dim))
+    width = triton.next_power_of_2(head_dim) + triton.next_power_of_2(v_head_dim)
     if dtype == torch.float32:
         # IEEE products run on the FMA units: registers set the limits
-        return TileConfig(16, 32 if width <= 128 else 16, stages=2, ctas_per_sm=2)
-    if width > 128:
-        if rows <= 16:
-            return TileConfig(16, 32, ctas_per_sm=2)
-        return TileConfig(32, 32, ctas_per_sm=1)
+        return TileConfig(16, 32 if width <= 256 else 16, stages=2)
+    # a limit of 168 leaves the register file room for a merge CTA, which then starts early; with
+    # few requests its own CTAs are larger
+    few = batch <= 4
     if rows <= 16:
-        return TileConfig(16, 64, ctas_per_sm=3, max_regs=168)
+        return TileConfig(16, 64 if width <= 256 else 32, ctas_per_sm=3, max_regs=168)
     if rows <= 64:
-        return TileConfig(64, 64, ctas_per_sm=2, max_regs=168)
-    return TileConfig(128, 128, warps=8, ctas_per_sm=1)
+        if width <= 256:
+            return TileConfig(64, 64, max_regs=168 if few else 192)
+        if width <= 384:
+            return TileConfig(64, 64, ctas_per_sm=1)
+        return TileConfig(64, 32, stages=4, ctas_per_sm=1)
+    if width <= 256:
+        return TileConfig(128, 128, warps=8, ctas_per_sm=1)
+    return TileConfig(128, 64, warps=8, stages=3 if width <= 384 else 2, ctas_per_sm=1)
 
 
 def extend_tile_config(head_dim: int, v_head_dim: int, dtype: torch.dtype) -> TileConfig:
     """Choose the tile of the prompt kernel, which is bound by arithmetic."""
-    width = max(triton.next_power_of_2(head_dim), triton.next_power_of_2(v_head_dim))
+    width = triton.next_power_of_2(head_dim) + triton.next_power_of_2(v_head_dim)
     if dtype == torch.float32:
-        return TileConfig(32, 32 if width <= 128 else 16, stages=2)
-    if width > 128:
-        return TileConfig(128, 32, warps=8, stages=3)
-    return TileConfig(128, 64, warps=8, stages=3)
+        return TileConfig(32, 32 if width <= 256 else 16, warps=8, stages=2)
+    if width <= 256:
+        return TileConfig(128, 128, warps=8)
+    return TileConfig(128, 64, warps=8, stages=3 if width <= 384 else 2)

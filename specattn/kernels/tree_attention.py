@@ -24,7 +24,7 @@ from specattn.kernels.tree_merge import merge_kernel
 from specattn.kernels.tree_plan import TreePlan
 
 # multiprocessors to plan for in the interpreter, where each one costs time
-INTERPRETED_SMS = 4
+INTERPRETED_SMS = 2
 ALIGN = 256
 
 

@@ -9,40 +9,57 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specattn.kernels.attention_tile import EMPTY, FLOOR, LN2, attend_tile, load_query, store_rows
+from specattn.kernels.attention_tile import (
+    EMPTY,
+    FLOOR,
+    LN2,
+    attend_tile,
+    load_query,
+    store_rows,
+)
 
 
 @triton.jit
-def _load_word(word_row, at, row_ok, WORDS: tl.constexpr):
-    """Word ``at`` of each row's tail bits, 0 outside of them."""
-    inside = (at >= 0) & (at < WORDS)
-    word = tl.load(
-        word_row + tl.minimum(tl.maximum(at, 0), WORDS - 1), mask=row_ok & inside, other=0
-    )
+def _load_word(word_row, row_ok, first, nth: tl.constexpr, WORDS: tl.constexpr):
+    """Tail word that holds bit ``first``, or the ``nth`` after it; 0 outside of the tail."""
+    at = (first >> 6) + nth
+    ok = row_ok & (at >= 0) & (at < WORDS)
+    word = tl.load(word_row + tl.minimum(tl.maximum(at, 0), WORDS - 1), mask=ok, other=0)
     return word.to(tl.uint64, bitcast=True)                               # [BM]
 
 
 @triton.jit
-def _tail_bits(words, word_row, row_ok, first, BN: tl.constexpr, WORDS: tl.constexpr):
-    """Visibility bits of the tile whose first key is tail key ``first`` (negative: prefix)."""
-    r = tl.arange(0, BN)                                                  # [BN]
-    if WORDS == 1:
-        shift = tl.minimum(tl.maximum(first + r, 0), 63).to(tl.int64)
-        return ((words[:, None] >> shift[None, :]) & 1) != 0              # [BM, BN]
-    # 64 bits from `first` on, out of the two words they lie in; two shifts, as one by 64 would
-    # be undefined
-    at = first >> 6
+def _ones(count):
+    """The lowest ``count`` bits, none below 0 and all 64 above 63."""
+    some = (1 << (tl.minimum(tl.maximum(count, 0), 63)).to(tl.uint64)) - 1
+    return tl.where(count > 63, tl.full([], 0xFFFFFFFFFFFFFFFF, tl.uint64), some)
+
+
+@triton.jit
+def _row_bits(word, next_word, first, left):
+    """Visibility of 64 keys to each row: bit 0 is tail key ``first`` (prefix where negative).
+
+    ``left`` keys are left in the chunk.
+    """
     shift = (first & 63).to(tl.uint64)
-    word0 = _load_word(word_row, at, row_ok, WORDS)
-    word1 = _load_word(word_row, at + 1, row_ok, WORDS)
-    bits = (word0 >> shift) | ((word1 << 1) << (63 - shift))              # [BM]
-    lane = (r & 63).to(tl.uint64)
-    if BN <= 64:
-        return ((bits[:, None] >> lane[None, :]) & 1) != 0
-    word2 = _load_word(word_row, at + 2, row_ok, WORDS)
-    more = (word1 >> shift) | ((word2 << 1) << (63 - shift))
-    bits = tl.where((r < 64)[None, :], bits[:, None], more[:, None])      # [BM, BN]
-    return ((bits >> lane[None, :]) & 1) != 0
+    # two shifts, as one by 64 would be undefined
+    bits = (word >> shift) | ((next_word << 1) << (63 - shift))           # [BM]
+    return (bits | _ones(-first)) & _ones(left)
+
+
+@triton.jit
+def _spread(bits, more_bits, BN: tl.constexpr):
+    """Row bits as a mask; ``more_bits`` holds keys 64 to 127."""
+    r = tl.arange(0, BN)[None, :]                                         # [1, BN]
+    half = bits.to(tl.uint32)[:, None]                                    # [BM, 1]
+    # halves, so that a thread's shifts are 32 bits wide and by almost constant amounts
+    if BN > 32:
+        half = tl.where(r & 32 == 0, half, (bits >> 32).to(tl.uint32)[:, None])
+    if BN > 64:
+        low = more_bits.to(tl.uint32)[:, None]
+        high = (more_bits >> 32).to(tl.uint32)[:, None]
+        half = tl.where(r < 64, half, tl.where(r & 32 == 0, low, high))
+    return ((half >> (r & 31).to(tl.uint32)) & 1) != 0                    # [BM, BN]
 
 
 @triton.jit
@@ -54,53 +71,75 @@ def _load_index(index_row, pos, first_key, prefix_len):
 
 
 @triton.jit
-def _load_tail(tail_row, pos, prefix_len, TAIL: tl.constexpr):
-    return tl.load(tail_row + tl.minimum(tl.maximum(pos - prefix_len, 0), TAIL - 1))
+def _load_tail(tail_row, pos, prefix_len, TAIL: tl.constexpr, STEP: tl.constexpr):
+    return tl.load(tail_row + tl.minimum(tl.maximum(pos - prefix_len, 0), TAIL - 1) * STEP)
 
 
 @triton.jit
 def _masked_tiles(
-    q, acc, m, l,
-    begin, end,        # first key of the first tile; end of the keys
-    raw_index,         # [BN] int32, index entries of the first tile
-    raw_tail,          # [BN] int32, tail slots of the first tile, or None
-    index_row, tail_row, tail_pos_row, word_row,
-    words,             # [BM] int64, or None unless WORDS == 1
-    pos_q,             # [BM] int32, or None without a window
-    row_ok,            # [BM] bool
+    q, acc, top, total,
+    begin, end,    # first key of the first tile; end of the keys
+    # of the first tile; None where there is no tail, no such word, no window
+    raw_index,     # [BN] int32, index entries
+    raw_tail,      # [BN] int32, tail slots
+    raw_pos,       # [BN] int32, tail positions
+    word0,         # [BM] uint64, tail bits
+    word1,         # [BM] uint64
+    word2,         # [BM] uint64
+    index_row,     # the request's index entries
+    tail_row,      # its tail slots
+    tail_pos_row,  # its tail positions, two int32 each
+    word_row,      # [BM], its rows' words
+    pos_q,         # [BM] int32, or None without a window
+    row_ok,        # [BM] bool
     first_key, prefix_len, k_head, v_head, base2, cap_in, cap_out,
     K_SLOT: tl.constexpr, V_SLOT: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     D_PAD: tl.constexpr, V_PAD: tl.constexpr, HAS_CAP: tl.constexpr, TAIL: tl.constexpr,
     WORDS: tl.constexpr, WINDOW: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Attend to the tiles of ``[begin, end)`` under bounds, tail bits and window."""
+    """Attend to the tiles of ``[begin, end)`` under bounds, tail bits and window.
+
+    What the next tile needs is loaded a tile ahead and travels raw: with arithmetic on it at the
+    load, the loop would wait for every copy; loaded in its own tile, it would be copied through
+    shared memory.
+    """
     r = tl.arange(0, BN)                                                  # [BN]
     for start in tl.range(begin, end, BN, num_stages=STAGES):
         pos = start + r
         slots = raw_index
-        # the next tile's entries travel raw: arithmetic on them here, and the loop would wait
-        # for every copy
         raw_index = _load_index(index_row, pos + BN, first_key, prefix_len)
-        visible = (pos < end)[None, :]
+        pos_k = pos
         if TAIL > 0:
             in_prefix = pos < prefix_len
             # keys left of the window may lie in recycled slots: read a tail key in their place
             slots = tl.where(in_prefix & (pos >= first_key), slots, raw_tail)
-            raw_tail = _load_tail(tail_row, pos + BN, prefix_len, TAIL)
-            bits = _tail_bits(words, word_row, row_ok, start - prefix_len, BN, WORDS)
-            visible = visible & (bits | in_prefix[None, :])
+            raw_tail = _load_tail(tail_row, pos + BN, prefix_len, TAIL, 1)
+            first = start - prefix_len
+            bits = _row_bits(word0, word1, first, end - start)
+            if BN > 64:
+                more = _row_bits(word1, word2, first + 64, end - start - 64)
+                visible = _spread(bits, more, BN)
+            else:
+                visible = _spread(bits, None, BN)
+            if start + BN < end:
+                word0 = _load_word(word_row, row_ok, first + BN, 0, WORDS)
+                word1 = _load_word(word_row, row_ok, first + BN, 1, WORDS)
+                if BN > 64:
+                    word2 = _load_word(word_row, row_ok, first + BN, 2, WORDS)
+            if WINDOW >= 0:
+                pos_k = tl.where(in_prefix, pos, raw_pos)
+                raw_pos = _load_tail(tail_pos_row, pos + BN, prefix_len, TAIL, 2)
+        else:
+            visible = (pos < end)[None, :]
         if WINDOW >= 0:
-            pos_k = pos
-            if TAIL > 0:
-                tail_pos = _load_tail(tail_pos_row, pos, prefix_len, TAIL)
-                pos_k = tl.where(in_prefix, pos, tail_pos.to(tl.int32))
-            distance = pos_q[:, None] - pos_k[None, :]                    # [BM, BN]
-            visible = visible & (distance >= 0) & (distance <= WINDOW)
-        acc, m, l = attend_tile(
-            q, acc, m, l, slots, visible, k_head, v_head, base2, cap_in, cap_out,
+            # unsigned: a key after the query is too far, too
+            distance = (pos_q[:, None] - pos_k[None, :]).to(tl.uint32, bitcast=True)
+            visible = visible & (distance <= WINDOW)
+        acc, top, total = attend_tile(
+            q, acc, top, total, slots, visible, k_head, v_head, base2, cap_in, cap_out,
             K_SLOT, V_SLOT, HEAD_DIM, V_DIM, D_PAD, V_PAD, HAS_CAP,
         )
-    return acc, m, l
+    return acc, top, total
 
 
 @triton.jit
@@ -112,7 +151,10 @@ def _load_request(entry):
     )
 
 
-@triton.jit
+# strides of small tensors: no variants of the kernel for round ones
+@triton.jit(do_not_specialize=[
+    "stride_pos", "stride_tail", "stride_tail_pos", "stride_words", "stride_words_q",
+])
 def tree_attention_kernel(
     q,               # [B * Q_LEN, Hq, HEAD_DIM]
     k_cache,         # [slots, NUM_KV, HEAD_DIM]
@@ -176,12 +218,9 @@ def tree_attention_kernel(
         tail_row = tail_slots
         tail_pos_row = tail_positions
         word_row = tail_words
-        words = None
         if TAIL > 0:
             tail_row += req.to(tl.int64) * stride_tail
             word_row += req.to(tl.int64) * stride_words + token * stride_words_q  # [BM]
-            if WORDS == 1:
-                words = tl.load(word_row, mask=row_ok, other=-1)          # [BM]
         pos_q = None
         first_key = 0
         if WINDOW >= 0:
@@ -192,52 +231,60 @@ def tree_attention_kernel(
                 pos_row = positions + req.to(tl.int64) * stride_pos
                 pos_q = tl.load(pos_row + tl.minimum(token, Q_LEN - 1)).to(tl.int32)
             if TAIL > 0:
+                # the low halves are enough of a position
                 tail_pos_row += req.to(tl.int64) * stride_tail_pos
+                tail_pos_row = tail_pos_row.to(tl.pointer_type(tl.int32), bitcast=True)
             first_key = tl.maximum(tl.min(pos_q, 0) - WINDOW, 0)
 
-        # the first entries of both loops before either starts: their latencies overlap
+        # what both loops read first, before either starts: the latencies overlap
         raw_index = _load_index(index_row, full_end + r, first_key, prefix_len)
         raw_tail = None
+        raw_pos = None
+        word0 = None
+        word1 = None
+        word2 = None
         if TAIL > 0:
-            raw_tail = _load_tail(tail_row, full_end + r, prefix_len, TAIL)
-        m = tl.full([BM], FLOOR, tl.float32)
-        l = tl.zeros([BM], tl.float32)
+            raw_tail = _load_tail(tail_row, full_end + r, prefix_len, TAIL, 1)
+            word0 = _load_word(word_row, row_ok, full_end - prefix_len, 0, WORDS)
+            word1 = _load_word(word_row, row_ok, full_end - prefix_len, 1, WORDS)
+            if BN > 64:
+                word2 = _load_word(word_row, row_ok, full_end - prefix_len, 2, WORDS)
+            if WINDOW >= 0:
+                raw_pos = _load_tail(tail_pos_row, full_end + r, prefix_len, TAIL, 2)
+        top = tl.full([BM], FLOOR, tl.float32)
+        total = tl.zeros([BM], tl.float32)
         acc = tl.zeros([BM, V_PAD], tl.float32)
         if WINDOW < 0:
             raw_full = _load_index(index_row, begin + r, 0, prefix_len)
             for start in tl.range(begin, full_end, BN, num_stages=STAGES):
                 slots = raw_full
                 raw_full = _load_index(index_row, start + BN + r, 0, prefix_len)
-                acc, m, l = attend_tile(
-                    q_tile, acc, m, l, slots, None, k_head, v_head, base2, cap_in, cap_out,
+                acc, top, total = attend_tile(
+                    q_tile, acc, top, total, slots, None, k_head, v_head, base2, cap_in, cap_out,
                     K_SLOT, V_SLOT, HEAD_DIM, V_DIM, D_PAD, V_PAD, HAS_CAP,
                 )
-        acc, m, l = _masked_tiles(
-            q_tile, acc, m, l, full_end, end, raw_index, raw_tail,
-            index_row, tail_row, tail_pos_row, word_row, words, pos_q, row_ok, first_key,
+        acc, top, total = _masked_tiles(
+            q_tile, acc, top, total, full_end, end, raw_index, raw_tail, raw_pos, word0, word1,
+            word2, index_row, tail_row, tail_pos_row, word_row, pos_q, row_ok, first_key,
             prefix_len, k_head, v_head, base2, cap_in, cap_out, K_SLOT, V_SLOT, HEAD_DIM, V_DIM,
             D_PAD, V_PAD, HAS_CAP, TAIL, WORDS, WINDOW, BN, STAGES,
         )
-        if HAS_CAP:
-            base2_m = m
-        else:
-            base2_m = m * base2
+        log2_sum = (top if HAS_CAP else top * base2) + tl.log2(tl.where(total > 0.0, total, 1.0))
         if parts == 1:
             store_rows(
-                out + q_row * stride_out + q_head * stride_out_head, acc, l, row_ok, V_DIM, V_PAD
+                out + q_row * stride_out + q_head * stride_out_head, acc, total, row_ok,
+                V_DIM, V_PAD,
             )
             if lse is not None:
-                natural = (base2_m + tl.log2(tl.where(l > 0.0, l, 1.0))) * LN2
                 tl.store(
                     lse + q_row * stride_lse + q_head * stride_lse_head,
-                    tl.where(l > 0.0, natural, float("-inf")), mask=row_ok,
+                    tl.where(total > 0.0, log2_sum * LN2, float("-inf")), mask=row_ok,
                 )
         else:
             at = ((chunk + split_rank) * NUM_KV + head) * MT + m_tile
             at = at.to(tl.int64) * BM + tl.arange(0, BM)                  # [BM]
-            store_rows(partial_out + at * V_DIM, acc, l, row_ok, V_DIM, V_PAD)
-            log2_sum = base2_m + tl.log2(tl.where(l > 0.0, l, 1.0))
-            tl.store(partial_lse + at, tl.where(l > 0.0, log2_sum, EMPTY))
+            store_rows(partial_out + at * V_DIM, acc, total, row_ok, V_DIM, V_PAD)
+            tl.store(partial_lse + at, tl.where(total > 0.0, log2_sum, EMPTY))
         left -= stop - tile
         if left > 0:
             req += 1

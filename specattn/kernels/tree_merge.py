@@ -51,12 +51,14 @@ def merge_kernel(
             for p in tl.static_range(PARTS):
                 at = ((slot + tl.minimum(p0 + p, parts - 1)) * NUM_KV + head) * MT + m_tile
                 at = at.to(tl.int64) * BM + row
-                logs = (*logs, tl.load(partial_lse + at, cache_modifier=".cg"))
+                # Triton knows tuple addition, not unpacking
+                logs = logs + (tl.load(partial_lse + at, cache_modifier=".cg"),)  # noqa: RUF005
                 ptr = partial_out + at[:, None] * V_DIM + dv[None, :]
                 if V_PAD == V_DIM:
-                    outs = (*outs, tl.load(ptr, cache_modifier=".cg"))
+                    part = tl.load(ptr, cache_modifier=".cg")
                 else:
-                    outs = (*outs, tl.load(ptr, mask=column_ok, other=0.0, cache_modifier=".cg"))
+                    part = tl.load(ptr, mask=column_ok, other=0.0, cache_modifier=".cg")
+                outs = outs + (part,)  # noqa: RUF005
             new_top = top
             for p in tl.static_range(PARTS):
                 new_top = tl.maximum(new_top, logs[p])

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
 
 from specattn.kernels.reference import attention as twin
 from specattn.kernels.tree_attention import TreeAttention
 from tests.oracle import (
+    NAN,
     Case,
     check,
-    csr_lists,
     make_csr_case,
     make_tree_case,
     oracle_csr,
@@ -22,90 +24,121 @@ from tests.oracle import (
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
-# what differs from: 4 nodes of a tree, 4 query and 2 KV heads of 32, float32
-CASES: dict[str, dict[str, object]] = {
-    "empty_prefixes": dict(lengths=[0, 0, 0]),
-    "tile_edges": dict(lengths=[31, 32, 33, 0, 1]),
-    "tile_edges_64": dict(lengths=[63, 64, 65], dtype=F16, head_dim=64),
-    "one_request": dict(lengths=[130]),
-    "long_beside_short": dict(lengths=[700, 3, 64, 0, 17], q_len=3),
-    "decode": dict(lengths=[130, 7], q_len=1, mode="chain"),
-    "decode_padded": dict(lengths=[65], q_len=1, mode="chain", pads=4),
-    "chain": dict(lengths=[64, 1, 90], mode="chain", q_len=6),
-    "draft_step_0": dict(lengths=[50, 0], mode="draft", q_len=4, tail_len=4),
-    "draft_step_2": dict(lengths=[65, 31, 0], mode="draft", q_len=4, tail_len=12),
-    "draft_wide": dict(lengths=[33], mode="draft", q_len=8, tail_len=72),
-    "padded": dict(lengths=[40, 65], pads=3, q_len=5),
-    "batch_of_19": dict(lengths=[(7 * i) % 41 for i in range(19)], q_len=2, heads=(2, 1)),
-    "any_bits": dict(lengths=[33, 0, 64], mode="any", q_len=7, tail_len=31),
-    "group_3": dict(lengths=[65, 30], heads=(6, 2), q_len=3),
-    "group_1": dict(lengths=[33, 31], heads=(3, 3), q_len=5),
-    "group_7": dict(lengths=[40], heads=(7, 1), q_len=6),
-    "group_8": dict(lengths=[40], heads=(8, 1), q_len=5),
-    "group_16": dict(lengths=[70], heads=(16, 1), q_len=3),
-    "many_rows_f16": dict(lengths=[70, 200], heads=(16, 2), q_len=9, dtype=F16),
-    "wide_rows_f16": dict(lengths=[140], heads=(8, 1), q_len=19, dtype=F16),
-    "short_tail": dict(lengths=[31], q_len=1, tail_len=5, mode="any"),
-    "tail_32": dict(lengths=[31], q_len=4, tail_len=32),
-    "tail_33": dict(lengths=[40], q_len=4, tail_len=33),
-    "tail_63": dict(lengths=[65], q_len=4, tail_len=63),
-    "tail_64": dict(lengths=[1, 63], q_len=4, tail_len=64),
-    "tail_65": dict(lengths=[63, 64, 0], q_len=4, tail_len=65, mode="any"),
-    "tail_128": dict(lengths=[65, 1], q_len=5, tail_len=128, mode="any"),
-    "tail_256": dict(lengths=[33], q_len=4, tail_len=256, mode="any"),
-    "tail_65_f16": dict(lengths=[63, 150], q_len=4, tail_len=65, mode="any", dtype=F16),
-    "tail_130_wide_f16": dict(
-        lengths=[63, 300], q_len=20, tail_len=130, mode="any", dtype=F16, heads=(8, 1)
+
+
+def _case(*lengths: int, **options: Any) -> dict[str, Any]:
+    return {"lengths": list(lengths), **options}
+
+
+# prefix lengths, and what differs from: 4 nodes of a random tree, 4 query and 2 KV heads of 32,
+# float32
+CASES = {
+    "empty_prefixes": _case(0, 0, 0),
+    "tile_edges": _case(31, 32, 33, 0, 1),
+    "tile_edges_64": _case(63, 64, 65, dtype=F16, head_dim=64),
+    "one_request": _case(130),
+    "long_beside_short": _case(700, 3, 64, 0, 17, q_len=3),
+    "decode": _case(130, 7, q_len=1, mode="chain"),
+    "decode_padded": _case(65, q_len=1, mode="chain", pads=4),
+    "chain": _case(64, 1, 90, mode="chain", q_len=6),
+    "draft_step_0": _case(50, 0, mode="draft", q_len=4),
+    "draft_step_2": _case(65, 31, 0, mode="draft", q_len=4, tail_len=12),
+    "draft_wide": _case(33, mode="draft", q_len=8, tail_len=72),
+    "padded": _case(40, 65, pads=3, q_len=5),
+    "batch_of_19": _case(*((7 * i) % 41 for i in range(19)), q_len=2, heads=(2, 1)),
+    "any_bits": _case(33, 0, 64, mode="any", q_len=7, tail_len=31),
+    "group_1": _case(33, 31, heads=(3, 3), q_len=5),
+    "group_3": _case(65, 30, heads=(6, 2), q_len=3),
+    "group_7": _case(40, heads=(7, 1), q_len=6),
+    "group_8": _case(40, heads=(8, 1), q_len=5),
+    "group_16": _case(70, heads=(16, 1), q_len=3),
+    "rows_72_f16": _case(70, 140, heads=(16, 2), q_len=9, dtype=F16),
+    "rows_152_f16": _case(140, heads=(8, 1), q_len=19, dtype=F16),
+    "tail_5": _case(31, q_len=1, tail_len=5, mode="any"),
+    "tail_32": _case(31, tail_len=32),
+    "tail_33": _case(40, tail_len=33),
+    "tail_63": _case(65, tail_len=63),
+    "tail_64": _case(1, 63, tail_len=64),
+    "tail_65": _case(63, 64, 0, tail_len=65, mode="any"),
+    "tail_128": _case(65, 1, q_len=5, tail_len=128, mode="any"),
+    "tail_256": _case(33, tail_len=256, mode="any"),
+    "tail_65_f16": _case(63, 150, tail_len=65, mode="any", dtype=F16),
+    "tail_130_rows_160_f16": _case(
+        63, 150, q_len=20, tail_len=130, mode="any", dtype=F16, heads=(8, 1)
     ),
-    "tree_of_65": dict(lengths=[20], q_len=65, heads=(1, 1), head_dim=16),
-    "tree_of_256": dict(lengths=[9], q_len=256, heads=(1, 1), head_dim=16, dtype=F16),
-    "head_80": dict(lengths=[33], head_dim=80, pool_pad=3),
-    "head_64_v_96": dict(lengths=[33, 8], head_dim=64, v_head_dim=96, pool_pad=8),
-    "head_192_v_128": dict(lengths=[20], head_dim=192, v_head_dim=128),
-    "head_256_f16": dict(lengths=[40], head_dim=256, dtype=F16),
-    "head_128_f16": dict(lengths=[130, 65], head_dim=128, dtype=F16),
-    "head_8": dict(lengths=[40], head_dim=8, v_head_dim=4),
-    "window_0": dict(lengths=[64, 33, 0], window_left=0),
-    "window_1": dict(lengths=[64, 33], window_left=1, q_len=6),
-    "window_small": dict(lengths=[130, 30, 1], window_left=17, q_len=6),
-    "window_63": dict(lengths=[62, 63, 64, 256], window_left=63, q_len=5, dtype=F16),
-    "window_huge": dict(lengths=[70, 5], window_left=1000),
-    "window_any": dict(lengths=[70, 40], window_left=2, q_len=7, mode="any", tail_len=40),
-    "window_draft": dict(lengths=[70, 20], window_left=9, mode="draft", q_len=4, tail_len=12),
-    "window_padded": dict(lengths=[70], window_left=9, pads=2),
-    "window_long_tail": dict(lengths=[70], window_left=30, mode="chain", q_len=70, heads=(1, 1)),
-    "cap": dict(lengths=[65, 33], logit_cap=30.0),
-    "cap_tight": dict(lengths=[65, 0], logit_cap=0.5, scale=4.0),
-    "cap_window_f16": dict(lengths=[90, 33], logit_cap=5.0, window_left=20, dtype=F16),
-    "sharp": dict(lengths=[300, 33], scale=20.0),
-    "row_splits": dict(lengths=[900], q_len=2, heads=(2, 1), head_dim=16),
+    "tree_of_65": _case(20, q_len=65, heads=(1, 1), head_dim=16),
+    "tree_of_256": _case(9, q_len=256, heads=(1, 1), head_dim=16, dtype=F16),
+    "head_80": _case(33, head_dim=80, pool_pad=3),
+    "head_64_v_96": _case(33, 8, head_dim=64, v_head_dim=96, pool_pad=8),
+    "head_192_v_128": _case(20, head_dim=192, v_head_dim=128),
+    "head_256_f16": _case(40, head_dim=256, dtype=F16),
+    "head_128_f16": _case(130, 65, head_dim=128, dtype=F16),
+    "head_8_v_4": _case(40, head_dim=8, v_head_dim=4),
+    "window_0": _case(64, 33, 0, window_left=0),
+    "window_1": _case(64, 33, window_left=1, q_len=6),
+    "window_17": _case(130, 30, 1, window_left=17, q_len=6),
+    "window_63_f16": _case(62, 63, 64, 256, window_left=63, q_len=5, dtype=F16),
+    "window_beyond": _case(70, 5, window_left=1000),
+    "window_any": _case(70, 40, window_left=2, q_len=7, mode="any", tail_len=40),
+    "window_draft": _case(70, 20, window_left=9, mode="draft", tail_len=12),
+    "window_padded": _case(70, window_left=9, pads=2),
+    "window_in_tail": _case(70, window_left=30, mode="chain", q_len=70, heads=(1, 1)),
+    "cap": _case(65, 33, logit_cap=30.0),
+    "cap_tight": _case(65, 0, logit_cap=0.5, scale=4.0),
+    "cap_window_f16": _case(90, 33, logit_cap=5.0, window_left=20, dtype=F16),
+    "sharp": _case(300, 33, scale=20.0),
+    "many_parts": _case(900, q_len=2, heads=(2, 1), head_dim=16),
+}
+MANY_CHUNKS = {"many_parts", "long_beside_short", "batch_of_19", "window_17"}
+BIG = {
+    f"{name}-{mode}-{dtype}": _case(
+        *lengths, **{"head_dim": 128, **options, "mode": mode, "dtype": dtype}
+    )
+    for name, lengths, options in (
+        ("decode", (0, 1, 63, 64, 65, 4000), {"q_len": 1, "heads": (32, 8)}),
+        ("verify_8", (130, 2500, 64, 0), {"q_len": 8, "heads": (16, 4)}),
+        ("verify_64", (1030, 65), {"q_len": 64, "heads": (8, 2)}),
+        ("tail_200", (1030, 0), {"q_len": 8, "tail_len": 200, "heads": (14, 2)}),
+        ("window", (3000, 700), {"q_len": 8, "window_left": 511, "heads": (8, 2)}),
+        ("head_256", (1500, 65), {"q_len": 8, "head_dim": 256, "heads": (8, 2)}),
+        ("head_256_wide", (1500, 65), {"q_len": 40, "head_dim": 256, "heads": (8, 2)}),
+        ("head_192", (1500, 65), {"q_len": 8, "head_dim": 192, "v_head_dim": 128}),
+        ("head_80", (1500, 65), {"q_len": 8, "head_dim": 80, "heads": (6, 2)}),
+        ("head_64", (1500, 65), {"q_len": 8, "head_dim": 64, "heads": (6, 2)}),
+        ("batch_600", tuple(i % 90 for i in range(600)), {"q_len": 1, "heads": (2, 1)}),
+        ("cap", (1500, 65), {"q_len": 8, "logit_cap": 30.0}),
+    )
+    for mode in ("chain", "any")
+    for dtype in (BF16, F16, F32)
 }
 
 
-def run_kernel(case: Case, lse: bool, **options: object) -> TreeAttention:
+def make_kernel(case: Case, **options: Any) -> TreeAttention:
     a = case.args
-    batch, q_len = a["positions"].shape
-    attention = TreeAttention(
-        batch=batch, q_len=q_len, tail_len=a["tail_slots"].shape[1],
-        num_qo_heads=case.q.shape[1], num_kv_heads=case.k_cache.shape[1],
-        head_dim=case.q.shape[2], v_head_dim=case.out.shape[2], dtype=case.q.dtype,
-        device=case.q.device, **case.settings, **options,
+    return TreeAttention(
+        batch=len(a["seq_lens"]), q_len=a["positions"].shape[1],
+        tail_len=a["tail_slots"].shape[1], num_qo_heads=case.q.shape[1],
+        num_kv_heads=case.k_cache.shape[1], head_dim=case.q.shape[2],
+        v_head_dim=case.out.shape[2], dtype=case.q.dtype, device=case.q.device,
+        **case.settings, **options,
     )
-    attention.plan(a["seq_lens"], a["req_pool_indices"], a["req_to_token"].stride(0))
-    run_planned(attention, case, lse)
-    return attention
 
 
-def run_planned(attention: TreeAttention, case: Case, lse: bool) -> None:
+def plan(kernel: TreeAttention, case: Case) -> None:
     a = case.args
-    attention.run(
+    kernel.plan(a["seq_lens"], a["req_pool_indices"], a["req_to_token"].stride(0))
+
+
+def run(kernel: TreeAttention, case: Case, *, lse: bool = True) -> None:
+    a = case.args
+    kernel.run(
         case.q, case.k_cache, case.v_cache, case.out, case.lse if lse else None,
         indices=a["req_to_token"], positions=a["positions"], tail_slots=a["tail_slots"],
         tail_positions=a["tail_positions"], tail_words=a["tail_words"],
     )
 
 
-def run_twin(case: Case, lse: bool) -> None:
+def run_twin(case: Case, *, lse: bool = True) -> None:
     twin.tree_attention(
         case.q, case.k_cache, case.v_cache, case.out, case.lse if lse else None,
         **case.args, **case.settings,
@@ -118,10 +151,237 @@ def test_kernel_and_twin_match_the_oracle(name: str) -> None:
     expected = oracle_tree(case)
     for lse in (True, False):
         case.clear()
-        run_twin(case, lse)
+        run_twin(case, lse=lse)
         check(case, expected, lse=lse)
-    # the kernel writes lse from two places; leaving it out changes nothing else
-    lse = len(name) % 4 != 0
     case.clear()
-    run_kernel(case, lse)
-    check(case, expected, lse=lse)
+    # every full tile of the prefix through the maskless loop, short as the chunks are here
+    tile = replace(make_kernel(case).shape.tile, short=0)
+    if name in MANY_CHUNKS:
+        tile = replace(tile, ctas_per_sm=8)
+    kernel = make_kernel(case, tile=tile)
+    plan(kernel, case)
+    run(kernel, case)
+    check(case, expected)
+
+
+@pytest.mark.parametrize("name", ["tile_edges", "padded", "rows_72_f16"])
+def test_short_runs_take_the_masked_loop(name: str) -> None:
+    """And lse is optional."""
+    case = make_tree_case(**CASES[name], device=DEVICE)
+    kernel = make_kernel(case)
+    plan(kernel, case)
+    run(kernel, case, lse=False)
+    check(case, oracle_tree(case), lse=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BIG)
+def test_kernel_matches_the_oracle_at_size(name: str) -> None:
+    case = make_tree_case(**BIG[name], device=DEVICE)
+    expected = oracle_tree(case)
+    kernel = make_kernel(case)
+    plan(kernel, case)
+    run(kernel, case)
+    check(case, expected)
+    case.clear()
+    run_twin(case)
+    check(case, expected)
+
+
+def test_tensors_may_be_views() -> None:
+    """Row strides of the tail tensors, of q, out and lse; pools inside larger ones."""
+    case = make_tree_case(**CASES["draft_step_2"], window_left=40, pool_pad=5, device=DEVICE)
+    expected = oracle_tree(case)
+    for name in ("positions", "tail_slots", "tail_positions", "tail_words"):
+        tensor = case.args[name]
+        wide = torch.full((tensor.shape[0], *(n + 3 for n in tensor.shape[1:])), 2**30,
+                          dtype=tensor.dtype, device=DEVICE)
+        view = wide[tuple(slice(0, n) for n in tensor.shape)]
+        case.args[name] = view.copy_(tensor)
+    for name in ("q", "out", "lse"):
+        tensor = getattr(case, name)
+        wide = tensor.new_full((tensor.shape[0], tensor.shape[1] + 2, *tensor.shape[2:]), NAN)
+        setattr(case, name, wide[:, 1:-1].copy_(tensor))
+    kernel = make_kernel(case)
+    plan(kernel, case)
+    run(kernel, case)
+    check(case, expected)
+    case.clear()
+    run_twin(case)
+    check(case, expected)
+
+
+def test_one_plan_serves_all_layers_and_one_workspace_all_buckets() -> None:
+    first = make_tree_case([70, 130], device=DEVICE)
+    other = make_tree_case([33, 0, 5], q_len=2, device=DEVICE, seed=1)
+    size = max(make_kernel(c).shape.workspace(32, F32)[1] for c in (first, other))
+    workspace = torch.full((size,), 255, dtype=torch.uint8, device=DEVICE)
+    kernels = [make_kernel(c, workspace=workspace) for c in (first, other)]
+    for case, kernel in zip((first, other), kernels, strict=True):
+        plan(kernel, case)
+    for _ in range(2):
+        for case, kernel in zip((first, other), kernels, strict=True):
+            case.clear()
+            run(kernel, case)
+            check(case, oracle_tree(case))
+            case.k_cache.copy_(case.k_cache.roll(1, 1))  # the next layer's
+
+
+def test_replanning_leaves_nothing_behind() -> None:
+    long = make_tree_case([200, 90, 130], device=DEVICE)
+    short = make_tree_case([0, 5, 1], device=DEVICE)
+    kernel = make_kernel(long)
+    for case in (long, short):
+        case.clear()
+        plan(kernel, case)
+        run(kernel, case)
+        check(case, oracle_tree(case))
+
+
+def test_equal_inputs_give_equal_bits() -> None:
+    case = make_tree_case([130, 64, 1], device=DEVICE)
+    kernel = make_kernel(case)
+    results = []
+    for _ in range(2):
+        case.clear()
+        plan(kernel, case)
+        run(kernel, case)
+        results.append(case.out.clone())
+    assert torch.equal(*results)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["tree", "draft"])
+def test_one_graph_serves_every_length(mode: str) -> None:
+    batches = ([5000, 3, 0, 700], [0, 0, 0, 0], [64, 65, 63, 1], [9000, 9000, 9000, 9000])
+    cases = [
+        make_tree_case(
+            b, mode=mode, q_len=8, tail_len=24 if mode == "draft" else 8, heads=(8, 2),
+            head_dim=128, dtype=BF16, device=DEVICE, width=9100, slots=40_000, seed=i,
+        )
+        for i, b in enumerate(batches)
+    ]
+    live = make_tree_case(
+        [1, 1, 1, 1], mode=mode, q_len=8, tail_len=24 if mode == "draft" else 8, heads=(8, 2),
+        head_dim=128, dtype=BF16, device=DEVICE, width=9100, slots=40_000,
+    )
+    kernel = make_kernel(live)
+
+    def step() -> None:
+        plan(kernel, live)
+        run(kernel, live)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for case in cases:
+        for name in ("q", "k_cache", "v_cache"):
+            getattr(live, name).copy_(getattr(case, name))
+        for name, tensor in case.args.items():
+            live.args[name].copy_(tensor)
+        live.clear()
+        graph.replay()
+        check(live, oracle_tree(case))
+
+
+@pytest.mark.gpu
+def test_pools_beyond_2_31_elements() -> None:
+    """Addresses are 64 bits wide before they meet a stride."""
+    slots, heads, dim = 2**31 // (2 * 128) + 4096, 2, 128
+    case = make_tree_case([500, 40], heads=(4, 2), head_dim=dim, dtype=BF16, device=DEVICE)
+    expected = oracle_tree(case)
+    shift = slots - case.k_cache.shape[0]
+    for name in ("k_cache", "v_cache"):
+        small = getattr(case, name)
+        pool = torch.empty(slots, heads, dim, dtype=BF16, device=DEVICE)
+        pool[shift:] = small
+        setattr(case, name, pool)
+    for name in ("req_to_token", "tail_slots"):
+        case.args[name] += shift
+    kernel = make_kernel(case)
+    plan(kernel, case)
+    run(kernel, case)
+    check(case, expected)
+
+
+CSR = {
+    "ragged": ([65, 1, 130, 33], {}),
+    "empty_lists": ([0, 40, 0, 0], {}),
+    "all_empty": ([0, 0], {}),
+    "window": ([65, 1, 0, 130], {"window_left": 20}),
+    "window_0": ([65, 1, 0], {"window_left": 0}),
+    "cap_f16": ([65, 3], {"logit_cap": 10.0, "dtype": F16, "head_dim": 64}),
+    "many": ([(5 * i) % 37 for i in range(21)], {"heads": (6, 2)}),
+}
+
+
+def run_csr(case: Case, **options: Any) -> None:
+    kernel = TreeAttention(
+        batch=len(case.q), q_len=1, tail_len=0, num_qo_heads=case.q.shape[1],
+        num_kv_heads=case.k_cache.shape[1], head_dim=case.q.shape[2],
+        v_head_dim=case.out.shape[2], dtype=case.q.dtype, device=case.q.device, csr=True,
+        **case.settings, **options,
+    )
+    kernel.plan_csr(case.args["kv_indptr"])
+    kernel.run(
+        case.q, case.k_cache, case.v_cache, case.out, case.lse, indices=case.args["kv_indices"],
+        positions=None, tail_slots=None, tail_positions=None, tail_words=None,
+    )
+
+
+@pytest.mark.parametrize("name", CSR)
+def test_index_lists(name: str) -> None:
+    lengths, options = CSR[name]
+    case = make_csr_case(lengths, **options, device=DEVICE)
+    expected = oracle_csr(case)
+    run_csr(case)
+    check(case, expected)
+    for lse in (True, False):
+        case.clear()
+        twin.csr_attention(
+            case.q, case.k_cache, case.v_cache, case.out, case.lse if lse else None,
+            **case.args, **case.settings,
+        )
+        check(case, expected, lse=lse)
+
+
+def test_index_lists_equal_the_table() -> None:
+    """A draft step's branches as lists of their visible slots see what the words say."""
+    case = make_tree_case(**CASES["draft_step_2"], device=DEVICE)
+    kernel = make_kernel(case)
+    plan(kernel, case)
+    run(kernel, case)
+    lists = tree_lists(case)
+    lengths = torch.tensor([0] + [len(slots) for slots in lists])
+    flat = Case(
+        **{**vars(case), "out": torch.full_like(case.out, NAN), "args": {
+            "kv_indptr": lengths.cumsum(0).to(torch.int32).to(DEVICE),
+            "kv_indices": torch.tensor([s for row in lists for s in row], dtype=torch.int32, device=DEVICE),
+        }},
+    )
+    run_csr(flat)
+    torch.testing.assert_close(flat.out, case.out, atol=2e-6, rtol=2e-6)
+
+
+def test_errors_name_the_argument() -> None:
+    case = make_tree_case([5, 6], device=DEVICE)
+    kernel = make_kernel(case)
+    with pytest.raises(ValueError, match="seq_lens must be"):
+        kernel.plan(case.args["seq_lens"].long(), case.args["req_pool_indices"], 8)
+    plan(kernel, case)
+    with pytest.raises(ValueError, match=r"q must be torch.float32 \[8, 4, 32\]"):
+        run(kernel, replace(case, q=case.q[:-1]))
+    with pytest.raises(ValueError, match="k_cache must be"):
+        run(kernel, replace(case, k_cache=case.k_cache.half()))
+    with pytest.raises(ValueError, match="v_cache must be contiguous in its last"):
+        run(kernel, replace(case, v_cache=case.v_cache.mT.contiguous().mT))
+    with pytest.raises(ValueError, match="lse must be float32"):
+        run(kernel, replace(case, lse=case.lse.double()))
+    with pytest.raises(ValueError, match="tail_slots must be"):
+        run(kernel, replace(case, args=case.args | {"tail_slots": case.args["tail_words"]}))
+    with pytest.raises(ValueError, match="workspace must be uint8"):
+        make_kernel(case, workspace=torch.empty(8, dtype=torch.uint8, device=DEVICE))
+    with pytest.raises(ValueError, match="csr needs q_len 1"):
+        make_kernel(case, csr=True)

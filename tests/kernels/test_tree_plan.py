@@ -1,0 +1,183 @@
+"""The chunk tables of tree attention: every tile once, in equal chunks, parts in one row."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from specattn.kernels.tree_plan import TreePlan
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BN = 32
+
+
+@dataclass
+class Work:
+    """What a plan is to cut, and what it made of it."""
+
+    bases: list[int]
+    prefixes: list[int]
+    firsts: list[int]
+    tiles: list[int]
+    plan: TreePlan
+
+    def segments(self) -> list[list[tuple[int, int, int, int]]]:
+        """Walk the chunks as the kernel does: ``(request, first tile, end tile, slot)`` each.
+
+        Checks the numbers every segment goes by.
+        """
+        requests, walks = self.plan.requests.tolist(), []
+        for c, (left, tile, req, *numbers) in enumerate(self.plan.chunks.tolist()):
+            walks.append([])
+            while left > 0:
+                base, prefix, first, parts, rank = numbers
+                assert (base, prefix, first) == (
+                    self.bases[req], self.prefixes[req], self.firsts[req]
+                )
+                stop = min(self.tiles[req], tile + left)
+                walks[-1].append((req, tile, stop, c + rank if parts > 1 else -1))
+                left -= stop - tile
+                tile, req = 0, req + 1
+                if left > 0:
+                    numbers = requests[req][:5]
+        return walks
+
+
+def make(
+    lengths: list[int], *, chunks: int, tail: int = 3, window: int = -1, csr: bool = False,
+    stride: int = 5000,
+) -> Work:
+    plan = TreePlan.alloc(
+        batch=len(lengths), max_chunks=chunks, tail_len=tail, window_left=window, block_n=BN,
+        csr=csr, device=torch.device(DEVICE),
+    )
+    for table in (plan.tile_ends, plan.requests, plan.chunks, plan.splits):
+        table.fill_(-7)
+    if csr:
+        indptr = torch.tensor([0, *lengths]).cumsum(0)
+        plan.fill(indptr.to(torch.int32).to(DEVICE), None, 1)
+        bases = [int(b) if n else 0 for b, n in zip(indptr, lengths, strict=False)]
+    else:
+        rows = torch.randperm(len(lengths) + 3)[: len(lengths)]
+        plan.fill(torch.tensor(lengths, dtype=torch.int32, device=DEVICE), rows.to(DEVICE), stride)
+        bases = [int(r) * stride for r in rows]
+    newest = [n - 1 if csr else n for n in lengths]
+    firsts = [max(0, n - window) // BN if window >= 0 else 0 for n in newest]
+    tiles = [
+        max(1, -(-(n + tail) // BN) - first) for n, first in zip(lengths, firsts, strict=True)
+    ]
+    return Work(bases, lengths, firsts, tiles, plan)
+
+
+def check(work: Work) -> list[int]:
+    """Check the tables; return the tiles of the chunks in use."""
+    walks = work.segments()
+    # every tile of every request exactly once, in order
+    line = [(req, t) for walk in walks for req, a, b, _ in walk for t in range(a, b)]
+    assert line == [(req, t) for req, count in enumerate(work.tiles) for t in range(count)]
+    sizes = [sum(b - a for _, a, b, _ in walk) for walk in walks]
+    used = [size for size in sizes if size]
+    assert sizes[: len(used)] == used, "idle chunks come last"
+    assert max(used) - min(used) <= 1
+    # parts of a request lie in consecutive slots, which nothing else uses
+    slots: dict[int, list[int]] = {}
+    for walk in walks:
+        for req, _, _, slot in walk:
+            if slot >= 0:
+                slots.setdefault(req, []).append(slot)
+    segments = [seg[0] for walk in walks for seg in walk]
+    assert all(segments.count(req) == len(s) for req, s in slots.items())
+    assert all(segments.count(req) == 1 for req in set(segments) - set(slots))
+    flat = [s for row in slots.values() for s in row]
+    assert len(set(flat)) == len(flat)
+    batch, chunks = len(work.tiles), len(work.plan.chunks)
+    assert max(flat, default=0) < chunks + min(batch, chunks)
+    count, *_ = work.plan.splits[0].tolist()
+    listed = work.plan.splits[1 : count + 1].tolist()
+    assert [tuple(row[:3]) for row in listed] == [
+        (req, s[0], len(s)) for req, s in slots.items()
+    ]
+    assert all(s == list(range(s[0], s[0] + len(s))) for s in slots.values())
+    return used
+
+
+RAGGED = {
+    "one": ([700], 33),
+    "one_short": ([1], 33),
+    "one_chunk": ([700, 3], 1),
+    "one_long": ([6000, *[50] * 31], 33),
+    "zeros": ([0, 0, 0], 7),
+    "zeros_between": ([0, 400, 0, 0, 333, 0], 7),
+    "odd": ([33, 64, 65, 1, 500], 5),
+    "more_requests_than_chunks": ([(37 * i) % 200 for i in range(50)], 7),
+    "many_chunks": ([900, 77], 264),
+    "batch_of_1100": ([(13 * i) % 150 for i in range(1100)], 33),
+}
+
+
+@pytest.mark.parametrize("name", RAGGED)
+def test_every_tile_is_taken_once(name: str) -> None:
+    lengths, chunks = RAGGED[name]
+    check(make(lengths, chunks=chunks))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_batches(seed: int) -> None:
+    rng = random.Random(seed)
+    lengths = [int(rng.paretovariate(0.6)) % 5000 for _ in range(rng.choice([2, 3, 17, 40]))]
+    options = {"tail": rng.choice([0, 1, 70])}
+    if seed % 2:
+        options = {"window": rng.choice([0, 31, 700]), "tail": rng.choice([0, 1, 70])}
+    check(make(lengths, chunks=rng.choice([2, 8, 33]), **options))
+
+
+@pytest.mark.parametrize("lengths", [[5, 700, 0, 64], [0], [0, 0, 31]])
+@pytest.mark.parametrize("window", [-1, 0, 40])
+def test_index_lists(lengths: list[int], window: int) -> None:
+    check(make(lengths, chunks=5, tail=0, window=window, csr=True))
+
+
+@pytest.mark.parametrize(
+    ("batch", "chunks", "tiles", "used"),
+    [
+        (8, 33, 12, 32),    # whole chunks per request
+        (32, 33, 4, 32),
+        (5, 33, 100, 30),
+        (64, 33, 4, 32),    # whole requests per chunk
+        (128, 33, 8, 32),
+        (3, 33, 12, 33),    # 33 is a multiple of 3 as it is
+        (4, 33, 2, 8),      # fewer tiles than chunks
+        (50, 33, 4, 25),
+        (7, 2, 3, 2),       # 7 requests do not share 2 chunks evenly: the cuts stay equal
+    ],
+)
+def test_equal_lengths_are_cut_at_request_boundaries(
+    batch: int, chunks: int, tiles: int, used: int
+) -> None:
+    work = make([tiles * BN - 3] * batch, chunks=chunks)
+    sizes = check(work)
+    assert len(sizes) == used
+    if max(batch, used) % min(batch, used) == 0:
+        whole = [walk for walk in work.segments() if walk]
+        if used >= batch:
+            assert all(len(walk) == 1 for walk in whole)
+        else:
+            assert not work.plan.splits[0, 0]
+
+
+def test_alignment_is_dropped_where_it_would_lengthen_chunks() -> None:
+    """17 requests in 33 chunks: one chunk each would be twice as long."""
+    assert len(check(make([50 * BN - 3] * 17, chunks=33))) == 33
+
+
+def test_wide_products_cut_alike() -> None:
+    """Tiles times chunks beyond 2^31 switch to 64-bit products, by the table's row length."""
+    narrow, wide = (
+        make([3000, 17, 900], chunks=33, stride=stride) for stride in (5000, 2**31 // 3)
+    )
+    check(wide)
+    for a, b in zip(narrow.plan.chunks.tolist(), wide.plan.chunks.tolist(), strict=True):
+        assert [*a[:3], *a[4:]] == [*b[:3], *b[4:]]
