@@ -51,14 +51,15 @@ def merge_kernel(
             for p in tl.static_range(PARTS):
                 at = ((slot + tl.minimum(p0 + p, parts - 1)) * NUM_KV + head) * MT + m_tile
                 at = at.to(tl.int64) * BM + row
-                # Triton knows tuple addition, not unpacking
-                logs = logs + (tl.load(partial_lse + at, cache_modifier=".cg"),)  # noqa: RUF005
+                log = tl.load(partial_lse + at, cache_modifier=".cg")
                 ptr = partial_out + at[:, None] * V_DIM + dv[None, :]
                 if V_PAD == V_DIM:
                     part = tl.load(ptr, cache_modifier=".cg")
                 else:
                     part = tl.load(ptr, mask=column_ok, other=0.0, cache_modifier=".cg")
-                outs = outs + (part,)  # noqa: RUF005
+                # Triton knows tuple addition, not unpacking; mypy knows empty tuples by length
+                logs = logs + (log,)  # type: ignore[assignment]  # noqa: RUF005
+                outs = outs + (part,)  # type: ignore[assignment]  # noqa: RUF005
             new_top = top
             for p in tl.static_range(PARTS):
                 new_top = tl.maximum(new_top, logs[p])
