@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from specattn.config import AttnConfig
 
@@ -86,7 +86,12 @@ def tiny() -> Callable[..., torch.nn.Module]:
 
 
 @pytest.fixture(autouse=True)
-def _calm() -> None:
+def _calm() -> Iterator[None]:
     # What transformers says while a test builds a model is not what is under test.
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
+    # On tensors this small a second thread only spins.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -1,0 +1,51 @@
+"""Loaded models through the whole loop: speculation must not change what transformers generates."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specattn import SpecConfig
+from specattn.models import HFTarget, load_draft
+from specattn.spec.generate import Engine, Request
+from tests.models.test_draft import VD, eagle3_tensors, eagle_tensors, write
+
+PROMPTS = [[5, 17, 3, 99, 42, 8, 61], [23], [7, 7, 80, 12, 55, 31, 2, 64, 19, 28, 77]]
+NEW = 8
+
+
+def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
+    text = list(prompt)
+    with torch.no_grad():
+        for _ in range(NEW):
+            text.append(int(model(torch.tensor([text])).logits[0, -1].argmax()))
+    return text[len(prompt) :]
+
+
+@pytest.mark.parametrize(
+    ("version", "model_type", "changes"),
+    [
+        ("eagle", "llama", {}),
+        ("eagle3", "mistral", {"sliding_window": 6}),
+        ("eagle3", "gemma2", {"sliding_window": 5}),
+    ],
+)
+def test_speculation_generates_what_transformers_does(
+    tiny, tmp_path, version, model_type, changes
+) -> None:
+    model = tiny(model_type, num_hidden_layers=4, **changes)
+    want = [greedy(model, prompt) for prompt in PROMPTS]
+    target = HFTarget.from_model(model)
+    tensors = eagle_tensors() if version == "eagle" else eagle3_tensors()
+    draft_vocab = {} if version == "eagle" else {"draft_vocab_size": VD}
+    head = load_draft(write(tmp_path, tensors, **draft_vocab), target)
+
+    config = SpecConfig(num_steps=3, topk=3, num_draft_tokens=9, max_context_len=64, max_num_reqs=4)
+    engine = Engine(
+        target.with_features(head.features), head, config, backend="torch_native", graphs=False
+    )
+    requests = [Request(p, max_new_tokens=NEW, ignore_eos=True) for p in PROMPTS]
+    results = engine.generate(requests)
+
+    assert [result.tokens for result in results] == want
+    assert all(result.steps for result in results)
