@@ -88,11 +88,15 @@ class DraftState:
         ``[B, K]`` int64, those tokens, in the target's vocabulary.
     hidden_states : Tensor
         ``[B, H]``, the draft model's hidden state at the last committed position.
+    draft_probs : Tensor
+        ``[B, Vd]`` float32, the law a sampled token was drawn from; ``[B, 0]`` unless
+        ``SpecConfig.draft_sampling``.
     """
 
     topk_probs: Tensor
     topk_tokens: Tensor
     hidden_states: Tensor
+    draft_probs: Tensor
 
 
 @dataclass(frozen=True)
@@ -110,11 +114,15 @@ class Candidates:
         ``[B, C]`` int64.
     parents : Tensor
         ``[B, (N - 1) K + 1]`` int64, flat index of the parent of group g; -1 for the root.
+    draft_probs : Tensor
+        ``[B, N, Vd]`` float32, the laws a sampled chain was drawn from; ``[B, N, 0]`` unless
+        ``SpecConfig.draft_sampling``.
     """
 
     scores: Tensor
     tokens: Tensor
     parents: Tensor
+    draft_probs: Tensor
 
 
 @dataclass(frozen=True)
@@ -131,6 +139,8 @@ class DraftTree:
         ``[B, n]`` int64, the node's flat row ``b * n + j``.
     retrieve_next_token, retrieve_next_sibling : Tensor
         ``[B, n]`` int64, local index of the first child / next sibling, -1 for none.
+    draft_probs : Tensor
+        As in `Candidates`.
     """
 
     tokens: Tensor
@@ -139,6 +149,7 @@ class DraftTree:
     retrieve_index: Tensor
     retrieve_next_token: Tensor
     retrieve_next_sibling: Tensor
+    draft_probs: Tensor
 
 
 @dataclass(frozen=True)

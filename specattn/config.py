@@ -91,6 +91,10 @@ class SpecConfig:
         Requests alive at once.
     page_size : int
         KV slots per page, a power of two up to 512.
+    draft_sampling : bool
+        Draw draft tokens from the draft model's distribution and verify them by rejection
+        sampling (Leviathan et al., arXiv:2211.17192), instead of proposing its most probable
+        tokens and verifying them against the target's distribution alone. Chains only (topk 1).
 
     Raises
     ------
@@ -104,9 +108,12 @@ class SpecConfig:
     max_context_len: int = 4096
     max_num_reqs: int = 16
     page_size: int = 1
+    draft_sampling: bool = False
 
     def __post_init__(self) -> None:
         self._check_ranges()
+        if self.draft_sampling and self.topk > 1:
+            raise ValueError(f"draft_sampling needs topk 1, got {self.topk}")
         most = self.max_tree_nodes
         if not self.num_steps:
             if self.num_draft_tokens != 1 or self.topk != 1:
@@ -191,7 +198,10 @@ class SpecConfig:
         if self.reserve_len <= room:
             return self
         steps = min(self.num_steps, room - 1)
-        return replace(self, num_steps=steps, topk=1, num_draft_tokens=steps + 1)
+        return replace(
+            self, num_steps=steps, topk=1, num_draft_tokens=steps + 1,
+            draft_sampling=self.draft_sampling and steps > 0,
+        )
 
     def ladder(self) -> Iterator[SpecConfig]:
         """Yield every setting `shrink` can return, widest first."""

@@ -92,6 +92,7 @@ def inputs(mode: ForwardMode, lens: list[int], seed: int, config: SpecConfig = C
             "topk_probs": torch.rand(size, config.topk).sort(1, descending=True).values,
             "topk_tokens": torch.randint(61, (size, config.topk)),
             "hidden_states": torch.randn(size, 64),
+            "draft_probs": torch.empty(size, 0),
         }
     else:
         found = {
@@ -221,7 +222,7 @@ def test_a_moved_buffer_is_a_capture_mismatch_that_names_it(backend):
     one = world(backend, [2])
     bound = one.decoder.runner._captured[ForwardMode.TARGET_VERIFY][2].bound
     object.__setattr__(bound.inputs, "seq_lens", bound.inputs.seq_lens.clone())
-    with pytest.raises(CaptureMismatch, match=r"buffers0\.seq_lens changed since capture"):
+    with pytest.raises(CaptureMismatch, match=r"AttnInputs\.seq_lens changed since capture"):
         one.run(ForwardMode.TARGET_VERIFY, [4], inputs(ForwardMode.TARGET_VERIFY, [4], 0))
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from specattn.backends.layers import LayeredBackend
-from specattn.batch import AcceptResult, DraftState, DraftTree, ForwardMode, SpecBatch
+from specattn.batch import AcceptResult, Candidates, DraftState, DraftTree, ForwardMode, SpecBatch
 from specattn.errors import CapacityError
 from specattn.graph import GraphRunner, Program
 from specattn.spec.programs import ExtendProgram, ProposeProgram, VerifyOutput, VerifyProgram
 from specattn.spec.tree import build_tree, root_tree
-from specattn.spec.verify import accept
+from specattn.spec.verify import accept, spread
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -158,18 +158,25 @@ class SpecDecoder:
         sampling : SamplingBatch
             How each request draws.
         """
-        tree = self.propose(batch, state)
+        tree = self.propose(batch, state, sampling)
         verified = self.verify(batch, tree)
-        accepted = accept(tree, verified.logits, batch.seq_lens, self.config.num_steps, sampling)
+        accepted = accept(tree, verified.logits, batch.seq_lens, self.config, sampling)
         self.target.pool.commit(verified.tail_slots, accepted)
-        state = self.extend(batch, accepted, verified.features)
+        state = self.extend(batch, accepted, verified.features, sampling)
         return StepResult(tree, accepted, state)
 
-    def propose(self, batch: SpecBatch, state: DraftState | None) -> DraftTree:
+    def propose(
+        self, batch: SpecBatch, state: DraftState | None, sampling: SamplingBatch
+    ) -> DraftTree:
         """Draft a tree below every bonus token; plain decoding drafts nothing."""
         if not self.config.num_steps:
             return root_tree(batch)
-        candidates = self._run(ForwardMode.DRAFT_DECODE, batch, **vars(state))
+        candidates: Candidates = self._run(
+            ForwardMode.DRAFT_DECODE, batch, **vars(state), **self._drawing(sampling)
+        )
+        if self.config.draft_sampling and self.draft is not None:
+            law = spread(self.draft.model, candidates.draft_probs, self.target.model.vocab_size)
+            candidates = replace(candidates, draft_probs=law)
         return build_tree(candidates, batch, self.config)
 
     def verify(self, batch: SpecBatch, tree: DraftTree) -> VerifyOutput:
@@ -181,7 +188,7 @@ class SpecDecoder:
         return verified
 
     def extend(
-        self, batch: SpecBatch, accepted: AcceptResult, features: Tensor
+        self, batch: SpecBatch, accepted: AcceptResult, features: Tensor, sampling: SamplingBatch
     ) -> DraftState | None:
         """Run the draft model over the accepted path, with the target's features along it."""
         if not self.config.num_steps:
@@ -191,8 +198,15 @@ class SpecDecoder:
             ForwardMode.DRAFT_EXTEND, batch,
             tokens=accepted.accept_tokens, accept_lens=accepted.accept_lens,
             features=features.gather(1, path.expand(-1, -1, features.shape[-1])),
+            **self._drawing(sampling),
         )
         return state
+
+    def _drawing(self, sampling: SamplingBatch) -> dict[str, Tensor]:
+        """Return what draft models draw with, if they draw."""
+        if not self.config.draft_sampling:
+            return {}
+        return {"temperature": sampling.temperature, "seeds": sampling.seeds}
 
     def _run(self, mode: ForwardMode, batch: SpecBatch, **values: Tensor) -> Any:
         return self.runner.run(

@@ -160,7 +160,7 @@ class Engine:
         if config.num_steps and draft is not None:
             self.draft = ModelSlot.of(draft, KVPool(draft.layers, slots, device), backend)
         self.buckets = list(buckets) if buckets else _buckets(config.max_num_reqs)
-        self._prefill = Prefill(self.target, self.draft, self.table.req_to_token, config.topk)
+        self._prefill = Prefill(self.target, self.draft, self.table.req_to_token, config)
         self._decoders: dict[SpecConfig, SpecDecoder] = {}
         self._live: list[_Live] = []
         self.decoder(config)
@@ -412,7 +412,8 @@ def _cut(state: DraftState, topk: int, row: int | None = None) -> DraftState:
     """Return the best ``topk`` tokens of one row, or of all."""
     rows = slice(None) if row is None else slice(row, row + 1)
     return DraftState(
-        state.topk_probs[rows, :topk], state.topk_tokens[rows, :topk], state.hidden_states[rows]
+        state.topk_probs[rows, :topk], state.topk_tokens[rows, :topk], state.hidden_states[rows],
+        state.draft_probs[rows],
     )
 
 

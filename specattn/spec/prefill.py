@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from specattn.batch import DraftState, SpecBatch
+from specattn.config import SpecConfig
 from specattn.plan import ExtendPlan
-from specattn.spec.programs import top_tokens
+from specattn.spec.programs import choose_tokens
 from specattn.spec.tree import root_tree
 from specattn.spec.verify import accept
 
@@ -78,8 +79,8 @@ class Prefill:
         The draft model.
     req_to_token : Tensor
         ``[rows, max_context_len]`` int32.
-    topk : int
-        Depth-1 tokens to keep for the first proposal.
+    config : SpecConfig
+        How the first proposal is chosen.
     chunk : int
         Most tokens of one forward.
     """
@@ -87,7 +88,7 @@ class Prefill:
     target: ModelSlot[TargetModel]
     draft: ModelSlot[DraftModel] | None
     req_to_token: Tensor
-    topk: int
+    config: SpecConfig
     chunk: int = 4096
 
     def run(self, prompts: Sequence[Prompt], sampling: SamplingBatch) -> PrefillResult:
@@ -115,8 +116,11 @@ class Prefill:
                 bonus[which] = first
             if self.draft is not None and out.hidden_states is not None:
                 tokens = self._next_tokens(prompts, pieces, last, bonus[which])
+                drawing = _pick(sampling, which)
                 states.append(
-                    self._forward_draft(self.draft, pieces, plan, tokens, out.hidden_states, last)
+                    self._forward_draft(
+                        self.draft, pieces, plan, tokens, out.hidden_states, last, drawing
+                    )
                 )
         return PrefillResult(bonus, _join(states) if self.draft is not None else None)
 
@@ -176,15 +180,16 @@ class Prefill:
 
     def _forward_draft(
         self, slot: ModelSlot[DraftModel], pieces: Sequence[_Piece], plan: ExtendPlan,
-        tokens: Tensor, features: Tensor, last: Tensor,
+        tokens: Tensor, features: Tensor, last: Tensor, drawing: SamplingBatch,
     ) -> DraftState:
         draft = slot.model
         attend = slot.backend.bind(plan)
         attend.fill()
-        out = draft.forward(
-            tokens, draft.combine(features), _positions(pieces, last.device), attend, last
-        )
-        return DraftState(*top_tokens(draft, out.logits, self.topk), out.hidden_states)
+        positions = _positions(pieces, last.device)
+        out = draft.forward(tokens, draft.combine(features), positions, attend, last)
+        # the token proposed here follows the bonus token
+        chosen = choose_tokens(draft, out.logits, self.config, drawing, positions[last] + 1)
+        return DraftState(chosen.probs, chosen.tokens, out.hidden_states, chosen.law)
 
 
 def _positions(pieces: Sequence[_Piece], device: torch.device) -> Tensor:
@@ -195,7 +200,8 @@ def _first_tokens(logits: Tensor, lens: Tensor, sampling: SamplingBatch) -> Tens
     """Draw from ``logits [R, V]`` as a step would at the position of the last prompt token."""
     batch = SpecBatch(lens, lens.to(torch.int32), lens, torch.zeros_like(lens))
     tree = root_tree(batch)
-    return accept(tree, logits[:, None], batch.seq_lens, 0, sampling).bonus_tokens
+    plain = SpecConfig(num_steps=0, num_draft_tokens=1)
+    return accept(tree, logits[:, None], batch.seq_lens, plain, sampling).bonus_tokens
 
 
 def _pick(sampling: SamplingBatch, which: Tensor) -> SamplingBatch:

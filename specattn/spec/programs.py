@@ -6,7 +6,7 @@ Each is a `specattn.graph.Program`: static buffers, and what runs on them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from specattn.backends.multi_step import BoundMultiStep, Indices, MultiStepDraft
 from specattn.batch import Candidates, DraftState, ForwardMode, RowLayout
 from specattn.buffers import BufferSet, Fingerprint, buf, fingerprint
 from specattn.kernels import ops
+from specattn.kernels.reference.sampling import DRAFT, draw_tokens, target_probs, uniform
 from specattn.plan import AttnInputs, AttnPlan
 
 if TYPE_CHECKING:
@@ -105,7 +106,8 @@ class BoundVerify:
 
     def copy_in(self, count: int, **values: Tensor) -> None:
         """Take ``tokens, positions [count, n]``, ``tail_words``, rows and lengths."""
-        _copy_in(self.plan.layout, (self.inputs, self.tokens), values)
+        layout = self.plan.layout
+        _copy_in(values, (self.inputs, layout), (self.tokens, layout))
 
     def schedule(self, seq_lens_cpu: Tensor | None) -> None:
         """Schedule the attention."""
@@ -152,6 +154,14 @@ class _Accepted(BufferSet):
     accept_lens: Tensor = buf(lambda _: (), torch.int32)
 
 
+@dataclass(frozen=True)
+class _Coins(BufferSet):
+    """How each request draws draft tokens; read with ``SpecConfig.draft_sampling`` only."""
+
+    temperature: Tensor = buf(lambda _: (), torch.float32)
+    seeds: Tensor = buf(lambda _: (), torch.int64)
+
+
 class ExtendProgram:
     """The draft model over the accepted path, on the lengths before the step's commit.
 
@@ -188,14 +198,15 @@ class ExtendProgram:
         self.dims = _ExtendDims(layout, features, draft.layers[0].dtype)
         self.inputs = AttnInputs.alloc(batch, layout, req_to_token.device)
         self.accepted = _Accepted.alloc(batch, self.dims, req_to_token.device)
+        self.coins = _Coins.alloc(batch, None, req_to_token.device)
 
     def bind(self, bucket: int) -> BoundExtend:
         """Bind to the first ``bucket`` rows."""
         inputs = self.inputs.bind(bucket)
         plan = AttnPlan.over(self.dims.layout, self.req_to_token, inputs)
         return BoundExtend(
-            self.draft, self.config.topk, self.dims, plan, inputs, self.accepted.bind(bucket),
-            self.backend.bind(plan),
+            self.draft, self.config, self.dims, plan, inputs, self.accepted.bind(bucket),
+            self.coins.bind(bucket), self.backend.bind(plan),
         )
 
 
@@ -204,11 +215,12 @@ class BoundExtend:
     """`ExtendProgram` over a bucket."""
 
     draft: DraftModel
-    topk: int
+    config: SpecConfig
     dims: _ExtendDims
     plan: AttnPlan
     inputs: AttnInputs
     accepted: _Accepted
+    coins: _Coins
     attend: BoundLayers
 
     @property
@@ -218,15 +230,8 @@ class BoundExtend:
 
     def copy_in(self, count: int, **values: Tensor) -> None:
         """Take ``tokens [count, N + 1]``, ``features``, ``accept_lens``, rows and lengths."""
-        if not values:
-            self.inputs.reset(self.dims.layout)
-            self.accepted.reset(self.dims)
-            return
-        accepted = self.accepted.tensors().keys()
-        taken = {name: values[name] for name in accepted}
-        self.accepted.copy_in(self.dims, **taken)
-        rest = {name: value for name, value in values.items() if name not in accepted}
-        self.inputs.copy_in(self.dims.layout, **rest)
+        _copy_in(values, (self.inputs, self.dims.layout), (self.accepted, self.dims),
+                 (self.coins, None))
 
     def schedule(self, seq_lens_cpu: Tensor | None) -> None:
         """Schedule the attention."""
@@ -251,19 +256,43 @@ class BoundExtend:
             self.attend,
             rows,
         )
-        probs, tokens = top_tokens(self.draft, out.logits, self.topk)
-        return DraftState(probs, tokens, out.hidden_states)
+        # the token proposed here follows the bonus token
+        after = (self.inputs.seq_lens + self.accepted.accept_lens).long()
+        chosen = choose_tokens(self.draft, out.logits, self.config, self.coins, after)
+        return DraftState(chosen.probs, chosen.tokens, out.hidden_states, chosen.law)
 
     def fingerprint(self) -> Fingerprint:
         """Describe the buffers and the request table."""
-        buffers = (self.inputs, self.accepted)
-        return (
-            *_fingerprint(self.dims.layout, self.plan.req_to_token, *buffers), ("topk", self.topk)
+        return _fingerprint(
+            self.config, self.plan.req_to_token, self.inputs, self.accepted, self.coins
         )
 
 
-def top_tokens(draft: DraftModel, logits: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    """Return the most probable tokens of each row.
+@dataclass(frozen=True)
+class Chosen:
+    """Draft tokens: probabilities and target ids ``[R, K]``, and the law they were drawn from."""
+
+    probs: Tensor
+    tokens: Tensor
+    law: Tensor
+
+
+class Drawing(Protocol):
+    """Where `choose_tokens` finds each request's temperature and seed, ``[B]`` each."""
+
+    @property
+    def temperature(self) -> Tensor:
+        """float32; 0 is greedy."""
+
+    @property
+    def seeds(self) -> Tensor:
+        """int64."""
+
+
+def choose_tokens(
+    draft: DraftModel, logits: Tensor, config: SpecConfig, drawing: Drawing, positions: Tensor
+) -> Chosen:
+    """Choose each row's draft tokens: the most probable ``topk``, or one drawn by its law.
 
     Parameters
     ----------
@@ -271,22 +300,26 @@ def top_tokens(draft: DraftModel, logits: Tensor, topk: int) -> tuple[Tensor, Te
         Maps its vocabulary to the target's.
     logits : Tensor
         ``[R, Vd]``.
-    topk : int
-        Tokens per row.
-
-    Returns
-    -------
-    tuple of Tensor
-        Probabilities ``[R, topk]`` float32, descending, and target token ids ``[R, topk]`` int64.
+    config : SpecConfig
+        ``topk`` and ``draft_sampling``.
+    drawing : Drawing
+        With ``draft_sampling``, R = B.
+    positions : Tensor
+        ``[R]`` int64, the target position of the token each row's proposal follows.
     """
-    probs, ids = torch.softmax(logits.float(), -1).topk(topk)
-    return probs, draft.to_target(ids)
+    if not config.draft_sampling:
+        probs, ids = torch.softmax(logits.float(), -1).topk(config.topk)
+        return Chosen(probs, draft.to_target(ids), probs[:, :0])
+    law = target_probs(logits, drawing.temperature, None, None, rows_per_req=1)
+    ids = draw_tokens(law, uniform(drawing.seeds, positions, DRAFT))[:, None]
+    return Chosen(law.gather(1, ids), draft.to_target(ids), law)
 
 
 @dataclass(frozen=True)
 class _StateDims:
     topk: int
     hidden: int
+    law: int
     dtype: torch.dtype
 
 
@@ -297,6 +330,7 @@ class _State(BufferSet):
     topk_probs: Tensor = buf(lambda d: (d.topk,), torch.float32)
     topk_tokens: Tensor = buf(lambda d: (d.topk,), torch.int64)
     hidden_states: Tensor = buf(lambda d: (d.hidden,), lambda d: d.dtype)
+    draft_probs: Tensor = buf(lambda d: (d.law,), torch.float32)
 
 
 class ProposeProgram:
@@ -329,14 +363,16 @@ class ProposeProgram:
     ) -> None:
         self.draft, self.config = draft, config
         self.multi_step = MultiStepDraftBackend(backend, config, req_to_token, batch, indices)
-        self.dims = _StateDims(config.topk, draft.hidden_size, draft.layers[0].dtype)
+        law = draft.vocab_size if config.draft_sampling else 0
+        self.dims = _StateDims(config.topk, draft.hidden_size, law, draft.layers[0].dtype)
         self.state = _State.alloc(batch, self.dims, req_to_token.device)
+        self.coins = _Coins.alloc(batch, None, req_to_token.device)
 
     def bind(self, bucket: int) -> BoundPropose:
         """Bind to the first ``bucket`` rows."""
         return BoundPropose(
             self.draft, self.config, self.dims, self.multi_step.bind(bucket),
-            self.state.bind(bucket),
+            self.state.bind(bucket), self.coins.bind(bucket),
         )
 
 
@@ -349,6 +385,7 @@ class BoundPropose:
     dims: _StateDims
     steps: BoundMultiStep
     state: _State
+    coins: _Coins
 
     @property
     def graphs(self) -> bool:
@@ -357,15 +394,8 @@ class BoundPropose:
 
     def copy_in(self, count: int, **values: Tensor) -> None:
         """Take the `DraftState` tensors, rows and lengths."""
-        inputs = self.steps.plan.inputs
-        if not values:
-            inputs.reset(self.steps.plan.dims)
-            self.state.reset(self.dims)
-            return
-        state = self.state.tensors().keys()
-        self.state.copy_in(self.dims, **{name: values[name] for name in state})
-        rest = {name: value for name, value in values.items() if name not in state}
-        inputs.copy_in(self.steps.plan.dims, **rest)
+        plan = self.steps.plan
+        _copy_in(values, (plan.inputs, plan.dims), (self.state, self.dims), (self.coins, None))
 
     def schedule(self, seq_lens_cpu: Tensor | None) -> None:
         """Schedule every step."""
@@ -379,7 +409,9 @@ class BoundPropose:
         """Grow the beams: every step runs its topk nodes and proposes topk children of each."""
         state, inputs = self.state, self.steps.plan.inputs
         beam = ops("beam", state.topk_probs.device)
-        candidates = self._empty_candidates()
+        scores_tokens_parents = self._empty_candidates()
+        named = {f"candidate_{name}": value for name, value in scores_tokens_parents.items()}
+        laws = [state.draft_probs]
         probs, tokens = state.topk_probs[:, None], state.topk_tokens[:, None]  # [B, 1, K]
         hidden = state.hidden_states[:, None]  # [B, 1, H]
         scores = torch.ones_like(probs[:, :, 0])  # [B, 1]
@@ -387,7 +419,7 @@ class BoundPropose:
         for step, attend in enumerate(self.steps.steps):
             picked = _Beams.empty(state.topk_tokens)
             beam.select_beams(
-                step, probs, tokens, scores, words, **_named(candidates), scores_out=picked.scores,
+                step, probs, tokens, scores, words, **named, scores_out=picked.scores,
                 tokens_out=picked.tokens, beams_out=picked.beams, words_out=inputs.words[:, step],
             )
             self.steps.fill_ancestors(step)
@@ -396,30 +428,34 @@ class BoundPropose:
                 picked.tokens.flatten(), hidden.gather(1, index).flatten(0, 1),
                 inputs.positions[:, step].flatten(), attend,
             )
-            probs, tokens = top_tokens(self.draft, out.logits, self.config.topk)
-            probs, tokens = (x.unflatten(0, picked.tokens.shape) for x in (probs, tokens))
+            # drafts run one position behind the target
+            after = inputs.positions[:, step].flatten() + 1
+            chosen = choose_tokens(self.draft, out.logits, self.config, self.coins, after)
+            probs, tokens = (
+                part.unflatten(0, picked.tokens.shape) for part in (chosen.probs, chosen.tokens)
+            )
+            laws.append(chosen.law.unflatten(0, picked.tokens.shape)[:, 0])
             hidden = out.hidden_states.unflatten(0, picked.tokens.shape)
             scores, words = picked.scores, inputs.words[:, step]
-        beam.append_candidates(len(self.steps.steps), probs, tokens, scores, **_named(candidates))
-        return candidates
+        beam.append_candidates(len(self.steps.steps), probs, tokens, scores, **named)
+        return Candidates(**scores_tokens_parents, draft_probs=torch.stack(laws, 1))
 
-    def _empty_candidates(self) -> Candidates:
+    def _empty_candidates(self) -> dict[str, Tensor]:
         config, probs = self.config, self.state.topk_probs
         batch, width = len(probs), config.max_tree_nodes - 1
         groups = 1 + config.num_draft_forwards * config.topk
-        return Candidates(
-            scores=probs.new_empty(batch, width),
-            tokens=probs.new_empty(batch, width, dtype=torch.int64),
-            parents=probs.new_empty(batch, groups, dtype=torch.int64),
-        )
+        return {
+            "scores": probs.new_empty(batch, width),
+            "tokens": probs.new_empty(batch, width, dtype=torch.int64),
+            "parents": probs.new_empty(batch, groups, dtype=torch.int64),
+        }
 
     def fingerprint(self) -> Fingerprint:
         """Describe the buffers, the request table and the index lists."""
         plan = self.steps.plan
-        return fingerprint(
-            dims=plan.dims, req_to_token=plan.req_to_token, inputs=plan.inputs, state=self.state,
-            kv_indptr=self.steps.kv_indptr, kv_indices=self.steps.kv_indices,
-        )
+        return _fingerprint(
+            self.config, plan.req_to_token, plan.inputs, self.state, self.coins
+        ) + fingerprint(kv_indptr=self.steps.kv_indptr, kv_indices=self.steps.kv_indices)
 
 
 @dataclass(frozen=True)
@@ -438,20 +474,15 @@ class _Beams:
         )
 
 
-def _named(candidates: Candidates) -> dict[str, Tensor]:
-    return {f"candidate_{name}": value for name, value in vars(candidates).items()}
-
-
-def _copy_in(
-    layout: RowLayout, sets: tuple[AttnInputs, _Tokens], values: dict[str, Tensor]
-) -> None:
-    for part in sets:
+def _copy_in(values: dict[str, Tensor], *sets: tuple[BufferSet, object]) -> None:
+    """Hand each buffer set, given with its dimensions, the values it declares."""
+    for part, dims in sets:
         if not values:
-            part.reset(layout)
+            part.reset(dims)
         named = part.tensors().keys() & values.keys()
-        part.copy_in(layout, **{name: values[name] for name in named})
+        part.copy_in(dims, **{name: values[name] for name in named})
 
 
-def _fingerprint(layout: RowLayout, req_to_token: Tensor, *sets: BufferSet) -> Fingerprint:
-    parts = {f"buffers{index}": part for index, part in enumerate(sets)}
-    return fingerprint(layout=layout, req_to_token=req_to_token, **parts)
+def _fingerprint(setting: object, req_to_token: Tensor, *sets: BufferSet) -> Fingerprint:
+    parts = {type(part).__name__: part for part in sets}
+    return fingerprint(setting=setting, req_to_token=req_to_token, **parts)

@@ -39,6 +39,7 @@ def build_tree(candidates: Candidates, batch: SpecBatch, config: SpecConfig) -> 
         retrieve_index=torch.arange(size * nodes, device=device).view(size, nodes),
         retrieve_next_token=roots.new_empty(size, nodes),
         retrieve_next_sibling=roots.new_empty(size, nodes),
+        draft_probs=candidates.draft_probs,
     )
     ops("tree", device).build_tree(
         candidates.scores, candidates.tokens, candidates.parents,
@@ -61,4 +62,5 @@ def root_tree(batch: SpecBatch) -> DraftTree:
         retrieve_index=torch.arange(len(root), device=root.device)[:, None],
         retrieve_next_token=none,
         retrieve_next_sibling=none,
+        draft_probs=torch.empty(len(root), 0, 0, device=root.device),
     )

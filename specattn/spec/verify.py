@@ -12,18 +12,26 @@ from specattn.kernels import ops
 from specattn.kernels.reference.sampling import ACCEPT, FINAL, target_probs, uniform
 
 if TYPE_CHECKING:
+    from specattn.config import SpecConfig
+    from specattn.spec.model import DraftModel
     from specattn.spec.sampling import SamplingBatch
 
 
 def accept(
-    tree: DraftTree, logits: Tensor, seq_lens: Tensor, num_steps: int, sampling: SamplingBatch
+    tree: DraftTree,
+    logits: Tensor,
+    seq_lens: Tensor,
+    config: SpecConfig,
+    sampling: SamplingBatch,
 ) -> AcceptResult:
     """Return the path of the tree that the target itself would have taken.
 
     Greedy requests follow the target's argmax. Sampled ones follow target-only tree sampling
     (the verification of SGLang and of EAGLE's released code): a child is accepted with its target
     probability given that its elder siblings were not, and the token after the path is drawn from
-    what is left, so that every emitted token has exactly the target's law.
+    what is left, so that every emitted token has exactly the target's law. Chains that were drawn
+    from the draft's own law (``config.draft_sampling``) are verified by rejection sampling
+    (Leviathan et al., arXiv:2211.17192), with the same guarantee.
 
     Parameters
     ----------
@@ -33,32 +41,40 @@ def accept(
         ``[B, n, V]``, the target's logits after every node.
     seq_lens : Tensor
         ``[B]`` int32, lengths before the commit; with depth they give each coin its position.
-    num_steps : int
-        Depth of the tree.
+    config : SpecConfig
+        Depth of the tree, and how it was drafted.
     sampling : SamplingBatch
         How each request draws.
     """
-    result = _empty(tree, num_steps)
+    result = _empty(tree, config.num_steps)
     links = (tree.tokens, tree.retrieve_next_token, tree.retrieve_next_sibling)
     outs = {
         "accept_index_out": result.accept_index, "accept_tokens_out": result.accept_tokens,
         "accept_lens_out": result.accept_lens, "bonus_out": result.bonus_tokens,
     }
     kernels = ops("accept", logits.device)
-    if sampling.greedy:
+    if sampling.greedy and not config.draft_sampling:
         kernels.accept_greedy(*links, logits.argmax(-1), **outs)
         return result
-    depth = torch.arange(num_steps + 1, device=logits.device)
+    depth = torch.arange(config.num_steps + 1, device=logits.device)
     positions = seq_lens[:, None] + depth  # [B, N + 1]
     probs = target_probs(
         logits.flatten(0, 1), sampling.temperature, sampling.top_k, sampling.top_p,
         rows_per_req=logits.shape[1],
     )
-    kernels.accept_sampled(
-        *links, probs.view(logits.shape), uniform(sampling.seeds, positions, ACCEPT),
-        uniform(sampling.seeds, positions, FINAL), **outs,
-    )
+    coins = [uniform(sampling.seeds, positions, draw) for draw in (ACCEPT, FINAL)]
+    if config.draft_sampling:
+        kernels.accept_rejection(tree.tokens, tree.draft_probs, probs.view(logits.shape), *coins,
+                                 **outs)
+    else:
+        kernels.accept_sampled(*links, probs.view(logits.shape), *coins, **outs)
     return result
+
+
+def spread(draft: DraftModel, law: Tensor, vocab_size: int) -> Tensor:
+    """Write laws over the draft's vocabulary, ``[..., Vd]``, over the target's: ``[..., V]``."""
+    ids = draft.to_target(torch.arange(law.shape[-1], device=law.device))
+    return law.new_zeros(*law.shape[:-1], vocab_size).index_copy_(-1, ids, law)
 
 
 def _empty(tree: DraftTree, num_steps: int) -> AcceptResult:
