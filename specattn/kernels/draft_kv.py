@@ -113,7 +113,7 @@ def fill_draft_kv(
     At step s, branch k of request b reads the request's prefix, then the slots of its s + 1
     ancestors (itself the last), so that drafting a node equals drafting its path as a chain::
 
-        kv_indices[s]: | prefix 0, ancestors of (0, 0) | prefix 0, ancestors of (0, 1) | prefix 1 ...
+        kv_indices[s]: | prefix 0, path of (0, 0) | prefix 0, path of (0, 1) | prefix 1, ...
 
     Parameters
     ----------

@@ -84,7 +84,7 @@ def fill_draft_tails(
     kv_indices: Tensor,
 ) -> None:
     """See `specattn.kernels.draft_kv.fill_draft_tails`."""
-    batch, _, topk, _ = words.shape
+    topk = words.shape[2]
     tails = _ancestor_slots(step, branch_slots, words).flatten(0, 1)  # [B * topk, step + 1]
     begin, end = kv_indptr[step, :-1].long(), kv_indptr[step, 1:].long()
     lens = seq_lens.long().clamp(min=0).repeat_interleave(topk)

@@ -76,7 +76,7 @@ def _truncate(
 def uniform(seeds: Tensor, positions: Tensor, draw: int) -> Tensor:
     """Return the coin of each (seed, position, draw): the same number in any batch, on any device.
 
-    A counter-based generator: SplitMix64 (Steele, Lea, Flood 2014) over the three.
+    A counter-based generator: SplitMix64 (Steele, Lea, Flood 2014) chained over the three.
 
     Parameters
     ----------
@@ -93,13 +93,13 @@ def uniform(seeds: Tensor, positions: Tensor, draw: int) -> Tensor:
         Shape of ``positions``, float32 multiples of 2^-24 in [0, 1).
     """
     seeds = seeds.reshape(-1, *[1] * (positions.dim() - 1))
-    state = _mix(_mix(seeds + _GOLDEN) + positions * _GOLDEN)
-    state = _mix(state + (draw + 1) * _MIX_1 % 2**63)
+    state = _mix(_mix(_mix(seeds) + positions) + draw)
     return _shift(state, 40).float() * 2.0**-24
 
 
 def _mix(state: Tensor) -> Tensor:
-    # int64 products wrap: this is the unsigned 64-bit finaliser
+    """One SplitMix64 step; int64 arithmetic wraps, so this is the unsigned algorithm."""
+    state = state + _GOLDEN
     state = (state ^ _shift(state, 30)) * _MIX_1
     state = (state ^ _shift(state, 27)) * _MIX_2
     return state ^ _shift(state, 31)
@@ -107,7 +107,7 @@ def _mix(state: Tensor) -> Tensor:
 
 def _shift(state: Tensor, bits: int) -> Tensor:
     """Shift right, filling with zeros."""
-    return (state >> bits) & (2 ** (64 - bits) - 1)
+    return (state >> bits) & ((1 << 64 - bits) - 1)
 
 
 def draw_tokens(weights: Tensor, coins: Tensor, fallback: Tensor | None = None) -> Tensor:
