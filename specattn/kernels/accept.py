@@ -307,7 +307,7 @@ def accept_sampled(
     Raises
     ------
     ValueError
-        If a tensor is not contiguous.
+        If a tensor is not contiguous, or there is not one coin per depth.
     """
     require_dense(
         tokens=tokens, next_token=next_token, next_sibling=next_sibling, coins=coins,
@@ -315,6 +315,7 @@ def accept_sampled(
         accept_tokens_out=accept_tokens_out,
     )
     batch, n, vocab = target_probs.shape
+    _check_coins(coins, final_coins, accept_index_out)
     if not batch:
         return
     _accept_sampled_kernel[(batch,)](
@@ -361,13 +362,14 @@ def accept_rejection(
     Raises
     ------
     ValueError
-        If a tensor is not contiguous.
+        If a tensor is not contiguous, or there is not one coin per depth.
     """
     require_dense(
         tokens=tokens, coins=coins, final_coins=final_coins, accept_index_out=accept_index_out,
         accept_tokens_out=accept_tokens_out,
     )
     batch, steps, vocab = draft_probs.shape
+    _check_coins(coins, final_coins, accept_index_out)
     if not batch:
         return
     _accept_rejection_kernel[(batch,)](
@@ -378,6 +380,14 @@ def accept_rejection(
         target_probs.stride(0), target_probs.stride(1),
         **_vocab_blocks(vocab), num_warps=8,
     )
+
+
+def _check_coins(coins: Tensor, final_coins: Tensor, accept_index_out: Tensor) -> None:
+    for name, tensor in (("coins", coins), ("final_coins", final_coins)):
+        if tensor.shape != accept_index_out.shape:
+            raise ValueError(
+                f"{name} must be {list(accept_index_out.shape)}, got {list(tensor.shape)}"
+            )
 
 
 def _vocab_blocks(vocab: int) -> dict[str, int]:

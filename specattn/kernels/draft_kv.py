@@ -165,7 +165,7 @@ def fill_draft_tails(
 ) -> None:
     """Write the ancestors of one step again, once its words are known; prefixes stay.
 
-    Parameters are those of `fill_draft_kv`, which has to have run for the same lengths.
+    `fill_draft_kv` has to have run for the same lengths.
 
     Parameters
     ----------

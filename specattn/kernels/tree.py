@@ -61,6 +61,53 @@ def _keep_best(key, live, keep):
 
 
 @triton.jit
+def _parent_node(
+    next_token_out, parents, node, inner, N, TOPK: tl.constexpr, BLOCK_S: tl.constexpr
+):
+    """Return each node's parent node, by looking its flat parent up among the kept ones."""
+    flat = tl.load(next_token_out + node, mask=inner, other=0)
+    up = _parent_of(parents, flat, inner, TOPK)                              # [BLOCK_N]
+    parent = tl.where(inner, 0, -1).to(tl.int64)
+    for first in range(1, N, BLOCK_S):
+        other = first + tl.arange(0, BLOCK_S)                                # [BLOCK_S]
+        other_flat = tl.load(next_token_out + other, mask=other < N, other=-3)
+        hit = (up[:, None] == other_flat[None, :]) & inner[:, None]          # [BLOCK_N, BLOCK_S]
+        parent += tl.sum(tl.where(hit, other[None, :], 0), 1)
+    return parent
+
+
+@triton.jit
+def _ancestors(parent_of, node, num_steps, N, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr):
+    """Return each node's ancestor words and depth, climbing all paths at once."""
+    word = tl.arange(0, BLOCK_W)                                             # [BLOCK_W]
+    one = tl.full([BLOCK_N, BLOCK_W], 1, tl.int64)
+    words = tl.zeros([BLOCK_N, BLOCK_W], tl.int64)
+    depth = tl.zeros([BLOCK_N], tl.int64)
+    above = node
+    for _ in range(num_steps + 1):
+        held = (above >= 0)[:, None] & ((above // 64)[:, None] == word[None, :])
+        words |= tl.where(held, one << (above % 64)[:, None], 0)
+        above = tl.load(parent_of + above, mask=(above >= 0) & (above < N), other=-1)
+        depth += (above >= 0).to(tl.int64)
+    return words, depth
+
+
+@triton.jit
+def _child_links(parent_of, node, parent, N, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Return each node's first child and next sibling, ascending; -1 for none."""
+    first_child = tl.full([BLOCK_N], N, tl.int64)
+    sibling = tl.full([BLOCK_N], N, tl.int64)
+    for first in range(1, N, BLOCK_S):
+        other = first + tl.arange(0, BLOCK_S).to(tl.int64)                   # [BLOCK_S]
+        other_parent = tl.load(parent_of + other, mask=other < N, other=-2)
+        child = other_parent[None, :] == node[:, None]                       # [BLOCK_N, BLOCK_S]
+        first_child = tl.minimum(first_child, tl.min(tl.where(child, other[None, :], N), 1))
+        later = (other_parent[None, :] == parent[:, None]) & (other[None, :] > node[:, None])
+        sibling = tl.minimum(sibling, tl.min(tl.where(later, other[None, :], N), 1))
+    return tl.where(first_child < N, first_child, -1), tl.where(sibling < N, sibling, -1)
+
+
+@triton.jit
 def _build_tree_kernel(
     scores,            # [B, C] float32
     tokens,            # [B, C] int64
@@ -96,43 +143,18 @@ def _build_tree_kernel(
 
     node = tl.arange(0, BLOCK_N).to(tl.int64)                                # [BLOCK_N]
     inner = (node > 0) & (node < N)
-    up = _parent_of(
-        parents, tl.load(next_token_out + node, mask=inner, other=0), inner, TOPK
-    )                                                                        # [BLOCK_N]
-    parent = tl.where(inner, 0, -1).to(tl.int64)
-    for first in range(1, N, BLOCK_S):
-        other = first + tl.arange(0, BLOCK_S)                                # [BLOCK_S]
-        other_flat = tl.load(next_token_out + other, mask=other < N, other=-3)
-        hit = (up[:, None] == other_flat[None, :]) & inner[:, None]          # [BLOCK_N, BLOCK_S]
-        parent += tl.sum(tl.where(hit, other[None, :], 0), 1)
+    parent = _parent_node(next_token_out, parents, node, inner, N, TOPK, BLOCK_S)
     tl.store(next_sibling_out + node, parent, mask=node < N)
     tl.debug_barrier()
 
-    word = tl.arange(0, BLOCK_W)                                             # [BLOCK_W]
-    one = tl.full([BLOCK_N, BLOCK_W], 1, tl.int64)
-    depth = tl.zeros([BLOCK_N], tl.int64)
-    above = node
-    words = tl.zeros([BLOCK_N, BLOCK_W], tl.int64)
-    for _ in range(num_steps + 1):
-        held = (above >= 0)[:, None] & ((above // 64)[:, None] == word[None, :])
-        words |= tl.where(held, one << (above % 64)[:, None], 0)
-        above = tl.load(next_sibling_out + above, mask=(above >= 0) & (above < N), other=-1)
-        depth += (above >= 0).to(tl.int64)
-
-    next_token = tl.full([BLOCK_N], N, tl.int64)
-    next_sibling = tl.full([BLOCK_N], N, tl.int64)
-    for first in range(1, N, BLOCK_S):
-        other = first + tl.arange(0, BLOCK_S).to(tl.int64)                   # [BLOCK_S]
-        other_parent = tl.load(next_sibling_out + other, mask=other < N, other=-2)
-        child = other_parent[None, :] == node[:, None]                       # [BLOCK_N, BLOCK_S]
-        next_token = tl.minimum(next_token, tl.min(tl.where(child, other[None, :], N), 1))
-        later = (other_parent[None, :] == parent[:, None]) & (other[None, :] > node[:, None])
-        next_sibling = tl.minimum(next_sibling, tl.min(tl.where(later, other[None, :], N), 1))
+    words, depth = _ancestors(next_sibling_out, node, num_steps, N, BLOCK_N, BLOCK_W)
+    next_token, next_sibling = _child_links(next_sibling_out, node, parent, N, BLOCK_N, BLOCK_S)
     tl.debug_barrier()
 
-    tl.store(next_token_out + node, tl.where(next_token < N, next_token, -1), mask=node < N)
-    tl.store(next_sibling_out + node, tl.where(next_sibling < N, next_sibling, -1), mask=node < N)
+    tl.store(next_token_out + node, next_token, mask=node < N)
+    tl.store(next_sibling_out + node, next_sibling, mask=node < N)
     tl.store(positions_out + req * N + node, tl.load(seq_lens + req) + depth, mask=node < N)
+    word = tl.arange(0, BLOCK_W)                                             # [BLOCK_W]
     cell = (req * N + node)[:, None] * W + word[None, :]
     tl.store(words_out + cell, words, mask=(node < N)[:, None] & (word < W)[None, :])
 

@@ -331,6 +331,31 @@ def test_rejection_at_the_edges(kind):
     assert got[2] == [1, 2, 1, 1]
 
 
+def test_kernel_and_twin_agree_on_arbitrary_links():
+    """Links full of cycles, shared children and strays: the same bounded walk in both."""
+    rng = random.Random(11)
+    n, steps, batch, vocab = 6, 4, 50, 3
+    rows = [[[rng.randrange(-2, n + 2) for _ in range(n)] for _ in range(batch)] for _ in range(2)]
+    tokens = [[rng.randrange(vocab) for _ in range(n)] for _ in range(batch)]
+    argmax = [[rng.randrange(vocab) for _ in range(n)] for _ in range(batch)]
+    probs = [dyadic_rows(rng, n, vocab) for _ in range(batch)]
+    coins = [[[some_coin(rng) for _ in range(steps + 1)] for _ in range(batch)] for _ in range(2)]
+    greedy = [call(k, "accept_greedy", tokens, *rows, argmax, steps=steps) for k in KINDS]
+    assert greedy[0] == greedy[1]
+    assert max(greedy[0][2]) == steps + 1
+    sampled = [call(k, "accept_sampled", tokens, *rows, probs, *coins, steps=steps) for k in KINDS]
+    assert sampled[0] == sampled[1]
+
+
+def test_coins_of_another_depth_are_refused():
+    dense = torch.zeros(2, 3, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(ValueError, match=r"final_coins must be \[2, 3\], got \[2, 4\]"):
+        implementation("triton", "accept").accept_sampled(
+            dense, dense, dense, torch.zeros(2, 3, 5), torch.zeros(2, 3), torch.zeros(2, 4),
+            **outputs(2, 2),
+        )
+
+
 def test_launchers_name_what_is_not_dense():
     wide = torch.zeros(2, 6, dtype=torch.int64, device=DEVICE)
     dense = wide[:, :3].contiguous()

@@ -131,7 +131,7 @@ def test_shapes(kind, topk, steps, n):
 
 @st.composite
 def shapes(draw):
-    topk, steps = draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    topk, steps = draw(st.integers(1, 10)), draw(st.integers(1, 4))
     nodes = 1 + draw(st.integers(1, topk + (steps - 1) * topk**2))
     return topk, steps, min(nodes, 80)
 
