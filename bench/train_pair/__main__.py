@@ -38,6 +38,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--generate-minutes", type=float, default=0.5)
     parser.add_argument("--draft-minutes", type=float, default=3.3)
     parser.add_argument("--metrics", type=Path, help="default: OUT/metrics.json; added to")
+    parser.add_argument("--eval-rows", type=int, help="held-out prompts of each length")
     parser.add_argument("--stop-at", type=float, help="Unix time by which all must be done")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--prepare-only", action="store_true", help="only write --data")
@@ -161,7 +162,8 @@ class Run:
 
     def report(self, head: DenseHead, target: DenseTarget) -> None:
         """Measure acceptance, repetition, late positions and samples with the stored weights."""
-        size, begin = self.size, time.time()
+        rows = self.args.eval_rows or self.size.eval_rows
+        size, begin = replace(self.size, eval_rows=rows), time.time()
         acceptance, greedy = measure.acceptance(head, target, self.held_out, size)
         repetition, sampled = measure.repetition_report(target, greedy, self.held_out, size)
         total, count = stream_nll(target, self.held_out, size.max_positions)
