@@ -1,23 +1,71 @@
-"""What every test shares: the interpreter without a GPU, one thread, a fixed seed."""
+"""What every test shares: the interpreter without a GPU, one thread, a fixed seed, the GPU mark."""
 
 from __future__ import annotations
 
+import datetime
+import hashlib
+import json
 import os
+import platform
+from pathlib import Path
 
 import pytest
 import torch
 
+CUDA = torch.cuda.is_available()
 # before anything imports triton
-if not torch.cuda.is_available():
+if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
     torch.set_num_threads(1)  # tiny shapes: a second thread only waits
 
+ROOT = Path(__file__).parent.parent
 
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--gpu-record", metavar="FILE", help="write what a whole run of `-m gpu` covered to FILE"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
+    """Skip GPU tests without a GPU; with one, whatever runs on `DEVICE` is a GPU test."""
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            if not CUDA:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        elif CUDA and hasattr(item.module, "DEVICE"):
+            item.add_marker(pytest.mark.gpu)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    path = session.config.getoption("--gpu-record")
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if not path or hasattr(session.config, "workerinput"):
+        return
+    import transformers
+    import triton
+
+    counts = {kind: len(reporter.stats.get(kind, [])) for kind in ("passed", "failed", "skipped")}
+    Path(path).write_text(json.dumps({
+        "source_sha256": source_digest(),
+        "counts": counts,
+        "device": torch.cuda.get_device_name(),
+        "versions": {
+            "python": platform.python_version(), "torch": torch.__version__,
+            "triton": triton.__version__, "transformers": transformers.__version__,
+        },
+        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+    }, indent=1) + "\n")
+
+
+def source_digest() -> str:
+    """Digest of the library's source: paths and contents, in order."""
+    digest = hashlib.sha256()
+    for path in sorted((ROOT / "specattn").rglob("*.py")):
+        digest.update(path.relative_to(ROOT).as_posix().encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,114 @@
+"""The shipped pair end to end: specattn against transformers' own generation, tree by tree."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from specattn.config import SpecConfig
+from specattn.models import HFTarget, load_draft
+from specattn.spec.generate import Engine, Request
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PAIR = files("specattn") / "pair"
+PROMPTS = [
+    "def fibonacci(n):\n",
+    "import os\nimport sys\n\nclass Reader:\n    def __init__(self, path):\n",
+    "#",
+    "    try:\n        value = int(text)\n    except ValueError as error:\n",
+]
+NEW = 48
+TREES = {
+    "plain": (0, 1, 1),
+    "chain3": (3, 1, 4),
+    "chain5": (5, 1, 6),
+    "topk2": (4, 2, 8),
+    "topk4": (5, 4, 16),
+    "topk4_narrow": (6, 4, 7),
+    "topk8": (5, 8, 32),
+    "topk8_wide": (7, 8, 64),
+}
+# first differences in half precision may stand only where plain decoding itself was this undecided
+HALF_MARGIN = {torch.bfloat16: 0.25, torch.float16: 0.05}
+
+
+def load(dtype: torch.dtype):
+    target = HFTarget.from_pretrained(str(PAIR / "target"), dtype=dtype, device=DEVICE)
+    draft = load_draft(str(PAIR / "draft"), target, dtype=dtype, device=DEVICE)
+    return target.with_features(draft.features), draft
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return load(torch.float32)
+
+
+@pytest.fixture(scope="module")
+def prompts(pair) -> list[list[int]]:
+    return [pair[0].tokenizer(text).input_ids for text in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def expected(prompts) -> list[list[int]]:
+    """transformers' own greedy generation, with its sdpa attention."""
+    model = AutoModelForCausalLM.from_pretrained(
+        str(PAIR / "target"), dtype=torch.float32, attn_implementation="sdpa"
+    ).to(DEVICE)
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt], device=DEVICE)
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False
+        )
+        found.append(out[0, len(prompt) :].tolist())
+    return found
+
+
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_tokens_are_those_of_transformers(pair, prompts, expected, tree, page_size):
+    config = SpecConfig(*tree, 256, 4, page_size)
+    engine = Engine(*pair, config, buckets=[4])
+    out = engine.generate([Request(prompt, NEW) for prompt in prompts])
+    for result, want in zip(out, expected, strict=True):
+        assert result.tokens == want
+    if tree[0]:
+        accepted = sum(sum(r.accept_lens) for r in out) / sum(r.steps for r in out)
+        assert accepted > 1.5, "the pair agrees on ordinary code"
+    if DEVICE == "cuda":
+        assert all(d.runner.recording for d in engine.decoders)
+        assert not any(d.runner.stats.eager for d in engine.decoders)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("tree", ["chain5", "topk4", "topk8_wide"])
+def test_half_precision_differs_only_where_plain_decoding_was_undecided(prompts, dtype, tree):
+    pair = load(dtype)
+    plain, spec = (
+        Engine(*pair, SpecConfig(*TREES[name], 512, 4), buckets=[4]).generate(
+            [Request(prompt, 192, ignore_eos=True) for prompt in prompts]
+        )
+        for name in ("plain", tree)
+    )
+    differing = 0
+    for prompt, a, b in zip(prompts, plain, spec, strict=True):
+        first = next((i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=True)) if x != y),
+                     None)
+        if first is not None:
+            differing += 1
+            assert margin(pair[0], prompt + a.tokens[:first]) < HALF_MARGIN[dtype]
+    assert differing < len(prompts) or len(prompts) < 4
+
+
+def margin(target: HFTarget, tokens: list[int]) -> float:
+    """Top-2 logit margin after ``tokens``, computed in float32 by transformers itself."""
+    model = AutoModelForCausalLM.from_pretrained(
+        str(PAIR / "target"), dtype=torch.float32, attn_implementation="sdpa"
+    ).to(DEVICE)
+    logits = model(torch.tensor([tokens], device=DEVICE)).logits[0, -1]
+    best = logits.topk(2).values
+    return float(best[0] - best[1])
