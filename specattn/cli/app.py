@@ -1,0 +1,73 @@
+"""The commands, and what they share."""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from specattn.cli import backends, generate, inspect
+from specattn.cli.ends import (
+    INTERRUPTED,
+    is_usage_error,
+    logging_to_stderr,
+    quiet_ends,
+    refuse_usage,
+)
+
+
+class _Commands(TyperGroup):
+    """Commands that never end in a traceback or a page of usage."""
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        extra["standalone_mode"] = False
+        try:
+            code = super().main(*args, **extra)
+        except typer.Abort:
+            code = INTERRUPTED
+        except Exception as error:
+            if not is_usage_error(error):
+                raise
+            refuse_usage(error)
+        sys.exit(code or 0)
+
+    def invoke(self, ctx: Any) -> Any:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                # text that the terminal's encoding lacks must not end a run
+                stream.reconfigure(errors="replace")
+        with quiet_ends(), logging_to_stderr():
+            super().invoke(ctx)
+
+
+app = typer.Typer(
+    cls=_Commands, name="specattn", add_completion=False, pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("generate")(generate.generate)
+app.command("inspect")(inspect.inspect)
+app.command("backends")(backends.backends)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from specattn import __version__
+
+        print(f"specattn {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _specattn(
+    ctx: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Exact speculative decoding: a draft model proposes a tree, the target verifies it at once."""
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())

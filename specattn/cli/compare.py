@@ -1,0 +1,131 @@
+"""Speculation against plain decoding: same tokens, and how much faster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+import torch
+
+from specattn.cli.running import run
+from specattn.config import SpecConfig
+from specattn.plan import ExtendPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from specattn.cli.running import Outcome, Setup
+    from specattn.spec.generate import Engine
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where a request's tokens first differ.
+
+    Parameters
+    ----------
+    request, position : int
+        Which request, and which of its generated tokens, from 0.
+    token, plain_token : int or None
+        With speculation and without; None where that text had already ended.
+    plain_margin : float or None
+        How far the target prefers its best token to its second, in logits, at that position of
+        the plain text: rounding can only change a token where this is small. None where the
+        plain text had ended.
+    """
+
+    request: int
+    position: int
+    token: int | None
+    plain_token: int | None
+    plain_margin: float | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What plain decoding says.
+
+    Parameters
+    ----------
+    plain : Outcome
+        Plain decoding with the same models and backend.
+    differences : tuple of Difference or None
+        The first one of every request, None where there is none.
+    speed_up : float
+        Tokens per second with speculation over those without.
+    exact : bool
+        Whether all requests are greedy: sampled tokens agree in law, not one by one.
+    """
+
+    plain: Outcome
+    differences: tuple[Difference | None, ...]
+    speed_up: float
+    exact: bool
+
+    @property
+    def first(self) -> Difference | None:
+        """The difference of the first request that has one."""
+        return next((found for found in self.differences if found), None)
+
+
+def compare_plain(
+    outcome: Outcome,
+    setup: Setup,
+    config: SpecConfig,
+    on_tokens: Callable[[int, list[int]], None],
+) -> Comparison:
+    """Run the same requests without speculation, and look for differences."""
+    engine = setup.engine(SpecConfig(0, 1, 1, page_size=config.page_size))
+    setup.prepare(engine)
+    plain = run(engine, setup.requests, on_tokens)
+    exact = all(request.sampling.temperature == 0 for request in setup.requests)
+    differences: list[Difference | None] = [None] * len(setup.requests)
+    if exact:
+        for index, request in enumerate(setup.requests):
+            ours, theirs = outcome.results[index].tokens, plain.results[index].tokens
+            at = _first_difference(ours, theirs)
+            if at is not None:
+                before = [*request.prompt, *theirs[:at]]
+                margin = top2_margin(engine, before) if at < len(theirs) else None
+                differences[index] = Difference(
+                    index, at, _item(ours, at), _item(theirs, at), margin
+                )
+    speed_up = outcome.tokens_per_second / plain.tokens_per_second
+    return Comparison(plain, tuple(differences), speed_up, exact)
+
+
+def top2_margin(engine: Engine, tokens: Sequence[int]) -> float:
+    """Return by how much the target prefers its best next token to the second, in logits."""
+    table, target, device = engine.table, engine.target, engine.table.req_to_token.device
+    length = len(tokens)
+    row = table.allocate()
+    try:
+        table.reserve([row], [length])
+        plan = ExtendPlan(
+            req_to_token=table.req_to_token,
+            req_pool_indices=torch.tensor([row], device=device),
+            seq_lens=torch.zeros(1, dtype=torch.int32, device=device),
+            qo_indptr=torch.tensor([0, length], dtype=torch.int32, device=device),
+            out_slots=table.req_to_token[row : row + 1, :length].contiguous(),
+            max_q_len=length, max_seq_len=length,
+        )
+        attend = target.backend.bind(plan)
+        attend.fill()
+        out = target.model.forward(
+            torch.tensor(tokens, device=device), torch.arange(length, device=device), attend,
+            torch.tensor([length - 1], device=device),
+        )
+    finally:
+        table.free(row)
+    best, second = out.logits[0].float().topk(2).values.tolist()
+    return float(best - second)
+
+
+def _first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    pairs = enumerate(zip_longest(a, b))
+    return next((at for at, (x, y) in pairs if x != y), None)
+
+
+def _item(tokens: Sequence[int], at: int) -> int | None:
+    return tokens[at] if at < len(tokens) else None

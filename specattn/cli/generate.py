@@ -1,0 +1,192 @@
+"""``specattn generate``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from specattn.cli.ends import ArgumentError, naming_options, stderr
+from specattn.cli.options import (
+    OUTPUT,
+    RUNNING,
+    SAMPLING,
+    BackendOption,
+    DeviceOption,
+    DraftOption,
+    DraftSamplingOption,
+    DraftTokensOption,
+    DtypeOption,
+    PageSizeOption,
+    PromptArgument,
+    PromptsOption,
+    StepsOption,
+    TargetOption,
+    TopkOption,
+    check_backend,
+    from_environment,
+    speculation,
+)
+from specattn.cli.prompts import read_prompts
+
+if TYPE_CHECKING:
+    from specattn.cli.loading import Models
+    from specattn.cli.prompts import Prompts
+    from specattn.cli.report import Report
+    from specattn.cli.running import Setup
+    from specattn.config import SpecConfig
+    from specattn.spec.sampling import SamplingParams
+
+
+def generate(
+    ctx: typer.Context,
+    prompt: PromptArgument = None,
+    prompts: PromptsOption = None,
+    target: TargetOption = None,
+    draft: DraftOption = None,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    topk: TopkOption = None,
+    steps: StepsOption = None,
+    draft_tokens: DraftTokensOption = None,
+    draft_sampling: DraftSamplingOption = False,
+    temperature: Annotated[
+        float, typer.Option(rich_help_panel=SAMPLING, help="0 is greedy decoding.")
+    ] = 0.0,
+    top_k: Annotated[
+        int, typer.Option(rich_help_panel=SAMPLING, help="Keep the k most probable; 0 is off.")
+    ] = 0,
+    top_p: Annotated[
+        float, typer.Option(rich_help_panel=SAMPLING, help="Keep the most probable mass.")
+    ] = 1.0,
+    seed: Annotated[
+        int,
+        typer.Option(
+            rich_help_panel=SAMPLING, help="The same seed gives the same tokens, in any batch."
+        ),
+    ] = 0,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, rich_help_panel=RUNNING, help="Most tokens per prompt.")
+    ] = 96,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(rich_help_panel=RUNNING, help="End before this text; may be repeated."),
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", rich_help_panel=RUNNING, help="Go on past the end.")
+    ] = False,
+    backend: BackendOption = "auto",
+    page_size: PageSizeOption = 1,
+    max_context: Annotated[
+        int | None,
+        typer.Option(
+            min=1, rich_help_panel=RUNNING, help="Longest context. Default: what the run needs."
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int,
+        typer.Option(min=1, max=1024, rich_help_panel=RUNNING, help="Prompts decoded at once."),
+    ] = 16,
+    no_graphs: Annotated[
+        bool, typer.Option("--no-graphs", rich_help_panel=RUNNING, help="Record no CUDA graphs.")
+    ] = False,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare", rich_help_panel=OUTPUT,
+            help="Also decode plainly, and report the first difference and the speed-up.",
+        ),
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", rich_help_panel=OUTPUT, help="Print JSON and nothing else.")
+    ] = False,
+) -> None:
+    """Continue a prompt: text on standard output, everything else on standard error."""
+    found = read_prompts(prompt, prompts)
+    config = speculation(
+        topk, steps, draft_tokens, page_size=page_size, draft_sampling=draft_sampling
+    )
+    sampling = _sampling(temperature, top_k, top_p, seed)
+    stops = _stops(stop or [])
+
+    from specattn.cli.device import pick_device, pick_dtype
+    from specattn.cli.loading import load_models
+    from specattn.cli.running import Setup
+    from specattn.spec.generate import Request
+
+    place = pick_device(device)
+    weights = pick_dtype(dtype, place)
+    check_backend(backend, place, from_environment=from_environment(ctx, "backend"))
+    models = load_models(
+        target, draft, speculative=config.num_steps > 0, dtype=weights, device=place
+    )
+    limit = _context_limit(models, config, max_context)
+    prompt_ids = found.encode(models.tokenizer, limit)
+    needed = max(map(len, prompt_ids)) + max_new_tokens + config.reserve_len
+    setup = Setup(
+        models,
+        tuple(Request(ids, max_new_tokens, sampling, stops, ignore_eos) for ids in prompt_ids),
+        max_context_len=max_context or min(limit, needed),
+        batch_size=min(batch_size, len(prompt_ids)),
+        backend=backend,
+        graphs=not no_graphs,
+        # compiling must not be measured; in Triton's interpreter there is nothing to compile
+        warm_up=place.type == "cuda" or (compare and backend != "triton"),
+    )
+    report = _decode(setup, config, found, compare=compare, live=not as_json)
+    if as_json:
+        objects = report.objects()
+        print(json.dumps(objects if found.batch else objects[0]))
+    else:
+        report.show(stderr())
+
+
+def _sampling(temperature: float, top_k: int, top_p: float, seed: int) -> SamplingParams:
+    from specattn.spec.sampling import SamplingParams
+
+    with naming_options():
+        return SamplingParams(temperature, top_k, top_p, seed)
+
+
+def _stops(texts: list[str]) -> tuple[str, ...]:
+    if "" in texts:
+        raise ArgumentError("--stop", "must not be empty")
+    return tuple(texts)
+
+
+def _context_limit(models: Models, config: SpecConfig, asked: int | None) -> int:
+    """Return the longest context, within what the models can do."""
+    most = models.target.max_context_len
+    if asked is not None and asked > most:
+        raise ArgumentError("--max-context", f"must be at most {most}, the target's, got {asked}")
+    if models.draft is not None and config.topk > models.draft.vocab_size:
+        raise ArgumentError(
+            "--topk", f"must be at most {models.draft.vocab_size}, the draft's vocabulary, "
+            f"got {config.topk}"
+        )
+    return asked or most
+
+
+def _decode(
+    setup: Setup, config: SpecConfig, prompts: Prompts, *, compare: bool, live: bool
+) -> Report:
+    """Run the requests, and once more without speculation if asked to."""
+    from specattn.cli.compare import compare_plain
+    from specattn.cli.output import TextOutput, progress
+    from specattn.cli.report import Report
+    from specattn.cli.running import run
+
+    with stderr().status("preparing buffers and graphs"):
+        engine = setup.engine(config)
+        setup.prepare(engine)
+    output = TextOutput(setup.models, setup.requests, prompts.texts, live=live)
+    # text that grows on the same screen is progress enough
+    with progress("decoding", setup.requests, hidden=live and sys.stdout.isatty()) as advance:
+        outcome = run(engine, setup.requests, output.take, advance)
+    output.finish()
+    if not compare:
+        return Report(outcome, output.texts)
+    with progress("plain decoding", setup.requests) as advance:
+        return Report(outcome, output.texts, compare_plain(outcome, setup, config, advance))

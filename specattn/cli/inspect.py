@@ -1,0 +1,62 @@
+"""``specattn inspect``."""
+
+from __future__ import annotations
+
+import typer  # noqa: TC002 - Typer reads the annotations
+
+from specattn.cli.ends import ArgumentError
+from specattn.cli.options import (
+    BackendOption,
+    DeviceOption,
+    DraftOption,
+    DraftTokensOption,
+    DtypeOption,
+    PageSizeOption,
+    PromptArgument,
+    StepsOption,
+    TargetOption,
+    TopkOption,
+    check_backend,
+    from_environment,
+    speculation,
+)
+from specattn.cli.prompts import read_prompts
+
+
+def inspect(
+    ctx: typer.Context,
+    prompt: PromptArgument = None,
+    target: TargetOption = None,
+    draft: DraftOption = None,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    topk: TopkOption = 2,
+    steps: StepsOption = 3,
+    draft_tokens: DraftTokensOption = None,
+    backend: BackendOption = "auto",
+    page_size: PageSizeOption = 1,
+) -> None:
+    """Show the first step after a prompt: its tree, its mask and its KV slots."""
+    found = read_prompts(prompt, None)
+    config = speculation(topk, steps, draft_tokens, page_size=page_size)
+    if not config.num_steps:
+        raise ArgumentError("--steps", "must be at least 1: plain decoding has no tree")
+
+    from specattn import inspect as pictures
+    from specattn.cli.device import pick_device, pick_dtype
+    from specattn.cli.first_step import first_step
+    from specattn.cli.loading import load_models
+
+    place = pick_device(device)
+    weights = pick_dtype(dtype, place)
+    check_backend(backend, place, from_environment=from_environment(ctx, "backend"))
+    models = load_models(target, draft, speculative=True, dtype=weights, device=place)
+    limit = models.target.max_context_len
+    (ids,) = found.encode(models.tokenizer, max(limit - config.reserve_len, 0))
+    step = first_step(models, ids, config, backend)
+    print(f"tree of {config.num_draft_tokens} nodes after {len(ids)} tokens (* accepted)")
+    print(pictures.tree(step.tree, models.tokenizer, scores=step.scores, accepted=step.accepted))
+    print("\nmask: row i sees tail key j (#) where node j is i or an ancestor of i")
+    print(pictures.mask(step.tree.words[0], len(ids)))
+    print("\nKV slots")
+    print(pictures.kv_map(step.table, config))

@@ -1,0 +1,88 @@
+"""Models by name, and the pair that is used when none is named."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specattn.cli.ends import ArgumentError, stderr
+
+if TYPE_CHECKING:
+    import torch
+
+    from specattn.spec.model import DraftModel, TargetModel
+
+
+@dataclass(frozen=True)
+class Models:
+    """A target, the draft head made for it, and the tokenizer of both.
+
+    Parameters
+    ----------
+    target : TargetModel
+        Returns the features that ``draft`` reads.
+    draft : DraftModel or None
+        None for plain decoding.
+    tokenizer : object
+        A transformers tokenizer.
+    """
+
+    target: TargetModel
+    draft: DraftModel | None
+    tokenizer: Any
+
+
+def load_models(
+    target: str | None,
+    draft: str | None,
+    *,
+    speculative: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Models:
+    """Load a pair, the shipped one by default.
+
+    Parameters
+    ----------
+    target, draft : str or None
+        Folders or names on the Hub.
+    speculative : bool
+        Whether a draft is needed at all.
+    dtype, device
+        Of the weights.
+
+    Raises
+    ------
+    ArgumentError, ModelError
+        If a model is missing, broken, or does not fit the other.
+    """
+    if speculative and target is not None and draft is None:
+        raise ArgumentError(
+            "--draft", "is needed with --target (or --steps 0 for plain decoding)"
+        )
+    with stderr().status("loading models"):
+        from specattn.models import HFTarget, load_draft
+
+        found = HFTarget.from_pretrained(
+            target or shipped("target"), dtype=dtype, device=device
+        )
+        if not speculative:
+            return Models(found, None, found.tokenizer)
+        head = load_draft(draft or shipped("draft"), found, dtype=dtype, device=device)
+        return Models(found.with_features(head.features), head, found.tokenizer)
+
+
+def shipped(part: str) -> str:
+    """Return the folder of the shipped ``target`` or ``draft``.
+
+    Raises
+    ------
+    ArgumentError
+        If this installation lacks it.
+    """
+    folder = Path(str(files("specattn"))) / "pair" / part
+    if not (folder / "config.json").is_file():
+        raise ArgumentError(f"--{part}", f"is needed: this installation has no model in {folder}")
+    return str(folder)

@@ -1,0 +1,166 @@
+"""Options that commands share, and the speculation setting they make."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from specattn.cli.ends import ArgumentError, naming_options
+
+if TYPE_CHECKING:
+    import torch
+
+    from specattn.config import SpecConfig
+
+MODELS, SPECULATION, SAMPLING, RUNNING, OUTPUT = (
+    "Models", "Speculation", "Sampling", "Running", "Output",
+)
+BACKEND_VARIABLE = "SPECATTN_BACKEND"
+
+PromptArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="[PROMPT]", help="Text to continue; - or nothing reads standard input."),
+]
+TargetOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODEL", rich_help_panel=MODELS,
+        help="Target: a folder or the name of a model on the Hugging Face Hub. "
+        "Default: the pair that comes with specattn.",
+    ),
+]
+DraftOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODEL", rich_help_panel=MODELS,
+        help="Draft head for the target: an EAGLE, EAGLE-2 or EAGLE-3 checkpoint.",
+    ),
+]
+DeviceOption = Annotated[
+    str,
+    typer.Option(rich_help_panel=MODELS, help="auto, cpu, cuda or cuda:N."),
+]
+DtypeOption = Annotated[
+    str,
+    typer.Option(
+        rich_help_panel=MODELS,
+        help="auto, float32, float16 or bfloat16. auto is bfloat16 on CUDA, float32 elsewhere.",
+    ),
+]
+TopkOption = Annotated[
+    int | None,
+    typer.Option(rich_help_panel=SPECULATION, help="Branches kept at every depth; 1 is a chain."),
+]
+StepsOption = Annotated[
+    int | None,
+    typer.Option(
+        rich_help_panel=SPECULATION, help="Depth of the draft tree; 0 is plain decoding."
+    ),
+]
+DraftTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        rich_help_panel=SPECULATION,
+        help="Nodes verified at once, the root included. Default: steps + 1, or 4 per branch.",
+    ),
+]
+DraftSamplingOption = Annotated[
+    bool,
+    typer.Option(
+        "--draft-sampling", rich_help_panel=SPECULATION,
+        help="Draw the drafts and verify by rejection sampling; chains only.",
+    ),
+]
+BackendOption = Annotated[
+    str,
+    typer.Option(
+        envvar=BACKEND_VARIABLE, rich_help_panel=RUNNING,
+        help="Attention backend, or auto; see `specattn backends`.",
+    ),
+]
+PageSizeOption = Annotated[
+    int,
+    typer.Option(rich_help_panel=RUNNING, help="KV slots per page, a power of two up to 512."),
+]
+PromptsOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="A batch of prompts: one per line, or a JSON list; - for stdin."
+    ),
+]
+
+# room for one step whatever the setting; the real context length follows from the prompts
+_ANY_CONTEXT = 2**20
+_DEFAULT_STEPS = 5
+_NODES_PER_BRANCH = 4
+
+
+def speculation(
+    topk: int | None,
+    steps: int | None,
+    draft_tokens: int | None,
+    *,
+    page_size: int = 1,
+    draft_sampling: bool = False,
+) -> SpecConfig:
+    """Return the setting that options describe; what is not given follows from what is.
+
+    Raises
+    ------
+    ArgumentError
+        With the option and its limit, if they describe no tree.
+    """
+    from specattn.config import SpecConfig
+
+    if steps is None:
+        steps = _DEFAULT_STEPS
+        if topk in (None, 1) and draft_tokens is not None and 1 <= draft_tokens <= 65:
+            steps = draft_tokens - 1
+    topk = 1 if topk is None else topk
+    if draft_tokens is None:
+        draft_tokens = _default_nodes(topk, steps)
+    with naming_options():
+        return SpecConfig(
+            steps, topk, draft_tokens, max_context_len=_ANY_CONTEXT, page_size=page_size,
+            draft_sampling=draft_sampling and steps > 0,
+        )
+
+
+def _default_nodes(topk: int, steps: int) -> int:
+    """Return ``--draft-tokens`` for a shape; of an impossible shape any will do."""
+    if topk == 1 or steps < 1:
+        return max(1, min(steps + 1, 256))
+    most = 1 + topk + (steps - 1) * topk**2
+    return min(most, max(_NODES_PER_BRANCH * topk, steps + 1), 256)
+
+
+def check_backend(name: str, device: torch.device, *, from_environment: bool) -> None:
+    """Refuse a backend that does not exist or cannot run on ``device``.
+
+    Raises
+    ------
+    ArgumentError
+        Naming the option or the environment variable.
+    """
+    from specattn.backends import available, backend_names, load_backend
+    from specattn.config import AttnConfig
+
+    argument = BACKEND_VARIABLE if from_environment else "--backend"
+    known = ("auto", *backend_names())
+    if name not in known:
+        raise ArgumentError(argument, f"must be one of {', '.join(known)}, got {name!r}")
+    if name == "auto":
+        return
+    reasons = available(name, None, device)
+    if reasons:
+        raise ArgumentError(argument, f"{name} cannot run on {device}: {'; '.join(reasons)}")
+    # Triton's interpreter must be switched on before anything imports Triton, and models do
+    load_backend(name)(AttnConfig(1, 1, 16), device)
+
+
+def from_environment(ctx: typer.Context, name: str) -> bool:
+    """Whether a parameter's value came from its environment variable."""
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name == "ENVIRONMENT"

@@ -1,0 +1,111 @@
+"""What is seen while requests run: their text on standard output, progress on standard error."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from specattn.cli.ends import stderr
+from specattn.cli.text import OrderedText, TextStream
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from specattn.cli.loading import Models
+    from specattn.spec.generate import Request
+
+
+class TextOutput:
+    """Collects the texts of requests and, if asked to, writes them out as they grow.
+
+    Parameters
+    ----------
+    models : Models
+        For the tokenizer and the end-of-text tokens.
+    requests : sequence of Request
+        What runs.
+    prompts : sequence of str
+        Their prompts, shown before their texts on a terminal.
+    live : bool
+        Whether to write to standard output.
+    """
+
+    def __init__(
+        self, models: Models, requests: Sequence[Request], prompts: Sequence[str], *, live: bool
+    ) -> None:
+        self._requests, self._prompts, self._live = requests, prompts, live
+        self._eos = models.target.eos_token_ids
+        self._streams = [TextStream(models.tokenizer, r.prompt, r.stop) for r in requests]
+        self._ordered = OrderedText(self._streams)
+        self._counts = [0] * len(requests)
+        self._last = ""
+        self._begun = -1
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """What has become certain of every text."""
+        return tuple(stream.text for stream in self._streams)
+
+    def take(self, index: int, tokens: list[int]) -> None:
+        """Take a request's new tokens; see `specattn.Engine.generate`."""
+        request = self._requests[index]
+        self._counts[index] += len(tokens)
+        last = (
+            self._counts[index] >= request.max_new_tokens
+            or self._streams[index].stopped
+            or (tokens[-1] in self._eos and not request.ignore_eos)
+        )
+        self._write(self._ordered.feed(index, tokens, last=last))
+
+    def finish(self) -> None:
+        """Write the rest."""
+        self._write(self._ordered.finish())
+        self._end_line()
+
+    def _write(self, pieces: Sequence[tuple[int, str]]) -> None:
+        if not self._live:
+            return
+        for index, piece in pieces:
+            if index > self._begun:
+                self._begin(index)
+            sys.stdout.write(piece)
+            self._last = piece[-1:] or self._last
+        sys.stdout.flush()
+
+    def _begin(self, index: int) -> None:
+        if index:
+            self._end_line()
+        self._begun = index
+        if len(self._requests) > 1:
+            sys.stdout.write(f"{chr(10) if index else ''}==> {index + 1} <==\n")
+        if sys.stdout.isatty():
+            prompt = self._prompts[index]
+            Console(file=sys.stdout, highlight=False).print(
+                Text(prompt, style="dim"), end="", soft_wrap=True
+            )
+            self._last = prompt[-1:]
+
+    def _end_line(self) -> None:
+        if self._live and self._last != "\n":
+            sys.stdout.write("\n")
+            self._last = "\n"
+
+
+@contextmanager
+def progress(
+    what: str, requests: Sequence[Request], *, hidden: bool = False
+) -> Iterator[Callable[[int, list[int]], None]]:
+    """Show how many tokens there are, of the most there may be; nothing without a terminal."""
+    console = stderr()
+    bar = Progress(
+        TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        console=console, transient=True, disable=hidden or not console.is_terminal,
+    )
+    with bar:
+        task = bar.add_task(what, total=sum(request.max_new_tokens for request in requests))
+        yield lambda _, tokens: bar.advance(task, len(tokens))

@@ -1,0 +1,157 @@
+"""A finished run as JSON and as tables."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+    from specattn.cli.compare import Comparison, Difference
+    from specattn.cli.running import ModeReport, Outcome
+    from specattn.spec.generate import Generation
+
+# longer batches are summed up in one row
+_MOST_ROWS = 24
+
+
+@dataclass(frozen=True)
+class Report:
+    """A finished run with its texts, for people and for programs.
+
+    Parameters
+    ----------
+    outcome : Outcome
+        The run.
+    texts : tuple of str
+        One per request.
+    comparison : Comparison, optional
+        With plain decoding.
+    """
+
+    outcome: Outcome
+    texts: tuple[str, ...]
+    comparison: Comparison | None = None
+
+    def objects(self) -> list[dict[str, Any]]:
+        """Return one JSON object per request; what concerns the whole run is in each of them."""
+        shared = {
+            "backend": self.outcome.modes[0].backend,
+            "graphs": graphs(self.outcome.modes),
+        }
+        return [
+            {"text": text, **_numbers(result), **shared, **self._compared(index)}
+            for index, (text, result) in enumerate(
+                zip(self.texts, self.outcome.results, strict=True)
+            )
+        ]
+
+    def _compared(self, index: int) -> dict[str, Any]:
+        comparison = self.comparison
+        if comparison is None:
+            return {}
+        difference = comparison.differences[index]
+        return {
+            "identical": difference is None if comparison.exact else None,
+            "first_difference": asdict(difference) if difference else None,
+            "speed_up": comparison.speed_up,
+            "plain": _numbers(comparison.plain.results[index]),
+        }
+
+    def show(self, console: Console) -> None:
+        """Print the tables and what the comparison found."""
+        console.print()
+        console.print(_requests(self.outcome))
+        console.print()
+        console.print(_modes(self.outcome.modes))
+        if self.comparison is not None:
+            console.print()
+            console.print(verdict(self.comparison, self.outcome), soft_wrap=True)
+
+
+def graphs(modes: Sequence[ModeReport]) -> dict[str, Any]:
+    """Return how forwards were served, in all and by mode."""
+    parts = ("replayed", "unrecorded", "fallbacks")
+    total = {part: sum(getattr(mode, part) for mode in modes) for part in parts}
+    return {**total, "modes": {mode.mode: asdict(mode) for mode in modes}}
+
+
+def verdict(comparison: Comparison, outcome: Outcome) -> str:
+    """Say in one line what the comparison with plain decoding found."""
+    speeds = (
+        f"{comparison.speed_up:.2f}x as fast ({outcome.tokens_per_second:.1f} against "
+        f"{comparison.plain.tokens_per_second:.1f} tokens/s)"
+    )
+    if not comparison.exact:
+        return f"sampled: plain decoding has the same law, not the same tokens; {speeds}"
+    if comparison.first is None:
+        return f"identical to plain decoding: {outcome.num_tokens} tokens; {speeds}"
+    differing = sum(found is not None for found in comparison.differences)
+    of = f"{differing} of {len(comparison.differences)} texts differ"
+    return f"not identical to plain decoding: {of}, {_where(comparison.first)}; {speeds}"
+
+
+def _where(found: Difference) -> str:
+    where = f"first in request {found.request} at token {found.position}"
+    if found.token is None or found.plain_token is None:
+        return f"{where}: {'speculation' if found.token is None else 'plain decoding'} ended"
+    return (
+        f"{where}: {found.token} instead of {found.plain_token} "
+        f"(plain top-2 margin {found.plain_margin:.2g})"
+    )
+
+
+def _numbers(result: Generation) -> dict[str, Any]:
+    seconds = result.finished_at - result.started_at
+    return {
+        "tokens": result.tokens,
+        "num_tokens": len(result.tokens),
+        "steps": result.steps,
+        "accepted_per_step": result.accepted_per_step,
+        "tokens_per_second": len(result.tokens) / seconds,
+        "time_to_first_token": result.first_token_at - result.started_at,
+        "finish_reason": result.finish_reason,
+    }
+
+
+def _requests(outcome: Outcome) -> Table:
+    table = _table("prompt", "tokens", "steps", "accepted/step", "tokens/s", "first token", "end")
+    many = len(outcome.results) > 1
+    if len(outcome.results) <= _MOST_ROWS:
+        for index, result in enumerate(outcome.results):
+            n = _numbers(result)
+            table.add_row(
+                str(index + 1), str(n["num_tokens"]), str(n["steps"]),
+                f"{n['accepted_per_step']:.2f}", f"{n['tokens_per_second']:.1f}",
+                f"{1000 * n['time_to_first_token']:.0f} ms", n["finish_reason"],
+            )
+    if many:
+        steps = sum(result.steps for result in outcome.results)
+        gained = sum(sum(result.accept_lens) for result in outcome.results)
+        table.add_row(
+            f"all {len(outcome.results)}", str(outcome.num_tokens), str(steps),
+            f"{gained / steps if steps else 0:.2f}", f"{outcome.tokens_per_second:.1f}", "", "",
+        )
+    return table
+
+
+def _modes(modes: Sequence[ModeReport]) -> Table:
+    table = _table("mode", "backend", "graphs replayed", "not recorded", "eager fallbacks")
+    for mode in modes:
+        table.add_row(
+            mode.mode, mode.backend, str(mode.replayed), str(mode.unrecorded), str(mode.fallbacks)
+        )
+    return table
+
+
+def _table(first: str, *rest: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column(first)
+    for name in rest:
+        table.add_column(name, justify="left" if name in ("backend", "end") else "right")
+    return table

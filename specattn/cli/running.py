@@ -1,0 +1,190 @@
+"""Running requests through an engine, and what is worth telling about it afterwards."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from specattn.cli.ends import ArgumentError, naming_options
+from specattn.cli.text import decode
+from specattn.spec.generate import Engine, Request
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from specattn.cli.loading import Models
+    from specattn.config import SpecConfig
+    from specattn.spec.generate import Generation
+
+# of each prompt: enough to compile every kernel
+_WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything an engine is built from besides the speculation setting.
+
+    Parameters
+    ----------
+    models : Models
+        What decodes.
+    requests : tuple of Request
+        What is decoded.
+    max_context_len, batch_size : int
+        Longest context, and requests decoded at once.
+    backend : str
+        Name of the attention backend, or ``"auto"``.
+    graphs : bool
+        Whether to record CUDA graphs.
+    warm_up : bool
+        Whether `prepare` decodes a few tokens, so that compiling kernels is not measured.
+    """
+
+    models: Models
+    requests: tuple[Request, ...]
+    max_context_len: int
+    batch_size: int
+    backend: str
+    graphs: bool
+    warm_up: bool
+
+    def engine(self, config: SpecConfig) -> Engine:
+        """Build the engine of a speculation setting."""
+        with naming_options():
+            config = replace(
+                config, max_context_len=self.max_context_len, max_num_reqs=self.batch_size
+            )
+        with _fitting_memory():
+            return Engine(
+                self.models.target, self.models.draft if config.num_steps else None, config,
+                backend=self.backend, graphs=self.graphs,
+                detokenize=lambda ids: decode(self.models.tokenizer, ids),
+            )
+
+    def prepare(self, engine: Engine) -> None:
+        """Decode a few tokens of every prompt that runs at once, so that all is compiled."""
+        if not self.warm_up:
+            return
+        few = engine.config.num_steps + 3  # the prompt's token and two steps at the least
+        engine.generate([
+            replace(
+                request, prompt=request.prompt[:_WARM_UP_TOKENS], max_new_tokens=few, stop=(),
+                ignore_eos=True,
+            )
+            for request in self.requests[: self.batch_size]
+        ])
+
+
+@dataclass(frozen=True)
+class ModeReport:
+    """How the forwards of one mode were served.
+
+    Parameters
+    ----------
+    mode, backend : str
+        Names.
+    replayed : int
+        Replays of recorded CUDA graphs.
+    unrecorded : int
+        Forwards over the same static buffers where nothing is recorded (no CUDA, ``--no-graphs``,
+        a backend that cannot be recorded, a shrunken step).
+    fallbacks : int
+        Batches that ran eagerly because no captured bucket held them.
+    """
+
+    mode: str
+    backend: str
+    replayed: int
+    unrecorded: int
+    fallbacks: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished run.
+
+    Parameters
+    ----------
+    results : tuple of Generation
+        In the order of the requests.
+    seconds : float
+        For all of them together, prompts included.
+    modes : tuple of ModeReport
+        In the order in which a step runs them.
+    """
+
+    results: tuple[Generation, ...]
+    seconds: float
+    modes: tuple[ModeReport, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens generated."""
+        return sum(len(result.tokens) for result in self.results)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all requests over the time of the run."""
+        return self.num_tokens / self.seconds
+
+
+def run(
+    engine: Engine, requests: Sequence[Request], *on_tokens: Callable[[int, list[int]], None]
+) -> Outcome:
+    """Decode requests and time it; ``on_tokens`` is called with every request's new tokens."""
+
+    def tell(index: int, tokens: list[int]) -> None:
+        for call in on_tokens:
+            call(index, tokens)
+
+    before = _counts(engine)
+    begin = time.perf_counter()
+    results = engine.generate(requests, tell)
+    seconds = time.perf_counter() - begin
+    return Outcome(tuple(results), seconds, _modes(engine, before))
+
+
+def _counts(engine: Engine) -> dict[str, Counter[str]]:
+    """Count the forwards so far, by mode and by how they were served."""
+    found: dict[str, Counter[str]] = {}
+    for decoder in engine.decoders:
+        stats = decoder.runner.stats
+        for mode in decoder.modes:
+            counts = found.setdefault(mode.value, Counter())
+            recorded = decoder.runner.recording and _slot_backend(engine, mode.value)[1]
+            counts["replayed" if recorded else "unrecorded"] += stats.replays[mode]
+            counts["fallbacks"] += stats.eager[mode]
+    return found
+
+
+def _modes(engine: Engine, before: dict[str, Counter[str]]) -> tuple[ModeReport, ...]:
+    reports = []
+    for mode, counts in _counts(engine).items():
+        since = counts - before.get(mode, Counter())
+        reports.append(ModeReport(
+            mode, _slot_backend(engine, mode)[0], since["replayed"], since["unrecorded"],
+            since["fallbacks"],
+        ))
+    return tuple(reports)
+
+
+def _slot_backend(engine: Engine, mode: str) -> tuple[str, bool]:
+    """Return the name of the backend that serves a mode, and whether it can be recorded."""
+    slot = engine.draft if mode.startswith("draft") and engine.draft else engine.target
+    return slot.backend.name, slot.backend.graphs
+
+
+@contextmanager
+def _fitting_memory() -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ArgumentError(
+            "--max-context", "the KV pools do not fit into the device's memory; lower "
+            "--max-context, --batch-size or --max-new-tokens"
+        ) from error
