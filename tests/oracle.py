@@ -164,7 +164,7 @@ def make_words(mode: str, q_len: int, tail_len: int, rng: random.Random) -> tupl
 
     ``chain``: causal, query i is tail key i. ``tree``: a random tree over the tail, the queries
     being its last nodes. ``draft``: ``q_len`` branches, the tail step-major. ``any``: random bits,
-    some rows empty.
+    some rows empty, all bits past the tail set.
     """
     shift = tail_len - q_len
     if mode == "chain":
@@ -184,6 +184,8 @@ def make_words(mode: str, q_len: int, tail_len: int, rng: random.Random) -> tupl
     else:
         depths = [rng.randrange(6) for _ in range(tail_len)]
         bits = [rng.getrandbits(tail_len) if rng.random() < 0.8 else 0 for _ in range(q_len)]
+        beyond = (1 << -(-tail_len // 64) * 64) - (1 << tail_len)
+        bits = [row | beyond for row in bits]
         return bits, [rng.randrange(6) for _ in range(q_len)], depths
     bits = []
     for j in range(tail_len):

@@ -62,6 +62,7 @@ CASES = {
     "tail_65": _case(63, 64, 0, tail_len=65, mode="any"),
     "tail_128": _case(65, 1, q_len=5, tail_len=128, mode="any"),
     "tail_256": _case(33, tail_len=256, mode="any"),
+    "blind_rows": _case(0, 0, q_len=7, tail_len=250, mode="any", seed=3),
     "tail_65_f16": _case(63, 150, tail_len=65, mode="any", dtype=F16),
     "tail_130_rows_160_f16": _case(
         63, 150, q_len=20, tail_len=130, mode="any", dtype=F16, heads=(8, 1)
@@ -89,7 +90,7 @@ CASES = {
     "sharp": _case(300, 33, scale=20.0),
     "many_parts": _case(900, q_len=2, heads=(2, 1), head_dim=16),
 }
-MANY_CHUNKS = {"many_parts", "long_beside_short", "batch_of_19", "window_17"}
+MANY_CHUNKS = {"many_parts", "long_beside_short", "batch_of_19", "window_17", "blind_rows"}
 BIG = {
     f"{name}-{dtype}": _case(*lengths, **{"head_dim": 128, "mode": "any", "dtype": dtype} | options)
     for name, lengths, options in (
@@ -189,10 +190,11 @@ def test_tensors_may_be_views() -> None:
     """Row strides of the tail tensors, of q, out and lse; pools inside larger ones."""
     case = make_tree_case(**CASES["draft_step_2"], window_left=40, pool_pad=5, device=DEVICE)
     expected = oracle_tree(case)
-    for name in ("positions", "tail_slots", "tail_positions", "tail_words"):
+    names = ("positions", "tail_slots", "tail_positions", "tail_words")
+    for pad, name in enumerate(names, start=3):
         tensor = case.args[name]
-        wide = torch.full((tensor.shape[0], *(n + 3 for n in tensor.shape[1:])), 2**30,
-                          dtype=tensor.dtype, device=DEVICE)
+        shape = (tensor.shape[0], *(n + pad for n in tensor.shape[1:]))
+        wide = torch.full(shape, 2**30, dtype=tensor.dtype, device=DEVICE)
         view = wide[tuple(slice(0, n) for n in tensor.shape)]
         case.args[name] = view.copy_(tensor)
     for name in ("q", "out", "lse"):
