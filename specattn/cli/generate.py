@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -174,7 +173,7 @@ def _decode(
 ) -> Report:
     """Run the requests, and once more without speculation if asked to."""
     from specattn.cli.compare import compare_plain
-    from specattn.cli.output import TextOutput, progress
+    from specattn.cli.output import TextOutput, progress, writes_to_file
     from specattn.cli.report import Report
     from specattn.cli.running import run
 
@@ -182,8 +181,7 @@ def _decode(
         engine = setup.engine(config)
         setup.prepare(engine)
     output = TextOutput(setup.models, setup.requests, prompts.texts, live=live)
-    # text that grows on the same screen is progress enough
-    with progress("decoding", setup.requests, hidden=live and sys.stdout.isatty()) as advance:
+    with progress("decoding", setup.requests, hidden=live and not writes_to_file()) as advance:
         outcome = run(engine, setup.requests, output.take, advance)
     output.finish()
     if not compare:

@@ -21,7 +21,7 @@ BACKEND_VARIABLE = "SPECATTN_BACKEND"
 
 PromptArgument = Annotated[
     str | None,
-    typer.Argument(metavar="[PROMPT]", help="Text to continue; - or nothing reads standard input."),
+    typer.Argument(metavar="PROMPT", help="Text to continue; - or nothing reads standard input."),
 ]
 TargetOption = Annotated[
     str | None,
@@ -51,12 +51,16 @@ DtypeOption = Annotated[
 ]
 TopkOption = Annotated[
     int | None,
-    typer.Option(rich_help_panel=SPECULATION, help="Branches kept at every depth; 1 is a chain."),
+    typer.Option(
+        rich_help_panel=SPECULATION,
+        help="Branches kept at every depth. Default: 1, a chain.",
+    ),
 ]
 StepsOption = Annotated[
     int | None,
     typer.Option(
-        rich_help_panel=SPECULATION, help="Depth of the draft tree; 0 is plain decoding."
+        rich_help_panel=SPECULATION,
+        help="Depth of the draft tree; 0 is plain decoding. Default: 5.",
     ),
 ]
 DraftTokensOption = Annotated[

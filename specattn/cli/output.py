@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -94,6 +96,17 @@ class TextOutput:
         if self._live and self._last != "\n":
             sys.stdout.write("\n")
             self._last = "\n"
+
+
+def writes_to_file() -> bool:
+    """Whether text goes to a file, and not to a screen or a pipe that a screen may be behind.
+
+    Elsewhere the text itself shows the progress, and a bar would get between its lines.
+    """
+    try:
+        return stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode)
+    except (OSError, ValueError):  # not a real file, as in a notebook
+        return False
 
 
 @contextmanager

@@ -1,0 +1,87 @@
+"""The documentation says what is true: its programs run, its pictures and names are the code's."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import torch
+from typer.main import get_command
+
+import specattn
+from specattn import Engine, Request, SpecConfig, inspect
+from specattn.cli.app import app
+from specattn.models import HFTarget
+from tests.test_inspect import TREE
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAIR = Path(str(files("specattn"))) / "pair"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def plain_texts(prompts: list[str], count: int) -> list[str]:
+    target = HFTarget.from_pretrained(PAIR / "target", dtype=torch.float32, device=DEVICE)
+    config = SpecConfig(0, 1, 1, max_context_len=512, max_num_reqs=len(prompts))
+    encoded = [target.tokenizer(text).input_ids for text in prompts]
+    results = Engine(target, None, config).generate(
+        [Request(ids, max_new_tokens=count, ignore_eos=True) for ids in encoded]
+    )
+    return [target.tokenizer.decode(result.tokens) for result in results]
+
+
+def test_ones_own_loop_writes_what_plain_decoding_writes():
+    example = runpy.run_path(str(ROOT / "docs" / "examples" / "own_loop.py"))
+    assert example["main"](24) == plain_texts(example["PROMPTS"], 24)
+
+
+def test_the_program_of_the_quick_start_runs(capsys):
+    page = (ROOT / "docs" / "quick_start.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    program = program.replace("path/to/", f"{PAIR}/").replace("tokens=64", "tokens=8")
+    exec(compile(program, "quick_start.md", "exec"), {})
+    text, accepted = capsys.readouterr().out.rsplit(" ", 1)
+    assert text
+    assert float(accepted) >= 1
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+        assert (page.parent / link).exists(), link
+
+
+def test_pictures_are_those_of_the_code():
+    page = (ROOT / "docs" / "shapes.md").read_text()
+    for request, prefix in enumerate((3, 5)):
+        column = slice(0, 32) if request == 0 else slice(32, None)
+        for picture in (
+            inspect.tree(TREE, request=request), inspect.mask(TREE.words[request], prefix)
+        ):
+            lines = [line[column].rstrip() for line in page.splitlines()]
+            drawn = picture.splitlines()
+            assert drawn in [lines[at : at + len(drawn)] for at in range(len(lines))]
+
+
+def test_options_exist():
+    commands = get_command(app).commands.values()
+    known = {name for command in commands for param in command.params for name in param.opts}
+    known |= {"--help", "--version"}
+    for name in ("README.md", "docs/quick_start.md", "docs/numerics.md", "docs/own_loop.md"):
+        for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", (ROOT / name).read_text()):
+            assert option in known, f"{name}: {option}"
+
+
+def test_the_changelog_knows_the_version():
+    assert f"## {specattn.__version__}\n" in (ROOT / "docs" / "changelog.md").read_text()
