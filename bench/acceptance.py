@@ -81,8 +81,8 @@ def own_branch(topk: int, device: torch.device) -> Iterator[None]:
         honest(step, *args, words_out=words_out, **named)
         for beam in range(topk):
             for word in range(words_out.shape[-1]):
-                nodes = [s * topk + beam for s in range(step + 1) if (s * topk + beam) // 64 == word]
-                bits = sum(1 << node % 64 for node in nodes)
+                nodes = [s * topk + beam for s in range(step + 1)]
+                bits = sum(1 << node % 64 for node in nodes if node // 64 == word)
                 words_out[:, beam, word] = bits - (1 << 64 if bits >> 63 else 0)
 
     module.select_beams = select

@@ -76,7 +76,8 @@ def main() -> None:
                 records.append(record)
                 print(f"batch {batch:3d}  {name:18s} graphs {graphs!s:5s} "
                       f"{found['tokens_per_second']:9.0f} tok/s  {found['step_ms']:7.3f} ms/step  "
-                      f"{found['accepted_per_step']:.2f} per step  {same}/{batch} equal", flush=True)
+                      f"{found['accepted_per_step']:.2f} per step  {same}/{batch} equal",
+                      flush=True)
                 if args.profile and graphs and batch == 1:
                     profile(engine, prompts[:batch])
     if args.out:

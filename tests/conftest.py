@@ -13,10 +13,10 @@ import pytest
 import torch
 
 CUDA = torch.cuda.is_available()
+torch.set_num_threads(1)  # tiny shapes: a second thread only waits
 # before anything imports triton
 if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    torch.set_num_threads(1)  # tiny shapes: a second thread only waits
 
 ROOT = Path(__file__).parent.parent
 

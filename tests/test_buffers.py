@@ -13,7 +13,9 @@ from specattn.plan import AttnInputs, causal_words, mask_words
 @dataclass(frozen=True)
 class Pair(BufferSet):
     plain: Tensor = buf(lambda d: (d,), torch.int32)
-    marked: Tensor = buf(lambda d: (d,), lambda _: torch.float32, lambda d: torch.arange(1.0, d + 1))
+    marked: Tensor = buf(
+        lambda d: (d,), lambda _: torch.float32, lambda d: torch.arange(1.0, d + 1)
+    )
 
 
 def test_copy_in_pads_every_row_after_the_values_whatever_was_there():

@@ -491,7 +491,8 @@ def test_an_interrupt_ends_quietly():
     assert running.stdout.read(8)  # it is generating
     running.send_signal(signal.SIGINT)
     _, errors = running.communicate(timeout=60)
-    assert running.returncode == 130
+    # Python ends by the signal itself if it was inside an exec of text
+    assert running.returncode in (130, -signal.SIGINT)
     assert errors == b""
 
 

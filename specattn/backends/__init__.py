@@ -6,12 +6,12 @@ import importlib
 import logging
 from typing import TYPE_CHECKING
 
-import torch
-
 from specattn.backends.base import AttentionBackend, BoundAttention
 from specattn.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    import torch
+
     from specattn.config import AttnConfig
 
 __all__ = ["AttentionBackend", "BoundAttention", "available", "backend_names", "choose_backend",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from typing import Annotated, Any
 
@@ -35,6 +36,9 @@ class _Commands(TyperGroup):
         sys.exit(code or 0)
 
     def invoke(self, ctx: Any) -> Any:
+        # Python sets them to None when they are closed before it starts
+        sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - open until the end
+        sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115 - open until the end
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 # text that the terminal's encoding lacks must not end a run

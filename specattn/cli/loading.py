@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
     from specattn.spec.model import DraftModel, TargetModel
 
+# hidden size from which a CPU's threads gain from sharing one product; below, they only wait
+_SHARED_FROM = 1024
+
 
 @dataclass(frozen=True)
 class Models:
@@ -63,11 +66,15 @@ def load_models(
             "--draft", "is needed with --target (or --steps 0 for plain decoding)"
         )
     with stderr().status("loading models"):
+        import torch
+
         from specattn.models import HFTarget, load_draft
 
         found = HFTarget.from_pretrained(
             target or shipped("target"), dtype=dtype, device=device
         )
+        if device.type == "cpu" and found.hidden_size < _SHARED_FROM:
+            torch.set_num_threads(1)
         if not speculative:
             return Models(found, None, found.tokenizer)
         head = load_draft(draft or shipped("draft"), found, dtype=dtype, device=device)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @triton.jit
@@ -16,7 +20,8 @@ def _store_kernel(
     slots,    # [B, Q_LEN] int32
     stride_slot, stride_kt, stride_kh, stride_vt, stride_vh,
     stride_kc, stride_kch, stride_vc, stride_vch,
-    Q_LEN: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
+    Q_LEN: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
     K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)

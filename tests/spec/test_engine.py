@@ -202,7 +202,7 @@ def test_prompts_are_run_in_pieces_of_bounded_size(models, expected):
     ("tree", "page_size", "indices"),
     [("chain", 1, "table"), ("topk4", 16, "table"), ("wide", 4, "csr")],
 )
-def test_triton_in_the_interpreter_gives_the_same_tokens(models, expected, tree, page_size, indices):
+def test_the_interpreter_gives_the_same_tokens(models, expected, tree, page_size, indices):
     run = engine(models, TREES[tree], page_size=page_size, indices=indices, backend="triton",
                  buckets=[2])
     out = run.generate([Request(p, max_new_tokens=8) for p in PROMPTS[:2]])
