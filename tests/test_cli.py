@@ -513,6 +513,19 @@ def test_an_argument_that_is_not_utf8():
     assert errors == b"specattn: error: PROMPT: is not UTF-8 (byte 0xff at offset 3)\n"
 
 
+def test_closed_standard_streams():
+    def closed(*args: str, close: tuple[int, ...]):
+        return process(*args, preexec_fn=lambda: [os.close(fd) for fd in close])
+
+    _, errors = (running := closed("generate", close=(0,))).communicate(timeout=60)
+    assert running.returncode == 2
+    assert errors.startswith(b"specattn: error: PROMPT: is missing; ")
+    _, errors = (running := closed("backends", close=(0, 1))).communicate(timeout=60)
+    assert (running.returncode, errors) == (0, b"")
+    out, _ = (running := closed("generate", "", close=(2,))).communicate(timeout=60)
+    assert (running.returncode, out) == (2, b"")
+
+
 def test_triton_on_a_cpu_says_that_it_interprets():
     running = process(
         "generate", *ON_CPU, "--backend", "triton", "--max-new-tokens", "2", "--json", "a"

@@ -71,12 +71,12 @@ def read_prompts(prompt: str | None, file: Path | None) -> Prompts:
 
 
 def _read_one(prompt: str | None) -> str:
-    if prompt is None and sys.stdin.isatty():
+    if prompt is None and (_stdin_is_closed() or sys.stdin.isatty()):
         raise ArgumentError(
             PROMPT, "is missing; give a text, - to read standard input, or --prompts FILE"
         )
     if prompt is None or prompt == "-":
-        text = _decode(PROMPT, sys.stdin.buffer.read())
+        text = _decode(PROMPT, _read_stdin(PROMPT))
         return text.removesuffix("\n").removesuffix("\r")
     # Python keeps an argument's undecodable bytes as lone surrogates
     return _decode(PROMPT, prompt.encode("utf-8", "surrogateescape"))
@@ -84,7 +84,7 @@ def _read_one(prompt: str | None) -> str:
 
 def _read_many(file: Path) -> Sequence[str]:
     try:
-        data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
+        data = _read_stdin(PROMPTS) if str(file) == "-" else file.read_bytes()
     except OSError as error:
         raise ArgumentError(PROMPTS, f"cannot read {file}: {error.strerror}") from error
     text = _decode(PROMPTS, data).removeprefix("\ufeff")
@@ -97,6 +97,17 @@ def _read_many(file: Path) -> Sequence[str]:
     if lines == [""]:
         raise ArgumentError(PROMPTS, f"{file} holds no prompts")
     return [line.removesuffix("\r") for line in lines]
+
+
+def _read_stdin(argument: str) -> bytes:
+    if _stdin_is_closed():
+        raise ArgumentError(argument, "standard input is closed")
+    return sys.stdin.buffer.read()
+
+
+def _stdin_is_closed() -> bool:
+    """Whether there was no standard input when Python started: it is None then."""
+    return not sys.stdin
 
 
 def _json_list(text: str) -> list[str] | None:
