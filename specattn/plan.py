@@ -88,6 +88,11 @@ class AttnPlan:
         return len(self.req_pool_indices)
 
     @property
+    def idle(self) -> bool:
+        """Whether there is no request at all (a rank without work)."""
+        return not self.batch
+
+    @property
     def out_slots(self) -> Tensor:
         """``[B, q_len]`` int32 view: the slots this forward writes, the last of its tail."""
         return self.tail_slots[:, self.layout.tail - self.layout.q_len :]
@@ -141,6 +146,11 @@ class CsrPlan:
     kv_indices: Tensor
     out_slots: Tensor
 
+    @property
+    def idle(self) -> bool:
+        """Whether there is no request at all."""
+        return len(self.kv_indptr) == 1
+
 
 @dataclass(frozen=True)
 class ExtendPlan:
@@ -167,6 +177,11 @@ class ExtendPlan:
     out_slots: Tensor
     max_q_len: int
     max_seq_len: int
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is no request at all."""
+        return not len(self.req_pool_indices)
 
 
 Plan = AttnPlan | CsrPlan | ExtendPlan

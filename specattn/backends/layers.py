@@ -50,11 +50,28 @@ class LayeredBackend:
         self._kind = tuple(distinct.index(config) for config in layers)
 
     def bind(self, plan: Plan) -> BoundLayers:
-        """Bind every distinct configuration to ``plan``."""
-        bounds = [backend.bind(plan) for backend in self.backends]
+        """Bind every distinct configuration to ``plan``; an idle plan needs no kernel."""
+        bounds: list[BoundAttention] = [
+            IdleAttention() if plan.idle else backend.bind(plan) for backend in self.backends
+        ]
         widths = [backend.config.v_head_dim for backend in self.backends]
         layers = tuple((bounds[kind], widths[kind]) for kind in self._kind)
         return BoundLayers(tuple(bounds), layers, self.pool, plan, self.graphs)
+
+
+class IdleAttention:
+    """Attention over no request: every tensor is empty, so there is nothing to do."""
+
+    def fill(self) -> None:
+        """Do nothing."""
+
+    def schedule(self, seq_lens_cpu: Tensor | None) -> None:
+        """Do nothing."""
+
+    def run(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
+    ) -> None:
+        """Do nothing: ``out`` has no rows."""
 
 
 @dataclass(frozen=True)

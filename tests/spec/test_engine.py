@@ -57,6 +57,14 @@ def test_greedy_speculation_equals_greedy_decoding(models, expected, tree, page_
         assert max(n for r in out for n in r.accept_lens) > 2, "nothing was ever accepted"
 
 
+@pytest.mark.parametrize("page_size", [2, 64, 512])
+def test_any_page_size_gives_the_same_tokens(models, expected, page_size):
+    """Also pages larger than the context, at topk > 1."""
+    run = engine(models, TREES["topk4"], page_size=page_size)
+    out = run.generate([Request(p, max_new_tokens=20) for p in PROMPTS])
+    assert [r.tokens for r in out] == [want[:20] for want in expected]
+
+
 @pytest.mark.parametrize("tree", ["topk4", "wide", "topk8_deep", "chain"])
 def test_shared_csr_rows_give_the_same_tokens_as_the_request_table(models, tree):
     """The drafts are equal too: as many tokens are accepted in every step."""
