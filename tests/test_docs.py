@@ -23,14 +23,6 @@ PAIR = Path(str(files("specattn"))) / "pair"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def plain_texts(prompts: list[str], count: int) -> list[str]:
     target = HFTarget.from_pretrained(PAIR / "target", dtype=torch.float32, device=DEVICE)
     config = SpecConfig(0, 1, 1, max_context_len=512, max_num_reqs=len(prompts))
