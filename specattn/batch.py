@@ -46,11 +46,15 @@ class RowLayout:
         ``q_len`` of them are the query tokens' own, written by this forward.
     phase : Phase
         For composites to route on.
+    causal : bool
+        Whether the words are causal by construction: query i sees the tail up to itself. A
+        backend may then use a causal kernel instead of a mask.
     """
 
     q_len: int
     tail: int
     phase: Phase
+    causal: bool = False
 
 
 @dataclass(frozen=True)

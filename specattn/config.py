@@ -170,16 +170,13 @@ class SpecConfig:
 
     def layout(self, mode: ForwardMode, step: int = 0) -> RowLayout:
         """Return the row layout of ``mode``; ``step`` counts draft forwards from 0."""
-        topk = self.topk
+        topk, nodes, depth = self.topk, self.num_draft_tokens, self.num_steps + 1
+        chain = topk == 1
         table = {
-            ForwardMode.DECODE: RowLayout(1, 1, Phase.DECODE),
-            ForwardMode.DRAFT_DECODE: RowLayout(topk, topk * (step + 1), Phase.DRAFT),
-            ForwardMode.TARGET_VERIFY: RowLayout(
-                self.num_draft_tokens, self.num_draft_tokens, Phase.VERIFY
-            ),
-            ForwardMode.DRAFT_EXTEND: RowLayout(
-                self.num_steps + 1, self.num_steps + 1, Phase.PREFILL
-            ),
+            ForwardMode.DECODE: RowLayout(1, 1, Phase.DECODE, causal=True),
+            ForwardMode.DRAFT_DECODE: RowLayout(topk, topk * (step + 1), Phase.DRAFT, chain),
+            ForwardMode.TARGET_VERIFY: RowLayout(nodes, nodes, Phase.VERIFY, chain),
+            ForwardMode.DRAFT_EXTEND: RowLayout(depth, depth, Phase.PREFILL, causal=True),
         }
         return table[mode]
 

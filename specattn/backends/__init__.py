@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import logging
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-from specattn.backends.base import AttentionBackend, BoundAttention
+from specattn.backends.base import AttentionBackend, BoundAttention, Capabilities
 from specattn.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -14,8 +15,16 @@ if TYPE_CHECKING:
 
     from specattn.config import AttnConfig
 
-__all__ = ["AttentionBackend", "BoundAttention", "available", "backend_names", "choose_backend",
-           "load_backend"]
+__all__ = [
+    "AttentionBackend",
+    "BoundAttention",
+    "Capabilities",
+    "available",
+    "backend_names",
+    "choose_backend",
+    "load_backend",
+    "register_backend",
+]
 
 log = logging.getLogger(__name__)
 
@@ -25,9 +34,40 @@ _BACKENDS = {
 }
 
 
+#: Installed packages add backends as entry points of this group, ``name = "module:Class"``.
+ENTRY_POINTS = "specattn.backends"
+
+
+def register_backend(name: str, target: str) -> None:
+    """Add a backend, imported when it is first asked for.
+
+    Parameters
+    ----------
+    name : str
+        What users call it; not the name of another backend.
+    target : str
+        ``"package.module:Class"``, an `AttentionBackend`.
+
+    Raises
+    ------
+    ValueError
+        If the name is taken by another target, or the target is not of that form.
+    """
+    if _registered().get(name, target) != target or name == "auto" or "," in name:
+        raise ValueError(f"backend name {name!r} is taken")
+    if target.count(":") != 1:
+        raise ValueError(f"target must be 'module:Class', got {target!r}")
+    _BACKENDS[name] = target
+
+
 def backend_names() -> tuple[str, ...]:
-    """Return the names of all backends, in the order ``auto`` prefers them on a GPU."""
-    return tuple(_BACKENDS)
+    """Return the names of all backends, the library's own first."""
+    return tuple(_registered())
+
+
+def _registered() -> dict[str, str]:
+    found = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
+    return found | _BACKENDS
 
 
 def load_backend(name: str) -> type[AttentionBackend]:
@@ -38,10 +78,11 @@ def load_backend(name: str) -> type[AttentionBackend]:
     UnsupportedError
         If there is no backend of that name.
     """
-    if name not in _BACKENDS:
-        known = ", ".join(("auto", *_BACKENDS))
+    registered = _registered()
+    if name not in registered:
+        known = ", ".join(("auto", *registered))
         raise UnsupportedError(f"backend {name!r}", [f"unknown; choose one of {known}"])
-    module, attribute = _BACKENDS[name].split(":")
+    module, attribute = registered[name].split(":")
     backend: type[AttentionBackend] = getattr(importlib.import_module(module), attribute)
     return backend
 

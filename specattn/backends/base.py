@@ -2,14 +2,49 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
+import torch
+
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from specattn.config import AttnConfig
     from specattn.plan import Plan
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a backend promises, as data: printed by ``specattn backends``, proven by tests.
+
+    Parameters
+    ----------
+    graphs : bool
+        A bound ``run`` (and ``fill``) may be recorded in a CUDA graph.
+    host_plan : bool
+        ``schedule`` plans on the host and needs ``seq_lens_cpu`` (Pattern B).
+    trees : bool
+        Any ancestor words; else only layouts that are causal by construction.
+    lists : bool
+        `CsrPlan` is served.
+    extend : bool
+        `ExtendPlan` (prompts) is served.
+    window, cap, lse : bool
+        ``window_left``, ``logit_cap``, and ``run`` with ``lse``.
+    dtypes : tuple of torch.dtype
+        Of q, k and v.
+    """
+
+    graphs: bool = False
+    host_plan: bool = False
+    trees: bool = True
+    lists: bool = True
+    extend: bool = True
+    window: bool = True
+    cap: bool = True
+    lse: bool = True
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class BoundAttention(Protocol):
@@ -44,8 +79,7 @@ class AttentionBackend(Protocol):
     """A way to compute attention for one layer geometry on one device."""
 
     name: ClassVar[str]
-    #: Whether a bound ``run`` may be recorded in a CUDA graph.
-    graphs: ClassVar[bool]
+    capabilities: ClassVar[Capabilities]
     config: AttnConfig
 
     def __init__(self, config: AttnConfig, device: torch.device) -> None: ...

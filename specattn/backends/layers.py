@@ -44,7 +44,7 @@ class LayeredBackend:
         distinct = list(dict.fromkeys(layers))
         chosen = choose_backend(name, distinct, device)
         self.name = chosen.name
-        self.graphs = chosen.graphs
+        self.graphs = chosen.capabilities.graphs
         self.pool = pool
         self.backends = tuple(chosen(config, device) for config in distinct)
         self._kind = tuple(distinct.index(config) for config in layers)

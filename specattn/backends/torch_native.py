@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from specattn.backends.base import Capabilities
 from specattn.kernels.reference import attention
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
 
@@ -28,7 +29,7 @@ class TorchNativeBackend:
     """
 
     name: ClassVar[str] = "torch_native"
-    graphs: ClassVar[bool] = False
+    capabilities: ClassVar[Capabilities] = Capabilities()
 
     def __init__(self, config: AttnConfig, device: torch.device) -> None:
         self.config = config

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from specattn.backends.base import Capabilities
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class TritonBackend:
     """
 
     name: ClassVar[str] = "triton"
-    graphs: ClassVar[bool] = True
+    capabilities: ClassVar[Capabilities] = Capabilities(graphs=True)
 
     def __init__(self, config: AttnConfig, device: torch.device) -> None:
         if device.type == "cpu":

@@ -37,7 +37,7 @@ def _row(name: str, device: torch.device) -> dict[str, Any]:
     from specattn.backends import available, load_backend
 
     reasons = available(name, None, device)
-    graphs = device.type == "cuda" and load_backend(name).graphs
+    graphs = device.type == "cuda" and load_backend(name).capabilities.graphs
     return {
         "backend": name, "device": str(device), "available": not reasons, "reasons": reasons,
         "graphs": graphs and not reasons,
