@@ -1,39 +1,78 @@
 """specattn: exact speculative decoding over one paged attention core.
 
-The names here are the public API; models and transformers are imported only with
-``specattn.models``, kernels only when a backend needs them.
+The names here are the public API, each imported when it is first used. Models and transformers
+come with ``specattn.models``, kernels with the backend that needs them.
 """
 
-from specattn.backends import available, backend_names, choose_backend
-from specattn.backends.multi_step import MultiStepDraftBackend
-from specattn.batch import (
-    AcceptResult,
-    Candidates,
-    DraftState,
-    DraftTree,
-    ForwardMode,
-    RowLayout,
-    SpecBatch,
-)
-from specattn.buffers import BufferSet, buf
-from specattn.config import AttnConfig, SpecConfig
-from specattn.errors import (
-    CapacityError,
-    CaptureMismatch,
-    ModelError,
-    NotCapturedError,
-    SpecAttnError,
-    TreeError,
-    UnsupportedError,
-)
-from specattn.graph import GraphRunner
-from specattn.kv import KVPool, SlotTable
-from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, MultiStepPlan
-from specattn.spec.decoder import ModelSlot, SpecDecoder, StepResult
-from specattn.spec.generate import Engine, Generation, Request
-from specattn.spec.sampling import SamplingBatch, SamplingParams
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from specattn.backends import (
+        available,
+        backend_names,
+        choose_backend,
+        register_backend,
+    )
+    from specattn.backends.base import Capabilities
+    from specattn.backends.layers import LayeredBackend
+    from specattn.backends.multi_step import MultiStepDraftBackend
+    from specattn.batch import (
+        AcceptResult,
+        Candidates,
+        DraftState,
+        DraftTree,
+        ForwardMode,
+        RowLayout,
+        SpecBatch,
+    )
+    from specattn.buffers import BufferSet, buf
+    from specattn.config import AttnConfig, SpecConfig
+    from specattn.errors import (
+        CapacityError,
+        CaptureMismatch,
+        ModelError,
+        NotCapturedError,
+        SpecAttnError,
+        TreeError,
+        UnsupportedError,
+    )
+    from specattn.graph import GraphRunner
+    from specattn.kv import KVPool, SlotTable
+    from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, MultiStepPlan
+    from specattn.spec.decoder import ModelSlot, SpecDecoder, StepResult
+    from specattn.spec.generate import Engine, Generation, Request
+    from specattn.spec.prefill import Prefill, Prompt
+    from specattn.spec.sampling import SamplingBatch, SamplingParams
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "backends": ("available", "backend_names", "choose_backend", "register_backend"),
+    "backends.base": ("Capabilities",),
+    "backends.layers": ("LayeredBackend",),
+    "backends.multi_step": ("MultiStepDraftBackend",),
+    "batch": (
+        "AcceptResult", "Candidates", "DraftState", "DraftTree", "ForwardMode", "RowLayout",
+        "SpecBatch",
+    ),
+    "buffers": ("BufferSet", "buf"),
+    "config": ("AttnConfig", "SpecConfig"),
+    "errors": (
+        "CapacityError", "CaptureMismatch", "ModelError", "NotCapturedError", "SpecAttnError",
+        "TreeError", "UnsupportedError",
+    ),
+    "graph": ("GraphRunner",),
+    "kv": ("KVPool", "SlotTable"),
+    "plan": ("AttnPlan", "CsrPlan", "ExtendPlan", "MultiStepPlan"),
+    "spec.decoder": ("ModelSlot", "SpecDecoder", "StepResult"),
+    "spec.generate": ("Engine", "Generation", "Request"),
+    "spec.prefill": ("Prefill", "Prompt"),
+    "spec.sampling": ("SamplingBatch", "SamplingParams"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "AcceptResult",
@@ -41,6 +80,7 @@ __all__ = [
     "AttnPlan",
     "BufferSet",
     "Candidates",
+    "Capabilities",
     "CapacityError",
     "CaptureMismatch",
     "CsrPlan",
@@ -52,11 +92,14 @@ __all__ = [
     "Generation",
     "GraphRunner",
     "KVPool",
+    "LayeredBackend",
     "ModelError",
     "ModelSlot",
     "MultiStepDraftBackend",
     "MultiStepPlan",
     "NotCapturedError",
+    "Prefill",
+    "Prompt",
     "Request",
     "RowLayout",
     "SamplingBatch",
@@ -73,4 +116,15 @@ __all__ = [
     "backend_names",
     "buf",
     "choose_backend",
+    "register_backend",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'specattn' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"specattn.{_HOME_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent / "specattn"
 SOURCES = sorted(ROOT.rglob("*.py"))
 # each layer may import those after it; the last are open to all
 LAYERS = ["cli", "integrations", "models", "spec", "graph", "backends", "plan", "kernels"]
-OPEN = {"config", "batch", "buffers", "kv", "errors"}
+OPEN = {"config", "batch", "buffers", "kv", "errors", "interop"}
 LIBRARIES = {"flashinfer", "sgl_kernel", "flash_attn"}
 MODE_READERS = {"batch.py", "config.py", "graph.py", "__init__.py", "inspect.py"}
 
@@ -74,5 +74,9 @@ def test_importing_the_library_is_light():
 def test_public_names_exist_and_are_documented():
     import specattn
 
+    assert set(specattn.__all__) == set(specattn._HOME_OF)
+    assert not set(specattn.__all__) - set(dir(specattn))
+    with pytest.raises(AttributeError, match="no attribute 'Enigne'"):
+        _ = specattn.Enigne
     for name in specattn.__all__:
         assert getattr(specattn, name).__doc__, name

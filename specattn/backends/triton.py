@@ -59,8 +59,11 @@ class TritonBackend:
             found.append("triton is not installed (pip install triton, Linux only)")
         if device.type not in ("cuda", "cpu"):
             found.append(f"Triton has no target for {device.type} devices")
-        if device.type == "cpu" and "specattn.kernels.tree_attention" in sys.modules:
-            found += [] if _interpreting() else ["its kernels were already loaded for CUDA"]
+        if device.type == "cpu" and "triton" in sys.modules and not _interpreting():
+            found.append(
+                "Triton was imported before its interpreter was switched on; "
+                "set TRITON_INTERPRET=1 before Python starts"
+            )
         if config is not None and max(config.head_dim, config.v_head_dim) > MAX_HEAD_DIM:
             found.append(f"head_dim is limited to {MAX_HEAD_DIM}, got {config.head_dim}")
         if config is not None and device.type == "cpu" and config.dtype == torch.bfloat16:
@@ -101,13 +104,15 @@ class TritonBackend:
 
 
 def _interpreting() -> bool:
-    import triton
+    """Whether Triton's own library was loaded for the interpreter; it cannot change its mind."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpretedFunction
 
-    return bool(triton.knobs.runtime.interpret)
+    return isinstance(tl.sum, InterpretedFunction)
 
 
 def _interpret() -> None:
-    if "TRITON_INTERPRET" in os.environ or "specattn.kernels.tree_attention" in sys.modules:
+    if "TRITON_INTERPRET" in os.environ:
         return
     os.environ["TRITON_INTERPRET"] = "1"
     log.warning("no CUDA device: Triton kernels run in Triton's interpreter, which is slow")
