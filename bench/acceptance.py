@@ -28,7 +28,8 @@ from bench.train_pair.corpus import encode, is_held_out, read_sources
 from specattn.config import SpecConfig
 from specattn.kernels import ops
 from specattn.models import HFTarget, load_draft
-from specattn.spec.generate import Engine, Request
+from specattn.spec.generate import Engine
+from specattn.spec.request import Request
 from specattn.spec.sampling import SamplingParams
 
 if TYPE_CHECKING:

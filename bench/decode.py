@@ -22,7 +22,8 @@ import torch
 from bench.acceptance import held_out_prompts
 from specattn.config import SpecConfig
 from specattn.models import HFTarget, load_draft
-from specattn.spec.generate import Engine, Request
+from specattn.spec.generate import Engine
+from specattn.spec.request import Request
 
 TREES = {"plain": (0, 1, 1), "chain 5": (5, 1, 6), "topk 4, 16 nodes": (5, 4, 16),
          "topk 8, 64 nodes": (7, 8, 64)}

@@ -43,8 +43,9 @@ if TYPE_CHECKING:
     from specattn.kv import KVPool, SlotTable
     from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, MultiStepPlan
     from specattn.spec.decoder import ModelSlot, SpecDecoder, StepResult
-    from specattn.spec.generate import Engine, Generation, Request
+    from specattn.spec.generate import Engine
     from specattn.spec.prefill import Prefill, Prompt
+    from specattn.spec.request import Generation, Request
     from specattn.spec.sampling import SamplingBatch, SamplingParams
 
 __version__ = "0.1.0"
@@ -68,8 +69,9 @@ _HOMES = {
     "kv": ("KVPool", "SlotTable"),
     "plan": ("AttnPlan", "CsrPlan", "ExtendPlan", "MultiStepPlan"),
     "spec.decoder": ("ModelSlot", "SpecDecoder", "StepResult"),
-    "spec.generate": ("Engine", "Generation", "Request"),
+    "spec.generate": ("Engine",),
     "spec.prefill": ("Prefill", "Prompt"),
+    "spec.request": ("Generation", "Request"),
     "spec.sampling": ("SamplingBatch", "SamplingParams"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

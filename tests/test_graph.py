@@ -18,7 +18,7 @@ from specattn.errors import CapacityError, CaptureMismatch, NotCapturedError
 from specattn.graph import GraphRunner
 from specattn.kv import KVPool, SlotTable
 from specattn.spec.decoder import ModelSlot, SpecDecoder
-from specattn.spec.programs import VerifyProgram
+from specattn.spec.verify_program import VerifyProgram
 from tests.tiny import TinyDraft, TinyTarget
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -12,7 +12,7 @@ from specattn.inspect import path_scores
 from specattn.kv import KVPool, SlotTable
 from specattn.spec.decoder import ModelSlot, SpecDecoder
 from specattn.spec.prefill import Prefill, Prompt
-from specattn.spec.programs import ProposeProgram
+from specattn.spec.propose import ProposeProgram
 from specattn.spec.sampling import SamplingBatch, SamplingParams
 from specattn.spec.tree import build_tree
 from specattn.spec.verify import accept

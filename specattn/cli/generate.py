@@ -113,7 +113,7 @@ def generate(
     from specattn.cli.device import pick_device, pick_dtype
     from specattn.cli.loading import load_models
     from specattn.cli.running import Setup
-    from specattn.spec.generate import Request
+    from specattn.spec.request import Request
 
     place = pick_device(device)
     weights = pick_dtype(dtype, place)

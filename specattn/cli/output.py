@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from specattn.cli.loading import Models
-    from specattn.spec.generate import Request
+    from specattn.spec.request import Request
 
 
 class TextOutput:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from specattn.cli.compare import Comparison, Difference
     from specattn.cli.running import ModeReport, Outcome
-    from specattn.spec.generate import Generation
+    from specattn.spec.request import Generation
 
 # longer batches are summed up in one row
 _MOST_ROWS = 24

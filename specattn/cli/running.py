@@ -12,14 +12,14 @@ import torch
 
 from specattn.cli.ends import ArgumentError, naming_options
 from specattn.cli.text import decode
-from specattn.spec.generate import Engine, Request
+from specattn.spec.generate import Engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from specattn.cli.loading import Models
     from specattn.config import SpecConfig
-    from specattn.spec.generate import Generation
+    from specattn.spec.request import Generation, Request
 
 # of each prompt: enough to compile every kernel
 _WARM_UP_TOKENS = 16

@@ -10,9 +10,11 @@ from specattn.backends.layers import LayeredBackend
 from specattn.batch import AcceptResult, Candidates, DraftState, DraftTree, ForwardMode, SpecBatch
 from specattn.errors import CapacityError
 from specattn.graph import GraphRunner, Program
-from specattn.spec.programs import ExtendProgram, ProposeProgram, VerifyOutput, VerifyProgram
+from specattn.spec.extend import ExtendProgram
+from specattn.spec.propose import ProposeProgram
 from specattn.spec.tree import build_tree, root_tree
 from specattn.spec.verify import accept, spread
+from specattn.spec.verify_program import VerifyOutput, VerifyProgram
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

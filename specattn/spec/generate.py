@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +11,8 @@ from specattn.batch import DraftState, SpecBatch
 from specattn.kv import KVPool, SlotTable
 from specattn.spec.decoder import ModelSlot, SpecDecoder
 from specattn.spec.prefill import Prefill, Prompt
-from specattn.spec.sampling import SamplingBatch, SamplingParams
+from specattn.spec.request import Generation, Live, Request
+from specattn.spec.sampling import SamplingBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,83 +20,6 @@ if TYPE_CHECKING:
     from specattn.backends.multi_step import Indices
     from specattn.config import SpecConfig
     from specattn.spec.model import DraftModel, TargetModel
-
-
-@dataclass(frozen=True)
-class Request:
-    """One text to continue.
-
-    Parameters
-    ----------
-    prompt : sequence of int
-        Token ids, at least one.
-    max_new_tokens : int
-        Most tokens to generate, the end-of-text token included.
-    sampling : SamplingParams
-        How tokens are drawn; greedy by default.
-    stop : tuple of str
-        Texts that end the generation; needs the engine's ``detokenize``.
-    ignore_eos : bool
-        Go on past end-of-text tokens.
-    """
-
-    prompt: Sequence[int]
-    max_new_tokens: int = 128
-    sampling: SamplingParams = SamplingParams()
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-
-
-@dataclass
-class Generation:
-    """What became of a request.
-
-    Parameters
-    ----------
-    tokens : list of int
-        Generated tokens, never more than ``max_new_tokens``; an end-of-text token is the last.
-    finish_reason : str
-        ``""`` while running, then ``"eos"``, ``"stop"``, ``"length"`` (``max_new_tokens``) or
-        ``"context"`` (the context is full).
-    accept_lens : list of int
-        Tokens gained by each step, bonus included, before truncation.
-    first_token_at, finished_at : float
-        `time.perf_counter` readings, in seconds.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    finish_reason: str = ""
-    accept_lens: list[int] = field(default_factory=list)
-    started_at: float = 0.0
-    first_token_at: float = 0.0
-    finished_at: float = 0.0
-
-    @property
-    def steps(self) -> int:
-        """Speculative steps taken."""
-        return len(self.accept_lens)
-
-    @property
-    def accepted_per_step(self) -> float:
-        """Mean tokens per step, bonus included; 0 before the first step."""
-        return sum(self.accept_lens) / self.steps if self.steps else 0.0
-
-
-@dataclass
-class _Live:
-    """A request being decoded; its draft state is row ``at`` of ``state``."""
-
-    request: Request
-    result: Generation
-    row: int
-    length: int
-    bonus: int
-    state: DraftState | None
-    at: int
-
-    @property
-    def text(self) -> list[int]:
-        return [*self.request.prompt, *self.result.tokens]
 
 
 class Engine:
@@ -162,7 +85,7 @@ class Engine:
         self.buckets = list(buckets) if buckets else _buckets(config.max_num_reqs)
         self._prefill = Prefill(self.target, self.draft, self.table.req_to_token, config)
         self._decoders: dict[SpecConfig, SpecDecoder] = {}
-        self._live: list[_Live] = []
+        self._live: list[Live] = []
         self.decoder(config)
 
     def decoder(self, config: SpecConfig) -> SpecDecoder:
@@ -249,7 +172,7 @@ class Engine:
 
     def step(self) -> list[tuple[Generation, list[int]]]:
         """Advance every running request; returns what each of them gained."""
-        groups: dict[SpecConfig, list[_Live]] = {}
+        groups: dict[SpecConfig, list[Live]] = {}
         for live in self._live:
             room = self.config.max_context_len - live.length
             groups.setdefault(self.config.shrink(room), []).append(live)
@@ -262,7 +185,7 @@ class Engine:
         return gained
 
     def _step_group(
-        self, config: SpecConfig, group: list[_Live], state: DraftState | None
+        self, config: SpecConfig, group: list[Live], state: DraftState | None
     ) -> list[tuple[Generation, list[int]]]:
         self.table.reserve(
             [live.row for live in group], [live.length + config.reserve_len for live in group]
@@ -282,7 +205,7 @@ class Engine:
             gained.append((live.result, self._take(live, tokens[:count])))
         return gained
 
-    def _batch(self, group: list[_Live]) -> SpecBatch:
+    def _batch(self, group: list[Live]) -> SpecBatch:
         packed = torch.tensor([[live.row, live.bonus, live.length] for live in group])
         on_device = packed.to(self._device)
         return SpecBatch(
@@ -292,7 +215,7 @@ class Engine:
             bonus_tokens=on_device[:, 1].contiguous(),
         )
 
-    def _state(self, config: SpecConfig, group: list[_Live]) -> DraftState | None:
+    def _state(self, config: SpecConfig, group: list[Live]) -> DraftState | None:
         """Gather the group's draft states, cut to the setting's branches."""
         first, rows = group[0].state, [live.at for live in group]
         if not config.num_steps or first is None:
@@ -305,7 +228,7 @@ class Engine:
             torch.cat([getattr(cut, name) for cut in cuts]) for name in vars(first)
         ))
 
-    def _take(self, live: _Live, tokens: list[int]) -> list[int]:
+    def _take(self, live: Live, tokens: list[int]) -> list[int]:
         """Append tokens up to whatever ends the request; returns those kept."""
         request, result = live.request, live.result
         kept: list[int] = []
@@ -387,7 +310,7 @@ class Engine:
         for at, ((request, result), prompt) in enumerate(zip(wave, prompts, strict=True)):
             length = len(request.prompt)
             self.table.commit(prompt.row, length)
-            live = _Live(request, result, prompt.row, length, first[at], out.state, at)
+            live = Live(request, result, prompt.row, length, first[at], out.state, at)
             result.first_token_at = time.perf_counter()
             self._take(live, [first[at]])
             if not result.finish_reason:

@@ -11,7 +11,7 @@ from torch import Tensor
 from specattn.batch import DraftState, SpecBatch
 from specattn.config import SpecConfig
 from specattn.plan import ExtendPlan
-from specattn.spec.programs import choose_tokens
+from specattn.spec.choose import choose_tokens
 from specattn.spec.tree import root_tree
 from specattn.spec.verify import accept
 

@@ -1,0 +1,71 @@
+"""How draft tokens are chosen: the most probable ones, or one drawn from the draft's law."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from specattn.buffers import BufferSet, buf
+from specattn.kernels.reference.sampling import DRAFT, draw_tokens, target_probs, uniform
+
+if TYPE_CHECKING:
+    from specattn.config import SpecConfig
+    from specattn.spec.model import DraftModel
+
+
+@dataclass(frozen=True)
+class Coins(BufferSet):
+    """How each request draws draft tokens; read with ``SpecConfig.draft_sampling`` only."""
+
+    temperature: Tensor = buf(lambda _: (), torch.float32)
+    seeds: Tensor = buf(lambda _: (), torch.int64)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Draft tokens: probabilities and target ids ``[R, K]``, and the law they were drawn from."""
+
+    probs: Tensor
+    tokens: Tensor
+    law: Tensor
+
+
+class Drawing(Protocol):
+    """Where `choose_tokens` finds each request's temperature and seed, ``[B]`` each."""
+
+    @property
+    def temperature(self) -> Tensor:
+        """float32; 0 is greedy."""
+
+    @property
+    def seeds(self) -> Tensor:
+        """int64."""
+
+
+def choose_tokens(
+    draft: DraftModel, logits: Tensor, config: SpecConfig, drawing: Drawing, positions: Tensor
+) -> Chosen:
+    """Choose each row's draft tokens: the most probable ``topk``, or one drawn by its law.
+
+    Parameters
+    ----------
+    draft : DraftModel
+        Maps its vocabulary to the target's.
+    logits : Tensor
+        ``[R, Vd]``.
+    config : SpecConfig
+        ``topk`` and ``draft_sampling``.
+    drawing : Drawing
+        With ``draft_sampling``, R = B.
+    positions : Tensor
+        ``[R]`` int64, the target position of the token each row's proposal follows.
+    """
+    if not config.draft_sampling:
+        probs, ids = torch.softmax(logits.float(), -1).topk(config.topk)
+        return Chosen(probs, draft.to_target(ids), probs[:, :0])
+    law = target_probs(logits, drawing.temperature, None, None, rows_per_req=1)
+    ids = draw_tokens(law, uniform(drawing.seeds, positions, DRAFT))[:, None]
+    return Chosen(law.gather(1, ids), draft.to_target(ids), law)

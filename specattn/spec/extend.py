@@ -1,0 +1,142 @@
+"""Draft extend as a captured forward: the draft model over the accepted path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from specattn.batch import DraftState, ForwardMode, RowLayout
+from specattn.buffers import BufferSet, Fingerprint, buf
+from specattn.plan import AttnInputs, AttnPlan
+from specattn.spec.choose import Coins, choose_tokens
+from specattn.spec.programs import copy_in_all, describe
+
+if TYPE_CHECKING:
+    from specattn.backends.layers import BoundLayers, LayeredBackend
+    from specattn.config import SpecConfig
+    from specattn.spec.model import DraftModel
+
+
+@dataclass(frozen=True)
+class _ExtendDims:
+    layout: RowLayout
+    features: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Accepted(BufferSet):
+    """The accepted path, padded to the tree's depth."""
+
+    tokens: Tensor = buf(lambda d: (d.layout.q_len,), torch.int64)
+    features: Tensor = buf(lambda d: (d.layout.q_len, d.features), lambda d: d.dtype)
+    accept_lens: Tensor = buf(lambda _: (), torch.int32)
+
+
+class ExtendProgram:
+    """The draft model over the accepted path, on the lengths before the step's commit.
+
+    Row i reads the token that follows path node i, with the target's features at that node.
+
+    Parameters
+    ----------
+    draft : DraftModel
+        The draft head.
+    backend : LayeredBackend
+        Its attention.
+    config : SpecConfig
+        Depth and branches.
+    req_to_token : Tensor
+        ``[rows, max_context_len]`` int32.
+    features : int
+        Width of the target's features.
+    batch : int
+        Largest bucket.
+    """
+
+    def __init__(
+        self,
+        draft: DraftModel,
+        backend: LayeredBackend,
+        config: SpecConfig,
+        req_to_token: Tensor,
+        features: int,
+        batch: int,
+    ) -> None:
+        self.draft, self.backend, self.config = draft, backend, config
+        self.req_to_token = req_to_token
+        layout = config.layout(ForwardMode.DRAFT_EXTEND)
+        self.dims = _ExtendDims(layout, features, draft.layers[0].dtype)
+        self.inputs = AttnInputs.alloc(batch, layout, req_to_token.device)
+        self.accepted = _Accepted.alloc(batch, self.dims, req_to_token.device)
+        self.coins = Coins.alloc(batch, None, req_to_token.device)
+
+    def bind(self, bucket: int) -> BoundExtend:
+        """Bind to the first ``bucket`` rows."""
+        inputs = self.inputs.bind(bucket)
+        plan = AttnPlan.over(self.dims.layout, self.req_to_token, inputs)
+        return BoundExtend(
+            self.draft, self.config, self.dims, plan, inputs, self.accepted.bind(bucket),
+            self.coins.bind(bucket), self.backend.bind(plan),
+        )
+
+
+@dataclass(frozen=True)
+class BoundExtend:
+    """`ExtendProgram` over a bucket."""
+
+    draft: DraftModel
+    config: SpecConfig
+    dims: _ExtendDims
+    plan: AttnPlan
+    inputs: AttnInputs
+    accepted: _Accepted
+    coins: Coins
+    attend: BoundLayers
+
+    @property
+    def graphs(self) -> bool:
+        """Whether the attention may be recorded."""
+        return self.attend.graphs
+
+    def copy_in(self, count: int, **values: Tensor) -> None:
+        """Take ``tokens [count, N + 1]``, ``features``, ``accept_lens``, rows and lengths."""
+        copy_in_all(values, (self.inputs, self.dims.layout), (self.accepted, self.dims),
+                 (self.coins, None))
+
+    def schedule(self, seq_lens_cpu: Tensor | None) -> None:
+        """Schedule the attention."""
+        self.attend.schedule(seq_lens_cpu)
+
+    def fill(self) -> None:
+        """Derive positions and slots of the window after the committed context."""
+        depth = torch.arange(self.dims.layout.q_len, device=self.inputs.seq_lens.device)
+        self.inputs.positions.copy_(self.inputs.seq_lens[:, None] + depth)
+        self.plan.fill()
+        self.attend.fill()
+
+    def run(self) -> DraftState:
+        """Run the draft model; only the last accepted row reaches ``lm_head``."""
+        batch, width = self.accepted.tokens.shape
+        last = self.accepted.accept_lens.clamp(min=1).long() - 1
+        rows = torch.arange(batch, device=last.device) * width + last
+        out = self.draft.forward(
+            self.accepted.tokens.flatten(),
+            self.draft.combine(self.accepted.features.flatten(0, 1)),
+            self.inputs.positions.flatten(),
+            self.attend,
+            rows,
+        )
+        # the token proposed here follows the bonus token
+        after = (self.inputs.seq_lens + self.accepted.accept_lens).long()
+        chosen = choose_tokens(self.draft, out.logits, self.config, self.coins, after)
+        return DraftState(chosen.probs, chosen.tokens, out.hidden_states, chosen.law)
+
+    def fingerprint(self) -> Fingerprint:
+        """Describe the buffers and the request table."""
+        return describe(
+            self.config, self.plan.req_to_token, self.inputs, self.accepted, self.coins
+        )
