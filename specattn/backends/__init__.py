@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 _BACKENDS = {
     "triton": "specattn.backends.triton:TritonBackend",
     "torch_native": "specattn.backends.torch_native:TorchNativeBackend",
+    "flex": "specattn.backends.flex:FlexBackend",
 }
 
 
