@@ -149,6 +149,11 @@ class GraphRunner:
         """Return the buckets of ``mode`` that can be replayed."""
         return sorted(self._captured.get(mode, {}))
 
+    def recorded(self, mode: ForwardMode) -> bool:
+        """Return whether replays of ``mode`` replay CUDA graphs."""
+        done = self._captured.get(mode, {})
+        return any(captured.graph is not None for captured in done.values())
+
     def capture(self, mode: ForwardMode) -> None:
         """Capture every bucket of ``mode``, the largest first, on batches of padding.
 

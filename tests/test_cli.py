@@ -479,7 +479,9 @@ def process(*args: str, **rest) -> subprocess.Popen:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     return subprocess.Popen(
         [sys.executable, "-m", "specattn", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        cwd=ROOT, env=environment | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "0"}, **rest,
+        cwd=ROOT, env=environment | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "0"},
+        # a shell's background jobs, and what they start, ignore interrupts
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **rest,
     )
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from torch import Tensor
 
     from specattn.config import AttnConfig
@@ -46,6 +49,17 @@ class Capabilities:
     lse: bool = True
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16)
 
+    @classmethod
+    def merged(cls, parts: Sequence[Capabilities]) -> Capabilities:
+        """Return what ``parts`` promise together: what all can do, what any of them needs."""
+        common = set(parts[0].dtypes).intersection(*(part.dtypes for part in parts))
+        found: dict[str, Any] = {
+            item.name: all(getattr(part, item.name) for part in parts) for item in fields(cls)
+        }
+        found["host_plan"] = any(part.host_plan for part in parts)
+        found["dtypes"] = tuple(dtype for dtype in parts[0].dtypes if dtype in common)
+        return cls(**found)
+
 
 class BoundAttention(Protocol):
     """Attention over one plan: ``fill`` and ``schedule`` once per step, ``run`` once per layer."""
@@ -75,21 +89,81 @@ class BoundAttention(Protocol):
         """
 
 
+class IdleAttention:
+    """Attention over no request: every tensor is empty, so there is nothing to do."""
+
+    def fill(self) -> None:
+        """Do nothing."""
+
+    def schedule(self, seq_lens_cpu: Tensor | None) -> None:
+        """Do nothing."""
+
+    def run(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
+    ) -> None:
+        """Do nothing: ``out`` has no rows."""
+
+
 class AttentionBackend(Protocol):
-    """A way to compute attention for one layer geometry on one device."""
+    """Attention for one layer geometry on one device."""
 
-    name: ClassVar[str]
-    capabilities: ClassVar[Capabilities]
-    config: AttnConfig
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it promises."""
 
-    def __init__(self, config: AttnConfig, device: torch.device) -> None: ...
+    @property
+    def config(self) -> AttnConfig:
+        """The layer geometry."""
 
-    @staticmethod
-    def reasons(config: AttnConfig | None, device: torch.device) -> list[str]:
-        """Say why this backend cannot serve ``config`` on ``device``; empty means it can.
+    def bind(self, plan: Plan) -> BoundAttention:
+        """Return attention over the plan's tensors; the only place that looks at a plan's type."""
+
+
+class BackendFactory(Protocol):
+    """What makes a layer's backend: a backend's class, or a composite of such.
+
+    Every call makes a backend with workspaces and metadata of its own.
+    """
+
+    @property
+    def name(self) -> str:
+        """What users call it."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What its backends promise."""
+
+    def reasons(self, config: AttnConfig | None, device: torch.device) -> list[str]:
+        """Say why it cannot serve ``config`` on ``device``; empty means it can.
 
         ``config=None`` asks about the device and the installed libraries alone.
         """
 
-    def bind(self, plan: Plan) -> BoundAttention:
-        """Return attention over the plan's tensors; the only place that looks at a plan's type."""
+    def __call__(self, config: AttnConfig, device: torch.device) -> AttentionBackend:
+        """Make the backend of one layer geometry."""
+
+
+class CompositeBackend(ABC):
+    """A backend made of others, each with capabilities of its own."""
+
+    @abstractmethod
+    def serving(self, plan: Plan) -> tuple[AttentionBackend, ...]:
+        """Return the backends that `bind` binds for ``plan``."""
+
+
+def recordable(backend: AttentionBackend, plan: Plan) -> bool:
+    """Whether what ``backend`` binds to ``plan`` may be recorded in a CUDA graph."""
+    if isinstance(backend, CompositeBackend):
+        return all(recordable(part, plan) for part in backend.serving(plan))
+    return backend.capabilities.graphs
+
+
+def named_reasons(
+    parts: Iterable[tuple[str, BackendFactory]], config: AttnConfig | None, device: torch.device
+) -> list[str]:
+    """Say why parts of a composite cannot serve, each reason led by ``"role name: "``."""
+    return [
+        f"{role} {part.name}: {reason}"
+        for role, part in parts
+        for reason in part.reasons(config, device)
+    ]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from specattn.backends import BoundAttention, choose_backend
+from specattn.backends import choose_backend
+from specattn.backends.base import IdleAttention, recordable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from specattn.backends.base import BackendFactory, BoundAttention
     from specattn.config import AttnConfig
     from specattn.kv import KVPool
     from specattn.plan import Plan
@@ -23,8 +25,8 @@ class LayeredBackend:
 
     Parameters
     ----------
-    name : str
-        Backend name, or ``"auto"``.
+    backend : str or BackendFactory
+        What `choose_backend` takes: a name, or a backend or composite itself.
     layers : sequence of AttnConfig
         One per layer; layers may differ in window, cap and scale.
     pool : KVPool
@@ -39,12 +41,15 @@ class LayeredBackend:
     """
 
     def __init__(
-        self, name: str, layers: Sequence[AttnConfig], pool: KVPool, device: torch.device
+        self,
+        backend: str | BackendFactory,
+        layers: Sequence[AttnConfig],
+        pool: KVPool,
+        device: torch.device,
     ) -> None:
         distinct = list(dict.fromkeys(layers))
-        chosen = choose_backend(name, distinct, device)
+        chosen = choose_backend(backend, distinct, device)
         self.name = chosen.name
-        self.graphs = chosen.capabilities.graphs
         self.pool = pool
         self.backends = tuple(chosen(config, device) for config in distinct)
         self._kind = tuple(distinct.index(config) for config in layers)
@@ -56,27 +61,16 @@ class LayeredBackend:
         ]
         widths = [backend.config.v_head_dim for backend in self.backends]
         layers = tuple((bounds[kind], widths[kind]) for kind in self._kind)
-        return BoundLayers(tuple(bounds), layers, self.pool, plan, self.graphs)
-
-
-class IdleAttention:
-    """Attention over no request: every tensor is empty, so there is nothing to do."""
-
-    def fill(self) -> None:
-        """Do nothing."""
-
-    def schedule(self, seq_lens_cpu: Tensor | None) -> None:
-        """Do nothing."""
-
-    def run(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
-    ) -> None:
-        """Do nothing: ``out`` has no rows."""
+        graphs = all(recordable(backend, plan) for backend in self.backends)
+        return BoundLayers(tuple(bounds), layers, self.pool, plan, graphs)
 
 
 @dataclass(frozen=True)
 class BoundLayers:
-    """The `Attend` a model is given: stores a layer's new KV, then attends."""
+    """The `Attend` a model is given: stores a layer's new KV, then attends.
+
+    ``graphs`` says whether all that is bound here may be recorded in a CUDA graph.
+    """
 
     bounds: tuple[BoundAttention, ...]
     layers: tuple[tuple[BoundAttention, int], ...]

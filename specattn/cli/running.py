@@ -156,7 +156,7 @@ def _counts(engine: Engine) -> dict[str, Counter[str]]:
         stats = decoder.runner.stats
         for mode in decoder.modes:
             counts = found.setdefault(mode.value, Counter())
-            recorded = decoder.runner.recording and _slot_backend(engine, mode.value)[1]
+            recorded = decoder.runner.recorded(mode)
             counts["replayed" if recorded else "unrecorded"] += stats.replays[mode]
             counts["fallbacks"] += stats.eager[mode]
     return found
@@ -167,16 +167,16 @@ def _modes(engine: Engine, before: dict[str, Counter[str]]) -> tuple[ModeReport,
     for mode, counts in _counts(engine).items():
         since = counts - before.get(mode, Counter())
         reports.append(ModeReport(
-            mode, _slot_backend(engine, mode)[0], since["replayed"], since["unrecorded"],
+            mode, _backend_name(engine, mode), since["replayed"], since["unrecorded"],
             since["fallbacks"],
         ))
     return tuple(reports)
 
 
-def _slot_backend(engine: Engine, mode: str) -> tuple[str, bool]:
-    """Return the name of the backend that serves a mode, and whether it can be recorded."""
+def _backend_name(engine: Engine, mode: str) -> str:
+    """Return the name of the backend that serves a mode."""
     slot = engine.draft if mode.startswith("draft") and engine.draft else engine.target
-    return slot.backend.name, slot.backend.graphs
+    return slot.backend.name
 
 
 @contextmanager
