@@ -480,13 +480,16 @@ def process(*args: str, **rest) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-m", "specattn", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         cwd=ROOT, env=environment | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "0"},
-        # a shell's background jobs, and what they start, ignore interrupts
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **rest,
+        **rest,
     )
 
 
 def test_an_interrupt_ends_quietly():
-    running = process("generate", *ON_CPU, PROMPT, "--max-new-tokens", "2000", "--ignore-eos")
+    running = process(
+        "generate", *ON_CPU, PROMPT, "--max-new-tokens", "2000", "--ignore-eos",
+        # a shell's background jobs, and what they start, ignore interrupts
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     assert running.stdout is not None
     assert running.stdout.read(8)  # it is generating
     running.send_signal(signal.SIGINT)

@@ -7,7 +7,12 @@ import logging
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-from specattn.backends.base import AttentionBackend, BoundAttention, Capabilities
+from specattn.backends.base import (
+    AttentionBackend,
+    BackendFactory,
+    BoundAttention,
+    Capabilities,
+)
 from specattn.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -17,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AttentionBackend",
+    "BackendFactory",
     "BoundAttention",
     "Capabilities",
     "available",
@@ -54,7 +60,9 @@ def register_backend(name: str, target: str) -> None:
     ValueError
         If the name is taken by another target, or the target is not of that form.
     """
-    if _registered().get(name, target) != target or name == "auto" or "," in name:
+    if name == "auto" or "," in name:
+        raise ValueError(f"backend name {name!r} has another meaning")
+    if _registered().get(name, target) != target:
         raise ValueError(f"backend name {name!r} is taken")
     if target.count(":") != 1:
         raise ValueError(f"target must be 'module:Class', got {target!r}")
@@ -71,38 +79,79 @@ def _registered() -> dict[str, str]:
     return found | _BACKENDS
 
 
-def load_backend(name: str) -> type[AttentionBackend]:
-    """Import a backend's class.
+def load_backend(name: str) -> BackendFactory:
+    """Import a backend, or compose one of several.
+
+    Parameters
+    ----------
+    name : str
+        A backend; or ``"prefill,decode"`` or ``"prefill,decode,verify"``, see
+        `specattn.backends.hybrid.hybrid`.
 
     Raises
     ------
     UnsupportedError
-        If there is no backend of that name.
+        If there is no backend of that name, or it cannot be imported.
     """
+    if "," in name:
+        return _load_hybrid(name)
     registered = _registered()
     if name not in registered:
         known = ", ".join(("auto", *registered))
         raise UnsupportedError(f"backend {name!r}", [f"unknown; choose one of {known}"])
     module, attribute = registered[name].split(":")
-    backend: type[AttentionBackend] = getattr(importlib.import_module(module), attribute)
+    try:
+        backend: BackendFactory = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UnsupportedError(
+            f"backend {name!r}", [f"{registered[name]} cannot be imported: {error}"]
+        ) from error
     return backend
 
 
-def available(name: str, config: AttnConfig | None, device: torch.device) -> list[str]:
-    """Say why backend ``name`` cannot serve ``config`` on ``device``; empty means it can."""
-    return load_backend(name).reasons(config, device)
+def _load_hybrid(name: str) -> BackendFactory:
+    from specattn.backends.hybrid import hybrid
+
+    prefill, decode, *verify = (part.strip() for part in name.split(","))
+    if len(verify) > 1 or "auto" in (prefill, decode, *verify):
+        raise UnsupportedError(
+            f"backend {name!r}", ["a composite is named prefill,decode[,verify], without auto"]
+        )
+    return hybrid(prefill=prefill, decode=decode, verify=verify[0] if verify else None)
+
+
+def available(
+    backend: str | BackendFactory, config: AttnConfig | None, device: torch.device
+) -> list[str]:
+    """Say why ``backend`` cannot serve ``config`` on ``device``; empty means it can."""
+    return _loaded(backend).reasons(config, device)
+
+
+def _loaded(backend: str | BackendFactory) -> BackendFactory:
+    return load_backend(backend) if isinstance(backend, str) else backend
+
+
+#: What ``auto`` tries, first to last, and why; docs/backends.md has the numbers.
+AUTO: dict[str, dict[str, str]] = {
+    "cuda": {
+        "triton": "one captured kernel for chains and trees, without host planning",
+        "torch_native": "serves everything, eagerly",
+    },
+    "cpu": {"torch_native": "Triton would run in its interpreter"},
+}
 
 
 def choose_backend(
-    name: str, configs: list[AttnConfig], device: torch.device
-) -> type[AttentionBackend]:
-    """Return the backend to use for layers of these configurations.
+    backend: str | BackendFactory, configs: list[AttnConfig], device: torch.device
+) -> BackendFactory:
+    """Return what makes the backends for layers of these configurations.
 
     Parameters
     ----------
-    name : str
-        A backend, which must then serve every configuration; or ``"auto"``: Triton on a CUDA
-        device, torch on any other, and torch wherever Triton cannot serve, with the reason logged.
+    backend : str or BackendFactory
+        A backend, or a composite, which must then serve every configuration. By name also
+        ``"prefill,decode[,verify]"``, and ``"auto"``: the first of `AUTO` that serves, with the
+        choice, and what stood in the way of the others, logged.
     configs : list of AttnConfig
         The distinct layer configurations.
     device : torch.device
@@ -113,21 +162,30 @@ def choose_backend(
     UnsupportedError
         If a backend named explicitly, or every candidate of ``auto``, cannot serve.
     """
-    if name != "auto":
-        reasons = _all_reasons(name, configs, device)
-        if reasons:
-            raise UnsupportedError(f"backend {name!r} on {device}", reasons)
-        return load_backend(name)
-    order = ("triton", "torch_native") if device.type == "cuda" else ("torch_native",)
-    for candidate in order:
+    if backend == "auto":
+        return _choose(configs, device)
+    chosen = _loaded(backend)
+    reasons = _all_reasons(chosen, configs, device)
+    if reasons:
+        raise UnsupportedError(f"backend {chosen.name!r} on {device}", reasons)
+    return chosen
+
+
+def _choose(configs: list[AttnConfig], device: torch.device) -> BackendFactory:
+    refused: list[str] = []
+    for name, why in AUTO.get(device.type, AUTO["cpu"]).items():
+        candidate = load_backend(name)
         reasons = _all_reasons(candidate, configs, device)
         if not reasons:
-            log.info("backend auto: %s on %s", candidate, device)
-            return load_backend(candidate)
-        log.warning("backend auto: not %s on %s: %s", candidate, device, "; ".join(reasons))
-    raise UnsupportedError(f"backend 'auto' on {device}", reasons)
+            log.info("backend auto: %s on %s (%s)", name, device, why)
+            return candidate
+        log.warning("backend auto: not %s on %s: %s", name, device, "; ".join(reasons))
+        refused += [f"{name}: {reason}" for reason in reasons]
+    raise UnsupportedError(f"backend 'auto' on {device}", refused)
 
 
-def _all_reasons(name: str, configs: list[AttnConfig], device: torch.device) -> list[str]:
-    found = [reason for config in configs for reason in available(name, config, device)]
+def _all_reasons(
+    backend: BackendFactory, configs: list[AttnConfig], device: torch.device
+) -> list[str]:
+    found = [reason for config in configs for reason in backend.reasons(config, device)]
     return list(dict.fromkeys(found))

@@ -81,7 +81,7 @@ BackendOption = Annotated[
     str,
     typer.Option(
         envvar=BACKEND_VARIABLE, rich_help_panel=RUNNING,
-        help="Attention backend, or auto; see `specattn backends`.",
+        help="Attention backend, auto, or prefill,decode[,verify]; see `specattn backends`.",
     ),
 ]
 PageSizeOption = Annotated[
@@ -152,11 +152,15 @@ def check_backend(name: str, device: torch.device, *, from_environment: bool) ->
     from specattn.config import AttnConfig
 
     argument = BACKEND_VARIABLE if from_environment else "--backend"
-    known = ("auto", *backend_names())
-    if name not in known:
-        raise ArgumentError(argument, f"must be one of {', '.join(known)}, got {name!r}")
+    names = backend_names()
     if name == "auto":
         return
+    parts = name.split(",")
+    if len(parts) > 3 or any(part not in names for part in parts):
+        raise ArgumentError(
+            argument, f"must be one of {', '.join(('auto', *names))}, or "
+            f"prefill,decode[,verify] of them, got {name!r}"
+        )
     reasons = available(name, None, device)
     if reasons:
         raise ArgumentError(argument, f"{name} cannot run on {device}: {'; '.join(reasons)}")

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from specattn.backends.base import BackendFactory
     from specattn.backends.multi_step import Indices
     from specattn.config import SpecConfig
     from specattn.kv import KVPool
@@ -70,8 +71,10 @@ class ModelSlot(Generic[Model]):
     backend: LayeredBackend
 
     @classmethod
-    def of(cls, model: Model, pool: KVPool, backend: str) -> ModelSlot[Model]:
-        """Choose the attention backend of ``model`` by name, over ``pool``."""
+    def of(
+        cls, model: Model, pool: KVPool, backend: str | BackendFactory
+    ) -> ModelSlot[Model]:
+        """Choose the attention backend of ``model``, over ``pool``; see `choose_backend`."""
         return cls(model, pool, LayeredBackend(backend, model.layers, pool, pool.k.device))
 
 

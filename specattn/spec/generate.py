@@ -17,6 +17,7 @@ from specattn.spec.sampling import SamplingBatch
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from specattn.backends.base import BackendFactory
     from specattn.backends.multi_step import Indices
     from specattn.config import SpecConfig
     from specattn.spec.model import DraftModel, TargetModel
@@ -36,8 +37,8 @@ class Engine:
         Needed unless ``config.num_steps`` is 0.
     config : SpecConfig
         Tree width, depth, page size and limits.
-    backend : str
-        Attention backend, or ``"auto"``.
+    backend : str or BackendFactory
+        Attention backend, by name (``"auto"`` picks one) or itself; see `choose_backend`.
     num_slots : int, optional
         KV slots of the pools; by default every request can reach ``max_context_len``.
     buckets : sequence of int, optional
@@ -61,7 +62,7 @@ class Engine:
         draft: DraftModel | None,
         config: SpecConfig,
         *,
-        backend: str = "auto",
+        backend: str | BackendFactory = "auto",
         num_slots: int | None = None,
         buckets: Sequence[int] | None = None,
         graphs: bool = True,
