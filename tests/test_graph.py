@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from specattn.backends import available
-from specattn.batch import ForwardMode
+from specattn.batch import ForwardMode, SpecBatch
 from specattn.config import SpecConfig
 from specattn.errors import CapacityError, CaptureMismatch, NotCapturedError
 from specattn.graph import GraphRunner
@@ -160,3 +160,37 @@ def test_running_out_of_memory_at_capture_names_the_bucket_and_leaves_eager_usab
 def test_buckets_are_batch_sizes():
     with pytest.raises(ValueError, match="buckets"):
         GraphRunner(lambda mode, size: None, [0, 2], DEVICE)
+
+
+BAD_VALUES = {
+    "missing": ({"tokens": None}, r"missing: \['tokens'\]"),
+    "unknown": ({"tkens": torch.zeros(2)}, r"unknown: \['tkens'\]"),
+    "rows": ({"tokens": torch.zeros(3, 9, dtype=torch.int64)}, "tokens must have 2 rows, got 3"),
+    "width": ({"tokens": torch.zeros(2, 8, dtype=torch.int64)}, r"tokens must be \[2, 9\]"),
+    "dtype": ({"positions": torch.zeros(2, 9)}, "positions must be .* got .* torch.float32"),
+    "words": ({"tail_words": torch.zeros(2, 9, 2, dtype=torch.int64)}, r"tail_words .*\[2, 9, 1\]"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_VALUES.values(), ids=BAD_VALUES)
+def test_bad_values_are_refused_before_anything_is_written(backend, change, message):
+    """And a good call afterwards works."""
+    one, lens = world(backend, [2]), [5, 17]
+    one.poison(lens)
+    good = inputs(ForwardMode.TARGET_VERIFY, lens, 3)
+    want = one.run(ForwardMode.TARGET_VERIFY, lens, good)
+    bad = {name: value for name, value in (good | change).items() if value is not None}
+    with pytest.raises(ValueError, match=message):
+        one.run(ForwardMode.TARGET_VERIFY, lens, bad)
+    one.poison(lens)
+    same(want, one.run(ForwardMode.TARGET_VERIFY, lens, good))
+
+
+@pytest.mark.parametrize("lens", [[-1, 3], [3, 256 - CONFIG.reserve_len + 1]])
+def test_lengths_that_do_not_fit_are_refused(backend, lens):
+    one = world(backend, [2])
+    on_host = torch.tensor(lens, dtype=torch.int32)
+    rows = torch.tensor(one.rows[:2], device=DEVICE)
+    batch = SpecBatch(rows, on_host.to(DEVICE), on_host, rows)
+    with pytest.raises(ValueError, match=r"seq_lens must be 0\.\."):
+        one.decoder.step(batch, None, SamplingBatch.of([SamplingParams()] * 2, DEVICE))
