@@ -1,0 +1,122 @@
+"""One backend for prompts, one for decoding, one for verification."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from specattn.backends import load_backend
+from specattn.backends.base import Capabilities, CompositeBackend, named_reasons
+from specattn.batch import Phase
+from specattn.plan import ExtendPlan, Plan
+
+if TYPE_CHECKING:
+    import torch
+
+    from specattn.backends.base import AttentionBackend, BackendFactory, BoundAttention
+    from specattn.config import AttnConfig
+
+
+def hybrid(
+    *,
+    prefill: str | BackendFactory,
+    decode: str | BackendFactory,
+    verify: str | BackendFactory | None = None,
+) -> HybridBackend:
+    """Return a composite that serves every phase with a backend of its own.
+
+    Parameters
+    ----------
+    prefill : str or BackendFactory
+        Serves prompts and draft extends.
+    decode : str or BackendFactory
+        Serves plain decoding and draft decoding.
+    verify : str or BackendFactory, optional
+        Serves target verification; ``decode`` if omitted.
+
+    Raises
+    ------
+    UnsupportedError
+        If there is no backend of one of the names.
+    """
+    parts = [
+        load_backend(part) if isinstance(part, str) else part
+        for part in (prefill, decode, decode if verify is None else verify)
+    ]
+    return HybridBackend(*parts)
+
+
+@dataclass(frozen=True)
+class HybridBackend:
+    """Backends by phase, over one pool: `hybrid` makes it, and so does the name ``"a,b[,c]"``.
+
+    Parameters
+    ----------
+    prefill, decode, verify : BackendFactory
+        See `hybrid`. A backend given twice is made once.
+    """
+
+    prefill: BackendFactory
+    decode: BackendFactory
+    verify: BackendFactory
+
+    @property
+    def name(self) -> str:
+        """As ``--backend`` takes it."""
+        parts = [self.prefill.name, self.decode.name]
+        return ",".join(parts if self.verify == self.decode else [*parts, self.verify.name])
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What holds in every phase in which it is asked for."""
+        prefill, decode, verify = (
+            part.capabilities for part in (self.prefill, self.decode, self.verify)
+        )
+        return replace(
+            Capabilities.merged([prefill, decode, verify]),
+            trees=decode.trees and verify.trees, lists=decode.lists, extend=prefill.extend,
+        )
+
+    def reasons(self, config: AttnConfig | None, device: torch.device) -> list[str]:
+        """Say which backend stands in the way, in which phase, and why."""
+        parts = [("prefill", self.prefill), ("decode", self.decode)]
+        if self.verify != self.decode:
+            parts.append(("verify", self.verify))
+        found = named_reasons(parts, config, device)
+        if not self.prefill.capabilities.extend:
+            found.append(f"prefill {self.prefill.name}: it serves no prompts")
+        return found
+
+    def __call__(self, config: AttnConfig, device: torch.device) -> HybridLayer:
+        """Make one backend of every kind."""
+        kinds = dict.fromkeys((self.prefill, self.decode, self.verify))
+        made = {kind: kind(config, device) for kind in kinds}
+        decode = made[self.decode]
+        phases = {
+            Phase.PREFILL: made[self.prefill], Phase.DECODE: decode, Phase.DRAFT: decode,
+            Phase.VERIFY: made[self.verify],
+        }
+        return HybridLayer(config, self.capabilities, phases)
+
+
+@dataclass(frozen=True)
+class HybridLayer(CompositeBackend):
+    """`HybridBackend` for one layer geometry: its backends by phase.
+
+    A phase binds the backend that serves it and no other, so capturing a forward touches only
+    what its replays use.
+    """
+
+    config: AttnConfig
+    capabilities: Capabilities
+    phases: dict[Phase, AttentionBackend]
+
+    def serving(self, plan: Plan) -> tuple[AttentionBackend]:
+        """Return the backend of the plan's phase."""
+        phase = Phase.PREFILL if isinstance(plan, ExtendPlan) else plan.layout.phase
+        return (self.phases[phase],)
+
+    def bind(self, plan: Plan) -> BoundAttention:
+        """Bind the backend of the plan's phase."""
+        (backend,) = self.serving(plan)
+        return backend.bind(plan)

@@ -1,0 +1,210 @@
+"""Two-batch overlap: a batch in two halves, so that one computes while the other communicates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from specattn.backends import load_backend
+from specattn.backends.base import (
+    Capabilities,
+    CompositeBackend,
+    IdleAttention,
+    named_reasons,
+)
+from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from specattn.backends.base import AttentionBackend, BackendFactory, BoundAttention
+    from specattn.config import AttnConfig
+
+
+def tbo(
+    primary: str | BackendFactory, children: tuple[str | BackendFactory, ...] = ()
+) -> TboBackend:
+    """Return a composite that serves the two halves of a batch with a backend each.
+
+    Parameters
+    ----------
+    primary : str or BackendFactory
+        Serves what is not split: prompts.
+    children : tuple of two str or BackendFactory, optional
+        Serve the halves; two of ``primary`` if omitted.
+
+    Raises
+    ------
+    UnsupportedError
+        If there is no backend of one of the names.
+    """
+    first, *others = (
+        load_backend(part) if isinstance(part, str) else part
+        for part in (primary, *(children or (primary, primary)))
+    )
+    return TboBackend(first, tuple(others))
+
+
+@dataclass(frozen=True)
+class TboBackend:
+    """Backends for the whole of a batch and for its halves.
+
+    Every bucket is split at a request boundary, ``bucket // 2``, whatever its padding; nothing is
+    read on the host to do so, and the halves' plans are views of the whole's. The split is that of
+    SGLang's two-batch overlap (``TboAttnBackend``).
+
+    Parameters
+    ----------
+    primary : BackendFactory
+        Serves prompts, unsplit.
+    children : sequence of BackendFactory
+        Two, one per half; equal ones are still made twice, so that the halves, and the primary,
+        share no metadata and no workspace and may run at the same time.
+
+    Raises
+    ------
+    ValueError
+        If there are not two children.
+    """
+
+    primary: BackendFactory
+    children: tuple[BackendFactory, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "children", tuple(self.children))
+        if len(self.children) != 2:
+            raise ValueError(f"children must be 2 backends, got {len(self.children)}")
+
+    @property
+    def name(self) -> str:
+        """``tbo(a)``, or ``tbo(a; b, c)`` where the children differ from the primary."""
+        primary, first, second = (part.name for part in (self.primary, *self.children))
+        return f"tbo({primary})" if primary == first == second else (
+            f"tbo({primary}; {first}, {second})"
+        )
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What all parts promise; prompts are the primary's alone."""
+        parts = [part.capabilities for part in (self.primary, *self.children)]
+        return replace(Capabilities.merged(parts), extend=self.primary.capabilities.extend)
+
+    def reasons(self, config: AttnConfig | None, device: torch.device) -> list[str]:
+        """Say which part stands in the way, and why."""
+        roles = ("primary", "first half", "second half")
+        parts: dict[BackendFactory, str] = {}
+        for role, part in zip(roles, (self.primary, *self.children), strict=True):
+            parts.setdefault(part, role)
+        return named_reasons([(role, part) for part, role in parts.items()], config, device)
+
+    def __call__(self, config: AttnConfig, device: torch.device) -> TboLayer:
+        """Make the primary and both children, each with buffers of its own."""
+        first, second = (child(config, device) for child in self.children)
+        return TboLayer(config, self.capabilities, self.primary(config, device), (first, second))
+
+
+@dataclass(frozen=True)
+class TboLayer(CompositeBackend):
+    """`TboBackend` for one layer geometry.
+
+    An engine that overlaps two micro-batches binds this once per forward and calls the bound
+    ``children`` with their own rows (`BoundTbo`); it may bind ``primary`` to the same plan for
+    layers that it runs unsplit.
+    """
+
+    config: AttnConfig
+    capabilities: Capabilities
+    primary: AttentionBackend
+    children: tuple[AttentionBackend, AttentionBackend]
+
+    def serving(self, plan: Plan) -> tuple[AttentionBackend, ...]:
+        """Return both children, or the primary for prompts."""
+        return (self.primary,) if isinstance(plan, ExtendPlan) else self.children
+
+    def bind(self, plan: Plan) -> BoundAttention:
+        """Bind the children to the halves; a half without requests binds nothing."""
+        if isinstance(plan, ExtendPlan):
+            return self.primary.bind(plan)
+        plans = halves(plan)
+        first, second = (
+            IdleAttention() if half.idle else child.bind(half)
+            for child, half in zip(self.children, plans, strict=True)
+        )
+        return BoundTbo(plans, (first, second))
+
+
+def halves(plan: AttnPlan | CsrPlan) -> tuple[AttnPlan | CsrPlan, AttnPlan | CsrPlan]:
+    """Split a plan at a request boundary into two plans over the same memory.
+
+    The parts are disjoint and cover the batch: requests ``[0, B // 2)`` and ``[B // 2, B)``. The
+    second part's ``kv_indptr`` starts where the first one's ends, not at 0.
+    """
+    if isinstance(plan, CsrPlan):
+        middle = len(plan.out_slots) // 2
+        row = middle * plan.layout.q_len
+        return (
+            replace(plan, kv_indptr=plan.kv_indptr[: row + 1], out_slots=plan.out_slots[:middle]),
+            replace(plan, kv_indptr=plan.kv_indptr[row:], out_slots=plan.out_slots[middle:]),
+        )
+    middle = plan.batch // 2
+    return _requests(plan, slice(0, middle)), _requests(plan, slice(middle, None))
+
+
+def _requests(plan: AttnPlan, which: slice) -> AttnPlan:
+    return replace(
+        plan,
+        req_pool_indices=plan.req_pool_indices[which],
+        seq_lens=plan.seq_lens[which],
+        positions=plan.positions[which],
+        tail_slots=plan.tail_slots[which],
+        tail_positions=plan.tail_positions[which],
+        tail_words=plan.tail_words[which],
+    )
+
+
+@dataclass(frozen=True)
+class BoundTbo:
+    """Attention over both halves of a batch.
+
+    Parameters
+    ----------
+    plans : tuple of two AttnPlan or CsrPlan
+        What the children are bound to.
+    children : tuple of two BoundAttention
+        The halves' attention. ``fill`` and ``schedule`` here serve both; then an engine may call
+        `run` with all rows, or each child's ``run`` with the rows of its half, ``q[rows]`` for
+        ``rows`` in `rows`.
+    """
+
+    plans: tuple[AttnPlan | CsrPlan, AttnPlan | CsrPlan]
+    children: tuple[BoundAttention, BoundAttention]
+
+    @property
+    def requests(self) -> tuple[slice, slice]:
+        """Which requests each half holds."""
+        middle = len(self.plans[0].out_slots)
+        return slice(0, middle), slice(middle, None)
+
+    @property
+    def rows(self) -> tuple[slice, slice]:
+        """Which rows of q, out and lse each half holds."""
+        middle = self.plans[0].out_slots.numel()
+        return slice(0, middle), slice(middle, None)
+
+    def fill(self) -> None:
+        """Fill both halves."""
+        for child in self.children:
+            child.fill()
+
+    def schedule(self, seq_lens_cpu: Tensor | None) -> None:
+        """Schedule both halves from their part of the lengths; the split itself needs none."""
+        for child, which in zip(self.children, self.requests, strict=True):
+            child.schedule(None if seq_lens_cpu is None else seq_lens_cpu[which])
+
+    def run(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
+    ) -> None:
+        """Attend, one half after the other; see `BoundAttention.run`."""
+        for child, rows in zip(self.children, self.rows, strict=True):
+            child.run(q[rows], k_cache, v_cache, out[rows], None if lse is None else lse[rows])
