@@ -82,12 +82,19 @@ class BufferSet:
         **values : Tensor
             By field name, ``[count, ...]``; all of one count, on any device. Fields that are not
             named keep what they hold.
+
+        Raises
+        ------
+        ValueError
+            Before anything is written: if a value's shape or dtype is not the declared one.
         """
+        count = min((len(value) for value in values.values()), default=0)
+        for name, value in values.items():
+            _check(name, value, getattr(self, name), count)
         for item in fields(self):
             if item.name not in values:
                 continue
             target, value = getattr(self, item.name), values[item.name]
-            count = len(value)
             target[:count].copy_(value, non_blocking=True)
             if count < len(target):
                 _pad(target[count:], item.metadata["spec"], dims)
@@ -95,6 +102,14 @@ class BufferSet:
     def tensors(self) -> dict[str, Tensor]:
         """Return the buffers by name."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
+
+
+def _check(name: str, value: Tensor, target: Tensor, count: int) -> None:
+    shape = (min(count, len(target)), *target.shape[1:])
+    if value.shape != shape or value.dtype != target.dtype:
+        raise ValueError(
+            f"{name} must be {list(shape)} {target.dtype}, got {list(value.shape)} {value.dtype}"
+        )
 
 
 def _pad(target: Tensor, spec: Spec, dims: Any) -> None:

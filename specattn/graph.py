@@ -36,6 +36,11 @@ class BoundProgram(Protocol):
         """Whether ``run`` may be recorded in a CUDA graph."""
         ...
 
+    @property
+    def takes(self) -> frozenset[str]:
+        """The names of the values `copy_in` needs, no more and no less."""
+        ...
+
     def copy_in(self, count: int, **values: Tensor) -> None:
         """Copy ``count`` requests' values into the static buffers and pad the rest.
 
@@ -229,9 +234,14 @@ class GraphRunner:
             If `capture` was never called for ``mode``.
         CaptureMismatch
             If a buffer the graph reads is not the one it was captured with.
+        ValueError
+            If a value is missing, unknown, or not of the declared shape and dtype; nothing has
+            been written or launched then.
         """
         if mode not in self._captured:
             raise NotCapturedError(mode.value, [m.value for m in self._captured])
+        if seq_lens_cpu is not None and seq_lens_cpu.shape != (count,):
+            raise ValueError(f"seq_lens_cpu must be [{count}], got {list(seq_lens_cpu.shape)}")
         done = self._captured[mode]
         sizes = sorted(done)
         at = bisect.bisect_left(sizes, count)
@@ -262,6 +272,12 @@ def _prepare(
     seq_lens_cpu: Tensor | None,
     values: dict[str, Tensor],
 ) -> None:
+    if values.keys() != bound.takes:
+        missing, unknown = bound.takes - values.keys(), values.keys() - bound.takes
+        raise ValueError(f"values missing: {sorted(missing)}; unknown: {sorted(unknown)}")
+    for name, value in values.items():
+        if len(value) != count:
+            raise ValueError(f"{name} must have {count} rows, got {len(value)}")
     bound.copy_in(count, **values)
     if seq_lens_cpu is not None and count < bucket:
         seq_lens_cpu = torch.nn.functional.pad(seq_lens_cpu, (0, bucket - count))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -23,7 +24,7 @@ def test_copy_in_pads_every_row_after_the_values_whatever_was_there():
     full.plain.fill_(99)
     full.marked.fill_(float("nan"))
     view = full.bind(4)
-    view.copy_in(3, plain=torch.ones(2, 3), marked=torch.zeros(2, 3))
+    view.copy_in(3, plain=torch.ones(2, 3, dtype=torch.int32), marked=torch.zeros(2, 3))
     assert view.plain.tolist() == [[1] * 3] * 2 + [[0] * 3] * 2
     assert view.marked.tolist() == [[0.0] * 3] * 2 + [[1.0, 2.0, 3.0]] * 2
     assert (full.plain[4:] == 99).all(), "rows of a larger bucket are not this bucket's business"
@@ -61,3 +62,13 @@ def test_attention_inputs_start_as_padding():
     assert inputs.tail_words.tolist() == [[[1], [3]]] * 2
     assert not inputs.req_pool_indices.any()
     assert not inputs.tail_slots.any()
+
+
+def test_values_of_another_shape_or_dtype_are_refused_and_nothing_is_written():
+    full = Pair.alloc(2, 3, torch.device("cpu"))
+    good = torch.ones(2, 3, dtype=torch.int32)
+    for bad, message in ((torch.ones(2, 3), "float32"), (good[:, :2], r"\[2, 3\] .* got \[2, 2\]"),
+                         (torch.ones(3, 3, dtype=torch.int32), r"\[2, 3\] .* got \[3, 3\]")):
+        with pytest.raises(ValueError, match=f"plain must be .*{message}"):
+            full.copy_in(3, marked=torch.zeros(2, 3), plain=bad)
+        assert full.marked.tolist() == [[1.0, 2.0, 3.0]] * 2

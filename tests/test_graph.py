@@ -15,6 +15,7 @@ from specattn.batch import ForwardMode, SpecBatch
 from specattn.config import SpecConfig
 from specattn.errors import CapacityError, CaptureMismatch, NotCapturedError
 from specattn.graph import GraphRunner
+from specattn.spec.sampling import SamplingBatch, SamplingParams
 from specattn.spec.verify_program import VerifyProgram
 from tests.worlds import CONFIG, DEVICE, MODES, inputs, same, world
 

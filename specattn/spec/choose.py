@@ -24,6 +24,11 @@ class Coins(BufferSet):
     seeds: Tensor = buf(lambda _: (), torch.int64)
 
 
+def drawing_names(config: SpecConfig) -> tuple[str, ...]:
+    """Return the values a draft program takes to draw with."""
+    return ("temperature", "seeds") if config.draft_sampling else ()
+
+
 @dataclass(frozen=True)
 class Chosen:
     """Draft tokens: probabilities and target ids ``[R, K]``, and the law they were drawn from."""

@@ -10,6 +10,7 @@ from specattn.backends.layers import LayeredBackend
 from specattn.batch import AcceptResult, Candidates, DraftState, DraftTree, ForwardMode, SpecBatch
 from specattn.errors import CapacityError
 from specattn.graph import GraphRunner, Program
+from specattn.spec.choose import drawing_names
 from specattn.spec.extend import ExtendProgram
 from specattn.spec.propose import ProposeProgram
 from specattn.spec.tree import build_tree, root_tree
@@ -162,13 +163,29 @@ class SpecDecoder:
             From the last step's extend, or from the prompt's.
         sampling : SamplingBatch
             How each request draws.
+
+        Raises
+        ------
+        ValueError
+            If a length is negative, or the step does not fit into the context; nothing has run
+            then.
         """
+        self._check(batch)
         tree = self.propose(batch, state, sampling)
         verified = self.verify(batch, tree)
         accepted = accept(tree, verified.logits, batch.seq_lens, self.config, sampling)
         self.target.pool.commit(verified.tail_slots, accepted)
         state = self.extend(batch, accepted, verified.features, sampling)
         return StepResult(tree, accepted, state)
+
+    def _check(self, batch: SpecBatch) -> None:
+        limit = self.req_to_token.shape[1] - self.config.reserve_len
+        lens = batch.seq_lens_cpu
+        if len(lens) and not (int(lens.min()) >= 0 and int(lens.max()) <= limit):
+            raise ValueError(
+                f"seq_lens must be 0..{limit}, so that a step of {self.config.reserve_len} tokens "
+                f"fits, got {int(lens.min())}..{int(lens.max())}"
+            )
 
     def propose(
         self, batch: SpecBatch, state: DraftState | None, sampling: SamplingBatch
@@ -209,9 +226,7 @@ class SpecDecoder:
 
     def _drawing(self, sampling: SamplingBatch) -> dict[str, Tensor]:
         """Return what draft models draw with, if they draw."""
-        if not self.config.draft_sampling:
-            return {}
-        return {"temperature": sampling.temperature, "seeds": sampling.seeds}
+        return {name: getattr(sampling, name) for name in drawing_names(self.config)}
 
     def _run(self, mode: ForwardMode, batch: SpecBatch, **values: Tensor) -> Any:
         return self.runner.run(

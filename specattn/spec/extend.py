@@ -11,8 +11,8 @@ from torch import Tensor
 from specattn.batch import DraftState, ForwardMode, RowLayout
 from specattn.buffers import BufferSet, Fingerprint, buf
 from specattn.plan import AttnInputs, AttnPlan
-from specattn.spec.choose import Coins, choose_tokens
-from specattn.spec.programs import copy_in_all, describe
+from specattn.spec.choose import Coins, choose_tokens, drawing_names
+from specattn.spec.programs import ROWS, copy_in_all, describe
 
 if TYPE_CHECKING:
     from specattn.backends.layers import BoundLayers, LayeredBackend
@@ -101,6 +101,11 @@ class BoundExtend:
     def graphs(self) -> bool:
         """Whether the attention may be recorded."""
         return self.attend.graphs
+
+    @property
+    def takes(self) -> frozenset[str]:
+        """The accepted path with its features, rows and lengths, and what sampled drafts need."""
+        return frozenset({*self.accepted.tensors(), *ROWS, *drawing_names(self.config)})
 
     def copy_in(self, count: int, **values: Tensor) -> None:
         """Take ``tokens [count, N + 1]``, ``features``, ``accept_lens``, rows and lengths."""

@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+#: What every program takes: table rows and committed lengths of the requests.
+ROWS = ("req_pool_indices", "seq_lens")
+
+
 def copy_in_all(values: dict[str, Tensor], *sets: tuple[BufferSet, object]) -> None:
     """Hand each buffer set, given with its dimensions, the values it declares."""
     for part, dims in sets:

@@ -12,8 +12,8 @@ from specattn.backends.multi_step import BoundMultiStep, Indices, MultiStepDraft
 from specattn.batch import Candidates
 from specattn.buffers import BufferSet, Fingerprint, buf, fingerprint
 from specattn.kernels import ops
-from specattn.spec.choose import Coins, choose_tokens
-from specattn.spec.programs import copy_in_all, describe
+from specattn.spec.choose import Coins, choose_tokens, drawing_names
+from specattn.spec.programs import ROWS, copy_in_all, describe
 
 if TYPE_CHECKING:
     from specattn.backends.layers import LayeredBackend
@@ -97,6 +97,11 @@ class BoundPropose:
     def graphs(self) -> bool:
         """Whether the attention may be recorded."""
         return all(step.graphs for step in self.steps.steps)
+
+    @property
+    def takes(self) -> frozenset[str]:
+        """The draft state, rows and lengths, and what sampled drafts need."""
+        return frozenset({*self.state.tensors(), *ROWS, *drawing_names(self.config)})
 
     def copy_in(self, count: int, **values: Tensor) -> None:
         """Take the `DraftState` tensors, rows and lengths."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specattn.buffers import BufferSet, Fingerprint, buf
 from specattn.plan import AttnInputs, AttnPlan
-from specattn.spec.programs import copy_in_all, describe
+from specattn.spec.programs import ROWS, copy_in_all, describe
 
 if TYPE_CHECKING:
     from specattn.backends.layers import BoundLayers, LayeredBackend
@@ -97,6 +97,11 @@ class BoundVerify:
     def graphs(self) -> bool:
         """Whether the attention may be recorded."""
         return self.attend.graphs
+
+    @property
+    def takes(self) -> frozenset[str]:
+        """Tokens and positions of the nodes, their words, rows and lengths."""
+        return frozenset({"tokens", "positions", "tail_words", *ROWS})
 
     def copy_in(self, count: int, **values: Tensor) -> None:
         """Take ``tokens, positions [count, n]``, ``tail_words``, rows and lengths."""
