@@ -1,0 +1,125 @@
+"""One list and one packed mask per request, against lists of lists and `interop`."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from specattn.interop import packed_indptr, packed_mask
+from tests.kernels.tree_oracle import DEVICE, implementation
+from tests.oracle import Case, make_tree_case
+
+KINDS = ["twin", "triton"]
+CANARY = 171
+
+CASES = {
+    "tree": {"lengths": [37, 0, 130, 1], "q_len": 5},
+    "one_node": {"lengths": [3, 0], "q_len": 1},
+    "below_a_byte": {"lengths": [0, 0, 1], "q_len": 2},
+    "late_draft": {"lengths": [9, 64, 0], "q_len": 3, "tail_len": 12, "mode": "draft"},
+    "two_words": {"lengths": [31, 5], "q_len": 7, "tail_len": 70, "mode": "any"},
+    "padded": {"lengths": [600, 2], "q_len": 4, "pads": 3},
+    "many_programs": {"lengths": [1500], "q_len": 11},
+}
+
+
+def tensors(case: Case) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+    """The case's arguments, and list and byte offsets with a trailing request without rows."""
+    args = case.args
+    _, q_len, _ = args["tail_words"].shape
+    keys = args["seq_lens"] + args["tail_slots"].shape[1]
+    lists = torch.zeros(len(keys) + 2, dtype=torch.int32)
+    lists[1:-1] = keys.cpu().cumsum(0)
+    lists[-1] = lists[-2]
+    masks = torch.zeros_like(lists)
+    masks[1:-1] = ((q_len * keys.cpu() + 7) // 8).cumsum(0)
+    masks[-1] = masks[-2]
+    return args, lists.to(DEVICE), masks.to(DEVICE)
+
+
+def strided(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values as a view with a row stride, as the draft steps' are."""
+    shape = (*tensor.shape[:-1], tensor.shape[-1] + 3)
+    wide = torch.full(shape, CANARY, dtype=tensor.dtype, device=tensor.device)
+    wide[..., : tensor.shape[-1]] = tensor
+    return wide[..., : tensor.shape[-1]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CASES)
+def test_lists_are_the_prefix_then_the_tail(name, kind):
+    args, lists, _ = tensors(make_tree_case(**CASES[name], device=DEVICE))
+    out = torch.full((int(lists[-1]) + 5,), -CANARY, dtype=torch.int32, device=DEVICE)
+    implementation(kind, "csr").fill_lists(
+        args["req_to_token"], args["req_pool_indices"], strided(args["tail_slots"]), lists, out
+    )
+    table, rows = args["req_to_token"].tolist(), args["req_pool_indices"].tolist()
+    want = []
+    for b, length in enumerate(args["seq_lens"].tolist()):
+        want += table[rows[b]][:length] + args["tail_slots"][b].tolist()
+    assert out.tolist() == want + [-CANARY] * 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lists_without_a_tail_come_from_the_table_alone(kind):
+    """What a prompt reads: the table holds its new tokens too."""
+    table = torch.randperm(60, device=DEVICE).int().view(3, 20)
+    lists = torch.tensor([0, 7, 7, 27], dtype=torch.int32, device=DEVICE)
+    out = torch.full((27,), -CANARY, dtype=torch.int32, device=DEVICE)
+    implementation(kind, "csr").fill_lists(
+        table, torch.tensor([2, 0, 1], device=DEVICE), table.new_empty(3, 0), lists, out
+    )
+    assert out.tolist() == table[2, :7].tolist() + table[1].tolist()
+
+
+def brute_force(case: Case) -> list[int]:
+    """The bytes of all masks, cell by cell."""
+    a = {name: value.tolist() for name, value in case.args.items()}
+    packed = []
+    for b, prefix in enumerate(a["seq_lens"]):
+        cells = []
+        for i, here in enumerate(a["positions"][b]):
+            where = list(range(prefix)) + a["tail_positions"][b]
+            for column, there in enumerate(where):
+                seen = column < prefix or (
+                    a["tail_words"][b][i][(column - prefix) // 64] >> (column - prefix) % 64 & 1
+                )
+                near = case.window_left < 0 or 0 <= here - there <= case.window_left
+                cells.append(bool(seen) and near)
+        cells += [False] * (-len(cells) % 8)
+        packed += [
+            sum(on << bit for bit, on in enumerate(cells[at : at + 8]))
+            for at in range(0, len(cells), 8)
+        ]
+    return packed
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("window", [-1, 0, 6])
+@pytest.mark.parametrize("name", CASES)
+def test_masks_are_packed_from_words_and_positions(name, window, kind):
+    case = make_tree_case(**CASES[name], window_left=window, device=DEVICE)
+    args, lists, masks = tensors(case)
+    out = torch.full((int(masks[-1]) + 5,), CANARY, dtype=torch.uint8, device=DEVICE)
+    words = strided(args["tail_words"])
+    implementation(kind, "csr").pack_masks(
+        lists, masks, strided(args["positions"]), strided(args["tail_positions"]), words, out,
+        window,
+    )
+    assert out.tolist() == brute_force(case) + [CANARY] * 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_masks_are_those_of_interop(kind):
+    """The public spelling of the same bits."""
+    lens = [random.Random(4).randrange(300) for _ in range(5)]
+    args, lists, masks = tensors(make_tree_case(lens, q_len=9, device=DEVICE))
+    words, seq_lens = args["tail_words"], args["seq_lens"]
+    assert masks[:-1].tolist() == packed_indptr(seq_lens, 9).tolist()
+    out = torch.full((int(masks[-1]),), CANARY, dtype=torch.uint8, device=DEVICE)
+    implementation(kind, "csr").pack_masks(
+        lists, masks, args["positions"], args["tail_positions"], words, out, -1
+    )
+    assert torch.equal(out, packed_mask(words, seq_lens))
