@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from specattn.backends.multi_step import Indices
     from specattn.config import SpecConfig
     from specattn.spec.model import DraftModel, TargetModel
+    from specattn.spec.sampling import SamplingParams
 
 
 class Engine:
@@ -87,6 +88,7 @@ class Engine:
         self._prefill = Prefill(self.target, self.draft, self.table.req_to_token, config)
         self._decoders: dict[SpecConfig, SpecDecoder] = {}
         self._live: list[Live] = []
+        self._drawing: tuple[tuple[SamplingParams, ...], SamplingBatch] | None = None
         self.decoder(config)
 
     def decoder(self, config: SpecConfig) -> SpecDecoder:
@@ -191,7 +193,7 @@ class Engine:
         self.table.reserve(
             [live.row for live in group], [live.length + config.reserve_len for live in group]
         )
-        sampling = SamplingBatch.of([live.request.sampling for live in group], self._device)
+        sampling = self._sampling([live.request for live in group])
         result = self.decoder(config).step(self._batch(group), state, sampling)
         accepted = result.accepted
         lens = accepted.accept_lens.long()[:, None]
@@ -205,6 +207,13 @@ class Engine:
             self.table.commit(live.row, live.length)
             gained.append((live.result, self._take(live, tokens[:count])))
         return gained
+
+    def _sampling(self, requests: Sequence[Request]) -> SamplingBatch:
+        """Return the requests' parameters; a batch that stays the same is not sent again."""
+        params = tuple(request.sampling for request in requests)
+        if self._drawing is None or self._drawing[0] != params:
+            self._drawing = params, SamplingBatch.of(params, self._device)
+        return self._drawing[1]
 
     def _batch(self, group: list[Live]) -> SpecBatch:
         packed = torch.tensor([[live.row, live.bonus, live.length] for live in group])
@@ -305,7 +314,7 @@ class Engine:
             for prompt in prompts:
                 self.table.free(prompt.row)
             raise
-        sampling = SamplingBatch.of([request.sampling for request, _ in wave], self._device)
+        sampling = self._sampling([request for request, _ in wave])
         out = self._prefill.run(prompts, sampling)
         first = out.bonus_tokens.tolist()
         for at, ((request, result), prompt) in enumerate(zip(wave, prompts, strict=True)):
