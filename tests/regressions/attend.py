@@ -1,0 +1,22 @@
+"""One tree attention call, by the kernel or by its twin."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tests.kernels.test_tree_attention import make_kernel, plan, run, run_twin
+
+if TYPE_CHECKING:
+    from tests.oracle import Case
+
+KINDS = ["twin", "triton"]
+
+
+def attend(case: Case, kind: str) -> None:
+    """Fill ``case.out`` and ``case.lse``."""
+    if kind == "twin":
+        run_twin(case)
+        return
+    kernel = make_kernel(case)
+    plan(kernel, case)
+    run(kernel, case)

@@ -1,0 +1,62 @@
+"""R01: sglang#27338, sglang#27460, sglang#26340.
+
+A topk > 1 draft graph sized a row of ``kv_indices`` for one list per request; the kernel packed
+``topk`` lists and wrote past the row, into whatever the graph pool held next.
+
+One function sizes the rows, for eager and captured batches alike; a row that is too short is
+refused before anything is written; the longest lists leave the cells after their row alone.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specattn.kernels.reference.draft_kv import draft_kv_width
+from tests.kernels.tree_oracle import DEVICE, implementation
+from tests.worlds import CONFIG, world
+
+BATCH, TOPK, STEPS, CONTEXT, CANARY = 3, 2, 3, 16, -99
+
+
+def longest(width: int) -> dict[str, torch.Tensor]:
+    """Every request at the context limit."""
+    words = torch.tensor([[1 << s * TOPK + k for k in range(TOPK)] for s in range(STEPS)])
+    tensors = {
+        "req_to_token": torch.arange((BATCH + 1) * CONTEXT, dtype=torch.int32).view(-1, CONTEXT),
+        "req_pool_indices": torch.arange(1, BATCH + 1),
+        "seq_lens": torch.full((BATCH,), CONTEXT, dtype=torch.int32),
+        "branch_slots": torch.ones(BATCH, STEPS, TOPK, dtype=torch.int32),
+        "words": words.expand(BATCH, -1, -1)[..., None].contiguous(),
+        "kv_indptr": torch.zeros(STEPS, BATCH * TOPK + 1, dtype=torch.int32),
+        "kv_indices": torch.full((STEPS, width), CANARY, dtype=torch.int32),
+    }
+    return {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("kind", ["twin", "triton"])
+def test_the_longest_lists_stay_inside_their_row(kind):
+    width = draft_kv_width(BATCH, TOPK, CONTEXT, STEPS)
+    case = longest(width + 40)
+    implementation(kind, "draft_kv").fill_draft_kv(**case)
+    for step in range(STEPS):
+        used = int(case["kv_indptr"][step, -1])
+        assert used == BATCH * TOPK * (CONTEXT + step + 1) <= width
+        assert (case["kv_indices"][step, :used] != CANARY).all()
+        assert (case["kv_indices"][step, used:] == CANARY).all()
+
+
+@pytest.mark.parametrize("kind", ["twin", "triton"])
+def test_a_row_for_one_branch_per_request_is_refused_before_launch(kind):
+    case = longest(BATCH * (CONTEXT + STEPS))
+    with pytest.raises(ValueError, match="kv_indices must be"):
+        implementation(kind, "draft_kv").fill_draft_kv(**case)
+    assert (case["kv_indices"] == CANARY).all()
+
+
+def test_every_bucket_shares_the_one_width():
+    shared = world("torch_native", [1, 8], indices="csr")
+    steps = [shared.bound(mode, bucket).steps for mode in shared.decoder.modes[1:2]
+             for bucket in (1, 8)]
+    width = draft_kv_width(8, CONFIG.topk, CONFIG.max_context_len, CONFIG.num_draft_forwards)
+    assert [step.kv_indices.shape[1] for step in steps] == [width, width]
