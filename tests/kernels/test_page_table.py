@@ -1,0 +1,108 @@
+"""Page tables and the lse merge against lists and float64, on permuted slots and poison."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from tests.kernels.tree_oracle import DEVICE, implementation, to_word
+
+KINDS = ["twin", "triton"]
+CANARY = -99
+INT = {"dtype": torch.int32, "device": DEVICE}
+
+
+def slot_lists(rng: random.Random, lens: list[int], tail: int, max_len: int):
+    """A table with permuted rows and stale entries, and strided tail slots."""
+    rows = rng.sample(range(1, len(lens) + 3), len(lens))
+    table = [[rng.randrange(1, 2**31) for _ in range(max_len)] for _ in range(len(lens) + 3)]
+    tails = [[rng.randrange(1, 2**31) for _ in range(tail)] for _ in lens]
+    wide = torch.full((len(lens), tail + 2), CANARY, **INT)
+    wide[:, :tail] = torch.tensor(tails, **INT)
+    return rows, table, tails, wide[:, :tail]
+
+
+@pytest.mark.parametrize(("lens", "q_len", "tail", "max_len", "window"), [
+    ([3, 0, 7], 1, 1, 9, -1), ([0], 4, 4, 1, -1), ([5, 11, 2, 0], 1, 3, 11, -1),
+    ([1500, 3, 0, 1024], 5, 5, 2000, -1), ([5, 40, 0, 7], 4, 4, 40, 6), ([5, 40, 0], 1, 3, 41, 0),
+    ([9, 2], 3, 3, 12, 50),
+])
+@pytest.mark.parametrize("kind", KINDS)
+def test_page_table_is_prefix_then_tail_from_the_window_on(
+    kind, lens, q_len, tail, max_len, window
+):
+    rng = random.Random(tail)
+    rows, table, tails, tail_slots = slot_lists(rng, lens, tail, max_len)
+    width = max_len + tail if window < 0 else min(max_len + tail, window + q_len)
+    out = torch.full((len(lens), width), CANARY, **INT)
+    counts = torch.full((len(lens),), CANARY, **INT)
+    implementation(kind, "page_table").fill_page_table(
+        torch.tensor(table, **INT), torch.tensor(rows, device=DEVICE), torch.tensor(lens, **INT),
+        tail_slots, out, counts, q_len=q_len, window_left=window,
+    )
+    for b, length in enumerate(lens):
+        expected = table[rows[b]][:length] + tails[b]
+        first_query = length + tail - q_len
+        expected = expected[max(0, first_query - window) if window >= 0 else 0 :]
+        assert counts[b] == len(expected)
+        assert out[b].tolist() == expected + [CANARY] * (width - len(expected))
+
+
+@pytest.mark.parametrize(("batch", "q_len", "tail"), [(3, 4, 4), (2, 3, 9), (1, 1, 1), (2, 2, 130)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ancestors_are_packed_in_bit_order(kind, batch, q_len, tail):
+    rng = random.Random(tail)
+    _, _, tails, tail_slots = slot_lists(rng, [0] * batch, tail, 1)
+    count = -(-tail // 64)
+    bits = [[rng.getrandbits(tail) for _ in range(q_len)] for _ in range(batch)]
+    bits[0][0] = 0
+    beyond = 2 ** (64 * count) - 2**tail  # set bits past the tail mean nothing
+    words = torch.tensor([
+        [[to_word((row | beyond) >> 64 * w & 2**64 - 1) for w in range(count)] for row in req]
+        for req in bits
+    ], device=DEVICE)
+    spaced = torch.stack([words, words + 1], 1)[:, 0]  # a step of the draft's words: strided
+    out = torch.full((batch * q_len, tail), CANARY, **INT)
+    counts = torch.full((batch * q_len,), CANARY, **INT)
+    implementation(kind, "page_table").fill_ancestor_table(tail_slots, spaced, out, counts)
+    for query in range(batch * q_len):
+        b, i = divmod(query, q_len)
+        expected = [tails[b][j] for j in range(tail) if bits[b][i] >> j & 1]
+        assert counts[query] == len(expected)
+        assert out[query].tolist() == expected + [CANARY] * (tail - len(expected))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_merge_weighs_by_lse_and_reads_no_empty_part(kind, dtype, in_place):
+    batch, q_len, heads, dim = 4, 3, 5, 20
+    prefix_keys = torch.tensor([0, 7, 0, 1], **INT)
+    tail_keys = torch.tensor([[1, 0, 3], [1, 2, 0], [2, 0, 0], [0, 1, 1]], **INT)
+    parts = torch.randn(2, batch, q_len, heads, dim, device=DEVICE).to(dtype)
+    # FA3's layout, heads before queries
+    lse = (20 * torch.randn(2, batch, heads, q_len, device=DEVICE)).transpose(2, 3)
+    seen = torch.stack([(prefix_keys > 0)[:, None].expand(batch, q_len), tail_keys > 0])
+    parts[~seen] = math.nan
+    lse[~seen] = math.nan
+    weights = lse.double().masked_fill(~seen[..., None], -math.inf)
+    total = torch.logsumexp(weights, 0)
+    weights = (weights - total.masked_fill(total == -math.inf, 0)).exp()[..., None]
+    want = (weights * parts.double().masked_fill(~seen[..., None, None], 0)).sum(0)
+    out = parts[0] if in_place else torch.full_like(parts[0], math.nan)
+    got = torch.full((batch, q_len, heads), math.nan, device=DEVICE)
+    merge = implementation(kind, "merge_lse").merge_lse
+    merge(parts[0], lse[0], prefix_keys, parts[1], lse[1], tail_keys, out, got)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(out.double(), want, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(got.double(), total, rtol=1e-5, atol=1e-5)
+    blind = ~seen.any(0)
+    assert blind.any()
+    assert not out[blind].any()
+    if not in_place:
+        again = torch.full_like(out, math.nan)
+        merge(parts[0], lse[0], prefix_keys, parts[1], lse[1], tail_keys, again, None)
+        assert torch.equal(again, out)
