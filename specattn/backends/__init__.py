@@ -38,6 +38,7 @@ _BACKENDS = {
     "triton": "specattn.backends.triton:TritonBackend",
     "torch_native": "specattn.backends.torch_native:TorchNativeBackend",
     "flex": "specattn.backends.flex:FlexBackend",
+    "fa3": "specattn.backends.fa3:Fa3Backend",
 }
 
 
