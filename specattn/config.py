@@ -30,12 +30,17 @@ class AttnConfig:
     dtype : torch.dtype
         float32, float16 or bfloat16, of q, k, v and the output.
     sm_scale : float, optional
-        Factor on the logits; ``head_dim ** -0.5`` if 0.
+        Factor on the logits; ``head_dim ** -0.5`` if 0. Must be given with ``latent``, where the
+        model's is that of its expanded heads.
     window_left : int
         A key is visible iff ``0 <= pos_q - pos_k <= window_left``; -1 turns the window off.
         Hugging Face's ``sliding_window = W`` is ``window_left = W - 1``.
     logit_cap : float
         ``logit_cap * tanh(logits / logit_cap)`` is applied if it is above 0 (Gemma 2).
+    latent : bool
+        A value is its key's first ``v_head_dim`` numbers, and stored once: absorbed multi-head
+        latent attention (DeepSeek-V2, arXiv:2405.04434). Needs one KV head, and
+        ``v_head_dim < head_dim``.
 
     Raises
     ------
@@ -51,6 +56,7 @@ class AttnConfig:
     sm_scale: float = 0.0
     window_left: int = -1
     logit_cap: float = 0.0
+    latent: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_qo_heads", "num_kv_heads", "head_dim"):
@@ -67,10 +73,23 @@ class AttnConfig:
             raise ValueError(f"window_left must be -1 (off) or more, got {self.window_left}")
         if self.logit_cap < 0:
             raise ValueError(f"logit_cap must be 0 (off) or more, got {self.logit_cap}")
+        if self.latent:
+            self._check_latent()
         if not self.v_head_dim:
             object.__setattr__(self, "v_head_dim", self.head_dim)
         if not self.sm_scale:
             object.__setattr__(self, "sm_scale", self.head_dim**-0.5)
+
+    def _check_latent(self) -> None:
+        if self.num_kv_heads != 1:
+            raise ValueError(f"num_kv_heads must be 1 with latent, got {self.num_kv_heads}")
+        if not 0 < self.v_head_dim < self.head_dim:
+            raise ValueError(
+                f"v_head_dim must be 1..{self.head_dim - 1} (below head_dim) with latent, "
+                f"got {self.v_head_dim}"
+            )
+        if not self.sm_scale:
+            raise ValueError("sm_scale must be given with latent")
 
 
 @dataclass(frozen=True)

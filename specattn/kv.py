@@ -39,7 +39,8 @@ class KVPool:
     Attributes
     ----------
     k, v : Tensor
-        ``[layers, num_slots, num_kv_heads, head_dim]`` and the same with ``v_head_dim``.
+        ``[layers, num_slots, num_kv_heads, head_dim]`` and the same with ``v_head_dim``; of
+        ``latent`` layers, ``v`` is a view of the first columns of ``k``.
 
     Raises
     ------
@@ -50,15 +51,22 @@ class KVPool:
     def __init__(
         self, layers: Sequence[AttnConfig], num_slots: int, device: torch.device | str
     ) -> None:
-        shapes = {(c.num_kv_heads, c.head_dim, c.v_head_dim, c.dtype) for c in layers}
+        shapes = {(c.num_kv_heads, c.head_dim, c.v_head_dim, c.dtype, c.latent) for c in layers}
         if len(shapes) != 1:
-            raise ValueError(f"layers of one pool must share one KV geometry, got {sorted(shapes)}")
+            found = sorted(shapes, key=str)
+            raise ValueError(f"layers of one pool must share one KV geometry, got {found}")
         if not 1 <= num_slots < MAX_SLOTS:
             raise ValueError(f"num_slots must be 1..{MAX_SLOTS - 1}, got {num_slots}")
-        ((heads, k_dim, v_dim, dtype),) = shapes
+        ((heads, k_dim, v_dim, dtype, latent),) = shapes
         size = (len(layers), num_slots, heads)
         self.k = torch.zeros(*size, k_dim, dtype=dtype, device=device)
-        self.v = torch.zeros(*size, v_dim, dtype=dtype, device=device)
+        if latent:
+            self.v = self.k[..., :v_dim]
+        else:
+            self.v = torch.zeros(*size, v_dim, dtype=dtype, device=device)
+        # columns of k that are not values, too: with v they cover every number once
+        self._shared = v_dim if latent else 0
+        self._own_k = self.k[..., self._shared :]
 
     def store(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Write new keys and values.
@@ -71,8 +79,10 @@ class KVPool:
             ``[B, q]`` int32 with B q = T; may be a view with a row stride.
         k, v : Tensor
             ``[T, num_kv_heads, head_dim]`` / ``v_head_dim``, any strides with a dense last axis.
+            Of ``latent`` layers ``v`` is ``k[..., :v_head_dim]``.
         """
-        ops("kv_store", self.k.device).store_kv(k, v, self.k[layer], self.v[layer], slots)
+        store = ops("kv_store", self.k.device)
+        store.store_kv(k[..., self._shared :], v, self._own_k[layer], self.v[layer], slots)
 
     def commit(self, tail_slots: Tensor, accepted: AcceptResult) -> None:
         """Move the KV of the accepted path to the front of each request's tail.
@@ -87,7 +97,7 @@ class KVPool:
             Names the nodes to keep.
         """
         move = ops("kv_move", self.k.device)
-        move.commit_kv(self.k, self.v, tail_slots, accepted.accept_index)
+        move.commit_kv(self._own_k, self.v, tail_slots, accepted.accept_index)
 
 
 class SlotTable:

@@ -66,6 +66,10 @@ def test_layouts_follow_the_mode_table():
         ({"dtype": torch.float64}, "dtype"),
         ({"window_left": -2}, "window_left"),
         ({"logit_cap": -1.0}, "logit_cap"),
+        ({"latent": True}, "num_kv_heads must be 1 with latent, got 2"),
+        ({"latent": True, "num_kv_heads": 1}, r"v_head_dim must be 1\.\.63 .* got 0"),
+        ({"latent": True, "num_kv_heads": 1, "v_head_dim": 64}, r"v_head_dim .* got 64"),
+        ({"latent": True, "num_kv_heads": 1, "v_head_dim": 48}, "sm_scale must be given"),
     ],
 )
 def test_attention_geometry_is_checked(given, named):

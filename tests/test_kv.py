@@ -5,9 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specattn.batch import AcceptResult
 from specattn.config import AttnConfig
 from specattn.errors import CapacityError
 from specattn.kv import KVPool, SlotTable
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def table(**over) -> SlotTable:
@@ -134,6 +137,41 @@ def test_store_writes_the_named_slots_only():
     assert not pool.k.any()
 
 
-def test_one_pool_has_one_geometry():
+LATENT = AttnConfig(4, 1, 10, v_head_dim=6, sm_scale=0.3, latent=True)
+
+
+def test_a_latent_pool_stores_every_number_once():
+    pool = KVPool([LATENT, LATENT], 12, DEVICE)
+    assert pool.v.data_ptr() == pool.k.data_ptr()
+    pool.k.fill_(-1)
+    slots = torch.tensor([[7, 3], [1, 9]], dtype=torch.int32, device=DEVICE)[:, :1]
+    row = torch.randn(2, 1, 10, device=DEVICE)
+    pool.store(1, slots, row, row[..., :6])
+    assert (pool.k[1, [7, 1]] == row).all()
+    assert (pool.v[1, [7, 1]] == row[..., :6]).all()
+    pool.k[1, [7, 1]] = -1
+    assert (pool.k == -1).all()
+
+
+def test_a_latent_pool_moves_every_number_once():
+    """A second move of the shared columns would read rows that the first has written."""
+    pool = KVPool([LATENT, LATENT], 12, DEVICE)
+    pool.k.normal_()
+    want = pool.k.clone()
+    tail = torch.tensor([[7, 3, 11, 1, 9, 4]], dtype=torch.int32, device=DEVICE)
+    for rank, node in enumerate([0, 2, 5]):
+        want[:, tail[0, rank]] = pool.k[:, tail[0, node]]
+    path = torch.tensor([[0, 2, 5, -1]], dtype=torch.int32, device=DEVICE)
+    tokens = path.long()
+    pool.commit(tail, AcceptResult(path, tokens, path.new_tensor([3]), tokens[:, 2]))
+    assert torch.equal(pool.k, want)
+    assert torch.equal(pool.v, want[..., :6])
+
+
+@pytest.mark.parametrize("other", [
+    AttnConfig(4, 2, 16), AttnConfig(4, 2, 8, dtype=torch.float16),
+    AttnConfig(4, 1, 8, v_head_dim=7, sm_scale=1.0, latent=True),
+])
+def test_one_pool_has_one_geometry(other):
     with pytest.raises(ValueError, match="geometry"):
-        KVPool([AttnConfig(4, 2, 8), AttnConfig(4, 2, 16)], 12, "cpu")
+        KVPool([AttnConfig(4, 2, 8), other], 12, "cpu")
