@@ -1,0 +1,34 @@
+"""R33: NVIDIA/TensorRT-LLM#15708.
+
+The buffer that captures the target's hidden states was sized for the real tokens, and a padded
+batch ran past it.
+
+Features are an output of the forward over the whole bucket, and the extend's input buffer has the
+bucket's rows times the path's length.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from specattn.batch import ForwardMode
+from tests.worlds import BACKENDS, CONFIG, DEVICE, inputs, world
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_features_cover_every_padded_token(backend):
+    mode, lens = ForwardMode.TARGET_VERIFY, [9, 80, 3]
+    one = world(backend, [8])
+    one.poison(lens)
+    out = one.run(mode, lens, inputs(mode, lens, 0))
+    assert out["features"].shape == (3, CONFIG.num_draft_tokens, 64)
+    captured = one.decoder.runner._captured[mode][8]
+    whole = captured.outputs or captured.bound.run()
+    assert whole.features.shape == (8, CONFIG.num_draft_tokens, 64)
+    assert whole.features.device.type == DEVICE.type
+    taken = one.bound(ForwardMode.DRAFT_EXTEND, 8).accepted
+    assert taken.features.shape == (8, CONFIG.num_steps + 1, 64)
+    given = inputs(ForwardMode.DRAFT_EXTEND, lens, 0)
+    one.poison(lens)
+    one.run(ForwardMode.DRAFT_EXTEND, lens, given)
+    assert not taken.features[3:].any()
