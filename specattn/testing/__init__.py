@@ -1,0 +1,18 @@
+"""The conformance kit: holds a backend to everything it declares.
+
+Needs torch; the pytest side is in `specattn.testing.plugin`. See docs/conformance.md.
+"""
+
+from specattn.testing.kit import Check, Level, conformance
+from specattn.testing.oracle import Case, ConformanceError, Tolerances
+from specattn.testing.setting import Geometry
+
+__all__ = [
+    "Case",
+    "Check",
+    "ConformanceError",
+    "Geometry",
+    "Level",
+    "Tolerances",
+    "conformance",
+]

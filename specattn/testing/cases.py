@@ -1,0 +1,304 @@
+"""Random forwards to hold a backend to: permuted slots, and NaN in all memory not in use."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specattn.batch import Phase, RowLayout
+from specattn.testing.oracle import NAN, Case, csr_lists, extend_lists, tree_lists
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a case looks like, whatever its kind.
+
+    Parameters
+    ----------
+    heads : tuple of int
+        Query and KV heads.
+    head_dim, v_head_dim : int
+        Widths; ``v_head_dim`` 0 means ``head_dim``.
+    dtype : torch.dtype
+        Of q, k, v and out.
+    window_left, logit_cap
+        As in `specattn.config.AttnConfig`.
+    scale : float
+        Factor on the usual ``head_dim ** -0.5``.
+    page_size : int
+        Pages are permuted; the slots of a page are in order.
+    slots : int
+        Slots of the pools; as many as needed if 0.
+    pool_pad : int
+        Columns past the heads that make the pools views.
+    device, seed
+        Where the tensors live, and what they are drawn from.
+    """
+
+    heads: tuple[int, int] = (4, 2)
+    head_dim: int = 32
+    v_head_dim: int = 0
+    dtype: torch.dtype = torch.float32
+    window_left: int = -1
+    logit_cap: float = 0.0
+    scale: float = 1.0
+    page_size: int = 1
+    slots: int = 0
+    pool_pad: int = 0
+    device: str | torch.device = "cpu"
+    seed: int = 0
+
+
+def make_words(
+    mode: str, q_len: int, tail_len: int, rng: random.Random
+) -> tuple[list[int], list[int], list[int]]:
+    """Bit sets and depths: ``(bits of each query, depth of each query, depth of each tail key)``.
+
+    ``chain``: causal, query i is tail key i. ``tree``: a random tree over the tail, the queries
+    being its last nodes. ``draft``: ``q_len`` branches, the tail step-major. ``any``: random bits,
+    some rows empty, all bits past the tail set.
+    """
+    shift = tail_len - q_len
+    if mode == "any":
+        depths = [rng.randrange(6) for _ in range(tail_len)]
+        bits = [rng.getrandbits(tail_len) if rng.random() < 0.8 else 0 for _ in range(q_len)]
+        beyond = (1 << -(-tail_len // 64) * 64) - (1 << tail_len)
+        return [row | beyond for row in bits], [rng.randrange(6) for _ in range(q_len)], depths
+    if mode == "chain":
+        parent = list(range(-1, tail_len - 1))
+    elif mode == "draft":
+        parent = [
+            (j // q_len - 1) * q_len + rng.randrange(q_len) if j >= q_len else -1
+            for j in range(tail_len)
+        ]
+    else:
+        parent = [-1] + [rng.randrange(max(0, j - 7), j) for j in range(1, tail_len)]
+    bits, depths = [], []
+    for j, up in enumerate(parent):
+        bits.append((1 << j) | (bits[up] if up >= 0 else 0))
+        depths.append(depths[up] + 1 if up >= 0 else 0)
+    return bits[shift:], depths[shift:], depths
+
+
+def _words(rows: list[int], tail_len: int) -> list[list[int]]:
+    """Bit sets as signed 64-bit words."""
+    count = max((tail_len + 63) // 64, 1)
+    words = [[bits >> (64 * w) & (1 << 64) - 1 for w in range(count)] for bits in rows]
+    return [[x - (1 << 64) if x >> 63 else x for x in row] for row in words]
+
+
+def _own(lengths: list[int], form: Form, rng: random.Random) -> tuple[list[list[int]], int]:
+    """Distinct slots for every request, by shuffled pages; also the slot count.
+
+    The first page is padding's; the last is nobody's, so that its slots always hold NaN.
+    """
+    page = form.page_size
+    needs = [-(-length // page) for length in lengths]
+    pages = form.slots // page or sum(needs) + 1 + max(8 // page, 1)
+    order = list(range(1, pages - 1))
+    rng.shuffle(order)
+    owned = []
+    for need, length in zip(needs, lengths, strict=True):
+        mine, order = order[:need], order[need:]
+        assert len(mine) == need, f"{form.slots} slots are too few"
+        owned.append([p * page + at for p in mine for at in range(page)][:length])
+    return owned, pages * page
+
+
+def _pools(used: set[int], slots: int, form: Form) -> tuple[Tensor, Tensor]:
+    """K and V pools with NaN in every slot not in use, and in the columns past the heads."""
+    unused = torch.ones(slots, dtype=torch.bool)
+    unused[sorted(used)] = False
+    pools = []
+    for dim in (form.head_dim, form.v_head_dim or form.head_dim):
+        pool = torch.randn(slots, form.heads[1], dim + form.pool_pad)
+        pool[unused] = NAN
+        pool[..., dim:] = NAN
+        pools.append(pool.to(form.dtype)[..., :dim])
+    return pools[0], pools[1]
+
+
+def _case(args: dict[str, Any], form: Form, **about: Any) -> Case:
+    """Return a case without pools, queries and outputs."""
+    none = torch.empty(0)
+    return Case(
+        none, none, none, none, none, args, form.scale * form.head_dim**-0.5,
+        form.window_left, form.logit_cap, **about,
+    )
+
+
+def _finish(case: Case, used: set[int], slots: int, rows: int, form: Form) -> Case:
+    """Draw queries and pools, and move everything to the device."""
+    width = form.v_head_dim or form.head_dim
+    case.q = torch.randn(rows, form.heads[0], form.head_dim).to(form.dtype)
+    case.k_cache, case.v_cache = _pools(used, slots, form)
+    case.out = torch.empty(rows, form.heads[0], width, dtype=form.dtype)
+    case.lse = torch.empty(rows, form.heads[0])
+    case.clear()
+    for name in ("q", "k_cache", "v_cache", "out", "lse", "out_slots"):
+        tensor = getattr(case, name)
+        setattr(case, name, None if tensor is None else tensor.to(form.device))
+    case.args = {
+        name: value.to(form.device) if isinstance(value, Tensor) else value
+        for name, value in case.args.items()
+    }
+    return case
+
+
+def make_tree_case(
+    lengths: list[int], *, mode: str = "tree", q_len: int = 4, tail_len: int | None = None,
+    pads: int = 0, width: int = 0, phase: Phase = Phase.VERIFY, **form: Any,
+) -> Case:
+    """Build a random batch of a tree mode.
+
+    Parameters
+    ----------
+    lengths : list of int
+        Prefix length of every request.
+    mode, q_len, tail_len
+        See `make_words`; without ``tail_len`` the tail is the query tokens.
+    pads : int
+        Padding requests at the end.
+    width : int
+        Columns of the table; as many as needed if 0.
+    phase : Phase
+        Of the layout.
+    **form
+        The fields of `Form`.
+    """
+    look, tail = Form(**form), q_len if tail_len is None else tail_len
+    args, slots = _tree(lengths, mode, (q_len, tail), pads, width, look)
+    case = _case(
+        args, look, layout=RowLayout(q_len, tail, phase, causal=mode == "chain"),
+        prefix_lens=lengths + [0] * pads, live=len(lengths) * q_len,
+        out_slots=args["tail_slots"][:, tail - q_len :],
+    )
+    # a tail key stays readable though no query sees it: its owner has written it
+    used = {slot for row in tree_lists(case) for slot in row}
+    used |= set(args["tail_slots"].flatten().tolist())
+    return _finish(case, used, slots, (len(lengths) + pads) * q_len, look)
+
+
+def _tree(
+    lengths: list[int], mode: str, sizes: tuple[int, int], pads: int, width: int, form: Form
+) -> tuple[dict[str, Tensor], int]:
+    """Return the fields of an `AttnPlan` but its layout, and the slot count."""
+    rng, (q_len, tail) = random.Random(form.seed), sizes
+    batch, width = len(lengths) + pads, width or max(lengths, default=0) + tail + 5
+    owned, slots = _own([n + tail for n in lengths], form, rng)
+    # table row 0 belongs to padding; the others in random order
+    rows = rng.sample(range(1, batch + 1), len(lengths)) + [0] * pads
+    table = torch.full((batch + 1, width), slots - 1, dtype=torch.int32)
+    table[0] = 0
+    tails = torch.zeros(batch, tail, dtype=torch.int32)
+    positions = torch.zeros(batch, q_len, dtype=torch.int64)
+    tail_positions = torch.zeros(batch, tail, dtype=torch.int64)
+    words = [_words(_idle_bits(mode, q_len, tail), tail) for _ in range(batch)]
+    for b, prefix in enumerate(lengths):
+        bits, depth_q, depth_k = make_words(mode, q_len, tail, rng)
+        words[b] = _words(bits, tail)
+        mine = owned[b][prefix:]
+        # only a causal tail is known to lie in the table's next columns
+        end = prefix + (tail if mode == "chain" else 0)
+        table[rows[b], :end] = torch.tensor(owned[b][:end], dtype=torch.int32)
+        if mode != "chain":
+            rng.shuffle(mine)
+        tails[b] = torch.tensor(mine, dtype=torch.int32)
+        positions[b] = prefix + torch.tensor(depth_q)
+        tail_positions[b] = prefix + torch.tensor(depth_k)
+    args = {
+        "seq_lens": torch.tensor(lengths + [0] * pads, dtype=torch.int32),
+        "req_pool_indices": torch.tensor(rows), "req_to_token": table,
+        "positions": positions, "tail_slots": tails, "tail_positions": tail_positions,
+        "tail_words": torch.tensor(words, dtype=torch.int64),
+    }
+    return args, slots
+
+
+def _idle_bits(mode: str, q_len: int, tail_len: int) -> list[int]:
+    """Bits of a padding request: draft branches see themselves, other queries are causal."""
+    first = tail_len - q_len
+    own = [1 << first + i for i in range(q_len)]
+    return own if mode == "draft" else [sum(own[: i + 1]) for i in range(q_len)]
+
+
+def make_extend_case(lengths: list[tuple[int, int]], **form: Any) -> Case:
+    """Build a ragged extend of ``(prefix, new tokens)`` pairs; the rest are fields of `Form`."""
+    look = Form(**form)
+    rng = random.Random(look.seed)
+    totals = [prefix + new for prefix, new in lengths]
+    owned, slots = _own(totals, look, rng)
+    rows = rng.sample(range(1, len(lengths) + 1), len(lengths))
+    table = torch.full((len(lengths) + 1, max(totals) + 3), slots - 1, dtype=torch.int32)
+    for b, total in enumerate(totals):
+        table[rows[b], :total] = torch.tensor(owned[b], dtype=torch.int32)
+    news = torch.tensor([new for _, new in lengths])
+    indptr = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    indptr[1:] = news.cumsum(0)
+    written = [slot for (prefix, _), mine in zip(lengths, owned, strict=True)
+               for slot in mine[prefix:]]
+    args = {
+        "qo_indptr": indptr, "seq_lens": torch.tensor([p for p, _ in lengths], dtype=torch.int32),
+        "req_pool_indices": torch.tensor(rows), "req_to_token": table,
+        "max_q_len": int(news.max()),
+    }
+    case = _case(
+        args, look, kind="extend", prefix_lens=[p for p, _ in lengths], live=int(news.sum()),
+        out_slots=torch.tensor(written, dtype=torch.int32)[None],
+    )
+    used = {slot for row in extend_lists(case) for slot in row}
+    return _finish(case, used, slots, int(news.sum()), look)
+
+
+def make_csr_case(lengths: list[int], **form: Any) -> Case:
+    """Build index lists of these lengths, one query token each; the rest are fields of `Form`."""
+    look = Form(**form)
+    owned, slots = _own(lengths, look, random.Random(look.seed))
+    case = _case(_csr(owned, slots - 1, sum(lengths) + 3), look, kind="lists",
+                 prefix_lens=lengths, live=len(lengths))
+    used = {slot for row in csr_lists(case) for slot in row}
+    return _finish(case, used, slots, len(lengths), look)
+
+
+def make_lists_case(
+    lengths: list[int], *, topk: int, step: int, pads: int = 0, width: int = 0, **form: Any
+) -> Case:
+    """Build draft step ``step`` as index lists: prefix, ancestors and itself for every branch.
+
+    Parameters
+    ----------
+    lengths : list of int
+        Prefix length of every request.
+    topk, step : int
+        Branches, and steps before this one.
+    pads : int
+        Padding requests at the end; their branches list slot 0.
+    width : int
+        Entries of ``kv_indices``; a few more than needed if 0.
+    **form
+        The fields of `Form`.
+    """
+    tree = make_tree_case(
+        lengths, mode="draft" if topk > 1 else "chain", q_len=topk, tail_len=topk * (step + 1),
+        pads=pads, phase=Phase.DRAFT, **form,
+    )
+    lists = tree_lists(replace(tree, window_left=-1))[: tree.live] + [[0] * (step + 1)] * (
+        pads * topk
+    )
+    stale = len(tree.k_cache) - 1
+    args = _csr(lists, stale, width or sum(map(len, lists)) + 3)
+    device = tree.q.device
+    return replace(tree, kind="lists", args={n: t.to(device) for n, t in args.items()})
+
+
+def _csr(lists: list[list[int]], stale: int, width: int) -> dict[str, Tensor]:
+    """Lists as ``kv_indptr`` and ``kv_indices``; entries past the last are stale."""
+    indptr = torch.zeros(len(lists) + 1, dtype=torch.int32)
+    indptr[1:] = torch.tensor([len(row) for row in lists]).cumsum(0)
+    flat = [slot for row in lists for slot in row]
+    indices = torch.tensor(flat + [stale] * (width - len(flat)), dtype=torch.int32)
+    return {"kv_indptr": indptr, "kv_indices": indices}

@@ -1,0 +1,162 @@
+"""The conformance kit: every promise of a backend as a named check."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from specattn.backends import load_backend
+from specattn.errors import UnsupportedError
+from specattn.testing import life, promises
+from specattn.testing.oracle import ConformanceError, Tolerances
+from specattn.testing.setting import MODES, Geometry, Setting
+from specattn.testing.sweeps import FULL, QUICK, SMOKE, scenarios
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from specattn.backends.base import BackendFactory
+
+Level = Literal["smoke", "quick", "full"]
+LEVELS: dict[str, int] = {"smoke": SMOKE, "quick": QUICK, "full": FULL}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One property of a backend in one situation; call it.
+
+    Calling it raises `ConformanceError` if the property does not hold, and
+    `specattn.errors.UnsupportedError` if the backend refuses the situation by name.
+
+    Parameters
+    ----------
+    name : str
+        Unique within a suite, e.g. ``"tree_verify-window_9"``.
+    broken : str
+        The property, as docs/conformance.md lists it.
+    backend : str
+        Who is tested.
+    run : callable
+        Without arguments.
+    refusable : bool
+        Whether a refusal is an answer; where it is declared without conditions it is not.
+    """
+
+    name: str
+    broken: str
+    backend: str
+    run: Callable[[], None]
+    refusable: bool = True
+
+    def __call__(self) -> None:
+        """Run the check, with random numbers of its own."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            try:
+                self.run()
+            except ConformanceError as error:
+                raise self._failure(error.broken, error.detail) from error
+            except UnsupportedError as error:
+                if self.refusable:
+                    raise
+                raise self._failure("capabilities", f"declared, yet refused: {error}") from error
+            except Exception as error:
+                detail = f"{type(error).__name__}: {error}"
+                raise self._failure(self.broken, detail) from error
+
+    def _failure(self, broken: str, detail: str) -> ConformanceError:
+        return ConformanceError(broken, f"backend {self.backend!r} in {self.name}: {detail}")
+
+
+def conformance(
+    backend: str | BackendFactory,
+    device: torch.device | str,
+    level: Level = "quick",
+    *,
+    geometry: Geometry | None = None,
+    tolerances: Tolerances | None = None,
+    validates: bool = False,
+) -> Iterator[Check]:
+    """Yield a check for everything a backend declares.
+
+    Parameters
+    ----------
+    backend : str or BackendFactory
+        A registered name, a backend's class, or a composite.
+    device : torch.device or str
+        Where it runs.
+    level : {"smoke", "quick", "full"}
+        ``smoke`` is a dozen forwards, for interpreters; ``quick`` has every property, in seconds
+        on a CPU; ``full`` has every combination of modes and options, and long prefixes.
+    geometry : Geometry, optional
+        A layer that the backend serves, if not 4 query heads over 2 KV heads of 64.
+    tolerances : Tolerances, optional
+        What the library's arithmetic allows.
+    validates : bool
+        Whether the backend promises to refuse wrong tensors with a ValueError that names them.
+
+    Raises
+    ------
+    UnsupportedError
+        If the backend cannot run on the device at all, with its reasons.
+    """
+    factory = load_backend(backend) if isinstance(backend, str) else backend
+    device = torch.device(device)
+    reasons = factory.reasons(None, device)
+    if reasons:
+        raise UnsupportedError(f"backend {factory.name!r} on {device}", reasons)
+    setting = Setting(
+        factory, device, tolerances or Tolerances(), geometry or Geometry()
+    )
+    depth = LEVELS[level]
+    promised = factory.capabilities
+    for scenario in scenarios(promised.dtypes):
+        if scenario.level <= depth and all(getattr(promised, n) for n in scenario.needs):
+            yield Check(
+                scenario.name, scenario.broken, factory.name, partial(scenario, setting),
+                refusable=scenario.broken != "modes",
+            )
+    for wanted, name, broken, run in _lives(setting, validates):
+        if wanted <= depth:
+            yield Check(name, broken, factory.name, run)
+
+
+def _lives(
+    setting: Setting, validates: bool
+) -> Iterator[tuple[int, str, str, Callable[[], None]]]:
+    """Yield level, name, property and body of the checks that are more than one forward."""
+    promised = setting.factory.capabilities
+    yield SMOKE, "refusals", "capabilities", partial(promises.refusals, setting)
+    yield SMOKE, "host_mirror", "host mirror", partial(promises.host_mirror, setting)
+    yield SMOKE, "idle", "idle", partial(life.idle, setting)
+    yield QUICK, "interleaved_modes", "buckets", partial(life.interleaved_modes, setting)
+    for kind, need in (("tree", "trees"), ("lists", "lists")):
+        if getattr(promised, need):
+            run = partial(life.steps, setting, kind)
+            yield QUICK, f"draft_steps-{kind}", "draft steps", run
+    per_mode = {
+        "growth": ("growth", life.growth), "new_trees": ("new trees", life.new_trees),
+        "buckets": ("buckets", life.buckets), "layers": ("layers", life.layers),
+        "inputs": ("inputs unchanged", life.inputs_unchanged),
+        "poisoned_padding": ("padding", life.poisoned_padding),
+    }
+    if setting.device.type == "cuda":
+        per_mode["no_sync"] = ("host sync", promises.no_sync)
+        per_mode["graphs"] = ("graphs", promises.graphs)
+    everywhere = {"layers", "inputs"}
+    if promised.lse:
+        per_mode["no_lse"] = ("lse", life.without_lse)
+        everywhere.add("no_lse")
+    if validates:
+        per_mode["bad_input"] = ("bad input", promises.bad_input)
+        everywhere.add("bad_input")
+    smoke = {("tree_verify", "growth"), ("tree_verify", "bad_input")}
+    for option, (broken, body) in per_mode.items():
+        for name, mode in setting.modes().items():
+            if mode.kind == "extend" and option not in everywhere:
+                continue
+            level = SMOKE if (name, option) in smoke else QUICK
+            yield level, f"{name}-{option}", broken, partial(body, setting, MODES[name])

@@ -1,0 +1,279 @@
+"""Attention in float64, one row at a time, over explicit lists of visible keys; and the verdict.
+
+Nothing here is shared with the backends: the oracle is what they are held to.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from specattn.batch import RowLayout
+
+NAN = float("nan")
+#: Relative L2 error over all rows; the worst row may have 2.5 times as much.
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
+# NaNs whose payload arithmetic on the pools' NaNs does not give: what holds one was not written
+_UNWRITTEN = {
+    torch.float32: (torch.int32, 0x7FC0BEEF),
+    torch.float16: (torch.int16, 0x7EEF),
+    torch.bfloat16: (torch.int16, 0x7FEF),
+}
+
+
+class ConformanceError(AssertionError):
+    """A backend breaks a property it promises.
+
+    Parameters
+    ----------
+    broken : str
+        The property, as `docs/conformance.md` names it.
+    detail : str
+        What was seen, and what was expected.
+    """
+
+    def __init__(self, broken: str, detail: str) -> None:
+        self.broken, self.detail = broken, detail
+        super().__init__(f"{broken}: {detail}")
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    """How far a backend may be from the oracle.
+
+    Parameters
+    ----------
+    out : mapping
+        Relative L2 error of the output by dtype; the worst row may have 2.5 times as much.
+    lse : float
+        Absolute error of the lse, relative where the lse is above 1.
+    cap : float
+        Error of the library's tanh (2e-3 for ``tanh.approx``), added to both, times the cap.
+    """
+
+    out: Mapping[torch.dtype, float] = field(default_factory=lambda: TOLERANCE)
+    lse: float = 2e-5
+    cap: float = 0.0
+
+
+@dataclass
+class Case:
+    """The tensors of one forward.
+
+    Parameters
+    ----------
+    q, k_cache, v_cache, out, lse : Tensor
+        As `specattn.backends.base.BoundAttention.run` takes them.
+    args : dict
+        The tensors that describe the forward, by the names of the plan's fields.
+    sm_scale, window_left, logit_cap
+        As in `specattn.config.AttnConfig`.
+    kind : {"tree", "lists", "extend"}
+        Which plan it makes: `AttnPlan`, `CsrPlan` or `ExtendPlan`.
+    layout : RowLayout, optional
+        Of the tree and lists kinds.
+    prefix_lens : list of int
+        Prefix length of every request, padding included: the host mirror.
+    live : int
+        Rows of ``q`` before the padding's.
+    out_slots : Tensor, optional
+        The slots the forward writes.
+    """
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    out: Tensor
+    lse: Tensor
+    args: dict[str, Any]
+    sm_scale: float
+    window_left: int = -1
+    logit_cap: float = 0.0
+    kind: Literal["tree", "lists", "extend"] = "tree"
+    layout: RowLayout | None = None
+    prefix_lens: list[int] = field(default_factory=list)
+    live: int = 0
+    out_slots: Tensor | None = None
+
+    def clear(self) -> None:
+        """Fill the outputs with a NaN of their own."""
+        for tensor in (self.out, self.lse):
+            as_int, bits = _UNWRITTEN[tensor.dtype]
+            tensor.view(as_int).fill_(bits)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Scale, window and cap, by the names the kernels take."""
+        return {
+            "sm_scale": self.sm_scale, "window_left": self.window_left,
+            "logit_cap": self.logit_cap,
+        }
+
+    def expected(self) -> tuple[Tensor, Tensor]:
+        """Return what ``out`` and ``lse`` must be, in float64."""
+        found = {"tree": oracle_tree, "lists": oracle_csr, "extend": oracle_extend}
+        return found[self.kind](self)
+
+
+def _row(
+    q: Tensor, k: Tensor, v: Tensor, slots: list[int], sm_scale: float, cap: float
+) -> tuple[Tensor, Tensor]:
+    """One query token ``[Hq, D]`` over the listed slots: ``[Hq, Dv]`` and ``[Hq]``."""
+    heads, kv_heads = q.shape[0], k.shape[1]
+    if not slots:
+        zeros = torch.zeros(heads, v.shape[2], dtype=torch.float64)
+        return zeros, torch.full((heads,), -math.inf, dtype=torch.float64)
+    kv_head = torch.arange(heads) // (heads // kv_heads)
+    keys = k[slots].double()[:, kv_head]                                  # [N, Hq, D]
+    values = v[slots].double()[:, kv_head]                                # [N, Hq, Dv]
+    logits = (keys * q.double()).sum(-1) * sm_scale                       # [N, Hq]
+    if cap:
+        logits = cap * torch.tanh(logits / cap)
+    top = logits.amax(0)
+    weights = torch.exp(logits - top)
+    out = (weights[..., None] * values).sum(0) / weights.sum(0)[:, None]
+    return out, top + torch.log(weights.sum(0))
+
+
+def _rows(case: Case, lists: list[list[int]]) -> tuple[Tensor, Tensor]:
+    q, k, v = case.q.cpu(), case.k_cache.cpu(), case.v_cache.cpu()
+    pairs = [_row(q[i], k, v, s, case.sm_scale, case.logit_cap) for i, s in enumerate(lists)]
+    return torch.stack([p[0] for p in pairs]), torch.stack([p[1] for p in pairs])
+
+
+def _visible(pos_q: int, pos_k: int, window_left: int) -> bool:
+    return window_left < 0 or 0 <= pos_q - pos_k <= window_left
+
+
+def _lists_of(args: dict[str, Any]) -> dict[str, Any]:
+    return {name: t.tolist() for name, t in args.items() if isinstance(t, Tensor)}
+
+
+def tree_lists(case: Case) -> list[list[int]]:
+    """Visible slots of every query row of a tree case."""
+    a = _lists_of(case.args)
+    lists = []
+    for b, prefix in enumerate(a["seq_lens"]):
+        row = a["req_to_token"][a["req_pool_indices"][b]]
+        for i, pos in enumerate(a["positions"][b]):
+            slots = [row[p] for p in range(prefix) if _visible(pos, p, case.window_left)]
+            for j, slot in enumerate(a["tail_slots"][b]):
+                bit = (a["tail_words"][b][i][j // 64] >> (j % 64)) & 1
+                if bit and _visible(pos, a["tail_positions"][b][j], case.window_left):
+                    slots.append(slot)
+            lists.append(slots)
+    return lists
+
+
+def extend_lists(case: Case) -> list[list[int]]:
+    """Visible slots of every new token of a ragged extend."""
+    a = _lists_of(case.args)
+    lists = []
+    for b, prefix in enumerate(a["seq_lens"]):
+        row = a["req_to_token"][a["req_pool_indices"][b]]
+        for i in range(a["qo_indptr"][b + 1] - a["qo_indptr"][b]):
+            pos = prefix + i
+            keys = range(pos + 1)
+            lists.append([row[p] for p in keys if _visible(pos, p, case.window_left)])
+    return lists
+
+
+def csr_lists(case: Case) -> list[list[int]]:
+    """Visible slots of every list: the query stands at its last key."""
+    indptr, indices = case.args["kv_indptr"].tolist(), case.args["kv_indices"].tolist()
+    lists = []
+    for begin, end in pairwise(indptr):
+        last = end - begin - 1
+        lists.append([
+            slot for p, slot in enumerate(indices[begin:end])
+            if _visible(last, p, case.window_left)
+        ])
+    return lists
+
+
+def oracle_tree(case: Case) -> tuple[Tensor, Tensor]:
+    """Return output and lse of a tree case."""
+    return _rows(case, tree_lists(case))
+
+
+def oracle_extend(case: Case) -> tuple[Tensor, Tensor]:
+    """Return output and lse of a ragged extend."""
+    return _rows(case, extend_lists(case))
+
+
+def oracle_csr(case: Case) -> tuple[Tensor, Tensor]:
+    """Return output and lse of index lists."""
+    return _rows(case, csr_lists(case))
+
+
+def unwritten(tensor: Tensor) -> Tensor:
+    """Where ``tensor`` still holds what `Case.clear` put there."""
+    as_int, bits = _UNWRITTEN[tensor.dtype]
+    return tensor.view(as_int) == bits
+
+
+def head(case: Case, expected: tuple[Tensor, Tensor]) -> tuple[Case, tuple[Tensor, Tensor]]:
+    """Drop the padding rows of the outputs."""
+    rows = slice(0, case.live)
+    kept = replace(case, out=case.out[rows], lse=case.lse[rows])
+    return kept, (expected[0][rows], expected[1][rows])
+
+
+def check(
+    case: Case, expected: tuple[Tensor, Tensor], *, lse: bool = True,
+    tolerances: Tolerances | None = None, broken: str = "accuracy",
+) -> None:
+    """Hold ``case.out`` (and ``case.lse``) to the oracle's; rows without keys exactly.
+
+    Raises
+    ------
+    ConformanceError
+        Naming what is broken: outputs that were not written, NaN from unused memory, rows without
+        keys, the lse, or else ``broken``.
+    """
+    allowed = tolerances or Tolerances()
+    want, want_lse = expected
+    got = case.out.double().cpu()
+    missing = unwritten(case.out).any(-1).any(-1).sum()
+    _require(not missing, "written outputs", f"{missing} of {len(got)} rows of out not written")
+    lost = (~got.isfinite()).sum()
+    _require(not lost, "unused memory", f"{lost} values of out are not finite")
+    blind = want_lse == -math.inf
+    _require(not got[blind].any(), "rows without keys", "a row without keys must be 0")
+    slack = allowed.cap * case.logit_cap
+    limit = allowed.out[case.q.dtype] + slack
+    error = (got - want).norm(dim=-1)
+    scale = want.norm(dim=-1)
+    total = error.norm() / scale.norm().clamp_min(1e-30)
+    _require(total <= limit, broken, f"relative error {total:.2e} above {limit:.1e}")
+    if not len(got):
+        return
+    floor = (scale.square().mean().sqrt()).clamp_min(1e-30)
+    worst = (error / scale.clamp_min(floor)).max()
+    _require(worst <= 2.5 * limit, broken, f"worst row {worst:.2e} above {2.5 * limit:.1e}")
+    if lse:
+        _check_lse(case, want_lse, allowed.lse + slack)
+
+
+def _check_lse(case: Case, want: Tensor, limit: float) -> None:
+    got, blind = case.lse.double().cpu(), want == -math.inf
+    missing = unwritten(case.lse).any(-1).sum()
+    _require(not missing, "written outputs", f"{missing} of {len(got)} rows of lse not written")
+    _require((got[blind] == -math.inf).all(), "rows without keys", "the lse must be -inf")
+    off = (got - want)[~blind].abs() / want[~blind].abs().clamp_min(1)
+    # bf16 and fp16 rows: the logits are exact products, only their sum is rounded
+    _require(not off.numel() or off.max() <= limit, "lse",
+             f"off by {off.max() if off.numel() else 0:.2e}, above {limit:.0e} (natural log)")
+
+
+def _require(holds: Tensor | bool, broken: str, detail: str) -> None:
+    if not holds:
+        raise ConformanceError(broken, detail)

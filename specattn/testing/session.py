@@ -1,0 +1,152 @@
+"""A backend bound once, and fed forward after forward, as a graph's replays feed it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from specattn.config import AttnConfig
+from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
+from specattn.testing.oracle import Case, ConformanceError, Tolerances, check, head
+
+if TYPE_CHECKING:
+    from specattn.backends.base import AttentionBackend
+
+# all other tensors of a case have the batch first
+_SHARED = ("req_to_token", "kv_indices", "k_cache", "v_cache")
+_STRIDED = {"positions": 1 << 40, "tail_slots": 1 << 30, "tail_positions": 1 << 40,
+            "tail_words": -1}
+
+
+def config_of(case: Case) -> AttnConfig:
+    """Return the layer geometry of a case."""
+    return AttnConfig(
+        num_qo_heads=case.q.shape[1], num_kv_heads=case.k_cache.shape[1],
+        head_dim=case.q.shape[2], v_head_dim=case.out.shape[2], dtype=case.q.dtype,
+        **case.settings,
+    )
+
+
+def plan_of(case: Case) -> Plan:
+    """Return the plan over a case's tensors."""
+    if case.kind == "extend":
+        a = dict(case.args)
+        news = a["qo_indptr"].diff().tolist()
+        longest = max(p + n for p, n in zip(case.prefix_lens, news, strict=True))
+        assert case.out_slots is not None
+        return ExtendPlan(**a, out_slots=case.out_slots, max_seq_len=longest)
+    assert case.layout is not None
+    if case.kind == "lists":
+        assert case.out_slots is not None
+        return CsrPlan(case.layout, **case.args, out_slots=case.out_slots)
+    return AttnPlan(case.layout, **case.args)
+
+
+def _buffer(name: str, value: Tensor, strided: bool) -> Tensor:
+    """Return a static buffer for ``value``, with junk between the rows if ``strided``."""
+    if not strided or name not in _STRIDED:
+        return torch.empty_like(value, memory_format=torch.contiguous_format)
+    wide = value.new_full((len(value), value[0].numel() + 3), _STRIDED[name])
+    rows = wide[:, : value[0].numel()]
+    return rows.as_strided(value.shape, (rows.stride(0), *_dense(value)[1:]))
+
+
+def _dense(value: Tensor) -> tuple[int, ...]:
+    return tuple(torch.empty(value.shape, device="meta").stride())
+
+
+class Session:
+    """One bound plan over static buffers.
+
+    Parameters
+    ----------
+    backend : AttentionBackend
+        Of the case's geometry.
+    case : Case
+        Gives the shapes; cases that are loaded later have the same.
+    tolerances : Tolerances
+        How far results may be from the oracle.
+    within : Session, optional
+        A session of a larger bucket whose storage this one views (a smaller bucket of a graph).
+    """
+
+    def __init__(
+        self, backend: AttentionBackend, case: Case, tolerances: Tolerances,
+        within: Session | None = None,
+    ) -> None:
+        self.backend, self.tolerances = backend, tolerances
+        self.lse = backend.capabilities.lse
+        strided = case.layout is not None and case.layout.tail > case.layout.q_len
+        values = tensors_of(case)
+        if within is None:
+            self.buffers = {n: _buffer(n, v, strided) for n, v in values.items()}
+        else:
+            self.buffers = {
+                n: b if n in _SHARED else b[: len(values[n])] for n, b in within.buffers.items()
+            }
+        named: dict[str, Any] = {n: b for n, b in self.buffers.items() if n not in case.args}
+        args = {n: self.buffers.get(n, value) for n, value in case.args.items()}
+        self.live = replace(case, **named, args=args)
+        self.load(case)
+        self.plan = plan_of(self.live)
+        self.bound = backend.bind(self.plan)
+
+    def load(self, case: Case) -> None:
+        """Copy another forward into the buffers the backend is bound to."""
+        for name, value in tensors_of(case).items():
+            buffer = self.buffers[name]
+            # a table or pool may have been made for a larger bucket
+            (buffer[: len(value)] if name in _SHARED else buffer).copy_(value)
+        self.live.prefix_lens, self.live.live = case.prefix_lens, case.live
+
+    def schedule(self) -> None:
+        """Hand over the host mirror of the lengths."""
+        self.bound.schedule(torch.tensor(self.live.prefix_lens, dtype=torch.int32))
+
+    def run(self, *, lse: bool | None = None) -> None:
+        """Run over fresh outputs, with an lse if the backend offers it and ``lse`` is not False."""
+        live = self.live
+        live.clear()
+        wanted = self.lse if lse is None else lse
+        self.bound.run(live.q, live.k_cache, live.v_cache, live.out, live.lse if wanted else None)
+
+    def verdict(
+        self, broken: str, *, lse: bool | None = None, padding: bool = True
+    ) -> None:
+        """Hold the outputs to the oracle; padding rows need only be written and finite.
+
+        Parameters
+        ----------
+        broken : str
+            The property to blame if the numbers are off.
+        lse : bool, optional
+            Whether the lse was asked for.
+        padding : bool
+            Whether padding rows are looked at.
+        """
+        case, expected = head(self.live, self.live.expected())
+        wanted = self.lse if lse is None else lse
+        check(case, expected, lse=wanted, tolerances=self.tolerances, broken=broken)
+        if padding and not self.live.out[case.live :].isfinite().all():
+            raise ConformanceError("padding", "padding rows of out are not finite")
+
+    def forward(self, case: Case | None, broken: str, *, lse: bool | None = None) -> None:
+        """Load, schedule, fill, run, and judge."""
+        if case is not None:
+            self.load(case)
+        self.schedule()
+        self.bound.fill()
+        self.run(lse=lse)
+        self.verdict(broken, lse=lse)
+
+
+def tensors_of(case: Case) -> dict[str, Tensor]:
+    """Return every tensor a forward reads or writes, by name."""
+    found: dict[str, Any] = {
+        "q": case.q, "k_cache": case.k_cache, "v_cache": case.v_cache, "out": case.out,
+        "lse": case.lse, "out_slots": case.out_slots, **case.args,
+    }
+    return {name: value for name, value in found.items() if isinstance(value, Tensor)}

@@ -1,0 +1,155 @@
+"""Modes times options: what every single forward must get right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from specattn.batch import Phase
+from specattn.testing.setting import MODES, Mode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+    from specattn.testing.setting import Setting
+
+SMOKE, QUICK, FULL = range(3)
+LENGTHS = [33, 0, 70, 5]
+TREES = ("decode", "tree_verify", "draft_lists", "prompt_extend")
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One forward.
+
+    Parameters
+    ----------
+    name : str
+        ``"mode-option"``.
+    broken : str
+        The property to blame.
+    mode : Mode
+        What runs.
+    level : int
+        From which level on.
+    needs : tuple of str
+        Capabilities it takes, the mode's included.
+    lengths : list of int
+        Prefixes.
+    options : dict
+        Of `Setting.case`.
+    """
+
+    name: str
+    broken: str
+    mode: Mode
+    level: int = QUICK
+    needs: tuple[str, ...] = ()
+    lengths: list[int] = field(default_factory=lambda: LENGTHS)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, setting: Setting) -> None:
+        """Run it."""
+        case = setting.case(self.mode, self.lengths, **self.options)
+        setting.session(case).forward(None, self.broken)
+
+
+def scenarios(dtypes: tuple[torch.dtype, ...]) -> Iterator[Scenario]:
+    """Yield every scenario of a backend that declares ``dtypes``."""
+    for name, mode in MODES.items():
+        level = SMOKE if name in ("decode", "tree_verify", "prompt_extend") else QUICK
+        yield Scenario(name, "modes", mode, level, mode.needs)
+    yield from _options(dtypes)
+    yield from _shapes()
+    yield from _trees()
+
+
+def _sweep(
+    broken: str, variants: dict[str, tuple[int, dict[str, Any]]],
+    modes: tuple[str, ...] = tuple(MODES), needs: tuple[str, ...] = (),
+    lengths: list[int] = LENGTHS,
+) -> Iterator[Scenario]:
+    """Every variant, ``(level, options)``, of every mode."""
+    for variant, (level, options) in variants.items():
+        for name in modes:
+            mode = MODES[name]
+            # the interpreter gets one mode of what the others share
+            found = QUICK if level == SMOKE and name != "tree_verify" else level
+            yield Scenario(
+                f"{name}-{variant}", broken, mode, found, mode.needs + needs, lengths, options
+            )
+
+
+def _options(dtypes: tuple[torch.dtype, ...]) -> Iterator[Scenario]:
+    yield from _sweep("window", {
+        "window_0": (QUICK, {"window_left": 0}), "window_9": (SMOKE, {"window_left": 9}),
+        "window_1": (FULL, {"window_left": 1}), "window_69": (FULL, {"window_left": 69}),
+        "window_beyond": (FULL, {"window_left": 1000}),
+    }, needs=("window",))
+    yield from _sweep("cap", {
+        "cap": (SMOKE, {"logit_cap": 1.5, "scale": 2.0}), "cap_30": (FULL, {"logit_cap": 30.0}),
+    }, needs=("cap",))
+    yield from _sweep("cap", {
+        "cap_window": (FULL, {"logit_cap": 2.0, "window_left": 9}),
+    }, needs=("cap", "window"))
+    yield from _sweep("dtypes", {
+        str(dtype).removeprefix("torch."): (QUICK, {"dtype": dtype}) for dtype in dtypes
+    })
+    yield from _sweep("dtypes", {
+        f"{str(dtype).removeprefix('torch.')}_window_page_16": (
+            FULL, {"dtype": dtype, "window_left": 20, "page_size": 16}
+        ) for dtype in dtypes
+    }, needs=("window",))
+    yield from _sweep("scale", {"scale_3": (QUICK, {"scale": 3.0})}, TREES)
+    yield from _sweep("scale", {"sharp": (FULL, {"scale": 20.0})})
+
+
+def _shapes() -> Iterator[Scenario]:
+    for page in (4, 16, 64):
+        level = FULL if page == 64 else QUICK
+        yield from _sweep(
+            "pages", {f"page_{page}": (level, {"page_size": page})},
+            lengths=[page - 1, 0, page, 2 * page + 3, 1],
+        )
+    yield from _sweep("heads", {
+        f"heads_{q}_{kv}": (level, {"heads": (q, kv)})
+        for level, q, kv in ((QUICK, 3, 3), (QUICK, 8, 2), (QUICK, 6, 2), (FULL, 5, 1),
+                             (FULL, 7, 1), (FULL, 8, 1), (FULL, 16, 1), (FULL, 32, 8))
+    }, TREES)
+    yield from _sweep("head sizes", {
+        f"head_{k}_{v}": (level, {"head_dim": k, "v_head_dim": v})
+        for level, k, v in ((QUICK, 128, 128), (FULL, 80, 80), (FULL, 96, 96), (FULL, 256, 256),
+                            (FULL, 192, 128), (FULL, 32, 48))
+    }, TREES)
+    yield from _sweep("empty prefixes", {"no_prefix": (QUICK, {})}, lengths=[0, 0])
+    yield from _sweep("batches", {"one_request": (FULL, {})}, lengths=[41])
+    yield from _sweep("batches", {"batch_of_19": (QUICK, {})}, TREES,
+                      lengths=[7 * i % 41 for i in range(19)])
+    yield from _sweep("padding", {"padded": (QUICK, {"pads": 3})}, tuple(MODES)[:-1])
+    yield from _sweep("long prefixes", {"long": (FULL, {})}, lengths=[4000, 3, 0, 1027])
+    yield from _sweep("long prefixes", {"long_page_16": (FULL, {"page_size": 16})},
+                      lengths=[2500, 64])
+
+
+def _trees() -> Iterator[Scenario]:
+    for q_len in (1, 2, 17, 32, 33, 63, 64, 65, 130):
+        mode = Mode("tree", {"mode": "tree", "q_len": q_len})
+        level = QUICK if q_len in (17, 64, 65) else FULL
+        yield Scenario(f"tree_of_{q_len}", "trees", mode, level, ("trees",), [20, 3])
+    for q_len, tail in ((4, 31), (7, 70), (3, 128), (20, 130)):
+        mode = Mode("tree", {"mode": "any", "q_len": q_len, "tail_len": tail})
+        level = QUICK if tail in (31, 70) else FULL
+        yield Scenario(f"any_bits_{tail}", "trees", mode, level, ("trees",), [33, 9, 40])
+    blind = Mode("tree", {"mode": "any", "q_len": 9, "tail_len": 20})
+    # without a prefix, the rows that see no node see no key
+    yield Scenario("blind_rows", "rows without keys", blind, QUICK, ("trees",), [0, 0, 7])
+    for topk, step in ((1, 0), (2, 1), (8, 8), (10, 2)):
+        level = FULL if topk < 8 else QUICK
+        options = {"mode": "draft" if topk > 1 else "chain", "q_len": topk,
+                   "tail_len": topk * (step + 1), "phase": Phase.DRAFT}
+        mode = Mode("tree", options)
+        yield Scenario(f"draft_{topk}_step_{step}", "trees", mode, level, mode.needs, [33, 0])
+        mode = Mode("lists", {"topk": topk, "step": step})
+        yield Scenario(f"lists_{topk}_step_{step}", "trees", mode, level, mode.needs, [33, 0])
