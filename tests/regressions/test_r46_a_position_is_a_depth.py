@@ -9,10 +9,14 @@ path says alone, and would not with row indices for positions.
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
-from specattn.batch import ForwardMode
+from specattn.batch import Candidates, ForwardMode, SpecBatch
+from specattn.spec.tree import build_tree
+from tests.kernels.tree_oracle import random_candidates
 from tests.worlds import BACKENDS, CONFIG, DEVICE, tree_of, world
 
 MODE, LENGTH = ForwardMode.TARGET_VERIFY, 37
@@ -27,6 +31,19 @@ def logits(one, parents, tokens, positions=None):
         "positions": LENGTH + torch.tensor([positions or depths], device=DEVICE),
         "tail_words": torch.tensor([words], device=DEVICE)[:, :, None],
     })["logits"][0]
+
+
+def test_the_builder_gives_depths():
+    rng = random.Random(0)
+    parts = zip(*(random_candidates(rng, 3, 4) for _ in range(2)), strict=True)
+    made = Candidates(*(torch.tensor(part, device=DEVICE) for part in parts),
+                      torch.empty(2, 0, 0, device=DEVICE))
+    lens = torch.tensor([LENGTH, 0], dtype=torch.int32)
+    bonus = torch.tensor([1, 2], device=DEVICE)
+    tree = build_tree(made, SpecBatch(bonus, lens.to(DEVICE), lens, bonus), CONFIG)
+    depths = [[int(word).bit_count() - 1 for word in words] for words in tree.words[:, :, 0]]
+    assert (tree.positions.cpu() - lens[:, None]).tolist() == depths
+    assert depths[0] != list(range(CONFIG.num_draft_tokens)), "a chain shows nothing"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -3,8 +3,8 @@
 After the engine had slept and woken, its KV caches lay elsewhere and graphs replayed over the
 freed memory.
 
-A replay first compares every address that the recording reads with those of the capture: table,
-buffers and KV.
+A replay first compares the addresses of the request table and of every static buffer with those of
+the capture. Those of the KV pools belong to them.
 """
 
 from __future__ import annotations

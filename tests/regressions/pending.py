@@ -1,0 +1,54 @@
+"""Rows of the table that no test shows yet, and those that tests show in part.
+
+Pending is not passing: `docs/make_regressions.py` prints both as what they are.
+"""
+
+from __future__ import annotations
+
+# row: public threads, what broke, what the row's tests wait for
+PENDING = {
+    "R17": (
+        "sglang#28034, sglang#22113, sglang#37980, sglang#17033",
+        "A plan stream read masks, positions and lengths before the draft had written them, and "
+        "verify prepared slots that the draft still read: illegal accesses, or less acceptance, "
+        "under load.",
+        "side streams",
+    ),
+    "R25": (
+        "flashinfer#4002, flashinfer#4430, flashinfer#4794, flashinfer#5176, sglang#31349, "
+        "sglang#31387, sglang#34190",
+        "Padded blocks read scheduler entries that a plan without split-KV never writes.",
+        "FlashInfer's deterministic plans under padding",
+    ),
+    "R40": (
+        "sglang#23336, sglang#24055",
+        "Switching the number of steps at run time allocated a negative size; settings with "
+        "different largest batches had different metadata, and acceptance oscillated.",
+        "adaptive steps",
+    ),
+    "R41": (
+        "sglang#16974",
+        "Under data parallelism the counter of padded tokens was not that of the batch: 35 % less "
+        "acceptance.",
+        "data parallelism",
+    ),
+    "R44": (
+        "sglang#36010, sglang#36038, sglang#36045, vllm#54992",
+        "Speculation over a quantised KV cache needed prefix lengths on the host, or lost its "
+        "graphs, and said so at the first request only.",
+        "quantised KV",
+    ),
+    "R48": (
+        "vllm#54506, tokenspeed#904, mlx-lm#1423",
+        "At temperature 0, speculation and plain decoding differ in the last bits: verify and "
+        "decode have other tiles and splits.",
+        "a deterministic mode",
+    ),
+}
+
+# row: what its tests leave out
+PARTLY = {
+    "R09": "the wrappers of FlashInfer's MLA kernels",
+    "R28": "FlashInfer's wrappers",
+    "R49": "a KV pool that moved is not noticed (expected failure)",
+}

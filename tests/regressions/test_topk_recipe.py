@@ -1,0 +1,132 @@
+"""Trees of topk > 1, end to end: verified, committed, decoded on.
+
+The beams are forced to cross (every beam extends another one), to collapse (all extend beam 0) or
+to tie (every token has probability 1). Each node must say what its path says alone; after a commit
+the next token must be the one of plain decoding; greedy decoding must write the same text.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from specattn.batch import AcceptResult, Candidates, SpecBatch
+from specattn.config import SpecConfig
+from specattn.interop import validate_tree
+from specattn.spec.generate import Engine, Request
+from specattn.spec.tree import build_tree, root_tree
+from tests.tiny import VOCAB, DenseAttend, TinyDraft, TinyTarget, dense_greedy
+from tests.worlds import BACKENDS, DEVICE
+
+PROMPTS = [[3, 14, 15, 9, 26, 5], [35], list(range(1, 18))]
+STYLES = ["cross", "collapse", "ties"]
+SHAPES = [
+    SpecConfig(steps, topk, nodes, 64, 3)
+    for topk in (2, 4) for steps in (2, 3, 5) for nodes in (4, 8, 16)
+    if nodes <= 1 + topk + (steps - 1) * topk**2
+]
+NEXT = 7
+
+
+@cache
+def target() -> TinyTarget:
+    return TinyTarget(device=DEVICE, window=9)
+
+
+@cache
+def plain_text(at: int, count: int) -> list[int]:
+    return dense_greedy(target(), PROMPTS[at], count)
+
+
+def candidates(style: str, config: SpecConfig, rng: random.Random) -> tuple[list, list, list]:
+    """Scores, tokens and parents of one request whose beams go as ``style`` says."""
+    topk, parents = config.topk, [-1]
+    for step in range(config.num_draft_forwards):
+        start = topk + (step - 1) * topk**2 if step else 0
+        for k in range(topk):
+            crossed = start + (topk - 1 - k) * (topk if step else 1)
+            parents.append(start + k if style == "collapse" else crossed)
+    scores: list[float] = []
+    for flat in range(config.max_tree_nodes - 1):
+        above = parents[flat // topk]
+        chance = 1.0 if style == "ties" else rng.uniform(0.3, 0.9)
+        scores.append(chance * (scores[above] if above >= 0 else 1.0))
+    return scores, [rng.randrange(VOCAB) for _ in scores], parents
+
+
+def batch_of(rows: list[int], lens: list[int], bonus: list[int]) -> SpecBatch:
+    on_host = torch.tensor(lens, dtype=torch.int32)
+    return SpecBatch(torch.tensor(rows, device=DEVICE), on_host.to(DEVICE), on_host,
+                     torch.tensor(bonus, device=DEVICE))
+
+
+def dense_logits(tokens: list[int]) -> torch.Tensor:
+    ids = torch.tensor(tokens, device=DEVICE)
+    positions = torch.arange(len(tokens), device=DEVICE)
+    return target().forward(ids, positions, DenseAttend(target().layers)).logits
+
+
+def paths_of(words: torch.Tensor) -> list[list[int]]:
+    return [[node for node in range(64) if int(word) >> node & 1] for word in words[:, 0]]
+
+
+def check_nodes(tree, logits, b: int, text: list[int]) -> list[list[int]]:
+    """Compare every node of request ``b`` with its path over ``text``; return the paths."""
+    paths = paths_of(tree.words[b])
+    inner = {node for path in paths for node in path[:-1]}
+    for leaf, path in enumerate(paths):
+        if leaf not in inner:
+            alone = dense_logits(text + tree.tokens[b, path].tolist())
+            torch.testing.assert_close(logits[b, path], alone[len(text) :], rtol=1e-4, atol=1e-4)
+    return paths
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(
+    "config", SHAPES, ids=lambda c: f"topk{c.topk}-steps{c.num_steps}-nodes{c.num_draft_tokens}"
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_verify_commit_and_decode_on(backend, config, size, page_size):
+    config = replace(config, page_size=page_size)
+    run = Engine(target(), TinyDraft(device=DEVICE), config, backend=backend, buckets=[size])
+    run.add([Request(prompt, 20) for prompt in PROMPTS[:size]])
+    rows, lens, bonus = zip(*((x.row, x.length, x.bonus) for x in run._live), strict=True)
+    run.table.reserve(rows, [length + config.reserve_len + 1 for length in lens])
+    decoder, batch = run.decoder(config), batch_of(rows, lens, bonus)
+    rng = random.Random(size + page_size)
+    made = [candidates(STYLES[(b + size) % 3], config, rng) for b in range(size)]
+    parts = [torch.tensor(part, device=DEVICE) for part in zip(*made, strict=True)]
+    tree = build_tree(Candidates(*parts, torch.empty(size, 0, 0, device=DEVICE)), batch, config)
+    validate_tree(tree.retrieve_next_token, tree.retrieve_next_sibling, tree.words,
+                  config.num_steps)
+    verified = decoder.verify(batch, tree)
+    paths = []
+    for b in range(size):
+        every = check_nodes(tree, verified.logits, b, PROMPTS[b])
+        paths.append(rng.choice([path for path in every if len(path) == max(map(len, every))]))
+    commit_and_decode(run, batch, tree, verified, paths)
+    run.clear()
+    out = run.generate([Request(prompt, 12) for prompt in PROMPTS[:size]])
+    assert [result.tokens for result in out] == [plain_text(b, 12) for b in range(size)]
+    run.table.check()
+
+
+def commit_and_decode(run: Engine, batch: SpecBatch, tree, verified, paths) -> None:
+    """Keep a path of every request, then decode one token after it without any draft."""
+    width = run.config.num_steps + 1
+    index = torch.tensor([path + [-1] * (width - len(path)) for path in paths], device=DEVICE)
+    gained = torch.tensor([len(path) for path in paths], dtype=torch.int32)
+    kept = AcceptResult(index.int(), index, gained.to(DEVICE), index[:, 0])
+    run.target.pool.commit(verified.tail_slots, kept)
+    after = batch_of(batch.req_pool_indices.tolist(), (batch.seq_lens_cpu + gained).tolist(),
+                     [NEXT] * len(paths))
+    plain = replace(run.config, num_steps=0, topk=1, num_draft_tokens=1)
+    logits = run.decoder(plain).verify(after, root_tree(after)).logits
+    for b, path in enumerate(paths):
+        text = PROMPTS[b] + tree.tokens[b, path].tolist() + [NEXT]
+        torch.testing.assert_close(logits[b, 0], dense_logits(text)[-1], rtol=1e-4, atol=1e-4)
