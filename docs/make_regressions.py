@@ -92,7 +92,8 @@ def page() -> str:
             if row in partly:
                 status += f"; not yet: {partly[row]}"
         cells = [row, f"{broke} ({linked(threads)})", holds, status]
-        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("``", "`") for cell in cells) + " |")
+        cells = [cell.replace("|", "\\|").replace("``", "`") for cell in cells]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n" + TAIL
 
 
