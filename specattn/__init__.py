@@ -17,8 +17,10 @@ if TYPE_CHECKING:
         register_backend,
     )
     from specattn.backends.base import Capabilities
+    from specattn.backends.hybrid import HybridBackend, hybrid
     from specattn.backends.layers import LayeredBackend
     from specattn.backends.multi_step import MultiStepDraftBackend
+    from specattn.backends.tbo import TboBackend, tbo
     from specattn.batch import (
         AcceptResult,
         Candidates,
@@ -53,8 +55,10 @@ __version__ = "0.1.0"
 _HOMES = {
     "backends": ("available", "backend_names", "choose_backend", "register_backend"),
     "backends.base": ("Capabilities",),
+    "backends.hybrid": ("HybridBackend", "hybrid"),
     "backends.layers": ("LayeredBackend",),
     "backends.multi_step": ("MultiStepDraftBackend",),
+    "backends.tbo": ("TboBackend", "tbo"),
     "batch": (
         "AcceptResult", "Candidates", "DraftState", "DraftTree", "ForwardMode", "RowLayout",
         "SpecBatch",
@@ -93,6 +97,7 @@ __all__ = [
     "ForwardMode",
     "Generation",
     "GraphRunner",
+    "HybridBackend",
     "KVPool",
     "LayeredBackend",
     "ModelError",
@@ -112,13 +117,16 @@ __all__ = [
     "SpecConfig",
     "SpecDecoder",
     "StepResult",
+    "TboBackend",
     "TreeError",
     "UnsupportedError",
     "available",
     "backend_names",
     "buf",
     "choose_backend",
+    "hybrid",
     "register_backend",
+    "tbo",
 ]
 
 

@@ -134,7 +134,8 @@ class CsrPlan:
     layout : RowLayout
         The layout of the step (its tail is part of the lists).
     kv_indptr : Tensor
-        ``[B * topk + 1]`` int32, offsets into ``kv_indices``.
+        ``[B * topk + 1]`` int32, offsets into ``kv_indices``. The first need not be 0: half a
+        batch (`specattn.backends.tbo`) is a view of the whole's offsets.
     kv_indices : Tensor
         ``[width]`` int32 slots: the request's prefix, then the branch's ancestors and itself.
     out_slots : Tensor

@@ -58,9 +58,11 @@ class World:
 
 
 def world(
-    backend: str, buckets: list[int], config: SpecConfig = CONFIG, *, indices="table", record=True
+    backend, buckets: list[int], config: SpecConfig = CONFIG, *, indices="table", record=True,
+    dtype=torch.float32, window=9,
 ) -> World:
-    target, draft = TinyTarget(device=DEVICE, window=9), TinyDraft(device=DEVICE)
+    target = TinyTarget(device=DEVICE, window=window, dtype=dtype)
+    draft = TinyDraft(device=DEVICE, dtype=dtype)
     context, page = config.max_context_len, config.page_size
     slots = -(-context // page) * page * 9
     table = SlotTable(max_num_reqs=8, max_context_len=context, num_slots=slots,

@@ -13,8 +13,14 @@ if TYPE_CHECKING:
 
 def backends(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print what each promises, as docs/backends.md does.")
+    ] = False,
 ) -> None:
     """List the attention backends, whether each can run here, and why not."""
+    if markdown:
+        print(promises())
+        return
     rows = [_row(name, device) for device in _devices() for name in _names()]
     if as_json:
         print(json.dumps(rows))
@@ -34,14 +40,40 @@ def backends(
 
 
 def _row(name: str, device: torch.device) -> dict[str, Any]:
-    from specattn.backends import available, load_backend
+    from specattn.backends import load_backend
+    from specattn.errors import UnsupportedError
 
-    reasons = available(name, None, device)
-    graphs = device.type == "cuda" and load_backend(name).capabilities.graphs
+    try:
+        backend = load_backend(name)
+        reasons = backend.reasons(None, device)
+        graphs = device.type == "cuda" and backend.capabilities.graphs
+    except UnsupportedError as error:
+        reasons, graphs = list(error.reasons), False
     return {
         "backend": name, "device": str(device), "available": not reasons, "reasons": reasons,
         "graphs": graphs and not reasons,
     }
+
+
+def promises() -> str:
+    """Return the capabilities of all backends as a Markdown table."""
+    from specattn.backends import load_backend
+
+    columns = {
+        "CUDA graphs": "graphs", "trees": "trees", "index lists": "lists", "prompts": "extend",
+        "window": "window", "cap": "cap", "lse": "lse",
+    }
+    lines = [
+        f"| backend | plans on | {' | '.join(columns)} | dtypes |",
+        "|---" * (len(columns) + 3) + "|",
+    ]
+    for name in _names():
+        found = load_backend(name).capabilities
+        marks = ["yes" if getattr(found, item) else "no" for item in columns.values()]
+        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in found.dtypes)
+        plans = "host" if found.host_plan else "device"
+        lines.append(f"| `{name}` | {plans} | {' | '.join(marks)} | {dtypes} |")
+    return "\n".join(lines)
 
 
 def _names() -> tuple[str, ...]:

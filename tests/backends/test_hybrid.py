@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from specattn.backends import available
 from specattn.backends.base import Capabilities
 from specattn.backends.hybrid import hybrid
 from specattn.backends.layers import LayeredBackend
@@ -85,6 +86,26 @@ def test_a_hybrid_gives_what_its_parts_give(parts, mode):
     for name, value in first.items():
         assert not second[name].isnan().any(), name
         torch.testing.assert_close(second[name], value, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", [MODES[0], MODES[2]], ids=lambda mode: mode.value)
+@pytest.mark.parametrize("name", ["fa3,flashinfer", "flashinfer,triton,fa3"])
+@pytest.mark.gpu
+def test_libraries_by_phase(name, mode):
+    reasons = available(name, AttnConfig(4, 2, 64, dtype=torch.bfloat16), DEVICE)
+    if reasons:
+        pytest.skip("; ".join(reasons))
+    lens = [5, 0, 170]
+    values, results = inputs(mode, lens, 1), []
+    for backend in ("triton", name):
+        one = world(backend, [4], dtype=torch.bfloat16, window=-1)
+        one.poison(lens)
+        results.append(one.run(mode, lens, values))
+        assert one.decoder.runner.recorded(mode)
+    for key, want in results[0].items():
+        if want.is_floating_point() and want.numel():
+            error = (results[1][key].float() - want.float()).norm() / want.float().norm()
+            assert error < 2e-2, f"{key} is off by {error:.2e}"
 
 
 def test_greedy_speculation_changes_no_token():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import specattn.backends as registry
 from specattn.backends import (
@@ -19,6 +22,8 @@ from specattn.backends import (
 from specattn.backends.hybrid import hybrid
 from specattn.backends.tbo import tbo
 from specattn.backends.torch_native import TorchNativeBackend
+from specattn.cli.app import app
+from specattn.cli.backends import promises
 from specattn.cli.ends import ArgumentError
 from specattn.cli.options import check_backend
 from specattn.config import AttnConfig
@@ -193,3 +198,18 @@ def test_the_command_line_takes_hybrids(refusing):
     refusing("triton", "no such luck")
     with pytest.raises(ArgumentError, match=r"cannot run on cpu: decode triton: no such luck"):
         check_backend("torch_native,triton", CPU, from_environment=False)
+
+
+def test_the_page_has_the_declared_capabilities():
+    page = (Path(__file__).parents[2] / "docs" / "backends.md").read_text()
+    missing = [line for line in promises().splitlines() if line not in page.splitlines()]
+    assert not missing, "docs/backends.md needs what `specattn backends --markdown` prints"
+
+
+def test_a_broken_package_does_not_hide_the_others(plugged):
+    plugged(broken="no_such_package:Backend")
+    rows = json.loads(CliRunner().invoke(app, ["backends", "--json"]).stdout)
+    found = {row["backend"]: row for row in rows if row["device"] == "cpu"}
+    assert found["torch_native"]["available"]
+    assert not found["broken"]["available"]
+    assert "no_such_package:Backend cannot be imported" in found["broken"]["reasons"][0]
