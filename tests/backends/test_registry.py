@@ -100,10 +100,14 @@ def test_auto_alone_falls_back_and_says_why(refusing, caplog):
     ]
 
 
-def test_auto_serves_all_configurations_or_none(refusing, monkeypatch):
+def test_auto_serves_all_configurations_or_none(refusing):
     """One layer that a backend cannot serve takes it out of the choice for all."""
+    first, *others, last = registry.AUTO["cuda"]
+    for name in others:
+        refusing(name, "closed")
     wide = AttnConfig(4, 2, 512)
-    assert choose_backend("auto", [HEADS, wide], CUDA).name != "triton"
+    assert choose_backend("auto", [HEADS], CUDA).name == first == "triton"
+    assert choose_backend("auto", [HEADS, wide], CUDA).name == last
     for name in registry.AUTO["cpu"]:
         refusing(name, "closed")
     with pytest.raises(UnsupportedError, match="'auto' on cpu: torch_native: closed"):
