@@ -39,6 +39,7 @@ _BACKENDS = {
     "torch_native": "specattn.backends.torch_native:TorchNativeBackend",
     "flex": "specattn.backends.flex:FlexBackend",
     "fa3": "specattn.backends.fa3:Fa3Backend",
+    "flashinfer": "specattn.backends.flashinfer:FlashInferBackend",
 }
 
 

@@ -25,11 +25,16 @@ CASES = {
 }
 
 
-def tensors(case: Case) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
-    """The case's arguments, and list and byte offsets with a trailing request without rows."""
+def tensors(
+    case: Case, reach: int = 10_000
+) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+    """The case's arguments, and list and byte offsets with a trailing request without rows.
+
+    Lists hold at most ``reach`` keys of the prefix.
+    """
     args = case.args
     _, q_len, _ = args["tail_words"].shape
-    keys = args["seq_lens"] + args["tail_slots"].shape[1]
+    keys = args["seq_lens"].clamp(max=reach) + args["tail_slots"].shape[1]
     lists = torch.zeros(len(keys) + 2, dtype=torch.int32)
     lists[1:-1] = keys.cpu().cumsum(0)
     lists[-1] = lists[-2]
@@ -48,17 +53,26 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("window", "reach"), [(-1, 10_000), (6, 10_000), (6, 6), (3, -1), (3, 0)])
 @pytest.mark.parametrize("name", CASES)
-def test_lists_are_the_prefix_then_the_tail(name, kind):
-    args, lists, _ = tensors(make_tree_case(**CASES[name], device=DEVICE))
+def test_lists_are_the_prefix_then_the_tail(name, window, reach, kind):
+    """With a window, keys no query sees are left out by the host, or replaced."""
+    case = make_tree_case(**CASES[name], device=DEVICE)
+    tail = case.args["tail_slots"].shape[1]
+    args, lists, _ = tensors(case, max(reach, 1 - tail))
     out = torch.full((int(lists[-1]) + 5,), -CANARY, dtype=torch.int32, device=DEVICE)
     implementation(kind, "csr").fill_lists(
-        args["req_to_token"], args["req_pool_indices"], strided(args["tail_slots"]), lists, out
+        args["req_to_token"], args["req_pool_indices"], args["seq_lens"],
+        strided(args["positions"]), strided(args["tail_slots"]), lists, out, window,
     )
     table, rows = args["req_to_token"].tolist(), args["req_pool_indices"].tolist()
     want = []
     for b, length in enumerate(args["seq_lens"].tolist()):
-        want += table[rows[b]][:length] + args["tail_slots"][b].tolist()
+        slots = args["tail_slots"][b].tolist()
+        far = int(args["positions"][b].min()) - window if window >= 0 else 0
+        prefix = [s if p >= far else slots[-1] for p, s in enumerate(table[rows[b]][:length])]
+        begin, end = lists[b : b + 2].tolist()
+        want += (prefix + slots)[length + tail - (end - begin) :]
     assert out.tolist() == want + [-CANARY] * 5
 
 
@@ -69,12 +83,13 @@ def test_lists_without_a_tail_come_from_the_table_alone(kind):
     lists = torch.tensor([0, 7, 7, 27], dtype=torch.int32, device=DEVICE)
     out = torch.full((27,), -CANARY, dtype=torch.int32, device=DEVICE)
     implementation(kind, "csr").fill_lists(
-        table, torch.tensor([2, 0, 1], device=DEVICE), table.new_empty(3, 0), lists, out
+        table, torch.tensor([2, 0, 1], device=DEVICE), lists.diff(), table.new_empty(3, 0).long(),
+        table.new_empty(3, 0), lists, out, -1,
     )
     assert out.tolist() == table[2, :7].tolist() + table[1].tolist()
 
 
-def brute_force(case: Case) -> list[int]:
+def brute_force(case: Case, reach: int) -> list[int]:
     """The bytes of all masks, cell by cell."""
     a = {name: value.tolist() for name, value in case.args.items()}
     packed = []
@@ -82,7 +97,7 @@ def brute_force(case: Case) -> list[int]:
         cells = []
         for i, here in enumerate(a["positions"][b]):
             where = list(range(prefix)) + a["tail_positions"][b]
-            for column, there in enumerate(where):
+            for column, there in list(enumerate(where))[max(prefix - reach, 0) :]:
                 seen = column < prefix or (
                     a["tail_words"][b][i][(column - prefix) // 64] >> (column - prefix) % 64 & 1
                 )
@@ -97,18 +112,18 @@ def brute_force(case: Case) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("window", [-1, 0, 6])
+@pytest.mark.parametrize(("window", "reach"), [(-1, 10_000), (0, 0), (6, 10_000), (6, 6)])
 @pytest.mark.parametrize("name", CASES)
-def test_masks_are_packed_from_words_and_positions(name, window, kind):
+def test_masks_are_packed_from_words_and_positions(name, window, reach, kind):
     case = make_tree_case(**CASES[name], window_left=window, device=DEVICE)
-    args, lists, masks = tensors(case)
+    args, lists, masks = tensors(case, reach)
     out = torch.full((int(masks[-1]) + 5,), CANARY, dtype=torch.uint8, device=DEVICE)
     words = strided(args["tail_words"])
     implementation(kind, "csr").pack_masks(
-        lists, masks, strided(args["positions"]), strided(args["tail_positions"]), words, out,
-        window,
+        lists, masks, args["seq_lens"], strided(args["positions"]),
+        strided(args["tail_positions"]), words, out, window,
     )
-    assert out.tolist() == brute_force(case) + [CANARY] * 5
+    assert out.tolist() == brute_force(case, reach) + [CANARY] * 5
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -120,6 +135,6 @@ def test_masks_are_those_of_interop(kind):
     assert masks[:-1].tolist() == packed_indptr(seq_lens, 9).tolist()
     out = torch.full((int(masks[-1]),), CANARY, dtype=torch.uint8, device=DEVICE)
     implementation(kind, "csr").pack_masks(
-        lists, masks, args["positions"], args["tail_positions"], words, out, -1
+        lists, masks, seq_lens, args["positions"], args["tail_positions"], words, out, -1
     )
     assert torch.equal(out, packed_mask(words, seq_lens))

@@ -9,9 +9,12 @@ from torch import Tensor
 def fill_lists(
     req_to_token: Tensor,
     req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    positions: Tensor,
     tail_slots: Tensor,
     kv_indptr: Tensor,
     kv_indices: Tensor,
+    window_left: int,
 ) -> None:
     """See `specattn.kernels.csr.fill_lists`."""
     batch, tail = tail_slots.shape
@@ -19,18 +22,23 @@ def fill_lists(
     entry = torch.arange(len(kv_indices), device=kv_indices.device)
     request = torch.searchsorted(end, entry, right=True)
     used, request = request < batch, request.clamp(max=batch - 1)
-    column, prefix = entry - begin[request], (end - begin)[request] - tail
+    length, prefix = (end - begin)[request], seq_lens.long()[request]
+    key = entry - begin[request] + prefix + tail - length
     width = req_to_token.shape[1]
-    slots = req_to_token[req_pool_indices[request], column.clamp(0, width - 1)]
+    slots = req_to_token[req_pool_indices[request], key.clamp(0, width - 1)]
     if tail:
-        late = tail_slots[request, (column - prefix).clamp(0, tail - 1)]
-        slots = torch.where(column < prefix, slots, late)
+        late = tail_slots[request, (key - prefix).clamp(0, tail - 1)]
+        slots = torch.where(key < prefix, slots, late)
+    if window_left >= 0:
+        unseen = key < torch.minimum(positions.amin(1)[request] - window_left, prefix)
+        slots = torch.where(unseen, tail_slots[request, -1], slots)
     kv_indices.copy_(torch.where(used, slots, kv_indices))
 
 
 def pack_masks(
     kv_indptr: Tensor,
     mask_indptr: Tensor,
+    seq_lens: Tensor,
     positions: Tensor,
     tail_positions: Tensor,
     tail_words: Tensor,
@@ -49,10 +57,11 @@ def pack_masks(
     inside = used[:, None] & (query < q_len)
     query = torch.where(inside, query, 0)
     node = column - (length - tail_positions.shape[1])
+    place = seq_lens.long()[request] + node  # a prefix key's position is its place
     key = node.clamp(min=0)
     seen = (node < 0) | ((tail_words[request, query, key // 64] >> key % 64 & 1) != 0)
     if window_left >= 0:
-        there = torch.where(node < 0, column, tail_positions[request, key])
+        there = torch.where(node < 0, place, tail_positions[request, key])
         ago = positions[request, query] - there
         seen &= (ago >= 0) & (ago <= window_left)
     bits = (seen & inside) << torch.arange(8, device=mask.device)
