@@ -1,0 +1,168 @@
+"""Device code of latent tree attention: chunks of latent rows against packed query rows.
+
+The chunks, the clamped loads and the visibility bits are those of `tree_kernel`; there is one
+KV head, and a tile is key and value at once. `mla_attention` is the host side.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from specattn.kernels.attention_tile import EMPTY, FLOOR, LN2, store_rows
+from specattn.kernels.mla_tile import attend_latent_tile, load_latent_query
+from specattn.kernels.tree_kernel import (
+    _load_index,
+    _load_request,
+    _load_tail,
+    _load_word,
+    _row_bits,
+    _spread,
+)
+
+
+@triton.jit
+def _masked_tiles(
+    q_latent, q_rotated, acc, top, total,
+    begin, end,  # first key of the first tile; end of the keys
+    # of the first tile; None where there is no tail
+    raw_index,   # [BN] int32, index entries
+    raw_tail,    # [BN] int32, tail slots
+    word0,       # [BM] uint64, tail bits
+    word1,       # [BM] uint64
+    index_row,   # the request's index entries
+    tail_row,    # its tail slots
+    word_row,    # [BM], its rows' words
+    row_ok,      # [BM] bool
+    prefix_len, cache, base2,
+    SLOT: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, RANK_PAD: tl.constexpr,
+    ROPE_PAD: tl.constexpr, TAIL: tl.constexpr, WORDS: tl.constexpr, BN: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Attend to the tiles of ``[begin, end)`` under bounds and tail bits, at most 64 keys each.
+
+    What the next tile needs is loaded a tile ahead, raw; see `tree_kernel._masked_tiles`.
+    """
+    r = tl.arange(0, BN)                                                  # [BN]
+    for start in tl.range(begin, end, BN, num_stages=STAGES):
+        pos = start + r
+        slots = raw_index
+        raw_index = _load_index(index_row, pos + BN, 0, prefix_len)
+        if TAIL > 0:
+            slots = tl.where(pos < prefix_len, slots, raw_tail)
+            raw_tail = _load_tail(tail_row, pos + BN, prefix_len, TAIL, 1)
+            first = start - prefix_len
+            visible = _spread(_row_bits(word0, word1, first, end - start), None, BN)
+            if start + BN < end:
+                word0 = _load_word(word_row, row_ok, first + BN, 0, WORDS)
+                word1 = _load_word(word_row, row_ok, first + BN, 1, WORDS)
+        else:
+            visible = (pos < end)[None, :]
+        acc, top, total = attend_latent_tile(
+            q_latent, q_rotated, acc, top, total, slots, visible, cache, base2, SLOT, RANK, ROPE,
+            RANK_PAD, ROPE_PAD,
+        )
+    return acc, top, total
+
+
+# strides of small tensors: no variants of the kernel for round ones
+@triton.jit(do_not_specialize=["stride_tail", "stride_words", "stride_words_q"])
+def mla_attention_kernel(
+    q,             # [B * Q_LEN, HEADS, RANK + ROPE]
+    cache,         # [slots, RANK + ROPE]
+    out,           # [B * Q_LEN, HEADS, RANK], out
+    lse,           # [B * Q_LEN, HEADS] float32, out, or None
+    indices,       # flat int32: slot of each prefix position
+    tail_slots,    # [B, TAIL] int32
+    tail_words,    # [B, Q_LEN, WORDS] int64
+    requests,      # [B, 8] int64
+    chunks,        # [NC, 8] int64
+    partial_out,   # [parts, MT, BM, RANK], out
+    partial_lse,   # [parts, MT, BM] float32, out, base 2
+    base2,
+    stride_q, stride_q_head, stride_out, stride_out_head, stride_lse, stride_lse_head,
+    stride_tail, stride_words, stride_words_q,
+    SLOT: tl.constexpr, Q_LEN: tl.constexpr, TAIL: tl.constexpr, WORDS: tl.constexpr,
+    HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, RANK_PAD: tl.constexpr,
+    ROPE_PAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr,
+    STAGES: tl.constexpr, SHORT: tl.constexpr, PDL: tl.constexpr,
+):
+    """One CTA per (chunk, M tile) walks the segments of its chunk."""
+    pid = tl.program_id(0)
+    m_tile = pid % MT
+    chunk = pid // MT
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    packed = m_tile * BM + tl.arange(0, BM)                               # [BM]
+    token = packed // HEADS
+    head = packed % HEADS
+    row_ok = packed < Q_LEN * HEADS
+    r = tl.arange(0, BN)                                                  # [BN]
+    entry = chunks + chunk * 8
+    left = tl.load(entry).to(tl.int32)
+    tile = tl.load(entry + 1).to(tl.int32)
+    req = tl.load(entry + 2).to(tl.int32)
+    base, prefix_len, _, parts, split_rank = _load_request(entry + 3)
+    while left > 0:
+        kv_len = prefix_len + TAIL
+        stop = tl.minimum(tl.maximum((kv_len + BN - 1) // BN, 1), tile + left)
+        begin = tile * BN
+        end = tl.minimum(kv_len, stop * BN)
+        index_row = indices + base
+        # full tiles of the prefix need no mask at all
+        full_end = tl.maximum(tl.minimum(end, prefix_len) // BN * BN, begin)
+        full_end = tl.where(full_end - begin <= SHORT * BN, begin, full_end)
+
+        q_row = (req * Q_LEN + token).to(tl.int64)                        # [BM]
+        q_latent, q_rotated = load_latent_query(
+            q + q_row * stride_q + head * stride_q_head, row_ok, RANK, ROPE, RANK_PAD, ROPE_PAD
+        )
+        tail_row = tail_slots
+        word_row = tail_words
+        # what both loops read first, before either starts: the latencies overlap
+        raw_index = _load_index(index_row, full_end + r, 0, prefix_len)
+        raw_tail = None
+        word0 = None
+        word1 = None
+        if TAIL > 0:
+            tail_row += req.to(tl.int64) * stride_tail
+            word_row += req.to(tl.int64) * stride_words + token * stride_words_q  # [BM]
+            raw_tail = _load_tail(tail_row, full_end + r, prefix_len, TAIL, 1)
+            word0 = _load_word(word_row, row_ok, full_end - prefix_len, 0, WORDS)
+            word1 = _load_word(word_row, row_ok, full_end - prefix_len, 1, WORDS)
+        raw_full = _load_index(index_row, begin + r, 0, prefix_len)
+        top = tl.full([BM], FLOOR, tl.float32)
+        total = tl.zeros([BM], tl.float32)
+        acc = tl.zeros([BM, RANK_PAD], tl.float32)
+        for start in tl.range(begin, full_end, BN, num_stages=STAGES):
+            slots = raw_full
+            raw_full = _load_index(index_row, start + BN + r, 0, prefix_len)
+            acc, top, total = attend_latent_tile(
+                q_latent, q_rotated, acc, top, total, slots, None, cache, base2, SLOT, RANK, ROPE,
+                RANK_PAD, ROPE_PAD,
+            )
+        acc, top, total = _masked_tiles(
+            q_latent, q_rotated, acc, top, total, full_end, end, raw_index, raw_tail, word0,
+            word1, index_row, tail_row, word_row, row_ok, prefix_len, cache, base2, SLOT, RANK,
+            ROPE, RANK_PAD, ROPE_PAD, TAIL, WORDS, BN, STAGES,
+        )
+        log2_sum = top * base2 + tl.log2(tl.where(total > 0.0, total, 1.0))
+        if parts == 1:
+            out_rows = out + q_row * stride_out + head * stride_out_head
+            store_rows(out_rows, acc, total, row_ok, RANK, RANK_PAD)
+            if lse is not None:
+                tl.store(
+                    lse + q_row * stride_lse + head * stride_lse_head,
+                    tl.where(total > 0.0, log2_sum * LN2, float("-inf")), mask=row_ok,
+                )
+        else:
+            at = ((chunk + split_rank) * MT + m_tile).to(tl.int64) * BM + tl.arange(0, BM)
+            store_rows(partial_out + at * RANK, acc, total, row_ok, RANK, RANK_PAD)
+            tl.store(partial_lse + at, tl.where(total > 0.0, log2_sum, EMPTY))
+        left -= stop - tile
+        if left > 0:
+            req += 1
+            tile = 0
+            base, prefix_len, _, parts, split_rank = _load_request(requests + req * 8)

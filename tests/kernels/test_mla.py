@@ -1,0 +1,286 @@
+"""Latent attention, kernels and twins, against the float64 oracle over a pool whose v is k's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from specattn.kernels.mla_attention import MlaAttention, mla_tile_config
+from specattn.kernels.mla_extend import mla_extend, mla_extend_tile_config
+from specattn.kernels.reference import attention as twin
+from tests.oracle import (
+    NAN,
+    Case,
+    check,
+    make_csr_case,
+    make_extend_case,
+    make_tree_case,
+    oracle_csr,
+    oracle_extend,
+    oracle_tree,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+
+def latent(case: Case, rank: int) -> Case:
+    """The same case over one pool: values are the first columns of the keys."""
+    out = torch.full((*case.q.shape[:2], rank), NAN, dtype=case.q.dtype, device=DEVICE)
+    return replace(case, v_cache=case.k_cache[..., :rank], out=out)
+
+
+def tree_case(
+    lengths: list[int], *, heads: int = 4, rank: int = 64, rope: int = 16, **options: Any
+) -> Case:
+    case = make_tree_case(
+        lengths, heads=(heads, 1), head_dim=rank + rope, device=DEVICE, **options
+    )
+    return latent(case, rank)
+
+
+def _case(*lengths: int, **options: Any) -> dict[str, Any]:
+    return {"lengths": list(lengths), **options}
+
+
+# prefix lengths, and what differs from: 4 nodes of a random tree, 4 heads, rows of 64 + 16, float32
+CASES = {
+    "empty_prefixes": _case(0, 0, 0),
+    "tile_edges": _case(15, 16, 17, 0, 1, 31, 32, 33),
+    "decode": _case(130, 7, 0, q_len=1, mode="chain"),
+    "decode_padded": _case(65, q_len=1, mode="chain", pads=3),
+    "chain": _case(64, 1, 50, mode="chain", q_len=6),
+    "draft_step_2": _case(65, 31, 0, mode="draft", q_len=4, tail_len=12),
+    "padded": _case(40, 65, pads=2, q_len=5),
+    "any_bits": _case(33, 0, 64, mode="any", q_len=7, tail_len=31),
+    "tail_65": _case(63, 0, tail_len=65, mode="any", heads=3),
+    "tail_130_f16": _case(63, 20, q_len=9, tail_len=130, mode="any", dtype=F16),
+    "blind_rows": _case(0, 0, q_len=7, tail_len=70, mode="any", seed=3),
+    "heads_1": _case(33, 31, heads=1, q_len=5),
+    "heads_20": _case(40, heads=20, q_len=3),
+    "rows_160_f16": _case(140, heads=16, q_len=10, dtype=F16),
+    "odd_widths": _case(33, 8, rank=40, rope=6, pool_pad=3),
+    "narrow": _case(33, rank=5, rope=3),
+    "sharp": _case(200, 33, scale=20.0),
+    "f16": _case(33, 130, dtype=F16, q_len=1, heads=16),
+    "batch_of_19": _case(*((7 * i) % 41 for i in range(19)), q_len=2, heads=2),
+    "many_parts": _case(600, 0, 33, q_len=2, heads=2),
+    "full_width": _case(20, 0, rank=512, rope=64, heads=2, q_len=3),
+}
+MANY_CHUNKS = {"many_parts", "batch_of_19", "blind_rows", "tail_65", "any_bits"}
+# DeepSeek-V3's rows; 16 heads (of 128, on 8 GPUs) and 128; every tile of the table
+BIG = {
+    f"{name}-{dtype}": _case(
+        *lengths, rank=512, rope=64, dtype=dtype, **({"heads": 16, "mode": "any"} | options)
+    )
+    for name, lengths, dtypes, options in (
+        ("decode", (0, 1, 63, 64, 65, 3000), (BF16, F16, F32), {"q_len": 1, "mode": "chain"}),
+        ("two_tokens", (700, 65), (BF16,), {"q_len": 2, "mode": "chain"}),
+        ("verify_8", (130, 1500, 64, 0), (BF16, F16, F32), {"q_len": 8}),
+        ("verify_64", (200, 65), (BF16,), {"q_len": 64, "mode": "tree"}),
+        ("tail_200", (200, 0), (BF16,), {"q_len": 8, "tail_len": 200}),
+        ("draft", (1030, 65), (BF16,), {"q_len": 4, "tail_len": 12, "mode": "draft"}),
+        ("heads_128", (400, 65), (BF16,), {"q_len": 2, "heads": 128}),
+        ("batch_300", tuple(i % 90 for i in range(300)), (BF16,), {"q_len": 1}),
+        ("one_request", (2000,), (BF16, F32), {"q_len": 1}),
+    )
+    for dtype in dtypes
+}
+
+
+def make_kernel(case: Case, **options: Any) -> MlaAttention:
+    a = case.args
+    return MlaAttention(
+        batch=len(a["seq_lens"]), q_len=a["positions"].shape[1],
+        tail_len=a["tail_slots"].shape[1], num_qo_heads=case.q.shape[1],
+        head_dim=case.q.shape[2], v_head_dim=case.out.shape[2], dtype=case.q.dtype,
+        device=case.q.device, sm_scale=case.sm_scale, **options,
+    )
+
+
+def run(kernel: MlaAttention, case: Case, *, lse: bool = True) -> None:
+    a = case.args
+    kernel.plan(a["seq_lens"], a["req_pool_indices"], a["req_to_token"].stride(0))
+    kernel.run(
+        case.q, case.k_cache, case.v_cache, case.out, case.lse if lse else None,
+        indices=a["req_to_token"], positions=None, tail_slots=a["tail_slots"],
+        tail_positions=None, tail_words=a["tail_words"],
+    )
+
+
+def run_twin(function: Any, case: Case, *, lse: bool = True) -> None:
+    function(
+        case.q, case.k_cache, case.v_cache, case.out, case.lse if lse else None,
+        **case.args, **case.settings,
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_and_twin_match_the_oracle(name: str) -> None:
+    case = tree_case(**CASES[name])
+    expected = oracle_tree(case)
+    for lse in (True, False):
+        case.clear()
+        run_twin(twin.tree_attention, case, lse=lse)
+        check(case, expected, lse=lse)
+    case.clear()
+    # every full tile of the prefix through the maskless loop, short as the chunks are here
+    tile = replace(make_kernel(case).shape.tile, short=0)
+    if name in MANY_CHUNKS:
+        tile = replace(tile, ctas_per_sm=8)
+    run(make_kernel(case, tile=tile), case)
+    check(case, expected)
+
+
+@pytest.mark.parametrize("name", ["tile_edges", "f16"])
+def test_short_runs_take_the_masked_loop(name: str) -> None:
+    """And lse is optional."""
+    case = tree_case(**CASES[name])
+    run(make_kernel(case), case, lse=False)
+    check(case, oracle_tree(case), lse=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BIG)
+def test_kernel_matches_the_oracle_at_size(name: str) -> None:
+    case = tree_case(**BIG[name])
+    expected = oracle_tree(case)
+    run(make_kernel(case), case)
+    check(case, expected)
+    case.clear()
+    run_twin(twin.tree_attention, case)
+    check(case, expected)
+
+
+@pytest.mark.gpu
+def test_one_graph_serves_every_length() -> None:
+    batches = ([2000, 3, 0, 300], [0, 0, 0, 0], [64, 65, 63, 1], [300, 3000, 300, 1])
+    same = {"heads": 16, "rank": 512, "rope": 64, "q_len": 4, "dtype": BF16, "width": 3100,
+            "slots": 5000}
+    live = tree_case([1, 1, 1, 1], **same)
+    kernel = make_kernel(live)
+    run(kernel, live)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(kernel, live)
+    for seed, lengths in enumerate(batches):
+        case = tree_case(lengths, seed=seed, **same)
+        live.q.copy_(case.q)
+        live.k_cache.copy_(case.k_cache)
+        for name, tensor in case.args.items():
+            live.args[name].copy_(tensor)
+        live.clear()
+        graph.replay()
+        check(live, oracle_tree(live))
+
+
+LISTS = {
+    "ragged": ([65, 1, 130, 33], {}),
+    "empty_lists": ([0, 40, 0, 0], {}),
+    "all_empty": ([0, 0], {}),
+    "many_f16": ([(5 * i) % 37 for i in range(21)], {"dtype": F16}),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_index_lists(name: str) -> None:
+    lengths, options = LISTS[name]
+    case = latent(make_csr_case(lengths, heads=(3, 1), head_dim=80, device=DEVICE, **options), 64)
+    expected = oracle_csr(case)
+    kernel = MlaAttention(
+        batch=len(case.q), q_len=1, tail_len=0, num_qo_heads=3, head_dim=80, v_head_dim=64,
+        dtype=case.q.dtype, device=DEVICE, sm_scale=case.sm_scale, csr=True,
+    )
+    kernel.plan_csr(case.args["kv_indptr"])
+    kernel.run(
+        case.q, case.k_cache, case.v_cache, case.out, case.lse, indices=case.args["kv_indices"],
+        positions=None, tail_slots=None, tail_positions=None, tail_words=None,
+    )
+    check(case, expected)
+    case.clear()
+    run_twin(twin.csr_attention, case)
+    check(case, expected)
+
+
+# (cached prefix, new tokens) pairs, and what differs from 3 heads, rows of 64 + 16, float32
+EXTEND: dict[str, tuple[list[tuple[int, int]], dict[str, Any]]] = {
+    "fresh": ([(0, 1), (0, 33)], {}),
+    "cached": ([(65, 7), (31, 1), (100, 20)], {}),
+    "no_new_tokens": ([(5, 0), (9, 4), (0, 0)], {}),
+    "tile_edges": ([(16, 16), (15, 17), (0, 15)], {}),
+    "f16": ([(60, 20), (0, 3)], {"dtype": F16, "heads": 16}),
+    "odd_widths": ([(33, 12)], {"rank": 40, "rope": 6}),
+}
+BIG_EXTEND: dict[str, tuple[list[tuple[int, int]], dict[str, Any]]] = {
+    f"{heads}-{dtype}": (lengths, {"heads": heads, "rank": 512, "rope": 64, "dtype": dtype})
+    for heads, lengths in ((16, [(0, 40), (150, 20), (64, 1), (0, 0)]), (128, [(0, 9), (70, 3)]))
+    for dtype in (BF16, F16, F32)
+}
+
+
+def extend_both(
+    lengths: list[tuple[int, int]], *, heads: int = 3, rank: int = 64, rope: int = 16,
+    **options: Any,
+) -> None:
+    case = latent(make_extend_case(
+        lengths, heads=(heads, 1), head_dim=rank + rope, device=DEVICE, **options
+    ), rank)
+    expected = oracle_extend(case)
+    run_twin(twin.extend_attention, case)
+    check(case, expected)
+    case.clear()
+    for lse in (True, False):
+        mla_extend(
+            case.q, case.k_cache, case.v_cache, case.out, case.lse if lse else None,
+            **case.args, sm_scale=case.sm_scale,
+        )
+        check(case, expected, lse=lse)
+
+
+@pytest.mark.parametrize("name", EXTEND)
+def test_extend_and_twin_match_the_oracle(name: str) -> None:
+    lengths, options = EXTEND[name]
+    extend_both(lengths, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BIG_EXTEND)
+def test_extend_matches_the_oracle_at_size(name: str) -> None:
+    lengths, options = BIG_EXTEND[name]
+    extend_both(lengths, **options)
+
+
+def test_a_pool_of_its_own_for_values_is_refused() -> None:
+    case = tree_case([5, 6])
+    apart = replace(case, v_cache=case.v_cache.clone())
+    with pytest.raises(ValueError, match=r"v_cache must be k_cache\[..., :64\], a view"):
+        run(make_kernel(case), apart)
+    shifted = replace(case, v_cache=case.k_cache[..., 16:])
+    with pytest.raises(ValueError, match="v_cache must be k_cache"):
+        run(make_kernel(case), shifted)
+    case = latent(make_extend_case([(5, 6)], heads=(3, 1), head_dim=80, device=DEVICE), 64)
+    with pytest.raises(ValueError, match="v_cache must be k_cache"):
+        mla_extend(case.q, case.k_cache, case.v_cache.clone(), case.out, None, **case.args,
+                   sm_scale=1.0)
+
+
+def test_bad_geometry_is_refused() -> None:
+    case = tree_case([5, 6])
+    with pytest.raises(ValueError, match="block_n must be at most 64, got 128"):
+        make_kernel(case, tile=replace(mla_tile_config(8, F32), block_n=128))
+    with pytest.raises(ValueError, match="v_head_dim must be below 80, got 80"):
+        make_kernel(replace(case, out=case.q))
+    case = latent(make_extend_case([(5, 6)], heads=(4, 2), head_dim=80, device=DEVICE), 64)
+    with pytest.raises(ValueError, match="k_cache must have one head, got 2"):
+        mla_extend(case.q, case.k_cache, case.v_cache, case.out, None, **case.args, sm_scale=1.0)
+
+
+def test_tiles_are_within_the_limits_of_the_kernels() -> None:
+    for dtype in (F32, F16, BF16):
+        for rows in (1, 16, 17, 32, 33, 4096):
+            assert mla_tile_config(rows, dtype).block_n <= 64
+        assert mla_extend_tile_config(dtype).block_n <= 64
