@@ -39,6 +39,7 @@ _BACKENDS = {
     "torch_native": "specattn.backends.torch_native:TorchNativeBackend",
     "flex": "specattn.backends.flex:FlexBackend",
     "fa3": "specattn.backends.fa3:Fa3Backend",
+    "triton_mla": "specattn.backends.triton_mla:TritonMlaBackend",
     "flashinfer": "specattn.backends.flashinfer:FlashInferBackend",
 }
 
