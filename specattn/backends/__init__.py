@@ -39,8 +39,8 @@ _BACKENDS = {
     "torch_native": "specattn.backends.torch_native:TorchNativeBackend",
     "flex": "specattn.backends.flex:FlexBackend",
     "fa3": "specattn.backends.fa3:Fa3Backend",
-    "triton_mla": "specattn.backends.triton_mla:TritonMlaBackend",
     "flashinfer": "specattn.backends.flashinfer:FlashInferBackend",
+    "triton_mla": "specattn.backends.triton_mla:TritonMlaBackend",
 }
 
 
@@ -138,6 +138,8 @@ def _loaded(backend: str | BackendFactory) -> BackendFactory:
 AUTO: dict[str, dict[str, str]] = {
     "cuda": {
         "triton": "one captured kernel for chains and trees, without host planning",
+        "triton_mla": "the same for latent attention, whose heads are wider",
+        "flashinfer": "compiled kernels where the library's own cannot serve",
         "torch_native": "serves everything, eagerly",
     },
     "cpu": {"torch_native": "Triton would run in its interpreter"},

@@ -88,6 +88,11 @@ def test_auto_takes_the_own_kernels_on_cuda_and_torch_elsewhere(caplog):
     ]
 
 
+def test_auto_has_kernels_for_latent_attention():
+    latent = AttnConfig(16, 1, 576, 512, sm_scale=0.1, latent=True)
+    assert choose_backend("auto", [latent], CUDA).name == "triton_mla"
+
+
 def test_auto_alone_falls_back_and_says_why(refusing, caplog):
     caplog.set_level(logging.INFO, "specattn")
     *others, last = registry.AUTO["cuda"]
