@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 KINDS = ["twin", "triton"]
 
 
-def attend(case: Case, kind: str) -> None:
-    """Fill ``case.out`` and ``case.lse``."""
+def attend(case: Case, kind: str, *, lse: bool = True) -> None:
+    """Fill ``case.out`` and, on request, ``case.lse``."""
     if kind == "twin":
-        run_twin(case)
+        run_twin(case, lse=lse)
         return
     kernel = make_kernel(case)
     plan(kernel, case)
-    run(kernel, case)
+    run(kernel, case, lse=lse)

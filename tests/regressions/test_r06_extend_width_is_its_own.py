@@ -17,7 +17,7 @@ from specattn.config import SpecConfig
 from tests.worlds import BACKENDS, DEVICE, MODES, inputs, same, world
 
 STEPS = 2
-NODES = {1: 3, 2: 6, 4: 9, 8: 4}
+NODES = {1: 3, 2: 4, 4: 8, 8: 16}
 
 
 @pytest.mark.parametrize("topk", NODES)

@@ -24,6 +24,8 @@ def test_masks_of_full_contexts_and_padding_fit():
     cells = mask_indptr(lens, NODES)
     assert int(cells[-1]) == LIVE * NODES * (CONTEXT + NODES) + (PADDED - LIVE) * NODES**2
     assert len(full_mask(words, lens)) == int(cells[-1])
+    sizes = [(NODES * (length + NODES) + 7) // 8 for length in lens.tolist()]
+    assert packed_indptr(lens, NODES).diff().tolist() == sizes
     worst = PADDED * (NODES * (CONTEXT + NODES) + 7) // 8
     assert int(packed_indptr(lens, NODES)[-1]) <= worst
     memory = torch.full((worst + 16,), 0xA5, dtype=torch.uint8, device=DEVICE)

@@ -36,7 +36,9 @@ def test_short_prefixes_do_as_with_single_slot_pages(backend, lens, mode):
 def test_rows_without_any_key_are_zero_with_lse_minus_infinity(kind):
     case = make_tree_case([0, 0, PAGE], q_len=3, heads=(2, 1), head_dim=16, device=DEVICE.type)
     case.args["tail_words"][:2] = 0
-    attend(case, kind)
-    assert not case.out[:6].any()
+    for lse in (True, False):
+        case.out.fill_(torch.nan)
+        attend(case, kind, lse=lse)
+        assert not case.out[:6].any()
+        check(case, oracle_tree(case), lse=lse)
     assert (case.lse[:6] == -torch.inf).all()
-    check(case, oracle_tree(case))

@@ -22,7 +22,7 @@ def test_a_replay_writes_only_the_tails_of_its_requests(backend, mode):
     config = one.decoder.config
     tail = config.layout(mode, config.num_draft_forwards - 1).tail
     pool = one.pools[0 if mode is ForwardMode.TARGET_VERIFY else 1]
-    for lens in ([70], [3, 130]):
+    for lens in ([70, 9, 200, 31], [3, 130]):
         one.rows.reverse()  # other requests than before
         one.poison(lens)
         one.run(mode, lens, inputs(mode, lens, 0))

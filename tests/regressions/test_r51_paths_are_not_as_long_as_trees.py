@@ -17,7 +17,7 @@ from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import BACKENDS, DEVICE
 
 PROMPTS = [[3, 14, 15, 9], [35], list(range(1, 20))]
-TREES = [(0, 1, 1), (3, 1, 4), (3, 4, 11), (5, 4, 3), (2, 4, 16)]
+TREES = [(0, 1, 1), (3, 1, 4), (3, 4, 8), (5, 4, 4), (2, 4, 16)]
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ TEXT = [7 * i % 61 for i in range(4 * PAGE)]
 
 
 def engine(backend: str, models) -> Engine:
-    return Engine(*models, SpecConfig(3, 4, 11, 64, 2, PAGE), backend=backend, buckets=[2])
+    return Engine(*models, SpecConfig(3, 4, 8, 64, 2, PAGE), backend=backend, buckets=[2])
 
 
 def states(run: Engine, at: int) -> list[torch.Tensor]:
