@@ -364,7 +364,7 @@ def test_a_backend_that_cannot_run_here(monkeypatch):
     assert found["triton", "cpu"]["reasons"] == ["no such luck"]
     assert found["torch_native", "cpu"]["available"] is True
     table = run("backends").stdout.splitlines()
-    (line,) = [line for line in table if line.startswith("triton") and " cpu " in line]
+    (line,) = [line for line in table if line.startswith("triton ") and " cpu " in line]
     assert re.search(r"cpu +no +no +no such luck", line)
 
 
