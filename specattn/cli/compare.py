@@ -111,6 +111,7 @@ def top2_margin(engine: Engine, tokens: Sequence[int]) -> float:
             max_q_len=length, max_seq_len=length,
         )
         attend = target.backend.bind(plan)
+        attend.schedule(torch.zeros(1, dtype=torch.int32))
         attend.fill()
         out = target.model.forward(
             torch.tensor(tokens, device=device), torch.arange(length, device=device), attend,

@@ -18,6 +18,7 @@ from specattn.spec.verify import accept
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from specattn.backends.layers import BoundLayers, LayeredBackend
     from specattn.spec.decoder import ModelSlot
     from specattn.spec.model import DraftModel, TargetModel, TargetOutput
     from specattn.spec.sampling import SamplingBatch
@@ -162,8 +163,7 @@ class Prefill:
         self, prompts: Sequence[Prompt], pieces: Sequence[_Piece], plan: ExtendPlan, last: Tensor
     ) -> TargetOutput:
         ids = [t for p in pieces for t in prompts[p.index].tokens[p.start : p.stop]]
-        attend = self.target.backend.bind(plan)
-        attend.fill()
+        attend = _bound(self.target.backend, plan, pieces)
         return self.target.model.forward(
             torch.tensor(ids, device=last.device), _positions(pieces, last.device), attend, last
         )
@@ -183,13 +183,19 @@ class Prefill:
         tokens: Tensor, features: Tensor, last: Tensor, drawing: SamplingBatch,
     ) -> DraftState:
         draft = slot.model
-        attend = slot.backend.bind(plan)
-        attend.fill()
+        attend = _bound(slot.backend, plan, pieces)
         positions = _positions(pieces, last.device)
         out = draft.forward(tokens, draft.combine(features), positions, attend, last)
         # the token proposed here follows the bonus token
         chosen = choose_tokens(draft, out.logits, self.config, drawing, positions[last] + 1)
         return DraftState(chosen.probs, chosen.tokens, out.hidden_states, chosen.law)
+
+
+def _bound(backend: LayeredBackend, plan: ExtendPlan, pieces: Sequence[_Piece]) -> BoundLayers:
+    attend = backend.bind(plan)
+    attend.schedule(torch.tensor([p.start for p in pieces], dtype=torch.int32))
+    attend.fill()
+    return attend
 
 
 def _positions(pieces: Sequence[_Piece], device: torch.device) -> Tensor:
