@@ -180,7 +180,7 @@ class BranchLists:
         self.indices = plan.kv_indices
 
     def offsets(self, seq_lens_cpu: Tensor | None) -> Tensor:
-        """Return where each list begins, on the host: the same numbers as ``plan.kv_indptr``."""
+        """Return where each list begins, on the host, counted from the plan's first."""
         layout, room = self.plan.layout, len(self.indices)
         path = layout.tail // layout.q_len  # ancestors of a branch, itself included
         lens = host_lens(seq_lens_cpu, self.requests // layout.q_len, room)
@@ -192,7 +192,8 @@ class BranchLists:
         return offsets
 
     def fill(self) -> None:
-        """Nothing to derive: the lists are the plan's."""
+        """Take the offsets as they are: a part of a larger batch does not begin at 0."""
+        self.indptr.copy_(self.plan.kv_indptr)
 
 
 class PackedMasks:
