@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specattn.batch import Phase, RowLayout
-from specattn.testing.oracle import NAN, Case, csr_lists, extend_lists, tree_lists
+from specattn.testing.oracle import NAN, Case, tree_lists, visible_slots
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,10 @@ class Form:
         Slots of the pools; as many as needed if 0.
     pool_pad : int
         Columns past the heads that make the pools views.
+    latent : bool
+        Whether values are the first columns of the keys, see `specattn.config.AttnConfig`.
+    evict : bool
+        Whether keys outside every window hold NaN.
     device, seed
         Where the tensors live, and what they are drawn from.
     """
@@ -49,6 +53,8 @@ class Form:
     page_size: int = 1
     slots: int = 0
     pool_pad: int = 0
+    latent: bool = False
+    evict: bool = True
     device: str | torch.device = "cpu"
     seed: int = 0
 
@@ -109,6 +115,12 @@ def _own(lengths: list[int], form: Form, rng: random.Random) -> tuple[list[list[
     return owned, pages * page
 
 
+def _used(case: Case, form: Form) -> set[int]:
+    """Slots whose keys exist: those some query sees, and without eviction those it saw."""
+    seen = case if form.evict else replace(case, window_left=-1)
+    return {slot for row in visible_slots(seen) for slot in row}
+
+
 def _pools(used: set[int], slots: int, form: Form) -> tuple[Tensor, Tensor]:
     """K and V pools with NaN in every slot not in use, and in the columns past the heads."""
     unused = torch.ones(slots, dtype=torch.bool)
@@ -119,7 +131,8 @@ def _pools(used: set[int], slots: int, form: Form) -> tuple[Tensor, Tensor]:
         pool[unused] = NAN
         pool[..., dim:] = NAN
         pools.append(pool.to(form.dtype)[..., :dim])
-    return pools[0], pools[1]
+    keys, values = pools
+    return keys, keys[..., : values.shape[2]] if form.latent else values
 
 
 def _case(args: dict[str, Any], form: Form, **about: Any) -> Case:
@@ -127,7 +140,7 @@ def _case(args: dict[str, Any], form: Form, **about: Any) -> Case:
     none = torch.empty(0)
     return Case(
         none, none, none, none, none, args, form.scale * form.head_dim**-0.5,
-        form.window_left, form.logit_cap, **about,
+        form.window_left, form.logit_cap, form.latent, **about,
     )
 
 
@@ -142,6 +155,8 @@ def _finish(case: Case, used: set[int], slots: int, rows: int, form: Form) -> Ca
     for name in ("q", "k_cache", "v_cache", "out", "lse", "out_slots"):
         tensor = getattr(case, name)
         setattr(case, name, None if tensor is None else tensor.to(form.device))
+    if form.latent:
+        case.v_cache = case.k_cache[..., :width]
     case.args = {
         name: value.to(form.device) if isinstance(value, Tensor) else value
         for name, value in case.args.items()
@@ -178,7 +193,7 @@ def make_tree_case(
         out_slots=args["tail_slots"][:, tail - q_len :],
     )
     # a tail key stays readable though no query sees it: its owner has written it
-    used = {slot for row in tree_lists(case) for slot in row}
+    used = _used(case, look)
     used |= set(args["tail_slots"].flatten().tolist())
     return _finish(case, used, slots, (len(lengths) + pads) * q_len, look)
 
@@ -250,8 +265,7 @@ def make_extend_case(lengths: list[tuple[int, int]], **form: Any) -> Case:
         args, look, kind="extend", prefix_lens=[p for p, _ in lengths], live=int(news.sum()),
         out_slots=torch.tensor(written, dtype=torch.int32)[None],
     )
-    used = {slot for row in extend_lists(case) for slot in row}
-    return _finish(case, used, slots, int(news.sum()), look)
+    return _finish(case, _used(case, look), slots, int(news.sum()), look)
 
 
 def make_csr_case(lengths: list[int], **form: Any) -> Case:
@@ -260,8 +274,7 @@ def make_csr_case(lengths: list[int], **form: Any) -> Case:
     owned, slots = _own(lengths, look, random.Random(look.seed))
     case = _case(_csr(owned, slots - 1, sum(lengths) + 3), look, kind="lists",
                  prefix_lens=lengths, live=len(lengths))
-    used = {slot for row in csr_lists(case) for slot in row}
-    return _finish(case, used, slots, len(lengths), look)
+    return _finish(case, _used(case, look), slots, len(lengths), look)
 
 
 def make_lists_case(

@@ -79,6 +79,7 @@ def conformance(
     geometry: Geometry | None = None,
     tolerances: Tolerances | None = None,
     validates: bool = False,
+    evicts: bool = False,
 ) -> Iterator[Check]:
     """Yield a check for everything a backend declares.
 
@@ -97,6 +98,9 @@ def conformance(
         What the library's arithmetic allows.
     validates : bool
         Whether the backend promises to refuse wrong tensors with a ValueError that names them.
+    evicts : bool
+        Whether it promises never to touch a key outside every window, so that its slot may be
+        given away; a library that masks whole tiles does not.
 
     Raises
     ------
@@ -113,7 +117,7 @@ def conformance(
     )
     depth = LEVELS[level]
     promised = factory.capabilities
-    for scenario in scenarios(promised.dtypes):
+    for scenario in scenarios(promised.dtypes, evicts=evicts):
         if scenario.level <= depth and all(getattr(promised, n) for n in scenario.needs):
             yield Check(
                 scenario.name, scenario.broken, factory.name, partial(scenario, setting),
@@ -140,13 +144,14 @@ def _lives(
     per_mode = {
         "growth": ("growth", life.growth), "new_trees": ("new trees", life.new_trees),
         "buckets": ("buckets", life.buckets), "layers": ("layers", life.layers),
+        "slots": ("permuted slots", life.permuted_slots),
         "inputs": ("inputs unchanged", life.inputs_unchanged),
         "poisoned_padding": ("padding", life.poisoned_padding),
     }
     if setting.device.type == "cuda":
         per_mode["no_sync"] = ("host sync", promises.no_sync)
         per_mode["graphs"] = ("graphs", promises.graphs)
-    everywhere = {"layers", "inputs"}
+    everywhere = {"layers", "inputs", "slots"}
     if promised.lse:
         per_mode["no_lse"] = ("lse", life.without_lse)
         everywhere.add("no_lse")

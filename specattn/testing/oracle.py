@@ -74,7 +74,7 @@ class Case:
         As `specattn.backends.base.BoundAttention.run` takes them.
     args : dict
         The tensors that describe the forward, by the names of the plan's fields.
-    sm_scale, window_left, logit_cap
+    sm_scale, window_left, logit_cap, latent
         As in `specattn.config.AttnConfig`.
     kind : {"tree", "lists", "extend"}
         Which plan it makes: `AttnPlan`, `CsrPlan` or `ExtendPlan`.
@@ -97,6 +97,7 @@ class Case:
     sm_scale: float
     window_left: int = -1
     logit_cap: float = 0.0
+    latent: bool = False
     kind: Literal["tree", "lists", "extend"] = "tree"
     layout: RowLayout | None = None
     prefix_lens: list[int] = field(default_factory=list)
@@ -119,8 +120,7 @@ class Case:
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """Return what ``out`` and ``lse`` must be, in float64."""
-        found = {"tree": oracle_tree, "lists": oracle_csr, "extend": oracle_extend}
-        return found[self.kind](self)
+        return _rows(self, visible_slots(self))
 
 
 def _row(
@@ -197,6 +197,12 @@ def csr_lists(case: Case) -> list[list[int]]:
             if _visible(last, p, case.window_left)
         ])
     return lists
+
+
+def visible_slots(case: Case) -> list[list[int]]:
+    """Visible slots of every query row."""
+    found = {"tree": tree_lists, "lists": csr_lists, "extend": extend_lists}
+    return found[case.kind](case)
 
 
 def oracle_tree(case: Case) -> tuple[Tensor, Tensor]:

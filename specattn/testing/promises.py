@@ -105,13 +105,13 @@ def graphs(setting: Setting, mode: Mode) -> None:
     session = setting.session(padding)
     _require_graphs(session)
     session.schedule()
-    side = torch.cuda.Stream(setting.device)
-    side.wait_stream(torch.cuda.current_stream(setting.device))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(2):
             session.bound.fill()
             session.run()
-    torch.cuda.current_stream(setting.device).wait_stream(side)
+    torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         session.bound.fill()

@@ -26,7 +26,7 @@ def config_of(case: Case) -> AttnConfig:
     return AttnConfig(
         num_qo_heads=case.q.shape[1], num_kv_heads=case.k_cache.shape[1],
         head_dim=case.q.shape[2], v_head_dim=case.out.shape[2], dtype=case.q.dtype,
-        **case.settings,
+        latent=case.latent, **case.settings,
     )
 
 
@@ -87,6 +87,8 @@ class Session:
             self.buffers = {
                 n: b if n in _SHARED else b[: len(values[n])] for n, b in within.buffers.items()
             }
+        if case.latent:
+            self.buffers["v_cache"] = self.buffers["k_cache"][..., : case.v_cache.shape[2]]
         named: dict[str, Any] = {n: b for n, b in self.buffers.items() if n not in case.args}
         args = {n: self.buffers.get(n, value) for n, value in case.args.items()}
         self.live = replace(case, **named, args=args)

@@ -73,11 +73,15 @@ class Geometry:
         Query and KV heads.
     head_dim, v_head_dim : int
         Widths; ``v_head_dim`` 0 means ``head_dim``.
+    latent : bool
+        Whether values are the first ``v_head_dim`` columns of the keys: absorbed latent attention,
+        with one KV head.
     """
 
     heads: tuple[int, int] = (4, 2)
     head_dim: int = 64
     v_head_dim: int = 0
+    latent: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,10 @@ class Setting:
         """
         form = {"device": self.device, **vars(self.geometry)} | form
         form.setdefault("dtype", self.dtype)
+        if self.geometry.latent:
+            form["heads"] = form["heads"][0], 1
+            if form["v_head_dim"] >= form["head_dim"]:
+                raise UnsupportedError("this check", ["latent values are narrower than keys"])
         if mode.kind == "extend":
             news = [(6, 9, 1, 17)[b % 4] for b in range(len(lengths))]
             return make_extend_case(list(zip(lengths, news, strict=True)), **form)

@@ -56,12 +56,19 @@ class Scenario:
         setting.session(case).forward(None, self.broken)
 
 
-def scenarios(dtypes: tuple[torch.dtype, ...]) -> Iterator[Scenario]:
-    """Yield every scenario of a backend that declares ``dtypes``."""
+def scenarios(dtypes: tuple[torch.dtype, ...], *, evicts: bool) -> Iterator[Scenario]:
+    """Yield every scenario of a backend that declares ``dtypes``.
+
+    With ``evicts``, also those in which keys outside every window are gone.
+    """
     for name, mode in MODES.items():
         level = SMOKE if name in ("decode", "tree_verify", "prompt_extend") else QUICK
         yield Scenario(name, "modes", mode, level, mode.needs)
     yield from _options(dtypes)
+    if evicts:
+        yield from _sweep("unused memory", {
+            "evicted": (QUICK, {"window_left": 9}), "evicted_0": (FULL, {"window_left": 0}),
+        }, needs=("window",))
     yield from _shapes()
     yield from _trees()
 
@@ -84,22 +91,21 @@ def _sweep(
 
 def _options(dtypes: tuple[torch.dtype, ...]) -> Iterator[Scenario]:
     yield from _sweep("window", {
-        "window_0": (QUICK, {"window_left": 0}), "window_9": (SMOKE, {"window_left": 9}),
-        "window_1": (FULL, {"window_left": 1}), "window_69": (FULL, {"window_left": 69}),
-        "window_beyond": (FULL, {"window_left": 1000}),
+        f"window_{left}": (level, {"window_left": left, "evict": False})
+        for level, left in ((QUICK, 0), (SMOKE, 9), (FULL, 1), (FULL, 69), (FULL, 1000))
     }, needs=("window",))
     yield from _sweep("cap", {
         "cap": (SMOKE, {"logit_cap": 1.5, "scale": 2.0}), "cap_30": (FULL, {"logit_cap": 30.0}),
     }, needs=("cap",))
     yield from _sweep("cap", {
-        "cap_window": (FULL, {"logit_cap": 2.0, "window_left": 9}),
+        "cap_window": (FULL, {"logit_cap": 2.0, "window_left": 9, "evict": False}),
     }, needs=("cap", "window"))
     yield from _sweep("dtypes", {
         str(dtype).removeprefix("torch."): (QUICK, {"dtype": dtype}) for dtype in dtypes
     })
     yield from _sweep("dtypes", {
         f"{str(dtype).removeprefix('torch.')}_window_page_16": (
-            FULL, {"dtype": dtype, "window_left": 20, "page_size": 16}
+            FULL, {"dtype": dtype, "window_left": 20, "page_size": 16, "evict": False}
         ) for dtype in dtypes
     }, needs=("window",))
     yield from _sweep("scale", {"scale_3": (QUICK, {"scale": 3.0})}, TREES)
@@ -121,7 +127,7 @@ def _shapes() -> Iterator[Scenario]:
     yield from _sweep("head sizes", {
         f"head_{k}_{v}": (level, {"head_dim": k, "v_head_dim": v})
         for level, k, v in ((QUICK, 128, 128), (FULL, 80, 80), (FULL, 96, 96), (FULL, 256, 256),
-                            (FULL, 192, 128), (FULL, 32, 48))
+                            (FULL, 192, 128), (FULL, 32, 48), (FULL, 576, 512))
     }, TREES)
     yield from _sweep("empty prefixes", {"no_prefix": (QUICK, {})}, lengths=[0, 0])
     yield from _sweep("batches", {"one_request": (FULL, {})}, lengths=[41])

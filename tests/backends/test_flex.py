@@ -10,4 +10,4 @@ pytest_plugins = ["specattn.testing.plugin"]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-test_flex = backend_suite("flex", DEVICE, "quick")
+test_flex = backend_suite("flex", DEVICE, "quick", evicts=True)

@@ -1,0 +1,337 @@
+"""Backends that are torch_native but for one thing each, wrong on purpose."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+
+from specattn.backends.base import Capabilities
+from specattn.backends.torch_native import TorchNativeBackend
+from specattn.errors import UnsupportedError
+from specattn.plan import AttnPlan, CsrPlan, ExtendPlan
+
+
+class Bound:
+    """What torch_native bound, for a mutant to get wrong."""
+
+    def __init__(self, backend: Mutant, plan: Any) -> None:
+        self.backend, self.plan = backend, plan
+
+    def fill(self) -> None:
+        self.first = None
+
+    def schedule(self, seq_lens_cpu: Any) -> None:
+        pass
+
+    def run(self, q, k_cache, v_cache, out, lse=None) -> None:
+        backend = self.backend
+        honest = TorchNativeBackend(backend.tweaked(backend.config), q.device)
+        plan = backend.seen(self.plan)
+        backend.attend(honest.bind(plan).run, q, k_cache, v_cache, out, lse)
+
+
+class Mutant(TorchNativeBackend):
+    """Honest until a subclass overrides a step."""
+
+    def __init_subclass__(cls) -> None:
+        cls.name = cls.__name__
+
+    def bind(self, plan: Any) -> Any:
+        return Bound(self, plan)
+
+    def tweaked(self, config: Any) -> Any:
+        return config
+
+    def seen(self, plan: Any) -> Any:
+        return plan
+
+    def attend(self, run, q, k_cache, v_cache, out, lse) -> None:
+        run(q, k_cache, v_cache, out, lse)
+
+
+class IgnoresTheWindow(Mutant):
+    def tweaked(self, config):
+        return replace(config, window_left=-1)
+
+
+class MeasuresTheWindowByRow(Mutant):
+    """Siblings get different windows (sglang#39287)."""
+
+    def seen(self, plan):
+        if not isinstance(plan, AttnPlan) or plan.layout.tail != plan.layout.q_len:
+            return plan
+        index = torch.arange(plan.layout.q_len, device=plan.seq_lens.device)
+        by_row = plan.seq_lens[:, None].long() + index
+        return replace(plan, positions=by_row, tail_positions=by_row)
+
+
+class IgnoresTheCap(Mutant):
+    def tweaked(self, config):
+        return replace(config, logit_cap=0.0)
+
+
+class IgnoresTheScale(Mutant):
+    def tweaked(self, config):
+        return replace(config, sm_scale=config.head_dim**-0.5)
+
+
+class LogOfBaseTwo(Mutant):
+    def attend(self, run, q, k_cache, v_cache, out, lse):
+        run(q, k_cache, v_cache, out, lse)
+        if lse is not None:
+            lse.div_(math.log(2))
+
+
+class NeedsTheLse(Mutant):
+    def attend(self, run, q, k_cache, v_cache, out, lse):
+        run(q, k_cache, v_cache, out, lse)
+        lse.clamp_(min=-math.inf)
+
+
+class TouchesUnusedSlots(Mutant):
+    """Masks the weight but reads the value: 0 times NaN."""
+
+    def attend(self, run, q, k_cache, v_cache, out, lse):
+        run(q, k_cache, v_cache, out, lse)
+        out.add_(0 * v_cache.float().sum())
+
+
+class ReadsEvictedKeys(Mutant):
+    def seen(self, plan):
+        self.listed = plan.kv_indices[: int(plan.kv_indptr[-1])] if isinstance(
+            plan, CsrPlan) else None
+        return plan
+
+    def attend(self, run, q, k_cache, v_cache, out, lse):
+        run(q, k_cache, v_cache, out, lse)
+        if self.listed is not None:
+            out.add_(0 * v_cache[self.listed].float().sum())
+
+
+class ReadsThePaddingSlot(Mutant):
+    """With a weight of 0, which does not help against NaN."""
+
+    def seen(self, plan):
+        self.padded = isinstance(plan, AttnPlan) and not plan.req_pool_indices[-1]
+        return plan
+
+    def attend(self, run, q, k_cache, v_cache, out, lse):
+        run(q, k_cache, v_cache, out, lse)
+        if self.padded:
+            out.add_(0 * v_cache[0].float().sum())
+
+
+class IgnoresLaterWords(Mutant):
+    """Trees of more than 64 nodes."""
+
+    def seen(self, plan):
+        if not isinstance(plan, AttnPlan):
+            return plan
+        words = plan.tail_words.clone()
+        words[..., 1:] = 0
+        return replace(plan, tail_words=words)
+
+
+class IsCausal(Mutant):
+    """Takes every tree for a chain."""
+
+    def seen(self, plan):
+        if not isinstance(plan, AttnPlan) or plan.layout.q_len > 63:
+            return plan
+        first, count = plan.layout.tail - plan.layout.q_len, plan.layout.q_len
+        rows = torch.tensor([(1 << first + i + 1) - 1 for i in range(count)])
+        words = plan.tail_words.clone()
+        words[..., 0] = rows
+        return replace(plan, tail_words=words)
+
+
+class TakesSlotsInOrder(Mutant):
+    """A request's KV as one run of slots from its first."""
+
+    def seen(self, plan):
+        if isinstance(plan, CsrPlan):
+            return plan
+        first, place = plan.req_to_token[:, :1], torch.arange(plan.req_to_token.shape[1])
+        return replace(plan, req_to_token=(first + place).int() % self.slots)
+
+    def bind(self, plan):
+        # as many as the smallest pool of the kit
+        self.slots = 40
+        return super().bind(plan)
+
+
+class DropsThePartialPage(Mutant):
+    def seen(self, plan):
+        if not isinstance(plan, AttnPlan):
+            return plan
+        return replace(plan, seq_lens=plan.seq_lens // 16 * 16)
+
+
+class RemembersTheLengths(Mutant):
+    """The capture's lengths forever (sglang#26019)."""
+
+    def bind(self, plan):
+        if isinstance(plan, AttnPlan):
+            plan = replace(plan, seq_lens=plan.seq_lens.clone())
+        if isinstance(plan, CsrPlan):
+            plan = replace(plan, kv_indptr=plan.kv_indptr.clone())
+        return super().bind(plan)
+
+
+class RemembersTheTree(Mutant):
+    def bind(self, plan):
+        if isinstance(plan, AttnPlan):
+            plan = replace(plan, tail_words=plan.tail_words.clone())
+        return super().bind(plan)
+
+
+class SharesOnePlan(Mutant):
+    """What is bound last serves all (flashinfer wrappers that share a workspace)."""
+
+    latest: Any = None
+
+    def bind(self, plan):
+        self.latest = plan
+        return super().bind(plan)
+
+    def seen(self, plan):
+        return self.latest
+
+
+class InterleavesTheHeads(Mutant):
+    """Query head h reads KV head h % Hkv."""
+
+    def attend(self, run, q, k_cache, v_cache, out, lse):
+        heads, kv_heads = q.shape[1], k_cache.shape[1]
+        order = torch.arange(heads).view(-1, kv_heads).T.flatten()
+        part, sums = out.clone(), None if lse is None else lse.clone()
+        run(q[:, order], k_cache, v_cache, part, sums)
+        out[:, order] = part
+        if lse is not None:
+            lse[:, order] = sums
+
+
+class LeavesTheLastRow(Mutant):
+    def attend(self, run, q, k_cache, v_cache, out, lse):
+        whole = out.clone()
+        run(q, k_cache, v_cache, whole, lse)
+        out[:-1] = whole[:-1]
+
+
+class ServesSixteenRequests(Mutant):
+    def attend(self, run, q, k_cache, v_cache, out, lse):
+        run(q, k_cache, v_cache, out, lse)
+        out[self.rows :] = 0
+
+    def seen(self, plan):
+        self.rows = plan.layout.q_len * 16 if not isinstance(plan, ExtendPlan) else 10**6
+        return plan
+
+
+class AveragesBlindRows(Mutant):
+    """A softmax over -inf everywhere, made finite."""
+
+    def attend(self, run, q, k_cache, v_cache, out, lse):
+        sums = torch.empty(q.shape[:2], device=q.device)
+        run(q, k_cache, v_cache, out, sums)
+        out[sums == -math.inf] = 1
+        if lse is not None:
+            lse.copy_(sums)
+
+
+class RoundsTheWeights(Mutant):
+    def attend(self, run, q, k_cache, v_cache, out, lse):
+        run(q, k_cache, v_cache, out, lse)
+        if q.dtype == torch.float16:
+            out.copy_(out.bfloat16())
+
+
+class CachesTheFirstLayer(Mutant):
+    def bind(self, plan):
+        self.outs: list[Any] = []
+        return super().bind(plan)
+
+    def attend(self, run, q, k_cache, v_cache, out, lse):
+        if not self.outs:
+            run(q, k_cache, v_cache, out, lse)
+            self.outs = [out.clone(), None if lse is None else lse.clone()]
+        out.copy_(self.outs[0])
+        if lse is not None:
+            lse.copy_(self.outs[1])
+
+
+class WritesToThePool(Mutant):
+    def attend(self, run, q, k_cache, v_cache, out, lse):
+        run(q, k_cache, v_cache, out, lse)
+        k_cache[-1] = 0
+
+
+class WritesToThePlan(Mutant):
+    def seen(self, plan):
+        if isinstance(plan, AttnPlan):
+            plan.tail_words.bitwise_or_(1 << 62)
+        return plan
+
+
+class PlansOnTheHost(Mutant):
+    """Without saying so."""
+
+    def bind(self, plan):
+        bound = super().bind(plan)
+
+        def schedule(seq_lens_cpu):
+            if seq_lens_cpu is None:
+                raise ValueError("seq_lens_cpu is needed")
+
+        bound.schedule = schedule
+        return bound
+
+
+class NeedsNoHostMirror(Mutant):
+    capabilities: ClassVar[Capabilities] = Capabilities(host_plan=True)
+
+
+class ServesMoreThanItSays(Mutant):
+    capabilities: ClassVar[Capabilities] = Capabilities(window=False)
+
+
+class ServesLessThanItSays(Mutant):
+    def bind(self, plan):
+        if isinstance(plan, CsrPlan):
+            raise UnsupportedError("this backend", ["no lists"])
+        return super().bind(plan)
+
+
+class MisstatesItsWidth(Mutant):
+    """What is bound for no request has the width of the backend's config."""
+
+    def __init__(self, config, device) -> None:
+        super().__init__(replace(config, v_head_dim=config.v_head_dim + 1), device)
+
+
+class SkipsEmptyPrefixes(Mutant):
+    """Though their rows see the tail (sglang#28250)."""
+
+    def seen(self, plan):
+        self.empty = isinstance(plan, AttnPlan) and bool((plan.seq_lens == 0).all())
+        return plan
+
+    def attend(self, run, q, k_cache, v_cache, out, lse):
+        run(q, k_cache, v_cache, out, lse)
+        if self.empty:
+            out.zero_()
+
+
+class ReadsSixtyFourColumns(Mutant):
+    def attend(self, run, q, k_cache, v_cache, out, lse):
+        run(q[..., :64], k_cache[..., :64], v_cache, out, lse)
+
+
+class ForgetsBeyondTwoThousand(Mutant):
+    def seen(self, plan):
+        if not isinstance(plan, AttnPlan):
+            return plan
+        return replace(plan, seq_lens=plan.seq_lens.clamp(max=2000))
