@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytest_plugins = ["specattn.testing.plugin"]
+
 CUDA = torch.cuda.is_available()
 torch.set_num_threads(1)  # tiny shapes: a second thread only waits
 # before anything imports triton

@@ -6,8 +6,6 @@ import torch
 
 from specattn.testing.plugin import backend_suite
 
-pytest_plugins = ["specattn.testing.plugin"]
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 test_flex = backend_suite("flex", DEVICE, "quick", evicts=True)

@@ -9,8 +9,6 @@ from specattn.backends.tbo import tbo
 from specattn.testing import Geometry
 from specattn.testing.plugin import backend_suite
 
-pytest_plugins = ["specattn.testing.plugin"]
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 LATENT = Geometry(heads=(4, 1), head_dim=80, v_head_dim=64, latent=True)
