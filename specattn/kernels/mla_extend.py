@@ -22,7 +22,7 @@ def mla_extend_tile_config(dtype: torch.dtype) -> TileConfig:
     """Choose the tile of the prompt kernel, which is bound by arithmetic."""
     if dtype == torch.float32:
         return TileConfig(16, 16, warps=8, stages=2)
-    return TileConfig(64, 32, warps=8)
+    return TileConfig(64, 64, warps=8, stages=2)
 
 
 @triton.jit

@@ -90,7 +90,7 @@ def test_greedy_speculation_equals_expanded_greedy_decoding(
     models, expected, name, tree, indices, page_size
 ):
     interpreted = name == "triton_mla" and DEVICE.type == "cpu"
-    prompts, count = (PROMPTS[:2], 7) if interpreted else (PROMPTS, 24)
+    prompts, count = (PROMPTS[:2], 5) if interpreted else (PROMPTS, 24)
     run = engine(models, tree, backend=name, indices=indices, page_size=page_size,
                  buckets=[2] if interpreted else None)
     out = run.generate([Request(p, max_new_tokens=count) for p in prompts])
