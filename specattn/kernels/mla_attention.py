@@ -21,9 +21,9 @@ from specattn.kernels.tree_merge import merge_kernel
 def mla_tile_config(rows: int, dtype: torch.dtype) -> TileConfig:
     """Choose by packed rows (query tokens × heads), as `tile_config` does; BN is at most 64.
 
-    An accumulator of 512 columns and, above 32 rows, the queries in shared memory set the limits:
-    no loop spills more than an address. Up to 16 rows the values were measured on an H200; the
-    others are those that compile best for it.
+    An accumulator of 512 columns sets the limits, above 32 rows with the queries in shared memory.
+    The 16-bit tile up to 16 rows was the best of a prototype on an H200; the others were chosen
+    by what compiles without spills in the loop over full tiles, or with few, and not yet timed.
     """
     if dtype == torch.float32:
         # IEEE products run on the FMA units
