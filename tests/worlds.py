@@ -47,6 +47,9 @@ class World:
     def run(self, mode: ForwardMode, lens: list[int], values: dict):
         rows = torch.tensor(self.rows[: len(lens)], device=DEVICE)
         on_host = torch.tensor(lens, dtype=torch.int32)
+        dtype = self.decoder.target.model.dtype
+        read = {n: v.to(dtype) for n, v in values.items() if n in ("features", "hidden_states")}
+        values = values | read
         out = self.decoder.runner.run(
             mode, len(lens), on_host, req_pool_indices=rows, seq_lens=on_host.to(DEVICE), **values
         )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from specattn.backends import choose_backend
 from specattn.backends.base import IdleAttention, recordable
+from specattn.buffers import Fingerprint, fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,6 +78,10 @@ class BoundLayers:
     pool: KVPool
     plan: Plan
     graphs: bool
+
+    def fingerprint(self) -> Fingerprint:
+        """Describe the pool: a recorded graph reads and writes it where it was."""
+        return fingerprint(k_cache=self.pool.k, v_cache=self.pool.v)
 
     def fill(self) -> None:
         """Fill every bound configuration."""

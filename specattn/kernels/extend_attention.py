@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 import triton
 import triton.language as tl
 
@@ -173,7 +174,7 @@ def extend_attention(
     """
     tokens, heads, head_dim = q.shape
     kv_heads, v_head_dim = v_cache.shape[1:]
-    _check(q, k_cache, v_cache, out)
+    _check(q, k_cache, v_cache, out, lse)
     if not tokens:
         return
     tile = tile or extend_tile_config(head_dim, v_head_dim, q.dtype)
@@ -197,7 +198,9 @@ def extend_attention(
     )
 
 
-def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
+def _check(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None
+) -> None:
     tokens, heads, head_dim = q.shape
     slots, kv_heads, v_head_dim = v_cache.shape
     if k_cache.shape != (slots, kv_heads, head_dim):
@@ -213,3 +216,6 @@ def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
             raise ValueError(f"{name} must be {q.dtype} like q, got {tensor.dtype}")
     if any(x.stride(-1) != 1 for x in (q, k_cache, v_cache, out)):
         raise ValueError("q, k_cache, v_cache and out must be contiguous in their last dimension")
+    if lse is not None and (lse.shape != (tokens, heads) or lse.dtype != torch.float32):
+        raise ValueError(f"lse must be float32 {[tokens, heads]}, got {lse.dtype} "
+                         f"{list(lse.shape)}")

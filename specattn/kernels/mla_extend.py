@@ -137,7 +137,7 @@ def mla_extend(
         If a shape or dtype disagrees with the above, or ``v_cache`` is no such view.
     """
     tokens, heads, head_dim = q.shape
-    _check(q, k_cache, v_cache, out)
+    _check(q, k_cache, v_cache, out, lse)
     if k_cache.shape[1] != 1:
         raise ValueError(f"k_cache must have one head, got {k_cache.shape[1]}")
     check_latent(k_cache, v_cache)

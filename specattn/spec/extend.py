@@ -141,7 +141,8 @@ class BoundExtend:
         return DraftState(chosen.probs, chosen.tokens, out.hidden_states, chosen.law)
 
     def fingerprint(self) -> Fingerprint:
-        """Describe the buffers and the request table."""
-        return describe(
+        """Describe the buffers, the request table and the pool."""
+        found = describe(
             self.config, self.plan.req_to_token, self.inputs, self.accepted, self.coins
         )
+        return found + self.attend.fingerprint()

@@ -162,11 +162,11 @@ class BoundPropose:
         }
 
     def fingerprint(self) -> Fingerprint:
-        """Describe the buffers, the request table and the index lists."""
-        plan = self.steps.plan
-        return describe(
-            self.config, plan.req_to_token, plan.inputs, self.state, self.coins
-        ) + fingerprint(kv_indptr=self.steps.kv_indptr, kv_indices=self.steps.kv_indices)
+        """Describe the buffers, the request table, the index lists and the pool."""
+        plan, steps = self.steps.plan, self.steps.steps
+        found = describe(self.config, plan.req_to_token, plan.inputs, self.state, self.coins)
+        found += fingerprint(kv_indptr=self.steps.kv_indptr, kv_indices=self.steps.kv_indices)
+        return found + steps[0].fingerprint() if steps else found
 
 
 @dataclass(frozen=True)

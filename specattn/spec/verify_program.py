@@ -133,5 +133,6 @@ class BoundVerify:
         )
 
     def fingerprint(self) -> Fingerprint:
-        """Describe the buffers and the request table."""
-        return describe(self.plan.layout, self.plan.req_to_token, self.inputs, self.tokens)
+        """Describe the buffers, the request table and the pool."""
+        found = describe(self.plan.layout, self.plan.req_to_token, self.inputs, self.tokens)
+        return found + self.attend.fingerprint()

@@ -50,5 +50,4 @@ PENDING = {
 PARTLY = {
     "R09": "the wrappers of FlashInfer's MLA kernels",
     "R28": "FlashInfer's wrappers",
-    "R49": "a KV pool that moved is not noticed (expected failure)",
 }
