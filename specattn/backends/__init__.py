@@ -41,6 +41,7 @@ _BACKENDS = {
     "fa3": "specattn.backends.fa3:Fa3Backend",
     "flashinfer": "specattn.backends.flashinfer:FlashInferBackend",
     "triton_mla": "specattn.backends.triton_mla:TritonMlaBackend",
+    "flashinfer_mla": "specattn.backends.flashinfer_mla:FlashInferMlaBackend",
 }
 
 

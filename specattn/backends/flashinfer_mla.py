@@ -1,0 +1,294 @@
+"""Absorbed latent attention through FlashInfer's `BatchMLAPagedAttentionWrapper`.
+
+Pattern B, like `specattn.backends.flashinfer`: a plan is made on the host before every step and
+lies in a buffer of fixed address, which a recorded ``run`` reads. Pages are single slots of the
+latent pool (DeepSeek-V2, arXiv:2405.04434; see docs/mla.md). The wrapper knows causal or no masks,
+so trees are refused.
+"""
+
+from __future__ import annotations
+
+import weakref
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from specattn.backends.base import Capabilities
+from specattn.backends.flashinfer_plan import BranchLists, RequestLists, list_offsets
+from specattn.errors import UnsupportedError
+from specattn.kernels import ops
+from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specattn.backends.base import BoundAttention
+    from specattn.config import AttnConfig
+
+#: What FlashInfer's kernels are built ahead for: latent and rotated columns of a row.
+RANK, ROPE = 512, 64
+#: FlashInfer's masked logit is -5e4 before scaling; a smaller scale would let it weigh something.
+MIN_SCALE = 1e-3
+#: Query rows (tokens times heads) of its larger tile. Its causal kernels end a tile's keys with
+#: the last token that is whole, so a token must not straddle two tiles.
+TILE = 128
+#: Entries FlashInfer reserves for the pieces of a plan, without checking.
+MAX_PIECES = 16384
+#: Partial results: 128 rows of 512 16-bit numbers per multiprocessor, 17 MB for 132 of them.
+FLOAT_BYTES = 64 << 20
+
+
+class FlashInferMlaBackend:
+    """FlashInfer's MLA wrapper for ``latent`` layers of 512 + 64 columns in bfloat16.
+
+    Trees (any layout that is not causal) are refused at `bind`.
+
+    Parameters
+    ----------
+    config : AttnConfig
+        The layer geometry, ``latent``.
+    device : torch.device
+        A CUDA device.
+    """
+
+    name: ClassVar[str] = "flashinfer_mla"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        graphs=True, host_plan=True, trees=False, window=False, cap=False,
+        dtypes=(torch.bfloat16,),
+    )
+
+    def __init__(self, config: AttnConfig, device: torch.device) -> None:
+        self.config = config
+        self.device = device
+        self._floats: Tensor | None = None
+
+    @staticmethod
+    def reasons(config: AttnConfig | None, device: torch.device) -> list[str]:
+        """Name what stands in the way."""
+        found = []
+        if find_spec("flashinfer") is None:
+            found.append("flashinfer is not installed (pip install flashinfer-python, Linux only)")
+        if device.type != "cuda":
+            found.append(f"FlashInfer needs a CUDA device, got {device.type}")
+        elif not torch.cuda.is_available():
+            found.append("torch finds no CUDA device")
+        elif torch.cuda.get_device_capability(device) < (8, 0):
+            found.append("FlashInfer's FA2 kernels need compute capability 8.0")
+        return found if config is None else found + _geometry(config)
+
+    def bind(self, plan: Plan) -> BoundAttention:
+        """Bind to the plan's kind.
+
+        Raises
+        ------
+        UnsupportedError
+            For a tree, and for more query tokens than FlashInfer can plan.
+        """
+        if isinstance(plan, CsrPlan):
+            return MlaBranches(self, plan)
+        if isinstance(plan, ExtendPlan):
+            return MlaPrompt(self, plan)
+        if not plan.layout.causal:
+            raise UnsupportedError("backend 'flashinfer_mla'", [
+                "trees are not served: FlashInfer's MLA kernels take no mask but a causal one"
+            ])
+        return MlaRows(self, plan)
+
+    def processors(self) -> int:
+        """Return the device's streaming multiprocessors: FlashInfer cuts its work by them."""
+        return torch.cuda.get_device_properties(self.device).multi_processor_count
+
+    def floats(self) -> Tensor:
+        """Return workspace that everything bound here shares: forwards run one after another."""
+        if self._floats is None:
+            self._floats = torch.zeros(FLOAT_BYTES, dtype=torch.uint8, device=self.device)
+        return self._floats
+
+
+def _geometry(config: AttnConfig) -> list[str]:
+    found = []
+    if not config.latent:
+        found.append("only latent layers are served (AttnConfig.latent)")
+    if (config.head_dim, config.v_head_dim) != (RANK + ROPE, RANK):
+        found.append(
+            f"head_dim and v_head_dim must be {RANK + ROPE} and {RANK}, "
+            f"got {config.head_dim} and {config.v_head_dim}"
+        )
+    if config.dtype != torch.bfloat16:
+        found.append(f"dtype must be bfloat16, got {config.dtype}")
+    if TILE % config.num_qo_heads:
+        found.append(f"num_qo_heads must divide {TILE}, got {config.num_qo_heads}")
+    if config.sm_scale < MIN_SCALE:
+        found.append(f"sm_scale must be at least {MIN_SCALE}, got {config.sm_scale}")
+    if config.window_left >= 0:
+        found.append(f"window_left is not served, got {config.window_left}")
+    if config.logit_cap:
+        found.append(f"logit_cap is not served, got {config.logit_cap}")
+    return found
+
+
+class _Planned:
+    """A wrapper, whose int workspace is its own, and what all bound kinds share."""
+
+    def __init__(self, backend: FlashInferMlaBackend, **buffers: Any) -> None:
+        from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+        self.config = backend.config
+        self._processors = backend.processors()
+        self.wrapper = BatchMLAPagedAttentionWrapper(backend.floats(), **buffers)
+        # A plan is staged in pinned memory: neither the next plan nor another owner of that
+        # memory may write there before the device has fetched it.
+        self._fetched = torch.cuda.Event()
+        weakref.finalize(self, self._fetched.synchronize).atexit = False
+
+    def _plan(
+        self, rows: Tensor, starts: Tensor, lens: Tensor, indices: Tensor, *, causal: bool
+    ) -> None:
+        """Plan on the host and send the plan to the wrapper's buffers."""
+        config = self.config
+        self._check_pieces(rows)
+        self._fetched.synchronize()
+        self.wrapper.plan(
+            qo_indptr=rows, kv_indptr=starts, kv_indices=indices, kv_len_arr=lens,
+            num_heads=config.num_qo_heads, head_dim_ckv=RANK, head_dim_kpe=ROPE, page_size=1,
+            causal=causal, sm_scale=config.sm_scale,
+            q_data_type=config.dtype, kv_data_type=config.dtype,
+        )
+        self._fetched.record()
+
+    def _check_pieces(self, rows: Tensor) -> None:
+        """Raise where FlashInfer would write past what it reserves for a plan."""
+        packed = rows.diff().long() * self.config.num_qo_heads
+        tile = TILE if int(packed.sum()) // len(packed) > TILE // 2 else TILE // 2
+        # every tile is a piece, and its keys are split into one more per multiprocessor at most
+        pieces = int(((packed + tile - 1) // tile).sum()) + self._processors
+        if pieces > MAX_PIECES:
+            raise UnsupportedError("backend 'flashinfer_mla'", [
+                f"{int(rows[-1])} query tokens of {self.config.num_qo_heads} heads are {pieces} "
+                f"pieces of work, FlashInfer plans up to {MAX_PIECES}"
+            ])
+
+    def run(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
+    ) -> None:
+        """Attend; see `BoundAttention.run`."""
+        if v_cache.data_ptr() != k_cache.data_ptr() or v_cache.stride() != k_cache.stride():
+            raise ValueError(f"v_cache must be k_cache[..., :{RANK}], a view")
+        for name, tensor in {"out": out, "lse": lse}.items():
+            if tensor is not None and not tensor.is_contiguous():
+                raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
+        self.wrapper.run(
+            q[..., :RANK], q[..., RANK:], k_cache[..., :RANK], k_cache[..., RANK:],
+            out=out, lse=lse, return_lse=lse is not None, return_lse_base_on_e=True,
+        )
+
+
+class _Recorded(_Planned):
+    """A list per row of requests of one length, planned into buffers a graph may have recorded."""
+
+    def __init__(
+        self, backend: FlashInferMlaBackend, lists: RequestLists | BranchLists, indices: Tensor,
+        q_len: int,
+    ) -> None:
+        self.lists, self.indices, self._q_len = lists, indices, q_len
+        self._rows = list_offsets(torch.full((lists.requests,), q_len), lists.requests)
+        super().__init__(
+            backend, use_cuda_graph=True, qo_indptr=torch.zeros_like(lists.indptr),
+            kv_indptr=lists.indptr, kv_indices=indices, kv_len_arr=lists.indptr[1:].clone(),
+        )
+        self._check_pieces(self._rows)
+
+    def schedule(self, seq_lens_cpu: Tensor | None) -> None:
+        """Plan the lists' lengths."""
+        if seq_lens_cpu is None:
+            raise UnsupportedError("backend 'flashinfer_mla'", [
+                "it plans on the host and needs seq_lens_cpu, got None"
+            ])
+        offsets = self.lists.offsets(seq_lens_cpu)
+        self._plan(
+            self._rows, offsets, offsets.diff(), self.indices[:0], causal=self._q_len > 1
+        )
+
+
+class MlaRows(_Recorded):
+    """Decode, a chain's verify, draft steps of one branch, draft extend: one causal call."""
+
+    def __init__(self, backend: FlashInferMlaBackend, plan: AttnPlan) -> None:
+        lists = RequestLists(plan, plan.batch, -1)
+        super().__init__(backend, lists, lists.indices, plan.layout.q_len)
+
+    def fill(self) -> None:
+        """Fill the lists."""
+        assert isinstance(self.lists, RequestLists)
+        self.lists.fill()
+
+
+class MlaBranches(_Recorded):
+    """Draft steps from index lists, a query token each."""
+
+    def __init__(self, backend: FlashInferMlaBackend, plan: CsrPlan) -> None:
+        self.plan = plan
+        super().__init__(backend, BranchLists(plan), torch.zeros_like(plan.kv_indices), 1)
+
+    def fill(self) -> None:
+        """Nothing to derive: a step's lists become known after it."""
+
+    def run(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
+    ) -> None:
+        """Attend; see `BoundAttention.run`.
+
+        FlashInfer reads the lists where the host's plan says, counted from the first; a part of a
+        larger batch begins elsewhere, which the device alone knows, so the lists are moved there.
+        """
+        lists = self.plan.kv_indices
+        entries = torch.arange(len(lists), device=lists.device) + self.plan.kv_indptr[0]
+        torch.take(lists, entries.clamp_(max=len(lists) - 1), out=self.indices)
+        super().run(q, k_cache, v_cache, out, lse)
+
+
+class MlaPrompt(_Planned):
+    """A ragged prompt extend, absorbed; eager, so that it may read its lengths from the device."""
+
+    def __init__(self, backend: FlashInferMlaBackend, plan: ExtendPlan) -> None:
+        super().__init__(backend)
+        self.plan = plan
+        self._indptr: Tensor | None = None
+        self._indices = plan.req_to_token.new_empty(0)
+        self._no_tail = plan.req_to_token.new_empty(len(plan.req_pool_indices), 0)
+
+    def schedule(self, seq_lens_cpu: Tensor | None) -> None:
+        """Plan prefixes and new tokens; reads both from the device."""
+        plan = self.plan
+        rows, prefix = plan.qo_indptr.cpu(), plan.seq_lens.cpu()
+        lens = prefix + rows.diff()
+        offsets = list_offsets(lens, len(lens))
+        self._indptr = offsets.to(plan.seq_lens.device)
+        self._indices = plan.req_to_token.new_empty(int(offsets[-1]))
+        # FlashInfer sizes its tiles by the mean, which requests without new tokens would skew
+        some = rows.diff() > 0
+        if some.any():
+            self._plan(
+                torch.cat([rows[:-1][some], rows[-1:]]),
+                torch.cat([offsets[:-1][some], offsets[-1:]]), lens[some].int(), self._indices,
+                causal=True,
+            )
+
+    def fill(self) -> None:
+        """Fill the lists, planning first where nobody has: prompts may skip ``schedule``."""
+        plan = self.plan
+        if self._indptr is None:
+            self.schedule(None)
+        assert self._indptr is not None
+        ops("csr", self._indices.device).fill_lists(
+            plan.req_to_token, plan.req_pool_indices, plan.seq_lens + plan.qo_indptr.diff(),
+            self._no_tail, self._no_tail, self._indptr, self._indices, -1,
+        )
+
+    def run(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
+    ) -> None:
+        """Attend; see `BoundAttention.run`."""
+        if len(q):
+            super().run(q, k_cache, v_cache, out, lse)
