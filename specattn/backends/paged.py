@@ -1,0 +1,201 @@
+"""What adapters of page-granular causal kernels share: block tables, checks, and refusals.
+
+These kernels read KV through ``block_tables [B, pages]`` and the number of keys, mask causally or
+not at all, and know no trees. Plans speak of slots, so two things must hold that a plan does not
+say: the pool's pages have the adapter's `PagedBackend.page_size` (or a multiple of it), and the
+slots of a page are in the order of its keys. `SlotTable` sees to the second; the first is up to
+``SpecConfig.page_size``. Pools that are no whole number of pages are refused.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from specattn.errors import UnsupportedError
+from specattn.kernels import ops
+from specattn.plan import AttnPlan, CsrPlan, Plan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specattn.backends.base import BoundAttention, Capabilities
+    from specattn.config import AttnConfig
+
+#: TRT-LLM's kernels, and CUTLASS MLA, read a block table in strides of so many keys.
+TABLE_KEYS = 128
+
+
+class PagedBackend(ABC):
+    """An adapter; the class attributes say of what.
+
+    For another page size, subclass with another ``page_size`` and pass the class as the backend.
+
+    Parameters
+    ----------
+    config : AttnConfig
+        The layer geometry.
+    device : torch.device
+        A CUDA device of a compute capability in ``majors``.
+
+    Raises
+    ------
+    UnsupportedError
+        If the library is installed but cannot be imported.
+    """
+
+    name: ClassVar[str]
+    capabilities: ClassVar[Capabilities]
+    module: ClassVar[str]  # where the entry points are
+    package: ClassVar[str]  # what installs it
+    majors: ClassVar[tuple[int, ...]]  # of the compute capabilities it has kernels for
+    page_sizes: ClassVar[tuple[int, ...]]
+    page_size: ClassVar[int] = 64
+
+    def __init__(self, config: AttnConfig, device: torch.device) -> None:
+        self.config = config
+        self.device = device
+        try:
+            self.library: Any = import_module(self.module)
+        except ImportError as error:
+            raise UnsupportedError(
+                f"backend {self.name!r}",
+                [f"{self.module} is installed but cannot be imported: {error}"],
+            ) from error
+
+    @classmethod
+    def reasons(cls, config: AttnConfig | None, device: torch.device) -> list[str]:
+        """Name what stands in the way."""
+        found = []
+        if not installed(cls.module):
+            found.append(f"{cls.module} is not installed (pip install {cls.package})")
+        needed = "needs a CUDA device of compute capability " + " or ".join(
+            f"{major}.x" for major in cls.majors
+        )
+        if device.type != "cuda" or not torch.cuda.is_available():
+            found.append(f"{cls.name} {needed}, got {device}")
+        elif (have := torch.cuda.get_device_capability(device))[0] not in cls.majors:
+            found.append(f"{cls.name} {needed}, got {have[0]}.{have[1]}")
+        if cls.page_size not in cls.page_sizes:
+            sizes = ", ".join(map(str, cls.page_sizes))
+            found.append(f"page_size must be one of {sizes}, got {cls.page_size}")
+        if config is None:
+            return found
+        if config.dtype not in cls.capabilities.dtypes:
+            names = " or ".join(str(dtype).split(".")[1] for dtype in cls.capabilities.dtypes)
+            found.append(f"dtype must be {names}, got {config.dtype}")
+        if config.window_left >= 0 and not cls.capabilities.window:
+            found.append(f"window_left is not served, got {config.window_left}")
+        if config.logit_cap and not cls.capabilities.cap:
+            found.append(f"logit_cap is not served, got {config.logit_cap}")
+        return found + cls.geometry(config)
+
+    @staticmethod
+    @abstractmethod
+    def geometry(config: AttnConfig) -> list[str]:
+        """Say which head counts and widths stand in the way."""
+
+    def bind(self, plan: Plan) -> BoundAttention:
+        """Bind to a causal plan.
+
+        Raises
+        ------
+        UnsupportedError
+            For trees, index lists and prompts.
+        """
+        if isinstance(plan, AttnPlan) and plan.layout.causal:
+            return self.bind_causal(plan)
+        if isinstance(plan, AttnPlan):
+            reason = "trees are not served, its kernels know causal masks only (topk 1)"
+        elif isinstance(plan, CsrPlan):
+            reason = "index lists are not served, its kernels read whole pages (indices='table')"
+        else:
+            reason = "prompts are not served; give them to another backend (hybrid(prefill=...))"
+        raise UnsupportedError(f"backend {self.name!r}", [reason])
+
+    @abstractmethod
+    def bind_causal(self, plan: AttnPlan) -> BoundAttention:
+        """Bind to a plan whose words are causal by construction."""
+
+
+def installed(module: str) -> bool:
+    """Whether ``module`` can be found, without importing its parent packages."""
+    first, *rest = module.split(".")
+    name, spec = first, find_spec(first)
+    for part in rest:
+        name = f"{name}.{part}"
+        spec = spec and PathFinder.find_spec(name, spec.submodule_search_locations)
+    return spec is not None
+
+
+@dataclass(frozen=True)
+class BlockTable:
+    """The block table of a causal plan, and the keys of every list."""
+
+    plan: AttnPlan
+    page_size: int
+    lists: int
+    table: Tensor  # [B * lists, width] int32
+    lens: Tensor  # [B * lists] int32
+
+    @classmethod
+    def over(cls, plan: AttnPlan, page_size: int, lists: int = 1) -> BlockTable:
+        """Allocate a table that holds any list, padded to a multiple of `TABLE_KEYS` keys.
+
+        ``lists`` is as in `specattn.kernels.block_table.fill_block_table`.
+        """
+        strides = -(-(plan.req_to_token.shape[1] + plan.layout.tail) // TABLE_KEYS)
+        width = strides * TABLE_KEYS // page_size
+        table = plan.req_to_token.new_zeros(plan.batch * lists, width)
+        return cls(plan, page_size, lists, table, table.new_zeros(len(table)))
+
+    @property
+    def max_keys(self) -> int:
+        """The keys a list can have: a number for the host, whatever the batch."""
+        return self.table.shape[1] * self.page_size
+
+    def fill(self) -> None:
+        """Write table and lengths, on the device."""
+        plan = self.plan
+        ops("block_table", self.table.device).fill_block_table(
+            plan.req_to_token, plan.req_pool_indices, plan.seq_lens, plan.tail_slots,
+            self.table, self.lens, page_size=self.page_size, lists=self.lists,
+        )
+
+    def schedule(self, seq_lens_cpu: Tensor | None) -> None:
+        """Nothing to plan on the host."""
+
+    def pages(self, pool: Tensor) -> Tensor:
+        """View ``[num_slots, heads, dim]`` as ``[num_pages, page_size, heads, dim]``.
+
+        Raises
+        ------
+        ValueError
+            If the pool is no whole number of pages.
+        """
+        if len(pool) % self.page_size:
+            raise ValueError(
+                f"the KV pool must be whole pages of {self.page_size} slots "
+                f"(SpecConfig.page_size), got {len(pool)} slots"
+            )
+        return pool.view(-1, self.page_size, *pool.shape[1:])
+
+
+@dataclass(frozen=True)
+class Scales:
+    """What quantised queries, keys, values and outputs are to be multiplied by."""
+
+    q: float = 1.0
+    k: float = 1.0
+    v: float = 1.0
+    out: float = 1.0
+
+    def folded(self, sm_scale: float) -> tuple[float, float]:
+        """Return ``(bmm1_scale, bmm2_scale)``: the factors on ``q @ k`` and on ``p @ v``."""
+        return self.q * self.k * sm_scale, self.v * self.out

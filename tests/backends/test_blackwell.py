@@ -1,0 +1,415 @@
+"""The adapters of kernels that no machine here can run: everything around the library call.
+
+Each library is a stand-in that checks the arguments as the wheel does and attends in a loop over
+pages. Where a wheel can be found, the call is checked against the signature in its source.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+import random
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from specattn.backends import choose_backend, load_backend
+from specattn.backends.layers import LayeredBackend
+from specattn.backends.multi_step import MultiStepDraftBackend
+from specattn.backends.paged import Scales, installed
+from specattn.batch import Phase, RowLayout
+from specattn.config import AttnConfig, SpecConfig
+from specattn.errors import UnsupportedError
+from specattn.kv import KVPool, SlotTable
+from specattn.plan import AttnPlan, CsrPlan, ExtendPlan
+from tests import oracle
+from tests.kernels.tree_oracle import DEVICE as PLACE
+from tests.kernels.tree_oracle import implementation
+
+DEVICE = torch.device(PLACE)
+INT = {"dtype": torch.int32, "device": DEVICE}
+BF16 = torch.bfloat16
+LENGTHS = [0, 1, 63, 200, 17, 128]
+LATENT = {"heads": (5, 1), "head_dim": 576, "v_head_dim": 512, "latent": True, "scale": 2.0}
+PLAIN = {"heads": (8, 2), "head_dim": 64, "v_head_dim": 64}
+
+
+def attend(q, keys, values, scale, cap=0.0):
+    """One query token ``[Hq, D]`` over ``[N, Hkv, D]``; float64, natural lse."""
+    group = q.shape[0] // keys.shape[1]
+    keys, values = (part.double().repeat_interleave(group, 1) for part in (keys, values))
+    logits = torch.einsum("hd,nhd->nh", q.double(), keys) * scale
+    if cap:
+        logits = cap * torch.tanh(logits / cap)
+    return torch.einsum("nh,nhd->hd", logits.softmax(0), values), logits.logsumexp(0)
+
+
+def causal(q, k, v, table, lens, scale, *, left=-1, cap=0.0):
+    """Attend ``q [B, q_len, Hq, D]`` over pages ``[pages, page_size, Hkv, D]``."""
+    assert table.dtype == lens.dtype == torch.int32
+    assert len(table) == len(lens) == len(q)
+    assert int(table.max()) < len(k)
+    out = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float64, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float64, device=q.device)
+    for b, keys in enumerate(lens.tolist()):
+        listed = table[b, : -(-keys // k.shape[1])].long()
+        mine = [pool[listed].flatten(0, 1)[:keys] for pool in (k, v)]
+        for i in range(q.shape[1]):
+            end = keys - q.shape[1] + i + 1
+            start = max(0, end - 1 - left) if left >= 0 else 0
+            seen = [part[start:end] for part in mine]
+            out[b, i], lse[b, i] = attend(q[b, i], *seen, scale, cap)
+    return out, lse
+
+
+def flash_attn_varlen_func(
+    *, q, k, v, page_table, seqused_k, softmax_scale, causal, window_size, softcap, num_splits,
+    return_lse,
+):
+    assert causal
+    assert num_splits == 1
+    assert window_size in ((None, None), (window_size[0], 0))
+    left = -1 if window_size[0] is None else window_size[0]
+    out, lse = globals()["causal"](
+        q, k, v, page_table, seqused_k, softmax_scale, left=left, cap=softcap
+    )
+    return out.to(q.dtype), lse.float().transpose(1, 2) if return_lse else None
+
+
+def trtllm_batch_decode_with_kv_cache(
+    *, query, kv_cache, kv_layout, workspace_buffer, block_tables, seq_lens, max_seq_len,
+    q_len_per_req, bmm1_scale, bmm2_scale, window_left, out, backend, lse, return_lse,
+):
+    assert (kv_layout, backend) == ("NHD", "trtllm-gen")
+    assert not workspace_buffer.any()
+    assert out.is_contiguous()
+    assert max_seq_len >= int(seq_lens.max())
+    k, v = kv_cache
+    found, sums = causal(query.unflatten(0, (-1, q_len_per_req)), k, v, block_tables, seq_lens,
+                         bmm1_scale, left=window_left)
+    out.copy_(found.flatten(0, 1) * bmm2_scale)
+    assert return_lse == (lse is not None)
+    if return_lse:
+        lse.copy_(sums.flatten(0, 1) / math.log(2))
+    return out
+
+
+def trtllm_batch_decode_with_kv_cache_mla(
+    *, query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim,
+    block_tables, seq_lens, max_seq_len, out, bmm1_scale, bmm2_scale, backend, lse, return_lse,
+):
+    assert (qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim) == (128, 512, 64)
+    assert backend == "trtllm-gen"
+    assert not workspace_buffer.any()
+    assert kv_cache.shape[1] == 1
+    assert kv_cache.shape[2] in (32, 64)
+    assert block_tables.shape[1] % (128 / kv_cache.shape[2]) == 0
+    assert max_seq_len >= int(seq_lens.max())
+    assert out.shape == (*query.shape[:-1], kv_lora_rank)
+    assert out.dtype == BF16
+    pages = kv_cache.transpose(1, 2)
+    found, sums = causal(query, pages, pages[..., :512], block_tables, seq_lens, bmm1_scale)
+    out.copy_(found * bmm2_scale)
+    if return_lse:
+        lse.copy_(sums.flatten(0, 1) / math.log(2))
+    return out
+
+
+def cutlass_mla_get_workspace_size(*, max_seq_len, num_batches, num_kv_splits):
+    assert min(max_seq_len, num_batches, num_kv_splits) > 0
+    return 16 * num_batches
+
+
+def cutlass_mla_decode(
+    *, q_nope, q_pe, kv_c_and_k_pe_cache, seq_lens, page_table, workspace, sm_scale, num_kv_splits
+):
+    assert (q_nope.shape[2], q_pe.shape[2], kv_c_and_k_pe_cache.shape[2]) == (512, 64, 576)
+    assert page_table.shape[1] % (128 / kv_c_and_k_pe_cache.shape[1]) == 0
+    assert len(workspace) >= 16 * len(seq_lens)
+    assert num_kv_splits == 1
+    pages = kv_c_and_k_pe_cache[:, :, None]
+    query = torch.cat([q_nope, q_pe], 2)[:, None]
+    return causal(query, pages, pages[..., :512], page_table, seq_lens, sm_scale)[0][:, 0].to(BF16)
+
+
+CALLS = {  # backend: package, source file, the stand-ins of what it calls
+    "fa4": ("flash_attn", "cute/interface.py", [flash_attn_varlen_func]),
+    "trtllm_mha": ("flashinfer", "decode.py", [trtllm_batch_decode_with_kv_cache]),
+    "trtllm_mla": ("flashinfer", "mla/_core.py", [trtllm_batch_decode_with_kv_cache_mla]),
+    "cutlass_mla": (
+        "sgl_kernel", "attention.py", [cutlass_mla_decode, cutlass_mla_get_workspace_size]
+    ),
+}
+FORMS = {"fa4": PLAIN, "trtllm_mha": PLAIN, "trtllm_mla": LATENT, "cutlass_mla": LATENT}
+KINDS = [(1, 1), (1, 4), (6, 6), (3, 70)]  # q_len, tail
+
+
+@pytest.fixture(autouse=True)
+def libraries(monkeypatch):
+    """The stand-ins, whatever is installed."""
+    everything = SimpleNamespace(**{f.__name__: f for _, _, fs in CALLS.values() for f in fs})
+    monkeypatch.setattr("specattn.backends.paged.import_module", lambda name: everything)
+    for name in ("trtllm_mha", "trtllm_mla"):
+        monkeypatch.setattr(f"specattn.backends.{name}.WORKSPACE_BYTES", 1024)
+
+
+def make_case(name, lengths, q_len, tail, **form) -> oracle.Case:
+    page_size = form.pop("page_size", load_backend(name).page_size)
+    return oracle.make_tree_case(
+        lengths, mode="chain", q_len=q_len, tail_len=tail, dtype=BF16, page_size=page_size,
+        device=DEVICE, **(FORMS[name] | form),
+    )
+
+
+def backend_of(name, case, cls=None):
+    config = AttnConfig(
+        case.q.shape[1], case.k_cache.shape[1], case.q.shape[2], case.v_cache.shape[2], BF16,
+        case.sm_scale, case.window_left, case.logit_cap, case.latent,
+    )
+    backend = (cls or load_backend(name))(config, DEVICE)
+    assert not backend.geometry(config)
+    return backend
+
+
+def plan_of(case) -> AttnPlan:
+    return AttnPlan(layout=case.layout, **case.args)
+
+
+def run(bound, case, *, lse=True) -> None:
+    case.clear()
+    bound.schedule(None)
+    bound.fill()
+    bound.run(case.q, case.k_cache, case.v_cache, case.out, case.lse if lse else None)
+
+
+@pytest.mark.parametrize(("q_len", "tail"), KINDS)
+@pytest.mark.parametrize("name", CALLS)
+def test_causal_plans(name, q_len, tail):
+    pads = 2 if tail == q_len else 0  # padding of longer tails sees its own tokens alone
+    case = make_case(name, LENGTHS, q_len, tail, pads=pads)
+    for cache in (case.k_cache, case.v_cache):  # page 0 is padding's: finite, as pools begin
+        cache[: load_backend(name).page_size] = cache[0].clone()
+    backend = backend_of(name, case)
+    lse = backend.capabilities.lse
+    run(backend.bind(plan_of(case)), case, lse=lse)
+    oracle.check(case, oracle.oracle_tree(case), lse=lse)
+
+
+@pytest.mark.parametrize(("name", "window", "cap"), [
+    *((name, window, 0.0) for name in ("fa4", "trtllm_mha") for window in (0, 5, 150)),
+    ("fa4", -1, 3.0), ("fa4", 40, 5.0),
+])
+def test_windows_and_caps(name, window, cap):
+    case = make_case(name, LENGTHS, 4, 4, window_left=window, logit_cap=cap, evict=False)
+    run(backend_of(name, case).bind(plan_of(case)), case)
+    oracle.check(case, oracle.oracle_tree(case))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_page_size_by_a_subclass(name):
+    plain = load_backend(name)
+    for size in plain.page_sizes:
+        case = make_case(name, [40, 3], 2, 2, page_size=size)
+        other = type("Other", (plain,), {"page_size": size})
+        lse = other.capabilities.lse
+        run(backend_of(name, case, other).bind(plan_of(case)), case, lse=lse)
+        oracle.check(case, oracle.oracle_tree(case), lse=lse)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_one_binding_serves_growing_and_shrinking_lengths(name):
+    """Recorded once: the same static tensors, with other contents."""
+    batches = [[0, 0, 0], [3, 500, 64], [0, 1, 2], [300, 300, 129]]
+    slots = load_backend(name).page_size * 24
+    static, *others = (
+        make_case(name, lengths, 2, 2, width=640, slots=slots, seed=seed)
+        for seed, lengths in enumerate(batches)
+    )
+    bound = backend_of(name, static).bind(plan_of(static))
+    lse = load_backend(name).capabilities.lse
+    for case in others:
+        for field, value in case.args.items():
+            static.args[field].copy_(value)
+        for field in ("q", "k_cache", "v_cache"):
+            getattr(static, field).copy_(getattr(case, field))
+        run(bound, static, lse=lse)
+        oracle.check(static, oracle.oracle_tree(static), lse=lse)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_draft_steps_of_a_chain_over_a_slot_table(name, monkeypatch):
+    """What `SlotTable` hands out is what the adapters require; lengths cross a page's end."""
+    monkeypatch.setattr(load_backend(name), "reasons", staticmethod(lambda config, device: []))
+    page = load_backend(name).page_size
+    heads = AttnConfig(4, 2, 64, dtype=BF16)
+    if FORMS[name] is LATENT:
+        heads = AttnConfig(3, 1, 576, 512, BF16, 0.05, latent=True)
+    config = SpecConfig(4, 1, 5, max_context_len=2 * page, max_num_reqs=3, page_size=page)
+    table = SlotTable(max_num_reqs=3, max_context_len=2 * page, num_slots=7 * page,
+                      page_size=page, device=DEVICE)
+    rows = [table.allocate() for _ in range(3)]
+    table.reserve(rows[::-1], [2 * page] * 3)
+    pool = KVPool([heads], 7 * page, DEVICE)
+    pool.k.normal_()
+    if not heads.latent:
+        pool.v.normal_()
+    q = torch.randn(3, heads.num_qo_heads, heads.head_dim, device=DEVICE).to(BF16)
+    outs = {}
+    for which in ("torch_native", name):
+        layers = LayeredBackend(which, [heads], pool, DEVICE)
+        bound = MultiStepDraftBackend(layers, config, table.req_to_token, 3, "table").bind(3)
+        inputs, dims = bound.plan.inputs, bound.plan.dims
+        inputs.copy_in(dims, req_pool_indices=torch.tensor(rows, device=DEVICE),
+                       seq_lens=torch.tensor([page - 2, 0, page], **INT))
+        bound.schedule(torch.tensor([page - 2, 0, page], dtype=torch.int32))
+        bound.fill()
+        inputs.words.copy_(torch.tensor([1, 3, 7], device=DEVICE)[None, :, None, None])
+        outs[which] = q.new_full((3, 3, heads.num_qo_heads, heads.v_head_dim), float("nan"))
+        for step, attention in enumerate(bound.steps):
+            attention.bounds[0].run(q, pool.k[0], pool.v[0], outs[which][step])
+    torch.testing.assert_close(outs[name], outs["torch_native"], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", ["trtllm_mha", "trtllm_mla"])
+def test_scales_of_quantised_tensors_fold_into_the_two_products(name):
+    assert Scales(2.0, 3.0, 5.0, 7.0).folded(0.5) == (3.0, 35.0)
+    case = make_case(name, [70, 3], 2, 2)
+    scaled = type("Scaled", (load_backend(name),), {"scales": Scales(2.0, 0.25, 4.0, 0.5)})
+    run(backend_of(name, case, scaled).bind(plan_of(case)), case)
+    outs, sums = oracle.oracle_tree(replace(case, sm_scale=case.sm_scale / 2))
+    oracle.check(case, (outs * 2, sums))
+
+
+@pytest.mark.parametrize("kind", ["twin", "triton"])
+@pytest.mark.parametrize(("lens", "tail", "lists", "max_len", "page", "width"), [
+    ([0], 1, 1, 1, 16, 8), ([5, 127, 0, 64], 4, 1, 128, 64, 4), ([33, 7, 30], 5, 3, 40, 16, 8),
+    ([300, 0, 511], 6, 6, 512, 32, 20), ([4500, 90], 2, 1, 4600, 16, 296),
+])
+def test_block_tables_against_lists(kind, lens, tail, lists, max_len, page, width):
+    """Stale table entries, strided tails and a poisoned output, with a guard behind every row."""
+    rng = random.Random(page)
+    rows = rng.sample(range(len(lens) + 2), len(lens))
+    table = [[rng.randrange(2**30) for _ in range(max_len)] for _ in range(len(lens) + 2)]
+    tails = torch.full((len(lens), tail + 3), -9, **INT)
+    owned = []
+    for b, prefix in enumerate(lens):
+        pages = [rng.randrange(1, 2**31 // page) for _ in range(width)]
+        slots = [pages[p // page] * page + p % page for p in range(prefix + tail)]
+        table[rows[b]][:prefix] = slots[:prefix]
+        tails[b, :tail] = torch.tensor(slots[prefix:], **INT)
+        owned.append(pages)
+    wide = torch.full((len(lens) * lists, width + 1), -9, **INT)
+    counts = torch.full((len(lens) * lists,), -9, **INT)
+    implementation(kind, "block_table").fill_block_table(
+        torch.tensor(table, **INT), torch.tensor(rows, device=DEVICE), torch.tensor(lens, **INT),
+        tails[:, :tail], wide[:, :width], counts, page_size=page, lists=lists,
+    )
+    for b, prefix in enumerate(lens):
+        for i in range(lists):
+            keys = prefix + tail - lists + 1 + i
+            used = -(-keys // page)
+            row = owned[b][:used] + [0] * (width - used) + [-9]
+            assert wide[b * lists + i].tolist() == row, (b, i)
+            assert counts[b * lists + i] == keys
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_not_served_is_refused_by_name(name):
+    case = make_case(name, [3], 2, 2)
+    backend = backend_of(name, case)
+    tree = AttnPlan(layout=RowLayout(2, 2, Phase.VERIFY), **case.args)
+    none = torch.zeros(2, **INT)
+    lists = CsrPlan(RowLayout(1, 1, Phase.DRAFT), none, none, none[:1, None])
+    prompt = ExtendPlan(none[None], none[:1].long(), none[:1], none, none[None], 1, 1)
+    for plan, what in ((tree, "trees"), (lists, "index lists"), (prompt, "prompts")):
+        with pytest.raises(UnsupportedError, match=f"'{name}': {what} are not served"):
+            backend.bind(plan)
+    bound = backend.bind(plan_of(case))
+    with pytest.raises(ValueError, match=r"whole pages of \d+ slots .*got 65 slots"):
+        bound.run(case.q, case.k_cache[:65], case.v_cache[:65], case.out)
+    if not backend.capabilities.lse:
+        with pytest.raises(UnsupportedError, match="returns no lse"):
+            run(bound, case)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_hardware_it_cannot_use_is_one_reason(name, monkeypatch):
+    backend, cuda = load_backend(name), torch.device("cuda")
+    monkeypatch.setattr("specattn.backends.paged.installed", lambda module: True)
+    (reason,) = backend.reasons(None, torch.device("cpu"))
+    assert reason.startswith(f"{name} needs a CUDA device of compute capability")
+    config = AttnConfig(5, 1, 576, 512, BF16, 0.1, latent=True)
+    if FORMS[name] is PLAIN:
+        config = AttnConfig(8, 2, 64, dtype=BF16)
+    with pytest.raises(UnsupportedError) as caught:
+        choose_backend(name, [config], torch.device("cpu"))
+    assert caught.value.reasons == (reason,)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, served in (((8, 0), False), ((9, 0), name == "fa4"), ((10, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        found = backend.reasons(config, cuda)
+        assert not found if served else len(found) == 1, (capability, found)
+        assert served or found[0].endswith(f"got {capability[0]}.{capability[1]}")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_geometry_is_named(name, monkeypatch):
+    monkeypatch.setattr("specattn.backends.paged.installed", lambda module: False)
+    odd = type("Odd", (load_backend(name),), {"page_size": 8})
+    config = AttnConfig(200, 1, 140, 70, torch.float32, 0.1, 5, 3.0, latent=FORMS[name] is LATENT)
+    found = "; ".join(odd.reasons(config, torch.device("cpu")))
+    assert "is not installed (pip install" in found
+    assert "page_size must be one of" in found
+    assert "got torch.float32" in found
+    assert ("window_left is not served" in found) == (not odd.capabilities.window)
+    assert ("logit_cap is not served" in found) == (not odd.capabilities.cap)
+    assert "got 70 + 70" in found if config.latent else "head_dim must" in found
+    wrong = replace(config, latent=not config.latent)
+    assert any("latent layers" in line for line in odd.geometry(wrong))
+
+
+def test_a_library_that_does_not_import_is_an_error_with_its_cause(monkeypatch):
+    def broken(name):
+        raise ImportError("libcudart.so.12 is missing")
+
+    monkeypatch.setattr("specattn.backends.paged.import_module", broken)
+    with pytest.raises(UnsupportedError, match=r"cannot be imported: libcudart\.so\.12"):
+        load_backend("fa4")(AttnConfig(4, 2, 64, dtype=BF16), DEVICE)
+
+
+def test_a_module_is_looked_for_without_importing_its_parents():
+    assert installed("specattn.backends.paged")
+    assert not installed("specattn.nowhere.at_all")
+    assert not installed("no_such_package.module")
+    assert not installed("ast.module")
+
+
+def signature_in(source: Path, name: str) -> inspect.Signature:
+    """The signature of a function in a source file, which may need a GPU to be imported."""
+    for node in ast.parse(source.read_text()).body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            node.decorator_list, node.body, node.returns = [], [ast.Pass()], None
+            given = node.args
+            for arg in (*given.posonlyargs, *given.args, *given.kwonlyargs):
+                arg.annotation = None
+            found: dict = {}
+            module = ast.fix_missing_locations(ast.Module([node], []))
+            exec(compile(module, str(source), "exec"), found)
+            return inspect.signature(found[name])
+    raise AssertionError(f"{source} has no function {name}")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_call_fits_the_installed_library(name):
+    package, file, stand_ins = CALLS[name]
+    if not installed(load_backend(name).module):
+        pytest.skip(f"{load_backend(name).module} is not installed")
+    (root,) = find_spec(package).submodule_search_locations
+    for stand_in in stand_ins:
+        real = signature_in(Path(root) / file, stand_in.__name__)
+        real.bind(**dict.fromkeys(inspect.signature(stand_in).parameters))
