@@ -64,7 +64,16 @@ class BufferSet:
         return cls(**tensors)
 
     def bind(self, batch: int) -> Self:
-        """Return the first ``batch`` rows: views at the same addresses."""
+        """Return the first ``batch`` rows: views at the same addresses.
+
+        Raises
+        ------
+        ValueError
+            If there are not as many: a slice would be short without a word.
+        """
+        size = len(next(iter(self.tensors().values())))
+        if not 0 <= batch <= size:
+            raise ValueError(f"batch must be 0..{size}, what was allocated, got {batch}")
         return type(self)(**{name: tensor[:batch] for name, tensor in self.tensors().items()})
 
     def reset(self, dims: Any) -> None:
@@ -80,17 +89,16 @@ class BufferSet:
         dims : object
             The dimensions the set was allocated with.
         **values : Tensor
-            By field name, ``[count, ...]``; all of one count, on any device. Fields that are not
-            named keep what they hold.
+            By field name, ``[count, ...]``; all of one count, on the buffers' device or the host.
+            Fields that are not named keep what they hold.
 
         Raises
         ------
         ValueError
-            Before anything is written: if a value's shape or dtype is not the declared one.
+            Before anything is written: if a value's shape or dtype is not the declared one, or
+            it is on another device.
         """
-        count = min((len(value) for value in values.values()), default=0)
-        for name, value in values.items():
-            _check(name, value, getattr(self, name), count)
+        count = self.check(**values)
         for item in fields(self):
             if item.name not in values:
                 continue
@@ -99,9 +107,27 @@ class BufferSet:
             if count < len(target):
                 _pad(target[count:], item.metadata["spec"], dims)
 
+    def check(self, **values: Tensor) -> int:
+        """Return how many rows `copy_in` would copy, or raise its ValueError; write nothing."""
+        count = min((len(value) if value.dim() else 0 for value in values.values()), default=0)
+        for name, value in values.items():
+            _check(name, value, getattr(self, name), count)
+        return count
+
     def tensors(self) -> dict[str, Tensor]:
         """Return the buffers by name."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
+
+
+def expect(
+    name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device,
+) -> None:
+    """Raise a ValueError that names the tensor unless it is of this kind. Reads attributes only."""
+    if value.shape != shape or value.dtype != dtype or value.device != device:
+        raise ValueError(
+            f"{name} must be {list(shape)} {dtype} on {device}, "
+            f"got {list(value.shape)} {value.dtype} on {value.device}"
+        )
 
 
 def _check(name: str, value: Tensor, target: Tensor, count: int) -> None:
@@ -110,6 +136,8 @@ def _check(name: str, value: Tensor, target: Tensor, count: int) -> None:
         raise ValueError(
             f"{name} must be {list(shape)} {target.dtype}, got {list(value.shape)} {value.dtype}"
         )
+    if value.device != target.device and value.device.type != "cpu":
+        raise ValueError(f"{name} must be on {target.device} or the host, got {value.device}")
 
 
 def _pad(target: Tensor, spec: Spec, dims: Any) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from specattn.buffers import expect
 from specattn.errors import CapacityError, CaptureMismatch, NotCapturedError
 
 if TYPE_CHECKING:
@@ -240,8 +241,8 @@ class GraphRunner:
         """
         if mode not in self._captured:
             raise NotCapturedError(mode.value, [m.value for m in self._captured])
-        if seq_lens_cpu is not None and seq_lens_cpu.shape != (count,):
-            raise ValueError(f"seq_lens_cpu must be [{count}], got {list(seq_lens_cpu.shape)}")
+        if seq_lens_cpu is not None:
+            expect("seq_lens_cpu", seq_lens_cpu, (count,), torch.int32, torch.device("cpu"))
         done = self._captured[mode]
         sizes = sorted(done)
         at = bisect.bisect_left(sizes, count)
@@ -276,8 +277,9 @@ def _prepare(
         missing, unknown = bound.takes - values.keys(), values.keys() - bound.takes
         raise ValueError(f"values missing: {sorted(missing)}; unknown: {sorted(unknown)}")
     for name, value in values.items():
-        if len(value) != count:
-            raise ValueError(f"{name} must have {count} rows, got {len(value)}")
+        rows = len(value) if value.dim() else 0
+        if rows != count:
+            raise ValueError(f"{name} must have {count} rows, got {rows}")
     bound.copy_in(count, **values)
     if seq_lens_cpu is not None and count < bucket:
         seq_lens_cpu = torch.nn.functional.pad(seq_lens_cpu, (0, bucket - count))

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specattn.buffers import expect
 from specattn.config import MAX_SLOTS
 from specattn.errors import CapacityError
 from specattn.kernels import ops
@@ -80,7 +81,21 @@ class KVPool:
         k, v : Tensor
             ``[T, num_kv_heads, head_dim]`` / ``v_head_dim``, any strides with a dense last axis.
             Of ``latent`` layers ``v`` is ``k[..., :v_head_dim]``.
+
+        Raises
+        ------
+        ValueError
+            Before anything is written: if shape, dtype, device or the last stride is another.
         """
+        if slots.dtype != torch.int32 or slots.device != self.k.device:
+            raise ValueError(
+                f"slots must be int32 on {self.k.device}, got {slots.dtype} on {slots.device}"
+            )
+        for name, new, cache in (("k", k, self.k), ("v", v, self.v)):
+            shape = (slots.numel(), *cache.shape[2:])
+            expect(name, new, shape, cache.dtype, cache.device)
+            if new.stride(-1) != 1:
+                raise ValueError(f"{name} must be dense in its last axis, got {new.stride()}")
         store = ops("kv_store", self.k.device)
         store.store_kv(k[..., self._shared :], v, self._own_k[layer], self.v[layer], slots)
 
@@ -95,7 +110,15 @@ class KVPool:
             ``[B, n]`` int32, the slots verification wrote.
         accepted : AcceptResult
             Names the nodes to keep.
+
+        Raises
+        ------
+        ValueError
+            Before anything moves: if a tensor is not int32, or they differ in requests.
         """
+        path, device = accepted.accept_index, self.k.device
+        expect("tail_slots", tail_slots, (len(path), tail_slots.shape[-1]), torch.int32, device)
+        expect("accept_index", path, (len(path), path.shape[-1]), torch.int32, device)
         move = ops("kv_move", self.k.device)
         move.commit_kv(self._own_k, self.v, tail_slots, accepted.accept_index)
 
@@ -119,6 +142,11 @@ class SlotTable:
     device : torch.device
         Where ``req_to_token`` lives.
 
+    Raises
+    ------
+    ValueError
+        If a number is out of range.
+
     Attributes
     ----------
     req_to_token : Tensor
@@ -137,6 +165,11 @@ class SlotTable:
         page_size: int = 1,
         device: torch.device | str = "cpu",
     ) -> None:
+        if page_size < 1 or page_size & (page_size - 1):
+            raise ValueError(f"page_size must be a power of two, got {page_size}")
+        for name, value in (("max_num_reqs", max_num_reqs), ("max_context_len", max_context_len)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
         self.max_context_len = max_context_len
         self.page_size = page_size
         self.num_pages = num_slots // page_size
@@ -214,7 +247,14 @@ class SlotTable:
         ------
         CapacityError
             If a length is over ``max_context_len`` or the pages run out; nothing is taken then.
+        ValueError
+            If a row is not allocated or named twice, or a length is negative.
         """
+        self._known(rows)
+        if len(set(rows)) != len(rows):
+            raise ValueError(f"rows must differ, got {list(rows)}")
+        if min(lens, default=0) < 0:
+            raise ValueError(f"lens must be 0 or more, got {list(lens)}")
         longest = max(lens, default=0)
         if longest > self.max_context_len:
             raise CapacityError(
@@ -233,6 +273,11 @@ class SlotTable:
         if sum(ahead) <= len(self._free_pages):
             short = ahead
         self._append(rows, short)
+
+    def _known(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            if row not in self._pages:
+                raise ValueError(f"row must be allocated ({sorted(self._pages)}), got {row}")
 
     def _missing(self, row: int, need: int) -> int:
         return max(0, -(-need // self.page_size) - len(self._pages[row]))
@@ -257,12 +302,15 @@ class SlotTable:
 
     def commit(self, row: int, length: int) -> None:
         """Record that the first ``length`` reserved tokens of ``row`` have their KV."""
-        if length > len(self._pages[row]) * self.page_size:
-            raise ValueError(f"row {row} has no slots for {length} tokens")
+        self._known([row])
+        room = min(len(self._pages[row]) * self.page_size, self.max_context_len)
+        if not 0 <= length <= room:
+            raise ValueError(f"row {row} has slots for 0..{room} tokens, not for {length}")
         self._committed[row] = length
 
     def free(self, row: int) -> None:
         """Give the row back, and every page nobody else uses."""
+        self._known([row])
         pages = self._pages.pop(row)
         del self._committed[row]
         self._users[pages] -= 1

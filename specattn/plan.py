@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specattn.buffers import BufferSet, buf
+from specattn.buffers import BufferSet, buf, expect
 
 if TYPE_CHECKING:
     from specattn.batch import RowLayout
@@ -186,6 +186,42 @@ class ExtendPlan:
 
 
 Plan = AttnPlan | CsrPlan | ExtendPlan
+
+
+def check_plan(plan: Plan, device: torch.device) -> None:
+    """Raise a ValueError that names the first tensor of a plan that is not as documented.
+
+    Reads shapes, dtypes, devices and strides: what tensors hold is the caller's word.
+    """
+    if isinstance(plan, CsrPlan):
+        rows = len(plan.out_slots) * plan.layout.q_len
+        wanted = {"kv_indptr": ((rows + 1,), torch.int32),
+                  "kv_indices": ((plan.kv_indices.numel(),), torch.int32),
+                  "out_slots": ((len(plan.out_slots), plan.layout.q_len), torch.int32)}
+    else:
+        batch = len(plan.req_pool_indices)
+        wanted = {"req_pool_indices": ((batch,), torch.int64), "seq_lens": ((batch,), torch.int32)}
+        wanted |= _own_tensors(plan, batch)
+        table = plan.req_to_token
+        expect("req_to_token", table, (len(table), table.shape[-1]), torch.int32, device)
+        if table.stride(1) != 1:
+            raise ValueError(f"req_to_token must be dense in its last axis, got {table.stride()}")
+    for name, (shape, dtype) in wanted.items():
+        expect(name, getattr(plan, name), shape, dtype, device)
+
+
+def _own_tensors(
+    plan: AttnPlan | ExtendPlan, batch: int
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    if isinstance(plan, ExtendPlan):
+        return {"qo_indptr": ((batch + 1,), torch.int32),
+                "out_slots": ((1, plan.out_slots.numel()), torch.int32)}
+    n, tail = plan.layout.q_len, plan.layout.tail
+    return {
+        "positions": ((batch, n), torch.int64), "tail_slots": ((batch, tail), torch.int32),
+        "tail_positions": ((batch, tail), torch.int64),
+        "tail_words": ((batch, n, mask_words(tail)), torch.int64),
+    }
 
 
 @dataclass(frozen=True)

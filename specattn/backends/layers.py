@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from specattn.backends import choose_backend
 from specattn.backends.base import IdleAttention, recordable
-from specattn.buffers import Fingerprint, fingerprint
+from specattn.buffers import Fingerprint, expect, fingerprint
+from specattn.plan import check_plan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,12 +57,18 @@ class LayeredBackend:
         self._kind = tuple(distinct.index(config) for config in layers)
 
     def bind(self, plan: Plan) -> BoundLayers:
-        """Bind every distinct configuration to ``plan``; an idle plan needs no kernel."""
+        """Bind every distinct configuration to ``plan``; an idle plan needs no kernel.
+
+        Raises
+        ------
+        ValueError
+            If a tensor of the plan is not as its class documents it.
+        """
+        check_plan(plan, self.pool.k.device)
         bounds: list[BoundAttention] = [
             IdleAttention() if plan.idle else backend.bind(plan) for backend in self.backends
         ]
-        widths = [backend.config.v_head_dim for backend in self.backends]
-        layers = tuple((bounds[kind], widths[kind]) for kind in self._kind)
+        layers = tuple((bounds[kind], self.backends[kind].config) for kind in self._kind)
         graphs = all(recordable(backend, plan) for backend in self.backends)
         return BoundLayers(tuple(bounds), layers, self.pool, plan, graphs)
 
@@ -74,7 +81,7 @@ class BoundLayers:
     """
 
     bounds: tuple[BoundAttention, ...]
-    layers: tuple[tuple[BoundAttention, int], ...]
+    layers: tuple[tuple[BoundAttention, AttnConfig], ...]
     pool: KVPool
     plan: Plan
     graphs: bool
@@ -94,9 +101,17 @@ class BoundLayers:
             bound.schedule(seq_lens_cpu)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend in ``layer``: q ``[T, Hq, D]``, k ``[T, Hkv, D]``, v ``[T, Hkv, Dv]``."""
-        bound, width = self.layers[layer]
+        """Attend in ``layer``: q ``[T, Hq, D]``, k ``[T, Hkv, D]``, v ``[T, Hkv, Dv]``.
+
+        Raises
+        ------
+        ValueError
+            Before anything is written: if one of them is of another shape, dtype or device.
+        """
+        bound, config = self.layers[layer]
+        rows, cache = self.plan.out_slots.numel(), self.pool.k
+        expect("q", q, (rows, config.num_qo_heads, config.head_dim), cache.dtype, cache.device)
         self.pool.store(layer, self.plan.out_slots, k, v)
-        out = q.new_empty(q.shape[0], q.shape[1], width)
+        out = q.new_empty(q.shape[0], q.shape[1], config.v_head_dim)
         bound.run(q, self.pool.k[layer], self.pool.v[layer], out)
         return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,12 +15,12 @@ if TYPE_CHECKING:
 def backends(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print what each promises, as docs/backends.md does.")
+        bool, typer.Option("--markdown", help="Print the tables of docs/backends.md.")
     ] = False,
 ) -> None:
     """List the attention backends, whether each can run here, and why not."""
     if markdown:
-        print(promises())
+        print(f"{promises()}\n\n{sizes()}")
         return
     rows = [_row(name, device) for device in _devices() for name in _names()]
     if as_json:
@@ -74,6 +75,17 @@ def promises() -> str:
         plans = "host" if found.host_plan else "device"
         lines.append(f"| `{name}` | {plans} | {' | '.join(marks)} | {dtypes} |")
     return "\n".join(lines)
+
+
+def sizes() -> str:
+    """Return the lines of every file that makes up the backends as a Markdown table."""
+    from specattn import backends as package
+
+    files = sorted(Path(package.__file__).parent.glob("*.py"))
+    counts = {file.name: len(file.read_text(encoding="utf-8").splitlines()) for file in files}
+    rows = [f"| `{name}` | {count:,} |" for name, count in counts.items()]
+    total = f"| all of `specattn/backends/` | {sum(counts.values()):,} |"
+    return "\n".join(["| file | lines |", "|---|---|", *rows, total])
 
 
 def _names() -> tuple[str, ...]:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from specattn.backends.layers import LayeredBackend
 from specattn.batch import AcceptResult, Candidates, DraftState, DraftTree, ForwardMode, SpecBatch
-from specattn.errors import CapacityError
+from specattn.errors import CapacityError, CaptureMismatch
 from specattn.graph import GraphRunner, Program
+from specattn.spec.checks import Validate, check_batch, check_contents, check_tree
 from specattn.spec.choose import drawing_names
 from specattn.spec.extend import ExtendProgram
 from specattn.spec.propose import ProposeProgram
@@ -100,6 +101,9 @@ class SpecDecoder:
         Whether to record CUDA graphs (on a CUDA device, with a backend that allows it).
     indices : {"table", "csr"}
         What the draft steps read; see `MultiStepDraftBackend`.
+    validate : {"off", "debug"}
+        ``"debug"`` also checks what tensors hold (slots, rows, lengths, the tree), which waits
+        for the device several times per step; see docs/validation.md.
 
     Attributes
     ----------
@@ -118,11 +122,16 @@ class SpecDecoder:
         buckets: Sequence[int] = (1,),
         record: bool = True,
         indices: Indices = "table",
+        validate: Validate = "off",
     ) -> None:
+        if validate not in ("off", "debug"):
+            raise ValueError(f"validate must be 'off' or 'debug', got {validate!r}")
         if config.num_steps and draft is None:
             raise ValueError(f"num_steps {config.num_steps} needs a draft model")
         self.target, self.draft, self.config = target, draft, config
         self.req_to_token, self.features, self.indices = req_to_token, features, indices
+        self.validate = validate
+        self._captured = self._setting()
         self.verify_mode = ForwardMode.TARGET_VERIFY if config.num_steps else ForwardMode.DECODE
         self.runner = GraphRunner(self._program, buckets, req_to_token.device, record=record)
         for mode in self.modes:
@@ -167,10 +176,14 @@ class SpecDecoder:
         Raises
         ------
         ValueError
-            If a length is negative, or the step does not fit into the context; nothing has run
-            then.
+            If a tensor of the batch is not as documented, a length is negative, or the step does
+            not fit into the context; nothing has run then.
+        CaptureMismatch
+            If an attribute of the decoder was replaced after its graphs were captured.
+        TreeError
+            With ``validate="debug"``, if the tree is malformed; the target has not run then.
         """
-        self._check(batch)
+        self._check(batch, state, sampling)
         tree = self.propose(batch, state, sampling)
         verified = self.verify(batch, tree)
         accepted = accept(tree, verified.logits, batch.seq_lens, self.config, sampling)
@@ -178,14 +191,21 @@ class SpecDecoder:
         state = self.extend(batch, accepted, verified.features, sampling)
         return StepResult(tree, accepted, state)
 
-    def _check(self, batch: SpecBatch) -> None:
-        limit = self.req_to_token.shape[1] - self.config.reserve_len
-        lens = batch.seq_lens_cpu
-        if len(lens) and not (int(lens.min()) >= 0 and int(lens.max()) <= limit):
-            raise ValueError(
-                f"seq_lens must be 0..{limit}, so that a step of {self.config.reserve_len} tokens "
-                f"fits, got {int(lens.min())}..{int(lens.max())}"
-            )
+    def _setting(self) -> dict[str, object]:
+        """Return what the captured programs were made of."""
+        names = ("config", "req_to_token", "target", "draft", "features", "indices")
+        return {name: getattr(self, name) for name in names}
+
+    def _check(
+        self, batch: SpecBatch, state: DraftState | None, sampling: SamplingBatch
+    ) -> None:
+        for name, value in self._setting().items():
+            if value is not self._captured[name]:
+                raise CaptureMismatch(name, self._captured[name], value)
+        check_batch(batch, state, sampling, self.config, self.req_to_token)
+        if self.validate == "debug":
+            slots = self.target.pool.k.shape[1]
+            check_contents(batch, self.config, self.req_to_token, slots)
 
     def propose(
         self, batch: SpecBatch, state: DraftState | None, sampling: SamplingBatch
@@ -203,6 +223,8 @@ class SpecDecoder:
 
     def verify(self, batch: SpecBatch, tree: DraftTree) -> VerifyOutput:
         """Run the target over all nodes at once."""
+        if self.validate == "debug":
+            check_tree(tree, batch, self.config, self.target.model.vocab_size)
         verified: VerifyOutput = self._run(
             self.verify_mode, batch,
             tokens=tree.tokens, positions=tree.positions, tail_words=tree.words,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from specattn.backends.base import BackendFactory
     from specattn.backends.multi_step import Indices
     from specattn.config import SpecConfig
+    from specattn.spec.checks import Validate
     from specattn.spec.model import DraftModel, TargetModel
     from specattn.spec.sampling import SamplingParams
 
@@ -48,6 +49,8 @@ class Engine:
         Whether to record CUDA graphs.
     indices : {"table", "csr"}
         What draft steps read; see `MultiStepDraftBackend`.
+    validate : {"off", "debug"}
+        Whether steps also check what tensors hold; see `SpecDecoder`.
     detokenize : callable, optional
         Maps token ids to text, for stop strings.
 
@@ -68,10 +71,11 @@ class Engine:
         buckets: Sequence[int] | None = None,
         graphs: bool = True,
         indices: Indices = "table",
+        validate: Validate = "off",
         detokenize: Callable[[list[int]], str] | None = None,
     ) -> None:
         self.config, self.graphs, self.indices = config, graphs, indices
-        self.detokenize = detokenize
+        self.detokenize, self.validate = detokenize, validate
         self.eos = target.eos_token_ids
         device = target.device
         pages = -(-config.max_context_len // config.page_size) * config.max_num_reqs + 1
@@ -97,7 +101,7 @@ class Engine:
             self._decoders[config] = SpecDecoder(
                 self.target, self.draft, config, self.table.req_to_token,
                 features=self._feature_width(), buckets=self.buckets, indices=self.indices,
-                record=self.graphs and config == self.config,
+                record=self.graphs and config == self.config, validate=self.validate,
             )
         return self._decoders[config]
 
@@ -182,9 +186,11 @@ class Engine:
         # every group's state is taken before any group's extend overwrites it
         states = {config: self._state(config, group) for config, group in groups.items()}
         gained = []
-        for config, group in groups.items():
-            gained += self._step_group(config, group, states[config])
-        self._live = [live for live in self._live if not live.result.finish_reason]
+        try:
+            for config, group in groups.items():
+                gained += self._step_group(config, group, states[config])
+        finally:  # a group that finished has given its rows back, whatever the next one did
+            self._live = [live for live in self._live if not live.result.finish_reason]
         return gained
 
     def _step_group(
@@ -303,20 +309,20 @@ class Engine:
         return best
 
     def _admit(self, wave: Sequence[tuple[Request, Generation]]) -> None:
-        prompts = []
-        for request, _ in wave:
-            donor, shared = self._donor(request.prompt)
-            row = self.table.allocate(share=donor, share_len=shared)
-            prompts.append(Prompt(row, request.prompt, shared))
+        prompts: list[Prompt] = []
         try:
+            for request, _ in wave:
+                donor, shared = self._donor(request.prompt)
+                row = self.table.allocate(share=donor, share_len=shared)
+                prompts.append(Prompt(row, request.prompt, shared))
             self.table.reserve([p.row for p in prompts], [len(p.tokens) for p in prompts])
+            sampling = self._sampling([request for request, _ in wave])
+            out = self._prefill.run(prompts, sampling)
+            first = out.bonus_tokens.tolist()
         except Exception:
             for prompt in prompts:
                 self.table.free(prompt.row)
             raise
-        sampling = self._sampling([request for request, _ in wave])
-        out = self._prefill.run(prompts, sampling)
-        first = out.bonus_tokens.tolist()
         for at, ((request, result), prompt) in enumerate(zip(wave, prompts, strict=True)):
             length = len(request.prompt)
             self.table.commit(prompt.row, length)

@@ -15,7 +15,15 @@ ROWS = ("req_pool_indices", "seq_lens")
 
 
 def copy_in_all(values: dict[str, Tensor], *sets: tuple[BufferSet, object]) -> None:
-    """Hand each buffer set, given with its dimensions, the values it declares."""
+    """Hand each buffer set, given with its dimensions, the values it declares.
+
+    Raises
+    ------
+    ValueError
+        Before any set is written: if a value is not what its set declares.
+    """
+    for part, _ in sets:
+        part.check(**{n: values[n] for n in part.tensors().keys() & values.keys()})
     for part, dims in sets:
         if not values:
             part.reset(dims)

@@ -166,7 +166,8 @@ def test_a_backend_without_prompts_cannot_be_the_one_for_prompts():
 def test_prompts_go_to_the_backend_for_prompts():
     one, other = spy("a"), spy("b")
     none = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    plan = ExtendPlan(none[None], none.long(), none, torch.tensor([0, 1]), none[None], 1, 1)
+    indptr = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
+    plan = ExtendPlan(none[None], none.long(), none, indptr, none[None], 1, 1)
     layered(hybrid(prefill=one, decode=other)).bind(plan)
     assert (one.binds, other.binds) == (["prompt"], [])
 

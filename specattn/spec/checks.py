@@ -1,0 +1,90 @@
+"""What a step refuses before it launches anything, and what it can look at when debugging."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from specattn.buffers import expect
+from specattn.interop import validate_tree
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specattn.batch import DraftState, DraftTree, SpecBatch
+    from specattn.config import SpecConfig
+    from specattn.spec.sampling import SamplingBatch
+
+Validate = Literal["off", "debug"]
+
+
+def check_batch(
+    batch: SpecBatch, state: DraftState | None, sampling: SamplingBatch, config: SpecConfig,
+    table: Tensor,
+) -> None:
+    """Raise a ValueError that names what a step cannot take; reads nothing from the device."""
+    size, device = (len(batch),), table.device
+    expect("req_pool_indices", batch.req_pool_indices, size, torch.int64, device)
+    expect("seq_lens", batch.seq_lens, size, torch.int32, device)
+    expect("seq_lens_cpu", batch.seq_lens_cpu, size, torch.int32, torch.device("cpu"))
+    expect("bonus_tokens", batch.bonus_tokens, size, torch.int64, device)
+    expect("sampling.temperature", sampling.temperature, size, torch.float32, device)
+    limit, lens = table.shape[1] - config.reserve_len, batch.seq_lens_cpu
+    if len(lens) and not (int(lens.min()) >= 0 and int(lens.max()) <= limit):
+        raise ValueError(
+            f"seq_lens must be 0..{limit}, so that a step of {config.reserve_len} tokens fits, "
+            f"got {int(lens.min())}..{int(lens.max())}"
+        )
+    if config.num_steps and state is None:
+        raise ValueError(f"state must be a DraftState with num_steps {config.num_steps}, got None")
+
+
+def check_contents(batch: SpecBatch, config: SpecConfig, table: Tensor, num_slots: int) -> None:
+    """Raise a ValueError that names what a batch's tensors should not hold. Waits for the device.
+
+    Rows name a request each, lengths agree with their host mirror, and every position a step
+    reads or writes has a slot in the pools; slots past the committed length belong to one request.
+    """
+    rows, lens = batch.req_pool_indices.cpu(), batch.seq_lens.cpu()
+    if ((rows < 1) | (rows >= len(table))).any() or len(rows.unique()) != len(rows):
+        raise ValueError(
+            f"req_pool_indices must be distinct rows 1..{len(table) - 1}, got {rows.tolist()}"
+        )
+    if not torch.equal(lens, batch.seq_lens_cpu):
+        raise ValueError(
+            f"seq_lens must be seq_lens_cpu {batch.seq_lens_cpu.tolist()}, got {lens.tolist()}"
+        )
+    written: set[int] = set()
+    for row, length in zip(rows.tolist(), lens.tolist(), strict=True):
+        slots = table[row, : length + config.reserve_len].tolist()
+        for position, slot in enumerate(slots):
+            if not 0 < slot < num_slots:
+                raise ValueError(
+                    f"slot of row {row}, position {position} must be 1..{num_slots - 1}, got {slot}"
+                )
+        tail = set(slots[length:])
+        if len(tail) != config.reserve_len or tail & (written | set(slots[:length])):
+            raise ValueError(f"slots row {row} writes must be its own, got {slots[length:]}")
+        written |= tail
+
+
+def check_tree(tree: DraftTree, batch: SpecBatch, config: SpecConfig, vocab_size: int) -> None:
+    """Raise a TreeError or ValueError that names a tree's defect. Waits for the device.
+
+    Links, words and positions describe one tree (`specattn.interop.validate_tree`), whose tokens
+    are in the vocabulary.
+    """
+    validate_tree(
+        tree.retrieve_next_token, tree.retrieve_next_sibling, tree.words, config.num_steps
+    )
+    if ((tree.tokens < 0) | (tree.tokens >= vocab_size)).any():
+        raise ValueError(f"tree.tokens must be 0..{vocab_size - 1}, got {tree.tokens.tolist()}")
+    bits = torch.arange(64, device=tree.words.device)
+    depth = (tree.words[..., None] >> bits & 1).sum((2, 3)) - 1  # [B, n]
+    wanted = batch.seq_lens[:, None] + depth
+    if not torch.equal(wanted, tree.positions):
+        raise ValueError(
+            f"tree.positions must be seq_lens + depth {wanted.tolist()}, "
+            f"got {tree.positions.tolist()}"
+        )
