@@ -1,8 +1,8 @@
 """CUTLASS MLA decoding for Blackwell, from `sgl_kernel`, planned on the device.
 
 Written against ``sglang-kernel`` 0.4.6, `cutlass_mla_decode` and `cutlass_mla_get_workspace_size`.
-It takes one query token per request and has no mask, so every query token of a chain is a request of
-its own, whose list of keys ends at that token.
+It takes one query token per request and has no mask, so every query token of a chain is a request
+of its own, whose list of keys ends at that token.
 """
 
 from __future__ import annotations
