@@ -42,6 +42,7 @@ _BACKENDS = {
     "flashinfer": "specattn.backends.flashinfer:FlashInferBackend",
     "triton_mla": "specattn.backends.triton_mla:TritonMlaBackend",
     "flashinfer_mla": "specattn.backends.flashinfer_mla:FlashInferMlaBackend",
+    "flashmla": "specattn.backends.flashmla:FlashMlaBackend",
     "fa4": "specattn.backends.fa4:Fa4Backend",
     "cutlass_mla": "specattn.backends.cutlass_mla:CutlassMlaBackend",
     "trtllm_mha": "specattn.backends.trtllm_mha:TrtllmMhaBackend",

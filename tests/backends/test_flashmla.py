@@ -1,0 +1,219 @@
+"""FlashMLA against the oracle; without a Hopper GPU, everything but its kernels."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from dataclasses import replace
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from specattn.backends.flashmla import FlashMlaBackend
+from specattn.config import AttnConfig
+from specattn.errors import UnsupportedError
+from specattn.testing.oracle import head
+from specattn.testing.session import config_of, plan_of
+from tests.oracle import (
+    Case,
+    Tolerances,
+    check,
+    make_extend_case,
+    make_lists_case,
+    make_tree_case,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CUDA = DEVICE == "cuda"
+BF16 = torch.bfloat16
+TOLERANCES = Tolerances(lse=3e-3)
+REASONS = FlashMlaBackend.reasons
+FORM: dict[str, Any] = {
+    "heads": (4, 1), "head_dim": 576, "v_head_dim": 512, "latent": True, "dtype": BF16,
+    "page_size": 64, "device": DEVICE,
+}
+
+
+def get_mla_metadata(cache_seqlens, num_q_tokens_per_head_k, num_heads_k):
+    """A plan made of the lengths, whose staleness a run notices."""
+    assert cache_seqlens.dtype == torch.int32
+    assert num_heads_k == 1
+    parts = torch.full((3, 8), num_q_tokens_per_head_k, dtype=torch.int32)
+    return parts, torch.cat([cache_seqlens.new_zeros(1), cache_seqlens.cumsum(0).int()])
+
+
+def flash_mla_with_kvcache(
+    q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits,
+    softmax_scale, causal,
+):
+    """What FlashMLA documents, in a loop."""
+    batch, q_len, heads, _ = q.shape
+    assert k_cache.shape[1:] == (64, 1, 576)
+    assert block_table.dtype == cache_seqlens.dtype == torch.int32
+    assert len(block_table) == len(cache_seqlens) == batch
+    assert (tile_scheduler_metadata == q_len * heads).all()
+    assert (num_splits.diff() == cache_seqlens).all(), "a plan of other lengths"
+    out, lse = q.new_zeros(batch, q_len, heads, head_dim_v), torch.zeros(batch, heads, q_len)
+    for b, length in enumerate(cache_seqlens.tolist()):
+        pages = block_table[b, : -(-length // 64)].long()
+        keys = k_cache[pages].flatten(0, 1)[:length, 0].double()
+        for i in range(q_len):
+            seen = keys[: length - q_len + i + 1] if causal else keys
+            logits = q[b, i].double() @ seen.T * softmax_scale
+            out[b, i] = (logits.softmax(-1) @ seen[:, :head_dim_v]).to(q.dtype)
+            lse[b, :, i] = logits.logsumexp(-1)
+    return out, lse
+
+
+@pytest.fixture(autouse=True)
+def _library(monkeypatch):
+    if CUDA:
+        if reasons := REASONS(None, torch.device(DEVICE)):
+            pytest.skip("; ".join(reasons))
+        return
+    package, module = ModuleType("sgl_kernel"), ModuleType("sgl_kernel.flash_mla")
+    package.__spec__ = ModuleSpec("sgl_kernel", None, is_package=True)
+    package.__path__ = []
+    module.__spec__ = ModuleSpec("sgl_kernel.flash_mla", None)
+    module.get_mla_metadata = get_mla_metadata
+    module.flash_mla_with_kvcache = flash_mla_with_kvcache
+    monkeypatch.setitem(sys.modules, "sgl_kernel", package)
+    monkeypatch.setitem(sys.modules, "sgl_kernel.flash_mla", module)
+
+
+def bind(case: Case):
+    return FlashMlaBackend(config_of(case), torch.device(DEVICE)).bind(plan_of(case))
+
+
+def attend(bound, case: Case) -> None:
+    case.clear()
+    bound.schedule(None)
+    bound.fill()
+    bound.run(case.q, case.k_cache, case.v_cache, case.out, case.lse)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "decode": {"lengths": [0, 1, 63, 64, 200], "q_len": 1, "pads": 2},
+    "decode_f16": {"lengths": [0, 130], "q_len": 1, "dtype": torch.float16},
+    "decode_16_heads": {"lengths": [130, 0, 65], "q_len": 1, "heads": (16, 1)},
+    "decode_128_heads": {"lengths": [33, 0], "q_len": 1, "heads": (128, 1)},
+    "draft_step_2": {"lengths": [40, 0, 150], "q_len": 1, "tail_len": 3, "pads": 1},
+    # tails over a page's end, and a page of their own
+    "chain": {"lengths": [0, 61, 62, 63, 64, 290], "q_len": 4, "pads": 1},
+    "chain_20_heads": {"lengths": [60, 0, 130], "q_len": 9, "heads": (20, 1)},
+    "larger_pages": {"lengths": [60, 0, 130], "q_len": 5, "page_size": 128},
+    "one_request": {"lengths": [700], "q_len": 5},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_causal_mode_equals_the_oracle(name):
+    """Keys past the last of a page hold NaN."""
+    case = make_tree_case(mode="chain", **(FORM | CASES[name]))
+    attend(bind(case), case)
+    check(*head(case, case.expected()), tolerances=TOLERANCES)
+
+
+@pytest.mark.parametrize(("q_len", "tail"), [(1, 1), (5, 5), (1, 3)])
+def test_a_recording_serves_other_lengths(q_len, tail):
+    """Recorded over empty prefixes; eager without a GPU, over the same buffers."""
+    first, *others = (
+        make_tree_case(lengths, mode="chain", q_len=q_len, tail_len=tail, pads=1, width=700,
+                       slots=1920, seed=seed, **FORM)
+        for seed, lengths in enumerate([[0] * 3, [5, 0, 130], [600, 299, 1], [64, 61, 63]])
+    )
+    bound = bind(first)
+
+    def step() -> None:
+        bound.fill()
+        bound.run(first.q, first.k_cache, first.v_cache, first.out, first.lse)
+
+    replay = recorded(step)
+    for case in others:
+        for name in ("q", "k_cache"):
+            getattr(first, name).copy_(getattr(case, name))
+        for name, value in case.args.items():
+            first.args[name].copy_(value)
+        first.clear()
+        replay()
+        check(*head(first, case.expected()), tolerances=TOLERANCES)
+
+
+def recorded(step):
+    if not CUDA:
+        return step
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def test_the_installed_library_takes_what_it_is_called_with():
+    library = import_module("sgl_kernel.flash_mla")
+    inspect.signature(library.get_mla_metadata).bind(0, 0, 0)
+    inspect.signature(library.flash_mla_with_kvcache).bind(
+        0, 0, 0, 0, 512, 0, 0, softmax_scale=0.1, causal=True
+    )
+
+
+def test_what_cannot_be_served_is_refused_by_name():
+    cases = {
+        "trees are not served": make_tree_case([9, 3], q_len=5, **FORM),
+        "index lists are not served": make_lists_case([9], topk=2, step=1, **FORM),
+        "prompts are not served": make_extend_case([(3, 4)], **FORM),
+    }
+    for reason, case in cases.items():
+        with pytest.raises(UnsupportedError, match=reason):
+            bind(case)
+    case = make_tree_case([3], mode="chain", q_len=1, **FORM)
+    bound = bind(case)
+    bound.fill()
+    with pytest.raises(ValueError, match=r"v_cache must be k_cache\[\.\.\., :512\]"):
+        bound.run(case.q, case.k_cache, case.v_cache.clone(), case.out)
+    odd = case.k_cache[:-1]
+    with pytest.raises(ValueError, match="must be whole pages of 64 slots"):
+        bound.run(case.q, odd, odd[..., :512], case.out)
+    attend(bound, case)
+    check(case, case.expected(), tolerances=TOLERANCES)
+
+
+def test_kernels_that_do_not_load_are_an_error_with_their_cause(monkeypatch):
+    case = make_tree_case([3], mode="chain", q_len=1, **FORM)
+    backend = FlashMlaBackend(config_of(case), torch.device(DEVICE))
+
+    def broken(*args):
+        raise ImportError("Failed to load sgl_kernel.flashmla_ops extension")
+
+    monkeypatch.setattr(backend.library, "get_mla_metadata", broken)
+    with pytest.raises(UnsupportedError, match="Failed to load"):
+        backend.bind(plan_of(case))
+
+
+def test_reasons_name_the_limits(monkeypatch):
+    config = AttnConfig(16, 1, 576, v_head_dim=512, sm_scale=0.1, dtype=BF16, latent=True)
+    device = torch.device(DEVICE)
+    here = REASONS(None, device)
+    assert REASONS(config, device) == here
+    for change, reason in (
+        ({"latent": False}, "only latent layers are served"),
+        ({"head_dim": 320, "v_head_dim": 256}, "a row must be 512 + 64 numbers, got 256 + 64"),
+        ({"dtype": torch.float32}, "dtype must be float16 or bfloat16"),
+        ({"window_left": 8}, "window_left is not served, got 8"),
+        ({"logit_cap": 2.0}, "logit_cap is not served, got 2.0"),
+    ):
+        (found,) = REASONS(replace(config, **change), device)[len(here):]
+        assert reason in found
+    monkeypatch.setattr("specattn.backends.paged.installed", lambda module: False)
+    found = "; ".join(REASONS(None, torch.device("cpu")))
+    assert "sgl_kernel.flash_mla is not installed (pip install sglang-kernel)" in found
+    assert "flashmla needs a CUDA device of compute capability 9.x, got cpu" in found
