@@ -75,5 +75,17 @@ def test_options_exist():
             assert option in known, f"{name}: {option}"
 
 
+def test_the_backends_are_as_large_as_the_page_says():
+    page = (ROOT / "docs" / "backends.md").read_text()
+    said = {name: int(count.replace(",", ""))
+            for name, count in re.findall(r"^\| (?:all of )?`(\S+)` \| ([\d,]+) \|$", page, re.M)}
+    files = sorted((ROOT / "specattn" / "backends").glob("*.py"))
+    lines = {file.name: len(file.read_text().splitlines()) for file in files}
+    lines["specattn/backends/"] = sum(lines.values())
+    assert said.keys() == lines.keys(), "see `specattn backends --markdown`"
+    for name, count in lines.items():
+        assert abs(said[name] - count) <= max(count / 10, 5), f"{name}: {said[name]}, now {count}"
+
+
 def test_the_changelog_knows_the_version():
     assert f"## {specattn.__version__}\n" in (ROOT / "docs" / "changelog.md").read_text()
