@@ -39,7 +39,9 @@ __all__ = [
 ]
 
 # libraries take exp2 and log2 from the fast units, and sum in another order
-_LIBRARIES = {"fa3": Tolerances(lse=3e-3), "flashinfer": Tolerances(lse=3e-3)}
+_LIBRARIES = {
+    name: Tolerances(lse=3e-3) for name in ("fa3", "flashinfer", "flashinfer_mla", "flashmla")
+}
 
 
 def tolerances_of(name: str) -> Tolerances:

@@ -37,6 +37,8 @@ class Capabilities:
         ``window_left``, ``logit_cap``, and ``run`` with ``lse``.
     dtypes : tuple of torch.dtype
         Of q, k and v.
+    page_size : int
+        Slots that must lie together: ``SpecConfig.page_size`` is a multiple of it.
     """
 
     graphs: bool = False
@@ -48,6 +50,7 @@ class Capabilities:
     cap: bool = True
     lse: bool = True
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16)
+    page_size: int = 1
 
     @classmethod
     def merged(cls, parts: Sequence[Capabilities]) -> Capabilities:
@@ -57,6 +60,7 @@ class Capabilities:
             item.name: all(getattr(part, item.name) for part in parts) for item in fields(cls)
         }
         found["host_plan"] = any(part.host_plan for part in parts)
+        found["page_size"] = max(part.page_size for part in parts)
         found["dtypes"] = tuple(dtype for dtype in parts[0].dtypes if dtype in common)
         return cls(**found)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from specattn.backends import choose_backend
 from specattn.backends.base import IdleAttention, recordable
 from specattn.buffers import Fingerprint, expect, fingerprint
+from specattn.errors import UnsupportedError
 from specattn.plan import check_plan
 
 if TYPE_CHECKING:
@@ -52,9 +53,24 @@ class LayeredBackend:
         distinct = list(dict.fromkeys(layers))
         chosen = choose_backend(backend, distinct, device)
         self.name = chosen.name
+        self._page_size = chosen.capabilities.page_size
         self.pool = pool
         self.backends = tuple(chosen(config, device) for config in distinct)
         self._kind = tuple(distinct.index(config) for config in layers)
+
+    def check_pages(self, page_size: int) -> None:
+        """Refuse pools whose pages are not those the backend reads.
+
+        Raises
+        ------
+        UnsupportedError
+            If ``page_size`` is not a multiple of what the backend needs.
+        """
+        if page_size % self._page_size:
+            raise UnsupportedError(
+                f"backend {self.name!r}",
+                [f"page_size must be a multiple of {self._page_size}, got {page_size}"],
+            )
 
     def bind(self, plan: Plan) -> BoundLayers:
         """Bind every distinct configuration to ``plan``; an idle plan needs no kernel.

@@ -10,7 +10,7 @@ slots of a page are in the order of its keys. `SlotTable` sees to the second; th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -57,6 +57,10 @@ class PagedBackend(ABC):
     majors: ClassVar[tuple[int, ...]]  # of the compute capabilities it has kernels for
     page_sizes: ClassVar[tuple[int, ...]]
     page_size: ClassVar[int] = 64
+
+    def __init_subclass__(cls) -> None:
+        # a subclass for other pages promises them, too
+        cls.capabilities = replace(cls.capabilities, page_size=cls.page_size)
 
     def __init__(self, config: AttnConfig, device: torch.device) -> None:
         self.config = config

@@ -88,6 +88,9 @@ class Engine:
         self.draft: ModelSlot[DraftModel] | None = None
         if config.num_steps and draft is not None:
             self.draft = ModelSlot.of(draft, KVPool(draft.layers, slots, device), backend)
+        for slot in (self.target, self.draft):
+            if slot is not None:
+                slot.backend.check_pages(config.page_size)
         self.buckets = list(buckets) if buckets else _buckets(config.max_num_reqs)
         self._prefill = Prefill(self.target, self.draft, self.table.req_to_token, config)
         self._decoders: dict[SpecConfig, SpecDecoder] = {}

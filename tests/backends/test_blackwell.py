@@ -413,3 +413,14 @@ def test_the_call_fits_the_installed_library(name):
     for stand_in in stand_ins:
         real = signature_in(Path(root) / file, stand_in.__name__)
         real.bind(**dict.fromkeys(inspect.signature(stand_in).parameters))
+
+
+def test_pages_of_another_size_are_refused_before_anything_runs():
+    """A pool of smaller pages would be read wrongly, not fail."""
+    pool = KVPool([AttnConfig(4, 2, 64)], 256, "cpu")
+    layers = LayeredBackend("torch_native", [AttnConfig(4, 2, 64)], pool, torch.device("cpu"))
+    layers.check_pages(1)
+    layers._page_size = load_backend("fa4").capabilities.page_size
+    layers.check_pages(256)
+    with pytest.raises(UnsupportedError, match="page_size must be a multiple of 128, got 64"):
+        layers.check_pages(64)
