@@ -9,6 +9,8 @@ with the same checks, so that everything but the recording is tested on any mach
 from __future__ import annotations
 
 import bisect
+import contextlib
+import gc
 import logging
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -21,7 +23,7 @@ from specattn.buffers import expect
 from specattn.errors import CapacityError, CaptureMismatch, NotCapturedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from specattn.batch import ForwardMode
     from specattn.buffers import Fingerprint
@@ -203,7 +205,7 @@ class GraphRunner:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with _no_collection(), torch.cuda.graph(graph, pool=self._pool):
             bound.fill()
             outputs = bound.run()
         return graph, outputs
@@ -264,6 +266,18 @@ class GraphRunner:
         _prepare(bound, count, count, seq_lens_cpu, values)
         bound.fill()
         return bound.run()
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python from collecting garbage: to destroy another graph would end a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _prepare(

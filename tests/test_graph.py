@@ -195,3 +195,14 @@ def test_lengths_that_do_not_fit_are_refused(backend, lens):
     batch = SpecBatch(rows, on_host.to(DEVICE), on_host, rows)
     with pytest.raises(ValueError, match=r"seq_lens must be 0\.\."):
         one.decoder.step(batch, None, SamplingBatch.of([SamplingParams()] * 2, DEVICE))
+
+
+def test_collection_is_off_only_while_recording():
+    """A graph in a reference cycle is destroyed by a collection, which would end a capture."""
+    import gc
+
+    from specattn.graph import _no_collection
+
+    with _no_collection():
+        assert not gc.isenabled()
+    assert gc.isenabled()
