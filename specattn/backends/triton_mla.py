@@ -6,26 +6,26 @@ token, and the row's latent part is the value, too. See docs/mla.md.
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-
 from specattn.backends.base import Capabilities
+from specattn.backends.triton_bound import (
+    Scratch,
+    TritonCsr,
+    TritonTree,
+    interpret,
+    platform_reasons,
+)
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from specattn.backends.base import BoundAttention
     from specattn.config import AttnConfig
     from specattn.kernels.mla_attention import MlaAttention
-
-log = logging.getLogger(__name__)
 
 # what the accumulator and the tiles in shared memory are sized for
 MAX_RANK, MAX_ROPE = 512, 64
@@ -46,37 +46,25 @@ class TritonMlaBackend:
     capabilities: ClassVar[Capabilities] = Capabilities(graphs=True, window=False, cap=False)
 
     def __init__(self, config: AttnConfig, device: torch.device) -> None:
-        if device.type == "cpu" and "TRITON_INTERPRET" not in os.environ:
-            os.environ["TRITON_INTERPRET"] = "1"
-            log.warning("no CUDA device: Triton kernels run in Triton's interpreter, which is slow")
+        if device.type == "cpu":
+            interpret()
         self.config = config
         self.device = device
-        self._workspace: Tensor | None = None
+        self._scratch = Scratch(device)
 
     @staticmethod
     def reasons(config: AttnConfig | None, device: torch.device) -> list[str]:
         """Name what stands in the way."""
-        found = []
-        if find_spec("triton") is None:
-            found.append("triton is not installed (pip install triton, Linux only)")
-        if device.type not in ("cuda", "cpu"):
-            found.append(f"Triton has no target for {device.type} devices")
-        if device.type == "cpu" and "triton" in sys.modules and not _interpreting():
-            found.append(
-                "Triton was imported before its interpreter was switched on; "
-                "set TRITON_INTERPRET=1 before Python starts"
-            )
-        if config is not None and device.type == "cpu" and config.dtype == torch.bfloat16:
-            found.append("Triton's interpreter does not serve bfloat16; use float32 or float16")
+        found = platform_reasons(config, device)
         return found if config is None else found + _geometry(config)
 
     def bind(self, plan: Plan) -> BoundAttention:
         """Bind to the plan's kind."""
         if isinstance(plan, AttnPlan):
             layout = plan.layout
-            return MlaTree(plan, self._kernel(plan.batch, layout.q_len, layout.tail, csr=False))
+            return TritonTree(plan, self._kernel(plan.batch, layout.q_len, layout.tail, csr=False))
         if isinstance(plan, CsrPlan):
-            return MlaCsr(plan, self._kernel(len(plan.kv_indptr) - 1, 1, 0, csr=True))
+            return TritonCsr(plan, self._kernel(len(plan.kv_indptr) - 1, 1, 0, csr=True))
         return MlaExtend(self.config, plan)
 
     def _kernel(self, batch: int, q_len: int, tail_len: int, *, csr: bool) -> MlaAttention:
@@ -92,14 +80,8 @@ class TritonMlaBackend:
         size = MlaAttention.workspace_bytes(num_kv_heads=1, **shape)
         return MlaAttention(
             **shape, tail_len=tail_len, sm_scale=config.sm_scale, csr=csr,
-            workspace=self._scratch(size),
+            workspace=self._scratch.of(size),
         )
-
-    def _scratch(self, size: int) -> Tensor:
-        """Return workspace that everything bound here shares: forwards run one after another."""
-        if self._workspace is None or len(self._workspace) < size:
-            self._workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
-        return self._workspace
 
 
 def _geometry(config: AttnConfig) -> list[str]:
@@ -116,64 +98,6 @@ def _geometry(config: AttnConfig) -> list[str]:
     if config.logit_cap:
         found.append(f"logit_cap is not served, got {config.logit_cap}")
     return found
-
-
-def _interpreting() -> bool:
-    """Whether Triton's own library was loaded for the interpreter; it cannot change its mind."""
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpretedFunction
-
-    return isinstance(tl.sum, InterpretedFunction)
-
-
-@dataclass(frozen=True)
-class MlaTree:
-    """A tree mode."""
-
-    plan: AttnPlan
-    kernel: MlaAttention
-
-    def fill(self) -> None:
-        """Cut the work into equal chunks, from the lengths on the device."""
-        plan = self.plan
-        self.kernel.plan(plan.seq_lens, plan.req_pool_indices, plan.req_to_token.stride(0))
-
-    def schedule(self, seq_lens_cpu: Tensor | None) -> None:
-        """Nothing to plan on the host."""
-
-    def run(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
-    ) -> None:
-        """Attend; see `BoundAttention.run`."""
-        plan = self.plan
-        self.kernel.run(
-            q, k_cache, v_cache, out, lse, indices=plan.req_to_token, positions=None,
-            tail_slots=plan.tail_slots, tail_positions=None, tail_words=plan.tail_words,
-        )
-
-
-@dataclass(frozen=True)
-class MlaCsr:
-    """Draft decode from index lists."""
-
-    plan: CsrPlan
-    kernel: MlaAttention
-
-    def fill(self) -> None:
-        """Cut the work into equal chunks, from the lists' lengths on the device."""
-        self.kernel.plan_csr(self.plan.kv_indptr)
-
-    def schedule(self, seq_lens_cpu: Tensor | None) -> None:
-        """Nothing to plan on the host."""
-
-    def run(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
-    ) -> None:
-        """Attend; see `BoundAttention.run`."""
-        self.kernel.run(
-            q, k_cache, v_cache, out, lse, indices=self.plan.kv_indices, positions=None,
-            tail_slots=None, tail_positions=None, tail_words=None,
-        )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,125 @@
+"""What the Triton backends share: the interpreter, reasons, workspace, and bound tree kernels."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specattn.config import AttnConfig
+    from specattn.kernels.tree_attention import TreeAttention
+    from specattn.plan import AttnPlan, CsrPlan
+
+log = logging.getLogger(__name__)
+
+
+def platform_reasons(config: AttnConfig | None, device: torch.device) -> list[str]:
+    """Name what stands in the way of any Triton kernel for ``config`` on ``device``."""
+    found = []
+    if find_spec("triton") is None:
+        found.append("triton is not installed (pip install triton, Linux only)")
+    if device.type not in ("cuda", "cpu"):
+        found.append(f"Triton has no target for {device.type} devices")
+    if device.type == "cpu" and "triton" in sys.modules and not _interpreting():
+        found.append(
+            "Triton was imported before its interpreter was switched on; "
+            "set TRITON_INTERPRET=1 before Python starts"
+        )
+    if config is not None and device.type == "cpu" and config.dtype == torch.bfloat16:
+        found.append("Triton's interpreter does not serve bfloat16; use float32 or float16")
+    return found
+
+
+def _interpreting() -> bool:
+    """Whether Triton's own library was loaded for the interpreter; it cannot change its mind."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpretedFunction
+
+    return isinstance(tl.sum, InterpretedFunction)
+
+
+def interpret() -> None:
+    """Switch Triton's interpreter on, once, and say so."""
+    if "TRITON_INTERPRET" in os.environ:
+        return
+    os.environ["TRITON_INTERPRET"] = "1"
+    log.warning("no CUDA device: Triton kernels run in Triton's interpreter, which is slow")
+
+
+class Scratch:
+    """Workspace that everything a backend binds shares: forwards run one after another.
+
+    Parameters
+    ----------
+    device : torch.device
+        Where it lives.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._bytes: Tensor | None = None
+
+    def of(self, size: int) -> Tensor:
+        """Return at least ``size`` bytes; what was returned before stays valid."""
+        if self._bytes is None or len(self._bytes) < size:
+            self._bytes = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return self._bytes
+
+
+@dataclass(frozen=True)
+class TritonTree:
+    """A tree mode."""
+
+    plan: AttnPlan
+    kernel: TreeAttention
+
+    def fill(self) -> None:
+        """Cut the work into equal chunks, from the lengths on the device."""
+        plan = self.plan
+        self.kernel.plan(plan.seq_lens, plan.req_pool_indices, plan.req_to_token.stride(0))
+
+    def schedule(self, seq_lens_cpu: Tensor | None) -> None:
+        """Nothing to plan on the host."""
+
+    def run(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
+    ) -> None:
+        """Attend; see `BoundAttention.run`."""
+        plan = self.plan
+        self.kernel.run(
+            q, k_cache, v_cache, out, lse, indices=plan.req_to_token, positions=plan.positions,
+            tail_slots=plan.tail_slots, tail_positions=plan.tail_positions,
+            tail_words=plan.tail_words,
+        )
+
+
+@dataclass(frozen=True)
+class TritonCsr:
+    """Draft decode from index lists."""
+
+    plan: CsrPlan
+    kernel: TreeAttention
+
+    def fill(self) -> None:
+        """Cut the work into equal chunks, from the lists' lengths on the device."""
+        self.kernel.plan_csr(self.plan.kv_indptr)
+
+    def schedule(self, seq_lens_cpu: Tensor | None) -> None:
+        """Nothing to plan on the host."""
+
+    def run(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
+    ) -> None:
+        """Attend; see `BoundAttention.run`."""
+        self.kernel.run(
+            q, k_cache, v_cache, out, lse, indices=self.plan.kv_indices, positions=None,
+            tail_slots=None, tail_positions=None, tail_words=None,
+        )
