@@ -15,7 +15,6 @@ import contextlib
 import json
 import platform
 import sysconfig
-import time
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -104,16 +103,13 @@ def measure(setting: Setting, target: Any, draft: Any, prompts: list[list[int]],
     ]
     with swap:
         engine = Engine(target, draft, config, buckets=[slots])
-        begin = time.perf_counter()
         results = engine.generate(requests)
-        seconds = time.perf_counter() - begin
     gained = sum(sum(r.accept_lens) for r in results)
     taken = sum(r.steps for r in results)
     record = {
         "setting": setting.name, "tree": setting.tree, "temperature": setting.temperature,
         "tokens": sum(len(r.tokens) for r in results), "steps": taken,
         "accepted_per_step": round(gained / taken, 4),
-        "tokens_per_second": round(sum(len(r.tokens) for r in results) / seconds, 1),
     }
     return record, [r.tokens for r in results]
 

@@ -38,10 +38,8 @@ __all__ = [
     "tree_lists",
 ]
 
-# libraries take exp2 and log2 from the fast units, and sum in another order
-_LIBRARIES = {
-    name: Tolerances(lse=3e-3) for name in ("fa3", "flashinfer", "flashinfer_mla", "flashmla")
-}
+# seen on an H200: FlashInfer's lse is up to 1.3e-3 off, its outputs keep our bounds
+_LIBRARIES = {"flashinfer": Tolerances(lse=3e-3)}
 
 
 def tolerances_of(name: str) -> Tolerances:
