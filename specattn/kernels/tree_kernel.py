@@ -20,7 +20,7 @@ from specattn.kernels.attention_tile import (
 
 
 @triton.jit
-def _load_word(word_row, row_ok, first, nth: tl.constexpr, WORDS: tl.constexpr):
+def load_word(word_row, row_ok, first, nth: tl.constexpr, WORDS: tl.constexpr):
     """Tail word that holds bit ``first``, or the ``nth`` after it; 0 outside of the tail."""
     at = (first >> 6) + nth
     ok = row_ok & (at >= 0) & (at < WORDS)
@@ -29,14 +29,14 @@ def _load_word(word_row, row_ok, first, nth: tl.constexpr, WORDS: tl.constexpr):
 
 
 @triton.jit
-def _ones(count):
+def ones(count):
     """The lowest ``count`` bits, none below 0 and all 64 above 63."""
     some = (1 << (tl.minimum(tl.maximum(count, 0), 63)).to(tl.uint64)) - 1
-    return tl.where(count > 63, tl.full([], 0xFFFFFFFFFFFFFFFF, tl.uint64), some)
+    return tl.where(count > 63, 0xFFFFFFFFFFFFFFFF, some)
 
 
 @triton.jit
-def _row_bits(word, next_word, first, left):
+def row_bits(word, next_word, first, left):
     """Visibility of 64 keys to each row: bit 0 is tail key ``first`` (prefix where negative).
 
     ``left`` keys are left in the chunk.
@@ -44,13 +44,12 @@ def _row_bits(word, next_word, first, left):
     shift = (first & 63).to(tl.uint64)
     # two shifts, as one by 64 would be undefined
     bits = (word >> shift) | ((next_word << 1) << (63 - shift))           # [BM]
-    return (bits | _ones(-first)) & _ones(left)
+    return (bits | ones(-first)) & ones(left)
 
 
 @triton.jit
-def _spread(bits, more_bits, BN: tl.constexpr):
-    """Row bits as a mask; ``more_bits`` holds keys 64 to 127."""
-    r = tl.arange(0, BN)[None, :]                                         # [1, BN]
+def spread(bits, more_bits, r, BN: tl.constexpr):
+    """Row bits as a mask over the tile's keys ``r [1, BN]``; ``more_bits`` holds 64 to 127."""
     half = bits.to(tl.uint32)[:, None]                                    # [BM, 1]
     # halves, so that a thread's shifts are 32 bits wide and by almost constant amounts
     if BN > 32:
@@ -115,17 +114,17 @@ def _masked_tiles(
             slots = tl.where(in_prefix & (pos >= first_key), slots, raw_tail)
             raw_tail = _load_tail(tail_row, pos + BN, prefix_len, TAIL, 1)
             first = start - prefix_len
-            bits = _row_bits(word0, word1, first, end - start)
+            bits = row_bits(word0, word1, first, end - start)
             if BN > 64:
-                more = _row_bits(word1, word2, first + 64, end - start - 64)
-                visible = _spread(bits, more, BN)
+                more = row_bits(word1, word2, first + 64, end - start - 64)
+                visible = spread(bits, more, r[None, :], BN)
             else:
-                visible = _spread(bits, None, BN)
+                visible = spread(bits, None, r[None, :], BN)
             if start + BN < end:
-                word0 = _load_word(word_row, row_ok, first + BN, 0, WORDS)
-                word1 = _load_word(word_row, row_ok, first + BN, 1, WORDS)
+                word0 = load_word(word_row, row_ok, first + BN, 0, WORDS)
+                word1 = load_word(word_row, row_ok, first + BN, 1, WORDS)
                 if BN > 64:
-                    word2 = _load_word(word_row, row_ok, first + BN, 2, WORDS)
+                    word2 = load_word(word_row, row_ok, first + BN, 2, WORDS)
             if WINDOW >= 0:
                 pos_k = tl.where(in_prefix, pos, raw_pos)
                 raw_pos = _load_tail(tail_pos_row, pos + BN, prefix_len, TAIL, 2)
@@ -143,7 +142,7 @@ def _masked_tiles(
 
 
 @triton.jit
-def _load_request(entry):
+def load_request(entry):
     """A request's numbers: start in the index table, prefix, first tile, parts, split rank."""
     return (
         tl.load(entry), tl.load(entry + 1).to(tl.int32), tl.load(entry + 2).to(tl.int32),
@@ -199,7 +198,7 @@ def tree_attention_kernel(
     left = tl.load(entry).to(tl.int32)
     tile = tl.load(entry + 1).to(tl.int32)
     req = tl.load(entry + 2).to(tl.int32)
-    base, prefix_len, first_tile, parts, split_rank = _load_request(entry + 3)
+    base, prefix_len, first_tile, parts, split_rank = load_request(entry + 3)
     while left > 0:
         kv_len = prefix_len + TAIL
         tiles = tl.maximum((kv_len + BN - 1) // BN - first_tile, 1)
@@ -245,10 +244,10 @@ def tree_attention_kernel(
         word2 = None
         if TAIL > 0:
             raw_tail = _load_tail(tail_row, full_end + r, prefix_len, TAIL, 1)
-            word0 = _load_word(word_row, row_ok, full_end - prefix_len, 0, WORDS)
-            word1 = _load_word(word_row, row_ok, full_end - prefix_len, 1, WORDS)
+            word0 = load_word(word_row, row_ok, full_end - prefix_len, 0, WORDS)
+            word1 = load_word(word_row, row_ok, full_end - prefix_len, 1, WORDS)
             if BN > 64:
-                word2 = _load_word(word_row, row_ok, full_end - prefix_len, 2, WORDS)
+                word2 = load_word(word_row, row_ok, full_end - prefix_len, 2, WORDS)
             if WINDOW >= 0:
                 raw_pos = _load_tail(tail_pos_row, full_end + r, prefix_len, TAIL, 2)
         top = tl.full([BM], FLOOR, tl.float32)
@@ -289,5 +288,5 @@ def tree_attention_kernel(
         if left > 0:
             req += 1
             tile = 0
-            base, prefix_len, first_tile, parts, split_rank = _load_request(requests + req * 8)
+            base, prefix_len, first_tile, parts, split_rank = load_request(requests + req * 8)
 
