@@ -93,14 +93,18 @@ class BoundAttention(Protocol):
         """
 
 
-class IdleAttention:
-    """Attention over no request: every tensor is empty, so there is nothing to do."""
+class PatternA:
+    """What bound attention starts from that reads its plan's tensors where they are."""
 
     def fill(self) -> None:
-        """Do nothing."""
+        """Nothing to derive: the plan's tensors are read as they are."""
 
     def schedule(self, seq_lens_cpu: Tensor | None) -> None:
-        """Do nothing."""
+        """Nothing to plan on the host."""
+
+
+class IdleAttention(PatternA):
+    """Attention over no request: every tensor is empty, so there is nothing to do."""
 
     def run(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None

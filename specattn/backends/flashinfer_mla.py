@@ -8,13 +8,18 @@ so trees are refused.
 
 from __future__ import annotations
 
-import weakref
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from specattn.backends.base import Capabilities
+from specattn.backends.flashinfer_base import (
+    FlashInferLayer,
+    Staged,
+    device_reasons,
+    require_contiguous,
+    scale_reasons,
+)
 from specattn.backends.flashinfer_plan import BranchLists, RequestLists, list_offsets
 from specattn.errors import UnsupportedError
 from specattn.kernels import ops
@@ -28,8 +33,6 @@ if TYPE_CHECKING:
 
 #: What FlashInfer's kernels are built ahead for: latent and rotated columns of a row.
 RANK, ROPE = 512, 64
-#: FlashInfer's masked logit is -5e4 before scaling; a smaller scale would let it weigh something.
-MIN_SCALE = 1e-3
 #: Query rows (tokens times heads) of its larger tile. Its causal kernels end a tile's keys with
 #: the last token that is whole, so a token must not straddle two tiles.
 TILE = 128
@@ -39,7 +42,7 @@ MAX_PIECES = 16384
 FLOAT_BYTES = 64 << 20
 
 
-class FlashInferMlaBackend:
+class FlashInferMlaBackend(FlashInferLayer):
     """FlashInfer's MLA wrapper for ``latent`` layers of 512 + 64 columns in bfloat16.
 
     Trees (any layout that is not causal) are refused at `bind`.
@@ -58,23 +61,10 @@ class FlashInferMlaBackend:
         dtypes=(torch.bfloat16,),
     )
 
-    def __init__(self, config: AttnConfig, device: torch.device) -> None:
-        self.config = config
-        self.device = device
-        self._floats: Tensor | None = None
-
     @staticmethod
     def reasons(config: AttnConfig | None, device: torch.device) -> list[str]:
         """Name what stands in the way."""
-        found = []
-        if find_spec("flashinfer") is None:
-            found.append("flashinfer is not installed (pip install flashinfer-python, Linux only)")
-        if device.type != "cuda":
-            found.append(f"FlashInfer needs a CUDA device, got {device.type}")
-        elif not torch.cuda.is_available():
-            found.append("torch finds no CUDA device")
-        elif torch.cuda.get_device_capability(device) < (8, 0):
-            found.append("FlashInfer's FA2 kernels need compute capability 8.0")
+        found = device_reasons(device)
         return found if config is None else found + _geometry(config)
 
     def bind(self, plan: Plan) -> BoundAttention:
@@ -95,16 +85,6 @@ class FlashInferMlaBackend:
             ])
         return MlaRows(self, plan)
 
-    def processors(self) -> int:
-        """Return the device's streaming multiprocessors: FlashInfer cuts its work by them."""
-        return torch.cuda.get_device_properties(self.device).multi_processor_count
-
-    def floats(self) -> Tensor:
-        """Return workspace that everything bound here shares: forwards run one after another."""
-        if self._floats is None:
-            self._floats = torch.zeros(FLOAT_BYTES, dtype=torch.uint8, device=self.device)
-        return self._floats
-
 
 def _geometry(config: AttnConfig) -> list[str]:
     found = []
@@ -119,8 +99,7 @@ def _geometry(config: AttnConfig) -> list[str]:
         found.append(f"dtype must be bfloat16, got {config.dtype}")
     if TILE % config.num_qo_heads:
         found.append(f"num_qo_heads must divide {TILE}, got {config.num_qo_heads}")
-    if config.sm_scale < MIN_SCALE:
-        found.append(f"sm_scale must be at least {MIN_SCALE}, got {config.sm_scale}")
+    found += scale_reasons(config)
     if config.window_left >= 0:
         found.append(f"window_left is not served, got {config.window_left}")
     if config.logit_cap:
@@ -128,19 +107,16 @@ def _geometry(config: AttnConfig) -> list[str]:
     return found
 
 
-class _Planned:
+class _Planned(Staged):
     """A wrapper, whose int workspace is its own, and what all bound kinds share."""
 
     def __init__(self, backend: FlashInferMlaBackend, **buffers: Any) -> None:
         from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
+        super().__init__()
         self.config = backend.config
         self._processors = backend.processors()
-        self.wrapper = BatchMLAPagedAttentionWrapper(backend.floats(), **buffers)
-        # A plan is staged in pinned memory: neither the next plan nor another owner of that
-        # memory may write there before the device has fetched it.
-        self._fetched = torch.cuda.Event()
-        weakref.finalize(self, self._fetched.synchronize).atexit = False
+        self.wrapper = BatchMLAPagedAttentionWrapper(backend.floats(FLOAT_BYTES), **buffers)
 
     def _plan(
         self, rows: Tensor, starts: Tensor, lens: Tensor, indices: Tensor, *, causal: bool
@@ -148,14 +124,13 @@ class _Planned:
         """Plan on the host and send the plan to the wrapper's buffers."""
         config = self.config
         self._check_pieces(rows)
-        self._fetched.synchronize()
-        self.wrapper.plan(
-            qo_indptr=rows, kv_indptr=starts, kv_indices=indices, kv_len_arr=lens,
-            num_heads=config.num_qo_heads, head_dim_ckv=RANK, head_dim_kpe=ROPE, page_size=1,
-            causal=causal, sm_scale=config.sm_scale,
-            q_data_type=config.dtype, kv_data_type=config.dtype,
-        )
-        self._fetched.record()
+        with self.staging():
+            self.wrapper.plan(
+                qo_indptr=rows, kv_indptr=starts, kv_indices=indices, kv_len_arr=lens,
+                num_heads=config.num_qo_heads, head_dim_ckv=RANK, head_dim_kpe=ROPE, page_size=1,
+                causal=causal, sm_scale=config.sm_scale,
+                q_data_type=config.dtype, kv_data_type=config.dtype,
+            )
 
     def _check_pieces(self, rows: Tensor) -> None:
         """Raise where FlashInfer would write past what it reserves for a plan."""
@@ -175,9 +150,7 @@ class _Planned:
         """Attend; see `BoundAttention.run`."""
         if v_cache.data_ptr() != k_cache.data_ptr() or v_cache.stride() != k_cache.stride():
             raise ValueError(f"v_cache must be k_cache[..., :{RANK}], a view")
-        for name, tensor in {"out": out, "lse": lse}.items():
-            if tensor is not None and not tensor.is_contiguous():
-                raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
+        require_contiguous(out, lse)
         self.wrapper.run(
             q[..., :RANK], q[..., RANK:], k_cache[..., :RANK], k_cache[..., RANK:],
             out=out, lse=lse, return_lse=lse is not None, return_lse_base_on_e=True,
@@ -201,10 +174,6 @@ class _Recorded(_Planned):
 
     def schedule(self, seq_lens_cpu: Tensor | None) -> None:
         """Plan the lists' lengths."""
-        if seq_lens_cpu is None:
-            raise UnsupportedError("backend 'flashinfer_mla'", [
-                "it plans on the host and needs seq_lens_cpu, got None"
-            ])
         offsets = self.lists.offsets(seq_lens_cpu)
         self._plan(
             self._rows, offsets, offsets.diff(), self.indices[:0], causal=self._q_len > 1
@@ -215,7 +184,7 @@ class MlaRows(_Recorded):
     """Decode, a chain's verify, draft steps of one branch, draft extend: one causal call."""
 
     def __init__(self, backend: FlashInferMlaBackend, plan: AttnPlan) -> None:
-        lists = RequestLists(plan, plan.batch, -1)
+        lists = RequestLists(plan, plan.batch, -1, backend.name)
         super().__init__(backend, lists, lists.indices, plan.layout.q_len)
 
     def fill(self) -> None:
@@ -229,7 +198,8 @@ class MlaBranches(_Recorded):
 
     def __init__(self, backend: FlashInferMlaBackend, plan: CsrPlan) -> None:
         self.plan = plan
-        super().__init__(backend, BranchLists(plan), torch.zeros_like(plan.kv_indices), 1)
+        lists = BranchLists(plan, backend.name)
+        super().__init__(backend, lists, torch.zeros_like(plan.kv_indices), 1)
 
     def fill(self) -> None:
         """Nothing to derive: a step's lists become known after it."""

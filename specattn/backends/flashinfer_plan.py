@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from specattn.config import AttnConfig
     from specattn.plan import AttnPlan, CsrPlan
 
-#: Smallest float workspace, and the largest that is spent on right-sized query tiles.
-MIN_FLOATS, MAX_TILING = 128 << 20, 512 << 20
+#: The largest float workspace that is spent on right-sized query tiles.
+MAX_TILING = 512 << 20
 MIN_INTS = 256 << 10
 
 
@@ -89,11 +89,11 @@ def _tile(rows: int, head_dim: int) -> int:
     return 64 if rows > 16 else 16
 
 
-def host_lens(seq_lens_cpu: Tensor | None, batch: int, longest: int) -> Tensor:
+def host_lens(seq_lens_cpu: Tensor | None, batch: int, longest: int, backend: str) -> Tensor:
     """Check the host's prefix lengths: everything after this trusts them."""
     if seq_lens_cpu is None:
         raise UnsupportedError(
-            "backend 'flashinfer'", ["it plans on the host and needs seq_lens_cpu, got None"]
+            f"backend {backend!r}", ["it plans on the host and needs seq_lens_cpu, got None"]
         )
     if seq_lens_cpu.shape != (batch,) or seq_lens_cpu.device.type != "cpu":
         raise ValueError(
@@ -114,6 +114,14 @@ def list_offsets(sizes: Tensor, count: int) -> Tensor:
     return offsets
 
 
+def require_addressable(size: int, what: str, backend: str) -> None:
+    """Raise an UnsupportedError for more than FlashInfer's offsets reach."""
+    if size >= 2**31:
+        raise UnsupportedError(
+            f"backend {backend!r}", [f"its int32 offsets cannot address {size} {what}"]
+        )
+
+
 class RequestLists:
     """A list per request: the prefix through the table, then the tail.
 
@@ -125,6 +133,10 @@ class RequestLists:
         Lists, those past the batch being empty.
     window_left : int
         Keys before any query's window are not listed; -1 is no window.
+    backend : str
+        Who lists, for errors.
+    prefix_only : bool
+        Leave the tail out; not with a window.
 
     Attributes
     ----------
@@ -132,36 +144,40 @@ class RequestLists:
         The most keys a list can have.
     """
 
-    def __init__(self, plan: AttnPlan, requests: int, window_left: int) -> None:
+    def __init__(
+        self, plan: AttnPlan, requests: int, window_left: int, backend: str,
+        *, prefix_only: bool = False,
+    ) -> None:
         table, batch, layout = plan.req_to_token, plan.batch, plan.layout
+        assert window_left < 0 or not prefix_only
         # How much of the prefix the first query can see. It is at the prefix's end in a tree, whose
         # depths the host does not know, and further on in a chain that draft steps have begun;
         # below 0, it does not see all of those steps.
         self._reach = table.shape[1]
         if window_left >= 0:
             self._reach = window_left - (layout.tail - layout.q_len if layout.causal else 0)
-        self.longest = layout.tail + max(min(table.shape[1], self._reach), 0)
+        self._tail_slots = plan.tail_slots[:, : 0 if prefix_only else layout.tail]
+        self.longest = self._tail_slots.shape[1] + max(min(table.shape[1], self._reach), 0)
         size = batch * self.longest
-        if size >= 2**31:
-            raise UnsupportedError(
-                "backend 'flashinfer'", [f"its int32 offsets cannot address {size} list entries"]
-            )
-        self.plan, self.requests, self.window_left = plan, requests, window_left
+        require_addressable(size, "list entries", backend)
+        self.plan, self.requests, self.backend = plan, requests, backend
+        self.window_left = window_left
         self.indptr = table.new_zeros(requests + 1)
         self.indices = table.new_zeros(size)
 
     def offsets(self, seq_lens_cpu: Tensor | None) -> Tensor:
         """Return where each list begins, on the host."""
         plan = self.plan
-        lens = host_lens(seq_lens_cpu, plan.batch, plan.req_to_token.shape[1])
-        return list_offsets(lens.clamp(max=self._reach) + plan.layout.tail, self.requests)
+        lens = host_lens(seq_lens_cpu, plan.batch, plan.req_to_token.shape[1], self.backend)
+        tail = self._tail_slots.shape[1]
+        return list_offsets(lens.clamp(max=self._reach) + tail, self.requests)
 
     def fill(self) -> None:
         """Write the lists where the host has planned them."""
         plan = self.plan
         ops("csr", self.indices.device).fill_lists(
             plan.req_to_token, plan.req_pool_indices, plan.seq_lens, plan.positions,
-            plan.tail_slots, self.indptr, self.indices, self.window_left,
+            self._tail_slots, self.indptr, self.indices, self.window_left,
         )
 
 
@@ -172,10 +188,12 @@ class BranchLists:
     ----------
     plan : CsrPlan
         One draft decode step.
+    backend : str
+        Who reads them, for errors.
     """
 
-    def __init__(self, plan: CsrPlan) -> None:
-        self.plan, self.requests = plan, len(plan.kv_indptr) - 1
+    def __init__(self, plan: CsrPlan, backend: str) -> None:
+        self.plan, self.requests, self.backend = plan, len(plan.kv_indptr) - 1, backend
         self.indptr = torch.zeros_like(plan.kv_indptr)
         self.indices = plan.kv_indices
 
@@ -183,7 +201,7 @@ class BranchLists:
         """Return where each list begins, on the host, counted from the plan's first."""
         layout, room = self.plan.layout, len(self.indices)
         path = layout.tail // layout.q_len  # ancestors of a branch, itself included
-        lens = host_lens(seq_lens_cpu, self.requests // layout.q_len, room)
+        lens = host_lens(seq_lens_cpu, self.requests // layout.q_len, room, self.backend)
         offsets = list_offsets((lens + path).repeat_interleave(layout.q_len), self.requests)
         if offsets[-1] > room:
             raise ValueError(
@@ -220,10 +238,7 @@ class PackedMasks:
         cells = layout.q_len * lists.longest
         self.indptr = torch.zeros_like(lists.indptr)
         size = plan.batch * (cells // 8 + 1)
-        if max(cells, size) >= 2**31:
-            raise UnsupportedError(
-                "backend 'flashinfer'", [f"its int32 offsets cannot address {size} mask bytes"]
-            )
+        require_addressable(max(cells, size), "mask bits or bytes", lists.backend)
         self.bits = torch.zeros(size, dtype=torch.uint8, device=lists.indices.device)
 
     def schedule(self, offsets: Tensor) -> None:

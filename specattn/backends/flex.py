@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from specattn.backends.base import Capabilities
+from specattn.backends.base import Capabilities, PatternA
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
 
 if TYPE_CHECKING:
@@ -118,16 +118,8 @@ def _put(out: Tensor, lse: Tensor | None, values: Tensor, sums: Tensor) -> None:
         lse.copy_(sums.reshape(lse.shape))
 
 
-class _PatternA:
-    def fill(self) -> None:
-        """Nothing to derive: the plan's tensors are read as they are."""
-
-    def schedule(self, seq_lens_cpu: Tensor | None) -> None:
-        """Nothing to plan on the host."""
-
-
 @dataclass(frozen=True)
-class FlexTree(_PatternA):
+class FlexTree(PatternA):
     """A tree mode: keys are the prefix, padded to the longest, then the tail."""
 
     config: AttnConfig
@@ -168,7 +160,7 @@ class FlexTree(_PatternA):
 
 
 @dataclass(frozen=True)
-class FlexCsr(_PatternA):
+class FlexCsr(PatternA):
     """Draft decode from index lists: a batch of one-token rows."""
 
     config: AttnConfig
@@ -195,7 +187,7 @@ class FlexCsr(_PatternA):
 
 
 @dataclass(frozen=True)
-class FlexExtend(_PatternA):
+class FlexExtend(PatternA):
     """A ragged prompt extend: queries and keys padded to the longest request."""
 
     config: AttnConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from specattn.backends.base import Capabilities
+from specattn.backends.base import Capabilities, PatternA
 from specattn.kernels.reference import attention
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
 
@@ -48,16 +48,8 @@ class TorchNativeBackend:
         return TorchExtend(self.config, plan)
 
 
-class _PatternA:
-    def fill(self) -> None:
-        """Nothing to derive: the plan's tensors are read as they are."""
-
-    def schedule(self, seq_lens_cpu: Tensor | None) -> None:
-        """Nothing to plan on the host."""
-
-
 @dataclass(frozen=True)
-class TorchTree(_PatternA):
+class TorchTree(PatternA):
     """A tree mode."""
 
     config: AttnConfig
@@ -79,7 +71,7 @@ class TorchTree(_PatternA):
 
 
 @dataclass(frozen=True)
-class TorchCsr(_PatternA):
+class TorchCsr(PatternA):
     """Draft decode from index lists."""
 
     config: AttnConfig
@@ -97,7 +89,7 @@ class TorchCsr(_PatternA):
 
 
 @dataclass(frozen=True)
-class TorchExtend(_PatternA):
+class TorchExtend(PatternA):
     """A ragged prompt extend."""
 
     config: AttnConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import triton
@@ -14,10 +15,10 @@ if TYPE_CHECKING:
 @triton.jit
 def _merge_lse_kernel(
     prefix_out,   # [B, T, H, D]
-    prefix_lse,   # [B, T, H] float32, natural log
+    prefix_lse,   # [B, T, H] float32
     prefix_keys,  # [B] int32
     tail_out,     # [B, T, H, D]
-    tail_lse,     # [B, T, H] float32, natural log
+    tail_lse,     # [B, T, H] float32
     tail_keys,    # [B, T] int32
     out,          # [B, T, H, D], out; may be prefix_out
     lse,          # [B, T, H] float32, out, or None
@@ -25,7 +26,7 @@ def _merge_lse_kernel(
     prefix_b, prefix_t, prefix_h, tail_b, tail_t, tail_h, out_b, out_t, out_h,
     prefix_lse_b, prefix_lse_t, prefix_lse_h, tail_lse_b, tail_lse_t, tail_lse_h,
     lse_b, lse_t, lse_h,
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     b, t = row // q_len, row % q_len
@@ -38,9 +39,9 @@ def _merge_lse_kernel(
 
     empty = float("-inf")
     at = b * prefix_lse_b + t * prefix_lse_t + h * prefix_lse_h
-    log_p = tl.load(prefix_lse + at, mask=in_prefix, other=empty)
+    log_p = tl.load(prefix_lse + at, mask=in_prefix, other=empty) * UNIT
     at = b * tail_lse_b + t * tail_lse_t + h * tail_lse_h
-    log_t = tl.load(tail_lse + at, mask=in_tail, other=empty)
+    log_t = tl.load(tail_lse + at, mask=in_tail, other=empty) * UNIT
     top = tl.maximum(log_p, log_t)
     base = tl.where(top == empty, 0.0, top)
     weight_p, weight_t = tl.exp(log_p - base), tl.exp(log_t - base)
@@ -64,6 +65,7 @@ def _merge_lse_kernel(
 def merge_lse(
     prefix_out: Tensor, prefix_lse: Tensor, prefix_keys: Tensor,
     tail_out: Tensor, tail_lse: Tensor, tail_keys: Tensor, out: Tensor, lse: Tensor | None,
+    *, base2: bool = False,
 ) -> None:
     """Weigh two attention results over disjoint keys by their log-sum-exp.
 
@@ -85,6 +87,8 @@ def merge_lse(
         gets 0.
     lse : Tensor or None
         ``[B, T, H]`` float32, natural log, written in place; -inf for a row without any key.
+    base2 : bool
+        ``prefix_lse`` and ``tail_lse`` are log2, as FlashInfer's are; ``lse`` is natural still.
     """
     batch, q_len, heads, head_dim = out.shape
     block_h = min(8, triton.next_power_of_2(heads))
@@ -93,5 +97,6 @@ def merge_lse(
         q_len, heads, head_dim,
         *prefix_out.stride()[:3], *tail_out.stride()[:3], *out.stride()[:3],
         *prefix_lse.stride(), *tail_lse.stride(), *((0, 0, 0) if lse is None else lse.stride()),
+        UNIT=math.log(2) if base2 else 1.0,
         BLOCK_H=block_h, BLOCK_D=triton.next_power_of_2(head_dim),
     )

@@ -24,7 +24,7 @@ def tile_of(rows: int, head_dim: int) -> int:
     return 64 if rows > 16 else 16
 
 
-def cut(rows, keys, total, heads, head_dim, window, graph):
+def cut(rows, keys, total, heads, head_dim, window, graph, whole=False):
     """``PrefillSplitQOKVIndptr`` and ``PrefillPlan``: query tile, float and int bytes."""
     group, batch = heads[0] // heads[1], len(rows)
     packed, most = [r * group for r in rows], 2 * PROCESSORS // heads[1]
@@ -41,6 +41,8 @@ def cut(rows, keys, total, heads, head_dim, window, graph):
         work = zip(packed, near, strict=True)
         return sum(ceil(p, tile) * ceil(max(k, 1), chunk) for p, k in work)
 
+    if whole:
+        low = high
     while low < high:
         mid = (low + high) // 2
         low, high = (mid + 1, high) if made(mid) > most else (low, mid)
@@ -64,10 +66,12 @@ class Wrapper:
         assert offsets.device.type == rows.device.type == "cpu", "a plan must not read the device"
         assert offsets.dtype == rows.dtype == torch.int32
         assert options.pop("q_data_type") == options.pop("kv_data_type") == torch.bfloat16
+        whole = options.pop("disable_split_kv", False)
+        assert not (whole and self.graph), "padded blocks would read what a plan did not write"
         self.options, self.total = options, int(rows[-1])
         keys, total = offsets.diff().tolist(), int(rows[-1])
         self.tile, floats, ints = cut(
-            rows.diff().tolist(), keys, total, heads, dim, options["window_left"], self.graph
+            rows.diff().tolist(), keys, total, heads, dim, options["window_left"], self.graph, whole
         )
         assert floats <= self._float_workspace_buffer.numel(), "Buffer overflow: float workspace"
         assert ints <= self._int_workspace_buffer.numel(), "Buffer overflow: int workspace"
@@ -93,6 +97,11 @@ class Wrapper:
             slots = indices[offsets[b] : offsets[b + 1]]
             for row in range(start, end):
                 i, total = row - start, len(slots)
+                if not total:
+                    out[row] = 0.0
+                    if lse is not None:
+                        lse[row] = NONE
+                    continue
                 seen = torch.ones(total, dtype=torch.bool)
                 here = total - (end - start) + i
                 if masks is not None:
@@ -166,16 +175,19 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
             (num_qo_heads, num_kv_heads), head_dim_qk, page_size, options,
         )
         self.causal = causal
+        assert packed_custom_mask is None or not causal
+        # cells, not bytes: what FlashInfer derives when it has not packed the mask itself
+        cells = torch.zeros_like(qo_indptr)
+        cells[1:] = (qo_indptr.diff() * paged_kv_indptr.diff()).cumsum(0)
         if not self.graph:
             self.rows = qo_indptr
+            self.mask, self.mask_offsets = packed_custom_mask, cells
             return
         self.rows.copy_(qo_indptr)
-        assert (packed_custom_mask is None) == (self.mask is None) == causal
+        assert (packed_custom_mask is None) == (self.mask is None)
         if packed_custom_mask is not None:
             self.mask[: len(packed_custom_mask)].copy_(packed_custom_mask)
-            # cells, not bytes: what FlashInfer derives when it has not packed the mask itself
-            cells = (qo_indptr.diff() * paged_kv_indptr.diff()).cumsum(0)
-            self.mask_offsets[1:].copy_(cells)
+            self.mask_offsets.copy_(cells)
 
     def run(self, q, paged_kv_cache, out, lse, return_lse):
         assert return_lse == (lse is not None)

@@ -15,6 +15,7 @@ import torch
 
 from specattn.backends import load_backend
 from specattn.backends.flashinfer import FlashInferBackend
+from specattn.backends.flashinfer_bound import FlashInferRows, FlashInferTree
 from specattn.backends.flashinfer_plan import MAX_TILING, Grid
 from specattn.backends.layers import LayeredBackend
 from specattn.backends.multi_step import MultiStepDraftBackend
@@ -166,6 +167,41 @@ def test_every_tree_mode_equals_the_oracle(name):
     live.verdict()
 
 
+class TwoPassesBackend(FlashInferBackend):
+    """Trees as a pass over the prefix and one over the tail, however short."""
+
+    two_passes_from = 0
+
+
+# what stands for itself: no window, several branches or nodes
+IN_TWO_PASSES = [name for name, options in CASES.items()
+                 if options.get("mode") != "chain" and "window_left" not in options]
+
+
+@pytest.mark.parametrize("name", IN_TWO_PASSES)
+def test_prefix_and_tail_merged_by_lse_equal_the_oracle(name):
+    case, causal = case_of(name)
+    live = Live(case, causal, TwoPassesBackend(config_of(case), torch.device(DEVICE)))
+    assert isinstance(live.bound, FlashInferTree)
+    live.replay()
+    live.verdict()
+
+
+def test_the_longest_context_and_the_window_decide_about_two_passes():
+    class Long(FlashInferBackend):
+        two_passes_from = 4096
+
+    for backend, options, kind in (
+        (Long, {"width": 4095}, FlashInferRows),
+        (Long, {"width": 4096}, FlashInferTree),
+        (Long, {"width": 4096, "window_left": 9}, FlashInferRows),
+        (Long, {"width": 4096, "mode": "chain"}, FlashInferRows),
+    ):
+        case = make_tree_case([9, 3], q_len=3, head_dim=64, dtype=BF16, device=DEVICE, **options)
+        live = Live(case, "mode" in options, backend(config_of(case), torch.device(DEVICE)))
+        assert type(live.bound) is kind
+
+
 @pytest.mark.timeout(900)
 def test_a_causal_window_and_a_cap_equal_the_oracle():
     """FlashInfer compiles this kernel when it is first used."""
@@ -197,10 +233,14 @@ def batches(options: dict[str, Any]) -> list[Case]:
     ]
 
 
-@pytest.mark.parametrize("name", RECORDED)
-def test_a_recording_serves_other_lengths_and_new_trees(name):
+@pytest.mark.parametrize(("name", "kind"), [
+    *((name, FlashInferBackend) for name in RECORDED),
+    ("tree", TwoPassesBackend), ("draft", TwoPassesBackend),
+])
+def test_a_recording_serves_other_lengths_and_new_trees(name, kind):
     first, *others = batches(RECORDED[name])
-    live = Live(first, RECORDED[name].get("mode") == "chain")
+    backend = kind(config_of(first), torch.device(DEVICE))
+    live = Live(first, RECORDED[name].get("mode") == "chain", backend)
     live.record()
     for case in others:
         live.load(case)
@@ -264,15 +304,20 @@ def test_a_ragged_prompt_equals_the_oracle(scheduled, options):
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize(("indices", "options"), [("table", {}), ("csr", {}), ("csr", BUILT)])
+@pytest.mark.parametrize(
+    ("kind", "indices", "options"),
+    [(FlashInferBackend, "table", {}), (TwoPassesBackend, "table", {}),
+     (FlashInferBackend, "csr", {}), (FlashInferBackend, "csr", BUILT)],
+    ids=["mask", "two_passes", "lists", "lists_window"],
+)
 @pytest.mark.parametrize("topk", [1, 3])
-def test_draft_steps_equal_plain_torch(topk, indices, options, page_size):
+def test_draft_steps_equal_plain_torch(topk, kind, indices, options, page_size):
     """All steps are scheduled and filled up front; their words become known step by step."""
     config = SpecConfig(4, topk, 5 if topk == 1 else 9, max_context_len=96, max_num_reqs=4,
                         page_size=page_size)
     lens = [3, 40, 0, 64]
     outs = []
-    for name, dtype in (("flashinfer", BF16), ("torch_native", torch.float32)):
+    for name, dtype in ((kind, BF16), ("torch_native", torch.float32)):
         torch.manual_seed(1)
         table = SlotTable(max_num_reqs=4, max_context_len=96, num_slots=640,
                           page_size=page_size, device=torch.device(DEVICE))
@@ -378,7 +423,7 @@ def test_reasons_name_the_limits():
 
 
 def test_a_missing_library_is_named(monkeypatch):
-    monkeypatch.setattr("specattn.backends.flashinfer.find_spec", lambda name: None)
+    monkeypatch.setattr("specattn.backends.flashinfer_base.find_spec", lambda name: None)
     assert "flashinfer is not installed" in REASONS(None, torch.device("cpu"))[0]
 
 

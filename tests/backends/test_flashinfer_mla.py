@@ -234,7 +234,7 @@ def test_what_cannot_be_served_is_refused_by_name():
         bind(tree)
     long = make_tree_case([3], mode="chain", q_len=1, **FORM)
     bound = bind(long)
-    with pytest.raises(UnsupportedError, match="needs seq_lens_cpu, got None"):
+    with pytest.raises(UnsupportedError, match=r"'flashinfer_mla'.*needs seq_lens_cpu, got None"):
         bound.schedule(None)
     with pytest.raises(ValueError, match=r"seq_lens_cpu must be 0\.\."):
         bound.schedule(torch.tensor([-1], dtype=torch.int32))
@@ -271,7 +271,7 @@ def test_reasons_name_the_limits(monkeypatch):
     ):
         (found,) = REASONS(replace(config, **change), device)[len(here):]
         assert reason in found
-    monkeypatch.setattr("specattn.backends.flashinfer_mla.find_spec", lambda name: None)
+    monkeypatch.setattr("specattn.backends.flashinfer_base.find_spec", lambda name: None)
     assert REASONS(None, torch.device("cpu")) == [
         "flashinfer is not installed (pip install flashinfer-python, Linux only)",
         "FlashInfer needs a CUDA device, got cpu",

@@ -106,3 +106,8 @@ def test_merge_weighs_by_lse_and_reads_no_empty_part(kind, dtype, in_place):
         again = torch.full_like(out, math.nan)
         merge(parts[0], lse[0], prefix_keys, parts[1], lse[1], tail_keys, again, None)
         assert torch.equal(again, out)
+        found, log2 = torch.full_like(got, math.nan), lse / math.log(2)
+        merge(parts[0], log2[0], prefix_keys, parts[1], log2[1], tail_keys, again, found,
+              base2=True)
+        torch.testing.assert_close(again.double(), want, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(found.double(), total, rtol=1e-5, atol=1e-5)
