@@ -14,11 +14,11 @@ from specattn.kernels.attention_tile import EMPTY, FLOOR, LN2, store_rows
 from specattn.kernels.mla_tile import attend_latent_tile, load_latent_query
 from specattn.kernels.tree_kernel import (
     _load_index,
-    _load_request,
     _load_tail,
-    _load_word,
-    _row_bits,
-    _spread,
+    load_request,
+    load_word,
+    row_bits,
+    spread,
 )
 
 
@@ -53,10 +53,10 @@ def _masked_tiles(
             slots = tl.where(pos < prefix_len, slots, raw_tail)
             raw_tail = _load_tail(tail_row, pos + BN, prefix_len, TAIL, 1)
             first = start - prefix_len
-            visible = _spread(_row_bits(word0, word1, first, end - start), None, BN)
+            visible = spread(row_bits(word0, word1, first, end - start), None, r[None, :], BN)
             if start + BN < end:
-                word0 = _load_word(word_row, row_ok, first + BN, 0, WORDS)
-                word1 = _load_word(word_row, row_ok, first + BN, 1, WORDS)
+                word0 = load_word(word_row, row_ok, first + BN, 0, WORDS)
+                word1 = load_word(word_row, row_ok, first + BN, 1, WORDS)
         else:
             visible = (pos < end)[None, :]
         acc, top, total = attend_latent_tile(
@@ -104,7 +104,7 @@ def mla_attention_kernel(
     left = tl.load(entry).to(tl.int32)
     tile = tl.load(entry + 1).to(tl.int32)
     req = tl.load(entry + 2).to(tl.int32)
-    base, prefix_len, _, parts, split_rank = _load_request(entry + 3)
+    base, prefix_len, _, parts, split_rank = load_request(entry + 3)
     while left > 0:
         kv_len = prefix_len + TAIL
         stop = tl.minimum(tl.maximum((kv_len + BN - 1) // BN, 1), tile + left)
@@ -130,8 +130,8 @@ def mla_attention_kernel(
             tail_row += req.to(tl.int64) * stride_tail
             word_row += req.to(tl.int64) * stride_words + token * stride_words_q  # [BM]
             raw_tail = _load_tail(tail_row, full_end + r, prefix_len, TAIL, 1)
-            word0 = _load_word(word_row, row_ok, full_end - prefix_len, 0, WORDS)
-            word1 = _load_word(word_row, row_ok, full_end - prefix_len, 1, WORDS)
+            word0 = load_word(word_row, row_ok, full_end - prefix_len, 0, WORDS)
+            word1 = load_word(word_row, row_ok, full_end - prefix_len, 1, WORDS)
         raw_full = _load_index(index_row, begin + r, 0, prefix_len)
         top = tl.full([BM], FLOOR, tl.float32)
         total = tl.zeros([BM], tl.float32)
@@ -165,4 +165,4 @@ def mla_attention_kernel(
         if left > 0:
             req += 1
             tile = 0
-            base, prefix_len, _, parts, split_rank = _load_request(requests + req * 8)
+            base, prefix_len, _, parts, split_rank = load_request(requests + req * 8)
