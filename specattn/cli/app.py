@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from specattn.cli import backends, generate, inspect
+from specattn.cli import backends, bench, generate, inspect
 from specattn.cli.ends import (
     INTERRUPTED,
     is_usage_error,
@@ -54,6 +54,7 @@ app = typer.Typer(
 app.command("generate")(generate.generate)
 app.command("inspect")(inspect.inspect)
 app.command("backends")(backends.backends)
+app.command("bench")(bench.bench)
 
 
 def _print_version(wanted: bool) -> None:

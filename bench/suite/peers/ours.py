@@ -1,0 +1,90 @@
+"""specattn's own kernels."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from specattn.kernels.extend_attention import extend_attention
+from specattn.kernels.mla_attention import MlaAttention
+from specattn.kernels.tree_attention import TreeAttention
+
+from .base import Contestant, query_offsets
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..batch import Batch
+    from ..cases import Case
+
+
+class Ours(Contestant):
+    """One plan per step and one call per layer, whatever the mode."""
+
+    name = "specattn"
+    packs = False
+
+    def __init__(self, batch: Batch, tile: Any = None) -> None:
+        super().__init__(batch)
+        case = batch.case
+        shared = {
+            "batch": case.batch, "q_len": case.q_len, "tail_len": case.tail,
+            "num_qo_heads": case.heads[0], "head_dim": case.head_dim, "v_head_dim": case.v_dim,
+            "dtype": batch.dtype, "device": batch.device, "sm_scale": batch.scale, "tile": tile,
+            **dict(case.knobs),
+        }
+        if case.latent:
+            self.kernel: Any = MlaAttention(**shared)
+        else:
+            self.kernel = TreeAttention(
+                num_kv_heads=case.heads[1], window_left=case.window_left,
+                logit_cap=case.logit_cap, **shared,
+            )
+
+    @classmethod
+    def refuses(cls, case: Case) -> str | None:
+        return "" if case.mode == "prompt" else None
+
+    def plan(self) -> None:
+        batch = self.batch
+        self.kernel.plan(batch.lens, batch.rows, batch.table.stride(0))
+
+    def run(self, pool: int) -> None:
+        batch = self.batch
+        self.kernel.run(
+            self.q, batch.k(pool), batch.v(pool), self.out, batch.lse, indices=batch.table,
+            positions=batch.positions, tail_slots=batch.tails,
+            tail_positions=batch.tail_positions, tail_words=batch.words,
+        )
+
+    def result(self) -> tuple[Tensor, Tensor | None]:
+        return self.out, self.batch.lse
+
+    def detail(self) -> dict[str, Any]:
+        shape = self.kernel.shape
+        return {"tile": asdict(shape.tile), "chunks": shape.max_chunks}
+
+
+class OursPrompt(Contestant):
+    """The prompt kernel, which needs no plan."""
+
+    name = "specattn"
+    packs = False
+
+    def __init__(self, batch: Batch, tile: Any = None) -> None:
+        super().__init__(batch)
+        self.tile = tile
+        self.offsets = query_offsets(batch)
+
+    @classmethod
+    def refuses(cls, case: Case) -> str | None:
+        return None if case.mode == "prompt" else ""
+
+    def run(self, pool: int) -> None:
+        batch, case = self.batch, self.batch.case
+        extend_attention(
+            self.q, batch.k(pool), batch.v(pool), self.out, batch.lse,
+            qo_indptr=self.offsets, seq_lens=batch.lens, req_pool_indices=batch.rows,
+            req_to_token=batch.table, max_q_len=case.q_len, sm_scale=batch.scale,
+            window_left=case.window_left, logit_cap=case.logit_cap, tile=self.tile,
+        )

@@ -1,0 +1,52 @@
+"""Other tiles of the Triton kernel worth a try, by packed rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from specattn.kernels.tile_config import TileConfig
+
+if TYPE_CHECKING:
+    from .cases import Case
+
+SMALL = [
+    TileConfig(16, 64, ctas_per_sm=2), TileConfig(16, 32, ctas_per_sm=4),
+    TileConfig(64, 64, max_regs=168),
+]
+MEDIUM = [
+    TileConfig(64, 64, max_regs=168), TileConfig(64, 64, max_regs=192), TileConfig(64, 64),
+    TileConfig(64, 64, max_regs=168, short=4), TileConfig(64, 64, max_regs=168, short=1000),
+    TileConfig(64, 32, ctas_per_sm=2), TileConfig(64, 64, stages=2, ctas_per_sm=1),
+    TileConfig(64, 32, ctas_per_sm=1), TileConfig(64, 64, warps=8, stages=2, ctas_per_sm=1),
+    TileConfig(32, 32, ctas_per_sm=2),
+]
+LARGE = [
+    TileConfig(128, 64, warps=8, ctas_per_sm=1), TileConfig(64, 64, max_regs=168),
+    TileConfig(128, 64, warps=8, stages=4, ctas_per_sm=1),
+    TileConfig(128, 32, warps=8, ctas_per_sm=1),
+]
+PROMPT = [TileConfig(128, 64, warps=8), TileConfig(128, 128, warps=8)]
+
+
+@dataclass(frozen=True)
+class Named:
+    """A tile and its short name."""
+
+    config: TileConfig
+
+    @property
+    def name(self) -> str:
+        tile = self.config
+        return (f"{tile.block_m}x{tile.block_n} w{tile.warps} s{tile.stages} "
+                f"c{tile.ctas_per_sm} r{tile.max_regs} short{tile.short}")
+
+
+def candidates(case: Case) -> list[Named]:
+    """Return the tiles for a case; none for latent attention, which has a table of its own."""
+    rows = case.q_len * case.heads[0] // case.heads[1]
+    if case.latent:
+        return []
+    if case.mode == "prompt":
+        return [Named(tile) for tile in PROMPT]
+    return [Named(t) for t in (SMALL if rows <= 16 else MEDIUM if rows <= 64 else LARGE)]

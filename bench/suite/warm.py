@@ -1,0 +1,67 @@
+"""Compiling ahead: several processes fill Triton's cache before anything is timed.
+
+A kernel is compiled for the values it is called with (the divisibility of strides among them), so
+the only sure way is to make the very calls, each process its share of them.
+"""
+
+from __future__ import annotations
+
+import traceback
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .batch import Arena, Batch
+from .peers import PEERS, own
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from .cases import Case, Cell
+    from .peers.base import Contestant
+
+
+def compiled(case: Case, peers: bool) -> list[type[Contestant]]:
+    """Return the contestants of a case that Triton compiles."""
+    found = [own(case)]
+    for kind in PEERS if peers else ():
+        if kind.__module__.endswith("sglang") and not kind.absent() and kind.refuses(case) is None:
+            found.append(kind)
+    return found
+
+
+def key(case: Case) -> tuple[Any, ...]:
+    """Return what decides which kernels a case needs, roughly: equal keys go to one process."""
+    return (
+        case.mode, case.q_len, case.tail, case.heads, case.head_dim, case.dtype, case.latent,
+        case.window_left >= 0, case.logit_cap > 0, case.lse, case.knobs, min(case.batch, 5),
+    )
+
+
+def share(cells: Iterable[Cell], index: int, count: int) -> list[tuple[Case, bool]]:
+    """Return every ``count``-th group of cases with equal keys, and whether peers run them."""
+    groups: dict[Any, list[tuple[Case, bool]]] = {}
+    for cell in cells:
+        for case in cell.cases:
+            groups.setdefault(key(case), []).append((case, cell.peers and case is cell.case))
+    return [item for group in list(groups.values())[index::count] for item in group]
+
+
+def work(cells: Iterable[Cell], index: int, count: int) -> int:
+    """Make this process's share of the calls; return how many failed."""
+    arena = Arena(torch.device("cuda"), only_one=True)
+    failed = 0
+    for case, peers in share(cells, index, count):
+        try:
+            arena.reserve([case])
+            batch = Batch(case, arena)
+            for kind in compiled(case, peers):
+                contestant = kind(batch)
+                contestant.plan()
+                contestant.run(0)
+            torch.cuda.synchronize()
+        # the run itself reports it, with the contestant's name
+        except Exception:
+            traceback.print_exc()
+            failed += 1
+    return failed

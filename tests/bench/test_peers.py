@@ -1,0 +1,117 @@
+"""Every contestant's metadata, with the libraries' entry points in plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bench.suite import cases, oracle
+from bench.suite.batch import Arena, Batch
+from bench.suite.peers import PEERS, own
+from bench.suite.peers.fa3 import BUILT
+from bench.suite.peers.flashinfer import Workspace
+from bench.suite.peers.xqa import halves
+from tests.bench import fakes
+
+SHAPE = {"heads": (4, 2), "head_dim": 16}
+CASES = [
+    cases.tree((5, 70, 33), 4, 3, 8, **SHAPE),
+    cases.tree((5, 40), 4, 3, 8, page_size=16, **SHAPE),
+    cases.tree((30,), 8, 7, 70, page_size=64, **SHAPE),
+    cases.draft((20, 41), 4, 2, **SHAPE),
+    cases.draft((9,), 3, 0, **SHAPE),
+    cases.chain((30, 47), **SHAPE),
+    cases.chain((30, 47), 4, page_size=16, **SHAPE),
+    cases.extend((30, 47, 12), 5, **SHAPE),
+    cases.extend((30, 47, 12), 5, page_size=64, **SHAPE),
+    cases.prompt((30, 9), 17, **SHAPE),
+    cases.prompt((0,), 20, page_size=16, **SHAPE),
+    cases.mla(cases.chain((20, 40), 2), 4),
+    cases.mla(cases.chain((20, 40)), 4, 1),
+]
+
+
+@pytest.fixture(autouse=True)
+def libraries(monkeypatch):
+    fakes.install(monkeypatch)
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(Workspace, "_held", {cpu: torch.zeros(1)})
+    monkeypatch.setattr("bench.suite.peers.fa3.BUILT", BUILT | {(16, "float16")})
+    monkeypatch.setattr("bench.suite.peers.xqa.SEMAPHORES", 16)
+
+
+def fresh(case):
+    arena = Arena(torch.device("cpu"), only_one=True)
+    arena.reserve([case])
+    return Batch(case, arena)
+
+
+def served(case):
+    return [kind for kind in PEERS if not kind.absent() and kind.refuses(case) is None]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_everybody_computes_the_same(case):
+    case = replace(case, dtype="float16")
+    batch = fresh(case)
+    expected = oracle.answers(batch)
+    kinds = [own(case), *served(case)]
+    assert len(kinds) >= 3
+    for kind in kinds:
+        contestant = kind(batch)
+        contestant.plan()
+        contestant.out.fill_(torch.nan)
+        contestant.run(0)
+        assert oracle.error(batch, expected, *contestant.result()) < 1e-3, kind.name
+
+
+def test_every_peer_is_tried():
+    """All but SGLang's, which need a device to be imported."""
+    names = {kind.name for case in CASES for kind in served(replace(case, dtype="float16"))}
+    assert names == {kind.name for kind in PEERS if not kind.name.startswith("SGLang")}
+
+
+@pytest.mark.parametrize("kind", PEERS, ids=lambda kind: kind.name)
+def test_a_missing_library_is_a_reason(kind, monkeypatch):
+    for name in kind.needs:
+        monkeypatch.setitem(__import__("sys").modules, name, None)
+    assert "ModuleNotFoundError" in kind.absent()
+
+
+def test_a_module_that_is_not_built_is_a_reason(monkeypatch):
+    import flashinfer.jit as jit
+
+    missing = fakes.SimpleNamespace(is_compiled=False, name="batch_prefill")
+    monkeypatch.setattr(jit, "gen_batch_prefill_module", lambda *args: missing)
+    case = cases.tree((5,), 4, 3, 8)
+    reasons = {kind.name: kind.refuses(case) for kind in PEERS}
+    assert reasons["FlashInfer mask"] == "not built: batch_prefill"
+    assert reasons["FlashInfer causal"] == ""
+
+
+def test_the_oracle_sees_what_is_wrong():
+    case = cases.chain((20, 30), 3, dtype="float16", **SHAPE)
+    batch = fresh(case)
+    expected = oracle.answers(batch)
+    right = torch.cat([found.out for found in expected]).half()
+    assert oracle.error(batch, expected, right, None) < oracle.LIMIT
+    assert oracle.error(batch, expected, right.flip(0), None) > oracle.LIMIT
+    right[4, 0, 0] = torch.nan
+    assert oracle.error(batch, expected, right, None) == torch.inf
+
+
+def test_an_extend_is_held_to_its_accepted_rows():
+    case = cases.extend((20, 30, 11), 6, dtype="float16", **SHAPE)
+    batch = fresh(case)
+    assert any(n < 6 for n in batch.accepted)
+    out = torch.full_like(batch.out, torch.nan)
+    for found in (expected := oracle.answers(batch)):
+        out[found.request * 6 : found.request * 6 + len(found.out)] = found.out.half()
+    assert oracle.error(batch, expected, out, None) < oracle.LIMIT
+
+
+def test_mask_words_are_16_bit_halves():
+    assert halves(0x1_8001, 17) == [0x8001, 1]
+    assert halves(1 << 40 | 5, 41) == [5, 0, 1 << 8, 0]
