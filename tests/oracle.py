@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from specattn.testing.cases import (
     make_csr_case,
     make_extend_case,
@@ -38,10 +40,12 @@ __all__ = [
     "tree_lists",
 ]
 
-# seen on an H200: FlashInfer's lse is up to 1.3e-3 off, its outputs keep our bounds
-_LIBRARIES = {"flashinfer": Tolerances(lse=3e-3)}
+# FlashInfer's FA2 kernels sum weights that are rounded already, see docs/numerics.md
+_ROUNDED_SUMS = ("flashinfer", "flashinfer_mla")
 
 
-def tolerances_of(name: str) -> Tolerances:
-    """How far backend ``name`` may be from the oracle."""
-    return _LIBRARIES.get(name, Tolerances())
+def tolerances_of(name: str, dtype: torch.dtype = torch.bfloat16) -> Tolerances:
+    """How far backend ``name`` may be from the oracle in ``dtype``."""
+    if name in _ROUNDED_SUMS and dtype.itemsize == 2:
+        return Tolerances(lse=torch.finfo(dtype).eps / 2)
+    return Tolerances()

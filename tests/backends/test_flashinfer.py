@@ -408,6 +408,17 @@ def test_outputs_that_flashinfer_would_misread_are_refused():
         live.bound.run(case.q, case.k_cache, case.v_cache, wide[..., ::2])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sums_of_rounded_weights_explain_the_lse(dtype):
+    """What FA2 does to a row sum, on the CPU: it stays within the bound, and comes near it."""
+    logits = torch.randn(40_000, 5, dtype=torch.float64)
+    top = logits.amax(1, keepdim=True)
+    weights = torch.exp(logits - top)
+    off = (weights.to(dtype).double().sum(1).log() - weights.sum(1).log()).abs().max()
+    assert off <= tolerances_of("flashinfer", dtype).lse
+    assert off > tolerances_of("flashinfer", dtype).lse / 3
+
+
 def test_reasons_name_the_limits():
     assert load_backend("flashinfer") is FlashInferBackend
     device = torch.device(DEVICE)

@@ -22,17 +22,17 @@ from specattn.testing.session import config_of, plan_of
 from tests.backends.fake_flashinfer import PROCESSORS, Event
 from tests.oracle import (
     Case,
-    Tolerances,
     check,
     make_extend_case,
     make_lists_case,
     make_tree_case,
+    tolerances_of,
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CUDA = DEVICE == "cuda"
 BF16 = torch.bfloat16
-TOLERANCES = Tolerances(lse=3e-3)
+TOLERANCES = tolerances_of("flashinfer_mla")
 REASONS = FlashInferMlaBackend.reasons
 FORM: dict[str, Any] = {
     "heads": (4, 1), "head_dim": 576, "v_head_dim": 512, "latent": True, "dtype": BF16,

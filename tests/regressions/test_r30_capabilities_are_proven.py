@@ -73,4 +73,4 @@ def test_several_query_tokens_are_served_as_declared(name, mode):
     bound.schedule(on_host)
     case.clear()
     forward() if recorded is None else recorded.replay()
-    check(case, expected, lse=promises.lse, tolerances=tolerances_of(name))
+    check(case, expected, lse=promises.lse, tolerances=tolerances_of(name, DTYPE))
