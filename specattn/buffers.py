@@ -159,21 +159,34 @@ Fingerprint = tuple[tuple[str, object], ...]
 def fingerprint(**parts: object) -> Fingerprint:
     """Describe everything a graph bakes in: for tensors address, shape, strides and dtype.
 
+    This runs before every replay.
+
     Parameters
     ----------
     **parts : object
-        Tensors, `BufferSet` s (described field by field), or hashable scalars.
+        Tensors, `BufferSet` s (described field by field), or values to compare; a dict has its
+        keys named where they differ.
     """
     found: list[tuple[str, object]] = []
     for name, part in parts.items():
-        if isinstance(part, Tensor):
-            found.append((name, _describe(part)))
-        elif isinstance(part, BufferSet):
-            found += [(f"{name}.{key}", _describe(t)) for key, t in part.tensors().items()]
+        if isinstance(part, BufferSet):
+            held = vars(part)
+            # `_describe`, without what a call costs
+            for key, label in _labels(type(part), name):
+                tensor = held[key]
+                found.append((label, (
+                    tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.dtype
+                )))
         else:
-            found.append((name, part))
+            found.append((name, _describe(part) if isinstance(part, Tensor) else part))
     return tuple(found)
 
 
+@cache
+def _labels(kind: type[BufferSet], name: str) -> tuple[tuple[str, str], ...]:
+    """Return what each field of a buffer set is called."""
+    return tuple((item.name, f"{name}.{item.name}") for item in fields(kind))
+
+
 def _describe(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+    return tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.dtype

@@ -85,7 +85,7 @@ class Captured:
         now = self.bound.fingerprint()
         if now == self.fingerprint:
             return
-        before, after = dict(self.fingerprint), dict(now)
+        before, after = _flat(self.fingerprint), _flat(now)
         for name in before | after:
             if before.get(name) != after.get(name):
                 raise CaptureMismatch(name, before.get(name), after.get(name))
@@ -97,6 +97,17 @@ class Captured:
             return self.bound.run()
         self.graph.replay()
         return self.outputs
+
+
+def _flat(found: Fingerprint) -> dict[str, object]:
+    """Return a fingerprint by name, settings field by field."""
+    flat: dict[str, object] = {}
+    for name, value in found:
+        if isinstance(value, dict):
+            flat |= {f"{name}.{key}": part for key, part in value.items()}
+        else:
+            flat[name] = value
+    return flat
 
 
 @dataclass

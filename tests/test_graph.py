@@ -6,6 +6,7 @@ The same tests run over CUDA graphs on a GPU and over the eager runner elsewhere
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -129,6 +130,29 @@ def test_a_moved_buffer_is_a_capture_mismatch_that_names_it(backend):
     object.__setattr__(bound.inputs, "seq_lens", bound.inputs.seq_lens.clone())
     with pytest.raises(CaptureMismatch, match=r"AttnInputs\.seq_lens changed since capture"):
         one.run(ForwardMode.TARGET_VERIFY, [4], inputs(ForwardMode.TARGET_VERIFY, [4], 0))
+
+
+@pytest.mark.parametrize("name", ["sm_scale", "window_left", "logit_cap"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_layer_setting_changed_after_capture_is_refused_by_name(backend, in_place, name):
+    """A recorded graph has the layers' numbers in it and would go on with the old ones."""
+    one, lens = world(backend, [2]), [4]
+    good = inputs(ForwardMode.TARGET_VERIFY, lens, 0)
+    one.poison(lens)
+    want = one.run(ForwardMode.TARGET_VERIFY, lens, good)
+    layer = one.bound(ForwardMode.TARGET_VERIFY, 2).attend.backends[-1]
+    before = layer.config
+    old = getattr(before, name)
+    if in_place:
+        object.__setattr__(before, name, 0.5)
+    else:
+        object.__setattr__(layer, "config", replace(before, **{name: 3}))
+    with pytest.raises(CaptureMismatch, match=rf"AttnConfig\[\d\]\.{name} changed .* {old}, got"):
+        one.run(ForwardMode.TARGET_VERIFY, lens, good)
+    object.__setattr__(layer, "config", before)
+    object.__setattr__(before, name, old)
+    one.poison(lens)
+    same(want, one.run(ForwardMode.TARGET_VERIFY, lens, good))
 
 
 def test_running_out_of_memory_at_capture_names_the_bucket_and_leaves_eager_usable(backend):

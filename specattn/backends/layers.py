@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from specattn.backends.base import BackendFactory, BoundAttention
+    from specattn.backends.base import AttentionBackend, BackendFactory, BoundAttention
     from specattn.config import AttnConfig
     from specattn.kv import KVPool
     from specattn.plan import Plan
@@ -86,7 +86,7 @@ class LayeredBackend:
         ]
         layers = tuple((bounds[kind], self.backends[kind].config) for kind in self._kind)
         graphs = all(recordable(backend, plan) for backend in self.backends)
-        return BoundLayers(tuple(bounds), layers, self.pool, plan, graphs)
+        return BoundLayers(self.backends, tuple(bounds), layers, self.pool, plan, graphs)
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,7 @@ class BoundLayers:
     ``graphs`` says whether all that is bound here may be recorded in a CUDA graph.
     """
 
+    backends: tuple[AttentionBackend, ...]
     bounds: tuple[BoundAttention, ...]
     layers: tuple[tuple[BoundAttention, AttnConfig], ...]
     pool: KVPool
@@ -103,8 +104,13 @@ class BoundLayers:
     graphs: bool
 
     def fingerprint(self) -> Fingerprint:
-        """Describe the pool: a recorded graph reads and writes it where it was."""
-        return fingerprint(k_cache=self.pool.k, v_cache=self.pool.v)
+        """Describe the pool, which a recorded graph reads and writes where it was, and settings."""
+        # by value: what a graph has baked in stays as it was, whatever becomes of the config
+        settings = {
+            f"AttnConfig[{at}]": dict(vars(backend.config))
+            for at, backend in enumerate(self.backends)
+        }
+        return fingerprint(k_cache=self.pool.k, v_cache=self.pool.v, **settings)
 
     def fill(self) -> None:
         """Fill every bound configuration."""

@@ -31,7 +31,10 @@ def copy_in_all(values: dict[str, Tensor], *sets: tuple[BufferSet, object]) -> N
         part.copy_in(dims, **{name: values[name] for name in named})
 
 
-def describe(setting: object, req_to_token: Tensor, *sets: BufferSet) -> Fingerprint:
-    """Describe a program's setting, the request table and its buffer sets."""
-    parts = {type(part).__name__: part for part in sets}
+def describe(
+    setting: object, req_to_token: Tensor, *sets: BufferSet, **parts: object
+) -> Fingerprint:
+    """Describe a program's setting, the request table, its buffer sets and what else it reads."""
+    for part in sets:
+        parts[type(part).__name__] = part
     return fingerprint(setting=setting, req_to_token=req_to_token, **parts)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specattn.backends.multi_step import BoundMultiStep, Indices, MultiStepDraftBackend
 from specattn.batch import Candidates
-from specattn.buffers import BufferSet, Fingerprint, buf, fingerprint
+from specattn.buffers import BufferSet, Fingerprint, buf
 from specattn.kernels import ops
 from specattn.spec.choose import Coins, choose_tokens, drawing_names
 from specattn.spec.programs import ROWS, copy_in_all, describe
@@ -164,8 +164,10 @@ class BoundPropose:
     def fingerprint(self) -> Fingerprint:
         """Describe the buffers, the request table, the index lists and the pool."""
         plan, steps = self.steps.plan, self.steps.steps
-        found = describe(self.config, plan.req_to_token, plan.inputs, self.state, self.coins)
-        found += fingerprint(kv_indptr=self.steps.kv_indptr, kv_indices=self.steps.kv_indices)
+        found = describe(
+            self.config, plan.req_to_token, plan.inputs, self.state, self.coins,
+            kv_indptr=self.steps.kv_indptr, kv_indices=self.steps.kv_indices,
+        )
         return found + steps[0].fingerprint() if steps else found
 
 
