@@ -170,9 +170,10 @@ def fingerprint(**parts: object) -> Fingerprint:
     found: list[tuple[str, object]] = []
     for name, part in parts.items():
         if isinstance(part, BufferSet):
+            kind: Any = type(part)
             held = vars(part)
             # `_describe`, without what a call costs
-            for key, label in _labels(type(part), name):
+            for key, label in _labels(kind, name):
                 tensor = held[key]
                 found.append((label, (
                     tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.dtype
@@ -183,7 +184,7 @@ def fingerprint(**parts: object) -> Fingerprint:
 
 
 @cache
-def _labels(kind: type[BufferSet], name: str) -> tuple[tuple[str, str], ...]:
+def _labels(kind: Any, name: str) -> tuple[tuple[str, str], ...]:
     """Return what each field of a buffer set is called."""
     return tuple((item.name, f"{name}.{item.name}") for item in fields(kind))
 
