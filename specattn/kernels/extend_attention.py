@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from specattn.kernels.attention_tile import FLOOR, LN2, LOG2E, attend_tile, load_query, store_rows
-from specattn.kernels.tile_config import TileConfig, extend_tile_config
+from specattn.kernels.tile_config import DeviceLimits, TileConfig, extend_tile_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -177,7 +177,9 @@ def extend_attention(
     _check(q, k_cache, v_cache, out, lse)
     if not tokens:
         return
-    tile = tile or extend_tile_config(head_dim, v_head_dim, q.dtype)
+    tile = tile or extend_tile_config(
+        head_dim, v_head_dim, q.dtype, DeviceLimits.of(q.device)
+    )
     group = heads // kv_heads
     lse_strides = (0, 0) if lse is None else (lse.stride(0), lse.stride(1))
     options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages}

@@ -13,18 +13,32 @@ import triton
 from torch import Tensor
 
 from specattn.kernels.mla_kernel import mla_attention_kernel
-from specattn.kernels.tile_config import TileConfig
+from specattn.kernels.tile_config import HOPPER, DeviceLimits, TileConfig, fit_tile
 from specattn.kernels.tree_attention import TreeAttention, _row_strides
 from specattn.kernels.tree_merge import merge_kernel
 
+# a row of DeepSeek's, padded: no model has a wider one
+ROW = 512 + 64
 
-def mla_tile_config(rows: int, dtype: torch.dtype) -> TileConfig:
+
+def mla_tile_config(
+    rows: int, dtype: torch.dtype, limits: DeviceLimits = HOPPER
+) -> TileConfig:
     """Choose by packed rows (query tokens × heads), as `tile_config` does; BN is at most 64.
 
     An accumulator of 512 columns sets the limits, above 32 rows with the queries in shared memory.
     The 16-bit tile up to 16 rows was the best of a prototype on an H200; the others were chosen
     by what compiles without spills in the loop over full tiles, or with few, and not yet timed.
     """
+    if limits.major != HOPPER.major and dtype != torch.float32:
+        # not yet timed, either; tensor memory would want each tile several times in shared memory
+        tile = TileConfig(16, 32) if rows <= 16 else TileConfig(32, 32, warps=8, ctas_per_sm=1)
+    else:
+        tile = _hopper_tile(rows, dtype)
+    return fit_tile(tile, ROW * dtype.itemsize, ROW * dtype.itemsize, limits)
+
+
+def _hopper_tile(rows: int, dtype: torch.dtype) -> TileConfig:
     if dtype == torch.float32:
         # IEEE products run on the FMA units
         return TileConfig(16, 16, warps=8, stages=2)
@@ -64,7 +78,9 @@ class MlaAttention(TreeAttention):
         v_head_dim: int, dtype: torch.dtype, device: torch.device | str, sm_scale: float,
         csr: bool = False, workspace: Tensor | None = None, tile: TileConfig | None = None,
     ) -> None:
-        tile = tile or mla_tile_config(q_len * num_qo_heads, dtype)
+        tile = tile or mla_tile_config(
+            q_len * num_qo_heads, dtype, DeviceLimits.of(torch.device(device))
+        )
         if tile.block_n > 64:
             raise ValueError(f"block_n must be at most 64, got {tile.block_n}")
         if not v_head_dim < head_dim:

@@ -10,19 +10,19 @@ import triton.language as tl
 
 from specattn.kernels.attention_tile import FLOOR, LN2, LOG2E, store_rows
 from specattn.kernels.extend_attention import _check, _load_slots
-from specattn.kernels.mla_attention import check_latent, latent_widths
+from specattn.kernels.mla_attention import ROW, check_latent, latent_widths
 from specattn.kernels.mla_tile import attend_latent_tile, load_latent_query
-from specattn.kernels.tile_config import TileConfig
+from specattn.kernels.tile_config import HOPPER, DeviceLimits, TileConfig, fit_tile
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def mla_extend_tile_config(dtype: torch.dtype) -> TileConfig:
+def mla_extend_tile_config(dtype: torch.dtype, limits: DeviceLimits = HOPPER) -> TileConfig:
     """Choose the tile of the prompt kernel, which is bound by arithmetic."""
-    if dtype == torch.float32:
-        return TileConfig(16, 16, warps=8, stages=2)
-    return TileConfig(64, 64, warps=8, stages=2)
+    size = 16 if dtype == torch.float32 else 64 if limits.major == HOPPER.major else 32
+    tile = TileConfig(size, size, warps=8, stages=2, ctas_per_sm=1)
+    return fit_tile(tile, ROW * dtype.itemsize, ROW * dtype.itemsize, limits)
 
 
 @triton.jit
@@ -143,7 +143,7 @@ def mla_extend(
     check_latent(k_cache, v_cache)
     if not tokens:
         return
-    tile = tile or mla_extend_tile_config(q.dtype)
+    tile = tile or mla_extend_tile_config(q.dtype, DeviceLimits.of(q.device))
     lse_strides = (0, 0) if lse is None else (lse.stride(0), lse.stride(1))
     grid = (triton.cdiv(max_q_len * heads, tile.block_m), len(seq_lens))
     _mla_extend_kernel[grid](

@@ -1,11 +1,45 @@
-"""The tile table of the tree attention kernel."""
+"""The tile tables of the attention kernels, and what they take from the device."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
+
+# shared memory of a multiprocessor that every resident CTA takes besides its own
+RESERVED = 1024
+
+
+@dataclass(frozen=True)
+class DeviceLimits:
+    """What launch constants take from a device.
+
+    Parameters
+    ----------
+    sms : int
+        Multiprocessors to plan for.
+    shared : int
+        Bytes of shared memory a CTA can have.
+    major : int
+        Compute capability, the first number.
+    """
+
+    sms: int
+    shared: int
+    major: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> DeviceLimits:
+        """Read them from a CUDA device; in the interpreter, each multiprocessor costs time."""
+        if device.type != "cuda":
+            return cls(2, HOPPER.shared, HOPPER.major)
+        props = torch.cuda.get_device_properties(device)
+        shared = props.shared_memory_per_multiprocessor - RESERVED
+        return cls(props.multi_processor_count, shared, props.major)
+
+
+HOPPER = DeviceLimits(sms=132, shared=227 * 1024, major=9)
 
 
 @dataclass(frozen=True)
@@ -36,19 +70,77 @@ class TileConfig:
     short: int = 8
 
 
-def tile_config(
-    rows: int, head_dim: int, v_head_dim: int, dtype: torch.dtype, batch: int
+def fit_tile(
+    tile: TileConfig, key_bytes: int, query_bytes: int, limits: DeviceLimits
 ) -> TileConfig:
-    """Choose by packed rows (query tokens × group) and head size; never by length.
+    """Shrink a tile until all the CTAs it is meant for have room on a multiprocessor.
+
+    Tiles for Hopper stay as they are. The order, bytes in flight before the size of a tile before
+    occupancy, is a choice, not a measurement.
+
+    Parameters
+    ----------
+    tile : TileConfig
+        What the table says.
+    key_bytes, query_bytes : int
+        Bytes in shared memory of a key, with its value where that is stored apart, and of a row.
+    limits : DeviceLimits
+        Of the device.
+    """
+    if limits.major == HOPPER.major:
+        return tile
+    if limits.major < HOPPER.major:
+        # mma.sync keeps the queries in registers; a product's result may pass through memory
+        query_bytes //= 4
+    while limits.shared + RESERVED < tile.ctas_per_sm * (
+        tile.stages * tile.block_n * key_bytes + tile.block_m * query_bytes + RESERVED
+    ):
+        if tile.stages > 2:
+            tile = replace(tile, stages=tile.stages - 1)
+        elif tile.block_n > 32:
+            tile = replace(tile, block_n=tile.block_n // 2)
+        elif tile.ctas_per_sm > 1:
+            tile = replace(tile, ctas_per_sm=tile.ctas_per_sm - 1)
+        elif tile.block_m > 16:
+            tile = replace(tile, block_m=tile.block_m // 2)
+        else:
+            break
+    return tile
+
+
+def tile_config(
+    rows: int, head_dim: int, v_head_dim: int, dtype: torch.dtype, batch: int,
+    limits: DeviceLimits = HOPPER,
+) -> TileConfig:
+    """Choose by packed rows (query tokens × group), head size and device; never by length.
 
     One captured graph serves every length, so nothing here may depend on it. The 16-bit values
-    for heads up to 128 were measured on an H200; the others keep clear of spills and of the
-    227 KB of shared memory a CTA can have.
+    for heads up to 128 were measured on an H200. The others keep clear of spills and of the
+    shared memory a CTA can have, by what the compiler reports.
     """
-    width = triton.next_power_of_2(head_dim) + triton.next_power_of_2(v_head_dim)
+    key, value = triton.next_power_of_2(head_dim), triton.next_power_of_2(v_head_dim)
     if dtype == torch.float32:
         # IEEE products run on the FMA units: registers set the limits
-        return TileConfig(16, 32 if width <= 256 else 16, stages=2)
+        tile = TileConfig(16, 32 if key + value <= 256 else 16, stages=2)
+    elif limits.major == HOPPER.major:
+        tile = _hopper_tile(rows, key + value, batch)
+    else:
+        tile = _other_tile(rows, key + value)
+    return fit_tile(tile, (key + value) * dtype.itemsize, key * dtype.itemsize, limits)
+
+
+def _other_tile(rows: int, width: int) -> TileConfig:
+    """Tiles where operands of products pass through registers, or accumulators do not."""
+    if rows <= 16:
+        return TileConfig(16, 64 if width <= 256 else 32, ctas_per_sm=3, max_regs=168)
+    if width > 256:
+        return TileConfig(64, 32, warps=8, ctas_per_sm=1)
+    if rows <= 64:
+        return TileConfig(64, 64)
+    return TileConfig(128, 64, warps=8, ctas_per_sm=1)
+
+
+def _hopper_tile(rows: int, width: int, batch: int) -> TileConfig:
     # a limit of 168 leaves the register file room for a merge CTA, which then starts early; with
     # few requests its own CTAs are larger
     few = batch <= 4
@@ -65,11 +157,18 @@ def tile_config(
     return TileConfig(128, 64, warps=8, stages=3 if width <= 384 else 2, ctas_per_sm=1)
 
 
-def extend_tile_config(head_dim: int, v_head_dim: int, dtype: torch.dtype) -> TileConfig:
+def extend_tile_config(
+    head_dim: int, v_head_dim: int, dtype: torch.dtype, limits: DeviceLimits = HOPPER
+) -> TileConfig:
     """Choose the tile of the prompt kernel, which is bound by arithmetic."""
-    width = triton.next_power_of_2(head_dim) + triton.next_power_of_2(v_head_dim)
+    key, value = triton.next_power_of_2(head_dim), triton.next_power_of_2(v_head_dim)
+    width = key + value
     if dtype == torch.float32:
-        return TileConfig(32, 32 if width <= 256 else 16, warps=8, stages=2)
-    if width <= 256:
-        return TileConfig(128, 128, warps=8)
-    return TileConfig(128, 64, warps=8, stages=3 if width <= 384 else 2)
+        tile = TileConfig(32, 32 if width <= 256 else 16, warps=8, stages=2, ctas_per_sm=1)
+    elif limits.major != HOPPER.major:
+        tile = _other_tile(128, width)
+    elif width <= 256:
+        tile = TileConfig(128, 128, warps=8, ctas_per_sm=1)
+    else:
+        tile = TileConfig(128, 64, warps=8, stages=3 if width <= 384 else 2, ctas_per_sm=1)
+    return fit_tile(tile, width * dtype.itemsize, key * dtype.itemsize, limits)

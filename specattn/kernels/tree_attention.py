@@ -18,13 +18,11 @@ import triton
 from torch import Tensor
 
 from specattn.kernels.attention_tile import LOG2E
-from specattn.kernels.tile_config import TileConfig, tile_config
+from specattn.kernels.tile_config import DeviceLimits, TileConfig, tile_config
 from specattn.kernels.tree_kernel import tree_attention_kernel
 from specattn.kernels.tree_merge import merge_kernel
 from specattn.kernels.tree_plan import TreePlan
 
-# multiprocessors to plan for in the interpreter, where each one costs time
-INTERPRETED_SMS = 2
 ALIGN = 256
 
 
@@ -49,12 +47,12 @@ class _Shape:
                 f"got {num_qo_heads}"
             )
         group = num_qo_heads // num_kv_heads
-        tile = tile or tile_config(q_len * group, head_dim, v_head_dim, dtype, batch)
+        limits = DeviceLimits.of(device)
+        tile = tile or tile_config(
+            q_len * group, head_dim, v_head_dim, dtype, batch, limits
+        )
         m_tiles = triton.cdiv(q_len * group, tile.block_m)
-        sms = INTERPRETED_SMS
-        if device.type == "cuda":
-            sms = torch.cuda.get_device_properties(device).multi_processor_count
-        max_chunks = max(1, sms * tile.ctas_per_sm // (num_kv_heads * m_tiles))
+        max_chunks = max(1, limits.sms * tile.ctas_per_sm // (num_kv_heads * m_tiles))
         # every part is a chunk's, or the second of a chunk in which one split request ends and
         # the next begins
         parts = max_chunks + min(batch, max_chunks)
@@ -139,7 +137,7 @@ class TreeAttention:
         )
         self._has_cap = logit_cap > 0
         # programmatic dependent launch: the next kernel's CTAs start while this one drains
-        self._pdl = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+        self._pdl = device.type == "cuda" and DeviceLimits.of(device).major >= 9
 
     @staticmethod
     def workspace_bytes(

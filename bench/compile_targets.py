@@ -1,0 +1,364 @@
+"""Compile every Triton kernel ahead of time for several GPUs, none of which is needed.
+
+The launchers run as they do on a GPU, on small CPU tensors; where they would launch, a cubin is
+made for the target instead, by Triton and the ptxas it brings. What comes out says whether the
+kernels compile, fit into shared memory, and spill; not whether they are right or fast there.
+
+    python -m bench.compile_targets [--quick] [--targets 80,86] [--only NAME] [--out FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import KernelInterface
+
+from specattn.kernels import (
+    accept,
+    beam,
+    block_table,
+    csr,
+    draft_kv,
+    kv_move,
+    kv_store,
+    merge_lse,
+    page_table,
+    tree,
+)
+from specattn.kernels.extend_attention import extend_attention
+from specattn.kernels.mla_attention import MlaAttention
+from specattn.kernels.mla_extend import mla_extend
+from specattn.kernels.tile_config import DeviceLimits
+from specattn.kernels.tree_attention import TreeAttention
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+KB = 1024
+# multiprocessors, shared memory of a CTA: A100, A10 / RTX 30, L4 / RTX 40, H100 / H200, B200
+LIMITS = {
+    80: DeviceLimits(108, 163 * KB, 8), 86: DeviceLimits(84, 99 * KB, 8),
+    89: DeviceLimits(128, 99 * KB, 8), 90: DeviceLimits(132, 227 * KB, 9),
+    100: DeviceLimits(148, 227 * KB, 10),
+}
+BF16, F16, F32, I32, I64 = (
+    torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64
+)
+BATCH, CONTEXT = 8, 1024
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What ptxas made of one variant of a kernel for one target."""
+
+    target: int
+    case: str
+    kernel: str
+    registers: int
+    stack: int
+    shared: int
+    warps: int
+    seconds: float
+
+
+class OfflineDriver:
+    """Stands in for the CUDA driver: names the target, launches nothing."""
+
+    def __init__(self, target: int) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.target, 32)
+
+    def get_current_device(self) -> int:
+        # compiled kernels are kept per device
+        return self.target
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def _zeros(*shape: int, dtype: torch.dtype = I64) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def attend(
+    q_len: int, tail: int, dtype: torch.dtype, *, heads: tuple[int, int] = (32, 8),
+    dim: int = 128, window: int = -1, cap: float = 0.0, csr: bool = False, lse: bool = False,
+) -> None:
+    kernel = TreeAttention(
+        batch=BATCH, q_len=q_len, tail_len=tail, num_qo_heads=heads[0], num_kv_heads=heads[1],
+        head_dim=dim, v_head_dim=dim, dtype=dtype, device="cpu", sm_scale=dim**-0.5,
+        window_left=window, logit_cap=cap, csr=csr,
+    )
+    cache = _zeros(2, heads[1], dim, dtype=dtype)
+    _launch(kernel, dtype, cache, cache.clone(), lse)
+
+
+def attend_latent(q_len: int, tail: int, dtype: torch.dtype, *, heads: int = 16) -> None:
+    kernel = MlaAttention(
+        batch=BATCH, q_len=q_len, tail_len=tail, num_qo_heads=heads, head_dim=576,
+        v_head_dim=512, dtype=dtype, device="cpu", sm_scale=0.1,
+    )
+    cache = _zeros(2, 1, 576, dtype=dtype)
+    _launch(kernel, dtype, cache, cache[..., :512], lse=False)
+
+
+def _launch(
+    kernel: TreeAttention, dtype: torch.dtype, k_cache: Tensor, v_cache: Tensor, lse: bool
+) -> None:
+    # no programmatic launch from a CPU, but its instructions are part of what runs on a GPU
+    kernel._pdl = LIMITS[driver.active.target].major >= 9
+    if kernel.csr:
+        kernel.plan_csr(_zeros(BATCH + 1, dtype=I32))
+    else:
+        kernel.plan(_zeros(BATCH, dtype=I32), _zeros(BATCH), CONTEXT)
+    rows, heads, tail = BATCH * kernel.q_len, kernel.num_qo_heads, kernel.tail_len
+    kernel.run(
+        _zeros(rows, heads, kernel.head_dim, dtype=dtype), k_cache, v_cache,
+        _zeros(rows, heads, kernel.v_head_dim, dtype=dtype),
+        _zeros(rows, heads, dtype=F32) if lse else None,
+        indices=_zeros(2, CONTEXT, dtype=I32), positions=_zeros(BATCH, kernel.q_len),
+        tail_slots=_zeros(BATCH, tail, dtype=I32), tail_positions=_zeros(BATCH, tail),
+        tail_words=_zeros(BATCH, kernel.q_len, kernel.words),
+    )
+
+
+def prompt(
+    dtype: torch.dtype, *, dim: int = 128, window: int = -1, cap: float = 0.0, lse: bool = False
+) -> None:
+    cache = _zeros(2, 8, dim, dtype=dtype)
+    q = _zeros(64, 32, dim, dtype=dtype)
+    extend_attention(
+        q, cache, cache.clone(), torch.zeros_like(q), _zeros(64, 32, dtype=F32) if lse else None,
+        **_prompt_arguments(), window_left=window, logit_cap=cap,
+    )
+
+
+def prompt_latent(dtype: torch.dtype) -> None:
+    cache = _zeros(2, 1, 576, dtype=dtype)
+    q = _zeros(64, 16, 576, dtype=dtype)
+    mla_extend(q, cache, cache[..., :512], q[..., :512].contiguous(), None, **_prompt_arguments())
+
+
+def _prompt_arguments() -> dict[str, Any]:
+    return {
+        "qo_indptr": _zeros(BATCH + 1, dtype=I32), "seq_lens": _zeros(BATCH, dtype=I32),
+        "req_pool_indices": _zeros(BATCH), "req_to_token": _zeros(2, CONTEXT, dtype=I32),
+        "max_q_len": 16, "sm_scale": 0.1,
+    }
+
+
+def build_tree(topk: int = 8, steps: int = 7, nodes: int = 64) -> None:
+    count = topk + (steps - 1) * topk**2
+    tree.build_tree(
+        _zeros(BATCH, count, dtype=F32), _zeros(BATCH, count),
+        _zeros(BATCH, 1 + (steps - 1) * topk), _zeros(BATCH), _zeros(BATCH, dtype=I32),
+        topk=topk, num_draft_tokens=nodes, tokens_out=_zeros(BATCH, nodes),
+        positions_out=_zeros(BATCH, nodes), words_out=_zeros(BATCH, nodes, -(-nodes // 64)),
+        next_token_out=_zeros(BATCH, nodes), next_sibling_out=_zeros(BATCH, nodes),
+    )
+
+
+def beams(topk: int = 8, steps: int = 7) -> None:
+    count = topk + (steps - 1) * topk**2
+    candidates = {
+        "candidate_scores": _zeros(BATCH, count, dtype=F32),
+        "candidate_tokens": _zeros(BATCH, count),
+        "candidate_parents": _zeros(BATCH, 1 + (steps - 1) * topk),
+    }
+    children = (
+        _zeros(BATCH, topk, topk, dtype=F32), _zeros(BATCH, topk, topk),
+        _zeros(BATCH, topk, dtype=F32),
+    )
+    beam.append_candidates(steps - 1, *children, **candidates)
+    beam.select_beams(
+        1, *children, _zeros(BATCH, topk, 1), **candidates,
+        scores_out=_zeros(BATCH, topk, dtype=F32), tokens_out=_zeros(BATCH, topk),
+        beams_out=_zeros(BATCH, topk), words_out=_zeros(BATCH, topk, 1),
+    )
+
+
+def accepts(n: int = 64, steps: int = 7, vocab: int = 32000) -> None:
+    tokens = _zeros(BATCH, n)
+    coins = _zeros(BATCH, steps + 1, dtype=F32)
+    out = {
+        "accept_index_out": _zeros(BATCH, steps + 1, dtype=I32),
+        "accept_tokens_out": _zeros(BATCH, steps + 1),
+        "accept_lens_out": _zeros(BATCH, dtype=I32), "bonus_out": _zeros(BATCH),
+    }
+    accept.accept_greedy(tokens, tokens, tokens, tokens, **out)
+    probs = torch.zeros(1, 1, vocab).expand(BATCH, n, vocab)
+    accept.accept_sampled(tokens, tokens, tokens, probs, coins, coins, **out)
+    accept.accept_rejection(tokens, probs[:, :steps], probs, coins, coins, **out)
+
+
+def kv_operations(dtype: torch.dtype = BF16) -> None:
+    pool = _zeros(2, 16, 8, 128, dtype=dtype)
+    slots = _zeros(BATCH, 8, dtype=I32)
+    kv_move.commit_kv(pool, pool.clone(), slots, slots)
+    new = _zeros(BATCH * 8, 8, 128, dtype=dtype)
+    kv_store.store_kv(new, new, pool[0], pool[1], slots)
+    parts, logs = _zeros(BATCH, 8, 32, 128, dtype=dtype), _zeros(BATCH, 8, 32, dtype=F32)
+    merge_lse.merge_lse(parts, logs, slots[:, 0], parts, logs, slots, parts, logs)
+
+
+def index_lists(topk: int = 8, steps: int = 7) -> None:
+    table, rows, lens = _zeros(2, CONTEXT, dtype=I32), _zeros(BATCH), _zeros(BATCH, dtype=I32)
+    branches, words = _zeros(BATCH, steps, topk, dtype=I32), _zeros(BATCH, steps, topk, 1)
+    indptr = _zeros(steps, BATCH * topk + 1, dtype=I32)
+    width = draft_kv.draft_kv_width(BATCH, topk, steps, CONTEXT)
+    indices = _zeros(steps, width, dtype=I32)
+    draft_kv.fill_draft_kv(table, rows, lens, branches, words, indptr, indices)
+    draft_kv.fill_draft_tails(1, lens, branches, words, indptr, indices)
+    tails, words = _zeros(BATCH, 64, dtype=I32), _zeros(BATCH, 64, 1)
+    lists = _zeros(BATCH + 1, dtype=I32)
+    for window in (-1, 100):
+        csr.fill_lists(table, rows, lens, words[..., 0], tails, lists, indices[0], window)
+        csr.pack_masks(
+            lists, lists, lens, words[..., 0], words[..., 0], words,
+            _zeros(BATCH, dtype=torch.uint8), window,
+        )
+        page_table.fill_page_table(
+            table, rows, lens, tails, _zeros(BATCH, CONTEXT + 64, dtype=I32), lens, q_len=64,
+            window_left=window,
+        )
+    page_table.fill_ancestor_table(
+        tails, words, _zeros(BATCH * 64, 64, dtype=I32), _zeros(BATCH * 64, dtype=I32)
+    )
+    block_table.fill_block_table(
+        table, rows, lens, tails, _zeros(BATCH, 32, dtype=I32), lens, page_size=64
+    )
+
+
+# the first ones are the quick set: each kernel, and each class of tiles in one dtype
+QUICK: dict[str, Callable[[], None]] = {
+    "64 rows, window, cap, lse, f16": partial(attend, 8, 8, F16, window=99, cap=30.0, lse=True),
+    "256 rows, bf16": partial(attend, 64, 64, BF16),
+    "16 rows, index lists, bf16": partial(attend, 1, 0, BF16, csr=True),
+    "prompt, bf16": partial(prompt, BF16),
+    "latent, 64 rows, bf16": partial(attend_latent, 4, 4, BF16),
+    "latent prompt, bf16": partial(prompt_latent, BF16),
+    "tree": build_tree, "beams": beams, "accept": accepts, "kv": kv_operations,
+    "lists": index_lists,
+}
+CASES = QUICK | {
+    "16 rows, bf16": partial(attend, 4, 4, BF16),
+    "64 rows, bf16": partial(attend, 8, 8, BF16),
+    "400 rows, 2 words, bf16": partial(attend, 100, 100, BF16),
+    "draft step 9, topk 8, bf16": partial(attend, 8, 80, BF16),
+    "256 rows, window, lse, f16": partial(attend, 64, 64, F16, window=99, lse=True),
+    "64 rows, head 64, bf16": partial(attend, 8, 8, BF16, dim=64),
+    "64 rows, head 96, bf16": partial(attend, 8, 8, BF16, dim=96),
+    "32 rows, head 256, bf16": partial(attend, 8, 8, BF16, dim=256, heads=(16, 4)),
+    "256 rows, head 256, bf16": partial(attend, 64, 64, BF16, dim=256, heads=(16, 4)),
+    "32 rows, f32": partial(attend, 8, 8, F32),
+    "256 rows, head 256, window, cap, lse, f32": partial(
+        attend, 64, 64, F32, dim=256, heads=(16, 4), window=99, cap=30.0, lse=True
+    ),
+    "prompt, window, cap, lse, f16": partial(prompt, F16, window=99, cap=30.0, lse=True),
+    "prompt, head 256, bf16": partial(prompt, BF16, dim=256),
+    "prompt, f32": partial(prompt, F32),
+    "latent, 16 rows, bf16": partial(attend_latent, 1, 1, BF16),
+    "latent, 32 rows, f16": partial(attend_latent, 2, 2, F16),
+    "latent, 512 rows, bf16": partial(attend_latent, 4, 4, BF16, heads=128),
+    "latent, 16 rows, f32": partial(attend_latent, 1, 1, F32),
+    "latent prompt, f32": partial(prompt_latent, F32),
+    "tree, 4 x 5, 16 nodes": partial(build_tree, 4, 5, 16),
+    "kv, f32": partial(kv_operations, F32),
+}
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers per thread and bytes of stack, which is where spills go, of a cubin."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name],
+            capture_output=True, text=True, check=True,
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found, text
+    return int(found[1]), int(found[2])
+
+
+def compile_case(target: int, name: str) -> Iterator[Compiled]:
+    """Run one case's launchers for ``target``; yield each kernel they launch, once."""
+    made: dict[str, Compiled] = {}
+
+    def launch(kernel: Any, grid: Any) -> Callable[..., None]:
+        def run(*args: Any, **kwargs: Any) -> None:
+            begin = time.perf_counter()
+            binary = kernel.run(*args, grid=grid, warmup=True, **kwargs)
+            seconds = time.perf_counter() - begin
+            registers, stack = resources(binary.asm["cubin"])
+            made.setdefault(binary.hash, Compiled(
+                target, name, kernel.fn.__name__, registers, stack, binary.metadata.shared,
+                binary.metadata.num_warps, round(seconds, 2),
+            ))
+        return run
+
+    driver.set_active(OfflineDriver(target))
+    limits = mock.patch.object(DeviceLimits, "of", return_value=LIMITS[target])
+    with limits, mock.patch.object(KernelInterface, "__getitem__", launch):
+        CASES[name]()
+    yield from made.values()
+
+
+def table(records: list[Compiled]) -> str:
+    """One line per kernel and case: registers, spills and shared memory for every target."""
+    targets = sorted({record.target for record in records})
+    lines = [
+        "| kernel | case | " + " | ".join(f"SM{target}" for target in targets) + " |",
+        "|---" * (2 + len(targets)) + "|",
+    ]
+    cells: dict[tuple[str, str], dict[int, str]] = {}
+    for r in records:
+        spill = f" +{r.stack}" if r.stack else ""
+        text = f"{r.registers}{spill}, {r.shared / KB:.0f} KB"
+        cells.setdefault((r.kernel.strip("_").removesuffix("_kernel"), r.case), {})[r.target] = text
+    for (kernel, case), row in cells.items():
+        lines.append(f"| {kernel} | {case} | " + " | ".join(row.get(t, "") for t in targets) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="each kernel and tile class once")
+    parser.add_argument("--targets", default=",".join(map(str, LIMITS)))
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--out", type=Path, help="write the records there, as JSON")
+    options = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise SystemExit("unset TRITON_INTERPRET: the interpreter compiles nothing")
+    names = [name for name in (QUICK if options.quick else CASES) if options.only in name]
+    targets = [int(target) for target in options.targets.split(",")]
+    records = [r for target in targets for name in names for r in compile_case(target, name)]
+    print(table(records))
+    if options.out:
+        versions = {"triton": triton.__version__, "torch": torch.__version__}
+        lines = ",\n  ".join(json.dumps(asdict(record)) for record in records)
+        options.out.write_text(
+            f'{{"versions": {json.dumps(versions)},\n "records": [\n  {lines}\n]}}\n'
+        )
+
+
+if __name__ == "__main__":
+    main()

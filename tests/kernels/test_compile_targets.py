@@ -1,0 +1,93 @@
+"""Every Triton kernel compiles for GPUs that are not there, and fits into them."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from specattn.kernels.tile_config import (
+    HOPPER,
+    RESERVED,
+    DeviceLimits,
+    TileConfig,
+    extend_tile_config,
+    tile_config,
+)
+
+ROOT = Path(__file__).parents[2]
+KB = 1024
+SHARED = {80: 163 * KB, 86: 99 * KB, 89: 99 * KB, 90: 227 * KB, 100: 227 * KB}
+# a few values around a loop, not an accumulator within it
+MOST_SPILLED = 512
+
+
+def launched_kernels() -> set[str]:
+    """Names of the Triton kernels that the library launches."""
+    found = set()
+    for path in (ROOT / "specattn" / "kernels").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("kernel"):
+                decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+                if any(decorator.startswith("triton.jit") for decorator in decorators):
+                    found.add(node.name)
+    return found
+
+
+def test_every_kernel_compiles_for_every_target(tmp_path: Path) -> None:
+    """By Triton and ptxas, in a process of its own: here Triton may be interpreting."""
+    out = tmp_path / "records.json"
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-m", "bench.compile_targets", "--quick", "--out", str(out)],
+        capture_output=True, text=True, check=False, cwd=ROOT,
+        env=env | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    records = json.loads(out.read_text())["records"]
+    for target, shared in SHARED.items():
+        mine = [record for record in records if record["target"] == target]
+        assert {record["kernel"] for record in mine} == launched_kernels(), target
+        for record in mine:
+            assert record["shared"] <= shared, record
+            assert record["stack"] <= MOST_SPILLED, record
+
+
+def test_tiles_of_other_devices_have_legal_sizes() -> None:
+    shapes = product(
+        (1, 16, 32, 64, 256, 800), (64, 96, 128, 256), (64, 128, 256),
+        (torch.bfloat16, torch.float32), SHARED.items(),
+    )
+    for rows, dim, v_dim, dtype, (target, shared) in shapes:
+        limits = DeviceLimits(100, shared, target // 10)
+        for tile in (
+            tile_config(rows, dim, v_dim, dtype, 8, limits),
+            extend_tile_config(dim, v_dim, dtype, limits),
+        ):
+            where = (rows, dim, v_dim, dtype, target, tile)
+            assert tile.block_m >= 16, where
+            assert tile.block_n >= 16, where
+            assert tile.stages >= 2, where
+            keys = tile.stages * tile.block_n * (dim + v_dim) * dtype.itemsize
+            assert tile.ctas_per_sm * keys <= shared + RESERVED or target == 90, where
+
+
+@pytest.mark.parametrize(
+    ("rows", "dim", "batch", "tile"),
+    [
+        (16, 128, 8, TileConfig(16, 64, ctas_per_sm=3, max_regs=168)),
+        (64, 128, 8, TileConfig(64, 64, max_regs=192)),
+        (256, 128, 8, TileConfig(128, 128, warps=8, ctas_per_sm=1)),
+        (64, 256, 8, TileConfig(64, 32, stages=4, ctas_per_sm=1)),
+    ],
+)
+def test_hopper_keeps_its_table(rows: int, dim: int, batch: int, tile: TileConfig) -> None:
+    """What was measured there does not change with what others need."""
+    assert tile_config(rows, dim, dim, torch.bfloat16, batch, HOPPER) == tile
