@@ -8,6 +8,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specattn.kernels.attention_tile import EMPTY, LN2
 
+# elements of a tile: two loads of 16 bytes per thread
+TILE = tl.constexpr(2048)
+
 
 @triton.jit
 def merge_kernel(
@@ -21,57 +24,75 @@ def merge_kernel(
     V_PAD: tl.constexpr, BM: tl.constexpr, MT: tl.constexpr, ROWS: tl.constexpr,
     PARTS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Weigh the parts of ``ROWS`` rows by their log-sum-exp, ``PARTS`` parts at a time."""
+    """Weigh the parts of ``ROWS`` rows by their log-sum-exp, ``PARTS`` or some more at a time.
+
+    A tile holds ``SIDE`` parts one below the other, each with sums of its own until the end: few
+    tiles compile fast, and wide loads fill them.
+    """
+    SIDE: tl.constexpr = TILE // (ROWS * V_PAD) if ROWS * V_PAD < TILE else 1
+    TILES: tl.constexpr = (PARTS + SIDE - 1) // SIDE
     head = tl.program_id(0)
     first_row = tl.program_id(1) * ROWS
     nth = tl.program_id(2)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    # an entry past the last is read with the count, not after it, and dropped
+    req = tl.load(splits + (nth + 1) * 4)
+    slot = tl.load(splits + (nth + 1) * 4 + 1)
+    parts = tl.load(splits + (nth + 1) * 4 + 2)
     if nth < tl.load(splits):
-        req = tl.load(splits + (nth + 1) * 4)
-        slot = tl.load(splits + (nth + 1) * 4 + 1)
-        parts = tl.load(splits + (nth + 1) * 4 + 2)
         dv = tl.arange(0, V_PAD)                                          # [V_PAD]
-        packed = first_row + tl.arange(0, ROWS)                           # [ROWS]
-        ok = packed < Q_LEN * GROUP
-        # ROWS divides BM: the rows of this program lie in one M tile
-        m_tile = first_row // BM
-        row = tl.minimum(packed, Q_LEN * GROUP - 1) % BM
         column_ok = (dv < V_DIM)[None, :]
+        lane = tl.arange(0, SIDE * ROWS)                                  # [SIDE * ROWS]
+        # ROWS divides BM: the rows of this program lie in one M tile
+        row = tl.minimum(first_row + lane % ROWS, Q_LEN * GROUP - 1) % BM
+        row += ((slot * NUM_KV + head) * MT + first_row // BM) * BM
+        part_lse = partial_lse + row
+        part_out = partial_out + row.to(tl.int64)[:, None] * V_DIM + dv[None, :]
 
-        top = tl.full([ROWS], EMPTY, tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, V_PAD], tl.float32)
-        for p0 in tl.range(0, parts, PARTS):
+        top = tl.full([SIDE * ROWS], EMPTY, tl.float32)
+        total = tl.zeros([SIDE * ROWS], tl.float32)
+        acc = tl.zeros([SIDE * ROWS, V_PAD], tl.float32)
+        for p0 in tl.range(0, parts, SIDE * TILES):
             logs = ()
             outs = ()
             # all loads first; absent parts repeat the last one and get weight 0, since
             # predicated loads would be sunk behind the arithmetic
-            for p in tl.static_range(PARTS):
-                at = ((slot + tl.minimum(p0 + p, parts - 1)) * NUM_KV + head) * MT + m_tile
-                at = at.to(tl.int64) * BM + row
-                log = tl.load(partial_lse + at, cache_modifier=".cg")
-                ptr = partial_out + at[:, None] * V_DIM + dv[None, :]
+            for t in tl.static_range(TILES):
+                part = tl.minimum(p0 + t * SIDE + lane // ROWS, parts - 1)
+                part *= NUM_KV * MT * BM
+                log = tl.load(part_lse + part, cache_modifier=".cg")
+                ptr = part_out + part.to(tl.int64)[:, None] * V_DIM
                 if V_PAD == V_DIM:
-                    part = tl.load(ptr, cache_modifier=".cg")
+                    out_tile = tl.load(ptr, cache_modifier=".cg")
                 else:
-                    part = tl.load(ptr, mask=column_ok, other=0.0, cache_modifier=".cg")
+                    out_tile = tl.load(ptr, mask=column_ok, other=0.0, cache_modifier=".cg")
                 # Triton knows tuple addition, not unpacking; mypy knows empty tuples by length
                 logs = logs + (log,)  # type: ignore[assignment]  # noqa: RUF005
-                outs = outs + (part,)  # type: ignore[assignment]  # noqa: RUF005
+                outs = outs + (out_tile,)  # type: ignore[assignment]  # noqa: RUF005
             new_top = top
-            for p in tl.static_range(PARTS):
-                new_top = tl.maximum(new_top, logs[p])
+            for t in tl.static_range(TILES):
+                new_top = tl.maximum(new_top, logs[t])
             fade = tl.exp2(top - new_top)
             total = total * fade
             acc = acc * fade[:, None]
-            for p in tl.static_range(PARTS):
-                weight = tl.where(p0 + p < parts, tl.exp2(logs[p] - new_top), 0.0)
+            for t in tl.static_range(TILES):
+                present = p0 + t * SIDE + lane // ROWS < parts
+                weight = tl.where(present, tl.exp2(logs[t] - new_top), 0.0)
                 total += weight
-                acc += outs[p].to(tl.float32) * weight[:, None]
+                acc += outs[t].to(tl.float32) * weight[:, None]
             top = new_top
+        if SIDE > 1:
+            tops = tl.reshape(top, [SIDE, ROWS])
+            top = tl.max(tops, 0)
+            share = tl.exp2(tops - top[None, :])                          # [SIDE, ROWS]
+            total = tl.sum(tl.reshape(total, [SIDE, ROWS]) * share, 0)
+            acc = acc * tl.reshape(share, [SIDE * ROWS])[:, None]
+            acc = tl.sum(tl.reshape(acc, [SIDE, ROWS, V_PAD]), 0)
 
+        packed = first_row + tl.arange(0, ROWS)                           # [ROWS]
+        ok = packed < Q_LEN * GROUP
         q_row = (req * Q_LEN + packed // GROUP).to(tl.int64)
         q_head = head * GROUP + packed % GROUP
         ptr = out + (q_row * stride_out + q_head * stride_out_head)[:, None] + dv[None, :]
