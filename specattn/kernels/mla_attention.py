@@ -111,8 +111,8 @@ class MlaAttention(TreeAttention):
             options["launch_pdl"] = True
         mla_attention_kernel[(shape.max_chunks * shape.m_tiles,)](
             q, k_cache, out, lse, indices, tail_slots, tail_words,
-            self.tables.requests, self.tables.chunks, self._partial_out, self._partial_lse,
-            self._factors[0], q.stride(0), q.stride(1), *_row_strides(out), *_row_strides(lse),
+            self.tables.requests, self.tables.chunks, self.partial_out, self.partial_lse,
+            self.factors[0], q.stride(0), q.stride(1), *_row_strides(out), *_row_strides(lse),
             strides[1], *strides[3:],
             SLOT=k_cache.stride(0), Q_LEN=self.q_len, TAIL=self.tail_len, WORDS=self.words,
             HEADS=self.num_qo_heads, BM=tile.block_m, BN=tile.block_n, MT=shape.m_tiles,
@@ -129,7 +129,7 @@ class MlaAttention(TreeAttention):
         grid = (1, triton.cdiv(self.q_len * shape.group, rows), min(shape.max_chunks, batch))
         options = {"launch_pdl": True} if self._pdl else {}
         merge_kernel[grid](
-            self.tables.splits, self._partial_out, self._partial_lse, out, lse,
+            self.tables.splits, self.partial_out, self.partial_lse, out, lse,
             *_row_strides(out), *_row_strides(lse),
             Q_LEN=self.q_len, GROUP=shape.group, NUM_KV=1, V_DIM=self.v_head_dim,
             V_PAD=max(16, triton.next_power_of_2(self.v_head_dim)), BM=shape.tile.block_m,

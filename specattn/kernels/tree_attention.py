@@ -17,7 +17,9 @@ import torch
 import triton
 from torch import Tensor
 
+from specattn.kernels import gluon_attention
 from specattn.kernels.attention_tile import LOG2E
+from specattn.kernels.gluon_attention import GluonTile
 from specattn.kernels.tile_config import DeviceLimits, TileConfig, tile_config
 from specattn.kernels.tree_kernel import tree_attention_kernel
 from specattn.kernels.tree_merge import merge_kernel
@@ -39,7 +41,8 @@ class _Shape:
     @classmethod
     def of(
         cls, *, batch: int, q_len: int, num_qo_heads: int, num_kv_heads: int, head_dim: int,
-        v_head_dim: int, dtype: torch.dtype, device: torch.device, tile: TileConfig | None,
+        v_head_dim: int, dtype: torch.dtype, device: torch.device, page_size: int,
+        tile: TileConfig | None,
     ) -> _Shape:
         if num_qo_heads % num_kv_heads:
             raise ValueError(
@@ -48,9 +51,9 @@ class _Shape:
             )
         group = num_qo_heads // num_kv_heads
         limits = DeviceLimits.of(device)
-        tile = tile or tile_config(
-            q_len * group, head_dim, v_head_dim, dtype, batch, limits
-        )
+        if tile is None and gluon_attention.serves(head_dim, v_head_dim, dtype, device):
+            tile = gluon_attention.gluon_tile_config(q_len * group, head_dim, batch, page_size)
+        tile = tile or tile_config(q_len * group, head_dim, v_head_dim, dtype, batch, limits)
         m_tiles = triton.cdiv(q_len * group, tile.block_m)
         max_chunks = max(1, limits.sms * tile.ctas_per_sm // (num_kv_heads * m_tiles))
         # every part is a chunk's, or the second of a chunk in which one split request ends and
@@ -90,6 +93,9 @@ class TreeAttention:
         query's position must not be below its request's prefix length.
     logit_cap : float
         Above 0, logits become ``logit_cap * tanh(logits / logit_cap)``.
+    page_size : int
+        Slots of a page: positions ``p * page_size`` and on lie in consecutive slots, a page's
+        first slot is a multiple of ``page_size``. Lets a kernel copy whole pages.
     csr : bool
         Keys come from index lists (``plan_csr``), all visible; a key's position is its place in
         the list, the query's that of the last one.
@@ -108,8 +114,8 @@ class TreeAttention:
     def __init__(
         self, *, batch: int, q_len: int, tail_len: int, num_qo_heads: int, num_kv_heads: int,
         head_dim: int, v_head_dim: int, dtype: torch.dtype, device: torch.device | str,
-        sm_scale: float, window_left: int = -1, logit_cap: float = 0.0, csr: bool = False,
-        workspace: Tensor | None = None, tile: TileConfig | None = None,
+        sm_scale: float, window_left: int = -1, logit_cap: float = 0.0, page_size: int = 1,
+        csr: bool = False, workspace: Tensor | None = None, tile: TileConfig | None = None,
     ) -> None:
         if csr and (q_len, tail_len) != (1, 0):
             raise ValueError(f"csr needs q_len 1 and tail_len 0, got {q_len} and {tail_len}")
@@ -118,38 +124,40 @@ class TreeAttention:
         device = torch.device(device)
         shape = _Shape.of(
             batch=batch, q_len=q_len, num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads,
-            head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype, device=device, tile=tile,
+            head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype, device=device,
+            page_size=1 if csr else page_size, tile=tile,
         )
         self.batch, self.q_len, self.tail_len = batch, q_len, tail_len
         self.num_qo_heads, self.num_kv_heads = num_qo_heads, num_kv_heads
         self.head_dim, self.v_head_dim = head_dim, v_head_dim
         self.dtype, self.csr, self.window_left = dtype, csr, window_left
         self.words = triton.cdiv(tail_len, 64)
+        self.page_size = 1 if csr else page_size
         self.shape = shape
         self.tables = TreePlan.alloc(
             batch=batch, max_chunks=shape.max_chunks, tail_len=tail_len, window_left=window_left,
             block_n=shape.tile.block_n, csr=csr, device=device,
         )
-        self._partial_out, self._partial_lse = self._carve(workspace, device)
+        self.partial_out, self.partial_lse = self._carve(workspace, device)
         # logits in base 2; with a cap: cap_out * tanh(cap_in * s)
-        self._factors = (
+        self.factors = (
             sm_scale * LOG2E, sm_scale / logit_cap if logit_cap else 0.0, logit_cap * LOG2E,
         )
-        self._has_cap = logit_cap > 0
+        self.has_cap = logit_cap > 0
         # programmatic dependent launch: the next kernel's CTAs start while this one drains
         self._pdl = device.type == "cuda" and DeviceLimits.of(device).major >= 9
 
     @staticmethod
     def workspace_bytes(
         *, batch: int, q_len: int, num_qo_heads: int, num_kv_heads: int, head_dim: int,
-        v_head_dim: int, dtype: torch.dtype, device: torch.device | str,
+        v_head_dim: int, dtype: torch.dtype, device: torch.device | str, page_size: int = 1,
         tile: TileConfig | None = None,
     ) -> int:
         """Return the bytes of workspace that an object with these parameters needs."""
         shape = _Shape.of(
             batch=batch, q_len=q_len, num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads,
             head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype, device=torch.device(device),
-            tile=tile,
+            page_size=page_size, tile=tile,
         )
         return shape.workspace(v_head_dim, dtype)[1]
 
@@ -236,6 +244,11 @@ class TreeAttention:
         indices: Tensor, tensors: tuple[Tensor | None, ...], strides: tuple[int, ...],
     ) -> None:
         tile, shape = self.shape.tile, self.shape
+        if isinstance(tile, GluonTile):
+            gluon_attention.launch(
+                self, tile, q, k_cache, v_cache, out, lse, indices, tensors, strides
+            )
+            return
         options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages}
         if tile.max_regs:
             options["maxnreg"] = tile.max_regs
@@ -243,13 +256,13 @@ class TreeAttention:
             options["launch_pdl"] = True
         tree_attention_kernel[(shape.max_chunks * self.num_kv_heads * shape.m_tiles,)](
             q, k_cache, v_cache, out, lse, indices, *tensors,
-            self.tables.requests, self.tables.chunks, self._partial_out, self._partial_lse,
-            *self._factors, q.stride(0), q.stride(1), *_row_strides(out), *_row_strides(lse),
+            self.tables.requests, self.tables.chunks, self.partial_out, self.partial_lse,
+            *self.factors, q.stride(0), q.stride(1), *_row_strides(out), *_row_strides(lse),
             *strides,
             K_SLOT=k_cache.stride(0), K_HEAD=k_cache.stride(1),
             V_SLOT=v_cache.stride(0), V_HEAD=v_cache.stride(1),
             Q_LEN=self.q_len, TAIL=self.tail_len, WORDS=self.words, WINDOW=self.window_left,
-            HAS_CAP=self._has_cap, CSR=self.csr, GROUP=shape.group, NUM_KV=self.num_kv_heads,
+            HAS_CAP=self.has_cap, CSR=self.csr, GROUP=shape.group, NUM_KV=self.num_kv_heads,
             HEAD_DIM=self.head_dim, V_DIM=self.v_head_dim,
             D_PAD=max(16, triton.next_power_of_2(self.head_dim)),
             V_PAD=max(16, triton.next_power_of_2(self.v_head_dim)),
@@ -269,7 +282,7 @@ class TreeAttention:
         )
         options = {"launch_pdl": True} if self._pdl else {}
         merge_kernel[grid](
-            self.tables.splits, self._partial_out, self._partial_lse, out, lse,
+            self.tables.splits, self.partial_out, self.partial_lse, out, lse,
             *_row_strides(out), *_row_strides(lse),
             Q_LEN=self.q_len, GROUP=shape.group, NUM_KV=self.num_kv_heads, V_DIM=self.v_head_dim,
             V_PAD=max(16, triton.next_power_of_2(self.v_head_dim)), BM=shape.tile.block_m,

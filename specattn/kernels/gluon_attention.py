@@ -1,0 +1,181 @@
+"""Host side of the Gluon tree kernel: where it serves, its tile table and its launch.
+
+`tree_attention` is the only caller and says what is computed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from specattn.kernels.tile_config import TileConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specattn.kernels.tree_attention import TreeAttention
+
+log = logging.getLogger(__name__)
+
+HEAD_DIMS = (64, 128, 256)
+PRODUCERS = 4
+# a row has to be copied in pieces of this many bytes
+PIECE = 16
+
+
+@dataclass(frozen=True)
+class GluonTile(TileConfig):
+    """Launch constants of the Gluon kernel; ``warps`` and ``short`` do not apply.
+
+    Parameters
+    ----------
+    block_m : int
+        64 or 128: one or two consumer warpgroups.
+    producer_regs, consumer_regs : int
+        Registers per thread of the producer and of the second consumer; the first consumer has
+        what is left of ``max_regs`` per thread of the CTA.
+    pages : bool
+        Whole pages come by TMA, where the pool has pages.
+    """
+
+    producer_regs: int = 72
+    consumer_regs: int = 216
+    pages: bool = False
+
+
+def gluon_tile_config(rows: int, head_dim: int, batch: int, page_size: int) -> GluonTile:
+    """Choose by packed rows (query tokens × group), head size, batch and page; never by length."""
+    if rows > 64:
+        if head_dim > 128:
+            return GluonTile(
+                128, 64, stages=2, ctas_per_sm=1, max_regs=168, producer_regs=56,
+                consumer_regs=224,
+            )
+        if page_size >= 16:
+            return GluonTile(
+                128, 128, stages=3, ctas_per_sm=1, max_regs=168, producer_regs=56,
+                consumer_regs=224, pages=True,
+            )
+        return GluonTile(
+            128, 128, stages=3, ctas_per_sm=1, max_regs=168, producer_regs=88, consumer_regs=208
+        )
+    if head_dim > 128:
+        return GluonTile(64, 64, stages=3, ctas_per_sm=1, max_regs=168)
+    if batch <= 8 and head_dim == 128:
+        return GluonTile(64, 64, stages=6, ctas_per_sm=1, max_regs=168)
+    return GluonTile(64, 64, stages=3, ctas_per_sm=2, max_regs=128, producer_regs=56)
+
+
+def serves(head_dim: int, v_head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernel takes these heads, and runs right on ``device``."""
+    return (
+        head_dim == v_head_dim and head_dim in HEAD_DIMS and dtype.itemsize == 2
+        and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+        and _proven(device.index if device.index is not None else torch.cuda.current_device())
+    )
+
+
+@functools.cache
+def _proven(index: int) -> bool:
+    """Try the kernel on a small problem, as Gluon is an experimental interface of Triton."""
+    device = torch.device("cuda", index)
+    try:
+        with torch.cuda.device(device):
+            error = _self_test(device)
+    except Exception as problem:
+        # whatever a compiler of another version makes of the kernel, there is one that runs
+        log.warning("Gluon kernel unusable, the Triton kernel takes its place: %r", problem)
+        return False
+    if not error < 1e-2:
+        log.warning("Gluon kernel is off by %.1e, the Triton kernel takes its place", error)
+        return False
+    return True
+
+
+def _self_test(device: torch.device) -> float:
+    """Relative error of a two-part problem against float32 matrix products."""
+    from specattn.kernels.tree_attention import TreeAttention
+
+    tree_kernel = TreeAttention(
+        batch=1, q_len=2, tail_len=2, num_qo_heads=2, num_kv_heads=1, head_dim=64, v_head_dim=64,
+        dtype=torch.float16, device=device, sm_scale=0.125, tile=gluon_tile_config(4, 64, 1, 1),
+    )
+    generator = torch.Generator(device).manual_seed(0)
+    slots = torch.randperm(300, generator=generator, device=device).to(torch.int32)
+    k, v = torch.randn(
+        2, 300, 1, 64, dtype=torch.float16, device=device, generator=generator
+    )
+    q = torch.randn(2, 2, 64, dtype=torch.float16, device=device, generator=generator)
+    out = torch.full_like(q, torch.nan)
+    words = torch.tensor([[[1], [3]]], device=device)
+    tree_kernel.plan(
+        torch.tensor([298], dtype=torch.int32, device=device),
+        torch.zeros(1, dtype=torch.int64, device=device), 300,
+    )
+    tree_kernel.run(
+        q, k, v, out, None, indices=slots[None], positions=None, tail_slots=slots[None, 298:],
+        tail_positions=None, tail_words=words,
+    )
+    keys, weighed = k[slots.long(), 0].float(), v[slots.long(), 0].float()
+    logits = torch.einsum("thd,nd->thn", q.float(), keys) * 0.125
+    logits[0, :, 299] = -torch.inf
+    want = logits.softmax(-1) @ weighed
+    return float((out.float() - want).norm() / want.norm())
+
+
+def launch(
+    kernel: TreeAttention, tile: GluonTile, q: Tensor, k_cache: Tensor, v_cache: Tensor,
+    out: Tensor, lse: Tensor | None, indices: Tensor, tensors: tuple[Tensor | None, ...],
+    strides: tuple[int, ...],
+) -> None:
+    """Launch on the tables of the last plan; arguments as `TreeAttention.run` has checked them."""
+    from specattn.kernels.gluon_tree import gluon_tree_kernel
+
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        steps = (cache.stride(0), cache.stride(1))
+        if cache.data_ptr() % PIECE or any(s * cache.element_size() % PIECE for s in steps):
+            raise ValueError(
+                f"{name} must have rows aligned to {PIECE} bytes, got strides {cache.stride()}"
+            )
+    shape = kernel.shape
+    # a view whose heads do not lie side by side has no rows of pages
+    pages = tile.pages and all(c.stride(1) == kernel.head_dim for c in (k_cache, v_cache))
+    page = kernel.page_size if pages else 1
+    box = min(page, tile.block_n)
+    # absent tensors are never read
+    positions, tail_slots, tail_positions, tail_words = (
+        indices if t is None else t for t in tensors
+    )
+    gluon_tree_kernel[(shape.max_chunks * kernel.num_kv_heads * shape.m_tiles,)](
+        q, k_cache, v_cache, out, kernel.partial_lse if lse is None else lse, indices, positions,
+        tail_slots, tail_positions, tail_words, kernel.tables.requests, kernel.tables.chunks,
+        kernel.partial_out, kernel.partial_lse,
+        _rows(k_cache, box) if pages else k_cache, _rows(v_cache, box) if pages else v_cache,
+        *kernel.factors, *strides,
+        Q_TOKEN=q.stride(0), Q_HEAD=q.stride(1), OUT_TOKEN=out.stride(0), OUT_HEAD=out.stride(1),
+        LSE_TOKEN=0 if lse is None else lse.stride(0),
+        LSE_HEAD=0 if lse is None else lse.stride(1),
+        K_SLOT=k_cache.stride(0), K_HEAD=k_cache.stride(1),
+        V_SLOT=v_cache.stride(0), V_HEAD=v_cache.stride(1),
+        Q_LEN=kernel.q_len, TAIL=kernel.tail_len, WORDS=kernel.words,
+        WINDOW=kernel.window_left, HAS_CAP=kernel.has_cap, CSR=kernel.csr,
+        HAS_LSE=lse is not None, GROUP=shape.group, NUM_KV=kernel.num_kv_heads,
+        HEAD_DIM=kernel.head_dim, GROUPS=tile.block_m // 64, BN=tile.block_n, MT=shape.m_tiles,
+        STAGES=tile.stages, PAGE=page, PRODUCERS=PRODUCERS, PRODUCER_REGS=tile.producer_regs,
+        CONSUMER_REGS=tile.consumer_regs, num_warps=4, maxnreg=tile.max_regs, launch_pdl=True,
+    )
+
+
+def _rows(cache: Tensor, box: int) -> object:
+    """Describe a pool to TMA as rows ``[slots, NUM_KV * HEAD_DIM]``, ``box`` of one head a copy."""
+    gl = importlib.import_module("triton.experimental.gluon.language")
+    hopper = importlib.import_module("triton.experimental.gluon.nvidia.hopper")
+    dtype = gl.float16 if cache.dtype == torch.float16 else gl.bfloat16
+    block = [box, cache.shape[2]]
+    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
+    return hopper.TensorDescriptor.from_tensor(cache.flatten(1), block, layout)

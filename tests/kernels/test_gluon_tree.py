@@ -1,0 +1,187 @@
+"""The Gluon tree kernel, every tile of its table, against the float64 oracle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from specattn.kernels import gluon_attention
+from specattn.kernels.gluon_attention import GluonTile, gluon_tile_config
+from specattn.kernels.tree_attention import TreeAttention
+from tests.kernels.test_tree_attention import make_kernel, plan, run
+from tests.oracle import check, make_csr_case, make_tree_case, oracle_csr, oracle_tree
+
+F16, BF16 = torch.float16, torch.bfloat16
+
+# prefix lengths, and what differs from: random trees, 16 query and 4 KV heads of 128
+CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "decode": ((0, 1, 63, 64, 65, 4000), {"q_len": 1, "mode": "chain", "heads": (32, 8)}),
+    "verify_8": ((130, 2500, 64, 0), {"q_len": 8}),
+    "verify_8_batch_12": (tuple((97 * i) % 700 for i in range(12)), {"q_len": 8, "pads": 3}),
+    "chain": ((700, 1, 128), {"q_len": 5, "mode": "chain"}),
+    "draft": ((2100, 0, 300), {"q_len": 4, "tail_len": 12, "mode": "draft"}),
+    "any": ((1030, 0, 64), {"q_len": 8, "tail_len": 200, "mode": "any", "heads": (14, 2)}),
+    "verify_64": ((1030, 65, 0), {"q_len": 64, "heads": (8, 2)}),
+    "verify_70": ((130, 1500), {"q_len": 70, "heads": (8, 2), "mode": "any"}),
+    "window": ((3000, 700, 100), {"q_len": 8, "window_left": 511}),
+    "window_in_tail": ((300, 20), {"q_len": 40, "mode": "chain", "window_left": 17}),
+    "cap": ((1500, 65), {"q_len": 8, "logit_cap": 30.0}),
+    "cap_window_wide": ((900, 64), {"q_len": 40, "logit_cap": 5.0, "window_left": 200}),
+    "head_64": ((1500, 65), {"q_len": 8, "head_dim": 64, "heads": (6, 2)}),
+    "head_64_wide": ((1500, 65), {"q_len": 40, "head_dim": 64, "heads": (6, 2)}),
+    "head_256": ((1500, 65), {"q_len": 8, "head_dim": 256, "heads": (8, 2)}),
+    "head_256_wide": ((1500, 65), {"q_len": 40, "head_dim": 256, "heads": (8, 2)}),
+    "batch_200": (tuple(i % 90 for i in range(200)), {"q_len": 1, "heads": (2, 1)}),
+}
+
+
+def on_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
+hopper = [pytest.mark.gpu, pytest.mark.skipif(not on_hopper(), reason="the kernel is for SM90")]
+
+
+def _case(name: str, dtype: torch.dtype, **options: Any) -> Any:
+    lengths, form = CASES[name]
+    defaults = {"heads": (16, 4), "head_dim": 128}
+    return make_tree_case(list(lengths), **defaults | form | options, dtype=dtype, device="cuda")
+
+
+def _check(case: Any, tile: GluonTile | None, page_size: int = 1) -> None:
+    expected = oracle_tree(case)
+    kernel = make_kernel(case, tile=tile, page_size=page_size)
+    assert isinstance(kernel.shape.tile, GluonTile)
+    plan(kernel, case)
+    for lse in (True, False):
+        case.clear()
+        kernel.partial_out.fill_(torch.nan)
+        kernel.partial_lse.fill_(torch.nan)
+        run(kernel, case, lse=lse)
+        check(case, expected, lse=lse)
+
+
+class TestOnHopper:
+    pytestmark = hopper
+
+    def test_the_kernel_is_in_use(self) -> None:
+        device = torch.device("cuda", torch.cuda.current_device())
+        assert gluon_attention.serves(128, 128, BF16, device)
+        assert not gluon_attention.serves(128, 128, torch.float32, device)
+        assert not gluon_attention.serves(96, 96, BF16, device)
+
+    @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+    @pytest.mark.parametrize("name", CASES)
+    def test_rows(self, name: str, dtype: torch.dtype) -> None:
+        _check(_case(name, dtype), None)
+
+    @pytest.mark.parametrize("page_size", [16, 64, 128, 256])
+    @pytest.mark.parametrize("name", ["verify_64", "verify_70", "cap_window_wide", "head_64_wide"])
+    def test_pages(self, name: str, page_size: int) -> None:
+        case = _case(name, BF16, page_size=page_size)
+        kernel = make_kernel(case, page_size=page_size)
+        assert kernel.shape.tile.pages
+        _check(case, None, page_size)
+
+    @pytest.mark.parametrize("page_size", [16, 64])
+    @pytest.mark.parametrize("name", ["decode", "verify_8", "window", "batch_200"])
+    def test_pages_of_narrow_tiles(self, name: str, page_size: int) -> None:
+        case = _case(name, BF16, page_size=page_size)
+        tile = replace(gluon_tile_config(32, 128, 64, 1), pages=True)
+        _check(case, tile, page_size)
+
+    @pytest.mark.parametrize("chunks", [1, 3, 40])
+    def test_any_number_of_chunks(self, chunks: int) -> None:
+        """One CTA for all requests, cuts within them, and more chunks than tiles."""
+        case = _case("verify_8", BF16)
+        tile = gluon_tile_config(32, 128, 4, 1)
+        sms = torch.cuda.get_device_properties(0).multi_processor_count
+        tile = replace(tile, ctas_per_sm=max(1, chunks * 4 // sms))
+        kernel = make_kernel(case, tile=tile)
+        if chunks < 4:
+            kernel.tables = replace(kernel.tables, chunks=kernel.tables.chunks[:chunks])
+            kernel.shape = replace(kernel.shape, max_chunks=chunks)
+        plan(kernel, case)
+        run(kernel, case)
+        check(case, oracle_tree(case))
+
+    @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+    def test_index_lists(self, dtype: torch.dtype) -> None:
+        case = make_csr_case(
+            [700, 0, 64, 1, 2000], heads=(16, 4), head_dim=128, dtype=dtype, device="cuda"
+        )
+        expected = oracle_csr(case)
+        kernel = TreeAttention(
+            batch=5, q_len=1, tail_len=0, num_qo_heads=16, num_kv_heads=4, head_dim=128,
+            v_head_dim=128, dtype=dtype, device="cuda", csr=True, **case.settings,
+        )
+        assert isinstance(kernel.shape.tile, GluonTile)
+        kernel.plan_csr(case.args["kv_indptr"])
+        kernel.run(
+            case.q, case.k_cache, case.v_cache, case.out, case.lse,
+            indices=case.args["kv_indices"], positions=None, tail_slots=None,
+            tail_positions=None, tail_words=None,
+        )
+        check(case, expected)
+
+    def test_equal_inputs_give_equal_bits(self) -> None:
+        """200 replays of one graph, each compared on the device."""
+        case = _case("verify_64", BF16)
+        kernel = make_kernel(case)
+        plan(kernel, case)
+        run(kernel, case)
+        want = case.out.clone()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            case.out.fill_(torch.nan)
+            run(kernel, case)
+        differ = torch.zeros((), dtype=torch.int64, device="cuda")
+        for _ in range(200):
+            graph.replay()
+            differ += (case.out != want).sum()
+        assert differ.item() == 0
+
+    def test_rows_must_be_aligned(self) -> None:
+        case = _case("chain", BF16, pool_pad=4)
+        kernel = make_kernel(case)
+        plan(kernel, case)
+        with pytest.raises(ValueError, match="k_cache must have rows aligned to 16 bytes"):
+            run(kernel, case)
+
+
+def test_only_hopper_and_16_bit_heads_are_served() -> None:
+    cpu = torch.device("cpu")
+    assert not gluon_attention.serves(128, 128, BF16, cpu)
+
+
+@pytest.mark.parametrize("rows", [1, 64, 65, 512])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_tiles_fit_a_multiprocessor(rows: int, head_dim: int, page_size: int) -> None:
+    for batch in (1, 8, 9, 300):
+        tile = gluon_tile_config(rows, head_dim, batch, page_size)
+        shared = 2 * head_dim * (tile.block_m + 2 * tile.stages * tile.block_n) + 32 * tile.stages
+        assert tile.ctas_per_sm * (shared + 1024) <= 228 * 1024
+        threads = 2 * tile.block_m + 128
+        assert tile.ctas_per_sm * threads * tile.max_regs <= 65536
+        assert rows <= 64 or tile.block_m == 128
+
+
+def test_a_kernel_that_fails_is_replaced(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    def broken(_: torch.device) -> float:
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(torch.cuda, "device", lambda _: __import__("contextlib").nullcontext())
+    for test, said in ((broken, "no such instruction"), (lambda _: 0.5, "off by 5.0e-01")):
+        gluon_attention._proven.cache_clear()
+        monkeypatch.setattr(gluon_attention, "_self_test", test)
+        assert not gluon_attention._proven(0)
+        assert said in caplog.text
+    monkeypatch.setattr(gluon_attention, "_self_test", lambda _: 1e-3)
+    gluon_attention._proven.cache_clear()
+    assert gluon_attention._proven(0)
+    gluon_attention._proven.cache_clear()
