@@ -351,17 +351,29 @@ def _produce_any(
 
 
 @gluon.jit
-def _mask(s, work, shape, word_row, row_ok, tail_pos_row, pos_q, r, start, end, prefix_len):
+def _load_words(word_row, row_ok, masked, first, shape):
+    """Tail words of a tile with tail keys, read before its scores are there."""
+    word0 = row_ok.to(gl.uint64) * 0                                      # [64]
+    word1 = word0
+    word2 = word0
+    if shape.TAIL > 0:
+        if masked:
+            word0 = load_word(word_row, row_ok, first, 0, shape.WORDS)
+            word1 = load_word(word_row, row_ok, first, 1, shape.WORDS)
+            if shape.BN > 64:
+                word2 = load_word(word_row, row_ok, first, 2, shape.WORDS)
+    return word0, word1, word2
+
+
+@gluon.jit
+def _mask(s, words, tail_pos_row, pos_q, r, start, end, prefix_len, shape):
     """Mask the scores of a tile that holds tail keys, the end or a window's edge."""
     first = start - prefix_len
     pos = start + r                                                       # [BN]
     if shape.TAIL > 0:
-        word0 = load_word(word_row, row_ok, first, 0, shape.WORDS)        # [64]
-        word1 = load_word(word_row, row_ok, first, 1, shape.WORDS)
-        bits = row_bits(word0, word1, first, end - start)
+        bits = row_bits(words[0], words[1], first, end - start)           # [64]
         if shape.BN > 64:
-            word2 = load_word(word_row, row_ok, first, 2, shape.WORDS)
-            more = row_bits(word1, word2, first + 64, end - start - 64)
+            more = row_bits(words[1], words[2], first + 64, end - start - 64)
             visible = spread(bits, more, r[None, :], shape.BN)
         else:
             visible = spread(bits, None, r[None, :], shape.BN)
@@ -460,6 +472,8 @@ def _consume(
         total = gl.full([64], 0.0, gl.float32, by_score)
         acc = gl.zeros([64, HEAD_DIM], gl.float32, values)
         nothing = gl.zeros([64, BN], gl.float32, scores)
+        masked = (begin < clear_from) | (begin + BN > prefix_len)
+        words = _load_words(word_row, s_ok, masked, begin - prefix_len, shape)
         mbarrier.wait(ring.k_full.index(stage), phase)
         fence_async_shared()
         s = warpgroup_mma(
@@ -468,15 +482,15 @@ def _consume(
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(ring.k_free.index(stage), count=1)
         s = _cap(s, cap_in, cap_out, shape)
-        if (begin < clear_from) | (begin + BN > prefix_len):
-            s = _mask(
-                s, work, shape, word_row, s_ok, tail_pos_row, pos_q, r, begin, end, prefix_len
-            )
+        if masked:
+            s = _mask(s, words, tail_pos_row, pos_q, r, begin, end, prefix_len, shape)
         p, top, total, _fade = _soften(s, top, total, base2, shape)
         p = gl.convert_layout(p.to(dtype), weights)
         for start in range(begin + BN, begin + count * BN, BN):
             before, before_phase = stage, phase
             stage, phase = _advance(stage, phase, shape)
+            masked = (start < clear_from) | (start + BN > prefix_len)
+            words = _load_words(word_row, s_ok, masked, start - prefix_len, shape)
             mbarrier.wait(ring.k_full.index(stage), phase)
             fence_async_shared()
             s_next = warpgroup_mma(
@@ -488,10 +502,8 @@ def _consume(
             s = warpgroup_mma_wait(1, deps=[s_next])
             mbarrier.arrive(ring.k_free.index(stage), count=1)
             s = _cap(s, cap_in, cap_out, shape)
-            if (start < clear_from) | (start + BN > prefix_len):
-                s = _mask(
-                    s, work, shape, word_row, s_ok, tail_pos_row, pos_q, r, start, end, prefix_len
-                )
+            if masked:
+                s = _mask(s, words, tail_pos_row, pos_q, r, start, end, prefix_len, shape)
             p_next, top, total, fade = _soften(s, top, total, base2, shape)
             p_next = gl.convert_layout(p_next.to(dtype), weights)
             acc, p = warpgroup_mma_wait(0, deps=[acc_next, p])

@@ -59,6 +59,8 @@ class TileConfig:
     short : int
         Runs of at most this many full tiles go through the masked loop, which saves filling a
         second pipeline.
+    min_tiles : int
+        Key tiles a chunk of work holds at least, when a batch is small.
     """
 
     block_m: int
@@ -68,6 +70,7 @@ class TileConfig:
     ctas_per_sm: int = 2
     max_regs: int = 0
     short: int = 8
+    min_tiles: int = 1
 
 
 def fit_tile(

@@ -137,6 +137,7 @@ class TreeAttention:
         self.tables = TreePlan.alloc(
             batch=batch, max_chunks=shape.max_chunks, tail_len=tail_len, window_left=window_left,
             block_n=shape.tile.block_n, csr=csr, device=device,
+            min_tiles=shape.tile.min_tiles,
         )
         self.partial_out, self.partial_lse = self._carve(workspace, device)
         # logits in base 2; with a cap: cap_out * tanh(cap_in * s)

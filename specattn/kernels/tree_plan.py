@@ -54,7 +54,7 @@ def _plan_kernel(
     row_stride,
     B: tl.constexpr, B_BLOCK: tl.constexpr, TAIL: tl.constexpr, WINDOW: tl.constexpr,
     BN: tl.constexpr, NC: tl.constexpr, NC_BLOCK: tl.constexpr, STEPS: tl.constexpr,
-    WIDE: tl.constexpr, CSR: tl.constexpr,
+    WIDE: tl.constexpr, CSR: tl.constexpr, MIN_TILES: tl.constexpr,
 ):
     # requests that share a chunk when there are more of them than chunks
     GROUPS: tl.constexpr = B // ((B + NC - 1) // NC)
@@ -70,7 +70,8 @@ def _plan_kernel(
         total += tl.sum(tiles, 0)
         longest = tl.maximum(longest, tl.max(tiles, 0))
 
-    nc = tl.minimum(total, NC)
+    # short chunks cost more to merge than they save; a request has a chunk while there are any
+    nc = tl.minimum(tl.maximum((total + MIN_TILES - 1) // MIN_TILES, B), NC)
     # equal lengths: whole chunks per request, or whole requests per chunk
     if B <= NC:
         aligned = nc // B * B
@@ -163,19 +164,24 @@ class TreePlan:
     window_left: int
     block_n: int
     csr: bool
+    min_tiles: int
 
     @classmethod
     def alloc(
         cls, *, batch: int, max_chunks: int, tail_len: int, window_left: int, block_n: int,
-        csr: bool, device: torch.device,
+        csr: bool, device: torch.device, min_tiles: int = 1,
     ) -> TreePlan:
-        """Allocate the tables of a bucket of ``batch`` requests."""
+        """Allocate the tables of a bucket of ``batch`` requests.
+
+        A request has no more chunks than leave them ``min_tiles`` key tiles each.
+        """
         return cls(
             tile_ends=torch.zeros(batch, dtype=torch.int32, device=device),
             requests=torch.zeros(batch, 8, dtype=torch.int64, device=device),
             chunks=torch.zeros(max_chunks, 8, dtype=torch.int64, device=device),
             splits=torch.zeros(1 + max_chunks, 4, dtype=torch.int32, device=device),
             tail_len=tail_len, window_left=window_left, block_n=block_n, csr=csr,
+            min_tiles=min_tiles,
         )
 
     def fill(self, seq_lens: Tensor, rows: Tensor | None, row_stride: int) -> None:
@@ -189,5 +195,5 @@ class TreePlan:
             B=batch, B_BLOCK=block, TAIL=self.tail_len, WINDOW=self.window_left, BN=self.block_n,
             NC=max_chunks, NC_BLOCK=max(triton.next_power_of_2(max_chunks), 16),
             STEPS=(batch - 1).bit_length(), WIDE=self.csr or most_tiles * max_chunks >= 2**31,
-            CSR=self.csr, num_warps=4 if block <= 32 else 8,
+            CSR=self.csr, MIN_TILES=self.min_tiles, num_warps=4 if block <= 32 else 8,
         )
