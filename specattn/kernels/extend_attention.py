@@ -8,7 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
+from specattn.kernels import gluon_attention
 from specattn.kernels.attention_tile import FLOOR, LN2, LOG2E, attend_tile, load_query, store_rows
+from specattn.kernels.gluon_attention import GluonTile
 from specattn.kernels.tile_config import DeviceLimits, TileConfig, extend_tile_config
 
 if TYPE_CHECKING:
@@ -139,7 +141,7 @@ def extend_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None, *,
     qo_indptr: Tensor, seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor,
     max_q_len: int, sm_scale: float, window_left: int = -1, logit_cap: float = 0.0,
-    tile: TileConfig | None = None,
+    page_size: int = 1, tile: TileConfig | None = None,
 ) -> None:
     """Attend ragged new tokens, causally, to their request's cached prefix and themselves.
 
@@ -164,6 +166,8 @@ def extend_attention(
         Most new tokens of a request; the grid is made for it.
     sm_scale, window_left, logit_cap
         See `specattn.config.AttnConfig`.
+    page_size : int
+        As in `specattn.kernels.tree_attention.TreeAttention`.
     tile : TileConfig, optional
         Overrides the tile table.
 
@@ -177,6 +181,18 @@ def extend_attention(
     _check(q, k_cache, v_cache, out, lse)
     if not tokens:
         return
+    factors = (sm_scale * LOG2E, sm_scale / logit_cap if logit_cap else 0.0, logit_cap * LOG2E)
+    if (
+        tile is None and gluon_attention.serves(head_dim, v_head_dim, q.dtype, q.device)
+        and gluon_attention.aligned(k_cache) and gluon_attention.aligned(v_cache)
+    ):
+        tile = gluon_attention.gluon_extend_tile(head_dim, page_size)
+    if isinstance(tile, GluonTile):
+        gluon_attention.launch_extend(
+            tile, page_size, q, k_cache, v_cache, out, lse, qo_indptr, seq_lens,
+            req_pool_indices, req_to_token, max_q_len, window_left, factors,
+        )
+        return
     tile = tile or extend_tile_config(
         head_dim, v_head_dim, q.dtype, DeviceLimits.of(q.device)
     )
@@ -188,8 +204,7 @@ def extend_attention(
     grid = (triton.cdiv(max_q_len * group, tile.block_m), kv_heads, len(seq_lens))
     _extend_kernel[grid](
         q, k_cache, v_cache, out, lse, qo_indptr, seq_lens, req_pool_indices, req_to_token,
-        sm_scale * LOG2E, sm_scale / logit_cap if logit_cap else 0.0, logit_cap * LOG2E,
-        req_to_token.stride(0), q.stride(0), q.stride(1), out.stride(0), out.stride(1),
+        *factors, req_to_token.stride(0), q.stride(0), q.stride(1), out.stride(0), out.stride(1),
         *lse_strides,
         K_SLOT=k_cache.stride(0), K_HEAD=k_cache.stride(1),
         V_SLOT=v_cache.stride(0), V_HEAD=v_cache.stride(1),

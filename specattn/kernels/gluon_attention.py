@@ -1,6 +1,6 @@
-"""Host side of the Gluon tree kernel: where it serves, its tile table and its launch.
+"""Host side of the Gluon kernels: where they serve, their tile tables and their launches.
 
-`tree_attention` is the only caller and says what is computed.
+`tree_attention` and `extend_attention` are the callers and say what is computed.
 """
 
 from __future__ import annotations
@@ -71,6 +71,19 @@ def gluon_tile_config(rows: int, head_dim: int, batch: int, page_size: int) -> G
     return GluonTile(64, 64, stages=3, ctas_per_sm=2, max_regs=128, producer_regs=56)
 
 
+def gluon_extend_tile(head_dim: int, page_size: int) -> GluonTile:
+    """Choose the tile of prompts, which are bound by arithmetic."""
+    if head_dim > 128:
+        return GluonTile(
+            128, 64, stages=2, ctas_per_sm=1, max_regs=168, producer_regs=56, consumer_regs=224
+        )
+    pages = page_size >= 16
+    return GluonTile(
+        128, 128, stages=2, ctas_per_sm=1, max_regs=168, producer_regs=56 if pages else 88,
+        consumer_regs=224 if pages else 208, pages=pages,
+    )
+
+
 def serves(head_dim: int, v_head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernel takes these heads, and runs right on ``device``."""
     return (
@@ -137,16 +150,12 @@ def launch(
     from specattn.kernels.gluon_tree import gluon_tree_kernel
 
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        steps = (cache.stride(0), cache.stride(1))
-        if cache.data_ptr() % PIECE or any(s * cache.element_size() % PIECE for s in steps):
+        if not aligned(cache):
             raise ValueError(
                 f"{name} must have rows aligned to {PIECE} bytes, got strides {cache.stride()}"
             )
     shape = kernel.shape
-    # a view whose heads do not lie side by side has no rows of pages
-    pages = tile.pages and all(c.stride(1) == kernel.head_dim for c in (k_cache, v_cache))
-    page = kernel.page_size if pages else 1
-    box = min(page, tile.block_n)
+    page, k_pages, v_pages = _pages(tile, k_cache, v_cache, kernel.page_size)
     # absent tensors are never read
     positions, tail_slots, tail_positions, tail_words = (
         indices if t is None else t for t in tensors
@@ -154,9 +163,7 @@ def launch(
     gluon_tree_kernel[(shape.max_chunks * kernel.num_kv_heads * shape.m_tiles,)](
         q, k_cache, v_cache, out, kernel.partial_lse if lse is None else lse, indices, positions,
         tail_slots, tail_positions, tail_words, kernel.tables.requests, kernel.tables.chunks,
-        kernel.partial_out, kernel.partial_lse,
-        _rows(k_cache, box) if pages else k_cache, _rows(v_cache, box) if pages else v_cache,
-        *kernel.factors, *strides,
+        kernel.partial_out, kernel.partial_lse, k_pages, v_pages, *kernel.factors, *strides,
         Q_TOKEN=q.stride(0), Q_HEAD=q.stride(1), OUT_TOKEN=out.stride(0), OUT_HEAD=out.stride(1),
         LSE_TOKEN=0 if lse is None else lse.stride(0),
         LSE_HEAD=0 if lse is None else lse.stride(1),
@@ -169,6 +176,53 @@ def launch(
         STAGES=tile.stages, PAGE=page, PRODUCERS=PRODUCERS, PRODUCER_REGS=tile.producer_regs,
         CONSUMER_REGS=tile.consumer_regs, num_warps=4, maxnreg=tile.max_regs, launch_pdl=True,
     )
+
+
+def launch_extend(
+    tile: GluonTile, page_size: int, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor,
+    lse: Tensor | None, qo_indptr: Tensor, seq_lens: Tensor, req_pool_indices: Tensor,
+    req_to_token: Tensor, max_q_len: int, window_left: int, factors: tuple[float, float, float],
+) -> None:
+    """Launch prompt attention; arguments as `extend_attention` has checked them."""
+    from specattn.kernels.gluon_extend import gluon_extend_kernel
+
+    group, batch = q.shape[1] // k_cache.shape[1], len(seq_lens)
+    blocks = -(-max_q_len * group // tile.block_m)
+    page, k_pages, v_pages = _pages(tile, k_cache, v_cache, page_size)
+    gluon_extend_kernel[(blocks * batch * k_cache.shape[1],)](
+        q, k_cache, v_cache, out, seq_lens if lse is None else lse, qo_indptr, seq_lens,
+        req_pool_indices, req_to_token, k_pages, v_pages, *factors, req_to_token.stride(0), batch,
+        Q_TOKEN=q.stride(0), Q_HEAD=q.stride(1), OUT_TOKEN=out.stride(0), OUT_HEAD=out.stride(1),
+        LSE_TOKEN=0 if lse is None else lse.stride(0),
+        LSE_HEAD=0 if lse is None else lse.stride(1),
+        K_SLOT=k_cache.stride(0), K_HEAD=k_cache.stride(1),
+        V_SLOT=v_cache.stride(0), V_HEAD=v_cache.stride(1),
+        WINDOW=window_left, HAS_CAP=factors[2] > 0, HAS_LSE=lse is not None, GROUP=group,
+        NUM_KV=k_cache.shape[1], HEAD_DIM=q.shape[2], GROUPS=tile.block_m // 64,
+        BN=tile.block_n, STAGES=tile.stages, PAGE=page, PRODUCERS=PRODUCERS,
+        PRODUCER_REGS=tile.producer_regs, CONSUMER_REGS=tile.consumer_regs, num_warps=4,
+        maxnreg=tile.max_regs,
+    )
+
+
+def aligned(cache: Tensor) -> bool:
+    """Whether the rows of a pool can be copied in whole pieces."""
+    steps = (cache.stride(0), cache.stride(1))
+    return not (cache.data_ptr() % PIECE or any(s * cache.element_size() % PIECE for s in steps))
+
+
+def _pages(
+    tile: GluonTile, k_cache: Tensor, v_cache: Tensor, page_size: int
+) -> tuple[int, object, object]:
+    """Page size to copy by, and the pools as TMA needs them; 1 and the pools if by rows."""
+    heads, dim = k_cache.shape[1:]
+    # a view whose heads do not lie side by side has no rows of pages
+    if not tile.pages or page_size == 1 or any(
+        c.stride(1) != dim and heads > 1 for c in (k_cache, v_cache)
+    ):
+        return 1, k_cache, v_cache
+    box = min(page_size, tile.block_n)
+    return page_size, _rows(k_cache, box), _rows(v_cache, box)
 
 
 def _rows(cache: Tensor, box: int) -> object:

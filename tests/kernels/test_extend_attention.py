@@ -74,6 +74,19 @@ def test_kernel_and_twin_match_the_oracle_at_size(name: str) -> None:
     run_both(*BIG[name])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [16, 64, 256])
+@pytest.mark.parametrize("options", [{}, {"window_left": 255}, {"head_dim": 64}], ids=str)
+def test_whole_pages(page_size: int, options: dict[str, Any]) -> None:
+    lengths, form = BIG[f"ragged-{BF16}"]
+    case = make_extend_case(lengths, **form | options, page_size=page_size, device=DEVICE)
+    extend_attention(
+        case.q, case.k_cache, case.v_cache, case.out, case.lse, page_size=page_size,
+        **case.args, **case.settings,
+    )
+    check(case, oracle_extend(case))
+
+
 def test_outputs_may_be_views_and_lse_left_out() -> None:
     case = make_extend_case([(20, 9), (0, 5)], device=DEVICE)
     for name in ("q", "out"):

@@ -1,0 +1,358 @@
+"""What the Gluon kernels for Hopper share: the ring of tiles, its producers, and its consumer.
+
+Warp specialisation as in FlashAttention-3 (Shah et al., 2024): one warpgroup brings tiles of keys
+and values into a ring of shared-memory stages, one or two others multiply. The producer gathers
+rows by ``cp.async``, or whole pages by TMA; scores of a tile are issued before the values of the
+one before it, so that the softmax runs under a product.
+"""
+
+# no postponed annotations: aggregates read the types of their fields
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.core import _aggregate as aggregate
+
+from specattn.kernels.attention_tile import FLOOR, MASKED
+from specattn.kernels.tree_kernel import load_word, row_bits, spread
+
+
+@aggregate
+class Tile:
+    """Constants of the tiles; without a tail and with ``CAUSAL``, keys are masked by position."""
+
+    TAIL: gl.constexpr
+    WORDS: gl.constexpr
+    WINDOW: gl.constexpr
+    CAUSAL: gl.constexpr
+    HAS_CAP: gl.constexpr
+    HEAD_DIM: gl.constexpr
+    GROUPS: gl.constexpr
+    BN: gl.constexpr
+    STAGES: gl.constexpr
+    PAGE: gl.constexpr
+    PRODUCERS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, TAIL, WORDS, WINDOW, CAUSAL, HAS_CAP, HEAD_DIM, GROUPS, BN, STAGES, PAGE, PRODUCERS
+    ):
+        self.TAIL = gl.constexpr(TAIL)
+        self.WORDS = gl.constexpr(WORDS)
+        self.WINDOW = gl.constexpr(WINDOW)
+        self.CAUSAL = gl.constexpr(CAUSAL)
+        self.HAS_CAP = gl.constexpr(HAS_CAP)
+        self.HEAD_DIM = gl.constexpr(HEAD_DIM)
+        self.GROUPS = gl.constexpr(GROUPS)
+        self.BN = gl.constexpr(BN)
+        self.STAGES = gl.constexpr(STAGES)
+        self.PAGE = gl.constexpr(PAGE)
+        self.PRODUCERS = gl.constexpr(PRODUCERS)
+
+
+@aggregate
+class Ring:
+    """Stages of shared memory, and the barriers that hand them over."""
+
+    q: gl.shared_memory_descriptor        # [GROUPS, 64, HEAD_DIM]
+    k: gl.shared_memory_descriptor        # [STAGES, BN, HEAD_DIM]
+    v: gl.shared_memory_descriptor
+    k_full: gl.shared_memory_descriptor   # [STAGES, 1]
+    v_full: gl.shared_memory_descriptor
+    k_free: gl.shared_memory_descriptor
+    v_free: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, q, k, v, k_full, v_full, k_free, v_free):
+        self.q = q
+        self.k = k
+        self.v = v
+        self.k_full = k_full
+        self.v_full = v_full
+        self.k_free = k_free
+        self.v_free = v_free
+
+
+@gluon.jit
+def make_ring(dtype: gl.constexpr, t):
+    """Allocate the ring and set its barriers up."""
+    kv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([t.BN, t.HEAD_DIM], dtype)
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, t.HEAD_DIM], dtype)
+    barriers: gl.constexpr = mbarrier.MBarrierLayout()
+    ring = Ring(
+        gl.allocate_shared_memory(dtype, [t.GROUPS, 64, t.HEAD_DIM], q_layout),
+        gl.allocate_shared_memory(dtype, [t.STAGES, t.BN, t.HEAD_DIM], kv_layout),
+        gl.allocate_shared_memory(dtype, [t.STAGES, t.BN, t.HEAD_DIM], kv_layout),
+        gl.allocate_shared_memory(gl.int64, [t.STAGES, 1], barriers),
+        gl.allocate_shared_memory(gl.int64, [t.STAGES, 1], barriers),
+        gl.allocate_shared_memory(gl.int64, [t.STAGES, 1], barriers),
+        gl.allocate_shared_memory(gl.int64, [t.STAGES, 1], barriers),
+    )
+    arrivals: gl.constexpr = t.PRODUCERS * 32 if t.PAGE == 1 else 1
+    for stage in gl.static_range(t.STAGES):
+        mbarrier.init(ring.k_full.index(stage), count=arrivals)
+        mbarrier.init(ring.v_full.index(stage), count=arrivals)
+        mbarrier.init(ring.k_free.index(stage), count=t.GROUPS)
+        mbarrier.init(ring.v_free.index(stage), count=t.GROUPS)
+    fence_async_shared()
+    return ring
+
+
+@gluon.jit
+def _advance(stage, phase, t):
+    stage += 1
+    last = stage == t.STAGES
+    return gl.where(last, 0, stage), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def _load_slots(index_row, tail_row, start, r, first_key, prefix_len, t):
+    """Slots of the tile at ``start``, read raw and a tile ahead of their use."""
+    pos = start + r                                                       # [BN]
+    if (start >= first_key) & (start + t.BN <= prefix_len):
+        slots = gl.load(index_row + pos)
+    else:
+        last = gl.maximum(prefix_len - 1, 0)
+        if t.TAIL > 0:
+            # keys left of the window may lie in recycled slots: a tail key stands in for them
+            inside = (pos < prefix_len) & (pos >= first_key)
+            tail = gl.minimum(gl.maximum(pos - prefix_len, 0), t.TAIL - 1)
+            slots = gl.load(gl.where(inside, index_row + gl.minimum(pos, last), tail_row + tail))
+        else:
+            pos = gl.minimum(gl.maximum(pos, gl.minimum(first_key, last)), last)
+            slots = gl.load(index_row + pos, mask=pos < prefix_len, other=0)
+    return slots
+
+
+@gluon.jit
+def _fill_by_pages(desc, tile, full, free, phase, slots, column, t):
+    """One TMA box per page, or per tile where pages are larger."""
+    BOX: gl.constexpr = t.PAGE if t.PAGE < t.BN else t.BN
+    mbarrier.wait(free, phase)
+    mbarrier.expect(full, t.BN * t.HEAD_DIM * 2)
+    for z in gl.static_range(t.BN // BOX):
+        if BOX == t.BN:
+            tma.async_copy_global_to_shared(desc, [slots[z], column], full, tile)
+        else:
+            tma.async_copy_global_to_shared(
+                desc, [slots[z], column], full, tile.slice(z * BOX, BOX)
+            )
+
+
+@gluon.jit
+def produce(
+    ring, t, k_cache, v_cache, k_pages, v_pages, head, index_row, tail_row, begin, count,
+    first_key, prefix_len, stage, phase,
+    K_SLOT: gl.constexpr, K_HEAD: gl.constexpr, V_SLOT: gl.constexpr, V_HEAD: gl.constexpr,
+):
+    """Bring ``count`` tiles from key ``begin`` on into the ring; returns its stage and phase.
+
+    Keys from ``first_key`` to ``prefix_len`` come through ``index_row``, the others through
+    ``tail_row``. A page may hold anything past its request's keys, so only tiles full of keys
+    come as pages.
+    """
+    BN: gl.constexpr = t.BN
+    BOX: gl.constexpr = t.PAGE if t.PAGE < BN else BN
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [t.PRODUCERS, 1], [1, 0])
+    r = gl.arange(0, BN, layout=gl.SliceLayout(1, layout))                # [BN]
+    d = gl.arange(0, t.HEAD_DIM, layout=gl.SliceLayout(0, layout))        # [HEAD_DIM]
+    k_head = k_cache + head.to(gl.int64) * K_HEAD + d[None, :]            # [1, HEAD_DIM]
+    v_head = v_cache + head.to(gl.int64) * V_HEAD + d[None, :]
+    if t.PAGE == 1:
+        ahead = _load_slots(index_row, tail_row, begin, r, first_key, prefix_len, t)
+        for start in range(begin, begin + count * BN, BN):
+            rows = ahead.to(gl.int64)[:, None]                            # [BN, 1]
+            ahead = _load_slots(index_row, tail_row, start + BN, r, first_key, prefix_len, t)
+            mbarrier.wait(ring.k_free.index(stage), phase)
+            async_copy.async_copy_global_to_shared(ring.k.index(stage), k_head + rows * K_SLOT)
+            async_copy.mbarrier_arrive(ring.k_full.index(stage), increment_count=False)
+            mbarrier.wait(ring.v_free.index(stage), phase)
+            async_copy.async_copy_global_to_shared(ring.v.index(stage), v_head + rows * V_SLOT)
+            async_copy.mbarrier_arrive(ring.v_full.index(stage), increment_count=False)
+            stage, phase = _advance(stage, phase, t)
+    else:
+        column = head * t.HEAD_DIM
+        for start in range(begin, begin + count * BN, BN):
+            k_tile = ring.k.index(stage)
+            v_tile = ring.v.index(stage)
+            k_full = ring.k_full.index(stage)
+            v_full = ring.v_full.index(stage)
+            if (start >= first_key) & (start + BN <= prefix_len):
+                slots = ()
+                for z in gl.static_range(BN // BOX):
+                    slot = gl.load(index_row + start + z * BOX)
+                    # Gluon knows tuple addition, not unpacking
+                    slots = slots + (slot,)  # type: ignore[assignment]  # noqa: RUF005
+                _fill_by_pages(
+                    k_pages, k_tile, k_full, ring.k_free.index(stage), phase, slots, column, t
+                )
+                _fill_by_pages(
+                    v_pages, v_tile, v_full, ring.v_free.index(stage), phase, slots, column, t
+                )
+            else:
+                rows = _load_slots(index_row, tail_row, start, r, first_key, prefix_len, t)
+                rows = rows.to(gl.int64)[:, None]                         # [BN, 1]
+                mbarrier.wait(ring.k_free.index(stage), phase)
+                async_copy.async_copy_global_to_shared(k_tile, k_head + rows * K_SLOT)
+                async_copy.commit_group()
+                mbarrier.wait(ring.v_free.index(stage), phase)
+                async_copy.async_copy_global_to_shared(v_tile, v_head + rows * V_SLOT)
+                async_copy.commit_group()
+                # the barriers count one arrival, TMA's or this one
+                async_copy.wait_group(1)
+                fence_async_shared()
+                mbarrier.arrive(k_full, count=1)
+                async_copy.wait_group(0)
+                fence_async_shared()
+                mbarrier.arrive(v_full, count=1)
+            stage, phase = _advance(stage, phase, t)
+    return stage, phase
+
+
+@gluon.jit
+def _load_words(word_row, row_ok, masked, first, t):
+    """Tail words of a tile with tail keys, read before its scores are there."""
+    word0 = row_ok.to(gl.uint64) * 0                                      # [64]
+    word1 = word0
+    word2 = word0
+    # the compiler decides the outer condition, the device the inner one
+    if t.TAIL > 0:  # noqa: SIM102
+        if masked:
+            word0 = load_word(word_row, row_ok, first, 0, t.WORDS)
+            word1 = load_word(word_row, row_ok, first, 1, t.WORDS)
+            if t.BN > 64:
+                word2 = load_word(word_row, row_ok, first, 2, t.WORDS)
+    return word0, word1, word2
+
+
+@gluon.jit
+def _mask(s, words, tail_pos_row, pos_q, r, start, end, prefix_len, t):
+    """Mask the scores of a tile that holds tail keys, the end, or an edge by position."""
+    first = start - prefix_len
+    pos = start + r                                                       # [BN]
+    if t.TAIL > 0:
+        bits = row_bits(words[0], words[1], first, end - start)           # [64]
+        if t.BN > 64:
+            more = row_bits(words[1], words[2], first + 64, end - start - 64)
+            visible = spread(bits, more, r[None, :], t.BN)
+        else:
+            visible = spread(bits, None, r[None, :], t.BN)
+        s = gl.where(visible, s, MASKED)
+    elif t.CAUSAL:
+        s = gl.where(pos_q[:, None] >= pos[None, :], s, MASKED)
+    else:
+        s = gl.where((pos < end)[None, :], s, MASKED)
+    if t.WINDOW >= 0:
+        pos_k = pos
+        if t.TAIL > 0:
+            tail = gl.minimum(gl.maximum(pos - prefix_len, 0), t.TAIL - 1)
+            pos_k = gl.where(pos < prefix_len, pos, gl.load(tail_pos_row + tail * 2))
+        # unsigned: a key after the query is too far, too
+        distance = (pos_q[:, None] - pos_k[None, :]).to(gl.uint32, bitcast=True)
+        s = gl.where(distance <= t.WINDOW, s, MASKED)
+    return s
+
+
+@gluon.jit
+def _soften(s, top, total, base2, t):
+    """Online softmax of a tile's scores: weights, running maximum and sum, rescaling."""
+    new_top = gl.maximum(top, gl.max(s, 1))
+    # a cap has scaled the scores already
+    if t.HAS_CAP:
+        fade = gl.exp2(top - new_top)
+        p = gl.exp2(s - new_top[:, None])
+    else:
+        fade = gl.exp2((top - new_top) * base2)
+        p = gl.exp2(s * base2 - (new_top * base2)[:, None])
+    return p, new_top, total * fade + gl.sum(p, 1), fade
+
+
+@gluon.jit
+def _cap(s, cap_in, cap_out, t):
+    """Apply the logit cap: ``cap_out * tanh(cap_in * s)``, to 1e-7 of ``cap_out``."""
+    if t.HAS_CAP:
+        e = gl.exp2(s * (cap_in * 2.8853900817779268))
+        s = cap_out - (2.0 * cap_out) / (e + 1.0)
+    return s
+
+
+@gluon.jit
+def attend(
+    ring, t, q_tile,
+    begin, end, count,     # first key, end of the keys, tiles
+    clear_from, clear_to,  # tiles between these keys are visible to every row
+    prefix_len, word_row, row_ok, tail_pos_row, pos_q, base2, cap_in, cap_out, stage, phase,
+):
+    """Attend with 64 rows to ``count`` tiles in the ring.
+
+    Returns the sum of weighted values, the running maximum and the sum of weights, and the
+    ring's stage and phase.
+    """
+    BN: gl.constexpr = t.BN
+    HEAD_DIM: gl.constexpr = t.HEAD_DIM
+    dtype: gl.constexpr = q_tile.dtype
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    values: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    weights: gl.constexpr = gl.DotOperandLayout(0, values, 2)
+    by_score: gl.constexpr = gl.SliceLayout(1, scores)
+    by_value: gl.constexpr = gl.SliceLayout(1, values)
+    r = gl.arange(0, BN, layout=gl.SliceLayout(0, scores))
+    top = gl.full([64], FLOOR, gl.float32, by_score)
+    total = gl.full([64], 0.0, gl.float32, by_score)
+    acc = gl.zeros([64, HEAD_DIM], gl.float32, values)
+    nothing = gl.zeros([64, BN], gl.float32, scores)
+    masked = (begin < clear_from) | (begin + BN > clear_to)
+    words = _load_words(word_row, row_ok, masked, begin - prefix_len, t)
+    mbarrier.wait(ring.k_full.index(stage), phase)
+    fence_async_shared()
+    s = warpgroup_mma(
+        q_tile, ring.k.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True
+    )
+    s = warpgroup_mma_wait(0, deps=[s])
+    mbarrier.arrive(ring.k_free.index(stage), count=1)
+    s = _cap(s, cap_in, cap_out, t)
+    if masked:
+        s = _mask(s, words, tail_pos_row, pos_q, r, begin, end, prefix_len, t)
+    p, top, total, _fade = _soften(s, top, total, base2, t)
+    p = gl.convert_layout(p.to(dtype), weights)
+    for start in range(begin + BN, begin + count * BN, BN):
+        before, before_phase = stage, phase
+        stage, phase = _advance(stage, phase, t)
+        masked = (start < clear_from) | (start + BN > clear_to)
+        words = _load_words(word_row, row_ok, masked, start - prefix_len, t)
+        mbarrier.wait(ring.k_full.index(stage), phase)
+        fence_async_shared()
+        s_next = warpgroup_mma(
+            q_tile, ring.k.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True
+        )
+        mbarrier.wait(ring.v_full.index(before), before_phase)
+        fence_async_shared()
+        acc_next = warpgroup_mma(p, ring.v.index(before), acc, is_async=True)
+        s = warpgroup_mma_wait(1, deps=[s_next])
+        mbarrier.arrive(ring.k_free.index(stage), count=1)
+        s = _cap(s, cap_in, cap_out, t)
+        if masked:
+            s = _mask(s, words, tail_pos_row, pos_q, r, start, end, prefix_len, t)
+        p_next, top, total, fade = _soften(s, top, total, base2, t)
+        p_next = gl.convert_layout(p_next.to(dtype), weights)
+        acc, p = warpgroup_mma_wait(0, deps=[acc_next, p])
+        mbarrier.arrive(ring.v_free.index(before), count=1)
+        acc = acc * gl.convert_layout(fade, by_value)[:, None]
+        p = p_next
+    mbarrier.wait(ring.v_full.index(stage), phase)
+    fence_async_shared()
+    acc_next = warpgroup_mma(p, ring.v.index(stage), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc_next])
+    mbarrier.arrive(ring.v_free.index(stage), count=1)
+    stage, phase = _advance(stage, phase, t)
+    inverse = gl.convert_layout(gl.where(total > 0.0, 1.0 / total, 0.0), by_value)
+    # a row that saw nothing may have met anything in the pool
+    acc = gl.where((inverse > 0.0)[:, None], acc * inverse[:, None], 0.0)
+    log2_sum = (top if t.HAS_CAP else top * base2) + gl.log2(total)
+    return acc, total, log2_sum, stage, phase
