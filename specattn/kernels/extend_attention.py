@@ -182,8 +182,10 @@ def extend_attention(
     if not tokens:
         return
     factors = (sm_scale * LOG2E, sm_scale / logit_cap if logit_cap else 0.0, logit_cap * LOG2E)
+    group = heads // kv_heads
     if (
-        tile is None and gluon_attention.serves(head_dim, v_head_dim, q.dtype, q.device)
+        tile is None and max_q_len * group > gluon_attention.SHORT_PROMPT
+        and gluon_attention.serves(head_dim, v_head_dim, q.dtype, q.device)
         and gluon_attention.aligned(k_cache) and gluon_attention.aligned(v_cache)
     ):
         tile = gluon_attention.gluon_extend_tile(head_dim, page_size)
@@ -196,7 +198,6 @@ def extend_attention(
     tile = tile or extend_tile_config(
         head_dim, v_head_dim, q.dtype, DeviceLimits.of(q.device)
     )
-    group = heads // kv_heads
     lse_strides = (0, 0) if lse is None else (lse.stride(0), lse.stride(1))
     options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages}
     if tile.max_regs:

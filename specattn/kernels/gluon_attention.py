@@ -26,6 +26,8 @@ HEAD_DIMS = (64, 128, 256)
 PRODUCERS = 4
 # a row has to be copied in pieces of this many bytes
 PIECE = 16
+# with as few rows per request, prompts end before filling a ring has paid
+SHORT_PROMPT = 512
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def gluon_tile_config(rows: int, head_dim: int, batch: int, page_size: int) -> G
     if head_dim > 128:
         return GluonTile(64, 64, stages=3, ctas_per_sm=1, max_regs=168)
     if batch <= 8 and head_dim == 128:
-        return GluonTile(64, 64, stages=6, ctas_per_sm=1, max_regs=168)
+        return GluonTile(64, 64, stages=6, ctas_per_sm=1, max_regs=168, min_tiles=2)
     return GluonTile(64, 64, stages=3, ctas_per_sm=2, max_regs=128, producer_regs=56)
 
 

@@ -34,14 +34,16 @@ def merge_kernel(
     head = tl.program_id(0)
     first_row = tl.program_id(1) * ROWS
     nth = tl.program_id(2)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    # the plan was there before the attention kernel, which has waited for it, let this one start;
     # an entry past the last is read with the count, not after it, and dropped
+    count = tl.load(splits)
     req = tl.load(splits + (nth + 1) * 4)
     slot = tl.load(splits + (nth + 1) * 4 + 1)
     parts = tl.load(splits + (nth + 1) * 4 + 2)
-    if nth < tl.load(splits):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if nth < count:
         dv = tl.arange(0, V_PAD)                                          # [V_PAD]
         column_ok = (dv < V_DIM)[None, :]
         lane = tl.arange(0, SIDE * ROWS)                                  # [SIDE * ROWS]

@@ -48,11 +48,11 @@ class Work:
 
 def make(
     lengths: list[int], *, chunks: int, tail: int = 3, window: int = -1, csr: bool = False,
-    stride: int = 5000,
+    stride: int = 5000, min_tiles: int = 1,
 ) -> Work:
     plan = TreePlan.alloc(
         batch=len(lengths), max_chunks=chunks, tail_len=tail, window_left=window, block_n=BN,
-        csr=csr, device=torch.device(DEVICE),
+        csr=csr, device=torch.device(DEVICE), min_tiles=min_tiles,
     )
     for table in (plan.tile_ends, plan.requests, plan.chunks, plan.splits):
         table.fill_(-7)
@@ -171,6 +171,16 @@ def test_equal_lengths_are_cut_at_request_boundaries(
 def test_alignment_is_dropped_where_it_would_lengthen_chunks() -> None:
     """17 requests in 33 chunks: one chunk each would be twice as long."""
     assert len(check(make([50 * BN - 3] * 17, chunks=33))) == 33
+
+
+@pytest.mark.parametrize(
+    ("tiles", "chunks", "used"),
+    [([2], 16, 1), ([17], 16, 9), ([90], 16, 16), ([1, 1, 1], 16, 3), ([1] * 20, 7, 7),
+     ([1, 1, 6], 16, 4)],
+)
+def test_small_batches_have_few_chunks(tiles: list[int], chunks: int, used: int) -> None:
+    """Two tiles a chunk; but every request a chunk, while there are any."""
+    assert len(check(make([n * BN - 3 for n in tiles], chunks=chunks, min_tiles=2))) == used
 
 
 def test_wide_products_cut_alike() -> None:
