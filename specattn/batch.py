@@ -49,12 +49,17 @@ class RowLayout:
     causal : bool
         Whether the words are causal by construction: query i sees the tail up to itself. A
         backend may then use a causal kernel instead of a mask.
+    page_size : int
+        KV slots of a page. The keys of positions ``[i * page_size, (i + 1) * page_size)`` lie in
+        one page, in order: those of the prefix and, if ``causal``, of the tail, which continues
+        it. 1 says nothing.
     """
 
     q_len: int
     tail: int
     phase: Phase
     causal: bool = False
+    page_size: int = 1
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ class SpecConfig:
     max_num_reqs : int
         Requests alive at once.
     page_size : int
-        KV slots per page, a power of two up to 512.
+        KV slots per page, a power of two up to 512; that of the `specattn.kv.SlotTable`.
     draft_sampling : bool
         Draw draft tokens from the draft model's distribution and verify them by rejection
         sampling (Leviathan et al., arXiv:2211.17192), instead of proposing its most probable
@@ -192,12 +192,12 @@ class SpecConfig:
         topk, nodes, depth = self.topk, self.num_draft_tokens, self.num_steps + 1
         chain = topk == 1
         table = {
-            ForwardMode.DECODE: RowLayout(1, 1, Phase.DECODE, causal=True),
-            ForwardMode.DRAFT_DECODE: RowLayout(topk, topk * (step + 1), Phase.DRAFT, chain),
-            ForwardMode.TARGET_VERIFY: RowLayout(nodes, nodes, Phase.VERIFY, chain),
-            ForwardMode.DRAFT_EXTEND: RowLayout(depth, depth, Phase.PREFILL, causal=True),
+            ForwardMode.DECODE: (1, 1, Phase.DECODE, True),
+            ForwardMode.DRAFT_DECODE: (topk, topk * (step + 1), Phase.DRAFT, chain),
+            ForwardMode.TARGET_VERIFY: (nodes, nodes, Phase.VERIFY, chain),
+            ForwardMode.DRAFT_EXTEND: (depth, depth, Phase.PREFILL, True),
         }
-        return table[mode]
+        return RowLayout(*table[mode], page_size=self.page_size)
 
     def shrink(self, room: int) -> SpecConfig:
         """Return the widest setting whose step fits into ``room`` slots.

@@ -169,6 +169,8 @@ class ExtendPlan:
         ``[1, T]`` int32, slots of the new tokens.
     max_q_len, max_seq_len : int
         Most new tokens of a request, and its longest prefix plus new tokens.
+    page_size : int
+        As in `specattn.batch.RowLayout`, of prefix and new tokens.
     """
 
     req_to_token: Tensor
@@ -178,6 +180,7 @@ class ExtendPlan:
     out_slots: Tensor
     max_q_len: int
     max_seq_len: int
+    page_size: int = 1
 
     @property
     def idle(self) -> bool:

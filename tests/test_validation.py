@@ -553,6 +553,7 @@ SLOTS = {
     "unreserved": (20, 0, r"slot of row \d+, position 20 must be 1\.\.\d+, got 0"),
     "outside": (3, 2**30, r"slot of row \d+, position 3 must be 1\.\.\d+, got 1073741824"),
     "negative": (3, -4, r"slot of row \d+, position 3 must be 1\.\.\d+, got -4"),
+    "not_in_its_page": (2, 1, r"position 2 must be number 2 of a page of 4 \(page_size\)"),
     "borrowed": (18, None, r"slots row \d+ writes must be its own, got \["),
 }
 

@@ -7,13 +7,12 @@ of its own, whose list of keys ends at that token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from specattn.backends.base import Capabilities
-from specattn.backends.paged import BlockTable, PagedBackend
+from specattn.backends.paged import BlockTable, BoundPages, PagedBackend, latent_reasons
 from specattn.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from specattn.backends.base import BoundAttention
+    from specattn.backends.base import BoundAttention, Capabilities
     from specattn.config import AttnConfig
     from specattn.plan import AttnPlan
 
@@ -32,9 +31,8 @@ class CutlassMlaBackend(PagedBackend):
     """CUTLASS attention over one pool of latent rows; see `PagedBackend`."""
 
     name: ClassVar[str] = "cutlass_mla"
-    capabilities: ClassVar[Capabilities] = Capabilities(
-        graphs=True, trees=False, lists=False, extend=False, window=False, cap=False, lse=False,
-        dtypes=(torch.float16, torch.bfloat16),
+    capabilities: ClassVar[Capabilities] = replace(
+        PagedBackend.capabilities, window=False, cap=False, lse=False
     )
     module: ClassVar[str] = "sgl_kernel"
     package: ClassVar[str] = "sglang-kernel"
@@ -49,12 +47,7 @@ class CutlassMlaBackend(PagedBackend):
     @staticmethod
     def geometry(config: AttnConfig) -> list[str]:
         """Say which head counts and widths stand in the way."""
-        if not config.latent:
-            return ["only latent layers are served (AttnConfig.latent)"]
-        found = []
-        rank, rope = config.v_head_dim, config.head_dim - config.v_head_dim
-        if (rank, rope) != (RANK, ROPE):
-            found.append(f"a row must be {RANK} + {ROPE} numbers, got {rank} + {rope}")
+        found = latent_reasons(config, [(RANK, ROPE)])
         if config.num_qo_heads > MAX_HEADS:
             found.append(f"num_qo_heads is limited to {MAX_HEADS}, got {config.num_qo_heads}")
         return found
@@ -66,7 +59,7 @@ class CutlassMlaBackend(PagedBackend):
             max_seq_len=blocks.max_keys, num_batches=len(blocks.lens), num_kv_splits=1
         )
         return CutlassMla(
-            self.config, self.library.cutlass_mla_decode, self._scratch(size), blocks
+            self.config, blocks, self.library.cutlass_mla_decode, self._scratch(size)
         )
 
     def _scratch(self, size: int) -> Tensor:
@@ -77,20 +70,11 @@ class CutlassMlaBackend(PagedBackend):
 
 
 @dataclass(frozen=True)
-class CutlassMla:
+class CutlassMla(BoundPages):
     """One call in which every query token is a request."""
 
-    config: AttnConfig
     function: Callable[..., Any]
     workspace: Tensor
-    blocks: BlockTable
-
-    def fill(self) -> None:
-        """List the pages that every query token sees."""
-        self.blocks.fill()
-
-    def schedule(self, seq_lens_cpu: Tensor | None) -> None:
-        """Nothing to plan on the host."""
 
     def run(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None

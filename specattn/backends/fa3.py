@@ -1,14 +1,18 @@
-"""FlashAttention-3 (`sgl_kernel`) over page tables of single-slot pages, planned on the device.
+"""FlashAttention-3 (`sgl_kernel`) over page tables, planned on the device.
 
 FA3 reads KV through ``page_table [rows, width]``, ``cache_seqlens`` and a causal or no mask; it
-knows no trees. The pools are viewed as pages of one slot, whatever their own page size, so a page
-table is a list of slots and no KV is ever copied:
+knows no trees. What it reads is a matter of tables (`specattn.backends.fa3_keys`), so no KV is
+ever copied:
 
-- where a layout is causal, the list is the prefix followed by the tail, and one call attends;
-- a tree is a pass over the prefix, read through ``req_to_token`` itself, and a pass in which every
-  query token is a request of its own over the list of its ancestors, merged by their lse;
-- index lists and prompts are read where they lie: with a row stride of 1, the "row" of a request
-  is the offset at which its list begins.
+- where a layout is causal, the table is of the prefix followed by the tail, and one call attends;
+- a tree is a pass over the prefix, and a pass in which every query token is a request of its own
+  over the list of its ancestors, merged by their lse;
+- index lists are read where they lie: with a row stride of 1, the "row" of a request is the offset
+  at which its list begins;
+- prompts are one causal call.
+
+Keys that lie in pages are listed page by page; tails of trees, index lists, and whatever a window
+cuts are listed slot by slot, over the same pool seen as pages of one slot.
 
 A window counts list entries from the end of the list. On a causal layout that is the distance in
 positions; in a tree it is not, so trees under a window are refused.
@@ -24,6 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from specattn.backends.base import Capabilities
+from specattn.backends.fa3_keys import Lists, keys_of, prefix_of, prompt_of
 from specattn.errors import UnsupportedError
 from specattn.kernels import ops
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
@@ -34,6 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from specattn.backends.base import BoundAttention
+    from specattn.backends.fa3_keys import Keys
     from specattn.config import AttnConfig
 
 #: FA3 has more; these are the sizes it is tested with here.
@@ -64,12 +70,13 @@ class Fa3Backend:
     capabilities: ClassVar[Capabilities] = Capabilities(
         graphs=True, dtypes=(torch.float16, torch.bfloat16)
     )
+    module: ClassVar[str] = "sgl_kernel.flash_attn"
 
     def __init__(self, config: AttnConfig, device: torch.device) -> None:
         self.config = config
         self.device = device
         try:
-            library = import_module("sgl_kernel.flash_attn")
+            library = import_module(self.module)
         except ImportError as error:
             raise UnsupportedError(
                 "backend 'fa3'", [f"sgl_kernel is installed but cannot be imported: {error}"]
@@ -106,15 +113,18 @@ class Fa3Backend:
         UnsupportedError
             For a tree under a window, and for slot tables of 2^31 entries or more.
         """
+        window = self.config.window_left
         if isinstance(plan, CsrPlan):
-            return Fa3Lists.over(self._call, plan)
+            lists = Lists.over(plan, window)
+            return Fa3Rows(self._call, lists, (len(lists.lens), 1), causal=False)
         if isinstance(plan, ExtendPlan):
-            return Fa3Extend.over(self._call, plan)
+            return Fa3Extend(self._call, prompt_of(plan, window), plan)
         if plan.layout.causal:
-            return Fa3Causal.over(self._call, plan)
-        if self.config.window_left >= 0:
+            keys = keys_of(plan, window)
+            return Fa3Rows(self._call, keys, (plan.batch, plan.layout.q_len), causal=True)
+        if window >= 0:
             raise UnsupportedError("backend 'fa3' with a tree", [
-                f"window_left {self.config.window_left} counts positions (tree depth), "
+                f"window_left {window} counts positions (tree depth), "
                 "FA3's window counts list entries"
             ])
         return Fa3Tree.over(self._call, plan)
@@ -128,21 +138,20 @@ class Fa3Call:
     function: Callable[..., Any]
 
     def __call__(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor | None = None, *,
-        page_table: Tensor, cache_seqlens: Tensor, cache_batch_idx: Tensor | None = None,
-        causal: bool = False, window_left: int = -1, **varlen: Any,
+        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor | None = None, *,
+        causal: bool = False, window_left: int = -1, **tables: Any,
     ) -> tuple[Tensor, Tensor]:
         """Attend; returns ``out`` and the natural lse.
 
         q is ``[B, q_len, Hq, D]`` and the lse ``[B, Hq, q_len]``; ragged, ``[T, Hq, D]`` and
-        ``[Hq, T]``. ``cache_batch_idx`` names each request's row of ``page_table``.
+        ``[Hq, T]``. ``tables`` is what `specattn.backends.fa3_keys.Keys.arguments` returns, and
+        what makes a call ragged.
         """
         result: tuple[Tensor, ...] = self.function(
-            q, k_cache[:, None], v_cache[:, None], out=out,
-            page_table=page_table, cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx,
-            causal=causal, window_size=(window_left, -1 if window_left < 0 else 0),
+            q, k_pages, v_pages, out=out, causal=causal,
+            window_size=(window_left, -1 if window_left < 0 else 0),
             softmax_scale=self.config.sm_scale, softcap=self.config.logit_cap,
-            return_softmax_lse=True, **varlen,
+            return_softmax_lse=True, **tables,
         )
         return result[0], result[1]
 
@@ -153,41 +162,28 @@ class _PatternA:
 
 
 @dataclass(frozen=True)
-class Fa3Causal(_PatternA):
-    """Decode, chains and draft extends: one causal call over prefix and tail."""
+class Fa3Rows(_PatternA):
+    """Equally many query tokens per request, in one call: causal layouts, and index lists."""
 
     call: Fa3Call
-    plan: AttnPlan
-    table: Tensor  # [B, width] int32
-    lens: Tensor  # [B] int32
-
-    @classmethod
-    def over(cls, call: Fa3Call, plan: AttnPlan) -> Fa3Causal:
-        """Allocate a table that holds any list."""
-        width = plan.req_to_token.shape[1] + plan.layout.tail
-        if call.config.window_left >= 0:
-            width = min(width, call.config.window_left + plan.layout.q_len)
-        table = plan.req_to_token.new_zeros(plan.batch, width)
-        return cls(call, plan, table, table.new_zeros(plan.batch))
+    keys: Keys
+    shape: tuple[int, int]  # requests, query tokens of each
+    causal: bool
 
     def fill(self) -> None:
-        """List the slots of every request."""
-        plan = self.plan
-        ops("page_table", self.table.device).fill_page_table(
-            plan.req_to_token, plan.req_pool_indices, plan.seq_lens, plan.tail_slots, self.table,
-            self.lens, q_len=plan.layout.q_len, window_left=self.call.config.window_left,
-        )
+        """List every request's keys."""
+        self.keys.fill()
 
     def run(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
     ) -> None:
         """Attend; see `BoundAttention.run`."""
-        shape = (self.plan.batch, self.plan.layout.q_len)
+        keys, shape = self.keys, self.shape
         _, sums = self.call(
-            q.unflatten(0, shape), k_cache, v_cache, out.unflatten(0, shape),
-            page_table=self.table, cache_seqlens=self.lens, causal=True,
+            q.unflatten(0, shape), keys.pages(k_cache), keys.pages(v_cache),
+            out.unflatten(0, shape), causal=self.causal,
             # the list of a single query token ends at its window already
-            window_left=self.call.config.window_left if shape[1] > 1 else -1,
+            window_left=self.call.config.window_left if shape[1] > 1 else -1, **keys.arguments(),
         )
         if lse is not None:
             lse.unflatten(0, shape).copy_(sums.transpose(1, 2))
@@ -199,16 +195,16 @@ class Fa3Tree(_PatternA):
 
     call: Fa3Call
     plan: AttnPlan
-    rows: Tensor  # [B] int32
+    prefix: Keys
     table: Tensor  # [B * q_len, tail] int32
-    keys: Tensor  # [B * q_len] int32
+    lens: Tensor  # [B * q_len] int32
 
     @classmethod
     def over(cls, call: Fa3Call, plan: AttnPlan) -> Fa3Tree:
         """Allocate the lists of ancestors."""
         queries = plan.batch * plan.layout.q_len
         table = plan.req_to_token.new_zeros(queries, plan.layout.tail)
-        return cls(call, plan, table.new_zeros(plan.batch), table, table.new_zeros(queries))
+        return cls(call, plan, prefix_of(plan), table, table.new_zeros(queries))
 
     @property
     def grows(self) -> bool:
@@ -216,125 +212,62 @@ class Fa3Tree(_PatternA):
         return self.plan.layout.tail > self.plan.layout.q_len
 
     def fill(self) -> None:
-        """List the ancestors of every query token, if they are known by now."""
-        self.rows.copy_(self.plan.req_pool_indices)
+        """List the prefixes, and the ancestors of every query token if they are known by now."""
+        self.prefix.fill()
         if not self.grows:
             self._list_ancestors()
 
     def _list_ancestors(self) -> None:
         ops("page_table", self.table.device).fill_ancestor_table(
-            self.plan.tail_slots, self.plan.tail_words, self.table, self.keys
+            self.plan.tail_slots, self.plan.tail_words, self.table, self.lens
         )
 
     def run(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
     ) -> None:
         """Attend; see `BoundAttention.run`."""
-        plan = self.plan
+        plan, prefix = self.plan, self.prefix
         shape = (plan.batch, plan.layout.q_len)
         if self.grows:
             self._list_ancestors()
         merged = out.unflatten(0, shape)
         _, prefix_lse = self.call(
-            q.unflatten(0, shape), k_cache, v_cache, merged,
-            page_table=plan.req_to_token, cache_seqlens=plan.seq_lens, cache_batch_idx=self.rows,
+            q.unflatten(0, shape), prefix.pages(k_cache), prefix.pages(v_cache), merged,
+            **prefix.arguments(),
         )
         tail_out, tail_lse = self.call(
-            q[:, None], k_cache, v_cache, page_table=self.table, cache_seqlens=self.keys
+            q[:, None], k_cache[:, None], v_cache[:, None],
+            page_table=self.table, cache_seqlens=self.lens,
         )
         ops("merge_lse", q.device).merge_lse(
             merged, prefix_lse.transpose(1, 2), plan.seq_lens,
-            tail_out.view(merged.shape), tail_lse.view(*shape, -1), self.keys.view(shape),
+            tail_out.view(merged.shape), tail_lse.view(*shape, -1), self.lens.view(shape),
             merged, None if lse is None else lse.unflatten(0, shape),
         )
 
 
 @dataclass(frozen=True)
-class Fa3Lists(_PatternA):
-    """Draft decode from index lists, read in place."""
-
-    call: Fa3Call
-    plan: CsrPlan
-    table: Tensor  # [1, width] int32 with row stride 1: row r begins at list entry r
-    starts: Tensor  # [rows] int32
-    lens: Tensor  # [rows] int32
-
-    @classmethod
-    def over(cls, call: Fa3Call, plan: CsrPlan) -> Fa3Lists:
-        """View the lists as a table; its width only steers how FA3 splits long lists."""
-        rows = len(plan.kv_indptr) - 1
-        width = max(1, len(plan.kv_indices) // max(1, rows))
-        lens = plan.kv_indptr.new_zeros(rows)
-        return cls(call, plan, overlapping_rows(plan.kv_indices, width), lens.clone(), lens)
-
-    def fill(self) -> None:
-        """Find where each list begins; the query is its last key, so a window is its end."""
-        ends, window = self.plan.kv_indptr[1:], self.call.config.window_left
-        torch.sub(ends, self.plan.kv_indptr[:-1], out=self.lens)
-        if window >= 0:
-            self.lens.clamp_(max=window + 1)
-        torch.sub(ends, self.lens, out=self.starts)
-
-    def run(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
-    ) -> None:
-        """Attend; see `BoundAttention.run`."""
-        _, sums = self.call(
-            q[:, None], k_cache, v_cache, out[:, None], page_table=self.table,
-            cache_seqlens=self.lens, cache_batch_idx=self.starts,
-        )
-        if lse is not None:
-            lse.copy_(sums[:, :, 0])
-
-
-@dataclass(frozen=True)
 class Fa3Extend(_PatternA):
-    """A ragged prompt extend: one causal call over the rows of ``req_to_token``, in place."""
+    """A ragged prompt extend: one causal call."""
 
     call: Fa3Call
+    keys: Keys
     plan: ExtendPlan
-    table: Tensor  # [1, max_seq_len] int32 with row stride 1
-    starts: Tensor  # [B] int32
-    lens: Tensor  # [B] int32
-
-    @classmethod
-    def over(cls, call: Fa3Call, plan: ExtendPlan) -> Fa3Extend:
-        """View the slot table as one list."""
-        slots = plan.req_to_token
-        if slots.numel() >= 2**31:
-            raise UnsupportedError("backend 'fa3'", [
-                f"req_to_token must have less than 2^31 entries, got {slots.numel()}"
-            ])
-        table = overlapping_rows(slots, max(1, plan.max_seq_len))
-        starts = slots.new_zeros(len(plan.seq_lens))
-        return cls(call, plan, table, starts, starts.clone())
 
     def fill(self) -> None:
-        """Find where each request's keys begin: at its row, or at its first query's window."""
-        plan, window = self.plan, self.call.config.window_left
-        hidden = torch.zeros_like(plan.seq_lens)
-        if window >= 0:
-            hidden = (plan.seq_lens - window).clamp(min=0)
-        self.starts.copy_(plan.req_pool_indices * plan.req_to_token.stride(0) + hidden)
-        self.lens.copy_(plan.seq_lens + plan.qo_indptr.diff() - hidden)
+        """List every request's keys."""
+        self.keys.fill()
 
     def run(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
     ) -> None:
         """Attend; see `BoundAttention.run`."""
+        keys = self.keys
         _, sums = self.call(
-            q, k_cache, v_cache, out, page_table=self.table, cache_seqlens=self.lens,
-            cache_batch_idx=self.starts, causal=True, window_left=self.call.config.window_left,
+            q, keys.pages(k_cache), keys.pages(v_cache), out,
+            causal=True, window_left=self.call.config.window_left,
             cu_seqlens_q=self.plan.qo_indptr, max_seqlen_q=self.plan.max_q_len,
+            **keys.arguments(),
         )
         if lse is not None:
             lse.copy_(sums.T)
-
-
-def overlapping_rows(entries: Tensor, width: int) -> Tensor:
-    """View dense int32 ``entries`` as a table ``[1, width]`` whose row r begins at entry r.
-
-    FA3 finds a row by its stride alone and reads as many entries as the request has keys, so rows
-    past the first are found too.
-    """
-    return entries.as_strided((1, min(width, entries.numel())), (1, 1))

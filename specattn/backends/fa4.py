@@ -11,10 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-
-from specattn.backends.base import Capabilities
-from specattn.backends.paged import BlockTable, PagedBackend
+from specattn.backends.paged import BlockTable, BoundPages, PagedBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,10 +33,6 @@ class Fa4Backend(PagedBackend):
     """
 
     name: ClassVar[str] = "fa4"
-    capabilities: ClassVar[Capabilities] = Capabilities(
-        graphs=True, trees=False, lists=False, extend=False,
-        dtypes=(torch.float16, torch.bfloat16),
-    )
     module: ClassVar[str] = "flash_attn.cute.interface"
     package: ClassVar[str] = "--pre flash-attn-4"
     majors: ClassVar[tuple[int, ...]] = (9, 10, 11)
@@ -61,30 +54,20 @@ class Fa4Backend(PagedBackend):
     def bind_causal(self, plan: AttnPlan) -> BoundAttention:
         """Bind to decode, chain verify and chain draft steps."""
         blocks = BlockTable.over(plan, self.page_size)
-        return Fa4(self.config, self.library.flash_attn_varlen_func, blocks)
+        return Fa4(self.config, blocks, self.library.flash_attn_varlen_func)
 
 
 @dataclass(frozen=True)
-class Fa4:
+class Fa4(BoundPages):
     """One causal call over prefix and tail."""
 
-    config: AttnConfig
     function: Callable[..., Any]
-    blocks: BlockTable
-
-    def fill(self) -> None:
-        """List the pages of every request."""
-        self.blocks.fill()
-
-    def schedule(self, seq_lens_cpu: Tensor | None) -> None:
-        """Nothing to plan on the host."""
 
     def run(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
     ) -> None:
         """Attend; see `BoundAttention.run`."""
-        config, blocks = self.config, self.blocks
-        shape = (blocks.plan.batch, blocks.plan.layout.q_len)
+        config, blocks, shape = self.config, self.blocks, self.shape
         left = config.window_left
         result, sums = self.function(
             q=q.unflatten(0, shape), k=blocks.pages(k_cache), v=blocks.pages(v_cache),

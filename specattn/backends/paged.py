@@ -1,10 +1,8 @@
 """What adapters of page-granular causal kernels share: block tables, checks, and refusals.
 
 These kernels read KV through ``block_tables [B, pages]`` and the number of keys, mask causally or
-not at all, and know no trees. Plans speak of slots, so two things must hold that a plan does not
-say: the pool's pages have the adapter's `PagedBackend.page_size` (or a multiple of it), and the
-slots of a page are in the order of its keys. `SlotTable` sees to the second; the first is up to
-``SpecConfig.page_size``. Pools that are no whole number of pages are refused.
+not at all, and know no trees. Plans speak of slots, and of pages of so many slots
+(``SpecConfig.page_size``), which must be the adapter's `PagedBackend.page_size` or a multiple.
 """
 
 from __future__ import annotations
@@ -18,14 +16,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from specattn.backends.base import Capabilities
 from specattn.errors import UnsupportedError
 from specattn.kernels import ops
 from specattn.plan import AttnPlan, CsrPlan, Plan
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
-    from specattn.backends.base import BoundAttention, Capabilities
+    from specattn.backends.base import BoundAttention
     from specattn.config import AttnConfig
 
 #: TRT-LLM's kernels, and CUTLASS MLA, read a block table in strides of so many keys.
@@ -51,7 +52,11 @@ class PagedBackend(ABC):
     """
 
     name: ClassVar[str]
-    capabilities: ClassVar[Capabilities]
+    # what all have in common
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        graphs=True, trees=False, lists=False, extend=False,
+        dtypes=(torch.float16, torch.bfloat16),
+    )
     module: ClassVar[str]  # where the entry points are
     package: ClassVar[str]  # what installs it
     majors: ClassVar[tuple[int, ...]]  # of the compute capabilities it has kernels for
@@ -111,9 +116,14 @@ class PagedBackend(ABC):
         Raises
         ------
         UnsupportedError
-            For trees, index lists and prompts.
+            For trees, index lists and prompts, and for pages of another size.
         """
         if isinstance(plan, AttnPlan) and plan.layout.causal:
+            if plan.layout.page_size % self.page_size:
+                raise UnsupportedError(f"backend {self.name!r}", [
+                    f"page_size must be a multiple of {self.page_size}, "
+                    f"got {plan.layout.page_size} (SpecConfig.page_size)"
+                ])
             return self.bind_causal(plan)
         if isinstance(plan, AttnPlan):
             reason = "trees are not served, its kernels know causal masks only (topk 1)"
@@ -128,6 +138,20 @@ class PagedBackend(ABC):
         """Bind to a plan whose words are causal by construction."""
 
 
+def latent_reasons(config: AttnConfig, served: Sequence[tuple[int, int]]) -> list[str]:
+    """Say what stands in the way of a layer whose rows are ``(rank, rope)`` numbers of ``served``.
+
+    ``rank`` numbers of latent, which are the values, and ``rope`` rotated ones.
+    """
+    if not config.latent:
+        return ["only latent layers are served (AttnConfig.latent)"]
+    rank, rope = config.v_head_dim, config.head_dim - config.v_head_dim
+    if (rank, rope) in served:
+        return []
+    rows = " or ".join(f"{first} + {second}" for first, second in served)
+    return [f"a row must be {rows} numbers, got {rank} + {rope}"]
+
+
 def installed(module: str) -> bool:
     """Whether ``module`` can be found, without importing its parent packages."""
     first, *rest = module.split(".")
@@ -136,6 +160,15 @@ def installed(module: str) -> bool:
         name = f"{name}.{part}"
         spec = spec and PathFinder.find_spec(name, spec.submodule_search_locations)
     return spec is not None
+
+
+def whole_pages(pool: Tensor, page_size: int) -> Tensor:
+    """View ``[num_slots, heads, dim]`` as ``[num_pages, page_size, heads, dim]``.
+
+    Slots past the last whole page belong to nobody, and are left out.
+    """
+    whole = len(pool) // page_size * page_size
+    return pool[:whole].view(-1, page_size, *pool.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -172,23 +205,29 @@ class BlockTable:
             self.table, self.lens, page_size=self.page_size, lists=self.lists,
         )
 
+    def pages(self, pool: Tensor) -> Tensor:
+        """Return `whole_pages` of the table's size."""
+        return whole_pages(pool, self.page_size)
+
+
+@dataclass(frozen=True)
+class BoundPages:
+    """What every adapter binds: attention over a block table, planned on the device."""
+
+    config: AttnConfig
+    blocks: BlockTable
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Requests, and query tokens of each."""
+        return self.blocks.plan.batch, self.blocks.plan.layout.q_len
+
+    def fill(self) -> None:
+        """List the pages of every request."""
+        self.blocks.fill()
+
     def schedule(self, seq_lens_cpu: Tensor | None) -> None:
         """Nothing to plan on the host."""
-
-    def pages(self, pool: Tensor) -> Tensor:
-        """View ``[num_slots, heads, dim]`` as ``[num_pages, page_size, heads, dim]``.
-
-        Raises
-        ------
-        ValueError
-            If the pool is no whole number of pages.
-        """
-        if len(pool) % self.page_size:
-            raise ValueError(
-                f"the KV pool must be whole pages of {self.page_size} slots "
-                f"(SpecConfig.page_size), got {len(pool)} slots"
-            )
-        return pool.view(-1, self.page_size, *pool.shape[1:])
 
 
 @dataclass(frozen=True)

@@ -65,15 +65,16 @@ def promises() -> str:
         "window": "window", "cap": "cap", "lse": "lse",
     }
     lines = [
-        f"| backend | plans on | {' | '.join(columns)} | dtypes |",
-        "|---" * (len(columns) + 3) + "|",
+        f"| backend | plans on | {' | '.join(columns)} | pages of | dtypes |",
+        "|---" * (len(columns) + 4) + "|",
     ]
     for name in _names():
         found = load_backend(name).capabilities
         marks = ["yes" if getattr(found, item) else "no" for item in columns.values()]
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in found.dtypes)
         plans = "host" if found.host_plan else "device"
-        lines.append(f"| `{name}` | {plans} | {' | '.join(marks)} | {dtypes} |")
+        pages = "any size" if found.page_size == 1 else f"{found.page_size} n"
+        lines.append(f"| `{name}` | {plans} | {' | '.join(marks)} | {pages} | {dtypes} |")
     return "\n".join(lines)
 
 

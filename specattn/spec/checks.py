@@ -44,7 +44,8 @@ def check_contents(batch: SpecBatch, config: SpecConfig, table: Tensor, num_slot
     """Raise a ValueError that names what a batch's tensors should not hold. Waits for the device.
 
     Rows name a request each, lengths agree with their host mirror, and every position a step
-    reads or writes has a slot in the pools; slots past the committed length belong to one request.
+    reads or writes has a slot in the pools; slots past the committed length belong to one request,
+    and slots lie in pages as ``config.page_size`` says.
     """
     rows, lens = batch.req_pool_indices.cpu(), batch.seq_lens.cpu()
     if ((rows < 1) | (rows >= len(table))).any() or len(rows.unique()) != len(rows):
@@ -67,6 +68,18 @@ def check_contents(batch: SpecBatch, config: SpecConfig, table: Tensor, num_slot
         if len(tail) != config.reserve_len or tail & (written | set(slots[:length])):
             raise ValueError(f"slots row {row} writes must be its own, got {slots[length:]}")
         written |= tail
+        _check_pages(row, slots, config.page_size)
+
+
+def _check_pages(row: int, slots: list[int], page: int) -> None:
+    for position, slot in enumerate(slots):
+        at = position % page
+        first = slots[position - at]
+        if first % page or slot != first + at:
+            raise ValueError(
+                f"slot of row {row}, position {position} must be number {at} of a page of {page} "
+                f"(page_size), with {first} first, got {slot}"
+            )
 
 
 def check_tree(tree: DraftTree, batch: SpecBatch, config: SpecConfig, vocab_size: int) -> None:

@@ -156,7 +156,7 @@ class Prefill:
         return ExtendPlan(
             req_to_token=self.req_to_token, req_pool_indices=rows, seq_lens=starts,
             qo_indptr=indptr, out_slots=slots[None], max_q_len=max(lens),
-            max_seq_len=max(p.stop for p in pieces),
+            max_seq_len=max(p.stop for p in pieces), page_size=self.config.page_size,
         )
 
     def _forward_target(

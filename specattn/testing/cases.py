@@ -39,6 +39,8 @@ class Form:
         Whether values are the first columns of the keys, see `specattn.config.AttnConfig`.
     evict : bool
         Whether keys outside every window hold NaN.
+    whole_pages : bool
+        Whether all slots of a page in use hold numbers, not only those of keys.
     device, seed
         Where the tensors live, and what they are drawn from.
     """
@@ -55,6 +57,7 @@ class Form:
     pool_pad: int = 0
     latent: bool = False
     evict: bool = True
+    whole_pages: bool = False
     device: str | torch.device = "cpu"
     seed: int = 0
 
@@ -116,9 +119,13 @@ def _own(lengths: list[int], form: Form, rng: random.Random) -> tuple[list[list[
 
 
 def _used(case: Case, form: Form) -> set[int]:
-    """Slots whose keys exist: those some query sees, and without eviction those it saw."""
+    """Slots that hold numbers: keys that some query sees, and without eviction that it saw."""
     seen = case if form.evict else replace(case, window_left=-1)
-    return {slot for row in visible_slots(seen) for slot in row}
+    used = {slot for row in visible_slots(seen) for slot in row}
+    if form.whole_pages:
+        pages = {slot // form.page_size for slot in used}
+        used = {page * form.page_size + at for page in pages for at in range(form.page_size)}
+    return used
 
 
 def _pools(used: set[int], slots: int, form: Form) -> tuple[Tensor, Tensor]:
@@ -140,7 +147,7 @@ def _case(args: dict[str, Any], form: Form, **about: Any) -> Case:
     none = torch.empty(0)
     return Case(
         none, none, none, none, none, args, form.scale * form.head_dim**-0.5,
-        form.window_left, form.logit_cap, form.latent, **about,
+        form.window_left, form.logit_cap, form.latent, page_size=form.page_size, **about,
     )
 
 
@@ -188,13 +195,15 @@ def make_tree_case(
     look, tail = Form(**form), q_len if tail_len is None else tail_len
     args, slots = _tree(lengths, mode, (q_len, tail), pads, width, look)
     case = _case(
-        args, look, layout=RowLayout(q_len, tail, phase, causal=mode == "chain"),
+        args, look, layout=RowLayout(q_len, tail, phase, mode == "chain", look.page_size),
         prefix_lens=lengths + [0] * pads, live=len(lengths) * q_len,
         out_slots=args["tail_slots"][:, tail - q_len :],
     )
     # a tail key stays readable though no query sees it: its owner has written it
     used = _used(case, look)
     used |= set(args["tail_slots"].flatten().tolist())
+    if pads:  # page 0 is padding's, and begins as zeros
+        used |= set(range(look.page_size))
     return _finish(case, used, slots, (len(lengths) + pads) * q_len, look)
 
 

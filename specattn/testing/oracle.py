@@ -86,6 +86,8 @@ class Case:
         Rows of ``q`` before the padding's.
     out_slots : Tensor, optional
         The slots the forward writes.
+    page_size : int
+        Slots of a page.
     """
 
     q: Tensor
@@ -103,6 +105,7 @@ class Case:
     prefix_lens: list[int] = field(default_factory=list)
     live: int = 0
     out_slots: Tensor | None = None
+    page_size: int = 1
 
     def clear(self) -> None:
         """Fill the outputs with a NaN of their own."""

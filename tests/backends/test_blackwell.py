@@ -1,19 +1,17 @@
 """The adapters of kernels that no machine here can run: everything around the library call.
 
-Each library is a stand-in that checks the arguments as the wheel does and attends in a loop over
-pages. Where a wheel can be found, the call is checked against the signature in its source.
+The libraries are `tests.backends.stand_ins`. Where a wheel can be found, the call is checked
+against the signature in its source.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
-import math
 import random
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,7 +25,10 @@ from specattn.config import AttnConfig, SpecConfig
 from specattn.errors import UnsupportedError
 from specattn.kv import KVPool, SlotTable
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan
+from specattn.testing.oracle import head
 from tests import oracle
+from tests.backends import stand_ins
+from tests.backends.stand_ins import standing_in
 from tests.kernels.tree_oracle import DEVICE as PLACE
 from tests.kernels.tree_oracle import implementation
 
@@ -37,125 +38,16 @@ BF16 = torch.bfloat16
 LENGTHS = [0, 1, 63, 200, 17, 128]
 LATENT = {"heads": (5, 1), "head_dim": 576, "v_head_dim": 512, "latent": True, "scale": 2.0}
 PLAIN = {"heads": (8, 2), "head_dim": 64, "v_head_dim": 64}
-
-
-def attend(q, keys, values, scale, cap=0.0):
-    """One query token ``[Hq, D]`` over ``[N, Hkv, D]``; float64, natural lse."""
-    group = q.shape[0] // keys.shape[1]
-    keys, values = (part.double().repeat_interleave(group, 1) for part in (keys, values))
-    logits = torch.einsum("hd,nhd->nh", q.double(), keys) * scale
-    if cap:
-        logits = cap * torch.tanh(logits / cap)
-    return torch.einsum("nh,nhd->hd", logits.softmax(0), values), logits.logsumexp(0)
-
-
-def causal(q, k, v, table, lens, scale, *, left=-1, cap=0.0):
-    """Attend ``q [B, q_len, Hq, D]`` over pages ``[pages, page_size, Hkv, D]``."""
-    assert table.dtype == lens.dtype == torch.int32
-    assert len(table) == len(lens) == len(q)
-    assert int(table.max()) < len(k)
-    out = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float64, device=q.device)
-    lse = torch.empty(q.shape[:3], dtype=torch.float64, device=q.device)
-    for b, keys in enumerate(lens.tolist()):
-        listed = table[b, : -(-keys // k.shape[1])].long()
-        mine = [pool[listed].flatten(0, 1)[:keys] for pool in (k, v)]
-        for i in range(q.shape[1]):
-            end = keys - q.shape[1] + i + 1
-            start = max(0, end - 1 - left) if left >= 0 else 0
-            seen = [part[start:end] for part in mine]
-            out[b, i], lse[b, i] = attend(q[b, i], *seen, scale, cap)
-    return out, lse
-
-
-def flash_attn_varlen_func(
-    *, q, k, v, page_table, seqused_k, softmax_scale, causal, window_size, softcap, num_splits,
-    return_lse,
-):
-    assert causal
-    assert num_splits == 1
-    assert window_size in ((None, None), (window_size[0], 0))
-    left = -1 if window_size[0] is None else window_size[0]
-    out, lse = globals()["causal"](
-        q, k, v, page_table, seqused_k, softmax_scale, left=left, cap=softcap
-    )
-    return out.to(q.dtype), lse.float().transpose(1, 2) if return_lse else None
-
-
-def trtllm_batch_decode_with_kv_cache(
-    *, query, kv_cache, kv_layout, workspace_buffer, block_tables, seq_lens, max_seq_len,
-    q_len_per_req, bmm1_scale, bmm2_scale, window_left, out, backend, lse, return_lse,
-):
-    assert (kv_layout, backend) == ("NHD", "trtllm-gen")
-    assert not workspace_buffer.any()
-    assert out.is_contiguous()
-    assert max_seq_len >= int(seq_lens.max())
-    k, v = kv_cache
-    found, sums = causal(query.unflatten(0, (-1, q_len_per_req)), k, v, block_tables, seq_lens,
-                         bmm1_scale, left=window_left)
-    out.copy_(found.flatten(0, 1) * bmm2_scale)
-    assert return_lse == (lse is not None)
-    if return_lse:
-        lse.copy_(sums.flatten(0, 1) / math.log(2))
-    return out
-
-
-def trtllm_batch_decode_with_kv_cache_mla(
-    *, query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim,
-    block_tables, seq_lens, max_seq_len, out, bmm1_scale, bmm2_scale, backend, lse, return_lse,
-):
-    assert (qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim) == (128, 512, 64)
-    assert backend == "trtllm-gen"
-    assert not workspace_buffer.any()
-    assert kv_cache.shape[1] == 1
-    assert kv_cache.shape[2] in (32, 64)
-    assert block_tables.shape[1] % (128 / kv_cache.shape[2]) == 0
-    assert max_seq_len >= int(seq_lens.max())
-    assert out.shape == (*query.shape[:-1], kv_lora_rank)
-    assert out.dtype == BF16
-    pages = kv_cache.transpose(1, 2)
-    found, sums = causal(query, pages, pages[..., :512], block_tables, seq_lens, bmm1_scale)
-    out.copy_(found * bmm2_scale)
-    if return_lse:
-        lse.copy_(sums.flatten(0, 1) / math.log(2))
-    return out
-
-
-def cutlass_mla_get_workspace_size(*, max_seq_len, num_batches, num_kv_splits):
-    assert min(max_seq_len, num_batches, num_kv_splits) > 0
-    return 16 * num_batches
-
-
-def cutlass_mla_decode(
-    *, q_nope, q_pe, kv_c_and_k_pe_cache, seq_lens, page_table, workspace, sm_scale, num_kv_splits
-):
-    assert (q_nope.shape[2], q_pe.shape[2], kv_c_and_k_pe_cache.shape[2]) == (512, 64, 576)
-    assert page_table.shape[1] % (128 / kv_c_and_k_pe_cache.shape[1]) == 0
-    assert len(workspace) >= 16 * len(seq_lens)
-    assert num_kv_splits == 1
-    pages = kv_c_and_k_pe_cache[:, :, None]
-    query = torch.cat([q_nope, q_pe], 2)[:, None]
-    return causal(query, pages, pages[..., :512], page_table, seq_lens, sm_scale)[0][:, 0].to(BF16)
-
-
-CALLS = {  # backend: package, source file, the stand-ins of what it calls
-    "fa4": ("flash_attn", "cute/interface.py", [flash_attn_varlen_func]),
-    "trtllm_mha": ("flashinfer", "decode.py", [trtllm_batch_decode_with_kv_cache]),
-    "trtllm_mla": ("flashinfer", "mla/_core.py", [trtllm_batch_decode_with_kv_cache_mla]),
+CALLS = {  # backend: package, source file, what it calls
+    "fa4": ("flash_attn", "cute/interface.py", ["flash_attn_varlen_func"]),
+    "trtllm_mha": ("flashinfer", "decode.py", ["trtllm_batch_decode_with_kv_cache"]),
+    "trtllm_mla": ("flashinfer", "mla/_core.py", ["trtllm_batch_decode_with_kv_cache_mla"]),
     "cutlass_mla": (
-        "sgl_kernel", "attention.py", [cutlass_mla_decode, cutlass_mla_get_workspace_size]
+        "sgl_kernel", "attention.py", ["cutlass_mla_decode", "cutlass_mla_get_workspace_size"]
     ),
 }
 FORMS = {"fa4": PLAIN, "trtllm_mha": PLAIN, "trtllm_mla": LATENT, "cutlass_mla": LATENT}
 KINDS = [(1, 1), (1, 4), (6, 6), (3, 70)]  # q_len, tail
-
-
-@pytest.fixture(autouse=True)
-def libraries(monkeypatch):
-    """The stand-ins, whatever is installed."""
-    everything = SimpleNamespace(**{f.__name__: f for _, _, fs in CALLS.values() for f in fs})
-    monkeypatch.setattr("specattn.backends.paged.import_module", lambda name: everything)
-    for name in ("trtllm_mha", "trtllm_mla"):
-        monkeypatch.setattr(f"specattn.backends.{name}.WORKSPACE_BYTES", 1024)
 
 
 def make_case(name, lengths, q_len, tail, **form) -> oracle.Case:
@@ -171,7 +63,7 @@ def backend_of(name, case, cls=None):
         case.q.shape[1], case.k_cache.shape[1], case.q.shape[2], case.v_cache.shape[2], BF16,
         case.sm_scale, case.window_left, case.logit_cap, case.latent,
     )
-    backend = (cls or load_backend(name))(config, DEVICE)
+    backend = (cls or standing_in(name))(config, DEVICE)
     assert not backend.geometry(config)
     return backend
 
@@ -192,12 +84,10 @@ def run(bound, case, *, lse=True) -> None:
 def test_causal_plans(name, q_len, tail):
     pads = 2 if tail == q_len else 0  # padding of longer tails sees its own tokens alone
     case = make_case(name, LENGTHS, q_len, tail, pads=pads)
-    for cache in (case.k_cache, case.v_cache):  # page 0 is padding's: finite, as pools begin
-        cache[: load_backend(name).page_size] = cache[0].clone()
     backend = backend_of(name, case)
     lse = backend.capabilities.lse
     run(backend.bind(plan_of(case)), case, lse=lse)
-    oracle.check(case, oracle.oracle_tree(case), lse=lse)
+    oracle.check(*head(case, case.expected()), lse=lse)
 
 
 @pytest.mark.parametrize(("name", "window", "cap"), [
@@ -212,7 +102,7 @@ def test_windows_and_caps(name, window, cap):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_every_page_size_by_a_subclass(name):
-    plain = load_backend(name)
+    plain = standing_in(name)
     for size in plain.page_sizes:
         case = make_case(name, [40, 3], 2, 2, page_size=size)
         other = type("Other", (plain,), {"page_size": size})
@@ -242,9 +132,8 @@ def test_one_binding_serves_growing_and_shrinking_lengths(name):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_draft_steps_of_a_chain_over_a_slot_table(name, monkeypatch):
+def test_draft_steps_of_a_chain_over_a_slot_table(name):
     """What `SlotTable` hands out is what the adapters require; lengths cross a page's end."""
-    monkeypatch.setattr(load_backend(name), "reasons", staticmethod(lambda config, device: []))
     page = load_backend(name).page_size
     heads = AttnConfig(4, 2, 64, dtype=BF16)
     if FORMS[name] is LATENT:
@@ -261,7 +150,8 @@ def test_draft_steps_of_a_chain_over_a_slot_table(name, monkeypatch):
     q = torch.randn(3, heads.num_qo_heads, heads.head_dim, device=DEVICE).to(BF16)
     outs = {}
     for which in ("torch_native", name):
-        layers = LayeredBackend(which, [heads], pool, DEVICE)
+        backend = "torch_native" if which == "torch_native" else standing_in(name)
+        layers = LayeredBackend(backend, [heads], pool, DEVICE)
         bound = MultiStepDraftBackend(layers, config, table.req_to_token, 3, "table").bind(3)
         inputs, dims = bound.plan.inputs, bound.plan.dims
         inputs.copy_in(dims, req_pool_indices=torch.tensor(rows, device=DEVICE),
@@ -279,7 +169,7 @@ def test_draft_steps_of_a_chain_over_a_slot_table(name, monkeypatch):
 def test_scales_of_quantised_tensors_fold_into_the_two_products(name):
     assert Scales(2.0, 3.0, 5.0, 7.0).folded(0.5) == (3.0, 35.0)
     case = make_case(name, [70, 3], 2, 2)
-    scaled = type("Scaled", (load_backend(name),), {"scales": Scales(2.0, 0.25, 4.0, 0.5)})
+    scaled = type("Scaled", (standing_in(name),), {"scales": Scales(2.0, 0.25, 4.0, 0.5)})
     run(backend_of(name, case, scaled).bind(plan_of(case)), case)
     outs, sums = oracle.oracle_tree(replace(case, sm_scale=case.sm_scale / 2))
     oracle.check(case, (outs * 2, sums))
@@ -329,9 +219,10 @@ def test_what_is_not_served_is_refused_by_name(name):
     for plan, what in ((tree, "trees"), (lists, "index lists"), (prompt, "prompts")):
         with pytest.raises(UnsupportedError, match=f"'{name}': {what} are not served"):
             backend.bind(plan)
+    small = replace(case, layout=replace(case.layout, page_size=8))
+    with pytest.raises(UnsupportedError, match=r"page_size must be a multiple of \d+, got 8"):
+        backend.bind(plan_of(small))
     bound = backend.bind(plan_of(case))
-    with pytest.raises(ValueError, match=r"whole pages of \d+ slots .*got 65 slots"):
-        bound.run(case.q, case.k_cache[:65], case.v_cache[:65], case.out)
     if not backend.capabilities.lse:
         with pytest.raises(UnsupportedError, match="returns no lse"):
             run(bound, case)
@@ -406,13 +297,23 @@ def signature_in(source: Path, name: str) -> inspect.Signature:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_the_call_fits_the_installed_library(name):
-    package, file, stand_ins = CALLS[name]
+    package, file, functions = CALLS[name]
     if not installed(load_backend(name).module):
         pytest.skip(f"{load_backend(name).module} is not installed")
     (root,) = find_spec(package).submodule_search_locations
-    for stand_in in stand_ins:
-        real = signature_in(Path(root) / file, stand_in.__name__)
-        real.bind(**dict.fromkeys(inspect.signature(stand_in).parameters))
+    for function in functions:
+        real = signature_in(Path(root) / file, function)
+        ours = inspect.signature(getattr(stand_ins, function))
+        real.bind(**dict.fromkeys(ours.parameters))
+
+
+def test_slots_past_the_last_whole_page_are_left_out():
+    """A pool may be larger than the pages its slot table hands out."""
+    case = make_case("fa4", [40, 3], 2, 2)
+    pools = [torch.cat([pool, pool[:5] * 0]) for pool in (case.k_cache, case.v_cache)]
+    case = replace(case, k_cache=pools[0], v_cache=pools[1])
+    run(backend_of("fa4", case).bind(plan_of(case)), case)
+    oracle.check(case, oracle.oracle_tree(case))
 
 
 def test_pages_of_another_size_are_refused_before_anything_runs():

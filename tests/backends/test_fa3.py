@@ -1,14 +1,12 @@
-"""FA3 against the float64 oracle: the real library on Hopper, a plain imitation elsewhere.
+"""FA3 against the float64 oracle: the real library on Hopper, a stand-in elsewhere.
 
-The imitation computes what `flash_attn_with_kvcache` documents, so that everything the backend
+The stand-in computes what `flash_attn_with_kvcache` documents, so that everything the backend
 does around the call is tested on any machine.
 """
 
 from __future__ import annotations
 
-import sys
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,6 +19,7 @@ from specattn.config import AttnConfig, SpecConfig
 from specattn.errors import UnsupportedError
 from specattn.kv import KVPool, SlotTable
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, causal_words
+from specattn.testing.session import plan_of
 from tests import oracle
 from tests.backends.test_multi_step import feed
 
@@ -30,68 +29,14 @@ REASONS = Fa3Backend.reasons
 LENGTHS = [0, 1, 63, 200, 17, 129]
 
 
-def imitation(
-    q, k_cache, v_cache, *, out=None, page_table, cache_seqlens, cache_batch_idx=None,
-    causal=False, window_size=(-1, -1), softmax_scale, softcap=0.0, return_softmax_lse=False,
-    cu_seqlens_q=None, max_seqlen_q=None,
-):
-    """`flash_attn_with_kvcache` in a loop."""
-    assert page_table.dtype == cache_seqlens.dtype == torch.int32
-    assert page_table.stride(-1) == 1
-    assert k_cache.shape[1] == 1
-    if cache_batch_idx is None:
-        assert len(page_table) == len(cache_seqlens)
-        cache_batch_idx = torch.arange(len(cache_seqlens), dtype=torch.int32)
-    assert cache_batch_idx.dtype == torch.int32
-    assert cache_batch_idx.is_contiguous()
-    flat = q.flatten(0, 1) if cu_seqlens_q is None else q
-    # what a row without keys gets
-    result = torch.zeros_like(flat)
-    lse = torch.full(flat.shape[:2], float("-inf"))
-    bounds = cu_seqlens_q
-    if bounds is None:
-        bounds = torch.arange(0, len(flat) + 1, q.shape[1])
-    entries = page_table.as_strided((page_table.untyped_storage().nbytes() // 4,), (1,), 0)
-    left = window_size[0] if 0 <= window_size[0] < page_table.shape[1] - 1 else -1
-    for b, keys in enumerate(cache_seqlens.tolist()):
-        first, last = bounds[b : b + 2].tolist()
-        assert max_seqlen_q is None or last - first <= max_seqlen_q
-        begin = page_table.storage_offset() + int(cache_batch_idx[b]) * page_table.stride(0)
-        slots = entries[begin : begin + keys].long().tolist()
-        for i in range(first, last):
-            place = keys - (last - i) if causal or left >= 0 else keys - 1
-            lowest = max(0, place - left) if left >= 0 else 0
-            if keys:
-                seen = slots[lowest : place + 1]
-                result[i], lse[i] = one_row(flat[i], k_cache[seen, 0], v_cache[seen, 0],
-                                            softmax_scale, softcap)
-    lse = lse.T if cu_seqlens_q is not None else lse.unflatten(0, q.shape[:2]).transpose(1, 2)
-    out = torch.empty_like(q) if out is None else out
-    out.copy_(result.view(q.shape))
-    return (out, lse.contiguous()) if return_softmax_lse else out
-
-
-def one_row(q, k, v, scale, cap):
-    group = q.shape[0] // k.shape[1]
-    k, v = (part.double().repeat_interleave(group, 1) for part in (k, v))  # [N, Hq, D]
-    logits = torch.einsum("hd,nhd->nh", q.double(), k) * scale
-    if cap:
-        logits = cap * torch.tanh(logits / cap)
-    return torch.einsum("nh,nhd->hd", logits.softmax(0), v), logits.logsumexp(0)
-
-
 @pytest.fixture(autouse=True)
 def library(monkeypatch):
-    """The real library where it runs, elsewhere the imitation."""
+    """The real library where it runs, elsewhere the stand-in."""
     if DEVICE.type == "cuda":
         if reasons := Fa3Backend.reasons(None, DEVICE):
             pytest.skip("; ".join(reasons))
         return
-    package, module = ModuleType("sgl_kernel"), ModuleType("sgl_kernel.flash_attn")
-    package.__spec__ = ModuleSpec("sgl_kernel", None)
-    module.flash_attn_with_kvcache = imitation
-    monkeypatch.setitem(sys.modules, "sgl_kernel", package)
-    monkeypatch.setitem(sys.modules, "sgl_kernel.flash_attn", module)
+    monkeypatch.setattr(Fa3Backend, "module", "tests.backends.stand_ins")
     monkeypatch.setattr(Fa3Backend, "reasons", staticmethod(lambda config, device: []))
 
 
@@ -106,7 +51,8 @@ def backend_of(case: oracle.Case) -> Fa3Backend:
 
 def tree_plan(case: oracle.Case, *, causal: bool) -> AttnPlan:
     batch, tail = case.args["tail_slots"].shape
-    layout = RowLayout(case.q.shape[0] // batch, tail, Phase.VERIFY, causal=causal)
+    q_len = case.q.shape[0] // batch
+    layout = RowLayout(q_len, tail, Phase.VERIFY, causal, case.page_size)
     return AttnPlan(layout=layout, **case.args)
 
 
@@ -149,6 +95,63 @@ def test_every_tree_mode(mode, q_len, tail, heads, head_dim, dtype):
             case.args["tail_words"][-2:] = (1 << tail) - 1
     attend(case, backend_of(case).bind(plan))
     check(case, oracle.oracle_tree(case))
+
+
+@pytest.mark.parametrize("page_size", [4, 16, 64, 256])
+@pytest.mark.parametrize(("mode", "q_len", "tail"), KINDS)
+def test_pages(mode, q_len, tail, page_size):
+    """Pages in any order, prefixes around their ends; what nobody wrote in a page holds NaN."""
+    lengths = [0, 1, 15, 16, 61, 64, 129, 200] if q_len < 70 else [0, 150]
+    case = oracle.make_tree_case(
+        lengths, mode=mode, q_len=q_len, tail_len=tail, heads=(8, 2), head_dim=64, dtype=BF16,
+        page_size=page_size, device=str(DEVICE), pool_pad=8,
+    )
+    attend(case, backend_of(case).bind(plan_of(case)))
+    check(case, oracle.oracle_tree(case))
+
+
+@pytest.mark.parametrize("page_size", [16, 128])
+@pytest.mark.parametrize("cap", [0.0, 3.0])
+def test_prompts_in_pages(cap, page_size):
+    lengths = [(0, 5), (70, 3), (16, 0), (0, 1), (128, 40), (9, 7), (15, 1)]
+    case = oracle.make_extend_case(lengths, heads=(8, 2), head_dim=128, dtype=BF16, logit_cap=cap,
+                                   page_size=page_size, device=str(DEVICE))
+    attend(case, backend_of(case).bind(plan_of(case)))
+    check(case, oracle.oracle_extend(case))
+
+
+def pages_read(case: oracle.Case) -> list[int]:
+    """Slots of the pages of every call."""
+    backend, seen = backend_of(case), []
+    library = backend._call.function
+
+    def function(q, k_cache, *rest, **options):
+        seen.append(k_cache.shape[1])
+        return library(q, k_cache, *rest, **options)
+
+    backend._call = replace(backend._call, function=function)
+    attend(case, backend.bind(plan_of(case)))
+    check(case, case.expected())
+    return seen
+
+
+def test_pages_are_read_where_keys_lie_in_them():
+    """Slots are, where they do not: tails of trees, lists, and what a window cuts."""
+    form = {"heads": (4, 2), "head_dim": 64, "dtype": BF16, "device": str(DEVICE)}
+    for page_size, most in ((1, 1), (16, 16), (64, 64), (128, 64)):
+        paged = form | {"page_size": page_size}
+        for q_len, tail in ((1, 1), (1, 3), (5, 5)):
+            chain = {"mode": "chain", "q_len": q_len, "tail_len": tail}
+            assert pages_read(oracle.make_tree_case([20, 3], **chain, **paged)) == [most]
+            assert pages_read(
+                oracle.make_tree_case([20, 3], **chain, window_left=7, **paged)
+            ) == [1]
+        assert pages_read(oracle.make_tree_case([20, 3], q_len=5, **paged)) == [most, 1]
+        assert pages_read(oracle.make_extend_case([(3, 4), (18, 2)], **paged)) == [most]
+        assert pages_read(
+            oracle.make_extend_case([(3, 4), (18, 2)], window_left=5, **paged)
+        ) == [1]
+        assert pages_read(oracle.make_lists_case([9, 20], topk=2, step=1, **paged)) == [1]
 
 
 @pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (5, 0.0), (150, 0.0), (-1, 3.0), (40, 5.0)])
@@ -199,20 +202,21 @@ def test_ragged_prompts(window, cap):
     check(case, oracle.oracle_extend(case))
 
 
-@pytest.mark.parametrize(("mode", "q_len", "tail", "window"), [
-    ("chain", 6, 6, -1), ("chain", 1, 3, 30), ("tree", 9, 9, -1), ("draft", 3, 9, -1),
+@pytest.mark.parametrize(("mode", "q_len", "tail", "window", "page_size"), [
+    ("chain", 6, 6, -1, 1), ("chain", 1, 3, 30, 1), ("tree", 9, 9, -1, 1), ("draft", 3, 9, -1, 1),
+    ("chain", 6, 6, -1, 16), ("tree", 9, 9, -1, 16), ("draft", 3, 9, -1, 64),
 ])
-def test_one_recording_serves_every_length_and_tree(mode, q_len, tail, window):
+def test_one_recording_serves_every_length_and_tree(mode, q_len, tail, window, page_size):
     """Recorded on padding; eager without a GPU, over the same static tensors."""
     batches = [[0] * 4, [3, 500, 0, 64], [0, 1, 2, 3], [700, 700, 1, 31], [5, 0, 0, 0]]
     cases = [
         oracle.make_tree_case(lengths, mode=mode, q_len=q_len, tail_len=tail, heads=(4, 2),
                               head_dim=64, dtype=BF16, window_left=window, seed=seed,
-                              width=720, slots=2000, device=str(DEVICE))
+                              width=720, slots=2048, page_size=page_size, device=str(DEVICE))
         for seed, lengths in enumerate(batches)
     ]
     static = cases[0]
-    bound = backend_of(static).bind(tree_plan(static, causal=mode == "chain"))
+    bound = backend_of(static).bind(plan_of(static))
     replay = recorded(lambda: (bound.fill(), bound.run(
         static.q, static.k_cache, static.v_cache, static.out, static.lse
     )))
@@ -247,7 +251,8 @@ def test_draft_steps_read_words_written_after_the_fill(indices, topk):
     """A step's ancestors become known while the steps run; the prefix lists do not change."""
     outs = {}
     heads = AttnConfig(4, 2, 64, dtype=BF16)
-    config = SpecConfig(4, topk, 6 if topk > 1 else 5, max_context_len=16, max_num_reqs=3)
+    config = SpecConfig(4, topk, 6 if topk > 1 else 5, max_context_len=16, max_num_reqs=3,
+                        page_size=4)
     for name in ("torch_native", "fa3"):
         torch.manual_seed(1)
         table = SlotTable(max_num_reqs=3, max_context_len=16, num_slots=64, page_size=4,
