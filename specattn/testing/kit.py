@@ -78,8 +78,11 @@ def conformance(
     *,
     geometry: Geometry | None = None,
     tolerances: Tolerances | None = None,
+    dtypes: tuple[torch.dtype, ...] = (),
     validates: bool = False,
     evicts: bool = False,
+    whole_pages: bool = False,
+    leave_out: tuple[str, ...] = (),
 ) -> Iterator[Check]:
     """Yield a check for everything a backend declares.
 
@@ -96,11 +99,19 @@ def conformance(
         A layer that the backend serves, if not 4 query heads over 2 KV heads of 64.
     tolerances : Tolerances, optional
         What the library's arithmetic allows.
+    dtypes : tuple of torch.dtype
+        Those to test; all that are declared if empty. For builds of a library without the
+        kernels of some dtype.
     validates : bool
         Whether the backend promises to refuse wrong tensors with a ValueError that names them.
     evicts : bool
         Whether it promises never to touch a key outside every window, so that its slot may be
         given away; a library that masks whole tiles does not.
+    whole_pages : bool
+        Whether it loads pages whole, so that the slots past a request's last key must hold
+        numbers, as the pool's zeros are.
+    leave_out : tuple of str
+        Properties not to check here; say why where you do.
 
     Raises
     ------
@@ -113,25 +124,35 @@ def conformance(
     if reasons:
         raise UnsupportedError(f"backend {factory.name!r} on {device}", reasons)
     setting = Setting(
-        factory, device, tolerances or Tolerances(), geometry or Geometry()
+        factory, device, tolerances or Tolerances(), geometry or Geometry(), dtypes, whole_pages
     )
-    depth = LEVELS[level]
-    promised = factory.capabilities
-    for scenario in scenarios(promised.dtypes, evicts=evicts):
+    found = [*_forwards(setting, LEVELS[level], evicts), *_lives(setting, LEVELS[level], validates)]
+    yield from (check for check in found if check.broken not in leave_out)
+
+
+def _forwards(setting: Setting, depth: int, evicts: bool) -> Iterator[Check]:
+    """Yield the checks that are one forward."""
+    promised, name = setting.factory.capabilities, setting.factory.name
+    dtypes = setting.dtypes or promised.dtypes
+    for scenario in scenarios(dtypes, promised.page_size, evicts=evicts):
         if scenario.level <= depth and all(getattr(promised, n) for n in scenario.needs):
             yield Check(
-                scenario.name, scenario.broken, factory.name, partial(scenario, setting),
+                scenario.name, scenario.broken, name, partial(scenario, setting),
                 refusable=scenario.broken != "modes",
             )
-    for wanted, name, broken, run in _lives(setting, validates):
-        if wanted <= depth:
-            yield Check(name, broken, factory.name, run)
 
 
-def _lives(
+def _lives(setting: Setting, depth: int, validates: bool) -> Iterator[Check]:
+    """Yield the checks that are more than one forward."""
+    for level, name, broken, run in _bodies(setting, validates):
+        if level <= depth:
+            yield Check(name, broken, setting.factory.name, run)
+
+
+def _bodies(
     setting: Setting, validates: bool
 ) -> Iterator[tuple[int, str, str, Callable[[], None]]]:
-    """Yield level, name, property and body of the checks that are more than one forward."""
+    """Yield level, name, property and body of those."""
     promised = setting.factory.capabilities
     yield SMOKE, "refusals", "capabilities", partial(promises.refusals, setting)
     yield SMOKE, "host_mirror", "host mirror", partial(promises.host_mirror, setting)

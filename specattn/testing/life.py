@@ -142,10 +142,10 @@ def permuted_slots(setting: Setting, mode: Mode) -> None:
 
 
 def poisoned_padding(setting: Setting, mode: Mode) -> None:
-    """NaN in padding's own slot 0 reaches no request."""
+    """NaN in padding's own page 0 reaches no request."""
     session = setting.session(setting.case(mode, [33, 5, 0], pads=2))
-    session.live.k_cache[0] = NAN
-    session.live.v_cache[0] = NAN
+    session.live.k_cache[: session.live.page_size] = NAN
+    session.live.v_cache[: session.live.page_size] = NAN
     session.schedule()
     session.bound.fill()
     session.run()

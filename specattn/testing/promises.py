@@ -40,6 +40,9 @@ def refusals(setting: Setting) -> None:
         "cap": lambda: setting.case(chain, [9], logit_cap=2.0),
     }
     undeclared |= {name: make for name, make in cases.items() if not getattr(promised, name)}
+    if promised.page_size > 1:
+        half = promised.page_size // 2
+        undeclared[f"page_size {half}"] = partial(setting.case, chain, [9], page_size=half)
     for name, make in undeclared.items():
         case = make()
         try:

@@ -65,7 +65,7 @@ MODES = {
 
 @dataclass(frozen=True)
 class Geometry:
-    """The layer that checks use unless they sweep it.
+    """The layer, and the pages, that checks use unless they sweep them.
 
     Parameters
     ----------
@@ -76,12 +76,15 @@ class Geometry:
     latent : bool
         Whether values are the first ``v_head_dim`` columns of the keys: absorbed latent attention,
         with one KV head.
+    page_size : int
+        Slots of a page; as many as the backend needs if 0.
     """
 
     heads: tuple[int, int] = (4, 2)
     head_dim: int = 64
     v_head_dim: int = 0
     latent: bool = False
+    page_size: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,17 +101,23 @@ class Setting:
         How far it may be from the oracle.
     geometry : Geometry
         A layer it serves.
+    dtypes : tuple of torch.dtype
+        Those to test; all that are declared if empty.
+    whole_pages : bool
+        As in `specattn.testing.conformance`.
     """
 
     factory: BackendFactory
     device: torch.device
     tolerances: Tolerances = field(default_factory=Tolerances)
     geometry: Geometry = field(default_factory=Geometry)
+    dtypes: tuple[torch.dtype, ...] = ()
+    whole_pages: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
-        """The most precise declared dtype that the device can do."""
-        declared = self.factory.capabilities.dtypes
+        """The most precise dtype to test that the device can do."""
+        declared = self.dtypes or self.factory.capabilities.dtypes
         order = [d for d in (torch.float32, torch.float16, torch.bfloat16) if d in declared]
         for dtype in order:
             if not self.factory.reasons(self.config(dtype), self.device):
@@ -117,7 +126,8 @@ class Setting:
 
     def config(self, dtype: torch.dtype) -> AttnConfig:
         """Return the geometry in ``dtype``."""
-        return config_of(make_tree_case([1], **vars(self.geometry), dtype=dtype))
+        form = vars(self.geometry) | {"page_size": 1}
+        return config_of(make_tree_case([1], **form, dtype=dtype))
 
     def case(
         self, mode: Mode, lengths: list[int], *, pads: int = 0, width: int = 0, **form: Any
@@ -126,7 +136,10 @@ class Setting:
 
         ``width`` fixes the table's columns, and with them the entries of index lists.
         """
-        form = {"device": self.device, **vars(self.geometry)} | form
+        form = {
+            "device": self.device, "whole_pages": self.whole_pages, **vars(self.geometry), **form
+        }
+        form["page_size"] = form["page_size"] or self.factory.capabilities.page_size
         form.setdefault("dtype", self.dtype)
         if self.geometry.latent:
             form["heads"] = form["heads"][0], 1

@@ -56,19 +56,22 @@ class Scenario:
         setting.session(case).forward(None, self.broken)
 
 
-def scenarios(dtypes: tuple[torch.dtype, ...], *, evicts: bool) -> Iterator[Scenario]:
-    """Yield every scenario of a backend that declares ``dtypes``.
+def scenarios(
+    dtypes: tuple[torch.dtype, ...], page_size: int, *, evicts: bool
+) -> Iterator[Scenario]:
+    """Yield every scenario of a backend of ``dtypes`` whose pages are multiples of ``page_size``.
 
     With ``evicts``, also those in which keys outside every window are gone.
     """
     for name, mode in MODES.items():
         level = SMOKE if name in ("decode", "tree_verify", "prompt_extend") else QUICK
         yield Scenario(name, "modes", mode, level, mode.needs)
-    yield from _options(dtypes)
+    yield from _options(dtypes, max(16, page_size))
     if evicts:
         yield from _sweep("unused memory", {
             "evicted": (QUICK, {"window_left": 9}), "evicted_0": (FULL, {"window_left": 0}),
         }, needs=("window",))
+    yield from _pages(page_size)
     yield from _shapes()
     yield from _trees()
 
@@ -89,7 +92,7 @@ def _sweep(
             )
 
 
-def _options(dtypes: tuple[torch.dtype, ...]) -> Iterator[Scenario]:
+def _options(dtypes: tuple[torch.dtype, ...], page: int) -> Iterator[Scenario]:
     yield from _sweep("window", {
         f"window_{left}": (level, {"window_left": left, "evict": False})
         for level, left in ((QUICK, 0), (SMOKE, 9), (FULL, 1), (FULL, 69), (FULL, 1000))
@@ -104,21 +107,30 @@ def _options(dtypes: tuple[torch.dtype, ...]) -> Iterator[Scenario]:
         str(dtype).removeprefix("torch."): (QUICK, {"dtype": dtype}) for dtype in dtypes
     })
     yield from _sweep("dtypes", {
-        f"{str(dtype).removeprefix('torch.')}_window_page_16": (
-            FULL, {"dtype": dtype, "window_left": 20, "page_size": 16, "evict": False}
+        f"{str(dtype).removeprefix('torch.')}_window_page_{page}": (
+            FULL, {"dtype": dtype, "window_left": 20, "page_size": page, "evict": False}
         ) for dtype in dtypes
     }, needs=("window",))
     yield from _sweep("scale", {"scale_3": (QUICK, {"scale": 3.0})}, TREES)
     yield from _sweep("scale", {"sharp": (FULL, {"scale": 20.0})})
 
 
-def _shapes() -> Iterator[Scenario]:
-    for page in (4, 16, 64):
-        level = FULL if page == 64 else QUICK
+def _pages(least: int) -> Iterator[Scenario]:
+    """Pages that a backend reads which needs ``least`` slots together, and prefixes around them."""
+    swept = {page for page in (4, 16, 64) if not page % least}
+    if least > 1:
+        swept |= {least, 2 * least}
+    for page in sorted(swept):
         yield from _sweep(
-            "pages", {f"page_{page}": (level, {"page_size": page})},
+            "pages", {f"page_{page}": (FULL if page > 128 else QUICK, {"page_size": page})},
             lengths=[page - 1, 0, page, 2 * page + 3, 1],
         )
+    long = max(16, least)
+    yield from _sweep("long prefixes", {f"long_page_{long}": (FULL, {"page_size": long})},
+                      lengths=[2500, 64])
+
+
+def _shapes() -> Iterator[Scenario]:
     yield from _sweep("heads", {
         f"heads_{q}_{kv}": (level, {"heads": (q, kv)})
         for level, q, kv in ((QUICK, 3, 3), (QUICK, 8, 2), (QUICK, 6, 2), (FULL, 5, 1),
@@ -135,8 +147,6 @@ def _shapes() -> Iterator[Scenario]:
                       lengths=[7 * i % 41 for i in range(19)])
     yield from _sweep("padding", {"padded": (QUICK, {"pads": 3})}, tuple(MODES)[:-1])
     yield from _sweep("long prefixes", {"long": (FULL, {})}, lengths=[4000, 3, 0, 1027])
-    yield from _sweep("long prefixes", {"long_page_16": (FULL, {"page_size": 16})},
-                      lengths=[2500, 64])
 
 
 def _trees() -> Iterator[Scenario]:

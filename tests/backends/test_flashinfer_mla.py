@@ -15,9 +15,7 @@ from specattn.backends.flashinfer_mla import FlashInferMlaBackend
 from specattn.config import AttnConfig
 from specattn.errors import UnsupportedError
 from specattn.plan import CsrPlan
-from specattn.testing import Geometry
 from specattn.testing.oracle import head
-from specattn.testing.plugin import backend_suite
 from specattn.testing.session import config_of, plan_of
 from tests.backends.fake_flashinfer import PROCESSORS, Event
 from tests.oracle import (
@@ -38,12 +36,6 @@ FORM: dict[str, Any] = {
     "heads": (4, 1), "head_dim": 576, "v_head_dim": 512, "latent": True, "dtype": BF16,
     "device": DEVICE,
 }
-
-# the kit, where the library runs
-test_kit = backend_suite(
-    "flashinfer_mla", DEVICE, geometry=Geometry((4, 1), 576, 512, latent=True),
-    tolerances=TOLERANCES,
-)
 
 
 class Wrapper:

@@ -298,6 +298,10 @@ class ServesMoreThanItSays(Mutant):
     capabilities: ClassVar[Capabilities] = Capabilities(window=False)
 
 
+class TakesPagesOfAnySize(Mutant):
+    capabilities: ClassVar[Capabilities] = Capabilities(page_size=16)
+
+
 class ServesLessThanItSays(Mutant):
     def bind(self, plan):
         if isinstance(plan, CsrPlan):

@@ -43,6 +43,7 @@ MUTANTS = [
     (m.PlansOnTheHost, "host mirror", "modes"),
     (m.NeedsNoHostMirror, "host mirror", "modes"),
     (m.ServesMoreThanItSays, "capabilities", "modes"),
+    (m.TakesPagesOfAnySize, "capabilities", "modes"),
     (m.ServesLessThanItSays, "capabilities", "growth"),
     (m.MisstatesItsWidth, "idle", "capabilities"),
     (m.SkipsEmptyPrefixes, "empty prefixes", "modes"),
