@@ -12,6 +12,7 @@ import torch
 
 from specattn.testing import Geometry, Tolerances
 from specattn.testing.plugin import backend_suite
+from tests.oracle import tolerances_of
 
 LATENT = Geometry(heads=(4, 1), head_dim=576, v_head_dim=512, latent=True)
 BF16 = (torch.bfloat16,)
@@ -29,12 +30,14 @@ test_fa3_pages = pytest.mark.gpu(
 test_flashinfer = pytest.mark.gpu(
     # a window or cap of its kernels' own is another one to compile: tests/backends has those
     backend_suite(
-        "flashinfer", "cuda", dtypes=BF16, tolerances=Tolerances(lse=3e-3),
+        "flashinfer", "cuda", dtypes=BF16, tolerances=tolerances_of("flashinfer"),
         leave_out=("window", "cap"),
     )
 )
 test_flashinfer_mla = pytest.mark.gpu(
-    backend_suite("flashinfer_mla", "cuda", geometry=LATENT, tolerances=Tolerances(lse=3e-3))
+    backend_suite(
+        "flashinfer_mla", "cuda", geometry=LATENT, tolerances=tolerances_of("flashinfer_mla")
+    )
 )
 test_flashmla = pytest.mark.gpu(
     backend_suite("flashmla", "cuda", geometry=LATENT, tolerances=Tolerances(lse=3e-3))
