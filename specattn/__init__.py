@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from specattn.config import AttnConfig, SpecConfig
     from specattn.errors import (
         CapacityError,
+        CaptureError,
         CaptureMismatch,
         ModelError,
         NotCapturedError,
@@ -66,8 +67,8 @@ _HOMES = {
     "buffers": ("BufferSet", "buf"),
     "config": ("AttnConfig", "SpecConfig"),
     "errors": (
-        "CapacityError", "CaptureMismatch", "ModelError", "NotCapturedError", "SpecAttnError",
-        "TreeError", "UnsupportedError",
+        "CapacityError", "CaptureError", "CaptureMismatch", "ModelError", "NotCapturedError",
+        "SpecAttnError", "TreeError", "UnsupportedError",
     ),
     "graph": ("GraphRunner",),
     "kv": ("KVPool", "SlotTable"),
@@ -88,6 +89,7 @@ __all__ = [
     "Candidates",
     "Capabilities",
     "CapacityError",
+    "CaptureError",
     "CaptureMismatch",
     "CsrPlan",
     "DraftState",

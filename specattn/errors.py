@@ -28,6 +28,26 @@ class CapacityError(SpecAttnError):
     """A fixed-size resource (request rows, KV slots, context columns, graph memory) is used up."""
 
 
+class CaptureError(SpecAttnError):
+    """A forward failed while it was recorded.
+
+    Parameters
+    ----------
+    mode : str
+        The mode.
+    bucket : int
+        The batch size.
+    cause : BaseException
+        What failed first.
+    """
+
+    def __init__(self, mode: str, bucket: int, cause: BaseException) -> None:
+        self.mode, self.bucket = mode, bucket
+        super().__init__(
+            f"capturing {mode} for a batch of {bucket} failed: {type(cause).__name__}: {cause}"
+        )
+
+
 class CaptureMismatch(SpecAttnError):
     """A graph would replay over buffers that are not those it was captured with.
 

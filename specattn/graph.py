@@ -9,8 +9,6 @@ with the same checks, so that everything but the recording is tested on any mach
 from __future__ import annotations
 
 import bisect
-import contextlib
-import gc
 import logging
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -20,10 +18,11 @@ import torch
 from torch import Tensor
 
 from specattn.buffers import expect
-from specattn.errors import CapacityError, CaptureMismatch, NotCapturedError
+from specattn.errors import CapacityError, CaptureError, CaptureMismatch, NotCapturedError
+from specattn.recording import Recorder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from specattn.batch import ForwardMode
     from specattn.buffers import Fingerprint
@@ -153,16 +152,15 @@ class GraphRunner:
             raise ValueError(f"buckets must be batch sizes of at least 1, got {list(buckets)}")
         self.buckets = sorted(set(buckets))
         self.stats = GraphStats()
-        self._make, self._device = make, device
-        self._record = record and device.type == "cuda"
+        self._make = make
+        self._recorder = Recorder() if record and device.type == "cuda" else None
         self._captured: dict[ForwardMode, dict[int, Captured]] = {}
         self._eager: dict[ForwardMode, BoundProgram] = {}
-        self._pool: Any = None
 
     @property
     def recording(self) -> bool:
         """Whether CUDA graphs are recorded at all."""
-        return self._record
+        return self._recorder is not None
 
     def captured(self, mode: ForwardMode) -> list[int]:
         """Return the buckets of ``mode`` that can be replayed."""
@@ -176,11 +174,16 @@ class GraphRunner:
     def capture(self, mode: ForwardMode) -> None:
         """Capture every bucket of ``mode``, the largest first, on batches of padding.
 
+        Whatever fails, buckets captured before it stay, and batches that no captured bucket holds
+        run eagerly.
+
         Raises
         ------
         CapacityError
-            If the device runs out of memory, naming the bucket. Buckets captured before it stay,
-            and batches that no captured bucket holds run eagerly.
+            If the device runs out of memory, naming the bucket.
+        CaptureError
+            If a launch or a library call fails (with a RuntimeError), naming mode, bucket and
+            what failed.
         """
         done = self._captured.setdefault(mode, {})
         program = self._make(mode, self.buckets[-1])
@@ -192,34 +195,23 @@ class GraphRunner:
                     f"out of device memory capturing {mode.value} for a batch of {bucket}; "
                     f"batches run eagerly unless one of the buckets {sorted(done)} holds them"
                 ) from error
+            except RuntimeError as error:
+                raise CaptureError(mode.value, bucket, error) from error
 
     def _capture(self, bound: BoundProgram, bucket: int) -> Captured:
         bound.copy_in(0)
         bound.schedule(torch.zeros(bucket, dtype=torch.int32))
-        graph, outputs = None, None
-        if self._record and bound.graphs:
-            graph, outputs = self._recorded(bound)
-        else:
-            bound.fill()
-            bound.run()
-        return Captured(bucket, bound, bound.fingerprint(), outputs, graph)
 
-    def _recorded(self, bound: BoundProgram) -> tuple[torch.cuda.CUDAGraph, Any]:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            # compiles kernels and creates library handles outside the recording
-            for _ in range(2):
-                bound.fill()
-                bound.run()
-        torch.cuda.current_stream().wait_stream(stream)
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        with _no_collection(), torch.cuda.graph(graph, pool=self._pool):
+        def step() -> Any:
             bound.fill()
-            outputs = bound.run()
-        return graph, outputs
+            return bound.run()
+
+        graph, outputs = None, None
+        if self._recorder is not None and bound.graphs:
+            graph, outputs = self._recorder.record(step)
+        else:
+            step()
+        return Captured(bucket, bound, bound.fingerprint(), outputs, graph)
 
     def run(
         self, mode: ForwardMode, count: int, seq_lens_cpu: Tensor | None, **values: Tensor
@@ -277,18 +269,6 @@ class GraphRunner:
         _prepare(bound, count, count, seq_lens_cpu, values)
         bound.fill()
         return bound.run()
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep Python from collecting garbage: to destroy another graph would end a capture."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _prepare(

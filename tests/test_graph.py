@@ -224,8 +224,8 @@ def test_collection_is_off_only_while_recording():
     """A graph in a reference cycle is destroyed by a collection, which would end a capture."""
     import gc
 
-    from specattn.graph import _no_collection
+    from specattn.recording import no_collection
 
-    with _no_collection():
+    with no_collection():
         assert not gc.isenabled()
     assert gc.isenabled()
