@@ -63,14 +63,18 @@ class TritonBackend:
         """Bind to the plan's kind."""
         if isinstance(plan, AttnPlan):
             layout = plan.layout
-            kernel = self._kernel(plan.batch, layout.q_len, layout.tail, csr=False)
+            kernel = self._kernel(
+                plan.batch, layout.q_len, layout.tail, csr=False, page_size=layout.page_size
+            )
             return TritonTree(plan, kernel)
         if isinstance(plan, CsrPlan):
             kernel = self._kernel(len(plan.kv_indptr) - 1, 1, 0, csr=True)
             return TritonCsr(plan, kernel)
         return TritonExtend(self.config, plan)
 
-    def _kernel(self, batch: int, q_len: int, tail_len: int, *, csr: bool) -> TreeAttention:
+    def _kernel(
+        self, batch: int, q_len: int, tail_len: int, *, csr: bool, page_size: int = 1
+    ) -> TreeAttention:
         from specattn.kernels.tree_attention import TreeAttention
 
         config = self.config
@@ -78,6 +82,7 @@ class TritonBackend:
             "batch": batch, "q_len": q_len, "num_qo_heads": config.num_qo_heads,
             "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim,
             "v_head_dim": config.v_head_dim, "dtype": config.dtype, "device": self.device,
+            "page_size": page_size,
         }
         return TreeAttention(
             **shape, tail_len=tail_len, sm_scale=config.sm_scale,
@@ -110,6 +115,6 @@ class TritonExtend:
             q, k_cache, v_cache, out, lse,
             qo_indptr=plan.qo_indptr, seq_lens=plan.seq_lens,
             req_pool_indices=plan.req_pool_indices, req_to_token=plan.req_to_token,
-            max_q_len=plan.max_q_len, sm_scale=config.sm_scale,
+            max_q_len=plan.max_q_len, page_size=plan.page_size, sm_scale=config.sm_scale,
             window_left=config.window_left, logit_cap=config.logit_cap,
         )
