@@ -160,6 +160,13 @@ def _hopper_tile(rows: int, width: int, batch: int) -> TileConfig:
     return TileConfig(128, 64, warps=8, stages=3 if width <= 384 else 2, ctas_per_sm=1)
 
 
+def fixed_tile_config(
+    head_dim: int, v_head_dim: int, dtype: torch.dtype, limits: DeviceLimits = HOPPER
+) -> TileConfig:
+    """Choose the one tile of deterministic attention: nothing of the batch or the mode goes in."""
+    return tile_config(64, head_dim, v_head_dim, dtype, 1024, limits)
+
+
 def extend_tile_config(
     head_dim: int, v_head_dim: int, dtype: torch.dtype, limits: DeviceLimits = HOPPER
 ) -> TileConfig:

@@ -20,7 +20,7 @@ ALIGN_SLACK = tl.constexpr(2)
 
 
 @triton.jit
-def _lengths(
+def request_tiles(
     seq_lens, rows, row_stride, ids, ok,
     TAIL: tl.constexpr, WINDOW: tl.constexpr, BN: tl.constexpr, CSR: tl.constexpr,
 ):
@@ -64,7 +64,7 @@ def _plan_kernel(
     longest = 0
     for start in tl.range(0, B, B_BLOCK):
         ids = start + lane
-        _, _, _, tiles = _lengths(
+        _, _, _, tiles = request_tiles(
             seq_lens, rows, row_stride, ids, ids < B, TAIL, WINDOW, BN, CSR
         )
         total += tl.sum(tiles, 0)
@@ -88,7 +88,7 @@ def _plan_kernel(
     for start in tl.range(0, B, B_BLOCK):
         ids = start + lane
         ok = ids < B
-        prefix, base, first, tiles = _lengths(
+        prefix, base, first, tiles = request_tiles(
             seq_lens, rows, row_stride, ids, ok, TAIL, WINDOW, BN, CSR
         )
         end = tiles_before + tl.cumsum(tiles, 0)

@@ -1,0 +1,289 @@
+"""Cut every request's keys at multiples of a split size, whatever else is in the batch.
+
+`tree_plan` makes equal chunks of the whole batch, so where a request is cut, and with it how its
+sums are rounded, depends on its neighbours. Here the cuts are positions. Which CTA takes which
+part still follows from the whole batch, on the device, once per step: that does not show.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specattn.kernels.tree_plan import ALIGN_SLACK, request_tiles
+
+# numbers of a request, and of a chunk, which repeats those of its first request
+REQUEST = tl.constexpr(6)
+CHUNK = tl.constexpr(9)
+
+
+@triton.jit
+def _part_start(x, tile_ends, requests, SPLIT: tl.constexpr, EXTRA: tl.constexpr,
+                B: tl.constexpr, STEPS: tl.constexpr):
+    """First part that starts at ``x`` of the line of work or after it.
+
+    Returns its place on the line, its tile, counted from its request's first, and its request.
+    """
+    low = tl.zeros_like(x)
+    high = tl.full(x.shape, B - 1, tl.int32)
+    for _ in tl.static_range(STEPS):
+        middle = (low + high) // 2
+        right = tl.load(tile_ends + middle) <= x
+        low = tl.where(right & (low < high), middle + 1, low)
+        high = tl.where(right, high, middle)
+    end = tl.load(tile_ends + low)
+    before = tl.load(tile_ends + low - 1, mask=low > 0, other=0)
+    first = tl.load(requests + low * REQUEST + 2).to(tl.int32)
+    tile = tl.minimum(x, end) - before
+    tile = tl.where(tile > 0, (first + tile + SPLIT - 1) // SPLIT * SPLIT - first, 0)
+    over = before + tile >= end - EXTRA
+    place = tl.where(over, end, before + tile)
+    return place, tl.where(over, 0, tile), tl.minimum(low + over.to(tl.int32), B - 1)
+
+
+@triton.jit
+def _fixed_plan_kernel(
+    seq_lens,     # [B] int32; CSR: kv_indptr [B + 1]
+    rows,         # [B] int64
+    tile_ends,    # [B] int32, out: work up to and including a request's last tile
+    requests,     # [B, 6] int64, out
+    chunks,       # [NC, 9] int64, out
+    splits,       # [1 + NC, 4] int32, out
+    row_stride,
+    B: tl.constexpr, B_BLOCK: tl.constexpr, TAIL: tl.constexpr, WINDOW: tl.constexpr,
+    BN: tl.constexpr, SPLIT: tl.constexpr, EXTRA: tl.constexpr, NC: tl.constexpr,
+    NC_BLOCK: tl.constexpr, STEPS: tl.constexpr, WIDE: tl.constexpr, CSR: tl.constexpr,
+):
+    # as in `tree_plan`, but that chunks end where parts do, and that a request's last part is
+    # worth EXTRA more tiles: the paths of all its query tokens
+    GROUPS: tl.constexpr = B // ((B + NC - 1) // NC)
+    big: tl.constexpr = tl.int64 if WIDE else tl.int32
+    lane = tl.arange(0, B_BLOCK)                                          # [B_BLOCK]
+    total = 0
+    longest = 0
+    for start in tl.range(0, B, B_BLOCK):
+        ids = start + lane
+        _, _, _, tiles = request_tiles(
+            seq_lens, rows, row_stride, ids, ids < B, TAIL, WINDOW, BN, CSR
+        )
+        work = tl.where(ids < B, tiles + EXTRA, 0)
+        total += tl.sum(work, 0)
+        longest = tl.maximum(longest, tl.max(work, 0))
+
+    nc = tl.minimum(total, NC)
+    if B <= NC:
+        aligned = nc // B * B
+        fits = longest * B == total
+    else:
+        aligned = nc * 0 + GROUPS
+        fits = (longest * B == total) & (B % GROUPS == 0)
+    fits &= (total + aligned - 1) // aligned <= (total + nc - 1) // nc + ALIGN_SLACK
+    nc = tl.where(fits, aligned, nc)
+    cuts = nc.to(big)
+
+    work_before = 0
+    splits_before = 0
+    slots_before = 0
+    for start in tl.range(0, B, B_BLOCK):
+        ids = start + lane
+        ok = ids < B
+        prefix, base, first, tiles = request_tiles(
+            seq_lens, rows, row_stride, ids, ok, TAIL, WINDOW, BN, CSR
+        )
+        work = tl.where(ok, tiles + EXTRA, 0)
+        end = work_before + tl.cumsum(work, 0)
+        parts = (first + tiles + SPLIT - 1) // SPLIT - first // SPLIT
+        # chunk c holds the parts that start from c * total // nc on; those of the request's first
+        # chunk are folded there, the others kept for the merge
+        chunk = ((end - work + 1).to(big) * cuts - 1) // total
+        reach = ((chunk + 1) * total // cuts).to(tl.int32) - (end - work)
+        head = tl.minimum((first + reach + SPLIT - 1) // SPLIT - first // SPLIT, parts)
+        kept = tl.where(ok, parts - head, 0)
+        split = (kept > 0).to(tl.int32)
+        rank = splits_before + tl.cumsum(split, 0) - split
+        slot = slots_before + tl.cumsum(kept, 0) - kept
+        tl.store(tile_ends + ids, end, mask=ok)
+        entry = requests + ids * REQUEST
+        tl.store(entry + 0, base, mask=ok)
+        tl.store(entry + 1, prefix.to(tl.int64), mask=ok)
+        tl.store(entry + 2, first.to(tl.int64), mask=ok)
+        tl.store(entry + 3, parts.to(tl.int64), mask=ok)
+        tl.store(entry + 4, head.to(tl.int64), mask=ok)
+        tl.store(entry + 5, slot.to(tl.int64), mask=ok)
+        entry = splits + (1 + rank) * 4
+        tl.store(entry + 0, ids, mask=split != 0)
+        tl.store(entry + 1, chunk.to(tl.int32), mask=split != 0)
+        tl.store(entry + 2, slot, mask=split != 0)
+        tl.store(entry + 3, kept, mask=split != 0)
+        work_before += tl.sum(work, 0)
+        splits_before += tl.sum(split, 0)
+        slots_before += tl.sum(kept, 0)
+    tl.store(splits, splits_before)
+
+    # the chunks read what other threads of this CTA have just written
+    tl.debug_barrier()
+    c = tl.arange(0, NC_BLOCK)                                            # [NC_BLOCK]
+    ok = c < nc
+    begin = tl.where(ok, (c.to(big) * total // cuts).to(tl.int32), total)
+    stop = tl.where(ok, ((c + 1).to(big) * total // cuts).to(tl.int32), total)
+    begin, tile, owner = _part_start(begin, tile_ends, requests, SPLIT, EXTRA, B, STEPS)
+    stop, _, _ = _part_start(stop, tile_ends, requests, SPLIT, EXTRA, B, STEPS)
+    entry = chunks + c * CHUNK
+    inside = c < NC
+    tl.store(entry + 0, (stop - begin).to(tl.int64), mask=inside)
+    tl.store(entry + 1, tile.to(tl.int64), mask=inside)
+    tl.store(entry + 2, owner.to(tl.int64), mask=inside)
+    for field in tl.static_range(REQUEST):
+        number = tl.load(requests + owner * REQUEST + field)
+        tl.store(entry + 3 + field, number, mask=inside)
+
+
+@triton.jit(do_not_specialize=[
+    "stride_pos", "stride_tail", "stride_tail_pos", "stride_words", "stride_words_q",
+])
+def _path_kernel(
+    requests,        # [B, 6] int64
+    indices,         # flat int32: slot of each prefix position
+    positions,       # [B, Q_LEN] int64, read under a window
+    tail_slots,      # [B, TAIL] int32
+    tail_positions,  # [B, TAIL] int64, read under a window
+    tail_words,      # [B, Q_LEN, WORDS] int64
+    paths,           # [B * Q_LEN, WIDTH] int32, out
+    path_lens,       # [B * Q_LEN] int32, out
+    stride_pos, stride_tail, stride_tail_pos, stride_words, stride_words_q,
+    Q_LEN: tl.constexpr, TAIL: tl.constexpr, TAIL_BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+    CSR: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr,
+):
+    query = tl.program_id(0).to(tl.int64)
+    req = query // Q_LEN
+    base = tl.load(requests + req * REQUEST)
+    prefix = tl.load(requests + req * REQUEST + 1).to(tl.int32)
+    begin = prefix // BN * BN
+    rest = prefix - begin
+    # a key that is surely readable stands, complemented, for one that is not visible
+    spare_at = indices + base + tl.maximum(prefix - 1, 0)
+    if TAIL > 0:
+        spare_at = tail_slots + req * stride_tail
+    spare = ~tl.load(spare_at)
+    pos_q = (prefix - 1).to(tl.int64)
+    if WINDOW >= 0 and not CSR:
+        pos_q = tl.load(positions + req * stride_pos + query % Q_LEN)
+
+    r = tl.arange(0, BN)                                                  # [BN]
+    slots = tl.load(indices + base + begin + r, mask=r < rest, other=0)
+    if WINDOW >= 0:
+        distance = pos_q - (begin + r)
+        slots = tl.where((distance >= 0) & (distance <= WINDOW), slots, spare)
+    row = paths + query * WIDTH
+    tl.store(row + r, slots, mask=r < rest)
+    length = rest
+    if TAIL > 0:
+        key = tl.arange(0, TAIL_BLOCK)                                    # [TAIL_BLOCK]
+        words = tail_words + req * stride_words + query % Q_LEN * stride_words_q
+        word = tl.load(words + key // 64, mask=key < TAIL, other=0)
+        seen = ((word >> (key % 64)) & 1) != 0
+        slots = tl.load(tail_slots + req * stride_tail + key, mask=seen, other=0)
+        if WINDOW >= 0:
+            pos_k = tl.load(tail_positions + req * stride_tail_pos + key, mask=seen, other=0)
+            distance = pos_q - pos_k
+            slots = tl.where((distance >= 0) & (distance <= WINDOW), slots, spare)
+        rank = tl.cumsum(seen.to(tl.int32), 0) - 1
+        tl.store(row + rest + rank, slots, mask=seen)
+        length += tl.sum(seen.to(tl.int32), 0)
+    # tokens that share rows of a tile walk as many tiles as the longest path of them
+    for start in tl.range(length, WIDTH, BN):
+        tl.store(row + start + r, spare + r * 0, mask=start + r < WIDTH)
+    tl.store(path_lens + query, length)
+
+
+@dataclass(frozen=True)
+class FixedPlan:
+    """The tables of one bucket, and the launches that fill them.
+
+    A *part* is what lies between two multiples of ``split`` keys; tiles count from position 0. A
+    *path* is what a query token reads from the last full tile of the prefix on: the rest of the
+    prefix, then the tail keys it sees, in their order, as if they followed the prefix.
+
+    Parameters
+    ----------
+    tile_ends : Tensor
+        ``[batch]`` int32, work of a request and all before it, in tiles.
+    requests : Tensor
+        ``[batch, 6]`` int64: start in the index table, prefix length, first tile (above 0 under a
+        window), parts, parts in the chunk where the request begins, slot of the first other part.
+    chunks : Tensor
+        ``[max_chunks, 9]`` int64: work, first tile counted from the request's first, request,
+        and the request's six numbers.
+    splits : Tensor
+        ``[1 + max_chunks, 4]`` int32: number of requests in several chunks; then request, its
+        first chunk, slot of the first part after that chunk, and their number.
+    paths : Tensor
+        ``[batch * q_len, width]`` int32 slots, whole tiles; the complement of a readable slot
+        where no key is visible.
+    path_lens : Tensor
+        ``[batch * q_len]`` int32.
+    """
+
+    tile_ends: Tensor
+    requests: Tensor
+    chunks: Tensor
+    splits: Tensor
+    paths: Tensor
+    path_lens: Tensor
+    q_len: int
+    tail_len: int
+    window_left: int
+    block_n: int
+    split_tiles: int
+    extra: int
+    csr: bool
+
+    @classmethod
+    def alloc(
+        cls, *, batch: int, max_chunks: int, q_len: int, tail_len: int, window_left: int,
+        block_n: int, split_tiles: int, extra: int, csr: bool, device: torch.device,
+    ) -> FixedPlan:
+        """Allocate the tables of a bucket of ``batch`` requests."""
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        width = (1 + triton.cdiv(tail_len, block_n)) * block_n
+        return cls(
+            zeros(batch), zeros(batch, REQUEST.value, dtype=torch.int64),
+            zeros(max_chunks, CHUNK.value, dtype=torch.int64), zeros(1 + max_chunks, 4),
+            zeros(batch * q_len, width), zeros(batch * q_len), q_len, tail_len, window_left,
+            block_n, split_tiles, extra, csr,
+        )
+
+    def fill(self, seq_lens: Tensor, rows: Tensor | None, row_stride: int) -> None:
+        """Cut the work of these lengths; ``seq_lens`` is ``kv_indptr`` where ``csr``."""
+        batch, max_chunks = len(self.requests), len(self.chunks)
+        block = min(max(triton.next_power_of_2(batch), 16), 1024)
+        # only then can (work of all requests) * chunks pass 2^31
+        most = triton.cdiv(row_stride + self.tail_len, self.block_n) + 1 + self.extra
+        _fixed_plan_kernel[(1,)](
+            seq_lens, rows, self.tile_ends, self.requests, self.chunks, self.splits, row_stride,
+            B=batch, B_BLOCK=block, TAIL=self.tail_len, WINDOW=self.window_left, BN=self.block_n,
+            SPLIT=self.split_tiles, EXTRA=self.extra, NC=max_chunks,
+            NC_BLOCK=max(triton.next_power_of_2(max_chunks), 16),
+            STEPS=(batch - 1).bit_length(),
+            WIDE=self.csr or batch * most * max_chunks >= 2**31, CSR=self.csr,
+            num_warps=4 if block <= 32 else 8,
+        )
+
+    def trace(
+        self, indices: Tensor, positions: Tensor | None, tail_slots: Tensor | None,
+        tail_positions: Tensor | None, tail_words: Tensor | None, strides: tuple[int, ...],
+    ) -> None:
+        """List the paths of all query tokens, on the lengths of the last `fill`."""
+        _path_kernel[(len(self.paths),)](
+            self.requests, indices, positions, tail_slots, tail_positions, tail_words,
+            self.paths, self.path_lens, *strides,
+            Q_LEN=self.q_len, TAIL=self.tail_len,
+            TAIL_BLOCK=max(triton.next_power_of_2(self.tail_len), 16), WINDOW=self.window_left,
+            CSR=self.csr, BN=self.block_n, WIDTH=self.paths.shape[1], num_warps=2,
+        )

@@ -1,0 +1,280 @@
+"""Deterministic attention: exact, and the same bits in any batch, bucket and mode."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from specattn.kernels.fixed_attention import FixedAttention
+from specattn.kernels.tile_config import fixed_tile_config
+from tests.kernels.fixed import (
+    as_decode,
+    as_lists,
+    attend_fixed,
+    make_fixed,
+    picked,
+    run_fixed,
+)
+from tests.kernels.test_tree_attention import CASES, make_kernel, plan, run
+from tests.oracle import check, make_csr_case, make_tree_case, oracle_csr, oracle_tree
+
+if TYPE_CHECKING:
+    from tests.oracle import Case
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+# of `CASES`, those that have no path to compare with, or look another way
+EXACT = [
+    "empty_prefixes", "padded", "any_bits", "rows_152_f16", "blind_rows", "tail_65_f16",
+    "head_64_v_96", "head_8_v_4", "window_any", "window_padded", "sharp", "many_parts",
+]
+# prefix lengths around tiles and cuts (of 64 keys), and what differs from a tree of 4 nodes,
+# 4 query and 2 KV heads of 32, float32
+PATHS: dict[str, dict[str, Any]] = {
+    "tree": {"lengths": [62, 0, 190], "q_len": 7},
+    "tree_f16": {"lengths": [62, 0, 65], "q_len": 6, "dtype": F16},
+    "chain": {"lengths": [60, 1], "mode": "chain", "q_len": 8},
+    "draft": {"lengths": [63, 30], "mode": "draft", "q_len": 3, "tail_len": 9},
+    "two_words": {"lengths": [30], "q_len": 66, "heads": (1, 1), "head_dim": 16},
+    "window": {"lengths": [130, 64, 5], "q_len": 5, "window_left": 37},
+    "cap_f16": {"lengths": [64, 90], "logit_cap": 5.0, "dtype": F16},
+    "group_7": {"lengths": [127], "heads": (7, 1), "q_len": 6},
+}
+BIG: dict[str, dict[str, Any]] = {
+    name: {"head_dim": 128, "heads": (16, 4), "dtype": BF16, "q_len": 8} | options
+    for name, options in {
+        "tree": {"lengths": [1020, 4000, 63, 0]},
+        "tree_f16": {"lengths": [1020, 700], "dtype": F16},
+        "tree_f32": {"lengths": [1020, 64], "dtype": F32},
+        "chain": {"lengths": [1020, 2047, 5], "mode": "chain"},
+        "draft": {"lengths": [3000, 1023], "mode": "draft", "tail_len": 24},
+        "nodes_64": {"lengths": [1500, 90], "q_len": 64},
+        "nodes_130": {"lengths": [2040], "q_len": 130, "heads": (4, 2)},
+        "window": {"lengths": [3000, 700], "window_left": 511},
+        "cap": {"lengths": [1500, 63], "logit_cap": 30.0},
+        "head_64": {"lengths": [1500, 63], "head_dim": 64},
+        "head_192": {"lengths": [1100], "head_dim": 192, "v_head_dim": 128},
+        "head_256": {"lengths": [1100], "head_dim": 256},
+        "group_8": {"lengths": [1500, 63], "heads": (8, 1)},
+    }.items()
+}
+
+
+def bits(case: Case) -> tuple[torch.Tensor, ...]:
+    return case.out.clone(), case.lse.clone()
+
+
+def same_bits(case: Case, wanted: tuple[torch.Tensor, ...], what: str) -> None:
+    """Compare bit for bit, row by row; padding rows at the end are not looked at."""
+    for name, got, want in zip(("out", "lse"), (case.out, case.lse), wanted, strict=True):
+        off = (got[: len(want)] != want).flatten(1).any(1)
+        assert not off.any(), (
+            f"{what}: {name} differs in rows {off.nonzero()[:, 0].tolist()} of {len(want)}, by up "
+            f"to {(got[: len(want)].double() - want.double()).abs().max():.1e}"
+        )
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_it_is_exact(name: str) -> None:
+    case = make_tree_case(**CASES[name], device=DEVICE)
+    run_fixed(case, split_keys=64, ctas=8 if name in ("many_parts", "sharp") else 0)
+    check(case, oracle_tree(case))
+
+
+def test_the_lse_is_optional() -> None:
+    case = make_tree_case(**CASES["many_parts"], device=DEVICE)
+    run_fixed(case, split_keys=64, lse=False, ctas=8)
+    check(case, oracle_tree(case), lse=False)
+
+
+@pytest.mark.parametrize(("lengths", "options"), [
+    ([65, 1, 130, 0, 64], {}), ([0, 0], {}), ([65, 1, 0, 130], {"window_left": 20}),
+])
+def test_index_lists_are_exact(lengths: list[int], options: dict[str, Any]) -> None:
+    case = make_csr_case(lengths, **options, device=DEVICE)
+    run_fixed(case, split_keys=64, ctas=8)
+    check(case, oracle_csr(case))
+
+
+def check_paths(options: dict[str, Any], split: int, ctas: tuple[int, ...]) -> None:
+    """Every row has the bits of decoding at the end of its path, as a request or as a list."""
+    case = make_tree_case(**options, device=DEVICE)
+    run_fixed(case, split_keys=split)
+    check(case, oracle_tree(case))
+    whole = bits(case)
+    # a few rows of many, the last among them
+    rows = list(range(len(case.q)))[:: -max(1, len(case.q) // 16)]
+    wanted = tuple(tensor[rows] for tensor in whole)
+    for count in ctas:
+        what = f"{count or 'default'} CTAs per SM"
+        same_bits(run_fixed(case, split_keys=split, ctas=count), whole, f"again, {what}")
+        decode = as_decode(case, rows, seed=count)
+        same_bits(run_fixed(decode, split_keys=split, ctas=count), wanted, f"decode, {what}")
+    same_bits(run_fixed(as_lists(case, rows), split_keys=split), wanted, "lists")
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_a_row_is_decoding_at_the_end_of_its_path(name: str) -> None:
+    check_paths(PATHS[name], 64, (8,))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BIG)
+def test_a_row_is_decoding_at_the_end_of_its_path_at_size(name: str) -> None:
+    check_paths(BIG[name], 1024, (0, 1))
+
+
+def check_batches(options: dict[str, Any], split: int) -> None:
+    """A request alone, with others, in another order, with padding, in other slots and rows."""
+    case = make_tree_case(**options, device=DEVICE)
+    count, q_len = len(options["lengths"]), case.args["positions"].shape[1]
+    run_fixed(case, split_keys=split)
+    out, lse = (tensor.unflatten(0, (count, q_len)) for tensor in bits(case))
+    for seed, (who, pads) in enumerate([
+        ([0], 0), ([count - 1], 1), (list(range(count))[::-1], 3), ([1, 0] * 6, 4),
+    ]):
+        other = picked(case, who, pads=pads, seed=seed)
+        run_fixed(other, split_keys=split, ctas=(0, 8)[seed % 2])
+        wanted = (out[who].flatten(0, 1), lse[who].flatten(0, 1))
+        same_bits(other, wanted, f"requests {who} with {pads} of padding")
+
+
+BATCHES = {
+    "tree": {"lengths": [190, 0, 65, 64, 3], "q_len": 3},
+    "draft_f16": {"lengths": [130, 7], "mode": "draft", "tail_len": 12, "dtype": F16},
+    "window": {"lengths": [150, 64], "window_left": 33, "q_len": 3},
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_the_rest_of_the_batch_does_not_show(name: str) -> None:
+    check_batches(BATCHES[name], 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BIG)
+def test_the_rest_of_the_batch_does_not_show_at_size(name: str) -> None:
+    options = dict(BIG[name])
+    check_batches(options | {"lengths": [*options["lengths"], 5000, 70, 2222]}, 1024)
+
+
+@pytest.mark.parametrize("name", ["tree", "chain", "draft"])
+def test_the_default_mode_does_show_it(name: str) -> None:
+    """The comparisons above can fail: with its chunks of the whole batch, the other mode does."""
+    # long enough for chunks of several tiles
+    scale = 40 if DEVICE == "cuda" else 1
+    lengths = [length * scale for length in PATHS[name]["lengths"]]
+    case = make_tree_case(**PATHS[name] | {"lengths": lengths}, device=DEVICE)
+    decode, alone = as_decode(case, list(range(len(case.q)))), picked(case, [0])
+    for one in (case, decode, alone):
+        kernel = make_kernel(one)
+        plan(kernel, one)
+        run(kernel, one)
+        check(one, oracle_tree(one))
+    with pytest.raises(AssertionError, match="decode: out differs"):
+        same_bits(decode, bits(case), "decode")
+    if name != "chain":
+        first = alone.live
+        with pytest.raises(AssertionError, match="alone: out differs"):
+            same_bits(alone, (case.out[:first], case.lse[:first]), "alone")
+
+
+def test_one_object_serves_every_step() -> None:
+    """Longer and shorter batches in turn, new trees, and layers: nothing of a step stays."""
+    cases = [
+        make_tree_case(lengths, q_len=3, tail_len=6, width=220, slots=500, seed=seed, device=DEVICE)
+        for seed, lengths in enumerate([[200, 90, 130], [0, 5, 1], [64, 65, 63]])
+    ]
+    kernel = make_fixed(cases[0], split_keys=64, ctas=4)
+    for case in cases:
+        attend_fixed(kernel, case)
+        check(case, oracle_tree(case))
+        before = bits(case)
+        case.clear()
+        named = {"positions": case.args["positions"]}
+        kernel.run(case.q, case.k_cache, case.v_cache, case.out, case.lse,
+                   indices=case.args["req_to_token"], **named)
+        same_bits(case, before, "another layer")
+
+
+def test_one_workspace_serves_all_buckets() -> None:
+    cases = [make_tree_case([190, 70], device=DEVICE), make_tree_case([33, 0, 5], device=DEVICE)]
+    kernels = [make_fixed(case) for case in cases]
+    size = max(
+        FixedAttention.workspace_bytes(
+            batch=k.batch, q_len=4, tail_len=4, num_qo_heads=4, num_kv_heads=2, head_dim=32,
+            v_head_dim=32, dtype=F32, device=DEVICE, split_keys=128,
+            max_keys=case.args["req_to_token"].shape[1],
+        ) for k, case in zip(kernels, cases, strict=True)
+    )
+    workspace = torch.full((size,), 255, dtype=torch.uint8, device=DEVICE)
+    for _ in range(2):
+        for case in cases:
+            attend_fixed(make_fixed(case, workspace=workspace), case)
+            check(case, oracle_tree(case))
+
+
+@pytest.mark.gpu
+def test_one_graph_serves_every_length() -> None:
+    """Bits of a replay are those of an eager forward of any of its requests alone."""
+    options: dict[str, Any] = {"q_len": 8, "heads": (8, 2), "head_dim": 128, "dtype": BF16,
+                               "device": DEVICE, "width": 9100, "slots": 40_000}
+    batches = ([5000, 3, 0, 700], [0, 0, 0, 0], [64, 65, 63, 1], [9000, 9000, 9000, 9000])
+    live = make_tree_case([1, 1, 1, 1], **options)
+    kernel = make_fixed(live, split_keys=1024)
+    attend_fixed(kernel, live)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attend_fixed(kernel, live)
+    for seed, lengths in enumerate(batches):
+        case = make_tree_case(lengths, **options, seed=seed)
+        for name in ("q", "k_cache", "v_cache"):
+            getattr(live, name).copy_(getattr(case, name))
+        for name, tensor in case.args.items():
+            live.args[name].copy_(tensor)
+        graph.replay()
+        check(live, oracle_tree(case))
+        alone = run_fixed(picked(case, [2]), split_keys=1024)
+        same_bits(alone, (live.out[16:24], live.lse[16:24]), f"lengths {lengths}")
+
+
+def test_no_number_of_the_batch_is_in_the_tile() -> None:
+    """Every mode of a geometry has one tile; splits are whole tiles of it."""
+    for dtype in (F32, F16, BF16):
+        for dim in (64, 128, 192, 256):
+            tile = fixed_tile_config(dim, dim, dtype)
+            assert 64 % tile.block_n == 0
+            for q_len in (1, 8, 64):
+                kernel = FixedAttention(
+                    batch=2, q_len=q_len, tail_len=q_len, num_qo_heads=8, num_kv_heads=2,
+                    head_dim=dim, v_head_dim=dim, dtype=dtype, device="cpu", sm_scale=1.0,
+                    max_keys=100,
+                )
+                assert kernel.shape.tile == tile
+
+
+def test_errors_name_the_argument() -> None:
+    case = make_tree_case([5, 6], device=DEVICE)
+    kernel = make_fixed(case)
+    with pytest.raises(ValueError, match="split_keys must be a multiple of 32"):
+        make_fixed(case, split_keys=100)
+    with pytest.raises(ValueError, match="sm_scale must be above 0"):
+        make_fixed(replace(case, sm_scale=0.0))
+    with pytest.raises(ValueError, match="csr needs q_len 1"):
+        make_fixed(case, csr=True)
+    with pytest.raises(ValueError, match="num_qo_heads must be a multiple"):
+        make_fixed(case, num_kv_heads=3)
+    with pytest.raises(ValueError, match="workspace must be uint8"):
+        make_fixed(case, workspace=torch.empty(8, dtype=torch.uint8, device=DEVICE))
+    with pytest.raises(ValueError, match="tail_slots and tail_words must be given"):
+        kernel.trace(indices=case.args["req_to_token"])
+    with pytest.raises(ValueError, match="seq_lens must be"):
+        attend_fixed(kernel, replace(
+            case, args=case.args | {"seq_lens": case.args["seq_lens"].long()}))
+    with pytest.raises(ValueError, match="k_cache must be"):
+        attend_fixed(kernel, replace(case, k_cache=case.k_cache.half()))
