@@ -42,6 +42,7 @@ from specattn.kernels import (
     tree,
 )
 from specattn.kernels.extend_attention import extend_attention
+from specattn.kernels.fixed_attention import FixedAttention
 from specattn.kernels.mla_attention import MlaAttention
 from specattn.kernels.mla_extend import mla_extend
 from specattn.kernels.tile_config import DeviceLimits
@@ -109,6 +110,27 @@ def attend(
     )
     cache = _zeros(2, heads[1], dim, dtype=dtype)
     _launch(kernel, dtype, cache, cache.clone(), lse)
+
+
+def attend_fixed(
+    q_len: int, tail: int, dtype: torch.dtype, *, heads: tuple[int, int] = (32, 8),
+    dim: int = 128, window: int = -1, cap: float = 0.0,
+) -> None:
+    kernel = FixedAttention(
+        batch=BATCH, q_len=q_len, tail_len=tail, num_qo_heads=heads[0], num_kv_heads=heads[1],
+        head_dim=dim, v_head_dim=dim, dtype=dtype, device="cpu", sm_scale=dim**-0.5,
+        max_keys=CONTEXT, window_left=window, logit_cap=cap,
+    )
+    kernel._pdl = LIMITS[driver.active.target].major >= 9
+    kernel.plan(_zeros(BATCH, dtype=I32), _zeros(BATCH), CONTEXT)
+    table, positions = _zeros(2, CONTEXT, dtype=I32), _zeros(BATCH, q_len)
+    kernel.trace(
+        indices=table, positions=positions, tail_slots=_zeros(BATCH, tail, dtype=I32),
+        tail_positions=_zeros(BATCH, tail), tail_words=_zeros(BATCH, q_len, -(-tail // 64)),
+    )
+    q = _zeros(BATCH * q_len, heads[0], dim, dtype=dtype)
+    cache = _zeros(2, heads[1], dim, dtype=dtype)
+    kernel.run(q, cache, cache.clone(), q.clone(), None, indices=table, positions=positions)
 
 
 def attend_latent(q_len: int, tail: int, dtype: torch.dtype, *, heads: int = 16) -> None:
@@ -252,6 +274,7 @@ QUICK: dict[str, Callable[[], None]] = {
     "64 rows, window, cap, lse, f16": partial(attend, 8, 8, F16, window=99, cap=30.0, lse=True),
     "256 rows, bf16": partial(attend, 64, 64, BF16),
     "16 rows, index lists, bf16": partial(attend, 1, 0, BF16, csr=True),
+    "deterministic, 64 rows, bf16": partial(attend_fixed, 8, 8, BF16),
     "prompt, bf16": partial(prompt, BF16),
     "latent, 64 rows, bf16": partial(attend_latent, 4, 4, BF16),
     "latent prompt, bf16": partial(prompt_latent, BF16),
@@ -272,6 +295,14 @@ CASES = QUICK | {
     "256 rows, head 256, window, cap, lse, f32": partial(
         attend, 64, 64, F32, dim=256, heads=(16, 4), window=99, cap=30.0, lse=True
     ),
+    "deterministic, 4 rows, bf16": partial(attend_fixed, 1, 1, BF16),
+    "deterministic, 256 rows, window, cap, f16": partial(
+        attend_fixed, 64, 64, F16, window=99, cap=30.0
+    ),
+    "deterministic, 32 rows, head 256, bf16": partial(
+        attend_fixed, 8, 8, BF16, dim=256, heads=(16, 4)
+    ),
+    "deterministic, 32 rows, f32": partial(attend_fixed, 8, 8, F32),
     "prompt, window, cap, lse, f16": partial(prompt, F16, window=99, cap=30.0, lse=True),
     "prompt, head 256, bf16": partial(prompt, BF16, dim=256),
     "prompt, f32": partial(prompt, F32),

@@ -23,8 +23,8 @@ from torch import Tensor
 from specattn.kernels.attention_tile import LOG2E
 from specattn.kernels.fixed_kernel import fixed_attention_kernel, fixed_merge_kernel
 from specattn.kernels.fixed_plan import FixedPlan
-from specattn.kernels.tile_config import TileConfig, fixed_tile_config
-from specattn.kernels.tree_attention import ALIGN, INTERPRETED_SMS, _check, _row_strides
+from specattn.kernels.tile_config import DeviceLimits, TileConfig, fixed_tile_config
+from specattn.kernels.tree_attention import ALIGN, _check, _row_strides
 
 #: Keys between two cuts.
 SPLIT_KEYS = 1024
@@ -54,17 +54,15 @@ class _Shape:
                 f"num_qo_heads must be a multiple of num_kv_heads = {num_kv_heads}, "
                 f"got {num_qo_heads}"
             )
-        tile = tile or fixed_tile_config(head_dim, v_head_dim, dtype)
+        limits = DeviceLimits.of(device)
+        tile = tile or fixed_tile_config(head_dim, v_head_dim, dtype, limits)
         if split_keys < 1 or split_keys % tile.block_n:
             raise ValueError(
                 f"split_keys must be a multiple of {tile.block_n} (a tile), got {split_keys}"
             )
         group = num_qo_heads // num_kv_heads
         m_tiles = triton.cdiv(q_len * group, tile.block_m)
-        sms = INTERPRETED_SMS
-        if device.type == "cuda":
-            sms = torch.cuda.get_device_properties(device).multi_processor_count
-        max_chunks = max(1, sms * tile.ctas_per_sm // (num_kv_heads * m_tiles))
+        max_chunks = max(1, limits.sms * tile.ctas_per_sm // (num_kv_heads * m_tiles))
         # a chunk keeps parts of the one request that began before it; the first part is folded
         kept = min(batch, max_chunks - 1) * (triton.cdiv(max_keys + tail_len, split_keys) - 1)
         if csr:
