@@ -61,6 +61,8 @@ LIMITS = {
 BF16, F16, F32, I32, I64 = (
     torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64
 )
+# e4m3, in cases whose name says so, and the first target that converts it
+FLOAT8, FLOAT8_SINCE = torch.float8_e4m3fn, 89
 BATCH, CONTEXT = 8, 1024
 
 
@@ -102,13 +104,14 @@ def _zeros(*shape: int, dtype: torch.dtype = I64) -> Tensor:
 def attend(
     q_len: int, tail: int, dtype: torch.dtype, *, heads: tuple[int, int] = (32, 8),
     dim: int = 128, window: int = -1, cap: float = 0.0, csr: bool = False, lse: bool = False,
+    stored: torch.dtype | None = None,
 ) -> None:
     kernel = TreeAttention(
         batch=BATCH, q_len=q_len, tail_len=tail, num_qo_heads=heads[0], num_kv_heads=heads[1],
         head_dim=dim, v_head_dim=dim, dtype=dtype, device="cpu", sm_scale=dim**-0.5,
-        window_left=window, logit_cap=cap, csr=csr,
+        window_left=window, logit_cap=cap, csr=csr, kv_dtype=stored,
     )
-    cache = _zeros(2, heads[1], dim, dtype=dtype)
+    cache = _zeros(2, heads[1], dim, dtype=stored or dtype)
     _launch(kernel, dtype, cache, cache.clone(), lse)
 
 
@@ -163,9 +166,10 @@ def _launch(
 
 
 def prompt(
-    dtype: torch.dtype, *, dim: int = 128, window: int = -1, cap: float = 0.0, lse: bool = False
+    dtype: torch.dtype, *, dim: int = 128, window: int = -1, cap: float = 0.0, lse: bool = False,
+    stored: torch.dtype | None = None,
 ) -> None:
-    cache = _zeros(2, 8, dim, dtype=dtype)
+    cache = _zeros(2, 8, dim, dtype=stored or dtype)
     q = _zeros(64, 32, dim, dtype=dtype)
     extend_attention(
         q, cache, cache.clone(), torch.zeros_like(q), _zeros(64, 32, dtype=F32) if lse else None,
@@ -231,8 +235,8 @@ def accepts(n: int = 64, steps: int = 7, vocab: int = 32000) -> None:
     accept.accept_rejection(tokens, probs[:, :steps], probs, coins, coins, **out)
 
 
-def kv_operations(dtype: torch.dtype = BF16) -> None:
-    pool = _zeros(2, 16, 8, 128, dtype=dtype)
+def kv_operations(dtype: torch.dtype = BF16, stored: torch.dtype | None = None) -> None:
+    pool = _zeros(2, 16, 8, 128, dtype=stored or dtype)
     slots = _zeros(BATCH, 8, dtype=I32)
     kv_move.commit_kv(pool, pool.clone(), slots, slots)
     new = _zeros(BATCH * 8, 8, 128, dtype=dtype)
@@ -276,6 +280,7 @@ QUICK: dict[str, Callable[[], None]] = {
     "16 rows, index lists, bf16": partial(attend, 1, 0, BF16, csr=True),
     "deterministic, 64 rows, bf16": partial(attend_fixed, 8, 8, BF16),
     "prompt, bf16": partial(prompt, BF16),
+    "64 rows, float8 keys, bf16": partial(attend, 8, 8, BF16, stored=FLOAT8),
     "latent, 64 rows, bf16": partial(attend_latent, 4, 4, BF16),
     "latent prompt, bf16": partial(prompt_latent, BF16),
     "tree": build_tree, "beams": beams, "accept": accepts, "kv": kv_operations,
@@ -306,6 +311,21 @@ CASES = QUICK | {
     "prompt, window, cap, lse, f16": partial(prompt, F16, window=99, cap=30.0, lse=True),
     "prompt, head 256, bf16": partial(prompt, BF16, dim=256),
     "prompt, f32": partial(prompt, F32),
+    "16 rows, index lists, float8 keys, bf16": partial(attend, 1, 0, BF16, csr=True, stored=FLOAT8),
+    "64 rows, window, cap, lse, float8 keys, f16": partial(
+        attend, 8, 8, F16, window=99, cap=30.0, lse=True, stored=FLOAT8
+    ),
+    "256 rows, float8 keys, bf16": partial(attend, 64, 64, BF16, stored=FLOAT8),
+    "64 rows, head 64, float8 keys, bf16": partial(attend, 8, 8, BF16, dim=64, stored=FLOAT8),
+    "32 rows, head 256, float8 keys, bf16": partial(
+        attend, 8, 8, BF16, dim=256, heads=(16, 4), stored=FLOAT8
+    ),
+    "256 rows, head 256, float8 keys, bf16": partial(
+        attend, 64, 64, BF16, dim=256, heads=(16, 4), stored=FLOAT8
+    ),
+    "prompt, float8 keys, bf16": partial(prompt, BF16, stored=FLOAT8),
+    "prompt, head 256, float8 keys, bf16": partial(prompt, BF16, dim=256, stored=FLOAT8),
+    "kv, float8": partial(kv_operations, stored=FLOAT8),
     "latent, 16 rows, bf16": partial(attend_latent, 1, 1, BF16),
     "latent, 32 rows, f16": partial(attend_latent, 2, 2, F16),
     "latent, 512 rows, bf16": partial(attend_latent, 4, 4, BF16, heads=128),
@@ -332,6 +352,8 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 def compile_case(target: int, name: str) -> Iterator[Compiled]:
     """Run one case's launchers for ``target``; yield each kernel they launch, once."""
+    if "float8" in name and target < FLOAT8_SINCE:
+        return
     made: dict[str, Compiled] = {}
 
     def launch(kernel: Any, grid: Any) -> Callable[..., None]:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         SpecBatch,
     )
     from specattn.buffers import BufferSet, buf
-    from specattn.config import AttnConfig, SpecConfig
+    from specattn.config import AttnConfig, KVScales, SpecConfig
     from specattn.errors import (
         CapacityError,
         CaptureError,
@@ -65,7 +65,7 @@ _HOMES = {
         "SpecBatch",
     ),
     "buffers": ("BufferSet", "buf"),
-    "config": ("AttnConfig", "SpecConfig"),
+    "config": ("AttnConfig", "KVScales", "SpecConfig"),
     "errors": (
         "CapacityError", "CaptureError", "CaptureMismatch", "ModelError", "NotCapturedError",
         "SpecAttnError", "TreeError", "UnsupportedError",
@@ -101,6 +101,7 @@ __all__ = [
     "GraphRunner",
     "HybridBackend",
     "KVPool",
+    "KVScales",
     "LayeredBackend",
     "ModelError",
     "ModelSlot",

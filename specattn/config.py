@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 
@@ -12,7 +12,11 @@ from specattn.batch import ForwardMode, Phase, RowLayout
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from torch import Tensor
+
 MAX_SLOTS = 2**31
+#: OCP E4M3 (arXiv:2209.05433): 4 bits of exponent, 3 of mantissa, no infinities.
+FLOAT8 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
@@ -41,11 +45,14 @@ class AttnConfig:
         A value is its key's first ``v_head_dim`` numbers, and stored once: absorbed multi-head
         latent attention (DeepSeek-V2, arXiv:2405.04434). Needs one KV head, and
         ``v_head_dim < head_dim``.
+    kv_dtype : torch.dtype, optional
+        Of keys and values where they are stored, if not ``dtype``: float8 (e4m3), see `KVScales`.
+        Not with ``latent``.
 
     Raises
     ------
     ValueError
-        If the head counts do not divide or a number is out of range.
+        If the head counts do not divide, a number is out of range, or a dtype is not served.
     """
 
     num_qo_heads: int
@@ -57,6 +64,7 @@ class AttnConfig:
     window_left: int = -1
     logit_cap: float = 0.0
     latent: bool = False
+    kv_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_qo_heads", "num_kv_heads", "head_dim"):
@@ -69,6 +77,12 @@ class AttnConfig:
             )
         if self.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise ValueError(f"dtype must be float32, float16 or bfloat16, got {self.dtype}")
+        if self.kv_dtype == self.dtype:
+            object.__setattr__(self, "kv_dtype", None)
+        if self.kv_dtype not in (None, FLOAT8):
+            raise ValueError(
+                f"kv_dtype must be dtype ({self.dtype}) or {FLOAT8}, got {self.kv_dtype}"
+            )
         if self.window_left < -1:
             raise ValueError(f"window_left must be -1 (off) or more, got {self.window_left}")
         if self.logit_cap < 0:
@@ -90,6 +104,67 @@ class AttnConfig:
             )
         if not self.sm_scale:
             raise ValueError("sm_scale must be given with latent")
+        if self.kv_dtype is not None:
+            raise ValueError(f"kv_dtype must be dtype with latent, got {self.kv_dtype}")
+
+
+@dataclass(frozen=True)
+class KVScales:
+    """What a layer's float8 keys and values are to be multiplied by, one number per tensor.
+
+    Stored is ``x / scale``, rounded to nearest and cut at +-448.
+
+    Parameters
+    ----------
+    k, v : float
+        Normal float32 numbers above 0.
+
+    Raises
+    ------
+    ValueError
+        If one is not.
+    """
+
+    k: float = 1.0
+    v: float = 1.0
+
+    def __post_init__(self) -> None:
+        limits = torch.finfo(torch.float32)
+        for name, scale in (("k", self.k), ("v", self.v)):
+            # the reciprocal must be a normal number, too
+            if not limits.tiny <= scale <= 1 / limits.tiny:
+                raise ValueError(
+                    f"{name} (the scale of float8 {name}) must be a normal float32 above 0, "
+                    f"got {scale}"
+                )
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor, *, headroom: float = 2.0) -> tuple[Self, ...]:
+        """Return every layer's scales from a sample of its keys and values.
+
+        Parameters
+        ----------
+        k, v : Tensor
+            ``[layers, ...]`` of any floating dtype, such as ``k`` and ``v`` of a `KVPool` that has
+            run a few prompts: slots that were never written hold 0.
+        headroom : float
+            The largest number of the sample becomes ``448 / headroom``. What is cut off is lost,
+            and a factor of 2 costs nothing but the range of the smallest numbers.
+
+        Raises
+        ------
+        ValueError
+            If a number of the sample is not finite, or the tensors differ in layers.
+        """
+        if len(k) != len(v):
+            raise ValueError(f"k and v must have the same layers, got {len(k)} and {len(v)}")
+        most = torch.finfo(FLOAT8).max / headroom
+        # a layer without any number but 0 has no scale of its own
+        tops = [[float(x.abs().max()) / most or 1.0 for x in layers] for layers in (k, v)]
+        return tuple(cls(*pair) for pair in zip(*tops, strict=True))
+
+
+UNSCALED = KVScales()
 
 
 @dataclass(frozen=True)

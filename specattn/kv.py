@@ -5,6 +5,7 @@ Slot and page 0 and table row 0 belong to padding: padded rows read and write on
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specattn.buffers import expect
-from specattn.config import MAX_SLOTS
+from specattn.config import MAX_SLOTS, UNSCALED
 from specattn.errors import CapacityError
 from specattn.kernels import ops
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from specattn.batch import AcceptResult
-    from specattn.config import AttnConfig
+    from specattn.config import AttnConfig, KVScales
 
 
 class KVPool:
@@ -36,9 +37,17 @@ class KVPool:
         Tokens the pool can hold, slot 0 (padding) included; below 2^31.
     device : torch.device
         Where the pool lives.
+    kv_dtype : torch.dtype, optional
+        What to store keys and values in, float8 (e4m3), instead of what ``layers`` say.
+    scales : sequence of KVScales, optional
+        Of a float8 pool, one per layer; 1 by default.
 
     Attributes
     ----------
+    layers : tuple of AttnConfig
+        Of ``kv_dtype``.
+    scales : tuple of KVScales
+        One per layer. Fixed: they are part of what is stored, and of recorded graphs.
     k, v : Tensor
         ``[layers, num_slots, num_kv_heads, head_dim]`` and the same with ``v_head_dim``; of
         ``latent`` layers, ``v`` is a view of the first columns of ``k``.
@@ -46,31 +55,39 @@ class KVPool:
     Raises
     ------
     ValueError
-        If layers differ in KV geometry, or there are too many slots.
+        If layers differ in KV geometry, there are too many slots, or scales are too many, too few
+        or not of a float8 pool.
     """
 
     def __init__(
-        self, layers: Sequence[AttnConfig], num_slots: int, device: torch.device | str
+        self, layers: Sequence[AttnConfig], num_slots: int, device: torch.device | str, *,
+        kv_dtype: torch.dtype | None = None, scales: Sequence[KVScales] | None = None,
     ) -> None:
-        shapes = {(c.num_kv_heads, c.head_dim, c.v_head_dim, c.dtype, c.latent) for c in layers}
+        if kv_dtype is not None:
+            layers = [replace(config, kv_dtype=kv_dtype) for config in layers]
+        shapes = {(c.num_kv_heads, c.head_dim, c.v_head_dim, c.dtype, c.latent, c.kv_dtype)
+                  for c in layers}
         if len(shapes) != 1:
             found = sorted(shapes, key=str)
             raise ValueError(f"layers of one pool must share one KV geometry, got {found}")
         if not 1 <= num_slots < MAX_SLOTS:
             raise ValueError(f"num_slots must be 1..{MAX_SLOTS - 1}, got {num_slots}")
-        ((heads, k_dim, v_dim, dtype, latent),) = shapes
+        ((heads, k_dim, v_dim, dtype, latent, kv_dtype),) = shapes
+        self.layers = tuple(layers)
+        self.scales = _per_layer(scales, len(layers), kv_dtype)
+        self._dtype, stored = dtype, kv_dtype or dtype
         size = (len(layers), num_slots, heads)
-        self.k = torch.zeros(*size, k_dim, dtype=dtype, device=device)
+        self.k = torch.zeros(*size, k_dim, dtype=stored, device=device)
         if latent:
             self.v = self.k[..., :v_dim]
         else:
-            self.v = torch.zeros(*size, v_dim, dtype=dtype, device=device)
+            self.v = torch.zeros(*size, v_dim, dtype=stored, device=device)
         # columns of k that are not values, too: with v they cover every number once
         self._shared = v_dim if latent else 0
         self._own_k = self.k[..., self._shared :]
 
     def store(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write new keys and values.
+        """Write new keys and values, of the layers' ``dtype`` whatever is stored.
 
         Parameters
         ----------
@@ -93,11 +110,15 @@ class KVPool:
             )
         for name, new, cache in (("k", k, self.k), ("v", v, self.v)):
             shape = (slots.numel(), *cache.shape[2:])
-            expect(name, new, shape, cache.dtype, cache.device)
+            expect(name, new, shape, self._dtype, cache.device)
             if new.stride(-1) != 1:
                 raise ValueError(f"{name} must be dense in its last axis, got {new.stride()}")
         store = ops("kv_store", self.k.device)
-        store.store_kv(k[..., self._shared :], v, self._own_k[layer], self.v[layer], slots)
+        scales = self.scales[layer]
+        store.store_kv(
+            k[..., self._shared :], v, self._own_k[layer], self.v[layer], slots,
+            k_scale=scales.k, v_scale=scales.v,
+        )
 
     def commit(self, tail_slots: Tensor, accepted: AcceptResult) -> None:
         """Move the KV of the accepted path to the front of each request's tail.
@@ -121,6 +142,18 @@ class KVPool:
         expect("accept_index", path, (len(path), path.shape[-1]), torch.int32, device)
         move = ops("kv_move", self.k.device)
         move.commit_kv(self._own_k, self.v, tail_slots, accepted.accept_index)
+
+
+def _per_layer(
+    scales: Sequence[KVScales] | None, count: int, kv_dtype: torch.dtype | None
+) -> tuple[KVScales, ...]:
+    if scales is None:
+        return (UNSCALED,) * count
+    if kv_dtype is None:
+        raise ValueError("scales are those of float8 pools (kv_dtype); this one stores dtype")
+    if len(scales) != count:
+        raise ValueError(f"scales must be one per layer, {count}, got {len(scales)}")
+    return tuple(scales)
 
 
 class SlotTable:

@@ -139,6 +139,15 @@ def test_compare_says_so_in_the_table():
     assert "x as fast (" in result.stderr
 
 
+@pytest.mark.parametrize("shape", [[], ["--topk", "4"]], ids=["chain", "tree"])
+def test_compare_over_a_float8_cache(shape):
+    """Both read what was rounded; a key that rounds the other way can tip a near tie."""
+    found = generated("--kv-cache-dtype", "fp8_e4m3", "--compare", *shape, PROMPT)
+    assert found["backend"] == "torch_native"
+    if not found["identical"]:
+        assert found["first_difference"]["plain_margin"] < 0.02, found["first_difference"]
+
+
 def test_compare_of_sampled_tokens_compares_no_tokens():
     found = generated("--compare", "--temperature", "0.8", PROMPT)
     assert found["identical"] is None
@@ -257,6 +266,13 @@ REFUSED = {
     "device": (["--device", "tpu9", "p"], "--device: must be auto, cpu, cuda"),
     "device_without_data": (["--device", "meta", "p"], "--device: meta is not available here"),
     "dtype": (["--dtype", "int8", "p"], "--dtype: must be auto, float32, float16 or bfloat16"),
+    "kv_cache_dtype": (
+        ["--kv-cache-dtype", "int4", "p"], "--kv-cache-dtype: must be auto or fp8_e4m3, got 'int4'",
+    ),
+    "kv_cache_dtype_of_a_backend": (
+        ["--backend", "flex", "--kv-cache-dtype", "fp8", "p"],
+        "--backend: 'flex' on cpu: kv_dtype must be torch.float32, got torch.float8_e4m3fn",
+    ),
     "missing_target": (["--target", "./absent", "--steps", "0", "p"], "--target: no such folder"),
     "file_as_target": (["--target", __file__, "--steps", "0", "p"], "--target: "),
     "missing_draft": (["--draft", "./absent", "p"], "--draft: no such folder"),

@@ -62,7 +62,7 @@ class World:
 
 def world(
     backend, buckets: list[int], config: SpecConfig = CONFIG, *, indices="table", record=True,
-    dtype=torch.float32, window=9,
+    dtype=torch.float32, window=9, kv_dtype=None,
 ) -> World:
     target = TinyTarget(device=DEVICE, window=window, dtype=dtype)
     draft = TinyDraft(device=DEVICE, dtype=dtype)
@@ -75,7 +75,7 @@ def world(
     for length in range(7, context + 1, 50):  # interleaves the rows' pages
         table.reserve(rows, [length] * 8)
     table.reserve(rows, [context] * 8)
-    pools = KVPool(target.layers, slots, DEVICE), KVPool(draft.layers, slots, DEVICE)
+    pools = tuple(KVPool(m.layers, slots, DEVICE, kv_dtype=kv_dtype) for m in (target, draft))
     decoder = SpecDecoder(
         ModelSlot.of(target, pools[0], backend), ModelSlot.of(draft, pools[1], backend), config,
         table.req_to_token, features=64, buckets=buckets, indices=indices, record=record,

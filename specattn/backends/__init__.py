@@ -12,6 +12,7 @@ from specattn.backends.base import (
     BackendFactory,
     BoundAttention,
     Capabilities,
+    reasons_of,
 )
 from specattn.errors import UnsupportedError
 
@@ -133,7 +134,7 @@ def available(
     backend: str | BackendFactory, config: AttnConfig | None, device: torch.device
 ) -> list[str]:
     """Say why ``backend`` cannot serve ``config`` on ``device``; empty means it can."""
-    return _loaded(backend).reasons(config, device)
+    return reasons_of(_loaded(backend), config, device)
 
 
 def _loaded(backend: str | BackendFactory) -> BackendFactory:
@@ -198,5 +199,5 @@ def _choose(configs: list[AttnConfig], device: torch.device) -> BackendFactory:
 def _all_reasons(
     backend: BackendFactory, configs: list[AttnConfig], device: torch.device
 ) -> list[str]:
-    found = [reason for config in configs for reason in backend.reasons(config, device)]
+    found = [reason for config in configs for reason in reasons_of(backend, config, device)]
     return list(dict.fromkeys(found))

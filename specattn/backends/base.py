@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from specattn.config import AttnConfig
+    from specattn.config import AttnConfig, KVScales
     from specattn.plan import Plan
 
 
@@ -39,6 +39,8 @@ class Capabilities:
         Of q, k and v.
     page_size : int
         Slots that must lie together: ``SpecConfig.page_size`` is a multiple of it.
+    kv_dtypes : tuple of torch.dtype
+        Of stored keys and values, besides that of q; see `ScaledAttention`.
     """
 
     graphs: bool = False
@@ -51,17 +53,19 @@ class Capabilities:
     lse: bool = True
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16)
     page_size: int = 1
+    kv_dtypes: tuple[torch.dtype, ...] = ()
 
     @classmethod
     def merged(cls, parts: Sequence[Capabilities]) -> Capabilities:
         """Return what ``parts`` promise together: what all can do, what any of them needs."""
-        common = set(parts[0].dtypes).intersection(*(part.dtypes for part in parts))
         found: dict[str, Any] = {
             item.name: all(getattr(part, item.name) for part in parts) for item in fields(cls)
         }
         found["host_plan"] = any(part.host_plan for part in parts)
         found["page_size"] = max(part.page_size for part in parts)
-        found["dtypes"] = tuple(dtype for dtype in parts[0].dtypes if dtype in common)
+        for name in ("dtypes", "kv_dtypes"):
+            lists = [getattr(part, name) for part in parts]
+            found[name] = tuple(dtype for dtype in lists[0] if all(dtype in x for x in lists))
         return cls(**found)
 
 
@@ -93,6 +97,13 @@ class BoundAttention(Protocol):
         """
 
 
+class ScaledAttention(BoundAttention, Protocol):
+    """What a backend that declares ``kv_dtypes`` binds where keys and values have one of them."""
+
+    def scaled(self, scales: KVScales) -> BoundAttention:
+        """Return the same attention for a layer of these scales: one `fill` serves both."""
+
+
 class PatternA:
     """What bound attention starts from that reads its plan's tensors where they are."""
 
@@ -110,6 +121,10 @@ class IdleAttention(PatternA):
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
     ) -> None:
         """Do nothing: ``out`` has no rows."""
+
+    def scaled(self, scales: KVScales) -> BoundAttention:
+        """Return itself."""
+        return self
 
 
 class AttentionBackend(Protocol):
@@ -166,6 +181,21 @@ def recordable(backend: AttentionBackend, plan: Plan) -> bool:
     return backend.capabilities.graphs
 
 
+def reasons_of(
+    backend: BackendFactory, config: AttnConfig | None, device: torch.device
+) -> list[str]:
+    """Say why ``backend`` cannot serve ``config``: its own reasons, and undeclared stored dtypes.
+
+    Few backends store keys and values in a dtype of their own, so the others need not know of it.
+    """
+    found = backend.reasons(config, device)
+    stored = backend.capabilities.kv_dtypes
+    if config is None or config.kv_dtype in (None, *stored):
+        return found
+    served = " or ".join(map(str, (config.dtype, *stored)))
+    return [*found, f"kv_dtype must be {served}, got {config.kv_dtype}"]
+
+
 def named_reasons(
     parts: Iterable[tuple[str, BackendFactory]], config: AttnConfig | None, device: torch.device
 ) -> list[str]:
@@ -173,5 +203,5 @@ def named_reasons(
     return [
         f"{role} {part.name}: {reason}"
         for role, part in parts
-        for reason in part.reasons(config, device)
+        for reason in reasons_of(part, config, device)
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from specattn.backends import choose_backend
 from specattn.backends.base import IdleAttention, recordable
@@ -17,7 +17,12 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from specattn.backends.base import AttentionBackend, BackendFactory, BoundAttention
+    from specattn.backends.base import (
+        AttentionBackend,
+        BackendFactory,
+        BoundAttention,
+        ScaledAttention,
+    )
     from specattn.config import AttnConfig
     from specattn.kv import KVPool
     from specattn.plan import Plan
@@ -41,6 +46,8 @@ class LayeredBackend:
     ------
     UnsupportedError
         If the backend cannot serve one of the layers.
+    ValueError
+        If the layers and the pool differ in ``kv_dtype``.
     """
 
     def __init__(
@@ -50,6 +57,10 @@ class LayeredBackend:
         pool: KVPool,
         device: torch.device,
     ) -> None:
+        if {c.kv_dtype for c in layers} != {c.kv_dtype for c in pool.layers}:
+            raise ValueError(
+                f"layers must have the pool's kv_dtype ({pool.k.dtype}): pass its own (pool.layers)"
+            )
         distinct = list(dict.fromkeys(layers))
         chosen = choose_backend(backend, distinct, device)
         self.name = chosen.name
@@ -84,9 +95,18 @@ class LayeredBackend:
         bounds: list[BoundAttention] = [
             IdleAttention() if plan.idle else backend.bind(plan) for backend in self.backends
         ]
-        layers = tuple((bounds[kind], self.backends[kind].config) for kind in self._kind)
+        layers = tuple(
+            (self._of_layer(bounds[kind], layer), self.backends[kind].config)
+            for layer, kind in enumerate(self._kind)
+        )
         graphs = all(recordable(backend, plan) for backend in self.backends)
         return BoundLayers(self.backends, tuple(bounds), layers, self.pool, plan, graphs)
+
+    def _of_layer(self, bound: BoundAttention, layer: int) -> BoundAttention:
+        """Return ``bound`` with the scales of a layer, if its pool has any."""
+        if self.pool.layers[layer].kv_dtype is None:
+            return bound
+        return cast("ScaledAttention", bound).scaled(self.pool.scales[layer])
 
 
 @dataclass(frozen=True)
@@ -110,7 +130,8 @@ class BoundLayers:
             f"AttnConfig[{at}]": dict(vars(backend.config))
             for at, backend in enumerate(self.backends)
         }
-        return fingerprint(k_cache=self.pool.k, v_cache=self.pool.v, **settings)
+        pool = self.pool
+        return fingerprint(k_cache=pool.k, v_cache=pool.v, kv_scales=pool.scales, **settings)
 
     def fill(self) -> None:
         """Fill every bound configuration."""
@@ -131,8 +152,8 @@ class BoundLayers:
             Before anything is written: if one of them is of another shape, dtype or device.
         """
         bound, config = self.layers[layer]
-        rows, cache = self.plan.out_slots.numel(), self.pool.k
-        expect("q", q, (rows, config.num_qo_heads, config.head_dim), cache.dtype, cache.device)
+        rows, device = self.plan.out_slots.numel(), self.pool.k.device
+        expect("q", q, (rows, config.num_qo_heads, config.head_dim), config.dtype, device)
         self.pool.store(layer, self.plan.out_slots, k, v)
         out = q.new_empty(q.shape[0], q.shape[1], config.v_head_dim)
         bound.run(q, self.pool.k[layer], self.pool.v[layer], out)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self, cast
 
 from specattn.backends import load_backend
 from specattn.backends.base import (
@@ -18,8 +18,13 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from specattn.backends.base import AttentionBackend, BackendFactory, BoundAttention
-    from specattn.config import AttnConfig
+    from specattn.backends.base import (
+        AttentionBackend,
+        BackendFactory,
+        BoundAttention,
+        ScaledAttention,
+    )
+    from specattn.config import AttnConfig, KVScales
 
 
 def tbo(
@@ -201,6 +206,11 @@ class BoundTbo:
         """Schedule both halves from their part of the lengths; the split itself needs none."""
         for child, which in zip(self.children, self.requests, strict=True):
             child.schedule(None if seq_lens_cpu is None else seq_lens_cpu[which])
+
+    def scaled(self, scales: KVScales) -> Self:
+        """Return the same with a layer's scales in both halves; see `ScaledAttention`."""
+        first, second = (cast("ScaledAttention", child).scaled(scales) for child in self.children)
+        return replace(self, children=(first, second))
 
     def run(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from specattn.backends.base import Capabilities, PatternA
+from specattn.config import FLOAT8, UNSCALED, KVScales
 from specattn.kernels.reference import attention
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
 
@@ -29,7 +30,7 @@ class TorchNativeBackend:
     """
 
     name: ClassVar[str] = "torch_native"
-    capabilities: ClassVar[Capabilities] = Capabilities()
+    capabilities: ClassVar[Capabilities] = Capabilities(kv_dtypes=(FLOAT8,))
 
     def __init__(self, config: AttnConfig, device: torch.device) -> None:
         self.config = config
@@ -49,10 +50,19 @@ class TorchNativeBackend:
 
 
 @dataclass(frozen=True)
-class TorchTree(PatternA):
+class _Bound(PatternA):
+    config: AttnConfig
+    scales: KVScales = field(default=UNSCALED, kw_only=True)
+
+    def scaled(self, scales: KVScales) -> Self:
+        """Return the same with a layer's scales; see `ScaledAttention`."""
+        return replace(self, scales=scales)
+
+
+@dataclass(frozen=True)
+class TorchTree(_Bound):
     """A tree mode."""
 
-    config: AttnConfig
     plan: AttnPlan
 
     def run(
@@ -67,14 +77,14 @@ class TorchTree(PatternA):
             tail_slots=plan.tail_slots, tail_positions=plan.tail_positions,
             tail_words=plan.tail_words, sm_scale=config.sm_scale,
             window_left=config.window_left, logit_cap=config.logit_cap,
+            k_scale=self.scales.k, v_scale=self.scales.v,
         )
 
 
 @dataclass(frozen=True)
-class TorchCsr(PatternA):
+class TorchCsr(_Bound):
     """Draft decode from index lists."""
 
-    config: AttnConfig
     plan: CsrPlan
 
     def run(
@@ -85,14 +95,14 @@ class TorchCsr(PatternA):
         attention.csr_attention(
             q, k_cache, v_cache, out, lse, kv_indptr=plan.kv_indptr, kv_indices=plan.kv_indices,
             sm_scale=config.sm_scale, window_left=config.window_left, logit_cap=config.logit_cap,
+            k_scale=self.scales.k, v_scale=self.scales.v,
         )
 
 
 @dataclass(frozen=True)
-class TorchExtend(PatternA):
+class TorchExtend(_Bound):
     """A ragged prompt extend."""
 
-    config: AttnConfig
     plan: ExtendPlan
 
     def run(
@@ -106,4 +116,5 @@ class TorchExtend(PatternA):
             req_pool_indices=plan.req_pool_indices, req_to_token=plan.req_to_token,
             max_q_len=plan.max_q_len, sm_scale=config.sm_scale,
             window_left=config.window_left, logit_cap=config.logit_cap,
+            k_scale=self.scales.k, v_scale=self.scales.v,
         )

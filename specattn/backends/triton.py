@@ -6,17 +6,19 @@ is exact and slow, and meant for tests.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from specattn.backends.base import Capabilities
 from specattn.backends.triton_bound import (
     Scratch,
     TritonCsr,
     TritonTree,
+    float8_reasons,
     interpret,
     platform_reasons,
 )
+from specattn.config import FLOAT8, UNSCALED, KVScales
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ class TritonBackend:
     """
 
     name: ClassVar[str] = "triton"
-    capabilities: ClassVar[Capabilities] = Capabilities(graphs=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(graphs=True, kv_dtypes=(FLOAT8,))
 
     def __init__(self, config: AttnConfig, device: torch.device) -> None:
         if device.type == "cpu":
@@ -55,9 +57,11 @@ class TritonBackend:
     def reasons(config: AttnConfig | None, device: torch.device) -> list[str]:
         """Name what stands in the way."""
         found = platform_reasons(config, device)
-        if config is not None and max(config.head_dim, config.v_head_dim) > MAX_HEAD_DIM:
+        if config is None:
+            return found
+        if max(config.head_dim, config.v_head_dim) > MAX_HEAD_DIM:
             found.append(f"head_dim is limited to {MAX_HEAD_DIM}, got {config.head_dim}")
-        return found
+        return found + float8_reasons(config, device)
 
     def bind(self, plan: Plan) -> BoundAttention:
         """Bind to the plan's kind."""
@@ -83,6 +87,7 @@ class TritonBackend:
             "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim,
             "v_head_dim": config.v_head_dim, "dtype": config.dtype, "device": self.device,
             "page_size": page_size,
+            "kv_dtype": config.kv_dtype,
         }
         return TreeAttention(
             **shape, tail_len=tail_len, sm_scale=config.sm_scale,
@@ -97,6 +102,11 @@ class TritonExtend:
 
     config: AttnConfig
     plan: ExtendPlan
+    scales: KVScales = UNSCALED
+
+    def scaled(self, scales: KVScales) -> Self:
+        """Return the same with a layer's scales; see `ScaledAttention`."""
+        return replace(self, scales=scales)
 
     def fill(self) -> None:
         """Nothing to derive."""
@@ -117,4 +127,5 @@ class TritonExtend:
             req_pool_indices=plan.req_pool_indices, req_to_token=plan.req_to_token,
             max_q_len=plan.max_q_len, page_size=plan.page_size, sm_scale=config.sm_scale,
             window_left=config.window_left, logit_cap=config.logit_cap,
+            k_scale=self.scales.k, v_scale=self.scales.v,
         )

@@ -5,20 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specattn.config import AttnConfig
+    from specattn.config import AttnConfig, KVScales
     from specattn.kernels.tree_attention import TreeAttention
     from specattn.plan import AttnPlan, CsrPlan
 
 log = logging.getLogger(__name__)
+
+#: The first GPUs that convert e4m3: Ada, then Hopper.
+FLOAT8_SINCE = (8, 9)
 
 
 def platform_reasons(config: AttnConfig | None, device: torch.device) -> list[str]:
@@ -35,6 +38,20 @@ def platform_reasons(config: AttnConfig | None, device: torch.device) -> list[st
         )
     if config is not None and device.type == "cpu" and config.dtype == torch.bfloat16:
         found.append("Triton's interpreter does not serve bfloat16; use float32 or float16")
+    return found
+
+
+def float8_reasons(config: AttnConfig, device: torch.device) -> list[str]:
+    """Name what stands in the way of reading float8 keys and values."""
+    if config.kv_dtype is None:
+        return []
+    found = []
+    if config.dtype == torch.float32:
+        found.append("a float8 KV cache needs float16 or bfloat16 queries, got float32")
+    if device.type == "cuda" and torch.cuda.is_available():
+        have = torch.cuda.get_device_capability(device)
+        if have < FLOAT8_SINCE:
+            found.append(f"a float8 KV cache needs compute capability 8.9, got {have[0]}.{have[1]}")
     return found
 
 
@@ -81,6 +98,10 @@ class TritonTree:
     plan: AttnPlan
     kernel: TreeAttention
 
+    def scaled(self, scales: KVScales) -> Self:
+        """Return the same with a layer's scales; see `ScaledAttention`."""
+        return replace(self, kernel=self.kernel.scaled(scales.k, scales.v))
+
     def fill(self) -> None:
         """Cut the work into equal chunks, from the lengths on the device."""
         plan = self.plan
@@ -107,6 +128,10 @@ class TritonCsr:
 
     plan: CsrPlan
     kernel: TreeAttention
+
+    def scaled(self, scales: KVScales) -> Self:
+        """Return the same with a layer's scales; see `ScaledAttention`."""
+        return replace(self, kernel=self.kernel.scaled(scales.k, scales.v))
 
     def fill(self) -> None:
         """Cut the work into equal chunks, from the lists' lengths on the device."""

@@ -65,16 +65,20 @@ def promises() -> str:
         "window": "window", "cap": "cap", "lse": "lse",
     }
     lines = [
-        f"| backend | plans on | {' | '.join(columns)} | pages of | dtypes |",
-        "|---" * (len(columns) + 4) + "|",
+        f"| backend | plans on | {' | '.join(columns)} | pages of | dtypes | also stored as |",
+        "|---" * (len(columns) + 5) + "|",
     ]
     for name in _names():
         found = load_backend(name).capabilities
         marks = ["yes" if getattr(found, item) else "no" for item in columns.values()]
-        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in found.dtypes)
+        dtypes, stored = (
+            ", ".join(str(dtype).removeprefix("torch.") for dtype in listed)
+            for listed in (found.dtypes, found.kv_dtypes)
+        )
         plans = "host" if found.host_plan else "device"
         pages = "any size" if found.page_size == 1 else f"{found.page_size} n"
-        lines.append(f"| `{name}` | {plans} | {' | '.join(marks)} | {pages} | {dtypes} |")
+        marks += [pages, dtypes, stored]
+        lines.append(f"| `{name}` | {plans} | {' | '.join(marks)} |")
     return "\n".join(lines)
 
 

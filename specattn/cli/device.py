@@ -5,12 +5,17 @@ from __future__ import annotations
 import torch
 
 from specattn.cli.ends import ArgumentError
+from specattn.config import FLOAT8
 
 _DTYPES = {
     "float32": torch.float32, "fp32": torch.float32,
     "float16": torch.float16, "fp16": torch.float16,
     "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
 }
+
+
+# as vLLM and SGLang spell it, and torch
+_FLOAT8 = ("fp8_e4m3", "fp8", "float8_e4m3fn")
 
 
 def pick_device(name: str) -> torch.device:
@@ -58,3 +63,18 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
             "--dtype", f"must be auto, float32, float16 or bfloat16, got {name!r}"
         )
     return _DTYPES[name]
+
+
+def pick_kv_dtype(name: str) -> torch.dtype | None:
+    """Return the dtype of the KV cache, None for the model's.
+
+    Raises
+    ------
+    ArgumentError
+        If the name is not one of those known.
+    """
+    if name == "auto":
+        return None
+    if name not in _FLOAT8:
+        raise ArgumentError("--kv-cache-dtype", f"must be auto or fp8_e4m3, got {name!r}")
+    return FLOAT8

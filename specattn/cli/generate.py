@@ -18,6 +18,7 @@ from specattn.cli.options import (
     DraftSamplingOption,
     DraftTokensOption,
     DtypeOption,
+    KvDtypeOption,
     PageSizeOption,
     PromptArgument,
     PromptsOption,
@@ -78,6 +79,7 @@ def generate(
     ] = False,
     backend: BackendOption = "auto",
     page_size: PageSizeOption = 1,
+    kv_cache_dtype: KvDtypeOption = "auto",
     max_context: Annotated[
         int | None,
         typer.Option(
@@ -110,13 +112,14 @@ def generate(
     sampling = _sampling(temperature, top_k, top_p, seed)
     stops = _stops(stop or [])
 
-    from specattn.cli.device import pick_device, pick_dtype
+    from specattn.cli.device import pick_device, pick_dtype, pick_kv_dtype
     from specattn.cli.loading import load_models
     from specattn.cli.running import Setup
     from specattn.spec.request import Request
 
     place = pick_device(device)
     weights = pick_dtype(dtype, place)
+    stored = pick_kv_dtype(kv_cache_dtype)
     check_backend(backend, place, from_environment=from_environment(ctx, "backend"))
     models = load_models(
         target, draft, speculative=config.num_steps > 0, dtype=weights, device=place
@@ -133,6 +136,7 @@ def generate(
         graphs=not no_graphs,
         # compiling must not be measured; in Triton's interpreter there is nothing to compile
         warm_up=place.type == "cuda" or (compare and backend != "triton"),
+        kv_dtype=stored,
     )
     report = _decode(setup, config, found, compare=compare, live=not as_json)
     if as_json:

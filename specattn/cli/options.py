@@ -84,6 +84,13 @@ BackendOption = Annotated[
         help="Attention backend, auto, or prefill,decode[,verify]; see `specattn backends`.",
     ),
 ]
+KvDtypeOption = Annotated[
+    str,
+    typer.Option(
+        "--kv-cache-dtype", rich_help_panel=RUNNING,
+        help="Store keys and values as fp8_e4m3; auto is the model's dtype.",
+    ),
+]
 PageSizeOption = Annotated[
     int,
     typer.Option(rich_help_panel=RUNNING, help="KV slots per page, a power of two up to 512."),

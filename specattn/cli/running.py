@@ -43,6 +43,8 @@ class Setup:
         Whether to record CUDA graphs.
     warm_up : bool
         Whether `prepare` decodes a few tokens, so that compiling kernels is not measured.
+    kv_dtype : torch.dtype, optional
+        Of the KV cache, if not the models'.
     """
 
     models: Models
@@ -52,6 +54,7 @@ class Setup:
     backend: str
     graphs: bool
     warm_up: bool
+    kv_dtype: torch.dtype | None = None
 
     def engine(self, config: SpecConfig) -> Engine:
         """Build the engine of a speculation setting."""
@@ -62,7 +65,7 @@ class Setup:
         with _fitting_memory():
             return Engine(
                 self.models.target, self.models.draft if config.num_steps else None, config,
-                backend=self.backend, graphs=self.graphs,
+                backend=self.backend, graphs=self.graphs, kv_dtype=self.kv_dtype,
                 detokenize=lambda ids: decode(self.models.tokenizer, ids),
             )
 

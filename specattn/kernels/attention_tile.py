@@ -51,6 +51,8 @@ def attend_tile(
 ):
     """Fold one tile of keys into ``acc, top, total``.
 
+    Products are taken in the dtype of ``q``; float8 keys and values are converted to it, and their
+    scales are the caller's: the keys' is a factor of the logits, the values' one of the result.
     With a logit cap the logits become ``cap_out * tanh(cap_in * s)``, already in base 2.
     """
     d = tl.arange(0, D_PAD)                                               # [D_PAD]
@@ -60,7 +62,7 @@ def attend_tile(
     v_ptr = v_head + row[:, None] * V_SLOT + dv[None, :]                  # [BN, V_PAD]
     # no load is masked unless the head is padded: the caller clamps the slots
     k_ok = None if D_PAD == HEAD_DIM else (d < HEAD_DIM)[None, :]
-    k = tl.load(k_ptr, mask=k_ok, other=None if D_PAD == HEAD_DIM else 0.0)
+    k = tl.load(k_ptr, mask=k_ok, other=None if D_PAD == HEAD_DIM else 0.0).to(q.dtype)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")                    # [BM, BN]
     if HAS_CAP:
         s = cap_out * tanh(s * cap_in)
@@ -76,7 +78,7 @@ def attend_tile(
         p = tl.exp2(s * base2 - (new_top * base2)[:, None])
     total = total * fade + tl.sum(p, 1)
     v_ok = None if V_PAD == V_DIM else (dv < V_DIM)[None, :]
-    v = tl.load(v_ptr, mask=v_ok, other=None if V_PAD == V_DIM else 0.0)
+    v = tl.load(v_ptr, mask=v_ok, other=None if V_PAD == V_DIM else 0.0).to(q.dtype)
     acc = acc * fade[:, None]
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
     return acc, new_top, total
@@ -93,12 +95,28 @@ def load_query(rows, row_ok, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr):
 
 
 @triton.jit
-def store_rows(rows, acc, total, row_ok, V_DIM: tl.constexpr, V_PAD: tl.constexpr):
-    """Store the normalised values; 0 for a row that saw no key."""
+def as_factor(q, cache):
+    """Convert queries to the dtype of their products with the keys of ``cache``.
+
+    Over float8 keys that is float16: GPUs convert e4m3 to it in one instruction, to bfloat16 in
+    several.
+    """
+    if cache.dtype.element_ty == tl.float8e4nv:
+        q = q.to(tl.float16)
+    return q
+
+
+@triton.jit
+def store_rows(
+    rows, acc, total, row_ok, V_DIM: tl.constexpr, V_PAD: tl.constexpr, v_scale=None,
+):
+    """Store the normalised values, times ``v_scale`` if given; 0 for a row that saw no key."""
     dv = tl.arange(0, V_PAD)                                              # [V_PAD]
     mask = row_ok[:, None]
     if V_PAD != V_DIM:
         mask = mask & (dv < V_DIM)[None, :]
     inverse = tl.where(total > 0.0, 1.0 / tl.where(total > 0.0, total, 1.0), 0.0)
+    if v_scale is not None:
+        inverse *= v_scale
     values = tl.where((total > 0.0)[:, None], acc * inverse[:, None], 0.0)
     tl.store(rows[:, None] + dv[None, :], values.to(rows.dtype.element_ty), mask=mask)

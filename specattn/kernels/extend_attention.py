@@ -9,9 +9,17 @@ import triton
 import triton.language as tl
 
 from specattn.kernels import gluon_attention
-from specattn.kernels.attention_tile import FLOOR, LN2, LOG2E, attend_tile, load_query, store_rows
+from specattn.kernels.attention_tile import (
+    FLOOR,
+    LN2,
+    LOG2E,
+    as_factor,
+    attend_tile,
+    load_query,
+    store_rows,
+)
 from specattn.kernels.gluon_attention import GluonTile
-from specattn.kernels.tile_config import DeviceLimits, TileConfig, extend_tile_config
+from specattn.kernels.tile_config import FLOAT8, DeviceLimits, TileConfig, extend_tile_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,6 +72,7 @@ def _extend_kernel(
     req_pool_indices,  # [B] int64
     req_to_token,      # [rows, C] int32
     base2, cap_in, cap_out,
+    v_scale,           # of float8 values, else None
     stride_table, stride_q, stride_q_head, stride_out, stride_out_head, stride_lse,
     stride_lse_head,
     K_SLOT: tl.constexpr, K_HEAD: tl.constexpr, V_SLOT: tl.constexpr, V_HEAD: tl.constexpr,
@@ -85,7 +94,8 @@ def _extend_kernel(
         row_ok = packed < q_len * GROUP
         q_row = (q_begin + token).to(tl.int64)
         q_head = head * GROUP + packed % GROUP
-        q_tile = load_query(q + q_row * stride_q + q_head * stride_q_head, row_ok, HEAD_DIM, D_PAD)
+        q_rows = q + q_row * stride_q + q_head * stride_q_head
+        q_tile = as_factor(load_query(q_rows, row_ok, HEAD_DIM, D_PAD), k_cache)
         pos_q = prefix + tl.minimum(token, q_len - 1)
         first_pos = prefix + m_tile * BM // GROUP
         last_pos = prefix + tl.minimum((m_tile * BM + BM - 1) // GROUP, q_len - 1)
@@ -128,7 +138,7 @@ def _extend_kernel(
             D_PAD, V_PAD, HAS_CAP, WINDOW, True, BN, STAGES,
         )
         out_rows = out + q_row * stride_out + q_head * stride_out_head
-        store_rows(out_rows, acc, total, row_ok, V_DIM, V_PAD)
+        store_rows(out_rows, acc, total, row_ok, V_DIM, V_PAD, v_scale)
         if lse is not None:
             if not HAS_CAP:
                 top = top * base2
@@ -141,7 +151,7 @@ def extend_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None, *,
     qo_indptr: Tensor, seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor,
     max_q_len: int, sm_scale: float, window_left: int = -1, logit_cap: float = 0.0,
-    page_size: int = 1, tile: TileConfig | None = None,
+    k_scale: float = 1.0, v_scale: float = 1.0, page_size: int = 1, tile: TileConfig | None = None,
 ) -> None:
     """Attend ragged new tokens, causally, to their request's cached prefix and themselves.
 
@@ -153,7 +163,8 @@ def extend_attention(
     q : Tensor
         ``[T, Hq, D]``; ``out`` is ``[T, Hq, Dv]``, written in place.
     k_cache, v_cache : Tensor
-        ``[slots, Hkv, D]`` and ``[slots, Hkv, Dv]``, the last dimension contiguous.
+        ``[slots, Hkv, D]`` and ``[slots, Hkv, Dv]``, the last dimension contiguous; of the dtype
+        of q, or float8 (e4m3) where q is float16 or bfloat16.
     lse : Tensor or None
         ``[T, Hq]`` float32, natural log, written in place.
     qo_indptr : Tensor
@@ -166,6 +177,8 @@ def extend_attention(
         Most new tokens of a request; the grid is made for it.
     sm_scale, window_left, logit_cap
         See `specattn.config.AttnConfig`.
+    k_scale, v_scale : float
+        What float8 keys and values are to be multiplied by.
     page_size : int
         As in `specattn.kernels.tree_attention.TreeAttention`.
     tile : TileConfig, optional
@@ -181,11 +194,13 @@ def extend_attention(
     _check(q, k_cache, v_cache, out, lse)
     if not tokens:
         return
-    factors = (sm_scale * LOG2E, sm_scale / logit_cap if logit_cap else 0.0, logit_cap * LOG2E)
+    # q (k_scale k): the keys' scale is a factor of the logits, whatever follows
+    base = sm_scale * k_scale
+    factors = (base * LOG2E, base / logit_cap if logit_cap else 0.0, logit_cap * LOG2E)
     group = heads // kv_heads
     if (
         tile is None and max_q_len * group > gluon_attention.SHORT_PROMPT
-        and gluon_attention.serves(head_dim, v_head_dim, q.dtype, q.device)
+        and gluon_attention.serves(head_dim, v_head_dim, k_cache.dtype, q.device)
         and gluon_attention.aligned(k_cache) and gluon_attention.aligned(v_cache)
     ):
         tile = gluon_attention.gluon_extend_tile(head_dim, page_size)
@@ -196,7 +211,7 @@ def extend_attention(
         )
         return
     tile = tile or extend_tile_config(
-        head_dim, v_head_dim, q.dtype, DeviceLimits.of(q.device)
+        head_dim, v_head_dim, k_cache.dtype, DeviceLimits.of(q.device)
     )
     lse_strides = (0, 0) if lse is None else (lse.stride(0), lse.stride(1))
     options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages}
@@ -205,7 +220,8 @@ def extend_attention(
     grid = (triton.cdiv(max_q_len * group, tile.block_m), kv_heads, len(seq_lens))
     _extend_kernel[grid](
         q, k_cache, v_cache, out, lse, qo_indptr, seq_lens, req_pool_indices, req_to_token,
-        *factors, req_to_token.stride(0), q.stride(0), q.stride(1), out.stride(0), out.stride(1),
+        *factors, v_scale if k_cache.dtype == FLOAT8 else None,
+        req_to_token.stride(0), q.stride(0), q.stride(1), out.stride(0), out.stride(1),
         *lse_strides,
         K_SLOT=k_cache.stride(0), K_HEAD=k_cache.stride(1),
         V_SLOT=v_cache.stride(0), V_HEAD=v_cache.stride(1),
@@ -221,6 +237,9 @@ def _check(
 ) -> None:
     tokens, heads, head_dim = q.shape
     slots, kv_heads, v_head_dim = v_cache.shape
+    kv_dtype = q.dtype
+    if k_cache.dtype == FLOAT8 and q.dtype != torch.float32:
+        kv_dtype = FLOAT8
     if k_cache.shape != (slots, kv_heads, head_dim):
         raise ValueError(
             f"k_cache must be {[slots, kv_heads, head_dim]}, got {list(k_cache.shape)}"
@@ -230,7 +249,7 @@ def _check(
     if out.shape != (tokens, heads, v_head_dim):
         raise ValueError(f"out must be {[tokens, heads, v_head_dim]}, got {list(out.shape)}")
     for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache), ("out", out)):
-        if tensor.dtype != q.dtype:
+        if tensor.dtype != (q.dtype if name == "out" else kv_dtype):
             raise ValueError(f"{name} must be {q.dtype} like q, got {tensor.dtype}")
     if any(x.stride(-1) != 1 for x in (q, k_cache, v_cache, out)):
         raise ValueError("q, k_cache, v_cache and out must be contiguous in their last dimension")

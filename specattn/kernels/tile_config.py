@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
+FLOAT8 = torch.float8_e4m3fn
 # shared memory of a multiprocessor that every resident CTA takes besides its own
 RESERVED = 1024
 
@@ -117,19 +118,22 @@ def tile_config(
 ) -> TileConfig:
     """Choose by packed rows (query tokens × group), head size and device; never by length.
 
-    One captured graph serves every length, so nothing here may depend on it. The 16-bit values
-    for heads up to 128 were measured on an H200. The others keep clear of spills and of the
-    shared memory a CTA can have, by what the compiler reports.
+    ``dtype`` is that of the keys. One captured graph serves every length, so nothing here may
+    depend on it. The 16-bit values for heads up to 128 were measured on an H200. The others keep
+    clear of spills and of the shared memory a CTA can have, by what the compiler reports.
     """
     key, value = triton.next_power_of_2(head_dim), triton.next_power_of_2(v_head_dim)
     if dtype == torch.float32:
         # IEEE products run on the FMA units: registers set the limits
         tile = TileConfig(16, 32 if key + value <= 256 else 16, stages=2)
+    elif limits.major == HOPPER.major and dtype == FLOAT8:
+        tile = _float8_tile(rows, key + value)
     elif limits.major == HOPPER.major:
         tile = _hopper_tile(rows, key + value, batch)
     else:
         tile = _other_tile(rows, key + value)
-    return fit_tile(tile, (key + value) * dtype.itemsize, key * dtype.itemsize, limits)
+    size = _item_bytes(dtype)
+    return fit_tile(tile, (key + value) * size, key * size, limits)
 
 
 def _other_tile(rows: int, width: int) -> TileConfig:
@@ -160,6 +164,27 @@ def _hopper_tile(rows: int, width: int, batch: int) -> TileConfig:
     return TileConfig(128, 64, warps=8, stages=3 if width <= 384 else 2, ctas_per_sm=1)
 
 
+def _float8_tile(rows: int, width: int) -> TileConfig:
+    """Choose the tile over float8 keys, by what compiles without spills for sm_90.
+
+    A float8 tile is converted on its way to the products, once per tile of query rows, and takes
+    half the room in flight: wide tiles pay. Up to 64 rows, 128 keys in two CTAs per multiprocessor
+    were the best of a prototype on an H200. Fewer rows gain nothing from smaller tiles, whose
+    products read their operands byte by byte.
+    """
+    if rows <= 64:
+        if width <= 256:
+            return TileConfig(64, 128)
+        return TileConfig(64, 64 if width <= 384 else 32)
+    block_n = 128 if width <= 256 else 64 if width <= 384 else 32
+    return TileConfig(128, block_n, warps=8, ctas_per_sm=1)
+
+
+def _item_bytes(dtype: torch.dtype) -> int:
+    """Bytes of a number in shared memory; a float8 tile has a converted copy beside it."""
+    return max(dtype.itemsize, 2)
+
+
 def fixed_tile_config(
     head_dim: int, v_head_dim: int, dtype: torch.dtype, limits: DeviceLimits = HOPPER
 ) -> TileConfig:
@@ -180,4 +205,5 @@ def extend_tile_config(
     else:
         # 128 keys a tile were 11 to 48 % slower
         tile = TileConfig(128, 64, warps=8, stages=3 if width <= 384 else 2, ctas_per_sm=1)
-    return fit_tile(tile, width * dtype.itemsize, key * dtype.itemsize, limits)
+    size = _item_bytes(dtype)
+    return fit_tile(tile, width * size, key * size, limits)

@@ -10,8 +10,9 @@ Three launches: a plan (`tree_plan`, once per step), the kernel (`tree_kernel`) 
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import triton
@@ -20,7 +21,7 @@ from torch import Tensor
 from specattn.kernels import gluon_attention
 from specattn.kernels.attention_tile import LOG2E
 from specattn.kernels.gluon_attention import GluonTile
-from specattn.kernels.tile_config import DeviceLimits, TileConfig, tile_config
+from specattn.kernels.tile_config import FLOAT8, DeviceLimits, TileConfig, tile_config
 from specattn.kernels.tree_kernel import tree_attention_kernel
 from specattn.kernels.tree_merge import merge_kernel
 from specattn.kernels.tree_plan import TreePlan
@@ -42,7 +43,7 @@ class _Shape:
     def of(
         cls, *, batch: int, q_len: int, num_qo_heads: int, num_kv_heads: int, head_dim: int,
         v_head_dim: int, dtype: torch.dtype, device: torch.device, page_size: int,
-        tile: TileConfig | None,
+        tile: TileConfig | None, kv_dtype: torch.dtype | None = None,
     ) -> _Shape:
         if num_qo_heads % num_kv_heads:
             raise ValueError(
@@ -51,9 +52,10 @@ class _Shape:
             )
         group = num_qo_heads // num_kv_heads
         limits = DeviceLimits.of(device)
-        if tile is None and gluon_attention.serves(head_dim, v_head_dim, dtype, device):
+        stored = kv_dtype or dtype
+        if tile is None and gluon_attention.serves(head_dim, v_head_dim, stored, device):
             tile = gluon_attention.gluon_tile_config(q_len * group, head_dim, batch, page_size)
-        tile = tile or tile_config(q_len * group, head_dim, v_head_dim, dtype, batch, limits)
+        tile = tile or tile_config(q_len * group, head_dim, v_head_dim, stored, batch, limits)
         m_tiles = triton.cdiv(q_len * group, tile.block_m)
         max_chunks = max(1, limits.sms * tile.ctas_per_sm // (num_kv_heads * m_tiles))
         # every part is a chunk's, or the second of a chunk in which one split request ends and
@@ -104,11 +106,13 @@ class TreeAttention:
         run at the same time may share it.
     tile : TileConfig, optional
         Overrides the tile table.
+    kv_dtype : torch.dtype, optional
+        Of keys and values: float8 (e4m3), over float16 or bfloat16 queries; ``dtype`` if None.
 
     Raises
     ------
     ValueError
-        If a number is out of range or the workspace does not fit.
+        If a number is out of range, the workspace does not fit, or the dtypes do not go together.
     """
 
     def __init__(
@@ -116,7 +120,10 @@ class TreeAttention:
         head_dim: int, v_head_dim: int, dtype: torch.dtype, device: torch.device | str,
         sm_scale: float, window_left: int = -1, logit_cap: float = 0.0, page_size: int = 1,
         csr: bool = False, workspace: Tensor | None = None, tile: TileConfig | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
+        if kv_dtype not in (None, dtype) and (kv_dtype, dtype.itemsize) != (FLOAT8, 2):
+            raise ValueError(f"kv_dtype must be {dtype}, or {FLOAT8} with 16 bits, got {kv_dtype}")
         if csr and (q_len, tail_len) != (1, 0):
             raise ValueError(f"csr needs q_len 1 and tail_len 0, got {q_len} and {tail_len}")
         if sm_scale <= 0:
@@ -125,12 +132,14 @@ class TreeAttention:
         shape = _Shape.of(
             batch=batch, q_len=q_len, num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads,
             head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype, device=device,
-            page_size=1 if csr else page_size, tile=tile,
+            page_size=1 if csr else page_size, tile=tile, kv_dtype=kv_dtype,
         )
         self.batch, self.q_len, self.tail_len = batch, q_len, tail_len
         self.num_qo_heads, self.num_kv_heads = num_qo_heads, num_kv_heads
         self.head_dim, self.v_head_dim = head_dim, v_head_dim
         self.dtype, self.csr, self.window_left = dtype, csr, window_left
+        self.kv_dtype = kv_dtype or dtype
+        self._v_scale = 1.0 if kv_dtype == FLOAT8 else None
         self.words = triton.cdiv(tail_len, 64)
         self.page_size = 1 if csr else page_size
         self.shape = shape
@@ -152,13 +161,13 @@ class TreeAttention:
     def workspace_bytes(
         *, batch: int, q_len: int, num_qo_heads: int, num_kv_heads: int, head_dim: int,
         v_head_dim: int, dtype: torch.dtype, device: torch.device | str, page_size: int = 1,
-        tile: TileConfig | None = None,
+        tile: TileConfig | None = None, kv_dtype: torch.dtype | None = None,
     ) -> int:
         """Return the bytes of workspace that an object with these parameters needs."""
         shape = _Shape.of(
             batch=batch, q_len=q_len, num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads,
             head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype, device=torch.device(device),
-            page_size=page_size, tile=tile,
+            page_size=page_size, tile=tile, kv_dtype=kv_dtype,
         )
         return shape.workspace(v_head_dim, dtype)[1]
 
@@ -175,6 +184,20 @@ class TreeAttention:
             raise ValueError("workspace must be aligned to 16 bytes")
         used = self.shape.partial_rows * self.v_head_dim * self.dtype.itemsize
         return workspace[:used].view(self.dtype), workspace[values:total].view(torch.float32)
+
+    def scaled(self, k_scale: float, v_scale: float) -> Self:
+        """Return this bucket for a layer with these scales of float8 keys and values.
+
+        Plans and workspace are those of this object, and both may run.
+        """
+        if self._v_scale is None:
+            raise ValueError(f"scales need kv_dtype {FLOAT8}, got {self.kv_dtype}")
+        other = copy.copy(self)
+        # q (k_scale k): the keys' scale is a factor of the logits, whatever follows
+        base2, cap_in, cap_out = self.factors
+        other.factors = (base2 * k_scale, cap_in * k_scale, cap_out)
+        other._v_scale = v_scale
+        return other
 
     def plan(self, seq_lens: Tensor, req_pool_indices: Tensor, row_stride: int) -> None:
         """Cut the step's work into chunks, on the device.
@@ -210,7 +233,8 @@ class TreeAttention:
             ``[B * q_len, Hq, D]``; ``out`` is ``[B * q_len, Hq, Dv]``, written in place. A row
             that sees no key gets 0.
         k_cache, v_cache : Tensor
-            ``[slots, Hkv, D]`` and ``[slots, Hkv, Dv]``, the last dimension contiguous.
+            ``[slots, Hkv, D]`` and ``[slots, Hkv, Dv]`` of ``kv_dtype``, the last dimension
+            contiguous.
         lse : Tensor or None
             ``[B * q_len, Hq]`` float32, natural log of the sum of exponentials, written in
             place; -inf for a row that sees no key.
@@ -258,8 +282,8 @@ class TreeAttention:
         tree_attention_kernel[(shape.max_chunks * self.num_kv_heads * shape.m_tiles,)](
             q, k_cache, v_cache, out, lse, indices, *tensors,
             self.tables.requests, self.tables.chunks, self.partial_out, self.partial_lse,
-            *self.factors, q.stride(0), q.stride(1), *_row_strides(out), *_row_strides(lse),
-            *strides,
+            *self.factors, self._v_scale, q.stride(0), q.stride(1), *_row_strides(out),
+            *_row_strides(lse), *strides,
             K_SLOT=k_cache.stride(0), K_HEAD=k_cache.stride(1),
             V_SLOT=v_cache.stride(0), V_HEAD=v_cache.stride(1),
             Q_LEN=self.q_len, TAIL=self.tail_len, WORDS=self.words, WINDOW=self.window_left,
@@ -297,8 +321,8 @@ class TreeAttention:
         rows, heads, kv_heads = self.batch * self.q_len, self.num_qo_heads, self.num_kv_heads
         _check("q", q, (rows, heads, self.head_dim), self.dtype)
         _check("out", out, (rows, heads, self.v_head_dim), self.dtype)
-        _check("k_cache", k_cache, (k_cache.shape[0], kv_heads, self.head_dim), self.dtype)
-        _check("v_cache", v_cache, (v_cache.shape[0], kv_heads, self.v_head_dim), self.dtype)
+        _check("k_cache", k_cache, (k_cache.shape[0], kv_heads, self.head_dim), self.kv_dtype)
+        _check("v_cache", v_cache, (v_cache.shape[0], kv_heads, self.v_head_dim), self.kv_dtype)
         if lse is not None and (lse.shape != (rows, heads) or lse.dtype != torch.float32):
             raise ValueError(
                 f"lse must be float32 {[rows, heads]}, got {lse.dtype} {list(lse.shape)}"

@@ -13,6 +13,7 @@ from specattn.kernels.attention_tile import (
     EMPTY,
     FLOOR,
     LN2,
+    as_factor,
     attend_tile,
     load_query,
     store_rows,
@@ -170,6 +171,7 @@ def tree_attention_kernel(
     partial_out,     # [parts, NUM_KV, MT, BM, V_DIM], out
     partial_lse,     # [parts, NUM_KV, MT, BM] float32, out, base 2
     base2, cap_in, cap_out,
+    v_scale,         # of float8 values, else None
     stride_q, stride_q_head, stride_out, stride_out_head, stride_lse, stride_lse_head,
     stride_pos, stride_tail, stride_tail_pos, stride_words, stride_words_q,
     K_SLOT: tl.constexpr, K_HEAD: tl.constexpr, V_SLOT: tl.constexpr, V_HEAD: tl.constexpr,
@@ -213,7 +215,8 @@ def tree_attention_kernel(
             full_end = tl.where(full_end - begin <= SHORT * BN, begin, full_end)
 
         q_row = (req * Q_LEN + token).to(tl.int64)                        # [BM]
-        q_tile = load_query(q + q_row * stride_q + q_head * stride_q_head, row_ok, HEAD_DIM, D_PAD)
+        q_rows = q + q_row * stride_q + q_head * stride_q_head
+        q_tile = as_factor(load_query(q_rows, row_ok, HEAD_DIM, D_PAD), k_cache)
         tail_row = tail_slots
         tail_pos_row = tail_positions
         word_row = tail_words
@@ -272,7 +275,7 @@ def tree_attention_kernel(
         if parts == 1:
             store_rows(
                 out + q_row * stride_out + q_head * stride_out_head, acc, total, row_ok,
-                V_DIM, V_PAD,
+                V_DIM, V_PAD, v_scale,
             )
             if lse is not None:
                 tl.store(
@@ -282,7 +285,7 @@ def tree_attention_kernel(
         else:
             at = ((chunk + split_rank) * NUM_KV + head) * MT + m_tile
             at = at.to(tl.int64) * BM + tl.arange(0, BM)                  # [BM]
-            store_rows(partial_out + at * V_DIM, acc, total, row_ok, V_DIM, V_PAD)
+            store_rows(partial_out + at * V_DIM, acc, total, row_ok, V_DIM, V_PAD, v_scale)
             tl.store(partial_lse + at, tl.where(total > 0.0, log2_sum, EMPTY))
         left -= stop - tile
         if left > 0:

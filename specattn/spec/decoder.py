@@ -77,7 +77,7 @@ class ModelSlot(Generic[Model]):
         cls, model: Model, pool: KVPool, backend: str | BackendFactory
     ) -> ModelSlot[Model]:
         """Choose the attention backend of ``model``, over ``pool``; see `choose_backend`."""
-        return cls(model, pool, LayeredBackend(backend, model.layers, pool, pool.k.device))
+        return cls(model, pool, LayeredBackend(backend, pool.layers, pool, pool.k.device))
 
 
 class SpecDecoder:

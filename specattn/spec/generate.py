@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,10 +20,12 @@ if TYPE_CHECKING:
 
     from specattn.backends.base import BackendFactory
     from specattn.backends.multi_step import Indices
-    from specattn.config import SpecConfig
+    from specattn.config import KVScales, SpecConfig
     from specattn.spec.checks import Validate
     from specattn.spec.model import DraftModel, TargetModel
     from specattn.spec.sampling import SamplingParams
+
+    Scales = Sequence[KVScales] | None
 
 
 class Engine:
@@ -53,11 +56,18 @@ class Engine:
         Whether steps also check what tensors hold; see `SpecDecoder`.
     detokenize : callable, optional
         Maps token ids to text, for stop strings.
+    kv_dtype : torch.dtype, optional
+        What the pools store keys and values in, if not the models' dtype: float8 (e4m3).
+    kv_scales : tuple, optional
+        Of float8 pools: the target's, then the draft's, each one `KVScales` per layer, or None
+        for 1.
 
     Raises
     ------
     UnsupportedError
         If the backend cannot serve the models here.
+    ValueError
+        If ``kv_dtype`` and ``kv_scales`` are not those of a `KVPool`.
     """
 
     def __init__(
@@ -73,6 +83,8 @@ class Engine:
         indices: Indices = "table",
         validate: Validate = "off",
         detokenize: Callable[[list[int]], str] | None = None,
+        kv_dtype: torch.dtype | None = None,
+        kv_scales: tuple[Scales, Scales] = (None, None),
     ) -> None:
         self.config, self.graphs, self.indices = config, graphs, indices
         self.detokenize, self.validate = detokenize, validate
@@ -84,10 +96,11 @@ class Engine:
             max_num_reqs=config.max_num_reqs, max_context_len=config.max_context_len,
             num_slots=slots, page_size=config.page_size, device=device,
         )
-        self.target = ModelSlot.of(target, KVPool(target.layers, slots, device), backend)
+        pool = partial(KVPool, num_slots=slots, device=device, kv_dtype=kv_dtype)
+        self.target = ModelSlot.of(target, pool(target.layers, scales=kv_scales[0]), backend)
         self.draft: ModelSlot[DraftModel] | None = None
         if config.num_steps and draft is not None:
-            self.draft = ModelSlot.of(draft, KVPool(draft.layers, slots, device), backend)
+            self.draft = ModelSlot.of(draft, pool(draft.layers, scales=kv_scales[1]), backend)
         for slot in (self.target, self.draft):
             if slot is not None:
                 slot.backend.check_pages(config.page_size)

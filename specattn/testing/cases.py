@@ -41,6 +41,8 @@ class Form:
         Whether keys outside every window hold NaN.
     whole_pages : bool
         Whether all slots of a page in use hold numbers, not only those of keys.
+    kv_dtype, kv_scales
+        Of stored keys and values, if not ``dtype``; and what they are to be multiplied by.
     device, seed
         Where the tensors live, and what they are drawn from.
     """
@@ -58,6 +60,8 @@ class Form:
     latent: bool = False
     evict: bool = True
     whole_pages: bool = False
+    kv_dtype: torch.dtype | None = None
+    kv_scales: tuple[float, float] = (1.0, 1.0)
     device: str | torch.device = "cpu"
     seed: int = 0
 
@@ -137,7 +141,7 @@ def _pools(used: set[int], slots: int, form: Form) -> tuple[Tensor, Tensor]:
         pool = torch.randn(slots, form.heads[1], dim + form.pool_pad)
         pool[unused] = NAN
         pool[..., dim:] = NAN
-        pools.append(pool.to(form.dtype)[..., :dim])
+        pools.append(pool.to(form.kv_dtype or form.dtype)[..., :dim])
     keys, values = pools
     return keys, keys[..., : values.shape[2]] if form.latent else values
 
@@ -147,7 +151,8 @@ def _case(args: dict[str, Any], form: Form, **about: Any) -> Case:
     none = torch.empty(0)
     return Case(
         none, none, none, none, none, args, form.scale * form.head_dim**-0.5,
-        form.window_left, form.logit_cap, form.latent, page_size=form.page_size, **about,
+        form.window_left, form.logit_cap, form.latent, page_size=form.page_size,
+        kv_scales=form.kv_scales, **about,
     )
 
 

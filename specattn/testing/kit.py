@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -134,7 +134,7 @@ def _forwards(setting: Setting, depth: int, evicts: bool) -> Iterator[Check]:
     """Yield the checks that are one forward."""
     promised, name = setting.factory.capabilities, setting.factory.name
     dtypes = setting.dtypes or promised.dtypes
-    for scenario in scenarios(dtypes, promised.page_size, evicts=evicts):
+    for scenario in scenarios(replace(promised, dtypes=dtypes), evicts=evicts):
         if scenario.level <= depth and all(getattr(promised, n) for n in scenario.needs):
             yield Check(
                 scenario.name, scenario.broken, name, partial(scenario, setting),
@@ -173,13 +173,16 @@ def _bodies(
         per_mode["no_sync"] = ("host sync", promises.no_sync)
         per_mode["graphs"] = ("graphs", promises.graphs)
     everywhere = {"layers", "inputs", "slots"}
+    if promised.kv_dtypes:
+        per_mode["scaled_layers"] = ("stored dtypes", life.scaled_layers)
+        everywhere.add("scaled_layers")
     if promised.lse:
         per_mode["no_lse"] = ("lse", life.without_lse)
         everywhere.add("no_lse")
     if validates:
         per_mode["bad_input"] = ("bad input", promises.bad_input)
         everywhere.add("bad_input")
-    smoke = {("tree_verify", "growth"), ("tree_verify", "bad_input")}
+    smoke = {("tree_verify", option) for option in ("growth", "bad_input", "scaled_layers")}
     for option, (broken, body) in per_mode.items():
         for name, mode in setting.modes().items():
             if mode.kind == "extend" and option not in everywhere:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specattn.backends.layers import LayeredBackend
+from specattn.errors import UnsupportedError
 from specattn.kv import KVPool
 from specattn.plan import CsrPlan, ExtendPlan, Plan
 from specattn.testing.oracle import NAN, ConformanceError
@@ -112,6 +113,30 @@ def layers(setting: Setting, mode: Mode) -> None:
         )
         session.run()
         session.verdict("layers")
+
+
+def scaled_layers(setting: Setting, mode: Mode) -> None:
+    """One fill serves layers whose stored keys and values have other scales."""
+    session = _stored(setting, mode)
+    session.forward(None, "stored dtypes")
+    for scales in ((0.3, 0.5), (2.0, 7.0), (2.0, 0.5)):
+        session.scale(scales)
+        session.run()
+        session.verdict("stored dtypes")
+
+
+def _stored(setting: Setting, mode: Mode) -> Session:
+    """Bind to a pool of the first stored dtype, under queries of the first dtype that may."""
+    promised = setting.factory.capabilities
+    refused = UnsupportedError("this check", ["no dtype is declared"])
+    for dtype in promised.dtypes:
+        try:
+            return setting.session(setting.case(
+                mode, [33, 5, 0], dtype=dtype, kv_dtype=promised.kv_dtypes[0], kv_scales=(2.0, 0.5)
+            ))
+        except UnsupportedError as error:
+            refused = error
+    raise refused
 
 
 def without_lse(setting: Setting, mode: Mode) -> None:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 NAN = float("nan")
 #: Relative L2 error over all rows; the worst row may have 2.5 times as much.
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
+#: The same over a float8 pool, against attention over what it holds; at most.
+QUANTISED = 3e-3
 # NaNs whose payload arithmetic on the pools' NaNs does not give: what holds one was not written
 _UNWRITTEN = {
     torch.float32: (torch.int32, 0x7FC0BEEF),
@@ -76,6 +78,8 @@ class Case:
         The tensors that describe the forward, by the names of the plan's fields.
     sm_scale, window_left, logit_cap, latent
         As in `specattn.config.AttnConfig`.
+    kv_scales : tuple of float
+        What keys and values are to be multiplied by.
     kind : {"tree", "lists", "extend"}
         Which plan it makes: `AttnPlan`, `CsrPlan` or `ExtendPlan`.
     layout : RowLayout, optional
@@ -106,6 +110,12 @@ class Case:
     live: int = 0
     out_slots: Tensor | None = None
     page_size: int = 1
+    kv_scales: tuple[float, float] = (1.0, 1.0)
+
+    @property
+    def kv_dtype(self) -> torch.dtype | None:
+        """Of stored keys and values, if not that of q."""
+        return None if self.k_cache.dtype == self.q.dtype else self.k_cache.dtype
 
     def clear(self) -> None:
         """Fill the outputs with a NaN of their own."""
@@ -127,7 +137,8 @@ class Case:
 
 
 def _row(
-    q: Tensor, k: Tensor, v: Tensor, slots: list[int], sm_scale: float, cap: float
+    q: Tensor, k: Tensor, v: Tensor, slots: list[int], sm_scale: float, cap: float,
+    kv_scales: tuple[float, float],
 ) -> tuple[Tensor, Tensor]:
     """One query token ``[Hq, D]`` over the listed slots: ``[Hq, Dv]`` and ``[Hq]``."""
     heads, kv_heads = q.shape[0], k.shape[1]
@@ -135,8 +146,8 @@ def _row(
         zeros = torch.zeros(heads, v.shape[2], dtype=torch.float64)
         return zeros, torch.full((heads,), -math.inf, dtype=torch.float64)
     kv_head = torch.arange(heads) // (heads // kv_heads)
-    keys = k[slots].double()[:, kv_head]                                  # [N, Hq, D]
-    values = v[slots].double()[:, kv_head]                                # [N, Hq, Dv]
+    keys = k[slots].double()[:, kv_head] * kv_scales[0]                   # [N, Hq, D]
+    values = v[slots].double()[:, kv_head] * kv_scales[1]                 # [N, Hq, Dv]
     logits = (keys * q.double()).sum(-1) * sm_scale                       # [N, Hq]
     if cap:
         logits = cap * torch.tanh(logits / cap)
@@ -148,7 +159,8 @@ def _row(
 
 def _rows(case: Case, lists: list[list[int]]) -> tuple[Tensor, Tensor]:
     q, k, v = case.q.cpu(), case.k_cache.cpu(), case.v_cache.cpu()
-    pairs = [_row(q[i], k, v, s, case.sm_scale, case.logit_cap) for i, s in enumerate(lists)]
+    settings = case.sm_scale, case.logit_cap, case.kv_scales
+    pairs = [_row(q[i], k, v, slots, *settings) for i, slots in enumerate(lists)]
     return torch.stack([p[0] for p in pairs]), torch.stack([p[1] for p in pairs])
 
 
@@ -258,7 +270,10 @@ def check(
     blind = want_lse == -math.inf
     _require(not got[blind].any(), "rows without keys", "a row without keys must be 0")
     slack = allowed.cap * case.logit_cap
-    limit = allowed.out[case.q.dtype] + slack
+    limit = allowed.out[case.q.dtype]
+    if case.kv_dtype is not None:
+        limit = min(limit, QUANTISED)
+    limit += slack
     error = (got - want).norm(dim=-1)
     scale = want.norm(dim=-1)
     total = error.norm() / scale.norm().clamp_min(1e-30)

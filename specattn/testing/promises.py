@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specattn.backends.base import recordable
+from specattn.config import FLOAT8
 from specattn.errors import UnsupportedError
 from specattn.testing.life import BATCHES, replays
 from specattn.testing.oracle import Case, ConformanceError, unwritten
@@ -43,9 +44,11 @@ def refusals(setting: Setting) -> None:
     if promised.page_size > 1:
         half = promised.page_size // 2
         undeclared[f"page_size {half}"] = partial(setting.case, chain, [9], page_size=half)
+    if FLOAT8 not in promised.kv_dtypes:
+        undeclared[f"kv_dtype {FLOAT8}"] = partial(setting.case, chain, [9], kv_dtype=FLOAT8)
     for name, make in undeclared.items():
-        case = make()
         try:
+            case = make()
             setting.backend(case).bind(plan_of(case))
         except UnsupportedError:
             continue

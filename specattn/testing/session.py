@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from specattn.config import AttnConfig
+from specattn.config import AttnConfig, KVScales
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
 from specattn.testing.oracle import Case, ConformanceError, Tolerances, check, head
 
 if TYPE_CHECKING:
-    from specattn.backends.base import AttentionBackend
+    from specattn.backends.base import AttentionBackend, BoundAttention, ScaledAttention
 
 # all other tensors of a case have the batch first
 _SHARED = ("req_to_token", "kv_indices", "k_cache", "v_cache")
@@ -26,7 +26,7 @@ def config_of(case: Case) -> AttnConfig:
     return AttnConfig(
         num_qo_heads=case.q.shape[1], num_kv_heads=case.k_cache.shape[1],
         head_dim=case.q.shape[2], v_head_dim=case.out.shape[2], dtype=case.q.dtype,
-        latent=case.latent, **case.settings,
+        latent=case.latent, kv_dtype=case.kv_dtype, **case.settings,
     )
 
 
@@ -97,6 +97,14 @@ class Session:
         self.load(case)
         self.plan = plan_of(self.live)
         self.bound = backend.bind(self.plan)
+        self.layer: BoundAttention
+        self.scale(case.kv_scales)
+
+    def scale(self, kv_scales: tuple[float, float]) -> None:
+        """Go on as a layer with these scales, over the same `fill`."""
+        self.layer, self.live.kv_scales = self.bound, kv_scales
+        if self.live.kv_dtype is not None:
+            self.layer = cast("ScaledAttention", self.bound).scaled(KVScales(*kv_scales))
 
     def load(self, case: Case) -> None:
         """Copy another forward into the buffers the backend is bound to."""
@@ -115,7 +123,7 @@ class Session:
         live = self.live
         live.clear()
         wanted = self.lse if lse is None else lse
-        self.bound.run(live.q, live.k_cache, live.v_cache, live.out, live.lse if wanted else None)
+        self.layer.run(live.q, live.k_cache, live.v_cache, live.out, live.lse if wanted else None)
 
     def verdict(
         self, broken: str, *, lse: bool | None = None, padding: bool = True

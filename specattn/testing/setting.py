@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from specattn.backends.base import reasons_of
 from specattn.batch import Phase
 from specattn.errors import UnsupportedError
 from specattn.testing.cases import make_extend_case, make_lists_case, make_tree_case
@@ -143,6 +144,8 @@ class Setting:
         form.setdefault("dtype", self.dtype)
         if self.geometry.latent:
             form["heads"] = form["heads"][0], 1
+            if form.get("kv_dtype"):
+                raise UnsupportedError("this check", ["latent rows are stored as they are"])
             if form["v_head_dim"] >= form["head_dim"]:
                 raise UnsupportedError("this check", ["latent values are narrower than keys"])
         if mode.kind == "extend":
@@ -163,7 +166,7 @@ class Setting:
             With the backend's own reasons.
         """
         config = config_of(case)
-        reasons = self.factory.reasons(config, self.device)
+        reasons = reasons_of(self.factory, config, self.device)
         if reasons:
             raise UnsupportedError(f"backend {self.factory.name!r}", reasons)
         return self.factory(config, self.device)

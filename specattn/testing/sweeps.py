@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import product
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from specattn.batch import Phase
 from specattn.testing.setting import MODES, Mode
@@ -11,12 +14,13 @@ from specattn.testing.setting import MODES, Mode
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import torch
-
+    from specattn.backends.base import Capabilities
     from specattn.testing.setting import Setting
 
 SMOKE, QUICK, FULL = range(3)
 LENGTHS = [33, 0, 70, 5]
+# of float8 keys and values
+SCALES = (0.7, 1.9)
 TREES = ("decode", "tree_verify", "draft_lists", "prompt_extend")
 
 
@@ -56,22 +60,21 @@ class Scenario:
         setting.session(case).forward(None, self.broken)
 
 
-def scenarios(
-    dtypes: tuple[torch.dtype, ...], page_size: int, *, evicts: bool
-) -> Iterator[Scenario]:
-    """Yield every scenario of a backend of ``dtypes`` whose pages are multiples of ``page_size``.
+def scenarios(promised: Capabilities, *, evicts: bool) -> Iterator[Scenario]:
+    """Yield every scenario of a backend's dtypes and pages.
 
     With ``evicts``, also those in which keys outside every window are gone.
     """
     for name, mode in MODES.items():
         level = SMOKE if name in ("decode", "tree_verify", "prompt_extend") else QUICK
         yield Scenario(name, "modes", mode, level, mode.needs)
-    yield from _options(dtypes, max(16, page_size))
+    yield from _options(promised.dtypes, max(16, promised.page_size))
+    yield from _stored(promised, max(16, promised.page_size))
     if evicts:
         yield from _sweep("unused memory", {
             "evicted": (QUICK, {"window_left": 9}), "evicted_0": (FULL, {"window_left": 0}),
         }, needs=("window",))
-    yield from _pages(page_size)
+    yield from _pages(promised.page_size)
     yield from _shapes()
     yield from _trees()
 
@@ -113,6 +116,22 @@ def _options(dtypes: tuple[torch.dtype, ...], page: int) -> Iterator[Scenario]:
     }, needs=("window",))
     yield from _sweep("scale", {"scale_3": (QUICK, {"scale": 3.0})}, TREES)
     yield from _sweep("scale", {"sharp": (FULL, {"scale": 20.0})})
+
+
+def _stored(promised: Capabilities, page: int) -> Iterator[Scenario]:
+    for stored, dtype in product(promised.kv_dtypes, promised.dtypes):
+        name = "_".join(str(x).removeprefix("torch.") for x in (stored, dtype))
+        form = {"dtype": dtype, "kv_dtype": stored, "kv_scales": SCALES}
+        level = SMOKE if dtype == torch.float16 else QUICK
+        yield from _sweep("stored dtypes", {name: (level, form)})
+        yield from _sweep("stored dtypes", {
+            f"{name}_cap": (FULL, form | {"logit_cap": 1.5, "scale": 2.0})
+        }, needs=("cap",))
+        yield from _sweep("stored dtypes", {
+            f"{name}_window_page_{page}": (
+                FULL, form | {"window_left": 20, "page_size": page, "evict": False}
+            )
+        }, needs=("window",))
 
 
 def _pages(least: int) -> Iterator[Scenario]:

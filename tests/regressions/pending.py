@@ -32,12 +32,6 @@ PENDING = {
         "acceptance.",
         "data parallelism",
     ),
-    "R44": (
-        "sglang#36010, sglang#36038, sglang#36045, vllm#54992",
-        "Speculation over a quantised KV cache needed prefix lengths on the host, or lost its "
-        "graphs, and said so at the first request only.",
-        "quantised KV",
-    ),
     "R48": (
         "vllm#54506, tokenspeed#904, mlx-lm#1423",
         "At temperature 0, speculation and plain decoding differ in the last bits: verify and "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -10,6 +11,7 @@ import torch
 
 from specattn.backends.base import Capabilities
 from specattn.backends.torch_native import TorchNativeBackend
+from specattn.config import KVScales
 from specattn.errors import UnsupportedError
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan
 
@@ -18,7 +20,7 @@ class Bound:
     """What torch_native bound, for a mutant to get wrong."""
 
     def __init__(self, backend: Mutant, plan: Any) -> None:
-        self.backend, self.plan = backend, plan
+        self.backend, self.plan, self.scales = backend, plan, KVScales()
 
     def fill(self) -> None:
         self.first = None
@@ -29,8 +31,13 @@ class Bound:
     def run(self, q, k_cache, v_cache, out, lse=None) -> None:
         backend = self.backend
         honest = TorchNativeBackend(backend.tweaked(backend.config), q.device)
-        plan = backend.seen(self.plan)
-        backend.attend(honest.bind(plan).run, q, k_cache, v_cache, out, lse)
+        bound = honest.bind(backend.seen(self.plan)).scaled(backend.rescaled(self.scales))
+        backend.attend(bound.run, q, k_cache, v_cache, out, lse)
+
+    def scaled(self, scales: KVScales) -> Any:
+        other = copy.copy(self)
+        other.scales = scales
+        return other
 
 
 class Mutant(TorchNativeBackend):
@@ -47,6 +54,9 @@ class Mutant(TorchNativeBackend):
 
     def seen(self, plan: Any) -> Any:
         return plan
+
+    def rescaled(self, scales: KVScales) -> KVScales:
+        return scales
 
     def attend(self, run, q, k_cache, v_cache, out, lse) -> None:
         run(q, k_cache, v_cache, out, lse)
@@ -247,6 +257,23 @@ class RoundsTheWeights(Mutant):
         run(q, k_cache, v_cache, out, lse)
         if q.dtype == torch.float16:
             out.copy_(out.bfloat16())
+
+
+class IgnoresTheValuesScale(Mutant):
+    def rescaled(self, scales):
+        return replace(scales, v=1.0)
+
+
+class KeepsTheFirstScales(Mutant):
+    """As a recording does that baked them in."""
+
+    def bind(self, plan):
+        self.first = None
+        return super().bind(plan)
+
+    def rescaled(self, scales):
+        self.first = self.first or scales
+        return self.first
 
 
 class CachesTheFirstLayer(Mutant):

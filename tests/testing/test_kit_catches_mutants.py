@@ -37,6 +37,8 @@ MUTANTS = [
     (m.ServesSixteenRequests, "batches", "modes"),
     (m.AveragesBlindRows, "rows without keys", "modes"),
     (m.RoundsTheWeights, "dtypes", "modes"),
+    (m.IgnoresTheValuesScale, "stored dtypes", "dtypes"),
+    (m.KeepsTheFirstScales, "stored dtypes", "layers"),
     (m.CachesTheFirstLayer, "layers", "modes"),
     (m.WritesToThePool, "inputs unchanged", "modes"),
     (m.WritesToThePlan, "inputs unchanged", "modes"),

@@ -1,7 +1,7 @@
 """Attention in plain torch: twins of the Triton kernels, and the whole `torch_native` backend.
 
-Vectorised over the batch, float32 inside for half inputs. A key no query sees is never used,
-whatever its slot holds (0 × NaN is NaN, so masking the logits alone would not do).
+Vectorised over the batch, float32 inside for half and float8 inputs. A key no query sees is never
+used, whatever its slot holds (0 × NaN is NaN, so masking the logits alone would not do).
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 
-def _gather(cache: Tensor, slots: Tensor, seen: Tensor) -> Tensor:
+def _gather(cache: Tensor, slots: Tensor, seen: Tensor, scale: float) -> Tensor:
     """Return the rows of ``slots [B, N]`` as ``[B, heads, N, dim]``, zeros where not ``seen``."""
     rows = cache[slots.long().masked_fill(~seen, 0)]
-    rows = rows.masked_fill(~seen[..., None, None], 0)
-    return rows.to(torch.promote_types(cache.dtype, torch.float32)).transpose(1, 2)
+    rows = rows.to(torch.float64 if cache.dtype == torch.float64 else torch.float32)
+    rows = rows.masked_fill_(~seen[..., None, None], 0)
+    return (rows if scale == 1 else rows * scale).transpose(1, 2)
 
 
 def _attend(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, visible: Tensor,
-    sm_scale: float, logit_cap: float, want_lse: bool,
+    sm_scale: float, logit_cap: float, scales: tuple[float, float], want_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend ``q [B, T, Hq, D]`` to ``slots [B, N]`` under ``visible [B, T, N]``.
 
@@ -29,8 +30,8 @@ def _attend(
     batch, q_len, heads, _ = q.shape
     kv_heads = k_cache.shape[1]
     seen = visible.any(1)                                                 # [B, N]
-    k = _gather(k_cache, slots, seen)                                     # [B, Hkv, N, D]
-    v = _gather(v_cache, slots, seen)                                     # [B, Hkv, N, Dv]
+    k = _gather(k_cache, slots, seen, scales[0])                          # [B, Hkv, N, D]
+    v = _gather(v_cache, slots, seen, scales[1])                          # [B, Hkv, N, Dv]
     queries = q.to(k.dtype).transpose(1, 2)                               # [B, Hq, T, D]
     if not want_lse and not logit_cap and slots.shape[1]:
         out = scaled_dot_product_attention(
@@ -67,6 +68,7 @@ def tree_attention(
     seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor, positions: Tensor | None,
     tail_slots: Tensor, tail_positions: Tensor | None, tail_words: Tensor, sm_scale: float,
     window_left: int = -1, logit_cap: float = 0.0, max_prefix_len: int | None = None,
+    k_scale: float = 1.0, v_scale: float = 1.0,
 ) -> None:
     """Attend every request's query tokens to its prefix and the tail keys of their words.
 
@@ -93,6 +95,8 @@ def tree_attention(
         See `specattn.config.AttnConfig`.
     max_prefix_len : int, optional
         Bound on ``seq_lens``; without it the longest is read from the device.
+    k_scale, v_scale : float
+        What the caches' keys and values are to be multiplied by.
     """
     batch, tail_len = tail_slots.shape
     q_len = q.shape[0] // batch
@@ -111,14 +115,14 @@ def tree_attention(
         visible = visible & _in_window(positions, pos_k, window_left)
     _put(out, lse, *_attend(
         q.view(batch, q_len, *q.shape[1:]), k_cache, v_cache, slots, visible, sm_scale, logit_cap,
-        lse is not None,
+        (k_scale, v_scale), lse is not None,
     ))
 
 
 def csr_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None, *,
     kv_indptr: Tensor, kv_indices: Tensor, sm_scale: float, window_left: int = -1,
-    logit_cap: float = 0.0,
+    logit_cap: float = 0.0, k_scale: float = 1.0, v_scale: float = 1.0,
 ) -> None:
     """Attend row i of ``q [rows, Hq, D]`` to ``kv_indices[kv_indptr[i] : kv_indptr[i + 1]]``.
 
@@ -131,6 +135,8 @@ def csr_attention(
         that of the last key.
     sm_scale, window_left, logit_cap
         See `specattn.config.AttnConfig`.
+    k_scale, v_scale : float
+        As in `tree_attention`.
     """
     begin = kv_indptr[:-1, None].long()
     lens = kv_indptr[1:, None] - kv_indptr[:-1, None]                     # [rows, 1]
@@ -141,7 +147,7 @@ def csr_attention(
     slots = kv_indices[(begin + place).masked_fill(~visible, 0)] if len(place) else begin[:, :0]
     _put(out, lse, *_attend(
         q[:, None], k_cache, v_cache, slots, visible[:, None], sm_scale, logit_cap,
-        lse is not None,
+        (k_scale, v_scale), lse is not None,
     ))
 
 
@@ -149,6 +155,7 @@ def extend_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None, *,
     qo_indptr: Tensor, seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor,
     max_q_len: int, sm_scale: float, window_left: int = -1, logit_cap: float = 0.0,
+    k_scale: float = 1.0, v_scale: float = 1.0,
 ) -> None:
     """Attend ragged new tokens, causally, to their request's cached prefix and themselves.
 
@@ -169,6 +176,8 @@ def extend_attention(
         Most new tokens of a request.
     sm_scale, window_left, logit_cap
         See `specattn.config.AttnConfig`.
+    k_scale, v_scale : float
+        As in `tree_attention`.
     """
     ends, prefixes = qo_indptr.tolist(), seq_lens.tolist()
     for b, prefix in enumerate(prefixes):
@@ -182,5 +191,5 @@ def extend_attention(
         )
         _put(out[rows], None if lse is None else lse[rows], *_attend(
             q[None, rows], k_cache, v_cache, req_to_token[req_pool_indices[b], None, :kv_len],
-            causal, sm_scale, logit_cap, lse is not None,
+            causal, sm_scale, logit_cap, (k_scale, v_scale), lse is not None,
         ))
