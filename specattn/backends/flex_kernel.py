@@ -1,0 +1,276 @@
+"""FlexAttention over gathered keys: one mask function for every plan, compiled or eager."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.util import find_spec
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from specattn.config import AttnConfig
+
+    Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+log = logging.getLogger(__name__)
+
+#: What torch compiles FlexAttention with: C++ for CPUs, Triton's launchers for GPUs.
+COMPILERS = {"cpu": ("g++", "clang++", "c++"), "cuda": ("gcc", "clang", "cc", "g++")}
+#: Keys per block of a block mask.
+BLOCK = 128
+#: Shapes and settings that may be compiled for one layer geometry after another.
+MAX_KERNELS = 64
+FAR = 1 << 40
+#: Numbers before the tensors of a packed mask.
+HEAD = 10
+
+
+class FlexKernel:
+    """FlexAttention for one layer geometry.
+
+    Parameters
+    ----------
+    config : AttnConfig
+        The layer geometry.
+    device : torch.device
+        The CPU or a CUDA device.
+    compiled : bool
+        Whether to compile where that is possible.
+
+    Attributes
+    ----------
+    eager_because : str or None
+        What stands in the way of compiling; a first failure to compile, too.
+    """
+
+    def __init__(self, config: AttnConfig, device: torch.device, *, compiled: bool) -> None:
+        self.config = config
+        self.eager_because = eager_reason(device) if compiled else "it was asked to"
+        if self.eager_because:
+            log.info("backend flex runs eagerly on %s: %s", device, self.eager_because)
+
+    def __call__(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, keys: Keys, *, lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend ``q [B, T, Hq, D]``: ``[B, T, Hq, Dv]``, and ``[B, T, Hq]`` if asked for."""
+        # torch has no compiled lse for CPUs
+        if self.eager_because is None and not (lse and q.device.type == "cpu"):
+            try:
+                return self._compiled(q, k_cache, v_cache, keys, lse=lse)
+            except _compile_errors() as error:
+                self.eager_because = f"it does not compile: {error}".splitlines()[0]
+                log.warning("backend flex runs eagerly from now on: %s", self.eager_because)
+        with _uncompiled():
+            return _flex(q, k_cache, v_cache, keys, self.config, lse=lse, kernel=_attention)
+
+    def _compiled(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, keys: Keys, *, lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run over shapes of few kinds: torch compiles for each anew."""
+        from torch._dynamo import config as dynamo
+        from torch.fx.experimental import _config as shapes
+
+        rows = q.shape[1]
+        # sizes that happen to be equal in the first call need not be in the next
+        few = shapes.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+        with dynamo.patch(recompile_limit=MAX_KERNELS), few:
+            out, sums = _flex(
+                pad(q, (0, 0, 0, 0, 0, max(2 - rows, 0))), k_cache, v_cache, keys.padded(),
+                self.config, lse=lse, kernel=_compiled_attention(),
+            )
+        return out[:, :rows], None if sums is None else sums[:, :rows]
+
+
+def eager_reason(device: torch.device) -> str | None:
+    """Say why FlexAttention cannot be compiled for ``device``; None means it can."""
+    from torch._dynamo import config
+    from torch._dynamo.eval_frame import is_dynamo_supported
+
+    if config.disable or not is_dynamo_supported():
+        return "torch.compile is switched off"
+    if device.type == "cuda" and find_spec("triton") is None:
+        return "Triton is not installed"
+    if device.type == "cpu" and not torch.cpu._is_avx2_supported():
+        return "torch compiles it for processors with AVX2"
+    wanted = COMPILERS[device.type]
+    return None if any(map(shutil.which, wanted)) else f"none of {', '.join(wanted)} is found"
+
+
+def _compile_errors() -> tuple[type[Exception], ...]:
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+    from torch._inductor.exc import OperatorIssue
+
+    return TorchDynamoException, FailOnRecompileLimitHit, OperatorIssue
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Run FlexAttention's eager code as it is: it would trace every new shape through dynamo."""
+    import torch.nn.attention.flex_attention as library
+
+    before = library._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
+    library._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
+    try:
+        yield
+    finally:
+        library._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = before
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The gathered keys of every request, and which of them its query tokens see.
+
+    Tensors only, and one mask function for all plans: what it captures is an input of the compiled
+    kernel, not a constant of another one.
+
+    Parameters
+    ----------
+    slots, used : Tensor
+        ``[B, width + tail]``, slots of the keys, and whether anybody sees them.
+    lens : Tensor
+        ``[B]``, how many of the first ``width`` there are; a key's position is its place.
+    positions : Tensor
+        ``[B, T]``, of the query tokens.
+    tail_positions, words : Tensor
+        ``[B, tail]`` and ``[B, T, W]``: positions, and who sees whom.
+    near, far : int
+        A key is visible iff ``near <= pos_q - pos_k <= far`` as well.
+    """
+
+    slots: Tensor
+    used: Tensor
+    lens: Tensor
+    positions: Tensor
+    tail_positions: Tensor
+    words: Tensor
+    near: int = -FAR
+    far: int = FAR
+
+    @classmethod
+    def listed(
+        cls, slots: Tensor, used: Tensor, lens: Tensor, positions: Tensor, left: int
+    ) -> Keys:
+        """Return causal keys that are all listed; the tail is one that nobody sees."""
+        none = positions.new_zeros(*positions.shape, 1)
+        return cls(
+            pad(slots, (0, 1)), pad(used, (0, 1)), lens, positions, none[:, 0], none,
+            0, left if left >= 0 else FAR,
+        )
+
+    @property
+    def width(self) -> int:
+        """Keys before the tail."""
+        return self.slots.shape[1] - self.tail_positions.shape[1]
+
+    def padded(self) -> Keys:
+        """Return the same with two query tokens and two tail keys at least, and whole blocks."""
+        rows, tail = max(2 - self.positions.shape[1], 0), max(2 - self.tail_positions.shape[1], 0)
+        keys, width = self.slots.shape[1] + tail, self.width
+        more = max(-keys % BLOCK, 2 * BLOCK - keys)  # keys that are not there, before the tail
+
+        def spread(of: Tensor) -> Tensor:
+            return torch.cat([pad(of[:, :width], (0, more)), pad(of[:, width:], (0, tail))], 1)
+
+        return replace(
+            self, slots=spread(self.slots), used=spread(self.used),
+            positions=pad(self.positions, (0, rows)),
+            tail_positions=pad(self.tail_positions, (0, tail)),
+            words=pad(self.words, (0, 0, 0, rows)),
+        )
+
+    def mask(self) -> Mask:
+        """Return FlexAttention's ``mask_mod``."""
+        data = self._packed()
+
+        def mask(b: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            width, rows, tail, count, near, far = (data[at] for at in range(6))
+            lens, positions, tail_positions, words = (data[at] for at in range(6, HEAD))
+            row, node = b * rows + i, (j - width).clamp(min=0)
+            bit = data[words + row * count + node // 64] >> node % 64 & 1
+            seen: Tensor = torch.where(j < width, j < data[lens + b], bit != 0)
+            place = torch.where(j < width, j, data[tail_positions + b * tail + node])
+            distance = data[positions + row] - place
+            return seen & (distance >= near) & (distance <= far)
+
+        return mask
+
+    def _packed(self) -> Tensor:
+        """Return all that a mask reads in one tensor of few sizes, which are constants to torch.
+
+        For CPUs, torch's names of sizes that are not constant get in each other's way in a mask.
+        """
+        import torch._dynamo
+
+        parts = [self.lens, self.positions, self.tail_positions, self.words]
+        begin = list(accumulate((part.numel() for part in parts), initial=HEAD))
+        numbers = [
+            self.width, *self.positions.shape[1:], *self.tail_positions.shape[1:],
+            *self.words.shape[2:], self.near, self.far, *begin[:-1],
+        ]
+        size = 1 << max((begin[-1] - 1).bit_length(), 12)
+        flat = [part.flatten().long() for part in parts]
+        head = torch.tensor(numbers, device=self.lens.device)
+        data = torch.cat([head, *flat, head.new_zeros(size - begin[-1])])
+        torch._dynamo.mark_static(data)
+        return data
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, score_mod: Any, block_mask: Any, scale: float, lse: bool
+) -> Any:
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    aux: Any = AuxRequest(lse=True) if lse else None
+    found: Any = flex_attention(
+        q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale, enable_gqa=True,
+        return_aux=aux,
+        # the kernel for short queries is compiled for one batch size
+        kernel_options={"FORCE_USE_FLEX_ATTENTION": True} if q.is_cuda else None,
+    )
+    return (found[0], found[1].lse) if lse else (found, None)
+
+
+@cache
+def _compiled_attention() -> Any:
+    return torch.compile(_attention, dynamic=True, fullgraph=True)
+
+
+def _gather(cache: Tensor, keys: Keys) -> Tensor:
+    """Return the keys' rows as ``[B, heads, N, dim]`` float32, 0 where not used.
+
+    Masking the scores would not do: a weight of 0 times a NaN is NaN.
+    """
+    rows = cache[keys.slots.long().masked_fill(~keys.used, 0)].float()
+    return rows.masked_fill(~keys.used[..., None, None], 0).transpose(1, 2)
+
+
+def _flex(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, keys: Keys, config: AttnConfig, *, lse: bool,
+    kernel: Any,
+) -> tuple[Tensor, Tensor | None]:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    cap = q.new_tensor(config.logit_cap, dtype=torch.float32)
+
+    def capped(score: Tensor, b: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    mask = create_block_mask(
+        keys.mask(), len(q), None, q.shape[1], keys.slots.shape[1], device=q.device,
+        BLOCK_SIZE=BLOCK,
+    )
+    out, sums = kernel(
+        q.float().transpose(1, 2), _gather(k_cache, keys), _gather(v_cache, keys),
+        capped if config.logit_cap else None, mask, config.sm_scale, lse,
+    )
+    return out.transpose(1, 2), None if sums is None else sums.transpose(1, 2)
