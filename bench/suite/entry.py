@@ -60,7 +60,8 @@ class Entry:
         self.expected = like.expected if like and like.expected else oracle.answers(self.batch)
         self.contestant = kind(self.batch, **more)
         self._check(self.contestant)
-        self._time_plan(self.contestant)
+        if self.contestant.plans:
+            self._time_plan(self.contestant)
         self.recorded = self._stack(self.contestant)
 
     def _check(self, contestant: Contestant) -> None:

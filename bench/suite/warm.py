@@ -34,7 +34,8 @@ def key(case: Case) -> tuple[Any, ...]:
     """Return what decides which kernels a case needs, roughly: equal keys go to one process."""
     return (
         case.mode, case.q_len, case.tail, case.heads, case.head_dim, case.dtype, case.latent,
-        case.window_left >= 0, case.logit_cap > 0, case.lse, case.knobs, min(case.batch, 5),
+        case.page_size, case.window_left >= 0, case.logit_cap > 0, case.lse, case.knobs,
+        min(case.batch, 9),
     )
 
 

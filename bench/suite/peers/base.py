@@ -73,6 +73,11 @@ class Contestant:
         """Return what has to be compiled ahead, as objects with ``name`` and ``build``."""
         return []
 
+    @property
+    def plans(self) -> bool:
+        """Whether there is anything to plan."""
+        return type(self).plan is not Contestant.plan
+
     def plan(self) -> None:
         """Do the work of a step that all layers share."""
 

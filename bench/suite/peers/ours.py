@@ -38,7 +38,7 @@ class Ours(Contestant):
         else:
             self.kernel = TreeAttention(
                 num_kv_heads=case.heads[1], window_left=case.window_left,
-                logit_cap=case.logit_cap, **shared,
+                logit_cap=case.logit_cap, page_size=case.page_size, **shared,
             )
 
     @classmethod
@@ -86,5 +86,6 @@ class OursPrompt(Contestant):
             self.q, batch.k(pool), batch.v(pool), self.out, batch.lse,
             qo_indptr=self.offsets, seq_lens=batch.lens, req_pool_indices=batch.rows,
             req_to_token=batch.table, max_q_len=case.q_len, sm_scale=batch.scale,
-            window_left=case.window_left, logit_cap=case.logit_cap, tile=self.tile,
+            window_left=case.window_left, logit_cap=case.logit_cap, page_size=case.page_size,
+            tile=self.tile,
         )
