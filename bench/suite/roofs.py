@@ -11,6 +11,7 @@ import triton.language as tl
 from .timing import median_of, record
 
 ROWS, WIDTH = 2**22, 128  # rows of 256 bytes, 1 GB
+SIDE = 8192
 LAUNCHES = 64
 
 
@@ -44,7 +45,11 @@ def _empty(sink):
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    """Return TB/s of a copy (read and write counted), a read and a gather, us of empty nodes."""
+    """Return what this GPU reaches.
+
+    TB/s of a copy (read and write counted), a read and a gather of rows of 256 bytes, TFLOP/s of
+    torch's bfloat16 product of square matrices, us of empty kernels of some CTAs.
+    """
     device = torch.device("cuda")
     ctas = torch.cuda.get_device_properties(device).multi_processor_count * 8
     source = torch.randn(ROWS * WIDTH // 2, device=device)
@@ -66,6 +71,10 @@ def measure(rounds: int) -> dict[str, Any]:
     found["gather_tb_s"] = speed(source.nbytes, lambda: _gather[(ctas,)](
         rows, order, sink, ROWS, WIDTH, 64, num_warps=8
     ))
+    left, right = torch.randn(2, SIDE, SIDE, dtype=torch.bfloat16, device=device)
+    product = torch.empty_like(left)
+    multiply = record(lambda: torch.mm(left, right, out=product))
+    found["matmul_tflops"] = 2 * SIDE**3 / median_of(multiply, rounds) / 1e6
     for count in (1, 264, 1056):
         def launches(count: int = count) -> None:
             for _ in range(LAUNCHES):

@@ -124,6 +124,7 @@ class Runner:
             self.log("  " + entry.line(copy_tb_s))
         found = {
             "name": cell.name, "case": describe(cell.case),
+            "variants": {label: describe(case) for label, case in cell.variants},
             "contestants": [entry.json() for entry in entries],
             "seconds": round(time.perf_counter() - began, 2),
         }
@@ -191,4 +192,7 @@ def describe(case: Case) -> dict[str, Any]:
     found = asdict(case)
     if len(set(case.lengths)) == 1:
         found["lengths"] = [case.batch, case.lengths[0]]
-    return found | {"batch": case.batch, "tokens": sum(case.lengths), "tail": case.tail}
+    return found | {
+        "batch": case.batch, "tokens": sum(case.lengths), "tail": case.tail, "size": case.size,
+        "even": len(set(case.lengths)) == 1,
+    }
