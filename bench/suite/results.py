@@ -1,0 +1,158 @@
+"""What the files of a run say: parts, cells, and the lines that were timed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from . import matrix
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+OWN = "specattn"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A contestant that was timed in a cell.
+
+    Parameters
+    ----------
+    name, setting : str
+        Who, and how called.
+    case : dict
+        What it computed, as `run.describe` says it.
+    us, low, high : float
+        Microseconds per layer: median, and the 10th and 90th percentile.
+    error : float
+        Relative, in the L2 norm, against float64.
+    moved, flops : float
+        Bytes that must move, and operations.
+    plan_us, plan_wall_us : float or None
+        The plan on the device, and as the host waits for it.
+    copy_tb_s, matmul_tflops : float
+        The part's roofs; the second is 0 where it was not measured.
+    """
+
+    name: str
+    setting: str
+    case: dict[str, Any]
+    us: float
+    low: float
+    high: float
+    error: float
+    moved: float
+    flops: float
+    plan_us: float | None
+    plan_wall_us: float | None
+    copy_tb_s: float
+    matmul_tflops: float
+
+    @property
+    def of_copy(self) -> float:
+        return self.moved / self.copy_tb_s / 1e6 / self.us
+
+    @property
+    def tflops(self) -> float:
+        return self.flops / self.us / 1e6
+
+    @property
+    def of_roof(self) -> float:
+        """Share of the speed that the memory or the tensor cores allow, whichever is less."""
+        compute = self.tflops / self.matmul_tflops if self.matmul_tflops else 0.0
+        return max(self.of_copy, compute)
+
+    @property
+    def tokens(self) -> int:
+        return int(self.case["tokens"])
+
+    @property
+    def batch(self) -> int:
+        return int(self.case["batch"])
+
+
+@dataclass(frozen=True)
+class Found:
+    """A cell: specattn's line, its variants by what differs, and everybody else."""
+
+    part: str
+    name: str
+    case: dict[str, Any]
+    own: Line | None = None
+    variants: dict[str, Line] = field(default_factory=dict)
+    peers: dict[str, Line] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def best(self) -> Line | None:
+        """The fastest peer."""
+        return min(self.peers.values(), key=lambda line: line.us, default=None)
+
+    @property
+    def lines(self) -> list[Line]:
+        """All of specattn's."""
+        return [*([self.own] if self.own else []), *self.variants.values()]
+
+    def against(self, *names: str) -> float | None:
+        """How many times longer the fastest of these peers takes; of all, if none is named."""
+        lines = [self.peers[name] for name in names or self.peers if name in self.peers]
+        if self.own is None or not lines:
+            return None
+        return min(line.us for line in lines) / self.own.us
+
+
+@dataclass(frozen=True)
+class PartFound:
+    """A part's file."""
+
+    name: str
+    title: str
+    machine: dict[str, Any]
+    roofs: dict[str, float]
+    absent: dict[str, str]
+    cells: list[Found]
+
+
+def read(folder: Path) -> list[PartFound]:
+    """Read a folder's parts in the matrix's order; a quick set counts where nothing else is."""
+    names = [name for name in matrix.parts() if (folder / f"{name}.json").exists()]
+    if not names and (folder / "quick.json").exists():
+        names = ["quick"]
+    return [_part(json.loads((folder / f"{name}.json").read_text())) for name in names]
+
+
+def _part(found: dict[str, Any]) -> PartFound:
+    return PartFound(
+        found["part"], found["title"], found["machine"], found["roofs"], found["absent"],
+        [_cell(found, cell) for cell in found["cells"]],
+    )
+
+
+def _cell(part: dict[str, Any], found: dict[str, Any]) -> Found:
+    own, variants, peers, refused = None, {}, {}, {}
+    for entry in found["contestants"]:
+        name = entry["name"]
+        label = name.removeprefix(OWN).strip() if name.startswith(OWN) else None
+        if "failed" in entry:
+            refused[name] = entry["failed"]
+        elif label is None:
+            peers[name] = _line(part, entry, found["case"])
+        elif label:
+            # other tiles compute the same case
+            case = found["variants"].get(label, found["case"])
+            variants[label] = _line(part, entry, case)
+        else:
+            own = _line(part, entry, found["case"])
+    return Found(part["part"], found["name"], found["case"], own, variants, peers, refused)
+
+
+def _line(part: dict[str, Any], entry: dict[str, Any], case: dict[str, Any]) -> Line:
+    return Line(
+        name=entry["name"], setting=entry["setting"], case=case, us=entry["us"],
+        low=entry["p10_us"], high=entry["p90_us"], error=entry["error"], moved=entry["bytes"],
+        flops=entry["flops"], plan_us=entry["plan_us"], plan_wall_us=entry["plan_wall_us"],
+        copy_tb_s=part["roofs"]["copy_tb_s"],
+        matmul_tflops=part["roofs"].get("matmul_tflops", 0.0),
+    )
