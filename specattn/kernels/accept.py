@@ -11,12 +11,6 @@ from specattn.kernels.dense import require_dense
 
 
 @triton.jit
-def _at(values, lane, index):
-    """Value of one lane, by what all lanes hold."""
-    return tl.max(tl.where(lane == index, values, -1), 0)
-
-
-@triton.jit
 def _accept_greedy_kernel(
     tokens,             # [B, n] int64
     next_token,         # [B, n] int64
@@ -27,7 +21,6 @@ def _accept_greedy_kernel(
     accept_lens_out,    # [B] int32, out
     bonus_out,          # [B] int64, out
     n, steps,
-    BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
 ):
     req = tl.program_id(0).to(tl.int64)
     tokens += req * n
@@ -37,39 +30,28 @@ def _accept_greedy_kernel(
     accept_index_out += req * (steps + 1)
     accept_tokens_out += req * (steps + 1)
 
-    # For all nodes at once: the first child that is the target's choice, -1 for none.
-    node = tl.arange(0, BLOCK_N)                                             # [BLOCK_N]
-    want = tl.load(target_argmax + node, mask=node < n, other=-1)
-    child = tl.load(next_token + node, mask=node < n, other=-1)
-    taken = tl.full([BLOCK_N], -1, tl.int64)
-    seen = 0
-    walking = (child >= 0) & (child < n)
-    while (seen < n - 1) & (tl.max(walking.to(tl.int32), 0) > 0):
-        hit = walking & (tl.load(tokens + child, mask=walking, other=0) == want)
-        taken = tl.where(hit, child, taken)
-        child = tl.load(next_sibling + child, mask=walking, other=-1)
-        walking = walking & (taken < 0) & (child >= 0) & (child < n)
-        seen += 1
-
-    place = tl.arange(0, BLOCK_S)                                            # [BLOCK_S]
-    path = tl.full([BLOCK_S], 0, tl.int32)
-    taken = taken.to(tl.int32)
-    last = 0
-    length = 1
+    node = tl.full([], 0, tl.int64)
+    want = tl.load(target_argmax)
+    length = tl.full([], 1, tl.int32)
+    walking = length > 0
+    tl.store(accept_index_out, 0)
+    tl.store(accept_tokens_out, want)
     for depth in range(1, steps + 1):
-        further = _at(taken, node, last)
-        # a path that has ended stays where it is, past its own length
-        onward = (further >= 0) & (length == depth)
-        last = tl.where(onward, further, last)
-        length += onward.to(tl.int32)
-        path = tl.where(place == depth, last, path)
-    on_path = place < length
-    chosen = tl.load(target_argmax + path)                                   # [BLOCK_S]
-    out = place <= steps
-    tl.store(accept_index_out + place, tl.where(on_path, path, -1), mask=out)
-    tl.store(accept_tokens_out + place, tl.where(on_path, chosen, 0), mask=out)
+        child = tl.load(next_token + node, mask=walking, other=-1)
+        found = tl.full([], -1, tl.int64)
+        seen = tl.full([], 0, tl.int32)
+        while (found < 0) & (child >= 0) & (child < n) & (seen < n - 1):
+            found = tl.where(tl.load(tokens + child) == want, child, found)
+            child = tl.load(next_sibling + child)
+            seen += 1
+        walking = found >= 0
+        node = tl.where(walking, found, node)
+        want = tl.load(target_argmax + node)
+        length += walking.to(tl.int32)
+        tl.store(accept_index_out + depth, tl.where(walking, node, -1).to(tl.int32))
+        tl.store(accept_tokens_out + depth, tl.where(walking, want, 0))
     tl.store(accept_lens_out + req, length)
-    tl.store(bonus_out + req, tl.load(target_argmax + last))
+    tl.store(bonus_out + req, want)
 
 
 @triton.jit
@@ -282,8 +264,7 @@ def accept_greedy(
     _accept_greedy_kernel[(batch,)](
         tokens, next_token, next_sibling, target_argmax,
         accept_index_out, accept_tokens_out, accept_lens_out, bonus_out,
-        n, accept_index_out.shape[1] - 1, BLOCK_N=triton.next_power_of_2(n),
-        BLOCK_S=triton.next_power_of_2(accept_index_out.shape[1]), num_warps=1,
+        n, accept_index_out.shape[1] - 1, num_warps=1,
     )
 
 

@@ -19,85 +19,92 @@ MAX_CANDIDATES = 16384
 
 
 @triton.jit
-def _parent_of(parents, group, live, TOPK: tl.constexpr):
-    """Return the flat index of each group's parent: -1 for the root, -2 for orphans."""
+def _parent_of(parents, flat, live, TOPK: tl.constexpr):
+    """Return the flat index of each candidate's parent: -1 for the root, -2 for an orphan."""
+    group = flat // TOPK
     parent = tl.load(parents + group, mask=live & (group > 0), other=-1)
     # A parent lies in a shallower step than its children: no cycle, no read outside the row.
     depth_start = TOPK + (group - 1) // TOPK * TOPK * TOPK
     known = (parent >= 0) & (parent < depth_start)
-    return tl.where(group > 0, tl.where(known, parent, -2), -1).to(tl.int32)
+    return tl.where(group > 0, tl.where(known, parent, -2), -1)
 
 
 @triton.jit
-def _group_keys(scores, parents, group, live, num_steps, TOPK: tl.constexpr):
-    """Return the key of the lowest score above each group's candidates; orphans rank last."""
-    key = tl.full(group.shape, 0x7FFFFFFF, tl.int32)
-    up = _parent_of(parents, group, live, TOPK)
+def _path_key(scores, parents, flat, live, num_steps, TOPK: tl.constexpr):
+    """Return the key of the lowest score on each candidate's path; orphans rank last."""
+    key = score_key(tl.load(scores + flat, mask=live, other=0))
+    up = _parent_of(parents, flat, live, TOPK)
     for _ in range(num_steps - 1):
         above = tl.load(scores + up, mask=up >= 0, other=float("inf"))
         key = tl.minimum(key, score_key(above))
         key = tl.where(up == -2, -0x80000000, key)
-        further = _parent_of(parents, tl.maximum(up, 0) // TOPK, up >= 0, TOPK)
-        up = tl.where(up >= 0, further, up)
+        up = tl.where(up >= 0, _parent_of(parents, tl.maximum(up, 0), up >= 0, TOPK), up)
     return key
 
 
 @triton.jit
 def _keep_best(key, live, keep):
     """Mark the ``keep`` largest keys, the lower index first among equals."""
-    # Halve the range of the keep-th largest key; most often a cut between two keys ends it early.
-    low = tl.min(tl.where(live, key, 0x7FFFFFFF), 0).to(tl.int64)
-    high = tl.max(tl.where(live, key, -0x80000000), 0).to(tl.int64)
-    while low < high:
-        middle = low + (high - low + 1) // 2
-        count = tl.sum((live & (key >= middle.to(tl.int32))).to(tl.int32), 0)
-        high = tl.where(count < keep, middle - 1, tl.where(count == keep, middle, high))
-        low = tl.where(count < keep, low, middle)
-    threshold = low.to(tl.int32)
-    above = live & (key > threshold)
-    tie = live & (key == threshold)
+    wide = tl.where(live, key.to(tl.int64), -0x80000001)
+    # Build the keep-th largest key bit by bit.
+    threshold = tl.full([], -0x80000000, tl.int64)
+    step = tl.full([], 0x80000000, tl.int64)
+    for _ in range(32):
+        trial = threshold + step
+        enough = tl.sum((wide >= trial).to(tl.int32), 0) >= keep
+        threshold = tl.where(enough, trial, threshold)
+        step = step // 2
+    above = wide > threshold
+    tie = wide == threshold
     room = keep - tl.sum(above.to(tl.int32), 0)
     return above | (tie & (tl.cumsum(tie.to(tl.int32), 0) <= room))
 
 
 @triton.jit
-def _select(
-    scores, parents, tokens, tokens_out, flat_out, num_candidates, num_steps, N: tl.constexpr,
-    TOPK: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr,
+def _parent_node(
+    next_token_out, parents, node, inner, N, TOPK: tl.constexpr, BLOCK_S: tl.constexpr
 ):
-    """Write the tokens and flat indices of the kept candidates to nodes 1 and on."""
-    group = tl.arange(0, BLOCK_G)                                            # [BLOCK_G]
-    live = group * TOPK < num_candidates
-    above = _group_keys(scores, parents, group, live, num_steps, TOPK)
-    child = tl.arange(0, BLOCK_K)                                            # [BLOCK_K]
-    flat = group[:, None] * TOPK + child[None, :]                            # [BLOCK_G, BLOCK_K]
-    live = live[:, None] & (child < TOPK)[None, :]
-    own = score_key(tl.load(scores + flat, mask=live, other=0))
-    # rows one after the other: in the order of the flat indices
-    key = tl.reshape(tl.minimum(own, above[:, None]), [BLOCK_G * BLOCK_K])
-    flat = tl.reshape(flat, [BLOCK_G * BLOCK_K])
-    live = tl.reshape(live, [BLOCK_G * BLOCK_K])
-    kept = _keep_best(key, live, N - 1)
-    node = tl.cumsum(kept.to(tl.int32), 0)
-    kept = kept & (node < N)
-    tl.store(tokens_out + node, tl.load(tokens + flat, mask=kept, other=0), mask=kept)
-    tl.store(flat_out + node, flat.to(tl.int64), mask=kept)
+    """Return each node's parent node, by looking its flat parent up among the kept ones."""
+    flat = tl.load(next_token_out + node, mask=inner, other=0)
+    up = _parent_of(parents, flat, inner, TOPK)                              # [BLOCK_N]
+    parent = tl.where(inner, 0, -1).to(tl.int64)
+    for first in range(1, N, BLOCK_S):
+        other = first + tl.arange(0, BLOCK_S)                                # [BLOCK_S]
+        other_flat = tl.load(next_token_out + other, mask=other < N, other=-3)
+        hit = (up[:, None] == other_flat[None, :]) & inner[:, None]          # [BLOCK_N, BLOCK_S]
+        parent += tl.sum(tl.where(hit, other[None, :], 0), 1)
+    return parent
 
 
 @triton.jit
-def _ancestors(parents, parent, node, num_steps, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr):
+def _ancestors(parent_of, node, num_steps, N, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr):
     """Return each node's ancestor words and depth, climbing all paths at once."""
     word = tl.arange(0, BLOCK_W)                                             # [BLOCK_W]
     one = tl.full([BLOCK_N, BLOCK_W], 1, tl.int64)
-    words = tl.where((node // 64)[:, None] == word[None, :], one << (node % 64)[:, None], 0)
-    depth = tl.zeros([BLOCK_N], tl.int32)
-    above = parent
-    for _ in range(num_steps):
+    words = tl.zeros([BLOCK_N, BLOCK_W], tl.int64)
+    depth = tl.zeros([BLOCK_N], tl.int64)
+    above = node
+    for _ in range(num_steps + 1):
         held = (above >= 0)[:, None] & ((above // 64)[:, None] == word[None, :])
         words |= tl.where(held, one << (above % 64)[:, None], 0)
-        depth += (above >= 0).to(tl.int32)
-        above = tl.load(parents + above, mask=above >= 0, other=-1).to(tl.int32)
+        above = tl.load(parent_of + above, mask=(above >= 0) & (above < N), other=-1)
+        depth += (above >= 0).to(tl.int64)
     return words, depth
+
+
+@triton.jit
+def _child_links(parent_of, node, parent, N, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Return each node's first child and next sibling, ascending; -1 for none."""
+    first_child = tl.full([BLOCK_N], N, tl.int64)
+    sibling = tl.full([BLOCK_N], N, tl.int64)
+    for first in range(1, N, BLOCK_S):
+        other = first + tl.arange(0, BLOCK_S).to(tl.int64)                   # [BLOCK_S]
+        other_parent = tl.load(parent_of + other, mask=other < N, other=-2)
+        child = other_parent[None, :] == node[:, None]                       # [BLOCK_N, BLOCK_S]
+        first_child = tl.minimum(first_child, tl.min(tl.where(child, other[None, :], N), 1))
+        later = (other_parent[None, :] == parent[:, None]) & (other[None, :] > node[:, None])
+        sibling = tl.minimum(sibling, tl.min(tl.where(later, other[None, :], N), 1))
+    return tl.where(first_child < N, first_child, -1), tl.where(sibling < N, sibling, -1)
 
 
 @triton.jit
@@ -108,55 +115,48 @@ def _build_tree_kernel(
     bonus_tokens,      # [B] int64
     seq_lens,          # [B] int32
     tokens_out,        # [B, N] int64, out
-    positions_out,     # [B, N] int64, out; holds the nodes' parents on the way
+    positions_out,     # [B, N] int64, out
     words_out,         # [B, N, W] int64, out
     next_token_out,    # [B, N] int64, out; holds the nodes' flat indices on the way
-    next_sibling_out,  # [B, N] int64, out
+    next_sibling_out,  # [B, N] int64, out; holds the nodes' parents on the way
     num_candidates, num_steps, stride_scores, stride_tokens, stride_parents,
-    N: tl.constexpr, W: tl.constexpr, TOPK: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
+    N: tl.constexpr, W: tl.constexpr, TOPK: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_S: tl.constexpr,
 ):
     req = tl.program_id(0).to(tl.int64)
     parents += req * stride_parents
+    tokens += req * stride_tokens
     tokens_out += req * N
-    positions_out += req * N
     next_token_out += req * N
     next_sibling_out += req * N
-    root_position = tl.load(seq_lens + req)
-    tl.store(tokens_out, tl.load(bonus_tokens + req))
 
-    node = tl.arange(0, BLOCK_N)                                             # [BLOCK_N]
-    inner = (node > 0) & (node < N)
-    parent = tl.full([BLOCK_N], -1, tl.int32)
-    sibling = tl.zeros([BLOCK_N], tl.int32)
-    if N > 1:
-        _select(
-            scores + req * stride_scores, parents, tokens + req * stride_tokens, tokens_out,
-            next_token_out, num_candidates, num_steps, N, TOPK, BLOCK_G, BLOCK_K,
-        )
-        tl.debug_barrier()
-        flat = tl.load(next_token_out + node, mask=inner, other=0).to(tl.int32)
-        up = _parent_of(parents, flat // TOPK, inner, TOPK)
-        # columns are nodes, so that maxima stay within threads
-        hit = (flat[:, None] == up[None, :]) & inner[:, None]                # [BLOCK_N, BLOCK_N]
-        parent = tl.where(inner, tl.max(tl.where(hit, node[:, None], 0), 0), -1)
-        # the next older child of the same parent, 0 for none
-        older = (parent[:, None] == parent[None, :]) & (node[:, None] < node[None, :])
-        sibling = tl.max(tl.where(older, node[:, None], 0), 0)
-        tl.store(positions_out + node, parent.to(tl.int64), mask=node < N)
-        tl.debug_barrier()
-    none = tl.full([BLOCK_N], -1, tl.int64)
-    tl.store(next_token_out + node, none, mask=node < N)
-    tl.store(next_sibling_out + node, none, mask=node < N)
-    words, depth = _ancestors(positions_out, parent, node, num_steps, BLOCK_N, BLOCK_W)
+    flat = tl.arange(0, BLOCK_C)                                             # [BLOCK_C]
+    live = flat < num_candidates
+    key = _path_key(scores + req * stride_scores, parents, flat, live, num_steps, TOPK)
+    kept = _keep_best(key, live, N - 1)
+    node_of = tl.cumsum(kept.to(tl.int32), 0)                                # [BLOCK_C]
+    kept = kept & (node_of < N)
+    tl.store(tokens_out + node_of, tl.load(tokens + flat, mask=kept, other=0), mask=kept)
+    tl.store(tokens_out, tl.load(bonus_tokens + req))
+    tl.store(next_token_out + node_of, flat.to(tl.int64), mask=kept)
     tl.debug_barrier()
-    tl.store(positions_out + node, (root_position + depth).to(tl.int64), mask=node < N)
+
+    node = tl.arange(0, BLOCK_N).to(tl.int64)                                # [BLOCK_N]
+    inner = (node > 0) & (node < N)
+    parent = _parent_node(next_token_out, parents, node, inner, N, TOPK, BLOCK_S)
+    tl.store(next_sibling_out + node, parent, mask=node < N)
+    tl.debug_barrier()
+
+    words, depth = _ancestors(next_sibling_out, node, num_steps, N, BLOCK_N, BLOCK_W)
+    next_token, next_sibling = _child_links(next_sibling_out, node, parent, N, BLOCK_N, BLOCK_S)
+    tl.debug_barrier()
+
+    tl.store(next_token_out + node, next_token, mask=node < N)
+    tl.store(next_sibling_out + node, next_sibling, mask=node < N)
+    tl.store(positions_out + req * N + node, tl.load(seq_lens + req) + depth, mask=node < N)
     word = tl.arange(0, BLOCK_W)                                             # [BLOCK_W]
     cell = (req * N + node)[:, None] * W + word[None, :]
     tl.store(words_out + cell, words, mask=(node < N)[:, None] & (word < W)[None, :])
-    child = node.to(tl.int64)
-    tl.store(next_sibling_out + sibling, child, mask=inner & (sibling > 0))
-    tl.store(next_token_out + parent, child, mask=inner & (sibling == 0))
 
 
 def build_tree(
@@ -206,10 +206,7 @@ def build_tree(
     num_words = words_out.shape[2]
     if not batch:
         return
-    block_g = triton.next_power_of_2(max(parents.shape[1], 1))
-    block_k = triton.next_power_of_2(topk)
-    block_n = triton.next_power_of_2(num_draft_tokens)
-    if block_g * block_k > MAX_CANDIDATES:
+    if count > MAX_CANDIDATES:
         twin.build_tree(
             scores, tokens, parents, bonus_tokens, seq_lens, topk=topk,
             num_draft_tokens=num_draft_tokens, tokens_out=tokens_out, positions_out=positions_out,
@@ -224,8 +221,8 @@ def build_tree(
         scores, tokens, parents, bonus_tokens, seq_lens,
         tokens_out, positions_out, words_out, next_token_out, next_sibling_out,
         count, steps, scores.stride(0), tokens.stride(0), parents.stride(0),
-        N=num_draft_tokens, W=num_words, TOPK=topk, BLOCK_G=block_g, BLOCK_K=block_k,
-        BLOCK_N=block_n, BLOCK_W=triton.next_power_of_2(num_words),
-        # a small tree is one warp's work: nothing to wait for
-        num_warps=1 if block_n <= 16 else 4 if block_n <= 128 else 8,
+        N=num_draft_tokens, W=num_words, TOPK=topk,
+        BLOCK_C=triton.next_power_of_2(max(count, 1)),
+        BLOCK_N=triton.next_power_of_2(num_draft_tokens), BLOCK_W=triton.next_power_of_2(num_words),
+        BLOCK_S=16, num_warps=4 if count <= 2048 else 16,
     )
