@@ -7,11 +7,27 @@ cut by FlashInfer's rules, so that workspaces and tiles are held to them without
 from __future__ import annotations
 
 import math
+import sys
 
+import pytest
 import torch
+
+from specattn.backends.flashinfer import FlashInferBackend
 
 PROCESSORS = 132
 NONE = -5e4  # FlashInfer's minus infinity, before scaling
+
+
+def install(monkeypatch):
+    """Take the library's place on a machine without a GPU; with one, skip without the library."""
+    if torch.cuda.is_available():
+        if reasons := FlashInferBackend.reasons(None, torch.device("cuda")):
+            pytest.skip("; ".join(reasons))
+        return
+    monkeypatch.setitem(sys.modules, "flashinfer", sys.modules[__name__])
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(FlashInferBackend, "processors", lambda _: PROCESSORS)
+    monkeypatch.setattr(FlashInferBackend, "reasons", staticmethod(lambda config, device: []))
 
 
 def ceil(a: int, b: int) -> int:

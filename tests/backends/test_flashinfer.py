@@ -7,7 +7,6 @@ takes their place, so that plans, lists, masks and workspaces are tested on any 
 from __future__ import annotations
 
 import itertools
-import sys
 from typing import Any
 
 import pytest
@@ -44,15 +43,7 @@ REASONS = FlashInferBackend.reasons
 
 @pytest.fixture(autouse=True)
 def _library(monkeypatch):
-    if CUDA:
-        reasons = REASONS(None, torch.device(DEVICE))
-        if reasons:
-            pytest.skip("; ".join(reasons))
-        return
-    monkeypatch.setitem(sys.modules, "flashinfer", fake)
-    monkeypatch.setattr(torch.cuda, "Event", fake.Event)
-    monkeypatch.setattr(FlashInferBackend, "processors", lambda _: fake.PROCESSORS)
-    monkeypatch.setattr(FlashInferBackend, "reasons", staticmethod(lambda config, device: []))
+    fake.install(monkeypatch)
 
 
 def _case(*lengths: int, **options: Any) -> dict[str, Any]:

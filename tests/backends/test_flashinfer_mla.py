@@ -51,6 +51,7 @@ class Wrapper:
         assert float_workspace_buffer.numel() >= processed
         self.graph = use_cuda_graph
         self.buffers = qo_indptr, kv_indptr, kv_indices, kv_len_arr
+        self._kv_indices_buf = kv_indices
 
     def plan(self, qo_indptr, kv_indptr, kv_indices, kv_len_arr, num_heads, head_dim_ckv,
              head_dim_kpe, page_size, causal, sm_scale, q_data_type, kv_data_type):
@@ -91,6 +92,11 @@ class Wrapper:
 
 @pytest.fixture(autouse=True)
 def _library(monkeypatch):
+    install(monkeypatch)
+
+
+def install(monkeypatch):
+    """Take the library's place on a machine without a GPU; with one, skip without the library."""
     if CUDA:
         if reasons := REASONS(None, torch.device(DEVICE)):
             pytest.skip("; ".join(reasons))

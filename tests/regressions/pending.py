@@ -14,12 +14,6 @@ PENDING = {
         "under load.",
         "side streams",
     ),
-    "R25": (
-        "flashinfer#4002, flashinfer#4430, flashinfer#4794, flashinfer#5176, sglang#31349, "
-        "sglang#31387, sglang#34190",
-        "Padded blocks read scheduler entries that a plan without split-KV never writes.",
-        "FlashInfer's deterministic plans under padding",
-    ),
     "R40": (
         "sglang#23336, sglang#24055",
         "Switching the number of steps at run time allocated a negative size; settings with "
@@ -41,7 +35,4 @@ PENDING = {
 }
 
 # row: what its tests leave out
-PARTLY = {
-    "R09": "the wrappers of FlashInfer's MLA kernels",
-    "R28": "FlashInfer's wrappers",
-}
+PARTLY: dict[str, str] = {}

@@ -13,6 +13,8 @@ import pytest
 
 from specattn.batch import ForwardMode
 from specattn.errors import CaptureMismatch
+from tests.backends.test_flashinfer_mla import BF16, bind, install, lens_of
+from tests.oracle import make_lists_case, make_tree_case
 from tests.worlds import BACKENDS, DEVICE, MODES, buffer_sets, inputs, world
 
 
@@ -42,3 +44,19 @@ def test_other_memory_is_an_error_that_names_the_buffer(backend, mode):
         object.__setattr__(part, name, getattr(part, name).clone())
         with pytest.raises(CaptureMismatch, match=rf"{name} changed since capture"):
             one.run(mode, lens, inputs(mode, lens, 0))
+
+
+@pytest.mark.parametrize("lists", [False, True])
+def test_flashinfers_mla_wrapper_reads_what_fill_writes(monkeypatch, lists):
+    """Before any batch, and after each."""
+    install(monkeypatch)
+    form = {"heads": (4, 1), "head_dim": 576, "v_head_dim": 512, "latent": True, "dtype": BF16,
+            "device": DEVICE}
+    case = (make_lists_case([9, 3], topk=2, step=1, **form) if lists
+            else make_tree_case([9, 3], mode="chain", q_len=3, **form))
+    bound = bind(case)
+    filled = bound.indices.data_ptr()
+    for lens in (lens_of(case), lens_of(case) // 2):
+        assert bound.wrapper._kv_indices_buf.data_ptr() == bound.indices.data_ptr() == filled
+        bound.schedule(lens)
+        bound.fill()

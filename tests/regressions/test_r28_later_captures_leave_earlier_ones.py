@@ -11,6 +11,10 @@ from __future__ import annotations
 
 import pytest
 
+from specattn.backends.flashinfer import FlashInferBackend
+from tests.backends import fake_flashinfer as fake
+from tests.backends.test_flashinfer import BF16, Live, config_of
+from tests.oracle import make_tree_case
 from tests.worlds import BACKENDS, DEVICE, MODES, identical, inputs, world
 
 
@@ -27,3 +31,27 @@ def test_buckets_replay_after_one_another(backend, mode):
         for one in (many, alone):
             one.poison(lens)
         identical(many.run(mode, lens, values), alone.run(mode, lens, values))
+
+
+@pytest.mark.parametrize(("mode", "q_len"), [("chain", 1), ("tree", 5)])
+def test_flashinfers_wrappers_are_those_of_their_bucket(monkeypatch, mode, q_len):
+    """One backend, captured at 1, 2 and 4 requests, replayed at 1 after 4."""
+    fake.install(monkeypatch)
+
+    def drawn(size: int, seed: int):
+        lens = [5 + seed, 130, 0, 64][:size]
+        return make_tree_case(lens, mode=mode, q_len=q_len, width=200, slots=800, head_dim=64,
+                              dtype=BF16, device=DEVICE, seed=seed)
+
+    backend, captured = None, {}
+    for size in (1, 2, 4):
+        case = drawn(size, 0)
+        backend = backend or FlashInferBackend(config_of(case), DEVICE)
+        captured[size] = Live(case, mode == "chain", backend)
+        captured[size].record()
+    assert len({live.bound.wrapper._int_workspace_buffer.data_ptr()
+                for live in captured.values()}) == 3
+    for seed, size in enumerate((4, 1, 2, 1, 4)):
+        captured[size].load(drawn(size, seed))
+        captured[size].replay()
+        captured[size].verdict()
