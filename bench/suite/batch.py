@@ -35,27 +35,39 @@ class Arena:
 
     def __init__(self, device: torch.device, *, only_one: bool = False) -> None:
         self.device, self.only_one = device, only_one
-        self._flat = torch.empty(0, dtype=torch.bfloat16, device=device)
+        self._flat: dict[torch.dtype, Tensor] = {}
 
     def reserve(self, cases: list[Case]) -> None:
-        """Hold the pools of the largest case; views made before are gone."""
-        dtype = getattr(torch, cases[0].dtype)
-        need = max(self.count(case) * math.prod(pool_shape(case)) for case in cases)
-        if len(self._flat) < need or self._flat.dtype != dtype:
-            self._flat = torch.empty(0, device=self.device)
-            self._flat = torch.empty(need, dtype=dtype, device=self.device).normal_()
+        """Hold the pools of the largest case of each dtype; views made before are gone."""
+        needs: dict[torch.dtype, int] = {}
+        for case in cases:
+            need = self.count(case) * math.prod(pool_shape(case))
+            needs[stored_dtype(case)] = max(need, needs.get(stored_dtype(case), 0))
+        if all(len(self._flat.get(dtype, ())) >= need for dtype, need in needs.items()):
+            return
+        self._flat = {}
+        for dtype, need in needs.items():
+            self._flat[dtype] = torch.empty(need, dtype=dtype, device=self.device)
+            for part in self._flat[dtype].split(256 * MB):
+                # float8 numbers cannot be drawn
+                part.copy_(torch.randn(len(part), dtype=torch.bfloat16, device=self.device))
 
     def pools(self, case: Case) -> list[Tensor]:
         shape = pool_shape(case)
         size = math.prod(shape)
-        return [
-            self._flat[i * size : (i + 1) * size].view(shape) for i in range(self.count(case))
-        ]
+        flat = self._flat[stored_dtype(case)]
+        return [flat[i * size : (i + 1) * size].view(shape) for i in range(self.count(case))]
 
     def count(self, case: Case) -> int:
         """Return how many pools a case gets."""
-        size = math.prod(pool_shape(case)) * 2
+        size = math.prod(pool_shape(case)) * stored_dtype(case).itemsize
         return 1 if self.only_one else min(MOST_POOLS, max(2, math.ceil(CYCLED / size)))
+
+
+def stored_dtype(case: Case) -> torch.dtype:
+    """Return the dtype of a case's keys and values."""
+    found: torch.dtype = getattr(torch, case.stored or case.dtype)
+    return found
 
 
 def pages_of(case: Case) -> list[int]:
@@ -160,7 +172,8 @@ class Batch:
     def bytes(self) -> int:
         """Live keys and values, q and out, once each."""
         case, item = self.case, self.dtype.itemsize
-        per_key = self.pools[0].shape[0] * case.heads[1] * case.head_dim * item
+        pool = self.pools[0]
+        per_key = pool.shape[0] * case.heads[1] * case.head_dim * pool.itemsize
         window = case.window_left
         live = sum(min(n, window) if window >= 0 else n for n in case.lengths)
         rows = sum(self.accepted) * case.heads[0] * (case.head_dim + case.v_dim) * item

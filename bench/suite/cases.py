@@ -30,6 +30,8 @@ class Case:
         Absorbed MLA: keys of ``head_dim`` = 576, values their first 512 columns.
     window_left, logit_cap, lse
         As in `specattn.config.AttnConfig`; whether the log-sum-exp is written, too.
+    stored : str
+        Dtype of keys and values, if not ``dtype``.
     knobs : tuple of (str, object)
         Further arguments of specattn's own kernel object.
     """
@@ -46,6 +48,7 @@ class Case:
     window_left: int = -1
     logit_cap: float = 0.0
     lse: bool = False
+    stored: str = ""
     knobs: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -107,6 +110,8 @@ class Case:
             found.append(f"page {self.page_size}")
         if self.dtype != "bfloat16":
             found.append(self.dtype)
+        if self.stored:
+            found.append(f"{self.stored} KV")
         if self.window_left >= 0:
             found.append(f"window {self.window_left}")
         if self.logit_cap:

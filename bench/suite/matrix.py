@@ -157,6 +157,28 @@ def _latent() -> list[Cell]:
     ]
 
 
+def _float8() -> list[Cell]:
+    """Our own float8 pools against our own 16-bit ones, replayed in turn."""
+    cases = [
+        tree(even(1, 100), *SMALL), tree(even(1, 4 * K), *SMALL), tree(even(1, 128 * K), *SMALL),
+        tree(even(8, 8 * K), *MEDIUM), tree(even(8, 8 * K), *LARGE),
+        tree(even(32, 4 * K), *SMALL), tree(even(8, 32 * K), *SMALL),
+        tree(even(32, 32 * K), *SMALL), tree(MIXED, *SMALL),
+        tree(even(8, 32 * K), *SMALL, heads=(8, 1)), tree(even(16, 8 * K), *SMALL, head_dim=64),
+        tree(even(16, 4 * K), *SMALL, heads=(16, 4), head_dim=256),
+        tree(even(8, 32 * K), *SMALL, page_size=64),
+        chain(even(32, 4 * K)), chain(even(64, 16 * K)), chain(even(8, 8 * K), 8),
+        draft(even(8, 8 * K), 8, 2), prompt(even(8, 8 * K), 512),
+    ]
+    return [
+        Cell(
+            replace(case, stored="float8_e4m3fn"), (("bfloat16", case),), peers=False,
+            quick=case.mode == "tree" and case.lengths == even(32, 4 * K),
+        )
+        for case in cases
+    ]
+
+
 def parts() -> dict[str, Part]:
     """Return the full set."""
     found = [
@@ -168,6 +190,7 @@ def parts() -> dict[str, Part]:
         Part("extends", "Draft extend and prompts", _extends()),
         Part("options", "Options and growth", _options()),
         Part("latent", "Latent attention (MLA)", _latent()),
+        Part("float8", "Float8 keys and values", _float8()),
     ]
     return {part.name: part for part in found}
 

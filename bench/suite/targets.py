@@ -120,7 +120,7 @@ def _options(line: Line) -> bool:
     case = line.case
     return bool(
         case["window_left"] >= 0 or case["logit_cap"] or case["lse"] or case["knobs"]
-        or case["latent"]
+        or case["latent"] or case.get("stored")
     )
 
 

@@ -26,6 +26,20 @@ LARGE = [
     TileConfig(128, 64, warps=8, stages=4, ctas_per_sm=1),
     TileConfig(128, 32, warps=8, ctas_per_sm=1),
 ]
+# over float8 keys a tile is converted before its products; 8 warps lose below 128 rows
+FLOAT8 = [
+    TileConfig(64, 128, max_regs=240), TileConfig(64, 128, max_regs=224),
+    TileConfig(64, 128, short=4), TileConfig(64, 128, short=1000),
+    TileConfig(64, 128, stages=2), TileConfig(64, 128, stages=4, ctas_per_sm=1),
+    TileConfig(64, 64), TileConfig(64, 64, stages=4), TileConfig(64, 64, stages=5),
+    TileConfig(64, 64, ctas_per_sm=3, max_regs=168), TileConfig(64, 256, stages=2, ctas_per_sm=1),
+    TileConfig(32, 64), TileConfig(16, 64, ctas_per_sm=3, max_regs=168),
+]
+FLOAT8_LARGE = [
+    TileConfig(128, 64, warps=8, ctas_per_sm=1), TileConfig(64, 128),
+    TileConfig(128, 64, warps=8, stages=4, ctas_per_sm=1),
+    TileConfig(128, 128, warps=8, stages=2, ctas_per_sm=1),
+]
 PROMPT = [TileConfig(128, 64, warps=8), TileConfig(128, 128, warps=8)]
 
 
@@ -47,6 +61,8 @@ def candidates(case: Case) -> list[Named]:
     rows = case.q_len * case.heads[0] // case.heads[1]
     if case.latent:
         return []
+    if case.stored and case.mode != "prompt":
+        return [Named(tile) for tile in (FLOAT8 if rows <= 64 else FLOAT8_LARGE)]
     if case.mode == "prompt":
         return [Named(tile) for tile in PROMPT]
     return [Named(t) for t in (SMALL if rows <= 16 else MEDIUM if rows <= 64 else LARGE)]

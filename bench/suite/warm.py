@@ -33,9 +33,9 @@ def compiled(case: Case, peers: bool) -> list[type[Contestant]]:
 def key(case: Case) -> tuple[Any, ...]:
     """Return what decides which kernels a case needs, roughly: equal keys go to one process."""
     return (
-        case.mode, case.q_len, case.tail, case.heads, case.head_dim, case.dtype, case.latent,
-        case.page_size, case.window_left >= 0, case.logit_cap > 0, case.lse, case.knobs,
-        min(case.batch, 9),
+        case.mode, case.q_len, case.tail, case.heads, case.head_dim, case.dtype, case.stored,
+        case.latent, case.page_size, case.window_left >= 0, case.logit_cap > 0, case.lse,
+        case.knobs, min(case.batch, 9),
     )
 
 

@@ -26,7 +26,7 @@ SLOWER = {"cap": 1.04, "window": 1.06, "2 words": 1.03}
 
 def contestant(name, case, us, **more):
     keys = 1 if case.latent else 2
-    row = keys * case.heads[1] * case.head_dim * 2
+    row = keys * case.heads[1] * case.head_dim * (1 if case.stored else 2)
     tokens = sum(case.lengths)
     return {
         "name": name, "setting": "a setting", "us": us, "p10_us": us * 0.99, "p90_us": us * 1.01,

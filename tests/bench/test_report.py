@@ -103,6 +103,14 @@ def test_speeds_are_those_of_the_fixture(cells):
     assert nodes.value == pytest.approx(4 * 32 * 128 * 64 / (2 * 8 * 128 * 2) * 2, rel=1e-3)
 
 
+def test_float8_is_held_against_bfloat16(cells):
+    (found,) = growth.float8(cells)
+    assert len(found.points) > 5
+    for point in found.points:
+        assert point.value == pytest.approx(2, rel=0.01)
+        assert "float8_e4m3fn KV" in point.where
+
+
 def test_growth_is_that_of_the_fixture(cells):
     found = growth.shapes(cells)
     for regime, value, verdict in [

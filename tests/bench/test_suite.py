@@ -128,6 +128,20 @@ def test_bytes_and_flops_by_hand():
     assert latent.bytes == 101 * 576 * 2 + 16 * (576 + 512) * 2
 
 
+def test_float8_pools_are_half_as_large():
+    case = cases.tree((10, 20), 4, 3, 8, heads=(4, 2), head_dim=16, dtype="float16")
+    small = cases.replace(case, stored="float8_e4m3fn")
+    arena = Arena(torch.device("cpu"), only_one=True)
+    arena.reserve([case, small])
+    batches = [Batch(one, arena) for one in (case, small)]
+    assert [batch.pools[0].dtype for batch in batches] == [torch.float16, torch.float8_e4m3fn]
+    rows = 16 * 4 * 32 * 2
+    assert 2 * (batches[1].bytes - rows) == batches[0].bytes - rows
+    for batch in batches:
+        assert batch.pools[0].float().isfinite().all()
+        assert 0.9 < batch.pools[0].float().std() < 1.1
+
+
 def test_the_command_lists_what_it_would_run():
     out = RUNNER.invoke(app, ["bench", "--list", "--part", "latent", "--only", "mla128"])
     assert out.exit_code == 0, out.output
@@ -140,7 +154,7 @@ def test_the_command_lists_what_it_would_run():
 @pytest.mark.parametrize(("args", "line"), [
     ([], "bench: needs a CUDA device, and torch sees none here"),
     (["--part", "tree"], "--part: must be one of trees, shapes, pages, chains, drafts, extends, "
-     "options, latent or quick, got 'tree'"),
+     "options, latent, float8 or quick, got 'tree'"),
     (["--only", "zebra"], "--only: no cell's name contains 'zebra'"),
 ])
 def test_a_mistake_is_one_line(args, line):

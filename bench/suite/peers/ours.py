@@ -9,6 +9,7 @@ from specattn.kernels.extend_attention import extend_attention
 from specattn.kernels.mla_attention import MlaAttention
 from specattn.kernels.tree_attention import TreeAttention
 
+from ..batch import stored_dtype
 from .base import Contestant, query_offsets
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ class Ours(Contestant):
         else:
             self.kernel = TreeAttention(
                 num_kv_heads=case.heads[1], window_left=case.window_left,
-                logit_cap=case.logit_cap, page_size=case.page_size, **shared,
+                logit_cap=case.logit_cap, page_size=case.page_size, kv_dtype=stored_dtype(case),
+                **shared,
             )
 
     @classmethod
