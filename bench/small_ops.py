@@ -372,8 +372,8 @@ def measure(
     return {
         "name": name, "us": round(recorded.median, 3),
         "p10_us": round(recorded.percentile(0.1), 3), "p90_us": round(recorded.percentile(0.9), 3),
-        "rounds": len(recorded.times), "calls": calls, "launches": launches(lambda: call(0)) if count else None,
-        "bytes": moved,
+        "rounds": len(recorded.times), "calls": calls, "bytes": moved,
+        "launches": launches(lambda: call(0)) if count else None,
     }
 
 
