@@ -20,10 +20,14 @@ MB = 2**20
 #: Pools of a stack hold at least this much together, so that none stays in the L2 cache.
 CYCLED = 384 * MB
 MOST_POOLS = 64
+#: Of float8 keys and of values.
+KV_SCALE = 0.75
+#: Numbers that are made at a time.
+CHUNK = 2**26
 
 
 class Arena:
-    """One allocation of random numbers; the pools of all cases are views of it.
+    """One allocation of random numbers per dtype; the pools of all cases are views of it.
 
     Parameters
     ----------
@@ -35,27 +39,24 @@ class Arena:
 
     def __init__(self, device: torch.device, *, only_one: bool = False) -> None:
         self.device, self.only_one = device, only_one
-        self._flat: dict[torch.dtype, Tensor] = {}
+        self._flats: dict[torch.dtype, Tensor] = {}
 
     def reserve(self, cases: list[Case]) -> None:
-        """Hold the pools of the largest case of each dtype; views made before are gone."""
-        needs: dict[torch.dtype, int] = {}
-        for case in cases:
-            need = self.count(case) * math.prod(pool_shape(case))
-            needs[stored_dtype(case)] = max(need, needs.get(stored_dtype(case), 0))
-        if all(len(self._flat.get(dtype, ())) >= need for dtype, need in needs.items()):
-            return
-        self._flat = {}
-        for dtype, need in needs.items():
-            self._flat[dtype] = torch.empty(need, dtype=dtype, device=self.device)
-            for part in self._flat[dtype].split(256 * MB):
-                # float8 numbers cannot be drawn
-                part.copy_(torch.randn(len(part), dtype=torch.bfloat16, device=self.device))
+        """Hold the pools of the largest case; views made before are gone."""
+        for dtype in {stored_dtype(case) for case in cases}:
+            need = max(
+                self.count(case) * math.prod(pool_shape(case))
+                for case in cases if stored_dtype(case) == dtype
+            )
+            if dtype not in self._flats or len(self._flats[dtype]) < need:
+                self._flats.pop(dtype, None)
+                flat = self._flats[dtype] = torch.empty(need, dtype=dtype, device=self.device)
+                for chunk in flat.split(CHUNK):
+                    chunk.copy_(torch.randn(len(chunk), device=self.device))
 
     def pools(self, case: Case) -> list[Tensor]:
-        shape = pool_shape(case)
+        flat, shape = self._flats[stored_dtype(case)], pool_shape(case)
         size = math.prod(shape)
-        flat = self._flat[stored_dtype(case)]
         return [flat[i * size : (i + 1) * size].view(shape) for i in range(self.count(case))]
 
     def count(self, case: Case) -> int:
@@ -64,15 +65,15 @@ class Arena:
         return 1 if self.only_one else min(MOST_POOLS, max(2, math.ceil(CYCLED / size)))
 
 
+def pages_of(case: Case) -> list[int]:
+    """Pages that each request occupies, tail included."""
+    return [-(-(length + case.tail) // case.page_size) for length in case.lengths]
+
+
 def stored_dtype(case: Case) -> torch.dtype:
     """Return the dtype of a case's keys and values."""
     found: torch.dtype = getattr(torch, case.stored or case.dtype)
     return found
-
-
-def pages_of(case: Case) -> list[int]:
-    """Pages that each request occupies, tail included."""
-    return [-(-(length + case.tail) // case.page_size) for length in case.lengths]
 
 
 def pool_shape(case: Case) -> tuple[int, ...]:
@@ -97,6 +98,8 @@ class Batch:
     def __init__(self, case: Case, arena: Arena) -> None:
         self.case, self.device = case, arena.device
         self.dtype = getattr(torch, case.dtype)
+        self.kv_dtype = stored_dtype(case)
+        self.kv_scale = KV_SCALE if case.stored else 1.0
         self.pools = arena.pools(case)
         self._place()
         self._query()
@@ -172,8 +175,7 @@ class Batch:
     def bytes(self) -> int:
         """Live keys and values, q and out, once each."""
         case, item = self.case, self.dtype.itemsize
-        pool = self.pools[0]
-        per_key = pool.shape[0] * case.heads[1] * case.head_dim * pool.itemsize
+        per_key = self.pools[0][:, 0].nbytes
         window = case.window_left
         live = sum(min(n, window) if window >= 0 else n for n in case.lengths)
         rows = sum(self.accepted) * case.heads[0] * (case.head_dim + case.v_dim) * item
@@ -193,6 +195,14 @@ class Batch:
 
     def v(self, pool: int) -> Tensor:
         return self.pools[pool][-1][..., : self.case.v_dim]
+
+    def meant(self, cache: Tensor, slots: Tensor) -> Tensor:
+        """``[len(slots), heads, width]`` float64: what rows of a cache stand for."""
+        if self.kv_dtype.itemsize == 1:
+            # bytes can be indexed everywhere
+            rows = cache.view(torch.uint8)[slots].view(self.kv_dtype)
+            return rows.float().double() * self.kv_scale
+        return cache[slots].double()
 
     def pages(self, tensor: Tensor) -> Tensor:
         """View ``[slots, heads, width]`` as ``[pages, page size, heads, width]``."""

@@ -31,7 +31,9 @@ class Case:
     window_left, logit_cap, lse
         As in `specattn.config.AttnConfig`; whether the log-sum-exp is written, too.
     stored : str
-        Dtype of keys and values, if not ``dtype``.
+        Dtype of keys and values, if not ``dtype``: ``float8_e4m3fn``, with scales.
+    fixed : bool
+        The deterministic mode, whose sums do not depend on the batch.
     knobs : tuple of (str, object)
         Further arguments of specattn's own kernel object.
     """
@@ -49,6 +51,7 @@ class Case:
     logit_cap: float = 0.0
     lse: bool = False
     stored: str = ""
+    fixed: bool = False
     knobs: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -83,6 +86,8 @@ class Case:
         low, high = min(self.lengths), max(self.lengths)
         if low == high:
             return f"{self.batch} x {tokens(low)}"
+        if self.lengths.count(low) == self.batch - 1:
+            return f"1 x {tokens(high)} + {self.batch - 1} x {tokens(low)}"
         return f"ragged {self.batch} x {tokens(low)}..{tokens(high)}"
 
     @property
@@ -111,7 +116,9 @@ class Case:
         if self.dtype != "bfloat16":
             found.append(self.dtype)
         if self.stored:
-            found.append(f"{self.stored} KV")
+            found.append("fp8")
+        if self.fixed:
+            found.append("deterministic")
         if self.window_left >= 0:
             found.append(f"window {self.window_left}")
         if self.logit_cap:
@@ -198,6 +205,14 @@ def prompt(lengths: tuple[int, ...], new: int, **more: Any) -> Case:
 
 def with_page(case: Case, size: int) -> Case:
     return replace(case, page_size=size)
+
+
+def float8(case: Case) -> Case:
+    return replace(case, stored="float8_e4m3fn")
+
+
+def fixed(case: Case) -> Case:
+    return replace(case, fixed=True)
 
 
 def mla(case: Case, heads: int, page_size: int = 64) -> Case:

@@ -43,7 +43,7 @@ def answer(batch: Batch, b: int) -> Answer:
     first = max(0, rows - PROMPT_ROWS) if case.mode == "prompt" else 0
     slots = batch.table[b + 1, : n + case.tail].long()
     group = case.heads[0] // case.heads[1]
-    k, v = batch.k(0)[slots].double(), batch.v(0)[slots].double()
+    k, v = batch.meant(batch.k(0), slots), batch.meant(batch.v(0), slots)
     q = batch.q[b * case.q_len + first : b * case.q_len + rows].double()
     q = q.unflatten(1, (case.heads[1], group))
     logits = torch.einsum("thgd,nhd->thgn", q, k) * batch.scale

@@ -57,9 +57,9 @@ class Named:
 
 
 def candidates(case: Case) -> list[Named]:
-    """Return the tiles for a case; none for latent attention, which has a table of its own."""
+    """Return the tiles for a case; none where other tables hold, as for latent attention."""
     rows = case.q_len * case.heads[0] // case.heads[1]
-    if case.latent:
+    if case.latent or case.fixed:
         return []
     if case.stored and case.mode != "prompt":
         return [Named(tile) for tile in (FLOAT8 if rows <= 64 else FLOAT8_LARGE)]

@@ -20,7 +20,7 @@ def attend(q, k, v, scale, seen=None):
 
 def keys_of(cache, pages, count):
     """The first ``count`` tokens of pages, ``[N, Hkv, D]``."""
-    return cache[pages.long()].flatten(0, 1)[:count]
+    return cache.double()[pages.long()].flatten(0, 1)[:count]
 
 
 def flash_attn_with_kvcache(
@@ -101,7 +101,7 @@ class Prefill:
         q_data_type="float16", kv_data_type=None,
     ):
         assert self._backend in ("fa2", "fa3")
-        assert q_data_type == kv_data_type
+        assert kv_data_type in (q_data_type, torch.float8_e4m3fn)
         if self.graph and custom_mask is not None:
             assert self.buffers["mask_indptr_buf"].dtype == torch.int32
             assert len(self.buffers["custom_mask_buf"]) * 8 >= len(custom_mask)
@@ -109,7 +109,7 @@ class Prefill:
         self.last, self.size, self.scale = paged_kv_last_page_len, page_size, sm_scale
         self.mask, self.causal = custom_mask, causal
 
-    def run(self, q, paged_kv_cache, out=None, return_lse=False):
+    def run(self, q, paged_kv_cache, out=None, return_lse=False, k_scale=1.0, v_scale=1.0):
         assert len(q) == int(self.rows[-1])
         out = torch.empty_like(q) if out is None else out
         lse = torch.empty(q.shape[:2])
@@ -124,7 +124,8 @@ class Prefill:
                 if self.mask is not None:
                     seen = self.mask[at : at + count]
                     at += count
-                out[row], lse[row] = attend(q[row], k, v, self.scale, seen)
+                found, lse[row] = attend(q[row], k, v, self.scale * k_scale, seen)
+                out[row] = found * v_scale
         return (out, lse) if return_lse else out
 
 
@@ -196,11 +197,11 @@ class Mla:
 
 def xqa(
     q, k_cache, v_cache, page_table, seq_lens, output, workspace, semaphores, num_kv_heads,
-    page_size, q_scale=1.0, q_seq_len=1, mask=None,
+    page_size, q_scale=1.0, kv_scale=1.0, q_seq_len=1, mask=None,
 ):
     assert seq_lens.dtype == torch.uint32
     assert seq_lens.shape == (q.shape[0], 1)
-    scale = q_scale / q.shape[-1] ** 0.5
+    scale = q_scale * kv_scale / q.shape[-1] ** 0.5
     for b, count in enumerate(seq_lens[:, 0].tolist()):
         k, v = (keys_of(cache, page_table[b], count) for cache in (k_cache, v_cache))
         for i in range(q_seq_len):
@@ -211,7 +212,8 @@ def xqa(
                 assert len(words) == 2 * -(-q_seq_len // 32)
                 for j in range(q_seq_len):
                     seen[count - q_seq_len + j] = bool(words[j // 16] >> j % 16 & 1)
-            output[at] = attend(q[at], k, v, scale, seen)[0].to(output.dtype)
+            found = attend(q[at], k, v, scale, seen)[0] * kv_scale
+            output[at] = found.to(output.dtype)
 
 
 def install(monkeypatch):

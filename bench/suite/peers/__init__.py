@@ -15,7 +15,7 @@ from .flashinfer import (
     FlashInferPromptFa3,
 )
 from .latent import Fa3Latent, FlashInferMla, FlashInferMlaFa2, FlashMla
-from .ours import Ours, OursPrompt
+from .ours import Ours, OursFixed, OursPrompt
 from .sglang import SglangDecode, SglangDecode64, SglangExtend, SglangVerify
 from .xqa import Xqa
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..cases import Case
     from .base import Contestant
 
-OURS: tuple[type[Contestant], ...] = (Ours, OursPrompt)
+OURS: tuple[type[Contestant], ...] = (Ours, OursFixed, OursPrompt)
 PEERS: tuple[type[Contestant], ...] = (
     Fa3, Fa3Ahead, Fa3Tree, Fa3TreeAhead, Fa3Latent, FlashMla,
     FlashInferMask, FlashInferMaskGraph, FlashInferCausal, FlashInferCausalGraph,

@@ -36,6 +36,8 @@ class Contestant:
     modes: ClassVar[tuple[str, ...]] = ()
     #: Whether it takes the accepted tokens of an ``extend`` alone.
     packs: ClassVar[bool] = True
+    #: Whether it reads float8 pools.
+    float8: ClassVar[bool] = False
     #: Whether `plan` can be captured in a graph.
     device_plan: ClassVar[bool] = True
 
@@ -64,7 +66,9 @@ class Contestant:
         """Say why it does not serve a case; an empty string where nobody would expect it to."""
         if case.mode not in cls.modes or case.latent:
             return ""
-        if case.window_left >= 0 or case.logit_cap or case.knobs:
+        if case.window_left >= 0 or case.logit_cap or case.knobs or case.fixed:
+            return ""
+        if case.stored and not cls.float8:
             return ""
         return None
 

@@ -22,12 +22,15 @@ BUILT = {(64, "bfloat16"), (128, "bfloat16"), (128, "float16")}
 
 class _Fa3(Contestant):
     needs = ("sgl_kernel.flash_attn", "sgl_kernel")
+    float8 = True
     #: Whether the tile schedule is made once per step in place of once per layer.
     ahead: ClassVar[bool] = False
 
     @classmethod
     def refuses(cls, case: Case) -> str | None:
         found = super().refuses(case)
+        if found is None and case.stored:
+            return "float8 keys need float8 queries"
         if found is None and (case.head_dim, case.dtype) not in BUILT:
             return f"head_dim {case.head_dim} in {case.dtype} is not tried: see BUILT"
         return found

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from ..batch import stored_dtype
 from .base import Contestant, ancestor_lists, branch_lists, full_mask, int32, total_lens
 
 if TYPE_CHECKING:
@@ -66,7 +67,8 @@ class _FlashInfer(Contestant):
         dtype, dim = getattr(torch, case.dtype), case.head_dim
         jit = import_module("flashinfer.jit")
         return [jit.gen_batch_prefill_module(
-            cls.backend, dtype, dtype, dtype, torch.int32, dim, dim, 0, False, False, False
+            cls.backend, dtype, stored_dtype(case), dtype, torch.int32, dim, dim, 0, False, False,
+            False,
         )]
 
     def pools(self, pool: int) -> tuple[Tensor, Tensor]:
@@ -77,13 +79,19 @@ class _FlashInfer(Contestant):
         batch, case = self.batch, self.batch.case
         return {
             "num_qo_heads": case.heads[0], "num_kv_heads": case.heads[1],
-            "sm_scale": batch.scale, "q_data_type": batch.dtype, "kv_data_type": batch.dtype,
+            "sm_scale": batch.scale, "q_data_type": batch.dtype, "kv_data_type": batch.kv_dtype,
         }
+
+    def scales(self) -> dict[str, float]:
+        """Return what `run` takes besides, for float8 pools."""
+        scale = self.batch.kv_scale
+        return {"k_scale": scale, "v_scale": scale} if self.batch.case.stored else {}
 
 
 class _Planned(_FlashInfer):
     """One call of the prefill wrapper: a mask for trees, causal for the rest."""
 
+    float8 = True
     graph: ClassVar[bool] = False
 
     def __init__(self, batch: Batch) -> None:
@@ -119,7 +127,7 @@ class _Planned(_FlashInfer):
         )
 
     def run(self, pool: int) -> None:
-        self.wrapper.run(self.q, self.pools(pool), out=self.out)
+        self.wrapper.run(self.q, self.pools(pool), out=self.out, **self.scales())
 
 
 class FlashInferMask(_Planned):
@@ -170,6 +178,7 @@ class FlashInferPromptFa3(FlashInferCausal):
     name = "FlashInfer causal, FA3"
     setting = "backend fa3"
     modes = ("prompt",)
+    float8 = False
     backend = "fa3"
 
 
@@ -179,6 +188,7 @@ class FlashInferDecode(_FlashInfer):
     name = "FlashInfer decode"
     setting = "tensor cores from 4 heads per KV head on"
     modes = ("chain", "draft")
+    float8 = True
 
     @classmethod
     def refuses(cls, case: Case) -> str | None:
@@ -195,7 +205,7 @@ class FlashInferDecode(_FlashInfer):
         dtype, dim = getattr(torch, case.dtype), case.head_dim
         jit = import_module("flashinfer.jit")
         return [jit.gen_batch_decode_module(
-            dtype, dtype, dtype, torch.int32, dim, dim, 0, False, False
+            dtype, stored_dtype(case), dtype, torch.int32, dim, dim, 0, False, False
         )]
 
     def __init__(self, batch: Batch) -> None:
@@ -223,7 +233,7 @@ class FlashInferDecode(_FlashInfer):
         )
 
     def run(self, pool: int) -> None:
-        self.wrapper.run(self.q, self.pools(pool), out=self.out)
+        self.wrapper.run(self.q, self.pools(pool), out=self.out, **self.scales())
 
 
 class FlashInferCascade(_FlashInfer):

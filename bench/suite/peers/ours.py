@@ -6,10 +6,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from specattn.kernels.extend_attention import extend_attention
+from specattn.kernels.fixed_attention import FixedAttention
 from specattn.kernels.mla_attention import MlaAttention
 from specattn.kernels.tree_attention import TreeAttention
 
-from ..batch import stored_dtype
 from .base import Contestant, query_offsets
 
 if TYPE_CHECKING:
@@ -19,45 +19,39 @@ if TYPE_CHECKING:
     from ..cases import Case
 
 
-class Ours(Contestant):
+class _Planned(Contestant):
     """One plan per step and one call per layer, whatever the mode."""
 
     name = "specattn"
     packs = False
+    kernel: Any
 
-    def __init__(self, batch: Batch, tile: Any = None) -> None:
-        super().__init__(batch)
-        case = batch.case
-        shared = {
+    def shared(self, tile: Any) -> dict[str, Any]:
+        batch, case = self.batch, self.batch.case
+        return {
             "batch": case.batch, "q_len": case.q_len, "tail_len": case.tail,
             "num_qo_heads": case.heads[0], "head_dim": case.head_dim, "v_head_dim": case.v_dim,
             "dtype": batch.dtype, "device": batch.device, "sm_scale": batch.scale, "tile": tile,
             **dict(case.knobs),
         }
-        if case.latent:
-            self.kernel: Any = MlaAttention(**shared)
-        else:
-            self.kernel = TreeAttention(
-                num_kv_heads=case.heads[1], window_left=case.window_left,
-                logit_cap=case.logit_cap, page_size=case.page_size, kv_dtype=stored_dtype(case),
-                **shared,
-            )
 
-    @classmethod
-    def refuses(cls, case: Case) -> str | None:
-        return "" if case.mode == "prompt" else None
+    def options(self) -> dict[str, Any]:
+        case = self.batch.case
+        return {
+            "num_kv_heads": case.heads[1], "window_left": case.window_left,
+            "logit_cap": case.logit_cap,
+        }
+
+    def tails(self) -> dict[str, Tensor]:
+        batch = self.batch
+        return {
+            "indices": batch.table, "positions": batch.positions, "tail_slots": batch.tails,
+            "tail_positions": batch.tail_positions, "tail_words": batch.words,
+        }
 
     def plan(self) -> None:
         batch = self.batch
         self.kernel.plan(batch.lens, batch.rows, batch.table.stride(0))
-
-    def run(self, pool: int) -> None:
-        batch = self.batch
-        self.kernel.run(
-            self.q, batch.k(pool), batch.v(pool), self.out, batch.lse, indices=batch.table,
-            positions=batch.positions, tail_slots=batch.tails,
-            tail_positions=batch.tail_positions, tail_words=batch.words,
-        )
 
     def result(self) -> tuple[Tensor, Tensor | None]:
         return self.out, self.batch.lse
@@ -65,6 +59,59 @@ class Ours(Contestant):
     def detail(self) -> dict[str, Any]:
         shape = self.kernel.shape
         return {"tile": asdict(shape.tile), "chunks": shape.max_chunks}
+
+
+class Ours(_Planned):
+    """The kernel of all modes but prompts."""
+
+    def __init__(self, batch: Batch, tile: Any = None) -> None:
+        super().__init__(batch)
+        case, shared = batch.case, self.shared(tile)
+        if case.latent:
+            self.kernel = MlaAttention(**shared)
+        else:
+            self.kernel = TreeAttention(
+                page_size=case.page_size, kv_dtype=batch.kv_dtype, **self.options(), **shared
+            )
+        self.layer = self.kernel
+        if case.stored:
+            self.layer = self.kernel.scaled(batch.kv_scale, batch.kv_scale)
+
+    @classmethod
+    def refuses(cls, case: Case) -> str | None:
+        return "" if case.mode == "prompt" or case.fixed else None
+
+    def run(self, pool: int) -> None:
+        batch = self.batch
+        self.layer.run(
+            self.q, batch.k(pool), batch.v(pool), self.out, batch.lse, **self.tails()
+        )
+
+
+class OursFixed(_Planned):
+    """The deterministic mode, with a workspace for the lengths at hand."""
+
+    def __init__(self, batch: Batch, tile: Any = None) -> None:
+        super().__init__(batch)
+        self.kernel = FixedAttention(
+            max_keys=max(batch.case.lengths), **self.options(), **self.shared(tile)
+        )
+
+    @classmethod
+    def refuses(cls, case: Case) -> str | None:
+        served = case.fixed and case.mode != "prompt" and not case.latent and not case.stored
+        return None if served else ""
+
+    def plan(self) -> None:
+        super().plan()
+        self.kernel.trace(**self.tails())
+
+    def run(self, pool: int) -> None:
+        batch = self.batch
+        self.kernel.run(
+            self.q, batch.k(pool), batch.v(pool), self.out, batch.lse, indices=batch.table,
+            positions=batch.positions,
+        )
 
 
 class OursPrompt(Contestant):
@@ -80,7 +127,7 @@ class OursPrompt(Contestant):
 
     @classmethod
     def refuses(cls, case: Case) -> str | None:
-        return None if case.mode == "prompt" else ""
+        return None if case.mode == "prompt" and not case.fixed else ""
 
     def run(self, pool: int) -> None:
         batch, case = self.batch, self.batch.case
@@ -89,5 +136,5 @@ class OursPrompt(Contestant):
             qo_indptr=self.offsets, seq_lens=batch.lens, req_pool_indices=batch.rows,
             req_to_token=batch.table, max_q_len=case.q_len, sm_scale=batch.scale,
             window_left=case.window_left, logit_cap=case.logit_cap, page_size=case.page_size,
-            tile=self.tile,
+            k_scale=batch.kv_scale, v_scale=batch.kv_scale, tile=self.tile,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -117,7 +118,7 @@ class SglangDecode(_Sglang):
     def refuses(cls, case: Case) -> str | None:
         if case.mode not in cls.modes or (case.mode == "chain" and case.q_len > 1):
             return ""
-        return "" if case.window_left >= 0 or case.logit_cap or case.knobs else None
+        return super().refuses(replace(case, latent=False))
 
     def __init__(self, batch: Batch) -> None:
         super().__init__(batch)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..batch import stored_dtype
 from .base import Contestant, int32, total_lens
 from .flashinfer import Workspace, unbuilt
 
@@ -26,6 +27,7 @@ class Xqa(Contestant):
     name = "FlashInfer XQA"
     modes = ("tree", "chain")
     needs = ("flashinfer.xqa",)
+    float8 = True
 
     @classmethod
     def refuses(cls, case: Case) -> str | None:
@@ -40,7 +42,10 @@ class Xqa(Contestant):
             return []
         dtype, group = getattr(torch, case.dtype), case.heads[0] // case.heads[1]
         make = import_module("flashinfer.jit.xqa").gen_xqa_module
-        return [make(dtype, dtype, case.page_size, case.head_dim, group, False, dtype, case.q_len)]
+        return [make(
+            dtype, stored_dtype(case), case.page_size, case.head_dim, group, False, dtype,
+            case.q_len,
+        )]
 
     def __init__(self, batch: Batch) -> None:
         super().__init__(batch)
@@ -62,7 +67,8 @@ class Xqa(Contestant):
             self.q.view(self.shape), batch.pages(batch.k(pool)), batch.pages(batch.v(pool)),
             batch.page_table, self.seq_lens, self.out.view(self.shape),
             Workspace.of(batch.device), self.semaphores, case.heads[1], case.page_size,
-            q_scale=batch.scale * case.head_dim**0.5, q_seq_len=case.q_len, mask=self.mask,
+            q_scale=batch.scale * case.head_dim**0.5, kv_scale=batch.kv_scale,
+            q_seq_len=case.q_len, mask=self.mask,
         )
 
     def result(self) -> tuple[Tensor, Tensor | None]:
