@@ -87,13 +87,17 @@ def float8(cells: list[Found]) -> list[Target]:
         line = cell.variants.get("bfloat16")
         if cell.own and line and line.tokens >= 128 * K:
             found.append(Point(line.us / cell.own.us, cell.name))
-    return [Target("fp8 KV against bfloat16, >= 128k tokens", "x", 1.4, 1.8, found)]
+    errors = points(cells, lambda line: line.error, lambda line: bool(line.case["stored"]))
+    return [
+        Target("fp8 KV against bfloat16, >= 128k tokens", "x", 1.4, 1.8, found),
+        Target("fp8 KV, error against the dequantised pool", "", 3e-3, 2.5e-3, errors, low=True),
+    ]
 
 
 def steps(cells: list[Found]) -> list[Target]:
     """What a step does once, for all layers."""
     plans = points(
         cells, lambda line: line.plan_us or 0.0,
-        lambda line: bool(line.plan_us) and line.case["mode"] != "prompt" and line.batch <= 256,
+        lambda line: bool(line.plan_us) and not line.case["fixed"] and line.batch <= 256,
     )
     return [Target("plan, batch <= 256", "us", 4, 2.5, plans, low=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -51,9 +52,9 @@ def _save(figure: Any, path: Path, made_for: str) -> None:
         "Date": None, "Creator": None, "Description": f"results {made_for}",
     })
     plt.close(figure)
-    # matplotlib leaves blanks at the ends of lines
+    # matplotlib leaves blanks at the ends of lines, and more digits than anybody sees
     text = "\n".join(line.rstrip() for line in path.read_text().splitlines())
-    path.write_text(text + "\n")
+    path.write_text(re.sub(r"(\.\d\d)\d+", r"\1", text) + "\n")
 
 
 def bars(part: PartFound, path: Path) -> None:

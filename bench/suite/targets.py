@@ -87,7 +87,7 @@ class Target:
             return tables.percent(value)
         if self.unit == "x":
             return tables.times(value)
-        return f"{value:.3g} {self.unit}"
+        return f"{value:.3g} {self.unit}".strip()
 
     def row(self) -> list[str]:
         sign = "<= " if self.low else ""
@@ -120,7 +120,7 @@ def _options(line: Line) -> bool:
     case = line.case
     return bool(
         case["window_left"] >= 0 or case["logit_cap"] or case["lse"] or case["knobs"]
-        or case["latent"] or case.get("stored")
+        or case["latent"] or case["stored"] or case["fixed"]
     )
 
 
@@ -157,8 +157,11 @@ def against(
     return found
 
 
-def mode(*modes: str) -> Callable[[Line], bool]:
-    return lambda line: line.case["mode"] in modes and not line.case["latent"]
+def mode(*modes: str, float8: bool = False) -> Callable[[Line], bool]:
+    return lambda line: (
+        line.case["mode"] in modes and not line.case["latent"]
+        and (float8 or not line.case["stored"])
+    )
 
 
 def speeds(cells: list[Found]) -> list[Target]:
@@ -220,7 +223,7 @@ def ratios(cells: list[Found]) -> list[Target]:
         return mode("draft")(line) and line.case["q_len"] == 8
 
     prompts = mode("prompt")
-    everywhere = mode("tree", "chain", "draft", "extend")
+    everywhere = mode("tree", "chain", "draft", "extend", float8=True)
     return [
         Target("trees against the best peer, geomean", "x", 1.6, 2, trees, mean=True),
         Target("trees against the best peer, worst", "x", 1.08, 1.15, trees),

@@ -31,8 +31,35 @@ def test_the_matrix_is_what_was_asked_for():
     assert {case.page_size for cell in ALL for case in cell.cases} == {1, 16, 64}
     found = {cell.case.shape for cell in ALL if cell.case.mode == "tree"}
     assert {(4, 3, 8), (4, 5, 16), (8, 3, 16), (8, 5, 32), (8, 7, 64), (8, 7, 128)} <= found
-    assert {cell.case.batch for cell in ALL} >= {1, 8, 32, 64, 128, 512}
-    assert max(sum(case.lengths) for cell in ALL for case in cell.cases) == 2**20
+    assert {cell.case.batch for cell in ALL} >= {1, 8, 32, 64, 128, 256, 512}
+    every = [case for cell in ALL for case in cell.cases]
+    assert max(sum(case.lengths) for case in every) == 2**20
+    assert {case.q_len for case in every if case.mode == "chain"} == {1, 4, 8}
+    assert {case.dtype for case in every} == {"bfloat16", "float16"}
+    assert {case.mode for case in every if case.stored} == {"tree", "chain", "draft", "prompt"}
+    assert {case.mode for case in every if case.fixed} == {"tree", "chain", "draft", "extend"}
+
+
+def test_drafts_take_every_step():
+    """Of the widest trees of both branchings."""
+    steps = {cell.case.shape for cell in ALL if cell.case.mode == "draft" and cell.peers}
+    assert steps >= {(8, step) for step in range(7)} | {(4, step) for step in range(5)}
+
+
+@pytest.mark.parametrize("page", [1, 64])
+def test_prompts_follow_a_cached_prefix(page):
+    found = {
+        (cell.case.batch, cell.case.q_len) for cell in ALL
+        if cell.case.mode == "prompt" and cell.case.page_size == page and min(cell.case.lengths)
+    }
+    assert found >= {(8, 512), (1, 8 * cases.K)}
+
+
+@pytest.mark.parametrize("page", [16, 64])
+def test_pages_are_beside_page_1(page):
+    paged = [cell for cell in ALL if cell.case.page_size == page and not cell.case.stored]
+    shapes = {cell.case.shape for cell in paged if "page 1" in dict(cell.variants)}
+    assert shapes >= {(4, 3, 8), (4, 5, 16), (8, 7, 64)}
 
 
 def test_names_tell_cells_apart():
@@ -41,6 +68,8 @@ def test_names_tell_cells_apart():
         for cell in part.cells:
             assert len({label for label, _ in cell.variants}) == len(cell.variants)
         assert len(set(names)) == len(names)
+    names = [cell.name for cell in matrix.quick().cells]
+    assert len(set(names)) == len(names)
 
 
 def test_the_quick_set_has_cells_of_every_part():
@@ -130,10 +159,9 @@ def test_bytes_and_flops_by_hand():
 
 def test_float8_pools_are_half_as_large():
     case = cases.tree((10, 20), 4, 3, 8, heads=(4, 2), head_dim=16, dtype="float16")
-    small = cases.replace(case, stored="float8_e4m3fn")
     arena = Arena(torch.device("cpu"), only_one=True)
-    arena.reserve([case, small])
-    batches = [Batch(one, arena) for one in (case, small)]
+    arena.reserve([case, cases.float8(case)])
+    batches = [Batch(one, arena) for one in (case, cases.float8(case))]
     assert [batch.pools[0].dtype for batch in batches] == [torch.float16, torch.float8_e4m3fn]
     rows = 16 * 4 * 32 * 2
     assert 2 * (batches[1].bytes - rows) == batches[0].bytes - rows
@@ -154,7 +182,7 @@ def test_the_command_lists_what_it_would_run():
 @pytest.mark.parametrize(("args", "line"), [
     ([], "bench: needs a CUDA device, and torch sees none here"),
     (["--part", "tree"], "--part: must be one of trees, shapes, pages, chains, drafts, extends, "
-     "options, latent, float8 or quick, got 'tree'"),
+     "options, latent, float8, fixed or quick, got 'tree'"),
     (["--only", "zebra"], "--only: no cell's name contains 'zebra'"),
 ])
 def test_a_mistake_is_one_line(args, line):
