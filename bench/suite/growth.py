@@ -100,4 +100,4 @@ def steps(cells: list[Found]) -> list[Target]:
         cells, lambda line: line.plan_us or 0.0,
         lambda line: bool(line.plan_us) and not line.case["fixed"] and line.batch <= 256,
     )
-    return [Target("plan, batch <= 256", "us", 4, 2.5, plans, low=True)]
+    return [Target("plan, in the cells, batch <= 256", "us", 4, 2.5, plans, low=True)]

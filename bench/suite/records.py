@@ -7,13 +7,21 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from . import tables
+from .targets import Point, Target
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
 TILES, CHUNKS = "gluon_tiles_h200.json", "gluon_chunks_h200.json"
+SMALL, SANITIZER = "small_ops_h200.json", "sanitizer_h200.json"
 TRITON = "Triton"
+#: Small kernels that were asked to take a few microseconds up to this batch.
+ASKED = {
+    "plan": "plan, alone", "tree": "tree build", "accept greedy": "accept, greedy",
+    "kv move, 1 layer": "KV move, one layer",
+}
+BATCH = 256
 
 
 def _cases(path: Path) -> dict[str, dict[str, float]]:
@@ -78,10 +86,61 @@ def _compared(results: Path, keep: Callable[[str, dict[str, float]], bool]) -> s
     return tables.table(["case, us", *heads], rows)
 
 
+def small(results: Path) -> str:
+    """What a step does besides attention and models, by batch."""
+    found = json.loads((results / SMALL).read_text())
+    trees: dict[tuple[int, ...], list[dict[str, Any]]] = {}
+    for cell in found["cells"]:
+        key = tuple(cell["case"][name] for name in ("topk", "steps", "nodes"))
+        trees.setdefault(key, []).append(cell)
+    texts = []
+    for (topk, steps, nodes), cells in trees.items():
+        rows = {line["name"]: [line["name"]] for cell in cells for line in cell["contestants"]}
+        for cell in cells:
+            times = {line["name"]: line.get("us") for line in cell["contestants"]}
+            for name, row in rows.items():
+                row.append(tables.micros(times.get(name)))
+        head = ["us", *(f"batch {cell['case']['batch']}" for cell in cells)]
+        texts += [
+            f"Topk {topk}, {steps} steps, {nodes} nodes:", tables.table(head, rows.values())
+        ]
+    empty = found["roofs"]["empty_1_us"]
+    return "\n\n".join([*texts, f"An empty kernel takes {tables.micros(empty)} us there."])
+
+
+def sanitizer(results: Path) -> str:
+    """What compute-sanitizer said."""
+    rows = []
+    for run in json.loads((results / SANITIZER).read_text())["runs"]:
+        if run["tool"] == "none":
+            continue
+        shown = [tables.NONE if run[name] is None else str(run[name])
+                 for name in ("errors", "warnings")]
+        cases = f"{len(run['ran'])} of {run['cases']}"
+        rows.append([run["tool"], run["group"], cases, *shown, run["explanation"] or tables.NONE])
+    head = ["tool", "kernels", "cases", "errors", "warnings", "explanation"]
+    return tables.table(head, rows)
+
+
+def asked(results: Path) -> list[Target]:
+    """Return the targets that small kernels are held to."""
+    points: dict[str, list[Point]] = {name: [] for name in ASKED}
+    if (results / SMALL).exists():
+        for cell in json.loads((results / SMALL).read_text())["cells"]:
+            for line in cell["contestants"]:
+                if line["name"] in ASKED and "us" in line and cell["case"]["batch"] <= BATCH:
+                    points[line["name"]].append(Point(line["us"], cell["name"]))
+    return [
+        Target(f"{title}, batch <= {BATCH}", "us", 4, 2.5, points[name], low=True)
+        for name, title in ASKED.items()
+    ]
+
+
 #: What a page can show, by the name of its place: the record and the table.
 TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "gluon-tiles": (TILES, tiles), "gluon-chunks": (CHUNKS, chunks),
-    "gluon-prompts": (CHUNKS, prompts),
+    "gluon-prompts": (CHUNKS, prompts), "small-ops": (SMALL, small),
+    "sanitizer": (SANITIZER, sanitizer),
 }
 
 

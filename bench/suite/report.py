@@ -62,6 +62,7 @@ def blocks(folder: Path, parts: list[PartFound]) -> dict[str, str]:
     found["targets"] = targets.table([
         *targets.speeds(cells), *targets.ratios(cells), *targets.latent(cells),
         *growth.float8(cells), *growth.shapes(cells), *growth.steps(cells),
+        *records.asked(folder.parent),
     ])
     found["latency"] = "![Time over tokens](img/attention_latency.svg)"
     for part in parts:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
-from bench.suite import growth, matrix, plots, report, targets
+from bench.suite import growth, matrix, plots, records, report, targets
 from bench.suite.results import read
 from tests.bench import made_up
 
@@ -47,7 +48,9 @@ def test_the_page_is_what_the_results_say():
 def test_every_part_has_a_place():
     page = (ROOT / "docs" / report.PAGE).read_text()
     named = re.findall(report.MARKED, page)
-    assert {name for _, name, _ in named} >= {"machines", "targets", "latency", *matrix.parts()}
+    assert {name for _, name, _ in named} == {
+        "machines", "targets", "latency", *matrix.parts(), *records.TABLES,
+    }
 
 
 def test_parts_come_in_the_matrix_order(parts):
@@ -137,6 +140,40 @@ def test_every_target_is_measured(cells):
         *growth.shapes(cells), *growth.float8(cells), *growth.steps(cells),
     ]
     assert [target.regime for target in found if not target.points] == []
+
+
+def test_small_kernels_have_targets_and_a_table(tmp_path):
+    def cell(batch, *times):
+        lines = zip(("tree", "accept greedy", "kv move, 1 layer"), times, strict=False)
+        return {
+            "name": f"batch {batch}",
+            "case": {"batch": batch, "topk": 4, "steps": 5, "nodes": 16},
+            "contestants": [
+                *({"name": name, "us": us} for name, us in lines),
+                {"name": "plan", "failed": "ArithmeticError: off"},
+            ],
+        }
+
+    (tmp_path / records.SMALL).write_text(json.dumps({
+        "cells": [cell(1, 2.0, 3.0), cell(256, 2.25, 4.5), cell(512, 9.0, 9.0, 9.0)],
+        "roofs": {"empty_1_us": 0.7},
+    }))
+    found = {target.regime: target for target in records.asked(tmp_path)}
+    assert found["tree build, batch <= 256"].verdict == "aim"
+    assert found["tree build, batch <= 256"].value == 2.25
+    assert found["accept, greedy, batch <= 256"].verdict == "**below**"
+    assert found["plan, alone, batch <= 256"].verdict == "not measured"
+    text = records.blocks(tmp_path)["small-ops"]
+    assert "| us | batch 1 | batch 256 | batch 512 |" in text
+    assert "| kv move, 1 layer | - | - | 9.00 |" in text
+    assert "| plan | - | - | - |" in text
+
+
+def test_the_sanitizer_has_a_table(tmp_path):
+    run = {"tool": "memcheck", "group": "gluon", "ran": ["a", "b"], "cases": 3, "errors": None,
+           "warnings": 1, "explanation": ""}
+    (tmp_path / records.SANITIZER).write_text(json.dumps({"runs": [run | {"tool": "none"}, run]}))
+    assert "| memcheck | gluon | 2 of 3 | - | 1 | - |" in records.blocks(tmp_path)["sanitizer"]
 
 
 def test_a_page_is_filled_in_between_its_marks(parts, tmp_path):
