@@ -203,11 +203,11 @@ def extend_attention(
         and gluon_attention.serves(head_dim, v_head_dim, k_cache.dtype, q.device)
         and gluon_attention.aligned(k_cache) and gluon_attention.aligned(v_cache)
     ):
-        tile = gluon_attention.gluon_extend_tile(head_dim, page_size)
+        tile = gluon_attention.gluon_extend_tile(head_dim, page_size, k_cache.dtype)
     if isinstance(tile, GluonTile):
         gluon_attention.launch_extend(
             tile, page_size, q, k_cache, v_cache, out, lse, qo_indptr, seq_lens,
-            req_pool_indices, req_to_token, max_q_len, window_left, factors,
+            req_pool_indices, req_to_token, max_q_len, window_left, factors, v_scale,
         )
         return
     tile = tile or extend_tile_config(

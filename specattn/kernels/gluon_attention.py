@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specattn.kernels.tile_config import TileConfig
+from specattn.kernels.tile_config import FLOAT8, TileConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,15 +43,23 @@ class GluonTile(TileConfig):
         what is left of ``max_regs`` per thread of the CTA.
     pages : bool
         Whole pages come by TMA, where the pool has pages.
+    raw_stages : int
+        Tiles of float8 keys and values under way to the producer, which converts them; 0 where
+        they have 16 bits.
     """
 
     producer_regs: int = 72
     consumer_regs: int = 216
     pages: bool = False
+    raw_stages: int = 0
 
 
-def gluon_tile_config(rows: int, head_dim: int, batch: int, page_size: int) -> GluonTile:
+def gluon_tile_config(
+    rows: int, head_dim: int, batch: int, page_size: int, kv_dtype: torch.dtype
+) -> GluonTile:
     """Choose by packed rows (query tokens × group), head size, batch and page; never by length."""
+    if kv_dtype == FLOAT8:
+        return _float8_tile(rows, head_dim)
     if rows > 64:
         if head_dim > 128:
             return GluonTile(
@@ -73,8 +81,26 @@ def gluon_tile_config(rows: int, head_dim: int, batch: int, page_size: int) -> G
     return GluonTile(64, 64, stages=3, ctas_per_sm=2, max_regs=128, producer_regs=56)
 
 
-def gluon_extend_tile(head_dim: int, page_size: int) -> GluonTile:
+def _float8_tile(rows: int, head_dim: int) -> GluonTile:
+    """Choose the tile over float8 keys, which take converting, and room for it."""
+    if rows > 64:
+        return GluonTile(
+            128, 128 if head_dim <= 128 else 32, stages=2, ctas_per_sm=1, max_regs=168,
+            producer_regs=104, consumer_regs=200, raw_stages=2,
+        )
+    if head_dim > 128:
+        return GluonTile(
+            64, 64, stages=2, ctas_per_sm=1, max_regs=168, producer_regs=104, raw_stages=2
+        )
+    return GluonTile(
+        64, 64, stages=2, ctas_per_sm=2, max_regs=128, producer_regs=104, raw_stages=2
+    )
+
+
+def gluon_extend_tile(head_dim: int, page_size: int, kv_dtype: torch.dtype) -> GluonTile:
     """Choose the tile of prompts, which are bound by arithmetic."""
+    if kv_dtype == FLOAT8:
+        return _float8_tile(128, head_dim)
     if head_dim > 128:
         return GluonTile(
             128, 64, stages=2, ctas_per_sm=1, max_regs=168, producer_regs=56, consumer_regs=224
@@ -86,10 +112,11 @@ def gluon_extend_tile(head_dim: int, page_size: int) -> GluonTile:
     )
 
 
-def serves(head_dim: int, v_head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+def serves(head_dim: int, v_head_dim: int, kv_dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernel takes these heads, and runs right on ``device``."""
     return (
-        head_dim == v_head_dim and head_dim in HEAD_DIMS and dtype.itemsize == 2
+        head_dim == v_head_dim and head_dim in HEAD_DIMS
+        and kv_dtype in (torch.float16, torch.bfloat16, FLOAT8)
         and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
         and _proven(device.index if device.index is not None else torch.cuda.current_device())
     )
@@ -118,7 +145,8 @@ def _self_test(device: torch.device) -> float:
 
     tree_kernel = TreeAttention(
         batch=1, q_len=2, tail_len=2, num_qo_heads=2, num_kv_heads=1, head_dim=64, v_head_dim=64,
-        dtype=torch.float16, device=device, sm_scale=0.125, tile=gluon_tile_config(4, 64, 1, 1),
+        dtype=torch.float16, device=device, sm_scale=0.125,
+        tile=gluon_tile_config(4, 64, 1, 1, torch.float16),
     )
     generator = torch.Generator(device).manual_seed(0)
     slots = torch.randperm(300, generator=generator, device=device).to(torch.int32)
@@ -165,7 +193,8 @@ def launch(
     gluon_tree_kernel[(shape.max_chunks * kernel.num_kv_heads * shape.m_tiles,)](
         q, k_cache, v_cache, out, kernel.partial_lse if lse is None else lse, indices, positions,
         tail_slots, tail_positions, tail_words, kernel.tables.requests, kernel.tables.chunks,
-        kernel.partial_out, kernel.partial_lse, k_pages, v_pages, *kernel.factors, *strides,
+        kernel.partial_out, kernel.partial_lse, k_pages, v_pages, *kernel.factors, kernel.v_scale,
+        *strides,
         Q_TOKEN=q.stride(0), Q_HEAD=q.stride(1), OUT_TOKEN=out.stride(0), OUT_HEAD=out.stride(1),
         LSE_TOKEN=0 if lse is None else lse.stride(0),
         LSE_HEAD=0 if lse is None else lse.stride(1),
@@ -175,8 +204,9 @@ def launch(
         WINDOW=kernel.window_left, HAS_CAP=kernel.has_cap, CSR=kernel.csr,
         HAS_LSE=lse is not None, GROUP=shape.group, NUM_KV=kernel.num_kv_heads,
         HEAD_DIM=kernel.head_dim, GROUPS=tile.block_m // 64, BN=tile.block_n, MT=shape.m_tiles,
-        STAGES=tile.stages, PAGE=page, PRODUCERS=PRODUCERS, PRODUCER_REGS=tile.producer_regs,
-        CONSUMER_REGS=tile.consumer_regs, num_warps=4, maxnreg=tile.max_regs, launch_pdl=True,
+        STAGES=tile.stages, PAGE=page, PRODUCERS=PRODUCERS, RAW=tile.raw_stages,
+        PRODUCER_REGS=tile.producer_regs, CONSUMER_REGS=tile.consumer_regs,
+        num_warps=4, maxnreg=tile.max_regs, launch_pdl=True,
     )
 
 
@@ -184,6 +214,7 @@ def launch_extend(
     tile: GluonTile, page_size: int, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor,
     lse: Tensor | None, qo_indptr: Tensor, seq_lens: Tensor, req_pool_indices: Tensor,
     req_to_token: Tensor, max_q_len: int, window_left: int, factors: tuple[float, float, float],
+    v_scale: float,
 ) -> None:
     """Launch prompt attention; arguments as `extend_attention` has checked them."""
     from specattn.kernels.gluon_extend import gluon_extend_kernel
@@ -193,7 +224,8 @@ def launch_extend(
     page, k_pages, v_pages = _pages(tile, k_cache, v_cache, page_size)
     gluon_extend_kernel[(blocks * batch * k_cache.shape[1],)](
         q, k_cache, v_cache, out, seq_lens if lse is None else lse, qo_indptr, seq_lens,
-        req_pool_indices, req_to_token, k_pages, v_pages, *factors, req_to_token.stride(0), batch,
+        req_pool_indices, req_to_token, k_pages, v_pages, *factors, v_scale, req_to_token.stride(0),
+        batch,
         Q_TOKEN=q.stride(0), Q_HEAD=q.stride(1), OUT_TOKEN=out.stride(0), OUT_HEAD=out.stride(1),
         LSE_TOKEN=0 if lse is None else lse.stride(0),
         LSE_HEAD=0 if lse is None else lse.stride(1),
@@ -201,7 +233,7 @@ def launch_extend(
         V_SLOT=v_cache.stride(0), V_HEAD=v_cache.stride(1),
         WINDOW=window_left, HAS_CAP=factors[2] > 0, HAS_LSE=lse is not None, GROUP=group,
         NUM_KV=k_cache.shape[1], HEAD_DIM=q.shape[2], GROUPS=tile.block_m // 64,
-        BN=tile.block_n, STAGES=tile.stages, PAGE=page, PRODUCERS=PRODUCERS,
+        BN=tile.block_n, STAGES=tile.stages, PAGE=page, PRODUCERS=PRODUCERS, RAW=tile.raw_stages,
         PRODUCER_REGS=tile.producer_regs, CONSUMER_REGS=tile.consumer_regs, num_warps=4,
         maxnreg=tile.max_regs,
     )

@@ -53,7 +53,7 @@ def _produce(
 @gluon.jit
 def _consume(
     ring, t, q, out, lse, qo_indptr, seq_lens, head, req, block, base2, cap_in, cap_out,
-    Q_TOKEN: gl.constexpr, Q_HEAD: gl.constexpr, OUT_TOKEN: gl.constexpr,
+    v_scale, Q_TOKEN: gl.constexpr, Q_HEAD: gl.constexpr, OUT_TOKEN: gl.constexpr,
     OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr, LSE_HEAD: gl.constexpr,
     HAS_LSE: gl.constexpr, GROUP: gl.constexpr, WG: gl.constexpr,
 ):
@@ -77,9 +77,10 @@ def _consume(
         q_tile = ring.q.index(WG)
         at = (q_begin + q_row // GROUP).to(gl.int64) * Q_TOKEN
         at += (head * GROUP + q_row % GROUP) * Q_HEAD
-        q_tile.store(gl.load(
+        queries = gl.load(
             q + at[:, None] + q_col[None, :], mask=(q_row < rows)[:, None], other=0.0
-        ))
+        )
+        q_tile.store(queries.to(q_tile.dtype))
         fence_async_shared()
         pos_q = prefix + gl.minimum(s_row // GROUP, q_len - 1)
         _, begin, count = _key_range(first_pos, last_pos, t)
@@ -88,8 +89,8 @@ def _consume(
             clear_from = last_pos - t.WINDOW
         acc, _total, log2_sum, _, _ = attend(
             ring, t, q_tile, begin, last_pos + 1, count, clear_from, first_pos + 1, 0, seq_lens,
-            s_row < rows, seq_lens, pos_q, base2, cap_in, cap_out, gl.to_tensor(0),
-            gl.to_tensor(0),
+            s_row < rows, seq_lens, pos_q, base2, cap_in, cap_out, v_scale,
+            gl.to_tensor(0), gl.to_tensor(0),
         )
         at = (q_begin + o_row // GROUP).to(gl.int64) * OUT_TOKEN
         at += (head * GROUP + o_row % GROUP) * OUT_HEAD
@@ -117,18 +118,18 @@ def gluon_extend_kernel(
     req_to_token,      # [rows, C] int32
     k_pages,           # descriptors of [slots, NUM_KV * HEAD_DIM] with PAGE > 1, or anything
     v_pages,
-    base2, cap_in, cap_out, stride_table, batch,
+    base2, cap_in, cap_out, v_scale, stride_table, batch,
     Q_TOKEN: gl.constexpr, Q_HEAD: gl.constexpr, OUT_TOKEN: gl.constexpr,
     OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr, LSE_HEAD: gl.constexpr,
     K_SLOT: gl.constexpr, K_HEAD: gl.constexpr, V_SLOT: gl.constexpr, V_HEAD: gl.constexpr,
     WINDOW: gl.constexpr, HAS_CAP: gl.constexpr, HAS_LSE: gl.constexpr, GROUP: gl.constexpr,
     NUM_KV: gl.constexpr, HEAD_DIM: gl.constexpr, GROUPS: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, PAGE: gl.constexpr, PRODUCERS: gl.constexpr,
-    PRODUCER_REGS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
+    RAW: gl.constexpr, PRODUCER_REGS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
 ):
     """One CTA per (block of packed rows, request, KV head)."""
-    t = Tile(0, 0, WINDOW, True, HAS_CAP, HEAD_DIM, GROUPS, BN, STAGES, PAGE, PRODUCERS)
-    ring = make_ring(k_cache.dtype.element_ty, t)
+    t = Tile(0, 0, WINDOW, True, HAS_CAP, HEAD_DIM, GROUPS, BN, STAGES, PAGE, PRODUCERS, RAW)
+    ring = make_ring(k_cache, t)
     pid = gl.program_id(0)
     head = pid % NUM_KV
     req = pid // NUM_KV % batch
@@ -138,11 +139,11 @@ def gluon_extend_kernel(
     gl.warp_specialize([
         (_consume, (
             ring, t, q, out, lse, qo_indptr, seq_lens, head, req, block, base2, cap_in, cap_out,
-            Q_TOKEN, Q_HEAD, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, LSE_HEAD, HAS_LSE, GROUP, 0,
+            v_scale, Q_TOKEN, Q_HEAD, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, LSE_HEAD, HAS_LSE, GROUP, 0,
         )),
         (_consume, (
             ring, t, q, out, lse, qo_indptr, seq_lens, head, req, block, base2, cap_in, cap_out,
-            Q_TOKEN, Q_HEAD, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, LSE_HEAD, HAS_LSE, GROUP, 1,
+            v_scale, Q_TOKEN, Q_HEAD, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, LSE_HEAD, HAS_LSE, GROUP, 1,
         )),
         (_produce, (
             ring, t, k_cache, v_cache, k_pages, v_pages, qo_indptr, seq_lens, table_row, head, req,

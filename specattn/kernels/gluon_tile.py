@@ -2,8 +2,8 @@
 
 Warp specialisation as in FlashAttention-3 (Shah et al., 2024): one warpgroup brings tiles of keys
 and values into a ring of shared-memory stages, one or two others multiply. The producer gathers
-rows by ``cp.async``, or whole pages by TMA; scores of a tile are issued before the values of the
-one before it, so that the softmax runs under a product.
+rows by ``cp.async``, or whole pages by TMA, and converts float8 rows on the way; scores of a tile
+are issued before the values of the one before it, so that the softmax runs under a product.
 """
 
 # no postponed annotations: aggregates read the types of their fields
@@ -38,10 +38,12 @@ class Tile:
     STAGES: gl.constexpr
     PAGE: gl.constexpr
     PRODUCERS: gl.constexpr
+    RAW: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, TAIL, WORDS, WINDOW, CAUSAL, HAS_CAP, HEAD_DIM, GROUPS, BN, STAGES, PAGE, PRODUCERS
+        self, TAIL, WORDS, WINDOW, CAUSAL, HAS_CAP, HEAD_DIM, GROUPS, BN, STAGES, PAGE, PRODUCERS,
+        RAW,
     ):
         self.TAIL = gl.constexpr(TAIL)
         self.WORDS = gl.constexpr(WORDS)
@@ -54,6 +56,8 @@ class Tile:
         self.STAGES = gl.constexpr(STAGES)
         self.PAGE = gl.constexpr(PAGE)
         self.PRODUCERS = gl.constexpr(PRODUCERS)
+        # stages of float8 tiles in flight, 0 for 16-bit keys
+        self.RAW = gl.constexpr(RAW)
 
 
 @aggregate
@@ -67,9 +71,10 @@ class Ring:
     v_full: gl.shared_memory_descriptor
     k_free: gl.shared_memory_descriptor
     v_free: gl.shared_memory_descriptor
+    raw: gl.shared_memory_descriptor      # [2 RAW, BN, HEAD_DIM] float8, keys and values in turn
 
     @gluon.constexpr_function
-    def __init__(self, q, k, v, k_full, v_full, k_free, v_free):
+    def __init__(self, q, k, v, k_full, v_full, k_free, v_free, raw):
         self.q = q
         self.k = k
         self.v = v
@@ -77,11 +82,13 @@ class Ring:
         self.v_full = v_full
         self.k_free = k_free
         self.v_free = v_free
+        self.raw = raw
 
 
 @gluon.jit
-def make_ring(dtype: gl.constexpr, t):
-    """Allocate the ring and set its barriers up."""
+def make_ring(cache, t):
+    """Allocate the ring for the keys of ``cache`` and set its barriers up."""
+    dtype: gl.constexpr = gl.float16 if t.RAW > 0 else cache.dtype.element_ty
     kv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([t.BN, t.HEAD_DIM], dtype)
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, t.HEAD_DIM], dtype)
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
@@ -93,8 +100,12 @@ def make_ring(dtype: gl.constexpr, t):
         gl.allocate_shared_memory(gl.int64, [t.STAGES, 1], barriers),
         gl.allocate_shared_memory(gl.int64, [t.STAGES, 1], barriers),
         gl.allocate_shared_memory(gl.int64, [t.STAGES, 1], barriers),
+        gl.allocate_shared_memory(
+            cache.dtype.element_ty, [max(2 * t.RAW, 1), t.BN if t.RAW > 0 else 1, t.HEAD_DIM],
+            gl.SwizzledSharedLayout(16, 1, 1, [1, 0]),
+        ),
     )
-    arrivals: gl.constexpr = t.PRODUCERS * 32 if t.PAGE == 1 else 1
+    arrivals: gl.constexpr = t.PRODUCERS * 32 if t.PAGE == 1 and t.RAW == 0 else 1
     for stage in gl.static_range(t.STAGES):
         mbarrier.init(ring.k_full.index(stage), count=arrivals)
         mbarrier.init(ring.v_full.index(stage), count=arrivals)
@@ -146,6 +157,60 @@ def _fill_by_pages(desc, tile, full, free, phase, slots, column, t):
 
 
 @gluon.jit
+def _convert(raw, tile, full, free, phase, layout: gl.constexpr):
+    """Hand over a float8 tile as float16; each thread converts what it has copied itself."""
+    values = raw.load(layout).to(gl.float16)
+    mbarrier.wait(free, phase)
+    tile.store(values)
+    fence_async_shared()
+    mbarrier.arrive(full, count=1)
+
+
+@gluon.jit
+def _produce_float8(
+    ring, t, k_cache, v_cache, head, index_row, tail_row, begin, count, first_key, prefix_len,
+    stage, phase,
+    K_SLOT: gl.constexpr, K_HEAD: gl.constexpr, V_SLOT: gl.constexpr, V_HEAD: gl.constexpr,
+):
+    """`produce` for float8 rows: ``RAW`` tiles are under way while one is converted."""
+    BN: gl.constexpr = t.BN
+    RAW: gl.constexpr = t.RAW
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, 16], [512 // t.HEAD_DIM, t.HEAD_DIM // 16], [t.PRODUCERS, 1], [1, 0]
+    )
+    r = gl.arange(0, BN, layout=gl.SliceLayout(1, layout))                # [BN]
+    d = gl.arange(0, t.HEAD_DIM, layout=gl.SliceLayout(0, layout))        # [HEAD_DIM]
+    k_head = k_cache + head.to(gl.int64) * K_HEAD + d[None, :]            # [1, HEAD_DIM]
+    v_head = v_cache + head.to(gl.int64) * V_HEAD + d[None, :]
+    ahead = _load_slots(index_row, tail_row, begin, r, first_key, prefix_len, t)
+    at = 0
+    # tiles past the last repeat its last key
+    for i in range(1 - RAW, count):
+        rows = ahead.to(gl.int64)[:, None]                                # [BN, 1]
+        ahead = _load_slots(
+            index_row, tail_row, begin + (i + RAW) * BN, r, first_key, prefix_len, t
+        )
+        async_copy.async_copy_global_to_shared(ring.raw.index(2 * at), k_head + rows * K_SLOT)
+        async_copy.async_copy_global_to_shared(ring.raw.index(2 * at + 1), v_head + rows * V_SLOT)
+        async_copy.commit_group()
+        at = gl.where(at == RAW - 1, 0, at + 1)
+        if i >= 0:
+            # the oldest of RAW copies, whose place comes after the newest's
+            async_copy.wait_group(RAW - 1)
+            _convert(
+                ring.raw.index(2 * at), ring.k.index(stage), ring.k_full.index(stage),
+                ring.k_free.index(stage), phase, layout,
+            )
+            _convert(
+                ring.raw.index(2 * at + 1), ring.v.index(stage), ring.v_full.index(stage),
+                ring.v_free.index(stage), phase, layout,
+            )
+            stage, phase = _advance(stage, phase, t)
+    async_copy.wait_group(0)
+    return stage, phase
+
+
+@gluon.jit
 def produce(
     ring, t, k_cache, v_cache, k_pages, v_pages, head, index_row, tail_row, begin, count,
     first_key, prefix_len, stage, phase,
@@ -164,7 +229,12 @@ def produce(
     d = gl.arange(0, t.HEAD_DIM, layout=gl.SliceLayout(0, layout))        # [HEAD_DIM]
     k_head = k_cache + head.to(gl.int64) * K_HEAD + d[None, :]            # [1, HEAD_DIM]
     v_head = v_cache + head.to(gl.int64) * V_HEAD + d[None, :]
-    if t.PAGE == 1:
+    if t.RAW > 0:
+        stage, phase = _produce_float8(
+            ring, t, k_cache, v_cache, head, index_row, tail_row, begin, count, first_key,
+            prefix_len, stage, phase, K_SLOT, K_HEAD, V_SLOT, V_HEAD,
+        )
+    elif t.PAGE == 1:
         ahead = _load_slots(index_row, tail_row, begin, r, first_key, prefix_len, t)
         for start in range(begin, begin + count * BN, BN):
             rows = ahead.to(gl.int64)[:, None]                            # [BN, 1]
@@ -287,7 +357,8 @@ def attend(
     ring, t, q_tile,
     begin, end, count,     # first key, end of the keys, tiles
     clear_from, clear_to,  # tiles between these keys are visible to every row
-    prefix_len, word_row, row_ok, tail_pos_row, pos_q, base2, cap_in, cap_out, stage, phase,
+    prefix_len, word_row, row_ok, tail_pos_row, pos_q, base2, cap_in, cap_out, v_scale, stage,
+    phase,
 ):
     """Attend with 64 rows to ``count`` tiles in the ring.
 
@@ -354,5 +425,7 @@ def attend(
     inverse = gl.convert_layout(gl.where(total > 0.0, 1.0 / total, 0.0), by_value)
     # a row that saw nothing may have met anything in the pool
     acc = gl.where((inverse > 0.0)[:, None], acc * inverse[:, None], 0.0)
+    if t.RAW > 0:
+        acc = acc * v_scale
     log2_sum = (top if t.HAS_CAP else top * base2) + gl.log2(total)
     return acc, total, log2_sum, stage, phase

@@ -148,7 +148,7 @@ def _produce(
 @gluon.jit
 def _consume(
     ring, work, t, shape, q, out, lse, partial_out, partial_lse, base2, cap_in, cap_out,
-    Q_TOKEN: gl.constexpr, Q_HEAD: gl.constexpr, OUT_TOKEN: gl.constexpr,
+    v_scale, Q_TOKEN: gl.constexpr, Q_HEAD: gl.constexpr, OUT_TOKEN: gl.constexpr,
     OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr, LSE_HEAD: gl.constexpr, WG: gl.constexpr,
 ):
     """Attend with the 64 packed rows of warpgroup ``WG`` to the tiles in the ring."""
@@ -174,10 +174,11 @@ def _consume(
         begin, end, count = _bounds(tile, left, prefix_len, first_tile, t)
         q_at = (req * shape.Q_LEN + q_row // GROUP).to(gl.int64) * Q_TOKEN
         q_at += (work.head * GROUP + q_row % GROUP) * Q_HEAD
-        q_tile.store(gl.load(
+        queries = gl.load(
             q + q_at[:, None] + q_col[None, :], mask=(q_row < shape.Q_LEN * GROUP)[:, None],
             other=0.0,
-        ))
+        )
+        q_tile.store(queries.to(q_tile.dtype))
         fence_async_shared()
         word_row = work.tail_words + req.to(gl.int64) * work.stride_words
         word_row += token * work.stride_words_q                           # [64]
@@ -196,7 +197,7 @@ def _consume(
                 pos_q = gl.load(pos_row + gl.minimum(token, shape.Q_LEN - 1)).to(gl.int32)
         acc, total, log2_sum, stage, phase = attend(
             ring, t, q_tile, begin, end, count, clear_from, prefix_len, prefix_len, word_row,
-            s_ok, tail_pos_row, pos_q, base2, cap_in, cap_out, stage, phase,
+            s_ok, tail_pos_row, pos_q, base2, cap_in, cap_out, v_scale, stage, phase,
         )
         if parts == 1:
             at = (req * shape.Q_LEN + o_row // GROUP).to(gl.int64) * OUT_TOKEN
@@ -249,7 +250,7 @@ def gluon_tree_kernel(
     partial_lse,     # [slots, NUM_KV, MT, GROUPS * 64] float32, base 2
     k_pages,         # descriptors of [slots, NUM_KV * HEAD_DIM] with PAGE > 1, or anything
     v_pages,
-    base2, cap_in, cap_out,
+    base2, cap_in, cap_out, v_scale,
     stride_pos, stride_tail, stride_tail_pos, stride_words, stride_words_q,
     Q_TOKEN: gl.constexpr, Q_HEAD: gl.constexpr, OUT_TOKEN: gl.constexpr,
     OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr, LSE_HEAD: gl.constexpr,
@@ -258,14 +259,15 @@ def gluon_tree_kernel(
     HAS_CAP: gl.constexpr, CSR: gl.constexpr, HAS_LSE: gl.constexpr, GROUP: gl.constexpr,
     NUM_KV: gl.constexpr, HEAD_DIM: gl.constexpr, GROUPS: gl.constexpr, BN: gl.constexpr,
     MT: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr, PRODUCERS: gl.constexpr,
-    PRODUCER_REGS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
+    RAW: gl.constexpr, PRODUCER_REGS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
 ):
     """One CTA per (chunk, KV head, M tile) walks the segments of its chunk."""
     t = Tile(
-        TAIL, WORDS, WINDOW, False, HAS_CAP, HEAD_DIM, GROUPS, BN, STAGES, PAGE, PRODUCERS
+        TAIL, WORDS, WINDOW, False, HAS_CAP, HEAD_DIM, GROUPS, BN, STAGES, PAGE, PRODUCERS,
+        RAW,
     )
     shape = Shape(Q_LEN, CSR, HAS_LSE, GROUP, NUM_KV, MT)
-    ring = make_ring(k_cache.dtype.element_ty, t)
+    ring = make_ring(k_cache, t)
     pid = gl.program_id(0)
     work = Work(
         pid // (MT * NUM_KV), pid // MT % NUM_KV, pid % MT, requests, chunks, indices, positions,
@@ -278,7 +280,7 @@ def gluon_tree_kernel(
         gl.warp_specialize([
             (_consume, (
                 ring, work, t, shape, q, out, lse, partial_out, partial_lse, base2, cap_in,
-                cap_out, Q_TOKEN, Q_HEAD, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, LSE_HEAD, 0,
+                cap_out, v_scale, Q_TOKEN, Q_HEAD, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, LSE_HEAD, 0,
             )),
             (_produce, (
                 ring, work, t, shape, k_cache, v_cache, k_pages, v_pages, K_SLOT, K_HEAD, V_SLOT,
@@ -289,11 +291,11 @@ def gluon_tree_kernel(
         gl.warp_specialize([
             (_consume, (
                 ring, work, t, shape, q, out, lse, partial_out, partial_lse, base2, cap_in,
-                cap_out, Q_TOKEN, Q_HEAD, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, LSE_HEAD, 0,
+                cap_out, v_scale, Q_TOKEN, Q_HEAD, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, LSE_HEAD, 0,
             )),
             (_consume, (
                 ring, work, t, shape, q, out, lse, partial_out, partial_lse, base2, cap_in,
-                cap_out, Q_TOKEN, Q_HEAD, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, LSE_HEAD, 1,
+                cap_out, v_scale, Q_TOKEN, Q_HEAD, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, LSE_HEAD, 1,
             )),
             (_produce, (
                 ring, work, t, shape, k_cache, v_cache, k_pages, v_pages, K_SLOT, K_HEAD, V_SLOT,

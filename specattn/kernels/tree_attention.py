@@ -54,7 +54,9 @@ class _Shape:
         limits = DeviceLimits.of(device)
         stored = kv_dtype or dtype
         if tile is None and gluon_attention.serves(head_dim, v_head_dim, stored, device):
-            tile = gluon_attention.gluon_tile_config(q_len * group, head_dim, batch, page_size)
+            tile = gluon_attention.gluon_tile_config(
+                q_len * group, head_dim, batch, page_size, stored
+            )
         tile = tile or tile_config(q_len * group, head_dim, v_head_dim, stored, batch, limits)
         m_tiles = triton.cdiv(q_len * group, tile.block_m)
         max_chunks = max(1, limits.sms * tile.ctas_per_sm // (num_kv_heads * m_tiles))
@@ -139,7 +141,7 @@ class TreeAttention:
         self.head_dim, self.v_head_dim = head_dim, v_head_dim
         self.dtype, self.csr, self.window_left = dtype, csr, window_left
         self.kv_dtype = kv_dtype or dtype
-        self._v_scale = 1.0 if kv_dtype == FLOAT8 else None
+        self.v_scale = 1.0
         self.words = triton.cdiv(tail_len, 64)
         self.page_size = 1 if csr else page_size
         self.shape = shape
@@ -190,13 +192,13 @@ class TreeAttention:
 
         Plans and workspace are those of this object, and both may run.
         """
-        if self._v_scale is None:
+        if self.kv_dtype != FLOAT8:
             raise ValueError(f"scales need kv_dtype {FLOAT8}, got {self.kv_dtype}")
         other = copy.copy(self)
         # q (k_scale k): the keys' scale is a factor of the logits, whatever follows
         base2, cap_in, cap_out = self.factors
         other.factors = (base2 * k_scale, cap_in * k_scale, cap_out)
-        other._v_scale = v_scale
+        other.v_scale = v_scale
         return other
 
     def plan(self, seq_lens: Tensor, req_pool_indices: Tensor, row_stride: int) -> None:
@@ -282,8 +284,8 @@ class TreeAttention:
         tree_attention_kernel[(shape.max_chunks * self.num_kv_heads * shape.m_tiles,)](
             q, k_cache, v_cache, out, lse, indices, *tensors,
             self.tables.requests, self.tables.chunks, self.partial_out, self.partial_lse,
-            *self.factors, self._v_scale, q.stride(0), q.stride(1), *_row_strides(out),
-            *_row_strides(lse), *strides,
+            *self.factors, self.v_scale if self.kv_dtype == FLOAT8 else None,
+            q.stride(0), q.stride(1), *_row_strides(out), *_row_strides(lse), *strides,
             K_SLOT=k_cache.stride(0), K_HEAD=k_cache.stride(1),
             V_SLOT=v_cache.stride(0), V_HEAD=v_cache.stride(1),
             Q_LEN=self.q_len, TAIL=self.tail_len, WORDS=self.words, WINDOW=self.window_left,

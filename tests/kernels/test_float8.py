@@ -57,6 +57,8 @@ BIG: dict[str, dict[str, Any]] = {
     },
     "head_64": {"lengths": [1500, 65], "q_len": 8, "head_dim": 64, "heads": (6, 2)},
     "head_256": {"lengths": [1500, 65], "q_len": 8, "head_dim": 256, "heads": (8, 2)},
+    "head_256_wide": {"lengths": [1500, 65], "q_len": 40, "head_dim": 256, "heads": (8, 2)},
+    "pages": {"lengths": [1030, 65], "q_len": 40, "heads": (8, 2), "page_size": 16},
 }
 
 
@@ -136,6 +138,19 @@ def test_prompts(name: str) -> None:
             **scales(case),
         )
         check(case, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_prompts_at_size(head_dim: int) -> None:
+    case = make_extend_case(
+        [(0, 700), (1500, 165), (64, 1)], heads=(8, 2), head_dim=head_dim, **FORM
+    )
+    extend_attention(
+        case.q, case.k_cache, case.v_cache, case.out, case.lse, **case.args, **case.settings,
+        **scales(case),
+    )
+    check(case, oracle_extend(case))
 
 
 def test_layers_of_other_scales_share_a_plan() -> None:

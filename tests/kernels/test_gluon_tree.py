@@ -10,6 +10,7 @@ import torch
 
 from specattn.kernels import gluon_attention
 from specattn.kernels.gluon_attention import GluonTile, gluon_tile_config
+from specattn.kernels.tile_config import FLOAT8
 from specattn.kernels.tree_attention import TreeAttention
 from tests.kernels.test_tree_attention import make_kernel, plan, run
 from tests.oracle import check, make_csr_case, make_tree_case, oracle_csr, oracle_tree
@@ -90,14 +91,14 @@ class TestOnHopper:
     @pytest.mark.parametrize("name", ["decode", "verify_8", "window", "batch_200"])
     def test_pages_of_narrow_tiles(self, name: str, page_size: int) -> None:
         case = _case(name, BF16, page_size=page_size)
-        tile = replace(gluon_tile_config(32, 128, 64, 1), pages=True)
+        tile = replace(gluon_tile_config(32, 128, 64, 1, BF16), pages=True)
         _check(case, tile, page_size)
 
     @pytest.mark.parametrize("chunks", [1, 3, 40])
     def test_any_number_of_chunks(self, chunks: int) -> None:
         """One CTA for all requests, cuts within them, and more chunks than tiles."""
         case = _case("verify_8", BF16)
-        tile = gluon_tile_config(32, 128, 4, 1)
+        tile = gluon_tile_config(32, 128, 4, 1, BF16)
         sms = torch.cuda.get_device_properties(0).multi_processor_count
         tile = replace(tile, ctas_per_sm=max(1, chunks * 4 // sms))
         kernel = make_kernel(case, tile=tile)
@@ -163,9 +164,11 @@ def test_only_hopper_and_16_bit_heads_are_served() -> None:
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_tiles_fit_a_multiprocessor(rows: int, head_dim: int, page_size: int) -> None:
-    for batch in (1, 8, 9, 300):
-        tile = gluon_tile_config(rows, head_dim, batch, page_size)
-        shared = 2 * head_dim * (tile.block_m + 2 * tile.stages * tile.block_n) + 32 * tile.stages
+    for batch, kv_dtype in ((1, BF16), (8, BF16), (9, BF16), (300, BF16), (1, FLOAT8)):
+        tile = gluon_tile_config(rows, head_dim, batch, page_size, kv_dtype)
+        assert (tile.raw_stages > 0) == (kv_dtype == FLOAT8)
+        keys = tile.block_n * (tile.stages + tile.raw_stages / 2)
+        shared = 2 * head_dim * (tile.block_m + 2 * keys) + 32 * tile.stages
         assert tile.ctas_per_sm * (shared + 1024) <= 228 * 1024
         threads = 2 * tile.block_m + 128
         assert tile.ctas_per_sm * threads * tile.max_regs <= 65536
