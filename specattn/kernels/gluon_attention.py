@@ -44,14 +44,18 @@ class GluonTile(TileConfig):
     pages : bool
         Whole pages come by TMA, where the pool has pages.
     raw_stages : int
-        Tiles of float8 keys and values under way to the producer, which converts them; 0 where
-        they have 16 bits.
+        Tiles of float8 keys and values on their way to the warps that convert them; 0 where they
+        have 16 bits, as has all that follows.
+    converters, converter_regs : int
+        Those warps, and their registers per thread.
     """
 
     producer_regs: int = 72
     consumer_regs: int = 216
     pages: bool = False
     raw_stages: int = 0
+    converters: int = 4
+    converter_regs: int = 72
 
 
 def gluon_tile_config(
@@ -83,24 +87,27 @@ def gluon_tile_config(
 
 def _float8_tile(rows: int, head_dim: int) -> GluonTile:
     """Choose the tile over float8 keys, which take converting, and room for it."""
+    if head_dim > 128:
+        # two consumers of such heads beside the converters have too few registers
+        return GluonTile(
+            64, 32, stages=3, ctas_per_sm=1, max_regs=160, producer_regs=56, raw_stages=4
+        )
     if rows > 64:
         return GluonTile(
-            128, 128 if head_dim <= 128 else 32, stages=2, ctas_per_sm=1, max_regs=168,
-            producer_regs=104, consumer_regs=200, raw_stages=2,
-        )
-    if head_dim > 128:
-        return GluonTile(
-            64, 64, stages=2, ctas_per_sm=1, max_regs=168, producer_regs=104, raw_stages=2
+            128, 64, stages=3, ctas_per_sm=1, max_regs=128, producer_regs=56, consumer_regs=184,
+            raw_stages=4,
         )
     return GluonTile(
-        64, 64, stages=2, ctas_per_sm=2, max_regs=128, producer_regs=104, raw_stages=2
+        64, 64, stages=3, ctas_per_sm=1, max_regs=160, producer_regs=56, raw_stages=4
     )
 
 
-def gluon_extend_tile(head_dim: int, page_size: int, kv_dtype: torch.dtype) -> GluonTile:
-    """Choose the tile of prompts, which are bound by arithmetic."""
+def gluon_extend_tile(
+    head_dim: int, page_size: int, kv_dtype: torch.dtype
+) -> GluonTile | None:
+    """Choose the tile of prompts, which are bound by arithmetic; None where Triton's serves."""
     if kv_dtype == FLOAT8:
-        return _float8_tile(128, head_dim)
+        return _float8_tile(128, head_dim) if head_dim <= 128 else None
     if head_dim > 128:
         return GluonTile(
             128, 64, stages=2, ctas_per_sm=1, max_regs=168, producer_regs=56, consumer_regs=224
@@ -205,7 +212,8 @@ def launch(
         HAS_LSE=lse is not None, GROUP=shape.group, NUM_KV=kernel.num_kv_heads,
         HEAD_DIM=kernel.head_dim, GROUPS=tile.block_m // 64, BN=tile.block_n, MT=shape.m_tiles,
         STAGES=tile.stages, PAGE=page, PRODUCERS=PRODUCERS, RAW=tile.raw_stages,
-        PRODUCER_REGS=tile.producer_regs, CONSUMER_REGS=tile.consumer_regs,
+        CONVERTERS=tile.converters, PRODUCER_REGS=tile.producer_regs,
+        CONVERTER_REGS=tile.converter_regs, CONSUMER_REGS=tile.consumer_regs,
         num_warps=4, maxnreg=tile.max_regs, launch_pdl=True,
     )
 
@@ -234,7 +242,8 @@ def launch_extend(
         WINDOW=window_left, HAS_CAP=factors[2] > 0, HAS_LSE=lse is not None, GROUP=group,
         NUM_KV=k_cache.shape[1], HEAD_DIM=q.shape[2], GROUPS=tile.block_m // 64,
         BN=tile.block_n, STAGES=tile.stages, PAGE=page, PRODUCERS=PRODUCERS, RAW=tile.raw_stages,
-        PRODUCER_REGS=tile.producer_regs, CONSUMER_REGS=tile.consumer_regs, num_warps=4,
+        CONVERTERS=tile.converters, PRODUCER_REGS=tile.producer_regs,
+        CONVERTER_REGS=tile.converter_regs, CONSUMER_REGS=tile.consumer_regs, num_warps=4,
         maxnreg=tile.max_regs,
     )
 

@@ -2,11 +2,14 @@
 
 Warp specialisation as in FlashAttention-3 (Shah et al., 2024): one warpgroup brings tiles of keys
 and values into a ring of shared-memory stages, one or two others multiply. The producer gathers
-rows by ``cp.async``, or whole pages by TMA, and converts float8 rows on the way; scores of a tile
-are issued before the values of the one before it, so that the softmax runs under a product.
+rows by ``cp.async``, or whole pages by TMA; over float8 keys one more converts them on the way.
+Scores of a tile are issued before the values of the one before it, so that the softmax runs under
+a product.
 """
 
 # no postponed annotations: aggregates read the types of their fields
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -23,7 +26,21 @@ from specattn.kernels.attention_tile import FLOOR, MASKED
 from specattn.kernels.tree_kernel import load_word, row_bits, spread
 
 
-@aggregate
+def record(cls: Any) -> Any:
+    """Make an aggregate of the annotated fields, given in their order."""
+    names = tuple(cls.__annotations__)
+
+    def __init__(self, *fields):
+        for name, field in zip(names, fields, strict=True):
+            setattr(self, name, field)
+
+    # not part of the device code, whose hash would otherwise have to cover it
+    __init__.__triton_builtin__ = True
+    cls.__init__ = __init__
+    return aggregate(cls)
+
+
+@record
 class Tile:
     """Constants of the tiles; without a tail and with ``CAUSAL``, keys are masked by position."""
 
@@ -38,29 +55,9 @@ class Tile:
     STAGES: gl.constexpr
     PAGE: gl.constexpr
     PRODUCERS: gl.constexpr
-    RAW: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(
-        self, TAIL, WORDS, WINDOW, CAUSAL, HAS_CAP, HEAD_DIM, GROUPS, BN, STAGES, PAGE, PRODUCERS,
-        RAW,
-    ):
-        self.TAIL = gl.constexpr(TAIL)
-        self.WORDS = gl.constexpr(WORDS)
-        self.WINDOW = gl.constexpr(WINDOW)
-        self.CAUSAL = gl.constexpr(CAUSAL)
-        self.HAS_CAP = gl.constexpr(HAS_CAP)
-        self.HEAD_DIM = gl.constexpr(HEAD_DIM)
-        self.GROUPS = gl.constexpr(GROUPS)
-        self.BN = gl.constexpr(BN)
-        self.STAGES = gl.constexpr(STAGES)
-        self.PAGE = gl.constexpr(PAGE)
-        self.PRODUCERS = gl.constexpr(PRODUCERS)
-        # stages of float8 tiles in flight, 0 for 16-bit keys
-        self.RAW = gl.constexpr(RAW)
 
 
-@aggregate
+@record
 class Ring:
     """Stages of shared memory, and the barriers that hand them over."""
 
@@ -71,46 +68,57 @@ class Ring:
     v_full: gl.shared_memory_descriptor
     k_free: gl.shared_memory_descriptor
     v_free: gl.shared_memory_descriptor
-    raw: gl.shared_memory_descriptor      # [2 RAW, BN, HEAD_DIM] float8, keys and values in turn
 
-    @gluon.constexpr_function
-    def __init__(self, q, k, v, k_full, v_full, k_free, v_free, raw):
-        self.q = q
-        self.k = k
-        self.v = v
-        self.k_full = k_full
-        self.v_full = v_full
-        self.k_free = k_free
-        self.v_free = v_free
-        self.raw = raw
+
+@record
+class Factors:
+    """What scores and values are multiplied by; see `TreeAttention`."""
+
+    base2: gl.tensor
+    cap_in: gl.tensor
+    cap_out: gl.tensor
+    v_scale: gl.tensor
+    HAS_SCALE: gl.constexpr
 
 
 @gluon.jit
-def make_ring(cache, t):
-    """Allocate the ring for the keys of ``cache`` and set its barriers up."""
-    dtype: gl.constexpr = gl.float16 if t.RAW > 0 else cache.dtype.element_ty
+def make_ring(dtype: gl.constexpr, t, arrivals: gl.constexpr):
+    """Allocate a ring of 16-bit tiles and set its barriers up; ``arrivals`` fill a stage."""
     kv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([t.BN, t.HEAD_DIM], dtype)
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, t.HEAD_DIM], dtype)
+    q = gl.allocate_shared_memory(dtype, [t.GROUPS, 64, t.HEAD_DIM], q_layout)
+    return _make_stages(q, dtype, kv_layout, t, arrivals, t.GROUPS)
+
+
+@gluon.jit
+def make_raw_ring(dtype: gl.constexpr, t):
+    """Allocate a ring of float8 tiles, which one warpgroup fills and one empties."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 1, [1, 0])
+    # there are no queries in it
+    q = gl.allocate_shared_memory(dtype, [1, 1, 16], layout)
+    return _make_stages(q, dtype, layout, t, t.PRODUCERS * 32, 1)
+
+
+@gluon.jit
+def _make_stages(
+    q, dtype: gl.constexpr, layout: gl.constexpr, t, arrivals: gl.constexpr,
+    departures: gl.constexpr,
+):
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
     ring = Ring(
-        gl.allocate_shared_memory(dtype, [t.GROUPS, 64, t.HEAD_DIM], q_layout),
-        gl.allocate_shared_memory(dtype, [t.STAGES, t.BN, t.HEAD_DIM], kv_layout),
-        gl.allocate_shared_memory(dtype, [t.STAGES, t.BN, t.HEAD_DIM], kv_layout),
+        q,
+        gl.allocate_shared_memory(dtype, [t.STAGES, t.BN, t.HEAD_DIM], layout),
+        gl.allocate_shared_memory(dtype, [t.STAGES, t.BN, t.HEAD_DIM], layout),
         gl.allocate_shared_memory(gl.int64, [t.STAGES, 1], barriers),
         gl.allocate_shared_memory(gl.int64, [t.STAGES, 1], barriers),
         gl.allocate_shared_memory(gl.int64, [t.STAGES, 1], barriers),
         gl.allocate_shared_memory(gl.int64, [t.STAGES, 1], barriers),
-        gl.allocate_shared_memory(
-            cache.dtype.element_ty, [max(2 * t.RAW, 1), t.BN if t.RAW > 0 else 1, t.HEAD_DIM],
-            gl.SwizzledSharedLayout(16, 1, 1, [1, 0]),
-        ),
     )
-    arrivals: gl.constexpr = t.PRODUCERS * 32 if t.PAGE == 1 and t.RAW == 0 else 1
     for stage in gl.static_range(t.STAGES):
         mbarrier.init(ring.k_full.index(stage), count=arrivals)
         mbarrier.init(ring.v_full.index(stage), count=arrivals)
-        mbarrier.init(ring.k_free.index(stage), count=t.GROUPS)
-        mbarrier.init(ring.v_free.index(stage), count=t.GROUPS)
+        mbarrier.init(ring.k_free.index(stage), count=departures)
+        mbarrier.init(ring.v_free.index(stage), count=departures)
     fence_async_shared()
     return ring
 
@@ -157,57 +165,46 @@ def _fill_by_pages(desc, tile, full, free, phase, slots, column, t):
 
 
 @gluon.jit
-def _convert(raw, tile, full, free, phase, layout: gl.constexpr):
-    """Hand over a float8 tile as float16; each thread converts what it has copied itself."""
-    values = raw.load(layout).to(gl.float16)
+def _convert_tile(
+    raw, raw_full, raw_free, raw_phase, tile, full, free, phase, layout: gl.constexpr
+):
+    mbarrier.wait(raw_full, raw_phase)
+    values = raw.load(layout)
+    mbarrier.arrive(raw_free, count=1)
     mbarrier.wait(free, phase)
-    tile.store(values)
+    tile.store(values.to(tile.dtype))
     fence_async_shared()
     mbarrier.arrive(full, count=1)
 
 
 @gluon.jit
-def _produce_float8(
-    ring, t, k_cache, v_cache, head, index_row, tail_row, begin, count, first_key, prefix_len,
-    stage, phase,
-    K_SLOT: gl.constexpr, K_HEAD: gl.constexpr, V_SLOT: gl.constexpr, V_HEAD: gl.constexpr,
-):
-    """`produce` for float8 rows: ``RAW`` tiles are under way while one is converted."""
-    BN: gl.constexpr = t.BN
-    RAW: gl.constexpr = t.RAW
+def convert(raw, ring, raw_t, t, count, WARPS: gl.constexpr):
+    """Turn ``count`` float8 tiles into 16-bit ones.
+
+    It has warps of its own: a fence waits for all that its thread has under way, and would hold
+    up the copies of a producer.
+    """
+    # 8 numbers a thread: their stores of 16 bytes meet no bank twice
     layout: gl.constexpr = gl.BlockedLayout(
-        [1, 16], [512 // t.HEAD_DIM, t.HEAD_DIM // 16], [t.PRODUCERS, 1], [1, 0]
+        [1, 8], [256 // t.HEAD_DIM, t.HEAD_DIM // 8], [WARPS, 1], [1, 0]
     )
-    r = gl.arange(0, BN, layout=gl.SliceLayout(1, layout))                # [BN]
-    d = gl.arange(0, t.HEAD_DIM, layout=gl.SliceLayout(0, layout))        # [HEAD_DIM]
-    k_head = k_cache + head.to(gl.int64) * K_HEAD + d[None, :]            # [1, HEAD_DIM]
-    v_head = v_cache + head.to(gl.int64) * V_HEAD + d[None, :]
-    ahead = _load_slots(index_row, tail_row, begin, r, first_key, prefix_len, t)
-    at = 0
-    # tiles past the last repeat its last key
-    for i in range(1 - RAW, count):
-        rows = ahead.to(gl.int64)[:, None]                                # [BN, 1]
-        ahead = _load_slots(
-            index_row, tail_row, begin + (i + RAW) * BN, r, first_key, prefix_len, t
+    raw_stage = 0
+    raw_phase = 0
+    stage = 0
+    phase = 1
+    for _ in range(count):
+        _convert_tile(
+            raw.k.index(raw_stage), raw.k_full.index(raw_stage), raw.k_free.index(raw_stage),
+            raw_phase, ring.k.index(stage), ring.k_full.index(stage), ring.k_free.index(stage),
+            phase, layout,
         )
-        async_copy.async_copy_global_to_shared(ring.raw.index(2 * at), k_head + rows * K_SLOT)
-        async_copy.async_copy_global_to_shared(ring.raw.index(2 * at + 1), v_head + rows * V_SLOT)
-        async_copy.commit_group()
-        at = gl.where(at == RAW - 1, 0, at + 1)
-        if i >= 0:
-            # the oldest of RAW copies, whose place comes after the newest's
-            async_copy.wait_group(RAW - 1)
-            _convert(
-                ring.raw.index(2 * at), ring.k.index(stage), ring.k_full.index(stage),
-                ring.k_free.index(stage), phase, layout,
-            )
-            _convert(
-                ring.raw.index(2 * at + 1), ring.v.index(stage), ring.v_full.index(stage),
-                ring.v_free.index(stage), phase, layout,
-            )
-            stage, phase = _advance(stage, phase, t)
-    async_copy.wait_group(0)
-    return stage, phase
+        _convert_tile(
+            raw.v.index(raw_stage), raw.v_full.index(raw_stage), raw.v_free.index(raw_stage),
+            raw_phase, ring.v.index(stage), ring.v_full.index(stage), ring.v_free.index(stage),
+            phase, layout,
+        )
+        raw_stage, raw_phase = _advance(raw_stage, raw_phase, raw_t)
+        stage, phase = _advance(stage, phase, t)
 
 
 @gluon.jit
@@ -224,17 +221,16 @@ def produce(
     """
     BN: gl.constexpr = t.BN
     BOX: gl.constexpr = t.PAGE if t.PAGE < BN else BN
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [t.PRODUCERS, 1], [1, 0])
+    # 16 bytes a thread
+    WIDE: gl.constexpr = 128 // ring.k.dtype.primitive_bitwidth
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, WIDE], [2 * WIDE // 8, 128 // WIDE], [t.PRODUCERS, 1], [1, 0]
+    )
     r = gl.arange(0, BN, layout=gl.SliceLayout(1, layout))                # [BN]
     d = gl.arange(0, t.HEAD_DIM, layout=gl.SliceLayout(0, layout))        # [HEAD_DIM]
     k_head = k_cache + head.to(gl.int64) * K_HEAD + d[None, :]            # [1, HEAD_DIM]
     v_head = v_cache + head.to(gl.int64) * V_HEAD + d[None, :]
-    if t.RAW > 0:
-        stage, phase = _produce_float8(
-            ring, t, k_cache, v_cache, head, index_row, tail_row, begin, count, first_key,
-            prefix_len, stage, phase, K_SLOT, K_HEAD, V_SLOT, V_HEAD,
-        )
-    elif t.PAGE == 1:
+    if t.PAGE == 1:
         ahead = _load_slots(index_row, tail_row, begin, r, first_key, prefix_len, t)
         for start in range(begin, begin + count * BN, BN):
             rows = ahead.to(gl.int64)[:, None]                            # [BN, 1]
@@ -344,11 +340,11 @@ def _soften(s, top, total, base2, t):
 
 
 @gluon.jit
-def _cap(s, cap_in, cap_out, t):
+def _cap(s, factors, t):
     """Apply the logit cap: ``cap_out * tanh(cap_in * s)``, to 1e-7 of ``cap_out``."""
     if t.HAS_CAP:
-        e = gl.exp2(s * (cap_in * 2.8853900817779268))
-        s = cap_out - (2.0 * cap_out) / (e + 1.0)
+        e = gl.exp2(s * (factors.cap_in * 2.8853900817779268))
+        s = factors.cap_out - (2.0 * factors.cap_out) / (e + 1.0)
     return s
 
 
@@ -357,8 +353,7 @@ def attend(
     ring, t, q_tile,
     begin, end, count,     # first key, end of the keys, tiles
     clear_from, clear_to,  # tiles between these keys are visible to every row
-    prefix_len, word_row, row_ok, tail_pos_row, pos_q, base2, cap_in, cap_out, v_scale, stage,
-    phase,
+    prefix_len, word_row, row_ok, tail_pos_row, pos_q, factors, stage, phase,
 ):
     """Attend with 64 rows to ``count`` tiles in the ring.
 
@@ -387,10 +382,10 @@ def attend(
     )
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(ring.k_free.index(stage), count=1)
-    s = _cap(s, cap_in, cap_out, t)
+    s = _cap(s, factors, t)
     if masked:
         s = _mask(s, words, tail_pos_row, pos_q, r, begin, end, prefix_len, t)
-    p, top, total, _fade = _soften(s, top, total, base2, t)
+    p, top, total, _fade = _soften(s, top, total, factors.base2, t)
     p = gl.convert_layout(p.to(dtype), weights)
     for start in range(begin + BN, begin + count * BN, BN):
         before, before_phase = stage, phase
@@ -407,10 +402,10 @@ def attend(
         acc_next = warpgroup_mma(p, ring.v.index(before), acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s_next])
         mbarrier.arrive(ring.k_free.index(stage), count=1)
-        s = _cap(s, cap_in, cap_out, t)
+        s = _cap(s, factors, t)
         if masked:
             s = _mask(s, words, tail_pos_row, pos_q, r, start, end, prefix_len, t)
-        p_next, top, total, fade = _soften(s, top, total, base2, t)
+        p_next, top, total, fade = _soften(s, top, total, factors.base2, t)
         p_next = gl.convert_layout(p_next.to(dtype), weights)
         acc, p = warpgroup_mma_wait(0, deps=[acc_next, p])
         mbarrier.arrive(ring.v_free.index(before), count=1)
@@ -425,7 +420,7 @@ def attend(
     inverse = gl.convert_layout(gl.where(total > 0.0, 1.0 / total, 0.0), by_value)
     # a row that saw nothing may have met anything in the pool
     acc = gl.where((inverse > 0.0)[:, None], acc * inverse[:, None], 0.0)
-    if t.RAW > 0:
-        acc = acc * v_scale
-    log2_sum = (top if t.HAS_CAP else top * base2) + gl.log2(total)
+    if factors.HAS_SCALE:
+        acc = acc * factors.v_scale
+    log2_sum = (top if t.HAS_CAP else top * factors.base2) + gl.log2(total)
     return acc, total, log2_sum, stage, phase

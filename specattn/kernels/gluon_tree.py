@@ -7,36 +7,52 @@ A producer warpgroup and one or two consumers walk the chunk's segments; see `gl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared
-from triton.language.core import _aggregate as aggregate
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specattn.kernels.attention_tile import EMPTY, LN2
-from specattn.kernels.gluon_tile import Tile, attend, make_ring, produce
+from specattn.kernels.gluon_tile import (
+    Factors,
+    Tile,
+    attend,
+    convert,
+    make_raw_ring,
+    make_ring,
+    produce,
+    record,
+)
 from specattn.kernels.tree_kernel import load_request
 
 
-@aggregate
+@record
 class Shape:
     """Constants of a launch besides those of its tiles."""
 
     Q_LEN: gl.constexpr
     CSR: gl.constexpr
-    HAS_LSE: gl.constexpr
     GROUP: gl.constexpr
     NUM_KV: gl.constexpr
     MT: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, Q_LEN, CSR, HAS_LSE, GROUP, NUM_KV, MT):
-        self.Q_LEN = gl.constexpr(Q_LEN)
-        self.CSR = gl.constexpr(CSR)
-        self.HAS_LSE = gl.constexpr(HAS_LSE)
-        self.GROUP = gl.constexpr(GROUP)
-        self.NUM_KV = gl.constexpr(NUM_KV)
-        self.MT = gl.constexpr(MT)
+    Q_TOKEN: gl.constexpr
+    Q_HEAD: gl.constexpr
+    OUT_TOKEN: gl.constexpr
+    OUT_HEAD: gl.constexpr
+    HAS_LSE: gl.constexpr
+    LSE_TOKEN: gl.constexpr
+    LSE_HEAD: gl.constexpr
 
 
-@aggregate
+@record
+class Rows:
+    """Queries, and where their results go."""
+
+    q: gl.tensor
+    out: gl.tensor
+    lse: gl.tensor
+    partial_out: gl.tensor
+    partial_lse: gl.tensor
+
+
+@record
 class Work:
     """The CTA's place, the plan and the index tables."""
 
@@ -55,28 +71,6 @@ class Work:
     stride_tail_pos: gl.tensor
     stride_words: gl.tensor
     stride_words_q: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(
-        self, chunk, head, m_tile, requests, chunks, indices, positions, tail_slots,
-        tail_positions, tail_words, stride_pos, stride_tail, stride_tail_pos, stride_words,
-        stride_words_q,
-    ):
-        self.chunk = chunk
-        self.head = head
-        self.m_tile = m_tile
-        self.requests = requests
-        self.chunks = chunks
-        self.indices = indices
-        self.positions = positions
-        self.tail_slots = tail_slots
-        self.tail_positions = tail_positions
-        self.tail_words = tail_words
-        self.stride_pos = stride_pos
-        self.stride_tail = stride_tail
-        self.stride_tail_pos = stride_tail_pos
-        self.stride_words = stride_words
-        self.stride_words_q = stride_words_q
 
 
 @gluon.jit
@@ -146,15 +140,17 @@ def _produce(
 
 
 @gluon.jit
-def _consume(
-    ring, work, t, shape, q, out, lse, partial_out, partial_lse, base2, cap_in, cap_out,
-    v_scale, Q_TOKEN: gl.constexpr, Q_HEAD: gl.constexpr, OUT_TOKEN: gl.constexpr,
-    OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr, LSE_HEAD: gl.constexpr, WG: gl.constexpr,
-):
+def _convert(raw, ring, work, raw_t, t, WARPS: gl.constexpr):
+    """Convert all tiles of the chunk, whosever they are."""
+    convert(raw, ring, raw_t, t, gl.load(work.chunks + work.chunk * 8).to(gl.int32), WARPS)
+
+
+@gluon.jit
+def _consume(ring, work, t, shape, rows, factors, WG: gl.constexpr):
     """Attend with the 64 packed rows of warpgroup ``WG`` to the tiles in the ring."""
     HEAD_DIM: gl.constexpr = t.HEAD_DIM
     GROUP: gl.constexpr = shape.GROUP
-    dtype: gl.constexpr = q.dtype.element_ty
+    dtype: gl.constexpr = rows.out.dtype.element_ty
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, t.BN, 16])
     values: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     loads: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
@@ -172,10 +168,10 @@ def _consume(
     phase = 0
     while left > 0:
         begin, end, count = _bounds(tile, left, prefix_len, first_tile, t)
-        q_at = (req * shape.Q_LEN + q_row // GROUP).to(gl.int64) * Q_TOKEN
-        q_at += (work.head * GROUP + q_row % GROUP) * Q_HEAD
+        q_at = (req * shape.Q_LEN + q_row // GROUP).to(gl.int64) * shape.Q_TOKEN
+        q_at += (work.head * GROUP + q_row % GROUP) * shape.Q_HEAD
         queries = gl.load(
-            q + q_at[:, None] + q_col[None, :], mask=(q_row < shape.Q_LEN * GROUP)[:, None],
+            rows.q + q_at[:, None] + q_col[None, :], mask=(q_row < shape.Q_LEN * GROUP)[:, None],
             other=0.0,
         )
         q_tile.store(queries.to(q_tile.dtype))
@@ -197,29 +193,30 @@ def _consume(
                 pos_q = gl.load(pos_row + gl.minimum(token, shape.Q_LEN - 1)).to(gl.int32)
         acc, total, log2_sum, stage, phase = attend(
             ring, t, q_tile, begin, end, count, clear_from, prefix_len, prefix_len, word_row,
-            s_ok, tail_pos_row, pos_q, base2, cap_in, cap_out, v_scale, stage, phase,
+            s_ok, tail_pos_row, pos_q, factors, stage, phase,
         )
         if parts == 1:
-            at = (req * shape.Q_LEN + o_row // GROUP).to(gl.int64) * OUT_TOKEN
-            at += (work.head * GROUP + o_row % GROUP) * OUT_HEAD
+            at = (req * shape.Q_LEN + o_row // GROUP).to(gl.int64) * shape.OUT_TOKEN
+            at += (work.head * GROUP + o_row % GROUP) * shape.OUT_HEAD
             gl.store(
-                out + at[:, None] + o_col[None, :], acc.to(dtype),
+                rows.out + at[:, None] + o_col[None, :], acc.to(dtype),
                 mask=(o_row < shape.Q_LEN * GROUP)[:, None],
             )
             if shape.HAS_LSE:
-                at = (req * shape.Q_LEN + token).to(gl.int64) * LSE_TOKEN
-                at += (work.head * GROUP + s_row % GROUP) * LSE_HEAD
+                at = (req * shape.Q_LEN + token).to(gl.int64) * shape.LSE_TOKEN
+                at += (work.head * GROUP + s_row % GROUP) * shape.LSE_HEAD
                 gl.store(
-                    lse + at, gl.where(total > 0.0, log2_sum * LN2, float("-inf")), mask=s_ok
+                    rows.lse + at, gl.where(total > 0.0, log2_sum * LN2, float("-inf")),
+                    mask=s_ok,
                 )
         else:
             block = ((work.chunk + split_rank) * shape.NUM_KV + work.head).to(gl.int64)
             block = block * (shape.MT * t.GROUPS * 64)
             gl.store(
-                partial_out + (block + o_row)[:, None] * HEAD_DIM + o_col[None, :], acc.to(dtype),
-                mask=(o_row < shape.Q_LEN * GROUP)[:, None],
+                rows.partial_out + (block + o_row)[:, None] * HEAD_DIM + o_col[None, :],
+                acc.to(dtype), mask=(o_row < shape.Q_LEN * GROUP)[:, None],
             )
-            gl.store(partial_lse + block + s_row, gl.where(total > 0.0, log2_sum, EMPTY))
+            gl.store(rows.partial_lse + block + s_row, gl.where(total > 0.0, log2_sum, EMPTY))
         left -= count
         tile = 0
         if left > 0:
@@ -259,15 +256,29 @@ def gluon_tree_kernel(
     HAS_CAP: gl.constexpr, CSR: gl.constexpr, HAS_LSE: gl.constexpr, GROUP: gl.constexpr,
     NUM_KV: gl.constexpr, HEAD_DIM: gl.constexpr, GROUPS: gl.constexpr, BN: gl.constexpr,
     MT: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr, PRODUCERS: gl.constexpr,
-    RAW: gl.constexpr, PRODUCER_REGS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
+    RAW: gl.constexpr, CONVERTERS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+    CONVERTER_REGS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
 ):
     """One CTA per (chunk, KV head, M tile) walks the segments of its chunk."""
+    FLOAT8: gl.constexpr = RAW > 0
+    # over float8 keys, what the producer fills is another ring
     t = Tile(
-        TAIL, WORDS, WINDOW, False, HAS_CAP, HEAD_DIM, GROUPS, BN, STAGES, PAGE, PRODUCERS,
-        RAW,
+        TAIL, WORDS, WINDOW, False, HAS_CAP, HEAD_DIM, GROUPS, BN, STAGES, PAGE, PRODUCERS
     )
-    shape = Shape(Q_LEN, CSR, HAS_LSE, GROUP, NUM_KV, MT)
-    ring = make_ring(k_cache, t)
+    shape = Shape(
+        Q_LEN, CSR, GROUP, NUM_KV, MT, Q_TOKEN, Q_HEAD, OUT_TOKEN, OUT_HEAD, HAS_LSE, LSE_TOKEN,
+        LSE_HEAD,
+    )
+    rows = Rows(q, out, lse, partial_out, partial_lse)
+    factors = Factors(base2, cap_in, cap_out, v_scale, FLOAT8)
+    if FLOAT8:
+        raw_t = Tile(
+            TAIL, WORDS, WINDOW, False, HAS_CAP, HEAD_DIM, GROUPS, BN, RAW, 1, PRODUCERS
+        )
+        ring = make_ring(gl.float16, t, 1)
+        raw = make_raw_ring(k_cache.dtype.element_ty, raw_t)
+    else:
+        ring = make_ring(k_cache.dtype.element_ty, t, PRODUCERS * 32 if PAGE == 1 else 1)
     pid = gl.program_id(0)
     work = Work(
         pid // (MT * NUM_KV), pid // MT % NUM_KV, pid % MT, requests, chunks, indices, positions,
@@ -276,12 +287,29 @@ def gluon_tree_kernel(
     )
     gdc_wait()
     gdc_launch_dependents()
-    if GROUPS == 1:
+    if FLOAT8:
+        if GROUPS == 1:
+            gl.warp_specialize([
+                (_consume, (ring, work, t, shape, rows, factors, 0)),
+                (_convert, (raw, ring, work, raw_t, t, CONVERTERS)),
+                (_produce, (
+                    raw, work, raw_t, shape, k_cache, v_cache, k_pages, v_pages, K_SLOT, K_HEAD,
+                    V_SLOT, V_HEAD,
+                )),
+            ], [CONVERTERS, PRODUCERS], [CONVERTER_REGS, PRODUCER_REGS])
+        else:
+            gl.warp_specialize([
+                (_consume, (ring, work, t, shape, rows, factors, 0)),
+                (_consume, (ring, work, t, shape, rows, factors, 1)),
+                (_convert, (raw, ring, work, raw_t, t, CONVERTERS)),
+                (_produce, (
+                    raw, work, raw_t, shape, k_cache, v_cache, k_pages, v_pages, K_SLOT, K_HEAD,
+                    V_SLOT, V_HEAD,
+                )),
+            ], [4, CONVERTERS, PRODUCERS], [CONSUMER_REGS, CONVERTER_REGS, PRODUCER_REGS])
+    elif GROUPS == 1:
         gl.warp_specialize([
-            (_consume, (
-                ring, work, t, shape, q, out, lse, partial_out, partial_lse, base2, cap_in,
-                cap_out, v_scale, Q_TOKEN, Q_HEAD, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, LSE_HEAD, 0,
-            )),
+            (_consume, (ring, work, t, shape, rows, factors, 0)),
             (_produce, (
                 ring, work, t, shape, k_cache, v_cache, k_pages, v_pages, K_SLOT, K_HEAD, V_SLOT,
                 V_HEAD,
@@ -289,14 +317,8 @@ def gluon_tree_kernel(
         ], [PRODUCERS], [PRODUCER_REGS])
     else:
         gl.warp_specialize([
-            (_consume, (
-                ring, work, t, shape, q, out, lse, partial_out, partial_lse, base2, cap_in,
-                cap_out, v_scale, Q_TOKEN, Q_HEAD, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, LSE_HEAD, 0,
-            )),
-            (_consume, (
-                ring, work, t, shape, q, out, lse, partial_out, partial_lse, base2, cap_in,
-                cap_out, v_scale, Q_TOKEN, Q_HEAD, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, LSE_HEAD, 1,
-            )),
+            (_consume, (ring, work, t, shape, rows, factors, 0)),
+            (_consume, (ring, work, t, shape, rows, factors, 1)),
             (_produce, (
                 ring, work, t, shape, k_cache, v_cache, k_pages, v_pages, K_SLOT, K_HEAD, V_SLOT,
                 V_HEAD,
