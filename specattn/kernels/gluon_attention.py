@@ -98,7 +98,8 @@ def _float8_tile(rows: int, head_dim: int) -> GluonTile:
             raw_stages=4,
         )
     return GluonTile(
-        64, 64, stages=3, ctas_per_sm=1, max_regs=160, producer_regs=56, raw_stages=4
+        64, 128, stages=2, ctas_per_sm=1, max_regs=160, producer_regs=72, raw_stages=2,
+        converter_regs=104,
     )
 
 

@@ -35,7 +35,7 @@ def record(cls: Any) -> Any:
             setattr(self, name, field)
 
     # not part of the device code, whose hash would otherwise have to cover it
-    __init__.__triton_builtin__ = True
+    __init__.__triton_builtin__ = True  # type: ignore[attr-defined]
     cls.__init__ = __init__
     return aggregate(cls)
 
