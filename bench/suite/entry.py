@@ -133,7 +133,10 @@ class Entry:
         us = self.recorded.median
         floor = self.batch.bytes / copy_tb_s / 1e6
         spread = (self.recorded.percentile(0.9) - self.recorded.percentile(0.1)) / us
-        plan = self.plan_wall_us if self.plan_us is None else self.plan_us
-        return (f"{self.name:30} {us:10.2f} us +-{spread / 2:5.1%} {floor / us:7.1%} of copy "
-                f"{self.batch.flops / us / 1e6:6.1f} TF  error {self.error:.1e}  "
-                f"plan {plan:8.2f}{'' if self.plan_us is not None else ' (host)'}")
+        text = (f"{self.name:30} {us:10.2f} us +-{spread / 2:5.1%} {floor / us:7.1%} of copy "
+                f"{self.batch.flops / us / 1e6:6.1f} TF  error {self.error:.1e}")
+        if self.plan_us is not None:
+            return f"{text}  plan {self.plan_us:8.2f}"
+        if self.plan_wall_us is not None:
+            return f"{text}  plan {self.plan_wall_us:8.2f} (host)"
+        return text

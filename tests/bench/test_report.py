@@ -7,9 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from bench.suite import growth, matrix, plots, records, report, targets
 from bench.suite.results import read
+from specattn.cli import bench as command
+from specattn.cli.app import app
 from tests.bench import made_up
 
 ROOT = Path(__file__).parent.parent.parent
@@ -206,3 +209,13 @@ def test_what_is_written_is_what_is_checked(tmp_path):
     assert plots.stamp(made[3]) == plots.digest_of(list(parts.values()))
     before = [path.read_text() for path in made]
     assert [path.read_text() for path in report.write(folder, docs)] == before
+
+
+def test_the_command_writes_the_page(monkeypatch, tmp_path):
+    asked = []
+    suite = command._suite("report")
+    monkeypatch.setattr(suite, "write", lambda *where: asked.append(where) or [Path("page.md")])
+    out = CliRunner().invoke(app, ["bench", "--report", "--out", str(tmp_path)])
+    assert out.exit_code == 0, out.output
+    assert out.output == "page.md\n"
+    assert asked == [(tmp_path, ROOT / "docs")]
