@@ -285,26 +285,6 @@ def test_one_graph_serves_every_length(mode: str) -> None:
         check(live, oracle_tree(case))
 
 
-@pytest.mark.gpu
-def test_pools_beyond_2_31_elements() -> None:
-    """Addresses are 64 bits wide before they meet a stride."""
-    slots, heads, dim = 2**31 // (2 * 128) + 4096, 2, 128
-    case = make_tree_case([500, 40], heads=(4, 2), head_dim=dim, dtype=BF16, device=DEVICE)
-    expected = oracle_tree(case)
-    shift = slots - case.k_cache.shape[0]
-    for name in ("k_cache", "v_cache"):
-        small = getattr(case, name)
-        pool = torch.empty(slots, heads, dim, dtype=BF16, device=DEVICE)
-        pool[shift:] = small
-        setattr(case, name, pool)
-    for name in ("req_to_token", "tail_slots"):
-        case.args[name] += shift
-    kernel = make_kernel(case)
-    plan(kernel, case)
-    run(kernel, case)
-    check(case, expected)
-
-
 CSR = {
     "ragged": ([65, 1, 130, 33], {}),
     "empty_lists": ([0, 40, 0, 0], {}),
