@@ -87,6 +87,7 @@ def _pages() -> list[Cell]:
         tree(even(8, 8 * K), *WIDE), tree(even(64, 4 * K), *SMALL), chain(even(1, 4 * K)),
         chain(even(32, 4 * K)), chain(even(8, 8 * K), 4), draft(even(8, 8 * K), 8, 2),
         extend(even(8, 8 * K), 6), prompt(even(8, 8 * K), 512), prompt(even(1, 8 * K), 8 * K),
+        tree(even(8, 32 * K), *SMALL, heads=(8, 1)),
     ]
     sized = [(case, size) for case in both for size in (16, 64)] + [(case, 64) for case in large]
     return [
