@@ -8,11 +8,11 @@ from .fa3 import Fa3, Fa3Ahead, Fa3Tree, Fa3TreeAhead
 from .flashinfer import (
     FlashInferCascade,
     FlashInferCausal,
+    FlashInferCausalFa3,
     FlashInferCausalGraph,
     FlashInferDecode,
     FlashInferMask,
     FlashInferMaskGraph,
-    FlashInferPromptFa3,
 )
 from .latent import Fa3Latent, FlashInferMla, FlashInferMlaFa2, FlashMla
 from .ours import Ours, OursFixed, OursPrompt
@@ -27,7 +27,7 @@ OURS: tuple[type[Contestant], ...] = (Ours, OursFixed, OursPrompt)
 PEERS: tuple[type[Contestant], ...] = (
     Fa3, Fa3Ahead, Fa3Tree, Fa3TreeAhead, Fa3Latent, FlashMla,
     FlashInferMask, FlashInferMaskGraph, FlashInferCausal, FlashInferCausalGraph,
-    FlashInferPromptFa3, FlashInferDecode, FlashInferCascade, Xqa, FlashInferMla,
+    FlashInferCausalFa3, FlashInferDecode, FlashInferCascade, Xqa, FlashInferMla,
     FlashInferMlaFa2, SglangExtend, SglangVerify, SglangDecode, SglangDecode64,
 )
 

@@ -172,12 +172,11 @@ class FlashInferCausalGraph(FlashInferCausal):
     graph = True
 
 
-class FlashInferPromptFa3(FlashInferCausal):
-    """Prompts through its FA3 kernels."""
+class FlashInferCausalFa3(FlashInferCausal):
+    """The same through its FA3 kernels."""
 
     name = "FlashInfer causal, FA3"
     setting = "backend fa3"
-    modes = ("prompt",)
     float8 = False
     backend = "fa3"
 
