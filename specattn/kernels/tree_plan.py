@@ -47,14 +47,13 @@ def request_tiles(
 def _plan_kernel(
     seq_lens,     # [B] int32; CSR: kv_indptr [B + 1]
     rows,         # [B] int64
-    tile_ends,    # [B] int32, out: tiles up to and including a request's last
     requests,     # [B, 8] int64, out
     chunks,       # [NC, 8] int64, out
     splits,       # [1 + NC, 4] int32, out
     row_stride,
     B: tl.constexpr, B_BLOCK: tl.constexpr, TAIL: tl.constexpr, WINDOW: tl.constexpr,
-    BN: tl.constexpr, NC: tl.constexpr, NC_BLOCK: tl.constexpr, STEPS: tl.constexpr,
-    WIDE: tl.constexpr, CSR: tl.constexpr, MIN_TILES: tl.constexpr,
+    BN: tl.constexpr, NC: tl.constexpr, NC_BLOCK: tl.constexpr, WIDE: tl.constexpr,
+    CSR: tl.constexpr, MIN_TILES: tl.constexpr,
 ):
     # requests that share a chunk when there are more of them than chunks
     GROUPS: tl.constexpr = B // ((B + NC - 1) // NC)
@@ -85,6 +84,8 @@ def _plan_kernel(
 
     tiles_before = 0
     splits_before = 0
+    # requests that end before chunk c begins, but not before chunk c - 1 does
+    ended = tl.zeros([NC_BLOCK], tl.int32)
     for start in tl.range(0, B, B_BLOCK):
         ids = start + lane
         ok = ids < B
@@ -94,16 +95,20 @@ def _plan_kernel(
         end = tiles_before + tl.cumsum(tiles, 0)
         # chunk c holds the tiles from c * total // nc on
         first_chunk = ((end - tiles + 1).to(big) * cuts - 1) // total
-        parts = (end.to(big) * cuts - 1) // total - first_chunk + 1
+        next_chunk = (end.to(big) * cuts - 1) // total + 1
+        parts = next_chunk - first_chunk
         split = (ok & (parts > 1)).to(tl.int32)
         split_rank = splits_before + tl.cumsum(split, 0) - split
-        tl.store(tile_ends + ids, end, mask=ok)
+        if B > 1:
+            begins = next_chunk.to(tl.int32)
+            ended += tl.histogram(begins, NC_BLOCK, mask=ok & (begins < nc))
         entry = requests + ids * 8
         tl.store(entry + 0, base, mask=ok)
         tl.store(entry + 1, prefix.to(tl.int64), mask=ok)
         tl.store(entry + 2, first.to(tl.int64), mask=ok)
         tl.store(entry + 3, parts.to(tl.int64), mask=ok)
         tl.store(entry + 4, split_rank.to(tl.int64), mask=ok)
+        tl.store(entry + 5, (end - tiles).to(tl.int64), mask=ok)
         entry = splits + (1 + split_rank) * 4
         tl.store(entry + 0, ids, mask=split != 0)
         tl.store(entry + 1, first_chunk.to(tl.int32) + split_rank, mask=split != 0)
@@ -118,16 +123,10 @@ def _plan_kernel(
     ok = c < nc
     begin = (c.to(big) * total // cuts).to(tl.int32)
     stop = ((c + 1).to(big) * total // cuts).to(tl.int32)
-    # the request of a chunk's first tile: the first whose tiles end after it
-    low = tl.zeros_like(c)
-    high = tl.full([NC_BLOCK], B - 1, tl.int32)
-    for _ in tl.static_range(STEPS):
-        middle = (low + high) // 2
-        right = tl.load(tile_ends + middle) <= begin
-        low = tl.where(right & (low < high), middle + 1, low)
-        high = tl.where(right, high, middle)
-    before = tl.load(tile_ends + low - 1, mask=ok & (low > 0), other=0)
+    # the request of a chunk's first tile: the first that ends after it
+    low = tl.cumsum(ended, 0) if B > 1 else ended
     owner = requests + low * 8
+    before = tl.load(owner + 5, mask=ok, other=0).to(tl.int32)
     entry = chunks + c * 8
     inside = c < NC
     tl.store(entry + 0, tl.where(ok, stop - begin, 0).to(tl.int64), mask=inside)
@@ -143,20 +142,17 @@ class TreePlan:
 
     Parameters
     ----------
-    tile_ends : Tensor
-        ``[batch]`` int32, key tiles of a request and all before it.
     requests : Tensor
         ``[batch, 8]`` int64: start in the index table, prefix length, first tile (above 0 under
-        a window), parts, split requests before it.
+        a window), parts, split requests before it, tiles of the requests before it.
     chunks : Tensor
         ``[max_chunks, 8]`` int64: tiles, first tile counted from the request's first, request,
-        and the request's five numbers.
+        and the request's first five numbers.
     splits : Tensor
         ``[1 + max_chunks, 4]`` int32: their number; then request, first slot among the partial
         results, parts. Part p of a split request is stored at first slot + p.
     """
 
-    tile_ends: Tensor
     requests: Tensor
     chunks: Tensor
     splits: Tensor
@@ -176,7 +172,6 @@ class TreePlan:
         A request has no more chunks than leave them ``min_tiles`` key tiles each.
         """
         return cls(
-            tile_ends=torch.zeros(batch, dtype=torch.int32, device=device),
             requests=torch.zeros(batch, 8, dtype=torch.int64, device=device),
             chunks=torch.zeros(max_chunks, 8, dtype=torch.int64, device=device),
             splits=torch.zeros(1 + max_chunks, 4, dtype=torch.int32, device=device),
@@ -191,9 +186,9 @@ class TreePlan:
         # only then can (tiles of all requests) * chunks pass 2^31
         most_tiles = batch * (triton.cdiv(row_stride + self.tail_len, self.block_n) + 1)
         _plan_kernel[(1,)](
-            seq_lens, rows, self.tile_ends, self.requests, self.chunks, self.splits, row_stride,
+            seq_lens, rows, self.requests, self.chunks, self.splits, row_stride,
             B=batch, B_BLOCK=block, TAIL=self.tail_len, WINDOW=self.window_left, BN=self.block_n,
             NC=max_chunks, NC_BLOCK=max(triton.next_power_of_2(max_chunks), 16),
-            STEPS=(batch - 1).bit_length(), WIDE=self.csr or most_tiles * max_chunks >= 2**31,
+            WIDE=self.csr or most_tiles * max_chunks >= 2**31,
             CSR=self.csr, MIN_TILES=self.min_tiles, num_warps=4 if block <= 32 else 8,
         )

@@ -54,7 +54,7 @@ def make(
         batch=len(lengths), max_chunks=chunks, tail_len=tail, window_left=window, block_n=BN,
         csr=csr, device=torch.device(DEVICE), min_tiles=min_tiles,
     )
-    for table in (plan.tile_ends, plan.requests, plan.chunks, plan.splits):
+    for table in (plan.requests, plan.chunks, plan.splits):
         table.fill_(-7)
     if csr:
         indptr = torch.tensor([0, *lengths]).cumsum(0)
