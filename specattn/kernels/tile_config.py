@@ -74,6 +74,33 @@ class TileConfig:
     min_tiles: int = 1
 
 
+@dataclass(frozen=True)
+class MergeTile:
+    """Launch constants of the kernel that merges the parts of requests.
+
+    Parameters
+    ----------
+    rows : int
+        Query rows of a program, a power of two.
+    parts : int
+        Parts that are loaded at once.
+    many : int
+        Parts that are loaded at once as long as there are as many; 0 for no such loop.
+    span : int
+        Columns of a program, a power of two; 0 for all.
+    """
+
+    rows: int
+    parts: int
+    many: int = 0
+    span: int = 0
+
+
+def merge_tile(batch: int) -> MergeTile:
+    """Choose by the number of requests: the fewer there are, the more parts each has."""
+    return MergeTile(4 if batch == 1 else 8, 33 if batch <= 2 else 17 if batch <= 4 else 8)
+
+
 def fit_tile(
     tile: TileConfig, key_bytes: int, query_bytes: int, limits: DeviceLimits
 ) -> TileConfig:

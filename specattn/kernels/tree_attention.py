@@ -21,7 +21,13 @@ from torch import Tensor
 from specattn.kernels import gluon_attention
 from specattn.kernels.attention_tile import LOG2E
 from specattn.kernels.gluon_attention import GluonTile
-from specattn.kernels.tile_config import FLOAT8, DeviceLimits, TileConfig, tile_config
+from specattn.kernels.tile_config import (
+    FLOAT8,
+    DeviceLimits,
+    TileConfig,
+    merge_tile,
+    tile_config,
+)
 from specattn.kernels.tree_kernel import tree_attention_kernel
 from specattn.kernels.tree_merge import merge_kernel
 from specattn.kernels.tree_plan import TreePlan
@@ -145,6 +151,7 @@ class TreeAttention:
         self.words = triton.cdiv(tail_len, 64)
         self.page_size = 1 if csr else page_size
         self.shape = shape
+        self.merge_tile = merge_tile(batch)
         self.tables = TreePlan.alloc(
             batch=batch, max_chunks=shape.max_chunks, tail_len=tail_len, window_left=window_left,
             block_n=shape.tile.block_n, csr=csr, device=device,
@@ -301,10 +308,11 @@ class TreeAttention:
         shape, batch = self.shape, self.batch
         if shape.max_chunks == 1:
             return
-        rows = 4 if batch == 1 else 8
-        parts = min(shape.max_chunks, 33) if batch <= 2 else 17 if batch <= 4 else 8
+        merge = self.merge_tile
+        width = max(16, triton.next_power_of_2(self.v_head_dim))
+        span = min(merge.span or width, width)
         grid = (
-            self.num_kv_heads, triton.cdiv(self.q_len * shape.group, rows),
+            self.num_kv_heads * width // span, triton.cdiv(self.q_len * shape.group, merge.rows),
             min(shape.max_chunks, batch),
         )
         options = {"launch_pdl": True} if self._pdl else {}
@@ -312,8 +320,9 @@ class TreeAttention:
             self.tables.splits, self.partial_out, self.partial_lse, out, lse,
             *_row_strides(out), *_row_strides(lse),
             Q_LEN=self.q_len, GROUP=shape.group, NUM_KV=self.num_kv_heads, V_DIM=self.v_head_dim,
-            V_PAD=max(16, triton.next_power_of_2(self.v_head_dim)), BM=shape.tile.block_m,
-            MT=shape.m_tiles, ROWS=rows, PARTS=parts, PDL=self._pdl, num_warps=4, **options,
+            V_PAD=width, BM=shape.tile.block_m, MT=shape.m_tiles, SPAN=span, ROWS=merge.rows,
+            PARTS=min(merge.parts, shape.max_chunks), MANY=merge.many, PDL=self._pdl, num_warps=4,
+            **options,
         )
 
     def _check_run(
