@@ -5,22 +5,19 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
-import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from specattn.kernels.gluon_guard import gluon_ok
 from specattn.kernels.tile_config import FLOAT8, TileConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from specattn.kernels.tree_attention import TreeAttention
-
-log = logging.getLogger(__name__)
 
 HEAD_DIMS = (64, 128, 256)
 PRODUCERS = 4
@@ -125,30 +122,18 @@ def serves(head_dim: int, v_head_dim: int, kv_dtype: torch.dtype, device: torch.
     return (
         head_dim == v_head_dim and head_dim in HEAD_DIMS
         and kv_dtype in (torch.float16, torch.bfloat16, FLOAT8)
-        and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-        and _proven(device.index if device.index is not None else torch.cuda.current_device())
+        and gluon_ok("gluon_tree", check_gluon_tree, device)
     )
 
 
-@functools.cache
-def _proven(index: int) -> bool:
-    """Try the kernel on a small problem, as Gluon is an experimental interface of Triton."""
-    device = torch.device("cuda", index)
-    try:
-        with torch.cuda.device(device):
-            error = _self_test(device)
-    except Exception as problem:
-        # whatever a compiler of another version makes of the kernel, there is one that runs
-        log.warning("Gluon kernel unusable, the Triton kernel takes its place: %r", problem)
-        return False
-    if not error < 1e-2:
-        log.warning("Gluon kernel is off by %.1e, the Triton kernel takes its place", error)
-        return False
-    return True
+def check_gluon_tree(device: torch.device) -> None:
+    """Hold the kernel to float32 matrix products on a problem of several parts.
 
-
-def _self_test(device: torch.device) -> float:
-    """Relative error of a two-part problem against float32 matrix products."""
+    Raises
+    ------
+    ArithmeticError
+        If it disagrees.
+    """
     from specattn.kernels.tree_attention import TreeAttention
 
     tree_kernel = TreeAttention(
@@ -176,7 +161,9 @@ def _self_test(device: torch.device) -> float:
     logits = torch.einsum("thd,nd->thn", q.float(), keys) * 0.125
     logits[0, :, 299] = -torch.inf
     want = logits.softmax(-1) @ weighed
-    return float((out.float() - want).norm() / want.norm())
+    error = float((out.float() - want).norm() / want.norm())
+    if not error < 1e-2:
+        raise ArithmeticError(f"relative error {error:.1e}")
 
 
 def launch(
