@@ -68,16 +68,17 @@ class TritonMlaBackend:
         return MlaExtend(self.config, plan)
 
     def _kernel(self, batch: int, q_len: int, tail_len: int, *, csr: bool) -> MlaAttention:
-        from specattn.kernels.mla_attention import MlaAttention, mla_tile_config
-        from specattn.kernels.tile_config import DeviceLimits
+        from specattn.kernels.mla_attention import MlaAttention, choose_mla_tile
 
         config = self.config
-        limits = DeviceLimits.of(self.device)
         shape: dict[str, Any] = {
             "batch": batch, "q_len": q_len, "num_qo_heads": config.num_qo_heads,
             "head_dim": config.head_dim, "v_head_dim": config.v_head_dim, "dtype": config.dtype,
             "device": self.device,
-            "tile": mla_tile_config(q_len * config.num_qo_heads, config.dtype, limits),
+            "tile": choose_mla_tile(
+                q_len * config.num_qo_heads, config.dtype, config.head_dim, config.v_head_dim,
+                self.device,
+            ),
         }
         size = MlaAttention.workspace_bytes(num_kv_heads=1, **shape)
         return MlaAttention(

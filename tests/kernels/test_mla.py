@@ -15,6 +15,7 @@ import torch
 from specattn.kernels.mla_attention import MlaAttention, mla_tile_config
 from specattn.kernels.mla_extend import mla_extend
 from specattn.kernels.reference import attention as twin
+from specattn.kernels.tile_config import MergeTile
 from tests.oracle import (
     NAN,
     Case,
@@ -256,6 +257,28 @@ def test_extend_and_twin_match_the_oracle(name: str) -> None:
 def test_extend_matches_the_oracle_at_size(name: str) -> None:
     lengths, options = BIG_EXTEND[name]
     extend_both(lengths, **options)
+
+
+@pytest.mark.parametrize(
+    ("merge", "rank"),
+    [
+        (MergeTile(rows=16, parts=2, many=4, span=64), 64),
+        (MergeTile(rows=4, parts=5, many=40, span=32), 40),
+        (MergeTile(rows=1, parts=80, span=16), 40),
+        (MergeTile(rows=16, parts=3), 64),
+    ],
+    ids=str,
+)
+def test_merges_take_any_rows_parts_and_columns(merge: MergeTile, rank: int) -> None:
+    """Fifteen parts, more and fewer than are taken at once, of all columns and of some."""
+    case = tree_case([260, 0, 33], rank=rank, q_len=3)
+    tile = replace(make_kernel(case).shape.tile, ctas_per_sm=9)
+    kernel = make_kernel(case, tile=tile, merge=merge)
+    kernel.partial_out.fill_(NAN)
+    kernel.partial_lse.fill_(NAN)
+    run(kernel, case)
+    assert kernel.tables.splits[1, 2] > 10
+    check(case, oracle_tree(case))
 
 
 def test_a_pool_of_its_own_for_values_is_refused() -> None:

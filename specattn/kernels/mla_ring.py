@@ -1,0 +1,222 @@
+"""The ring of latent tiles of `mla_gluon`, the segments of a chunk, and the ring's producer."""
+
+# no postponed annotations: aggregates read the types of their fields
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+)
+from triton.language.core import _aggregate as aggregate
+
+from specattn.kernels.tree_kernel import load_request
+
+RANK = gl.constexpr(512)
+ROPE = gl.constexpr(64)
+# query rows and keys of a tile
+BM = gl.constexpr(64)
+BN = gl.constexpr(64)
+
+
+@aggregate
+class Shape:
+    """Constants of a launch."""
+
+    TAIL: gl.constexpr
+    WORDS: gl.constexpr
+    Q_LEN: gl.constexpr
+    HEADS: gl.constexpr
+    MT: gl.constexpr
+    STAGES: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, TAIL, WORDS, Q_LEN, HEADS, MT, STAGES):
+        self.TAIL = gl.constexpr(TAIL)
+        self.WORDS = gl.constexpr(WORDS)
+        self.Q_LEN = gl.constexpr(Q_LEN)
+        self.HEADS = gl.constexpr(HEADS)
+        self.MT = gl.constexpr(MT)
+        self.STAGES = gl.constexpr(STAGES)
+
+
+@aggregate
+class Work:
+    """The CTA's place, and the plan."""
+
+    chunk: gl.tensor
+    m_tile: gl.tensor
+    requests: gl.tensor
+    chunks: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, chunk, m_tile, requests, chunks):
+        self.chunk = chunk
+        self.m_tile = m_tile
+        self.requests = requests
+        self.chunks = chunks
+
+
+@aggregate
+class Ring:
+    """Tiles in shared memory, what the consumers tell each other, and the barriers."""
+
+    latent: gl.shared_memory_descriptor     # [STAGES, BN, RANK]
+    rotated: gl.shared_memory_descriptor    # [STAGES, BN, ROPE]
+    full: gl.shared_memory_descriptor       # [STAGES, 1]
+    empty: gl.shared_memory_descriptor
+    scored: gl.shared_memory_descriptor
+    fades: gl.shared_memory_descriptor      # [STAGES, BM]
+    totals: gl.shared_memory_descriptor
+    q_latent: gl.shared_memory_descriptor   # [1, BM, RANK]
+    q_rotated: gl.shared_memory_descriptor  # [1, BM, ROPE]
+    q_full: gl.shared_memory_descriptor     # [1, 1]
+    q_empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(
+        self, latent, rotated, full, empty, scored, fades, totals, q_latent, q_rotated, q_full,
+        q_empty,
+    ):
+        self.latent = latent
+        self.rotated = rotated
+        self.full = full
+        self.empty = empty
+        self.scored = scored
+        self.fades = fades
+        self.totals = totals
+        self.q_latent = q_latent
+        self.q_rotated = q_rotated
+        self.q_full = q_full
+        self.q_empty = q_empty
+
+
+@gluon.jit
+def make_ring(dtype: gl.constexpr, t):
+    """Allocate the ring and set its barriers up."""
+    wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, RANK], dtype)
+    narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, ROPE], dtype)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    ring = Ring(
+        gl.allocate_shared_memory(dtype, [t.STAGES, BN, RANK], wide),
+        gl.allocate_shared_memory(dtype, [t.STAGES, BN, ROPE], narrow),
+        gl.allocate_shared_memory(gl.int64, [t.STAGES, 1], barrier),
+        gl.allocate_shared_memory(gl.int64, [t.STAGES, 1], barrier),
+        gl.allocate_shared_memory(gl.int64, [t.STAGES, 1], barrier),
+        gl.allocate_shared_memory(gl.float32, [t.STAGES, BM], plain),
+        gl.allocate_shared_memory(gl.float32, [t.STAGES, BM], plain),
+        gl.allocate_shared_memory(dtype, [1, BM, RANK], wide),
+        gl.allocate_shared_memory(dtype, [1, BM, ROPE], narrow),
+        gl.allocate_shared_memory(gl.int64, [1, 1], barrier),
+        gl.allocate_shared_memory(gl.int64, [1, 1], barrier),
+    )
+    for stage in gl.static_range(t.STAGES):
+        mbarrier.init(ring.full.index(stage), count=128)
+        mbarrier.init(ring.empty.index(stage), count=2)
+        mbarrier.init(ring.scored.index(stage), count=1)
+    mbarrier.init(ring.q_full.index(0), count=128)
+    mbarrier.init(ring.q_empty.index(0), count=1)
+    fence_async_shared()
+    return ring
+
+
+@gluon.jit
+def advance(stage, phase, t):
+    """Next stage, and the phase its barriers are in."""
+    stage += 1
+    last = stage == t.STAGES
+    return gl.where(last, 0, stage), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def first_segment(work):
+    """Tiles of the chunk; its first segment: tile, request and the request's numbers."""
+    entry = work.chunks + work.chunk * 8
+    left = gl.load(entry).to(gl.int32)
+    tile = gl.load(entry + 1).to(gl.int32)
+    req = gl.load(entry + 2).to(gl.int32)
+    base, prefix_len, _, parts, split_rank = load_request(entry + 3)
+    return left, tile, req, base, prefix_len, parts, split_rank
+
+
+@gluon.jit
+def bounds(tile, left, prefix_len, t):
+    """First key, end of the keys, and tiles of a segment; an empty request counts as one tile."""
+    kv_len = prefix_len + t.TAIL
+    stop = gl.minimum(gl.maximum((kv_len + BN - 1) // BN, 1), tile + left)
+    return tile * BN, gl.minimum(kv_len, stop * BN), stop - tile
+
+
+@gluon.jit
+def _load_slots(index_row, tail_row, pos, prefix_len, t):
+    """Slots of key positions, those past the last key repeating it; there is a key."""
+    pos = gl.minimum(pos, prefix_len + t.TAIL - 1)
+    if t.TAIL > 0:
+        slots = gl.load(index_row + pos, mask=pos < prefix_len, other=0)
+        tail = gl.load(tail_row + (pos - prefix_len), mask=pos >= prefix_len, other=0)
+        slots = slots + tail
+    else:
+        slots = gl.load(index_row + pos)
+    return slots
+
+
+@gluon.jit
+def _copy_rows(rows, mask, latent, rotated, full):
+    """Copy rows ``[n, 1]`` of 512 + 64 numbers, and have the barrier told when they are there."""
+    layout: gl.constexpr = rows.type.layout
+    d = gl.arange(0, RANK, layout=gl.SliceLayout(0, layout))[None, :]
+    r = gl.arange(0, ROPE, layout=gl.SliceLayout(0, layout))[None, :]
+    async_copy.async_copy_global_to_shared(rotated, rows + RANK + r, mask=mask)
+    async_copy.async_copy_global_to_shared(latent, rows + d, mask=mask)
+    async_copy.mbarrier_arrive(full, increment_count=False)
+
+
+@gluon.jit
+def produce(
+    ring, work, t, q, cache, indices, tail_slots, q_eighth, q_head_eighth, stride_tail,
+    SLOT: gl.constexpr,
+):
+    """Gather the latent rows and the queries of every segment of the chunk."""
+    # a warp copies 128 contiguous bytes of 4 rows at a time: few addresses, no bank conflicts
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    r = gl.arange(0, BN, layout=gl.SliceLayout(1, layout))
+    packed = work.m_tile * BM + gl.arange(0, BM, layout=gl.SliceLayout(1, layout))
+    left, tile, req, base, prefix_len, _parts, _rank = first_segment(work)
+    stage = 0
+    phase = 1
+    q_phase = 1
+    while left > 0:
+        begin, end, count = bounds(tile, left, prefix_len, t)
+        index_row = indices + base
+        tail_row = tail_slots
+        if t.TAIL > 0:
+            tail_row = tail_slots + req.to(gl.int64) * stride_tail
+        if begin < end:
+            slots = _load_slots(index_row, tail_row, begin + r, prefix_len, t)
+            for start in range(begin, end, BN):
+                rows = cache + (slots.to(gl.int64) * SLOT)[:, None]
+                if start + BN < end:
+                    slots = _load_slots(index_row, tail_row, start + BN + r, prefix_len, t)
+                mbarrier.wait(ring.empty.index(stage), phase)
+                _copy_rows(
+                    rows, None, ring.latent.index(stage), ring.rotated.index(stage),
+                    ring.full.index(stage),
+                )
+                if start == begin:
+                    # after a tile, which need not wait for the last segment's queries
+                    at = (req * t.Q_LEN + packed // t.HEADS).to(gl.int64) * q_eighth
+                    at = (at + (packed % t.HEADS) * q_head_eighth) * 8
+                    mbarrier.wait(ring.q_empty.index(0), q_phase)
+                    q_phase = q_phase ^ 1
+                    _copy_rows(
+                        q + at[:, None], (packed < t.Q_LEN * t.HEADS)[:, None],
+                        ring.q_latent.index(0), ring.q_rotated.index(0), ring.q_full.index(0),
+                    )
+                stage, phase = advance(stage, phase, t)
+        left -= count
+        tile = 0
+        if left > 0:
+            req += 1
+            base, prefix_len, _first, _parts, _rank = load_request(work.requests + req * 8)
+    async_copy.wait_group(0)
