@@ -189,6 +189,7 @@ def _latent() -> list[Cell]:
         *cells,
         *(Cell(mla(chain(even(16, 16 * K)), 16, size)) for size in (1, 16)),
         Cell(mla(chain(even(128, K)), 16)),
+        Cell(mla(chain(MIXED, 4), 16)), Cell(mla(chain(even(8, 16 * K), 8), 16)),
         Cell(mla(tree(even(8, 8 * K), *SMALL), 16), peers=False),
     ]
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 TILES, CHUNKS = "gluon_tiles_h200.json", "gluon_chunks_h200.json"
 SMALL, SANITIZER = "small_ops_h200.json", "sanitizer_h200.json"
+LATENT = "mla_variants_h200.json"
 TRITON = "Triton"
 #: Small kernels that were asked to take a few microseconds up to this batch.
 ASKED = {
@@ -22,6 +23,12 @@ ASKED = {
     "kv move, 1 layer": "KV move, one layer",
 }
 BATCH = 256
+#: Variants of latent attention that a page shows, and what it calls them
+SHOWN = {
+    "triton": "Triton", "gluon parts 1": "Gluon, both score",
+    "gluon share parts 1": "Gluon, one scores", "flashinfer fa3": "FlashInfer MLA",
+    "flashmla": "FlashMLA",
+}
 
 
 def _cases(path: Path) -> dict[str, dict[str, float]]:
@@ -76,10 +83,24 @@ def prompts(results: Path) -> str:
 def _compared(results: Path, keep: Callable[[str, dict[str, float]], bool]) -> str:
     """Return a column per tile, the best one bold."""
     found = {name: times for name, times in _cases(results / CHUNKS).items() if keep(name, times)}
+    return _columns(found)
+
+
+def latent(results: Path) -> str:
+    """Show designs of the Gluon kernel of latent attention beside other kernels."""
+    found: dict[str, dict[str, float]] = {}
+    for record in json.loads((results / LATENT).read_text())["records"]:
+        times = found.setdefault(record["case"], {"floor": record["floor_us"]})
+        if record["variant"] in SHOWN:
+            times[SHOWN[record["variant"]]] = record["us"]
+    return _columns(found)
+
+
+def _columns(found: dict[str, dict[str, float]]) -> str:
     heads = list(next(iter(found.values())))
     rows = []
     for name, times in found.items():
-        best = min(times.values())
+        best = min(us for tile, us in times.items() if tile != "floor")
         shown = [tables.micros(us) for us in times.values()]
         marked = zip(times.values(), shown, strict=True)
         rows.append([name, *(f"**{text}**" if us == best else text for us, text in marked)])
@@ -141,6 +162,7 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "gluon-tiles": (TILES, tiles), "gluon-chunks": (CHUNKS, chunks),
     "gluon-prompts": (CHUNKS, prompts), "small-ops": (SMALL, small),
     "sanitizer": (SANITIZER, sanitizer),
+    "mla-variants": (LATENT, latent),
 }
 
 

@@ -60,7 +60,7 @@ class Runner:
     resume : bool
         Whether cells that are in ``out`` already are kept.
     tiles : bool
-        Whether other tiles of specattn's Triton kernel take part.
+        Whether other tiles of specattn's kernels take part.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Runner:
         for tile in candidates(cell.case) if self.tiles else []:
             entries.append(self._enter(
                 cell, f"specattn {tile.name}", cell.case, own(cell.case), entries[0],
-                tile=tile.config,
+                **tile.options,
             ))
         return entries
 

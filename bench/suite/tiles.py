@@ -1,11 +1,14 @@
-"""Other tiles of the Triton kernel worth a try, by packed rows."""
+"""Other tiles of specattn's kernels worth a try, by packed rows."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from specattn.kernels.tile_config import TileConfig
+import torch
+
+from specattn.kernels.mla_attention import GLUON, mla_tile_config
+from specattn.kernels.tile_config import MergeTile, TileConfig
 
 if TYPE_CHECKING:
     from .cases import Case
@@ -45,22 +48,45 @@ PROMPT = [TileConfig(128, 64, warps=8), TileConfig(128, 128, warps=8)]
 
 @dataclass(frozen=True)
 class Named:
-    """A tile and its short name."""
+    """A tile, or another merge behind the kernel's own, and a short name."""
 
-    config: TileConfig
+    config: TileConfig | None = None
+    label: str = ""
+    merge: MergeTile | None = None
 
     @property
     def name(self) -> str:
         tile = self.config
+        if self.label or not tile:
+            return self.label
         return (f"{tile.block_m}x{tile.block_n} w{tile.warps} s{tile.stages} "
                 f"c{tile.ctas_per_sm} r{tile.max_regs} short{tile.short}")
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What a contestant takes."""
+        return {"tile": self.config} | ({"merge": self.merge} if self.merge else {})
+
+
+LATENT = [
+    Named(replace(GLUON, min_tiles=2), "chunks of 2 tiles"),
+    Named(replace(GLUON, min_tiles=4), "chunks of 4 tiles"),
+    Named(label="merge 4 rows x 128", merge=MergeTile(4, 16, 32, 128)),
+    Named(label="merge 2 rows x 256", merge=MergeTile(2, 16, 32, 256)),
+    Named(label="merge 4 rows x 256", merge=MergeTile(4, 8, 16, 256)),
+    Named(label="merge 8 rows x 128", merge=MergeTile(8, 8, 16, 128)),
+    Named(label="merge 1 row x 512", merge=MergeTile(1, 32)),
+    Named(label="merge 4 rows x 512", merge=MergeTile(4, 8)),
+]
+
 
 def candidates(case: Case) -> list[Named]:
-    """Return the tiles for a case; none where other tables hold, as for latent attention."""
+    """Return the tiles for a case; none where other tables hold."""
     rows = case.q_len * case.heads[0] // case.heads[1]
-    if case.latent or case.fixed:
+    if case.fixed:
         return []
+    if case.latent:
+        return [Named(mla_tile_config(rows, getattr(torch, case.dtype)), "Triton"), *LATENT]
     if case.stored and case.mode != "prompt":
         return [Named(tile) for tile in (FLOAT8 if rows <= 64 else FLOAT8_LARGE)]
     if case.mode == "prompt":

@@ -39,7 +39,7 @@ def bench(
         bool, typer.Option("--build", help="Compile FlashInfer's missing modules first (minutes).")
     ] = False,
     tiles: Annotated[
-        bool, typer.Option("--tiles", help="Time other tiles of the Triton kernel, too.")
+        bool, typer.Option("--tiles", help="Time other tiles of specattn's kernels, too.")
     ] = False,
     commit: Annotated[
         str | None, typer.Option("--commit", help="What the results call this version.")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from bench.suite import cases, matrix, trees, warm
+from bench.suite import cases, matrix, tiles, trees, warm
 from bench.suite.batch import Arena, Batch
 from bench.suite.peers.base import ancestor_lists, branch_lists, full_mask, mask_offsets
 from specattn.cli.app import app
@@ -101,6 +101,15 @@ def test_trees_are_grown_by_steps(shape):
         assert bits[node] >> node == 1
         assert bits[node].bit_count() == depths[node] + 1
         assert parent < 0 or bits[node] & bits[parent] == bits[parent]
+
+
+def test_other_tiles_have_names_of_their_own():
+    for cell in ALL:
+        found = tiles.candidates(cell.case)
+        names = [tile.name for tile in found]
+        assert all(names), cell.name
+        assert len(set(names)) == len(names), cell.name
+        assert cell.case.latent or not any("merge" in tile.options for tile in found)
 
 
 def test_a_tree_of_more_nodes_than_candidates():

@@ -64,11 +64,11 @@ class _Planned(Contestant):
 class Ours(_Planned):
     """The kernel of all modes but prompts."""
 
-    def __init__(self, batch: Batch, tile: Any = None) -> None:
+    def __init__(self, batch: Batch, tile: Any = None, merge: Any = None) -> None:
         super().__init__(batch)
         case, shared = batch.case, self.shared(tile)
         if case.latent:
-            self.kernel = MlaAttention(**shared)
+            self.kernel = MlaAttention(merge=merge, **shared)
         else:
             self.kernel = TreeAttention(
                 page_size=case.page_size, kv_dtype=batch.kv_dtype, **self.options(), **shared
