@@ -23,7 +23,7 @@ ASKED = {
     "kv move, 1 layer": "KV move, one layer",
 }
 BATCH = 256
-#: Variants of latent attention that a page shows, and what it calls them
+#: Variants of latent attention that a page shows, and what it calls them.
 SHOWN = {
     "triton": "Triton", "gluon parts 1": "Gluon, both score",
     "gluon share parts 1": "Gluon, one scores", "flashinfer fa3": "FlashInfer MLA",
