@@ -171,13 +171,16 @@ def attend_fixed(q_len: int, tail: int, dtype: torch.dtype) -> None:
     finite(out)
 
 
-def attend_latent(q_len: int, tail: int, dtype: torch.dtype, heads: int = 16) -> None:
-    from specattn.kernels.mla_attention import MlaAttention
+def attend_latent(
+    q_len: int, tail: int, dtype: torch.dtype, heads: int = 16, *, triton: bool = False
+) -> None:
+    from specattn.kernels.mla_attention import MlaAttention, mla_tile_config
 
     world = World(q_len, tail, lens=(0, 7, 130))
     kernel = MlaAttention(
         batch=world.batch, q_len=q_len, tail_len=tail, num_qo_heads=heads, head_dim=576,
         v_head_dim=512, dtype=dtype, device=DEVICE, sm_scale=0.1,
+        tile=mla_tile_config(q_len * heads, dtype) if triton else None,
     )
     q = torch.randn(world.batch * q_len, heads, 576).to(dtype).to(DEVICE)
     out = torch.full((*q.shape[:2], 512), float("nan"), dtype=dtype).to(DEVICE)
@@ -298,6 +301,8 @@ GROUPS: dict[str, dict[str, Callable[[], None]]] = {
         "64 rows, f16": partial(attend_latent, 4, 4, F16),
         "512 rows, bf16": partial(attend_latent, 4, 4, BF16, heads=128),
         "f32": partial(attend_latent, 1, 1, F32),
+        "triton, 16 rows, bf16": partial(attend_latent, 1, 1, BF16, triton=True),
+        "triton, 64 rows, f16": partial(attend_latent, 4, 4, F16, triton=True),
         "prompt, bf16": partial(prompt_latent, BF16),
     },
     "small": {"operations": small, "dtypes": pool_dtypes},

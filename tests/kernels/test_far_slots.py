@@ -14,6 +14,7 @@ import torch
 
 from specattn.kernels.extend_attention import extend_attention
 from specattn.kernels.fixed_attention import FixedAttention
+from specattn.kernels.mla_attention import mla_tile_config
 from specattn.kernels.mla_extend import mla_extend
 from specattn.kernels.tile_config import extend_tile_config, tile_config
 from tests.kernels import test_mla as latent_kernels
@@ -126,8 +127,9 @@ def test_prompts(storage, triton):
     check(case, expected)
 
 
+@pytest.mark.parametrize("triton", [False, True])
 @pytest.mark.parametrize("q_len", [1, 4])
-def test_latent_attention(storage, q_len):
+def test_latent_attention(storage, q_len, triton):
     rank, rope = (512, 64) if CUDA else (32, 16)
     case = make_tree_case(
         [500, 40] if CUDA else [40, 3], q_len=q_len, heads=(16, 1), head_dim=rank + rope,
@@ -135,7 +137,8 @@ def test_latent_attention(storage, q_len):
     )
     expected = oracle_tree(case)
     case = far(case, storage)
-    latent_kernels.run(latent_kernels.make_kernel(case), case)
+    tile = mla_tile_config(q_len * 16, DTYPE) if triton else None
+    latent_kernels.run(latent_kernels.make_kernel(case, tile=tile), case)
     check(case, expected)
 
 

@@ -151,9 +151,11 @@ def test_short_runs_take_the_masked_loop(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", BIG)
 def test_kernel_matches_the_oracle_at_size(name: str) -> None:
+    """The Triton kernel, where Gluon's would be chosen, too."""
     case = tree_case(**BIG[name])
     expected = oracle_tree(case)
-    run(make_kernel(case), case)
+    rows = case.args["positions"].shape[1] * case.q.shape[1]
+    run(make_kernel(case, tile=mla_tile_config(rows, case.q.dtype)), case)
     check(case, expected)
     case.clear()
     run_twin(twin.tree_attention, case)
