@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
     from specattn.kernels.tree_attention import TreeAttention
 
-HEAD_DIMS = (64, 128, 256)
+# converters take the registers that consumers of heads of 256 would need
+HEAD_DIMS = {
+    torch.float16: (64, 128, 256), torch.bfloat16: (64, 128, 256), FLOAT8: (64, 128),
+}
 PRODUCERS = 4
 # a row has to be copied in pieces of this many bytes
 PIECE = 16
@@ -44,7 +47,7 @@ class GluonTile(TileConfig):
         Tiles of float8 keys and values on their way to the warps that convert them; 0 where they
         have 16 bits, as has all that follows.
     converters, converter_regs : int
-        Those warps, and their registers per thread.
+        Those warps, for keys and as many for values, and their registers per thread.
     """
 
     producer_regs: int = 72
@@ -60,7 +63,7 @@ def gluon_tile_config(
 ) -> GluonTile:
     """Choose by packed rows (query tokens × group), head size, batch and page; never by length."""
     if kv_dtype == FLOAT8:
-        return _float8_tile(rows, head_dim)
+        return _float8_tile(rows)
     if rows > 64:
         if head_dim > 128:
             return GluonTile(
@@ -82,30 +85,23 @@ def gluon_tile_config(
     return GluonTile(64, 64, stages=3, ctas_per_sm=2, max_regs=128, producer_regs=56)
 
 
-def _float8_tile(rows: int, head_dim: int) -> GluonTile:
+def _float8_tile(rows: int) -> GluonTile:
     """Choose the tile over float8 keys, which take converting, and room for it."""
-    if head_dim > 128:
-        # two consumers of such heads beside the converters have too few registers
-        return GluonTile(
-            64, 32, stages=3, ctas_per_sm=1, max_regs=160, producer_regs=56, raw_stages=4
-        )
     if rows > 64:
         return GluonTile(
-            128, 64, stages=3, ctas_per_sm=1, max_regs=128, producer_regs=56, consumer_regs=184,
-            raw_stages=4,
+            128, 64, stages=3, ctas_per_sm=1, max_regs=96, producer_regs=56, consumer_regs=152,
+            raw_stages=3, converter_regs=56,
         )
     return GluonTile(
-        64, 128, stages=2, ctas_per_sm=1, max_regs=160, producer_regs=72, raw_stages=2,
-        converter_regs=104,
+        64, 128, stages=2, ctas_per_sm=1, max_regs=128, producer_regs=72, raw_stages=2,
+        converter_regs=88,
     )
 
 
-def gluon_extend_tile(
-    head_dim: int, page_size: int, kv_dtype: torch.dtype
-) -> GluonTile | None:
-    """Choose the tile of prompts, which are bound by arithmetic; None where Triton's serves."""
+def gluon_extend_tile(head_dim: int, page_size: int, kv_dtype: torch.dtype) -> GluonTile:
+    """Choose the tile of prompts, which are bound by arithmetic."""
     if kv_dtype == FLOAT8:
-        return _float8_tile(128, head_dim) if head_dim <= 128 else None
+        return _float8_tile(128)
     if head_dim > 128:
         return GluonTile(
             128, 64, stages=2, ctas_per_sm=1, max_regs=168, producer_regs=56, consumer_regs=224
@@ -120,8 +116,7 @@ def gluon_extend_tile(
 def serves(head_dim: int, v_head_dim: int, kv_dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernel takes these heads, and runs right on ``device``."""
     return (
-        head_dim == v_head_dim and head_dim in HEAD_DIMS
-        and kv_dtype in (torch.float16, torch.bfloat16, FLOAT8)
+        head_dim == v_head_dim and head_dim in HEAD_DIMS.get(kv_dtype, ())
         and gluon_ok("gluon_tree", check_gluon_tree, device)
     )
 

@@ -84,10 +84,21 @@ def _produce(
 
 
 @gluon.jit
-def _convert(raw, ring, raw_t, t, shape, place, WARPS: gl.constexpr):
+def _convert(
+    raw, ring, raw_t, t, shape, place, WARPS: gl.constexpr, VALUES: gl.constexpr
+):
     _, q_len, _, first_pos, last_pos = _block(place, shape, t)
     _, _, count = _key_range(place, q_len, first_pos, last_pos, shape, t)
-    convert(raw, ring, raw_t, t, count, WARPS)
+    if VALUES:
+        convert(
+            raw.v, raw.v_full, raw.v_free, ring.v, ring.v_full, ring.v_free, raw_t, t, count,
+            WARPS,
+        )
+    else:
+        convert(
+            raw.k, raw.k_full, raw.k_free, ring.k, ring.k_full, ring.k_free, raw_t, t, count,
+            WARPS,
+        )
 
 
 @gluon.jit
@@ -180,12 +191,15 @@ def gluon_extend_kernel(
         gl.warp_specialize([
             (_consume, (ring, t, shape, place, q, out, lse, factors, 0)),
             (_consume, (ring, t, shape, place, q, out, lse, factors, 1)),
-            (_convert, (raw, ring, raw_t, t, shape, place, CONVERTERS)),
+            (_convert, (raw, ring, raw_t, t, shape, place, CONVERTERS, False)),
+            (_convert, (raw, ring, raw_t, t, shape, place, CONVERTERS, True)),
             (_produce, (
                 raw, raw_t, shape, place, k_cache, v_cache, k_pages, v_pages, table_row, K_SLOT,
                 K_HEAD, V_SLOT, V_HEAD,
             )),
-        ], [4, CONVERTERS, PRODUCERS], [CONSUMER_REGS, CONVERTER_REGS, PRODUCER_REGS])
+        ], [4, CONVERTERS, CONVERTERS, PRODUCERS], [
+            CONSUMER_REGS, CONVERTER_REGS, CONVERTER_REGS, PRODUCER_REGS,
+        ])
     else:
         ring = make_ring(k_cache.dtype.element_ty, t, PRODUCERS * 32 if PAGE == 1 else 1)
         gl.warp_specialize([

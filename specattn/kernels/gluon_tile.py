@@ -2,7 +2,7 @@
 
 Warp specialisation as in FlashAttention-3 (Shah et al., 2024): one warpgroup brings tiles of keys
 and values into a ring of shared-memory stages, one or two others multiply. The producer gathers
-rows by ``cp.async``, or whole pages by TMA; over float8 keys one more converts them on the way.
+rows by ``cp.async``, or whole pages by TMA; over float8 keys two more convert them on the way.
 Scores of a tile are issued before the values of the one before it, so that the softmax runs under
 a product.
 """
@@ -165,21 +165,10 @@ def _fill_by_pages(desc, tile, full, free, phase, slots, column, t):
 
 
 @gluon.jit
-def _convert_tile(
-    raw, raw_full, raw_free, raw_phase, tile, full, free, phase, layout: gl.constexpr
+def convert(
+    raw, raw_full, raw_free, tiles, full, free, raw_t, t, count, WARPS: gl.constexpr
 ):
-    mbarrier.wait(raw_full, raw_phase)
-    values = raw.load(layout)
-    mbarrier.arrive(raw_free, count=1)
-    mbarrier.wait(free, phase)
-    tile.store(values.to(tile.dtype))
-    fence_async_shared()
-    mbarrier.arrive(full, count=1)
-
-
-@gluon.jit
-def convert(raw, ring, raw_t, t, count, WARPS: gl.constexpr):
-    """Turn ``count`` float8 tiles into 16-bit ones.
+    """Turn ``count`` float8 tiles, of keys or of values, into 16-bit ones.
 
     It has warps of its own: a fence waits for all that its thread has under way, and would hold
     up the copies of a producer.
@@ -193,16 +182,13 @@ def convert(raw, ring, raw_t, t, count, WARPS: gl.constexpr):
     stage = 0
     phase = 1
     for _ in range(count):
-        _convert_tile(
-            raw.k.index(raw_stage), raw.k_full.index(raw_stage), raw.k_free.index(raw_stage),
-            raw_phase, ring.k.index(stage), ring.k_full.index(stage), ring.k_free.index(stage),
-            phase, layout,
-        )
-        _convert_tile(
-            raw.v.index(raw_stage), raw.v_full.index(raw_stage), raw.v_free.index(raw_stage),
-            raw_phase, ring.v.index(stage), ring.v_full.index(stage), ring.v_free.index(stage),
-            phase, layout,
-        )
+        mbarrier.wait(raw_full.index(raw_stage), raw_phase)
+        values = raw.index(raw_stage).load(layout)
+        mbarrier.arrive(raw_free.index(raw_stage), count=1)
+        mbarrier.wait(free.index(stage), phase)
+        tiles.index(stage).store(values.to(tiles.dtype))
+        fence_async_shared()
+        mbarrier.arrive(full.index(stage), count=1)
         raw_stage, raw_phase = _advance(raw_stage, raw_phase, raw_t)
         stage, phase = _advance(stage, phase, t)
 

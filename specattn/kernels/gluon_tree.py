@@ -140,9 +140,19 @@ def _produce(
 
 
 @gluon.jit
-def _convert(raw, ring, work, raw_t, t, WARPS: gl.constexpr):
+def _convert(raw, ring, work, raw_t, t, WARPS: gl.constexpr, VALUES: gl.constexpr):
     """Convert all tiles of the chunk, whosever they are."""
-    convert(raw, ring, raw_t, t, gl.load(work.chunks + work.chunk * 8).to(gl.int32), WARPS)
+    count = gl.load(work.chunks + work.chunk * 8).to(gl.int32)
+    if VALUES:
+        convert(
+            raw.v, raw.v_full, raw.v_free, ring.v, ring.v_full, ring.v_free, raw_t, t, count,
+            WARPS,
+        )
+    else:
+        convert(
+            raw.k, raw.k_full, raw.k_free, ring.k, ring.k_full, ring.k_free, raw_t, t, count,
+            WARPS,
+        )
 
 
 @gluon.jit
@@ -291,22 +301,26 @@ def gluon_tree_kernel(
         if GROUPS == 1:
             gl.warp_specialize([
                 (_consume, (ring, work, t, shape, rows, factors, 0)),
-                (_convert, (raw, ring, work, raw_t, t, CONVERTERS)),
+                (_convert, (raw, ring, work, raw_t, t, CONVERTERS, False)),
+                (_convert, (raw, ring, work, raw_t, t, CONVERTERS, True)),
                 (_produce, (
                     raw, work, raw_t, shape, k_cache, v_cache, k_pages, v_pages, K_SLOT, K_HEAD,
                     V_SLOT, V_HEAD,
                 )),
-            ], [CONVERTERS, PRODUCERS], [CONVERTER_REGS, PRODUCER_REGS])
+            ], [CONVERTERS, CONVERTERS, PRODUCERS], [CONVERTER_REGS, CONVERTER_REGS, PRODUCER_REGS])
         else:
             gl.warp_specialize([
                 (_consume, (ring, work, t, shape, rows, factors, 0)),
                 (_consume, (ring, work, t, shape, rows, factors, 1)),
-                (_convert, (raw, ring, work, raw_t, t, CONVERTERS)),
+                (_convert, (raw, ring, work, raw_t, t, CONVERTERS, False)),
+                (_convert, (raw, ring, work, raw_t, t, CONVERTERS, True)),
                 (_produce, (
                     raw, work, raw_t, shape, k_cache, v_cache, k_pages, v_pages, K_SLOT, K_HEAD,
                     V_SLOT, V_HEAD,
                 )),
-            ], [4, CONVERTERS, PRODUCERS], [CONSUMER_REGS, CONVERTER_REGS, PRODUCER_REGS])
+            ], [4, CONVERTERS, CONVERTERS, PRODUCERS], [
+                CONSUMER_REGS, CONVERTER_REGS, CONVERTER_REGS, PRODUCER_REGS,
+            ])
     elif GROUPS == 1:
         gl.warp_specialize([
             (_consume, (ring, work, t, shape, rows, factors, 0)),

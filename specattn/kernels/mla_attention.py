@@ -44,8 +44,6 @@ def choose_mla_tile(
 
 def mla_merge_tile(batch: int) -> MergeTile:
     """Choose by the number of requests, as `merge_tile` does; results are 512 columns wide."""
-    if batch == 1:
-        return MergeTile(rows=1, parts=80, span=128)
     return MergeTile(rows=4, parts=16, many=32, span=128) if batch <= 8 else MergeTile(
         rows=4, parts=8, many=16, span=256
     )

@@ -8,48 +8,46 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specattn.kernels.attention_tile import EMPTY, LN2
 
-# elements of a tile: two loads of 16 bytes per thread
-TILE = tl.constexpr(2048)
-
 
 @triton.jit
 def _weigh(
-    part_lse,  # [LANES], part 0 of every row
-    part_out,  # [LANES, SPAN]
-    top, total, acc, first, parts, lane, column_ok, stride_part,
-    V_DIM: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, SIDE: tl.constexpr,
-    TILES: tl.constexpr, ALL: tl.constexpr,
+    part_lse,  # [ROWS], part 0 of every row
+    part_out,  # [ROWS, SPAN]
+    top, total, acc, first, parts, column_ok, stride_part,
+    V_DIM: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr, ALL: tl.constexpr,
 ):
-    """Add ``TILES`` tiles of parts, from part ``first`` on; with ``ALL``, none is absent."""
+    """Add ``PARTS`` parts, from part ``first`` on; with ``ALL``, none is absent."""
     logs = ()
     outs = ()
     # all loads first; absent parts repeat the last one and get weight 0, since predicated loads
     # would be sunk behind the arithmetic
-    for t in tl.static_range(TILES):
-        part = first + t * SIDE + lane // ROWS
+    for p in tl.static_range(PARTS):
+        part = first + p
         if not ALL:
             part = tl.minimum(part, parts - 1)
-        log = tl.load(part_lse + part * stride_part, cache_modifier=".cg")
-        ptr = part_out + (part * stride_part).to(tl.int64)[:, None] * V_DIM
+        at = part.to(tl.int64) * stride_part
+        log = tl.load(part_lse + at, cache_modifier=".cg")
         if WHOLE:
-            out_tile = tl.load(ptr, cache_modifier=".cg")
+            values = tl.load(part_out + at * V_DIM, cache_modifier=".cg")
         else:
-            out_tile = tl.load(ptr, mask=column_ok, other=0.0, cache_modifier=".cg")
+            values = tl.load(
+                part_out + at * V_DIM, mask=column_ok, other=0.0, cache_modifier=".cg"
+            )
         # Triton knows tuple addition, not unpacking; mypy knows empty tuples by length
         logs = logs + (log,)  # type: ignore[assignment]  # noqa: RUF005
-        outs = outs + (out_tile,)  # type: ignore[assignment]  # noqa: RUF005
+        outs = outs + (values,)  # type: ignore[assignment]  # noqa: RUF005
     new_top = top
-    for t in tl.static_range(TILES):
-        new_top = tl.maximum(new_top, logs[t])
+    for p in tl.static_range(PARTS):
+        new_top = tl.maximum(new_top, logs[p])
     fade = tl.exp2(top - new_top)
     total = total * fade
     acc = acc * fade[:, None]
-    for t in tl.static_range(TILES):
-        weight = tl.exp2(logs[t] - new_top)
+    for p in tl.static_range(PARTS):
+        weight = tl.exp2(logs[p] - new_top)
         if not ALL:
-            weight = tl.where(first + t * SIDE + lane // ROWS < parts, weight, 0.0)
+            weight = tl.where(first + p < parts, weight, 0.0)
         total += weight
-        acc += outs[t].to(tl.float32) * weight[:, None]
+        acc += outs[p].to(tl.float32) * weight[:, None]
     return new_top, total, acc
 
 
@@ -67,13 +65,8 @@ def merge_kernel(
 ):
     """Weigh the parts of ``ROWS`` rows by their log-sum-exp, ``SPAN`` of the columns.
 
-    ``PARTS`` are taken at a time, or some more; ``MANY`` as long as there are as many, unless it
-    is 0. A tile holds ``SIDE`` parts one below the other, each with sums of its own until the
-    end: few tiles compile fast, and wide loads fill them.
+    ``PARTS`` are taken at a time; ``MANY`` as long as there are as many, unless it is 0.
     """
-    SIDE: tl.constexpr = TILE // (ROWS * SPAN) if ROWS * SPAN < TILE else 1
-    TILES: tl.constexpr = (PARTS + SIDE - 1) // SIDE
-    MORE: tl.constexpr = (MANY + SIDE - 1) // SIDE
     WHOLE: tl.constexpr = V_DIM % SPAN == 0
     SPANS: tl.constexpr = V_PAD // SPAN
     head = tl.program_id(0) // SPANS
@@ -92,38 +85,30 @@ def merge_kernel(
     if nth < count:
         dv = first_column + tl.arange(0, SPAN)                            # [SPAN]
         column_ok = (dv < V_DIM)[None, :]
-        lane = tl.arange(0, SIDE * ROWS)                                  # [SIDE * ROWS]
+        packed = first_row + tl.arange(0, ROWS)                           # [ROWS]
         # ROWS divides BM: the rows of this program lie in one M tile
-        row = tl.minimum(first_row + lane % ROWS, Q_LEN * GROUP - 1) % BM
-        row += ((slot * NUM_KV + head) * MT + first_row // BM) * BM
+        row = tl.minimum(packed, Q_LEN * GROUP - 1) % BM
+        row = row.to(tl.int64) + ((slot * NUM_KV + head) * MT + first_row // BM).to(tl.int64) * BM
         part_lse = partial_lse + row
-        part_out = partial_out + row.to(tl.int64)[:, None] * V_DIM + dv[None, :]
+        part_out = partial_out + row[:, None] * V_DIM + dv[None, :]
 
-        top = tl.full([SIDE * ROWS], EMPTY, tl.float32)
-        total = tl.zeros([SIDE * ROWS], tl.float32)
-        acc = tl.zeros([SIDE * ROWS, SPAN], tl.float32)
+        top = tl.full([ROWS], EMPTY, tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, SPAN], tl.float32)
         begin = 0
         if MANY > 0:
-            begin = parts // (SIDE * MORE) * (SIDE * MORE)
-            for p0 in tl.range(0, begin, SIDE * MORE):
+            begin = parts // MANY * MANY
+            for p0 in tl.range(0, begin, MANY):
                 top, total, acc = _weigh(
-                    part_lse, part_out, top, total, acc, p0, parts, lane, column_ok,
-                    NUM_KV * MT * BM, V_DIM, WHOLE, ROWS, SIDE, MORE, True,
+                    part_lse, part_out, top, total, acc, p0, parts, column_ok, NUM_KV * MT * BM,
+                    V_DIM, WHOLE, MANY, True,
                 )
-        for p0 in tl.range(begin, parts, SIDE * TILES):
+        for p0 in tl.range(begin, parts, PARTS):
             top, total, acc = _weigh(
-                part_lse, part_out, top, total, acc, p0, parts, lane, column_ok,
-                NUM_KV * MT * BM, V_DIM, WHOLE, ROWS, SIDE, TILES, False,
+                part_lse, part_out, top, total, acc, p0, parts, column_ok, NUM_KV * MT * BM, V_DIM,
+                WHOLE, PARTS, False,
             )
-        if SIDE > 1:
-            tops = tl.reshape(top, [SIDE, ROWS])
-            top = tl.max(tops, 0)
-            share = tl.exp2(tops - top[None, :])                          # [SIDE, ROWS]
-            total = tl.sum(tl.reshape(total, [SIDE, ROWS]) * share, 0)
-            acc = acc * tl.reshape(share, [SIDE * ROWS])[:, None]
-            acc = tl.sum(tl.reshape(acc, [SIDE, ROWS, SPAN]), 0)
 
-        packed = first_row + tl.arange(0, ROWS)                           # [ROWS]
         ok = packed < Q_LEN * GROUP
         q_row = (req * Q_LEN + packed // GROUP).to(tl.int64)
         q_head = head * GROUP + packed % GROUP

@@ -165,11 +165,13 @@ def test_only_hopper_and_16_bit_heads_are_served() -> None:
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_tiles_fit_a_multiprocessor(rows: int, head_dim: int, page_size: int) -> None:
     for batch, kv_dtype in ((1, BF16), (8, BF16), (9, BF16), (300, BF16), (1, FLOAT8)):
+        if kv_dtype == FLOAT8 and head_dim > 128:
+            continue
         tile = gluon_tile_config(rows, head_dim, batch, page_size, kv_dtype)
         assert (tile.raw_stages > 0) == (kv_dtype == FLOAT8)
         keys = tile.block_n * (tile.stages + tile.raw_stages / 2)
         shared = 2 * head_dim * (tile.block_m + 2 * keys) + 32 * tile.stages
         assert tile.ctas_per_sm * (shared + 1024) <= 228 * 1024
-        threads = 2 * tile.block_m + 128 * (2 if tile.raw_stages else 1)
+        threads = 2 * tile.block_m + 128 * (3 if tile.raw_stages else 1)
         assert tile.ctas_per_sm * threads * tile.max_regs <= 65536
-        assert rows <= 64 or tile.block_m == 128 or kv_dtype == FLOAT8
+        assert rows <= 64 or tile.block_m == 128
