@@ -15,7 +15,6 @@ import os
 import re
 import subprocess
 import tempfile
-import time
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import KernelInterface
 
+from bench.suite.machine import machine
 from specattn.kernels import (
     accept,
     beam,
@@ -77,7 +77,6 @@ class Compiled:
     stack: int
     shared: int
     warps: int
-    seconds: float
 
 
 class OfflineDriver:
@@ -358,13 +357,11 @@ def compile_case(target: int, name: str) -> Iterator[Compiled]:
 
     def launch(kernel: Any, grid: Any) -> Callable[..., None]:
         def run(*args: Any, **kwargs: Any) -> None:
-            begin = time.perf_counter()
             binary = kernel.run(*args, grid=grid, warmup=True, **kwargs)
-            seconds = time.perf_counter() - begin
             registers, stack = resources(binary.asm["cubin"])
             made.setdefault(binary.hash, Compiled(
                 target, name, kernel.fn.__name__, registers, stack, binary.metadata.shared,
-                binary.metadata.num_warps, round(seconds, 2),
+                binary.metadata.num_warps,
             ))
         return run
 
@@ -406,7 +403,7 @@ def main() -> None:
     records = [r for target in targets for name in names for r in compile_case(target, name)]
     print(table(records))
     if options.out:
-        versions = {"triton": triton.__version__, "torch": torch.__version__}
+        versions = {"triton": triton.__version__, "kernels": machine()["kernels"]}
         lines = ",\n  ".join(json.dumps(asdict(record)) for record in records)
         options.out.write_text(
             f'{{"versions": {json.dumps(versions)},\n "records": [\n  {lines}\n]}}\n'

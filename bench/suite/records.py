@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 TILES, CHUNKS = "gluon_tiles_h200.json", "gluon_chunks_h200.json"
 SMALL, SANITIZER = "small_ops_h200.json", "sanitizer_h200.json"
 LATENT = "mla_variants_h200.json"
+COMPILED = "compile_targets.json"
 TRITON = "Triton"
 #: Small kernels that were asked to take a few microseconds up to this batch.
 ASKED = {
@@ -143,6 +144,25 @@ def sanitizer(results: Path) -> str:
     return tables.table(head, rows)
 
 
+def compiled(results: Path) -> str:
+    """Registers, spilled bytes and shared memory of the attention kernels on every target."""
+    rows: dict[tuple[str, str], dict[int, str]] = {}
+    targets = set()
+    for record in json.loads((results / COMPILED).read_text())["records"]:
+        name = record["kernel"].strip("_").removesuffix("_kernel")
+        targets.add(record["target"])
+        if name.endswith(("attention", "extend")):
+            spilled = f" (+{record['stack']})" if record["stack"] else ""
+            rows.setdefault((name, record["case"]), {})[record["target"]] = (
+                f"{record['registers']}{spilled}, {record['shared'] / 1024:.0f} KB"
+            )
+    head = ["kernel", "case", *(f"SM{target}" for target in sorted(targets))]
+    return tables.table(head, (
+        [*key, *(row.get(target, tables.NONE) for target in sorted(targets))]
+        for key, row in rows.items()
+    ))
+
+
 def asked(results: Path) -> list[Target]:
     """Return the targets that small kernels are held to."""
     points: dict[str, list[Point]] = {name: [] for name in ASKED}
@@ -163,6 +183,7 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "gluon-prompts": (CHUNKS, prompts), "small-ops": (SMALL, small),
     "sanitizer": (SANITIZER, sanitizer),
     "mla-variants": (LATENT, latent),
+    "compiled": (COMPILED, compiled),
 }
 
 
