@@ -48,6 +48,12 @@ class AttnConfig:
     kv_dtype : torch.dtype, optional
         Of keys and values where they are stored, if not ``dtype``: float8 (e4m3), see `KVScales`.
         Not with ``latent``.
+    deterministic : bool
+        A query token's result has the same bits in any batch, bucket and mode: what it attends to
+        decides, and nothing else. Slower; see docs/numerics.md.
+    split_keys : int
+        Keys that a deterministic backend sums up before it merges, a multiple of 128. Results of
+        different values differ in the last bits.
 
     Raises
     ------
@@ -65,6 +71,8 @@ class AttnConfig:
     logit_cap: float = 0.0
     latent: bool = False
     kv_dtype: torch.dtype | None = None
+    deterministic: bool = False
+    split_keys: int = 1024
 
     def __post_init__(self) -> None:
         for name in ("num_qo_heads", "num_kv_heads", "head_dim"):
@@ -87,6 +95,8 @@ class AttnConfig:
             raise ValueError(f"window_left must be -1 (off) or more, got {self.window_left}")
         if self.logit_cap < 0:
             raise ValueError(f"logit_cap must be 0 (off) or more, got {self.logit_cap}")
+        if self.split_keys < 1 or self.split_keys % 128:
+            raise ValueError(f"split_keys must be a multiple of 128, got {self.split_keys}")
         if self.latent:
             self._check_latent()
         if not self.v_head_dim:

@@ -273,6 +273,10 @@ REFUSED = {
         ["--backend", "flex", "--kv-cache-dtype", "fp8", "p"],
         "--backend: 'flex' on cpu: kv_dtype must be torch.float32, got torch.float8_e4m3fn",
     ),
+    "deterministic_backend": (
+        ["--backend", "torch_native", "--deterministic", "p"],
+        "--backend: 'torch_native' on cpu: it has no deterministic mode",
+    ),
     "missing_target": (["--target", "./absent", "--steps", "0", "p"], "--target: no such folder"),
     "file_as_target": (["--target", __file__, "--steps", "0", "p"], "--target: "),
     "missing_draft": (["--draft", "./absent", "p"], "--draft: no such folder"),

@@ -74,6 +74,8 @@ def test_layouts_follow_the_mode_table():
         ({"kv_dtype": torch.float16}, r"kv_dtype must be dtype \(torch\.float32\) or"),
         ({"latent": True, "num_kv_heads": 1, "v_head_dim": 48, "sm_scale": 1.0,
           "kv_dtype": torch.float8_e4m3fn}, "kv_dtype must be dtype with latent"),
+        ({"split_keys": 64}, "split_keys must be a multiple of 128, got 64"),
+        ({"split_keys": 0}, "split_keys must be a multiple of 128, got 0"),
     ],
 )
 def test_attention_geometry_is_checked(given, named):

@@ -41,6 +41,8 @@ class Capabilities:
         Slots that must lie together: ``SpecConfig.page_size`` is a multiple of it.
     kv_dtypes : tuple of torch.dtype
         Of stored keys and values, besides that of q; see `ScaledAttention`.
+    deterministic : bool
+        ``deterministic`` is served.
     """
 
     graphs: bool = False
@@ -54,6 +56,7 @@ class Capabilities:
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16)
     page_size: int = 1
     kv_dtypes: tuple[torch.dtype, ...] = ()
+    deterministic: bool = False
 
     @classmethod
     def merged(cls, parts: Sequence[Capabilities]) -> Capabilities:
@@ -184,16 +187,21 @@ def recordable(backend: AttentionBackend, plan: Plan) -> bool:
 def reasons_of(
     backend: BackendFactory, config: AttnConfig | None, device: torch.device
 ) -> list[str]:
-    """Say why ``backend`` cannot serve ``config``: its own reasons, and undeclared stored dtypes.
+    """Say why ``backend`` cannot serve ``config``: its own reasons, and what it does not declare.
 
-    Few backends store keys and values in a dtype of their own, so the others need not know of it.
+    Few backends store keys and values in a dtype of their own, or are deterministic, so the others
+    need not know of it.
     """
     found = backend.reasons(config, device)
-    stored = backend.capabilities.kv_dtypes
-    if config is None or config.kv_dtype in (None, *stored):
+    if config is None:
         return found
-    served = " or ".join(map(str, (config.dtype, *stored)))
-    return [*found, f"kv_dtype must be {served}, got {config.kv_dtype}"]
+    stored = backend.capabilities.kv_dtypes
+    if config.kv_dtype not in (None, *stored):
+        served = " or ".join(map(str, (config.dtype, *stored)))
+        found = [*found, f"kv_dtype must be {served}, got {config.kv_dtype}"]
+    if config.deterministic and not backend.capabilities.deterministic:
+        found = [*found, "it has no deterministic mode"]
+    return found
 
 
 def named_reasons(

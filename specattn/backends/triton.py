@@ -18,6 +18,7 @@ from specattn.backends.triton_bound import (
     interpret,
     platform_reasons,
 )
+from specattn.backends.triton_fixed import FixedCsr, FixedTree
 from specattn.config import FLOAT8, UNSCALED, KVScales
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from specattn.backends.base import BoundAttention
     from specattn.config import AttnConfig
+    from specattn.kernels.fixed_attention import FixedAttention
     from specattn.kernels.tree_attention import TreeAttention
 
 MAX_HEAD_DIM = 256
@@ -44,7 +46,9 @@ class TritonBackend:
     """
 
     name: ClassVar[str] = "triton"
-    capabilities: ClassVar[Capabilities] = Capabilities(graphs=True, kv_dtypes=(FLOAT8,))
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        graphs=True, kv_dtypes=(FLOAT8,), deterministic=True
+    )
 
     def __init__(self, config: AttnConfig, device: torch.device) -> None:
         if device.type == "cpu":
@@ -67,12 +71,18 @@ class TritonBackend:
         """Bind to the plan's kind."""
         if isinstance(plan, AttnPlan):
             layout = plan.layout
+            if self.config.deterministic:
+                fixed = self._fixed(plan.batch, layout.q_len, layout.tail, plan.req_to_token)
+                return FixedTree(plan, fixed)
             kernel = self._kernel(
                 plan.batch, layout.q_len, layout.tail, csr=False, page_size=layout.page_size
             )
             return TritonTree(plan, kernel)
         if isinstance(plan, CsrPlan):
-            kernel = self._kernel(len(plan.kv_indptr) - 1, 1, 0, csr=True)
+            lists = len(plan.kv_indptr) - 1
+            if self.config.deterministic:
+                return FixedCsr(plan, self._fixed(lists, 1, 0, plan.kv_indices))
+            kernel = self._kernel(lists, 1, 0, csr=True)
             return TritonCsr(plan, kernel)
         return TritonExtend(self.config, plan)
 
@@ -93,6 +103,23 @@ class TritonBackend:
             **shape, tail_len=tail_len, sm_scale=config.sm_scale,
             window_left=config.window_left, logit_cap=config.logit_cap, csr=csr,
             workspace=self._scratch.of(TreeAttention.workspace_bytes(**shape)),
+        )
+
+    def _fixed(self, batch: int, q_len: int, tail_len: int, indices: Tensor) -> FixedAttention:
+        from specattn.kernels.fixed_attention import FixedAttention
+
+        config = self.config
+        shape: dict[str, Any] = {
+            "batch": batch, "q_len": q_len, "tail_len": tail_len,
+            "num_qo_heads": config.num_qo_heads, "num_kv_heads": config.num_kv_heads,
+            "head_dim": config.head_dim, "v_head_dim": config.v_head_dim, "dtype": config.dtype,
+            "device": self.device, "max_keys": indices.shape[-1], "csr": not tail_len,
+            "split_keys": config.split_keys, "kv_dtype": config.kv_dtype,
+        }
+        return FixedAttention(
+            **shape, sm_scale=config.sm_scale, window_left=config.window_left,
+            logit_cap=config.logit_cap,
+            workspace=self._scratch.of(FixedAttention.workspace_bytes(**shape)),
         )
 
 
@@ -128,4 +155,5 @@ class TritonExtend:
             max_q_len=plan.max_q_len, page_size=plan.page_size, sm_scale=config.sm_scale,
             window_left=config.window_left, logit_cap=config.logit_cap,
             k_scale=self.scales.k, v_scale=self.scales.v,
+            deterministic=config.deterministic,
         )

@@ -62,7 +62,7 @@ def promises() -> str:
 
     columns = {
         "CUDA graphs": "graphs", "trees": "trees", "index lists": "lists", "prompts": "extend",
-        "window": "window", "cap": "cap", "lse": "lse",
+        "window": "window", "cap": "cap", "lse": "lse", "deterministic": "deterministic",
     }
     lines = [
         f"| backend | plans on | {' | '.join(columns)} | pages of | dtypes | also stored as |",

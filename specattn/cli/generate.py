@@ -13,6 +13,7 @@ from specattn.cli.options import (
     RUNNING,
     SAMPLING,
     BackendOption,
+    DeterministicOption,
     DeviceOption,
     DraftOption,
     DraftSamplingOption,
@@ -80,6 +81,7 @@ def generate(
     backend: BackendOption = "auto",
     page_size: PageSizeOption = 1,
     kv_cache_dtype: KvDtypeOption = "auto",
+    deterministic: DeterministicOption = False,
     max_context: Annotated[
         int | None,
         typer.Option(
@@ -137,6 +139,7 @@ def generate(
         # compiling must not be measured; in Triton's interpreter there is nothing to compile
         warm_up=place.type == "cuda" or (compare and backend != "triton"),
         kv_dtype=stored,
+        deterministic=deterministic,
     )
     report = _decode(setup, config, found, compare=compare, live=not as_json)
     if as_json:

@@ -91,6 +91,13 @@ KvDtypeOption = Annotated[
         help="Store keys and values as fp8_e4m3; auto is the model's dtype.",
     ),
 ]
+DeterministicOption = Annotated[
+    bool,
+    typer.Option(
+        "--deterministic", rich_help_panel=RUNNING,
+        help="Attention whose bits depend on the text alone; slower. The triton backend has it.",
+    ),
+]
 PageSizeOption = Annotated[
     int,
     typer.Option(rich_help_panel=RUNNING, help="KV slots per page, a power of two up to 512."),

@@ -45,6 +45,8 @@ class Setup:
         Whether `prepare` decodes a few tokens, so that compiling kernels is not measured.
     kv_dtype : torch.dtype, optional
         Of the KV cache, if not the models'.
+    deterministic : bool
+        Whether attention gives a token the same bits in any batch and mode.
     """
 
     models: Models
@@ -55,6 +57,7 @@ class Setup:
     graphs: bool
     warm_up: bool
     kv_dtype: torch.dtype | None = None
+    deterministic: bool = False
 
     def engine(self, config: SpecConfig) -> Engine:
         """Build the engine of a speculation setting."""
@@ -66,6 +69,7 @@ class Setup:
             return Engine(
                 self.models.target, self.models.draft if config.num_steps else None, config,
                 backend=self.backend, graphs=self.graphs, kv_dtype=self.kv_dtype,
+                deterministic=self.deterministic,
                 detokenize=lambda ids: decode(self.models.tokenizer, ids),
             )
 

@@ -40,7 +40,7 @@ def _extend_tiles(
     first_key, last, table_row, k_head, v_head, base2, cap_in, cap_out,
     K_SLOT: tl.constexpr, V_SLOT: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     D_PAD: tl.constexpr, V_PAD: tl.constexpr, HAS_CAP: tl.constexpr, WINDOW: tl.constexpr,
-    MASK: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    MASK: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FIXED: tl.constexpr,
 ):
     """Attend to the tiles of ``[begin, end)``, masked by position if ``MASK``."""
     r = tl.arange(0, BN)                                                  # [BN]
@@ -53,6 +53,9 @@ def _extend_tiles(
             visible = distance >= 0
             if WINDOW >= 0:
                 visible = visible & (distance <= WINDOW)
+        elif FIXED and HAS_CAP:
+            # all are visible; see `fixed_kernel._shared_tiles`
+            visible = (start + r < end)[None, :]
         acc, top, total = attend_tile(
             q, acc, top, total, slots, visible, k_head, v_head, base2, cap_in, cap_out,
             K_SLOT, V_SLOT, HEAD_DIM, V_DIM, D_PAD, V_PAD, HAS_CAP,
@@ -78,7 +81,7 @@ def _extend_kernel(
     K_SLOT: tl.constexpr, K_HEAD: tl.constexpr, V_SLOT: tl.constexpr, V_HEAD: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, D_PAD: tl.constexpr,
     V_PAD: tl.constexpr, HAS_CAP: tl.constexpr, WINDOW: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, STAGES: tl.constexpr,
+    BN: tl.constexpr, STAGES: tl.constexpr, FIXED: tl.constexpr,
 ):
     """One CTA per (tile of packed rows, KV head, request); a row is (token, head of the group)."""
     req = tl.program_id(2)
@@ -125,17 +128,17 @@ def _extend_kernel(
             acc, top, total = _extend_tiles(
                 q_tile, acc, top, total, pos_q, begin, full_begin, raw, first_key, last_pos,
                 table_row, k_head, v_head, base2, cap_in, cap_out, K_SLOT, V_SLOT, HEAD_DIM,
-                V_DIM, D_PAD, V_PAD, HAS_CAP, WINDOW, True, BN, STAGES,
+                V_DIM, D_PAD, V_PAD, HAS_CAP, WINDOW, True, BN, STAGES, FIXED,
             )
         acc, top, total = _extend_tiles(
             q_tile, acc, top, total, pos_q, full_begin, full_end, raw_full, 0, last_pos, table_row,
             k_head, v_head, base2, cap_in, cap_out, K_SLOT, V_SLOT, HEAD_DIM, V_DIM, D_PAD,
-            V_PAD, HAS_CAP, WINDOW, False, BN, STAGES,
+            V_PAD, HAS_CAP, WINDOW, False, BN, STAGES, FIXED,
         )
         acc, top, total = _extend_tiles(
             q_tile, acc, top, total, pos_q, full_end, last_pos + 1, raw_last, first_key, last_pos,
             table_row, k_head, v_head, base2, cap_in, cap_out, K_SLOT, V_SLOT, HEAD_DIM, V_DIM,
-            D_PAD, V_PAD, HAS_CAP, WINDOW, True, BN, STAGES,
+            D_PAD, V_PAD, HAS_CAP, WINDOW, True, BN, STAGES, FIXED,
         )
         out_rows = out + q_row * stride_out + q_head * stride_out_head
         store_rows(out_rows, acc, total, row_ok, V_DIM, V_PAD, v_scale)
@@ -151,7 +154,8 @@ def extend_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None, *,
     qo_indptr: Tensor, seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor,
     max_q_len: int, sm_scale: float, window_left: int = -1, logit_cap: float = 0.0,
-    k_scale: float = 1.0, v_scale: float = 1.0, page_size: int = 1, tile: TileConfig | None = None,
+    k_scale: float = 1.0, v_scale: float = 1.0, page_size: int = 1, deterministic: bool = False,
+    tile: TileConfig | None = None,
 ) -> None:
     """Attend ragged new tokens, causally, to their request's cached prefix and themselves.
 
@@ -181,6 +185,9 @@ def extend_attention(
         What float8 keys and values are to be multiplied by.
     page_size : int
         As in `specattn.kernels.tree_attention.TreeAttention`.
+    deterministic : bool
+        Give a token the same bits however its text is cut into extends, and whatever else is in
+        the batch.
     tile : TileConfig, optional
         Overrides the tile table.
 
@@ -199,7 +206,7 @@ def extend_attention(
     factors = (base * LOG2E, base / logit_cap if logit_cap else 0.0, logit_cap * LOG2E)
     group = heads // kv_heads
     if (
-        tile is None and max_q_len * group > gluon_attention.SHORT_PROMPT
+        tile is None and not deterministic and max_q_len * group > gluon_attention.SHORT_PROMPT
         and gluon_attention.serves(head_dim, v_head_dim, k_cache.dtype, q.device)
         and gluon_attention.aligned(k_cache) and gluon_attention.aligned(v_cache)
     ):
@@ -228,7 +235,8 @@ def extend_attention(
         GROUP=group, HEAD_DIM=head_dim, V_DIM=v_head_dim,
         D_PAD=max(16, triton.next_power_of_2(head_dim)),
         V_PAD=max(16, triton.next_power_of_2(v_head_dim)), HAS_CAP=logit_cap > 0,
-        WINDOW=window_left, BM=tile.block_m, BN=tile.block_n, STAGES=tile.stages, **options,
+        WINDOW=window_left, BM=tile.block_m, BN=tile.block_n, STAGES=tile.stages,
+        FIXED=deterministic, **options,
     )
 
 

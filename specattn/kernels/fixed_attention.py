@@ -13,8 +13,9 @@ merge, once per layer. All are capturable, and the captured graph serves every l
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import triton
@@ -23,7 +24,7 @@ from torch import Tensor
 from specattn.kernels.attention_tile import LOG2E
 from specattn.kernels.fixed_kernel import fixed_attention_kernel, fixed_merge_kernel
 from specattn.kernels.fixed_plan import FixedPlan
-from specattn.kernels.tile_config import DeviceLimits, TileConfig, fixed_tile_config
+from specattn.kernels.tile_config import FLOAT8, DeviceLimits, TileConfig, fixed_tile_config
 from specattn.kernels.tree_attention import ALIGN, _check, _row_strides
 
 #: Keys between two cuts.
@@ -47,7 +48,7 @@ class _Shape:
     def of(
         cls, *, batch: int, q_len: int, tail_len: int, num_qo_heads: int, num_kv_heads: int,
         head_dim: int, v_head_dim: int, dtype: torch.dtype, device: torch.device, max_keys: int,
-        csr: bool, split_keys: int, tile: TileConfig | None,
+        csr: bool, split_keys: int, tile: TileConfig | None, kv_dtype: torch.dtype | None,
     ) -> _Shape:
         if num_qo_heads % num_kv_heads:
             raise ValueError(
@@ -55,7 +56,7 @@ class _Shape:
                 f"got {num_qo_heads}"
             )
         limits = DeviceLimits.of(device)
-        tile = tile or fixed_tile_config(head_dim, v_head_dim, dtype, limits)
+        tile = tile or fixed_tile_config(head_dim, v_head_dim, kv_dtype or dtype, limits)
         if split_keys < 1 or split_keys % tile.block_n:
             raise ValueError(
                 f"split_keys must be a multiple of {tile.block_n} (a tile), got {split_keys}"
@@ -95,14 +96,14 @@ class FixedAttention:
     tile : TileConfig, optional
         Overrides the tile of `fixed_tile_config`; of it, ``ctas_per_sm`` changes no bit.
     batch, q_len, tail_len, num_qo_heads, num_kv_heads, head_dim, v_head_dim, dtype, device,
-    sm_scale, window_left, logit_cap, csr, workspace
+    sm_scale, window_left, logit_cap, csr, workspace, kv_dtype
         See `specattn.kernels.tree_attention.TreeAttention`; ``tail_len`` is at least 1 without
         ``csr``.
 
     Raises
     ------
     ValueError
-        If a number is out of range or the workspace does not fit.
+        If a number is out of range, the workspace does not fit, or the dtypes do not go together.
     """
 
     def __init__(
@@ -110,8 +111,10 @@ class FixedAttention:
         head_dim: int, v_head_dim: int, dtype: torch.dtype, device: torch.device | str,
         sm_scale: float, max_keys: int, window_left: int = -1, logit_cap: float = 0.0,
         csr: bool = False, split_keys: int = SPLIT_KEYS, workspace: Tensor | None = None,
-        tile: TileConfig | None = None,
+        tile: TileConfig | None = None, kv_dtype: torch.dtype | None = None,
     ) -> None:
+        if kv_dtype not in (None, dtype) and (kv_dtype, dtype.itemsize) != (FLOAT8, 2):
+            raise ValueError(f"kv_dtype must be {dtype}, or {FLOAT8} with 16 bits, got {kv_dtype}")
         if (q_len, tail_len) != (1, 0) if csr else tail_len < 1:
             raise ValueError(
                 f"csr needs q_len 1 and tail_len 0, tables a tail, got {q_len} and {tail_len}"
@@ -123,11 +126,14 @@ class FixedAttention:
             batch=batch, q_len=q_len, tail_len=tail_len, num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype,
             device=device, max_keys=max_keys, csr=csr, split_keys=split_keys, tile=tile,
+            kv_dtype=kv_dtype,
         )
         self.batch, self.q_len, self.tail_len = batch, q_len, tail_len
         self.num_qo_heads, self.num_kv_heads = num_qo_heads, num_kv_heads
         self.head_dim, self.v_head_dim = head_dim, v_head_dim
         self.dtype, self.csr, self.window_left = dtype, csr, window_left
+        self.kv_dtype = kv_dtype or dtype
+        self._v_scale = 1.0 if kv_dtype == FLOAT8 else None
         # the tokens whose rows share a tile take turns at its end
         self.extra = min(q_len, triton.cdiv(shape.tile.block_m, shape.group)) - 1
         self.tables = FixedPlan.alloc(
@@ -148,14 +154,14 @@ class FixedAttention:
         *, batch: int, q_len: int, tail_len: int, num_qo_heads: int, num_kv_heads: int,
         head_dim: int, v_head_dim: int, dtype: torch.dtype, device: torch.device | str,
         max_keys: int, csr: bool = False, split_keys: int = SPLIT_KEYS,
-        tile: TileConfig | None = None,
+        tile: TileConfig | None = None, kv_dtype: torch.dtype | None = None,
     ) -> int:
         """Return the bytes of workspace that an object with these parameters needs."""
         shape = _Shape.of(
             batch=batch, q_len=q_len, tail_len=tail_len, num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype,
             device=torch.device(device), max_keys=max_keys, csr=csr, split_keys=split_keys,
-            tile=tile,
+            tile=tile, kv_dtype=kv_dtype,
         )
         return _total(shape.workspace(num_kv_heads, v_head_dim, dtype))
 
@@ -176,6 +182,16 @@ class FixedAttention:
             found.append(workspace[at : at + count * dtype.itemsize].view(dtype))
             at += _aligned(count * dtype.itemsize)
         return found
+
+    def scaled(self, k_scale: float, v_scale: float) -> Self:
+        """Return this bucket for a layer of these scales; see `TreeAttention.scaled`."""
+        if self._v_scale is None:
+            raise ValueError(f"scales need kv_dtype {FLOAT8}, got {self.kv_dtype}")
+        other = copy.copy(self)
+        base2, cap_in, cap_out = self._factors
+        other._factors = (base2 * k_scale, cap_in * k_scale, cap_out)
+        other._v_scale = v_scale
+        return other
 
     def plan(self, seq_lens: Tensor, req_pool_indices: Tensor, row_stride: int) -> None:
         """Cut the step's work; see `TreeAttention.plan`."""
@@ -243,7 +259,7 @@ class FixedAttention:
         fixed_attention_kernel[(shape.max_chunks * self.num_kv_heads * shape.m_tiles,)](
             q, k_cache, v_cache, out, lse, indices, positions, tables.paths, tables.path_lens,
             tables.requests, tables.chunks, *self._scratch, *self._factors,
-            q.stride(0), q.stride(1), *_row_strides(out), *_row_strides(lse),
+            self._v_scale, q.stride(0), q.stride(1), *_row_strides(out), *_row_strides(lse),
             _row_strides(positions)[0],
             K_SLOT=k_cache.stride(0), K_HEAD=k_cache.stride(1),
             V_SLOT=v_cache.stride(0), V_HEAD=v_cache.stride(1),
@@ -274,8 +290,8 @@ class FixedAttention:
         rows, heads, kv_heads = self.batch * self.q_len, self.num_qo_heads, self.num_kv_heads
         _check("q", q, (rows, heads, self.head_dim), self.dtype)
         _check("out", out, (rows, heads, self.v_head_dim), self.dtype)
-        _check("k_cache", k_cache, (k_cache.shape[0], kv_heads, self.head_dim), self.dtype)
-        _check("v_cache", v_cache, (v_cache.shape[0], kv_heads, self.v_head_dim), self.dtype)
+        _check("k_cache", k_cache, (k_cache.shape[0], kv_heads, self.head_dim), self.kv_dtype)
+        _check("v_cache", v_cache, (v_cache.shape[0], kv_heads, self.v_head_dim), self.kv_dtype)
         if lse is not None and (lse.shape != (rows, heads) or lse.dtype != torch.float32):
             raise ValueError(
                 f"lse must be float32 {[rows, heads]}, got {lse.dtype} {list(lse.shape)}"

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specattn.kernels.attention_tile import EMPTY, FLOOR, LN2, attend_tile, load_query
+from specattn.kernels.attention_tile import EMPTY, FLOOR, LN2, as_factor, attend_tile, load_query
 from specattn.kernels.fixed_plan import CHUNK, REQUEST
 
 
@@ -126,6 +126,7 @@ def fixed_attention_kernel(
     fold_out,     # [NC, NUM_KV, ROWS, V_DIM] float32, out
     fold_scale,   # [NC, NUM_KV, ROWS, 2] float32, out: top and weight
     base2, cap_in, cap_out,
+    v_scale,      # of float8 values, else None
     stride_q, stride_q_head, stride_out, stride_out_head, stride_lse, stride_lse_head, stride_pos,
     K_SLOT: tl.constexpr, K_HEAD: tl.constexpr, V_SLOT: tl.constexpr, V_HEAD: tl.constexpr,
     Q_LEN: tl.constexpr, TAIL: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
@@ -172,7 +173,8 @@ def fixed_attention_kernel(
         high = tl.minimum((low // SPLIT + 1) * SPLIT, stop)
 
         q_row = (req * Q_LEN + token).to(tl.int64)                        # [BM]
-        q_tile = load_query(q + q_row * stride_q + q_head * stride_q_head, row_ok, HEAD_DIM, D_PAD)
+        q_rows = q + q_row * stride_q + q_head * stride_q_head
+        q_tile = as_factor(load_query(q_rows, row_ok, HEAD_DIM, D_PAD), k_cache)
         begin = low * BN
         first_key = 0
         pos_q = None
@@ -210,7 +212,10 @@ def fixed_attention_kernel(
         some = tl.where(seen, total, 1.0)
         log = (top if HAS_CAP else top * base2) + tl.log2(some)
         log = tl.where(seen, log, EMPTY)
-        part = tl.where(seen[:, None], acc * (1.0 / some)[:, None], 0.0)
+        inverse = 1.0 / some
+        if v_scale is not None:
+            inverse *= v_scale
+        part = tl.where(seen[:, None], acc * inverse[:, None], 0.0)
         # rounded as the partial results are that another CTA reads
         part = part.to(partial_out.dtype.element_ty)
         if nth >= head_parts:

@@ -74,10 +74,18 @@ class ModelSlot(Generic[Model]):
 
     @classmethod
     def of(
-        cls, model: Model, pool: KVPool, backend: str | BackendFactory
+        cls, model: Model, pool: KVPool, backend: str | BackendFactory, *,
+        deterministic: bool = False,
     ) -> ModelSlot[Model]:
-        """Choose the attention backend of ``model``, over ``pool``; see `choose_backend`."""
-        return cls(model, pool, LayeredBackend(backend, pool.layers, pool, pool.k.device))
+        """Choose the attention backend of ``model``, over ``pool``; see `choose_backend`.
+
+        ``deterministic`` asks for it in every layer, whatever the layers say.
+        """
+        layers = [
+            replace(layer, deterministic=layer.deterministic or deterministic)
+            for layer in pool.layers
+        ]
+        return cls(model, pool, LayeredBackend(backend, layers, pool, pool.k.device))
 
 
 class SpecDecoder:

@@ -54,6 +54,9 @@ class Engine:
         What draft steps read; see `MultiStepDraftBackend`.
     validate : {"off", "debug"}
         Whether steps also check what tensors hold; see `SpecDecoder`.
+    deterministic : bool
+        Whether attention gives every token the same bits in any batch and mode; see
+        `specattn.config.AttnConfig`.
     detokenize : callable, optional
         Maps token ids to text, for stop strings.
     kv_dtype : torch.dtype, optional
@@ -82,6 +85,7 @@ class Engine:
         graphs: bool = True,
         indices: Indices = "table",
         validate: Validate = "off",
+        deterministic: bool = False,
         detokenize: Callable[[list[int]], str] | None = None,
         kv_dtype: torch.dtype | None = None,
         kv_scales: tuple[Scales, Scales] = (None, None),
@@ -97,10 +101,15 @@ class Engine:
             num_slots=slots, page_size=config.page_size, device=device,
         )
         pool = partial(KVPool, num_slots=slots, device=device, kv_dtype=kv_dtype)
-        self.target = ModelSlot.of(target, pool(target.layers, scales=kv_scales[0]), backend)
+        self.target = ModelSlot.of(
+            target, pool(target.layers, scales=kv_scales[0]), backend, deterministic=deterministic
+        )
         self.draft: ModelSlot[DraftModel] | None = None
         if config.num_steps and draft is not None:
-            self.draft = ModelSlot.of(draft, pool(draft.layers, scales=kv_scales[1]), backend)
+            self.draft = ModelSlot.of(
+                draft, pool(draft.layers, scales=kv_scales[1]), backend,
+                deterministic=deterministic,
+            )
         for slot in (self.target, self.draft):
             if slot is not None:
                 slot.backend.check_pages(config.page_size)

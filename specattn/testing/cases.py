@@ -41,6 +41,8 @@ class Form:
         Whether keys outside every window hold NaN.
     whole_pages : bool
         Whether all slots of a page in use hold numbers, not only those of keys.
+    deterministic : bool
+        As in `specattn.config.AttnConfig`.
     kv_dtype, kv_scales
         Of stored keys and values, if not ``dtype``; and what they are to be multiplied by.
     device, seed
@@ -60,6 +62,7 @@ class Form:
     latent: bool = False
     evict: bool = True
     whole_pages: bool = False
+    deterministic: bool = False
     kv_dtype: torch.dtype | None = None
     kv_scales: tuple[float, float] = (1.0, 1.0)
     device: str | torch.device = "cpu"
@@ -152,7 +155,7 @@ def _case(args: dict[str, Any], form: Form, **about: Any) -> Case:
     return Case(
         none, none, none, none, none, args, form.scale * form.head_dim**-0.5,
         form.window_left, form.logit_cap, form.latent, page_size=form.page_size,
-        kv_scales=form.kv_scales, **about,
+        kv_scales=form.kv_scales, deterministic=form.deterministic, **about,
     )
 
 

@@ -10,7 +10,7 @@ import torch
 
 from specattn.backends import load_backend
 from specattn.errors import UnsupportedError
-from specattn.testing import life, promises
+from specattn.testing import determinism, life, promises
 from specattn.testing.oracle import ConformanceError, Tolerances
 from specattn.testing.setting import MODES, Geometry, Setting
 from specattn.testing.sweeps import FULL, QUICK, SMOKE, scenarios
@@ -173,6 +173,8 @@ def _bodies(
         per_mode["no_sync"] = ("host sync", promises.no_sync)
         per_mode["graphs"] = ("graphs", promises.graphs)
     everywhere = {"layers", "inputs", "slots"}
+    if promised.deterministic:
+        yield from _determinism(setting)
     if promised.kv_dtypes:
         per_mode["scaled_layers"] = ("stored dtypes", life.scaled_layers)
         everywhere.add("scaled_layers")
@@ -189,3 +191,15 @@ def _bodies(
                 continue
             level = SMOKE if (name, option) in smoke else QUICK
             yield level, f"{name}-{option}", broken, partial(body, setting, MODES[name])
+
+
+def _determinism(setting: Setting) -> Iterator[tuple[int, str, str, Callable[[], None]]]:
+    for name, mode in setting.modes().items():
+        bodies = {"batches": determinism.same_batches, "paths": determinism.same_paths}
+        if mode.kind == "extend":
+            bodies = {"pieces": determinism.same_prompts}
+        elif mode.kind == "lists":
+            bodies = {}  # compared with the others' paths
+        for option, body in bodies.items():
+            level = SMOKE if (name, option) == ("tree_verify", "paths") else QUICK
+            yield level, f"{name}-same_{option}", "deterministic", partial(body, setting, mode)

@@ -78,6 +78,8 @@ class Case:
         The tensors that describe the forward, by the names of the plan's fields.
     sm_scale, window_left, logit_cap, latent
         As in `specattn.config.AttnConfig`.
+    deterministic : bool
+        As in `specattn.config.AttnConfig`.
     kv_scales : tuple of float
         What keys and values are to be multiplied by.
     kind : {"tree", "lists", "extend"}
@@ -111,6 +113,7 @@ class Case:
     out_slots: Tensor | None = None
     page_size: int = 1
     kv_scales: tuple[float, float] = (1.0, 1.0)
+    deterministic: bool = False
 
     @property
     def kv_dtype(self) -> torch.dtype | None:

@@ -39,6 +39,7 @@ def refusals(setting: Setting) -> None:
         "extend": lambda: setting.case(MODES["prompt_extend"], [9]),
         "window": lambda: setting.case(chain, [9], window_left=3),
         "cap": lambda: setting.case(chain, [9], logit_cap=2.0),
+        "deterministic": lambda: setting.case(chain, [9], deterministic=True),
     }
     undeclared |= {name: make for name, make in cases.items() if not getattr(promised, name)}
     if promised.page_size > 1:

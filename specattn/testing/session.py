@@ -23,10 +23,13 @@ _STRIDED = {"positions": 1 << 40, "tail_slots": 1 << 30, "tail_positions": 1 << 
 
 def config_of(case: Case) -> AttnConfig:
     """Return the layer geometry of a case."""
+    # short splits, so that short cases have several
+    split = {"split_keys": 128} if case.deterministic else {}
     return AttnConfig(
         num_qo_heads=case.q.shape[1], num_kv_heads=case.k_cache.shape[1],
         head_dim=case.q.shape[2], v_head_dim=case.out.shape[2], dtype=case.q.dtype,
-        latent=case.latent, kv_dtype=case.kv_dtype, **case.settings,
+        latent=case.latent, kv_dtype=case.kv_dtype,
+        deterministic=case.deterministic, **split, **case.settings,
     )
 
 

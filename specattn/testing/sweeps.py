@@ -114,6 +114,13 @@ def _options(dtypes: tuple[torch.dtype, ...], page: int) -> Iterator[Scenario]:
             FULL, {"dtype": dtype, "window_left": 20, "page_size": page, "evict": False}
         ) for dtype in dtypes
     }, needs=("window",))
+    yield from _sweep("deterministic", {
+        "deterministic": (QUICK, {"deterministic": True}),
+        "deterministic_cap": (FULL, {"deterministic": True, "logit_cap": 1.5, "scale": 2.0}),
+        "deterministic_window": (
+            FULL, {"deterministic": True, "window_left": 20, "evict": False}
+        ),
+    }, needs=("deterministic", "cap", "window"), lengths=[126, 0, 70, 5])
     yield from _sweep("scale", {"scale_3": (QUICK, {"scale": 3.0})}, TREES)
     yield from _sweep("scale", {"sharp": (FULL, {"scale": 20.0})})
 

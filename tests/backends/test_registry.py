@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -192,6 +193,18 @@ def test_a_composite_that_cannot_run_names_the_part(refusing):
     assert caught.value.reasons == ("first half triton: no such luck",)
     with pytest.raises(UnsupportedError, match=r"'tbo\(triton\)' on cpu: primary triton: no such"):
         choose_backend(tbo("triton"), [HEADS], CPU)
+
+
+def test_a_mode_that_is_not_declared_is_refused_by_name(caplog):
+    """Whoever says so: a backend, a part of a composite, or all that auto tries."""
+    wanted = replace(HEADS, deterministic=True)
+    assert available("torch_native", wanted, CPU) == ["it has no deterministic mode"]
+    assert not available("torch_native", HEADS, CPU)
+    assert choose_backend("triton", [wanted], CPU).name == "triton"
+    with pytest.raises(UnsupportedError, match="prefill torch_native: it has no deterministic"):
+        choose_backend("torch_native,triton", [wanted], CPU)
+    with pytest.raises(UnsupportedError, match=r"'auto' .*torch_native: it has no deterministic"):
+        choose_backend("auto", [HEADS, wanted], CPU)
 
 
 def test_a_composite_or_class_is_chosen_as_it_is():

@@ -8,24 +8,28 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from specattn.kernels.extend_attention import extend_attention
 from specattn.kernels.fixed_attention import FixedAttention
 from specattn.kernels.tile_config import fixed_tile_config
-from tests.kernels.fixed import (
-    as_decode,
-    as_lists,
-    attend_fixed,
-    make_fixed,
-    picked,
-    run_fixed,
-)
+from specattn.testing.determinism import as_decode, as_lists, picked, resumed
+from tests.kernels.fixed import attend_fixed, make_fixed, run_fixed
 from tests.kernels.test_tree_attention import CASES, make_kernel, plan, run
-from tests.oracle import check, make_csr_case, make_tree_case, oracle_csr, oracle_tree
+from tests.oracle import (
+    check,
+    make_csr_case,
+    make_extend_case,
+    make_tree_case,
+    oracle_csr,
+    oracle_extend,
+    oracle_tree,
+)
 
 if TYPE_CHECKING:
     from tests.oracle import Case
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+F8 = torch.float8_e4m3fn
 
 # of `CASES`, those that have no path to compare with, or look another way
 EXACT = [
@@ -42,7 +46,7 @@ PATHS: dict[str, dict[str, Any]] = {
     "two_words": {"lengths": [30], "q_len": 66, "heads": (1, 1), "head_dim": 16},
     "window": {"lengths": [130, 64, 5], "q_len": 5, "window_left": 37},
     "cap_f16": {"lengths": [64, 90], "logit_cap": 5.0, "dtype": F16},
-    "group_7": {"lengths": [127], "heads": (7, 1), "q_len": 6},
+    "float8": {"lengths": [126, 50], "dtype": F16, "kv_dtype": F8, "kv_scales": (0.7, 1.9)},
 }
 BIG: dict[str, dict[str, Any]] = {
     name: {"head_dim": 128, "heads": (16, 4), "dtype": BF16, "q_len": 8} | options
@@ -57,6 +61,7 @@ BIG: dict[str, dict[str, Any]] = {
         "window": {"lengths": [3000, 700], "window_left": 511},
         "cap": {"lengths": [1500, 63], "logit_cap": 30.0},
         "head_64": {"lengths": [1500, 63], "head_dim": 64},
+        "float8": {"lengths": [1500, 63], "kv_dtype": F8, "kv_scales": (0.7, 1.9)},
         "head_192": {"lengths": [1100], "head_dim": 192, "v_head_dim": 128},
         "head_256": {"lengths": [1100], "head_dim": 256},
         "group_8": {"lengths": [1500, 63], "heads": (8, 1)},
@@ -119,7 +124,8 @@ def check_paths(options: dict[str, Any], split: int, ctas: tuple[int, ...]) -> N
 
 @pytest.mark.parametrize("name", PATHS)
 def test_a_row_is_decoding_at_the_end_of_its_path(name: str) -> None:
-    check_paths(PATHS[name], 64, (8,))
+    # a tile of float8 keys is wider
+    check_paths(PATHS[name], 128 if name == "float8" else 64, (8,))
 
 
 @pytest.mark.gpu
@@ -135,7 +141,7 @@ def check_batches(options: dict[str, Any], split: int) -> None:
     run_fixed(case, split_keys=split)
     out, lse = (tensor.unflatten(0, (count, q_len)) for tensor in bits(case))
     for seed, (who, pads) in enumerate([
-        ([0], 0), ([count - 1], 1), (list(range(count))[::-1], 3), ([1, 0] * 6, 4),
+        ([0], 0), ([count - 1], 1), (list(range(count))[::-1], 3), ([1, 0] * 3, 4),
     ]):
         other = picked(case, who, pads=pads, seed=seed)
         run_fixed(other, split_keys=split, ctas=(0, 8)[seed % 2])
@@ -143,8 +149,8 @@ def check_batches(options: dict[str, Any], split: int) -> None:
         same_bits(other, wanted, f"requests {who} with {pads} of padding")
 
 
-BATCHES = {
-    "tree": {"lengths": [190, 0, 65, 64, 3], "q_len": 3},
+BATCHES: dict[str, dict[str, Any]] = {
+    "tree": {"lengths": [190, 0, 65], "q_len": 3},
     "draft_f16": {"lengths": [130, 7], "mode": "draft", "tail_len": 12, "dtype": F16},
     "window": {"lengths": [150, 64], "window_left": 33, "q_len": 3},
 }
@@ -162,7 +168,7 @@ def test_the_rest_of_the_batch_does_not_show_at_size(name: str) -> None:
     check_batches(options | {"lengths": [*options["lengths"], 5000, 70, 2222]}, 1024)
 
 
-@pytest.mark.parametrize("name", ["tree", "chain", "draft"])
+@pytest.mark.parametrize("name", ["tree", "draft"])
 def test_the_default_mode_does_show_it(name: str) -> None:
     """The comparisons above can fail: with its chunks of the whole batch, the other mode does."""
     # long enough for chunks of several tiles
@@ -177,10 +183,44 @@ def test_the_default_mode_does_show_it(name: str) -> None:
         check(one, oracle_tree(one))
     with pytest.raises(AssertionError, match="decode: out differs"):
         same_bits(decode, bits(case), "decode")
-    if name != "chain":
-        first = alone.live
-        with pytest.raises(AssertionError, match="alone: out differs"):
-            same_bits(alone, (case.out[:first], case.lse[:first]), "alone")
+    first = alone.live
+    with pytest.raises(AssertionError, match="alone: out differs"):
+        same_bits(alone, (case.out[:first], case.lse[:first]), "alone")
+
+
+PROMPTS: dict[str, dict[str, Any]] = {
+    "plain": {}, "window": {"window_left": 37}, "cap": {"logit_cap": 3.0},
+    "f16": {"dtype": F16, "head_dim": 64},
+}
+
+
+def check_prompts(lengths: list[tuple[int, int]], cuts: list[int], **options: Any) -> None:
+    """A prompt has the same bits whole and in pieces, and in any batch."""
+    case = make_extend_case(lengths, **options, device=DEVICE)
+    extend(case)
+    check(case, oracle_extend(case))
+    wanted = bits(case)
+    for piece, rows in resumed(case, cuts):
+        extend(piece)
+        same_bits(piece, tuple(part[rows] for part in wanted), f"tokens {rows.tolist()}")
+
+
+def extend(case: Case) -> None:
+    case.clear()
+    extend_attention(case.q, case.k_cache, case.v_cache, case.out, case.lse, deterministic=True,
+                     **case.args, **case.settings)
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prompts_in_pieces(name: str) -> None:
+    check_prompts([(0, 70), (33, 40), (64, 9)], [33, 1, 9], **PROMPTS[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prompts_in_pieces_at_size(name: str) -> None:
+    options = {"head_dim": 128, "heads": (8, 2), "dtype": BF16} | PROMPTS[name]
+    check_prompts([(0, 700), (1500, 165), (64, 9)], [301, 1, 9], **options)
 
 
 def test_one_object_serves_every_step() -> None:

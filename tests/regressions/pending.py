@@ -26,12 +26,6 @@ PENDING = {
         "acceptance.",
         "data parallelism",
     ),
-    "R48": (
-        "vllm#54506, tokenspeed#904, mlx-lm#1423",
-        "At temperature 0, speculation and plain decoding differ in the last bits: verify and "
-        "decode have other tiles and splits.",
-        "a deterministic mode",
-    ),
 }
 
 # row: what its tests leave out

@@ -366,3 +366,20 @@ class ForgetsBeyondTwoThousand(Mutant):
         if not isinstance(plan, AttnPlan):
             return plan
         return replace(plan, seq_lens=plan.seq_lens.clamp(max=2000))
+
+
+class DependsOnTheBatch(Mutant):
+    """In the last bits, though it says that it does not."""
+
+    capabilities: ClassVar[Capabilities] = replace(
+        TorchNativeBackend.capabilities, deterministic=True
+    )
+
+    def seen(self, plan):
+        count = len(plan.kv_indptr) if isinstance(plan, CsrPlan) else len(plan.seq_lens)
+        self.noise = min(count, 8) * 2.0**-23
+        return plan
+
+    def attend(self, run, q, k_cache, v_cache, out, lse):
+        run(q, k_cache, v_cache, out, lse)
+        out.mul_(1 + self.noise)

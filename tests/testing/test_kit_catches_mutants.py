@@ -37,6 +37,7 @@ MUTANTS = [
     (m.ServesSixteenRequests, "batches", "modes"),
     (m.AveragesBlindRows, "rows without keys", "modes"),
     (m.RoundsTheWeights, "dtypes", "modes"),
+    (m.DependsOnTheBatch, "deterministic", "modes"),
     (m.IgnoresTheValuesScale, "stored dtypes", "dtypes"),
     (m.KeepsTheFirstScales, "stored dtypes", "layers"),
     (m.CachesTheFirstLayer, "layers", "modes"),
