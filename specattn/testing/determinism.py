@@ -130,7 +130,7 @@ def resumed(case: Case, cuts: list[int]) -> list[tuple[Case, Tensor]]:
 
 def same_paths(setting: Setting, mode: Mode) -> None:
     """Every row has the bits of decoding at the end of its path, as a request and as a list."""
-    case = setting.case(mode, LENGTHS, deterministic=True)
+    case = setting.case(mode, LENGTHS)
     backend = setting.backend(case)
     wanted, rows = _bits(setting, backend, case), list(range(len(case.q)))
     _compare(wanted, _bits(setting, backend, as_decode(case, rows)), "decoding")
@@ -140,7 +140,7 @@ def same_paths(setting: Setting, mode: Mode) -> None:
 
 def same_batches(setting: Setting, mode: Mode) -> None:
     """A request has the same bits alone, in any order, beside padding, wherever its keys are."""
-    case = setting.case(mode, LENGTHS, deterministic=True)
+    case = setting.case(mode, LENGTHS)
     backend, q_len = setting.backend(case), len(case.q) // len(LENGTHS)
     wanted = _bits(setting, backend, case)
     for seed, (requests, pads) in enumerate([([2], 0), ([0], 3), ([1, 2, 0], 1)]):
@@ -153,7 +153,7 @@ def same_batches(setting: Setting, mode: Mode) -> None:
 
 def same_prompts(setting: Setting, mode: Mode) -> None:
     """A prompt has the same bits whole and in pieces."""
-    case = setting.case(mode, LENGTHS, deterministic=True)
+    case = setting.case(mode, LENGTHS)
     backend = setting.backend(case)
     wanted = _bits(setting, backend, case)
     for piece, rows in resumed(case, [2, 5, 1]):

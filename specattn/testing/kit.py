@@ -194,7 +194,10 @@ def _bodies(
 
 
 def _determinism(setting: Setting) -> Iterator[tuple[int, str, str, Callable[[], None]]]:
-    for name, mode in setting.modes().items():
+    """Yield what must be the same bit for bit, and lives of deterministic forwards."""
+    setting = replace(setting, deterministic=True)
+    modes = setting.modes()
+    for name, mode in modes.items():
         bodies = {"batches": determinism.same_batches, "paths": determinism.same_paths}
         if mode.kind == "extend":
             bodies = {"pieces": determinism.same_prompts}
@@ -203,3 +206,15 @@ def _determinism(setting: Setting) -> Iterator[tuple[int, str, str, Callable[[],
         for option, body in bodies.items():
             level = SMOKE if (name, option) == ("tree_verify", "paths") else QUICK
             yield level, f"{name}-same_{option}", "deterministic", partial(body, setting, mode)
+    lives = {"growth": ("growth", life.growth), "layers": ("layers", life.layers)}
+    if setting.device.type == "cuda":
+        lives["no_sync"] = ("host sync", promises.no_sync)
+        lives["graphs"] = ("graphs", promises.graphs)
+    for name in [n for n in ("tree_verify", "draft_tree", "draft_lists") if n in modes]:
+        for option, (broken, live) in lives.items():
+            run = partial(live, setting, modes[name])
+            yield QUICK, f"{name}-deterministic_{option}", broken, run
+    for kind, need in (("tree", "draft_tree"), ("lists", "draft_lists")):
+        if need in modes:
+            run = partial(life.steps, setting, kind)
+            yield QUICK, f"deterministic_draft_steps-{kind}", "draft steps", run

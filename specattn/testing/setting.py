@@ -106,6 +106,8 @@ class Setting:
         Those to test; all that are declared if empty.
     whole_pages : bool
         As in `specattn.testing.conformance`.
+    deterministic : bool
+        Whether forwards are.
     """
 
     factory: BackendFactory
@@ -114,6 +116,7 @@ class Setting:
     geometry: Geometry = field(default_factory=Geometry)
     dtypes: tuple[torch.dtype, ...] = ()
     whole_pages: bool = False
+    deterministic: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -138,7 +141,8 @@ class Setting:
         ``width`` fixes the table's columns, and with them the entries of index lists.
         """
         form = {
-            "device": self.device, "whole_pages": self.whole_pages, **vars(self.geometry), **form
+            "device": self.device, "whole_pages": self.whole_pages,
+            "deterministic": self.deterministic, **vars(self.geometry), **form
         }
         form["page_size"] = form["page_size"] or self.factory.capabilities.page_size
         form.setdefault("dtype", self.dtype)
