@@ -84,9 +84,10 @@ class World:
         self.positions = places[:, -q_len:].contiguous().to(DEVICE)
 
     def pool(self, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
-        pool = torch.randn(self.slots, heads, dim).to(dtype)
+        pool = torch.randn(self.slots, heads, dim)
         pool[~self.used] = float("nan")
-        return pool.to(DEVICE)
+        # float8 knows NaN, and no assignment through a mask
+        return pool.to(dtype).to(DEVICE)
 
 
 def finite(*results: Tensor | None) -> None:

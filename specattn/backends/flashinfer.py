@@ -53,7 +53,7 @@ class FlashInferBackend(FlashInferLayer):
     capabilities: ClassVar[Capabilities] = Capabilities(
         graphs=True, host_plan=True, dtypes=(torch.float16, torch.bfloat16)
     )
-    two_passes_from: ClassVar[int | None] = None
+    two_passes_from: ClassVar[int | None] = 8192
 
     @staticmethod
     def reasons(config: AttnConfig | None, device: torch.device) -> list[str]:

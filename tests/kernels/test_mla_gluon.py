@@ -14,10 +14,10 @@ import torch
 
 from specattn.kernels.mla_attention import (
     GLUON,
+    MERGE,
     MlaAttention,
     check_mla_gluon,
     choose_mla_tile,
-    mla_merge_tile,
     mla_tile_config,
 )
 from specattn.kernels.tile_config import MergeTile
@@ -49,7 +49,7 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "sharp": ((200, 33), {"scale": 20.0}),
 }
 MERGES = {
-    "few": mla_merge_tile(1), "some": mla_merge_tile(8), "many": mla_merge_tile(9),
+    "default": MERGE,
     "whole_rows": MergeTile(rows=4, parts=8),
 }
 
