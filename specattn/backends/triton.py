@@ -96,12 +96,11 @@ class TritonBackend:
             "batch": batch, "q_len": q_len, "num_qo_heads": config.num_qo_heads,
             "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim,
             "v_head_dim": config.v_head_dim, "dtype": config.dtype, "device": self.device,
-            "page_size": page_size,
-            "kv_dtype": config.kv_dtype,
+            "logit_cap": config.logit_cap, "page_size": page_size, "kv_dtype": config.kv_dtype,
         }
         return TreeAttention(
             **shape, tail_len=tail_len, sm_scale=config.sm_scale,
-            window_left=config.window_left, logit_cap=config.logit_cap, csr=csr,
+            window_left=config.window_left, csr=csr,
             workspace=self._scratch.of(TreeAttention.workspace_bytes(**shape)),
         )
 

@@ -122,6 +122,12 @@ def _produce(
     phase = 1
     while left > 0:
         begin, _, count = _bounds(tile, left, prefix_len, first_tile, t)
+        # the next request's numbers arrive while this one's tiles are brought
+        next_base, next_prefix, next_first = base, prefix_len, first_tile
+        if left > count:
+            next_base, next_prefix, next_first, _, _ = load_request(
+                work.requests + (req + 1) * 8
+            )
         first_key = 0
         if t.WINDOW >= 0:
             low, _ = _query_positions(work, req, prefix_len, shape)
@@ -133,9 +139,8 @@ def _produce(
         )
         left -= count
         tile = 0
-        if left > 0:
-            req += 1
-            base, prefix_len, first_tile, _, _ = load_request(work.requests + req * 8)
+        req += 1
+        base, prefix_len, first_tile = next_base, next_prefix, next_first
     async_copy.wait_group(0)
 
 
@@ -178,6 +183,11 @@ def _consume(ring, work, t, shape, rows, factors, WG: gl.constexpr):
     phase = 0
     while left > 0:
         begin, end, count = _bounds(tile, left, prefix_len, first_tile, t)
+        next_prefix, next_first, next_parts, next_rank = prefix_len, first_tile, parts, split_rank
+        if left > count:
+            _base, next_prefix, next_first, next_parts, next_rank = load_request(
+                work.requests + (req + 1) * 8
+            )
         q_at = (req * shape.Q_LEN + q_row // GROUP).to(gl.int64) * shape.Q_TOKEN
         q_at += (work.head * GROUP + q_row % GROUP) * shape.Q_HEAD
         queries = gl.load(
@@ -229,11 +239,8 @@ def _consume(ring, work, t, shape, rows, factors, WG: gl.constexpr):
             gl.store(rows.partial_lse + block + s_row, gl.where(total > 0.0, log2_sum, EMPTY))
         left -= count
         tile = 0
-        if left > 0:
-            req += 1
-            _base, prefix_len, first_tile, parts, split_rank = load_request(
-                work.requests + req * 8
-            )
+        req += 1
+        prefix_len, first_tile, parts, split_rank = next_prefix, next_first, next_parts, next_rank
 
 
 # strides of small tensors: no variants of the kernel for round ones

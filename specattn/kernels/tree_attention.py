@@ -49,7 +49,7 @@ class _Shape:
     def of(
         cls, *, batch: int, q_len: int, num_qo_heads: int, num_kv_heads: int, head_dim: int,
         v_head_dim: int, dtype: torch.dtype, device: torch.device, page_size: int,
-        tile: TileConfig | None, kv_dtype: torch.dtype | None = None,
+        tile: TileConfig | None, kv_dtype: torch.dtype | None = None, has_cap: bool = False,
     ) -> _Shape:
         if num_qo_heads % num_kv_heads:
             raise ValueError(
@@ -61,7 +61,7 @@ class _Shape:
         stored = kv_dtype or dtype
         if tile is None and gluon_attention.serves(head_dim, v_head_dim, stored, device):
             tile = gluon_attention.gluon_tile_config(
-                q_len * group, head_dim, batch, page_size, stored
+                q_len * group, head_dim, batch, page_size, stored, has_cap
             )
         tile = tile or tile_config(q_len * group, head_dim, v_head_dim, stored, batch, limits)
         m_tiles = triton.cdiv(q_len * group, tile.block_m)
@@ -141,6 +141,7 @@ class TreeAttention:
             batch=batch, q_len=q_len, num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads,
             head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype, device=device,
             page_size=1 if csr else page_size, tile=tile, kv_dtype=kv_dtype,
+            has_cap=logit_cap > 0,
         )
         self.batch, self.q_len, self.tail_len = batch, q_len, tail_len
         self.num_qo_heads, self.num_kv_heads = num_qo_heads, num_kv_heads
@@ -169,14 +170,14 @@ class TreeAttention:
     @staticmethod
     def workspace_bytes(
         *, batch: int, q_len: int, num_qo_heads: int, num_kv_heads: int, head_dim: int,
-        v_head_dim: int, dtype: torch.dtype, device: torch.device | str, page_size: int = 1,
-        tile: TileConfig | None = None, kv_dtype: torch.dtype | None = None,
+        v_head_dim: int, dtype: torch.dtype, device: torch.device | str, logit_cap: float = 0.0,
+        page_size: int = 1, tile: TileConfig | None = None, kv_dtype: torch.dtype | None = None,
     ) -> int:
         """Return the bytes of workspace that an object with these parameters needs."""
         shape = _Shape.of(
             batch=batch, q_len=q_len, num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads,
             head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype, device=torch.device(device),
-            page_size=page_size, tile=tile, kv_dtype=kv_dtype,
+            page_size=page_size, tile=tile, kv_dtype=kv_dtype, has_cap=logit_cap > 0,
         )
         return shape.workspace(v_head_dim, dtype)[1]
 

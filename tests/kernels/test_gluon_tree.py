@@ -30,6 +30,7 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "window": ((3000, 700, 100), {"q_len": 8, "window_left": 511}),
     "window_in_tail": ((300, 20), {"q_len": 40, "mode": "chain", "window_left": 17}),
     "cap": ((1500, 65), {"q_len": 8, "logit_cap": 30.0}),
+    "cap_batch_9": (tuple((97 * i) % 700 for i in range(9)), {"q_len": 8, "logit_cap": 30.0}),
     "cap_window_wide": ((900, 64), {"q_len": 40, "logit_cap": 5.0, "window_left": 200}),
     "head_64": ((1500, 65), {"q_len": 8, "head_dim": 64, "heads": (6, 2)}),
     "head_64_wide": ((1500, 65), {"q_len": 40, "head_dim": 64, "heads": (6, 2)}),
