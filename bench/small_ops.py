@@ -6,6 +6,7 @@ included. Operations on the KV pool rotate over slots, so that they meet a cold 
 read what a step has just written. Bytes are what must be read and written once.
 
     python -m bench.small_ops [--batch 1,16,64,256,512] [--only NAME] [--rounds 20] [--out FILE]
+    python -m bench.small_ops --warps [--batch 1,64,256]  # the choice of num_warps, printed only
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import importlib
 import json
 import traceback
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 RESULTS = Path(__file__).parent / "results"
 BATCHES = (1, 16, 64, 256, 512)
+WARPS = (1, 2, 4, 8)
 # topk, steps, nodes with the root
 TREES = ((4, 5, 16), (8, 7, 64))
 # heads and width of a KV row, layers of a target, committed tokens at most, table width
@@ -130,11 +133,14 @@ class Step:
     def empty(self, *shape: int) -> Tensor:
         return torch.full(shape, -77, device=self.device)
 
-    def build(self, ops: ModuleType) -> None:
+    def build(self, ops: ModuleType, **options: int | None) -> None:
         ops.build_tree(
             self.scores, self.candidate_tokens, self.parents, self.bonus, self.lens,
-            topk=self.topk, num_draft_tokens=self.nodes, **self.tree,
+            topk=self.topk, num_draft_tokens=self.nodes, **self.tree, **options,
         )
+
+    def follow(self, ops: ModuleType, **options: int | None) -> None:
+        ops.accept_greedy(*self.links(), self.argmax, **self.accepted, **options)
 
     def deepest(self) -> Tensor:
         """A target that follows the last child everywhere: the longest walk there is."""
@@ -199,9 +205,8 @@ def beams(s: Step) -> list[Op]:
 
 def accepts(s: Step) -> list[Op]:
     out, (tokens, first, sibling) = list(s.accepted.values()), s.links()
-    found = [Op("accept greedy", "accept", lambda ops, _: ops.accept_greedy(
-        tokens, first, sibling, s.argmax, **s.accepted
-    ), out, size(tokens, first, sibling, s.argmax, *out))]
+    moved = size(tokens, first, sibling, s.argmax, *out)
+    found = [Op("accept greedy", "accept", lambda ops, _: s.follow(ops), out, moved)]
     probs = torch.rand(s.batch, s.nodes, s.vocab, device=s.device, generator=s.generator)
     # the children share most of the mass, as a draft worth its time would have it
     probs.mul_(0.5 / s.vocab).scatter_add_(
@@ -439,14 +444,47 @@ def cell(s: Step, rounds: int, only: str, count: bool) -> dict[str, Any]:
     return {"name": name, "case": case, "contestants": found}
 
 
+def compare_warps(batches: list[int], rounds: int) -> None:
+    """Print what one to eight warps per request take; None is the kernels' own choice."""
+    from specattn.kernels import accept, tree
+    from specattn.kernels.reference import accept as accept_twin
+    from specattn.kernels.reference import tree as tree_twin
+
+    for shape in TREES:
+        for batch in batches:
+            s = Step(batch, *shape, "cuda", layers=1)
+            cases = (
+                ("tree", s.build, tree, tree_twin, s.tree),
+                ("accept greedy", s.follow, accept, accept_twin, s.accepted),
+            )
+            for name, call, kernels, twins, out in cases:
+                call(twins)
+                expected = {key: value.clone() for key, value in out.items()}
+                line = [f"{name:14} batch {batch:3}, {shape[2]} nodes:"]
+                for warps in (None, *WARPS):
+                    for value in out.values():
+                        value.fill_(-77)
+                    run = partial(call, kernels, num_warps=warps)
+                    run()
+                    wrong = [key for key in out if not torch.equal(out[key], expected[key])]
+                    took = measure(name, 0, lambda _, run=run: run(), 1, rounds, False)
+                    line.append(f"{warps} {took['us']:.2f}" + (f" WRONG {wrong}" if wrong else ""))
+                print("  ".join(line), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batch", default=",".join(map(str, BATCHES)))
+    parser.add_argument("--batch", help="default: 1,16,64,256,512; with --warps 1,64,256")
     parser.add_argument("--only", default="", help="operations whose name contains this")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--warps", action="store_true", help="time num_warps of tree and accept")
     parser.add_argument("--commit", help="what the results call this version")
     parser.add_argument("--out", type=Path, default=RESULTS / "small_ops_h200.json")
     options = parser.parse_args()
+    batches = [int(batch) for batch in options.batch.split(",")] if options.batch else None
+    if options.warps:
+        compare_warps(batches or [1, 64, 256], options.rounds)
+        return
     found: dict[str, Any] = {
         "format": 1, "part": "small_ops", "title": "Small kernels",
         "machine": machine(options.commit), "rounds": options.rounds,
@@ -454,7 +492,7 @@ def main() -> None:
     }
     print(found["machine"]["device"], found["roofs"], flush=True)
     for tree in TREES:
-        for batch in map(int, options.batch.split(",")):
+        for batch in batches or BATCHES:
             torch.manual_seed(0)
             step = Step(batch, *tree, "cuda")
             # no batch has other launches than the first

@@ -14,6 +14,23 @@ SEGMENT = 512
 
 
 @triton.jit
+def _matching_child(token, next_token, next_sibling, want, n):
+    """Return each node's first child, in link order, of the wanted token; -1 for none."""
+    child = next_token                                                       # [BLOCK_N]
+    found = tl.full(child.shape, -1, tl.int32)
+    walking = child >= 0
+    seen = 0
+    while (seen < n - 1) & (tl.max(walking.to(tl.int32), 0) > 0):
+        at = tl.maximum(child, 0)
+        hit = walking & (tl.gather(token, at, 0) == want)
+        found = tl.where(hit, child, found)
+        child = tl.gather(next_sibling, at, 0)
+        walking = walking & (found < 0) & (child >= 0)
+        seen += 1
+    return found
+
+
+@triton.jit
 def _accept_greedy_kernel(
     tokens,             # [B, n] int64
     next_token,         # [B, n] int64
@@ -23,38 +40,37 @@ def _accept_greedy_kernel(
     accept_tokens_out,  # [B, steps + 1] int64, out
     accept_lens_out,    # [B] int32, out
     bonus_out,          # [B] int64, out
-    n, steps,
+    n, steps, rounds,
+    BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
 ):
     req = tl.program_id(0).to(tl.int64)
-    tokens += req * n
-    next_token += req * n
-    next_sibling += req * n
-    target_argmax += req * n
-    accept_index_out += req * (steps + 1)
-    accept_tokens_out += req * (steps + 1)
+    # All nodes at once: every row is read once, and all rows together.
+    node = tl.arange(0, BLOCK_N)                                             # [BLOCK_N]
+    live = node < n
+    token = tl.load(tokens + req * n + node, mask=live, other=0)
+    first = tl.load(next_token + req * n + node, mask=live, other=-1)
+    sibling = tl.load(next_sibling + req * n + node, mask=live, other=-1)
+    want = tl.load(target_argmax + req * n + node, mask=live, other=0)
+    first = tl.where((first >= 0) & (first < n), first, -1).to(tl.int32)
+    sibling = tl.where((sibling >= 0) & (sibling < n), sibling, -1).to(tl.int32)
+    step = _matching_child(token, first, sibling, want, n)
 
-    node = tl.full([], 0, tl.int64)
-    want = tl.load(target_argmax)
-    length = tl.full([], 1, tl.int32)
-    walking = length > 0
-    tl.store(accept_index_out, 0)
-    tl.store(accept_tokens_out, want)
-    for depth in range(1, steps + 1):
-        child = tl.load(next_token + node, mask=walking, other=-1)
-        found = tl.full([], -1, tl.int64)
-        seen = tl.full([], 0, tl.int32)
-        while (found < 0) & (child >= 0) & (child < n) & (seen < n - 1):
-            found = tl.where(tl.load(tokens + child) == want, child, found)
-            child = tl.load(next_sibling + child)
-            seen += 1
-        walking = found >= 0
-        node = tl.where(walking, found, node)
-        want = tl.load(target_argmax + node)
-        length += walking.to(tl.int32)
-        tl.store(accept_index_out + depth, tl.where(walking, node, -1).to(tl.int32))
-        tl.store(accept_tokens_out + depth, tl.where(walking, want, 0))
+    # the node at every depth, by doubling the step
+    depth = tl.arange(0, BLOCK_S)                                            # [BLOCK_S]
+    path = tl.zeros([BLOCK_S], tl.int32)
+    for bit in range(rounds):
+        there = tl.where(path >= 0, tl.gather(step, tl.maximum(path, 0), 0), -1)
+        path = tl.where((depth >> bit) & 1 != 0, there, path)
+        step = tl.where(step >= 0, tl.gather(step, tl.maximum(step, 0), 0), -1)
+    on_path = (path >= 0) & (depth <= steps)
+    emitted = tl.where(on_path, tl.gather(want, tl.maximum(path, 0), 0), 0)
+    length = tl.sum(on_path.to(tl.int32), 0)
+    row = req * (steps + 1) + depth
+    tl.store(accept_index_out + row, path, mask=depth <= steps)
+    tl.store(accept_tokens_out + row, emitted, mask=depth <= steps)
     tl.store(accept_lens_out + req, length)
-    tl.store(bonus_out + req, want)
+    # written by the lane that holds the path's end
+    tl.store(bonus_out + req + tl.zeros_like(depth), emitted, mask=depth == length - 1)
 
 
 @triton.jit
@@ -319,6 +335,7 @@ def accept_greedy(
     accept_tokens_out: Tensor,
     accept_lens_out: Tensor,
     bonus_out: Tensor,
+    num_warps: int | None = None,
 ) -> None:
     """Follow the target's own choice down each tree as far as the tree has it.
 
@@ -334,6 +351,8 @@ def accept_greedy(
     accept_index_out, accept_tokens_out, accept_lens_out, bonus_out : Tensor
         ``[B, num_steps + 1]`` int32 and int64, ``[B]`` int32 and int64: the
         `specattn.batch.AcceptResult`, written in place.
+    num_warps : int, optional
+        Warps per request, a power of two; chosen by the number of nodes otherwise.
 
     Raises
     ------
@@ -346,12 +365,15 @@ def accept_greedy(
         accept_tokens_out=accept_tokens_out,
     )
     batch, n = tokens.shape
+    steps = accept_index_out.shape[1] - 1
     if not batch:
         return
     _accept_greedy_kernel[(batch,)](
         tokens, next_token, next_sibling, target_argmax,
         accept_index_out, accept_tokens_out, accept_lens_out, bonus_out,
-        n, accept_index_out.shape[1] - 1, num_warps=1,
+        n, steps, steps.bit_length(), BLOCK_N=triton.next_power_of_2(n),
+        # one warp needs no barriers, but passes wide rows around lane by lane
+        BLOCK_S=triton.next_power_of_2(steps + 1), num_warps=num_warps or (1 if n <= 64 else 4),
     )
 
 

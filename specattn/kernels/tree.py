@@ -19,91 +19,96 @@ MAX_CANDIDATES = 16384
 
 
 @triton.jit
-def _parent_of(parents, flat, live, TOPK: tl.constexpr):
-    """Return the flat index of each candidate's parent: -1 for the root, -2 for an orphan."""
-    group = flat // TOPK
-    parent = tl.load(parents + group, mask=live & (group > 0), other=-1)
+def _gather_pair(first, second, index):
+    """Gather from two int32 rows in one pass."""
+    pair = (first.to(tl.int64) << 32) | (second.to(tl.int64) & 0xFFFFFFFF)
+    pair = tl.gather(pair, index, 0)
+    return (pair >> 32).to(tl.int32), pair.to(tl.int32)
+
+
+@triton.jit
+def _group_floors(scores, parents, num_groups, rounds, TOPK: tl.constexpr, BLOCK_G: tl.constexpr):
+    """Return each group's parent candidate, -1 if it has none, and the lowest key from there up.
+
+    Every round of pointer doubling looks twice as far up.
+    """
+    group = tl.arange(0, BLOCK_G)                                            # [BLOCK_G]
+    parent = tl.load(parents + group, mask=(group > 0) & (group < num_groups), other=-1)
     # A parent lies in a shallower step than its children: no cycle, no read outside the row.
-    depth_start = TOPK + (group - 1) // TOPK * TOPK * TOPK
-    known = (parent >= 0) & (parent < depth_start)
-    return tl.where(group > 0, tl.where(known, parent, -2), -1)
+    known = (parent >= 0) & (parent < TOPK + (group - 1) // TOPK * TOPK * TOPK)
+    parent = tl.where(known, parent, -1).to(tl.int32)
+    floor = score_key(tl.load(scores + parent, mask=known, other=float("inf")))
+    # orphans rank last
+    floor = tl.where(known | (group == 0), floor, -0x80000000)
+    jump = tl.maximum(parent, 0) // TOPK
+    for _ in range(rounds):
+        higher, jump = _gather_pair(floor, jump, jump)
+        floor = tl.minimum(floor, higher)
+    return parent, floor
 
 
 @triton.jit
-def _path_key(scores, parents, flat, live, num_steps, TOPK: tl.constexpr):
-    """Return the key of the lowest score on each candidate's path; orphans rank last."""
-    key = score_key(tl.load(scores + flat, mask=live, other=0))
-    up = _parent_of(parents, flat, live, TOPK)
-    for _ in range(num_steps - 1):
-        above = tl.load(scores + up, mask=up >= 0, other=float("inf"))
-        key = tl.minimum(key, score_key(above))
-        key = tl.where(up == -2, -0x80000000, key)
-        up = tl.where(up >= 0, _parent_of(parents, tl.maximum(up, 0), up >= 0, TOPK), up)
-    return key
+def _number_best(key, live, keep):
+    """Number the ``keep`` largest keys from 1 in order, the lower index first among equals.
 
-
-@triton.jit
-def _keep_best(key, live, keep):
-    """Mark the ``keep`` largest keys, the lower index first among equals."""
-    wide = tl.where(live, key.to(tl.int64), -0x80000001)
-    # Build the keep-th largest key bit by bit.
-    threshold = tl.full([], -0x80000000, tl.int64)
-    step = tl.full([], 0x80000000, tl.int64)
-    for _ in range(32):
-        trial = threshold + step
-        enough = tl.sum((wide >= trial).to(tl.int32), 0) >= keep
-        threshold = tl.where(enough, trial, threshold)
-        step = step // 2
-    above = wide > threshold
-    tie = wide == threshold
+    The threshold is sought by thirds between the extremes, and found once it parts the keys as
+    wanted: distinct keys take about log3 of their number in steps, equal ones at most 21.
+    """
+    low = tl.min(tl.where(live, key, 0x7FFFFFFF), 0)
+    high = tl.max(tl.where(live, key, -0x80000000), 0)
+    found = keep + 1
+    while (low < high) & (found != keep):
+        span = high.to(tl.int64) - low
+        third = (span.to(tl.uint32) // 3).to(tl.int64)
+        upper = (high - third).to(tl.int32)
+        lower = (low + span - 2 * third).to(tl.int32)
+        # both counts in one sum
+        counts = (key >= lower).to(tl.int32) + ((key >= upper).to(tl.int32) << 16)
+        counts = tl.sum(tl.where(live, counts, 0), 0)
+        found = tl.where(counts >> 16 >= keep, counts >> 16, counts & 0xFFFF)
+        high = tl.where(
+            counts >> 16 >= keep, high, tl.where(found >= keep, upper, lower) - 1
+        )
+        low = tl.where(counts >> 16 >= keep, upper, tl.where(found >= keep, lower, low))
+    above = live & (key > low)
+    tie = live & (key == low)
     room = keep - tl.sum(above.to(tl.int32), 0)
-    return above | (tie & (tl.cumsum(tie.to(tl.int32), 0) <= room))
+    # both counts in one scan
+    counts = tl.cumsum(above.to(tl.int32) + (tie.to(tl.int32) << 16), 0)
+    ties = counts >> 16
+    kept = above | (tie & (ties <= room))
+    return kept, (counts & 0xFFFF) + tl.minimum(ties, room)
 
 
 @triton.jit
-def _parent_node(
-    next_token_out, parents, node, inner, N, TOPK: tl.constexpr, BLOCK_S: tl.constexpr
-):
-    """Return each node's parent node, by looking its flat parent up among the kept ones."""
-    flat = tl.load(next_token_out + node, mask=inner, other=0)
-    up = _parent_of(parents, flat, inner, TOPK)                              # [BLOCK_N]
-    parent = tl.where(inner, 0, -1).to(tl.int64)
-    for first in range(1, N, BLOCK_S):
-        other = first + tl.arange(0, BLOCK_S)                                # [BLOCK_S]
-        other_flat = tl.load(next_token_out + other, mask=other < N, other=-3)
-        hit = (up[:, None] == other_flat[None, :]) & inner[:, None]          # [BLOCK_N, BLOCK_S]
-        parent += tl.sum(tl.where(hit, other[None, :], 0), 1)
-    return parent
-
-
-@triton.jit
-def _ancestors(parent_of, node, num_steps, N, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr):
-    """Return each node's ancestor words and depth, climbing all paths at once."""
+def _ancestors(parent, node, rounds, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr):
+    """Return each node's ancestor words and depth by pointer doubling."""
     word = tl.arange(0, BLOCK_W)                                             # [BLOCK_W]
-    one = tl.full([BLOCK_N, BLOCK_W], 1, tl.int64)
-    words = tl.zeros([BLOCK_N, BLOCK_W], tl.int64)
-    depth = tl.zeros([BLOCK_N], tl.int64)
-    above = node
-    for _ in range(num_steps + 1):
-        held = (above >= 0)[:, None] & ((above // 64)[:, None] == word[None, :])
-        words |= tl.where(held, one << (above % 64)[:, None], 0)
-        above = tl.load(parent_of + above, mask=(above >= 0) & (above < N), other=-1)
-        depth += (above >= 0).to(tl.int64)
+    bit = tl.full([BLOCK_N, BLOCK_W], 1, tl.int64) << (node % 64)[:, None].to(tl.int64)
+    words = tl.where((node // 64)[:, None] == word[None, :], bit, 0)         # [BLOCK_N, BLOCK_W]
+    depth = (parent >= 0).to(tl.int32)
+    jump = tl.maximum(parent, 0)
+    for _ in range(rounds):
+        words |= tl.gather(words, tl.broadcast_to(jump[:, None], [BLOCK_N, BLOCK_W]), 0)
+        higher, jump = _gather_pair(depth, jump, jump)
+        depth += higher
     return words, depth
 
 
 @triton.jit
-def _child_links(parent_of, node, parent, N, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr):
+def _child_links(parent, node, N, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr):
     """Return each node's first child and next sibling, ascending; -1 for none."""
-    first_child = tl.full([BLOCK_N], N, tl.int64)
-    sibling = tl.full([BLOCK_N], N, tl.int64)
-    for first in range(1, N, BLOCK_S):
-        other = first + tl.arange(0, BLOCK_S).to(tl.int64)                   # [BLOCK_S]
-        other_parent = tl.load(parent_of + other, mask=other < N, other=-2)
-        child = other_parent[None, :] == node[:, None]                       # [BLOCK_N, BLOCK_S]
-        first_child = tl.minimum(first_child, tl.min(tl.where(child, other[None, :], N), 1))
-        later = (other_parent[None, :] == parent[:, None]) & (other[None, :] > node[:, None])
-        sibling = tl.minimum(sibling, tl.min(tl.where(later, other[None, :], N), 1))
+    first_child = tl.full([BLOCK_N], N, tl.int32)
+    sibling = tl.full([BLOCK_N], N, tl.int32)
+    for first in range(0, N, BLOCK_S):
+        other = first + tl.arange(0, BLOCK_S)                                # [BLOCK_S]
+        other_parent = tl.gather(parent, other, 0)
+        other, other_parent = other[:, None], other_parent[:, None]
+        # nodes lie across lanes, so that a lane folds its own column
+        child = other_parent == node[None, :]                                # [BLOCK_S, BLOCK_N]
+        first_child = tl.minimum(first_child, tl.min(tl.where(child, other, N), 0))
+        later = (other_parent == parent[None, :]) & (other > node[None, :])
+        sibling = tl.minimum(sibling, tl.min(tl.where(later, other, N), 0))
     return tl.where(first_child < N, first_child, -1), tl.where(sibling < N, sibling, -1)
 
 
@@ -117,46 +122,55 @@ def _build_tree_kernel(
     tokens_out,        # [B, N] int64, out
     positions_out,     # [B, N] int64, out
     words_out,         # [B, N, W] int64, out
-    next_token_out,    # [B, N] int64, out; holds the nodes' flat indices on the way
+    next_token_out,    # [B, N] int64, out
     next_sibling_out,  # [B, N] int64, out; holds the nodes' parents on the way
-    num_candidates, num_steps, stride_scores, stride_tokens, stride_parents,
+    num_candidates, num_groups, group_rounds, node_rounds,
+    stride_scores, stride_tokens, stride_parents,
     N: tl.constexpr, W: tl.constexpr, TOPK: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
+    BLOCK_S: tl.constexpr,
 ):
     req = tl.program_id(0).to(tl.int64)
-    parents += req * stride_parents
-    tokens += req * stride_tokens
+    scores += req * stride_scores
     tokens_out += req * N
-    next_token_out += req * N
     next_sibling_out += req * N
 
+    # everything that does not depend on the selection is read at once
     flat = tl.arange(0, BLOCK_C)                                             # [BLOCK_C]
     live = flat < num_candidates
-    key = _path_key(scores + req * stride_scores, parents, flat, live, num_steps, TOPK)
-    kept = _keep_best(key, live, N - 1)
-    node_of = tl.cumsum(kept.to(tl.int32), 0)                                # [BLOCK_C]
-    kept = kept & (node_of < N)
-    tl.store(tokens_out + node_of, tl.load(tokens + flat, mask=kept, other=0), mask=kept)
-    tl.store(tokens_out, tl.load(bonus_tokens + req))
-    tl.store(next_token_out + node_of, flat.to(tl.int64), mask=kept)
+    key = score_key(tl.load(scores + flat, mask=live, other=0))
+    token = tl.load(tokens + req * stride_tokens + flat, mask=live, other=0)
+    root_token = tl.load(bonus_tokens + req)
+    root_position = tl.load(seq_lens + req)
+    above, floor = _group_floors(
+        scores, parents + req * stride_parents, num_groups, group_rounds, TOPK, BLOCK_G
+    )
+    group = tl.minimum(flat // TOPK, BLOCK_G - 1)
+    above, floor = _gather_pair(above, floor, group)                         # [BLOCK_C]
+    key = tl.minimum(key, floor)
+
+    kept, number = _number_best(key, live, N - 1)
+    # no parent: the root, as for its own children
+    parent = tl.where(above >= 0, tl.gather(number, tl.maximum(above, 0), 0), 0)
+    tl.store(tokens_out + number, token, mask=kept)
+    tl.store(next_sibling_out + number, parent.to(tl.int64), mask=kept)
+    tl.store(tokens_out, root_token)
+    tl.store(next_sibling_out, -1)
     tl.debug_barrier()
 
-    node = tl.arange(0, BLOCK_N).to(tl.int64)                                # [BLOCK_N]
-    inner = (node > 0) & (node < N)
-    parent = _parent_node(next_token_out, parents, node, inner, N, TOPK, BLOCK_S)
-    tl.store(next_sibling_out + node, parent, mask=node < N)
+    node = tl.arange(0, BLOCK_N)                                             # [BLOCK_N]
+    inside = node < N
+    parent = tl.load(next_sibling_out + node, mask=inside, other=-2).to(tl.int32)
+    next_token, next_sibling = _child_links(parent, node, N, BLOCK_N, BLOCK_S)
+    words, depth = _ancestors(parent, node, node_rounds, BLOCK_N, BLOCK_W)
     tl.debug_barrier()
 
-    words, depth = _ancestors(next_sibling_out, node, num_steps, N, BLOCK_N, BLOCK_W)
-    next_token, next_sibling = _child_links(next_sibling_out, node, parent, N, BLOCK_N, BLOCK_S)
-    tl.debug_barrier()
-
-    tl.store(next_token_out + node, next_token, mask=node < N)
-    tl.store(next_sibling_out + node, next_sibling, mask=node < N)
-    tl.store(positions_out + req * N + node, tl.load(seq_lens + req) + depth, mask=node < N)
+    tl.store(next_token_out + req * N + node, next_token, mask=inside)
+    tl.store(next_sibling_out + node, next_sibling, mask=inside)
+    tl.store(positions_out + req * N + node, root_position + depth, mask=inside)
     word = tl.arange(0, BLOCK_W)                                             # [BLOCK_W]
     cell = (req * N + node)[:, None] * W + word[None, :]
-    tl.store(words_out + cell, words, mask=(node < N)[:, None] & (word < W)[None, :])
+    tl.store(words_out + cell, words, mask=inside[:, None] & (word < W)[None, :])
 
 
 def build_tree(
@@ -173,6 +187,7 @@ def build_tree(
     words_out: Tensor,
     next_token_out: Tensor,
     next_sibling_out: Tensor,
+    num_warps: int | None = None,
 ) -> None:
     """Keep the best ``num_draft_tokens - 1`` candidates of each request as the tree to verify.
 
@@ -195,6 +210,8 @@ def build_tree(
         ``[B, num_draft_tokens]`` int64, dense: the `specattn.batch.DraftTree`.
     words_out : Tensor
         ``[B, num_draft_tokens, W]`` int64, dense: its ancestor words.
+    num_warps : int, optional
+        Warps per request, a power of two; chosen by the sizes otherwise.
 
     Raises
     ------
@@ -217,12 +234,22 @@ def build_tree(
         tokens_out=tokens_out, positions_out=positions_out, words_out=words_out,
         next_token_out=next_token_out, next_sibling_out=next_sibling_out,
     )
+    block_n = triton.next_power_of_2(num_draft_tokens)
     _build_tree_kernel[(batch,)](
         scores, tokens, parents, bonus_tokens, seq_lens,
         tokens_out, positions_out, words_out, next_token_out, next_sibling_out,
-        count, steps, scores.stride(0), tokens.stride(0), parents.stride(0),
+        count, parents.shape[1], max(steps - 2, 0).bit_length(), steps.bit_length(),
+        scores.stride(0), tokens.stride(0), parents.stride(0),
         N=num_draft_tokens, W=num_words, TOPK=topk,
         BLOCK_C=triton.next_power_of_2(max(count, 1)),
-        BLOCK_N=triton.next_power_of_2(num_draft_tokens), BLOCK_W=triton.next_power_of_2(num_words),
-        BLOCK_S=16, num_warps=4 if count <= 2048 else 16,
+        BLOCK_G=triton.next_power_of_2(max(parents.shape[1], 1)), BLOCK_N=block_n,
+        BLOCK_W=triton.next_power_of_2(num_words), BLOCK_S=min(block_n, 64),
+        num_warps=num_warps or _warps(count, num_draft_tokens),
     )
+
+
+def _warps(count: int, nodes: int) -> int:
+    """Return warps per request: one alone waits at no barrier, but is slow on wide tables."""
+    if count <= 128 and nodes <= 64:
+        return 1
+    return 4 if count <= 2048 else 16
