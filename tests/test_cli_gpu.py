@@ -8,7 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from specattn.backends import available, backend_names
+from specattn.backends import available, backend_names, load_backend
 from specattn.cli.app import app
 
 PROMPT = "class Point:\n    def __init__(self, x, y):"
@@ -54,8 +54,26 @@ def test_a_float8_cache_under_graphs(shape):
         assert difference["plain_margin"] < FLOAT8_MARGIN, difference
 
 
+@pytest.fixture(scope="module")
+def plain_float32() -> list[int]:
+    """Plain decoding's tokens, by torch alone."""
+    found = compare("--dtype", "float32", "--backend", "torch_native", *SHAPES["chain"])
+    return found["plain"]["tokens"]
+
+
 @pytest.mark.parametrize("shape", ["chain", "topk4"])
-@pytest.mark.parametrize("name", [*backend_names(), "fa3,flashinfer,triton", "auto"])
+@pytest.mark.parametrize("name", ["torch_native", "triton", "flex", "auto"])
+def test_float32_is_identical_on_every_backend_that_has_it(name, shape, plain_float32):
+    found = compare("--dtype", "float32", "--backend", name, *SHAPES[shape])
+    assert found["identical"] is True, found["first_difference"]
+    assert found["plain"]["tokens"] == plain_float32
+    served_as_declared(found, name)
+
+
+@pytest.mark.parametrize("shape", ["chain", "topk4"])
+@pytest.mark.parametrize(
+    "name", [*backend_names(), "fa3,flashinfer", "fa3,flashinfer,triton", "auto"]
+)
 def test_every_backend_decodes_in_bfloat16(name, shape):
     """Identical, or first different where the two best logits of plain decoding all but tie."""
     device = torch.device("cuda")
@@ -64,6 +82,15 @@ def test_every_backend_decodes_in_bfloat16(name, shape):
         if reasons or "mla" in part:
             pytest.skip("; ".join(reasons) or "serves latent attention only")
     found = compare("--dtype", "bfloat16", "--backend", name, *SHAPES[shape])
+    served_as_declared(found, name)
     if not found["identical"]:
         difference = found["first_difference"]
         assert difference["plain_margin"] < MARGIN, difference
+
+
+def served_as_declared(found: dict, name: str) -> None:
+    """Every forward was recorded, or none where the backend cannot be."""
+    graphs = found["graphs"]
+    recorded = name == "auto" or load_backend(name).capabilities.graphs
+    assert graphs["fallbacks"] == 0, graphs
+    assert (graphs["replayed"] > 0, graphs["unrecorded"] > 0) == (recorded, not recorded), graphs

@@ -28,7 +28,7 @@ def _record_children(
     candidate_scores, candidate_tokens, candidate_parents, stride_candidates, stride_parents,
     BEAMS: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Write the children of all beams to this step's candidate columns; return their scores."""
+    """Write the children of all beams to this step's candidate columns; return them."""
     flat = tl.arange(0, BLOCK)                                               # [BLOCK]
     live = flat < BEAMS * TOPK
     child = req * BEAMS * TOPK + flat
@@ -40,7 +40,7 @@ def _record_children(
     tl.store(candidate_tokens + column, token, mask=live)
     if offset == 0:
         tl.store(candidate_parents + req * stride_parents, -1)
-    return score
+    return score, token
 
 
 @triton.jit
@@ -62,6 +62,30 @@ def _append_kernel(
 
 
 @triton.jit
+def _rank_all(key, BLOCK: tl.constexpr):
+    """Count the keys that come before each one: larger ones, and equal ones of a lower index."""
+    flat = tl.arange(0, BLOCK)
+    # columns are ranked, so that the sums stay within threads
+    larger = key[:, None] > key[None, :]                                     # [BLOCK, BLOCK]
+    tie = (key[:, None] == key[None, :]) & (flat[:, None] < flat[None, :])
+    return tl.sum((larger | tie).to(tl.int32), 0)
+
+
+@triton.jit
+def _rank_best(key, keep, BLOCK: tl.constexpr):
+    """Rank the ``keep`` first keys, one after the other; the rest get ``keep``."""
+    flat = tl.arange(0, BLOCK)
+    # the low half makes keys distinct and prefers the lower index
+    key = key.to(tl.int64) * 4294967296 + (BLOCK - flat)
+    rank = tl.full([BLOCK], keep, tl.int32)
+    for nth in range(keep):
+        best = tl.max(key, 0)
+        rank = tl.where(key == best, nth, rank)
+        key = tl.where(key == best, -0x8000000000000000, key)
+    return rank
+
+
+@triton.jit
 def _select_kernel(
     child_probs,        # [B, BEAMS, TOPK] float32
     child_tokens,       # [B, BEAMS, TOPK] int64
@@ -79,35 +103,33 @@ def _select_kernel(
     BLOCK: tl.constexpr, BLOCK_W: tl.constexpr,
 ):
     req = tl.program_id(0).to(tl.int64)
-    score = _record_children(
+    flat = tl.arange(0, BLOCK)                                               # [BLOCK]
+    beam = flat // TOPK
+    word = tl.arange(0, BLOCK_W)                                             # [BLOCK_W]
+    # every child's words to come, loaded with the scores and not after them
+    above = path_words + req * stride_path_words + beam[:, None] * W + word[None, :]
+    live = (flat < BEAMS * TOPK)[:, None] & (word < W)[None, :]
+    bits = tl.load(above, mask=live, other=0)                                # [BLOCK, BLOCK_W]
+    score, token = _record_children(
         req, offset, child_probs, child_tokens, path_scores,
         candidate_scores, candidate_tokens, candidate_parents, stride_candidates, stride_parents,
         BEAMS, TOPK, BLOCK,
     )
-    flat = tl.arange(0, BLOCK)                                               # [BLOCK]
-    # The low half makes keys distinct and prefers the lower flat index.
-    key = score_key(score).to(tl.int64) * 4294967296 + (BLOCK - flat)        # [BLOCK]
-    key = tl.where(flat < BEAMS * TOPK, key, -0x8000000000000000)
-    word = tl.arange(0, BLOCK_W)                                             # [BLOCK_W]
-    for branch in range(TOPK):
-        best = tl.max(key, 0)
-        pick = BLOCK - (best & 0xFFFFFFFF)
-        key = tl.where(flat == pick, -0x8000000000000000, key)
-        beam = pick // TOPK
-        child = req * BEAMS * TOPK + pick
-        path = tl.load(child_probs + child) * tl.load(path_scores + req * BEAMS + beam)
-        out = req * TOPK + branch
-        tl.store(scores_out + out, path)
-        tl.store(tokens_out + out, tl.load(child_tokens + child))
-        tl.store(beams_out + out, beam)
-        node = step * TOPK + branch
-        tl.store(candidate_parents + req * stride_parents + 1 + node, offset + pick)
-
-        above = path_words + req * stride_path_words + beam * W + word
-        bits = tl.load(above, mask=word < W, other=0)
-        own = tl.full([BLOCK_W], 1, tl.int64) << (node % 64)
-        bits = tl.where(word == node // 64, bits | own, bits)
-        tl.store(words_out + req * stride_words + branch * W + word, bits, mask=word < W)
+    # those past the last child come last: NaN ranks there, too, at a lower index
+    key = tl.where(flat < BEAMS * TOPK, score_key(score), -0x80000000)
+    rank = _rank_all(key, BLOCK) if BLOCK <= 256 else _rank_best(key, TOPK, BLOCK)
+    chosen = rank < TOPK
+    out = req * TOPK + rank
+    tl.store(scores_out + out, score, mask=chosen)
+    tl.store(tokens_out + out, token, mask=chosen)
+    tl.store(beams_out + out, beam.to(tl.int64), mask=chosen)
+    node = step * TOPK + rank
+    parent = candidate_parents + req * stride_parents + 1 + node
+    tl.store(parent, (offset + flat).to(tl.int64), mask=chosen)
+    own = tl.full([BLOCK, BLOCK_W], 1, tl.int64) << (node % 64)[:, None]
+    bits = tl.where(word[None, :] == (node // 64)[:, None], bits | own, bits)
+    cell = words_out + req * stride_words + rank[:, None] * W + word[None, :]
+    tl.store(cell, bits, mask=chosen[:, None] & (word < W)[None, :])
 
 
 def append_candidates(
@@ -133,7 +155,7 @@ def append_candidates(
         child_probs, child_tokens, path_scores,
         candidate_scores, candidate_tokens, candidate_parents,
         start, candidate_scores.stride(0), candidate_parents.stride(0),
-        BEAMS=beams, TOPK=topk, BLOCK=triton.next_power_of_2(beams * topk),
+        BEAMS=beams, TOPK=topk, BLOCK=triton.next_power_of_2(beams * topk), num_warps=1,
     )
 
 
@@ -193,12 +215,14 @@ def select_beams(
     if not batch:
         return
     num_words = words_out.shape[-1]
+    block = triton.next_power_of_2(beams * topk)
     _select_kernel[(batch,)](
         child_probs, child_tokens, path_scores, path_words,
         candidate_scores, candidate_tokens, candidate_parents,
         scores_out, tokens_out, beams_out, words_out,
         step, start, candidate_scores.stride(0), candidate_parents.stride(0),
         path_words.stride(0), words_out.stride(0),
-        W=num_words, BEAMS=beams, TOPK=topk, BLOCK=triton.next_power_of_2(beams * topk),
+        W=num_words, BEAMS=beams, TOPK=topk, BLOCK=block,
         BLOCK_W=triton.next_power_of_2(num_words),
+        num_warps=1 if block <= 16 else 4 if block <= 128 else 8,
     )

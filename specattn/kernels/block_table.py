@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from specattn.kernels.spread import programs_per_row
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -29,14 +31,15 @@ def _fill_block_table_kernel(
     length = prefix + tail - (lists - 1) + (entry % lists).to(tl.int32)
     if tl.program_id(1) == 0:
         tl.store(lens + entry, length)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)                  # [BLOCK]
-    place = column * PAGE
     row = req_to_token + tl.load(req_pool_indices + req) * stride_req
-    cached = (column < width) & (place < prefix)
-    own = (column < width) & (place >= prefix) & (place < length)
-    slots = tl.load(row + place, mask=cached, other=0)
-    slots += tl.load(tail_slots + req * stride_tail + place - prefix, mask=own, other=0)
-    tl.store(table + entry * stride_table + column, slots // PAGE, mask=column < width)
+    for first in range(tl.program_id(1) * BLOCK, width, tl.num_programs(1) * BLOCK):
+        column = first + tl.arange(0, BLOCK)                                 # [BLOCK]
+        place = column * PAGE
+        cached = (column < width) & (place < prefix)
+        own = (column < width) & (place >= prefix) & (place < length)
+        slots = tl.load(row + place, mask=cached, other=0)
+        slots += tl.load(tail_slots + req * stride_tail + place - prefix, mask=own, other=0)
+        tl.store(table + entry * stride_table + column, slots // PAGE, mask=column < width)
 
 
 def fill_block_table(
@@ -69,7 +72,8 @@ def fill_block_table(
     """
     width = table.shape[1]
     block = min(256, triton.next_power_of_2(width))
-    _fill_block_table_kernel[(len(table), triton.cdiv(width, block))](
+    grid = (len(table), programs_per_row(len(table), triton.cdiv(width, block)))
+    _fill_block_table_kernel[grid](
         req_to_token, req_pool_indices, seq_lens, tail_slots, table, lens,
         req_to_token.shape[1], tail_slots.shape[1], lists, width,
         req_to_token.stride(0), tail_slots.stride(0), table.stride(0),

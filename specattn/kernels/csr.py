@@ -11,14 +11,12 @@ import triton
 import triton.language as tl
 
 from specattn.kernels.dense import require_dense
+from specattn.kernels.spread import programs_per_row
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["fill_lists", "pack_masks"]
-
-# programs per request; each walks its request's list in steps of all of them
-PROGRAMS = 64
 
 
 @triton.jit
@@ -134,7 +132,8 @@ def fill_lists(
     batch, tail = tail_slots.shape
     require_dense(kv_indptr=kv_indptr, kv_indices=kv_indices)
     block = 512
-    grid = (batch, min(PROGRAMS, triton.cdiv(req_to_token.shape[1] + tail, block)))
+    blocks = triton.cdiv(req_to_token.shape[1] + tail, block)
+    grid = (batch, programs_per_row(batch, blocks))
     _fill_lists_kernel[grid](
         req_to_token, req_pool_indices, seq_lens, positions, tail_slots, kv_indptr, kv_indices,
         positions.shape[1], tail, window_left, req_to_token.stride(0), positions.stride(0),
@@ -179,7 +178,7 @@ def pack_masks(
     batch, q_len, _ = tail_words.shape
     require_dense(kv_indptr=kv_indptr, mask_indptr=mask_indptr, mask=mask)
     block = 256
-    grid = (batch, min(PROGRAMS, triton.cdiv(len(mask), block * batch)))
+    grid = (batch, programs_per_row(batch, triton.cdiv(len(mask), block * batch)))
     _pack_masks_kernel[grid](
         kv_indptr, mask_indptr, seq_lens, positions, tail_positions, tail_words, mask,
         q_len, tail_positions.shape[1], window_left, positions.stride(0),

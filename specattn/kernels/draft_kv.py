@@ -9,6 +9,7 @@ import triton.language as tl
 
 from specattn.kernels.dense import require_dense
 from specattn.kernels.reference.draft_kv import check_lists, draft_kv_width
+from specattn.kernels.spread import programs_per_row
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,12 +61,13 @@ def _fill_draft_kv_kernel(
     length = tl.minimum(tl.maximum(tl.load(seq_lens + req), 0), max_len).to(tl.int64)
     begin = TOPK * before + branch % TOPK * length + branch * (step + 1)
 
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)                  # [BLOCK]
     row = req_to_token + tl.load(req_pool_indices + req) * stride_table
     kv_indices += step * stride_indices
-    inside = (column < length) & (begin + column < width)
-    slots = tl.load(row + column, mask=inside, other=0)
-    tl.store(kv_indices + begin + column, slots, mask=inside)
+    end = tl.minimum(length, width - begin).to(tl.int32)
+    for first in range(tl.program_id(1) * BLOCK, end, tl.num_programs(1) * BLOCK):
+        column = first + tl.arange(0, BLOCK)                                 # [BLOCK]
+        slots = tl.load(row + column, mask=column < end, other=0)
+        tl.store(kv_indices + begin + column, slots, mask=column < end)
 
     if tl.program_id(1) == 0:
         kv_indptr += step * stride_indptr
@@ -146,7 +148,8 @@ def fill_draft_kv(
         kv_indptr.zero_()
         return
     block = min(1024, triton.next_power_of_2(max_len))
-    _fill_draft_kv_kernel[(batch * topk, triton.cdiv(max_len, block), steps)](
+    programs = programs_per_row(batch * topk * steps, triton.cdiv(max_len, block))
+    _fill_draft_kv_kernel[(batch * topk, programs, steps)](
         req_to_token, req_pool_indices, seq_lens, branch_slots, words, kv_indptr, kv_indices,
         steps, max_len, kv_indices.shape[1],
         req_to_token.stride(0), kv_indptr.stride(0), kv_indices.stride(0),

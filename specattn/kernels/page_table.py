@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from specattn.kernels.spread import programs_per_row
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -30,10 +32,10 @@ def _fill_page_table_kernel(
     length = tl.minimum(prefix + tail - start, width)
     if tl.program_id(1) == 0:
         tl.store(lens + req, length)
-    if tl.program_id(1) * BLOCK < length:
-        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)              # [BLOCK]
+    row = req_to_token + tl.load(req_pool_indices + req) * stride_req
+    for first in range(tl.program_id(1) * BLOCK, length, tl.num_programs(1) * BLOCK):
+        column = first + tl.arange(0, BLOCK)                                 # [BLOCK]
         place = start + column
-        row = req_to_token + tl.load(req_pool_indices + req) * stride_req
         inside = column < length
         cached = inside & (place < prefix)
         own = inside & (place >= prefix)
@@ -48,19 +50,22 @@ def _fill_ancestor_table_kernel(
     tail_words,  # [B, q_len, W] int64
     table,       # [B * q_len, tail] int32, out
     lens,        # [B * q_len] int32, out
-    tail, q_len, stride_tail, stride_words, stride_word_row,
-    BLOCK: tl.constexpr,
+    rows, tail, q_len, stride_tail, stride_words, stride_word_row,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):
-    query = tl.program_id(0).to(tl.int64)
-    req = query // q_len
+    query = tl.program_id(0) * ROWS + tl.arange(0, ROWS)                     # [ROWS]
+    live = query < rows
+    req = (query // q_len).to(tl.int64)
     key = tl.arange(0, BLOCK)                                                # [BLOCK]
     words = tail_words + req * stride_words + query % q_len * stride_word_row
-    word = tl.load(words + key // 64, mask=key < tail, other=0)
-    seen = ((word >> (key % 64)) & 1) != 0
-    rank = tl.cumsum(seen.to(tl.int32), 0) - 1
-    slots = tl.load(tail_slots + req * stride_tail + key, mask=seen, other=0)
-    tl.store(table + query * tail + rank, slots, mask=seen)
-    tl.store(lens + query, tl.sum(seen.to(tl.int32), 0))
+    inside = live[:, None] & (key < tail)[None, :]
+    word = tl.load(words[:, None] + (key // 64)[None, :], mask=inside, other=0)
+    seen = ((word >> (key % 64)[None, :]) & 1).to(tl.int32)                  # [ROWS, BLOCK]
+    rank = tl.cumsum(seen, 1) - 1
+    place = tail_slots + (req * stride_tail)[:, None] + key[None, :]
+    slots = tl.load(place, mask=seen != 0, other=0)
+    tl.store(table + (query.to(tl.int64) * tail)[:, None] + rank, slots, mask=seen != 0)
+    tl.store(lens + query, tl.sum(seen, 1), mask=live)
 
 
 def fill_page_table(
@@ -93,7 +98,8 @@ def fill_page_table(
     """
     width = table.shape[1]
     block = min(1024, triton.next_power_of_2(width))
-    _fill_page_table_kernel[(len(table), triton.cdiv(width, block))](
+    grid = (len(table), programs_per_row(len(table), triton.cdiv(width, block)))
+    _fill_page_table_kernel[grid](
         req_to_token, req_pool_indices, seq_lens, tail_slots, table, lens,
         req_to_token.shape[1], tail_slots.shape[1], q_len, window_left, width,
         req_to_token.stride(0), tail_slots.stride(0), table.stride(0),
@@ -119,8 +125,10 @@ def fill_ancestor_table(
         ``[B * q_len]`` int32, written: how many keys each query token sees.
     """
     tail = tail_slots.shape[1]
-    _fill_ancestor_table_kernel[(len(table),)](
-        tail_slots, tail_words, table, lens, tail, tail_words.shape[1],
+    block = triton.next_power_of_2(tail)
+    rows = max(1, 512 // block)
+    _fill_ancestor_table_kernel[(triton.cdiv(len(table), rows),)](
+        tail_slots, tail_words, table, lens, len(table), tail, tail_words.shape[1],
         tail_slots.stride(0), tail_words.stride(0), tail_words.stride(1),
-        BLOCK=triton.next_power_of_2(tail), num_warps=1,
+        BLOCK=block, ROWS=rows, num_warps=4,
     )

@@ -57,7 +57,7 @@ def best(scores, topk):
 
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize(
-    ("batch", "topk", "steps"), [(2, 1, 1), (3, 1, 5), (2, 3, 4), (1, 7, 3), (2, 10, 8)]
+    ("batch", "topk", "steps"), [(2, 1, 1), (3, 1, 5), (2, 3, 4), (1, 7, 3), (2, 10, 8), (1, 17, 3)]
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafting(kind, batch, topk, steps, ties):

@@ -51,6 +51,38 @@ def test_page_table_is_prefix_then_tail_from_the_window_on(
         assert out[b].tolist() == expected + [CANARY] * (width - len(expected))
 
 
+def test_one_program_may_walk_a_whole_row(monkeypatch):
+    """With more rows than programs to share, every kernel that spreads rows loops over blocks."""
+    monkeypatch.setattr("specattn.kernels.spread.PROGRAMS", 1)
+    lens, tail, max_len = [2500, 0], 3, 3000
+    rows, table, _, tail_slots = slot_lists(random.Random(0), lens, tail, max_len)
+    rows, lens = torch.tensor(rows, device=DEVICE), torch.tensor(lens, **INT)
+    table, width = torch.tensor(table, **INT), max_len + tail
+    words = torch.ones(2, 1, 1, 1, dtype=torch.int64, device=DEVICE)
+    found = []
+    for kind in KINDS:
+        pages, blocks, lists = (torch.full((2, width), CANARY, **INT) for _ in range(3))
+        counts = torch.zeros(3, 2, **INT)
+        implementation(kind, "page_table").fill_page_table(
+            table, rows, lens, tail_slots, pages, counts[0], q_len=1
+        )
+        implementation(kind, "block_table").fill_block_table(
+            table, rows, lens, tail_slots, blocks, counts[1], page_size=1
+        )
+        indptr = torch.zeros(1, 3, **INT)
+        drafts = torch.full((1, 2 * (max_len + 1)), CANARY, **INT)
+        implementation(kind, "draft_kv").fill_draft_kv(
+            table, rows, lens, tail_slots[:, :1, None].contiguous(), words, indptr, drafts
+        )
+        ends = torch.tensor([0, 2503, 2506], **INT)
+        implementation(kind, "csr").fill_lists(
+            table, rows, lens, words[:, 0, 0], tail_slots, ends, lists.view(-1), -1
+        )
+        found.append((pages, blocks, drafts, indptr, lists, counts))
+    for twin, kernel in zip(*found, strict=True):
+        assert torch.equal(twin, kernel)
+
+
 @pytest.mark.parametrize(("batch", "q_len", "tail"), [(3, 4, 4), (2, 3, 9), (1, 1, 1), (2, 2, 130)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_ancestors_are_packed_in_bit_order(kind, batch, q_len, tail):
