@@ -183,9 +183,11 @@ def test_the_default_mode_does_show_it(name: str) -> None:
         check(one, oracle_tree(one))
     with pytest.raises(AssertionError, match="decode: out differs"):
         same_bits(decode, bits(case), "decode")
-    first = alone.live
-    with pytest.raises(AssertionError, match="alone: out differs"):
-        same_bits(alone, (case.out[:first], case.lse[:first]), "alone")
+    if DEVICE == "cpu" or name == "tree":
+        # with 132 multiprocessors the draft's request is cut alike, alone or not
+        first = alone.live
+        with pytest.raises(AssertionError, match="alone: out differs"):
+            same_bits(alone, (case.out[:first], case.lse[:first]), "alone")
 
 
 PROMPTS: dict[str, dict[str, Any]] = {
