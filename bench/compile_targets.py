@@ -39,6 +39,7 @@ from specattn.kernels import (
     kv_store,
     merge_lse,
     page_table,
+    slot_write,
     tree,
 )
 from specattn.kernels.extend_attention import extend_attention
@@ -240,6 +241,9 @@ def kv_operations(dtype: torch.dtype = BF16, stored: torch.dtype | None = None) 
     kv_move.commit_kv(pool, pool.clone(), slots, slots)
     new = _zeros(BATCH * 8, 8, 128, dtype=dtype)
     kv_store.store_kv(new, new, pool[0], pool[1], slots)
+    slot_write.write_slots(
+        slots.view(-1), slots, slots[0], pieces=2, longest=9, page_size=16
+    )
     parts, logs = _zeros(BATCH, 8, 32, 128, dtype=dtype), _zeros(BATCH, 8, 32, dtype=F32)
     merge_lse.merge_lse(parts, logs, slots[:, 0], parts, logs, slots, parts, logs)
 

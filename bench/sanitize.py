@@ -253,6 +253,7 @@ def pool_dtypes() -> None:
     from specattn.kernels.kv_move import commit_kv
     from specattn.kernels.kv_store import store_kv
     from specattn.kernels.merge_lse import merge_lse
+    from specattn.kernels.slot_write import write_slots
 
     slots = torch.tensor([[5, 2, 7], [1, 4, 8]], dtype=torch.int32).to(DEVICE)
     path = torch.tensor([[0, 2, -1], [0, 1, 2]], dtype=torch.int32).to(DEVICE)
@@ -262,6 +263,10 @@ def pool_dtypes() -> None:
         store_kv(new, new, pools[0][0], pools[1][0], slots)
         commit_kv(*pools, slots, path)
         finite(*pools)
+    table = torch.zeros(3, 1500, dtype=torch.int32).to(DEVICE)
+    pieces = [[2, 1], [0, 1496], [1030, 4], [10, 20], [1030, 1500], *[[p, p + 1] for p in range(9)]]
+    packed = torch.tensor(pieces, dtype=torch.int32).view(-1).to(DEVICE)
+    write_slots(packed, table, table[0], pieces=2, longest=1030, page_size=128)
     parts = [torch.randn(2, 3, 5, 40).to(DEVICE) for _ in range(2)]
     logs = [torch.randn(2, 3, 5).to(DEVICE) for _ in range(2)]
     keys = slots[:, 0].contiguous()
