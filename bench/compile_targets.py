@@ -40,6 +40,7 @@ from specattn.kernels import (
     merge_lse,
     page_table,
     slot_write,
+    step,
     tree,
 )
 from specattn.kernels.extend_attention import extend_attention
@@ -276,6 +277,25 @@ def index_lists(topk: int = 8, steps: int = 7) -> None:
     )
 
 
+def step_ends(topk: int = 4, depth: int = 6, dtype: torch.dtype = BF16) -> None:
+    rows, lens, tokens = _zeros(BATCH), _zeros(BATCH, dtype=I32), _zeros(BATCH, depth)
+    state = (_zeros(BATCH), _zeros(BATCH, topk, dtype=F32), _zeros(BATCH, 4096, dtype=dtype),
+             _zeros(BATCH, 32000, dtype=F32))
+    step.begin_step(
+        rows, lens, lens, _zeros(BATCH, CONTEXT, dtype=I32), reserve_len=16, rows_out=rows,
+        seq_lens_out=lens, window_out=_zeros(BATCH, 16, dtype=I32), positions_out=tokens,
+        draft_positions_out=_zeros(BATCH, depth - 2, topk), tables=state, outs=state,
+    )
+    step.end_step(
+        rows, lens, lens, tokens, seq_lens_table=lens, sources=state, tables=state,
+        packed_out=_zeros(BATCH, 1 + depth),
+    )
+    step.gather_path(
+        _zeros(BATCH, 16, 12288, dtype=dtype), tokens.int(), lens, lens,
+        features_out=_zeros(BATCH, depth, 12288, dtype=dtype), last_rows_out=rows, after_out=rows,
+    )
+
+
 # the first ones are the quick set: each kernel, and each class of tiles in one dtype
 QUICK: dict[str, Callable[[], None]] = {
     "64 rows, window, cap, lse, f16": partial(attend, 8, 8, F16, window=99, cap=30.0, lse=True),
@@ -287,7 +307,7 @@ QUICK: dict[str, Callable[[], None]] = {
     "latent, 64 rows, bf16": partial(attend_latent, 4, 4, BF16),
     "latent prompt, bf16": partial(prompt_latent, BF16),
     "tree": build_tree, "beams": beams, "accept": accepts, "kv": kv_operations,
-    "lists": index_lists,
+    "lists": index_lists, "step": step_ends,
 }
 CASES = QUICK | {
     "16 rows, bf16": partial(attend, 4, 4, BF16),

@@ -37,7 +37,7 @@ WARPS = (1, 2, 4, 8)
 TREES = ((4, 5, 16), (8, 7, 64))
 # heads and width of a KV row, layers of a target, committed tokens at most, table width
 HEADS, DIM, LAYERS, CONTEXT, WIDTH = 8, 128, 32, 2048, 8192
-VOCAB = 32000
+VOCAB, HIDDEN = 32000, 4096
 MOST_CALLS, REPLAY_US = 64, 4e3
 # operations that the target of a few microseconds is about, at batches up to 256
 TARGETED = ("plan", "tree", "beams", "accept greedy", "kv move, 1 layer")
@@ -326,7 +326,50 @@ def draft_lists(s: Step, topk: int, steps: int) -> list[Op]:
     ]
 
 
-GROUPS = (trees, beams, accepts, kv, lists)
+def ends(s: Step) -> list[Op]:
+    """The begin and the end of a step over state tables, and the features of the accepted path."""
+    batch, topk, steps, device = s.batch, s.topk, s.steps, s.device
+    reserve, depth = max(s.nodes, topk * (steps - 1)), steps + 1
+    # bonus token, top tokens and their probabilities, hidden state, how the request draws
+    kinds = [((), torch.int64), ((topk,), torch.int64), ((topk,), torch.float32),
+             ((HIDDEN,), torch.bfloat16), ((), torch.float32), ((), torch.int32),
+             ((), torch.float32), ((), torch.int64)]
+    tables = [s.ints(100, batch + 1, *shape).to(dtype) for shape, dtype in kinds]
+    outs = [s.empty(batch, *shape).to(dtype) for shape, dtype in kinds]
+    lens = torch.cat([s.lens[:1] * 0, s.lens])
+    slots = s.ints(2**24, batch + 1, s.table.shape[1]).int()
+    begun = {
+        "rows_out": s.empty(batch), "seq_lens_out": s.empty(batch).int(),
+        "window_out": s.empty(batch, reserve).int(), "positions_out": s.empty(batch, depth),
+        "draft_positions_out": s.empty(batch, steps - 1, topk),
+    }
+    rows, reserved, tokens = s.rows + 1, lens + reserve, s.ints(s.vocab, batch, depth)
+    after, packed = lens.clone(), s.empty(batch, 1 + depth)
+    new = [s.ints(100, *out.shape).to(out.dtype) for out in outs[:4]]
+    features = torch.randn(batch, s.nodes, 3 * HIDDEN, device=device, generator=s.generator)
+    features = features.bfloat16()
+    path = s.ints(s.nodes, batch, depth).int()
+    kept = s.ints(depth + 1, batch, low=1).int()
+    gathered = {
+        "features_out": torch.zeros(batch, depth, 3 * HIDDEN, dtype=torch.bfloat16, device=device),
+        "last_rows_out": s.empty(batch), "after_out": s.empty(batch),
+    }
+    return [
+        Op("begin step", "step", lambda ops, _: ops.begin_step(
+            rows, lens, reserved, slots, reserve_len=reserve, **begun,
+            tables=tables, outs=outs,
+        ), [*begun.values(), *outs], 2 * size(*outs) + size(*begun.values())),
+        Op("end step", "step", lambda ops, _: ops.end_step(
+            rows, s.lens, kept, tokens, seq_lens_table=after, sources=new,
+            tables=tables[:4], packed_out=packed,
+        ), [after, packed, *tables[:4]], 2 * size(*new) + size(packed)),
+        Op("path features", "step", lambda ops, _: ops.gather_path(
+            features, path, kept, s.lens, **gathered
+        ), list(gathered.values()), 2 * size(gathered["features_out"])),
+    ]
+
+
+GROUPS = (trees, beams, accepts, kv, lists, ends)
 
 
 def check(op: Op) -> None:
