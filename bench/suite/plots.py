@@ -44,7 +44,7 @@ def stamp(path: Path) -> str | None:
     return rest[:16] or None
 
 
-def _save(figure: Any, path: Path, made_for: str) -> None:
+def save(figure: Any, path: Path, made_for: str) -> None:
     import matplotlib.pyplot as plt
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ def bars(part: PartFound, path: Path) -> None:
         if ratio.get_legend_handles_labels()[0]:
             figure.legend(loc="upper center", bbox_to_anchor=(0.5, 0), ncols=4)
         figure.tight_layout()
-        _save(figure, path, digest(part))
+        save(figure, path, digest(part))
 
 
 def _marks(found: list[tuple[Found, Line]], roof: Any, ratio: Any) -> None:
@@ -129,7 +129,7 @@ def latency(parts: list[PartFound], path: Path) -> None:
             *axes.flat[0].get_legend_handles_labels(), loc="upper center",
             bbox_to_anchor=(0.5, 0), ncols=4,
         )
-        _save(figure, path, digest_of(parts))
+        save(figure, path, digest_of(parts))
 
 
 def _panel(part: PartFound, panel: Any) -> None:
