@@ -33,6 +33,7 @@ from specattn.kernels import (
     accept,
     beam,
     block_table,
+    choose,
     csr,
     draft_kv,
     kv_move,
@@ -236,6 +237,14 @@ def accepts(n: int = 64, steps: int = 7, vocab: int = 32000) -> None:
     accept.accept_rejection(tokens, probs[:, :steps], probs, coins, coins, **out)
 
 
+def choices(dtype: torch.dtype = BF16, topk: int = 8, vocab: int = 32000) -> None:
+    logits = _zeros(BATCH, vocab, dtype=dtype)
+    choose.top_tokens(
+        logits, topk, probs_out=_zeros(BATCH, topk, dtype=F32), ids_out=_zeros(BATCH, topk)
+    )
+    choose.argmax_tokens(logits)
+
+
 def kv_operations(dtype: torch.dtype = BF16, stored: torch.dtype | None = None) -> None:
     pool = _zeros(2, 16, 8, 128, dtype=stored or dtype)
     slots = _zeros(BATCH, 8, dtype=I32)
@@ -306,7 +315,7 @@ QUICK: dict[str, Callable[[], None]] = {
     "64 rows, float8 keys, bf16": partial(attend, 8, 8, BF16, stored=FLOAT8),
     "latent, 64 rows, bf16": partial(attend_latent, 4, 4, BF16),
     "latent prompt, bf16": partial(prompt_latent, BF16),
-    "tree": build_tree, "beams": beams, "accept": accepts, "kv": kv_operations,
+    "tree": build_tree, "beams": beams, "accept": accepts, "choose": choices, "kv": kv_operations,
     "lists": index_lists, "step": step_ends,
 }
 CASES = QUICK | {
@@ -355,6 +364,7 @@ CASES = QUICK | {
     "latent, 16 rows, f32": partial(attend_latent, 1, 1, F32),
     "latent prompt, f32": partial(prompt_latent, F32),
     "tree, 4 x 5, 16 nodes": partial(build_tree, 4, 5, 16),
+    "choose 64, f32": partial(choices, F32, 64, 151936),
     "kv, f32": partial(kv_operations, F32),
 }
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specattn.buffers import BufferSet, buf
+from specattn.kernels import ops
 from specattn.kernels.reference.sampling import DRAFT, draw_tokens, target_probs, uniform
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ def choose_tokens(
 ) -> Chosen:
     """Choose each row's draft tokens: the most probable ``topk``, or one drawn by its law.
 
+    Among equal logits the lower draft token comes first.
+
     Parameters
     ----------
     draft : DraftModel
@@ -69,7 +72,11 @@ def choose_tokens(
         ``[R]`` int64, the target position of the token each row's proposal follows.
     """
     if not config.draft_sampling:
-        probs, ids = torch.softmax(logits.float(), -1).topk(config.topk)
+        shape = (len(logits), config.topk)
+        probs = torch.empty(shape, dtype=torch.float32, device=logits.device)
+        ids = torch.empty(shape, dtype=torch.int64, device=logits.device)
+        choose = ops("choose", logits.device)
+        choose.top_tokens(logits, config.topk, probs_out=probs, ids_out=ids)
         return Chosen(probs, draft.to_target(ids), probs[:, :0])
     law = target_probs(logits, drawing.temperature, None, None, rows_per_req=1)
     ids = draw_tokens(law, uniform(drawing.seeds, positions, DRAFT))[:, None]

@@ -26,12 +26,12 @@ def accept(
 ) -> AcceptResult:
     """Return the path of the tree that the target itself would have taken.
 
-    Greedy requests follow the target's argmax. Sampled ones follow target-only tree sampling
-    (the verification of SGLang and of EAGLE's released code): a child is accepted with its target
-    probability given that its elder siblings were not, and the token after the path is drawn from
-    what is left, so that every emitted token has exactly the target's law. Chains that were drawn
-    from the draft's own law (``config.draft_sampling``) are verified by rejection sampling
-    (Leviathan et al., arXiv:2211.17192), with the same guarantee.
+    Greedy requests follow the target's argmax, the lowest token among equals. Sampled ones follow
+    target-only tree sampling (the verification of SGLang and of EAGLE's released code): a child is
+    accepted with its target probability given that its elder siblings were not, and the token after
+    the path is drawn from what is left, so that every emitted token has exactly the target's law.
+    Chains that were drawn from the draft's own law (``config.draft_sampling``) are verified by
+    rejection sampling (Leviathan et al., arXiv:2211.17192), with the same guarantee.
 
     Parameters
     ----------
@@ -54,7 +54,8 @@ def accept(
     }
     kernels = ops("accept", logits.device)
     if sampling.greedy and not config.draft_sampling:
-        kernels.accept_greedy(*links, logits.argmax(-1), **outs)
+        best = ops("choose", logits.device).argmax_tokens(logits.flatten(0, 1))
+        kernels.accept_greedy(*links, best.view(tree.tokens.shape), **outs)
         return result
     depth = torch.arange(config.num_steps + 1, device=logits.device)
     positions = seq_lens[:, None] + depth  # [B, N + 1]

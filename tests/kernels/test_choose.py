@@ -1,0 +1,133 @@
+"""The most probable tokens against plain Python, in float64: ties, NaN and -inf, any vocabulary."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from tests.kernels.tree_oracle import DEVICE, POISON, implementation
+
+KINDS = ["twin", "triton"]
+ODD = {
+    "all equal": lambda rng, vocab: [1.5] * vocab,
+    "ties": lambda rng, vocab: [rng.randrange(-3, 3) / 2 for _ in range(vocab)],
+    "two zeros": lambda rng, vocab: [rng.choice([0.0, -0.0, -1.0]) for _ in range(vocab)],
+    "mostly -inf": lambda rng, vocab: [
+        rng.gauss(0, 3) if t % 9 == 4 else -math.inf for t in range(vocab)
+    ],
+    "NaN among them": lambda rng, vocab: [
+        math.nan if t % 5 == 0 else rng.gauss(0, 3) for t in range(vocab)
+    ],
+    "all -inf": lambda rng, vocab: [-math.inf] * vocab,
+    "the last one": lambda rng, vocab: [0.0] * (vocab - 1) + [60000.0],
+    "negative": lambda rng, vocab: [-rng.random() * 1e4 - 1 for _ in range(vocab)],
+    "normal": lambda rng, vocab: [rng.gauss(0, 4) for _ in range(vocab)],
+}
+
+
+def logits_of(vocab, dtype):
+    """Every kind of row, in a tensor whose rows lie apart."""
+    rng = random.Random(vocab)
+    wide = torch.full((len(ODD), vocab + 3), math.nan)
+    wide[:, :vocab] = torch.tensor([make(rng, vocab) for make in ODD.values()])
+    return wide.to(DEVICE, dtype)[:, :vocab]
+
+
+def ranking(row):
+    score = [-math.inf if math.isnan(x) else x for x in row]
+    return score, sorted(range(len(row)), key=lambda t: (-score[t], t))
+
+
+def best_of(row, topk):
+    """Ids and probabilities, in float64."""
+    score, order = ranking(row)
+    peak = score[order[0]]
+    if peak == -math.inf:
+        return order[:topk], [0.0] * topk
+    weight = [math.exp(x - peak) for x in score]
+    total = math.fsum(weight)
+    return order[:topk], [weight[t] / total for t in order[:topk]]
+
+
+def top_tokens(kind, logits, topk, **options):
+    rows = len(logits)
+    probs = torch.full((rows, topk), math.nan, device=DEVICE)
+    ids = torch.full((rows, topk), POISON, device=DEVICE)
+    implementation(kind, "choose").top_tokens(
+        logits, topk, probs_out=probs, ids_out=ids, **options
+    )
+    return probs, ids
+
+
+@pytest.mark.parametrize(("vocab", "topk", "dtype"), [
+    (1, 1, torch.float32), (37, 4, torch.float32), (130, 5, torch.bfloat16),
+    (40, 18, torch.bfloat16), (77, 1, torch.float16), (40, 18, torch.float16),
+])
+@pytest.mark.parametrize("kind", KINDS)
+def test_top_tokens(kind, vocab, topk, dtype):
+    logits = logits_of(vocab, dtype)
+    # several parts, some smaller than topk
+    options = {"block": 16 if topk == 18 else 64} if kind == "triton" else {}
+    probs, ids = top_tokens(kind, logits, topk, **options)
+    expect = [best_of(row, topk) for row in logits.double().tolist()]
+    assert ids.tolist() == [order for order, _ in expect]
+    torch.testing.assert_close(
+        probs.cpu(), torch.tensor([p for _, p in expect]), rtol=1e-5, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1, 301, 4100])
+@pytest.mark.parametrize("kind", KINDS)
+def test_argmax_tokens(kind, vocab, dtype):
+    logits = logits_of(vocab, dtype)
+    got = implementation(kind, "choose").argmax_tokens(logits)
+    assert got.dtype == torch.int64
+    assert got.tolist() == [ranking(row)[1][0] for row in logits.double().tolist()]
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_argmax_of_rows_in_few_parts(parts, monkeypatch):
+    """Many rows are not cut, or less than there are tiles."""
+    module = implementation("triton", "choose")
+    monkeypatch.setattr(module, "programs_per_row", lambda rows, tiles: parts)
+    logits = logits_of(2 * module.ARGMAX_BLOCK + 5, torch.float32)
+    got = module.argmax_tokens(logits)
+    assert got.tolist() == [ranking(row)[1][0] for row in logits.double().tolist()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_rows(kind):
+    empty = torch.empty(0, 7, device=DEVICE)
+    assert top_tokens(kind, empty, 2)[1].shape == (0, 2)
+    assert implementation(kind, "choose").argmax_tokens(empty).shape == (0,)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_than_there_are_is_refused(kind):
+    with pytest.raises(ValueError, match=r"topk must be in 1\.\.3"):
+        top_tokens(kind, torch.zeros(2, 3, device=DEVICE), 4)
+
+
+def test_columns_are_refused():
+    with pytest.raises(ValueError, match="dense last axis"):
+        implementation("triton", "choose").argmax_tokens(torch.zeros(3, 4, device=DEVICE).t())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "topk", "dtype"), [
+    (16, 8, torch.bfloat16), (3, 10, torch.float32), (2500, 1, torch.bfloat16),
+])
+def test_whole_vocabularies(rows, topk, dtype):
+    """As the twin: bfloat16 has many equal logits in 128256."""
+    wide = torch.randn(rows, 128260, device=DEVICE).mul(3).to(dtype)
+    for logits in (wide[:, :128256], wide[:, 1:128256]):
+        probs, ids = top_tokens("triton", logits, topk)
+        expect = top_tokens("twin", logits, topk)
+        assert torch.equal(ids, expect[1])
+        torch.testing.assert_close(probs, expect[0], rtol=1e-5, atol=1e-12)
+        best = implementation("triton", "choose").argmax_tokens(logits)
+        assert torch.equal(best, implementation("twin", "choose").argmax_tokens(logits))
