@@ -36,6 +36,7 @@ from specattn.kernels import (
     choose,
     csr,
     draft_kv,
+    glue,
     kv_move,
     kv_store,
     merge_lse,
@@ -258,6 +259,23 @@ def kv_operations(dtype: torch.dtype = BF16, stored: torch.dtype | None = None) 
     merge_lse.merge_lse(parts, logs, slots[:, 0], parts, logs, slots, parts, logs)
 
 
+def glue_kernels(dtype: torch.dtype = BF16, split: int = 5) -> None:
+    parts, x = _zeros(split, BATCH, 6144, dtype=F32), _zeros(BATCH, 4096, dtype=dtype)
+    ids, positions = _zeros(BATCH), _zeros(BATCH)
+    pdl = LIMITS[driver.active.target].major >= 9
+    options = {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
+    with mock.patch.object(glue, "_launch_options", return_value=options):
+        glue.add_rms_norm(parts[..., :4096], x, x[0], 1e-5, rows=ids)
+        glue.embed_rms_norm(ids, x, x[0], 1e-5)
+        glue.embed_norm_pair(ids, x, x, x[0], x[0], 1e-5)
+        glue.silu_mul(parts, dtype)
+        q, cache = _zeros(BATCH, 32, 128, dtype=dtype), _zeros(2, 16, 8, 128, dtype=dtype)
+        glue.rotate_store(
+            parts, positions, _zeros(9, 128, dtype=F32), (x[0, :128], x[0, :128]), 1e-5, q,
+            cache[0], cache[1], _zeros(2, 4, dtype=I32),
+        )
+
+
 def index_lists(topk: int = 8, steps: int = 7) -> None:
     table, rows, lens = _zeros(2, CONTEXT, dtype=I32), _zeros(BATCH), _zeros(BATCH, dtype=I32)
     branches, words = _zeros(BATCH, steps, topk, dtype=I32), _zeros(BATCH, steps, topk, 1)
@@ -316,6 +334,7 @@ QUICK: dict[str, Callable[[], None]] = {
     "latent, 64 rows, bf16": partial(attend_latent, 4, 4, BF16),
     "latent prompt, bf16": partial(prompt_latent, BF16),
     "tree": build_tree, "beams": beams, "accept": accepts, "choose": choices, "kv": kv_operations,
+    "glue": glue_kernels,
     "lists": index_lists, "step": step_ends,
 }
 CASES = QUICK | {

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from specattn.batch import AcceptResult
     from specattn.config import AttnConfig, KVScales
+    from specattn.kernels.rotation import Rotation
 
     Rows = npt.NDArray[np.int64]
 
@@ -122,6 +123,48 @@ class KVPool:
             k[..., self._shared :], v, self._own_k[layer], self.v[layer], slots,
             k_scale=scales.k, v_scale=scales.v,
         )
+
+    def store_packed(
+        self, layer: int, slots: Tensor, parts: Tensor, positions: Tensor, rotation: Rotation,
+        num_qo_heads: int,
+    ) -> Tensor:
+        """Rotate a layer's new heads, write its keys and values, and return its queries.
+
+        Parameters
+        ----------
+        layer, slots
+            As in `store`.
+        parts : Tensor
+            ``[S, T, (Hq + 2 Hkv) D]``, which add up to queries, keys and values side by side.
+        positions : Tensor
+            ``[T]`` int64.
+        rotation : Rotation
+            The position embedding, and the norms before it.
+        num_qo_heads : int
+            Hq.
+
+        Returns
+        -------
+        Tensor
+            ``[T, Hq, D]``, contiguous, of the layers' ``dtype``.
+
+        Raises
+        ------
+        ValueError
+            Before anything is written: if ``parts`` or ``slots`` have another width or count.
+        """
+        heads, dim = self.k.shape[2:]
+        shape = (len(parts), slots.numel(), (num_qo_heads + 2 * heads) * dim)
+        expect("parts", parts, shape, parts.dtype, self.k.device)
+        if self._shared or self.v.shape[3] != dim:
+            raise ValueError("packed heads are of one size: v_head_dim must be head_dim")
+        q = parts.new_empty(shape[1], num_qo_heads, dim, dtype=self._dtype)
+        scales = self.scales[layer]
+        ops("glue", self.k.device).rotate_store(
+            parts, positions, rotation.table, rotation.norms, rotation.eps, q, self.k[layer],
+            self.v[layer], slots, k_scale=scales.k, v_scale=scales.v,
+        )
+        return q
 
     def commit(self, tail_slots: Tensor, accepted: AcceptResult) -> None:
         """Move the KV of the accepted path to the front of each request's tail.

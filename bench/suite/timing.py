@@ -32,7 +32,7 @@ class Recorded:
         return statistics.median(self.times)
 
 
-def record(calls: Callable[[], None], count: int = 1) -> Recorded:
+def record(calls: Callable[[], object], count: int = 1) -> Recorded:
     """Record a graph; ``calls`` runs once before, because compiling cannot be recorded."""
     calls()
     torch.cuda.synchronize()

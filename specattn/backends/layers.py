@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+import torch
+
 from specattn.backends import choose_backend
 from specattn.backends.base import IdleAttention, recordable
 from specattn.buffers import Fingerprint, expect, fingerprint
@@ -14,7 +16,6 @@ from specattn.plan import check_plan
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
     from torch import Tensor
 
     from specattn.backends.base import (
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
         ScaledAttention,
     )
     from specattn.config import AttnConfig
+    from specattn.kernels.rotation import Rotation
     from specattn.kv import KVPool
     from specattn.plan import Plan
 
@@ -156,5 +158,15 @@ class BoundLayers:
         expect("q", q, (rows, config.num_qo_heads, config.head_dim), config.dtype, device)
         self.pool.store(layer, self.plan.out_slots, k, v)
         out = q.new_empty(q.shape[0], q.shape[1], config.v_head_dim)
+        bound.run(q, self.pool.k[layer], self.pool.v[layer], out)
+        return out
+
+    def packed(self, layer: int, parts: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
+        """Attend in ``layer`` with heads that are not rotated yet; see `PackedAttend.packed`."""
+        bound, config = self.layers[layer]
+        q = self.pool.store_packed(
+            layer, self.plan.out_slots, parts, positions, rotation, config.num_qo_heads
+        )
+        out = torch.empty_like(q)
         bound.run(q, self.pool.k[layer], self.pool.v[layer], out)
         return out

@@ -2,6 +2,16 @@
 
 from specattn.models.draft import load_draft
 from specattn.models.eagle import Eagle3Head, EagleHead
+from specattn.models.fused import FusedTarget
+from specattn.models.fused_eagle import FusedEagle3
 from specattn.models.hf import FeatureSpec, HFTarget
 
-__all__ = ["Eagle3Head", "EagleHead", "FeatureSpec", "HFTarget", "load_draft"]
+__all__ = [
+    "Eagle3Head",
+    "EagleHead",
+    "FeatureSpec",
+    "FusedEagle3",
+    "FusedTarget",
+    "HFTarget",
+    "load_draft",
+]

@@ -213,10 +213,7 @@ class HFTarget:
         ModelError
             If there is none.
         """
-        if not self.name:
-            raise ModelError("target", "a model built in memory has no tokenizer")
-        with blaming("target", f"the tokenizer of {self.name}"):
-            return AutoTokenizer.from_pretrained(self.name, trust_remote_code=False)
+        return tokenizer_of(self.name)
 
     @torch.no_grad()
     def forward(
@@ -245,6 +242,20 @@ class HFTarget:
     @cached_property
     def _takes_rows(self) -> bool:
         return "logits_to_keep" in inspect.signature(self.module.forward).parameters
+
+
+def tokenizer_of(name: str) -> Any:
+    """Load the tokenizer of a model folder or Hub id.
+
+    Raises
+    ------
+    ModelError
+        If there is none.
+    """
+    if not name:
+        raise ModelError("target", "a model built in memory has no tokenizer")
+    with blaming("target", f"the tokenizer of {name}"):
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
 
 def _attention(

@@ -1,0 +1,129 @@
+"""Device code of products of few rows with a large weight, for Hopper, in Gluon.
+
+Weights are read once and are all that costs time, so they are streamed: one warp brings tiles of
+them by TMA, and a warpgroup multiplies weights (as the left factor of ``wgmma``, 64 rows at a time)
+by the few rows. As a programmatic dependent launch it fills its ring with weights before it waits
+for the kernel that writes the rows.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@gluon.jit
+def _bring_weights(weights, w, full, stage, low, high, k):
+    tma.async_copy_global_to_shared(weights, [low, k], full.index(stage), w.index(stage * 2))
+    tma.async_copy_global_to_shared(weights, [high, k], full.index(stage), w.index(stage * 2 + 1))
+
+
+@gluon.jit
+def _produce(
+    weights, rows, w, x, full, free, low, high, begin, count,
+    BT: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+):
+    """Bring the tiles of the CTA's ``count`` steps along K, from step ``begin`` on."""
+    BYTES: gl.constexpr = (128 + BT) * BK * 2
+    ahead = gl.minimum(count, STAGES)
+    for stage in range(ahead):
+        mbarrier.expect(full.index(stage), BYTES)
+        _bring_weights(weights, w, full, stage, low, high, (begin + stage) * BK)
+    gdc_wait()
+    for stage in range(ahead):
+        tma.async_copy_global_to_shared(
+            rows, [0, (begin + stage) * BK], full.index(stage), x.index(stage)
+        )
+    for step in range(ahead, count):
+        stage = step % STAGES
+        mbarrier.wait(free.index(stage), (step // STAGES + 1) & 1)
+        mbarrier.expect(full.index(stage), BYTES)
+        k = (begin + step) * BK
+        _bring_weights(weights, w, full, stage, low, high, k)
+        tma.async_copy_global_to_shared(rows, [0, k], full.index(stage), x.index(stage))
+
+
+@gluon.jit
+def _consume(
+    out, w, x, full, free, tile, count, tokens, width, stride_row,
+    BT: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
+):
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
+    # rows of the weights are columns of the result
+    across: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, 4], [0, 1])
+    low = gl.zeros([64, BT], gl.float32, layout)
+    high = gl.zeros([64, BT], gl.float32, layout)
+    for step in range(count):
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+        right = x.index(stage).permute((1, 0))
+        low_next = warpgroup_mma(w.index(stage * 2), right, low, is_async=True)
+        high_next = warpgroup_mma(w.index(stage * 2 + 1), right, high, is_async=True)
+        low, high = warpgroup_mma_wait(0, deps=[low_next, high_next])
+        mbarrier.arrive(free.index(stage), count=1)
+    token = gl.arange(0, BT, layout=gl.SliceLayout(0, across))             # [BT]
+    column = gl.arange(0, 64, layout=gl.SliceLayout(1, across))            # [64]
+    at = out + (token.to(gl.int64) * stride_row)[None, :]
+    if GATED:
+        low = low / (1.0 + gl.exp(-low)) * high
+        column += tile * 64
+        ok = (token < tokens)[None, :] & (column < width)[:, None]
+        value = gl.convert_layout(low.to(out.dtype.element_ty), across)
+        gl.store(at + column[:, None], value, mask=ok)
+    else:
+        column += tile * 128
+        ok = (token < tokens)[None, :] & (column < width)[:, None]
+        value = gl.convert_layout(low.to(out.dtype.element_ty), across)
+        gl.store(at + column[:, None], value, mask=ok)
+        column += 64
+        ok = (token < tokens)[None, :] & (column < width)[:, None]
+        value = gl.convert_layout(high.to(out.dtype.element_ty), across)
+        gl.store(at + column[:, None], value, mask=ok)
+
+
+@gluon.jit(do_not_specialize=["tokens"])
+def gluon_linear_kernel(
+    weights,  # descriptor of [N, K], boxes [64, BK]
+    rows,     # descriptor of [T, K], boxes [BT, BK]
+    out,      # [SPLIT, T, N]; with GATED [T, N / 2]
+    tokens, width, steps, stride_part, stride_row,
+    BT: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
+    GATED: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+):
+    """One CTA per 128 rows of the weights (GATED: 64 and the 64 they gate) and share of K."""
+    gdc_launch_dependents()
+    tile = gl.program_id(0) // SPLIT
+    part = gl.program_id(0) % SPLIT
+    begin = part * steps // SPLIT
+    count = (part + 1) * steps // SPLIT - begin
+    if GATED:
+        low = tile * 64
+        high = low + width
+    else:
+        low = tile * 128
+        high = low + 64
+    w_layout: gl.constexpr = weights.layout
+    x_layout: gl.constexpr = rows.layout
+    w = gl.allocate_shared_memory(weights.dtype, [STAGES * 2, 64, BK], w_layout)
+    x = gl.allocate_shared_memory(weights.dtype, [STAGES, BT, BK], x_layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=1)
+    fence_async_shared()
+    gl.warp_specialize([
+        (_consume, (
+            out + part.to(gl.int64) * stride_part, w, x, full, free, tile, count, tokens, width,
+            stride_row, BT, STAGES, GATED,
+        )),
+        (_produce, (
+            weights, rows, w, x, full, free, low, high, begin, count, BT, BK, STAGES,
+        )),
+    ], [1], [PRODUCER_REGS])

@@ -1,0 +1,209 @@
+"""One decoder layer with packed weights, and how to come by it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from specattn.config import AttnConfig
+from specattn.errors import ModelError
+from specattn.kernels import ops
+from specattn.kernels.rotation import Rotation
+from specattn.kernels.stream_linear import stream_gated, stream_linear, streams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from transformers import LlamaConfig, Qwen3Config
+
+    from specattn.models.hf import HFTarget
+    from specattn.spec.model import Attend, PackedAttend
+
+MODEL_TYPES = ("llama", "mistral", "qwen3")
+# their angles depend on nothing but the position
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Weights of a decoder layer, each ``[out, in]``.
+
+    Parameters
+    ----------
+    geometry : AttnConfig
+        Heads and their size.
+    rotation : Rotation
+        Position embedding, and the norms of heads, if any.
+    eps : float
+        Of the layer's norms.
+    input_norm, post_norm : Tensor
+        ``[H]``.
+    qkv : Tensor
+        ``[(Hq + 2 Hkv) D, H]``: queries, keys, values.
+    o : Tensor
+        ``[H, Hq D]``.
+    gate_up : Tensor
+        ``[2 I, H]``: gates, then what they gate.
+    down : Tensor
+        ``[H, I]``.
+    """
+
+    geometry: AttnConfig
+    rotation: Rotation
+    eps: float
+    input_norm: Tensor
+    post_norm: Tensor
+    qkv: Tensor
+    o: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+    @classmethod
+    def of_layer(cls, layer: nn.Module, table: Tensor, geometry: AttnConfig, eps: float) -> Self:
+        """Pack a layer of transformers' modules, whose weights become views of the packed ones."""
+        parts: Any = layer
+        attention, mlp = parts.self_attn, parts.mlp
+        norms = None
+        if hasattr(attention, "q_norm"):
+            norms = attention.q_norm.weight, attention.k_norm.weight
+        return cls(
+            geometry, Rotation(table, norms, eps), eps, parts.input_layernorm.weight,
+            parts.post_attention_layernorm.weight,
+            _pack(attention.q_proj, attention.k_proj, attention.v_proj), attention.o_proj.weight,
+            _pack(mlp.gate_proj, mlp.up_proj), mlp.down_proj.weight,
+        )
+
+    @classmethod
+    def random(
+        cls, config: LlamaConfig | Qwen3Config, table: Tensor, dtype: torch.dtype,
+        generator: torch.Generator, *, input_size: int | None = None,
+    ) -> Self:
+        """Make a layer of this shape; ``input_size`` is the attention's, H if None."""
+        size, dim = config.hidden_size, table.shape[1]
+        geometry = AttnConfig(
+            config.num_attention_heads, config.num_key_value_heads, dim, dtype=dtype
+        )
+        heads = geometry.num_qo_heads + 2 * geometry.num_kv_heads
+        ones = torch.ones(size, dtype=dtype, device=generator.device)
+        norms = (torch.ones_like(ones[:dim]),) * 2 if config.model_type == "qwen3" else None
+
+        def weight(rows: int, columns: int) -> Tensor:
+            return random_linear(rows, columns, dtype, generator)
+
+        return cls(
+            geometry, Rotation(table, norms, config.rms_norm_eps), config.rms_norm_eps, ones, ones,
+            weight(heads * dim, input_size or size), weight(size, geometry.num_qo_heads * dim),
+            weight(2 * config.intermediate_size, size), weight(size, config.intermediate_size),
+        )
+
+    def attend(
+        self, x: Tensor, stream: Tensor, layer: int, positions: Tensor, attend: Attend,
+        rows: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attend with the normed ``x`` and add to ``stream``; returns its norm and itself."""
+        parts = project(x, self.qkv)
+        if hasattr(attend, "packed"):
+            packed = cast("PackedAttend", attend)
+            out = packed.packed(layer, parts, positions, self.rotation)
+        else:
+            out = attend(layer, *self._heads(parts, positions))
+        glue = ops("glue", x.device)
+        result: tuple[Tensor, Tensor] = glue.add_rms_norm(
+            project(out.flatten(1), self.o), stream, self.post_norm, self.eps, rows=rows
+        )
+        return result
+
+    def feed(self, x: Tensor) -> Tensor:
+        """Return the feed-forward part of the normed ``x [T, H]`` as ``parts [S, T, H]``."""
+        if streams(x, self.gate_up):
+            return project(stream_gated(x, self.gate_up), self.down)
+        gated = ops("glue", x.device).silu_mul(project(x, self.gate_up), x.dtype)
+        return project(gated, self.down)
+
+    def _heads(self, parts: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return rotated heads as an `Attend` wants them, which stores keys and values itself."""
+        shape, count = self.geometry, len(positions)
+        q, k, v = (
+            parts.new_empty(count, heads, shape.head_dim, dtype=shape.dtype)
+            for heads in (shape.num_qo_heads, shape.num_kv_heads, shape.num_kv_heads)
+        )
+        turn = self.rotation
+        ops("glue", parts.device).rotate_store(
+            parts, positions, turn.table, turn.norms, turn.eps, q, k, v, None
+        )
+        return q, k, v
+
+
+def project(x: Tensor, weight: Tensor) -> Tensor:
+    """Return ``x [T, in]`` times ``weight [out, in]`` as parts ``[S, T, out]``."""
+    if streams(x, weight):
+        return stream_linear(x, weight)
+    return nn.functional.linear(x, weight)[None]
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """Return ``x [T, in]`` times ``weight [out, in]``, ``[T, out]``."""
+    parts = project(x, weight)
+    return parts[0] if len(parts) == 1 else parts.sum(0).to(x.dtype)
+
+
+def packed_layers(target: HFTarget) -> Iterable[Block]:
+    """Pack every decoder layer of a loaded model.
+
+    Raises
+    ------
+    ModelError
+        If the model is not one of those this path computes.
+    """
+    config = target.config
+    _check(config, target.module)
+    table = rotary_table(target.module.model.rotary_emb, target.max_context_len)
+    for layer, geometry in zip(target.module.model.layers, target.layers, strict=True):
+        yield Block.of_layer(layer, table, geometry, config.rms_norm_eps)
+
+
+def rotary_table(rotary: nn.Module, length: int) -> Tensor:
+    """Return the angles of ``length`` positions by transformers' own module; see `Rotation`."""
+    buffer = next(rotary.buffers())
+    positions = torch.arange(length, device=buffer.device)[None]
+    with torch.no_grad():
+        cosine, sine = rotary(buffer.new_empty(1, dtype=torch.float32), positions)  # [1, L, D]
+    half = cosine.shape[-1] // 2
+    return torch.cat([cosine[0, :, :half], sine[0, :, :half]], dim=-1)
+
+
+def random_linear(
+    rows: int, columns: int, dtype: torch.dtype, generator: torch.Generator
+) -> Tensor:
+    """Return a random ``[rows, columns]`` weight whose products keep the variance."""
+    weight = torch.empty(rows, columns, dtype=dtype, device=generator.device)
+    return weight.normal_(std=columns**-0.5, generator=generator)
+
+
+def _pack(*projections: nn.Linear) -> Tensor:
+    """Put weights below each other in one tensor, and leave views of it in their modules."""
+    packed = torch.cat([part.weight.detach() for part in projections])
+    pieces = packed.split([part.out_features for part in projections])
+    for part, piece in zip(projections, pieces, strict=True):
+        part.weight = nn.Parameter(piece, requires_grad=False)
+    return packed
+
+
+def _check(config: Any, module: nn.Module) -> None:
+    """Refuse what the kernels do not compute."""
+    reasons = []
+    if config.model_type not in MODEL_TYPES:
+        reasons.append(f"model type {config.model_type!r} is not one of {', '.join(MODEL_TYPES)}")
+    elif config.hidden_act != "silu":
+        reasons.append(f"hidden_act is {config.hidden_act!r}, not 'silu'")
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope not in ROPE_TYPES:
+        reasons.append(f"rope_type {rope!r} is not one of {', '.join(ROPE_TYPES)}")
+    biased = [n for n, part in module.named_modules() if getattr(part, "bias", None) is not None]
+    if biased:
+        reasons.append(f"{biased[0]} has a bias")
+    if reasons:
+        raise ModelError("target", f"unsupported by the fused path: {'; '.join(reasons)}")

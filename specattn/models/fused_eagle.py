@@ -1,0 +1,157 @@
+"""The EAGLE-3 head with everything between its matrix products fused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import torch
+from torch import Tensor, nn
+
+from specattn.kernels import ops
+from specattn.models.fused_block import Block, product, random_linear, rotary_table
+from specattn.models.hf import FeatureSpec
+from specattn.spec.model import DraftOutput
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
+    from specattn.config import AttnConfig
+    from specattn.models.eagle import Eagle3Head
+    from specattn.models.fused import FusedTarget
+    from specattn.spec.model import Attend
+
+
+@dataclass(frozen=True, eq=False)
+class FusedEagle3:
+    """A draft of few launches; use it wherever an `Eagle3Head` goes.
+
+    Build one with `from_head`, or with `random` for measurements.
+
+    Parameters
+    ----------
+    block : Block
+        The layer; its input norm is that of the embeddings.
+    embed_tokens, lm_head : Tensor
+        ``[V, H]`` and ``[Vd, H]``.
+    hidden_norm, norm : Tensor
+        ``[H]``: weights of the norms of hidden states before attention and before ``lm_head``.
+    fc : Tensor or None
+        ``[H, F]``, what mixes the target's features; None if there is nothing to mix.
+    target_ids : Tensor
+        ``[Vd]`` int64, the target token id of each draft token id.
+    features : FeatureSpec
+        What the target must return: pass it to `FusedTarget.with_features`.
+    feature_size : int
+        F, the width of that.
+    """
+
+    block: Block
+    embed_tokens: Tensor
+    lm_head: Tensor
+    hidden_norm: Tensor
+    norm: Tensor
+    fc: Tensor | None
+    target_ids: Tensor
+    features: FeatureSpec
+    feature_size: int
+
+    @classmethod
+    def from_head(cls, head: Eagle3Head, max_context_len: int) -> Self:
+        """Fuse a loaded head; both share one copy of the weights.
+
+        Parameters
+        ----------
+        head : Eagle3Head
+            From `load_draft`.
+        max_context_len : int
+            Positions to rotate by: the target's, for a head's own may be shorter.
+        """
+        weights = head.weights
+        layer = weights.midlayer
+        table = rotary_table(head.rope, max_context_len)
+        # norms of the head differ in nothing but their weights
+        block = Block.of_layer(layer, table, head.layers[0], layer.hidden_norm.variance_epsilon)
+        fc = weights.fc.weight if isinstance(weights.fc, nn.Linear) else None
+        return cls(
+            block, head.embed_tokens.weight, head.lm_head.weight, layer.hidden_norm.weight,
+            weights.norm.weight, fc, head.target_ids, head.features, head.feature_size,
+        )
+
+    @classmethod
+    def random(
+        cls, config: LlamaConfig, target: FusedTarget, draft_vocab_size: int, *, seed: int = 0
+    ) -> Self:
+        """Make a head of this shape with random weights for ``target``, reading three layers.
+
+        Parameters
+        ----------
+        config : LlamaConfig
+            Of the draft's layer.
+        target : FusedTarget
+            Gives the embedding, the dtype and the device.
+        draft_vocab_size : int
+            Vd, at most the target's.
+        seed : int
+            Of the weights.
+        """
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+        size, depth, dtype, device = (
+            target.hidden_size, len(target.layers), target.dtype, target.device
+        )
+        generator = torch.Generator(device).manual_seed(seed)
+        table = rotary_table(LlamaRotaryEmbedding(config).to(device), target.max_context_len)
+        block = Block.random(config, table, dtype, generator, input_size=2 * size)
+        entering = (min(2, depth - 1), depth // 2, max(depth - 3, 0))
+        return cls(
+            block, target.embed_tokens.weight,
+            random_linear(draft_vocab_size, size, dtype, generator), block.input_norm,
+            block.input_norm, random_linear(size, 3 * size, dtype, generator),
+            torch.arange(draft_vocab_size, device=device), FeatureSpec(entering), 3 * size,
+        )
+
+    @property
+    def layers(self) -> tuple[AttnConfig, ...]:
+        """The attention geometry of the one layer."""
+        return (self.block.geometry,)
+
+    @property
+    def hidden_size(self) -> int:
+        """H, the width of the states handed from one draft step to the next."""
+        return self.norm.shape[0]
+
+    @property
+    def vocab_size(self) -> int:
+        """Vd, the width of the logits."""
+        return self.lm_head.shape[0]
+
+    def combine(self, hidden_states: Tensor) -> Tensor:
+        """Mix the target's features ``[T, F]`` into draft hidden states ``[T, H]``."""
+        states = hidden_states.to(self.norm.dtype)
+        return states if self.fc is None else product(states, self.fc)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: Tensor,
+        hidden_states: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        rows: Tensor | None = None,
+    ) -> DraftOutput:
+        """Run the draft over flattened tokens; see `DraftModel.forward`."""
+        glue, block = ops("glue", self.norm.device), self.block
+        both = glue.embed_norm_pair(
+            input_ids, self.embed_tokens, hidden_states, block.input_norm, self.hidden_norm,
+            block.eps,
+        )
+        x, stream = block.attend(both, hidden_states, 0, positions, attend, rows)
+        # the next step continues the stream; only the logits see the norm
+        x, stream = glue.add_rms_norm(block.feed(x), stream, self.norm, block.eps)
+        x = x.to(self.lm_head.dtype)
+        return DraftOutput(product(x, self.lm_head), stream)
+
+    def to_target(self, token_ids: Tensor) -> Tensor:
+        """Map draft token ids, int64 of any shape, to target token ids."""
+        return self.target_ids[token_ids]

@@ -1,0 +1,52 @@
+"""Streamed products against torch's, and where they are used."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specattn.kernels import stream_linear as stream
+from specattn.kernels.reference import stream_linear as twin
+
+BF16, HALF = torch.bfloat16, torch.float16
+
+
+def off(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def test_only_few_rows_of_16_bits_on_hopper() -> None:
+    weight = torch.randn(8, 16, dtype=HALF)
+    assert not stream.streams(torch.randn(3, 16, dtype=HALF), weight)
+    assert not stream.streams(torch.randn(65, 16, dtype=HALF), weight)
+    assert not stream.streams(torch.randn(3, 16), weight.float())
+
+
+def test_the_twin_is_torchs_product() -> None:
+    x, weight = torch.randn(3, 24), torch.randn(10, 24)
+    exact = x.double() @ weight.double().T
+    assert off(twin.stream_linear(x, weight).sum(0), exact) < 1e-6
+    gate, up = exact.chunk(2, dim=1)
+    assert off(twin.stream_gated(x, weight), gate * gate.sigmoid() * up) < 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "out", "inner", "dtype"), [
+    (1, 6144, 1024, BF16), (16, 300, 72, HALF), (33, 1000, 4096, BF16), (64, 128, 8200, HALF),
+])
+def test_streamed_products(rows, out, inner, dtype) -> None:
+    device = torch.device("cuda")
+    if not stream.ready(device):
+        pytest.skip("needs a Hopper GPU")
+    # rows of both lie in wider tensors whose other columns are not theirs
+    weight = torch.full((out, inner + 8), torch.nan, dtype=dtype, device=device)[:, :inner]
+    weight.normal_(std=inner**-0.5)
+    x = torch.randn(rows, inner, device=device).to(dtype)
+    assert stream.streams(x, weight)
+    exact = x.double() @ weight.double().T
+    parts = stream.stream_linear(x, weight)
+    limit = 1e-5 if len(parts) > 1 else 4e-3
+    assert off(parts.double().sum(0), exact) < limit
+    gate, up = exact.chunk(2, dim=1)
+    assert off(stream.stream_gated(x, weight), gate * gate.sigmoid() * up) < 4e-3
+    assert stream.stream_linear(x, weight).equal(parts)

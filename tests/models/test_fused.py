@@ -1,0 +1,148 @@
+"""The fused decoders against transformers and against the models they were made from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, Qwen3Config
+
+from specattn import SpecConfig
+from specattn.errors import ModelError
+from specattn.kernels import _module
+from specattn.models import FeatureSpec, FusedEagle3, FusedTarget, HFTarget, load_draft
+from specattn.spec.generate import Engine, Request
+from tests.models.test_draft import VD, eagle3_tensors, write
+
+ROPES = {
+    "llama": {
+        "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+    },
+    "qwen3": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0},
+    "mistral": {"rope_type": "default", "rope_theta": 10000.0},
+}
+LENGTH = 7
+PROMPTS = [[5, 17, 3, 99, 42, 8, 61], [23], [7, 7, 80, 12, 55, 31, 2, 64, 19, 28, 77]]
+
+
+@pytest.fixture(params=["reference", "kernels"])
+def path(request, monkeypatch):
+    """The torch twins, and the kernels in Triton's interpreter."""
+    compiled = request.param == "kernels"
+    monkeypatch.setattr("specattn.kernels._module", lambda name, _: _module(name, compiled))
+
+
+def off(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("kind", ROPES)
+def test_same_numbers_as_transformers_in_float64(tiny, dense, kind) -> None:
+    model = tiny(
+        kind, rope_parameters=ROPES[kind], tie_word_embeddings=kind == "qwen3", num_hidden_layers=2
+    )
+    ids = torch.randint(1, 101, (LENGTH,))
+    positions, rows = torch.arange(40, 40 + LENGTH), torch.tensor([6, 0, 6, 5])
+    source = HFTarget.from_model(model)
+    by_source = source.forward(ids, positions, dense(source.layers).at(positions)).logits
+    target = FusedTarget.from_target(source).with_features(FeatureSpec((1, 0, 2, 1)))
+    # the model itself still runs, on views of the packed weights
+    again = source.forward(ids, positions, dense(source.layers).at(positions)).logits
+    assert torch.equal(again, by_source)
+
+    out = target.forward(ids, positions, dense(target.layers).at(positions), rows)
+    last = target.with_features(FeatureSpec((2,))).forward(
+        ids, positions, dense(target.layers).at(positions), rows
+    )
+
+    model.double().set_attn_implementation("eager")
+    with torch.no_grad():
+        want = model(
+            input_ids=ids[None], position_ids=positions[None], output_hidden_states=True,
+            use_cache=False,
+        )
+    states = torch.cat([want.hidden_states[i][0] for i in (1, 0, 2, 1)], dim=-1)
+    found = off(out.logits, want.logits[0, rows]), off(out.hidden_states, states)
+    assert max(found) < 3e-6, found
+    found = off(last.logits, want.logits[0, rows]), off(last.hidden_states, want.hidden_states[2])
+    assert max(found) < 3e-6, found
+
+
+@pytest.mark.usefixtures("path")
+def test_the_head_is_the_one_it_was_made_from(tiny, dense, tmp_path) -> None:
+    target = HFTarget.from_model(tiny("llama", num_hidden_layers=4))
+    head = load_draft(write(tmp_path, eagle3_tensors(), draft_vocab_size=VD), target)
+    ids, positions = torch.randint(1, 101, (9,)), torch.arange(9)
+    hidden = head.combine(torch.randn(9, head.feature_size))
+    rows = torch.tensor([8, 3])
+    want = head.forward(ids, hidden, positions, dense(head.layers).at(positions), rows)
+    fused = FusedEagle3.from_head(head, target.max_context_len)
+    got = fused.forward(ids, hidden, positions, dense(fused.layers).at(positions), rows)
+    assert off(got.logits, want.logits) < 3e-6
+    assert off(got.hidden_states, want.hidden_states) < 3e-6
+    states = torch.randn(5, head.feature_size)
+    torch.testing.assert_close(fused.combine(states), head.combine(states))
+    assert fused.to_target(torch.tensor([3])).equal(head.to_target(torch.tensor([3])))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_speculation_generates_the_same(tiny, tmp_path, kind) -> None:
+    target = HFTarget.from_model(tiny(kind, num_hidden_layers=4))
+    head = load_draft(write(tmp_path, eagle3_tensors(), draft_vocab_size=VD), target)
+    config = SpecConfig(num_steps=3, topk=3, num_draft_tokens=9, max_context_len=64, max_num_reqs=4)
+    texts = []
+    for of, draft in (
+        (target, head),
+        (FusedTarget.from_target(target), FusedEagle3.from_head(head, target.max_context_len)),
+    ):
+        engine = Engine(
+            of.with_features(head.features), draft, config, backend="torch_native", graphs=False
+        )
+        requests = [Request(p, max_new_tokens=12, ignore_eos=True) for p in PROMPTS]
+        texts.append([result.tokens for result in engine.generate(requests)])
+    assert texts[0] == texts[1]
+
+
+def test_random_models_stay_finite_and_run_in_an_engine() -> None:
+    shape = {
+        "vocab_size": 101, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "num_hidden_layers": 5, "max_position_embeddings": 64,
+        "head_dim": 16,
+    }
+    for config in (LlamaConfig(**shape), Qwen3Config(**shape, tie_word_embeddings=True)):
+        target = FusedTarget.random(config, dtype=torch.float32, device="cpu")
+        head = FusedEagle3.random(LlamaConfig(**shape), target, 60)
+        target = target.with_features(head.features)
+        tied = target.lm_head.weight.data_ptr() == target.embed_tokens.weight.data_ptr()
+        assert tied == config.tie_word_embeddings
+        spec = SpecConfig(
+            num_steps=2, topk=2, num_draft_tokens=4, max_context_len=64, max_num_reqs=2
+        )
+        engine = Engine(target, head, spec, backend="torch_native", graphs=False)
+        (result,) = engine.generate([Request([5, 6, 7], max_new_tokens=9, ignore_eos=True)])
+        assert len(result.tokens) == 9
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "reason"),
+    [
+        ("qwen2", {}, "model type 'qwen2' is not one of"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("llama", {"attention_bias": True}, "q_proj has a bias"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+         "rope_type 'dynamic'"),
+    ],
+)
+def test_what_the_kernels_do_not_compute_is_refused(tiny, kind, changes, reason) -> None:
+    target = HFTarget.from_model(tiny(kind, **changes))
+    with pytest.raises(ModelError, match=reason):
+        FusedTarget.from_target(target)
+
+
+def test_a_model_in_memory_has_no_tokenizer(tiny) -> None:
+    target = FusedTarget.from_target(HFTarget.from_model(tiny("llama")))
+    with pytest.raises(ModelError, match="no tokenizer"):
+        _ = target.tokenizer
+    with pytest.raises(ValueError, match=r"hidden_states must be 0\.\.3"):
+        target.with_features(FeatureSpec((4,)))
