@@ -51,6 +51,7 @@ from specattn.kernels.mla_attention import MlaAttention
 from specattn.kernels.mla_extend import mla_extend
 from specattn.kernels.tile_config import DeviceLimits
 from specattn.kernels.tree_attention import TreeAttention
+from specattn.kernels.tree_plan import fill_plans
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -116,6 +117,24 @@ def attend(
     )
     cache = _zeros(2, heads[1], dim, dtype=stored or dtype)
     _launch(kernel, dtype, cache, cache.clone(), lse)
+
+
+def plan_step() -> None:
+    """Index lists, a window and a table of billions of slots beside a plain forward."""
+    shape: dict[str, Any] = {
+        "batch": BATCH, "num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128, "v_head_dim": 128,
+        "dtype": BF16, "device": "cpu", "sm_scale": 0.1,
+    }
+    lists = TreeAttention(q_len=1, tail_len=0, csr=True, **shape)
+    kernels = [
+        TreeAttention(q_len=n, tail_len=n, window_left=99 if n == 4 else -1, **shape)
+        for n in (4, 16, 64)
+    ]
+    rows = _zeros(BATCH, dtype=I32), _zeros(BATCH)
+    fill_plans([
+        lists.cut_csr(_zeros(BATCH + 1, dtype=I32)),
+        *(kernel.cut(*rows, CONTEXT << 22 * (i == 2)) for i, kernel in enumerate(kernels)),
+    ])
 
 
 def attend_fixed(
@@ -328,6 +347,7 @@ QUICK: dict[str, Callable[[], None]] = {
     "64 rows, window, cap, lse, f16": partial(attend, 8, 8, F16, window=99, cap=30.0, lse=True),
     "256 rows, bf16": partial(attend, 64, 64, BF16),
     "16 rows, index lists, bf16": partial(attend, 1, 0, BF16, csr=True),
+    "plans of a step": plan_step,
     "deterministic, 64 rows, bf16": partial(attend_fixed, 8, 8, BF16),
     "prompt, bf16": partial(prompt, BF16),
     "64 rows, float8 keys, bf16": partial(attend, 8, 8, BF16, stored=FLOAT8),

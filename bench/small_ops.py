@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
 
+    from specattn.kernels.tree_attention import TreeAttention
+
 RESULTS = Path(__file__).parent / "results"
 BATCHES = (1, 16, 64, 256, 512)
 WARPS = (1, 2, 4, 8)
@@ -40,7 +42,7 @@ HEADS, DIM, LAYERS, CONTEXT, WIDTH = 8, 128, 32, 2048, 8192
 VOCAB, HIDDEN = 32000, 4096
 MOST_CALLS, REPLAY_US = 64, 4e3
 # operations that the target of a few microseconds is about, at batches up to 256
-TARGETED = ("plan", "tree", "beams", "accept greedy", "kv move, 1 layer")
+TARGETED = ("plan", "plans of a step", "tree", "beams", "accept greedy", "kv move, 1 layer")
 
 
 @dataclass(frozen=True)
@@ -425,26 +427,54 @@ def measure(
     }
 
 
-def plan(s: Step, rounds: int, count: bool) -> dict[str, Any]:
-    """The attention plan; it has no twin: the tiles it hands out must be those there are."""
+def planned(s: Step, q_len: int, tail_len: int) -> TreeAttention:
+    """Attention of one forward."""
     from specattn.kernels.tree_attention import TreeAttention
 
-    kernel = TreeAttention(
-        batch=s.batch, q_len=s.nodes, tail_len=s.nodes, num_qo_heads=4 * HEADS,
+    return TreeAttention(
+        batch=s.batch, q_len=q_len, tail_len=tail_len, num_qo_heads=4 * HEADS,
         num_kv_heads=HEADS, head_dim=DIM, v_head_dim=DIM, dtype=torch.bfloat16, device="cuda",
         sm_scale=DIM**-0.5,
     )
-    kernel.plan(s.lens, s.rows, s.table.stride(0))
-    tiles = -(-(s.lens + s.nodes) // kernel.tables.block_n)
-    if not torch.equal(kernel.tables.requests[:, 5], tiles.cumsum(0) - tiles):
-        raise ArithmeticError("plan: wrong tiles")
-    if int(kernel.tables.chunks[:, 0].sum()) != int(tiles.sum()):
-        raise ArithmeticError("plan: chunks do not hold all tiles")
-    moved = size(kernel.tables.requests, kernel.tables.chunks, s.lens, s.rows)
-    return measure(
-        "plan", moved, lambda _: kernel.plan(s.lens, s.rows, s.table.stride(0)), 1, rounds,
-        count,
+
+
+def plans(
+    name: str, s: Step, kernels: list[TreeAttention], apart: bool, rounds: int, count: bool
+) -> dict[str, Any]:
+    """Attention plans, in one launch or ``apart``.
+
+    They have no twin: the tiles they hand out must be those there are.
+    """
+    from specattn.kernels.tree_plan import fill_plans
+
+    cuts = [kernel.cut(s.lens, s.rows, s.table.stride(0)) for kernel in kernels]
+
+    def fill(_: int) -> None:
+        for group in ([cut] for cut in cuts) if apart else (cuts,):
+            fill_plans(group)
+
+    fill(0)
+    for kernel in kernels:
+        tiles = -(-(s.lens + kernel.tail_len) // kernel.tables.block_n)
+        if not torch.equal(kernel.tables.requests[:, 5], tiles.cumsum(0) - tiles):
+            raise ArithmeticError(f"{name}: wrong tiles")
+        if int(kernel.tables.chunks[:, 0].sum()) != int(tiles.sum()):
+            raise ArithmeticError(f"{name}: chunks do not hold all tiles")
+    moved = sum(
+        size(kernel.tables.requests, kernel.tables.chunks, s.lens, s.rows) for kernel in kernels
     )
+    return measure(name, moved, fill, 1, rounds, count)
+
+
+def planning(s: Step) -> dict[str, tuple[list[TreeAttention], bool]]:
+    """Verification alone; then all forwards of a step: drafts, verification, draft extend."""
+    verify = planned(s, s.nodes, s.nodes)
+    step = [planned(s, s.topk, s.topk * (i + 1)) for i in range(s.steps - 1)]
+    step += [verify, planned(s, s.steps + 1, s.steps + 1)]
+    return {
+        "plan": ([verify], True), "plans of a step": (step, False),
+        "plans of a step, apart": (step, True),
+    }
 
 
 def cell(s: Step, rounds: int, only: str, count: bool) -> dict[str, Any]:
@@ -473,8 +503,9 @@ def cell(s: Step, rounds: int, only: str, count: bool) -> dict[str, Any]:
         kernels = importlib.import_module(f"specattn.kernels.{op.module}")
         return measure(op.name, op.moved, lambda i: op.run(kernels, i), op.sets, rounds, count)
 
-    if only in "plan":
-        attempt("plan", lambda: plan(s, rounds, count))
+    for label, (kernels, apart) in planning(s).items():
+        if only in label:
+            attempt(label, lambda at=(label, s, kernels, apart): plans(*at, rounds, count))
     for group in GROUPS:
         for op in group(s):
             if only in op.name:

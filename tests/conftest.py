@@ -73,3 +73,19 @@ def source_digest() -> str:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def plan_launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Grids of the launches that fill attention plans, from here on."""
+    from specattn.kernels import tree_plan
+
+    grids, kernel = [], tree_plan._plan_kernel
+
+    class Counted:
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            grids.append(grid)
+            return kernel[grid]
+
+    monkeypatch.setattr(tree_plan, "_plan_kernel", Counted())
+    return grids

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -72,11 +72,15 @@ class Capabilities:
         return cls(**found)
 
 
-class BoundAttention(Protocol):
-    """Attention over one plan: ``fill`` and ``schedule`` once per step, ``run`` once per layer."""
+class Fillable(Protocol):
+    """What has metadata on the device."""
 
     def fill(self) -> None:
         """Derive device metadata from the plan's tensors: no sync, capturable."""
+
+
+class BoundAttention(Fillable, Protocol):
+    """Attention over one plan: ``fill`` and ``schedule`` once per step, ``run`` once per layer."""
 
     def schedule(self, seq_lens_cpu: Tensor | None) -> None:
         """Plan on the host from ``[B]`` int32 prefix lengths; empty for Pattern A backends."""
@@ -105,6 +109,51 @@ class ScaledAttention(BoundAttention, Protocol):
 
     def scaled(self, scales: KVScales) -> BoundAttention:
         """Return the same attention for a layer of these scales: one `fill` serves both."""
+
+
+class JointFill(Fillable, Protocol):
+    """What bound attention may offer besides `fill`: one launch that fills many."""
+
+    @staticmethod
+    def fill_together(bounds: Sequence[Any]) -> None:
+        """Fill all of ``bounds``, whose classes inherit this one function."""
+
+
+class CompositeAttention(ABC):
+    """Bound attention made of others, so that these are filled with what else is of their kind."""
+
+    @abstractmethod
+    def parts(self) -> Sequence[Fillable]:
+        """Return what has to be filled."""
+
+    def fill(self) -> None:
+        """Fill all parts."""
+        fill_all(self.parts())
+
+
+def fill_all(bounds: Iterable[Fillable]) -> None:
+    """Fill each of ``bounds`` once, in any order, in as few launches as they allow.
+
+    Everything bound for a speculative step may come together: layers, drafts and composites. What
+    they read has been written before.
+    """
+    together: dict[Callable[[Sequence[Any]], None], list[Fillable]] = {}
+    for bound in {id(part): part for part in _parts(bounds)}.values():
+        joint = getattr(type(bound), "fill_together", None)
+        if joint is None:
+            bound.fill()
+        else:
+            together.setdefault(joint, []).append(bound)
+    for joint, group in together.items():
+        joint(group)
+
+
+def _parts(bounds: Iterable[Fillable]) -> Iterator[Fillable]:
+    for bound in bounds:
+        if isinstance(bound, CompositeAttention):
+            yield from _parts(bound.parts())
+        else:
+            yield bound
 
 
 class PatternA:

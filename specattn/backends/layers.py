@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from specattn.backends import choose_backend
-from specattn.backends.base import IdleAttention, recordable
+from specattn.backends.base import CompositeAttention, IdleAttention, recordable
 from specattn.buffers import Fingerprint, expect, fingerprint
 from specattn.errors import UnsupportedError
 from specattn.plan import check_plan
@@ -112,7 +112,7 @@ class LayeredBackend:
 
 
 @dataclass(frozen=True)
-class BoundLayers:
+class BoundLayers(CompositeAttention):
     """The `Attend` a model is given: stores a layer's new KV, then attends.
 
     ``graphs`` says whether all that is bound here may be recorded in a CUDA graph.
@@ -135,10 +135,9 @@ class BoundLayers:
         pool = self.pool
         return fingerprint(k_cache=pool.k, v_cache=pool.v, kv_scales=pool.scales, **settings)
 
-    def fill(self) -> None:
-        """Fill every bound configuration."""
-        for bound in self.bounds:
-            bound.fill()
+    def parts(self) -> tuple[BoundAttention, ...]:
+        """Return every bound configuration."""
+        return self.bounds
 
     def schedule(self, seq_lens_cpu: Tensor | None) -> None:
         """Schedule every bound configuration."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from specattn.backends.base import fill_all
 from specattn.batch import ForwardMode
 from specattn.kernels import ops
 from specattn.plan import CsrPlan, MultiStepDims, MultiStepInputs, MultiStepPlan, Plan
@@ -116,8 +117,7 @@ class BoundMultiStep:
                 plan.req_to_token, inputs.req_pool_indices, inputs.seq_lens, inputs.branch_slots,
                 inputs.words, self.kv_indptr, self.kv_indices,
             )
-        for step in self.steps:
-            step.fill()
+        fill_all(self.steps)
 
     def fill_ancestors(self, step: int) -> None:
         """Bring step ``step`` up to date with its ancestor words; capturable."""

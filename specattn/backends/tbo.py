@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Self, cast
 from specattn.backends import load_backend
 from specattn.backends.base import (
     Capabilities,
+    CompositeAttention,
     CompositeBackend,
     IdleAttention,
     named_reasons,
@@ -169,7 +170,7 @@ def _requests(plan: AttnPlan, which: slice) -> AttnPlan:
 
 
 @dataclass(frozen=True)
-class BoundTbo:
+class BoundTbo(CompositeAttention):
     """Attention over both halves of a batch.
 
     Parameters
@@ -197,10 +198,9 @@ class BoundTbo:
         middle = self.plans[0].out_slots.numel()
         return slice(0, middle), slice(middle, None)
 
-    def fill(self) -> None:
-        """Fill both halves."""
-        for child in self.children:
-            child.fill()
+    def parts(self) -> tuple[BoundAttention, BoundAttention]:
+        """Return both halves."""
+        return self.children
 
     def schedule(self, seq_lens_cpu: Tensor | None) -> None:
         """Schedule both halves from their part of the lengths; the split itself needs none."""

@@ -5,17 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Self
 
 import torch
 
+from specattn.backends.base import PatternA
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from specattn.config import AttnConfig, KVScales
     from specattn.kernels.tree_attention import TreeAttention
+    from specattn.kernels.tree_plan import Cut
     from specattn.plan import AttnPlan, CsrPlan
 
 log = logging.getLogger(__name__)
@@ -91,8 +97,27 @@ class Scratch:
         return self._bytes
 
 
+class TritonPlanned(PatternA, ABC):
+    """Bound attention over a plan that is filled in one launch with all others of its kind."""
+
+    @abstractmethod
+    def cut(self) -> Cut:
+        """Return the plan, and the tensors that hold its lengths."""
+
+    def fill(self) -> None:
+        """Cut the work into equal chunks, from the lengths on the device."""
+        self.fill_together([self])
+
+    @staticmethod
+    def fill_together(bounds: Sequence[TritonPlanned]) -> None:
+        """Do so for all of ``bounds``; see `JointFill`."""
+        from specattn.kernels.tree_plan import fill_plans
+
+        fill_plans([bound.cut() for bound in bounds])
+
+
 @dataclass(frozen=True)
-class TritonTree:
+class TritonTree(TritonPlanned):
     """A tree mode."""
 
     plan: AttnPlan
@@ -102,13 +127,10 @@ class TritonTree:
         """Return the same with a layer's scales; see `ScaledAttention`."""
         return replace(self, kernel=self.kernel.scaled(scales.k, scales.v))
 
-    def fill(self) -> None:
-        """Cut the work into equal chunks, from the lengths on the device."""
+    def cut(self) -> Cut:
+        """Return the plan, to be filled from the requests' lengths."""
         plan = self.plan
-        self.kernel.plan(plan.seq_lens, plan.req_pool_indices, plan.req_to_token.stride(0))
-
-    def schedule(self, seq_lens_cpu: Tensor | None) -> None:
-        """Nothing to plan on the host."""
+        return self.kernel.cut(plan.seq_lens, plan.req_pool_indices, plan.req_to_token.stride(0))
 
     def run(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
@@ -123,7 +145,7 @@ class TritonTree:
 
 
 @dataclass(frozen=True)
-class TritonCsr:
+class TritonCsr(TritonPlanned):
     """Draft decode from index lists."""
 
     plan: CsrPlan
@@ -133,12 +155,9 @@ class TritonCsr:
         """Return the same with a layer's scales; see `ScaledAttention`."""
         return replace(self, kernel=self.kernel.scaled(scales.k, scales.v))
 
-    def fill(self) -> None:
-        """Cut the work into equal chunks, from the lists' lengths on the device."""
-        self.kernel.plan_csr(self.plan.kv_indptr)
-
-    def schedule(self, seq_lens_cpu: Tensor | None) -> None:
-        """Nothing to plan on the host."""
+    def cut(self) -> Cut:
+        """Return the plan, to be filled from the lists' lengths."""
+        return self.kernel.cut_csr(self.plan.kv_indptr)
 
     def run(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None

@@ -55,7 +55,7 @@ def _fixed_plan_kernel(
     splits,       # [1 + NC, 4] int32, out
     row_stride,
     B: tl.constexpr, B_BLOCK: tl.constexpr, TAIL: tl.constexpr, WINDOW: tl.constexpr,
-    BN: tl.constexpr, SPLIT: tl.constexpr, EXTRA: tl.constexpr, NC: tl.constexpr,
+    SHIFT: tl.constexpr, SPLIT: tl.constexpr, EXTRA: tl.constexpr, NC: tl.constexpr,
     NC_BLOCK: tl.constexpr, STEPS: tl.constexpr, WIDE: tl.constexpr, CSR: tl.constexpr,
 ):
     # as in `tree_plan`, but that chunks end where parts do, and that a request's last part is
@@ -68,7 +68,7 @@ def _fixed_plan_kernel(
     for start in tl.range(0, B, B_BLOCK):
         ids = start + lane
         _, _, _, tiles = request_tiles(
-            seq_lens, rows, row_stride, ids, ids < B, TAIL, WINDOW, BN, CSR
+            seq_lens, rows, row_stride, ids, ids < B, TAIL, WINDOW, SHIFT, CSR
         )
         work = tl.where(ids < B, tiles + EXTRA, 0)
         total += tl.sum(work, 0)
@@ -92,7 +92,7 @@ def _fixed_plan_kernel(
         ids = start + lane
         ok = ids < B
         prefix, base, first, tiles = request_tiles(
-            seq_lens, rows, row_stride, ids, ok, TAIL, WINDOW, BN, CSR
+            seq_lens, rows, row_stride, ids, ok, TAIL, WINDOW, SHIFT, CSR
         )
         work = tl.where(ok, tiles + EXTRA, 0)
         end = work_before + tl.cumsum(work, 0)
@@ -267,9 +267,9 @@ class FixedPlan:
         most = triton.cdiv(row_stride + self.tail_len, self.block_n) + 1 + self.extra
         _fixed_plan_kernel[(1,)](
             seq_lens, rows, self.tile_ends, self.requests, self.chunks, self.splits, row_stride,
-            B=batch, B_BLOCK=block, TAIL=self.tail_len, WINDOW=self.window_left, BN=self.block_n,
-            SPLIT=self.split_tiles, EXTRA=self.extra, NC=max_chunks,
-            NC_BLOCK=max(triton.next_power_of_2(max_chunks), 16),
+            B=batch, B_BLOCK=block, TAIL=self.tail_len, WINDOW=self.window_left,
+            SHIFT=self.block_n.bit_length() - 1, SPLIT=self.split_tiles, EXTRA=self.extra,
+            NC=max_chunks, NC_BLOCK=max(triton.next_power_of_2(max_chunks), 16),
             STEPS=(batch - 1).bit_length(),
             WIDE=self.csr or batch * most * max_chunks >= 2**31, CSR=self.csr,
             num_warps=4 if block <= 32 else 8,

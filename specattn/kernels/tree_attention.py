@@ -30,7 +30,7 @@ from specattn.kernels.tile_config import (
 )
 from specattn.kernels.tree_kernel import tree_attention_kernel
 from specattn.kernels.tree_merge import merge_kernel
-from specattn.kernels.tree_plan import TreePlan
+from specattn.kernels.tree_plan import Cut, TreePlan, fill_plans
 
 ALIGN = 256
 
@@ -210,7 +210,15 @@ class TreeAttention:
         return other
 
     def plan(self, seq_lens: Tensor, req_pool_indices: Tensor, row_stride: int) -> None:
-        """Cut the step's work into chunks, on the device.
+        """Cut the step's work into chunks, on the device; parameters as in `cut`."""
+        fill_plans([self.cut(seq_lens, req_pool_indices, row_stride)])
+
+    def plan_csr(self, kv_indptr: Tensor) -> None:
+        """Cut the work of index lists, ``kv_indptr [B + 1]`` int32, into chunks, on the device."""
+        fill_plans([self.cut_csr(kv_indptr)])
+
+    def cut(self, seq_lens: Tensor, req_pool_indices: Tensor, row_stride: int) -> Cut:
+        """Return what `plan` does, for `fill_plans` to do together with other buckets.
 
         Parameters
         ----------
@@ -223,12 +231,12 @@ class TreeAttention:
         """
         _check("seq_lens", seq_lens, (self.batch,), torch.int32)
         _check("req_pool_indices", req_pool_indices, (self.batch,), torch.int64)
-        self.tables.fill(seq_lens, req_pool_indices, row_stride)
+        return Cut(self.tables, seq_lens, req_pool_indices, row_stride)
 
-    def plan_csr(self, kv_indptr: Tensor) -> None:
-        """Cut the work of index lists, ``kv_indptr [B + 1]`` int32, into chunks, on the device."""
+    def cut_csr(self, kv_indptr: Tensor) -> Cut:
+        """Return what `plan_csr` does; see `cut`."""
         _check("kv_indptr", kv_indptr, (self.batch + 1,), torch.int32)
-        self.tables.fill(kv_indptr, None, 1)
+        return Cut(self.tables, kv_indptr, None, 1)
 
     def run(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None, *,

@@ -3,17 +3,26 @@
 Stream-K (Osama et al., 2023) over key tiles: the tiles of all requests stand end to end, and
 every group of CTAs takes one chunk of that line. A request cut in two or more parts is listed for
 the merge kernel. Lengths are read on the device, so one captured graph serves all of them.
+
+The forwards of a step differ in tail and tile, but their lengths are known together: `fill_plans`
+cuts them in one launch, a CTA each.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# plans of one launch: a program chooses each of its arguments among as many
+MOST_PLANS = 32
 # a smaller number of chunks is taken when all its cuts are request boundaries, as long as no
 # chunk grows by more tiles than this: about the cost of one more segment
 ALIGN_SLACK = tl.constexpr(2)
@@ -21,11 +30,13 @@ ALIGN_SLACK = tl.constexpr(2)
 
 @triton.jit
 def request_tiles(
-    seq_lens, rows, row_stride, ids, ok,
-    TAIL: tl.constexpr, WINDOW: tl.constexpr, BN: tl.constexpr, CSR: tl.constexpr,
+    seq_lens, rows, row_stride, ids, ok, tail, window, shift, csr,
 ):
-    """Prefix length, start in the index table, and first and number of key tiles."""
-    if CSR:
+    """Prefix length, start in the index table, and first and number of key tiles.
+
+    Tiles have ``2**shift`` keys.
+    """
+    if csr:
         begin = tl.load(seq_lens + ids, mask=ok, other=0)
         prefix = tl.load(seq_lens + ids + 1, mask=ok, other=0) - begin
         # an empty list reads entry 0, and throws it away, rather than one past the end
@@ -36,48 +47,74 @@ def request_tiles(
         base = tl.load(rows + ids, mask=ok, other=0).to(tl.int64) * row_stride
         newest = prefix
     first = tl.zeros_like(prefix)
-    if WINDOW >= 0:
-        first = tl.maximum(newest - WINDOW, 0) // BN
+    if window >= 0:
+        first = tl.maximum(newest - window, 0) >> shift
     # at least one tile: a request without keys has an output to write, too
-    tiles = tl.maximum((prefix + TAIL + BN - 1) // BN - first, 1)
+    tiles = tl.maximum(((prefix + tail - 1) >> shift) + 1 - first, 1)
     return prefix, base, first, tl.where(ok, tiles, 0)
 
 
 @triton.jit
+def _pick(values, nth):
+    """The ``nth`` of ``values``, of which there is one where all are equal."""
+    found = values[0]
+    for i in tl.static_range(1, len(values)):
+        found = tl.where(nth == i, values[i], found)
+    return found
+
+
+@triton.jit
 def _plan_kernel(
+    # a tuple each, an entry per plan (see `_pick`), and so are the constants of a plan
     seq_lens,     # [B] int32; CSR: kv_indptr [B + 1]
-    rows,         # [B] int64
+    rows,         # [B] int64; CSR: not read
     requests,     # [B, 8] int64, out
     chunks,       # [NC, 8] int64, out
     splits,       # [1 + NC, 4] int32, out
     row_stride,
-    B: tl.constexpr, B_BLOCK: tl.constexpr, TAIL: tl.constexpr, WINDOW: tl.constexpr,
-    BN: tl.constexpr, NC: tl.constexpr, NC_BLOCK: tl.constexpr, WIDE: tl.constexpr,
-    CSR: tl.constexpr, MIN_TILES: tl.constexpr,
+    B: tl.constexpr, TAIL: tl.constexpr, WINDOW: tl.constexpr, SHIFT: tl.constexpr,
+    NC: tl.constexpr, MIN_TILES: tl.constexpr, CSR: tl.constexpr,
+    # for all plans: the largest B, in whole blocks if in several; products in 64 bits
+    B_BLOCK: tl.constexpr, B_MOST: tl.constexpr, NC_BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):
+    nth = tl.program_id(0)
+    seq_lens = _pick(seq_lens, nth)
+    rows = _pick(rows, nth)
+    requests = _pick(requests, nth)
+    chunks = _pick(chunks, nth)
+    splits = _pick(splits, nth)
+    row_stride = _pick(row_stride, nth)
+    batch = _pick(B, nth)
+    tail = _pick(TAIL, nth)
+    window = _pick(WINDOW, nth)
+    shift = _pick(SHIFT, nth)
+    most = _pick(NC, nth)
+    min_tiles = _pick(MIN_TILES, nth)
+    csr = _pick(CSR, nth)
+
     # requests that share a chunk when there are more of them than chunks
-    GROUPS: tl.constexpr = B // ((B + NC - 1) // NC)
+    groups = batch // ((batch + most - 1) // most)
     big: tl.constexpr = tl.int64 if WIDE else tl.int32
     lane = tl.arange(0, B_BLOCK)                                          # [B_BLOCK]
     total = 0
     longest = 0
-    for start in tl.range(0, B, B_BLOCK):
+    for start in tl.range(0, B_MOST, B_BLOCK):
         ids = start + lane
         _, _, _, tiles = request_tiles(
-            seq_lens, rows, row_stride, ids, ids < B, TAIL, WINDOW, BN, CSR
+            seq_lens, rows, row_stride, ids, ids < batch, tail, window, shift, csr
         )
         total += tl.sum(tiles, 0)
         longest = tl.maximum(longest, tl.max(tiles, 0))
 
     # short chunks cost more to merge than they save; a request has a chunk while there are any
-    nc = tl.minimum(tl.maximum((total + MIN_TILES - 1) // MIN_TILES, B), NC)
+    nc = tl.minimum(tl.maximum((total + min_tiles - 1) // min_tiles, batch), most)
     # equal lengths: whole chunks per request, or whole requests per chunk
-    if B <= NC:
-        aligned = nc // B * B
-        fits = longest * B == total
+    fits = longest * batch == total
+    if batch <= most:
+        aligned = nc // batch * batch
     else:
-        aligned = nc * 0 + GROUPS
-        fits = (longest * B == total) & (B % GROUPS == 0)
+        aligned = nc * 0 + groups
+        fits &= batch % groups == 0
     fits &= (total + aligned - 1) // aligned <= (total + nc - 1) // nc + ALIGN_SLACK
     nc = tl.where(fits, aligned, nc)
     cuts = nc.to(big)
@@ -86,11 +123,11 @@ def _plan_kernel(
     splits_before = 0
     # requests that end before chunk c begins, but not before chunk c - 1 does
     ended = tl.zeros([NC_BLOCK], tl.int32)
-    for start in tl.range(0, B, B_BLOCK):
+    for start in tl.range(0, B_MOST, B_BLOCK):
         ids = start + lane
-        ok = ids < B
+        ok = ids < batch
         prefix, base, first, tiles = request_tiles(
-            seq_lens, rows, row_stride, ids, ok, TAIL, WINDOW, BN, CSR
+            seq_lens, rows, row_stride, ids, ok, tail, window, shift, csr
         )
         end = tiles_before + tl.cumsum(tiles, 0)
         # chunk c holds the tiles from c * total // nc on
@@ -99,7 +136,7 @@ def _plan_kernel(
         parts = next_chunk - first_chunk
         split = (ok & (parts > 1)).to(tl.int32)
         split_rank = splits_before + tl.cumsum(split, 0) - split
-        if B > 1:
+        if B_MOST > 1:
             begins = next_chunk.to(tl.int32)
             ended += tl.histogram(begins, NC_BLOCK, mask=ok & (begins < nc))
         entry = requests + ids * 8
@@ -124,11 +161,11 @@ def _plan_kernel(
     begin = (c.to(big) * total // cuts).to(tl.int32)
     stop = ((c + 1).to(big) * total // cuts).to(tl.int32)
     # the request of a chunk's first tile: the first that ends after it
-    low = tl.cumsum(ended, 0) if B > 1 else ended
+    low = tl.cumsum(ended, 0) if B_MOST > 1 else ended
     owner = requests + low * 8
     before = tl.load(owner + 5, mask=ok, other=0).to(tl.int32)
     entry = chunks + c * 8
-    inside = c < NC
+    inside = c < most
     tl.store(entry + 0, tl.where(ok, stop - begin, 0).to(tl.int64), mask=inside)
     tl.store(entry + 1, (begin - before).to(tl.int64), mask=ok)
     tl.store(entry + 2, low.to(tl.int64), mask=ok)
@@ -138,7 +175,7 @@ def _plan_kernel(
 
 @dataclass(frozen=True)
 class TreePlan:
-    """The tables of one bucket, and the launch that fills them.
+    """The tables of one bucket, which `fill_plans` fills.
 
     Parameters
     ----------
@@ -179,16 +216,70 @@ class TreePlan:
             min_tiles=min_tiles,
         )
 
-    def fill(self, seq_lens: Tensor, rows: Tensor | None, row_stride: int) -> None:
-        """Cut the work of these lengths; ``seq_lens`` is ``kv_indptr`` where ``csr``."""
-        batch, max_chunks = len(self.requests), len(self.chunks)
-        block = min(max(triton.next_power_of_2(batch), 16), 1024)
-        # only then can (tiles of all requests) * chunks pass 2^31
-        most_tiles = batch * (triton.cdiv(row_stride + self.tail_len, self.block_n) + 1)
-        _plan_kernel[(1,)](
-            seq_lens, rows, self.requests, self.chunks, self.splits, row_stride,
-            B=batch, B_BLOCK=block, TAIL=self.tail_len, WINDOW=self.window_left, BN=self.block_n,
-            NC=max_chunks, NC_BLOCK=max(triton.next_power_of_2(max_chunks), 16),
-            WIDE=self.csr or most_tiles * max_chunks >= 2**31,
-            CSR=self.csr, MIN_TILES=self.min_tiles, num_warps=4 if block <= 32 else 8,
-        )
+
+class Cut(NamedTuple):
+    """A plan and what to fill it from.
+
+    Parameters
+    ----------
+    plan : TreePlan
+        Whose tables are written.
+    seq_lens : Tensor
+        ``[batch]`` int32, prefix lengths; where the plan is ``csr``, ``kv_indptr [batch + 1]``.
+    rows : Tensor or None
+        ``[batch]`` int64, the requests' rows in the index table; None where ``csr``.
+    row_stride : int
+        Elements between two rows of that table; 1 where ``csr``.
+    """
+
+    plan: TreePlan
+    seq_lens: Tensor
+    rows: Tensor | None
+    row_stride: int
+
+    @property
+    def wide(self) -> bool:
+        """Whether (tiles of all requests) * chunks can pass 2^31."""
+        plan = self.plan
+        tiles = triton.cdiv(self.row_stride + plan.tail_len, plan.block_n) + 1
+        return plan.csr or len(plan.requests) * tiles * len(plan.chunks) >= 2**31
+
+
+def fill_plans(cuts: Sequence[Cut]) -> None:
+    """Fill plans, up to `MOST_PLANS` in one launch; one given twice is filled once.
+
+    The tables are the same, bit for bit, whatever else is in the launch.
+    """
+    distinct = list({id(cut.plan): cut for cut in cuts}.values())
+    for start in range(0, len(distinct), MOST_PLANS):
+        _launch(distinct[start : start + MOST_PLANS])
+
+
+def _launch(cuts: list[Cut]) -> None:
+    plans = [cut.plan for cut in cuts]
+    batches, max_chunks = [len(p.requests) for p in plans], [len(p.chunks) for p in plans]
+    most = max(batches)
+    block = min(max(triton.next_power_of_2(most), 16), 1024)
+    _plan_kernel[(len(cuts),)](
+        _tensors([cut.seq_lens for cut in cuts]),
+        # index lists have no rows, and none are read there
+        _tensors([cut.plan.requests if cut.rows is None else cut.rows for cut in cuts]),
+        _tensors([p.requests for p in plans]), _tensors([p.chunks for p in plans]),
+        _tensors([p.splits for p in plans]), _numbers([cut.row_stride for cut in cuts]),
+        B=_numbers(batches), TAIL=_numbers([p.tail_len for p in plans]),
+        WINDOW=_numbers([p.window_left for p in plans]),
+        SHIFT=_numbers([p.block_n.bit_length() - 1 for p in plans]), NC=_numbers(max_chunks),
+        MIN_TILES=_numbers([p.min_tiles for p in plans]), CSR=_numbers([p.csr for p in plans]),
+        B_BLOCK=block, B_MOST=most if most <= block else triton.cdiv(most, block) * block,
+        NC_BLOCK=max(triton.next_power_of_2(max(max_chunks)), 16),
+        WIDE=any(cut.wide for cut in cuts), num_warps=4 if block <= 32 else 8,
+    )
+
+
+def _numbers(values: list[int]) -> tuple[int, ...]:
+    """Return what `_pick` takes: where all are equal, there is nothing to choose."""
+    return tuple(values[:1] if len(set(values)) == 1 else values)
+
+
+def _tensors(values: list[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(values[:1] if len({t.data_ptr() for t in values}) == 1 else values)

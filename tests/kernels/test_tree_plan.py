@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 
-from specattn.kernels.tree_plan import TreePlan
+from specattn.kernels import tree_plan
+from specattn.kernels.tree_plan import Cut, TreePlan, fill_plans
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BN = 32
@@ -22,7 +24,14 @@ class Work:
     prefixes: list[int]
     firsts: list[int]
     tiles: list[int]
-    plan: TreePlan
+    cut: Cut
+
+    @property
+    def plan(self) -> TreePlan:
+        return self.cut.plan
+
+    def tables(self) -> list[torch.Tensor]:
+        return [self.plan.requests, self.plan.chunks, self.plan.splits]
 
     def segments(self) -> list[list[tuple[int, int, int, int]]]:
         """Walk the chunks as the kernel does: ``(request, first tile, end tile, slot)`` each.
@@ -46,30 +55,43 @@ class Work:
         return walks
 
 
-def make(
+def prepare(
     lengths: list[int], *, chunks: int, tail: int = 3, window: int = -1, csr: bool = False,
-    stride: int = 5000, min_tiles: int = 1,
+    stride: int = 5000, min_tiles: int = 1, block: int = BN,
 ) -> Work:
+    """Work whose tables are poisoned, and not filled."""
     plan = TreePlan.alloc(
-        batch=len(lengths), max_chunks=chunks, tail_len=tail, window_left=window, block_n=BN,
+        batch=len(lengths), max_chunks=chunks, tail_len=tail, window_left=window, block_n=block,
         csr=csr, device=torch.device(DEVICE), min_tiles=min_tiles,
     )
-    for table in (plan.requests, plan.chunks, plan.splits):
-        table.fill_(-7)
     if csr:
         indptr = torch.tensor([0, *lengths]).cumsum(0)
-        plan.fill(indptr.to(torch.int32).to(DEVICE), None, 1)
+        cut = Cut(plan, indptr.to(torch.int32).to(DEVICE), None, 1)
         bases = [int(b) if n else 0 for b, n in zip(indptr, lengths, strict=False)]
     else:
         rows = torch.randperm(len(lengths) + 3)[: len(lengths)]
-        plan.fill(torch.tensor(lengths, dtype=torch.int32, device=DEVICE), rows.to(DEVICE), stride)
+        lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+        cut = Cut(plan, lens, rows.to(DEVICE), stride)
         bases = [int(r) * stride for r in rows]
     newest = [n - 1 if csr else n for n in lengths]
-    firsts = [max(0, n - window) // BN if window >= 0 else 0 for n in newest]
+    firsts = [max(0, n - window) // block if window >= 0 else 0 for n in newest]
     tiles = [
-        max(1, -(-(n + tail) // BN) - first) for n, first in zip(lengths, firsts, strict=True)
+        max(1, -(-(n + tail) // block) - first) for n, first in zip(lengths, firsts, strict=True)
     ]
-    return Work(bases, lengths, firsts, tiles, plan)
+    work = Work(bases, lengths, firsts, tiles, cut)
+    poison(work)
+    return work
+
+
+def poison(work: Work) -> None:
+    for table in work.tables():
+        table.fill_(-7)
+
+
+def make(lengths: list[int], **options: Any) -> Work:
+    work = prepare(lengths, **options)
+    fill_plans([work.cut])
+    return work
 
 
 def check(work: Work) -> list[int]:
@@ -191,3 +213,90 @@ def test_wide_products_cut_alike() -> None:
     check(wide)
     for a, b in zip(narrow.plan.chunks.tolist(), wide.plan.chunks.tolist(), strict=True):
         assert [*a[:3], *a[4:]] == [*b[:3], *b[4:]]
+
+
+def random_lengths(count: int, rng: random.Random) -> list[int]:
+    return [int(rng.paretovariate(0.6)) % 5000 for _ in range(count)]
+
+
+def step_of(lengths: list[int], *, windows: tuple[int, ...] = (-1,), topk: int = 4) -> list[Work]:
+    """Two draft forwards, a verification in wide tiles and a draft extend, on the same lengths."""
+    few = {"chunks": 16 if len(lengths) <= 8 else 33, "min_tiles": 2 if len(lengths) <= 8 else 1}
+    return [
+        work for window in windows for work in (
+            *(prepare(lengths, tail=topk * (i + 1), window=window, **few) for i in range(2)),
+            prepare(lengths, tail=64, window=window, chunks=17, block=128),
+            prepare(lengths, tail=6, window=window, **few),
+        )
+    ]
+
+
+def lists_of(lengths: list[int]) -> list[Work]:
+    """Draft forwards as lists per branch beside a verification, whose products are narrow."""
+    branches = [n for n in lengths for _ in range(4)]
+    drafts = [prepare([n + i for n in branches], tail=0, csr=True, chunks=33) for i in range(2)]
+    return [*drafts, prepare(lengths, tail=16, chunks=33, block=64)]
+
+
+def one_kv_head(rng: random.Random) -> list[Work]:
+    """One request cut into as many chunks as there are CTAs; another batch beside it."""
+    return [
+        prepare([4999], chunks=264), prepare([70], chunks=264, min_tiles=2, block=64),
+        prepare(random_lengths(17, rng), chunks=1, tail=0, window=0),
+    ]
+
+
+def batches(rng: random.Random) -> list[Work]:
+    """Batches of all sizes, halves of one among them, in one launch."""
+    sizes = (1, 2, 7, 33, 150, 150, 300)
+    return [
+        prepare(random_lengths(size, rng), chunks=rng.choice([5, 33, 132]),
+                window=rng.choice([-1, 511]), tail=rng.choice([1, 70]), stride=5000 + size)
+        for size in sizes
+    ]
+
+
+def above_a_block(rng: random.Random) -> list[Work]:
+    return [prepare(random_lengths(size, rng), chunks=33) for size in (3, 1100, 1024)]
+
+
+MIXES = {
+    "batch_1": lambda rng: step_of(random_lengths(1, rng)),
+    "two_windows": lambda rng: step_of(random_lengths(13, rng), windows=(-1, 511)),
+    "index_lists": lambda rng: lists_of(random_lengths(5, rng)),
+    "one_kv_head": one_kv_head,
+    "batches": batches,
+    "above_a_block": above_a_block,
+    "wide": lambda rng: [
+        prepare([3000, 17, 900], chunks=33, stride=stride) for stride in (5000, 2**31 // 3, 2**33)
+    ],
+}
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_together_is_one_by_one(name: str, plan_launches: list[tuple[int, ...]]) -> None:
+    torch.manual_seed(3)
+    works = MIXES[name](random.Random(name))
+    fill_plans([work.cut for work in works])
+    assert plan_launches == [(len(works),)]
+    for nth, work in enumerate(works):
+        check(work)
+        found = [table.clone() for table in work.tables()]
+        poison(work)
+        fill_plans([work.cut])
+        for table, was in zip(work.tables(), found, strict=True):
+            assert torch.equal(table, was), (name, nth)
+
+
+def test_many_plans_take_few_launches(
+    plan_launches: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tree_plan, "MOST_PLANS", 3)
+    works = [prepare([50 * n, 7], chunks=5, tail=n) for n in range(1, 8)]
+    # a plan given twice is filled once
+    fill_plans([work.cut for work in [*works, works[0]]])
+    assert plan_launches == [(3,), (3,), (1,)]
+    for work in works:
+        check(work)
+    fill_plans([])
+    assert len(plan_launches) == 3
