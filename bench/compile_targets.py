@@ -41,6 +41,7 @@ from specattn.kernels import (
     kv_store,
     merge_lse,
     page_table,
+    sampling,
     slot_write,
     step,
     tree,
@@ -265,6 +266,13 @@ def choices(dtype: torch.dtype = BF16, topk: int = 8, vocab: int = 32000) -> Non
     choose.argmax_tokens(logits)
 
 
+def laws(dtype: torch.dtype = BF16, vocab: int = 32000) -> None:
+    logits, values = _zeros(BATCH, vocab, dtype=dtype), _zeros(BATCH, dtype=F32)
+    sampling.target_probs(logits, values, values.int(), values, 1)
+    sampling.path_coins(_zeros(BATCH), values.int(), 4, 2)
+    sampling.draw_tokens(logits.float(), values)
+
+
 def kv_operations(dtype: torch.dtype = BF16, stored: torch.dtype | None = None) -> None:
     pool = _zeros(2, 16, 8, 128, dtype=stored or dtype)
     slots = _zeros(BATCH, 8, dtype=I32)
@@ -355,7 +363,7 @@ QUICK: dict[str, Callable[[], None]] = {
     "latent prompt, bf16": partial(prompt_latent, BF16),
     "tree": build_tree, "beams": beams, "accept": accepts, "choose": choices, "kv": kv_operations,
     "glue": glue_kernels,
-    "lists": index_lists, "step": step_ends,
+    "lists": index_lists, "step": step_ends, "laws": laws,
 }
 CASES = QUICK | {
     "16 rows, bf16": partial(attend, 4, 4, BF16),
@@ -403,6 +411,7 @@ CASES = QUICK | {
     "latent, 16 rows, f32": partial(attend_latent, 1, 1, F32),
     "latent prompt, f32": partial(prompt_latent, F32),
     "tree, 4 x 5, 16 nodes": partial(build_tree, 4, 5, 16),
+    "laws, f32": partial(laws, F32, 151936),
     "choose 64, f32": partial(choices, F32, 64, 151936),
     "kv, f32": partial(kv_operations, F32),
 }

@@ -98,7 +98,7 @@ def _weights(
 
 
 @triton.jit
-def _invert(
+def invert(
     p_row, q_row, q_on, refused, num_refused, coin, vocab, ROWS: tl.constexpr,
     SEGMENT: tl.constexpr, TILES: tl.constexpr, HAS_Q: tl.constexpr,
 ):
@@ -142,7 +142,7 @@ def _draw(
     tries = 0
     while (token < 0) & (tries < 2):
         first = tries == 0
-        token = _invert(
+        token = invert(
             p_row, q_row, q_on & first, refused, tl.where(first, num_refused, 0), coin, vocab,
             ROWS, SEGMENT, TILES, HAS_Q,
         )
@@ -434,7 +434,7 @@ def accept_sampled(
         n, accept_index_out.shape[1] - 1, vocab, target_probs.stride(0), target_probs.stride(1),
         threshold_single, threshold_acc,
         BLOCK_N=triton.next_power_of_2(n), BLOCK_W=triton.next_power_of_2(triton.cdiv(n, 64)),
-        **_vocab_tiles(vocab, 64),
+        **vocab_tiles(vocab, 64),
     )
 
 
@@ -488,7 +488,7 @@ def accept_rejection(
         tokens.shape[1], steps, vocab,
         draft_probs.stride(0), draft_probs.stride(1),
         target_probs.stride(0), target_probs.stride(1),
-        BLOCK_S=triton.next_power_of_2(steps + 1), **_vocab_tiles(vocab, 32),
+        BLOCK_S=triton.next_power_of_2(steps + 1), **vocab_tiles(vocab, 32),
     )
 
 
@@ -500,7 +500,7 @@ def _check_coins(coins: Tensor, final_coins: Tensor, accept_index_out: Tensor) -
             )
 
 
-def _vocab_tiles(vocab: int, most_rows: int) -> dict[str, int]:
+def vocab_tiles(vocab: int, most_rows: int) -> dict[str, int]:
     """Tiles of ``ROWS`` segments: all of one tile's loads are under way together."""
     segments = triton.cdiv(vocab, SEGMENT)
     rows = min(most_rows, triton.next_power_of_2(segments))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specattn.buffers import BufferSet, buf
 from specattn.kernels import ops
-from specattn.kernels.reference.sampling import DRAFT, draw_tokens, target_probs, uniform
+from specattn.kernels.reference.sampling import DRAFT
 
 if TYPE_CHECKING:
     from specattn.config import SpecConfig
@@ -78,6 +78,8 @@ def choose_tokens(
         choose = ops("choose", logits.device)
         choose.top_tokens(logits, config.topk, probs_out=probs, ids_out=ids)
         return Chosen(probs, draft.to_target(ids), probs[:, :0])
-    law = target_probs(logits, drawing.temperature, None, None, rows_per_req=1)
-    ids = draw_tokens(law, uniform(drawing.seeds, positions, DRAFT))[:, None]
+    sampling = ops("sampling", logits.device)
+    law = sampling.target_probs(logits, drawing.temperature, None, None, rows_per_req=1)
+    coins = sampling.uniform(drawing.seeds, positions, DRAFT)
+    ids = sampling.draw_tokens(law, coins)[:, None]
     return Chosen(law.gather(1, ids), draft.to_target(ids), law)

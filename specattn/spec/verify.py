@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specattn.batch import AcceptResult, DraftTree
 from specattn.kernels import ops
-from specattn.kernels.reference.sampling import ACCEPT, FINAL, target_probs, uniform
+from specattn.kernels.reference.sampling import ACCEPT, FINAL
 
 if TYPE_CHECKING:
     from specattn.config import SpecConfig
@@ -57,13 +57,13 @@ def accept(
         best = ops("choose", logits.device).argmax_tokens(logits.flatten(0, 1))
         kernels.accept_greedy(*links, best.view(tree.tokens.shape), **outs)
         return result
-    depth = torch.arange(config.num_steps + 1, device=logits.device)
-    positions = seq_lens[:, None] + depth  # [B, N + 1]
-    probs = target_probs(
+    draws = ops("sampling", logits.device)
+    probs = draws.target_probs(
         logits.flatten(0, 1), sampling.temperature, sampling.top_k, sampling.top_p,
         rows_per_req=logits.shape[1],
     )
-    coins = [uniform(sampling.seeds, positions, draw) for draw in (ACCEPT, FINAL)]
+    by_draw = draws.path_coins(sampling.seeds, seq_lens, config.num_steps + 1, 2)
+    coins = by_draw[ACCEPT], by_draw[FINAL]
     if config.draft_sampling:
         kernels.accept_rejection(tree.tokens, tree.draft_probs, probs.view(logits.shape), *coins,
                                  **outs)

@@ -12,13 +12,20 @@ from specattn.kernels.reference.sampling import (
     ACCEPT,
     DRAFT,
     FINAL,
-    draw_tokens,
-    target_probs,
     uniform,
 )
-from tests.kernels.tree_oracle import DEVICE
+from tests.kernels.tree_oracle import DEVICE, implementation
 
 LAST_COIN = 1 - 2.0**-24
+KINDS = ["twin", "triton"]
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Cut rows of few tokens as long ones are cut: over the row, then among few."""
+    module = implementation("triton", "sampling")
+    for name, size in (("BLOCK", 32), ("CUT_BLOCK", 64), ("KEPT", 16)):
+        monkeypatch.setattr(module, name, size)
 
 
 def law(logits, temperature, top_k, top_p):
@@ -28,22 +35,28 @@ def law(logits, temperature, top_k, top_p):
     if temperature == 0:
         return [float(t == ranked[0]) for t in range(vocab)]
     kept = ranked[:top_k] if 0 < top_k < vocab else ranked
+    if logits[ranked[0]] == -math.inf:
+        return [float(t == 0) for t in range(vocab)]
     weight = {t: math.exp((logits[t] - logits[ranked[0]]) / temperature) for t in kept}
     total = sum(weight.values())
+    top_p = float(torch.tensor(top_p))  # as the kernels see it
     if top_p < 1:
         mass, prefix = 0.0, []
         for token in kept:
-            if prefix and mass >= top_p:
+            if prefix and mass >= top_p * total:
                 break
             prefix.append(token)
-            mass += weight[token] / total
+            mass += weight[token]
         kept, total = prefix, sum(weight[t] for t in prefix)
     return [weight[t] / total if t in kept else 0.0 for t in range(vocab)]
 
 
-def probs_of(logits, temperature, top_k, top_p, rows_per_req):
-    return target_probs(
-        torch.tensor(logits, device=DEVICE),
+def probs_of(logits, temperature, top_k, top_p, rows_per_req, kind="twin"):
+    # rows lie apart
+    wide = torch.full((len(logits), len(logits[0]) + 3), math.nan, device=DEVICE)
+    wide[:, : len(logits[0])] = torch.tensor(logits, device=DEVICE)
+    return implementation(kind, "sampling").target_probs(
+        wide[:, : len(logits[0])],
         torch.tensor(temperature, dtype=torch.float32, device=DEVICE),
         None if top_k is None else torch.tensor(top_k, dtype=torch.int32, device=DEVICE),
         None if top_p is None else torch.tensor(top_p, dtype=torch.float32, device=DEVICE),
@@ -51,35 +64,102 @@ def probs_of(logits, temperature, top_k, top_p, rows_per_req):
     )
 
 
-@pytest.mark.parametrize("vocab", [1, 7, 33, 301])
-def test_target_probs(vocab):
+SETTINGS = [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 5, 1.0), (1.3, 0, 0.6), (2.0, 9, 0.3),
+            (0.01, 10_000, 0.999), (1.0, 1, 0.01)]
+
+
+def rows_of(rng, vocab, make):
+    return [[make(rng, t) for t in range(vocab)] for _ in SETTINGS]
+
+
+@pytest.mark.parametrize(("kind", "vocab"), [
+    ("twin", 1), ("twin", 7), ("twin", 33), ("twin", 301), ("triton", 1), ("triton", 33),
+    ("triton", 301),
+])
+def test_target_probs(kind, vocab, small):
     rng = random.Random(vocab)
-    settings = [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 5, 1.0), (1.3, 0, 0.6), (2.0, 9, 0.3),
-                (0.01, vocab + 4, 0.999), (1.0, 1, 0.01)]
     # quarters: ties are frequent
-    logits = [[rng.randrange(-12, 13) / 4 for _ in range(vocab)] for _ in range(3 * len(settings))]
-    got = probs_of(logits, *zip(*settings, strict=True), rows_per_req=3)
-    expect = [law(row, *settings[i // 3]) for i, row in enumerate(logits)]
-    torch.testing.assert_close(got.cpu(), torch.tensor(expect), atol=1e-6, rtol=1e-5)
-    assert ((got == 0).cpu() == (torch.tensor(expect) == 0)).all()
+    logits = rows_of(rng, vocab, lambda rng, t: rng.randrange(-12, 13) / 4)
+    got = probs_of(logits, *zip(*SETTINGS, strict=True), rows_per_req=1, kind=kind)
+    check(got, [law(row, *setting) for row, setting in zip(logits, SETTINGS, strict=True)])
 
 
-def test_ties_keep_the_lower_token():
+ODD = {
+    "normal": lambda rng, t: rng.gauss(0, 3),
+    "all equal": lambda rng, t: 2.0,
+    "mostly -inf": lambda rng, t: rng.gauss(0, 3) if t % 11 == 4 else -math.inf,
+    "all -inf": lambda rng, t: -math.inf,
+    "one far above": lambda rng, t: 1e4 * (t == 70),
+    "wide": lambda rng, t: rng.gauss(0, 3) * 10 ** rng.randrange(-6, 7),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("kind", KINDS)
+def test_odd_rows(kind, name, small):
+    """Of each: one cut by number, one by mass, one by both; two rows share a setting."""
+    rng = random.Random(name)
+    settings = [(1.0, 20, 1.0), (50.0, 0, 0.37), (1.0, 30, 0.8)]
+    logits = rows_of(rng, 90, ODD[name])[: 2 * len(settings)]
+    logits = torch.tensor(logits).tolist()  # what float32 has of them
+    got = probs_of(logits, *zip(*settings, strict=True), rows_per_req=2, kind=kind)
+    check(got, [law(row, *settings[i // 2]) for i, row in enumerate(logits)])
+
+
+def check(got, expect):
+    expect = torch.tensor(expect)
+    torch.testing.assert_close(got.cpu(), expect, atol=1e-6, rtol=2e-5)
+    assert ((got == 0).cpu() == (expect < 1e-38)).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_masses_that_are_met_exactly_end_there(kind, small):
+    """Half of four equal tokens are two, a hair more than half are three."""
+    more = 0.5 + 2.0**-20
+    got = probs_of([[0.0] * 4] * 2, [1.0] * 2, None, [0.5, more], 1, kind)
+    assert got.tolist() == [[0.5, 0.5, 0, 0], pytest.approx([1 / 3, 1 / 3, 1 / 3, 0])]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ties_keep_the_lower_token(kind):
     row = [1.0, 3.0, 3.0, 3.0, 0.0]
-    got = probs_of([row] * 3, [0.0, 1.0, 1.0], [0, 2, 0], [1.0, 1.0, 0.5], 1)
+    got = probs_of([row] * 3, [0.0, 1.0, 1.0], [0, 2, 0], [1.0, 1.0, 0.5], 1, kind)
     assert got.tolist() == [[0, 1, 0, 0, 0], [0, 0.5, 0.5, 0, 0], [0, 0.5, 0.5, 0, 0]]
 
 
-def test_settings_that_are_off_change_nothing():
+@pytest.mark.parametrize("kind", KINDS)
+def test_settings_that_are_off_change_nothing(kind):
     logits = torch.randn(4, 50).tolist()
-    plain = probs_of(logits, [0.8, 0.0], None, None, 2)
-    assert torch.equal(probs_of(logits, [0.8, 0.0], [0, 50], [1.0, 1.0], 2), plain)
+    plain = probs_of(logits, [0.8, 0.0], None, None, 2, kind)
+    assert torch.equal(probs_of(logits, [0.8, 0.0], [0, 50], [1.0, 1.0], 2, kind), plain)
 
 
-def test_extreme_logits_stay_finite():
-    logits = [[-math.inf, 1e30, 0.0], [3e38, -3e38, 3e38]]
-    got = probs_of(logits, [1e-30, 1.0], [2, 0], [0.9, 1.0], 1)
-    assert got.tolist() == [[0, 1, 0], [0.5, 0, 0.5]]
+@pytest.mark.parametrize("kind", KINDS)
+def test_extreme_logits_stay_finite(kind):
+    logits = [[-math.inf, 1e30, 0.0], [3e38, -3e38, 3e38], [math.nan, 1.0, 0.0]]
+    got = probs_of(logits, [1e-30, 1.0, 1e-30], [2, 0, 0], [0.9, 1.0, 1.0], 1, kind)
+    assert got.tolist() == [[0, 1, 0], [0.5, 0, 0.5], [0, 1, 0]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_whole_vocabularies(dtype):
+    """As the twin, over flat and peaked rows; rounding may move a cut by mass by a token."""
+    logits = torch.randn(24, 128256, device=DEVICE)
+    logits *= torch.tensor([1.0, 3.0, 8.0], device=DEVICE).repeat(8)[:, None]
+    logits = logits.to(dtype)
+    temperature = torch.tensor([0.0, 0.7, 1.0, 1.0], device=DEVICE)
+    top_k = torch.tensor([0, 50, 0, 4000], dtype=torch.int32, device=DEVICE)
+    top_p = torch.tensor([1.0, 1.0, 0.95, 0.9], device=DEVICE)
+    for k, p in ((None, None), (top_k, None), (None, top_p), (top_k, top_p)):
+        got, expect = (
+            implementation(kind, "sampling").target_probs(logits, temperature, k, p, 6)
+            for kind in ("triton", "twin")
+        )
+        moved = ((got == 0) != (expect == 0)).sum(1)
+        assert (moved <= (2 if p is not None else 0)).all(), moved
+        torch.testing.assert_close(got.sum(1), torch.ones(24, device=DEVICE))
+        torch.testing.assert_close(got, expect, rtol=1e-4, atol=1e-5)
 
 
 def coin(seed, position, draw):
@@ -93,16 +173,40 @@ def coin(seed, position, draw):
     return (state >> 40) / 2**24
 
 
-def test_coins_are_the_published_hash():
+@pytest.mark.parametrize("kind", KINDS)
+def test_coins_are_the_published_hash(kind):
     seeds = [0, 1, -1, 2**63 - 1, -(2**63), 12345]
     positions = [[0, 1, 2**31], [7, 7, 8]] * 3
     tensors = [torch.tensor(x, device=DEVICE) for x in (seeds, positions)]
     for draw in (ACCEPT, FINAL, DRAFT, 9):
-        got = uniform(*tensors, draw)
+        got = implementation(kind, "sampling").uniform(*tensors, draw)
         assert got.dtype == torch.float32
         assert got.tolist() == [
             [coin(s, p, draw) for p in row] for s, row in zip(seeds, positions, strict=True)
         ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_coins_of_a_step(kind):
+    """Depth after depth from each length, in the order of the draws."""
+    seeds, lens = [3, -1, 2**62], [0, 9, 2**31 - 2]
+    tensors = torch.tensor(seeds, device=DEVICE), torch.tensor(lens, device=DEVICE).int()
+    got = implementation(kind, "sampling").path_coins(*tensors, 4, 2)
+    assert got.tolist() == [
+        [[coin(s, n + depth, draw) for depth in range(4)] for s, n in zip(seeds, lens, strict=True)]
+        for draw in (ACCEPT, FINAL)
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_draws_of_rows_that_lie_apart(kind):
+    weights = (torch.rand(6, 1300, device=DEVICE) > 0.5).float()[:, :1201]
+    weights[3] = 0
+    coins = torch.tensor([0.0, 0.25, 0.5, 0.75, LAST_COIN, 0.3], device=DEVICE)
+    got = implementation(kind, "sampling").draw_tokens(weights, coins, weights.roll(1, 0))
+    for row, (token, u) in enumerate(zip(got.tolist(), coins.tolist(), strict=True)):
+        held = weights[row if row != 3 else 2].nonzero().flatten().tolist()
+        assert token == held[int(u * len(held))]
 
 
 def test_coins_do_not_depend_on_the_batch():
@@ -125,7 +229,9 @@ def test_coins_are_uniform_and_uncorrelated():
         assert torch.corrcoef(torch.stack([left.flatten(), right.flatten()]))[0, 1].abs() < 0.015
 
 
-def test_r18_draws_are_half_open():
+@pytest.mark.parametrize("kind", KINDS)
+def test_r18_draws_are_half_open(kind):
+    draw_tokens = implementation(kind, "sampling").draw_tokens
     weights = torch.tensor([0.0, 0.25, 0.0, 0.75, 0.0], device=DEVICE)
     coins = torch.tensor([0.0, 0.25 - 2.0**-24, 0.25, 0.5, LAST_COIN], device=DEVICE)
     assert draw_tokens(weights.expand(5, 5), coins).tolist() == [1, 1, 3, 3, 3]
@@ -134,7 +240,9 @@ def test_r18_draws_are_half_open():
     assert draw_tokens(odd.expand(5, 5), coins).tolist() == [1, 1, 3, 3, 3]
 
 
-def test_draws_without_weight_fall_back():
+@pytest.mark.parametrize("kind", KINDS)
+def test_draws_without_weight_fall_back(kind):
+    draw_tokens = implementation(kind, "sampling").draw_tokens
     empty = torch.zeros(1, 3, device=DEVICE)
     fallback = torch.tensor([[0.0, 0.0, 1.0]], device=DEVICE)
     half = torch.tensor([0.5], device=DEVICE)

@@ -10,6 +10,7 @@ import torch
 from scipy.stats import chi2
 
 from specattn.config import SpecConfig
+from specattn.kernels import ops
 from specattn.kernels.reference.sampling import target_probs
 from specattn.spec import verify
 from specattn.spec.generate import Engine, Request
@@ -82,12 +83,15 @@ def test_a_biased_sampler_fails_the_same_test(models, law, monkeypatch):
 
 def test_a_lenient_rejection_fails_the_same_test(models, law, monkeypatch):
     """Accepting every draft the target could have drawn is not the target's law."""
-    honest = verify.uniform
+    sampling = ops("sampling", torch.device(DEVICE))
+    honest = sampling.path_coins
 
-    def lenient(seeds, positions, draw):
-        return honest(seeds, positions, draw) * (draw != verify.ACCEPT)
+    def lenient(*args):
+        coins = honest(*args)
+        coins[verify.ACCEPT] = 0
+        return coins
 
-    monkeypatch.setattr(verify, "uniform", lenient)
+    monkeypatch.setattr(sampling, "path_coins", lenient)
     assert p_value(models, SETTINGS["rejection"], law) < 1e-6
 
 

@@ -22,7 +22,9 @@ def target_probs(
 ) -> Tensor:
     """Return the distributions that sampling with these settings draws from.
 
-    Temperature comes first, then top-k, then top-p on what top-k left, as in Hugging Face.
+    Temperature comes first, then top-k, then top-p on what top-k left, as in Hugging Face. Tokens
+    tie if their logits are equally far below the largest, in float32. NaN counts as -inf, +inf is
+    not allowed, and a row of -inf has all its mass on token 0.
 
     Parameters
     ----------
@@ -44,32 +46,36 @@ def target_probs(
     Tensor
         ``[R, V]`` float32; every row sums to 1.
     """
-    logits = logits.float()
+    logits = logits.float().nan_to_num(-torch.inf, torch.inf, -torch.inf)
     warmth = temperature.repeat_interleave(rows_per_req)[:, None]  # [R, 1]
-    greedy = warmth == 0
     peak = logits.amax(1, keepdim=True)
-    scaled = (logits - peak) / torch.where(greedy, 1.0, warmth)
+    one = (warmth == 0) | (peak == -torch.inf)
+    below = torch.where(peak == -torch.inf, torch.inf, peak - logits)
+    scaled = -below / torch.where(one, 1.0, warmth)
     if top_k is not None or top_p is not None:
-        scaled = _truncate(scaled, top_k, top_p, rows_per_req)
+        scaled = _truncate(below, scaled, top_k, top_p, rows_per_req)
     probs = scaled.softmax(1)
     best = torch.zeros_like(probs).scatter_(1, logits.argmax(1, keepdim=True), 1.0)
-    return torch.where(greedy, best, probs)
+    return torch.where(one, best, probs)
 
 
 def _truncate(
-    scaled: Tensor, top_k: Tensor | None, top_p: Tensor | None, rows_per_req: int
+    below: Tensor, scaled: Tensor, top_k: Tensor | None, top_p: Tensor | None, rows_per_req: int
 ) -> Tensor:
     vocab = scaled.shape[1]
-    ordered, order = scaled.sort(dim=1, descending=True, stable=True)
+    order = below.sort(dim=1, stable=True).indices
+    ordered = scaled.gather(1, order)
     if top_k is not None:
         limit = top_k.repeat_interleave(rows_per_req)[:, None]
         rank = torch.arange(vocab, device=scaled.device)
         ordered = ordered.masked_fill((rank >= limit) & (limit > 0), -torch.inf)
     if top_p is not None:
-        mass = top_p.repeat_interleave(rows_per_req)[:, None]
-        before = ordered.softmax(1).cumsum(1).roll(1, dims=1)
+        share = top_p.repeat_interleave(rows_per_req)[:, None]
+        reached = ordered.exp().double().cumsum(1)
+        before = reached.roll(1, dims=1)
         before[:, 0] = -1
-        ordered = ordered.masked_fill((before >= mass) & (mass < 1), -torch.inf)
+        enough = before >= share.double() * reached[:, -1:]
+        ordered = ordered.masked_fill(enough & (share < 1), -torch.inf)
     return torch.empty_like(scaled).scatter_(1, order, ordered)
 
 
@@ -95,6 +101,27 @@ def uniform(seeds: Tensor, positions: Tensor, draw: int) -> Tensor:
     seeds = seeds.reshape(-1, *[1] * (positions.dim() - 1))
     state = _mix(_mix(_mix(seeds) + positions) + draw)
     return _shift(state, 40).float() * 2.0**-24
+
+
+def path_coins(seeds: Tensor, seq_lens: Tensor, depths: int, draws: int) -> Tensor:
+    """Return the coins of all depths of a step: `uniform` at ``seq_lens + depth``.
+
+    Parameters
+    ----------
+    seeds, seq_lens : Tensor
+        ``[B]`` int64 and int32.
+    depths : int
+        Depths per request, from 0.
+    draws : int
+        Draws per depth, from ``ACCEPT``, which is 0.
+
+    Returns
+    -------
+    Tensor
+        ``[draws, B, depths]`` float32.
+    """
+    positions = seq_lens.long()[:, None] + torch.arange(depths, device=seq_lens.device)
+    return torch.stack([uniform(seeds, positions, draw) for draw in range(draws)])
 
 
 def _mix(state: Tensor) -> Tensor:
