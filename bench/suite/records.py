@@ -6,7 +6,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from . import tables
+from . import metadata, tables
 from .targets import Point, Target
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def asked(results: Path) -> list[Target]:
 TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "gluon-tiles": (TILES, tiles), "gluon-chunks": (CHUNKS, chunks),
     "gluon-prompts": (CHUNKS, prompts), "small-ops": (SMALL, small),
-    "sanitizer": (SANITIZER, sanitizer),
+    "sanitizer": (SANITIZER, sanitizer), "metadata": (metadata.RECORD, metadata.shown),
     "mla-variants": (LATENT, latent),
     "compiled": (COMPILED, compiled),
 }

@@ -1,0 +1,69 @@
+"""What the record of `bench.metadata` says about the metadata of a step."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from . import tables
+from .targets import Point, Target
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+RECORD = "metadata_h200.json"
+PEER, SEAMS, WHOLE = "SGLang", "specattn, by phase", "specattn, one graph"
+PHASES, STEP = ("draft", "verify", "extend"), "step"
+#: Times a table shows: the key of a line, and what it is.
+TIMES = {"us": "GPU us", "host_us": "host us"}
+
+
+def shown(results: Path) -> str:
+    """Return GPU and host time of every phase, and of all."""
+    cells = json.loads((results / RECORD).read_text())["cells"]
+    return "\n\n".join(_by_phase(cells, key, title) for key, title in TIMES.items())
+
+
+def _by_phase(cells: list[dict[str, Any]], key: str, title: str) -> str:
+    head = [title, *(f"{PEER} {phase}" for phase in PHASES), f"{PEER} all",
+            *(f"by phase: {phase}" for phase in PHASES), "one graph, all", f"{PEER} / one graph"]
+    rows = []
+    for cell in cells:
+        times = _times(cell, key)
+        columns = [(PEER, phase) for phase in (*PHASES, STEP)]
+        columns += [(SEAMS, phase) for phase in PHASES] + [(WHOLE, STEP)]
+        rows.append([
+            cell["name"], *(tables.micros(times.get(column)) for column in columns),
+            tables.times(_gain(times)),
+        ])
+    return tables.table(head, rows)
+
+
+def _times(cell: dict[str, Any], key: str) -> dict[tuple[str, str], float]:
+    return {(line["name"], line["phase"]): line[key] for line in cell["contestants"]}
+
+
+def _gain(times: dict[tuple[str, str], float]) -> float | None:
+    ours, theirs = times.get((WHOLE, STEP)), times.get((PEER, STEP))
+    return theirs / ours if ours and theirs else None
+
+
+def asked(results: Path) -> list[Target]:
+    """Return the targets that metadata is held to, that of all three phases together."""
+    alone: list[Point] = []
+    gains: dict[str, list[Point]] = {key: [] for key in TIMES}
+    if (results / RECORD).exists():
+        for cell in json.loads((results / RECORD).read_text())["cells"]:
+            for key, points in gains.items():
+                times = _times(cell, key)
+                gain = _gain(times)
+                points += [Point(gain, cell["name"])] if gain else []
+                if key == "us" and (WHOLE, STEP) in times:
+                    alone.append(Point(times[WHOLE, STEP], cell["name"]))
+    return [
+        # 5 us per phase were asked for
+        Target("metadata of three phases, in one graph, batch <= 128", "us", 15, 5, alone,
+               low=True),
+        Target("metadata against SGLang's operations, GPU", "x", 3, 5, gains["us"]),
+        Target("metadata against SGLang's operations, host", "x", 10, 20, gains["host_us"]),
+    ]
