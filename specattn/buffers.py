@@ -76,6 +76,20 @@ class BufferSet:
             raise ValueError(f"batch must be 0..{size}, what was allocated, got {batch}")
         return type(self)(**{name: tensor[:batch] for name, tensor in self.tensors().items()})
 
+    def sharing(self, others: dict[str, Tensor]) -> Self:
+        """Return the set with those of ``others`` that have a field's name in place of its own.
+
+        Raises
+        ------
+        ValueError
+            If one is not of the field's shape, dtype and device.
+        """
+        taken = {name: others[name] for name in self.tensors().keys() & others.keys()}
+        for name, value in taken.items():
+            own = getattr(self, name)
+            expect(name, value, tuple(own.shape), own.dtype, own.device)
+        return type(self)(**self.tensors() | taken)
+
     def reset(self, dims: Any) -> None:
         """Turn every row into padding."""
         for item in fields(self):

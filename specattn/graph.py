@@ -11,8 +11,9 @@ from __future__ import annotations
 import bisect
 import logging
 from collections import Counter
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,10 +25,20 @@ from specattn.recording import Recorder
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from specattn.batch import ForwardMode
     from specattn.buffers import Fingerprint
 
 log = logging.getLogger(__name__)
+
+
+class GraphKey(Hashable, Protocol):
+    """What graphs are kept under: a `ForwardMode`, or a part of a step."""
+
+    @property
+    def value(self) -> str:
+        """Its name in messages."""
+
+
+Key = TypeVar("Key", bound=GraphKey)
 
 
 class BoundProgram(Protocol):
@@ -110,15 +121,15 @@ def _flat(found: Fingerprint) -> dict[str, object]:
 
 
 @dataclass
-class GraphStats:
+class GraphStats(Generic[Key]):
     """How forwards were served, by mode."""
 
-    replays: Counter[ForwardMode] = field(default_factory=Counter)
-    eager: Counter[ForwardMode] = field(default_factory=Counter)
+    replays: Counter[Key] = field(default_factory=Counter)
+    eager: Counter[Key] = field(default_factory=Counter)
 
 
-class GraphRunner:
-    """Captures and replays programs, keyed by forward mode and bucket.
+class GraphRunner(Generic[Key]):
+    """Captures and replays programs, keyed by mode and bucket.
 
     Two buckets of a mode share storage, so one is in flight at a time, and what `run` returns is
     overwritten by the next call of the same mode: clone what must live longer.
@@ -133,6 +144,8 @@ class GraphRunner:
         Where the buffers live.
     record : bool
         Whether to record CUDA graphs; off, everything runs eagerly over the static buffers.
+    recorder : Recorder, optional
+        Whose memory pool to record into; runners that share one must not run at the same time.
 
     Attributes
     ----------
@@ -142,36 +155,38 @@ class GraphRunner:
 
     def __init__(
         self,
-        make: Callable[[ForwardMode, int], Program],
+        make: Callable[[Key, int], Program],
         buckets: Sequence[int],
         device: torch.device,
         *,
         record: bool = True,
+        recorder: Recorder | None = None,
     ) -> None:
         if not buckets or min(buckets) < 1:
             raise ValueError(f"buckets must be batch sizes of at least 1, got {list(buckets)}")
         self.buckets = sorted(set(buckets))
-        self.stats = GraphStats()
+        self.stats: GraphStats[Key] = GraphStats()
         self._make = make
-        self._recorder = Recorder() if record and device.type == "cuda" else None
-        self._captured: dict[ForwardMode, dict[int, Captured]] = {}
-        self._eager: dict[ForwardMode, BoundProgram] = {}
+        records = record and device.type == "cuda"
+        self._recorder = (recorder or Recorder()) if records else None
+        self._captured: dict[Key, dict[int, Captured]] = {}
+        self._eager: dict[Key, BoundProgram] = {}
 
     @property
     def recording(self) -> bool:
         """Whether CUDA graphs are recorded at all."""
         return self._recorder is not None
 
-    def captured(self, mode: ForwardMode) -> list[int]:
+    def captured(self, mode: Key) -> list[int]:
         """Return the buckets of ``mode`` that can be replayed."""
         return sorted(self._captured.get(mode, {}))
 
-    def recorded(self, mode: ForwardMode) -> bool:
+    def recorded(self, mode: Key) -> bool:
         """Return whether replays of ``mode`` replay CUDA graphs."""
         done = self._captured.get(mode, {})
         return any(captured.graph is not None for captured in done.values())
 
-    def capture(self, mode: ForwardMode) -> None:
+    def capture(self, mode: Key) -> None:
         """Capture every bucket of ``mode``, the largest first, on batches of padding.
 
         Whatever fails, buckets captured before it stay, and batches that no captured bucket holds
@@ -214,13 +229,13 @@ class GraphRunner:
         return Captured(bucket, bound, bound.fingerprint(), outputs, graph)
 
     def run(
-        self, mode: ForwardMode, count: int, seq_lens_cpu: Tensor | None, **values: Tensor
+        self, mode: Key, count: int, seq_lens_cpu: Tensor | None, **values: Tensor
     ) -> Any:
         """Run ``mode`` over ``count`` requests.
 
         Parameters
         ----------
-        mode : ForwardMode
+        mode : Key
             A captured mode.
         count : int
             Requests.
@@ -261,7 +276,7 @@ class GraphRunner:
         return _head(captured.replay(), count)
 
     def _run_eager(
-        self, mode: ForwardMode, count: int, seq_lens_cpu: Tensor | None, values: dict[str, Tensor]
+        self, mode: Key, count: int, seq_lens_cpu: Tensor | None, values: dict[str, Tensor]
     ) -> Any:
         log.info("%s: a batch of %d fits no captured bucket and runs eagerly", mode.value, count)
         bound = self._make(mode, count).bind(count)

@@ -15,9 +15,9 @@ from specattn.errors import NotCapturedError, TreeError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from specattn.batch import AcceptResult, Candidates, DraftTree, ForwardMode
+    from specattn.batch import AcceptResult, Candidates, DraftTree
     from specattn.config import SpecConfig
-    from specattn.graph import GraphRunner
+    from specattn.graph import GraphRunner, Key
     from specattn.kv import SlotTable
 
 
@@ -196,15 +196,15 @@ def kv_map(table: SlotTable, config: SpecConfig | None = None) -> str:
     return "\n".join(lines)
 
 
-def explain_replay(runner: GraphRunner, mode: ForwardMode, count: int) -> str:
+def explain_replay(runner: GraphRunner[Key], mode: Key, count: int) -> str:
     """Say how `GraphRunner.run` would serve a batch, and what its padding rows hold.
 
     Parameters
     ----------
     runner : GraphRunner
         With ``mode`` captured.
-    mode : ForwardMode
-        The forward.
+    mode : ForwardMode or StepPart
+        The forward, or the part of a step.
     count : int
         Requests.
 

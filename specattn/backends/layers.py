@@ -50,6 +50,11 @@ class LayeredBackend:
         If the backend cannot serve one of the layers.
     ValueError
         If the layers and the pool differ in ``kv_dtype``.
+
+    Attributes
+    ----------
+    host_plan : bool
+        Whether the backend plans on the host (`BoundAttention.schedule`).
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class LayeredBackend:
         distinct = list(dict.fromkeys(layers))
         chosen = choose_backend(backend, distinct, device)
         self.name = chosen.name
+        self.host_plan = chosen.capabilities.host_plan
         self._page_size = chosen.capabilities.page_size
         self.pool = pool
         self.backends = tuple(chosen(config, device) for config in distinct)

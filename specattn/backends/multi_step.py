@@ -40,6 +40,8 @@ class MultiStepDraftBackend:
         Largest bucket; buffers are allocated once, for it.
     indices : {"table", "csr"}
         What the steps read.
+    shared : dict of Tensor
+        Fields of `MultiStepInputs` that others own.
 
     Attributes
     ----------
@@ -61,12 +63,14 @@ class MultiStepDraftBackend:
         req_to_token: Tensor,
         max_batch: int,
         indices: Indices = "table",
+        **shared: Tensor,
     ) -> None:
         self.backend, self.config = backend, config
         self.dims = MultiStepDims(config.num_draft_forwards, config.topk)
         self.indices = indices
         self.req_to_token = req_to_token
-        self.inputs = MultiStepInputs.alloc(max_batch, self.dims, req_to_token.device)
+        inputs = MultiStepInputs.alloc(max_batch, self.dims, req_to_token.device)
+        self.inputs = inputs.sharing(shared)
         width = 0
         if indices == "csr":
             width = ops("draft_kv", req_to_token.device).draft_kv_width(
@@ -111,13 +115,17 @@ class BoundMultiStep:
         end with whatever the words say now, until `fill_ancestors` has run for that step.
         """
         self.plan.fill()
+        self.fill_lists()
+        fill_all(self.steps)
+
+    def fill_lists(self) -> None:
+        """Fill the index lists (``indices="csr"``) from slots, lengths and words."""
         if self.indices == "csr" and self.steps:
             plan, inputs = self.plan, self.plan.inputs
             ops("draft_kv", inputs.seq_lens.device).fill_draft_kv(
                 plan.req_to_token, inputs.req_pool_indices, inputs.seq_lens, inputs.branch_slots,
                 inputs.words, self.kv_indptr, self.kv_indices,
             )
-        fill_all(self.steps)
 
     def fill_ancestors(self, step: int) -> None:
         """Bring step ``step`` up to date with its ancestor words; capturable."""

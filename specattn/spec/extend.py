@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,11 +29,16 @@ class _ExtendDims:
 
 @dataclass(frozen=True)
 class _Accepted(BufferSet):
-    """The accepted path, padded to the tree's depth."""
+    """The accepted path, padded to the tree's depth, and what follows from its length.
+
+    ``last_rows`` is the flat row of the last accepted token, ``after`` its position plus one.
+    """
 
     tokens: Tensor = buf(lambda d: (d.layout.q_len,), torch.int64)
     features: Tensor = buf(lambda d: (d.layout.q_len, d.features), lambda d: d.dtype)
     accept_lens: Tensor = buf(lambda _: (), torch.int32)
+    last_rows: Tensor = buf(lambda _: (), torch.int64)
+    after: Tensor = buf(lambda _: (), torch.int64)
 
 
 class ExtendProgram:
@@ -55,6 +60,10 @@ class ExtendProgram:
         Width of the target's features.
     batch : int
         Largest bucket.
+    topk : int, optional
+        Tokens to propose for the next step; ``config.topk`` if None.
+    shared : dict of Tensor
+        Buffers that others own and this program reads in place of its own, by name.
     """
 
     def __init__(
@@ -65,14 +74,18 @@ class ExtendProgram:
         req_to_token: Tensor,
         features: int,
         batch: int,
+        topk: int | None = None,
+        **shared: Tensor,
     ) -> None:
-        self.draft, self.backend, self.config = draft, backend, config
+        self.draft, self.backend = draft, backend
+        self.config = config if topk is None else replace(config, topk=topk)
         self.req_to_token = req_to_token
         layout = config.layout(ForwardMode.DRAFT_EXTEND)
         self.dims = _ExtendDims(layout, features, draft.layers[0].dtype)
-        self.inputs = AttnInputs.alloc(batch, layout, req_to_token.device)
-        self.accepted = _Accepted.alloc(batch, self.dims, req_to_token.device)
-        self.coins = Coins.alloc(batch, None, req_to_token.device)
+        device = req_to_token.device
+        self.inputs = AttnInputs.alloc(batch, layout, device).sharing(shared)
+        self.accepted = _Accepted.alloc(batch, self.dims, device).sharing(shared)
+        self.coins = Coins.alloc(batch, None, device).sharing(shared)
 
     def bind(self, bucket: int) -> BoundExtend:
         """Bind to the first ``bucket`` rows."""
@@ -105,7 +118,8 @@ class BoundExtend:
     @property
     def takes(self) -> frozenset[str]:
         """The accepted path with its features, rows and lengths, and what sampled drafts need."""
-        return frozenset({*self.accepted.tensors(), *ROWS, *drawing_names(self.config)})
+        path = ("tokens", "features", "accept_lens")
+        return frozenset({*path, *ROWS, *drawing_names(self.config)})
 
     def copy_in(self, count: int, **values: Tensor) -> None:
         """Take ``tokens [count, N + 1]``, ``features``, ``accept_lens``, rows and lengths."""
@@ -118,26 +132,28 @@ class BoundExtend:
 
     def fill(self) -> None:
         """Derive positions and slots of the window after the committed context."""
-        depth = torch.arange(self.dims.layout.q_len, device=self.inputs.seq_lens.device)
-        self.inputs.positions.copy_(self.inputs.seq_lens[:, None] + depth)
+        inputs, accepted = self.inputs, self.accepted
+        batch, width = accepted.tokens.shape
+        depth = torch.arange(width, device=inputs.seq_lens.device)
+        inputs.positions.copy_(inputs.seq_lens[:, None] + depth)
+        first = torch.arange(batch, device=depth.device) * width
+        accepted.last_rows.copy_(first + accepted.accept_lens.clamp(min=1) - 1)
+        accepted.after.copy_(inputs.seq_lens + accepted.accept_lens)
         self.plan.fill()
         self.attend.fill()
 
     def run(self) -> DraftState:
         """Run the draft model; only the last accepted row reaches ``lm_head``."""
-        batch, width = self.accepted.tokens.shape
-        last = self.accepted.accept_lens.clamp(min=1).long() - 1
-        rows = torch.arange(batch, device=last.device) * width + last
+        accepted = self.accepted
         out = self.draft.forward(
-            self.accepted.tokens.flatten(),
-            self.draft.combine(self.accepted.features.flatten(0, 1)),
+            accepted.tokens.flatten(),
+            self.draft.combine(accepted.features.flatten(0, 1)),
             self.inputs.positions.flatten(),
             self.attend,
-            rows,
+            accepted.last_rows,
         )
         # the token proposed here follows the bonus token
-        after = (self.inputs.seq_lens + self.accepted.accept_lens).long()
-        chosen = choose_tokens(self.draft, out.logits, self.config, self.coins, after)
+        chosen = choose_tokens(self.draft, out.logits, self.config, self.coins, accepted.after)
         return DraftState(chosen.probs, chosen.tokens, out.hidden_states, chosen.law)
 
     def fingerprint(self) -> Fingerprint:

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specattn.batch import DraftState, SpecBatch
 from specattn.kv import KVPool, SlotTable
-from specattn.spec.decoder import ModelSlot, SpecDecoder
+from specattn.recording import Recorder
+from specattn.spec.decoder import ModelSlot
 from specattn.spec.prefill import Prefill, Prompt
 from specattn.spec.request import Generation, Live, Request
 from specattn.spec.sampling import SamplingBatch
+from specattn.spec.states import RequestStates, StateDims
+from specattn.spec.step_decoder import StepDecoder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from specattn.spec.checks import Validate
     from specattn.spec.model import DraftModel, TargetModel
     from specattn.spec.sampling import SamplingParams
+    from specattn.spec.step_decoder import PendingStep, Seams
 
     Scales = Sequence[KVScales] | None
 
@@ -50,10 +53,13 @@ class Engine:
         Batch sizes to capture; powers of two up to ``max_num_reqs`` by default.
     graphs : bool
         Whether to record CUDA graphs.
+    seams : {"one", "three"}, optional
+        How a step is recorded, see `StepDecoder`; by default in one graph, and in three where a
+        backend plans on the host.
     indices : {"table", "csr"}
         What draft steps read; see `MultiStepDraftBackend`.
     validate : {"off", "debug"}
-        Whether steps also check what tensors hold; see `SpecDecoder`.
+        Whether steps also check what tensors hold; see `StepDecoder`.
     deterministic : bool
         Whether attention gives every token the same bits in any batch and mode; see
         `specattn.config.AttnConfig`.
@@ -83,6 +89,7 @@ class Engine:
         num_slots: int | None = None,
         buckets: Sequence[int] | None = None,
         graphs: bool = True,
+        seams: Seams | None = None,
         indices: Indices = "table",
         validate: Validate = "off",
         deterministic: bool = False,
@@ -114,24 +121,31 @@ class Engine:
             if slot is not None:
                 slot.backend.check_pages(config.page_size)
         self.buckets = list(buckets) if buckets else _buckets(config.max_num_reqs)
+        self.seams = seams or self._seams()
+        draft_model = self.draft.model if self.draft else None
+        dims = StateDims.of(draft_model, config.topk, draft_sampling=config.draft_sampling)
+        self.states = RequestStates.alloc(config.max_num_reqs + 1, dims, device)
         self._prefill = Prefill(self.target, self.draft, self.table.req_to_token, config)
-        self._decoders: dict[SpecConfig, SpecDecoder] = {}
+        self._recorder = Recorder()
+        self._decoders: dict[SpecConfig, StepDecoder] = {}
         self._live: list[Live] = []
+        self._ahead: tuple[list[Live], PendingStep] | None = None
         self._drawing: tuple[tuple[SamplingParams, ...], SamplingBatch] | None = None
         self.decoder(config)
 
-    def decoder(self, config: SpecConfig) -> SpecDecoder:
+    def decoder(self, config: SpecConfig) -> StepDecoder:
         """Return the decoder of a setting; narrower ones than the engine's run eagerly."""
         if config not in self._decoders:
-            self._decoders[config] = SpecDecoder(
-                self.target, self.draft, config, self.table.req_to_token,
+            self._decoders[config] = StepDecoder(
+                self.target, self.draft, config, self.table, self.states,
                 features=self._feature_width(), buckets=self.buckets, indices=self.indices,
-                record=self.graphs and config == self.config, validate=self.validate,
+                record=self.graphs and config == self.config, seams=self.seams,
+                recorder=self._recorder, validate=self.validate,
             )
         return self._decoders[config]
 
     @property
-    def decoders(self) -> tuple[SpecDecoder, ...]:
+    def decoders(self) -> tuple[StepDecoder, ...]:
         """Every decoder used so far, the engine's own setting first."""
         return tuple(self._decoders.values())
 
@@ -174,7 +188,7 @@ class Engine:
                         results.append(result)
                         if on_tokens:
                             on_tokens(order[id(result)], list(result.tokens))
-                for result, new in self.step():
+                for result, new in self.step(ahead=not waiting):
                     if on_tokens:
                         on_tokens(order[id(result)], new)
         finally:
@@ -183,6 +197,9 @@ class Engine:
 
     def clear(self) -> None:
         """Drop every running request."""
+        if self._ahead is not None:
+            self._ahead[1].wait()
+            self._ahead = None
         for live in self._live:
             self.table.free(live.row)
         self._live = []
@@ -191,6 +208,8 @@ class Engine:
         """Run prompts and draw their first tokens; prefixes of running requests are shared."""
         for request in requests:
             self._check(request)
+        if any(request.sampling.temperature for request in requests):
+            self.decoder(self.config).capture(sampled=True)
         results = [Generation(started_at=time.perf_counter()) for _ in requests]
         waiting = list(zip(requests, results, strict=True))
         while waiting:
@@ -202,42 +221,77 @@ class Engine:
             waiting = later
         return results
 
-    def step(self) -> list[tuple[Generation, list[int]]]:
-        """Advance every running request; returns what each of them gained."""
+    def step(self, *, ahead: bool = False) -> list[tuple[Generation, list[int]]]:
+        """Advance every running request; returns what each of them gained.
+
+        Parameters
+        ----------
+        ahead : bool
+            Launch the next step before waiting for this one, where every request is sure to have
+            room for both: the device then does not wait for the host. What requests gain is the
+            same; one that turns out to have ended rides along in the step that was launched.
+        """
+        try:
+            if self._ahead is None:
+                groups = self._groups()
+                if len(groups) != 1:
+                    return [gain for item in groups.items() for gain in self._step_group(*item)]
+                self._ahead = self._launch(*groups.popitem(), 0)
+            group, pending = self._ahead
+            self._ahead = self._launch_next(group) if ahead else None
+            return self._collect(group, pending.wait())
+        finally:  # a group that finished has given its rows back, whatever the next one did
+            self._live = [live for live in self._live if not live.result.finish_reason]
+
+    def _groups(self) -> dict[SpecConfig, list[Live]]:
+        """Return the requests by the widest setting that their contexts have room for."""
         groups: dict[SpecConfig, list[Live]] = {}
         for live in self._live:
             room = self.config.max_context_len - live.length
             groups.setdefault(self.config.shrink(room), []).append(live)
-        # every group's state is taken before any group's extend overwrites it
-        states = {config: self._state(config, group) for config, group in groups.items()}
-        gained = []
-        try:
-            for config, group in groups.items():
-                gained += self._step_group(config, group, states[config])
-        finally:  # a group that finished has given its rows back, whatever the next one did
-            self._live = [live for live in self._live if not live.result.finish_reason]
-        return gained
+        return groups
 
     def _step_group(
-        self, config: SpecConfig, group: list[Live], state: DraftState | None
+        self, config: SpecConfig, group: list[Live]
     ) -> list[tuple[Generation, list[int]]]:
-        self.table.reserve(
-            [live.row for live in group], [live.length + config.reserve_len for live in group]
+        return self._collect(group, self._launch(config, group, 0)[1].wait())
+
+    def _launch(
+        self, config: SpecConfig, group: list[Live], in_flight: int
+    ) -> tuple[list[Live], PendingStep]:
+        """Launch a step; ``in_flight`` tokens at most are not known to the host yet."""
+        need = in_flight + config.reserve_len
+        self.table.reserve([live.row for live in group], [live.length + need for live in group])
+        lens = torch.tensor([live.length for live in group], dtype=torch.int32)
+        return group, self.decoder(config).step_async(
+            [live.row for live in group],
+            sampled=any(live.request.sampling.temperature for live in group),
+            seq_lens_cpu=None if in_flight else lens,
         )
-        sampling = self._sampling([live.request for live in group])
-        result = self.decoder(config).step(self._batch(group), state, sampling)
-        accepted = result.accepted
-        lens = accepted.accept_lens.long()[:, None]
-        rows = torch.cat([lens, accepted.accept_tokens], 1).tolist()  # the step's one sync
-        gained = []
-        for at, (live, (count, *tokens)) in enumerate(zip(group, rows, strict=True)):
-            live.length += count
-            live.bonus = tokens[count - 1]
-            live.state, live.at = result.state, at
-            live.result.accept_lens.append(count)
+
+    def _launch_next(self, group: list[Live]) -> tuple[list[Live], PendingStep] | None:
+        """Launch the step after the one in flight, unless a request may need another setting."""
+        gain = self.config.num_steps + 1
+        room = self.config.max_context_len - gain - self.config.reserve_len
+        going = [live for live in self._live if live.goes_on]
+        known = all(live in group and live.length <= room for live in going)
+        if not going or not known or self._plans_on_host:
+            return None
+        return self._launch(self.config, going, gain)
+
+    def _collect(
+        self, group: list[Live], gained: list[list[int]]
+    ) -> list[tuple[Generation, list[int]]]:
+        """Hand out a step's tokens; requests that had ended before it get none."""
+        found = []
+        for live, tokens in zip(group, gained, strict=True):
+            if live.result.finish_reason:
+                continue
+            live.length += len(tokens)
+            live.result.accept_lens.append(len(tokens))
             self.table.commit(live.row, live.length)
-            gained.append((live.result, self._take(live, tokens[:count])))
-        return gained
+            found.append((live.result, self._take(live, tokens)))
+        return found
 
     def _sampling(self, requests: Sequence[Request]) -> SamplingBatch:
         """Return the requests' parameters; a batch that stays the same is not sent again."""
@@ -245,29 +299,6 @@ class Engine:
         if self._drawing is None or self._drawing[0] != params:
             self._drawing = params, SamplingBatch.of(params, self._device)
         return self._drawing[1]
-
-    def _batch(self, group: list[Live]) -> SpecBatch:
-        packed = torch.tensor([[live.row, live.bonus, live.length] for live in group])
-        on_device = packed.to(self._device)
-        return SpecBatch(
-            req_pool_indices=on_device[:, 0].contiguous(),
-            seq_lens=on_device[:, 2].to(torch.int32),
-            seq_lens_cpu=packed[:, 2].to(torch.int32),
-            bonus_tokens=on_device[:, 1].contiguous(),
-        )
-
-    def _state(self, config: SpecConfig, group: list[Live]) -> DraftState | None:
-        """Gather the group's draft states, cut to the setting's branches."""
-        first, rows = group[0].state, [live.at for live in group]
-        if not config.num_steps or first is None:
-            return None
-        whole = len(group) == len(self._live) and all(live.state is first for live in group)
-        if whole and rows == list(range(len(first.topk_probs))):
-            return _cut(first, config.topk)
-        cuts = [_cut(live.state, config.topk, live.at) for live in group if live.state]
-        return DraftState(*(
-            torch.cat([getattr(cut, name) for cut in cuts]) for name in vars(first)
-        ))
 
     def _take(self, live: Live, tokens: list[int]) -> list[int]:
         """Append tokens up to whatever ends the request; returns those kept."""
@@ -343,6 +374,11 @@ class Engine:
             self.table.reserve([p.row for p in prompts], [len(p.tokens) for p in prompts])
             sampling = self._sampling([request for request, _ in wave])
             out = self._prefill.run(prompts, sampling)
+            lens = torch.tensor([len(p.tokens) for p in prompts], dtype=torch.int32)
+            rows = torch.tensor([p.row for p in prompts])
+            self.states.admit(
+                rows.to(self._device), lens.to(self._device), out.bonus_tokens, out.state, sampling
+            )
             first = out.bonus_tokens.tolist()
         except Exception:
             for prompt in prompts:
@@ -351,11 +387,19 @@ class Engine:
         for at, ((request, result), prompt) in enumerate(zip(wave, prompts, strict=True)):
             length = len(request.prompt)
             self.table.commit(prompt.row, length)
-            live = Live(request, result, prompt.row, length, first[at], out.state, at)
+            live = Live(request, result, prompt.row, length)
             result.first_token_at = time.perf_counter()
             self._take(live, [first[at]])
             if not result.finish_reason:
                 self._live.append(live)
+
+    def _seams(self) -> Seams:
+        return "three" if self._plans_on_host or self.validate == "debug" else "one"
+
+    @property
+    def _plans_on_host(self) -> bool:
+        slots = (self.target, self.draft)
+        return any(slot is not None and slot.backend.host_plan for slot in slots)
 
     @property
     def _device(self) -> torch.device:
@@ -370,15 +414,6 @@ class Engine:
 def _buckets(largest: int) -> list[int]:
     sizes = [1 << bit for bit in range(largest.bit_length()) if 1 << bit < largest]
     return [*sizes, largest]
-
-
-def _cut(state: DraftState, topk: int, row: int | None = None) -> DraftState:
-    """Return the best ``topk`` tokens of one row, or of all."""
-    rows = slice(None) if row is None else slice(row, row + 1)
-    return DraftState(
-        state.topk_probs[rows, :topk], state.topk_tokens[rows, :topk], state.hidden_states[rows],
-        state.draft_probs[rows],
-    )
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

@@ -56,6 +56,8 @@ class ProposeProgram:
         Largest bucket.
     indices : {"table", "csr"}
         What the steps read; see `MultiStepDraftBackend`.
+    shared : dict of Tensor
+        Buffers that others own and this program reads in place of its own, by name.
     """
 
     def __init__(
@@ -66,13 +68,16 @@ class ProposeProgram:
         req_to_token: Tensor,
         batch: int,
         indices: Indices = "table",
+        **shared: Tensor,
     ) -> None:
         self.draft, self.config = draft, config
-        self.multi_step = MultiStepDraftBackend(backend, config, req_to_token, batch, indices)
+        self.multi_step = MultiStepDraftBackend(
+            backend, config, req_to_token, batch, indices, **shared
+        )
         law = draft.vocab_size if config.draft_sampling else 0
         self.dims = _StateDims(config.topk, draft.hidden_size, law, draft.layers[0].dtype)
         self.state = _State.alloc(batch, self.dims, req_to_token.device)
-        self.coins = Coins.alloc(batch, None, req_to_token.device)
+        self.coins = Coins.alloc(batch, None, req_to_token.device).sharing(shared)
 
     def bind(self, bucket: int) -> BoundPropose:
         """Bind to the first ``bucket`` rows."""

@@ -10,8 +10,6 @@ from specattn.spec.sampling import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from specattn.batch import DraftState
-
 
 @dataclass(frozen=True)
 class Request:
@@ -75,17 +73,25 @@ class Generation:
 
 @dataclass
 class Live:
-    """A request being decoded; its draft state is row ``at`` of ``state``."""
+    """A request being decoded; ``length`` of its tokens are committed, as far as the host knows."""
 
     request: Request
     result: Generation
     row: int
     length: int
-    bonus: int
-    state: DraftState | None
-    at: int
 
     @property
     def text(self) -> list[int]:
         """The prompt and all tokens since: committed ones, then the bonus token."""
         return [*self.request.prompt, *self.result.tokens]
+
+    @property
+    def bonus(self) -> int:
+        """Its newest token, whose KV is not there yet."""
+        return self.result.tokens[-1]
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the step in flight may leave it unfinished: every step gains a token."""
+        ended = bool(self.result.finish_reason)
+        return not ended and len(self.result.tokens) + 1 < self.request.max_new_tokens

@@ -11,6 +11,8 @@ from specattn.kernels import ops
 from specattn.plan import mask_words
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from specattn.config import SpecConfig
 
 
@@ -41,14 +43,26 @@ def build_tree(candidates: Candidates, batch: SpecBatch, config: SpecConfig) -> 
         retrieve_next_sibling=roots.new_empty(size, nodes),
         draft_probs=candidates.draft_probs,
     )
-    ops("tree", device).build_tree(
-        candidates.scores, candidates.tokens, candidates.parents,
-        roots, batch.seq_lens,
-        topk=config.topk, num_draft_tokens=nodes, tokens_out=tree.tokens,
+    fill_tree(candidates, roots, batch.seq_lens, config, tree)
+    return tree
+
+
+def fill_tree(
+    candidates: Candidates, roots: Tensor, seq_lens: Tensor, config: SpecConfig, tree: DraftTree
+) -> None:
+    """Write the tree of `build_tree` into tensors that are there; its draft laws are not touched.
+
+    Parameters
+    ----------
+    roots, seq_lens : Tensor
+        ``[B]`` int64 and int32, bonus tokens and their positions.
+    """
+    ops("tree", roots.device).build_tree(
+        candidates.scores, candidates.tokens, candidates.parents, roots, seq_lens,
+        topk=config.topk, num_draft_tokens=config.num_draft_tokens, tokens_out=tree.tokens,
         positions_out=tree.positions, words_out=tree.words,
         next_token_out=tree.retrieve_next_token, next_sibling_out=tree.retrieve_next_sibling,
     )
-    return tree
 
 
 def root_tree(batch: SpecBatch) -> DraftTree:

@@ -23,6 +23,7 @@ def accept(
     seq_lens: Tensor,
     config: SpecConfig,
     sampling: SamplingBatch,
+    out: AcceptResult | None = None,
 ) -> AcceptResult:
     """Return the path of the tree that the target itself would have taken.
 
@@ -45,8 +46,10 @@ def accept(
         Depth of the tree, and how it was drafted.
     sampling : SamplingBatch
         How each request draws.
+    out : AcceptResult, optional
+        Tensors to write; new ones if None.
     """
-    result = _empty(tree, config.num_steps)
+    result = out or _empty(tree, config.num_steps)
     links = (tree.tokens, tree.retrieve_next_token, tree.retrieve_next_sibling)
     outs = {
         "accept_index_out": result.accept_index, "accept_tokens_out": result.accept_tokens,

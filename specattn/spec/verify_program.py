@@ -59,6 +59,8 @@ class VerifyProgram:
         ``[rows, max_context_len]`` int32.
     batch : int
         Largest bucket.
+    shared : dict of Tensor
+        Buffers that others own and this program reads in place of its own, by name.
     """
 
     def __init__(
@@ -68,11 +70,13 @@ class VerifyProgram:
         layout: RowLayout,
         req_to_token: Tensor,
         batch: int,
+        **shared: Tensor,
     ) -> None:
         self.target, self.backend = target, backend
         self.layout, self.req_to_token = layout, req_to_token
-        self.inputs = AttnInputs.alloc(batch, layout, req_to_token.device)
-        self.tokens = _Tokens.alloc(batch, layout, req_to_token.device)
+        device = req_to_token.device
+        self.inputs = AttnInputs.alloc(batch, layout, device).sharing(shared)
+        self.tokens = _Tokens.alloc(batch, layout, device).sharing(shared)
 
     def bind(self, bucket: int) -> BoundVerify:
         """Bind to the first ``bucket`` rows."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import pytest
 
-from specattn.batch import ForwardMode
 from specattn.config import SpecConfig
 from specattn.spec.generate import Engine, Request
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
@@ -26,10 +25,12 @@ LONG = [7 * i % 61 for i in range(23)]
 def test_no_draft_is_a_captured_shape(backend):
     target, plain = TinyTarget(device=DEVICE), SpecConfig(0, 1, 1, 32, 2)
     run = Engine(target, None, plain, backend=backend, buckets=[2])
-    assert run.decoder(plain).runner.captured(ForwardMode.DECODE) == [2]
+    decoder = run.decoder(plain)
+    (part,) = decoder.modes
+    assert decoder.runner.captured(part) == [2]
     (out,) = run.generate([Request(PROMPT, 12)])
     assert out.tokens == dense_greedy(target, PROMPT, 12)
-    assert run.decoder(plain).runner.stats.replays[ForwardMode.DECODE] == 11
+    assert decoder.runner.stats.replays[part] == 11
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -44,5 +45,6 @@ def test_every_width_has_graphs_of_its_own(backend):
     assert widths[0] == 9
     assert 1 in widths, "no request was decoded to its last slot"
     for decoder in run.decoders:
-        captured = decoder.runner._captured[decoder.verify_mode][2]
-        assert captured.bound.plan.layout.q_len == decoder.config.num_draft_tokens
+        (part,) = decoder.modes
+        step = decoder.runner._captured[part][2].bound.step
+        assert step.verify.plan.layout.q_len == decoder.config.num_draft_tokens

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import pytest
 
-from specattn.batch import ForwardMode
 from specattn.config import SpecConfig
 from specattn.spec.generate import Engine, Request
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
@@ -31,8 +30,8 @@ def test_few_steps_decode(backend, tree, indices):
     for mode in run.decoder(config).modes:
         assert runner.captured(mode) == [2]
     if config.num_steps:
-        bound = runner._captured[ForwardMode.DRAFT_DECODE][2].bound
-        assert bound.steps.steps == ()
+        (part,) = run.decoder(config).modes
+        assert runner._captured[part][2].bound.step.propose.steps.steps == ()
     for result, prompt in zip(run.generate([Request(p, 16) for p in PROMPTS]), PROMPTS,
                               strict=True):
         assert result.tokens == dense_greedy(target, prompt, 16)

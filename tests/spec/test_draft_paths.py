@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from specattn.batch import ForwardMode
 from specattn.config import SpecConfig
 from specattn.spec.generate import Engine, Request
 from tests.tiny import DenseAttend, TinyDraft, TinyTarget
@@ -60,8 +59,9 @@ def test_every_node_is_drafted_as_its_path_would_be_alone(topk, steps, page_size
     texts = [live.text for live in run._live]
     run.step()
     decoder = run.decoder(config)
-    bound = decoder.runner._captured[ForwardMode.DRAFT_DECODE][3].bound
-    words = bound.steps.plan.inputs.words  # [3, steps - 1, topk, W]
+    (part,) = decoder.parts(sampled=False)
+    bound = decoder.runner._captured[part][3].bound
+    words = bound.step.propose.steps.plan.inputs.words  # [3, steps - 1, topk, W]
     calls = spy.calls[: steps - 1]
     crossed = collapsed = 0
     for b, text in enumerate(texts):

@@ -1,0 +1,284 @@
+"""Steps by table row: what they need is on the device, what they gained comes back when asked."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from specattn.batch import DraftTree, SpecBatch
+from specattn.errors import CapacityError, CaptureMismatch
+from specattn.graph import GraphRunner
+from specattn.spec.checks import check_contents, check_tree
+from specattn.spec.step_program import PartProgram, StepPart, StepProgram
+from specattn.spec.verify import accept
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from specattn.backends.multi_step import Indices
+    from specattn.config import SpecConfig
+    from specattn.kv import SlotTable
+    from specattn.recording import Recorder
+    from specattn.spec.checks import Validate
+    from specattn.spec.decoder import ModelSlot
+    from specattn.spec.model import DraftModel, TargetModel
+    from specattn.spec.states import RequestStates
+    from specattn.spec.step_program import Acceptor
+
+log = logging.getLogger(__name__)
+
+#: How a step is recorded: as one graph, or as three that a host may work between.
+Seams = Literal["one", "three"]
+# steps whose tokens may be on their way to the host
+_IN_FLIGHT = 2
+
+
+@dataclass(frozen=True)
+class _Landing:
+    """Host memory that one step's rows leave from and its tokens come back to."""
+
+    rows: Tensor
+    packed: Tensor
+    done: torch.cuda.Event | None
+
+    @classmethod
+    def alloc(cls, batch: int, width: int, device: torch.device) -> _Landing:
+        pin = device.type == "cuda"
+        return cls(
+            torch.zeros(batch, dtype=torch.int64, pin_memory=pin),
+            torch.zeros(batch, width, dtype=torch.int64, pin_memory=pin),
+            torch.cuda.Event() if pin else None,
+        )
+
+
+class PendingStep:
+    """A step that was launched; `wait` returns what it gained.
+
+    Parameters
+    ----------
+    landing : _Landing
+        Where its tokens come.
+    count : int
+        Requests.
+    """
+
+    def __init__(self, landing: _Landing, count: int) -> None:
+        self._landing, self._count = landing, count
+        self._gained: list[list[int]] | None = None
+
+    def wait(self) -> list[list[int]]:
+        """Wait for the step, once, and return each request's new tokens, bonus last.
+
+        Empty for a request that had no slots for a step.
+        """
+        if self._gained is None:
+            if self._landing.done is not None:
+                self._landing.done.synchronize()
+            found = self._landing.packed[: self._count].tolist()
+            self._gained = [tokens[:gained] for gained, *tokens in found]
+        return self._gained
+
+    @property
+    def waited(self) -> bool:
+        """Whether its tokens have been read."""
+        return self._gained is not None
+
+
+class StepDecoder:
+    """Runs whole steps of one speculation setting over requests' rows.
+
+    Nothing is handed over between steps but rows: lengths advance on the device, where the next
+    proposal starts is kept there too (`RequestStates`), and accepted tokens reach the host by one
+    asynchronous copy. A request without slots for a step (see ``SlotTable.reserved``) sits the
+    step out.
+
+    Parameters
+    ----------
+    target : ModelSlot
+        The target model.
+    draft : ModelSlot or None
+        The draft model; needed unless ``config.num_steps`` is 0.
+    config : SpecConfig
+        Tree width and depth.
+    table : SlotTable
+        Rows and slots of the requests.
+    states : RequestStates
+        Their states; decoders of several settings may share them.
+    features : int
+        Width of the target features the draft reads.
+    buckets : sequence of int
+        Batch sizes to capture.
+    record : bool
+        Whether to record CUDA graphs.
+    seams : {"one", "three"}
+        One graph per step; or one for the drafts, one for the target and what is kept, and one
+        for the draft extend, with the host free to plan (`BoundAttention.schedule`) in between.
+    sampled : bool
+        Whether to capture steps for requests that draw, too.
+    indices : {"table", "csr"}
+        What the draft steps read; see `MultiStepDraftBackend`.
+    recorder : Recorder, optional
+        Whose memory pool graphs use: decoders that never run at the same time share one.
+    accept : Acceptor
+        What decides how much of a tree is kept.
+    validate : {"off", "debug"}
+        ``"debug"`` also checks what tensors hold (slots, rows, lengths, the tree) before the
+        target runs, which waits for the device; needs ``seams="three"``. See docs/validation.md.
+
+    Attributes
+    ----------
+    runner : GraphRunner
+        Counts replays and eager fallbacks by part.
+    """
+
+    def __init__(
+        self,
+        target: ModelSlot[TargetModel],
+        draft: ModelSlot[DraftModel] | None,
+        config: SpecConfig,
+        table: SlotTable,
+        states: RequestStates,
+        *,
+        features: int = 0,
+        buckets: Sequence[int] = (1,),
+        record: bool = True,
+        seams: Seams = "one",
+        sampled: bool = False,
+        indices: Indices = "table",
+        recorder: Recorder | None = None,
+        accept: Acceptor = accept,
+        validate: Validate = "off",
+    ) -> None:
+        if config.num_steps and draft is None:
+            raise ValueError(f"num_steps {config.num_steps} needs a draft model")
+        if seams not in ("one", "three"):
+            raise ValueError(f"seams must be 'one' or 'three', got {seams!r}")
+        if validate not in ("off", "debug"):
+            raise ValueError(f"validate must be 'off' or 'debug', got {validate!r}")
+        if validate == "debug" and seams == "one":
+            raise ValueError("validate='debug' looks between graphs, so it needs seams='three'")
+        self.target, self.draft, self.config = target, draft, config
+        self.table, self.states, self.seams = table, states, seams
+        self.features, self.indices, self.accept = features, indices, accept
+        self.validate = validate
+        device = table.req_to_token.device
+        self._made = self._setting()
+        self._programs: dict[int, StepProgram] = {}
+        self.runner = GraphRunner(self._part, buckets, device, record=record, recorder=recorder)
+        width, largest = config.num_steps + 2, max(table.req_to_token.shape[0], *buckets)
+        self._landings = [_Landing.alloc(largest, width, device) for _ in range(_IN_FLIGHT)]
+        self._pending: list[PendingStep | None] = [None] * _IN_FLIGHT
+        self._next = 0
+        self._sampled = False
+        self.capture(sampled=sampled)
+
+    def parts(self, *, sampled: bool) -> tuple[StepPart, ...]:
+        """Return what a step consists of, in order."""
+        return StepPart.of(self.config, seams=self.seams == "three", sampled=sampled)
+
+    @property
+    def modes(self) -> tuple[StepPart, ...]:
+        """Every part that `capture` was asked for."""
+        parts = (*self.parts(sampled=False), *(self.parts(sampled=True) if self._sampled else ()))
+        return tuple(dict.fromkeys(parts))
+
+    def capture(self, *, sampled: bool = False) -> None:
+        """Capture every bucket, for greedy requests and, if ``sampled``, for drawing ones.
+
+        What is captured already stays as it is.
+        """
+        self._sampled |= sampled
+        for part in self.modes:
+            if self.runner.captured(part):
+                continue
+            try:
+                self.runner.capture(part)
+            except CapacityError as error:
+                log.warning("%s", error)
+
+    def step(
+        self, rows: Sequence[int], *, sampled: bool = False, seq_lens_cpu: Tensor | None = None
+    ) -> list[list[int]]:
+        """Advance requests and wait: `step_async`, then `PendingStep.wait`."""
+        return self.step_async(rows, sampled=sampled, seq_lens_cpu=seq_lens_cpu).wait()
+
+    def step_async(
+        self, rows: Sequence[int], *, sampled: bool = False, seq_lens_cpu: Tensor | None = None
+    ) -> PendingStep:
+        """Launch a step and return at once; nothing waits for the device.
+
+        Parameters
+        ----------
+        rows : sequence of int
+            Table rows of the requests, all different.
+        sampled : bool
+            Whether any of them draws; greedy requests stay greedy either way.
+        seq_lens_cpu : Tensor, optional
+            ``[len(rows)]`` int32, the committed lengths, for backends that plan on the host.
+
+        Raises
+        ------
+        ValueError
+            If there are no rows, or the step before the last one has not been waited for.
+        CaptureMismatch
+            If an attribute of the decoder was replaced after its graphs were captured.
+        NotCapturedError
+            If ``sampled`` and such steps were not captured.
+        TreeError
+            With ``validate="debug"``, if the tree is malformed; the target has not run then.
+        """
+        self._check(rows)
+        landing, count = self._landings[self._next], len(rows)
+        landing.rows[:count] = torch.tensor(rows)
+        if self.validate == "debug":
+            batch = self._batch(rows)
+            check_contents(
+                batch, self.config, self.table.req_to_token, self.target.pool.k.shape[1]
+            )
+        values = {"rows": landing.rows[:count]}
+        for part in self.parts(sampled=sampled):
+            out = self.runner.run(part, count, seq_lens_cpu, **values)
+            values = {}
+            if self.validate == "debug" and isinstance(out, DraftTree):
+                check_tree(out, batch, self.config, self.target.model.vocab_size)
+        landing.packed[:count].copy_(out.packed, non_blocking=True)
+        if landing.done is not None:
+            landing.done.record()
+        pending = PendingStep(landing, count)
+        self._pending[self._next] = pending
+        self._next = (self._next + 1) % _IN_FLIGHT
+        return pending
+
+    def _check(self, rows: Sequence[int]) -> None:
+        for name, value in self._setting().items():
+            if value is not self._made[name]:
+                raise CaptureMismatch(name, self._made[name], value)
+        if not rows:
+            raise ValueError("rows must name at least one request")
+        before = self._pending[self._next]
+        if before is not None and not before.waited:
+            raise ValueError(f"{_IN_FLIGHT} steps are in flight: wait for the first of them")
+
+    def _batch(self, rows: Sequence[int]) -> SpecBatch:
+        """Return what a step will find on the device. Waits for it."""
+        where = torch.tensor(rows, device=self.table.req_to_token.device)
+        lens = self.states.seq_lens[where]
+        return SpecBatch(where, lens, lens.cpu(), self.states.bonus_tokens[where])
+
+    def _setting(self) -> dict[str, object]:
+        names = ("config", "table", "states", "target", "draft", "features", "indices", "accept")
+        return {name: getattr(self, name) for name in names}
+
+    def _part(self, part: StepPart, size: int) -> PartProgram:
+        if size not in self._programs:
+            self._programs[size] = StepProgram(
+                self.target, self.draft, self.config, self.table.req_to_token,
+                self.table.reserved, self.states, features=self.features, batch=size,
+                indices=self.indices, accept=self.accept,
+            )
+        return PartProgram(self._programs[size], part)

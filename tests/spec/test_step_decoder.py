@@ -1,0 +1,159 @@
+"""Steps over request states: what they leave on the device, and what they tell the host."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from specattn.config import SpecConfig
+from specattn.errors import CaptureMismatch, NotCapturedError
+from specattn.spec.generate import Engine, Request
+from specattn.spec.sampling import SamplingParams
+from specattn.spec.step_decoder import StepDecoder
+from tests.tiny import TinyDraft, TinyTarget, dense_greedy
+from tests.worlds import BACKENDS, DEVICE
+
+PROMPTS = [[3, 14, 15, 9, 26, 5], [35, 2], [8, 9, 7, 9], [32, 38, 4], [6]]
+SETTINGS = {"plain": (0, 1, 1), "chain": (3, 1, 4), "tree": (3, 4, 9)}
+DRAWN = SamplingParams(temperature=0.8, top_p=0.9, seed=7)
+
+
+def engine(tree, backend="torch_native", buckets=(2, 5), **options) -> Engine:
+    config = SpecConfig(*tree, 96, 5, options.pop("page", 1), options.pop("sampling", False))
+    models = TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
+    return Engine(*models, config, backend=backend, buckets=buckets, **options)
+
+
+def admitted(run: Engine, prompts=PROMPTS, **request) -> list[int]:
+    """Run prompts and reserve all they may ever need; returns their rows."""
+    run.add([Request(prompt, 80, **request) for prompt in prompts])
+    rows = [live.row for live in run._live]
+    run.table.reserve(rows, [run.config.max_context_len] * len(rows))
+    return rows
+
+
+def texts(run: Engine, gained: list[list[int]]) -> list[list[int]]:
+    return [[*live.result.tokens, *new] for live, new in zip(run._live, gained, strict=True)]
+
+
+@pytest.mark.parametrize("seams", ["one", "three"])
+@pytest.mark.parametrize("tree", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_steps_decode_whoever_takes_part(backend, tree, seams):
+    """Batches grow, shrink and change their order from step to step; no row notices."""
+    run = engine(tree, backend, seams=seams)
+    rows, decoder, rng = admitted(run), run.decoder(run.config), random.Random(5)
+    made = dict.fromkeys(rows, 0)
+    tokens = {live.row: list(live.result.tokens) for live in run._live}
+    lens = {live.row: live.length for live in run._live}
+    for _ in range(12):
+        part = rng.sample(rows, rng.randint(1, 5))
+        for row, new in zip(part, decoder.step(part), strict=True):
+            assert new
+            tokens[row] += new
+            made[row] += 1
+            lens[row] += len(new)
+    for prompt, row in zip(PROMPTS, rows, strict=True):
+        assert tokens[row] == dense_greedy(run.target.model, prompt, len(tokens[row]))
+        assert int(run.states.seq_lens[row]) == lens[row]
+        assert int(run.states.bonus_tokens[row]) == tokens[row][-1]
+    assert min(made.values()) > 1
+    assert not any(int(value[0].count_nonzero()) for name, value in run.states.tensors().items()
+                   if name != "top_p"), "a step wrote into the row of padding"
+
+
+@pytest.mark.parametrize("seams", ["one", "three"])
+@pytest.mark.parametrize("tree", [(3, 1, 4), (3, 4, 9)], ids=["chain", "tree"])
+def test_a_request_without_slots_sits_out(tree, seams):
+    run = engine(tree, seams=seams)
+    rows, decoder = admitted(run), run.decoder(run.config)
+    states = {name: value.clone() for name, value in run.states.tensors().items()}
+    kv = [run.target.pool.k.clone(), run.draft.pool.k.clone()]
+    held = rows[2]
+    run.table.reserved[held] = run._live[2].length + run.config.reserve_len - 1
+    gained = decoder.step(rows)
+    assert gained[2] == []
+    assert all(gained[i] for i in (0, 1, 3, 4))
+    for name, before in states.items():
+        assert torch.equal(getattr(run.states, name)[held], before[held]), name
+    slots = run.table.req_to_token[held].long()
+    for pool, before in zip((run.target.pool, run.draft.pool), kv, strict=True):
+        assert torch.equal(pool.k[:, slots], before[:, slots])
+    run.table.reserved[held] += 1
+    (new,) = decoder.step([held])
+    text = [*run._live[2].result.tokens, *new]
+    assert text == dense_greedy(run.target.model, PROMPTS[2], len(text))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_may_be_read_a_step_late(backend):
+    run, late = engine((3, 4, 9), backend), engine((3, 4, 9), backend)
+    for one in (run, late):
+        admitted(one)
+    rows = [live.row for live in run._live]
+    assert rows == [live.row for live in late._live]
+    decoder, other = run.decoder(run.config), late.decoder(late.config)
+    wanted = [decoder.step(rows) for _ in range(6)]
+    found, pending = [], [other.step_async(rows)]
+    for _ in range(5):
+        pending.append(other.step_async(rows))
+        with pytest.raises(ValueError, match="2 steps are in flight"):
+            other.step_async(rows)
+        found.append(pending.pop(0).wait())
+    assert [*found, pending[0].wait()] == wanted
+    assert pending[0].wait() == wanted[-1], "waiting twice tells the same"
+
+
+@pytest.mark.parametrize("sampling", [False, True], ids=["target", "rejection"])
+@pytest.mark.parametrize("seams", ["one", "three"])
+def test_drawn_tokens_do_not_depend_on_seams_or_company(seams, sampling):
+    tree = (3, 1, 4) if sampling else (3, 4, 9)
+    alone = [engine(tree, sampling=sampling).generate([Request(p, 20, sampling=DRAWN)])[0].tokens
+             for p in PROMPTS[:3]]
+    run = engine(tree, sampling=sampling, seams=seams)
+    mixed = [Request(p, 20, sampling=DRAWN) for p in PROMPTS[:3]]
+    mixed.append(Request(PROMPTS[3], 20))  # a greedy one among them
+    out = run.generate(mixed)
+    assert [r.tokens for r in out[:3]] == alone
+    if not sampling:
+        assert out[3].tokens == dense_greedy(run.target.model, PROMPTS[3], 20)
+
+
+def test_what_cannot_be_run_is_refused():
+    run = engine((3, 1, 4))
+    rows, decoder = admitted(run), run.decoder(run.config)
+    with pytest.raises(ValueError, match="rows must name at least one request"):
+        decoder.step([])
+    with pytest.raises(NotCapturedError, match="sampled"):
+        decoder.step(rows, sampled=True)
+    decoder.features += 1
+    with pytest.raises(CaptureMismatch, match="features"):
+        decoder.step(rows)
+    decoder.features -= 1
+    assert all(decoder.step(rows))
+    with pytest.raises(ValueError, match="seams must be 'one' or 'three'"):
+        StepDecoder(run.target, run.draft, run.config, run.table, run.states, seams="two")
+    with pytest.raises(ValueError, match="needs seams='three'"):
+        StepDecoder(run.target, run.draft, run.config, run.table, run.states, validate="debug")
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_engine_a_step_ahead_gives_the_same(ahead):
+    """Requests that end, join and reach their context's end while a step is in flight."""
+    run = engine((3, 4, 9), buckets=(5,))
+    new, results = [12, 80, 5, 33, 99, 7], []
+    waiting = [Request(p, n) for p, n in zip([*PROMPTS, [9, 9]], new, strict=True)]
+    results += run.add([waiting.pop(0), waiting.pop(0)])
+    while run.num_live:
+        run.step(ahead=ahead)
+        if waiting and run.num_live < 4:
+            results += run.add([waiting.pop(0)])
+    assert run.table.num_free_rows == 5
+    run.clear()
+    run.table.check()
+    for result, prompt, count in zip(results, [*PROMPTS, [9, 9]], new, strict=True):
+        assert result.finish_reason == ("length" if count < 90 else "context")
+        assert result.tokens == dense_greedy(run.target.model, prompt, len(result.tokens))
+        assert sum(result.accept_lens) >= len(result.tokens) - 1
