@@ -95,7 +95,8 @@ class StepDecoder:
     Nothing is handed over between steps but rows: lengths advance on the device, where the next
     proposal starts is kept there too (`RequestStates`), and accepted tokens reach the host by one
     asynchronous copy. A request without slots for a step (see ``SlotTable.reserved``) sits the
-    step out.
+    step out, and row 0, which is padding, takes part in the forwards alone: a rank without
+    requests, or with fewer than others, can run what they run.
 
     Parameters
     ----------
@@ -215,7 +216,8 @@ class StepDecoder:
         Parameters
         ----------
         rows : sequence of int
-            Table rows of the requests, all different.
+            Table rows of the requests, all different, and any number of 0 for padding, which
+            gains nothing. Without rows the smallest bucket runs on padding alone.
         sampled : bool
             Whether any of them draws; greedy requests stay greedy either way.
         seq_lens_cpu : Tensor, optional
@@ -224,7 +226,7 @@ class StepDecoder:
         Raises
         ------
         ValueError
-            If there are no rows, or the step before the last one has not been waited for.
+            If the step before the last one has not been waited for.
         CaptureMismatch
             If an attribute of the decoder was replaced after its graphs were captured.
         NotCapturedError
@@ -232,13 +234,16 @@ class StepDecoder:
         TreeError
             With ``validate="debug"``, if the tree is malformed; the target has not run then.
         """
-        self._check(rows)
-        landing, count = self._landings[self._next], len(rows)
+        self._check()
+        landing, asked = self._landings[self._next], len(rows)
+        if not rows:
+            rows, seq_lens_cpu = [0], torch.zeros(1, dtype=torch.int32)
+        count = len(rows)
         landing.rows[:count] = torch.tensor(rows)
         if self.validate == "debug":
-            batch = self._batch(rows)
+            live, batch = self._batch([row for row in rows if row]), self._batch(rows)
             check_contents(
-                batch, self.config, self.table.req_to_token, self.target.pool.k.shape[1]
+                live, self.config, self.table.req_to_token, self.target.pool.k.shape[1]
             )
         values = {"rows": landing.rows[:count]}
         for part in self.parts(sampled=sampled):
@@ -249,24 +254,22 @@ class StepDecoder:
         landing.packed[:count].copy_(out.packed, non_blocking=True)
         if landing.done is not None:
             landing.done.record()
-        pending = PendingStep(landing, count)
+        pending = PendingStep(landing, asked)
         self._pending[self._next] = pending
         self._next = (self._next + 1) % _IN_FLIGHT
         return pending
 
-    def _check(self, rows: Sequence[int]) -> None:
+    def _check(self) -> None:
         for name, value in self._setting().items():
             if value is not self._made[name]:
                 raise CaptureMismatch(name, self._made[name], value)
-        if not rows:
-            raise ValueError("rows must name at least one request")
         before = self._pending[self._next]
         if before is not None and not before.waited:
             raise ValueError(f"{_IN_FLIGHT} steps are in flight: wait for the first of them")
 
     def _batch(self, rows: Sequence[int]) -> SpecBatch:
         """Return what a step will find on the device. Waits for it."""
-        where = torch.tensor(rows, device=self.table.req_to_token.device)
+        where = torch.tensor(rows, dtype=torch.int64, device=self.table.req_to_token.device)
         lens = self.states.seq_lens[where]
         return SpecBatch(where, lens, lens.cpu(), self.states.bonus_tokens[where])
 

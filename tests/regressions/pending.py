@@ -20,12 +20,6 @@ PENDING = {
         "different largest batches had different metadata, and acceptance oscillated.",
         "adaptive steps",
     ),
-    "R41": (
-        "sglang#16974",
-        "Under data parallelism the counter of padded tokens was not that of the batch: 35 % less "
-        "acceptance.",
-        "data parallelism",
-    ),
 }
 
 # row: what its tests leave out
