@@ -45,7 +45,7 @@ def _fill_draft_kv_kernel(
     words,             # [B, steps, TOPK, W] int64
     kv_indptr,         # [steps, B * TOPK + 1] int32, out
     kv_indices,        # [steps, width] int32, out
-    num_steps, max_len, width, stride_table, stride_indptr, stride_indices,
+    num_steps, max_len, width, stride_table, stride_slots, stride_indptr, stride_indices,
     TOPK: tl.constexpr, W: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_S: tl.constexpr,
 ):
@@ -75,7 +75,7 @@ def _fill_draft_kv_kernel(
         tl.store(kv_indptr + branch + 1, (begin + length + step + 1).to(tl.int32))
         node = (req * num_steps + step) * TOPK + branch % TOPK
         _store_tail(
-            branch_slots + req * num_steps * TOPK, words + node * W, kv_indices, begin + length,
+            branch_slots + req * stride_slots, words + node * W, kv_indices, begin + length,
             step, width, TOPK, BLOCK_J, BLOCK_S,
         )
 
@@ -87,7 +87,7 @@ def _fill_draft_tails_kernel(
     words,         # [B, TOPK, W] int64, of this step
     kv_indptr,     # [B * TOPK + 1] int32, of this step
     kv_indices,    # [width] int32, of this step, out
-    step, num_steps, width, stride_words,
+    step, width, stride_slots, stride_words,
     TOPK: tl.constexpr, W: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_S: tl.constexpr,
 ):
     branch = tl.program_id(0).to(tl.int64)
@@ -96,7 +96,7 @@ def _fill_draft_tails_kernel(
     room = tl.load(kv_indptr + branch + 1) - begin - (step + 1)
     length = tl.minimum(tl.maximum(tl.load(seq_lens + req), 0), room)
     _store_tail(
-        branch_slots + req * num_steps * TOPK, words + req * stride_words + branch % TOPK * W,
+        branch_slots + req * stride_slots, words + req * stride_words + branch % TOPK * W,
         kv_indices, begin + length, step, width, TOPK, BLOCK_J, BLOCK_S,
     )
 
@@ -124,7 +124,7 @@ def fill_draft_kv(
     req_pool_indices, seq_lens : Tensor
         ``[B]`` int64 and int32: each request's row, and its prefix length.
     branch_slots : Tensor
-        ``[B, steps, topk]`` int32, slot of every draft node.
+        ``[B, steps, topk]`` int32, slot of every draft node; may have a stride between requests.
     words : Tensor
         ``[B, steps, topk, W]`` int64, bit ``s * topk + k`` for each ancestor and the node itself.
         Where fewer than s + 1 bits are set, the list ends with slot 0; more are ignored.
@@ -143,7 +143,7 @@ def fill_draft_kv(
     batch, steps, topk, num_words = words.shape
     max_len = req_to_token.shape[1]
     check_lists(branch_slots, words, kv_indptr, kv_indices, max_len)
-    require_dense(branch_slots=branch_slots, words=words, kv_indices=kv_indices[:1])
+    require_dense(branch_slots=branch_slots[:1], words=words, kv_indices=kv_indices[:1])
     if not batch * steps:
         kv_indptr.zero_()
         return
@@ -152,7 +152,7 @@ def fill_draft_kv(
     _fill_draft_kv_kernel[(batch * topk, programs, steps)](
         req_to_token, req_pool_indices, seq_lens, branch_slots, words, kv_indptr, kv_indices,
         steps, max_len, kv_indices.shape[1],
-        req_to_token.stride(0), kv_indptr.stride(0), kv_indices.stride(0),
+        req_to_token.stride(0), branch_slots.stride(0), kv_indptr.stride(0), kv_indices.stride(0),
         TOPK=topk, W=num_words, BLOCK=block, BLOCK_B=128,
         BLOCK_J=triton.next_power_of_2(steps * topk), BLOCK_S=triton.next_power_of_2(steps),
     )
@@ -178,12 +178,12 @@ def fill_draft_tails(
         As in `fill_draft_kv`; only ``kv_indices[step]`` is written.
     """
     batch, steps, topk, num_words = words.shape
-    require_dense(branch_slots=branch_slots, words=words, kv_indices=kv_indices[:1])
+    require_dense(branch_slots=branch_slots[:1], words=words, kv_indices=kv_indices[:1])
     if not batch:
         return
     _fill_draft_tails_kernel[(batch * topk,)](
         seq_lens, branch_slots, words[:, step], kv_indptr[step], kv_indices[step],
-        step, steps, kv_indices.shape[1], words.stride(0),
+        step, kv_indices.shape[1], branch_slots.stride(0), words.stride(0),
         TOPK=topk, W=num_words,
         BLOCK_J=triton.next_power_of_2((step + 1) * topk),
         BLOCK_S=triton.next_power_of_2(step + 1), num_warps=1,

@@ -171,7 +171,8 @@ def target_probs(
     common = (vocab, logits.stride(0), rows_per_req)
     block_p = triton.next_power_of_2(parts)
     _peaks_kernel[(rows, parts)](logits, temperature, keys, masses, *common, BLOCK=BLOCK)
-    cut = top_k is not None or top_p is not None
+    # of one token there is nothing to cut, and Triton 3.6 does not compile the kernel for it
+    cut = vocab > 1 and (top_k is not None or top_p is not None)
     cuts, lasts = masses, keys
     if cut:
         cuts, lasts = probs.new_empty(rows, 2), keys.new_empty(rows, dtype=torch.int32)

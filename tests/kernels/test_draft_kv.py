@@ -66,11 +66,15 @@ class Case:
         # canaries between the rows, which are views of wider storage
         indptr = torch.full((self.steps, batch * self.topk + 1 + extra), CANARY, **kwargs)
         indices = torch.full((self.steps, width + extra), CANARY, **kwargs)
+        drafted = self.steps * self.topk
+        window = torch.full((batch, drafted + extra), CANARY, **kwargs)
+        slots = window[:, :drafted].unflatten(1, (self.steps, self.topk))
+        slots.copy_(torch.tensor(self.branch_slots).view(slots.shape))
         return (
             torch.tensor(self.table, **kwargs),
             torch.tensor(self.rows, device=DEVICE),
             torch.tensor(self.lens, **kwargs),
-            torch.tensor(self.branch_slots, **kwargs),
+            slots,
             torch.tensor(self.words(), device=DEVICE),
             indptr[:, : batch * self.topk + 1],
             indices[:, :width],

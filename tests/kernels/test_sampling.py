@@ -156,7 +156,10 @@ def test_whole_vocabularies(dtype):
             implementation(kind, "sampling").target_probs(logits, temperature, k, p, 6)
             for kind in ("triton", "twin")
         )
-        moved = ((got == 0) != (expect == 0)).sum(1)
+        # a probability that is no normal number may be flushed to 0
+        tiny = torch.finfo(torch.float32).tiny
+        lost, gained = (got == 0) & (expect >= tiny), (got >= tiny) & (expect == 0)
+        moved = (lost | gained).sum(1)
         assert (moved <= (2 if p is not None else 0)).all(), moved
         torch.testing.assert_close(got.sum(1), torch.ones(24, device=DEVICE))
         torch.testing.assert_close(got, expect, rtol=1e-4, atol=1e-5)
