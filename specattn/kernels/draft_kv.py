@@ -177,7 +177,7 @@ def fill_draft_tails(
     seq_lens, branch_slots, words, kv_indptr, kv_indices : Tensor
         As in `fill_draft_kv`; only ``kv_indices[step]`` is written.
     """
-    batch, steps, topk, num_words = words.shape
+    batch, _, topk, num_words = words.shape
     require_dense(branch_slots=branch_slots[:1], words=words, kv_indices=kv_indices[:1])
     if not batch:
         return
