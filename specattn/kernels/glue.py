@@ -389,5 +389,5 @@ def rotate_store(
 
 
 def _warps(size: int) -> int:
-    """Warps of a program that holds a whole row: 8 to 16 numbers a thread."""
-    return max(1, min(16, int(triton.next_power_of_2(size)) // 256))
+    """Warps of a program that holds a whole row: all there can be, for it waits for memory."""
+    return max(1, min(32, int(triton.next_power_of_2(size)) // 128))

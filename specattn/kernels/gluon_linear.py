@@ -19,22 +19,34 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @gluon.jit
-def _bring_weights(weights, w, full, stage, low, high, k):
-    tma.async_copy_global_to_shared(weights, [low, k], full.index(stage), w.index(stage * 2))
-    tma.async_copy_global_to_shared(weights, [high, k], full.index(stage), w.index(stage * 2 + 1))
+def _bring_weights(w32, w16, w8, w, barrier, half, row, k, STEP: gl.constexpr):
+    """Bring ``STEP`` rows of the weights, in boxes of 32, 16 and 8."""
+    for z in gl.static_range(STEP // 32):
+        tma.async_copy_global_to_shared(
+            w32, [row + z * 32, k], barrier, w.index(half).slice(z * 32, 32)
+        )
+    if STEP % 32 >= 16:
+        at: gl.constexpr = STEP // 32 * 32
+        tma.async_copy_global_to_shared(w16, [row + at, k], barrier, w.index(half).slice(at, 16))
+    if STEP % 16 >= 8:
+        last: gl.constexpr = STEP // 16 * 16
+        tma.async_copy_global_to_shared(w8, [row + last, k], barrier, w.index(half).slice(last, 8))
 
 
 @gluon.jit
 def _produce(
-    weights, rows, w, x, full, free, low, high, begin, count,
-    BT: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    w32, w16, w8, rows, w, x, full, free, low, high, begin, count,
+    STEP: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):
     """Bring the tiles of the CTA's ``count`` steps along K, from step ``begin`` on."""
-    BYTES: gl.constexpr = (128 + BT) * BK * 2
+    BYTES: gl.constexpr = (2 * STEP + BT) * BK * 2
     ahead = gl.minimum(count, STAGES)
     for stage in range(ahead):
-        mbarrier.expect(full.index(stage), BYTES)
-        _bring_weights(weights, w, full, stage, low, high, (begin + stage) * BK)
+        barrier = full.index(stage)
+        mbarrier.expect(barrier, BYTES)
+        k = (begin + stage) * BK
+        _bring_weights(w32, w16, w8, w, barrier, stage * 2, low, k, STEP)
+        _bring_weights(w32, w16, w8, w, barrier, stage * 2 + 1, high, k, STEP)
     gdc_wait()
     for stage in range(ahead):
         tma.async_copy_global_to_shared(
@@ -42,17 +54,19 @@ def _produce(
         )
     for step in range(ahead, count):
         stage = step % STAGES
+        barrier = full.index(stage)
         mbarrier.wait(free.index(stage), (step // STAGES + 1) & 1)
-        mbarrier.expect(full.index(stage), BYTES)
+        mbarrier.expect(barrier, BYTES)
         k = (begin + step) * BK
-        _bring_weights(weights, w, full, stage, low, high, k)
-        tma.async_copy_global_to_shared(rows, [0, k], full.index(stage), x.index(stage))
+        _bring_weights(w32, w16, w8, w, barrier, stage * 2, low, k, STEP)
+        _bring_weights(w32, w16, w8, w, barrier, stage * 2 + 1, high, k, STEP)
+        tma.async_copy_global_to_shared(rows, [0, k], barrier, x.index(stage))
 
 
 @gluon.jit
 def _consume(
     out, w, x, full, free, tile, count, tokens, width, stride_row,
-    BT: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
+    STEP: gl.constexpr, BT: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
 ):
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
     # rows of the weights are columns of the result
@@ -69,49 +83,47 @@ def _consume(
         mbarrier.arrive(free.index(stage), count=1)
     token = gl.arange(0, BT, layout=gl.SliceLayout(0, across))             # [BT]
     column = gl.arange(0, 64, layout=gl.SliceLayout(1, across))            # [64]
+    # of 64 rows, the first STEP are the CTA's
+    mine = (token < tokens)[None, :] & (column < STEP)[:, None]            # [64, BT]
     at = out + (token.to(gl.int64) * stride_row)[None, :]
     if GATED:
         low = low / (1.0 + gl.exp(-low)) * high
-        column += tile * 64
-        ok = (token < tokens)[None, :] & (column < width)[:, None]
+        column += tile * STEP
+        ok = mine & (column < width)[:, None]
         value = gl.convert_layout(low.to(out.dtype.element_ty), across)
         gl.store(at + column[:, None], value, mask=ok)
     else:
-        column += tile * 128
-        ok = (token < tokens)[None, :] & (column < width)[:, None]
+        column += tile * (2 * STEP)
+        ok = mine & (column < width)[:, None]
         value = gl.convert_layout(low.to(out.dtype.element_ty), across)
         gl.store(at + column[:, None], value, mask=ok)
-        column += 64
-        ok = (token < tokens)[None, :] & (column < width)[:, None]
+        column += STEP
+        ok = mine & (column < width)[:, None]
         value = gl.convert_layout(high.to(out.dtype.element_ty), across)
         gl.store(at + column[:, None], value, mask=ok)
 
 
 @gluon.jit(do_not_specialize=["tokens"])
 def gluon_linear_kernel(
-    weights,  # descriptor of [N, K], boxes [64, BK]
-    rows,     # descriptor of [T, K], boxes [BT, BK]
-    out,      # [SPLIT, T, N]; with GATED [T, N / 2]
+    w32, w16, w8,  # descriptors of the weights [N, K], boxes of so many rows by BK
+    rows,          # descriptor of [T, K], boxes [BT, BK]
+    out,           # [SPLIT, T, N]; with GATED [T, N / 2]
     tokens, width, steps, stride_part, stride_row,
-    BT: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
-    GATED: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+    STEP: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    SPLIT: gl.constexpr, GATED: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):
-    """One CTA per 128 rows of the weights (GATED: 64 and the 64 they gate) and share of K."""
+    """One CTA per 2 STEP rows of the weights (GATED: STEP and those they gate) and share of K."""
     gdc_launch_dependents()
     tile = gl.program_id(0) // SPLIT
     part = gl.program_id(0) % SPLIT
     begin = part * steps // SPLIT
     count = (part + 1) * steps // SPLIT - begin
-    if GATED:
-        low = tile * 64
-        high = low + width
-    else:
-        low = tile * 128
-        high = low + 64
-    w_layout: gl.constexpr = weights.layout
+    low = tile * (STEP if GATED else 2 * STEP)
+    high = low + (width if GATED else STEP)
+    w_layout: gl.constexpr = w32.layout
     x_layout: gl.constexpr = rows.layout
-    w = gl.allocate_shared_memory(weights.dtype, [STAGES * 2, 64, BK], w_layout)
-    x = gl.allocate_shared_memory(weights.dtype, [STAGES, BT, BK], x_layout)
+    w = gl.allocate_shared_memory(w32.dtype, [STAGES * 2, 64, BK], w_layout)
+    x = gl.allocate_shared_memory(w32.dtype, [STAGES, BT, BK], x_layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -121,9 +133,9 @@ def gluon_linear_kernel(
     gl.warp_specialize([
         (_consume, (
             out + part.to(gl.int64) * stride_part, w, x, full, free, tile, count, tokens, width,
-            stride_row, BT, STAGES, GATED,
+            stride_row, STEP, BT, STAGES, GATED,
         )),
         (_produce, (
-            weights, rows, w, x, full, free, low, high, begin, count, BT, BK, STAGES,
+            w32, w16, w8, rows, w, x, full, free, low, high, begin, count, STEP, BT, BK, STAGES,
         )),
     ], [1], [PRODUCER_REGS])

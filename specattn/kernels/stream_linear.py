@@ -6,6 +6,7 @@ Only on Hopper; everywhere else, and for more rows, torch's product takes its pl
 from __future__ import annotations
 
 import importlib
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_ROWS = 64
-BLOCK_N = 128
+# rows of weights per half of a CTA; 64 is the whole of a matrix instruction
+STEPS = (64, 56, 48)
 # TMA copies rows in pieces of this many bytes
 PIECE = 16
 
@@ -32,10 +34,10 @@ class StreamTile:
     ----------
     rows : int
         Rows of x in a tile, a power of two from 16 to 64.
-    block_k : int
-        Steps along the inner dimension.
     stages : int
         Tiles on their way.
+    block_k : int
+        Steps along the inner dimension.
     ctas_per_sm : int
         CTAs that share a multiprocessor.
     max_regs, producer_regs : int
@@ -43,20 +45,21 @@ class StreamTile:
     """
 
     rows: int
-    block_k: int = 64
-    stages: int = 6
-    ctas_per_sm: int = 2
-    max_regs: int = 64
+    stages: int
+    block_k: int = 128
+    ctas_per_sm: int = 1
+    max_regs: int = 128
     producer_regs: int = 32
 
 
-def stream_tile(rows: int) -> StreamTile:
-    """Choose the tile for this many rows of x: two CTAs' rings fill the shared memory."""
+def stream_tile(rows: int, *, gated: bool = False) -> StreamTile:
+    """Choose the tile for this many rows of x; the rings of its CTAs fill the shared memory.
+
+    One CTA per multiprocessor makes fewer parts to add up, two even out better what is not split.
+    """
     if rows <= 16:
-        return StreamTile(16)
-    if rows <= 32:
-        return StreamTile(32, stages=5, max_regs=80)
-    return StreamTile(64, stages=4, max_regs=96)
+        return StreamTile(16, 3, ctas_per_sm=2, max_regs=64) if gated else StreamTile(16, 6)
+    return StreamTile(32, 5) if rows <= 32 else StreamTile(64, 4)
 
 
 def streams(x: Tensor, weight: Tensor) -> bool:
@@ -83,36 +86,53 @@ def stream_linear(x: Tensor, weight: Tensor, tile: StreamTile | None = None) -> 
         ``[S, T, N]``, parts whose sum is the product: one of x's dtype, or several in float32.
     """
     tile = tile or stream_tile(len(x))
-    steps = -(-x.shape[1] // tile.block_k)
-    tiles = -(-len(weight) // BLOCK_N)
-    split = max(1, min(_multiprocessors(x.device) * tile.ctas_per_sm // tiles, steps // 2))
+    step, split = _shares(len(weight), 2, -(-x.shape[1] // tile.block_k), tile, x.device)
     out = torch.empty(
         split, len(x), len(weight), dtype=x.dtype if split == 1 else torch.float32, device=x.device
     )
-    _launch(x, weight, out, tile, tiles * split, split, len(weight), out.stride(), gated=False)
+    _launch(x, weight, out, tile, step, split, len(weight), out.stride(), gated=False)
     return out
 
 
 def stream_gated(x: Tensor, weight: Tensor, tile: StreamTile | None = None) -> Tensor:
     """Return ``silu(x gate) * (x up)`` for ``weight [2 I, K]``, gates first, as ``[T, I]``."""
-    tile = tile or stream_tile(len(x))
+    tile = tile or stream_tile(len(x), gated=True)
     width = len(weight) // 2
     out = torch.empty(len(x), width, dtype=x.dtype, device=x.device)
-    tiles = -(-width // (BLOCK_N // 2))
-    _launch(x, weight, out, tile, tiles, 1, width, (0, *out.stride()), gated=True)
+    step, _ = _shares(width, 1, 1, tile, x.device)
+    _launch(x, weight, out, tile, step, 1, width, (0, *out.stride()), gated=True)
     return out
 
 
+def _shares(
+    width: int, halves: int, steps: int, tile: StreamTile, device: torch.device
+) -> tuple[int, int]:
+    """Choose rows of weights per half of a CTA, and shares of K, so that most CTAs run at once."""
+    slots = _multiprocessors(device) * tile.ctas_per_sm
+    best = (-1.0, 0, 0)
+    for step in STEPS:
+        tiles = -(-width // (halves * step))
+        split = max(1, min(slots // tiles, steps // 4))
+        # the last turn of CTAs leaves multiprocessors idle
+        turns = width / (halves * step) * split / slots
+        share = turns / math.ceil(turns)
+        if share > best[0] + 0.02:
+            best = (share, step, split)
+    return best[1], best[2]
+
+
 def _launch(
-    x: Tensor, weight: Tensor, out: Tensor, tile: StreamTile, ctas: int, split: int, width: int,
+    x: Tensor, weight: Tensor, out: Tensor, tile: StreamTile, step: int, split: int, width: int,
     strides: tuple[int, ...], *, gated: bool,
 ) -> None:
     from specattn.kernels.gluon_linear import gluon_linear_kernel
 
-    gluon_linear_kernel[(ctas,)](
-        _boxes(weight, 64, tile.block_k), _boxes(x.contiguous(), tile.rows, tile.block_k), out,
-        len(x), width, -(-x.shape[1] // tile.block_k), strides[0], strides[1],
-        BT=tile.rows, BK=tile.block_k, STAGES=tile.stages, SPLIT=split, GATED=gated,
+    tiles = -(-width // (step if gated else 2 * step))
+    gluon_linear_kernel[(tiles * split,)](
+        *(_boxes(weight, rows, tile.block_k) for rows in (32, 16, 8)),
+        _boxes(x.contiguous(), tile.rows, tile.block_k), out, len(x), width,
+        -(-x.shape[1] // tile.block_k), strides[0], strides[1],
+        STEP=step, BT=tile.rows, BK=tile.block_k, STAGES=tile.stages, SPLIT=split, GATED=gated,
         PRODUCER_REGS=tile.producer_regs, num_warps=4, maxnreg=tile.max_regs, launch_pdl=True,
     )
 

@@ -80,8 +80,9 @@ def merge_kernel(
     slot = tl.load(splits + (nth + 1) * 4 + 1)
     parts = tl.load(splits + (nth + 1) * 4 + 2)
     if PDL:
-        gdc_wait()
+        # whoever comes next waits for this kernel's end; until then it may fetch what is its own
         gdc_launch_dependents()
+        gdc_wait()
     if nth < count:
         dv = first_column + tl.arange(0, SPAN)                            # [SPAN]
         column_ok = (dv < V_DIM)[None, :]

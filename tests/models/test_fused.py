@@ -29,6 +29,8 @@ PROMPTS = [[5, 17, 3, 99, 42, 8, 61], [23], [7, 7, 80, 12, 55, 31, 2, 64, 19, 28
 def path(request, monkeypatch):
     """The torch twins, and the kernels in Triton's interpreter."""
     compiled = request.param == "kernels"
+    if compiled and torch.cuda.is_available():
+        pytest.skip("the interpreter is for machines without a GPU")
     monkeypatch.setattr("specattn.kernels._module", lambda name, _: _module(name, compiled))
 
 
@@ -146,3 +148,31 @@ def test_a_model_in_memory_has_no_tokenizer(tiny) -> None:
         _ = target.tokenizer
     with pytest.raises(ValueError, match=r"hidden_states must be 0\.\.3"):
         target.with_features(FeatureSpec((4,)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_on_the_gpu(tiny, tmp_path, kind) -> None:
+    """Streamed products and programmatic launches, eager and recorded, against float64."""
+    model = tiny(kind, num_hidden_layers=4, head_dim=64).to("cuda", torch.bfloat16)
+    source = HFTarget.from_model(model)
+    tensors = eagle3_tensors()
+    head = load_draft(write(tmp_path, tensors, draft_vocab_size=VD), source)
+    target = FusedTarget.from_target(source).with_features(head.features)
+    draft = FusedEagle3.from_head(head, target.max_context_len)
+    config = SpecConfig(num_steps=3, topk=3, num_draft_tokens=9, max_context_len=64, max_num_reqs=4)
+    texts = []
+    for graphs in (False, True):
+        engine = Engine(target, draft, config, backend="triton", graphs=graphs)
+        requests = [Request(p, max_new_tokens=12, ignore_eos=True) for p in PROMPTS]
+        texts.append([result.tokens for result in engine.generate(requests)])
+    assert texts[0] == texts[1]
+    exact = model.double()
+    exact.set_attn_implementation("eager")
+    for prompt, tokens in zip(PROMPTS, texts[0], strict=True):
+        ids = torch.tensor([prompt + tokens], device="cuda")
+        with torch.no_grad():
+            logits = exact(ids).logits[0, len(prompt) - 1 : -1]
+        lost = logits.max(-1).values - logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
+        # bfloat16 may prefer another of two nearly equal tokens
+        assert float(lost.max()) < 0.1 * float(logits.std()), lost
