@@ -18,7 +18,10 @@ from specattn.models.hub import blaming, count_from_first
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from specattn.models.fused import FusedTarget
     from specattn.models.hf import HFTarget
+
+    Target = HFTarget | FusedTarget
 
 _REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads")
 _OPTIONAL = (
@@ -37,7 +40,7 @@ _VARIANTS = ("norm_before_residual", "norm_before_fc")
 
 def load_draft(
     path_or_id: str | Path,
-    target: HFTarget,
+    target: Target,
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
@@ -51,7 +54,7 @@ def load_draft(
     ----------
     path_or_id : str or Path
         A folder with ``config.json`` and weights, or the name of one on the Hub.
-    target : HFTarget
+    target : HFTarget or FusedTarget
         The model to draft for; a head shares its embedding and output projection where the
         checkpoint has none of its own.
     dtype, device : optional
@@ -69,7 +72,7 @@ def load_draft(
 
 
 def _eagle(
-    checkpoint: Checkpoint, target: HFTarget, dtype: torch.dtype, device: torch.device | str
+    checkpoint: Checkpoint, target: Target, dtype: torch.dtype, device: torch.device | str
 ) -> EagleHead:
     config = _llama_config(checkpoint, target)
     if config.hidden_size != target.hidden_size:
@@ -88,7 +91,7 @@ def _eagle(
 
 
 def _eagle3(
-    checkpoint: Checkpoint, target: HFTarget, dtype: torch.dtype, device: torch.device | str
+    checkpoint: Checkpoint, target: Target, dtype: torch.dtype, device: torch.device | str
 ) -> Eagle3Head:
     for setting in _VARIANTS:
         if checkpoint.settings.get(setting):
@@ -106,7 +109,7 @@ def _eagle3(
     return Eagle3Head(*ends, rope, (layer,), features, feature_size, weights, target_ids)
 
 
-def _llama_config(checkpoint: Checkpoint, target: HFTarget) -> LlamaConfig:
+def _llama_config(checkpoint: Checkpoint, target: Target) -> LlamaConfig:
     settings = checkpoint.settings
     for key in _REQUIRED:
         if settings.get(key) is None:
@@ -190,7 +193,7 @@ def _fill(
 def _ends(
     checkpoint: Checkpoint,
     weights: HeadWeights,
-    target: HFTarget,
+    target: Target,
     hidden_size: int,
     draft_vocab_size: int,
 ) -> tuple[nn.Embedding, nn.Linear]:

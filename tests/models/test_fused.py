@@ -94,16 +94,19 @@ def test_speculation_generates_the_same(tiny, tmp_path, kind) -> None:
     head = load_draft(write(tmp_path, eagle3_tensors(), draft_vocab_size=VD), target)
     config = SpecConfig(num_steps=3, topk=3, num_draft_tokens=9, max_context_len=64, max_num_reqs=4)
     texts = []
+    fused = FusedTarget.from_target(target)
+    # a head is loaded for either
+    again = load_draft(tmp_path, fused)
     for of, draft in (
-        (target, head),
-        (FusedTarget.from_target(target), FusedEagle3.from_head(head, target.max_context_len)),
+        (target, head), (fused, again),
+        (fused, FusedEagle3.from_head(head, target.max_context_len)),
     ):
         engine = Engine(
             of.with_features(head.features), draft, config, backend="torch_native", graphs=False
         )
         requests = [Request(p, max_new_tokens=12, ignore_eos=True) for p in PROMPTS]
         texts.append([result.tokens for result in engine.generate(requests)])
-    assert texts[0] == texts[1]
+    assert texts[0] == texts[1] == texts[2]
 
 
 def test_random_models_stay_finite_and_run_in_an_engine() -> None:
