@@ -6,7 +6,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from . import metadata, tables
+from . import decode, metadata, tables
 from .targets import Point, Target
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "gluon-prompts": (CHUNKS, prompts), "small-ops": (SMALL, small),
     "sanitizer": (SANITIZER, sanitizer), "metadata": (metadata.RECORD, metadata.shown),
     "mla-variants": (LATENT, latent),
-    "compiled": (COMPILED, compiled),
+    "compiled": (COMPILED, compiled), "pair": (decode.RECORD, decode.shown),
 }
 
 

@@ -1,0 +1,123 @@
+"""What the record of `bench.decode` says about decoding with the shipped pair."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from typing import TYPE_CHECKING, Any
+
+from . import tables
+from .targets import Point, Target
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+RECORD = "pair_h200.json"
+PLAIN, TRANSFORMERS = "plain", "transformers"
+ONE, THREE, EAGER = "one graph", "three graphs", "eager"
+WAYS = (ONE, THREE, EAGER)
+MODELS = {
+    "transformers": "transformers' modules",
+    "fused": "`FusedTarget` and `FusedEagle3` (but for `generate`)",
+}
+
+Lines = dict[tuple[str, str], dict[str, Any]]
+
+
+def _lines(cell: dict[str, Any]) -> Lines:
+    return {(line["setting"], line["way"]): line for line in cell["lines"]}
+
+
+def gain(lines: Lines, setting: str) -> float | None:
+    """Return one graph's speed over three graphs', the median over turns, if both were timed.
+
+    Contestants run in turn, so the runs of a turn saw the same machine.
+    """
+    one, three = lines.get((setting, ONE)), lines.get((setting, THREE))
+    if one is None or three is None:
+        return None
+    return statistics.median(a / b for a, b in zip(one["runs"], three["runs"], strict=True))
+
+
+def gains(cells: list[dict[str, Any]]) -> list[Point]:
+    """Return `gain` wherever it is known."""
+    found = []
+    for cell in cells:
+        lines = _lines(cell)
+        for setting in dict.fromkeys(setting for setting, _ in lines):
+            ratio = gain(lines, setting)
+            found += [Point(ratio, f"{cell['name']}, {setting}")] if ratio else []
+    return found
+
+
+def slower(cells: list[dict[str, Any]]) -> list[str]:
+    """Say where one graph was slower than three, and how fast it was beside them."""
+    return [f"{point.where}: {point.value:.3f}x" for point in gains(cells) if point.value < 1]
+
+
+def shown(results: Path) -> str:
+    """Return a table for greedy and one for drawn tokens, and how one graph compares with three."""
+    record = json.loads((results / RECORD).read_text())
+    cells = record["cells"]
+    texts = [f"Models of {MODELS[record['models']]}, {record['dtype']}."]
+    for title, chosen in {
+        "Greedy": [cell for cell in cells if not cell["temperature"]],
+        "Temperature 1": [cell for cell in cells if cell["temperature"]],
+    }.items():
+        texts += [f"{title}, tokens per second:", _table(chosen)] if chosen else []
+    return "\n\n".join([*texts, *_verdict(cells)])
+
+
+def _table(cells: list[dict[str, Any]]) -> str:
+    head = ["batch", "setting", "tokens per step", *WAYS, "one / three", "one / plain",
+            "one / transformers"]
+    rows = []
+    for cell in cells:
+        lines = _lines(cell)
+        best = lines.get((PLAIN, ONE))
+        theirs = lines.get((TRANSFORMERS, EAGER))
+        for setting in dict.fromkeys(setting for setting, _ in lines):
+            own = {way: lines.get((setting, way)) for way in WAYS}
+            first = next(line for line in own.values() if line)
+            kept = first.get("accepted_per_step")
+            name = "transformers' `generate`" if setting == TRANSFORMERS else setting
+            rows.append([
+                str(cell["batch"]), name, f"{kept:.2f}" if kept else "1.00",
+                *(_speed(line) for line in own.values()),
+                tables.times(gain(lines, setting)),
+                tables.times(_ratio(own[ONE], best if setting != PLAIN else None)),
+                tables.times(_ratio(own[ONE], theirs)),
+            ])
+    return tables.table(head, rows)
+
+
+def _speed(line: dict[str, Any] | None) -> str:
+    return tables.NONE if line is None else f"{line['tokens_per_second']:,.0f}"
+
+
+def _ratio(line: dict[str, Any] | None, other: dict[str, Any] | None) -> float | None:
+    if line is None or other is None:
+        return None
+    ratio: float = line["tokens_per_second"] / other["tokens_per_second"]
+    return ratio
+
+
+def _verdict(cells: list[dict[str, Any]]) -> list[str]:
+    found, late = gains(cells), slower(cells)
+    if not found:
+        return []
+    where = f"slower in {len(late)} of {len(found)} cells ({'; '.join(late)})" if late else (
+        f"slower in none of {len(found)} cells")
+    equal = [line for cell in cells if not cell["temperature"] for line in cell["lines"]
+             if line["equal"] is not None]
+    sizes = {id(line): cell["batch"] for cell in cells for line in cell["lines"]}
+    same, asked = sum(line["equal"] for line in equal), sum(sizes[id(line)] for line in equal)
+    return [f"One graph is {where} than three. Of the greedy texts, {same} of {asked} are plain "
+            "decoding's under one graph."]
+
+
+def asked(results: Path) -> list[Target]:
+    """Return the target that a step in one graph is held to."""
+    path = results / RECORD
+    points = gains(json.loads(path.read_text())["cells"]) if path.exists() else []
+    return [Target("the shipped pair, one graph against three", "x", 1, 1, points)]
