@@ -1,33 +1,109 @@
-"""Host cost of comparing what a graph baked in, paid before every replay; no GPU needed.
+"""Host time of a step: comparing what the graph baked in, and launching everything.
 
-    python -m bench.replay_check
+    python -m bench.replay_check [--batch 1 4 16 64]
+
+On a GPU the launches are real, elsewhere a graph is an empty call, so that what is left is Python.
 """
 
 from __future__ import annotations
 
+import argparse
+import statistics
+import time
 import timeit
+from dataclasses import replace
 from importlib.resources import files
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from specattn.config import SpecConfig
 from specattn.models import HFTarget, load_draft
-from specattn.spec.generate import Engine
+from specattn.spec.generate import Engine, Request
 
-BUCKET = 4
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from specattn.graph import GraphRunner
+    from specattn.spec.step_decoder import StepDecoder
+
+# the step that is timed adds a few tokens
+CONTEXT, ROUNDS = 4096, 300
+
+
+class Recorded:
+    """Stands in for a CUDA graph: a replay costs nothing."""
+
+    def replay(self) -> None:
+        """Do nothing."""
+
+
+def without_device(runner: GraphRunner[Any]) -> None:
+    """Let everything captured do nothing when it is replayed."""
+    for done in runner._captured.values():
+        for bucket, captured in done.items():
+            outputs = captured.bound.run()
+            done[bucket] = replace(captured, graph=Recorded(), outputs=outputs)  # type: ignore[arg-type]
+
+
+def step_us(decoder: StepDecoder, rows: Sequence[int], rounds: int = ROUNDS) -> dict[str, float]:
+    """Return what `StepDecoder.step_async` costs the host, in microseconds.
+
+    Each step is waited for before the next one is launched, outside what is timed. ``moved`` are
+    steps whose rows are not those of the step before, and have to be sent.
+
+    Parameters
+    ----------
+    decoder : StepDecoder
+        Captured, with requests that have room for ``2 * rounds`` steps.
+    rows : sequence of int
+        The requests.
+    rounds : int
+        Steps of each kind.
+    """
+    found = {}
+    for name, orders in (("same", [rows]), ("moved", [rows, [*rows[1:], 0]])):
+        times = []
+        for at in range(rounds):
+            order = orders[at % len(orders)]
+            start = time.perf_counter()
+            pending = decoder.step_async(order)
+            times.append(1e6 * (time.perf_counter() - start))
+            pending.wait()
+        times = times[rounds // 10 :]
+        found[name] = statistics.median(times)
+        found[f"{name}_p90"] = statistics.quantiles(times, n=10)[-1]
+    return found
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16, 64])
+    sizes = parser.parse_args().batch
     torch.set_num_threads(1)
-    device, pair = ("cuda" if torch.cuda.is_available() else "cpu"), files("specattn") / "pair"
+    cuda, pair = torch.cuda.is_available(), files("specattn") / "pair"
+    device = "cuda" if cuda else "cpu"
     target = HFTarget.from_pretrained(str(pair / "target"), device=device)
     draft = load_draft(str(pair / "draft"), target, device=device)
-    config = SpecConfig(5, 4, 16, 512, BUCKET)
-    engine = Engine(target.with_features(draft.features), draft, config, buckets=[BUCKET])
-    for mode, done in engine.decoders[0].runner._captured.items():
-        check = done[BUCKET].check
-        best = min(timeit.repeat(check, number=50, repeat=400)) / 50 * 1e6
-        print(f"{mode.value:14} {len(done[BUCKET].fingerprint):3} entries  {best:5.1f} us")
+    target = target.with_features(draft.features)
+    config = SpecConfig(5, 4, 16, CONTEXT, max(sizes))
+    engine = Engine(target, draft, config, buckets=sizes, num_slots=max(sizes) * CONTEXT + 1)
+    engine.add([Request([1 + at % 50, 2, 3], CONTEXT) for at in range(max(sizes))])
+    rows = [live.row for live in engine._live]
+    engine.table.reserve(rows, [CONTEXT] * len(rows))
+    decoder = engine.decoders[0]
+    if not cuda:
+        without_device(decoder.runner)
+    print("batch  fingerprint  check us  step_async us  (p90)  with other rows us  (p90)")
+    for size in sizes:
+        (done,) = decoder.runner._captured.values()
+        captured = done[size]
+        check = min(timeit.repeat(captured.check, number=50, repeat=40)) / 50 * 1e6
+        us = step_us(decoder, rows[:size])
+        print(
+            f"{size:5} {len(captured.fingerprint):12} {check:9.1f} {us['same']:14.1f} "
+            f"{us['same_p90']:7.1f} {us['moved']:19.1f} {us['moved_p90']:7.1f}"
+        )
 
 
 if __name__ == "__main__":

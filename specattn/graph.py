@@ -21,9 +21,10 @@ from torch import Tensor
 from specattn.buffers import expect
 from specattn.errors import CapacityError, CaptureError, CaptureMismatch, NotCapturedError
 from specattn.recording import Recorder
+from specattn.watch import Watch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from specattn.buffers import Fingerprint
 
@@ -72,6 +73,9 @@ class BoundProgram(Protocol):
     def fingerprint(self) -> Fingerprint:
         """Describe every tensor and scalar a recording of ``run`` bakes in."""
 
+    def watched(self) -> Iterable[object]:
+        """Return the objects whose attributes `fingerprint` reads."""
+
 
 class Program(Protocol):
     """A forward of one mode with its static buffers, sized for the largest bucket."""
@@ -82,23 +86,37 @@ class Program(Protocol):
 
 @dataclass(frozen=True)
 class Captured:
-    """One bucket: what runs, what was recorded, and over which memory."""
+    """One bucket: what runs, what was recorded, and over which memory.
+
+    A batch that no bucket holds has neither a graph nor a ``watch``.
+    """
 
     bucket: int
     bound: BoundProgram
     fingerprint: Fingerprint
     outputs: Any
     graph: torch.cuda.CUDAGraph | None
+    watch: Watch | None = field(repr=False)
 
     def check(self) -> None:
         """Raise `CaptureMismatch` if the buffers are not those of the capture."""
+        if self.watch is None or self.watch.unchanged():
+            return
         now = self.bound.fingerprint()
         if now == self.fingerprint:
+            self.watch.renew()
             return
         before, after = _flat(self.fingerprint), _flat(now)
         for name in before | after:
             if before.get(name) != after.get(name):
                 raise CaptureMismatch(name, before.get(name), after.get(name))
+
+    def schedule(self, seq_lens_cpu: Tensor | None) -> None:
+        """Plan on the host for the lengths of the first requests; the others are padding."""
+        if seq_lens_cpu is not None and len(seq_lens_cpu) < self.bucket:
+            padding = self.bucket - len(seq_lens_cpu)
+            seq_lens_cpu = torch.nn.functional.pad(seq_lens_cpu, (0, padding))
+        self.bound.schedule(seq_lens_cpu)
 
     def replay(self) -> Any:
         """Run over the current buffers."""
@@ -226,7 +244,8 @@ class GraphRunner(Generic[Key]):
             graph, outputs = self._recorder.record(step)
         else:
             step()
-        return Captured(bucket, bound, bound.fingerprint(), outputs, graph)
+        watch = Watch(bound.watched())
+        return Captured(bucket, bound, bound.fingerprint(), outputs, graph, watch)
 
     def run(
         self, mode: Key, count: int, seq_lens_cpu: Tensor | None, **values: Tensor
@@ -259,40 +278,50 @@ class GraphRunner(Generic[Key]):
             If a value is missing, unknown, or not of the declared shape and dtype; nothing has
             been written or launched then.
         """
-        if mode not in self._captured:
+        check_lens(seq_lens_cpu, count)
+        ready = self.ready(mode, count)
+        _copy_in(ready.bound, count, values)
+        ready.schedule(seq_lens_cpu)
+        return head(self.replay(mode, ready), count)
+
+    def ready(self, mode: Key, count: int) -> Captured:
+        """Return what will serve ``count`` requests: the smallest bucket that holds them.
+
+        The caller hands it their values, schedules and has it replayed, as `run` does.
+
+        Raises
+        ------
+        NotCapturedError, CaptureMismatch
+            As `run`.
+        """
+        done = self._captured.get(mode)
+        if done is None:
             raise NotCapturedError(mode.value, [m.value for m in self._captured])
-        if seq_lens_cpu is not None:
-            expect("seq_lens_cpu", seq_lens_cpu, (count,), torch.int32, torch.device("cpu"))
-        done = self._captured[mode]
         sizes = sorted(done)
         at = bisect.bisect_left(sizes, count)
         if at == len(sizes):
-            self.stats.eager[mode] += 1
-            return _head(self._run_eager(mode, count, seq_lens_cpu, values), count)
+            log.info("%s: a batch of %d fits no captured bucket and runs eagerly", mode.value,
+                     count)
+            bound = self._make(mode, count).bind(count)
+            self._eager[mode] = bound  # keeps the buffers of the outputs alive
+            return Captured(count, bound, (), None, None, None)
         captured = done[sizes[at]]
         captured.check()
-        _prepare(captured.bound, count, captured.bucket, seq_lens_cpu, values)
-        self.stats.replays[mode] += 1
-        return _head(captured.replay(), count)
+        return captured
 
-    def _run_eager(
-        self, mode: Key, count: int, seq_lens_cpu: Tensor | None, values: dict[str, Tensor]
-    ) -> Any:
-        log.info("%s: a batch of %d fits no captured bucket and runs eagerly", mode.value, count)
-        bound = self._make(mode, count).bind(count)
-        self._eager[mode] = bound  # keeps the buffers of the outputs alive
-        _prepare(bound, count, count, seq_lens_cpu, values)
-        bound.fill()
-        return bound.run()
+    def replay(self, mode: Key, ready: Captured) -> Any:
+        """Run what is `ready` over its buffers, and count it."""
+        (self.stats.replays if ready.watch else self.stats.eager)[mode] += 1
+        return ready.replay()
 
 
-def _prepare(
-    bound: BoundProgram,
-    count: int,
-    bucket: int,
-    seq_lens_cpu: Tensor | None,
-    values: dict[str, Tensor],
-) -> None:
+def check_lens(seq_lens_cpu: Tensor | None, count: int) -> None:
+    """Raise a ValueError unless the lengths, if any, are ``[count]`` int32 on the host."""
+    if seq_lens_cpu is not None:
+        expect("seq_lens_cpu", seq_lens_cpu, (count,), torch.int32, torch.device("cpu"))
+
+
+def _copy_in(bound: BoundProgram, count: int, values: dict[str, Tensor]) -> None:
     if values.keys() != bound.takes:
         missing, unknown = bound.takes - values.keys(), values.keys() - bound.takes
         raise ValueError(f"values missing: {sorted(missing)}; unknown: {sorted(unknown)}")
@@ -301,12 +330,9 @@ def _prepare(
         if rows != count:
             raise ValueError(f"{name} must have {count} rows, got {rows}")
     bound.copy_in(count, **values)
-    if seq_lens_cpu is not None and count < bucket:
-        seq_lens_cpu = torch.nn.functional.pad(seq_lens_cpu, (0, bucket - count))
-    bound.schedule(seq_lens_cpu)
 
 
-def _head(outputs: Any, count: int) -> Any:
+def head(outputs: Any, count: int) -> Any:
     """Return the outputs' first ``count`` rows."""
     parts = {
         name: value[:count] for name, value in vars(outputs).items() if isinstance(value, Tensor)

@@ -52,6 +52,7 @@ class Failing(TorchNativeBackend):
     """Fails in one call if told to; counts what it was asked to compute."""
 
     name = "failing"
+    capabilities = replace(TorchNativeBackend.capabilities, host_plan=True)
     fails: ClassVar[str | None] = None
     ran: ClassVar[list[int]] = []
 

@@ -162,3 +162,8 @@ class BoundExtend:
             self.config, self.plan.req_to_token, self.inputs, self.accepted, self.coins
         )
         return found + self.attend.fingerprint()
+
+    def watched(self) -> tuple[object, ...]:
+        """Return the objects whose attributes `fingerprint` reads."""
+        own = (self, self.plan, self.inputs, self.accepted, self.coins)
+        return *own, *self.attend.watched()

@@ -262,11 +262,13 @@ class Engine:
         """Launch a step; ``in_flight`` tokens at most are not known to the host yet."""
         need = in_flight + config.reserve_len
         self.table.reserve([live.row for live in group], [live.length + need for live in group])
-        lens = torch.tensor([live.length for live in group], dtype=torch.int32)
+        lens = None
+        if self._plans_on_host:
+            lens = torch.tensor([live.length for live in group], dtype=torch.int32)
         return group, self.decoder(config).step_async(
             [live.row for live in group],
             sampled=any(live.request.sampling.temperature for live in group),
-            seq_lens_cpu=None if in_flight else lens,
+            seq_lens_cpu=lens,
         )
 
     def _launch_next(self, group: list[Live]) -> tuple[list[Live], PendingStep] | None:
@@ -274,7 +276,8 @@ class Engine:
         gain = self.config.num_steps + 1
         room = self.config.max_context_len - gain - self.config.reserve_len
         going = [live for live in self._live if live.goes_on]
-        known = all(live in group and live.length <= room for live in going)
+        riding = set(group)
+        known = all(live in riding and live.length <= room for live in going)
         if not going or not known or self._plans_on_host:
             return None
         return self._launch(self.config, going, gain)

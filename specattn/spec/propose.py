@@ -175,6 +175,12 @@ class BoundPropose:
         )
         return found + steps[0].fingerprint() if steps else found
 
+    def watched(self) -> tuple[object, ...]:
+        """Return the objects whose attributes `fingerprint` reads."""
+        plan, steps = self.steps.plan, self.steps.steps
+        own = (self, self.steps, plan, plan.inputs, self.state, self.coins)
+        return *own, *(steps[0].watched() if steps else ())
+
 
 @dataclass(frozen=True)
 class _Beams:

@@ -71,7 +71,7 @@ class Generation:
         return sum(self.accept_lens) / self.steps if self.steps else 0.0
 
 
-@dataclass
+@dataclass(eq=False)
 class Live:
     """A request being decoded; ``length`` of its tokens are committed, as far as the host knows."""
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from specattn.batch import DraftTree, SpecBatch
 from specattn.errors import CapacityError, CaptureMismatch
-from specattn.graph import GraphRunner
+from specattn.graph import GraphRunner, check_lens, head
 from specattn.spec.checks import check_contents, check_tree
 from specattn.spec.step_program import PartProgram, StepPart, StepProgram
 from specattn.spec.verify import accept
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from specattn.backends.multi_step import Indices
     from specattn.config import SpecConfig
+    from specattn.graph import Captured
     from specattn.kv import SlotTable
     from specattn.recording import Recorder
     from specattn.spec.checks import Validate
@@ -36,24 +37,35 @@ log = logging.getLogger(__name__)
 Seams = Literal["one", "three"]
 # steps whose tokens may be on their way to the host
 _IN_FLIGHT = 2
+# what graphs have baked in
+_SETTING = ("config", "table", "states", "target", "draft", "features", "indices", "accept")
+_setting = attrgetter(*_SETTING)
 
 
-@dataclass(frozen=True)
 class _Landing:
     """Host memory that one step's rows leave from and its tokens come back to."""
 
-    rows: Tensor
-    packed: Tensor
-    done: torch.cuda.Event | None
-
-    @classmethod
-    def alloc(cls, batch: int, width: int, device: torch.device) -> _Landing:
+    def __init__(self, batch: int, width: int, device: torch.device) -> None:
         pin = device.type == "cuda"
-        return cls(
-            torch.zeros(batch, dtype=torch.int64, pin_memory=pin),
-            torch.zeros(batch, width, dtype=torch.int64, pin_memory=pin),
-            torch.cuda.Event() if pin else None,
-        )
+        self.rows = torch.zeros(batch, dtype=torch.int64, pin_memory=pin)
+        self.packed = torch.zeros(batch, width, dtype=torch.int64, pin_memory=pin)
+        self.done = torch.cuda.Event() if pin else None
+        self._row_numbers = self.rows.numpy()
+        self._views: dict[int, Tensor] = {}
+
+    def take_off(self, rows: Sequence[int]) -> Tensor:
+        """Return the rows as a tensor that can be copied without waiting."""
+        self._row_numbers[: len(rows)] = rows
+        return self.rows[: len(rows)]
+
+    def bring(self, packed: Tensor) -> None:
+        """Copy a whole bucket's tokens here, padding included, without waiting."""
+        bucket = len(packed)
+        if bucket not in self._views:
+            self._views[bucket] = self.packed[:bucket]
+        self._views[bucket].copy_(packed, non_blocking=True)
+        if self.done is not None:
+            self.done.record()
 
 
 class PendingStep:
@@ -168,19 +180,24 @@ class StepDecoder:
         self.features, self.indices, self.accept = features, indices, accept
         self.validate = validate
         device = table.req_to_token.device
-        self._made = self._setting()
+        self._made = _setting(self)
+        self._plans = any(slot.backend.host_plan for slot in (target, draft) if slot is not None)
+        three = seams == "three"
+        self._parts = [StepPart.of(config, seams=three, sampled=drawn) for drawn in (False, True)]
         self._programs: dict[int, StepProgram] = {}
         self.runner = GraphRunner(self._part, buckets, device, record=record, recorder=recorder)
         width, largest = config.num_steps + 2, max(table.req_to_token.shape[0], *buckets)
-        self._landings = [_Landing.alloc(largest, width, device) for _ in range(_IN_FLIGHT)]
+        self._landings = [_Landing(largest, width, device) for _ in range(_IN_FLIGHT)]
         self._pending: list[PendingStep | None] = [None] * _IN_FLIGHT
         self._next = 0
+        # the rows that are on the device, and for which bucket
+        self._sent: tuple[object, list[int]] | None = None
         self._sampled = False
         self.capture(sampled=sampled)
 
     def parts(self, *, sampled: bool) -> tuple[StepPart, ...]:
         """Return what a step consists of, in order."""
-        return StepPart.of(self.config, seams=self.seams == "three", sampled=sampled)
+        return self._parts[sampled]
 
     @property
     def modes(self) -> tuple[StepPart, ...]:
@@ -194,6 +211,7 @@ class StepDecoder:
         What is captured already stays as it is.
         """
         self._sampled |= sampled
+        self._sent = None
         for part in self.modes:
             if self.runner.captured(part):
                 continue
@@ -239,43 +257,50 @@ class StepDecoder:
         if not rows:
             rows, seq_lens_cpu = [0], torch.zeros(1, dtype=torch.int32)
         count = len(rows)
-        landing.rows[:count] = torch.tensor(rows)
+        check_lens(seq_lens_cpu, count)
         if self.validate == "debug":
             live, batch = self._batch([row for row in rows if row]), self._batch(rows)
             check_contents(
                 live, self.config, self.table.req_to_token, self.target.pool.k.shape[1]
             )
-        values = {"rows": landing.rows[:count]}
-        for part in self.parts(sampled=sampled):
-            out = self.runner.run(part, count, seq_lens_cpu, **values)
-            values = {}
+        for at, part in enumerate(self._parts[sampled]):
+            ready = self.runner.ready(part, count)
+            if not at:
+                self._send(ready, landing, rows)
+            if self._plans:
+                ready.schedule(seq_lens_cpu)
+            out = self.runner.replay(part, ready)
             if self.validate == "debug" and isinstance(out, DraftTree):
-                check_tree(out, batch, self.config, self.target.model.vocab_size)
-        landing.packed[:count].copy_(out.packed, non_blocking=True)
-        if landing.done is not None:
-            landing.done.record()
+                check_tree(head(out, count), batch, self.config, self.target.model.vocab_size)
+        landing.bring(out.packed)
         pending = PendingStep(landing, asked)
         self._pending[self._next] = pending
         self._next = (self._next + 1) % _IN_FLIGHT
         return pending
 
     def _check(self) -> None:
-        for name, value in self._setting().items():
-            if value is not self._made[name]:
-                raise CaptureMismatch(name, self._made[name], value)
+        found = _setting(self)
+        if not all(map(is_, found, self._made)):
+            for name, made, now in zip(_SETTING, self._made, found, strict=True):
+                if made is not now:
+                    raise CaptureMismatch(name, made, now)
         before = self._pending[self._next]
         if before is not None and not before.waited:
             raise ValueError(f"{_IN_FLIGHT} steps are in flight: wait for the first of them")
+
+    def _send(self, ready: Captured, landing: _Landing, rows: Sequence[int]) -> None:
+        """Copy the rows to the device, unless they are there since the last step."""
+        wanted = list(rows)
+        if self._sent is None or self._sent[0] is not ready.bound or self._sent[1] != wanted:
+            self._sent = None
+            ready.bound.copy_in(len(wanted), rows=landing.take_off(wanted))
+            self._sent = ready.bound, wanted
 
     def _batch(self, rows: Sequence[int]) -> SpecBatch:
         """Return what a step will find on the device. Waits for it."""
         where = torch.tensor(rows, dtype=torch.int64, device=self.table.req_to_token.device)
         lens = self.states.seq_lens[where]
         return SpecBatch(where, lens, lens.cpu(), self.states.bonus_tokens[where])
-
-    def _setting(self) -> dict[str, object]:
-        names = ("config", "table", "states", "target", "draft", "features", "indices", "accept")
-        return {name: getattr(self, name) for name in names}
 
     def _part(self, part: StepPart, size: int) -> PartProgram:
         if size not in self._programs:

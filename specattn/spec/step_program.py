@@ -378,7 +378,8 @@ class BoundPart:
         """Take ``rows [count]`` int64."""
         if self.first:
             rows = self.step.inputs.rows
-            rows[count:].zero_()
+            if count < len(rows):
+                rows[count:].zero_()
             if values:
                 rows[:count].copy_(values["rows"], non_blocking=True)
 
@@ -415,3 +416,10 @@ class BoundPart:
             if bound is not None:
                 found += bound.fingerprint()
         return found
+
+    def watched(self) -> tuple[object, ...]:
+        """Return the objects whose attributes `fingerprint` reads."""
+        step = self.step
+        own = (self, step, step.states, step.inputs, step.links, step.accepted)
+        bounds = [bound for bound in (step.propose, step.verify, step.extend) if bound is not None]
+        return *own, *(one for bound in bounds for one in bound.watched())

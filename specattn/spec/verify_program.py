@@ -140,3 +140,7 @@ class BoundVerify:
         """Describe the buffers, the request table and the pool."""
         found = describe(self.plan.layout, self.plan.req_to_token, self.inputs, self.tokens)
         return found + self.attend.fingerprint()
+
+    def watched(self) -> tuple[object, ...]:
+        """Return the objects whose attributes `fingerprint` reads."""
+        return self, self.plan, self.inputs, self.tokens, *self.attend.watched()
