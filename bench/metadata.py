@@ -7,7 +7,8 @@ key tile once; SGLang's buffers against the lists that specattn's plans stand fo
 
 GPU time is that of many calls in one CUDA graph, per call; SGLang's eager launches are recorded
 too, so their gaps do not count. Host time is what Python takes to launch, without waiting for the
-device: SGLang's eager operations; specattn's, called eagerly, and one replay of a graph.
+device: SGLang's eager operations; specattn's, called eagerly, and one replay of a graph; and where
+FlashInfer plans on the host, its plans.
 
     python -m bench.metadata [--batch 1,16,64,128] [--context 1024,8192] [--rounds 20] [--out FILE]
     python -m bench.metadata --check 0/8  # every eighth batch, compiled and checked, not timed
@@ -27,11 +28,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bench import metadata_sglang as peer
+from bench.metadata_planned import Planned
 from bench.metadata_sglang import EAGER, PHASES
 from bench.metadata_sides import OneGraph, Requests, Seams, check_sglang
 from bench.small_ops import measure
 from bench.suite import roofs
 from bench.suite.machine import machine
+from specattn.backends.flashinfer import FlashInferBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -99,8 +102,22 @@ def sides(
     return s, seams, wholes
 
 
+def planned_lines(requests: Requests, rounds: int, count: bool) -> list[dict[str, Any]]:
+    """Check and time FlashInfer's plans: the host makes them, recorded parts fill what is left."""
+    planned = Planned(requests)
+    planned.check()
+    lines = []
+    for label, phases in [(phase, (phase,)) for phase in PHASES] + [(STEP, PHASES)]:
+        line = timed(
+            planned.name, label, lambda p=phases: [planned.phases[phase]() for phase in p],
+            lambda p=phases: [planned.schedules[phase]() for phase in p], rounds, count,
+        )
+        lines.append(line | planned.sent(phases))
+    return lines
+
+
 def cell(
-    requests: Requests, kernels: Mapping[str, Any], rounds: int, count: bool
+    requests: Requests, kernels: Mapping[str, Any], rounds: int, count: bool, plans: bool
 ) -> dict[str, Any]:
     """Check and time one batch; with ``count``, count launches, too."""
     print(requests.name, flush=True)
@@ -117,6 +134,8 @@ def cell(
     for whole in wholes:
         line = timed(whole.name, STEP, whole.fill, whole.submitted(), rounds, count)
         lines.append(line | {"eager_host_us": host(whole.fill)["host_us"]})
+    if plans:
+        lines += planned_lines(requests, rounds, count)
     return {"name": requests.name, "case": requests.case, "contestants": lines}
 
 
@@ -137,18 +156,24 @@ def main() -> None:
     parser.add_argument("--commit", help="what the results call this version")
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()
+    kernels, absent = {}, []
     try:
-        kernels, absent = peer.kernels(), ""
+        kernels = peer.kernels()
     except ImportError as problem:
-        kernels, absent = {}, f"SGLang: {problem}"
-        print(absent, flush=True)
+        absent.append(f"SGLang: {problem}")
+    reasons = FlashInferBackend.reasons(None, torch.device("cuda"))
+    absent += [f"FlashInfer: {reason}" for reason in reasons]
+    for line in absent:
+        print(line, flush=True)
     if options.check:
         first, step = map(int, options.check.split("/"))
         for requests in islice(batches(options), first, None, step):
             sides(requests, kernels)
+            if not reasons:
+                Planned(requests).check()
         return
     found: dict[str, Any] = {
-        "format": 1, "part": "metadata", "title": "Metadata of a step", "absent": absent,
+        "format": 1, "part": "metadata", "title": "Metadata of a step", "absent": "; ".join(absent),
         "machine": machine(options.commit), "rounds": options.rounds,
         "roofs": roofs.measure(options.rounds), "host_calls": HOST_CALLS,
         "operations": [
@@ -163,7 +188,9 @@ def main() -> None:
         count = all(
             before["case"]["nodes"] != requests.case["nodes"] for before in found["cells"]
         )
-        found["cells"].append(cell(requests, kernels, options.rounds, count))
+        found["cells"].append(cell(
+            requests, kernels, options.rounds, count, plans=not reasons
+        ))
         torch.cuda.empty_cache()
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(found, indent=1) + "\n")

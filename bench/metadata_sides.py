@@ -97,11 +97,11 @@ class Seams:
 
     name = "specattn, by phase"
 
-    def __init__(self, requests: Requests, dim: int = DIM) -> None:
+    def __init__(self, requests: Requests, dim: int = DIM, backend: str = "triton") -> None:
         self.requests, config = requests, requests.config
         batch, table, device = requests.batch, requests.table, torch.device(requests.device)
-        layer = layer_of(requests, dim)
-        layers = LayeredBackend("triton", [layer], KVPool([layer], 1, device), device)
+        layer = layer_of(requests, dim, backend)
+        layers = LayeredBackend(backend, [layer], KVPool([layer], 1, device), device)
         model: Any = SimpleNamespace(layers=[layer])
         shared = MultiStepDraftBackend(layers, config, table, batch)
         verify = VerifyProgram(
@@ -121,9 +121,19 @@ class Seams:
         """Fill everything, and hold it to the table and the lengths."""
         for fill in self.phases.values():
             fill()
+        self.check_inputs()
+        for bound in self.layers:
+            check_plan(bound, self.requests)
+
+    @property
+    def layers(self) -> list[BoundLayers]:
+        """What attends, forward by forward."""
+        return [*self.draft.steps, self.verify.attend, self.extend.attend]
+
+    def check_inputs(self) -> None:
+        """Hold slots and positions to the table and the lengths."""
         check_phases(
-            self.requests, self.draft.plan.inputs, self.verify.inputs, self.extend.inputs,
-            [*self.draft.steps, self.verify.attend, self.extend.attend],
+            self.requests, self.draft.plan.inputs, self.verify.inputs, self.extend.inputs
         )
 
 
@@ -186,7 +196,9 @@ class OneGraph:
     def check(self) -> None:
         """Begin a step, and hold it to the table and the lengths."""
         self.fill()
-        check_phases(self.requests, self.draft, self.verify, self.extend, self.layers)
+        check_phases(self.requests, self.draft, self.verify, self.extend)
+        for bound in self.layers:
+            check_plan(bound, self.requests)
 
     def submitted(self) -> Callable[[], None]:
         """Record it; return all that the host does per step: copy the rows, replay a graph."""
@@ -212,22 +224,22 @@ def states(
     ]
 
 
-def layer_of(requests: Requests, dim: int) -> AttnConfig:
+def layer_of(requests: Requests, dim: int, backend: str = "triton") -> AttnConfig:
     """Nothing attends, so that the dtype only picks the tiles; an interpreter has no bfloat16."""
-    dtype = torch.bfloat16 if requests.device == "cuda" else torch.float32
+    interpreted = backend == "triton" and requests.device != "cuda"
+    dtype = torch.float32 if interpreted else torch.bfloat16
     return AttnConfig(*requests.heads, dim, dtype=dtype)
 
 
 def check_phases(
-    wanted: Requests, draft: MultiStepInputs, verify: AttnInputs, extend: AttnInputs,
-    layers: list[BoundLayers],
+    wanted: Requests, draft: MultiStepInputs, verify: AttnInputs, extend: AttnInputs
 ) -> None:
     """Hold what has been filled to the table and the lengths.
 
     Raises
     ------
     ArithmeticError
-        If a slot, a position or a plan is wrong.
+        If a slot or a position is wrong.
     """
     _, steps, nodes = wanted.setting
     for inputs in (draft, verify, extend):
@@ -241,8 +253,6 @@ def check_phases(
     same("tree slots", verify.tail_slots, wanted.window(nodes))
     same("extend slots", extend.tail_slots, wanted.window(steps + 1))
     same("extend positions", extend.positions, wanted.lens[:, None] + depth)
-    for bound in layers:
-        check_plan(bound, wanted)
 
 
 def same(name: str, found: Tensor, wanted: Tensor) -> None:

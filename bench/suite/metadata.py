@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 RECORD = "metadata_h200.json"
 PEER, SEAMS, WHOLE = "SGLang", "specattn, by phase", "specattn, one graph"
+PLANNED = "specattn, FlashInfer"
 PHASES, STEP = ("draft", "verify", "extend"), "step"
 #: Times a table shows: the key of a line, and what it is.
 TIMES = {"us": "GPU us", "host_us": "host us"}
@@ -21,7 +22,8 @@ TIMES = {"us": "GPU us", "host_us": "host us"}
 def shown(results: Path) -> str:
     """Return GPU and host time of every phase, and of all."""
     cells = json.loads((results / RECORD).read_text())["cells"]
-    return "\n\n".join(_by_phase(cells, key, title) for key, title in TIMES.items())
+    texts = [_by_phase(cells, key, title) for key, title in TIMES.items()]
+    return "\n\n".join([*texts, *_planned(cells)])
 
 
 def _by_phase(cells: list[dict[str, Any]], key: str, title: str) -> str:
@@ -37,6 +39,27 @@ def _by_phase(cells: list[dict[str, Any]], key: str, title: str) -> str:
             tables.times(_gain(times)),
         ])
     return tables.table(head, rows)
+
+
+def _planned(cells: list[dict[str, Any]]) -> list[str]:
+    """Return what planning on the host costs beside one graph, if it was measured."""
+    columns = (*PHASES, STEP)
+    head = ["FlashInfer, us", *(f"host: {phase}" for phase in PHASES), "host, all",
+            "one graph, host", "copies of plans", "copies, GPU", "lists and masks, GPU",
+            "one graph, GPU"]
+    rows = []
+    for cell in cells:
+        lines = {(line["name"], line["phase"]): line for line in cell["contestants"]}
+        own, whole = [lines.get((PLANNED, phase)) for phase in columns], lines.get((WHOLE, STEP))
+        if None in own or whole is None:
+            continue
+        step = lines[PLANNED, STEP]
+        rows.append([
+            cell["name"], *(tables.micros(line["host_us"]) for line in own if line),
+            tables.micros(whole["host_us"]), f"{step['sent']:g}", tables.micros(step["sent_us"]),
+            tables.micros(step["us"]), tables.micros(whole["us"]),
+        ])
+    return [tables.table(head, rows)] if rows else []
 
 
 def _times(cell: dict[str, Any], key: str) -> dict[tuple[str, str], float]:

@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from bench import metadata_sglang
+from bench.metadata_planned import Planned
 from bench.metadata_sglang import EAGER, GRAPH, OPERATIONS, PHASES, RUNS
 from bench.metadata_sides import OneGraph, Requests, Seams, check_sglang
 from bench.suite import metadata as report
 from bench.suite import records
+from specattn.backends.flashinfer import FlashInferBackend
+from tests.backends import fake_flashinfer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SETTINGS = [(2, 3, 5), (1, 3, 4)]
@@ -93,6 +96,24 @@ def test_one_graph_begins_with_the_same(setting):
         OneGraph(requests(setting), hidden, 16).check()
 
 
+@pytest.mark.parametrize("limit", [None, 0], ids=["one pass", "two passes"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_flashinfer_plans_and_lists_the_same_keys(setting, limit, monkeypatch):
+    fake_flashinfer.install(monkeypatch)
+    monkeypatch.setattr(FlashInferBackend, "two_passes_from", limit)
+    planned = Planned(requests(setting), 64)
+    planned.check()
+    # and again, as every step does; what the device is to fill is written anew
+    for layers in planned.layers:
+        bound = layers.bounds[0]
+        getattr(bound, "prefix", bound).lists.indices.zero_()
+    planned.check()
+    planned.phases = {}
+    planned.requests.table += 1
+    with pytest.raises(ArithmeticError):
+        planned.check()
+
+
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_sglangs_sequence_lists_the_same_keys(setting):
     assert set(TWINS) == set(metadata_sglang.KERNELS)
@@ -153,5 +174,14 @@ def test_the_record_has_a_table_and_targets(tmp_path):
     (tmp_path / report.RECORD).write_text(json.dumps({"cells": [cell]}))
     assert [target.value for target in report.asked(tmp_path)] == [6, 5, 50]
     text = records.blocks(tmp_path)["metadata"]
+    assert "FlashInfer" not in text
+    cell["contestants"] += [
+        {"name": report.PLANNED, "phase": phase, "us": 7.0, "host_us": 900.0, "sent_us": 8.0,
+         "sent": 12.5} for phase in (*report.PHASES, "step")
+    ]
+    (tmp_path / report.RECORD).write_text(json.dumps({"cells": [cell]}))
+    text = records.blocks(tmp_path)["metadata"]
+    row = "| batch 1 | 900 | 900 | 900 | 900 | 12.0 | 12.5 | 8.00 | 7.00 | 6.00 |"
+    assert row in text
     assert "| batch 1 | 10.0 | 10.0 | 10.0 | 30.0 | 4.00 | 4.00 | 4.00 | 6.00 | 5.00x |" in text
     assert "| 600 | 50.0 | 50.0 | 50.0 | 12.0 | 50.00x |" in text
