@@ -106,10 +106,9 @@ class Captured:
         if now == self.fingerprint:
             self.watch.renew()
             return
-        before, after = _flat(self.fingerprint), _flat(now)
-        for name in before | after:
-            if before.get(name) != after.get(name):
-                raise CaptureMismatch(name, before.get(name), after.get(name))
+        for (name, before), (_, after) in zip(_flat(self.fingerprint), _flat(now), strict=True):
+            if before != after:
+                raise CaptureMismatch(name, before, after)
 
     def schedule(self, seq_lens_cpu: Tensor | None) -> None:
         """Plan on the host for the lengths of the first requests; the others are padding."""
@@ -127,14 +126,14 @@ class Captured:
         return self.outputs
 
 
-def _flat(found: Fingerprint) -> dict[str, object]:
-    """Return a fingerprint by name, settings field by field."""
-    flat: dict[str, object] = {}
+def _flat(found: Fingerprint) -> list[tuple[str, object]]:
+    """Return a fingerprint with settings field by field; a name may come more than once."""
+    flat: list[tuple[str, object]] = []
     for name, value in found:
         if isinstance(value, dict):
-            flat |= {f"{name}.{key}": part for key, part in value.items()}
+            flat += [(f"{name}.{key}", part) for key, part in value.items()]
         else:
-            flat[name] = value
+            flat.append((name, value))
     return flat
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -49,6 +50,51 @@ class Recorder:
                     step()
         finally:
             current.wait_stream(stream)
+
+
+def side_by_side(device: torch.device, *calls: Callable[[], object]) -> None:
+    """Record up to two calls so that neither waits for the other.
+
+    Outside a recording they run one after the other, on the current stream. In one, the last call
+    is recorded on a stream that leaves the current one here and joins it again at the end. Memory
+    that a call frees is reused by what is recorded later on the same stream alone (torch's
+    allocator keeps free blocks by stream, also in the pool of a graph), and so in order; that
+    holds as long as a call neither returns nor is handed tensors that are allocated while
+    recording. The stream is the same for all recordings, which may then reuse each other's blocks.
+
+    Parameters
+    ----------
+    device : torch.device
+        Where both work.
+    *calls : callable
+        One or two; they write different memory, and what one of them writes the other does not
+        read.
+    """
+    parallel = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if len(calls) == 1 or not parallel:
+        for call in calls:
+            call()
+        return
+    first, second = calls
+    current = torch.cuda.current_stream(device)
+    side = next(stream for stream in _two_streams(device) if stream != current)
+    side.wait_stream(current)
+    try:
+        with torch.cuda.stream(side):
+            second()
+        first()
+    except Exception:
+        # what failed may have ended the recording
+        with contextlib.suppress(RuntimeError):
+            current.wait_stream(side)
+        raise
+    current.wait_stream(side)
+
+
+@cache
+def _two_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """Return two streams of a device, of which one at most is that of a recording."""
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
 @contextlib.contextmanager

@@ -74,8 +74,17 @@ class LayeredBackend:
         self.host_plan = chosen.capabilities.host_plan
         self._page_size = chosen.capabilities.page_size
         self.pool = pool
+        self._made_of = chosen, tuple(layers)
         self.backends = tuple(chosen(config, device) for config in distinct)
         self._kind = tuple(distinct.index(config) for config in layers)
+
+    def apart(self) -> LayeredBackend:
+        """Return the same over the same pool, with workspaces and metadata of its own.
+
+        What either binds may run while what the other binds does.
+        """
+        backend, layers = self._made_of
+        return LayeredBackend(backend, layers, self.pool, self.pool.k.device)
 
     def check_pages(self, page_size: int) -> None:
         """Refuse pools whose pages are not those the backend reads.

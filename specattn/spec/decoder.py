@@ -87,6 +87,10 @@ class ModelSlot(Generic[Model]):
         ]
         return cls(model, pool, LayeredBackend(backend, layers, pool, pool.k.device))
 
+    def apart(self) -> ModelSlot[Model]:
+        """Return the same model and pool with attention that may run at the same time."""
+        return replace(self, backend=self.backend.apart())
+
 
 class SpecDecoder:
     """Decodes one speculation setting, step by step, over static buffers and captured graphs.

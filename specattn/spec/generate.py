@@ -63,6 +63,8 @@ class Engine:
     deterministic : bool
         Whether attention gives every token the same bits in any batch and mode; see
         `specattn.config.AttnConfig`.
+    tbo : bool
+        Whether the halves of a batch step at the same time; see `StepDecoder`.
     detokenize : callable, optional
         Maps token ids to text, for stop strings.
     kv_dtype : torch.dtype, optional
@@ -93,12 +95,13 @@ class Engine:
         indices: Indices = "table",
         validate: Validate = "off",
         deterministic: bool = False,
+        tbo: bool = False,
         detokenize: Callable[[list[int]], str] | None = None,
         kv_dtype: torch.dtype | None = None,
         kv_scales: tuple[Scales, Scales] = (None, None),
     ) -> None:
         self.config, self.graphs, self.indices = config, graphs, indices
-        self.detokenize, self.validate = detokenize, validate
+        self.detokenize, self.validate, self.tbo = detokenize, validate, tbo
         self.eos = target.eos_token_ids
         device = target.device
         pages = -(-config.max_context_len // config.page_size) * config.max_num_reqs + 1
@@ -140,7 +143,7 @@ class Engine:
                 self.target, self.draft, config, self.table, self.states,
                 features=self._feature_width(), buckets=self.buckets, indices=self.indices,
                 record=self.graphs and config == self.config, seams=self.seams,
-                recorder=self._recorder, validate=self.validate,
+                recorder=self._recorder, validate=self.validate, tbo=self.tbo,
             )
         return self._decoders[config]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Literal
 
@@ -10,9 +11,10 @@ import torch
 
 from specattn.batch import DraftTree, SpecBatch
 from specattn.errors import CapacityError, CaptureMismatch
-from specattn.graph import GraphRunner, check_lens, head
+from specattn.graph import GraphRunner, Program, check_lens, head
 from specattn.spec.checks import check_contents, check_tree
-from specattn.spec.step_program import PartProgram, StepPart, StepProgram
+from specattn.spec.step_program import StepPart, StepProgram
+from specattn.spec.tbo_step import TboStepProgram
 from specattn.spec.verify import accept
 
 if TYPE_CHECKING:
@@ -38,7 +40,9 @@ Seams = Literal["one", "three"]
 # steps whose tokens may be on their way to the host
 _IN_FLIGHT = 2
 # what graphs have baked in
-_SETTING = ("config", "table", "states", "target", "draft", "features", "indices", "accept")
+_SETTING = (
+    "config", "table", "states", "target", "draft", "features", "indices", "accept", "tbo"
+)
 _setting = attrgetter(*_SETTING)
 
 
@@ -142,6 +146,9 @@ class StepDecoder:
     validate : {"off", "debug"}
         ``"debug"`` also checks what tensors hold (slots, rows, lengths, the tree) before the
         target runs, which waits for the device; needs ``seams="three"``. See docs/validation.md.
+    tbo : bool
+        Two-batch overlap: whether both halves of a bucket run at the same time, on a stream each
+        of one graph (`TboStepProgram`); what requests gain is the same.
 
     Attributes
     ----------
@@ -166,6 +173,7 @@ class StepDecoder:
         recorder: Recorder | None = None,
         accept: Acceptor = accept,
         validate: Validate = "off",
+        tbo: bool = False,
     ) -> None:
         if config.num_steps and draft is None:
             raise ValueError(f"num_steps {config.num_steps} needs a draft model")
@@ -175,16 +183,18 @@ class StepDecoder:
             raise ValueError(f"validate must be 'off' or 'debug', got {validate!r}")
         if validate == "debug" and seams == "one":
             raise ValueError("validate='debug' looks between graphs, so it needs seams='three'")
+        if validate == "debug" and tbo:
+            raise ValueError("validate='debug' looks at a whole batch's tree, which tbo splits")
         self.target, self.draft, self.config = target, draft, config
         self.table, self.states, self.seams = table, states, seams
         self.features, self.indices, self.accept = features, indices, accept
-        self.validate = validate
+        self.validate, self.tbo = validate, tbo
         device = table.req_to_token.device
         self._made = _setting(self)
         self._plans = any(slot.backend.host_plan for slot in (target, draft) if slot is not None)
         three = seams == "three"
         self._parts = [StepPart.of(config, seams=three, sampled=drawn) for drawn in (False, True)]
-        self._programs: dict[int, StepProgram] = {}
+        self._programs: dict[int, StepProgram | TboStepProgram] = {}
         self.runner = GraphRunner(self._part, buckets, device, record=record, recorder=recorder)
         width, largest = config.num_steps + 2, max(table.req_to_token.shape[0], *buckets)
         self._landings = [_Landing(largest, width, device) for _ in range(_IN_FLIGHT)]
@@ -302,11 +312,21 @@ class StepDecoder:
         lens = self.states.seq_lens[where]
         return SpecBatch(where, lens, lens.cpu(), self.states.bonus_tokens[where])
 
-    def _part(self, part: StepPart, size: int) -> PartProgram:
+    def _part(self, part: StepPart, size: int) -> Program:
         if size not in self._programs:
-            self._programs[size] = StepProgram(
-                self.target, self.draft, self.config, self.table.req_to_token,
-                self.table.reserved, self.states, features=self.features, batch=size,
-                indices=self.indices, accept=self.accept,
-            )
-        return PartProgram(self._programs[size], part)
+            self._programs[size] = self._program(size)
+        return self._programs[size].part(part)
+
+    def _program(self, size: int) -> StepProgram | TboStepProgram:
+        make = partial(
+            StepProgram, config=self.config, req_to_token=self.table.req_to_token,
+            reserved=self.table.reserved, states=self.states, features=self.features,
+            indices=self.indices, accept=self.accept,
+        )
+        if not self.tbo:
+            return make(self.target, self.draft, batch=size)
+        first = make(self.target, self.draft, batch=max(size // 2, 1))
+        draft = self.draft.apart() if self.draft else None
+        return TboStepProgram(
+            first, make(self.target.apart(), draft, batch=size - size // 2), size
+        )

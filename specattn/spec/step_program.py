@@ -203,6 +203,10 @@ class StepProgram:
             accept_lens=self.accepted.accept_lens, **everywhere,
         )
 
+    def part(self, part: StepPart) -> PartProgram:
+        """Return one part of the step."""
+        return PartProgram(self, part)
+
     def bind(self, bucket: int) -> BoundStep:
         """Bind to the first ``bucket`` rows; once per bucket, for all parts share what is bound."""
         if bucket not in self._bound:
@@ -245,6 +249,11 @@ class BoundStep:
     verify: BoundVerify
     extend: BoundExtend | None
     accept: Acceptor = field(repr=False)
+
+    def over(self, rows: Tensor, packed: Tensor) -> BoundStep:
+        """Return the same with the step's input and output elsewhere, of the same kind."""
+        inputs, accepted = replace(self.inputs, rows=rows), replace(self.accepted, packed=packed)
+        return replace(self, inputs=inputs, accepted=accepted)
 
     def attends(self, mode: ForwardMode | None) -> tuple[BoundLayers, ...]:
         """Return the attention of a part, or of the whole step."""
@@ -377,11 +386,7 @@ class BoundPart:
     def copy_in(self, count: int, **values: Tensor) -> None:
         """Take ``rows [count]`` int64."""
         if self.first:
-            rows = self.step.inputs.rows
-            if count < len(rows):
-                rows[count:].zero_()
-            if values:
-                rows[:count].copy_(values["rows"], non_blocking=True)
+            take_rows(self.step.inputs.rows, count, values)
 
     def schedule(self, seq_lens_cpu: Tensor | None) -> None:
         """Schedule the part's attention."""
@@ -423,3 +428,11 @@ class BoundPart:
         own = (self, step, step.states, step.inputs, step.links, step.accepted)
         bounds = [bound for bound in (step.propose, step.verify, step.extend) if bound is not None]
         return *own, *(one for bound in bounds for one in bound.watched())
+
+
+def take_rows(rows: Tensor, count: int, values: dict[str, Tensor]) -> None:
+    """Copy ``values["rows"]``, if given, to the first ``count`` of ``rows``; the rest pads."""
+    if count < len(rows):
+        rows[count:].zero_()
+    if values:
+        rows[:count].copy_(values["rows"], non_blocking=True)
