@@ -268,11 +268,12 @@ class Engine:
         lens = None
         if self._plans_on_host:
             lens = torch.tensor([live.length for live in group], dtype=torch.int32)
-        return group, self.decoder(config).step_async(
-            [live.row for live in group],
-            sampled=any(live.request.sampling.temperature for live in group),
-            seq_lens_cpu=lens,
-        )
+        decoder = self.decoder(config)
+        sampled = any(live.request.sampling.temperature for live in group)
+        if sampled and not decoder.sampled:  # a setting that was shrunk to
+            decoder.capture(sampled=True)
+        rows = [live.row for live in group]
+        return group, decoder.step_async(rows, sampled=sampled, seq_lens_cpu=lens)
 
     def _launch_next(self, group: list[Live]) -> tuple[list[Live], PendingStep] | None:
         """Launch the step after the one in flight, unless a request may need another setting."""

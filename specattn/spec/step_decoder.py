@@ -215,6 +215,11 @@ class StepDecoder:
         parts = (*self.parts(sampled=False), *(self.parts(sampled=True) if self._sampled else ()))
         return tuple(dict.fromkeys(parts))
 
+    @property
+    def sampled(self) -> bool:
+        """Whether steps for requests that draw are captured, too."""
+        return self._sampled
+
     def capture(self, *, sampled: bool = False) -> None:
         """Capture every bucket, for greedy requests and, if ``sampled``, for drawing ones.
 

@@ -89,6 +89,17 @@ def test_near_the_context_limit_steps_shrink_instead_of_raising(models, expected
     run.table.check()
 
 
+@pytest.mark.parametrize("tree", ["chain", "topk4"])
+def test_near_the_context_limit_requests_go_on_drawing(models, tree):
+    """Shrunken steps are captured for drawn tokens when the first one needs them."""
+    run = engine(models, TREES[tree], max_context_len=24)
+    drawn = SamplingParams(1.0, seed=3)
+    out = run.generate([Request([3, 1, 4], 99, drawn), Request([35], 99)])
+    assert [r.finish_reason for r in out] == ["context", "context"]
+    assert out[1].tokens == dense_greedy(models[0], [35], len(out[1].tokens))
+    run.table.check()
+
+
 def test_requests_of_a_batch_finish_independently(models, expected):
     run = engine(models, TREES["topk4"])
     counts = [1, 2, 17, 40]
