@@ -31,7 +31,7 @@ ATTENTION = (
     r"tree_attention|gluon_(tree|extend)|mla_|fixed_(attention|merge)|_extend_kernel|"
     r"^merge_kernel|merge_lse|flash::|flash_fwd|FlashAttn|fmha|BatchPrefill|BatchDecode|MergeState|xqa"
 )
-GEMM = r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|triton_(tem|mm)"
+GEMM = r"gluon_linear|gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|triton_(tem|mm)"
 # of a model, but neither its GEMMs nor its attention
 GLUE = (
     r"norm|rot(ate|ary)|rope|silu|gelu|act_and_mul|embed|store_kernel|elementwise|triton_|"

@@ -6,7 +6,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from . import decode, metadata, tables
+from . import decode, metadata, steps, tables
 from .targets import Point, Target
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def small(results: Path) -> str:
         key = tuple(cell["case"][name] for name in ("topk", "steps", "nodes"))
         trees.setdefault(key, []).append(cell)
     texts = []
-    for (topk, steps, nodes), cells in trees.items():
+    for (topk, depth, nodes), cells in trees.items():
         rows = {line["name"]: [line["name"]] for cell in cells for line in cell["contestants"]}
         for cell in cells:
             times = {line["name"]: line.get("us") for line in cell["contestants"]}
@@ -124,7 +124,7 @@ def small(results: Path) -> str:
                 row.append(tables.micros(times.get(name)))
         head = ["us", *(f"batch {cell['case']['batch']}" for cell in cells)]
         texts += [
-            f"Topk {topk}, {steps} steps, {nodes} nodes:", tables.table(head, rows.values())
+            f"Topk {topk}, {depth} steps, {nodes} nodes:", tables.table(head, rows.values())
         ]
     empty = found["roofs"]["empty_1_us"]
     return "\n\n".join([*texts, f"An empty kernel takes {tables.micros(empty)} us there."])
@@ -184,6 +184,7 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "sanitizer": (SANITIZER, sanitizer), "metadata": (metadata.RECORD, metadata.shown),
     "mla-variants": (LATENT, latent),
     "compiled": (COMPILED, compiled), "pair": (decode.RECORD, decode.shown),
+    "steps": (steps.RECORD, steps.shown),
 }
 
 

@@ -21,7 +21,7 @@ STEP = [
     ("_append_kernel", 2.0, 0.5, "draft", "other"),
     ("_build_tree_kernel", 5.0, 4.0, "tree", "other"),
     ("void flashinfer::norm::RMSNormKernel<8u, __nv_bfloat16>", 2.0, 0.5, "verify", "glue"),
-    ("sm90_xmma_gemm_bf16bf16", 90.0, 0.5, "verify", "target GEMM"),
+    ("gluon_linear_kernel", 90.0, 0.5, "verify", "target GEMM"),
     ("tree_attention_kernel", 10.0, 0.5, "verify", "attention"),
     ("merge_kernel", 2.0, 0.5, "verify", "attention"),
     ("void cutlass::device_kernel<flash::FlashAttnFwdSm90>", 3.0, 0, "verify", "attention"),
@@ -94,7 +94,7 @@ def test_times_add_up_to_the_step():
         "count": 2, "us": pytest.approx(7.0), "share": pytest.approx(7 / US, abs=1e-5),
     }
     assert found["by_name"][0] == {
-        "name": "sm90_xmma_gemm_bf16bf16", "phase": "verify", "count": 1, "us": 90.0,
+        "name": "gluon_linear_kernel", "phase": "verify", "count": 1, "us": 90.0,
     }
     assert found["kernels"][1] == ["Memset (Device)", 3.0, 1.0, 7, "metadata"]
     text = timeline.markdown(found)

@@ -1,0 +1,260 @@
+"""Whole speculative steps at the real size: how long they take, and what the time goes into.
+
+Models of 8B with random weights and an EAGLE-3 head, requests in mid-decode, a step as one graph,
+and how much of a tree is kept forced; see `bench.step_world`. Before anything is timed, the
+target's logits over a tree are compared with float64, and every step is checked to gain what was
+forced. Plain decoding in one graph runs at the same places.
+
+    python -m bench.step [--models Llama-3.1-8B] [--batch 1,4] [--context 1024] [--out FILE]
+    python -m bench.step --compile I/N   # share I of N of the settings, compiled, not timed
+    python -m bench.step --picture       # docs/img/step_timeline.svg, of the recorded step
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bench import timeline
+from bench.step_oracle import tree_logits
+from bench.step_timing import Stepper, check_advance, launched, timed
+from bench.step_world import PLAIN, SETTINGS, Setting, Watched, World, shapes
+from bench.suite.machine import machine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from bench.step_world import Shape
+
+RESULTS = Path(__file__).parent / "results"
+OUT, TRACE = RESULTS / "step_h200.json", RESULTS / "step_trace_h200.json"
+PICTURE = Path(__file__).parent.parent / "docs" / "img" / "step_timeline.svg"
+BATCHES, CONTEXTS = (1, 4, 16, 64), (1024, 4096, 32768)
+# tokens of context whose keys and values fit beside the weights
+FITS = 16 * 32768
+# the cell of the picture, and of all forced lengths
+SHOWN = ("Llama-3.1-8B", Setting(4, 5, 16), 1, 4096)
+CHECKED = 512
+# bfloat16 through all layers, relative L2 error of the logits
+MOST_ERROR = 0.05
+TRACED = 3
+
+
+def places(batches: Sequence[int], contexts: Sequence[int], fits: int = FITS) -> list[Any]:
+    """Return every batch and context, and whether it fits."""
+    return [(b, c, b * c <= fits) for b in batches for c in contexts]
+
+
+def rooms(cells: list[Any]) -> list[int]:
+    """Return the longest context of the request at every place of a batch."""
+    kept = [(batch, context) for batch, context, fits in cells if fits]
+    most = max(batch for batch, _ in kept)
+    return [max(context for batch, context in kept if batch > at) for at in range(most)]
+
+
+def check(world: World, setting: Setting, length: int) -> float:
+    """Run an eager step of one request; returns how far its logits are from float64.
+
+    Raises
+    ------
+    AssertionError
+        If they are too far, not finite, or the step gains other than what is forced.
+    """
+    accept = world.forced(length, Watched)
+    decoder = world.decoder(setting, [1], accept, record=False)
+    context = min(CHECKED, world.rooms[0])
+    rows = world.admit(decoder, 1, context)
+    (gained,) = decoder.step(rows)
+    assert len(gained) == length, f"{setting.name}: gained {len(gained)} of {length}"
+    assert int(decoder.states.seq_lens[rows[0]]) == context + length
+    tokens, positions, words, logits = (seen[0] for seen in accept.seen)
+    assert bool(logits.isfinite().all()), f"{setting.name}: logits are not finite"
+    slots = world.table.req_to_token[rows[0], :context]
+    want = tree_logits(world.model, world.target.pool, slots, tokens, positions, words)
+    error = float((logits.double() - want).norm() / want.norm())
+    assert error < MOST_ERROR, f"{setting.name}: logits are off by {error:.2e}"
+    return error
+
+
+def divided(found: dict[str, Any]) -> dict[str, float]:
+    """Divide a traced step: target, draft, attention (of both), other and idle, in us."""
+    shares = dict.fromkeys(("target", "draft", "attention", "other", "idle"), 0.0)
+    for phase, row in found["phases"].items():
+        model = {"verify": "target", "draft": "draft", "extend": "draft"}.get(phase, "other")
+        for kind, us in row.items():
+            if kind == "glue" or kind.endswith("GEMM"):
+                shares[model] += us
+            else:
+                shares[kind] += us
+    return {name: round(us, 1) for name, us in shares.items()}
+
+
+def traced(stepper: Stepper, path: Path | None, timed_steps: int) -> dict[str, Any]:
+    """Record steps with the profiler; ``path`` keeps them."""
+    with tempfile.TemporaryDirectory() as folder:
+        trace = timeline.record(
+            stepper.both, path or Path(folder) / "trace.json", steps=TRACED, timed=timed_steps
+        )
+    stepper.finish()
+    steps = sorted(timeline.split(trace), key=lambda step: step.us)
+    found = timeline.numbers(trace, steps[(len(steps) - 1) // 2])
+    kept = {key: found[key] for key in ("us", "untraced_us", "gaps_over_2us", "phases")}
+    if path is not None:
+        kept["by_name"] = found["by_name"]
+        print(timeline.markdown(found))
+        for line in found["by_name"][:24]:
+            print(f"    {line['us']:9.1f} us {line['count']:4} x  {line['phase']:8} {line['name']}")
+    return kept | {"kernels": len(found["kernels"]), "divided": divided(found)}
+
+
+def measured(
+    world: World, setting: Setting, name: str, options: argparse.Namespace, copy_tb_s: float
+) -> Iterator[dict[str, Any]]:
+    """Check a setting, capture it, and time it at every place."""
+    length = min(setting.steps + 1, options.length)
+    error = check(world, setting, length)
+    accept, cells = world.forced(length), options.places
+    begin = time.perf_counter()
+    decoder = world.decoder(setting, sorted({batch for batch, _, _ in cells}), accept)
+    captured = time.perf_counter() - begin
+    print(f"{name} {setting.name}: error {error:.1e}, captured in {captured:.1f} s", flush=True)
+    for batch, context, fits in cells:
+        cell = {"model": name, "setting": setting.name, "topk": setting.topk,
+                "steps": setting.steps, "nodes": setting.nodes, "batch": batch,
+                "context": context, "error": round(error, 5)}
+        if not fits:
+            yield cell | {"skipped": f"keys and values of {batch * context} tokens do not fit"}
+            continue
+        stepper = Stepper(decoder, world.admit(decoder, batch, context), accept)
+        stepper.force(length)
+        check_advance(stepper)
+        read = world.read_bytes(setting, batch, context)
+        cell |= {"length": length, **timed(stepper, options.rounds),
+                 **launched(stepper, options.rounds), "bytes": read,
+                 "operations": world.operations(setting, batch),
+                 "floor_us": round(sum(read.values()) / copy_tb_s / 1e6, 2)}
+        shown = (name, setting, batch, context) == SHOWN
+        if shown:
+            cell["by_length"] = _lengths(stepper, options)
+        if options.trace and world.device.type == "cuda":
+            cell["trace"] = traced(stepper, options.trace_out if shown else None, 20 * shown)
+        _print(cell)
+        yield cell
+
+
+def _lengths(stepper: Stepper, options: argparse.Namespace) -> dict[str, float]:
+    """Return microseconds for every length that can be forced."""
+    kept, found = stepper.length, {}
+    for length in range(1, stepper.decoder.config.num_steps + 2):
+        stepper.force(length)
+        found[str(length)] = timed(stepper, options.rounds)["us"]
+    stepper.force(kept)
+    return found
+
+
+def _print(cell: dict[str, Any]) -> None:
+    text = (f"  {cell['model']} {cell['setting']:12} {cell['batch']:3} x {cell['context']:5} "
+            f"{cell['us']:9.1f} us  floor {cell['floor_us']:9.1f}  "
+            f"{cell['us'] / cell['floor_us']:.3f}x  host {cell['host_us']:6.1f} "
+            f"{cell['host_idle_us']:6.1f}")
+    if "trace" in cell:
+        parts = " ".join(f"{k} {v:.0f}" for k, v in cell["trace"]["divided"].items())
+        text += f"  {parts}  gaps {cell['trace']['gaps_over_2us']['share']:.2%}"
+    print(text, flush=True)
+
+
+def run(
+    models: dict[str, Shape], make: Callable[[Shape], World], options: argparse.Namespace,
+    copy_tb_s: float,
+) -> Iterator[dict[str, Any]]:
+    """Measure models one after the other, each plainly first."""
+    for name, shape in models.items():
+        world = make(shape)
+        for setting in (PLAIN, *SETTINGS):
+            if options.settings in setting.name or not setting.steps:
+                yield from measured(world, setting, name, options, copy_tb_s)
+                gc.collect()
+        del world
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def compile_share(share: str, options: argparse.Namespace) -> None:
+    """Run every I-th of N of all settings and buckets once, on short models."""
+    index, count = map(int, share.split("/"))
+    # a kernel is compiled for strides' divisibility, so widths stay and only the depth is cut
+    found = shapes(max(rooms(options.places)) + 128, layers=4)
+    batches = sorted({batch for batch, _, _ in options.places})
+    jobs = [(name, setting, batch) for setting in reversed((PLAIN, *SETTINGS))
+            for name in options.models.split(",") for batch in batches]
+    for name, shape in found.items():
+        mine = [job for job in jobs[index::count] if job[0] == name]
+        world = World(shape, [1024] * max(batches), torch.device("cuda")) if mine else None
+        for _, setting, batch in mine:
+            decoder = world.decoder(setting, [batch], world.forced(1), record=False)
+            decoder.step(world.admit(decoder, batch, 1024))
+        # many processes share the device
+        del world
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default="Llama-3.1-8B,Qwen3-8B")
+    parser.add_argument("--settings", default="", help="those whose name contains this, and plain")
+    parser.add_argument("--batch", default=",".join(map(str, BATCHES)))
+    parser.add_argument("--context", default=",".join(map(str, CONTEXTS)))
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--length", type=int, default=4, help="tokens to gain per step, at most")
+    parser.add_argument("--no-trace", dest="trace", action="store_false")
+    parser.add_argument("--compile", metavar="I/N")
+    parser.add_argument("--picture", action="store_true")
+    parser.add_argument("--commit", help="what the results call this version")
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--trace-out", type=Path, default=TRACE)
+    options = parser.parse_args()
+    if options.picture:
+        draw(options.trace_out)
+        return
+    numbers = (list(map(int, text.split(","))) for text in (options.batch, options.context))
+    options.places = places(*numbers)
+    if options.compile:
+        compile_share(options.compile, options)
+        return
+    from bench.suite import roofs
+
+    record: dict[str, Any] = {
+        "format": 1, "machine": machine(options.commit), "rounds": options.rounds,
+        "roofs": roofs.measure(options.rounds), "cells": [],
+    }
+    torch.cuda.empty_cache()
+    lens = rooms(options.places)
+    known = shapes(max(lens) + 128)
+    models = {name: known[name] for name in options.models.split(",")}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    for cell in run(models, lambda shape: World(shape, lens, torch.device("cuda")), options,
+                    record["roofs"]["copy_tb_s"]):
+        record["cells"].append(cell)
+        options.out.write_text(json.dumps(record) + "\n")
+
+
+def draw(path: Path) -> None:
+    """Draw the middle one of the recorded steps."""
+    from bench.timeline_picture import draw as picture
+
+    trace = timeline.read(path)
+    steps = sorted(timeline.split(trace), key=lambda step: step.us)
+    picture(trace, steps[(len(steps) - 1) // 2], PICTURE)
+
+
+if __name__ == "__main__":
+    main()

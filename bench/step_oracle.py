@@ -1,0 +1,89 @@
+"""A target's logits over a tree in float64: plain products over weights, keys and values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import silu
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specattn.kv import KVPool
+    from specattn.models import FusedTarget
+    from specattn.models.fused_block import Block
+
+# rows of the output matrix
+PIECE = 2**14
+
+
+def tree_logits(
+    model: FusedTarget, pool: KVPool, slots: Tensor, tokens: Tensor, positions: Tensor,
+    words: Tensor,
+) -> Tensor:
+    """Return the logits after every node of one request's tree.
+
+    Parameters
+    ----------
+    model : FusedTarget
+        Its weights are read, nothing of it is called.
+    pool : KVPool
+        Keys and values of the context.
+    slots : Tensor
+        ``[L]``, where those are.
+    tokens, positions : Tensor
+        ``[n]`` int64.
+    words : Tensor
+        ``[n, W]`` int64: bit j of row i is set if node i sees node j.
+
+    Returns
+    -------
+    Tensor
+        ``[n, V]`` float64.
+    """
+    count, context = len(tokens), len(slots)
+    node = torch.arange(count, device=tokens.device)
+    sees = (words[:, node // 64] >> (node % 64)) & 1                         # [n, n]
+    mask = torch.cat([sees.new_ones(count, context), sees], dim=1).bool()
+    x = model.embed_tokens.weight[tokens].double()
+    for layer, block in enumerate(model.blocks):
+        past = (pool.k[layer][slots.long()].double(), pool.v[layer][slots.long()].double())
+        h = _norm(x, block.input_norm, model.eps)
+        x = x + _attend(block, h, positions, past, mask) @ block.o.double().T
+        h = _norm(x, block.post_norm, model.eps)
+        gate, up = (h @ block.gate_up.double().T).chunk(2, dim=-1)
+        x = x + (silu(gate) * up) @ block.down.double().T
+    last = _norm(x, model.norm, model.eps)
+    # in pieces: all of it in float64 takes gigabytes
+    pieces = model.lm_head.weight.split(PIECE)
+    return torch.cat([last @ piece.double().T for piece in pieces], dim=1)
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
+
+
+def _attend(
+    block: Block, h: Tensor, positions: Tensor, past: tuple[Tensor, Tensor], mask: Tensor
+) -> Tensor:
+    """Return ``[n, Hq D]``."""
+    shape, turn = block.geometry, block.rotation
+    heads = shape.num_qo_heads, shape.num_kv_heads, shape.num_kv_heads
+    parts = (h @ block.qkv.double().T).unflatten(-1, (-1, shape.head_dim))
+    q, k, v = parts.split(heads, dim=1)                                      # [n, heads, D]
+    if turn.norms is not None:
+        q, k = (_norm(part, weight, turn.eps) for part, weight in zip((q, k), turn.norms,
+                                                                      strict=True))
+    cosine, sine = turn.table[positions].double()[:, None].chunk(2, dim=-1)
+
+    def rotated(part: Tensor) -> Tensor:
+        low, high = part.chunk(2, dim=-1)
+        return torch.cat([low * cosine - high * sine, high * cosine + low * sine], dim=-1)
+
+    keys, values = torch.cat([past[0], rotated(k)]), torch.cat([past[1], v])
+    share = heads[0] // heads[1]
+    keys, values = (part.repeat_interleave(share, dim=1) for part in (keys, values))
+    scores = torch.einsum("qhd,khd->hqk", rotated(q), keys) * shape.sm_scale
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, values).flatten(1)

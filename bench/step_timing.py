@@ -1,0 +1,135 @@
+"""Steps that are all the same, and what one takes of the device's and of the host's time."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from bench.step_world import Forced
+    from specattn.spec.step_decoder import PendingStep, StepDecoder
+
+WARM = 3
+
+
+class Stepper:
+    """Steps of one batch whose lengths go back after each, so that every step is the same.
+
+    Parameters
+    ----------
+    decoder : StepDecoder
+        Its requests are admitted already.
+    rows : list of int
+        Those that take part.
+    accept : Forced
+        The decoder's.
+    """
+
+    def __init__(self, decoder: StepDecoder, rows: list[int], accept: Forced) -> None:
+        self.decoder, self.rows, self.accept = decoder, rows, accept
+        self.lens = decoder.states.seq_lens.clone()
+        self.length = 1
+        self._before: PendingStep | None = None
+
+    def force(self, length: int) -> None:
+        """Gain ``length`` tokens from the next step on."""
+        self.finish()
+        self.length = length
+        self.accept.lens.fill_(length)
+
+    def reset(self) -> None:
+        """Put lengths back."""
+        self.decoder.states.seq_lens.copy_(self.lens)
+
+    def step(self) -> None:
+        """Launch a step, then wait for the one before, so that the device never waits."""
+        pending = self.decoder.step_async(self.rows)
+        self.finish()
+        self._before = pending
+
+    def finish(self) -> None:
+        """Wait for the last step, and check what it gained."""
+        if self._before is not None:
+            gained = [len(tokens) for tokens in self._before.wait()]
+            assert gained == [self.length] * len(self.rows), (self.length, gained)
+            self._before = None
+
+    def both(self) -> None:
+        """Put lengths back and step."""
+        self.reset()
+        self.step()
+
+
+def check_advance(stepper: Stepper) -> None:
+    """Assert that lengths advance on the device by what is gained, and nobody else's."""
+    stepper.both()
+    stepper.finish()
+    moved = (stepper.decoder.states.seq_lens - stepper.lens).tolist()
+    here = set(stepper.rows)
+    assert moved == [stepper.length if row in here else 0 for row in range(len(moved))], moved
+    stepper.reset()
+
+
+def _now(device: torch.device) -> Any:
+    """Return a mark in the device's time, or in the host's where there is no other."""
+    if device.type != "cuda":
+        return time.perf_counter_ns()
+    mark = torch.cuda.Event(enable_timing=True)
+    mark.record()
+    return mark
+
+
+def _between(begin: Any, end: Any) -> float:
+    if isinstance(begin, int):
+        return (end - begin) / 1e3
+    return float(begin.elapsed_time(end) * 1e3)
+
+
+def timed(stepper: Stepper, rounds: int) -> dict[str, float]:
+    """Return microseconds of the device and of the host per step."""
+    spans, hosts, device = [], [], stepper.lens.device
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(WARM + rounds):
+            stepper.reset()
+            begin, at = _now(device), time.perf_counter_ns()
+            pending = stepper.decoder.step_async(stepper.rows)
+            hosts.append((time.perf_counter_ns() - at) / 1e3)
+            spans.append((begin, _now(device)))
+            stepper.finish()
+            stepper._before = pending
+        stepper.finish()
+    finally:
+        gc.enable()
+    times = sorted(_between(*span) for span in spans[WARM:])
+    launches = sorted(hosts[WARM:])
+    return {
+        "us": round(statistics.median(times), 2), "p10_us": round(times[rounds // 10], 2),
+        "p90_us": round(times[9 * rounds // 10], 2),
+        "host_us": round(statistics.median(launches), 2),
+        "host_p90_us": round(launches[9 * rounds // 10], 2),
+    }
+
+
+def launched(stepper: Stepper, rounds: int) -> dict[str, float]:
+    """Return microseconds that the host takes to launch a step on an idle device."""
+    times = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(WARM + rounds):
+            stepper.reset()
+            if stepper.lens.is_cuda:
+                torch.cuda.synchronize()
+            at = time.perf_counter_ns()
+            stepper._before = stepper.decoder.step_async(stepper.rows)
+            times.append((time.perf_counter_ns() - at) / 1e3)
+            stepper.finish()
+    finally:
+        gc.enable()
+    return {"host_idle_us": round(statistics.median(times[WARM:]), 2)}

@@ -1,0 +1,304 @@
+"""Requests in mid-decode at the real size: random weights, random keys and values, no prompts.
+
+What a step costs does not depend on what the numbers are, but for the tree's depth (so the draft's
+law is made as sharp as a trained one's) and for how much is accepted (so that is forced).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+
+from specattn.batch import AcceptResult, DraftState, DraftTree
+from specattn.config import SpecConfig
+from specattn.kernels import ops
+from specattn.kv import KVPool, SlotTable
+from specattn.models import FusedEagle3, FusedTarget
+from specattn.recording import Recorder
+from specattn.spec.decoder import ModelSlot
+from specattn.spec.sampling import SamplingBatch, SamplingParams
+from specattn.spec.states import RequestStates, StateDims
+from specattn.spec.step_decoder import StepDecoder
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+    from transformers import PretrainedConfig
+
+    from specattn.spec.model import DraftModel, TargetModel
+
+DRAFT_VOCAB = 32000
+# logits of random weights have a spread of 1, which no tree of this size would go deep for
+SHARPER = 32.0
+# slots after the longest context: a step's, and a few more
+ROOM = 80
+# the law of the tokens that the requests propose first
+FIRST, NEXT = 0.6, 0.3
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model by its name, and the configurations that make it and its EAGLE-3 head."""
+
+    name: str
+    target: PretrainedConfig
+    draft: PretrainedConfig
+    draft_vocab: int = DRAFT_VOCAB
+
+
+def shapes(longest: int, layers: int | None = None) -> dict[str, Shape]:
+    """Return the two models of 8B; ``layers`` cuts them short, to compile only."""
+    from transformers import LlamaConfig, Qwen3Config
+
+    sizes: dict[str, Any] = {
+        "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "max_position_embeddings": longest,
+    }
+    llama = sizes | {"vocab_size": 128256, "intermediate_size": 14336, "rope_theta": 500000.0}
+    qwen = sizes | {"vocab_size": 151936, "intermediate_size": 12288, "rope_theta": 1000000.0}
+    return {
+        "Llama-3.1-8B": Shape(
+            "Llama-3.1-8B", LlamaConfig(**llama, num_hidden_layers=layers or 32),
+            LlamaConfig(**llama, num_hidden_layers=1),
+        ),
+        "Qwen3-8B": Shape(
+            "Qwen3-8B", Qwen3Config(**qwen, num_hidden_layers=layers or 36),
+            LlamaConfig(**qwen, num_hidden_layers=1),
+        ),
+    }
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is speculated: branches, depth, and nodes with the root; (1, 0, 1) is plain decoding."""
+
+    topk: int
+    steps: int
+    nodes: int
+
+    @property
+    def name(self) -> str:
+        if not self.steps:
+            return "plain"
+        return f"{'chain' if self.topk == 1 else 'tree'} {self.topk}-{self.steps}-{self.nodes}"
+
+    def config(self, longest: int, reqs: int) -> SpecConfig:
+        return SpecConfig(self.steps, self.topk, self.nodes, longest, reqs)
+
+
+PLAIN = Setting(1, 0, 1)
+SETTINGS = (Setting(1, 3, 4), Setting(1, 5, 6), Setting(4, 5, 16), Setting(8, 7, 64))
+
+
+@triton.jit
+def _force_kernel(
+    best,        # [B, N] int64: the target's choices, changed in place
+    tokens,      # [B, N] int64
+    next_token,  # [B, N] int64
+    lens,        # [B] int32
+    lowest, nodes, stride_best, stride_tokens, stride_next,
+    DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)                                                 # [BLOCK]
+    # tokens that no node has: nothing is accepted by chance
+    choice = tl.maximum(tl.load(best + row * stride_best + at, mask=at < nodes, other=0), lowest)
+    length = tl.load(lens + row)
+    node = tl.zeros([], tl.int64)
+    for depth in range(DEPTH):
+        child = tl.load(next_token + row * stride_next + node)
+        goes_on = (depth < length - 1) & (child >= 0)
+        child = tl.maximum(child, 0)
+        token = tl.load(tokens + row * stride_tokens + child)
+        choice = tl.where((at == node) & goes_on, token, choice)
+        node = tl.where(goes_on, child, node)
+    tl.store(best + row * stride_best + at, choice, mask=at < nodes)
+
+
+class Forced:
+    """An `Acceptor` that keeps paths of given lengths, along first children.
+
+    It does all that the greedy one does, and one short kernel more.
+
+    Parameters
+    ----------
+    lens : Tensor
+        ``[B]`` int32, tokens to gain, the bonus included; by place in the batch. May be changed
+        between steps.
+    lowest : int
+        A token of the target from which on the draft proposes none.
+    """
+
+    def __init__(self, lens: Tensor, lowest: int) -> None:
+        self.lens, self.lowest = lens, lowest
+
+    def __call__(
+        self, tree: DraftTree, logits: Tensor, seq_lens: Tensor, config: SpecConfig,
+        sampling: SamplingBatch, out: AcceptResult,
+    ) -> AcceptResult:
+        """Write ``out``."""
+        best = ops("choose", logits.device).argmax_tokens(logits.flatten(0, 1))
+        best = best.view(tree.tokens.shape)
+        nodes = best.shape[1]
+        _force_kernel[(len(best),)](
+            best, tree.tokens, tree.retrieve_next_token, self.lens, self.lowest, nodes,
+            best.stride(0), tree.tokens.stride(0), tree.retrieve_next_token.stride(0),
+            DEPTH=config.num_steps, BLOCK=triton.next_power_of_2(nodes), num_warps=1,
+        )
+        ops("accept", logits.device).accept_greedy(
+            tree.tokens, tree.retrieve_next_token, tree.retrieve_next_sibling, best,
+            accept_index_out=out.accept_index, accept_tokens_out=out.accept_tokens,
+            accept_lens_out=out.accept_lens, bonus_out=out.bonus_tokens,
+        )
+        return out
+
+
+class Watched(Forced):
+    """One that also keeps what it saw; for eager steps."""
+
+    def __call__(
+        self, tree: DraftTree, logits: Tensor, seq_lens: Tensor, config: SpecConfig,
+        sampling: SamplingBatch, out: AcceptResult,
+    ) -> AcceptResult:
+        """Write ``out``."""
+        self.seen = tree.tokens.clone(), tree.positions.clone(), tree.words.clone(), logits.clone()
+        return super().__call__(tree, logits, seq_lens, config, sampling, out)
+
+
+class World:
+    """A model, its head, and rows with slots for the longest contexts of their places.
+
+    Parameters
+    ----------
+    shape : Shape
+        What to make.
+    rooms : sequence of int
+        The longest context of the request at every place of a batch.
+    device, dtype : torch.device, torch.dtype
+        Where, and of what.
+    backend : str
+        Of the attention.
+    """
+
+    def __init__(
+        self, shape: Shape, rooms: Sequence[int], device: torch.device,
+        dtype: torch.dtype = torch.bfloat16, backend: str = "triton",
+    ) -> None:
+        self.device, self.rooms = device, list(rooms)
+        torch.manual_seed(0)
+        target = FusedTarget.random(shape.target, dtype=dtype, device=device)
+        draft = FusedEagle3.random(shape.draft, target, shape.draft_vocab)
+        draft.lm_head.mul_(SHARPER)
+        lens = [room + ROOM for room in rooms]
+        slots, self.longest = sum(lens) + 1, max(lens)
+        self.table = SlotTable(
+            max_num_reqs=len(lens), max_context_len=self.longest, num_slots=slots, device=device
+        )
+        self.rows = [self.table.allocate() for _ in lens]
+        self.table.reserve(self.rows, lens)
+        self._shuffle(slots)
+        pools = [KVPool(model.layers, slots, device) for model in (target, draft)]
+        for pool in pools:
+            for data in (*pool.k, *pool.v):
+                data.normal_()
+        # plain decoding returns no features
+        self.plain: ModelSlot[TargetModel] = ModelSlot.of(target, pools[0], backend)
+        self.target: ModelSlot[TargetModel] = ModelSlot.of(
+            target.with_features(draft.features), pools[0], backend
+        )
+        self.draft: ModelSlot[DraftModel] = ModelSlot.of(draft, pools[1], backend)
+        self.model, self.head = target, draft
+        self._recorder = Recorder()
+
+    def _shuffle(self, slots: int) -> None:
+        """Spread the tokens of all requests over the pool."""
+        order = torch.zeros(slots, dtype=torch.int32, device=self.device)
+        order[1:] = torch.randperm(slots - 1, device=self.device) + 1
+        for row in self.table.req_to_token:
+            row.copy_(order[row.long()])
+
+    def decoder(
+        self, setting: Setting, buckets: Sequence[int], accept: Forced, *, record: bool = True
+    ) -> StepDecoder:
+        """Capture a setting."""
+        config = setting.config(self.longest, len(self.rows))
+        draft = self.draft if setting.steps else None
+        dims = StateDims.of(self.head if setting.steps else None, setting.topk,
+                            draft_sampling=False)
+        states = RequestStates.alloc(len(self.rows) + 1, dims, self.device)
+        return StepDecoder(
+            self.target if setting.steps else self.plain, draft, config, self.table, states,
+            features=self.head.feature_size if setting.steps else 0, buckets=buckets,
+            record=record, recorder=self._recorder, accept=accept,
+        )
+
+    def forced(self, length: int, kind: type[Forced] = Forced) -> Forced:
+        """Return an acceptor of ``length`` tokens everywhere."""
+        lens = torch.full((len(self.rows),), length, dtype=torch.int32, device=self.device)
+        return kind(lens, self.head.vocab_size)
+
+    def admit(self, decoder: StepDecoder, batch: int, context: int) -> list[int]:
+        """Put ``batch`` requests of ``context`` tokens in mid-decode; returns their rows."""
+        rows, topk = self.rows[:batch], decoder.config.topk
+        assert max(context, 1) <= min(self.rooms[:batch])
+        vocab, dims = self.head.vocab_size, decoder.states.hidden_states
+        state = None
+        if decoder.draft is not None:
+            first = torch.rand(batch, vocab, device=self.device).topk(topk, dim=1).indices
+            state = DraftState(
+                torch.tensor([FIRST * NEXT**i for i in range(topk)], device=self.device)
+                .expand(batch, topk),
+                first, torch.randn(batch, dims.shape[1], device=self.device).to(dims.dtype),
+                torch.empty(batch, 0, device=self.device),
+            )
+        decoder.states.admit(
+            torch.tensor(rows, device=self.device),
+            torch.full((batch,), context, dtype=torch.int32, device=self.device),
+            torch.randint(1, vocab, (batch,), device=self.device), state,
+            SamplingBatch.of([SamplingParams()] * batch, self.device),
+        )
+        return rows
+
+    def read_bytes(self, setting: Setting, batch: int, context: int) -> dict[str, int]:
+        """Return the bytes a step cannot do without, by what they are.
+
+        Every weight once per forward that reads it, and every layer's keys and values of the
+        context once per forward.
+        """
+        def cached(pool: KVPool) -> int:
+            return batch * context * (pool.k[:, 0].nbytes + pool.v[:, 0].nbytes)
+
+        found = {"target weights": _size(self.model), "target KV": cached(self.target.pool)}
+        if setting.steps:
+            assert self.head.fc is not None
+            # the drafts after the first token, and the extend, which alone mixes features
+            forwards = setting.steps
+            found["draft weights"] = forwards * _size(self.head) + self.head.fc.nbytes
+            found["draft KV"] = forwards * cached(self.draft.pool)
+        return found
+
+    def operations(self, setting: Setting, batch: int) -> int:
+        """Return the floating point operations of a step's matrix products, attention aside."""
+        size = self.head.norm.element_size()
+        target, head = _size(self.model) // size, _size(self.head) // size
+        if not setting.steps:
+            return 2 * batch * target
+        assert self.head.fc is not None
+        # the extend asks for logits of one row only
+        path, logits = setting.steps + 1, self.head.lm_head.numel()
+        drafted = (setting.steps - 1) * setting.topk * head
+        extend = path * (head - logits + self.head.fc.numel()) + logits
+        return 2 * batch * (setting.nodes * target + drafted + extend)
+
+
+def _size(model: FusedTarget | FusedEagle3) -> int:
+    """Return the bytes of the matrices that every forward reads."""
+    blocks = model.blocks if isinstance(model, FusedTarget) else (model.block,)
+    head = model.lm_head if isinstance(model, FusedEagle3) else model.lm_head.weight
+    matrices = [m for block in blocks for m in (block.qkv, block.o, block.gate_up, block.down)]
+    return sum(matrix.nbytes for matrix in (*matrices, head))

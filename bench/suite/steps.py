@@ -1,0 +1,164 @@
+"""What the record of `bench.step` says about whole steps at the real size."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from . import tables
+from .targets import Point, Target
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+RECORD = "step_h200.json"
+PLAIN, HELD = "plain", "tree 4-5-16"
+#: The batch and context whose time is held to its bytes.
+PLACE = (1, 4096)
+PARTS = ("target", "draft", "attention", "other", "idle")
+Cell = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Public:
+    """Tokens per step that somebody has measured with Llama-3.1-8B and its EAGLE-3 head."""
+
+    setting: str
+    tokens: float
+    source: str
+
+
+#: All of MT-bench at temperature 0. Settings are the nearest to theirs.
+MODEL = "Llama-3.1-8B"
+ACCEPTED = (
+    Public("tree 4-5-16", 4.68, "[SGLang #4247](https://github.com/sgl-project/sglang/pull/4247), "
+                                "5 steps"),
+    Public("tree 8-7-64", 5.39, "the same, 8 steps"),
+    Public("tree 8-7-64", 6.13, "[EAGLE-3](https://arxiv.org/abs/2503.01840), table 1"),
+)
+
+
+def read(results: Path) -> list[Cell]:
+    """Return the cells that were measured."""
+    cells: list[Cell] = json.loads((results / RECORD).read_text())["cells"]
+    return [cell for cell in cells if "skipped" not in cell]
+
+
+def shown(results: Path) -> str:
+    """Return steps over their bytes, what they are divided into, and what speculation gains."""
+    cells, texts = read(results), []
+    for model in dict.fromkeys(cell["model"] for cell in cells):
+        own = [cell for cell in cells if cell["model"] == model]
+        texts += [f"{model}, ms and ratio to the bytes at the speed of a copy:", times(own)]
+    texts += ["Where the time goes, us, at 4k tokens:", division(cells)]
+    texts += [f"{MODEL} against plain decoding, batch 1, at tokens per step measured elsewhere:",
+              gains(cells)]
+    return "\n\n".join([*texts, *_skipped(results)])
+
+
+def _skipped(results: Path) -> list[str]:
+    cells = json.loads((results / RECORD).read_text())["cells"]
+    names = dict.fromkeys(place(cell) for cell in cells if "skipped" in cell)
+    return [f"Not there: {', '.join(names)}, whose keys and values do not fit."] if names else []
+
+
+def place(cell: Cell) -> str:
+    return f"{cell['batch']} x {cell['context'] // 1024}k"
+
+
+def times(cells: list[Cell]) -> str:
+    """A row per batch and context, a column per setting."""
+    rows: dict[str, dict[str, Cell]] = {}
+    for cell in cells:
+        rows.setdefault(place(cell), {})[cell["setting"]] = cell
+    settings = list(dict.fromkeys(cell["setting"] for cell in cells))
+    return tables.table(
+        ["batch x context", *settings, *(f"{name} = plain" for name in settings if name != PLAIN)],
+        ([name, *(_time(row.get(setting)) for setting in settings),
+          *(_even(row, setting) for setting in settings if setting != PLAIN)]
+         for name, row in rows.items()),
+    )
+
+
+def _time(cell: Cell | None) -> str:
+    if cell is None:
+        return tables.NONE
+    return f"{cell['us'] / 1e3:.2f}, {tables.times(cell['us'] / cell['floor_us'])}"
+
+
+def _even(row: dict[str, Cell], setting: str) -> str:
+    """The tokens per step from which on speculation is faster."""
+    if PLAIN not in row or setting not in row:
+        return tables.NONE
+    return f"{row[setting]['us'] / row[PLAIN]['us']:.2f}"
+
+
+def division(cells: Iterable[Cell]) -> str:
+    """A row per step at the context of the target line."""
+    rows = []
+    for cell in cells:
+        if cell["context"] != PLACE[1] or "trace" not in cell:
+            continue
+        parts = cell["trace"]["divided"]
+        rows.append([
+            cell["model"], cell["setting"], str(cell["batch"]), tables.micros(cell["us"]),
+            *(tables.micros(parts[part]) for part in PARTS), str(cell["trace"]["kernels"]),
+            tables.percent(cell["trace"]["gaps_over_2us"]["share"]),
+            tables.micros(cell["host_us"]), tables.micros(cell["host_idle_us"]),
+        ])
+    head = ["model", "setting", "batch", "step", *PARTS, "kernels", "gaps over 2 us",
+            "host, device busy", "host, device idle"]
+    return tables.table(head, rows)
+
+
+def gains(cells: list[Cell]) -> str:
+    """A row per public measurement and context."""
+    rows = []
+    for found in ACCEPTED:
+        for step, plain in _pairs(cells, found.setting, MODEL):
+            rows.append([
+                found.setting, f"{found.tokens:.2f}", found.source, place(step),
+                f"{1e6 / plain['us']:.0f}", f"{1e6 * found.tokens / step['us']:.0f}",
+                tables.times(gain(found, step, plain)),
+            ])
+    head = ["setting", "tokens per step", "measured by", "batch x context", "plain tokens/s",
+            "tokens/s", "gain"]
+    return tables.table(head, rows)
+
+
+def gain(found: Public, step: Cell, plain: Cell) -> float:
+    """How many times faster than plain decoding a step is at what is accepted."""
+    return float(found.tokens * plain["us"] / step["us"])
+
+
+def _pairs(cells: list[Cell], setting: str, model: str) -> Iterable[tuple[Cell, Cell]]:
+    """Return single requests' steps of a setting, each with plain decoding's."""
+    plain = {cell["context"]: cell for cell in cells
+             if (cell["model"], cell["setting"], cell["batch"]) == (model, PLAIN, 1)}
+    for cell in cells:
+        here = (cell["model"], cell["setting"], cell["batch"]) == (model, setting, 1)
+        if here and cell["context"] in plain:
+            yield cell, plain[cell["context"]]
+
+
+def asked(results: Path) -> list[Target]:
+    """Return the targets that whole steps are held to."""
+    cells = read(results) if (results / RECORD).exists() else []
+    named = [(cell, f"{cell['model']}, {place(cell)} {cell['setting']}") for cell in cells]
+    held = [Point(cell["us"] / cell["floor_us"], name) for cell, name in named
+            if cell["setting"] == HELD and (cell["batch"], cell["context"]) == PLACE]
+    gaps = [Point(cell["trace"]["gaps_over_2us"]["share"], name) for cell, name in named
+            if cell["batch"] == 1 and "trace" in cell]
+    faster = [
+        Point(gain(found, step, plain), f"{place(step)} {found.setting}, {found.tokens:.2f} tokens")
+        for found in ACCEPTED for step, plain in _pairs(cells, found.setting, MODEL)
+    ]
+    return [
+        Target("whole step over its bytes, 1 x 4k, 16 nodes, 8B", "x", 1.12, 1.06, held, low=True),
+        Target("gaps over 2 us in a step, batch 1, 8B", "%", 0.02, 0.02, gaps, low=True),
+        Target("host per step, batch <= 64, 8B", "us", 60, 60,
+               [Point(cell["host_us"], name) for cell, name in named], low=True),
+        Target("EAGLE-3 against plain decoding, batch 1, 8B", "x", 2, 2, faster),
+    ]

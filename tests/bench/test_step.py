@@ -1,0 +1,162 @@
+"""Whole steps at a tiny size: forced lengths, restored lengths, float64, and what is counted."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+import torch
+from transformers import LlamaConfig, Qwen3Config
+
+from bench import step, step_timing, timeline
+from bench.step_world import PLAIN, Setting, Shape, World
+from bench.suite import steps as report
+from specattn.models import FusedTarget
+
+CPU = torch.device("cpu")
+SIZES = {
+    "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 256, "vocab_size": 97, "intermediate_size": 48,
+    "num_hidden_layers": 2,
+}
+
+
+def world(kind=LlamaConfig) -> World:
+    shape = Shape("tiny", kind(**SIZES), LlamaConfig(**SIZES), 61)
+    return World(shape, [40, 40, 23], CPU, torch.float32, "torch_native")
+
+
+@pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])
+def test_logits_over_a_tree_are_those_of_float64(kind):
+    run = world(kind)
+    for setting, length in ((PLAIN, 1), (Setting(1, 2, 3), 3), (Setting(2, 3, 5), 2)):
+        assert step.check(run, setting, length) < 1e-5
+
+
+def test_logits_of_another_model_are_noticed():
+    run = world()
+    run.model = FusedTarget.random(LlamaConfig(**SIZES), dtype=torch.float32, device=CPU, seed=1)
+    with pytest.raises(AssertionError, match="chain 1-2-3: logits are off by"):
+        step.check(run, Setting(1, 2, 3), 2)
+
+
+@pytest.fixture(scope="module")
+def stepper():
+    run = world()
+    accept = run.forced(1)
+    decoder = run.decoder(Setting(2, 3, 6), [1, 3], accept)
+    return step.Stepper(decoder, run.admit(decoder, 3, 20), accept)
+
+
+def test_steps_gain_what_is_forced_and_go_back(stepper):
+    seen = {}
+    for length in (1, 4, 2, 3):
+        stepper.force(length)
+        step.check_advance(stepper)
+        stepper.both()
+        stepper.finish()
+        states = stepper.decoder.states
+        seen[length] = [int(states.bonus_tokens[row]) for row in stepper.rows]
+        stepper.reset()
+    assert all(token >= 61 for tokens in seen.values() for token in tokens), "a draft's token"
+    # requests of one batch may gain differently
+    stepper.accept.lens.copy_(torch.tensor([4, 1, 2]))
+    gained = stepper.decoder.step(stepper.rows)
+    assert [len(tokens) for tokens in gained] == [4, 1, 2]
+    assert all(max(tokens[:-1], default=0) < 61 <= tokens[-1] for tokens in gained)
+    stepper.reset()
+
+
+def test_a_step_that_gains_something_else_is_noticed(stepper):
+    stepper.force(2)
+    stepper.length = 3
+    stepper.both()
+    with pytest.raises(AssertionError, match="3"):
+        stepper.finish()
+    stepper._before = None
+    stepper.reset()
+
+
+def test_bytes_are_counted_once_per_forward():
+    run = world()
+    size, draft = 4, {"hidden": 32, "vocab": 61}
+    block = 64 * 32 + 32 * 32 + 96 * 32 + 32 * 48
+    kv = 2 * 2 * 8 * size
+    found = run.read_bytes(Setting(2, 3, 6), 3, 20)
+    assert found == {
+        "target weights": (2 * block + 97 * 32) * size,
+        "target KV": 2 * 3 * 20 * kv,
+        # the qkv matrix of the head reads embeddings and hidden states
+        "draft weights": 3 * (block + 64 * 32 + draft["vocab"] * 32) * size + 32 * 96 * size,
+        "draft KV": 3 * 3 * 20 * kv,
+    }
+    assert set(run.read_bytes(PLAIN, 1, 20)) == {"target weights", "target KV"}
+    target, head = 2 * block + 97 * 32, block + 64 * 32 + 61 * 32
+    assert run.operations(PLAIN, 3) == 2 * 3 * target
+    assert run.operations(Setting(2, 3, 6), 5) == 2 * 5 * (
+        6 * target + 2 * 2 * head + 4 * (head - 61 * 32 + 32 * 96) + 61 * 32
+    )
+
+
+def test_a_whole_run_leaves_a_record(monkeypatch):
+    monkeypatch.setattr(step_timing, "WARM", 0)
+    monkeypatch.setattr(step, "SETTINGS", (Setting(1, 3, 4), Setting(2, 2, 7)))
+    assert step.rooms(step.places([1, 4], [8, 64], fits=64)) == [64, 8, 8, 8]
+    options = argparse.Namespace(
+        places=step.places([1, 2], [8, 40], fits=60), rounds=2, length=4, trace=True,
+        settings="tree", trace_out=None,
+    )
+    shape = Shape("tiny", LlamaConfig(**SIZES), LlamaConfig(**SIZES), 61)
+    rooms = step.rooms(options.places)
+    assert rooms == [40, 8]
+    cells = list(step.run(
+        {"tiny": shape}, lambda shape: World(shape, rooms, CPU, torch.float32, "torch_native"),
+        options, 4.2,
+    ))
+    assert [cell["setting"] for cell in cells] == ["plain"] * 4 + ["tree 2-2-7"] * 4
+    skipped = [cell for cell in cells if "skipped" in cell]
+    assert [(cell["batch"], cell["context"]) for cell in skipped] == [(2, 40)] * 2
+    for cell in cells:
+        if cell not in skipped:
+            assert cell["host_idle_us"] > 0
+            assert cell["length"] == (3 if cell["steps"] else 1)
+            assert 0 < cell["p10_us"] <= cell["us"] <= cell["p90_us"]
+            assert 0 < cell["host_us"] <= cell["host_p90_us"]
+            assert cell["floor_us"] == round(sum(cell["bytes"].values()) / 4.2e6, 2)
+            assert cell["error"] < 1e-5
+
+
+def test_a_step_is_divided_by_model_and_kind():
+    rows = {phase: dict.fromkeys(timeline.CLASSES, 0.0) for phase in timeline.PHASES}
+    rows["verify"] |= {"target GEMM": 10.0, "glue": 2.0, "attention": 3.0, "idle": 1.0}
+    rows["draft"] |= {"draft GEMM": 20.0, "attention": 4.0, "other": 5.0}
+    rows["extend"] |= {"draft GEMM": 30.0, "glue": 6.0}
+    rows["accept"] |= {"glue": 7.0, "other": 8.0}
+    assert step.divided({"phases": rows}) == {
+        "target": 12.0, "draft": 56.0, "attention": 7.0, "other": 20.0, "idle": 1.0,
+    }
+
+
+def test_the_report_says_what_the_record_says(tmp_path):
+    def cell(setting, batch, context, us, **more):
+        trace = {"divided": dict.fromkeys(report.PARTS, us / 5), "kernels": 9,
+                 "gaps_over_2us": {"share": 0.01}}
+        return {"model": report.MODEL, "setting": setting, "batch": batch, "context": context,
+                "us": us, "floor_us": 4000.0, "host_us": 50.0, "host_idle_us": 40.0,
+                "trace": trace, **more}
+
+    cells = [cell("plain", 1, 4096, 4000.0), cell("tree 4-5-16", 1, 4096, 4800.0),
+             cell("plain", 4, 4096, 5000.0, host_us=70.0),
+             cell("tree 8-7-64", 64, 32768, 0.0, skipped="too large")]
+    assert {target.verdict for target in report.asked(tmp_path)} == {"not measured"}
+    (tmp_path / report.RECORD).write_text(json.dumps({"cells": cells}))
+    held, gaps, host, faster = report.asked(tmp_path)
+    assert (held.value, gaps.value, host.value) == (1.2, 0.01, 70.0)
+    assert faster.value == pytest.approx(4.68 * 4000 / 4800)
+    text = report.shown(tmp_path)
+    assert "| 1 x 4k | 4.00, 1.00x | 4.80, 1.20x | 1.20 |" in text
+    assert "| 4 x 4k | 5.00, 1.25x | - | - |" in text
+    assert "Not there: 64 x 32k, whose" in text
+    assert "| 250 | 975 | 3.90x |" in text
+    assert "| 960 | 960 | 960 | 960 | 960 | 9 | 1.0 % | 50.0 | 40.0 |" in text
