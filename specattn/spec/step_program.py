@@ -286,10 +286,11 @@ class BoundStep:
         )
         if propose is not None:
             propose.steps.fill_lists()
-        # the target's attention may have to read the tree, and then waits for it
-        early, _ = by_lengths_alone([self.verify.attend])
-        fill_all([*self.attends(ForwardMode.DRAFT_DECODE), *early,
-                  *self.attends(ForwardMode.DRAFT_EXTEND)])
+        # the rest waits for what its part brings: the tree, or a plan made on the host
+        early, _ = by_lengths_alone(
+            [self.verify.attend, *self.attends(ForwardMode.DRAFT_EXTEND)]
+        )
+        fill_all([*self.attends(ForwardMode.DRAFT_DECODE), *early])
 
     def draft(self) -> DraftTree:
         """Run the draft decode forwards and build the tree, into what the target reads."""
@@ -338,6 +339,8 @@ class BoundStep:
         inputs, out, states = self.inputs, self.accepted, self.states
         sources, tables = [out.bonus_tokens], [states.bonus_tokens]
         if self.extend is not None:
+            _, late = by_lengths_alone([self.extend.attend])
+            fill_all(late)
             state: DraftState = self.extend.run()
             sources += vars(state).values()
             tables += states.drafting

@@ -1,0 +1,54 @@
+"""Attention that plans on the host: what it fills must follow this step's plan, not the last one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from specattn.backends.torch_native import TorchNativeBackend
+from specattn.config import SpecConfig
+from specattn.spec.generate import Engine, Request
+from tests.tiny import TinyDraft, TinyTarget, dense_greedy
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PROMPTS = [[3, 14, 15, 9, 26, 5], [35, 2], [8, 9, 7, 9]]
+
+
+class Planned:
+    """Attention that lists keys in `fill` where `schedule` has made room for them."""
+
+    def __init__(self, inner, plan):
+        self.inner, self.plan = inner, plan
+        self.planned, self.filled = None, None
+
+    def schedule(self, seq_lens_cpu):
+        self.planned = seq_lens_cpu.tolist()
+
+    def fill(self):
+        assert self.planned == self.plan.seq_lens.tolist()
+        self.filled = self.planned
+        self.inner.fill()
+
+    def run(self, *args):
+        assert self.filled is self.planned, "what runs was filled before its plan was made"
+        self.inner.run(*args)
+
+
+class PlanningBackend(TorchNativeBackend):
+    name = "planning"
+    capabilities = replace(TorchNativeBackend.capabilities, graphs=False, host_plan=True)
+
+    def bind(self, plan):
+        return Planned(super().bind(plan), plan)
+
+
+@pytest.mark.parametrize("tree", [(0, 1, 1), (3, 1, 4), (3, 4, 9)], ids=["plain", "chain", "tree"])
+def test_every_part_is_filled_after_its_plan(tree):
+    models = TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
+    run = Engine(*models, SpecConfig(*tree, 64, 3), backend=PlanningBackend, buckets=[4])
+    assert run.seams == "three"
+    results = run.generate([Request(prompt, 12) for prompt in PROMPTS])
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        assert result.tokens == dense_greedy(models[0], prompt, 12)
