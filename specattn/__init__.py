@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from specattn.spec.prefill import Prefill, Prompt
     from specattn.spec.request import Generation, Request
     from specattn.spec.sampling import SamplingBatch, SamplingParams
+    from specattn.spec.states import RequestStates, StateDims
+    from specattn.spec.step_decoder import PendingStep, StepDecoder
 
 __version__ = "0.1.0"
 
@@ -78,6 +80,8 @@ _HOMES = {
     "spec.prefill": ("Prefill", "Prompt"),
     "spec.request": ("Generation", "Request"),
     "spec.sampling": ("SamplingBatch", "SamplingParams"),
+    "spec.states": ("RequestStates", "StateDims"),
+    "spec.step_decoder": ("PendingStep", "StepDecoder"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -108,9 +112,11 @@ __all__ = [
     "MultiStepDraftBackend",
     "MultiStepPlan",
     "NotCapturedError",
+    "PendingStep",
     "Prefill",
     "Prompt",
     "Request",
+    "RequestStates",
     "RowLayout",
     "SamplingBatch",
     "SamplingParams",
@@ -119,6 +125,8 @@ __all__ = [
     "SpecBatch",
     "SpecConfig",
     "SpecDecoder",
+    "StateDims",
+    "StepDecoder",
     "StepResult",
     "TboBackend",
     "TreeError",

@@ -34,8 +34,12 @@ def plain_texts(prompts: list[str], count: int) -> list[str]:
 
 
 def test_ones_own_loop_writes_what_plain_decoding_writes():
-    example = runpy.run_path(str(ROOT / "docs" / "examples" / "own_loop.py"))
-    assert example["main"](24) == plain_texts(example["PROMPTS"], 24)
+    folder = ROOT / "docs" / "examples"
+    example = runpy.run_path(str(folder / "own_loop.py"))
+    texts = plain_texts(example["PROMPTS"], 24)
+    assert example["main"](24) == texts
+    by_values = runpy.run_path(str(folder / "functional_loop.py"))
+    assert by_values["main"](24) == texts
 
 
 def test_the_program_of_the_quick_start_runs(capsys):

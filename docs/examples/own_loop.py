@@ -12,12 +12,13 @@ import torch
 from specattn import (
     KVPool,
     ModelSlot,
+    RequestStates,
     SamplingBatch,
     SamplingParams,
     SlotTable,
-    SpecBatch,
     SpecConfig,
-    SpecDecoder,
+    StateDims,
+    StepDecoder,
 )
 from specattn.models import HFTarget, load_draft
 from specattn.spec.prefill import Prefill, Prompt
@@ -45,6 +46,10 @@ def main(new_tokens: int = 48) -> list[str]:
     of_target = ModelSlot.of(target, KVPool(target.layers, slots, device), "auto")
     of_draft = ModelSlot.of(draft, KVPool(draft.layers, slots, device), "auto")
 
+    # what steps leave for each other: on the device, a row per request
+    dims = StateDims.of(draft, config.topk, draft_sampling=config.draft_sampling)
+    states = RequestStates.alloc(len(PROMPTS) + 1, dims, device)
+
     # the prompts: a row each, slots for every token, one forward of both models
     prompts = [target.tokenizer(text).input_ids for text in PROMPTS]
     rows, lens = [table.allocate() for _ in prompts], [len(ids) for ids in prompts]
@@ -52,28 +57,35 @@ def main(new_tokens: int = 48) -> list[str]:
     sampling = SamplingBatch.of([SamplingParams()] * len(prompts), device)
     prefill = Prefill(of_target, of_draft, table.req_to_token, config)
     start = prefill.run([Prompt(*one) for one in zip(rows, prompts, strict=True)], sampling)
-    bonus, state = start.bonus_tokens, start.state
-    texts = [[token] for token in bonus.tolist()]
+    states.admit(
+        torch.tensor(rows, device=device), torch.tensor(lens, dtype=torch.int32, device=device),
+        start.bonus_tokens, start.state, sampling,
+    )
+    texts = {row: [token] for row, token in zip(rows, start.bonus_tokens.tolist(), strict=True)}
+    length = dict(zip(rows, lens, strict=True))  # of requests that still run
 
-    # the steps: everything a graph may replay is captured here, once
-    decoder = SpecDecoder(
-        of_target, of_draft, config, table.req_to_token, features=draft.feature_size,
+    # the steps: all of a step is captured here, once, and launched before the last one is read
+    decoder = StepDecoder(
+        of_target, of_draft, config, table, states, features=draft.feature_size,
         buckets=[len(prompts)],
     )
-    while min(map(len, texts)) < new_tokens:
-        table.reserve(rows, [length + config.reserve_len for length in lens])
-        on_host = torch.tensor(lens, dtype=torch.int32)
-        batch = SpecBatch(torch.tensor(rows, device=device), on_host.to(device), on_host, bonus)
-        result = decoder.step(batch, state, sampling)
-        bonus, state = result.accepted.bonus_tokens, result.state
-        gained, tokens = result.accepted.accept_lens.tolist(), result.accepted.accept_tokens
-        for at, count in enumerate(gained):
-            texts[at] += tokens[at, :count].tolist()
-            lens[at] += count
-            table.commit(rows[at], lens[at])
-    for row in rows:
-        table.free(row)
-    return [target.tokenizer.decode(tokens[:new_tokens]) for tokens in texts]
+    flying = None
+    while length:
+        # slots for this step, and for all that the step in flight may gain
+        room = config.reserve_len + (config.num_steps + 1 if flying else 0)
+        table.reserve(list(length), [tokens + room for tokens in length.values()])
+        launched = list(length), decoder.step_async(list(length))
+        for row, tokens in zip(flying[0], flying[1].wait(), strict=True) if flying else ():
+            if row not in length:
+                continue  # it had ended, and rode along
+            texts[row] += tokens
+            length[row] += len(tokens)
+            table.commit(row, length[row])
+            if len(texts[row]) >= new_tokens:
+                del length[row]
+                table.free(row)
+        flying = launched
+    return [target.tokenizer.decode(texts[row][:new_tokens]) for row in rows]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Attention that plans on the host: what it fills must follow this step's plan, not the last one."""
+"""Attention that plans on the host: what it fills follows its own plan, not the last step's."""
 
 from __future__ import annotations
 
