@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 BLOCK = 1024
 
 
-@triton.jit
+# one compilation whatever the number of pieces: some step would wait for another one
+@triton.jit(do_not_specialize=["pieces"])
 def _write_slots_kernel(
     packed,        # [5, pieces] int32, then the pages
     req_to_token,  # [rows, columns] int32, in place

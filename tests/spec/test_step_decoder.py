@@ -60,6 +60,9 @@ def test_steps_decode_whoever_takes_part(backend, tree, seams):
         assert int(run.states.seq_lens[row]) == lens[row]
         assert int(run.states.bonus_tokens[row]) == tokens[row][-1]
     assert min(made.values()) > 1
+    if DEVICE.type == "cuda" and backend == "triton":
+        assert all(map(decoder.runner.recorded, decoder.modes))
+        assert not decoder.runner.stats.eager
     assert not any(int(value[0].count_nonzero()) for name, value in run.states.tensors().items()
                    if name != "top_p"), "a step wrote into the row of padding"
 

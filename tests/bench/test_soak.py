@@ -1,0 +1,78 @@
+"""A short soak over the tiny models, and what a soak notices."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from bench.soak import judge, kinds_of, soak
+from specattn.config import SpecConfig
+from specattn.spec.generate import Engine
+from tests.tiny import TinyDraft, TinyTarget
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PROMPTS = [[3, 14, 15, 9, 26, 5], [35], [3, 14, 15, 9, 2], [58, 9, 7, 9, 3]]
+STEPS, NEW, CONTEXT = (300, 40, 96) if DEVICE == "cuda" else (60, 12, 32)
+
+
+@pytest.fixture(scope="module")
+def models():
+    return TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
+
+
+def engine(models, tree) -> Engine:
+    config = SpecConfig(*tree, CONTEXT, 4, 4)
+    backend = "triton" if DEVICE == "cuda" else "torch_native"
+    return Engine(*models, config, backend=backend, buckets=[2, 4])
+
+
+def short_soak(models, run=None):
+    kinds = kinds_of(PROMPTS, NEW, CONTEXT)
+    return soak(run or engine(models, (3, 3, 8)), engine(models, (3, 3, 8)),
+                engine(models, (0, 1, 1)), kinds, STEPS, seed=1, check_every=10)
+
+
+def test_requests_come_and_go(models):
+    report = short_soak(models)
+    json.dumps(report)
+    assert report["requests"] == report["joins"] > STEPS // 8
+    assert report["greedy"] + report["drawn"] == report["requests"]
+    assert not report["greedy_apart"]
+    assert report["batch_sizes"][-1] == 4
+    assert {"length", "context"} <= report["reasons"].keys()
+    assert report["last_steps"]["mean"] > 1.3
+
+
+def test_a_wrong_token_ends_a_soak(models, monkeypatch):
+    run = engine(models, (3, 3, 8))
+    take = run._take
+    monkeypatch.setattr(run, "_take", lambda live, tokens: take(live, [t ^ 1 for t in tokens]))
+    with pytest.raises(AssertionError, match="margin"):
+        short_soak(models, run)
+
+
+def test_a_lost_slot_ends_a_soak(models, monkeypatch):
+    run = engine(models, (3, 3, 8))
+    leave = run.table._leave
+    monkeypatch.setattr(run.table, "_leave", lambda pages: leave(pages[1:]))
+    with pytest.raises(AssertionError, match=r"slots were lost|page"):
+        short_soak(models, run)
+
+
+def test_what_grows_or_moves_is_refused():
+    mean = {"mean": 2.0, "standard_error": 0.01, "fresh": 2.0}
+    good = {"memory_warm": {"allocated": 0}, "memory_end": {"allocated": 0}, "drawn": 500,
+            "drawn_apart": 5, "first_steps": mean, "last_steps": mean}
+    judge(good, fixed=True)
+    judge(good, fixed=False)
+    moved = mean | {"mean": 1.9}
+    for change, fixed, message in (
+        ({"memory_end": {"allocated": 2 << 20}}, True, "more are in use"),
+        ({"drawn_apart": 6}, True, "drawn texts"),
+        ({"last_steps": moved}, True, "1.9"),
+        ({"last_steps": mean | {"mean": 1.8}}, False, "1.8"),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            judge(good | change, fixed=fixed)

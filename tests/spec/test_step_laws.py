@@ -1,0 +1,140 @@
+"""Recorded steps emit exactly the target's law: many seeds at once, greedy requests among them.
+
+Every round puts the states back to where the prompts left them, gives each request another seed,
+and steps whoever lacks tokens, in another order and company each time, until three are out.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from scipy.stats import chi2
+
+from specattn.kernels import ops
+from specattn.spec import verify
+from specattn.spec.generate import Engine, Request
+from specattn.spec.step_program import StepPart
+from tests.spec.test_engine_laws import (
+    DEVICE,
+    PROMPT,
+    SETTINGS,
+    TEMPERATURE,
+    TOP_K,
+    dense_probs,
+)
+from tests.tiny import TinyDraft, TinyTarget, dense_greedy
+
+pytestmark = pytest.mark.gpu
+
+ROWS, ROUNDS = 250, 60
+# requests of a round that stay greedy
+GREEDY = 25
+
+
+@pytest.fixture(scope="module")
+def models():
+    return TinyTarget(device=DEVICE, sharp=1.0), TinyDraft(device=DEVICE, sharp=6.0)
+
+
+@pytest.fixture(scope="module")
+def greedy(models) -> list[int]:
+    return dense_greedy(models[0], PROMPT, 4)
+
+
+@pytest.fixture(scope="module")
+def law(models, greedy) -> dict[tuple[int, ...], float]:
+    """The exact joint law of three tokens after the prompt and its greedy token."""
+    paths = {(): 1.0}
+    for _ in range(3):
+        longer = {}
+        for path, mass in paths.items():
+            probs = dense_probs(models[0], [*PROMPT, greedy[0], *path])
+            longer |= {(*path, t): mass * p for t, p in enumerate(probs) if p > 0}
+        paths = longer
+    return paths
+
+
+class Rounds:
+    """An engine's decoder, and the states that its prompts left."""
+
+    def __init__(self, models, config, seams) -> None:
+        self.run = Engine(*models, config, buckets=[32, ROWS], seams=seams)
+        self.run.add([Request(PROMPT, 20) for _ in range(ROWS)])
+        self.rows = [live.row for live in self.run._live]
+        self.run.table.reserve(self.rows, [config.max_context_len] * ROWS)
+        self.decoder = self.run.decoder(config)
+        self.decoder.capture(sampled=True)
+        self.states = self.run.states
+        self.left = {name: value.clone() for name, value in self.states.tensors().items()}
+        self.rng = random.Random(4)
+
+    def draw(self, number: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+        """Return three tokens of every request: of those that draw, and of the greedy ones."""
+        for name, value in self.states.tensors().items():
+            value.copy_(self.left[name])
+        rows = self.rng.sample(self.rows, ROWS)
+        drawing = torch.tensor(rows[GREEDY:], device=DEVICE)
+        seeds = torch.arange(len(drawing), device=DEVICE)
+        self.states.seeds[drawing] = 7919 + number * ROWS + seeds
+        self.states.temperature[drawing] = TEMPERATURE
+        self.states.top_k[drawing] = TOP_K
+        texts: dict[int, list[int]] = {row: [] for row in rows}
+        while going := [row for row in rows if len(texts[row]) < 3]:
+            self.rng.shuffle(going)
+            for row, new in zip(going, self.decoder.step(going, sampled=True), strict=True):
+                texts[row] += new
+        found = [tuple(texts[row][:3]) for row in rows]
+        return found[GREEDY:], found[:GREEDY]
+
+
+def p_value(models, law, greedy, name, seams="one") -> float:
+    config = SETTINGS[name]
+    rounds = Rounds(models, config, seams)
+    counts = dict.fromkeys(law, 0)
+    for number in range(ROUNDS):
+        drawn, others = rounds.draw(number)
+        assert set(others) == {tuple(greedy[1:])}, "a greedy request was drawn for"
+        for path in drawn:
+            assert path in counts, "a token of probability 0 was emitted"
+            counts[path] += 1
+    if DEVICE == "cuda":
+        runner = rounds.decoder.runner
+        for part in StepPart.of(config, seams=seams == "three", sampled=True):
+            assert runner.recorded(part), f"{part.value} is not replayed"
+            assert runner.stats.replays[part] >= ROUNDS
+        assert not runner.stats.eager
+    draws = sum(counts.values())
+    assert draws == ROUNDS * (ROWS - GREEDY)
+    statistic = sum((counts[path] - draws * p) ** 2 / (draws * p) for path, p in law.items())
+    return float(chi2.sf(statistic, len(law) - 1))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_one_graph_keeps_the_joint_law(models, law, greedy, name):
+    assert p_value(models, law, greedy, name) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["tree", "rejection"])
+def test_three_graphs_keep_it_too(models, law, greedy, name):
+    assert p_value(models, law, greedy, name, "three") > 1e-3
+
+
+def test_one_coin_for_both_decisions_is_noticed(models, law, greedy, monkeypatch):
+    """The control, biased in the recorded graph."""
+    monkeypatch.setattr(verify, "FINAL", verify.ACCEPT)
+    assert p_value(models, law, greedy, "tree") < 1e-9
+
+
+def test_accepting_every_draft_is_noticed(models, law, greedy, monkeypatch):
+    sampling = ops("sampling", torch.device(DEVICE))
+    honest = sampling.path_coins
+
+    def lenient(*args):
+        coins = honest(*args)
+        coins[verify.ACCEPT] = 0
+        return coins
+
+    monkeypatch.setattr(sampling, "path_coins", lenient)
+    assert p_value(models, law, greedy, "rejection") < 1e-9
