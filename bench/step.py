@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bench import timeline
+from bench.step_forced import Watched
 from bench.step_oracle import tree_logits
 from bench.step_timing import Stepper, check_advance, launched, timed
-from bench.step_world import PLAIN, SETTINGS, Setting, Watched, World, shapes
+from bench.step_world import PLAIN, SETTINGS, Setting, World, shapes
 from bench.suite.machine import machine
 
 if TYPE_CHECKING:
@@ -140,13 +141,39 @@ def measured(
                  **launched(stepper, options.rounds), "bytes": read,
                  "operations": world.operations(setting, batch),
                  "floor_us": round(sum(read.values()) / copy_tb_s / 1e6, 2)}
-        shown = (name, setting, batch, context) == SHOWN
-        if shown:
+        if _shown(cell):
             cell["by_length"] = _lengths(stepper, options)
-        if options.trace and world.device.type == "cuda":
-            cell["trace"] = traced(stepper, options.trace_out if shown else None, 20 * shown)
         _print(cell)
         yield cell
+
+
+def _shown(cell: dict[str, Any]) -> bool:
+    name, setting, *place = SHOWN
+    found = [cell["model"], cell["setting"], cell["batch"], cell["context"]]
+    return found == [name, setting.name, *place]
+
+
+def trace(
+    world: World, setting: Setting, cells: list[dict[str, Any]], options: argparse.Namespace
+) -> None:
+    """Add to measured cells of a setting what a trace says."""
+    length = min(setting.steps + 1, options.length)
+    accept = world.forced(length)
+    decoder = world.decoder(setting, sorted({cell["batch"] for cell in cells}), accept)
+    for cell in cells:
+        stepper = Stepper(
+            decoder, world.admit(decoder, cell["batch"], cell["context"]), accept
+        )
+        stepper.force(length)
+        stepper.both()
+        stepper.finish()
+        shown = _shown(cell)
+        found = traced(stepper, options.trace_out if shown else None, 20 * shown)
+        cell["trace"] = found
+        parts = " ".join(f"{name} {us:.0f}" for name, us in found["divided"].items())
+        print(f"  {cell['model']} {cell['setting']:12} {cell['batch']:3} x {cell['context']:5} "
+              f"{found['us']:9.1f} us  {parts}  gaps {found['gaps_over_2us']['share']:.2%}",
+              flush=True)
 
 
 def _lengths(stepper: Stepper, options: argparse.Namespace) -> dict[str, float]:
@@ -164,9 +191,6 @@ def _print(cell: dict[str, Any]) -> None:
             f"{cell['us']:9.1f} us  floor {cell['floor_us']:9.1f}  "
             f"{cell['us'] / cell['floor_us']:.3f}x  host {cell['host_us']:6.1f} "
             f"{cell['host_idle_us']:6.1f}")
-    if "trace" in cell:
-        parts = " ".join(f"{k} {v:.0f}" for k, v in cell["trace"]["divided"].items())
-        text += f"  {parts}  gaps {cell['trace']['gaps_over_2us']['share']:.2%}"
     print(text, flush=True)
 
 
@@ -177,14 +201,37 @@ def run(
     """Measure models one after the other, each plainly first."""
     for name, shape in models.items():
         world = make(shape)
-        for setting in (PLAIN, *SETTINGS):
-            if options.settings in setting.name or not setting.steps:
-                yield from measured(world, setting, name, options, copy_tb_s)
-                gc.collect()
+        for setting in _settings(options):
+            yield from measured(world, setting, name, options, copy_tb_s)
         del world
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free()
+
+
+def trace_all(
+    models: dict[str, Shape], make: Callable[[Shape], World], options: argparse.Namespace,
+    cells: list[dict[str, Any]],
+) -> None:
+    """Trace every cell that was measured; later, for a profiler slows launches for good."""
+    for name, shape in models.items():
+        world = make(shape)
+        for setting in _settings(options):
+            trace(world, setting, [
+                cell for cell in cells if "skipped" not in cell
+                and (cell["model"], cell["setting"]) == (name, setting.name)
+            ], options)
+        del world
+        free()
+
+
+def _settings(options: argparse.Namespace) -> list[Setting]:
+    return [PLAIN, *(setting for setting in SETTINGS if options.settings in setting.name)]
+
+
+def free() -> None:
+    """Give the device's memory back."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def compile_share(share: str, options: argparse.Namespace) -> None:
@@ -197,14 +244,16 @@ def compile_share(share: str, options: argparse.Namespace) -> None:
             for name in options.models.split(",") for batch in batches]
     for name, shape in found.items():
         mine = [job for job in jobs[index::count] if job[0] == name]
-        world = World(shape, [1024] * max(batches), torch.device("cuda")) if mine else None
-        for _, setting, batch in mine:
-            decoder = world.decoder(setting, [batch], world.forced(1), record=False)
-            decoder.step(world.admit(decoder, batch, 1024))
+        if mine:
+            _compile(World(shape, [1024] * max(batches), torch.device("cuda")), mine)
         # many processes share the device
-        del world
-        gc.collect()
-        torch.cuda.empty_cache()
+        free()
+
+
+def _compile(world: World, jobs: list[tuple[str, Setting, int]]) -> None:
+    for _, setting, batch in jobs:
+        decoder = world.decoder(setting, [batch], world.forced(1), record=False)
+        decoder.step(world.admit(decoder, batch, 1024))
 
 
 def main() -> None:
@@ -241,10 +290,23 @@ def main() -> None:
     known = shapes(max(lens) + 128)
     models = {name: known[name] for name in options.models.split(",")}
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    for cell in run(models, lambda shape: World(shape, lens, torch.device("cuda")), options,
-                    record["roofs"]["copy_tb_s"]):
+
+    def make(shape: Shape) -> World:
+        return World(shape, lens, torch.device("cuda"))
+
+    for cell in run(models, make, options, record["roofs"]["copy_tb_s"]):
         record["cells"].append(cell)
-        options.out.write_text(json.dumps(record) + "\n")
+        write(record, options.out)
+    if options.trace:
+        trace_all(models, make, options, record["cells"])
+        write(record, options.out)
+
+
+def write(record: dict[str, Any], path: Path) -> None:
+    """Write a cell per line."""
+    cells = ",\n".join(json.dumps(cell) for cell in record["cells"])
+    head = json.dumps(record | {"cells": []})
+    path.write_text(f"{head[:-2]}\n{cells}\n]}}\n")
 
 
 def draw(path: Path) -> None:

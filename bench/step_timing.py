@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from bench.step_world import Forced
+    from bench.step_forced import Forced
     from specattn.spec.step_decoder import PendingStep, StepDecoder
 
 WARM = 3
@@ -92,7 +92,6 @@ def _between(begin: Any, end: Any) -> float:
 def timed(stepper: Stepper, rounds: int) -> dict[str, float]:
     """Return microseconds of the device and of the host per step."""
     spans, hosts, device = [], [], stepper.lens.device
-    gc.collect()
     gc.disable()
     try:
         for _ in range(WARM + rounds):
@@ -119,7 +118,6 @@ def timed(stepper: Stepper, rounds: int) -> dict[str, float]:
 def launched(stepper: Stepper, rounds: int) -> dict[str, float]:
     """Return microseconds that the host takes to launch a step on an idle device."""
     times = []
-    gc.collect()
     gc.disable()
     try:
         for _ in range(WARM + rounds):

@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import triton
-import triton.language as tl
 
-from specattn.batch import AcceptResult, DraftState, DraftTree
+from bench.step_forced import Forced
+from specattn.batch import DraftState
 from specattn.config import SpecConfig
-from specattn.kernels import ops
 from specattn.kv import KVPool, SlotTable
 from specattn.models import FusedEagle3, FusedTarget
 from specattn.recording import Recorder
@@ -27,7 +25,6 @@ from specattn.spec.step_decoder import StepDecoder
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor
     from transformers import PretrainedConfig
 
     from specattn.spec.model import DraftModel, TargetModel
@@ -93,81 +90,6 @@ class Setting:
 
 PLAIN = Setting(1, 0, 1)
 SETTINGS = (Setting(1, 3, 4), Setting(1, 5, 6), Setting(4, 5, 16), Setting(8, 7, 64))
-
-
-@triton.jit
-def _force_kernel(
-    best,        # [B, N] int64: the target's choices, changed in place
-    tokens,      # [B, N] int64
-    next_token,  # [B, N] int64
-    lens,        # [B] int32
-    lowest, nodes, stride_best, stride_tokens, stride_next,
-    DEPTH: tl.constexpr, BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)                                                 # [BLOCK]
-    # tokens that no node has: nothing is accepted by chance
-    choice = tl.maximum(tl.load(best + row * stride_best + at, mask=at < nodes, other=0), lowest)
-    length = tl.load(lens + row)
-    node = tl.zeros([], tl.int64)
-    for depth in range(DEPTH):
-        child = tl.load(next_token + row * stride_next + node)
-        goes_on = (depth < length - 1) & (child >= 0)
-        child = tl.maximum(child, 0)
-        token = tl.load(tokens + row * stride_tokens + child)
-        choice = tl.where((at == node) & goes_on, token, choice)
-        node = tl.where(goes_on, child, node)
-    tl.store(best + row * stride_best + at, choice, mask=at < nodes)
-
-
-class Forced:
-    """An `Acceptor` that keeps paths of given lengths, along first children.
-
-    It does all that the greedy one does, and one short kernel more.
-
-    Parameters
-    ----------
-    lens : Tensor
-        ``[B]`` int32, tokens to gain, the bonus included; by place in the batch. May be changed
-        between steps.
-    lowest : int
-        A token of the target from which on the draft proposes none.
-    """
-
-    def __init__(self, lens: Tensor, lowest: int) -> None:
-        self.lens, self.lowest = lens, lowest
-
-    def __call__(
-        self, tree: DraftTree, logits: Tensor, seq_lens: Tensor, config: SpecConfig,
-        sampling: SamplingBatch, out: AcceptResult,
-    ) -> AcceptResult:
-        """Write ``out``."""
-        best = ops("choose", logits.device).argmax_tokens(logits.flatten(0, 1))
-        best = best.view(tree.tokens.shape)
-        nodes = best.shape[1]
-        _force_kernel[(len(best),)](
-            best, tree.tokens, tree.retrieve_next_token, self.lens, self.lowest, nodes,
-            best.stride(0), tree.tokens.stride(0), tree.retrieve_next_token.stride(0),
-            DEPTH=config.num_steps, BLOCK=triton.next_power_of_2(nodes), num_warps=1,
-        )
-        ops("accept", logits.device).accept_greedy(
-            tree.tokens, tree.retrieve_next_token, tree.retrieve_next_sibling, best,
-            accept_index_out=out.accept_index, accept_tokens_out=out.accept_tokens,
-            accept_lens_out=out.accept_lens, bonus_out=out.bonus_tokens,
-        )
-        return out
-
-
-class Watched(Forced):
-    """One that also keeps what it saw; for eager steps."""
-
-    def __call__(
-        self, tree: DraftTree, logits: Tensor, seq_lens: Tensor, config: SpecConfig,
-        sampling: SamplingBatch, out: AcceptResult,
-    ) -> AcceptResult:
-        """Write ``out``."""
-        self.seen = tree.tokens.clone(), tree.positions.clone(), tree.words.clone(), logits.clone()
-        return super().__call__(tree, logits, seq_lens, config, sampling, out)
 
 
 class World:

@@ -10,11 +10,14 @@ import torch
 from transformers import LlamaConfig, Qwen3Config
 
 from bench import step, step_timing, timeline
+from bench.step_forced import Watched, launch, twin
 from bench.step_world import PLAIN, Setting, Shape, World
 from bench.suite import steps as report
+from specattn.batch import DraftTree
 from specattn.models import FusedTarget
 
 CPU = torch.device("cpu")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = {
     "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
     "max_position_embeddings": 256, "vocab_size": 97, "intermediate_size": 48,
@@ -68,6 +71,22 @@ def test_steps_gain_what_is_forced_and_go_back(stepper):
     stepper.reset()
 
 
+def test_the_kernel_chooses_what_its_twin_does():
+    run = world()
+    accept = run.forced(1, Watched)
+    decoder = run.decoder(Setting(3, 3, 12), [3], accept)
+    decoder.step(run.admit(decoder, 3, 20))
+    tokens, positions, words, logits = accept.seen
+    tree = DraftTree(tokens, positions, words, *[tokens] * 4)
+    lens, found = torch.tensor([4, 1, 3], dtype=torch.int32), []
+    for force in (launch, twin):
+        found.append(logits.argmax(-1).to(DEVICE))
+        on = DraftTree(*(part.to(DEVICE) for part in vars(tree).values()))
+        force(found[-1], on, lens.to(DEVICE), 61, 3)
+    assert torch.equal(*found)
+    assert [int((row < 61).sum()) for row in found[0]] == [3, 0, 2]
+
+
 def test_a_step_that_gains_something_else_is_noticed(stepper):
     stepper.force(2)
     stepper.length = 3
@@ -99,13 +118,12 @@ def test_bytes_are_counted_once_per_forward():
     )
 
 
-def test_a_whole_run_leaves_a_record(monkeypatch):
+def test_a_whole_run_leaves_a_record(monkeypatch, tmp_path):
     monkeypatch.setattr(step_timing, "WARM", 0)
     monkeypatch.setattr(step, "SETTINGS", (Setting(1, 3, 4), Setting(2, 2, 7)))
     assert step.rooms(step.places([1, 4], [8, 64], fits=64)) == [64, 8, 8, 8]
     options = argparse.Namespace(
-        places=step.places([1, 2], [8, 40], fits=60), rounds=2, length=4, trace=True,
-        settings="tree", trace_out=None,
+        places=step.places([1, 2], [8, 40], fits=60), rounds=2, length=4, settings="tree",
     )
     shape = Shape("tiny", LlamaConfig(**SIZES), LlamaConfig(**SIZES), 61)
     rooms = step.rooms(options.places)
@@ -114,6 +132,8 @@ def test_a_whole_run_leaves_a_record(monkeypatch):
         {"tiny": shape}, lambda shape: World(shape, rooms, CPU, torch.float32, "torch_native"),
         options, 4.2,
     ))
+    step.write({"format": 1, "cells": cells}, tmp_path / "cells.json")
+    assert json.loads((tmp_path / "cells.json").read_text()) == {"format": 1, "cells": cells}
     assert [cell["setting"] for cell in cells] == ["plain"] * 4 + ["tree 2-2-7"] * 4
     skipped = [cell for cell in cells if "skipped" in cell]
     assert [(cell["batch"], cell["context"]) for cell in skipped] == [(2, 40)] * 2
