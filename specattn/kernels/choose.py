@@ -95,10 +95,11 @@ def _top_parts_kernel(
 
 @triton.jit
 def _top_merge_kernel(
-    keys,       # [R, parts, TOPK] int64, each part's in falling order
-    masses,     # [R, parts] float32
-    probs_out,  # [R, TOPK] float32, out
-    ids_out,    # [R, TOPK] int64, out
+    keys,        # [R, parts, TOPK] int64, each part's in falling order
+    masses,      # [R, parts] float32
+    target_ids,  # [V] int64, or None
+    probs_out,   # [R, TOPK] float32, out
+    ids_out,     # [R, TOPK] int64, out
     parts,
     TOPK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr,
 ):
@@ -118,7 +119,10 @@ def _top_merge_kernel(
     prob = tl.exp(score_of(best) - top) / tl.maximum(total, 1e-30)
     rank = tl.arange(0, BLOCK_K)
     tl.store(probs_out + row * TOPK + rank, prob, mask=rank < TOPK)
-    tl.store(ids_out + row * TOPK + rank, token_of(best), mask=rank < TOPK)
+    token = token_of(best)
+    if target_ids is not None:
+        token = tl.load(target_ids + token, mask=rank < TOPK, other=0)
+    tl.store(ids_out + row * TOPK + rank, token, mask=rank < TOPK)
 
 
 @triton.jit
@@ -157,7 +161,8 @@ def _argmax_merge_kernel(
 
 
 def top_tokens(
-    logits: Tensor, topk: int, *, probs_out: Tensor, ids_out: Tensor, block: int | None = None
+    logits: Tensor, topk: int, *, probs_out: Tensor, ids_out: Tensor,
+    target_ids: Tensor | None = None, block: int | None = None,
 ) -> None:
     """Write each row's ``topk`` most probable tokens, the most probable first.
 
@@ -174,6 +179,8 @@ def top_tokens(
         ``[R, topk]`` float32, written in place: their probabilities in the whole vocabulary.
     ids_out : Tensor
         ``[R, topk]`` int64, written in place.
+    target_ids : Tensor, optional
+        ``[V]`` int64, contiguous: what each token is called in ``ids_out``; itself if None.
     block : int, optional
         Tokens per part, a power of two up to 65536; chosen by ``topk`` otherwise.
 
@@ -182,7 +189,7 @@ def top_tokens(
     ValueError
         If V is smaller than ``topk``, or a layout does not fit.
     """
-    check_topk(logits, topk)
+    check_topk(logits, topk, target_ids)
     require_rows(logits)
     require_dense(probs_out=probs_out, ids_out=ids_out)
     rows, vocab = logits.shape
@@ -202,7 +209,7 @@ def top_tokens(
     )
     width = triton.next_power_of_2(parts * topk)
     _top_merge_kernel[(rows,)](
-        keys, masses, probs_out, ids_out, parts,
+        keys, masses, target_ids, probs_out, ids_out, parts,
         TOPK=topk, BLOCK_K=block_k, BLOCK=width, BLOCK_P=triton.next_power_of_2(parts),
         num_warps=max(1, min(8, width // 512)),
     )

@@ -147,7 +147,10 @@ def project(x: Tensor, weight: Tensor) -> Tensor:
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """Return ``x [T, in]`` times ``weight [out, in]``, ``[T, out]``."""
     parts = project(x, weight)
-    return parts[0] if len(parts) == 1 else parts.sum(0).to(x.dtype)
+    if len(parts) == 1:
+        return parts[0]
+    total: Tensor = ops("add_parts", x.device).add_parts(parts, x.dtype)
+    return total
 
 
 def packed_layers(target: HFTarget) -> Iterable[Block]:

@@ -61,7 +61,8 @@ def choose_tokens(
     Parameters
     ----------
     draft : DraftModel
-        Maps its vocabulary to the target's.
+        Maps its vocabulary to the target's; with ``target_ids`` (see `DraftModel.to_target`), in
+        the launch that chooses.
     logits : Tensor
         ``[R, Vd]``.
     config : SpecConfig
@@ -69,15 +70,18 @@ def choose_tokens(
     drawing : Drawing
         With ``draft_sampling``, R = B.
     positions : Tensor
-        ``[R]`` int64, the target position of the token each row's proposal follows.
+        ``[R]`` int64, the target position of the token each row's proposal follows; read with
+        ``draft_sampling`` only.
     """
     if not config.draft_sampling:
         shape = (len(logits), config.topk)
         probs = torch.empty(shape, dtype=torch.float32, device=logits.device)
         ids = torch.empty(shape, dtype=torch.int64, device=logits.device)
+        named: Tensor | None = getattr(draft, "target_ids", None)
         choose = ops("choose", logits.device)
-        choose.top_tokens(logits, config.topk, probs_out=probs, ids_out=ids)
-        return Chosen(probs, draft.to_target(ids), probs[:, :0])
+        choose.top_tokens(logits, config.topk, probs_out=probs, ids_out=ids, target_ids=named)
+        tokens = draft.to_target(ids) if named is None else ids
+        return Chosen(probs, tokens, probs[:, :0])
     sampling = ops("sampling", logits.device)
     law = sampling.target_probs(logits, drawing.temperature, None, None, rows_per_req=1)
     coins = sampling.uniform(drawing.seeds, positions, DRAFT)

@@ -207,5 +207,9 @@ class DraftModel(Protocol):
         ...
 
     def to_target(self, token_ids: Tensor) -> Tensor:
-        """Map draft token ids, int64 of any shape, to target token ids."""
+        """Map draft token ids, int64 of any shape, to target token ids.
+
+        A draft that does so by a table may offer it as ``target_ids``, contiguous ``[Vd]`` int64
+        on the device: the kernel that chooses tokens reads it, and saves a launch.
+        """
         ...

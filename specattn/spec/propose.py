@@ -140,12 +140,12 @@ class BoundPropose:
             )
             self.steps.fill_ancestors(step)
             index = picked.beams[:, :, None].expand(-1, -1, hidden.shape[-1])
+            at = inputs.positions[:, step].flatten()
             out = self.draft.forward(
-                picked.tokens.flatten(), hidden.gather(1, index).flatten(0, 1),
-                inputs.positions[:, step].flatten(), attend,
+                picked.tokens.flatten(), hidden.gather(1, index).flatten(0, 1), at, attend
             )
             # drafts run one position behind the target
-            after = inputs.positions[:, step].flatten() + 1
+            after = at + 1 if self.config.draft_sampling else at
             chosen = choose_tokens(self.draft, out.logits, self.config, self.coins, after)
             probs, tokens = (
                 part.unflatten(0, picked.tokens.shape) for part in (chosen.probs, chosen.tokens)

@@ -79,6 +79,20 @@ def test_top_tokens(kind, vocab, topk, dtype):
     )
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_top_tokens_by_their_target_ids(kind):
+    logits = logits_of(130, torch.float32)
+    # a token's name may need more than 32 bits
+    target_ids = torch.randperm(130, device=DEVICE) * 2**33 + 1
+    probs, ids = top_tokens(kind, logits, 5)
+    named_probs, named = top_tokens(kind, logits, 5, target_ids=target_ids)
+    assert named.equal(target_ids[ids])
+    assert named_probs.equal(probs)
+    for wrong in (target_ids[1:], target_ids.int(), target_ids.repeat_interleave(2)[::2]):
+        with pytest.raises(ValueError, match="target_ids must be contiguous int64"):
+            top_tokens(kind, logits, 5, target_ids=wrong)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [1, 301, 4100])
 @pytest.mark.parametrize("kind", KINDS)

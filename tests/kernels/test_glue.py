@@ -80,6 +80,14 @@ def test_activation(glue, dtype, split) -> None:
     check(glue.silu_mul(parts, dtype), gate * gate.sigmoid() * up)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_parts_add_up(dtype, compiled) -> None:
+    parts = random_parts(3, 4, 700, dtype=dtype)
+    got = _module("add_parts", compiled).add_parts(parts, dtype)
+    assert got.dtype == dtype
+    check(got, parts.double().sum(0))
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "split", "normed", "paged"), [
     (4, 2, 24, 1, True, True), (6, 1, 64, 3, False, True), (8, 4, 16, 2, True, False),
 ])

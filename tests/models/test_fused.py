@@ -10,6 +10,7 @@ from specattn import SpecConfig
 from specattn.errors import ModelError
 from specattn.kernels import _module
 from specattn.models import FeatureSpec, FusedEagle3, FusedTarget, HFTarget, load_draft
+from specattn.spec.choose import Coins, choose_tokens
 from specattn.spec.generate import Engine, Request
 from tests.models.test_draft import VD, eagle3_tensors, write
 
@@ -86,6 +87,11 @@ def test_the_head_is_the_one_it_was_made_from(tiny, dense, tmp_path) -> None:
     states = torch.randn(5, head.feature_size)
     torch.testing.assert_close(fused.combine(states), head.combine(states))
     assert fused.to_target(torch.tensor([3])).equal(head.to_target(torch.tensor([3])))
+    config = SpecConfig(num_steps=3, topk=3, num_draft_tokens=9, max_context_len=64, max_num_reqs=4)
+    coins = Coins.alloc(2, None, torch.device("cpu"))
+    for draft in (head, fused):
+        chosen = choose_tokens(draft, got.logits, config, coins, rows)
+        assert chosen.tokens.equal(head.to_target(got.logits.topk(3).indices))
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
