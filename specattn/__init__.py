@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, MultiStepPlan
     from specattn.spec.decoder import ModelSlot, SpecDecoder, StepResult
     from specattn.spec.generate import Engine
+    from specattn.spec.policy import GoodputPolicy, Observed, Policy
     from specattn.spec.prefill import Prefill, Prompt
     from specattn.spec.request import Generation, Request
     from specattn.spec.sampling import SamplingBatch, SamplingParams
@@ -77,6 +78,7 @@ _HOMES = {
     "plan": ("AttnPlan", "CsrPlan", "ExtendPlan", "MultiStepPlan"),
     "spec.decoder": ("ModelSlot", "SpecDecoder", "StepResult"),
     "spec.generate": ("Engine",),
+    "spec.policy": ("GoodputPolicy", "Observed", "Policy"),
     "spec.prefill": ("Prefill", "Prompt"),
     "spec.request": ("Generation", "Request"),
     "spec.sampling": ("SamplingBatch", "SamplingParams"),
@@ -102,6 +104,7 @@ __all__ = [
     "ExtendPlan",
     "ForwardMode",
     "Generation",
+    "GoodputPolicy",
     "GraphRunner",
     "HybridBackend",
     "KVPool",
@@ -112,7 +115,9 @@ __all__ = [
     "MultiStepDraftBackend",
     "MultiStepPlan",
     "NotCapturedError",
+    "Observed",
     "PendingStep",
+    "Policy",
     "Prefill",
     "Prompt",
     "Request",

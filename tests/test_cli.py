@@ -119,6 +119,29 @@ def test_every_shape_generates_the_same(options, steps):
     assert steps is None or found["steps"] == steps
 
 
+@pytest.mark.parametrize("options", [
+    ["--topk", "4", "--steps", "3", "--adaptive"], ["--steps", "4", "--adaptive"],
+    ["--seams", "three"],
+], ids=" ".join)
+def test_steps_of_any_kind_generate_the_same(options):
+    found = generated(*options, PROMPT)
+    assert found["tokens"] == plain_tokens(PROMPT, 24)
+    if "--seams" in options:
+        assert set(found["graphs"]["modes"]) == {"draft_decode", "target_verify", "draft_extend"}
+    else:
+        assert len(found["settings"]) == 3 + ("--topk" in options)
+        # one may have been on its way when the text ended
+        assert sum(one["steps"] for one in found["settings"]) - found["steps"] in (0, 1)
+        assert max(one["accepted_per_step"] for one in found["settings"]) > 2
+
+
+def test_the_table_says_how_often_each_setting_was_used():
+    result = generate("--adaptive", "--compare", "--steps", "3", PROMPT, count=12)
+    assert re.search(r"depth +topk +nodes +steps +accepted/step, lately", result.stderr)
+    assert re.search(r"^ *3 +1 +4 +\d", result.stderr, re.MULTILINE)
+    assert "identical to plain decoding: 12 tokens" in result.stderr
+
+
 def test_compare_with_a_batch_of_different_lengths(tmp_path):
     file = tmp_path / "prompts.json"
     file.write_text(json.dumps([PROMPT, *OTHERS]))
@@ -248,6 +271,7 @@ REFUSED = {
     ),
     "page_size": (["--page-size", "12", "p"], "--page-size: must be a power of two, got 12"),
     "max_new_tokens": (["--max-new-tokens", "0", "p"], "--max-new-tokens: "),
+    "seams": (["--seams", "two", "p"], "--seams: must be auto, one or three, got 'two'"),
     "temperature": (["--temperature", "-1", "p"], "--temperature: must be 0 or more, got -1.0"),
     "top_p": (["--top-p", "0", "p"], "--top-p: must be above 0 and at most 1, got 0.0"),
     "top_k": (["--top-k", "-3", "p"], "--top-k: must be 0 (off) or more, got -3"),

@@ -74,7 +74,8 @@ def test_options_exist():
     commands = get_command(app).commands.values()
     known = {name for command in commands for param in command.params for name in param.opts}
     known |= {"--help", "--version"}
-    for name in ("README.md", "docs/quick_start.md", "docs/numerics.md", "docs/own_loop.md"):
+    for name in ("README.md", "docs/quick_start.md", "docs/numerics.md", "docs/own_loop.md",
+                 "docs/adaptive.md"):
         for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", (ROOT / name).read_text()):
             assert option in known, f"{name}: {option}"
 

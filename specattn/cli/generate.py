@@ -12,6 +12,7 @@ from specattn.cli.options import (
     OUTPUT,
     RUNNING,
     SAMPLING,
+    AdaptiveOption,
     BackendOption,
     DeterministicOption,
     DeviceOption,
@@ -23,11 +24,13 @@ from specattn.cli.options import (
     PageSizeOption,
     PromptArgument,
     PromptsOption,
+    SeamsOption,
     StepsOption,
     TargetOption,
     TopkOption,
     check_backend,
     from_environment,
+    pick_seams,
     speculation,
 )
 from specattn.cli.prompts import read_prompts
@@ -53,6 +56,7 @@ def generate(
     steps: StepsOption = None,
     draft_tokens: DraftTokensOption = None,
     draft_sampling: DraftSamplingOption = False,
+    adaptive: AdaptiveOption = False,
     temperature: Annotated[
         float, typer.Option(rich_help_panel=SAMPLING, help="0 is greedy decoding.")
     ] = 0.0,
@@ -92,6 +96,7 @@ def generate(
         int,
         typer.Option(min=1, max=1024, rich_help_panel=RUNNING, help="Prompts decoded at once."),
     ] = 16,
+    seams: SeamsOption = "auto",
     no_graphs: Annotated[
         bool, typer.Option("--no-graphs", rich_help_panel=RUNNING, help="Record no CUDA graphs.")
     ] = False,
@@ -112,7 +117,7 @@ def generate(
         topk, steps, draft_tokens, page_size=page_size, draft_sampling=draft_sampling
     )
     sampling = _sampling(temperature, top_k, top_p, seed)
-    stops = _stops(stop or [])
+    stops, recorded = _stops(stop or []), pick_seams(seams)
 
     from specattn.cli.device import pick_device, pick_dtype, pick_kv_dtype
     from specattn.cli.loading import load_models
@@ -140,6 +145,8 @@ def generate(
         warm_up=place.type == "cuda" or (compare and backend != "triton"),
         kv_dtype=stored,
         deterministic=deterministic,
+        seams=recorded,
+        adaptive=adaptive,
     )
     report = _decode(setup, config, found, compare=compare, live=not as_json)
     if as_json:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from specattn.config import SpecConfig
+    from specattn.spec.step_decoder import Seams
 
 MODELS, SPECULATION, SAMPLING, RUNNING, OUTPUT = (
     "Models", "Speculation", "Sampling", "Running", "Output",
@@ -77,6 +78,13 @@ DraftSamplingOption = Annotated[
         help="Draw the drafts and verify by rejection sampling; chains only.",
     ),
 ]
+AdaptiveOption = Annotated[
+    bool,
+    typer.Option(
+        "--adaptive", rich_help_panel=SPECULATION,
+        help="Let every step take the given shape or a smaller one, by what drafts gain and cost.",
+    ),
+]
 BackendOption = Annotated[
     str,
     typer.Option(
@@ -96,6 +104,14 @@ DeterministicOption = Annotated[
     typer.Option(
         "--deterministic", rich_help_panel=RUNNING,
         help="Attention whose bits depend on the text alone; slower. The triton backend has it.",
+    ),
+]
+SeamsOption = Annotated[
+    str,
+    typer.Option(
+        rich_help_panel=RUNNING,
+        help="Record a step as one graph or as three; auto is one, three if a backend plans "
+        "on the host.",
     ),
 ]
 PageSizeOption = Annotated[
@@ -180,6 +196,20 @@ def check_backend(name: str, device: torch.device, *, from_environment: bool) ->
         raise ArgumentError(argument, f"{name} cannot run on {device}: {'; '.join(reasons)}")
     # Triton's interpreter must be switched on before anything imports Triton, and models do
     load_backend(name)(AttnConfig(1, 1, 16), device)
+
+
+def pick_seams(name: str) -> Seams | None:
+    """Return how steps are recorded; None lets the engine choose.
+
+    Raises
+    ------
+    ArgumentError
+        If the name is not one of those known.
+    """
+    known: dict[str, Seams | None] = {"auto": None, "one": "one", "three": "three"}
+    if name not in known:
+        raise ArgumentError("--seams", f"must be auto, one or three, got {name!r}")
+    return known[name]
 
 
 def from_environment(ctx: typer.Context, name: str) -> bool:

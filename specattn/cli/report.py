@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from specattn.cli.compare import Comparison, Difference
-    from specattn.cli.running import ModeReport, Outcome
+    from specattn.cli.running import ModeReport, Outcome, SettingReport
     from specattn.spec.request import Generation
 
 # longer batches are summed up in one row
@@ -40,10 +40,12 @@ class Report:
 
     def objects(self) -> list[dict[str, Any]]:
         """Return one JSON object per request; what concerns the whole run is in each of them."""
-        shared = {
+        shared: dict[str, Any] = {
             "backend": self.outcome.modes[0].backend,
             "graphs": graphs(self.outcome.modes),
         }
+        if self.outcome.settings:
+            shared["settings"] = [asdict(setting) for setting in self.outcome.settings]
         return [
             {"text": text, **_numbers(result), **shared, **self._compared(index)}
             for index, (text, result) in enumerate(
@@ -69,6 +71,9 @@ class Report:
         console.print(_requests(self.outcome))
         console.print()
         console.print(_modes(self.outcome.modes))
+        if self.outcome.settings:
+            console.print()
+            console.print(_settings(self.outcome.settings))
         if self.comparison is not None:
             console.print()
             console.print(verdict(self.comparison, self.outcome), soft_wrap=True)
@@ -145,6 +150,16 @@ def _modes(modes: Sequence[ModeReport]) -> Table:
     for mode in modes:
         table.add_row(
             mode.mode, mode.backend, str(mode.replayed), str(mode.unrecorded), str(mode.fallbacks)
+        )
+    return table
+
+
+def _settings(settings: Sequence[SettingReport]) -> Table:
+    table = _table("depth", "topk", "nodes", "steps", "accepted/step, lately")
+    for one in settings:
+        table.add_row(
+            str(one.num_steps), str(one.topk), str(one.num_draft_tokens), str(one.steps),
+            f"{one.accepted_per_step:.2f}",
         )
     return table
 

@@ -13,6 +13,7 @@ import torch
 from specattn.cli.ends import ArgumentError, naming_options
 from specattn.cli.text import decode
 from specattn.spec.generate import Engine
+from specattn.spec.settings import around
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from specattn.cli.loading import Models
     from specattn.config import SpecConfig
     from specattn.spec.request import Generation, Request
+    from specattn.spec.step_decoder import Seams
 
 # of each prompt: enough to compile every kernel
 _WARM_UP_TOKENS = 16
@@ -47,6 +49,10 @@ class Setup:
         Of the KV cache, if not the models'.
     deterministic : bool
         Whether attention gives a token the same bits in any batch and mode.
+    seams : {"one", "three"}, optional
+        How steps are recorded.
+    adaptive : bool
+        Whether steps may take smaller settings, too.
     """
 
     models: Models
@@ -58,6 +64,8 @@ class Setup:
     warm_up: bool
     kv_dtype: torch.dtype | None = None
     deterministic: bool = False
+    seams: Seams | None = None
+    adaptive: bool = False
 
     def engine(self, config: SpecConfig) -> Engine:
         """Build the engine of a speculation setting."""
@@ -69,7 +77,8 @@ class Setup:
             return Engine(
                 self.models.target, self.models.draft if config.num_steps else None, config,
                 backend=self.backend, graphs=self.graphs, kv_dtype=self.kv_dtype,
-                deterministic=self.deterministic,
+                deterministic=self.deterministic, seams=self.seams,
+                configs=around(config)[1:] if self.adaptive else (),
                 detokenize=lambda ids: decode(self.models.tokenizer, ids),
             )
 
@@ -112,6 +121,27 @@ class ModeReport:
 
 
 @dataclass(frozen=True)
+class SettingReport:
+    """How often a setting was used.
+
+    Parameters
+    ----------
+    num_steps, topk, num_draft_tokens : int
+        The setting.
+    steps : int
+        Steps of the batch.
+    accepted_per_step : float
+        Tokens per request in its most recent steps.
+    """
+
+    num_steps: int
+    topk: int
+    num_draft_tokens: int
+    steps: int
+    accepted_per_step: float
+
+
+@dataclass(frozen=True)
 class Outcome:
     """A finished run.
 
@@ -123,11 +153,14 @@ class Outcome:
         For all of them together, prompts included.
     modes : tuple of ModeReport
         In the order in which a step runs them.
+    settings : tuple of SettingReport
+        If there were several, the given one first.
     """
 
     results: tuple[Generation, ...]
     seconds: float
     modes: tuple[ModeReport, ...]
+    settings: tuple[SettingReport, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -149,11 +182,24 @@ def run(
         for call in on_tokens:
             call(index, tokens)
 
-    before = _counts(engine)
+    before, used = _counts(engine), engine.settings.used.copy()
     begin = time.perf_counter()
     results = engine.generate(requests, tell)
     seconds = time.perf_counter() - begin
-    return Outcome(tuple(results), seconds, _modes(engine, before))
+    return Outcome(tuple(results), seconds, _modes(engine, before), _settings(engine, used))
+
+
+def _settings(engine: Engine, before: Counter[SpecConfig]) -> tuple[SettingReport, ...]:
+    settings = engine.settings
+    if not settings.adaptive:
+        return ()
+    return tuple(
+        SettingReport(
+            config.num_steps, config.topk, config.num_draft_tokens,
+            settings.used[config] - before[config], found.mean,
+        )
+        for config, found in settings.acceptance.items()
+    )
 
 
 def _counts(engine: Engine) -> dict[str, Counter[str]]:

@@ -78,7 +78,10 @@ class ExtendProgram:
         **shared: Tensor,
     ) -> None:
         self.draft, self.backend = draft, backend
-        self.config = config if topk is None else replace(config, topk=topk)
+        # any depth will do to say how many are proposed; one step fits wherever this one does
+        self.config = config if topk is None else replace(
+            config, num_steps=1, topk=topk, num_draft_tokens=2
+        )
         self.req_to_token = req_to_token
         layout = config.layout(ForwardMode.DRAFT_EXTEND)
         self.dims = _ExtendDims(layout, features, draft.layers[0].dtype)

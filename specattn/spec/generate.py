@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from specattn.spec.decoder import ModelSlot
 from specattn.spec.prefill import Prefill, Prompt
 from specattn.spec.request import Generation, Live, Request
 from specattn.spec.sampling import SamplingBatch
+from specattn.spec.settings import Settings
 from specattn.spec.states import RequestStates, StateDims
 from specattn.spec.step_decoder import StepDecoder
 
@@ -25,14 +27,25 @@ if TYPE_CHECKING:
     from specattn.config import KVScales, SpecConfig
     from specattn.spec.checks import Validate
     from specattn.spec.model import DraftModel, TargetModel
+    from specattn.spec.policy import Policy
     from specattn.spec.sampling import SamplingParams
     from specattn.spec.step_decoder import PendingStep, Seams
 
     Scales = Sequence[KVScales] | None
 
 
+@dataclass(frozen=True)
+class _Flight:
+    """A step on its way: ``launched_at`` is None if something else ran since."""
+
+    config: SpecConfig
+    group: list[Live]
+    pending: PendingStep
+    launched_at: float | None
+
+
 class Engine:
-    """Decodes requests with one target, optionally one draft model, and one speculation setting.
+    """Decodes requests with one target, optionally one draft model, and speculation settings.
 
     Every request steps with the widest setting its remaining context allows, whatever the rest of
     the batch does; requests finish and give their slots back independently.
@@ -45,6 +58,11 @@ class Engine:
         Needed unless ``config.num_steps`` is 0.
     config : SpecConfig
         Tree width, depth, page size and limits.
+    configs : sequence of SpecConfig
+        More settings that steps may take; they differ from ``config`` in the tree alone. See
+        docs/adaptive.md.
+    policy : Policy, optional
+        Chooses every step's setting; `specattn.spec.policy.GoodputPolicy` by default.
     backend : str or BackendFactory
         Attention backend, by name (``"auto"`` picks one) or itself; see `choose_backend`.
     num_slots : int, optional
@@ -78,7 +96,8 @@ class Engine:
     UnsupportedError
         If the backend cannot serve the models here.
     ValueError
-        If ``kv_dtype`` and ``kv_scales`` are not those of a `KVPool`.
+        If ``kv_dtype`` and ``kv_scales`` are not those of a `KVPool`, or ``configs`` differ in
+        more than the tree.
     """
 
     def __init__(
@@ -87,6 +106,8 @@ class Engine:
         draft: DraftModel | None,
         config: SpecConfig,
         *,
+        configs: Sequence[SpecConfig] = (),
+        policy: Policy | None = None,
         backend: str | BackendFactory = "auto",
         num_slots: int | None = None,
         buckets: Sequence[int] | None = None,
@@ -102,6 +123,8 @@ class Engine:
     ) -> None:
         self.config, self.graphs, self.indices = config, graphs, indices
         self.detokenize, self.validate, self.tbo = detokenize, validate, tbo
+        self.buckets = list(buckets) if buckets else _buckets(config.max_num_reqs)
+        self.settings = Settings((config, *configs), policy, self.buckets)
         self.eos = target.eos_token_ids
         device = target.device
         pages = -(-config.max_context_len // config.page_size) * config.max_num_reqs + 1
@@ -115,7 +138,7 @@ class Engine:
             target, pool(target.layers, scales=kv_scales[0]), backend, deterministic=deterministic
         )
         self.draft: ModelSlot[DraftModel] | None = None
-        if config.num_steps and draft is not None:
+        if self.settings.speculative and draft is not None:
             self.draft = ModelSlot.of(
                 draft, pool(draft.layers, scales=kv_scales[1]), backend,
                 deterministic=deterministic,
@@ -123,33 +146,38 @@ class Engine:
         for slot in (self.target, self.draft):
             if slot is not None:
                 slot.backend.check_pages(config.page_size)
-        self.buckets = list(buckets) if buckets else _buckets(config.max_num_reqs)
         self.seams = seams or self._seams()
         draft_model = self.draft.model if self.draft else None
-        dims = StateDims.of(draft_model, config.topk, draft_sampling=config.draft_sampling)
+        widest = self.settings.widest
+        dims = StateDims.of(draft_model, widest.topk, draft_sampling=config.draft_sampling)
         self.states = RequestStates.alloc(config.max_num_reqs + 1, dims, device)
-        self._prefill = Prefill(self.target, self.draft, self.table.req_to_token, config)
+        self._prefill = Prefill(self.target, self.draft, self.table.req_to_token, widest)
         self._recorder = Recorder()
         self._decoders: dict[SpecConfig, StepDecoder] = {}
         self._live: list[Live] = []
-        self._ahead: tuple[list[Live], PendingStep] | None = None
+        self._ahead: _Flight | None = None
+        self._landed_at = 0.0
         self._drawing: tuple[tuple[SamplingParams, ...], SamplingBatch] | None = None
-        self.decoder(config)
+        for setting in self.settings.configs:
+            self.decoder(setting)
 
     def decoder(self, config: SpecConfig) -> StepDecoder:
-        """Return the decoder of a setting; narrower ones than the engine's run eagerly."""
+        """Return the decoder of a setting; those that are not the engine's run eagerly."""
         if config not in self._decoders:
+            own = config in self.settings.configs
+            # a request that was shrunk to plain decoding never drafts again
+            draft = self.draft if own or config.num_steps else None
             self._decoders[config] = StepDecoder(
-                self.target, self.draft, config, self.table, self.states,
+                self.target, draft, config, self.table, self.states,
                 features=self._feature_width(), buckets=self.buckets, indices=self.indices,
-                record=self.graphs and config == self.config, seams=self.seams,
-                recorder=self._recorder, validate=self.validate, tbo=self.tbo,
+                record=self.graphs and own, seams=self.seams, recorder=self._recorder,
+                validate=self.validate, tbo=self.tbo,
             )
         return self._decoders[config]
 
     @property
     def decoders(self) -> tuple[StepDecoder, ...]:
-        """Every decoder used so far, the engine's own setting first."""
+        """Every decoder made so far, those of the engine's own settings first."""
         return tuple(self._decoders.values())
 
     @property
@@ -201,7 +229,7 @@ class Engine:
     def clear(self) -> None:
         """Drop every running request."""
         if self._ahead is not None:
-            self._ahead[1].wait()
+            self._ahead.pending.wait()
             self._ahead = None
         for live in self._live:
             self.table.free(live.row)
@@ -212,9 +240,12 @@ class Engine:
         for request in requests:
             self._check(request)
         if any(request.sampling.temperature for request in requests):
-            self.decoder(self.config).capture(sampled=True)
+            for config in self.settings.configs:
+                self.decoder(config).capture(sampled=True)
         results = [Generation(started_at=time.perf_counter()) for _ in requests]
         waiting = list(zip(requests, results, strict=True))
+        if self._ahead is not None:
+            self._ahead = replace(self._ahead, launched_at=None)
         while waiting:
             wave: list[tuple[Request, Generation]] = []
             later: list[tuple[Request, Generation]] = []
@@ -240,28 +271,27 @@ class Engine:
                 if len(groups) != 1:
                     return [gain for item in groups.items() for gain in self._step_group(*item)]
                 self._ahead = self._launch(*groups.popitem(), 0)
-            group, pending = self._ahead
-            self._ahead = self._launch_next(group) if ahead else None
-            return self._collect(group, pending.wait())
+            flight = self._ahead
+            self._ahead = self._launch_next(flight) if ahead else None
+            return self._collect(flight)
         finally:  # a group that finished has given its rows back, whatever the next one did
             self._live = [live for live in self._live if not live.result.finish_reason]
 
     def _groups(self) -> dict[SpecConfig, list[Live]]:
         """Return the requests by the widest setting that their contexts have room for."""
         groups: dict[SpecConfig, list[Live]] = {}
-        for live in self._live:
-            room = self.config.max_context_len - live.length
-            groups.setdefault(self.config.shrink(room), []).append(live)
+        rooms = [self.config.max_context_len - live.length for live in self._live]
+        chosen = self.settings.choose(len(rooms), max(rooms, default=0))
+        for live, room in zip(self._live, rooms, strict=True):
+            groups.setdefault(chosen.shrink(room), []).append(live)
         return groups
 
     def _step_group(
         self, config: SpecConfig, group: list[Live]
     ) -> list[tuple[Generation, list[int]]]:
-        return self._collect(group, self._launch(config, group, 0)[1].wait())
+        return self._collect(self._launch(config, group, 0))
 
-    def _launch(
-        self, config: SpecConfig, group: list[Live], in_flight: int
-    ) -> tuple[list[Live], PendingStep]:
+    def _launch(self, config: SpecConfig, group: list[Live], in_flight: int) -> _Flight:
         """Launch a step; ``in_flight`` tokens at most are not known to the host yet."""
         need = in_flight + config.reserve_len
         self.table.reserve([live.row for live in group], [live.length + need for live in group])
@@ -272,26 +302,33 @@ class Engine:
         sampled = any(live.request.sampling.temperature for live in group)
         if sampled and not decoder.sampled:  # a setting that was shrunk to
             decoder.capture(sampled=True)
-        rows = [live.row for live in group]
-        return group, decoder.step_async(rows, sampled=sampled, seq_lens_cpu=lens)
+        rows, began = [live.row for live in group], time.perf_counter()
+        pending = decoder.step_async(rows, sampled=sampled, seq_lens_cpu=lens)
+        self.settings.launched(config)
+        return _Flight(config, group, pending, began)
 
-    def _launch_next(self, group: list[Live]) -> tuple[list[Live], PendingStep] | None:
-        """Launch the step after the one in flight, unless a request may need another setting."""
-        gain = self.config.num_steps + 1
-        room = self.config.max_context_len - gain - self.config.reserve_len
+    def _launch_next(self, flight: _Flight) -> _Flight | None:
+        """Launch the step after the one in flight, unless a request may lack room for it."""
         going = [live for live in self._live if live.goes_on]
-        riding = set(group)
-        known = all(live in riding and live.length <= room for live in going)
-        if not going or not known or self._plans_on_host:
+        riding = set(flight.group)
+        if not going or self._plans_on_host or not riding.issuperset(going):
             return None
-        return self._launch(self.config, going, gain)
+        gain = flight.config.num_steps + 1
+        rooms = [self.config.max_context_len - gain - live.length for live in going]
+        config = self.settings.choose(len(going), max(rooms))
+        return self._launch(config, going, gain) if config.reserve_len <= min(rooms) else None
 
-    def _collect(
-        self, group: list[Live], gained: list[list[int]]
-    ) -> list[tuple[Generation, list[int]]]:
+    def _collect(self, flight: _Flight) -> list[tuple[Generation, list[int]]]:
         """Hand out a step's tokens; requests that had ended before it get none."""
+        gained, began = flight.pending.wait(), flight.launched_at
+        now = time.perf_counter()
+        # a step that was launched ahead began when the one before it ended
+        seconds = None if began is None else now - max(began, self._landed_at)
+        self._landed_at = now
+        if self.settings.adaptive:
+            self.settings.landed(flight.config, list(map(len, gained)), seconds)
         found = []
-        for live, tokens in zip(group, gained, strict=True):
+        for live, tokens in zip(flight.group, gained, strict=True):
             if live.result.finish_reason:
                 continue
             live.length += len(tokens)

@@ -119,7 +119,8 @@ class StepDecoder:
     target : ModelSlot
         The target model.
     draft : ModelSlot or None
-        The draft model; needed unless ``config.num_steps`` is 0.
+        The draft model; needed unless ``config.num_steps`` is 0, and then kept up to date, for
+        steps of other settings.
     config : SpecConfig
         Tree width and depth.
     table : SlotTable

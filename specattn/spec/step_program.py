@@ -137,7 +137,8 @@ class StepProgram:
     target : ModelSlot
         The target model.
     draft : ModelSlot or None
-        The draft model; needed unless ``config.num_steps`` is 0.
+        The draft model; needed unless ``config.num_steps`` is 0, and then kept up to date, so
+        that a later step can draft.
     config : SpecConfig
         Tree width and depth.
     req_to_token, reserved : Tensor
@@ -188,14 +189,14 @@ class StepProgram:
             target.model, target.backend, config.layout(mode), req_to_token, batch,
             tail_slots=window[:, : config.num_draft_tokens], **everywhere, **plain,
         )
-        if not depth:
+        if draft is None:
             return
-        assert draft is not None
-        drafted = window[:, : config.num_draft_forwards * config.topk]
-        self.propose = ProposeProgram(
-            draft.model, draft.backend, config, req_to_token, batch, indices,
-            branch_slots=drafted.unflatten(1, (-1, config.topk)), **everywhere,
-        )
+        if depth:
+            drafted = window[:, : config.num_draft_forwards * config.topk]
+            self.propose = ProposeProgram(
+                draft.model, draft.backend, config, req_to_token, batch, indices,
+                branch_slots=drafted.unflatten(1, (-1, config.topk)), **everywhere,
+            )
         self.extend = ExtendProgram(
             draft.model, draft.backend, config, req_to_token, features, batch,
             states.topk_probs.shape[1], positions=inputs.positions,
@@ -314,9 +315,9 @@ class BoundStep:
         accepted = AcceptResult(
             out.accept_index, out.accept_tokens, out.accept_lens, out.bonus_tokens
         )
-        self.accept(
-            self._spread(), verified.logits, inputs.seq_lens, self.config, sampling, accepted
-        )
+        # without drafts there is nothing to reject
+        config = self.config if self.propose else replace(self.config, draft_sampling=False)
+        self.accept(self._spread(), verified.logits, inputs.seq_lens, config, sampling, accepted)
         if self.extend is None:
             return accepted
         self.target.pool.commit(verified.tail_slots, accepted)

@@ -5,6 +5,8 @@ The target keeps its three most probable tokens, so that three tokens have 27 ou
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from scipy.stats import chi2
@@ -57,22 +59,28 @@ def dense_probs(target: TinyTarget, tokens: list[int]) -> list[float]:
     return torch.zeros_like(logits).scatter(1, kept.indices, weights)[0].tolist()
 
 
-def p_value(models, config: SpecConfig, law) -> float:
-    run = Engine(*models, config, buckets=[250])
+def p_value(models, config: SpecConfig, law, draws=DRAWS, **options) -> float:
+    run = Engine(*models, config, buckets=[250], **options)
     requests = [
-        Request(PROMPT, 3, SamplingParams(TEMPERATURE, TOP_K, seed=1000 + i)) for i in range(DRAWS)
+        Request(PROMPT, 3, SamplingParams(TEMPERATURE, TOP_K, seed=1000 + i)) for i in range(draws)
     ]
     counts = dict.fromkeys(law, 0)
     for result in run.generate(requests):
         assert tuple(result.tokens) in counts, "a token of probability 0 was emitted"
         counts[tuple(result.tokens)] += 1
-    statistic = sum((counts[path] - DRAWS * p) ** 2 / (DRAWS * p) for path, p in law.items())
+    statistic = sum((counts[path] - draws * p) ** 2 / (draws * p) for path, p in law.items())
     return float(chi2.sf(statistic, len(law) - 1))
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_three_tokens_have_the_targets_joint_law(models, law, name):
     assert p_value(models, SETTINGS[name], law) > 1e-3
+
+
+def test_settings_that_change_every_step_keep_the_law(models, law):
+    rng, others = random.Random(3), [SETTINGS["chain"], SETTINGS["plain"]]
+    options = {"configs": others, "policy": lambda observed: rng.choice(observed.settings)}
+    assert p_value(models, SETTINGS["tree"], law, 1500, **options) > 1e-3
 
 
 def test_a_biased_sampler_fails_the_same_test(models, law, monkeypatch):

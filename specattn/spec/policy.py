@@ -1,0 +1,219 @@
+"""Which of an engine's settings the next step takes, from what steps have gained and cost."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from specattn.config import SpecConfig
+
+    #: Seconds of a step (or any unit, the same for all) by setting and batch size.
+    StepCost = Callable[[SpecConfig, int], float]
+
+# step times kept per bucket: few enough to follow a context that grows
+_TIMES = 15
+
+
+class Acceptance:
+    """What the recent steps of one setting gained, and how long they took.
+
+    Parameters
+    ----------
+    config : SpecConfig
+        The setting.
+
+    Attributes
+    ----------
+    steps : int
+        Its steps in the window.
+    reached : list of int
+        ``[num_steps + 1]``: how often a request kept at least d draft tokens, by d; ``reached[0]``
+        counts every request of every step.
+    """
+
+    def __init__(self, config: SpecConfig) -> None:
+        self.config, self.steps = config, 0
+        self.reached = [0] * (config.num_steps + 1)
+        self._times: dict[int, deque[float]] = {}
+
+    def add(self, gained: Sequence[int], sign: int = 1) -> None:
+        """Count a step's gains, each at least 1 (the bonus token), or take them out again."""
+        self.steps += sign
+        for tokens in gained:
+            for depth in range(tokens):
+                self.reached[depth] += sign
+
+    def timed(self, bucket: int, seconds: float) -> None:
+        """Note how long a step took."""
+        self._times.setdefault(bucket, deque(maxlen=_TIMES)).append(seconds)
+
+    @property
+    def mean(self) -> float:
+        """Tokens per request and step, the bonus token included; 0 where nothing was measured."""
+        return sum(self.reached) / self.reached[0] if self.reached[0] else 0.0
+
+    @property
+    def by_depth(self) -> tuple[float, ...]:
+        """``[num_steps]``: the share of steps that kept at least 1, 2, ... draft tokens."""
+        counted = max(self.reached[0], 1)
+        return tuple(count / counted for count in self.reached[1:])
+
+    def seconds(self, bucket: int) -> float | None:
+        """Return the median of the last steps' times in a bucket; None where there is none."""
+        times = self._times.get(bucket)
+        return median(times) if times else None
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a policy may go by; steps in flight are not in it yet.
+
+    Parameters
+    ----------
+    batch, bucket : int
+        Requests of the next step, and the captured batch size that holds them.
+    current : SpecConfig
+        The setting of the last step; at first the engine's own.
+    settings : tuple of SpecConfig
+        What may be chosen: those of the engine that some request's context has room for, in the
+        engine's order.
+    acceptance : mapping
+        By setting, all of the engine's. These are live: read, do not keep.
+    """
+
+    batch: int
+    bucket: int
+    current: SpecConfig
+    settings: tuple[SpecConfig, ...]
+    acceptance: Mapping[SpecConfig, Acceptance]
+
+
+class Policy(Protocol):
+    """Chooses a step's setting."""
+
+    def __call__(self, observed: Observed) -> SpecConfig:
+        """Return one of ``observed.settings``; called on the host before every step.
+
+        What it returns must follow from the tokens of steps before, and from nothing that is
+        drawn for the step itself: then sampled tokens keep the target's law.
+        """
+
+
+class GoodputPolicy:
+    """Takes the setting that promises most tokens per second.
+
+    A setting's goodput is its expected tokens per request and step over the seconds of a step at
+    this batch size, the quantity that TurboSpec maximises (arXiv:2406.14066); the expectation is
+    `expected_tokens`. Small batches thus get deep and wide trees, large ones shallow trees or
+    none, and texts that are easy to draft deeper ones than others. A setting that the window knows
+    nothing of is tried.
+
+    What it chooses follows from the observations alone; with ``cost``, not even from measured
+    times.
+
+    Parameters
+    ----------
+    cost : callable, optional
+        ``cost(config, batch)``: a step's seconds, or any unit. By default what was measured, and
+        where nothing was, `rough_cost` in the proportion of what was.
+    margin : float
+        Another setting must promise this much more, as a share, to be switched to.
+    hold : int
+        Steps that a setting is kept for before it is left.
+    trials : int
+        Steps a setting is tried for if the window holds fewer of it.
+    prior : float
+        Requests' worth of trust in what other settings say; see `expected_tokens`.
+    """
+
+    def __init__(
+        self, cost: StepCost | None = None, *, margin: float = 0.05, hold: int = 16,
+        trials: int = 2, prior: float = 4.0,
+    ) -> None:
+        if margin < 0 or hold < 1 or trials < 0 or prior <= 0:
+            raise ValueError(
+                "margin and trials must be at least 0, hold at least 1 and prior above 0, "
+                f"got {margin}, {trials}, {hold} and {prior}"
+            )
+        self.cost, self.margin, self.hold = cost, margin, hold
+        self.trials, self.prior = trials, prior
+        self._chosen: SpecConfig | None = None
+        self._held = 0
+
+    def __call__(self, observed: Observed) -> SpecConfig:
+        """Return the setting of the next step."""
+        if self._chosen is None:
+            self._chosen = observed.current
+        for config in observed.settings:
+            if observed.acceptance[config].steps < self.trials:
+                return config
+        self._held += 1
+        if self._chosen in observed.settings and self._held < self.hold:
+            return self._chosen
+        goodput = self.goodput(observed)
+        best = max(goodput, key=lambda config: goodput[config])
+        if self._chosen not in goodput:  # there is no room for it, for now
+            return best
+        if goodput[best] > goodput[self._chosen] * (1 + self.margin):
+            self._chosen, self._held = best, 0
+        return self._chosen
+
+    def goodput(self, observed: Observed) -> dict[SpecConfig, float]:
+        """Return tokens per request and second (or unit of ``cost``), by setting."""
+        costs = self._costs(observed)
+        return {
+            config: expected_tokens(observed.acceptance, config, self.prior) / costs[config]
+            for config in observed.settings
+        }
+
+    def _costs(self, observed: Observed) -> dict[SpecConfig, float]:
+        if self.cost is not None:
+            return {config: self.cost(config, observed.batch) for config in observed.settings}
+        rough = {config: rough_cost(config, observed.batch) for config in observed.acceptance}
+        measured = {
+            config: found.seconds(observed.bucket) for config, found in observed.acceptance.items()
+        }
+        ratios = [known / rough[config] for config, known in measured.items() if known]
+        scale = median(ratios) if ratios else 1.0
+        return {config: measured[config] or rough[config] * scale for config in rough}
+
+
+def expected_tokens(
+    acceptance: Mapping[SpecConfig, Acceptance], config: SpecConfig, prior: float = 4.0
+) -> float:
+    """Return the tokens a request is expected to gain by a step, the bonus token included.
+
+    ``1 + sum_d q_1 q_2 ... q_d`` over the depths, where q_d is the chance that depth d is kept
+    given that depth d - 1 was: Leviathan et al. (arXiv:2211.17192, equation 1) with a rate per
+    depth. Each rate is the setting's own, shrunk towards that of all settings together as if
+    ``prior`` requests had said so; theirs at a depth is shrunk towards theirs at the depth before.
+    So a setting that ran little is judged by the others, and depths that nobody reached by those
+    that somebody did.
+    """
+    total, path, pooled = 1.0, 1.0, 0.5
+    own = acceptance[config].reached
+    for depth in range(1, config.num_steps + 1):
+        tries = hits = 0
+        for found in acceptance.values():
+            if depth < len(found.reached):
+                tries += found.reached[depth - 1]
+                hits += found.reached[depth]
+        pooled = (hits + prior * pooled) / (tries + prior)
+        path *= (own[depth] + prior * pooled) / (own[depth - 1] + prior)
+        total += path
+    return total
+
+
+def rough_cost(config: SpecConfig, batch: int) -> float:
+    """Return a step's cost in plain decoding steps, for want of a measurement.
+
+    A target forward reads its weights once, whatever the rows, up to some hundred of them; then it
+    costs by the row. A forward of an EAGLE head costs about a tenth.
+    """
+    rows = batch * config.num_draft_tokens
+    return max(1.0, rows / 256) + 0.1 * config.num_steps

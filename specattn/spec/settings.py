@@ -1,0 +1,142 @@
+"""The settings that an engine may step with, which one it takes, and what they have done."""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter, deque
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from specattn.spec.policy import Acceptance, GoodputPolicy, Observed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from specattn.config import SpecConfig
+    from specattn.spec.policy import Policy
+
+# what must be one for all: the sizes of tables and pools, and what a draft state holds
+_SHARED = ("max_context_len", "max_num_reqs", "page_size", "draft_sampling")
+# steps that acceptance is measured over
+_WINDOW = 256
+
+
+class Settings:
+    """Settings that share buffers, and the window of recent steps.
+
+    Parameters
+    ----------
+    configs : sequence of SpecConfig
+        At least one; the first is the one to begin with.
+    policy : Policy, optional
+        Chooses among several; a `GoodputPolicy` by default.
+    buckets : sequence of int
+        Captured batch sizes.
+    window : int
+        Steps that acceptance is measured over.
+
+    Raises
+    ------
+    ValueError
+        If they differ in more than the shape of the tree.
+    """
+
+    def __init__(
+        self, configs: Sequence[SpecConfig], policy: Policy | None, buckets: Sequence[int],
+        window: int = _WINDOW,
+    ) -> None:
+        self.configs = tuple(dict.fromkeys(configs))
+        for name in _SHARED:
+            first, *others = (getattr(config, name) for config in self.configs)
+            for other in others:
+                if other != first:
+                    raise ValueError(f"{name} must be the same in all configs, got {first} "
+                                     f"and {other}")
+        self.adaptive = len(self.configs) > 1
+        self.policy = policy or GoodputPolicy()
+        self.acceptance = {config: Acceptance(config) for config in self.configs}
+        self.used: Counter[SpecConfig] = Counter()
+        self._buckets = sorted(set(buckets))
+        self._current = self.configs[0]
+        self._window = window
+        self._recent: deque[tuple[SpecConfig, list[int]]] = deque()
+
+    @property
+    def widest(self) -> SpecConfig:
+        """The one that needs most proposals to start from."""
+        return max(self.configs, key=lambda config: config.topk)
+
+    @property
+    def speculative(self) -> bool:
+        """Whether any of them drafts."""
+        return any(config.num_steps for config in self.configs)
+
+    def choose(self, batch: int, room: int) -> SpecConfig:
+        """Return the setting of the next step.
+
+        Parameters
+        ----------
+        batch : int
+            Requests that take part.
+        room : int
+            Slots that the shortest of them has left.
+
+        Raises
+        ------
+        ValueError
+            If the policy returns something else.
+        """
+        if not self.adaptive:
+            return self._current
+        fitting = tuple(config for config in self.configs if config.reserve_len <= room)
+        if not fitting:
+            return self._current
+        config = self.policy(
+            Observed(batch, self._bucket(batch), self._current, fitting, self.acceptance)
+        )
+        if config not in fitting:
+            raise ValueError(f"policy must return one of the settings it is given, got {config}")
+        return config
+
+    def launched(self, config: SpecConfig) -> None:
+        """Note that a step was launched; a shrunken one is not counted."""
+        if config in self.acceptance:
+            self.used[config] += 1
+            self._current = config
+
+    def landed(self, config: SpecConfig, gained: Sequence[int], seconds: float | None) -> None:
+        """Note what a step's requests gained, and how long it took if that is known."""
+        found = self.acceptance.get(config)
+        if found is None:
+            return
+        kept = [tokens for tokens in gained if tokens]
+        found.add(kept)
+        if seconds is not None:
+            found.timed(self._bucket(len(gained)), seconds)
+        self._recent.append((config, kept))
+        if len(self._recent) > self._window:
+            old, tokens = self._recent.popleft()
+            self.acceptance[old].add(tokens, -1)
+
+    def _bucket(self, batch: int) -> int:
+        at = bisect.bisect_left(self._buckets, batch)
+        return self._buckets[at] if at < len(self._buckets) else batch
+
+
+def around(config: SpecConfig) -> tuple[SpecConfig, ...]:
+    """Return a setting and a few that cost less: half of it, its chain, and plain decoding.
+
+    None of them needs more slots per step. Plain decoding returns itself alone.
+    """
+    if not config.num_steps:
+        return (config,)
+    half = max(config.num_steps // 2, 1)
+    found = [config]
+    if config.topk > 1:
+        smaller = replace(config, num_steps=half, num_draft_tokens=2)
+        nodes = min(max(config.num_draft_tokens // 2, half + 1, 2), smaller.max_tree_nodes)
+        found.append(replace(smaller, num_draft_tokens=nodes))
+        half = config.num_steps
+    found.append(replace(config, num_steps=half, topk=1, num_draft_tokens=half + 1))
+    found.append(replace(config, num_steps=0, topk=1, num_draft_tokens=1))
+    return tuple(dict.fromkeys(found))
