@@ -42,7 +42,7 @@ if TYPE_CHECKING:
         TreeError,
         UnsupportedError,
     )
-    from specattn.graph import GraphRunner
+    from specattn.graph import GraphReport, GraphRunner
     from specattn.kv import KVPool, SlotTable
     from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, MultiStepPlan
     from specattn.spec.decoder import ModelSlot, SpecDecoder, StepResult
@@ -73,7 +73,7 @@ _HOMES = {
         "CapacityError", "CaptureError", "CaptureMismatch", "ModelError", "NotCapturedError",
         "SpecAttnError", "TreeError", "UnsupportedError",
     ),
-    "graph": ("GraphRunner",),
+    "graph": ("GraphReport", "GraphRunner"),
     "kv": ("KVPool", "SlotTable"),
     "plan": ("AttnPlan", "CsrPlan", "ExtendPlan", "MultiStepPlan"),
     "spec.decoder": ("ModelSlot", "SpecDecoder", "StepResult"),
@@ -105,6 +105,7 @@ __all__ = [
     "ForwardMode",
     "Generation",
     "GoodputPolicy",
+    "GraphReport",
     "GraphRunner",
     "HybridBackend",
     "KVPool",

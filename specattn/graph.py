@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import bisect
 import logging
+import time
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
@@ -88,7 +90,8 @@ class Program(Protocol):
 class Captured:
     """One bucket: what runs, what was recorded, and over which memory.
 
-    A batch that no bucket holds has neither a graph nor a ``watch``.
+    A batch that no bucket holds has neither a graph nor a ``watch``. ``order`` counts the captures
+    of a runner, which took ``seconds`` each; ``nbytes`` is what the graphs' memory pool grew by.
     """
 
     bucket: int
@@ -97,6 +100,9 @@ class Captured:
     outputs: Any
     graph: torch.cuda.CUDAGraph | None
     watch: Watch | None = field(repr=False)
+    order: int = 0
+    seconds: float = 0.0
+    nbytes: int = 0
 
     def check(self) -> None:
         """Raise `CaptureMismatch` if the buffers are not those of the capture."""
@@ -135,6 +141,39 @@ def _flat(found: Fingerprint) -> list[tuple[str, object]]:
         else:
             flat.append((name, value))
     return flat
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """What capturing one bucket took.
+
+    Parameters
+    ----------
+    part : str
+        The mode, or the part of a step.
+    bucket : int
+        The batch size.
+    order : int
+        How many buckets the runner had captured before.
+    seconds : float
+        Host time: compiling (or loading) kernels, a run or two to warm up, and the recording.
+    nbytes : int
+        What the memory pool that all graphs share grew by, in bytes. The largest bucket comes
+        first and takes most of it. What the driver keeps of a graph is not in it.
+    recorded : bool
+        Whether there is a CUDA graph; without, the bucket runs eagerly over the same buffers.
+    digest : str
+        Of the fingerprint: 12 hexadecimal digits, the same as long as a replay finds the
+        addresses, shapes and settings of the capture.
+    """
+
+    part: str
+    bucket: int
+    order: int
+    seconds: float
+    nbytes: int
+    recorded: bool
+    digest: str
 
 
 @dataclass
@@ -188,6 +227,7 @@ class GraphRunner(Generic[Key]):
         self._recorder = (recorder or Recorder()) if records else None
         self._captured: dict[Key, dict[int, Captured]] = {}
         self._eager: dict[Key, BoundProgram] = {}
+        self._captures = 0
 
     @property
     def recording(self) -> bool:
@@ -202,6 +242,17 @@ class GraphRunner(Generic[Key]):
         """Return whether replays of ``mode`` replay CUDA graphs."""
         done = self._captured.get(mode, {})
         return any(captured.graph is not None for captured in done.values())
+
+    def reports(self) -> tuple[GraphReport, ...]:
+        """Return what capturing took, bucket by bucket, in the order of the captures."""
+        found = [
+            GraphReport(
+                mode.value, one.bucket, one.order, one.seconds, one.nbytes, one.graph is not None,
+                sha256(repr(_flat(one.fingerprint)).encode()).hexdigest()[:12],
+            )
+            for mode, done in self._captured.items() for one in done.values()
+        ]
+        return tuple(sorted(found, key=lambda one: one.order))
 
     def capture(self, mode: Key) -> None:
         """Capture every bucket of ``mode``, the largest first, on batches of padding.
@@ -231,6 +282,8 @@ class GraphRunner(Generic[Key]):
                 raise CaptureError(mode.value, bucket, error) from error
 
     def _capture(self, bound: BoundProgram, bucket: int) -> Captured:
+        began, order = time.perf_counter(), self._captures
+        self._captures += 1
         bound.copy_in(0)
         bound.schedule(torch.zeros(bucket, dtype=torch.int32))
 
@@ -238,13 +291,15 @@ class GraphRunner(Generic[Key]):
             bound.fill()
             return bound.run()
 
-        graph, outputs = None, None
+        graph, outputs, nbytes = None, None, 0
         if self._recorder is not None and bound.graphs:
-            graph, outputs = self._recorder.record(step)
+            found = self._recorder.record(step)
+            graph, outputs, nbytes = found.graph, found.outputs, found.nbytes
         else:
             step()
-        watch = Watch(bound.watched())
-        return Captured(bucket, bound, bound.fingerprint(), outputs, graph, watch)
+        watch, baked = Watch(bound.watched()), bound.fingerprint()
+        seconds = time.perf_counter() - began
+        return Captured(bucket, bound, baked, outputs, graph, watch, order, seconds, nbytes)
 
     def run(
         self, mode: Key, count: int, seq_lens_cpu: Tensor | None, **values: Tensor

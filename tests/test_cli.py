@@ -142,6 +142,28 @@ def test_the_table_says_how_often_each_setting_was_used():
     assert "identical to plain decoding: 12 tokens" in result.stderr
 
 
+def test_graphs_says_what_capturing_takes():
+    options = ["--steps", "2", "--buckets", "1,3", "--sampled", *ON_CPU]
+    result = run("graphs", *options, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["device"], found["recorded"], found["nbytes"]) == ("cpu", 0, 0)
+    assert [(one["part"], one["bucket"]) for one in found["captures"]] == [
+        ("step", 3), ("step", 1), ("step (sampled)", 3), ("step (sampled)", 1),
+    ]
+    assert 0 < found["seconds"] < found["seconds_with_buffers"]
+    table = run("graphs", *options, "--seams", "three").stdout
+    assert re.search(r"2 +target_verify +3 +\d+ ms +0.0 MiB +no +[0-9a-f]{12}", table)
+    assert "no graphs were captured on cpu" in table
+
+
+@pytest.mark.parametrize("sizes", ["", "1,x", "0", "2000"])
+def test_graphs_refuses_senseless_buckets(sizes):
+    result = run("graphs", "--buckets", sizes)
+    assert result.exit_code == 2
+    assert "--buckets: must be batch sizes 1..1024 with commas" in result.stderr
+
+
 def test_compare_with_a_batch_of_different_lengths(tmp_path):
     file = tmp_path / "prompts.json"
     file.write_text(json.dumps([PROMPT, *OTHERS]))

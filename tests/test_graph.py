@@ -16,6 +16,7 @@ from specattn.batch import ForwardMode, SpecBatch
 from specattn.config import SpecConfig
 from specattn.errors import CapacityError, CaptureMismatch, NotCapturedError
 from specattn.graph import GraphRunner
+from specattn.recording import Recorder
 from specattn.spec.sampling import SamplingBatch, SamplingParams
 from specattn.spec.verify_program import VerifyProgram
 from tests.worlds import CONFIG, DEVICE, MODES, inputs, same, world
@@ -229,3 +230,45 @@ def test_collection_is_off_only_while_recording():
     with no_collection():
         assert not gc.isenabled()
     assert gc.isenabled()
+
+
+def test_captures_are_reported_in_their_order(backend):
+    one = world(backend, [1, 5, 8])
+    reports = one.decoder.runner.reports()
+    assert [report.order for report in reports] == list(range(9))
+    assert [report.bucket for report in reports] == [8, 5, 1] * 3
+    assert {report.part for report in reports} == {mode.value for mode in MODES}
+    assert len({report.digest for report in reports}) == 9
+    for report in reports:
+        assert report.seconds > 0
+        assert report.recorded == (DEVICE.type == "cuda")
+        assert len(report.digest) == 12
+        assert report.nbytes >= 0
+    assert bool(sum(report.nbytes for report in reports)) == (DEVICE.type == "cuda")
+    assert one.decoder.runner.reports() == reports
+    one.decoder.runner.capture(MODES[0])
+    again = one.decoder.runner.reports()
+    assert [report.order for report in again] == list(range(3, 12))
+    kept = [report for report in reports if report.part != MODES[0].value]
+    assert list(again[:6]) == kept
+    assert not {report.digest for report in again[6:]} & {report.digest for report in reports}
+
+
+@pytest.mark.gpu
+def test_a_pool_warms_up_twice_once_and_on_one_stream():
+    recorder, streams = Recorder(), []
+    x = torch.ones(64, 64, device=DEVICE)
+
+    def step():
+        streams.append(torch.cuda.current_stream())
+        return x @ x
+
+    found = [recorder.record(step) for _ in range(3)]
+    warm = [stream for at, stream in enumerate(streams) if at not in (2, 4, 6)]
+    assert len(streams) == 7
+    assert len({stream.cuda_stream for stream in warm}) == 1
+    assert found[0].nbytes > 0
+    for one in found:
+        one.outputs.zero_()
+        one.graph.replay()
+        assert bool((one.outputs == 64).all())

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from specattn.cli import backends, bench, generate, inspect
+from specattn.cli import backends, bench, generate, graphs, inspect
 from specattn.cli.ends import (
     INTERRUPTED,
     is_usage_error,
@@ -52,6 +52,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("generate")(generate.generate)
+app.command("graphs")(graphs.graphs)
 app.command("inspect")(inspect.inspect)
 app.command("backends")(backends.backends)
 app.command("bench")(bench.bench)

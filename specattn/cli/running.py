@@ -53,6 +53,8 @@ class Setup:
         How steps are recorded.
     adaptive : bool
         Whether steps may take smaller settings, too.
+    buckets : tuple of int, optional
+        Batch sizes to capture; powers of two by default.
     """
 
     models: Models
@@ -66,6 +68,7 @@ class Setup:
     deterministic: bool = False
     seams: Seams | None = None
     adaptive: bool = False
+    buckets: tuple[int, ...] | None = None
 
     def engine(self, config: SpecConfig) -> Engine:
         """Build the engine of a speculation setting."""
@@ -77,7 +80,7 @@ class Setup:
             return Engine(
                 self.models.target, self.models.draft if config.num_steps else None, config,
                 backend=self.backend, graphs=self.graphs, kv_dtype=self.kv_dtype,
-                deterministic=self.deterministic, seams=self.seams,
+                deterministic=self.deterministic, seams=self.seams, buckets=self.buckets,
                 configs=around(config)[1:] if self.adaptive else (),
                 detokenize=lambda ids: decode(self.models.tokenizer, ids),
             )

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from specattn.backends.base import BackendFactory
     from specattn.backends.multi_step import Indices
     from specattn.config import KVScales, SpecConfig
+    from specattn.graph import GraphReport
     from specattn.spec.checks import Validate
     from specattn.spec.model import DraftModel, TargetModel
     from specattn.spec.policy import Policy
@@ -121,7 +122,7 @@ class Engine:
         kv_dtype: torch.dtype | None = None,
         kv_scales: tuple[Scales, Scales] = (None, None),
     ) -> None:
-        self.config, self.graphs, self.indices = config, graphs, indices
+        self.config, self.indices, self._record = config, indices, graphs
         self.detokenize, self.validate, self.tbo = detokenize, validate, tbo
         self.buckets = list(buckets) if buckets else _buckets(config.max_num_reqs)
         self.settings = Settings((config, *configs), policy, self.buckets)
@@ -170,7 +171,7 @@ class Engine:
             self._decoders[config] = StepDecoder(
                 self.target, draft, config, self.table, self.states,
                 features=self._feature_width(), buckets=self.buckets, indices=self.indices,
-                record=self.graphs and own, seams=self.seams, recorder=self._recorder,
+                record=self._record and own, seams=self.seams, recorder=self._recorder,
                 validate=self.validate, tbo=self.tbo,
             )
         return self._decoders[config]
@@ -179,6 +180,10 @@ class Engine:
     def decoders(self) -> tuple[StepDecoder, ...]:
         """Every decoder made so far, those of the engine's own settings first."""
         return tuple(self._decoders.values())
+
+    def graphs(self) -> dict[SpecConfig, tuple[GraphReport, ...]]:
+        """Return what capturing took: for each of the engine's settings, bucket by bucket."""
+        return {config: self.decoder(config).report() for config in self.settings.configs}
 
     @property
     def num_live(self) -> int:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from specattn.backends.multi_step import Indices
     from specattn.config import SpecConfig
-    from specattn.graph import Captured
+    from specattn.graph import Captured, GraphReport
     from specattn.kv import SlotTable
     from specattn.recording import Recorder
     from specattn.spec.checks import Validate
@@ -235,6 +235,10 @@ class StepDecoder:
                 self.runner.capture(part)
             except CapacityError as error:
                 log.warning("%s", error)
+
+    def report(self) -> tuple[GraphReport, ...]:
+        """Return what capturing took, bucket by bucket, in the order of the captures."""
+        return self.runner.reports()
 
     def step(
         self, rows: Sequence[int], *, sampled: bool = False, seq_lens_cpu: Tensor | None = None

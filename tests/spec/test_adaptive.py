@@ -95,6 +95,10 @@ def test_settings_share_states_pools_and_graph_memory():
         assert decoder.runner.buckets == [2, 5]
         (part,) = decoder.modes
         assert decoder.runner.captured(part) == [2, 5]
+    assert list(run.graphs()) == list(run.settings.configs)
+    for decoder, reports in zip(run.decoders, run.graphs().values(), strict=True):
+        assert reports == decoder.report()
+        assert [report.bucket for report in reports] == [5, 2]
 
 
 @pytest.mark.parametrize(("field", "value"), [

@@ -1,0 +1,164 @@
+"""``specattn graphs``."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from specattn.cli.ends import ArgumentError
+from specattn.cli.options import (
+    OUTPUT,
+    RUNNING,
+    BackendOption,
+    DeterministicOption,
+    DeviceOption,
+    DraftOption,
+    DraftSamplingOption,
+    DraftTokensOption,
+    DtypeOption,
+    KvDtypeOption,
+    PageSizeOption,
+    SeamsOption,
+    StepsOption,
+    TargetOption,
+    TopkOption,
+    check_backend,
+    from_environment,
+    pick_seams,
+    speculation,
+)
+
+if TYPE_CHECKING:
+    from specattn.graph import GraphReport
+
+_BUCKETS = "1,2,3,4,6,8,10,12,16,20,24,28,32,40,48,64"
+_MIB = 2**20
+
+
+def graphs(
+    ctx: typer.Context,
+    target: TargetOption = None,
+    draft: DraftOption = None,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    topk: TopkOption = None,
+    steps: StepsOption = None,
+    draft_tokens: DraftTokensOption = None,
+    draft_sampling: DraftSamplingOption = False,
+    backend: BackendOption = "auto",
+    page_size: PageSizeOption = 1,
+    kv_cache_dtype: KvDtypeOption = "auto",
+    deterministic: DeterministicOption = False,
+    seams: SeamsOption = "auto",
+    buckets: Annotated[
+        str,
+        typer.Option(metavar="N,N,...", rich_help_panel=RUNNING, help="Batch sizes to capture."),
+    ] = _BUCKETS,
+    max_context: Annotated[
+        int, typer.Option(min=1, rich_help_panel=RUNNING, help="Longest context.")
+    ] = 1024,
+    sampled: Annotated[
+        bool,
+        typer.Option(
+            "--sampled", rich_help_panel=RUNNING,
+            help="Also capture steps of requests that draw.",
+        ),
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", rich_help_panel=OUTPUT, help="Print JSON and nothing else.")
+    ] = False,
+) -> None:
+    """Capture a setting's graphs, and say what each bucket takes in time and memory."""
+    sizes = _sizes(buckets)
+    config = speculation(
+        topk, steps, draft_tokens, page_size=page_size, draft_sampling=draft_sampling
+    )
+    recorded = pick_seams(seams)
+
+    from specattn.cli.device import pick_device, pick_dtype, pick_kv_dtype
+    from specattn.cli.loading import load_models
+    from specattn.cli.running import Setup
+
+    place = pick_device(device)
+    weights, stored = pick_dtype(dtype, place), pick_kv_dtype(kv_cache_dtype)
+    check_backend(backend, place, from_environment=from_environment(ctx, "backend"))
+    models = load_models(
+        target, draft, speculative=config.num_steps > 0, dtype=weights, device=place
+    )
+    setup = Setup(
+        models, (), max_context, max(sizes), backend, graphs=True, warm_up=False, kv_dtype=stored,
+        deterministic=deterministic, seams=recorded, buckets=sizes,
+    )
+    began = time.perf_counter()
+    engine = setup.engine(config)
+    decoder = engine.decoder(engine.config)
+    if sampled:
+        decoder.capture(sampled=True)
+    found = _Found(decoder.report(), time.perf_counter() - began, str(place))
+    print(json.dumps(found.object())) if as_json else found.show()
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    """Return the batch sizes of a list with commas."""
+    try:
+        sizes = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        sizes = ()
+    if not sizes or not all(1 <= size <= 1024 for size in sizes):
+        raise ArgumentError("--buckets", f"must be batch sizes 1..1024 with commas, got {text!r}")
+    return sizes
+
+
+class _Found:
+    """What was captured, for people and for programs."""
+
+    def __init__(self, reports: tuple[GraphReport, ...], seconds: float, device: str) -> None:
+        self.reports, self.seconds, self.device = reports, seconds, device
+        self.recorded = sum(one.recorded for one in reports)
+        self.capturing = sum(one.seconds for one in reports)
+        self.nbytes = sum(one.nbytes for one in reports)
+
+    def object(self) -> dict[str, Any]:
+        """Return it as a JSON object."""
+        return {
+            "device": self.device, "recorded": self.recorded, "seconds": self.capturing,
+            "seconds_with_buffers": self.seconds, "nbytes": self.nbytes,
+            "captures": [asdict(one) for one in self.reports],
+        }
+
+    def show(self) -> None:
+        """Print the table and the totals."""
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+        for name in ("order", "part", "bucket", "time", "memory", "graph", "fingerprint"):
+            left = name in ("part", "graph", "fingerprint")
+            table.add_column(name, justify="left" if left else "right")
+        for one in self.reports:
+            table.add_row(
+                str(one.order), one.part, str(one.bucket), f"{1000 * one.seconds:.0f} ms",
+                f"{one.nbytes / _MIB:.1f} MiB", "yes" if one.recorded else "no", one.digest,
+            )
+        console = Console(highlight=False)
+        console.print(table)
+        console.print()
+        console.print(self._verdict(), soft_wrap=True)
+
+    def _verdict(self) -> str:
+        times = (
+            f"{self.capturing:.1f} s ({self.seconds:.1f} s with KV pools and buffers)"
+        )
+        if not self.recorded:
+            return (
+                f"no graphs were captured on {self.device}: steps run over the same buffers "
+                f"without; {len(self.reports)} buckets ran once in {times}"
+            )
+        return (
+            f"{self.recorded} graphs on {self.device} in {times}, "
+            f"{self.nbytes / _MIB:.1f} MiB in the pool they share"
+        )
