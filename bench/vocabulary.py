@@ -82,8 +82,9 @@ def distributions(rows: int, sets: list[Tensor], top_k: int | None, top_p: float
     got = sampling.target_probs(sets[0], *args)
     if rows <= 512:
         want = sampling_twin.target_probs(sets[0], *args)
-        # where mass cuts, rounding may move the cut by a token
-        assert ((got > 0) != (want > 0)).sum(1).max() <= 2 or top_p in (None, 1.0)
+        # where mass cuts, rounding may move the cut by tokens of next to no mass
+        moved = torch.where((got > 0) == (want > 0), 0, got + want).sum(1)
+        assert moved.max() < 1e-5, f"{moved.max():.1e} of the mass is cut elsewhere"
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5)
     ways: Ways = {"specattn": lambda at: sampling.target_probs(sets[at], *args)}
     if rows <= 64:
