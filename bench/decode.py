@@ -3,12 +3,14 @@
 Whole batches are decoded to their ends, a step ahead as `Engine.generate` does. Prompts and
 captures are not timed. All contestants of a cell run in one process, in turn, and the figure is
 the median. Before a run's time counts, its greedy tokens are compared with plain decoding's
-(float32: they must be equal; in half precision equal texts are counted), and drawn ones with the
-first way of the same setting.
+(float32: they must be equal; in half precision, and of transformers, equal texts are counted), and
+drawn ones with the first way of the same setting.
 
 transformers decodes with its own ``generate`` at its defaults (eager, a cache that grows), the
 batch at once: the prompts are of one length, so nothing is padded. Its time for one token, prompt
 included, is subtracted.
+
+With CUDA, what has to be compiled is compiled before, by a process for every batch and setting.
 
     python -m bench.decode [--batch 1 8 64] [--new 128] [--repeats 3] [--dtype bfloat16]
     python -m bench.decode --quick
@@ -18,30 +20,30 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
-import statistics
+import os
+import subprocess
+import sys
 import time
-from dataclasses import dataclass, field
-from importlib.resources import files
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bench.acceptance import PROMPT_TOKENS, held_out_prompts
+from bench.decode_sides import Contestant, Transformers, decode, pair, plain_target
 from bench.suite.decode import EAGER, ONE, PLAIN, THREE, TRANSFORMERS, slower
 from bench.suite.machine import machine
 from specattn.config import SpecConfig
-from specattn.models import FusedEagle3, FusedTarget, HFTarget, load_draft
 from specattn.spec.generate import Engine
 from specattn.spec.request import Request
 from specattn.spec.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-OUT = Path(__file__).parent / "results" / "pair_h200.json"
-PAIR = files("specattn") / "pair"
 CONTEXT = 512
 TREES = {
     PLAIN: (0, 1, 1), "chain of 5": (5, 1, 6), "topk 4, 16 nodes": (5, 4, 16),
@@ -54,141 +56,6 @@ WAYS: dict[str, dict[str, Any]] = {
 #: Tokens and turns of what launches kernel by kernel.
 SHORT, FEW = 32, 2
 TEMPERATURES = (0.0, 1.0)
-
-
-@dataclass(frozen=True)
-class Run:
-    """A batch decoded to its end, and how long the loop took.
-
-    Parameters
-    ----------
-    tokens : list of list of int
-        Of every request, the prompt's own first one included.
-    seconds : float
-        Of the loop.
-    accept_lens : list of list of int
-        What every request gained, step by step; empty for transformers.
-    whole_steps, whole_seconds : int, float
-        Steps after which every request still ran, and their time.
-    """
-
-    tokens: list[list[int]]
-    seconds: float
-    accept_lens: list[list[int]] = field(default_factory=list)
-    whole_steps: int = 0
-    whole_seconds: float = 0.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        return sum(len(tokens) - 1 for tokens in self.tokens) / self.seconds
-
-
-def decode(engine: Engine, requests: Sequence[Request]) -> Run:
-    """Decode a batch to its end; the first tokens come with the prompts and are not timed."""
-    results = engine.add(requests)
-    whole_steps, whole_seconds, steps = 0, 0.0, 0
-    begin = time.perf_counter()
-    while engine.num_live:
-        engine.step(ahead=True)
-        steps += 1
-        if engine.num_live == len(requests):
-            whole_steps, whole_seconds = steps, time.perf_counter() - begin
-    engine.clear()
-    seconds = time.perf_counter() - begin
-    return Run([r.tokens for r in results], seconds, [r.accept_lens for r in results],
-               whole_steps, whole_seconds)
-
-
-class Transformers:
-    """A model of transformers' under its own ``generate``."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model.eval()
-        # texts go on past their ends, as those of the other contestants do
-        self.model.generation_config.eos_token_id = None
-
-    def decode(self, prompts: list[list[int]], new: int, temperature: float) -> Run:
-        """Decode a batch; the time is that of all tokens but the first ones."""
-        ids = torch.tensor(prompts, device=self.model.device)
-        _, first = self._generate(ids, 1, temperature)
-        tokens, seconds = self._generate(ids, new, temperature)
-        return Run(tokens, seconds - first)
-
-    def _generate(
-        self, ids: torch.Tensor, new: int, temperature: float
-    ) -> tuple[list[list[int]], float]:
-        drawing = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
-        begin = time.perf_counter()
-        out = self.model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new,
-            do_sample=bool(temperature), **drawing,
-        )
-        tokens = out[:, ids.shape[1] :].tolist()
-        return tokens, time.perf_counter() - begin
-
-
-@dataclass
-class Contestant:
-    """A setting, run one way over one batch; collects its runs.
-
-    ``wanted`` are the tokens it is compared with, once they are known.
-    """
-
-    setting: str
-    way: str
-    repeats: int
-    run: Callable[[], Run]
-    wanted: list[list[int]] | None = None
-    equal: int | None = None
-    runs: list[Run] = field(default_factory=list)
-
-    def turn(self, *, exact: bool, counts: bool) -> Run:
-        """Run once and compare; the time is kept if it ``counts``.
-
-        Raises
-        ------
-        ArithmeticError
-            If tokens differ where they must be equal.
-        """
-        found = self.run()
-        if self.wanted is not None:
-            pairs = zip(self.wanted, found.tokens, strict=True)
-            equal = sum(want[: len(tokens)] == tokens for want, tokens in pairs)
-            self.equal = equal if self.equal is None else min(self.equal, equal)
-            if exact and equal < len(found.tokens):
-                raise ArithmeticError(
-                    f"{self.setting}, {self.way}: {len(found.tokens) - equal} of "
-                    f"{len(found.tokens)} texts are not those of plain decoding"
-                )
-        if counts:
-            self.runs.append(found)
-        return found
-
-    def line(self) -> dict[str, Any]:
-        """Return what was measured, and print it."""
-        speeds = [run.tokens_per_second for run in self.runs]
-        run, steps = self.runs[0], [len(gained) for gained in self.runs[0].accept_lens]
-        line: dict[str, Any] = {
-            "setting": self.setting, "way": self.way, "new_tokens": len(run.tokens[0]),
-            "tokens_per_second": round(statistics.median(speeds), 1),
-            "runs": [round(speed, 1) for speed in speeds], "equal": self.equal,
-        }
-        if steps:
-            gained = sum(map(sum, run.accept_lens))
-            seconds = statistics.median(run.seconds for run in self.runs)
-            line |= {
-                "steps": max(steps), "ms_per_step": round(1e3 * seconds / max(steps), 4),
-                "accepted_per_step": round(gained / sum(steps), 3),
-            }
-        if run.whole_steps:
-            line["whole_batch_tokens_per_second"] = round(statistics.median(
-                sum(sum(gained[: run.whole_steps]) for gained in run.accept_lens)
-                / run.whole_seconds for run in self.runs
-            ), 1)
-        print(f"  {self.setting:18} {self.way:13} {line['tokens_per_second']:10,.0f} tokens/s  "
-              f"{line.get('ms_per_step', 0):8.3f} ms/step  "
-              f"{line.get('accepted_per_step', 1):.2f} per step  equal {self.equal}", flush=True)
-        return line
 
 
 class Batch:
@@ -220,13 +87,14 @@ class Batch:
             # drawn texts of different trees have one law, not the same tokens
             alike = contestant.setting if temperature else PLAIN
             contestant.wanted = wanted.get(alike)
-            found = contestant.turn(exact=exact and not temperature, counts=False)
+            contestant.exact = exact and not temperature and contestant.setting != TRANSFORMERS
+            found = contestant.turn(counts=False)
             wanted.setdefault(alike, found.tokens)
         gc.collect()
         for turn in range(repeats):
             for contestant in contestants:
                 if turn < contestant.repeats:
-                    contestant.turn(exact=exact and not temperature, counts=True)
+                    contestant.turn(counts=True)
         return {
             "name": name, "batch": len(self.prompts), "temperature": temperature,
             "lines": [contestant.line() for contestant in contestants],
@@ -252,21 +120,22 @@ class Batch:
         return found
 
 
-def pair(dtype: torch.dtype, device: str, *, fused: bool) -> tuple[Any, Any]:
-    """Load the shipped pair, with transformers' modules or with the fused ones."""
-    source = HFTarget.from_pretrained(str(PAIR / "target"), dtype=dtype, device=device)
-    draft = load_draft(str(PAIR / "draft"), source, dtype=dtype, device=device)
-    if fused:
-        target = FusedTarget.from_target(source).with_features(draft.features)
-        return target, FusedEagle3.from_head(draft, source.max_context_len)
-    return source.with_features(draft.features), draft
+def compile_ahead(args: argparse.Namespace, workers: int) -> None:
+    """Decode a few tokens of every batch and setting, ``workers`` at a time, for Triton's cache."""
+    def one(batch: int, setting: str) -> None:
+        command = [
+            sys.executable, "-m", "bench.decode", "--workers", "0", "--batch", str(batch),
+            "--settings", setting, "--ways", ONE, "--new", "4", "--repeats", "1",
+            "--dtype", args.dtype, *(["--fused"] if args.fused else []),
+        ]
+        done = subprocess.run(
+            command, check=False, capture_output=True, text=True, cwd=Path(__file__).parents[1]
+        )
+        if done.returncode:  # it will fail again where it matters
+            print(f"{setting}, batch {batch}: {done.stderr[-300:]}", flush=True)
 
-
-def plain_target(dtype: torch.dtype, device: str) -> Any:
-    """Load the shipped target as transformers does."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(str(PAIR / "target"), dtype=dtype).to(device)
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(one, *zip(*itertools.product(args.batch, args.settings), strict=True)))
 
 
 def main() -> None:
@@ -279,6 +148,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, help="eager alone without CUDA")
     parser.add_argument("--fused", action="store_true", help="FusedTarget and FusedEagle3")
     parser.add_argument("--quick", action="store_true", help="one tree, batches of 1 and 8")
+    parser.add_argument("--workers", type=int, help="processes that compile ahead; 0 is none")
     parser.add_argument("--commit", help="what the results call this version")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -286,6 +156,10 @@ def main() -> None:
         args.batch, args.settings, args.repeats = [1, 8], list(QUICK), min(args.repeats, 2)
     begin = time.perf_counter()
     device, dtype = "cuda" if torch.cuda.is_available() else "cpu", getattr(torch, args.dtype)
+    workers = min(12, os.cpu_count() or 1) if args.workers is None else args.workers
+    if workers and device == "cuda":
+        compile_ahead(args, workers)
+        print(f"compiled after {time.perf_counter() - begin:.0f} s", flush=True)
     ways = args.ways or (list(WAYS) if device == "cuda" else [EAGER])
     models = pair(dtype, device, fused=args.fused)
     prompts = held_out_prompts(max(args.batch), models[0].tokenizer)
