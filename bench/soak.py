@@ -35,6 +35,7 @@ from specattn.spec.sampling import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from specattn.spec.policy import Observed
     from specattn.spec.request import Generation
 
 OUT = Path(__file__).parent / "results" / "soak_h200.json"
@@ -45,6 +46,8 @@ MARGIN = 1e-3
 # and a drawn token where a coin is at the edge of two; by how many of all drawn texts
 DRAWN_APART = 0.01
 WINDOW = 1000
+# a chance per step that requests join where there is room, and per request of a rare kind
+JOINS, RARE = 0.12, 0.005
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ class Churn:
         rng, rare = self.rng, len(self.kinds) // 16
         picked = list(kinds)
         while len(picked) < count:  # the last kinds are long, and seldom
-            last = rare and rng.random() < 0.01
+            last = rare and rng.random() < RARE
             first = len(self.kinds) - rare
             picked.append(rng.randrange(first, len(self.kinds)) if last else rng.randrange(first))
         requests = [
@@ -122,7 +125,7 @@ class Churn:
         if rng.random() < 0.02 or not self.gains:
             self.level = rng.randint(1, engine.config.max_num_reqs)
         missing = self.level - engine.num_live
-        if not engine.num_live or (missing > 0 and rng.random() < 0.25):
+        if not engine.num_live or (missing > 0 and rng.random() < JOINS):
             self.join(rng.randint(1, max(1, missing)))
         self.sizes.add(engine.num_live)
         before = {id(result): (kind, result.steps) for kind, result in self.running}
@@ -140,6 +143,16 @@ class Churn:
         self.engine.clear()
         dropped, self.running = self.running, []
         return dropped
+
+
+class Dice:
+    """A policy: any of the settings, at random, for every step."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+
+    def __call__(self, observed: Observed) -> SpecConfig:
+        return self._rng.choice(observed.settings)
 
 
 def wanted(fresh: Engine, plain: Engine, kinds: Sequence[Request]) -> list[Wanted]:
@@ -181,7 +194,10 @@ def compare(
 def acceptance(
     gains: Sequence[Sequence[tuple[int, int, int]]], want: Sequence[Wanted]
 ) -> dict[str, float]:
-    """Return tokens per request and step, what the fresh runs gained in the same, and the noise."""
+    """Return tokens per request and step, the noise, and what fresh runs gained.
+
+    ``fresh`` is what they gained in the very same steps, ``kinds`` what they gain on average.
+    """
     taken = [
         (gained, want[kind].accept_lens[at])
         for step in gains for kind, at, gained in step if at < len(want[kind].accept_lens)
@@ -191,6 +207,10 @@ def acceptance(
     return {
         "mean": statistics.fmean(numbers), "standard_error": error,
         "fresh": statistics.fmean(alone for _, alone in taken),
+        "kinds": statistics.fmean(
+            statistics.fmean(want[kind].accept_lens)
+            for step in gains for kind, at, _ in step if at < len(want[kind].accept_lens)
+        ),
     }
 
 
@@ -206,7 +226,7 @@ def memory() -> dict[str, int]:
 
 def soak(
     engine: Engine, fresh: Engine, plain: Engine, kinds: Sequence[Request], steps: int, *,
-    seed: int = 0, check_every: int = 250, fixed: bool = True,
+    seed: int = 0, check_every: int = 250,
 ) -> dict[str, Any]:
     """Run ``steps`` steps and check them; returns what was seen.
 
@@ -220,18 +240,19 @@ def soak(
         How many, and after how many of them the slots are checked.
     seed : int
         Of all that is random.
-    fixed : bool
-        Whether all steps take one setting, so that drawn tokens and gains have to be equal, too.
 
     Raises
     ------
     AssertionError
         If a text is wrong, a slot or row was lost, device memory grew, or acceptance moved.
     """
+    # one setting: drawn tokens and gains have to be equal, too
+    fixed = not engine.settings.adaptive
     want = wanted(fresh, plain, kinds)
     slots, rows = engine.table.num_free_slots, engine.table.num_free_rows
-    for narrower in engine.config.ladder():  # what is made on first use
-        engine.decoder(narrower).capture(sampled=True)
+    for config in engine.settings.configs:  # what is made on first use
+        for narrower in config.ladder():
+            engine.decoder(narrower).capture(sampled=True)
     churn, found, begin = Churn(engine, kinds, seed), Found(), time.perf_counter()
     churn.join(rows, range(len(kinds) - rows, len(kinds)))
     marks: list[dict[str, int]] = []
@@ -261,6 +282,11 @@ def soak(
         "first_steps": first, "last_steps": last, "memory_warm": marks[0],
         "memory_end": marks[-1],
     }
+    if not fixed:
+        report["steps_by_setting"] = {
+            f"{config.num_steps},{config.topk},{config.num_draft_tokens}": count
+            for config, count in engine.settings.used.items()
+        }
     judge(report, fixed=fixed)
     return report
 
@@ -273,9 +299,10 @@ def judge(report: dict[str, Any], *, fixed: bool) -> None:
     assert held <= 64 << 20, f"{held} bytes more are held than after the warm-up"
     first, last = report["first_steps"], report["last_steps"]
     if not fixed:
-        noise = math.hypot(first["standard_error"], last["standard_error"])
         # a request's steps are not independent of each other
-        assert abs(first["mean"] - last["mean"]) < 8 * noise + 0.02 * first["mean"], (first, last)
+        noise = 8 * math.hypot(*(part["standard_error"] / part["kinds"] for part in (first, last)))
+        early, late = (part["mean"] / part["kinds"] for part in (first, last))
+        assert abs(early - late) < noise + 0.1 * early, (first, last)
         return
     for part in (first, last):
         assert abs(part["mean"] - part["fresh"]) < 0.01 * part["fresh"], part
@@ -319,20 +346,27 @@ def main() -> None:
     prompts[1::4] = [text[: len(text) // 2 + 1] for text in prompts[::4]]  # prefixes to share
     kinds = kinds_of(prompts, NEW, CONTEXT)
 
-    def engine(tree: tuple[int, int, int], rows: int = args.rows, **more: Any) -> Engine:
-        config = SpecConfig(*tree, CONTEXT, rows)
-        return Engine(target, draft, config, buckets=[b for b in (1, 2, 4, 8, 16, rows)
-                                                      if b <= rows], **more)
+    def engine(tree: tuple[int, int, int], **more: Any) -> Engine:
+        config = SpecConfig(*tree, CONTEXT, args.rows)
+        return Engine(target, draft, config, **{"buckets": [4, args.rows], **more})
 
-    plain = engine((0, 1, 1))
+    plain, fresh = engine((0, 1, 1)), engine(TREE)
     report: dict[str, Any] = {
         "machine": machine(), "dtype": "float32", "tree": TREE, "rows": args.rows,
         "seed": args.seed,
     }
     report["one_setting"] = soak(
-        engine(TREE), engine(TREE), plain, kinds, args.steps, seed=args.seed
+        engine(TREE, buckets=None), fresh, plain, kinds, args.steps, seed=args.seed
     )
     print(json.dumps(report["one_setting"]), flush=True)
+    switching = engine(
+        TREE, configs=[SpecConfig(*tree, CONTEXT, args.rows) for tree in OTHERS],
+        policy=Dice(args.seed),
+    )
+    report["switching"] = soak(
+        switching, fresh, plain, kinds, args.steps // 4, seed=args.seed + 1
+    )
+    print(json.dumps(report["switching"]), flush=True)
     args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 

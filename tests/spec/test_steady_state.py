@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from bench.soak import Churn
+from bench.soak import Churn, Dice
 from specattn.config import SpecConfig
 from specattn.spec.generate import Engine, Request
 from specattn.spec.sampling import SamplingParams
@@ -73,15 +73,25 @@ class Steady:
         return {name: found.get(name, 0) for name in COUNTERS}
 
 
-def engine(seams) -> Engine:
-    config = SpecConfig(3, 4, 9, max_context_len=192, max_num_reqs=6, page_size=2)
-    models = TinyTarget(device="cuda"), TinyDraft(device="cuda")
-    return Engine(*models, config, backend="triton", buckets=[2, 6], seams=seams)
+RUNS = {
+    "one": (1000, {"seams": "one"}, []),
+    "three": (300, {"seams": "three"}, []),
+    "switching": (300, {"policy": Dice(2)}, [(2, 1, 3), (0, 1, 1)]),
+}
 
 
-@pytest.mark.parametrize(("seams", "steps"), [("one", 1000), ("three", 300)])
-def test_steps_neither_wait_nor_allocate(monkeypatch, seams, steps):
-    run = engine(seams)
+def engine(others, options, device="cuda", backend="triton") -> Engine:
+    config, *more = (
+        SpecConfig(*tree, max_context_len=192, max_num_reqs=6, page_size=2)
+        for tree in ((3, 4, 9), *others)
+    )
+    models = TinyTarget(device=device), TinyDraft(device=device)
+    return Engine(*models, config, configs=more, backend=backend, buckets=[2, 6], **options)
+
+
+@pytest.mark.parametrize(("steps", "options", "others"), RUNS.values(), ids=RUNS)
+def test_steps_neither_wait_nor_allocate(monkeypatch, steps, options, others):
+    run = engine(others, options)
     paused = []
 
     @contextmanager
@@ -113,6 +123,10 @@ def test_steps_neither_wait_nor_allocate(monkeypatch, seams, steps):
     assert steady.waits <= steps
     assert len(ended) > steps // 20, f"only {len(ended)} requests ended"
     assert churn.sizes == {1, 2, 3, 4, 5, 6}
+    for decoder in run.decoders:
+        assert decoder.config in run.settings.configs
+        assert all(map(decoder.runner.recorded, decoder.modes))
+        assert not decoder.runner.stats.eager
     assert {result.finish_reason for _, result in ended} == {"length"}
     greedy = {at: dense_greedy(run.target.model, kind.prompt, kind.max_new_tokens)
               for at, kind in enumerate(KINDS) if not kind.sampling.temperature}
