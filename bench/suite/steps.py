@@ -41,9 +41,11 @@ ACCEPTED = (
 
 
 def read(results: Path) -> list[Cell]:
-    """Return the cells that were measured."""
-    cells: list[Cell] = json.loads((results / RECORD).read_text())["cells"]
-    return [cell for cell in cells if "skipped" not in cell]
+    """Return the cells that were measured, each with the time of its products alone."""
+    found = json.loads((results / RECORD).read_text())
+    speed = found["roofs"]["matmul_tflops"] * 1e6
+    return [cell | {"products_us": cell["operations"] / speed}
+            for cell in found["cells"] if "skipped" not in cell]
 
 
 def shown(results: Path) -> str:
@@ -51,7 +53,9 @@ def shown(results: Path) -> str:
     cells, texts = read(results), []
     for model in dict.fromkeys(cell["model"] for cell in cells):
         own = [cell for cell in cells if cell["model"] == model]
-        texts += [f"{model}, ms and ratio to the bytes at the speed of a copy:", times(own)]
+        texts += [f"{model}, ms and ratio to the bytes at the speed of a copy (with *: to the "
+                  "products at the speed of a large square one, where these take longer):",
+                  times(own)]
     texts += ["Where the time goes, us, at 4k tokens:", division(cells)]
     texts += [f"{MODEL} against plain decoding, batch 1, at tokens per step measured elsewhere:",
               gains(cells)]
@@ -85,7 +89,9 @@ def times(cells: list[Cell]) -> str:
 def _time(cell: Cell | None) -> str:
     if cell is None:
         return tables.NONE
-    return f"{cell['us'] / 1e3:.2f}, {tables.times(cell['us'] / cell['floor_us'])}"
+    floor, products = cell["floor_us"], cell["products_us"]
+    ratio = tables.times(cell["us"] / max(floor, products))
+    return f"{cell['us'] / 1e3:.2f}, {ratio}{' *' if products > floor else ''}"
 
 
 def _even(row: dict[str, Cell], setting: str) -> str:
