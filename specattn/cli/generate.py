@@ -69,7 +69,8 @@ def generate(
     seed: Annotated[
         int,
         typer.Option(
-            rich_help_panel=SAMPLING, help="The same seed gives the same tokens, in any batch."
+            rich_help_panel=SAMPLING, help="The same seed gives the same tokens, in any batch "
+            "(not with --adaptive)."
         ),
     ] = 0,
     max_new_tokens: Annotated[
