@@ -2,7 +2,11 @@
 
 Whole batches are decoded to their ends, a step ahead as `Engine.generate` does. Prompts and
 captures are not timed. All contestants of a cell run in one process, in turn, and the figure is
-the median. Before a run's time counts, its greedy tokens are compared with plain decoding's
+the median of the turns. Graphs are captured anew for every turn: what runs is the same, but where
+its memory lies moves its time by a percent, which is more than one graph and three may differ by.
+They are timed a second time with every step waited for before the next is launched.
+
+Before a run's time counts, its greedy tokens are compared with plain decoding's
 (float32: they must be equal; in half precision, and of transformers, equal texts are counted), and
 drawn ones with the first way of the same setting.
 
@@ -12,7 +16,7 @@ included, is subtracted.
 
 With CUDA, what has to be compiled is compiled before, by a process for every batch and setting.
 
-    python -m bench.decode [--batch 1 8 64] [--new 128] [--repeats 3] [--dtype bfloat16]
+    python -m bench.decode [--batch 1 8 64] [--new 128] [--repeats 4] [--dtype bfloat16]
     python -m bench.decode --quick
 """
 
@@ -33,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bench.acceptance import PROMPT_TOKENS, held_out_prompts
-from bench.decode_sides import Contestant, Transformers, decode, pair, plain_target
+from bench.decode_sides import Contestant, Run, Transformers, decode, pair, plain_target
 from bench.suite.decode import EAGER, ONE, PLAIN, THREE, TRANSFORMERS, slower
 from bench.suite.machine import machine
 from specattn.config import SpecConfig
@@ -54,69 +58,83 @@ WAYS: dict[str, dict[str, Any]] = {
     ONE: {"seams": "one"}, THREE: {"seams": "three"}, EAGER: {"graphs": False},
 }
 #: Tokens and turns of what launches kernel by kernel.
-SHORT, FEW = 32, 2
+SHORT, EAGER_TURNS = 32, 2
 TEMPERATURES = (0.0, 1.0)
 
 
 class Batch:
-    """Everything that decodes one batch: engines made once, for greedy and drawn tokens."""
+    """Everything that decodes one batch, greedy and drawing.
+
+    Graphs are captured anew for every turn: where their memory comes to lie is worth a percent.
+    """
 
     def __init__(
         self, models: tuple[Any, Any], prompts: list[list[int]], settings: Sequence[str],
-        ways: Sequence[str], generate: Transformers | None,
+        ways: Sequence[str], generate: Transformers | None, new: int,
     ) -> None:
-        self.prompts, self.generate, size = prompts, generate, len(prompts)
+        self.models, self.prompts, self.generate, self.new = models, prompts, generate, new
         # what launches kernel by kernel gets less to do where others are to be timed as well
-        self.brief = len(ways) > 1
-        self.engines = {
-            (setting, way): Engine(
-                *models, SpecConfig(*TREES[setting], CONTEXT, size), buckets=[size], **WAYS[way],
-            )
-            for setting in settings for way in ways
+        self.short = min(new, SHORT) if len(ways) > 1 else new
+        self.contestants = {
             # a plain step is one forward, whatever its seams
-            if setting != PLAIN or way != THREE
+            temperature: [Contestant(setting, way) for setting in settings for way in ways
+                          if setting != PLAIN or way != THREE]
+            + ([Contestant(TRANSFORMERS, EAGER)] if generate else [])
+            for temperature in TEMPERATURES
         }
 
-    def cell(self, temperature: float, new: int, repeats: int, *, exact: bool) -> dict[str, Any]:
-        """Compare all contestants and time them in turn."""
-        name = f"batch {len(self.prompts)}, {'drawn' if temperature else 'greedy'}"
-        print(name, flush=True)
-        contestants = self._contestants(temperature, new, repeats)
-        wanted: dict[str, list[list[int]]] = {}
-        for contestant in contestants:
-            # drawn texts of different trees have one law, not the same tokens
-            alike = contestant.setting if temperature else PLAIN
-            contestant.wanted = wanted.get(alike)
-            contestant.exact = exact and not temperature and contestant.setting != TRANSFORMERS
-            found = contestant.turn(counts=False)
-            wanted.setdefault(alike, found.tokens)
-        gc.collect()
-        for turn in range(repeats):
-            for contestant in contestants:
-                if turn < contestant.repeats:
-                    contestant.turn(counts=True)
-        return {
-            "name": name, "batch": len(self.prompts), "temperature": temperature,
-            "lines": [contestant.line() for contestant in contestants],
+    def turn(self, nth: int, *, exact: bool) -> None:
+        """Compare every contestant with others, then time it; two times for what is eager."""
+        made = [c for c in self.contestants[TEMPERATURES[0]] if c.way != EAGER or not nth]
+        # first one, then the other comes to lie in what the one before has left
+        engines = {
+            (c.setting, c.way): self._engine(c) for c in (reversed(made) if nth % 2 else made)
+            if c.setting != TRANSFORMERS
         }
+        for temperature, contestants in self.contestants.items():
+            taking = [c for c in contestants if c.way != EAGER or nth < EAGER_TURNS]
+            wanted: dict[str, list[list[int]]] = {}
+            for c in taking:
+                if (c.setting, c.way) in engines:
+                    c.engine = engines[c.setting, c.way]
+                # drawn texts of different trees have one law, not the same tokens
+                alike = c.setting if temperature else PLAIN
+                c.wanted = wanted.get(alike, c.wanted)
+                c.exact = exact and not temperature and c.setting != TRANSFORMERS
+                if not nth:  # what is compiled at first use is so before anything is timed
+                    wanted.setdefault(alike, c.turn(self._run(c, temperature)).tokens)
+            gc.collect()
+            for c in taking:
+                c.runs.append(c.turn(self._run(c, temperature)))
+                if c.way in (ONE, THREE):
+                    c.waited.append(c.turn(self._run(c, temperature, ahead=False)))
 
-    def _contestants(self, temperature: float, new: int, repeats: int) -> list[Contestant]:
-        short, few = (min(new, SHORT), min(repeats, FEW)) if self.brief else (new, repeats)
+    def _engine(self, contestant: Contestant) -> Engine:
+        size = len(self.prompts)
+        config = SpecConfig(*TREES[contestant.setting], CONTEXT, size)
+        return Engine(*self.models, config, buckets=[size], **WAYS[contestant.way])
+
+    def _run(self, contestant: Contestant, temperature: float, *, ahead: bool = True) -> Run:
+        new = self.short if contestant.way == EAGER else self.new
+        if contestant.setting == TRANSFORMERS:
+            assert self.generate is not None
+            return self.generate.decode(self.prompts, new, temperature)
+        assert contestant.engine is not None
+        return decode(contestant.engine, [
+            Request(prompt, new, SamplingParams(temperature, seed=at), ignore_eos=True)
+            for at, prompt in enumerate(self.prompts)
+        ], ahead=ahead)
+
+    def cells(self) -> list[dict[str, Any]]:
+        """Return what was measured, and print it."""
         found = []
-        for (setting, way), engine in self.engines.items():
-            count, turns = (short, few) if way == EAGER else (new, repeats)
-            requests = [
-                Request(prompt, count, SamplingParams(temperature, seed=at), ignore_eos=True)
-                for at, prompt in enumerate(self.prompts)
-            ]
-            found.append(Contestant(
-                setting, way, turns, lambda e=engine, r=requests: decode(e, r)
-            ))
-        if self.generate is not None:
-            found.append(Contestant(
-                TRANSFORMERS, EAGER, few,
-                lambda: self.generate.decode(self.prompts, short, temperature),
-            ))
+        for temperature, contestants in self.contestants.items():
+            name = f"batch {len(self.prompts)}, {'drawn' if temperature else 'greedy'}"
+            print(name, flush=True)
+            found.append({
+                "name": name, "batch": len(self.prompts), "temperature": temperature,
+                "lines": [contestant.line() for contestant in contestants],
+            })
         return found
 
 
@@ -142,7 +160,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--new", type=int, default=128, help="tokens of a request")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=4, help="captures, a turn each")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--settings", nargs="+", choices=TREES, default=list(TREES))
     parser.add_argument("--ways", nargs="+", choices=WAYS, help="eager alone without CUDA")
@@ -170,17 +188,16 @@ def main() -> None:
         "prompt_tokens": PROMPT_TOKENS, "repeats": args.repeats,
         "trees": {name: TREES[name] for name in args.settings}, "cells": [],
     }
-    for batch in args.batch:
-        whole = Batch(models, prompts[:batch], args.settings, ways, generate)
-        for temperature in TEMPERATURES:
-            found["cells"].append(whole.cell(
-                temperature, args.new, args.repeats, exact=dtype == torch.float32
-            ))
-            found["slower_than_three_graphs"] = slower(found["cells"])
-            found["seconds"] = round(time.perf_counter() - begin, 1)
-            if args.out:
-                args.out.write_text(json.dumps(found, indent=1) + "\n")
-        del whole
+    for size in args.batch:
+        batch = Batch(models, prompts[:size], args.settings, ways, generate, args.new)
+        for nth in range(args.repeats):
+            batch.turn(nth, exact=dtype == torch.float32)
+        found["cells"] += batch.cells()
+        found["slower_than_three_graphs"] = slower(found["cells"])
+        found["seconds"] = round(time.perf_counter() - begin, 1)
+        if args.out:
+            args.out.write_text(json.dumps(found, indent=1) + "\n")
+        del batch
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()

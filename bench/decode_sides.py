@@ -13,7 +13,7 @@ import torch
 from specattn.models import FusedEagle3, FusedTarget, HFTarget, load_draft
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from specattn.spec.generate import Engine
     from specattn.spec.request import Request
@@ -48,13 +48,13 @@ class Run:
         return sum(len(tokens) - 1 for tokens in self.tokens) / self.seconds
 
 
-def decode(engine: Engine, requests: Sequence[Request]) -> Run:
+def decode(engine: Engine, requests: Sequence[Request], *, ahead: bool = True) -> Run:
     """Decode a batch to its end; the first tokens come with the prompts and are not timed."""
     results = engine.add(requests)
     whole_steps, whole_seconds, steps = 0, 0.0, 0
     begin = time.perf_counter()
     while engine.num_live:
-        engine.step(ahead=True)
+        engine.step(ahead=ahead)
         steps += 1
         if engine.num_live == len(requests):
             whole_steps, whole_seconds = steps, time.perf_counter() - begin
@@ -97,27 +97,26 @@ class Contestant:
     """A setting, run one way over one batch; collects its runs.
 
     ``wanted`` are the tokens it is compared with, once they are known; ``exact`` says whether they
-    must be equal.
+    must be equal; ``waited`` are runs that wait for every step before they launch the next.
     """
 
     setting: str
     way: str
-    repeats: int
-    run: Callable[[], Run]
+    engine: Engine | None = None
     wanted: list[list[int]] | None = None
     exact: bool = False
     equal: int | None = None
     runs: list[Run] = field(default_factory=list)
+    waited: list[Run] = field(default_factory=list)
 
-    def turn(self, *, counts: bool) -> Run:
-        """Run once and compare; the time is kept if it ``counts``.
+    def turn(self, found: Run) -> Run:
+        """Compare a run's tokens, and return it.
 
         Raises
         ------
         ArithmeticError
             If tokens differ where they must be equal.
         """
-        found = self.run()
         if self.wanted is not None:
             pairs = zip(self.wanted, found.tokens, strict=True)
             equal = sum(want[: len(tokens)] == tokens for want, tokens in pairs)
@@ -127,18 +126,18 @@ class Contestant:
                     f"{self.setting}, {self.way}: {len(found.tokens) - equal} of "
                     f"{len(found.tokens)} texts are not those of plain decoding"
                 )
-        if counts:
-            self.runs.append(found)
         return found
 
     def line(self) -> dict[str, Any]:
         """Return what was measured, and print it."""
-        speeds = [run.tokens_per_second for run in self.runs]
+        speeds, waited = (
+            [round(run.tokens_per_second, 1) for run in runs] for runs in (self.runs, self.waited)
+        )
         run, steps = self.runs[0], [len(gained) for gained in self.runs[0].accept_lens]
         line: dict[str, Any] = {
             "setting": self.setting, "way": self.way, "new_tokens": len(run.tokens[0]),
             "tokens_per_second": round(statistics.median(speeds), 1),
-            "runs": [round(speed, 1) for speed in speeds], "equal": self.equal,
+            "runs": speeds, "equal": self.equal, **({"waited": waited} if waited else {}),
         }
         if steps:
             gained = sum(map(sum, run.accept_lens))

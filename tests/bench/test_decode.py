@@ -12,7 +12,6 @@ import torch
 from bench import decode, decode_sides
 from bench.suite import decode as report
 from bench.suite import records
-from specattn.spec.generate import Engine
 from specattn.spec.request import Request
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 
@@ -47,7 +46,7 @@ def test_every_way_writes_the_same_and_is_recorded(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(decode, "CONTEXT", 64)
     out = tmp_path / report.RECORD
     monkeypatch.setattr(sys, "argv", [
-        "decode", "--batch", "2", "--new", "5", "--repeats", "1", "--dtype", "float32",
+        "decode", "--batch", "2", "--new", "5", "--repeats", "2", "--dtype", "float32",
         "--settings", report.PLAIN, "chain of 5", "--ways", *report.WAYS, "--workers", "0",
         "--out", str(out),
     ])
@@ -59,7 +58,10 @@ def test_every_way_writes_the_same_and_is_recorded(tmp_path, monkeypatch, capsys
     assert len(ways) == 6
     for key, line in ways.items():
         assert line["equal"] == (None if key == (report.PLAIN, report.ONE) else 2), key
-        assert line["new_tokens"] == (3 if key[1] == report.EAGER else 5)
+        eager = key[1] == report.EAGER
+        assert line["new_tokens"] == (3 if eager else 5)
+        assert len(line["runs"]) == 2
+        assert len(line.get("waited", [])) == (0 if eager else 2)
     assert [line["equal"] for line in drawn["lines"]] == [None, 2, None, 2, 2, None]
     assert found["slower_than_three_graphs"] == report.slower(found["cells"])
     assert "| 2 | transformers' `generate` | 1.00 | - | - |" in records.blocks(tmp_path)["pair"]
@@ -69,9 +71,8 @@ def test_every_way_writes_the_same_and_is_recorded(tmp_path, monkeypatch, capsys
 def test_first_tokens_are_not_counted_and_slots_come_back(monkeypatch):
     monkeypatch.setattr(decode, "CONTEXT", 64)
     models = TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
-    batch = decode.Batch(models, PROMPTS, ["chain of 5"], [report.ONE], None)
-    (engine,) = batch.engines.values()
-    assert isinstance(engine, Engine)
+    batch = decode.Batch(models, PROMPTS, ["chain of 5"], [report.ONE], None, 4)
+    engine = batch._engine(batch.contestants[0.0][0])
     run = decode_sides.decode(engine, [Request(p, n, ignore_eos=True) for p, n in
                                  zip(PROMPTS, (4, 30), strict=True)])
     assert [len(tokens) for tokens in run.tokens] == [4, 30]
@@ -97,24 +98,23 @@ def test_transformers_goes_on_past_ends():
 
 def test_other_tokens_are_no_result():
     run = decode_sides.Run([[1, 2, 4]], 1.0)
-    contestant = decode_sides.Contestant("chain", report.ONE, 1, lambda: run, [[1, 2, 3]])
-    contestant.turn(counts=True)
+    contestant = decode_sides.Contestant("chain", report.ONE, wanted=[[1, 2, 3]])
+    assert contestant.turn(run) is run
     assert contestant.equal == 0
     contestant.exact = True
     with pytest.raises(ArithmeticError, match="chain, one graph: 1 of 1 texts"):
-        contestant.turn(counts=True)
-    assert len(contestant.runs) == 1
+        contestant.turn(run)
 
 
 RECORD = {"models": "fused", "dtype": "bfloat16"}
 
 
-def cell(temperature: float, one: list[float], three: list[float]) -> dict:
+def cell(temperature: float, one: list[float], three: list[float], **waited: list[float]) -> dict:
     plain = {"setting": report.PLAIN, "way": report.ONE, "tokens_per_second": 500.0,
              "runs": [500.0], "equal": None, "accepted_per_step": 1.0}
     lines = [
         plain | {"setting": "chain of 5", "way": way, "tokens_per_second": sorted(runs)[1],
-                 "runs": runs, "equal": 3, "accepted_per_step": 2.5}
+                 "runs": runs, "equal": 3, "accepted_per_step": 2.5, **waited}
         for way, runs in ((report.ONE, one), (report.THREE, three))
     ]
     theirs = {"setting": report.TRANSFORMERS, "way": report.EAGER, "tokens_per_second": 100.0,
@@ -126,17 +126,18 @@ def cell(temperature: float, one: list[float], three: list[float]) -> dict:
 def test_one_graph_is_held_to_three(tmp_path):
     (target,) = report.asked(tmp_path)
     assert target.verdict == "not measured"
-    # the middle run of each says 1.1x, turn by turn it is 1.0x
     cells = [cell(0.0, [1100.0, 1200.0, 900.0], [1000.0, 1200.0, 900.0]),
-             cell(1.0, [980.0, 990.0, 1000.0], [1000.0, 1000.0, 1000.0])]
+             cell(1.0, [980.0, 990.0, 1000.0], [1000.0, 1000.0, 1000.0], waited=[7.0])]
     (tmp_path / report.RECORD).write_text(json.dumps(RECORD | {"cells": cells}))
     (target,) = report.asked(tmp_path)
     assert target.value == pytest.approx(0.99)
     assert target.verdict == "**below**"
     text = records.blocks(tmp_path)["pair"]
-    assert "| 4 | chain of 5 | 2.50 | 1,100 | 1,000 | - | 1.00x | 2.20x | 11.00x |" in text
-    assert "slower in 1 of 2 cells (batch 4 at 1.0, chain of 5: 0.990x)" in text
-    assert "Of the greedy texts, 10 of 12" in text
+    assert "| 4 | chain of 5 | 2.50 | 1,100 | 1,000 | - | 1.10x | 2.20x | 11.00x |" in text
+    assert "| 990 | 1,000 | - | 0.99x | 1.00x | 1.98x | 9.90x |" in text
+    assert "1.044x as fast as three (geomean of 2 cells), and slower in 1 of them: batch 4" in text
+    assert "batch 4 at 1.0, chain of 5: 0.990x. Of the greedy texts, 10 of 12" in text
+    assert "the fastest capture of a step is" in text
     (tmp_path / report.RECORD).write_text(json.dumps(RECORD | {"cells": cells[:1]}))
     assert report.asked(tmp_path)[0].verdict == "aim"
-    assert "slower in none of 1 cells" in records.blocks(tmp_path)["pair"]
+    assert "and slower in 0 of them. Of" in records.blocks(tmp_path)["pair"]
