@@ -30,15 +30,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from bench.sanitize_step import BF16, DEVICE, F8, F16, F32, MODELS, STEP, finite
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RESULTS = Path(__file__).parent / "results"
 TOOLS = ("memcheck", "racecheck", "initcheck")
 # a group is killed after this; on an H200 none took more than 30
 SECONDS = 300
-BF16, F16, F32, F8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 
 
 class World:
@@ -88,12 +88,6 @@ class World:
         pool[~self.used] = float("nan")
         # float8 knows NaN, and no assignment through a mask
         return pool.to(dtype).to(DEVICE)
-
-
-def finite(*results: Tensor | None) -> None:
-    for result in results:
-        if result is not None and not torch.isfinite(result.float()).all():
-            raise ArithmeticError(f"not finite: {list(result.shape)}")
 
 
 def attend(
@@ -312,6 +306,8 @@ GROUPS: dict[str, dict[str, Callable[[], None]]] = {
         "prompt, bf16": partial(prompt_latent, BF16),
     },
     "small": {"operations": small, "dtypes": pool_dtypes},
+    "step": STEP,
+    "models": MODELS,
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench import sanitize
+from bench import sanitize, sanitize_step
 from bench.sanitize import F16, F32, World, parse
 
 DEVICE = sanitize.DEVICE
@@ -22,6 +22,23 @@ DEVICE = sanitize.DEVICE
 ], ids=["tree", "window", "page", "lists", "fixed", "prompt", "small"])
 def test_cases_run(call):
     torch.manual_seed(0)
+    call()
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there bench.sanitize itself runs them")
+@pytest.mark.parametrize("call", [
+    sanitize.pool_dtypes,
+    sanitize_step.states,
+    lambda: sanitize_step.path(F32, F16),
+    lambda: sanitize_step.plans(5),
+    lambda: sanitize_step.choices(33, F16),
+    lambda: sanitize_step.draws(33, F16),
+    lambda: sanitize_step.layer(3, F16),
+    lambda: sanitize_step.rotation(6, 1, 24, 3, F16),
+], ids=["dtypes", "states", "path", "plans", "choices", "draws", "layer", "rotation"])
+# what is infinitely far below the largest logit overflows, as it should
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_cases_of_a_step_run(call):
     call()
 
 

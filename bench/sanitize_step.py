@@ -1,0 +1,292 @@
+"""What `bench.sanitize` runs of a step besides attention: state, vocabularies, decoder layers.
+
+Everything is as large as it needs to be and no more, what nobody may read holds NaN, and what
+nobody may write must still hold it afterwards.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BF16, F16, F32, F8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+NAN = float("nan")
+
+
+def finite(*results: Tensor | None) -> None:
+    for result in results:
+        if result is not None and not torch.isfinite(result.float()).all():
+            raise ArithmeticError(f"not finite: {list(result.shape)}")
+
+
+def same(name: str, got: Tensor, want: Tensor) -> None:
+    if not torch.equal(got, want):
+        raise ArithmeticError(f"{name}: {list(got.shape)} differ")
+
+
+def put(values: list[Any], dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor(values, dtype=dtype).to(DEVICE)
+
+
+def noise(*shape: int, dtype: torch.dtype = F32) -> Tensor:
+    return torch.randn(*shape).to(dtype).to(DEVICE)
+
+
+def poison(*shape: int, dtype: torch.dtype = F32) -> Tensor:
+    value = NAN if dtype.is_floating_point else -77
+    return torch.full(shape, value).to(dtype).to(DEVICE)
+
+
+def states() -> None:
+    """Begin and end over tables of every kind of width; the last request ends its tables."""
+    from specattn.kernels.step import begin_step, end_step
+
+    context, reserve, depth, steps, topk = 40, 7, 5, 4, 3
+    # padding, one without room, one that fills both its row and the table's last
+    rows, lens = put([2, 0, 1, 4], torch.int64), put([0, 6, 0, 9, context - reserve])
+    room = put([0, 6 + reserve - 1, reserve, 9 + reserve, context])
+    layout = [
+        ((), torch.int64), ((3,), F32), ((33,), F16), ((2077,), BF16), ((4097,), F32), ((), F32),
+        ((5,), torch.int64),
+    ]
+    tables = [torch.randint(1, 99, (5, *shape)).to(dtype).to(DEVICE) for shape, dtype in layout]
+    outs = [poison(4, *shape, dtype=dtype) for shape, dtype in layout]
+    slots = torch.arange(5 * context, dtype=torch.int32).view(5, context).to(DEVICE)
+    found = {
+        "rows_out": poison(4, dtype=torch.int64), "seq_lens_out": poison(4, dtype=torch.int32),
+        "window_out": poison(4, reserve, dtype=torch.int32),
+        "positions_out": poison(4, depth, dtype=torch.int64),
+        "draft_positions_out": poison(4, steps, topk, dtype=torch.int64),
+    }
+    begin_step(rows, lens, room, slots, reserve_len=reserve, **found, tables=tables, outs=outs)
+    same("rows", found["rows_out"], put([2, 0, 0, 4], torch.int64))
+    same("slots", found["window_out"][3], slots[4, -reserve:])
+    for table, out in zip(tables, outs, strict=True):
+        same("state", out, table[found["rows_out"]])
+    before = [table.clone() for table in tables]
+    new = [out + 1 for out in outs]
+    packed = poison(4, 1 + depth, dtype=torch.int64)
+    end_step(
+        found["rows_out"], found["seq_lens_out"], put([3, 1, 0, 5]),
+        put([[9] * depth] * 4, torch.int64), seq_lens_table=lens, sources=new, tables=tables,
+        packed_out=packed,
+    )
+    same("lengths", lens, put([0, 6, 3, 9, context - reserve + 5]))
+    same("packed", packed[:, 0], put([3, 0, 0, 5], torch.int64))
+    for table, old, source in zip(tables, before, new, strict=True):
+        same("untouched rows", table[[0, 1, 3]], old[[0, 1, 3]])
+        same("new state", table[[2, 4]], source[[0, 3]])
+
+
+def path(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+    """Features along paths, of which one is as deep as can be and one empty."""
+    from specattn.kernels.step import gather_path
+
+    nodes, depth, width = 6, 4, 2077
+    index = put([[0, 2, 3, 5], [0, -1, -1, -1], [-1] * 4])
+    features = poison(3, nodes, width, dtype=dtype)
+    # elsewhere there are only nodes that nobody accepted
+    read = index.clamp(min=0).long()
+    at = torch.arange(3, device=DEVICE)[:, None]
+    features[at, read] = noise(3, depth, width, dtype=dtype)
+    out = poison(3, depth, width, dtype=out_dtype)
+    last, after = poison(3, dtype=torch.int64), poison(3, dtype=torch.int64)
+    gather_path(
+        features, index, put([4, 1, 0]), put([9, 0, 0]), features_out=out, last_rows_out=last,
+        after_out=after,
+    )
+    finite(out)
+    same("path", out, features[at, read].to(out_dtype))
+    same("ends", last, put([3, 4, 8], torch.int64))
+    same("lengths", after, put([13, 1, 0], torch.int64))
+
+
+def plans(count: int) -> None:
+    """Plans of different batches, tails and windows, and of lists, together and in two halves."""
+    from specattn.kernels.tile_config import tile_config
+    from specattn.kernels.tree_attention import TreeAttention
+    from specattn.kernels.tree_plan import fill_plans
+
+    cuts, kernels = [], []
+    for i in range(count):
+        batch, csr = (1, 4, 19)[i % 3], i % 4 == 3
+        tokens = 1 if csr else 1 + i % 5
+        kernel = TreeAttention(
+            batch=batch, q_len=tokens, tail_len=0 if csr else tokens, num_qo_heads=8,
+            num_kv_heads=2, head_dim=64, v_head_dim=64, dtype=F16, device=DEVICE, sm_scale=0.1,
+            window_left=20 if i % 5 == 2 and not csr else -1, csr=csr,
+            tile=tile_config(4 * tokens, 64, 64, F16, batch),
+        )
+        lens = torch.randint(0, 400, (batch + csr,), dtype=torch.int32)
+        kernels.append(kernel)
+        if csr:
+            lens[0] = 0
+            cuts.append(kernel.cut_csr(lens.cumsum(0).int().to(DEVICE)))
+        else:
+            rows = torch.arange(1, batch + 1).to(DEVICE)
+            cuts.append(kernel.cut(lens.to(DEVICE), rows, 500))
+    tables = [(k.tables.requests, k.tables.chunks, k.tables.splits) for k in kernels]
+    found = []
+    for groups in ((cuts,), (cuts[: count // 2], cuts[count // 2 :])):
+        for each in tables:
+            for table in each:
+                table.fill_(-77)
+        for group in groups:
+            fill_plans(group)
+        found.append([table.clone() for each in tables for table in each])
+    for one, other in zip(*found, strict=True):
+        same("plans", one, other)
+
+
+def choices(vocab: int, dtype: torch.dtype) -> None:
+    """The best tokens of rows with ties, of NaN and of nothing."""
+    from specattn.kernels.choose import argmax_tokens, top_tokens
+
+    logits = noise(5, vocab, dtype=dtype)
+    logits[1] = 0
+    logits[2, : vocab // 2] = NAN
+    logits[3] = -torch.inf
+    logits[4, -1] = 50
+    names = torch.randperm(vocab).to(DEVICE)
+    for topk in {1, min(vocab, 8), min(vocab, 20)}:
+        for target_ids in (None, names):
+            probs, ids = poison(5, topk), poison(5, topk, dtype=torch.int64)
+            top_tokens(logits, topk, probs_out=probs, ids_out=ids, target_ids=target_ids)
+            finite(probs)
+            if not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
+                raise ArithmeticError(f"tokens {ids.tolist()} of {vocab}")
+            last = vocab - 1 if target_ids is None else int(names[-1])
+            same("best", ids[4:, 0], put([last], torch.int64))
+    same("argmax", argmax_tokens(logits)[3:], put([0, vocab - 1], torch.int64))
+    many = logits[4:].repeat(150, 1)
+    same("argmax of many rows", argmax_tokens(many), put([vocab - 1] * 150, torch.int64))
+
+
+def draws(vocab: int, dtype: torch.dtype) -> None:
+    """Distributions with and without cuts, coins, and draws: all rows of all kinds of settings."""
+    from specattn.kernels.sampling import draw_tokens, path_coins, target_probs, uniform
+
+    requests, rows = 6, 2
+    logits = noise(requests * rows, vocab, dtype=dtype)
+    # ties everywhere, and nothing to draw
+    logits[4] = 0
+    logits[5] = -torch.inf
+    # more tokens at the cut than are searched in registers
+    logits[6:8] = logits[6:8].round()
+    temperature = put([1.0, 0.0, 0.7, 2.0, 1e-6, 1.0], F32)
+    top_k = put([0, 3, 2, vocab // 2 + 1, 5, vocab])
+    top_p = put([0.9, 0.5, 1.0, 0.8, 0.3, 1e-4], F32)
+    coins = path_coins(put([3, -1, 2**62, 0, 7, 9], torch.int64), put([0, 5, 9, 2, 3, 4]), 5, 3)
+    finite(coins, uniform(put([1, 2], torch.int64), put([[1, 2, 3], [0, 4, 9]], torch.int64), 1))
+    for k, p in ((None, None), (top_k, None), (None, top_p), (top_k, top_p)):
+        probs = target_probs(logits, temperature, k, p, rows)
+        finite(probs)
+        if (probs.sum(1) - 1).abs().max() > 1e-4:
+            raise ArithmeticError(f"sums {probs.sum(1).tolist()}")
+        weights, ends = probs[::rows].contiguous(), coins[0, :, 0].contiguous()
+        nothing = torch.zeros_like(weights)
+        tokens = draw_tokens(weights, ends)
+        same("fallback", draw_tokens(nothing, ends, weights), tokens)
+        if not (probs[::rows].gather(1, tokens[:, None]) > 0).all():
+            raise ArithmeticError(f"drawn without weight: {tokens.tolist()}")
+
+
+def parts(split: int, rows: int, size: int, dtype: torch.dtype) -> Tensor:
+    return noise(split, rows, size, dtype=dtype if split == 1 else F32)
+
+
+def layer(split: int, dtype: torch.dtype) -> None:
+    """What lies between the products of a decoder layer, at widths that are no power of two."""
+    from specattn.kernels import glue
+    from specattn.kernels.add_parts import add_parts
+
+    size, count, vocab = 1032, 5, 11
+    weight, stream = noise(size, dtype=dtype), noise(count, size, dtype=dtype)
+    product = parts(split, count, size, dtype)
+    finite(*glue.add_rms_norm(product, stream, weight, 1e-5))
+    # a row that is not asked for is not read
+    product[:, 2] = NAN
+    stream[2] = NAN
+    wanted = put([4, 0, 4], torch.int64)
+    finite(*glue.add_rms_norm(product, stream, weight, 1e-5, rows=wanted))
+    table, ids = noise(vocab, size, dtype=dtype), put([3, vocab - 1, 0, 3, 7], torch.int64)
+    wide = poison(count, 2 * size, dtype=dtype)
+    normed, embedded = glue.embed_rms_norm(ids, table, weight, 1e-5, embedded=wide[:, size:])
+    finite(normed, embedded)
+    same("beside the embeddings", wide[:, :size].isnan(), torch.ones_like(wide[:, :size]).bool())
+    hidden = noise(count, size, dtype=dtype)
+    finite(glue.embed_norm_pair(ids, table, hidden, weight, weight, 1e-5))
+    finite(glue.silu_mul(parts(split, count, 2 * 700, dtype), dtype))
+    finite(add_parts(parts(split, count, 700, dtype), dtype))
+
+
+def rotation(
+    heads: int, kv_heads: int, dim: int, split: int, dtype: torch.dtype,
+    stored: torch.dtype | None = None,
+) -> None:
+    """Keys and values go to their slots of a poisoned pool, and nowhere else."""
+    from specattn.kernels.glue import rotate_store
+
+    product = parts(split, 6, (heads + 2 * kv_heads) * dim, dtype)
+    angles = torch.rand(50, dim // 2) * 6
+    table = torch.cat([angles.cos(), angles.sin()], 1).to(DEVICE)
+    # the table's last row, and past it
+    positions = put([0, 49, 7, 7, 60, 1], torch.int64)
+    norms = (noise(dim, dtype=dtype), noise(dim, dtype=dtype))
+    slots = put([[9, 2, 5], [0, 7, 3]])
+    for normed, places in ((norms, slots), (None, None)):
+        rows = 10 if places is not None else 6
+        q = poison(6, heads, dim, dtype=dtype)
+        k, v = (poison(rows, kv_heads, dim, dtype=stored or dtype) for _ in range(2))
+        rotate_store(
+            product, positions, table, normed, 1e-5, q, k, v, places, k_scale=2.0, v_scale=0.5
+        )
+        finite(q)
+        written = torch.zeros(rows, dtype=torch.bool, device=DEVICE)
+        written[slice(None) if places is None else places.flatten().long()] = True
+        for pool in (k, v):
+            holds = pool.float().isfinite()
+            same("slots", holds, written[:, None, None].expand_as(holds))
+
+
+def streamed(rows: int, out: int, inner: int, dtype: torch.dtype) -> None:
+    """Products at the speed of memory, whole and gated; the kernel is for Hopper only."""
+    from specattn.kernels.stream_linear import stream_gated, stream_linear, streams
+
+    x, weight = noise(rows, inner, dtype=dtype), noise(out, inner, dtype=dtype)
+    if not streams(x, weight):
+        raise RuntimeError("the kernel of streamed products needs a Hopper GPU")
+    finite(stream_linear(x, weight), stream_gated(x, weight))
+
+
+STEP: dict[str, Callable[[], None]] = {
+    "state tables": states,
+    "path, bf16": partial(path, BF16, BF16),
+    "path, f32 to f16": partial(path, F32, F16),
+    "3 plans": partial(plans, 3),
+    "34 plans": partial(plans, 34),
+    "1 token": partial(choices, 1, F32),
+    "1201 tokens, f16": partial(choices, 1201, F16),
+    "9001 tokens, bf16": partial(choices, 9001, BF16),
+    "draws of 1": partial(draws, 1, F32),
+    "draws of 701, f16": partial(draws, 701, F16),
+    "draws of 9001, bf16": partial(draws, 9001, BF16),
+}
+MODELS: dict[str, Callable[[], None]] = {
+    "1 part, bf16": partial(layer, 1, BF16),
+    "3 parts, f16": partial(layer, 3, F16),
+    "f32": partial(layer, 2, F32),
+    "rotation, bf16": partial(rotation, 8, 4, 64, 1, BF16),
+    "rotation, 3 parts, head 24, f16": partial(rotation, 6, 1, 24, 3, F16),
+    "rotation, f8": partial(rotation, 4, 2, 64, 2, BF16, F8),
+    "streamed, 16 rows, f16": partial(streamed, 16, 300, 72, F16),
+    "streamed, 33 rows, bf16": partial(streamed, 33, 1000, 4096, BF16),
+    "streamed, 64 rows, bf16": partial(streamed, 64, 128, 8200, BF16),
+}
