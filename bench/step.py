@@ -104,8 +104,7 @@ def traced(stepper: Stepper, path: Path | None, timed_steps: int) -> dict[str, A
             stepper.both, path or Path(folder) / "trace.json", steps=TRACED, timed=timed_steps
         )
     stepper.finish()
-    steps = sorted(timeline.split(trace), key=lambda step: step.us)
-    found = timeline.numbers(trace, steps[(len(steps) - 1) // 2])
+    found = timeline.numbers(trace, middle(trace))
     kept = {key: found[key] for key in ("us", "untraced_us", "gaps_over_2us", "phases")}
     if path is not None:
         kept["by_name"] = found["by_name"]
@@ -314,8 +313,13 @@ def draw(path: Path) -> None:
     from bench.timeline_picture import draw as picture
 
     trace = timeline.read(path)
+    picture(trace, middle(trace), PICTURE)
+
+
+def middle(trace: timeline.Trace) -> timeline.Step:
+    """Return the recorded step of median length."""
     steps = sorted(timeline.split(trace), key=lambda step: step.us)
-    picture(trace, steps[(len(steps) - 1) // 2], PICTURE)
+    return steps[(len(steps) - 1) // 2]
 
 
 if __name__ == "__main__":

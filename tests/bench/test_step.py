@@ -12,6 +12,7 @@ from transformers import LlamaConfig, Qwen3Config
 from bench import step, step_timing, timeline
 from bench.step_forced import Watched, launch, twin
 from bench.step_world import PLAIN, Setting, Shape, World
+from bench.suite import plots
 from bench.suite import steps as report
 from specattn.batch import DraftTree
 from specattn.models import FusedTarget
@@ -184,3 +185,16 @@ def test_the_report_says_what_the_record_says(tmp_path):
     assert "Not there: 64 x 32k, whose" in text
     assert "| 250 | 975 | 3.90x |" in text
     assert "| 960 | 960 | 960 | 960 | 960 | 9 | 1.0 % | 50.0 | 40.0 |" in text
+
+
+def test_the_picture_is_of_the_recorded_step():
+    trace = timeline.read(step.TRACE)
+    middle = step.middle(trace)
+    # a picture keeps two digits of any number
+    us, count = plots.stamp(step.PICTURE).split("<")[0].split()
+    assert float(us) == pytest.approx(middle.us, abs=0.01)
+    assert int(count) == len(middle.kernels)
+    record = json.loads(step.OUT.read_text())["cells"]
+    (found,) = [cell["trace"] for cell in record if "by_length" in cell]
+    assert found["us"] == pytest.approx(middle.us, abs=0.01)
+    assert found["kernels"] == len(middle.kernels)
