@@ -31,6 +31,7 @@ from triton.runtime.jit import KernelInterface
 from bench.suite.machine import machine
 from specattn.kernels import (
     accept,
+    add_parts,
     beam,
     block_table,
     choose,
@@ -261,7 +262,8 @@ def accepts(n: int = 64, steps: int = 7, vocab: int = 32000) -> None:
 def choices(dtype: torch.dtype = BF16, topk: int = 8, vocab: int = 32000) -> None:
     logits = _zeros(BATCH, vocab, dtype=dtype)
     choose.top_tokens(
-        logits, topk, probs_out=_zeros(BATCH, topk, dtype=F32), ids_out=_zeros(BATCH, topk)
+        logits, topk, probs_out=_zeros(BATCH, topk, dtype=F32), ids_out=_zeros(BATCH, topk),
+        target_ids=_zeros(vocab),
     )
     choose.argmax_tokens(logits)
 
@@ -291,11 +293,15 @@ def glue_kernels(dtype: torch.dtype = BF16, split: int = 5) -> None:
     ids, positions = _zeros(BATCH), _zeros(BATCH)
     pdl = LIMITS[driver.active.target].major >= 9
     options = {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
-    with mock.patch.object(glue, "_launch_options", return_value=options):
+    with (
+        mock.patch.object(glue, "_launch_options", return_value=options),
+        mock.patch.object(add_parts, "_launch_options", return_value=options),
+    ):
         glue.add_rms_norm(parts[..., :4096], x, x[0], 1e-5, rows=ids)
         glue.embed_rms_norm(ids, x, x[0], 1e-5)
         glue.embed_norm_pair(ids, x, x, x[0], x[0], 1e-5)
         glue.silu_mul(parts, dtype)
+        add_parts.add_parts(parts, dtype)
         q, cache = _zeros(BATCH, 32, 128, dtype=dtype), _zeros(2, 16, 8, 128, dtype=dtype)
         glue.rotate_store(
             parts, positions, _zeros(9, 128, dtype=F32), (x[0, :128], x[0, :128]), 1e-5, q,
