@@ -7,10 +7,13 @@ import hashlib
 import json
 import os
 import platform
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.interpreter import patch_once
 
 pytest_plugins = ["specattn.testing.plugin"]
 
@@ -19,6 +22,8 @@ torch.set_num_threads(1)  # tiny shapes: a second thread only waits
 # before anything imports triton
 if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    if find_spec("triton"):
+        patch_once()
 
 ROOT = Path(__file__).parent.parent
 
