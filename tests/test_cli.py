@@ -47,13 +47,17 @@ def tokenizer():
 
 
 @cache
-def plain_tokens(prompt: str, count: int) -> list[int]:
-    """What transformers' own greedy decoding says."""
-    model = AutoModelForCausalLM.from_pretrained(
+def plain_model():
+    return AutoModelForCausalLM.from_pretrained(
         PAIR / "target", dtype=torch.float32, attn_implementation="sdpa"
     )
+
+
+@cache
+def plain_tokens(prompt: str, count: int) -> list[int]:
+    """What transformers' own greedy decoding says."""
     ids = tokenizer()(prompt, return_tensors="pt").input_ids
-    out = model.generate(ids, max_new_tokens=count, do_sample=False, pad_token_id=0)
+    out = plain_model().generate(ids, max_new_tokens=count, do_sample=False, pad_token_id=0)
     return out[0, ids.shape[1] :].tolist()
 
 
@@ -167,15 +171,16 @@ def test_graphs_refuses_senseless_buckets(sizes):
 def test_compare_with_a_batch_of_different_lengths(tmp_path):
     file = tmp_path / "prompts.json"
     file.write_text(json.dumps([PROMPT, *OTHERS]))
-    found = generated("--prompts", str(file), "--compare", "--topk", "2", "--batch-size", "3")
+    options = "--compare", "--topk", "2", "--batch-size", "3"
+    found = generated("--prompts", str(file), *options, count=12)
     assert len(found) == 4
     for prompt, one in zip([PROMPT, *OTHERS], found, strict=True):
-        assert one["tokens"] == plain_tokens(prompt, 24)
+        assert one["tokens"] == plain_tokens(prompt, 12)
         assert one["identical"] is True
         assert one["first_difference"] is None
         assert one["speed_up"] > 0
         assert one["plain"]["tokens"] == one["tokens"]
-        assert one["plain"]["steps"] == 23
+        assert one["plain"]["steps"] == 11
 
 
 def test_compare_says_so_in_the_table():
@@ -194,11 +199,12 @@ def test_compare_over_a_float8_cache(shape):
 
 
 def test_compare_of_sampled_tokens_compares_no_tokens():
-    found = generated("--compare", "--temperature", "0.8", PROMPT)
+    found = generated("--compare", "--temperature", "0.8", PROMPT, count=8)
     assert found["identical"] is None
     assert found["first_difference"] is None
     assert found["speed_up"] > 0
-    assert "the same law" in generate("--compare", "--temperature", "1", PROMPT).stderr
+    shown = generate("--compare", "--temperature", "1", PROMPT, count=8)
+    assert "the same law" in shown.stderr
 
 
 def test_a_difference_is_found_with_its_margin():
@@ -234,23 +240,27 @@ def test_prompts_come_from_standard_input():
 def test_prompts_come_from_lines_and_are_shown_in_their_order(tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("\ufeffdef read_config(path):\r\nimport os\n\n", encoding="utf-8")
-    want = [generate("def read_config(path):").stdout, generate("import os").stdout]
+    want = [generate(text, count=8).stdout for text in ("def read_config(path):", "import os")]
     for size in ("1", "2"):
-        result = generate("--prompts", str(file), "--batch-size", size)
+        result = generate("--prompts", str(file), "--batch-size", size, count=8)
         assert result.stdout == f"==> 1 <==\n{want[0]}\n==> 2 <==\n{want[1]}"
         assert "all 2" in result.stderr
-    (only,) = generated("--prompts", "-", stdin="import os\n")
-    assert only["tokens"] == plain_tokens("import os", 24)
+    (only,) = generated("--prompts", "-", stdin="import os\n", count=8)
+    assert only["tokens"] == plain_tokens("import os", 8)
 
 
 def test_the_same_seed_gives_the_same_tokens_in_any_batch(tmp_path):
     sampled = ["--temperature", "1", "--top-p", "0.9", "--top-k", "50"]
-    alone = generated(*sampled, "--seed", "7", PROMPT)["tokens"]
-    assert alone == generated(*sampled, "--seed", "7", PROMPT)["tokens"]
-    assert alone != generated(*sampled, "--seed", "8", PROMPT)["tokens"]
+
+    def drawn(*args: str):
+        return generated(*sampled, "--seed", *args, count=14)
+
+    alone = drawn("7", PROMPT)["tokens"]
+    assert alone == drawn("7", PROMPT)["tokens"]
+    assert alone != drawn("8", PROMPT)["tokens"]
     file = tmp_path / "prompts.json"
     file.write_text(json.dumps([OTHERS[1], PROMPT]))
-    assert alone == generated(*sampled, "--seed", "7", "--prompts", str(file))[1]["tokens"]
+    assert alone == drawn("7", "--prompts", str(file))[1]["tokens"]
 
 
 def test_a_stop_string_ends_the_text_before_it():
@@ -597,7 +607,8 @@ def test_closed_standard_streams():
 
 def test_triton_on_a_cpu_says_that_it_interprets():
     running = process(
-        "generate", *ON_CPU, "--backend", "triton", "--max-new-tokens", "2", "--json", "a"
+        "generate", *ON_CPU, "--backend", "triton", "--steps", "1", "--max-new-tokens", "2",
+        "--json", "a",
     )
     out, errors = running.communicate(timeout=280)
     assert running.returncode == 0, errors
