@@ -272,6 +272,9 @@ def soak(
             compare(kinds[kind], want[kind], result, plain, found, drawn=fixed)
         if at in (warm, steps):
             marks.append(memory())
+        if at % WINDOW == 0:  # all that is left of a run that is cut short
+            seconds = time.perf_counter() - begin
+            print(f"{at} steps, {seconds:.0f} s, {found.requests} texts checked", flush=True)
     window = min(WINDOW, steps // 2)
     first, last = (
         acceptance(part, want) for part in (churn.gains[:window], churn.gains[-window:])
