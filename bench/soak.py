@@ -6,7 +6,7 @@ tokens do not depend on its company, so every text is held against a fresh run o
 ones against plain decoding, drawn ones (of one setting) against an engine that runs nothing else.
 What a step gains is held against the same runs, at the start and at the end.
 
-    python -m bench.soak [--steps 10000] [--rows 16] [--seed 0] [--out FILE]
+    python -m bench.soak [--steps 10000] [--rows 16] [--seed 0] [--commit SHA] [--out FILE]
 """
 
 from __future__ import annotations
@@ -332,6 +332,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--rows", type=int, default=16, help="requests at once")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--commit", help="what the results call this version")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     from bench.acceptance import PROMPT_TOKENS, held_out_prompts
@@ -355,7 +356,7 @@ def main() -> None:
 
     plain, fresh = engine((0, 1, 1)), engine(TREE)
     report: dict[str, Any] = {
-        "machine": machine(), "dtype": "float32", "tree": TREE, "rows": args.rows,
+        "machine": machine(args.commit), "dtype": "float32", "tree": TREE, "rows": args.rows,
         "seed": args.seed,
     }
     report["one_setting"] = soak(
