@@ -31,7 +31,7 @@ from bench import metadata_sglang as peer
 from bench.metadata_planned import Planned
 from bench.metadata_sglang import EAGER, PHASES
 from bench.metadata_sides import OneGraph, Requests, Seams, check_sglang
-from bench.small_ops import measure
+from bench.small_ops_timing import measure
 from bench.suite import roofs
 from bench.suite.machine import machine
 from specattn.backends.flashinfer import FlashInferBackend

@@ -231,9 +231,9 @@ def _prompt(
 
 
 def small() -> None:
-    """The operations of `bench.small_ops`, on two trees."""
-    from bench.small_ops import GROUPS as OPERATIONS
-    from bench.small_ops import Step
+    """The operations of `bench.small_ops_cases`, on two trees."""
+    from bench.small_ops_cases import GROUPS as OPERATIONS
+    from bench.small_ops_step import Step
 
     for topk, steps, nodes in ((3, 3, 7), (8, 7, 64)):
         step = Step(3, topk, steps, nodes, DEVICE, context=90, vocab=1201, layers=2)

@@ -1,4 +1,4 @@
-"""The operations of bench/small_ops.py agree with their twins on the benchmark's own inputs."""
+"""What bench/small_ops.py times agrees with its twins on the benchmark's own inputs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections import Counter
 import pytest
 import torch
 
-from bench.small_ops import GROUPS, Step, check
+from bench.small_ops_cases import GROUPS
+from bench.small_ops_step import Step
+from bench.small_ops_timing import check
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

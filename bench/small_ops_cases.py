@@ -1,0 +1,218 @@
+"""The operations that `bench.small_ops` times, by what they are for."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+
+from bench.small_ops_step import DIM, HEADS, Op, Step, size
+
+# width of a hidden state
+HIDDEN = 4096
+
+
+def trees(s: Step) -> list[Op]:
+    out = list(s.tree.values())
+    moved = size(s.scores, s.candidate_tokens, s.parents, *out)
+    return [Op("tree", "tree", lambda ops, _: s.build(ops), out, moved)]
+
+
+def beams(s: Step) -> list[Op]:
+    """The step between two draft forwards, and the last one, which picks nothing."""
+    batch, topk, step = s.batch, s.topk, s.steps - 2
+    words = -(-(s.steps - 1) * topk // 64)
+    children = (
+        torch.rand(batch, topk, topk, device=s.device, generator=s.generator),
+        s.ints(s.vocab, batch, topk, topk),
+        torch.rand(batch, topk, device=s.device, generator=s.generator),
+    )
+    candidates = {
+        "candidate_scores": torch.zeros_like(s.scores),
+        "candidate_tokens": torch.zeros_like(s.candidate_tokens),
+        "candidate_parents": torch.zeros_like(s.parents),
+    }
+    picked = {
+        "scores_out": torch.zeros(batch, topk, device=s.device), "tokens_out": s.empty(batch, topk),
+        "beams_out": s.empty(batch, topk), "words_out": s.empty(batch, topk, words),
+    }
+    above = s.ints(2**62, batch, topk, words)
+    moved = 2 * size(*children) + size(above, *picked.values())
+    written = list(candidates.values())
+    return [
+        Op("beams", "beam", lambda ops, _: ops.select_beams(
+            step, *children, above, **candidates, **picked
+        ), [*written, *picked.values()], moved),
+        Op("last beams", "beam", lambda ops, _: ops.append_candidates(
+            step + 1, *children, **candidates
+        ), written, 2 * size(*children)),
+    ]
+
+
+def accepts(s: Step) -> list[Op]:
+    out, (tokens, first, sibling) = list(s.accepted.values()), s.links()
+    moved = size(tokens, first, sibling, s.argmax, *out)
+    found = [Op("accept greedy", "accept", lambda ops, _: s.follow(ops), out, moved)]
+    probs = torch.rand(s.batch, s.nodes, s.vocab, device=s.device, generator=s.generator)
+    # the children share most of the mass, as a draft worth its time would have it
+    probs.mul_(0.5 / s.vocab).scatter_add_(
+        2, tokens[:, None, :].expand(-1, s.nodes, -1),
+        torch.full((s.batch, s.nodes, s.nodes), 0.75 / s.topk, device=s.device),
+    )
+    probs.div_(probs.sum(2, keepdim=True))
+    coins, final = (
+        torch.rand(s.batch, s.steps + 1, device=s.device, generator=s.generator) for _ in range(2)
+    )
+    row = s.batch * s.vocab * 4
+    found.append(Op("accept sampled", "accept", lambda ops, _: ops.accept_sampled(
+        tokens, first, sibling, probs, coins, final, **s.accepted
+    ), out, row + size(tokens, first, sibling, *out), differ=0.02))
+    if s.nodes > s.steps:
+        chain = tokens[:, : s.steps + 1].contiguous()
+        target, draft = probs[:, : s.steps + 1], probs[:, 1 : s.steps + 1]
+        found.append(Op("accept rejection", "accept", lambda ops, _: ops.accept_rejection(
+            chain, draft, target, coins, final, **s.accepted
+        ), out, 2 * row + size(chain, *out), differ=0.02))
+    return found
+
+
+def kv(s: Step) -> list[Op]:
+    """Moves of the accepted path, of all layers or of one, and the store of a layer's new rows."""
+    importlib.import_module("specattn.kernels.reference.accept").accept_greedy(
+        *s.links(), s.argmax, **s.accepted
+    )
+    path = s.accepted["accept_index_out"]
+    sets = max(2, min(64, 128 // s.batch))
+    slots = torch.randperm(sets * s.batch * s.nodes, device=s.device, generator=s.generator)
+    tails = (slots + 1).int().view(sets, s.batch, s.nodes)
+    shape = (s.layers, slots.numel() + 1, HEADS, DIM)
+    pools = [torch.zeros(shape, dtype=torch.bfloat16, device=s.device) for _ in range(2)]
+    for pool in pools:
+        pool.normal_(generator=s.generator)
+    row = 2 * HEADS * DIM * 2
+    rank = torch.arange(path.shape[1], device=s.device)
+    moving = int(((path >= 0) & (path != rank)).sum())
+    new = [torch.randn(
+        s.batch * s.nodes, HEADS, DIM, device=s.device, generator=s.generator
+    ).bfloat16() for _ in range(2)]
+    single = [pool[:1] for pool in pools]
+    return [
+        Op(f"kv move, {s.layers} layers", "kv_move", lambda ops, i: ops.commit_kv(
+            *pools, tails[i], path
+        ), pools, 2 * moving * row * s.layers, sets),
+        Op("kv move, 1 layer", "kv_move", lambda ops, i: ops.commit_kv(*single, tails[i], path),
+           single, 2 * moving * row, sets),
+        Op("kv store, 1 layer", "kv_store", lambda ops, i: ops.store_kv(
+            *new, pools[0][0], pools[1][0], tails[i]
+        ), single, 2 * size(*new), sets),
+    ]
+
+
+def lists(s: Step) -> list[Op]:
+    """What library backends read: index lists, masks, page tables."""
+    batch, topk, steps, nodes = s.batch, s.topk, s.steps, s.nodes
+    at = (s.table, s.rows, s.lens)
+    keys = int(s.lens.sum()) + batch * nodes
+    tails = s.ints(2**24, batch, nodes).int()
+    positions = s.tree["positions_out"]
+    words = s.tree["words_out"]
+    indptr = torch.zeros(batch + 1, dtype=torch.int32, device=s.device)
+    indptr[1:] = (s.lens + nodes).cumsum(0)
+    mask_indptr = torch.zeros_like(indptr)
+    mask_indptr[1:] = ((s.lens + nodes) * nodes + 7).div(8, rounding_mode="floor").cumsum(0)
+    indices = torch.zeros(keys, dtype=torch.int32, device=s.device)
+    masks = torch.zeros(int(mask_indptr[-1]), dtype=torch.uint8, device=s.device)
+    pages, lens = s.empty(batch, s.table.shape[1] + nodes).int(), s.empty(batch).int()
+    blocks = s.empty(batch, -(-(s.table.shape[1] + nodes) // 64)).int()
+    ancestors, counts = s.empty(batch * nodes, nodes).int(), s.empty(batch * nodes).int()
+    found = [
+        Op("index lists", "csr", lambda ops, _: ops.fill_lists(
+            *at, positions, tails, indptr, indices, -1
+        ), [indices], 8 * keys),
+        Op("packed masks", "csr", lambda ops, _: ops.pack_masks(
+            indptr, mask_indptr, s.lens, positions, positions, words, masks, -1
+        ), [masks], masks.nbytes + words.nbytes),
+        Op("page table", "page_table", lambda ops, _: ops.fill_page_table(
+            *at, tails, pages, lens, q_len=nodes
+        ), [pages, lens], 8 * keys),
+        Op("ancestor table", "page_table", lambda ops, _: ops.fill_ancestor_table(
+            tails, words, ancestors, counts
+        ), [ancestors, counts], size(tails, words, ancestors)),
+        Op("block table, pages of 64", "block_table", lambda ops, _: ops.fill_block_table(
+            *at, tails, blocks, lens, page_size=64
+        ), [blocks, lens], keys // 64 * 4 + blocks.nbytes),
+    ]
+    if steps > 1 and batch <= 64:
+        found += draft_lists(s, topk, steps)
+    return found
+
+
+def draft_lists(s: Step, topk: int, steps: int) -> list[Op]:
+    branches = s.ints(2**24, s.batch, steps, topk).int()
+    words = torch.zeros(s.batch, steps, topk, -(-steps * topk // 64), dtype=torch.int64)
+    for step in range(steps):
+        for branch in range(topk):
+            for above in range(step + 1):
+                node = above * topk + branch
+                bit = 1 << node % 64
+                words[:, step, branch, node // 64] |= bit - 2**64 if bit >> 63 else bit
+    words = words.to(s.device)
+    indptr = torch.zeros(steps, s.batch * topk + 1, dtype=torch.int32, device=s.device)
+    width = s.batch * topk * (s.table.shape[1] + steps)
+    indices = torch.zeros(steps, width, dtype=torch.int32, device=s.device)
+    keys = steps * topk * int(s.lens.sum())
+    arguments = (s.lens, branches, words, indptr, indices)
+    return [
+        Op("draft lists", "draft_kv", lambda ops, _: ops.fill_draft_kv(
+            s.table, s.rows, *arguments
+        ), [indptr, indices], 4 * keys + 4 * keys // (steps * topk)),
+        # on the lists that this has just filled
+        Op("draft tails", "draft_kv", lambda ops, _: ops.fill_draft_tails(steps - 1, *arguments),
+           [indices], 8 * s.batch * topk * steps),
+    ]
+
+
+def ends(s: Step) -> list[Op]:
+    """The begin and the end of a step over state tables, and the features of the accepted path."""
+    batch, topk, steps, device = s.batch, s.topk, s.steps, s.device
+    reserve, depth = max(s.nodes, topk * (steps - 1)), steps + 1
+    # bonus token, top tokens and their probabilities, hidden state, how the request draws
+    kinds = [((), torch.int64), ((topk,), torch.int64), ((topk,), torch.float32),
+             ((HIDDEN,), torch.bfloat16), ((), torch.float32), ((), torch.int32),
+             ((), torch.float32), ((), torch.int64)]
+    tables = [s.ints(100, batch + 1, *shape).to(dtype) for shape, dtype in kinds]
+    outs = [s.empty(batch, *shape).to(dtype) for shape, dtype in kinds]
+    lens = torch.cat([s.lens[:1] * 0, s.lens])
+    slots = s.ints(2**24, batch + 1, s.table.shape[1]).int()
+    begun = {
+        "rows_out": s.empty(batch), "seq_lens_out": s.empty(batch).int(),
+        "window_out": s.empty(batch, reserve).int(), "positions_out": s.empty(batch, depth),
+        "draft_positions_out": s.empty(batch, steps - 1, topk),
+    }
+    rows, reserved, tokens = s.rows + 1, lens + reserve, s.ints(s.vocab, batch, depth)
+    after, packed = lens.clone(), s.empty(batch, 1 + depth)
+    new = [s.ints(100, *out.shape).to(out.dtype) for out in outs[:4]]
+    features = torch.randn(batch, s.nodes, 3 * HIDDEN, device=device, generator=s.generator)
+    features = features.bfloat16()
+    path = s.ints(s.nodes, batch, depth).int()
+    kept = s.ints(depth + 1, batch, low=1).int()
+    gathered = {
+        "features_out": torch.zeros(batch, depth, 3 * HIDDEN, dtype=torch.bfloat16, device=device),
+        "last_rows_out": s.empty(batch), "after_out": s.empty(batch),
+    }
+    return [
+        Op("begin step", "step", lambda ops, _: ops.begin_step(
+            rows, lens, reserved, slots, reserve_len=reserve, **begun,
+            tables=tables, outs=outs,
+        ), [*begun.values(), *outs], 2 * size(*outs) + size(*begun.values())),
+        Op("end step", "step", lambda ops, _: ops.end_step(
+            rows, s.lens, kept, tokens, seq_lens_table=after, sources=new,
+            tables=tables[:4], packed_out=packed,
+        ), [after, packed, *tables[:4]], 2 * size(*new) + size(packed)),
+        Op("path features", "step", lambda ops, _: ops.gather_path(
+            features, path, kept, s.lens, **gathered
+        ), list(gathered.values()), 2 * size(gathered["features_out"])),
+    ]
+
+
+GROUPS = (trees, beams, accepts, kv, lists, ends)

@@ -1,0 +1,141 @@
+"""One speculative step's tensors, and what `bench.small_ops` calls an operation on them."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+# heads and width of a KV row, layers of a target, committed tokens at most, table width
+HEADS, DIM, LAYERS, CONTEXT, WIDTH = 8, 128, 32, 2048, 8192
+VOCAB = 32000
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation on one batch.
+
+    Parameters
+    ----------
+    name, module : str
+        As tables show it; the module under ``specattn.kernels`` and its ``reference``.
+    run : callable
+        Runs it with the functions of such a module; the number picks a set of slots.
+    outputs : list of Tensor
+        What it writes, compared whole, what it must leave alone included.
+    moved : int
+        Bytes read and written.
+    sets : int
+        How many sets of slots there are.
+    differ : float
+        Share of the outputs that may differ: cumulative sums round differently.
+    """
+
+    name: str
+    module: str
+    run: Callable[[ModuleType, int], None]
+    outputs: list[Tensor]
+    moved: int
+    sets: int = 1
+    differ: float = 0.0
+
+
+@dataclass
+class Step:
+    """The tensors of one speculative step, as every stage would find them."""
+
+    batch: int
+    topk: int
+    steps: int
+    nodes: int
+    device: str
+    context: int = CONTEXT
+    vocab: int = VOCAB
+    layers: int = LAYERS
+    state: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        batch, topk, steps, nodes = self.batch, self.topk, self.steps, self.nodes
+        generator = torch.Generator(self.device).manual_seed(0)
+        self.generator = generator
+        self.lens = self.ints(self.context, batch, low=self.context // 2).int()
+        self.rows = torch.randperm(batch, device=self.device, generator=generator)
+        self.table = self.ints(2**24, batch, max(WIDTH, self.context)).int()
+        self.count = topk + (steps - 1) * topk**2
+        self.scores = torch.rand(batch, self.count, device=self.device, generator=generator)
+        self.candidate_tokens = self.ints(self.vocab, batch, self.count)
+        # every beam of a step continues a candidate of the step before
+        parents = [torch.full((batch, 1), -1, device=self.device)]
+        for step in range(steps - 1):
+            start = 0 if step == 0 else topk + (step - 1) * topk**2
+            width = topk if step == 0 else topk**2
+            order = torch.rand(batch, width, device=self.device, generator=generator).argsort(1)
+            parents.append(start + order[:, :topk])
+        self.parents = torch.cat(parents, 1)
+        # deep trees: a child scores a little less than its parent
+        for step in range(1, steps):
+            first = topk + (step - 1) * topk**2
+            above = self.scores.gather(1, self.parents[:, 1 + (step - 1) * topk : 1 + step * topk])
+            fade = 1 - 0.3 * torch.rand(
+                batch, topk, topk, device=self.device, generator=generator
+            )
+            self.scores[:, first : first + topk**2] = (above[:, :, None] * fade).flatten(1)
+        self.bonus = self.ints(self.vocab, batch)
+        self.tree = {
+            name: self.empty(batch, nodes)
+            for name in ("tokens_out", "positions_out", "next_token_out", "next_sibling_out")
+        }
+        self.tree["words_out"] = self.empty(batch, nodes, -(-nodes // 64))
+        self.accepted = {
+            "accept_index_out": self.empty(batch, steps + 1).int(),
+            "accept_tokens_out": self.empty(batch, steps + 1),
+            "accept_lens_out": self.empty(batch).int(), "bonus_out": self.empty(batch),
+        }
+        twin = importlib.import_module("specattn.kernels.reference.tree")
+        self.build(twin)
+        self.argmax = self.deepest()
+
+    def ints(self, high: int, *shape: int, low: int = 0) -> Tensor:
+        return torch.randint(low, high, shape, device=self.device, generator=self.generator)
+
+    def empty(self, *shape: int) -> Tensor:
+        return torch.full(shape, -77, device=self.device)
+
+    def build(self, ops: ModuleType, **options: int | None) -> None:
+        ops.build_tree(
+            self.scores, self.candidate_tokens, self.parents, self.bonus, self.lens,
+            topk=self.topk, num_draft_tokens=self.nodes, **self.tree, **options,
+        )
+
+    def follow(self, ops: ModuleType, **options: int | None) -> None:
+        ops.accept_greedy(*self.links(), self.argmax, **self.accepted, **options)
+
+    def deepest(self) -> Tensor:
+        """A target that follows the last child everywhere: the longest walk there is."""
+        node = torch.arange(self.nodes, device=self.device)
+        shift = torch.arange(64, device=self.device)
+        bits = self.tree["words_out"][..., None] >> shift                    # [B, n, W, 64]
+        above = (bits & 1).flatten(2)[:, :, : self.nodes].bool()
+        above &= node != node[:, None]
+        parent = torch.where(above, node, -1).amax(2)                        # [B, n]
+        choice = self.ints(self.vocab, self.batch, self.nodes)
+        for child in range(1, self.nodes):
+            choice.scatter_(
+                1, parent[:, child : child + 1], self.tree["tokens_out"][:, child : child + 1]
+            )
+        return choice
+
+    def links(self) -> tuple[Tensor, Tensor, Tensor]:
+        tree = self.tree
+        return tree["tokens_out"], tree["next_token_out"], tree["next_sibling_out"]
+
+
+def size(*tensors: Tensor) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
