@@ -1,0 +1,167 @@
+"""Everything of a step besides attention, as `bench.compile_targets` launches it."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import torch
+
+from bench.compile_offline import BATCH, BF16, CONTEXT, F32, I32, launches_early, zeros
+from specattn.kernels import (
+    accept,
+    add_parts,
+    beam,
+    block_table,
+    choose,
+    csr,
+    draft_kv,
+    glue,
+    kv_move,
+    kv_store,
+    merge_lse,
+    page_table,
+    sampling,
+    slot_write,
+    step,
+    tree,
+)
+
+
+def build_tree(topk: int = 8, steps: int = 7, nodes: int = 64) -> None:
+    count = topk + (steps - 1) * topk**2
+    tree.build_tree(
+        zeros(BATCH, count, dtype=F32), zeros(BATCH, count),
+        zeros(BATCH, 1 + (steps - 1) * topk), zeros(BATCH), zeros(BATCH, dtype=I32),
+        topk=topk, num_draft_tokens=nodes, tokens_out=zeros(BATCH, nodes),
+        positions_out=zeros(BATCH, nodes), words_out=zeros(BATCH, nodes, -(-nodes // 64)),
+        next_token_out=zeros(BATCH, nodes), next_sibling_out=zeros(BATCH, nodes),
+    )
+
+
+def beams(topk: int = 8, steps: int = 7) -> None:
+    count = topk + (steps - 1) * topk**2
+    candidates = {
+        "candidate_scores": zeros(BATCH, count, dtype=F32),
+        "candidate_tokens": zeros(BATCH, count),
+        "candidate_parents": zeros(BATCH, 1 + (steps - 1) * topk),
+    }
+    children = (
+        zeros(BATCH, topk, topk, dtype=F32), zeros(BATCH, topk, topk),
+        zeros(BATCH, topk, dtype=F32),
+    )
+    beam.append_candidates(steps - 1, *children, **candidates)
+    beam.select_beams(
+        1, *children, zeros(BATCH, topk, 1), **candidates,
+        scores_out=zeros(BATCH, topk, dtype=F32), tokens_out=zeros(BATCH, topk),
+        beams_out=zeros(BATCH, topk), words_out=zeros(BATCH, topk, 1),
+    )
+
+
+def accepts(n: int = 64, steps: int = 7, vocab: int = 32000) -> None:
+    tokens = zeros(BATCH, n)
+    coins = zeros(BATCH, steps + 1, dtype=F32)
+    out = {
+        "accept_index_out": zeros(BATCH, steps + 1, dtype=I32),
+        "accept_tokens_out": zeros(BATCH, steps + 1),
+        "accept_lens_out": zeros(BATCH, dtype=I32), "bonus_out": zeros(BATCH),
+    }
+    accept.accept_greedy(tokens, tokens, tokens, tokens, **out)
+    probs = torch.zeros(1, 1, vocab).expand(BATCH, n, vocab)
+    accept.accept_sampled(tokens, tokens, tokens, probs, coins, coins, **out)
+    accept.accept_rejection(tokens, probs[:, :steps], probs, coins, coins, **out)
+
+
+def choices(dtype: torch.dtype = BF16, topk: int = 8, vocab: int = 32000) -> None:
+    logits = zeros(BATCH, vocab, dtype=dtype)
+    choose.top_tokens(
+        logits, topk, probs_out=zeros(BATCH, topk, dtype=F32), ids_out=zeros(BATCH, topk),
+        target_ids=zeros(vocab),
+    )
+    choose.argmax_tokens(logits)
+
+
+def laws(dtype: torch.dtype = BF16, vocab: int = 32000) -> None:
+    logits, values = zeros(BATCH, vocab, dtype=dtype), zeros(BATCH, dtype=F32)
+    sampling.target_probs(logits, values, values.int(), values, 1)
+    sampling.path_coins(zeros(BATCH), values.int(), 4, 2)
+    sampling.draw_tokens(logits.float(), values)
+
+
+def kv_operations(dtype: torch.dtype = BF16, stored: torch.dtype | None = None) -> None:
+    pool = zeros(2, 16, 8, 128, dtype=stored or dtype)
+    slots = zeros(BATCH, 8, dtype=I32)
+    kv_move.commit_kv(pool, pool.clone(), slots, slots)
+    new = zeros(BATCH * 8, 8, 128, dtype=dtype)
+    kv_store.store_kv(new, new, pool[0], pool[1], slots)
+    slot_write.write_slots(
+        slots.view(-1), slots, slots[0], pieces=2, longest=9, page_size=16
+    )
+    parts, logs = zeros(BATCH, 8, 32, 128, dtype=dtype), zeros(BATCH, 8, 32, dtype=F32)
+    merge_lse.merge_lse(parts, logs, slots[:, 0], parts, logs, slots, parts, logs)
+
+
+def glue_kernels(dtype: torch.dtype = BF16, split: int = 5) -> None:
+    parts, x = zeros(split, BATCH, 6144, dtype=F32), zeros(BATCH, 4096, dtype=dtype)
+    ids, positions = zeros(BATCH), zeros(BATCH)
+    options = {"PDL": True, "launch_pdl": True} if launches_early() else {"PDL": False}
+    with (
+        mock.patch.object(glue, "_launch_options", return_value=options),
+        mock.patch.object(add_parts, "_launch_options", return_value=options),
+    ):
+        glue.add_rms_norm(parts[..., :4096], x, x[0], 1e-5, rows=ids)
+        glue.embed_rms_norm(ids, x, x[0], 1e-5)
+        glue.embed_norm_pair(ids, x, x, x[0], x[0], 1e-5)
+        glue.silu_mul(parts, dtype)
+        add_parts.add_parts(parts, dtype)
+        q, cache = zeros(BATCH, 32, 128, dtype=dtype), zeros(2, 16, 8, 128, dtype=dtype)
+        glue.rotate_store(
+            parts, positions, zeros(9, 128, dtype=F32), (x[0, :128], x[0, :128]), 1e-5, q,
+            cache[0], cache[1], zeros(2, 4, dtype=I32),
+        )
+
+
+def index_lists(topk: int = 8, steps: int = 7) -> None:
+    table, rows, lens = zeros(2, CONTEXT, dtype=I32), zeros(BATCH), zeros(BATCH, dtype=I32)
+    branches, words = zeros(BATCH, steps, topk, dtype=I32), zeros(BATCH, steps, topk, 1)
+    indptr = zeros(steps, BATCH * topk + 1, dtype=I32)
+    width = draft_kv.draft_kv_width(BATCH, topk, steps, CONTEXT)
+    indices = zeros(steps, width, dtype=I32)
+    draft_kv.fill_draft_kv(table, rows, lens, branches, words, indptr, indices)
+    draft_kv.fill_draft_tails(1, lens, branches, words, indptr, indices)
+    tails, words = zeros(BATCH, 64, dtype=I32), zeros(BATCH, 64, 1)
+    lists = zeros(BATCH + 1, dtype=I32)
+    for window in (-1, 100):
+        csr.fill_lists(table, rows, lens, words[..., 0], tails, lists, indices[0], window)
+        csr.pack_masks(
+            lists, lists, lens, words[..., 0], words[..., 0], words,
+            zeros(BATCH, dtype=torch.uint8), window,
+        )
+        page_table.fill_page_table(
+            table, rows, lens, tails, zeros(BATCH, CONTEXT + 64, dtype=I32), lens, q_len=64,
+            window_left=window,
+        )
+    page_table.fill_ancestor_table(
+        tails, words, zeros(BATCH * 64, 64, dtype=I32), zeros(BATCH * 64, dtype=I32)
+    )
+    block_table.fill_block_table(
+        table, rows, lens, tails, zeros(BATCH, 32, dtype=I32), lens, page_size=64
+    )
+
+
+def step_ends(topk: int = 4, depth: int = 6, dtype: torch.dtype = BF16) -> None:
+    rows, lens, tokens = zeros(BATCH), zeros(BATCH, dtype=I32), zeros(BATCH, depth)
+    state = (zeros(BATCH), zeros(BATCH, topk, dtype=F32), zeros(BATCH, 4096, dtype=dtype),
+             zeros(BATCH, 32000, dtype=F32))
+    step.begin_step(
+        rows, lens, lens, zeros(BATCH, CONTEXT, dtype=I32), reserve_len=16, rows_out=rows,
+        seq_lens_out=lens, window_out=zeros(BATCH, 16, dtype=I32), positions_out=tokens,
+        draft_positions_out=zeros(BATCH, depth - 2, topk), tables=state, outs=state,
+    )
+    step.end_step(
+        rows, lens, lens, tokens, seq_lens_table=lens, sources=state, tables=state,
+        packed_out=zeros(BATCH, 1 + depth),
+    )
+    step.gather_path(
+        zeros(BATCH, 16, 12288, dtype=dtype), tokens.int(), lens, lens,
+        features_out=zeros(BATCH, depth, 12288, dtype=dtype), last_rows_out=rows, after_out=rows,
+    )
