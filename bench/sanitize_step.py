@@ -7,41 +7,15 @@ nobody may write must still hold it afterwards.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from bench.sanitize_world import BF16, DEVICE, F8, F16, F32, NAN, finite, noise, poison, put, same
+
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BF16, F16, F32, F8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
-NAN = float("nan")
-
-
-def finite(*results: Tensor | None) -> None:
-    for result in results:
-        if result is not None and not torch.isfinite(result.float()).all():
-            raise ArithmeticError(f"not finite: {list(result.shape)}")
-
-
-def same(name: str, got: Tensor, want: Tensor) -> None:
-    if not torch.equal(got, want):
-        raise ArithmeticError(f"{name}: {list(got.shape)} differ")
-
-
-def put(values: list[Any], dtype: torch.dtype = torch.int32) -> Tensor:
-    return torch.tensor(values, dtype=dtype).to(DEVICE)
-
-
-def noise(*shape: int, dtype: torch.dtype = F32) -> Tensor:
-    return torch.randn(*shape).to(dtype).to(DEVICE)
-
-
-def poison(*shape: int, dtype: torch.dtype = F32) -> Tensor:
-    value = NAN if dtype.is_floating_point else -77
-    return torch.full(shape, value).to(dtype).to(DEVICE)
 
 
 def states() -> None:

@@ -1,24 +1,23 @@
-"""The cases of bench/sanitize.py run, here in the interpreter, and its parser reads the tools."""
+"""The cases of bench.sanitize run, here in the interpreter, and its parser reads the tools."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from bench import sanitize, sanitize_step
-from bench.sanitize import F16, F32, World, parse
-
-DEVICE = sanitize.DEVICE
+from bench import sanitize_attention, sanitize_small, sanitize_step
+from bench.sanitize import parse
+from bench.sanitize_world import DEVICE, F16, F32, World
 
 
 @pytest.mark.parametrize("call", [
-    lambda: sanitize.attend(4, 4, F16, triton=True),
-    lambda: sanitize.attend(8, 24, F32, window=20, cap=9.0),
-    lambda: sanitize.attend(2, 2, F16, page=16),
-    lambda: sanitize.attend_lists(F16, triton=True),
-    lambda: sanitize.attend_fixed(2, 2, F16),
-    lambda: sanitize.prompt(F16, window=20, triton=True),
-    sanitize.small,
+    lambda: sanitize_attention.attend(4, 4, F16, triton=True),
+    lambda: sanitize_attention.attend(8, 24, F32, window=20, cap=9.0),
+    lambda: sanitize_attention.attend(2, 2, F16, page=16),
+    lambda: sanitize_attention.attend_lists(F16, triton=True),
+    lambda: sanitize_attention.attend_fixed(2, 2, F16),
+    lambda: sanitize_attention.prompt(F16, window=20, triton=True),
+    sanitize_small.small,
 ], ids=["tree", "window", "page", "lists", "fixed", "prompt", "small"])
 def test_cases_run(call):
     torch.manual_seed(0)
@@ -27,7 +26,7 @@ def test_cases_run(call):
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="there bench.sanitize itself runs them")
 @pytest.mark.parametrize("call", [
-    sanitize.pool_dtypes,
+    sanitize_small.pool_dtypes,
     sanitize_step.states,
     lambda: sanitize_step.path(F32, F16),
     lambda: sanitize_step.plans(5),
