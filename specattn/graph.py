@@ -8,7 +8,6 @@ with the same checks, so that everything but the recording is tested on any mach
 
 from __future__ import annotations
 
-import bisect
 import logging
 import time
 from collections import Counter
@@ -76,7 +75,11 @@ class BoundProgram(Protocol):
         """Describe every tensor and scalar a recording of ``run`` bakes in."""
 
     def watched(self) -> Iterable[object]:
-        """Return the objects whose attributes `fingerprint` reads."""
+        """Return what a `Watch` takes: the objects whose attributes `fingerprint` reads.
+
+        Tensors that others can reach, and so resize, come themselves, too, unless they are
+        attributes of an object that is no frozen dataclass.
+        """
 
 
 class Program(Protocol):
@@ -105,7 +108,11 @@ class Captured:
     nbytes: int = 0
 
     def check(self) -> None:
-        """Raise `CaptureMismatch` if the buffers are not those of the capture."""
+        """Raise `CaptureMismatch` if the buffers are not those of the capture.
+
+        `Watch` says what is compared every time and what in turn. Only if something is not what it
+        was, the whole fingerprint is made again, to see whether it matters.
+        """
         if self.watch is None or self.watch.unchanged():
             return
         now = self.bound.fingerprint()
@@ -202,6 +209,9 @@ class GraphRunner(Generic[Key]):
         Whether to record CUDA graphs; off, everything runs eagerly over the static buffers.
     recorder : Recorder, optional
         Whose memory pool to record into; runners that share one must not run at the same time.
+    private : bool
+        Whether nobody is handed what programs bind, so that a replay need compare every time only
+        what others can reach (see `Watch`) and the rest in turn.
 
     Attributes
     ----------
@@ -217,12 +227,13 @@ class GraphRunner(Generic[Key]):
         *,
         record: bool = True,
         recorder: Recorder | None = None,
+        private: bool = False,
     ) -> None:
         if not buckets or min(buckets) < 1:
             raise ValueError(f"buckets must be batch sizes of at least 1, got {list(buckets)}")
         self.buckets = sorted(set(buckets))
         self.stats: GraphStats[Key] = GraphStats()
-        self._make = make
+        self._make, self._private = make, private
         records = record and device.type == "cuda"
         self._recorder = (recorder or Recorder()) if records else None
         self._captured: dict[Key, dict[int, Captured]] = {}
@@ -297,7 +308,8 @@ class GraphRunner(Generic[Key]):
             graph, outputs, nbytes = found.graph, found.outputs, found.nbytes
         else:
             step()
-        watch, baked = Watch(bound.watched()), bound.fingerprint()
+        watch = Watch(bound.watched(), in_turn=self._private)
+        baked = bound.fingerprint()
         seconds = time.perf_counter() - began
         return Captured(bucket, bound, baked, outputs, graph, watch, order, seconds, nbytes)
 
@@ -351,15 +363,13 @@ class GraphRunner(Generic[Key]):
         done = self._captured.get(mode)
         if done is None:
             raise NotCapturedError(mode.value, [m.value for m in self._captured])
-        sizes = sorted(done)
-        at = bisect.bisect_left(sizes, count)
-        if at == len(sizes):
+        captured = done.get(count) or _holding(done, count)
+        if captured is None:
             log.info("%s: a batch of %d fits no captured bucket and runs eagerly", mode.value,
                      count)
             bound = self._make(mode, count).bind(count)
             self._eager[mode] = bound  # keeps the buffers of the outputs alive
             return Captured(count, bound, (), None, None, None)
-        captured = done[sizes[at]]
         captured.check()
         return captured
 
@@ -367,6 +377,11 @@ class GraphRunner(Generic[Key]):
         """Run what is `ready` over its buffers, and count it."""
         (self.stats.replays if ready.watch else self.stats.eager)[mode] += 1
         return ready.replay()
+
+
+def _holding(done: dict[int, Captured], count: int) -> Captured | None:
+    """Return the smallest bucket that holds ``count`` requests, if any does."""
+    return done.get(min((size for size in done if size >= count), default=0))
 
 
 def check_lens(seq_lens_cpu: Tensor | None, count: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -59,7 +60,62 @@ def test_changes_are_noticed_until_renewed(change):
     assert watch.unchanged()
 
 
-def test_tensors_are_not_kept_alive():
+@dataclass(frozen=True)
+class Fixed:
+    a: torch.Tensor
+    b: torch.Tensor
+    number: float = 2.5
+
+
+def fixed():
+    return Fixed(torch.zeros(4), torch.zeros(1))
+
+
+def replace_by_force(held):
+    """By one of the same value, which comparing values would not notice."""
+    object.__setattr__(held, "b", held.b.clone())
+
+
+def change_a_number_by_force(held):
+    object.__setattr__(held, "number", 3.5)
+
+
+FORCED = [resize, point_elsewhere, replace_by_force, change_a_number_by_force]
+
+
+@pytest.mark.parametrize("change", FORCED, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_changes_of_frozen_dataclasses_are_noticed_at_once_or_in_turn(change, in_turn):
+    objects = [fixed() for _ in range(5)]
+    watch = Watch([*objects, SimpleNamespace(c=torch.zeros(2))], in_turn=in_turn)
+    assert watch.turns == (5 if in_turn else 1)
+    for held in objects:
+        assert all(watch.unchanged() for _ in range(12))
+        change(held)
+        assert [watch.unchanged() for _ in range(watch.turns)].count(False) == 1
+        watch.renew()
+
+
+@pytest.mark.parametrize("change", [*CHANGES, point_elsewhere], ids=lambda change: change.__name__)
+def test_what_others_can_set_has_no_turns(change):
+    held = SimpleNamespace(a=torch.zeros(4), number=2.5)
+    watch = Watch([*(fixed() for _ in range(3)), held], in_turn=True)
+    change(held)
+    assert not any(watch.unchanged() for _ in range(4))
+
+
+@pytest.mark.parametrize("change", [resize, point_elsewhere], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("at", range(3))
+def test_tensors_that_others_can_reach_have_no_turns(change, at):
+    objects = [fixed() for _ in range(3)]
+    watch = Watch([*objects, objects[at].a], in_turn=True)
+    assert all(watch.unchanged() for _ in range(7))
+    change(objects[at])
+    assert not any(watch.unchanged() for _ in range(4))
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_tensors_are_not_kept_alive(in_turn):
     gone = []
 
     class Noticed(torch.Tensor):
@@ -67,7 +123,7 @@ def test_tensors_are_not_kept_alive():
             gone.append(1)
 
     held = SimpleNamespace(a=torch.zeros(4).as_subclass(Noticed))
-    watch = Watch([held])
+    watch = Watch([held], in_turn=in_turn)
     del held.a
     gc.collect()
     assert gone

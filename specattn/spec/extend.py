@@ -167,6 +167,7 @@ class BoundExtend:
         return found + self.attend.fingerprint()
 
     def watched(self) -> tuple[object, ...]:
-        """Return the objects whose attributes `fingerprint` reads."""
-        own = (self, self.plan, self.inputs, self.accepted, self.coins)
+        """Return the objects whose attributes `fingerprint` reads, and tensors others can reach."""
+        plan = self.plan
+        own = (self, plan, plan.req_to_token, self.inputs, self.accepted, self.coins)
         return *own, *self.attend.watched()

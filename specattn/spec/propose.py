@@ -176,9 +176,9 @@ class BoundPropose:
         return found + steps[0].fingerprint() if steps else found
 
     def watched(self) -> tuple[object, ...]:
-        """Return the objects whose attributes `fingerprint` reads."""
+        """Return the objects whose attributes `fingerprint` reads, and tensors others can reach."""
         plan, steps = self.steps.plan, self.steps.steps
-        own = (self, self.steps, plan, plan.inputs, self.state, self.coins)
+        own = (self, self.steps, plan, plan.req_to_token, plan.inputs, self.state, self.coins)
         return *own, *(steps[0].watched() if steps else ())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from array import array
 from functools import partial
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Literal
@@ -39,9 +40,10 @@ log = logging.getLogger(__name__)
 Seams = Literal["one", "three"]
 # steps whose tokens may be on their way to the host
 _IN_FLIGHT = 2
-# what graphs have baked in
+# what graphs have baked in; what holds it further down is the runner's to watch
 _SETTING = (
-    "config", "table", "states", "target", "draft", "features", "indices", "accept", "tbo"
+    "config", "table", "table.req_to_token", "table.reserved", "states", "target", "draft",
+    "features", "indices", "accept", "tbo",
 )
 _setting = attrgetter(*_SETTING)
 
@@ -54,22 +56,25 @@ class _Landing:
         self.rows = torch.zeros(batch, dtype=torch.int64, pin_memory=pin)
         self.packed = torch.zeros(batch, width, dtype=torch.int64, pin_memory=pin)
         self.done = torch.cuda.Event() if pin else None
-        self._row_numbers = self.rows.numpy()
-        self._views: dict[int, Tensor] = {}
+        # a list goes through an array: numpy takes several times as long to look at its numbers
+        self._numbers = self.rows.numpy().data.cast("B").cast("q")
+        self._views: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def take_off(self, rows: Sequence[int]) -> Tensor:
-        """Return the rows as a tensor that can be copied without waiting."""
-        self._row_numbers[: len(rows)] = rows
-        return self.rows[: len(rows)]
+    def take_off(self, rows: list[int], bucket: int) -> Tensor:
+        """Return a bucket of rows, padded, as a tensor that can be copied without waiting."""
+        self._numbers[:bucket] = array("q", rows + [0] * (bucket - len(rows)))
+        return self._view(bucket)[0]
 
-    def bring(self, packed: Tensor) -> None:
+    def bring(self, packed: Tensor, bucket: int) -> None:
         """Copy a whole bucket's tokens here, padding included, without waiting."""
-        bucket = len(packed)
-        if bucket not in self._views:
-            self._views[bucket] = self.packed[:bucket]
-        self._views[bucket].copy_(packed, non_blocking=True)
+        self._view(bucket)[1].copy_(packed, non_blocking=True)
         if self.done is not None:
             self.done.record()
+
+    def _view(self, bucket: int) -> tuple[Tensor, Tensor]:
+        if bucket not in self._views:
+            self._views[bucket] = self.rows[:bucket], self.packed[:bucket]
+        return self._views[bucket]
 
 
 class PendingStep:
@@ -196,7 +201,9 @@ class StepDecoder:
         three = seams == "three"
         self._parts = [StepPart.of(config, seams=three, sampled=drawn) for drawn in (False, True)]
         self._programs: dict[int, StepProgram | TboStepProgram] = {}
-        self.runner = GraphRunner(self._part, buckets, device, record=record, recorder=recorder)
+        self.runner = GraphRunner(
+            self._part, buckets, device, record=record, recorder=recorder, private=True
+        )
         width, largest = config.num_steps + 2, max(table.req_to_token.shape[0], *buckets)
         self._landings = [_Landing(largest, width, device) for _ in range(_IN_FLIGHT)]
         self._pending: list[PendingStep | None] = [None] * _IN_FLIGHT
@@ -266,7 +273,11 @@ class StepDecoder:
         ValueError
             If the step before the last one has not been waited for.
         CaptureMismatch
-            If an attribute of the decoder was replaced after its graphs were captured.
+            If what the graphs read is not what it was when they were captured. Attributes of the
+            decoder, the table's tensors, the pools' and their addresses, and the addresses of the
+            states' are compared before every step. The rest (buffers and settings in frozen
+            dataclasses, which nobody can replace but by force) takes turns: everything is compared
+            in a few dozen steps, see `specattn.watch.Watch`.
         NotCapturedError
             If ``sampled`` and such steps were not captured.
         TreeError
@@ -292,7 +303,7 @@ class StepDecoder:
             out = self.runner.replay(part, ready)
             if self.validate == "debug" and isinstance(out, DraftTree):
                 check_tree(head(out, count), batch, self.config, self.target.model.vocab_size)
-        landing.bring(out.packed)
+        landing.bring(out.packed, ready.bucket)
         pending = PendingStep(landing, asked)
         self._pending[self._next] = pending
         self._next = (self._next + 1) % _IN_FLIGHT
@@ -313,7 +324,8 @@ class StepDecoder:
         wanted = list(rows)
         if self._sent is None or self._sent[0] is not ready.bound or self._sent[1] != wanted:
             self._sent = None
-            ready.bound.copy_in(len(wanted), rows=landing.take_off(wanted))
+            # padded here: one copy, and nothing to zero on the device
+            ready.bound.copy_in(ready.bucket, rows=landing.take_off(wanted, ready.bucket))
             self._sent = ready.bound, wanted
 
     def _batch(self, rows: Sequence[int]) -> SpecBatch:

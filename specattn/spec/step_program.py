@@ -427,16 +427,18 @@ class BoundPart:
         return found
 
     def watched(self) -> tuple[object, ...]:
-        """Return the objects whose attributes `fingerprint` reads."""
+        """Return the objects whose attributes `fingerprint` reads, and tensors others can reach."""
         step = self.step
         own = (self, step, step.states, step.inputs, step.links, step.accepted)
+        tables = (step.reserved, *step.states.tensors().values())
         bounds = [bound for bound in (step.propose, step.verify, step.extend) if bound is not None]
-        return *own, *(one for bound in bounds for one in bound.watched())
+        return *own, *tables, *(one for bound in bounds for one in bound.watched())
 
 
 def take_rows(rows: Tensor, count: int, values: dict[str, Tensor]) -> None:
     """Copy ``values["rows"]``, if given, to the first ``count`` of ``rows``; the rest pads."""
     if count < len(rows):
         rows[count:].zero_()
+        rows = rows[:count]
     if values:
-        rows[:count].copy_(values["rows"], non_blocking=True)
+        rows.copy_(values["rows"], non_blocking=True)

@@ -138,7 +138,7 @@ class BoundTboPart:
         return tuple(item for half in self.halves for item in half.fingerprint())
 
     def watched(self) -> tuple[object, ...]:
-        """Return the objects whose attributes `fingerprint` reads."""
+        """Return the objects whose attributes `fingerprint` reads, and tensors others can reach."""
         return self, self.step, *(one for half in self.halves for one in half.watched())
 
 

@@ -142,5 +142,6 @@ class BoundVerify:
         return found + self.attend.fingerprint()
 
     def watched(self) -> tuple[object, ...]:
-        """Return the objects whose attributes `fingerprint` reads."""
-        return self, self.plan, self.inputs, self.tokens, *self.attend.watched()
+        """Return the objects whose attributes `fingerprint` reads, and tensors others can reach."""
+        own = (self, self.plan, self.plan.req_to_token, self.inputs, self.tokens)
+        return *own, *self.attend.watched()

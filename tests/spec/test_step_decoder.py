@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 
 import pytest
 import torch
@@ -122,6 +123,62 @@ def test_drawn_tokens_do_not_depend_on_seams_or_company(seams, sampling):
     assert [r.tokens for r in out[:3]] == alone
     if not sampling:
         assert out[3].tokens == dense_greedy(run.target.model, PROMPTS[3], 20)
+
+
+REACHED = {
+    "req_to_token": lambda run: run.table.req_to_token,
+    "reserved": lambda run: run.table.reserved,
+    "states.seq_lens": lambda run: run.states.seq_lens,
+    "states.hidden_states": lambda run: run.states.hidden_states,
+    "k_cache": lambda run: run.target.pool.k,
+    "v_cache": lambda run: run.draft.pool.v,
+}
+
+
+@pytest.mark.parametrize("name", REACHED)
+def test_memory_that_moved_is_refused_by_name_at_once(name):
+    run = engine((3, 1, 4), buckets=(5,))
+    rows, decoder = admitted(run), run.decoder(run.config)
+    assert all(decoder.step(rows))
+    tensor = REACHED[name](run)
+    before = tensor.data
+    tensor.data = tensor.clone()
+    with pytest.raises(CaptureMismatch, match=f"{name} changed since capture"):
+        decoder.step(rows)
+    tensor.data = before
+    assert all(decoder.step(rows))
+
+
+@pytest.mark.parametrize("name", ["req_to_token", "reserved"])
+def test_a_table_with_other_tensors_is_refused(name):
+    run = engine((3, 1, 4), buckets=(5,))
+    rows, decoder = admitted(run), run.decoder(run.config)
+    before = getattr(run.table, name)
+    setattr(run.table, name, before.clone())
+    with pytest.raises(CaptureMismatch, match=rf"table\.{name} changed since capture"):
+        decoder.step(rows)
+    setattr(run.table, name, before)
+    assert all(decoder.step(rows))
+
+
+FORCED = {
+    "tail_words": lambda step: (step.verify.inputs, step.verify.inputs.tail_words.clone()),
+    "rows": lambda step: (step.inputs, step.inputs.rows.clone()),
+    "sm_scale": lambda step: (step.target.backend.backends[0].config, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", FORCED)
+def test_what_takes_force_to_replace_is_refused_in_turn(name):
+    run = engine((3, 1, 4), buckets=(1,))
+    decoder = run.decoder(run.config)
+    captured = decoder.runner.ready(decoder.modes[0], 1)
+    for _ in range(2 * captured.watch.turns):
+        captured.check()
+    holder, value = FORCED[name](captured.bound.step)
+    object.__setattr__(holder, name, value)
+    with pytest.raises(CaptureMismatch, match=rf"\.{name} changed since capture"):
+        deque(captured.check() for _ in range(captured.watch.turns))
 
 
 def test_what_cannot_be_run_is_refused():
