@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,11 +11,12 @@ import torch
 
 from specattn.kv import KVPool, SlotTable
 from specattn.recording import Recorder
+from specattn.spec.admission import Admission, check_request
 from specattn.spec.decoder import ModelSlot
-from specattn.spec.prefill import Prefill, Prompt
+from specattn.spec.landing import Flight
+from specattn.spec.prefill import Prefill
 from specattn.spec.request import Generation, Live, Request
-from specattn.spec.sampling import SamplingBatch
-from specattn.spec.settings import Settings
+from specattn.spec.settings import Settings, powers_of_two
 from specattn.spec.states import RequestStates, StateDims
 from specattn.spec.step_decoder import StepDecoder
 
@@ -29,20 +30,9 @@ if TYPE_CHECKING:
     from specattn.spec.checks import Validate
     from specattn.spec.model import DraftModel, TargetModel
     from specattn.spec.policy import Policy
-    from specattn.spec.sampling import SamplingParams
-    from specattn.spec.step_decoder import PendingStep, Seams
+    from specattn.spec.step_decoder import Seams
 
     Scales = Sequence[KVScales] | None
-
-
-@dataclass(frozen=True)
-class _Flight:
-    """A step on its way: ``launched_at`` is None if something else ran since."""
-
-    config: SpecConfig
-    group: list[Live]
-    pending: PendingStep
-    launched_at: float | None
 
 
 class Engine:
@@ -124,7 +114,7 @@ class Engine:
     ) -> None:
         self.config, self.indices, self._record = config, indices, graphs
         self.detokenize, self.validate, self.tbo = detokenize, validate, tbo
-        self.buckets = list(buckets) if buckets else _buckets(config.max_num_reqs)
+        self.buckets = list(buckets) if buckets else powers_of_two(config.max_num_reqs)
         self.settings = Settings((config, *configs), policy, self.buckets)
         self.eos = target.eos_token_ids
         device = target.device
@@ -152,13 +142,13 @@ class Engine:
         widest = self.settings.widest
         dims = StateDims.of(draft_model, widest.topk, draft_sampling=config.draft_sampling)
         self.states = RequestStates.alloc(config.max_num_reqs + 1, dims, device)
+        self._admission = Admission(self.table, self.states, config.page_size)
         self._prefill = Prefill(self.target, self.draft, self.table.req_to_token, widest)
         self._recorder = Recorder()
         self._decoders: dict[SpecConfig, StepDecoder] = {}
         self._live: list[Live] = []
-        self._ahead: _Flight | None = None
+        self._ahead: Flight | None = None
         self._landed_at = 0.0
-        self._drawing: tuple[tuple[SamplingParams, ...], SamplingBatch] | None = None
         for setting in self.settings.configs:
             self.decoder(setting)
 
@@ -170,9 +160,9 @@ class Engine:
             draft = self.draft if own or config.num_steps else None
             self._decoders[config] = StepDecoder(
                 self.target, draft, config, self.table, self.states,
-                features=self._feature_width(), buckets=self.buckets, indices=self.indices,
-                record=self._record and own, seams=self.seams, recorder=self._recorder,
-                validate=self.validate, tbo=self.tbo,
+                features=self.draft.model.feature_size if self.draft else 0,
+                buckets=self.buckets, indices=self.indices, record=self._record and own,
+                seams=self.seams, recorder=self._recorder, validate=self.validate, tbo=self.tbo,
             )
         return self._decoders[config]
 
@@ -243,7 +233,7 @@ class Engine:
     def add(self, requests: Sequence[Request]) -> list[Generation]:
         """Run prompts and draw their first tokens; prefixes of running requests are shared."""
         for request in requests:
-            self._check(request)
+            check_request(request, self.config.max_context_len, self.detokenize)
         if any(request.sampling.temperature for request in requests):
             for config in self.settings.configs:
                 self.decoder(config).capture(sampled=True)
@@ -252,12 +242,13 @@ class Engine:
         if self._ahead is not None:
             self._ahead = replace(self._ahead, launched_at=None)
         while waiting:
-            wave: list[tuple[Request, Generation]] = []
-            later: list[tuple[Request, Generation]] = []
-            for item in waiting:
-                (later if self._waits(item[0], wave) else wave).append(item)
-            self._admit(wave)
-            waiting = later
+            wave, waiting = self._admission.wave(waiting, self._live)
+            admitted = self._admission.run(self._prefill, wave, self._live)
+            for live, first in admitted:
+                live.result.first_token_at = time.perf_counter()
+                self._take(live, [first])
+                if not live.result.finish_reason:
+                    self._live.append(live)
         return results
 
     def step(self, *, ahead: bool = False) -> list[tuple[Generation, list[int]]]:
@@ -296,7 +287,7 @@ class Engine:
     ) -> list[tuple[Generation, list[int]]]:
         return self._collect(self._launch(config, group, 0))
 
-    def _launch(self, config: SpecConfig, group: list[Live], in_flight: int) -> _Flight:
+    def _launch(self, config: SpecConfig, group: list[Live], in_flight: int) -> Flight:
         """Launch a step; ``in_flight`` tokens at most are not known to the host yet."""
         need = in_flight + config.reserve_len
         self.table.reserve([live.row for live in group], [live.length + need for live in group])
@@ -310,9 +301,9 @@ class Engine:
         rows, began = [live.row for live in group], time.perf_counter()
         pending = decoder.step_async(rows, sampled=sampled, seq_lens_cpu=lens)
         self.settings.launched(config)
-        return _Flight(config, group, pending, began)
+        return Flight(config, group, pending, began)
 
-    def _launch_next(self, flight: _Flight) -> _Flight | None:
+    def _launch_next(self, flight: Flight) -> Flight | None:
         """Launch the step after the one in flight, unless a request may lack room for it."""
         going = [live for live in self._live if live.goes_on]
         riding = set(flight.group)
@@ -323,7 +314,7 @@ class Engine:
         config = self.settings.choose(len(going), max(rooms))
         return self._launch(config, going, gain) if config.reserve_len <= min(rooms) else None
 
-    def _collect(self, flight: _Flight) -> list[tuple[Generation, list[int]]]:
+    def _collect(self, flight: Flight) -> list[tuple[Generation, list[int]]]:
         """Hand out a step's tokens; requests that had ended before it get none."""
         gained, began = flight.pending.wait(), flight.launched_at
         now = time.perf_counter()
@@ -342,105 +333,12 @@ class Engine:
             found.append((live.result, self._take(live, tokens)))
         return found
 
-    def _sampling(self, requests: Sequence[Request]) -> SamplingBatch:
-        """Return the requests' parameters; a batch that stays the same is not sent again."""
-        params = tuple(request.sampling for request in requests)
-        if self._drawing is None or self._drawing[0] != params:
-            self._drawing = params, SamplingBatch.of(params, self._device)
-        return self._drawing[1]
-
     def _take(self, live: Live, tokens: list[int]) -> list[int]:
-        """Append tokens up to whatever ends the request; returns those kept."""
-        request, result = live.request, live.result
-        kept: list[int] = []
-        for token in tokens:
-            kept.append(token)
-            result.tokens.append(token)
-            if token in self.eos and not request.ignore_eos:
-                result.finish_reason = "eos"
-            elif request.stop and self._stopped(request, result):
-                result.finish_reason = "stop"
-            elif len(result.tokens) >= request.max_new_tokens:
-                result.finish_reason = "length"
-            if result.finish_reason:
-                break
-        if not result.finish_reason and live.length >= self.config.max_context_len:
-            result.finish_reason = "context"
-        if result.finish_reason:
-            result.finished_at = time.perf_counter()
+        """Append tokens up to whatever ends the request, which gives its row back."""
+        kept = live.take(tokens, self.eos, self.config.max_context_len, self.detokenize)
+        if live.result.finish_reason:
             self.table.free(live.row)
         return kept
-
-    def _stopped(self, request: Request, result: Generation) -> bool:
-        assert self.detokenize is not None
-        text = self.detokenize(result.tokens)
-        return any(stop in text for stop in request.stop)
-
-    def _check(self, request: Request) -> None:
-        limit = self.config.max_context_len
-        if not request.prompt:
-            raise ValueError("the prompt is empty")
-        if len(request.prompt) > limit:
-            raise ValueError(
-                f"the prompt has {len(request.prompt)} tokens, the context holds {limit}"
-            )
-        if request.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {request.max_new_tokens}")
-        if request.stop and self.detokenize is None:
-            raise ValueError("stop strings need detokenize")
-
-    def _waits(self, request: Request, wave: Sequence[tuple[Request, Generation]]) -> bool:
-        """Whether a request of the wave will hold more of this prompt than a running one does."""
-        shareable = max((_common(request.prompt, first.prompt) for first, _ in wave), default=0)
-        return self._shared(request.prompt, shareable) > self._donor(request.prompt)[1]
-
-    def _shared(self, prompt: Sequence[int], common: int) -> int:
-        """Return how many tokens can be shared given a common prefix.
-
-        The draft model's KV at a position depends on the next token too, so the last common
-        token is not shared; and the prompt's last token must be run for its logits.
-        """
-        page = self.config.page_size
-        return (min(common, len(prompt)) - 1) // page * page if common else 0
-
-    def _donor(self, prompt: Sequence[int]) -> tuple[int, int]:
-        """Return the row that shares most of the prompt, and how many tokens."""
-        best = (0, 0)
-        for live in self._live:
-            common = min(_common(prompt, live.text), live.length + 1)
-            shared = self._shared(prompt, common)
-            if shared > best[1]:
-                best = (live.row, shared)
-        return best
-
-    def _admit(self, wave: Sequence[tuple[Request, Generation]]) -> None:
-        prompts: list[Prompt] = []
-        try:
-            for request, _ in wave:
-                donor, shared = self._donor(request.prompt)
-                row = self.table.allocate(share=donor, share_len=shared)
-                prompts.append(Prompt(row, request.prompt, shared))
-            self.table.reserve([p.row for p in prompts], [len(p.tokens) for p in prompts])
-            sampling = self._sampling([request for request, _ in wave])
-            out = self._prefill.run(prompts, sampling)
-            lens = torch.tensor([len(p.tokens) for p in prompts], dtype=torch.int32)
-            rows = torch.tensor([p.row for p in prompts])
-            self.states.admit(
-                rows.to(self._device), lens.to(self._device), out.bonus_tokens, out.state, sampling
-            )
-            first = out.bonus_tokens.tolist()
-        except Exception:
-            for prompt in prompts:
-                self.table.free(prompt.row)
-            raise
-        for at, ((request, result), prompt) in enumerate(zip(wave, prompts, strict=True)):
-            length = len(request.prompt)
-            self.table.commit(prompt.row, length)
-            live = Live(request, result, prompt.row, length)
-            result.first_token_at = time.perf_counter()
-            self._take(live, [first[at]])
-            if not result.finish_reason:
-                self._live.append(live)
 
     def _seams(self) -> Seams:
         return "three" if self._plans_on_host or self.validate == "debug" else "one"
@@ -449,24 +347,3 @@ class Engine:
     def _plans_on_host(self) -> bool:
         slots = (self.target, self.draft)
         return any(slot is not None and slot.backend.host_plan for slot in slots)
-
-    @property
-    def _device(self) -> torch.device:
-        return self.table.req_to_token.device
-
-    def _feature_width(self) -> int:
-        if self.draft is None:
-            return 0
-        return self.draft.model.feature_size
-
-
-def _buckets(largest: int) -> list[int]:
-    sizes = [1 << bit for bit in range(largest.bit_length()) if 1 << bit < largest]
-    return [*sizes, largest]
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    for index, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return index
-    return min(len(a), len(b))

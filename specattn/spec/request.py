@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from specattn.spec.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Collection, Sequence
 
 
 @dataclass(frozen=True)
@@ -95,3 +96,44 @@ class Live:
         """Whether the step in flight may leave it unfinished: every step gains a token."""
         ended = bool(self.result.finish_reason)
         return not ended and len(self.result.tokens) + 1 < self.request.max_new_tokens
+
+    def take(
+        self, tokens: Sequence[int], eos: Collection[int], limit: int,
+        detokenize: Callable[[list[int]], str] | None,
+    ) -> list[int]:
+        """Append tokens up to whatever ends the request; returns those kept.
+
+        Parameters
+        ----------
+        tokens : sequence of int
+            What a step gained.
+        eos : collection of int
+            End-of-text tokens.
+        limit : int
+            Tokens that a context holds.
+        detokenize : callable or None
+            Maps token ids to text, for stop strings.
+        """
+        request, result = self.request, self.result
+        kept: list[int] = []
+        for token in tokens:
+            kept.append(token)
+            result.tokens.append(token)
+            if token in eos and not request.ignore_eos:
+                result.finish_reason = "eos"
+            elif request.stop and self._stopped(detokenize):
+                result.finish_reason = "stop"
+            elif len(result.tokens) >= request.max_new_tokens:
+                result.finish_reason = "length"
+            if result.finish_reason:
+                break
+        if not result.finish_reason and self.length >= limit:
+            result.finish_reason = "context"
+        if result.finish_reason:
+            result.finished_at = time.perf_counter()
+        return kept
+
+    def _stopped(self, detokenize: Callable[[list[int]], str] | None) -> bool:
+        assert detokenize is not None
+        text = detokenize(self.result.tokens)
+        return any(stop in text for stop in self.request.stop)

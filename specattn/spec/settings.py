@@ -140,3 +140,9 @@ def around(config: SpecConfig) -> tuple[SpecConfig, ...]:
     found.append(replace(config, num_steps=half, topk=1, num_draft_tokens=half + 1))
     found.append(replace(config, num_steps=0, topk=1, num_draft_tokens=1))
     return tuple(dict.fromkeys(found))
+
+
+def powers_of_two(largest: int) -> list[int]:
+    """Return the batch sizes captured by default: powers of two, and the largest batch itself."""
+    sizes = [1 << bit for bit in range(largest.bit_length()) if 1 << bit < largest]
+    return [*sizes, largest]

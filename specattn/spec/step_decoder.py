@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from array import array
 from functools import partial
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Literal
@@ -14,7 +13,9 @@ from specattn.batch import DraftTree, SpecBatch
 from specattn.errors import CapacityError, CaptureMismatch
 from specattn.graph import GraphRunner, Program, check_lens, head
 from specattn.spec.checks import check_contents, check_tree
-from specattn.spec.step_program import StepPart, StepProgram
+from specattn.spec.landing import Landing, PendingStep
+from specattn.spec.step_parts import StepPart
+from specattn.spec.step_program import StepProgram
 from specattn.spec.tbo_step import TboStepProgram
 from specattn.spec.verify import accept
 
@@ -28,11 +29,13 @@ if TYPE_CHECKING:
     from specattn.graph import Captured, GraphReport
     from specattn.kv import SlotTable
     from specattn.recording import Recorder
+    from specattn.spec.bound_step import Acceptor
     from specattn.spec.checks import Validate
     from specattn.spec.decoder import ModelSlot
     from specattn.spec.model import DraftModel, TargetModel
     from specattn.spec.states import RequestStates
-    from specattn.spec.step_program import Acceptor
+
+__all__ = ["PendingStep", "Seams", "StepDecoder"]
 
 log = logging.getLogger(__name__)
 
@@ -46,68 +49,6 @@ _SETTING = (
     "features", "indices", "accept", "tbo",
 )
 _setting = attrgetter(*_SETTING)
-
-
-class _Landing:
-    """Host memory that one step's rows leave from and its tokens come back to."""
-
-    def __init__(self, batch: int, width: int, device: torch.device) -> None:
-        pin = device.type == "cuda"
-        self.rows = torch.zeros(batch, dtype=torch.int64, pin_memory=pin)
-        self.packed = torch.zeros(batch, width, dtype=torch.int64, pin_memory=pin)
-        self.done = torch.cuda.Event() if pin else None
-        # a list goes through an array: numpy takes several times as long to look at its numbers
-        self._numbers = self.rows.numpy().data.cast("B").cast("q")
-        self._views: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def take_off(self, rows: list[int], bucket: int) -> Tensor:
-        """Return a bucket of rows, padded, as a tensor that can be copied without waiting."""
-        self._numbers[:bucket] = array("q", rows + [0] * (bucket - len(rows)))
-        return self._view(bucket)[0]
-
-    def bring(self, packed: Tensor, bucket: int) -> None:
-        """Copy a whole bucket's tokens here, padding included, without waiting."""
-        self._view(bucket)[1].copy_(packed, non_blocking=True)
-        if self.done is not None:
-            self.done.record()
-
-    def _view(self, bucket: int) -> tuple[Tensor, Tensor]:
-        if bucket not in self._views:
-            self._views[bucket] = self.rows[:bucket], self.packed[:bucket]
-        return self._views[bucket]
-
-
-class PendingStep:
-    """A step that was launched; `wait` returns what it gained.
-
-    Parameters
-    ----------
-    landing : _Landing
-        Where its tokens come.
-    count : int
-        Requests.
-    """
-
-    def __init__(self, landing: _Landing, count: int) -> None:
-        self._landing, self._count = landing, count
-        self._gained: list[list[int]] | None = None
-
-    def wait(self) -> list[list[int]]:
-        """Wait for the step, once, and return each request's new tokens, bonus last.
-
-        Empty for a request that had no slots for a step.
-        """
-        if self._gained is None:
-            if self._landing.done is not None:
-                self._landing.done.synchronize()
-            found = self._landing.packed[: self._count].tolist()
-            self._gained = [tokens[:gained] for gained, *tokens in found]
-        return self._gained
-
-    @property
-    def waited(self) -> bool:
-        """Whether its tokens have been read."""
-        return self._gained is not None
 
 
 class StepDecoder:
@@ -205,7 +146,7 @@ class StepDecoder:
             self._part, buckets, device, record=record, recorder=recorder, private=True
         )
         width, largest = config.num_steps + 2, max(table.req_to_token.shape[0], *buckets)
-        self._landings = [_Landing(largest, width, device) for _ in range(_IN_FLIGHT)]
+        self._landings = [Landing(largest, width, device) for _ in range(_IN_FLIGHT)]
         self._pending: list[PendingStep | None] = [None] * _IN_FLIGHT
         self._next = 0
         # the rows that are on the device, and for which bucket
@@ -319,7 +260,7 @@ class StepDecoder:
         if before is not None and not before.waited:
             raise ValueError(f"{_IN_FLIGHT} steps are in flight: wait for the first of them")
 
-    def _send(self, ready: Captured, landing: _Landing, rows: Sequence[int]) -> None:
+    def _send(self, ready: Captured, landing: Landing, rows: Sequence[int]) -> None:
         """Copy the rows to the device, unless they are there since the last step."""
         wanted = list(rows)
         if self._sent is None or self._sent[0] is not ready.bound or self._sent[1] != wanted:

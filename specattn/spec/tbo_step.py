@@ -7,13 +7,16 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from specattn.recording import side_by_side
-from specattn.spec.step_program import BoundPart, BoundStep, StepOutput, take_rows
+from specattn.spec.step_buffers import StepOutput
+from specattn.spec.step_parts import BoundPart, take_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from specattn.buffers import Fingerprint
-    from specattn.spec.step_program import StepPart, StepProgram
+    from specattn.spec.bound_step import BoundStep
+    from specattn.spec.step_parts import StepPart
+    from specattn.spec.step_program import StepProgram
 
 
 class TboStepProgram:

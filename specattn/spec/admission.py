@@ -1,0 +1,147 @@
+"""How requests come in: checked, in waves that share prefixes, and through their prompts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from specattn.spec.prefill import Prompt
+from specattn.spec.request import Live
+from specattn.spec.sampling import SamplingBatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from specattn.kv import SlotTable
+    from specattn.spec.prefill import Prefill
+    from specattn.spec.request import Generation, Request
+    from specattn.spec.sampling import SamplingParams
+    from specattn.spec.states import RequestStates
+
+    Item = tuple[Request, Generation]
+
+
+def check_request(
+    request: Request, limit: int, detokenize: Callable[[list[int]], str] | None
+) -> None:
+    """Raise a ValueError if a request cannot run in contexts of ``limit`` tokens."""
+    if not request.prompt:
+        raise ValueError("the prompt is empty")
+    if len(request.prompt) > limit:
+        raise ValueError(f"the prompt has {len(request.prompt)} tokens, the context holds {limit}")
+    if request.max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {request.max_new_tokens}")
+    if request.stop and detokenize is None:
+        raise ValueError("stop strings need detokenize")
+
+
+@dataclass
+class Admission:
+    """Gives requests rows, runs their prompts, and shares the prefixes of running requests.
+
+    Parameters
+    ----------
+    table : SlotTable
+        Rows and slots.
+    states : RequestStates
+        Where a request's first step finds what its prompt left.
+    page_size : int
+        Whole pages are shared.
+    """
+
+    table: SlotTable
+    states: RequestStates
+    page_size: int
+    _drawing: tuple[tuple[SamplingParams, ...], SamplingBatch] | None = field(
+        default=None, init=False
+    )
+
+    def wave(
+        self, waiting: Sequence[Item], running: Sequence[Live]
+    ) -> tuple[list[Item], list[Item]]:
+        """Return those whose prompts run now, and those who wait to share a prompt of theirs."""
+        now: list[Item] = []
+        later: list[Item] = []
+        for item in waiting:
+            (later if self._waits(item[0], now, running) else now).append(item)
+        return now, later
+
+    def run(
+        self, prefill: Prefill, wave: Sequence[Item], running: Sequence[Live]
+    ) -> list[tuple[Live, int]]:
+        """Run the prompts of a wave; returns the requests, running now, and their first tokens.
+
+        Whatever fails, their rows are free again.
+        """
+        prompts: list[Prompt] = []
+        try:
+            for request, _ in wave:
+                donor, shared = self._donor(request.prompt, running)
+                row = self.table.allocate(share=donor, share_len=shared)
+                prompts.append(Prompt(row, request.prompt, shared))
+            self.table.reserve([p.row for p in prompts], [len(p.tokens) for p in prompts])
+            first = self._first_tokens(prefill, prompts, [request for request, _ in wave])
+        except Exception:
+            for prompt in prompts:
+                self.table.free(prompt.row)
+            raise
+        admitted = []
+        for (request, result), prompt, token in zip(wave, prompts, first, strict=True):
+            length = len(request.prompt)
+            self.table.commit(prompt.row, length)
+            admitted.append((Live(request, result, prompt.row, length), token))
+        return admitted
+
+    def _first_tokens(
+        self, prefill: Prefill, prompts: Sequence[Prompt], requests: Sequence[Request]
+    ) -> list[int]:
+        device, sampling = self.table.req_to_token.device, self._sampling(requests)
+        out = prefill.run(prompts, sampling)
+        lens = torch.tensor([len(p.tokens) for p in prompts], dtype=torch.int32)
+        rows = torch.tensor([p.row for p in prompts])
+        self.states.admit(
+            rows.to(device), lens.to(device), out.bonus_tokens, out.state, sampling
+        )
+        first: list[int] = out.bonus_tokens.tolist()
+        return first
+
+    def _sampling(self, requests: Sequence[Request]) -> SamplingBatch:
+        """Return the requests' parameters; a batch that stays the same is not sent again."""
+        params = tuple(request.sampling for request in requests)
+        if self._drawing is None or self._drawing[0] != params:
+            device = self.table.req_to_token.device
+            self._drawing = params, SamplingBatch.of(params, device)
+        return self._drawing[1]
+
+    def _waits(self, request: Request, wave: Sequence[Item], running: Sequence[Live]) -> bool:
+        """Whether a request of the wave will hold more of this prompt than a running one does."""
+        shareable = max((_common(request.prompt, first.prompt) for first, _ in wave), default=0)
+        return self._shared(request.prompt, shareable) > self._donor(request.prompt, running)[1]
+
+    def _shared(self, prompt: Sequence[int], common: int) -> int:
+        """Return how many tokens can be shared given a common prefix.
+
+        The draft model's KV at a position depends on the next token too, so the last common
+        token is not shared; and the prompt's last token must be run for its logits.
+        """
+        page = self.page_size
+        return (min(common, len(prompt)) - 1) // page * page if common else 0
+
+    def _donor(self, prompt: Sequence[int], running: Sequence[Live]) -> tuple[int, int]:
+        """Return the row that shares most of the prompt, and how many tokens."""
+        best = (0, 0)
+        for live in running:
+            common = min(_common(prompt, live.text), live.length + 1)
+            shared = self._shared(prompt, common)
+            if shared > best[1]:
+                best = (live.row, shared)
+        return best
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    for index, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return index
+    return min(len(a), len(b))

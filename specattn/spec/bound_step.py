@@ -1,0 +1,156 @@
+"""A step over a bucket of its buffers: the stages, in the order they run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
+
+from specattn.backends.base import by_lengths_alone, fill_all
+from specattn.batch import AcceptResult, DraftState, DraftTree, ForwardMode
+from specattn.kernels import ops
+from specattn.spec.sampling import SamplingBatch
+from specattn.spec.step_buffers import StepOutput
+from specattn.spec.tree import fill_tree
+from specattn.spec.verify import spread
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specattn.backends.layers import BoundLayers
+    from specattn.config import SpecConfig
+    from specattn.spec.decoder import ModelSlot
+    from specattn.spec.extend import BoundExtend
+    from specattn.spec.model import TargetModel
+    from specattn.spec.propose import BoundPropose
+    from specattn.spec.states import RequestStates
+    from specattn.spec.step_buffers import StepAccepted, StepInputs, StepLinks
+    from specattn.spec.verify_program import BoundVerify
+
+
+class Acceptor(Protocol):
+    """What decides how much of a tree is kept; `specattn.spec.verify.accept` unless for tests."""
+
+    def __call__(
+        self, tree: DraftTree, logits: Tensor, seq_lens: Tensor, config: SpecConfig,
+        sampling: SamplingBatch, out: AcceptResult,
+    ) -> AcceptResult:
+        """Write ``out``; no sync, capturable."""
+
+
+@dataclass(frozen=True)
+class BoundStep:
+    """A `StepProgram` over a bucket; its stages run in the order of the methods."""
+
+    target: ModelSlot[TargetModel]
+    config: SpecConfig
+    reserved: Tensor
+    states: RequestStates
+    inputs: StepInputs
+    accepted: StepAccepted
+    links: StepLinks
+    tree: DraftTree
+    propose: BoundPropose | None
+    verify: BoundVerify
+    extend: BoundExtend | None
+    accept: Acceptor = field(repr=False)
+
+    def over(self, rows: Tensor, packed: Tensor) -> BoundStep:
+        """Return the same with the step's input and output elsewhere, of the same kind."""
+        inputs, accepted = replace(self.inputs, rows=rows), replace(self.accepted, packed=packed)
+        return replace(self, inputs=inputs, accepted=accepted)
+
+    def attends(self, mode: ForwardMode | None) -> tuple[BoundLayers, ...]:
+        """Return the attention of a part, or of the whole step."""
+        drafts = self.propose.steps.steps if self.propose else ()
+        extends = (self.extend.attend,) if self.extend else ()
+        return {
+            None: (*drafts, self.verify.attend, *extends),
+            ForwardMode.DRAFT_DECODE: drafts,
+            ForwardMode.TARGET_VERIFY: (self.verify.attend,),
+            ForwardMode.DRAFT_EXTEND: extends,
+        }[mode]
+
+    def begin(self) -> None:
+        """Gather the requests' states and derive every phase's metadata from the lengths."""
+        inputs, states, propose = self.inputs, self.states, self.propose
+        names = ("bonus_tokens", "temperature", "top_k", "top_p", "seeds")
+        tables = [getattr(states, name) for name in names]
+        outs = [inputs.roots, *(getattr(inputs, name) for name in names[1:])]
+        drafts = inputs.positions.new_empty(len(inputs.rows), 0, 1)
+        if propose is not None:
+            tables += states.drafting
+            outs += propose.state.tensors().values()
+            drafts = propose.steps.plan.inputs.positions
+        ops("step", inputs.rows.device).begin_step(
+            inputs.rows, states.seq_lens, self.reserved, self.verify.plan.req_to_token,
+            reserve_len=self.config.reserve_len, rows_out=inputs.req_pool_indices,
+            seq_lens_out=inputs.seq_lens, window_out=inputs.window,
+            positions_out=inputs.positions, draft_positions_out=drafts,
+            tables=tuple(tables), outs=tuple(outs),
+        )
+        if propose is not None:
+            propose.steps.fill_lists()
+        # the rest waits for what its part brings: the tree, or a plan made on the host
+        early, _ = by_lengths_alone(
+            [self.verify.attend, *self.attends(ForwardMode.DRAFT_EXTEND)]
+        )
+        fill_all([*self.attends(ForwardMode.DRAFT_DECODE), *early])
+
+    def draft(self) -> DraftTree:
+        """Run the draft decode forwards and build the tree, into what the target reads."""
+        if self.propose is None:
+            return self.tree
+        candidates = self.propose.run()
+        fill_tree(candidates, self.inputs.roots, self.inputs.seq_lens, self.config, self.tree)
+        if self.config.draft_sampling:
+            self.tree.draft_probs.copy_(candidates.draft_probs)
+        return self.tree
+
+    def check(self, *, sampled: bool) -> AcceptResult:
+        """Run the target over the tree, decide what is kept, and move its KV to the front."""
+        inputs, out = self.inputs, self.accepted
+        _, late = by_lengths_alone([self.verify.attend])
+        fill_all(late)
+        verified = self.verify.run()
+        sampling = SamplingBatch(
+            not sampled, inputs.temperature, inputs.top_k, inputs.top_p, inputs.seeds
+        )
+        accepted = AcceptResult(
+            out.accept_index, out.accept_tokens, out.accept_lens, out.bonus_tokens
+        )
+        # without drafts there is nothing to reject
+        config = self.config if self.propose else replace(self.config, draft_sampling=False)
+        self.accept(self._spread(), verified.logits, inputs.seq_lens, config, sampling, accepted)
+        if self.extend is None:
+            return accepted
+        self.target.pool.commit(verified.tail_slots, accepted)
+        path = self.extend.accepted
+        ops("step", inputs.rows.device).gather_path(
+            verified.features, out.accept_index, out.accept_lens, inputs.seq_lens,
+            features_out=path.features, last_rows_out=path.last_rows, after_out=path.after,
+        )
+        return accepted
+
+    def _spread(self) -> DraftTree:
+        """Return the tree with its draft laws over the target's vocabulary."""
+        if not self.config.draft_sampling or self.propose is None:
+            return self.tree
+        law = spread(self.propose.draft, self.tree.draft_probs, self.target.model.vocab_size)
+        return replace(self.tree, draft_probs=law)
+
+    def finish(self) -> StepOutput:
+        """Run the draft model over the accepted path, and leave the states for the next step."""
+        inputs, out, states = self.inputs, self.accepted, self.states
+        sources, tables = [out.bonus_tokens], [states.bonus_tokens]
+        if self.extend is not None:
+            _, late = by_lengths_alone([self.extend.attend])
+            fill_all(late)
+            state: DraftState = self.extend.run()
+            sources += vars(state).values()
+            tables += states.drafting
+        ops("step", inputs.rows.device).end_step(
+            inputs.req_pool_indices, inputs.seq_lens, out.accept_lens, out.accept_tokens,
+            seq_lens_table=states.seq_lens, sources=tuple(sources), tables=tuple(tables),
+            packed_out=out.packed,
+        )
+        return StepOutput(out.packed)

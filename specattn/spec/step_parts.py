@@ -1,0 +1,128 @@
+"""What is recorded of a step together: all of it, or what one model runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from specattn.batch import ForwardMode
+from specattn.buffers import fingerprint
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specattn.batch import AcceptResult, DraftTree
+    from specattn.buffers import Fingerprint
+    from specattn.config import SpecConfig
+    from specattn.spec.bound_step import BoundStep
+    from specattn.spec.step_buffers import StepOutput
+
+
+@dataclass(frozen=True)
+class StepPart:
+    """What is recorded together, as a key of graphs: all of a step, or what one model runs.
+
+    Parameters
+    ----------
+    mode : ForwardMode or None
+        None for the whole step, or one of ``DRAFT_DECODE``, ``TARGET_VERIFY`` and
+        ``DRAFT_EXTEND``.
+    sampled : bool
+        Whether requests may draw; without, the target's distributions are not computed.
+    """
+
+    mode: ForwardMode | None = None
+    sampled: bool = False
+
+    @property
+    def value(self) -> str:
+        """Its name in messages and reports."""
+        name = "step" if self.mode is None else self.mode.value
+        return f"{name} (sampled)" if self.sampled else name
+
+    @classmethod
+    def of(cls, config: SpecConfig, *, seams: bool, sampled: bool) -> tuple[StepPart, ...]:
+        """Return the parts of a step in the order they run."""
+        if not seams or not config.num_steps:
+            return (cls(None, sampled),)
+        verify = cls(ForwardMode.TARGET_VERIFY, sampled)
+        return cls(ForwardMode.DRAFT_DECODE), verify, cls(ForwardMode.DRAFT_EXTEND)
+
+
+@dataclass(frozen=True)
+class BoundPart:
+    """A part of a step over a bucket."""
+
+    step: BoundStep
+    part: StepPart
+
+    @property
+    def graphs(self) -> bool:
+        """Whether the attention of the part may be recorded."""
+        return all(attend.graphs for attend in self.step.attends(self.part.mode))
+
+    @property
+    def first(self) -> bool:
+        """Whether a step begins with this part."""
+        return self.part.mode in (None, ForwardMode.DRAFT_DECODE)
+
+    @property
+    def takes(self) -> frozenset[str]:
+        """The rows that take part; later parts find everything on the device."""
+        return frozenset({"rows"} if self.first else ())
+
+    def copy_in(self, count: int, **values: Tensor) -> None:
+        """Take ``rows [count]`` int64."""
+        if self.first:
+            take_rows(self.step.inputs.rows, count, values)
+
+    def schedule(self, seq_lens_cpu: Tensor | None) -> None:
+        """Schedule the part's attention."""
+        for attend in self.step.attends(self.part.mode):
+            attend.schedule(seq_lens_cpu)
+
+    def fill(self) -> None:
+        """Begin the step, if this part does."""
+        if self.first:
+            self.step.begin()
+
+    def run(self) -> DraftTree | AcceptResult | StepOutput:
+        """Run the part; returns the tree, what is kept of it, or (of the last part) the output."""
+        step, mode = self.step, self.part.mode
+        if mode is ForwardMode.DRAFT_DECODE:
+            return step.draft()
+        if mode is ForwardMode.TARGET_VERIFY:
+            return step.check(sampled=self.part.sampled)
+        if mode is not ForwardMode.DRAFT_EXTEND:
+            step.draft()
+            step.check(sampled=self.part.sampled)
+        return step.finish()
+
+    def fingerprint(self) -> Fingerprint:
+        """Describe the buffers, the tables, the states and the pools of the whole step."""
+        step = self.step
+        found = fingerprint(
+            part=self.part, reserved=step.reserved, states=step.states, inputs=step.inputs,
+            links=step.links, accepted=step.accepted,
+        )
+        for bound in (step.propose, step.verify, step.extend):
+            if bound is not None:
+                found += bound.fingerprint()
+        return found
+
+    def watched(self) -> tuple[object, ...]:
+        """Return the objects whose attributes `fingerprint` reads, and tensors others can reach."""
+        step = self.step
+        own = (self, step, step.states, step.inputs, step.links, step.accepted)
+        tables = (step.reserved, *step.states.tensors().values())
+        bounds = [bound for bound in (step.propose, step.verify, step.extend) if bound is not None]
+        return *own, *tables, *(one for bound in bounds for one in bound.watched())
+
+
+def take_rows(rows: Tensor, count: int, values: dict[str, Tensor]) -> None:
+    """Copy ``values["rows"]``, if given, to the first ``count`` of ``rows``; the rest pads."""
+    if count < len(rows):
+        rows[count:].zero_()
+        rows = rows[:count]
+    if values:
+        rows.copy_(values["rows"], non_blocking=True)
