@@ -83,6 +83,10 @@ def choices(dtype: torch.dtype = BF16, topk: int = 8, vocab: int = 32000) -> Non
 def laws(dtype: torch.dtype = BF16, vocab: int = 32000) -> None:
     logits, values = zeros(BATCH, vocab, dtype=dtype), zeros(BATCH, dtype=F32)
     sampling.target_probs(logits, values, values.int(), values, 1)
+    # many rows have fewer bins
+    many = logits.repeat(4, 1)
+    sampling.target_probs(many, values, values.int(), None, 4)
+    sampling.target_probs(many, values, None, values, 4)
     sampling.path_coins(zeros(BATCH), values.int(), 4, 2)
     sampling.draw_tokens(logits.float(), values)
 

@@ -1,4 +1,4 @@
-"""Where top-k and top-p cut a distribution: found by counting and weighing, without a sort."""
+"""Where top-k and top-p cut a distribution: found among few tokens, or by counting them all."""
 
 from __future__ import annotations
 
@@ -30,12 +30,35 @@ def merge_parts(keys, masses, row, parts, sharpness, BLOCK_P: tl.constexpr):
 
 
 @triton.jit
-def _as_float(bits):
+def rules_of(
+    temperature, top_k, top_p, keys, masses, row, parts, vocab, rows_per_req,
+    HAS_K: tl.constexpr, HAS_P: tl.constexpr, BLOCK_P: tl.constexpr,
+):
+    """Return what a row's weights are made of, its settings, and whether they cut anything."""
+    req = row // rows_per_req
+    warmth = tl.load(temperature + req)
+    sharpness = sharpness_of(warmth)
+    _, peak, total, lowest = merge_parts(keys, masses, row, parts, sharpness, BLOCK_P)
+    drawn = (warmth != 0) & (peak > -float("inf"))
+    few = vocab
+    if HAS_K:
+        few = tl.load(top_k + req)
+    share = tl.full([], 1.0, tl.float32)
+    if HAS_P:
+        share = tl.load(top_p + req)
+    by_count = drawn & (few > 0) & (few < vocab)
+    return sharpness, peak, total, lowest, few, share, by_count, drawn & (share < 1)
+
+
+@triton.jit
+def as_float(bits):
+    """Return the float32 of these bits."""
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _as_bits(distance):
+def as_bits(distance):
+    """Return the bits of distances, which are ordered as they are."""
     return distance.to(tl.int32, bitcast=True)
 
 
@@ -58,10 +81,10 @@ def _keep(row, vocab, peak, low, high, kept, BLOCK: tl.constexpr):
     count = 0
     for start in range(0, vocab, BLOCK):
         token = start + tl.arange(0, BLOCK)
-        bits = _as_bits(peak - load_scores(row, token, vocab))
+        bits = as_bits(peak - load_scores(row, token, vocab))
         inside = (bits > low) & (bits <= high) & (token < vocab)
         place = count + tl.cumsum(inside.to(tl.int32), 0) - 1
-        tl.store(kept + place, _as_float(bits), mask=inside)
+        tl.store(kept + place, bits, mask=inside)
         count += tl.sum(inside.to(tl.int32), 0)
     return count
 
@@ -69,15 +92,84 @@ def _keep(row, vocab, peak, low, high, kept, BLOCK: tl.constexpr):
 @triton.jit
 def _guess(round, first, low, high):
     """Return where to look next between two distances, given and returned as bits."""
-    near = tl.where(low < 0, 0.0, _as_float(low))
-    far = _as_float(high)
+    near = tl.where(low < 0, 0.0, as_float(low))
+    far = as_float(high)
     # all finite logits if the first is too near; later steps that double
     beyond = tl.where(round == 1, 3.4028234e38, 2 * near + 8)
     middle = tl.where(far > 1e30, beyond, (near + far) / 2)
-    bits = _as_bits(tl.where(round == 0, first, middle))
+    bits = as_bits(tl.where(round == 0, first, middle))
     # by bits at last: whatever the logits are, 31 more rounds end it
     bits = tl.where(round < 16, bits, low + (high - low) // 2)
     return tl.minimum(tl.maximum(bits, low + 1), high - 1)
+
+
+@triton.jit
+def _halve(distance, weight, nearer, lighter, goal, by_mass, low, high, within):
+    """Search among tokens in registers; those of no concern are NaN away."""
+    count, mass = nearer, lighter
+    while high - low > 1:
+        at = low + (high - low) // 2
+        inside = distance <= as_float(at)
+        n = nearer + tl.sum(inside.to(tl.int32), 0)
+        m = lighter + tl.sum(tl.where(inside, weight, 0.0).to(tl.float64), 0)
+        enough = tl.where(by_mass, m, n.to(tl.float64)) >= goal
+        high = tl.where(enough, at, high)
+        within = tl.where(enough, n, within)
+        low = tl.where(enough, low, at)
+        count = tl.where(enough, count, n)
+        mass = tl.where(enough, mass, m)
+    return high, within, count, mass
+
+
+@triton.jit
+def _listed(listed, size, row, vocab, peak, KEPT: tl.constexpr):
+    """Load a list's tokens and their distances, NaN behind its end."""
+    lane = tl.arange(0, KEPT)                                                # [KEPT]
+    token = tl.load(listed + lane, mask=lane < size, other=0)
+    distance = peak - load_scores(row, token, vocab)
+    return token, tl.where(lane < size, distance, float("nan"))
+
+
+@triton.jit
+def _among(
+    listed, note, row, vocab, peak, sharpness, goal, by_mass, high, within, KEPT: tl.constexpr
+):
+    """Do as `_search` in a list that holds the cut; say too whether it did, rounding aside."""
+    nearer = tl.load(note + 2).to(tl.int32)
+    size = tl.load(note + 3).to(tl.int32)
+    lighter = tl.load(note).to(tl.float64) / 2.0**40
+    _, distance = _listed(listed, size, row, vocab, peak, KEPT)
+    weight = tl.exp2(-distance * sharpness)
+    bits = as_bits(distance)
+    there = distance == distance
+    low = tl.min(tl.where(there, bits, 0x7F800000), 0) - 1
+    least = tl.minimum(high, tl.max(tl.where(there, bits, -1), 0))
+    inside = there & (bits <= least)
+    upto = nearer + tl.sum(inside.to(tl.int32), 0)
+    reached = lighter + tl.sum(tl.where(inside, weight, 0.0).to(tl.float64), 0)
+    held = (size > 0) & (least > low)
+    if by_mass:
+        held = held & ((lighter < goal) | (nearer == 0)) & ((reached >= goal) | (upto >= within))
+    cut, upto, nearer, lighter = _halve(
+        distance, weight, nearer, lighter, goal, by_mass, low, least, upto
+    )
+    return cut, upto, nearer, lighter, held
+
+
+@triton.jit
+def _nth_listed(listed, note, row, vocab, peak, cut, nth, KEPT: tl.constexpr):
+    """Do as `_nth_at` in a list that holds all tokens at the cut."""
+    size = tl.load(note + 3).to(tl.int32)
+    token, distance = _listed(listed, size, row, vocab, peak, KEPT)
+    equal = distance == cut
+    low = tl.full([], -1, tl.int32)
+    high = vocab - 1
+    while high - low > 1:
+        at = low + (high - low) // 2
+        enough = tl.sum((equal & (token <= at)).to(tl.int32), 0) >= nth
+        high = tl.where(enough, at, high)
+        low = tl.where(enough, low, at)
+    return high
 
 
 @triton.jit
@@ -96,7 +188,7 @@ def _search(
     round = 0
     while (high - low > 1) & (within - count > KEPT):
         at = _guess(round, first, low, high)
-        n, m = _within(row, vocab, peak, sharpness, _as_float(at), BLOCK)
+        n, m = _within(row, vocab, peak, sharpness, as_float(at), BLOCK)
         enough = tl.where(by_mass, m, n.to(tl.float64)) >= goal
         high = tl.where(enough, at, high)
         within = tl.where(enough, n, within)
@@ -109,20 +201,10 @@ def _search(
         total = _keep(row, vocab, peak, low, high, kept, BLOCK)
         tl.debug_barrier()
         lane = tl.arange(0, KEPT)                                            # [KEPT]
-        distance = tl.load(kept + lane, mask=lane < total, other=float("nan"))
-        weight = tl.exp2(-distance * sharpness)
-        nearer, lighter = count, mass
-        while high - low > 1:
-            at = low + (high - low) // 2
-            inside = distance <= _as_float(at)
-            n = nearer + tl.sum(inside.to(tl.int32), 0)
-            m = lighter + tl.sum(tl.where(inside, weight, 0.0).to(tl.float64), 0)
-            enough = tl.where(by_mass, m, n.to(tl.float64)) >= goal
-            high = tl.where(enough, at, high)
-            within = tl.where(enough, n, within)
-            low = tl.where(enough, low, at)
-            count = tl.where(enough, count, n)
-            mass = tl.where(enough, mass, m)
+        distance = as_float(tl.load(kept + lane, mask=lane < total, other=0x7FC00000))
+        high, within, count, mass = _halve(
+            distance, tl.exp2(-distance * sharpness), count, mass, goal, by_mass, low, high, within
+        )
     return high, within, count, mass
 
 
@@ -150,60 +232,81 @@ def cut_kernel(
     masses,       # [R, parts] float32
     cuts,         # [R, 2] float32, out: distance up to which tokens are kept, and their weight
     lasts,        # [R] int32, out: the last token that is kept at that distance
-    kept,         # [R, KEPT] float32, scratch
+    lists,        # [R, cuts, KEPT] int32: tokens among which a cut is; scratch if they are more
+    notes,        # [R, 2, 4] int64: see `narrow.gather_kernel`
     vocab, stride, rows_per_req, parts,
     HAS_K: tl.constexpr, HAS_P: tl.constexpr,
     BLOCK_P: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """Find what each row keeps: all up to a distance, and there all up to a token."""
     row = tl.program_id(0).to(tl.int64)
-    req = row // rows_per_req
-    warmth = tl.load(temperature + req)
-    sharpness = sharpness_of(warmth)
-    _, peak, total, lowest = merge_parts(keys, masses, row, parts, sharpness, BLOCK_P)
+    sharpness, peak, total, lowest, few, share, by_count, by_mass = rules_of(
+        temperature, top_k, top_p, keys, masses, row, parts, vocab, rows_per_req,
+        HAS_K, HAS_P, BLOCK_P,
+    )
     logits += row * stride
-    kept += row * KEPT
-    few = vocab
-    if HAS_K:
-        few = tl.load(top_k + req)
-    share = tl.full([], 1.0, tl.float32)
-    if HAS_P:
-        share = tl.load(top_p + req)
-    drawn = (warmth != 0) & (peak > -float("inf"))
+    lists += row * (HAS_K + HAS_P) * KEPT
+    notes += row * 8
     high = tl.full([], 0x7F800000, tl.int32)
     within = vocab
     # of the tokens at the cut, those that are kept
     ties = vocab
     mass = total.to(tl.float64)
-    if drawn & (few > 0) & (few < vocab):
-        high, within, nearer, lighter = _search(
-            logits, vocab, peak, sharpness, few.to(tl.float64), False,
-            finite(peak) - finite(lowest), high, within, kept, KEPT, BLOCK,
-        )
+    # whether a list has the tokens at the cut
+    known = vocab < 0
+    nearer = tl.full([], 0, tl.int32)
+    lighter = tl.full([], 0.0, tl.float64)
+    if by_count:
+        goal = few.to(tl.float64)
+        known = tl.load(notes + 3) <= KEPT
+        if known:
+            high, within, nearer, lighter, known = _among(
+                lists, notes, logits, vocab, peak, sharpness, goal, False, high, within, KEPT
+            )
+        if known == 0:
+            high, within, nearer, lighter = _search(
+                logits, vocab, peak, sharpness, goal, False, finite(peak) - finite(lowest),
+                tl.full([], 0x7F800000, tl.int32), vocab, lists, KEPT, BLOCK,
+            )
         ties = few - nearer
-        mass = lighter + ties * tl.exp2(-_as_float(high) * sharpness).to(tl.float64)
-    if drawn & (share < 1):
-        # what is further away weighs less than what may be left out
-        spare = tl.maximum((1 - share) * mass.to(tl.float32) / vocab, 1e-37)
+        mass = lighter + ties * tl.exp2(-as_float(high) * sharpness).to(tl.float64)
+    if by_mass:
         goal = share.to(tl.float64) * mass
-        cut, upto, nearer, lighter = _search(
-            logits, vocab, peak, sharpness, goal, True,
-            tl.minimum(tl.maximum(-tl.log2(spare), 0.0) / sharpness, 1e38), high, within, kept,
-            KEPT, BLOCK,
-        )
-        each = tl.exp2(-_as_float(cut) * sharpness).to(tl.float64)
+        cut, upto = high, within
+        known = tl.load(notes + 7) <= KEPT
+        if known:
+            cut, upto, nearer, lighter, known = _among(
+                lists + HAS_K * KEPT, notes + 4, logits, vocab, peak, sharpness, goal, True, high,
+                within, KEPT,
+            )
+        if known == 0:
+            # what is further away weighs less than what may be left out
+            spare = tl.maximum((1 - share) * mass.to(tl.float32) / vocab, 1e-37)
+            cut, upto, nearer, lighter = _search(
+                logits, vocab, peak, sharpness, goal, True,
+                tl.minimum(tl.maximum(-tl.log2(spare), 0.0) / sharpness, 1e38), high, within,
+                lists + HAS_K * KEPT, KEPT, BLOCK,
+            )
+        each = tl.exp2(-as_float(cut) * sharpness).to(tl.float64)
         wanted = tl.ceil((goal - lighter) / tl.maximum(each, 1e-300))
         there = tl.where(cut == high, tl.minimum(ties, upto - nearer), upto - nearer)
         wanted = tl.minimum(tl.maximum(wanted, 1.0), there.to(tl.float64))
         high, within, ties = cut, upto, wanted.to(tl.int32)
         mass = lighter + wanted * each
         ties = tl.where(ties < upto - nearer, ties, vocab)
-    elif drawn & (few > 0) & (few < vocab):
+    elif by_count:
         ties = tl.where(ties < within - (few - ties), ties, vocab)
     last = vocab
     # what is infinitely far away has no weight
     if (ties < vocab) & (high < 0x7F800000):
-        last = _nth_at(logits, vocab, peak, _as_float(high), ties, BLOCK)
-    tl.store(cuts + row * 2, _as_float(high))
+        if known:
+            which = tl.where(by_mass, HAS_K + 0, 0)
+            last = _nth_listed(
+                lists + which * KEPT, notes + tl.where(by_mass, 4, 0), logits, vocab, peak,
+                as_float(high), ties, KEPT,
+            )
+        else:
+            last = _nth_at(logits, vocab, peak, as_float(high), ties, BLOCK)
+    tl.store(cuts + row * 2, as_float(high))
     tl.store(cuts + row * 2 + 1, mass.to(tl.float32))
     tl.store(lasts + row, last)

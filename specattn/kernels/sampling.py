@@ -11,6 +11,7 @@ from specattn.kernels.accept import invert, vocab_tiles
 from specattn.kernels.choose import finite, load_scores, ranked, require_rows
 from specattn.kernels.cut import cut_kernel, merge_parts, sharpness_of
 from specattn.kernels.dense import require_dense
+from specattn.kernels.narrow import count_kernel, gather_kernel
 from specattn.kernels.reference.sampling import ACCEPT, DRAFT, FINAL
 from specattn.kernels.spread import programs_per_row
 
@@ -18,9 +19,12 @@ __all__ = ["ACCEPT", "DRAFT", "FINAL", "draw_tokens", "path_coins", "target_prob
 
 # tokens that a program reads at a time
 BLOCK = 2048
-CUT_BLOCK = 8192
+CUT_BLOCK = 4096
 # tokens that a cut is searched among in registers
 KEPT = 4096
+# classes of distances from the peak; twice as many for few rows, whose time is not their work's
+BINS = 256
+FEW_ROWS = 16
 
 
 @triton.jit
@@ -29,8 +33,11 @@ def _peaks_kernel(
     temperature,  # [B] float32
     keys,         # [R, parts] int64, out: the most probable token of each part
     masses,       # [R, parts] float32, out: weights relative to it
+    levels,       # [R, parts] float32, out if CUT: what its larger logits are about, -inf if none
+    counts,       # [R, BINS] int32, out if CUT: zeros
+    notes,        # [R, 8] int64, out if CUT: zeros
     vocab, stride, rows_per_req,
-    BLOCK: tl.constexpr,
+    CUT: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     parts = tl.num_programs(1)
@@ -51,6 +58,15 @@ def _peaks_kernel(
         tile = tl.where(better, i, tile)
     tl.store(keys + row * parts + part, tl.max(ranked(best, tile * BLOCK + lane), 0))
     tl.store(masses + row * parts + part, tl.sum(mass, 0))
+    if CUT:
+        # of logits that were put out of reach, nothing is to be learnt
+        usual = (best > -float("inf")) & (best > peak - 1e3)
+        number = tl.sum(usual.to(tl.int32), 0)
+        below = tl.sum(tl.where(usual, peak - best, 0.0), 0) / tl.maximum(number, 1)
+        tl.store(levels + row * parts + part, tl.where(number > 0, peak - below, -float("inf")))
+        bins = tl.arange(0, BINS)
+        tl.store(counts + row * BINS + bins, 0, mask=bins % parts == part)
+        tl.store(notes + row * 8 + tl.arange(0, 8), 0, mask=(tl.arange(0, 8) >= 0) & (part == 0))
 
 
 @triton.jit
@@ -152,8 +168,9 @@ def target_probs(
     """Return the distributions that sampling with these settings draws from.
 
     See `specattn.kernels.reference.sampling.target_probs`, whose law it is, ties included. Where a
-    cut lies is found by counting and weighing, first over the row, then among few: two launches,
-    and a third with ``top_k`` or ``top_p``, in which rows that have both off do nothing.
+    cut lies is found by counting tokens by their distance from the peak, then among the few of the
+    bins that hold it; a row of too many alike is counted again and again. Two launches, and three
+    more with ``top_k`` or ``top_p``, in which rows that have both off do nothing.
 
     Raises
     ------
@@ -170,18 +187,37 @@ def target_probs(
     masses = probs.new_empty(rows, parts)
     common = (vocab, logits.stride(0), rows_per_req)
     block_p = triton.next_power_of_2(parts)
-    _peaks_kernel[(rows, parts)](logits, temperature, keys, masses, *common, BLOCK=BLOCK)
     # of one token there is nothing to cut, and Triton 3.6 does not compile the kernel for it
     cut = vocab > 1 and (top_k is not None or top_p is not None)
     cuts, lasts = masses, keys
+    levels, counts, notes = masses, keys, keys
+    bins = BINS * 2 if rows <= FEW_ROWS else BINS
     if cut:
         cuts, lasts = probs.new_empty(rows, 2), keys.new_empty(rows, dtype=torch.int32)
-        cut_kernel[(rows,)](
+        levels, notes = torch.empty_like(masses), keys.new_empty(rows, 8)
+        counts = lasts.new_empty(rows, bins)
+    _peaks_kernel[(rows, parts)](
+        logits, temperature, keys, masses, levels, counts, notes, *common,
+        CUT=cut, BINS=bins, BLOCK=BLOCK,
+    )
+    if cut:
+        shared = (
             logits, temperature, temperature if top_k is None else top_k,
-            temperature if top_p is None else top_p, keys, masses, cuts, lasts,
-            probs.new_empty(rows, KEPT), *common, parts,
-            HAS_K=top_k is not None, HAS_P=top_p is not None, BLOCK_P=block_p,
-            KEPT=KEPT, BLOCK=CUT_BLOCK, num_warps=16,
+            temperature if top_p is None else top_p, keys, masses,
+        )
+        rules = {"HAS_K": top_k is not None, "HAS_P": top_p is not None, "BLOCK_P": block_p}
+        lists = lasts.new_empty(rows, sum(by is not None for by in (top_k, top_p)), KEPT)
+        count_kernel[(rows, parts)](
+            *shared, levels, cuts, counts, *common, **rules, BINS=bins, BLOCK=BLOCK,
+            num_warps=4 if bins == BINS else 8,
+        )
+        gather_kernel[(rows, parts)](
+            *shared, cuts, counts, lists, notes, *common, **rules, BINS=bins, KEPT=KEPT,
+            BLOCK=BLOCK // 2, num_warps=8,
+        )
+        cut_kernel[(rows,)](
+            *shared, cuts, lasts, lists, notes, *common, parts, **rules, KEPT=KEPT,
+            BLOCK=CUT_BLOCK, num_warps=16,
         )
     _probs_kernel[(rows, parts)](
         logits, temperature, keys, masses, cuts, lasts, probs, *common,

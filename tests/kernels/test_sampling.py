@@ -24,7 +24,7 @@ KINDS = ["twin", "triton"]
 def small(monkeypatch):
     """Cut rows of few tokens as long ones are cut: over the row, then among few."""
     module = implementation("triton", "sampling")
-    for name, size in (("BLOCK", 32), ("CUT_BLOCK", 64), ("KEPT", 16)):
+    for name, size in (("BLOCK", 32), ("CUT_BLOCK", 64), ("KEPT", 16), ("BINS", 16)):
         monkeypatch.setattr(module, name, size)
 
 
@@ -91,6 +91,9 @@ ODD = {
     "all -inf": lambda rng, t: -math.inf,
     "one far above": lambda rng, t: 1e4 * (t == 70),
     "wide": lambda rng, t: rng.gauss(0, 3) * 10 ** rng.randrange(-6, 7),
+    "masked by numbers": lambda rng, t: rng.gauss(0, 3) if t % 3 else -1e30,
+    "a bit apart": lambda rng, t: 1 + rng.randrange(60) * 2.0**-23,
+    "few levels": lambda rng, t: -float(rng.randrange(3)) - 90.0 * (t % 5 == 0),
 }
 
 
@@ -104,6 +107,31 @@ def test_odd_rows(kind, name, small):
     logits = torch.tensor(logits).tolist()  # what float32 has of them
     got = probs_of(logits, *zip(*settings, strict=True), rows_per_req=2, kind=kind)
     check(got, [law(row, *settings[i // 2]) for i, row in enumerate(logits)])
+
+
+@pytest.mark.parametrize("bins", [16, 128])
+def test_cuts_among_few_tokens(bins, small, monkeypatch):
+    """Lists that hold all of a row, from wide and narrow bins."""
+    for name, size in {"BLOCK": 128, "KEPT": 128, "BINS": bins, "FEW_ROWS": 0}.items():
+        monkeypatch.setattr(implementation("triton", "sampling"), name, size)
+    rng = random.Random(7)
+    settings = [(1.0, 20, 0.8), (9.0, 0, 0.9999)]
+    logits = [[make(rng, t) for t in range(90)] for make in ODD.values() for _ in settings]
+    logits = torch.tensor(logits).tolist()
+    settings = settings * len(ODD)
+    got = probs_of(logits, *zip(*settings, strict=True), rows_per_req=1, kind="triton")
+    check(got, [law(row, *setting) for row, setting in zip(logits, settings, strict=True)])
+
+
+def test_cuts_do_not_depend_on_the_programs_of_a_row(small, monkeypatch):
+    module = implementation("triton", "sampling")
+    logits = torch.randn(2, 150).bfloat16().tolist()
+    settings = [1.0, 2.0], [40, 100], [1.0, 0.6]
+    kept = []
+    for parts in (1, 3):
+        monkeypatch.setattr(module, "programs_per_row", lambda rows, blocks, parts=parts: parts)
+        kept.append(probs_of(logits, *settings, 1, "triton") > 0)
+    assert torch.equal(kept[0], kept[1])
 
 
 def check(got, expect):
