@@ -111,6 +111,17 @@ class ScaledAttention(BoundAttention, Protocol):
         """Return the same attention for a layer of these scales: one `fill` serves both."""
 
 
+class FollowingAttention(BoundAttention, Protocol):
+    """What bound attention may offer that runs sooner where an earlier layer has used it."""
+
+    def following(self) -> BoundAttention:
+        """Return the same attention for layers that come after another one of this `fill`.
+
+        Since the first of them began, nothing that `run` reads has been written but q and the KV
+        of the plan's own slots.
+        """
+
+
 class JointFill(Fillable, Protocol):
     """What bound attention whose metadata follows from lengths and rows may offer besides `fill`.
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         AttentionBackend,
         BackendFactory,
         BoundAttention,
+        FollowingAttention,
         ScaledAttention,
     )
     from specattn.config import AttnConfig
@@ -120,10 +121,12 @@ class LayeredBackend:
         return BoundLayers(self.backends, tuple(bounds), layers, self.pool, plan, graphs)
 
     def _of_layer(self, bound: BoundAttention, layer: int) -> BoundAttention:
-        """Return ``bound`` with the scales of a layer, if its pool has any."""
-        if self.pool.layers[layer].kv_dtype is None:
-            return bound
-        return cast("ScaledAttention", bound).scaled(self.pool.scales[layer])
+        """Return ``bound`` for a layer: with its scales, and as one that follows others."""
+        if self.pool.layers[layer].kv_dtype is not None:
+            bound = cast("ScaledAttention", bound).scaled(self.pool.scales[layer])
+        if self._kind[layer] in self._kind[:layer] and hasattr(bound, "following"):
+            return cast("FollowingAttention", bound).following()
+        return bound
 
 
 @dataclass(frozen=True)
@@ -165,6 +168,8 @@ class BoundLayers(CompositeAttention):
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend in ``layer``: q ``[T, Hq, D]``, k ``[T, Hkv, D]``, v ``[T, Hkv, Dv]``.
+
+        Layers come in their order, on one stream.
 
         Raises
         ------

@@ -127,6 +127,10 @@ class TritonTree(TritonPlanned):
         """Return the same with a layer's scales; see `ScaledAttention`."""
         return replace(self, kernel=self.kernel.scaled(scales.k, scales.v))
 
+    def following(self) -> Self:
+        """Return the same for later layers; see `FollowingAttention`."""
+        return replace(self, kernel=self.kernel.following())
+
     def cut(self) -> Cut:
         """Return the plan, to be filled from the requests' lengths."""
         plan = self.plan

@@ -199,7 +199,7 @@ def launch(
         STAGES=tile.stages, PAGE=page, PRODUCERS=PRODUCERS, RAW=tile.raw_stages,
         CONVERTERS=tile.converters, PRODUCER_REGS=tile.producer_regs,
         CONVERTER_REGS=tile.converter_regs, CONSUMER_REGS=tile.consumer_regs,
-        num_warps=4, maxnreg=tile.max_regs, launch_pdl=True,
+        EARLY=kernel.early, num_warps=4, maxnreg=tile.max_regs, launch_pdl=True,
     )
 
 

@@ -174,7 +174,9 @@ def gluon_extend_kernel(
 ):
     """One CTA per (block of packed rows, request, KV head)."""
     FLOAT8: gl.constexpr = RAW > 0
-    t = Tile(0, 0, WINDOW, True, HAS_CAP, HEAD_DIM, GROUPS, BN, STAGES, PAGE, PRODUCERS)
+    t = Tile(
+        0, 0, WINDOW, True, HAS_CAP, HEAD_DIM, GROUPS, BN, STAGES, PAGE, PRODUCERS, False, ""
+    )
     shape = Shape(GROUP, Q_TOKEN, Q_HEAD, OUT_TOKEN, OUT_HEAD, HAS_LSE, LSE_TOKEN, LSE_HEAD)
     factors = Factors(base2, cap_in, cap_out, v_scale, FLOAT8)
     pid = gl.program_id(0)
@@ -185,7 +187,9 @@ def gluon_extend_kernel(
     table_row = req_to_token + gl.load(req_pool_indices + req) * stride_table
     if FLOAT8:
         # what the producer fills is another ring
-        raw_t = Tile(0, 0, WINDOW, True, HAS_CAP, HEAD_DIM, GROUPS, BN, RAW, 1, PRODUCERS)
+        raw_t = Tile(
+            0, 0, WINDOW, True, HAS_CAP, HEAD_DIM, GROUPS, BN, RAW, 1, PRODUCERS, False, ""
+        )
         ring = make_ring(gl.float16, t, 1)
         raw = make_raw_ring(k_cache.dtype.element_ty, raw_t)
         gl.warp_specialize([

@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.language.core import _aggregate as aggregate
+from triton.language.extra.cuda import gdc_wait
 
 from specattn.kernels.attention_tile import FLOOR, MASKED
 from specattn.kernels.tree_kernel import load_word, row_bits, spread
@@ -42,7 +43,11 @@ def record(cls: Any) -> Any:
 
 @record
 class Tile:
-    """Constants of the tiles; without a tail and with ``CAUSAL``, keys are masked by position."""
+    """Constants of the tiles; without a tail and with ``CAUSAL``, keys are masked by position.
+
+    With ``EARLY``, what is read before `gdc_wait` passes by the L1 cache (``CACHE``), which keeps
+    nothing of other kernels' writes up to date.
+    """
 
     TAIL: gl.constexpr
     WORDS: gl.constexpr
@@ -55,6 +60,8 @@ class Tile:
     STAGES: gl.constexpr
     PAGE: gl.constexpr
     PRODUCERS: gl.constexpr
+    EARLY: gl.constexpr
+    CACHE: gl.constexpr
 
 
 @record
@@ -135,14 +142,15 @@ def _load_slots(index_row, tail_row, start, r, first_key, prefix_len, t):
     """Slots of the tile at ``start``, read raw and a tile ahead of their use."""
     pos = start + r                                                       # [BN]
     if (start >= first_key) & (start + t.BN <= prefix_len):
-        slots = gl.load(index_row + pos)
+        slots = gl.load(index_row + pos, cache_modifier=t.CACHE)
     else:
         last = gl.maximum(prefix_len - 1, 0)
         if t.TAIL > 0:
             # keys left of the window may lie in recycled slots: a tail key stands in for them
             inside = (pos < prefix_len) & (pos >= first_key)
             tail = gl.minimum(gl.maximum(pos - prefix_len, 0), t.TAIL - 1)
-            slots = gl.load(gl.where(inside, index_row + gl.minimum(pos, last), tail_row + tail))
+            slot = gl.where(inside, index_row + gl.minimum(pos, last), tail_row + tail)
+            slots = gl.load(slot, cache_modifier=t.CACHE)
         else:
             pos = gl.minimum(gl.maximum(pos, gl.minimum(first_key, last)), last)
             slots = gl.load(index_row + pos, mask=pos < prefix_len, other=0)
@@ -203,7 +211,8 @@ def produce(
 
     Keys from ``first_key`` to ``prefix_len`` come through ``index_row``, the others through
     ``tail_row``. A page may hold anything past its request's keys, so only tiles full of keys
-    come as pages.
+    come as pages. With ``EARLY``, tiles of the prefix alone come without waiting for the kernel
+    before this one, which writes keys of the tail.
     """
     BN: gl.constexpr = t.BN
     BOX: gl.constexpr = t.PAGE if t.PAGE < BN else BN
@@ -221,6 +230,9 @@ def produce(
         for start in range(begin, begin + count * BN, BN):
             rows = ahead.to(gl.int64)[:, None]                            # [BN, 1]
             ahead = _load_slots(index_row, tail_row, start + BN, r, first_key, prefix_len, t)
+            if t.EARLY:  # noqa: SIM102
+                if (start < first_key) | (start + BN > prefix_len):
+                    gdc_wait()
             mbarrier.wait(ring.k_free.index(stage), phase)
             async_copy.async_copy_global_to_shared(ring.k.index(stage), k_head + rows * K_SLOT)
             async_copy.mbarrier_arrive(ring.k_full.index(stage), increment_count=False)
@@ -238,7 +250,7 @@ def produce(
             if (start >= first_key) & (start + BN <= prefix_len):
                 slots = ()
                 for z in gl.static_range(BN // BOX):
-                    slot = gl.load(index_row + start + z * BOX)
+                    slot = gl.load(index_row + start + z * BOX, cache_modifier=t.CACHE)
                     # Gluon knows tuple addition, not unpacking
                     slots = slots + (slot,)  # type: ignore[assignment]  # noqa: RUF005
                 _fill_by_pages(
@@ -249,6 +261,8 @@ def produce(
                 )
             else:
                 rows = _load_slots(index_row, tail_row, start, r, first_key, prefix_len, t)
+                if t.EARLY:
+                    gdc_wait()
                 rows = rows.to(gl.int64)[:, None]                         # [BN, 1]
                 mbarrier.wait(ring.k_free.index(stage), phase)
                 async_copy.async_copy_global_to_shared(k_tile, k_head + rows * K_SLOT)

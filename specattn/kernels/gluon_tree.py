@@ -1,6 +1,32 @@
 """Device code of tree attention for Hopper, in Gluon: the contract of `tree_kernel`.
 
 A producer warpgroup and one or two consumers walk the chunk's segments; see `gluon_tile`.
+
+It is a programmatic dependent launch: it may start while the kernel before it still runs, and
+what that one wrote is there after ``gdc_wait``, which lasts until it is complete and its writes
+are in memory. With ``EARLY`` the producer reads plan, index table, positions and tiles of the
+prefix before it waits, which takes more than that rule. Let A be the attention that ran before on
+the same plan, for an earlier layer, and R the kernel before A.
+
+1. A lets its successor start (``gdc_launch_dependents``) in no CTA before that CTA has waited,
+   with ``EARLY`` or without. So when anything after A starts, R is complete and its writes are in
+   memory.
+2. A grid in whose every CTA some thread waits is not complete before the grid before it is; one
+   that is no programmatic launch does not even start before. All kernels here are one or the
+   other, those too that let their successor start before they wait (products, glue, merges): that
+   lets kernels start early, not finish. So with R, everything launched before R is complete: the
+   plan, the step's tables and positions, the KV commit and the stores of the step before.
+3. This kernel starts after A does: of the kernels between them, none starts before its
+   predecessor. What it reads early was written by R or before R. Its loads pass by the L1 cache,
+   as copies to shared memory do, and so find what is in memory and no older line.
+4. What comes after A writes activations and, right before this kernel, keys and values of the
+   tail. Tiles with tail keys, or with a key left of a window, for which a tail key stands in, are
+   brought after the wait. No prefix slot is a tail slot of the same forward.
+5. All else waits first, as without ``EARLY``: queries and words are read, results and partial
+   results written by consumers that have waited, so that whatever read the latter is complete.
+
+The first attention after a plan has no A: a kernel that lets its successor start before it waits,
+as the one that stores keys does, may stand between the plan and itself.
 """
 
 # no postponed annotations: aggregates read the types of their fields
@@ -20,7 +46,6 @@ from specattn.kernels.gluon_tile import (
     produce,
     record,
 )
-from specattn.kernels.tree_kernel import load_request
 
 
 @record
@@ -74,13 +99,24 @@ class Work:
 
 
 @gluon.jit
-def _first_segment(work):
+def _load_request(entry, t):
+    """A request's numbers: start in the index table, prefix, first tile, parts, split rank."""
+    base = gl.load(entry, cache_modifier=t.CACHE)
+    prefix_len = gl.load(entry + 1, cache_modifier=t.CACHE).to(gl.int32)
+    first_tile = gl.load(entry + 2, cache_modifier=t.CACHE).to(gl.int32)
+    parts = gl.load(entry + 3, cache_modifier=t.CACHE).to(gl.int32)
+    split_rank = gl.load(entry + 4, cache_modifier=t.CACHE).to(gl.int32)
+    return base, prefix_len, first_tile, parts, split_rank
+
+
+@gluon.jit
+def _first_segment(work, t):
     """Tiles of the chunk; its first segment: tile, request and the request's numbers."""
     entry = work.chunks + work.chunk * 8
-    left = gl.load(entry).to(gl.int32)
-    tile = gl.load(entry + 1).to(gl.int32)
-    req = gl.load(entry + 2).to(gl.int32)
-    base, prefix_len, first_tile, parts, split_rank = load_request(entry + 3)
+    left = gl.load(entry, cache_modifier=t.CACHE).to(gl.int32)
+    tile = gl.load(entry + 1, cache_modifier=t.CACHE).to(gl.int32)
+    req = gl.load(entry + 2, cache_modifier=t.CACHE).to(gl.int32)
+    base, prefix_len, first_tile, parts, split_rank = _load_request(entry + 3, t)
     return left, tile, req, base, prefix_len, first_tile, parts, split_rank
 
 
@@ -96,16 +132,16 @@ def _bounds(tile, left, prefix_len, first_tile, t):
 
 
 @gluon.jit
-def _query_positions(work, req, prefix_len, shape):
+def _query_positions(work, req, prefix_len, shape, t):
     """Lowest and highest position among a request's query tokens."""
     low = prefix_len - 1
     high = low
     if not shape.CSR:
         row = work.positions + req.to(gl.int64) * work.stride_pos
-        low = gl.load(row).to(gl.int32)
+        low = gl.load(row, cache_modifier=t.CACHE).to(gl.int32)
         high = low
         for i in range(1, shape.Q_LEN):
-            position = gl.load(row + i).to(gl.int32)
+            position = gl.load(row + i, cache_modifier=t.CACHE).to(gl.int32)
             low = gl.minimum(low, position)
             high = gl.maximum(high, position)
     return low, high
@@ -117,7 +153,7 @@ def _produce(
     K_SLOT: gl.constexpr, K_HEAD: gl.constexpr, V_SLOT: gl.constexpr, V_HEAD: gl.constexpr,
 ):
     """Bring the tiles of the chunk's segments into the ring."""
-    left, tile, req, base, prefix_len, first_tile, _, _ = _first_segment(work)
+    left, tile, req, base, prefix_len, first_tile, _, _ = _first_segment(work, t)
     stage = 0
     phase = 1
     while left > 0:
@@ -125,12 +161,12 @@ def _produce(
         # the next request's numbers arrive while this one's tiles are brought
         next_base, next_prefix, next_first = base, prefix_len, first_tile
         if left > count:
-            next_base, next_prefix, next_first, _, _ = load_request(
-                work.requests + (req + 1) * 8
+            next_base, next_prefix, next_first, _, _ = _load_request(
+                work.requests + (req + 1) * 8, t
             )
         first_key = 0
         if t.WINDOW >= 0:
-            low, _ = _query_positions(work, req, prefix_len, shape)
+            low, _ = _query_positions(work, req, prefix_len, shape, t)
             first_key = gl.maximum(low - t.WINDOW, 0)
         stage, phase = produce(
             ring, t, k_cache, v_cache, k_pages, v_pages, work.head, work.indices + base,
@@ -178,15 +214,19 @@ def _consume(ring, work, t, shape, rows, factors, WG: gl.constexpr):
     s_ok = s_row < shape.Q_LEN * GROUP
     token = s_row // GROUP
     q_tile = ring.q.index(WG)
-    left, tile, req, _base, prefix_len, first_tile, parts, split_rank = _first_segment(work)
+    left, tile, req, _base, prefix_len, first_tile, parts, split_rank = _first_segment(work, t)
+    if t.EARLY:
+        # in every CTA: whatever starts after this kernel finds all before it complete
+        gdc_wait()
+        gdc_launch_dependents()
     stage = 0
     phase = 0
     while left > 0:
         begin, end, count = _bounds(tile, left, prefix_len, first_tile, t)
         next_prefix, next_first, next_parts, next_rank = prefix_len, first_tile, parts, split_rank
         if left > count:
-            _base, next_prefix, next_first, next_parts, next_rank = load_request(
-                work.requests + (req + 1) * 8
+            _base, next_prefix, next_first, next_parts, next_rank = _load_request(
+                work.requests + (req + 1) * 8, t
             )
         q_at = (req * shape.Q_LEN + q_row // GROUP).to(gl.int64) * shape.Q_TOKEN
         q_at += (work.head * GROUP + q_row % GROUP) * shape.Q_HEAD
@@ -204,7 +244,7 @@ def _consume(ring, work, t, shape, rows, factors, WG: gl.constexpr):
         clear_from = 0
         pos_q = token
         if t.WINDOW >= 0:
-            _low, high = _query_positions(work, req, prefix_len, shape)
+            _low, high = _query_positions(work, req, prefix_len, shape, t)
             clear_from = high - t.WINDOW
             if shape.CSR:
                 pos_q = prefix_len - 1 + token * 0
@@ -274,13 +314,15 @@ def gluon_tree_kernel(
     NUM_KV: gl.constexpr, HEAD_DIM: gl.constexpr, GROUPS: gl.constexpr, BN: gl.constexpr,
     MT: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr, PRODUCERS: gl.constexpr,
     RAW: gl.constexpr, CONVERTERS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
-    CONVERTER_REGS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
+    CONVERTER_REGS: gl.constexpr, CONSUMER_REGS: gl.constexpr, EARLY: gl.constexpr,
 ):
     """One CTA per (chunk, KV head, M tile) walks the segments of its chunk."""
     FLOAT8: gl.constexpr = RAW > 0
     # over float8 keys, what the producer fills is another ring
+    CACHE: gl.constexpr = ".cg" if EARLY else ""
     t = Tile(
-        TAIL, WORDS, WINDOW, False, HAS_CAP, HEAD_DIM, GROUPS, BN, STAGES, PAGE, PRODUCERS
+        TAIL, WORDS, WINDOW, False, HAS_CAP, HEAD_DIM, GROUPS, BN, STAGES, PAGE, PRODUCERS, EARLY,
+        CACHE,
     )
     shape = Shape(
         Q_LEN, CSR, GROUP, NUM_KV, MT, Q_TOKEN, Q_HEAD, OUT_TOKEN, OUT_HEAD, HAS_LSE, LSE_TOKEN,
@@ -290,7 +332,8 @@ def gluon_tree_kernel(
     factors = Factors(base2, cap_in, cap_out, v_scale, FLOAT8)
     if FLOAT8:
         raw_t = Tile(
-            TAIL, WORDS, WINDOW, False, HAS_CAP, HEAD_DIM, GROUPS, BN, RAW, 1, PRODUCERS
+            TAIL, WORDS, WINDOW, False, HAS_CAP, HEAD_DIM, GROUPS, BN, RAW, 1, PRODUCERS, EARLY,
+            CACHE,
         )
         ring = make_ring(gl.float16, t, 1)
         raw = make_raw_ring(k_cache.dtype.element_ty, raw_t)
@@ -302,8 +345,9 @@ def gluon_tree_kernel(
         tail_slots, tail_positions, tail_words, stride_pos, stride_tail, stride_tail_pos,
         stride_words, stride_words_q,
     )
-    gdc_wait()
-    gdc_launch_dependents()
+    if not EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     if FLOAT8:
         if GROUPS == 1:
             gl.warp_specialize([

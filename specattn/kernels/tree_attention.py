@@ -149,6 +149,7 @@ class TreeAttention:
         self.dtype, self.csr, self.window_left = dtype, csr, window_left
         self.kv_dtype = kv_dtype or dtype
         self.v_scale = 1.0
+        self.early = False
         self.words = triton.cdiv(tail_len, 64)
         self.page_size = 1 if csr else page_size
         self.shape = shape
@@ -207,6 +208,21 @@ class TreeAttention:
         base2, cap_in, cap_out = self.factors
         other.factors = (base2 * k_scale, cap_in * k_scale, cap_out)
         other.v_scale = v_scale
+        return other
+
+    def following(self) -> Self:
+        """Return this bucket for a `run` that follows another one on the same plan.
+
+        Where the kernel can, such a run reads plan, index table and prefix before it waits for
+        the kernel before it; `specattn.kernels.gluon_tree` says why that is safe. Between the two
+        runs nothing may write what they read, but for the tail's keys and values.
+        """
+        other = copy.copy(self)
+        # index lists have no tail: new keys are among the others
+        other.early = (
+            isinstance(self.shape.tile, GluonTile) and not self.shape.tile.raw_stages
+            and self.tail_len > 0
+        )
         return other
 
     def plan(self, seq_lens: Tensor, req_pool_indices: Tensor, row_stride: int) -> None:

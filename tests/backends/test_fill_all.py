@@ -13,6 +13,7 @@ from specattn.backends.layers import LayeredBackend
 from specattn.backends.multi_step import MultiStepDraftBackend
 from specattn.backends.tbo import tbo
 from specattn.backends.triton import TritonBackend
+from specattn.backends.triton_bound import TritonTree
 from specattn.backends.triton_mla import TritonMlaBackend
 from specattn.batch import ForwardMode
 from specattn.config import AttnConfig, SpecConfig
@@ -25,6 +26,10 @@ GLOBAL, LOCAL = AttnConfig(4, 2, 64), AttnConfig(8, 2, 64, window_left=40)
 LATENT = AttnConfig(16, 1, 576, v_head_dim=512, sm_scale=0.1, latent=True)
 CONFIGS = {"triton": (GLOBAL, LOCAL), "hybrid": (GLOBAL,), "tbo": (LOCAL,)}
 LENS = [300, 7, 0, 64, 129]
+
+
+class Followed(TritonTree):
+    """Knows that another layer has run before."""
 
 
 def table() -> torch.Tensor:
@@ -159,3 +164,15 @@ def test_each_is_filled_once_whatever_it_is_part_of():
     group.fill()
     assert sorted(log) == ["b+a", "c"]
     fill_all([])
+
+
+def test_later_layers_follow_those_that_share_their_attention(monkeypatch) -> None:
+    """A layer is told that another one has been there since the plan was filled."""
+    monkeypatch.setattr(TritonTree, "following", lambda bound: Followed(bound.plan, bound.kernel))
+    layered = layers("triton", (LOCAL, GLOBAL, GLOBAL, LOCAL, LOCAL))
+    bound = layered.bind(plan_of(ForwardMode.TARGET_VERIFY))
+    of_layers = [of_layer for of_layer, _ in bound.layers]
+    assert [isinstance(b, Followed) for b in of_layers] == [False, False, True, True, True]
+    assert [b.kernel.window_left for b in of_layers] == [40, -1, -1, 40, 40]
+    (lists,) = drafts(layers("triton", (GLOBAL, GLOBAL)), "csr").steps[:1]
+    assert lists.layers[0][0] is lists.layers[1][0]

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from specattn.kernels import gluon_attention
+from specattn.kernels.glue import rotate_store
 from specattn.kernels.gluon_attention import GluonTile, gluon_tile_config
+from specattn.kernels.stream_linear import stream_linear
 from specattn.kernels.tile_config import FLOAT8
 from specattn.kernels.tree_attention import TreeAttention
 from tests.kernels.test_tree_attention import make_kernel, plan, run
@@ -64,6 +66,49 @@ def _check(case: Any, tile: GluonTile | None, page_size: int = 1) -> None:
         kernel.partial_lse.fill_(torch.nan)
         run(kernel, case, lse=lse)
         check(case, expected, lse=lse)
+
+
+def _late_store(
+    case: Any, kernel: TreeAttention, again: TreeAttention
+) -> torch.cuda.CUDAGraph:
+    """Record a plan, attention, and attention ``again`` after a product and a store of its keys.
+
+    Product and store let what follows start before they have waited. Until the store, the tail is
+    NaN.
+    """
+    generator = torch.Generator("cuda").manual_seed(0)
+    q_len, (rows, heads, dim) = kernel.q_len, case.q.shape
+    kv_heads = case.k_cache.shape[1]
+    parts, weight, x = (
+        torch.randn(*shape, device="cuda", generator=generator).to(BF16)
+        for shape in ((1, rows, (heads + 2 * kv_heads) * dim), (8192, 4096), (16, 4096))
+    )
+    # cosines and sines that turn nothing
+    table = torch.cat([torch.ones(1, dim // 2), torch.zeros(1, dim // 2)], dim=-1).to("cuda")
+    positions = torch.zeros(rows, dtype=torch.int64, device="cuda")
+    slots = case.args["tail_slots"][:, -q_len:]
+    places, case.q = slots.flatten().long(), torch.zeros(rows, heads, dim, device="cuda").to(BF16)
+
+    def record() -> None:
+        plan(kernel, case)
+        run(kernel, case, lse=False)
+        for cache in (case.k_cache, case.v_cache):
+            cache.index_fill_(0, places, torch.nan)
+        case.out.fill_(torch.nan)
+        stream_linear(x, weight)
+        rotate_store(
+            parts, positions, table, None, 0.0, case.q, case.k_cache, case.v_cache, slots
+        )
+        run(again, case, lse=False)
+
+    record()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        record()
+    # tensors that the graph reads live as long as it does
+    graph.kept = parts, weight, x, table, positions, places, case.q
+    return graph
 
 
 class TestOnHopper:
@@ -146,6 +191,42 @@ class TestOnHopper:
             graph.replay()
             differ += (case.out != want).sum()
         assert differ.item() == 0
+
+    @pytest.mark.parametrize(("name", "page_size"), [
+        ("decode", 1), ("verify_8", 1), ("draft", 1), ("window", 1), ("window_in_tail", 1),
+        ("batch_200", 1), ("verify_64", 16),
+    ])
+    def test_the_prefix_may_come_before_the_wait(self, name: str, page_size: int) -> None:
+        """The same bits where keys of the tail are stored late, by the kernel right before."""
+        case = _case(name, BF16, page_size=page_size)
+        kernel = make_kernel(case, page_size=page_size)
+        later = kernel.following()
+        assert later.early
+        assert not kernel.early
+        graphs = [_late_store(case, kernel, again) for again in (kernel, later)]
+        lengths = case.args["seq_lens"]
+        whole, differ = lengths.clone(), torch.zeros((), dtype=torch.int64, device="cuda")
+        # other plans, in the same graphs
+        for cut in (0, 1, 130, 5000, 0):
+            lengths.copy_((whole - cut).clamp(min=0))
+            graphs[0].replay()
+            want = case.out.clone()
+            assert want.isfinite().all()
+            for _ in range(20):
+                graphs[1].replay()
+                differ += (case.out != want).sum()
+        assert differ.item() == 0
+
+    @pytest.mark.parametrize("form", ["float8", "lists"])
+    def test_where_nothing_may_come_before_the_wait(self, form: str) -> None:
+        tail = 0 if form == "lists" else 1
+        kernel = TreeAttention(
+            batch=1, q_len=1, tail_len=tail, num_qo_heads=2, num_kv_heads=1, head_dim=64,
+            v_head_dim=64, dtype=BF16, device="cuda", sm_scale=1.0, csr=not tail,
+            kv_dtype=FLOAT8 if tail else None,
+        )
+        assert isinstance(kernel.shape.tile, GluonTile)
+        assert not kernel.following().early
 
     def test_rows_must_be_aligned(self) -> None:
         case = _case("chain", BF16)
