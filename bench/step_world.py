@@ -14,9 +14,10 @@ import torch
 from bench.step_forced import Forced
 from specattn.batch import DraftState
 from specattn.config import SpecConfig
-from specattn.kv import KVPool, SlotTable
+from specattn.kv import KVPool
 from specattn.models import FusedEagle3, FusedTarget
 from specattn.recording import Recorder
+from specattn.slots import SlotTable
 from specattn.spec.decoder import ModelSlot
 from specattn.spec.sampling import SamplingBatch, SamplingParams
 from specattn.spec.states import RequestStates, StateDims

@@ -43,8 +43,9 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from specattn.graph import GraphReport, GraphRunner
-    from specattn.kv import KVPool, SlotTable
+    from specattn.kv import KVPool
     from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, MultiStepPlan
+    from specattn.slots import SlotTable
     from specattn.spec.decoder import ModelSlot, SpecDecoder, StepResult
     from specattn.spec.generate import Engine
     from specattn.spec.policy import GoodputPolicy, Observed, Policy
@@ -74,8 +75,9 @@ _HOMES = {
         "SpecAttnError", "TreeError", "UnsupportedError",
     ),
     "graph": ("GraphReport", "GraphRunner"),
-    "kv": ("KVPool", "SlotTable"),
+    "kv": ("KVPool",),
     "plan": ("AttnPlan", "CsrPlan", "ExtendPlan", "MultiStepPlan"),
+    "slots": ("SlotTable",),
     "spec.decoder": ("ModelSlot", "SpecDecoder", "StepResult"),
     "spec.generate": ("Engine",),
     "spec.policy": ("GoodputPolicy", "Observed", "Policy"),

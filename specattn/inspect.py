@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from specattn.batch import AcceptResult, Candidates, DraftTree
     from specattn.config import SpecConfig
     from specattn.graph import GraphRunner, Key
-    from specattn.kv import SlotTable
+    from specattn.slots import SlotTable
 
 
 def tree(

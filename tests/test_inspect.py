@@ -9,7 +9,8 @@ from specattn import inspect
 from specattn.batch import AcceptResult, Candidates, DraftTree, ForwardMode, SpecBatch
 from specattn.config import SpecConfig
 from specattn.errors import NotCapturedError, TreeError
-from specattn.kv import KVPool, SlotTable
+from specattn.kv import KVPool
+from specattn.slots import SlotTable
 from specattn.spec.decoder import ModelSlot, SpecDecoder
 from specattn.spec.tree import build_tree
 from tests.tiny import TinyDraft, TinyTarget

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from specattn.batch import AcceptResult
 from specattn.config import AttnConfig
 from specattn.errors import CapacityError
-from specattn.kv import KVPool, SlotTable
+from specattn.kv import KVPool
+from specattn.slots import SlotTable
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from specattn.errors import CapacityError
-from specattn.kv import SlotTable
+from specattn.slots import SlotTable
 from specattn.staging import StagingRing
 from tests.kernels.tree_oracle import implementation
 

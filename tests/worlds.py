@@ -11,7 +11,8 @@ import torch
 from specattn.batch import ForwardMode
 from specattn.buffers import BufferSet
 from specattn.config import SpecConfig
-from specattn.kv import KVPool, SlotTable
+from specattn.kv import KVPool
+from specattn.slots import SlotTable
 from specattn.spec.decoder import ModelSlot, SpecDecoder
 from tests.tiny import TinyDraft, TinyTarget
 

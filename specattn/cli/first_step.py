@@ -9,7 +9,8 @@ import torch
 
 from specattn.batch import SpecBatch
 from specattn.inspect import path_scores
-from specattn.kv import KVPool, SlotTable
+from specattn.kv import KVPool
+from specattn.slots import SlotTable
 from specattn.spec.decoder import ModelSlot, SpecDecoder
 from specattn.spec.prefill import Prefill, Prompt
 from specattn.spec.propose import ProposeProgram

@@ -14,7 +14,7 @@ from specattn.spec.sampling import SamplingBatch
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from specattn.kv import SlotTable
+    from specattn.slots import SlotTable
     from specattn.spec.prefill import Prefill
     from specattn.spec.request import Generation, Request
     from specattn.spec.sampling import SamplingParams

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specattn.kv import KVPool, SlotTable
+from specattn.kv import KVPool
 from specattn.recording import Recorder
+from specattn.slots import SlotTable
 from specattn.spec.admission import Admission, check_request
 from specattn.spec.decoder import ModelSlot
 from specattn.spec.landing import Flight

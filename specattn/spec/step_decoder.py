@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from specattn.backends.multi_step import Indices
     from specattn.config import SpecConfig
     from specattn.graph import Captured, GraphReport
-    from specattn.kv import SlotTable
     from specattn.recording import Recorder
+    from specattn.slots import SlotTable
     from specattn.spec.bound_step import Acceptor
     from specattn.spec.checks import Validate
     from specattn.spec.decoder import ModelSlot

@@ -49,7 +49,7 @@ class StepProgram:
     config : SpecConfig
         Tree width and depth.
     req_to_token, reserved : Tensor
-        ``[rows, max_context_len]`` and ``[rows]`` int32; see `specattn.kv.SlotTable`.
+        ``[rows, max_context_len]`` and ``[rows]`` int32; see `specattn.slots.SlotTable`.
     states : RequestStates
         What steps leave for each other.
     features : int

@@ -23,8 +23,9 @@ from specattn.backends.paged import Scales, installed
 from specattn.batch import Phase, RowLayout
 from specattn.config import AttnConfig, SpecConfig
 from specattn.errors import UnsupportedError
-from specattn.kv import KVPool, SlotTable
+from specattn.kv import KVPool
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan
+from specattn.slots import SlotTable
 from specattn.testing.oracle import head
 from tests import oracle
 from tests.backends import stand_ins

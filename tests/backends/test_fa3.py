@@ -17,8 +17,9 @@ from specattn.backends.multi_step import MultiStepDraftBackend
 from specattn.batch import Phase, RowLayout
 from specattn.config import AttnConfig, SpecConfig
 from specattn.errors import UnsupportedError
-from specattn.kv import KVPool, SlotTable
+from specattn.kv import KVPool
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, causal_words
+from specattn.slots import SlotTable
 from specattn.testing.session import plan_of
 from tests import oracle
 from tests.backends.test_multi_step import feed

@@ -21,8 +21,9 @@ from specattn.backends.multi_step import MultiStepDraftBackend
 from specattn.batch import Phase, RowLayout
 from specattn.config import AttnConfig, SpecConfig
 from specattn.errors import UnsupportedError
-from specattn.kv import KVPool, SlotTable
+from specattn.kv import KVPool
 from specattn.plan import AttnPlan, ExtendPlan
+from specattn.slots import SlotTable
 from tests.backends import fake_flashinfer as fake
 from tests.oracle import (
     Case,

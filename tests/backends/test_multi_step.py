@@ -9,8 +9,9 @@ from specattn.backends.layers import LayeredBackend
 from specattn.backends.multi_step import MultiStepDraftBackend
 from specattn.batch import ForwardMode
 from specattn.config import AttnConfig, SpecConfig
-from specattn.kv import KVPool, SlotTable
+from specattn.kv import KVPool
 from specattn.plan import AttnInputs, AttnPlan, ExtendPlan
+from specattn.slots import SlotTable
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BACKENDS = ["torch_native", "triton"]

@@ -15,8 +15,9 @@ from specattn.backends.multi_step import MultiStepDraftBackend
 from specattn.backends.tbo import BoundTbo, TboBackend, halves, tbo
 from specattn.batch import ForwardMode, Phase, RowLayout
 from specattn.config import AttnConfig, SpecConfig
-from specattn.kv import KVPool, SlotTable
+from specattn.kv import KVPool
 from specattn.plan import AttnInputs, AttnPlan, CsrPlan, ExtendPlan
+from specattn.slots import SlotTable
 from specattn.spec.generate import Engine
 from specattn.spec.request import Request
 from tests.backends.spies import spy

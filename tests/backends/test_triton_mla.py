@@ -12,8 +12,9 @@ from specattn.backends.layers import LayeredBackend
 from specattn.backends.multi_step import MultiStepDraftBackend
 from specattn.config import AttnConfig, SpecConfig
 from specattn.errors import UnsupportedError
-from specattn.kv import KVPool, SlotTable
+from specattn.kv import KVPool
 from specattn.plan import ExtendPlan
+from specattn.slots import SlotTable
 from specattn.spec.generate import Engine, Request
 from tests.backends.test_multi_step import feed
 from tests.tiny import DenseAttend, TinyTarget, dense_greedy

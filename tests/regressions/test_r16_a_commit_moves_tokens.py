@@ -14,7 +14,8 @@ import torch
 
 from specattn.batch import AcceptResult
 from specattn.config import AttnConfig
-from specattn.kv import KVPool, SlotTable
+from specattn.kv import KVPool
+from specattn.slots import SlotTable
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NODES, STEPS = 6, 3

@@ -21,8 +21,8 @@ from specattn.backends import available
 from specattn.backends.torch_native import TorchNativeBackend
 from specattn.config import AttnConfig, SpecConfig
 from specattn.graph import GraphRunner
-from specattn.kv import SlotTable
 from specattn.plan import AttnPlan
+from specattn.slots import SlotTable
 from specattn.spec.generate import Engine, Request
 from specattn.spec.step_decoder import StepDecoder
 from tests.backends import fake_flashinfer as fake

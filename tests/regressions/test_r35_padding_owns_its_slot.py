@@ -13,7 +13,7 @@ import pytest
 
 from specattn.config import SpecConfig
 from specattn.errors import CapacityError
-from specattn.kv import SlotTable
+from specattn.slots import SlotTable
 from specattn.spec.generate import Engine, Request
 from tests.tiny import TinyDraft, TinyTarget
 from tests.worlds import BACKENDS, DEVICE
