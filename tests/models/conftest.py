@@ -8,6 +8,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
+from specattn.models import HFTarget
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -83,6 +85,11 @@ def tiny() -> Callable[..., torch.nn.Module]:
         return model
 
     return build
+
+
+@pytest.fixture
+def target(tiny: Callable[..., torch.nn.Module]) -> HFTarget:
+    return HFTarget.from_model(tiny("llama", num_hidden_layers=5))
 
 
 @pytest.fixture(autouse=True)

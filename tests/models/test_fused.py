@@ -12,7 +12,7 @@ from specattn.kernels import _module
 from specattn.models import FeatureSpec, FusedEagle3, FusedTarget, HFTarget, load_draft
 from specattn.spec.choose import Coins, choose_tokens
 from specattn.spec.generate import Engine, Request
-from tests.models.test_draft import VD, eagle3_tensors, write
+from tests.models.heads import VD, eagle3_tensors, write
 
 ROPES = {
     "llama": {

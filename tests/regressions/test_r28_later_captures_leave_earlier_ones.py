@@ -13,7 +13,7 @@ import pytest
 
 from specattn.backends.flashinfer import FlashInferBackend
 from tests.backends import fake_flashinfer as fake
-from tests.backends.test_flashinfer import BF16, Live, config_of
+from tests.backends.flashinfer_cases import BF16, Live, config_of
 from tests.oracle import make_tree_case
 from tests.worlds import BACKENDS, DEVICE, MODES, identical, inputs, world
 

@@ -1,0 +1,74 @@
+"""The other commands: graphs, inspect, version and help."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from tests.cli.command import ON_CPU, PROMPT, plain_tokens, run, tokenizer
+
+
+def test_graphs_says_what_capturing_takes():
+    options = ["--steps", "2", "--buckets", "1,3", "--sampled", *ON_CPU]
+    result = run("graphs", *options, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["device"], found["recorded"], found["nbytes"]) == ("cpu", 0, 0)
+    assert [(one["part"], one["bucket"]) for one in found["captures"]] == [
+        ("step", 3), ("step", 1), ("step (sampled)", 3), ("step (sampled)", 1),
+    ]
+    assert 0 < found["seconds"] < found["seconds_with_buffers"]
+    table = run("graphs", *options, "--seams", "three").stdout
+    assert re.search(r"2 +target_verify +3 +\d+ ms +0.0 MiB +no +[0-9a-f]{12}", table)
+    assert "no graphs were captured on cpu" in table
+
+
+@pytest.mark.parametrize("sizes", ["", "1,x", "0", "2000"])
+def test_graphs_refuses_senseless_buckets(sizes):
+    result = run("graphs", "--buckets", sizes)
+    assert result.exit_code == 2
+    assert "--buckets: must be batch sizes 1..1024 with commas" in result.stderr
+
+
+def test_inspect_shows_tree_mask_and_slots():
+    result = run(
+        "inspect", *ON_CPU, PROMPT, "--topk", "2", "--steps", "3", "--draft-tokens", "7",
+        "--page-size", "4",
+    )
+    assert result.exit_code == 0, result.output
+    tree, mask, slots = result.stdout.split("\n\n")
+    used = len(tokenizer()(PROMPT).input_ids)
+    first = tokenizer().decode(plain_tokens(PROMPT, 24)[:1])
+    assert tree.splitlines()[1] == f"0 {first!r} @{used}  *"
+    assert len(tree.splitlines()) == 1 + 7 + 1
+    gained = int(re.search(r"accepted (\d) of 6 drafts", tree)[1])
+    assert gained == tree.count("*") - 2  # the header's and the root's
+    path = re.findall(r"\d+ ('.*?') @.*\*$", tree, re.MULTILINE)
+    texts = [repr(tokenizer().decode([t])) for t in plain_tokens(PROMPT, 24)]
+    assert path == texts[: gained + 1]
+    assert f"bonus {texts[gained + 1]}" in tree
+    assert f"  0  0..{used - 1}" in mask
+    assert f"row 1: {used} committed in slots 4..{3 + used}" in slots
+    assert "verify, nodes 0..6" in slots
+
+
+def test_inspect_refuses_plain_decoding():
+    result = run("inspect", *ON_CPU, PROMPT, "--steps", "0", "--topk", "1")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == (
+        "specattn: error: --steps: must be at least 1: plain decoding has no tree\n"
+    )
+
+
+def test_version_help_and_unknown_commands():
+    assert re.fullmatch(r"specattn \d+\.\d+\.\d+\n", run("--version").stdout)
+    for args in ((), ("--help",), ("-h",)):
+        result = run(*args)
+        assert result.exit_code == 0
+        assert all(name in result.stdout for name in ("generate", "backends", "inspect"))
+    result = run("genrate")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("specattn: error: no such command 'genrate'")
+    assert result.stderr.count("\n") == 1

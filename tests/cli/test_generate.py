@@ -1,0 +1,130 @@
+"""What `specattn generate` writes, for trees and batches of any shape."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from specattn.cli.text import decode
+from tests.cli.command import OTHERS, PROMPT, generate, generated, plain_tokens, tokenizer
+
+
+def test_text_is_what_transformers_generates():
+    result = generate(PROMPT)
+    want = decode(tokenizer(), plain_tokens(PROMPT, 24))
+    assert result.stdout == want + ("" if want.endswith("\n") else "\n")
+    assert "accepted/step" in result.stderr
+    assert re.search(r"step +torch_native", result.stderr)
+
+
+def test_json_is_one_object_and_nothing_else():
+    result = generate("--json", PROMPT)
+    found = json.loads(result.stdout)
+    assert found["tokens"] == plain_tokens(PROMPT, 24)
+    assert found["text"] == decode(tokenizer(), found["tokens"])
+    assert found["num_tokens"] == 24
+    assert found["finish_reason"] == "length"
+    assert found["backend"] == "torch_native"
+    assert found["accepted_per_step"] > 2
+    assert found["steps"] < 12
+    assert 0 < found["time_to_first_token"] < 24 / found["tokens_per_second"]
+    graphs = found["graphs"]
+    assert graphs["replayed"] == graphs["fallbacks"] == 0
+    assert graphs["unrecorded"] >= found["steps"]
+    assert set(graphs["modes"]) == {"step"}
+    assert "identical" not in found
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize(("options", "steps"), [
+    (["--steps", "0"], 23),
+    (["--draft-tokens", "1"], 23),
+    (["--draft-tokens", "4"], None),
+    (["--topk", "2", "--steps", "1"], None),
+    (["--topk", "4"], None),
+    (["--draft-sampling", "--steps", "3"], None),
+    (["--topk", "8", "--steps", "3", "--draft-tokens", "20", "--page-size", "16"], None),
+])
+def test_every_shape_generates_the_same(options, steps):
+    found = generated(*options, PROMPT)
+    assert found["tokens"] == plain_tokens(PROMPT, 24)
+    assert steps is None or found["steps"] == steps
+
+
+@pytest.mark.parametrize("options", [
+    ["--topk", "4", "--steps", "3", "--adaptive"], ["--steps", "4", "--adaptive"],
+    ["--seams", "three"],
+], ids=" ".join)
+def test_steps_of_any_kind_generate_the_same(options):
+    found = generated(*options, PROMPT)
+    assert found["tokens"] == plain_tokens(PROMPT, 24)
+    if "--seams" in options:
+        assert set(found["graphs"]["modes"]) == {"draft_decode", "target_verify", "draft_extend"}
+    else:
+        assert len(found["settings"]) == 3 + ("--topk" in options)
+        # one may have been on its way when the text ended
+        assert sum(one["steps"] for one in found["settings"]) - found["steps"] in (0, 1)
+        assert max(one["accepted_per_step"] for one in found["settings"]) > 2
+
+
+def test_the_table_says_how_often_each_setting_was_used():
+    result = generate("--adaptive", "--compare", "--steps", "3", PROMPT, count=12)
+    assert re.search(r"depth +topk +nodes +steps +accepted/step, lately", result.stderr)
+    assert re.search(r"^ *3 +1 +4 +\d", result.stderr, re.MULTILINE)
+    assert "identical to plain decoding: 12 tokens" in result.stderr
+
+
+def test_prompts_come_from_standard_input():
+    want = generate(PROMPT).stdout
+    assert generate("-", stdin=PROMPT).stdout == want
+    assert generate(stdin=PROMPT + "\n").stdout == want
+
+
+def test_prompts_come_from_lines_and_are_shown_in_their_order(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("\ufeffdef read_config(path):\r\nimport os\n\n", encoding="utf-8")
+    want = [generate(text, count=8).stdout for text in ("def read_config(path):", "import os")]
+    for size in ("1", "2"):
+        result = generate("--prompts", str(file), "--batch-size", size, count=8)
+        assert result.stdout == f"==> 1 <==\n{want[0]}\n==> 2 <==\n{want[1]}"
+        assert "all 2" in result.stderr
+    (only,) = generated("--prompts", "-", stdin="import os\n", count=8)
+    assert only["tokens"] == plain_tokens("import os", 8)
+
+
+def test_the_same_seed_gives_the_same_tokens_in_any_batch(tmp_path):
+    sampled = ["--temperature", "1", "--top-p", "0.9", "--top-k", "50"]
+
+    def drawn(*args: str):
+        return generated(*sampled, "--seed", *args, count=14)
+
+    alone = drawn("7", PROMPT)["tokens"]
+    assert alone == drawn("7", PROMPT)["tokens"]
+    assert alone != drawn("8", PROMPT)["tokens"]
+    file = tmp_path / "prompts.json"
+    file.write_text(json.dumps([OTHERS[1], PROMPT]))
+    assert alone == drawn("7", "--prompts", str(file))[1]["tokens"]
+
+
+def test_a_stop_string_ends_the_text_before_it():
+    whole = generated(PROMPT, count=40)["text"]
+    found = generated(PROMPT, "--stop", "self.y", "--stop", "no such text", count=40)
+    assert "self.y" in whole
+    assert found["text"] == whole[: whole.index("self.y")]
+    assert found["finish_reason"] == "stop"
+    assert generate(PROMPT, "--stop", "self.y", count=40).stdout == found["text"] + "\n"
+
+
+def test_the_context_ends_the_text():
+    used = len(tokenizer()(PROMPT).input_ids)
+    found = generated(PROMPT, "--max-context", str(used + 10), count=40)
+    assert found["finish_reason"] == "context"
+    assert found["tokens"] == plain_tokens(PROMPT, 40)[: found["num_tokens"]]
+    assert 10 <= found["num_tokens"] <= 11
+
+
+def test_the_environment_names_the_backend():
+    found = generated(PROMPT, count=2, env={"SPECATTN_BACKEND": "torch_native"})
+    assert found["backend"] == "torch_native"

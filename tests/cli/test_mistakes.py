@@ -1,0 +1,187 @@
+"""A mistake is one line on standard error that names the argument, and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import huggingface_hub
+import pytest
+import torch
+
+from specattn import backends as library_backends
+from specattn.cli import loading
+from tests.cli.command import ON_CPU, PAIR, load_models, run
+
+LONG = "x = 1\n" * 2000
+REFUSED = {
+    "topk_is_no_number": (["--topk", "x", "p"], "--topk: input should be a valid integer"),
+    "unknown_option": (["--topkk", "2", "p"], "--topkk: no such option"),
+    "draft_tokens_over_the_tree": (
+        ["--topk", "2", "--steps", "2", "--draft-tokens", "8", "p"],
+        "--draft-tokens: must be 2..7 with --topk 2 and --steps 2, got 8",
+    ),
+    "draft_tokens_of_a_chain": (
+        ["--steps", "3", "--draft-tokens", "8", "p"],
+        "--draft-tokens: must be --steps + 1 = 4 with --topk 1, got 8",
+    ),
+    "too_many_draft_tokens": (
+        ["--draft-tokens", "300", "p"], "--draft-tokens: must be 1..256, got 300"),
+    "steps": (["--steps", "65", "p"], "--steps: must be 0..64, got 65"),
+    "negative_steps": (["--steps", "-1", "p"], "--steps: must be 0..64, got -1"),
+    "topk": (["--topk", "0", "p"], "--topk: must be 1..64, got 0"),
+    "plain_tree": (["--steps", "0", "--topk", "2", "p"], "--steps: 0 (plain decoding) needs"),
+    "drawn_tree": (
+        ["--draft-sampling", "--topk", "2", "p"], "--draft-sampling: needs --topk 1, got 2",
+    ),
+    "page_size": (["--page-size", "12", "p"], "--page-size: must be a power of two, got 12"),
+    "max_new_tokens": (["--max-new-tokens", "0", "p"], "--max-new-tokens: "),
+    "seams": (["--seams", "two", "p"], "--seams: must be auto, one or three, got 'two'"),
+    "temperature": (["--temperature", "-1", "p"], "--temperature: must be 0 or more, got -1.0"),
+    "top_p": (["--top-p", "0", "p"], "--top-p: must be above 0 and at most 1, got 0.0"),
+    "top_k": (["--top-k", "-3", "p"], "--top-k: must be 0 (off) or more, got -3"),
+    "stop": (["--stop", "", "p"], "--stop: must not be empty"),
+    "two_prompts": (["p", "q"], "got unexpected extra argument"),
+    "prompt_and_file": (["--prompts", "f", "p"], "--prompts: cannot be combined"),
+    "empty_prompt": ([""], "PROMPT: the prompt is empty"),
+    "empty_input": ([], "PROMPT: the prompt is empty"),
+    "missing_file": (["--prompts", "/no/such"], "--prompts: cannot read /no/such: No such file"),
+    "folder": (["--prompts", "/"], "--prompts: cannot read /: Is a directory"),
+    "long_prompt": ([LONG], "PROMPT: the prompt has "),
+    "long_for_the_context": (["--max-context", "8", LONG[:80]], "PROMPT: the prompt has "),
+    "short_context": (["--max-context", "4", "p"], "--max-context: must be at least 6 "),
+    "long_context": (["--max-context", "5000", "p"], "--max-context: must be at most 2048"),
+    "backend": (["--backend", "cuda", "p"], "--backend: must be one of auto, triton"),
+    "device": (["--device", "tpu9", "p"], "--device: must be auto, cpu, cuda"),
+    "device_without_data": (["--device", "meta", "p"], "--device: meta is not available here"),
+    "dtype": (["--dtype", "int8", "p"], "--dtype: must be auto, float32, float16 or bfloat16"),
+    "kv_cache_dtype": (
+        ["--kv-cache-dtype", "int4", "p"], "--kv-cache-dtype: must be auto or fp8_e4m3, got 'int4'",
+    ),
+    "kv_cache_dtype_of_a_backend": (
+        ["--backend", "flex", "--kv-cache-dtype", "fp8", "p"],
+        "--backend: 'flex' on cpu: kv_dtype must be torch.float32, got torch.float8_e4m3fn",
+    ),
+    "deterministic_backend": (
+        ["--backend", "torch_native", "--deterministic", "p"],
+        "--backend: 'torch_native' on cpu: it has no deterministic mode",
+    ),
+    "missing_target": (["--target", "./absent", "--steps", "0", "p"], "--target: no such folder"),
+    "file_as_target": (["--target", __file__, "--steps", "0", "p"], "--target: "),
+    "missing_draft": (["--draft", "./absent", "p"], "--draft: no such folder"),
+    "target_without_draft": (["--target", str(PAIR / "target"), "p"], "--draft: is needed"),
+    "not_on_the_hub": (
+        ["--target", "nobody/nothing", "--steps", "0", "p"], "--target: nobody/nothing is neither",
+    ),
+}
+
+
+@pytest.mark.parametrize(("args", "line"), REFUSED.values(), ids=REFUSED)
+def test_a_mistake_is_one_line_that_names_the_argument(args, line, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    before = [] if "--device" in args else ON_CPU
+    result = run("generate", *before, *args, stdin="")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith(f"specattn: error: {line}")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_that_is_not_there():
+    result = run("generate", "--device", "cuda", "p")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == (
+        "specattn: error: --device: cuda is not available: torch sees no CUDA device here\n"
+    )
+
+
+@pytest.mark.parametrize("source", ["stdin", "file", "json"])
+def test_prompts_that_are_not_utf8(tmp_path, source):
+    file = tmp_path / ("p.json" if source == "json" else "p.txt")
+    file.write_bytes(b'["abc\xff"]' if source == "json" else b"abc\xff\n")
+    args = ["-"] if source == "stdin" else ["--prompts", str(file)]
+    result = run("generate", *args, stdin=b"abc\xff\n")
+    assert (result.exit_code, result.stdout) == (2, "")
+    argument = "PROMPT" if source == "stdin" else "--prompts"
+    offset = 5 if source == "json" else 3
+    assert result.stderr == (
+        f"specattn: error: {argument}: is not UTF-8 (byte 0xff at offset {offset})\n"
+    )
+
+
+@pytest.mark.parametrize(("text", "line"), [
+    ("", "{file} holds no prompts"),
+    ("\n\n", "{file} holds no prompts"),
+    ("one\n\ntwo\n", "prompt 2 is empty"),
+    ('["one", ""]', "prompt 2 is empty"),
+    ("one\n" + "x = 1 " * 3000, "prompt 2 has "),
+])
+def test_files_with_bad_prompts(tmp_path, text, line):
+    file = tmp_path / "prompts.txt"
+    file.write_text(text)
+    result = run("generate", *ON_CPU, "--prompts", str(file))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"specattn: error: --prompts: {line.format(file=file)}")
+    assert result.stderr.count("\n") == 1
+
+
+def test_json_that_is_no_list_of_prompts(tmp_path):
+    file = tmp_path / "prompts.json"
+    for text in ("{}", "[]", "[1]", "[", '"one"'):
+        file.write_text(text)
+        result = run("generate", "--prompts", str(file))
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr.endswith("prompts.json is not a JSON list of strings\n")
+
+
+def test_a_draft_of_another_target(tmp_path):
+    settings = json.loads((PAIR / "draft" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"vocab_size": 5}))
+    weights = (PAIR / "draft" / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    result = run("generate", *ON_CPU, "--draft", str(tmp_path), "p")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"specattn: error: --draft: {tmp_path} ")
+    assert "vocabulary of 5" in result.stderr
+
+
+def test_an_installation_without_the_pair(monkeypatch, tmp_path):
+    monkeypatch.setattr(loading, "load_models", load_models)
+    monkeypatch.setattr(loading, "files", lambda package: tmp_path)
+    result = run("generate", *ON_CPU, "p")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("specattn: error: --target: is needed: this installation")
+
+
+def test_a_backend_that_cannot_run_here(monkeypatch):
+    triton = library_backends.load_backend("triton")
+    monkeypatch.setattr(triton, "reasons", staticmethod(lambda config, device: ["no such luck"]))
+    result = run("generate", *ON_CPU, "--backend", "triton", "p")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == (
+        "specattn: error: --backend: triton cannot run on cpu: no such luck\n"
+    )
+    result = run("generate", *ON_CPU, "p", env={"SPECATTN_BACKEND": "triton"})
+    assert result.exit_code == 2
+    assert result.stderr.startswith("specattn: error: SPECATTN_BACKEND: triton cannot run on cpu")
+    found = {
+        (row["backend"], row["device"]): row
+        for row in json.loads(run("backends", "--json").stdout)
+    }
+    assert found["triton", "cpu"]["available"] is False
+    assert found["triton", "cpu"]["reasons"] == ["no such luck"]
+    assert found["torch_native", "cpu"]["available"] is True
+    table = run("backends").stdout.splitlines()
+    (line,) = [line for line in table if line.startswith("triton ") and " cpu " in line]
+    assert re.search(r"cpu +no +no +no such luck", line)
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="would switch this process to Triton's interpreter"
+)
+def test_a_backend_that_cannot_serve_the_models():
+    result = run("generate", *ON_CPU, "--backend", "triton", "--dtype", "bfloat16", "p")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("specattn: error: --backend: 'triton' on cpu: ")
+    assert result.stderr.count("\n") == 1

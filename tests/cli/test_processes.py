@@ -1,0 +1,78 @@
+"""The command as a process: interrupts, closed pipes, odd arguments."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+from tests.cli.command import ON_CPU, PROMPT, ROOT, plain_tokens
+
+
+def process(*args: str, **rest) -> subprocess.Popen:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "specattn", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        cwd=ROOT, env=environment | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "0"},
+        **rest,
+    )
+
+
+def test_an_interrupt_ends_quietly():
+    running = process(
+        "generate", *ON_CPU, PROMPT, "--max-new-tokens", "2000", "--ignore-eos",
+        # a shell's background jobs, and what they start, ignore interrupts
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert running.stdout is not None
+    assert running.stdout.read(8)  # it is generating
+    running.send_signal(signal.SIGINT)
+    _, errors = running.communicate(timeout=60)
+    # Python ends by the signal itself if it was inside an exec of text
+    assert running.returncode in (130, -signal.SIGINT)
+    assert errors == b""
+
+
+def test_a_closed_pipe_ends_quietly():
+    running = process("generate", *ON_CPU, PROMPT, "--max-new-tokens", "2000", "--ignore-eos")
+    assert running.stdout is not None
+    assert running.stderr is not None
+    assert running.stdout.readline()
+    running.stdout.close()
+    assert running.stderr.read() == b""
+    assert running.wait(timeout=60) == 141
+
+
+def test_an_argument_that_is_not_utf8():
+    running = process("generate", os.fsdecode(b"abc\xff"))
+    out, errors = running.communicate(timeout=60)
+    assert (running.returncode, out) == (2, b"")
+    assert errors == b"specattn: error: PROMPT: is not UTF-8 (byte 0xff at offset 3)\n"
+
+
+def test_closed_standard_streams():
+    def closed(*args: str, close: tuple[int, ...]):
+        return process(*args, preexec_fn=lambda: [os.close(fd) for fd in close])
+
+    _, errors = (running := closed("generate", close=(0,))).communicate(timeout=60)
+    assert running.returncode == 2
+    assert errors.startswith(b"specattn: error: PROMPT: is missing; ")
+    _, errors = (running := closed("backends", close=(0, 1))).communicate(timeout=60)
+    assert (running.returncode, errors) == (0, b"")
+    out, _ = (running := closed("generate", "", close=(2,))).communicate(timeout=60)
+    assert (running.returncode, out) == (2, b"")
+
+
+def test_triton_on_a_cpu_says_that_it_interprets():
+    running = process(
+        "generate", *ON_CPU, "--backend", "triton", "--steps", "1", "--max-new-tokens", "2",
+        "--json", "a",
+    )
+    out, errors = running.communicate(timeout=280)
+    assert running.returncode == 0, errors
+    assert json.loads(out)["tokens"] == plain_tokens("a", 2)
+    assert errors.count(b"\n") == 1
+    assert errors.startswith(b"specattn: warning: ")
+    assert b"interpreter" in errors

@@ -1,0 +1,63 @@
+"""The papers' heads in plain torch, float64, over one request of T tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from tests.models.heads import Tensors
+
+
+
+# The papers' heads in plain torch, float64, over one request of T tokens.
+def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    angle = positions[:, None] / theta ** (torch.arange(half).double() / half)  # [T, D / 2]
+    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def attention(x: torch.Tensor, w: Tensors, positions: torch.Tensor, theta: float) -> torch.Tensor:
+    def project(name: str) -> torch.Tensor:
+        return x @ w[f"{name}_proj.weight"].T + w.get(f"{name}_proj.bias", torch.zeros(()))
+
+    q, k, v = (project(name).unflatten(-1, (-1, 24)) for name in "qkv")
+    q, k = rotate(q, positions, theta), rotate(k, positions, theta)
+    out = torch.empty_like(q)
+    for head in range(4):
+        logits = q[:, head] @ k[:, head // 2].T * 24**-0.5
+        logits = logits.masked_fill(positions[:, None] < positions, -torch.inf)
+        out[:, head] = logits.softmax(-1) @ v[:, head // 2]
+    return out.flatten(1) @ w["o_proj.weight"].T + w.get("o_proj.bias", torch.zeros(()))
+
+
+def mlp(x: torch.Tensor, w: Tensors) -> torch.Tensor:
+    gate = x @ w["gate_proj.weight"].T
+    return (gate * gate.sigmoid() * (x @ w["up_proj.weight"].T)) @ w["down_proj.weight"].T
+
+
+def under(tensors: Tensors, prefix: str) -> Tensors:
+    return {k.removeprefix(prefix): v.double() for k, v in tensors.items() if k.startswith(prefix)}
+
+
+def eagle_layer(
+    x: torch.Tensor, w: Tensors, positions: torch.Tensor, theta: float = 5000.0
+) -> torch.Tensor:
+    y = rms(x, w["input_layernorm.weight"]) if "input_layernorm.weight" in w else x
+    x = x + attention(y, under(w, "self_attn."), positions, theta)
+    return x + mlp(rms(x, w["post_attention_layernorm.weight"]), under(w, "mlp."))
+
+
+def eagle3_layer(
+    embeds: torch.Tensor, x: torch.Tensor, w: Tensors, positions: torch.Tensor, theta: float
+) -> torch.Tensor:
+    both = [rms(embeds, w["input_layernorm.weight"]), rms(x, w["hidden_norm.weight"])]
+    x = x + attention(torch.cat(both, -1), under(w, "self_attn."), positions, theta)
+    return x + mlp(rms(x, w["post_attention_layernorm.weight"]), under(w, "mlp."))

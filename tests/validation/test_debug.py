@@ -1,0 +1,90 @@
+"""`validate="debug"` looks at what tensors hold, too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from specattn import Engine, Request, SpecConfig, TreeError
+from tests.tiny import TinyDraft, TinyTarget, dense_greedy
+from tests.validation.steps import LENS, Failing, i32, same, step_of
+from tests.worlds import DEVICE
+
+
+@pytest.fixture(scope="module")
+def debug():
+    found = step_of()
+    found.one.decoder.validate = "debug"
+    return found
+
+
+CONTENTS = {
+    "padding_row": ({"req_pool_indices": torch.tensor([0, 3])},
+                    r"req_pool_indices must be distinct rows 1\.\.8, got \[0, 3\]"),
+    "one_row_twice": ({"req_pool_indices": torch.tensor([3, 3])}, r"distinct rows .* got \[3, 3\]"),
+    "row_outside": ({"req_pool_indices": torch.tensor([3, 9])}, r"distinct rows .* got \[3, 9\]"),
+    "mirror": ({"seq_lens": torch.tensor([5, 16], dtype=i32)},
+               r"seq_lens must be seq_lens_cpu \[5, 17\], got \[5, 16\]"),
+}
+
+
+@pytest.mark.parametrize(("bad", "message"), CONTENTS.values(), ids=CONTENTS)
+def test_debugging_looks_at_a_batchs_contents(debug, wanted, bad, message):
+    with pytest.raises(ValueError, match=message):
+        debug.run(**{name: value.to(DEVICE) for name, value in bad.items()})
+    assert not Failing.ran
+    same(debug.outcome(), wanted)
+
+
+SLOTS = {
+    "unreserved": (20, 0, r"slot of row \d+, position 20 must be 1\.\.\d+, got 0"),
+    "outside": (3, 2**30, r"slot of row \d+, position 3 must be 1\.\.\d+, got 1073741824"),
+    "negative": (3, -4, r"slot of row \d+, position 3 must be 1\.\.\d+, got -4"),
+    "not_in_its_page": (2, 1, r"position 2 must be number 2 of a page of 4 \(page_size\)"),
+    "borrowed": (18, None, r"slots row \d+ writes must be its own, got \["),
+}
+
+
+@pytest.mark.parametrize(("position", "slot", "message"), SLOTS.values(), ids=SLOTS)
+def test_debugging_looks_at_the_slots(debug, wanted, position, slot, message):
+    table, (first, row) = debug.one.table.req_to_token, debug.one.rows[:2]
+    before = int(table[row, position])
+    debug.one.poison(LENS)
+    table[row, position] = table[first, LENS[0] + 1] if slot is None else slot
+    with pytest.raises(ValueError, match=message):
+        debug.one.decoder.step(debug.batch, debug.state, debug.sampling)
+    assert not Failing.ran
+    table[row, position] = before
+    same(debug.outcome(), wanted)
+
+
+TREES = {
+    "cycle": ("retrieve_next_token", lambda t: t * 0 + 1, TreeError, "cycle, or a second parent"),
+    "missing": ("retrieve_next_token", lambda t: t * 0 - 1, TreeError, "missing parent"),
+    "words": ("words", lambda t: t | 2, TreeError, r"words name nodes \[.*\], its path is \["),
+    "tokens": ("tokens", lambda t: t + 61, ValueError, r"tree.tokens must be 0\.\.60, got"),
+    "positions": ("positions", lambda t: t + 1, ValueError, "tree.positions must be .* got"),
+}
+
+
+@pytest.mark.parametrize(("field", "spoil", "error", "message"), TREES.values(), ids=TREES)
+def test_debugging_looks_at_the_tree(debug, wanted, field, spoil, error, message):
+    debug.one.poison(LENS)
+    tree = debug.run().tree
+    debug.one.decoder.verify(debug.batch, tree)
+    Failing.ran.clear()
+    with pytest.raises(error, match=message):
+        debug.one.decoder.verify(debug.batch, replace(tree, **{field: spoil(getattr(tree, field))}))
+    assert not Failing.ran
+    same(debug.outcome(), wanted)
+
+
+def test_an_engine_may_validate_every_step():
+    target, config = TinyTarget(device=DEVICE), SpecConfig(4, 2, 7, max_context_len=64)
+    engine = Engine(target, TinyDraft(device=DEVICE), config, validate="debug")
+    prompts = [list(range(1, 30)), list(range(1, 25)), [7]]
+    out = engine.generate([Request(prompt, max_new_tokens=30) for prompt in prompts])
+    for prompt, result in zip(prompts, out, strict=True):
+        assert result.tokens == dense_greedy(target, prompt, 30)
