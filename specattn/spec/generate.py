@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specattn.errors import CapacityError
 from specattn.kv import KVPool
 from specattn.recording import Recorder
 from specattn.slots import SlotTable
@@ -232,7 +233,25 @@ class Engine:
         self._live = []
 
     def add(self, requests: Sequence[Request]) -> list[Generation]:
-        """Run prompts and draw their first tokens; prefixes of running requests are shared."""
+        """Run prompts and draw their first tokens; prefixes of running requests are shared.
+
+        Parameters
+        ----------
+        requests : sequence of Request
+            At most as many as rows are free (`SlotTable.num_free_rows`).
+
+        Returns
+        -------
+        list of Generation
+            One per request, with its first token; `step` appends to them.
+
+        Raises
+        ------
+        ValueError
+            If a prompt is empty or longer than the context; nothing has run then.
+        CapacityError
+            If rows or slots run out.
+        """
         for request in requests:
             check_request(request, self.config.max_context_len, self.detokenize)
         if any(request.sampling.temperature for request in requests):
@@ -259,8 +278,20 @@ class Engine:
         ----------
         ahead : bool
             Launch the next step before waiting for this one, where every request is sure to have
-            room for both: the device then does not wait for the host. What requests gain is the
-            same; one that turns out to have ended rides along in the step that was launched.
+            room and slots for both: the device then does not wait for the host. What requests
+            gain is the same; one that turns out to have ended rides along in the step that was
+            launched.
+
+        Returns
+        -------
+        list of (Generation, list of int)
+            Each request that took part and its new tokens, cut at its end. A request that ended
+            has its ``finish_reason`` and is not in the next step's.
+
+        Raises
+        ------
+        CapacityError
+            If slots run out; the step can be made again when others have ended.
         """
         try:
             if self._ahead is None:
@@ -313,7 +344,12 @@ class Engine:
         gain = flight.config.num_steps + 1
         rooms = [self.config.max_context_len - gain - live.length for live in going]
         config = self.settings.choose(len(going), max(rooms))
-        return self._launch(config, going, gain) if config.reserve_len <= min(rooms) else None
+        if config.reserve_len > min(rooms):
+            return None
+        try:
+            return self._launch(config, going, gain)
+        except CapacityError:  # what this step does not gain may be enough
+            return None
 
     def _collect(self, flight: Flight) -> list[tuple[Generation, list[int]]]:
         """Hand out a step's tokens; requests that had ended before it get none."""

@@ -122,6 +122,14 @@ def test_more_requests_than_rows_wait_their_turn(models, expected):
         assert result.tokens == want[:20] == seen[i]
 
 
+def test_a_pool_without_slots_for_a_step_ahead_is_stepped_without(models, expected):
+    room = len(PROMPTS[0]) + 40 + SpecConfig(*TREES["wide"]).reserve_len - 1
+    run = engine(models, TREES["wide"], num_slots=room)
+    (result,) = run.generate([Request(PROMPTS[0], max_new_tokens=40)])
+    assert result.tokens == expected[0]
+    run.table.check()
+
+
 def test_end_of_text_inside_an_accepted_path_truncates_there(models, expected):
     class Ending(TinyTarget):
         eos_token_ids = frozenset([expected[0][9]])
