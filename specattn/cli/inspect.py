@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import typer  # noqa: TC002 - Typer reads the annotations
+from typing import Annotated
+
+import typer
 
 from specattn.cli.ends import ArgumentError
 from specattn.cli.options import (
+    SPECULATION,
     BackendOption,
     DeviceOption,
     DraftOption,
@@ -13,9 +16,7 @@ from specattn.cli.options import (
     DtypeOption,
     PageSizeOption,
     PromptArgument,
-    StepsOption,
     TargetOption,
-    TopkOption,
     check_backend,
     from_environment,
     speculation,
@@ -30,8 +31,15 @@ def inspect(
     draft: DraftOption = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
-    topk: TopkOption = 2,
-    steps: StepsOption = 3,
+    topk: Annotated[
+        int,
+        typer.Option(
+            rich_help_panel=SPECULATION, help="Branches kept at every depth; 1 is a chain."
+        ),
+    ] = 2,
+    steps: Annotated[
+        int, typer.Option(rich_help_panel=SPECULATION, help="Depth of the draft tree.")
+    ] = 3,
     draft_tokens: DraftTokensOption = None,
     backend: BackendOption = "auto",
     page_size: PageSizeOption = 1,
