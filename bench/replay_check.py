@@ -77,7 +77,7 @@ def step_us(decoder: StepDecoder, rows: Sequence[int], rounds: int = ROUNDS) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16, 64])
     sizes = parser.parse_args().batch
     torch.set_num_threads(1)

@@ -195,7 +195,7 @@ def forwards(target: FusedTarget, rounds: int, roof: dict[str, float]) -> list[d
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=20)

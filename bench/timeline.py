@@ -321,7 +321,7 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("trace", type=Path)
     parser.add_argument("--out", type=Path, help="picture, SVG or PNG")
     parser.add_argument("--numbers", type=Path, help="JSON of what the picture shows")
