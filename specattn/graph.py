@@ -213,6 +213,11 @@ class GraphRunner(Generic[Key]):
         Whether nobody is handed what programs bind, so that a replay need compare every time only
         what others can reach (see `Watch`) and the rest in turn.
 
+    Raises
+    ------
+    ValueError
+        If ``buckets`` is empty or holds a size below 1.
+
     Attributes
     ----------
     stats : GraphStats

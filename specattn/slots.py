@@ -261,7 +261,13 @@ class SlotTable:
         return np.minimum(pages * self.page_size, self.max_context_len)
 
     def commit(self, row: int, length: int) -> None:
-        """Record that the first ``length`` reserved tokens of ``row`` have their KV."""
+        """Record that the first ``length`` reserved tokens of ``row`` have their KV.
+
+        Raises
+        ------
+        ValueError
+            If the row is not allocated, or has no slots for as many tokens.
+        """
         self._known([row])
         room = min(len(self._pages[row]) * self.page_size, self.max_context_len)
         if not 0 <= length <= room:
@@ -270,7 +276,13 @@ class SlotTable:
         self._needed[row] = max(self._needed[row], length)
 
     def free(self, row: int) -> None:
-        """Give the row back, and every page nobody else uses."""
+        """Give the row back, and every page nobody else uses.
+
+        Raises
+        ------
+        ValueError
+            If the row is not allocated.
+        """
         self._known([row])
         pages = self._pages.pop(row)
         del self._committed[row]

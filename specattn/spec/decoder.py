@@ -80,6 +80,11 @@ class ModelSlot(Generic[Model]):
         """Choose the attention backend of ``model``, over ``pool``; see `choose_backend`.
 
         ``deterministic`` asks for it in every layer, whatever the layers say.
+
+        Raises
+        ------
+        UnsupportedError
+            If the backend cannot serve one of the layers.
         """
         layers = [
             replace(layer, deterministic=layer.deterministic or deterministic)
@@ -116,6 +121,13 @@ class SpecDecoder:
     validate : {"off", "debug"}
         ``"debug"`` also checks what tensors hold (slots, rows, lengths, the tree), which waits
         for the device several times per step; see docs/validation.md.
+
+    Raises
+    ------
+    ValueError
+        If drafting lacks a draft model, or ``validate`` is another word.
+    CaptureError
+        If a capture fails; see `GraphRunner.capture`.
 
     Attributes
     ----------

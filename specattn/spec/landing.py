@@ -60,9 +60,15 @@ class PendingStep:
         self._gained: list[list[int]] | None = None
 
     def wait(self) -> list[list[int]]:
-        """Wait for the step, once, and return each request's new tokens, bonus last.
+        """Wait for the step and return each request's new tokens, bonus last.
 
-        Empty for a request that had no slots for a step.
+        Empty for row 0 and for a request that had no slots for a step. Asked again, it returns
+        the same without waiting.
+
+        Returns
+        -------
+        list of list of int
+            In the order of the rows that were given to the step.
         """
         if self._gained is None:
             if self._landing.done is not None:

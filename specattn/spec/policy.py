@@ -129,6 +129,11 @@ class GoodputPolicy:
         Steps a setting is tried for if the window holds fewer of it.
     prior : float
         Requests' worth of trust in what other settings say; see `expected_tokens`.
+
+    Raises
+    ------
+    ValueError
+        If a number is out of range.
     """
 
     def __init__(

@@ -50,8 +50,8 @@ class Generation:
         ``"context"`` (the context is full).
     accept_lens : list of int
         Tokens gained by each step, bonus included, before truncation.
-    first_token_at, finished_at : float
-        `time.perf_counter` readings, in seconds.
+    started_at, first_token_at, finished_at : float
+        `time.perf_counter` readings, in seconds: when it was added, after its prompt, at its end.
     """
 
     tokens: list[int] = field(default_factory=list)

@@ -50,9 +50,24 @@ class StateDims:
 class RequestStates(BufferSet):
     """Every request's length, newest token, next proposal and sampling parameters.
 
-    The axis that other buffer sets have for the batch is the row of ``req_to_token`` here. Row 0
-    belongs to padding and is never written. The fields are those of `SpecBatch`, `DraftState` and
-    `SamplingBatch`; ``top_k`` 0 and ``top_p`` 1 are off.
+    The axis that other buffer sets have for the batch is the row of ``req_to_token`` here:
+    ``RequestStates.alloc(max_num_reqs + 1, StateDims.of(draft, topk, ...), device)``. Row 0 belongs
+    to padding and is never written. A request's row is written by `admit` and then by its steps.
+
+    Parameters
+    ----------
+    seq_lens, bonus_tokens : Tensor
+        ``[R]`` int32 and int64, as in `SpecBatch`.
+    topk_probs, topk_tokens : Tensor
+        ``[R, topk]`` float32 and int64, as in `DraftState`.
+    hidden_states : Tensor
+        ``[R, hidden]`` of `StateDims.dtype`.
+    draft_probs : Tensor
+        ``[R, law]`` float32; ``[R, 0]`` unless drafts are drawn.
+    temperature, top_p : Tensor
+        ``[R]`` float32; a request draws if its temperature is above 0, and ``top_p`` 1 is off.
+    top_k, seeds : Tensor
+        ``[R]`` int32 and int64; ``top_k`` 0 is off.
     """
 
     seq_lens: Tensor = buf(lambda _: (), torch.int32)
@@ -87,6 +102,11 @@ class RequestStates(BufferSet):
             What the prompts' draft extend left, of this set's widths; None without a draft model.
         sampling : SamplingBatch
             How the requests draw.
+
+        Raises
+        ------
+        RuntimeError
+            From torch, if a tensor is of another width or count.
         """
         self.seq_lens[rows] = seq_lens
         self.bonus_tokens[rows] = bonus_tokens

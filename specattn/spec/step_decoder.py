@@ -97,6 +97,15 @@ class StepDecoder:
         Two-batch overlap: whether both halves of a bucket run at the same time, on a stream each
         of one graph (`TboStepProgram`); what requests gain is the same.
 
+    Raises
+    ------
+    ValueError
+        If drafting lacks a draft model, ``seams`` or ``validate`` is another word, or
+        ``validate="debug"`` meets one graph or ``tbo``.
+    CaptureError
+        If a capture fails; see `GraphRunner.capture`. Where memory runs out, a warning is logged
+        instead, and batches that no captured bucket holds run eagerly.
+
     Attributes
     ----------
     runner : GraphRunner
@@ -191,7 +200,13 @@ class StepDecoder:
     def step(
         self, rows: Sequence[int], *, sampled: bool = False, seq_lens_cpu: Tensor | None = None
     ) -> list[list[int]]:
-        """Advance requests and wait: `step_async`, then `PendingStep.wait`."""
+        """Advance requests and wait: `step_async` of the same arguments, then `PendingStep.wait`.
+
+        Returns
+        -------
+        list of list of int
+            Each request's new tokens, bonus last, in the order of ``rows``.
+        """
         return self.step_async(rows, sampled=sampled, seq_lens_cpu=seq_lens_cpu).wait()
 
     def step_async(
@@ -209,10 +224,16 @@ class StepDecoder:
         seq_lens_cpu : Tensor, optional
             ``[len(rows)]`` int32, the committed lengths, for backends that plan on the host.
 
+        Returns
+        -------
+        PendingStep
+            `PendingStep.wait` has the new tokens.
+
         Raises
         ------
         ValueError
-            If the step before the last one has not been waited for.
+            If the step before the last one has not been waited for, or ``seq_lens_cpu`` is of
+            another shape, dtype or device.
         CaptureMismatch
             If what the graphs read is not what it was when they were captured. Attributes of the
             decoder, the table's tensors, the pools' and their addresses, and the addresses of the
