@@ -16,8 +16,11 @@ included, is subtracted.
 
 With CUDA, what has to be compiled is compiled before, by a process for every batch and setting.
 
+``--paired N`` asks one thing only: whether one graph is slower than three (`bench.decode_paired`).
+
     python -m bench.decode [--batch 1 8 64] [--new 128] [--repeats 4] [--dtype bfloat16]
     python -m bench.decode --quick
+    python -m bench.decode --paired 8 [--limit 100]
 """
 
 from __future__ import annotations
@@ -36,8 +39,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bench import decode_paired
 from bench.acceptance import PROMPT_TOKENS, held_out_prompts
 from bench.decode_sides import Contestant, Run, Transformers, decode, pair, plain_target
+from bench.suite import seams
 from bench.suite.decode import EAGER, ONE, PLAIN, THREE, TRANSFORMERS, slower
 from bench.suite.machine import machine
 from specattn.config import SpecConfig
@@ -156,7 +161,7 @@ def compile_ahead(args: argparse.Namespace, workers: int) -> None:
         list(pool.map(one, *zip(*itertools.product(args.batch, args.settings), strict=True)))
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--new", type=int, default=128, help="tokens of a request")
@@ -167,26 +172,75 @@ def main() -> None:
     parser.add_argument("--fused", action="store_true", help="FusedTarget and FusedEagle3")
     parser.add_argument("--quick", action="store_true", help="one tree, batches of 1 and 8")
     parser.add_argument("--workers", type=int, help="processes that compile ahead; 0 is none")
+    parser.add_argument("--paired", type=int, metavar="N", help="compare the seams N times anew")
+    parser.add_argument("--limit", type=float, default=100.0, help="seconds for --paired")
     parser.add_argument("--commit", help="what the results call this version")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.quick:
         args.batch, args.settings, args.repeats = [1, 8], list(QUICK), min(args.repeats, 2)
-    begin = time.perf_counter()
+    if args.paired:
+        args.settings = [name for name in args.settings if name != PLAIN]
+    return args
+
+
+def main() -> None:
+    args, begin = arguments(), time.perf_counter()
     device, dtype = "cuda" if torch.cuda.is_available() else "cpu", getattr(torch, args.dtype)
     workers = min(12, os.cpu_count() or 1) if args.workers is None else args.workers
     if workers and device == "cuda":
         compile_ahead(args, workers)
         print(f"compiled after {time.perf_counter() - begin:.0f} s", flush=True)
-    ways = args.ways or (list(WAYS) if device == "cuda" else [EAGER])
     models = pair(dtype, device, fused=args.fused)
     prompts = held_out_prompts(max(args.batch), models[0].tokenizer)
-    generate = Transformers(plain_target(dtype, device))
     found: dict[str, Any] = {
         "format": 1, "part": "pair", "title": "The shipped pair", "machine": machine(args.commit),
         "models": "fused" if args.fused else "transformers", "dtype": args.dtype,
-        "prompt_tokens": PROMPT_TOKENS, "repeats": args.repeats,
-        "trees": {name: TREES[name] for name in args.settings}, "cells": [],
+        "prompt_tokens": PROMPT_TOKENS,
+    }
+    if args.paired:
+        compare_seams(args, models, prompts, found)
+    else:
+        time_all(args, models, prompts, found, begin)
+
+
+def write(found: dict[str, Any], path: Path | None) -> None:
+    """Write a record, if it is wanted."""
+    if path:
+        path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def compare_seams(
+    args: argparse.Namespace, models: tuple[Any, Any], prompts: list[list[int]],
+    found: dict[str, Any],
+) -> None:
+    """Tell one graph and three apart, print where one is slower, and keep it."""
+    plan = decode_paired.Plan(
+        {name: TREES[name] for name in args.settings}, args.batch, TEMPERATURES, CONTEXT,
+        args.paired, limit=args.limit,
+    )
+    found |= {"part": "pair seams", "title": "The shipped pair, one graph beside three"}
+    seen = decode_paired.compare(
+        models, prompts, plan, exact=args.dtype == "float32",
+        keep=lambda seen: write(found | seen, args.out),
+    )
+    for cell in seen["cells"]:
+        texts = [f"{timed} {seams.interval(cell, timed)}" for timed in seams.TIMED]
+        print(f"  {cell['name']:34} {'  '.join(texts)}")
+    print("one graph slower than three: " + ("; ".join(seen["slower"]) or "nowhere"))
+
+
+def time_all(
+    args: argparse.Namespace, models: tuple[Any, Any], prompts: list[list[int]],
+    found: dict[str, Any], begin: float,
+) -> None:
+    """Time every contestant, and keep what is known after every batch."""
+    device, dtype = models[0].device.type, getattr(torch, args.dtype)
+    ways = args.ways or (list(WAYS) if device == "cuda" else [EAGER])
+    generate = Transformers(plain_target(dtype, device))
+    found |= {
+        "repeats": args.repeats, "trees": {name: TREES[name] for name in args.settings},
+        "cells": [],
     }
     for size in args.batch:
         batch = Batch(models, prompts[:size], args.settings, ways, generate, args.new)
@@ -195,8 +249,7 @@ def main() -> None:
         found["cells"] += batch.cells()
         found["slower_than_three_graphs"] = slower(found["cells"])
         found["seconds"] = round(time.perf_counter() - begin, 1)
-        if args.out:
-            args.out.write_text(json.dumps(found, indent=1) + "\n")
+        write(found, args.out)
         del batch
         gc.collect()
         if device == "cuda":

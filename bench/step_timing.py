@@ -74,16 +74,17 @@ def check_advance(stepper: Stepper) -> None:
     stepper.reset()
 
 
-def _now(device: torch.device) -> Any:
+def mark(device: torch.device) -> Any:
     """Return a mark in the device's time, or in the host's where there is no other."""
     if device.type != "cuda":
         return time.perf_counter_ns()
-    mark = torch.cuda.Event(enable_timing=True)
-    mark.record()
-    return mark
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
-def _between(begin: Any, end: Any) -> float:
+def between(begin: Any, end: Any) -> float:
+    """Return microseconds between two marks; the device must have come to both."""
     if isinstance(begin, int):
         return (end - begin) / 1e3
     return float(begin.elapsed_time(end) * 1e3)
@@ -96,16 +97,16 @@ def timed(stepper: Stepper, rounds: int) -> dict[str, float]:
     try:
         for _ in range(WARM + rounds):
             stepper.reset()
-            begin, at = _now(device), time.perf_counter_ns()
+            begin, at = mark(device), time.perf_counter_ns()
             pending = stepper.decoder.step_async(stepper.rows)
             hosts.append((time.perf_counter_ns() - at) / 1e3)
-            spans.append((begin, _now(device)))
+            spans.append((begin, mark(device)))
             stepper.finish()
             stepper._before = pending
         stepper.finish()
     finally:
         gc.enable()
-    times = sorted(_between(*span) for span in spans[WARM:])
+    times = sorted(between(*span) for span in spans[WARM:])
     launches = sorted(hosts[WARM:])
     return {
         "us": round(statistics.median(times), 2), "p10_us": round(times[rounds // 10], 2),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from . import decode, growth, metadata, plots, records, steps, tables, targets
+from . import growth, metadata, plots, records, seams, steps, tables, targets
 from .results import read
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def blocks(folder: Path, parts: list[PartFound]) -> dict[str, str]:
         *targets.speeds(cells), *targets.ratios(cells), *targets.latent(cells),
         *growth.float8(cells), *growth.shapes(cells), *growth.steps(cells),
         *records.asked(folder.parent), *metadata.asked(folder.parent),
-        *decode.asked(folder.parent), *steps.asked(folder.parent),
+        *seams.asked(folder.parent), *steps.asked(folder.parent),
     ])
     found["latency"] = "![Time over tokens](img/attention_latency.svg)"
     for part in parts:

@@ -1,0 +1,155 @@
+"""What the record of `bench.decode --paired` says: is a step in one graph slower than in three?
+
+Every time that graphs are made anew is one observation of the ratio of their speeds; the interval
+is Student's for the mean of its logarithm.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from . import decode, tables
+from .decode import ONE, THREE
+from .targets import Point, Target
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+RECORD = "pair_seams_h200.json"
+#: How turns are timed; the device's time is that of the turns launched a step ahead.
+AHEAD, DEVICE, WAITED = "ahead", "device", "waited"
+TIMED = (AHEAD, DEVICE, WAITED)
+#: Those that a user waits for, and so the verdict is about.
+JUDGED = (AHEAD, WAITED)
+NAMES = {AHEAD: "a step ahead", DEVICE: "on the device", WAITED: "waited for"}
+# the quantile of Student's t that 2.5 % lie above, for 1, 2, ... degrees of freedom; the last one
+# is taken for more, too, which is on the safe side
+STUDENT = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160,
+    2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056,
+    2.052, 2.048, 2.045, 2.042,
+)
+#: Of 2.5 %, that so many intervals lie wholly below what is true.
+TAIL = 0.025
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A geometric mean, and the 95 % confidence interval around it."""
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, ratios: Sequence[float]) -> Interval:
+        """Take independent observations; a single one says nothing of how far off it is."""
+        logs = [math.log(ratio) for ratio in ratios]
+        mean = statistics.fmean(logs)
+        if len(logs) == 1:
+            return cls(math.exp(mean), 0.0, math.inf)
+        student = STUDENT[min(len(logs) - 1, len(STUDENT)) - 1]
+        half = student * statistics.stdev(logs) / math.sqrt(len(logs))
+        return cls(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
+
+    @property
+    def slower(self) -> bool:
+        """Whether all of it lies below 1."""
+        return self.high < 1
+
+    @property
+    def faster(self) -> bool:
+        """Whether all of it lies above 1."""
+        return self.low > 1
+
+    def __str__(self) -> str:
+        if math.isinf(self.high):
+            return f"{self.mean:.4f}x"
+        return f"{self.mean:.4f}x ({self.low:.4f} to {self.high:.4f})"
+
+
+def ratios(cell: dict[str, Any], timed: str) -> list[float]:
+    """Return one graph's speed over three graphs', every time they were made anew."""
+    times = [seen["us"][timed] for seen in cell["rebuilds"]]
+    return [us[THREE] / us[ONE] for us in times]
+
+
+def interval(cell: dict[str, Any], timed: str) -> Interval:
+    """Return the interval of a cell's `ratios`."""
+    return Interval.of(ratios(cell, timed))
+
+
+def overall(cells: list[dict[str, Any]], timed: str) -> Interval:
+    """Return the interval of the geometric mean of all cells, observation by observation."""
+    by_cell = [[math.log(ratio) for ratio in ratios(cell, timed)] for cell in cells]
+    return Interval.of([
+        math.exp(statistics.fmean(logs)) for logs in zip(*by_cell, strict=True)
+    ])
+
+
+def slower(cells: list[dict[str, Any]]) -> list[str]:
+    """Say where one graph is slower than three: where the whole interval lies below 1."""
+    found = ((cell, timed, interval(cell, timed)) for timed in JUDGED for cell in cells)
+    return [f"{cell['name']}, {NAMES[timed]}: {seen}" for cell, timed, seen in found
+            if seen.slower]
+
+
+def shown(results: Path) -> str:
+    """Return a table of the intervals, and what they come to."""
+    record = json.loads((results / RECORD).read_text())
+    cells = record["cells"]
+    counts = sorted({len(cell["rebuilds"]) for cell in cells})
+    made = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    head = ["batch", "tokens", "setting", "one graph us/step", "three graphs us/step",
+            *(f"one / three, {NAMES[timed]}" for timed in TIMED)]
+    return "\n\n".join([
+        f"Graphs made anew {made} times, {record['steps']} steps a turn; in brackets the 95 % "
+        "interval.",
+        tables.table(head, map(_row, cells)), _verdict(record),
+    ])
+
+
+def _row(cell: dict[str, Any]) -> list[str]:
+    middle = [
+        tables.micros(statistics.median(seen["us"][AHEAD][way] for seen in cell["rebuilds"]))
+        for way in (ONE, THREE)
+    ]
+    tokens = "drawn" if cell["temperature"] else "greedy"
+    found = [str(interval(cell, timed)) for timed in TIMED]
+    return [str(cell["batch"]), tokens, cell["setting"], *middle, *found]
+
+
+def _verdict(record: dict[str, Any]) -> str:
+    cells = record["cells"]
+    found = [interval(cell, timed) for timed in JUDGED for cell in cells]
+    late = slower(cells)
+    where = f" ({'; '.join(late)})" if late else ""
+    total = [f"{overall(cells, timed)} {NAMES[timed]}" for timed in TIMED]
+    apart = sum(seen["apart"] for cell in cells for seen in cell["rebuilds"])
+    taken = sum(seen["turns"] for cell in cells for seen in cell["rebuilds"])
+    return (
+        f"Of {len(found)} intervals (a step ahead, and waited for), {len(late)} lie wholly below "
+        f"1{where}, {sum(seen.faster for seen in found)} wholly above; of equal speeds, "
+        f"{TAIL * len(found):.1f} would lie below by chance. The lowest end of all is "
+        f"{min(seen.low for seen in found):.4f}x. Over all cells, one graph is "
+        f"{', '.join(total)}. Of {taken} turns, {apart} gained other tokens than the first of "
+        "their requests."
+    )
+
+
+def asked(results: Path) -> list[Target]:
+    """Return the target that a step in one graph is held to; without a record, by medians."""
+    path = results / RECORD
+    if not path.exists():
+        return decode.asked(results)
+    points = [
+        Point(interval(cell, timed).high, f"{cell['name']}, {NAMES[timed]}")
+        for timed in JUDGED for cell in json.loads(path.read_text())["cells"]
+    ]
+    regime = "the shipped pair, one graph against three, upper end of the 95 % interval"
+    return [Target(regime, "x", 1, 1, points)]
