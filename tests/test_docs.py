@@ -42,6 +42,11 @@ def test_ones_own_loop_writes_what_plain_decoding_writes():
     assert by_values["main"](24) == texts
 
 
+def test_a_policy_of_ones_own_writes_what_plain_decoding_writes():
+    example = runpy.run_path(str(ROOT / "docs" / "examples" / "policy.py"))
+    assert example["main"](20) == plain_texts(example["PROMPTS"], 20)
+
+
 def test_the_program_of_the_quick_start_runs(capsys):
     page = (ROOT / "docs" / "quick_start.md").read_text()
     (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
@@ -52,10 +57,56 @@ def test_the_program_of_the_quick_start_runs(capsys):
     assert float(accepted) >= 1
 
 
+def anchors(page: Path) -> set[str]:
+    """The names by which headings can be linked, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
-    for link in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
-        assert (page.parent / link).exists(), link
+    for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text()):
+        there = page.parent / link if link else page
+        assert there.exists(), link
+        assert not anchor or anchor in anchors(there), f"{link}#{anchor}"
+
+
+# a checkpoint's, and a reader's own
+OTHERS = {"config.json", "conftest.py"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_pages_name_are_there(page):
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    homes = [ROOT, ROOT / "specattn", ROOT / "specattn" / "backends", ROOT / "bench" / "results"]
+    for name in set(re.findall(r"`([\w./-]+\.(?:py|md|json|svg))`", text)) - OTHERS:
+        assert any((home / name).exists() for home in homes), name
+
+
+def test_every_page_is_two_links_from_the_readme():
+    def linked(page: Path) -> set[Path]:
+        links = re.findall(r"\]\((?!https?:)([^)#]+\.md)", page.read_text())
+        return {(page.parent / link).resolve() for link in links}
+
+    first = linked(ROOT / "README.md")
+    assert not set(PAGES[1:]) - first.union(*map(linked, first))
+
+
+def test_the_readme_has_the_measured_numbers():
+    """Those of the table at the top of docs/performance.md."""
+    text = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
+    page = (ROOT / "docs" / "performance.md").read_text()
+    rows = [line.split(" | ") for line in page.splitlines()]
+    found = {row[0].removeprefix("| "): row[3:5] for row in rows if len(row) == 6}
+    geomean, where = found["trees against the best peer, geomean"]
+    worst, _ = found["trees against the best peer, worst"]
+    cells = where.strip("()").split()[0]
+    assert f"at {float(geomean[:-1]):.1f} times the best of them" in text
+    assert f"geometric mean of {cells} cells, {worst[:-1]} at worst" in text
+    step, _ = found["whole step over its bytes, 1 x 4k, 16 nodes, 8B"]
+    assert f" to {step[:-1]} times what its bytes take to read" in text
+    gain, _ = found["EAGLE-3 against plain decoding, batch 1, 8B"]
+    assert f"decoding {float(gain[:-1]):.1f} to " in text
 
 
 def test_pictures_are_those_of_the_code():
