@@ -1,7 +1,7 @@
 """The tables and pictures of a documentation page, made from result files.
 
 A page says where with ``<!-- results: NAME -->`` and ``<!-- end -->``; what stands between them is
-replaced. Names are ``machines``, ``targets``, those of parts, and those of `records`.
+replaced. Names are ``machines``, ``summary``, ``targets``, those of parts, and those of `records`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from . import growth, metadata, plots, records, seams, steps, tables, targets
+from . import growth, metadata, plots, records, seams, steps, summary, tables, targets
 from .results import read
 
 if TYPE_CHECKING:
@@ -59,12 +59,13 @@ def blocks(folder: Path, parts: list[PartFound]) -> dict[str, str]:
     if not parts:
         return found
     found["machines"] = tables.machines(parts)
-    found["targets"] = targets.table([
+    asked = [
         *targets.speeds(cells), *targets.ratios(cells), *targets.latent(cells),
         *growth.float8(cells), *growth.shapes(cells), *growth.steps(cells),
         *records.asked(folder.parent), *metadata.asked(folder.parent),
         *seams.asked(folder.parent), *steps.asked(folder.parent),
-    ])
+    ]
+    found["summary"], found["targets"] = summary.table(asked), targets.table(asked)
     found["latency"] = "![Time over tokens](img/attention_latency.svg)"
     for part in parts:
         shown = f"![{part.title}](img/attention_{part.name}.svg)"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from bench.suite import growth, matrix, plots, records, report, targets
+from bench.suite import growth, matrix, plots, records, report, summary, targets
 from bench.suite.results import read
 from specattn.cli import bench as command
 from specattn.cli.app import app
@@ -52,8 +52,17 @@ def test_every_part_has_a_place():
     page = (ROOT / "docs" / report.PAGE).read_text()
     named = re.findall(report.MARKED, page)
     assert {name for _, name, _ in named} == {
-        "machines", "targets", "latency", *matrix.parts(), *records.TABLES,
+        "machines", "summary", "targets", "latency", *matrix.parts(), *records.TABLES,
     }
+
+
+def test_the_summary_has_its_lines_and_counts_all():
+    page = (ROOT / "docs" / report.PAGE).read_text()
+    assert [words for words, _, _ in summary.LINES if f"| [{words}](#" not in page] == []
+    lines, *counts = map(int, re.search(
+        r"Of (\d+) lines .*, (\d+) reach their aim, (\d+) what .*, and (\d+) are below", page
+    ).groups())
+    assert lines == sum(counts) == len(re.findall(r"\| (?:aim|must|\*\*below\*\*) \|$", page, re.M))
 
 
 def test_parts_come_in_the_matrix_order(parts):
