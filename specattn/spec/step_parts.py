@@ -72,9 +72,15 @@ class BoundPart:
         return frozenset({"rows"} if self.first else ())
 
     def copy_in(self, count: int, **values: Tensor) -> None:
-        """Take ``rows [count]`` int64."""
+        """Take ``rows [count]`` int64; without any, later parts, too, run on padding.
+
+        A part that is captured late would write to slots of the last step, whose they are by now.
+        """
         if self.first:
             take_rows(self.step.inputs.rows, count, values)
+        elif not count:
+            take_rows(self.step.inputs.rows, 0, {})
+            self.step.begin()
 
     def schedule(self, seq_lens_cpu: Tensor | None) -> None:
         """Schedule the part's attention."""

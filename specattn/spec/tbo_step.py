@@ -112,6 +112,9 @@ class BoundTboPart:
         """Take ``rows [count]`` int64, for both halves."""
         if self.halves[-1].first:
             take_rows(self.step.rows, count, values)
+        elif not count:
+            for half in self.halves:
+                half.copy_in(0)
 
     def schedule(self, seq_lens_cpu: Tensor | None) -> None:
         """Schedule each half from its own requests' lengths."""
