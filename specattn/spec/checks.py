@@ -10,11 +10,16 @@ from specattn.buffers import expect
 from specattn.interop import validate_tree
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from specattn.batch import DraftState, DraftTree, SpecBatch
     from specattn.config import SpecConfig
+    from specattn.kv import KVPool
+    from specattn.slots import SlotTable
     from specattn.spec.sampling import SamplingBatch
+    from specattn.spec.states import RequestStates
 
 Validate = Literal["off", "debug"]
 
@@ -38,6 +43,42 @@ def check_batch(
         )
     if config.num_steps and state is None:
         raise ValueError(f"state must be a DraftState with num_steps {config.num_steps}, got None")
+
+
+def check_tables(
+    config: SpecConfig, table: SlotTable, states: RequestStates, pools: Sequence[KVPool]
+) -> None:
+    """Raise a ValueError unless what a step finds by row and by slot is there for all of them."""
+    if config.page_size != table.page_size:
+        raise ValueError(
+            f"page_size must be the table's, {table.page_size}, got {config.page_size}"
+        )
+    if config.max_context_len < table.max_context_len:
+        raise ValueError(
+            f"max_context_len must be at least the table's, {table.max_context_len}, "
+            f"got {config.max_context_len}"
+        )
+    rows, width = len(table.req_to_token), states.topk_probs.shape[1]
+    expect("states.seq_lens", states.seq_lens, (rows,), torch.int32, table.req_to_token.device)
+    if config.num_steps and width < config.topk:
+        raise ValueError(f"states must hold topk {config.topk} proposals, got {width}")
+    slots = table.num_pages * table.page_size
+    for pool in pools:
+        if pool.k.shape[1] < slots:
+            raise ValueError(
+                f"pools must have the table's {slots} slots, got {pool.k.shape[1]}"
+            )
+
+
+def check_rows(rows: Sequence[int], size: int, most: int) -> None:
+    """Raise a ValueError unless ``rows`` are of a table of ``size``, all different but for 0."""
+    if len(rows) > most:
+        raise ValueError(f"at most {most} rows take part, padding included, got {len(rows)}")
+    live = [row for row in rows if row]
+    if len(set(live)) != len(live) or min(rows) < 0 or max(rows) >= size:
+        raise ValueError(
+            f"rows must be distinct rows 1..{size - 1}, or 0 for padding, got {list(rows)}"
+        )
 
 
 def check_contents(batch: SpecBatch, config: SpecConfig, table: Tensor, num_slots: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from specattn.batch import DraftTree, SpecBatch
 from specattn.errors import CapacityError, CaptureMismatch
 from specattn.graph import GraphRunner, Program, check_lens, head
-from specattn.spec.checks import check_contents, check_tree
+from specattn.spec.checks import check_contents, check_rows, check_tables, check_tree
 from specattn.spec.landing import Landing, PendingStep
 from specattn.spec.step_parts import StepPart
 from specattn.spec.step_program import StepProgram
@@ -141,6 +141,7 @@ class StepDecoder:
             raise ValueError("validate='debug' looks between graphs, so it needs seams='three'")
         if validate == "debug" and tbo:
             raise ValueError("validate='debug' looks at a whole batch's tree, which tbo splits")
+        check_tables(config, table, states, [s.pool for s in (target, draft) if s is not None])
         self.target, self.draft, self.config = target, draft, config
         self.table, self.states, self.seams = table, states, seams
         self.features, self.indices, self.accept = features, indices, accept
@@ -246,13 +247,17 @@ class StepDecoder:
             With ``validate="debug"``, if the tree is malformed; the target has not run then.
         """
         self._check()
-        landing, asked = self._landings[self._next], len(rows)
+        landing, asked, rows = self._landings[self._next], len(rows), list(rows)
         if not rows:
             rows, seq_lens_cpu = [0], torch.zeros(1, dtype=torch.int32)
         count = len(rows)
         check_lens(seq_lens_cpu, count)
+        if self._sent is None or self._sent[1] != rows:
+            check_rows(rows, len(self.table.req_to_token), len(landing.rows))
         if self.validate == "debug":
-            live, batch = self._batch([row for row in rows if row]), self._batch(rows)
+            batch = self._batch(rows, seq_lens_cpu)
+            taking = [at for at, row in enumerate(rows) if row]
+            live = SpecBatch(*(value[taking] for value in vars(batch).values()))
             check_contents(
                 live, self.config, self.table.req_to_token, self.target.pool.k.shape[1]
             )
@@ -281,20 +286,20 @@ class StepDecoder:
         if before is not None and not before.waited:
             raise ValueError(f"{_IN_FLIGHT} steps are in flight: wait for the first of them")
 
-    def _send(self, ready: Captured, landing: Landing, rows: Sequence[int]) -> None:
+    def _send(self, ready: Captured, landing: Landing, rows: list[int]) -> None:
         """Copy the rows to the device, unless they are there since the last step."""
-        wanted = list(rows)
-        if self._sent is None or self._sent[0] is not ready.bound or self._sent[1] != wanted:
+        if self._sent is None or self._sent[0] is not ready.bound or self._sent[1] != rows:
             self._sent = None
             # padded here: one copy, and nothing to zero on the device
-            ready.bound.copy_in(ready.bucket, rows=landing.take_off(wanted, ready.bucket))
-            self._sent = ready.bound, wanted
+            ready.bound.copy_in(ready.bucket, rows=landing.take_off(rows, ready.bucket))
+            self._sent = ready.bound, rows
 
-    def _batch(self, rows: Sequence[int]) -> SpecBatch:
+    def _batch(self, rows: Sequence[int], seq_lens_cpu: Tensor | None) -> SpecBatch:
         """Return what a step will find on the device. Waits for it."""
         where = torch.tensor(rows, dtype=torch.int64, device=self.table.req_to_token.device)
         lens = self.states.seq_lens[where]
-        return SpecBatch(where, lens, lens.cpu(), self.states.bonus_tokens[where])
+        mirror = lens.cpu() if seq_lens_cpu is None else seq_lens_cpu
+        return SpecBatch(where, lens, mirror, self.states.bonus_tokens[where])
 
     def _part(self, part: StepPart, size: int) -> Program:
         if size not in self._programs:

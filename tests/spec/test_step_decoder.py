@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from dataclasses import replace
 
 import pytest
 import torch
 
 from specattn.config import SpecConfig
 from specattn.errors import CaptureMismatch, NotCapturedError
+from specattn.kv import KVPool
+from specattn.spec.decoder import ModelSlot
 from specattn.spec.generate import Engine, Request
 from specattn.spec.sampling import SamplingParams
+from specattn.spec.states import RequestStates, StateDims
 from specattn.spec.step_decoder import StepDecoder
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import BACKENDS, DEVICE
@@ -215,3 +219,79 @@ def test_an_engine_a_step_ahead_gives_the_same(ahead):
         assert result.finish_reason == ("length" if count < 90 else "context")
         assert result.tokens == dense_greedy(run.target.model, prompt, len(result.tokens))
         assert sum(result.accept_lens) >= len(result.tokens) - 1
+
+
+@pytest.mark.parametrize("tbo", [False, True])
+@pytest.mark.parametrize("seams", ["one", "three"])
+def test_a_late_capture_writes_to_nobodys_slots(seams, tbo):
+    """Slots of the last step may be another request's by then, and states are not the capture's."""
+    run = engine((3, 4, 9), seams=seams, tbo=tbo)
+    rows, decoder = admitted(run), run.decoder(run.config)
+    assert all(decoder.step(rows))
+    pools = [pool for slot in (run.target, run.draft) for pool in (slot.pool.k, slot.pool.v)]
+    for pool in pools:
+        pool[:, 1:] = 7.0
+    states = {name: value.clone() for name, value in run.states.tensors().items()}
+    decoder.capture(sampled=True)
+    for part in decoder.modes:  # as after a capture that failed
+        decoder.runner.capture(part)
+    assert all(bool((pool[:, 1:] == 7).all()) for pool in pools)
+    for name, before in states.items():
+        assert torch.equal(getattr(run.states, name), before), name
+
+
+@pytest.mark.parametrize("validate", ["off", "debug"])
+def test_rows_that_no_step_can_take_are_refused(validate):
+    run = engine((3, 4, 9), seams="three", validate=validate)
+    rows, decoder = admitted(run), run.decoder(run.config)
+    for bad in ([rows[0], 0, rows[0]], [rows[0], 6], [-1], [0, -6]):
+        with pytest.raises(ValueError, match=r"rows must be distinct rows 1\.\.5, or 0 for padd"):
+            decoder.step(bad)
+    with pytest.raises(ValueError, match="at most 6 rows take part, padding included, got 7"):
+        decoder.step([*rows, 0, 0])
+    assert [bool(new) for new in decoder.step([0, *rows[:2], 0])] == [False, True, True, False]
+
+
+def test_debugging_compares_host_lengths_with_the_devices():
+    run = engine((3, 1, 4), validate="debug")
+    rows, decoder = admitted(run), run.decoder(run.config)
+    lens = torch.tensor([live.length for live in run._live], dtype=torch.int32)
+    wrong = lens + (torch.arange(5) == 3).to(torch.int32)
+    with pytest.raises(ValueError, match=r"seq_lens must be seq_lens_cpu \[6, 2, 4, 4, 1\], got"):
+        decoder.step(rows, seq_lens_cpu=wrong)
+    padded = torch.nn.functional.pad(lens, (1, 0))
+    assert all(decoder.step([0, *rows], seq_lens_cpu=padded)[1:])
+
+
+def narrow_pool(run):
+    pool = KVPool(run.target.pool.layers, 100, DEVICE)
+    target = ModelSlot.of(run.target.model, pool, "torch_native")
+    return StepDecoder(target, run.draft, run.config, run.table, run.states)
+
+
+def changed(run, states=None, **over):
+    config = replace(run.config, **over)
+    return StepDecoder(run.target, run.draft, config, run.table, states or run.states, features=64)
+
+
+def other_states(run, topk=4, rows=6):
+    dims = StateDims.of(run.draft.model, topk, draft_sampling=False)
+    return RequestStates.alloc(rows, dims, DEVICE)
+
+
+MISFITS = {
+    "pool": (narrow_pool, "pools must have the table's 481 slots, got 100"),
+    "page": (lambda run: changed(run, page_size=4), "page_size must be the table's, 1, got 4"),
+    "context": (lambda run: changed(run, max_context_len=64),
+                "max_context_len must be at least the table's, 96, got 64"),
+    "rows": (lambda run: changed(run, other_states(run, rows=5)),
+             r"states\.seq_lens must be \[6\] torch\.int32 on .*, got \[5\]"),
+    "topk": (lambda run: changed(run, other_states(run, topk=3)),
+             "states must hold topk 4 proposals, got 3"),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), MISFITS.values(), ids=MISFITS)
+def test_tables_that_do_not_belong_together_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make(engine((3, 4, 9)))
