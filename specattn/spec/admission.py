@@ -24,13 +24,17 @@ if TYPE_CHECKING:
 
 
 def check_request(
-    request: Request, limit: int, detokenize: Callable[[list[int]], str] | None
+    request: Request, limit: int, vocab_size: int,
+    detokenize: Callable[[list[int]], str] | None,
 ) -> None:
     """Raise a ValueError if a request cannot run in contexts of ``limit`` tokens."""
     if not request.prompt:
         raise ValueError("the prompt is empty")
     if len(request.prompt) > limit:
         raise ValueError(f"the prompt has {len(request.prompt)} tokens, the context holds {limit}")
+    low, high = min(request.prompt), max(request.prompt)
+    if low < 0 or high >= vocab_size:
+        raise ValueError(f"prompt tokens must be 0..{vocab_size - 1}, got {low}..{high}")
     if request.max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {request.max_new_tokens}")
     if request.stop and detokenize is None:
@@ -73,7 +77,7 @@ class Admission:
     ) -> list[tuple[Live, int]]:
         """Run the prompts of a wave; returns the requests, running now, and their first tokens.
 
-        Whatever fails, their rows are free again.
+        Whatever fails, an interrupt included, their rows are free again.
         """
         prompts: list[Prompt] = []
         try:
@@ -83,7 +87,7 @@ class Admission:
                 prompts.append(Prompt(row, request.prompt, shared))
             self.table.reserve([p.row for p in prompts], [len(p.tokens) for p in prompts])
             first = self._first_tokens(prefill, prompts, [request for request, _ in wave])
-        except Exception:
+        except BaseException:
             for prompt in prompts:
                 self.table.free(prompt.row)
             raise

@@ -23,7 +23,7 @@ from specattn.spec.states import RequestStates, StateDims
 from specattn.spec.step_decoder import StepDecoder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from specattn.backends.base import BackendFactory
     from specattn.backends.multi_step import Indices
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from specattn.spec.policy import Policy
     from specattn.spec.step_decoder import Seams
 
+    Item = tuple[Request, Generation]
     Scales = Sequence[KVScales] | None
 
 
@@ -217,7 +218,7 @@ class Engine:
                         if on_tokens:
                             on_tokens(order[id(result)], list(result.tokens))
                 for result, new in self.step(ahead=not waiting):
-                    if on_tokens:
+                    if on_tokens and id(result) in order:
                         on_tokens(order[id(result)], new)
         finally:
             self.clear()
@@ -228,8 +229,7 @@ class Engine:
         if self._ahead is not None:
             self._ahead.pending.wait()
             self._ahead = None
-        for live in self._live:
-            self.table.free(live.row)
+        self._drop(self._live)
         self._live = []
 
     def add(self, requests: Sequence[Request]) -> list[Generation]:
@@ -248,12 +248,15 @@ class Engine:
         Raises
         ------
         ValueError
-            If a prompt is empty or longer than the context; nothing has run then.
+            If a prompt is empty, longer than the context or not of the vocabulary; nothing has
+            run then.
         CapacityError
-            If rows or slots run out.
+            If rows or slots run out. Whatever is raised, none of the requests runs then, and
+            those that ran before still do.
         """
+        limit, vocab_size = self.config.max_context_len, self.target.model.vocab_size
         for request in requests:
-            check_request(request, self.config.max_context_len, self.detokenize)
+            check_request(request, limit, vocab_size, self.detokenize)
         if any(request.sampling.temperature for request in requests):
             for config in self.settings.configs:
                 self.decoder(config).capture(sampled=True)
@@ -261,15 +264,35 @@ class Engine:
         waiting = list(zip(requests, results, strict=True))
         if self._ahead is not None:
             self._ahead = replace(self._ahead, launched_at=None)
-        while waiting:
-            wave, waiting = self._admission.wave(waiting, self._live)
-            admitted = self._admission.run(self._prefill, wave, self._live)
-            for live, first in admitted:
-                live.result.first_token_at = time.perf_counter()
-                self._take(live, [first])
-                if not live.result.finish_reason:
-                    self._live.append(live)
+        before = list(self._live)
+        try:
+            while waiting:
+                waiting = self._run_wave(waiting)
+        except BaseException:
+            self._drop(live for live in self._live if live not in before)
+            self._live = before
+            raise
         return results
+
+    def _run_wave(self, waiting: Sequence[Item]) -> list[Item]:
+        """Admit requests whose prompts run now; returns those that wait to share them."""
+        wave, later = self._admission.wave(waiting, self._live)
+        admitted = self._admission.run(self._prefill, wave, self._live)
+        self._live += [live for live, _ in admitted]
+        for live, first in admitted:
+            live.result.first_token_at = time.perf_counter()
+            self._take(live, [first])
+        self._forget_ended()
+        return later
+
+    def _forget_ended(self) -> None:
+        self._live = [live for live in self._live if not live.result.finish_reason]
+
+    def _drop(self, group: Iterable[Live]) -> None:
+        """Give the rows of those that have not given theirs back yet."""
+        for live in group:
+            if not live.result.finish_reason:
+                self.table.free(live.row)
 
     def step(self, *, ahead: bool = False) -> list[tuple[Generation, list[int]]]:
         """Advance every running request; returns what each of them gained.
@@ -292,6 +315,8 @@ class Engine:
         ------
         CapacityError
             If slots run out; the step can be made again when others have ended.
+        Exception
+            What ``detokenize`` raises. A step's tokens are lost then, so all requests are dropped.
         """
         try:
             if self._ahead is None:
@@ -303,7 +328,7 @@ class Engine:
             self._ahead = self._launch_next(flight) if ahead else None
             return self._collect(flight)
         finally:  # a group that finished has given its rows back, whatever the next one did
-            self._live = [live for live in self._live if not live.result.finish_reason]
+            self._forget_ended()
 
     def _groups(self) -> dict[SpecConfig, list[Live]]:
         """Return the requests by the widest setting that their contexts have room for."""
@@ -353,6 +378,14 @@ class Engine:
 
     def _collect(self, flight: Flight) -> list[tuple[Generation, list[int]]]:
         """Hand out a step's tokens; requests that had ended before it get none."""
+        try:
+            return self._hand_out(flight)
+        except BaseException:
+            # nobody can go on without tokens that were lost
+            self.clear()
+            raise
+
+    def _hand_out(self, flight: Flight) -> list[tuple[Generation, list[int]]]:
         gained, began = flight.pending.wait(), flight.launched_at
         now = time.perf_counter()
         # a step that was launched ahead began when the one before it ended

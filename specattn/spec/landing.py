@@ -36,7 +36,8 @@ class Landing:
         """Copy a whole bucket's tokens here, padding included, without waiting."""
         self._view(bucket)[1].copy_(packed, non_blocking=True)
         if self.done is not None:
-            self.done.record()
+            # of the device that copies, which need not be the current one
+            self.done.record(torch.cuda.current_stream(packed.device))
 
     def _view(self, bucket: int) -> tuple[Tensor, Tensor]:
         if bucket not in self._views:
