@@ -61,7 +61,7 @@ def bench(
     chosen = _chosen(full, part or [], only)
     folder = out or _results()
     if report:
-        for path in _suite("report").write(folder, _ROOT / "docs"):
+        for path in _suite("report").write(*_to_report(folder)):
             print(path)
         return
     if listing:
@@ -112,6 +112,16 @@ def _results() -> Path:
     """Return where a checkout keeps results, or a folder here."""
     kept = _ROOT / "bench" / "results"
     return kept / "attention" if kept.is_dir() else Path("specattn-bench")
+
+
+def _to_report(folder: Path) -> tuple[Path, Path]:
+    """Return results and the page's folder; without either, the page would lose its tables."""
+    docs = _ROOT / "docs"
+    if not docs.is_dir():
+        raise ArgumentError("--report", "writes docs/ of a checkout, and this is an installation")
+    if not folder.is_dir():
+        raise ArgumentError("--out", f"no such folder of results: {folder}")
+    return folder, docs
 
 
 def _chosen(full: bool, names: list[str], only: str) -> list[Any]:

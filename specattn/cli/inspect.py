@@ -46,9 +46,9 @@ def inspect(
 ) -> None:
     """Show the first step after a prompt: its tree, its mask and its KV slots."""
     found = read_prompts(prompt, None)
-    config = speculation(topk, steps, draft_tokens, page_size=page_size)
-    if not config.num_steps:
+    if not steps:
         raise ArgumentError("--steps", "must be at least 1: plain decoding has no tree")
+    config = speculation(topk, steps, draft_tokens, page_size=page_size)
 
     from specattn import inspect as pictures
     from specattn.cli.device import pick_device, pick_dtype

@@ -228,3 +228,6 @@ def test_the_command_writes_the_page(monkeypatch, tmp_path):
     assert out.exit_code == 0, out.output
     assert out.output == "page.md\n"
     assert asked == [(tmp_path, ROOT / "docs")]
+    absent = CliRunner().invoke(app, ["bench", "--report", "--out", str(tmp_path / "typo")])
+    assert (absent.exit_code, len(asked)) == (2, 1)
+    assert absent.stderr.startswith("specattn: error: --out: no such folder of results")

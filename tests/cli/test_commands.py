@@ -55,7 +55,7 @@ def test_inspect_shows_tree_mask_and_slots():
 
 
 def test_inspect_refuses_plain_decoding():
-    result = run("inspect", *ON_CPU, PROMPT, "--steps", "0", "--topk", "1")
+    result = run("inspect", *ON_CPU, PROMPT, "--steps", "0")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
         "specattn: error: --steps: must be at least 1: plain decoding has no tree\n"
