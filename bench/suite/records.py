@@ -6,7 +6,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from . import decode, metadata, seams, steps, tables
+from . import decode, metadata, seams, soak, steps, tables
 from .targets import Point, Target
 
 if TYPE_CHECKING:
@@ -184,7 +184,8 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "sanitizer": (SANITIZER, sanitizer), "metadata": (metadata.RECORD, metadata.shown),
     "mla-variants": (LATENT, latent),
     "compiled": (COMPILED, compiled), "pair": (decode.RECORD, decode.shown),
-    "pair-seams": (seams.RECORD, seams.shown), "steps": (steps.RECORD, steps.shown),
+    "pair-seams": (seams.RECORD, seams.shown), "soak": (soak.RECORD, soak.shown),
+    "steps": (steps.RECORD, steps.shown),
 }
 
 

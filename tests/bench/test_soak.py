@@ -7,7 +7,10 @@ import json
 import pytest
 import torch
 
-from bench.soak import Dice, judge, kinds_of, soak
+from bench import soak as soaking
+from bench.soak import Dice, kinds_of, soak
+from bench.soak_checks import judge
+from bench.suite import records
 from specattn.config import SpecConfig
 from specattn.spec.generate import Engine
 from tests.tiny import TinyDraft, TinyTarget
@@ -30,21 +33,45 @@ def engine(models, tree, *others) -> Engine:
     )
 
 
-def short_soak(models, run=None):
+def short_soak(models, run=None, **more):
     kinds = kinds_of(PROMPTS, NEW, CONTEXT)
     return soak(run or engine(models, (3, 3, 8)), engine(models, (3, 3, 8)),
-                engine(models, (0, 1, 1)), kinds, STEPS, seed=1, check_every=10)
+                engine(models, (0, 1, 1)), kinds, STEPS, seed=1, check_every=10, **more)
 
 
-def test_requests_come_and_go(models):
-    report = short_soak(models)
-    json.dumps(report)
+def test_requests_come_and_go(models, monkeypatch):
+    monkeypatch.setattr(soaking, "WINDOW", STEPS // 3)
+    kept = []
+    report = short_soak(models, keep=lambda seen: kept.append(json.loads(json.dumps(seen))))
+    assert [seen["steps"] for seen in kept] == [STEPS // 3, STEPS // 3 * 2, STEPS, STEPS, STEPS]
+    assert [seen["passed"] for seen in kept] == [False] * 4 + [True]
+    assert 0 < kept[0]["requests"] < kept[1]["requests"] < report["requests"]
+    assert kept[-1] == json.loads(json.dumps(report))
     assert report["requests"] == report["joins"] > STEPS // 8
     assert report["greedy"] + report["drawn"] == report["requests"]
     assert not report["greedy_apart"]
     assert report["batch_sizes"][-1] == 4
     assert {"length", "context"} <= report["reasons"].keys()
     assert report["last_steps"]["mean"] > 1.3
+
+
+def test_a_page_shows_what_a_soak_has_seen(tmp_path):
+    seen = {"passed": False, "steps": 1000, "requests": 250, "dropped": 3, "batch_sizes": [1, 9],
+            "greedy_apart": 1, "greedy": 120, "drawn_apart": 0, "drawn": 130, "seconds": 7.5,
+            "largest_margin": 2e-5}
+    whole = seen | {
+        "passed": True, "steps": 10_000, "drawn": 0, "slots_lost": 0,
+        "memory_warm": {"allocated": 512}, "memory_end": {"allocated": 2048},
+        "first_steps": {"mean": 4.0}, "last_steps": {"mean": 3.996},
+    }
+    record = {"machine": {"device": "GPU", "commit": "abc"}, "dtype": "float32",
+              "one_setting": whole, "switching": seen}
+    (tmp_path / "soak_h200.json").write_text(json.dumps(record))
+    text = records.blocks(tmp_path)["soak"]
+    assert "| 10,000 | 250 | 3 | 1 to 9 | 1 of 120 | - | 0 | 1,536 bytes | 4.00, 4.00 |" in text
+    assert "| 1,000 | 250 | 3 | 1 to 9 | 1 of 120 | 0 of 130 | - | - | - | 8 | no |" in text
+    assert "commit `abc`. The largest margin" in text
+    assert "departs is 2.0e-05." in text
 
 
 def test_requests_come_and_go_while_settings_switch(models):
@@ -80,6 +107,8 @@ def test_what_grows_or_moves_is_refused():
     moved = mean | {"mean": 1.9}
     for change, fixed, message in (
         ({"memory_end": {"allocated": 2 << 20}}, True, "more are in use"),
+        ({"memory_end": {"reserved": 65 << 20}}, False, "more are held"),
+        ({"memory_end": {"rss_kib": 1 << 20}}, True, "the host has"),
         ({"drawn_apart": 6}, True, "drawn texts"),
         ({"last_steps": moved}, True, "1.9"),
         ({"last_steps": mean | {"mean": 1.6}}, False, "1.6"),

@@ -1,0 +1,139 @@
+"""What a soak holds its requests against, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+import resource
+import statistics
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from specattn.cli.compare import top2_margin
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from specattn.spec.generate import Engine
+    from specattn.spec.request import Generation, Request
+
+# float32: a first difference may stand where the two best logits are this close
+MARGIN = 1e-3
+# and a drawn token where a coin is at the edge of two; by how many of all drawn texts
+DRAWN_APART = 0.01
+# KiB that the host may need after the warm-up, for what the checks remember among others
+HOST = 256 << 10
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a kind's requests come to: its tokens, and what the steps gain of a fixed setting."""
+
+    tokens: list[int]
+    accept_lens: list[int]
+
+
+@dataclass
+class Found:
+    """What the checks have seen so far."""
+
+    requests: int = 0
+    dropped: int = 0
+    tokens: int = 0
+    greedy: int = 0
+    drawn: int = 0
+    greedy_apart: int = 0
+    drawn_apart: int = 0
+    largest_margin: float = 0.0
+    reasons: dict[str, int] = field(default_factory=dict)
+
+
+def wanted(fresh: Engine, plain: Engine, kinds: Sequence[Request]) -> list[Wanted]:
+    """Run every kind to its end: greedy texts are those of plain decoding."""
+    own = fresh.generate(kinds)
+    greedy = [at for at, kind in enumerate(kinds) if not kind.sampling.temperature]
+    texts = dict(zip(greedy, plain.generate([kinds[at] for at in greedy]), strict=True))
+    return [Wanted(texts.get(at, run).tokens, run.accept_lens) for at, run in enumerate(own)]
+
+
+def compare(
+    kind: Request, want: Wanted, result: Generation, plain: Engine, found: Found, *, drawn: bool
+) -> None:
+    """Hold a text against its kind's; drawn ones if they do not depend on the setting.
+
+    Raises
+    ------
+    AssertionError
+        If a greedy text departs where plain decoding was decided.
+    """
+    found.tokens += len(result.tokens)
+    found.reasons[result.finish_reason] = found.reasons.get(result.finish_reason, 0) + 1
+    pairs = list(zip(result.tokens, want.tokens, strict=False))
+    apart = next((at for at, (a, b) in enumerate(pairs) if a != b), None)
+    if not kind.sampling.temperature:
+        found.greedy += 1
+        if apart is not None:
+            margin = top2_margin(plain, [*kind.prompt, *want.tokens[:apart]])
+            assert margin < MARGIN, (
+                f"token {apart} after {kind.prompt[:8]}...: {pairs[apart]}, margin {margin}"
+            )
+            found.greedy_apart += 1
+            found.largest_margin = max(found.largest_margin, margin)
+    elif drawn:
+        found.drawn += 1
+        found.drawn_apart += apart is not None
+
+
+def acceptance(
+    gains: Sequence[Sequence[tuple[int, int, int]]], want: Sequence[Wanted]
+) -> dict[str, float]:
+    """Return tokens per request and step, the noise, and what fresh runs gained.
+
+    ``fresh`` is what they gained in the very same steps, ``kinds`` what they gain on average.
+    """
+    taken = [
+        (gained, want[kind].accept_lens[at])
+        for step in gains for kind, at, gained in step if at < len(want[kind].accept_lens)
+    ]
+    numbers = [gained for gained, _ in taken]
+    error = statistics.stdev(numbers) / math.sqrt(len(numbers)) if len(numbers) > 1 else 0.0
+    return {
+        "mean": statistics.fmean(numbers), "standard_error": error,
+        "fresh": statistics.fmean(alone for _, alone in taken),
+        "kinds": statistics.fmean(
+            statistics.fmean(want[kind].accept_lens)
+            for step in gains for kind, at, _ in step if at < len(want[kind].accept_lens)
+        ),
+    }
+
+
+def memory() -> dict[str, int]:
+    """Return device bytes in use and held, and the most that the process held, in KiB."""
+    found = {"rss_kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        found |= {"allocated": torch.cuda.memory_allocated(),
+                  "reserved": torch.cuda.memory_reserved()}
+    return found
+
+
+def judge(report: dict[str, Any], *, fixed: bool) -> None:
+    """Raise an AssertionError if memory grew, acceptance moved or drawn texts differ."""
+    grown = report["memory_end"].get("allocated", 0) - report["memory_warm"].get("allocated", 0)
+    assert grown <= 1 << 20, f"{grown} bytes more are in use than after the warm-up"
+    held = report["memory_end"].get("reserved", 0) - report["memory_warm"].get("reserved", 0)
+    assert held <= 64 << 20, f"{held} bytes more are held than after the warm-up"
+    host = report["memory_end"].get("rss_kib", 0) - report["memory_warm"].get("rss_kib", 0)
+    assert host <= HOST, f"the host has {host} KiB more than after the warm-up"
+    first, last = report["first_steps"], report["last_steps"]
+    if not fixed:
+        # a request's steps are not independent of each other
+        noise = 8 * math.hypot(*(part["standard_error"] / part["kinds"] for part in (first, last)))
+        early, late = (part["mean"] / part["kinds"] for part in (first, last))
+        assert abs(early - late) < noise + 0.1 * early, (first, last)
+        return
+    for part in (first, last):
+        assert abs(part["mean"] - part["fresh"]) < 0.01 * part["fresh"], part
+    allowed = max(1, DRAWN_APART * report["drawn"])
+    assert report["drawn_apart"] <= allowed, f"{report['drawn_apart']} drawn texts differ"
