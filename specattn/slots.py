@@ -142,7 +142,7 @@ class SlotTable:
         """
         if not self._free_rows:
             raise CapacityError(f"all {len(self._pages)} request rows are taken")
-        if share_len and (share_len % self.page_size or share_len > self._committed.get(share, 0)):
+        if share_len % self.page_size or not 0 <= share_len <= self._committed.get(share, 0):
             raise ValueError(
                 f"share_len must be a multiple of {self.page_size} up to the "
                 f"{self._committed.get(share, 0)} tokens committed in row {share}, got {share_len}"

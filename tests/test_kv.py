@@ -77,6 +77,8 @@ def test_freeing_one_sharer_leaves_the_other_intact():
         books.allocate(share=first, share_len=6)
     with pytest.raises(ValueError, match="18 tokens committed"):
         books.allocate(share=first, share_len=20)
+    with pytest.raises(ValueError, match="share_len must be a multiple of 4 up to the 18 tokens"):
+        books.allocate(share=first, share_len=-4)
     second = books.allocate(share=first, share_len=16)
     shared = books.req_to_token[second, :16].clone()
     assert (shared == books.req_to_token[first, :16]).all()

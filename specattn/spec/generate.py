@@ -226,9 +226,10 @@ class Engine:
 
     def clear(self) -> None:
         """Drop every running request."""
-        if self._ahead is not None:
-            self._ahead.pending.wait()
-            self._ahead = None
+        # a wait that was interrupted has left its step in flight, too
+        for decoder in self.decoders:
+            decoder.settle()
+        self._ahead = None
         self._drop(self._live)
         self._live = []
 

@@ -105,9 +105,15 @@ class RequestStates(BufferSet):
 
         Raises
         ------
+        ValueError
+            If ``state`` is of other widths; nothing has been written then.
         RuntimeError
-            From torch, if a tensor is of another width or count.
+            From torch, if a tensor is of another count.
         """
+        for name, value in vars(state).items() if state is not None else ():
+            width = getattr(self, name).shape[1]
+            if value.shape[1] != width:  # torch would take one column for all
+                raise ValueError(f"state.{name} must be {width} wide, got {value.shape[1]}")
         self.seq_lens[rows] = seq_lens
         self.bonus_tokens[rows] = bonus_tokens
         if state is not None:

@@ -276,6 +276,12 @@ class StepDecoder:
         self._next = (self._next + 1) % _IN_FLIGHT
         return pending
 
+    def settle(self) -> None:
+        """Wait for every step in flight, whoever has not."""
+        for pending in self._pending:
+            if pending is not None:
+                pending.wait()
+
     def _check(self) -> None:
         found = _setting(self)
         if not all(map(is_, found, self._made)):

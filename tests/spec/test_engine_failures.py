@@ -8,6 +8,7 @@ import torch
 from specattn.config import SpecConfig
 from specattn.errors import CapacityError
 from specattn.spec.generate import Engine, Request
+from specattn.spec.landing import PendingStep
 from specattn.spec.sampling import SamplingParams
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 
@@ -79,6 +80,22 @@ def test_texts_that_cannot_be_made_lose_no_tokens_in_silence(models, call):
         run.add([Request(prompt, 20, stop=("end",)) for prompt in PROMPTS])
         while run.num_live:
             run.step(ahead=True)
+    unharmed(run)
+
+
+def test_a_wait_that_is_interrupted_leaves_no_step_in_flight(models, monkeypatch):
+    run, waits, wait = engine(models), [], PendingStep.wait
+
+    def stop(pending):
+        waits.append(1)
+        if len(waits) == 3:
+            raise KeyboardInterrupt
+        return wait(pending)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PendingStep, "wait", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run.generate([Request(prompt, 30) for prompt in PROMPTS])
     unharmed(run)
 
 

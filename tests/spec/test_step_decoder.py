@@ -9,12 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from specattn.batch import DraftState
 from specattn.config import SpecConfig
 from specattn.errors import CaptureMismatch, NotCapturedError
 from specattn.kv import KVPool
 from specattn.spec.decoder import ModelSlot
 from specattn.spec.generate import Engine, Request
-from specattn.spec.sampling import SamplingParams
+from specattn.spec.sampling import SamplingBatch, SamplingParams
 from specattn.spec.states import RequestStates, StateDims
 from specattn.spec.step_decoder import StepDecoder
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
@@ -238,6 +239,35 @@ def test_a_late_capture_writes_to_nobodys_slots(seams, tbo):
     assert all(bool((pool[:, 1:] == 7).all()) for pool in pools)
     for name, before in states.items():
         assert torch.equal(getattr(run.states, name), before), name
+    assert all(decoder.step(rows)), "the rows were still taken to be on the device"
+
+
+@pytest.mark.parametrize("tree", [(3, 1, 4), (3, 4, 9)], ids=["chain", "tree"])
+def test_a_step_ahead_has_room_for_all_that_the_one_before_it_may_gain(tree):
+    """To the last slot and to the context's end: no step is sat out for want of a slot."""
+    models = TinyTarget(device=DEVICE, sharp=6.0), TinyDraft(device=DEVICE, sharp=6.0, noise=0.1)
+    config = SpecConfig(*tree, 40, 1)
+    for slots in (28, 41):
+        run = Engine(*models, config, backend="torch_native", num_slots=slots)
+        (result,) = run.add([Request([3, 14, 15], 99 if slots == 41 else 16)])
+        while run.num_live:
+            run.step(ahead=True)
+        assert sum(result.accept_lens) > 3 * result.steps, "nearly all is accepted"
+        assert min(result.accept_lens) > 0
+
+
+def test_states_of_other_widths_are_not_admitted():
+    run = engine((3, 4, 9))
+    rows = torch.tensor(admitted(run), device=DEVICE)
+    kept = {name: value.clone() for name, value in run.states.tensors().items()}
+    drafting = dict(zip(vars(DraftState(*run.states.drafting)), run.states.drafting, strict=True))
+    narrow = {name: value[rows, :1] for name, value in drafting.items()}
+    sampling = SamplingBatch.of([SamplingParams()] * 5, DEVICE)
+    lens = torch.ones(5, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ValueError, match=r"state\.topk_probs must be 4 wide, got 1"):
+        run.states.admit(rows, lens, lens.long(), DraftState(**narrow), sampling)
+    for name, value in kept.items():
+        assert torch.equal(getattr(run.states, name), value), name
 
 
 @pytest.mark.parametrize("validate", ["off", "debug"])
