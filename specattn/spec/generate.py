@@ -362,10 +362,10 @@ class Engine:
         return Flight(config, group, pending, began)
 
     def _launch_next(self, flight: Flight) -> Flight | None:
-        """Launch the step after the one in flight, unless a request may lack room for it."""
+        """Launch the step after the one in flight, if all ride in that and have room for both."""
         going = [live for live in self._live if live.goes_on]
         riding = set(flight.group)
-        if not going or self._plans_on_host or not riding.issuperset(going):
+        if not going or self._plans_on_host or not riding.issuperset(self._live):
             return None
         gain = flight.config.num_steps + 1
         rooms = [self.config.max_context_len - gain - live.length for live in going]

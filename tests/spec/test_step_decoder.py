@@ -256,6 +256,22 @@ def test_a_step_ahead_has_room_for_all_that_the_one_before_it_may_gain(tree):
         assert min(result.accept_lens) > 0
 
 
+@pytest.mark.parametrize("new", [2, 3, 9])
+def test_who_joins_while_a_step_is_in_flight_steps_with_the_others(new):
+    """Also one that needs a single token more, which a step in flight would bring others."""
+    run = engine((3, 4, 9))
+    run.add([Request(PROMPTS[0], 80)])
+    run.step(ahead=True)
+    (late,) = run.add([Request(PROMPTS[1], new)])
+    steps = 0
+    while not late.finish_reason:
+        run.step(ahead=True)
+        steps += 1
+    assert steps <= new + 1
+    assert run.num_live == 1
+    assert late.tokens == dense_greedy(run.target.model, PROMPTS[1], new)
+
+
 def test_states_of_other_widths_are_not_admitted():
     run = engine((3, 4, 9))
     rows = torch.tensor(admitted(run), device=DEVICE)
