@@ -86,7 +86,8 @@ def backend_names() -> tuple[str, ...]:
 
 def _registered() -> dict[str, str]:
     found = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
-    return found | _BACKENDS
+    # twice: own names come first, and their values last
+    return _BACKENDS | found | _BACKENDS
 
 
 def load_backend(name: str) -> BackendFactory:
@@ -133,7 +134,15 @@ def _load_hybrid(name: str) -> BackendFactory:
 def available(
     backend: str | BackendFactory, config: AttnConfig | None, device: torch.device
 ) -> list[str]:
-    """Say why ``backend`` cannot serve ``config`` on ``device``; empty means it can."""
+    """Say why ``backend`` cannot serve ``config`` on ``device``; empty means it can.
+
+    With ``config=None`` only the device and the installed libraries are asked about.
+
+    Raises
+    ------
+    UnsupportedError
+        If there is no backend of that name, or it cannot be imported.
+    """
     return reasons_of(_loaded(backend), config, device)
 
 
