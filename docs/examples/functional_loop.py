@@ -57,8 +57,7 @@ def main(new_tokens: int = 48) -> list[str]:
 
     # the steps: everything a graph may replay is captured here, once
     decoder = SpecDecoder(
-        of_target, of_draft, config, table.req_to_token, features=draft.feature_size,
-        buckets=[len(prompts)],
+        of_target, of_draft, config, table.req_to_token, buckets=[len(prompts)]
     )
     while min(map(len, texts)) < new_tokens:
         table.reserve(rows, [length + config.reserve_len for length in lens])

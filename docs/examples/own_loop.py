@@ -65,10 +65,7 @@ def main(new_tokens: int = 48) -> list[str]:
     length = dict(zip(rows, lens, strict=True))  # of requests that still run
 
     # the steps: all of a step is captured here, once, and launched before the last one is read
-    decoder = StepDecoder(
-        of_target, of_draft, config, table, states, features=draft.feature_size,
-        buckets=[len(prompts)],
-    )
+    decoder = StepDecoder(of_target, of_draft, config, table, states, buckets=[len(prompts)])
     flying = None
     while length:
         # slots for this step, and for all that the step in flight may gain

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from specattn.backends.base import by_lengths_alone, fill_all
 from specattn.batch import AcceptResult, DraftState, DraftTree, ForwardMode
 from specattn.kernels import ops
+from specattn.spec.checks import check_features
 from specattn.spec.sampling import SamplingBatch
 from specattn.spec.step_buffers import StepOutput
 from specattn.spec.tree import fill_tree
@@ -125,6 +126,7 @@ class BoundStep:
             return accepted
         self.target.pool.commit(verified.tail_slots, accepted)
         path = self.extend.accepted
+        check_features(verified.features.shape[-1], path.features.shape[-1])
         ops("step", inputs.rows.device).gather_path(
             verified.features, out.accept_index, out.accept_lens, inputs.seq_lens,
             features_out=path.features, last_rows_out=path.last_rows, after_out=path.after,

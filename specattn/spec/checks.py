@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from specattn.config import SpecConfig
     from specattn.kv import KVPool
     from specattn.slots import SlotTable
+    from specattn.spec.decoder import ModelSlot
+    from specattn.spec.model import DraftModel
     from specattn.spec.sampling import SamplingBatch
     from specattn.spec.states import RequestStates
 
@@ -43,6 +45,23 @@ def check_batch(
         )
     if config.num_steps and state is None:
         raise ValueError(f"state must be a DraftState with num_steps {config.num_steps}, got None")
+
+
+def feature_width(draft: ModelSlot[DraftModel] | None, features: int | None) -> int:
+    """Return the width of the features that the draft reads; a ValueError if another is given."""
+    own = draft.model.feature_size if draft is not None else 0
+    if draft is not None and features not in (None, own):
+        raise ValueError(f"features must be the draft's feature_size, {own}, got {features}")
+    return own
+
+
+def check_features(given: int, read: int) -> None:
+    """Raise a ValueError unless the target gives features as wide as the draft reads them."""
+    if given != read:
+        raise ValueError(
+            f"the target must give the {read} features that the draft reads, got {given}: "
+            "use target.with_features(draft.features)"
+        )
 
 
 def check_tables(

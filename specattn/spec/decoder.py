@@ -10,7 +10,14 @@ from specattn.backends.layers import LayeredBackend
 from specattn.batch import AcceptResult, Candidates, DraftState, DraftTree, ForwardMode, SpecBatch
 from specattn.errors import CapacityError, CaptureMismatch
 from specattn.graph import GraphRunner, Program
-from specattn.spec.checks import Validate, check_batch, check_contents, check_tree
+from specattn.spec.checks import (
+    Validate,
+    check_batch,
+    check_contents,
+    check_features,
+    check_tree,
+    feature_width,
+)
 from specattn.spec.choose import drawing_names
 from specattn.spec.extend import ExtendProgram
 from specattn.spec.propose import ProposeProgram
@@ -110,8 +117,8 @@ class SpecDecoder:
         Tree width and depth.
     req_to_token : Tensor
         ``[rows, max_context_len]`` int32, the table the pools' slots are found through.
-    features : int
-        Width of the target features the draft reads.
+    features : int, optional
+        Width of the target features the draft reads; its ``feature_size``, and nothing else.
     buckets : sequence of int
         Batch sizes to capture.
     record : bool
@@ -125,7 +132,8 @@ class SpecDecoder:
     Raises
     ------
     ValueError
-        If drafting lacks a draft model, or ``validate`` is another word.
+        If drafting lacks a draft model, ``validate`` is another word, or the target does not give
+        the features that the draft reads.
     CaptureError
         If a capture fails; see `GraphRunner.capture`.
 
@@ -142,7 +150,7 @@ class SpecDecoder:
         config: SpecConfig,
         req_to_token: Tensor,
         *,
-        features: int = 0,
+        features: int | None = None,
         buckets: Sequence[int] = (1,),
         record: bool = True,
         indices: Indices = "table",
@@ -153,7 +161,8 @@ class SpecDecoder:
         if config.num_steps and draft is None:
             raise ValueError(f"num_steps {config.num_steps} needs a draft model")
         self.target, self.draft, self.config = target, draft, config
-        self.req_to_token, self.features, self.indices = req_to_token, features, indices
+        self.features = feature_width(draft, features)
+        self.req_to_token, self.indices = req_to_token, indices
         self.validate = validate
         self._captured = self._setting()
         self.verify_mode = ForwardMode.TARGET_VERIFY if config.num_steps else ForwardMode.DECODE
@@ -261,6 +270,7 @@ class SpecDecoder:
         """Run the draft model over the accepted path, with the target's features along it."""
         if not self.config.num_steps:
             return None
+        check_features(features.shape[-1], self.features)
         path = accepted.accept_index.clamp(min=0).long()[:, :, None]  # [B, N + 1, 1]
         state: DraftState = self._run(
             ForwardMode.DRAFT_EXTEND, batch,

@@ -163,7 +163,6 @@ class Engine:
             draft = self.draft if own or config.num_steps else None
             self._decoders[config] = StepDecoder(
                 self.target, draft, config, self.table, self.states,
-                features=self.draft.model.feature_size if self.draft else 0,
                 buckets=self.buckets, indices=self.indices, record=self._record and own,
                 seams=self.seams, recorder=self._recorder, validate=self.validate, tbo=self.tbo,
             )

@@ -12,7 +12,13 @@ import torch
 from specattn.batch import DraftTree, SpecBatch
 from specattn.errors import CapacityError, CaptureMismatch
 from specattn.graph import GraphRunner, Program, check_lens, head
-from specattn.spec.checks import check_contents, check_rows, check_tables, check_tree
+from specattn.spec.checks import (
+    check_contents,
+    check_rows,
+    check_tables,
+    check_tree,
+    feature_width,
+)
 from specattn.spec.landing import Landing, PendingStep
 from specattn.spec.step_parts import StepPart
 from specattn.spec.step_program import StepProgram
@@ -73,8 +79,8 @@ class StepDecoder:
         Rows and slots of the requests.
     states : RequestStates
         Their states; decoders of several settings may share them.
-    features : int
-        Width of the target features the draft reads.
+    features : int, optional
+        Width of the target features the draft reads; its ``feature_size``, and nothing else.
     buckets : sequence of int
         Batch sizes to capture.
     record : bool
@@ -101,7 +107,8 @@ class StepDecoder:
     ------
     ValueError
         If drafting lacks a draft model, ``seams`` or ``validate`` is another word, or
-        ``validate="debug"`` meets one graph or ``tbo``.
+        ``validate="debug"`` meets one graph or ``tbo``; if table, states and pools are not of one
+        size and the config's; if the target does not give the features that the draft reads.
     CaptureError
         If a capture fails; see `GraphRunner.capture`. Where memory runs out, a warning is logged
         instead, and batches that no captured bucket holds run eagerly.
@@ -120,7 +127,7 @@ class StepDecoder:
         table: SlotTable,
         states: RequestStates,
         *,
-        features: int = 0,
+        features: int | None = None,
         buckets: Sequence[int] = (1,),
         record: bool = True,
         seams: Seams = "one",
@@ -144,7 +151,8 @@ class StepDecoder:
         check_tables(config, table, states, [s.pool for s in (target, draft) if s is not None])
         self.target, self.draft, self.config = target, draft, config
         self.table, self.states, self.seams = table, states, seams
-        self.features, self.indices, self.accept = features, indices, accept
+        self.features = feature_width(draft, features)
+        self.indices, self.accept = indices, accept
         self.validate, self.tbo = validate, tbo
         device = table.req_to_token.device
         self._made = _setting(self)

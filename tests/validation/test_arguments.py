@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from specattn import (
     AttnConfig,
+    Engine,
     ForwardMode,
     GraphRunner,
     KVPool,
@@ -20,6 +23,7 @@ from specattn import (
     interop,
 )
 from specattn.backends.torch_native import TorchNativeBackend
+from tests.tiny import TinyDraft, TinyTarget
 from tests.validation.steps import HEADS, LENS, PADDED, Failing, i32, ints, same, state_of
 from tests.worlds import DEVICE, inputs
 
@@ -120,6 +124,27 @@ BAD_SETTINGS = {
 def test_settings_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+class Featureless(TinyTarget):
+    """A target that nobody told which features the draft reads."""
+
+    def forward(self, *args, **kwargs):
+        return replace(super().forward(*args, **kwargs), hidden_states=None)
+
+
+@pytest.mark.parametrize("validate", ["off", "debug"])
+def test_a_target_without_the_drafts_features_is_refused(validate):
+    config = SpecConfig(2, 1, 3, max_context_len=64, max_num_reqs=1)
+    target, draft = Featureless(device=DEVICE), TinyDraft(device=DEVICE)
+    with pytest.raises(ValueError, match=r"must give the 64 features .*, got 0: use target.with_f"):
+        Engine(target, draft, config, validate=validate)
+
+
+def test_features_of_another_width_are_refused(step):
+    one = step.one.decoder
+    with pytest.raises(ValueError, match="features must be the draft's feature_size, 64, got 65"):
+        SpecDecoder(one.target, one.draft, one.config, one.req_to_token, features=65)
 
 
 DEFECTS = {
