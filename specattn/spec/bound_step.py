@@ -17,6 +17,7 @@ from specattn.spec.verify import spread
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from specattn.backends.base import Fillable
     from specattn.backends.layers import BoundLayers
     from specattn.config import SpecConfig
     from specattn.spec.decoder import ModelSlot
@@ -73,6 +74,23 @@ class BoundStep:
 
     def begin(self) -> None:
         """Gather the requests' states and derive every phase's metadata from the lengths."""
+        self._gather()
+        if self.propose is not None:
+            self.propose.steps.fill_lists()
+        fill_all([*self.attends(ForwardMode.DRAFT_DECODE), *self._early()])
+
+    def pad(self) -> None:
+        """Turn all requests into padding, for a part that runs without those before it."""
+        self.inputs.rows.zero_()
+        self._gather()
+        fill_all(self._early())
+
+    def _early(self) -> list[Fillable]:
+        # the rest waits for what its part brings: the tree, or a plan made on the host
+        attends = (self.verify.attend, *self.attends(ForwardMode.DRAFT_EXTEND))
+        return by_lengths_alone(attends)[0]
+
+    def _gather(self) -> None:
         inputs, states, propose = self.inputs, self.states, self.propose
         names = ("bonus_tokens", "temperature", "top_k", "top_p", "seeds")
         tables = [getattr(states, name) for name in names]
@@ -89,13 +107,6 @@ class BoundStep:
             positions_out=inputs.positions, draft_positions_out=drafts,
             tables=tuple(tables), outs=tuple(outs),
         )
-        if propose is not None:
-            propose.steps.fill_lists()
-        # the rest waits for what its part brings: the tree, or a plan made on the host
-        early, _ = by_lengths_alone(
-            [self.verify.attend, *self.attends(ForwardMode.DRAFT_EXTEND)]
-        )
-        fill_all([*self.attends(ForwardMode.DRAFT_DECODE), *early])
 
     def draft(self) -> DraftTree:
         """Run the draft decode forwards and build the tree, into what the target reads."""

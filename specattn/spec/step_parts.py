@@ -79,8 +79,7 @@ class BoundPart:
         if self.first:
             take_rows(self.step.inputs.rows, count, values)
         elif not count:
-            take_rows(self.step.inputs.rows, 0, {})
-            self.step.begin()
+            self.step.pad()
 
     def schedule(self, seq_lens_cpu: Tensor | None) -> None:
         """Schedule the part's attention."""

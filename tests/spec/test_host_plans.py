@@ -10,6 +10,7 @@ import torch
 from specattn.backends.torch_native import TorchNativeBackend
 from specattn.config import SpecConfig
 from specattn.spec.generate import Engine, Request
+from specattn.spec.sampling import SamplingParams
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -52,3 +53,20 @@ def test_every_part_is_filled_after_its_plan(tree):
     results = run.generate([Request(prompt, 12) for prompt in PROMPTS])
     for prompt, result in zip(PROMPTS, results, strict=True):
         assert result.tokens == dense_greedy(models[0], prompt, 12)
+
+
+@pytest.mark.parametrize("tbo", [False, True])
+def test_parts_that_are_captured_late_are_filled_after_their_plan(tbo):
+    """Drafts, which are not captured again, have no plan for the padding that these run on."""
+    models = TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
+    config = SpecConfig(3, 4, 9, 64, 3)
+    run = Engine(*models, config, backend=PlanningBackend, buckets=[3], tbo=tbo)
+    (first,) = run.add([Request(PROMPTS[0], 20)])
+    run.step()
+    drawn = SamplingParams(0.8, seed=5)
+    (second,) = run.add([Request(PROMPTS[1], 12, drawn)])
+    while run.num_live:
+        run.step()
+    assert first.tokens == dense_greedy(models[0], PROMPTS[0], 20)
+    alone = Engine(*models, config, backend="torch_native", buckets=[1])
+    assert second.tokens == alone.generate([Request(PROMPTS[1], 12, drawn)])[0].tokens
