@@ -1,9 +1,9 @@
 """Device code of products of few rows with a large weight, for Hopper, in Gluon.
 
 Weights are read once and are all that costs time, so they are streamed: one warp brings tiles of
-them by TMA, and a warpgroup multiplies weights (as the left factor of ``wgmma``, 64 rows at a time)
-by the few rows. As a programmatic dependent launch it fills its ring with weights before it waits
-for the kernel that writes the rows.
+them by TMA, another the few rows, and a warpgroup multiplies weights (as the left factor of
+``wgmma``, 64 rows at a time) by these. As a programmatic dependent launch it fills its ring with
+weights while the kernel that writes the rows still runs.
 """
 
 from triton.experimental import gluon
@@ -34,38 +34,57 @@ def _bring_weights(w32, w16, w8, w, barrier, half, row, k, STEP: gl.constexpr):
 
 
 @gluon.jit
-def _produce(
-    w32, w16, w8, rows, w, x, full, free, low, high, begin, count,
-    STEP: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+def _bring(
+    w32, w16, w8, w, came, low, high, begin, step,
+    STEP: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):
-    """Bring the tiles of the CTA's ``count`` steps along K, from step ``begin`` on."""
-    BYTES: gl.constexpr = (2 * STEP + BT) * BK * 2
-    ahead = gl.minimum(count, STAGES)
-    for stage in range(ahead):
-        barrier = full.index(stage)
-        mbarrier.expect(barrier, BYTES)
-        k = (begin + stage) * BK
-        _bring_weights(w32, w16, w8, w, barrier, stage * 2, low, k, STEP)
-        _bring_weights(w32, w16, w8, w, barrier, stage * 2 + 1, high, k, STEP)
+    """Bring both halves of a step's weights."""
+    stage = step % STAGES
+    barrier = came.index(stage)
+    mbarrier.expect(barrier, 2 * STEP * BK * 2)
+    k = (begin + step) * BK
+    _bring_weights(w32, w16, w8, w, barrier, stage * 2, low, k, STEP)
+    _bring_weights(w32, w16, w8, w, barrier, stage * 2 + 1, high, k, STEP)
+
+
+@gluon.jit
+def _produce_weights(
+    w32, w16, w8, w, came, free, low, high, begin, count,
+    STEP: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, PACE: gl.constexpr,
+):
+    """Bring the weights of the CTA's steps along K after the first ``PACE``.
+
+    Nobody writes weights, so nothing is waited for. Until the ring is full, ``PACE`` tiles are on
+    their way at a time: kernels before this one still load their operands, which come behind all
+    that has been asked for.
+    """
+    for step in range(PACE, count):
+        if step < STAGES:
+            mbarrier.wait(came.index(step - PACE), 0)
+        else:
+            mbarrier.wait(free.index(step % STAGES), (step // STAGES + 1) & 1)
+        _bring(w32, w16, w8, w, came, low, high, begin, step, STEP, BK, STAGES)
+
+
+@gluon.jit
+def _produce_rows(
+    rows, x, full, free, begin, count,
+    BT: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+):
+    """Bring what the weights are multiplied by, once the kernel before this one is complete."""
     gdc_wait()
-    for stage in range(ahead):
-        tma.async_copy_global_to_shared(
-            rows, [0, (begin + stage) * BK], full.index(stage), x.index(stage)
-        )
-    for step in range(ahead, count):
+    for step in range(count):
         stage = step % STAGES
+        if step >= STAGES:
+            mbarrier.wait(free.index(stage), (step // STAGES + 1) & 1)
         barrier = full.index(stage)
-        mbarrier.wait(free.index(stage), (step // STAGES + 1) & 1)
-        mbarrier.expect(barrier, BYTES)
-        k = (begin + step) * BK
-        _bring_weights(w32, w16, w8, w, barrier, stage * 2, low, k, STEP)
-        _bring_weights(w32, w16, w8, w, barrier, stage * 2 + 1, high, k, STEP)
-        tma.async_copy_global_to_shared(rows, [0, k], barrier, x.index(stage))
+        mbarrier.expect(barrier, BT * BK * 2)
+        tma.async_copy_global_to_shared(rows, [0, (begin + step) * BK], barrier, x.index(stage))
 
 
 @gluon.jit
 def _consume(
-    out, w, x, full, free, tile, count, tokens, width, stride_row,
+    out, w, x, came, full, free, tile, count, tokens, width, stride_row,
     STEP: gl.constexpr, BT: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
 ):
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
@@ -75,6 +94,7 @@ def _consume(
     high = gl.zeros([64, BT], gl.float32, layout)
     for step in range(count):
         stage = step % STAGES
+        mbarrier.wait(came.index(stage), (step // STAGES) & 1)
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
         right = x.index(stage).permute((1, 0))
         low_next = warpgroup_mma(w.index(stage * 2), right, low, is_async=True)
@@ -110,7 +130,7 @@ def gluon_linear_kernel(
     out,           # [SPLIT, T, N]; with GATED [T, N / 2]
     tokens, width, steps, stride_part, stride_row,
     STEP: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    SPLIT: gl.constexpr, GATED: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+    SPLIT: gl.constexpr, GATED: gl.constexpr, PACE: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):
     """One CTA per 2 STEP rows of the weights (GATED: STEP and those they gate) and share of K."""
     gdc_launch_dependents()
@@ -124,18 +144,24 @@ def gluon_linear_kernel(
     x_layout: gl.constexpr = rows.layout
     w = gl.allocate_shared_memory(w32.dtype, [STAGES * 2, 64, BK], w_layout)
     x = gl.allocate_shared_memory(w32.dtype, [STAGES, BT, BK], x_layout)
+    came = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
+        mbarrier.init(came.index(stage), count=1)
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(free.index(stage), count=1)
     fence_async_shared()
+    # the warps that take over need most of a microsecond to start
+    for step in range(gl.minimum(count, PACE)):
+        _bring(w32, w16, w8, w, came, low, high, begin, step, STEP, BK, STAGES)
     gl.warp_specialize([
         (_consume, (
-            out + part.to(gl.int64) * stride_part, w, x, full, free, tile, count, tokens, width,
-            stride_row, STEP, BT, STAGES, GATED,
+            out + part.to(gl.int64) * stride_part, w, x, came, full, free, tile, count, tokens,
+            width, stride_row, STEP, BT, STAGES, GATED,
         )),
-        (_produce, (
-            w32, w16, w8, rows, w, x, full, free, low, high, begin, count, STEP, BT, BK, STAGES,
+        (_produce_weights, (
+            w32, w16, w8, w, came, free, low, high, begin, count, STEP, BK, STAGES, PACE,
         )),
-    ], [1], [PRODUCER_REGS])
+        (_produce_rows, (rows, x, full, free, begin, count, BT, BK, STAGES)),
+    ], [1, 1], [PRODUCER_REGS, PRODUCER_REGS])

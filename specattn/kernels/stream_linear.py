@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 MAX_ROWS = 64
 # rows of weights per half of a CTA; 64 is the whole of a matrix instruction
 STEPS = (64, 56, 48)
+# bytes of a weight that is there in about 2 us
+SHORT = 8_000_000
 # TMA copies rows in pieces of this many bytes
 PIECE = 16
 
@@ -41,7 +43,14 @@ class StreamTile:
     ctas_per_sm : int
         CTAs that share a multiprocessor.
     max_regs, producer_regs : int
-        Registers per thread, on average and of the warp that copies.
+        Registers per thread, on average and of the warps that copy.
+    pace : int
+        Tiles of weights on their way until the ring is full, ``stages`` at most.
+
+    Raises
+    ------
+    ValueError
+        If ``pace`` is none of the ring's.
     """
 
     rows: int
@@ -50,6 +59,11 @@ class StreamTile:
     ctas_per_sm: int = 1
     max_regs: int = 128
     producer_regs: int = 32
+    pace: int = 2
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.pace <= self.stages:
+            raise ValueError(f"pace must be 1..{self.stages}, got {self.pace}")
 
 
 def stream_tile(rows: int, *, gated: bool = False) -> StreamTile:
@@ -58,7 +72,7 @@ def stream_tile(rows: int, *, gated: bool = False) -> StreamTile:
     One CTA per multiprocessor makes fewer parts to add up, two even out better what is not split.
     """
     if rows <= 16:
-        return StreamTile(16, 3, ctas_per_sm=2, max_regs=64) if gated else StreamTile(16, 6)
+        return StreamTile(16, 3, ctas_per_sm=2, max_regs=64, pace=1) if gated else StreamTile(16, 6)
     return StreamTile(32, 5) if rows <= 32 else StreamTile(64, 4)
 
 
@@ -128,13 +142,27 @@ def _launch(
     from specattn.kernels.gluon_linear import gluon_linear_kernel
 
     tiles = -(-width // (step if gated else 2 * step))
+    steps = -(-x.shape[1] // tile.block_k)
     gluon_linear_kernel[(tiles * split,)](
         *(_boxes(weight, rows, tile.block_k) for rows in (32, 16, 8)),
         _boxes(x.contiguous(), tile.rows, tile.block_k), out, len(x), width,
-        -(-x.shape[1] // tile.block_k), strides[0], strides[1],
+        steps, strides[0], strides[1],
         STEP=step, BT=tile.rows, BK=tile.block_k, STAGES=tile.stages, SPLIT=split, GATED=gated,
-        PRODUCER_REGS=tile.producer_regs, num_warps=4, maxnreg=tile.max_regs, launch_pdl=True,
+        PACE=_pace(tile, steps, split, weight.nbytes), PRODUCER_REGS=tile.producer_regs,
+        num_warps=4, maxnreg=tile.max_regs, launch_pdl=True,
     )
+
+
+def _pace(tile: StreamTile, steps: int, split: int, nbytes: int) -> int:
+    """Choose how many tiles are on their way before the rows come.
+
+    The kernels before the product load their operands behind them. A weight that takes no longer
+    than such a kernel delays nobody much; a ring that holds most of a CTA's share of ``steps`` is
+    full in time at any pace.
+    """
+    if nbytes < SHORT:
+        return tile.stages
+    return 1 if 4 * tile.stages * split >= 3 * steps else tile.pace
 
 
 def _boxes(matrix: Tensor, rows: int, columns: int) -> Any:

@@ -30,9 +30,26 @@ def test_the_twin_is_torchs_product() -> None:
     assert off(twin.stream_gated(x, weight), gate * gate.sigmoid() * up) < 1e-6
 
 
+@pytest.mark.parametrize(("rows", "steps", "split", "nbytes", "pace"), [
+    (16, 32, 4, 2 << 24, 1),   # an output projection: 6 of a CTA's 8 tiles are there before x is
+    (16, 32, 2, 3 << 24, 2),   # queries, keys and values: 6 of 16
+    (64, 32, 4, 2 << 24, 2),   # the wider tile's ring holds 4 of 8
+    (16, 6, 1, 1 << 20, 6),    # a small model's
+])
+def test_pace(rows, steps, split, nbytes, pace) -> None:
+    assert stream._pace(stream.stream_tile(rows), steps, split, nbytes) == pace
+
+
+@pytest.mark.parametrize("pace", [0, 7])
+def test_the_pace_is_of_the_ring(pace) -> None:
+    with pytest.raises(ValueError, match=r"pace must be 1\.\.6"):
+        stream.StreamTile(16, 6, pace=pace)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "out", "inner", "dtype"), [
     (1, 6144, 1024, BF16), (16, 300, 72, HALF), (33, 1000, 4096, BF16), (64, 128, 8200, HALF),
+    (5, 6144, 4096, BF16), (40, 6144, 4096, HALF),
 ])
 def test_streamed_products(rows, out, inner, dtype) -> None:
     device = torch.device("cuda")
