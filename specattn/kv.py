@@ -116,7 +116,7 @@ class KVPool:
 
     def store_packed(
         self, layer: int, slots: Tensor, parts: Tensor, positions: Tensor, rotation: Rotation,
-        num_qo_heads: int,
+        num_qo_heads: int, *, following: bool = False,
     ) -> Tensor:
         """Rotate a layer's new heads, write its keys and values, and return its queries.
 
@@ -132,6 +132,8 @@ class KVPool:
             The position embedding, and the norms before it.
         num_qo_heads : int
             Hq.
+        following : bool
+            Whether another layer has attended since ``positions`` and ``slots`` were written.
 
         Returns
         -------
@@ -153,6 +155,7 @@ class KVPool:
         ops("glue", self.k.device).rotate_store(
             parts, positions, rotation.table, rotation.norms, rotation.eps, q, self.k[layer],
             self.v[layer], slots, k_scale=scales.k, v_scale=scales.v,
+            following=following,
         )
         return q
 

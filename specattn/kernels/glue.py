@@ -285,6 +285,24 @@ def silu_mul(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @triton.jit
+def _place(
+    positions, table, slots, token, dim, last_position, stride_slot,
+    Q_LEN: tl.constexpr, DIM: tl.constexpr, CACHE: tl.constexpr,
+):
+    """A token's slot, and the cosines and sines of its position."""
+    HALF: tl.constexpr = DIM // 2
+    slot = token
+    if slots is not None:
+        at = slots + token // Q_LEN * stride_slot + token % Q_LEN
+        slot = tl.load(at, cache_modifier=CACHE).to(tl.int64)
+    # positions past the table's end would be read from elsewhere
+    position = tl.minimum(tl.load(positions + token, cache_modifier=CACHE), last_position)
+    cosine = tl.load(table + position * DIM + dim, mask=dim < HALF, other=0.0)[None, :]
+    sine = tl.load(table + position * DIM + HALF + dim, mask=dim < HALF, other=0.0)[None, :]
+    return slot, cosine, sine
+
+
+@triton.jit
 def _rotate_kernel(
     parts,      # [SPLIT, T, Q_HEADS + 2 * KV_HEADS, DIM]
     positions,  # [T] int64
@@ -298,7 +316,8 @@ def _rotate_kernel(
     eps, k_factor, v_factor, last_position,
     stride_part, stride_row, stride_slot, stride_kc, stride_kch, stride_vc, stride_vch,
     Q_LEN: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
-    HALF_BLOCK: tl.constexpr, HEADS: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
+    HALF_BLOCK: tl.constexpr, HEADS: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * HEADS
@@ -306,10 +325,16 @@ def _rotate_kernel(
     head = first + tl.arange(0, HEADS)                                       # [HEADS]
     dim = tl.arange(0, HALF_BLOCK)                                           # [HALF_BLOCK]
     ok = (dim < HALF)[None, :] & (head >= 0)[:, None]
+    if EARLY:
+        # by the L1 cache, which keeps nothing of other kernels' writes up to date
+        slot, cosine, sine = _place(
+            positions, table, slots, token, dim, last_position, stride_slot, Q_LEN, DIM, ".cg"
+        )
     _enter(PDL)
-    slot = token
-    if slots is not None:
-        slot = tl.load(slots + token // Q_LEN * stride_slot + token % Q_LEN).to(tl.int64)
+    if not EARLY:
+        slot, cosine, sine = _place(
+            positions, table, slots, token, dim, last_position, stride_slot, Q_LEN, DIM, ""
+        )
     at = token * stride_row + head[:, None] * DIM + dim[None, :]
     low = _sum_parts(parts, at, ok, stride_part, SPLIT)
     high = _sum_parts(parts, at + HALF, ok, stride_part, SPLIT)
@@ -320,10 +345,6 @@ def _rotate_kernel(
             factor = tl.rsqrt(mean + eps)[:, None]
             low *= factor * tl.load(weight + dim, mask=dim < HALF, other=0.0)[None, :]
             high *= factor * tl.load(weight + HALF + dim, mask=dim < HALF, other=0.0)[None, :]
-        # positions past the table's end would be read from elsewhere
-        position = tl.minimum(tl.load(positions + token), last_position)
-        cosine = tl.load(table + position * DIM + dim, mask=dim < HALF, other=0.0)[None, :]
-        sine = tl.load(table + position * DIM + HALF + dim, mask=dim < HALF, other=0.0)[None, :]
         low, high = low * cosine - high * sine, high * cosine + low * sine
     if first < Q_HEADS:
         q_to = q + (token * Q_HEADS + head[:, None]) * DIM + dim[None, :]
@@ -345,7 +366,7 @@ def _rotate_kernel(
 def rotate_store(
     parts: Tensor, positions: Tensor, table: Tensor, norms: tuple[Tensor, Tensor] | None,
     eps: float, q: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor | None, *,
-    k_scale: float = 1.0, v_scale: float = 1.0,
+    k_scale: float = 1.0, v_scale: float = 1.0, following: bool = False,
 ) -> None:
     """Norm heads, apply the position embedding and store keys and values, all in one launch.
 
@@ -369,6 +390,10 @@ def rotate_store(
         ``[B, q]`` int32 with B q = T, may have a row stride; row i for token i if None.
     k_scale, v_scale : float
         Of float8 caches; see `specattn.kernels.kv_store.store_kv`.
+    following : bool
+        Whether an attention kernel ran since ``positions`` and ``slots`` were written, as in all
+        layers but the first: on Hopper, they are then read before the wait (see
+        `specattn.kernels.gluon_tree`).
     """
     count, q_heads, dim = q.shape
     kv_heads = k_cache.shape[1]
@@ -384,7 +409,7 @@ def rotate_store(
         k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
         Q_LEN=1 if slots is None else slots.shape[1], Q_HEADS=q_heads, KV_HEADS=kv_heads, DIM=dim,
         HALF_BLOCK=triton.next_power_of_2(dim // 2), HEADS=heads, SPLIT=parts.shape[0],
-        num_warps=2, **_launch_options(q.device),
+        EARLY=following, num_warps=2, **_launch_options(q.device),
     )
 
 

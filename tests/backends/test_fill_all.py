@@ -176,3 +176,24 @@ def test_later_layers_follow_those_that_share_their_attention(monkeypatch) -> No
     assert [b.kernel.window_left for b in of_layers] == [40, -1, -1, 40, 40]
     (lists,) = drafts(layers("triton", (GLOBAL, GLOBAL)), "csr").steps[:1]
     assert lists.layers[0][0] is lists.layers[1][0]
+
+
+@pytest.mark.parametrize("indices", ["table", "csr"])
+def test_heads_are_placed_early_after_attention_that_waits(monkeypatch, indices) -> None:
+    """Only where every layer's attention keeps what follows from starting before it has waited."""
+    layered = layers("triton", (GLOBAL, GLOBAL))
+    if indices == "csr":
+        bound = drafts(layered, "csr").steps[0]
+    else:
+        bound = layered.bind(plan_of(ForwardMode.TARGET_VERIFY))
+    seen: list[bool] = []
+
+    def store(*args, following: bool):
+        seen.append(following)
+        raise InterruptedError
+
+    monkeypatch.setattr(type(layered.pool), "store_packed", store)
+    for layer in range(2):
+        with pytest.raises(InterruptedError):
+            bound.packed(layer, *[None] * 3)
+    assert seen == [False, indices == "table"]

@@ -88,10 +88,13 @@ def test_parts_add_up(dtype, compiled) -> None:
     check(got, parts.double().sum(0))
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "split", "normed", "paged"), [
-    (4, 2, 24, 1, True, True), (6, 1, 64, 3, False, True), (8, 4, 16, 2, True, False),
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "split", "normed", "paged", "following"), [
+    (4, 2, 24, 1, True, True, True), (6, 1, 64, 3, False, True, False),
+    (8, 4, 16, 2, True, False, True),
 ])
-def test_rotation_and_store(glue, dtype, heads, kv_heads, dim, split, normed, paged) -> None:
+def test_rotation_and_store(
+    glue, dtype, heads, kv_heads, dim, split, normed, paged, following
+) -> None:
     count = 6
     parts = random_parts(split, count, (heads + 2 * kv_heads) * dim, dtype=dtype)
     angles = torch.rand(50, dim // 2, device=DEVICE) * 6
@@ -106,7 +109,9 @@ def test_rotation_and_store(glue, dtype, heads, kv_heads, dim, split, normed, pa
         slots.copy_(places)
     q = torch.full((count, heads, dim), torch.nan, dtype=dtype, device=DEVICE)
     caches = torch.full((2, 10, kv_heads, dim), torch.nan, dtype=dtype, device=DEVICE)
-    glue.rotate_store(parts, positions, table, norms, EPS, q, caches[0], caches[1], slots)
+    glue.rotate_store(
+        parts, positions, table, norms, EPS, q, caches[0], caches[1], slots, following=following
+    )
 
     want = parts.double().sum(0).unflatten(-1, (-1, dim))
     want_q, want_k, want_v = want.split([heads, kv_heads, kv_heads], dim=1)

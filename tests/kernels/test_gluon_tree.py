@@ -97,7 +97,8 @@ def _late_store(
         case.out.fill_(torch.nan)
         stream_linear(x, weight)
         rotate_store(
-            parts, positions, table, None, 0.0, case.q, case.k_cache, case.v_cache, slots
+            parts, positions, table, None, 0.0, case.q, case.k_cache, case.v_cache, slots,
+            following=True,
         )
         run(again, case, lse=False)
 

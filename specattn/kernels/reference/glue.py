@@ -62,9 +62,9 @@ def silu_mul(parts: Tensor, dtype: torch.dtype) -> Tensor:
 def rotate_store(
     parts: Tensor, positions: Tensor, table: Tensor, norms: tuple[Tensor, Tensor] | None,
     eps: float, q: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor | None, *,
-    k_scale: float = 1.0, v_scale: float = 1.0,
+    k_scale: float = 1.0, v_scale: float = 1.0, following: bool = False,
 ) -> None:
-    """See `specattn.kernels.glue.rotate_store`."""
+    """See `specattn.kernels.glue.rotate_store`; ``following`` changes nothing here."""
     count, q_heads, dim = q.shape
     kv_heads = k_cache.shape[1]
     heads = parts.float().sum(0).unflatten(-1, (-1, dim))
