@@ -28,8 +28,8 @@ the same plan, for an earlier layer, and R the kernel before A.
 The first attention after a plan has no A: a kernel that lets its successor start before it waits,
 as the one that stores keys does, may stand between the plan and itself.
 
-By the same rule the kernel that rotates heads (`glue.rotate_store`) reads positions and slots before
-it waits, in layers that follow another one's attention.
+By the same rule the kernel that rotates heads (`glue.rotate_store`) reads positions and slots
+before it waits, in layers that follow another one's attention.
 """
 
 # no postponed annotations: aggregates read the types of their fields
