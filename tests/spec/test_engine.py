@@ -235,3 +235,17 @@ def test_the_interpreter_gives_the_same_tokens(models, expected, tree, page_size
     out = run.generate([Request(p, max_new_tokens=8) for p in PROMPTS[:2]])
     for result, want in zip(out, expected, strict=False):
         assert result.tokens == want[:8]
+
+
+@pytest.mark.parametrize("tree", ["plain", "topk4"])
+def test_every_parameter_reaches_the_steps_and_leaves_with_its_request(models, expected, tree):
+    """What leaves one token to draw is greedy; rows that had it draw like new ones afterwards."""
+    params = [SamplingParams(1.5, top_k=1), SamplingParams(1.5, top_p=1e-6, seed=3),
+              SamplingParams(1e-5, seed=4), SamplingParams()]
+    run = engine(models, TREES[tree])
+    out = run.generate([Request(p, 20, s) for p, s in zip(PROMPTS, params, strict=True)])
+    assert [r.tokens for r in out] == [want[:20] for want in expected]
+    free = [Request(p, 20, SamplingParams(1.5, seed=i)) for i, p in enumerate(PROMPTS)]
+    again, fresh = run.generate(free), engine(models, TREES[tree]).generate(free)
+    assert [r.tokens for r in again] == [r.tokens for r in fresh]
+    assert all(r.tokens != want[:20] for r, want in zip(again, expected, strict=True))
