@@ -61,7 +61,10 @@ class CaptureMismatch(SpecAttnError):
 
     def __init__(self, field: str, expected: object, got: object) -> None:
         self.field = field
-        super().__init__(f"{field} changed since capture: expected {expected}, got {got}")
+        super().__init__(
+            f"{field} changed since capture: expected {expected}, got {got}; put it back, or "
+            "capture over what there is now"
+        )
 
 
 class TreeError(SpecAttnError):
@@ -98,4 +101,6 @@ class NotCapturedError(SpecAttnError):
     def __init__(self, mode: str, captured: list[str]) -> None:
         self.mode = mode
         have = ", ".join(captured) or "none"
-        super().__init__(f"mode {mode!r} was never captured (captured: {have})")
+        super().__init__(
+            f"mode {mode!r} was never captured (captured: {have}); call capture for it first"
+        )
