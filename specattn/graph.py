@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -133,10 +134,16 @@ class Captured:
     def replay(self) -> Any:
         """Run over the current buffers."""
         if self.graph is None:
-            self.bound.fill()
-            return self.bound.run()
+            return _eagerly(self.bound)
         self.graph.replay()
         return self.outputs
+
+
+@torch.no_grad()
+def _eagerly(bound: BoundProgram) -> Any:
+    """Fill and run; models may hold parameters, and what buffers hold has no history."""
+    bound.fill()
+    return bound.run()
 
 
 def _flat(found: Fingerprint) -> list[tuple[str, object]]:
@@ -303,16 +310,12 @@ class GraphRunner(Generic[Key]):
         bound.copy_in(0)
         bound.schedule(torch.zeros(bucket, dtype=torch.int32))
 
-        def step() -> Any:
-            bound.fill()
-            return bound.run()
-
         graph, outputs, nbytes = None, None, 0
         if self._recorder is not None and bound.graphs:
-            found = self._recorder.record(step)
+            found = self._recorder.record(partial(_eagerly, bound))
             graph, outputs, nbytes = found.graph, found.outputs, found.nbytes
         else:
-            step()
+            _eagerly(bound)
         watch = Watch(bound.watched(), in_turn=self._private)
         baked = bound.fingerprint()
         seconds = time.perf_counter() - began

@@ -6,7 +6,7 @@ the draft reads (H for EAGLE-1/2, several layers' states side by side for EAGLE-
 
 A model never sees a batch, a mask or a KV cache: it computes token by token and calls ``attend``
 once per layer. Nothing in a forward may depend on a tensor's value on the host, so that one can be
-captured in a CUDA graph.
+captured in a CUDA graph. Forwards are called without gradients.
 """
 
 from __future__ import annotations

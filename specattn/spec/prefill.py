@@ -92,6 +92,7 @@ class Prefill:
     config: SpecConfig
     chunk: int = 4096
 
+    @torch.no_grad()
     def run(self, prompts: Sequence[Prompt], sampling: SamplingBatch) -> PrefillResult:
         """Fill the KV of both models and draw each prompt's first token.
 

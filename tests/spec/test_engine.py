@@ -130,6 +130,18 @@ def test_a_pool_without_slots_for_a_step_ahead_is_stepped_without(models, expect
     run.table.check()
 
 
+def test_models_that_could_be_trained_leave_no_history(expected):
+    """Buffers outlive steps: with a history, every step would keep those before it alive."""
+    target, draft = TinyTarget(device=DEVICE, window=9), TinyDraft(device=DEVICE)
+    for model in (target, draft):
+        model.requires_grad_(True)
+    run = engine((target, draft), TREES["wide"])
+    (result,) = run.generate([Request(PROMPTS[0], max_new_tokens=20)])
+    assert result.tokens == expected[0][:20]
+    kept = [*run.states.tensors().values(), run.target.pool.k, run.draft.pool.k]
+    assert not any(tensor.requires_grad for tensor in kept)
+
+
 def test_end_of_text_inside_an_accepted_path_truncates_there(models, expected):
     class Ending(TinyTarget):
         eos_token_ids = frozenset([expected[0][9]])
