@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 from importlib.resources import files
@@ -61,6 +62,13 @@ def anchors(page: Path) -> set[str]:
     """The names by which headings can be linked, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}
+
+
+def test_the_model_of_the_models_page_runs(capsys):
+    page = (ROOT / "docs" / "models.md").read_text()
+    program = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+    exec(compile(program, "models.md", "exec"), {})
+    assert len(json.loads(capsys.readouterr().out)) == 8
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
