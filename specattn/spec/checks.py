@@ -100,6 +100,13 @@ def check_rows(rows: Sequence[int], size: int, most: int) -> None:
         )
 
 
+def check_greedy(temperature: Tensor, rows: Tensor) -> None:
+    """Raise a ValueError if a request of a step without ``sampled`` draws. Waits for the device."""
+    drawing = rows[temperature[rows] > 0].tolist()
+    if drawing:
+        raise ValueError(f"sampled must be True: rows {drawing} have a temperature above 0")
+
+
 def check_contents(batch: SpecBatch, config: SpecConfig, table: Tensor, num_slots: int) -> None:
     """Raise a ValueError that names what a batch's tensors should not hold. Waits for the device.
 

@@ -14,6 +14,7 @@ from specattn.errors import CapacityError, CaptureMismatch
 from specattn.graph import GraphRunner, Program, check_lens, head
 from specattn.spec.checks import (
     check_contents,
+    check_greedy,
     check_rows,
     check_tables,
     check_tree,
@@ -229,7 +230,8 @@ class StepDecoder:
             Table rows of the requests, all different, and any number of 0 for padding, which
             gains nothing. Without rows the smallest bucket runs on padding alone.
         sampled : bool
-            Whether any of them draws; greedy requests stay greedy either way.
+            Whether any of them draws; greedy requests stay greedy either way. Without, all are
+            greedy, whatever their temperature: only ``validate="debug"`` looks at that.
         seq_lens_cpu : Tensor, optional
             ``[len(rows)]`` int32, the committed lengths, for backends that plan on the host.
 
@@ -269,6 +271,8 @@ class StepDecoder:
             check_contents(
                 live, self.config, self.table.req_to_token, self.target.pool.k.shape[1]
             )
+            if not sampled:
+                check_greedy(self.states.temperature, live.req_pool_indices)
         for at, part in enumerate(self._parts[sampled]):
             ready = self.runner.ready(part, count)
             if not at:

@@ -309,6 +309,16 @@ def test_debugging_compares_host_lengths_with_the_devices():
     assert all(decoder.step([0, *rows], seq_lens_cpu=padded)[1:])
 
 
+def test_debugging_notices_drawing_requests_in_a_greedy_step():
+    run = engine((3, 1, 4), validate="debug")
+    rows, decoder = admitted(run), run.decoder(run.config)
+    run.states.temperature[rows[1]] = 0.5
+    with pytest.raises(ValueError, match=rf"sampled must be True: rows \[{rows[1]}\] have a temp"):
+        decoder.step(rows)
+    decoder.capture(sampled=True)
+    assert all(decoder.step(rows, sampled=True))
+
+
 def narrow_pool(run):
     pool = KVPool(run.target.pool.layers, 100, DEVICE)
     target = ModelSlot.of(run.target.model, pool, "torch_native")
