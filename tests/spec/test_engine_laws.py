@@ -13,7 +13,7 @@ from scipy.stats import chi2
 
 from specattn.config import SpecConfig
 from specattn.kernels import ops
-from specattn.kernels.reference.sampling import target_probs
+from specattn.kernels.reference.sampling import DRAFT, target_probs
 from specattn.spec import verify
 from specattn.spec.generate import Engine, Request
 from specattn.spec.sampling import SamplingParams
@@ -126,3 +126,29 @@ def test_the_law_is_that_of_target_probs():
         kept = row.topk(TOP_K)
         want = torch.zeros(61).scatter(0, kept.indices, torch.softmax(kept.values / TEMPERATURE, 0))
         torch.testing.assert_close(got, want)
+
+
+def test_every_draft_token_of_a_step_is_drawn_with_a_coin_of_its_own(models, monkeypatch):
+    """By the position of the token before it: the last step's accepted ones are behind."""
+    sampling, used = ops("sampling", torch.device(DEVICE)), []
+    honest = sampling.uniform
+
+    def noted(seeds, positions, draw):
+        if draw == DRAFT:
+            used.append(positions.flatten().tolist())
+        return honest(seeds, positions, draw)
+
+    monkeypatch.setattr(sampling, "uniform", noted)
+    config = SpecConfig(3, 1, 4, 64, 1, draft_sampling=True)
+    run = Engine(*models, config, buckets=[1], graphs=False)
+    run.decoder(config).capture(sampled=True)
+    used.clear()
+    run.add([Request(PROMPT, 30, SamplingParams(TEMPERATURE, seed=2))])
+    (live,) = run._live
+    assert used == [[len(PROMPT)]]
+    while run.num_live:
+        before = live.length
+        used.clear()
+        run.step()
+        assert used == [[before + 1], [before + 2], [live.length]]
+    assert len(set(live.result.accept_lens)) > 1
