@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import torch
 
-from bench.compile_offline import BATCH, BF16, CONTEXT, F32, I32, launches_early, zeros
+from bench.compile_offline import BATCH, BF16, CONTEXT, F32, I32, zeros
 from specattn.kernels import (
     accept,
     add_parts,
@@ -50,11 +48,13 @@ def beams(topk: int = 8, steps: int = 7) -> None:
         zeros(BATCH, topk, dtype=F32),
     )
     beam.append_candidates(steps - 1, *children, **candidates)
-    beam.select_beams(
-        1, *children, zeros(BATCH, topk, 1), **candidates,
-        scores_out=zeros(BATCH, topk, dtype=F32), tokens_out=zeros(BATCH, topk),
-        beams_out=zeros(BATCH, topk), words_out=zeros(BATCH, topk, 1),
-    )
+    outs = {
+        "scores_out": zeros(BATCH, topk, dtype=F32), "tokens_out": zeros(BATCH, topk),
+        "rows_out": zeros(BATCH, topk), "words_out": zeros(BATCH, topk, 1),
+    }
+    beam.select_beams(1, *children, zeros(BATCH, topk, 1), **candidates, **outs)
+    roots = [child[:, :1].contiguous() for child in children[:2]]
+    beam.select_beams(0, *roots, None, None, **candidates, **outs)
 
 
 def accepts(n: int = 64, steps: int = 7, vocab: int = 32000) -> None:
@@ -107,21 +107,17 @@ def kv_operations(dtype: torch.dtype = BF16, stored: torch.dtype | None = None) 
 def glue_kernels(dtype: torch.dtype = BF16, split: int = 5) -> None:
     parts, x = zeros(split, BATCH, 6144, dtype=F32), zeros(BATCH, 4096, dtype=dtype)
     ids, positions = zeros(BATCH), zeros(BATCH)
-    options = {"PDL": True, "launch_pdl": True} if launches_early() else {"PDL": False}
-    with (
-        mock.patch.object(glue, "_launch_options", return_value=options),
-        mock.patch.object(add_parts, "_launch_options", return_value=options),
-    ):
-        glue.add_rms_norm(parts[..., :4096], x, x[0], 1e-5, rows=ids)
-        glue.embed_rms_norm(ids, x, x[0], 1e-5)
-        glue.embed_norm_pair(ids, x, x, x[0], x[0], 1e-5)
-        glue.silu_mul(parts, dtype)
-        add_parts.add_parts(parts, dtype)
-        q, cache = zeros(BATCH, 32, 128, dtype=dtype), zeros(2, 16, 8, 128, dtype=dtype)
-        glue.rotate_store(
-            parts, positions, zeros(9, 128, dtype=F32), (x[0, :128], x[0, :128]), 1e-5, q,
-            cache[0], cache[1], zeros(2, 4, dtype=I32),
-        )
+    glue.add_rms_norm(parts[..., :4096], x, x[0], 1e-5, rows=ids)
+    glue.embed_rms_norm(ids, x, x[0], 1e-5)
+    for rows in (None, ids):
+        glue.embed_norm_pair(ids, x, x, x[0], x[0], 1e-5, rows=rows)
+    glue.silu_mul(parts, dtype)
+    add_parts.add_parts(parts, dtype)
+    q, cache = zeros(BATCH, 32, 128, dtype=dtype), zeros(2, 16, 8, 128, dtype=dtype)
+    glue.rotate_store(
+        parts, positions, zeros(9, 128, dtype=F32), (x[0, :128], x[0, :128]), 1e-5, q,
+        cache[0], cache[1], zeros(2, 4, dtype=I32),
+    )
 
 
 def index_lists(topk: int = 8, steps: int = 7) -> None:

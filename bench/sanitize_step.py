@@ -196,7 +196,11 @@ def layer(split: int, dtype: torch.dtype) -> None:
     finite(normed, embedded)
     same("beside the embeddings", wide[:, :size].isnan(), torch.ones_like(wide[:, :size]).bool())
     hidden = noise(count, size, dtype=dtype)
-    finite(glue.embed_norm_pair(ids, table, hidden, weight, weight, 1e-5))
+    finite(*glue.embed_norm_pair(ids, table, hidden, weight, weight, 1e-5))
+    # as of `add_rms_norm`
+    hidden[2] = NAN
+    sources = put([4, 0, 4, 1, 3], torch.int64)
+    finite(*glue.embed_norm_pair(ids, table, hidden, weight, weight, 1e-5, rows=sources))
     finite(glue.silu_mul(parts(split, count, 2 * 700, dtype), dtype))
     finite(add_parts(parts(split, count, 700, dtype), dtype))
 

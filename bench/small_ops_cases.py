@@ -34,7 +34,7 @@ def beams(s: Step) -> list[Op]:
     }
     picked = {
         "scores_out": torch.zeros(batch, topk, device=s.device), "tokens_out": s.empty(batch, topk),
-        "beams_out": s.empty(batch, topk), "words_out": s.empty(batch, topk, words),
+        "rows_out": s.empty(batch, topk), "words_out": s.empty(batch, topk, words),
     }
     above = s.ints(2**62, batch, topk, words)
     moved = 2 * size(*children) + size(above, *picked.values())

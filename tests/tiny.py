@@ -109,7 +109,11 @@ class TinyDraft(nn.Module):
     def combine(self, hidden_states):
         return hidden_states * 0.5
 
-    def forward(self, input_ids, hidden_states, positions, attend, rows=None) -> DraftOutput:
+    def forward(
+        self, input_ids, hidden_states, positions, attend, rows=None, *, sources=None
+    ) -> DraftOutput:
+        if sources is not None:
+            hidden_states = hidden_states[sources]
         x = torch.cat([self.embed(input_ids), hidden_states], -1)
         x = hidden_states + self.block(x, positions, 0, attend)
         picked = slice(None) if rows is None else rows

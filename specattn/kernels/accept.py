@@ -12,6 +12,7 @@ from specattn.kernels.accept_kernel import (
     accept_sampled_kernel,
 )
 from specattn.kernels.dense import require_dense
+from specattn.kernels.early_launch import launch_options
 from specattn.kernels.residual import vocab_tiles
 
 
@@ -64,6 +65,7 @@ def accept_greedy(
         n, steps, steps.bit_length(), BLOCK_N=triton.next_power_of_2(n),
         # one warp needs no barriers, but passes wide rows around lane by lane
         BLOCK_S=triton.next_power_of_2(steps + 1), num_warps=num_warps or (1 if n <= 64 else 4),
+        **launch_options(tokens.device),
     )
 
 

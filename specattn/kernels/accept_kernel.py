@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from specattn.kernels.early_launch import enter
 from specattn.kernels.residual import draw
 
 
@@ -36,10 +37,11 @@ def accept_greedy_kernel(
     accept_lens_out,    # [B] int32, out
     bonus_out,          # [B] int64, out
     n, steps, rounds,
-    BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ):
     """All nodes step to their children at once; the path is read off by doubling."""
     req = tl.program_id(0).to(tl.int64)
+    enter(PDL)
     # All nodes at once: every row is read once, and all rows together.
     node = tl.arange(0, BLOCK_N)                                             # [BLOCK_N]
     live = node < n

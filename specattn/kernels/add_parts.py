@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from specattn.kernels.glue import _enter, _launch_options, _sum_parts
+from specattn.kernels.early_launch import enter, launch_options
+from specattn.kernels.glue import _sum_parts
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +28,7 @@ def _add_parts_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)                  # [BLOCK]
     ok = column < SIZE
-    _enter(PDL)
+    enter(PDL)
     x = _sum_parts(parts, row * stride_row + column, ok, stride_part, SPLIT)
     tl.store(out + row * SIZE + column, x.to(out.dtype.element_ty), mask=ok)
 
@@ -39,6 +40,6 @@ def add_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
     if count:
         _add_parts_kernel[(count, triton.cdiv(size, SPAN))](
             parts, out, parts.stride(0), parts.stride(1), SIZE=size, BLOCK=SPAN, SPLIT=split,
-            num_warps=2, **_launch_options(parts.device),
+            num_warps=2, **launch_options(parts.device),
         )
     return out

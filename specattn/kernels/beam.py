@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from specattn.kernels.dense import require_dense
+from specattn.kernels.early_launch import enter, launch_options
 from specattn.kernels.reference.beam import candidate_offset, check_beams
 
 if TYPE_CHECKING:
@@ -32,8 +33,9 @@ def _record_children(
     flat = tl.arange(0, BLOCK)                                               # [BLOCK]
     live = flat < BEAMS * TOPK
     child = req * BEAMS * TOPK + flat
-    prob = tl.load(child_probs + child, mask=live, other=0)
-    score = prob * tl.load(path_scores + req * BEAMS + flat // TOPK, mask=live, other=0)
+    score = tl.load(child_probs + child, mask=live, other=0)
+    if path_scores is not None:
+        score *= tl.load(path_scores + req * BEAMS + flat // TOPK, mask=live, other=0)
     token = tl.load(child_tokens + child, mask=live, other=0)
     column = req * stride_candidates + offset + flat
     tl.store(candidate_scores + column, score, mask=live)
@@ -47,13 +49,14 @@ def _record_children(
 def _append_kernel(
     child_probs,        # [B, BEAMS, TOPK] float32
     child_tokens,       # [B, BEAMS, TOPK] int64
-    path_scores,        # [B, BEAMS] float32
+    path_scores,        # [B, BEAMS] float32, or None: the root's
     candidate_scores,   # [B, C] float32, out
     candidate_tokens,   # [B, C] int64, out
     candidate_parents,  # [B, G] int64, out
     offset, stride_candidates, stride_parents,
-    BEAMS: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr,
+    BEAMS: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
+    enter(PDL)
     _record_children(
         tl.program_id(0).to(tl.int64), offset, child_probs, child_tokens, path_scores,
         candidate_scores, candidate_tokens, candidate_parents, stride_candidates, stride_parents,
@@ -89,27 +92,30 @@ def _rank_best(key, keep, BLOCK: tl.constexpr):
 def _select_kernel(
     child_probs,        # [B, BEAMS, TOPK] float32
     child_tokens,       # [B, BEAMS, TOPK] int64
-    path_scores,        # [B, BEAMS] float32
-    path_words,         # [B, BEAMS, W] int64
+    path_scores,        # [B, BEAMS] float32, or None: the root's
+    path_words,         # [B, BEAMS, W] int64, or None: the root's
     candidate_scores,   # [B, C] float32, out
     candidate_tokens,   # [B, C] int64, out
     candidate_parents,  # [B, G] int64, out
     scores_out,         # [B, TOPK] float32, out
     tokens_out,         # [B, TOPK] int64, out
-    beams_out,          # [B, TOPK] int64, out
+    rows_out,           # [B, TOPK] int64, out
     words_out,          # [B, TOPK, W] int64, out
     step, offset, stride_candidates, stride_parents, stride_path_words, stride_words,
     W: tl.constexpr, BEAMS: tl.constexpr, TOPK: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_W: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_W: tl.constexpr, PDL: tl.constexpr,
 ):
     req = tl.program_id(0).to(tl.int64)
+    enter(PDL)
     flat = tl.arange(0, BLOCK)                                               # [BLOCK]
     beam = flat // TOPK
     word = tl.arange(0, BLOCK_W)                                             # [BLOCK_W]
-    # every child's words to come, loaded with the scores and not after them
-    above = path_words + req * stride_path_words + beam[:, None] * W + word[None, :]
-    live = (flat < BEAMS * TOPK)[:, None] & (word < W)[None, :]
-    bits = tl.load(above, mask=live, other=0)                                # [BLOCK, BLOCK_W]
+    bits = tl.zeros([BLOCK, BLOCK_W], tl.int64)
+    if path_words is not None:
+        # every child's words to come, loaded with the scores and not after them
+        above = path_words + req * stride_path_words + beam[:, None] * W + word[None, :]
+        live = (flat < BEAMS * TOPK)[:, None] & (word < W)[None, :]
+        bits = tl.load(above, mask=live, other=0)                            # [BLOCK, BLOCK_W]
     score, token = _record_children(
         req, offset, child_probs, child_tokens, path_scores,
         candidate_scores, candidate_tokens, candidate_parents, stride_candidates, stride_parents,
@@ -122,7 +128,7 @@ def _select_kernel(
     out = req * TOPK + rank
     tl.store(scores_out + out, score, mask=chosen)
     tl.store(tokens_out + out, token, mask=chosen)
-    tl.store(beams_out + out, beam.to(tl.int64), mask=chosen)
+    tl.store(rows_out + out, req * BEAMS + beam, mask=chosen)
     node = step * TOPK + rank
     parent = candidate_parents + req * stride_parents + 1 + node
     tl.store(parent, (offset + flat).to(tl.int64), mask=chosen)
@@ -136,7 +142,7 @@ def append_candidates(
     step: int,
     child_probs: Tensor,
     child_tokens: Tensor,
-    path_scores: Tensor,
+    path_scores: Tensor | None,
     *,
     candidate_scores: Tensor,
     candidate_tokens: Tensor,
@@ -156,6 +162,7 @@ def append_candidates(
         candidate_scores, candidate_tokens, candidate_parents,
         start, candidate_scores.stride(0), candidate_parents.stride(0),
         BEAMS=beams, TOPK=topk, BLOCK=triton.next_power_of_2(beams * topk), num_warps=1,
+        **launch_options(child_probs.device),
     )
 
 
@@ -163,15 +170,15 @@ def select_beams(
     step: int,
     child_probs: Tensor,
     child_tokens: Tensor,
-    path_scores: Tensor,
-    path_words: Tensor,
+    path_scores: Tensor | None,
+    path_words: Tensor | None,
     *,
     candidate_scores: Tensor,
     candidate_tokens: Tensor,
     candidate_parents: Tensor,
     scores_out: Tensor,
     tokens_out: Tensor,
-    beams_out: Tensor,
+    rows_out: Tensor,
     words_out: Tensor,
 ) -> None:
     """Score the children of the beams, record them as candidates, keep the best ``topk``.
@@ -183,19 +190,20 @@ def select_beams(
     Parameters
     ----------
     step : int
-        Draft step, from 0. Step 0 has one beam, the root, of score 1 and no words set.
+        Draft step, from 0. Step 0 has one beam, the root.
     child_probs, child_tokens : Tensor
         ``[B, beams, topk]`` float32 and int64: what the draft model proposes after each beam.
         ``beams`` is 1 at step 0 and ``topk`` later.
-    path_scores : Tensor
-        ``[B, beams]`` float32, probability of the path down to each beam.
-    path_words : Tensor
-        ``[B, beams, W]`` int64, its ancestors and itself: bit ``step * topk + branch``. May have a
-        row stride.
+    path_scores : Tensor or None
+        ``[B, beams]`` float32, probability of the path down to each beam; 1 if None.
+    path_words : Tensor or None
+        ``[B, beams, W]`` int64, its ancestors and itself: bit ``step * topk + branch``; no bits if
+        None, as of the root, which is no draft node. May have a row stride.
     candidate_scores, candidate_tokens, candidate_parents : Tensor
         The `specattn.batch.Candidates` of all steps; the columns of this step are written.
-    scores_out, tokens_out, beams_out : Tensor
-        ``[B, topk]`` float32, int64, int64, best first: path score, token, and the beam it extends.
+    scores_out, tokens_out, rows_out : Tensor
+        ``[B, topk]`` float32, int64, int64, best first: path score, token, and the row of
+        ``[B * beams]`` that it extends.
     words_out : Tensor
         ``[B, topk, W]`` int64, the words of the new beams. May have a row stride.
 
@@ -208,8 +216,8 @@ def select_beams(
     check_beams(step, child_probs, candidate_parents, words_out)
     require_dense(
         child_probs=child_probs, child_tokens=child_tokens, path_scores=path_scores,
-        path_words=path_words[:1], scores_out=scores_out, tokens_out=tokens_out,
-        beams_out=beams_out, words_out=words_out[:1],
+        path_words=None if path_words is None else path_words[:1], scores_out=scores_out,
+        tokens_out=tokens_out, rows_out=rows_out, words_out=words_out[:1],
     )
     batch, beams, topk = child_probs.shape
     if not batch:
@@ -219,10 +227,11 @@ def select_beams(
     _select_kernel[(batch,)](
         child_probs, child_tokens, path_scores, path_words,
         candidate_scores, candidate_tokens, candidate_parents,
-        scores_out, tokens_out, beams_out, words_out,
+        scores_out, tokens_out, rows_out, words_out,
         step, start, candidate_scores.stride(0), candidate_parents.stride(0),
-        path_words.stride(0), words_out.stride(0),
+        0 if path_words is None else path_words.stride(0), words_out.stride(0),
         W=num_words, BEAMS=beams, TOPK=topk, BLOCK=block,
         BLOCK_W=triton.next_power_of_2(num_words),
         num_warps=1 if block <= 16 else 4 if block <= 128 else 8,
+        **launch_options(child_probs.device),
     )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specattn.kernels.beam import score_key
 from specattn.kernels.dense import require_dense
+from specattn.kernels.early_launch import enter, launch_options
 from specattn.kernels.reference.choose import check_topk
 from specattn.kernels.spread import programs_per_row
 
@@ -67,8 +68,10 @@ def _top_parts_kernel(
     masses,  # [R, parts] float32, out: sums of exp(logit - the part's largest)
     vocab, stride,
     TOPK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, NARROW: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    enter(PDL)
     cell = row * tl.num_programs(1) + part
     lane = tl.arange(0, BLOCK)                                               # [BLOCK]
     score = load_scores(logits + row * stride, part * BLOCK + lane, vocab)
@@ -102,8 +105,10 @@ def _top_merge_kernel(
     ids_out,     # [R, TOPK] int64, out
     parts,
     TOPK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    enter(PDL)
     part = tl.arange(0, BLOCK_P)                                             # [BLOCK_P]
     live = part < parts
     peak = score_of(tl.load(keys + (row * parts + part) * TOPK, mask=live, other=0))
@@ -130,9 +135,10 @@ def _argmax_kernel(
     logits,  # [R, V]
     out,     # [R, parts] int64, out: the best key of each part; the token if there is one part
     vocab, tiles, stride,
-    MERGED: tl.constexpr, BLOCK: tl.constexpr,
+    MERGED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    enter(PDL)
     lane = tl.arange(0, BLOCK)                                               # [BLOCK]
     best = tl.full([BLOCK], -float("inf"), tl.float32)
     tile = tl.zeros([BLOCK], tl.int32) + part
@@ -152,9 +158,10 @@ def _argmax_merge_kernel(
     keys,  # [R, parts] int64
     out,   # [R] int64, out
     parts,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    enter(PDL)
     part = tl.arange(0, BLOCK)                                               # [BLOCK]
     key = tl.load(keys + row * parts + part, mask=part < parts, other=-0x8000000000000000)
     tl.store(out + row, token_of(tl.max(key, 0)))
@@ -201,17 +208,18 @@ def top_tokens(
     parts = triton.cdiv(vocab, block)
     keys = torch.empty(rows, parts, topk, dtype=torch.int64, device=logits.device)
     masses = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
+    options = launch_options(logits.device)
     # what a last part smaller than topk lacks ranks below all tokens
     _top_parts_kernel[(rows, parts)](
         logits, keys, masses, vocab, logits.stride(0),
         TOPK=topk, BLOCK_K=block_k, BLOCK=block,
-        NARROW=logits.dtype == torch.bfloat16, num_warps=max(1, block // 1024),
+        NARROW=logits.dtype == torch.bfloat16, num_warps=max(1, block // 1024), **options,
     )
     width = triton.next_power_of_2(parts * topk)
     _top_merge_kernel[(rows,)](
         keys, masses, target_ids, probs_out, ids_out, parts,
         TOPK=topk, BLOCK_K=block_k, BLOCK=width, BLOCK_P=triton.next_power_of_2(parts),
-        num_warps=max(1, min(8, width // 512)),
+        num_warps=max(1, min(8, width // 512)), **options,
     )
 
 
@@ -239,12 +247,14 @@ def argmax_tokens(logits: Tensor) -> Tensor:
     if not rows:
         return out
     keys = out if parts == 1 else out.new_empty(rows, parts)
+    options = launch_options(logits.device)
     _argmax_kernel[(rows, parts)](
         logits, keys, vocab, tiles, logits.stride(0), MERGED=parts == 1, BLOCK=ARGMAX_BLOCK,
+        **options,
     )
     if parts > 1:
         _argmax_merge_kernel[(rows,)](
-            keys, out, parts, BLOCK=triton.next_power_of_2(parts), num_warps=1,
+            keys, out, parts, BLOCK=triton.next_power_of_2(parts), num_warps=1, **options,
         )
     return out
 

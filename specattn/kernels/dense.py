@@ -8,10 +8,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def require_dense(**tensors: Tensor) -> None:
+def require_dense(**tensors: Tensor | None) -> None:
     """Raise ValueError, naming the tensor, unless all are contiguous: kernels index them so."""
     for name, tensor in tensors.items():
-        if not tensor.is_contiguous():
+        if tensor is not None and not tensor.is_contiguous():
             raise ValueError(
                 f"{name} must be contiguous, got shape {tuple(tensor.shape)} and strides "
                 f"{tensor.stride()}"

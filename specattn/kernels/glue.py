@@ -4,42 +4,26 @@ Every kernel reads a product as ``parts [S, T, N]`` that add up to it: one part 
 or several in float32 from a product split along its inner dimension, whose sum costs no launch of
 its own. Sums, norms and rotations are in float32 and rounded once.
 
-On Hopper these are programmatic dependent launches: a kernel lets the next one start at once, loads
-what no kernel before it writes, and waits.
+On Hopper these are programmatic dependent launches (see `early_launch`): before a kernel waits, it
+loads the weights of its norm.
 """
 
 from __future__ import annotations
 
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from specattn.kernels.early_launch import enter, launch_options
 from specattn.kernels.kv_store import _as_stored
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 # columns per program of the activation
 SPAN = 512
-
-
-@cache
-def _launch_options(device: torch.device) -> dict[str, Any]:
-    """Options of every launch on ``device``; ``PDL`` switches the waiting on in the kernel."""
-    pdl = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-    return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
-
-
-@triton.jit
-def _enter(PDL: tl.constexpr):
-    if PDL:
-        # whoever comes next waits for this kernel's end before it touches what it writes
-        gdc_launch_dependents()
-        gdc_wait()
 
 
 @triton.jit
@@ -78,7 +62,7 @@ def _add_norm_kernel(
     column = tl.arange(0, BLOCK)                                             # [BLOCK]
     ok = column < SIZE
     scale = tl.load(weight + column, mask=ok, other=0.0).to(tl.float32)
-    _enter(PDL)
+    enter(PDL)
     row = to
     if rows is not None:
         row = tl.load(rows + to)
@@ -128,7 +112,7 @@ def add_rms_norm(
             parts, residual, weight, rows, residual_out, out, eps,
             parts.stride(0), parts.stride(1), residual.stride(0), residual_out.stride(0),
             out.stride(0), SIZE=size, BLOCK=triton.next_power_of_2(size), SPLIT=parts.shape[0],
-            num_warps=_warps(size), **_launch_options(residual.device),
+            num_warps=_warps(size), **launch_options(residual.device),
         )
     return out, residual_out
 
@@ -147,7 +131,7 @@ def _embed_norm_kernel(
     column = tl.arange(0, BLOCK)                                             # [BLOCK]
     ok = column < SIZE
     scale = tl.load(weight + column, mask=ok, other=0.0).to(tl.float32)
-    _enter(PDL)
+    enter(PDL)
     x = tl.load(table + tl.load(ids + row) * stride_table + column, mask=ok, other=0.0)
     x = x.to(embedded.dtype.element_ty)
     tl.store(embedded + row * stride_embedded + column, x, mask=ok)
@@ -187,7 +171,7 @@ def embed_rms_norm(
             ids, table, weight, embedded, out, eps,
             table.stride(0), embedded.stride(0), out.stride(0),
             SIZE=size, BLOCK=triton.next_power_of_2(size), num_warps=_warps(size),
-            **_launch_options(weight.device),
+            **launch_options(weight.device),
         )
     return out, embedded
 
@@ -196,9 +180,11 @@ def embed_rms_norm(
 def _norm_pair_kernel(
     ids,            # [T] int64
     table,          # [V, SIZE]
-    hidden,         # [T, SIZE]
+    hidden,         # [N, SIZE]
+    rows,           # [T] int64, or None: token i's is row i
     embed_weight,   # [SIZE]
     hidden_weight,  # [SIZE]
+    hidden_out,     # [T, SIZE], out; None without rows
     out,            # [T, 2, SIZE], out
     eps, stride_table, stride_hidden,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -208,12 +194,17 @@ def _norm_pair_kernel(
     column = tl.arange(0, BLOCK)                                             # [BLOCK]
     ok = column < SIZE
     scale = tl.load((embed_weight if half == 0 else hidden_weight) + column, mask=ok, other=0.0)
-    _enter(PDL)
+    enter(PDL)
     if half == 0:
         x = tl.load(table + tl.load(ids + row) * stride_table + column, mask=ok, other=0.0)
         x = x.to(out.dtype.element_ty)
     else:
-        x = tl.load(hidden + row * stride_hidden + column, mask=ok, other=0.0)
+        source = row
+        if rows is not None:
+            source = tl.load(rows + row)
+        x = tl.load(hidden + source * stride_hidden + column, mask=ok, other=0.0)
+        if rows is not None:
+            tl.store(hidden_out + row * SIZE + column, x, mask=ok)
         x = x.to(out.dtype.element_ty)
     x = _norm(x.to(tl.float32), scale.to(tl.float32), eps, SIZE)
     tl.store(out + (row * 2 + half) * SIZE + column, x.to(out.dtype.element_ty), mask=ok)
@@ -221,8 +212,8 @@ def _norm_pair_kernel(
 
 def embed_norm_pair(
     ids: Tensor, table: Tensor, hidden: Tensor, embed_weight: Tensor, hidden_weight: Tensor,
-    eps: float,
-) -> Tensor:
+    eps: float, *, rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Norm tokens' embeddings and their hidden states, and put them side by side (EAGLE-3).
 
     Parameters
@@ -232,26 +223,29 @@ def embed_norm_pair(
     table : Tensor
         ``[V, H]``.
     hidden : Tensor
-        ``[T, H]``.
+        ``[N, H]``; N = T without ``rows``.
     embed_weight, hidden_weight : Tensor
         ``[H]``, of the two norms.
     eps : float
         Added to the mean of squares.
+    rows : Tensor, optional
+        ``[T]`` int64, each token's row of ``hidden``; row i for token i if None.
 
     Returns
     -------
-    Tensor
-        ``[T, 2 H]``.
+    tuple of Tensor
+        The norms ``[T, 2 H]``, and the hidden states ``[T, H]`` that were normed.
     """
-    size = hidden.shape[1]
-    out = hidden_weight.new_empty(len(ids), 2 * size)
-    if len(ids):
-        _norm_pair_kernel[(len(ids), 2)](
-            ids, table, hidden, embed_weight, hidden_weight, out, eps,
+    count, size = len(ids), hidden.shape[1]
+    out = hidden_weight.new_empty(count, 2 * size)
+    chosen = None if rows is None else hidden.new_empty(count, size)
+    if count:
+        _norm_pair_kernel[(count, 2)](
+            ids, table, hidden, rows, embed_weight, hidden_weight, chosen, out, eps,
             table.stride(0), hidden.stride(0), SIZE=size, BLOCK=triton.next_power_of_2(size),
-            num_warps=_warps(size), **_launch_options(hidden.device),
+            num_warps=_warps(size), **launch_options(hidden.device),
         )
-    return out
+    return out, hidden if chosen is None else chosen
 
 
 @triton.jit
@@ -264,7 +258,7 @@ def _silu_mul_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)                  # [BLOCK]
     ok = column < SIZE
-    _enter(PDL)
+    enter(PDL)
     at = row * stride_row + column
     gate = _sum_parts(parts, at, ok, stride_part, SPLIT)
     up = _sum_parts(parts, at + SIZE, ok, stride_part, SPLIT)
@@ -279,7 +273,7 @@ def silu_mul(parts: Tensor, dtype: torch.dtype) -> Tensor:
     if count:
         _silu_mul_kernel[(count, triton.cdiv(both // 2, SPAN))](
             parts, out, parts.stride(0), parts.stride(1), SIZE=both // 2, BLOCK=SPAN, SPLIT=split,
-            num_warps=2, **_launch_options(parts.device),
+            num_warps=2, **launch_options(parts.device),
         )
     return out
 
@@ -330,7 +324,7 @@ def _rotate_kernel(
         slot, cosine, sine = _place(
             positions, table, slots, token, dim, last_position, stride_slot, Q_LEN, DIM, ".cg"
         )
-    _enter(PDL)
+    enter(PDL)
     if not EARLY:
         slot, cosine, sine = _place(
             positions, table, slots, token, dim, last_position, stride_slot, Q_LEN, DIM, ""
@@ -409,7 +403,7 @@ def rotate_store(
         k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
         Q_LEN=1 if slots is None else slots.shape[1], Q_HEADS=q_heads, KV_HEADS=kv_heads, DIM=dim,
         HALF_BLOCK=triton.next_power_of_2(dim // 2), HEADS=heads, SPLIT=parts.shape[0],
-        EARLY=following, num_warps=2, **_launch_options(q.device),
+        EARLY=following, num_warps=2, **launch_options(q.device),
     )
 
 

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specattn.kernels.early_launch import enter, launch_options
+
 # Sized integers stand in for every dtype: a move is a copy of bits.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -34,8 +36,9 @@ def _commit_kv_kernel(
     n, width, stride_tail, stride_accept,
     stride_kl, stride_ks, stride_kh, stride_vl, stride_vs, stride_vh,
     K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
-    NODES: tl.constexpr, BLOCK: tl.constexpr,
+    NODES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
+    enter(PDL)
     req, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     block = tl.program_id(2)
     rank = tl.arange(0, NODES)                                               # [NODES]
@@ -86,5 +89,5 @@ def commit_kv(k_pool: Tensor, v_pool: Tensor, tail_slots: Tensor, accept_index: 
         k_pool.stride(0), k_pool.stride(1), k_pool.stride(2),
         v_pool.stride(0), v_pool.stride(1), v_pool.stride(2),
         K_DIM=k_dim, V_DIM=v_dim, K_SIZE=heads * k_dim, V_SIZE=heads * v_dim,
-        NODES=nodes, BLOCK=block,
+        NODES=nodes, BLOCK=block, **launch_options(k_pool.device),
     )

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from specattn.kernels.dense import require_dense
+from specattn.kernels.early_launch import enter, launch_options
 from specattn.kernels.reference.step import as_columns, check_begin, check_end, check_path
 
 if TYPE_CHECKING:
@@ -128,8 +129,9 @@ def _end_step_kernel(
     wide_sources, wide_tables, wide_strides, wide_table_strides, wide_widths,
     depth, stride_tokens, stride_packed,
     NARROWS: tl.constexpr, WIDES: tl.constexpr, NARROW: tl.constexpr, BYTES: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):
+    enter(PDL)
     req = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + req)
     live = row != 0
@@ -163,8 +165,9 @@ def _gather_path_kernel(
     last_rows_out,  # [B] int64, out
     after_out,      # [B] int64, out
     depth, width, stride_req, stride_node, stride_index, stride_out_req, stride_out,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
+    enter(PDL)
     req = (tl.program_id(0) // depth).to(tl.int64)
     rank = tl.program_id(0) % depth
     node = tl.maximum(tl.load(accept_index + req * stride_index + rank), 0).to(tl.int64)
@@ -324,7 +327,7 @@ def end_step(
         rows, seq_lens, accept_lens, accept_tokens, seq_lens_table, packed_out, *copies,
         depth, accept_tokens.stride(0), packed_out.stride(0),
         NARROWS=narrows, WIDES=wides, NARROW=NARROW, BYTES=BYTES,
-        BLOCK_D=triton.next_power_of_2(max(depth, 1)),
+        BLOCK_D=triton.next_power_of_2(max(depth, 1)), **launch_options(rows.device),
     )
 
 
@@ -375,4 +378,5 @@ def gather_path(
         features, accept_index, accept_lens, seq_lens, features_out, last_rows_out, after_out,
         depth, width, features.stride(0), features.stride(1), accept_index.stride(0),
         features_out.stride(0), features_out.stride(1), BLOCK=BLOCK,
+        **launch_options(features.device),
     )

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from specattn.kernels.beam import score_key
 from specattn.kernels.dense import require_dense
+from specattn.kernels.early_launch import enter, launch_options
 from specattn.kernels.reference import tree as twin
 
 if TYPE_CHECKING:
@@ -128,9 +129,10 @@ def _build_tree_kernel(
     stride_scores, stride_tokens, stride_parents,
     N: tl.constexpr, W: tl.constexpr, TOPK: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ):
     req = tl.program_id(0).to(tl.int64)
+    enter(PDL)
     scores += req * stride_scores
     tokens_out += req * N
     next_sibling_out += req * N
@@ -244,7 +246,7 @@ def build_tree(
         BLOCK_C=triton.next_power_of_2(max(count, 1)),
         BLOCK_G=triton.next_power_of_2(max(parents.shape[1], 1)), BLOCK_N=block_n,
         BLOCK_W=triton.next_power_of_2(num_words), BLOCK_S=min(block_n, 64),
-        num_warps=num_warps or _warps(count, num_draft_tokens),
+        num_warps=num_warps or _warps(count, num_draft_tokens), **launch_options(scores.device),
     )
 
 

@@ -218,9 +218,13 @@ class EagleHead(DraftHead):
         positions: Tensor,
         attend: Attend,
         rows: Tensor | None = None,
+        *,
+        sources: Tensor | None = None,
     ) -> DraftOutput:
         """Run the draft over flattened tokens; see `DraftModel.forward`."""
         embeds, rope = self._inputs(input_ids, positions)
+        if sources is not None:
+            hidden_states = hidden_states[sources]
         x = self.weights.fc(torch.cat([embeds, hidden_states], dim=-1))
         *first, last = self.weights.layers
         for layer in first:
@@ -262,9 +266,13 @@ class Eagle3Head(DraftHead):
         positions: Tensor,
         attend: Attend,
         rows: Tensor | None = None,
+        *,
+        sources: Tensor | None = None,
     ) -> DraftOutput:
         """Run the draft over flattened tokens; see `DraftModel.forward`."""
         embeds, rope = self._inputs(input_ids, positions)
+        if sources is not None:
+            hidden_states = hidden_states[sources]
         x = self.weights.midlayer(embeds, hidden_states, rope, attend, rows)
         # The next step continues the residual stream; only the logits see the norm.
         return DraftOutput(self._logits(self.weights.norm(x)), x)

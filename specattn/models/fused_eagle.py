@@ -139,14 +139,16 @@ class FusedEagle3:
         positions: Tensor,
         attend: Attend,
         rows: Tensor | None = None,
+        *,
+        sources: Tensor | None = None,
     ) -> DraftOutput:
         """Run the draft over flattened tokens; see `DraftModel.forward`."""
         glue, block = ops("glue", self.norm.device), self.block
-        both = glue.embed_norm_pair(
+        both, stream = glue.embed_norm_pair(
             input_ids, self.embed_tokens, hidden_states, block.input_norm, self.hidden_norm,
-            block.eps,
+            block.eps, rows=sources,
         )
-        x, stream = block.attend(both, hidden_states, 0, positions, attend, rows)
+        x, stream = block.attend(both, stream, 0, positions, attend, rows)
         # the next step continues the stream; only the logits see the norm
         x, stream = glue.add_rms_norm(block.feed(x), stream, self.norm, block.eps)
         x = x.to(self.lm_head.dtype)

@@ -188,6 +188,8 @@ class DraftModel(Protocol):
         positions: Tensor,
         attend: Attend,
         rows: Tensor | None = None,
+        *,
+        sources: Tensor | None = None,
     ) -> DraftOutput:
         """Run the draft over flattened tokens.
 
@@ -196,13 +198,16 @@ class DraftModel(Protocol):
         input_ids : Tensor
             ``[T]`` int64, target token ids: each one follows the token its hidden state is of.
         hidden_states : Tensor
-            ``[T, H]``, from `combine` or from the previous draft forward.
+            ``[T, H]``, from `combine` or from the previous draft forward; of any number of rows
+            with ``sources``.
         positions : Tensor
             ``[T]`` int64.
         attend : Attend
             Called once per layer, over all tokens.
         rows : Tensor, optional
             ``[R]`` int64 indices of the tokens whose logits and states are wanted; all if None.
+        sources : Tensor, optional
+            ``[T]`` int64, each token's row of ``hidden_states``; row i for token i if None.
         """
         ...
 

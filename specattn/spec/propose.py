@@ -129,20 +129,22 @@ class BoundPropose:
         named = {f"candidate_{name}": value for name, value in scores_tokens_parents.items()}
         laws = [state.draft_probs]
         probs, tokens = state.topk_probs[:, None], state.topk_tokens[:, None]  # [B, 1, K]
-        hidden = state.hidden_states[:, None]  # [B, 1, H]
-        scores = torch.ones_like(probs[:, :, 0])  # [B, 1]
-        words = torch.zeros_like(inputs.words[:, :1, 0])  # [B, 1, W]: the root is no draft node
+        hidden = state.hidden_states  # [B * beams, H]
+        # the root has no path, and is no draft node
+        scores: Tensor | None = None
+        words: Tensor | None = None
+        # all steps' at once: a step's own are not dense for more than one request
+        positions = inputs.positions.transpose(0, 1).contiguous().flatten(1)  # [steps, B * K]
         for step, attend in enumerate(self.steps.steps):
             picked = _Beams.empty(state.topk_tokens)
             beam.select_beams(
                 step, probs, tokens, scores, words, **named, scores_out=picked.scores,
-                tokens_out=picked.tokens, beams_out=picked.beams, words_out=inputs.words[:, step],
+                tokens_out=picked.tokens, rows_out=picked.rows, words_out=inputs.words[:, step],
             )
             self.steps.fill_ancestors(step)
-            index = picked.beams[:, :, None].expand(-1, -1, hidden.shape[-1])
-            at = inputs.positions[:, step].flatten()
+            at = positions[step]
             out = self.draft.forward(
-                picked.tokens.flatten(), hidden.gather(1, index).flatten(0, 1), at, attend
+                picked.tokens.flatten(), hidden, at, attend, sources=picked.rows.flatten()
             )
             # drafts run one position behind the target
             after = at + 1 if self.config.draft_sampling else at
@@ -151,7 +153,7 @@ class BoundPropose:
                 part.unflatten(0, picked.tokens.shape) for part in (chosen.probs, chosen.tokens)
             )
             laws.append(chosen.law.unflatten(0, picked.tokens.shape)[:, 0])
-            hidden = out.hidden_states.unflatten(0, picked.tokens.shape)
+            hidden = out.hidden_states
             scores, words = picked.scores, inputs.words[:, step]
         beam.append_candidates(len(self.steps.steps), probs, tokens, scores, **named)
         return Candidates(**scores_tokens_parents, draft_probs=torch.stack(laws, 1))
@@ -184,11 +186,11 @@ class BoundPropose:
 
 @dataclass(frozen=True)
 class _Beams:
-    """The nodes a draft step runs: ``[B, K]`` path scores, tokens, and the beams they extend."""
+    """The nodes a draft step runs: ``[B, K]`` path scores, tokens, and the rows they extend."""
 
     scores: Tensor
     tokens: Tensor
-    beams: Tensor
+    rows: Tensor
 
     @classmethod
     def empty(cls, like: Tensor) -> _Beams:

@@ -33,11 +33,11 @@ class Drafting:
         outs = {
             "scores_out": torch.full((batch, self.topk), math.nan, device=DEVICE),
             "tokens_out": torch.full((batch, self.topk), POISON, device=DEVICE),
-            "beams_out": torch.full((batch, self.topk), POISON, device=DEVICE),
+            "rows_out": torch.full((batch, self.topk), POISON, device=DEVICE),
             "words_out": self.words[:, step],
         }
         self.op.select_beams(step, probs, tokens, scores, words, **self.candidates, **outs)
-        return outs["scores_out"], outs["tokens_out"], outs["beams_out"]
+        return outs["scores_out"], outs["tokens_out"], outs["rows_out"]
 
 
 def random_children(rng, batch, beams, topk, ties):
@@ -63,21 +63,20 @@ def best(scores, topk):
 def test_drafting(kind, batch, topk, steps, ties):
     rng = random.Random(topk)
     draft = Drafting(kind, batch, topk, steps)
-    scores = torch.ones(batch, 1, device=DEVICE)
-    words = torch.zeros(batch, 1, draft.words_wide, dtype=torch.int64, device=DEVICE)
+    scores = words = None
     expect_parents = [[-1] for _ in range(batch)]
     expect_scores, expect_tokens = [[] for _ in range(batch)], [[] for _ in range(batch)]
     masks = [[0] for _ in range(batch)]
     for step in range(steps):
         probs, tokens = random_children(rng, batch, topk if step else 1, topk, ties)
-        paths = (probs * scores[:, :, None]).flatten(1)
+        paths = (probs * scores[:, :, None] if step else probs).flatten(1)
         for b in range(batch):
             expect_scores[b] += paths[b].tolist()
             expect_tokens[b] += tokens[b].flatten().tolist()
         if step == steps - 1:
             draft.op.append_candidates(step, probs, tokens, scores, **draft.candidates)
             break
-        new_scores, new_tokens, beams = draft.select(step, probs, tokens, scores, words)
+        new_scores, new_tokens, rows = draft.select(step, probs, tokens, scores, words)
         start = len(expect_scores[0]) - paths.shape[1]
         for b in range(batch):
             picks = best(paths[b].tolist(), topk)
@@ -85,7 +84,8 @@ def test_drafting(kind, batch, topk, steps, ties):
             masks[b] = [
                 masks[b][pick // topk] | 1 << step * topk + k for k, pick in enumerate(picks)
             ]
-            assert beams[b].tolist() == [pick // topk for pick in picks]
+            beams = topk if step else 1
+            assert rows[b].tolist() == [b * beams + pick // topk for pick in picks]
             assert new_tokens[b].tolist() == [expect_tokens[b][start + pick] for pick in picks]
             want = paths[b][picks].tolist()
             assert [repr(x) for x in new_scores[b].tolist()] == [repr(x) for x in want]
@@ -111,9 +111,9 @@ def test_golden_parents_cross_and_collapse(kind):
     )
     # request 0 continues from beam 0 alone, request 1 first from beam 1, then from beam 0
     probs = torch.tensor([[[0.5, 0.4], [0.1, 0.1]], [[0.3, 0.1], [0.9, 0.1]]], device=DEVICE)
-    _, _, beams = draft.select(1, probs, tokens.expand(2, 2, 2).contiguous(), scores,
+    _, _, rows = draft.select(1, probs, tokens.expand(2, 2, 2).contiguous(), scores,
                                draft.words[:, 0])
-    assert beams.tolist() == [[0, 0], [1, 0]]
+    assert rows.tolist() == [[0, 0], [3, 2]]
     assert draft.candidates["candidate_parents"].tolist() == [[-1, 0, 1, 2, 3], [-1, 0, 1, 4, 2]]
     assert draft.words[:, 1, :, 0].tolist() == [[0b0101, 0b1001], [0b0110, 0b1001]]
 
@@ -155,5 +155,5 @@ def test_wrong_steps_are_named(kind):
     with pytest.raises(ValueError, match="step 1 has no beams to pick"):
         draft.op.select_beams(
             1, probs, tokens, scores, words, **draft.candidates, scores_out=scores,
-            tokens_out=tokens, beams_out=tokens, words_out=words,
+            tokens_out=tokens, rows_out=tokens, words_out=words,
         )

@@ -42,6 +42,20 @@ def launched_kernels() -> set[str]:
     return found
 
 
+def test_what_may_start_early_waits() -> None:
+    """A kernel with a switch for programmatic launch that never waited would read too early."""
+    silent = []
+    for path in (ROOT / "specattn" / "kernels").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.FunctionDef) or not node.name.endswith("kernel"):
+                continue
+            calls = {ast.unparse(n.func) for n in ast.walk(node) if isinstance(n, ast.Call)}
+            switched = "PDL" in {argument.arg for argument in node.args.args}
+            if switched and not calls & {"enter", "gdc_wait"}:
+                silent.append(node.name)
+    assert not silent
+
+
 def compile_quickly(tmp_path: Path, targets: str, only: str = "") -> list[dict[str, Any]]:
     """In a process of its own: here Triton may be interpreting."""
     out = tmp_path / "records.json"

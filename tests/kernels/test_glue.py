@@ -69,8 +69,15 @@ def test_embeddings_and_their_norms(glue, dtype) -> None:
     assert embedded.equal(table[ids])
     assert wide[:, :50].isnan().all()
     check(normed, norm(table[ids], weights[0]))
-    both = glue.embed_norm_pair(ids, table, hidden, weights[0], weights[1], EPS)
-    check(both, torch.cat([norm(table[ids], weights[0]), norm(hidden, weights[1])], dim=-1))
+    few = hidden[:3]
+    for rows, normed in ((None, hidden), ([2, 0, 2, 1, 1, 0], few)):
+        index = None if rows is None else torch.tensor(rows, device=DEVICE)
+        both, stream = glue.embed_norm_pair(
+            ids, table, normed, weights[0], weights[1], EPS, rows=index
+        )
+        want = normed if rows is None else normed[rows]
+        assert stream.equal(want)
+        check(both, torch.cat([norm(table[ids], weights[0]), norm(want, weights[1])], dim=-1))
 
 
 @pytest.mark.parametrize("split", [1, 2])

@@ -107,6 +107,19 @@ def test_eagle3_is_the_papers_head(target, dense, tmp_path, layout, hidden_size)
     assert torch.equal(head.to_target(torch.tensor([[3, 0]])), kept[torch.tensor([[3, 0]])])
 
 
+@pytest.mark.parametrize("tensors", [eagle_tensors, eagle3_tensors])
+def test_tokens_may_share_the_state_they_continue(target, dense, tmp_path, tensors) -> None:
+    head = load_draft(write(tmp_path, tensors()), target)
+    ids, hidden, positions = inputs(HT)
+    sources = torch.tensor([1, 0, 1, 2] * T)[:T]
+    got = head.forward(
+        ids, hidden[:3], positions, dense(head.layers).at(positions), ROWS, sources=sources
+    )
+    want = head.forward(ids, hidden[sources], positions, dense(head.layers).at(positions), ROWS)
+    assert torch.equal(got.logits, want.logits)
+    assert torch.equal(got.hidden_states, want.hidden_states)
+
+
 def test_eagle3_steps_one_by_one_like_all_at_once(target, dense, tmp_path) -> None:
     head = load_draft(write(tmp_path, eagle3_tensors()), target)
     ids, hidden, positions = inputs(HT)

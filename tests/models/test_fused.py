@@ -84,6 +84,15 @@ def test_the_head_is_the_one_it_was_made_from(tiny, dense, tmp_path) -> None:
     got = fused.forward(ids, hidden, positions, dense(fused.layers).at(positions), rows)
     assert off(got.logits, want.logits) < 3e-6
     assert off(got.hidden_states, want.hidden_states) < 3e-6
+    sources = torch.tensor([3, 0, 3, 1, 2, 2, 0, 1, 3])
+    of_few, of_each = (
+        fused.forward(
+            ids, states, positions, dense(fused.layers).at(positions), rows, sources=index
+        )
+        for states, index in ((hidden[:4], sources), (hidden[sources], None))
+    )
+    assert torch.equal(of_few.logits, of_each.logits)
+    assert torch.equal(of_few.hidden_states, of_each.hidden_states)
     states = torch.randn(5, head.feature_size)
     torch.testing.assert_close(fused.combine(states), head.combine(states))
     assert fused.to_target(torch.tensor([3])).equal(head.to_target(torch.tensor([3])))

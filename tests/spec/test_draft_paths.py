@@ -34,7 +34,9 @@ class Spy:
     def __getattr__(self, name):
         return getattr(self.draft, name)
 
-    def forward(self, input_ids, hidden_states, positions, attend, rows=None):
+    def forward(self, input_ids, hidden_states, positions, attend, rows=None, *, sources=None):
+        if sources is not None:
+            hidden_states = hidden_states[sources]
         out = self.draft.forward(input_ids, hidden_states, positions, attend, rows)
         self.calls.append(Call(input_ids.tolist(), positions.tolist(), hidden_states.clone(),
                                out.hidden_states.clone(), out.logits.clone()))

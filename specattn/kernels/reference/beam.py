@@ -54,7 +54,7 @@ def append_candidates(
     step: int,
     child_probs: Tensor,
     child_tokens: Tensor,
-    path_scores: Tensor,
+    path_scores: Tensor | None,
     *,
     candidate_scores: Tensor,
     candidate_tokens: Tensor,
@@ -62,7 +62,7 @@ def append_candidates(
 ) -> None:
     """See `specattn.kernels.beam.append_candidates`."""
     start = candidate_offset(step, child_probs, candidate_scores, candidate_parents)
-    scores = (child_probs * path_scores[:, :, None]).flatten(1)  # [B, beams * topk]
+    scores = _path_scores(child_probs, path_scores)
     columns = slice(start, start + scores.shape[1])
     candidate_scores[:, columns] = scores
     candidate_tokens[:, columns] = child_tokens.flatten(1)
@@ -74,15 +74,15 @@ def select_beams(
     step: int,
     child_probs: Tensor,
     child_tokens: Tensor,
-    path_scores: Tensor,
-    path_words: Tensor,
+    path_scores: Tensor | None,
+    path_words: Tensor | None,
     *,
     candidate_scores: Tensor,
     candidate_tokens: Tensor,
     candidate_parents: Tensor,
     scores_out: Tensor,
     tokens_out: Tensor,
-    beams_out: Tensor,
+    rows_out: Tensor,
     words_out: Tensor,
 ) -> None:
     """See `specattn.kernels.beam.select_beams`."""
@@ -92,19 +92,25 @@ def select_beams(
         step, child_probs, child_tokens, path_scores, candidate_scores=candidate_scores,
         candidate_tokens=candidate_tokens, candidate_parents=candidate_parents,
     )
-    topk = child_probs.shape[2]
-    scores = (child_probs * path_scores[:, :, None]).flatten(1)  # [B, beams * topk]
+    batch, beams, topk = child_probs.shape
+    scores = _path_scores(child_probs, path_scores)
     order = score_key(scores).sort(dim=1, descending=True, stable=True).indices
     picks = order[:, :topk]
     scores_out.copy_(scores.gather(1, picks))
     tokens_out.copy_(child_tokens.flatten(1).gather(1, picks))
-    beams_out.copy_(picks // topk)
+    rows_out.copy_(torch.arange(batch, device=picks.device)[:, None] * beams + picks // topk)
     candidate_parents[:, 1 + step * topk : 1 + (step + 1) * topk] = start + picks
 
     nodes = step * topk + torch.arange(topk, device=picks.device)
     own = node_bits(nodes, words_out.shape[2])
-    index = beams_out[:, :, None].expand(-1, -1, words_out.shape[2])
-    words_out.copy_(path_words.gather(1, index) | own)
+    above = 0 if path_words is None else path_words.flatten(0, 1)[rows_out]
+    words_out.copy_(own | above)
+
+
+def _path_scores(child_probs: Tensor, path_scores: Tensor | None) -> Tensor:
+    """Return the scores ``[B, beams * topk]`` of the paths down to all children."""
+    above = 1.0 if path_scores is None else path_scores[:, :, None]
+    return (child_probs * above).flatten(1)
 
 
 def node_bits(nodes: Tensor, num_words: int) -> Tensor:

@@ -43,14 +43,16 @@ def embed_rms_norm(
 
 def embed_norm_pair(
     ids: Tensor, table: Tensor, hidden: Tensor, embed_weight: Tensor, hidden_weight: Tensor,
-    eps: float,
-) -> Tensor:
+    eps: float, *, rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """See `specattn.kernels.glue.embed_norm_pair`."""
+    if rows is not None:
+        hidden = hidden[rows]
     dtype = hidden_weight.dtype
     pair = _norm(table[ids].to(dtype), embed_weight, eps), _norm(
         hidden.to(dtype), hidden_weight, eps
     )
-    return torch.cat(pair, dim=-1).to(dtype)
+    return torch.cat(pair, dim=-1).to(dtype), hidden
 
 
 def silu_mul(parts: Tensor, dtype: torch.dtype) -> Tensor:
