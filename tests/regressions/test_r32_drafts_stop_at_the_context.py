@@ -27,11 +27,11 @@ def test_no_position_reaches_the_limit(backend, length, tree):
     target, draft = TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
     furthest = []
     for model in (target, draft):
-        def spy(*args, forward=model.forward):
+        def spy(*args, forward=model.forward, **named):
             # positions come right before the attention
             at = next(i for i, arg in enumerate(args) if isinstance(arg, BoundLayers)) - 1
             furthest.append(int(args[at].max()))
-            return forward(*args)
+            return forward(*args, **named)
 
         model.forward = spy
     run = Engine(target, draft, SpecConfig(*tree, LIMIT, 1), backend=backend, graphs=False,
