@@ -2,8 +2,9 @@
 
 A kernel of such a launch lets the next one start at once (`enter`), and waits: all that was
 launched before is then complete, for whatever ran before has waited, too, or was no such launch.
-Until it waits it reads nothing but what no kernel writes, as weights, and writes nothing. Where
-every kernel between two products does so, the second product brings its first weights meanwhile.
+Until it waits it writes nothing, and reads nothing but what no kernel writes, as weights; what may
+be read besides, `gluon_tree` tells. Where every kernel between two products does so, the second
+product brings its first weights meanwhile.
 """
 
 from __future__ import annotations
