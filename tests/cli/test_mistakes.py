@@ -39,7 +39,7 @@ REFUSED = {
     "seams": (["--seams", "two", "p"], "--seams: must be auto, one or three, got 'two'"),
     "temperature": (["--temperature", "-1", "p"], "--temperature: must be 0 or more, got -1.0"),
     "top_p": (["--top-p", "0", "p"], "--top-p: must be above 0 and at most 1, got 0.0"),
-    "top_k": (["--top-k", "-3", "p"], "--top-k: must be 0 (off) or more, got -3"),
+    "top_k": (["--top-k", "-3", "p"], "--top-k: must be 0 (off) or more, below 2**31, got -3"),
     "stop": (["--stop", "", "p"], "--stop: must not be empty"),
     "two_prompts": (["p", "q"], "got unexpected extra argument"),
     "prompt_and_file": (["--prompts", "f", "p"], "--prompts: cannot be combined"),
