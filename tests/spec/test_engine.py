@@ -84,7 +84,7 @@ def test_near_the_context_limit_steps_shrink_instead_of_raising(models, expected
     out = run.generate([Request(p, max_new_tokens=100) for p in prompts])
     for result, prompt in zip(out, prompts, strict=True):
         assert result.finish_reason == "context"
-        assert len(prompt) + len(result.tokens) in (limit, limit + 1)
+        assert len(prompt) + len(result.tokens) == limit + 1, "the last token has no slot"
         assert result.tokens == dense_greedy(models[0], prompt, len(result.tokens))
     run.table.check()
 
@@ -261,3 +261,23 @@ def test_every_parameter_reaches_the_steps_and_leaves_with_its_request(models, e
     again, fresh = run.generate(free), engine(models, TREES[tree]).generate(free)
     assert [r.tokens for r in again] == [r.tokens for r in fresh]
     assert all(r.tokens != want[:20] for r, want in zip(again, expected, strict=True))
+
+
+@pytest.mark.parametrize("page_size", [1, 8])
+def test_what_a_request_has_generated_is_shared_too(models, expected, page_size):
+    """A turn that follows on another one's text, which is still being written."""
+    run, told = engine(models, TREES["topk4"], page_size=page_size), PROMPTS[2]
+    (first,) = run.add([Request(told, 40)])
+    while len(first.tokens) < 24:
+        run.step(ahead=True)
+    prompt = [*told, *first.tokens[:20], 5]
+    models[0].calls.clear()
+    (second,) = run.add([Request(prompt, 8)])
+    shared = (len(prompt) - 2) // page_size * page_size
+    assert models[0].calls == [len(prompt) - shared]
+    while run.num_live:
+        run.step(ahead=True)
+    run.clear()
+    run.table.check()
+    assert first.tokens == expected[2]
+    assert second.tokens == dense_greedy(models[0], prompt, 8)
