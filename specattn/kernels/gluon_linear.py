@@ -35,92 +35,104 @@ def _bring_weights(w32, w16, w8, w, barrier, half, row, k, STEP: gl.constexpr):
 
 @gluon.jit
 def _bring(
-    w32, w16, w8, w, came, low, high, begin, step,
+    w32, w16, w8, w, came, low, high, k, step,
     STEP: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):
-    """Bring both halves of a step's weights."""
+    """Bring both halves of a step's weights, from column ``k`` on."""
     stage = step % STAGES
     barrier = came.index(stage)
     mbarrier.expect(barrier, 2 * STEP * BK * 2)
-    k = (begin + step) * BK
     _bring_weights(w32, w16, w8, w, barrier, stage * 2, low, k, STEP)
     _bring_weights(w32, w16, w8, w, barrier, stage * 2 + 1, high, k, STEP)
 
 
 @gluon.jit
 def _produce_weights(
-    w32, w16, w8, w, came, free, low, high, begin, count,
+    w32, w16, w8, w, came, free, low, high, begin, count, turns, apart,
     STEP: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, PACE: gl.constexpr,
+    MANY: gl.constexpr,
 ):
-    """Bring the weights of the CTA's steps along K after the first ``PACE``.
+    """Bring the weights of the CTA's tiles, ``apart`` rows apart, after the first ``PACE`` steps.
 
     Nobody writes weights, so nothing is waited for. Until the ring is full, ``PACE`` tiles are on
     their way at a time: kernels before this one still load their operands, which come behind all
     that has been asked for.
     """
-    for step in range(PACE, count):
-        if step < STAGES:
-            mbarrier.wait(came.index(step - PACE), 0)
-        else:
+    for step in range(gl.minimum(count, PACE), count * turns):
+        if step >= STAGES:
             mbarrier.wait(free.index(step % STAGES), (step // STAGES + 1) & 1)
-        _bring(w32, w16, w8, w, came, low, high, begin, step, STEP, BK, STAGES)
+        elif step >= PACE:
+            mbarrier.wait(came.index(step - PACE), 0)
+        row = 0
+        at = step
+        if MANY:
+            row = step // count * apart
+            at = step % count
+        k = (begin + at) * BK
+        _bring(w32, w16, w8, w, came, low + row, high + row, k, step, STEP, BK, STAGES)
 
 
 @gluon.jit
 def _produce_rows(
-    rows, x, full, free, begin, count,
-    BT: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    rows, x, full, free, begin, count, turns,
+    BT: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, MANY: gl.constexpr,
 ):
     """Bring what the weights are multiplied by, once the kernel before this one is complete."""
     gdc_wait()
-    for step in range(count):
+    for step in range(count * turns):
         stage = step % STAGES
         if step >= STAGES:
             mbarrier.wait(free.index(stage), (step // STAGES + 1) & 1)
         barrier = full.index(stage)
         mbarrier.expect(barrier, BT * BK * 2)
-        tma.async_copy_global_to_shared(rows, [0, (begin + step) * BK], barrier, x.index(stage))
+        at = step
+        if MANY:
+            at = step % count
+        k = (begin + at) * BK
+        tma.async_copy_global_to_shared(rows, [0, k], barrier, x.index(stage))
+
+
+@gluon.jit
+def _store(
+    out, values, first, step, tokens, width, stride_row, BT: gl.constexpr, layout: gl.constexpr,
+):
+    """Store ``step`` of 64 rows of a tile as columns of the result, from ``first`` on."""
+    token = gl.arange(0, BT, layout=gl.SliceLayout(0, layout))             # [BT]
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))               # [64]
+    column = first + row
+    ok = (token < tokens)[None, :] & ((row < step) & (column < width))[:, None]
+    at = out + (token.to(gl.int64) * stride_row)[None, :] + column[:, None]
+    gl.store(at, gl.convert_layout(values.to(out.dtype.element_ty), layout), mask=ok)
 
 
 @gluon.jit
 def _consume(
-    out, w, x, came, full, free, tile, count, tokens, width, stride_row,
+    out, w, x, came, full, free, tile, count, turns, others, tokens, width, stride_row,
     STEP: gl.constexpr, BT: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
 ):
+    """Multiply, and store tile after tile, ``others`` apart."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
-    # rows of the weights are columns of the result
     across: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, 4], [0, 1])
-    low = gl.zeros([64, BT], gl.float32, layout)
-    high = gl.zeros([64, BT], gl.float32, layout)
-    for step in range(count):
-        stage = step % STAGES
-        mbarrier.wait(came.index(stage), (step // STAGES) & 1)
-        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-        right = x.index(stage).permute((1, 0))
-        low_next = warpgroup_mma(w.index(stage * 2), right, low, is_async=True)
-        high_next = warpgroup_mma(w.index(stage * 2 + 1), right, high, is_async=True)
-        low, high = warpgroup_mma_wait(0, deps=[low_next, high_next])
-        mbarrier.arrive(free.index(stage), count=1)
-    token = gl.arange(0, BT, layout=gl.SliceLayout(0, across))             # [BT]
-    column = gl.arange(0, 64, layout=gl.SliceLayout(1, across))            # [64]
-    # of 64 rows, the first STEP are the CTA's
-    mine = (token < tokens)[None, :] & (column < STEP)[:, None]            # [64, BT]
-    at = out + (token.to(gl.int64) * stride_row)[None, :]
-    if GATED:
-        low = low / (1.0 + gl.exp(-low)) * high
-        column += tile * STEP
-        ok = mine & (column < width)[:, None]
-        value = gl.convert_layout(low.to(out.dtype.element_ty), across)
-        gl.store(at + column[:, None], value, mask=ok)
-    else:
-        column += tile * (2 * STEP)
-        ok = mine & (column < width)[:, None]
-        value = gl.convert_layout(low.to(out.dtype.element_ty), across)
-        gl.store(at + column[:, None], value, mask=ok)
-        column += STEP
-        ok = mine & (column < width)[:, None]
-        value = gl.convert_layout(high.to(out.dtype.element_ty), across)
-        gl.store(at + column[:, None], value, mask=ok)
+    for turn in range(turns):
+        low = gl.zeros([64, BT], gl.float32, layout)
+        high = gl.zeros([64, BT], gl.float32, layout)
+        for step in range(turn * count, turn * count + count):
+            stage = step % STAGES
+            mbarrier.wait(came.index(stage), (step // STAGES) & 1)
+            mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+            right = x.index(stage).permute((1, 0))
+            low_next = warpgroup_mma(w.index(stage * 2), right, low, is_async=True)
+            high_next = warpgroup_mma(w.index(stage * 2 + 1), right, high, is_async=True)
+            low, high = warpgroup_mma_wait(0, deps=[low_next, high_next])
+            mbarrier.arrive(free.index(stage), count=1)
+        if GATED:
+            low = low / (1.0 + gl.exp(-low)) * high
+            _store(out, low, tile * STEP, STEP, tokens, width, stride_row, BT, across)
+        else:
+            first = tile * (2 * STEP)
+            _store(out, low, first, STEP, tokens, width, stride_row, BT, across)
+            _store(out, high, first + STEP, STEP, tokens, width, stride_row, BT, across)
+        tile += others
 
 
 @gluon.jit(do_not_specialize=["tokens"])
@@ -130,15 +142,24 @@ def gluon_linear_kernel(
     out,           # [SPLIT, T, N]; with GATED [T, N / 2]
     tokens, width, steps, stride_part, stride_row,
     STEP: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    SPLIT: gl.constexpr, GATED: gl.constexpr, PACE: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+    SPLIT: gl.constexpr, GATED: gl.constexpr, PACE: gl.constexpr, MANY: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):
-    """One CTA per 2 STEP rows of the weights (GATED: STEP and those they gate) and share of K."""
+    """A CTA takes 2 STEP rows of the weights (GATED: STEP and those they gate) and a share of K.
+
+    With ``MANY`` there are fewer CTAs than such tiles: each takes several, and reads on in between.
+    """
+    SIZE: gl.constexpr = STEP if GATED else 2 * STEP
     gdc_launch_dependents()
     tile = gl.program_id(0) // SPLIT
+    others = 0
+    turns = 1
+    if MANY:
+        others = gl.num_programs(0) // SPLIT
+        turns = (width + SIZE * others - 1 - tile * SIZE) // (SIZE * others)
     part = gl.program_id(0) % SPLIT
     begin = part * steps // SPLIT
     count = (part + 1) * steps // SPLIT - begin
-    low = tile * (STEP if GATED else 2 * STEP)
+    low = tile * SIZE
     high = low + (width if GATED else STEP)
     w_layout: gl.constexpr = w32.layout
     x_layout: gl.constexpr = rows.layout
@@ -154,14 +175,15 @@ def gluon_linear_kernel(
     fence_async_shared()
     # the warps that take over need most of a microsecond to start
     for step in range(gl.minimum(count, PACE)):
-        _bring(w32, w16, w8, w, came, low, high, begin, step, STEP, BK, STAGES)
+        _bring(w32, w16, w8, w, came, low, high, (begin + step) * BK, step, STEP, BK, STAGES)
     gl.warp_specialize([
         (_consume, (
-            out + part.to(gl.int64) * stride_part, w, x, came, full, free, tile, count, tokens,
-            width, stride_row, STEP, BT, STAGES, GATED,
+            out + part.to(gl.int64) * stride_part, w, x, came, full, free, tile, count, turns,
+            others, tokens, width, stride_row, STEP, BT, STAGES, GATED,
         )),
         (_produce_weights, (
-            w32, w16, w8, w, came, free, low, high, begin, count, STEP, BK, STAGES, PACE,
+            w32, w16, w8, w, came, free, low, high, begin, count, turns, others * SIZE, STEP, BK,
+            STAGES, PACE, MANY,
         )),
-        (_produce_rows, (rows, x, full, free, begin, count, BT, BK, STAGES)),
+        (_produce_rows, (rows, x, full, free, begin, count, turns, BT, BK, STAGES, MANY)),
     ], [1, 1], [PRODUCER_REGS, PRODUCER_REGS])

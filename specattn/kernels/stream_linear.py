@@ -143,11 +143,14 @@ def _launch(
 
     tiles = -(-width // (step if gated else 2 * step))
     steps = -(-x.shape[1] // tile.block_k)
-    gluon_linear_kernel[(tiles * split,)](
+    # as many CTAs as run at once: a further one would begin to read when another has ended
+    most = _multiprocessors(x.device) * tile.ctas_per_sm
+    gluon_linear_kernel[(min(tiles * split, most),)](
         *(_boxes(weight, rows, tile.block_k) for rows in (32, 16, 8)),
         _boxes(x.contiguous(), tile.rows, tile.block_k), out, len(x), width,
         steps, strides[0], strides[1],
         STEP=step, BT=tile.rows, BK=tile.block_k, STAGES=tile.stages, SPLIT=split, GATED=gated,
+        MANY=tiles * split > most,
         PACE=_pace(tile, steps, split, weight.nbytes), PRODUCER_REGS=tile.producer_regs,
         num_warps=4, maxnreg=tile.max_regs, launch_pdl=True,
     )

@@ -49,7 +49,7 @@ def test_the_pace_is_of_the_ring(pace) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "out", "inner", "dtype"), [
     (1, 6144, 1024, BF16), (16, 300, 72, HALF), (33, 1000, 4096, BF16), (64, 128, 8200, HALF),
-    (5, 6144, 4096, BF16), (40, 6144, 4096, HALF),
+    (5, 6144, 4096, BF16), (40, 6144, 4096, HALF), (20, 20000, 520, BF16),
 ])
 def test_streamed_products(rows, out, inner, dtype) -> None:
     device = torch.device("cuda")
