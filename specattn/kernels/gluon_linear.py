@@ -142,7 +142,8 @@ def gluon_linear_kernel(
     out,           # [SPLIT, T, N]; with GATED [T, N / 2]
     tokens, width, steps, stride_part, stride_row,
     STEP: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    SPLIT: gl.constexpr, GATED: gl.constexpr, PACE: gl.constexpr, MANY: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+    SPLIT: gl.constexpr, GATED: gl.constexpr, PACE: gl.constexpr, MANY: gl.constexpr,
+    PRODUCER_REGS: gl.constexpr,
 ):
     """A CTA takes 2 STEP rows of the weights (GATED: STEP and those they gate) and a share of K.
 
