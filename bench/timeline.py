@@ -254,28 +254,22 @@ def gaps(kernels: Sequence[Kernel]) -> list[tuple[float, float, Kernel]]:
 def table(step: Step) -> dict[str, dict[str, float]]:
     """Return microseconds by phase and class; they add up to the step.
 
-    Kernels that run at the same time share it equally; waiting belongs to the phase of the kernel
+    Of the time in which any kernel is there, all since the one before it ended is a kernel's: most
+    are launched long before they may read, and wait. The rest belongs to the phase of the kernel
     that comes next.
     """
     found = {phase: dict.fromkeys(CLASSES, 0.0) for phase in PHASES}
+    ended = sorted(zip(step.kernels, step.phases, strict=True), key=lambda one: one[0].end)
+    idle = gaps(step.kernels)
+    before = step.start
+    for kernel, phase in ended:
+        us, before = kernel.end - before, kernel.end
+        while idle and idle[0][0] < kernel.end:
+            us -= idle.pop(0)[1]
+        found[phase][class_of(kernel, phase)] += us
     phase_of = dict(zip(map(id, step.kernels), step.phases, strict=True))
     for _, length, after in gaps(step.kernels):
         found[phase_of[id(after)]]["idle"] += length
-    edges = sorted(
-        [(k.start, True, at) for at, k in enumerate(step.kernels)]
-        + [(k.end, False, at) for at, k in enumerate(step.kernels)],
-        key=lambda edge: edge[0],
-    )
-    running: dict[int, str] = {}
-    last = step.start
-    for when, begins, at in edges:
-        for other, kind in running.items():
-            found[step.phases[other]][kind] += (when - last) / len(running)
-        last = when
-        if begins:
-            running[at] = class_of(step.kernels[at], step.phases[at])
-        else:
-            running.pop(at, None)
     return found
 
 

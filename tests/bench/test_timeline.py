@@ -104,7 +104,20 @@ def test_times_add_up_to_the_step():
     assert "(200.0 untraced)" in text
 
 
-def test_kernels_at_the_same_time_share_it():
+def test_a_kernel_that_waits_for_another_has_the_time_after_it():
+    """A short kernel within a long one, one that starts early, and a gap."""
+    names = ("gluon_linear_kernel", "_begin_step_kernel", "gluon_linear_kernel", "argmax")
+    spans = ((0.0, 10.0), (2.0, 3.0), (4.0, 20.0), (27.0, 8.0))
+    found = [Kernel(name, start, us, 7) for name, (start, us) in zip(names, spans, strict=True)]
+    step = timeline.Step(found, ["verify", "metadata", "draft", "accept"])
+    cells = timeline.table(step)
+    assert cells["metadata"]["other"] == 5.0
+    assert cells["verify"]["target GEMM"] == 5.0
+    assert cells["draft"]["draft GEMM"] == 14.0
+    assert (cells["accept"]["idle"], cells["accept"]["other"]) == (3.0, 8.0)
+
+
+def test_kernels_of_two_streams_add_up_to_the_step():
     """Two sub-batches, a stream each; the second begins later and ends first."""
     late = [Kernel(k.name, k.start + 1.25, k.us * 0.9, 9) for k in kernels()[:-1]]
     both = sorted(kernels() + late, key=lambda kernel: kernel.start)
