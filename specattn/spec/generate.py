@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import replace
 from functools import partial
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
     Item = tuple[Request, Generation]
     Scales = Sequence[KVScales] | None
+
+log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -120,6 +123,12 @@ class Engine:
         self.buckets = list(buckets) if buckets else powers_of_two(config.max_num_reqs)
         self.settings = Settings((config, *configs), policy, self.buckets)
         self.eos = target.eos_token_ids
+        if config.max_context_len > target.max_context_len:
+            log.warning(
+                "max_context_len %d is above the target's %d: positions from there on are none it "
+                "was trained on, and to fused models they are all the same",
+                config.max_context_len, target.max_context_len,
+            )
         device = target.device
         pages = -(-config.max_context_len // config.page_size) * config.max_num_reqs + 1
         slots = num_slots or pages * config.page_size

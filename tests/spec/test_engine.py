@@ -281,3 +281,10 @@ def test_what_a_request_has_generated_is_shared_too(models, expected, page_size)
     run.table.check()
     assert first.tokens == expected[2]
     assert second.tokens == dense_greedy(models[0], prompt, 8)
+
+
+def test_a_context_beyond_the_targets_is_told(models, caplog) -> None:
+    for longest in (4096, 4097):
+        caplog.clear()
+        engine(models, (0, 1, 1), max_context_len=longest, max_num_reqs=1, graphs=False)
+        assert ("max_context_len 4097 is above" in caplog.text) == (longest > 4096)
