@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from specattn.spec.step_decoder import PendingStep, StepDecoder
 
 WARM = 3
+# numbers added up in a loop that is timed after every launch: what the host is capable of just then
+LOOP = 1000
 
 
 class Stepper:
@@ -92,7 +94,7 @@ def between(begin: Any, end: Any) -> float:
 
 def timed(stepper: Stepper, rounds: int) -> dict[str, float]:
     """Return microseconds of the device and of the host per step."""
-    spans, hosts, device = [], [], stepper.lens.device
+    spans, hosts, loops, device = [], [], [], stepper.lens.device
     gc.disable()
     try:
         for _ in range(WARM + rounds):
@@ -101,6 +103,7 @@ def timed(stepper: Stepper, rounds: int) -> dict[str, float]:
             pending = stepper.decoder.step_async(stepper.rows)
             hosts.append((time.perf_counter_ns() - at) / 1e3)
             spans.append((begin, mark(device)))
+            loops.append(loop())
             stepper.finish()
             stepper._before = pending
         stepper.finish()
@@ -112,8 +115,17 @@ def timed(stepper: Stepper, rounds: int) -> dict[str, float]:
         "us": round(statistics.median(times), 2), "p10_us": round(times[rounds // 10], 2),
         "p90_us": round(times[9 * rounds // 10], 2),
         "host_us": round(statistics.median(launches), 2),
+        "host_p10_us": round(launches[rounds // 10], 2),
         "host_p90_us": round(launches[9 * rounds // 10], 2),
+        "loop_us": round(statistics.median(loops[WARM:]), 2),
     }
+
+
+def loop() -> float:
+    """Return microseconds of a loop that is always the same."""
+    at = time.perf_counter_ns()
+    sum(range(LOOP))
+    return (time.perf_counter_ns() - at) / 1e3
 
 
 def launched(stepper: Stepper, rounds: int) -> dict[str, float]:

@@ -143,7 +143,8 @@ def test_a_whole_run_leaves_a_record(monkeypatch, tmp_path):
             assert cell["host_idle_us"] > 0
             assert cell["length"] == (3 if cell["steps"] else 1)
             assert 0 < cell["p10_us"] <= cell["us"] <= cell["p90_us"]
-            assert 0 < cell["host_us"] <= cell["host_p90_us"]
+            assert 0 < cell["host_p10_us"] <= cell["host_us"] <= cell["host_p90_us"]
+            assert cell["loop_us"] > 0
             assert cell["floor_us"] == round(sum(cell["bytes"].values()) / 4.2e6, 2)
             assert cell["error"] < 1e-5
 
@@ -165,6 +166,7 @@ def test_the_report_says_what_the_record_says(tmp_path):
                  "gaps_over_2us": {"share": 0.01}}
         return {"model": report.MODEL, "setting": setting, "batch": batch, "context": context,
                 "us": us, "floor_us": 4000.0, "host_us": 50.0, "host_idle_us": 40.0,
+                "host_p10_us": 30.0, "loop_us": 20.0,
                 "trace": trace, "operations": 2e12, **more}
 
     cells = [cell("plain", 1, 4096, 4000.0), cell("tree 4-5-16", 1, 4096, 4800.0),
@@ -184,7 +186,7 @@ def test_the_report_says_what_the_record_says(tmp_path):
     assert "| 64 x 4k | 9.00, 1.20x * | - | - |" in text
     assert "Not there: 64 x 32k, whose" in text
     assert "| 250 | 975 | 3.90x |" in text
-    assert "| 960 | 960 | 960 | 960 | 960 | 9 | 1.0 % | 50.0 | 40.0 |" in text
+    assert "| 960 | 960 | 960 | 960 | 960 | 9 | 1.0 % | 50.0 | 30.0 | 40.0 | 20.0 |" in text
 
 
 def test_the_picture_is_of_the_recorded_step():
