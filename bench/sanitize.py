@@ -102,6 +102,7 @@ def main() -> None:
     parser.add_argument("--run", choices=GROUPS, help="run this group here, without the driver")
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--groups", default=",".join(GROUPS))
+    parser.add_argument("--commit", help="what the results call this version")
     parser.add_argument("--out", type=Path, default=RESULTS / "sanitizer_h200.json")
     options = parser.parse_args()
     if options.run:
@@ -131,7 +132,7 @@ def main() -> None:
             if record["tail"]:
                 print(record["tail"], flush=True)
             options.out.write_text(json.dumps(
-                {"machine": machine(), "compute_sanitizer": version, "runs": list(kept.values())},
+                {"machine": machine(options.commit), "compute_sanitizer": version, "runs": list(kept.values())},
                 indent=1, ensure_ascii=False,
             ) + "\n")
 

@@ -200,11 +200,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--no-products", action="store_true")
+    parser.add_argument("--commit", help="what the results call this version")
     args = parser.parse_args()
     torch.manual_seed(0)
     roof = roofs(args.rounds)
     print({name: round(value, 3) for name, value in roof.items()}, flush=True)
-    found: dict[str, Any] = {"machine": machine(), "roofs_tb_s": roof}
+    found: dict[str, Any] = {"machine": machine(args.commit), "roofs_tb_s": roof}
     if not args.no_products:
         found["products"] = products(args.rounds, roof)
     config = LlamaConfig(**(LLAMA_8B | {"num_hidden_layers": args.layers}))
