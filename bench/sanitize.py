@@ -112,6 +112,7 @@ def main() -> None:
         raise SystemExit("compute-sanitizer is not on the PATH")
     from bench.suite.machine import machine
 
+    here = machine(options.commit)
     kept: dict[tuple[str, str], dict[str, Any]] = {}
     if options.out.exists():
         for record in json.loads(options.out.read_text())["runs"]:
@@ -123,7 +124,9 @@ def main() -> None:
         for group in options.groups.split(","):
             record = sanitize(tool, group)
             before = kept.get((record["tool"], group), {})
-            kept[record["tool"], group] = record | {"explanation": before.get("explanation", "")}
+            kept[record["tool"], group] = record | {
+                "commit": here["commit"], "explanation": before.get("explanation", ""),
+            }
             print(f"{record['tool']:10} {group:8} {record['seconds']:6.1f} s  "
                   f"{len(record['ran'])} of {record['cases']} cases, {record['errors']} errors, "
                   f"{record['warnings']} warnings, exit {record['returncode']}", flush=True)
@@ -132,7 +135,7 @@ def main() -> None:
             if record["tail"]:
                 print(record["tail"], flush=True)
             options.out.write_text(json.dumps(
-                {"machine": machine(options.commit), "compute_sanitizer": version, "runs": list(kept.values())},
+                {"machine": here, "compute_sanitizer": version, "runs": list(kept.values())},
                 indent=1, ensure_ascii=False,
             ) + "\n")
 

@@ -139,8 +139,9 @@ def sanitizer(results: Path) -> str:
         shown = [tables.NONE if run[name] is None else str(run[name])
                  for name in ("errors", "warnings")]
         cases = f"{len(run['ran'])} of {run['cases']}"
-        rows.append([run["tool"], run["group"], cases, *shown, run["explanation"] or tables.NONE])
-    head = ["tool", "kernels", "cases", "errors", "warnings", "explanation"]
+        rows.append([run["tool"], run["group"], run["commit"], cases, *shown,
+                     run["explanation"] or tables.NONE])
+    head = ["tool", "kernels", "version", "cases", "errors", "warnings", "explanation"]
     return tables.table(head, rows)
 
 

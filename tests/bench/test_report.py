@@ -183,9 +183,9 @@ def test_small_kernels_have_targets_and_a_table(tmp_path):
 
 def test_the_sanitizer_has_a_table(tmp_path):
     run = {"tool": "memcheck", "group": "gluon", "ran": ["a", "b"], "cases": 3, "errors": None,
-           "warnings": 1, "explanation": ""}
+           "warnings": 1, "commit": "abc", "explanation": ""}
     (tmp_path / records.SANITIZER).write_text(json.dumps({"runs": [run | {"tool": "none"}, run]}))
-    assert "| memcheck | gluon | 2 of 3 | - | 1 | - |" in records.blocks(tmp_path)["sanitizer"]
+    assert "| memcheck | gluon | abc | 2 of 3 | - | 1 | - |" in records.blocks(tmp_path)["sanitizer"]
 
 
 def test_a_page_is_filled_in_between_its_marks(parts, tmp_path):
