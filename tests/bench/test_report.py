@@ -185,7 +185,8 @@ def test_the_sanitizer_has_a_table(tmp_path):
     run = {"tool": "memcheck", "group": "gluon", "ran": ["a", "b"], "cases": 3, "errors": None,
            "warnings": 1, "commit": "abc", "explanation": ""}
     (tmp_path / records.SANITIZER).write_text(json.dumps({"runs": [run | {"tool": "none"}, run]}))
-    assert "| memcheck | gluon | abc | 2 of 3 | - | 1 | - |" in records.blocks(tmp_path)["sanitizer"]
+    table = records.blocks(tmp_path)["sanitizer"]
+    assert "| memcheck | gluon | abc | 2 of 3 | - | 1 | - |" in table
 
 
 def test_a_page_is_filled_in_between_its_marks(parts, tmp_path):
