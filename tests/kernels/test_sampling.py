@@ -16,6 +16,9 @@ from specattn.kernels.reference.sampling import (
 )
 from tests.kernels.tree_oracle import DEVICE, implementation
 
+# kernels count on infinities, of which numpy warns in the interpreter
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in :RuntimeWarning")
+
 LAST_COIN = 1 - 2.0**-24
 KINDS = ["twin", "triton"]
 
