@@ -324,6 +324,10 @@ def _rotate_kernel(
         slot, cosine, sine = _place(
             positions, table, slots, token, dim, last_position, stride_slot, Q_LEN, DIM, ".cg"
         )
+    if q_weight is not None:
+        weight = (q_weight if first < Q_HEADS else k_weight) + dim
+        low_weight = tl.load(weight, mask=dim < HALF, other=0.0)[None, :]
+        high_weight = tl.load(weight + HALF, mask=dim < HALF, other=0.0)[None, :]
     enter(PDL)
     if not EARLY:
         slot, cosine, sine = _place(
@@ -334,11 +338,10 @@ def _rotate_kernel(
     high = _sum_parts(parts, at + HALF, ok, stride_part, SPLIT)
     if first < Q_HEADS + KV_HEADS:
         if q_weight is not None:
-            weight = q_weight if first < Q_HEADS else k_weight
             mean = (tl.sum(low * low, 1) + tl.sum(high * high, 1)) / DIM
             factor = tl.rsqrt(mean + eps)[:, None]
-            low *= factor * tl.load(weight + dim, mask=dim < HALF, other=0.0)[None, :]
-            high *= factor * tl.load(weight + HALF + dim, mask=dim < HALF, other=0.0)[None, :]
+            low *= factor * low_weight
+            high *= factor * high_weight
         low, high = low * cosine - high * sine, high * cosine + low * sine
     if first < Q_HEADS:
         q_to = q + (token * Q_HEADS + head[:, None]) * DIM + dim[None, :]

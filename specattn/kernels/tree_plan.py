@@ -130,9 +130,10 @@ def _plan_kernel(
             seq_lens, rows, row_stride, ids, ok, tail, window, shift, csr
         )
         end = tiles_before + tl.cumsum(tiles, 0)
-        # chunk c holds the tiles from c * total // nc on
-        first_chunk = ((end - tiles + 1).to(big) * cuts - 1) // total
-        next_chunk = (end.to(big) * cuts - 1) // total + 1
+        # chunk c holds the tiles from ceil(c * total / nc) on: a request's last one, whose newest
+        # keys come late, is none of the longer ones
+        first_chunk = (end - tiles).to(big) * cuts // total
+        next_chunk = (end - 1).to(big) * cuts // total + 1
         parts = next_chunk - first_chunk
         split = (ok & (parts > 1)).to(tl.int32)
         split_rank = splits_before + tl.cumsum(split, 0) - split
@@ -158,8 +159,8 @@ def _plan_kernel(
     tl.debug_barrier()
     c = tl.arange(0, NC_BLOCK)                                            # [NC_BLOCK]
     ok = c < nc
-    begin = (c.to(big) * total // cuts).to(tl.int32)
-    stop = ((c + 1).to(big) * total // cuts).to(tl.int32)
+    begin = ((c.to(big) * total + cuts - 1) // cuts).to(tl.int32)
+    stop = (((c + 1).to(big) * total + cuts - 1) // cuts).to(tl.int32)
     # the request of a chunk's first tile: the first that ends after it
     low = tl.cumsum(ended, 0) if B_MOST > 1 else ended
     owner = requests + low * 8
