@@ -16,6 +16,7 @@ from specattn.kernels import (
     glue,
     kv_move,
     kv_store,
+    land,
     merge_lse,
     page_table,
     sampling,
@@ -165,3 +166,4 @@ def step_ends(topk: int = 4, depth: int = 6, dtype: torch.dtype = BF16) -> None:
         zeros(BATCH, 16, 12288, dtype=dtype), tokens.int(), lens, lens,
         features_out=zeros(BATCH, depth, 12288, dtype=dtype), last_rows_out=rows, after_out=rows,
     )
+    land.land_step(zeros(BATCH, 1 + depth), zeros(2, BATCH, 1 + depth), zeros(1))

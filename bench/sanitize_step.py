@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 def states() -> None:
     """Begin and end over tables of every kind of width; the last request ends its tables."""
+    from specattn.kernels.land import land_step
     from specattn.kernels.step import begin_step, end_step
 
     context, reserve, depth, steps, topk = 40, 7, 5, 4, 3
@@ -54,6 +55,10 @@ def states() -> None:
     )
     same("lengths", lens, put([0, 6, 3, 9, context - reserve + 5]))
     same("packed", packed[:, 0], put([3, 0, 0, 5], torch.int64))
+    ring, turn = poison(2, 5, 1 + depth, dtype=torch.int64), put([1], torch.int64)
+    land_step(packed, ring, turn)
+    same("landed", ring[1, :4], packed)
+    same("turn", turn, put([0], torch.int64))
     for table, old, source in zip(tables, before, new, strict=True):
         same("untouched rows", table[[0, 1, 3]], old[[0, 1, 3]])
         same("new state", table[[2, 4]], source[[0, 3]])

@@ -191,6 +191,8 @@ def ends(s: Step) -> list[Op]:
     }
     rows, reserved, tokens = s.rows + 1, lens + reserve, s.ints(s.vocab, batch, depth)
     after, packed = lens.clone(), s.empty(batch, 1 + depth)
+    ring = torch.zeros(1, batch, 1 + depth, dtype=torch.int64, pin_memory=packed.is_cuda)
+    turn = torch.zeros(1, dtype=torch.int64, device=device)
     new = [s.ints(100, *out.shape).to(out.dtype) for out in outs[:4]]
     features = torch.randn(batch, s.nodes, 3 * HIDDEN, device=device, generator=s.generator)
     features = features.bfloat16()
@@ -209,6 +211,8 @@ def ends(s: Step) -> list[Op]:
             rows, s.lens, kept, tokens, seq_lens_table=after, sources=new,
             tables=tables[:4], packed_out=packed,
         ), [after, packed, *tables[:4]], 2 * size(*new) + size(packed)),
+        Op("landing", "land", lambda ops, _: ops.land_step(packed, ring, turn), [ring],
+           size(packed)),
         Op("path features", "step", lambda ops, _: ops.gather_path(
             features, path, kept, s.lens, **gathered
         ), list(gathered.values()), 2 * size(gathered["features_out"])),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 PHASES = ("metadata", "draft", "tree", "verify", "accept", "extend")
 CLASSES = ("target GEMM", "draft GEMM", "attention", "glue", "other", "idle")
-BEGIN, END, PLAN = "begin_step", "_end_step", "_plan"
+BEGIN, END, PLAN = "begin_step", r"_(end|land)_step", "_plan"
 TREE, ACCEPT = "build_tree", r"accept_(greedy|sampled|rejection)|commit_kv|gather_path"
 ATTENTION = (
     r"tree_attention|gluon_(tree|extend)|mla_|fixed_(attention|merge)|_extend_kernel|"
@@ -162,7 +162,8 @@ def split(trace: Trace) -> list[Step]:
     """Split a trace into steps.
 
     A step begins with ``begin_step`` on the stream of the first one and ends with the last
-    ``end_step`` before the next. Without such kernels, all steps of a recording have as many.
+    ``end_step`` or ``land_step`` before the next. Without such kernels, all steps of a recording
+    have as many.
 
     Raises
     ------

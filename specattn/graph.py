@@ -219,6 +219,9 @@ class GraphRunner(Generic[Key]):
     private : bool
         Whether nobody is handed what programs bind, so that a replay need compare every time only
         what others can reach (see `Watch`) and the rest in turn.
+    before : callable, optional
+        Called before every capture, which runs the program on padding and so overwrites what it
+        has left where others read it.
 
     Raises
     ------
@@ -240,12 +243,13 @@ class GraphRunner(Generic[Key]):
         record: bool = True,
         recorder: Recorder | None = None,
         private: bool = False,
+        before: Callable[[], None] | None = None,
     ) -> None:
         if not buckets or min(buckets) < 1:
             raise ValueError(f"buckets must be batch sizes of at least 1, got {list(buckets)}")
         self.buckets = sorted(set(buckets))
         self.stats: GraphStats[Key] = GraphStats()
-        self._make, self._private = make, private
+        self._make, self._private, self._before = make, private, before
         records = record and device.type == "cuda"
         self._recorder = (recorder or Recorder()) if records else None
         self._captured: dict[Key, dict[int, Captured]] = {}
@@ -292,6 +296,8 @@ class GraphRunner(Generic[Key]):
             what failed.
         """
         done = self._captured.setdefault(mode, {})
+        if self._before is not None:
+            self._before()
         program = self._make(mode, self.buckets[-1])
         for bucket in reversed(self.buckets):
             try:

@@ -7,42 +7,87 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
+
+from specattn.kernels import ops
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from specattn.config import SpecConfig
     from specattn.spec.request import Live
 
 
-class Landing:
-    """Host memory that one step's rows leave from and its tokens come back to."""
+@dataclass(frozen=True)
+class Ring:
+    """Where steps write what they gained, one after the other: host memory that graphs bake in.
 
-    def __init__(self, batch: int, width: int, device: torch.device) -> None:
+    Parameters
+    ----------
+    packed : Tensor
+        ``[S, B, width]`` int64 on the host, pinned where the device is another: what `StepOutput`
+        holds, of S steps in flight.
+    turn : Tensor
+        ``[1]`` int64 on the device, which of them is written next.
+    """
+
+    packed: Tensor
+    turn: Tensor
+
+    @classmethod
+    def alloc(cls, slots: int, batch: int, width: int, device: torch.device) -> Ring:
+        """Allocate the memory of ``slots`` steps of up to ``batch`` requests."""
         pin = device.type == "cuda"
+        packed = torch.zeros(slots, batch, width, dtype=torch.int64, pin_memory=pin)
+        return cls(packed, torch.zeros(1, dtype=torch.int64, device=device))
+
+    def land(self, packed: Tensor) -> None:
+        """Write a step's ``packed [b, width]`` to its turn; no sync, capturable."""
+        ops("land", packed.device).land_step(packed, self.packed, self.turn)
+
+
+class Landing:
+    """Host memory that one step's rows leave from and its tokens come back to.
+
+    Parameters
+    ----------
+    packed : Tensor
+        ``[B, width]`` int64, a step's of a `Ring`.
+    device : torch.device
+        Where steps run.
+    """
+
+    def __init__(self, packed: Tensor, device: torch.device) -> None:
+        pin, batch = device.type == "cuda", len(packed)
+        self.packed = packed
         self.rows = torch.zeros(batch, dtype=torch.int64, pin_memory=pin)
-        self.packed = torch.zeros(batch, width, dtype=torch.int64, pin_memory=pin)
-        self.done = torch.cuda.Event() if pin else None
+        # of all events the one that costs the host least
+        self._done = torch.Event(device) if pin else None
+        self._device = device.index
         # a list goes through an array: numpy takes several times as long to look at its numbers
         self._numbers = self.rows.numpy().data.cast("B").cast("q")
-        self._views: dict[int, tuple[Tensor, Tensor]] = {}
+        self._views: dict[int, Tensor] = {}
 
     def take_off(self, rows: list[int], bucket: int) -> Tensor:
         """Return a bucket of rows, padded, as a tensor that can be copied without waiting."""
         self._numbers[:bucket] = array("q", rows + [0] * (bucket - len(rows)))
-        return self._view(bucket)[0]
-
-    def bring(self, packed: Tensor, bucket: int) -> None:
-        """Copy a whole bucket's tokens here, padding included, without waiting."""
-        self._view(bucket)[1].copy_(packed, non_blocking=True)
-        if self.done is not None:
-            # of the device that copies, which need not be the current one
-            self.done.record(torch.cuda.current_stream(packed.device))
-
-    def _view(self, bucket: int) -> tuple[Tensor, Tensor]:
         if bucket not in self._views:
-            self._views[bucket] = self.rows[:bucket], self.packed[:bucket]
+            self._views[bucket] = self.rows[:bucket]
         return self._views[bucket]
+
+    def launched(self) -> None:
+        """Note that all which the step will write here has been launched."""
+        if self._done is not None:
+            # of the steps' device, which need not be the current one
+            self._done.record(torch.accelerator.current_stream(self._device))
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is written. Asking does not wait."""
+        return self._done is None or self._done.query()
+
+    def wait(self) -> None:
+        """Wait until it is written."""
+        if self._done is not None:
+            self._done.synchronize()
 
 
 class PendingStep:
@@ -72,11 +117,15 @@ class PendingStep:
             In the order of the rows that were given to the step.
         """
         if self._gained is None:
-            if self._landing.done is not None:
-                self._landing.done.synchronize()
+            self._landing.wait()
             found = self._landing.packed[: self._count].tolist()
             self._gained = [tokens[:gained] for gained, *tokens in found]
         return self._gained
+
+    @property
+    def ready(self) -> bool:
+        """Whether `wait` would return at once. Asking does not wait."""
+        return self.waited or self._landing.ready
 
     @property
     def waited(self) -> bool:

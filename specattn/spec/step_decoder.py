@@ -20,7 +20,7 @@ from specattn.spec.checks import (
     check_tree,
     feature_width,
 )
-from specattn.spec.landing import Landing, PendingStep
+from specattn.spec.landing import Landing, PendingStep, Ring
 from specattn.spec.step_parts import StepPart
 from specattn.spec.step_program import StepProgram
 from specattn.spec.tbo_step import TboStepProgram
@@ -62,9 +62,9 @@ class StepDecoder:
     """Runs whole steps of one speculation setting over requests' rows.
 
     Nothing is handed over between steps but rows: lengths advance on the device, where the next
-    proposal starts is kept there too (`RequestStates`), and accepted tokens reach the host by one
-    asynchronous copy. A request without slots for a step (see ``SlotTable.reserved``) sits the
-    step out, and row 0, which is padding, takes part in the forwards alone: a rank without
+    proposal starts is kept there too (`RequestStates`), and a step itself writes accepted tokens to
+    pinned memory of the host. A request without slots for a step (see ``SlotTable.reserved``) sits
+    the step out, and row 0, which is padding, takes part in the forwards alone: a rank without
     requests, or with fewer than others, can run what they run.
 
     Parameters
@@ -162,12 +162,16 @@ class StepDecoder:
         self._parts = [StepPart.of(config, seams=three, sampled=drawn) for drawn in (False, True)]
         self._programs: dict[int, StepProgram | TboStepProgram] = {}
         self.runner = GraphRunner(
-            self._part, buckets, device, record=record, recorder=recorder, private=True
+            self._part, buckets, device, record=record, recorder=recorder, private=True,
+            before=self._before_capture,
         )
         width, largest = config.num_steps + 2, max(table.req_to_token.shape[0], *buckets)
-        self._landings = [Landing(largest, width, device) for _ in range(_IN_FLIGHT)]
+        self._ring = Ring.alloc(_IN_FLIGHT, largest, width, device)
+        self._landings = [Landing(packed, device) for packed in self._ring.packed]
         self._pending: list[PendingStep | None] = [None] * _IN_FLIGHT
         self._next = 0
+        # whether the ring's turn is known to be `_next`
+        self._aligned = True
         # the rows that are on the device, and for which bucket
         self._sent: tuple[object, list[int]] | None = None
         self._sampled = False
@@ -273,6 +277,9 @@ class StepDecoder:
             )
             if not sampled:
                 check_greedy(self.states.temperature, live.req_pool_indices)
+        if not self._aligned:
+            self._ring.turn.fill_(self._next)
+        self._aligned = False
         for at, part in enumerate(self._parts[sampled]):
             ready = self.runner.ready(part, count)
             if not at:
@@ -282,10 +289,11 @@ class StepDecoder:
             out = self.runner.replay(part, ready)
             if self.validate == "debug" and isinstance(out, DraftTree):
                 check_tree(head(out, count), batch, self.config, self.target.model.vocab_size)
-        landing.bring(out.packed, ready.bucket)
+        landing.launched()
         pending = PendingStep(landing, asked)
         self._pending[self._next] = pending
         self._next = (self._next + 1) % _IN_FLIGHT
+        self._aligned = True
         return pending
 
     def settle(self) -> None:
@@ -293,6 +301,11 @@ class StepDecoder:
         for pending in self._pending:
             if pending is not None:
                 pending.wait()
+
+    def _before_capture(self) -> None:
+        """Read what steps in flight gained: a capture runs steps, too, and takes their turns."""
+        self.settle()
+        self._aligned = False
 
     def _check(self) -> None:
         found = _setting(self)
@@ -322,7 +335,7 @@ class StepDecoder:
     def _part(self, part: StepPart, size: int) -> Program:
         if size not in self._programs:
             self._programs[size] = self._program(size)
-        return self._programs[size].part(part)
+        return self._programs[size].part(part, self._ring)
 
     def _program(self, size: int) -> StepProgram | TboStepProgram:
         make = partial(

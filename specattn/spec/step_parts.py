@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from specattn.buffers import Fingerprint
     from specattn.config import SpecConfig
     from specattn.spec.bound_step import BoundStep
+    from specattn.spec.landing import Ring
     from specattn.spec.step_buffers import StepOutput
 
 
@@ -51,10 +52,11 @@ class StepPart:
 
 @dataclass(frozen=True)
 class BoundPart:
-    """A part of a step over a bucket."""
+    """A part of a step over a bucket; the last one writes to ``ring``, if there is one."""
 
     step: BoundStep
     part: StepPart
+    ring: Ring | None = None
 
     @property
     def graphs(self) -> bool:
@@ -65,6 +67,11 @@ class BoundPart:
     def first(self) -> bool:
         """Whether a step begins with this part."""
         return self.part.mode in (None, ForwardMode.DRAFT_DECODE)
+
+    @property
+    def last(self) -> bool:
+        """Whether a step ends with this part."""
+        return self.part.mode in (None, ForwardMode.DRAFT_EXTEND)
 
     @property
     def takes(self) -> frozenset[str]:
@@ -101,7 +108,10 @@ class BoundPart:
         if mode is not ForwardMode.DRAFT_EXTEND:
             step.draft()
             step.check(sampled=self.part.sampled)
-        return step.finish()
+        out = step.finish()
+        if self.ring is not None:
+            self.ring.land(out.packed)
+        return out
 
     def fingerprint(self) -> Fingerprint:
         """Describe the buffers, the tables, the states and the pools of the whole step."""
@@ -109,6 +119,7 @@ class BoundPart:
         found = fingerprint(
             part=self.part, reserved=step.reserved, states=step.states, inputs=step.inputs,
             links=step.links, accepted=step.accepted,
+            **(vars(self.ring) if self.ring else {}),
         )
         for bound in (step.propose, step.verify, step.extend):
             if bound is not None:
@@ -118,7 +129,8 @@ class BoundPart:
     def watched(self) -> tuple[object, ...]:
         """Return the objects whose attributes `fingerprint` reads, and tensors others can reach."""
         step = self.step
-        own = (self, step, step.states, step.inputs, step.links, step.accepted)
+        rings = (self.ring,) if self.ring else ()
+        own = (self, *rings, step, step.states, step.inputs, step.links, step.accepted)
         tables = (step.reserved, *step.states.tensors().values())
         bounds = [bound for bound in (step.propose, step.verify, step.extend) if bound is not None]
         return *own, *tables, *(one for bound in bounds for one in bound.watched())

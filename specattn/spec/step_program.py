@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from specattn.backends.multi_step import Indices
     from specattn.config import SpecConfig
     from specattn.spec.decoder import ModelSlot
+    from specattn.spec.landing import Ring
     from specattn.spec.model import DraftModel, TargetModel
     from specattn.spec.states import RequestStates
 
@@ -111,9 +112,9 @@ class StepProgram:
             accept_lens=self.accepted.accept_lens, **everywhere,
         )
 
-    def part(self, part: StepPart) -> PartProgram:
-        """Return one part of the step."""
-        return PartProgram(self, part)
+    def part(self, part: StepPart, ring: Ring | None = None) -> PartProgram:
+        """Return one part of the step; the last one also writes to ``ring``, if given."""
+        return PartProgram(self, part, ring)
 
     def bind(self, bucket: int) -> BoundStep:
         """Bind to the first ``bucket`` rows; once per bucket, for all parts share what is bound."""
@@ -147,7 +148,8 @@ class PartProgram:
 
     step: StepProgram
     part: StepPart
+    ring: Ring | None = None
 
     def bind(self, bucket: int) -> BoundPart:
         """Bind to the first ``bucket`` rows."""
-        return BoundPart(self.step.bind(bucket), self.part)
+        return BoundPart(self.step.bind(bucket), self.part, self.ring)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from specattn.buffers import fingerprint
 from specattn.recording import side_by_side
 from specattn.spec.step_buffers import StepOutput
 from specattn.spec.step_parts import BoundPart, take_rows
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     from specattn.buffers import Fingerprint
     from specattn.spec.bound_step import BoundStep
+    from specattn.spec.landing import Ring
     from specattn.spec.step_parts import StepPart
     from specattn.spec.step_program import StepProgram
 
@@ -42,9 +44,9 @@ class TboStepProgram:
         self.rows = rows.new_zeros(batch)
         self.packed = packed.new_zeros(batch, packed.shape[1])
 
-    def part(self, part: StepPart) -> TboPartProgram:
-        """Return one part of the step."""
-        return TboPartProgram(self, part)
+    def part(self, part: StepPart, ring: Ring | None = None) -> TboPartProgram:
+        """Return one part of the step; the last one also writes to ``ring``, if given."""
+        return TboPartProgram(self, part, ring)
 
     def bind(self, bucket: int) -> BoundTboStep:
         """Bind to the first ``bucket`` rows; a half without requests is left out."""
@@ -83,20 +85,22 @@ class TboPartProgram:
 
     step: TboStepProgram
     part: StepPart
+    ring: Ring | None = None
 
     def bind(self, bucket: int) -> BoundTboPart:
         """Bind to the first ``bucket`` rows."""
         step = self.step.bind(bucket)
         halves = tuple(BoundPart(half, self.part) for half in step.halves)
-        return BoundTboPart(step, halves)
+        return BoundTboPart(step, halves, self.ring if halves[-1].last else None)
 
 
 @dataclass(frozen=True)
 class BoundTboPart:
-    """A part of both halves over a bucket."""
+    """A part of both halves over a bucket; the last one writes to ``ring``, if there is one."""
 
     step: BoundTboStep
     halves: tuple[BoundPart, ...]
+    ring: Ring | None = None
 
     @property
     def graphs(self) -> bool:
@@ -137,15 +141,19 @@ class BoundTboPart:
         """
         device = self.step.packed.device
         side_by_side(device, *(partial(_fill_and_run, half) for half in self.halves))
+        if self.ring is not None:
+            self.ring.land(self.step.packed)
         return StepOutput(self.step.packed)
 
     def fingerprint(self) -> Fingerprint:
-        """Describe what both halves read."""
-        return tuple(item for half in self.halves for item in half.fingerprint())
+        """Describe what both halves read, and the ring."""
+        found = tuple(item for half in self.halves for item in half.fingerprint())
+        return found + fingerprint(**(vars(self.ring) if self.ring else {}))
 
     def watched(self) -> tuple[object, ...]:
         """Return the objects whose attributes `fingerprint` reads, and tensors others can reach."""
-        return self, self.step, *(one for half in self.halves for one in half.watched())
+        rings = (self.ring,) if self.ring else ()
+        return self, *rings, self.step, *(one for half in self.halves for one in half.watched())
 
 
 def _fill_and_run(half: BoundPart) -> None:

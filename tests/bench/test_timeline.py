@@ -35,6 +35,7 @@ STEP = [
     ("_store_kernel", 2.0, 0.5, "extend", "glue"),
     ("_top_parts_kernel", 2.0, 0.5, "extend", "other"),
     ("_end_step_kernel", 3.0, 0.5, "extend", "other"),
+    ("_land_step_kernel", 2.0, 0.5, "extend", "other"),
 ]
 US = sum(us + gap for _, us, gap, *_ in STEP)
 BETWEEN = 9.0
@@ -99,7 +100,7 @@ def test_times_add_up_to_the_step():
     assert found["kernels"][1] == ["Memset (Device)", 3.0, 1.0, 7, "metadata"]
     text = timeline.markdown(found)
     assert "| verify | 120.0 | 0.0 | 15.0 | 4.0 | 0.0 | 3.0 | 142.0 |" in text
-    assert f"| all | 120.0 | 32.0 | 19.0 | 8.0 | 35.0 | 17.5 | {US:.1f} |" in text
+    assert f"| all | 120.0 | 32.0 | 19.0 | 8.0 | 37.0 | 18.0 | {US:.1f} |" in text
     assert "gaps over 2 us: 2, 7.0 us" in text
     assert "(200.0 untraced)" in text
 

@@ -193,7 +193,7 @@ def test_a_host_that_runs_ahead_changes_nothing(backend, monkeypatch):
 
     def watched(decoder, *arguments, **named):
         pending = launch(decoder, *arguments, **named)
-        done.append(pending._landing.done.query())
+        done.append(pending.ready)
         return pending
 
     monkeypatch.setattr(GraphRunner, "replay", slow)

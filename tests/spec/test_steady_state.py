@@ -15,6 +15,7 @@ import torch
 from bench.soak import Churn, Dice
 from specattn.config import SpecConfig
 from specattn.spec.generate import Engine, Request
+from specattn.spec.landing import Landing
 from specattn.spec.sampling import SamplingParams
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 
@@ -39,10 +40,17 @@ class Steady:
             self.waits += not event.query()
             synchronize(event)
 
+        land = Landing.wait
+
+        def wait_for_tokens(landing):
+            self.waits += not landing.ready
+            land(landing)
+
         def refuse(*_):
             raise AssertionError("a stream or the device was waited for")
 
         monkeypatch.setattr(torch.cuda.Event, "synchronize", wait)
+        monkeypatch.setattr(Landing, "wait", wait_for_tokens)
         monkeypatch.setattr(torch.cuda.Stream, "synchronize", refuse)
 
     @contextmanager

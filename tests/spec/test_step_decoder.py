@@ -15,6 +15,7 @@ from specattn.errors import CaptureMismatch, NotCapturedError
 from specattn.kv import KVPool
 from specattn.spec.decoder import ModelSlot
 from specattn.spec.generate import Engine, Request
+from specattn.spec.landing import Landing
 from specattn.spec.sampling import SamplingBatch, SamplingParams
 from specattn.spec.states import RequestStates, StateDims
 from specattn.spec.step_decoder import StepDecoder
@@ -113,6 +114,53 @@ def test_tokens_may_be_read_a_step_late(backend):
         found.append(pending.pop(0).wait())
     assert [*found, pending[0].wait()] == wanted
     assert pending[0].wait() == wanted[-1], "waiting twice tells the same"
+
+
+def told_of_itself(run: Engine, decoder: StepDecoder, rows: list[int]) -> None:
+    """Assert that a step's tokens are those that it left on the device."""
+    before = run.states.seq_lens[rows].tolist()
+    pending = decoder.step_async(rows)
+    gained = pending.wait()
+    assert pending.ready
+    after, bonus = run.states.seq_lens[rows].tolist(), run.states.bonus_tokens[rows].tolist()
+    assert [len(new) for new in gained] == [b - a for a, b in zip(before, after, strict=True)]
+    assert [new[-1] for new in gained] == bonus
+
+
+@pytest.mark.parametrize("tbo", [False, True], ids=["whole", "tbo"])
+@pytest.mark.parametrize("seams", ["one", "three"])
+def test_tokens_are_their_own_steps_after_a_late_capture(seams, tbo):
+    """What warms a capture up takes turns of the ring, while a step is in flight."""
+    run = engine((3, 4, 9), seams=seams, tbo=tbo)
+    rows, decoder = admitted(run), run.decoder(run.config)
+    for _ in range(3):
+        told_of_itself(run, decoder, rows)
+    before = run.states.seq_lens[rows].tolist()
+    pending = decoder.step_async(rows)
+    decoder.capture(sampled=True)
+    after = run.states.seq_lens[rows].tolist()
+    assert [len(new) for new in pending.wait()] == [
+        b - a for a, b in zip(before, after, strict=True)
+    ]
+    for part in (rows, rows[:2], rows[1:]):
+        told_of_itself(run, decoder, part)
+
+
+def test_tokens_are_their_own_steps_after_an_interrupt(monkeypatch):
+    """Between a launch and its note the ring has moved on, and the host has not."""
+    run = engine((3, 4, 9))
+    rows, decoder = admitted(run), run.decoder(run.config)
+    told_of_itself(run, decoder, rows)
+    with monkeypatch.context() as patch:
+        patch.setattr(Landing, "launched", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            decoder.step_async(rows)
+    for _ in range(3):
+        told_of_itself(run, decoder, rows)
+
+
+def interrupt(_landing) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("sampling", [False, True], ids=["target", "rejection"])

@@ -1,0 +1,26 @@
+"""Twin of `specattn.kernels.land`, and the shape checks of both."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def check_ring(packed: Tensor, ring: Tensor) -> None:
+    """Raise ValueError unless the ring holds such tokens."""
+    rows, width = packed.shape
+    if ring.shape[2] != width or ring.shape[1] < rows or not ring.is_contiguous():
+        raise ValueError(
+            f"ring must be [S, at least {rows}, {width}], contiguous, "
+            f"got {list(ring.shape)} with strides {ring.stride()}"
+        )
+
+
+def land_step(packed: Tensor, ring: Tensor, turn: Tensor) -> None:
+    """See `specattn.kernels.land.land_step`."""
+    check_ring(packed, ring)
+    at = int(turn)
+    ring[at, : len(packed)] = packed
+    turn.fill_((at + 1) % len(ring))
