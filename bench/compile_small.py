@@ -96,6 +96,7 @@ def kv_operations(dtype: torch.dtype = BF16, stored: torch.dtype | None = None) 
     pool = zeros(2, 16, 8, 128, dtype=stored or dtype)
     slots = zeros(BATCH, 8, dtype=I32)
     kv_move.commit_kv(pool, pool.clone(), slots, slots)
+    kv_move.commit_kv([*pool], [*pool], slots, slots, offsets=zeros(2, 2), unit=16)
     new = zeros(BATCH * 8, 8, 128, dtype=dtype)
     kv_store.store_kv(new, new, pool[0], pool[1], slots)
     slot_write.write_slots(
@@ -147,6 +148,7 @@ def index_lists(topk: int = 8, steps: int = 7) -> None:
     block_table.fill_block_table(
         table, rows, lens, tails, zeros(BATCH, 32, dtype=I32), lens, page_size=64
     )
+    block_table.fill_slots(rows, tails, lens, table, lens, page_size=16, block_stride=32)
 
 
 def step_ends(topk: int = 4, depth: int = 6, dtype: torch.dtype = BF16) -> None:

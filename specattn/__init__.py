@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from specattn.adopted import AdoptedTable, as_slots, block_stride
     from specattn.backends import (
         available,
         backend_names,
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "adopted": ("AdoptedTable", "as_slots", "block_stride"),
     "backends": ("available", "backend_names", "choose_backend", "register_backend"),
     "backends.base": ("Capabilities",),
     "backends.hybrid": ("HybridBackend", "hybrid"),
@@ -91,6 +93,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "AcceptResult",
+    "AdoptedTable",
     "AttnConfig",
     "AttnPlan",
     "BufferSet",
@@ -139,8 +142,10 @@ __all__ = [
     "TboBackend",
     "TreeError",
     "UnsupportedError",
+    "as_slots",
     "available",
     "backend_names",
+    "block_stride",
     "buf",
     "choose_backend",
     "hybrid",

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from itertools import chain
+from math import gcd
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
 
 from specattn.buffers import expect
-from specattn.config import MAX_SLOTS, UNSCALED
+from specattn.config import FLOAT8, MAX_SLOTS, UNSCALED
 from specattn.kernels import ops
 
 if TYPE_CHECKING:
@@ -19,9 +21,12 @@ if TYPE_CHECKING:
     from specattn.config import AttnConfig, KVScales
     from specattn.kernels.rotation import Rotation
 
+#: Of all layers: in one tensor, layers first, or a tensor per layer.
+Caches = Tensor | tuple[Tensor, ...]
+
 
 class KVPool:
-    """Keys and values of all layers of one model.
+    """Keys and values of all layers of one model: allocated here, or an engine's own (`adopt`).
 
     Parameters
     ----------
@@ -42,9 +47,12 @@ class KVPool:
         Of ``kv_dtype``.
     scales : tuple of KVScales
         One per layer. Fixed: they are part of what is stored, and of recorded graphs.
-    k, v : Tensor
-        ``[layers, num_slots, num_kv_heads, head_dim]`` and the same with ``v_head_dim``; of
-        ``latent`` layers, ``v`` is a view of the first columns of ``k``.
+    num_slots, device
+        As above.
+    k, v : Tensor or tuple of Tensor
+        ``[layers, num_slots, num_kv_heads, head_dim]`` and the same with ``v_head_dim``, or a
+        tensor per layer, if that is what was adopted; of ``latent`` layers, ``v`` is a view of the
+        first columns of ``k``.
 
     Raises
     ------
@@ -59,26 +67,80 @@ class KVPool:
     ) -> None:
         if kv_dtype is not None:
             layers = [replace(config, kv_dtype=kv_dtype) for config in layers]
-        shapes = {(c.num_kv_heads, c.head_dim, c.v_head_dim, c.dtype, c.latent, c.kv_dtype)
-                  for c in layers}
-        if len(shapes) != 1:
-            found = sorted(shapes, key=str)
-            raise ValueError(f"layers of one pool must share one KV geometry, got {found}")
-        if not 1 <= num_slots < MAX_SLOTS:
-            raise ValueError(f"num_slots must be 1..{MAX_SLOTS - 1}, got {num_slots}")
-        ((heads, k_dim, v_dim, dtype, latent, kv_dtype),) = shapes
-        self.layers = tuple(layers)
-        self.scales = _per_layer(scales, len(layers), kv_dtype)
-        self._dtype, stored = dtype, kv_dtype or dtype
-        size = (len(layers), num_slots, heads)
-        self.k = torch.zeros(*size, k_dim, dtype=stored, device=device)
-        if latent:
-            self.v = self.k[..., :v_dim]
+        one = _one_geometry(layers)
+        _check_slots(num_slots)
+        size, stored = (len(layers), num_slots, one.num_kv_heads), one.kv_dtype or one.dtype
+        k = torch.zeros(*size, one.head_dim, dtype=stored, device=device)
+        if one.latent:
+            v = k[..., : one.v_head_dim]
         else:
-            self.v = torch.zeros(*size, v_dim, dtype=stored, device=device)
+            v = torch.zeros(*size, one.v_head_dim, dtype=stored, device=device)
+        self._hold(layers, k, v, scales)
+
+    @classmethod
+    def adopt(
+        cls, layers: Sequence[AttnConfig], k: Tensor | Sequence[Tensor],
+        v: Tensor | Sequence[Tensor] | None = None, *, scales: Sequence[KVScales] | None = None,
+    ) -> Self:
+        """Return a pool over caches that are there already; nothing is copied or cleared.
+
+        Slot 0, and all of page 0 where slots come in pages, belongs to padding here, too: nobody
+        else may keep anything there.
+
+        Parameters
+        ----------
+        layers : sequence of AttnConfig
+            As above; caches of float8 (e4m3) make them layers of that ``kv_dtype``.
+        k : Tensor or sequence of Tensor
+            ``[num_slots, num_kv_heads, head_dim]`` per layer, or one tensor of all layers, layers
+            first. Any strides with a dense last axis, the same in all layers, which may lie
+            anywhere on the device. `specattn.as_slots` gives such a view of pages.
+        v : Tensor or sequence of Tensor, optional
+            The same with ``v_head_dim``, and strides of its own; none with ``latent`` layers.
+        scales : sequence of KVScales, optional
+            As above.
+
+        Raises
+        ------
+        ValueError
+            For what the constructor refuses; if a tensor is not as described, or there are not as
+            many as layers; if two begin at one address, or no whole elements apart.
+        """
+        one, keys = _one_geometry(layers), _as_caches("k", k, len(layers))
+        if keys[0].dtype == FLOAT8:
+            layers = [replace(config, kv_dtype=FLOAT8) for config in layers]
+            one = layers[0]
+        if (v is None) != one.latent:
+            raise ValueError(f"v must be given unless layers are latent, got latent={one.latent}")
+        num_slots, stored, device = len(keys[0]), one.kv_dtype or one.dtype, keys[0].device
+        _check_slots(num_slots)
+        _check_caches("k", keys, (num_slots, one.num_kv_heads, one.head_dim), stored, device)
+        if v is None:
+            values, own = _columns(keys, slice(one.v_head_dim)), [*keys]
+        else:
+            values = _as_caches("v", v, len(layers))
+            shape = num_slots, one.num_kv_heads, one.v_head_dim
+            _check_caches("v", values, shape, stored, device)
+            own = [*keys, *values]
+        if len({cache.data_ptr() for cache in own}) < len(own):
+            raise ValueError("k and v of all layers must have memory of their own, two share it")
+        pool = cls.__new__(cls)
+        pool._hold(layers, keys, values, scales)
+        return pool
+
+    def _hold(
+        self, layers: Sequence[AttnConfig], k: Caches, v: Caches,
+        scales: Sequence[KVScales] | None,
+    ) -> None:
+        one = layers[0]
+        self.layers = tuple(layers)
+        self.scales = _per_layer(scales, len(layers), one.kv_dtype)
+        self.k, self.v, self._dtype = k, v, one.dtype
+        self.num_slots, self.device = len(k[0]), k[0].device
         # columns of k that are not values, too: with v they cover every number once
-        self._shared = v_dim if latent else 0
-        self._own_k = self.k[..., self._shared :]
+        self._shared = one.v_head_dim if one.latent else 0
+        self._own_k = _columns(k, slice(self._shared, None))
+        self._offsets, self._unit = _offsets(k, v)
 
     def store(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Write new keys and values, of the layers' ``dtype`` whatever is stored.
@@ -98,16 +160,16 @@ class KVPool:
         ValueError
             Before anything is written: if shape, dtype, device or the last stride is another.
         """
-        if slots.dtype != torch.int32 or slots.device != self.k.device:
+        if slots.dtype != torch.int32 or slots.device != self.device:
             raise ValueError(
-                f"slots must be int32 on {self.k.device}, got {slots.dtype} on {slots.device}"
+                f"slots must be int32 on {self.device}, got {slots.dtype} on {slots.device}"
             )
-        for name, new, cache in (("k", k, self.k), ("v", v, self.v)):
-            shape = (slots.numel(), *cache.shape[2:])
+        for name, new, cache in (("k", k, self.k[layer]), ("v", v, self.v[layer])):
+            shape = (slots.numel(), *cache.shape[1:])
             expect(name, new, shape, self._dtype, cache.device)
             if new.stride(-1) != 1:
                 raise ValueError(f"{name} must be dense in its last axis, got {new.stride()}")
-        store = ops("kv_store", self.k.device)
+        store = ops("kv_store", self.device)
         scales = self.scales[layer]
         store.store_kv(
             k[..., self._shared :], v, self._own_k[layer], self.v[layer], slots,
@@ -145,14 +207,15 @@ class KVPool:
         ValueError
             Before anything is written: if ``parts`` or ``slots`` have another width or count.
         """
-        heads, dim = self.k.shape[2:]
-        shape = (len(parts), slots.numel(), (num_qo_heads + 2 * heads) * dim)
-        expect("parts", parts, shape, parts.dtype, self.k.device)
-        if self._shared or self.v.shape[3] != dim:
+        one = self.layers[layer]
+        dim = one.head_dim
+        shape = (len(parts), slots.numel(), (num_qo_heads + 2 * one.num_kv_heads) * dim)
+        expect("parts", parts, shape, parts.dtype, self.device)
+        if one.v_head_dim != dim:
             raise ValueError("packed heads are of one size: v_head_dim must be head_dim")
         q = parts.new_empty(shape[1], num_qo_heads, dim, dtype=self._dtype)
         scales = self.scales[layer]
-        ops("glue", self.k.device).rotate_store(
+        ops("glue", self.device).rotate_store(
             parts, positions, rotation.table, rotation.norms, rotation.eps, q, self.k[layer],
             self.v[layer], slots, k_scale=scales.k, v_scale=scales.v,
             following=following,
@@ -176,11 +239,74 @@ class KVPool:
         ValueError
             Before anything moves: if a tensor is not int32, or they differ in requests.
         """
-        path, device = accepted.accept_index, self.k.device
+        path, device = accepted.accept_index, self.device
         expect("tail_slots", tail_slots, (len(path), tail_slots.shape[-1]), torch.int32, device)
         expect("accept_index", path, (len(path), path.shape[-1]), torch.int32, device)
-        move = ops("kv_move", self.k.device)
-        move.commit_kv(self._own_k, self.v, tail_slots, accepted.accept_index)
+        ops("kv_move", device).commit_kv(
+            self._own_k, self.v, tail_slots, path, offsets=self._offsets, unit=self._unit
+        )
+
+
+def _one_geometry(layers: Sequence[AttnConfig]) -> AttnConfig:
+    """Return the first of layers that all store the same, or raise a ValueError."""
+    shapes = {(c.num_kv_heads, c.head_dim, c.v_head_dim, c.dtype, c.latent, c.kv_dtype)
+              for c in layers}
+    if len(shapes) != 1:
+        found = sorted(shapes, key=str)
+        raise ValueError(f"layers of one pool must share one KV geometry, got {found}")
+    return layers[0]
+
+
+def _check_slots(num_slots: int) -> None:
+    if not 1 <= num_slots < MAX_SLOTS:
+        raise ValueError(f"num_slots must be 1..{MAX_SLOTS - 1}, got {num_slots}")
+
+
+def _as_caches(name: str, given: Tensor | Sequence[Tensor], count: int) -> Caches:
+    caches = given if isinstance(given, Tensor) else tuple(given)
+    if len(caches) != count:
+        raise ValueError(f"{name} must have {count} layers, got {len(caches)}")
+    return caches
+
+
+def _check_caches(
+    name: str, caches: Caches, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    strides = caches[0].stride()
+    for at, cache in enumerate(caches):
+        expect(f"{name}[{at}]", cache, shape, dtype, device)
+        if cache.stride() != strides or cache.stride(2) != 1 or not cache.stride(0):
+            raise ValueError(
+                f"{name}[{at}] must be dense in its last axis, its slots apart, with the strides "
+                f"of all layers, {strides}, got {cache.stride()}"
+            )
+
+
+def _columns(caches: Caches, which: slice) -> Caches:
+    if isinstance(caches, Tensor):
+        return caches[..., which]
+    return tuple(cache[..., which] for cache in caches)
+
+
+def _offsets(k: Caches, v: Caches) -> tuple[Tensor | None, int]:
+    """Return where the layers of ``k`` and ``v`` begin, ``[2, layers]``, and the unit.
+
+    Counted from the first layer's beginning in units of so many elements; none for layers that
+    are evenly spaced.
+    """
+    if isinstance(k, Tensor) and isinstance(v, Tensor):
+        return None, 1
+    size = k[0].element_size()
+    found = [[cache.data_ptr() - caches[0].data_ptr() for cache in caches] for caches in (k, v)]
+    if any(offset % size for offset in chain(*found)):
+        raise ValueError(f"layers must begin whole elements of {size} bytes apart, got {found}")
+    steps = [offsets[1] if len(offsets) > 1 else 0 for offsets in found]
+    if found == [[step * at for at in range(len(k))] for step in steps]:
+        return None, 1
+    # whoever knows what offsets are multiples of can copy several elements at once
+    unit = gcd(16, *(offset // size for offset in chain(*found)))
+    units = [[offset // size // unit for offset in offsets] for offsets in found]
+    return torch.tensor(units, dtype=torch.int64, device=k[0].device), unit
 
 
 def _per_layer(

@@ -5,7 +5,7 @@ Slot and page 0 and table row 0 belong to padding: padded rows read and write on
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -18,8 +18,42 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
+    from torch import Tensor
 
     Rows = npt.NDArray[np.int64]
+
+
+class RequestTable(Protocol):
+    """What steps read of the table, whoever keeps its books; see `SlotTable` for each."""
+
+    @property
+    def req_to_token(self) -> Tensor:
+        """``[rows + 1, max_context_len]`` int32."""
+
+    @property
+    def reserved(self) -> Tensor:
+        """``[rows + 1]`` int32."""
+
+    @property
+    def page_size(self) -> int:
+        """Slots per page."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that the table may name, page 0 included."""
+
+    @property
+    def max_context_len(self) -> int:
+        """Longest context of a request."""
+
+
+def count_pages(num_slots: int, page_size: int) -> int:
+    """Return how many whole pages there are; a ValueError if no request could have one."""
+    if page_size < 1 or page_size & (page_size - 1):
+        raise ValueError(f"page_size must be a power of two, got {page_size}")
+    if num_slots < 2 * page_size:
+        raise ValueError(f"num_slots must be at least two pages, got {num_slots}")
+    return num_slots // page_size
 
 
 class SlotTable:
@@ -76,16 +110,12 @@ class SlotTable:
         page_size: int = 1,
         device: torch.device | str = "cpu",
     ) -> None:
-        if page_size < 1 or page_size & (page_size - 1):
-            raise ValueError(f"page_size must be a power of two, got {page_size}")
+        self.num_pages = count_pages(num_slots, page_size)
         for name, value in (("max_num_reqs", max_num_reqs), ("max_context_len", max_context_len)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         self.max_context_len = max_context_len
         self.page_size = page_size
-        self.num_pages = num_slots // page_size
-        if self.num_pages < 2:
-            raise ValueError(f"num_slots must be at least two pages, got {num_slots}")
         self.req_to_token = torch.zeros(
             max_num_reqs + 1, max_context_len, dtype=torch.int32, device=device
         )

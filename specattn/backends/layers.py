@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     )
     from specattn.config import AttnConfig
     from specattn.kernels.rotation import Rotation
-    from specattn.kv import KVPool
+    from specattn.kv import Caches, KVPool
     from specattn.plan import Plan
 
 
@@ -67,7 +67,8 @@ class LayeredBackend:
     ) -> None:
         if {c.kv_dtype for c in layers} != {c.kv_dtype for c in pool.layers}:
             raise ValueError(
-                f"layers must have the pool's kv_dtype ({pool.k.dtype}): pass its own (pool.layers)"
+                f"layers must have the pool's kv_dtype ({pool.k[0].dtype}): "
+                "pass its own (pool.layers)"
             )
         distinct = list(dict.fromkeys(layers))
         chosen = choose_backend(backend, distinct, device)
@@ -85,7 +86,7 @@ class LayeredBackend:
         What either binds may run while what the other binds does.
         """
         backend, layers = self._made_of
-        return LayeredBackend(backend, layers, self.pool, self.pool.k.device)
+        return LayeredBackend(backend, layers, self.pool, self.pool.device)
 
     def check_pages(self, page_size: int) -> None:
         """Refuse pools whose pages are not those the backend reads.
@@ -109,7 +110,7 @@ class LayeredBackend:
         ValueError
             If a tensor of the plan is not as its class documents it.
         """
-        check_plan(plan, self.pool.k.device)
+        check_plan(plan, self.pool.device)
         bounds: list[BoundAttention] = [
             IdleAttention() if plan.idle else backend.bind(plan) for backend in self.backends
         ]
@@ -150,12 +151,16 @@ class BoundLayers(CompositeAttention):
             f"AttnConfig[{at}]": dict(vars(backend.config))
             for at, backend in enumerate(self.backends)
         }
-        pool = self.pool
-        return fingerprint(k_cache=pool.k, v_cache=pool.v, kv_scales=pool.scales, **settings)
+        caches = {**_named("k_cache", self.pool.k), **_named("v_cache", self.pool.v)}
+        return fingerprint(**caches, kv_scales=self.pool.scales, **settings)
 
     def watched(self) -> tuple[object, ...]:
-        """Return the objects whose attributes `fingerprint` reads."""
-        return self, self.pool, *self.backends, *(backend.config for backend in self.backends)
+        """Return the objects whose attributes `fingerprint` reads, and a pool's adopted tensors."""
+        # a tensor of its own for every layer is no attribute of the pool
+        layers = [layer for held in (self.pool.k, self.pool.v) if isinstance(held, tuple)
+                  for layer in held]
+        configs = (backend.config for backend in self.backends)
+        return self, self.pool, *layers, *self.backends, *configs
 
     def parts(self) -> tuple[BoundAttention, ...]:
         """Return every bound configuration."""
@@ -177,7 +182,7 @@ class BoundLayers(CompositeAttention):
             Before anything is written: if one of them is of another shape, dtype or device.
         """
         bound, config = self.layers[layer]
-        rows, device = self.plan.out_slots.numel(), self.pool.k.device
+        rows, device = self.plan.out_slots.numel(), self.pool.device
         expect("q", q, (rows, config.num_qo_heads, config.head_dim), config.dtype, device)
         self.pool.store(layer, self.plan.out_slots, k, v)
         out = q.new_empty(q.shape[0], q.shape[1], config.v_head_dim)
@@ -194,3 +199,10 @@ class BoundLayers(CompositeAttention):
         out = torch.empty_like(q)
         bound.run(q, self.pool.k[layer], self.pool.v[layer], out)
         return out
+
+
+def _named(name: str, held: Caches) -> dict[str, Tensor]:
+    """Return caches by the names that messages call them."""
+    if not isinstance(held, tuple):
+        return {name: held}
+    return {f"{name}[{layer}]": cache for layer, cache in enumerate(held)}

@@ -1,4 +1,4 @@
-"""Block tables of whole KV pages, for attention kernels that read KV page by page."""
+"""Block tables of whole KV pages: those that kernels read page by page, and those of engines."""
 
 from __future__ import annotations
 
@@ -78,4 +78,65 @@ def fill_block_table(
         req_to_token.shape[1], tail_slots.shape[1], lists, width,
         req_to_token.stride(0), tail_slots.stride(0), table.stride(0),
         PAGE=page_size, BLOCK=block,
+    )
+
+
+@triton.jit
+def _fill_slots_kernel(
+    rows,          # [B] int64
+    block_table,   # [B, blocks] int32
+    lens,          # [B] int32
+    req_to_token,  # [R, context] int32, out
+    reserved,      # [R] int32, out
+    room, stride_block, stride_req,
+    PAGE: tl.constexpr, APART: tl.constexpr, BLOCK: tl.constexpr,
+):
+    entry = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + entry)
+    length = tl.minimum(tl.maximum(tl.load(lens + entry), 0), room)
+    # row 0 is padding's, and has no slots
+    length = tl.where(row != 0, length, 0)
+    if tl.program_id(1) == 0:
+        tl.store(reserved + row, length)
+    line = block_table + entry * stride_block
+    for first in range(tl.program_id(1) * BLOCK, length, tl.num_programs(1) * BLOCK):
+        place = first + tl.arange(0, BLOCK)                                  # [BLOCK]
+        block = tl.load(line + place // PAGE, mask=place < length, other=0)
+        slots = block * APART + place % PAGE
+        tl.store(req_to_token + row * stride_req + place, slots, mask=place < length)
+
+
+def fill_slots(
+    rows: Tensor, block_table: Tensor, lens: Tensor, req_to_token: Tensor, reserved: Tensor, *,
+    page_size: int, block_stride: int,
+) -> None:
+    """Write the slots of every line's blocks into its row, and how many tokens have some.
+
+    Allocates nothing and never waits for the device.
+
+    Parameters
+    ----------
+    rows : Tensor
+        ``[B]`` int64, rows of ``req_to_token``, all different; lines of row 0 are skipped.
+    block_table : Tensor
+        ``[B, blocks]`` int32; may have a row stride. Blocks past a line's length are not read.
+    lens : Tensor
+        ``[B]`` int32, tokens that get slots; cut to 0..the smaller of context and blocks.
+    req_to_token : Tensor
+        ``[R, context]`` int32, in place, up to each length; may have a row stride.
+    reserved : Tensor
+        ``[R]`` int32, in place: the lengths; 0 in row 0.
+    page_size : int
+        Slots of a block.
+    block_stride : int
+        Slots from the first of a block to the first of the next.
+    """
+    if not len(rows):
+        return
+    room = min(req_to_token.shape[1], block_table.shape[1] * page_size)
+    block = min(1024, triton.next_power_of_2(max(room, 1)))
+    grid = (len(rows), programs_per_row(len(rows), triton.cdiv(max(room, 1), block)))
+    _fill_slots_kernel[grid](
+        rows, block_table, lens, req_to_token, reserved, room, block_table.stride(0),
+        req_to_token.stride(0), PAGE=page_size, APART=block_stride, BLOCK=block,
     )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from specattn.batch import DraftState, DraftTree, SpecBatch
     from specattn.config import SpecConfig
     from specattn.kv import KVPool
-    from specattn.slots import SlotTable
+    from specattn.slots import RequestTable
     from specattn.spec.decoder import ModelSlot
     from specattn.spec.model import DraftModel
     from specattn.spec.sampling import SamplingBatch
@@ -65,7 +65,7 @@ def check_features(given: int, read: int) -> None:
 
 
 def check_tables(
-    config: SpecConfig, table: SlotTable, states: RequestStates, pools: Sequence[KVPool]
+    config: SpecConfig, table: RequestTable, states: RequestStates, pools: Sequence[KVPool]
 ) -> None:
     """Raise a ValueError unless what a step finds by row and by slot is there for all of them."""
     if config.page_size != table.page_size:
@@ -83,10 +83,8 @@ def check_tables(
         raise ValueError(f"states must hold topk {config.topk} proposals, got {width}")
     slots = table.num_pages * table.page_size
     for pool in pools:
-        if pool.k.shape[1] < slots:
-            raise ValueError(
-                f"pools must have the table's {slots} slots, got {pool.k.shape[1]}"
-            )
+        if pool.num_slots < slots:
+            raise ValueError(f"pools must have the table's {slots} slots, got {pool.num_slots}")
 
 
 def check_rows(rows: Sequence[int], size: int, most: int) -> None:

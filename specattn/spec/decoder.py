@@ -97,7 +97,7 @@ class ModelSlot(Generic[Model]):
             replace(layer, deterministic=layer.deterministic or deterministic)
             for layer in pool.layers
         ]
-        return cls(model, pool, LayeredBackend(backend, layers, pool, pool.k.device))
+        return cls(model, pool, LayeredBackend(backend, layers, pool, pool.device))
 
     def apart(self) -> ModelSlot[Model]:
         """Return the same model and pool with attention that may run at the same time."""
@@ -237,8 +237,7 @@ class SpecDecoder:
                 raise CaptureMismatch(name, self._captured[name], value)
         check_batch(batch, state, sampling, self.config, self.req_to_token)
         if self.validate == "debug":
-            slots = self.target.pool.k.shape[1]
-            check_contents(batch, self.config, self.req_to_token, slots)
+            check_contents(batch, self.config, self.req_to_token, self.target.pool.num_slots)
 
     def propose(
         self, batch: SpecBatch, state: DraftState | None, sampling: SamplingBatch

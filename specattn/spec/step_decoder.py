@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from specattn.config import SpecConfig
     from specattn.graph import Captured, GraphReport
     from specattn.recording import Recorder
-    from specattn.slots import SlotTable
+    from specattn.slots import RequestTable
     from specattn.spec.bound_step import Acceptor
     from specattn.spec.checks import Validate
     from specattn.spec.decoder import ModelSlot
@@ -76,7 +76,7 @@ class StepDecoder:
         steps of other settings.
     config : SpecConfig
         Tree width and depth.
-    table : SlotTable
+    table : SlotTable or AdoptedTable
         Rows and slots of the requests.
     states : RequestStates
         Their states; decoders of several settings may share them.
@@ -125,7 +125,7 @@ class StepDecoder:
         target: ModelSlot[TargetModel],
         draft: ModelSlot[DraftModel] | None,
         config: SpecConfig,
-        table: SlotTable,
+        table: RequestTable,
         states: RequestStates,
         *,
         features: int | None = None,
@@ -273,7 +273,7 @@ class StepDecoder:
             taking = [at for at, row in enumerate(rows) if row]
             live = SpecBatch(*(value[taking] for value in vars(batch).values()))
             check_contents(
-                live, self.config, self.table.req_to_token, self.target.pool.k.shape[1]
+                live, self.config, self.table.req_to_token, self.target.pool.num_slots
             )
             if not sampled:
                 check_greedy(self.states.temperature, live.req_pool_indices)

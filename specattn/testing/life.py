@@ -189,15 +189,15 @@ def idle(setting: Setting) -> None:
         bound = layered.bind(_empty(setting, mode))
         bound.schedule(torch.zeros(0, dtype=torch.int32))
         bound.fill()
-        q = pool.k.new_empty(0, config.num_qo_heads, config.head_dim)
-        k = pool.k.new_empty(0, config.num_kv_heads, config.head_dim)
-        v = k[..., : config.v_head_dim] if config.latent else pool.v.new_empty(
+        q = pool.k[0].new_empty(0, config.num_qo_heads, config.head_dim)
+        k = q.new_empty(0, config.num_kv_heads, config.head_dim)
+        v = k[..., : config.v_head_dim] if config.latent else q.new_empty(
             0, config.num_kv_heads, config.v_head_dim
         )
         shape = tuple(bound(0, q, k, v).shape)
         if shape != (0, config.num_qo_heads, config.v_head_dim):
             raise ConformanceError("idle", f"{name} gave an output of shape {shape}")
-    if pool.k.any() or pool.v.any():
+    if any(layer.any() for layer in (*pool.k, *pool.v)):
         raise ConformanceError("idle", "the pool was written to")
 
 

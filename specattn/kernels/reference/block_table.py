@@ -21,3 +21,17 @@ def fill_block_table(
     own = tail_slots.gather(1, (place - prefix[:, 0]).clamp(0, tail - 1))
     pages = torch.where(place < prefix[:, 0], cached, own) // page_size
     table.copy_(torch.where(place < length, pages[:, None], 0).flatten(0, 1))
+
+
+def fill_slots(
+    rows: Tensor, block_table: Tensor, lens: Tensor, req_to_token: Tensor, reserved: Tensor, *,
+    page_size: int, block_stride: int,
+) -> None:
+    """See `specattn.kernels.block_table.fill_slots`."""
+    room = min(req_to_token.shape[1], block_table.shape[1] * page_size)
+    length = torch.where(rows != 0, lens.clamp(0, room), 0)
+    reserved[rows] = length
+    place = torch.arange(room, device=rows.device)
+    slots = block_table[:, place // page_size] * block_stride + place % page_size  # [B, room]
+    kept = req_to_token[rows, :room]
+    req_to_token[rows, :room] = torch.where(place < length[:, None], slots.to(kept), kept)

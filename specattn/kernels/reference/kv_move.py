@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
 
 
-def commit_kv(k_pool: Tensor, v_pool: Tensor, tail_slots: Tensor, accept_index: Tensor) -> None:
-    """See `specattn.kernels.kv_move.commit_kv`."""
+def commit_kv(
+    k_pool: Tensor | Sequence[Tensor], v_pool: Tensor | Sequence[Tensor], tail_slots: Tensor,
+    accept_index: Tensor, *, offsets: Tensor | None = None, unit: int = 1,
+) -> None:
+    """See `specattn.kernels.kv_move.commit_kv`; the layers say where they are."""
     n = tail_slots.shape[1]
     width = min(accept_index.shape[1], n)
     node = accept_index[:, :width].long()
@@ -17,4 +26,5 @@ def commit_kv(k_pool: Tensor, v_pool: Tensor, tail_slots: Tensor, accept_index: 
     source = torch.where(known, source, 0).flatten()
     target = torch.where(known, tail_slots[:, :width].long(), 0).flatten()
     for pool in (k_pool, v_pool):
-        pool[:, target] = pool[:, source]
+        for layer in pool:
+            layer[target] = layer[source]
