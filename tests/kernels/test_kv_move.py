@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from tests.caches import scattered
 from tests.kernels.tree_oracle import DEVICE, implementation, random_tree
 
 KINDS = ["twin", "triton"]
@@ -107,6 +108,59 @@ def test_strided_pools_and_tails(kind):
     assert torch.equal(k_pool, expect[0])
     assert torch.equal(v_pool, expect[1])
     assert torch.equal(storage[:, :, 1], untouched)
+
+
+def check_layers(kind, k_pool, v_pool, **options):
+    """Layers as tensors of their own, over a path whose slots are read and written."""
+    tail, path = [[7, 3, 11, 1, 9, 4]], [[0, 2, 5]]
+    expect = [[expected_pool(layer[None], tail, path)[0] for layer in p] for p in (k_pool, v_pool)]
+    implementation(kind, "kv_move").commit_kv(
+        k_pool, v_pool, *(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (tail, path)),
+        **options,
+    )
+    for found, wanted in zip((k_pool, v_pool), expect, strict=True):
+        for layer, want in zip(found, wanted, strict=True):
+            torch.testing.assert_close(layer, want, rtol=0, atol=0, equal_nan=True)
+
+
+# elements that all offsets are multiples of, and the unit they are counted in
+UNITS = [(1, 1), (2, 2), (2, 1), (16, 16), (16, 4), (24, 8)]
+
+
+@pytest.mark.parametrize(("gap", "unit"), UNITS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_anywhere(kind, dtype, gap, unit):
+    """Also below the first, and no multiple of a vector apart."""
+    caches = scattered(10, (12, 2, 8), dtype, DEVICE, gap)
+    for number, cache in enumerate(caches):
+        cache.copy_(torch.randn(12, 2, 8) if dtype.is_floating_point else torch.tensor(number))
+        cache[7:] += 1
+    pools = caches[:5], caches[5:]
+    places = [[layer.data_ptr() - layers[0].data_ptr() for layer in layers] for layers in pools]
+    assert min(places[0]) < 0
+    offsets = torch.tensor(places, device=DEVICE) // (caches[0].element_size() * unit)
+    check_layers(kind, *pools, offsets=offsets, unit=unit)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_of_allocations_of_their_own(kind):
+    """As an engine makes them; narrow values beside wide keys, heads that lie apart."""
+    wide = [torch.randn(12, 3, 2, 16, device=DEVICE) for _ in range(4)]
+    k_pool, v_pool = ([layer[:, at, :, :dim] for layer in wide] for at, dim in ((0, 16), (2, 5)))
+    untouched = [layer[:, 1].clone() for layer in wide]
+    places = [[layer.data_ptr() - layers[0].data_ptr() for layer in layers]
+              for layers in (k_pool, v_pool)]
+    check_layers(kind, k_pool, v_pool, offsets=torch.tensor(places, device=DEVICE) // 4)
+    for layer, before in zip(wide, untouched, strict=True):
+        assert torch.equal(layer[:, 1], before)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [2]], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_evenly_spaced_layers_of_their_own(kind, order):
+    stacked = torch.randn(4, 2, 12, 2, 8, device=DEVICE)
+    check_layers(kind, [stacked[at, 0] for at in order], [stacked[at, 1] for at in order])
 
 
 @pytest.mark.gpu

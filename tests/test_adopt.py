@@ -1,0 +1,351 @@
+"""Pools over caches that an engine allocated, and steps over its table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+
+from specattn import (
+    AdoptedTable,
+    CaptureMismatch,
+    KVPool,
+    ModelSlot,
+    RequestStates,
+    SamplingBatch,
+    SamplingParams,
+    SpecConfig,
+    StateDims,
+    StepDecoder,
+    as_slots,
+    block_stride,
+)
+from specattn.batch import AcceptResult
+from specattn.config import FLOAT8, AttnConfig, KVScales
+from specattn.kernels import ops
+from specattn.spec.prefill import Prefill, Prompt
+from tests.caches import LAYOUTS, Layout, scattered
+from tests.tiny import TinyDraft, TinyTarget, dense_greedy
+from tests.worlds import BACKENDS, DEVICE
+
+HEADS = AttnConfig(4, 2, 8)
+PAGE, PAGES = 4, 6
+MAKES = {
+    "scattered": partial(scattered, device=DEVICE),
+    "allocated": lambda count, shape: [
+        torch.full(shape, float("nan"), device=DEVICE) for _ in range(count)
+    ],
+}
+
+
+def layout_of(name: str, layers: int, make="scattered", heads=HEADS, pages=PAGES) -> Layout:
+    return LAYOUTS[name](
+        layers, pages, PAGE, heads.num_kv_heads, heads.head_dim, MAKES[make]
+    )
+
+
+def path_of(*ranks: int) -> AcceptResult:
+    path = torch.tensor([ranks], dtype=torch.int32, device=DEVICE)
+    tokens = path.long()
+    return AcceptResult(path, tokens, (path >= 0).sum(1, dtype=torch.int32), tokens[:, 0])
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_page_begins_a_stride_after_the_one_before(name):
+    layout = layout_of(name, 3)
+    expected = {"interleaved": 2, "heads_first": 4, "layers_in_pages": 6}.get(name, 1)
+    assert layout.stride == PAGE * expected
+    for at, both in enumerate(layout.pages):
+        for slots, pages in zip((layout.k[at], layout.v[at]), both, strict=True):
+            for p in range(PAGES):
+                for i in range(PAGE):
+                    slot, seen = slots[p * layout.stride + i], pages[p, i]
+                    assert slot.data_ptr() == seen.data_ptr()
+                    assert slot.stride() == seen.stride()
+            assert len(slots) == (PAGES - 1) * layout.stride + PAGE
+
+
+def test_pages_of_one_slot_and_single_pages_are_slots():
+    wide = torch.arange(60.0).view(5, 1, 2, 6)[..., :4]
+    assert block_stride(wide) == 1
+    assert torch.equal(as_slots(wide), wide[:, 0])
+    one = torch.arange(24.0).view(1, 3, 2, 4)
+    assert block_stride(one) == 3
+    assert torch.equal(as_slots(one), one[0])
+
+
+@pytest.mark.parametrize("make", MAKES)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_an_adopted_pool_does_what_one_of_ones_own_does(name, make):
+    """Stores and moves reach the same tokens in every layer, and nothing beside them."""
+    layers = [HEADS] * 3
+    layout = layout_of(name, 3, make)
+    own, adopted = KVPool(layers, PAGES * PAGE, DEVICE), KVPool.adopt(layers, layout.k, layout.v)
+    own.k.fill_(float("nan"))
+    own.v.fill_(float("nan"))
+    assert adopted.num_slots == len(layout.k[0])
+    tokens = torch.tensor([[9, 21, 6, 14, 7, 20]], dtype=torch.int32, device=DEVICE)
+    places = tokens // PAGE * layout.stride + tokens % PAGE
+    for layer in range(3):
+        k, v = torch.randn(2, 6, 2, 8, device=DEVICE)
+        own.store(layer, tokens, k, v)
+        adopted.store(layer, places, k, v)
+    # token 6 is read for rank 1 and written for rank 2
+    for pool, tail in ((own, tokens), (adopted, places)):
+        pool.commit(tail, path_of(0, 2, 5, -1))
+    for at, (k, v) in enumerate(layout.pages):
+        for found, want in ((k, own.k[at]), (v, own.v[at])):
+            torch.testing.assert_close(
+                found.flatten(0, 1), want, rtol=0, atol=0, equal_nan=True
+            )
+
+
+def test_a_stacked_tensor_is_kept_as_it_is():
+    k, v = torch.randn(2, 3, 24, 2, 8, device=DEVICE)
+    pool = KVPool.adopt([HEADS] * 3, k, v)
+    assert pool.k is k
+    assert pool.v is v
+    assert (pool.num_slots, pool.device) == (24, k.device)
+
+
+def test_adopted_latents_are_moved_once():
+    latent = AttnConfig(4, 1, 10, v_head_dim=6, sm_scale=0.3, latent=True)
+    caches = scattered(3, (12, 1, 10), device=DEVICE)
+    pool = KVPool.adopt([latent] * 3, caches)
+    slots = torch.tensor([[7, 3, 11, 1, 9, 4]], dtype=torch.int32, device=DEVICE)
+    rows = torch.randn(3, 6, 1, 10, device=DEVICE)
+    for layer, new in enumerate(rows):
+        pool.store(layer, slots, new, new[..., :6])
+        assert pool.v[layer].data_ptr() == caches[layer].data_ptr()
+    pool.commit(slots, path_of(0, 2, 5, -1))
+    for cache, new in zip(caches, rows, strict=True):
+        want = torch.full_like(cache, float("nan"))
+        want[slots[0].long()] = new
+        want[slots[0, 1]], want[slots[0, 2]] = new[2], new[5]
+        torch.testing.assert_close(cache, want, rtol=0, atol=0, equal_nan=True)
+
+
+def test_adopted_float8_stores_what_a_pool_of_ones_own_does():
+    scales = [KVScales(0.5, 2.0), KVScales(3.0, 0.1), KVScales()]
+    caches = [cache.view(FLOAT8) for cache in scattered(6, (12, 2, 8), torch.uint8, DEVICE)]
+    adopted = KVPool.adopt([HEADS] * 3, caches[:3], caches[3:], scales=scales)
+    own = KVPool([HEADS] * 3, 12, DEVICE, kv_dtype=FLOAT8, scales=scales)
+    assert adopted.layers == own.layers
+    slots = torch.tensor([[7, 3, 11, 1, 9, 4]], dtype=torch.int32, device=DEVICE)
+    for layer in range(3):
+        k, v = 100 * torch.randn(2, 6, 2, 8, device=DEVICE)
+        for pool in (own, adopted):
+            pool.store(layer, slots, k, v)
+    for pool in (own, adopted):
+        pool.commit(slots, path_of(0, 2, 5, -1))
+    at = slots[0].long()
+    for layer in range(3):
+        for found, want in ((adopted.k, own.k), (adopted.v, own.v)):
+            assert torch.equal(found[layer].float()[at], want[layer].float()[at])
+
+
+@pytest.fixture
+def handed(monkeypatch):
+    """What pools hand the operation that moves, call by call."""
+    calls, module = [], ops("kv_move", DEVICE)
+    move = module.commit_kv
+
+    def spy(*args, **options):
+        calls.append(options)
+        move(*args, **options)
+
+    monkeypatch.setattr(module, "commit_kv", spy)
+    return calls
+
+
+@pytest.mark.parametrize(("gap", "unit"), [(8, 8), (1, 1), (6, 2), (48, 16)])
+def test_offsets_lead_to_every_layer(handed, gap, unit):
+    """In units as large as all of them are multiples of, up to 16 elements."""
+    caches = scattered(8, (16, 2, 8), torch.float16, DEVICE, gap)
+    pool = KVPool.adopt([AttnConfig(4, 2, 8, dtype=torch.float16)] * 4, caches[:4], caches[4:])
+    pool.commit(torch.ones(1, 3, dtype=torch.int32, device=DEVICE), path_of(0, 2, -1))
+    (options,) = handed
+    assert options["unit"] == unit
+    assert options["offsets"].dtype == torch.int64
+    for layers, offsets in zip((pool.k, pool.v), options["offsets"].tolist(), strict=True):
+        assert min(offsets) < 0 or layers is pool.v
+        for layer, offset in zip(layers, offsets, strict=True):
+            assert layers[0].data_ptr() + 2 * unit * offset == layer.data_ptr()
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_evenly_spaced_layers_need_no_offsets(handed, backwards):
+    k, v = torch.randn(2, 4, 9, 2, 8, device=DEVICE)
+    order = range(4)[::-1] if backwards else range(4)
+    pool = KVPool.adopt([HEADS] * 4, [k[at] for at in order], [v[at] for at in order])
+    want = k.clone()
+    want[:, 5] = k[:, 7]
+    pool.commit(torch.tensor([[3, 5, 7]], dtype=torch.int32, device=DEVICE), path_of(0, 2, -1))
+    assert handed[0]["offsets"] is None
+    assert torch.equal(k, want)
+
+
+def test_a_pool_of_ones_own_needs_no_offsets(handed):
+    pool = KVPool([HEADS] * 4, 9, DEVICE)
+    pool.commit(torch.ones(1, 3, dtype=torch.int32, device=DEVICE), path_of(0, 2, -1))
+    assert handed[0]["offsets"] is None
+
+
+PROMPTS = [[3, 14, 15, 9, 26, 5], [35, 2], [8, 9, 7, 9, 3, 1, 1, 2, 3, 5, 8]]
+CONFIG = SpecConfig(3, 4, 9, max_context_len=64, max_num_reqs=3, page_size=PAGE)
+BLOCKS = 3 * 64 // PAGE + 1
+
+
+@dataclass
+class Host:
+    """An engine: caches of its own, a block table, and a step decoder over both."""
+
+    target: TinyTarget
+    pools: list[KVPool]
+    layouts: list[Layout]
+    block_table: torch.Tensor
+    table: AdoptedTable
+    decoder: StepDecoder
+    tokens: list[list[int]]
+
+    def give(self, lens: list[int]) -> None:
+        rows = torch.arange(1, 4, device=DEVICE)
+        room = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
+        self.table.fill(rows, self.block_table, room)
+
+    def step(self, rows=(1, 2, 3)) -> None:
+        for row, gained in zip(rows, self.decoder.step(rows), strict=True):
+            self.tokens[row - 1] += gained
+
+    def check(self) -> None:
+        for prompt, found in zip(PROMPTS, self.tokens, strict=True):
+            assert found == dense_greedy(self.target, prompt, len(found))
+
+
+def host(layout="halves", make="scattered", backend="torch_native", config=CONFIG) -> Host:
+    target, draft = TinyTarget(layers=3, device=DEVICE), TinyDraft(heads=(4, 2), device=DEVICE)
+    layouts = [
+        layout_of(layout, len(model.layers), make, model.layers[0], BLOCKS)
+        for model in (target, draft)
+    ]
+    if layout == "layers_in_pages":  # the draft's pages must be as far apart as the target's
+        whole = layout_of(layout, 4, make, target.layers[0], BLOCKS)
+        layouts = [Layout.of(whole.pages[:3]), Layout.of(whole.pages[3:])]
+    pools = [
+        KVPool.adopt(model.layers, caches.k, caches.v)
+        for model, caches in zip((target, draft), layouts, strict=True)
+    ]
+    slots = [ModelSlot.of(m, p, backend) for m, p in zip((target, draft), pools, strict=True)]
+    # rows of the table lie in a wider tensor, and hold what somebody left there
+    wide = torch.full((4, 70), 7_777_777, dtype=torch.int32, device=DEVICE)
+    reserved = torch.full((4,), 7_777_777, dtype=torch.int32, device=DEVICE)
+    table = AdoptedTable(
+        wide[:, :64], reserved, num_slots=pools[0].num_slots, page_size=PAGE,
+        block_stride=layouts[0].stride,
+    )
+    blocks = 1 + torch.randperm(BLOCKS - 1).to(torch.int32).view(3, -1).to(DEVICE)
+    dims = StateDims.of(draft, config.topk, draft_sampling=False)
+    states = RequestStates.alloc(4, dims, DEVICE)
+    decoder = StepDecoder(*slots, config, table, states, buckets=(1, 3))
+    one = Host(target, pools, layouts, blocks, table, decoder, [])
+    one.give([64, 64, 64])
+    sampling = SamplingBatch.of([SamplingParams()] * 3, DEVICE)
+    prefill = Prefill(*slots, table.req_to_token, config)
+    start = prefill.run([Prompt(row + 1, ids) for row, ids in enumerate(PROMPTS)], sampling)
+    lens = torch.tensor([len(ids) for ids in PROMPTS], dtype=torch.int32, device=DEVICE)
+    states.admit(
+        torch.arange(1, 4, device=DEVICE), lens, start.bonus_tokens, start.state, sampling
+    )
+    one.tokens += [[token] for token in start.bonus_tokens.tolist()]
+    return one
+
+
+@pytest.mark.parametrize("make", MAKES)
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_steps_over_an_engines_caches_decode(backend, name, make):
+    """Over memory that holds NaN wherever nobody has written, and page 0 of nobody's."""
+    one = host(name, make, backend)
+    for rows in ((1, 2, 3), (3,), (2, 1), (3, 2, 1), (1, 2, 3)):
+        one.step(rows)
+    one.check()
+    assert min(map(len, one.tokens)) > 3
+    if DEVICE.type == "cuda" and backend == "triton":
+        assert all(map(one.decoder.runner.recorded, one.decoder.modes))
+        assert not one.decoder.runner.stats.eager
+
+
+@pytest.mark.parametrize("name", ["halves", "interleaved", "heads_first"])
+def test_only_slots_of_the_rows_and_paddings_are_written(name):
+    one = host(name)
+    one.step()
+    allowed = torch.zeros(BLOCKS, PAGE, dtype=torch.bool, device=DEVICE)
+    allowed[0] = True
+    for row, prompt in enumerate(PROMPTS):
+        room = len(prompt) + CONFIG.reserve_len
+        for at in range(room):
+            allowed[one.block_table[row, at // PAGE], at % PAGE] = True
+    for layout in one.layouts:
+        for pages in (*layout.pages[0], *layout.pages[-1]):
+            written = ~pages.isnan().all(3).all(2)
+            assert written.any()
+            assert not (written & ~allowed).any()
+
+
+def test_rows_get_slots_as_they_grow():
+    """A row without room for a step sits it out, until its blocks are in the table."""
+    one = host()
+    lens = [len(ids) for ids in PROMPTS]
+    one.give([lens[0] + CONFIG.reserve_len, lens[1] + CONFIG.reserve_len - 1, 64])
+    one.step()
+    assert [len(tokens) > 1 for tokens in one.tokens] == [True, False, True]
+    one.give([64, 64, 64])
+    one.step()
+    assert min(map(len, one.tokens)) > 1
+    one.check()
+
+
+@pytest.mark.parametrize("which", ["k", "v"])
+@pytest.mark.parametrize("layer", range(3))
+def test_a_layer_that_moved_is_refused_by_name_at_once(which, layer):
+    one = host()
+    one.step()
+    cache = getattr(one.pools[0], which)[layer]
+    before = cache.data
+    cache.data = cache.clone()
+    message = rf"{which}_cache\[{layer}\] changed since capture"
+    with pytest.raises(CaptureMismatch, match=message):
+        one.step()
+    cache.data = before
+    one.step()
+    one.check()
+
+
+def test_other_caches_are_refused():
+    one = host()
+    one.step()
+    pool = one.pools[1]
+    before = pool.v
+    pool.v = tuple(cache.clone() for cache in before)
+    with pytest.raises(CaptureMismatch, match=r"v_cache\[0\] changed since capture"):
+        one.step()
+    pool.v = torch.stack(before)
+    with pytest.raises(CaptureMismatch, match=r"v_cache\[0\] changed since capture"):
+        one.step()
+    pool.v = before
+    one.step()
+    one.check()
+
+
+def test_a_table_that_moved_is_refused():
+    one = host()
+    one.step()
+    before = one.table.req_to_token.data
+    one.table.req_to_token.data = before.clone()
+    with pytest.raises(CaptureMismatch, match="req_to_token changed since capture"):
+        one.step()
+    one.table.req_to_token.data = before
+    one.step()
+    one.check()
