@@ -22,9 +22,11 @@ from specattn import (
     as_slots,
     block_stride,
 )
-from specattn.batch import AcceptResult
+from specattn.backends.layers import LayeredBackend
+from specattn.batch import AcceptResult, ForwardMode
 from specattn.config import FLOAT8, AttnConfig, KVScales
 from specattn.kernels import ops
+from specattn.plan import AttnInputs, AttnPlan, ExtendPlan
 from specattn.spec.prefill import Prefill, Prompt
 from tests.caches import LAYOUTS, Layout, scattered
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
@@ -349,3 +351,85 @@ def test_a_table_that_moved_is_refused():
     one.table.req_to_token.data = before
     one.step()
     one.check()
+
+
+@pytest.mark.gpu
+def test_filling_is_recorded_with_what_follows():
+    """A replay reads what the engine's block table holds by then; nothing is allocated."""
+    one = host()
+    rows, lens = torch.arange(1, 4, device=DEVICE), torch.full((3,), 64, device=DEVICE).int()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        one.table.fill(rows, one.block_table, lens)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        one.table.fill(rows, one.block_table, lens)
+    one.block_table.add_(100)
+    lens.fill_(33)
+    graph.replay()
+    blocks = one.block_table.repeat_interleave(PAGE, 1)
+    want = blocks * PAGE + torch.arange(64, device=DEVICE) % PAGE
+    assert torch.equal(one.table.req_to_token[1:, :33], want[:, :33].int())
+    assert torch.equal(one.table.req_to_token[1:, 33:], want[:, 33:].int() - 100 * PAGE)
+    assert one.table.reserved.tolist() == [0, 33, 33, 33]
+
+
+def attended(pool: KVPool, table: AdoptedTable, q, k, v, prompt: int) -> torch.Tensor:
+    """Attend to a prompt in row 1, then to what is left of q, k and v; all layers of both."""
+    layers, tokens = len(q), q.shape[1]
+    one = torch.ones(1, dtype=torch.int64, device=DEVICE)
+    start = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    ends = torch.tensor([0, prompt], dtype=torch.int32, device=DEVICE)
+    first = ExtendPlan(
+        req_to_token=table.req_to_token, req_pool_indices=one, seq_lens=start, qo_indptr=ends,
+        out_slots=table.req_to_token[1:2, :prompt], max_q_len=prompt, max_seq_len=prompt,
+        page_size=table.page_size,
+    )
+    config = SpecConfig(tokens - prompt - 1, 1, tokens - prompt, page_size=table.page_size)
+    layout = config.layout(ForwardMode.TARGET_VERIFY)
+    inputs = AttnInputs.alloc(1, layout, DEVICE)
+    inputs.req_pool_indices.fill_(1)
+    inputs.seq_lens.fill_(prompt)
+    inputs.positions.copy_(torch.arange(prompt, tokens))
+    second = AttnPlan.over(layout, table.req_to_token, inputs)
+    backend = LayeredBackend(BACKENDS[-1], pool.layers, pool, DEVICE)
+    second.fill()
+    outs = []
+    for plan, part in ((first, slice(prompt)), (second, slice(prompt, tokens))):
+        attend = backend.bind(plan)
+        attend.schedule(plan.seq_lens.cpu())
+        attend.fill()
+        outs.append([attend(at, q[at, part], k[at, part], v[at, part]) for at in range(layers)])
+    return torch.cat([torch.stack(out) for out in outs], 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_heads_of_large_models_attend_in_any_layout(name, dtype):
+    """Whatever kernels a device has for them, page by page or row by row."""
+    heads, page, blocks, prompt, tokens = AttnConfig(8, 2, 128, dtype=dtype), 16, 9, 97, 102
+    make = partial(scattered, dtype=dtype, device=DEVICE)
+    layout = LAYOUTS[name](3, blocks, page, 2, 128, make)
+    own = KVPool([heads] * 3, blocks * page, DEVICE)
+    adopted = KVPool.adopt([heads] * 3, layout.k, layout.v)
+    own.k.fill_(float("nan"))
+    own.v.fill_(float("nan"))
+    line = 1 + torch.randperm(blocks - 1).to(torch.int32).to(DEVICE)[None]
+    q, k, v = (torch.randn(3, tokens, n, 128, device=DEVICE).to(dtype) for n in (8, 2, 2))
+    found = []
+    for pool, stride in ((own, page), (adopted, layout.stride)):
+        table = AdoptedTable(
+            torch.zeros(2, 128, dtype=torch.int32, device=DEVICE),
+            torch.zeros(2, dtype=torch.int32, device=DEVICE),
+            num_slots=pool.num_slots, page_size=page, block_stride=stride,
+        )
+        room = torch.full((1,), 128, dtype=torch.int32, device=DEVICE)
+        table.fill(torch.ones(1, dtype=torch.int64, device=DEVICE), line, room)
+        found.append(attended(pool, table, q, k, v, prompt))
+    assert not found[0].isnan().any()
+    torch.testing.assert_close(*found)

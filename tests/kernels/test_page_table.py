@@ -83,6 +83,38 @@ def test_one_program_may_walk_a_whole_row(monkeypatch):
         assert torch.equal(twin, kernel)
 
 
+@pytest.mark.parametrize("programs", [2048, 1])
+@pytest.mark.parametrize(("lens", "context", "blocks", "page", "apart"), [
+    ([7, 0, 12, 1], 12, 3, 4, 4), ([5, 3], 9, 9, 1, 1), ([40, 33, 16], 40, 3, 16, 32),
+    ([2500, 3], 3000, 200, 16, 96), ([99, -5, 64], 50, 4, 16, 16), ([99, 3], 90, 2, 16, 16),
+])
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_become_slots(kind, lens, context, blocks, page, apart, programs, monkeypatch):
+    """Of rows in any order, up to each length; lines of row 0, and what is past a length, stay."""
+    monkeypatch.setattr("specattn.kernels.spread.PROGRAMS", programs)
+    rng = random.Random(context)
+    count = len(lens) + 3
+    rows = rng.sample(range(1, count), len(lens))
+    lines = [[rng.randrange(1, 2**31 // apart - 1) for _ in range(blocks)] for _ in lens]
+    wanted = dict(zip(rows, zip(lens, lines, strict=True), strict=True))
+    lines.append([CANARY] * blocks)  # padding's
+    wide = torch.full((count, context + 5), CANARY, **INT)
+    reserved = torch.full((count,), CANARY, **INT)
+    table = torch.full((len(lines), blocks + 2), CANARY, **INT)
+    table[:, :blocks] = torch.tensor(lines, **INT)
+    implementation(kind, "block_table").fill_slots(
+        torch.tensor([*rows, 0], device=DEVICE), table[:, :blocks], torch.tensor([*lens, 7], **INT),
+        wide[:, :context], reserved, page_size=page, block_stride=apart,
+    )
+    assert reserved[0] == 0
+    for row in range(count):
+        length, line = wanted.get(row, (0, []))
+        length = min(max(length, 0), context, blocks * page)
+        slots = [line[at // page] * apart + at % page for at in range(length)]
+        assert wide[row].tolist() == slots + [CANARY] * (context + 5 - length)
+        assert reserved[row] == (length if row in wanted or not row else CANARY)
+
+
 @pytest.mark.parametrize(("batch", "q_len", "tail"), [(3, 4, 4), (2, 3, 9), (1, 1, 1), (2, 2, 130)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_ancestors_are_packed_in_bit_order(kind, batch, q_len, tail):
