@@ -178,8 +178,8 @@ def fingerprint(**parts: object) -> Fingerprint:
     Parameters
     ----------
     **parts : object
-        Tensors, `BufferSet` s (described field by field), or values to compare; a dict has its
-        keys named where they differ.
+        Tensors, `BufferSet` s (described field by field), tuples of tensors (one by one), or
+        values to compare; a dict has its keys named where they differ.
     """
     found: list[tuple[str, object]] = []
     for name, part in parts.items():
@@ -192,6 +192,8 @@ def fingerprint(**parts: object) -> Fingerprint:
                 found.append((label, (
                     tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.dtype
                 )))
+        elif isinstance(part, tuple) and any(isinstance(each, Tensor) for each in part):
+            found += [(f"{name}[{at}]", _describe(each)) for at, each in enumerate(part)]
         else:
             found.append((name, _describe(part) if isinstance(part, Tensor) else part))
     return tuple(found)

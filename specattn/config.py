@@ -10,7 +10,7 @@ import torch
 from specattn.batch import ForwardMode, Phase, RowLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
@@ -149,14 +149,16 @@ class KVScales:
                 )
 
     @classmethod
-    def of(cls, k: Tensor, v: Tensor, *, headroom: float = 2.0) -> tuple[Self, ...]:
+    def of(
+        cls, k: Tensor | Sequence[Tensor], v: Tensor | Sequence[Tensor], *, headroom: float = 2.0
+    ) -> tuple[Self, ...]:
         """Return every layer's scales from a sample of its keys and values.
 
         Parameters
         ----------
-        k, v : Tensor
-            ``[layers, ...]`` of any floating dtype, such as ``k`` and ``v`` of a `KVPool` that has
-            run a few prompts: slots that were never written hold 0.
+        k, v : Tensor or sequence of Tensor
+            ``[layers, ...]`` or a tensor per layer, of any floating dtype, such as ``k`` and ``v``
+            of a `KVPool` that has run a few prompts: slots that were never written hold 0.
         headroom : float
             The largest number of the sample becomes ``448 / headroom``. What is cut off is lost,
             and a factor of 2 costs nothing but the range of the smallest numbers.

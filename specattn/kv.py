@@ -139,7 +139,7 @@ class KVPool:
         self.num_slots, self.device = len(k[0]), k[0].device
         # columns of k that are not values, too: with v they cover every number once
         self._shared = one.v_head_dim if one.latent else 0
-        self._own_k = _columns(k, slice(self._shared, None))
+        self._own_k = _columns(k, slice(self._shared, None)) if self._shared else k
         self._offsets, self._unit = _offsets(k, v)
 
     def store(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:

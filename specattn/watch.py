@@ -22,8 +22,8 @@ class Watch:
     This runs before every replay. What it compares when:
 
     - Every time, the attributes of objects that may be set (a pool), and the addresses of those
-      that are tensors. The tensors are not kept alive: a pool that is replaced gives its memory
-      back.
+      that are tensors, or in tuples. The tensors are not kept alive, those in tuples aside: a pool
+      that is replaced gives its memory back.
     - Every time, the addresses of tensors that are watched themselves: who can reach a tensor (a
       table) can resize it.
     - The attributes of frozen dataclasses, and the addresses of those that are tensors: every
@@ -79,7 +79,8 @@ class Watch:
         self._gone: list[object] = []
         self._refs = [weakref.ref(tensor, self._gone.append) for tensor in tensors]
         self._others = [value for value in found if not isinstance(value, Tensor)]
-        self._own = _tensors([*self._reachable, *self._held])
+        tuples = [value for value in self._others if isinstance(value, tuple)]
+        self._own = _tensors([*self._reachable, *self._held, *chain.from_iterable(tuples)])
         addresses = [one.data_ptr() for one in (*tensors, *self._own)]
         known = {id(one) for one in self._own}
         turns: list[_Turn] = []

@@ -39,8 +39,8 @@ def test_ones_own_loop_writes_what_plain_decoding_writes():
     example = runpy.run_path(str(folder / "own_loop.py"))
     texts = plain_texts(example["PROMPTS"], 24)
     assert example["main"](24) == texts
-    by_values = runpy.run_path(str(folder / "functional_loop.py"))
-    assert by_values["main"](24) == texts
+    for other in ("functional_loop.py", "own_cache.py"):
+        assert runpy.run_path(str(folder / other))["main"](24) == texts, other
 
 
 def test_a_policy_of_ones_own_writes_what_plain_decoding_writes():

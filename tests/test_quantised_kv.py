@@ -83,6 +83,7 @@ def test_scales_of_a_sample_use_the_range():
         assert scale.k == pytest.approx(k[layer].half().abs().max().item() / 448)
     assert found[2].v == 1, "nothing but zeros"
     assert KVScales.of(k, v)[0].k == pytest.approx(2 * k[0].abs().max().item() / 448)
+    assert KVScales.of([*k], [*v]) == KVScales.of(k, v)
     with pytest.raises(ValueError, match="same layers, got 3 and 2"):
         KVScales.of(k, v[:2])
     k[0, 0, 0, 0] = math.nan

@@ -60,6 +60,33 @@ def test_changes_are_noticed_until_renewed(change):
     assert watch.unchanged()
 
 
+def resize_one_of_many(held):
+    held.many[1].resize_(64)
+
+
+def point_one_of_many_elsewhere(held):
+    held.many[2].data = held.many[2].clone()
+
+
+def replace_many(held):
+    held.many = tuple(held.many)[:2]
+
+
+MANY = [resize_one_of_many, point_one_of_many_elsewhere, replace_many]
+
+
+@pytest.mark.parametrize("change", MANY, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_tensors_in_tuples_have_no_turns(change, in_turn):
+    held = SimpleNamespace(many=tuple(torch.zeros(4) for _ in range(3)), names=("a", "b"))
+    watch = Watch([held, *(fixed() for _ in range(3))], in_turn=in_turn)
+    assert all(watch.unchanged() for _ in range(7))
+    change(held)
+    assert not any(watch.unchanged() for _ in range(4))
+    watch.renew()
+    assert all(watch.unchanged() for _ in range(7))
+
+
 @dataclass(frozen=True)
 class Fixed:
     a: torch.Tensor

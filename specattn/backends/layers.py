@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     )
     from specattn.config import AttnConfig
     from specattn.kernels.rotation import Rotation
-    from specattn.kv import Caches, KVPool
+    from specattn.kv import KVPool
     from specattn.plan import Plan
 
 
@@ -66,10 +66,8 @@ class LayeredBackend:
         device: torch.device,
     ) -> None:
         if {c.kv_dtype for c in layers} != {c.kv_dtype for c in pool.layers}:
-            raise ValueError(
-                f"layers must have the pool's kv_dtype ({pool.k[0].dtype}): "
-                "pass its own (pool.layers)"
-            )
+            stored = f"the pool's kv_dtype ({pool.k[0].dtype})"
+            raise ValueError(f"layers must have {stored}: pass its own (pool.layers)")
         distinct = list(dict.fromkeys(layers))
         chosen = choose_backend(backend, distinct, device)
         self.name = chosen.name
@@ -151,16 +149,12 @@ class BoundLayers(CompositeAttention):
             f"AttnConfig[{at}]": dict(vars(backend.config))
             for at, backend in enumerate(self.backends)
         }
-        caches = {**_named("k_cache", self.pool.k), **_named("v_cache", self.pool.v)}
-        return fingerprint(**caches, kv_scales=self.pool.scales, **settings)
+        pool = self.pool
+        return fingerprint(k_cache=pool.k, v_cache=pool.v, kv_scales=pool.scales, **settings)
 
     def watched(self) -> tuple[object, ...]:
-        """Return the objects whose attributes `fingerprint` reads, and a pool's adopted tensors."""
-        # a tensor of its own for every layer is no attribute of the pool
-        layers = [layer for held in (self.pool.k, self.pool.v) if isinstance(held, tuple)
-                  for layer in held]
-        configs = (backend.config for backend in self.backends)
-        return self, self.pool, *layers, *self.backends, *configs
+        """Return the objects whose attributes `fingerprint` reads."""
+        return self, self.pool, *self.backends, *(backend.config for backend in self.backends)
 
     def parts(self) -> tuple[BoundAttention, ...]:
         """Return every bound configuration."""
@@ -199,10 +193,3 @@ class BoundLayers(CompositeAttention):
         out = torch.empty_like(q)
         bound.run(q, self.pool.k[layer], self.pool.v[layer], out)
         return out
-
-
-def _named(name: str, held: Caches) -> dict[str, Tensor]:
-    """Return caches by the names that messages call them."""
-    if not isinstance(held, tuple):
-        return {name: held}
-    return {f"{name}[{layer}]": cache for layer, cache in enumerate(held)}
