@@ -432,4 +432,5 @@ def test_heads_of_large_models_attend_in_any_layout(name, dtype):
         table.fill(torch.ones(1, dtype=torch.int64, device=DEVICE), line, room)
         found.append(attended(pool, table, q, k, v, prompt))
     assert not found[0].isnan().any()
-    torch.testing.assert_close(*found)
+    error = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(*found, rtol=error, atol=error)

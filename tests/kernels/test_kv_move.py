@@ -173,3 +173,23 @@ def test_pool_beyond_32_bit_offsets():
     accept = torch.tensor([[0, 2]], dtype=torch.int32, device="cuda")
     implementation("triton", "kv_move").commit_kv(pool, pool[..., :1], tail, accept)
     assert (pool[0, 6] == 7).all()
+
+
+@pytest.mark.gpu
+def test_layers_beyond_32_bit_offsets():
+    """Offsets past 2^32 and below 0, of layers that are not evenly spaced."""
+    arena = torch.zeros(2**32 + 2**31, dtype=torch.uint8, device="cuda")
+    starts = [2**31 + 4096, 0, 2**32 + 8192 + 16]
+    layers = [arena[start : start + 12 * 32].view(12, 2, 16) for start in starts]
+    for number, layer in enumerate(layers):
+        layer[4] = 7 + number
+    offsets = torch.tensor([[start - starts[0] for start in starts]] * 2, device="cuda") // 16
+    tail = torch.tensor([[5, 6, 4]], dtype=torch.int32, device="cuda")
+    accept = torch.tensor([[0, 2]], dtype=torch.int32, device="cuda")
+    values = [layer[..., :1] for layer in layers]
+    implementation("triton", "kv_move").commit_kv(
+        layers, values, tail, accept, offsets=offsets, unit=16
+    )
+    for number, layer in enumerate(layers):
+        assert (layer[[4, 6]] == 7 + number).all()
+    assert int(arena.count_nonzero()) == 3 * 2 * 32
