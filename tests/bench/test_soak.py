@@ -84,8 +84,10 @@ def test_requests_come_and_go_while_settings_switch(models):
 
 def test_a_wrong_token_ends_a_soak(models, monkeypatch):
     run = engine(models, (3, 3, 8))
-    take = run._take
-    monkeypatch.setattr(run, "_take", lambda live, tokens: take(live, [t ^ 1 for t in tokens]))
+    take = run._running._take
+    monkeypatch.setattr(
+        run._running, "_take", lambda live, tokens: take(live, [t ^ 1 for t in tokens])
+    )
     with pytest.raises(AssertionError, match="margin"):
         short_soak(models, run)
 

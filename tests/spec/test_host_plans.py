@@ -49,7 +49,7 @@ class PlanningBackend(TorchNativeBackend):
 def test_every_part_is_filled_after_its_plan(tree):
     models = TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
     run = Engine(*models, SpecConfig(*tree, 64, 3), backend=PlanningBackend, buckets=[4])
-    assert run.seams == "three"
+    assert run.decoder(run.config).seams == "three"
     results = run.generate([Request(prompt, 12) for prompt in PROMPTS])
     for prompt, result in zip(PROMPTS, results, strict=True):
         assert result.tokens == dense_greedy(models[0], prompt, 12)

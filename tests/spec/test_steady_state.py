@@ -66,7 +66,7 @@ class Steady:
 
     def launches_of(self, run, monkeypatch) -> None:
         """Count what launching a step waits for, its slots included."""
-        launch = run._launch
+        launch = run._running._launch
 
         def counted(*args):
             before = self.waits
@@ -74,7 +74,7 @@ class Steady:
             self.launch_waits += self.waits - before
             return found
 
-        monkeypatch.setattr(run, "_launch", counted)
+        monkeypatch.setattr(run._running, "_launch", counted)
 
     def _counters(self) -> dict[str, int]:
         found = torch.cuda.memory_stats()

@@ -183,7 +183,7 @@ def test_attention_made_apart_shares_no_buffers():
 def test_halves_are_planned_from_their_own_lengths():
     planned = spy("planned", host_plan=True)
     run = engine((3, 1, 4), backend=planned, buckets=(5,), tbo=True)
-    assert run.seams == "three"
+    assert run.decoder(run.config).seams == "three"
     rows = admitted(run)
     planned.scheduled.clear()
     lens = torch.tensor([11, 12, 13, 14], dtype=torch.int32)

@@ -105,14 +105,14 @@ def test_a_call_that_failed_leaves_an_engine_usable(engine, call, at):
 def test_a_group_that_finished_is_not_freed_twice_when_the_next_one_fails(engine, monkeypatch):
     """Near its context a request steps in a group of its own, and the other group may fail."""
     engine.add([Request([5, 6, 7], max_new_tokens=2), Request([9] * 60, max_new_tokens=30)])
-    whole = engine._step_group
+    whole = engine._running._step_group
 
     def second_fails(config, group):
         if config != engine.config:
             raise RuntimeError("no more")
         return whole(config, group)
 
-    monkeypatch.setattr(engine, "_step_group", second_fails)
+    monkeypatch.setattr(engine._running, "_step_group", second_fails)
     with pytest.raises(RuntimeError, match="no more"):
         engine.step()
     assert engine.num_live == 1

@@ -1,0 +1,187 @@
+"""Requests that run, and their steps: launched, perhaps one ahead, and handed out."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from specattn.errors import CapacityError
+from specattn.spec.landing import Flight
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Sequence
+
+    from specattn.config import SpecConfig
+    from specattn.slots import SlotTable
+    from specattn.spec.engine_decoders import EngineDecoders
+    from specattn.spec.request import Generation, Live
+    from specattn.spec.settings import Settings
+
+    Gain = tuple[Generation, list[int]]
+
+
+class Running:
+    """The requests of an engine from their first token to their last.
+
+    Parameters
+    ----------
+    table : SlotTable
+        Their rows and slots, given back when they end.
+    decoders : EngineDecoders
+        What steps them.
+    settings : Settings
+        What chooses the setting of a step.
+    eos : collection of int
+        End-of-text tokens.
+    detokenize : callable or None
+        Maps token ids to text, for stop strings.
+
+    Attributes
+    ----------
+    live : list of Live
+        Those that have not ended.
+    """
+
+    def __init__(
+        self,
+        table: SlotTable,
+        decoders: EngineDecoders,
+        settings: Settings,
+        eos: Collection[int],
+        detokenize: Callable[[list[int]], str] | None,
+    ) -> None:
+        self._table, self._decoders, self._settings = table, decoders, settings
+        self._eos, self._detokenize = eos, detokenize
+        self.live: list[Live] = []
+        self._ahead: Flight | None = None
+        self._landed_at = 0.0
+
+    def join(self, admitted: Sequence[tuple[Live, int]]) -> None:
+        """Let requests run that have rows, and their first tokens."""
+        self.live += [live for live, _ in admitted]
+        for live, first in admitted:
+            live.result.first_token_at = time.perf_counter()
+            self._take(live, [first])
+        self._forget_ended()
+
+    def keep(self, staying: Collection[Live]) -> None:
+        """Drop all requests but some."""
+        self._drop(live for live in self.live if live not in staying)
+        self.live = list(staying)
+
+    def clear(self) -> None:
+        """Drop every request."""
+        # a wait that was interrupted has left its step in flight, too
+        self._decoders.settle()
+        self._ahead = None
+        self._drop(self.live)
+        self.live = []
+
+    def untimed(self) -> None:
+        """Note that something else runs before the next step lands."""
+        if self._ahead is not None:
+            self._ahead = replace(self._ahead, launched_at=None)
+
+    def _forget_ended(self) -> None:
+        self.live = [live for live in self.live if not live.result.finish_reason]
+
+    def _drop(self, group: Iterable[Live]) -> None:
+        """Give the rows of those that have not given theirs back yet."""
+        for live in group:
+            if not live.result.finish_reason:
+                self._table.free(live.row)
+
+    def step(self, *, ahead: bool) -> list[Gain]:
+        """Advance every request; see `Engine.step`."""
+        try:
+            if self._ahead is None:
+                groups = self._groups()
+                if len(groups) != 1:
+                    return [gain for item in groups.items() for gain in self._step_group(*item)]
+                self._ahead = self._launch(*groups.popitem(), 0)
+            flight = self._ahead
+            self._ahead = self._launch_next(flight) if ahead else None
+            return self._collect(flight)
+        finally:  # a group that finished has given its rows back, whatever the next one did
+            self._forget_ended()
+
+    def _groups(self) -> dict[SpecConfig, list[Live]]:
+        """Return the requests by the widest setting that their contexts have room for."""
+        groups: dict[SpecConfig, list[Live]] = {}
+        rooms = [self._table.max_context_len - live.length for live in self.live]
+        chosen = self._settings.choose(len(rooms), max(rooms, default=0))
+        for live, room in zip(self.live, rooms, strict=True):
+            groups.setdefault(chosen.shrink(room), []).append(live)
+        return groups
+
+    def _step_group(self, config: SpecConfig, group: list[Live]) -> list[Gain]:
+        return self._collect(self._launch(config, group, 0))
+
+    def _launch(self, config: SpecConfig, group: list[Live], in_flight: int) -> Flight:
+        """Launch a step; ``in_flight`` tokens at most are not known to the host yet."""
+        need = in_flight + config.reserve_len
+        self._table.reserve([live.row for live in group], [live.length + need for live in group])
+        lens = None
+        if self._decoders.plans_on_host:
+            lens = torch.tensor([live.length for live in group], dtype=torch.int32)
+        decoder = self._decoders.of(config)
+        sampled = any(live.request.sampling.temperature for live in group)
+        if sampled and not decoder.sampled:  # a setting that was shrunk to
+            decoder.capture(sampled=True)
+        rows, began = [live.row for live in group], time.perf_counter()
+        pending = decoder.step_async(rows, sampled=sampled, seq_lens_cpu=lens)
+        self._settings.launched(config)
+        return Flight(config, group, pending, began)
+
+    def _launch_next(self, flight: Flight) -> Flight | None:
+        """Launch the step after the one in flight, if all ride in that and have room for both."""
+        going = [live for live in self.live if live.goes_on]
+        riding = set(flight.group)
+        if not going or self._decoders.plans_on_host or not riding.issuperset(self.live):
+            return None
+        gain = flight.config.num_steps + 1
+        rooms = [self._table.max_context_len - gain - live.length for live in going]
+        config = self._settings.choose(len(going), max(rooms))
+        if config.reserve_len > min(rooms):
+            return None
+        try:
+            return self._launch(config, going, gain)
+        except CapacityError:  # what this step does not gain may be enough
+            return None
+
+    def _collect(self, flight: Flight) -> list[Gain]:
+        """Hand out a step's tokens; requests that had ended before it get none."""
+        try:
+            return self._hand_out(flight)
+        except BaseException:
+            # nobody can go on without tokens that were lost
+            self.clear()
+            raise
+
+    def _hand_out(self, flight: Flight) -> list[Gain]:
+        gained, began = flight.pending.wait(), flight.launched_at
+        now = time.perf_counter()
+        # a step that was launched ahead began when the one before it ended
+        seconds = None if began is None else now - max(began, self._landed_at)
+        self._landed_at = now
+        if self._settings.adaptive:
+            self._settings.landed(flight.config, list(map(len, gained)), seconds)
+        found = []
+        for live, tokens in zip(flight.group, gained, strict=True):
+            if live.result.finish_reason:
+                continue
+            live.length += len(tokens)
+            live.result.accept_lens.append(len(tokens))
+            self._table.commit(live.row, live.length)
+            found.append((live.result, self._take(live, tokens)))
+        return found
+
+    def _take(self, live: Live, tokens: list[int]) -> list[int]:
+        """Append tokens up to whatever ends the request, which gives its row back."""
+        kept = live.take(tokens, self._eos, self._table.max_context_len, self._detokenize)
+        if live.result.finish_reason:
+            self._table.free(live.row)
+        return kept
