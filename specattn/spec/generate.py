@@ -57,7 +57,8 @@ class Engine:
         More settings that steps may take; they differ from ``config`` in the tree alone. See
         docs/adaptive.md.
     policy : Policy, optional
-        Chooses every step's setting; `specattn.spec.policy.GoodputPolicy` by default.
+        Chooses every step's setting, and so needs ``configs``;
+        `specattn.spec.policy.GoodputPolicy` by default.
     backend : str or BackendFactory
         Attention backend, by name (``"auto"`` picks one) or itself; see `choose_backend`.
     num_slots : int, optional
@@ -91,8 +92,8 @@ class Engine:
     UnsupportedError
         If the backend cannot serve the models here.
     ValueError
-        If ``kv_dtype`` and ``kv_scales`` are not those of a `KVPool`, or ``configs`` differ in
-        more than the tree.
+        If ``kv_dtype`` and ``kv_scales`` are not those of a `KVPool`, ``configs`` differ in more
+        than the tree, or there is a ``policy`` and no setting in ``configs`` but ``config``.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ class Settings:
     Raises
     ------
     ValueError
-        If they differ in more than the shape of the tree.
+        If they differ in more than the shape of the tree, or a policy has nothing to choose from.
     """
 
     def __init__(
@@ -53,6 +53,10 @@ class Settings:
                     raise ValueError(f"{name} must be the same in all configs, got {first} "
                                      f"and {other}")
         self.adaptive = len(self.configs) > 1
+        if policy is not None and not self.adaptive:
+            raise ValueError(
+                "policy has nothing to choose from: configs must hold other settings than config"
+            )
         self.policy = policy or GoodputPolicy()
         self.acceptance = {config: Acceptance(config) for config in self.configs}
         self.used: Counter[SpecConfig] = Counter()
@@ -79,7 +83,7 @@ class Settings:
         batch : int
             Requests that take part.
         room : int
-            Slots that the shortest of them has left.
+            Slots that the context of the shortest of them has left.
 
         Raises
         ------

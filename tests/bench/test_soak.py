@@ -28,8 +28,9 @@ def models():
 def engine(models, tree, *others) -> Engine:
     config, *more = (SpecConfig(*one, CONTEXT, 4, 4) for one in (tree, *others))
     backend = "triton" if DEVICE == "cuda" else "torch_native"
+    policy = Dice(3) if more else None
     return Engine(
-        *models, config, configs=more, policy=Dice(3), backend=backend, buckets=[2, 4]
+        *models, config, configs=more, policy=policy, backend=backend, buckets=[2, 4]
     )
 
 

@@ -119,10 +119,9 @@ def test_a_policy_must_choose_what_it_is_given():
 
 
 def test_one_setting_is_not_measured():
-    run = engine([(3, 1, 4)], Dice())
+    run = engine([(3, 1, 4)], None)
     run.generate([Request([1], 9)])
     assert not run.settings.adaptive
-    assert not run.settings.policy.seen
     assert run.settings.acceptance[run.config].steps == 0
     assert run.settings.used[run.config] > 0
 
@@ -223,6 +222,12 @@ def test_measured_times_decide_where_there_are_any():
     assert goodput[SHALLOW] == pytest.approx(300, rel=0.1)
     assert 40 < goodput[PLAIN] < 200, "what was not measured costs in proportion"
     assert policy(seen) is SHALLOW
+
+
+@pytest.mark.parametrize("trees", [TREES[:1], TREES[:1] * 2], ids=["one", "one_twice"])
+def test_a_policy_without_a_choice_is_refused(trees):
+    with pytest.raises(ValueError, match=r"policy has nothing to choose from: configs must hold"):
+        engine(trees, GoodputPolicy())
 
 
 @pytest.mark.parametrize("options", [{"margin": -1}, {"hold": 0}, {"trials": -1}, {"prior": 0}])
