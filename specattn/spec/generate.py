@@ -274,7 +274,12 @@ class Engine:
         return later
 
     def step(self, *, ahead: bool = False) -> list[tuple[Generation, list[int]]]:
-        """Advance every running request; returns what each of them gained.
+        """Advance the running requests; returns what each of them gained.
+
+        Requests whose contexts lack room for the setting's step take a smaller one, as a group of
+        their own. A group for which slots run out sits the step out and loses nothing. Groups of
+        smaller settings get slots first: their requests end soonest, and the slots are the others'
+        then, unless `add` takes them.
 
         Parameters
         ----------
@@ -293,7 +298,9 @@ class Engine:
         Raises
         ------
         CapacityError
-            If slots run out; the step can be made again when others have ended.
+            If no group has slots; the step can be made again when others have ended. Whatever a
+            launch raises, no tokens are lost: those of groups that were launched before it are
+            the next step's.
         Exception
             What ``detokenize`` raises. A step's tokens are lost then, so all requests are dropped.
         """

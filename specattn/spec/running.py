@@ -56,7 +56,8 @@ class Running:
         self._table, self._decoders, self._settings = table, decoders, settings
         self._eos, self._detokenize = eos, detokenize
         self.live: list[Live] = []
-        self._ahead: Flight | None = None
+        # launched and not handed out: the groups of one step
+        self._flights: list[Flight] = []
         self._landed_at = 0.0
 
     def join(self, admitted: Sequence[tuple[Live, int]]) -> None:
@@ -76,14 +77,13 @@ class Running:
         """Drop every request."""
         # a wait that was interrupted has left its step in flight, too
         self._decoders.settle()
-        self._ahead = None
+        self._flights = []
         self._drop(self.live)
         self.live = []
 
     def untimed(self) -> None:
         """Note that something else runs before the next step lands."""
-        if self._ahead is not None:
-            self._ahead = replace(self._ahead, launched_at=None)
+        self._flights = [replace(flight, launched_at=None) for flight in self._flights]
 
     def _forget_ended(self) -> None:
         self.live = [live for live in self.live if not live.result.finish_reason]
@@ -95,18 +95,28 @@ class Running:
                 self._table.free(live.row)
 
     def step(self, *, ahead: bool) -> list[Gain]:
-        """Advance every request; see `Engine.step`."""
-        try:
-            if self._ahead is None:
-                groups = self._groups()
-                if len(groups) != 1:
-                    return [gain for item in groups.items() for gain in self._step_group(*item)]
-                self._ahead = self._launch(*groups.popitem(), 0)
-            flight = self._ahead
-            self._ahead = self._launch_next(flight) if ahead else None
-            return self._collect(flight)
-        finally:  # a group that finished has given its rows back, whatever the next one did
-            self._forget_ended()
+        """Advance the requests that there are slots for; see `Engine.step`."""
+        if not self._flights:
+            self._launch_groups()
+        flights = self._flights
+        self._flights = self._launch_next(*flights) if ahead and len(flights) == 1 else []
+        return self._collect(flights)
+
+    def _launch_groups(self) -> None:
+        """Launch a step of every group that there are slots for.
+
+        If a launch fails, what was launched before it is handed out by the next step.
+        """
+        short: CapacityError | None = None
+        groups = self._groups()
+        # those next to their contexts' ends come first: they are the next to free slots
+        for config in sorted(groups, key=lambda config: config.reserve_len):
+            try:
+                self._flights.append(self._launch(config, groups[config], 0))
+            except CapacityError as error:
+                short = error
+        if short is not None and not self._flights:
+            raise short
 
     def _groups(self) -> dict[SpecConfig, list[Live]]:
         """Return the requests by the widest setting that their contexts have room for."""
@@ -116,9 +126,6 @@ class Running:
         for live, room in zip(self.live, rooms, strict=True):
             groups.setdefault(chosen.shrink(room), []).append(live)
         return groups
-
-    def _step_group(self, config: SpecConfig, group: list[Live]) -> list[Gain]:
-        return self._collect(self._launch(config, group, 0))
 
     def _launch(self, config: SpecConfig, group: list[Live], in_flight: int) -> Flight:
         """Launch a step; ``in_flight`` tokens at most are not known to the host yet."""
@@ -136,30 +143,32 @@ class Running:
         self._settings.launched(config)
         return Flight(config, group, pending, began)
 
-    def _launch_next(self, flight: Flight) -> Flight | None:
+    def _launch_next(self, flight: Flight) -> list[Flight]:
         """Launch the step after the one in flight, if all ride in that and have room for both."""
         going = [live for live in self.live if live.goes_on]
         riding = set(flight.group)
         if not going or self._decoders.plans_on_host or not riding.issuperset(self.live):
-            return None
+            return []
         gain = flight.config.num_steps + 1
         rooms = [self._table.max_context_len - gain - live.length for live in going]
         config = self._settings.choose(len(going), max(rooms))
         if config.reserve_len > min(rooms):
-            return None
+            return []
         try:
-            return self._launch(config, going, gain)
+            return [self._launch(config, going, gain)]
         except CapacityError:  # what this step does not gain may be enough
-            return None
+            return []
 
-    def _collect(self, flight: Flight) -> list[Gain]:
+    def _collect(self, flights: Sequence[Flight]) -> list[Gain]:
         """Hand out a step's tokens; requests that had ended before it get none."""
         try:
-            return self._hand_out(flight)
+            return [gain for flight in flights for gain in self._hand_out(flight)]
         except BaseException:
             # nobody can go on without tokens that were lost
             self.clear()
             raise
+        finally:
+            self._forget_ended()
 
     def _hand_out(self, flight: Flight) -> list[Gain]:
         gained, began = flight.pending.wait(), flight.launched_at

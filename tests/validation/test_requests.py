@@ -102,20 +102,26 @@ def test_a_call_that_failed_leaves_an_engine_usable(engine, call, at):
     assert engine.table.num_free_rows == 2
 
 
-def test_a_group_that_finished_is_not_freed_twice_when_the_next_one_fails(engine, monkeypatch):
+def test_a_group_that_fails_costs_the_others_no_tokens(engine, monkeypatch):
     """Near its context a request steps in a group of its own, and the other group may fail."""
-    engine.add([Request([5, 6, 7], max_new_tokens=2), Request([9] * 60, max_new_tokens=30)])
-    whole = engine._running._step_group
+    prompt = [9] * 60
+    near, far = engine.add([Request(prompt, max_new_tokens=30), Request([5, 6, 7])])
+    whole, told = engine._running._launch, list(near.tokens)
 
-    def second_fails(config, group):
-        if config != engine.config:
+    def far_fails(config, group, in_flight):
+        if config == engine.config:
             raise RuntimeError("no more")
-        return whole(config, group)
+        return whole(config, group, in_flight)
 
-    monkeypatch.setattr(engine._running, "_step_group", second_fails)
-    with pytest.raises(RuntimeError, match="no more"):
-        engine.step()
-    assert engine.num_live == 1
+    monkeypatch.setattr(engine._running, "_launch", far_fails)
+    while not near.finish_reason:
+        with pytest.raises(RuntimeError, match="no more"):
+            engine.step()
+        ((result, new),) = engine.step()
+        assert result is near
+        told += new
+    assert told == near.tokens == dense_greedy(TinyTarget(device=DEVICE), prompt, len(told))
+    assert engine.num_live == len(far.tokens) == 1
     engine.clear()
     engine.table.check()
     assert engine.table.num_free_rows == 2
