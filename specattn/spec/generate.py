@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from specattn.spec.request import Live
     from specattn.spec.step_decoder import Seams, StepDecoder
 
-    Item = tuple[Request, Generation]
     Scales = Sequence[KVScales] | None
 
 log = logging.getLogger(__name__)
@@ -200,10 +199,12 @@ class Engine:
         Raises
         ------
         ValueError
-            If a prompt is empty or longer than the context.
+            If a prompt is empty, longer than the context or not of the vocabulary; nothing has
+            run then.
         CapacityError
-            If the pools are too small.
+            If the pools are too small; every running request is dropped then.
         """
+        self._check(requests)
         results: list[Generation] = []
         order: dict[int, int] = {}
         waiting = list(requests)
@@ -250,9 +251,7 @@ class Engine:
             If rows or slots run out. Whatever is raised, none of the requests runs then, and
             those that ran before still do.
         """
-        limit, vocab_size = self.config.max_context_len, self.target.model.vocab_size
-        for request in requests:
-            check_request(request, limit, vocab_size, self._detokenize)
+        self._check(requests)
         if any(request.sampling.temperature for request in requests):
             self._decoders.capture_sampled()
         results = [Generation(started_at=time.perf_counter()) for _ in requests]
@@ -261,17 +260,18 @@ class Engine:
         before = list(self._live)
         try:
             while waiting:
-                waiting = self._run_wave(waiting)
+                # prompts that run now, and those that wait to share them
+                wave, waiting = self._admission.wave(waiting, self._live)
+                self._running.join(self._admission.run(self._prefill, wave, self._live))
         except BaseException:
             self._running.keep(before)
             raise
         return results
 
-    def _run_wave(self, waiting: Sequence[Item]) -> list[Item]:
-        """Admit requests whose prompts run now; returns those that wait to share them."""
-        wave, later = self._admission.wave(waiting, self._live)
-        self._running.join(self._admission.run(self._prefill, wave, self._live))
-        return later
+    def _check(self, requests: Sequence[Request]) -> None:
+        limit, vocab_size = self.config.max_context_len, self.target.model.vocab_size
+        for request in requests:
+            check_request(request, limit, vocab_size, self._detokenize)
 
     def step(self, *, ahead: bool = False) -> list[tuple[Generation, list[int]]]:
         """Advance the running requests; returns what each of them gained.
@@ -302,6 +302,7 @@ class Engine:
             launch raises, no tokens are lost: those of groups that were launched before it are
             the next step's.
         Exception
-            What ``detokenize`` raises. A step's tokens are lost then, so all requests are dropped.
+            What ``detokenize`` raises. A step's tokens are lost then, so all requests are dropped,
+            as by an interrupt.
         """
         return self._running.step(ahead=ahead)

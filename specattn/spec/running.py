@@ -12,7 +12,7 @@ from specattn.errors import CapacityError
 from specattn.spec.landing import Flight
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from specattn.config import SpecConfig
     from specattn.slots import SlotTable
@@ -69,17 +69,19 @@ class Running:
         self._forget_ended()
 
     def keep(self, staying: Collection[Live]) -> None:
-        """Drop all requests but some."""
-        self._drop(live for live in self.live if live not in staying)
+        """Drop all requests but some, and give their rows back."""
+        for live in self.live:
+            # who has ended has given its row back
+            if live not in staying and not live.result.finish_reason:
+                self._table.free(live.row)
         self.live = list(staying)
 
     def clear(self) -> None:
         """Drop every request."""
-        # a wait that was interrupted has left its step in flight, too
-        self._decoders.settle()
         self._flights = []
-        self._drop(self.live)
-        self.live = []
+        self.keep([])
+        # a wait that was interrupted has left its step in flight, and may be again
+        self._decoders.settle()
 
     def untimed(self) -> None:
         """Note that something else runs before the next step lands."""
@@ -88,19 +90,20 @@ class Running:
     def _forget_ended(self) -> None:
         self.live = [live for live in self.live if not live.result.finish_reason]
 
-    def _drop(self, group: Iterable[Live]) -> None:
-        """Give the rows of those that have not given theirs back yet."""
-        for live in group:
-            if not live.result.finish_reason:
-                self._table.free(live.row)
-
     def step(self, *, ahead: bool) -> list[Gain]:
         """Advance the requests that there are slots for; see `Engine.step`."""
-        if not self._flights:
-            self._launch_groups()
-        flights = self._flights
-        self._flights = self._launch_next(*flights) if ahead and len(flights) == 1 else []
-        return self._collect(flights)
+        try:
+            if not self._flights:
+                self._launch_groups()
+            flights = self._flights
+            self._flights = self._launch_next(*flights) if ahead and len(flights) == 1 else []
+            return self._collect(flights)
+        except Exception:
+            raise
+        except BaseException:
+            # an interrupt may come when a step is under way and not noted
+            self.clear()
+            raise
 
     def _launch_groups(self) -> None:
         """Launch a step of every group that there are slots for.
@@ -163,7 +166,7 @@ class Running:
         """Hand out a step's tokens; requests that had ended before it get none."""
         try:
             return [gain for flight in flights for gain in self._hand_out(flight)]
-        except BaseException:
+        except Exception:
             # nobody can go on without tokens that were lost
             self.clear()
             raise

@@ -8,7 +8,7 @@ import torch
 from specattn.config import SpecConfig
 from specattn.errors import CapacityError
 from specattn.spec.generate import Engine, Request
-from specattn.spec.landing import PendingStep
+from specattn.spec.landing import Landing, PendingStep
 from specattn.spec.sampling import SamplingParams
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 
@@ -97,6 +97,60 @@ def test_a_wait_that_is_interrupted_leaves_no_step_in_flight(models, monkeypatch
         with pytest.raises(KeyboardInterrupt):
             run.generate([Request(prompt, 30) for prompt in PROMPTS])
     unharmed(run)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["waited", "ahead"])
+def test_a_launch_that_is_interrupted_loses_no_tokens_in_silence(models, monkeypatch, ahead):
+    """Lengths have advanced on the device by then: the next step would begin past those tokens."""
+    run, launches, launched = engine(models), [], Landing.launched
+    run.add([Request(prompt, 30) for prompt in PROMPTS])
+
+    def stop(landing):
+        launched(landing)
+        launches.append(1)
+        if len(launches) == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Landing, "launched", stop)
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            while run.num_live:
+                run.step(ahead=ahead)
+    unharmed(run)
+
+
+def test_a_wait_that_is_interrupted_again_lets_nobody_go_on(models, monkeypatch):
+    run, waits, wait = engine(models), [], PendingStep.wait
+    run.add([Request(prompt, 30) for prompt in PROMPTS])
+
+    def stop(pending):
+        waits.append(1)
+        if len(waits) > 2:
+            raise KeyboardInterrupt
+        return wait(pending)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PendingStep, "wait", stop)
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            while run.num_live:
+                run.step(ahead=True)
+    assert run.num_live == 0
+    assert run.table.num_free_rows == 3
+    run.clear()
+    unharmed(run)
+
+
+def test_a_bad_request_is_found_before_its_turn(models):
+    """It would wait for rows; what runs already goes on."""
+    run = engine(models, rows=2)
+    (before,) = run.add([Request(PROMPTS[0], 12)])
+    with pytest.raises(ValueError, match="prompt is empty"):
+        run.generate([*(Request(prompt, 5) for prompt in PROMPTS), Request([])])
+    assert run.num_live == 1
+    while run.num_live:
+        run.step()
+    assert before.tokens == dense_greedy(models[0], PROMPTS[0], 12)
+    unharmed(run, rows=2)
 
 
 def test_whoever_runs_already_is_finished_too_and_not_told_of(models):
