@@ -5,61 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specattn.kernels.choose import finite, load_scores, score_of, token_of
-
-
-@triton.jit
-def sharpness_of(temperature):
-    """Return what logits are multiplied with before exp2; finite at a temperature of 0."""
-    return tl.minimum(tl.maximum(1.4426950408889634 / temperature, 1e-37), 3e38)
-
-
-@triton.jit
-def merge_parts(keys, masses, row, parts, sharpness, BLOCK_P: tl.constexpr):
-    """Return a row's most probable token with its logit, all its weight, and its lowest part."""
-    part = tl.arange(0, BLOCK_P)                                             # [BLOCK_P]
-    live = part < parts
-    key = tl.load(keys + row * parts + part, mask=live, other=-0x8000000000000000)
-    peaks = tl.where(live, score_of(key), float("inf"))
-    best = tl.max(key, 0)
-    peak = score_of(best)
-    mass = tl.load(masses + row * parts + part, mask=live, other=0)
-    below = tl.where(live, finite(peaks) - finite(peak), 0.0)
-    total = tl.sum(mass * tl.exp2(below * sharpness), 0)
-    return token_of(best), peak, total, tl.min(peaks, 0)
-
-
-@triton.jit
-def rules_of(
-    temperature, top_k, top_p, keys, masses, row, parts, vocab, rows_per_req,
-    HAS_K: tl.constexpr, HAS_P: tl.constexpr, BLOCK_P: tl.constexpr,
-):
-    """Return what a row's weights are made of, its settings, and whether they cut anything."""
-    req = row // rows_per_req
-    warmth = tl.load(temperature + req)
-    sharpness = sharpness_of(warmth)
-    _, peak, total, lowest = merge_parts(keys, masses, row, parts, sharpness, BLOCK_P)
-    drawn = (warmth != 0) & (peak > -float("inf"))
-    few = vocab
-    if HAS_K:
-        few = tl.load(top_k + req)
-    share = tl.full([], 1.0, tl.float32)
-    if HAS_P:
-        share = tl.load(top_p + req)
-    by_count = drawn & (few > 0) & (few < vocab)
-    return sharpness, peak, total, lowest, few, share, by_count, drawn & (share < 1)
-
-
-@triton.jit
-def as_float(bits):
-    """Return the float32 of these bits."""
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def as_bits(distance):
-    """Return the bits of distances, which are ordered as they are."""
-    return distance.to(tl.int32, bitcast=True)
+from specattn.kernels.choose import finite, load_scores
+from specattn.kernels.rules import as_bits, as_float, reach_of, rules_of
 
 
 @triton.jit
@@ -104,6 +51,18 @@ def _guess(round, first, low, high):
 
 
 @triton.jit
+def _closer(at, n, m, goal, by_mass, low, high, within, count, mass):
+    """Return the bounds of a search that has found ``n`` tokens of weight ``m`` up to ``at``."""
+    enough = tl.where(by_mass, m, n.to(tl.float64)) >= goal
+    high = tl.where(enough, at, high)
+    within = tl.where(enough, n, within)
+    low = tl.where(enough, low, at)
+    count = tl.where(enough, count, n)
+    mass = tl.where(enough, mass, m)
+    return low, high, within, count, mass
+
+
+@triton.jit
 def _halve(distance, weight, nearer, lighter, goal, by_mass, low, high, within):
     """Search among tokens in registers; those of no concern are NaN away."""
     count, mass = nearer, lighter
@@ -112,12 +71,9 @@ def _halve(distance, weight, nearer, lighter, goal, by_mass, low, high, within):
         inside = distance <= as_float(at)
         n = nearer + tl.sum(inside.to(tl.int32), 0)
         m = lighter + tl.sum(tl.where(inside, weight, 0.0).to(tl.float64), 0)
-        enough = tl.where(by_mass, m, n.to(tl.float64)) >= goal
-        high = tl.where(enough, at, high)
-        within = tl.where(enough, n, within)
-        low = tl.where(enough, low, at)
-        count = tl.where(enough, count, n)
-        mass = tl.where(enough, mass, m)
+        low, high, within, count, mass = _closer(
+            at, n, m, goal, by_mass, low, high, within, count, mass
+        )
     return high, within, count, mass
 
 
@@ -189,12 +145,9 @@ def _search(
     while (high - low > 1) & (within - count > KEPT):
         at = _guess(round, first, low, high)
         n, m = _within(row, vocab, peak, sharpness, as_float(at), BLOCK)
-        enough = tl.where(by_mass, m, n.to(tl.float64)) >= goal
-        high = tl.where(enough, at, high)
-        within = tl.where(enough, n, within)
-        low = tl.where(enough, low, at)
-        count = tl.where(enough, count, n)
-        mass = tl.where(enough, mass, m)
+        low, high, within, count, mass = _closer(
+            at, n, m, goal, by_mass, low, high, within, count, mass
+        )
         round += 1
     if high - low > 1:
         tl.debug_barrier()
@@ -280,11 +233,9 @@ def cut_kernel(
                 within, KEPT,
             )
         if known == 0:
-            # what is further away weighs less than what may be left out
-            spare = tl.maximum((1 - share) * mass.to(tl.float32) / vocab, 1e-37)
+            reach = reach_of(share, mass.to(tl.float32), vocab, sharpness)
             cut, upto, nearer, lighter = _search(
-                logits, vocab, peak, sharpness, goal, True,
-                tl.minimum(tl.maximum(-tl.log2(spare), 0.0) / sharpness, 1e38), high, within,
+                logits, vocab, peak, sharpness, goal, True, tl.minimum(reach, 1e38), high, within,
                 lists + HAS_K * KEPT, KEPT, BLOCK,
             )
         each = tl.exp2(-as_float(cut) * sharpness).to(tl.float64)

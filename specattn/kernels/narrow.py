@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from specattn.kernels.choose import load_scores
-from specattn.kernels.cut import as_bits, as_float, rules_of
+from specattn.kernels.rules import as_bits, as_float, reach_of, rules_of
 
 
 @triton.jit
@@ -42,9 +42,7 @@ def _scale_of(
     spread /= tl.maximum(tl.sum(known.to(tl.int32), 0), 1)
     reach = 2 * spread
     if by_mass & (by_count == 0):
-        # what is further away weighs less than what is left out
-        spare = tl.maximum((1 - share) * total / vocab, 1e-37)
-        reach = tl.minimum(4 * spread, tl.maximum(-tl.log2(spare), 0.0) / sharpness)
+        reach = tl.minimum(4 * spread, reach_of(share, total, vocab, sharpness))
     return tl.minimum(tl.maximum(BINS // 4 * 3 / tl.maximum(reach, 1e-30), 1e-30), 1e30)
 
 
