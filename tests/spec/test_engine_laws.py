@@ -1,7 +1,4 @@
-"""Whole steps emit exactly the target's law: the joint law of three tokens, against a product.
-
-The target keeps its three most probable tokens, so that three tokens have 27 outcomes.
-"""
+"""Whole steps emit exactly the target's law: the joint law of three tokens, against a product."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import random
 
 import pytest
 import torch
-from scipy.stats import chi2
 
 from specattn.config import SpecConfig
 from specattn.kernels import ops
@@ -17,60 +13,29 @@ from specattn.kernels.reference.sampling import DRAFT, target_probs
 from specattn.spec import verify
 from specattn.spec.generate import Engine, Request
 from specattn.spec.sampling import SamplingParams
-from tests.tiny import DenseAttend, TinyDraft, TinyTarget
+from tests.spec import laws
+from tests.spec.laws import DEVICE, PROMPT, SETTINGS, TEMPERATURE, TOP_K
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PROMPT = [3, 14, 15, 9]
 # the samplers that must fail do so at 1e-60
 DRAWS = 1500
-TOP_K, TEMPERATURE = 3, 1.5
-SETTINGS = {
-    "plain": SpecConfig(0, 1, 1, 32, 250),
-    "chain": SpecConfig(2, 1, 3, 32, 250),
-    "tree": SpecConfig(2, 3, 7, 32, 250),
-    "rejection": SpecConfig(2, 1, 3, 32, 250, draft_sampling=True),
-}
 
 
 @pytest.fixture(scope="module")
 def models():
-    return TinyTarget(device=DEVICE, sharp=1.0), TinyDraft(device=DEVICE, sharp=6.0)
+    return laws.make_models()
 
 
 @pytest.fixture(scope="module")
-def law(models) -> dict[tuple[int, ...], float]:
-    """The exact joint law, from the dense model alone."""
-    paths = {(): 1.0}
-    for _ in range(3):
-        longer = {}
-        for path, mass in paths.items():
-            probs = dense_probs(models[0], [*PROMPT, *path])
-            longer |= {(*path, t): mass * p for t, p in enumerate(probs) if p > 0}
-        paths = longer
-    assert len(paths) == 27
-    return paths
+def law(models) -> laws.Law:
+    return laws.joint_law(models[0], PROMPT)
 
 
-def dense_probs(target: TinyTarget, tokens: list[int]) -> list[float]:
-    ids = torch.tensor(tokens, device=target.device)
-    positions = torch.arange(len(tokens), device=target.device)
-    logits = target(ids, positions, DenseAttend(target.layers)).logits[-1:].double()
-    kept = logits.topk(TOP_K)
-    weights = torch.softmax(kept.values / TEMPERATURE, -1)
-    return torch.zeros_like(logits).scatter(1, kept.indices, weights)[0].tolist()
-
-
-def p_value(models, config: SpecConfig, law, **options) -> float:
+def p_value(models, config: SpecConfig, law: laws.Law, **options) -> float:
     run = Engine(*models, config, buckets=[250], **options)
     requests = [
         Request(PROMPT, 3, SamplingParams(TEMPERATURE, TOP_K, seed=1000 + i)) for i in range(DRAWS)
     ]
-    counts = dict.fromkeys(law, 0)
-    for result in run.generate(requests):
-        assert tuple(result.tokens) in counts, "a token of probability 0 was emitted"
-        counts[tuple(result.tokens)] += 1
-    statistic = sum((counts[path] - DRAWS * p) ** 2 / (DRAWS * p) for path, p in law.items())
-    return float(chi2.sf(statistic, len(law) - 1))
+    return laws.p_value(law, [tuple(result.tokens) for result in run.generate(requests)])
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -92,15 +57,7 @@ def test_a_biased_sampler_fails_the_same_test(models, law, monkeypatch):
 
 def test_a_lenient_rejection_fails_the_same_test(models, law, monkeypatch):
     """Accepting every draft the target could have drawn is not the target's law."""
-    sampling = ops("sampling", torch.device(DEVICE))
-    honest = sampling.path_coins
-
-    def lenient(*args):
-        coins = honest(*args)
-        coins[verify.ACCEPT] = 0
-        return coins
-
-    monkeypatch.setattr(sampling, "path_coins", lenient)
+    laws.accept_every_draft(monkeypatch)
     assert p_value(models, SETTINGS["rejection"], law) < 1e-30
 
 

@@ -10,21 +10,13 @@ import random
 
 import pytest
 import torch
-from scipy.stats import chi2
 
-from specattn.kernels import ops
 from specattn.spec import verify
 from specattn.spec.generate import Engine, Request
 from specattn.spec.step_program import StepPart
-from tests.spec.test_engine_laws import (
-    DEVICE,
-    PROMPT,
-    SETTINGS,
-    TEMPERATURE,
-    TOP_K,
-    dense_probs,
-)
-from tests.tiny import TinyDraft, TinyTarget, dense_greedy
+from tests.spec import laws
+from tests.spec.laws import DEVICE, PROMPT, SETTINGS, TEMPERATURE, TOP_K
+from tests.tiny import dense_greedy
 
 pytestmark = pytest.mark.gpu
 
@@ -35,7 +27,7 @@ GREEDY = 25
 
 @pytest.fixture(scope="module")
 def models():
-    return TinyTarget(device=DEVICE, sharp=1.0), TinyDraft(device=DEVICE, sharp=6.0)
+    return laws.make_models()
 
 
 @pytest.fixture(scope="module")
@@ -44,16 +36,9 @@ def greedy(models) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def law(models, greedy) -> dict[tuple[int, ...], float]:
-    """The exact joint law of three tokens after the prompt and its greedy token."""
-    paths = {(): 1.0}
-    for _ in range(3):
-        longer = {}
-        for path, mass in paths.items():
-            probs = dense_probs(models[0], [*PROMPT, greedy[0], *path])
-            longer |= {(*path, t): mass * p for t, p in enumerate(probs) if p > 0}
-        paths = longer
-    return paths
+def law(models, greedy) -> laws.Law:
+    """Of what follows the prompt and its greedy token."""
+    return laws.joint_law(models[0], [*PROMPT, greedy[0]])
 
 
 class Rounds:
@@ -92,23 +77,19 @@ class Rounds:
 def p_value(models, law, greedy, name, seams="one") -> float:
     config = SETTINGS[name]
     rounds = Rounds(models, config, seams)
-    counts = dict.fromkeys(law, 0)
+    drawn: list[tuple[int, ...]] = []
     for number in range(ROUNDS):
-        drawn, others = rounds.draw(number)
+        new, others = rounds.draw(number)
         assert set(others) == {tuple(greedy[1:])}, "a greedy request was drawn for"
-        for path in drawn:
-            assert path in counts, "a token of probability 0 was emitted"
-            counts[path] += 1
+        drawn += new
     if DEVICE == "cuda":
         runner = rounds.decoder.runner
         for part in StepPart.of(config, seams=seams == "three", sampled=True):
             assert runner.recorded(part), f"{part.value} is not replayed"
             assert runner.stats.replays[part] >= ROUNDS
         assert not runner.stats.eager
-    draws = sum(counts.values())
-    assert draws == ROUNDS * (ROWS - GREEDY)
-    statistic = sum((counts[path] - draws * p) ** 2 / (draws * p) for path, p in law.items())
-    return float(chi2.sf(statistic, len(law) - 1))
+    assert len(drawn) == ROUNDS * (ROWS - GREEDY)
+    return laws.p_value(law, drawn)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -128,13 +109,5 @@ def test_one_coin_for_both_decisions_is_noticed(models, law, greedy, monkeypatch
 
 
 def test_accepting_every_draft_is_noticed(models, law, greedy, monkeypatch):
-    sampling = ops("sampling", torch.device(DEVICE))
-    honest = sampling.path_coins
-
-    def lenient(*args):
-        coins = honest(*args)
-        coins[verify.ACCEPT] = 0
-        return coins
-
-    monkeypatch.setattr(sampling, "path_coins", lenient)
+    laws.accept_every_draft(monkeypatch)
     assert p_value(models, law, greedy, "rejection") < 1e-9
