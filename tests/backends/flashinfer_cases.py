@@ -11,6 +11,7 @@ from specattn.batch import Phase, RowLayout
 from specattn.config import AttnConfig
 from specattn.plan import AttnPlan
 from tests.oracle import Case, check, make_tree_case, oracle_tree, tolerances_of
+from tests.recordings import recorded, refill
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CUDA = DEVICE == "cuda"
@@ -77,13 +78,10 @@ class Live:
         self.case = case
         self.backend = backend or FlashInferBackend(config_of(case), torch.device(DEVICE))
         self.bound = self.backend.bind(AttnPlan(layout, **case.args))
-        self.graph = None
+        self.forward = self.step
 
     def load(self, case: Case) -> None:
-        for name in ("q", "k_cache", "v_cache"):
-            getattr(self.case, name).copy_(getattr(case, name))
-        for name, value in case.args.items():
-            self.case.args[name].copy_(value)
+        refill(self.case, case)
 
     def step(self) -> None:
         case = self.case
@@ -93,18 +91,7 @@ class Live:
     def record(self) -> None:
         """Capture ``fill`` and ``run``; without CUDA, replaying is calling them."""
         self.schedule()
-        stream = torch.cuda.Stream() if CUDA else None
-        if stream is None:
-            self.step()
-            return
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self.step()
-            self.step()
-        torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.step()
+        self.forward = recorded(self.step)
 
     def schedule(self, lens: torch.Tensor | None = None) -> None:
         self.bound.schedule(self.case.args["seq_lens"].cpu() if lens is None else lens)
@@ -112,10 +99,7 @@ class Live:
     def replay(self, lens: torch.Tensor | None = None) -> None:
         self.case.clear()
         self.schedule(lens)
-        if self.graph is None:
-            self.step()
-        else:
-            self.graph.replay()
+        self.forward()
 
     def verdict(self) -> None:
         check(self.case, oracle_tree(self.case), tolerances=TOLERANCES)

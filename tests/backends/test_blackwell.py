@@ -32,6 +32,7 @@ from tests.backends import stand_ins
 from tests.backends.stand_ins import standing_in
 from tests.kernels.tree_oracle import DEVICE as PLACE
 from tests.kernels.tree_oracle import implementation
+from tests.recordings import refill
 
 DEVICE = torch.device(PLACE)
 INT = {"dtype": torch.int32, "device": DEVICE}
@@ -124,10 +125,7 @@ def test_one_binding_serves_growing_and_shrinking_lengths(name):
     bound = backend_of(name, static).bind(plan_of(static))
     lse = load_backend(name).capabilities.lse
     for case in others:
-        for field, value in case.args.items():
-            static.args[field].copy_(value)
-        for field in ("q", "k_cache", "v_cache"):
-            getattr(static, field).copy_(getattr(case, field))
+        refill(static, case)
         run(bound, static, lse=lse)
         oracle.check(static, oracle.oracle_tree(static), lse=lse)
 

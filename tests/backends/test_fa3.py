@@ -23,6 +23,7 @@ from specattn.slots import SlotTable
 from specattn.testing.session import plan_of
 from tests import oracle
 from tests.backends.test_multi_step import feed
+from tests.recordings import recorded, refill
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BF16 = torch.bfloat16
@@ -222,28 +223,9 @@ def test_one_recording_serves_every_length_and_tree(mode, q_len, tail, window, p
         static.q, static.k_cache, static.v_cache, static.out, static.lse
     )))
     for case in cases[1:]:
-        for name, value in case.args.items():
-            static.args[name].copy_(value)
-        for name in ("q", "k_cache", "v_cache"):
-            getattr(static, name).copy_(getattr(case, name))
-        static.clear()
+        refill(static, case)
         replay()
         check(static, oracle.oracle_tree(case))
-
-
-def recorded(step):
-    if DEVICE.type != "cuda":
-        return step
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
 
 
 @pytest.mark.parametrize("topk", [1, 2])

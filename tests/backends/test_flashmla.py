@@ -23,6 +23,7 @@ from tests.oracle import (
     make_lists_case,
     make_tree_case,
 )
+from tests.recordings import recorded, refill
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CUDA = DEVICE == "cuda"
@@ -93,28 +94,9 @@ def test_a_recording_serves_other_lengths(q_len, tail):
 
     replay = recorded(step)
     for case in others:
-        for name in ("q", "k_cache"):
-            getattr(first, name).copy_(getattr(case, name))
-        for name, value in case.args.items():
-            first.args[name].copy_(value)
-        first.clear()
+        refill(first, case)
         replay()
         check(*head(first, case.expected()), tolerances=TOLERANCES)
-
-
-def recorded(step):
-    if not CUDA:
-        return step
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
 
 
 def test_the_installed_library_takes_what_it_is_called_with():

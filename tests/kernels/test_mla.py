@@ -27,6 +27,7 @@ from tests.oracle import (
     oracle_extend,
     oracle_tree,
 )
+from tests.recordings import recorded, refill
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -169,19 +170,11 @@ def test_one_graph_serves_every_length() -> None:
             "slots": 5000}
     live = tree_case([1, 1, 1, 1], **same)
     kernel = make_kernel(live)
-    run(kernel, live)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run(kernel, live)
+    replay = recorded(lambda: run(kernel, live))
     for seed, lengths in enumerate(batches):
         case = tree_case(lengths, seed=seed, **same)
-        live.q.copy_(case.q)
-        live.k_cache.copy_(case.k_cache)
-        for name, tensor in case.args.items():
-            live.args[name].copy_(tensor)
-        live.clear()
-        graph.replay()
+        refill(live, case)
+        replay()
         check(live, oracle_tree(live))
 
 

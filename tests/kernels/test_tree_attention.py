@@ -20,6 +20,7 @@ from tests.oracle import (
     oracle_tree,
     tree_lists,
 )
+from tests.recordings import recorded, refill
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -270,18 +271,10 @@ def test_one_graph_serves_every_length(mode: str) -> None:
         plan(kernel, live)
         run(kernel, live)
 
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    replay = recorded(step)
     for case in cases:
-        for name in ("q", "k_cache", "v_cache"):
-            getattr(live, name).copy_(getattr(case, name))
-        for name, tensor in case.args.items():
-            live.args[name].copy_(tensor)
-        live.clear()
-        graph.replay()
+        refill(live, case)
+        replay()
         check(live, oracle_tree(case))
 
 
