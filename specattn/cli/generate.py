@@ -28,8 +28,6 @@ from specattn.cli.options import (
     StepsOption,
     TargetOption,
     TopkOption,
-    check_backend,
-    from_environment,
     pick_seams,
     speculation,
 )
@@ -120,17 +118,14 @@ def generate(
     sampling = _sampling(temperature, top_k, top_p, seed)
     stops, recorded = _stops(stop or []), pick_seams(seams)
 
-    from specattn.cli.device import pick_device, pick_dtype, pick_kv_dtype
-    from specattn.cli.loading import load_models
+    from specattn.cli.device import pick_device, pick_kv_dtype
+    from specattn.cli.loading import models_for
     from specattn.cli.running import Setup
     from specattn.spec.request import Request
 
-    place = pick_device(device)
-    weights = pick_dtype(dtype, place)
-    stored = pick_kv_dtype(kv_cache_dtype)
-    check_backend(backend, place, from_environment=from_environment(ctx, "backend"))
-    models = load_models(
-        target, draft, speculative=config.num_steps > 0, dtype=weights, device=place
+    place, stored = pick_device(device), pick_kv_dtype(kv_cache_dtype)
+    models = models_for(
+        ctx, place, target, draft, dtype, backend, speculative=config.num_steps > 0
     )
     limit = _context_limit(models, config, max_context)
     prompt_ids = found.encode(models.tokenizer, limit)

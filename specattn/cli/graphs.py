@@ -26,8 +26,6 @@ from specattn.cli.options import (
     StepsOption,
     TargetOption,
     TopkOption,
-    check_backend,
-    from_environment,
     pick_seams,
     speculation,
 )
@@ -79,15 +77,13 @@ def graphs(
     )
     recorded = pick_seams(seams)
 
-    from specattn.cli.device import pick_device, pick_dtype, pick_kv_dtype
-    from specattn.cli.loading import load_models
+    from specattn.cli.device import pick_device, pick_kv_dtype
+    from specattn.cli.loading import models_for
     from specattn.cli.running import Setup
 
-    place = pick_device(device)
-    weights, stored = pick_dtype(dtype, place), pick_kv_dtype(kv_cache_dtype)
-    check_backend(backend, place, from_environment=from_environment(ctx, "backend"))
-    models = load_models(
-        target, draft, speculative=config.num_steps > 0, dtype=weights, device=place
+    place, stored = pick_device(device), pick_kv_dtype(kv_cache_dtype)
+    models = models_for(
+        ctx, place, target, draft, dtype, backend, speculative=config.num_steps > 0
     )
     setup = Setup(
         models, (), max_context, max(sizes), backend, graphs=True, warm_up=False, kv_dtype=stored,

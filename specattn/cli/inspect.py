@@ -17,8 +17,6 @@ from specattn.cli.options import (
     PageSizeOption,
     PromptArgument,
     TargetOption,
-    check_backend,
-    from_environment,
     speculation,
 )
 from specattn.cli.prompts import read_prompts
@@ -51,14 +49,13 @@ def inspect(
     config = speculation(topk, steps, draft_tokens, page_size=page_size)
 
     from specattn import inspect as pictures
-    from specattn.cli.device import pick_device, pick_dtype
+    from specattn.cli.device import pick_device
     from specattn.cli.first_step import first_step
-    from specattn.cli.loading import load_models
+    from specattn.cli.loading import models_for
 
-    place = pick_device(device)
-    weights = pick_dtype(dtype, place)
-    check_backend(backend, place, from_environment=from_environment(ctx, "backend"))
-    models = load_models(target, draft, speculative=True, dtype=weights, device=place)
+    models = models_for(
+        ctx, pick_device(device), target, draft, dtype, backend, speculative=True
+    )
     limit = models.target.max_context_len
     (ids,) = found.encode(models.tokenizer, max(limit - config.reserve_len, 0))
     step = first_step(models, ids, config, backend)

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specattn.cli.ends import ArgumentError, stderr
+from specattn.cli.options import check_backend, from_environment
 
 if TYPE_CHECKING:
     import torch
+    import typer
 
     from specattn.spec.model import DraftModel, TargetModel
 
@@ -35,6 +37,30 @@ class Models:
     target: TargetModel
     draft: DraftModel | None
     tokenizer: Any
+
+
+def models_for(
+    ctx: typer.Context,
+    place: torch.device,
+    target: str | None,
+    draft: str | None,
+    dtype: str,
+    backend: str,
+    *,
+    speculative: bool,
+) -> Models:
+    """Load a command's models, once its dtype and backend are known to serve on ``place``.
+
+    Raises
+    ------
+    ArgumentError, ModelError
+        If one of the options cannot be had, or as `load_models`.
+    """
+    from specattn.cli.device import pick_dtype
+
+    weights = pick_dtype(dtype, place)
+    check_backend(backend, place, from_environment=from_environment(ctx, "backend"))
+    return load_models(target, draft, speculative=speculative, dtype=weights, device=place)
 
 
 def load_models(

@@ -144,9 +144,7 @@ class FusedTarget:
         ValueError
             If the model has no such hidden state.
         """
-        last = len(self.layers)
-        if any(not 0 <= index <= last for index in features.hidden_states):
-            raise ValueError(f"hidden_states must be 0..{last}, got {features.hidden_states}")
+        features.check(len(self.layers))
         return replace(self, features=features)
 
     @property

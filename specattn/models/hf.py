@@ -47,6 +47,11 @@ class FeatureSpec:
 
     hidden_states: tuple[int, ...] = ()
 
+    def check(self, layers: int) -> None:
+        """Raise a ValueError unless a target of ``layers`` layers has these hidden states."""
+        if any(not 0 <= index <= layers for index in self.hidden_states):
+            raise ValueError(f"hidden_states must be 0..{layers}, got {self.hidden_states}")
+
 
 @dataclass(frozen=True, eq=False)
 class HFTarget:
@@ -139,9 +144,7 @@ class HFTarget:
         ValueError
             If the model has no such hidden state.
         """
-        last = len(self.layers)
-        if any(not 0 <= index <= last for index in features.hidden_states):
-            raise ValueError(f"hidden_states must be 0..{last}, got {features.hidden_states}")
+        features.check(len(self.layers))
         return replace(self, features=features)
 
     @property
