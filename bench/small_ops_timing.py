@@ -29,6 +29,8 @@ def check(op: Op) -> None:
     twins = importlib.import_module(f"specattn.kernels.reference.{op.module}")
     before = [tensor.clone() for tensor in op.outputs]
     op.run(kernels, 0)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # what lies on the host is written later
     found = [tensor.clone() for tensor in op.outputs]
     for tensor, value in zip(op.outputs, before, strict=True):
         tensor.copy_(value)
