@@ -18,7 +18,7 @@ OPEN = {
     "staging", "watch",
 }
 LIBRARIES = {"flashinfer", "sgl_kernel", "flash_attn"}
-MODE_READERS = {"batch.py", "config.py", "graph.py", "__init__.py", "inspect.py"}
+MODE_READERS = {"batch.py", "config.py", "graph/programs.py", "__init__.py", "inspect.py"}
 
 
 def layer_of(module: str) -> str:

@@ -11,183 +11,27 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from hashlib import sha256
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic
 
 import torch
 from torch import Tensor
 
 from specattn.buffers import expect
-from specattn.errors import CapacityError, CaptureError, CaptureMismatch, NotCapturedError
+from specattn.errors import CapacityError, CaptureError, NotCapturedError
+from specattn.graph.captured import Captured, run_eagerly
+from specattn.graph.programs import Key
 from specattn.recording import Recorder
 from specattn.watch import Watch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
-    from specattn.buffers import Fingerprint
+    from specattn.graph.captured import GraphReport
+    from specattn.graph.programs import BoundProgram, Program
 
 log = logging.getLogger(__name__)
-
-
-class GraphKey(Hashable, Protocol):
-    """What graphs are kept under: a `ForwardMode`, or a part of a step."""
-
-    @property
-    def value(self) -> str:
-        """Its name in messages."""
-
-
-Key = TypeVar("Key", bound=GraphKey)
-
-
-class BoundProgram(Protocol):
-    """A program over one bucket: views of the program's buffers, and what runs on them."""
-
-    @property
-    def graphs(self) -> bool:
-        """Whether ``run`` may be recorded in a CUDA graph."""
-        ...
-
-    @property
-    def takes(self) -> frozenset[str]:
-        """The names of the values `copy_in` needs, no more and no less."""
-        ...
-
-    def copy_in(self, count: int, **values: Tensor) -> None:
-        """Copy ``count`` requests' values into the static buffers and pad the rest.
-
-        Without values, every buffer becomes padding.
-        """
-
-    def schedule(self, seq_lens_cpu: Tensor | None) -> None:
-        """Plan on the host, where a library needs it."""
-
-    def fill(self) -> None:
-        """Derive everything else on the device: no sync, no argument, capturable."""
-
-    def run(self) -> Any:
-        """Run the forward; returns a frozen dataclass of tensors, batch axis first."""
-
-    def fingerprint(self) -> Fingerprint:
-        """Describe every tensor and scalar a recording of ``run`` bakes in."""
-
-    def watched(self) -> Iterable[object]:
-        """Return what a `Watch` takes: the objects whose attributes `fingerprint` reads.
-
-        Tensors that others can reach, and so resize, come themselves, too, unless they are
-        attributes of an object that is no frozen dataclass.
-        """
-
-
-class Program(Protocol):
-    """A forward of one mode with its static buffers, sized for the largest bucket."""
-
-    def bind(self, bucket: int) -> BoundProgram:
-        """Return the program over the first ``bucket`` rows of its buffers."""
-
-
-@dataclass(frozen=True)
-class Captured:
-    """One bucket: what runs, what was recorded, and over which memory.
-
-    A batch that no bucket holds has neither a graph nor a ``watch``. ``order`` counts the captures
-    of a runner, which took ``seconds`` each; ``nbytes`` is what the graphs' memory pool grew by.
-    """
-
-    bucket: int
-    bound: BoundProgram
-    fingerprint: Fingerprint
-    outputs: Any
-    graph: torch.cuda.CUDAGraph | None
-    watch: Watch | None = field(repr=False)
-    order: int = 0
-    seconds: float = 0.0
-    nbytes: int = 0
-
-    def check(self) -> None:
-        """Raise `CaptureMismatch` if the buffers are not those of the capture.
-
-        `Watch` says what is compared every time and what in turn. Only if something is not what it
-        was, the whole fingerprint is made again, to see whether it matters.
-        """
-        if self.watch is None or self.watch.unchanged():
-            return
-        now = self.bound.fingerprint()
-        if now == self.fingerprint:
-            self.watch.renew()
-            return
-        for (name, before), (_, after) in zip(_flat(self.fingerprint), _flat(now), strict=True):
-            if before != after:
-                raise CaptureMismatch(name, before, after)
-
-    def schedule(self, seq_lens_cpu: Tensor | None) -> None:
-        """Plan on the host for the lengths of the first requests; the others are padding."""
-        if seq_lens_cpu is not None and len(seq_lens_cpu) < self.bucket:
-            padding = self.bucket - len(seq_lens_cpu)
-            seq_lens_cpu = torch.nn.functional.pad(seq_lens_cpu, (0, padding))
-        self.bound.schedule(seq_lens_cpu)
-
-    def replay(self) -> Any:
-        """Run over the current buffers."""
-        if self.graph is None:
-            return _eagerly(self.bound)
-        self.graph.replay()
-        return self.outputs
-
-
-@torch.no_grad()
-def _eagerly(bound: BoundProgram) -> Any:
-    """Fill and run; models may hold parameters, and what buffers hold has no history."""
-    bound.fill()
-    return bound.run()
-
-
-def _flat(found: Fingerprint) -> list[tuple[str, object]]:
-    """Return a fingerprint with settings field by field; a name may come more than once."""
-    flat: list[tuple[str, object]] = []
-    for name, value in found:
-        if isinstance(value, dict):
-            flat += [(f"{name}.{key}", part) for key, part in value.items()]
-        else:
-            flat.append((name, value))
-    return flat
-
-
-@dataclass(frozen=True)
-class GraphReport:
-    """What capturing one bucket took.
-
-    Parameters
-    ----------
-    part : str
-        The mode, or the part of a step.
-    bucket : int
-        The batch size.
-    order : int
-        How many buckets the runner had captured before.
-    seconds : float
-        Host time: compiling (or loading) kernels, a run or two to warm up, and the recording.
-    nbytes : int
-        What the memory pool that all graphs share grew by, in bytes. The largest bucket comes
-        first and takes most of it. What the driver keeps of a graph is not in it.
-    recorded : bool
-        Whether there is a CUDA graph; without, the bucket runs eagerly over the same buffers.
-    digest : str
-        Of the fingerprint: 12 hexadecimal digits, the same as long as a replay finds the
-        addresses, shapes and settings of the capture.
-    """
-
-    part: str
-    bucket: int
-    order: int
-    seconds: float
-    nbytes: int
-    recorded: bool
-    digest: str
 
 
 @dataclass
@@ -273,10 +117,7 @@ class GraphRunner(Generic[Key]):
     def reports(self) -> tuple[GraphReport, ...]:
         """Return what capturing took, bucket by bucket, in the order of the captures."""
         found = [
-            GraphReport(
-                mode.value, one.bucket, one.order, one.seconds, one.nbytes, one.graph is not None,
-                sha256(repr(_flat(one.fingerprint)).encode()).hexdigest()[:12],
-            )
+            one.report(mode.value)
             for mode, done in self._captured.items() for one in done.values()
         ]
         return tuple(sorted(found, key=lambda one: one.order))
@@ -318,10 +159,10 @@ class GraphRunner(Generic[Key]):
 
         graph, outputs, nbytes = None, None, 0
         if self._recorder is not None and bound.graphs:
-            found = self._recorder.record(partial(_eagerly, bound))
+            found = self._recorder.record(partial(run_eagerly, bound))
             graph, outputs, nbytes = found.graph, found.outputs, found.nbytes
         else:
-            _eagerly(bound)
+            run_eagerly(bound)
         watch = Watch(bound.watched(), in_turn=self._private)
         baked = bound.fingerprint()
         seconds = time.perf_counter() - began
