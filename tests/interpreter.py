@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -32,6 +33,17 @@ def patch_once() -> None:
 
     if hasattr(interpreter, "_patch_builtin") and hasattr(interpreter, "_patch_attr"):
         interpreter._patch_builtin = patch
+
+
+def without_idle_checks() -> None:
+    """Leave out what looks for overflows of integers, which takes a quarter of the time.
+
+    Whatever it finds goes to an assertion that the interpreter drops, as it does not debug.
+    """
+    from triton.runtime.interpreter import interpreter_builder
+
+    if not interpreter_builder.options.debug:
+        interpreter_builder.options = replace(interpreter_builder.options, sanitize_overflow=False)
 
 
 def multiply_by_row() -> None:
