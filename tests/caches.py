@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 
 from specattn.adopted import as_slots, block_stride
+from specattn.config import AttnConfig
+from tests.worlds import DEVICE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,3 +82,19 @@ LAYOUTS = {
     "halves": _halves, "interleaved": _interleaved, "heads_first": _heads_first,
     "by_token": _by_token, "layers_in_pages": _layers_in_pages, "apart": _apart,
 }
+
+
+HEADS = AttnConfig(4, 2, 8)
+PAGE, PAGES = 4, 6
+MAKES = {
+    "scattered": partial(scattered, device=DEVICE),
+    "allocated": lambda count, shape: [
+        torch.full(shape, float("nan"), device=DEVICE) for _ in range(count)
+    ],
+}
+
+
+def layout_of(name: str, layers: int, make="scattered", heads=HEADS, pages=PAGES) -> Layout:
+    return LAYOUTS[name](
+        layers, pages, PAGE, heads.num_kv_heads, heads.head_dim, MAKES[make]
+    )

@@ -17,7 +17,7 @@ from specattn import (
     StepDecoder,
     as_slots,
 )
-from tests.test_adopt import host
+from tests.test_adopt_steps import host
 from tests.worlds import DEVICE
 
 HEADS = AttnConfig(4, 2, 8)
