@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
+from specattn.memsets import replace_memsets
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -30,6 +32,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self._pool: Any = None
+        self._anchor: torch.cuda.CUDAGraph | None = None
         self._stream: torch.cuda.Stream | None = None
 
     def record(self, step: Callable[[], T]) -> Recording[T]:
@@ -39,20 +42,33 @@ class Recorder:
         (in a pool of their own) work.
         """
         self._warm_up(step)
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
         try:
+            if self._pool is None:
+                self._begin_pool()
             with _recording(graph, self._pool):
                 # what is free outside the pool was given back when the recording began
                 before = torch.cuda.memory_reserved()
                 found = step()
                 grown = torch.cuda.memory_reserved() - before
+            replace_memsets(graph)
+            graph.instantiate()
         except Exception:
             _clear(self._pool)
             self._pool = None
             raise
         return Recording(graph, found, grown)
+
+    def _begin_pool(self) -> None:
+        """Begin a pool that lives as long as this recorder.
+
+        By itself a pool ends with the last graph that was recorded into it, and what is recorded
+        after that fails if anything in it is still in use, as a workspace of cuBLAS always is.
+        """
+        self._pool = torch.cuda.graph_pool_handle()
+        number, self._anchor = torch.zeros(1, device="cuda"), torch.cuda.CUDAGraph()
+        with _recording(self._anchor, self._pool):
+            number.zero_()
 
     def _warm_up(self, step: Callable[[], Any]) -> None:
         """Compile kernels and create library handles outside the recording.
