@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     # attributes as they are and were, those that are tensors, and every address of that turn
     _Turn = tuple[Iterable[object], list[object], list[Tensor], list[int]]
 
+# stands for one, which is not kept alive
+_TENSOR = object()
+
 
 class Watch:
     """Attributes of objects, compared by identity, and tensors by their addresses, too.
@@ -61,24 +64,28 @@ class Watch:
         if self._gone or not all(map(is_, chain.from_iterable(self._fixed), self._held)):
             return False
         found = [*chain.from_iterable(self._set)]
-        if list(map(id, found)) != self._ids:
+        # few numbers are looked at: a host that has waited for a step finds none in its caches
+        if len(found) != len(self._kept) or [*map(is_, found, self._others)] != self._kept:
+            return False
+        mine = [*compress(found, self._tensors)]
+        if [*map(id, mine)] != self._ids:
             return False
         values, held, tensors, addresses = next(self._turn)
         if not all(map(is_, values, held)):
             return False
-        every = chain(compress(found, self._tensors), self._own, tensors)
-        return list(map(Tensor.data_ptr, every)) == addresses
+        return [*map(Tensor.data_ptr, chain(mine, self._own, tensors))] == addresses
 
     def renew(self) -> None:
         """Watch what the attributes are now."""
         self._held = [*chain.from_iterable(self._fixed)]
         found = [*chain.from_iterable(self._set)]
-        self._ids = list(map(id, found))
         self._tensors = [isinstance(value, Tensor) for value in found]
+        self._kept = [not tensor for tensor in self._tensors]
+        self._others = [_TENSOR if isinstance(value, Tensor) else value for value in found]
         tensors = list(compress(found, self._tensors))
+        self._ids = list(map(id, tensors))
         self._gone: list[object] = []
         self._refs = [weakref.ref(tensor, self._gone.append) for tensor in tensors]
-        self._others = [value for value in found if not isinstance(value, Tensor)]
         tuples = [value for value in self._others if isinstance(value, tuple)]
         self._own = _tensors([*self._reachable, *self._held, *chain.from_iterable(tuples)])
         addresses = [one.data_ptr() for one in (*tensors, *self._own)]
