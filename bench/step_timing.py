@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 WARM = 3
 # numbers added up in a loop that is timed after every launch: what the host is capable of just then
 LOOP = 1000
+# a host is held up if its loop takes so many times what it can; then steps are timed again
+NOISY, TRIES, SECONDS, PAUSE = 1.2, 5, 1.0, 0.1
 
 
 class Stepper:
@@ -119,6 +122,22 @@ def timed(stepper: Stepper, rounds: int) -> dict[str, float]:
         "host_p90_us": round(launches[9 * rounds // 10], 2),
         "loop_us": round(statistics.median(loops[WARM:]), 2),
     }
+
+
+def calmest(stepper: Stepper, rounds: int, loop_us: float) -> dict[str, float]:
+    """Time steps, again while somebody else holds the host up; returns the calmest try.
+
+    That is while the loop takes `NOISY` times ``loop_us`` in the median, up to `TRIES` times, and
+    not beyond `SECONDS`. ``tries`` of the outcome tells how often.
+    """
+    found, began = [timed(stepper, rounds)], time.perf_counter()
+    while (
+        found[-1]["loop_us"] > NOISY * loop_us and len(found) < TRIES
+        and time.perf_counter() - began < SECONDS
+    ):
+        time.sleep(PAUSE)
+        found.append(timed(stepper, rounds))
+    return min(found, key=itemgetter("loop_us")) | {"tries": len(found)}
 
 
 def loop() -> float:
