@@ -24,6 +24,7 @@ from bench.compile_small import (
     kv_operations,
     laws,
     step_ends,
+    windows,
 )
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ QUICK: dict[str, Callable[[], None]] = {
     "latent prompt, bf16": partial(prompt_latent, BF16),
     "tree": build_tree, "beams": beams, "accept": accepts, "choose": choices, "kv": kv_operations,
     "glue": glue_kernels,
-    "lists": index_lists, "step": step_ends, "laws": laws,
+    "lists": index_lists, "windows": windows, "step": step_ends,
+    "laws": laws,
 }
 CASES = QUICK | {
     "16 rows, bf16": partial(attend, 4, 4, BF16),

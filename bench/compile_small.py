@@ -23,6 +23,7 @@ from specattn.kernels import (
     slot_write,
     step,
     tree,
+    window,
 )
 
 
@@ -132,15 +133,15 @@ def index_lists(topk: int = 8, steps: int = 7) -> None:
     draft_kv.fill_draft_tails(1, lens, branches, words, indptr, indices)
     tails, words = zeros(BATCH, 64, dtype=I32), zeros(BATCH, 64, 1)
     lists = zeros(BATCH + 1, dtype=I32)
-    for window in (-1, 100):
-        csr.fill_lists(table, rows, lens, words[..., 0], tails, lists, indices[0], window)
+    for reach in (-1, 100):
+        csr.fill_lists(table, rows, lens, words[..., 0], tails, lists, indices[0], reach)
         csr.pack_masks(
             lists, lists, lens, words[..., 0], words[..., 0], words,
-            zeros(BATCH, dtype=torch.uint8), window,
+            zeros(BATCH, dtype=torch.uint8), reach,
         )
         page_table.fill_page_table(
             table, rows, lens, tails, zeros(BATCH, CONTEXT + 64, dtype=I32), lens, q_len=64,
-            window_left=window,
+            window_left=reach,
         )
     page_table.fill_ancestor_table(
         tails, words, zeros(BATCH * 64, 64, dtype=I32), zeros(BATCH * 64, dtype=I32)
@@ -149,6 +150,18 @@ def index_lists(topk: int = 8, steps: int = 7) -> None:
         table, rows, lens, tails, zeros(BATCH, 32, dtype=I32), lens, page_size=64
     )
     block_table.fill_slots(rows, tails, lens, table, lens, page_size=16, block_stride=32)
+
+
+def windows(width: int = 16, topk: int = 4, depth: int = 6) -> None:
+    rows, lens = zeros(BATCH), zeros(BATCH, dtype=I32)
+    table, slots = zeros(BATCH, CONTEXT, dtype=I32), zeros(BATCH, width, dtype=I32)
+    positions = zeros(BATCH, depth, topk)
+    window.fill_window(table, rows, lens, slots_out=slots)
+    window.fill_window(table, rows, lens, slots_out=slots, positions_out=positions)
+    window.fill_window(
+        table, rows, lens, slots_out=slots, positions_out=positions[..., :1],
+        accept_lens=lens, last_rows_out=rows, after_out=rows,
+    )
 
 
 def step_ends(topk: int = 4, depth: int = 6, dtype: torch.dtype = BF16) -> None:

@@ -202,7 +202,14 @@ def ends(s: Step) -> list[Op]:
         "features_out": torch.zeros(batch, depth, 3 * HIDDEN, dtype=torch.bfloat16, device=device),
         "last_rows_out": s.empty(batch), "after_out": s.empty(batch),
     }
+    extended = {
+        "slots_out": s.empty(batch, depth).int(), "positions_out": s.empty(batch, depth, 1),
+        "last_rows_out": s.empty(batch), "after_out": s.empty(batch),
+    }
     return [
+        Op("draft extend window", "window", lambda ops, _: ops.fill_window(
+            slots, rows, s.lens, accept_lens=kept, **extended
+        ), list(extended.values()), 2 * size(extended["slots_out"])),
         Op("begin step", "step", lambda ops, _: ops.begin_step(
             rows, lens, reserved, slots, reserve_len=reserve, **begun,
             tables=tables, outs=outs,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specattn.buffers import BufferSet, buf, expect
+from specattn.kernels import ops
 
 if TYPE_CHECKING:
     from specattn.batch import RowLayout
@@ -114,15 +115,9 @@ class AttnPlan:
 
     def fill(self) -> None:
         """Read the tail's slots from the table: the columns right after the prefix."""
-        columns = torch.arange(self.layout.tail, device=self.seq_lens.device)
-        window_slots(self, columns, self.tail_slots)
-
-
-def window_slots(plan: AttnPlan | MultiStepPlan, columns: Tensor, out: Tensor) -> None:
-    """Write the slots of table columns ``seq_lens + columns`` into ``out [B, len(columns)]``."""
-    where = plan.seq_lens[:, None] + columns
-    where += plan.req_pool_indices[:, None] * plan.req_to_token.shape[1]
-    out.copy_(torch.take(plan.req_to_token, where))
+        ops("window", self.seq_lens.device).fill_window(
+            self.req_to_token, self.req_pool_indices, self.seq_lens, slots_out=self.tail_slots
+        )
 
 
 @dataclass(frozen=True)
@@ -309,8 +304,8 @@ class MultiStepPlan:
 
         A step's branches take the next ``topk`` table columns after the prefix.
         """
-        dims, inputs = self.dims, self.inputs
-        nodes = torch.arange(dims.steps * dims.topk, device=inputs.seq_lens.device)
-        window_slots(self, nodes, inputs.branch_slots.flatten(1))
-        depth = torch.arange(dims.steps, device=nodes.device)[:, None]  # [steps, 1]
-        inputs.positions.copy_(inputs.seq_lens[:, None, None] + depth)
+        inputs = self.inputs
+        ops("window", inputs.seq_lens.device).fill_window(
+            self.req_to_token, inputs.req_pool_indices, inputs.seq_lens,
+            slots_out=inputs.branch_slots.flatten(1), positions_out=inputs.positions,
+        )

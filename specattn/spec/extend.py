@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specattn.batch import DraftState, ForwardMode, RowLayout
 from specattn.buffers import BufferSet, Fingerprint, buf
+from specattn.kernels import ops
 from specattn.plan import AttnInputs, AttnPlan
 from specattn.spec.choose import Coins, choose_tokens, drawing_names
 from specattn.spec.programs import ROWS, copy_in_all, describe
@@ -136,13 +137,12 @@ class BoundExtend:
     def fill(self) -> None:
         """Derive positions and slots of the window after the committed context."""
         inputs, accepted = self.inputs, self.accepted
-        batch, width = accepted.tokens.shape
-        depth = torch.arange(width, device=inputs.seq_lens.device)
-        inputs.positions.copy_(inputs.seq_lens[:, None] + depth)
-        first = torch.arange(batch, device=depth.device) * width
-        accepted.last_rows.copy_(first + accepted.accept_lens.clamp(min=1) - 1)
-        accepted.after.copy_(inputs.seq_lens + accepted.accept_lens)
-        self.plan.fill()
+        ops("window", inputs.seq_lens.device).fill_window(
+            self.plan.req_to_token, inputs.req_pool_indices, inputs.seq_lens,
+            slots_out=inputs.tail_slots, positions_out=inputs.positions[:, :, None],
+            accept_lens=accepted.accept_lens, last_rows_out=accepted.last_rows,
+            after_out=accepted.after,
+        )
         self.attend.fill()
 
     def run(self) -> DraftState:
