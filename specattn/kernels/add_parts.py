@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from specattn.kernels.early_launch import enter, launch_options
-from specattn.kernels.glue import _sum_parts
+from specattn.kernels.glue import sum_parts
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,7 @@ def _add_parts_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)                  # [BLOCK]
     ok = column < SIZE
     enter(PDL)
-    x = _sum_parts(parts, row * stride_row + column, ok, stride_part, SPLIT)
+    x = sum_parts(parts, row * stride_row + column, ok, stride_part, SPLIT)
     tl.store(out + row * SIZE + column, x.to(out.dtype.element_ty), mask=ok)
 
 

@@ -27,7 +27,7 @@ SPAN = 512
 
 
 @triton.jit
-def _sum_parts(parts, at, ok, stride_part, SPLIT: tl.constexpr):
+def sum_parts(parts, at, ok, stride_part, SPLIT: tl.constexpr):
     """Add up the parts of the values at ``at``, in float32 and in their order."""
     # all loads first
     loaded = ()
@@ -66,7 +66,7 @@ def _add_norm_kernel(
     row = to
     if rows is not None:
         row = tl.load(rows + to)
-    x = _sum_parts(parts, row * stride_row + column, ok, stride_part, SPLIT)
+    x = sum_parts(parts, row * stride_row + column, ok, stride_part, SPLIT)
     x += tl.load(residual + row * stride_residual + column, mask=ok, other=0.0).to(tl.float32)
     # the norm is of what the stream holds, as rounded
     x = x.to(residual_out.dtype.element_ty)
@@ -260,8 +260,8 @@ def _silu_mul_kernel(
     ok = column < SIZE
     enter(PDL)
     at = row * stride_row + column
-    gate = _sum_parts(parts, at, ok, stride_part, SPLIT)
-    up = _sum_parts(parts, at + SIZE, ok, stride_part, SPLIT)
+    gate = sum_parts(parts, at, ok, stride_part, SPLIT)
+    up = sum_parts(parts, at + SIZE, ok, stride_part, SPLIT)
     x = gate * tl.sigmoid(gate) * up
     tl.store(out + row * SIZE + column, x.to(out.dtype.element_ty), mask=ok)
 
@@ -334,8 +334,8 @@ def _rotate_kernel(
             positions, table, slots, token, dim, last_position, stride_slot, Q_LEN, DIM, ""
         )
     at = token * stride_row + head[:, None] * DIM + dim[None, :]
-    low = _sum_parts(parts, at, ok, stride_part, SPLIT)
-    high = _sum_parts(parts, at + HALF, ok, stride_part, SPLIT)
+    low = sum_parts(parts, at, ok, stride_part, SPLIT)
+    high = sum_parts(parts, at + HALF, ok, stride_part, SPLIT)
     if first < Q_HEADS + KV_HEADS:
         if q_weight is not None:
             mean = (tl.sum(low * low, 1) + tl.sum(high * high, 1)) / DIM

@@ -33,8 +33,8 @@ from specattn.kernels.tree_merge import merge_kernel
 from specattn.kernels.tree_plan import Cut, TreePlan, fill_plans
 
 ALIGN = 256
-# requests up to which later layers bring the prefix early: with more of them attention is held by
-# memory while it runs, and the products' weights that come ahead are worth more (0.6 to 0.9 %)
+# requests up to which later layers bring the prefix early; steps of more gain nothing by it, and
+# lose 0.3 to 0.9 % (docs/performance.md, "Products and forwards")
 FEW = 4
 
 
