@@ -215,18 +215,36 @@ class GraphRunner(Generic[Key]):
         NotCapturedError, CaptureMismatch
             As `run`.
         """
-        done = self._captured.get(mode)
-        if done is None:
-            raise NotCapturedError(mode.value, [m.value for m in self._captured])
-        captured = done.get(count) or _holding(done, count)
-        if captured is None:
-            log.info("%s: a batch of %d fits no captured bucket and runs eagerly", mode.value,
-                     count)
-            bound = self._make(mode, count).bind(count)
-            self._eager[mode] = bound  # keeps the buffers of the outputs alive
-            return Captured(count, bound, (), None, None, None)
-        captured.check()
-        return captured
+        return self.ready_together((mode,), count)[0]
+
+    def ready_together(self, modes: Sequence[Key], count: int) -> list[Captured]:
+        """Return what will serve ``count`` requests in modes that hand each other their buffers.
+
+        That is the smallest bucket which every one of them has captured. Where none holds the
+        requests, all modes run eagerly, over one program if ``make`` returns parts of one.
+
+        Raises
+        ------
+        NotCapturedError, CaptureMismatch
+            As `run`, before anything has run.
+        """
+        for mode in modes:
+            if mode not in self._captured:
+                raise NotCapturedError(mode.value, [m.value for m in self._captured])
+        done = [self._captured[mode] for mode in modes]
+        size = count if all(count in one for one in done) else _holding(done, count)
+        if size is None:
+            return [self._eagerly(mode, count) for mode in modes]
+        found = [one[size] for one in done]
+        for captured in found:
+            captured.check()
+        return found
+
+    def _eagerly(self, mode: Key, count: int) -> Captured:
+        log.info("%s: a batch of %d fits no captured bucket and runs eagerly", mode.value, count)
+        bound = self._make(mode, count).bind(count)
+        self._eager[mode] = bound  # keeps the buffers of the outputs alive
+        return Captured(count, bound, (), None, None, None)
 
     def replay(self, mode: Key, ready: Captured) -> Any:
         """Run what is `ready` over its buffers, and count it."""
@@ -234,9 +252,10 @@ class GraphRunner(Generic[Key]):
         return ready.replay()
 
 
-def _holding(done: dict[int, Captured], count: int) -> Captured | None:
-    """Return the smallest bucket that holds ``count`` requests, if any does."""
-    return done.get(min((size for size in done if size >= count), default=0))
+def _holding(done: list[dict[int, Captured]], count: int) -> int | None:
+    """Return the smallest bucket for ``count`` requests that all have, if there is one."""
+    common = set(done[0]).intersection(*done[1:])
+    return min((size for size in common if size >= count), default=None)
 
 
 def check_lens(seq_lens_cpu: Tensor | None, count: int) -> None:

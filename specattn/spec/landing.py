@@ -99,10 +99,12 @@ class PendingStep:
         Where its tokens come.
     count : int
         Requests.
+    rows : list of int
+        What took part; padding, where nobody did.
     """
 
-    def __init__(self, landing: Landing, count: int) -> None:
-        self._landing, self._count = landing, count
+    def __init__(self, landing: Landing, count: int, rows: list[int]) -> None:
+        self._landing, self._count, self.rows = landing, count, rows
         self._gained: list[list[int]] | None = None
 
     def wait(self) -> list[list[int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from functools import partial
 from operator import attrgetter, is_
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -27,7 +27,7 @@ from specattn.spec.tbo_step import TboStepProgram
 from specattn.spec.verify import accept
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -107,9 +107,10 @@ class StepDecoder:
     Raises
     ------
     ValueError
-        If drafting lacks a draft model, ``seams`` or ``validate`` is another word, or
-        ``validate="debug"`` meets one graph or ``tbo``; if table, states and pools are not of one
-        size and the config's; if the target does not give the features that the draft reads.
+        If drafting lacks a draft model, ``seams`` or ``validate`` is another word, one graph meets
+        a backend that plans on the host, or ``validate="debug"`` one graph or ``tbo``; if table,
+        states and pools are not of one size and the config's; if the target does not give the
+        features that the draft reads.
     CaptureError
         If a capture fails; see `GraphRunner.capture`. Where memory runs out, a warning is logged
         instead, and batches that no captured bucket holds run eagerly.
@@ -147,6 +148,8 @@ class StepDecoder:
             raise ValueError(f"validate must be 'off' or 'debug', got {validate!r}")
         if validate == "debug" and seams == "one":
             raise ValueError("validate='debug' looks between graphs, so it needs seams='three'")
+        if seams == "one" and _plans_on_host(target, draft):
+            raise ValueError("a backend that plans on the host needs seams='three'")
         if validate == "debug" and tbo:
             raise ValueError("validate='debug' looks at a whole batch's tree, which tbo splits")
         check_tables(config, table, states, [s.pool for s in (target, draft) if s is not None])
@@ -157,7 +160,7 @@ class StepDecoder:
         self.validate, self.tbo = validate, tbo
         device = table.req_to_token.device
         self._made = _setting(self)
-        self._plans = any(slot.backend.host_plan for slot in (target, draft) if slot is not None)
+        self._plans = _plans_on_host(target, draft)
         three = seams == "three"
         self._parts = [StepPart.of(config, seams=three, sampled=drawn) for drawn in (False, True)]
         self._programs: dict[int, StepProgram | TboStepProgram] = {}
@@ -224,7 +227,8 @@ class StepDecoder:
         return self.step_async(rows, sampled=sampled, seq_lens_cpu=seq_lens_cpu).wait()
 
     def step_async(
-        self, rows: Sequence[int], *, sampled: bool = False, seq_lens_cpu: Tensor | None = None
+        self, rows: Sequence[int], *, sampled: bool = False, seq_lens_cpu: Tensor | None = None,
+        between: Callable[[StepPart], object] | None = None,
     ) -> PendingStep:
         """Launch a step and return at once; nothing waits for the device.
 
@@ -238,6 +242,10 @@ class StepDecoder:
             greedy, whatever their temperature: only ``validate="debug"`` looks at that.
         seq_lens_cpu : Tensor, optional
             ``[len(rows)]`` int32, the committed lengths, for backends that plan on the host.
+        between : callable, optional
+            With ``seams="three"``: called with the part that comes next, after what comes before it
+            has been launched and before the part is planned. What it launches on the current
+            stream runs there, too. If it raises, the requests are where they were before the step.
 
         Returns
         -------
@@ -247,8 +255,9 @@ class StepDecoder:
         Raises
         ------
         ValueError
-            If the step before the last one has not been waited for, or ``seq_lens_cpu`` is of
-            another shape, dtype or device.
+            If the step before the last one has not been waited for, or, with a backend that plans
+            on the host, any that one of these requests takes part in; if ``seq_lens_cpu`` is of
+            another shape, dtype or device; if there is nothing to come ``between``.
         CaptureMismatch
             If what the graphs read is not what it was when they were captured. Attributes of the
             decoder, the table's tensors, the pools' and their addresses, and the addresses of the
@@ -266,6 +275,10 @@ class StepDecoder:
             rows, seq_lens_cpu = [0], torch.zeros(1, dtype=torch.int32)
         count = len(rows)
         check_lens(seq_lens_cpu, count)
+        if between is not None and self.seams == "one":
+            raise ValueError("nothing comes between the parts of one graph; see seams='three'")
+        if self._plans:
+            self._check_read(rows)
         if self._sent is None or self._sent[1] != rows:
             check_rows(rows, len(self.table.req_to_token), len(landing.rows))
         if self.validate == "debug":
@@ -280,17 +293,19 @@ class StepDecoder:
         if not self._aligned:
             self._ring.turn.fill_(self._next)
         self._aligned = False
-        for at, part in enumerate(self._parts[sampled]):
-            ready = self.runner.ready(part, count)
-            if not at:
+        parts = self._parts[sampled]
+        for part, ready in zip(parts, self.runner.ready_together(parts, count), strict=True):
+            if part is parts[0]:
                 self._send(ready, landing, rows)
+            elif between is not None:
+                between(part)
             if self._plans:
                 ready.schedule(seq_lens_cpu)
             out = self.runner.replay(part, ready)
             if self.validate == "debug" and isinstance(out, DraftTree):
                 check_tree(head(out, count), batch, self.config, self.target.model.vocab_size)
         landing.launched()
-        pending = PendingStep(landing, asked)
+        pending = PendingStep(landing, asked, rows)
         self._pending[self._next] = pending
         self._next = (self._next + 1) % _IN_FLIGHT
         self._aligned = True
@@ -317,6 +332,18 @@ class StepDecoder:
         if before is not None and not before.waited:
             raise ValueError(f"{_IN_FLIGHT} steps are in flight: wait for the first of them")
 
+    def _check_read(self, rows: list[int]) -> None:
+        """Refuse lengths that a step in flight is about to change."""
+        for pending in self._pending:
+            if pending is None or pending.waited:
+                continue
+            late = {row for row in pending.rows if row}.intersection(rows)
+            if late:
+                raise ValueError(
+                    f"a backend plans on the host, and rows {sorted(late)} take part in a step "
+                    "that has not been waited for: their lengths are not known"
+                )
+
     def _send(self, ready: Captured, landing: Landing, rows: list[int]) -> None:
         """Copy the rows to the device, unless they are there since the last step."""
         if self._sent is None or self._sent[0] is not ready.bound or self._sent[1] != rows:
@@ -334,7 +361,10 @@ class StepDecoder:
 
     def _part(self, part: StepPart, size: int) -> Program:
         if size not in self._programs:
-            self._programs[size] = self._program(size)
+            # besides what graphs are recorded of, the last one only
+            largest = self.runner.buckets[-1]
+            kept = {at: one for at, one in self._programs.items() if at == largest}
+            self._programs = kept | {size: self._program(size)}
         return self._programs[size].part(part, self._ring)
 
     def _program(self, size: int) -> StepProgram | TboStepProgram:
@@ -350,3 +380,7 @@ class StepDecoder:
         return TboStepProgram(
             first, make(self.target.apart(), draft, batch=size - size // 2), size
         )
+
+
+def _plans_on_host(*slots: ModelSlot[Any] | None) -> bool:
+    return any(slot.backend.host_plan for slot in slots if slot is not None)
