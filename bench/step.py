@@ -140,6 +140,7 @@ def measured(
         read = world.read_bytes(setting, batch, context)
         cell |= {"length": length, **calmest(stepper, options.rounds, options.loop_us),
                  **launched(stepper, options.rounds), "bytes": read,
+                 "host_anew_us": timed(stepper, options.rounds // 2, anew=True)["host_us"],
                  "operations": world.operations(setting, batch),
                  "floor_us": round(sum(read.values()) / copy_tb_s / 1e6, 2)}
         if _shown(cell):

@@ -95,13 +95,18 @@ def between(begin: Any, end: Any) -> float:
     return float(begin.elapsed_time(end) * 1e3)
 
 
-def timed(stepper: Stepper, rounds: int) -> dict[str, float]:
-    """Return microseconds of the device and of the host per step."""
+def timed(stepper: Stepper, rounds: int, *, anew: bool = False) -> dict[str, float]:
+    """Return microseconds of the device and of the host per step.
+
+    The rows are those of the step before, and so on the device, unless they are sent ``anew``.
+    """
     spans, hosts, loops, device = [], [], [], stepper.lens.device
     gc.disable()
     try:
         for _ in range(WARM + rounds):
             stepper.reset()
+            if anew:
+                stepper.decoder._sent = None
             begin, at = mark(device), time.perf_counter_ns()
             pending = stepper.decoder.step_async(stepper.rows)
             hosts.append((time.perf_counter_ns() - at) / 1e3)

@@ -143,6 +143,7 @@ def test_a_whole_run_leaves_a_record(monkeypatch, tmp_path):
     for cell in cells:
         if cell not in skipped:
             assert cell["host_idle_us"] > 0
+            assert cell["host_anew_us"] > 0
             assert cell["length"] == (3 if cell["steps"] else 1)
             assert 0 < cell["p10_us"] <= cell["us"] <= cell["p90_us"]
             assert 0 < cell["host_p10_us"] <= cell["host_us"] <= cell["host_p90_us"]
