@@ -11,6 +11,7 @@ from . import tables
 from .targets import Point, Target
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
 RECORD = "pair_h200.json"
@@ -125,14 +126,11 @@ def _verdict(cells: list[dict[str, Any]]) -> list[str]:
     ratios = [point.value for point in found]
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     where = f": {'; '.join(late)}" if late else ""
-    greedy = [cell for cell in cells if not cell["temperature"]]
-    equal = [(line["equal"], cell["batch"]) for cell in greedy for line in cell["lines"]
-             if line["equal"] is not None]
-    same, asked = (sum(column) for column in zip(*equal, strict=True))
     texts = [
         f"Launched a step ahead, one graph is {mean:.3f}x as fast as three (geomean of "
         f"{len(found)} cells), and slower in {len(late)} of them{where}. Of the greedy texts, "
-        f"{same} of {asked} are plain decoding's."
+        f"{_equal(cell for cell in cells if not cell['temperature'])} are plain decoding's.",
+        *_drawn([cell for cell in cells if cell["temperature"]]),
     ]
     if _waited(cells):
         texts.append(
@@ -142,6 +140,27 @@ def _verdict(cells: list[dict[str, Any]]) -> list[str]:
             "the next is launched."
         )
     return texts
+
+
+def _equal(cells: Iterable[dict[str, Any]], way: str | None = None) -> str:
+    """Count the texts that are what they are compared with, and all that are; of one way or all."""
+    counts = [(line["equal"], cell["batch"]) for cell in cells for line in cell["lines"]
+              if line["equal"] is not None and way in (None, line["way"])]
+    same, asked = (sum(column) for column in zip(*counts, strict=True))
+    return f"{same} of {asked}"
+
+
+def _drawn(cells: list[dict[str, Any]]) -> list[str]:
+    """Say how many drawn texts are those of the first run of their setting in one graph."""
+    found = [
+        f"batch {cell['batch']}: {_equal([cell], way)} {how}"
+        for cell in cells for way, how in ((THREE, "in three graphs"), (EAGER, "eager"))
+        if any(line["way"] == way and line["equal"] is not None for line in cell["lines"])
+    ]
+    return [
+        "Of the drawn texts, as many are those of their setting's first run in one graph, in the "
+        f"turn in which fewest are: {'; '.join(found)}."
+    ] if found else []
 
 
 def asked(results: Path) -> list[Target]:

@@ -67,8 +67,8 @@ def generate(
     seed: Annotated[
         int,
         typer.Option(
-            rich_help_panel=SAMPLING, help="The same seed gives the same tokens, in any batch "
-            "(not with --adaptive)."
+            rich_help_panel=SAMPLING, help="The same seed gives the same tokens up to rounding, "
+            "which in 16 bits can change with the batch (not with --adaptive)."
         ),
     ] = 0,
     max_new_tokens: Annotated[

@@ -137,7 +137,10 @@ def test_one_graph_is_held_to_three(tmp_path):
     assert "| 990 | 1,000 | - | 0.99x | 1.00x | 1.98x | 9.90x |" in text
     assert "1.044x as fast as three (geomean of 2 cells), and slower in 1 of them: batch 4" in text
     assert "batch 4 at 1.0, chain of 5: 0.990x. Of the greedy texts, 10 of 12" in text
+    assert "fewest are: batch 4: 3 of 4 in three graphs; batch 4: 4 of 4 eager.\n" in text
     assert "the fastest capture of a step is" in text
     (tmp_path / report.RECORD).write_text(json.dumps(RECORD | {"cells": cells[:1]}))
     assert report.asked(tmp_path)[0].verdict == "aim"
-    assert "and slower in 0 of them. Of" in records.blocks(tmp_path)["pair"]
+    text = records.blocks(tmp_path)["pair"]
+    assert "and slower in 0 of them. Of" in text
+    assert "drawn texts" not in text
