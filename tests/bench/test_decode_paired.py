@@ -38,7 +38,7 @@ def test_intervals_hold_what_is_true_19_times_in_20(count):
 def test_what_is_slower_is_flagged_and_what_is_equal_is_not():
     rng = random.Random(1)
     share = {
-        mean: sum(seams.Interval.of(observed(rng, mean, 7)).slower for _ in range(CELLS)) / CELLS
+        mean: sum(seams.Interval.of(observed(rng, mean, 7)).below for _ in range(CELLS)) / CELLS
         for mean in (0.97, 1.0, 1.03)
     }
     assert share[0.97] > 0.99
@@ -57,7 +57,7 @@ def test_an_interval_is_students():
     many = seams.Interval.of([0.99, 1.01] * 50)
     assert many.high - many.low < 0.01
     alone = seams.Interval.of([0.5])
-    assert not alone.slower
+    assert not alone.below
     assert str(alone) == "0.5000x"
 
 
@@ -150,6 +150,17 @@ def test_other_tokens_are_no_result():
     rebuild.engine.clear()
 
 
+def test_noise_excuses_no_mean():
+    noisy, near, far = (
+        seams.Interval.of([mean * (1 + off) for off in (-spread, 0, spread)])
+        for mean, spread in ((0.985, 0.05), (0.995, 0.001), (0.995, 0.05))
+    )
+    assert noisy.high > 1
+    assert (noisy.below, noisy.slower) == (False, True)
+    assert (near.below, near.slower) == (True, True)
+    assert (far.below, far.slower) == (False, False)
+
+
 def cell(name: str, *ratios: float) -> dict:
     rebuilds = [
         {"us": {timed: {ONE: 2000.0, THREE: 2000.0 * ratio} for timed in seams.TIMED},
@@ -168,13 +179,24 @@ def test_one_graph_is_held_to_three(tmp_path):
     (tmp_path / seams.RECORD).write_text(json.dumps(record))
     (target,) = seams.asked(tmp_path)
     assert target.verdict == "aim"
-    assert "0 lie wholly below 1, 0 wholly above" in records.blocks(tmp_path)["pair-seams"]
+    assert target.row()[1:4] == ["not slower", "not slower", "1.0010x"]
+    text = records.blocks(tmp_path)["pair-seams"]
+    assert "Of 2 means (a step ahead, and waited for), 0 lie below 1; the lowest is 1.0010x" in text
+    assert "0 lie wholly below 1, 0 wholly above" in text
+    assert "One graph counts as slower in 0. Over" in text
+    wide = cell("wide", 0.937, 0.987, 1.04)
+    (tmp_path / seams.RECORD).write_text(json.dumps(record | {"cells": [good, wide]}))
+    (target,) = seams.asked(tmp_path)
+    assert target.verdict == "**below**", "whose intervals reach beyond 1"
     (tmp_path / seams.RECORD).write_text(json.dumps(record | {"cells": [good, late]}))
     (target,) = seams.asked(tmp_path)
     assert target.verdict == "**below**"
     assert target.worst.where == "late, a step ahead"
+    assert target.row()[3:5] == ["0.9900x", "late, a step ahead (4 measured, geomean 0.9955x); "
+                                 "2 means are below 1, 2 intervals wholly"]
     text = records.blocks(tmp_path)["pair-seams"]
     assert "| 8 | greedy | chain of 5 | 2,000 | 1,980 | 0.9900x (0.9875 to 0.9925) |" in text
-    assert "2 lie wholly below 1 (late, a step ahead: 0.9900x (0.9875 to 0.9925); late" in text
-    assert "of equal speeds, 0.1 would lie below by chance" in text
-    assert "The lowest end of all is 0.9875x. Over all cells, one graph is 0.9955x" in text
+    assert "waited for), 2 lie below 1; the lowest is 0.9900x (late, a step ahead)" in text
+    assert "2 lie wholly below 1, 0 wholly above; of equal speeds, 0.1 would lie below" in text
+    assert "slower in 2 (late, a step ahead: 0.9900x (0.9875 to 0.9925); late, waited for" in text
+    assert "Over all cells, it is 0.9955x" in text
