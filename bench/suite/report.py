@@ -58,7 +58,7 @@ def blocks(folder: Path, parts: list[PartFound]) -> dict[str, str]:
     found = records.blocks(folder.parent)
     if not parts:
         return found
-    found["machines"] = tables.machines(parts)
+    found["machines"] = "\n\n".join([tables.machines(parts), *records.machines(folder.parent)])
     asked = [
         *targets.speeds(cells), *targets.ratios(cells), *targets.latent(cells),
         *growth.float8(cells), *growth.shapes(cells), *growth.steps(cells),

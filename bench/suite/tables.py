@@ -51,16 +51,15 @@ def machines(parts: list[PartFound]) -> str:
 
 
 def _versions(parts: list[PartFound]) -> str:
+    return " ".join(dict.fromkeys(f"{versions(part.machine)}." for part in parts))
+
+
+def versions(machine: dict[str, Any]) -> str:
+    """The device, and the libraries that were there."""
     names = {"cuda": "CUDA", "flashinfer-python": "FlashInfer", "sglang-kernel": "sgl_kernel"}
     known = ("torch", "cuda", "triton", "flashinfer-python", "sglang-kernel", "sglang")
-    found = []
-    for part in parts:
-        versions = [
-            f"{names.get(name, name)} {part.machine[name]}"
-            for name in known if part.machine.get(name)
-        ]
-        found.append(f"{part.machine['device']}: {', '.join(versions)}.")
-    return " ".join(dict.fromkeys(found))
+    found = [f"{names.get(name, name)} {machine[name]}" for name in known if machine.get(name)]
+    return f"{machine['device']}: {', '.join(found)}"
 
 
 def cells(part: PartFound) -> str:

@@ -17,6 +17,11 @@ from tests.bench import made_up
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "bench" / "results" / "attention"
+# designs that were tried, and the sanitizer, whose table has the version of every run
+EARLIER = {
+    "mla_merges_h200.json", "small_ops_before_h200.json", "small_ops_warps_h200.json",
+    records.SANITIZER,
+}
 PAGE = "# Speed\n\n<!-- results: {} -->\nold\n<!-- end -->\n\nafter\n"
 
 
@@ -187,6 +192,32 @@ def test_the_sanitizer_has_a_table(tmp_path):
     (tmp_path / records.SANITIZER).write_text(json.dumps({"runs": [run | {"tool": "none"}, run]}))
     table = records.blocks(tmp_path)["sanitizer"]
     assert "| memcheck | gluon | abc | 2 of 3 | - | 1 | - |" in table
+
+
+def test_records_say_what_they_were_taken_with(parts, tmp_path):
+    full = {"device": "GPU", "torch": "2", "triton": None, "commit": "abc", "kernels": "def",
+            "date": "today"}
+    (tmp_path / records.SMALL).write_text(json.dumps({
+        "machine": full, "cells": [], "roofs": {"empty_1_us": 0.7},
+    }))
+    (tmp_path / "graphs_h200.json").write_text(json.dumps({
+        "machine": {"device": "GPU", "cuda": "13.0", "commit": "012"},
+    }))
+    table = report.blocks(tmp_path / "attention", parts)["machines"]
+    assert "| Tree verify | 4.00 |" in table
+    assert (
+        "| small operations | `small_ops_h200.json` | GPU: torch 2 | `abc` | `def` | today |\n"
+        "| captures | `graphs_h200.json` | GPU: CUDA 13.0 | `012` | - | - |"
+    ) in table
+
+
+def test_every_record_of_a_version_is_listed():
+    """A record that names its commit is in the page's table, or its own table says it."""
+    for path in (ROOT / "bench" / "results").glob("*_h200.json"):
+        found = json.loads(path.read_text())
+        if path.name in records.TAKEN or path.name in EARLIER:
+            continue
+        assert "commit" not in found.get("machine", {}), path.name
 
 
 def test_a_page_is_filled_in_between_its_marks(parts, tmp_path):
