@@ -16,7 +16,8 @@ PEER, SEAMS, WHOLE = "SGLang", "specattn, by phase", "specattn, one graph"
 PLANNED = "specattn, FlashInfer"
 PHASES, STEP = ("draft", "verify", "extend"), "step"
 #: Times a table shows: the key of a line, and what it is.
-TIMES = {"us": "GPU us", "host_us": "host us"}
+GPU, HOST = "us", "host_us"
+TIMES = {GPU: "GPU us", HOST: "host us"}
 
 
 def shown(results: Path) -> str:
@@ -28,7 +29,8 @@ def shown(results: Path) -> str:
 
 def _by_phase(cells: list[dict[str, Any]], key: str, title: str) -> str:
     head = [title, *(f"{PEER} {phase}" for phase in PHASES), f"{PEER} all",
-            *(f"by phase: {phase}" for phase in PHASES), "one graph, all", f"{PEER} / one graph"]
+            *(f"by phase: {phase}" for phase in PHASES), "one graph, all",
+            f"{PEER} / one graph" + (", of all and sum the less" if key == HOST else "")]
     rows = []
     for cell in cells:
         times = _times(cell, key)
@@ -36,7 +38,7 @@ def _by_phase(cells: list[dict[str, Any]], key: str, title: str) -> str:
         columns += [(SEAMS, phase) for phase in PHASES] + [(WHOLE, STEP)]
         rows.append([
             cell["name"], *(tables.micros(times.get(column)) for column in columns),
-            tables.times(_gain(times)),
+            tables.times(_gain(times, key)),
         ])
     return tables.table(head, rows)
 
@@ -66,9 +68,17 @@ def _times(cell: dict[str, Any], key: str) -> dict[tuple[str, str], float]:
     return {(line["name"], line["phase"]): line[key] for line in cell["contestants"]}
 
 
-def _gain(times: dict[tuple[str, str], float]) -> float | None:
+def _gain(times: dict[tuple[str, str], float], key: str) -> float | None:
+    """SGLang's time over one graph's; of the host's, disturbed at times, the smaller measurement.
+
+    All three phases were timed in one go and one by one: the same work, twice.
+    """
     ours, theirs = times.get((WHOLE, STEP)), times.get((PEER, STEP))
-    return theirs / ours if ours and theirs else None
+    if not ours or not theirs:
+        return None
+    if key == HOST:
+        theirs = min(theirs, sum(times[PEER, phase] for phase in PHASES))
+    return theirs / ours
 
 
 def asked(results: Path) -> list[Target]:
@@ -79,14 +89,14 @@ def asked(results: Path) -> list[Target]:
         for cell in json.loads((results / RECORD).read_text())["cells"]:
             for key, points in gains.items():
                 times = _times(cell, key)
-                gain = _gain(times)
+                gain = _gain(times, key)
                 points += [Point(gain, cell["name"])] if gain else []
-                if key == "us" and (WHOLE, STEP) in times:
+                if key == GPU and (WHOLE, STEP) in times:
                     alone.append(Point(times[WHOLE, STEP], cell["name"]))
     return [
         # 5 us per phase were asked for
         Target("metadata of three phases, in one graph, batch <= 128", "us", 15, 5, alone,
                low=True),
-        Target("metadata against SGLang's operations, GPU", "x", 3, 5, gains["us"]),
-        Target("metadata against SGLang's operations, host", "x", 10, 20, gains["host_us"]),
+        Target("metadata against SGLang's operations, GPU", "x", 3, 5, gains[GPU]),
+        Target("metadata against SGLang's operations, host", "x", 10, 20, gains[HOST]),
     ]

@@ -173,6 +173,13 @@ def test_the_record_has_a_table_and_targets(tmp_path):
     ]}
     (tmp_path / report.RECORD).write_text(json.dumps({"cells": [cell]}))
     assert [target.value for target in report.asked(tmp_path)] == [6, 5, 50]
+    disturbed = {"name": report.PEER, "phase": "step", "us": 30.0, "host_us": 1300.0}
+    whole = [line for line in cell["contestants"] if line["phase"] == "step"]
+    slow = cell | {"contestants": [*cell["contestants"][:6], disturbed, whole[1]]}
+    (tmp_path / report.RECORD).write_text(json.dumps({"cells": [slow]}))
+    assert [target.value for target in report.asked(tmp_path)] == [6, 5, 50]
+    assert "| 1,300 | 50.0 | 50.0 | 50.0 | 12.0 | 50.00x |" in records.blocks(tmp_path)["metadata"]
+    (tmp_path / report.RECORD).write_text(json.dumps({"cells": [cell]}))
     text = records.blocks(tmp_path)["metadata"]
     assert "FlashInfer" not in text
     cell["contestants"] += [
