@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ PLAIN, HELD = "plain", "tree 4-5-16"
 #: The batch and context whose time is held to its bytes.
 PLACE = (1, 4096)
 PARTS = ("target", "draft", "attention", "other", "idle")
+#: Rows of a forward up to which, and above which, traced steps are held beside timed ones.
+ROWS = 24, 128
 #: What launching takes of the host; a slow machine shows in all of them.
 HOST = {"host_us": "host, device busy", "host_p10_us": "its quietest tenth",
         "host_idle_us": "host, device idle", "loop_us": "a fixed loop"}
@@ -59,7 +62,7 @@ def shown(results: Path) -> str:
         texts += [f"{model}, ms and ratio to the bytes at the speed of a copy (with *: to the "
                   "products at the speed of a large square one, where these take longer):",
                   times(own)]
-    texts += ["Where the time goes, us, at 4k tokens:", division(cells)]
+    texts += ["Where the time goes, us, at 4k tokens:", division(cells), *traced(cells)]
     texts += [f"{MODEL} against plain decoding, batch 1, at tokens per step measured elsewhere:",
               gains(cells)]
     return "\n\n".join([*texts, *_skipped(results)])
@@ -120,6 +123,28 @@ def division(cells: Iterable[Cell]) -> str:
     head = ["model", "setting", "batch", "step", *PARTS, "kernels", "gaps over 2 us",
             *HOST.values()]
     return tables.table(head, rows)
+
+
+def traced(cells: list[Cell]) -> list[str]:
+    """Say how far traced and timed steps are apart, by the rows of a target's forward."""
+    edges, found = (0, *ROWS), []
+    for low, high in zip(edges, (*ROWS, math.inf), strict=True):
+        here = [cell for cell in cells
+                if "trace" in cell and low < cell["batch"] * cell["nodes"] <= high]
+        if here:
+            most = max(here, key=_apart)
+            rows = f"up to {high}" if math.isfinite(high) else f"more than {low}"
+            found.append(
+                f"{tables.percent(_apart(most))} with {rows} rows ({most['model']}, {place(most)} "
+                f"{most['setting']}: {most['trace']['us'] / 1e3:.2f} ms traced, "
+                f"{most['us'] / 1e3:.2f} timed)"
+            )
+    return [f"Traced and timed steps differ by at most {'; '.join(found)}."] if found else []
+
+
+def _apart(cell: Cell) -> float:
+    """Return how much shorter or longer a traced step is, as a share of the timed one."""
+    return abs(float(cell["trace"]["us"] / cell["us"]) - 1)
 
 
 def gains(cells: list[Cell]) -> str:

@@ -182,10 +182,11 @@ def test_a_step_is_divided_by_model_and_kind():
 def test_the_report_says_what_the_record_says(tmp_path):
     def cell(setting, batch, context, us, **more):
         trace = {"divided": dict.fromkeys(report.PARTS, us / 5), "kernels": 9,
-                 "gaps_over_2us": {"share": 0.01}}
+                 "gaps_over_2us": {"share": 0.01}, "us": us * (1.005 if batch < 64 else 0.9)}
         return {"model": report.MODEL, "setting": setting, "batch": batch, "context": context,
                 "us": us, "floor_us": 4000.0, "host_us": 50.0, "host_idle_us": 40.0,
                 "host_p10_us": 30.0, "loop_us": 20.0,
+                "nodes": {"plain": 1, "tree 4-5-16": 16, "tree 8-7-64": 64}[setting],
                 "trace": trace, "operations": 2e12, **more}
 
     cells = [cell("plain", 1, 4096, 4000.0), cell("tree 4-5-16", 1, 4096, 4800.0),
@@ -204,6 +205,11 @@ def test_the_report_says_what_the_record_says(tmp_path):
     assert "| 4 x 4k | 5.00, 1.25x | - | - |" in text
     assert "| 64 x 4k | 9.00, 1.20x * | - | - |" in text
     assert "Not there: 64 x 32k, whose" in text
+    assert (
+        "differ by at most 0.5 % with up to 24 rows (Llama-3.1-8B, 1 x 4k plain: 4.02 ms traced, "
+        "4.00 timed); 10.0 % with up to 128 rows (Llama-3.1-8B, 64 x 4k plain: 8.10 ms traced, "
+        "9.00 timed)."
+    ) in text
     assert "| 250 | 975 | 3.90x |" in text
     assert "| 960 | 960 | 960 | 960 | 960 | 9 | 1.0 % | 50.0 | 30.0 | 40.0 | 20.0 |" in text
 
