@@ -4,7 +4,10 @@ Requests are of a few kinds (prompt, how they are drawn, longest text), joined a
 some by their length, some by their context, some dropped while a step is in flight. A kind's
 tokens do not depend on its company, so every text is held against a fresh run of its kind: greedy
 ones against plain decoding, drawn ones (of one setting) against an engine that runs nothing else.
-What a step gains is held against the same runs, at the start and at the end.
+Drawn ones run, but are not compared, where a setting is chosen anew for every step: another tree
+spends the same coins on other tokens, so of those texts only the law is promised, which
+`tests/spec/test_engine_laws.py` tests. What a step gains is held against the same runs, at the
+start and at the end.
 
 What is known is written every thousand steps, and before it is judged: a run that is cut short or
 refused leaves what it has seen.

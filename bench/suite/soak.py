@@ -20,7 +20,8 @@ def shown(results: Path) -> str:
     record = json.loads((results / RECORD).read_text())
     head = ["", "steps", "requests", "dropped in flight", "batch", "greedy texts, other than plain",
             "drawn texts, other than alone", "slots lost", "device memory grew by",
-            "tokens per step, first and last", "s", "passed"]
+            "host memory, peak, after a tenth and at the end", "tokens per step, first and last",
+            "s", "passed"]
     rows = [_row(name, record[key]) for key, name in RUNS.items() if key in record]
     found = record["machine"]
     return "\n\n".join([
@@ -32,17 +33,20 @@ def shown(results: Path) -> str:
 
 def _row(name: str, run: dict[str, Any]) -> list[str]:
     whole = "memory_end" in run
-    grown = lost = gained = tables.NONE
+    grown = held = lost = gained = tables.NONE
     if whole:
         before, after = (run[f"memory_{at}"].get("allocated", 0) for at in ("warm", "end"))
         grown, lost = f"{after - before:,} bytes", str(run["slots_lost"])
+        held = " to ".join(f"{run[f'memory_{at}']['rss_kib']:,}" for at in ("warm", "end")) + " KiB"
         gained = ", ".join(f"{run[f'{part}_steps']['mean']:.2f}" for part in ("first", "last"))
     sizes = run["batch_sizes"]
-    drawn = f"{run['drawn_apart']} of {run['drawn']:,}" if run["drawn"] else tables.NONE
+    drawn = f"{run['drawn_apart']} of {run['drawn']:,}"
+    if not run["drawn"]:  # where settings switch
+        drawn = f"{run['requests'] - run['greedy']:,} not compared"
     return [
         name, f"{run['steps']:,}", f"{run['requests']:,}", str(run["dropped"]),
         f"{sizes[0]} to {sizes[-1]}", f"{run['greedy_apart']} of {run['greedy']:,}", drawn, lost,
-        grown, gained, f"{run['seconds']:.0f}", "yes" if run["passed"] else "no",
+        grown, held, gained, f"{run['seconds']:.0f}", "yes" if run["passed"] else "no",
     ]
 
 

@@ -62,15 +62,17 @@ def test_a_page_shows_what_a_soak_has_seen(tmp_path):
             "largest_margin": 2e-5}
     whole = seen | {
         "passed": True, "steps": 10_000, "drawn": 0, "slots_lost": 0,
-        "memory_warm": {"allocated": 512}, "memory_end": {"allocated": 2048},
+        "memory_warm": {"allocated": 512, "rss_kib": 1500},
+        "memory_end": {"allocated": 2048, "rss_kib": 1750},
         "first_steps": {"mean": 4.0}, "last_steps": {"mean": 3.996},
     }
     record = {"machine": {"device": "GPU", "commit": "abc"}, "dtype": "float32",
               "one_setting": whole, "switching": seen}
     (tmp_path / "soak_h200.json").write_text(json.dumps(record))
     text = records.blocks(tmp_path)["soak"]
-    assert "| 10,000 | 250 | 3 | 1 to 9 | 1 of 120 | - | 0 | 1,536 bytes | 4.00, 4.00 |" in text
-    assert "| 1,000 | 250 | 3 | 1 to 9 | 1 of 120 | 0 of 130 | - | - | - | 8 | no |" in text
+    assert "| 10,000 | 250 | 3 | 1 to 9 | 1 of 120 | 130 not compared | 0 | 1,536 bytes " in text
+    assert "| 1,500 to 1,750 KiB | 4.00, 4.00 |" in text
+    assert "| 1,000 | 250 | 3 | 1 to 9 | 1 of 120 | 0 of 130 | - | - | - | - | 8 | no |" in text
     assert "commit `abc`. The largest margin" in text
     assert "departs is 2.0e-05." in text
 
