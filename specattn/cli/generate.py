@@ -115,6 +115,9 @@ def generate(
     config = speculation(
         topk, steps, draft_tokens, page_size=page_size, draft_sampling=draft_sampling
     )
+    if adaptive and not config.num_steps:
+        raise ArgumentError("--adaptive", "needs --steps of at least 1, got plain decoding, "
+                            "which has no smaller tree to choose from")
     sampling = _sampling(temperature, top_k, top_p, seed)
     stops, recorded = _stops(stop or []), pick_seams(seams)
 

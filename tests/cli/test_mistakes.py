@@ -34,6 +34,10 @@ REFUSED = {
     "drawn_tree": (
         ["--draft-sampling", "--topk", "2", "p"], "--draft-sampling: needs --topk 1, got 2",
     ),
+    "adaptive_plain": (
+        ["--adaptive", "--steps", "0", "p"], "--adaptive: needs --steps of at least 1, got plain",
+    ),
+    "adaptive_root": (["--adaptive", "--draft-tokens", "1", "p"], "--adaptive: needs --steps"),
     "page_size": (["--page-size", "12", "p"], "--page-size: must be a power of two, got 12"),
     "max_new_tokens": (["--max-new-tokens", "0", "p"], "--max-new-tokens: "),
     "seams": (["--seams", "two", "p"], "--seams: must be auto, one or three, got 'two'"),
