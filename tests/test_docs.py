@@ -14,7 +14,9 @@ from typer.main import get_command
 
 import specattn
 from specattn import Engine, Request, SpecConfig, inspect
+from specattn.cli import graphs
 from specattn.cli.app import app
+from specattn.graph import GraphReport
 from specattn.models import HFTarget
 from tests.test_inspect import TREE
 
@@ -56,6 +58,20 @@ def test_the_program_of_the_quick_start_runs(capsys):
     text, accepted = capsys.readouterr().out.rsplit(" ", 1)
     assert text
     assert float(accepted) >= 1
+
+
+def test_the_sample_of_graphs_is_the_recorded_one(capsys):
+    found = json.loads((ROOT / "bench" / "results" / "graphs_h200.json").read_text())
+    (warm,) = [run for run in found["runs"] if run["cache"] == "warm"]
+    captures = [GraphReport(**one) for one in warm["captures"]]
+    graphs._Found(captures, warm["seconds_with_buffers"], warm["device"]).show()
+    want = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    page = (ROOT / "docs" / "quick_start.md").read_text()
+    command = found["command"].removesuffix(" --json")
+    (sample,) = re.findall(rf"\$ {command}\n(.*?)\n```", page, re.DOTALL)
+    first, last = (part.splitlines() for part in sample.split("...\n"))
+    assert first == want[: len(first)]
+    assert last == want[-len(last) :]
 
 
 def anchors(page: Path) -> set[str]:

@@ -52,7 +52,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("generate")(generate.generate)
-app.command("graphs")(graphs.graphs)
+app.command("graphs", epilog=graphs.EPILOG)(graphs.graphs)
 app.command("inspect")(inspect.inspect)
 app.command("backends")(backends.backends)
 app.command("bench")(bench.bench)

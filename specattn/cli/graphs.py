@@ -35,6 +35,12 @@ if TYPE_CHECKING:
 
 _BUCKETS = "1,2,3,4,6,8,10,12,16,20,24,28,32,40,48,64"
 _MIB = 2**20
+#: Stands below the command's options.
+EPILOG = (
+    "The column memory is what the pool that all graphs share grew by. The largest bucket comes "
+    "first and takes most of it; where others have 0.0 MiB, they use what is there. KV pools, "
+    "input buffers and what the driver keeps of a graph are not in it."
+)
 
 
 def graphs(

@@ -25,6 +25,11 @@ def test_graphs_says_what_capturing_takes():
     assert "no graphs were captured on cpu" in table
 
 
+def test_help_says_what_memory_graphs_counts():
+    shown = re.sub(r"\s+", " ", run("graphs", "--help").stdout)
+    assert "The column memory is what the pool that all graphs share grew by." in shown
+
+
 @pytest.mark.parametrize("sizes", ["", "1,x", "0", "2000"])
 def test_graphs_refuses_senseless_buckets(sizes):
     result = run("graphs", "--buckets", sizes)
