@@ -1,6 +1,9 @@
 """Speculative decoding by values: what a step needs is passed to it, what it leaves is returned.
 
     python docs/examples/functional_loop.py
+
+from the project's root, after `pip install .` there; with only the dependencies installed, put
+`PYTHONPATH=.` before it.
 """
 
 from __future__ import annotations

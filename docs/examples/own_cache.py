@@ -1,6 +1,9 @@
 """Speculative decoding over caches and blocks of an engine's own: two requests, the shipped pair.
 
     python docs/examples/own_cache.py
+
+from the project's root, after `pip install .` there; with only the dependencies installed, put
+`PYTHONPATH=.` before it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """Speculative decoding in a loop of one's own: two requests, greedy, the shipped pair.
 
     python docs/examples/own_loop.py
+
+from the project's root, after `pip install .` there; with only the dependencies installed, put
+`PYTHONPATH=.` before it.
 """
 
 from __future__ import annotations

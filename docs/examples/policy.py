@@ -4,6 +4,9 @@ Requests join while others run, and steps are launched a step ahead. The texts a
 decoding all the same.
 
     python docs/examples/policy.py
+
+from the project's root, after `pip install .` there; with only the dependencies installed, put
+`PYTHONPATH=.` before it.
 """
 
 from __future__ import annotations

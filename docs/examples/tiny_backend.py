@@ -1,6 +1,7 @@
 """A whole attention backend: a loop over the requests, in plain torch.
 
-`docs/adding_a_backend.md` walks through it, and the conformance kit passes it.
+`docs/adding_a_backend.md` walks through it, and the conformance kit passes it. It imports specattn:
+`pip install .` in the project's root comes first, or `PYTHONPATH=.` with only the dependencies.
 """
 
 from __future__ import annotations
