@@ -43,7 +43,7 @@ from bench import decode_paired
 from bench.acceptance import PROMPT_TOKENS, held_out_prompts
 from bench.decode_sides import Contestant, Run, Transformers, decode, pair, plain_target
 from bench.suite import seams
-from bench.suite.decode import EAGER, ONE, PLAIN, THREE, TRANSFORMERS, slower
+from bench.suite.decode import EAGER, HALVES, ONE, PLAIN, THREE, TRANSFORMERS, slower
 from bench.suite.machine import machine
 from specattn.config import SpecConfig
 from specattn.spec.generate import Engine
@@ -60,7 +60,8 @@ TREES = {
 }
 QUICK = (PLAIN, "topk 4, 16 nodes")
 WAYS: dict[str, dict[str, Any]] = {
-    ONE: {"seams": "one"}, THREE: {"seams": "three"}, EAGER: {"graphs": False},
+    ONE: {"seams": "one"}, THREE: {"seams": "three"}, HALVES: {"tbo": True},
+    EAGER: {"graphs": False},
 }
 #: Tokens and turns of what launches kernel by kernel.
 SHORT, EAGER_TURNS = 32, 2
@@ -81,9 +82,10 @@ class Batch:
         # what launches kernel by kernel gets less to do where others are to be timed as well
         self.short = min(new, SHORT) if len(ways) > 1 else new
         self.contestants = {
-            # a plain step is one forward, whatever its seams
+            # a plain step is one forward, whatever its seams; one request has no halves
             temperature: [Contestant(setting, way) for setting in settings for way in ways
-                          if setting != PLAIN or way != THREE]
+                          if (setting != PLAIN or way != THREE)
+                          and (len(prompts) > 1 or way != HALVES)]
             + ([Contestant(TRANSFORMERS, EAGER)] if generate else [])
             for temperature in TEMPERATURES
         }

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 RECORD = "pair_h200.json"
 PLAIN, TRANSFORMERS = "plain", "transformers"
-ONE, THREE, EAGER = "one graph", "three graphs", "eager"
-WAYS = (ONE, THREE, EAGER)
+ONE, THREE, HALVES, EAGER = "one graph", "three graphs", "two-batch overlap", "eager"
+WAYS = (ONE, THREE, HALVES, EAGER)
+HOW = {THREE: "in three graphs", HALVES: "with two-batch overlap", EAGER: "eager"}
 MODELS = {
     "transformers": "transformers' modules",
     "fused": "`FusedTarget` and `FusedEagle3` (but for `generate`)",
@@ -154,7 +155,7 @@ def _drawn(cells: list[dict[str, Any]]) -> list[str]:
     """Say how many drawn texts are those of the first run of their setting in one graph."""
     found = [
         f"batch {cell['batch']}: {_equal([cell], way)} {how}"
-        for cell in cells for way, how in ((THREE, "in three graphs"), (EAGER, "eager"))
+        for cell in cells for way, how in HOW.items()
         if any(line["way"] == way and line["equal"] is not None for line in cell["lines"])
     ]
     return [

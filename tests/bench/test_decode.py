@@ -55,7 +55,7 @@ def test_every_way_writes_the_same_and_is_recorded(tmp_path, monkeypatch, capsys
     greedy, drawn = found["cells"]
     ways = {(line["setting"], line["way"]): line for line in greedy["lines"]}
     assert [line["setting"] for line in drawn["lines"]] == [setting for setting, _ in ways]
-    assert len(ways) == 6
+    assert len(ways) == 8
     for key, line in ways.items():
         assert line["equal"] == (None if key == (report.PLAIN, report.ONE) else 2), key
         eager = key[1] == report.EAGER
@@ -133,7 +133,7 @@ def test_one_graph_is_held_to_three(tmp_path):
     assert target.value == pytest.approx(0.99)
     assert target.verdict == "**below**"
     text = records.blocks(tmp_path)["pair"]
-    assert "| 4 | chain of 5 | 2.50 | 1,100 | 1,000 | - | 1.10x | 2.20x | 11.00x |" in text
+    assert "| 4 | chain of 5 | 2.50 | 1,100 | 1,000 | - | - | 1.10x | 2.20x | 11.00x |" in text
     assert "| 990 | 1,000 | - | 0.99x | 1.00x | 1.98x | 9.90x |" in text
     assert "1.044x as fast as three (geomean of 2 cells), and slower in 1 of them: batch 4" in text
     assert "batch 4 at 1.0, chain of 5: 0.990x. Of the greedy texts, 10 of 12" in text
