@@ -134,7 +134,7 @@ def test_one_graph_is_held_to_three(tmp_path):
     assert target.verdict == "**below**"
     text = records.blocks(tmp_path)["pair"]
     assert "| 4 | chain of 5 | 2.50 | 1,100 | 1,000 | - | - | 1.10x | 2.20x | 11.00x |" in text
-    assert "| 990 | 1,000 | - | 0.99x | 1.00x | 1.98x | 9.90x |" in text
+    assert "| 990 | 1,000 | - | - | 0.99x | 1.00x | 1.98x | 9.90x |" in text
     assert "1.044x as fast as three (geomean of 2 cells), and slower in 1 of them: batch 4" in text
     assert "batch 4 at 1.0, chain of 5: 0.990x. Of the greedy texts, 10 of 12" in text
     assert "fewest are: batch 4: 3 of 4 in three graphs; batch 4: 4 of 4 eager.\n" in text
