@@ -160,9 +160,9 @@ def soak(
     fixed, begin = not engine.settings.adaptive, time.perf_counter()
     want = wanted(fresh, plain, kinds)
     slots, rows = engine.table.num_free_slots, engine.table.num_free_rows
-    for config in engine.settings.configs:  # what is made on first use
-        for narrower in config.ladder():
-            engine.decoder(narrower).capture(sampled=True)
+    last = engine.settings.fit(engine.config, 1)
+    for config in (*engine.settings.configs, last):  # what is made on first use
+        engine.decoder(config).capture(sampled=True)
     print(f"ready after {time.perf_counter() - begin:.0f} s", flush=True)
     churn, found, begin = Churn(engine, kinds, seed), Found(), time.perf_counter()
     churn.join(rows, range(len(kinds) - rows, len(kinds)))

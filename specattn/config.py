@@ -10,7 +10,7 @@ import torch
 from specattn.batch import ForwardMode, Phase, RowLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -305,11 +305,3 @@ class SpecConfig:
             self, num_steps=steps, topk=1, num_draft_tokens=steps + 1,
             draft_sampling=self.draft_sampling and steps > 0,
         )
-
-    def ladder(self) -> Iterator[SpecConfig]:
-        """Yield every setting `shrink` can return, widest first."""
-        yield self
-        for room in range(self.reserve_len - 1, 0, -1):
-            smaller = self.shrink(room)
-            if room == 1 or smaller.reserve_len == room:
-                yield smaller

@@ -111,7 +111,7 @@ class ModeReport:
         Replays of recorded CUDA graphs.
     unrecorded : int
         Forwards over the same static buffers where nothing is recorded (no CUDA, ``--no-graphs``,
-        a backend that cannot be recorded, a shrunken step).
+        a backend that cannot be recorded).
     fallbacks : int
         Batches that ran eagerly because no captured bucket held them.
     """

@@ -1,4 +1,4 @@
-"""The step decoders of an engine's settings, and of those that steps shrink to."""
+"""The step decoders of an engine's settings, and of plain decoding near a context's end."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 class EngineDecoders:
     """One `StepDecoder` per setting, over the same table, states and memory pool of graphs.
 
-    Those of an engine's own settings are made, and captured, at once; others when they are first
-    asked for, and these run eagerly.
+    Those of an engine's own settings are made, and captured, at once. Plain decoding, if it is none
+    of them, is for requests whose contexts have room for nothing else: its decoder is made when it
+    is first asked for, without a draft model, since nobody drafts again after it, and captured for
+    the largest bucket alone, which holds whatever batch the others hold.
 
     Parameters
     ----------
@@ -67,40 +69,43 @@ class EngineDecoders:
         validate: Validate,
         tbo: bool,
     ) -> None:
-        self._configs, self._draft, self._record = configs, draft, record
         self.plans_on_host = any(
             slot.backend.host_plan for slot in (target, draft) if slot is not None
         )
         between = self.plans_on_host or validate == "debug"
-        self._make = partial(
-            StepDecoder, target, table=table, states=states, buckets=buckets, indices=indices,
+        make = partial(
+            StepDecoder, target, table=table, states=states, record=record, indices=indices,
             seams=seams or ("three" if between else "one"), recorder=Recorder(),
             validate=validate, tbo=tbo,
         )
-        self._made: dict[SpecConfig, StepDecoder] = {}
-        for config in configs:
-            self.of(config)
+        self._made = {config: make(draft, config, buckets=buckets) for config in configs}
+        self._plain = configs[0].shrink(1)
+        self._make_plain = partial(make, None, self._plain, buckets=[max(buckets)])
 
     @property
     def made(self) -> tuple[StepDecoder, ...]:
-        """Every decoder made so far, those of the engine's own settings first."""
+        """Those of the engine's settings, then that of plain decoding if it was asked for."""
         return tuple(self._made.values())
 
     def of(self, config: SpecConfig) -> StepDecoder:
-        """Return the decoder of a setting."""
+        """Return the decoder of one of the engine's settings, or of plain decoding.
+
+        Raises
+        ------
+        ValueError
+            If it is neither.
+        """
         if config not in self._made:
-            own = config in self._configs
-            # a request that was shrunk to plain decoding never drafts again
-            draft = self._draft if own or config.num_steps else None
-            self._made[config] = self._make(
-                draft=draft, config=config, record=self._record and own
-            )
+            if config != self._plain:
+                raise ValueError(f"config must be one of the engine's settings, got {config}")
+            sampled = any(decoder.sampled for decoder in self.made)
+            self._made[config] = self._make_plain(sampled=sampled)
         return self._made[config]
 
     def capture_sampled(self) -> None:
-        """Capture the engine's own settings for requests that draw."""
-        for config in self._configs:
-            self.of(config).capture(sampled=True)
+        """Capture all of them for requests that draw, too."""
+        for decoder in self.made:
+            decoder.capture(sampled=True)
 
     def settle(self) -> None:
         """Wait for every step in flight, whoever has not."""

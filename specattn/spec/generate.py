@@ -41,8 +41,13 @@ log = logging.getLogger(__name__)
 class Engine:
     """Decodes requests with one target, optionally one draft model, and speculation settings.
 
-    Every request steps with the widest setting its remaining context allows, whatever the rest of
-    the batch does; requests finish and give their slots back independently.
+    Every request steps with the setting that was chosen, if its context has room for that, whatever
+    the rest of the batch does; requests finish and give their slots back independently.
+
+    Near its context's end, a request takes the deepest of the engine's settings that fits, and
+    plain decoding where none does. If that is not one of the settings, its decoder is made when the
+    first request comes to it: once, and captured for the largest bucket alone. So the last
+    ``reserve_len - 1`` tokens of a context come one by one, unless ``configs`` hold a smaller tree.
 
     Parameters
     ----------
@@ -161,12 +166,18 @@ class Engine:
         )
 
     def decoder(self, config: SpecConfig) -> StepDecoder:
-        """Return the decoder of a setting; those that are not the engine's run eagerly."""
+        """Return the decoder of one of the engine's settings, or of plain decoding.
+
+        Raises
+        ------
+        ValueError
+            If it is neither.
+        """
         return self._decoders.of(config)
 
     @property
     def decoders(self) -> tuple[StepDecoder, ...]:
-        """Every decoder made so far, those of the engine's own settings first."""
+        """Those of the engine's settings, then that of plain decoding if it was asked for."""
         return self._decoders.made
 
     def graphs(self) -> dict[SpecConfig, tuple[GraphReport, ...]]:
@@ -276,7 +287,7 @@ class Engine:
     def step(self, *, ahead: bool = False) -> list[tuple[Generation, list[int]]]:
         """Advance the running requests; returns what each of them gained.
 
-        Requests whose contexts lack room for the setting's step take a smaller one, as a group of
+        Requests whose contexts lack room for the setting's step take another one, as a group of
         their own. A group for which slots run out sits the step out and loses nothing. Groups of
         smaller settings get slots first: their requests end soonest, and the slots are the others'
         then, unless `add` takes them.

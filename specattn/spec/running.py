@@ -122,12 +122,12 @@ class Running:
             raise short
 
     def _groups(self) -> dict[SpecConfig, list[Live]]:
-        """Return the requests by the widest setting that their contexts have room for."""
+        """Return the requests by the setting that their contexts have room for."""
         groups: dict[SpecConfig, list[Live]] = {}
         rooms = [self._table.max_context_len - live.length for live in self.live]
         chosen = self._settings.choose(len(rooms), max(rooms, default=0))
         for live, room in zip(self.live, rooms, strict=True):
-            groups.setdefault(chosen.shrink(room), []).append(live)
+            groups.setdefault(self._settings.fit(chosen, room), []).append(live)
         return groups
 
     def _launch(self, config: SpecConfig, group: list[Live], in_flight: int) -> Flight:
@@ -139,8 +139,6 @@ class Running:
             lens = torch.tensor([live.length for live in group], dtype=torch.int32)
         decoder = self._decoders.of(config)
         sampled = any(live.request.sampling.temperature for live in group)
-        if sampled and not decoder.sampled:  # a setting that was shrunk to
-            decoder.capture(sampled=True)
         rows, began = [live.row for live in group], time.perf_counter()
         pending = decoder.step_async(rows, sampled=sampled, seq_lens_cpu=lens)
         self._settings.launched(config)

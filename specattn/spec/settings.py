@@ -92,7 +92,7 @@ class Settings:
         """
         if not self.adaptive:
             return self._current
-        fitting = tuple(config for config in self.configs if config.reserve_len <= room)
+        fitting = self._fitting(room)
         if not fitting:
             return self._current
         config = self.policy(
@@ -102,8 +102,24 @@ class Settings:
             raise ValueError(f"policy must return one of the settings it is given, got {config}")
         return config
 
+    def fit(self, chosen: SpecConfig, room: int) -> SpecConfig:
+        """Return what a request steps with whose context has ``room`` slots left, at least 1.
+
+        The chosen setting if there is room for it, else the deepest of ``configs`` that fits, else
+        plain decoding.
+        """
+        if chosen.reserve_len <= room:
+            return chosen
+        return max(
+            self._fitting(room), key=lambda config: (config.num_steps, config.num_draft_tokens),
+            default=chosen.shrink(1),
+        )
+
+    def _fitting(self, room: int) -> tuple[SpecConfig, ...]:
+        return tuple(config for config in self.configs if config.reserve_len <= room)
+
     def launched(self, config: SpecConfig) -> None:
-        """Note that a step was launched; a shrunken one is not counted."""
+        """Note that a step was launched; plain decoding at a context's end is not counted."""
         if config in self.acceptance:
             self.used[config] += 1
             self._current = config

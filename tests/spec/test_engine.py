@@ -91,7 +91,7 @@ def test_near_the_context_limit_steps_shrink_instead_of_raising(models, expected
 
 @pytest.mark.parametrize("tree", ["chain", "topk4"])
 def test_near_the_context_limit_requests_go_on_drawing(models, tree):
-    """Shrunken steps are captured for drawn tokens when the first one needs them."""
+    """Plain decoding is captured for drawn tokens, too, when a request comes to it."""
     run = engine(models, TREES[tree], max_context_len=24)
     drawn = SamplingParams(1.0, seed=3)
     out = run.generate([Request([3, 1, 4], 99, drawn), Request([35], 99)])

@@ -303,7 +303,7 @@ def test_a_step_ahead_has_room_for_all_that_the_one_before_it_may_gain(tree):
         (result,) = run.add([Request([3, 14, 15], 99 if slots == 41 else 16)])
         while run.num_live:
             run.step(ahead=True)
-        assert sum(result.accept_lens) > 3 * result.steps, "nearly all is accepted"
+        assert sum(result.accept_lens[:4]) > 3 * 4, "nearly all is accepted"
         assert min(result.accept_lens) > 0
 
 
