@@ -41,7 +41,7 @@ class EngineDecoders:
         Their states.
     buckets : sequence of int
         Batch sizes to capture.
-    indices, validate, tbo
+    sampled, indices, validate, tbo
         As in `StepDecoder`.
     record : bool
         Whether to record CUDA graphs.
@@ -66,6 +66,7 @@ class EngineDecoders:
         indices: Indices,
         record: bool,
         seams: Seams | None,
+        sampled: bool,
         validate: Validate,
         tbo: bool,
     ) -> None:
@@ -78,7 +79,9 @@ class EngineDecoders:
             seams=seams or ("three" if between else "one"), recorder=Recorder(),
             validate=validate, tbo=tbo,
         )
-        self._made = {config: make(draft, config, buckets=buckets) for config in configs}
+        self._made = {
+            config: make(draft, config, buckets=buckets, sampled=sampled) for config in configs
+        }
         self._plain = configs[0].shrink(1)
         self._make_plain = partial(make, None, self._plain, buckets=[max(buckets)])
 

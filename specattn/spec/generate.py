@@ -74,6 +74,9 @@ class Engine:
     seams : {"one", "three"}, optional
         How a step is recorded, see `StepDecoder`; by default in one graph, and in three where a
         backend plans on the host.
+    sampled : bool
+        Whether to capture steps for requests that draw, too; otherwise the first such request to be
+        added, and all that run then, wait for that.
     indices : {"table", "csr"}
         What draft steps read; see `MultiStepDraftBackend`.
     validate : {"off", "debug"}
@@ -113,6 +116,7 @@ class Engine:
         buckets: Sequence[int] | None = None,
         graphs: bool = True,
         seams: Seams | None = None,
+        sampled: bool = False,
         indices: Indices = "table",
         validate: Validate = "off",
         deterministic: bool = False,
@@ -158,8 +162,8 @@ class Engine:
         self._prefill = Prefill(self.target, self.draft, self.table.req_to_token, widest)
         self._decoders = EngineDecoders(
             self.target, self.draft, self.settings.configs, self.table, self.states,
-            buckets=self.buckets, indices=indices, record=graphs, seams=seams, validate=validate,
-            tbo=tbo,
+            buckets=self.buckets, indices=indices, record=graphs, seams=seams, sampled=sampled,
+            validate=validate, tbo=tbo,
         )
         self._running = Running(
             self.table, self._decoders, self.settings, target.eos_token_ids, detokenize
