@@ -155,7 +155,7 @@ def _modes(modes: Sequence[ModeReport]) -> Table:
 
 
 def _settings(settings: Sequence[SettingReport]) -> Table:
-    table = _table("depth", "topk", "nodes", "steps", "accepted/step, lately")
+    table = _table("depth", "topk", "nodes", "steps", "accepted/step")
     for one in settings:
         table.add_row(
             str(one.num_steps), str(one.topk), str(one.num_draft_tokens), str(one.steps),

@@ -132,9 +132,9 @@ class SettingReport:
     num_steps, topk, num_draft_tokens : int
         The setting.
     steps : int
-        Steps of the batch.
+        Steps of the batch that took it; one that nobody gained anything by is none.
     accepted_per_step : float
-        Tokens per request in its most recent steps.
+        Tokens per request and step, bonus included; 0 without steps.
     """
 
     num_steps: int
@@ -185,23 +185,30 @@ def run(
         for call in on_tokens:
             call(index, tokens)
 
-    before, used = _counts(engine), engine.settings.used.copy()
+    before, then = _counts(engine), _totals(engine)
     begin = time.perf_counter()
     results = engine.generate(requests, tell)
     seconds = time.perf_counter() - begin
-    return Outcome(tuple(results), seconds, _modes(engine, before), _settings(engine, used))
+    return Outcome(tuple(results), seconds, _modes(engine, before), _settings(engine, then))
 
 
-def _settings(engine: Engine, before: Counter[SpecConfig]) -> tuple[SettingReport, ...]:
+def _totals(engine: Engine) -> list[Counter[SpecConfig]]:
+    """Return the steps so far by setting, the requests that they advanced, and the tokens."""
     settings = engine.settings
-    if not settings.adaptive:
+    return [settings.used.copy(), settings.advanced.copy(), settings.gained.copy()]
+
+
+def _settings(engine: Engine, before: list[Counter[SpecConfig]]) -> tuple[SettingReport, ...]:
+    if not engine.settings.adaptive:
         return ()
+    now = _totals(engine)
+    steps, advanced, gained = (after - then for after, then in zip(now, before, strict=True))
     return tuple(
         SettingReport(
-            config.num_steps, config.topk, config.num_draft_tokens,
-            settings.used[config] - before[config], found.mean,
+            config.num_steps, config.topk, config.num_draft_tokens, steps[config],
+            gained[config] / max(advanced[config], 1),
         )
-        for config, found in settings.acceptance.items()
+        for config in engine.settings.configs
     )
 
 

@@ -177,16 +177,16 @@ class Running:
         # a step that was launched ahead began when the one before it ended
         seconds = None if began is None else now - max(began, self._landed_at)
         self._landed_at = now
-        if self._settings.adaptive:
-            self._settings.landed(flight.config, list(map(len, gained)), seconds)
-        found = []
-        for live, tokens in zip(flight.group, gained, strict=True):
-            if live.result.finish_reason:
+        counts, found = [0] * len(gained), []
+        for at, (live, tokens) in enumerate(zip(flight.group, gained, strict=True)):
+            if live.result.finish_reason:  # it had ended, and rode along
                 continue
+            counts[at] = len(tokens)
             live.length += len(tokens)
             live.result.accept_lens.append(len(tokens))
             self._table.commit(live.row, live.length)
             found.append((live.result, self._take(live, tokens)))
+        self._settings.landed(flight.config, counts, seconds)
         return found
 
     def _take(self, live: Live, tokens: list[int]) -> list[int]:

@@ -39,6 +39,14 @@ class Settings:
     ------
     ValueError
         If they differ in more than the shape of the tree, or a policy has nothing to choose from.
+
+    Attributes
+    ----------
+    acceptance : dict
+        What each setting's steps in the window gained, and how long its last ones took.
+    used, advanced, gained : Counter
+        By setting, since the engine was made: steps in which some request gained tokens, these
+        requests, and the tokens.
     """
 
     def __init__(
@@ -60,6 +68,8 @@ class Settings:
         self.policy = policy or GoodputPolicy()
         self.acceptance = {config: Acceptance(config) for config in self.configs}
         self.used: Counter[SpecConfig] = Counter()
+        self.advanced: Counter[SpecConfig] = Counter()
+        self.gained: Counter[SpecConfig] = Counter()
         self._buckets = sorted(set(buckets))
         self._current = self.configs[0]
         self._window = window
@@ -119,17 +129,31 @@ class Settings:
         return tuple(config for config in self.configs if config.reserve_len <= room)
 
     def launched(self, config: SpecConfig) -> None:
-        """Note that a step was launched; plain decoding at a context's end is not counted."""
+        """Note that a step was launched; not one of plain decoding at a context's end alone."""
         if config in self.acceptance:
-            self.used[config] += 1
             self._current = config
 
     def landed(self, config: SpecConfig, gained: Sequence[int], seconds: float | None) -> None:
-        """Note what a step's requests gained, and how long it took if that is known."""
+        """Count a step, unless nobody gained anything or it is none of ``configs``.
+
+        Parameters
+        ----------
+        config : SpecConfig
+            Its setting.
+        gained : sequence of int
+            Tokens, a number per request that it was launched for: 0 for one that had ended.
+        seconds : float or None
+            How long it took, if that is known.
+        """
         found = self.acceptance.get(config)
-        if found is None:
-            return
         kept = [tokens for tokens in gained if tokens]
+        if found is None or not kept:
+            return
+        self.used[config] += 1
+        self.advanced[config] += len(kept)
+        self.gained[config] += sum(kept)
+        if not self.adaptive:
+            return
         found.add(kept)
         if seconds is not None:
             found.timed(self._bucket(len(gained)), seconds)
