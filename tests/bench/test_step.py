@@ -185,20 +185,21 @@ def test_the_report_says_what_the_record_says(tmp_path):
                  "gaps_over_2us": {"share": 0.01}, "us": us * (1.005 if batch < 64 else 0.9)}
         return {"model": report.MODEL, "setting": setting, "batch": batch, "context": context,
                 "us": us, "floor_us": 4000.0, "host_us": 50.0, "host_idle_us": 40.0,
-                "host_p10_us": 30.0, "loop_us": 20.0,
+                "host_p10_us": 30.0, "loop_us": 20.0, "host_anew_us": 55.0,
                 "nodes": {"plain": 1, "tree 4-5-16": 16, "tree 8-7-64": 64}[setting],
                 "trace": trace, "operations": 2e12, **more}
 
     cells = [cell("plain", 1, 4096, 4000.0), cell("tree 4-5-16", 1, 4096, 4800.0),
-             cell("plain", 4, 4096, 5000.0, host_us=70.0),
+             cell("plain", 4, 4096, 5000.0, host_us=70.0, host_anew_us=99.0, loop_us=23.0),
              cell("plain", 64, 4096, 9000.0, operations=6e12),
              cell("tree 8-7-64", 64, 32768, 0.0, skipped="too large")]
     assert {target.verdict for target in report.asked(tmp_path)} == {"not measured"}
     (tmp_path / report.RECORD).write_text(
         json.dumps({"cells": cells, "roofs": {"matmul_tflops": 800.0}})
     )
-    held, gaps, host, faster = report.asked(tmp_path)
+    held, gaps, host, calm, anew, faster = report.asked(tmp_path)
     assert (held.value, gaps.value, host.value) == (1.2, 0.01, 70.0)
+    assert (calm.value, anew.value) == (50.0, 55.0), "one cell was not calm"
     assert faster.value == pytest.approx(4.68 * 4000 / 4800)
     text = report.shown(tmp_path)
     assert "| 1 x 4k | 4.00, 1.00x | 4.80, 1.20x | 1.20 |" in text
@@ -211,7 +212,7 @@ def test_the_report_says_what_the_record_says(tmp_path):
         "9.00 timed)."
     ) in text
     assert "| 250 | 975 | 3.90x |" in text
-    assert "| 960 | 960 | 960 | 960 | 960 | 9 | 1.0 % | 50.0 | 30.0 | 40.0 | 20.0 |" in text
+    assert "| 960 | 960 | 960 | 960 | 960 | 9 | 1.0 % | 50.0 | 30.0 | 55.0 | 40.0 | 20.0 |" in text
 
 
 def test_the_picture_is_of_the_recorded_step():
