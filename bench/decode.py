@@ -17,6 +17,7 @@ included, is subtracted.
 With CUDA, what has to be compiled is compiled before, by a process for every batch and setting.
 
 ``--paired N`` asks one thing only: whether one graph is slower than three (`bench.decode_paired`).
+With ``--control`` one graph stands where three do, too: what is told apart then is order and place.
 
     python -m bench.decode [--batch 1 8 64] [--new 128] [--repeats 4] [--dtype bfloat16]
     python -m bench.decode --quick
@@ -175,6 +176,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one tree, batches of 1 and 8")
     parser.add_argument("--workers", type=int, help="processes that compile ahead; 0 is none")
     parser.add_argument("--paired", type=int, metavar="N", help="compare the seams N times anew")
+    parser.add_argument("--control", action="store_true", help="with --paired: one beside one")
     parser.add_argument("--limit", type=float, default=100.0, help="seconds for --paired")
     parser.add_argument("--commit", help="what the results call this version")
     parser.add_argument("--out", type=Path)
@@ -219,9 +221,10 @@ def compare_seams(
     """Tell one graph and three apart, print where one is slower, and keep it."""
     plan = decode_paired.Plan(
         {name: TREES[name] for name in args.settings}, args.batch, TEMPERATURES, CONTEXT,
-        args.paired, limit=args.limit,
+        args.paired, limit=args.limit, control=args.control,
     )
-    found |= {"part": "pair seams", "title": "The shipped pair, one graph beside three"}
+    beside = "one that is recorded like it" if args.control else "three"
+    found |= {"part": "pair seams", "title": f"The shipped pair, one graph beside {beside}"}
     seen = decode_paired.compare(
         models, prompts, plan, exact=args.dtype == "float32",
         keep=lambda seen: write(found | seen, args.out),

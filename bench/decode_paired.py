@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     Gained = list[list[list[int]]]
 
 SEAMS: dict[str, Seams] = {ONE: "one", THREE: "three"}
+# what order and place alone make of it: one graph stands where three do
+CONTROL: dict[str, Seams] = {ONE: "one", THREE: "one"}
 # memory that moves what is made after it, in segments of torch's allocator
 PADDING, SEGMENT = 64, 2 << 20
 
@@ -90,10 +92,13 @@ class Rebuild:
         With room for the batch, and no more.
     nth : int
         Which it is: how far it is moved, and who is recorded first.
+    seams : dict
+        Those of both.
     """
 
     def __init__(
-        self, models: tuple[Any, Any], prompts: list[list[int]], config: SpecConfig, nth: int
+        self, models: tuple[Any, Any], prompts: list[list[int]], config: SpecConfig, nth: int,
+        seams: dict[str, Seams] = SEAMS,
     ) -> None:
         segments = random.Random(nth).randrange(1, PADDING)
         self._padding = torch.empty(
@@ -102,9 +107,9 @@ class Rebuild:
         self.prompts, self.config = prompts, config
         self.engine = Engine(*models, config, buckets=[len(prompts)], seams="one")
         # the engine's own graphs are never replayed: recording them grows the pool
-        order = tuple(SEAMS) if nth % 2 == 0 else tuple(reversed(SEAMS))
+        order = tuple(seams) if nth % 2 == 0 else tuple(reversed(seams))
         owner = self.engine.decoder(config)
-        self.twins = {way: Twin(owner, SEAMS[way]) for way in order}
+        self.twins = {way: Twin(owner, seams[way]) for way in order}
         self.first = ONE if nth // 2 % 2 == 0 else THREE
         self.rows = list(range(1, len(prompts) + 1))
         self.sampled = False
@@ -228,6 +233,8 @@ class Plan:
         Steps of a turn, and fours of turns (half as many where steps are waited for).
     limit : float
         Seconds that all of it may take, the first time excepted.
+    control : bool
+        Whether one graph stands where three do (`CONTROL`).
     """
 
     trees: dict[str, tuple[int, int, int]]
@@ -238,6 +245,7 @@ class Plan:
     steps: int = 6
     rounds: int = 2
     limit: float = 100.0
+    control: bool = False
 
 
 def compare(
@@ -286,7 +294,7 @@ def _observe(
 ) -> None:
     """Make both anew for a batch and a tree, and add what is observed to its cells."""
     config = SpecConfig(*tree, plan.context, len(prompts))
-    rebuild = Rebuild(models, prompts, config, nth)
+    rebuild = Rebuild(models, prompts, config, nth, CONTROL if plan.control else SEAMS)
     for temperature in plan.temperatures:
         rebuild.admit(temperature)
         seen = observe(rebuild, plan.steps, plan.rounds, exact=exact)

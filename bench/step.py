@@ -140,13 +140,18 @@ def measured(
         read = world.read_bytes(setting, batch, context)
         cell |= {"length": length, **calmest(stepper, options.rounds, options.loop_us),
                  **launched(stepper, options.rounds), "bytes": read,
-                 "host_anew_us": timed(stepper, options.rounds // 2, anew=True)["host_us"],
+                 "host_anew_us": _anew(stepper, options)["host_us"],
                  "operations": world.operations(setting, batch),
                  "floor_us": round(sum(read.values()) / copy_tb_s / 1e6, 2)}
         if _shown(cell):
             cell["by_length"] = _lengths(stepper, options)
         _print(cell)
         yield cell
+
+
+def _anew(stepper: Stepper, options: argparse.Namespace) -> dict[str, float]:
+    """Time steps whose rows are sent anew."""
+    return calmest(stepper, options.rounds // 2, options.loop_us, anew=True)
 
 
 def _shown(cell: dict[str, Any]) -> bool:

@@ -129,19 +129,21 @@ def timed(stepper: Stepper, rounds: int, *, anew: bool = False) -> dict[str, flo
     }
 
 
-def calmest(stepper: Stepper, rounds: int, loop_us: float) -> dict[str, float]:
+def calmest(
+    stepper: Stepper, rounds: int, loop_us: float, *, anew: bool = False
+) -> dict[str, float]:
     """Time steps, again while somebody else holds the host up; returns the calmest try.
 
     That is while the loop takes `NOISY` times ``loop_us`` in the median, up to `TRIES` times, and
     not beyond `SECONDS`. ``tries`` of the outcome tells how often.
     """
-    found, began = [timed(stepper, rounds)], time.perf_counter()
+    found, began = [timed(stepper, rounds, anew=anew)], time.perf_counter()
     while (
         found[-1]["loop_us"] > NOISY * loop_us and len(found) < TRIES
         and time.perf_counter() - began < SECONDS
     ):
         time.sleep(PAUSE)
-        found.append(timed(stepper, rounds))
+        found.append(timed(stepper, rounds, anew=anew))
     return min(found, key=itemgetter("loop_us")) | {"tries": len(found)}
 
 

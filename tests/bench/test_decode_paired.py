@@ -69,6 +69,9 @@ def test_turns_favour_nobody():
     assert sum(places) == 3
 
 
+TWIN = decode_paired.Twin
+
+
 @pytest.fixture
 def run(monkeypatch, tmp_path):
     models = TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
@@ -107,6 +110,18 @@ def test_both_take_the_same_steps_over_the_same_memory(run, tmp_path, capsys):
     assert "Graphs made anew 2 times, 2 steps a turn" in text
     assert "Of 32 turns, 0 gained other tokens" in text
     assert "one graph slower than three: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("more", "wanted"), [([], {"one", "three"}), (["--control"], {"one"})])
+def test_a_control_records_the_same_twice(run, monkeypatch, more, wanted):
+    made = []
+    monkeypatch.setattr(decode_paired, "Twin", lambda owner, seams: made.append(seams) or TWIN(
+        owner, seams
+    ))
+    found = run(2, *more)
+    assert set(made) == wanted
+    assert len(made) == 4
+    assert ("recorded like it" in found["title"]) == bool(more)
 
 
 def test_a_slower_one_is_found(run, monkeypatch):

@@ -161,7 +161,8 @@ def test_steps_are_timed_again_while_the_host_is_held_up(monkeypatch, loops, tri
     left = iter(loops)
     monkeypatch.setattr(step_timing, "PAUSE", 0.0)
     monkeypatch.setattr(
-        step_timing, "timed", lambda stepper, rounds: {"loop_us": next(left), "us": len(loops)}
+        step_timing, "timed",
+        lambda stepper, rounds, *, anew: {"loop_us": next(left), "us": len(loops)},
     )
     found = step_timing.calmest(None, 3, 10.0)
     assert found == {"loop_us": kept, "us": len(loops), "tries": tries}
