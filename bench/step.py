@@ -46,8 +46,8 @@ CHECKED = 512
 # bfloat16 through all layers, relative L2 error of the logits
 MOST_ERROR = 0.05
 TRACED = 3
-# loops of which the fastest is what a calm host takes
-CALM = 1000
+# loops of which the shortest is what a calm host takes
+LOOPS = 1000
 
 
 def places(batches: Sequence[int], contexts: Sequence[int], fits: int = FITS) -> list[Any]:
@@ -293,7 +293,7 @@ def main() -> None:
         "roofs": roofs.measure(options.rounds), "cells": [],
     }
     torch.cuda.empty_cache()
-    options.loop_us = min(loop() for _ in range(CALM))
+    options.loop_us = min(loop() for _ in range(LOOPS))
     lens = rooms(options.places)
     known = shapes(max(lens) + 128)
     models = {name: known[name] for name in options.models.split(",")}

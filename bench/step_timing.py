@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bench.suite.steps import NOISY
+
 if TYPE_CHECKING:
     from bench.step_forced import Forced
     from specattn.spec.step_decoder import PendingStep, StepDecoder
@@ -17,8 +19,8 @@ if TYPE_CHECKING:
 WARM = 3
 # numbers added up in a loop that is timed after every launch: what the host is capable of just then
 LOOP = 1000
-# a host is held up if its loop takes so many times what it can; then steps are timed again
-NOISY, TRIES, SECONDS, PAUSE = 1.2, 5, 1.0, 0.1
+# how often steps are timed while a host is held up (`NOISY`), for how long, and seconds in between
+TRIES, SECONDS, PAUSE = 5, 1.0, 0.1
 
 
 class Stepper:

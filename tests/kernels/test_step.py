@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from tests.kernels.tree_oracle import DEVICE, POISON, implementation
+from tests.kernels.tree_oracle import DEVICE, POISON, implementation, poisoned
 
 KINDS = ["twin", "triton"]
 CONTEXT = 40
@@ -23,13 +23,6 @@ LAYOUTS = {
         (3, 3, torch.int32),
     ],
 }
-
-
-def poisoned(*shape, dtype=torch.int64, gap=0):
-    """Unwritten memory, with ``gap`` columns between rows."""
-    value = POISON if not dtype.is_floating_point else math.nan
-    wide = torch.full((*shape[:-1], shape[-1] + gap), value, dtype=dtype, device=DEVICE)
-    return wide[..., : shape[-1]]
 
 
 def numbers(rows, width, dtype, gap=0):

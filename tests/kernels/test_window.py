@@ -7,18 +7,14 @@ import random
 import pytest
 import torch
 
+from specattn.batch import ForwardMode
+from specattn.config import SpecConfig
 from specattn.plan import AttnInputs, AttnPlan
-from tests.kernels.tree_oracle import DEVICE, POISON, implementation
+from tests.kernels.tree_oracle import DEVICE, POISON, implementation, poisoned
 from tests.recordings import recorded
 
 KINDS = ["twin", "triton"]
 CONTEXT = 50
-
-
-def poisoned(*shape, dtype=torch.int64, gap=0):
-    """Unwritten memory, with ``gap`` columns between rows."""
-    out = torch.full((*shape[:-1], shape[-1] + gap), POISON, dtype=dtype, device=DEVICE)
-    return out[..., : shape[-1]]
 
 
 class Window:
@@ -130,9 +126,6 @@ def test_other_shapes_are_refused_by_name(kind):
 
 def test_a_recorded_fill_follows_the_lengths():
     """A plan's `fill` is recorded once; rows, lengths and the table's contents may change."""
-    from specattn.batch import ForwardMode
-    from specattn.config import SpecConfig
-
     layout = SpecConfig(3, 2, 6, CONTEXT, 3).layout(ForwardMode.TARGET_VERIFY)
     inputs = AttnInputs.alloc(3, layout, DEVICE)
     window = Window(3, layout.tail, 0, 1)

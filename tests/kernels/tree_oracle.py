@@ -14,9 +14,18 @@ if TYPE_CHECKING:
     import random
     from types import ModuleType
 
+    from torch import Tensor
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLEMENTATIONS = {"twin": "specattn.kernels.reference", "triton": "specattn.kernels"}
 POISON = -7_777_777
+
+
+def poisoned(*shape: int, dtype: torch.dtype = torch.int64, gap: int = 0) -> Tensor:
+    """Return unwritten memory, with ``gap`` columns between rows."""
+    value = POISON if not dtype.is_floating_point else math.nan
+    wide = torch.full((*shape[:-1], shape[-1] + gap), value, dtype=dtype, device=DEVICE)
+    return wide[..., : shape[-1]]
 
 
 def implementation(kind: str, op: str) -> ModuleType:

@@ -12,6 +12,7 @@ from specattn.graph import GraphRunner
 from specattn.spec.generate import Engine, Request
 from specattn.spec.sampling import SamplingParams
 from specattn.spec.step_decoder import StepDecoder
+from tests.spec.test_host_plans import PlanningBackend
 from tests.spec.test_step_decoder import PROMPTS, admitted, engine, told_of_itself
 from tests.tiny import dense_greedy
 
@@ -134,8 +135,6 @@ def test_nothing_comes_between_the_parts_of_one_graph():
 
 
 def test_what_plans_on_the_host_needs_three_graphs():
-    from tests.spec.test_host_plans import PlanningBackend
-
     run = engine(TREE, PlanningBackend)
     with pytest.raises(ValueError, match="plans on the host needs seams='three'"):
         StepDecoder(run.target, run.draft, run.config, run.table, run.states, seams="one")
@@ -146,8 +145,6 @@ def test_what_plans_on_the_host_needs_three_graphs():
 
 def test_lengths_that_a_step_in_flight_changes_are_refused():
     """The mirror of a request that has not been read is a step behind."""
-    from tests.spec.test_host_plans import PlanningBackend
-
     run = engine(TREE, PlanningBackend)
     rows, decoder = admitted(run), run.decoder(run.config)
 
