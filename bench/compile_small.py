@@ -169,9 +169,10 @@ def step_ends(topk: int = 4, depth: int = 6, dtype: torch.dtype = BF16) -> None:
     state = (zeros(BATCH), zeros(BATCH, topk, dtype=F32), zeros(BATCH, 4096, dtype=dtype),
              zeros(BATCH, 32000, dtype=F32))
     step.begin_step(
-        rows, lens, lens, zeros(BATCH, CONTEXT, dtype=I32), reserve_len=16, rows_out=rows,
-        seq_lens_out=lens, window_out=zeros(BATCH, 16, dtype=I32), positions_out=tokens,
-        draft_positions_out=zeros(BATCH, depth - 2, topk), tables=state, outs=state,
+        zeros(2, BATCH), zeros(1), lens, lens, zeros(BATCH, CONTEXT, dtype=I32), reserve_len=16,
+        rows_out=rows, seq_lens_out=lens, window_out=zeros(BATCH, 16, dtype=I32),
+        positions_out=tokens, draft_positions_out=zeros(BATCH, depth - 2, topk), tables=state,
+        outs=state,
     )
     step.end_step(
         rows, lens, lens, tokens, seq_lens_table=lens, sources=state, tables=state,

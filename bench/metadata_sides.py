@@ -25,6 +25,7 @@ from specattn.kernels import ops
 from specattn.kv import KVPool
 from specattn.plan import AttnInputs, AttnPlan, MultiStepDims, MultiStepInputs, MultiStepPlan
 from specattn.spec.extend import ExtendProgram
+from specattn.spec.landing import Landing, Ring
 from specattn.spec.verify_program import VerifyProgram
 
 if TYPE_CHECKING:
@@ -174,7 +175,10 @@ class OneGraph:
             AttnPlan.over(verify, table, self.verify), AttnPlan.over(extend, table, self.extend),
         )]
         self.bounds = [bound for layers in self.layers for bound in layers.bounds]
-        self.rows, self.lens = requests.rows.clone(), torch.zeros_like(table[:, 0])
+        self.ring = Ring.alloc(1, batch, steps + 2, device)
+        self.rows, self.lens = requests.rows.tolist(), torch.zeros_like(table[:, 0])
+        self.landing = Landing(self.ring, 0)
+        self.landing.take_off(self.rows, batch)
         self.lens[requests.rows] = requests.lens.int()
         self.reserved = torch.full_like(self.lens, table.shape[1])
         self.tables, self.outs = (
@@ -185,7 +189,7 @@ class OneGraph:
     def fill(self) -> None:
         """Two launches, as a recorded step begins with."""
         self.begin(
-            self.rows, self.lens, self.reserved, self.requests.table,
+            self.ring.rows, self.ring.turn, self.lens, self.reserved, self.requests.table,
             reserve_len=self.window.shape[1], rows_out=self.draft.req_pool_indices,
             seq_lens_out=self.draft.seq_lens, window_out=self.window,
             positions_out=self.extend.positions, draft_positions_out=self.draft.positions,
@@ -201,12 +205,11 @@ class OneGraph:
             check_plan(bound, self.requests)
 
     def submitted(self) -> Callable[[], None]:
-        """Record it; return all that the host does per step: copy the rows, replay a graph."""
+        """Record it; return all that the host does per step: write the rows, replay a graph."""
         recorded = timing.record(self.fill)
-        rows = self.requests.rows.cpu().pin_memory()
 
         def submit() -> None:
-            self.rows.copy_(rows, non_blocking=True)
+            self.landing.take_off(self.rows, len(self.rows))
             recorded.graph.replay()
 
         return submit

@@ -40,7 +40,14 @@ def states() -> None:
         "positions_out": poison(4, depth, dtype=torch.int64),
         "draft_positions_out": poison(4, steps, topk, dtype=torch.int64),
     }
-    begin_step(rows, lens, room, slots, reserve_len=reserve, **found, tables=tables, outs=outs)
+    # as `Ring.rows`: of two steps the second, and of six requests four
+    on_host = torch.full((2, 6), -1, pin_memory=DEVICE == "cuda")
+    on_host[1, :4] = rows
+    turn = put([1], torch.int64)
+    begin_step(
+        on_host[:, :4], turn, lens, room, slots, reserve_len=reserve, **found, tables=tables,
+        outs=outs,
+    )
     same("rows", found["rows_out"], put([2, 0, 0, 4], torch.int64))
     same("slots", found["window_out"][3], slots[4, -reserve:])
     for table, out in zip(tables, outs, strict=True):
@@ -55,7 +62,7 @@ def states() -> None:
     )
     same("lengths", lens, put([0, 6, 3, 9, context - reserve + 5]))
     same("packed", packed[:, 0], put([3, 0, 0, 5], torch.int64))
-    ring, turn = poison(2, 5, 1 + depth, dtype=torch.int64), put([1], torch.int64)
+    ring = poison(2, 5, 1 + depth, dtype=torch.int64)
     land_step(packed, ring, turn)
     same("landed", ring[1, :4], packed)
     same("turn", turn, put([0], torch.int64))

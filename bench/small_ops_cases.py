@@ -190,6 +190,9 @@ def ends(s: Step) -> list[Op]:
         "draft_positions_out": s.empty(batch, steps - 1, topk),
     }
     rows, reserved, tokens = s.rows + 1, lens + reserve, s.ints(s.vocab, batch, depth)
+    # a ring of one turn
+    on_host = rows[None].cpu()
+    on_host = on_host.pin_memory() if rows.is_cuda else on_host
     after, packed = lens.clone(), s.empty(batch, 1 + depth)
     ring = torch.zeros(1, batch, 1 + depth, dtype=torch.int64, pin_memory=packed.is_cuda)
     turn = torch.zeros(1, dtype=torch.int64, device=device)
@@ -211,7 +214,7 @@ def ends(s: Step) -> list[Op]:
             slots, rows, s.lens, accept_lens=kept, **extended
         ), list(extended.values()), 2 * size(extended["slots_out"])),
         Op("begin step", "step", lambda ops, _: ops.begin_step(
-            rows, lens, reserved, slots, reserve_len=reserve, **begun,
+            on_host, turn, lens, reserved, slots, reserve_len=reserve, **begun,
             tables=tables, outs=outs,
         ), [*begun.values(), *outs], 2 * size(*outs) + size(*begun.values())),
         Op("end step", "step", lambda ops, _: ops.end_step(

@@ -48,8 +48,8 @@ def land_step(packed: Tensor, ring: Tensor, turn: Tensor) -> None:
     packed : Tensor
         ``[B, w]`` int64; may have a row stride.
     ring : Tensor
-        ``[S, B', w]`` int64 with B' at least B, contiguous; pinned, or on the device. The first B
-        rows of ``ring[turn]`` are written.
+        ``[S, B', w]`` int64 with B' at least B, dense but for its first axis; pinned, or on the
+        device. The first B rows of ``ring[turn]`` are written.
     turn : Tensor
         ``[1]`` int64, at least 0 and below S; becomes the next one, 0 after the last.
 

@@ -69,7 +69,8 @@ def _copy_block(
 
 @triton.jit
 def _begin_step_kernel(
-    rows,                 # [B] int64
+    rows,                 # [S, B] int64, in the host's memory
+    turn,                 # [1] int64
     seq_lens,             # [R] int32
     reserved,             # [R] int32
     req_to_token,         # [R, context] int32
@@ -81,12 +82,13 @@ def _begin_step_kernel(
     narrow_tables, narrow_outs, narrow_strides, narrow_out_strides, narrow_widths,
     wide_tables, wide_outs, wide_strides, wide_out_strides, wide_widths,
     context, reserve_len, depth, drafts, topk,
-    stride_table, stride_window, stride_positions, stride_draft, stride_step,
+    stride_rows, stride_table, stride_window, stride_positions, stride_draft, stride_step,
     NARROWS: tl.constexpr, WIDES: tl.constexpr, NARROW: tl.constexpr, BYTES: tl.constexpr,
     BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):
     req = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + req)
+    # no cache modifier: all warps of a multiprocessor share what comes over PCIe
+    row = tl.load(rows + tl.load(turn) * stride_rows + req)
     length = tl.load(seq_lens + row).to(tl.int64)
     room = tl.minimum(tl.load(reserved + row), context)
     fits = (row != 0) & (length + reserve_len <= room)
@@ -203,6 +205,7 @@ def _split(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[list[A
 
 def begin_step(
     rows: Tensor,
+    turn: Tensor,
     seq_lens: Tensor,
     reserved: Tensor,
     req_to_token: Tensor,
@@ -225,7 +228,10 @@ def begin_step(
     Parameters
     ----------
     rows : Tensor
-        ``[B]`` int64, each request's row of the tables.
+        ``[S, B]`` int64, each request's row of the tables, of S steps in flight; may have a row
+        stride. Pinned memory, which the host may write until a launch, or on the device.
+    turn : Tensor
+        ``[1]`` int64, at least 0 and below S: whose rows are read.
     seq_lens, reserved : Tensor
         ``[R]`` int32, committed tokens of every row, and tokens that have slots; 0 in row 0.
     req_to_token : Tensor
@@ -233,8 +239,8 @@ def begin_step(
     reserve_len : int
         W, slots that a step may use.
     rows_out, seq_lens_out : Tensor
-        ``[B]`` int64 and int32, dense: rows and lengths, 0 for padding; ``rows_out`` is not
-        ``rows``, which other programs still read.
+        ``[B]`` int64 and int32, dense: rows and lengths, 0 for padding; ``rows_out`` shares no
+        memory with ``rows``, which other programs still read.
     window_out : Tensor
         ``[B, W]`` int32: the slots after the committed tokens, 0 for padding.
     positions_out : Tensor
@@ -257,18 +263,18 @@ def begin_step(
         "positions_out": positions_out, "draft_positions_out": draft_positions_out,
     }
     check_begin(rows, reserve_len, named, tables, outs)
-    require_dense(rows=rows, seq_lens=seq_lens, reserved=reserved, req_to_token=req_to_token[:1],
-                  rows_out=rows_out, seq_lens_out=seq_lens_out)
+    require_dense(rows=rows[:1], turn=turn, seq_lens=seq_lens, reserved=reserved,
+                  req_to_token=req_to_token[:1], rows_out=rows_out, seq_lens_out=seq_lens_out)
     batch, steps, topk = draft_positions_out.shape
     if not batch:
         return
     copies, narrows, wides, blocks = _split(tables, outs)
     depth = positions_out.shape[1]
     _begin_step_kernel[(batch, 1 + blocks)](
-        rows, seq_lens, reserved, req_to_token,
+        rows, turn, seq_lens, reserved, req_to_token,
         rows_out, seq_lens_out, window_out, positions_out, draft_positions_out, *copies,
         req_to_token.shape[1], reserve_len, depth, steps * topk, max(topk, 1),
-        req_to_token.stride(0), window_out.stride(0), positions_out.stride(0),
+        rows.stride(0), req_to_token.stride(0), window_out.stride(0), positions_out.stride(0),
         draft_positions_out.stride(0), draft_positions_out.stride(1),
         NARROWS=narrows, WIDES=wides, NARROW=NARROW, BYTES=BYTES,
         BLOCK_W=triton.next_power_of_2(max(reserve_len, 1)),

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from specattn.config import SpecConfig
     from specattn.spec.decoder import ModelSlot
     from specattn.spec.extend import BoundExtend
+    from specattn.spec.landing import Ring
     from specattn.spec.model import TargetModel
     from specattn.spec.propose import BoundPropose
     from specattn.spec.states import RequestStates
@@ -47,6 +48,7 @@ class BoundStep:
     config: SpecConfig
     reserved: Tensor
     states: RequestStates
+    ring: Ring
     inputs: StepInputs
     accepted: StepAccepted
     links: StepLinks
@@ -56,10 +58,9 @@ class BoundStep:
     extend: BoundExtend | None
     accept: Acceptor = field(repr=False)
 
-    def over(self, rows: Tensor, packed: Tensor) -> BoundStep:
+    def over(self, ring: Ring, packed: Tensor) -> BoundStep:
         """Return the same with the step's input and output elsewhere, of the same kind."""
-        inputs, accepted = replace(self.inputs, rows=rows), replace(self.accepted, packed=packed)
-        return replace(self, inputs=inputs, accepted=accepted)
+        return replace(self, ring=ring, accepted=replace(self.accepted, packed=packed))
 
     def attends(self, mode: ForwardMode | None) -> tuple[BoundLayers, ...]:
         """Return the attention of a part, or of the whole step."""
@@ -80,8 +81,8 @@ class BoundStep:
         fill_all([*self.attends(ForwardMode.DRAFT_DECODE), *self._early()])
 
     def pad(self) -> None:
-        """Turn all requests into padding, for a part that runs without those before it."""
-        self.inputs.rows.zero_()
+        """Turn all requests into padding, also for a part that runs without those before it."""
+        self.ring.rows.zero_()
         self._gather()
         fill_all(self._early())
 
@@ -95,15 +96,16 @@ class BoundStep:
         names = ("bonus_tokens", "temperature", "top_k", "top_p", "seeds")
         tables = [getattr(states, name) for name in names]
         outs = [inputs.roots, *(getattr(inputs, name) for name in names[1:])]
-        drafts = inputs.positions.new_empty(len(inputs.rows), 0, 1)
+        drafts = inputs.positions.new_empty(len(inputs.positions), 0, 1)
         if propose is not None:
             tables += states.drafting
             outs += propose.state.tensors().values()
             drafts = propose.steps.plan.inputs.positions
-        ops("step", inputs.rows.device).begin_step(
-            inputs.rows, states.seq_lens, self.reserved, self.verify.plan.req_to_token,
-            reserve_len=self.config.reserve_len, rows_out=inputs.req_pool_indices,
-            seq_lens_out=inputs.seq_lens, window_out=inputs.window,
+        ops("step", inputs.roots.device).begin_step(
+            self.ring.rows, self.ring.turn, states.seq_lens, self.reserved,
+            self.verify.plan.req_to_token, reserve_len=self.config.reserve_len,
+            rows_out=inputs.req_pool_indices, seq_lens_out=inputs.seq_lens,
+            window_out=inputs.window,
             positions_out=inputs.positions, draft_positions_out=drafts,
             tables=tuple(tables), outs=tuple(outs),
         )
@@ -138,7 +140,7 @@ class BoundStep:
         self.target.pool.commit(verified.tail_slots, accepted)
         path = self.extend.accepted
         check_features(verified.features.shape[-1], path.features.shape[-1])
-        ops("step", inputs.rows.device).gather_path(
+        ops("step", inputs.roots.device).gather_path(
             verified.features, out.accept_index, out.accept_lens, inputs.seq_lens,
             features_out=path.features, last_rows_out=path.last_rows, after_out=path.after,
         )
@@ -161,7 +163,7 @@ class BoundStep:
             state: DraftState = self.extend.run()
             sources += vars(state).values()
             tables += states.drafting
-        ops("step", inputs.rows.device).end_step(
+        ops("step", inputs.roots.device).end_step(
             inputs.req_pool_indices, inputs.seq_lens, out.accept_lens, out.accept_tokens,
             seq_lens_table=states.seq_lens, sources=tuple(sources), tables=tuple(tables),
             packed_out=out.packed,

@@ -87,14 +87,14 @@ def check_tables(
             raise ValueError(f"pools must have the table's {slots} slots, got {pool.num_slots}")
 
 
-def check_rows(rows: Sequence[int], size: int, most: int) -> None:
-    """Raise a ValueError unless ``rows`` are of a table of ``size``, all different but for 0."""
+def check_rows(rows: Sequence[int], known: frozenset[int], most: int) -> None:
+    """Raise a ValueError unless ``rows`` are of ``known``, all different but for 0, which is."""
     if len(rows) > most:
         raise ValueError(f"at most {most} rows take part, padding included, got {len(rows)}")
-    live = [row for row in rows if row]
-    if len(set(live)) != len(live) or min(rows) < 0 or max(rows) >= size:
+    found = set(rows)
+    if len(found) + max(rows.count(0) - 1, 0) != len(rows) or not found <= known:
         raise ValueError(
-            f"rows must be distinct rows 1..{size - 1}, or 0 for padding, got {list(rows)}"
+            f"rows must be distinct rows 1..{len(known) - 1}, or 0 for padding, got {list(rows)}"
         )
 
 

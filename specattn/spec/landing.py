@@ -1,34 +1,42 @@
-"""How a step's rows leave the host and its tokens come back, without the host waiting."""
+"""How a step finds its rows and its tokens reach the host: no copy, and the host never waits."""
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass
+from functools import cache
+from struct import Struct
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from specattn.buffers import fingerprint
 from specattn.kernels import ops
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from specattn.buffers import Fingerprint
     from specattn.config import SpecConfig
     from specattn.spec.request import Live
 
 
 @dataclass(frozen=True)
 class Ring:
-    """Where steps write what they gained, one after the other: host memory that graphs bake in.
+    """Memory of the host that graphs bake in: steps read it and write to it, one after the other.
 
     Parameters
     ----------
+    rows : Tensor
+        ``[S, B]`` int64 on the host, pinned where the device is another: the table rows that take
+        part, 0 for padding, of S steps in flight. May have a row stride.
     packed : Tensor
-        ``[S, B, width]`` int64 on the host, pinned where the device is another: what `StepOutput`
-        holds, of S steps in flight.
+        ``[S, B, width]`` int64, as ``rows``: what `StepOutput` holds.
     turn : Tensor
-        ``[1]`` int64 on the device, which of them is written next.
+        ``[1]`` int64 on the device, which of them the next step reads and writes.
     """
 
+    rows: Tensor
     packed: Tensor
     turn: Tensor
 
@@ -36,8 +44,26 @@ class Ring:
     def alloc(cls, slots: int, batch: int, width: int, device: torch.device) -> Ring:
         """Allocate the memory of ``slots`` steps of up to ``batch`` requests."""
         pin = device.type == "cuda"
+        rows = torch.zeros(slots, batch, dtype=torch.int64, pin_memory=pin)
         packed = torch.zeros(slots, batch, width, dtype=torch.int64, pin_memory=pin)
-        return cls(packed, torch.zeros(1, dtype=torch.int64, device=device))
+        return cls(rows, packed, torch.zeros(1, dtype=torch.int64, device=device))
+
+    def of(self, begin: int, end: int) -> Ring:
+        """Return what concerns the requests ``[begin, end)`` of every step."""
+        return Ring(self.rows[:, begin:end], self.packed[:, begin:end], self.turn)
+
+    def align(self, turn: int) -> None:
+        """Wait for every step that has been launched on this stream, and set the next one's turn.
+
+        Until they are through, nobody knows which turn they read and write.
+        """
+        if self.turn.is_cuda:
+            torch.cuda.current_stream(self.turn.device).synchronize()
+        self.turn.fill_(turn)
+
+    def fingerprint(self) -> Fingerprint:
+        """Describe what graphs bake in."""
+        return fingerprint(**{f"ring.{name}": tensor for name, tensor in vars(self).items()})
 
     def land(self, packed: Tensor) -> None:
         """Write a step's ``packed [b, width]`` to its turn; no sync, capturable."""
@@ -45,33 +71,31 @@ class Ring:
 
 
 class Landing:
-    """Host memory that one step's rows leave from and its tokens come back to.
+    """One turn of a `Ring`: where a step finds its rows and leaves its tokens.
 
     Parameters
     ----------
-    packed : Tensor
-        ``[B, width]`` int64, a step's of a `Ring`.
-    device : torch.device
-        Where steps run.
+    ring : Ring
+        The whole of it.
+    turn : int
+        Which.
     """
 
-    def __init__(self, packed: Tensor, device: torch.device) -> None:
-        pin, batch = device.type == "cuda", len(packed)
-        self.packed = packed
-        self.rows = torch.zeros(batch, dtype=torch.int64, pin_memory=pin)
+    def __init__(self, ring: Ring, turn: int) -> None:
+        device = ring.turn.device
+        self.packed = ring.packed[turn]
         # of all events the one that costs the host least
-        self._done = torch.Event(device) if pin else None
+        self._done = torch.Event(device) if device.type == "cuda" else None
         self._device = device.index
-        # a list goes through an array: numpy takes several times as long to look at its numbers
-        self._numbers = self.rows.numpy().data.cast("B").cast("q")
-        self._views: dict[int, Tensor] = {}
+        # numpy takes several times as long to look at a list's numbers
+        self._bytes = ring.rows[turn].numpy().data.cast("B")
 
-    def take_off(self, rows: list[int], bucket: int) -> Tensor:
-        """Return a bucket of rows, padded, as a tensor that can be copied without waiting."""
-        self._numbers[:bucket] = array("q", rows + [0] * (bucket - len(rows)))
-        if bucket not in self._views:
-            self._views[bucket] = self.rows[:bucket]
-        return self._views[bucket]
+    def take_off(self, rows: list[int], bucket: int) -> None:
+        """Write a bucket of rows, padded, where the step that is launched next reads them.
+
+        The step that had this turn before must have landed.
+        """
+        _packer(bucket)(self._bytes, 0, *rows, *[0] * (bucket - len(rows)))
 
     def launched(self) -> None:
         """Note that all which the step will write here has been launched."""
@@ -88,6 +112,12 @@ class Landing:
         """Wait until it is written."""
         if self._done is not None:
             self._done.synchronize()
+
+
+@cache
+def _packer(count: int) -> Callable[..., None]:
+    """Return what packs so many numbers of 8 bytes into memory."""
+    return Struct(f"{count}q").pack_into
 
 
 class PendingStep:

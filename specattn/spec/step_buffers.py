@@ -32,7 +32,6 @@ class StepInputs(BufferSet):
     phase, for all of them start from the same length.
     """
 
-    rows: Tensor = buf(lambda _: (), torch.int64)
     req_pool_indices: Tensor = buf(lambda _: (), torch.int64)
     seq_lens: Tensor = buf(lambda _: (), torch.int32)
     window: Tensor = buf(lambda c: (c.reserve_len,), torch.int32)

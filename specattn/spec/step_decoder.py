@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from specattn.backends.multi_step import Indices
     from specattn.config import SpecConfig
-    from specattn.graph import Captured, GraphReport
+    from specattn.graph import GraphReport
     from specattn.recording import Recorder
     from specattn.slots import RequestTable
     from specattn.spec.bound_step import Acceptor
@@ -170,13 +170,14 @@ class StepDecoder:
         )
         width, largest = config.num_steps + 2, max(table.req_to_token.shape[0], *buckets)
         self._ring = Ring.alloc(_IN_FLIGHT, largest, width, device)
-        self._landings = [Landing(packed, device) for packed in self._ring.packed]
+        self._landings = [Landing(self._ring, turn) for turn in range(_IN_FLIGHT)]
         self._pending: list[PendingStep | None] = [None] * _IN_FLIGHT
         self._next = 0
         # whether the ring's turn is known to be `_next`
         self._aligned = True
-        # the rows that are on the device, and for which bucket
-        self._sent: tuple[object, list[int]] | None = None
+        # the table's rows, and the last ones that `check_rows` found to be good
+        self._known = frozenset(range(len(table.req_to_token)))
+        self._good: list[int] | None = None
         self._sampled = False
         self.capture(sampled=sampled)
 
@@ -201,7 +202,6 @@ class StepDecoder:
         What is captured already stays as it is.
         """
         self._sampled |= sampled
-        self._sent = None
         for part in self.modes:
             if self.runner.captured(part):
                 continue
@@ -209,6 +209,7 @@ class StepDecoder:
                 self.runner.capture(part)
             except CapacityError as error:
                 log.warning("%s", error)
+        self._align()
 
     def report(self) -> tuple[GraphReport, ...]:
         """Return what capturing took, bucket by bucket, in the order of the captures."""
@@ -279,8 +280,9 @@ class StepDecoder:
             raise ValueError("nothing comes between the parts of one graph; see seams='three'")
         if self._plans:
             self._check_read(rows)
-        if self._sent is None or self._sent[1] != rows:
-            check_rows(rows, len(self.table.req_to_token), len(landing.rows))
+        if self._good != rows:
+            check_rows(rows, self._known, self._ring.rows.shape[1])
+            self._good = rows
         if self.validate == "debug":
             batch = self._batch(rows, seq_lens_cpu)
             taking = [at for at, row in enumerate(rows) if row]
@@ -291,12 +293,13 @@ class StepDecoder:
             if not sampled:
                 check_greedy(self.states.temperature, live.req_pool_indices)
         if not self._aligned:
-            self._ring.turn.fill_(self._next)
+            self._align()
         self._aligned = False
         parts = self._parts[sampled]
         for part, ready in zip(parts, self.runner.ready_together(parts, count), strict=True):
             if part is parts[0]:
-                self._send(ready, landing, rows)
+                # padded to the bucket
+                landing.take_off(rows, ready.bucket)
             elif between is not None:
                 between(part)
             if self._plans:
@@ -320,7 +323,12 @@ class StepDecoder:
     def _before_capture(self) -> None:
         """Read what steps in flight gained: a capture runs steps, too, and takes their turns."""
         self.settle()
+        self._align()
         self._aligned = False
+
+    def _align(self) -> None:
+        self._ring.align(self._next)
+        self._aligned = True
 
     def _check(self) -> None:
         found = _setting(self)
@@ -344,14 +352,6 @@ class StepDecoder:
                     "that has not been waited for: their lengths are not known"
                 )
 
-    def _send(self, ready: Captured, landing: Landing, rows: list[int]) -> None:
-        """Copy the rows to the device, unless they are there since the last step."""
-        if self._sent is None or self._sent[0] is not ready.bound or self._sent[1] != rows:
-            self._sent = None
-            # padded here: one copy, and nothing to zero on the device
-            ready.bound.copy_in(ready.bucket, rows=landing.take_off(rows, ready.bucket))
-            self._sent = ready.bound, rows
-
     def _batch(self, rows: Sequence[int], seq_lens_cpu: Tensor | None) -> SpecBatch:
         """Return what a step will find on the device. Waits for it."""
         where = torch.tensor(rows, dtype=torch.int64, device=self.table.req_to_token.device)
@@ -365,13 +365,13 @@ class StepDecoder:
             largest = self.runner.buckets[-1]
             kept = {at: one for at, one in self._programs.items() if at == largest}
             self._programs = kept | {size: self._program(size)}
-        return self._programs[size].part(part, self._ring)
+        return self._programs[size].part(part)
 
     def _program(self, size: int) -> StepProgram | TboStepProgram:
         make = partial(
             StepProgram, config=self.config, req_to_token=self.table.req_to_token,
-            reserved=self.table.reserved, states=self.states, features=self.features,
-            indices=self.indices, accept=self.accept,
+            reserved=self.table.reserved, states=self.states, ring=self._ring,
+            features=self.features, indices=self.indices, accept=self.accept,
         )
         if not self.tbo:
             return make(self.target, self.draft, batch=size)

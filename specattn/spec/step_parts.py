@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from specattn.buffers import Fingerprint
     from specattn.config import SpecConfig
     from specattn.spec.bound_step import BoundStep
-    from specattn.spec.landing import Ring
     from specattn.spec.step_buffers import StepOutput
 
 
@@ -52,11 +51,11 @@ class StepPart:
 
 @dataclass(frozen=True)
 class BoundPart:
-    """A part of a step over a bucket; the last one writes to ``ring``, if there is one."""
+    """A part of a step over a bucket; the last one tells the host, if it ``lands``."""
 
     step: BoundStep
     part: StepPart
-    ring: Ring | None = None
+    lands: bool = True
 
     @property
     def graphs(self) -> bool:
@@ -75,17 +74,15 @@ class BoundPart:
 
     @property
     def takes(self) -> frozenset[str]:
-        """The rows that take part; later parts find everything on the device."""
-        return frozenset({"rows"} if self.first else ())
+        """Nothing: the rows that take part are in the ring, the rest is on the device."""
+        return frozenset()
 
-    def copy_in(self, count: int, **values: Tensor) -> None:
-        """Take ``rows [count]`` int64; without any, later parts, too, run on padding.
+    def copy_in(self, count: int, **_values: Tensor) -> None:
+        """Run on padding if there are no requests.
 
         A part that is captured late would write to slots of the last step, whose they are by now.
         """
-        if self.first:
-            take_rows(self.step.inputs.rows, count, values)
-        elif not count:
+        if not count:
             self.step.pad()
 
     def schedule(self, seq_lens_cpu: Tensor | None) -> None:
@@ -109,18 +106,17 @@ class BoundPart:
             step.draft()
             step.check(sampled=self.part.sampled)
         out = step.finish()
-        if self.ring is not None:
-            self.ring.land(out.packed)
+        if self.lands:
+            step.ring.land(out.packed)
         return out
 
     def fingerprint(self) -> Fingerprint:
-        """Describe the buffers, the tables, the states and the pools of the whole step."""
+        """Describe the buffers, tables, states, ring and pools of the whole step."""
         step = self.step
         found = fingerprint(
             part=self.part, reserved=step.reserved, states=step.states, inputs=step.inputs,
             links=step.links, accepted=step.accepted,
-            **(vars(self.ring) if self.ring else {}),
-        )
+        ) + step.ring.fingerprint()
         for bound in (step.propose, step.verify, step.extend):
             if bound is not None:
                 found += bound.fingerprint()
@@ -129,17 +125,7 @@ class BoundPart:
     def watched(self) -> tuple[object, ...]:
         """Return the objects whose attributes `fingerprint` reads, and tensors others can reach."""
         step = self.step
-        rings = (self.ring,) if self.ring else ()
-        own = (self, *rings, step, step.states, step.inputs, step.links, step.accepted)
+        own = (self, step, step.ring, step.states, step.inputs, step.links, step.accepted)
         tables = (step.reserved, *step.states.tensors().values())
         bounds = [bound for bound in (step.propose, step.verify, step.extend) if bound is not None]
         return *own, *tables, *(one for bound in bounds for one in bound.watched())
-
-
-def take_rows(rows: Tensor, count: int, values: dict[str, Tensor]) -> None:
-    """Copy ``values["rows"]``, if given, to the first ``count`` of ``rows``; the rest pads."""
-    if count < len(rows):
-        rows[count:].zero_()
-        rows = rows[:count]
-    if values:
-        rows.copy_(values["rows"], non_blocking=True)

@@ -17,7 +17,7 @@ from specattn.spec.bound_step import Acceptor, BoundStep
 from specattn.spec.extend import ExtendProgram
 from specattn.spec.propose import ProposeProgram
 from specattn.spec.step_buffers import StepAccepted, StepInputs, StepLinks, StepOutput
-from specattn.spec.step_parts import BoundPart, StepPart, take_rows
+from specattn.spec.step_parts import BoundPart, StepPart
 from specattn.spec.verify import accept
 from specattn.spec.verify_program import VerifyProgram
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Acceptor", "BoundPart", "BoundStep", "PartProgram", "StepInputs", "StepOutput", "StepPart",
-    "StepProgram", "take_rows",
+    "StepProgram",
 ]
 
 
@@ -53,6 +53,8 @@ class StepProgram:
         ``[rows, max_context_len]`` and ``[rows]`` int32; see `specattn.slots.SlotTable`.
     states : RequestStates
         What steps leave for each other.
+    ring : Ring
+        Where steps find their rows, and tell the host what they gained.
     features : int
         Width of the target features the draft reads.
     batch : int
@@ -71,6 +73,7 @@ class StepProgram:
         req_to_token: Tensor,
         reserved: Tensor,
         states: RequestStates,
+        ring: Ring,
         *,
         features: int,
         batch: int,
@@ -78,7 +81,7 @@ class StepProgram:
         accept: Acceptor = accept,
     ) -> None:
         self.target, self.config, self.accept = target, config, accept
-        self.reserved, self.states = reserved, states
+        self.reserved, self.states, self.ring = reserved, states, ring
         device = req_to_token.device
         self.inputs = StepInputs.alloc(batch, config, device)
         self.links = StepLinks.alloc(batch, config, device)
@@ -112,9 +115,9 @@ class StepProgram:
             accept_lens=self.accepted.accept_lens, **everywhere,
         )
 
-    def part(self, part: StepPart, ring: Ring | None = None) -> PartProgram:
-        """Return one part of the step; the last one also writes to ``ring``, if given."""
-        return PartProgram(self, part, ring)
+    def part(self, part: StepPart) -> PartProgram:
+        """Return one part of the step."""
+        return PartProgram(self, part)
 
     def bind(self, bucket: int) -> BoundStep:
         """Bind to the first ``bucket`` rows; once per bucket, for all parts share what is bound."""
@@ -129,6 +132,7 @@ class StepProgram:
         nodes = self.config.num_draft_tokens
         law = inputs.temperature.new_zeros(bucket, 0, 0)
         propose = self.propose.bind(bucket) if self.propose else None
+        extend = self.extend.bind(bucket) if self.extend else None
         if propose is not None and self.config.draft_sampling:
             law = law.new_zeros(bucket, self.config.num_steps, propose.draft.vocab_size)
         tree = DraftTree(
@@ -137,8 +141,8 @@ class StepProgram:
             links.next_token, links.next_sibling, law,
         )
         return BoundStep(
-            self.target, self.config, self.reserved, self.states, inputs, accepted, links, tree,
-            propose, verify, self.extend.bind(bucket) if self.extend else None, self.accept,
+            self.target, self.config, self.reserved, self.states, self.ring.of(0, bucket), inputs,
+            accepted, links, tree, propose, verify, extend, self.accept,
         )
 
 
@@ -148,8 +152,7 @@ class PartProgram:
 
     step: StepProgram
     part: StepPart
-    ring: Ring | None = None
 
     def bind(self, bucket: int) -> BoundPart:
         """Bind to the first ``bucket`` rows."""
-        return BoundPart(self.step.bind(bucket), self.part, self.ring)
+        return BoundPart(self.step.bind(bucket), self.part)

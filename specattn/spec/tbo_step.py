@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from specattn.buffers import fingerprint
 from specattn.recording import side_by_side
 from specattn.spec.step_buffers import StepOutput
-from specattn.spec.step_parts import BoundPart, take_rows
+from specattn.spec.step_parts import BoundPart
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,24 +39,23 @@ class TboStepProgram:
 
     def __init__(self, first: StepProgram, second: StepProgram, batch: int) -> None:
         self.halves = first, second
-        rows, packed = second.inputs.rows, second.accepted.packed
-        self.rows = rows.new_zeros(batch)
+        packed = second.accepted.packed
         self.packed = packed.new_zeros(batch, packed.shape[1])
 
-    def part(self, part: StepPart, ring: Ring | None = None) -> TboPartProgram:
-        """Return one part of the step; the last one also writes to ``ring``, if given."""
-        return TboPartProgram(self, part, ring)
+    def part(self, part: StepPart) -> TboPartProgram:
+        """Return one part of the step."""
+        return TboPartProgram(self, part)
 
     def bind(self, bucket: int) -> BoundTboStep:
         """Bind to the first ``bucket`` rows; a half without requests is left out."""
         middle = bucket // 2
-        parts = (0, middle), (middle, bucket)
+        parts, ring = ((0, middle), (middle, bucket)), self.halves[0].ring
         halves = tuple(
-            program.bind(end - begin).over(self.rows[begin:end], self.packed[begin:end])
+            program.bind(end - begin).over(ring.of(begin, end), self.packed[begin:end])
             for program, (begin, end) in zip(self.halves, parts, strict=True)
             if end > begin
         )
-        return BoundTboStep(halves, self.rows[:bucket], self.packed[:bucket])
+        return BoundTboStep(halves, ring.of(0, bucket), self.packed[:bucket])
 
 
 @dataclass(frozen=True)
@@ -70,12 +68,14 @@ class BoundTboStep:
         The second half is the last; a bucket of 1 has no other. An engine that overlaps its own
         communication with a half's work runs their stages, or attends
         (`BoundStep.attends`), itself.
-    rows, packed : Tensor
-        What the halves' own ``rows`` and ``packed`` are views of.
+    ring : Ring
+        Of the whole bucket; a half has its requests' part of it.
+    packed : Tensor
+        ``[B, N + 2]`` int64, what the halves' own are views of.
     """
 
     halves: tuple[BoundStep, ...]
-    rows: Tensor
+    ring: Ring
     packed: Tensor
 
 
@@ -85,22 +85,21 @@ class TboPartProgram:
 
     step: TboStepProgram
     part: StepPart
-    ring: Ring | None = None
 
     def bind(self, bucket: int) -> BoundTboPart:
         """Bind to the first ``bucket`` rows."""
         step = self.step.bind(bucket)
-        halves = tuple(BoundPart(half, self.part) for half in step.halves)
-        return BoundTboPart(step, halves, self.ring if halves[-1].last else None)
+        return BoundTboPart(
+            step, tuple(BoundPart(half, self.part, lands=False) for half in step.halves)
+        )
 
 
 @dataclass(frozen=True)
 class BoundTboPart:
-    """A part of both halves over a bucket; the last one writes to ``ring``, if there is one."""
+    """A part of both halves over a bucket; the last one tells the host what both gained."""
 
     step: BoundTboStep
     halves: tuple[BoundPart, ...]
-    ring: Ring | None = None
 
     @property
     def graphs(self) -> bool:
@@ -112,11 +111,9 @@ class BoundTboPart:
         """What `BoundPart.takes`."""
         return self.halves[-1].takes
 
-    def copy_in(self, count: int, **values: Tensor) -> None:
-        """Take ``rows [count]`` int64, for both halves."""
-        if self.halves[-1].first:
-            take_rows(self.step.rows, count, values)
-        elif not count:
+    def copy_in(self, count: int, **_values: Tensor) -> None:
+        """Run both halves on padding if there are no requests."""
+        if not count:
             for half in self.halves:
                 half.copy_in(0)
 
@@ -124,7 +121,7 @@ class BoundTboPart:
         """Schedule each half from its own requests' lengths."""
         begin = 0
         for half in self.halves:
-            end = begin + len(half.step.inputs.rows)
+            end = begin + len(half.step.inputs.roots)
             half.schedule(None if seq_lens_cpu is None else seq_lens_cpu[begin:end])
             begin = end
 
@@ -141,19 +138,19 @@ class BoundTboPart:
         """
         device = self.step.packed.device
         side_by_side(device, *(partial(_fill_and_run, half) for half in self.halves))
-        if self.ring is not None:
-            self.ring.land(self.step.packed)
+        if self.halves[-1].last:
+            self.step.ring.land(self.step.packed)
         return StepOutput(self.step.packed)
 
     def fingerprint(self) -> Fingerprint:
         """Describe what both halves read, and the ring."""
         found = tuple(item for half in self.halves for item in half.fingerprint())
-        return found + fingerprint(**(vars(self.ring) if self.ring else {}))
+        return found + self.step.ring.fingerprint()
 
     def watched(self) -> tuple[object, ...]:
         """Return the objects whose attributes `fingerprint` reads, and tensors others can reach."""
-        rings = (self.ring,) if self.ring else ()
-        return self, *rings, self.step, *(one for half in self.halves for one in half.watched())
+        both = (one for half in self.halves for one in half.watched())
+        return self, self.step, self.step.ring, *both
 
 
 def _fill_and_run(half: BoundPart) -> None:

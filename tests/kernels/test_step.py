@@ -37,6 +37,13 @@ def whole(values, dtype=torch.int32):
     return torch.tensor(values, dtype=dtype, device=DEVICE)
 
 
+def ring_of(rows, steps=3, turn=1):
+    """Rows in the host's memory, those of other steps poisoned, and whose turn it is."""
+    ring = torch.full((steps, len(rows) + 2), POISON, pin_memory=DEVICE == "cuda")
+    ring[turn, : len(rows)] = torch.tensor(rows, dtype=torch.int64)
+    return ring[:, : len(rows)], whole([turn], torch.int64)
+
+
 class Begin:
     """Random requests in permuted rows; some rows are padding, some have run out of slots."""
 
@@ -62,7 +69,7 @@ class Begin:
         table = poisoned(rows, CONTEXT, dtype=torch.int32, gap=gap)
         table.copy_(whole(self.slots))
         self.inputs = (
-            whole(self.rows, torch.int64), whole(self.lens), whole(self.reserved), table
+            *ring_of(self.rows), whole(self.lens), whole(self.reserved), table
         )
         self.named = {
             "rows_out": poisoned(batch),
@@ -133,7 +140,7 @@ def test_slots_past_the_table_are_no_slots(kind):
     case = Begin(1, 2, LAYOUTS["none"], reserve=5)
     case.rows, case.lens[1:3], case.reserved[1:3] = [2, 1], [CONTEXT - 5, CONTEXT - 4], [64, 64]
     case.inputs = (
-        whole(case.rows, torch.int64), whole(case.lens), whole(case.reserved), case.inputs[3]
+        *ring_of(case.rows), whole(case.lens), whole(case.reserved), case.inputs[-1]
     )
     case.run(kind)
     assert case.check() == [0, 1]
@@ -222,8 +229,7 @@ def test_state_survives_a_step_bit_by_bit(kind):
         bits = torch.int32 if dtype == torch.float32 else torch.int16
         assert torch.equal(table[[3, 1, 2]].view(bits), new.view(bits))
         begin = Begin(0, 3, LAYOUTS["none"])
-        begin.inputs = (whole([2, 3, 1], torch.int64), whole([0] * 4), whole([20] * 4),
-                        begin.inputs[3])
+        begin.inputs = *ring_of([2, 3, 1]), whole([0] * 4), whole([20] * 4), begin.inputs[-1]
         begin.tables, begin.outs = [table], [torch.zeros_like(new)]
         begin.run(kind)
         assert torch.equal(begin.outs[0].view(bits), new[[2, 0, 1]].view(bits))

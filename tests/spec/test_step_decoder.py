@@ -116,6 +116,24 @@ def test_tokens_may_be_read_a_step_late(backend):
     assert pending[0].wait() == wanted[-1], "waiting twice tells the same"
 
 
+@pytest.mark.parametrize("tbo", [False, True], ids=["whole", "tbo"])
+@pytest.mark.parametrize("seams", ["one", "three"])
+def test_steps_in_flight_are_of_their_own_rows(seams, tbo):
+    """The host names the next step's rows while the last one has yet to read its own."""
+    run, late = (engine((3, 4, 9), buckets=(2, 4, 5), seams=seams, tbo=tbo) for _ in range(2))
+    rows, rng = admitted(run), random.Random(3)
+    assert rows == admitted(late)
+    parts = [rng.sample(rows, rng.randint(1, 5)) for _ in range(12)]
+    wanted = [run.decoder(run.config).step(part) for part in parts]
+    decoder, found = late.decoder(late.config), []
+    before = decoder.step_async(parts[0])
+    for part in parts[1:]:
+        pending = decoder.step_async(part)
+        found.append(before.wait())
+        before = pending
+    assert [*found, before.wait()] == wanted
+
+
 def told_of_itself(run: Engine, decoder: StepDecoder, rows: list[int]) -> None:
     """Assert that a step's tokens are those that it left on the device."""
     before = run.states.seq_lens[rows].tolist()
@@ -155,8 +173,8 @@ def test_tokens_are_their_own_steps_after_an_interrupt(monkeypatch):
         patch.setattr(Landing, "launched", interrupt)
         with pytest.raises(KeyboardInterrupt):
             decoder.step_async(rows)
-    for _ in range(3):
-        told_of_itself(run, decoder, rows)
+    for part in (rows[:2], rows[1:], rows):
+        told_of_itself(run, decoder, part)
 
 
 def interrupt(_landing) -> None:
@@ -216,7 +234,7 @@ def test_a_table_with_other_tensors_is_refused(name):
 
 FORCED = {
     "tail_words": lambda step: (step.verify.inputs, step.verify.inputs.tail_words.clone()),
-    "rows": lambda step: (step.inputs, step.inputs.rows.clone()),
+    "rows": lambda step: (step.ring, step.ring.rows.clone()),
     "sm_scale": lambda step: (step.target.backend.backends[0].config, 0.5),
 }
 
@@ -283,7 +301,7 @@ def test_a_late_capture_writes_to_nobodys_slots(seams, tbo):
             decoder.runner.capture(part)
 
     for capture in (lambda: decoder.capture(sampled=True), again):
-        assert all(decoder.step(rows)), "the rows were still taken to be on the device"
+        assert all(decoder.step(rows)), "the ring still held padding"
         for pool in pools:
             pool[:, 1:] = 7.0
         states = {name: value.clone() for name, value in run.states.tensors().items()}

@@ -143,12 +143,13 @@ def test_halves_are_the_requests_of_the_bucket(bucket):
     part, = run.decoder(run.config).modes
     bound = run.decoder(run.config)._part(part, 5).bind(bucket)
     halves = bound.step.halves
-    assert [len(half.inputs.rows) for half in halves] == [
+    assert [half.ring.rows.shape[1] for half in halves] == [
         size for size in (bucket // 2, bucket - bucket // 2) if size
     ]
-    for name, whole in (("rows", bound.step.rows), ("packed", bound.step.packed)):
-        views = [getattr(half.inputs if name == "rows" else half.accepted, name)
-                 for half in halves]
+    packed = bound.step.packed, [half.accepted.packed for half in halves]
+    turns = [(rows, [half.ring.rows[turn] for half in halves])
+             for turn, rows in enumerate(bound.step.ring.rows)]
+    for whole, views in (packed, *turns):
         assert torch.cat(views).shape == whole.shape
         at = whole.data_ptr()
         for view in views:

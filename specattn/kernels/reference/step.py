@@ -44,7 +44,7 @@ def check_begin(
     copies: Sequence[Tensor],
 ) -> None:
     """Raise ValueError, before anything is written, unless the outputs are as documented."""
-    batch = len(rows)
+    batch = rows.shape[1]
     for name, out in outs.items():
         if len(out) != batch or (out.shape[-1] > 1 and out.stride(-1) != 1):
             raise ValueError(
@@ -80,6 +80,7 @@ def check_path(features: Tensor, accept_index: Tensor, features_out: Tensor) -> 
 
 def begin_step(
     rows: Tensor,
+    turn: Tensor,
     seq_lens: Tensor,
     reserved: Tensor,
     req_to_token: Tensor,
@@ -100,6 +101,7 @@ def begin_step(
     }
     check_begin(rows, reserve_len, named, tables, outs)
     context = req_to_token.shape[1]
+    rows = rows.to(seq_lens.device)[turn].flatten()
     length = seq_lens[rows].long()
     fits = (rows != 0) & (length + reserve_len <= reserved[rows].clamp(max=context))
     length = torch.where(fits, length, 0)
