@@ -286,22 +286,6 @@ class SpecConfig:
         }
         return RowLayout(*table[mode], page_size=self.page_size)
 
-    def shrink(self, room: int) -> SpecConfig:
-        """Return the widest setting whose step fits into ``room`` slots.
-
-        The setting itself if it fits, else the longest chain that does, down to plain decoding.
-
-        Raises
-        ------
-        ValueError
-            If ``room`` is below 1: not even one token fits.
-        """
-        if room < 1:
-            raise ValueError(f"room must be at least 1, got {room}")
-        if self.reserve_len <= room:
-            return self
-        steps = min(self.num_steps, room - 1)
-        return replace(
-            self, num_steps=steps, topk=1, num_draft_tokens=steps + 1,
-            draft_sampling=self.draft_sampling and steps > 0,
-        )
+    def plain(self) -> SpecConfig:
+        """Return plain decoding over the same tables: one token per step, without drafts."""
+        return replace(self, num_steps=0, topk=1, num_draft_tokens=1, draft_sampling=False)

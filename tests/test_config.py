@@ -34,19 +34,14 @@ def test_widest_legal_tree_is_legal_and_one_more_is_not():
 
 
 @pytest.mark.parametrize("setting", [(5, 1, 6), (4, 4, 16), (8, 2, 5), (1, 8, 9), (0, 1, 1)])
-def test_a_shrunk_step_always_fits_and_ends_in_plain_decoding(setting):
-    config = SpecConfig(*setting)
-    for room in range(1, config.reserve_len + 3):
-        smaller = config.shrink(room)
-        assert smaller.reserve_len <= room
-        if config.reserve_len <= room:
-            assert smaller is config
-        else:
-            assert smaller.topk == 1
-            assert smaller.num_steps == min(config.num_steps, room - 1)
-    assert config.shrink(1).num_steps == 0
-    with pytest.raises(ValueError, match="room"):
-        config.shrink(0)
+def test_plain_decoding_needs_a_slot_per_step_and_keeps_the_tables(setting):
+    config = SpecConfig(*setting, 96, 5, 4, setting[1] == 1)
+    plain = config.plain()
+    assert (plain.num_steps, plain.topk, plain.num_draft_tokens, plain.reserve_len) == (0, 1, 1, 1)
+    assert not plain.draft_sampling
+    assert plain.plain() == plain
+    for name in ("max_context_len", "max_num_reqs", "page_size"):
+        assert getattr(plain, name) == getattr(config, name)
 
 
 def test_layouts_follow_the_mode_table():

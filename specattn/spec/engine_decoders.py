@@ -82,7 +82,7 @@ class EngineDecoders:
         self._made = {
             config: make(draft, config, buckets=buckets, sampled=sampled) for config in configs
         }
-        self._plain = configs[0].shrink(1)
+        self._plain = configs[0].plain()
         self._make_plain = partial(make, None, self._plain, buckets=[max(buckets)])
 
     @property

@@ -185,8 +185,11 @@ class Engine:
         return self._decoders.made
 
     def graphs(self) -> dict[SpecConfig, tuple[GraphReport, ...]]:
-        """Return what capturing took: for each of the engine's settings, bucket by bucket."""
-        return {config: self.decoder(config).report() for config in self.settings.configs}
+        """Return what capturing took, bucket by bucket: for each of the engine's settings.
+
+        And of plain decoding, if a request that came near its context's end has asked for it.
+        """
+        return {decoder.config: decoder.report() for decoder in self.decoders}
 
     @property
     def num_live(self) -> int:

@@ -122,7 +122,7 @@ class Settings:
             return chosen
         return max(
             self._fitting(room), key=lambda config: (config.num_steps, config.num_draft_tokens),
-            default=chosen.shrink(1),
+            default=chosen.plain(),
         )
 
     def _fitting(self, room: int) -> tuple[SpecConfig, ...]:

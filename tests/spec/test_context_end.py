@@ -45,12 +45,13 @@ def test_at_most_one_decoder_is_made_and_texts_are_those_of_plain_decoding(trees
     run.table.check()
     assert run.decoders[: len(own)] == own
     made = run.decoders[len(own) :]
-    assert [decoder.config for decoder in made] == [run.config.shrink(1)] * further
+    assert [decoder.config for decoder in made] == [run.config.plain()] * further
     for decoder in run.decoders:
         (part,) = decoder.modes
         assert not decoder.runner.stats.eager
         assert decoder.runner.captured(part) == ([3] if decoder in made else [1, 3])
         assert decoder.runner.recorded(part) == decoder.runner.recording
+    assert list(run.graphs()) == [decoder.config for decoder in run.decoders]
 
 
 def test_nothing_is_made_for_contexts_that_do_not_end():
