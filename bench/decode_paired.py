@@ -1,12 +1,14 @@
 """Whether a step in one graph is slower than the same step in three, decided in pairs.
 
-Graphs that do the same differ by a percent with where their memory lies, which is more than one
-graph and three do. So both are recorded over the same buffers, pools and states, from the same
-requests, and into a memory pool that an earlier recording has grown, so that what they allocate
-comes to lie alike. What differs besides their seams is where the driver puts them: everything is
-made anew many times, moved a little further, and every time counts as one observation of how fast
-one graph is beside three (`bench.suite.seams`). Within it they take turns, one, three, three, one,
-at the same few steps of the same requests.
+Graphs that do the same differ by a percent and more, which is more than one graph and three do. So
+both are recorded over the same buffers, pools and states, from the same requests, and into a memory
+pool that an earlier recording has grown, so that what they allocate comes to lie alike. What
+differs besides their seams is where the driver puts a graph when it is instantiated, which alone
+moves the time of one and the same recording: all graphs are instantiated several times, in any
+order, and times are means over that. Everything is made anew many times, moved a little further,
+and every time counts as one observation of how fast one graph is beside three
+(`bench.suite.seams`). Each time they are instantiated they take turns, one, three, three, one, at
+the same few steps of the same requests.
 
 A turn is timed between the landings of its first and its last step, once launched a step ahead,
 by the host's clock and by events on the device, and once with every step waited for.
@@ -46,8 +48,20 @@ if TYPE_CHECKING:
 SEAMS: dict[str, Seams] = {ONE: "one", THREE: "three"}
 # what order and place alone make of it: one graph stands where three do
 CONTROL: dict[str, Seams] = {ONE: "one", THREE: "one"}
+# kernels of the largest graph that is instantiated between them
+OTHERS = 1500
 # memory that moves what is made after it, in segments of torch's allocator
 PADDING, SEGMENT = 64, 2 << 20
+
+
+def other(kernels: int) -> torch.cuda.CUDAGraph:
+    """Return a graph that takes room on the device, for it has been launched."""
+    graph, number = torch.cuda.CUDAGraph(), torch.zeros(1, device="cuda")
+    with torch.cuda.graph(graph):
+        for _ in range(kernels):
+            number.add_(1)
+    graph.replay()
+    return graph
 
 
 class Twin(StepDecoder):
@@ -61,6 +75,8 @@ class Twin(StepDecoder):
             record=owner.runner.recording, seams=seams, indices=owner.indices,
             recorder=owner.runner._recorder, accept=owner.accept,
         )
+        # what the owner's programs have bound
+        self._ring, self._landings = owner._ring, owner._landings
 
     def _program(self, size: int) -> StepProgram | TboStepProgram:
         return self._owner._programs[size]
@@ -111,6 +127,8 @@ class Rebuild:
         owner = self.engine.decoder(config)
         self.twins = {way: Twin(owner, seams[way]) for way in order}
         self.first = ONE if nth // 2 % 2 == 0 else THREE
+        self._random = random.Random(nth)
+        self._others: list[torch.cuda.CUDAGraph] = []
         self.rows = list(range(1, len(prompts) + 1))
         self.sampled = False
         self._kept: dict[str, torch.Tensor] = {}
@@ -130,12 +148,24 @@ class Rebuild:
             twin.capture(sampled=self.sampled)
         self._kept = {name: tensor.clone() for name, tensor in states.tensors().items()}
 
+    def instantiate(self) -> None:
+        """Instantiate all graphs anew, in any order, between others of any size."""
+        # until all are instantiated, those of the last time stay in the way
+        before, self._others = self._others, []
+        for twin in self._random.sample(list(self.twins.values()), len(self.twins)):
+            for part in twin.modes:
+                graph = twin.runner.ready(part, len(self.rows)).graph
+                if graph is not None:
+                    self._others.append(other(self._random.randrange(1, OTHERS)))
+                    graph.instantiate()
+        del before
+
     def turn(self, way: str, steps: int, *, ahead: bool) -> Turn:
         """Take a step and then ``steps`` that are timed, from where the prompts left off."""
         for name, tensor in self.engine.states.tensors().items():
             tensor.copy_(self._kept[name])
-        if self.engine.states.seq_lens.is_cuda:
-            torch.cuda.synchronize()
+        # the other one has moved the ring on; this waits for all that has been launched, too
+        self.twins[way]._align()
         take = self._ahead if ahead else self._waited
         found = take(self.twins[way], steps)
         assert all(map(all, found.gained)), "a request had no slots for a step"
@@ -173,44 +203,57 @@ def turns(first: str, rounds: int) -> Iterator[str]:
         )
 
 
-def observe(rebuild: Rebuild, steps: int, rounds: int, *, exact: bool) -> dict[str, Any]:
-    """Let both take turns; returns medians by how they were timed, and how many texts differ.
+#: Microseconds per step by how they were timed, and whose they are.
+Times = dict[str, dict[str, list[float]]]
+
+
+def observe(rebuild: Rebuild, plan: Plan, *, exact: bool) -> dict[str, Any]:
+    """Let both take turns, as often as graphs are instantiated.
+
+    Returns times by how they were timed, and how many texts differ.
 
     Raises
     ------
     ArithmeticError
         If ``exact`` and one graph's tokens are not three graphs'.
     """
-    times: dict[str, dict[str, list[float]]] = {
-        name: {way: [] for way in SEAMS} for name in TIMED
+    placed: Times = {name: {way: [] for way in SEAMS} for name in TIMED}
+    gained: list[Gained] = []
+    for _ in range(plan.places):
+        rebuild.instantiate()
+        for name, by_way in _taken(rebuild, plan, gained).items():
+            for way, us in by_way.items():
+                placed[name][way].append(round(statistics.median(us), 2))
+    apart = sum(one != gained[0] for one in gained)
+    if exact and apart:
+        raise ArithmeticError(f"{apart} of {len(gained)} turns gained other tokens than the first")
+    return {
+        "us": {name: {way: round(statistics.fmean(us), 2) for way, us in by_way.items()}
+               for name, by_way in placed.items()},
+        "placed_us": placed,
+        "accepted_per_step": round(statistics.fmean(
+            len(tokens) for step in gained[0][1:] for tokens in step
+        ), 3),
+        "turns": len(gained), "apart": apart,
     }
+
+
+def _taken(rebuild: Rebuild, plan: Plan, gained: list[Gained]) -> Times:
+    """Return the times of turns, with graphs where they are; adds what was gained."""
+    times: Times = {name: {way: [] for way in SEAMS} for name in TIMED}
     for way in SEAMS:  # graphs go to the device when they are launched first
         rebuild.turn(way, 1, ahead=True)
-    wanted: Gained | None = None
-    apart = taken = 0
     gc.disable()
     try:
-        for ahead, count in ((True, rounds), (False, max(1, rounds // 2))):
+        for ahead, count in ((True, plan.rounds), (False, max(1, plan.rounds // 2))):
             for way in turns(rebuild.first, count):
-                found = rebuild.turn(way, steps, ahead=ahead)
+                found = rebuild.turn(way, plan.steps, ahead=ahead)
                 for name, us in found.us.items():
                     times[name][way].append(us)
-                wanted = wanted or found.gained
-                apart += found.gained != wanted
-                taken += 1
+                gained.append(found.gained)
     finally:
         gc.enable()
-    if exact and apart:
-        raise ArithmeticError(f"{apart} of {taken} turns gained other tokens than the first")
-    assert wanted is not None
-    return {
-        "us": {name: {way: round(statistics.median(us), 2) for way, us in by_way.items()}
-               for name, by_way in times.items()},
-        "accepted_per_step": round(statistics.fmean(
-            len(tokens) for step in wanted[1:] for tokens in step
-        ), 3),
-        "turns": taken, "apart": apart,
-    }
+    return times
 
 
 @dataclass(frozen=True)
@@ -231,6 +274,8 @@ class Plan:
         How often everything is made anew, at most; even, so that either is recorded first as often.
     steps, rounds : int
         Steps of a turn, and fours of turns (half as many where steps are waited for).
+    places : int
+        How often graphs are instantiated within one time.
     limit : float
         Seconds that all of it may take, the first time excepted.
     control : bool
@@ -244,6 +289,7 @@ class Plan:
     rebuilds: int
     steps: int = 6
     rounds: int = 2
+    places: int = 3
     limit: float = 100.0
     control: bool = False
 
@@ -266,7 +312,7 @@ def compare(
         for temperature in plan.temperatures for size in plan.batches for name in plan.trees
     }
     found: dict[str, Any] = {
-        "trees": plan.trees, "steps": plan.steps, "rounds": plan.rounds,
+        "trees": plan.trees, "steps": plan.steps, "rounds": plan.rounds, "places": plan.places,
         "cells": list(cells.values()),
     }
     gc.collect()
@@ -297,7 +343,7 @@ def _observe(
     rebuild = Rebuild(models, prompts, config, nth, CONTROL if plan.control else SEAMS)
     for temperature in plan.temperatures:
         rebuild.admit(temperature)
-        seen = observe(rebuild, plan.steps, plan.rounds, exact=exact)
+        seen = observe(rebuild, plan, exact=exact)
         rebuild.engine.clear()
         seen["captured_first"] = next(iter(rebuild.twins))
         seen["pool_grew"] = sum(twin.grown for twin in rebuild.twins.values())

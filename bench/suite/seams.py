@@ -91,6 +91,16 @@ def interval(cell: dict[str, Any], timed: str) -> Interval:
     return Interval.of(ratios(cell, timed))
 
 
+def elsewhere(cell: dict[str, Any]) -> float:
+    """Return by how much the same recording's time differs when it is instantiated anew.
+
+    The slowest over the fastest on the device, the median of all recordings.
+    """
+    return statistics.median(
+        max(us) / min(us) for seen in cell["rebuilds"] for us in seen["placed_us"][DEVICE].values()
+    )
+
+
 def overall(cells: list[dict[str, Any]], timed: str) -> Interval:
     """Return the interval of the geometric mean of all cells, observation by observation."""
     by_cell = [[math.log(ratio) for ratio in ratios(cell, timed)] for cell in cells]
@@ -117,10 +127,11 @@ def shown(results: Path) -> str:
     counts = sorted({len(cell["rebuilds"]) for cell in cells})
     made = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
     head = ["batch", "tokens", "setting", "one graph us/step", "three graphs us/step",
-            *(f"one / three, {NAMES[timed]}" for timed in TIMED)]
+            *(f"one / three, {NAMES[timed]}" for timed in TIMED), "the same elsewhere"]
     return "\n\n".join([
-        f"Graphs made anew {made} times, {record['steps']} steps a turn; in brackets the 95 % "
-        "interval.",
+        f"Graphs made anew {made} times, instantiated {record['places']} times each, "
+        f"{record['steps']} steps a turn; in brackets the 95 % interval. *The same elsewhere*: the "
+        "slowest over the fastest of one recording, instantiated anew (on the device, median).",
         tables.table(head, map(_row, cells)), _verdict(record),
     ])
 
@@ -132,7 +143,8 @@ def _row(cell: dict[str, Any]) -> list[str]:
     ]
     tokens = "drawn" if cell["temperature"] else "greedy"
     found = [str(interval(cell, timed)) for timed in TIMED]
-    return [str(cell["batch"]), tokens, cell["setting"], *middle, *found]
+    return [str(cell["batch"]), tokens, cell["setting"], *middle, *found,
+            f"{elsewhere(cell):.3f}x"]
 
 
 def _verdict(record: dict[str, Any]) -> str:

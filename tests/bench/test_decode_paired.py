@@ -81,7 +81,7 @@ def run(monkeypatch, tmp_path):
     monkeypatch.setattr(decode, "CONTEXT", 64)
     monkeypatch.setitem(decode.TREES, "chain of 5", (2, 1, 3))
     monkeypatch.setattr(
-        decode_paired, "Plan", partial(decode_paired.Plan, steps=2, rounds=1)
+        decode_paired, "Plan", partial(decode_paired.Plan, steps=2, rounds=1, places=2)
     )
     out = tmp_path / seams.RECORD
 
@@ -105,10 +105,15 @@ def test_both_take_the_same_steps_over_the_same_memory(run, tmp_path, capsys):
         assert [seen["captured_first"] for seen in cell["rebuilds"]] == [ONE, THREE]
         for seen in cell["rebuilds"]:
             assert seen["us"].keys() == {seams.AHEAD, seams.DEVICE, seams.WAITED}
-            assert (seen["turns"], seen["apart"]) == (8, 0)
+            assert (seen["turns"], seen["apart"]) == (16, 0)
+            for timed, us in seen["us"].items():
+                placed = seen["placed_us"][timed]
+                for way in (ONE, THREE):
+                    assert len(placed[way]) == 2
+                    assert us[way] == pytest.approx(sum(placed[way]) / 2, abs=0.01)
     text = records.blocks(tmp_path)["pair-seams"]
-    assert "Graphs made anew 2 times, 2 steps a turn" in text
-    assert "Of 32 turns, 0 gained other tokens" in text
+    assert "Graphs made anew 2 times, instantiated 2 times each, 2 steps a turn" in text
+    assert "Of 64 turns, 0 gained other tokens" in text
     assert "one graph slower than three: " in capsys.readouterr().out
 
 
@@ -147,9 +152,9 @@ def test_time_is_kept_to_when_either_was_recorded_first_as_often(run):
 
 
 def test_other_tokens_are_no_result():
-    plan = SpecConfig(2, 1, 3, 64, 2)
+    config = SpecConfig(2, 1, 3, 64, 2)
     rebuild = decode_paired.Rebuild(
-        (TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)), PROMPTS, plan, 0
+        (TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)), PROMPTS, config, 0
     )
     rebuild.admit(0.0)
     take, answers = rebuild.turn, iter(range(100))
@@ -159,9 +164,10 @@ def test_other_tokens_are_no_result():
         return SimpleNamespace(us=found.us, gained=[[[next(answers)]]] * 2)
 
     rebuild.turn = turn
-    assert decode_paired.observe(rebuild, 1, 1, exact=False)["apart"] == 7
+    plan = decode_paired.Plan({}, [2], [0.0], 64, 1, steps=1, rounds=1, places=1)
+    assert decode_paired.observe(rebuild, plan, exact=False)["apart"] == 7
     with pytest.raises(ArithmeticError, match="7 of 8 turns gained other tokens"):
-        decode_paired.observe(rebuild, 1, 1, exact=True)
+        decode_paired.observe(rebuild, plan, exact=True)
     rebuild.engine.clear()
 
 
