@@ -33,6 +33,7 @@ class Steady:
 
     def __init__(self, monkeypatch) -> None:
         self.waits = self.launch_waits = 0
+        self._watches = False
         self.allocations = dict.fromkeys(COUNTERS, 0)
         synchronize = torch.cuda.Event.synchronize
 
@@ -46,8 +47,11 @@ class Steady:
             self.waits += not landing.ready
             land(landing)
 
-        def refuse(*_):
-            raise AssertionError("a stream or the device was waited for")
+        wait_for_stream = torch.cuda.Stream.synchronize
+
+        def refuse(stream):
+            assert not self._watches, "a stream or the device was waited for"
+            wait_for_stream(stream)
 
         monkeypatch.setattr(torch.cuda.Event, "synchronize", wait)
         monkeypatch.setattr(Landing, "wait", wait_for_tokens)
@@ -57,9 +61,11 @@ class Steady:
     def watching(self):
         before = self._counters()
         torch.cuda.set_sync_debug_mode("error")
+        self._watches = True
         try:
             yield
         finally:
+            self._watches = False
             torch.cuda.set_sync_debug_mode("default")
             for name, count in self._counters().items():
                 self.allocations[name] += count - before[name]
