@@ -194,6 +194,9 @@ def asked(results: Path) -> list[Target]:
     ]
     least = min((cell["loop_us"] for cell in cells), default=0.0)
     calm = [(cell, name) for cell, name in named if cell["loop_us"] <= NOISY * least]
+    # records without a loop of their own beside these are told by the other one
+    calm_anew = [(cell, name) for cell, name in named
+                 if cell.get("loop_anew_us", cell["loop_us"]) <= NOISY * least]
     return [
         Target("whole step over its bytes, 1 x 4k, 16 nodes, 8B", "x", 1.12, 1.06, held, low=True),
         Target("gaps over 2 us in a step, batch 1, 8B", "%", 0.02, 0.02, gaps, low=True),
@@ -202,6 +205,6 @@ def asked(results: Path) -> list[Target]:
         Target(f"the same where the fixed loop takes {NOISY} times its shortest at most", "us", 60,
                60, [Point(cell["host_us"], name) for cell, name in calm], low=True),
         Target("the same, rows sent anew", "us", 60, 60,
-               [Point(cell["host_anew_us"], name) for cell, name in calm], low=True),
+               [Point(cell["host_anew_us"], name) for cell, name in calm_anew], low=True),
         Target("EAGLE-3 against plain decoding, batch 1, 8B", "x", 2, 2, faster),
     ]

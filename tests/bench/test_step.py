@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 
 import pytest
 import torch
@@ -167,6 +168,23 @@ def test_steps_are_timed_again_while_the_host_is_held_up(monkeypatch, loops, tri
     found = step_timing.calmest(None, 3, 10.0)
     assert found == {"loop_us": kept, "us": len(loops), "tries": tries}
     assert not list(left)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="pins threads on Linux only")
+def test_steps_are_timed_on_the_calmest_core(monkeypatch):
+    pinned, allowed = [], {3, 5, 7}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(allowed))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: pinned.append(set(cores)))
+    monkeypatch.setattr(step_timing, "loop", lambda: {3: 20.0, 5: 10.0, 7: 11.0}[min(pinned[-1])])
+
+    @step_timing.calm_core()
+    def fails():
+        assert pinned == [{3}, {5}, {7}, {5}]
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        fails()
+    assert pinned[-1] == allowed, "whatever happens, all cores may be used again"
 
 
 def test_a_step_is_divided_by_model_and_kind():
