@@ -3,7 +3,7 @@
 Whole batches are decoded to their ends, a step ahead as `Engine.generate` does. Prompts and
 captures are not timed. All contestants of a cell run in one process, in turn, and the figure is
 the median of the turns. Graphs are captured anew for every turn: what runs is the same, but where
-its memory lies moves its time by a percent, which is more than one graph and three may differ by.
+the driver puts a graph moves its time by a percent, and more than one graph and three differ by.
 They are timed a second time with every step waited for before the next is launched.
 
 Before a run's time counts, its greedy tokens are compared with plain decoding's
@@ -72,7 +72,7 @@ TEMPERATURES = (0.0, 1.0)
 class Batch:
     """Everything that decodes one batch, greedy and drawing.
 
-    Graphs are captured anew for every turn: where their memory comes to lie is worth a percent.
+    Graphs are captured anew for every turn: where the driver puts them is worth a percent.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Batch:
     def turn(self, nth: int, *, exact: bool) -> None:
         """Compare every contestant with others, then time it; two times for what is eager."""
         made = [c for c in self.contestants[TEMPERATURES[0]] if c.way != EAGER or not nth]
-        # first one, then the other comes to lie in what the one before has left
+        # first one, then the other is put where the one before has left room
         engines = {
             (c.setting, c.way): self._engine(c) for c in (reversed(made) if nth % 2 else made)
             if c.setting != TRANSFORMERS

@@ -135,8 +135,8 @@ def _verdict(cells: list[dict[str, Any]]) -> list[str]:
     ]
     if _waited(cells):
         texts.append(
-            "Graphs are captured anew for every turn, because where their memory comes to lie "
-            f"moves their time: the fastest capture of a step is {spread(cells):.3f}x as fast as "
+            "Graphs are captured anew for every turn, because where the driver puts them moves "
+            f"their time: the fastest capture of a step is {spread(cells):.3f}x as fast as "
             "the slowest (median). *Waited for* is without going ahead: every step is read before "
             "the next is launched."
         )
