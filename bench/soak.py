@@ -267,20 +267,19 @@ def main() -> None:
             args.out.write_text(json.dumps(report, indent=1) + "\n")
         return write
 
-    soak(
-        engine(TREE, buckets=None), fresh, plain, kinds, args.steps, seed=args.seed,
-        keep=keep("one_setting"),
-    )
-    print(json.dumps(report["one_setting"]), flush=True)
-    switching = engine(
-        TREE, configs=[SpecConfig(*tree, CONTEXT, args.rows) for tree in OTHERS],
-        policy=Dice(args.seed),
-    )
-    soak(
-        switching, fresh, plain, kinds, args.steps // 4, seed=args.seed + 1,
-        keep=keep("switching"),
-    )
-    print(json.dumps(report["switching"]), flush=True)
+    others = [SpecConfig(*tree, CONTEXT, args.rows) for tree in OTHERS]
+    runs: dict[str, tuple[int, dict[str, Any]]] = {
+        "one_setting": (args.steps, {"buckets": None}),
+        "switching": (args.steps // 4, {"configs": others, "policy": Dice(args.seed)}),
+        "three": (args.steps // 10, {"seams": "three"}),
+        "halves": (args.steps // 10, {"tbo": True}),
+    }
+    for at, (part, (steps, options)) in enumerate(runs.items()):
+        soak(
+            engine(TREE, **options), fresh, plain, kinds, steps, seed=args.seed + at,
+            keep=keep(part),
+        )
+        print(json.dumps(report[part]), flush=True)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 RECORD = "soak_h200.json"
 #: The runs of a record, and what they are called.
-RUNS = {"one_setting": "one setting", "switching": "a setting at random for every step"}
+RUNS = {
+    "one_setting": "one setting", "switching": "a setting at random for every step",
+    "three": "three graphs per step", "halves": "two-batch overlap",
+}
 
 
 def shown(results: Path) -> str:

@@ -25,12 +25,12 @@ def models():
     return TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
 
 
-def engine(models, tree, *others) -> Engine:
+def engine(models, tree, *others, **options) -> Engine:
     config, *more = (SpecConfig(*one, CONTEXT, 4, 4) for one in (tree, *others))
     backend = "triton" if DEVICE == "cuda" else "torch_native"
     policy = Dice(3) if more else None
     return Engine(
-        *models, config, configs=more, policy=policy, backend=backend, buckets=[2, 4]
+        *models, config, configs=more, policy=policy, backend=backend, buckets=[2, 4], **options
     )
 
 
@@ -83,6 +83,15 @@ def test_requests_come_and_go_while_settings_switch(models):
     assert not report["drawn"], "drawn tokens depend on the setting"
     assert not report["greedy_apart"]
     assert min(report["steps_by_setting"].values()) > STEPS // 8
+
+
+@pytest.mark.parametrize("options", [{"seams": "three"}, {"tbo": True}], ids=["three", "halves"])
+def test_requests_come_and_go_in_parts(models, options):
+    report = short_soak(models, engine(models, (3, 3, 8), **options))
+    assert report["passed"]
+    assert report["greedy"] > STEPS // 16
+    assert report["drawn"]
+    assert not report["greedy_apart"]
 
 
 def test_a_wrong_token_ends_a_soak(models, monkeypatch):
