@@ -2,9 +2,9 @@
 
 Whole batches are decoded to their ends, a step ahead as `Engine.generate` does. Prompts and
 captures are not timed. All contestants of a cell run in one process, in turn, and the figure is
-the median of the turns. Graphs are captured anew for every turn: what runs is the same, but where
-the driver puts a graph moves its time by a percent, and more than one graph and three differ by.
-They are timed a second time with every step waited for before the next is launched.
+the median of the turns. Graphs are captured anew for every turn: what runs is the same, but
+captures differ by a percent, which is more than one graph and three do. They are timed a second
+time with every step waited for before the next is launched.
 
 Before a run's time counts, its greedy tokens are compared with plain decoding's
 (float32: they must be equal; in half precision, and of transformers, equal texts are counted), and
@@ -72,7 +72,7 @@ TEMPERATURES = (0.0, 1.0)
 class Batch:
     """Everything that decodes one batch, greedy and drawing.
 
-    Graphs are captured anew for every turn: where the driver puts them is worth a percent.
+    Graphs are captured anew for every turn, for captures of the same step differ by a percent.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Batch:
     def turn(self, nth: int, *, exact: bool) -> None:
         """Compare every contestant with others, then time it; two times for what is eager."""
         made = [c for c in self.contestants[TEMPERATURES[0]] if c.way != EAGER or not nth]
-        # first one, then the other is put where the one before has left room
+        # in either order, for what comes second is put where the first has left room
         engines = {
             (c.setting, c.way): self._engine(c) for c in (reversed(made) if nth % 2 else made)
             if c.setting != TRANSFORMERS

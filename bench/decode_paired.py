@@ -3,12 +3,11 @@
 Graphs that do the same differ by a percent and more, which is more than one graph and three do. So
 both are recorded over the same buffers, pools and states, from the same requests, and into a memory
 pool that an earlier recording has grown, so that what they allocate comes to lie alike. What
-differs besides their seams is where the driver puts a graph when it is instantiated, which alone
-moves the time of one and the same recording: all graphs are instantiated several times, in any
-order, and times are means over that. Everything is made anew many times, moved a little further,
-and every time counts as one observation of how fast one graph is beside three
-(`bench.suite.seams`). Each time they are instantiated they take turns, one, three, three, one, at
-the same few steps of the same requests.
+still differs besides their seams is not known in full. Instantiating one and the same recording
+anew moves its time, so all graphs are instantiated several times, in any order, and times are means
+over that. Everything is made anew many times, moved a little further, and every time counts as one
+observation of how fast one graph is beside three (`bench.suite.seams`). Each time they are
+instantiated they take turns, one, three, three, one, at the same few steps of the same requests.
 
 A turn is timed between the landings of its first and its last step, once launched a step ahead,
 by the host's clock and by events on the device, and once with every step waited for.

@@ -135,10 +135,9 @@ def _verdict(cells: list[dict[str, Any]]) -> list[str]:
     ]
     if _waited(cells):
         texts.append(
-            "Graphs are captured anew for every turn, because where the driver puts them moves "
-            f"their time: the fastest capture of a step is {spread(cells):.3f}x as fast as "
-            "the slowest (median). *Waited for* is without going ahead: every step is read before "
-            "the next is launched."
+            "Graphs are captured anew for every turn, because they differ in time: the fastest "
+            f"capture of a step is {spread(cells):.3f}x as fast as the slowest (median). *Waited "
+            "for* is without going ahead: every step is read before the next is launched."
         )
     return texts
 
