@@ -74,8 +74,9 @@ class Twin(StepDecoder):
             record=owner.runner.recording, seams=seams, indices=owner.indices,
             recorder=owner.runner._recorder, accept=owner.accept,
         )
-        # what the owner's programs have bound
-        self._ring, self._landings = owner._ring, owner._landings
+        # those of the ring that the owner's programs have bound, and captures have moved on
+        self._turns = owner._turns
+        self._turns.align()
 
     def _program(self, size: int) -> StepProgram | TboStepProgram:
         return self._owner._programs[size]
@@ -163,8 +164,8 @@ class Rebuild:
         """Take a step and then ``steps`` that are timed, from where the prompts left off."""
         for name, tensor in self.engine.states.tensors().items():
             tensor.copy_(self._kept[name])
-        # the other one has moved the ring on; this waits for all that has been launched, too
-        self.twins[way]._align()
+        if self.engine.states.seq_lens.is_cuda:
+            torch.cuda.synchronize()
         take = self._ahead if ahead else self._waited
         found = take(self.twins[way], steps)
         assert all(map(all, found.gained)), "a request had no slots for a step"

@@ -5,6 +5,7 @@ Slot and page 0 and table row 0 belong to padding: padded rows read and write on
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -15,7 +16,7 @@ from specattn.kernels import ops
 from specattn.staging import StagingRing
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     import numpy.typing as npt
     from torch import Tensor
@@ -130,6 +131,7 @@ class SlotTable:
         # by row: pages held, and tokens that must keep their slots
         self._held = np.zeros(max_num_reqs + 1, dtype=np.int64)
         self._needed = np.zeros(max_num_reqs + 1, dtype=np.int64)
+        self._holding: frozenset[int] = frozenset()
         batch = min(self._UPLOAD, self.num_pages)
         self._staging = StagingRing(5 * (max_num_reqs + 1) + batch, self.req_to_token.device)
         self._write_slots = ops("slot_write", self.req_to_token.device).write_slots
@@ -305,15 +307,32 @@ class SlotTable:
         self._committed[row] = length
         self._needed[row] = max(self._needed[row], length)
 
+    @contextmanager
+    def holding(self, rows: Collection[int]) -> Iterator[None]:
+        """Refuse to free some rows: a step that reads and writes them is not launched as a whole.
+
+        Parameters
+        ----------
+        rows : collection of int
+            Rows; 0 does not matter.
+        """
+        before, self._holding = self._holding, frozenset(rows)
+        try:
+            yield
+        finally:
+            self._holding = before
+
     def free(self, row: int) -> None:
         """Give the row back, and every page nobody else uses.
 
         Raises
         ------
         ValueError
-            If the row is not allocated.
+            If the row is not allocated, or takes part in a step that is not launched as a whole.
         """
         self._known([row])
+        if row in self._holding:
+            raise ValueError(f"row {row} takes part in a step that is being launched")
         pages = self._pages.pop(row)
         del self._committed[row]
         self._leave(pages)

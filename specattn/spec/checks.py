@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
+from specattn.batch import SpecBatch
 from specattn.buffers import expect
 from specattn.interop import validate_tree
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from specattn.batch import DraftState, DraftTree, SpecBatch
+    from specattn.batch import DraftState, DraftTree
     from specattn.config import SpecConfig
     from specattn.kv import KVPool
     from specattn.slots import RequestTable
@@ -103,6 +104,44 @@ def check_greedy(temperature: Tensor, rows: Tensor) -> None:
     drawing = rows[temperature[rows] > 0].tolist()
     if drawing:
         raise ValueError(f"sampled must be True: rows {drawing} have a temperature above 0")
+
+
+class TakingPart(NamedTuple):
+    """The requests that take part in a step, and where they are among its rows."""
+
+    batch: SpecBatch
+    at: Tensor
+
+
+def taking_part(
+    rows: Sequence[int], seq_lens_cpu: Tensor | None, config: SpecConfig, table: RequestTable,
+    states: RequestStates, num_slots: int, *, sampled: bool,
+) -> TakingPart | None:
+    """Check what a step will find on the device. Waits for it.
+
+    Returns
+    -------
+    TakingPart or None
+        The rows that do not sit the step out; None if all of them do.
+
+    Raises
+    ------
+    ValueError
+        As `check_contents` and, unless the step is ``sampled``, `check_greedy`.
+    """
+    where = torch.tensor(rows, dtype=torch.int64, device=table.req_to_token.device)
+    lens = states.seq_lens[where]
+    room = table.reserved[where].clamp(max=table.max_context_len)
+    at = ((where != 0) & (lens + config.reserve_len <= room)).nonzero().flatten()
+    if not len(at):
+        return None
+    mirror = lens.cpu() if seq_lens_cpu is None else seq_lens_cpu
+    where, lens = where[at], lens[at]
+    batch = SpecBatch(where, lens, mirror[at.cpu()], states.bonus_tokens[where])
+    check_contents(batch, config, table.req_to_token, num_slots)
+    if not sampled:
+        check_greedy(states.temperature, where)
+    return TakingPart(batch, at)
 
 
 def check_contents(batch: SpecBatch, config: SpecConfig, table: Tensor, num_slots: int) -> None:

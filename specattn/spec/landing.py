@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from functools import cache
-from struct import Struct
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +14,7 @@ from specattn.buffers import fingerprint
 from specattn.kernels import ops
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from specattn.buffers import Fingerprint
     from specattn.config import SpecConfig
@@ -90,12 +90,20 @@ class Landing:
         # numpy takes several times as long to look at a list's numbers
         self._bytes = ring.rows[turn].numpy().data.cast("B")
 
-    def take_off(self, rows: list[int], bucket: int) -> None:
+    def take_off(self, rows: Sequence[int], bucket: int) -> None:
         """Write a bucket of rows, padded, where the step that is launched next reads them.
 
         The step that had this turn before must have landed.
+
+        Raises
+        ------
+        ValueError
+            If a row is no whole number.
         """
-        _packer(bucket)(self._bytes, 0, *rows, *[0] * (bucket - len(rows)))
+        try:
+            _packer(bucket)(self._bytes, 0, *rows, *[0] * (bucket - len(rows)))
+        except struct.error as problem:
+            raise ValueError(f"rows must be whole numbers, got {list(rows)}") from problem
 
     def launched(self) -> None:
         """Note that all which the step will write here has been launched."""
@@ -117,7 +125,7 @@ class Landing:
 @cache
 def _packer(count: int) -> Callable[..., None]:
     """Return what packs so many numbers of 8 bytes into memory."""
-    return Struct(f"{count}q").pack_into
+    return struct.Struct(f"{count}q").pack_into
 
 
 class PendingStep:
@@ -129,11 +137,11 @@ class PendingStep:
         Where its tokens come.
     count : int
         Requests.
-    rows : list of int
+    rows : tuple of int
         What took part; padding, where nobody did.
     """
 
-    def __init__(self, landing: Landing, count: int, rows: list[int]) -> None:
+    def __init__(self, landing: Landing, count: int, rows: tuple[int, ...]) -> None:
         self._landing, self._count, self.rows = landing, count, rows
         self._gained: list[list[int]] | None = None
 
@@ -163,6 +171,71 @@ class PendingStep:
     def waited(self) -> bool:
         """Whether its tokens have been read."""
         return self._gained is not None
+
+
+class Turns:
+    """A ring's turns as the host counts them: which one is next, and what is in flight.
+
+    Parameters
+    ----------
+    ring : Ring
+        Whose turns the device counts, too.
+    """
+
+    def __init__(self, ring: Ring) -> None:
+        self.ring = ring
+        self._landings = [Landing(ring, turn) for turn in range(len(ring.rows))]
+        self._pending: list[PendingStep | None] = [None] * len(self._landings)
+        self._next = 0
+        # whether the device's turn is known to be `_next`
+        self._aligned = True
+
+    @property
+    def in_flight(self) -> list[PendingStep]:
+        """Steps that nobody has waited for."""
+        return [step for step in self._pending if step is not None and not step.waited]
+
+    def take(self) -> Landing:
+        """Return the next step's turn.
+
+        Raises
+        ------
+        ValueError
+            If the step that had it has not been waited for.
+        """
+        if not self._aligned:
+            # nobody may have been handed what the last launch, which failed, has noted
+            self.settle()
+            self.align()
+        before = self._pending[self._next]
+        if before is not None and not before.waited:
+            raise ValueError(
+                f"{len(self._pending)} steps are in flight: wait for the first of them"
+            )
+        return self._landings[self._next]
+
+    def begin(self) -> None:
+        """Note that what is launched from here on moves the device's turn on."""
+        self._aligned = False
+
+    def land(self, landing: Landing, count: int, rows: tuple[int, ...]) -> PendingStep:
+        """Note that a step was launched whose turn it was, with ``count`` requests."""
+        landing.launched()
+        pending = PendingStep(landing, count, rows)
+        self._pending[self._next] = pending
+        self._next = (self._next + 1) % len(self._pending)
+        self._aligned = True
+        return pending
+
+    def settle(self) -> None:
+        """Wait for every step in flight, whoever has not."""
+        for pending in self.in_flight:
+            pending.wait()
+
+    def align(self) -> None:
+        """Wait for what has been launched, and let the device's turn be the host's."""
+        self.ring.align(self._next)
+        self._aligned = True
 
 
 @dataclass(frozen=True)

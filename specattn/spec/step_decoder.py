@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from specattn.batch import DraftTree, SpecBatch
+from specattn.batch import DraftTree
 from specattn.errors import CapacityError, CaptureMismatch
-from specattn.graph import GraphRunner, Program, check_lens, head
+from specattn.graph import GraphRunner, Program, check_lens
+from specattn.slots import SlotTable
 from specattn.spec.checks import (
-    check_contents,
-    check_greedy,
     check_rows,
     check_tables,
     check_tree,
     feature_width,
+    taking_part,
 )
-from specattn.spec.landing import Landing, PendingStep, Ring
+from specattn.spec.landing import PendingStep, Ring, Turns
 from specattn.spec.step_parts import StepPart
 from specattn.spec.step_program import StepProgram
 from specattn.spec.tbo_step import TboStepProgram
@@ -169,15 +170,11 @@ class StepDecoder:
             before=self._before_capture,
         )
         width, largest = config.num_steps + 2, max(table.req_to_token.shape[0], *buckets)
-        self._ring = Ring.alloc(_IN_FLIGHT, largest, width, device)
-        self._landings = [Landing(self._ring, turn) for turn in range(_IN_FLIGHT)]
-        self._pending: list[PendingStep | None] = [None] * _IN_FLIGHT
-        self._next = 0
-        # whether the ring's turn is known to be `_next`
-        self._aligned = True
+        self._turns = Turns(Ring.alloc(_IN_FLIGHT, largest, width, device))
         # the table's rows, and the last ones that `check_rows` found to be good
         self._known = frozenset(range(len(table.req_to_token)))
-        self._good: list[int] | None = None
+        self._good: tuple[int, ...] | None = None
+        self._launching = False
         self._sampled = False
         self.capture(sampled=sampled)
 
@@ -199,8 +196,16 @@ class StepDecoder:
     def capture(self, *, sampled: bool = False) -> None:
         """Capture every bucket, for greedy requests and, if ``sampled``, for drawing ones.
 
-        What is captured already stays as it is.
+        Parts of which a bucket is captured already stay as they are.
+
+        Raises
+        ------
+        ValueError
+            From ``between`` the parts of a step of this decoder.
+        CaptureError
+            If a capture fails.
         """
+        self._check_free()
         self._sampled |= sampled
         for part in self.modes:
             if self.runner.captured(part):
@@ -209,7 +214,7 @@ class StepDecoder:
                 self.runner.capture(part)
             except CapacityError as error:
                 log.warning("%s", error)
-        self._align()
+        self._turns.align()
 
     def report(self) -> tuple[GraphReport, ...]:
         """Return what capturing took, bucket by bucket, in the order of the captures."""
@@ -245,8 +250,11 @@ class StepDecoder:
             ``[len(rows)]`` int32, the committed lengths, for backends that plan on the host.
         between : callable, optional
             With ``seams="three"``: called with the part that comes next, after what comes before it
-            has been launched and before the part is planned. What it launches on the current
-            stream runs there, too. If it raises, the requests are where they were before the step.
+            has been launched and before the part is planned; never in plain decoding, which has
+            one part. What it launches on the current stream runs there, too. The rows of the step
+            are its own until it has been launched as a whole: a `SlotTable` does not free them
+            here; tables of others must not give them, or their slots, to anybody. If it raises,
+            the requests are where they were before the step.
 
         Returns
         -------
@@ -257,8 +265,9 @@ class StepDecoder:
         ------
         ValueError
             If the step before the last one has not been waited for, or, with a backend that plans
-            on the host, any that one of these requests takes part in; if ``seq_lens_cpu`` is of
-            another shape, dtype or device; if there is nothing to come ``between``.
+            on the host, any of this decoder's that one of these requests takes part in; if
+            ``seq_lens_cpu`` is of another shape, dtype or device; if there is nothing to come
+            ``between``, or it is there that the step is asked for.
         CaptureMismatch
             If what the graphs read is not what it was when they were captured. Attributes of the
             decoder, the table's tensors, the pools' and their addresses, and the addresses of the
@@ -271,9 +280,9 @@ class StepDecoder:
             With ``validate="debug"``, if the tree is malformed; the target has not run then.
         """
         self._check()
-        landing, asked, rows = self._landings[self._next], len(rows), list(rows)
+        landing, asked, rows = self._turns.take(), len(rows), tuple(rows)
         if not rows:
-            rows, seq_lens_cpu = [0], torch.zeros(1, dtype=torch.int32)
+            rows, seq_lens_cpu = (0,), torch.zeros(1, dtype=torch.int32)
         count = len(rows)
         check_lens(seq_lens_cpu, count)
         if between is not None and self.seams == "one":
@@ -281,83 +290,71 @@ class StepDecoder:
         if self._plans:
             self._check_read(rows)
         if self._good != rows:
-            check_rows(rows, self._known, self._ring.rows.shape[1])
+            check_rows(rows, self._known, self._turns.ring.rows.shape[1])
             self._good = rows
+        live = None
         if self.validate == "debug":
-            batch = self._batch(rows, seq_lens_cpu)
-            taking = [at for at, row in enumerate(rows) if row]
-            live = SpecBatch(*(value[taking] for value in vars(batch).values()))
-            check_contents(
-                live, self.config, self.table.req_to_token, self.target.pool.num_slots
+            live = taking_part(
+                rows, seq_lens_cpu, self.config, self.table, self.states,
+                self.target.pool.num_slots, sampled=sampled,
             )
-            if not sampled:
-                check_greedy(self.states.temperature, live.req_pool_indices)
-        if not self._aligned:
-            self._align()
-        self._aligned = False
+        self._turns.begin()
         parts = self._parts[sampled]
         for part, ready in zip(parts, self.runner.ready_together(parts, count), strict=True):
             if part is parts[0]:
                 # padded to the bucket
                 landing.take_off(rows, ready.bucket)
             elif between is not None:
-                between(part)
+                self._leave(rows, partial(between, part))
             if self._plans:
                 ready.schedule(seq_lens_cpu)
             out = self.runner.replay(part, ready)
-            if self.validate == "debug" and isinstance(out, DraftTree):
-                check_tree(head(out, count), batch, self.config, self.target.model.vocab_size)
-        landing.launched()
-        pending = PendingStep(landing, asked, rows)
-        self._pending[self._next] = pending
-        self._next = (self._next + 1) % _IN_FLIGHT
-        self._aligned = True
-        return pending
+            if live is not None and isinstance(out, DraftTree):
+                tree = DraftTree(*(value[live.at] for value in vars(out).values()))
+                check_tree(tree, live.batch, self.config, self.target.model.vocab_size)
+        return self._turns.land(landing, asked, rows)
 
     def settle(self) -> None:
         """Wait for every step in flight, whoever has not."""
-        for pending in self._pending:
-            if pending is not None:
-                pending.wait()
+        self._turns.settle()
+
+    def _leave(self, rows: tuple[int, ...], work: Callable[[], object]) -> None:
+        """Let others work between two parts; the rows stay the step's."""
+        table, self._launching = self.table, True
+        try:
+            # tables that others keep have no such books
+            with table.holding(rows) if isinstance(table, SlotTable) else nullcontext():
+                work()
+        finally:
+            self._launching = False
+
+    def _check_free(self) -> None:
+        if self._launching:
+            raise ValueError("a step of this decoder is being launched: nothing else may run it")
 
     def _before_capture(self) -> None:
         """Read what steps in flight gained: a capture runs steps, too, and takes their turns."""
         self.settle()
-        self._align()
-        self._aligned = False
-
-    def _align(self) -> None:
-        self._ring.align(self._next)
-        self._aligned = True
+        self._turns.align()
+        self._turns.begin()
 
     def _check(self) -> None:
+        self._check_free()
         found = _setting(self)
         if not all(map(is_, found, self._made)):
             for name, made, now in zip(_SETTING, self._made, found, strict=True):
                 if made is not now:
                     raise CaptureMismatch(name, made, now)
-        before = self._pending[self._next]
-        if before is not None and not before.waited:
-            raise ValueError(f"{_IN_FLIGHT} steps are in flight: wait for the first of them")
 
-    def _check_read(self, rows: list[int]) -> None:
+    def _check_read(self, rows: tuple[int, ...]) -> None:
         """Refuse lengths that a step in flight is about to change."""
-        for pending in self._pending:
-            if pending is None or pending.waited:
-                continue
+        for pending in self._turns.in_flight:
             late = {row for row in pending.rows if row}.intersection(rows)
             if late:
                 raise ValueError(
                     f"a backend plans on the host, and rows {sorted(late)} take part in a step "
                     "that has not been waited for: their lengths are not known"
                 )
-
-    def _batch(self, rows: Sequence[int], seq_lens_cpu: Tensor | None) -> SpecBatch:
-        """Return what a step will find on the device. Waits for it."""
-        where = torch.tensor(rows, dtype=torch.int64, device=self.table.req_to_token.device)
-        lens = self.states.seq_lens[where]
-        mirror = lens.cpu() if seq_lens_cpu is None else seq_lens_cpu
-        return SpecBatch(where, lens, mirror, self.states.bonus_tokens[where])
 
     def _part(self, part: StepPart, size: int) -> Program:
         if size not in self._programs:
@@ -370,7 +367,7 @@ class StepDecoder:
     def _program(self, size: int) -> StepProgram | TboStepProgram:
         make = partial(
             StepProgram, config=self.config, req_to_token=self.table.req_to_token,
-            reserved=self.table.reserved, states=self.states, ring=self._ring,
+            reserved=self.table.reserved, states=self.states, ring=self._turns.ring,
             features=self.features, indices=self.indices, accept=self.accept,
         )
         if not self.tbo:

@@ -134,6 +134,61 @@ def test_nothing_comes_between_the_parts_of_one_graph():
     told_of_itself(run, decoder, rows)
 
 
+def test_rows_are_the_steps_until_all_parts_are_launched():
+    """Else who takes the row, or its slots, would find what this step still writes."""
+    run = engine(TREE, seams="three")
+    rows, decoder = admitted(run)[:2], run.decoder(run.config)
+    other, tried = run._live[3].row, []
+
+    def free(part) -> None:
+        tried.append(part.mode)
+        for row in rows:
+            with pytest.raises(ValueError, match=f"row {row} takes part in a step"):
+                run.table.free(row)
+        if len(tried) == 1:  # who does not take part may end
+            run.table.free(other)
+
+    pending = decoder.step_async(rows, between=free)
+    assert tried == FORWARDS[1:]
+    run.table.free(rows[0])
+    assert all(pending.wait())
+    run.table.check()
+
+
+def test_no_step_and_no_capture_runs_between_the_parts_of_another():
+    run, calm = engine(TREE, seams="three"), engine(TREE, seams="three")
+    rows, decoder = admitted(run), run.decoder(run.config)
+    admitted(calm)
+    refused = []
+
+    def nested(_part) -> None:
+        for call in (lambda: decoder.step_async(rows[2:]), lambda: decoder.capture(sampled=True)):
+            with pytest.raises(ValueError, match="is being launched"):
+                call()
+            refused.append(call)
+
+    for _ in range(3):
+        gained = decoder.step_async(rows, between=nested).wait()
+        assert gained == calm.decoder(calm.config).step(rows)
+    assert len(refused) == 12
+    decoder.capture(sampled=True)
+    told_of_itself(run, decoder, rows)
+
+
+def test_debugging_leaves_alone_who_sits_a_step_out():
+    run, plain = engine(TREE, seams="three", validate="debug"), engine(TREE, seams="three")
+    rows = admitted(run)
+    assert admitted(plain) == rows
+    for one in (run, plain):
+        one.table.free(rows[1])  # as ended requests that ride along
+        one.table.reserved[rows[3]] = one._live[3].length
+    for part in (rows, rows[1:4], [rows[1], 0], [rows[3]]):
+        gained = run.decoder(run.config).step(part)
+        assert gained == plain.decoder(plain.config).step(part)
+        for row, new in zip(part, gained, strict=True):
+            assert bool(new) == (row not in (0, rows[1], rows[3]))
+
+
 def test_what_plans_on_the_host_needs_three_graphs():
     run = engine(TREE, PlanningBackend)
     with pytest.raises(ValueError, match="plans on the host needs seams='three'"):

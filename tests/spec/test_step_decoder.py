@@ -116,22 +116,35 @@ def test_tokens_may_be_read_a_step_late(backend):
     assert pending[0].wait() == wanted[-1], "waiting twice tells the same"
 
 
+def hold_up() -> None:
+    """Let the device come to what is launched next long after the host."""
+    if DEVICE.type == "cuda":
+        torch.cuda._sleep(10_000_000)
+
+
 @pytest.mark.parametrize("tbo", [False, True], ids=["whole", "tbo"])
 @pytest.mark.parametrize("seams", ["one", "three"])
-def test_steps_in_flight_are_of_their_own_rows(seams, tbo):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_steps_in_flight_are_of_their_own_rows(backend, seams, tbo):
     """The host names the next step's rows while the last one has yet to read its own."""
-    run, late = (engine((3, 4, 9), buckets=(2, 4, 5), seams=seams, tbo=tbo) for _ in range(2))
+    run, late = (
+        engine((3, 4, 9), backend, buckets=(2, 4, 5), seams=seams, tbo=tbo) for _ in range(2)
+    )
     rows, rng = admitted(run), random.Random(3)
     assert rows == admitted(late)
     parts = [rng.sample(rows, rng.randint(1, 5)) for _ in range(12)]
     wanted = [run.decoder(run.config).step(part) for part in parts]
-    decoder, found = late.decoder(late.config), []
+    decoder, found, early = late.decoder(late.config), [], 0
     before = decoder.step_async(parts[0])
     for part in parts[1:]:
+        hold_up()
         pending = decoder.step_async(part)
+        early += not pending.ready
         found.append(before.wait())
         before = pending
     assert [*found, before.wait()] == wanted
+    if DEVICE.type == "cuda" and backend == "triton":
+        assert early == len(parts) - 1, "the host was never ahead"
 
 
 def told_of_itself(run: Engine, decoder: StepDecoder, rows: list[int]) -> None:
@@ -147,13 +160,15 @@ def told_of_itself(run: Engine, decoder: StepDecoder, rows: list[int]) -> None:
 
 @pytest.mark.parametrize("tbo", [False, True], ids=["whole", "tbo"])
 @pytest.mark.parametrize("seams", ["one", "three"])
-def test_tokens_are_their_own_steps_after_a_late_capture(seams, tbo):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_are_their_own_steps_after_a_late_capture(backend, seams, tbo):
     """What warms a capture up takes turns of the ring, while a step is in flight."""
-    run = engine((3, 4, 9), seams=seams, tbo=tbo)
+    run = engine((3, 4, 9), backend, seams=seams, tbo=tbo)
     rows, decoder = admitted(run), run.decoder(run.config)
     for _ in range(3):
         told_of_itself(run, decoder, rows)
     before = run.states.seq_lens[rows].tolist()
+    hold_up()
     pending = decoder.step_async(rows)
     decoder.capture(sampled=True)
     after = run.states.seq_lens[rows].tolist()
@@ -164,17 +179,61 @@ def test_tokens_are_their_own_steps_after_a_late_capture(seams, tbo):
         told_of_itself(run, decoder, part)
 
 
-def test_tokens_are_their_own_steps_after_an_interrupt(monkeypatch):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_are_their_own_steps_after_an_interrupt(monkeypatch, backend):
     """Between a launch and its note the ring has moved on, and the host has not."""
-    run = engine((3, 4, 9))
+    run = engine((3, 4, 9), backend)
     rows, decoder = admitted(run), run.decoder(run.config)
     told_of_itself(run, decoder, rows)
-    with monkeypatch.context() as patch:
-        patch.setattr(Landing, "launched", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            decoder.step_async(rows)
-    for part in (rows[:2], rows[1:], rows):
+    for parts in ((rows[:2], rows[1:], rows), (rows, rows[1:])):  # in either turn
+        before = run.states.seq_lens[rows]
+        with monkeypatch.context() as patch:
+            patch.setattr(Landing, "launched", interrupt)
+            hold_up()
+            with pytest.raises(KeyboardInterrupt):
+                decoder.step_async(rows)
+        # the interrupted step has its own rows, whatever the next one's are
+        gained = decoder.step(rows[:2])
+        grown = run.states.seq_lens[rows] - before
+        assert (grown > 0).all()
+        assert (grown[:2].cpu() > torch.tensor([len(new) for new in gained])).all()
+        for part in parts:
+            told_of_itself(run, decoder, part)
+
+
+def test_a_step_that_is_noted_is_the_last_one_of_its_turn(monkeypatch):
+    """An interrupt that comes when a step has been noted costs its tokens, not the decoder."""
+    run = engine((3, 4, 9))
+    rows, decoder = admitted(run), run.decoder(run.config)
+    note = list.__setitem__
+
+    class Noting(list):
+        def __setitem__(self, turn, pending):
+            note(self, turn, pending)
+            raise KeyboardInterrupt
+
+    plain = decoder._turns._pending
+    decoder._turns._pending = Noting(plain)
+    with pytest.raises(KeyboardInterrupt):
+        decoder.step_async(rows)
+    decoder._turns._pending = list(decoder._turns._pending)
+    for part in (rows, rows[:2]):
         told_of_itself(run, decoder, part)
+
+
+def test_rows_that_were_checked_stay_what_they_were():
+    run = engine((3, 4, 9))
+    rows, decoder = admitted(run), run.decoder(run.config)
+    given = list(rows)
+    pending = decoder.step_async(given)
+    given[1] = given[0]
+    assert pending.rows == tuple(rows)
+    assert all(pending.wait())
+    with pytest.raises(ValueError, match="rows must be distinct"):
+        decoder.step(given)
+    with pytest.raises(ValueError, match="rows must be whole numbers"):
+        decoder.step([1.0])
+    told_of_itself(run, decoder, rows)
 
 
 def interrupt(_landing) -> None:
