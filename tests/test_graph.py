@@ -272,3 +272,12 @@ def test_a_pool_warms_up_twice_once_and_on_one_stream():
         one.outputs.zero_()
         one.graph.replay()
         assert bool((one.outputs == 64).all())
+
+
+def test_a_device_that_is_not_the_current_one_is_refused(monkeypatch):
+    """Kernels are launched on the current device, wherever their tensors are."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    with pytest.raises(ValueError, match=r"cuda:1 must be the current device, which is cuda:3"):
+        GraphRunner(lambda mode, size: None, [2], torch.device("cuda:1"), record=False)
+    for device in ("cuda:3", "cuda", "cpu"):
+        GraphRunner(lambda mode, size: None, [2], torch.device(device), record=False)

@@ -21,6 +21,8 @@ _FLOAT8 = ("fp8_e4m3", "fp8", "float8_e4m3fn")
 def pick_device(name: str) -> torch.device:
     """Return the device ``name``; ``auto`` is CUDA where there is any, else the CPU.
 
+    A CUDA device becomes the current one.
+
     Raises
     ------
     ArgumentError
@@ -40,6 +42,9 @@ def pick_device(name: str) -> torch.device:
         raise ArgumentError(
             "--device", f"there is no {name}: torch sees {torch.cuda.device_count()} CUDA devices"
         )
+    if device.type == "cuda" and device.index is not None:
+        # kernels are launched on the current device, wherever their tensors are
+        torch.cuda.set_device(device)
     try:
         torch.zeros(1, device=device).item()
     # each device type fails in its own way: not compiled in, no driver, no data

@@ -70,7 +70,8 @@ class GraphRunner(Generic[Key]):
     Raises
     ------
     ValueError
-        If ``buckets`` is empty or holds a size below 1.
+        If ``buckets`` is empty or holds a size below 1, or ``device`` is a CUDA device other than
+        the current one, on which kernels would be launched.
 
     Attributes
     ----------
@@ -91,6 +92,7 @@ class GraphRunner(Generic[Key]):
     ) -> None:
         if not buckets or min(buckets) < 1:
             raise ValueError(f"buckets must be batch sizes of at least 1, got {list(buckets)}")
+        _check_current(device)
         self.buckets = sorted(set(buckets))
         self.stats: GraphStats[Key] = GraphStats()
         self._make, self._private, self._before = make, private, before
@@ -250,6 +252,14 @@ class GraphRunner(Generic[Key]):
         """Run what is `ready` over its buffers, and count it."""
         (self.stats.replays if ready.watch else self.stats.eager)[mode] += 1
         return ready.replay()
+
+
+def _check_current(device: torch.device) -> None:
+    if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
+        raise ValueError(
+            f"{device} must be the current device, which is cuda:{torch.cuda.current_device()}: "
+            f"call torch.cuda.set_device({device.index}) first"
+        )
 
 
 def _holding(done: list[dict[int, Captured]], count: int) -> int | None:

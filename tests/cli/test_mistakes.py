@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from specattn import backends as library_backends
-from specattn.cli import loading
+from specattn.cli import device, loading
 from tests.cli.command import ON_CPU, PAIR, load_models, run
 
 LONG = "x = 1\n" * 2000
@@ -98,6 +98,19 @@ def test_cuda_that_is_not_there():
     assert result.stderr == (
         "specattn: error: --device: cuda is not available: torch sees no CUDA device here\n"
     )
+
+
+def test_the_device_that_is_asked_for_becomes_the_current_one(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device: zeros(*shape))
+    assert [device.pick_device(name) for name in ("cuda:1", "cuda", "cpu")] == [
+        torch.device("cuda:1"), torch.device("cuda"), torch.device("cpu"),
+    ]
+    assert chosen == [torch.device("cuda:1")]
 
 
 @pytest.mark.parametrize("source", ["stdin", "file", "json"])
