@@ -11,7 +11,8 @@ import triton
 
 from specattn.backends import load_backend
 from specattn.batch import ForwardMode
-from specattn.errors import CaptureError
+from specattn.errors import CapacityError, CaptureError
+from specattn.graph import GraphRunner
 from tests.worlds import DEVICE, inputs, same, world
 
 CUDA = DEVICE.type == "cuda"
@@ -129,3 +130,31 @@ def test_a_capture_that_fails_does_not_undo_larger_buckets(monkeypatch):
     one.poison(LENS)
     same(one.run(MODE, LENS, values), wanted)
     assert not runner.stats.eager
+
+
+@pytest.mark.parametrize(("error", "raised", "message"), [
+    (torch.OutOfMemoryError("no more"), CapacityError,
+     rf"out of device memory capturing {MODE.value} for a batch of 4; .* buckets \[\] holds"),
+    (RuntimeError("no such luck"), CaptureError,
+     rf"capturing {MODE.value} for a batch of 4 failed: RuntimeError: no such luck"),
+], ids=["memory", "launch"])
+def test_buffers_that_cannot_be_made_are_a_capture_that_fails(error, raised, message):
+    one, values = world(Breaking, [1, 4]), inputs(MODE, LENS, 0)
+    make, errors = one.decoder._program, [error]
+
+    def failing(mode, size):
+        if errors:
+            raise errors.pop()
+        return make(mode, size)
+
+    one.poison(LENS)
+    wanted = one.run(MODE, LENS, values)
+    runner = one.decoder.runner = GraphRunner(failing, [1, 4], DEVICE)
+    with pytest.raises(raised, match=message):
+        runner.capture(MODE)
+    for captured in ([], [1, 4]):
+        assert runner.captured(MODE) == captured
+        one.poison(LENS)
+        same(one.run(MODE, LENS, values), wanted)
+        runner.capture(MODE)
+    assert runner.stats.eager[MODE] == runner.stats.replays[MODE] == 1

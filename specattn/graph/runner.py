@@ -26,7 +26,7 @@ from specattn.recording import Recorder
 from specattn.watch import Watch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from specattn.graph.captured import GraphReport
     from specattn.graph.programs import BoundProgram, Program
@@ -133,7 +133,8 @@ class GraphRunner(Generic[Key]):
         Raises
         ------
         CapacityError
-            If the device runs out of memory, naming the bucket.
+            If the device runs out of memory, naming the bucket: the largest if its buffers find
+            no room.
         CaptureError
             If a launch or a library call fails (with a RuntimeError), naming mode, bucket and
             what failed.
@@ -141,9 +142,11 @@ class GraphRunner(Generic[Key]):
         done = self._captured.setdefault(mode, {})
         if self._before is not None:
             self._before()
-        program = self._make(mode, self.buckets[-1])
+        program: Program | None = None
         for bucket in reversed(self.buckets):
             try:
+                if program is None:
+                    program = self._make(mode, bucket)
                 done[bucket] = self._capture(program.bind(bucket), bucket)
             except torch.OutOfMemoryError as error:
                 raise CapacityError(
@@ -152,6 +155,11 @@ class GraphRunner(Generic[Key]):
                 ) from error
             except RuntimeError as error:
                 raise CaptureError(mode.value, bucket, error) from error
+
+    def leave_eager(self, modes: Iterable[Key]) -> None:
+        """Let modes run eagerly of which nothing was captured; what was captured is replayed."""
+        for mode in modes:
+            self._captured.setdefault(mode, {})
 
     def _capture(self, bound: BoundProgram, bucket: int) -> Captured:
         began, order = time.perf_counter(), self._captures
@@ -194,7 +202,7 @@ class GraphRunner(Generic[Key]):
         Raises
         ------
         NotCapturedError
-            If `capture` was never called for ``mode``.
+            If neither `capture` nor `leave_eager` was called for ``mode``.
         CaptureMismatch
             If a buffer the graph reads is not the one it was captured with.
         ValueError

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from specattn.errors import CaptureError
 from specattn.recording import Recorder
 from specattn.spec.step_decoder import StepDecoder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from specattn.backends.multi_step import Indices
     from specattn.config import SpecConfig
@@ -20,6 +23,27 @@ if TYPE_CHECKING:
     from specattn.spec.states import RequestStates
     from specattn.spec.step_decoder import Seams
 
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def _eager_if_it_fails(decoder: StepDecoder) -> Iterator[None]:
+    """Warn of a capture that fails; the steps that it was for run eagerly."""
+    try:
+        yield
+    except CaptureError as error:
+        log.warning("%s; batches run eagerly unless a captured bucket holds them", error)
+        decoder.runner.leave_eager(decoder.modes)
+
+
+class _LateDecoder(StepDecoder):
+    """A decoder that is made while requests run: none of them may end because of its captures."""
+
+    def capture(self, *, sampled: bool = False) -> None:
+        """Capture what is not captured yet; what cannot be captured runs eagerly."""
+        with _eager_if_it_fails(self):
+            super().capture(sampled=sampled)
+
 
 class EngineDecoders:
     """One `StepDecoder` per setting, over the same table, states and memory pool of graphs.
@@ -28,6 +52,9 @@ class EngineDecoders:
     of them, is for requests whose contexts have room for nothing else: its decoder is made when it
     is first asked for, without a draft model, since nobody drafts again after it, and captured for
     the largest bucket alone, which holds whatever batch the others hold.
+
+    What is captured late, while requests run, does no harm if it fails: a warning is logged, and
+    the steps that it was for run eagerly. What is captured at once raises (`StepDecoder`).
 
     Parameters
     ----------
@@ -74,16 +101,23 @@ class EngineDecoders:
             slot.backend.host_plan for slot in (target, draft) if slot is not None
         )
         between = self.plans_on_host or validate == "debug"
-        make = partial(
-            StepDecoder, target, table=table, states=states, record=record, indices=indices,
-            seams=seams or ("three" if between else "one"), recorder=Recorder(),
-            validate=validate, tbo=tbo,
-        )
+        options: dict[str, Any] = {
+            "record": record, "indices": indices, "recorder": Recorder(), "validate": validate,
+            "tbo": tbo, "seams": seams or ("three" if between else "one"),
+        }
         self._made = {
-            config: make(draft, config, buckets=buckets, sampled=sampled) for config in configs
+            config: StepDecoder(
+                target, draft, config, table, states, buckets=buckets, sampled=sampled, **options
+            )
+            for config in configs
         }
         self._plain = configs[0].plain()
-        self._make_plain = partial(make, None, self._plain, buckets=[max(buckets)])
+        self._make_plain = partial(
+            _LateDecoder, target, None, self._plain, table, states, buckets=[max(buckets)],
+            **options,
+        )
+        # the settings that `capture_sampled` is through with
+        self._drawing: set[SpecConfig] = set()
 
     @property
     def made(self) -> tuple[StepDecoder, ...]:
@@ -106,9 +140,12 @@ class EngineDecoders:
         return self._made[config]
 
     def capture_sampled(self) -> None:
-        """Capture all of them for requests that draw, too."""
-        for decoder in self.made:
-            decoder.capture(sampled=True)
+        """Capture all of them for requests that draw, too; once, whether it fails or not."""
+        for config, decoder in self._made.items():
+            if config not in self._drawing:
+                with _eager_if_it_fails(decoder):
+                    decoder.capture(sampled=True)
+                self._drawing.add(config)
 
     def settle(self) -> None:
         """Wait for every step in flight, whoever has not."""

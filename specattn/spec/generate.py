@@ -101,6 +101,9 @@ class Engine:
     ValueError
         If ``kv_dtype`` and ``kv_scales`` are not those of a `KVPool`, ``configs`` differ in more
         than the tree, or there is a ``policy`` and no setting in ``configs`` but ``config``.
+    CaptureError
+        If a capture fails that is made now. What is captured later, while requests run, runs
+        eagerly if that fails, and a warning is logged; so it is where memory runs out.
     """
 
     def __init__(
@@ -316,11 +319,10 @@ class Engine:
         Raises
         ------
         CapacityError
-            If no group has slots; the step can be made again when others have ended. Whatever a
-            launch raises, no tokens are lost: those of groups that were launched before it are
-            the next step's.
+            If no group has slots; the step can be made again when others have ended.
         Exception
-            What ``detokenize`` raises. A step's tokens are lost then, so all requests are dropped,
-            as by an interrupt.
+            What the launch of a group raises; the other groups are launched first. No tokens are
+            lost: those of what was launched are the next step's. And what ``detokenize`` raises: a
+            step's tokens are lost then, so all requests are dropped, as by an interrupt.
         """
         return self._running.step(ahead=ahead)

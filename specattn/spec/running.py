@@ -58,6 +58,8 @@ class Running:
         self.live: list[Live] = []
         # launched and not handed out: the groups of one step
         self._flights: list[Flight] = []
+        # whether they are still here because another launch failed
+        self._kept = False
         self._landed_at = 0.0
 
     def join(self, admitted: Sequence[tuple[Live, int]]) -> None:
@@ -96,9 +98,14 @@ class Running:
             if not self._flights:
                 self._launch_groups()
             flights = self._flights
-            self._flights = self._launch_next(*flights) if ahead and len(flights) == 1 else []
+            ahead = ahead and not self._kept and len(flights) == 1
+            self._flights = self._launch_next(*flights) if ahead else []
+            self._kept = False
             return self._collect(flights)
         except Exception:
+            # the next step hands out what was launched, before anything else can fail
+            self._kept = bool(self._flights)
+            self.untimed()
             raise
         except BaseException:
             # an interrupt may come when a step is under way and not noted
@@ -108,9 +115,11 @@ class Running:
     def _launch_groups(self) -> None:
         """Launch a step of every group that there are slots for.
 
-        If a launch fails, what was launched before it is handed out by the next step.
+        If the launch of a group fails, the others are launched all the same, and handed out by the
+        next step.
         """
         short: CapacityError | None = None
+        failed: Exception | None = None
         groups = self._groups()
         # those next to their contexts' ends come first: they are the next to free slots
         for config in sorted(groups, key=lambda config: config.reserve_len):
@@ -118,6 +127,10 @@ class Running:
                 self._flights.append(self._launch(config, groups[config], 0))
             except CapacityError as error:
                 short = error
+            except Exception as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
         if short is not None and not self._flights:
             raise short
 
