@@ -247,8 +247,27 @@ class Engine:
         return results
 
     def clear(self) -> None:
-        """Drop every running request."""
+        """Drop every running request, as `drop` does."""
         self._running.clear()
+
+    def drop(self, result: Generation) -> None:
+        """End a running request at once: nobody wants its text, or others need its slots.
+
+        Its ``finish_reason`` is ``"dropped"``, it keeps the tokens that it has, and its row and
+        slots are free. A step that is in flight already gains nothing for it. Other requests do
+        not notice, those that share its prefix included.
+
+        Parameters
+        ----------
+        result : Generation
+            What `add` returned for the request.
+
+        Raises
+        ------
+        ValueError
+            If it is not that of a running request of this engine: one that has ended, too.
+        """
+        self._running.drop(result)
 
     def add(self, requests: Sequence[Request]) -> list[Generation]:
         """Run prompts and draw their first tokens; prefixes of running requests are shared.
@@ -319,7 +338,8 @@ class Engine:
         Raises
         ------
         CapacityError
-            If no group has slots; the step can be made again when others have ended.
+            If no group has slots; the step can be made again when others have ended, by `drop` or
+            `clear` if nothing else ends them.
         Exception
             What the launch of a group raises; the other groups are launched first. No tokens are
             lost: those of what was launched are the next step's. And what ``detokenize`` raises: a

@@ -46,8 +46,9 @@ class Generation:
     tokens : list of int
         Generated tokens, never more than ``max_new_tokens``; an end-of-text token is the last.
     finish_reason : str
-        ``""`` while running, then ``"eos"``, ``"stop"``, ``"length"`` (``max_new_tokens``) or
-        ``"context"`` (the context is full).
+        ``""`` while running, then ``"eos"``, ``"stop"``, ``"length"`` (``max_new_tokens``),
+        ``"context"`` (the context is full) or ``"dropped"`` (by the caller, or where an error or an
+        interrupt has cost the engine a step's tokens).
     accept_lens : list of int
         Tokens gained by each step, bonus included, before truncation.
     started_at, first_token_at, finished_at : float

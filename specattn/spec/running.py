@@ -71,12 +71,26 @@ class Running:
         self._forget_ended()
 
     def keep(self, staying: Collection[Live]) -> None:
-        """Drop all requests but some, and give their rows back."""
+        """Drop all requests but some."""
         for live in self.live:
             # who has ended has given its row back
             if live not in staying and not live.result.finish_reason:
-                self._table.free(live.row)
+                self._drop(live)
         self.live = list(staying)
+
+    def drop(self, result: Generation) -> None:
+        """Drop one request; in the step in flight it rides along. See `Engine.drop`."""
+        for live in self.live:
+            if live.result is result:
+                self._drop(live)
+                self._forget_ended()
+                return
+        raise ValueError("result must be that of a request which runs in this engine")
+
+    def _drop(self, live: Live) -> None:
+        live.result.finish_reason = "dropped"
+        live.result.finished_at = time.perf_counter()
+        self._table.free(live.row)
 
     def clear(self) -> None:
         """Drop every request."""
