@@ -53,11 +53,14 @@ class Admission:
         Where a request's first step finds what its prompt left.
     page_size : int
         Whole pages are shared.
+    reserve_len : int
+        Slots past its length that a request may need for a step.
     """
 
     table: SlotTable
     states: RequestStates
     page_size: int
+    reserve_len: int
     _drawing: tuple[tuple[SamplingParams, ...], SamplingBatch] | None = field(
         default=None, init=False
     )
@@ -73,11 +76,12 @@ class Admission:
         return now, later
 
     def run(
-        self, prefill: Prefill, wave: Sequence[Item], running: Sequence[Live]
+        self, prefill: Prefill, wave: Sequence[Item], running: Sequence[Live], *, whole: bool
     ) -> list[tuple[Live, int]]:
         """Run the prompts of a wave; returns the requests, running now, and their first tokens.
 
-        Whatever fails, an interrupt included, their rows are free again.
+        They get slots for their prompts, or for all their steps if ``whole``. Whatever fails, an
+        interrupt included, their rows are free again.
         """
         prompts: list[Prompt] = []
         try:
@@ -85,7 +89,10 @@ class Admission:
                 donor, shared = self._donor(request.prompt, running)
                 row = self.table.allocate(share=donor, share_len=shared)
                 prompts.append(Prompt(row, request.prompt, shared))
-            self.table.reserve([p.row for p in prompts], [len(p.tokens) for p in prompts])
+            lens = [
+                self._end(request) if whole else len(request.prompt) for request, _ in wave
+            ]
+            self.table.reserve([prompt.row for prompt in prompts], lens)
             first = self._first_tokens(prefill, prompts, [request for request, _ in wave])
         except BaseException:
             for prompt in prompts:
@@ -97,6 +104,14 @@ class Admission:
             self.table.commit(prompt.row, length)
             admitted.append((Live(request, result, prompt.row, length), token))
         return admitted
+
+    def _end(self, request: Request) -> int:
+        """Return how many positions of a request may ever need slots.
+
+        Its last step begins when it lacks one token, and its newest token has no slot yet.
+        """
+        longest = len(request.prompt) + request.max_new_tokens - 2
+        return min(longest + self.reserve_len, self.table.max_context_len)
 
     def _first_tokens(
         self, prefill: Prefill, prompts: Sequence[Prompt], requests: Sequence[Request]

@@ -17,6 +17,7 @@ from specattn.spec.request import Generation, Request
 from specattn.spec.running import Running
 from specattn.spec.settings import Settings, powers_of_two
 from specattn.spec.states import RequestStates, StateDims
+from specattn.spec.waiting import Waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -161,7 +162,9 @@ class Engine:
         widest = self.settings.widest
         dims = StateDims.of(draft_model, widest.topk, draft_sampling=config.draft_sampling)
         self.states = RequestStates.alloc(config.max_num_reqs + 1, dims, device)
-        self._admission = Admission(self.table, self.states, config.page_size)
+        self._admission = Admission(
+            self.table, self.states, config.page_size, self.settings.reserve_len
+        )
         self._prefill = Prefill(self.target, self.draft, self.table.req_to_token, widest)
         self._decoders = EngineDecoders(
             self.target, self.draft, self.settings.configs, self.table, self.states,
@@ -213,7 +216,8 @@ class Engine:
         Parameters
         ----------
         requests : sequence of Request
-            Any number; at most ``max_num_reqs`` run at once, the others wait.
+            Any number; at most ``max_num_reqs`` run at once, and no more than there are slots for
+            if all of them become as long as they may. The others wait.
         on_tokens : callable, optional
             ``on_tokens(index, new_tokens)`` after the first token and after every step.
 
@@ -223,22 +227,20 @@ class Engine:
             If a prompt is empty, longer than the context or not of the vocabulary; nothing has
             run then.
         CapacityError
-            If the pools are too small; every running request is dropped then.
+            If the pools are too small for a request alone, or for what was running before; every
+            running request is dropped then.
         """
         self._check(requests)
         results: list[Generation] = []
         order: dict[int, int] = {}
-        waiting = list(requests)
+        waiting = Waiting(requests, self.config.max_num_reqs, self._running, self._add)
         try:
             while waiting or self._live:
-                room = self.config.max_num_reqs - len(self._live)
-                if waiting and room:
-                    taken, waiting = waiting[:room], waiting[room:]
-                    for result in self.add(taken):
-                        order[id(result)] = len(results)
-                        results.append(result)
-                        if on_tokens:
-                            on_tokens(order[id(result)], list(result.tokens))
+                for result in waiting.join():
+                    order[id(result)] = len(results)
+                    results.append(result)
+                    if on_tokens:
+                        on_tokens(order[id(result)], list(result.tokens))
                 for result, new in self.step(ahead=not waiting):
                     if on_tokens and id(result) in order:
                         on_tokens(order[id(result)], new)
@@ -292,6 +294,9 @@ class Engine:
             those that ran before still do.
         """
         self._check(requests)
+        return self._add(requests, whole=False)
+
+    def _add(self, requests: Sequence[Request], *, whole: bool) -> list[Generation]:
         if any(request.sampling.temperature for request in requests):
             self._decoders.capture_sampled()
         results = [Generation(started_at=time.perf_counter()) for _ in requests]
@@ -302,7 +307,9 @@ class Engine:
             while waiting:
                 # prompts that run now, and those that wait to share them
                 wave, waiting = self._admission.wave(waiting, self._live)
-                self._running.join(self._admission.run(self._prefill, wave, self._live))
+                self._running.join(
+                    self._admission.run(self._prefill, wave, self._live, whole=whole)
+                )
         except BaseException:
             self._running.keep(before)
             raise

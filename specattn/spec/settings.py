@@ -81,6 +81,11 @@ class Settings:
         return max(self.configs, key=lambda config: config.topk)
 
     @property
+    def reserve_len(self) -> int:
+        """Slots past its length that a request needs for a step of any of them."""
+        return max(config.reserve_len for config in self.configs)
+
+    @property
     def speculative(self) -> bool:
         """Whether any of them drafts."""
         return any(config.num_steps for config in self.configs)
