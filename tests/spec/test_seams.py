@@ -12,8 +12,8 @@ from specattn.graph import GraphRunner
 from specattn.spec.generate import Engine, Request
 from specattn.spec.sampling import SamplingParams
 from specattn.spec.step_decoder import StepDecoder
+from tests.spec.stepping import PROMPTS, admitted, engine, told_of_itself
 from tests.spec.test_host_plans import PlanningBackend
-from tests.spec.test_step_decoder import PROMPTS, admitted, engine, told_of_itself
 from tests.tiny import dense_greedy
 
 DRAWN = SamplingParams(0.8, seed=5)
