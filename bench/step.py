@@ -26,9 +26,9 @@ from bench import timeline
 from bench.step_forced import Watched
 from bench.step_oracle import tree_logits
 from bench.step_timing import (
+    Patience,
     Stepper,
     calm_core,
-    calmest,
     check_advance,
     launched,
     loop,
@@ -146,7 +146,7 @@ def measured(
         stepper.force(length)
         check_advance(stepper)
         read = world.read_bytes(setting, batch, context)
-        cell |= {"length": length, **calmest(stepper, options.rounds, options.loop_us),
+        cell |= {"length": length, **options.patience.calmest(stepper, options.rounds),
                  **launched(stepper, options.rounds), "bytes": read,
                  **_anew(stepper, options),
                  "operations": world.operations(setting, batch),
@@ -159,7 +159,7 @@ def measured(
 
 def _anew(stepper: Stepper, options: argparse.Namespace) -> dict[str, float]:
     """Time launches with rows that come anew, and the loop beside them."""
-    found = calmest(stepper, options.rounds // 2, options.loop_us, anew=True)
+    found = options.patience.calmest(stepper, options.rounds // 2, anew=True)
     return {"host_anew_us": found["host_us"], "loop_anew_us": found["loop_us"]}
 
 
@@ -279,6 +279,8 @@ def main() -> None:
     parser.add_argument("--batch", default=",".join(map(str, BATCHES)))
     parser.add_argument("--context", default=",".join(map(str, CONTEXTS)))
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--patience", type=float, default=90.0, metavar="SECONDS",
+                        help="how long to wait in all for a host that others hold up")
     parser.add_argument("--length", type=int, default=4, help="tokens to gain per step, at most")
     parser.add_argument("--no-trace", dest="trace", action="store_false")
     parser.add_argument("--compile", metavar="I/N")
@@ -303,7 +305,7 @@ def main() -> None:
     }
     torch.cuda.empty_cache()
     with calm_core():
-        options.loop_us = min(loop() for _ in range(LOOPS))
+        options.patience = Patience(options.patience, min(loop() for _ in range(LOOPS)))
     lens = rooms(options.places)
     known = shapes(max(lens) + 128)
     models = {name: known[name] for name in options.models.split(",")}

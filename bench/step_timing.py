@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 WARM = 3
 # numbers added up in a loop that is timed after every launch: what the host is capable of just then
 LOOP = 1000
-# how often steps are timed while a host is held up (`NOISY`), for how long, and seconds in between
-TRIES, SECONDS, PAUSE = 5, 1.0, 0.1
+# how often steps are timed while a host is held up, and seconds in between
+TRIES, PAUSE = 8, 0.1
+# the same launches, over and over: a median so far above the quietest tenth was held up
+HELD_UP = 1.25
 # loops that are timed on every core, to find the one that nobody else holds up
 PROBES = 20
 
@@ -138,23 +140,42 @@ def timed(stepper: Stepper, rounds: int, *, anew: bool = False) -> dict[str, flo
     }
 
 
-def calmest(
-    stepper: Stepper, rounds: int, loop_us: float, *, anew: bool = False
-) -> dict[str, float]:
-    """Time steps, again while somebody else holds the host up; returns the calmest try.
+class Patience:
+    """How long a run waits for its host to be left alone.
 
-    That is while the loop takes `NOISY` times ``loop_us`` in the median, up to `TRIES` times, and
-    not beyond `SECONDS`; every time on the core that is calmest then. ``tries`` of the outcome
-    tells how often.
+    Parameters
+    ----------
+    seconds : float
+        What all tries after the first ones may take, of all steps together.
+    loop_us : float
+        What the loop takes on a calm host.
     """
-    found, began = [_on_calm_core(stepper, rounds, anew=anew)], time.perf_counter()
-    while (
-        found[-1]["loop_us"] > NOISY * loop_us and len(found) < TRIES
-        and time.perf_counter() - began < SECONDS
-    ):
-        time.sleep(PAUSE)
-        found.append(_on_calm_core(stepper, rounds, anew=anew))
-    return min(found, key=itemgetter("loop_us")) | {"tries": len(found)}
+
+    def __init__(self, seconds: float, loop_us: float) -> None:
+        self.left, self._loop_us = seconds, loop_us
+
+    def calmest(
+        self, stepper: Stepper, rounds: int, *, anew: bool = False
+    ) -> dict[str, float]:
+        """Time steps, again while somebody else holds the host up; returns the shortest launches'.
+
+        That is while the loop takes `NOISY` times what it takes on a calm host, or launches take
+        `HELD_UP` times their quietest tenth, in the median: up to `TRIES` times, every time on the
+        core that is calmest then. A try is taken whole; ``tries`` tells how many there were.
+        """
+        found = [_on_calm_core(stepper, rounds, anew=anew)]
+        while self._held_up(found[-1]) and len(found) < TRIES and self.left > 0:
+            begin = time.perf_counter()
+            time.sleep(PAUSE)
+            found.append(_on_calm_core(stepper, rounds, anew=anew))
+            self.left -= time.perf_counter() - begin
+        return min(found, key=itemgetter("host_us")) | {"tries": len(found)}
+
+    def _held_up(self, found: dict[str, float]) -> bool:
+        return (
+            found["loop_us"] > NOISY * self._loop_us
+            or found["host_us"] > HELD_UP * found["host_p10_us"]
+        )
 
 
 def _on_calm_core(stepper: Stepper, rounds: int, *, anew: bool) -> dict[str, float]:

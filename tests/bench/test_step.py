@@ -12,6 +12,7 @@ from transformers import LlamaConfig, Qwen3Config
 
 from bench import step, step_timing, timeline
 from bench.step_forced import Watched, launch, twin
+from bench.step_timing import Patience
 from bench.step_world import PLAIN, Setting, Shape, World
 from bench.suite import plots
 from bench.suite import steps as report
@@ -127,7 +128,7 @@ def test_a_whole_run_leaves_a_record(monkeypatch, tmp_path):
     assert step.rooms(step.places([1, 4], [8, 64], fits=64)) == [64, 8, 8, 8]
     options = argparse.Namespace(
         places=step.places([1, 2], [8, 40], fits=60), rounds=2, length=4, settings="tree",
-        loop_us=0.0,  # a host that is never calm
+        patience=Patience(5.0, 0.0),  # and a host that is never calm
     )
     shape = Shape("tiny", LlamaConfig(**SIZES), LlamaConfig(**SIZES), 61)
     rooms = step.rooms(options.places)
@@ -154,20 +155,30 @@ def test_a_whole_run_leaves_a_record(monkeypatch, tmp_path):
             assert cell["error"] < 1e-5
 
 
-@pytest.mark.parametrize(("loops", "tries", "kept"), [
-    ([11.0], 1, 11.0), ([13.0, 12.0], 2, 12.0), ([20.0, 15.0, 18.0, 16.0, 17.0], 5, 15.0),
-])
-def test_steps_are_timed_again_while_the_host_is_held_up(monkeypatch, loops, tries, kept):
-    """A try is taken whole, and it is the one during which the host was calmest."""
-    left = iter(loops)
-    monkeypatch.setattr(step_timing, "PAUSE", 0.0)
-    monkeypatch.setattr(
-        step_timing, "timed",
-        lambda stepper, rounds, *, anew: {"loop_us": next(left), "us": len(loops)},
+@pytest.mark.parametrize(("tries", "kept"), [
+    ([(11, 50, 45)], 50), ([(13, 60, 55), (12, 70, 66)], 60), ([(10, 60, 40), (10, 49, 40)], 49),
+    ([(12, 99, 50), (20, 40, 39), (12, 70, 50), (12, 80, 40)] * 2, 40),
+], ids=["calm", "slow", "uneven", "never"])
+def test_steps_are_timed_again_while_the_host_is_held_up(monkeypatch, tries, kept):
+    """A try is taken whole, and it is the one with the shortest launches."""
+    found = iter(
+        {"loop_us": loop, "host_us": host, "host_p10_us": least, "us": host + 1}
+        for loop, host, least in tries
     )
-    found = step_timing.calmest(None, 3, 10.0)
-    assert found == {"loop_us": kept, "us": len(loops), "tries": tries}
-    assert not list(left)
+    monkeypatch.setattr(step_timing, "PAUSE", 0.0)
+    monkeypatch.setattr(step_timing, "timed", lambda stepper, rounds, *, anew: next(found))
+    kept_whole = Patience(9.0, 10.0).calmest(None, 3)
+    assert (kept_whole["host_us"], kept_whole["us"]) == (kept, kept + 1)
+    assert kept_whole["tries"] == len(tries)
+    assert not list(found)
+
+
+def test_patience_is_that_of_a_whole_run(monkeypatch):
+    held_up = {"loop_us": 20, "host_us": 50, "host_p10_us": 20}
+    monkeypatch.setattr(step_timing, "PAUSE", 0.0)
+    monkeypatch.setattr(step_timing, "timed", lambda *_, **__: held_up)
+    run = Patience(1e-9, 10.0)
+    assert [run.calmest(None, 3)["tries"] for _ in range(3)] == [2, 1, 1]
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="pins threads on Linux only")
