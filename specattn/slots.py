@@ -311,12 +311,14 @@ class SlotTable:
     def holding(self, rows: Collection[int]) -> Iterator[None]:
         """Refuse to free some rows: a step that reads and writes them is not launched as a whole.
 
+        Rows that are held already stay so.
+
         Parameters
         ----------
         rows : collection of int
             Rows; 0 does not matter.
         """
-        before, self._holding = self._holding, frozenset(rows)
+        before, self._holding = self._holding, self._holding.union(rows)
         try:
             yield
         finally:

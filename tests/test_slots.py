@@ -256,3 +256,18 @@ def test_reserving_neither_waits_nor_allocates():
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
     assert len(sizes) < 1000 / 8 + 20
     books.check()
+
+
+def test_rows_that_are_held_stay_so_while_others_are_held():
+    books = table()
+    first, second = books.allocate(), books.allocate()
+    with books.holding([first]):
+        with books.holding([second]):
+            for row in (first, second):
+                with pytest.raises(ValueError, match=f"row {row} takes part in a step"):
+                    books.free(row)
+        books.free(second)
+        with pytest.raises(ValueError, match=f"row {first} takes part in a step"):
+            books.free(first)
+    books.free(first)
+    books.check()
