@@ -88,9 +88,10 @@ class Running:
         raise ValueError("result must be that of a request which runs in this engine")
 
     def _drop(self, live: Live) -> None:
+        # first, for it may be refused
+        self._table.free(live.row)
         live.result.finish_reason = "dropped"
         live.result.finished_at = time.perf_counter()
-        self._table.free(live.row)
 
     def clear(self) -> None:
         """Drop every request."""

@@ -139,3 +139,22 @@ def test_clear_drops_them_all(models):
     run.clear()
     assert [result.finish_reason for result in results] == ["length", "dropped", "dropped"]
     assert run.table.num_free_rows == 4
+
+
+def test_a_drop_that_is_refused_leaves_the_request_running(models):
+    """Between the parts of a step of its row, which keeps it."""
+    run, refused = engine(models, seams="three"), []
+    result, other = run.add([Request([3, 14], 9), Request([5], 9)])
+    row = run._live[0].row
+
+    def drop(_part) -> None:
+        with pytest.raises(ValueError, match=f"row {row} takes part in a step"):
+            run.drop(result)
+        refused.append((result.finish_reason, result.finished_at, run.num_live))
+
+    run.decoder(run.config).step_async([row], between=drop)
+    assert refused == [("", 0.0, 2)] * 2
+    run.drop(result)
+    run.drop(other)
+    run.table.check()
+    assert run.table.num_free_rows == 4
