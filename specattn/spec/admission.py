@@ -80,8 +80,8 @@ class Admission:
     ) -> list[tuple[Live, int]]:
         """Run the prompts of a wave; returns the requests, running now, and their first tokens.
 
-        They get slots for their prompts, or for all their steps if ``whole``. Whatever fails, an
-        interrupt included, their rows are free again.
+        They get slots for their prompts; if ``whole``, for all their steps, and so do those that
+        run already. Whatever fails, an interrupt included, their rows are free again.
         """
         prompts: list[Prompt] = []
         try:
@@ -89,10 +89,16 @@ class Admission:
                 donor, shared = self._donor(request.prompt, running)
                 row = self.table.allocate(share=donor, share_len=shared)
                 prompts.append(Prompt(row, request.prompt, shared))
-            lens = [
-                self._end(request) if whole else len(request.prompt) for request, _ in wave
+            holders = [
+                (prompt.row, request)
+                for prompt, (request, _) in zip(prompts, wave, strict=True)
             ]
-            self.table.reserve([prompt.row for prompt in prompts], lens)
+            if whole:
+                holders += [(live.row, live.request) for live in running]
+            self.table.reserve(
+                [row for row, _ in holders],
+                [self._end(one) if whole else len(one.prompt) for _, one in holders],
+            )
             first = self._first_tokens(prefill, prompts, [request for request, _ in wave])
         except BaseException:
             for prompt in prompts:

@@ -227,8 +227,8 @@ class Engine:
             If a prompt is empty, longer than the context or not of the vocabulary; nothing has
             run then.
         CapacityError
-            If the pools are too small for a request alone, or for what was running before; every
-            running request is dropped then.
+            If the pools are too small for a request alone, or for those that ran before together;
+            every running request is dropped then.
         """
         self._check(requests)
         results: list[Generation] = []

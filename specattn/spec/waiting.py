@@ -23,8 +23,9 @@ class Join(Protocol):
 class Waiting:
     """Requests that come in their order, as many at once as reach their ends together.
 
-    Those that run keep their slots, so one that would take what they grow into waits for them to
-    end. One for whose longest text there are no slots at all runs by itself: it may end before.
+    Those that run keep their slots, be they of these requests or not, so one that would take what
+    they grow into waits for them to end. One for whose longest text there are no slots at all runs
+    by itself: it may end before.
 
     Parameters
     ----------
@@ -55,7 +56,7 @@ class Waiting:
         Raises
         ------
         CapacityError
-            If the first one lacks slots for its prompt though nobody runs.
+            If the first one lacks slots for its prompt though nobody runs; nobody has joined then.
         """
         joined: list[Generation] = []
         if self._running.live and len(self._running.live) >= self._full:
@@ -66,7 +67,8 @@ class Waiting:
                 joined += self._take(count, whole=True)
             except CapacityError:
                 if count == 1 and not self._running.live:
-                    joined += self._take(1, whole=False)
+                    if not joined:  # else their tokens come first
+                        joined += self._take(1, whole=False)
                     break
                 count //= 2
         self._full = len(self._running.live)

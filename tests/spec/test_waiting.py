@@ -146,3 +146,28 @@ def test_drawn_tokens_do_not_depend_on_who_waits(models):
     for slots in (WHOLE, 2 * WHOLE + 5):
         got = engine(models, slots).generate(requests)
         assert [one.tokens for one in got] == [one.tokens for one in want]
+
+
+def test_who_runs_before_gets_to_its_end_first(models, greedy):
+    """Requests of `generate` do not take what one that was added before will grow into."""
+    run, prompt = engine(models, WHOLE), PROMPTS[1][:2]
+    for pending in (False, True):
+        (before,) = run.add([Request(PROMPTS[0], NEW)])
+        if pending:
+            run.step(ahead=True)
+        # the prompt's slots are free, and those of its text are now
+        results = run.generate([Request(prompt, 15)] * 2)
+        assert before.tokens == greedy[0][:NEW]
+        assert before.finish_reason == "length"
+        for result in results:
+            assert result.tokens == dense_greedy(models[0], prompt, 15)
+        assert run.table.num_free_slots == WHOLE
+
+
+def test_who_ended_at_once_is_told_before_the_next_one_is_an_error(models):
+    run, told = engine(models, 12), []
+    with pytest.raises(CapacityError, match="more pages of 1 KV slots are needed"):
+        run.generate(
+            [Request([3], 1), Request(PROMPTS[1], 5)], lambda index, new: told.append((index, new))
+        )
+    assert told == [(0, dense_greedy(models[0], [3], 1))]
