@@ -137,6 +137,8 @@ class EngineDecoders:
                 raise ValueError(f"config must be one of the engine's settings, got {config}")
             sampled = any(decoder.sampled for decoder in self.made)
             self._made[config] = self._make_plain(sampled=sampled)
+            if sampled:
+                self._drawing.add(config)
         return self._made[config]
 
     def capture_sampled(self) -> None:

@@ -137,6 +137,16 @@ def test_plain_decoding_near_the_end_draws_without_graphs(monkeypatch):
     assert result.tokens == want.tokens
 
 
+def test_plain_decoding_that_is_made_for_drawing_requests_is_captured_once(monkeypatch, caplog):
+    run, request = engine(sampled=True), Request(LONG.prompt, 99, DRAWN)
+    tried = broken(monkeypatch, "_capture", RuntimeError("no such luck"))
+    first, second = (run.generate([request])[0] for _ in range(2))
+    assert first.tokens == second.tokens
+    assert first.finish_reason == "context"
+    assert len(tried) == 1
+    assert caplog.text.count("batches run eagerly") == 1
+
+
 def test_a_capture_that_is_interrupted_is_made_by_the_next_request(monkeypatch):
     run = engine()
     with monkeypatch.context() as patch:
