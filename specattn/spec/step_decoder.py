@@ -253,8 +253,9 @@ class StepDecoder:
             has been launched and before the part is planned; never in plain decoding, which has
             one part. What it launches on the current stream runs there, too. The rows of the step
             are its own until it has been launched as a whole: a `SlotTable` does not free them
-            here; tables of others must not give them, or their slots, to anybody. If it raises,
-            the requests are where they were before the step.
+            here; tables of others must not give them, or their slots, to anybody, and a decoder of
+            another setting must not step them. If it raises, the requests are where they were
+            before the step.
 
         Returns
         -------
