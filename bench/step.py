@@ -28,10 +28,9 @@ from bench.step_oracle import tree_logits
 from bench.step_timing import (
     Patience,
     Stepper,
-    calm_core,
+    calm_loop,
     check_advance,
     launched,
-    loop,
     timed,
 )
 from bench.step_world import PLAIN, SETTINGS, Setting, World, shapes
@@ -54,8 +53,6 @@ CHECKED = 512
 # bfloat16 through all layers, relative L2 error of the logits
 MOST_ERROR = 0.05
 TRACED = 3
-# loops of which the shortest is what a calm host takes
-LOOPS = 1000
 
 
 def places(batches: Sequence[int], contexts: Sequence[int], fits: int = FITS) -> list[Any]:
@@ -304,12 +301,13 @@ def main() -> None:
         "roofs": roofs.measure(options.rounds), "cells": [],
     }
     torch.cuda.empty_cache()
-    with calm_core():
-        options.patience = Patience(options.patience, min(loop() for _ in range(LOOPS)))
     lens = rooms(options.places)
     known = shapes(max(lens) + 128)
     models = {name: known[name] for name in options.models.split(",")}
     options.out.parent.mkdir(parents=True, exist_ok=True)
+    fitting = sum(fits for _, _, fits in options.places)
+    steps = 2 * len(models) * len(_settings(options)) * fitting
+    options.patience = Patience(options.patience, steps, calm_loop())
 
     def make(shape: Shape) -> World:
         return World(shape, lens, torch.device("cuda"))

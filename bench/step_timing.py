@@ -147,12 +147,14 @@ class Patience:
     ----------
     seconds : float
         What all tries after the first ones may take, of all steps together.
+    steps : int
+        How often it will be asked to time steps: who needs less than a share leaves it to others.
     loop_us : float
         What the loop takes on a calm host.
     """
 
-    def __init__(self, seconds: float, loop_us: float) -> None:
-        self.left, self._loop_us = seconds, loop_us
+    def __init__(self, seconds: float, steps: int, loop_us: float) -> None:
+        self.left, self._steps, self._loop_us = seconds, steps, loop_us
 
     def calmest(
         self, stepper: Stepper, rounds: int, *, anew: bool = False
@@ -163,12 +165,16 @@ class Patience:
         `HELD_UP` times their quietest tenth, in the median: up to `TRIES` times, every time on the
         core that is calmest then. A try is taken whole; ``tries`` tells how many there were.
         """
-        found = [_on_calm_core(stepper, rounds, anew=anew)]
-        while self._held_up(found[-1]) and len(found) < TRIES and self.left > 0:
-            begin = time.perf_counter()
+        share = self.left / max(self._steps, 1)
+        found, begin = [_on_calm_core(stepper, rounds, anew=anew)], time.perf_counter()
+        while (
+            self._held_up(found[-1]) and len(found) < TRIES
+            and time.perf_counter() - begin < share
+        ):
             time.sleep(PAUSE)
             found.append(_on_calm_core(stepper, rounds, anew=anew))
-            self.left -= time.perf_counter() - begin
+        self.left -= time.perf_counter() - begin
+        self._steps -= 1
         return min(found, key=itemgetter("host_us")) | {"tries": len(found)}
 
     def _held_up(self, found: dict[str, float]) -> bool:
@@ -200,6 +206,12 @@ def calm_core() -> Iterator[None]:
 def _loop_on(core: int) -> float:
     os.sched_setaffinity(0, {core})
     return statistics.median(loop() for _ in range(PROBES))
+
+
+def calm_loop() -> float:
+    """Return microseconds of the loop on a calm host: as steps have it, a median, but the least."""
+    with calm_core():
+        return min(statistics.median(loop() for _ in range(PROBES)) for _ in range(PROBES))
 
 
 def loop() -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -128,7 +129,7 @@ def test_a_whole_run_leaves_a_record(monkeypatch, tmp_path):
     assert step.rooms(step.places([1, 4], [8, 64], fits=64)) == [64, 8, 8, 8]
     options = argparse.Namespace(
         places=step.places([1, 2], [8, 40], fits=60), rounds=2, length=4, settings="tree",
-        patience=Patience(5.0, 0.0),  # and a host that is never calm
+        patience=Patience(60.0, 1, 0.0),  # and a host that is never calm
     )
     shape = Shape("tiny", LlamaConfig(**SIZES), LlamaConfig(**SIZES), 61)
     rooms = step.rooms(options.places)
@@ -167,18 +168,36 @@ def test_steps_are_timed_again_while_the_host_is_held_up(monkeypatch, tries, kep
     )
     monkeypatch.setattr(step_timing, "PAUSE", 0.0)
     monkeypatch.setattr(step_timing, "timed", lambda stepper, rounds, *, anew: next(found))
-    kept_whole = Patience(9.0, 10.0).calmest(None, 3)
+    kept_whole = Patience(9.0, 1, 10.0).calmest(None, 3)
     assert (kept_whole["host_us"], kept_whole["us"]) == (kept, kept + 1)
     assert kept_whole["tries"] == len(tries)
     assert not list(found)
 
 
-def test_patience_is_that_of_a_whole_run(monkeypatch):
-    held_up = {"loop_us": 20, "host_us": 50, "host_p10_us": 20}
-    monkeypatch.setattr(step_timing, "PAUSE", 0.0)
-    monkeypatch.setattr(step_timing, "timed", lambda *_, **__: held_up)
-    run = Patience(1e-9, 10.0)
-    assert [run.calmest(None, 3)["tries"] for _ in range(3)] == [2, 1, 1]
+def test_patience_is_shared_by_the_steps_of_a_run(monkeypatch):
+    """Whoever needs less than a share leaves the rest to those that come later."""
+    now = [0.0]
+    monkeypatch.setattr(step_timing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(step_timing.time, "sleep", lambda _: None)
+    hosts = {"calm": 20, "held up": 50}
+
+    def timed(stepper, rounds, *, anew):
+        now[0] += 1.0
+        return {"loop_us": 10, "host_us": hosts[stepper], "host_p10_us": 20}
+
+    monkeypatch.setattr(step_timing, "timed", timed)
+    run = Patience(6.0, 3, 10.0)
+    order = ["held up", "calm", "held up"]
+    assert [run.calmest(step, 3)["tries"] for step in order] == [3, 1, 5]
+    assert run.calmest("held up", 3)["tries"] == 1, "nothing is left"
+
+
+def test_a_calm_loop_is_the_least_of_medians(monkeypatch):
+    times = iter([5.0, 11.0, 12.0, 1.0, 14.0, 15.0, 30.0, 31.0, 32.0])
+    monkeypatch.setattr(step_timing, "PROBES", 3)
+    monkeypatch.setattr(step_timing, "calm_core", nullcontext)
+    monkeypatch.setattr(step_timing, "loop", lambda: next(times))
+    assert step_timing.calm_loop() == 11.0
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="pins threads on Linux only")
