@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from specattn.spec.step_decoder import StepDecoder
 
 # the step that is timed adds a few tokens
-CONTEXT, ROUNDS = 4096, 300
+CONTEXT, ROUNDS = 4096, 200
+# seconds
+LATE = 0.02
 
 
 class Recorded:
@@ -50,22 +52,28 @@ def step_us(decoder: StepDecoder, rows: Sequence[int], rounds: int = ROUNDS) -> 
     """Return what `StepDecoder.step_async` costs the host, in microseconds.
 
     Each step is waited for before the next one is launched, outside what is timed. ``moved`` are
-    steps whose rows are not those of the step before, and have to be sent.
+    steps whose rows are not those of the step before; before ``late`` ones the host counts for
+    `LATE`, as if it waited for a long step: it finds little in its caches then.
 
     Parameters
     ----------
     decoder : StepDecoder
-        Captured, with requests that have room for ``2 * rounds`` steps.
+        Captured, with requests that have room for ``3 * rounds`` steps.
     rows : sequence of int
         The requests.
     rounds : int
         Steps of each kind.
     """
     found = {}
-    for name, orders in (("same", [rows]), ("moved", [rows, [*rows[1:], 0]])):
+    moved = [rows, [*rows[1:], 0]]
+    kinds = ("same", [rows], 0.0), ("moved", moved, 0.0), ("late", [rows], LATE)
+    for name, orders, late in kinds:
         times = []
         for at in range(rounds):
             order = orders[at % len(orders)]
+            until = time.perf_counter() + late
+            while time.perf_counter() < until:
+                pass
             start = time.perf_counter()
             pending = decoder.step_async(order)
             times.append(1e6 * (time.perf_counter() - start))
@@ -94,7 +102,8 @@ def main() -> None:
     decoder = engine.decoders[0]
     if not cuda:
         without_device(decoder.runner)
-    print("batch  fingerprint  check us  step_async us  (p90)  with other rows us  (p90)")
+    print("batch  fingerprint  check us  step_async us  (p90)  with other rows us  (p90)  "
+          f"after {1e3 * LATE:.0f} ms us  (p90)")
     for size in sizes:
         (done,) = decoder.runner._captured.values()
         captured = done[size]
@@ -102,7 +111,8 @@ def main() -> None:
         us = step_us(decoder, rows[:size])
         print(
             f"{size:5} {len(captured.fingerprint):12} {check:9.1f} {us['same']:14.1f} "
-            f"{us['same_p90']:7.1f} {us['moved']:19.1f} {us['moved_p90']:7.1f}"
+            f"{us['same_p90']:7.1f} {us['moved']:19.1f} {us['moved_p90']:7.1f} "
+            f"{us['late']:15.1f} {us['late_p90']:6.1f}"
         )
 
 

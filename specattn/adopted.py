@@ -9,6 +9,7 @@ import torch
 from specattn.buffers import expect
 from specattn.kernels import ops
 from specattn.slots import count_pages
+from specattn.watch import Settable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,7 +82,7 @@ def as_slots(pages: Tensor) -> Tensor:
     return pages.as_strided(shape, (slot, *pages.stride()[2:]))
 
 
-class AdoptedTable:
+class AdoptedTable(Settable):
     """An engine's request table, in place of a `SlotTable`: the engine keeps the books.
 
     `StepDecoder` and `Prefill` take it, and only read. The engine writes the slots of its requests

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 class ForwardMode(enum.Enum):
     """Why a model runs. Read by ``SpecConfig.layout`` and used as a graph key; nothing else."""
 
+    # as members compare; that of their names takes a call in Python
+    __hash__ = object.__hash__
+
     DECODE = "decode"
     DRAFT_DECODE = "draft_decode"
     TARGET_VERIFY = "target_verify"

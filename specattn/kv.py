@@ -13,6 +13,7 @@ from torch import Tensor
 from specattn.buffers import expect
 from specattn.config import FLOAT8, MAX_SLOTS, UNSCALED
 from specattn.kernels import ops
+from specattn.watch import Settable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 Caches = Tensor | tuple[Tensor, ...]
 
 
-class KVPool:
+class KVPool(Settable):
     """Keys and values of all layers of one model: allocated here, or an engine's own (`adopt`).
 
     Parameters

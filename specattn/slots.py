@@ -14,6 +14,7 @@ import torch
 from specattn.errors import CapacityError
 from specattn.kernels import ops
 from specattn.staging import StagingRing
+from specattn.watch import Settable
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -57,7 +58,7 @@ def count_pages(num_slots: int, page_size: int) -> int:
     return num_slots // page_size
 
 
-class SlotTable:
+class SlotTable(Settable):
     """Gives requests rows and KV slots, page by page, and shares prefix pages by count.
 
     The host keeps the books (pages per row, users per page); the device has ``req_to_token`` and

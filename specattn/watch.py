@@ -4,19 +4,64 @@ from __future__ import annotations
 
 import weakref
 from itertools import chain, compress, cycle
-from operator import is_
-from typing import TYPE_CHECKING
+from operator import call, is_
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     # attributes as they are and were, those that are tensors, and every address of that turn
     _Turn = tuple[Iterable[object], list[object], list[Tensor], list[int]]
 
 # stands for one, which is not kept alive
 _TENSOR = object()
+
+# how often a public attribute of any `Settable` was set
+_CHANGES = [0]
+
+
+class Settable:
+    """An object with attributes that graphs bake in and anybody may set: changes are counted.
+
+    Whoever compares them needs to look only if anything has been set since (`Glance`). What goes
+    round ``__setattr__``, which takes force, is not counted.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name[0] != "_":
+            _CHANGES[0] += 1
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        if name[0] != "_":
+            _CHANGES[0] += 1
+
+
+class Glance:
+    """Looks at objects again only if they may have changed.
+
+    Parameters
+    ----------
+    objects : iterable of object
+        If all are `Settable`, that is when an attribute of any `Settable` has been set; else every
+        time.
+    """
+
+    def __init__(self, objects: Iterable[object]) -> None:
+        self._counted = all(isinstance(one, Settable) for one in objects)
+        self._seen: int | None = None
+
+    def finds(self, same: Callable[[], bool]) -> bool:
+        """Return what ``same`` says, or True if it said so last and nothing has been set since."""
+        changes = _CHANGES[0]
+        if changes != self._seen:
+            if not same():
+                return False
+            self._seen = changes if self._counted else None
+        return True
 
 
 class Watch:
@@ -25,8 +70,9 @@ class Watch:
     This runs before every replay. What it compares when:
 
     - Every time, the attributes of objects that may be set (a pool), and the addresses of those
-      that are tensors, or in tuples. The tensors are not kept alive, those in tuples aside: a pool
-      that is replaced gives its memory back.
+      that are tensors, or in tuples. Of `Settable` objects, the attributes only when one may have
+      been set. The tensors are not kept alive, those in tuples aside: a pool that is replaced
+      gives its memory back.
     - Every time, the addresses of tensors that are watched themselves: who can reach a tensor (a
       table) can resize it.
     - The attributes of frozen dataclasses, and the addresses of those that are tensors: every
@@ -48,7 +94,9 @@ class Watch:
         holders = [one for one in found if not isinstance(one, Tensor)]
         self._objects = holders  # keeps what `values` shows
         # these show what the attributes are whenever they are read
-        self._set = [vars(one).values() for one in holders if not _frozen(one)]
+        settable = [one for one in holders if not _frozen(one)]
+        self._set = [vars(one).values() for one in settable]
+        self._glance = Glance(settable)
         frozen = [vars(one).values() for one in holders if _frozen(one)]
         self._fixed, self._turning = ([], frozen) if in_turn else (frozen, [])
         self.renew()
@@ -61,19 +109,25 @@ class Watch:
     def unchanged(self) -> bool:
         """Return whether every attribute surely is what it was, where it was."""
         # an identity may be given again, but not before its tensor is gone
-        if self._gone or not all(map(is_, chain.from_iterable(self._fixed), self._held)):
+        if self._gone:
             return False
-        found = [*chain.from_iterable(self._set)]
-        # few numbers are looked at: a host that has waited for a step finds none in its caches
-        if len(found) != len(self._kept) or [*map(is_, found, self._others)] != self._kept:
+        if self._fixed and not all(map(is_, chain.from_iterable(self._fixed), self._held)):
             return False
-        mine = [*compress(found, self._tensors)]
-        if [*map(id, mine)] != self._ids:
+        # little is looked at: a host that has waited for a step finds nothing in its caches
+        if not self._glance.finds(self._same):
             return False
         values, held, tensors, addresses = next(self._turn)
         if not all(map(is_, values, held)):
             return False
+        mine = map(call, self._refs)
         return [*map(Tensor.data_ptr, chain(mine, self._own, tensors))] == addresses
+
+    def _same(self) -> bool:
+        """Return whether attributes that may be set are what they were."""
+        found = [*chain.from_iterable(self._set)]
+        if len(found) != len(self._kept) or [*map(is_, found, self._others)] != self._kept:
+            return False
+        return [*map(id, compress(found, self._tensors))] == self._ids
 
     def renew(self) -> None:
         """Watch what the attributes are now."""
@@ -85,7 +139,9 @@ class Watch:
         tensors = list(compress(found, self._tensors))
         self._ids = list(map(id, tensors))
         self._gone: list[object] = []
-        self._refs = [weakref.ref(tensor, self._gone.append) for tensor in tensors]
+        self._refs: list[Callable[[], Any]] = [
+            weakref.ref(tensor, self._gone.append) for tensor in tensors
+        ]
         tuples = [value for value in self._others if isinstance(value, tuple)]
         self._own = _tensors([*self._reachable, *self._held, *chain.from_iterable(tuples)])
         addresses = [one.data_ptr() for one in (*tensors, *self._own)]

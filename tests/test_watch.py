@@ -9,7 +9,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from specattn.watch import Watch
+from specattn.watch import Glance, Settable, Watch
+
+
+class Counted(Settable):
+    """An object whose changes are counted."""
+
+    def __init__(self, **values):
+        vars(self).update(values)
+
+
+HOLDERS = [SimpleNamespace, Counted]
 
 
 def resize(held):
@@ -42,20 +52,28 @@ def replace_in_turn(held):
     held.a = torch.zeros(2, 2)
 
 
-CHANGES = [resize, point_elsewhere, replace, view, change_a_number, add, replace_in_turn]
+def take_away(held):
+    del held.number
 
 
+CHANGES = [
+    resize, point_elsewhere, replace, view, change_a_number, add, replace_in_turn, take_away,
+]
+
+
+@pytest.mark.parametrize("other", HOLDERS)
+@pytest.mark.parametrize("holder", HOLDERS)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_changes_are_noticed_until_renewed(change):
-    held = SimpleNamespace(a=torch.zeros(4), b=torch.zeros(3), number=2.5, name="x")
-    watch = Watch([held, SimpleNamespace(c=torch.zeros(2)), held])
+def test_changes_are_noticed_until_renewed(change, holder, other):
+    held = holder(a=torch.zeros(4), b=torch.zeros(3), number=2.5, name="x")
+    watch = Watch([held, other(c=torch.zeros(2)), held])
     assert watch.unchanged()
     held.b += 1
     held.number = held.number * 1  # equal, but perhaps another object
     watch.renew()
     assert watch.unchanged()
     change(held)
-    assert not watch.unchanged()
+    assert not any(watch.unchanged() for _ in range(3))
     watch.renew()
     assert watch.unchanged()
 
@@ -75,10 +93,11 @@ def replace_many(held):
 MANY = [resize_one_of_many, point_one_of_many_elsewhere, replace_many]
 
 
+@pytest.mark.parametrize("holder", HOLDERS)
 @pytest.mark.parametrize("change", MANY, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("in_turn", [False, True])
-def test_tensors_in_tuples_have_no_turns(change, in_turn):
-    held = SimpleNamespace(many=tuple(torch.zeros(4) for _ in range(3)), names=("a", "b"))
+def test_tensors_in_tuples_have_no_turns(change, in_turn, holder):
+    held = holder(many=tuple(torch.zeros(4) for _ in range(3)), names=("a", "b"))
     watch = Watch([held, *(fixed() for _ in range(3))], in_turn=in_turn)
     assert all(watch.unchanged() for _ in range(7))
     change(held)
@@ -123,9 +142,10 @@ def test_changes_of_frozen_dataclasses_are_noticed_at_once_or_in_turn(change, in
         watch.renew()
 
 
-@pytest.mark.parametrize("change", [*CHANGES, point_elsewhere], ids=lambda change: change.__name__)
-def test_what_others_can_set_has_no_turns(change):
-    held = SimpleNamespace(a=torch.zeros(4), number=2.5)
+@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_others_can_set_has_no_turns(change, holder):
+    held = holder(a=torch.zeros(4), number=2.5)
     watch = Watch([*(fixed() for _ in range(3)), held], in_turn=True)
     change(held)
     assert not any(watch.unchanged() for _ in range(4))
@@ -141,17 +161,56 @@ def test_tensors_that_others_can_reach_have_no_turns(change, at):
     assert not any(watch.unchanged() for _ in range(4))
 
 
+@pytest.mark.parametrize("holder", HOLDERS)
 @pytest.mark.parametrize("in_turn", [False, True])
-def test_tensors_are_not_kept_alive(in_turn):
+def test_tensors_are_not_kept_alive(in_turn, holder):
     gone = []
 
     class Noticed(torch.Tensor):
         def __del__(self):
             gone.append(1)
 
-    held = SimpleNamespace(a=torch.zeros(4).as_subclass(Noticed))
+    held = holder(a=torch.zeros(4).as_subclass(Noticed))
     watch = Watch([held], in_turn=in_turn)
+    assert watch.unchanged()
     del held.a
     gc.collect()
     assert gone
     assert not watch.unchanged()
+
+
+def test_a_tensor_given_up_by_force_is_noticed():
+    held = Counted(a=torch.zeros(4))
+    watch = Watch([held])
+    assert watch.unchanged()
+    object.__setattr__(held, "a", torch.zeros(4))
+    assert not watch.unchanged()
+
+
+def test_a_glance_looks_only_if_something_may_have_changed():
+    held, looks, says = Counted(a=1), [], [True]
+
+    def same():
+        looks.append(len(looks))
+        return says[0]
+
+    glance = Glance([held])
+    assert glance.finds(same)
+    assert glance.finds(same)
+    assert len(looks) == 1
+    held._own = 2  # nobody else sets what is private
+    assert glance.finds(same)
+    assert len(looks) == 1
+    held.a = 2
+    says[0] = False
+    assert not glance.finds(same)
+    assert not glance.finds(same), "what has changed stays changed"
+    assert len(looks) == 3
+    says[0] = True
+    assert glance.finds(same)
+    assert glance.finds(same)
+    assert len(looks) == 4
+    mixed = Glance([held, SimpleNamespace()])
+    assert mixed.finds(same)
+    assert mixed.finds(same)
+    assert len(looks) == 6, "changes of one are not counted"

@@ -32,6 +32,7 @@ from specattn.backends.fa3_keys import Lists, keys_of, prefix_of, prompt_of
 from specattn.errors import UnsupportedError
 from specattn.kernels import ops
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
+from specattn.watch import Settable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,7 +48,7 @@ HEAD_DIMS = (64, 128)
 HOPPER = (9, 0)
 
 
-class Fa3Backend:
+class Fa3Backend(Settable):
     """FlashAttention-3 on Hopper.
 
     Trees under a window (any layout that is not causal, with ``window_left`` of 0 or more) are

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from specattn.watch import Settable
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -50,7 +52,7 @@ def require_contiguous(out: Tensor, lse: Tensor | None) -> None:
             raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
 
 
-class FlashInferLayer:
+class FlashInferLayer(Settable):
     """A layer geometry on a CUDA device, with the workspace of everything bound to it.
 
     Parameters

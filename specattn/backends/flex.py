@@ -16,6 +16,7 @@ import torch
 from specattn.backends.base import Capabilities, PatternA
 from specattn.backends.flex_kernel import FlexKernel, Keys
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
+from specattn.watch import Settable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from specattn.config import AttnConfig
 
 
-class FlexBackend:
+class FlexBackend(Settable):
     """FlexAttention; no graphs, because it sizes its gather by the lengths.
 
     Parameters

@@ -20,6 +20,7 @@ from specattn.backends.base import Capabilities
 from specattn.errors import UnsupportedError
 from specattn.kernels import ops
 from specattn.plan import AttnPlan, CsrPlan, Plan
+from specattn.watch import Settable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 TABLE_KEYS = 128
 
 
-class PagedBackend(ABC):
+class PagedBackend(Settable, ABC):
     """An adapter; the class attributes say of what.
 
     For another page size, subclass with another ``page_size`` and pass the class as the backend.

@@ -9,6 +9,7 @@ from specattn.backends.base import Capabilities, PatternA
 from specattn.config import FLOAT8, UNSCALED, KVScales
 from specattn.kernels.reference import attention
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
+from specattn.watch import Settable
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from specattn.config import AttnConfig
 
 
-class TorchNativeBackend:
+class TorchNativeBackend(Settable):
     """The reference functions as a backend; eager, because it sizes its gather by the lengths.
 
     Parameters

@@ -21,6 +21,7 @@ from specattn.backends.triton_bound import (
 from specattn.backends.triton_fixed import FixedCsr, FixedTree
 from specattn.config import FLOAT8, UNSCALED, KVScales
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
+from specattn.watch import Settable
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 MAX_HEAD_DIM = 256
 
 
-class TritonBackend:
+class TritonBackend(Settable):
     """The library's own kernels.
 
     Parameters

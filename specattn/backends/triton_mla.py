@@ -18,6 +18,7 @@ from specattn.backends.triton_bound import (
     platform_reasons,
 )
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
+from specattn.watch import Settable
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 MAX_RANK, MAX_ROPE = 512, 64
 
 
-class TritonMlaBackend:
+class TritonMlaBackend(Settable):
     """The library's own kernels for ``latent`` layers.
 
     Parameters

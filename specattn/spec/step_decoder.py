@@ -26,6 +26,7 @@ from specattn.spec.step_parts import StepPart
 from specattn.spec.step_program import StepProgram
 from specattn.spec.tbo_step import TboStepProgram
 from specattn.spec.verify import accept
+from specattn.watch import Glance, Settable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -59,7 +60,7 @@ _SETTING = (
 _setting = attrgetter(*_SETTING)
 
 
-class StepDecoder:
+class StepDecoder(Settable):
     """Runs whole steps of one speculation setting over requests' rows.
 
     Nothing is handed over between steps but rows: lengths advance on the device, where the next
@@ -160,7 +161,7 @@ class StepDecoder:
         self.indices, self.accept = indices, accept
         self.validate, self.tbo = validate, tbo
         device = table.req_to_token.device
-        self._made = _setting(self)
+        self._made, self._glance = _setting(self), Glance([self, table])
         self._plans = _plans_on_host(target, draft)
         three = seams == "three"
         self._parts = [StepPart.of(config, seams=three, sampled=drawn) for drawn in (False, True)]
@@ -341,11 +342,13 @@ class StepDecoder:
 
     def _check(self) -> None:
         self._check_free()
-        found = _setting(self)
-        if not all(map(is_, found, self._made)):
-            for name, made, now in zip(_SETTING, self._made, found, strict=True):
+        if not self._glance.finds(self._as_made):
+            for name, made, now in zip(_SETTING, self._made, _setting(self), strict=True):
                 if made is not now:
                     raise CaptureMismatch(name, made, now)
+
+    def _as_made(self) -> bool:
+        return all(map(is_, _setting(self), self._made))
 
     def _check_read(self, rows: tuple[int, ...]) -> None:
         """Refuse lengths that a step in flight is about to change."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from specattn.batch import ForwardMode
 from specattn.buffers import fingerprint
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from specattn.spec.step_buffers import StepOutput
 
 
-@dataclass(frozen=True)
-class StepPart:
+class StepPart(NamedTuple):
     """What is recorded together, as a key of graphs: all of a step, or what one model runs.
 
     Parameters
