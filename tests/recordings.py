@@ -9,7 +9,15 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from specattn.graph import GraphRunner
     from tests.oracle import Case
+
+
+def forget(runner: GraphRunner[Any], *modes: Any) -> None:
+    """Leave a runner as captures of these modes do that all failed."""
+    for mode in modes:
+        runner._captured[mode].clear()
+    runner._found.clear()
 
 
 def recorded(step: Callable[[], Any]) -> Callable[[], Any]:

@@ -13,6 +13,7 @@ from specattn.backends import load_backend
 from specattn.batch import ForwardMode
 from specattn.errors import CapacityError, CaptureError
 from specattn.graph import GraphRunner
+from tests.recordings import forget
 from tests.worlds import DEVICE, inputs, same, world
 
 CUDA = DEVICE.type == "cuda"
@@ -106,7 +107,7 @@ def test_a_capture_that_fails_leaves_a_runner_usable(name):
         assert torch.rand(9, device=DEVICE).isfinite().all()
     assert runner.captured(MODE) == [1, 4]
     same(outcome(), wanted)
-    runner._captured[MODE].clear()
+    forget(runner, MODE)
     same(outcome(), wanted)
     assert runner.stats.eager[MODE] == 1
     runner.capture(MODE)
@@ -119,7 +120,7 @@ def test_a_capture_that_fails_does_not_undo_larger_buckets(monkeypatch):
     runner = one.decoder.runner
     one.poison(LENS)
     wanted = one.run(MODE, LENS, values)
-    runner._captured[MODE].clear()
+    forget(runner, MODE)
     monkeypatch.setattr(
         Breaking, "fault", lambda q: throw(q) if len(q) == one.decoder.config.num_draft_tokens
         else None,

@@ -19,6 +19,7 @@ from specattn.graph import GraphRunner
 from specattn.recording import Recorder
 from specattn.spec.sampling import SamplingBatch, SamplingParams
 from specattn.spec.verify_program import VerifyProgram
+from tests.recordings import forget
 from tests.worlds import CONFIG, DEVICE, MODES, inputs, same, world
 
 BACKENDS = ["triton"] if DEVICE.type == "cuda" else ["torch_native"]
@@ -147,10 +148,10 @@ def test_a_layer_setting_changed_after_capture_is_refused_by_name(backend, in_pl
     if in_place:
         object.__setattr__(before, name, 0.5)
     else:
-        object.__setattr__(layer, "config", replace(before, **{name: 3}))
+        layer.config = replace(before, **{name: 3})
     with pytest.raises(CaptureMismatch, match=rf"AttnConfig\[\d\]\.{name} changed .* {old}, got"):
         one.run(ForwardMode.TARGET_VERIFY, lens, good)
-    object.__setattr__(layer, "config", before)
+    layer.config = before
     object.__setattr__(before, name, old)
     one.poison(lens)
     same(want, one.run(ForwardMode.TARGET_VERIFY, lens, good))
@@ -176,7 +177,7 @@ def test_running_out_of_memory_at_capture_names_the_bucket_and_leaves_eager_usab
     one.poison(lens)
     got = one.run(ForwardMode.TARGET_VERIFY, lens, values)  # served by the bucket of 4
     program.fed = True
-    runner._captured[ForwardMode.TARGET_VERIFY].clear()
+    forget(runner, ForwardMode.TARGET_VERIFY)
     one.poison(lens)
     same(got, one.run(ForwardMode.TARGET_VERIFY, lens, values))
     assert runner.stats.eager[ForwardMode.TARGET_VERIFY] == 1

@@ -99,6 +99,8 @@ class GraphRunner(Generic[Key]):
         records = record and device.type == "cuda"
         self._recorder = (recorder or Recorder()) if records else None
         self._captured: dict[Key, dict[int, Captured]] = {}
+        # what `_serving` found; a host that has waited for a step is slow to search
+        self._found: dict[tuple[tuple[Key, ...], int], list[Captured] | None] = {}
         self._eager: dict[Key, BoundProgram] = {}
         self._captures = 0
 
@@ -140,6 +142,7 @@ class GraphRunner(Generic[Key]):
             what failed.
         """
         done = self._captured.setdefault(mode, {})
+        self._found.clear()
         if self._before is not None:
             self._before()
         program: Program | None = None
@@ -160,6 +163,7 @@ class GraphRunner(Generic[Key]):
         """Let modes run eagerly of which nothing was captured; what was captured is replayed."""
         for mode in modes:
             self._captured.setdefault(mode, {})
+        self._found.clear()
 
     def _capture(self, bound: BoundProgram, bucket: int) -> Captured:
         began, order = time.perf_counter(), self._captures
@@ -227,7 +231,7 @@ class GraphRunner(Generic[Key]):
         """
         return self.ready_together((mode,), count)[0]
 
-    def ready_together(self, modes: Sequence[Key], count: int) -> list[Captured]:
+    def ready_together(self, modes: tuple[Key, ...], count: int) -> list[Captured]:
         """Return what will serve ``count`` requests in modes that hand each other their buffers.
 
         That is the smallest bucket which every one of them has captured. Where none holds the
@@ -238,17 +242,25 @@ class GraphRunner(Generic[Key]):
         NotCapturedError, CaptureMismatch
             As `run`, before anything has run.
         """
+        try:
+            found = self._found[modes, count]
+        except KeyError:
+            found = self._found[modes, count] = self._serving(modes, count)
+        if found is None:
+            return [self._eagerly(mode, count) for mode in modes]
+        for captured in found:
+            captured.check()
+        return found
+
+    def _serving(self, modes: tuple[Key, ...], count: int) -> list[Captured] | None:
+        """Return the smallest bucket that holds so many requests in all modes, if there is one."""
         for mode in modes:
             if mode not in self._captured:
                 raise NotCapturedError(mode.value, [m.value for m in self._captured])
         done = [self._captured[mode] for mode in modes]
-        size = count if all(count in one for one in done) else _holding(done, count)
-        if size is None:
-            return [self._eagerly(mode, count) for mode in modes]
-        found = [one[size] for one in done]
-        for captured in found:
-            captured.check()
-        return found
+        common = set(done[0]).intersection(*done[1:])
+        size = min((size for size in common if size >= count), default=None)
+        return None if size is None else [one[size] for one in done]
 
     def _eagerly(self, mode: Key, count: int) -> Captured:
         log.info("%s: a batch of %d fits no captured bucket and runs eagerly", mode.value, count)
@@ -268,12 +280,6 @@ def _check_current(device: torch.device) -> None:
             f"{device} must be the current device, which is cuda:{torch.cuda.current_device()}: "
             f"call torch.cuda.set_device({device.index}) first"
         )
-
-
-def _holding(done: list[dict[int, Captured]], count: int) -> int | None:
-    """Return the smallest bucket for ``count`` requests that all have, if there is one."""
-    common = set(done[0]).intersection(*done[1:])
-    return min((size for size in common if size >= count), default=None)
 
 
 def check_lens(seq_lens_cpu: Tensor | None, count: int) -> None:

@@ -18,6 +18,7 @@ from specattn.spec.generate import Engine, Request
 from specattn.spec.sampling import SamplingParams
 from specattn.spec.step_decoder import StepDecoder
 from tests.backends.spies import spy
+from tests.recordings import forget
 from tests.test_capture_failures import FAULTS, Breaking
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import DEVICE
@@ -226,7 +227,7 @@ def test_a_half_that_cannot_be_recorded_leaves_a_decoder_usable(name, monkeypatc
             with pytest.raises(CaptureError, match=f"^capturing step .* 5 failed: {message}"):
                 decoder.runner.capture(part)
     same()
-    decoder.runner._captured[part].clear()
+    forget(decoder.runner, part)
     same()
     assert decoder.runner.stats.eager[part] == 1
     decoder.runner.capture(part)
