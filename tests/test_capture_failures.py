@@ -115,6 +115,24 @@ def test_a_capture_that_fails_leaves_a_runner_usable(name):
     same(outcome(), wanted)
 
 
+def test_what_served_while_buckets_were_captured_does_not_serve_after_them(monkeypatch):
+    one, values = world(Breaking, [1, 4]), inputs(MODE, LENS, 0)
+    runner = one.decoder.runner
+    capture = runner._capture
+
+    def meanwhile(bound, bucket):
+        one.run(MODE, LENS, values)
+        return capture(bound, bucket)
+
+    forget(runner, MODE)
+    monkeypatch.setattr(runner, "_capture", meanwhile)
+    runner.capture(MODE)
+    assert runner.stats.eager[MODE] == 1  # while that of 4 was captured, but not while that of 1
+    assert runner.stats.replays[MODE] == 1
+    runner.capture(MODE)
+    assert runner.ready(MODE, len(LENS)) is runner._captured[MODE][4]
+
+
 def test_a_capture_that_fails_does_not_undo_larger_buckets(monkeypatch):
     one, values = world(Breaking, [1, 4]), inputs(MODE, LENS, 0)
     runner = one.decoder.runner

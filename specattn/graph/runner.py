@@ -142,7 +142,6 @@ class GraphRunner(Generic[Key]):
             what failed.
         """
         done = self._captured.setdefault(mode, {})
-        self._found.clear()
         if self._before is not None:
             self._before()
         program: Program | None = None
@@ -151,6 +150,7 @@ class GraphRunner(Generic[Key]):
                 if program is None:
                     program = self._make(mode, bucket)
                 done[bucket] = self._capture(program.bind(bucket), bucket)
+                self._found.clear()
             except torch.OutOfMemoryError as error:
                 raise CapacityError(
                     f"out of device memory capturing {mode.value} for a batch of {bucket}; "
@@ -163,7 +163,6 @@ class GraphRunner(Generic[Key]):
         """Let modes run eagerly of which nothing was captured; what was captured is replayed."""
         for mode in modes:
             self._captured.setdefault(mode, {})
-        self._found.clear()
 
     def _capture(self, bound: BoundProgram, bucket: int) -> Captured:
         began, order = time.perf_counter(), self._captures
