@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     # attributes as they are and were, those that are tensors, and every address of that turn
     _Turn = tuple[Iterable[object], list[object], list[Tensor], list[int]]
@@ -48,10 +48,16 @@ class Glance:
     objects : iterable of object
         If all are `Settable`, that is when an attribute of any `Settable` has been set; else every
         time.
+    names : collection of str
+        Attributes that are looked at. If a class has one, as it does if a property computes it,
+        that is every time, too: nobody need set it for it to change.
     """
 
-    def __init__(self, objects: Iterable[object]) -> None:
-        self._counted = all(isinstance(one, Settable) for one in objects)
+    def __init__(self, objects: Iterable[object], names: Collection[str] = ()) -> None:
+        kinds = [type(one) for one in objects]
+        self._counted = all(issubclass(kind, Settable) for kind in kinds) and not any(
+            hasattr(kind, name) for kind in kinds for name in names
+        )
         self._seen: int | None = None
 
     def finds(self, same: Callable[[], bool]) -> bool:

@@ -214,3 +214,23 @@ def test_a_glance_looks_only_if_something_may_have_changed():
     assert mixed.finds(same)
     assert mixed.finds(same)
     assert len(looks) == 6, "changes of one are not counted"
+
+
+def test_a_glance_looks_every_time_at_what_is_computed():
+    class Computing(Counted):
+        a = property(lambda held: held.source[0])
+
+    held, looks = Computing(source=[1]), []
+
+    def same():
+        looks.append(held.a)
+        return True
+
+    computed, kept = Glance([held], ["a"]), Glance([held], ["source"])
+    for source in range(3):
+        held.source[0] = source
+        assert computed.finds(same)
+    assert looks == [0, 1, 2]
+    assert kept.finds(same)
+    assert kept.finds(same)
+    assert len(looks) == 4

@@ -161,7 +161,8 @@ class StepDecoder(Settable):
         self.indices, self.accept = indices, accept
         self.validate, self.tbo = validate, tbo
         device = table.req_to_token.device
-        self._made, self._glance = _setting(self), Glance([self, table])
+        self._made = _setting(self)
+        self._glance = Glance([self, table], [name.split(".")[-1] for name in _SETTING])
         self._plans = _plans_on_host(target, draft)
         three = seams == "three"
         self._parts = [StepPart.of(config, seams=three, sampled=drawn) for drawn in (False, True)]

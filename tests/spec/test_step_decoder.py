@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from specattn.adopted import AdoptedTable
 from specattn.batch import DraftState
 from specattn.errors import CaptureMismatch, NotCapturedError
 from specattn.kv import KVPool
@@ -122,6 +124,34 @@ def test_a_table_with_other_tensors_is_refused(name):
     with pytest.raises(CaptureMismatch, match=rf"table\.{name} changed since capture"):
         decoder.step(rows)
     setattr(run.table, name, before)
+    assert all(decoder.step(rows))
+
+
+class Forwarding(AdoptedTable):
+    """Says what the table of an engine says, whenever it is asked."""
+
+    def __init__(self, source):
+        self._source = source
+        self.page_size, self.num_pages = source.page_size, source.num_pages
+        self.max_context_len = source.max_context_len
+
+    req_to_token = property(lambda table: table._source.req_to_token)
+    reserved = property(lambda table: table._source.reserved)
+
+
+@pytest.mark.parametrize("name", ["req_to_token", "reserved"])
+def test_a_table_that_computes_other_tensors_is_refused(name):
+    run = engine((3, 1, 4), buckets=(5,))
+    rows, source = admitted(run), SimpleNamespace(**vars(run.table))
+    decoder = StepDecoder(
+        run.target, run.draft, run.config, Forwarding(source), run.states, buckets=(5,)
+    )
+    assert all(decoder.step(rows))
+    before = getattr(source, name)
+    setattr(source, name, before.clone())
+    with pytest.raises(CaptureMismatch, match=rf"table\.{name} changed since capture"):
+        decoder.step(rows)
+    setattr(source, name, before)
     assert all(decoder.step(rows))
 
 
