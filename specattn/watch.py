@@ -26,7 +26,8 @@ class Settable:
     """An object with attributes that graphs bake in and anybody may set: changes are counted.
 
     Whoever compares them needs to look only if anything has been set since (`Glance`). What goes
-    round ``__setattr__``, which takes force, is not counted.
+    round ``__setattr__``, which takes force, is not counted, nor are private attributes, which an
+    object sets itself: a subclass that keeps a public one there must set it by its public name.
     """
 
     def __setattr__(self, name: str, value: object) -> None:
