@@ -223,8 +223,11 @@ def run(
 def trace_all(
     models: dict[str, Shape], make: Callable[[Shape], World], options: argparse.Namespace,
     cells: list[dict[str, Any]],
-) -> None:
-    """Trace every cell that was measured; later, for a profiler slows launches for good."""
+) -> Iterator[Setting]:
+    """Trace every cell that was measured, setting by setting, which are yielded when they are done.
+
+    That is after everything was timed, for a profiler slows launches for good.
+    """
     for name, shape in models.items():
         world = make(shape)
         for setting in _settings(options):
@@ -232,6 +235,7 @@ def trace_all(
                 cell for cell in cells if "skipped" not in cell
                 and (cell["model"], cell["setting"]) == (name, setting.name)
             ], options)
+            yield setting
         del world
         free()
 
@@ -316,8 +320,8 @@ def main() -> None:
         record["cells"].append(cell)
         write(record, options.out)
     if options.trace:
-        trace_all(models, make, options, record["cells"])
-        write(record, options.out)
+        for _ in trace_all(models, make, options, record["cells"]):
+            write(record, options.out)
 
 
 def write(record: dict[str, Any], path: Path) -> None:

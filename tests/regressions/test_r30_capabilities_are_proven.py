@@ -33,6 +33,8 @@ def plan_of(case, nodes: int, *, causal: bool) -> AttnPlan:
 def graphed(bound) -> torch.cuda.CUDAGraph:
     """Record ``fill`` and ``run``; a host loop inside fails here, or replays old lengths."""
     stream = torch.cuda.Stream()
+    # the plan may be on its way
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         bound()
     stream.synchronize()

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from specattn.cli.app import app
 from specattn.config import SpecConfig
 from specattn.kernels import ops
+from specattn.recording import Recorder
 from specattn.spec.generate import Engine, Request
 from tests.spec.stepping import PROMPTS, admitted
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
@@ -26,6 +27,11 @@ two_devices = [
 
 @pytest.fixture
 def second():
+    number = torch.zeros(1, device="cuda:0")
+    # torch's stream for recordings is of the device that is recorded on first
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        number.add_(1)
+    Recorder().record(number.clone)
     torch.cuda.set_device(SECOND)
     yield SECOND
     torch.cuda.set_device(0)
