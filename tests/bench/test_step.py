@@ -156,6 +156,24 @@ def test_a_whole_run_leaves_a_record(monkeypatch, tmp_path):
             assert cell["error"] < 1e-5
 
 
+def test_traces_are_kept_setting_by_setting(monkeypatch):
+    """A run that is cut short has lost what comes after."""
+    monkeypatch.setattr(step, "SETTINGS", (Setting(1, 3, 4), Setting(2, 2, 7)))
+    monkeypatch.setattr(step, "trace", lambda world, setting, cells, options: [
+        cell.update(trace=(world, setting.name)) for cell in cells
+    ])
+    cells = [{"model": model, "setting": name} for model in ("a", "b")
+             for name in ("plain", "tree 2-2-7")]
+    cells.append({"model": "a", "setting": "plain", "skipped": "no room"})
+    options, left = argparse.Namespace(settings="tree"), []
+    for _ in step.trace_all({"a": 1, "b": 2}, lambda shape: shape, options, cells):
+        left.append(sum("trace" not in cell for cell in cells))
+    assert left == [4, 3, 2, 1]
+    assert [cell.get("trace") for cell in cells] == [
+        (1, "plain"), (1, "tree 2-2-7"), (2, "plain"), (2, "tree 2-2-7"), None,
+    ]
+
+
 @pytest.mark.parametrize(("tries", "kept"), [
     ([(11, 50, 45)], 50), ([(13, 60, 55), (12, 70, 66)], 60), ([(10, 60, 40), (10, 49, 40)], 49),
     ([(12, 99, 50), (20, 40, 39), (12, 70, 50), (12, 80, 40)] * 2, 40),
