@@ -134,6 +134,15 @@ def _two_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.St
     return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
+@cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """Return the stream of all recordings on a device.
+
+    Torch's own is one of the device that was recorded on first, and makes that the current one.
+    """
+    return torch.cuda.Stream(device)
+
+
 @contextlib.contextmanager
 def _recording(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     """Record into ``graph``; of a failure, raise what failed first.
@@ -143,8 +152,12 @@ def _recording(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     """
     failed: Exception | None = None
     stream = torch.cuda.current_stream()
+    side = _capture_stream(torch.cuda.current_device())
     try:
-        with torch.cuda.stream(stream), no_collection(), torch.cuda.graph(graph, pool=pool):
+        with (
+            torch.cuda.stream(stream), no_collection(),
+            torch.cuda.graph(graph, pool=pool, stream=side),
+        ):
             try:
                 yield
             except Exception as error:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from specattn.errors import CapacityError
-from specattn.kernels import ops
+from specattn.kernels import check_current, ops
 from specattn.staging import StagingRing
 from specattn.watch import Settable
 
@@ -203,7 +203,8 @@ class SlotTable(Settable):
         CapacityError
             If a length is over ``max_context_len`` or the pages run out; nothing is taken then.
         ValueError
-            If a row is not allocated or named twice, or a length is negative.
+            If a row is not allocated or named twice, or a length is negative; if slots are to be
+            written on a CUDA device other than the current one; nothing is taken then.
         """
         distinct = set(rows)
         if not distinct <= self._pages.keys():
@@ -233,6 +234,7 @@ class SlotTable(Settable):
 
     def _grow(self, rows: Rows, need: Rows) -> None:
         """Give every row its missing pages, and all of them more while there are enough."""
+        check_current(self.req_to_token.device)
         ahead = self._missing(rows, np.minimum(need + self._AHEAD, self.max_context_len))
         if ahead.sum() <= self._num_free:
             self._append(rows[ahead > 0], ahead[ahead > 0])

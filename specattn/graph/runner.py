@@ -22,6 +22,7 @@ from specattn.buffers import expect
 from specattn.errors import CapacityError, CaptureError, NotCapturedError
 from specattn.graph.captured import Captured, run_eagerly
 from specattn.graph.programs import Key
+from specattn.kernels import check_current
 from specattn.recording import Recorder
 from specattn.watch import Watch
 
@@ -92,7 +93,7 @@ class GraphRunner(Generic[Key]):
     ) -> None:
         if not buckets or min(buckets) < 1:
             raise ValueError(f"buckets must be batch sizes of at least 1, got {list(buckets)}")
-        _check_current(device)
+        check_current(device)
         self.buckets = sorted(set(buckets))
         self.stats: GraphStats[Key] = GraphStats()
         self._make, self._private, self._before = make, private, before
@@ -271,14 +272,6 @@ class GraphRunner(Generic[Key]):
         """Run what is `ready` over its buffers, and count it."""
         (self.stats.replays if ready.watch else self.stats.eager)[mode] += 1
         return ready.replay()
-
-
-def _check_current(device: torch.device) -> None:
-    if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
-        raise ValueError(
-            f"{device} must be the current device, which is cuda:{torch.cuda.current_device()}: "
-            f"call torch.cuda.set_device({device.index}) first"
-        )
 
 
 def check_lens(seq_lens_cpu: Tensor | None, count: int) -> None:
