@@ -167,25 +167,30 @@ class World:
 
     def admit(self, decoder: StepDecoder, batch: int, context: int) -> list[int]:
         """Put ``batch`` requests of ``context`` tokens in mid-decode; returns their rows."""
-        rows, topk = self.rows[:batch], decoder.config.topk
+        rows = self.rows[:batch]
         assert max(context, 1) <= min(self.rooms[:batch])
+        self.put(decoder, rows, context)
+        return rows
+
+    def put(self, decoder: StepDecoder, rows: list[int], context: int) -> None:
+        """Leave on rows what prompts of ``context`` tokens would, but for their KV."""
+        count, topk = len(rows), decoder.config.topk
         vocab, dims = self.head.vocab_size, decoder.states.hidden_states
         state = None
         if decoder.draft is not None:
-            first = torch.rand(batch, vocab, device=self.device).topk(topk, dim=1).indices
+            first = torch.rand(count, vocab, device=self.device).topk(topk, dim=1).indices
             state = DraftState(
                 torch.tensor([FIRST * NEXT**i for i in range(topk)], device=self.device)
-                .expand(batch, topk),
-                first, torch.randn(batch, dims.shape[1], device=self.device).to(dims.dtype),
-                torch.empty(batch, 0, device=self.device),
+                .expand(count, topk),
+                first, torch.randn(count, dims.shape[1], device=self.device).to(dims.dtype),
+                torch.empty(count, 0, device=self.device),
             )
         decoder.states.admit(
             torch.tensor(rows, device=self.device),
-            torch.full((batch,), context, dtype=torch.int32, device=self.device),
-            torch.randint(1, vocab, (batch,), device=self.device), state,
-            SamplingBatch.of([SamplingParams()] * batch, self.device),
+            torch.full((count,), context, dtype=torch.int32, device=self.device),
+            torch.randint(1, vocab, (count,), device=self.device), state,
+            SamplingBatch.of([SamplingParams()] * count, self.device),
         )
-        return rows
 
     def read_bytes(self, setting: Setting, batch: int, context: int) -> dict[str, int]:
         """Return the bytes a step cannot do without, by what they are.

@@ -6,7 +6,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from . import decode, metadata, seams, soak, steps, tables
+from . import decode, metadata, seams, soak, steady, steps, tables
 from .targets import Point, Target
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ TAKEN = {
     steps.RECORD: "whole steps", "step_gemm_h200.json": "products and forwards",
     "graphs_h200.json": "captures", decode.RECORD: "the shipped pair",
     seams.RECORD: "one graph against three", soak.RECORD: "the soak",
+    steady.RECORD: "a thousand steps",
 }
 TRITON = "Triton"
 #: Small kernels that were asked to take a few microseconds up to this batch.
@@ -209,7 +210,7 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "mla-variants": (LATENT, latent),
     "compiled": (COMPILED, compiled), "pair": (decode.RECORD, decode.shown),
     "pair-seams": (seams.RECORD, seams.shown), "soak": (soak.RECORD, soak.shown),
-    "steps": (steps.RECORD, steps.shown),
+    "steps": (steps.RECORD, steps.shown), "steady": (steady.RECORD, steady.shown),
 }
 
 

@@ -29,9 +29,12 @@ SIZES = {
 }
 
 
+def tiny(kind=LlamaConfig) -> Shape:
+    return Shape("tiny", kind(**SIZES), LlamaConfig(**SIZES), 61)
+
+
 def world(kind=LlamaConfig) -> World:
-    shape = Shape("tiny", kind(**SIZES), LlamaConfig(**SIZES), 61)
-    return World(shape, [40, 40, 23], CPU, torch.float32, "torch_native")
+    return World(tiny(kind), [40, 40, 23], CPU, torch.float32, "torch_native")
 
 
 @pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])

@@ -1,0 +1,253 @@
+"""A thousand steps at the real size, with requests that grow, end and join: what the host does.
+
+Requests of a model of 8B (random weights, forced lengths; see `bench.step_world`) take rows and
+slots from the table when they join and give them back when they end. Before every step its slots
+are reserved, its tokens are read a step late, and while torch's sync debug mode makes every wait an
+error, the allocator's counters must stand still. Only what stands for a joining request's prompt is
+excepted. In the end every length on the device must be what the host has counted.
+
+Every launch is timed, on a core that was calm in the beginning, and beside it what reserving its
+slots takes and a fixed loop of Python. Nothing is timed again, and only the warm-up is left out.
+
+    python -m bench.steady [--settings 4-5-16] [--batch 1,64] [--context 4096] [--steps 1000]
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bench.step import free, write
+from bench.step_timing import calm_core, loop
+from bench.step_world import SETTINGS, Setting, World, shapes
+from bench.suite.machine import machine
+from specattn.spec.settings import powers_of_two
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from specattn.spec.step_decoder import PendingStep
+
+OUT = Path(__file__).parent / "results" / "steady_h200.json"
+MODEL = "Llama-3.1-8B"
+WARM = 60
+# tokens that requests run for, a few less the first time so that not all end at once
+NEW = 256
+# steps from one time that requests may join to the next
+JOIN_EVERY = 8
+ASKED_US = 60.0
+COUNTERS = ("allocation.all.allocated", "segment.all.allocated", "num_device_alloc",
+            "num_alloc_retries")
+
+
+@contextmanager
+def watched(counts: dict[str, int]) -> Iterator[None]:
+    """Make every wait that torch knows of an error, and count what is allocated."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    before = torch.cuda.memory_stats()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        after = torch.cuda.memory_stats()
+        for name in COUNTERS:
+            counts[name] = counts.get(name, 0) + after.get(name, 0) - before.get(name, 0)
+
+
+@dataclass
+class Live:
+    """A request: its row, the tokens that have been read, and how many it ends with."""
+
+    row: int
+    length: int
+    end: int
+
+    @property
+    def ended(self) -> bool:
+        return self.length >= self.end
+
+
+class Churn:
+    """Requests that come and go over a table whose rows are all free.
+
+    Parameters
+    ----------
+    world : World
+        Its rows must have been given back.
+    setting : Setting
+        Of every step.
+    batch : int
+        Requests at the most.
+    context : int
+        Tokens that a request has when it joins.
+    new : int
+        Tokens that it runs for.
+    length : int
+        Tokens that every step gains.
+    """
+
+    def __init__(
+        self, world: World, setting: Setting, batch: int, context: int, new: int, length: int
+    ) -> None:
+        self.world, self.batch, self.context, self.new = world, batch, context, new
+        self.length, self.rng = length, random.Random(0)
+        self.decoder = world.decoder(setting, powers_of_two(batch), world.forced(length))
+        self.live: list[Live] = []
+        self.joined = self.ended = 0
+        self.sizes: set[int] = set()
+        self._before: tuple[list[Live], PendingStep] | None = None
+
+    def join(self) -> None:
+        """Let requests in for all that have ended."""
+        table, joining = self.world.table, []
+        for _ in range(self.batch - len(self.live)):
+            row = table.allocate()
+            table.reserve([row], [self.context])
+            table.commit(row, self.context)
+            least = 1 if self.joined < self.batch else self.new // 2
+            end = self.context + self.rng.randint(least, self.new)
+            joining.append(Live(row, self.context, end))
+            self.joined += 1
+        if joining:
+            self.world.put(self.decoder, [one.row for one in joining], self.context)
+        self.live += joining
+
+    def step(self) -> dict[str, float]:
+        """Launch a step, then read the one before; returns microseconds of the host."""
+        rows, config = [one.row for one in self.live], self.decoder.config
+        # the step in flight may grow them, too
+        room = config.reserve_len + config.num_steps + 1
+        begin = time.perf_counter_ns()
+        self.world.table.reserve(rows, [one.length + room for one in self.live])
+        reserved = time.perf_counter_ns()
+        pending = self.decoder.step_async(rows)
+        launched = time.perf_counter_ns()
+        looped, taking_part = loop(), list(self.live)
+        self.sizes.add(len(rows))
+        self.finish()
+        self._before = taking_part, pending
+        return {"host_us": (launched - reserved) / 1e3, "reserve_us": (reserved - begin) / 1e3,
+                "loop_us": looped}
+
+    def finish(self) -> None:
+        """Read the step in flight; requests that have what they run for give all back."""
+        if self._before is None:
+            return
+        (took_part, pending), self._before = self._before, None
+        for one, gained in zip(took_part, pending.wait(), strict=True):
+            if one.ended:  # it rode along
+                continue
+            assert len(gained) == self.length, f"row {one.row} gained {len(gained)}"
+            one.length += len(gained)
+            if one.ended:
+                self.world.table.free(one.row)
+                self.ended += 1
+        self.live = [one for one in self.live if not one.ended]
+
+    def check(self) -> None:
+        """Assert that the device has the lengths that the host has counted; ends all requests."""
+        self.finish()
+        found = self.decoder.states.seq_lens.tolist()
+        for one in self.live:
+            assert found[one.row] == one.length, f"row {one.row}: {found[one.row]}, {one.length}"
+        self.world.table.check()
+        for one in self.live:
+            self.world.table.free(one.row)
+        self.live.clear()
+
+
+def run(churn: Churn, steps: int) -> dict[str, Any]:
+    """Take steps; returns what the host took, and what was waited for and allocated: nothing.
+
+    Raises
+    ------
+    AssertionError
+        If a step gains other than what is forced, lengths are others, or memory was allocated.
+    RuntimeError
+        If something waited for the device.
+    """
+    found: list[dict[str, float]] = []
+    counts: dict[str, int] = {}
+    begin = time.perf_counter()
+    for at in range(WARM + steps):
+        if at == WARM:
+            counts, begin = {}, time.perf_counter()
+        if at % JOIN_EVERY == 0 or not churn.live:
+            churn.join()
+        with watched(counts):
+            found.append(churn.step())
+    seconds = time.perf_counter() - begin
+    churn.check()
+    assert not any(counts.values()), f"allocated while stepping: {counts}"
+    kept = found[WARM:]
+    return {
+        "steps": steps, "joined": churn.joined, "ended": churn.ended,
+        "sizes": sorted(churn.sizes), "us": round(seconds * 1e6 / steps, 1), "allocations": 0,
+        **{name: _spread([one[name] for one in kept]) for name in kept[0]},
+        "within": round(sum(one["host_us"] <= ASKED_US for one in kept) / steps, 4),
+    }
+
+
+def _spread(times: list[float]) -> dict[str, float]:
+    cuts = statistics.quantiles(times, n=100)
+    return {"median": round(statistics.median(times), 2), "p10": round(cuts[9], 2),
+            "p90": round(cuts[89], 2), "p99": round(cuts[98], 2)}
+
+
+def emptied(world: World) -> World:
+    """Return the world with all of its rows given back."""
+    for row in world.rows:
+        world.table.free(row)
+    return world
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--settings", default="1-3-4,4-5-16")
+    parser.add_argument("--batch", default="1,4,16,64")
+    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--length", type=int, default=4, help="tokens to gain per step, at most")
+    parser.add_argument("--commit", help="what the results call this version")
+    parser.add_argument("--out", type=Path, default=OUT)
+    options = parser.parse_args()
+    batches = [int(text) for text in options.batch.split(",")]
+    named = options.settings.split(",")
+    settings = [one for one in SETTINGS if any(name in one.name for name in named)]
+    room = options.context + NEW
+    shape = shapes(room + 128)[MODEL]
+    world = emptied(World(shape, [room] * max(batches), torch.device("cuda")))
+    record: dict[str, Any] = {
+        "format": 1, "machine": machine(options.commit), "model": MODEL,
+        "context": options.context, "cells": [],
+    }
+    for setting in settings:
+        for batch in batches:
+            length = min(setting.steps + 1, options.length)
+            with calm_core():
+                churn = Churn(world, setting, batch, options.context, NEW, length)
+                cell = {"setting": setting.name, "batch": batch, "length": length,
+                        **run(churn, options.steps)}
+            record["cells"].append(cell)
+            host = cell["host_us"]
+            print(f"{setting.name:12} {batch:3} x {options.context}: {cell['us']:9.1f} us a step, "
+                  f"host {host['median']:.1f} (p90 {host['p90']:.1f}), {cell['within']:.1%} within "
+                  f"{ASKED_US:.0f}; {cell['joined']} joined, {cell['ended']} ended", flush=True)
+            write(record, options.out)
+            del churn
+            free()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""A short run of `bench.steady` at a tiny size, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from bench import steady
+from bench.step_world import PLAIN, Setting, World
+from bench.suite import records
+from specattn.slots import SlotTable
+from specattn.spec.landing import PendingStep
+from tests.bench.test_step import tiny
+
+NEW = 40
+TREE = Setting(2, 3, 6)
+
+
+@pytest.fixture
+def world(monkeypatch):
+    monkeypatch.setattr(steady, "WARM", 3)
+    shape, device = tiny(), torch.device("cpu")
+    return steady.emptied(World(shape, [20 + NEW] * 5, device, torch.float32, "torch_native"))
+
+
+def churn(world, setting=TREE, batch=5, length=3) -> steady.Churn:
+    return steady.Churn(world, setting, batch, 20, NEW, length)
+
+
+def test_requests_grow_end_and_join(world, tmp_path):
+    cells = []
+    for setting, batch, length in ((TREE, 5, 3), (PLAIN, 3, 1), (TREE, 1, 4)):
+        one = churn(world, setting, batch, length)
+        free = world.table.num_free_slots
+        found = steady.run(one, 60)
+        assert world.table.num_free_slots == free, "slots were lost"
+        assert found["joined"] >= found["ended"] > 60 * length * batch // (2 * NEW) - batch
+        assert found["sizes"][-1] == batch
+        assert min(found["host_us"].values()) > 0
+        cells.append({"setting": setting.name, "batch": batch, "length": length, **found})
+    assert len(cells[0]["sizes"]) > 1
+    record = {"machine": {"device": "made up", "commit": "abc"}, "model": "tiny", "context": 20,
+              "cells": cells}
+    (tmp_path / steady.OUT.name).write_text(json.dumps(record))
+    text = records.blocks(tmp_path)["steady"]
+    assert f"| tree 2-3-6 | {cells[0]['sizes'][0]} to 5 |" in text
+    assert f"| 60 | {cells[1]['joined']} | {cells[1]['ended']} | 0 |" in text
+    assert "tiny, 20 tokens when a request joins; made up, commit `abc`." in text
+
+
+def test_a_length_that_the_host_did_not_count_is_noticed(world):
+    one = churn(world)
+    one.join()
+    for _ in range(3):
+        one.step()
+    one.decoder.states.seq_lens[one.live[1].row] += 1
+    with pytest.raises(AssertionError, match=f"row {one.live[1].row}: "):
+        one.check()
+
+
+def test_tokens_of_a_request_that_has_ended_are_not_the_next_ones(world):
+    """A row may be somebody else's when the step that the last one rode along in is read."""
+    one = churn(world, batch=2)
+    one.join()
+    first = one.live[0]
+    one.step()
+    first.length = first.end
+    world.table.free(first.row)
+    one.live.remove(first)
+    one.join()
+    assert one.live[-1].row == first.row
+    one.step()
+    assert one.live[-1].length == 20
+    one.check()
+
+
+def test_a_step_that_gains_something_else_is_noticed(world, monkeypatch):
+    one = churn(world)
+    one.join()
+    wait = PendingStep.wait
+    monkeypatch.setattr(PendingStep, "wait", lambda step: [new[1:] for new in wait(step)])
+    one.step()
+    with pytest.raises(AssertionError, match="gained 2"):
+        one.step()
+
+
+def test_every_step_has_room_for_the_one_in_flight(world, monkeypatch):
+    asked, reserve = [], SlotTable.reserve
+    monkeypatch.setattr(SlotTable, "reserve",
+                        lambda table, rows, lens: asked.append(lens) or reserve(table, rows, lens))
+    one = churn(world, batch=1, length=4)
+    one.join()
+    asked.clear()
+    one.step()
+    config = one.decoder.config
+    assert asked == [[20 + config.reserve_len + config.num_steps + 1]]
+    one.check()
+
+
+@pytest.mark.gpu
+def test_a_wait_is_an_error_and_allocations_are_counted():
+    number, counts = torch.zeros(1, device="cuda"), {}
+    with pytest.raises(RuntimeError, match="synchronizing"), steady.watched(counts):
+        number.item()
+    with steady.watched(counts):
+        kept = number + 1
+    assert kept.is_cuda
+    assert counts["allocation.all.allocated"] == 1
+    number.item()
