@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 WARM = 3
 # numbers added up in a loop that is timed after every launch: what the host is capable of just then
 LOOP = 1000
-# how often steps are timed while a host is held up, and seconds in between
-TRIES, PAUSE = 8, 0.1
+# how often steps are timed while a host is held up, also long ones, and seconds in between
+TRIES, FEW, PAUSE = 8, 4, 0.1
 # the same launches, over and over: a median so far above the quietest tenth was held up
 HELD_UP = 1.25
 # loops that are timed on every core, to find the one that nobody else holds up
@@ -163,14 +163,15 @@ class Patience:
 
         That is while the loop takes `NOISY` times what it takes on a calm host, or launches take
         `HELD_UP` times their quietest tenth, in the median: up to `TRIES` times, every time on the
-        core that is calmest then. A try is taken whole; ``tries`` tells how many there were.
+        core that is calmest then, for its share of the patience or, as one try of long steps may
+        take that, `FEW` times. A try is taken whole; ``tries`` tells how many there were.
         """
         share = self.left / max(self._steps, 1)
         found, begin = [_on_calm_core(stepper, rounds, anew=anew)], time.perf_counter()
-        while (
-            self._held_up(found[-1]) and len(found) < TRIES
-            and time.perf_counter() - begin < share
-        ):
+        while self._held_up(found[-1]) and len(found) < TRIES:
+            spent = time.perf_counter() - begin
+            if spent >= (self.left if len(found) < FEW else share):
+                break
             time.sleep(PAUSE)
             found.append(_on_calm_core(stepper, rounds, anew=anew))
         self.left -= time.perf_counter() - begin

@@ -209,8 +209,12 @@ def test_patience_is_shared_by_the_steps_of_a_run(monkeypatch):
     monkeypatch.setattr(step_timing, "timed", timed)
     run = Patience(6.0, 3, 10.0)
     order = ["held up", "calm", "held up"]
-    assert [run.calmest(step, 3)["tries"] for step in order] == [3, 1, 5]
+    assert [run.calmest(step, 3)["tries"] for step in order] == [4, 1, 4]
     assert run.calmest("held up", 3)["tries"] == 1, "nothing is left"
+    # one try is more than a share of 0.1 seconds
+    many = Patience(10.0, 100, 10.0)
+    assert [many.calmest("held up", 3)["tries"] for _ in range(5)] == [4, 4, 4, 2, 1]
+    assert Patience(10.0, 1, 10.0).calmest("held up", 3)["tries"] == 8
 
 
 def test_a_calm_loop_is_the_least_of_medians(monkeypatch):
