@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 MODEL_TYPES = ("llama", "mistral", "qwen3")
 # their angles depend on nothing but the position
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# modules of which only the weights are used
+_PLAIN = {"_proj": nn.Linear, "lm_head": nn.Linear, "embed_tokens": nn.Embedding}
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,18 +197,53 @@ def _pack(*projections: nn.Linear) -> Tensor:
     return packed
 
 
-def _check(config: Any, module: nn.Module) -> None:
-    """Refuse what the kernels do not compute."""
-    reasons = []
-    if config.model_type not in MODEL_TYPES:
-        reasons.append(f"model type {config.model_type!r} is not one of {', '.join(MODEL_TYPES)}")
-    elif config.hidden_act != "silu":
+def refuse_unless_fused(
+    argument: str, config: Any, parts: Iterable[tuple[str, nn.Module]], *others: str
+) -> None:
+    """Refuse what the kernels do not compute.
+
+    Parameters
+    ----------
+    argument : str
+        ``"target"`` or ``"draft"``.
+    config : PretrainedConfig
+        Of Llama or alike.
+    parts : iterable of (str, nn.Module)
+        The modules by name.
+    *others : str
+        Reasons already known.
+
+    Raises
+    ------
+    ModelError
+        With all reasons.
+    """
+    reasons = list(others)
+    if not others and config.hidden_act != "silu":
         reasons.append(f"hidden_act is {config.hidden_act!r}, not 'silu'")
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope not in ROPE_TYPES:
         reasons.append(f"rope_type {rope!r} is not one of {', '.join(ROPE_TYPES)}")
-    biased = [n for n, part in module.named_modules() if getattr(part, "bias", None) is not None]
-    if biased:
-        reasons.append(f"{biased[0]} has a bias")
+    odd = (why for name, part in parts if (why := _oddity(name, part)))
+    if first := next(odd, None):
+        reasons.append(first)
     if reasons:
-        raise ModelError("target", f"unsupported by the fused path: {'; '.join(reasons)}")
+        raise ModelError(argument, f"unsupported by the fused path: {'; '.join(reasons)}")
+
+
+def _check(config: Any, module: nn.Module) -> None:
+    others = []
+    if config.model_type not in MODEL_TYPES:
+        others.append(f"model type {config.model_type!r} is not one of {', '.join(MODEL_TYPES)}")
+    refuse_unless_fused("target", config, module.named_modules(), *others)
+
+
+def _oddity(name: str, part: nn.Module) -> str:
+    """Say what a module computes besides its weight's product or look-up, "" if nothing."""
+    if getattr(part, "bias", None) is not None:
+        return f"{name} has a bias"
+    for suffix, plain in _PLAIN.items():
+        # a quantised or adapted layer has scales or further weights
+        if name.endswith(suffix) and type(part) is not plain:
+            return f"{name} is a {type(part).__name__}"
+    return ""

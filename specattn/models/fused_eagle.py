@@ -9,7 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from specattn.kernels import ops
-from specattn.models.fused_block import Block, product, random_linear, rotary_table
+from specattn.models.fused_block import (
+    Block,
+    product,
+    random_linear,
+    refuse_unless_fused,
+    rotary_table,
+)
 from specattn.models.hf import FeatureSpec
 from specattn.spec.model import DraftOutput
 
@@ -66,8 +72,16 @@ class FusedEagle3:
             From `load_draft`.
         max_context_len : int
             Positions to rotate by: the target's, for a head's own may be shorter.
+
+        Raises
+        ------
+        ModelError
+            If the head is not one of those this path computes.
         """
         weights = head.weights
+        # the two that may be the target's
+        ends = ("lm_head", head.lm_head), ("embed_tokens", head.embed_tokens)
+        refuse_unless_fused("draft", head.rope.config, [*weights.named_modules(), *ends])
         layer = weights.midlayer
         table = rotary_table(head.rope, max_context_len)
         # norms of the head differ in nothing but their weights

@@ -12,7 +12,7 @@ from specattn.kernels import _module
 from specattn.models import FeatureSpec, FusedEagle3, FusedTarget, HFTarget, load_draft
 from specattn.spec.choose import Coins, choose_tokens
 from specattn.spec.generate import Engine, Request
-from tests.models.heads import VD, eagle3_tensors, write
+from tests.models.heads import HT, VD, eagle3_tensors, rand, write
 
 ROPES = {
     "llama": {
@@ -158,6 +158,47 @@ def test_what_the_kernels_do_not_compute_is_refused(tiny, kind, changes, reason)
     target = HFTarget.from_model(tiny(kind, **changes))
     with pytest.raises(ModelError, match=reason):
         FusedTarget.from_target(target)
+
+
+@pytest.mark.parametrize("name", ["self_attn.v_proj", "mlp.up_proj"])
+def test_projections_that_are_more_than_their_weight_are_refused(tiny, name) -> None:
+    """Quantised layers have scales, adapted ones further weights: neither may be left out."""
+
+    class Scaled(torch.nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model = tiny("llama")
+    model.model.layers[1].get_submodule(name).__class__ = Scaled
+    with pytest.raises(ModelError, match=rf"model\.layers\.1\.{name} is a Scaled"):
+        FusedTarget.from_target(HFTarget.from_model(model))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "changes", "reason"),
+    [
+        ({"fc.bias": rand(HT)}, {}, "fc has a bias"),
+        ({"midlayer.self_attn.q_proj.bias": rand(96)}, {}, "midlayer.self_attn.q_proj has a bias"),
+        ({"lm_head.bias": rand(VD)}, {}, "lm_head has a bias"),
+        ({}, {"hidden_act": "gelu"}, "hidden_act is 'gelu', not 'silu'"),
+        ({}, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not"),
+    ],
+)
+def test_what_the_kernels_do_not_compute_of_a_head_is_refused(
+    tiny, tmp_path, tensors, changes, reason
+) -> None:
+    target = HFTarget.from_model(tiny("llama"))
+    head = load_draft(write(tmp_path, eagle3_tensors() | tensors, **changes), target)
+    with pytest.raises(ModelError, match=reason) as caught:
+        FusedEagle3.from_head(head, target.max_context_len)
+    assert caught.value.argument == "draft"
+
+
+def test_what_a_head_shares_with_its_target_must_be_plain_too(tiny, tmp_path) -> None:
+    target = HFTarget.from_model(tiny("gemma3_text"))  # its embedding scales
+    head = load_draft(write(tmp_path, eagle3_tensors()), target)
+    with pytest.raises(ModelError, match="embed_tokens is a Gemma3TextScaledWordEmbedding"):
+        FusedEagle3.from_head(head, target.max_context_len)
 
 
 def test_a_model_in_memory_has_no_tokenizer(tiny) -> None:
