@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from specattn.spec.request import TEXT_CONTEXT
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 # what tokenizers put where bytes do not, or do not yet, make a character
 _REPLACEMENT = "\ufffd"
-# tokens before a new one that may change how it reads, e.g. by a leading space
-_CONTEXT = 8
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
@@ -39,7 +39,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
-        self._context = list(prompt[-_CONTEXT:])
+        self._context = list(prompt[-TEXT_CONTEXT:])
         self._pending: list[int] = []
         self._taken = 0
         self._held = ""

@@ -11,6 +11,9 @@ from specattn.spec.sampling import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
+# tokens before a new one that may change how it reads, e.g. by a leading space
+TEXT_CONTEXT = 8
+
 
 @dataclass(frozen=True)
 class Request:
@@ -25,7 +28,8 @@ class Request:
     sampling : SamplingParams
         How tokens are drawn; greedy by default.
     stop : tuple of str
-        Texts that end the generation; needs the engine's ``detokenize``.
+        Texts that end the generation, looked for in what ``detokenize`` of the engine adds to the
+        end of the prompt for the tokens generated.
     ignore_eos : bool
         Go on past end-of-text tokens.
     """
@@ -136,5 +140,6 @@ class Live:
 
     def _stopped(self, detokenize: Callable[[list[int]], str] | None) -> bool:
         assert detokenize is not None
-        text = detokenize(self.result.tokens)
+        context = list(self.request.prompt[-TEXT_CONTEXT:])
+        text = detokenize(context + self.result.tokens)[len(detokenize(context)) :]
         return any(stop in text for stop in self.request.stop)

@@ -168,6 +168,18 @@ def test_a_stop_string_truncates_at_the_token_that_completes_it(models, expected
     assert (out.tokens, out.finish_reason) == (want[:first], "stop")
 
 
+def test_a_stop_string_may_begin_with_the_space_before_the_first_token(models, expected):
+    """Many tokenizers drop the space before the first of the tokens they are given."""
+
+    def text(tokens):
+        return "".join(f" {token}" for token in tokens).removeprefix(" ")
+
+    run = engine(models, TREES["topk8_deep"], detokenize=text)
+    stop = f" {expected[2][0]}"
+    (out,) = run.generate([Request(PROMPTS[2], max_new_tokens=40, stop=(stop,))])
+    assert (out.tokens, out.finish_reason) == (expected[2][:1], "stop")
+
+
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
