@@ -67,6 +67,9 @@ def read_prompts(prompt: str | None, file: Path | None) -> Prompts:
     for index, text in enumerate(found.texts):
         if not text:
             raise found.blame(index, "is empty")
+        # JSON can spell them
+        if lone := next((sign for sign in text if "\ud800" <= sign <= "\udfff"), ""):
+            raise found.blame(index, f"is no text: it has half of a character, {lone!a}")
     return found
 
 
@@ -113,7 +116,7 @@ def _stdin_is_closed() -> bool:
 def _json_list(text: str) -> list[str] | None:
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # lists nested too deeply are no list of prompts either
         return None
     if isinstance(found, list) and found and all(isinstance(item, str) for item in found):
         return found

@@ -132,6 +132,8 @@ def test_prompts_that_are_not_utf8(tmp_path, source):
     ("\n\n", "{file} holds no prompts"),
     ("one\n\ntwo\n", "prompt 2 is empty"),
     ('["one", ""]', "prompt 2 is empty"),
+    (r'["\ud83d\ude00", "x\ud83d"]', r"prompt 2 is no text: it has half of a character, '\ud83d'"),
+    ("[" * 100_000 + "\n\nx", "prompt 2 is empty"),
     ("one\n" + "x = 1 " * 3000, "prompt 2 has "),
 ])
 def test_files_with_bad_prompts(tmp_path, text, line):
