@@ -131,7 +131,7 @@ def generate(
         ctx, place, target, draft, dtype, backend, speculative=config.num_steps > 0
     )
     limit = _context_limit(models, config, max_context)
-    prompt_ids = found.encode(models.tokenizer, limit)
+    prompt_ids = found.encode(models.tokenizer, models.target.vocab_size, limit)
     needed = max(map(len, prompt_ids)) + max_new_tokens + config.reserve_len
     setup = Setup(
         models,

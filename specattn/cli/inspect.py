@@ -56,8 +56,8 @@ def inspect(
     models = models_for(
         ctx, pick_device(device), target, draft, dtype, backend, speculative=True
     )
-    limit = models.target.max_context_len
-    (ids,) = found.encode(models.tokenizer, max(limit - config.reserve_len, 0))
+    limit = max(models.target.max_context_len - config.reserve_len, 0)
+    (ids,) = found.encode(models.tokenizer, models.target.vocab_size, limit)
     step = first_step(models, ids, config, backend)
     print(f"tree of {config.num_draft_tokens} nodes after {len(ids)} tokens (* accepted)")
     print(pictures.tree(step.tree, models.tokenizer, scores=step.scores, accepted=step.accepted))

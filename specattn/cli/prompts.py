@@ -37,14 +37,26 @@ class Prompts:
             return ArgumentError(PROMPTS, f"prompt {index + 1} {what}")
         return ArgumentError(PROMPT, f"the prompt {what}")
 
-    def encode(self, tokenizer: Any, limit: int) -> list[list[int]]:
-        """Return the token ids of every prompt; each must fit into ``limit`` tokens."""
+    def encode(self, tokenizer: Any, vocab_size: int, limit: int) -> list[list[int]]:
+        """Return the token ids of every prompt.
+
+        Raises
+        ------
+        ArgumentError
+            If a prompt does not fit into ``limit`` tokens, or one is not of the target's
+            ``vocab_size`` tokens: tokenizers may know more of them.
+        """
         encoded = [list(tokenizer(text).input_ids) for text in self.texts]
         for index, ids in enumerate(encoded):
             if not ids:
                 raise self.blame(index, "has no tokens")
             if len(ids) > limit:
                 raise self.blame(index, f"has {len(ids)} tokens, the context holds {limit}")
+            if max(ids) >= vocab_size:
+                raise self.blame(
+                    index, f"has the token {max(ids)} by the target's tokenizer; the target has "
+                    f"{vocab_size} tokens"
+                )
         return encoded
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
+from dataclasses import replace
 
 import huggingface_hub
 import pytest
@@ -11,7 +13,7 @@ import torch
 
 from specattn import backends as library_backends
 from specattn.cli import device, loading
-from tests.cli.command import ON_CPU, PAIR, load_models, run
+from tests.cli.command import ON_CPU, PAIR, load_models, loaded, run
 
 LONG = "x = 1\n" * 2000
 REFUSED = {
@@ -163,6 +165,24 @@ def test_a_draft_of_another_target(tmp_path):
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(f"specattn: error: --draft: {tmp_path} ")
     assert "vocabulary of 5" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["generate", "inspect"])
+def test_a_tokenizer_of_more_tokens_than_the_target(monkeypatch, command):
+    """As after adding tokens without resizing the model."""
+    place, options = torch.device("cpu"), {"speculative": True, "dtype": torch.float32}
+    models = loaded(None, None, device=place, **options)
+    tokenizer = copy.deepcopy(models.tokenizer)
+    tokenizer.add_tokens("<new>")
+    models = replace(models, tokenizer=tokenizer)
+    monkeypatch.setattr(loading, "load_models", lambda *args, **kwargs: models)
+    result = run(command, *ON_CPU, "x<new>")
+    assert (result.exit_code, result.stdout) == (2, "")
+    size = models.target.vocab_size
+    assert result.stderr == (
+        f"specattn: error: PROMPT: the prompt has the token {size} by the target's tokenizer; "
+        f"the target has {size} tokens\n"
+    )
 
 
 def test_an_installation_without_the_pair(monkeypatch, tmp_path):
