@@ -88,9 +88,14 @@ def fetch(argument: str, path_or_id: str | Path, patterns: list[str]) -> Path:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type if it has none."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    """Return the first line of an error's message, or its type if it has none.
+
+    A line that only announces others, as by ``one of:``, comes with them.
+    """
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    if not lines:
+        return type(error).__name__
+    return " ".join(lines) if lines[0].endswith(":") else lines[0]
 
 
 def count_from_first(names: Collection[str]) -> str:

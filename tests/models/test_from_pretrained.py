@@ -85,7 +85,8 @@ def test_tokenizer_is_the_one_next_to_the_model(folder) -> None:
 
 def test_no_tokenizer(folder) -> None:
     target = HFTarget.from_pretrained(folder)
-    with pytest.raises(ModelError, match=r"the tokenizer of .* cannot be loaded"):
+    # what transformers needs is in the last of its lines
+    with pytest.raises(ModelError, match=r"the tokenizer of .* cannot be loaded.*sentencepiece"):
         _ = target.tokenizer
 
 
