@@ -34,7 +34,8 @@ class Checkpoint:
     name : str
         For messages.
     settings : dict
-        ``config.json``, with what is nested in its ``eagle_config`` on top.
+        ``config.json``, with what is nested in its ``eagle_config`` on top and in its
+        ``transformer_layer_config`` (of vLLM's speculators) below.
     tensors : dict of str to Tensor
         Under the names that `EagleWeights` and `Eagle3Weights` use.
     is_eagle3 : bool
@@ -64,6 +65,7 @@ def read_checkpoint(path_or_id: str | Path) -> Checkpoint:
         raise ModelError("draft", f"{name} has no config.json")
     with blaming("draft", name):
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        settings = (settings.get("transformer_layer_config") or {}) | settings
         settings |= settings.get("eagle_config") or {}
         tensors = _read_tensors(folder, name)
         is_eagle3 = _is_eagle3(settings, tensors)

@@ -127,17 +127,21 @@ def _features(checkpoint: Checkpoint, num_layers: int) -> FeatureSpec:
     """Return what an EAGLE-3 head reads: by default, what SGLang captures."""
     if checkpoint.settings.get("use_aux_hidden_state") is False:
         return FeatureSpec((num_layers,))
-    after = checkpoint.settings.get("eagle_aux_hidden_state_layer_ids")
-    if after is None:
+    ids = checkpoint.settings.get("eagle_aux_hidden_state_layer_ids")
+    if ids is None:
         entering = (2, num_layers // 2, num_layers - 3)
         return FeatureSpec(tuple(min(max(i, 0), num_layers - 1) for i in entering))
+    # SGLang counts what leaves a layer; vLLM, and with it its speculators, what enters one
+    by_vllm = "speculators_model_type" in checkpoint.settings
+    first, where = (0, "before") if by_vllm else (1, "after")
+    entering = tuple(i + first for i in ids)
     # Transformers shows what leaves the last layer only after the final norm.
-    if not all(0 <= i < num_layers - 1 for i in after):
+    if not all(first <= i < num_layers for i in entering):
         raise checkpoint.wrong(
-            f"reads the target after layers {after} (eagle_aux_hidden_state_layer_ids); "
-            f"0..{num_layers - 2} can be read"
+            f"reads the target {where} layers {ids} (eagle_aux_hidden_state_layer_ids); "
+            f"0..{num_layers - 1 - first} can be read"
         )
-    return FeatureSpec(tuple(i + 1 for i in after))
+    return FeatureSpec(entering)
 
 
 def _target_ids(checkpoint: Checkpoint, vocab_size: int) -> Tensor:

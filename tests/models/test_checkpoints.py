@@ -110,6 +110,11 @@ def test_heads_that_do_not_fit_the_target(target, tmp_path) -> None:
     ids = {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}
     folder = write(tmp_path, eagle3_tensors(), eagle_config=ids)
     assert refusal(folder, target).endswith("(eagle_aux_hidden_state_layer_ids); 0..3 can be read")
+    changes = {"speculators_model_type": "eagle3", "eagle_aux_hidden_state_layer_ids": [1, 2, 5]}
+    folder = write(tmp_path, eagle3_tensors(), **changes)
+    assert "before layers [1, 2, 5] (eagle_aux_hidden_state_layer_ids); 0..4 can be read" in (
+        refusal(folder, target)
+    )
     folder = write(tmp_path, eagle3_tensors(), norm_before_residual=True)
     assert refusal(folder, target).startswith("sets norm_before_residual")
     folder = write(tmp_path, eagle3_tensors(), intermediate_size=None)

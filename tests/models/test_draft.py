@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 from specattn.config import AttnConfig
 from specattn.models import Eagle3Head, EagleHead, FeatureSpec, HFTarget, load_draft
 from tests.models.heads import (
+    CONFIG,
     HT,
     VD,
     T,
@@ -144,6 +147,31 @@ def test_eagle3_under_other_names_shares_lm_head_and_vocabulary(target, dense, t
     a, b = (h.forward(ids, hidden, positions, dense(h.layers).at(positions)) for h in (head, plain))
     assert torch.equal(a.logits, b.logits)
     assert torch.equal(a.logits, target.lm_head(head.weights.norm(a.hidden_states)))
+
+
+@pytest.mark.parametrize(("ids", "want"), [(None, (2, 2, 2)), ([0, 3, 4], (0, 3, 4))])
+def test_eagle3_in_the_format_of_vllms_speculators(target, dense, tmp_path, ids, want) -> None:
+    """Its settings are nested, and its ids are of layers that hidden states enter."""
+    tensors = eagle3_tensors()
+    plain = load_draft(write(tmp_path / "plain", tensors), target)
+    layer = {"transformer_layer_config": {**CONFIG, "torch_dtype": "bfloat16"}}
+    top = {
+        "architectures": ["Eagle3Speculator"],
+        "draft_vocab_size": VD,
+        "eagle_aux_hidden_state_layer_ids": ids,
+        "norm_before_residual": False,
+        "speculators_model_type": "eagle3",
+        "target_hidden_size": None,
+    }
+    stored = {key.replace("midlayer.", "layers.0."): tensor for key, tensor in tensors.items()}
+    folder = write(tmp_path / "other", stored)
+    (folder / "config.json").write_text(json.dumps(top | layer))
+    head = load_draft(folder, target)
+    assert head.features.hidden_states == want
+    tokens, hidden, positions = inputs(HT)
+    a, b = (h.forward(tokens, hidden, positions, dense(h.layers).at(positions))
+            for h in (head, plain))
+    assert torch.equal(a.logits, b.logits)
 
 
 @pytest.mark.parametrize(
