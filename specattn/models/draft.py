@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specattn.config import AttnConfig
@@ -120,7 +121,13 @@ def _llama_config(checkpoint: Checkpoint, target: Target) -> LlamaConfig:
             f"was made for a vocabulary of {vocab_size} tokens; the target has {target.vocab_size}"
         )
     known = {key: settings[key] for key in _REQUIRED + _OPTIONAL if settings.get(key) is not None}
-    return LlamaConfig(**{"num_hidden_layers": 1} | known | {"vocab_size": vocab_size})
+    config = LlamaConfig(**{"num_hidden_layers": 1} | known | {"vocab_size": vocab_size})
+    rope = config.rope_parameters["rope_type"]
+    if rope not in ("default", *ROPE_INIT_FUNCTIONS):
+        raise checkpoint.wrong(
+            f"asks for the rope type {rope!r}; known are default, {', '.join(ROPE_INIT_FUNCTIONS)}"
+        )
+    return config
 
 
 def _features(checkpoint: Checkpoint, num_layers: int) -> FeatureSpec:
@@ -128,7 +135,7 @@ def _features(checkpoint: Checkpoint, num_layers: int) -> FeatureSpec:
     if checkpoint.settings.get("use_aux_hidden_state") is False:
         return FeatureSpec((num_layers,))
     ids = checkpoint.settings.get("eagle_aux_hidden_state_layer_ids")
-    if ids is None:
+    if not ids:
         entering = (2, num_layers // 2, num_layers - 3)
         return FeatureSpec(tuple(min(max(i, 0), num_layers - 1) for i in entering))
     # SGLang counts what leaves a layer; vLLM, and with it its speculators, what enters one

@@ -119,6 +119,8 @@ def test_heads_that_do_not_fit_the_target(target, tmp_path) -> None:
     assert refusal(folder, target).startswith("sets norm_before_residual")
     folder = write(tmp_path, eagle3_tensors(), intermediate_size=None)
     assert refusal(folder, target) == "has no intermediate_size in config.json"
+    folder = write(tmp_path, eagle3_tensors(), rope_scaling={"type": "mrope"})
+    assert refusal(folder, target).startswith("asks for the rope type 'mrope'; known are default, ")
     folder = write(tmp_path, eagle3_tensors(), num_attention_heads=5)
     assert "hidden size (64) is not a multiple of the number of att" in refusal(folder, target)
     folder = write(tmp_path, eagle3_tensors(), num_key_value_heads=3)

@@ -184,6 +184,7 @@ def test_eagle3_in_the_format_of_vllms_speculators(target, dense, tmp_path, ids,
         (12, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5, 8]}}, (2, 6, 9)),
         (12, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 10]}}, (1, 11)),
         (12, {"eagle_aux_hidden_state_layer_ids": [10, 0, 5]}, (11, 1, 6)),
+        (12, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}, (2, 6, 9)),
         (12, {"eagle_config": {"use_aux_hidden_state": False}}, (12,)),
     ],
 )
