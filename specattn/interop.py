@@ -152,7 +152,8 @@ def links_from_parents(parents: Tensor) -> tuple[Tensor, Tensor]:
     Raises
     ------
     TreeError
-        Naming the first node whose parent is missing, outside the row, or below the node itself.
+        Naming the first node whose parent is missing, outside the row, or below the node itself;
+        if there is no root.
     """
     _check_parents(parents)
     first, sibling = child_links(parents.reshape(-1, parents.shape[-1]))
@@ -164,7 +165,7 @@ def words_from_parents(parents: Tensor) -> Tensor:
     _check_parents(parents)
     n = parents.shape[-1]
     words, _ = ancestors(parents.reshape(-1, n), mask_words(n), n)
-    return words.reshape(*parents.shape, -1)
+    return words.reshape(*parents.shape, mask_words(n))
 
 
 def validate_tree(
@@ -188,12 +189,18 @@ def validate_tree(
     ------
     TreeError
         Naming request, node and defect: a link outside the row, a cycle, a node with two parents,
-        a missing parent, too deep a node, or words that disagree.
+        a missing parent, too deep a node, or words that disagree. If a tensor has another shape.
     """
+    shape = next_token.shape
+    if len(shape) != 2 or not shape[1] or next_sibling.shape != shape:
+        raise TreeError(
+            "next_token and next_sibling must be [B, n] with n at least 1, "
+            f"got {list(shape)} and {list(next_sibling.shape)}"
+        )
     rows = zip(next_token.tolist(), next_sibling.tolist(), strict=True)
     parents = [_walk(f"request {b}", *links) for b, links in enumerate(rows)]
-    table = torch.tensor(parents).reshape(len(parents), -1)
-    wanted, depth = ancestors(table, mask_words(table.shape[1]), table.shape[1])
+    table = torch.tensor(parents, dtype=torch.int64).reshape(shape)
+    wanted, depth = ancestors(table, mask_words(shape[1]), shape[1])
     if num_steps is not None and (depth > num_steps).any():
         request, node = (depth > num_steps).nonzero()[0].tolist()
         raise TreeError(
@@ -207,7 +214,8 @@ def validate_tree(
     wrong = (words.cpu() != wanted).any(2)
     if wrong.any():
         request, node = wrong.nonzero()[0].tolist()
-        mask = qlen_mask(torch.stack([words[request].cpu(), wanted[request]]))[:, node]
+        both = torch.stack([words[request].cpu(), wanted[request]])
+        mask = qlen_mask(both, keys=64 * wanted.shape[2])[:, node]
         got, want = (row.nonzero()[:, 0].tolist() for row in mask)
         raise TreeError(
             f"request {request}, node {node}: words name nodes {got}, its path is {want}"
@@ -215,6 +223,10 @@ def validate_tree(
 
 
 def _check_parents(parents: Tensor) -> None:
+    if parents.dim() not in (1, 2) or not parents.shape[-1]:
+        raise TreeError(
+            f"parents must be [n] or [B, n] with n at least 1, got {list(parents.shape)}"
+        )
     n = parents.shape[-1]
     for b, row in enumerate(parents.reshape(-1, n).tolist()):
         where = f"request {b}, " if parents.dim() > 1 else ""

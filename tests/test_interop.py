@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import numpy as np
 import pytest
@@ -145,3 +146,41 @@ def test_words_and_depth_must_agree_with_links():
         interop.validate_tree(*links, words)
     with pytest.raises(TreeError, match=r"words must be \[2, 6, 1\], got \[2, 5, 1\]"):
         interop.validate_tree(*links, words[:, :5])
+
+
+@pytest.mark.parametrize(("next_token", "next_sibling"), [
+    ([[1, 2, -1]], [[-1, -1]]),
+    ([[1, 2, -1]], [[-1, -1, -1], [-1, -1, -1]]),
+    ([1, -1], [-1, -1]),
+    ([[]], [[]]),
+])
+def test_links_of_other_shapes_are_refused(next_token, next_sibling):
+    links = [torch.tensor(link, dtype=torch.int64) for link in (next_token, next_sibling)]
+    shapes = " and ".join(str(list(link.shape)) for link in links)
+    match = re.escape(f"must be [B, n] with n at least 1, got {shapes}")
+    with pytest.raises(TreeError, match=match):
+        interop.validate_tree(*links)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2, 0), (1, 1, 1)])
+def test_parents_of_other_shapes_are_refused(shape):
+    for build in (interop.links_from_parents, interop.words_from_parents):
+        with pytest.raises(TreeError, match=r"parents must be \[n\] or \[B, n\] .* got"):
+            build(torch.full(shape, -1))
+
+
+def test_a_batch_without_trees_is_one():
+    parents = torch.zeros(0, 65, dtype=torch.int64)
+    links, words = interop.links_from_parents(parents), interop.words_from_parents(parents)
+    assert words.shape == (0, 65, 2)
+    interop.validate_tree(*links, words, num_steps=3)
+
+
+def test_words_that_name_no_node_are_told_from_the_path():
+    words = words_of(GOLDEN)
+    words[1, 2] |= 1 << 40
+    links = [torch.tensor([getattr(t, name)() for t in GOLDEN], device=DEVICE)
+             for name in ("next_token", "next_sibling")]
+    match = r"request 1, node 2: words name nodes \[0, 2, 40\], its path is \[0, 2\]"
+    with pytest.raises(TreeError, match=match):
+        interop.validate_tree(*links, words)
