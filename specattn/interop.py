@@ -110,6 +110,8 @@ def packed_mask(words: Tensor, seq_lens: Tensor, out: Tensor | None = None) -> T
         ``out``, or a new ``[packed_indptr[-1]]`` uint8.
     """
     batch, n, _ = words.shape
+    if not batch and out is not None:
+        return out.zero_()
     starts = packed_indptr(seq_lens, n)
     size = int(starts[-1]) if out is None else len(out)
     byte = torch.arange(size, device=words.device)

@@ -174,6 +174,9 @@ def test_a_batch_without_trees_is_one():
     links, words = interop.links_from_parents(parents), interop.words_from_parents(parents)
     assert words.shape == (0, 65, 2)
     interop.validate_tree(*links, words, num_steps=3)
+    out = torch.full((3,), 0xAB, dtype=torch.uint8)
+    assert interop.packed_mask(words, torch.zeros(0, dtype=torch.int32), out=out) is out
+    assert out.tolist() == [0, 0, 0]
 
 
 def test_words_that_name_no_node_are_told_from_the_path():
