@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
-from specattn.buffers import BufferSet, buf
+from specattn.buffers import BufferSet, buf, expect
 
 if TYPE_CHECKING:
     from specattn.batch import DraftState
@@ -106,19 +106,23 @@ class RequestStates(BufferSet):
         Raises
         ------
         ValueError
-            If ``state`` is of other widths; nothing has been written then.
-        RuntimeError
-            From torch, if a tensor is of another count.
+            If a tensor is of another count, width, dtype or device; nothing has been written then.
         """
-        for name, value in vars(state).items() if state is not None else ():
-            width = getattr(self, name).shape[1]
-            if value.shape[1] != width:  # torch would take one column for all
-                raise ValueError(f"state.{name} must be {width} wide, got {value.shape[1]}")
+        drafting = vars(state) if state is not None else {}
+        given = {"seq_lens": seq_lens, "bonus_tokens": bonus_tokens} | {
+            f"state.{name}": value for name, value in drafting.items()
+        }
+        for name in ("temperature", "top_k", "top_p", "seeds"):
+            if (value := getattr(sampling, name)) is not None:
+                given[f"sampling.{name}"] = value
+        for name, value in given.items():
+            own = getattr(self, name.rpartition(".")[2])
+            # torch would take one row for all
+            expect(name, value, (len(rows), *own.shape[1:]), own.dtype, own.device)
         self.seq_lens[rows] = seq_lens
         self.bonus_tokens[rows] = bonus_tokens
-        if state is not None:
-            for table, value in zip(self.drafting, vars(state).values(), strict=True):
-                table[rows] = value
+        for name, value in drafting.items():
+            getattr(self, name)[rows] = value
         self.temperature[rows] = sampling.temperature
         self.seeds[rows] = sampling.seeds
         self.top_k[rows] = 0 if sampling.top_k is None else sampling.top_k

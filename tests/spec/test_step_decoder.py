@@ -199,10 +199,41 @@ def test_states_of_other_widths_are_not_admitted():
     narrow = {name: value[rows, :1] for name, value in drafting.items()}
     sampling = SamplingBatch.of([SamplingParams()] * 5, DEVICE)
     lens = torch.ones(5, dtype=torch.int32, device=DEVICE)
-    with pytest.raises(ValueError, match=r"state\.topk_probs must be 4 wide, got 1"):
+    with pytest.raises(ValueError, match=r"state\.topk_probs must be \[5, 4\] .* got \[5, 1\]"):
         run.states.admit(rows, lens, lens.long(), DraftState(**narrow), sampling)
     for name, value in kept.items():
         assert torch.equal(getattr(run.states, name), value), name
+
+
+def one_for_all(value):
+    """One row, which torch would copy to all."""
+    return value[:1]
+
+
+@pytest.mark.parametrize("spoil", [one_for_all, lambda value: value.double()])
+@pytest.mark.parametrize("name", [
+    "seq_lens", "bonus_tokens", "state.topk_tokens", "state.hidden_states", "sampling.temperature",
+    "sampling.top_k", "sampling.top_p", "sampling.seeds",
+])
+def test_states_of_other_requests_are_not_admitted(name, spoil):
+    run = engine((3, 4, 9))
+    rows = torch.tensor(admitted(run), device=DEVICE)
+    kept = {field: value.clone() for field, value in run.states.tensors().items()}
+    given = {
+        "seq_lens": torch.full((5,), 77, dtype=torch.int32, device=DEVICE),
+        "bonus_tokens": torch.full((5,), 66, device=DEVICE),
+        "state": DraftState(*(value[rows] + 1 for value in run.states.drafting)),
+        "sampling": SamplingBatch.of([SamplingParams(0.5, top_k=3, top_p=0.5, seed=4)] * 5, DEVICE),
+    }
+    part, _, field = name.rpartition(".")
+    if part:
+        given[part] = replace(given[part], **{field: spoil(getattr(given[part], field))})
+    else:
+        given[field] = spoil(given[field])
+    with pytest.raises(ValueError, match=rf"{name} must be \[5.* got"):
+        run.states.admit(rows, **given)
+    for field, value in kept.items():
+        assert torch.equal(getattr(run.states, field), value), field
 
 
 @pytest.mark.parametrize("validate", ["off", "debug"])
