@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -149,7 +150,7 @@ def check_contents(batch: SpecBatch, config: SpecConfig, table: Tensor, num_slot
 
     Rows name a request each, lengths agree with their host mirror, and every position a step
     reads or writes has a slot in the pools; slots past the committed length belong to one request,
-    and slots lie in pages as ``config.page_size`` says.
+    and are in no other's prefix; slots lie in pages as ``config.page_size`` says.
     """
     rows, lens = batch.req_pool_indices.cpu(), batch.seq_lens.cpu()
     if ((rows < 1) | (rows >= len(table))).any() or len(rows.unique()) != len(rows):
@@ -160,19 +161,25 @@ def check_contents(batch: SpecBatch, config: SpecConfig, table: Tensor, num_slot
         raise ValueError(
             f"seq_lens must be seq_lens_cpu {batch.seq_lens_cpu.tolist()}, got {lens.tolist()}"
         )
-    written: set[int] = set()
+    slots: dict[int, list[int]] = {}
+    uses: Counter[int] = Counter()
+    prefixes: set[int] = set()
     for row, length in zip(rows.tolist(), lens.tolist(), strict=True):
-        slots = table[row, : length + config.reserve_len].tolist()
-        for position, slot in enumerate(slots):
+        slots[row] = table[row, : length + config.reserve_len].tolist()
+        for position, slot in enumerate(slots[row]):
             if not 0 < slot < num_slots:
                 raise ValueError(
                     f"slot of row {row}, position {position} must be 1..{num_slots - 1}, got {slot}"
                 )
-        tail = set(slots[length:])
-        if len(tail) != config.reserve_len or tail & (written | set(slots[:length])):
-            raise ValueError(f"slots row {row} writes must be its own, got {slots[length:]}")
-        written |= tail
-        _check_pages(row, slots, config.page_size)
+        uses.update(slots[row][length:])
+        prefixes.update(slots[row][:length])
+    # requests may share a prefix, but nobody writes into one
+    uses.update(prefixes)
+    for row, own in slots.items():
+        tail = own[-config.reserve_len :]
+        if any(uses[slot] > 1 for slot in tail):
+            raise ValueError(f"slots row {row} writes must be its own, got {tail}")
+        _check_pages(row, own, config.page_size)
 
 
 def _check_pages(row: int, slots: list[int], page: int) -> None:

@@ -60,6 +60,21 @@ def test_debugging_looks_at_the_slots(debug, wanted, position, slot, message):
     same(debug.outcome(), wanted)
 
 
+@pytest.mark.parametrize("writer", [0, 1])
+def test_debugging_looks_for_writes_into_other_prefixes(debug, wanted, writer):
+    table, rows = debug.one.table.req_to_token, debug.one.rows[:2]
+    row, other, page = rows[writer], rows[1 - writer], LENS[writer] // 4 + 1
+    own = table[row, 4 * page : 4 * page + 4]
+    before = own.clone()
+    debug.one.poison(LENS)
+    own.copy_(table[other, :4])
+    with pytest.raises(ValueError, match=f"slots row {row} writes must be its own, got"):
+        debug.one.decoder.step(debug.batch, debug.state, debug.sampling)
+    assert not Failing.ran
+    own.copy_(before)
+    same(debug.outcome(), wanted)
+
+
 TREES = {
     "cycle": ("retrieve_next_token", lambda t: t * 0 + 1, TreeError, "cycle, or a second parent"),
     "missing": ("retrieve_next_token", lambda t: t * 0 - 1, TreeError, "missing parent"),
