@@ -148,7 +148,14 @@ class SlotTable(Settable):
         return len(self._free_rows)
 
     def committed(self, row: int) -> int:
-        """Return the committed length of ``row``, in tokens."""
+        """Return the committed length of ``row``, in tokens.
+
+        Raises
+        ------
+        ValueError
+            If the row is not allocated.
+        """
+        self._known([row])
         return self._committed[row]
 
     def allocate(self, *, share: int = 0, share_len: int = 0) -> int:

@@ -23,6 +23,7 @@ BAD_BOOKS = {
     "commit_negative": (lambda t, r: t.commit(r, -1), ValueError, r"0\.\.\d+ tokens, not for -1"),
     "commit_long": (lambda t, r: t.commit(r, 65), ValueError, r"0\.\.\d+ tokens, not for 65"),
     "commit_unknown": (lambda t, r: t.commit(7, 1), ValueError, "row must be allocated .* got 7"),
+    "committed": (lambda t, r: t.committed(7), ValueError, "row must be allocated .* got 7"),
     "share": (lambda t, r: t.allocate(share=r, share_len=8), CapacityError, "rows are taken"),
 }
 
