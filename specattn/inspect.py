@@ -85,11 +85,11 @@ def _walk(tree: DraftTree, request: int) -> Iterator[tuple[str, int, int]]:
 
     def below(parent: int, indent: str) -> Iterator[tuple[str, int, int]]:
         node = child[parent]
-        while node >= 0:
-            if node in seen or node >= len(child):
+        while node != -1:
+            if node in seen or not 0 <= node < len(child):
                 raise TreeError(f"a link leads to node {node}, which is visited already or absent")
             seen.add(node)
-            more = sibling[node] >= 0
+            more = sibling[node] != -1
             yield indent + ("├─ " if more else "└─ "), node, parent
             yield from below(node, indent + ("│  " if more else "   "))
             node = sibling[node]
@@ -173,7 +173,10 @@ def kv_map(table: SlotTable, config: SpecConfig | None = None) -> str:
         A line per request, e.g. ``row 1: 7 committed in slots 1..7, 64 more reserved in 8..71``.
     """
     held = table._pages
-    users = {page: [row for row in held if page in held[row]] for row in held for page in held[row]}
+    users: dict[int, list[int]] = {}
+    for row in held:
+        for page in held[row]:
+            users.setdefault(page, []).append(row)
     lines = []
     for row in sorted(held):
         size, length = len(held[row]) * table.page_size, table.committed(row)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -63,7 +65,7 @@ def test_tree_with_text_probabilities_and_the_accepted_path():
     )
 
 
-@pytest.mark.parametrize("to", [0, 1, 6, 99])
+@pytest.mark.parametrize("to", [0, 1, 6, 99, -2])
 def test_a_malformed_tree_is_an_error(to):
     links = TREE.retrieve_next_token.clone()
     links[0, 5] = to
@@ -153,6 +155,19 @@ def test_kv_map_of_scattered_slots():
         text = inspect.kv_map(books).split(f"row {row}: 30 committed in slots ")[1].splitlines()[0]
         runs = [[int(end) for end in run.split("..")] for run in text.split(",")[0].split()]
         assert [slot for run in runs for slot in range(run[0], run[-1] + 1)] == slots
+
+
+def test_kv_map_of_long_contexts_takes_time_in_proportion():
+    books = table(page_size=1, num_slots=300_000, max_context_len=100_000)
+    first = books.allocate()
+    books.reserve([first], [100_000])
+    books.commit(first, 100_000)
+    second = books.allocate(share=first, share_len=90_000)
+    began = time.perf_counter()
+    lines = inspect.kv_map(books).splitlines()
+    assert time.perf_counter() - began < 20, "looking for every page in every row takes minutes"
+    assert lines[1] == f"  first 90000 shared with row {second}"
+    assert lines[3] == f"  first 90000 shared with row {first}"
 
 
 def test_explain_replay():
