@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise
 from math import gcd
 from typing import TYPE_CHECKING, Self
 
@@ -105,7 +105,8 @@ class KVPool(Settable):
         ------
         ValueError
             For what the constructor refuses; if a tensor is not as described, or there are not as
-            many as layers; if two begin at one address, or no whole elements apart.
+            many as layers; if heads of one share memory, or the first heads of two; if two begin
+            no whole elements apart.
         """
         one, keys = _one_geometry(layers), _as_caches("k", k, len(layers))
         if keys[0].dtype == FLOAT8:
@@ -113,7 +114,8 @@ class KVPool(Settable):
             one = layers[0]
         if (v is None) != one.latent:
             raise ValueError(f"v must be given unless layers are latent, got latent={one.latent}")
-        num_slots, stored, device = len(keys[0]), one.kv_dtype or one.dtype, keys[0].device
+        num_slots, device = keys[0].shape[:1].numel(), keys[0].device
+        stored = one.kv_dtype or one.dtype
         _check_slots(num_slots)
         _check_caches("k", keys, (num_slots, one.num_kv_heads, one.head_dim), stored, device)
         if v is None:
@@ -123,7 +125,8 @@ class KVPool(Settable):
             shape = num_slots, one.num_kv_heads, one.v_head_dim
             _check_caches("v", values, shape, stored, device)
             own = [*keys, *values]
-        if len({cache.data_ptr() for cache in own}) < len(own):
+        starts = sorted((c.data_ptr(), c.shape[2] * c.element_size()) for c in own)
+        if any(start + size > after for (start, size), (after, _) in pairwise(starts)):
             raise ValueError("k and v of all layers must have memory of their own, two share it")
         pool = cls.__new__(cls)
         pool._hold(layers, keys, values, scales)
@@ -276,10 +279,12 @@ def _check_caches(
     strides = caches[0].stride()
     for at, cache in enumerate(caches):
         expect(f"{name}[{at}]", cache, shape, dtype, device)
-        if cache.stride() != strides or cache.stride(2) != 1 or not cache.stride(0):
+        # the stride of an axis of length 1 means nothing
+        apart = [by for by, size in zip(strides[:2], shape[:2], strict=True) if size > 1]
+        if cache.stride() != strides or strides[2] != 1 or min(apart, default=shape[2]) < shape[2]:
             raise ValueError(
-                f"{name}[{at}] must be dense in its last axis, its slots apart, with the strides "
-                f"of all layers, {strides}, got {cache.stride()}"
+                f"{name}[{at}] must be dense in its last axis, its slots and heads apart, with the "
+                f"strides of all layers, {strides}, got {cache.stride()}"
             )
 
 

@@ -43,6 +43,7 @@ def half_elements() -> list[torch.Tensor]:
 
 
 SHARED = caches(1)[0]
+WIDE = torch.zeros(3, 9, 2, 12, device=DEVICE)
 BAD_CACHES = {
     "too_few": ({"k": caches(2)}, "k must have 3 layers, got 2"),
     "stacked": ({"v": torch.zeros(2, *FULL, device=DEVICE)}, "v must have 3 layers, got 2"),
@@ -60,7 +61,13 @@ BAD_CACHES = {
     "last_axis": ({"v": [layer.mT.contiguous().mT for layer in caches()]},
                   r"v\[0\] must be dense in its last axis, .* got \(16, 1, 2\)"),
     "expanded": ({"k": [layer[:1].expand(FULL) for layer in caches()]},
-                 r"k\[0\] must be .* its slots apart, .* got \(0, 8, 1\)"),
+                 r"k\[0\] must be .* its slots and heads apart, .* got \(0, 8, 1\)"),
+    "one_head_for_all": ({"k": [layer[:, :1].expand(FULL) for layer in caches()]},
+                         r"k\[0\] must be .* its slots and heads apart, .* got \(16, 0, 1\)"),
+    "overlapping_slots": ({"v": [layer.as_strided(FULL, (4, 40, 1)) for layer in caches()]},
+                          r"v\[0\] must be .* slots and heads apart, .* got \(4, 40, 1\)"),
+    "numbers": ({"k": caches(shape=())}, r"k\[0\] must be .* got \[\]"),
+    "columns": ({"k": WIDE[..., :8], "v": WIDE[..., 4:]}, "two share it"),
     "no_slots": ({"k": caches(shape=(0, 2, 8))}, "num_slots must be 1.*, got 0"),
     "twice": ({"k": [SHARED, *caches(2)], "v": [*caches(2), SHARED]}, "two share it"),
     "no_values": ({"v": None}, "v must be given unless layers are latent"),
