@@ -130,8 +130,9 @@ class AdoptedTable(Settable):
         block_stride: int | None = None,
     ) -> None:
         self.num_pages = count_pages(num_slots, page_size)
-        self.page_size, self.block_stride = page_size, block_stride or page_size
-        if self.block_stride < 0 or self.block_stride % page_size:
+        self.page_size = page_size
+        self.block_stride = page_size if block_stride is None else block_stride
+        if self.block_stride < 1 or self.block_stride % page_size:
             raise ValueError(
                 f"block_stride must be a multiple of page_size ({page_size}), got {block_stride}"
             )
@@ -176,9 +177,10 @@ class AdoptedTable(Settable):
         ValueError
             Before anything is written: if a tensor is not of this shape, dtype and device.
         """
-        device, batch = self.req_to_token.device, len(rows)
+        device, batch = self.req_to_token.device, rows.numel()
         expect("rows", rows, (batch,), torch.int64, device)
-        expect("block_table", block_table, (batch, block_table.shape[-1]), torch.int32, device)
+        blocks = block_table.shape[-1:].numel()
+        expect("block_table", block_table, (batch, blocks), torch.int32, device)
         expect("lens", lens, (batch,), torch.int32, device)
         for name, tensor in (("rows", rows), ("block_table", block_table), ("lens", lens)):
             if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:

@@ -124,6 +124,7 @@ BAD_TABLES = {
     "reserved_strides": ({"reserved": ints(8)[::2]}, "reserved must be contiguous, got stride 2"),
     "page_size": ({"page_size": 3}, "page_size must be a power of two, got 3"),
     "num_slots": ({"num_slots": 7}, "num_slots must be at least two pages, got 7"),
+    "no_block_stride": ({"block_stride": 0}, r"block_stride must be a multiple of .* got 0"),
     "block_stride": ({"block_stride": 6}, r"block_stride must be a multiple of .* got 6"),
 }
 
@@ -151,6 +152,8 @@ BAD_FILLS = {
     "blocks_int64": ({"block_table": ints(2, 16, dtype=torch.int64)}, "block_table must .*int32"),
     "blocks_rows": ({"block_table": ints(3, 16)}, r"block_table must be \[2, 16\] .* \[3, 16\]"),
     "blocks_device": ({"block_table": ints(2, 16, device="meta")}, "block_table must .* on meta"),
+    "one_row": ({"rows": torch.tensor(1, device=DEVICE)}, r"rows must be \[1\] .* got \[\]"),
+    "one_block": ({"block_table": ints()}, r"block_table must be \[2, 1\] .* got \[\]"),
     "blocks_columns": ({"block_table": ints(16, 2).T}, "block_table must be dense in its last"),
 }
 
