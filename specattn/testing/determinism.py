@@ -23,11 +23,13 @@ LENGTHS = [126, 0, 140]
 
 
 def picked(case: Case, requests: list[int], *, pads: int = 0, seed: int = 0) -> Case:
-    """Take requests of a tree case, in this order, with other table rows and slots, and padding."""
-    rng, a, count = torch.Generator().manual_seed(seed), case.args, len(case.k_cache)
+    """Take requests of a tree case, in this order, with other table rows and pages, and padding."""
+    rng, a, page = torch.Generator().manual_seed(seed), case.args, case.page_size
     device, at = case.q.device, torch.tensor(requests)
-    # slot 0 is padding's
-    order = torch.cat([at.new_zeros(1), 1 + torch.randperm(count - 1, generator=rng)])
+    # page 0 is padding's
+    pages = 1 + torch.randperm(len(case.k_cache) // page - 1, generator=rng)
+    order = torch.cat([at.new_zeros(1), pages])[:, None] * page + torch.arange(page)
+    order = order.flatten()
     moved, order, at = order.argsort().int().to(device), order.to(device), at.to(device)
     rows = (1 + torch.randperm(len(requests) + 2, generator=rng)[: len(requests)]).to(device)
     table = torch.zeros_like(a["req_to_token"][:1]).repeat(len(requests) + 3, 1)

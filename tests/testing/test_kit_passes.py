@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from specattn.backends.hybrid import hybrid
 from specattn.backends.tbo import tbo
 from specattn.testing import Geometry
+from specattn.testing.cases import make_tree_case
+from specattn.testing.determinism import picked
 from specattn.testing.plugin import backend_suite
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 LATENT = Geometry(heads=(4, 1), head_dim=80, v_head_dim=64, latent=True)
 FIRST = "triton" if DEVICE == "cuda" else "torch_native"
+
+
+@pytest.mark.parametrize("page", [1, 4])
+def test_requests_in_other_company_keep_their_pages(page):
+    case = make_tree_case([9, 0, 14], mode="chain", page_size=page)
+    wanted = case.expected()
+    moved = picked(case, [2, 0], pads=1, seed=3)
+    for got, want in zip(moved.expected(), wanted, strict=True):
+        assert torch.equal(got[:8], torch.cat([want[8:], want[:4]]))
+    args = moved.args
+    for b, length in enumerate([14, 9]):
+        slots = args["req_to_token"][args["req_pool_indices"][b], : length + 4]
+        at = torch.arange(len(slots))
+        assert torch.equal(slots, slots[at - at % page] + at % page)
+        assert not (slots[::page] % page).any()
+        assert (slots >= page).all()
+
 
 test_torch_native = backend_suite("torch_native", DEVICE, evicts=True)
 # without CUDA it runs in the interpreter
