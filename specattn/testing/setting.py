@@ -76,7 +76,7 @@ class Geometry:
         Widths; ``v_head_dim`` 0 means ``head_dim``.
     latent : bool
         Whether values are the first ``v_head_dim`` columns of the keys: absorbed latent attention,
-        with one KV head.
+        with one KV head, whatever ``heads`` says.
     page_size : int
         Slots of a page; as many as the backend needs if 0.
     """
@@ -131,6 +131,8 @@ class Setting:
     def config(self, dtype: torch.dtype) -> AttnConfig:
         """Return the geometry in ``dtype``."""
         form = vars(self.geometry) | {"page_size": 1}
+        if self.geometry.latent:
+            form["heads"] = form["heads"][0], 1
         return config_of(make_tree_case([1], **form, dtype=dtype))
 
     def case(

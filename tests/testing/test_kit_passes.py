@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
 from specattn.backends.hybrid import hybrid
 from specattn.backends.tbo import tbo
-from specattn.testing import Geometry
+from specattn.errors import UnsupportedError
+from specattn.testing import Geometry, conformance
 from specattn.testing.cases import make_tree_case
 from specattn.testing.determinism import picked
 from specattn.testing.plugin import backend_suite
@@ -32,6 +35,13 @@ def test_requests_in_other_company_keep_their_pages(page):
         assert torch.equal(slots, slots[at - at % page] + at % page)
         assert not (slots[::page] % page).any()
         assert (slots >= page).all()
+
+
+def test_a_latent_geometry_has_one_kv_head_unless_told():
+    geometry = Geometry(head_dim=80, v_head_dim=64, latent=True)
+    for check in conformance("torch_native", DEVICE, "smoke", geometry=geometry):
+        with contextlib.suppress(UnsupportedError):
+            check()
 
 
 test_torch_native = backend_suite("torch_native", DEVICE, evicts=True)
