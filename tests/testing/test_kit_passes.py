@@ -10,9 +10,10 @@ import torch
 from specattn.backends.hybrid import hybrid
 from specattn.backends.tbo import tbo
 from specattn.errors import UnsupportedError
-from specattn.testing import Geometry, conformance
+from specattn.testing import ConformanceError, Geometry, Tolerances, conformance
 from specattn.testing.cases import make_tree_case
 from specattn.testing.determinism import picked
+from specattn.testing.oracle import check
 from specattn.testing.plugin import backend_suite
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -39,9 +40,21 @@ def test_requests_in_other_company_keep_their_pages(page):
 
 def test_a_latent_geometry_has_one_kv_head_unless_told():
     geometry = Geometry(head_dim=80, v_head_dim=64, latent=True)
-    for check in conformance("torch_native", DEVICE, "smoke", geometry=geometry):
+    for one in conformance("torch_native", DEVICE, "smoke", geometry=geometry):
         with contextlib.suppress(UnsupportedError):
-            check()
+            one()
+
+
+def test_bounds_of_one_dtype_leave_the_others_as_they_are():
+    wide = Tolerances(out={torch.bfloat16: 1e-2})
+    case = make_tree_case([9])
+    want = case.expected()
+    case.out.copy_(want[0])
+    case.lse.copy_(want[1])
+    check(case, want, tolerances=wide)
+    case.out *= 1 + 1e-5
+    with pytest.raises(ConformanceError, match=r"relative error 1\.00e-05 above 3\.0e-06"):
+        check(case, want, tolerances=wide)
 
 
 test_torch_native = backend_suite("torch_native", DEVICE, evicts=True)
