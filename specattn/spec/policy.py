@@ -119,8 +119,8 @@ class GoodputPolicy:
     Parameters
     ----------
     cost : callable, optional
-        ``cost(config, batch)``: a step's seconds, or any unit. By default what was measured, and
-        where nothing was, `rough_cost` in the proportion of what was.
+        ``cost(config, batch)``: a step's seconds, or any unit, above 0. By default what was
+        measured, and where nothing was, `rough_cost` in the proportion of what was.
     margin : float
         Another setting must promise this much more, as a share, to be switched to.
     hold : int
@@ -140,7 +140,8 @@ class GoodputPolicy:
         self, cost: StepCost | None = None, *, margin: float = 0.05, hold: int = 16,
         trials: int = 2, prior: float = 4.0,
     ) -> None:
-        if margin < 0 or hold < 1 or trials < 0 or prior <= 0:
+        # NaN is out of every range
+        if not (margin >= 0 and hold >= 1 and trials >= 0 and prior > 0):
             raise ValueError(
                 "margin and trials must be at least 0, hold at least 1 and prior above 0, "
                 f"got {margin}, {trials}, {hold} and {prior}"
@@ -169,7 +170,13 @@ class GoodputPolicy:
         return self._chosen
 
     def goodput(self, observed: Observed) -> dict[SpecConfig, float]:
-        """Return tokens per request and second (or unit of ``cost``), by setting."""
+        """Return tokens per request and second (or unit of ``cost``), by setting.
+
+        Raises
+        ------
+        ValueError
+            If ``cost`` returns what is not above 0.
+        """
         costs = self._costs(observed)
         return {
             config: expected_tokens(observed.acceptance, config, self.prior) / costs[config]
@@ -178,7 +185,11 @@ class GoodputPolicy:
 
     def _costs(self, observed: Observed) -> dict[SpecConfig, float]:
         if self.cost is not None:
-            return {config: self.cost(config, observed.batch) for config in observed.settings}
+            costs = {config: self.cost(config, observed.batch) for config in observed.settings}
+            for config, cost in costs.items():
+                if not cost > 0:
+                    raise ValueError(f"cost must be above 0, got {cost} for {config}")
+            return costs
         rough = {config: rough_cost(config, observed.batch) for config in observed.acceptance}
         measured = {
             config: found.seconds(observed.bucket) for config, found in observed.acceptance.items()

@@ -250,10 +250,20 @@ def test_a_policy_without_a_choice_is_refused(trees):
         engine(trees, GoodputPolicy())
 
 
-@pytest.mark.parametrize("options", [{"margin": -1}, {"hold": 0}, {"trials": -1}, {"prior": 0}])
+@pytest.mark.parametrize("options", [
+    {"margin": -1}, {"hold": 0}, {"trials": -1}, {"prior": 0}, {"margin": float("nan")},
+    {"prior": float("nan")},
+])
 def test_senseless_policies_are_refused(options):
     with pytest.raises(ValueError, match="must be at least 0"):
         GoodputPolicy(**options)
+
+
+@pytest.mark.parametrize("cost", [0, -1.5, float("nan")])
+def test_costs_that_are_none_are_refused(cost):
+    policy = GoodputPolicy(lambda config, batch: cost if config == PLAIN else 1.0, hold=1)
+    with pytest.raises(ValueError, match=f"cost must be above 0, got {cost} for SpecConfig"):
+        policy(observed({DEEP: [3] * 9, PLAIN: [1] * 9}))
 
 
 def test_the_policy_finds_the_best_setting_of_an_engine():
