@@ -3,7 +3,7 @@
 Models of 8B with random weights and an EAGLE-3 head, requests in mid-decode, a step as one graph,
 and how much of a tree is kept forced; see `bench.step_world`. Before anything is timed, the
 target's logits over a tree are compared with float64, and every step is checked to gain what was
-forced. Plain decoding in one graph runs at the same places.
+forced, or less where its tree was not so deep. Plain decoding in one graph runs at the same places.
 
     python -m bench.step [--models Llama-3.1-8B] [--batch 1,4] [--context 1024] [--out FILE]
     python -m bench.step --compile I/N   # share I of N of the settings, compiled, not timed
@@ -150,6 +150,8 @@ def measured(
                  "floor_us": round(sum(read.values()) / copy_tb_s / 1e6, 2)}
         if _shown(cell):
             cell["by_length"] = _lengths(stepper, options)
+        stepper.check()
+        cell["short"] = sum(stepper.short)
         _print(cell)
         yield cell
 
@@ -182,6 +184,7 @@ def trace(
         stepper.finish()
         shown = _shown(cell)
         found = traced(stepper, options.trace_out if shown else None, 20 * shown)
+        stepper.check()
         cell["trace"] = found
         parts = " ".join(f"{name} {us:.0f}" for name, us in found["divided"].items())
         print(f"  {cell['model']} {cell['setting']:12} {cell['batch']:3} x {cell['context']:5} "

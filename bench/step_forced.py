@@ -25,6 +25,7 @@ def _force_kernel(
     positions,  # [B, N] int64
     words,      # [B, N, W] int64
     lens,       # [B] int32
+    shallow,    # [B] int32, in place
     lowest, nodes, stride_best, stride_tokens, stride_positions, stride_words, stride_node,
     DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):
@@ -41,6 +42,8 @@ def _force_kernel(
     seen = words + row * stride_words + last * stride_node + at // 64
     path = ok & (((tl.load(seen, mask=ok, other=0) >> (at % 64)) & 1) != 0)
     length = tl.load(lens + row)
+    too_shallow = tl.max(depth, 0) < length - 1
+    tl.store(shallow + row, tl.load(shallow + row) + too_shallow.to(tl.int32))
     for d in range(DEPTH):
         child = path & (depth == d + 1) & (d < length - 1)
         goes_on = tl.sum(child.to(tl.int32), 0) > 0
@@ -49,22 +52,30 @@ def _force_kernel(
     tl.store(best + row * stride_best + at, choice, mask=ok)
 
 
-def launch(best: Tensor, tree: DraftTree, lens: Tensor, lowest: int, steps: int) -> None:
-    """Let ``best [B, n]`` choose the first ``lens - 1`` nodes towards a deepest one."""
+def launch(
+    best: Tensor, tree: DraftTree, lens: Tensor, shallow: Tensor, lowest: int, steps: int
+) -> None:
+    """Let ``best [B, n]`` choose the first ``lens - 1`` nodes towards a deepest one.
+
+    Where that one is nearer to the root, ``shallow [B]`` counts it.
+    """
     nodes, words = best.shape[1], tree.words
     _force_kernel[(len(best),)](
-        best, tree.tokens, tree.positions, words, lens, lowest, nodes,
+        best, tree.tokens, tree.positions, words, lens, shallow, lowest, nodes,
         best.stride(0), tree.tokens.stride(0), tree.positions.stride(0), words.stride(0),
         words.stride(1), DEPTH=steps, BLOCK=triton.next_power_of_2(nodes), num_warps=1,
     )
 
 
-def twin(best: Tensor, tree: DraftTree, lens: Tensor, lowest: int, steps: int) -> None:
+def twin(
+    best: Tensor, tree: DraftTree, lens: Tensor, shallow: Tensor, lowest: int, steps: int
+) -> None:
     """Do what `launch` does, in torch."""
     node = torch.arange(best.shape[1], device=best.device)
     depth = tree.positions - tree.positions[:, :1]
     words = tree.words[torch.arange(len(best), device=best.device), depth.argmax(1)]
     path = ((words[:, node // 64] >> (node % 64)) & 1) != 0                 # [B, n]
+    shallow[: len(best)] += (depth.amax(1) < lens[: len(best)] - 1).int()
     after = path[:, None] & (depth[:, None] == depth[:, :, None] + 1)
     after &= (depth[:, None] < lens[: len(best), None, None])               # [B, n, child]
     wanted = torch.where(after, tree.tokens[:, None], 0).sum(-1)
@@ -74,7 +85,8 @@ def twin(best: Tensor, tree: DraftTree, lens: Tensor, lowest: int, steps: int) -
 class Forced:
     """An `Acceptor` that keeps paths of given lengths, on the way to a deepest node.
 
-    It does all that the greedy one does, and one short kernel more.
+    A tree that is not so deep is kept as far as it goes, and counted; what is drafted by random
+    weights is, once in a while. It does all that the greedy one does, and one short kernel more.
 
     Parameters
     ----------
@@ -83,10 +95,16 @@ class Forced:
         between steps.
     lowest : int
         A token of the target from which on the draft proposes none.
+
+    Attributes
+    ----------
+    shallow : Tensor
+        ``[B]`` int32, trees so far that were not so deep; by place in the batch.
     """
 
     def __init__(self, lens: Tensor, lowest: int) -> None:
         self.lens, self.lowest = lens, lowest
+        self.shallow = torch.zeros_like(lens)
 
     def __call__(
         self, tree: DraftTree, logits: Tensor, seq_lens: Tensor, config: SpecConfig,
@@ -96,7 +114,7 @@ class Forced:
         best = ops("choose", logits.device).argmax_tokens(logits.flatten(0, 1))
         best = best.view(tree.tokens.shape)
         force = launch if logits.is_cuda else twin
-        force(best, tree, self.lens, self.lowest, config.num_steps)
+        force(best, tree, self.lens, self.shallow, self.lowest, config.num_steps)
         ops("accept", logits.device).accept_greedy(
             tree.tokens, tree.retrieve_next_token, tree.retrieve_next_sibling, best,
             accept_index_out=out.accept_index, accept_tokens_out=out.accept_tokens,

@@ -7,7 +7,7 @@ import os
 import statistics
 import time
 from contextlib import contextmanager
-from operator import itemgetter
+from operator import add, itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,6 +48,9 @@ class Stepper:
         self.decoder, self.rows, self.accept = decoder, rows, accept
         self.lens = decoder.states.seq_lens.clone()
         self.length = 1
+        # steps that gained less, and trees so far that could not give more, by place
+        self.short = [0] * len(rows)
+        self._shallow = accept.shallow.tolist()
         self._before: PendingStep | None = None
 
     def force(self, length: int) -> None:
@@ -66,12 +69,24 @@ class Stepper:
         self.finish()
         self._before = pending
 
-    def finish(self) -> None:
-        """Wait for the last step, and check what it gained."""
-        if self._before is not None:
-            gained = [len(tokens) for tokens in self._before.wait()]
-            assert gained == [self.length] * len(self.rows), (self.length, gained)
-            self._before = None
+    def finish(self) -> list[int]:
+        """Wait for the last step; returns how many tokens it gained, by place."""
+        if self._before is None:
+            return []
+        gained = [len(tokens) for tokens in self._before.wait()]
+        self._before = None
+        if gained != [self.length] * len(self.rows):
+            assert 1 <= min(gained) <= max(gained) <= self.length, (self.length, gained)
+            less = (one < self.length for one in gained)
+            self.short = list(map(add, self.short, less))
+        return gained
+
+    def check(self) -> None:
+        """Assert that no step gained less than what is forced, but where trees were not so deep."""
+        self.finish()
+        found = self.accept.shallow.tolist()
+        shallow = [now - then for now, then in zip(found, self._shallow, strict=True)]
+        assert shallow[: len(self.rows)] == self.short, (self.short, shallow)
 
     def both(self) -> None:
         """Put lengths back and step."""
@@ -82,10 +97,9 @@ class Stepper:
 def check_advance(stepper: Stepper) -> None:
     """Assert that lengths advance on the device by what is gained, and nobody else's."""
     stepper.both()
-    stepper.finish()
+    gained = dict(zip(stepper.rows, stepper.finish(), strict=True))
     moved = (stepper.decoder.states.seq_lens - stepper.lens).tolist()
-    here = set(stepper.rows)
-    assert moved == [stepper.length if row in here else 0 for row in range(len(moved))], moved
+    assert moved == [gained.get(row, 0) for row in range(len(moved))], (moved, gained)
     stepper.reset()
 
 

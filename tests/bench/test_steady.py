@@ -80,10 +80,20 @@ def test_a_step_that_gains_something_else_is_noticed(world, monkeypatch):
     one = churn(world)
     one.join()
     wait = PendingStep.wait
-    monkeypatch.setattr(PendingStep, "wait", lambda step: [new[1:] for new in wait(step)])
+    monkeypatch.setattr(PendingStep, "wait", lambda step: [[5, *new] for new in wait(step)])
     one.step()
-    with pytest.raises(AssertionError, match="gained 2"):
+    with pytest.raises(AssertionError, match="gained 4"):
         one.step()
+
+
+def test_paths_that_are_often_shorter_are_noticed(world):
+    one = churn(world)
+    one.decoder.accept.lens.fill_(2)
+    one.join()
+    one.step()
+    one.step()
+    with pytest.raises(AssertionError, match="10 of 10 paths were shorter"):
+        one.check()
 
 
 def test_every_step_has_room_for_the_one_in_flight(world, monkeypatch):

@@ -85,23 +85,53 @@ def test_the_kernel_chooses_what_its_twin_does():
     decoder.step(run.admit(decoder, 3, 20))
     tokens, positions, words, logits = accept.seen
     tree = DraftTree(tokens, positions, words, *[tokens] * 4)
-    lens, found = torch.tensor([4, 1, 3], dtype=torch.int32), []
+    lens, found, counted = torch.tensor([4, 1, 3], dtype=torch.int32), [], []
+    # of the last tree only what is one step deep
+    near = positions[2] <= positions[2, 0] + 1
+    positions[2] = torch.where(near, positions[2], positions[2, 0] + 1)
     for force in (launch, twin):
         found.append(logits.argmax(-1).to(DEVICE))
         on = DraftTree(*(part.to(DEVICE) for part in vars(tree).values()))
-        force(found[-1], on, lens.to(DEVICE), 61, 3)
+        counted.append(torch.tensor([7, 8, 9], dtype=torch.int32, device=DEVICE))
+        force(found[-1], on, lens.to(DEVICE), counted[-1], 61, 3)
     assert torch.equal(*found)
-    assert [int((row < 61).sum()) for row in found[0]] == [3, 0, 2]
+    assert [int((row < 61).sum()) for row in found[0]] == [3, 0, 1]
+    assert [one.tolist() for one in counted] == [[7, 8, 10]] * 2
 
 
 def test_a_step_that_gains_something_else_is_noticed(stepper):
     stepper.force(2)
+    stepper.length = 1
+    stepper.both()
+    with pytest.raises(AssertionError, match=r"\(1, \[2, 2, 2\]\)"):
+        stepper.finish()
     stepper.length = 3
     stepper.both()
-    with pytest.raises(AssertionError, match="3"):
-        stepper.finish()
-    stepper._before = None
+    assert stepper.finish() == [2, 2, 2]
+    with pytest.raises(AssertionError, match=r"\[1, 1, 1\], \[0, 0, 0\]"):
+        stepper.check()
     stepper.reset()
+
+
+def test_a_tree_that_is_not_so_deep_may_gain_less():
+    run = world()
+    run.draft.model.lm_head.zero_()  # all tokens are equal: the tree is as wide as it can be
+    accept = run.forced(4)
+    decoder = run.decoder(Setting(2, 3, 6), [1, 3], accept)
+    one = step.Stepper(decoder, run.admit(decoder, 2, 20), accept)
+    one.force(4)
+    step.check_advance(one)
+    one.both()
+    one.both()
+    assert one.finish() == [3, 3]
+    assert one.short == [3, 3]
+    one.check()
+    # another stepper counts its own
+    one = step.Stepper(decoder, one.rows, accept)
+    one.force(2)
+    one.both()
+    assert one.finish() == [2, 2]
+    one.check()
 
 
 def test_bytes_are_counted_once_per_forward():
@@ -157,6 +187,7 @@ def test_a_whole_run_leaves_a_record(monkeypatch, tmp_path):
             assert 1 < cell["tries"] <= step_timing.TRIES
             assert cell["floor_us"] == round(sum(cell["bytes"].values()) / 4.2e6, 2)
             assert cell["error"] < 1e-5
+            assert cell["short"] == 0
 
 
 def test_traces_are_kept_setting_by_setting(monkeypatch):
