@@ -215,9 +215,16 @@ def run(
     copy_tb_s: float,
 ) -> Iterator[dict[str, Any]]:
     """Measure models one after the other, each plainly first."""
+    settings = _settings(options)
+    fitting = sum(fits for _, _, fits in options.places)
+    calm_us = calm_loop()
     for name, shape in models.items():
         world = make(shape)
-        for setting in _settings(options):
+        # one model's long steps, which come last, leave the next one's share alone
+        options.patience = Patience(
+            options.seconds / len(models), 2 * len(settings) * fitting, calm_us
+        )
+        for setting in settings:
             yield from measured(world, setting, name, options, copy_tb_s)
         del world
         free()
@@ -283,7 +290,7 @@ def main() -> None:
     parser.add_argument("--batch", default=",".join(map(str, BATCHES)))
     parser.add_argument("--context", default=",".join(map(str, CONTEXTS)))
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--patience", type=float, default=90.0, metavar="SECONDS",
+    parser.add_argument("--patience", type=float, default=90.0, metavar="SECONDS", dest="seconds",
                         help="how long to wait in all for a host that others hold up")
     parser.add_argument("--length", type=int, default=4, help="tokens to gain per step, at most")
     parser.add_argument("--no-trace", dest="trace", action="store_false")
@@ -312,9 +319,6 @@ def main() -> None:
     known = shapes(max(lens) + 128)
     models = {name: known[name] for name in options.models.split(",")}
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    fitting = sum(fits for _, _, fits in options.places)
-    steps = 2 * len(models) * len(_settings(options)) * fitting
-    options.patience = Patience(options.patience, steps, calm_loop())
 
     def make(shape: Shape) -> World:
         return World(shape, lens, torch.device("cuda"))

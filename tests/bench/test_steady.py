@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -48,6 +49,17 @@ def test_requests_grow_end_and_join(world, tmp_path):
     assert f"| tree 2-3-6 | {cells[0]['sizes'][0]} to 5 |" in text
     assert f"| 60 | {cells[1]['joined']} | {cells[1]['ended']} | 0 |" in text
     assert "tiny, 20 tokens when a request joins; made up, commit `abc`." in text
+
+
+def test_counters_are_read_where_requests_may_join(world, monkeypatch):
+    read, joined = [], []
+    monkeypatch.setattr(steady, "watched", lambda counts: nullcontext(read.append(len(joined))))
+    one = churn(world)
+    join = one.join
+    monkeypatch.setattr(one, "join", lambda: joined.append(1) or join())
+    assert steady.run(one, 40)["steps"] == 40
+    assert read == list(range(1, len(joined) + 1))
+    assert len(read) < 40 / steady.JOIN_EVERY + one.ended
 
 
 def test_a_length_that_the_host_did_not_count_is_noticed(world):

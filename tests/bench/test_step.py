@@ -162,8 +162,9 @@ def test_a_whole_run_leaves_a_record(monkeypatch, tmp_path):
     assert step.rooms(step.places([1, 4], [8, 64], fits=64)) == [64, 8, 8, 8]
     options = argparse.Namespace(
         places=step.places([1, 2], [8, 40], fits=60), rounds=2, length=4, settings="tree",
-        patience=Patience(60.0, 1, 0.0),  # and a host that is never calm
+        seconds=60.0,
     )
+    monkeypatch.setattr(step, "calm_loop", lambda: 0.0)  # a host that is never calm
     shape = Shape("tiny", LlamaConfig(**SIZES), LlamaConfig(**SIZES), 61)
     rooms = step.rooms(options.places)
     assert rooms == [40, 8]
@@ -246,6 +247,26 @@ def test_patience_is_shared_by_the_steps_of_a_run(monkeypatch):
     many = Patience(10.0, 100, 10.0)
     assert [many.calmest("held up", 3)["tries"] for _ in range(5)] == [4, 4, 4, 2, 1]
     assert Patience(10.0, 1, 10.0).calmest("held up", 3)["tries"] == 8
+
+
+def test_models_share_a_run_s_patience(monkeypatch):
+    """Long steps, which come last, leave the next model's alone."""
+    seen = []
+
+    def measured(world, setting, name, options, copy_tb_s):
+        seen.append((name, setting.name, options.patience.left))
+        options.patience.left = 0.0
+        return iter(())
+
+    monkeypatch.setattr(step, "SETTINGS", (Setting(1, 3, 4),))
+    monkeypatch.setattr(step, "calm_loop", lambda: 10.0)
+    monkeypatch.setattr(step, "measured", measured)
+    options = argparse.Namespace(places=step.places([1], [8]), settings="", seconds=60.0)
+    assert not list(step.run({"a": None, "b": None}, lambda shape: shape, options, 4.2))
+    assert seen == [
+        ("a", "plain", 30.0), ("a", "chain 1-3-4", 0.0), ("b", "plain", 30.0),
+        ("b", "chain 1-3-4", 0.0),
+    ]
 
 
 def test_a_calm_loop_is_the_least_of_medians(monkeypatch):
