@@ -85,7 +85,8 @@ def twin(
 class Forced:
     """An `Acceptor` that keeps paths of given lengths, on the way to a deepest node.
 
-    A tree that is not so deep is kept as far as it goes, and counted. It does all that the greedy one does, and one short kernel more.
+    A tree that is not so deep is kept as far as it goes, and counted. It does all that the greedy
+    one does, and one short kernel more.
 
     Parameters
     ----------
