@@ -72,7 +72,7 @@ class Twin(StepDecoder):
             owner.target, owner.draft, owner.config, owner.table, owner.states,
             features=owner.features, buckets=owner.runner.buckets,
             record=owner.runner.recording, seams=seams, indices=owner.indices,
-            recorder=owner.runner._recorder, accept=owner.accept,
+            recorder=owner.runner.recorder, accept=owner.accept,
         )
         # those of the ring that the owner's programs have bound, and captures have moved on
         self._turns = owner._turns

@@ -53,12 +53,13 @@ def step_us(decoder: StepDecoder, rows: Sequence[int], rounds: int = ROUNDS) -> 
 
     Each step is waited for before the next one is launched, outside what is timed. ``moved`` are
     steps whose rows are not those of the step before; before ``late`` ones the host counts for
-    `LATE`, as if it waited for a long step: it finds little in its caches then.
+    `LATE`, as if it waited for a long step: it finds little in its caches then. Before
+    ``rehearsed`` ones it rehearses them as long.
 
     Parameters
     ----------
     decoder : StepDecoder
-        Captured, with requests that have room for ``3 * rounds`` steps.
+        Captured, with requests that have room for ``4 * rounds`` steps.
     rows : sequence of int
         The requests.
     rounds : int
@@ -66,14 +67,18 @@ def step_us(decoder: StepDecoder, rows: Sequence[int], rounds: int = ROUNDS) -> 
     """
     found = {}
     moved = [rows, [*rows[1:], 0]]
-    kinds = ("same", [rows], 0.0), ("moved", moved, 0.0), ("late", [rows], LATE)
-    for name, orders, late in kinds:
+    kinds = (
+        ("same", [rows], 0.0, None), ("moved", moved, 0.0, None), ("late", [rows], LATE, None),
+        ("rehearsed", [rows], LATE, decoder.rehearse),
+    )
+    for name, orders, late, meanwhile in kinds:
         times = []
         for at in range(rounds):
             order = orders[at % len(orders)]
             until = time.perf_counter() + late
             while time.perf_counter() < until:
-                pass
+                if meanwhile is not None:
+                    meanwhile(order)
             start = time.perf_counter()
             pending = decoder.step_async(order)
             times.append(1e6 * (time.perf_counter() - start))
@@ -103,7 +108,7 @@ def main() -> None:
     if not cuda:
         without_device(decoder.runner)
     print("batch  fingerprint  check us  step_async us  (p90)  with other rows us  (p90)  "
-          f"after {1e3 * LATE:.0f} ms us  (p90)")
+          f"after {1e3 * LATE:.0f} ms us  (p90)  rehearsed us  (p90)")
     for size in sizes:
         (done,) = decoder.runner._captured.values()
         captured = done[size]
@@ -112,7 +117,8 @@ def main() -> None:
         print(
             f"{size:5} {len(captured.fingerprint):12} {check:9.1f} {us['same']:14.1f} "
             f"{us['same_p90']:7.1f} {us['moved']:19.1f} {us['moved_p90']:7.1f} "
-            f"{us['late']:15.1f} {us['late_p90']:6.1f}"
+            f"{us['late']:15.1f} {us['late_p90']:6.1f} {us['rehearsed']:13.1f} "
+            f"{us['rehearsed_p90']:6.1f}"
         )
 
 

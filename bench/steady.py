@@ -8,6 +8,8 @@ excepted. In the end every length on the device must be what the host has counte
 
 Every launch is timed, on a core that was calm in the beginning, and beside it what reserving its
 slots takes and a fixed loop of Python. Nothing is timed again, and only the warm-up is left out.
+All of it runs twice: the host sleeps in the driver while it waits for a step, or rehearses the next
+launch (`StepDecoder.rehearse`).
 
     python -m bench.steady [--settings 4-5-16] [--batch 1,64] [--context 4096] [--steps 1000]
 """
@@ -20,6 +22,8 @@ import statistics
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,13 +99,16 @@ class Churn:
         Tokens that it runs for.
     length : int
         Tokens that every step gains.
+    rehearses : bool
+        Whether the host rehearses the next launch while it waits.
     """
 
     def __init__(
-        self, world: World, setting: Setting, batch: int, context: int, new: int, length: int
+        self, world: World, setting: Setting, batch: int, context: int, new: int, length: int,
+        *, rehearses: bool,
     ) -> None:
         self.world, self.batch, self.context, self.new = world, batch, context, new
-        self.length, self.rng = length, random.Random(0)
+        self.length, self.rng, self.rehearses = length, random.Random(0), rehearses
         self.decoder = world.decoder(setting, powers_of_two(batch), world.forced(length))
         self.live: list[Live] = []
         self.joined = self.ended = 0
@@ -147,7 +154,9 @@ class Churn:
         if self._before is None:
             return
         (took_part, pending), self._before = self._before, None
-        for one, gained in zip(took_part, pending.wait(), strict=True):
+        rows = [one.row for one in self.live]
+        meanwhile = partial(self.decoder.rehearse, rows) if self.rehearses else None
+        for one, gained in zip(took_part, pending.wait(meanwhile), strict=True):
             if one.ended:  # it rode along
                 continue
             # fewer where the tree was not so deep; a request without slots would gain nothing
@@ -251,21 +260,22 @@ def main() -> None:
         "format": 1, "machine": machine(options.commit), "model": MODEL,
         "context": options.context, "cells": [],
     }
-    for setting in settings:
-        for batch in batches:
-            length = min(setting.steps + 1, options.length)
-            with calm_core():
-                churn = Churn(world, setting, batch, options.context, NEW, length)
-                cell = {"setting": setting.name, "batch": batch, "length": length,
-                        **run(churn, options.steps)}
-            record["cells"].append(cell)
-            host = cell["host_us"]
-            print(f"{setting.name:12} {batch:3} x {options.context}: {cell['us']:9.1f} us a step, "
-                  f"host {host['median']:.1f} (p90 {host['p90']:.1f}), {cell['within']:.1%} within "
-                  f"{ASKED_US:.0f}; {cell['joined']} joined, {cell['ended']} ended", flush=True)
-            write(record, options.out)
-            del churn
-            free()
+    for setting, batch, rehearses in product(settings, batches, (False, True)):
+        length = min(setting.steps + 1, options.length)
+        with calm_core():
+            churn = Churn(
+                world, setting, batch, options.context, NEW, length, rehearses=rehearses
+            )
+            cell = {"setting": setting.name, "batch": batch, "length": length,
+                    "rehearsed": rehearses, **run(churn, options.steps)}
+        record["cells"].append(cell)
+        host, how = cell["host_us"], "rehearsed" if rehearses else "slept"
+        print(f"{setting.name:12} {batch:3} x {options.context}, {how:9}: {cell['us']:9.1f} us a "
+              f"step, host {host['median']:.1f} (p90 {host['p90']:.1f}), {cell['within']:.1%} "
+              f"within {ASKED_US:.0f}; {cell['joined']} joined, {cell['ended']} ended", flush=True)
+        write(record, options.out)
+        del churn
+        free()
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ RECORD = "steady_h200.json"
 def shown(results: Path) -> str:
     """Return a table of what the host took, by setting and batch."""
     record = json.loads((results / RECORD).read_text())
-    head = ["setting", "batch", "a step, us", "host, us", "a tenth below", "a tenth above",
-            "a hundredth above", "within 60 us", "reserving slots, us", "a fixed loop, us", "steps",
-            "requests joined", "ended", "allocations"]
+    head = ["setting", "batch", "rehearsed", "a step, us", "host, us", "a tenth below",
+            "a tenth above", "a hundredth above", "within 60 us", "reserving slots, us",
+            "a fixed loop, us", "steps", "requests joined", "ended", "allocations"]
     found = record["machine"]
     return "\n\n".join([
         tables.table(head, [_row(cell) for cell in record["cells"]]),
@@ -32,7 +32,7 @@ def _row(cell: dict[str, Any]) -> list[str]:
     least, most = sizes[0], sizes[-1]
     return [
         cell["setting"], f"{least} to {most}" if least < most else str(most),
-        tables.micros(cell["us"]),
+        "yes" if cell["rehearsed"] else "no", tables.micros(cell["us"]),
         *(tables.micros(host[name]) for name in ("median", "p10", "p90", "p99")),
         tables.percent(cell["within"]),
         *(tables.micros(cell[name]["median"]) for name in ("reserve_us", "loop_us")),

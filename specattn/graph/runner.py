@@ -78,6 +78,8 @@ class GraphRunner(Generic[Key]):
     ----------
     stats : GraphStats
         Replays, and batches that ran eagerly because no bucket was large enough or captured.
+    recorder : Recorder or None
+        What records the graphs; None where none are.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class GraphRunner(Generic[Key]):
         self.stats: GraphStats[Key] = GraphStats()
         self._make, self._private, self._before = make, private, before
         records = record and device.type == "cuda"
-        self._recorder = (recorder or Recorder()) if records else None
+        self.recorder = (recorder or Recorder()) if records else None
         self._captured: dict[Key, dict[int, Captured]] = {}
         # what `_serving` found; a host that has waited for a step is slow to search
         self._found: dict[tuple[tuple[Key, ...], int], list[Captured] | None] = {}
@@ -108,7 +110,7 @@ class GraphRunner(Generic[Key]):
     @property
     def recording(self) -> bool:
         """Whether CUDA graphs are recorded at all."""
-        return self._recorder is not None
+        return self.recorder is not None
 
     def captured(self, mode: Key) -> list[int]:
         """Return the buckets of ``mode`` that can be replayed."""
@@ -172,8 +174,8 @@ class GraphRunner(Generic[Key]):
         bound.schedule(torch.zeros(bucket, dtype=torch.int32))
 
         graph, outputs, nbytes = None, None, 0
-        if self._recorder is not None and bound.graphs:
-            found = self._recorder.record(partial(run_eagerly, bound))
+        if self.recorder is not None and bound.graphs:
+            found = self.recorder.record(partial(run_eagerly, bound))
             graph, outputs, nbytes = found.graph, found.outputs, found.nbytes
         else:
             run_eagerly(bound)
@@ -242,15 +244,29 @@ class GraphRunner(Generic[Key]):
         NotCapturedError, CaptureMismatch
             As `run`, before anything has run.
         """
-        try:
-            found = self._found[modes, count]
-        except KeyError:
-            found = self._found[modes, count] = self._serving(modes, count)
+        found = self._find(modes, count)
         if found is None:
             return [self._eagerly(mode, count) for mode in modes]
         for captured in found:
             captured.check()
         return found
+
+    def holds(self, modes: tuple[Key, ...], count: int) -> bool:
+        """Return whether a captured bucket serves so many requests in all of these modes.
+
+        Raises
+        ------
+        NotCapturedError
+            As `run`.
+        """
+        return self._find(modes, count) is not None
+
+    def _find(self, modes: tuple[Key, ...], count: int) -> list[Captured] | None:
+        try:
+            return self._found[modes, count]
+        except KeyError:
+            found = self._found[modes, count] = self._serving(modes, count)
+            return found
 
     def _serving(self, modes: tuple[Key, ...], count: int) -> list[Captured] | None:
         """Return the smallest bucket that holds so many requests in all modes, if there is one."""

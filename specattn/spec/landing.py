@@ -145,17 +145,27 @@ class PendingStep:
         self._landing, self._count, self.rows = landing, count, rows
         self._gained: list[list[int]] | None = None
 
-    def wait(self) -> list[list[int]]:
+    def wait(self, meanwhile: Callable[[], object] | None = None) -> list[list[int]]:
         """Wait for the step and return each request's new tokens, bonus last.
 
         Empty for row 0 and for a request that had no slots for a step. Asked again, it returns
         the same without waiting.
+
+        Parameters
+        ----------
+        meanwhile : callable, optional
+            Called over and over until the step is through, not at all if it is: what a host does
+            while it waits, such as `StepDecoder.rehearse`. The step is noticed when it returns.
+            What it raises ends the wait, and the step can be waited for again.
 
         Returns
         -------
         list of list of int
             In the order of the rows that were given to the step.
         """
+        while meanwhile is not None and not self.ready:
+            meanwhile()
+        # it may have waited itself, and the turn be another step's by now
         if self._gained is None:
             self._landing.wait()
             found = self._landing.packed[: self._count].tolist()

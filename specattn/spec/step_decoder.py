@@ -22,6 +22,7 @@ from specattn.spec.checks import (
     taking_part,
 )
 from specattn.spec.landing import PendingStep, Ring, Turns
+from specattn.spec.rehearsal import Aside
 from specattn.spec.step_parts import StepPart
 from specattn.spec.step_program import StepProgram
 from specattn.spec.tbo_step import TboStepProgram
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from specattn.spec.checks import Validate
     from specattn.spec.decoder import ModelSlot
     from specattn.spec.model import DraftModel, TargetModel
+    from specattn.spec.rehearsal import Replay
     from specattn.spec.states import RequestStates
 
 __all__ = ["PendingStep", "Seams", "StepDecoder"]
@@ -179,6 +181,7 @@ class StepDecoder(Settable):
         self._launching = False
         self._sampled = False
         self.capture(sampled=sampled)
+        self._aside = Aside(self._turns.ring, self.runner.recorder)
 
     def parts(self, *, sampled: bool) -> tuple[StepPart, ...]:
         """Return what a step consists of, in order."""
@@ -282,8 +285,46 @@ class StepDecoder(Settable):
         TreeError
             With ``validate="debug"``, if the tree is malformed; the target has not run then.
         """
+        return self._launch(
+            rows, sampled, seq_lens_cpu, between, self._turns, self.runner.replay
+        )
+
+    def rehearse(self, rows: Sequence[int], *, sampled: bool = False) -> None:
+        """Go through a step's launch without launching it, so that the next launch is short.
+
+        A host that has waited for a long step finds neither code nor data of a launch in its
+        caches. Called while it waits, ``pending.wait(lambda: decoder.rehearse(rows))``, this keeps
+        them there: `step_async` runs, every `specattn.spec.rehearsal.PACE` seconds at the most,
+        but for the graphs, whose place one of a small kernel takes, on a stream of its own. Nothing
+        that steps read is written, nothing waits. Steps that a backend plans on the host or that
+        are validated are left out, and so are those that no captured bucket holds.
+
+        Parameters
+        ----------
+        rows, sampled
+            Of the step that is to come, as far as they are known: `step_async`'s.
+
+        Raises
+        ------
+        ValueError, CaptureMismatch, NotCapturedError
+            As `step_async` does for these rows.
+        """
+        if self._plans or self.validate != "off" or not self._aside.due:
+            return
+        if self.runner.holds(self._parts[sampled], len(rows) or 1):
+            self._aside.run(partial(self._launch, rows, sampled, None, None))
+
+    def settle(self) -> None:
+        """Wait for every step in flight, whoever has not."""
+        self._turns.settle()
+
+    def _launch(
+        self, rows: Sequence[int], sampled: bool, seq_lens_cpu: Tensor | None,
+        between: Callable[[StepPart], object] | None, turns: Turns, replay: Replay,
+    ) -> PendingStep:
+        """Launch a step, or rehearse it: `step_async`, over these turns and by this replay."""
         self._check()
-        landing, asked, rows = self._turns.take(), len(rows), tuple(rows)
+        landing, asked, rows = turns.take(), len(rows), tuple(rows)
         if not rows:
             rows, seq_lens_cpu = (0,), torch.zeros(1, dtype=torch.int32)
         count = len(rows)
@@ -293,7 +334,7 @@ class StepDecoder(Settable):
         if self._plans:
             self._check_read(rows)
         if self._good != rows:
-            check_rows(rows, self._known, self._turns.ring.rows.shape[1])
+            check_rows(rows, self._known, turns.ring.rows.shape[1])
             self._good = rows
         live = None
         if self.validate == "debug":
@@ -301,7 +342,7 @@ class StepDecoder(Settable):
                 rows, seq_lens_cpu, self.config, self.table, self.states,
                 self.target.pool.num_slots, sampled=sampled,
             )
-        self._turns.begin()
+        turns.begin()
         parts = self._parts[sampled]
         for part, ready in zip(parts, self.runner.ready_together(parts, count), strict=True):
             if part is parts[0]:
@@ -311,15 +352,11 @@ class StepDecoder(Settable):
                 self._leave(rows, partial(between, part))
             if self._plans:
                 ready.schedule(seq_lens_cpu)
-            out = self.runner.replay(part, ready)
+            out = replay(part, ready)
             if live is not None and isinstance(out, DraftTree):
                 tree = DraftTree(*(value[live.at] for value in vars(out).values()))
                 check_tree(tree, live.batch, self.config, self.target.model.vocab_size)
-        return self._turns.land(landing, asked, rows)
-
-    def settle(self) -> None:
-        """Wait for every step in flight, whoever has not."""
-        self._turns.settle()
+        return turns.land(landing, asked, rows)
 
     def _leave(self, rows: tuple[int, ...], work: Callable[[], object]) -> None:
         """Let others work between two parts; the rows stay the step's."""

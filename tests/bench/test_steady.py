@@ -26,28 +26,32 @@ def world(monkeypatch):
     return steady.emptied(World(shape, [20 + NEW] * 5, device, torch.float32, "torch_native"))
 
 
-def churn(world, setting=TREE, batch=5, length=3) -> steady.Churn:
-    return steady.Churn(world, setting, batch, 20, NEW, length)
+def churn(world, setting=TREE, batch=5, length=3, rehearses=False) -> steady.Churn:
+    return steady.Churn(world, setting, batch, 20, NEW, length, rehearses=rehearses)
 
 
 def test_requests_grow_end_and_join(world, tmp_path):
     cells = []
-    for setting, batch, length in ((TREE, 5, 3), (PLAIN, 3, 1), (TREE, 1, 4)):
-        one = churn(world, setting, batch, length)
+    for setting, batch, length, rehearses in (
+        (TREE, 5, 3, False), (TREE, 5, 3, True), (PLAIN, 3, 1, True), (TREE, 1, 4, False),
+    ):
+        one = churn(world, setting, batch, length, rehearses)
         free = world.table.num_free_slots
         found = steady.run(one, 60)
         assert world.table.num_free_slots == free, "slots were lost"
         assert found["joined"] >= found["ended"] > 60 * length * batch // (2 * NEW) - batch
         assert found["sizes"][-1] == batch
         assert min(found["host_us"].values()) > 0
-        cells.append({"setting": setting.name, "batch": batch, "length": length, **found})
+        cells.append({"setting": setting.name, "batch": batch, "length": length,
+                      "rehearsed": rehearses, **found})
     assert len(cells[0]["sizes"]) > 1
     record = {"machine": {"device": "made up", "commit": "abc"}, "model": "tiny", "context": 20,
               "cells": cells}
     (tmp_path / steady.OUT.name).write_text(json.dumps(record))
     text = records.blocks(tmp_path)["steady"]
-    assert f"| tree 2-3-6 | {cells[0]['sizes'][0]} to 5 |" in text
-    assert f"| 60 | {cells[1]['joined']} | {cells[1]['ended']} | 0 |" in text
+    assert f"| tree 2-3-6 | {cells[0]['sizes'][0]} to 5 | no |" in text
+    assert f"| tree 2-3-6 | {cells[1]['sizes'][0]} to 5 | yes |" in text
+    assert f"| 60 | {cells[2]['joined']} | {cells[2]['ended']} | 0 |" in text
     assert "tiny, 20 tokens when a request joins; made up, commit `abc`." in text
 
 
@@ -60,6 +64,27 @@ def test_counters_are_read_where_requests_may_join(world, monkeypatch):
     assert steady.run(one, 40)["steps"] == 40
     assert read == list(range(1, len(joined) + 1))
     assert len(read) < 40 / steady.JOIN_EVERY + one.ended
+
+
+@pytest.mark.parametrize("rehearses", [True, False])
+def test_the_next_launch_is_rehearsed_while_the_host_waits(world, monkeypatch, rehearses):
+    """Of the requests that are to take part, as far as they are known, and not if told not to."""
+    one, rehearsed, live, wait = churn(world, rehearses=rehearses), [], [], PendingStep.wait
+
+    def waits(step, meanwhile=None):
+        live.append([each.row for each in one.live])
+        if meanwhile is not None:
+            meanwhile()
+        return wait(step)
+
+    monkeypatch.setattr(PendingStep, "wait", waits)
+    monkeypatch.setattr(one.decoder, "rehearse", rehearsed.append)
+    one.join()
+    for _ in range(3):
+        one.step()
+    one.finish()
+    assert len(live) == 3
+    assert rehearsed == (live if rehearses else [])
 
 
 def test_a_length_that_the_host_did_not_count_is_noticed(world):
@@ -92,7 +117,7 @@ def test_a_step_that_gains_something_else_is_noticed(world, monkeypatch):
     one = churn(world)
     one.join()
     wait = PendingStep.wait
-    monkeypatch.setattr(PendingStep, "wait", lambda step: [[5, *new] for new in wait(step)])
+    monkeypatch.setattr(PendingStep, "wait", lambda step, _: [[5, *new] for new in wait(step)])
     one.step()
     with pytest.raises(AssertionError, match="gained 4"):
         one.step()

@@ -92,7 +92,7 @@ def test_settings_share_states_pools_and_graph_memory():
     for decoder in run.decoders:
         assert decoder.states is run.states
         assert decoder.table is run.table
-        assert decoder.runner._recorder is run.decoders[0].runner._recorder
+        assert decoder.runner.recorder is run.decoders[0].runner.recorder
         assert decoder.runner.buckets == [2, 5]
         (part,) = decoder.modes
         assert decoder.runner.captured(part) == [2, 5]
@@ -301,7 +301,7 @@ def test_settings_replay_their_graphs_and_share_a_pool():
     out = drain(run, requests, ahead=True)
     for result, prompt in zip(out, PROMPTS, strict=False):
         assert result.tokens == dense_greedy(run.target.model, prompt, 40)
-    recorders = {id(decoder.runner._recorder) for decoder in run.decoders[: len(TREES)]}
+    recorders = {id(decoder.runner.recorder) for decoder in run.decoders[: len(TREES)]}
     assert len(recorders) == 1
     launched = Counter()
     for decoder in run.decoders[: len(TREES)]:
