@@ -42,6 +42,10 @@ class GraphStats(Generic[Key]):
     replays: Counter[Key] = field(default_factory=Counter)
     eager: Counter[Key] = field(default_factory=Counter)
 
+    def count(self, mode: Key, ready: Captured) -> None:
+        """Count a forward of ``mode`` that ``ready`` serves."""
+        (self.replays if ready.watch else self.eager)[mode] += 1
+
 
 class GraphRunner(Generic[Key]):
     """Captures and replays programs, keyed by mode and bucket.
@@ -286,7 +290,7 @@ class GraphRunner(Generic[Key]):
 
     def replay(self, mode: Key, ready: Captured) -> Any:
         """Run what is `ready` over its buffers, and count it."""
-        (self.stats.replays if ready.watch else self.stats.eager)[mode] += 1
+        self.stats.count(mode, ready)
         return ready.replay()
 
 

@@ -94,7 +94,8 @@ def check_rows(rows: Sequence[int], known: frozenset[int], most: int) -> None:
     if len(rows) > most:
         raise ValueError(f"at most {most} rows take part, padding included, got {len(rows)}")
     found = set(rows)
-    if len(found) + max(rows.count(0) - 1, 0) != len(rows) or not found <= known:
+    again = len(rows) - len(found)
+    if (again and again != rows.count(0) - 1) or not found <= known:
         raise ValueError(
             f"rows must be distinct rows 1..{len(known) - 1}, or 0 for padding, got {list(rows)}"
         )

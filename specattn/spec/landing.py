@@ -79,9 +79,16 @@ class Landing:
         The whole of it.
     turn : int
         Which.
+
+    Attributes
+    ----------
+    pending : PendingStep or None
+        The step that has this turn, until its tokens are read: then they are its reader's alone,
+        and no launch finds lists of another step to free.
     """
 
     def __init__(self, ring: Ring, turn: int) -> None:
+        self.pending: PendingStep | None = None
         device = ring.turn.device
         self.packed = ring.packed[turn]
         # of all events the one that costs the host least
@@ -170,6 +177,7 @@ class PendingStep:
             self._landing.wait()
             found = self._landing.packed[: self._count].tolist()
             self._gained = [tokens[:gained] for gained, *tokens in found]
+            self._landing.pending = None
         return self._gained
 
     @property
@@ -195,7 +203,6 @@ class Turns:
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
         self._landings = [Landing(ring, turn) for turn in range(len(ring.rows))]
-        self._pending: list[PendingStep | None] = [None] * len(self._landings)
         self._next = 0
         # whether the device's turn is known to be `_next`
         self._aligned = True
@@ -203,7 +210,7 @@ class Turns:
     @property
     def in_flight(self) -> list[PendingStep]:
         """Steps that nobody has waited for."""
-        return [step for step in self._pending if step is not None and not step.waited]
+        return [one.pending for one in self._landings if one.pending is not None]
 
     def take(self) -> Landing:
         """Return the next step's turn.
@@ -217,12 +224,12 @@ class Turns:
             # nobody may have been handed what the last launch, which failed, has noted
             self.settle()
             self.align()
-        before = self._pending[self._next]
-        if before is not None and not before.waited:
+        landing = self._landings[self._next]
+        if landing.pending is not None:
             raise ValueError(
-                f"{len(self._pending)} steps are in flight: wait for the first of them"
+                f"{len(self._landings)} steps are in flight: wait for the first of them"
             )
-        return self._landings[self._next]
+        return landing
 
     def begin(self) -> None:
         """Note that what is launched from here on moves the device's turn on."""
@@ -231,9 +238,8 @@ class Turns:
     def land(self, landing: Landing, count: int, rows: tuple[int, ...]) -> PendingStep:
         """Note that a step was launched whose turn it was, with ``count`` requests."""
         landing.launched()
-        pending = PendingStep(landing, count, rows)
-        self._pending[self._next] = pending
-        self._next = (self._next + 1) % len(self._pending)
+        pending = landing.pending = PendingStep(landing, count, rows)
+        self._next = (self._next + 1) % len(self._landings)
         self._aligned = True
         return pending
 

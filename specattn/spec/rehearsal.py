@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from specattn.graph import GraphStats
 from specattn.spec.landing import Ring, Turns
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Aside:
         _, batch, width = like.packed.shape
         ring = Ring.alloc(1, batch, width, device)
         self._turns = Turns(ring)
+        self._stats: GraphStats[StepPart] = GraphStats()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._stream: Any = nullcontext()
         self._next = 0.0
@@ -61,6 +63,7 @@ class Aside:
             launch(self._turns, self._replay)
         self._next = time.perf_counter() + PACE
 
-    def _replay(self, _part: StepPart, _ready: Captured) -> None:
+    def _replay(self, part: StepPart, ready: Captured) -> None:
+        self._stats.count(part, ready)
         if self._graph is not None:
             self._graph.replay()

@@ -312,6 +312,8 @@ class StepDecoder(Settable):
         if self._plans or self.validate != "off" or not self._aside.due:
             return
         if self.runner.holds(self._parts[sampled], len(rows) or 1):
+            # rows that have changed are looked at again, which is most of what a launch takes then
+            self._good = None
             self._aside.run(partial(self._launch, rows, sampled, None, None))
 
     def settle(self) -> None:

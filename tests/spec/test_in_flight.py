@@ -106,18 +106,16 @@ def test_a_step_that_is_noted_is_the_last_one_of_its_turn(monkeypatch):
     """An interrupt that comes when a step has been noted costs its tokens, not the decoder."""
     run = engine((3, 4, 9))
     rows, decoder = admitted(run), run.decoder(run.config)
-    note = list.__setitem__
 
-    class Noting(list):
-        def __setitem__(self, turn, pending):
-            note(self, turn, pending)
-            raise KeyboardInterrupt
+    def noting(landing, name, value):
+        object.__setattr__(landing, name, value)
+        raise KeyboardInterrupt
 
-    plain = decoder._turns._pending
-    decoder._turns._pending = Noting(plain)
-    with pytest.raises(KeyboardInterrupt):
-        decoder.step_async(rows)
-    decoder._turns._pending = list(decoder._turns._pending)
+    with monkeypatch.context() as patch:
+        patch.setattr(Landing, "__setattr__", noting)
+        with pytest.raises(KeyboardInterrupt):
+            decoder.step_async(rows)
+    assert len(decoder._turns.in_flight) == 1
     for part in (rows, rows[:2]):
         told_of_itself(run, decoder, part)
 

@@ -11,6 +11,7 @@ import torch
 
 from specattn.errors import CaptureMismatch, NotCapturedError
 from specattn.spec import rehearsal
+from specattn.spec.landing import Landing
 from tests.spec.stepping import admitted, engine
 from tests.worlds import DEVICE
 
@@ -141,11 +142,8 @@ def test_nothing_is_rehearsed_within_a_launch():
     assert all(decoder.step(rows))
 
 
-class Late:
-    """A landing that is through when it has been asked a few times."""
-
-    def __init__(self, landing, times):
-        self.landing, self.packed, self.left = landing, landing.packed, times
+class Late(Landing):
+    """One that is through when it has been asked a few times."""
 
     @property
     def ready(self):
@@ -154,11 +152,12 @@ class Late:
 
     def wait(self):
         assert self.left < 0, "waited before"
-        self.landing.wait()
+        super().wait()
 
 
 def late(pending: PendingStep, times: int) -> PendingStep:
-    pending._landing = Late(pending._landing, times)
+    """Change the turn that it has for good, so that it and those after it are late."""
+    pending._landing.__class__, pending._landing.left = Late, times
     return pending
 
 
@@ -203,7 +202,7 @@ def test_it_may_wait_for_the_step_itself_and_launch_others():
 
 @pytest.mark.gpu
 def test_launches_run_aside_while_a_step_is_in_flight(monkeypatch):
-    run = engine((3, 4, 9))
+    run = engine((3, 4, 9), "triton")
     rows, decoder = admitted(run), run.decoder(run.config)
     decoder.rehearse(rows)
     torch.cuda.synchronize()
