@@ -100,8 +100,9 @@ class Engine:
     UnsupportedError
         If the backend cannot serve the models here.
     ValueError
-        If ``kv_dtype`` and ``kv_scales`` are not those of a `KVPool`, ``configs`` differ in more
-        than the tree, or there is a ``policy`` and no setting in ``configs`` but ``config``.
+        If ``num_slots`` or ``buckets`` are not those of a `SlotTable` and a `GraphRunner`,
+        ``kv_dtype`` and ``kv_scales`` not those of a `KVPool`, ``configs`` differ in more than the
+        tree, or there is a ``policy`` and no setting in ``configs`` but ``config``.
     CaptureError
         If a capture fails that is made now. What is captured later, while requests run, runs
         eagerly if that fails, and a warning is logged; so it is where memory runs out.
@@ -130,7 +131,7 @@ class Engine:
         kv_scales: tuple[Scales, Scales] = (None, None),
     ) -> None:
         self.config, self._detokenize = config, detokenize
-        self.buckets = list(buckets) if buckets else powers_of_two(config.max_num_reqs)
+        self.buckets = powers_of_two(config.max_num_reqs) if buckets is None else list(buckets)
         self.settings = Settings((config, *configs), policy, self.buckets)
         if config.max_context_len > target.max_context_len:
             log.warning(
@@ -140,7 +141,7 @@ class Engine:
             )
         device = target.device
         pages = -(-config.max_context_len // config.page_size) * config.max_num_reqs + 1
-        slots = num_slots or pages * config.page_size
+        slots = pages * config.page_size if num_slots is None else num_slots
         self.table = SlotTable(
             max_num_reqs=config.max_num_reqs, max_context_len=config.max_context_len,
             num_slots=slots, page_size=config.page_size, device=device,

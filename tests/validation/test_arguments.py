@@ -147,6 +147,17 @@ def test_features_of_another_width_are_refused(step):
         SpecDecoder(one.target, one.draft, one.config, one.req_to_token, features=65)
 
 
+@pytest.mark.parametrize(("given", "message"), [
+    ({"num_slots": 0}, "num_slots must be at least two pages, got 0"),
+    ({"buckets": []}, r"buckets must be batch sizes of at least 1, got \[\]"),
+    ({"buckets": ()}, r"buckets must be batch sizes of at least 1, got \[\]"),
+])
+def test_an_engine_takes_what_is_empty_for_no_default(given, message):
+    config = SpecConfig(0, 1, 1, max_context_len=64, max_num_reqs=1)
+    with pytest.raises(ValueError, match=message):
+        Engine(TinyTarget(device=DEVICE), None, config, backend="torch_native", **given)
+
+
 DEFECTS = {
     "cycle": ([-1, 2, 1, 0], r"node 1 is in or below a cycle: \[1, 2, 1\]"),
     "itself": ([-1, 0, 2, 0], r"node 2 is in or below a cycle: \[2, 2\]"),
