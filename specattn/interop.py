@@ -108,11 +108,21 @@ def packed_mask(words: Tensor, seq_lens: Tensor, out: Tensor | None = None) -> T
     -------
     Tensor
         ``out``, or a new ``[packed_indptr[-1]]`` uint8.
+
+    Raises
+    ------
+    ValueError
+        If ``out`` is of another kind or too small. Lengths on an accelerator are not looked at:
+        there it is refused if it is too small for masks without prefixes, and a mask that does not
+        fit is cut.
     """
     batch, n, _ = words.shape
-    if not batch and out is not None:
-        return out.zero_()
     starts = packed_indptr(seq_lens, n)
+    if out is not None:
+        on_host = seq_lens.device.type == "cpu"
+        _check_packed(out, int(starts[-1]) if on_host else batch * ((n * n + 7) // 8))
+        if not batch:
+            return out.zero_()
     size = int(starts[-1]) if out is None else len(out)
     byte = torch.arange(size, device=words.device)
     request = torch.searchsorted(starts[1:], byte, right=True)
@@ -123,6 +133,13 @@ def packed_mask(words: Tensor, seq_lens: Tensor, out: Tensor | None = None) -> T
     bits = inside & _visible(words, lens, request[:, None], torch.where(inside, cell, 0))
     packed = (bits << torch.arange(8, device=words.device)).sum(1).to(torch.uint8)
     return packed if out is None else out.copy_(packed)
+
+
+def _check_packed(out: Tensor, least: int) -> None:
+    if out.dim() != 1 or out.dtype != torch.uint8 or len(out) < least:
+        raise ValueError(
+            f"out must be [at least {least}] {torch.uint8}, got {list(out.shape)} {out.dtype}"
+        )
 
 
 def _offsets(sizes: Tensor) -> Tensor:

@@ -179,6 +179,21 @@ def test_a_batch_without_trees_is_one():
     assert out.tolist() == [0, 0, 0]
 
 
+@pytest.mark.parametrize("shape", [(15,), (), (16, 1), (16, 2)])
+def test_packed_masks_that_do_not_fit_are_refused(shape):
+    """6 rows of 9 and of 11 cells are 7 and 9 bytes; without prefixes, they are 5 and 5."""
+    words, lens = words_of(GOLDEN).cpu(), torch.tensor([3, 5], dtype=torch.int32)
+    out = torch.full(shape, 0xAB, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"out must be \[at least 16\] torch.uint8, got \["):
+        interop.packed_mask(words, lens, out=out)
+    assert (out == 0xAB).all()
+    with pytest.raises(ValueError, match=r"out must be .* torch.uint8, got \[16\] torch.int8"):
+        interop.packed_mask(words, lens, out=torch.empty(16, dtype=torch.int8))
+    short = torch.empty(9, dtype=torch.uint8, device=DEVICE)
+    with pytest.raises(ValueError, match=r"out must be \[at least .* got \[9\]"):
+        interop.packed_mask(words.to(DEVICE), lens.to(DEVICE), out=short)
+
+
 def test_words_that_name_no_node_are_told_from_the_path():
     words = words_of(GOLDEN)
     words[1, 2] |= 1 << 40
