@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from operator import index
+from typing import TYPE_CHECKING, Literal, NamedTuple, SupportsIndex
 
 import torch
 
@@ -26,6 +27,14 @@ if TYPE_CHECKING:
     from specattn.spec.states import RequestStates
 
 Validate = Literal["off", "debug"]
+
+
+def whole_number(name: str, value: SupportsIndex) -> int:
+    """Return what is given as an int; a ValueError that names it where numbers would be cut."""
+    try:
+        return index(value)
+    except TypeError as problem:
+        raise ValueError(f"{name} must be whole numbers, got {value!r}") from problem
 
 
 def check_batch(

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from specattn.spec.checks import whole_number
 from specattn.spec.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ class Request:
     Parameters
     ----------
     prompt : sequence of int
-        Token ids, at least one.
+        Token ids, at least one; kept as a tuple, whatever becomes of the sequence that is given.
     max_new_tokens : int
         Most tokens to generate, the end-of-text token included.
     sampling : SamplingParams
@@ -32,6 +33,11 @@ class Request:
         end of the prompt for the tokens generated.
     ignore_eos : bool
         Go on past end-of-text tokens.
+
+    Raises
+    ------
+    ValueError
+        If what is in the prompt are no whole numbers.
     """
 
     prompt: Sequence[int]
@@ -39,6 +45,10 @@ class Request:
     sampling: SamplingParams = SamplingParams()
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        prompt = tuple(whole_number("prompt tokens", token) for token in self.prompt)
+        object.__setattr__(self, "prompt", prompt)
 
 
 @dataclass

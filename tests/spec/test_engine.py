@@ -198,6 +198,26 @@ def test_bad_requests_are_refused_before_anything_runs(models, request_, message
     assert run.table.num_free_rows == 4
 
 
+def test_prompts_may_be_made_in_one_list_that_is_filled_again(models):
+    """What ran with a prompt goes on with it, and shares it with nobody of another text."""
+    shared = list(range(1, 21))
+    texts = [[*shared, 5], [*shared[:3], *shared[:3:-1], 9], [*shared[::-1], 40, 41]]
+    run, prompt, results = engine(models, TREES["chain"], page_size=4), [], []
+    for text in texts:
+        prompt[:] = text
+        results += run.add([Request(prompt, 12)])
+        run.step()
+    while run.num_live:
+        run.step()
+    assert [r.tokens for r in results] == [dense_greedy(models[0], text, 12) for text in texts]
+
+
+@pytest.mark.parametrize("prompt", [[1, 2.5], "a text", [[1, 2]], [None]], ids=str)
+def test_prompts_of_no_whole_numbers_are_refused(prompt):
+    with pytest.raises(ValueError, match="prompt tokens must be whole numbers, got "):
+        Request(prompt)
+
+
 @pytest.mark.parametrize("tree", ["plain", "chain", "topk4"])
 def test_a_request_draws_the_same_tokens_in_any_batch(models, tree):
     """Coins depend on seed and position; greedy and sampled requests mix."""
