@@ -28,27 +28,35 @@ class Request:
         Most tokens to generate, the end-of-text token included.
     sampling : SamplingParams
         How tokens are drawn; greedy by default.
-    stop : tuple of str
-        Texts that end the generation, looked for in what ``detokenize`` of the engine adds to the
-        end of the prompt for the tokens generated.
+    stop : sequence of str
+        Texts that end the generation, none of them empty, looked for in what ``detokenize`` of the
+        engine adds to the end of the prompt for the tokens generated. Kept as a tuple, too.
     ignore_eos : bool
         Go on past end-of-text tokens.
 
     Raises
     ------
     ValueError
-        If what is in the prompt are no whole numbers.
+        If what is in the prompt are no whole numbers, ``stop`` is a single text, or one of its
+        texts is empty.
     """
 
     prompt: Sequence[int]
     max_new_tokens: int = 128
     sampling: SamplingParams = SamplingParams()
-    stop: tuple[str, ...] = ()
+    stop: Sequence[str] = ()
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
         prompt = tuple(whole_number("prompt tokens", token) for token in self.prompt)
         object.__setattr__(self, "prompt", prompt)
+        # each of its characters would end the generation
+        if isinstance(self.stop, str):
+            raise ValueError(f"stop must be a sequence of texts, got the text {self.stop!r}")
+        object.__setattr__(self, "stop", tuple(self.stop))
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"stop must be texts that are not empty, got {text!r}")
 
 
 @dataclass

@@ -180,6 +180,30 @@ def test_a_stop_string_may_begin_with_the_space_before_the_first_token(models, e
     assert (out.tokens, out.finish_reason) == (expected[2][:1], "stop")
 
 
+@pytest.mark.parametrize(("stop", "message"), [
+    ("END", "stop must be a sequence of texts, got the text 'END'"),
+    ("", "stop must be a sequence of texts, got the text ''"),
+    (("END", ""), "stop must be texts that are not empty, got ''"),
+    ((b"END",), "stop must be texts that are not empty, got b'END'"),
+])
+def test_stop_strings_that_end_any_text_are_refused(stop, message):
+    with pytest.raises(ValueError, match=message):
+        Request([1], stop=stop)
+
+
+def test_stop_strings_stay_those_that_were_given(models, expected):
+    def text(tokens):
+        return "".join(chr(ord("A") + t) for t in tokens)
+
+    stop = ["~~"]
+    run = engine(models, TREES["chain"], detokenize=text)
+    (out,) = run.add([Request(PROMPTS[2], 40, stop=stop)])
+    stop[:] = [text(expected[2][3:5])]
+    while run.num_live:
+        run.step()
+    assert (out.tokens, out.finish_reason) == (expected[2], "length")
+
+
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
