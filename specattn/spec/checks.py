@@ -30,11 +30,11 @@ Validate = Literal["off", "debug"]
 
 
 def whole_number(name: str, value: SupportsIndex) -> int:
-    """Return what is given as an int; a ValueError that names it where numbers would be cut."""
+    """Return an int; a ValueError that names what is none, instead of cutting it to one."""
     try:
         return index(value)
     except TypeError as problem:
-        raise ValueError(f"{name} must be whole numbers, got {value!r}") from problem
+        raise ValueError(f"{name} must be a whole number, got {value!r}") from problem
 
 
 def check_batch(

@@ -37,8 +37,8 @@ class Request:
     Raises
     ------
     ValueError
-        If what is in the prompt are no whole numbers, ``stop`` is a single text, or one of its
-        texts is empty.
+        If the prompt's tokens or ``max_new_tokens`` are no whole numbers, ``stop`` is a single
+        text, or one of its texts is empty.
     """
 
     prompt: Sequence[int]
@@ -48,8 +48,9 @@ class Request:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        prompt = tuple(whole_number("prompt tokens", token) for token in self.prompt)
+        prompt = tuple(whole_number("every prompt token", token) for token in self.prompt)
         object.__setattr__(self, "prompt", prompt)
+        whole_number("max_new_tokens", self.max_new_tokens)
         # each of its characters would end the generation
         if isinstance(self.stop, str):
             raise ValueError(f"stop must be a sequence of texts, got the text {self.stop!r}")

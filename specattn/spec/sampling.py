@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from specattn.spec.checks import whole_number
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -31,7 +33,7 @@ class SamplingParams:
     Raises
     ------
     ValueError
-        With the parameter and its range.
+        With the parameter and its range, or if ``top_k`` or ``seed`` is no whole number.
     """
 
     temperature: float = 0.0
@@ -42,6 +44,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be 0 or more, got {self.temperature}")
+        # tensors of integers would cut them
+        whole_number("top_k", self.top_k)
+        whole_number("seed", self.seed)
         if not 0 <= self.top_k < 2**31:
             raise ValueError(f"top_k must be 0 (off) or more, below 2**31, got {self.top_k}")
         if not 0 < self.top_p <= 1:

@@ -238,7 +238,7 @@ def test_prompts_may_be_made_in_one_list_that_is_filled_again(models):
 
 @pytest.mark.parametrize("prompt", [[1, 2.5], "a text", [[1, 2]], [None]], ids=str)
 def test_prompts_of_no_whole_numbers_are_refused(prompt):
-    with pytest.raises(ValueError, match="prompt tokens must be whole numbers, got "):
+    with pytest.raises(ValueError, match="every prompt token must be a whole number, got "):
         Request(prompt)
 
 

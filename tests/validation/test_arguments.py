@@ -13,6 +13,7 @@ from specattn import (
     ForwardMode,
     GraphRunner,
     KVPool,
+    Request,
     SamplingBatch,
     SamplingParams,
     SlotTable,
@@ -117,6 +118,9 @@ BAD_SETTINGS = {
     "validate": (lambda: SpecDecoder(None, None, SpecConfig(0, 1, 1), None, validate="on"),
                  "validate must be 'off' or 'debug', got 'on'"),
     "temperature": (lambda: SamplingParams(temperature=-1), "temperature must be .* got -1"),
+    "top_k": (lambda: SamplingParams(1.0, top_k=2.5), "top_k must be a whole number, got 2.5"),
+    "seed": (lambda: SamplingParams(1.0, seed=1.5), "seed must be a whole number, got 1.5"),
+    "new_tokens": (lambda: Request([1], 2.5), "max_new_tokens must be a whole number, got 2.5"),
 }
 
 
