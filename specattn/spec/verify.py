@@ -32,7 +32,8 @@ def accept(
     accepted with its target probability given that its elder siblings were not, and the token after
     the path is drawn from what is left, so that every emitted token has exactly the target's law.
     Chains that were drawn from the draft's own law (``config.draft_sampling``) are verified by
-    rejection sampling (Leviathan et al., arXiv:2211.17192), with the same guarantee.
+    rejection sampling (Leviathan et al., arXiv:2211.17192), with the same guarantee. Plain
+    decoding has no drafts to refuse, whatever ``draft_sampling`` says.
 
     Parameters
     ----------
@@ -56,7 +57,9 @@ def accept(
         "accept_lens_out": result.accept_lens, "bonus_out": result.bonus_tokens,
     }
     kernels = ops("accept", logits.device)
-    if sampling.greedy and not config.draft_sampling:
+    # without drafts there is nothing to reject
+    rejecting = config.draft_sampling and config.num_steps > 0
+    if sampling.greedy and not rejecting:
         best = ops("choose", logits.device).argmax_tokens(logits.flatten(0, 1))
         kernels.accept_greedy(*links, best.view(tree.tokens.shape), **outs)
         return result
@@ -67,7 +70,7 @@ def accept(
     )
     by_draw = draws.path_coins(sampling.seeds, seq_lens, config.num_steps + 1, 2)
     coins = by_draw[ACCEPT], by_draw[FINAL]
-    if config.draft_sampling:
+    if rejecting:
         kernels.accept_rejection(tree.tokens, tree.draft_probs, probs.view(logits.shape), *coins,
                                  **outs)
     else:
