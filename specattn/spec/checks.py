@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from specattn.slots import RequestTable
     from specattn.spec.decoder import ModelSlot
     from specattn.spec.model import DraftModel
+    from specattn.spec.prefill import Prompt
     from specattn.spec.sampling import SamplingBatch
     from specattn.spec.states import RequestStates
 
@@ -56,6 +57,27 @@ def check_batch(
         )
     if config.num_steps and state is None:
         raise ValueError(f"state must be a DraftState with num_steps {config.num_steps}, got None")
+
+
+def check_prompts(prompts: Sequence[Prompt], sampling: SamplingBatch, table: Tensor) -> None:
+    """Raise a ValueError that names what prompts cannot be run of, or cannot give a first token."""
+    if not prompts:
+        raise ValueError("prompts must be at least one, got none")
+    rows, width = table.shape
+    for prompt in prompts:
+        if not 0 <= prompt.row < rows:
+            raise ValueError(f"a prompt's row must be 0..{rows - 1}, got {prompt.row}")
+        length = len(prompt.tokens)
+        if not 1 <= length <= width:
+            raise ValueError(f"a prompt's tokens must be 1..{width}, got {length}")
+        if not 0 <= prompt.cached < length:
+            raise ValueError(
+                f"cached must be 0..{length - 1}, so that one of {length} tokens is left to run, "
+                f"got {prompt.cached}"
+            )
+    expect(
+        "sampling.temperature", sampling.temperature, (len(prompts),), torch.float32, table.device
+    )
 
 
 def feature_width(draft: ModelSlot[DraftModel] | None, features: int | None) -> int:

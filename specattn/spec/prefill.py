@@ -11,6 +11,7 @@ from torch import Tensor
 from specattn.batch import DraftState, SpecBatch
 from specattn.config import SpecConfig
 from specattn.plan import ExtendPlan
+from specattn.spec.checks import check_prompts
 from specattn.spec.choose import choose_tokens
 from specattn.spec.tree import root_tree
 from specattn.spec.verify import accept
@@ -84,6 +85,11 @@ class Prefill:
         How the first proposal is chosen.
     chunk : int
         Most tokens of one forward.
+
+    Raises
+    ------
+    ValueError
+        If ``chunk`` is below 1.
     """
 
     target: ModelSlot[TargetModel]
@@ -91,6 +97,10 @@ class Prefill:
     req_to_token: Tensor
     config: SpecConfig
     chunk: int = 4096
+
+    def __post_init__(self) -> None:
+        if self.chunk < 1:
+            raise ValueError(f"chunk must be at least 1, got {self.chunk}")
 
     @torch.no_grad()
     def run(self, prompts: Sequence[Prompt], sampling: SamplingBatch) -> PrefillResult:
@@ -102,7 +112,15 @@ class Prefill:
             At least one.
         sampling : SamplingBatch
             How each request draws, in the order of the prompts.
+
+        Raises
+        ------
+        ValueError
+            If there are no prompts, or one has no tokens, none that are not cached, more than a
+            context holds, or a row outside the table; if ``sampling`` is of another number. Nothing
+            has run then.
         """
+        check_prompts(prompts, sampling, self.req_to_token)
         bonus = torch.zeros(len(prompts), dtype=torch.int64, device=self.req_to_token.device)
         states: list[DraftState] = []
         for pieces in self._chunks(prompts):
