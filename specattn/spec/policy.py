@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Protocol
+from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -104,6 +105,14 @@ class Policy(Protocol):
         """
 
 
+@dataclass
+class _Hold:
+    """What a policy has chosen for an engine, and for how many steps."""
+
+    chosen: SpecConfig
+    steps: int = 0
+
+
 class GoodputPolicy:
     """Takes the setting that promises most tokens per second.
 
@@ -113,8 +122,8 @@ class GoodputPolicy:
     none, and texts that are easy to draft deeper ones than others. A setting that the window knows
     nothing of is tried.
 
-    What it chooses follows from the observations alone; with ``cost``, not even from measured
-    times.
+    What it chooses follows from the observations of an engine alone, also where it serves several;
+    with ``cost``, not even from measured times.
 
     Parameters
     ----------
@@ -148,26 +157,26 @@ class GoodputPolicy:
             )
         self.cost, self.margin, self.hold = cost, margin, hold
         self.trials, self.prior = trials, prior
-        self._chosen: SpecConfig | None = None
-        self._held = 0
+        self._holds: WeakKeyDictionary[Acceptance, _Hold] = WeakKeyDictionary()
 
     def __call__(self, observed: Observed) -> SpecConfig:
         """Return the setting of the next step."""
-        if self._chosen is None:
-            self._chosen = observed.current
+        # each engine counts for itself, and so tells by any of its counts which one it is
+        counts = next(iter(observed.acceptance.values()))
+        hold = self._holds.setdefault(counts, _Hold(observed.current))
         for config in observed.settings:
             if observed.acceptance[config].steps < self.trials:
                 return config
-        self._held += 1
-        if self._chosen in observed.settings and self._held < self.hold:
-            return self._chosen
+        hold.steps += 1
+        if hold.chosen in observed.settings and hold.steps < self.hold:
+            return hold.chosen
         goodput = self.goodput(observed)
         best = max(goodput, key=lambda config: goodput[config])
-        if self._chosen not in goodput:  # there is no room for it, for now
+        if hold.chosen not in goodput:  # there is no room for it, for now
             return best
-        if goodput[best] > goodput[self._chosen] * (1 + self.margin):
-            self._chosen, self._held = best, 0
-        return self._chosen
+        if goodput[best] > goodput[hold.chosen] * (1 + self.margin):
+            hold.chosen, hold.steps = best, 0
+        return hold.chosen
 
     def goodput(self, observed: Observed) -> dict[SpecConfig, float]:
         """Return tokens per request and second (or unit of ``cost``), by setting.

@@ -279,6 +279,47 @@ def test_the_policy_finds_the_best_setting_of_an_engine():
     assert max(found[5.0], key=found[5.0].get) == 0
 
 
+class Noted:
+    """A policy, and what it chose."""
+
+    def __init__(self, policy) -> None:
+        self.policy, self.chosen = policy, []
+
+    def __call__(self, observed: Observed) -> SpecConfig:
+        self.chosen.append(self.policy(observed))
+        return self.chosen[-1]
+
+
+@pytest.mark.parametrize("trees", [[(2, 1, 3), (1, 1, 2), (0, 1, 1)], [(3, 1, 4), (1, 1, 2)]],
+                         ids=["same_settings", "others"])
+@pytest.mark.parametrize("turns", [True, False], ids=["in_turns", "one_after_the_other"])
+def test_engines_that_share_a_policy_choose_as_if_alone(trees, turns):
+    """The other engine leaves deep trees, and would keep this one from beginning with its own."""
+    def goodput() -> GoodputPolicy:
+        return GoodputPolicy(lambda c, b: 1 + 5 * c.num_steps, hold=7)
+
+    def chosen(policy, *, beside: Engine | None = None) -> list[SpecConfig]:
+        noted = Noted(policy)
+        run = engine(trees, noted)
+        run.add([Request([3, 1], 40)])
+        if beside is not None:
+            beside.add([Request([5], 60)])
+        while run.num_live:
+            run.step()
+            if beside is not None:
+                beside.step()
+        return noted.chosen
+
+    shared = goodput()
+    other = engine([(2, 1, 3), (1, 1, 2), (0, 1, 1)], shared)
+    if not turns:
+        other.generate([Request([5], 60)])
+        assert max(other.settings.used, key=other.settings.used.get).num_steps == 0
+    alone = chosen(goodput())
+    assert len(set(alone)) > 1
+    assert chosen(shared, beside=other if turns else None) == alone
+
+
 @pytest.mark.parametrize("tree", [(5, 1, 6), (1, 1, 2), (5, 8, 32), (1, 4, 5), (4, 2, 5)], ids=str)
 def test_settings_around_one_cost_less(tree):
     config = SpecConfig(*tree, max_num_reqs=3)
