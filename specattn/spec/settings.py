@@ -65,7 +65,7 @@ class Settings:
             raise ValueError(
                 "policy has nothing to choose from: configs must hold other settings than config"
             )
-        self.policy = policy or GoodputPolicy()
+        self.policy = GoodputPolicy() if policy is None else policy
         self.acceptance = {config: Acceptance(config) for config in self.configs}
         self.used: Counter[SpecConfig] = Counter()
         self.advanced: Counter[SpecConfig] = Counter()

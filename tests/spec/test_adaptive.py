@@ -279,6 +279,20 @@ def test_the_policy_finds_the_best_setting_of_an_engine():
     assert max(found[5.0], key=found[5.0].get) == 0
 
 
+class Listed(list):
+    """A policy that is the list of what it chose, and so false at first."""
+
+    def __call__(self, observed: Observed) -> SpecConfig:
+        self.append(observed.settings[-1])
+        return self[-1]
+
+
+def test_a_policy_that_is_empty_is_one():
+    policy = Listed()
+    engine(CHAINS, policy).generate([Request([3, 1], 9)])
+    assert set(policy) == {SpecConfig(0, 1, 1, 96, 5, 2)}
+
+
 class Noted:
     """A policy, and what it chose."""
 
