@@ -89,14 +89,18 @@ class Recorder:
             current.wait_stream(stream)
 
 
-def side_by_side(device: torch.device, *calls: Callable[[], object]) -> None:
-    """Record up to two calls so that neither waits for the other.
+def is_recording(device: torch.device) -> bool:
+    """Return whether what is launched on the current stream of a device is recorded."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    Outside a recording they run one after the other, on the current stream. In one, the last call
-    is recorded on a stream that leaves the current one here and joins it again at the end. Memory
-    that a call frees is reused by what is recorded later on the same stream alone (torch's
-    allocator keeps free blocks by stream, also in the pool of a graph), and so in order; that
-    holds as long as a call neither returns nor is handed tensors that are allocated while
+
+def side_by_side(device: torch.device, *calls: Callable[[], object]) -> None:
+    """Record up to two calls so that neither waits for the other; for a recording alone.
+
+    The last of two is recorded on a stream that leaves the current one here and joins it again at
+    the end. Memory that a call frees is reused by what is recorded later on the same stream alone
+    (torch's allocator keeps free blocks by stream, also in the pool of a graph), and so in order;
+    that holds as long as a call neither returns nor is handed tensors that are allocated while
     recording. The stream is the same for all recordings, which may then reuse each other's blocks.
 
     Parameters
@@ -107,12 +111,11 @@ def side_by_side(device: torch.device, *calls: Callable[[], object]) -> None:
         One or two; they write different memory, and what one of them writes the other does not
         read.
     """
-    parallel = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if len(calls) == 1 or not parallel:
-        for call in calls:
-            call()
+    first, *others = calls
+    if not others:
+        first()
         return
-    first, second = calls
+    (second,) = others
     current = torch.cuda.current_stream(device)
     side = next(stream for stream in _two_streams(device) if stream != current)
     side.wait_stream(current)

@@ -132,9 +132,9 @@ class BoundStep:
         accepted = AcceptResult(
             out.accept_index, out.accept_tokens, out.accept_lens, out.bonus_tokens
         )
-        # without drafts there is nothing to reject
-        config = self.config if self.propose else replace(self.config, draft_sampling=False)
-        self.accept(self._spread(), verified.logits, inputs.seq_lens, config, sampling, accepted)
+        self.accept(
+            self._spread(), verified.logits, inputs.seq_lens, self.config, sampling, accepted
+        )
         if self.extend is None:
             return accepted
         self.target.pool.commit(verified.tail_slots, accepted)
@@ -153,14 +153,19 @@ class BoundStep:
         law = spread(self.propose.draft, self.tree.draft_probs, self.target.model.vocab_size)
         return replace(self.tree, draft_probs=law)
 
-    def finish(self) -> StepOutput:
-        """Run the draft model over the accepted path, and leave the states for the next step."""
+    def follow(self) -> DraftState | None:
+        """Run the draft model over the accepted path; returns where the next proposal starts."""
+        if self.extend is None:
+            return None
+        _, late = by_lengths_alone([self.extend.attend])
+        fill_all(late)
+        return self.extend.run()
+
+    def finish(self, state: DraftState | None) -> StepOutput:
+        """Leave what the next step starts from, a draft ``state`` included: requests advance."""
         inputs, out, states = self.inputs, self.accepted, self.states
         sources, tables = [out.bonus_tokens], [states.bonus_tokens]
-        if self.extend is not None:
-            _, late = by_lengths_alone([self.extend.attend])
-            fill_all(late)
-            state: DraftState = self.extend.run()
+        if state is not None:
             sources += vars(state).values()
             tables += states.drafting
         ops("step", inputs.roots.device).end_step(

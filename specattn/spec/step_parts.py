@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specattn.batch import ForwardMode
 from specattn.buffers import fingerprint
@@ -11,7 +11,7 @@ from specattn.buffers import fingerprint
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specattn.batch import AcceptResult, DraftTree
+    from specattn.batch import AcceptResult, DraftState, DraftTree
     from specattn.buffers import Fingerprint
     from specattn.config import SpecConfig
     from specattn.spec.bound_step import BoundStep
@@ -96,17 +96,26 @@ class BoundPart:
 
     def run(self) -> DraftTree | AcceptResult | StepOutput:
         """Run the part; returns the tree, what is kept of it, or (of the last part) the output."""
+        found = self.compute()
+        return self.leave(found) if self.last else found
+
+    def compute(self) -> Any:
+        """Run everything but `leave`; requests are where they were before the step."""
         step, mode = self.step, self.part.mode
         if mode is ForwardMode.DRAFT_DECODE:
             return step.draft()
         if mode is ForwardMode.TARGET_VERIFY:
             return step.check(sampled=self.part.sampled)
-        if mode is not ForwardMode.DRAFT_EXTEND:
+        if mode is None:
             step.draft()
             step.check(sampled=self.part.sampled)
-        out = step.finish()
+        return step.follow()
+
+    def leave(self, state: DraftState | None) -> StepOutput:
+        """Advance the requests by what the last part of a step has computed."""
+        out = self.step.finish(state)
         if self.lands:
-            step.ring.land(out.packed)
+            self.step.ring.land(out.packed)
         return out
 
     def fingerprint(self) -> Fingerprint:

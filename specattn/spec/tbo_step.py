@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from specattn.recording import side_by_side
+from specattn.recording import is_recording, side_by_side
 from specattn.spec.step_buffers import StepOutput
 from specattn.spec.step_parts import BoundPart
 
@@ -131,13 +131,21 @@ class BoundTboPart:
     def run(self) -> StepOutput:
         """Run both halves: side by side in a recording, one after the other anywhere else.
 
+        There no request advances before both are computed, for the second may fail.
+
         Returns
         -------
         StepOutput
             Of the whole batch; written by the last part of a step.
         """
         device = self.step.packed.device
-        side_by_side(device, *(partial(_fill_and_run, half) for half in self.halves))
+        if is_recording(device):
+            side_by_side(device, *(partial(_fill_and_run, half) for half in self.halves))
+        else:
+            found = [_fill_and_compute(half) for half in self.halves]
+            for half, state in zip(self.halves, found, strict=True):
+                if half.last:
+                    half.leave(state)
         if self.halves[-1].last:
             self.step.ring.land(self.step.packed)
         return StepOutput(self.step.packed)
@@ -156,3 +164,8 @@ class BoundTboPart:
 def _fill_and_run(half: BoundPart) -> None:
     half.fill()
     half.run()
+
+
+def _fill_and_compute(half: BoundPart) -> Any:
+    half.fill()
+    return half.compute()

@@ -122,6 +122,45 @@ def test_a_batch_that_no_bucket_holds_is_split_too():
     assert sum(runs[1].decoder(runs[1].config).runner.stats.eager.values()) == 3
 
 
+class Counted:
+    """Counts the forwards of a kind of model, and lets one of them fail."""
+
+    def __init__(self, kind, monkeypatch):
+        self.count, self.fails, forward = 0, None, kind.forward
+
+        def counted(model, *args, **options):
+            self.count += 1
+            if self.count == self.fails:
+                raise KeyError("a forward failed")
+            return forward(model, *args, **options)
+
+        monkeypatch.setattr(kind, "forward", counted)
+
+
+@pytest.mark.parametrize("seams", ["one", "three"])
+@pytest.mark.parametrize("kind", [TinyTarget, TinyDraft])
+def test_no_request_advances_where_the_second_half_fails(kind, seams, monkeypatch):
+    """Outside a recording, where the halves run one after the other."""
+    counted = Counted(kind, monkeypatch)
+    run = engine((3, 4, 9), tbo=True, seams=seams, graphs=False)
+    rows, decoder = admitted(run), run.decoder(run.config)
+    texts = [list(live.result.tokens) for live in run._live]
+    began, gained = counted.count, [decoder.step(rows)]
+    forwards = counted.count - began
+    before = {name: value.clone() for name, value in run.states.tensors().items()}
+    counted.fails = counted.count + forwards
+    with pytest.raises(KeyError, match="a forward failed"):
+        decoder.step(rows)
+    for name, value in run.states.tensors().items():
+        assert torch.equal(value, before[name]), name
+    gained += [decoder.step(rows) for _ in range(2)]
+    for prompt, text, news in zip(PROMPTS, texts, zip(*gained, strict=True), strict=True):
+        for new in news:
+            assert new
+            text += new
+        assert text == dense_greedy(run.target.model, prompt, len(text))
+
+
 def test_an_engine_of_halves_decodes_as_one():
     """Requests that join, end, and come to the end of their context, a step ahead."""
     run = engine((3, 4, 9), context=48, tbo=True)
