@@ -9,7 +9,7 @@ excepted. In the end every length on the device must be what the host has counte
 Every launch is timed, on a core that was calm in the beginning, and beside it what reserving its
 slots takes and a fixed loop of Python. Nothing is timed again, and only the warm-up is left out.
 All of it runs twice: the host sleeps in the driver while it waits for a step, or rehearses the next
-launch (`StepDecoder.rehearse`).
+launch (`StepDecoder.rehearse`) and what it reserves.
 
     python -m bench.steady [--settings 4-5-16] [--batch 1,64] [--context 4096] [--steps 1000]
 """
@@ -36,7 +36,7 @@ from bench.suite.machine import machine
 from specattn.spec.settings import powers_of_two
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from specattn.spec.step_decoder import PendingStep
 
@@ -138,24 +138,27 @@ class Churn:
         # the step in flight may grow them, too
         room = config.reserve_len + config.num_steps + 1
         begin = time.perf_counter_ns()
-        self.world.table.reserve(rows, [one.length + room for one in self.live])
+        lens = [one.length + room for one in self.live]
+        self.world.table.reserve(rows, lens)
         reserved = time.perf_counter_ns()
         pending = self.decoder.step_async(rows)
         launched = time.perf_counter_ns()
         looped, taking_part = loop(), list(self.live)
         self.sizes.add(len(rows))
-        self.finish()
+        self.finish(partial(self._rehearse, rows, lens) if self.rehearses else None)
         self._before = taking_part, pending
         return {"host_us": (launched - reserved) / 1e3, "reserve_us": (reserved - begin) / 1e3,
                 "loop_us": looped}
 
-    def finish(self) -> None:
+    def _rehearse(self, rows: list[int], lens: list[int]) -> None:
+        if self.decoder.rehearse(rows):
+            self.world.table.reserve(rows, lens)
+
+    def finish(self, meanwhile: Callable[[], object] | None = None) -> None:
         """Read the step in flight; requests that have what they run for give all back."""
         if self._before is None:
             return
         (took_part, pending), self._before = self._before, None
-        rows = [one.row for one in self.live]
-        meanwhile = partial(self.decoder.rehearse, rows) if self.rehearses else None
         for one, gained in zip(took_part, pending.wait(meanwhile), strict=True):
             if one.ended:  # it rode along
                 continue

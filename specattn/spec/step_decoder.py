@@ -289,7 +289,7 @@ class StepDecoder(Settable):
             rows, sampled, seq_lens_cpu, between, self._turns, self.runner.replay
         )
 
-    def rehearse(self, rows: Sequence[int], *, sampled: bool = False) -> None:
+    def rehearse(self, rows: Sequence[int], *, sampled: bool = False) -> bool:
         """Go through a step's launch without launching it, so that the next launch is short.
 
         A host that has waited for a long step finds neither code nor data of a launch in its
@@ -304,17 +304,25 @@ class StepDecoder(Settable):
         rows, sampled
             Of the step that is to come, as far as they are known: `step_async`'s.
 
+        Returns
+        -------
+        bool
+            Whether it was rehearsed: as often, a loop may go through what else comes before a
+            launch, such as `SlotTable.reserve` of what is reserved already.
+
         Raises
         ------
         ValueError, CaptureMismatch, NotCapturedError
             As `step_async` does for these rows.
         """
         if self._plans or self.validate != "off" or not self._aside.due:
-            return
-        if self.runner.holds(self._parts[sampled], len(rows) or 1):
-            # rows that have changed are looked at again, which is most of what a launch takes then
-            self._good = None
-            self._aside.run(partial(self._launch, rows, sampled, None, None))
+            return False
+        if not self.runner.holds(self._parts[sampled], len(rows) or 1):
+            return False
+        # rows that have changed are looked at again, which is most of what a launch takes then
+        self._good = None
+        self._aside.run(partial(self._launch, rows, sampled, None, None))
+        return True
 
     def settle(self) -> None:
         """Wait for every step in flight, whoever has not."""

@@ -70,6 +70,7 @@ def test_counters_are_read_where_requests_may_join(world, monkeypatch):
 def test_the_next_launch_is_rehearsed_while_the_host_waits(world, monkeypatch, rehearses):
     """Of the requests that are to take part, as far as they are known, and not if told not to."""
     one, rehearsed, live, wait = churn(world, rehearses=rehearses), [], [], PendingStep.wait
+    reserved, reserve = [], SlotTable.reserve
 
     def waits(step, meanwhile=None):
         live.append([each.row for each in one.live])
@@ -78,13 +79,19 @@ def test_the_next_launch_is_rehearsed_while_the_host_waits(world, monkeypatch, r
         return wait(step)
 
     monkeypatch.setattr(PendingStep, "wait", waits)
-    monkeypatch.setattr(one.decoder, "rehearse", rehearsed.append)
+    monkeypatch.setattr(one.decoder, "rehearse", lambda rows: rehearsed.append(rows) or True)
+    monkeypatch.setattr(
+        SlotTable, "reserve",
+        lambda table, rows, lens: reserved.append(rows) or reserve(table, rows, lens),
+    )
     one.join()
     for _ in range(3):
         one.step()
     one.finish()
     assert len(live) == 3
-    assert rehearsed == (live if rehearses else [])
+    # nothing is to come after the last one
+    assert rehearsed == (live[:2] if rehearses else [])
+    assert len(reserved) == one.batch + 3 + len(rehearsed), "joining, and every step"
 
 
 def test_a_length_that_the_host_did_not_count_is_noticed(world):

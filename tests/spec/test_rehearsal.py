@@ -75,9 +75,9 @@ def test_a_batch_that_no_bucket_holds_is_left_out(monkeypatch):
     run = engine((3, 1, 4), buckets=(2,))
     rows, decoder = admitted(run), run.decoder(run.config)
     found = launches(decoder, monkeypatch)
-    decoder.rehearse(rows)
+    assert not decoder.rehearse(rows)
     assert not found
-    decoder.rehearse(rows[:2])
+    assert decoder.rehearse(rows[:2])
     assert len(found) == 1
     assert not decoder.runner.stats.eager
 
@@ -89,8 +89,8 @@ def test_one_rehearsal_waits_its_time_after_another(monkeypatch):
     monkeypatch.setattr(rehearsal, "PACE", 0.25)
     monkeypatch.setattr(rehearsal, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     for now, due in ((5.0, 1), (5.0, 1), (5.24, 1), (5.25, 2), (5.4, 2), (9.0, 3)):
-        clock.now = now
-        decoder.rehearse(rows)
+        clock.now, before = now, len(found)
+        assert decoder.rehearse(rows) == (due > before)
         if DEVICE.type == "cuda":
             torch.cuda.synchronize()
         assert len(found) == due, now
