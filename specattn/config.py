@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
@@ -93,8 +94,14 @@ class AttnConfig:
             )
         if self.window_left < -1:
             raise ValueError(f"window_left must be -1 (off) or more, got {self.window_left}")
-        if self.logit_cap < 0:
+        if not 0 <= self.logit_cap < math.inf:
             raise ValueError(f"logit_cap must be 0 (off) or more, got {self.logit_cap}")
+        if self.v_head_dim < 0:
+            raise ValueError(f"v_head_dim must be 0 (head_dim) or more, got {self.v_head_dim}")
+        if not 0 <= self.sm_scale < math.inf:
+            raise ValueError(
+                f"sm_scale must be 0 (1 / sqrt(head_dim)) or more, got {self.sm_scale}"
+            )
         if self.split_keys < 1 or self.split_keys % 128:
             raise ValueError(f"split_keys must be a multiple of 128, got {self.split_keys}")
         if self.latent:

@@ -6,7 +6,7 @@ Slot and page 0 and table row 0 belong to padding: padded rows read and write on
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -56,6 +56,12 @@ def count_pages(num_slots: int, page_size: int) -> int:
     if num_slots < 2 * page_size:
         raise ValueError(f"num_slots must be at least two pages, got {num_slots}")
     return num_slots // page_size
+
+
+def _whole(lens: npt.NDArray[Any]) -> Rows:
+    if lens.size and lens.dtype.kind not in "iu":
+        raise ValueError(f"lens must be whole numbers, got {lens.tolist()}")
+    return lens.astype(np.int64)
 
 
 class SlotTable(Settable):
@@ -210,15 +216,18 @@ class SlotTable(Settable):
         CapacityError
             If a length is over ``max_context_len`` or the pages run out; nothing is taken then.
         ValueError
-            If a row is not allocated or named twice, or a length is negative; if slots are to be
-            written on a CUDA device other than the current one; nothing is taken then.
+            If a row is not allocated or named twice, or a length is negative or no whole number; if
+            slots are to be written on a CUDA device other than the current one; nothing is taken
+            then.
         """
         distinct = set(rows)
         if not distinct <= self._pages.keys():
             self._known(rows)
         if len(distinct) != len(rows) or len(rows) != len(lens):
             raise ValueError(f"rows must differ, got {list(rows)} for {len(lens)} lengths")
-        at, need = np.asarray(rows, dtype=np.int64), np.asarray(lens, dtype=np.int64)
+        at, need = np.asarray(rows, dtype=np.int64), np.asarray(lens)
+        if need.dtype != np.int64:
+            need = _whole(need)
         if need.min(initial=0) < 0:
             raise ValueError(f"lens must be 0 or more, got {list(lens)}")
         longest = int(need.max(initial=0))

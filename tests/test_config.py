@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -63,6 +65,11 @@ def test_layouts_follow_the_mode_table():
         ({"dtype": torch.float64}, "dtype"),
         ({"window_left": -2}, "window_left"),
         ({"logit_cap": -1.0}, "logit_cap"),
+        ({"logit_cap": math.nan}, "logit_cap"),
+        ({"v_head_dim": -1}, "v_head_dim"),
+        ({"sm_scale": -0.1}, "sm_scale"),
+        ({"sm_scale": math.nan}, "sm_scale"),
+        ({"sm_scale": math.inf}, "sm_scale"),
         ({"latent": True}, "num_kv_heads must be 1 with latent, got 2"),
         ({"latent": True, "num_kv_heads": 1}, r"v_head_dim must be 1\.\.63 .* got 0"),
         ({"latent": True, "num_kv_heads": 1, "v_head_dim": 64}, r"v_head_dim .* got 64"),

@@ -271,3 +271,16 @@ def test_rows_that_are_held_stay_so_while_others_are_held():
             books.free(first)
     books.free(first)
     books.check()
+
+
+@pytest.mark.parametrize("lens", [[2.5], [True], [None], np.array([2.5])])
+def test_lengths_that_are_no_whole_numbers_are_refused(lens):
+    books = table()
+    row = books.allocate()
+    with pytest.raises(ValueError, match="lens must be whole numbers"):
+        books.reserve([row], lens)
+    books.check()
+    for good in (np.array([5], dtype=np.int32), (6,), torch.tensor([7])):
+        books.reserve([row], good)
+    books.reserve([], [])
+    assert int(books.reserved[row]) >= 7
