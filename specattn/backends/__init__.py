@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from specattn.backends.base import (
     Capabilities,
     reasons_of,
 )
+from specattn.backends.imports import imported
 from specattn.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -110,13 +110,7 @@ def load_backend(name: str) -> BackendFactory:
     if name not in registered:
         known = ", ".join(("auto", *registered))
         raise UnsupportedError(f"backend {name!r}", [f"unknown; choose one of {known}"])
-    module, attribute = registered[name].split(":")
-    try:
-        backend: BackendFactory = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise UnsupportedError(
-            f"backend {name!r}", [f"{registered[name]} cannot be imported: {error}"]
-        ) from error
+    backend: BackendFactory = imported(registered[name], name)
     return backend
 
 

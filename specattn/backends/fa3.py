@@ -21,7 +21,6 @@ positions; in a tree it is not, so trees under a window are refused.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -29,6 +28,7 @@ import torch
 
 from specattn.backends.base import Capabilities
 from specattn.backends.fa3_keys import Lists, keys_of, prefix_of, prompt_of
+from specattn.backends.imports import imported
 from specattn.errors import UnsupportedError
 from specattn.kernels import ops
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
@@ -76,12 +76,7 @@ class Fa3Backend(Settable):
     def __init__(self, config: AttnConfig, device: torch.device) -> None:
         self.config = config
         self.device = device
-        try:
-            library = import_module(self.module)
-        except ImportError as error:
-            raise UnsupportedError(
-                "backend 'fa3'", [f"sgl_kernel is installed but cannot be imported: {error}"]
-            ) from error
+        library = imported(self.module, self.name)
         self._call = Fa3Call(config, library.flash_attn_with_kvcache)
 
     @staticmethod

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from importlib import import_module
-from importlib.machinery import PathFinder
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from specattn.backends.base import Capabilities
+from specattn.backends.imports import imported, installed
 from specattn.errors import UnsupportedError
 from specattn.kernels import ops
 from specattn.plan import AttnPlan, CsrPlan, Plan
@@ -71,13 +69,7 @@ class PagedBackend(Settable, ABC):
     def __init__(self, config: AttnConfig, device: torch.device) -> None:
         self.config = config
         self.device = device
-        try:
-            self.library: Any = import_module(self.module)
-        except ImportError as error:
-            raise UnsupportedError(
-                f"backend {self.name!r}",
-                [f"{self.module} is installed but cannot be imported: {error}"],
-            ) from error
+        self.library = imported(self.module, self.name)
 
     @classmethod
     def reasons(cls, config: AttnConfig | None, device: torch.device) -> list[str]:
@@ -151,16 +143,6 @@ def latent_reasons(config: AttnConfig, served: Sequence[tuple[int, int]]) -> lis
         return []
     rows = " or ".join(f"{first} + {second}" for first, second in served)
     return [f"a row must be {rows} numbers, got {rank} + {rope}"]
-
-
-def installed(module: str) -> bool:
-    """Whether ``module`` can be found, without importing its parent packages."""
-    first, *rest = module.split(".")
-    name, spec = first, find_spec(first)
-    for part in rest:
-        name = f"{name}.{part}"
-        spec = spec and PathFinder.find_spec(name, spec.submodule_search_locations)
-    return spec is not None
 
 
 def whole_pages(pool: Tensor, page_size: int) -> Tensor:

@@ -24,7 +24,7 @@ from specattn.backends.hybrid import hybrid
 from specattn.backends.tbo import tbo
 from specattn.backends.torch_native import TorchNativeBackend
 from specattn.cli.app import app
-from specattn.cli.backends import promises
+from specattn.cli.backends import promises, sizes
 from specattn.cli.ends import ArgumentError
 from specattn.cli.options import check_backend
 from specattn.config import AttnConfig
@@ -140,6 +140,15 @@ def test_a_package_that_cannot_be_imported_is_named(plugged, target):
     assert choose_backend("torch_native", [HEADS], CPU).name == "torch_native"
 
 
+@pytest.mark.parametrize("raised", [OSError, RuntimeError])
+def test_a_package_built_for_another_system_is_named(plugged, tmp_path, monkeypatch, raised):
+    (tmp_path / "built_elsewhere.py").write_text(f"raise {raised.__name__}('libcuda.so.1: no')")
+    monkeypatch.syspath_prepend(tmp_path)
+    plugged(broken="built_elsewhere:Backend")
+    with pytest.raises(UnsupportedError, match=r"built_elsewhere:Backend cannot be .* libcuda"):
+        load_backend("broken")
+
+
 def test_registering(monkeypatch):
     monkeypatch.setattr(registry, "_BACKENDS", dict(registry._BACKENDS))
     for _ in range(2):  # the same again is no conflict
@@ -222,9 +231,10 @@ def test_the_command_line_takes_hybrids(refusing):
         check_backend("torch_native,triton", CPU, from_environment=False)
 
 
-def test_the_page_has_the_declared_capabilities():
+@pytest.mark.parametrize("table", [promises, sizes])
+def test_the_page_has_what_is_declared_and_how_long_the_files_are(table):
     page = (Path(__file__).parents[2] / "docs" / "backends.md").read_text()
-    missing = [line for line in promises().splitlines() if line not in page.splitlines()]
+    missing = [line for line in table().splitlines() if line not in page.splitlines()]
     assert not missing, "docs/backends.md needs what `specattn backends --markdown` prints"
 
 
