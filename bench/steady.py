@@ -7,7 +7,9 @@ error, the allocator's counters must stand still. Only what stands for a joining
 excepted. In the end every length on the device must be what the host has counted.
 
 Every launch is timed, on a core that was calm in the beginning, and beside it what reserving its
-slots takes and a fixed loop of Python. Nothing is timed again, and only the warm-up is left out.
+slots takes and a fixed loop of Python. Nothing is timed again, and only the warm-up is left out;
+besides the times of all launches, those are told after which the loop took as long as on a calm
+host: whoever shares the core holds up both.
 All of it runs twice: the host sleeps in the driver while it waits for a step, or rehearses the next
 launch (`StepDecoder.rehearse`) and what it reserves.
 
@@ -30,9 +32,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bench.step import free, write
-from bench.step_timing import calm_core, loop
+from bench.step_timing import calm_core, calm_loop, loop
 from bench.step_world import SETTINGS, Setting, World, shapes
 from bench.suite.machine import machine
+from bench.suite.steps import NOISY
 from specattn.spec.settings import powers_of_two
 
 if TYPE_CHECKING:
@@ -48,6 +51,8 @@ NEW = 256
 # steps from one time that requests may join to the next
 JOIN_EVERY = 8
 ASKED_US = 60.0
+# launches that a spread is told of, at the least
+FEW = 50
 COUNTERS = ("allocation.all.allocated", "segment.all.allocated", "num_device_alloc",
             "num_alloc_retries")
 
@@ -188,8 +193,10 @@ class Churn:
         self.live.clear()
 
 
-def run(churn: Churn, steps: int) -> dict[str, Any]:
+def run(churn: Churn, steps: int, calm_us: float) -> dict[str, Any]:
     """Take steps; returns what the host took, and what was waited for and allocated: nothing.
+
+    The host is calm where the loop takes ``calm_us``, or `NOISY` times that at the most.
 
     Raises
     ------
@@ -203,11 +210,14 @@ def run(churn: Churn, steps: int) -> dict[str, Any]:
     found, counts, seconds = _taken(churn, steps)
     churn.check()
     assert not any(counts.values()), f"allocated while stepping: {counts}"
+    calm = [one["host_us"] for one in found if one["loop_us"] <= NOISY * calm_us]
     return {
         "steps": steps, "joined": churn.joined, "ended": churn.ended, "short": churn.short,
         "sizes": sorted(churn.sizes), "us": round(seconds * 1e6 / steps, 1), "allocations": 0,
         **{name: _spread([one[name] for one in found]) for name in found[0]},
-        "within": round(sum(one["host_us"] <= ASKED_US for one in found) / steps, 4),
+        "within": _within([one["host_us"] for one in found]),
+        "calm": {"share": round(len(calm) / steps, 4)}
+        | ({**_spread(calm), "within": _within(calm)} if len(calm) >= FEW else {}),
     }
 
 
@@ -228,6 +238,10 @@ def _taken(churn: Churn, steps: int) -> tuple[list[dict[str, float]], dict[str, 
                 if not churn.live:
                     break
     return found, counts, time.perf_counter() - begin
+
+
+def _within(times: list[float]) -> float:
+    return round(sum(us <= ASKED_US for us in times) / len(times), 4)
 
 
 def _spread(times: list[float]) -> dict[str, float]:
@@ -261,7 +275,7 @@ def main() -> None:
     world = emptied(World(shape, [room] * max(batches), torch.device("cuda")))
     record: dict[str, Any] = {
         "format": 1, "machine": machine(options.commit), "model": MODEL,
-        "context": options.context, "cells": [],
+        "context": options.context, "calm_loop_us": calm_loop(), "cells": [],
     }
     for setting, batch, rehearses in product(settings, batches, (False, True)):
         length = min(setting.steps + 1, options.length)
@@ -270,12 +284,13 @@ def main() -> None:
                 world, setting, batch, options.context, NEW, length, rehearses=rehearses
             )
             cell = {"setting": setting.name, "batch": batch, "length": length,
-                    "rehearsed": rehearses, **run(churn, options.steps)}
+                    "rehearsed": rehearses, **run(churn, options.steps, record["calm_loop_us"])}
         record["cells"].append(cell)
-        host, how = cell["host_us"], "rehearsed" if rehearses else "slept"
+        host, calm, how = cell["host_us"], cell["calm"], "rehearsed" if rehearses else "slept"
         print(f"{setting.name:12} {batch:3} x {options.context}, {how:9}: {cell['us']:9.1f} us a "
               f"step, host {host['median']:.1f} (p90 {host['p90']:.1f}), {cell['within']:.1%} "
-              f"within {ASKED_US:.0f}; {cell['joined']} joined, {cell['ended']} ended", flush=True)
+              f"within {ASKED_US:.0f}, {calm.get('median')} on a calm host ({calm['share']:.0%}); "
+              f"{cell['joined']} joined, {cell['ended']} ended", flush=True)
         write(record, options.out)
         del churn
         free()

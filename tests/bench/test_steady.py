@@ -37,21 +37,26 @@ def test_requests_grow_end_and_join(world, tmp_path):
     ):
         one = churn(world, setting, batch, length, rehearses)
         free = world.table.num_free_slots
-        found = steady.run(one, 60)
+        found = steady.run(one, 60, 1e9)
         assert world.table.num_free_slots == free, "slots were lost"
         assert found["joined"] >= found["ended"] > 60 * length * batch // (2 * NEW) - batch
         assert found["sizes"][-1] == batch
         assert min(found["host_us"].values()) > 0
+        calm = found["calm"]
+        assert calm.pop("share") == 1.0, "the loop takes less than a billion microseconds"
+        assert calm == {**found["host_us"], "within": found["within"]}
+        calm["share"] = 0.25
         cells.append({"setting": setting.name, "batch": batch, "length": length,
                       "rehearsed": rehearses, **found})
     assert len(cells[0]["sizes"]) > 1
     record = {"machine": {"device": "made up", "commit": "abc"}, "model": "tiny", "context": 20,
-              "cells": cells}
+              "calm_loop_us": 10.0, "cells": cells}
     (tmp_path / steady.OUT.name).write_text(json.dumps(record))
     text = records.blocks(tmp_path)["steady"]
     assert f"| tree 2-3-6 | {cells[0]['sizes'][0]} to 5 | no |" in text
     assert f"| tree 2-3-6 | {cells[1]['sizes'][0]} to 5 | yes |" in text
     assert f"| 60 | {cells[2]['joined']} | {cells[2]['ended']} | 0 |" in text
+    assert text.count(" | 25.0 % | ") == len(cells)
     assert "tiny, 20 tokens when a request joins; made up, commit `abc`." in text
 
 
@@ -61,7 +66,9 @@ def test_counters_are_read_where_requests_may_join(world, monkeypatch):
     one = churn(world)
     join = one.join
     monkeypatch.setattr(one, "join", lambda: joined.append(1) or join())
-    assert steady.run(one, 40)["steps"] == 40
+    found = steady.run(one, 40, 0.0)
+    assert found["steps"] == 40
+    assert found["calm"] == {"share": 0.0}
     assert read == list(range(1, len(joined) + 1))
     assert len(read) < 40 / steady.JOIN_EVERY + one.ended
 
