@@ -29,6 +29,7 @@ from bench.suite import seams
 from bench.suite.decode import ONE, THREE
 from bench.suite.seams import AHEAD, DEVICE, TIMED, WAITED
 from specattn.config import SpecConfig
+from specattn.recording import instantiate
 from specattn.spec.generate import Engine
 from specattn.spec.request import Request
 from specattn.spec.sampling import SamplingParams
@@ -157,7 +158,7 @@ class Rebuild:
                 graph = twin.runner.ready(part, len(self.rows)).graph
                 if graph is not None:
                     self._others.append(other(self._random.randrange(1, OTHERS)))
-                    graph.instantiate()
+                    instantiate(graph)
         del before
 
     def turn(self, way: str, steps: int, *, ahead: bool) -> Turn:

@@ -12,9 +12,10 @@ from __future__ import annotations
 import ctypes
 from ctypes import byref, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 from functools import cache
-from typing import Any
 
 import torch
+
+from specattn import driver
 
 # CUgraphNodeType of cuda.h
 _KERNEL, _MEMSET = 0, 2
@@ -66,11 +67,11 @@ def replace_memsets(graph: torch.cuda.CUDAGraph) -> int:
         If the driver refuses a call, or the graph keeps no nodes.
     """
     raw, made, replaced = graph.raw_cuda_graph(), {}, 0
-    if not hasattr(_driver(), "cuGraphAddDependencies_v2"):
+    if not driver.has("cuGraphAddDependencies_v2"):
         return replaced
     for node in _nodes(raw, _MEMSET):
         found = _Memset()
-        _call("cuGraphMemsetNodeGetParams", node, byref(found))
+        driver.call("cuGraphMemsetNodeGetParams", node, byref(found))
         if found.height != 1:
             continue
         key = found.address, found.value, found.element_size, found.width
@@ -85,14 +86,14 @@ def _replace(graph: int, node: int, like: torch.cuda.CUDAGraph) -> None:
     """Put a copy of the only kernel of another graph where a node is."""
     (source,) = _nodes(like.raw_cuda_graph(), _KERNEL)
     params, kernel = _Kernel(), c_uint64()
-    _call("cuGraphKernelNodeGetParams_v2", source, byref(params))
-    _call("cuGraphAddKernelNode_v2", byref(kernel), graph, None, 0, byref(params))
-    _call("cuGraphKernelNodeCopyAttributes", kernel.value, source)
+    driver.call("cuGraphKernelNodeGetParams_v2", source, byref(params))
+    driver.call("cuGraphAddKernelNode_v2", byref(kernel), graph, None, 0, byref(params))
+    driver.call("cuGraphKernelNodeCopyAttributes", kernel.value, source)
     for other, edge in _neighbours("cuGraphNodeGetDependencies_v2", node):
         _join(graph, other, kernel.value, edge)
     for other, edge in _neighbours("cuGraphNodeGetDependentNodes_v2", node):
         _join(graph, kernel.value, other, edge)
-    _call("cuGraphDestroyNode", node)
+    driver.call("cuGraphDestroyNode", node)
 
 
 def _setting(address: int, value: int, size: int, width: int) -> torch.cuda.CUDAGraph:
@@ -127,42 +128,29 @@ class _Memory:
 def _nodes(graph: int, kind: int) -> list[int]:
     """Return the nodes of a kind."""
     count = c_size_t()
-    _call("cuGraphGetNodes", graph, None, byref(count))
+    driver.call("cuGraphGetNodes", graph, None, byref(count))
     nodes = (c_uint64 * count.value)()
-    _call("cuGraphGetNodes", graph, nodes, byref(count))
+    driver.call("cuGraphGetNodes", graph, nodes, byref(count))
     return [node for node in nodes if _kind(node) == kind]
 
 
 def _kind(node: int) -> int:
     kind = c_uint()
-    _call("cuGraphNodeGetType", node, byref(kind))
+    driver.call("cuGraphNodeGetType", node, byref(kind))
     return kind.value
 
 
-def _neighbours(call: str, node: int) -> list[tuple[int, _Edge]]:
+def _neighbours(name: str, node: int) -> list[tuple[int, _Edge]]:
     """Return the nodes before or after a node, and by what edges."""
     count = c_size_t()
-    _call(call, node, None, None, byref(count))
+    driver.call(name, node, None, None, byref(count))
     if not count.value:
         return []
     nodes, edges = (c_uint64 * count.value)(), (_Edge * count.value)()
-    _call(call, node, nodes, edges, byref(count))
+    driver.call(name, node, nodes, edges, byref(count))
     return list(zip(nodes, edges, strict=True))
 
 
 def _join(graph: int, before: int, after: int, edge: _Edge) -> None:
     ends = byref(c_uint64(before)), byref(c_uint64(after))
-    _call("cuGraphAddDependencies_v2", graph, *ends, byref(edge), 1)
-
-
-def _call(name: str, *args: Any) -> None:
-    # whole numbers are handles or sizes, all of 8 bytes
-    sized = [c_uint64(arg) if isinstance(arg, int) else arg for arg in args]
-    code = getattr(_driver(), name)(*sized)
-    if code:
-        raise RuntimeError(f"{name} failed with CUDA error {code}")
-
-
-@cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
+    driver.call("cuGraphAddDependencies_v2", graph, *ends, byref(edge), 1)

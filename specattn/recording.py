@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
+from specattn import driver
 from specattn.memsets import replace_memsets
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class Recorder:
                 found = step()
                 grown = torch.cuda.memory_reserved() - before
             replace_memsets(graph)
-            graph.instantiate()
+            instantiate(graph)
         except Exception:
             _clear(self._pool)
             self._pool = None
@@ -87,6 +88,26 @@ class Recorder:
                     step()
         finally:
             current.wait_stream(stream)
+
+
+def instantiate(graph: torch.cuda.CUDAGraph) -> None:
+    """Instantiate a recorded graph and bring it to the device.
+
+    Else its first launch would, while its caller waits for a step.
+
+    Parameters
+    ----------
+    graph : torch.cuda.CUDAGraph
+        Made with ``keep_graph=True``; may have been instantiated before.
+
+    Raises
+    ------
+    RuntimeError
+        If CUDA refuses, as it does where memory is short.
+    """
+    graph.instantiate()
+    stream = torch.cuda.current_stream().cuda_stream
+    driver.call("cuGraphUpload", graph.raw_cuda_graph_exec(), stream)
 
 
 def is_recording(device: torch.device) -> bool:

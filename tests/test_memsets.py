@@ -8,7 +8,7 @@ import gc
 import pytest
 import torch
 
-from specattn import memsets
+from specattn import driver, memsets
 from specattn.memsets import replace_memsets
 from specattn.recording import Recorder
 
@@ -19,22 +19,16 @@ SETTERS = {1: "cuMemsetD8Async", 2: "cuMemsetD16Async", 4: "cuMemsetD32Async"}
 
 def set_memory(tensor, value: int, size: int, count: int) -> None:
     """Set ``count`` elements of ``size`` bytes from where a tensor begins; no kernel."""
-    _driver_call(
-        SETTERS[size], ctypes.c_uint64(tensor.data_ptr()), ctypes.c_uint(value),
-        ctypes.c_size_t(count),
-    )
+    driver.call(SETTERS[size], tensor.data_ptr(), ctypes.c_uint(value), count, stream())
 
 
 def set_rectangle(tensor, pitch: int, value: int, width: int, height: int) -> None:
-    _driver_call(
-        "cuMemsetD2D8Async", ctypes.c_uint64(tensor.data_ptr()), ctypes.c_size_t(pitch),
-        ctypes.c_ubyte(value), ctypes.c_size_t(width), ctypes.c_size_t(height),
-    )
+    value = ctypes.c_ubyte(value)
+    driver.call("cuMemsetD2D8Async", tensor.data_ptr(), pitch, value, width, height, stream())
 
 
-def _driver_call(name: str, *args) -> None:
-    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-    assert getattr(ctypes.CDLL("libcuda.so.1"), name)(*args, stream) == 0
+def stream() -> int:
+    return torch.cuda.current_stream().cuda_stream
 
 
 def record(step) -> torch.cuda.CUDAGraph:
