@@ -15,6 +15,7 @@ import gc
 import json
 import multiprocessing
 import statistics
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +109,7 @@ def streams(process: Process) -> Iterator[str]:
         with torch.cuda.stream(torch.cuda.Stream()):
             process.add()
         torch.cuda.synchronize()
-        yield f"a kernel on {count} of them"
+        yield f"a kernel on {count} more"
 
 
 def graphs(process: Process) -> Iterator[str]:
@@ -132,9 +133,8 @@ GROUPS: dict[str, Group] = {
 
 def observe(process: Process, group: Group) -> list[dict[str, Any]]:
     """Time at the start, twice, and after each thing of a group."""
-    rows = [{"after": after, **process.times()} for after in ("start", "start, again")]
-    rows += [{"after": after, **process.times()} for after in group(process)]
-    return rows
+    done = chain(("start", "start, again"), group(process))
+    return [{"after": after, **process.times()} for after in done]
 
 
 def run(name: str) -> list[dict[str, Any]]:
