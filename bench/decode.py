@@ -152,7 +152,7 @@ def compile_ahead(args: argparse.Namespace, workers: int) -> None:
         command = [
             sys.executable, "-m", "bench.decode", "--workers", "0", "--batch", str(batch),
             "--settings", setting, "--ways", ONE, "--new", "4", "--repeats", "1",
-            "--dtype", args.dtype, *(["--fused"] if args.fused else []),
+            "--dtype", args.dtype, "--fused" if args.fused else "--no-fused",
         ]
         done = subprocess.run(
             command, check=False, capture_output=True, text=True, cwd=Path(__file__).parents[1]
@@ -172,7 +172,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--settings", nargs="+", choices=TREES, default=list(TREES))
     parser.add_argument("--ways", nargs="+", choices=WAYS, help="eager alone without CUDA")
-    parser.add_argument("--fused", action="store_true", help="FusedTarget and FusedEagle3")
+    parser.add_argument(
+        "--fused", action=argparse.BooleanOptionalAction, default=True,
+        help="FusedTarget and FusedEagle3, or transformers' modules",
+    )
     parser.add_argument("--quick", action="store_true", help="one tree, batches of 1 and 8")
     parser.add_argument("--workers", type=int, help="processes that compile ahead; 0 is none")
     parser.add_argument("--paired", type=int, metavar="N", help="compare the seams N times anew")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specattn.models import FusedEagle3, FusedTarget, HFTarget, load_draft
+from specattn.models import HFTarget, fuse, load_draft
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -161,10 +161,8 @@ def pair(dtype: torch.dtype, device: str, *, fused: bool) -> tuple[Any, Any]:
     """Load the shipped pair, with transformers' modules or with the fused ones."""
     source = HFTarget.from_pretrained(str(PAIR / "target"), dtype=dtype, device=device)
     draft = load_draft(str(PAIR / "draft"), source, dtype=dtype, device=device)
-    if fused:
-        target = FusedTarget.from_target(source).with_features(draft.features)
-        return target, FusedEagle3.from_head(draft, source.max_context_len)
-    return source.with_features(draft.features), draft
+    target = source.with_features(draft.features)
+    return fuse(target, draft) if fused else (target, draft)
 
 
 def plain_target(dtype: torch.dtype, device: str) -> Any:

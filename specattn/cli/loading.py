@@ -48,6 +48,7 @@ def models_for(
     backend: str,
     *,
     speculative: bool,
+    fused: bool = True,
 ) -> Models:
     """Load a command's models, once its dtype and backend are known to serve on ``place``.
 
@@ -60,7 +61,9 @@ def models_for(
 
     weights = pick_dtype(dtype, place)
     check_backend(backend, place, from_environment=from_environment(ctx, "backend"))
-    return load_models(target, draft, speculative=speculative, dtype=weights, device=place)
+    return load_models(
+        target, draft, speculative=speculative, dtype=weights, device=place, fused=fused
+    )
 
 
 def load_models(
@@ -70,6 +73,7 @@ def load_models(
     speculative: bool,
     dtype: torch.dtype,
     device: torch.device,
+    fused: bool = True,
 ) -> Models:
     """Load a pair, the shipped one by default.
 
@@ -81,6 +85,8 @@ def load_models(
         Whether a draft is needed at all.
     dtype, device
         Of the weights.
+    fused : bool
+        Whether to fuse each of them if that can be had (`specattn.models.fuse`).
 
     Raises
     ------
@@ -94,17 +100,18 @@ def load_models(
     with stderr().status("loading models"):
         import torch
 
-        from specattn.models import HFTarget, load_draft
+        from specattn.models import HFTarget, fuse, load_draft
 
         found = HFTarget.from_pretrained(
             target or shipped("target"), dtype=dtype, device=device
         )
         if device.type == "cpu" and found.hidden_size < _SHARED_FROM:
             torch.set_num_threads(1)
-        if not speculative:
-            return Models(found, None, found.tokenizer)
-        head = load_draft(draft or shipped("draft"), found, dtype=dtype, device=device)
-        return Models(found.with_features(head.features), head, found.tokenizer)
+        head = None
+        if speculative:
+            head = load_draft(draft or shipped("draft"), found, dtype=dtype, device=device)
+            found = found.with_features(head.features)
+        return Models(*(fuse(found, head) if fused else (found, head)), found.tokenizer)
 
 
 def shipped(part: str) -> str:

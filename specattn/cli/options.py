@@ -114,6 +114,13 @@ SeamsOption = Annotated[
         "on the host.",
     ),
 ]
+FusedOption = Annotated[
+    bool,
+    typer.Option(
+        rich_help_panel=RUNNING,
+        help="Run fused models where there are some for these, or transformers' own modules.",
+    ),
+]
 PageSizeOption = Annotated[
     int,
     typer.Option(rich_help_panel=RUNNING, help="KV slots per page, a power of two up to 512."),

@@ -43,6 +43,7 @@ class Report:
         shared: dict[str, Any] = {
             "backend": self.outcome.modes[0].backend,
             "graphs": graphs(self.outcome.modes),
+            "fused": list(self.outcome.fused),
         }
         if self.outcome.settings:
             shared["settings"] = [asdict(setting) for setting in self.outcome.settings]

@@ -156,6 +156,8 @@ class Outcome:
         For all of them together, prompts included.
     modes : tuple of ModeReport
         In the order in which a step runs them.
+    fused : tuple of str
+        Which of the models are fused: "target", "draft".
     settings : tuple of SettingReport
         If there were several, the given one first.
     """
@@ -163,6 +165,7 @@ class Outcome:
     results: tuple[Generation, ...]
     seconds: float
     modes: tuple[ModeReport, ...]
+    fused: tuple[str, ...] = ()
     settings: tuple[SettingReport, ...] = ()
 
     @property
@@ -189,7 +192,9 @@ def run(
     begin = time.perf_counter()
     results = engine.generate(requests, tell)
     seconds = time.perf_counter() - begin
-    return Outcome(tuple(results), seconds, _modes(engine, before), _settings(engine, then))
+    return Outcome(
+        tuple(results), seconds, _modes(engine, before), _fused(engine), _settings(engine, then)
+    )
 
 
 def _totals(engine: Engine) -> list[Counter[SpecConfig]]:
@@ -240,6 +245,17 @@ def _backend_name(engine: Engine, mode: str) -> str:
     """Return the name of the backend that serves a mode."""
     slot = engine.draft if mode.startswith("draft") and engine.draft else engine.target
     return slot.backend.name
+
+
+def _fused(engine: Engine) -> tuple[str, ...]:
+    """Return which of an engine's models are fused ones."""
+    from specattn.models import FusedEagle3, FusedTarget
+
+    slots = {"target": engine.target, "draft": engine.draft}
+    return tuple(
+        name for name, slot in slots.items()
+        if slot and isinstance(slot.model, FusedTarget | FusedEagle3)
+    )
 
 
 @contextmanager

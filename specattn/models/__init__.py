@@ -4,6 +4,7 @@ from specattn.models.draft import load_draft
 from specattn.models.eagle import Eagle3Head, EagleHead
 from specattn.models.fused import FusedTarget
 from specattn.models.fused_eagle import FusedEagle3
+from specattn.models.fused_pair import fuse
 from specattn.models.hf import FeatureSpec, HFTarget
 
 __all__ = [
@@ -13,5 +14,6 @@ __all__ = [
     "FusedEagle3",
     "FusedTarget",
     "HFTarget",
+    "fuse",
     "load_draft",
 ]

@@ -34,8 +34,15 @@ def test_json_is_one_object_and_nothing_else():
     assert graphs["replayed"] == graphs["fallbacks"] == 0
     assert graphs["unrecorded"] >= found["steps"]
     assert set(graphs["modes"]) == {"step"}
+    assert found["fused"] == ["target", "draft"]
     assert "identical" not in found
     assert result.stderr == ""
+
+
+def test_the_modules_of_transformers_generate_the_same():
+    found = generated("--no-fused", PROMPT)
+    assert (found["fused"], found["tokens"]) == ([], plain_tokens(PROMPT, 24))
+    assert generated("--steps", "0", PROMPT)["fused"] == ["target"]
 
 
 @pytest.mark.parametrize(("options", "steps"), [

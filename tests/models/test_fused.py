@@ -9,10 +9,19 @@ from transformers import LlamaConfig, Qwen3Config
 from specattn import SpecConfig
 from specattn.errors import ModelError
 from specattn.kernels import _module
-from specattn.models import FeatureSpec, FusedEagle3, FusedTarget, HFTarget, load_draft
+from specattn.models import (
+    Eagle3Head,
+    EagleHead,
+    FeatureSpec,
+    FusedEagle3,
+    FusedTarget,
+    HFTarget,
+    fuse,
+    load_draft,
+)
 from specattn.spec.choose import Coins, choose_tokens
 from specattn.spec.generate import Engine, Request
-from tests.models.heads import HT, VD, eagle3_tensors, rand, write
+from tests.models.heads import HT, VD, eagle3_tensors, eagle_tensors, rand, write
 
 ROPES = {
     "llama": {
@@ -199,6 +208,39 @@ def test_what_a_head_shares_with_its_target_must_be_plain_too(tiny, tmp_path) ->
     head = load_draft(write(tmp_path, eagle3_tensors()), target)
     with pytest.raises(ModelError, match="embed_tokens is a Gemma3TextScaledWordEmbedding"):
         FusedEagle3.from_head(head, target.max_context_len)
+
+
+@pytest.mark.parametrize(
+    ("kind", "draft", "target_is", "draft_is"),
+    [
+        ("llama", {}, FusedTarget, FusedEagle3),
+        ("qwen2", {}, HFTarget, FusedEagle3),
+        ("llama", {"hidden_act": "gelu"}, FusedTarget, Eagle3Head),
+        ("gemma3_text", {}, HFTarget, Eagle3Head),
+    ],
+)
+def test_what_can_be_fused_is(tiny, tmp_path, kind, draft, target_is, draft_is) -> None:
+    target = HFTarget.from_model(tiny(kind, num_hidden_layers=4))
+    head = load_draft(write(tmp_path, eagle3_tensors(), draft_vocab_size=VD, **draft), target)
+    target = target.with_features(head.features)
+    config = SpecConfig(num_steps=2, topk=2, num_draft_tokens=4, max_context_len=64, max_num_reqs=4)
+    texts, fused = [], fuse(target, head)
+    assert tuple(map(type, fused)) == (target_is, draft_is)
+    for pair in ((target, head), fused):
+        engine = Engine(*pair, config, backend="torch_native", graphs=False)
+        requests = [Request(prompt, max_new_tokens=9, ignore_eos=True) for prompt in PROMPTS]
+        texts.append([result.tokens for result in engine.generate(requests)])
+    assert texts[0] == texts[1]
+
+
+def test_heads_without_a_fused_form_stay(tiny, tmp_path) -> None:
+    target = HFTarget.from_model(tiny("llama"))
+    head = load_draft(write(tmp_path, eagle_tensors()), target)
+    assert isinstance(head, EagleHead)
+    fused, same = fuse(target, head)
+    assert isinstance(fused, FusedTarget)
+    assert same is head
+    assert fuse(target)[1] is None
 
 
 def test_a_model_in_memory_has_no_tokenizer(tiny) -> None:
