@@ -19,10 +19,7 @@ PLAIN, TRANSFORMERS = "plain", "transformers"
 ONE, THREE, HALVES, EAGER = "one graph", "three graphs", "two-batch overlap", "eager"
 WAYS = (ONE, THREE, HALVES, EAGER)
 HOW = {THREE: "in three graphs", HALVES: "with two-batch overlap", EAGER: "eager"}
-MODELS = {
-    "transformers": "transformers' modules",
-    "fused": "`FusedTarget` and `FusedEagle3` (but for `generate`)",
-}
+MODELS = {"transformers": "transformers' modules", "fused": "`FusedTarget` and `FusedEagle3`"}
 
 Lines = dict[tuple[str, str], dict[str, Any]]
 
@@ -70,7 +67,7 @@ def shown(results: Path) -> str:
     """Return a table for greedy and one for drawn tokens, and how one graph compares with three."""
     record = json.loads((results / RECORD).read_text())
     cells = record["cells"]
-    texts = [f"Models of {MODELS[record['models']]}, {record['dtype']}."]
+    texts = [f"Models of {MODELS[record['models']]}, {record['dtype']}; `generate` runs its own."]
     for title, chosen in {
         "Greedy": [cell for cell in cells if not cell["temperature"]],
         "Temperature 1": [cell for cell in cells if cell["temperature"]],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from . import decode, metadata, seams, soak, steady, steps, tables
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 TILES, CHUNKS = "gluon_tiles_h200.json", "gluon_chunks_h200.json"
 SMALL, SANITIZER = "small_ops_h200.json", "sanitizer_h200.json"
 LATENT = "mla_variants_h200.json"
-COMPILED = "compile_targets.json"
+COMPILED, SPEEDS = "compile_targets.json", "two_speeds_h200.json"
 #: Records that say where and at which version they were taken, and what is in them.
 TAKEN = {
     SMALL: "small operations", "vocabulary_h200.json": "distributions and argmax",
@@ -24,6 +25,8 @@ TAKEN = {
     steps.RECORD: "whole steps", "step_gemm_h200.json": "products and forwards",
     "graphs_h200.json": "captures", decode.RECORD: "the shipped pair",
     seams.RECORD: "one graph against three", soak.RECORD: "the soak",
+    seams.MODULES: "one graph against three, transformers' modules",
+    SPEEDS: "two speeds of small kernels",
     steady.RECORD: "a thousand steps",
 }
 TRITON = "Triton"
@@ -188,6 +191,24 @@ def compiled(results: Path) -> str:
     ))
 
 
+def speeds(results: Path) -> str:
+    """Return a row for every list of things that a process did, and what was timed after each."""
+    rows = []
+    for found in json.loads((results / SPEEDS).read_text())["lists"]:
+        tiny = ", ".join(f"{row['after']} {tables.micros(row['tiny'])}" for row in found["rows"])
+        rows.append([found["name"], tiny, _steps_after(found["rows"])])
+    head = ["list", "the tiny kernels' graph after, us", "then a step in one graph / three, us"]
+    return tables.table(head, rows)
+
+
+def _steps_after(rows: list[dict[str, Any]]) -> str:
+    found = [
+        f"{row['after']} {tables.micros(row[decode.ONE])} / {tables.micros(row[decode.THREE])}"
+        for row in rows if decode.ONE in row
+    ]
+    return ", ".join(found) or tables.NONE
+
+
 def asked(results: Path) -> list[Target]:
     """Return the targets that small kernels are held to."""
     points: dict[str, list[Point]] = {name: [] for name in ASKED}
@@ -210,6 +231,8 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "mla-variants": (LATENT, latent),
     "compiled": (COMPILED, compiled), "pair": (decode.RECORD, decode.shown),
     "pair-seams": (seams.RECORD, seams.shown), "soak": (soak.RECORD, soak.shown),
+    "pair-seams-modules": (seams.MODULES, partial(seams.shown, name=seams.MODULES)),
+    "two-speeds": (SPEEDS, speeds),
     "steps": (steps.RECORD, steps.shown), "steady": (steady.RECORD, steady.shown),
 }
 

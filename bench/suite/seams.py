@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-RECORD = "pair_seams_h200.json"
+#: Of the fused models, which is what the pair's target is about, and of transformers' modules.
+RECORD, MODULES = "pair_seams_h200.json", "pair_seams_modules_h200.json"
 #: How turns are timed; the device's time is that of the turns launched a step ahead.
 AHEAD, DEVICE, WAITED = "ahead", "device", "waited"
 TIMED = (AHEAD, DEVICE, WAITED)
@@ -120,18 +121,19 @@ def slower(cells: list[dict[str, Any]]) -> list[str]:
     return [f"{where}: {seen}" for where, seen in judged(cells).items() if seen.slower]
 
 
-def shown(results: Path) -> str:
+def shown(results: Path, name: str = RECORD) -> str:
     """Return a table of the intervals, and what they come to."""
-    record = json.loads((results / RECORD).read_text())
+    record = json.loads((results / name).read_text())
     cells = record["cells"]
     counts = sorted({len(cell["rebuilds"]) for cell in cells})
     made = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
     head = ["batch", "tokens", "setting", "one graph us/step", "three graphs us/step",
             *(f"one / three, {NAMES[timed]}" for timed in TIMED), "the same elsewhere"]
     return "\n\n".join([
-        f"Graphs made anew {made} times, instantiated {record['places']} times each, "
-        f"{record['steps']} steps a turn; in brackets the 95 % interval. *The same elsewhere*: the "
-        "slowest over the fastest of one recording, instantiated anew (on the device, median).",
+        f"Models of {decode.MODELS[record['models']]}. Graphs made anew {made} times, "
+        f"instantiated {record['places']} times each, {record['steps']} steps a turn; in brackets "
+        "the 95 % interval. *The same elsewhere*: the slowest over the fastest of one recording, "
+        "instantiated anew (on the device, median).",
         tables.table(head, map(_row, cells)), _verdict(record),
     ])
 

@@ -20,8 +20,8 @@ from specattn.cli.options import (
     DraftSamplingOption,
     DraftTokensOption,
     DtypeOption,
-    FusedOption,
     KvDtypeOption,
+    NoFusedOption,
     PageSizeOption,
     PromptArgument,
     PromptsOption,
@@ -97,7 +97,7 @@ def generate(
         typer.Option(min=1, max=1024, rich_help_panel=RUNNING, help="Prompts decoded at once."),
     ] = 16,
     seams: SeamsOption = "auto",
-    fused: FusedOption = True,
+    no_fused: NoFusedOption = False,
     no_graphs: Annotated[
         bool, typer.Option("--no-graphs", rich_help_panel=RUNNING, help="Record no CUDA graphs.")
     ] = False,
@@ -130,7 +130,8 @@ def generate(
 
     place, stored = pick_device(device), pick_kv_dtype(kv_cache_dtype)
     models = models_for(
-        ctx, place, target, draft, dtype, backend, speculative=config.num_steps > 0, fused=fused
+        ctx, place, target, draft, dtype, backend, speculative=config.num_steps > 0,
+        fused=not no_fused,
     )
     limit = _context_limit(models, config, max_context)
     prompt_ids = found.encode(models.tokenizer, models.target.vocab_size, limit)

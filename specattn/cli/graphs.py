@@ -20,8 +20,8 @@ from specattn.cli.options import (
     DraftSamplingOption,
     DraftTokensOption,
     DtypeOption,
-    FusedOption,
     KvDtypeOption,
+    NoFusedOption,
     PageSizeOption,
     SeamsOption,
     StepsOption,
@@ -59,7 +59,7 @@ def graphs(
     kv_cache_dtype: KvDtypeOption = "auto",
     deterministic: DeterministicOption = False,
     seams: SeamsOption = "auto",
-    fused: FusedOption = True,
+    no_fused: NoFusedOption = False,
     buckets: Annotated[
         str,
         typer.Option(metavar="N,N,...", rich_help_panel=RUNNING, help="Batch sizes to capture."),
@@ -91,7 +91,8 @@ def graphs(
 
     place, stored = pick_device(device), pick_kv_dtype(kv_cache_dtype)
     models = models_for(
-        ctx, place, target, draft, dtype, backend, speculative=config.num_steps > 0, fused=fused
+        ctx, place, target, draft, dtype, backend, speculative=config.num_steps > 0,
+        fused=not no_fused,
     )
     setup = Setup(
         models, (), max_context, max(sizes), backend, graphs=True, warm_up=False, kv_dtype=stored,

@@ -114,11 +114,11 @@ SeamsOption = Annotated[
         "on the host.",
     ),
 ]
-FusedOption = Annotated[
+NoFusedOption = Annotated[
     bool,
     typer.Option(
-        rich_help_panel=RUNNING,
-        help="Run fused models where there are some for these, or transformers' own modules.",
+        "--no-fused", rich_help_panel=RUNNING,
+        help="Run transformers' own modules also where there are fused ones.",
     ),
 ]
 PageSizeOption = Annotated[

@@ -113,6 +113,7 @@ def test_both_take_the_same_steps_over_the_same_memory(run, tmp_path, capsys):
                     assert us[way] == pytest.approx(sum(placed[way]) / 2, abs=0.01)
     text = records.blocks(tmp_path)["pair-seams"]
     assert "Graphs made anew 2 times, instantiated 2 times each, 2 steps a turn" in text
+    assert text.startswith("Models of `FusedTarget` and `FusedEagle3`. ")
     assert "Of 64 turns, 0 gained other tokens" in text
     assert "one graph slower than three: " in capsys.readouterr().out
 
@@ -198,7 +199,7 @@ def test_one_graph_is_held_to_three(tmp_path):
     (before,) = seams.asked(tmp_path)
     assert before.regime == "the shipped pair, one graph against three"
     good, late = cell("good", 0.999, 1.001, 1.003), cell("late", 0.989, 0.99, 0.991)
-    record = {"steps": 6, "places": 2, "cells": [good]}
+    record = {"models": "fused", "steps": 6, "places": 2, "cells": [good]}
     (tmp_path / seams.RECORD).write_text(json.dumps(record))
     (target,) = seams.asked(tmp_path)
     assert target.verdict == "aim"
@@ -227,3 +228,9 @@ def test_one_graph_is_held_to_three(tmp_path):
     assert "2 lie wholly below 1, 0 wholly above; of equal speeds, 0.1 would lie below" in text
     assert "slower in 2 (late, a step ahead: 0.9900x (0.9875 to 0.9925); late, waited for" in text
     assert "Over all cells, it is 0.9955x" in text
+    modules = record | {"models": "transformers", "cells": [late]}
+    (tmp_path / seams.MODULES).write_text(json.dumps(modules))
+    assert seams.asked(tmp_path) == [target], "which is about the fused ones"
+    text = records.blocks(tmp_path)["pair-seams-modules"]
+    assert text.startswith("Models of transformers' modules. ")
+    assert "2 lie wholly below 1" in text

@@ -211,6 +211,20 @@ def test_records_say_what_they_were_taken_with(parts, tmp_path):
     ) in table
 
 
+def test_two_speeds_are_told_in_the_order_they_came(tmp_path):
+    rows = [
+        {"after": "start", "tiny": 1003.1},
+        {"after": "engine", "tiny": 1216.4, "one graph": 472.1, "three graphs": 476.8,
+         "tiny, then": 1003.0},
+    ]
+    (tmp_path / records.SPEEDS).write_text(json.dumps({
+        "lists": [{"name": "launches", "rows": rows[:1]}, {"name": "fused", "rows": rows}],
+    }))
+    table = records.blocks(tmp_path)["two-speeds"]
+    assert "| launches | start 1,003 | - |" in table
+    assert "| fused | start 1,003, engine 1,216 | engine 472 / 477 |" in table
+
+
 def test_every_record_of_a_version_is_listed():
     """A record that names its commit is in the page's table, or its own table says it."""
     for path in (ROOT / "bench" / "results").glob("*_h200.json"):
