@@ -16,17 +16,16 @@ import json
 import platform
 import sysconfig
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from bench.shipped import pair
 from bench.train_pair.corpus import encode, is_held_out, read_sources
 from specattn.config import SpecConfig
 from specattn.kernels import ops
-from specattn.models import HFTarget, load_draft
 from specattn.spec.generate import Engine
 from specattn.spec.request import Request
 from specattn.spec.sampling import SamplingParams
@@ -124,11 +123,8 @@ def main() -> None:
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, args.dtype)
-    pair = files("specattn") / "pair"
-    target = HFTarget.from_pretrained(str(pair / "target"), dtype=dtype, device=device)
-    draft = load_draft(str(pair / "draft"), target, dtype=dtype, device=device)
+    target, draft = pair(device, dtype)
     prompts = held_out_prompts(args.prompts, target.tokenizer)
-    target = target.with_features(draft.features)
 
     records, plain = [], None
     for setting in SETTINGS:

@@ -42,7 +42,8 @@ import torch
 
 from bench import decode_paired
 from bench.acceptance import PROMPT_TOKENS, held_out_prompts
-from bench.decode_sides import Contestant, Run, Transformers, decode, pair, plain_target
+from bench.decode_sides import Contestant, Run, Transformers, decode
+from bench.shipped import pair, plain_target
 from bench.suite import seams
 from bench.suite.decode import EAGER, HALVES, ONE, PLAIN, THREE, TRANSFORMERS, slower
 from bench.suite.machine import machine
@@ -198,7 +199,7 @@ def main() -> None:
     if workers and device == "cuda":
         compile_ahead(args, workers)
         print(f"compiled after {time.perf_counter() - begin:.0f} s", flush=True)
-    models = pair(dtype, device, fused=args.fused)
+    models = pair(device, dtype, fused=args.fused)
     prompts = held_out_prompts(max(args.batch), models[0].tokenizer)
     found: dict[str, Any] = {
         "format": 1, "part": "pair", "title": "The shipped pair", "machine": machine(args.commit),
@@ -245,7 +246,7 @@ def time_all(
     """Time every contestant, and keep what is known after every batch."""
     device, dtype = models[0].device.type, getattr(torch, args.dtype)
     ways = args.ways or (list(WAYS) if device == "cuda" else [EAGER])
-    generate = Transformers(plain_target(dtype, device))
+    generate = Transformers(plain_target(device, dtype))
     found |= {
         "repeats": args.repeats, "trees": {name: TREES[name] for name in args.settings},
         "cells": [],

@@ -5,12 +5,9 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass, field
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-from specattn.models import HFTarget, fuse, load_draft
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,7 +15,6 @@ if TYPE_CHECKING:
     from specattn.spec.generate import Engine
     from specattn.spec.request import Request
 
-PAIR = files("specattn") / "pair"
 
 
 @dataclass(frozen=True)
@@ -155,18 +151,3 @@ class Contestant:
               f"{line.get('ms_per_step', 0):8.3f} ms/step  "
               f"{line.get('accepted_per_step', 1):.2f} per step  equal {self.equal}", flush=True)
         return line
-
-
-def pair(dtype: torch.dtype, device: str, *, fused: bool) -> tuple[Any, Any]:
-    """Load the shipped pair, with transformers' modules or with the fused ones."""
-    source = HFTarget.from_pretrained(str(PAIR / "target"), dtype=dtype, device=device)
-    draft = load_draft(str(PAIR / "draft"), source, dtype=dtype, device=device)
-    target = source.with_features(draft.features)
-    return fuse(target, draft) if fused else (target, draft)
-
-
-def plain_target(dtype: torch.dtype, device: str) -> Any:
-    """Load the shipped target as transformers does."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(str(PAIR / "target"), dtype=dtype).to(device)

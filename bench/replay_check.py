@@ -12,13 +12,12 @@ import statistics
 import time
 import timeit
 from dataclasses import replace
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bench.shipped import pair
 from specattn.config import SpecConfig
-from specattn.models import HFTarget, load_draft
 from specattn.spec.generate import Engine, Request
 
 if TYPE_CHECKING:
@@ -94,11 +93,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16, 64])
     sizes = parser.parse_args().batch
     torch.set_num_threads(1)
-    cuda, pair = torch.cuda.is_available(), files("specattn") / "pair"
-    device = "cuda" if cuda else "cpu"
-    target = HFTarget.from_pretrained(str(pair / "target"), device=device)
-    draft = load_draft(str(pair / "draft"), target, device=device)
-    target = target.with_features(draft.features)
+    cuda = torch.cuda.is_available()
+    target, draft = pair("cuda" if cuda else "cpu")
     config = SpecConfig(5, 4, 16, CONTEXT, max(sizes))
     engine = Engine(target, draft, config, buckets=sizes, num_slots=max(sizes) * CONTEXT + 1)
     engine.add([Request([1 + at % 50, 2, 3], CONTEXT) for at in range(max(sizes))])

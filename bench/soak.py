@@ -23,7 +23,6 @@ import random
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -238,14 +237,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     from bench.acceptance import PROMPT_TOKENS, held_out_prompts
+    from bench.shipped import pair
     from bench.suite.machine import machine
-    from specattn.models import HFTarget, load_draft
 
-    cuda = torch.cuda.is_available()
-    pair, device = files("specattn") / "pair", "cuda" if cuda else "cpu"
-    target = HFTarget.from_pretrained(str(pair / "target"), dtype=torch.float32, device=device)
-    draft = load_draft(str(pair / "draft"), target, dtype=torch.float32, device=device)
-    target = target.with_features(draft.features)
+    target, draft = pair("cuda" if torch.cuda.is_available() else "cpu", torch.float32)
     rng = random.Random(args.seed)
     texts = held_out_prompts(WINDOWS, target.tokenizer)
     prompts = [text[: rng.randint(4, PROMPT_TOKENS)] for text in texts]

@@ -27,7 +27,7 @@ import triton.language as tl
 
 from bench.decode import CONTEXT, TREES
 from bench.decode_paired import SEAMS, Rebuild
-from bench.decode_sides import pair
+from bench.shipped import pair
 from bench.step_timing import between, mark
 from bench.suite.machine import machine
 from bench.suite.seams import DEVICE
@@ -172,7 +172,7 @@ def observe(process: Process, done: Sequence[str]) -> list[dict[str, Any]]:
 def run(name: str) -> list[dict[str, Any]]:
     """Observe a list in a process that has done nothing else."""
     kind, done = LISTS[name]
-    models = pair(torch.bfloat16, "cuda", fused=kind == "fused") if kind else None
+    models = pair("cuda", torch.bfloat16, fused=kind == "fused") if kind else None
     gc.collect()
     gc.freeze()
     return observe(Process(models, list(range(1, 129)), "cuda"), done)
