@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from specattn.spec.request import Request
 
 
-
 @dataclass(frozen=True)
 class Run:
     """A batch decoded to its end, and how long the loop took.
