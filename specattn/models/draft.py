@@ -12,7 +12,14 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specattn.config import AttnConfig
 from specattn.models.checkpoint import Checkpoint, read_checkpoint
-from specattn.models.eagle import Eagle3Head, Eagle3Weights, EagleHead, EagleWeights, HeadWeights
+from specattn.models.eagle import (
+    EAGLE3_NORMS,
+    Eagle3Head,
+    Eagle3Weights,
+    EagleHead,
+    EagleWeights,
+    HeadWeights,
+)
 from specattn.models.hf import FeatureSpec
 from specattn.models.hub import blaming, count_from_first
 
@@ -36,7 +43,6 @@ _OPTIONAL = (
     "rope_parameters",
     "max_position_embeddings",
 )
-_VARIANTS = ("norm_before_residual", "norm_before_fc")
 
 
 def load_draft(
@@ -94,20 +100,20 @@ def _eagle(
 def _eagle3(
     checkpoint: Checkpoint, target: Target, dtype: torch.dtype, device: torch.device | str
 ) -> Eagle3Head:
-    for setting in _VARIANTS:
-        if checkpoint.settings.get(setting):
-            raise checkpoint.wrong(f"sets {setting}, a variant of EAGLE-3 that is not supported")
+    norms = {setting for setting in EAGLE3_NORMS if checkpoint.settings.get(setting)}
+    if {"norm_before_fc", "fc_norm"} <= norms:
+        raise checkpoint.wrong("sets norm_before_fc and fc_norm, of which a head has one at most")
     config = _llama_config(checkpoint, target)
     features = _features(checkpoint, len(target.layers))
-    feature_size = len(features.hidden_states) * target.hidden_size
+    widths = [target.hidden_size] * len(features.hidden_states)
     target_ids = _target_ids(checkpoint, target.vocab_size)
     with torch.device("meta"):
-        weights = Eagle3Weights(config, set(checkpoint.tensors), len(target_ids), feature_size)
+        weights = Eagle3Weights(config, set(checkpoint.tensors), len(target_ids), widths, norms)
     _fill(checkpoint, weights, dtype, device)
     ends = _ends(checkpoint, weights, target, config.hidden_size, len(target_ids))
     rope, layer = _geometry(config, dtype, device)
     target_ids = target_ids.to(device)
-    return Eagle3Head(*ends, rope, (layer,), features, feature_size, weights, target_ids)
+    return Eagle3Head(*ends, rope, (layer,), features, sum(widths), weights, target_ids)
 
 
 def _llama_config(checkpoint: Checkpoint, target: Target) -> LlamaConfig:

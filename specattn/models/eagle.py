@@ -21,6 +21,8 @@ from transformers.models.llama.modeling_llama import (
 from specattn.spec.model import DraftOutput
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -83,10 +85,15 @@ class EagleLayer(nn.Module):
 
 
 class Eagle3Layer(nn.Module):
-    """EAGLE-3's layer: it attends over embedding and hidden state side by side."""
+    """EAGLE-3's layer: it attends over embedding and hidden state side by side.
 
-    def __init__(self, config: LlamaConfig) -> None:
+    Its residual stream begins with the hidden state, or with the norm of it
+    (``norm_before_residual``).
+    """
+
+    def __init__(self, config: LlamaConfig, *, norm_before_residual: bool) -> None:
         super().__init__()
+        self.norm_before_residual = norm_before_residual
         self.input_layernorm = _norm(config)
         self.hidden_norm = _norm(config)
         self.self_attn = DraftAttention(config, 0, 2 * config.hidden_size)
@@ -97,8 +104,10 @@ class Eagle3Layer(nn.Module):
         self, embeds: Tensor, x: Tensor, rope: Rope, attend: Attend, rows: Tensor | None
     ) -> Tensor:
         """Map two ``[T, H]`` to ``[R, H]``; ``x`` alone is the residual stream."""
-        both = torch.cat([self.input_layernorm(embeds), self.hidden_norm(x)], dim=-1)
-        return _feed_forward(self, x + self.self_attn(both, rope, attend), rows)
+        normed = self.hidden_norm(x)
+        both = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
+        stream = normed if self.norm_before_residual else x
+        return _feed_forward(self, stream + self.self_attn(both, rope, attend), rows)
 
 
 class HeadWeights(nn.Module):
@@ -137,19 +146,48 @@ class EagleWeights(HeadWeights):
         )
 
 
+#: Norms that an EAGLE-3 head of vLLM's speculators may have besides the paper's, by its settings:
+#: of the hidden state before the residual stream begins, of all features side by side or of each
+#: before they are mixed, and of the hidden state that the next draft step continues.
+EAGLE3_NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+
+
 class Eagle3Weights(HeadWeights):
-    """An EAGLE-3 checkpoint, under its names; ``feature_size`` is F."""
+    """An EAGLE-3 checkpoint, under its names.
+
+    Parameters
+    ----------
+    config, names, draft_vocab_size
+        See `HeadWeights`.
+    features : sequence of int
+        Widths of the hidden states that are mixed, F together.
+    norms : set of str
+        Which of `EAGLE3_NORMS` it has.
+    """
 
     def __init__(
-        self, config: LlamaConfig, names: set[str], draft_vocab_size: int, feature_size: int
+        self, config: LlamaConfig, names: set[str], draft_vocab_size: int,
+        features: Sequence[int], norms: set[str],
     ) -> None:
         super().__init__(config, names, draft_vocab_size)
-        size = config.hidden_size
+        size, feature_size = config.hidden_size, sum(features)
+        if "norm_before_fc" in norms:
+            self.input_norm = _norm(config, feature_size)
+        if "fc_norm" in norms:
+            self.fc_norm = nn.ModuleList(_norm(config, width) for width in features)
         # A head that reads one hidden state of its own size has nothing to mix.
         mixes = "fc.weight" in names or feature_size != size
         self.fc = nn.Linear(feature_size, size, bias=False) if mixes else nn.Identity()
-        self.midlayer = Eagle3Layer(config)
+        self.midlayer = Eagle3Layer(config, norm_before_residual="norm_before_residual" in norms)
         self.norm = _norm(config)
+        self.norm_output = "norm_output" in norms
+
+    @property
+    def feature_norms(self) -> list[Any]:
+        """Norms of equal parts of the features, in their order, if there are any."""
+        if hasattr(self, "input_norm"):
+            return [self.input_norm]
+        return list(getattr(self, "fc_norm", ()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,7 +293,13 @@ class Eagle3Head(DraftHead):
 
     def combine(self, hidden_states: Tensor) -> Tensor:
         """Mix the target's features ``[T, F]`` into draft hidden states ``[T, H]``."""
-        mixed: Tensor = self.weights.fc(hidden_states.to(self.layers[0].dtype))
+        states, norms = hidden_states.to(self.layers[0].dtype), self.weights.feature_norms
+        if norms:
+            parts = states.chunk(len(norms), dim=-1)
+            states = torch.cat(
+                [norm(part) for norm, part in zip(norms, parts, strict=True)], dim=-1
+            )
+        mixed: Tensor = self.weights.fc(states)
         return mixed
 
     @torch.no_grad()
@@ -274,16 +318,17 @@ class Eagle3Head(DraftHead):
         if sources is not None:
             hidden_states = hidden_states[sources]
         x = self.weights.midlayer(embeds, hidden_states, rope, attend, rows)
-        # The next step continues the residual stream; only the logits see the norm.
-        return DraftOutput(self._logits(self.weights.norm(x)), x)
+        normed = self.weights.norm(x)
+        # The next step continues the residual stream; in the paper only the logits see the norm.
+        return DraftOutput(self._logits(normed), normed if self.weights.norm_output else x)
 
     def to_target(self, token_ids: Tensor) -> Tensor:
         """Map draft token ids, int64 of any shape, to target token ids."""
         return self.target_ids[token_ids]
 
 
-def _norm(config: LlamaConfig) -> Any:
-    return LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+def _norm(config: LlamaConfig, size: int | None = None) -> Any:
+    return LlamaRMSNorm(size or config.hidden_size, eps=config.rms_norm_eps)
 
 
 def _feed_forward(layer: EagleLayer | Eagle3Layer, x: Tensor, rows: Tensor | None) -> Tensor:

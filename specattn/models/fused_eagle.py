@@ -50,6 +50,12 @@ class FusedEagle3:
         What the target must return: pass it to `FusedTarget.with_features`.
     feature_size : int
         F, the width of that.
+    feature_norms : tuple of Tensor
+        Weights of norms of equal parts of the features, before they are mixed.
+    norm_before_residual : bool
+        Whether the residual stream begins with the norm of the hidden state.
+    norm_output : bool
+        Whether the next draft step continues the normed hidden state.
     """
 
     block: Block
@@ -61,6 +67,9 @@ class FusedEagle3:
     target_ids: Tensor
     features: FeatureSpec
     feature_size: int
+    feature_norms: tuple[Tensor, ...] = ()
+    norm_before_residual: bool = False
+    norm_output: bool = False
 
     @classmethod
     def from_head(cls, head: Eagle3Head, max_context_len: int) -> Self:
@@ -90,6 +99,8 @@ class FusedEagle3:
         return cls(
             block, head.embed_tokens.weight, head.lm_head.weight, layer.hidden_norm.weight,
             weights.norm.weight, fc, head.target_ids, head.features, head.feature_size,
+            tuple(norm.weight for norm in weights.feature_norms), layer.norm_before_residual,
+            weights.norm_output,
         )
 
     @classmethod
@@ -142,7 +153,13 @@ class FusedEagle3:
 
     def combine(self, hidden_states: Tensor) -> Tensor:
         """Mix the target's features ``[T, F]`` into draft hidden states ``[T, H]``."""
-        states = hidden_states.to(self.norm.dtype)
+        states, norms = hidden_states.to(self.norm.dtype), self.feature_norms
+        if norms:
+            parts = states.chunk(len(norms), dim=-1)
+            states = torch.cat([
+                nn.functional.rms_norm(part, weight.shape, weight, self.block.eps)
+                for part, weight in zip(parts, norms, strict=True)
+            ], dim=-1)
         return states if self.fc is None else product(states, self.fc)
 
     @torch.no_grad()
@@ -162,11 +179,13 @@ class FusedEagle3:
             input_ids, self.embed_tokens, hidden_states, block.input_norm, self.hidden_norm,
             block.eps, rows=sources,
         )
+        if self.norm_before_residual:
+            stream = both[:, self.hidden_size :]
         x, stream = block.attend(both, stream, 0, positions, attend, rows)
-        # the next step continues the stream; only the logits see the norm
+        # the next step continues the stream; in the paper only the logits see the norm
         x, stream = glue.add_rms_norm(block.feed(x), stream, self.norm, block.eps)
-        x = x.to(self.lm_head.dtype)
-        return DraftOutput(product(x, self.lm_head), stream)
+        logits = product(x.to(self.lm_head.dtype), self.lm_head)
+        return DraftOutput(logits, x if self.norm_output else stream)
 
     def to_target(self, token_ids: Tensor) -> Tensor:
         """Map draft token ids, int64 of any shape, to target token ids."""

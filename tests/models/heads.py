@@ -27,6 +27,11 @@ CONFIG = {
     "vocab_size": V,
     "torch_dtype": "float32",
 }
+#: Settings that heads of vLLM's speculators are published with.
+SPECULATORS_NORMS = [
+    ["norm_before_residual"], ["norm_before_fc"], ["fc_norm"], ["norm_output"],
+    ["norm_before_residual", "fc_norm", "norm_output"],
+]
 Tensors = dict[str, torch.Tensor]
 
 
@@ -75,6 +80,16 @@ def eagle3_tensors(hidden: int = HT, features: int = 3) -> Tensors:
         "midlayer.input_layernorm.weight": norm(hidden),
         "midlayer.hidden_norm.weight": norm(hidden),
     } | layer_tensors("midlayer.", hidden, wide=True)
+
+
+def speculators_norms(settings: list[str], features: int = 3) -> Tensors:
+    """The tensors that settings of vLLM's speculators add to a head."""
+    found: Tensors = {}
+    if "norm_before_fc" in settings:
+        found["input_norm.weight"] = norm(features * HT)
+    if "fc_norm" in settings:
+        found |= {f"fc_norm.{at}.weight": norm(HT) for at in range(features)}
+    return found
 
 
 def write(folder: Path, tensors: Tensors, *, layout: str = "safetensors", **changes: Any) -> Path:

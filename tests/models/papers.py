@@ -56,8 +56,10 @@ def eagle_layer(
 
 
 def eagle3_layer(
-    embeds: torch.Tensor, x: torch.Tensor, w: Tensors, positions: torch.Tensor, theta: float
+    embeds: torch.Tensor, x: torch.Tensor, w: Tensors, positions: torch.Tensor, theta: float,
+    *, norm_before_residual: bool = False,
 ) -> torch.Tensor:
     both = [rms(embeds, w["input_layernorm.weight"]), rms(x, w["hidden_norm.weight"])]
-    x = x + attention(torch.cat(both, -1), under(w, "self_attn."), positions, theta)
+    stream = both[1] if norm_before_residual else x
+    x = stream + attention(torch.cat(both, -1), under(w, "self_attn."), positions, theta)
     return x + mlp(rms(x, w["post_attention_layernorm.weight"]), under(w, "mlp."))

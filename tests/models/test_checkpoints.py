@@ -115,8 +115,10 @@ def test_heads_that_do_not_fit_the_target(target, tmp_path) -> None:
     assert "before layers [1, 2, 5] (eagle_aux_hidden_state_layer_ids); 0..4 can be read" in (
         refusal(folder, target)
     )
-    folder = write(tmp_path, eagle3_tensors(), norm_before_residual=True)
-    assert refusal(folder, target).startswith("sets norm_before_residual")
+    folder = write(tmp_path, eagle3_tensors(), norm_before_fc=True)
+    assert refusal(folder, target) == "lacks the tensor input_norm.weight"
+    folder = write(tmp_path, eagle3_tensors(), norm_before_fc=True, fc_norm=True)
+    assert refusal(folder, target).startswith("sets norm_before_fc and fc_norm")
     folder = write(tmp_path, eagle3_tensors(), intermediate_size=None)
     assert refusal(folder, target) == "has no intermediate_size in config.json"
     folder = write(tmp_path, eagle3_tensors(), rope_scaling={"type": "mrope"})

@@ -8,10 +8,17 @@ import pytest
 import torch
 
 from specattn.config import AttnConfig
-from specattn.models import Eagle3Head, EagleHead, FeatureSpec, HFTarget, load_draft
+from specattn.models import (
+    Eagle3Head,
+    EagleHead,
+    FeatureSpec,
+    HFTarget,
+    load_draft,
+)
 from tests.models.heads import (
     CONFIG,
     HT,
+    SPECULATORS_NORMS,
     VD,
     T,
     V,
@@ -20,6 +27,7 @@ from tests.models.heads import (
     layer_tensors,
     norm,
     rand,
+    speculators_norms,
     write,
 )
 from tests.models.papers import eagle3_layer, eagle_layer, rms, under
@@ -108,6 +116,32 @@ def test_eagle3_is_the_papers_head(target, dense, tmp_path, layout, hidden_size)
     kept = tensors["t2d"].nonzero()[:, 0]
     assert torch.equal(head.to_target(torch.arange(VD)), kept)
     assert torch.equal(head.to_target(torch.tensor([[3, 0]])), kept[torch.tensor([[3, 0]])])
+
+
+@pytest.mark.parametrize("norms", SPECULATORS_NORMS, ids=" ".join)
+def test_eagle3_with_the_norms_of_vllms_speculators(target, dense, tmp_path, norms) -> None:
+    tensors = eagle3_tensors() | speculators_norms(norms)
+    ids, features, positions = inputs(3 * HT)
+    x = features.double()
+    if "norm_before_fc" in norms:
+        x = rms(x, tensors["input_norm.weight"].double())
+    if "fc_norm" in norms:
+        parts = [rms(part, tensors[f"fc_norm.{i}.weight"].double())
+                 for i, part in enumerate(x.chunk(3, -1))]
+        x = torch.cat(parts, -1)
+    head = load_draft(write(tmp_path, tensors, **dict.fromkeys(norms, True)), target)
+    combined = head.combine(features)
+    x = x @ tensors["fc.weight"].double().T
+    close(combined, x)
+    states = eagle3_layer(
+        target.embed_tokens.weight[ids].double(), x, under(tensors, "midlayer."), positions,
+        5000.0, norm_before_residual="norm_before_residual" in norms,
+    )
+    normed = rms(states, tensors["norm.weight"].double())
+    want = normed if "norm_output" in norms else states
+    out = head.forward(ids, combined, positions, dense(head.layers).at(positions), ROWS)
+    close(out.hidden_states, want[ROWS])
+    close(out.logits, normed[ROWS] @ tensors["lm_head.weight"].double().T)
 
 
 @pytest.mark.parametrize("tensors", [eagle_tensors, eagle3_tensors])

@@ -21,7 +21,16 @@ from specattn.models import (
 )
 from specattn.spec.choose import Coins, choose_tokens
 from specattn.spec.generate import Engine, Request
-from tests.models.heads import HT, VD, eagle3_tensors, eagle_tensors, rand, write
+from tests.models.heads import (
+    HT,
+    SPECULATORS_NORMS,
+    VD,
+    eagle3_tensors,
+    eagle_tensors,
+    rand,
+    speculators_norms,
+    write,
+)
 
 ROPES = {
     "llama": {
@@ -42,6 +51,12 @@ def path(request, monkeypatch):
     if compiled and torch.cuda.is_available():
         pytest.skip("the interpreter is for machines without a GPU")
     monkeypatch.setattr("specattn.kernels._module", lambda name, _: _module(name, compiled))
+
+
+def with_norms(folder, norms: list[str]):
+    """Write a head with norms of vLLM's speculators."""
+    tensors = eagle3_tensors() | speculators_norms(norms)
+    return write(folder, tensors, draft_vocab_size=VD, **dict.fromkeys(norms, True))
 
 
 def off(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -82,9 +97,10 @@ def test_same_numbers_as_transformers_in_float64(tiny, dense, kind) -> None:
 
 
 @pytest.mark.usefixtures("path")
-def test_the_head_is_the_one_it_was_made_from(tiny, dense, tmp_path) -> None:
+@pytest.mark.parametrize("norms", [[], *SPECULATORS_NORMS], ids=lambda norms: " ".join(norms) or "")
+def test_the_head_is_the_one_it_was_made_from(tiny, dense, tmp_path, norms) -> None:
     target = HFTarget.from_model(tiny("llama", num_hidden_layers=4))
-    head = load_draft(write(tmp_path, eagle3_tensors(), draft_vocab_size=VD), target)
+    head = load_draft(with_norms(tmp_path, norms), target)
     ids, positions = torch.randint(1, 101, (9,)), torch.arange(9)
     hidden = head.combine(torch.randn(9, head.feature_size))
     rows = torch.tensor([8, 3])
@@ -252,15 +268,14 @@ def test_a_model_in_memory_has_no_tokenizer(tiny) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("norms", [[], SPECULATORS_NORMS[-1]], ids=["", "norms"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_on_the_gpu(tiny, tmp_path, kind) -> None:
+def test_on_the_gpu(tiny, tmp_path, kind, norms) -> None:
     """Streamed products and programmatic launches, eager and recorded, against float64."""
     model = tiny(kind, num_hidden_layers=4, head_dim=64).to("cuda", torch.bfloat16)
     source = HFTarget.from_model(model)
-    tensors = eagle3_tensors()
-    head = load_draft(write(tmp_path, tensors, draft_vocab_size=VD), source)
-    target = FusedTarget.from_target(source).with_features(head.features)
-    draft = FusedEagle3.from_head(head, target.max_context_len)
+    head = load_draft(with_norms(tmp_path, norms), source)
+    target, draft = fuse(source.with_features(head.features), head)
     config = SpecConfig(num_steps=3, topk=3, num_draft_tokens=9, max_context_len=64, max_num_reqs=4)
     texts = []
     for graphs in (False, True):
