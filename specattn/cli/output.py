@@ -6,6 +6,7 @@ import os
 import stat
 import sys
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -13,7 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from specattn.cli.ends import stderr
-from specattn.cli.text import OrderedText, TextStream
+from specattn.cli.text import OrderedText, decode
+from specattn.spec.text import TextStream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +44,8 @@ class TextOutput:
     ) -> None:
         self._requests, self._prompts, self._live = requests, prompts, live
         self._eos = models.target.eos_token_ids
-        self._streams = [TextStream(models.tokenizer, r.prompt, r.stop) for r in requests]
+        detokenize = partial(decode, models.tokenizer)
+        self._streams = [TextStream(detokenize, r.prompt, r.stop) for r in requests]
         self._ordered = OrderedText(self._streams)
         self._counts = [0] * len(requests)
         self._last = ""

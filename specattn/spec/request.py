@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING
 
 from specattn.spec.checks import whole_number
 from specattn.spec.sampling import SamplingParams
+from specattn.spec.text import TextStream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
-
-# tokens before a new one that may change how it reads, e.g. by a leading space
-TEXT_CONTEXT = 8
 
 
 @dataclass(frozen=True)
@@ -104,6 +102,7 @@ class Live:
     result: Generation
     row: int
     length: int
+    _stream: TextStream | None = field(default=None, init=False, repr=False)
 
     @property
     def text(self) -> list[int]:
@@ -145,7 +144,7 @@ class Live:
             result.tokens.append(token)
             if token in eos and not request.ignore_eos:
                 result.finish_reason = "eos"
-            elif request.stop and self._stopped(detokenize):
+            elif request.stop and self._stops(token, detokenize):
                 result.finish_reason = "stop"
             elif len(result.tokens) >= request.max_new_tokens:
                 result.finish_reason = "length"
@@ -157,8 +156,10 @@ class Live:
             result.finished_at = time.perf_counter()
         return kept
 
-    def _stopped(self, detokenize: Callable[[list[int]], str] | None) -> bool:
+    def _stops(self, token: int, detokenize: Callable[[list[int]], str] | None) -> bool:
+        """Whether the text of all tokens, of which this is the next, holds a stop string."""
         assert detokenize is not None
-        context = list(self.request.prompt[-TEXT_CONTEXT:])
-        text = detokenize(context + self.result.tokens)[len(detokenize(context)) :]
-        return any(stop in text for stop in self.request.stop)
+        request = self.request
+        self._stream = self._stream or TextStream(detokenize, request.prompt, request.stop)
+        self._stream.feed([token])
+        return self._stream.stopped

@@ -180,6 +180,19 @@ def test_a_stop_string_may_begin_with_the_space_before_the_first_token(models, e
     assert (out.tokens, out.finish_reason) == (expected[2][:1], "stop")
 
 
+def test_stop_strings_are_looked_for_in_new_text_alone(models):
+    asked = []
+
+    def text(tokens):
+        asked.append(len(tokens))
+        return "".join(chr(ord("A") + t) for t in tokens)
+
+    run = engine(models, TREES["topk8_deep"], detokenize=text)
+    (out,) = run.generate([Request(PROMPTS[2], max_new_tokens=40, stop=("~~",), ignore_eos=True)])
+    assert len(out.tokens) == 40
+    assert max(asked) < 10, "or a long text takes longer by the token"
+
+
 @pytest.mark.parametrize(("stop", "message"), [
     ("END", "stop must be a sequence of texts, got the text 'END'"),
     ("", "stop must be a sequence of texts, got the text ''"),

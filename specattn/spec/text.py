@@ -1,0 +1,85 @@
+"""From tokens to text as they arrive: whole characters only, and nothing past a stop string."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+# tokens before a new one that may change how it reads, e.g. by a leading space
+TEXT_CONTEXT = 8
+# what tokenizers put where bytes do not, or do not yet, make a character
+_REPLACEMENT = "\ufffd"
+
+
+class TextStream:
+    """The text of one request, piece by piece; the pieces together are its text.
+
+    Characters whose last bytes are in tokens to come are held back, and so is what may turn out
+    to be the beginning of a stop string.
+
+    Parameters
+    ----------
+    detokenize : callable
+        Maps token ids to text.
+    prompt : sequence of int
+        The tokens that are continued.
+    stop : sequence of str
+        The text ends before the first of them.
+    """
+
+    def __init__(
+        self, detokenize: Callable[[list[int]], str], prompt: Sequence[int],
+        stop: Sequence[str] = (),
+    ) -> None:
+        self._detokenize, self._stop = detokenize, tuple(stop)
+        self._context = list(prompt[-TEXT_CONTEXT:])
+        self._pending: list[int] = []
+        self._taken = 0
+        self._held = ""
+        self.text = ""
+        self.stopped = False
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        """Take new tokens; return the text that has become certain."""
+        self._pending += tokens
+        new = self._new()
+        whole = new.rstrip(_REPLACEMENT)
+        fresh, self._taken = whole[self._taken :], max(len(whole), self._taken)
+        if new and whole == new:
+            self._context, self._pending, self._taken = self._pending, [], 0
+        return self._emit(fresh)
+
+    def finish(self) -> str:
+        """Return what was held back; no tokens follow."""
+        rest = self._emit(self._new()[self._taken :])
+        self._pending, self._taken = [], 0
+        if not self.stopped:
+            rest += self._held
+            self.text += self._held
+        self._held = ""
+        return rest
+
+    def _new(self) -> str:
+        before = self._detokenize(self._context)
+        return self._detokenize(self._context + self._pending)[len(before) :]
+
+    def _emit(self, fresh: str) -> str:
+        if self.stopped:
+            return ""
+        text = self._held + fresh
+        ends = [at for at in map(text.find, self._stop) if at >= 0]
+        self.stopped = bool(ends)
+        cut = min(ends) if ends else len(text) - self._could_begin_a_stop(text)
+        text, self._held = text[:cut], text[cut:]
+        self.text += text
+        return text
+
+    def _could_begin_a_stop(self, text: str) -> int:
+        """Return the length of the longest end of ``text`` that a stop string begins with."""
+        longest = max((len(stop) for stop in self._stop), default=1) - 1
+        for length in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stop):
+                return length
+        return 0
