@@ -67,7 +67,10 @@ def shown(results: Path) -> str:
     """Return a table for greedy and one for drawn tokens, and how one graph compares with three."""
     record = json.loads((results / RECORD).read_text())
     cells = record["cells"]
-    texts = [f"Models of {MODELS[record['models']]}, {record['dtype']}; `generate` runs its own."]
+    texts = [
+        f"Models of {MODELS[record['models']]}, {record['dtype']}; transformers' `generate` runs "
+        "transformers' modules."
+    ]
     for title, chosen in {
         "Greedy": [cell for cell in cells if not cell["temperature"]],
         "Temperature 1": [cell for cell in cells if cell["temperature"]],

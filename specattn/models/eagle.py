@@ -182,12 +182,13 @@ class Eagle3Weights(HeadWeights):
         self.norm = _norm(config)
         self.norm_output = "norm_output" in norms
 
-    @property
-    def feature_norms(self) -> list[Any]:
-        """Norms of equal parts of the features, in their order, if there are any."""
-        if hasattr(self, "input_norm"):
-            return [self.input_norm]
-        return list(getattr(self, "fc_norm", ()))
+    def norm_features(self, states: Tensor) -> Tensor:
+        """Norm the features ``[T, F]``, or equal parts of them, where the head has norms for it."""
+        norms = [self.input_norm] if hasattr(self, "input_norm") else getattr(self, "fc_norm", ())
+        if not norms:
+            return states
+        parts = states.chunk(len(norms), dim=-1)
+        return torch.cat([norm(part) for norm, part in zip(norms, parts, strict=True)], dim=-1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -293,13 +294,8 @@ class Eagle3Head(DraftHead):
 
     def combine(self, hidden_states: Tensor) -> Tensor:
         """Mix the target's features ``[T, F]`` into draft hidden states ``[T, H]``."""
-        states, norms = hidden_states.to(self.layers[0].dtype), self.weights.feature_norms
-        if norms:
-            parts = states.chunk(len(norms), dim=-1)
-            states = torch.cat(
-                [norm(part) for norm, part in zip(norms, parts, strict=True)], dim=-1
-            )
-        mixed: Tensor = self.weights.fc(states)
+        states = hidden_states.to(self.layers[0].dtype)
+        mixed: Tensor = self.weights.fc(self.weights.norm_features(states))
         return mixed
 
     @torch.no_grad()

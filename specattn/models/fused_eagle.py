@@ -20,6 +20,8 @@ from specattn.models.hf import FeatureSpec
 from specattn.spec.model import DraftOutput
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from transformers import LlamaConfig
 
     from specattn.config import AttnConfig
@@ -50,8 +52,8 @@ class FusedEagle3:
         What the target must return: pass it to `FusedTarget.with_features`.
     feature_size : int
         F, the width of that.
-    feature_norms : tuple of Tensor
-        Weights of norms of equal parts of the features, before they are mixed.
+    norm_features : callable, optional
+        What norms the features before they are mixed.
     norm_before_residual : bool
         Whether the residual stream begins with the norm of the hidden state.
     norm_output : bool
@@ -67,7 +69,7 @@ class FusedEagle3:
     target_ids: Tensor
     features: FeatureSpec
     feature_size: int
-    feature_norms: tuple[Tensor, ...] = ()
+    norm_features: Callable[[Tensor], Tensor] | None = None
     norm_before_residual: bool = False
     norm_output: bool = False
 
@@ -99,8 +101,7 @@ class FusedEagle3:
         return cls(
             block, head.embed_tokens.weight, head.lm_head.weight, layer.hidden_norm.weight,
             weights.norm.weight, fc, head.target_ids, head.features, head.feature_size,
-            tuple(norm.weight for norm in weights.feature_norms), layer.norm_before_residual,
-            weights.norm_output,
+            weights.norm_features, layer.norm_before_residual, weights.norm_output,
         )
 
     @classmethod
@@ -153,13 +154,9 @@ class FusedEagle3:
 
     def combine(self, hidden_states: Tensor) -> Tensor:
         """Mix the target's features ``[T, F]`` into draft hidden states ``[T, H]``."""
-        states, norms = hidden_states.to(self.norm.dtype), self.feature_norms
-        if norms:
-            parts = states.chunk(len(norms), dim=-1)
-            states = torch.cat([
-                nn.functional.rms_norm(part, weight.shape, weight, self.block.eps)
-                for part, weight in zip(parts, norms, strict=True)
-            ], dim=-1)
+        states = hidden_states.to(self.norm.dtype)
+        if self.norm_features is not None:
+            states = self.norm_features(states)
         return states if self.fc is None else product(states, self.fc)
 
     @torch.no_grad()

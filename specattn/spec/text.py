@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 # tokens before a new one that may change how it reads, e.g. by a leading space
-TEXT_CONTEXT = 8
+_CONTEXT = 8
 # what tokenizers put where bytes do not, or do not yet, make a character
 _REPLACEMENT = "\ufffd"
 
@@ -34,7 +34,7 @@ class TextStream:
         stop: Sequence[str] = (),
     ) -> None:
         self._detokenize, self._stop = detokenize, tuple(stop)
-        self._context = list(prompt[-TEXT_CONTEXT:])
+        self._context = list(prompt[-_CONTEXT:])
         self._pending: list[int] = []
         self._taken = 0
         self._held = ""

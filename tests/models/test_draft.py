@@ -8,13 +8,7 @@ import pytest
 import torch
 
 from specattn.config import AttnConfig
-from specattn.models import (
-    Eagle3Head,
-    EagleHead,
-    FeatureSpec,
-    HFTarget,
-    load_draft,
-)
+from specattn.models import Eagle3Head, EagleHead, FeatureSpec, HFTarget, load_draft
 from tests.models.heads import (
     CONFIG,
     HT,

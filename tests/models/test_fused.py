@@ -97,7 +97,7 @@ def test_same_numbers_as_transformers_in_float64(tiny, dense, kind) -> None:
 
 
 @pytest.mark.usefixtures("path")
-@pytest.mark.parametrize("norms", [[], *SPECULATORS_NORMS], ids=lambda norms: " ".join(norms) or "")
+@pytest.mark.parametrize("norms", [[], *SPECULATORS_NORMS], ids=" ".join)
 def test_the_head_is_the_one_it_was_made_from(tiny, dense, tmp_path, norms) -> None:
     target = HFTarget.from_model(tiny("llama", num_hidden_layers=4))
     head = load_draft(with_norms(tmp_path, norms), target)
