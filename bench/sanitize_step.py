@@ -279,4 +279,5 @@ MODELS: dict[str, Callable[[], None]] = {
     "streamed, 16 rows, f16": partial(streamed, 16, 300, 72, F16),
     "streamed, 33 rows, bf16": partial(streamed, 33, 1000, 4096, BF16),
     "streamed, 64 rows, bf16": partial(streamed, 64, 128, 8200, BF16),
+    "streamed, 100 rows, bf16": partial(streamed, 100, 128, 8200, BF16),
 }

@@ -75,21 +75,28 @@ def _produce_weights(
 @gluon.jit
 def _produce_rows(
     rows, x, full, free, begin, count, turns,
-    BT: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, MANY: gl.constexpr,
+    BOX: gl.constexpr, BOXES: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    MANY: gl.constexpr,
 ):
-    """Bring what the weights are multiplied by, once the kernel before this one is complete."""
+    """Bring what the weights are multiplied by, once the kernel before this one is complete.
+
+    Rows of a tile that no box brings are multiplied, but never stored.
+    """
     gdc_wait()
     for step in range(count * turns):
         stage = step % STAGES
         if step >= STAGES:
             mbarrier.wait(free.index(stage), (step // STAGES + 1) & 1)
         barrier = full.index(stage)
-        mbarrier.expect(barrier, BT * BK * 2)
+        mbarrier.expect(barrier, BOXES * BOX * BK * 2)
         at = step
         if MANY:
             at = step % count
         k = (begin + at) * BK
-        tma.async_copy_global_to_shared(rows, [0, k], barrier, x.index(stage))
+        for z in gl.static_range(BOXES):
+            tma.async_copy_global_to_shared(
+                rows, [z * BOX, k], barrier, x.index(stage).slice(z * BOX, BOX)
+            )
 
 
 @gluon.jit
@@ -138,12 +145,12 @@ def _consume(
 @gluon.jit(do_not_specialize=["tokens"])
 def gluon_linear_kernel(
     w32, w16, w8,  # descriptors of the weights [N, K], boxes of so many rows by BK
-    rows,          # descriptor of [T, K], boxes [BT, BK]
+    rows,          # descriptor of [T, K], boxes [BOX, BK]
     out,           # [SPLIT, T, N]; with GATED [T, N / 2]
     tokens, width, steps, stride_part, stride_row,
     STEP: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    SPLIT: gl.constexpr, GATED: gl.constexpr, PACE: gl.constexpr, MANY: gl.constexpr,
-    PRODUCER_REGS: gl.constexpr,
+    BOX: gl.constexpr, BOXES: gl.constexpr, SPLIT: gl.constexpr, GATED: gl.constexpr,
+    PACE: gl.constexpr, MANY: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):
     """A CTA takes 2 STEP rows of the weights (GATED: STEP and those they gate) and a share of K.
 
@@ -186,5 +193,5 @@ def gluon_linear_kernel(
             w32, w16, w8, w, came, free, low, high, begin, count, turns, others * SIZE, STEP, BK,
             STAGES, PACE, MANY,
         )),
-        (_produce_rows, (rows, x, full, free, begin, count, turns, BT, BK, STAGES, MANY)),
+        (_produce_rows, (rows, x, full, free, begin, count, turns, BOX, BOXES, BK, STAGES, MANY)),
     ], [1, 1], [PRODUCER_REGS, PRODUCER_REGS])

@@ -1,4 +1,4 @@
-"""Products of at most 64 rows with a large weight, at the speed at which the weight can be read.
+"""Products of at most 128 rows with a large weight, at the speed at which the weight can be read.
 
 Only on Hopper; everywhere else, and for more rows, torch's product takes its place.
 """
@@ -19,13 +19,15 @@ from specattn.kernels.gluon_guard import gluon_ok
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_ROWS = 64
+MAX_ROWS = 128
 # rows of weights per half of a CTA; 64 is the whole of a matrix instruction
 STEPS = (64, 56, 48)
 # bytes of a weight that is there in about 2 us
 SHORT = 8_000_000
 # TMA copies rows in pieces of this many bytes
 PIECE = 16
+# rows of x per copy: copies that reach far beyond the last row are slow
+BOX = 16
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class StreamTile:
     Parameters
     ----------
     rows : int
-        Rows of x in a tile, a power of two from 16 to 64.
+        Rows of x in a tile, a power of two from 16 to 128.
     stages : int
         Tiles on their way.
     block_k : int
@@ -73,7 +75,9 @@ def stream_tile(rows: int, *, gated: bool = False) -> StreamTile:
     """
     if rows <= 16:
         return StreamTile(16, 3, ctas_per_sm=2, max_regs=64, pace=1) if gated else StreamTile(16, 6)
-    return StreamTile(32, 5) if rows <= 32 else StreamTile(64, 4)
+    if rows <= 64:
+        return StreamTile(32, 5) if rows <= 32 else StreamTile(64, 4)
+    return StreamTile(128, 3, max_regs=168)
 
 
 def streams(x: Tensor, weight: Tensor) -> bool:
@@ -147,10 +151,10 @@ def _launch(
     most = _multiprocessors(x.device) * tile.ctas_per_sm
     gluon_linear_kernel[(min(tiles * split, most),)](
         *(_boxes(weight, rows, tile.block_k) for rows in (32, 16, 8)),
-        _boxes(x.contiguous(), tile.rows, tile.block_k), out, len(x), width,
+        _boxes(x.contiguous(), BOX, tile.block_k), out, len(x), width,
         steps, strides[0], strides[1],
-        STEP=step, BT=tile.rows, BK=tile.block_k, STAGES=tile.stages, SPLIT=split, GATED=gated,
-        MANY=tiles * split > most,
+        STEP=step, BT=tile.rows, BK=tile.block_k, STAGES=tile.stages, BOX=BOX,
+        BOXES=-(-len(x) // BOX), SPLIT=split, GATED=gated, MANY=tiles * split > most,
         PACE=_pace(tile, steps, split, weight.nbytes), PRODUCER_REGS=tile.producer_regs,
         num_warps=4, maxnreg=tile.max_regs, launch_pdl=True,
     )
@@ -191,7 +195,7 @@ def _check(device: torch.device) -> None:
         If it disagrees.
     """
     generator = torch.Generator(device).manual_seed(0)
-    for rows in (3, 20, 64):
+    for rows in (3, 20, 64, 100):
         x = torch.randn(rows, 520, dtype=torch.float16, device=device, generator=generator)
         weight = torch.randn(400, 520, dtype=torch.float16, device=device, generator=generator)
         want = linear(x.float(), weight.float())

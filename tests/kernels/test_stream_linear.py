@@ -18,7 +18,7 @@ def off(got: torch.Tensor, want: torch.Tensor) -> float:
 def test_only_few_rows_of_16_bits_on_hopper() -> None:
     weight = torch.randn(8, 16, dtype=HALF)
     assert not stream.streams(torch.randn(3, 16, dtype=HALF), weight)
-    assert not stream.streams(torch.randn(65, 16, dtype=HALF), weight)
+    assert not stream.streams(torch.randn(129, 16, dtype=HALF), weight)
     assert not stream.streams(torch.randn(3, 16), weight.float())
 
 
@@ -34,6 +34,8 @@ def test_the_twin_is_torchs_product() -> None:
     (16, 32, 4, 2 << 24, 1),   # an output projection: 6 of a CTA's 8 tiles are there before x is
     (16, 32, 2, 3 << 24, 2),   # queries, keys and values: 6 of 16
     (64, 32, 4, 2 << 24, 2),   # the wider tile's ring holds 4 of 8
+    (65, 32, 4, 2 << 24, 2),   # and the widest 3
+    (128, 6, 1, 1 << 20, 3),
     (16, 6, 1, 1 << 20, 6),    # a small model's
 ])
 def test_pace(rows, steps, split, nbytes, pace) -> None:
@@ -50,6 +52,7 @@ def test_the_pace_is_of_the_ring(pace) -> None:
 @pytest.mark.parametrize(("rows", "out", "inner", "dtype"), [
     (1, 6144, 1024, BF16), (16, 300, 72, HALF), (33, 1000, 4096, BF16), (64, 128, 8200, HALF),
     (5, 6144, 4096, BF16), (40, 6144, 4096, HALF), (20, 20000, 520, BF16),
+    (65, 300, 72, HALF), (80, 6144, 4096, BF16), (97, 1000, 1032, HALF), (128, 20000, 520, BF16),
 ])
 def test_streamed_products(rows, out, inner, dtype) -> None:
     device = torch.device("cuda")
