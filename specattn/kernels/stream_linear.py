@@ -80,13 +80,14 @@ def stream_tile(rows: int, *, gated: bool = False) -> StreamTile:
     return StreamTile(128, 3, max_regs=168)
 
 
-def streams(x: Tensor, weight: Tensor) -> bool:
+def streams(x: Tensor, weight: Tensor, *, gated: bool = False) -> bool:
     """Whether the kernel takes these; the first call per device compiles it and tries it out."""
     return (
         0 < x.shape[0] <= MAX_ROWS and x.dtype == weight.dtype
         and x.dtype in (torch.float16, torch.bfloat16)
         and weight.stride(1) == 1 and weight.stride(0) * 2 % PIECE == 0
         and weight.data_ptr() % PIECE == 0 and ready(x.device)
+        and (gated or _gains(x, weight))
     )
 
 
@@ -104,7 +105,7 @@ def stream_linear(x: Tensor, weight: Tensor, tile: StreamTile | None = None) -> 
         ``[S, T, N]``, parts whose sum is the product: one of x's dtype, or several in float32.
     """
     tile = tile or stream_tile(len(x))
-    step, split = _shares(len(weight), 2, -(-x.shape[1] // tile.block_k), tile, x.device)
+    step, split = _parts(x, weight, tile)
     out = torch.empty(
         split, len(x), len(weight), dtype=x.dtype if split == 1 else torch.float32, device=x.device
     )
@@ -120,6 +121,20 @@ def stream_gated(x: Tensor, weight: Tensor, tile: StreamTile | None = None) -> T
     step, _ = _shares(width, 1, 1, tile, x.device)
     _launch(x, weight, out, tile, step, 1, width, (0, *out.stride()), gated=True)
     return out
+
+
+def _gains(x: Tensor, weight: Tensor) -> bool:
+    """Whether streaming is faster than torch, beyond 64 rows, where multiplying takes as long.
+
+    There it is not for a weight that is split and leaves matrix instructions partly empty.
+    """
+    step, split = _parts(x, weight, stream_tile(len(x)))
+    return len(x) <= 64 or step == 64 or split == 1
+
+
+def _parts(x: Tensor, weight: Tensor, tile: StreamTile) -> tuple[int, int]:
+    """Choose rows of weights per half of a CTA, and shares of K, of a product."""
+    return _shares(len(weight), 2, -(-x.shape[1] // tile.block_k), tile, x.device)
 
 
 def _shares(

@@ -120,7 +120,7 @@ class Block:
 
     def feed(self, x: Tensor) -> Tensor:
         """Return the feed-forward part of the normed ``x [T, H]`` as ``parts [S, T, H]``."""
-        if streams(x, self.gate_up):
+        if streams(x, self.gate_up, gated=True):
             return project(stream_gated(x, self.gate_up), self.down)
         gated = ops("glue", x.device).silu_mul(project(x, self.gate_up), x.dtype)
         return project(gated, self.down)

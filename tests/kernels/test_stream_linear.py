@@ -42,6 +42,21 @@ def test_pace(rows, steps, split, nbytes, pace) -> None:
     assert stream._pace(stream.stream_tile(rows), steps, split, nbytes) == pace
 
 
+@pytest.mark.parametrize(("rows", "out", "inner", "gains"), [
+    (128, 4096, 4096, True),
+    (64, 6144, 4096, True),     # halves of 48 rows in two parts
+    (65, 6144, 4096, False),
+    (65, 24576, 4096, True),    # of 48 rows, too, in one part
+    (128, 512, 192, True),
+])
+def test_what_is_streamed_beyond_64_rows(rows, out, inner, gains, monkeypatch) -> None:
+    monkeypatch.setattr(stream, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(stream, "ready", lambda device: True)
+    x, weight = torch.empty(rows, inner, dtype=BF16), torch.empty(out, inner, dtype=BF16)
+    assert stream.streams(x, weight) is gains
+    assert stream.streams(x, weight, gated=True)
+
+
 @pytest.mark.parametrize("pace", [0, 7])
 def test_the_pace_is_of_the_ring(pace) -> None:
     with pytest.raises(ValueError, match=r"pace must be 1\.\.6"):
@@ -52,7 +67,7 @@ def test_the_pace_is_of_the_ring(pace) -> None:
 @pytest.mark.parametrize(("rows", "out", "inner", "dtype"), [
     (1, 6144, 1024, BF16), (16, 300, 72, HALF), (33, 1000, 4096, BF16), (64, 128, 8200, HALF),
     (5, 6144, 4096, BF16), (40, 6144, 4096, HALF), (20, 20000, 520, BF16),
-    (65, 300, 72, HALF), (80, 6144, 4096, BF16), (97, 1000, 1032, HALF), (128, 20000, 520, BF16),
+    (65, 300, 72, HALF), (80, 4096, 4096, BF16), (97, 1000, 520, HALF), (128, 20000, 520, BF16),
 ])
 def test_streamed_products(rows, out, inner, dtype) -> None:
     device = torch.device("cuda")
