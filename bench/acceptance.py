@@ -91,8 +91,9 @@ def own_branch(topk: int, device: torch.device) -> Iterator[None]:
         module.select_beams = honest
 
 
-def measure(setting: Setting, target: Any, draft: Any, prompts: list[list[int]], new: int,
-            slots: int) -> tuple[dict[str, Any], list[list[int]]]:
+def measure(
+    setting: Setting, target: Any, draft: Any, prompts: list[list[int]], new: int, slots: int
+) -> tuple[dict[str, Any], list[list[int]]]:
     steps, topk, nodes = setting.tree
     config = SpecConfig(steps, topk, nodes, CONTEXT, slots, draft_sampling=setting.draft_sampling)
     swap = own_branch(topk, target.device) if setting.own_branch else contextlib.nullcontext()
@@ -106,8 +107,11 @@ def measure(setting: Setting, target: Any, draft: Any, prompts: list[list[int]],
     gained = sum(sum(r.accept_lens) for r in results)
     taken = sum(r.steps for r in results)
     record = {
-        "setting": setting.name, "tree": setting.tree, "temperature": setting.temperature,
-        "tokens": sum(len(r.tokens) for r in results), "steps": taken,
+        "setting": setting.name,
+        "tree": setting.tree,
+        "temperature": setting.temperature,
+        "tokens": sum(len(r.tokens) for r in results),
+        "steps": taken,
         "accepted_per_step": round(gained / taken, 4),
     }
     return record, [r.tokens for r in results]
@@ -139,11 +143,21 @@ def main() -> None:
         print(f"{record['accepted_per_step']:7.3f}  {setting.name}", flush=True)
     if args.out:
         name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-        args.out.write_text(json.dumps({
-            "device": name, "torch": torch.__version__, "python": platform.python_version(),
-            "dtype": args.dtype, "prompts": len(prompts), "prompt_tokens": PROMPT_TOKENS,
-            "results": records,
-        }, indent=1) + "\n")
+        args.out.write_text(
+            json.dumps(
+                {
+                    "device": name,
+                    "torch": torch.__version__,
+                    "python": platform.python_version(),
+                    "dtype": args.dtype,
+                    "prompts": len(prompts),
+                    "prompt_tokens": PROMPT_TOKENS,
+                    "results": records,
+                },
+                indent=1,
+            )
+            + "\n"
+        )
 
 
 if __name__ == "__main__":

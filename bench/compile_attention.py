@@ -17,14 +17,33 @@ from specattn.kernels.tree_plan import fill_plans
 
 
 def attend(
-    q_len: int, tail: int, dtype: torch.dtype, *, heads: tuple[int, int] = (32, 8),
-    dim: int = 128, window: int = -1, cap: float = 0.0, csr: bool = False, lse: bool = False,
+    q_len: int,
+    tail: int,
+    dtype: torch.dtype,
+    *,
+    heads: tuple[int, int] = (32, 8),
+    dim: int = 128,
+    window: int = -1,
+    cap: float = 0.0,
+    csr: bool = False,
+    lse: bool = False,
     stored: torch.dtype | None = None,
 ) -> None:
     kernel = TreeAttention(
-        batch=BATCH, q_len=q_len, tail_len=tail, num_qo_heads=heads[0], num_kv_heads=heads[1],
-        head_dim=dim, v_head_dim=dim, dtype=dtype, device="cpu", sm_scale=dim**-0.5,
-        window_left=window, logit_cap=cap, csr=csr, kv_dtype=stored,
+        batch=BATCH,
+        q_len=q_len,
+        tail_len=tail,
+        num_qo_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=dim,
+        v_head_dim=dim,
+        dtype=dtype,
+        device="cpu",
+        sm_scale=dim**-0.5,
+        window_left=window,
+        logit_cap=cap,
+        csr=csr,
+        kv_dtype=stored,
     )
     cache = zeros(2, heads[1], dim, dtype=stored or dtype)
     _launch(kernel, dtype, cache, cache.clone(), lse)
@@ -33,8 +52,14 @@ def attend(
 def plan_step() -> None:
     """Index lists, a window and a table of billions of slots beside a plain forward."""
     shape: dict[str, Any] = {
-        "batch": BATCH, "num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128, "v_head_dim": 128,
-        "dtype": BF16, "device": "cpu", "sm_scale": 0.1,
+        "batch": BATCH,
+        "num_qo_heads": 32,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "v_head_dim": 128,
+        "dtype": BF16,
+        "device": "cpu",
+        "sm_scale": 0.1,
     }
     lists = TreeAttention(q_len=1, tail_len=0, csr=True, **shape)
     kernels = [
@@ -42,27 +67,48 @@ def plan_step() -> None:
         for n in (4, 16, 64)
     ]
     rows = zeros(BATCH, dtype=I32), zeros(BATCH)
-    fill_plans([
-        lists.cut_csr(zeros(BATCH + 1, dtype=I32)),
-        *(kernel.cut(*rows, CONTEXT << 22 * (i == 2)) for i, kernel in enumerate(kernels)),
-    ])
+    fill_plans(
+        [
+            lists.cut_csr(zeros(BATCH + 1, dtype=I32)),
+            *(kernel.cut(*rows, CONTEXT << 22 * (i == 2)) for i, kernel in enumerate(kernels)),
+        ]
+    )
 
 
 def attend_fixed(
-    q_len: int, tail: int, dtype: torch.dtype, *, heads: tuple[int, int] = (32, 8),
-    dim: int = 128, window: int = -1, cap: float = 0.0,
+    q_len: int,
+    tail: int,
+    dtype: torch.dtype,
+    *,
+    heads: tuple[int, int] = (32, 8),
+    dim: int = 128,
+    window: int = -1,
+    cap: float = 0.0,
 ) -> None:
     kernel = FixedAttention(
-        batch=BATCH, q_len=q_len, tail_len=tail, num_qo_heads=heads[0], num_kv_heads=heads[1],
-        head_dim=dim, v_head_dim=dim, dtype=dtype, device="cpu", sm_scale=dim**-0.5,
-        max_keys=CONTEXT, window_left=window, logit_cap=cap,
+        batch=BATCH,
+        q_len=q_len,
+        tail_len=tail,
+        num_qo_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=dim,
+        v_head_dim=dim,
+        dtype=dtype,
+        device="cpu",
+        sm_scale=dim**-0.5,
+        max_keys=CONTEXT,
+        window_left=window,
+        logit_cap=cap,
     )
     kernel._pdl = launches_early()
     kernel.plan(zeros(BATCH, dtype=I32), zeros(BATCH), CONTEXT)
     table, positions = zeros(2, CONTEXT, dtype=I32), zeros(BATCH, q_len)
     kernel.trace(
-        indices=table, positions=positions, tail_slots=zeros(BATCH, tail, dtype=I32),
-        tail_positions=zeros(BATCH, tail), tail_words=zeros(BATCH, q_len, -(-tail // 64)),
+        indices=table,
+        positions=positions,
+        tail_slots=zeros(BATCH, tail, dtype=I32),
+        tail_positions=zeros(BATCH, tail),
+        tail_words=zeros(BATCH, q_len, -(-tail // 64)),
     )
     q = zeros(BATCH * q_len, heads[0], dim, dtype=dtype)
     cache = zeros(2, heads[1], dim, dtype=dtype)
@@ -71,8 +117,15 @@ def attend_fixed(
 
 def attend_latent(q_len: int, tail: int, dtype: torch.dtype, *, heads: int = 16) -> None:
     kernel = MlaAttention(
-        batch=BATCH, q_len=q_len, tail_len=tail, num_qo_heads=heads, head_dim=576,
-        v_head_dim=512, dtype=dtype, device="cpu", sm_scale=0.1,
+        batch=BATCH,
+        q_len=q_len,
+        tail_len=tail,
+        num_qo_heads=heads,
+        head_dim=576,
+        v_head_dim=512,
+        dtype=dtype,
+        device="cpu",
+        sm_scale=0.1,
     )
     cache = zeros(2, 1, 576, dtype=dtype)
     _launch(kernel, dtype, cache, cache[..., :512], lse=False)
@@ -89,24 +142,39 @@ def _launch(
         kernel.plan(zeros(BATCH, dtype=I32), zeros(BATCH), CONTEXT)
     rows, heads, tail = BATCH * kernel.q_len, kernel.num_qo_heads, kernel.tail_len
     kernel.run(
-        zeros(rows, heads, kernel.head_dim, dtype=dtype), k_cache, v_cache,
+        zeros(rows, heads, kernel.head_dim, dtype=dtype),
+        k_cache,
+        v_cache,
         zeros(rows, heads, kernel.v_head_dim, dtype=dtype),
         zeros(rows, heads, dtype=F32) if lse else None,
-        indices=zeros(2, CONTEXT, dtype=I32), positions=zeros(BATCH, kernel.q_len),
-        tail_slots=zeros(BATCH, tail, dtype=I32), tail_positions=zeros(BATCH, tail),
+        indices=zeros(2, CONTEXT, dtype=I32),
+        positions=zeros(BATCH, kernel.q_len),
+        tail_slots=zeros(BATCH, tail, dtype=I32),
+        tail_positions=zeros(BATCH, tail),
         tail_words=zeros(BATCH, kernel.q_len, kernel.words),
     )
 
 
 def prompt(
-    dtype: torch.dtype, *, dim: int = 128, window: int = -1, cap: float = 0.0, lse: bool = False,
+    dtype: torch.dtype,
+    *,
+    dim: int = 128,
+    window: int = -1,
+    cap: float = 0.0,
+    lse: bool = False,
     stored: torch.dtype | None = None,
 ) -> None:
     cache = zeros(2, 8, dim, dtype=stored or dtype)
     q = zeros(64, 32, dim, dtype=dtype)
     extend_attention(
-        q, cache, cache.clone(), torch.zeros_like(q), zeros(64, 32, dtype=F32) if lse else None,
-        **_prompt_arguments(), window_left=window, logit_cap=cap,
+        q,
+        cache,
+        cache.clone(),
+        torch.zeros_like(q),
+        zeros(64, 32, dtype=F32) if lse else None,
+        **_prompt_arguments(),
+        window_left=window,
+        logit_cap=cap,
     )
 
 
@@ -118,7 +186,10 @@ def prompt_latent(dtype: torch.dtype) -> None:
 
 def _prompt_arguments() -> dict[str, Any]:
     return {
-        "qo_indptr": zeros(BATCH + 1, dtype=I32), "seq_lens": zeros(BATCH, dtype=I32),
-        "req_pool_indices": zeros(BATCH), "req_to_token": zeros(2, CONTEXT, dtype=I32),
-        "max_q_len": 16, "sm_scale": 0.1,
+        "qo_indptr": zeros(BATCH + 1, dtype=I32),
+        "seq_lens": zeros(BATCH, dtype=I32),
+        "req_pool_indices": zeros(BATCH),
+        "req_to_token": zeros(2, CONTEXT, dtype=I32),
+        "max_q_len": 16,
+        "sm_scale": 0.1,
     }

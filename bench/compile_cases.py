@@ -41,9 +41,15 @@ QUICK: dict[str, Callable[[], None]] = {
     "64 rows, float8 keys, bf16": partial(attend, 8, 8, BF16, stored=FLOAT8),
     "latent, 64 rows, bf16": partial(attend_latent, 4, 4, BF16),
     "latent prompt, bf16": partial(prompt_latent, BF16),
-    "tree": build_tree, "beams": beams, "accept": accepts, "choose": choices, "kv": kv_operations,
+    "tree": build_tree,
+    "beams": beams,
+    "accept": accepts,
+    "choose": choices,
+    "kv": kv_operations,
     "glue": glue_kernels,
-    "lists": index_lists, "windows": windows, "step": step_ends,
+    "lists": index_lists,
+    "windows": windows,
+    "step": step_ends,
     "laws": laws,
 }
 CASES = QUICK | {

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 KB = 1024
 # multiprocessors, shared memory of a CTA: A100, A10 / RTX 30, L4 / RTX 40, H100 / H200, B200
 LIMITS = {
-    80: DeviceLimits(108, 163 * KB, 8), 86: DeviceLimits(84, 99 * KB, 8),
-    89: DeviceLimits(128, 99 * KB, 8), 90: DeviceLimits(132, 227 * KB, 9),
+    80: DeviceLimits(108, 163 * KB, 8),
+    86: DeviceLimits(84, 99 * KB, 8),
+    89: DeviceLimits(128, 99 * KB, 8),
+    90: DeviceLimits(132, 227 * KB, 9),
     100: DeviceLimits(148, 227 * KB, 10),
 }
-BF16, F16, F32, I32, I64 = (
-    torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64
-)
+BF16, F16, F32, I32, I64 = (torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64)
 # e4m3, in cases whose name says so, and the first target that converts it
 FLOAT8, FLOAT8_SINCE = torch.float8_e4m3fn, 89
 BATCH, CONTEXT = 8, 1024
@@ -83,7 +83,9 @@ def resources(cubin: bytes) -> tuple[int, int]:
         file.flush()
         text = subprocess.run(
             [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name],
-            capture_output=True, text=True, check=True,
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert found, text
@@ -100,10 +102,19 @@ def compile_case(target: int, name: str, case: Callable[[], None]) -> Iterator[C
         def run(*args: Any, **kwargs: Any) -> None:
             binary = kernel.run(*args, grid=grid, warmup=True, **kwargs)
             registers, stack = resources(binary.asm["cubin"])
-            made.setdefault(binary.hash, Compiled(
-                target, name, kernel.fn.__name__, registers, stack, binary.metadata.shared,
-                binary.metadata.num_warps,
-            ))
+            made.setdefault(
+                binary.hash,
+                Compiled(
+                    target,
+                    name,
+                    kernel.fn.__name__,
+                    registers,
+                    stack,
+                    binary.metadata.shared,
+                    binary.metadata.num_warps,
+                ),
+            )
+
         return run
 
     driver.set_active(OfflineDriver(target))

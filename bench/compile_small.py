@@ -30,11 +30,18 @@ from specattn.kernels import (
 def build_tree(topk: int = 8, steps: int = 7, nodes: int = 64) -> None:
     count = topk + (steps - 1) * topk**2
     tree.build_tree(
-        zeros(BATCH, count, dtype=F32), zeros(BATCH, count),
-        zeros(BATCH, 1 + (steps - 1) * topk), zeros(BATCH), zeros(BATCH, dtype=I32),
-        topk=topk, num_draft_tokens=nodes, tokens_out=zeros(BATCH, nodes),
-        positions_out=zeros(BATCH, nodes), words_out=zeros(BATCH, nodes, -(-nodes // 64)),
-        next_token_out=zeros(BATCH, nodes), next_sibling_out=zeros(BATCH, nodes),
+        zeros(BATCH, count, dtype=F32),
+        zeros(BATCH, count),
+        zeros(BATCH, 1 + (steps - 1) * topk),
+        zeros(BATCH),
+        zeros(BATCH, dtype=I32),
+        topk=topk,
+        num_draft_tokens=nodes,
+        tokens_out=zeros(BATCH, nodes),
+        positions_out=zeros(BATCH, nodes),
+        words_out=zeros(BATCH, nodes, -(-nodes // 64)),
+        next_token_out=zeros(BATCH, nodes),
+        next_sibling_out=zeros(BATCH, nodes),
     )
 
 
@@ -46,13 +53,16 @@ def beams(topk: int = 8, steps: int = 7) -> None:
         "candidate_parents": zeros(BATCH, 1 + (steps - 1) * topk),
     }
     children = (
-        zeros(BATCH, topk, topk, dtype=F32), zeros(BATCH, topk, topk),
+        zeros(BATCH, topk, topk, dtype=F32),
+        zeros(BATCH, topk, topk),
         zeros(BATCH, topk, dtype=F32),
     )
     beam.append_candidates(steps - 1, *children, **candidates)
     outs = {
-        "scores_out": zeros(BATCH, topk, dtype=F32), "tokens_out": zeros(BATCH, topk),
-        "rows_out": zeros(BATCH, topk), "words_out": zeros(BATCH, topk, 1),
+        "scores_out": zeros(BATCH, topk, dtype=F32),
+        "tokens_out": zeros(BATCH, topk),
+        "rows_out": zeros(BATCH, topk),
+        "words_out": zeros(BATCH, topk, 1),
     }
     beam.select_beams(1, *children, zeros(BATCH, topk, 1), **candidates, **outs)
     roots = [child[:, :1].contiguous() for child in children[:2]]
@@ -65,7 +75,8 @@ def accepts(n: int = 64, steps: int = 7, vocab: int = 32000) -> None:
     out = {
         "accept_index_out": zeros(BATCH, steps + 1, dtype=I32),
         "accept_tokens_out": zeros(BATCH, steps + 1),
-        "accept_lens_out": zeros(BATCH, dtype=I32), "bonus_out": zeros(BATCH),
+        "accept_lens_out": zeros(BATCH, dtype=I32),
+        "bonus_out": zeros(BATCH),
     }
     accept.accept_greedy(tokens, tokens, tokens, tokens, **out)
     probs = torch.zeros(1, 1, vocab).expand(BATCH, n, vocab)
@@ -76,7 +87,10 @@ def accepts(n: int = 64, steps: int = 7, vocab: int = 32000) -> None:
 def choices(dtype: torch.dtype = BF16, topk: int = 8, vocab: int = 32000) -> None:
     logits = zeros(BATCH, vocab, dtype=dtype)
     choose.top_tokens(
-        logits, topk, probs_out=zeros(BATCH, topk, dtype=F32), ids_out=zeros(BATCH, topk),
+        logits,
+        topk,
+        probs_out=zeros(BATCH, topk, dtype=F32),
+        ids_out=zeros(BATCH, topk),
         target_ids=zeros(vocab),
     )
     choose.argmax_tokens(logits)
@@ -100,9 +114,7 @@ def kv_operations(dtype: torch.dtype = BF16, stored: torch.dtype | None = None) 
     kv_move.commit_kv([*pool], [*pool], slots, slots, offsets=zeros(2, 2), unit=16)
     new = zeros(BATCH * 8, 8, 128, dtype=dtype)
     kv_store.store_kv(new, new, pool[0], pool[1], slots)
-    slot_write.write_slots(
-        slots.view(-1), slots, slots[0], pieces=2, longest=9, page_size=16
-    )
+    slot_write.write_slots(slots.view(-1), slots, slots[0], pieces=2, longest=9, page_size=16)
     parts, logs = zeros(BATCH, 8, 32, 128, dtype=dtype), zeros(BATCH, 8, 32, dtype=F32)
     merge_lse.merge_lse(parts, logs, slots[:, 0], parts, logs, slots, parts, logs)
 
@@ -118,8 +130,15 @@ def glue_kernels(dtype: torch.dtype = BF16, split: int = 5) -> None:
     add_parts.add_parts(parts, dtype)
     q, cache = zeros(BATCH, 32, 128, dtype=dtype), zeros(2, 16, 8, 128, dtype=dtype)
     glue.rotate_store(
-        parts, positions, zeros(9, 128, dtype=F32), (x[0, :128], x[0, :128]), 1e-5, q,
-        cache[0], cache[1], zeros(2, 4, dtype=I32),
+        parts,
+        positions,
+        zeros(9, 128, dtype=F32),
+        (x[0, :128], x[0, :128]),
+        1e-5,
+        q,
+        cache[0],
+        cache[1],
+        zeros(2, 4, dtype=I32),
     )
 
 
@@ -136,11 +155,23 @@ def index_lists(topk: int = 8, steps: int = 7) -> None:
     for reach in (-1, 100):
         csr.fill_lists(table, rows, lens, words[..., 0], tails, lists, indices[0], reach)
         csr.pack_masks(
-            lists, lists, lens, words[..., 0], words[..., 0], words,
-            zeros(BATCH, dtype=torch.uint8), reach,
+            lists,
+            lists,
+            lens,
+            words[..., 0],
+            words[..., 0],
+            words,
+            zeros(BATCH, dtype=torch.uint8),
+            reach,
         )
         page_table.fill_page_table(
-            table, rows, lens, tails, zeros(BATCH, CONTEXT + 64, dtype=I32), lens, q_len=64,
+            table,
+            rows,
+            lens,
+            tails,
+            zeros(BATCH, CONTEXT + 64, dtype=I32),
+            lens,
+            q_len=64,
             window_left=reach,
         )
     page_table.fill_ancestor_table(
@@ -159,27 +190,57 @@ def windows(width: int = 16, topk: int = 4, depth: int = 6) -> None:
     window.fill_window(table, rows, lens, slots_out=slots)
     window.fill_window(table, rows, lens, slots_out=slots, positions_out=positions)
     window.fill_window(
-        table, rows, lens, slots_out=slots, positions_out=positions[..., :1],
-        accept_lens=lens, last_rows_out=rows, after_out=rows,
+        table,
+        rows,
+        lens,
+        slots_out=slots,
+        positions_out=positions[..., :1],
+        accept_lens=lens,
+        last_rows_out=rows,
+        after_out=rows,
     )
 
 
 def step_ends(topk: int = 4, depth: int = 6, dtype: torch.dtype = BF16) -> None:
     rows, lens, tokens = zeros(BATCH), zeros(BATCH, dtype=I32), zeros(BATCH, depth)
-    state = (zeros(BATCH), zeros(BATCH, topk, dtype=F32), zeros(BATCH, 4096, dtype=dtype),
-             zeros(BATCH, 32000, dtype=F32))
+    state = (
+        zeros(BATCH),
+        zeros(BATCH, topk, dtype=F32),
+        zeros(BATCH, 4096, dtype=dtype),
+        zeros(BATCH, 32000, dtype=F32),
+    )
     step.begin_step(
-        zeros(2, BATCH), zeros(1), lens, lens, zeros(BATCH, CONTEXT, dtype=I32), reserve_len=16,
-        rows_out=rows, seq_lens_out=lens, window_out=zeros(BATCH, 16, dtype=I32),
-        positions_out=tokens, draft_positions_out=zeros(BATCH, depth - 2, topk), tables=state,
+        zeros(2, BATCH),
+        zeros(1),
+        lens,
+        lens,
+        zeros(BATCH, CONTEXT, dtype=I32),
+        reserve_len=16,
+        rows_out=rows,
+        seq_lens_out=lens,
+        window_out=zeros(BATCH, 16, dtype=I32),
+        positions_out=tokens,
+        draft_positions_out=zeros(BATCH, depth - 2, topk),
+        tables=state,
         outs=state,
     )
     step.end_step(
-        rows, lens, lens, tokens, seq_lens_table=lens, sources=state, tables=state,
+        rows,
+        lens,
+        lens,
+        tokens,
+        seq_lens_table=lens,
+        sources=state,
+        tables=state,
         packed_out=zeros(BATCH, 1 + depth),
     )
     step.gather_path(
-        zeros(BATCH, 16, 12288, dtype=dtype), tokens.int(), lens, lens,
-        features_out=zeros(BATCH, depth, 12288, dtype=dtype), last_rows_out=rows, after_out=rows,
+        zeros(BATCH, 16, 12288, dtype=dtype),
+        tokens.int(),
+        lens,
+        lens,
+        features_out=zeros(BATCH, depth, 12288, dtype=dtype),
+        last_rows_out=rows,
+        after_out=rows,
     )
     land.land_step(zeros(BATCH, 1 + depth), zeros(2, BATCH, 1 + depth), zeros(1))

@@ -52,7 +52,9 @@ def main() -> None:
     names = [name for name in cases if options.only in name]
     targets = [int(target) for target in options.targets.split(",")]
     records = [
-        record for target in targets for name in names
+        record
+        for target in targets
+        for name in names
         for record in compile_case(target, name, cases[name])
     ]
     print(table(records))

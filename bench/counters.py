@@ -35,8 +35,14 @@ CASES = {
     "32 x 4k, 8 nodes, float8": cases.float8(cases.tree((4 * K,) * 32, 4, 3, 8)),
     "8 x 32k, 4 tokens, MLA": cases.mla(cases.chain((32 * K,) * 8, 4), 16),
 }
-SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "Occupancy",
-            "LaunchStats", "WarpStateStats")
+SECTIONS = (
+    "SpeedOfLight",
+    "ComputeWorkloadAnalysis",
+    "MemoryWorkloadAnalysis",
+    "Occupancy",
+    "LaunchStats",
+    "WarpStateStats",
+)
 
 
 def launches() -> None:
@@ -75,13 +81,25 @@ def main() -> None:
     if options.run:
         launches()
         return
-    command = ["ncu", "--clock-control", "none", "--profile-from-start", "off", "--csv",
-               "--page", "details", "--kernel-name", "regex:gluon"]
+    command = [
+        "ncu",
+        "--clock-control",
+        "none",
+        "--profile-from-start",
+        "off",
+        "--csv",
+        "--page",
+        "details",
+        "--kernel-name",
+        "regex:gluon",
+    ]
     for section in SECTIONS:
         command += ["--section", section]
     done = subprocess.run(
-        [*command, sys.executable, "-m", "bench.counters", "--run"], capture_output=True,
-        text=True, check=False,
+        [*command, sys.executable, "-m", "bench.counters", "--run"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         sys.exit(f"ncu failed: {done.stdout[-2000:]} {done.stderr[-2000:]}")
@@ -92,10 +110,21 @@ def main() -> None:
     options.out.write_text(json.dumps({"machine": machine(), "launches": named}, indent=1) + "\n")
     for record in named:
         metrics = record["metrics"]
-        print(record["case"], *(f"{name} {metrics[name][0]} {metrics[name][1]};" for name in (
-            "Duration", "DRAM Throughput", "Memory Throughput", "Compute (SM) Throughput",
-            "Achieved Occupancy", "Registers Per Thread",
-        ) if name in metrics))
+        print(
+            record["case"],
+            *(
+                f"{name} {metrics[name][0]} {metrics[name][1]};"
+                for name in (
+                    "Duration",
+                    "DRAM Throughput",
+                    "Memory Throughput",
+                    "Compute (SM) Throughput",
+                    "Achieved Occupancy",
+                    "Registers Per Thread",
+                )
+                if name in metrics
+            ),
+        )
 
 
 if __name__ == "__main__":

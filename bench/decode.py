@@ -57,12 +57,16 @@ if TYPE_CHECKING:
 
 CONTEXT = 512
 TREES = {
-    PLAIN: (0, 1, 1), "chain of 5": (5, 1, 6), "topk 4, 16 nodes": (5, 4, 16),
+    PLAIN: (0, 1, 1),
+    "chain of 5": (5, 1, 6),
+    "topk 4, 16 nodes": (5, 4, 16),
     "topk 8, 64 nodes": (7, 8, 64),
 }
 QUICK = (PLAIN, "topk 4, 16 nodes")
 WAYS: dict[str, dict[str, Any]] = {
-    ONE: {"seams": "one"}, THREE: {"seams": "three"}, HALVES: {"tbo": True},
+    ONE: {"seams": "one"},
+    THREE: {"seams": "three"},
+    HALVES: {"tbo": True},
     EAGER: {"graphs": False},
 }
 #: Tokens and turns of what launches kernel by kernel.
@@ -77,17 +81,25 @@ class Batch:
     """
 
     def __init__(
-        self, models: tuple[Any, Any], prompts: list[list[int]], settings: Sequence[str],
-        ways: Sequence[str], generate: Transformers | None, new: int,
+        self,
+        models: tuple[Any, Any],
+        prompts: list[list[int]],
+        settings: Sequence[str],
+        ways: Sequence[str],
+        generate: Transformers | None,
+        new: int,
     ) -> None:
         self.models, self.prompts, self.generate, self.new = models, prompts, generate, new
         # what launches kernel by kernel gets less to do where others are to be timed as well
         self.short = min(new, SHORT) if len(ways) > 1 else new
         self.contestants = {
             # a plain step is one forward, whatever its seams; one request has no halves
-            temperature: [Contestant(setting, way) for setting in settings for way in ways
-                          if (setting != PLAIN or way != THREE)
-                          and (len(prompts) > 1 or way != HALVES)]
+            temperature: [
+                Contestant(setting, way)
+                for setting in settings
+                for way in ways
+                if (setting != PLAIN or way != THREE) and (len(prompts) > 1 or way != HALVES)
+            ]
             + ([Contestant(TRANSFORMERS, EAGER)] if generate else [])
             for temperature in TEMPERATURES
         }
@@ -97,7 +109,8 @@ class Batch:
         made = [c for c in self.contestants[TEMPERATURES[0]] if c.way != EAGER or not nth]
         # in either order, for what comes second is put where the first has left room
         engines = {
-            (c.setting, c.way): self._engine(c) for c in (reversed(made) if nth % 2 else made)
+            (c.setting, c.way): self._engine(c)
+            for c in (reversed(made) if nth % 2 else made)
             if c.setting != TRANSFORMERS
         }
         for temperature, contestants in self.contestants.items():
@@ -129,10 +142,14 @@ class Batch:
             assert self.generate is not None
             return self.generate.decode(self.prompts, new, temperature)
         assert contestant.engine is not None
-        return decode(contestant.engine, [
-            Request(prompt, new, SamplingParams(temperature, seed=at), ignore_eos=True)
-            for at, prompt in enumerate(self.prompts)
-        ], ahead=ahead)
+        return decode(
+            contestant.engine,
+            [
+                Request(prompt, new, SamplingParams(temperature, seed=at), ignore_eos=True)
+                for at, prompt in enumerate(self.prompts)
+            ],
+            ahead=ahead,
+        )
 
     def cells(self) -> list[dict[str, Any]]:
         """Return what was measured, and print it."""
@@ -140,20 +157,40 @@ class Batch:
         for temperature, contestants in self.contestants.items():
             name = f"batch {len(self.prompts)}, {'drawn' if temperature else 'greedy'}"
             print(name, flush=True)
-            found.append({
-                "name": name, "batch": len(self.prompts), "temperature": temperature,
-                "lines": [contestant.line() for contestant in contestants],
-            })
+            found.append(
+                {
+                    "name": name,
+                    "batch": len(self.prompts),
+                    "temperature": temperature,
+                    "lines": [contestant.line() for contestant in contestants],
+                }
+            )
         return found
 
 
 def compile_ahead(args: argparse.Namespace, workers: int) -> None:
     """Decode a few tokens of every batch and setting, ``workers`` at a time, for Triton's cache."""
+
     def one(batch: int, setting: str) -> None:
         command = [
-            sys.executable, "-m", "bench.decode", "--workers", "0", "--batch", str(batch),
-            "--settings", setting, "--ways", ONE, "--new", "4", "--repeats", "1",
-            "--dtype", args.dtype, "--fused" if args.fused else "--no-fused",
+            sys.executable,
+            "-m",
+            "bench.decode",
+            "--workers",
+            "0",
+            "--batch",
+            str(batch),
+            "--settings",
+            setting,
+            "--ways",
+            ONE,
+            "--new",
+            "4",
+            "--repeats",
+            "1",
+            "--dtype",
+            args.dtype,
+            "--fused" if args.fused else "--no-fused",
         ]
         done = subprocess.run(
             command, check=False, capture_output=True, text=True, cwd=Path(__file__).parents[1]
@@ -174,7 +211,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--settings", nargs="+", choices=TREES, default=list(TREES))
     parser.add_argument("--ways", nargs="+", choices=WAYS, help="eager alone without CUDA")
     parser.add_argument(
-        "--fused", action=argparse.BooleanOptionalAction, default=True,
+        "--fused",
+        action=argparse.BooleanOptionalAction,
+        default=True,
         help="FusedTarget and FusedEagle3, or transformers' modules",
     )
     parser.add_argument("--quick", action="store_true", help="one tree, batches of 1 and 8")
@@ -202,8 +241,12 @@ def main() -> None:
     models = pair(device, dtype, fused=args.fused)
     prompts = held_out_prompts(max(args.batch), models[0].tokenizer)
     found: dict[str, Any] = {
-        "format": 1, "part": "pair", "title": "The shipped pair", "machine": machine(args.commit),
-        "models": "fused" if args.fused else "transformers", "dtype": args.dtype,
+        "format": 1,
+        "part": "pair",
+        "title": "The shipped pair",
+        "machine": machine(args.commit),
+        "models": "fused" if args.fused else "transformers",
+        "dtype": args.dtype,
         "prompt_tokens": PROMPT_TOKENS,
     }
     if args.paired:
@@ -219,18 +262,28 @@ def write(found: dict[str, Any], path: Path | None) -> None:
 
 
 def compare_seams(
-    args: argparse.Namespace, models: tuple[Any, Any], prompts: list[list[int]],
+    args: argparse.Namespace,
+    models: tuple[Any, Any],
+    prompts: list[list[int]],
     found: dict[str, Any],
 ) -> None:
     """Tell one graph and three apart, print where one is slower, and keep it."""
     plan = decode_paired.Plan(
-        {name: TREES[name] for name in args.settings}, args.batch, TEMPERATURES, CONTEXT,
-        args.paired, limit=args.limit, control=args.control,
+        {name: TREES[name] for name in args.settings},
+        args.batch,
+        TEMPERATURES,
+        CONTEXT,
+        args.paired,
+        limit=args.limit,
+        control=args.control,
     )
     beside = "one that is recorded like it" if args.control else "three"
     found |= {"part": "pair seams", "title": f"The shipped pair, one graph beside {beside}"}
     seen = decode_paired.compare(
-        models, prompts, plan, exact=args.dtype == "float32",
+        models,
+        prompts,
+        plan,
+        exact=args.dtype == "float32",
         keep=lambda seen: write(found | seen, args.out),
     )
     for cell in seen["cells"]:
@@ -240,15 +293,19 @@ def compare_seams(
 
 
 def time_all(
-    args: argparse.Namespace, models: tuple[Any, Any], prompts: list[list[int]],
-    found: dict[str, Any], begin: float,
+    args: argparse.Namespace,
+    models: tuple[Any, Any],
+    prompts: list[list[int]],
+    found: dict[str, Any],
+    begin: float,
 ) -> None:
     """Time every contestant, and keep what is known after every batch."""
     device, dtype = models[0].device.type, getattr(torch, args.dtype)
     ways = args.ways or (list(WAYS) if device == "cuda" else [EAGER])
     generate = Transformers(plain_target(device, dtype))
     found |= {
-        "repeats": args.repeats, "trees": {name: TREES[name] for name in args.settings},
+        "repeats": args.repeats,
+        "trees": {name: TREES[name] for name in args.settings},
         "cells": [],
     }
     for size in args.batch:

@@ -70,10 +70,18 @@ class Twin(StepDecoder):
     def __init__(self, owner: StepDecoder, seams: Seams) -> None:
         self._owner = owner
         super().__init__(
-            owner.target, owner.draft, owner.config, owner.table, owner.states,
-            features=owner.features, buckets=owner.runner.buckets,
-            record=owner.runner.recording, seams=seams, indices=owner.indices,
-            recorder=owner.runner.recorder, accept=owner.accept,
+            owner.target,
+            owner.draft,
+            owner.config,
+            owner.table,
+            owner.states,
+            features=owner.features,
+            buckets=owner.runner.buckets,
+            record=owner.runner.recording,
+            seams=seams,
+            indices=owner.indices,
+            recorder=owner.runner.recorder,
+            accept=owner.accept,
         )
         # those of the ring that the owner's programs have bound, and captures have moved on
         self._turns = owner._turns
@@ -114,13 +122,15 @@ class Rebuild:
     """
 
     def __init__(
-        self, models: tuple[Any, Any], prompts: list[list[int]], config: SpecConfig, nth: int,
+        self,
+        models: tuple[Any, Any],
+        prompts: list[list[int]],
+        config: SpecConfig,
+        nth: int,
         seams: dict[str, Seams] = SEAMS,
     ) -> None:
         segments = random.Random(nth).randrange(1, PADDING)
-        self._padding = torch.empty(
-            segments * SEGMENT, dtype=torch.uint8, device=models[0].device
-        )
+        self._padding = torch.empty(segments * SEGMENT, dtype=torch.uint8, device=models[0].device)
         self.prompts, self.config = prompts, config
         self.engine = Engine(*models, config, buckets=[len(prompts)], seams="one")
         # the engine's own graphs are never replayed: recording them grows the pool
@@ -138,10 +148,12 @@ class Rebuild:
         """Run the prompts, and keep what the first step finds."""
         table, states, size = self.engine.table, self.engine.states, len(self.prompts)
         new = self.config.max_context_len
-        self.engine.add([
-            Request(prompt, new, SamplingParams(temperature, seed=at), ignore_eos=True)
-            for at, prompt in enumerate(self.prompts)
-        ])
+        self.engine.add(
+            [
+                Request(prompt, new, SamplingParams(temperature, seed=at), ignore_eos=True)
+                for at, prompt in enumerate(self.prompts)
+            ]
+        )
         assert self.engine.num_live == size == self.config.max_num_reqs
         table.reserve(self.rows, [self.config.max_context_len] * size)
         self.sampled = bool(temperature)
@@ -199,8 +211,8 @@ def turns(first: str, rounds: int) -> Iterator[str]:
     """Say whose turn it is: A B B A, B A A B, and so on, so that no drift favours either."""
     second = THREE if first == ONE else ONE
     for nth in range(rounds):
-        yield from (first, second, second, first) if nth % 2 == 0 else (
-            second, first, first, second
+        yield from (
+            (first, second, second, first) if nth % 2 == 0 else (second, first, first, second)
         )
 
 
@@ -229,13 +241,16 @@ def observe(rebuild: Rebuild, plan: Plan, *, exact: bool) -> dict[str, Any]:
     if exact and apart:
         raise ArithmeticError(f"{apart} of {len(gained)} turns gained other tokens than the first")
     return {
-        "us": {name: {way: round(statistics.fmean(us), 2) for way, us in by_way.items()}
-               for name, by_way in placed.items()},
+        "us": {
+            name: {way: round(statistics.fmean(us), 2) for way, us in by_way.items()}
+            for name, by_way in placed.items()
+        },
         "placed_us": placed,
-        "accepted_per_step": round(statistics.fmean(
-            len(tokens) for step in gained[0][1:] for tokens in step
-        ), 3),
-        "turns": len(gained), "apart": apart,
+        "accepted_per_step": round(
+            statistics.fmean(len(tokens) for step in gained[0][1:] for tokens in step), 3
+        ),
+        "turns": len(gained),
+        "apart": apart,
     }
 
 
@@ -296,7 +311,11 @@ class Plan:
 
 
 def compare(
-    models: tuple[Any, Any], prompts: list[list[int]], plan: Plan, *, exact: bool,
+    models: tuple[Any, Any],
+    prompts: list[list[int]],
+    plan: Plan,
+    *,
+    exact: bool,
     keep: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
     """Make everything anew as often as planned, as long as there is time.
@@ -308,12 +327,20 @@ def compare(
     cells = {
         (size, name, temperature): {
             "name": f"batch {size}, {'drawn' if temperature else 'greedy'}, {name}",
-            "batch": size, "temperature": temperature, "setting": name, "rebuilds": [],
+            "batch": size,
+            "temperature": temperature,
+            "setting": name,
+            "rebuilds": [],
         }
-        for temperature in plan.temperatures for size in plan.batches for name in plan.trees
+        for temperature in plan.temperatures
+        for size in plan.batches
+        for name in plan.trees
     }
     found: dict[str, Any] = {
-        "trees": plan.trees, "steps": plan.steps, "rounds": plan.rounds, "places": plan.places,
+        "trees": plan.trees,
+        "steps": plan.steps,
+        "rounds": plan.rounds,
+        "places": plan.places,
         "cells": list(cells.values()),
     }
     gc.collect()
@@ -336,8 +363,15 @@ def compare(
 
 
 def _observe(
-    models: tuple[Any, Any], prompts: list[list[int]], name: str, tree: tuple[int, int, int],
-    nth: int, plan: Plan, cells: dict[tuple[int, str, float], dict[str, Any]], *, exact: bool,
+    models: tuple[Any, Any],
+    prompts: list[list[int]],
+    name: str,
+    tree: tuple[int, int, int],
+    nth: int,
+    plan: Plan,
+    cells: dict[tuple[int, str, float], dict[str, Any]],
+    *,
+    exact: bool,
 ) -> None:
     """Make both anew for a batch and a tree, and add what is observed to its cells."""
     config = SpecConfig(*tree, plan.context, len(prompts))

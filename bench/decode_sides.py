@@ -55,8 +55,13 @@ def decode(engine: Engine, requests: Sequence[Request], *, ahead: bool = True) -
             whole_steps, whole_seconds = steps, time.perf_counter() - begin
     engine.clear()
     seconds = time.perf_counter() - begin
-    return Run([r.tokens for r in results], seconds, [r.accept_lens for r in results],
-               whole_steps, whole_seconds)
+    return Run(
+        [r.tokens for r in results],
+        seconds,
+        [r.accept_lens for r in results],
+        whole_steps,
+        whole_seconds,
+    )
 
 
 class Transformers:
@@ -80,8 +85,11 @@ class Transformers:
         drawing = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
         begin = time.perf_counter()
         out = self.model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new,
-            do_sample=bool(temperature), **drawing,
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new,
+            do_sample=bool(temperature),
+            **drawing,
         )
         tokens = out[:, ids.shape[1] :].tolist()
         return tokens, time.perf_counter() - begin
@@ -130,23 +138,35 @@ class Contestant:
         )
         run, steps = self.runs[0], [len(gained) for gained in self.runs[0].accept_lens]
         line: dict[str, Any] = {
-            "setting": self.setting, "way": self.way, "new_tokens": len(run.tokens[0]),
+            "setting": self.setting,
+            "way": self.way,
+            "new_tokens": len(run.tokens[0]),
             "tokens_per_second": round(statistics.median(speeds), 1),
-            "runs": speeds, "equal": self.equal, **({"waited": waited} if waited else {}),
+            "runs": speeds,
+            "equal": self.equal,
+            **({"waited": waited} if waited else {}),
         }
         if steps:
             gained = sum(map(sum, run.accept_lens))
             seconds = statistics.median(run.seconds for run in self.runs)
             line |= {
-                "steps": max(steps), "ms_per_step": round(1e3 * seconds / max(steps), 4),
+                "steps": max(steps),
+                "ms_per_step": round(1e3 * seconds / max(steps), 4),
                 "accepted_per_step": round(gained / sum(steps), 3),
             }
         if run.whole_steps:
-            line["whole_batch_tokens_per_second"] = round(statistics.median(
-                sum(sum(gained[: run.whole_steps]) for gained in run.accept_lens)
-                / run.whole_seconds for run in self.runs
-            ), 1)
-        print(f"  {self.setting:18} {self.way:13} {line['tokens_per_second']:10,.0f} tokens/s  "
-              f"{line.get('ms_per_step', 0):8.3f} ms/step  "
-              f"{line.get('accepted_per_step', 1):.2f} per step  equal {self.equal}", flush=True)
+            line["whole_batch_tokens_per_second"] = round(
+                statistics.median(
+                    sum(sum(gained[: run.whole_steps]) for gained in run.accept_lens)
+                    / run.whole_seconds
+                    for run in self.runs
+                ),
+                1,
+            )
+        print(
+            f"  {self.setting:18} {self.way:13} {line['tokens_per_second']:10,.0f} tokens/s  "
+            f"{line.get('ms_per_step', 0):8.3f} ms/step  "
+            f"{line.get('accepted_per_step', 1):.2f} per step  equal {self.equal}",
+            flush=True,
+        )
         return line

@@ -95,8 +95,13 @@ class Batch:
         self.layout = RowLayout(case.nodes, case.tail, Phase.DRAFT)
         self.tail_slots = slots[:, case.length :].contiguous()
         self.plan = AttnPlan(
-            self.layout, self.table, torch.arange(1, batch + 1, device="cuda"), self.lens,
-            depth[:, case.tail - case.nodes :].contiguous(), self.tail_slots, depth.contiguous(),
+            self.layout,
+            self.table,
+            torch.arange(1, batch + 1, device="cuda"),
+            self.lens,
+            depth[:, case.tail - case.nodes :].contiguous(),
+            self.tail_slots,
+            depth.contiguous(),
             words.to("cuda")[None, :, None].expand(batch, -1, -1).contiguous(),
         )
         size = 2 * batch * row * KV_HEADS * DIM * DTYPE.itemsize
@@ -113,19 +118,25 @@ class Batch:
         case, seen = self.case, self.seen.to("cuda")
         rows = [
             torch.cat([self.table[b + 1, : case.length], self.tail_slots[b][seen[i]]])
-            for b in range(case.batch) for i in range(case.nodes)
+            for b in range(case.batch)
+            for i in range(case.nodes)
         ]
         lens = torch.tensor([0, *map(len, rows)], device="cuda")
-        return CsrPlan(self.layout, lens.cumsum(0).int(), torch.cat(rows),
-                       self.tail_slots[:, case.tail - case.nodes :])
+        return CsrPlan(
+            self.layout,
+            lens.cumsum(0).int(),
+            torch.cat(rows),
+            self.tail_slots[:, case.tail - case.nodes :],
+        )
 
     def error(self) -> float:
         """Relative error of the last request in float64, on the last pool."""
         case, n = self.case, self.case.length
         keys, values = (
-            self.pools[-1][i][self.table[-1].long()].double().repeat_interleave(
-                HEADS // KV_HEADS, 1
-            ) for i in (0, 1)
+            self.pools[-1][i][self.table[-1].long()]
+            .double()
+            .repeat_interleave(HEADS // KV_HEADS, 1)
+            for i in (0, 1)
         )
         q, out = (t[-case.nodes :].double() for t in (self.q, self.out))
         logits = torch.einsum("thd,nhd->htn", q, keys) * DIM**-0.5
@@ -203,9 +214,11 @@ def bench(case: Case) -> dict[str, Any]:
 
 def line(found: dict[str, Any]) -> str:
     cells = [
-        f"{name} {r['us']:8.1f} us (host {r['host_ms']:.2f})" if "us" in r
+        f"{name} {r['us']:8.1f} us (host {r['host_ms']:.2f})"
+        if "us" in r
         else f"{name} FAILED {r['failed'][:90]}"
-        for name, r in found.items() if name != "case"
+        for name, r in found.items()
+        if name != "case"
     ]
     return f"{found['case']:28} " + "  ".join(cells)
 
@@ -222,10 +235,16 @@ def main() -> None:
             print(line(records[-1]), flush=True)
             torch.cuda.empty_cache()
     if options.out:
-        options.out.write_text(json.dumps(
-            {"device": torch.cuda.get_device_name(), "torch": torch.__version__,
-             "records": records}, indent=1
-        ))
+        options.out.write_text(
+            json.dumps(
+                {
+                    "device": torch.cuda.get_device_name(),
+                    "torch": torch.__version__,
+                    "records": records,
+                },
+                indent=1,
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -78,17 +78,26 @@ def host(call: Callable[[], object], calls: int = HOST_CALLS) -> dict[str, float
 
 
 def timed(
-    who: str, phase: str, call: Callable[[], object], launch: Callable[[], object], rounds: int,
+    who: str,
+    phase: str,
+    call: Callable[[], object],
+    launch: Callable[[], object],
+    rounds: int,
     count: bool,
 ) -> dict[str, Any]:
     """GPU time of ``call``, host time of ``launch``, and print both."""
     found = measure(phase, 0, lambda _: call(), 1, rounds, count)
     line = {
-        "name": who, "phase": phase, **host(launch),
+        "name": who,
+        "phase": phase,
+        **host(launch),
         **{key: found[key] for key in ("us", "p10_us", "p90_us", "calls", "launches")},
     }
-    print(f"  {who:38} {phase:8} GPU {line['us']:8.2f} us  host {line['host_us']:8.2f} us  "
-          f"{line['launches'] or ''}", flush=True)
+    print(
+        f"  {who:38} {phase:8} GPU {line['us']:8.2f} us  host {line['host_us']:8.2f} us  "
+        f"{line['launches'] or ''}",
+        flush=True,
+    )
     return line
 
 
@@ -112,8 +121,12 @@ def planned_lines(requests: Requests, rounds: int, count: bool) -> list[dict[str
     lines = []
     for label, phases in [(phase, (phase,)) for phase in PHASES] + [(STEP, PHASES)]:
         line = timed(
-            planned.name, label, lambda p=phases: [planned.phases[phase]() for phase in p],
-            lambda p=phases: [planned.schedules[phase]() for phase in p], rounds, count,
+            planned.name,
+            label,
+            lambda p=phases: [planned.phases[phase]() for phase in p],
+            lambda p=phases: [planned.schedules[phase]() for phase in p],
+            rounds,
+            count,
         )
         lines.append(line | planned.sent(phases))
     return lines
@@ -128,10 +141,16 @@ def cell(
     lines = []
     groups = [(phase, (phase,)) for phase in PHASES] + [(STEP, PHASES)]
     for label, phases in groups if s is not None else ():
-        lines.append(timed(
-            "SGLang", label, lambda p=phases: [s.run(phase) for phase in p],
-            lambda p=phases: [s.run(phase, EAGER) for phase in p], rounds, count,
-        ))
+        lines.append(
+            timed(
+                "SGLang",
+                label,
+                lambda p=phases: [s.run(phase) for phase in p],
+                lambda p=phases: [s.run(phase, EAGER) for phase in p],
+                rounds,
+                count,
+            )
+        )
     for phase, fill in seams.phases.items():
         lines.append(timed(seams.name, phase, fill, fill, rounds, count))
     for whole in wholes:
@@ -176,9 +195,14 @@ def main() -> None:
                 Planned(requests).check()
         return
     found: dict[str, Any] = {
-        "format": 1, "part": "metadata", "title": "Metadata of a step", "absent": "; ".join(absent),
-        "machine": machine(options.commit), "rounds": options.rounds,
-        "roofs": roofs.measure(options.rounds), "host_calls": HOST_CALLS,
+        "format": 1,
+        "part": "metadata",
+        "title": "Metadata of a step",
+        "absent": "; ".join(absent),
+        "machine": machine(options.commit),
+        "rounds": options.rounds,
+        "roofs": roofs.measure(options.rounds),
+        "host_calls": HOST_CALLS,
         "operations": [
             {"phase": entry.phase, "runs": entry.runs, "place": entry.place, "what": entry.what}
             for entry in peer.OPERATIONS
@@ -188,12 +212,8 @@ def main() -> None:
     }
     for requests in batches(options):
         # a setting's launches are the same in every batch
-        count = all(
-            before["case"]["nodes"] != requests.case["nodes"] for before in found["cells"]
-        )
-        found["cells"].append(cell(
-            requests, kernels, options.rounds, count, plans=not reasons
-        ))
+        count = all(before["case"]["nodes"] != requests.case["nodes"] for before in found["cells"])
+        found["cells"].append(cell(requests, kernels, options.rounds, count, plans=not reasons))
         torch.cuda.empty_cache()
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(found, indent=1) + "\n")

@@ -80,14 +80,13 @@ class Planned(Seams):
 
     def sent(self, phases: Iterable[str]) -> dict[str, float]:
         """Return how long the device is busy with the phases' plans, and with how many copies."""
+
         def schedule() -> None:
             for phase in phases:
                 self.schedules[phase]()
 
         with tempfile.TemporaryDirectory() as folder:
-            trace = timeline.record(
-                schedule, Path(folder) / "trace.json", steps=PROFILED, timed=0
-            )
+            trace = timeline.record(schedule, Path(folder) / "trace.json", steps=PROFILED, timed=0)
         busy = sum(kernel.us for kernel in trace.kernels) / PROFILED
         return {"sent_us": round(busy, 3), "sent": round(len(trace.kernels) / PROFILED, 1)}
 

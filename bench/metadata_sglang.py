@@ -51,25 +51,43 @@ class Operation:
 
 #: What is not counted, and where it stands.
 LEFT_OUT = (
-    ("speculative/eagle_utils.py:771-850", "slots of the next step: lists of lengths on the host, "
-     "two copies to the device, the allocator, and writing the slots to the table"),
-    ("managers/overlap_utils.py:230-274, 318-360", "the draft's state between steps: top-k, hidden "
-     "states, bonus tokens and new lengths, written to a pool and gathered from it"),
-    ("model_executor/forward_batch_info.py:615-879", "building a ForwardBatch per phase "
-     "in Python, but for its positions"),
-    ("model_executor/cuda_graph_buffer_registry.py:379-469", "verify: walking the registry of "
-     "buffers in Python; the copy that it ends in is counted"),
+    (
+        "speculative/eagle_utils.py:771-850",
+        "slots of the next step: lists of lengths on the host, "
+        "two copies to the device, the allocator, and writing the slots to the table",
+    ),
+    (
+        "managers/overlap_utils.py:230-274, 318-360",
+        "the draft's state between steps: top-k, hidden "
+        "states, bonus tokens and new lengths, written to a pool and gathered from it",
+    ),
+    (
+        "model_executor/forward_batch_info.py:615-879",
+        "building a ForwardBatch per phase in Python, but for its positions",
+    ),
+    (
+        "model_executor/cuda_graph_buffer_registry.py:379-469",
+        "verify: walking the registry of buffers in Python; the copy that it ends in is counted",
+    ),
     ("speculative/spec_utils.py:145-178", "verify: record_stream of ten tensors"),
-    ("speculative/eagle_draft_cuda_graph_runner.py:547-548, 572-581", "copies of top-k and hidden "
-     "states into the graph's buffers"),
-    ("speculative/eagle_draft_extend_cuda_graph_runner.py:509, 536-544", "copies of tokens and "
-     "hidden states into the graph's buffers"),
-    ("speculative/eagle_utils.py:106-133, 156, 202-204, 247-260", "choosing the nodes and building "
-     "the tree, its links and the inside of its mask included"),
+    (
+        "speculative/eagle_draft_cuda_graph_runner.py:547-548, 572-581",
+        "copies of top-k and hidden states into the graph's buffers",
+    ),
+    (
+        "speculative/eagle_draft_extend_cuda_graph_runner.py:509, 536-544",
+        "copies of tokens and hidden states into the graph's buffers",
+    ),
+    (
+        "speculative/eagle_utils.py:106-133, 156, 202-204, 247-260",
+        "choosing the nodes and building the tree, its links and the inside of its mask included",
+    ),
     ("speculative/eagle_worker_v2.py:899-908", "extend: the rows whose logits are kept"),
     ("speculative/eagle_draft_extend_cuda_graph_runner.py:596-598", "extend: an event"),
-    ("layers/attention/triton_backend.py:106-109", "reading lengths on the host: this backend asks "
-     "for none"),
+    (
+        "layers/attention/triton_backend.py:106-109",
+        "reading lengths on the host: this backend asks for none",
+    ),
 )
 OPERATIONS: list[Operation] = []
 
@@ -96,8 +114,18 @@ class Sglang:
     """
 
     def __init__(
-        self, table: Tensor, rows: Tensor, lens: Tensor, *, topk: int, steps: int, nodes: int,
-        positions: Tensor, accept_lens: Tensor, heads: tuple[int, int], kernels: Mapping[str, Any],
+        self,
+        table: Tensor,
+        rows: Tensor,
+        lens: Tensor,
+        *,
+        topk: int,
+        steps: int,
+        nodes: int,
+        positions: Tensor,
+        accept_lens: Tensor,
+        heads: tuple[int, int],
+        kernels: Mapping[str, Any],
     ) -> None:
         self.kernels, self.table, self.rows, self.heads = kernels, table, rows, heads
         self.batch, self.topk, self.steps, self.nodes = len(rows), topk, steps, nodes
@@ -110,23 +138,33 @@ class Sglang:
         self.pool_lens = self.zeros(len(table))
         self.pool_lens[rows] = lens
         self.draft = {
-            "seq_lens": self.zeros(batch), "out_cache_loc": self.zeros(batch * topk * steps),
-            "positions": self.zeros(batch * topk), "rows": self.zeros(batch),
+            "seq_lens": self.zeros(batch),
+            "out_cache_loc": self.zeros(batch * topk * steps),
+            "positions": self.zeros(batch * topk),
+            "rows": self.zeros(batch),
         }
         self.draft_indptr = self.zeros(steps, batch * topk + 1, dtype=torch.int32)
         self.draft_indices = self.zeros(steps, batch * topk * self.context)
         self.num_kv_splits = self.zeros(batch * topk, dtype=torch.int32)
         named = ("seq_lens", "rows"), ("out_cache_loc", "positions")
         self.verify, self.extend = (
-            {name: self.zeros(size) for names, size in zip(named, (batch, tokens), strict=True)
-             for name in names} for _ in range(2)
+            {
+                name: self.zeros(size)
+                for names, size in zip(named, (batch, tokens), strict=True)
+                for name in names
+            }
+            for _ in range(2)
         )
         for name in ("extend_seq_lens", "num_correct_drafts", "num_accept_tokens"):
             self.extend[name] = self.zeros(batch, dtype=torch.int32)
-        self.lists = {phase: (
-            self.zeros(batch + 1), self.zeros(batch + 1, dtype=torch.int32),
-            self.zeros(batch * self.context),
-        ) for phase in (VERIFY, EXTEND)}
+        self.lists = {
+            phase: (
+                self.zeros(batch + 1),
+                self.zeros(batch + 1, dtype=torch.int32),
+                self.zeros(batch * self.context),
+            )
+            for phase in (VERIFY, EXTEND)
+        }
         self.mask_indptr = self.zeros(batch + 1)
         self.custom_mask = self.zeros(tokens * self.context, dtype=torch.uint8)
 
@@ -203,9 +241,7 @@ def _(s: Sglang) -> None:
 
 @operation(DRAFT, EAGER, "speculative/base_spec_worker.py:200-214", "slots of all draft steps")
 def _(s: Sglang) -> None:
-    s.draft_slots = torch.empty(
-        (s.batch * s.topk * s.steps,), dtype=torch.int64, device=s.device
-    )
+    s.draft_slots = torch.empty((s.batch * s.topk * s.steps,), dtype=torch.int64, device=s.device)
     s.kernels["assign_draft_cache_locs_contiguous"][(s.batch,)](
         s.rows, s.table, s.lens, s.draft_slots, s.context, s.topk, s.steps
     )
@@ -216,30 +252,63 @@ def _(s: Sglang) -> None:
     s.draft_positions = s.lens.repeat_interleave(s.topk, dim=0)
 
 
-@operation(DRAFT, EAGER, "speculative/eagle_draft_cuda_graph_runner.py:543-568",
-           "copy lengths, slots, positions and rows into the graph's buffers")
+@operation(
+    DRAFT,
+    EAGER,
+    "speculative/eagle_draft_cuda_graph_runner.py:543-568",
+    "copy lengths, slots, positions and rows into the graph's buffers",
+)
 def _(s: Sglang) -> None:
-    s.copy_in(s.draft, {
-        "seq_lens": s.lens, "out_cache_loc": s.draft_slots, "positions": s.draft_positions,
-        "rows": s.rows,
-    })
-
-
-@operation(DRAFT, EAGER, "layers/attention/triton_backend.py:1839-1855",
-           "index lists of all steps and branches")
-def _(s: Sglang) -> None:
-    s.kernels["generate_draft_decode_kv_indices"][(s.steps, s.batch, s.topk)](
-        s.rows, s.table, s.lens, s.draft_indices, s.draft_indptr, s.draft_positions,
-        s.context, s.draft_indices.shape[1], s.draft_indptr.shape[1], power_of_two(s.batch),
-        power_of_two(s.steps), power_of_two(s.batch * s.topk), 1,
+    s.copy_in(
+        s.draft,
+        {
+            "seq_lens": s.lens,
+            "out_cache_loc": s.draft_slots,
+            "positions": s.draft_positions,
+            "rows": s.rows,
+        },
     )
 
 
-@operation(DRAFT, EAGER, "layers/attention/triton_backend.py:1943-1946, 282-329",
-           "parts that a branch's keys are cut into")
+@operation(
+    DRAFT,
+    EAGER,
+    "layers/attention/triton_backend.py:1839-1855",
+    "index lists of all steps and branches",
+)
+def _(s: Sglang) -> None:
+    s.kernels["generate_draft_decode_kv_indices"][(s.steps, s.batch, s.topk)](
+        s.rows,
+        s.table,
+        s.lens,
+        s.draft_indices,
+        s.draft_indptr,
+        s.draft_positions,
+        s.context,
+        s.draft_indices.shape[1],
+        s.draft_indptr.shape[1],
+        power_of_two(s.batch),
+        power_of_two(s.steps),
+        power_of_two(s.batch * s.topk),
+        1,
+    )
+
+
+@operation(
+    DRAFT,
+    EAGER,
+    "layers/attention/triton_backend.py:1943-1946, 282-329",
+    "parts that a branch's keys are cut into",
+)
 def _(s: Sglang) -> None:
     s.kernels["get_num_kv_splits_triton"][(1,)](
-        s.num_kv_splits, s.lens, s.batch, s.topk, *s.heads, MAX_KV_SPLITS, s.cores,
+        s.num_kv_splits,
+        s.lens,
+        s.batch,
+        s.topk,
+        *s.heads,
+        MAX_KV_SPLITS,
+        s.cores,
         MAX_NUM_SEQ=max(256, power_of_two(s.batch)),
     )
 
@@ -256,8 +325,12 @@ def _(s: Sglang) -> None:
         s.draft["positions"].add_(1)
 
 
-@operation(DRAFT, GRAPH, "speculative/eagle_draft_cuda_graph_runner.py:449",
-           "the first step's positions again")
+@operation(
+    DRAFT,
+    GRAPH,
+    "speculative/eagle_draft_cuda_graph_runner.py:449",
+    "the first step's positions again",
+)
 def _(s: Sglang) -> None:
     s.draft["positions"].sub_(s.steps - 1)
 
@@ -276,13 +349,22 @@ def _(s: Sglang) -> None:
     )
 
 
-@operation(VERIFY, EAGER, "model_executor/runner/decode_cuda_graph_runner.py:953-960",
-           "copy positions, slots, rows and lengths into the graph's buffers")
+@operation(
+    VERIFY,
+    EAGER,
+    "model_executor/runner/decode_cuda_graph_runner.py:953-960",
+    "copy positions, slots, rows and lengths into the graph's buffers",
+)
 def _(s: Sglang) -> None:
-    s.copy_in(s.verify, {
-        "positions": s.tree_positions, "out_cache_loc": s.verify_slots, "rows": s.rows,
-        "seq_lens": s.lens,
-    })
+    s.copy_in(
+        s.verify,
+        {
+            "positions": s.tree_positions,
+            "out_cache_loc": s.verify_slots,
+            "rows": s.rows,
+            "seq_lens": s.lens,
+        },
+    )
 
 
 @operation(VERIFY, EAGER, "layers/attention/triton_backend.py:446-453", "query offsets")
@@ -290,14 +372,22 @@ def _(s: Sglang) -> None:
     s.fill_queries(VERIFY, (1 + s.batch) * s.nodes)
 
 
-@operation(VERIFY, EAGER, "layers/attention/triton_backend.py:454-456, 371-382",
-           "index lists of the prefixes")
+@operation(
+    VERIFY,
+    EAGER,
+    "layers/attention/triton_backend.py:454-456, 371-382",
+    "index lists of the prefixes",
+)
 def _(s: Sglang) -> None:
     s.fill_lists(VERIFY, s.verify["seq_lens"])
 
 
-@operation(VERIFY, EAGER, "layers/attention/triton_backend.py:482",
-           "assign the mask to itself, which copies nothing")
+@operation(
+    VERIFY,
+    EAGER,
+    "layers/attention/triton_backend.py:482",
+    "assign the mask to itself, which copies nothing",
+)
 def _(s: Sglang) -> None:
     s.custom_mask[: s.custom_mask.shape[0]] = s.custom_mask
 
@@ -308,8 +398,12 @@ def _(s: Sglang) -> None:
     s.mask_indptr[1 : s.batch + 1] = torch.cumsum(sizes, dim=0)
 
 
-@operation(VERIFY, EAGER, "model_executor/runner/decode_cuda_graph_runner.py:918",
-           "copy the positions again, at the replay")
+@operation(
+    VERIFY,
+    EAGER,
+    "model_executor/runner/decode_cuda_graph_runner.py:918",
+    "copy the positions again, at the replay",
+)
 def _(s: Sglang) -> None:
     s.verify["positions"][: s.batch * s.nodes].copy_(s.tree_positions)
 
@@ -325,8 +419,9 @@ def _(s: Sglang) -> None:
     s.extend_lens = torch.full((s.batch,), s.nodes, dtype=torch.int32, device=s.device)
 
 
-@operation(EXTEND, EAGER, "model_executor/forward_batch_info.py:832-837",
-           "positions and query starts")
+@operation(
+    EXTEND, EAGER, "model_executor/forward_batch_info.py:832-837", "positions and query starts"
+)
 def _(s: Sglang) -> None:
     s.extend_positions = torch.empty(s.batch * s.nodes, dtype=torch.int64, device=s.device)
     starts = torch.empty(s.batch, dtype=torch.int32, device=s.device)
@@ -340,14 +435,25 @@ def _(s: Sglang) -> None:
     s.after = s.lens + s.nodes
 
 
-@operation(EXTEND, EAGER, "speculative/eagle_draft_extend_cuda_graph_runner.py:508-532",
-           "copy lengths, slots, positions, rows and counts into the graph's buffers")
+@operation(
+    EXTEND,
+    EAGER,
+    "speculative/eagle_draft_extend_cuda_graph_runner.py:508-532",
+    "copy lengths, slots, positions, rows and counts into the graph's buffers",
+)
 def _(s: Sglang) -> None:
-    s.copy_in(s.extend, {
-        "seq_lens": s.after, "out_cache_loc": s.verify_slots, "positions": s.extend_positions,
-        "rows": s.rows, "extend_seq_lens": s.extend_lens, "num_correct_drafts": s.correct,
-        "num_accept_tokens": s.accept_lens,
-    })
+    s.copy_in(
+        s.extend,
+        {
+            "seq_lens": s.after,
+            "out_cache_loc": s.verify_slots,
+            "positions": s.extend_positions,
+            "rows": s.rows,
+            "extend_seq_lens": s.extend_lens,
+            "num_correct_drafts": s.correct,
+            "num_accept_tokens": s.accept_lens,
+        },
+    )
 
 
 @operation(EXTEND, EAGER, "layers/attention/triton_backend.py:516-523", "query offsets")
@@ -355,8 +461,12 @@ def _(s: Sglang) -> None:
     s.fill_queries(EXTEND, s.batch * s.nodes + 1)
 
 
-@operation(EXTEND, EAGER, "layers/attention/triton_backend.py:531-537, 371-382",
-           "prefix lengths again, and their index lists")
+@operation(
+    EXTEND,
+    EAGER,
+    "layers/attention/triton_backend.py:531-537, 371-382",
+    "prefix lengths again, and their index lists",
+)
 def _(s: Sglang) -> None:
     new = s.extend["extend_seq_lens"][: s.batch].to(torch.int32)
     lens = torch.clamp(s.extend["seq_lens"] - new, min=0).to(torch.int32)
@@ -368,5 +478,6 @@ RUNS = {
     (phase, runs): [
         entry.run for entry in OPERATIONS if entry.phase == phase and runs in (None, entry.runs)
     ]
-    for phase in PHASES for runs in (None, EAGER, GRAPH)
+    for phase in PHASES
+    for runs in (None, EAGER, GRAPH)
 }

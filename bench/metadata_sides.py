@@ -58,9 +58,9 @@ class Requests:
         table = torch.randperm(rows * width, generator=generator).int().view(rows, width)
         self.rows = (1 + torch.randperm(self.batch, generator=generator)).to(self.device)
         self.lens, self.table = lens.to(self.device), table.to(self.device)
-        self.accept_lens = torch.randint(
-            1, steps + 2, (self.batch,), generator=generator
-        ).int().to(self.device)
+        self.accept_lens = (
+            torch.randint(1, steps + 2, (self.batch,), generator=generator).int().to(self.device)
+        )
         self.config = SpecConfig(steps, topk, nodes, width, rows)
         # as deep as a node can be is all that matters here
         depth = torch.arange(nodes).clamp(max=steps).to(self.device)
@@ -75,8 +75,13 @@ class Requests:
     def case(self) -> dict[str, Any]:
         topk, steps, nodes = self.setting
         return {
-            "batch": self.batch, "topk": topk, "steps": steps, "nodes": nodes,
-            "context": self.context, "tokens": int(self.lens.sum()), "width": self.table.shape[1],
+            "batch": self.batch,
+            "topk": topk,
+            "steps": steps,
+            "nodes": nodes,
+            "context": self.context,
+            "tokens": int(self.lens.sum()),
+            "width": self.table.shape[1],
         }
 
     def window(self, columns: int) -> Tensor:
@@ -87,8 +92,15 @@ class Requests:
     def sglang(self, kernels: Mapping[str, Any]) -> Sglang:
         topk, steps, nodes = self.setting
         return Sglang(
-            self.table, self.rows, self.lens, topk=topk, steps=steps, nodes=nodes,
-            positions=self.positions, accept_lens=self.accept_lens, heads=self.heads,
+            self.table,
+            self.rows,
+            self.lens,
+            topk=topk,
+            steps=steps,
+            nodes=nodes,
+            positions=self.positions,
+            accept_lens=self.accept_lens,
+            heads=self.heads,
             kernels=kernels,
         )
 
@@ -115,7 +127,9 @@ class Seams:
             inputs.req_pool_indices.copy_(requests.rows)
             inputs.seq_lens.copy_(requests.lens)
         self.phases: dict[str, Callable[[], None]] = {
-            DRAFT: self.draft.fill, VERIFY: self.verify.fill, EXTEND: self.extend.fill,
+            DRAFT: self.draft.fill,
+            VERIFY: self.verify.fill,
+            EXTEND: self.extend.fill,
         }
 
     def check(self) -> None:
@@ -133,9 +147,7 @@ class Seams:
 
     def check_inputs(self) -> None:
         """Hold slots and positions to the table and the lengths."""
-        check_phases(
-            self.requests, self.draft.plan.inputs, self.verify.inputs, self.extend.inputs
-        )
+        check_phases(self.requests, self.draft.plan.inputs, self.verify.inputs, self.extend.inputs)
 
 
 class OneGraph:
@@ -156,24 +168,30 @@ class OneGraph:
             config.layout(mode) for mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
         )
         dims = MultiStepDims(config.num_draft_forwards, topk)
-        drafts = tuple(
-            config.layout(ForwardMode.DRAFT_DECODE, step) for step in range(dims.steps)
-        )
+        drafts = tuple(config.layout(ForwardMode.DRAFT_DECODE, step) for step in range(dims.steps))
         # all phases start from the same length: one window of slots is the tail of each
         self.draft = MultiStepInputs.alloc(batch, dims, device)
         shared = {name: getattr(self.draft, name) for name in ("req_pool_indices", "seq_lens")}
         self.window = torch.zeros(batch, config.reserve_len, dtype=torch.int32, device=device)
         branches = self.window[:, : dims.steps * topk].unflatten(1, (dims.steps, topk))
         self.draft = replace(self.draft, branch_slots=branches)
-        self.verify = replace(AttnInputs.alloc(batch, verify, device), **shared,
-                              tail_slots=self.window[:, :nodes])
-        self.extend = replace(AttnInputs.alloc(batch, extend, device), **shared,
-                              tail_slots=self.window[:, : steps + 1])
+        self.verify = replace(
+            AttnInputs.alloc(batch, verify, device), **shared, tail_slots=self.window[:, :nodes]
+        )
+        self.extend = replace(
+            AttnInputs.alloc(batch, extend, device),
+            **shared,
+            tail_slots=self.window[:, : steps + 1],
+        )
         multi = MultiStepPlan(dims, table, self.draft, drafts)
-        self.layers = [layers.bind(plan) for plan in (
-            *(multi.step(step) for step in range(dims.steps)),
-            AttnPlan.over(verify, table, self.verify), AttnPlan.over(extend, table, self.extend),
-        )]
+        self.layers = [
+            layers.bind(plan)
+            for plan in (
+                *(multi.step(step) for step in range(dims.steps)),
+                AttnPlan.over(verify, table, self.verify),
+                AttnPlan.over(extend, table, self.extend),
+            )
+        ]
         self.bounds = [bound for layers in self.layers for bound in layers.bounds]
         self.ring = Ring.alloc(1, batch, steps + 2, device)
         self.rows, self.lens = requests.rows.tolist(), torch.zeros_like(table[:, 0])
@@ -189,11 +207,19 @@ class OneGraph:
     def fill(self) -> None:
         """Two launches, as a recorded step begins with."""
         self.begin(
-            self.ring.rows, self.ring.turn, self.lens, self.reserved, self.requests.table,
-            reserve_len=self.window.shape[1], rows_out=self.draft.req_pool_indices,
-            seq_lens_out=self.draft.seq_lens, window_out=self.window,
-            positions_out=self.extend.positions, draft_positions_out=self.draft.positions,
-            tables=self.tables, outs=self.outs,
+            self.ring.rows,
+            self.ring.turn,
+            self.lens,
+            self.reserved,
+            self.requests.table,
+            reserve_len=self.window.shape[1],
+            rows_out=self.draft.req_pool_indices,
+            seq_lens_out=self.draft.seq_lens,
+            window_out=self.window,
+            positions_out=self.extend.positions,
+            draft_positions_out=self.draft.positions,
+            tables=self.tables,
+            outs=self.outs,
         )
         fill_all(self.bounds)
 

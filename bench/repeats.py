@@ -130,7 +130,8 @@ def run(repeats: Repeats, steps: int, seconds: float) -> dict[str, Any]:
         replays += 1
     repeats.finish()
     found = {
-        "replays": replays, "different": int(different),
+        "replays": replays,
+        "different": int(different),
         "depths": {str(depth): n for depth, n in enumerate(repeats.depths.tolist()) if n},
     }
     assert not found["different"], found
@@ -151,12 +152,16 @@ def main() -> None:
     batches = [int(text) for text in options.batch.split(",")]
     named = options.settings.split(",")
     world = World(
-        shapes(options.context + 128)[options.model], [options.context] * max(batches),
+        shapes(options.context + 128)[options.model],
+        [options.context] * max(batches),
         torch.device("cuda"),
     )
     record: dict[str, Any] = {
-        "format": 1, "machine": machine(options.commit), "model": options.model,
-        "context": options.context, "cells": [],
+        "format": 1,
+        "machine": machine(options.commit),
+        "model": options.model,
+        "context": options.context,
+        "cells": [],
     }
     for setting in SETTINGS:
         if any(name in setting.name for name in named):
@@ -175,8 +180,11 @@ def measured(
         repeats = Repeats(decoder, world.admit(decoder, batch, options.context))
         found = run(repeats, options.steps, options.seconds)
         cells.append({"setting": setting.name, "batch": batch, **found})
-        print(f"{setting.name:12} {batch:3} x {options.context}: {found['replays']} replays, "
-              f"{found['different']} states differ; depths {found['depths']}", flush=True)
+        print(
+            f"{setting.name:12} {batch:3} x {options.context}: {found['replays']} replays, "
+            f"{found['different']} states differ; depths {found['depths']}",
+            flush=True,
+        )
     del decoder
     free()
     return cells

@@ -67,7 +67,9 @@ def step_us(decoder: StepDecoder, rows: Sequence[int], rounds: int = ROUNDS) -> 
     found = {}
     moved = [rows, [*rows[1:], 0]]
     kinds = (
-        ("same", [rows], 0.0, None), ("moved", moved, 0.0, None), ("late", [rows], LATE, None),
+        ("same", [rows], 0.0, None),
+        ("moved", moved, 0.0, None),
+        ("late", [rows], LATE, None),
         ("rehearsed", [rows], LATE, decoder.rehearse),
     )
     for name, orders, late, meanwhile in kinds:
@@ -103,8 +105,10 @@ def main() -> None:
     decoder = engine.decoders[0]
     if not cuda:
         without_device(decoder.runner)
-    print("batch  fingerprint  check us  step_async us  (p90)  with other rows us  (p90)  "
-          f"after {1e3 * LATE:.0f} ms us  (p90)  rehearsed us  (p90)")
+    print(
+        "batch  fingerprint  check us  step_async us  (p90)  with other rows us  (p90)  "
+        f"after {1e3 * LATE:.0f} ms us  (p90)  rehearsed us  (p90)"
+    )
     for size in sizes:
         (done,) = decoder.runner._captured.values()
         captured = done[size]

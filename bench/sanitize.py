@@ -39,8 +39,13 @@ TOOLS = ("memcheck", "racecheck", "initcheck")
 SECONDS = 300
 # by kernel
 GROUPS: dict[str, dict[str, Callable[[], None]]] = {
-    "tree": TREE, "triton": TRITON, "prompt": PROMPT, "latent": LATENT, "small": SMALL,
-    "step": STEP, "models": MODELS,
+    "tree": TREE,
+    "triton": TRITON,
+    "prompt": PROMPT,
+    "latent": LATENT,
+    "small": SMALL,
+    "step": STEP,
+    "models": MODELS,
 }
 
 
@@ -60,8 +65,11 @@ def parse(output: str) -> dict[str, Any]:
         found["errors"] = int(match[1])
     if match := re.search(r"RACECHECK SUMMARY: .*?(\d+) error\w*, (\d+) warning", output):
         found["errors"], found["warnings"] = int(match[1]), int(match[2])
-    lines = [line.removeprefix("=========").strip() for line in output.splitlines()
-             if line.startswith("=========")]
+    lines = [
+        line.removeprefix("=========").strip()
+        for line in output.splitlines()
+        if line.startswith("=========")
+    ]
     reports: dict[str, int] = {}
     for line, following in itertools.pairwise([*lines, ""]):
         if re.match(r"(Invalid|Uninitialized|Error|Warning|Potential|Race|Program hit)", line):
@@ -80,8 +88,13 @@ def sanitize(tool: str | None, group: str) -> dict[str, Any]:
     begin = time.perf_counter()
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=SECONDS,
-            env=environment, cwd=Path(__file__).parents[1],
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=SECONDS,
+            env=environment,
+            cwd=Path(__file__).parents[1],
         )
     except subprocess.TimeoutExpired as problem:
         out = problem.stdout or b""
@@ -90,10 +103,14 @@ def sanitize(tool: str | None, group: str) -> dict[str, Any]:
     else:
         text, code = done.stdout + done.stderr, done.returncode
     return {
-        "tool": tool or "none", "group": group, "returncode": code,
+        "tool": tool or "none",
+        "group": group,
+        "returncode": code,
         "seconds": round(time.perf_counter() - begin, 1),
-        "ran": re.findall(rf"ran {group}: (.*)", text), "cases": len(GROUPS[group]),
-        **parse(text), "tail": text[-1500:] if code else "",
+        "ran": re.findall(rf"ran {group}: (.*)", text),
+        "cases": len(GROUPS[group]),
+        **parse(text),
+        "tail": text[-1500:] if code else "",
     }
 
 
@@ -117,27 +134,39 @@ def main() -> None:
     if options.out.exists():
         for record in json.loads(options.out.read_text())["runs"]:
             kept[record["tool"], record["group"]] = record
-    version = subprocess.run(
-        ["compute-sanitizer", "--version"], capture_output=True, text=True, check=False
-    ).stdout.strip().splitlines()[-1:]
+    version = (
+        subprocess.run(
+            ["compute-sanitizer", "--version"], capture_output=True, text=True, check=False
+        )
+        .stdout.strip()
+        .splitlines()[-1:]
+    )
     for tool in (None, *options.tools.split(",")):
         for group in options.groups.split(","):
             record = sanitize(tool, group)
             before = kept.get((record["tool"], group), {})
             kept[record["tool"], group] = record | {
-                "commit": here["commit"], "explanation": before.get("explanation", ""),
+                "commit": here["commit"],
+                "explanation": before.get("explanation", ""),
             }
-            print(f"{record['tool']:10} {group:8} {record['seconds']:6.1f} s  "
-                  f"{len(record['ran'])} of {record['cases']} cases, {record['errors']} errors, "
-                  f"{record['warnings']} warnings, exit {record['returncode']}", flush=True)
+            print(
+                f"{record['tool']:10} {group:8} {record['seconds']:6.1f} s  "
+                f"{len(record['ran'])} of {record['cases']} cases, {record['errors']} errors, "
+                f"{record['warnings']} warnings, exit {record['returncode']}",
+                flush=True,
+            )
             for report in record["reports"][:5]:
                 print(f"    {report['times']} x {report['text'][:150]}", flush=True)
             if record["tail"]:
                 print(record["tail"], flush=True)
-            options.out.write_text(json.dumps(
-                {"machine": here, "compute_sanitizer": version, "runs": list(kept.values())},
-                indent=1, ensure_ascii=False,
-            ) + "\n")
+            options.out.write_text(
+                json.dumps(
+                    {"machine": here, "compute_sanitizer": version, "runs": list(kept.values())},
+                    indent=1,
+                    ensure_ascii=False,
+                )
+                + "\n"
+            )
 
 
 if __name__ == "__main__":

@@ -15,8 +15,16 @@ if TYPE_CHECKING:
 
 
 def attend(
-    q_len: int, tail: int, dtype: torch.dtype, *, heads: tuple[int, int] = (8, 2), dim: int = 64,
-    window: int = -1, cap: float = 0.0, page: int = 1, triton: bool = False,
+    q_len: int,
+    tail: int,
+    dtype: torch.dtype,
+    *,
+    heads: tuple[int, int] = (8, 2),
+    dim: int = 64,
+    window: int = -1,
+    cap: float = 0.0,
+    page: int = 1,
+    triton: bool = False,
     stored: torch.dtype | None = None,
 ) -> None:
     """Tree attention by the kernel of the table, or by the Triton kernel in any case."""
@@ -27,9 +35,20 @@ def attend(
     rows = q_len * heads[0] // heads[1]
     tile = tile_config(rows, dim, dim, stored or dtype, world.batch) if triton else None
     kernel = TreeAttention(
-        batch=world.batch, q_len=q_len, tail_len=tail, num_qo_heads=heads[0],
-        num_kv_heads=heads[1], head_dim=dim, v_head_dim=dim, dtype=dtype, device=DEVICE,
-        sm_scale=dim**-0.5, window_left=window, logit_cap=cap, page_size=page, tile=tile,
+        batch=world.batch,
+        q_len=q_len,
+        tail_len=tail,
+        num_qo_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=dim,
+        v_head_dim=dim,
+        dtype=dtype,
+        device=DEVICE,
+        sm_scale=dim**-0.5,
+        window_left=window,
+        logit_cap=cap,
+        page_size=page,
+        tile=tile,
         kv_dtype=stored,
     )
     q = torch.randn(world.batch * q_len, heads[0], dim).to(dtype).to(DEVICE)
@@ -38,8 +57,16 @@ def attend(
     k, v = (world.pool(heads[1], dim, stored or dtype) for _ in range(2))
     kernel.plan(world.lens, world.rows, world.width)
     kernel.run(
-        q, k, v, out, lse, indices=world.table, positions=world.positions,
-        tail_slots=world.tails, tail_positions=world.tail_positions, tail_words=world.words,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        indices=world.table,
+        positions=world.positions,
+        tail_slots=world.tails,
+        tail_positions=world.tail_positions,
+        tail_words=world.words,
     )
     finite(out, lse)
 
@@ -51,8 +78,18 @@ def attend_lists(dtype: torch.dtype, *, triton: bool = False) -> None:
     world = World(1, 1)
     tile = tile_config(4, 64, 64, dtype, world.batch) if triton else None
     kernel = TreeAttention(
-        batch=world.batch, q_len=1, tail_len=0, num_qo_heads=8, num_kv_heads=2, head_dim=64,
-        v_head_dim=64, dtype=dtype, device=DEVICE, sm_scale=0.1, csr=True, tile=tile,
+        batch=world.batch,
+        q_len=1,
+        tail_len=0,
+        num_qo_heads=8,
+        num_kv_heads=2,
+        head_dim=64,
+        v_head_dim=64,
+        dtype=dtype,
+        device=DEVICE,
+        sm_scale=0.1,
+        csr=True,
+        tile=tile,
     )
     lens = (world.lens + 1).tolist()
     lists = torch.cat([world.table[b + 1, :n] for b, n in enumerate(lens)])
@@ -63,7 +100,15 @@ def attend_lists(dtype: torch.dtype, *, triton: bool = False) -> None:
     k, v = (world.pool(2, 64, dtype) for _ in range(2))
     kernel.plan_csr(indptr)
     kernel.run(
-        q, k, v, out, None, indices=lists, positions=None, tail_slots=None, tail_positions=None,
+        q,
+        k,
+        v,
+        out,
+        None,
+        indices=lists,
+        positions=None,
+        tail_slots=None,
+        tail_positions=None,
         tail_words=None,
     )
     finite(out)
@@ -74,14 +119,26 @@ def attend_fixed(q_len: int, tail: int, dtype: torch.dtype) -> None:
 
     world = World(q_len, tail)
     kernel = FixedAttention(
-        batch=world.batch, q_len=q_len, tail_len=tail, num_qo_heads=8, num_kv_heads=2,
-        head_dim=64, v_head_dim=64, dtype=dtype, device=DEVICE, sm_scale=0.1,
-        max_keys=world.width, split_keys=128,
+        batch=world.batch,
+        q_len=q_len,
+        tail_len=tail,
+        num_qo_heads=8,
+        num_kv_heads=2,
+        head_dim=64,
+        v_head_dim=64,
+        dtype=dtype,
+        device=DEVICE,
+        sm_scale=0.1,
+        max_keys=world.width,
+        split_keys=128,
     )
     kernel.plan(world.lens, world.rows, world.width)
     kernel.trace(
-        indices=world.table, positions=world.positions, tail_slots=world.tails,
-        tail_positions=world.tail_positions, tail_words=world.words,
+        indices=world.table,
+        positions=world.positions,
+        tail_slots=world.tails,
+        tail_positions=world.tail_positions,
+        tail_words=world.words,
     )
     q = torch.randn(world.batch * q_len, 8, 64).to(dtype).to(DEVICE)
     out = torch.full_like(q, float("nan"))
@@ -97,8 +154,15 @@ def attend_latent(
 
     world = World(q_len, tail, lens=(0, 7, 130))
     kernel = MlaAttention(
-        batch=world.batch, q_len=q_len, tail_len=tail, num_qo_heads=heads, head_dim=576,
-        v_head_dim=512, dtype=dtype, device=DEVICE, sm_scale=0.1,
+        batch=world.batch,
+        q_len=q_len,
+        tail_len=tail,
+        num_qo_heads=heads,
+        head_dim=576,
+        v_head_dim=512,
+        dtype=dtype,
+        device=DEVICE,
+        sm_scale=0.1,
         tile=mla_tile_config(q_len * heads, dtype) if triton else None,
     )
     q = torch.randn(world.batch * q_len, heads, 576).to(dtype).to(DEVICE)
@@ -106,14 +170,27 @@ def attend_latent(
     cache = world.pool(1, 576, dtype)
     kernel.plan(world.lens, world.rows, world.width)
     kernel.run(
-        q, cache, cache[..., :512], out, None, indices=world.table, positions=world.positions,
-        tail_slots=world.tails, tail_positions=world.tail_positions, tail_words=world.words,
+        q,
+        cache,
+        cache[..., :512],
+        out,
+        None,
+        indices=world.table,
+        positions=world.positions,
+        tail_slots=world.tails,
+        tail_positions=world.tail_positions,
+        tail_words=world.words,
     )
     finite(out)
 
 
 def prompt(
-    dtype: torch.dtype, *, dim: int = 64, window: int = -1, cap: float = 0.0, page: int = 1,
+    dtype: torch.dtype,
+    *,
+    dim: int = 64,
+    window: int = -1,
+    cap: float = 0.0,
+    page: int = 1,
     triton: bool = False,
 ) -> None:
     from specattn.kernels.extend_attention import extend_attention
@@ -124,9 +201,7 @@ def prompt(
     lse = torch.full(q.shape[:2], float("nan")).to(DEVICE)
     k, v = (world.pool(2, dim, dtype) for _ in range(2))
     tile = extend_tile_config(dim, dim, dtype) if triton else None
-    extend_attention(
-        q, k, v, out, lse, **arguments, window_left=window, logit_cap=cap, tile=tile
-    )
+    extend_attention(q, k, v, out, lse, **arguments, window_left=window, logit_cap=cap, tile=tile)
     finite(out, lse)
 
 
@@ -148,10 +223,18 @@ def _prompt(
     new = (40, 1, 17)
     q = torch.randn(sum(new), heads, dim).to(dtype).to(DEVICE)
     starts = torch.tensor([sum(new[:b]) for b in range(len(new) + 1)], dtype=torch.int32)
-    return world, q, {
-        "qo_indptr": starts.to(DEVICE), "seq_lens": world.lens, "req_pool_indices": world.rows,
-        "req_to_token": world.table, "max_q_len": max(new), "sm_scale": dim**-0.5,
-    }
+    return (
+        world,
+        q,
+        {
+            "qo_indptr": starts.to(DEVICE),
+            "seq_lens": world.lens,
+            "req_pool_indices": world.rows,
+            "req_to_token": world.table,
+            "max_q_len": max(new),
+            "sm_scale": dim**-0.5,
+        },
+    )
 
 
 # by what the tile tables and the compiler make differ

@@ -28,14 +28,20 @@ def states() -> None:
     rows, lens = put([2, 0, 1, 4], torch.int64), put([0, 6, 0, 9, context - reserve])
     room = put([0, 6 + reserve - 1, reserve, 9 + reserve, context])
     layout = [
-        ((), torch.int64), ((3,), F32), ((33,), F16), ((2077,), BF16), ((4097,), F32), ((), F32),
+        ((), torch.int64),
+        ((3,), F32),
+        ((33,), F16),
+        ((2077,), BF16),
+        ((4097,), F32),
+        ((), F32),
         ((5,), torch.int64),
     ]
     tables = [torch.randint(1, 99, (5, *shape)).to(dtype).to(DEVICE) for shape, dtype in layout]
     outs = [poison(4, *shape, dtype=dtype) for shape, dtype in layout]
     slots = torch.arange(5 * context, dtype=torch.int32).view(5, context).to(DEVICE)
     found = {
-        "rows_out": poison(4, dtype=torch.int64), "seq_lens_out": poison(4, dtype=torch.int32),
+        "rows_out": poison(4, dtype=torch.int64),
+        "seq_lens_out": poison(4, dtype=torch.int32),
         "window_out": poison(4, reserve, dtype=torch.int32),
         "positions_out": poison(4, depth, dtype=torch.int64),
         "draft_positions_out": poison(4, steps, topk, dtype=torch.int64),
@@ -45,7 +51,14 @@ def states() -> None:
     on_host[1, :4] = rows
     turn = put([1], torch.int64)
     begin_step(
-        on_host[:, :4], turn, lens, room, slots, reserve_len=reserve, **found, tables=tables,
+        on_host[:, :4],
+        turn,
+        lens,
+        room,
+        slots,
+        reserve_len=reserve,
+        **found,
+        tables=tables,
         outs=outs,
     )
     same("rows", found["rows_out"], put([2, 0, 0, 4], torch.int64))
@@ -56,8 +69,13 @@ def states() -> None:
     new = [out + 1 for out in outs]
     packed = poison(4, 1 + depth, dtype=torch.int64)
     end_step(
-        found["rows_out"], found["seq_lens_out"], put([3, 1, 0, 5]),
-        put([[9] * depth] * 4, torch.int64), seq_lens_table=lens, sources=new, tables=tables,
+        found["rows_out"],
+        found["seq_lens_out"],
+        put([3, 1, 0, 5]),
+        put([[9] * depth] * 4, torch.int64),
+        seq_lens_table=lens,
+        sources=new,
+        tables=tables,
         packed_out=packed,
     )
     same("lengths", lens, put([0, 6, 3, 9, context - reserve + 5]))
@@ -85,7 +103,12 @@ def path(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
     out = poison(3, depth, width, dtype=out_dtype)
     last, after = poison(3, dtype=torch.int64), poison(3, dtype=torch.int64)
     gather_path(
-        features, index, put([4, 1, 0]), put([9, 0, 0]), features_out=out, last_rows_out=last,
+        features,
+        index,
+        put([4, 1, 0]),
+        put([9, 0, 0]),
+        features_out=out,
+        last_rows_out=last,
         after_out=after,
     )
     finite(out)
@@ -105,9 +128,18 @@ def plans(count: int) -> None:
         batch, csr = (1, 4, 19)[i % 3], i % 4 == 3
         tokens = 1 if csr else 1 + i % 5
         kernel = TreeAttention(
-            batch=batch, q_len=tokens, tail_len=0 if csr else tokens, num_qo_heads=8,
-            num_kv_heads=2, head_dim=64, v_head_dim=64, dtype=F16, device=DEVICE, sm_scale=0.1,
-            window_left=20 if i % 5 == 2 and not csr else -1, csr=csr,
+            batch=batch,
+            q_len=tokens,
+            tail_len=0 if csr else tokens,
+            num_qo_heads=8,
+            num_kv_heads=2,
+            head_dim=64,
+            v_head_dim=64,
+            dtype=F16,
+            device=DEVICE,
+            sm_scale=0.1,
+            window_left=20 if i % 5 == 2 and not csr else -1,
+            csr=csr,
             tile=tile_config(4 * tokens, 64, 64, F16, batch),
         )
         lens = torch.randint(0, 400, (batch + csr,), dtype=torch.int32)
@@ -218,7 +250,11 @@ def layer(split: int, dtype: torch.dtype) -> None:
 
 
 def rotation(
-    heads: int, kv_heads: int, dim: int, split: int, dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    split: int,
+    dtype: torch.dtype,
     stored: torch.dtype | None = None,
 ) -> None:
     """Keys and values go to their slots of a poisoned pool, and nowhere else."""

@@ -75,8 +75,13 @@ def cell(s: Step, rounds: int, only: str, count: bool) -> dict[str, Any]:
                 attempt(op.name, lambda o=op: timed(o))
         torch.cuda.empty_cache()
     case = {
-        "batch": s.batch, "topk": s.topk, "steps": s.steps, "nodes": s.nodes,
-        "context": s.context, "vocab": s.vocab, "layers": s.layers,
+        "batch": s.batch,
+        "topk": s.topk,
+        "steps": s.steps,
+        "nodes": s.nodes,
+        "context": s.context,
+        "vocab": s.vocab,
+        "layers": s.layers,
     }
     return {"name": name, "case": case, "contestants": found}
 
@@ -123,9 +128,13 @@ def main() -> None:
         compare_warps(batches or [1, 64, 256], options.rounds)
         return
     found: dict[str, Any] = {
-        "format": 1, "part": "small_ops", "title": "Small kernels",
-        "machine": machine(options.commit), "rounds": options.rounds,
-        "roofs": roofs.measure(options.rounds), "cells": [],
+        "format": 1,
+        "part": "small_ops",
+        "title": "Small kernels",
+        "machine": machine(options.commit),
+        "rounds": options.rounds,
+        "roofs": roofs.measure(options.rounds),
+        "cells": [],
     }
     print(found["machine"]["device"], found["roofs"], flush=True)
     for tree in TREES:

@@ -33,19 +33,29 @@ def beams(s: Step) -> list[Op]:
         "candidate_parents": torch.zeros_like(s.parents),
     }
     picked = {
-        "scores_out": torch.zeros(batch, topk, device=s.device), "tokens_out": s.empty(batch, topk),
-        "rows_out": s.empty(batch, topk), "words_out": s.empty(batch, topk, words),
+        "scores_out": torch.zeros(batch, topk, device=s.device),
+        "tokens_out": s.empty(batch, topk),
+        "rows_out": s.empty(batch, topk),
+        "words_out": s.empty(batch, topk, words),
     }
     above = s.ints(2**62, batch, topk, words)
     moved = 2 * size(*children) + size(above, *picked.values())
     written = list(candidates.values())
     return [
-        Op("beams", "beam", lambda ops, _: ops.select_beams(
-            step, *children, above, **candidates, **picked
-        ), [*written, *picked.values()], moved),
-        Op("last beams", "beam", lambda ops, _: ops.append_candidates(
-            step + 1, *children, **candidates
-        ), written, 2 * size(*children)),
+        Op(
+            "beams",
+            "beam",
+            lambda ops, _: ops.select_beams(step, *children, above, **candidates, **picked),
+            [*written, *picked.values()],
+            moved,
+        ),
+        Op(
+            "last beams",
+            "beam",
+            lambda ops, _: ops.append_candidates(step + 1, *children, **candidates),
+            written,
+            2 * size(*children),
+        ),
     ]
 
 
@@ -56,7 +66,8 @@ def accepts(s: Step) -> list[Op]:
     probs = torch.rand(s.batch, s.nodes, s.vocab, device=s.device, generator=s.generator)
     # the children share most of the mass, as a draft worth its time would have it
     probs.mul_(0.5 / s.vocab).scatter_add_(
-        2, tokens[:, None, :].expand(-1, s.nodes, -1),
+        2,
+        tokens[:, None, :].expand(-1, s.nodes, -1),
         torch.full((s.batch, s.nodes, s.nodes), 0.75 / s.topk, device=s.device),
     )
     probs.div_(probs.sum(2, keepdim=True))
@@ -64,15 +75,33 @@ def accepts(s: Step) -> list[Op]:
         torch.rand(s.batch, s.steps + 1, device=s.device, generator=s.generator) for _ in range(2)
     )
     row = s.batch * s.vocab * 4
-    found.append(Op("accept sampled", "accept", lambda ops, _: ops.accept_sampled(
-        tokens, first, sibling, probs, coins, final, **s.accepted
-    ), out, row + size(tokens, first, sibling, *out), differ=0.02))
+    found.append(
+        Op(
+            "accept sampled",
+            "accept",
+            lambda ops, _: ops.accept_sampled(
+                tokens, first, sibling, probs, coins, final, **s.accepted
+            ),
+            out,
+            row + size(tokens, first, sibling, *out),
+            differ=0.02,
+        )
+    )
     if s.nodes > s.steps:
         chain = tokens[:, : s.steps + 1].contiguous()
         target, draft = probs[:, : s.steps + 1], probs[:, 1 : s.steps + 1]
-        found.append(Op("accept rejection", "accept", lambda ops, _: ops.accept_rejection(
-            chain, draft, target, coins, final, **s.accepted
-        ), out, 2 * row + size(chain, *out), differ=0.02))
+        found.append(
+            Op(
+                "accept rejection",
+                "accept",
+                lambda ops, _: ops.accept_rejection(
+                    chain, draft, target, coins, final, **s.accepted
+                ),
+                out,
+                2 * row + size(chain, *out),
+                differ=0.02,
+            )
+        )
     return found
 
 
@@ -92,19 +121,38 @@ def kv(s: Step) -> list[Op]:
     row = 2 * HEADS * DIM * 2
     rank = torch.arange(path.shape[1], device=s.device)
     moving = int(((path >= 0) & (path != rank)).sum())
-    new = [torch.randn(
-        s.batch * s.nodes, HEADS, DIM, device=s.device, generator=s.generator
-    ).bfloat16() for _ in range(2)]
+    new = [
+        torch.randn(
+            s.batch * s.nodes, HEADS, DIM, device=s.device, generator=s.generator
+        ).bfloat16()
+        for _ in range(2)
+    ]
     single = [pool[:1] for pool in pools]
     return [
-        Op(f"kv move, {s.layers} layers", "kv_move", lambda ops, i: ops.commit_kv(
-            *pools, tails[i], path
-        ), pools, 2 * moving * row * s.layers, sets),
-        Op("kv move, 1 layer", "kv_move", lambda ops, i: ops.commit_kv(*single, tails[i], path),
-           single, 2 * moving * row, sets),
-        Op("kv store, 1 layer", "kv_store", lambda ops, i: ops.store_kv(
-            *new, pools[0][0], pools[1][0], tails[i]
-        ), single, 2 * size(*new), sets),
+        Op(
+            f"kv move, {s.layers} layers",
+            "kv_move",
+            lambda ops, i: ops.commit_kv(*pools, tails[i], path),
+            pools,
+            2 * moving * row * s.layers,
+            sets,
+        ),
+        Op(
+            "kv move, 1 layer",
+            "kv_move",
+            lambda ops, i: ops.commit_kv(*single, tails[i], path),
+            single,
+            2 * moving * row,
+            sets,
+        ),
+        Op(
+            "kv store, 1 layer",
+            "kv_store",
+            lambda ops, i: ops.store_kv(*new, pools[0][0], pools[1][0], tails[i]),
+            single,
+            2 * size(*new),
+            sets,
+        ),
     ]
 
 
@@ -126,21 +174,43 @@ def lists(s: Step) -> list[Op]:
     blocks = s.empty(batch, -(-(s.table.shape[1] + nodes) // 64)).int()
     ancestors, counts = s.empty(batch * nodes, nodes).int(), s.empty(batch * nodes).int()
     found = [
-        Op("index lists", "csr", lambda ops, _: ops.fill_lists(
-            *at, positions, tails, indptr, indices, -1
-        ), [indices], 8 * keys),
-        Op("packed masks", "csr", lambda ops, _: ops.pack_masks(
-            indptr, mask_indptr, s.lens, positions, positions, words, masks, -1
-        ), [masks], masks.nbytes + words.nbytes),
-        Op("page table", "page_table", lambda ops, _: ops.fill_page_table(
-            *at, tails, pages, lens, q_len=nodes
-        ), [pages, lens], 8 * keys),
-        Op("ancestor table", "page_table", lambda ops, _: ops.fill_ancestor_table(
-            tails, words, ancestors, counts
-        ), [ancestors, counts], size(tails, words, ancestors)),
-        Op("block table, pages of 64", "block_table", lambda ops, _: ops.fill_block_table(
-            *at, tails, blocks, lens, page_size=64
-        ), [blocks, lens], keys // 64 * 4 + blocks.nbytes),
+        Op(
+            "index lists",
+            "csr",
+            lambda ops, _: ops.fill_lists(*at, positions, tails, indptr, indices, -1),
+            [indices],
+            8 * keys,
+        ),
+        Op(
+            "packed masks",
+            "csr",
+            lambda ops, _: ops.pack_masks(
+                indptr, mask_indptr, s.lens, positions, positions, words, masks, -1
+            ),
+            [masks],
+            masks.nbytes + words.nbytes,
+        ),
+        Op(
+            "page table",
+            "page_table",
+            lambda ops, _: ops.fill_page_table(*at, tails, pages, lens, q_len=nodes),
+            [pages, lens],
+            8 * keys,
+        ),
+        Op(
+            "ancestor table",
+            "page_table",
+            lambda ops, _: ops.fill_ancestor_table(tails, words, ancestors, counts),
+            [ancestors, counts],
+            size(tails, words, ancestors),
+        ),
+        Op(
+            "block table, pages of 64",
+            "block_table",
+            lambda ops, _: ops.fill_block_table(*at, tails, blocks, lens, page_size=64),
+            [blocks, lens],
+            keys // 64 * 4 + blocks.nbytes,
+        ),
     ]
     if steps > 1 and batch <= 64:
         found += draft_lists(s, topk, steps)
@@ -163,12 +233,21 @@ def draft_lists(s: Step, topk: int, steps: int) -> list[Op]:
     keys = steps * topk * int(s.lens.sum())
     arguments = (s.lens, branches, words, indptr, indices)
     return [
-        Op("draft lists", "draft_kv", lambda ops, _: ops.fill_draft_kv(
-            s.table, s.rows, *arguments
-        ), [indptr, indices], 4 * keys + 4 * keys // (steps * topk)),
+        Op(
+            "draft lists",
+            "draft_kv",
+            lambda ops, _: ops.fill_draft_kv(s.table, s.rows, *arguments),
+            [indptr, indices],
+            4 * keys + 4 * keys // (steps * topk),
+        ),
         # on the lists that this has just filled
-        Op("draft tails", "draft_kv", lambda ops, _: ops.fill_draft_tails(steps - 1, *arguments),
-           [indices], 8 * s.batch * topk * steps),
+        Op(
+            "draft tails",
+            "draft_kv",
+            lambda ops, _: ops.fill_draft_tails(steps - 1, *arguments),
+            [indices],
+            8 * s.batch * topk * steps,
+        ),
     ]
 
 
@@ -177,16 +256,25 @@ def ends(s: Step) -> list[Op]:
     batch, topk, steps, device = s.batch, s.topk, s.steps, s.device
     reserve, depth = max(s.nodes, topk * (steps - 1)), steps + 1
     # bonus token, top tokens and their probabilities, hidden state, how the request draws
-    kinds = [((), torch.int64), ((topk,), torch.int64), ((topk,), torch.float32),
-             ((HIDDEN,), torch.bfloat16), ((), torch.float32), ((), torch.int32),
-             ((), torch.float32), ((), torch.int64)]
+    kinds = [
+        ((), torch.int64),
+        ((topk,), torch.int64),
+        ((topk,), torch.float32),
+        ((HIDDEN,), torch.bfloat16),
+        ((), torch.float32),
+        ((), torch.int32),
+        ((), torch.float32),
+        ((), torch.int64),
+    ]
     tables = [s.ints(100, batch + 1, *shape).to(dtype) for shape, dtype in kinds]
     outs = [s.empty(batch, *shape).to(dtype) for shape, dtype in kinds]
     lens = torch.cat([s.lens[:1] * 0, s.lens])
     slots = s.ints(2**24, batch + 1, s.table.shape[1]).int()
     begun = {
-        "rows_out": s.empty(batch), "seq_lens_out": s.empty(batch).int(),
-        "window_out": s.empty(batch, reserve).int(), "positions_out": s.empty(batch, depth),
+        "rows_out": s.empty(batch),
+        "seq_lens_out": s.empty(batch).int(),
+        "window_out": s.empty(batch, reserve).int(),
+        "positions_out": s.empty(batch, depth),
         "draft_positions_out": s.empty(batch, steps - 1, topk),
     }
     rows, reserved, tokens = s.rows + 1, lens + reserve, s.ints(s.vocab, batch, depth)
@@ -203,29 +291,70 @@ def ends(s: Step) -> list[Op]:
     kept = s.ints(depth + 1, batch, low=1).int()
     gathered = {
         "features_out": torch.zeros(batch, depth, 3 * HIDDEN, dtype=torch.bfloat16, device=device),
-        "last_rows_out": s.empty(batch), "after_out": s.empty(batch),
+        "last_rows_out": s.empty(batch),
+        "after_out": s.empty(batch),
     }
     extended = {
-        "slots_out": s.empty(batch, depth).int(), "positions_out": s.empty(batch, depth, 1),
-        "last_rows_out": s.empty(batch), "after_out": s.empty(batch),
+        "slots_out": s.empty(batch, depth).int(),
+        "positions_out": s.empty(batch, depth, 1),
+        "last_rows_out": s.empty(batch),
+        "after_out": s.empty(batch),
     }
     return [
-        Op("draft extend window", "window", lambda ops, _: ops.fill_window(
-            slots, rows, s.lens, accept_lens=kept, **extended
-        ), list(extended.values()), 2 * size(extended["slots_out"])),
-        Op("begin step", "step", lambda ops, _: ops.begin_step(
-            on_host, turn, lens, reserved, slots, reserve_len=reserve, **begun,
-            tables=tables, outs=outs,
-        ), [*begun.values(), *outs], 2 * size(*outs) + size(*begun.values())),
-        Op("end step", "step", lambda ops, _: ops.end_step(
-            rows, s.lens, kept, tokens, seq_lens_table=after, sources=new,
-            tables=tables[:4], packed_out=packed,
-        ), [after, packed, *tables[:4]], 2 * size(*new) + size(packed)),
-        Op("landing", "land", lambda ops, _: ops.land_step(packed, ring, turn), [ring],
-           size(packed)),
-        Op("path features", "step", lambda ops, _: ops.gather_path(
-            features, path, kept, s.lens, **gathered
-        ), list(gathered.values()), 2 * size(gathered["features_out"])),
+        Op(
+            "draft extend window",
+            "window",
+            lambda ops, _: ops.fill_window(slots, rows, s.lens, accept_lens=kept, **extended),
+            list(extended.values()),
+            2 * size(extended["slots_out"]),
+        ),
+        Op(
+            "begin step",
+            "step",
+            lambda ops, _: ops.begin_step(
+                on_host,
+                turn,
+                lens,
+                reserved,
+                slots,
+                reserve_len=reserve,
+                **begun,
+                tables=tables,
+                outs=outs,
+            ),
+            [*begun.values(), *outs],
+            2 * size(*outs) + size(*begun.values()),
+        ),
+        Op(
+            "end step",
+            "step",
+            lambda ops, _: ops.end_step(
+                rows,
+                s.lens,
+                kept,
+                tokens,
+                seq_lens_table=after,
+                sources=new,
+                tables=tables[:4],
+                packed_out=packed,
+            ),
+            [after, packed, *tables[:4]],
+            2 * size(*new) + size(packed),
+        ),
+        Op(
+            "landing",
+            "land",
+            lambda ops, _: ops.land_step(packed, ring, turn),
+            [ring],
+            size(packed),
+        ),
+        Op(
+            "path features",
+            "step",
+            lambda ops, _: ops.gather_path(features, path, kept, s.lens, **gathered),
+            list(gathered.values()),
+            2 * size(gathered["features_out"]),
+        ),
     ]
 
 

@@ -18,8 +18,15 @@ def planned(s: Step, q_len: int, tail_len: int) -> TreeAttention:
     from specattn.kernels.tree_attention import TreeAttention
 
     return TreeAttention(
-        batch=s.batch, q_len=q_len, tail_len=tail_len, num_qo_heads=4 * HEADS,
-        num_kv_heads=HEADS, head_dim=DIM, v_head_dim=DIM, dtype=torch.bfloat16, device="cuda",
+        batch=s.batch,
+        q_len=q_len,
+        tail_len=tail_len,
+        num_qo_heads=4 * HEADS,
+        num_kv_heads=HEADS,
+        head_dim=DIM,
+        v_head_dim=DIM,
+        dtype=torch.bfloat16,
+        device="cuda",
         sm_scale=DIM**-0.5,
     )
 
@@ -58,6 +65,7 @@ def planning(s: Step) -> dict[str, tuple[list[TreeAttention], bool]]:
     step = [planned(s, s.topk, s.topk * (i + 1)) for i in range(s.steps - 1)]
     step += [verify, planned(s, s.steps + 1, s.steps + 1)]
     return {
-        "plan": ([verify], True), "plans of a step": (step, False),
+        "plan": ([verify], True),
+        "plans of a step": (step, False),
         "plans of a step, apart": (step, True),
     }

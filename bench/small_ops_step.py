@@ -83,9 +83,7 @@ class Step:
         for step in range(1, steps):
             first = topk + (step - 1) * topk**2
             above = self.scores.gather(1, self.parents[:, 1 + (step - 1) * topk : 1 + step * topk])
-            fade = 1 - 0.3 * torch.rand(
-                batch, topk, topk, device=self.device, generator=generator
-            )
+            fade = 1 - 0.3 * torch.rand(batch, topk, topk, device=self.device, generator=generator)
             self.scores[:, first : first + topk**2] = (above[:, :, None] * fade).flatten(1)
         self.bonus = self.ints(self.vocab, batch)
         self.tree = {
@@ -96,7 +94,8 @@ class Step:
         self.accepted = {
             "accept_index_out": self.empty(batch, steps + 1).int(),
             "accept_tokens_out": self.empty(batch, steps + 1),
-            "accept_lens_out": self.empty(batch).int(), "bonus_out": self.empty(batch),
+            "accept_lens_out": self.empty(batch).int(),
+            "bonus_out": self.empty(batch),
         }
         twin = importlib.import_module("specattn.kernels.reference.tree")
         self.build(twin)
@@ -110,8 +109,15 @@ class Step:
 
     def build(self, ops: ModuleType, **options: int | None) -> None:
         ops.build_tree(
-            self.scores, self.candidate_tokens, self.parents, self.bonus, self.lens,
-            topk=self.topk, num_draft_tokens=self.nodes, **self.tree, **options,
+            self.scores,
+            self.candidate_tokens,
+            self.parents,
+            self.bonus,
+            self.lens,
+            topk=self.topk,
+            num_draft_tokens=self.nodes,
+            **self.tree,
+            **options,
         )
 
     def follow(self, ops: ModuleType, **options: int | None) -> None:
@@ -121,10 +127,10 @@ class Step:
         """A target that follows the last child everywhere: the longest walk there is."""
         node = torch.arange(self.nodes, device=self.device)
         shift = torch.arange(64, device=self.device)
-        bits = self.tree["words_out"][..., None] >> shift                    # [B, n, W, 64]
+        bits = self.tree["words_out"][..., None] >> shift  # [B, n, W, 64]
         above = (bits & 1).flatten(2)[:, :, : self.nodes].bool()
         above &= node != node[:, None]
-        parent = torch.where(above, node, -1).amax(2)                        # [B, n]
+        parent = torch.where(above, node, -1).amax(2)  # [B, n]
         choice = self.ints(self.vocab, self.batch, self.nodes)
         for child in range(1, self.nodes):
             choice.scatter_(

@@ -65,8 +65,12 @@ def measure(
     recorded = timing.record(stack, calls)
     timing.replay_in_turn([recorded], rounds, 1e9)
     return {
-        "name": name, "us": round(recorded.median, 3),
-        "p10_us": round(recorded.percentile(0.1), 3), "p90_us": round(recorded.percentile(0.9), 3),
-        "rounds": len(recorded.times), "calls": calls, "bytes": moved,
+        "name": name,
+        "us": round(recorded.median, 3),
+        "p10_us": round(recorded.percentile(0.1), 3),
+        "p90_us": round(recorded.percentile(0.9), 3),
+        "rounds": len(recorded.times),
+        "calls": calls,
+        "bytes": moved,
         "launches": launches(lambda: call(0)) if count else None,
     }

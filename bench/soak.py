@@ -64,7 +64,10 @@ class Churn:
     """
 
     def __init__(
-        self, engine: Engine, kinds: Sequence[Request], seed: int,
+        self,
+        engine: Engine,
+        kinds: Sequence[Request],
+        seed: int,
         joining: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.engine, self.kinds, self.joining = engine, kinds, joining
@@ -84,9 +87,12 @@ class Churn:
             first = len(self.kinds) - rare
             picked.append(rng.randrange(first, len(self.kinds)) if last else rng.randrange(first))
         requests = [
-            replace(kind, max_new_tokens=rng.randint(1, kind.max_new_tokens)
-                    if kind.max_new_tokens < self.engine.config.max_context_len
-                    else kind.max_new_tokens)
+            replace(
+                kind,
+                max_new_tokens=rng.randint(1, kind.max_new_tokens)
+                if kind.max_new_tokens < self.engine.config.max_context_len
+                else kind.max_new_tokens,
+            )
             for kind in (self.kinds[at] for at in picked)
         ]
         with self.joining():
@@ -105,10 +111,13 @@ class Churn:
         self.sizes.add(engine.num_live)
         before = {id(result): (kind, result.steps) for kind, result in self.running}
         engine.step(ahead=rng.random() < 0.9)
-        self.gains.append([
-            (*before[id(result)], result.accept_lens[-1]) for _, result in self.running
-            if result.steps > before[id(result)][1]
-        ])
+        self.gains.append(
+            [
+                (*before[id(result)], result.accept_lens[-1])
+                for _, result in self.running
+                if result.steps > before[id(result)][1]
+            ]
+        )
         ended = [item for item in self.running if item[1].finish_reason]
         self.running = [item for item in self.running if not item[1].finish_reason]
         return ended
@@ -131,8 +140,14 @@ class Dice:
 
 
 def soak(
-    engine: Engine, fresh: Engine, plain: Engine, kinds: Sequence[Request], steps: int, *,
-    seed: int = 0, check_every: int = 250,
+    engine: Engine,
+    fresh: Engine,
+    plain: Engine,
+    kinds: Sequence[Request],
+    steps: int,
+    *,
+    seed: int = 0,
+    check_every: int = 250,
     keep: Callable[[dict[str, Any]], None] = lambda report: None,
 ) -> dict[str, Any]:
     """Run ``steps`` steps and check them; returns what was seen.
@@ -184,15 +199,19 @@ def soak(
             marks.append(memory())
         if at % WINDOW == 0:
             keep(_seen(at, begin, churn, found) | {"memory": memory()})
-            print(f"{at} steps, {time.perf_counter() - begin:.0f} s, {found.requests} texts "
-                  "checked", flush=True)
+            print(
+                f"{at} steps, {time.perf_counter() - begin:.0f} s, {found.requests} texts checked",
+                flush=True,
+            )
     window = min(WINDOW, steps // 2)
-    first, last = (
-        acceptance(part, want) for part in (churn.gains[:window], churn.gains[-window:])
-    )
+    first, last = (acceptance(part, want) for part in (churn.gains[:window], churn.gains[-window:]))
     report = _seen(steps, begin, churn, found) | {
-        "slots_lost": 0, "rows_lost": 0, "first_steps": first, "last_steps": last,
-        "memory_warm": marks[0], "memory_end": marks[-1],
+        "slots_lost": 0,
+        "rows_lost": 0,
+        "first_steps": first,
+        "last_steps": last,
+        "memory_warm": marks[0],
+        "memory_end": marks[-1],
     }
     if not fixed:
         report["steps_by_setting"] = {
@@ -208,21 +227,29 @@ def soak(
 
 def _seen(steps: int, begin: float, churn: Churn, found: Found) -> dict[str, Any]:
     return {
-        "passed": False, "steps": steps, "joins": churn.joins,
+        "passed": False,
+        "steps": steps,
+        "joins": churn.joins,
         "seconds": round(time.perf_counter() - begin, 1),
-        "batch_sizes": sorted(churn.sizes), **vars(found),
+        "batch_sizes": sorted(churn.sizes),
+        **vars(found),
     }
 
 
 def kinds_of(prompts: Sequence[Sequence[int]], new: int, context: int) -> list[Request]:
     """Return greedy and drawn requests of every prompt, and a sixteenth that fill the context."""
     drawing = (
-        SamplingParams(), SamplingParams(1.0, seed=5), SamplingParams(),
-        SamplingParams(0.7, top_p=0.9, seed=6), SamplingParams(), SamplingParams(1.2, 20, seed=7),
+        SamplingParams(),
+        SamplingParams(1.0, seed=5),
+        SamplingParams(),
+        SamplingParams(0.7, top_p=0.9, seed=6),
+        SamplingParams(),
+        SamplingParams(1.2, 20, seed=7),
     )
     found = [
         Request(prompt, new, drawing[(turn + at) % len(drawing)], ignore_eos=True)
-        for turn in (0, 1) for at, prompt in enumerate(prompts)
+        for turn in (0, 1)
+        for at, prompt in enumerate(prompts)
     ]
     long = [replace(kind, max_new_tokens=context) for kind in found[: max(1, len(found) // 15)]]
     return [*found, *long]
@@ -253,13 +280,18 @@ def main() -> None:
 
     plain, fresh = engine((0, 1, 1)), engine(TREE)
     report: dict[str, Any] = {
-        "machine": machine(args.commit), "dtype": "float32", "tree": TREE, "rows": args.rows,
+        "machine": machine(args.commit),
+        "dtype": "float32",
+        "tree": TREE,
+        "rows": args.rows,
         "seed": args.seed,
     }
+
     def keep(part: str) -> Callable[[dict[str, Any]], None]:
         def write(seen: dict[str, Any]) -> None:
             report[part] = seen
             args.out.write_text(json.dumps(report, indent=1) + "\n")
+
         return write
 
     others = [SpecConfig(*tree, CONTEXT, args.rows) for tree in OTHERS]
@@ -271,7 +303,12 @@ def main() -> None:
     }
     for at, (part, (steps, options)) in enumerate(runs.items()):
         soak(
-            engine(TREE, **options), fresh, plain, kinds, steps, seed=args.seed + at,
+            engine(TREE, **options),
+            fresh,
+            plain,
+            kinds,
+            steps,
+            seed=args.seed + at,
             keep=keep(part),
         )
         print(json.dumps(report[part]), flush=True)

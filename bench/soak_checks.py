@@ -94,16 +94,21 @@ def acceptance(
     """
     taken = [
         (gained, want[kind].accept_lens[at])
-        for step in gains for kind, at, gained in step if at < len(want[kind].accept_lens)
+        for step in gains
+        for kind, at, gained in step
+        if at < len(want[kind].accept_lens)
     ]
     numbers = [gained for gained, _ in taken]
     error = statistics.stdev(numbers) / math.sqrt(len(numbers)) if len(numbers) > 1 else 0.0
     return {
-        "mean": statistics.fmean(numbers), "standard_error": error,
+        "mean": statistics.fmean(numbers),
+        "standard_error": error,
         "fresh": statistics.fmean(alone for _, alone in taken),
         "kinds": statistics.fmean(
             statistics.fmean(want[kind].accept_lens)
-            for step in gains for kind, at, _ in step if at < len(want[kind].accept_lens)
+            for step in gains
+            for kind, at, _ in step
+            if at < len(want[kind].accept_lens)
         ),
     }
 
@@ -113,8 +118,10 @@ def memory() -> dict[str, int]:
     found = {"rss_kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-        found |= {"allocated": torch.cuda.memory_allocated(),
-                  "reserved": torch.cuda.memory_reserved()}
+        found |= {
+            "allocated": torch.cuda.memory_allocated(),
+            "reserved": torch.cuda.memory_reserved(),
+        }
     return found
 
 

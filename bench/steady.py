@@ -53,8 +53,12 @@ JOIN_EVERY = 8
 ASKED_US = 60.0
 # launches that a spread is told of, at the least
 FEW = 50
-COUNTERS = ("allocation.all.allocated", "segment.all.allocated", "num_device_alloc",
-            "num_alloc_retries")
+COUNTERS = (
+    "allocation.all.allocated",
+    "segment.all.allocated",
+    "num_device_alloc",
+    "num_alloc_retries",
+)
 
 
 @contextmanager
@@ -109,8 +113,15 @@ class Churn:
     """
 
     def __init__(
-        self, world: World, setting: Setting, batch: int, context: int, new: int, length: int,
-        *, rehearses: bool,
+        self,
+        world: World,
+        setting: Setting,
+        batch: int,
+        context: int,
+        new: int,
+        length: int,
+        *,
+        rehearses: bool,
     ) -> None:
         self.world, self.batch, self.context, self.new = world, batch, context, new
         self.length, self.rng, self.rehearses = length, random.Random(0), rehearses
@@ -152,8 +163,11 @@ class Churn:
         self.sizes.add(len(rows))
         self.finish(partial(self._rehearse, rows, lens) if self.rehearses else None)
         self._before = taking_part, pending
-        return {"host_us": (launched - reserved) / 1e3, "reserve_us": (reserved - begin) / 1e3,
-                "loop_us": looped}
+        return {
+            "host_us": (launched - reserved) / 1e3,
+            "reserve_us": (reserved - begin) / 1e3,
+            "loop_us": looped,
+        }
 
     def _rehearse(self, rows: list[int], lens: list[int]) -> None:
         if self.decoder.rehearse(rows):
@@ -212,8 +226,13 @@ def run(churn: Churn, steps: int, calm_us: float) -> dict[str, Any]:
     assert not any(counts.values()), f"allocated while stepping: {counts}"
     calm = [one["host_us"] for one in found if one["loop_us"] <= NOISY * calm_us]
     return {
-        "steps": steps, "joined": churn.joined, "ended": churn.ended, "short": churn.short,
-        "sizes": sorted(churn.sizes), "us": round(seconds * 1e6 / steps, 1), "allocations": 0,
+        "steps": steps,
+        "joined": churn.joined,
+        "ended": churn.ended,
+        "short": churn.short,
+        "sizes": sorted(churn.sizes),
+        "us": round(seconds * 1e6 / steps, 1),
+        "allocations": 0,
         **{name: _spread([one[name] for one in found]) for name in found[0]},
         "within": _within([one["host_us"] for one in found]),
         "calm": {"share": round(len(calm) / steps, 4)}
@@ -246,8 +265,12 @@ def _within(times: list[float]) -> float:
 
 def _spread(times: list[float]) -> dict[str, float]:
     cuts = statistics.quantiles(times, n=100)
-    return {"median": round(statistics.median(times), 2), "p10": round(cuts[9], 2),
-            "p90": round(cuts[89], 2), "p99": round(cuts[98], 2)}
+    return {
+        "median": round(statistics.median(times), 2),
+        "p10": round(cuts[9], 2),
+        "p90": round(cuts[89], 2),
+        "p99": round(cuts[98], 2),
+    }
 
 
 def emptied(world: World) -> World:
@@ -274,23 +297,33 @@ def main() -> None:
     shape = shapes(room + 128)[MODEL]
     world = emptied(World(shape, [room] * max(batches), torch.device("cuda")))
     record: dict[str, Any] = {
-        "format": 1, "machine": machine(options.commit), "model": MODEL,
-        "context": options.context, "calm_loop_us": calm_loop(), "cells": [],
+        "format": 1,
+        "machine": machine(options.commit),
+        "model": MODEL,
+        "context": options.context,
+        "calm_loop_us": calm_loop(),
+        "cells": [],
     }
     for setting, batch, rehearses in product(settings, batches, (False, True)):
         length = min(setting.steps + 1, options.length)
         with calm_core():
-            churn = Churn(
-                world, setting, batch, options.context, NEW, length, rehearses=rehearses
-            )
-            cell = {"setting": setting.name, "batch": batch, "length": length,
-                    "rehearsed": rehearses, **run(churn, options.steps, record["calm_loop_us"])}
+            churn = Churn(world, setting, batch, options.context, NEW, length, rehearses=rehearses)
+            cell = {
+                "setting": setting.name,
+                "batch": batch,
+                "length": length,
+                "rehearsed": rehearses,
+                **run(churn, options.steps, record["calm_loop_us"]),
+            }
         record["cells"].append(cell)
         host, calm, how = cell["host_us"], cell["calm"], "rehearsed" if rehearses else "slept"
-        print(f"{setting.name:12} {batch:3} x {options.context}, {how:9}: {cell['us']:9.1f} us a "
-              f"step, host {host['median']:.1f} (p90 {host['p90']:.1f}), {cell['within']:.1%} "
-              f"within {ASKED_US:.0f}, {calm.get('median')} on a calm host ({calm['share']:.0%}); "
-              f"{cell['joined']} joined, {cell['ended']} ended", flush=True)
+        print(
+            f"{setting.name:12} {batch:3} x {options.context}, {how:9}: {cell['us']:9.1f} us a "
+            f"step, host {host['median']:.1f} (p90 {host['p90']:.1f}), {cell['within']:.1%} "
+            f"within {ASKED_US:.0f}, {calm.get('median')} on a calm host ({calm['share']:.0%}); "
+            f"{cell['joined']} joined, {cell['ended']} ended",
+            flush=True,
+        )
         write(record, options.out)
         del churn
         free()

@@ -133,9 +133,16 @@ def measured(
     captured = time.perf_counter() - begin
     print(f"{name} {setting.name}: error {error:.1e}, captured in {captured:.1f} s", flush=True)
     for batch, context, fits in cells:
-        cell = {"model": name, "setting": setting.name, "topk": setting.topk,
-                "steps": setting.steps, "nodes": setting.nodes, "batch": batch,
-                "context": context, "error": round(error, 5)}
+        cell = {
+            "model": name,
+            "setting": setting.name,
+            "topk": setting.topk,
+            "steps": setting.steps,
+            "nodes": setting.nodes,
+            "batch": batch,
+            "context": context,
+            "error": round(error, 5),
+        }
         if not fits:
             yield cell | {"skipped": f"keys and values of {batch * context} tokens do not fit"}
             continue
@@ -143,11 +150,15 @@ def measured(
         stepper.force(length)
         check_advance(stepper)
         read = world.read_bytes(setting, batch, context)
-        cell |= {"length": length, **options.patience.calmest(stepper, options.rounds),
-                 **launched(stepper, options.rounds), "bytes": read,
-                 **_rehearsed(stepper, options),
-                 "operations": world.operations(setting, batch),
-                 "floor_us": round(sum(read.values()) / copy_tb_s / 1e6, 2)}
+        cell |= {
+            "length": length,
+            **options.patience.calmest(stepper, options.rounds),
+            **launched(stepper, options.rounds),
+            "bytes": read,
+            **_rehearsed(stepper, options),
+            "operations": world.operations(setting, batch),
+            "floor_us": round(sum(read.values()) / copy_tb_s / 1e6, 2),
+        }
         if _shown(cell):
             cell["by_length"] = _lengths(stepper, options)
         stepper.check()
@@ -176,9 +187,7 @@ def trace(
     accept = world.forced(length)
     decoder = world.decoder(setting, sorted({cell["batch"] for cell in cells}), accept)
     for cell in cells:
-        stepper = Stepper(
-            decoder, world.admit(decoder, cell["batch"], cell["context"]), accept
-        )
+        stepper = Stepper(decoder, world.admit(decoder, cell["batch"], cell["context"]), accept)
         stepper.force(length)
         stepper.both()
         stepper.finish()
@@ -187,9 +196,11 @@ def trace(
         stepper.check()
         cell["trace"] = found
         parts = " ".join(f"{name} {us:.0f}" for name, us in found["divided"].items())
-        print(f"  {cell['model']} {cell['setting']:12} {cell['batch']:3} x {cell['context']:5} "
-              f"{found['us']:9.1f} us  {parts}  gaps {found['gaps_over_2us']['share']:.2%}",
-              flush=True)
+        print(
+            f"  {cell['model']} {cell['setting']:12} {cell['batch']:3} x {cell['context']:5} "
+            f"{found['us']:9.1f} us  {parts}  gaps {found['gaps_over_2us']['share']:.2%}",
+            flush=True,
+        )
 
 
 def _lengths(stepper: Stepper, options: argparse.Namespace) -> dict[str, float]:
@@ -203,15 +214,19 @@ def _lengths(stepper: Stepper, options: argparse.Namespace) -> dict[str, float]:
 
 
 def _print(cell: dict[str, Any]) -> None:
-    text = (f"  {cell['model']} {cell['setting']:12} {cell['batch']:3} x {cell['context']:5} "
-            f"{cell['us']:9.1f} us  floor {cell['floor_us']:9.1f}  "
-            f"{cell['us'] / cell['floor_us']:.3f}x  host {cell['host_us']:6.1f} "
-            f"{cell['host_rehearsed_us']:6.1f} {cell['host_idle_us']:6.1f}")
+    text = (
+        f"  {cell['model']} {cell['setting']:12} {cell['batch']:3} x {cell['context']:5} "
+        f"{cell['us']:9.1f} us  floor {cell['floor_us']:9.1f}  "
+        f"{cell['us'] / cell['floor_us']:.3f}x  host {cell['host_us']:6.1f} "
+        f"{cell['host_rehearsed_us']:6.1f} {cell['host_idle_us']:6.1f}"
+    )
     print(text, flush=True)
 
 
 def run(
-    models: dict[str, Shape], make: Callable[[Shape], World], options: argparse.Namespace,
+    models: dict[str, Shape],
+    make: Callable[[Shape], World],
+    options: argparse.Namespace,
     copy_tb_s: float,
 ) -> Iterator[dict[str, Any]]:
     """Measure models one after the other, each plainly first."""
@@ -231,7 +246,9 @@ def run(
 
 
 def trace_all(
-    models: dict[str, Shape], make: Callable[[Shape], World], options: argparse.Namespace,
+    models: dict[str, Shape],
+    make: Callable[[Shape], World],
+    options: argparse.Namespace,
     cells: list[dict[str, Any]],
 ) -> Iterator[Setting]:
     """Trace every cell that was measured, setting by setting, which are yielded when they are done.
@@ -241,10 +258,17 @@ def trace_all(
     for name, shape in models.items():
         world = make(shape)
         for setting in _settings(options):
-            trace(world, setting, [
-                cell for cell in cells if "skipped" not in cell
-                and (cell["model"], cell["setting"]) == (name, setting.name)
-            ], options)
+            trace(
+                world,
+                setting,
+                [
+                    cell
+                    for cell in cells
+                    if "skipped" not in cell
+                    and (cell["model"], cell["setting"]) == (name, setting.name)
+                ],
+                options,
+            )
             yield setting
         del world
         free()
@@ -267,8 +291,12 @@ def compile_share(share: str, options: argparse.Namespace) -> None:
     # a kernel is compiled for strides' divisibility, so widths stay and only the depth is cut
     found = shapes(max(rooms(options.places)) + 128, layers=4)
     batches = sorted({batch for batch, _, _ in options.places})
-    jobs = [(name, setting, batch) for setting in reversed((PLAIN, *SETTINGS))
-            for name in options.models.split(",") for batch in batches]
+    jobs = [
+        (name, setting, batch)
+        for setting in reversed((PLAIN, *SETTINGS))
+        for name in options.models.split(",")
+        for batch in batches
+    ]
     for name, shape in found.items():
         mine = [job for job in jobs[index::count] if job[0] == name]
         if mine:
@@ -290,8 +318,14 @@ def main() -> None:
     parser.add_argument("--batch", default=",".join(map(str, BATCHES)))
     parser.add_argument("--context", default=",".join(map(str, CONTEXTS)))
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--patience", type=float, default=90.0, metavar="SECONDS", dest="seconds",
-                        help="how long to wait in all for a host that others hold up")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=90.0,
+        metavar="SECONDS",
+        dest="seconds",
+        help="how long to wait in all for a host that others hold up",
+    )
     parser.add_argument("--length", type=int, default=4, help="tokens to gain per step, at most")
     parser.add_argument("--no-trace", dest="trace", action="store_false")
     parser.add_argument("--compile", metavar="I/N")
@@ -311,8 +345,11 @@ def main() -> None:
     from bench.suite import roofs
 
     record: dict[str, Any] = {
-        "format": 1, "machine": machine(options.commit), "rounds": options.rounds,
-        "roofs": roofs.measure(options.rounds), "cells": [],
+        "format": 1,
+        "machine": machine(options.commit),
+        "rounds": options.rounds,
+        "roofs": roofs.measure(options.rounds),
+        "cells": [],
     }
     torch.cuda.empty_cache()
     lens = rooms(options.places)

@@ -20,17 +20,24 @@ if TYPE_CHECKING:
 
 @triton.jit
 def _force_kernel(
-    best,       # [B, N] int64: the target's choices, changed in place
-    tokens,     # [B, N] int64
+    best,  # [B, N] int64: the target's choices, changed in place
+    tokens,  # [B, N] int64
     positions,  # [B, N] int64
-    words,      # [B, N, W] int64
-    lens,       # [B] int32
-    shallow,    # [B] int32, in place
-    lowest, nodes, stride_best, stride_tokens, stride_positions, stride_words, stride_node,
-    DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+    words,  # [B, N, W] int64
+    lens,  # [B] int32
+    shallow,  # [B] int32, in place
+    lowest,
+    nodes,
+    stride_best,
+    stride_tokens,
+    stride_positions,
+    stride_words,
+    stride_node,
+    DEPTH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)                                                 # [BLOCK]
+    at = tl.arange(0, BLOCK)  # [BLOCK]
     ok = at < nodes
     # tokens that no node has: nothing is accepted by chance
     choice = tl.maximum(tl.load(best + row * stride_best + at, mask=ok, other=0), lowest)
@@ -61,9 +68,22 @@ def launch(
     """
     nodes, words = best.shape[1], tree.words
     _force_kernel[(len(best),)](
-        best, tree.tokens, tree.positions, words, lens, shallow, lowest, nodes,
-        best.stride(0), tree.tokens.stride(0), tree.positions.stride(0), words.stride(0),
-        words.stride(1), DEPTH=steps, BLOCK=triton.next_power_of_2(nodes), num_warps=1,
+        best,
+        tree.tokens,
+        tree.positions,
+        words,
+        lens,
+        shallow,
+        lowest,
+        nodes,
+        best.stride(0),
+        tree.tokens.stride(0),
+        tree.positions.stride(0),
+        words.stride(0),
+        words.stride(1),
+        DEPTH=steps,
+        BLOCK=triton.next_power_of_2(nodes),
+        num_warps=1,
     )
 
 
@@ -74,10 +94,10 @@ def twin(
     node = torch.arange(best.shape[1], device=best.device)
     depth = tree.positions - tree.positions[:, :1]
     words = tree.words[torch.arange(len(best), device=best.device), depth.argmax(1)]
-    path = ((words[:, node // 64] >> (node % 64)) & 1) != 0                 # [B, n]
+    path = ((words[:, node // 64] >> (node % 64)) & 1) != 0  # [B, n]
     shallow[: len(best)] += (depth.amax(1) < lens[: len(best)] - 1).int()
     after = path[:, None] & (depth[:, None] == depth[:, :, None] + 1)
-    after &= (depth[:, None] < lens[: len(best), None, None])               # [B, n, child]
+    after &= depth[:, None] < lens[: len(best), None, None]  # [B, n, child]
     wanted = torch.where(after, tree.tokens[:, None], 0).sum(-1)
     best.copy_(torch.where(path & after.any(-1), wanted, best.clamp(min=lowest)))
 
@@ -107,8 +127,13 @@ class Forced:
         self.shallow = torch.zeros_like(lens)
 
     def __call__(
-        self, tree: DraftTree, logits: Tensor, seq_lens: Tensor, config: SpecConfig,
-        sampling: SamplingBatch, out: AcceptResult,
+        self,
+        tree: DraftTree,
+        logits: Tensor,
+        seq_lens: Tensor,
+        config: SpecConfig,
+        sampling: SamplingBatch,
+        out: AcceptResult,
     ) -> AcceptResult:
         """Write ``out``."""
         best = ops("choose", logits.device).argmax_tokens(logits.flatten(0, 1))
@@ -116,9 +141,14 @@ class Forced:
         force = launch if logits.is_cuda else twin
         force(best, tree, self.lens, self.shallow, self.lowest, config.num_steps)
         ops("accept", logits.device).accept_greedy(
-            tree.tokens, tree.retrieve_next_token, tree.retrieve_next_sibling, best,
-            accept_index_out=out.accept_index, accept_tokens_out=out.accept_tokens,
-            accept_lens_out=out.accept_lens, bonus_out=out.bonus_tokens,
+            tree.tokens,
+            tree.retrieve_next_token,
+            tree.retrieve_next_sibling,
+            best,
+            accept_index_out=out.accept_index,
+            accept_tokens_out=out.accept_tokens,
+            accept_lens_out=out.accept_lens,
+            bonus_out=out.bonus_tokens,
         )
         return out
 
@@ -127,8 +157,13 @@ class Watched(Forced):
     """One that also keeps what it saw; for eager steps."""
 
     def __call__(
-        self, tree: DraftTree, logits: Tensor, seq_lens: Tensor, config: SpecConfig,
-        sampling: SamplingBatch, out: AcceptResult,
+        self,
+        tree: DraftTree,
+        logits: Tensor,
+        seq_lens: Tensor,
+        config: SpecConfig,
+        sampling: SamplingBatch,
+        out: AcceptResult,
     ) -> AcceptResult:
         """Write ``out``."""
         self.seen = tree.tokens.clone(), tree.positions.clone(), tree.words.clone(), logits.clone()

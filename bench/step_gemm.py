@@ -37,21 +37,37 @@ if TYPE_CHECKING:
     from specattn.spec.verify_program import BoundVerify
 
 LLAMA_8B = {
-    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
-    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-    "max_position_embeddings": 40960, "rope_theta": 500000.0,
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rope_theta": 500000.0,
 }
 # rows and columns of the weights; draft: the EAGLE-3 head of the same model
 SHAPES = {
-    "qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336),
-    "lm_head": (128256, 4096), "draft fc": (4096, 12288), "draft qkv": (6144, 8192),
+    "qkv": (6144, 4096),
+    "o": (4096, 4096),
+    "gate_up": (28672, 4096),
+    "down": (4096, 14336),
+    "lm_head": (128256, 4096),
+    "draft fc": (4096, 12288),
+    "draft qkv": (6144, 8192),
     "draft lm_head": (32000, 4096),
 }
 ROWS = (1, 4, 16, 64, 96, 128)
 CYCLED = 500e6
 # batch, nodes, context
 FORWARDS = (
-    (1, 1, 4096), (1, 16, 1024), (1, 16, 4096), (1, 16, 32768), (4, 16, 4096), (16, 6, 4096),
+    (1, 1, 4096),
+    (1, 16, 1024),
+    (1, 16, 4096),
+    (1, 16, 32768),
+    (4, 16, 4096),
+    (16, 6, 4096),
     (8, 16, 4096),
 )
 
@@ -81,7 +97,9 @@ def products(rounds: int, roof: dict[str, float]) -> list[dict[str, Any]]:
             stream = stream_gated if name == "gate_up" else stream_linear
             ways: dict[str, Callable[[Tensor, Tensor], Any]] = {"torch": linear, "stream": stream}
             cell: dict[str, Any] = {
-                "shape": name, "rows": rows, "floor_us": weights[0].nbytes / roof["read"] / 1e6
+                "shape": name,
+                "rows": rows,
+                "floor_us": weights[0].nbytes / roof["read"] / 1e6,
             }
             for way, call in ways.items():
                 cell[f"{way}_us"] = _stack(call, x, weights, rounds)
@@ -114,7 +132,8 @@ def _error(got: Tensor, x: Tensor, weight: Tensor) -> float:
 def _line(cell: dict[str, Any]) -> str:
     ways = " ".join(
         f"{key[:-3]} {value:7.2f} ({cell['floor_us'] / value:4.0%})"
-        for key, value in cell.items() if key.endswith("_us") and key != "floor_us"
+        for key, value in cell.items()
+        if key.endswith("_us") and key != "floor_us"
     )
     errors = " ".join(f"{v:.1e}" for key, v in cell.items() if key.endswith("_error"))
     return f"{cell['shape']:14} {cell['rows']:3} floor {cell['floor_us']:7.2f} {ways} {errors}"
@@ -147,10 +166,12 @@ def bound_target(target: FusedTarget, batch: int, nodes: int, context: int) -> B
     lens = torch.full((batch,), context, dtype=torch.int32, device=device)
     words = torch.tensor([(2 << i) - 1 if i < 63 else -1 for i in range(nodes)], device=device)
     bound.copy_in(
-        batch, tokens=torch.randint(1, 1000, (batch, nodes), device=device),
+        batch,
+        tokens=torch.randint(1, 1000, (batch, nodes), device=device),
         positions=(lens[:, None] + torch.arange(nodes, device=device)).long(),
         tail_words=words[None, :, None].expand(batch, nodes, 1).contiguous(),
-        req_pool_indices=torch.arange(1, batch + 1, device=device), seq_lens=lens,
+        req_pool_indices=torch.arange(1, batch + 1, device=device),
+        seq_lens=lens,
     )
     bound.schedule(lens.cpu())
     bound.fill()
@@ -174,7 +195,9 @@ def forwards(target: FusedTarget, rounds: int, roof: dict[str, float]) -> list[d
         bound = bound_target(target, batch, nodes, context)
         bytes_read = floor_bytes(target, batch, context)
         cell: dict[str, Any] = {
-            "batch": batch, "nodes": nodes, "context": context,
+            "batch": batch,
+            "nodes": nodes,
+            "context": context,
             "floor_us": bytes_read / roof["copy"] / 1e6,
         }
         outputs = {}
@@ -188,11 +211,16 @@ def forwards(target: FusedTarget, rounds: int, roof: dict[str, float]) -> list[d
         )
         found.append(cell)
         layers = len(target.layers)
-        print(f"forward {batch} x {context} {nodes:2} nodes: floor {cell['floor_us']:.0f}", *(
-            f"{name} {cell[f'{name}_us']:.0f} ({cell[f'{name}_us'] / cell['floor_us']:.3f}x, "
-            f"{(cell[f'{name}_us'] - cell['floor_us']) / layers:+.1f}/layer)"
-            for name in ("torch", "stream")
-        ), f"apart {cell['apart']:.1e}", flush=True)
+        print(
+            f"forward {batch} x {context} {nodes:2} nodes: floor {cell['floor_us']:.0f}",
+            *(
+                f"{name} {cell[f'{name}_us']:.0f} ({cell[f'{name}_us'] / cell['floor_us']:.3f}x, "
+                f"{(cell[f'{name}_us'] - cell['floor_us']) / layers:+.1f}/layer)"
+                for name in ("torch", "stream")
+            ),
+            f"apart {cell['apart']:.1e}",
+            flush=True,
+        )
     return found
 
 

@@ -19,7 +19,11 @@ PIECE = 2**14
 
 
 def tree_logits(
-    model: FusedTarget, pool: KVPool, slots: Tensor, tokens: Tensor, positions: Tensor,
+    model: FusedTarget,
+    pool: KVPool,
+    slots: Tensor,
+    tokens: Tensor,
+    positions: Tensor,
     words: Tensor,
 ) -> Tensor:
     """Return the logits after every node of one request's tree.
@@ -44,7 +48,7 @@ def tree_logits(
     """
     count, context = len(tokens), len(slots)
     node = torch.arange(count, device=tokens.device)
-    sees = (words[:, node // 64] >> (node % 64)) & 1                         # [n, n]
+    sees = (words[:, node // 64] >> (node % 64)) & 1  # [n, n]
     mask = torch.cat([sees.new_ones(count, context), sees], dim=1).bool()
     x = model.embed_tokens.weight[tokens].double()
     for layer, block in enumerate(model.blocks):
@@ -71,10 +75,11 @@ def _attend(
     shape, turn = block.geometry, block.rotation
     heads = shape.num_qo_heads, shape.num_kv_heads, shape.num_kv_heads
     parts = (h @ block.qkv.double().T).unflatten(-1, (-1, shape.head_dim))
-    q, k, v = parts.split(heads, dim=1)                                      # [n, heads, D]
+    q, k, v = parts.split(heads, dim=1)  # [n, heads, D]
     if turn.norms is not None:
-        q, k = (_norm(part, weight, turn.eps) for part, weight in zip((q, k), turn.norms,
-                                                                      strict=True))
+        q, k = (
+            _norm(part, weight, turn.eps) for part, weight in zip((q, k), turn.norms, strict=True)
+        )
     cosine, sine = turn.table[positions].double()[:, None].chunk(2, dim=-1)
 
     def rotated(part: Tensor) -> Tensor:

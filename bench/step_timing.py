@@ -149,7 +149,8 @@ def timed(stepper: Stepper, rounds: int, *, rehearsed: bool = False) -> dict[str
     times = sorted(between(*span) for span in spans[WARM:])
     launches = sorted(hosts[WARM:])
     return {
-        "us": round(statistics.median(times), 2), "p10_us": round(times[rounds // 10], 2),
+        "us": round(statistics.median(times), 2),
+        "p10_us": round(times[rounds // 10], 2),
         "p90_us": round(times[9 * rounds // 10], 2),
         "host_us": round(statistics.median(launches), 2),
         "host_p10_us": round(launches[rounds // 10], 2),

@@ -54,18 +54,23 @@ def shapes(longest: int, layers: int | None = None) -> dict[str, Shape]:
     from transformers import LlamaConfig, Qwen3Config
 
     sizes: dict[str, Any] = {
-        "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
         "max_position_embeddings": longest,
     }
     llama = sizes | {"vocab_size": 128256, "intermediate_size": 14336, "rope_theta": 500000.0}
     qwen = sizes | {"vocab_size": 151936, "intermediate_size": 12288, "rope_theta": 1000000.0}
     return {
         "Llama-3.1-8B": Shape(
-            "Llama-3.1-8B", LlamaConfig(**llama, num_hidden_layers=layers or 32),
+            "Llama-3.1-8B",
+            LlamaConfig(**llama, num_hidden_layers=layers or 32),
             LlamaConfig(**llama, num_hidden_layers=1),
         ),
         "Qwen3-8B": Shape(
-            "Qwen3-8B", Qwen3Config(**qwen, num_hidden_layers=layers or 36),
+            "Qwen3-8B",
+            Qwen3Config(**qwen, num_hidden_layers=layers or 36),
             LlamaConfig(**qwen, num_hidden_layers=1),
         ),
     }
@@ -109,8 +114,12 @@ class World:
     """
 
     def __init__(
-        self, shape: Shape, rooms: Sequence[int], device: torch.device,
-        dtype: torch.dtype = torch.bfloat16, backend: str = "triton",
+        self,
+        shape: Shape,
+        rooms: Sequence[int],
+        device: torch.device,
+        dtype: torch.dtype = torch.bfloat16,
+        backend: str = "triton",
     ) -> None:
         self.device, self.rooms = device, list(rooms)
         torch.manual_seed(0)
@@ -151,13 +160,21 @@ class World:
         """Capture a setting."""
         config = setting.config(self.longest, len(self.rows))
         draft = self.draft if setting.steps else None
-        dims = StateDims.of(self.head if setting.steps else None, setting.topk,
-                            draft_sampling=False)
+        dims = StateDims.of(
+            self.head if setting.steps else None, setting.topk, draft_sampling=False
+        )
         states = RequestStates.alloc(len(self.rows) + 1, dims, self.device)
         return StepDecoder(
-            self.target if setting.steps else self.plain, draft, config, self.table, states,
-            features=self.head.feature_size if setting.steps else 0, buckets=buckets,
-            record=record, recorder=self._recorder, accept=accept,
+            self.target if setting.steps else self.plain,
+            draft,
+            config,
+            self.table,
+            states,
+            features=self.head.feature_size if setting.steps else 0,
+            buckets=buckets,
+            record=record,
+            recorder=self._recorder,
+            accept=accept,
         )
 
     def forced(self, length: int, kind: type[Forced] = Forced) -> Forced:
@@ -180,15 +197,18 @@ class World:
         if decoder.draft is not None:
             first = torch.rand(count, vocab, device=self.device).topk(topk, dim=1).indices
             state = DraftState(
-                torch.tensor([FIRST * NEXT**i for i in range(topk)], device=self.device)
-                .expand(count, topk),
-                first, torch.randn(count, dims.shape[1], device=self.device).to(dims.dtype),
+                torch.tensor([FIRST * NEXT**i for i in range(topk)], device=self.device).expand(
+                    count, topk
+                ),
+                first,
+                torch.randn(count, dims.shape[1], device=self.device).to(dims.dtype),
                 torch.empty(count, 0, device=self.device),
             )
         decoder.states.admit(
             torch.tensor(rows, device=self.device),
             torch.full((count,), context, dtype=torch.int32, device=self.device),
-            torch.randint(1, vocab, (count,), device=self.device), state,
+            torch.randint(1, vocab, (count,), device=self.device),
+            state,
             SamplingBatch.of([SamplingParams()] * count, self.device),
         )
 
@@ -198,6 +218,7 @@ class World:
         Every weight once per forward that reads it, and every layer's keys and values of the
         context once per forward.
         """
+
         def cached(pool: KVPool) -> int:
             return batch * context * (pool.k[:, 0].nbytes + pool.v[:, 0].nbytes)
 

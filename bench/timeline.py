@@ -115,10 +115,19 @@ def write(trace: Trace, path: Path) -> None:
     kernels = [
         [names[k.name], round(k.start - first, 3), round(k.us, 3), k.stream] for k in trace.kernels
     ]
-    path.write_text(json.dumps({
-        "device": trace.device, "steps": trace.steps, "untraced_us": trace.untraced_us,
-        "names": [name[:MOST_NAME] for name in names], "kernels": kernels,
-    }, separators=(",", ":")) + "\n")
+    path.write_text(
+        json.dumps(
+            {
+                "device": trace.device,
+                "steps": trace.steps,
+                "untraced_us": trace.untraced_us,
+                "names": [name[:MOST_NAME] for name in names],
+                "kernels": kernels,
+            },
+            separators=(",", ":"),
+        )
+        + "\n"
+    )
 
 
 def record(step: Callable[[], object], path: Path, *, steps: int = 3, timed: int = 20) -> Trace:
@@ -197,7 +206,8 @@ def phases_of(kernels: Sequence[Kernel]) -> list[str]:
     first = kernels[0].stream
     for stream in streams:
         own = [
-            at for at, kernel in enumerate(kernels)
+            at
+            for at, kernel in enumerate(kernels)
             if (kernel.stream if kernel.stream in streams else first) == stream
         ]
         for at, phase in zip(own, _phases([kernels[at] for at in own]), strict=True):
@@ -226,7 +236,8 @@ def _phases(kernels: Sequence[Kernel]) -> list[str]:
     accept = gemms[-1] + 1 if gemms else accept
     begins = (0, draft, tree, verify, accept, extend, count)
     return [
-        phase for phase, (begin, end) in zip(PHASES, pairwise(begins), strict=True)
+        phase
+        for phase, (begin, end) in zip(PHASES, pairwise(begins), strict=True)
         for _ in range(begin, end)
     ]
 
@@ -282,10 +293,14 @@ def numbers(trace: Trace, step: Step) -> dict[str, Any]:
     for kernel, phase in zip(step.kernels, step.phases, strict=True):
         totals[kernel.name[:MOST_NAME], phase].append(kernel.us)
     return {
-        "device": trace.device, "us": round(step.us, 3), "untraced_us": trace.untraced_us,
+        "device": trace.device,
+        "us": round(step.us, 3),
+        "untraced_us": trace.untraced_us,
         "after_us": None if step.after_us is None else round(step.after_us, 3),
         "gaps_over_2us": {
-            "count": len(long), "us": round(sum(long), 3), "share": round(sum(long) / step.us, 5),
+            "count": len(long),
+            "us": round(sum(long), 3),
+            "share": round(sum(long) / step.us, 5),
         },
         "phases": {p: {c: round(us, 3) for c, us in row.items()} for p, row in cells.items()},
         "by_name": [
@@ -309,9 +324,12 @@ def markdown(found: dict[str, Any]) -> str:
         lines.append(f"| {phase} | {cells} | {sum(row.values()):.1f} |")
     gap = found["gaps_over_2us"]
     untraced = found["untraced_us"]
-    lines += ["", f"{len(found['kernels'])} kernels, gaps over {SHORT_GAP_US:g} us: "
-              f"{gap['count']}, {gap['us']:.1f} us, {gap['share']:.2%} of the step's "
-              f"{found['us']:.1f} us" + (f" ({untraced:.1f} untraced)" if untraced else "")]
+    lines += [
+        "",
+        f"{len(found['kernels'])} kernels, gaps over {SHORT_GAP_US:g} us: "
+        f"{gap['count']}, {gap['us']:.1f} us, {gap['share']:.2%} of the step's "
+        f"{found['us']:.1f} us" + (f" ({untraced:.1f} untraced)" if untraced else ""),
+    ]
     return "\n".join(lines)
 
 

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
     from bench.timeline import Step, Trace
 
-COLORS = dict(zip(
-    PHASES, ("#7f8c8d", "#2471a3", "#6c3483", "#c0392b", "#b7950b", "#1e8449"), strict=True
-))
+COLORS = dict(
+    zip(PHASES, ("#7f8c8d", "#2471a3", "#6c3483", "#c0392b", "#b7950b", "#1e8449"), strict=True)
+)
 ROWS = ("GEMM", "attention", "glue", "other")
 # microseconds around the seam that the second panel shows
 AROUND = 40.0
@@ -30,7 +30,10 @@ def draw(trace: Trace, step: Step, path: Path) -> None:
     with matplotlib.rc_context(plots.STYLE):
         height = 0.8 + 1.1 * len(streams)
         figure, axes = plt.subplots(
-            2 if seam else 1, 1, figsize=(11, height * (2 if seam else 1) + 0.3), squeeze=False,
+            2 if seam else 1,
+            1,
+            figsize=(11, height * (2 if seam else 1) + 0.3),
+            squeeze=False,
             layout="constrained",
         )
         _panel(axes[0, 0], step, streams, (0, step.us))
@@ -38,7 +41,9 @@ def draw(trace: Trace, step: Step, path: Path) -> None:
         gap = found["gaps_over_2us"]
         axes[0, 0].set_title(
             f"One step: {step.us / 1e3:.2f} ms, {len(step.kernels)} kernels, gaps over 2 us "
-            f"{gap['share']:.2%}, {trace.device}", loc="left", pad=16,
+            f"{gap['share']:.2%}, {trace.device}",
+            loc="left",
+            pad=16,
         )
         if seam:
             _panel(axes[1, 0], step, streams, seam)
@@ -98,13 +103,22 @@ def _label(panel: Any, spans: dict[str, tuple[float, float]], window: tuple[floa
         panel.axvspan(begin, end, color=COLORS[phase], alpha=0.08, linewidth=0)
         if end - begin > 0.05 * (window[1] - window[0]):
             panel.text(
-                (begin + end) / 2, 1.02, phase, color=COLORS[phase], ha="center", va="bottom",
+                (begin + end) / 2,
+                1.02,
+                phase,
+                color=COLORS[phase],
+                ha="center",
+                va="bottom",
                 transform=panel.get_xaxis_transform(),
             )
         else:
             narrow.append(phase)
     for at, phase in enumerate(narrow):
         panel.text(
-            1.005, 0.9 - 0.15 * at, f"\u25a0 {phase}", color=COLORS[phase], va="top",
+            1.005,
+            0.9 - 0.15 * at,
+            f"\u25a0 {phase}",
+            color=COLORS[phase],
+            va="top",
             transform=panel.transAxes,
         )

@@ -73,6 +73,7 @@ class Process:
 
     def _graph(self, kernels: int) -> torch.cuda.CUDAGraph:
         """Record kernels that wait for each other, instantiate the graph, and bring it there."""
+
         def add() -> None:
             for _ in range(kernels):
                 self.number.add_(1)
@@ -151,7 +152,8 @@ LISTS: dict[str, tuple[str | None, tuple[str, ...]]] = {
     "graphs": (None, ("graph", "graph", "stream", "early", "early", "wait")),
     "products": (None, ("products", "early", "early", "stream", "early", "wait")),
     "transformers": (
-        "transformers", ("engine", "wait", "stream", "early", "early", "wait", "engine"),
+        "transformers",
+        ("engine", "wait", "stream", "early", "early", "wait", "engine"),
     ),
     "fused": ("fused", ("engine", "wait", "stream", "early", "early", "wait", "engine")),
 }
@@ -187,7 +189,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
     found: dict[str, Any] = {
-        "format": 1, "machine": machine(options.commit), "tiny_kernels": TINY, "lists": [],
+        "format": 1,
+        "machine": machine(options.commit),
+        "tiny_kernels": TINY,
+        "lists": [],
     }
     for name in options.lists:
         with multiprocessing.get_context("spawn").Pool(1) as pool:

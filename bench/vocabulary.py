@@ -33,8 +33,13 @@ RESULTS = Path(__file__).parent / "results"
 DRAFT_VOCAB, VOCAB = 32000, 128256
 # more logits than the L2 cache holds, read in turn
 COLD_BYTES = 200 << 20
-SETTINGS = {"off": (None, None), "given, but off": (0, 1.0), "top_k 50": (50, 1.0),
-            "top_p 0.95": (0, 0.95), "both": (50, 0.95)}
+SETTINGS = {
+    "off": (None, None),
+    "given, but off": (0, 1.0),
+    "top_k 50": (50, 1.0),
+    "top_p 0.95": (0, 0.95),
+    "both": (50, 0.95),
+}
 
 
 def logits_of(rows: int, vocab: int) -> list[Tensor]:
@@ -153,8 +158,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     found: dict[str, Any] = {
-        "format": 1, "machine": machine(options.commit), "rounds": options.rounds,
-        "roofs": roofs.measure(options.rounds), "cells": [],
+        "format": 1,
+        "machine": machine(options.commit),
+        "rounds": options.rounds,
+        "roofs": roofs.measure(options.rounds),
+        "cells": [],
     }
     for name, (rows, vocab, ways) in cells().items():
         sets = logits_of(rows, vocab)
@@ -165,8 +173,10 @@ def main() -> None:
             print(f"{name}: {str(error)[:300]}", flush=True)
         floor = 2 * rows * vocab / found["roofs"]["read_tb_s"] / 1e6
         found["cells"].append({"name": name, "read_us": round(floor, 2), "us": us})
-        print(f"{name:34} read {floor:8.2f}  " + "  ".join(f"{k} {v:9.2f}" for k, v in us.items()),
-              flush=True)
+        print(
+            f"{name:34} read {floor:8.2f}  " + "  ".join(f"{k} {v:9.2f}" for k, v in us.items()),
+            flush=True,
+        )
         options.out.write_text(json.dumps(found, indent=1) + "\n")
         del sets
         torch.cuda.empty_cache()

@@ -65,6 +65,7 @@ def story(path: Path) -> tuple[str, str, str]:
 
 def linked(threads: str) -> str:
     """Link every ``repository#number`` whose repository is known."""
+
     def link(match: re.Match[str]) -> str:
         name, number = match.groups()
         repo = name if "/" in name else REPOS.get(name)
@@ -78,9 +79,13 @@ def page() -> str:
     """Return the page."""
     notes = runpy.run_path(str(FOLDER / "pending.py"))
     pending, partly, tested = notes["PENDING"], notes["PARTLY"], modules()
-    lines = [HEAD, f"{len(tested)} rows are tested, {len(partly)} of them in part; "
-             f"{len(pending)} are pending.\n", "| | what broke | what holds here | status |",
-             "|---|---|---|---|"]
+    lines = [
+        HEAD,
+        f"{len(tested)} rows are tested, {len(partly)} of them in part; "
+        f"{len(pending)} are pending.\n",
+        "| | what broke | what holds here | status |",
+        "|---|---|---|---|",
+    ]
     for row in sorted(tested | pending):
         if row in pending:
             threads, broke, waits = pending[row]

@@ -138,9 +138,7 @@ class AdoptedTable(Settable):
             )
         shape = tuple(req_to_token.shape)
         if len(shape) != 2 or shape[0] < 2 or not shape[1]:
-            raise ValueError(
-                f"req_to_token must be [rows + 1, max_context_len], got {list(shape)}"
-            )
+            raise ValueError(f"req_to_token must be [rows + 1, max_context_len], got {list(shape)}")
         expect("req_to_token", req_to_token, shape, torch.int32, req_to_token.device)
         if req_to_token.stride(1) != 1 or req_to_token.stride(0) < shape[1]:
             raise ValueError(
@@ -186,6 +184,11 @@ class AdoptedTable(Settable):
             if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
                 raise ValueError(f"{name} must be dense in its last axis, got {tensor.stride()}")
         ops("block_table", device).fill_slots(
-            rows, block_table, lens, self.req_to_token, self.reserved,
-            page_size=self.page_size, block_stride=self.block_stride,
+            rows,
+            block_table,
+            lens,
+            self.req_to_token,
+            self.reserved,
+            page_size=self.page_size,
+            block_stride=self.block_stride,
         )

@@ -134,7 +134,11 @@ class BufferSet:
 
 
 def expect(
-    name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device,
+    name: str,
+    value: Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
     """Raise a ValueError that names the tensor unless it is of this kind. Reads attributes only."""
     if value.shape != shape or value.dtype != dtype or value.device != device:
@@ -189,9 +193,9 @@ def fingerprint(**parts: object) -> Fingerprint:
             # `_describe`, without what a call costs
             for key, label in _labels(kind, name):
                 tensor = held[key]
-                found.append((label, (
-                    tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.dtype
-                )))
+                found.append(
+                    (label, (tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.dtype))
+                )
         elif isinstance(part, tuple) and any(isinstance(each, Tensor) for each in part):
             found += [(f"{name}[{at}]", _describe(each)) for at, each in enumerate(part)]
         else:

@@ -150,11 +150,14 @@ def mask(words: Tensor, prefix: int) -> str:
     if keys > 10:
         tens = "".join(str(key // 10 % 10) if key % 10 == 0 else " " for key in range(keys))
         head.insert(0, f"     {'':<{width}}  {tens}".rstrip())
-    return "\n".join(head + [
-        f"{index:>3}  {seen:<{width}}  "
-        + "".join("#" if row[key // 64] >> key % 64 & 1 else "." for key in range(keys))
-        for index, row in enumerate(rows)
-    ])
+    return "\n".join(
+        head
+        + [
+            f"{index:>3}  {seen:<{width}}  "
+            + "".join("#" if row[key // 64] >> key % 64 & 1 else "." for key in range(keys))
+            for index, row in enumerate(rows)
+        ]
+    )
 
 
 def kv_map(table: SlotTable, config: SpecConfig | None = None) -> str:

@@ -63,8 +63,13 @@ class KVPool(Settable):
     """
 
     def __init__(
-        self, layers: Sequence[AttnConfig], num_slots: int, device: torch.device | str, *,
-        kv_dtype: torch.dtype | None = None, scales: Sequence[KVScales] | None = None,
+        self,
+        layers: Sequence[AttnConfig],
+        num_slots: int,
+        device: torch.device | str,
+        *,
+        kv_dtype: torch.dtype | None = None,
+        scales: Sequence[KVScales] | None = None,
     ) -> None:
         if kv_dtype is not None:
             layers = [replace(config, kv_dtype=kv_dtype) for config in layers]
@@ -80,8 +85,12 @@ class KVPool(Settable):
 
     @classmethod
     def adopt(
-        cls, layers: Sequence[AttnConfig], k: Tensor | Sequence[Tensor],
-        v: Tensor | Sequence[Tensor] | None = None, *, scales: Sequence[KVScales] | None = None,
+        cls,
+        layers: Sequence[AttnConfig],
+        k: Tensor | Sequence[Tensor],
+        v: Tensor | Sequence[Tensor] | None = None,
+        *,
+        scales: Sequence[KVScales] | None = None,
     ) -> Self:
         """Return a pool over caches that are there already; nothing is copied or cleared.
 
@@ -133,7 +142,10 @@ class KVPool(Settable):
         return pool
 
     def _hold(
-        self, layers: Sequence[AttnConfig], k: Caches, v: Caches,
+        self,
+        layers: Sequence[AttnConfig],
+        k: Caches,
+        v: Caches,
         scales: Sequence[KVScales] | None,
     ) -> None:
         one = layers[0]
@@ -176,13 +188,25 @@ class KVPool(Settable):
         store = ops("kv_store", self.device)
         scales = self.scales[layer]
         store.store_kv(
-            k[..., self._shared :], v, self._own_k[layer], self.v[layer], slots,
-            k_scale=scales.k, v_scale=scales.v,
+            k[..., self._shared :],
+            v,
+            self._own_k[layer],
+            self.v[layer],
+            slots,
+            k_scale=scales.k,
+            v_scale=scales.v,
         )
 
     def store_packed(
-        self, layer: int, slots: Tensor, parts: Tensor, positions: Tensor, rotation: Rotation,
-        num_qo_heads: int, *, following: bool = False,
+        self,
+        layer: int,
+        slots: Tensor,
+        parts: Tensor,
+        positions: Tensor,
+        rotation: Rotation,
+        num_qo_heads: int,
+        *,
+        following: bool = False,
     ) -> Tensor:
         """Rotate a layer's new heads, write its keys and values, and return its queries.
 
@@ -220,8 +244,17 @@ class KVPool(Settable):
         q = parts.new_empty(shape[1], num_qo_heads, dim, dtype=self._dtype)
         scales = self.scales[layer]
         ops("glue", self.device).rotate_store(
-            parts, positions, rotation.table, rotation.norms, rotation.eps, q, self.k[layer],
-            self.v[layer], slots, k_scale=scales.k, v_scale=scales.v,
+            parts,
+            positions,
+            rotation.table,
+            rotation.norms,
+            rotation.eps,
+            q,
+            self.k[layer],
+            self.v[layer],
+            slots,
+            k_scale=scales.k,
+            v_scale=scales.v,
             following=following,
         )
         return q
@@ -253,8 +286,9 @@ class KVPool(Settable):
 
 def _one_geometry(layers: Sequence[AttnConfig]) -> AttnConfig:
     """Return the first of layers that all store the same, or raise a ValueError."""
-    shapes = {(c.num_kv_heads, c.head_dim, c.v_head_dim, c.dtype, c.latent, c.kv_dtype)
-              for c in layers}
+    shapes = {
+        (c.num_kv_heads, c.head_dim, c.v_head_dim, c.dtype, c.latent, c.kv_dtype) for c in layers
+    }
     if len(shapes) != 1:
         found = sorted(shapes, key=str)
         raise ValueError(f"layers of one pool must share one KV geometry, got {found}")

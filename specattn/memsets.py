@@ -25,8 +25,12 @@ class _Memset(ctypes.Structure):
     """CUDA_MEMSET_NODE_PARAMS: ``height`` rows of ``width`` elements, ``pitch`` bytes apart."""
 
     _fields_ = (
-        ("address", c_uint64), ("pitch", c_size_t), ("value", c_uint), ("element_size", c_uint),
-        ("width", c_size_t), ("height", c_size_t),
+        ("address", c_uint64),
+        ("pitch", c_size_t),
+        ("value", c_uint),
+        ("element_size", c_uint),
+        ("width", c_size_t),
+        ("height", c_size_t),
     )
 
 
@@ -34,8 +38,14 @@ class _Kernel(ctypes.Structure):
     """CUDA_KERNEL_NODE_PARAMS_v2."""
 
     _fields_ = (
-        ("function", c_void_p), ("grid", c_uint * 3), ("block", c_uint * 3), ("shared", c_uint),
-        ("params", c_void_p), ("extra", c_void_p), ("kernel", c_void_p), ("context", c_void_p),
+        ("function", c_void_p),
+        ("grid", c_uint * 3),
+        ("block", c_uint * 3),
+        ("shared", c_uint),
+        ("params", c_void_p),
+        ("extra", c_void_p),
+        ("kernel", c_void_p),
+        ("context", c_void_p),
     )
 
 
@@ -43,7 +53,10 @@ class _Edge(ctypes.Structure):
     """CUgraphEdgeData."""
 
     _fields_ = (
-        ("from_port", c_ubyte), ("to_port", c_ubyte), ("type", c_ubyte), ("zero", c_ubyte * 5),
+        ("from_port", c_ubyte),
+        ("to_port", c_ubyte),
+        ("type", c_ubyte),
+        ("zero", c_ubyte * 5),
     )
 
 
@@ -121,7 +134,10 @@ class _Memory:
 
     def __init__(self, address: int, size: int, width: int) -> None:
         self.__cuda_array_interface__ = {
-            "shape": (width,), "typestr": f"<i{size}", "data": (address, False), "version": 3,
+            "shape": (width,),
+            "typestr": f"<i{size}",
+            "data": (address, False),
+            "version": 3,
         }
 
 

@@ -193,9 +193,11 @@ def check_plan(plan: Plan, device: torch.device) -> None:
     """
     if isinstance(plan, CsrPlan):
         rows = len(plan.out_slots) * plan.layout.q_len
-        wanted = {"kv_indptr": ((rows + 1,), torch.int32),
-                  "kv_indices": ((plan.kv_indices.numel(),), torch.int32),
-                  "out_slots": ((len(plan.out_slots), plan.layout.q_len), torch.int32)}
+        wanted = {
+            "kv_indptr": ((rows + 1,), torch.int32),
+            "kv_indices": ((plan.kv_indices.numel(),), torch.int32),
+            "out_slots": ((len(plan.out_slots), plan.layout.q_len), torch.int32),
+        }
     else:
         batch = len(plan.req_pool_indices)
         wanted = {"req_pool_indices": ((batch,), torch.int64), "seq_lens": ((batch,), torch.int32)}
@@ -212,11 +214,14 @@ def _own_tensors(
     plan: AttnPlan | ExtendPlan, batch: int
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     if isinstance(plan, ExtendPlan):
-        return {"qo_indptr": ((batch + 1,), torch.int32),
-                "out_slots": ((1, plan.out_slots.numel()), torch.int32)}
+        return {
+            "qo_indptr": ((batch + 1,), torch.int32),
+            "out_slots": ((1, plan.out_slots.numel()), torch.int32),
+        }
     n, tail = plan.layout.q_len, plan.layout.tail
     return {
-        "positions": ((batch, n), torch.int64), "tail_slots": ((batch, tail), torch.int32),
+        "positions": ((batch, n), torch.int64),
+        "tail_slots": ((batch, tail), torch.int32),
         "tail_positions": ((batch, tail), torch.int64),
         "tail_words": ((batch, n, mask_words(tail)), torch.int64),
     }
@@ -306,6 +311,9 @@ class MultiStepPlan:
         """
         inputs = self.inputs
         ops("window", inputs.seq_lens.device).fill_window(
-            self.req_to_token, inputs.req_pool_indices, inputs.seq_lens,
-            slots_out=inputs.branch_slots.flatten(1), positions_out=inputs.positions,
+            self.req_to_token,
+            inputs.req_pool_indices,
+            inputs.seq_lens,
+            slots_out=inputs.branch_slots.flatten(1),
+            positions_out=inputs.positions,
         )

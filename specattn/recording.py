@@ -179,7 +179,8 @@ def _recording(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     side = _capture_stream(torch.cuda.current_device())
     try:
         with (
-            torch.cuda.stream(stream), no_collection(),
+            torch.cuda.stream(stream),
+            no_collection(),
             torch.cuda.graph(graph, pool=pool, stream=side),
         ):
             try:

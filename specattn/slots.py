@@ -295,16 +295,17 @@ class SlotTable(Settable):
         self._held[rows] = held + counts
         for start in range(0, max(total, 1), self._UPLOAD):
             # the part of every row's new pages that falls into this upload
-            low, high = (
-                np.clip(start + edge - begins, 0, counts) for edge in (0, self._UPLOAD)
-            )
+            low, high = (np.clip(start + edge - begins, 0, counts) for edge in (0, self._UPLOAD))
             column, room = (self._tokens(held + part) for part in (low, high))
             first = 5 * len(rows) + begins + low - start
             pieces = np.stack([rows, column, room - column, first, room])
             self._write_slots(
                 self._staging.send(pieces, pages[start : start + self._UPLOAD]),
-                self.req_to_token, self.reserved,
-                pieces=len(rows), longest=int((room - column).max()), page_size=self.page_size,
+                self.req_to_token,
+                self.reserved,
+                pieces=len(rows),
+                longest=int((room - column).max()),
+                page_size=self.page_size,
             )
 
     def _tokens(self, pages: Rows) -> Rows:

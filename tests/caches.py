@@ -79,8 +79,12 @@ def _apart(layers, pages, page, heads, dim, make):
 
 #: Each takes layers, pages, page size, heads, head size, and what makes tensors of a shape.
 LAYOUTS = {
-    "halves": _halves, "interleaved": _interleaved, "heads_first": _heads_first,
-    "by_token": _by_token, "layers_in_pages": _layers_in_pages, "apart": _apart,
+    "halves": _halves,
+    "interleaved": _interleaved,
+    "heads_first": _heads_first,
+    "by_token": _by_token,
+    "layers_in_pages": _layers_in_pages,
+    "apart": _apart,
 }
 
 
@@ -95,6 +99,4 @@ MAKES = {
 
 
 def layout_of(name: str, layers: int, make="scattered", heads=HEADS, pages=PAGES) -> Layout:
-    return LAYOUTS[name](
-        layers, pages, PAGE, heads.num_kv_heads, heads.head_dim, MAKES[make]
-    )
+    return LAYOUTS[name](layers, pages, PAGE, heads.num_kv_heads, heads.head_dim, MAKES[make])

@@ -56,16 +56,24 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     import triton
 
     counts = {kind: len(reporter.stats.get(kind, [])) for kind in ("passed", "failed", "skipped")}
-    Path(path).write_text(json.dumps({
-        "source_sha256": source_digest(),
-        "counts": counts,
-        "device": torch.cuda.get_device_name(),
-        "versions": {
-            "python": platform.python_version(), "torch": torch.__version__,
-            "triton": triton.__version__, "transformers": transformers.__version__,
-        },
-        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-    }, indent=1) + "\n")
+    Path(path).write_text(
+        json.dumps(
+            {
+                "source_sha256": source_digest(),
+                "counts": counts,
+                "device": torch.cuda.get_device_name(),
+                "versions": {
+                    "python": platform.python_version(),
+                    "torch": torch.__version__,
+                    "triton": triton.__version__,
+                    "transformers": transformers.__version__,
+                },
+                "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+            },
+            indent=1,
+        )
+        + "\n"
+    )
 
 
 def source_digest() -> str:

@@ -68,9 +68,7 @@ def test_an_adopted_pool_does_what_one_of_ones_own_does(name, make):
         pool.commit(tail, path_of(0, 2, 5, -1))
     for at, (k, v) in enumerate(layout.pages):
         for found, want in ((k, own.k[at]), (v, own.v[at])):
-            torch.testing.assert_close(
-                found.flatten(0, 1), want, rtol=0, atol=0, equal_nan=True
-            )
+            torch.testing.assert_close(found.flatten(0, 1), want, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_stacked_tensor_is_kept_as_it_is():

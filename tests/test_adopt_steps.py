@@ -78,7 +78,10 @@ def host(layout="halves", make="scattered", backend="torch_native", config=CONFI
     wide = torch.full((4, 70), 7_777_777, dtype=torch.int32, device=DEVICE)
     reserved = torch.full((4,), 7_777_777, dtype=torch.int32, device=DEVICE)
     table = AdoptedTable(
-        wide[:, :64], reserved, num_slots=pools[0].num_slots, page_size=PAGE,
+        wide[:, :64],
+        reserved,
+        num_slots=pools[0].num_slots,
+        page_size=PAGE,
         block_stride=layouts[0].stride,
     )
     blocks = 1 + torch.randperm(BLOCKS - 1).to(torch.int32).view(3, -1).to(DEVICE)
@@ -91,9 +94,7 @@ def host(layout="halves", make="scattered", backend="torch_native", config=CONFI
     prefill = Prefill(*slots, table.req_to_token, config)
     start = prefill.run([Prompt(row + 1, ids) for row, ids in enumerate(PROMPTS)], sampling)
     lens = torch.tensor([len(ids) for ids in PROMPTS], dtype=torch.int32, device=DEVICE)
-    states.admit(
-        torch.arange(1, 4, device=DEVICE), lens, start.bonus_tokens, start.state, sampling
-    )
+    states.admit(torch.arange(1, 4, device=DEVICE), lens, start.bonus_tokens, start.state, sampling)
     one.tokens += [[token] for token in start.bonus_tokens.tolist()]
     return one
 
@@ -220,8 +221,13 @@ def attended(pool: KVPool, table: AdoptedTable, q, k, v, prompt: int) -> torch.T
     start = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     ends = torch.tensor([0, prompt], dtype=torch.int32, device=DEVICE)
     first = ExtendPlan(
-        req_to_token=table.req_to_token, req_pool_indices=one, seq_lens=start, qo_indptr=ends,
-        out_slots=table.req_to_token[1:2, :prompt], max_q_len=prompt, max_seq_len=prompt,
+        req_to_token=table.req_to_token,
+        req_pool_indices=one,
+        seq_lens=start,
+        qo_indptr=ends,
+        out_slots=table.req_to_token[1:2, :prompt],
+        max_q_len=prompt,
+        max_seq_len=prompt,
         page_size=table.page_size,
     )
     config = SpecConfig(tokens - prompt - 1, 1, tokens - prompt, page_size=table.page_size)
@@ -260,7 +266,9 @@ def test_heads_of_large_models_attend_in_any_layout(name, dtype):
         table = AdoptedTable(
             torch.zeros(2, 128, dtype=torch.int32, device=DEVICE),
             torch.zeros(2, dtype=torch.int32, device=DEVICE),
-            num_slots=pool.num_slots, page_size=page, block_stride=stride,
+            num_slots=pool.num_slots,
+            page_size=page,
+            block_stride=stride,
         )
         room = torch.full((1,), 128, dtype=torch.int32, device=DEVICE)
         table.fill(torch.ones(1, dtype=torch.int64, device=DEVICE), line, room)

@@ -14,8 +14,19 @@ SOURCES = sorted(ROOT.rglob("*.py"))
 # each layer may import those after it; the last are open to all
 LAYERS = ["cli", "integrations", "models", "spec", "graph", "backends", "plan", "kernels"]
 OPEN = {
-    "adopted", "config", "batch", "buffers", "driver", "kv", "slots", "errors", "interop",
-    "memsets", "recording", "staging", "watch",
+    "adopted",
+    "config",
+    "batch",
+    "buffers",
+    "driver",
+    "kv",
+    "slots",
+    "errors",
+    "interop",
+    "memsets",
+    "recording",
+    "staging",
+    "watch",
 }
 LIBRARIES = {"flashinfer", "sgl_kernel", "flash_attn"}
 MODE_READERS = {"batch.py", "config.py", "graph/programs.py", "__init__.py", "inspect.py"}

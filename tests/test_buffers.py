@@ -51,8 +51,12 @@ def test_a_padded_row_keeps_its_own_bit():
         words = causal_words(RowLayout(q_len, tail, Phase.VERIFY))
         assert words.shape == (q_len, mask_words(tail))
         for row in range(q_len):
-            bits = {64 * w + b for w in range(words.shape[1]) for b in range(64)
-                    if int(words[row, w]) >> b & 1}
+            bits = {
+                64 * w + b
+                for w in range(words.shape[1])
+                for b in range(64)
+                if int(words[row, w]) >> b & 1
+            }
             first = tail - q_len
             assert bits == set(range(first, first + row + 1))
 
@@ -67,8 +71,11 @@ def test_attention_inputs_start_as_padding():
 def test_values_of_another_shape_or_dtype_are_refused_and_nothing_is_written():
     full = Pair.alloc(2, 3, torch.device("cpu"))
     good = torch.ones(2, 3, dtype=torch.int32)
-    for bad, message in ((torch.ones(2, 3), "float32"), (good[:, :2], r"\[2, 3\] .* got \[2, 2\]"),
-                         (torch.ones(3, 3, dtype=torch.int32), r"\[2, 3\] .* got \[3, 3\]")):
+    for bad, message in (
+        (torch.ones(2, 3), "float32"),
+        (good[:, :2], r"\[2, 3\] .* got \[2, 2\]"),
+        (torch.ones(3, 3, dtype=torch.int32), r"\[2, 3\] .* got \[3, 3\]"),
+    ):
         with pytest.raises(ValueError, match=f"plain must be .*{message}"):
             full.copy_in(3, marked=torch.zeros(2, 3), plain=bad)
         assert full.marked.tolist() == [[1.0, 2.0, 3.0]] * 2

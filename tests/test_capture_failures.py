@@ -140,8 +140,9 @@ def test_a_capture_that_fails_does_not_undo_larger_buckets(monkeypatch):
     wanted = one.run(MODE, LENS, values)
     forget(runner, MODE)
     monkeypatch.setattr(
-        Breaking, "fault", lambda q: throw(q) if len(q) == one.decoder.config.num_draft_tokens
-        else None,
+        Breaking,
+        "fault",
+        lambda q: throw(q) if len(q) == one.decoder.config.num_draft_tokens else None,
     )
     with pytest.raises(CaptureError, match=r"for a batch of 1 failed: RuntimeError: no such luck"):
         runner.capture(MODE)
@@ -151,12 +152,22 @@ def test_a_capture_that_fails_does_not_undo_larger_buckets(monkeypatch):
     assert not runner.stats.eager
 
 
-@pytest.mark.parametrize(("error", "raised", "message"), [
-    (torch.OutOfMemoryError("no more"), CapacityError,
-     rf"out of device memory capturing {MODE.value} for a batch of 4; .* buckets \[\] holds"),
-    (RuntimeError("no such luck"), CaptureError,
-     rf"capturing {MODE.value} for a batch of 4 failed: RuntimeError: no such luck"),
-], ids=["memory", "launch"])
+@pytest.mark.parametrize(
+    ("error", "raised", "message"),
+    [
+        (
+            torch.OutOfMemoryError("no more"),
+            CapacityError,
+            rf"out of device memory capturing {MODE.value} for a batch of 4; .* buckets \[\] holds",
+        ),
+        (
+            RuntimeError("no such luck"),
+            CaptureError,
+            rf"capturing {MODE.value} for a batch of 4 failed: RuntimeError: no such luck",
+        ),
+    ],
+    ids=["memory", "launch"],
+)
 def test_buffers_that_cannot_be_made_are_a_capture_that_fails(error, raised, message):
     one, values = world(Breaking, [1, 4]), inputs(MODE, LENS, 0)
     make, errors = one.decoder._program, [error]

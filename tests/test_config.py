@@ -76,8 +76,16 @@ def test_layouts_follow_the_mode_table():
         ({"latent": True, "num_kv_heads": 1, "v_head_dim": 48}, "sm_scale must be given"),
         ({"kv_dtype": torch.float8_e5m2}, r"kv_dtype must be .*e4m3fn, got torch\.float8_e5m2"),
         ({"kv_dtype": torch.float16}, r"kv_dtype must be dtype \(torch\.float32\) or"),
-        ({"latent": True, "num_kv_heads": 1, "v_head_dim": 48, "sm_scale": 1.0,
-          "kv_dtype": torch.float8_e4m3fn}, "kv_dtype must be dtype with latent"),
+        (
+            {
+                "latent": True,
+                "num_kv_heads": 1,
+                "v_head_dim": 48,
+                "sm_scale": 1.0,
+                "kv_dtype": torch.float8_e4m3fn,
+            },
+            "kv_dtype must be dtype with latent",
+        ),
         ({"split_keys": 64}, "split_keys must be a multiple of 128, got 64"),
         ({"split_keys": 0}, "split_keys must be a multiple of 128, got 0"),
     ],

@@ -138,7 +138,8 @@ def test_pictures_are_those_of_the_code():
     for request, prefix in enumerate((3, 5)):
         column = slice(0, 32) if request == 0 else slice(32, None)
         for picture in (
-            inspect.tree(TREE, request=request), inspect.mask(TREE.words[request], prefix)
+            inspect.tree(TREE, request=request),
+            inspect.mask(TREE.words[request], prefix),
         ):
             lines = [line[column].rstrip() for line in page.splitlines()]
             drawn = picture.splitlines()
@@ -149,16 +150,23 @@ def test_options_exist():
     commands = get_command(app).commands.values()
     known = {name for command in commands for param in command.params for name in param.opts}
     known |= {"--help", "--version"}
-    for name in ("README.md", "docs/quick_start.md", "docs/numerics.md", "docs/own_loop.md",
-                 "docs/adaptive.md"):
+    for name in (
+        "README.md",
+        "docs/quick_start.md",
+        "docs/numerics.md",
+        "docs/own_loop.md",
+        "docs/adaptive.md",
+    ):
         for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", (ROOT / name).read_text()):
             assert option in known, f"{name}: {option}"
 
 
 def test_the_backends_are_as_large_as_the_page_says():
     page = (ROOT / "docs" / "backends.md").read_text()
-    said = {name: int(count.replace(",", ""))
-            for name, count in re.findall(r"^\| (?:all of )?`(\S+)` \| ([\d,]+) \|$", page, re.M)}
+    said = {
+        name: int(count.replace(",", ""))
+        for name, count in re.findall(r"^\| (?:all of )?`(\S+)` \| ([\d,]+) \|$", page, re.M)
+    }
     files = sorted((ROOT / "specattn" / "backends").glob("*.py"))
     lines = {file.name: len(file.read_text().splitlines()) for file in files}
     lines["specattn/backends/"] = sum(lines.values())

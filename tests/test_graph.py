@@ -98,11 +98,15 @@ def test_a_tree_equals_each_of_its_paths(backend):
         width = max(len(path), 2)
         ids = (path + path)[:width]
         chain.poison(lens)
-        alone = chain.run(ForwardMode.TARGET_VERIFY, lens, {
-            "tokens": values["tokens"][:, ids],
-            "positions": 37 + torch.arange(width, device=DEVICE)[None],
-            "tail_words": torch.tensor([[[(2 << i) - 1] for i in range(width)]], device=DEVICE),
-        })["logits"][0]
+        alone = chain.run(
+            ForwardMode.TARGET_VERIFY,
+            lens,
+            {
+                "tokens": values["tokens"][:, ids],
+                "positions": 37 + torch.arange(width, device=DEVICE)[None],
+                "tail_words": torch.tensor([[[(2 << i) - 1] for i in range(width)]], device=DEVICE),
+            },
+        )["logits"][0]
         torch.testing.assert_close(whole[node], alone[len(path) - 1], rtol=1e-4, atol=1e-4)
 
 

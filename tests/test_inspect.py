@@ -37,12 +37,7 @@ class Letters:
 
 def test_tree_of_numbers():
     assert inspect.tree(TREE) == (
-        "0 10 @3\n"
-        "├─ 1 11 @4\n"
-        "│  ├─ 3 13 @5\n"
-        "│  │  └─ 5 15 @6\n"
-        "│  └─ 4 14 @5\n"
-        "└─ 2 12 @4"
+        "0 10 @3\n├─ 1 11 @4\n│  ├─ 3 13 @5\n│  │  └─ 5 15 @6\n│  └─ 4 14 @5\n└─ 2 12 @4"
     )
 
 
@@ -74,10 +69,13 @@ def test_a_malformed_tree_is_an_error(to):
         inspect.tree(broken)
 
 
-@pytest.mark.parametrize(("request_", "rows"), [
-    (0, ["#.....", "##....", "#.#...", "##.#..", "##..#.", "##.#.#"]),
-    (1, ["#.....", "##....", "#.#...", "##.#..", "#.#.#.", "#.#.##"]),
-])
+@pytest.mark.parametrize(
+    ("request_", "rows"),
+    [
+        (0, ["#.....", "##....", "#.#...", "##.#..", "##..#.", "##.#.#"]),
+        (1, ["#.....", "##....", "#.#...", "##.#..", "#.#.#.", "#.#.##"]),
+    ],
+)
 def test_mask(request_, rows):
     prefix = [3, 5][request_]
     lines = inspect.mask(TREE.words[request_], prefix).splitlines()
@@ -139,7 +137,8 @@ def test_kv_map():
     assert f"  verify, nodes 0..5: {at}" in lines[4]
     assert f"row {second}: 9 committed in slots 4..11 {slots[second][8]}," in "\n".join(lines)
     assert lines[-2:] == [
-        "row 0: padding, slots 0..3", f"free: {books.num_free_slots} slots, 2 rows",
+        "row 0: padding, slots 0..3",
+        f"free: {books.num_free_slots} slots, 2 rows",
     ]
 
 

@@ -28,8 +28,11 @@ def lens_of(lens):
 def cells(trees, lens):
     """FULL_MASK by the definition, per request."""
     return [
-        [j < length or (j - length) in tree.ancestors(q)
-         for q in range(len(tree.parent)) for j in range(length + len(tree.parent))]
+        [
+            j < length or (j - length) in tree.ancestors(q)
+            for q in range(len(tree.parent))
+            for j in range(length + len(tree.parent))
+        ]
         for tree, length in zip(trees, lens, strict=True)
     ]
 
@@ -57,9 +60,9 @@ def test_spellings_agree(n):
     packed = [np.packbits(row, bitorder="little").tolist() for row in expect]
     flat = [x for row in packed for x in row]
     assert interop.packed_mask(words, device_lens).tolist() == flat
-    assert interop.packed_indptr(device_lens, n).tolist() == np.cumsum(
-        [0, *map(len, packed)]
-    ).tolist()
+    assert (
+        interop.packed_indptr(device_lens, n).tolist() == np.cumsum([0, *map(len, packed)]).tolist()
+    )
     out = torch.full((len(flat) + 5,), 0xAB, dtype=torch.uint8, device=DEVICE)
     assert interop.packed_mask(words, device_lens, out=out).tolist() == flat + [0] * 5
 
@@ -135,8 +138,10 @@ def test_bad_links_are_named(next_token, next_sibling, match):
 
 def test_words_and_depth_must_agree_with_links():
     words = words_of(GOLDEN)
-    links = [torch.tensor([getattr(t, name)() for t in GOLDEN], device=DEVICE)
-             for name in ("next_token", "next_sibling")]
+    links = [
+        torch.tensor([getattr(t, name)() for t in GOLDEN], device=DEVICE)
+        for name in ("next_token", "next_sibling")
+    ]
     interop.validate_tree(*links, words, num_steps=3)
     with pytest.raises(TreeError, match="request 0, node 5: depth 3 exceeds num_steps 2"):
         interop.validate_tree(*links, num_steps=2)
@@ -148,12 +153,15 @@ def test_words_and_depth_must_agree_with_links():
         interop.validate_tree(*links, words[:, :5])
 
 
-@pytest.mark.parametrize(("next_token", "next_sibling"), [
-    ([[1, 2, -1]], [[-1, -1]]),
-    ([[1, 2, -1]], [[-1, -1, -1], [-1, -1, -1]]),
-    ([1, -1], [-1, -1]),
-    ([[]], [[]]),
-])
+@pytest.mark.parametrize(
+    ("next_token", "next_sibling"),
+    [
+        ([[1, 2, -1]], [[-1, -1]]),
+        ([[1, 2, -1]], [[-1, -1, -1], [-1, -1, -1]]),
+        ([1, -1], [-1, -1]),
+        ([[]], [[]]),
+    ],
+)
 def test_links_of_other_shapes_are_refused(next_token, next_sibling):
     links = [torch.tensor(link, dtype=torch.int64) for link in (next_token, next_sibling)]
     shapes = " and ".join(str(list(link.shape)) for link in links)
@@ -197,8 +205,10 @@ def test_packed_masks_that_do_not_fit_are_refused(shape):
 def test_words_that_name_no_node_are_told_from_the_path():
     words = words_of(GOLDEN)
     words[1, 2] |= 1 << 40
-    links = [torch.tensor([getattr(t, name)() for t in GOLDEN], device=DEVICE)
-             for name in ("next_token", "next_sibling")]
+    links = [
+        torch.tensor([getattr(t, name)() for t in GOLDEN], device=DEVICE)
+        for name in ("next_token", "next_sibling")
+    ]
     match = r"request 1, node 2: words name nodes \[0, 2, 40\], its path is \[0, 2\]"
     with pytest.raises(TreeError, match=match):
         interop.validate_tree(*links, words)

@@ -171,10 +171,14 @@ def test_a_latent_pool_moves_every_number_once():
     assert torch.equal(pool.v, want[..., :6])
 
 
-@pytest.mark.parametrize("other", [
-    AttnConfig(4, 2, 16), AttnConfig(4, 2, 8, dtype=torch.float16),
-    AttnConfig(4, 1, 8, v_head_dim=7, sm_scale=1.0, latent=True),
-])
+@pytest.mark.parametrize(
+    "other",
+    [
+        AttnConfig(4, 2, 16),
+        AttnConfig(4, 2, 8, dtype=torch.float16),
+        AttnConfig(4, 1, 8, v_head_dim=7, sm_scale=1.0, latent=True),
+    ],
+)
 def test_one_pool_has_one_geometry(other):
     with pytest.raises(ValueError, match="geometry"):
         KVPool([AttnConfig(4, 2, 8), other], 12, "cpu")

@@ -47,9 +47,19 @@ def numbers(seed: int):
     return torch.randint(0, 256, (SIZE,), dtype=torch.uint8, device="cuda", generator=generator)
 
 
-@pytest.mark.parametrize(("size", "value"), [
-    (1, 0), (1, 0xA5), (2, 0), (2, 0x81A5), (4, 0), (4, 7), (4, 0x8000A5C3), (4, 0xFFFFFFFF),
-])
+@pytest.mark.parametrize(
+    ("size", "value"),
+    [
+        (1, 0),
+        (1, 0xA5),
+        (2, 0),
+        (2, 0x81A5),
+        (4, 0),
+        (4, 7),
+        (4, 0x8000A5C3),
+        (4, 0xFFFFFFFF),
+    ],
+)
 @pytest.mark.parametrize("place", ["first", "between", "last"])
 @pytest.mark.parametrize(("offset", "count"), [(0, 1), (4, 1), (12, 77), (16, 1000)])
 def test_kernels_set_what_was_to_be_set(size, value, place, offset, count):

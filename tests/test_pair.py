@@ -96,8 +96,9 @@ def test_half_precision_differs_only_where_plain_decoding_was_undecided(prompts,
     )
     differing = 0
     for prompt, a, b in zip(prompts, plain, spec, strict=True):
-        first = next((i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=True)) if x != y),
-                     None)
+        first = next(
+            (i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=True)) if x != y), None
+        )
         if first is not None:
             differing += 1
             assert margin(pair[0], prompt + a.tokens[:first]) < HALF_MARGIN[dtype]

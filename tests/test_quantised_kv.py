@@ -57,12 +57,15 @@ def test_a_commit_moves_what_is_stored():
     assert torch.equal(pool.k.float(), want)
 
 
-@pytest.mark.parametrize(("options", "named"), [
-    ({"kv_dtype": torch.int8}, r"kv_dtype must be dtype \(torch\.float32\) or"),
-    ({"scales": [KVScales()]}, r"scales are those of float8 pools"),
-    ({"kv_dtype": FLOAT8, "scales": [KVScales()]}, "scales must be one per layer, 2, got 1"),
-    ({"kv_dtype": FLOAT8, "scales": []}, "scales must be one per layer, 2, got 0"),
-])
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"kv_dtype": torch.int8}, r"kv_dtype must be dtype \(torch\.float32\) or"),
+        ({"scales": [KVScales()]}, r"scales are those of float8 pools"),
+        ({"kv_dtype": FLOAT8, "scales": [KVScales()]}, "scales must be one per layer, 2, got 1"),
+        ({"kv_dtype": FLOAT8, "scales": []}, "scales must be one per layer, 2, got 0"),
+    ],
+)
 def test_pools_refuse_what_makes_no_sense(options, named):
     with pytest.raises(ValueError, match=named):
         KVPool([HEADS, HEADS], 12, "cpu", **options)
@@ -161,7 +164,11 @@ def test_speculation_writes_what_dense_decoding_over_rounded_keys_writes(
     target, draft = TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
     scales = tuple(KVScales(0.02 * (n + 1), 0.01) for n in range(len(target.layers)))
     engine = Engine(
-        target, draft, SpecConfig(*setting, 128, 4), backend=backend, kv_dtype=FLOAT8,
+        target,
+        draft,
+        SpecConfig(*setting, 128, 4),
+        backend=backend,
+        kv_dtype=FLOAT8,
         kv_scales=(scales, None),
     )
     found = engine.generate([Request(prompt, 20) for prompt in PROMPTS])

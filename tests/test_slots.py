@@ -120,8 +120,9 @@ def test_a_long_prompt_takes_several_uploads():
     books.reserve(rows, [150, 3, 149])
     assert len(sizes) == -(-(38 + 17 + 38) // 5)
     assert books.reserved[rows].tolist() == [150, 68, 150]
-    slots = torch.cat([books.req_to_token[rows[0]], books.req_to_token[rows[1], :68],
-                       books.req_to_token[rows[2]]])
+    slots = torch.cat(
+        [books.req_to_token[rows[0]], books.req_to_token[rows[1], :68], books.req_to_token[rows[2]]]
+    )
     assert len(slots.unique()) == len(slots)
     books.check()
 
@@ -138,8 +139,9 @@ class Books:
 @pytest.mark.parametrize(("page_size", "num_slots"), [(1, 260), (4, 400), (16, 900)])
 def test_many_calls_keep_every_slot_that_was_asked_for(kind, page_size, num_slots):
     rng = random.Random(page_size)
-    books = table(kind, page_size=page_size, num_slots=num_slots, max_num_reqs=6,
-                  max_context_len=150)
+    books = table(
+        kind, page_size=page_size, num_slots=num_slots, max_num_reqs=6, max_context_len=150
+    )
     whole, model, refused = books.num_free_slots, {}, 0
     for call in range(300):
         action = rng.choice(["new", "share", "grow", "grow", "grow", "free"])
@@ -197,8 +199,12 @@ def test_pieces_are_written_and_nothing_else(kind):
         want[row][column : column + count] = slots
     reserved = reserved.to(DEVICE)
     implementation(kind, "slot_write").write_slots(
-        packed.to(torch.int32).to(DEVICE), wide[:, :1035], reserved,
-        pieces=3, longest=1027, page_size=2,
+        packed.to(torch.int32).to(DEVICE),
+        wide[:, :1035],
+        reserved,
+        pieces=3,
+        longest=1027,
+        page_size=2,
     )
     assert wide[:, :1035].tolist() == want
     assert (wide[:, 1035:] == POISON).all()

@@ -57,7 +57,14 @@ def take_away(held):
 
 
 CHANGES = [
-    resize, point_elsewhere, replace, view, change_a_number, add, replace_in_turn, take_away,
+    resize,
+    point_elsewhere,
+    replace,
+    view,
+    change_a_number,
+    add,
+    replace_in_turn,
+    take_away,
 ]
 
 

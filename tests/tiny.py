@@ -54,14 +54,26 @@ class TinyTarget(nn.Module):
     max_context_len = 4096
     eos_token_ids: frozenset[int] = frozenset()
 
-    def __init__(self, *, layers=2, heads=(4, 2), head_dim=64, window=-1, cap=0.0,
-                 dtype=torch.float32, device="cpu", seed=0, sharp=2.0) -> None:
+    def __init__(
+        self,
+        *,
+        layers=2,
+        heads=(4, 2),
+        head_dim=64,
+        window=-1,
+        cap=0.0,
+        dtype=torch.float32,
+        device="cpu",
+        seed=0,
+        sharp=2.0,
+    ) -> None:
         super().__init__()
         torch.manual_seed(seed)
         hidden = 64
         self.layers = tuple(
-            AttnConfig(*heads, head_dim, dtype=dtype, logit_cap=cap,
-                       window_left=window if i % 2 else -1)
+            AttnConfig(
+                *heads, head_dim, dtype=dtype, logit_cap=cap, window_left=window if i % 2 else -1
+            )
             for i in range(layers)
         )
         self.embed = nn.Embedding(VOCAB, hidden)
@@ -94,8 +106,17 @@ class TinyDraft(nn.Module):
     hidden_size = 64
     feature_size = 64
 
-    def __init__(self, *, heads=(2, 1), head_dim=64, dtype=torch.float32, device="cpu", seed=1,
-                 noise=0.5, sharp=2.0) -> None:
+    def __init__(
+        self,
+        *,
+        heads=(2, 1),
+        head_dim=64,
+        dtype=torch.float32,
+        device="cpu",
+        seed=1,
+        noise=0.5,
+        sharp=2.0,
+    ) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.layers = (AttnConfig(*heads, head_dim, dtype=dtype),)

@@ -40,16 +40,16 @@ class MlaBlock(nn.Module):
         x = nn.functional.layer_norm(x, x.shape[-1:])
         low = x if self.q_a is None else nn.functional.layer_norm(y := self.q_a(x), y.shape[-1:])
         q = 2 * self.q_b(low).view(-1, HEADS, NOPE + ROPE)
-        q_pe = rotate(q[..., NOPE:], positions)                           # [T, H, ROPE]
+        q_pe = rotate(q[..., NOPE:], positions)  # [T, H, ROPE]
         compressed = self.kv_a(x)
         latent = nn.functional.layer_norm(c := compressed[:, :-ROPE], c.shape[-1:])
-        k_pe = rotate(compressed[:, None, -ROPE:], positions)             # [T, 1, ROPE]
+        k_pe = rotate(compressed[:, None, -ROPE:], positions)  # [T, 1, ROPE]
         form = self._absorbed if self.config.latent else self._expanded
         return self.o(form(layer, attend, q[..., :NOPE], q_pe, latent, k_pe).flatten(1))
 
     def _absorbed(self, layer, attend, q_nope, q_pe, latent, k_pe):
         q_latent = torch.einsum("thn,hnr->thr", q_nope, self.w_uk)
-        row = torch.cat([latent[:, None], k_pe], -1)                      # [T, 1, rank + ROPE]
+        row = torch.cat([latent[:, None], k_pe], -1)  # [T, 1, rank + ROPE]
         out = attend(layer, torch.cat([q_latent, q_pe], -1), row, row[..., : latent.shape[-1]])
         return torch.einsum("thr,hrv->thv", out, self.w_uv)
 

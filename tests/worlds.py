@@ -62,15 +62,23 @@ class World:
 
 
 def world(
-    backend, buckets: list[int], config: SpecConfig = CONFIG, *, indices="table", record=True,
-    dtype=torch.float32, window=9, kv_dtype=None,
+    backend,
+    buckets: list[int],
+    config: SpecConfig = CONFIG,
+    *,
+    indices="table",
+    record=True,
+    dtype=torch.float32,
+    window=9,
+    kv_dtype=None,
 ) -> World:
     target = TinyTarget(device=DEVICE, window=window, dtype=dtype)
     draft = TinyDraft(device=DEVICE, dtype=dtype)
     context, page = config.max_context_len, config.page_size
     slots = -(-context // page) * page * 9
-    table = SlotTable(max_num_reqs=8, max_context_len=context, num_slots=slots,
-                      page_size=page, device=DEVICE)
+    table = SlotTable(
+        max_num_reqs=8, max_context_len=context, num_slots=slots, page_size=page, device=DEVICE
+    )
     rows = [table.allocate() for _ in range(8)]
     random.Random(3).shuffle(rows)
     for length in range(7, context + 1, 50):  # interleaves the rows' pages
@@ -78,8 +86,14 @@ def world(
     table.reserve(rows, [context] * 8)
     pools = tuple(KVPool(m.layers, slots, DEVICE, kv_dtype=kv_dtype) for m in (target, draft))
     decoder = SpecDecoder(
-        ModelSlot.of(target, pools[0], backend), ModelSlot.of(draft, pools[1], backend), config,
-        table.req_to_token, features=64, buckets=buckets, indices=indices, record=record,
+        ModelSlot.of(target, pools[0], backend),
+        ModelSlot.of(draft, pools[1], backend),
+        config,
+        table.req_to_token,
+        features=64,
+        buckets=buckets,
+        indices=indices,
+        record=record,
     )
     return World(decoder, table, pools, rows)
 

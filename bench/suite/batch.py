@@ -46,7 +46,8 @@ class Arena:
         for dtype in {stored_dtype(case) for case in cases}:
             need = max(
                 self.count(case) * math.prod(pool_shape(case))
-                for case in cases if stored_dtype(case) == dtype
+                for case in cases
+                if stored_dtype(case) == dtype
             )
             if dtype not in self._flats or len(self._flats[dtype]) < need:
                 self._flats.pop(dtype, None)
@@ -147,8 +148,10 @@ class Batch:
         found = []
         for _ in case.lengths:
             parents = (
-                trees.grow(*case.shape, rng) if case.mode == "tree"
-                else trees.branch(*case.shape, rng) if case.mode == "draft"
+                trees.grow(*case.shape, rng)
+                if case.mode == "tree"
+                else trees.branch(*case.shape, rng)
+                if case.mode == "draft"
                 else trees.chain(case.q_len)
             )
             found.append(trees.ancestry(parents))

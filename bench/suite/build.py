@@ -26,6 +26,7 @@ def missing(cells: Iterable[Cell]) -> dict[str, Any]:
 
 def build(cells: Iterable[Cell], log: Callable[[str], None]) -> None:
     """Build them side by side with nvcc, which takes minutes."""
+
     def one(module: Any) -> str:
         try:
             module.build(verbose=False)

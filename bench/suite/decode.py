@@ -42,7 +42,9 @@ def gain(lines: Lines, setting: str, runs: str = "runs") -> float | None:
 def spread(cells: list[dict[str, Any]]) -> float:
     """Return the median, over all graphs, of the fastest capture over the slowest."""
     return statistics.median(
-        max(line["runs"]) / min(line["runs"]) for cell in cells for line in cell["lines"]
+        max(line["runs"]) / min(line["runs"])
+        for cell in cells
+        for line in cell["lines"]
         if line["way"] in (ONE, THREE) and line["setting"] != PLAIN
     )
 
@@ -81,8 +83,16 @@ def shown(results: Path) -> str:
 
 def _table(cells: list[dict[str, Any]]) -> str:
     waited = _waited(cells)
-    head = ["batch", "setting", "tokens per step", *WAYS, "one / three",
-            *(["one / three, waited for"] if waited else []), "one / plain", "one / transformers"]
+    head = [
+        "batch",
+        "setting",
+        "tokens per step",
+        *WAYS,
+        "one / three",
+        *(["one / three, waited for"] if waited else []),
+        "one / plain",
+        "one / transformers",
+    ]
     rows = []
     for cell in cells:
         lines = _lines(cell)
@@ -93,14 +103,18 @@ def _table(cells: list[dict[str, Any]]) -> str:
             first = next(line for line in own.values() if line)
             kept = first.get("accepted_per_step")
             name = "transformers' `generate`" if setting == TRANSFORMERS else setting
-            rows.append([
-                str(cell["batch"]), name, f"{kept:.2f}" if kept else "1.00",
-                *(_speed(line) for line in own.values()),
-                tables.times(gain(lines, setting)),
-                *([tables.times(gain(lines, setting, "waited"))] if waited else []),
-                tables.times(_ratio(own[ONE], best if setting != PLAIN else None)),
-                tables.times(_ratio(own[ONE], theirs)),
-            ])
+            rows.append(
+                [
+                    str(cell["batch"]),
+                    name,
+                    f"{kept:.2f}" if kept else "1.00",
+                    *(_speed(line) for line in own.values()),
+                    tables.times(gain(lines, setting)),
+                    *([tables.times(gain(lines, setting, "waited"))] if waited else []),
+                    tables.times(_ratio(own[ONE], best if setting != PLAIN else None)),
+                    tables.times(_ratio(own[ONE], theirs)),
+                ]
+            )
     return tables.table(head, rows)
 
 
@@ -144,8 +158,12 @@ def _verdict(cells: list[dict[str, Any]]) -> list[str]:
 
 def _equal(cells: Iterable[dict[str, Any]], way: str | None = None) -> str:
     """Count the texts that are what they are compared with, and all that are; of one way or all."""
-    counts = [(line["equal"], cell["batch"]) for cell in cells for line in cell["lines"]
-              if line["equal"] is not None and way in (None, line["way"])]
+    counts = [
+        (line["equal"], cell["batch"])
+        for cell in cells
+        for line in cell["lines"]
+        if line["equal"] is not None and way in (None, line["way"])
+    ]
     same, asked = (sum(column) for column in zip(*counts, strict=True))
     return f"{same} of {asked}"
 
@@ -154,13 +172,18 @@ def _drawn(cells: list[dict[str, Any]]) -> list[str]:
     """Say how many drawn texts are those of the first run of their setting in one graph."""
     found = [
         f"batch {cell['batch']}: {_equal([cell], way)} {how}"
-        for cell in cells for way, how in HOW.items()
+        for cell in cells
+        for way, how in HOW.items()
         if any(line["way"] == way and line["equal"] is not None for line in cell["lines"])
     ]
-    return [
-        "Of the drawn texts, as many are those of their setting's first run in one graph, in the "
-        f"turn in which fewest are: {'; '.join(found)}."
-    ] if found else []
+    return (
+        [
+            "Of the drawn texts, as many are those of their setting's first run in one graph, in "
+            f"the turn in which fewest are: {'; '.join(found)}."
+        ]
+        if found
+        else []
+    )
 
 
 def asked(results: Path) -> list[Target]:

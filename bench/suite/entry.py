@@ -87,6 +87,7 @@ class Entry:
             walls.append((time.perf_counter() - begin) * 1e6)
         self.plan_wall_us = sorted(walls)[2]
         if contestant.device_plan:
+
             def plans() -> None:
                 for _ in range(PLANS):
                     contestant.plan()
@@ -118,13 +119,19 @@ class Entry:
         if recorded is None or batch is None or contestant is None:
             return found | {"failed": self.failed}
         return found | {
-            "us": round(recorded.median, 3), "p10_us": round(recorded.percentile(0.1), 3),
-            "p90_us": round(recorded.percentile(0.9), 3), "rounds": len(recorded.times),
-            "calls": recorded.calls, "error": float(f"{self.error:.3g}"),
+            "us": round(recorded.median, 3),
+            "p10_us": round(recorded.percentile(0.1), 3),
+            "p90_us": round(recorded.percentile(0.9), 3),
+            "rounds": len(recorded.times),
+            "calls": recorded.calls,
+            "error": float(f"{self.error:.3g}"),
             "plan_us": self.plan_us and round(self.plan_us, 2),
             "plan_wall_us": self.plan_wall_us and round(self.plan_wall_us, 1),
-            "bytes": batch.bytes, "flops": batch.flops, "tokens": sum(self.case.lengths),
-            "case": self.case.name, **contestant.detail(),
+            "bytes": batch.bytes,
+            "flops": batch.flops,
+            "tokens": sum(self.case.lengths),
+            "case": self.case.name,
+            **contestant.detail(),
         }
 
     def line(self, copy_tb_s: float) -> str:
@@ -133,8 +140,10 @@ class Entry:
         us = self.recorded.median
         floor = self.batch.bytes / copy_tb_s / 1e6
         spread = (self.recorded.percentile(0.9) - self.recorded.percentile(0.1)) / us
-        text = (f"{self.name:30} {us:10.2f} us +-{spread / 2:5.1%} {floor / us:7.1%} of copy "
-                f"{self.batch.flops / us / 1e6:6.1f} TF  error {self.error:.1e}")
+        text = (
+            f"{self.name:30} {us:10.2f} us +-{spread / 2:5.1%} {floor / us:7.1%} of copy "
+            f"{self.batch.flops / us / 1e6:6.1f} TF  error {self.error:.1e}"
+        )
         if self.plan_us is not None:
             return f"{text}  plan {self.plan_us:8.2f}"
         if self.plan_wall_us is not None:

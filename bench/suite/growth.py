@@ -40,18 +40,45 @@ def _labelled(
 
 def shapes(cells: list[Found]) -> list[Target]:
     found = [
-        Target("time per token, 256k to 1M tokens of context", "%", 0.06, 0.03,
-               _growth(cells, "context", lambda line: line.tokens), low=True),
-        Target("time per request, batch 64 to 512", "%", 0.05, 0.03,
-               _growth(cells, "batch", lambda line: line.batch), low=True),
-        Target("pages of 64 over page 1", "%", 0.03, 0, _labelled(
-            [cell for cell in cells if cell.case["page_size"] == 64], "page 1", lambda _: True,
-            inverse=True,
-        ), low=True),
+        Target(
+            "time per token, 256k to 1M tokens of context",
+            "%",
+            0.06,
+            0.03,
+            _growth(cells, "context", lambda line: line.tokens),
+            low=True,
+        ),
+        Target(
+            "time per request, batch 64 to 512",
+            "%",
+            0.05,
+            0.03,
+            _growth(cells, "batch", lambda line: line.batch),
+            low=True,
+        ),
+        Target(
+            "pages of 64 over page 1",
+            "%",
+            0.03,
+            0,
+            _labelled(
+                [cell for cell in cells if cell.case["page_size"] == 64],
+                "page 1",
+                lambda _: True,
+                inverse=True,
+            ),
+            low=True,
+        ),
     ]
     found += [
-        Target(f"{'a second word' if name == '2 words' else name}, bound by memory", "%", 0.05,
-               0.02, _labelled(cells, name, light), low=True)
+        Target(
+            f"{'a second word' if name == '2 words' else name}, bound by memory",
+            "%",
+            0.05,
+            0.02,
+            _labelled(cells, name, light),
+            low=True,
+        )
         for name in OPTIONS
     ]
     return [*found, *_large(cells)]
@@ -69,7 +96,8 @@ def _large(cells: list[Found]) -> list[Target]:
             base = next((line for line in cell.lines if line.batch == 256), None)
             batches += [
                 Point(_per_byte(line) / _per_byte(base), f"{cell.name}: {line.batch}")
-                for line in cell.lines if base and line.batch > 256
+                for line in cell.lines
+                if base and line.batch > 256
             ]
     return [
         Target("tails of more than 64 keys, cost per byte", "x", 1.1, 1, words, low=True),
@@ -97,7 +125,8 @@ def float8(cells: list[Found]) -> list[Target]:
 def steps(cells: list[Found]) -> list[Target]:
     """What a step does once, for all layers."""
     plans = points(
-        cells, lambda line: line.plan_us or 0.0,
+        cells,
+        lambda line: line.plan_us or 0.0,
         lambda line: bool(line.plan_us) and not line.case["fixed"] and line.batch <= 256,
     )
     return [Target("plan, in the cells, batch <= 256", "us", 4, 2.5, plans, low=True)]

@@ -14,8 +14,12 @@ import torch
 
 #: Distributions, and the modules that know their version where no metadata is installed.
 LIBRARIES = {
-    "specattn": "specattn", "torch": "torch", "triton": "triton",
-    "flashinfer-python": "flashinfer", "sglang-kernel": "sgl_kernel", "sglang": "sglang",
+    "specattn": "specattn",
+    "torch": "torch",
+    "triton": "triton",
+    "flashinfer-python": "flashinfer",
+    "sglang-kernel": "sgl_kernel",
+    "sglang": "sglang",
 }
 
 
@@ -33,13 +37,18 @@ def machine(commit: str | None = None) -> dict[str, Any]:
         except PackageNotFoundError:
             found[name] = getattr(sys.modules.get(module), "__version__", None)
     return found | {
-        "commit": commit or _commit(), "kernels": _digest(), "date": time.strftime("%Y-%m-%d"),
+        "commit": commit or _commit(),
+        "kernels": _digest(),
+        "date": time.strftime("%Y-%m-%d"),
     }
 
 
 def _commit() -> str | None:
     found = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False,
+        ["git", "describe", "--always", "--dirty"],
+        capture_output=True,
+        text=True,
+        check=False,
         cwd=Path(__file__).parent,
     )
     return found.stdout.strip() or None

@@ -30,9 +30,21 @@ MIXED = (64 * K, *even(31, 2 * K))
 def _trees() -> list[Cell]:
     """Sizes with small trees, then every tree at three sizes."""
     small = [
-        even(1, 100), even(1, K), even(1, 4 * K), even(1, 32 * K), even(1, 128 * K),
-        even(32, 4 * K), even(32, 8 * K), even(32, 32 * K), even(64, K), even(64, 4 * K),
-        even(128, 512), even(256, K), even(512, 512), MIXED, ragged(32, 800, 8 * K),
+        even(1, 100),
+        even(1, K),
+        even(1, 4 * K),
+        even(1, 32 * K),
+        even(1, 128 * K),
+        even(32, 4 * K),
+        even(32, 8 * K),
+        even(32, 32 * K),
+        even(64, K),
+        even(64, 4 * K),
+        even(128, 512),
+        even(256, K),
+        even(512, 512),
+        MIXED,
+        ragged(32, 800, 8 * K),
         ragged(64, 100, 4 * K),
     ]
     quick = (even(1, 100), even(1, 4 * K), even(32, 4 * K), MIXED)
@@ -50,8 +62,13 @@ def _trees() -> list[Cell]:
 
 def _shapes() -> list[Cell]:
     found = []
-    for heads, width in (((8, 1), 128), ((16, 8), 128), ((64, 8), 128), ((32, 8), 64),
-                         ((16, 4), 256)):
+    for heads, width in (
+        ((8, 1), 128),
+        ((16, 8), 128),
+        ((64, 8), 128),
+        ((32, 8), 64),
+        ((16, 4), 256),
+    ):
         head = {"heads": heads, "head_dim": width}
         # with one KV head a token has few bytes
         batch = 32 if heads[1] == 1 else 8
@@ -79,20 +96,32 @@ def _shapes() -> list[Cell]:
 def _pages() -> list[Cell]:
     """Pages against page 1 within the cell: the layout of the pool is all that differs."""
     both = [
-        tree(even(1, 4 * K), *SMALL), tree(even(8, 8 * K), *MEDIUM), tree(even(8, 32 * K), *SMALL),
-        tree(even(32, 4 * K), *SMALL), tree(even(8, 8 * K), *LARGE), tree(MIXED, *SMALL),
-        chain(even(8, 8 * K)), chain(even(8, 8 * K), 8),
+        tree(even(1, 4 * K), *SMALL),
+        tree(even(8, 8 * K), *MEDIUM),
+        tree(even(8, 32 * K), *SMALL),
+        tree(even(32, 4 * K), *SMALL),
+        tree(even(8, 8 * K), *LARGE),
+        tree(MIXED, *SMALL),
+        chain(even(8, 8 * K)),
+        chain(even(8, 8 * K), 8),
     ]
     large = [
-        tree(even(8, 8 * K), *WIDE), tree(even(64, 4 * K), *SMALL), chain(even(1, 4 * K)),
-        chain(even(32, 4 * K)), chain(even(8, 8 * K), 4), draft(even(8, 8 * K), 8, 2),
-        extend(even(8, 8 * K), 6), prompt(even(8, 8 * K), 512), prompt(even(1, 8 * K), 8 * K),
+        tree(even(8, 8 * K), *WIDE),
+        tree(even(64, 4 * K), *SMALL),
+        chain(even(1, 4 * K)),
+        chain(even(32, 4 * K)),
+        chain(even(8, 8 * K), 4),
+        draft(even(8, 8 * K), 8, 2),
+        extend(even(8, 8 * K), 6),
+        prompt(even(8, 8 * K), 512),
+        prompt(even(1, 8 * K), 8 * K),
         tree(even(8, 32 * K), *SMALL, heads=(8, 1)),
     ]
     sized = [(case, size) for case in both for size in (16, 64)] + [(case, 64) for case in large]
     return [
         Cell(
-            with_page(case, size), (("page 1", case),),
+            with_page(case, size),
+            (("page 1", case),),
             quick=size == 64 and case.shape == MEDIUM,
         )
         for case, size in sized
@@ -101,9 +130,19 @@ def _pages() -> list[Cell]:
 
 def _chains() -> list[Cell]:
     decode = [
-        even(1, 100), even(1, K), even(1, 4 * K), even(1, 8 * K), even(1, 32 * K),
-        even(1, 128 * K), even(8, K), even(8, 8 * K), even(32, 4 * K), even(64, 16 * K),
-        even(128, K), even(512, 512), MIXED,
+        even(1, 100),
+        even(1, K),
+        even(1, 4 * K),
+        even(1, 8 * K),
+        even(1, 32 * K),
+        even(1, 128 * K),
+        even(8, K),
+        even(8, 8 * K),
+        even(32, 4 * K),
+        even(64, 16 * K),
+        even(128, K),
+        even(512, 512),
+        MIXED,
     ]
     four = [even(1, K), even(8, K), even(8, 8 * K), even(32, 4 * K)]
     eight = [even(1, K), even(1, 8 * K), even(8, 8 * K), even(32, 8 * K), even(128, K), MIXED]
@@ -129,8 +168,11 @@ def _drafts() -> list[Cell]:
 def _extends() -> list[Cell]:
     sizes = [even(1, 8 * K), even(8, 8 * K), even(32, 4 * K), even(128, K)]
     prompts = [
-        prompt(even(8, 8 * K), 512), prompt(even(1, 8 * K), 8 * K), prompt(even(1, 8 * K), 512),
-        prompt(even(1, 64 * K), 512), prompt(even(1, 0), 8 * K),
+        prompt(even(8, 8 * K), 512),
+        prompt(even(1, 8 * K), 8 * K),
+        prompt(even(1, 8 * K), 512),
+        prompt(even(1, 64 * K), 512),
+        prompt(even(1, 0), 8 * K),
         prompt(even(8, 8 * K), 512, dtype="float16"),
     ]
     return [
@@ -145,18 +187,29 @@ def _options() -> list[Cell]:
     cells = []
     for lengths in (even(32, 4 * K), even(8, 32 * K)):
         for base in (tree(lengths, *SMALL), chain(lengths)):
-            cells.append(Cell(base, (
-                # a window that cuts nothing off: its price, not its gain
-                ("window", replace(base, window_left=2**20)),
-                ("cap", replace(base, logit_cap=30.0)),
-                ("lse", replace(base, lse=True)),
-            ), peers=False, quick=base.mode == "tree" and lengths == even(32, 4 * K),
-                title=f"{base.name}, options"))
+            cells.append(
+                Cell(
+                    base,
+                    (
+                        # a window that cuts nothing off: its price, not its gain
+                        ("window", replace(base, window_left=2**20)),
+                        ("cap", replace(base, logit_cap=30.0)),
+                        ("lse", replace(base, lse=True)),
+                    ),
+                    peers=False,
+                    quick=base.mode == "tree" and lengths == even(32, 4 * K),
+                    title=f"{base.name}, options",
+                )
+            )
         # the last draft step of one word, and the first of two
-        cells.append(Cell(
-            draft(lengths, 8, 7), (("2 words", draft(lengths, 8, 8)),), peers=False,
-            title=f"{draft(lengths, 8, 7).name}, words",
-        ))
+        cells.append(
+            Cell(
+                draft(lengths, 8, 7),
+                (("2 words", draft(lengths, 8, 8)),),
+                peers=False,
+                title=f"{draft(lengths, 8, 7).name}, words",
+            )
+        )
     for batch, lengths in ((8, (32 * K, 64 * K, 128 * K)), (64, (4 * K, 8 * K, 16 * K))):
         cells.append(_growth("context", [tree(even(batch, n), *SMALL) for n in lengths]))
     cells.append(_growth("context", [chain(even(32, n * K)) for n in (8, 16, 32)]))
@@ -189,7 +242,8 @@ def _latent() -> list[Cell]:
         *cells,
         *(Cell(mla(chain(even(16, 16 * K)), 16, size)) for size in (1, 16)),
         Cell(mla(chain(even(128, K)), 16)),
-        Cell(mla(chain(MIXED, 4), 16)), Cell(mla(chain(even(8, 16 * K), 8), 16)),
+        Cell(mla(chain(MIXED, 4), 16)),
+        Cell(mla(chain(even(8, 16 * K), 8), 16)),
         Cell(mla(tree(even(8, 8 * K), *SMALL), 16), peers=False),
     ]
 
@@ -198,34 +252,62 @@ def _float8() -> list[Cell]:
     """The same lengths in float8, against bfloat16 within the cell."""
     first = tree(even(32, 4 * K), *SMALL)
     cases = [
-        tree(even(1, 100), *SMALL), tree(even(1, 4 * K), *SMALL), tree(even(1, 128 * K), *SMALL),
-        tree(even(8, 8 * K), *MEDIUM), tree(even(8, 8 * K), *LARGE), first,
-        tree(even(8, 32 * K), *SMALL), tree(even(32, 32 * K), *SMALL), tree(MIXED, *SMALL),
-        tree(even(8, 32 * K), *SMALL, heads=(8, 1)), tree(even(16, 8 * K), *SMALL, head_dim=64),
+        tree(even(1, 100), *SMALL),
+        tree(even(1, 4 * K), *SMALL),
+        tree(even(1, 128 * K), *SMALL),
+        tree(even(8, 8 * K), *MEDIUM),
+        tree(even(8, 8 * K), *LARGE),
+        first,
+        tree(even(8, 32 * K), *SMALL),
+        tree(even(32, 32 * K), *SMALL),
+        tree(MIXED, *SMALL),
+        tree(even(8, 32 * K), *SMALL, heads=(8, 1)),
+        tree(even(16, 8 * K), *SMALL, head_dim=64),
         tree(even(16, 4 * K), *SMALL, heads=(16, 4), head_dim=256),
-        chain(even(8, 8 * K)), chain(even(32, 4 * K)), chain(even(64, 16 * K)),
-        chain(even(8, 8 * K), 8), draft(even(32, 4 * K), 8, 2), prompt(even(8, 8 * K), 512),
-        *(with_page(case, 64) for case in (
-            tree(even(8, 8 * K), *MEDIUM), first, tree(even(8, 32 * K), *SMALL),
-            chain(even(32, 4 * K)),
-        )),
+        chain(even(8, 8 * K)),
+        chain(even(32, 4 * K)),
+        chain(even(64, 16 * K)),
+        chain(even(8, 8 * K), 8),
+        draft(even(32, 4 * K), 8, 2),
+        prompt(even(8, 8 * K), 512),
+        *(
+            with_page(case, 64)
+            for case in (
+                tree(even(8, 8 * K), *MEDIUM),
+                first,
+                tree(even(8, 32 * K), *SMALL),
+                chain(even(32, 4 * K)),
+            )
+        ),
     ]
-    return [
-        Cell(float8(case), (("bfloat16", case),), quick=case == first) for case in cases
-    ]
+    return [Cell(float8(case), (("bfloat16", case),), quick=case == first) for case in cases]
 
 
 def _fixed() -> list[Cell]:
     cases = [
-        tree(even(1, 100), *SMALL), tree(even(1, 4 * K), *SMALL), tree(even(8, 8 * K), *MEDIUM),
-        tree(even(32, 4 * K), *SMALL), tree(even(8, 32 * K), *SMALL), tree(MIXED, *SMALL),
-        tree(even(8, 8 * K), *LARGE), tree(even(128, 512), *SMALL), chain(even(1, 4 * K)),
-        chain(even(8, 8 * K)), chain(even(32, 4 * K)), chain(even(8, 8 * K), 8),
-        draft(even(8, 8 * K), 8, 2), extend(even(8, 8 * K), 6),
+        tree(even(1, 100), *SMALL),
+        tree(even(1, 4 * K), *SMALL),
+        tree(even(8, 8 * K), *MEDIUM),
+        tree(even(32, 4 * K), *SMALL),
+        tree(even(8, 32 * K), *SMALL),
+        tree(MIXED, *SMALL),
+        tree(even(8, 8 * K), *LARGE),
+        tree(even(128, 512), *SMALL),
+        chain(even(1, 4 * K)),
+        chain(even(8, 8 * K)),
+        chain(even(32, 4 * K)),
+        chain(even(8, 8 * K), 8),
+        draft(even(8, 8 * K), 8, 2),
+        extend(even(8, 8 * K), 6),
     ]
     return [
-        Cell(case, (("deterministic", fixed(case)),), peers=False, quick=case == cases[3],
-             title=f"{case.name}, two orders")
+        Cell(
+            case,
+            (("deterministic", fixed(case)),),
+            peers=False,
+            quick=case == cases[3],
+            title=f"{case.name}, two orders",
+        )
         for case in cases
     ]
 

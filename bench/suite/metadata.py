@@ -28,27 +28,42 @@ def shown(results: Path) -> str:
 
 
 def _by_phase(cells: list[dict[str, Any]], key: str, title: str) -> str:
-    head = [title, *(f"{PEER} {phase}" for phase in PHASES), f"{PEER} all",
-            *(f"by phase: {phase}" for phase in PHASES), "one graph, all",
-            f"{PEER} / one graph" + (", of all and sum the less" if key == HOST else "")]
+    head = [
+        title,
+        *(f"{PEER} {phase}" for phase in PHASES),
+        f"{PEER} all",
+        *(f"by phase: {phase}" for phase in PHASES),
+        "one graph, all",
+        f"{PEER} / one graph" + (", of all and sum the less" if key == HOST else ""),
+    ]
     rows = []
     for cell in cells:
         times = _times(cell, key)
         columns = [(PEER, phase) for phase in (*PHASES, STEP)]
         columns += [(SEAMS, phase) for phase in PHASES] + [(WHOLE, STEP)]
-        rows.append([
-            cell["name"], *(tables.micros(times.get(column)) for column in columns),
-            tables.times(_gain(times, key)),
-        ])
+        rows.append(
+            [
+                cell["name"],
+                *(tables.micros(times.get(column)) for column in columns),
+                tables.times(_gain(times, key)),
+            ]
+        )
     return tables.table(head, rows)
 
 
 def _planned(cells: list[dict[str, Any]]) -> list[str]:
     """Return what planning on the host costs beside one graph, if it was measured."""
     columns = (*PHASES, STEP)
-    head = ["FlashInfer, us", *(f"host: {phase}" for phase in PHASES), "host, all",
-            "one graph, host", "copies of plans", "copies, GPU", "lists and masks, GPU",
-            "one graph, GPU"]
+    head = [
+        "FlashInfer, us",
+        *(f"host: {phase}" for phase in PHASES),
+        "host, all",
+        "one graph, host",
+        "copies of plans",
+        "copies, GPU",
+        "lists and masks, GPU",
+        "one graph, GPU",
+    ]
     rows = []
     for cell in cells:
         lines = {(line["name"], line["phase"]): line for line in cell["contestants"]}
@@ -56,11 +71,17 @@ def _planned(cells: list[dict[str, Any]]) -> list[str]:
         if None in own or whole is None:
             continue
         step = lines[PLANNED, STEP]
-        rows.append([
-            cell["name"], *(tables.micros(line["host_us"]) for line in own if line),
-            tables.micros(whole["host_us"]), f"{step['sent']:g}", tables.micros(step["sent_us"]),
-            tables.micros(step["us"]), tables.micros(whole["us"]),
-        ])
+        rows.append(
+            [
+                cell["name"],
+                *(tables.micros(line["host_us"]) for line in own if line),
+                tables.micros(whole["host_us"]),
+                f"{step['sent']:g}",
+                tables.micros(step["sent_us"]),
+                tables.micros(step["us"]),
+                tables.micros(whole["us"]),
+            ]
+        )
     return [tables.table(head, rows)] if rows else []
 
 
@@ -95,8 +116,9 @@ def asked(results: Path) -> list[Target]:
                     alone.append(Point(times[WHOLE, STEP], cell["name"]))
     return [
         # 5 us per phase were asked for
-        Target("metadata of three phases, in one graph, batch <= 128", "us", 15, 5, alone,
-               low=True),
+        Target(
+            "metadata of three phases, in one graph, batch <= 128", "us", 15, 5, alone, low=True
+        ),
         Target("metadata against SGLang's operations, GPU", "x", 3, 5, gains[GPU]),
         Target("metadata against SGLang's operations, host", "x", 10, 20, gains[HOST]),
     ]

@@ -13,9 +13,16 @@ if TYPE_CHECKING:
     from .results import Found, Line, PartFound
 
 STYLE = {
-    "svg.fonttype": "none", "svg.hashsalt": "specattn", "font.size": 8, "axes.axisbelow": True,
-    "axes.grid": True, "grid.color": "#e4e4e4", "grid.linewidth": 0.6,
-    "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "specattn",
+    "font.size": 8,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": "#e4e4e4",
+    "grid.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
 }
 OURS, PALE, FLOOR = "#c0392b", "#efb8b1", "#7f8c8d"
 COLORS = ["#2471a3", "#1e8449", "#b7950b", "#6c3483", "#117a65", "#a04000", "#34495e", "#d98880"]
@@ -48,9 +55,15 @@ def save(figure: Any, path: Path, made_for: str) -> None:
     import matplotlib.pyplot as plt
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, bbox_inches="tight", metadata={
-        "Date": None, "Creator": None, "Description": f"results {made_for}",
-    })
+    figure.savefig(
+        path,
+        bbox_inches="tight",
+        metadata={
+            "Date": None,
+            "Creator": None,
+            "Description": f"results {made_for}",
+        },
+    )
     plt.close(figure)
     # matplotlib leaves blanks at the ends of lines, and more digits than anybody sees
     text = "\n".join(line.rstrip() for line in path.read_text().splitlines())
@@ -65,7 +78,11 @@ def bars(part: PartFound, path: Path) -> None:
     found = [(cell, line) for cell in part.cells for line in cell.lines]
     with matplotlib.rc_context(STYLE):
         figure, (roof, ratio) = plt.subplots(
-            1, 2, sharey=True, figsize=(10, 1.1 + 0.21 * len(found)), width_ratios=(1, 1.2),
+            1,
+            2,
+            sharey=True,
+            figsize=(10, 1.1 + 0.21 * len(found)),
+            width_ratios=(1, 1.2),
         )
         places = range(len(found))
         roof.barh(places, [line.of_roof for _, line in found], color=PALE, height=0.62)
@@ -88,11 +105,14 @@ def _marks(found: list[tuple[Found, Line]], roof: Any, ratio: Any) -> None:
     ratio.axvline(1, color=OURS, linewidth=1.2)
     for i, name in enumerate(names):
         mine = [
-            (place, cell.peers[name], line) for place, (cell, line) in enumerate(found)
+            (place, cell.peers[name], line)
+            for place, (cell, line) in enumerate(found)
             if name in cell.peers and line is cell.own
         ]
         look = {
-            "color": COLORS[i % len(COLORS)], "linestyle": "none", "markersize": 4,
+            "color": COLORS[i % len(COLORS)],
+            "linestyle": "none",
+            "markersize": 4,
             "marker": MARKERS[(i + i // len(COLORS)) % len(MARKERS)],
         }
         at = [place for place, _, _ in mine]
@@ -119,15 +139,21 @@ def latency(parts: list[PartFound], path: Path) -> None:
     rows = -(-len(parts) // 3)
     with matplotlib.rc_context(STYLE):
         figure, axes = plt.subplots(
-            rows, min(3, len(parts)), figsize=(11, 3.2 * rows), squeeze=False, layout="tight",
+            rows,
+            min(3, len(parts)),
+            figsize=(11, 3.2 * rows),
+            squeeze=False,
+            layout="tight",
         )
         for part, panel in zip(parts, axes.flat, strict=False):
             _panel(part, panel)
         for panel in list(axes.flat)[len(parts) :]:
             panel.set_visible(False)
         figure.legend(
-            *axes.flat[0].get_legend_handles_labels(), loc="upper center",
-            bbox_to_anchor=(0.5, 0), ncols=4,
+            *axes.flat[0].get_legend_handles_labels(),
+            loc="upper center",
+            bbox_to_anchor=(0.5, 0),
+            ncols=4,
         )
         save(figure, path, digest_of(parts))
 
@@ -135,19 +161,26 @@ def latency(parts: list[PartFound], path: Path) -> None:
 def _panel(part: PartFound, panel: Any) -> None:
     own = [line for cell in part.cells for line in cell.lines]
     best = [cell.best for cell in part.cells if cell.best]
-    rest = [
-        line for cell in part.cells for line in cell.peers.values() if line is not cell.best
-    ]
+    rest = [line for cell in part.cells for line in cell.peers.values() if line is not cell.best]
     floors = [line.us * line.of_roof for line in own]
 
     def dots(lines: list[Line], marker: str, color: str, label: str, size: float) -> None:
         panel.plot(
-            [max(line.tokens, 1) for line in lines], [line.us for line in lines], marker,
-            color=color, label=label, markersize=size, alpha=0.85,
+            [max(line.tokens, 1) for line in lines],
+            [line.us for line in lines],
+            marker,
+            color=color,
+            label=label,
+            markersize=size,
+            alpha=0.85,
         )
 
     panel.plot(
-        [max(line.tokens, 1) for line in own], floors, "_", color=FLOOR, markersize=9,
+        [max(line.tokens, 1) for line in own],
+        floors,
+        "_",
+        color=FLOOR,
+        markersize=9,
         label="roof: bytes at the speed of a copy, or operations at that of a matmul",
     )
     dots(rest, ".", "#c5c9cc", "other peers", 4)
@@ -170,7 +203,8 @@ def _series(part: PartFound) -> list[list[Line]]:
         for line in cell.lines:
             if line.case["even"]:
                 rest = {
-                    key: value for key, value in line.case.items()
+                    key: value
+                    for key, value in line.case.items()
                     if key not in ("lengths", "tokens", "size")
                 }
                 found.setdefault(json.dumps(rest), []).append(line)

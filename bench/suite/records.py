@@ -20,11 +20,16 @@ LATENT = "mla_variants_h200.json"
 COMPILED, SPEEDS = "compile_targets.json", "two_speeds_h200.json"
 #: Records that say where and at which version they were taken, and what is in them.
 TAKEN = {
-    SMALL: "small operations", "vocabulary_h200.json": "distributions and argmax",
-    "counters_h200.json": "counters of the hardware", metadata.RECORD: "metadata of a step",
-    steps.RECORD: "whole steps", "step_gemm_h200.json": "products and forwards",
-    "graphs_h200.json": "captures", decode.RECORD: "the shipped pair",
-    seams.RECORD: "one graph against three", soak.RECORD: "the soak",
+    SMALL: "small operations",
+    "vocabulary_h200.json": "distributions and argmax",
+    "counters_h200.json": "counters of the hardware",
+    metadata.RECORD: "metadata of a step",
+    steps.RECORD: "whole steps",
+    "step_gemm_h200.json": "products and forwards",
+    "graphs_h200.json": "captures",
+    decode.RECORD: "the shipped pair",
+    seams.RECORD: "one graph against three",
+    soak.RECORD: "the soak",
     seams.MODULES: "one graph against three, transformers' modules",
     SPEEDS: "two speeds of small kernels",
     steady.RECORD: "a thousand steps",
@@ -32,14 +37,18 @@ TAKEN = {
 TRITON = "Triton"
 #: Small kernels that were asked to take a few microseconds up to this batch.
 ASKED = {
-    "plan": "plan, alone", "tree": "tree build", "accept greedy": "accept, greedy",
+    "plan": "plan, alone",
+    "tree": "tree build",
+    "accept greedy": "accept, greedy",
     "kv move, 1 layer": "KV move, one layer",
 }
 BATCH = 256
 #: Variants of latent attention that a page shows, and what it calls them.
 SHOWN = {
-    "triton": "Triton", "gluon parts 1": "Gluon, both score",
-    "gluon share parts 1": "Gluon, one scores", "flashinfer fa3": "FlashInfer MLA",
+    "triton": "Triton",
+    "gluon parts 1": "Gluon, both score",
+    "gluon share parts 1": "Gluon, one scores",
+    "flashinfer fa3": "FlashInfer MLA",
     "flashmla": "FlashMLA",
 }
 
@@ -69,11 +78,19 @@ def machines(results: Path) -> list[str]:
     for name, what in TAKEN.items():
         if (results / name).exists():
             found = json.loads((results / name).read_text())["machine"]
-            version = [f"`{found[key]}`" if found.get(key) else tables.NONE
-                       for key in ("commit", "kernels")]
-            rows.append([
-                what, f"`{name}`", tables.versions(found), *version, found.get("date", tables.NONE)
-            ])
+            version = [
+                f"`{found[key]}`" if found.get(key) else tables.NONE
+                for key in ("commit", "kernels")
+            ]
+            rows.append(
+                [
+                    what,
+                    f"`{name}`",
+                    tables.versions(found),
+                    *version,
+                    found.get("date", tables.NONE),
+                ]
+            )
     head = ["record", "file", "taken with", "commit", "kernels", "date"]
     return [tables.table(head, rows)] if rows else []
 
@@ -88,14 +105,16 @@ def tiles(results: Path) -> str:
         rows.append([name, tables.micros(times.get(TRITON)), _choices(gluon), tables.times(gain)])
     mean = math.exp(sum(map(math.log, gains)) / len(gains))
     names: dict[str, Any] = json.loads((results / TILES).read_text())["tiles"]
-    return "\n\n".join([
-        f"Best Gluon tile against the Triton kernel: geomean {tables.times(mean)} over "
-        f"{len(gains)} cases, {tables.times(min(gains))} to {tables.times(max(gains))}.",
-        tables.table(["case", "Triton us", "Gluon us, by tile", "gain"], rows),
-        "Tiles, query rows x keys: " + "; ".join(
-            f"*{name}* {what}" for name, what in names.items()
-        ) + ".",
-    ])
+    return "\n\n".join(
+        [
+            f"Best Gluon tile against the Triton kernel: geomean {tables.times(mean)} over "
+            f"{len(gains)} cases, {tables.times(min(gains))} to {tables.times(max(gains))}.",
+            tables.table(["case", "Triton us", "Gluon us, by tile", "gain"], rows),
+            "Tiles, query rows x keys: "
+            + "; ".join(f"*{name}* {what}" for name, what in names.items())
+            + ".",
+        ]
+    )
 
 
 def chunks(results: Path) -> str:
@@ -150,9 +169,7 @@ def small(results: Path) -> str:
             for name, row in rows.items():
                 row.append(tables.micros(times.get(name)))
         head = ["us", *(f"batch {cell['case']['batch']}" for cell in cells)]
-        texts += [
-            f"Topk {topk}, {depth} steps, {nodes} nodes:", tables.table(head, rows.values())
-        ]
+        texts += [f"Topk {topk}, {depth} steps, {nodes} nodes:", tables.table(head, rows.values())]
     empty = found["roofs"]["empty_1_us"]
     return "\n\n".join([*texts, f"An empty kernel takes {tables.micros(empty)} us there."])
 
@@ -163,11 +180,20 @@ def sanitizer(results: Path) -> str:
     for run in json.loads((results / SANITIZER).read_text())["runs"]:
         if run["tool"] == "none":
             continue
-        shown = [tables.NONE if run[name] is None else str(run[name])
-                 for name in ("errors", "warnings")]
+        shown = [
+            tables.NONE if run[name] is None else str(run[name]) for name in ("errors", "warnings")
+        ]
         cases = f"{len(run['ran'])} of {run['cases']}"
-        rows.append([run["tool"], run["group"], run["commit"], cases, *shown,
-                     run["explanation"] or tables.NONE])
+        rows.append(
+            [
+                run["tool"],
+                run["group"],
+                run["commit"],
+                cases,
+                *shown,
+                run["explanation"] or tables.NONE,
+            ]
+        )
     head = ["tool", "kernels", "version", "cases", "errors", "warnings", "explanation"]
     return tables.table(head, rows)
 
@@ -185,10 +211,13 @@ def compiled(results: Path) -> str:
                 f"{record['registers']}{spilled}, {record['shared'] / 1024:.0f} KB"
             )
     head = ["kernel", "case", *(f"SM{target}" for target in sorted(targets))]
-    return tables.table(head, (
-        [*key, *(row.get(target, tables.NONE) for target in sorted(targets))]
-        for key, row in rows.items()
-    ))
+    return tables.table(
+        head,
+        (
+            [*key, *(row.get(target, tables.NONE) for target in sorted(targets))]
+            for key, row in rows.items()
+        ),
+    )
 
 
 def speeds(results: Path) -> str:
@@ -204,7 +233,8 @@ def speeds(results: Path) -> str:
 def _steps_after(rows: list[dict[str, Any]]) -> str:
     found = [
         f"{row['after']} {tables.micros(row[decode.ONE])} / {tables.micros(row[decode.THREE])}"
-        for row in rows if decode.ONE in row
+        for row in rows
+        if decode.ONE in row
     ]
     return ", ".join(found) or tables.NONE
 
@@ -225,21 +255,28 @@ def asked(results: Path) -> list[Target]:
 
 #: What a page can show, by the name of its place: the record and the table.
 TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
-    "gluon-tiles": (TILES, tiles), "gluon-chunks": (CHUNKS, chunks),
-    "gluon-prompts": (CHUNKS, prompts), "small-ops": (SMALL, small),
-    "sanitizer": (SANITIZER, sanitizer), "metadata": (metadata.RECORD, metadata.shown),
+    "gluon-tiles": (TILES, tiles),
+    "gluon-chunks": (CHUNKS, chunks),
+    "gluon-prompts": (CHUNKS, prompts),
+    "small-ops": (SMALL, small),
+    "sanitizer": (SANITIZER, sanitizer),
+    "metadata": (metadata.RECORD, metadata.shown),
     "mla-variants": (LATENT, latent),
-    "compiled": (COMPILED, compiled), "pair": (decode.RECORD, decode.shown),
-    "pair-seams": (seams.RECORD, seams.shown), "soak": (soak.RECORD, soak.shown),
+    "compiled": (COMPILED, compiled),
+    "pair": (decode.RECORD, decode.shown),
+    "pair-seams": (seams.RECORD, seams.shown),
+    "soak": (soak.RECORD, soak.shown),
     "pair-seams-modules": (seams.MODULES, partial(seams.shown, name=seams.MODULES)),
     "two-speeds": (SPEEDS, speeds),
-    "steps": (steps.RECORD, steps.shown), "steady": (steady.RECORD, steady.shown),
+    "steps": (steps.RECORD, steps.shown),
+    "steady": (steady.RECORD, steady.shown),
 }
 
 
 def blocks(results: Path) -> dict[str, str]:
     """Return the tables whose records are there."""
     return {
-        name: make(results) for name, (record, make) in TABLES.items()
+        name: make(results)
+        for name, (record, make) in TABLES.items()
         if (results / record).exists()
     }

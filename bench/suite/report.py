@@ -60,10 +60,16 @@ def blocks(folder: Path, parts: list[PartFound]) -> dict[str, str]:
         return found
     found["machines"] = "\n\n".join([tables.machines(parts), *records.machines(folder.parent)])
     asked = [
-        *targets.speeds(cells), *targets.ratios(cells), *targets.latent(cells),
-        *growth.float8(cells), *growth.shapes(cells), *growth.steps(cells),
-        *records.asked(folder.parent), *metadata.asked(folder.parent),
-        *seams.asked(folder.parent), *steps.asked(folder.parent),
+        *targets.speeds(cells),
+        *targets.ratios(cells),
+        *targets.latent(cells),
+        *growth.float8(cells),
+        *growth.shapes(cells),
+        *growth.steps(cells),
+        *records.asked(folder.parent),
+        *metadata.asked(folder.parent),
+        *seams.asked(folder.parent),
+        *steps.asked(folder.parent),
     ]
     found["summary"], found["targets"] = summary.table(asked), targets.table(asked)
     found["latency"] = "![Time over tokens](img/attention_latency.svg)"

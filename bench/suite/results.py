@@ -125,7 +125,11 @@ def read(folder: Path) -> list[PartFound]:
 
 def _part(found: dict[str, Any]) -> PartFound:
     return PartFound(
-        found["part"], found["title"], found["machine"], found["roofs"], found["absent"],
+        found["part"],
+        found["title"],
+        found["machine"],
+        found["roofs"],
+        found["absent"],
         [_cell(found, cell) for cell in found["cells"]],
     )
 
@@ -150,9 +154,17 @@ def _cell(part: dict[str, Any], found: dict[str, Any]) -> Found:
 
 def _line(part: dict[str, Any], entry: dict[str, Any], case: dict[str, Any]) -> Line:
     return Line(
-        name=entry["name"], setting=entry["setting"], case=case, us=entry["us"],
-        low=entry["p10_us"], high=entry["p90_us"], error=entry["error"], moved=entry["bytes"],
-        flops=entry["flops"], plan_us=entry["plan_us"], plan_wall_us=entry["plan_wall_us"],
+        name=entry["name"],
+        setting=entry["setting"],
+        case=case,
+        us=entry["us"],
+        low=entry["p10_us"],
+        high=entry["p90_us"],
+        error=entry["error"],
+        moved=entry["bytes"],
+        flops=entry["flops"],
+        plan_us=entry["plan_us"],
+        plan_wall_us=entry["plan_wall_us"],
         copy_tb_s=part["roofs"]["copy_tb_s"],
         matmul_tflops=part["roofs"].get("matmul_tflops", 0.0),
     )

@@ -64,18 +64,19 @@ def measure(rounds: int) -> dict[str, Any]:
     found = {
         # a graph's memcpy node is slower than a kernel that does the same
         "copy_tb_s": speed(2 * source.nbytes, lambda: torch.mul(source, 1.0, out=target)),
-        "read_tb_s": speed(source.nbytes, lambda: _read[(ctas,)](
-            source, sink, source.numel(), 4096, num_warps=8
-        )),
+        "read_tb_s": speed(
+            source.nbytes, lambda: _read[(ctas,)](source, sink, source.numel(), 4096, num_warps=8)
+        ),
     }
-    found["gather_tb_s"] = speed(source.nbytes, lambda: _gather[(ctas,)](
-        rows, order, sink, ROWS, WIDTH, 64, num_warps=8
-    ))
+    found["gather_tb_s"] = speed(
+        source.nbytes, lambda: _gather[(ctas,)](rows, order, sink, ROWS, WIDTH, 64, num_warps=8)
+    )
     left, right = torch.randn(2, SIDE, SIDE, dtype=torch.bfloat16, device=device)
     product = torch.empty_like(left)
     multiply = record(lambda: torch.mm(left, right, out=product))
     found["matmul_tflops"] = 2 * SIDE**3 / median_of(multiply, rounds) / 1e6
     for count in (1, 264, 1056):
+
         def launches(count: int = count) -> None:
             for _ in range(LAUNCHES):
                 _empty[(count,)](sink)

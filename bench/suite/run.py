@@ -64,8 +64,15 @@ class Runner:
     """
 
     def __init__(
-        self, out: Path, *, rounds: int, log: Callable[[str], None], commit: str | None = None,
-        skip: Sequence[str] = (), resume: bool = False, tiles: bool = False,
+        self,
+        out: Path,
+        *,
+        rounds: int,
+        log: Callable[[str], None],
+        commit: str | None = None,
+        skip: Sequence[str] = (),
+        resume: bool = False,
+        tiles: bool = False,
     ) -> None:
         self.out, self.rounds, self.log, self.commit = out, rounds, log, commit
         self.skip, self.resume, self.tiles = set(skip), resume, tiles
@@ -84,13 +91,19 @@ class Runner:
         torch.manual_seed(0)
         kept = self._kept(part.name)
         found: dict[str, Any] = {
-            "format": FORMAT, "part": part.name, "title": part.title,
-            "machine": machine(self.commit), "rounds": self.rounds,
-            "roofs": roofs.measure(self.rounds), "absent": self.absent, "cells": [],
+            "format": FORMAT,
+            "part": part.name,
+            "title": part.title,
+            "machine": machine(self.commit),
+            "rounds": self.rounds,
+            "roofs": roofs.measure(self.rounds),
+            "absent": self.absent,
+            "cells": [],
         }
-        self.log(f"== {part.name} on {found['machine']['device']}: " + "  ".join(
-            f"{name} {value:.2f}" for name, value in found["roofs"].items()
-        ))
+        self.log(
+            f"== {part.name} on {found['machine']['device']}: "
+            + "  ".join(f"{name} {value:.2f}" for name, value in found["roofs"].items())
+        )
         for name, reason in self.absent.items():
             self.log(f"   absent: {name}: {reason}")
         for cell in part.cells:
@@ -123,7 +136,8 @@ class Runner:
         for entry in entries:
             self.log("  " + entry.line(copy_tb_s))
         found = {
-            "name": cell.name, "case": describe(cell.case),
+            "name": cell.name,
+            "case": describe(cell.case),
             "variants": {label: describe(case) for label, case in cell.variants},
             "contestants": [entry.json() for entry in entries],
             "seconds": round(time.perf_counter() - began, 2),
@@ -140,10 +154,16 @@ class Runner:
             name = f"{own(case).name} {label}".strip()
             entries.append(self._enter(cell, name, case, own(case), None))
         for tile in candidates(cell.case) if self.tiles else []:
-            entries.append(self._enter(
-                cell, f"specattn {tile.name}", cell.case, own(cell.case), entries[0],
-                **tile.options,
-            ))
+            entries.append(
+                self._enter(
+                    cell,
+                    f"specattn {tile.name}",
+                    cell.case,
+                    own(cell.case),
+                    entries[0],
+                    **tile.options,
+                )
+            )
         return entries
 
     def _peer(self, cell: Cell, kind: type[Contestant], first: Entry) -> list[Entry]:
@@ -159,7 +179,12 @@ class Runner:
         return [Entry(kind.name, cell.case, setting=kind.setting, failed=reason)] if reason else []
 
     def _enter(
-        self, cell: Cell, name: str, case: Case, kind: type[Contestant], like: Entry | None,
+        self,
+        cell: Cell,
+        name: str,
+        case: Case,
+        kind: type[Contestant],
+        like: Entry | None,
         **more: Any,
     ) -> Entry:
         """Make a contestant ready; a failure is its result.
@@ -193,6 +218,9 @@ def describe(case: Case) -> dict[str, Any]:
     if len(set(case.lengths)) == 1:
         found["lengths"] = [case.batch, case.lengths[0]]
     return found | {
-        "batch": case.batch, "tokens": sum(case.lengths), "tail": case.tail, "size": case.size,
+        "batch": case.batch,
+        "tokens": sum(case.lengths),
+        "tail": case.tail,
+        "size": case.size,
         "even": len(set(case.lengths)) == 1,
     }

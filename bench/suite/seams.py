@@ -31,9 +31,36 @@ NAMES = {AHEAD: "a step ahead", DEVICE: "on the device", WAITED: "waited for"}
 # the quantile of Student's t that 2.5 % lie above, for 1, 2, ... degrees of freedom; the last one
 # is taken for more, too, which is on the safe side
 STUDENT = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160,
-    2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056,
-    2.052, 2.048, 2.045, 2.042,
+    12.706,
+    4.303,
+    3.182,
+    2.776,
+    2.571,
+    2.447,
+    2.365,
+    2.306,
+    2.262,
+    2.228,
+    2.201,
+    2.179,
+    2.160,
+    2.145,
+    2.131,
+    2.120,
+    2.110,
+    2.101,
+    2.093,
+    2.086,
+    2.080,
+    2.074,
+    2.069,
+    2.064,
+    2.060,
+    2.056,
+    2.052,
+    2.048,
+    2.045,
+    2.042,
 )
 #: Of 2.5 %, that so many intervals lie wholly below what is true.
 TAIL = 0.025
@@ -105,15 +132,16 @@ def elsewhere(cell: dict[str, Any]) -> float:
 def overall(cells: list[dict[str, Any]], timed: str) -> Interval:
     """Return the interval of the geometric mean of all cells, observation by observation."""
     by_cell = [[math.log(ratio) for ratio in ratios(cell, timed)] for cell in cells]
-    return Interval.of([
-        math.exp(statistics.fmean(logs)) for logs in zip(*by_cell, strict=True)
-    ])
+    return Interval.of([math.exp(statistics.fmean(logs)) for logs in zip(*by_cell, strict=True)])
 
 
 def judged(cells: list[dict[str, Any]]) -> dict[str, Interval]:
     """Return what the verdict is about, by cell and how it was timed."""
-    return {f"{cell['name']}, {NAMES[timed]}": interval(cell, timed)
-            for timed in JUDGED for cell in cells}
+    return {
+        f"{cell['name']}, {NAMES[timed]}": interval(cell, timed)
+        for timed in JUDGED
+        for cell in cells
+    }
 
 
 def slower(cells: list[dict[str, Any]]) -> list[str]:
@@ -127,15 +155,25 @@ def shown(results: Path, name: str = RECORD) -> str:
     cells = record["cells"]
     counts = sorted({len(cell["rebuilds"]) for cell in cells})
     made = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
-    head = ["batch", "tokens", "setting", "one graph us/step", "three graphs us/step",
-            *(f"one / three, {NAMES[timed]}" for timed in TIMED), "the same elsewhere"]
-    return "\n\n".join([
-        f"Models of {decode.MODELS[record['models']]}. Graphs made anew {made} times, "
-        f"instantiated {record['places']} times each, {record['steps']} steps a turn; in brackets "
-        "the 95 % interval. *The same elsewhere*: the slowest over the fastest of one recording, "
-        "instantiated anew (on the device, median).",
-        tables.table(head, map(_row, cells)), _verdict(record),
-    ])
+    head = [
+        "batch",
+        "tokens",
+        "setting",
+        "one graph us/step",
+        "three graphs us/step",
+        *(f"one / three, {NAMES[timed]}" for timed in TIMED),
+        "the same elsewhere",
+    ]
+    return "\n\n".join(
+        [
+            f"Models of {decode.MODELS[record['models']]}. Graphs made anew {made} times, "
+            f"instantiated {record['places']} times each, {record['steps']} steps a turn; in "
+            "brackets the 95 % interval. *The same elsewhere*: the slowest over the fastest of one "
+            "recording, instantiated anew (on the device, median).",
+            tables.table(head, map(_row, cells)),
+            _verdict(record),
+        ]
+    )
 
 
 def _row(cell: dict[str, Any]) -> list[str]:
@@ -145,8 +183,7 @@ def _row(cell: dict[str, Any]) -> list[str]:
     ]
     tokens = "drawn" if cell["temperature"] else "greedy"
     found = [str(interval(cell, timed)) for timed in TIMED]
-    return [str(cell["batch"]), tokens, cell["setting"], *middle, *found,
-            f"{elsewhere(cell):.3f}x"]
+    return [str(cell["batch"]), tokens, cell["setting"], *middle, *found, f"{elsewhere(cell):.3f}x"]
 
 
 def _verdict(record: dict[str, Any]) -> str:

@@ -22,9 +22,13 @@ PARTS = ("target", "draft", "attention", "other", "idle")
 #: Rows of a forward up to which, and above which, traced steps are held beside timed ones.
 ROWS = 24, 128
 #: What launching takes of the host; a slow machine shows in all of them.
-HOST = {"host_us": "host, device busy", "host_p10_us": "its quietest tenth",
-        "host_rehearsed_us": "host, rehearsed, rows anew", "host_idle_us": "host, device idle",
-        "loop_us": "a fixed loop"}
+HOST = {
+    "host_us": "host, device busy",
+    "host_p10_us": "its quietest tenth",
+    "host_rehearsed_us": "host, rehearsed, rows anew",
+    "host_idle_us": "host, device idle",
+    "loop_us": "a fixed loop",
+}
 #: A fixed loop that takes so many times its shortest says that somebody else holds the host up.
 NOISY = 1.2
 Cell = dict[str, Any]
@@ -42,8 +46,11 @@ class Public:
 #: All of MT-bench at temperature 0. Settings are the nearest to theirs.
 MODEL = "Llama-3.1-8B"
 ACCEPTED = (
-    Public("tree 4-5-16", 4.68, "[SGLang #4247](https://github.com/sgl-project/sglang/pull/4247), "
-                                "5 steps"),
+    Public(
+        "tree 4-5-16",
+        4.68,
+        "[SGLang #4247](https://github.com/sgl-project/sglang/pull/4247), 5 steps",
+    ),
     Public("tree 8-7-64", 5.39, "the same, 8 steps"),
     Public("tree 8-7-64", 6.13, "[EAGLE-3](https://arxiv.org/abs/2503.01840), table 1"),
 )
@@ -53,8 +60,11 @@ def read(results: Path) -> list[Cell]:
     """Return the cells that were measured, each with the time of its products alone."""
     found = json.loads((results / RECORD).read_text())
     speed = found["roofs"]["matmul_tflops"] * 1e6
-    return [cell | {"products_us": cell["operations"] / speed}
-            for cell in found["cells"] if "skipped" not in cell]
+    return [
+        cell | {"products_us": cell["operations"] / speed}
+        for cell in found["cells"]
+        if "skipped" not in cell
+    ]
 
 
 def shown(results: Path) -> str:
@@ -62,12 +72,16 @@ def shown(results: Path) -> str:
     cells, texts = read(results), []
     for model in dict.fromkeys(cell["model"] for cell in cells):
         own = [cell for cell in cells if cell["model"] == model]
-        texts += [f"{model}, ms and ratio to the bytes at the speed of a copy (with *: to the "
-                  "products at the speed of a large square one, where these take longer):",
-                  times(own)]
+        texts += [
+            f"{model}, ms and ratio to the bytes at the speed of a copy (with *: to the "
+            "products at the speed of a large square one, where these take longer):",
+            times(own),
+        ]
     texts += ["Where the time goes, us, at 4k tokens:", division(cells), *traced(cells)]
-    texts += [f"{MODEL} against plain decoding, batch 1, at tokens per step measured elsewhere:",
-              gains(cells)]
+    texts += [
+        f"{MODEL} against plain decoding, batch 1, at tokens per step measured elsewhere:",
+        gains(cells),
+    ]
     return "\n\n".join([*texts, *_skipped(results)])
 
 
@@ -89,9 +103,14 @@ def times(cells: list[Cell]) -> str:
     settings = list(dict.fromkeys(cell["setting"] for cell in cells))
     return tables.table(
         ["batch x context", *settings, *(f"{name} = plain" for name in settings if name != PLAIN)],
-        ([name, *(_time(row.get(setting)) for setting in settings),
-          *(_even(row, setting) for setting in settings if setting != PLAIN)]
-         for name, row in rows.items()),
+        (
+            [
+                name,
+                *(_time(row.get(setting)) for setting in settings),
+                *(_even(row, setting) for setting in settings if setting != PLAIN),
+            ]
+            for name, row in rows.items()
+        ),
     )
 
 
@@ -117,14 +136,28 @@ def division(cells: Iterable[Cell]) -> str:
         if cell["context"] != PLACE[1] or "trace" not in cell:
             continue
         parts = cell["trace"]["divided"]
-        rows.append([
-            cell["model"], cell["setting"], str(cell["batch"]), tables.micros(cell["us"]),
-            *(tables.micros(parts[part]) for part in PARTS), str(cell["trace"]["kernels"]),
-            tables.percent(cell["trace"]["gaps_over_2us"]["share"]),
-            *(tables.micros(cell[name]) for name in HOST),
-        ])
-    head = ["model", "setting", "batch", "step", *PARTS, "kernels", "gaps over 2 us",
-            *HOST.values()]
+        rows.append(
+            [
+                cell["model"],
+                cell["setting"],
+                str(cell["batch"]),
+                tables.micros(cell["us"]),
+                *(tables.micros(parts[part]) for part in PARTS),
+                str(cell["trace"]["kernels"]),
+                tables.percent(cell["trace"]["gaps_over_2us"]["share"]),
+                *(tables.micros(cell[name]) for name in HOST),
+            ]
+        )
+    head = [
+        "model",
+        "setting",
+        "batch",
+        "step",
+        *PARTS,
+        "kernels",
+        "gaps over 2 us",
+        *HOST.values(),
+    ]
     return tables.table(head, rows)
 
 
@@ -132,8 +165,11 @@ def traced(cells: list[Cell]) -> list[str]:
     """Say how far traced and timed steps are apart, by the rows of a target's forward."""
     edges, found = (0, *ROWS), []
     for low, high in zip(edges, (*ROWS, math.inf), strict=True):
-        here = [cell for cell in cells
-                if "trace" in cell and low < cell["batch"] * cell["nodes"] <= high]
+        here = [
+            cell
+            for cell in cells
+            if "trace" in cell and low < cell["batch"] * cell["nodes"] <= high
+        ]
         if here:
             most = max(here, key=_apart)
             rows = f"up to {high}" if math.isfinite(high) else f"more than {low}"
@@ -155,13 +191,26 @@ def gains(cells: list[Cell]) -> str:
     rows = []
     for found in ACCEPTED:
         for step, plain in _pairs(cells, found.setting, MODEL):
-            rows.append([
-                found.setting, f"{found.tokens:.2f}", found.source, place(step),
-                f"{1e6 / plain['us']:.0f}", f"{1e6 * found.tokens / step['us']:.0f}",
-                tables.times(gain(found, step, plain)),
-            ])
-    head = ["setting", "tokens per step", "measured by", "batch x context", "plain tokens/s",
-            "tokens/s", "gain"]
+            rows.append(
+                [
+                    found.setting,
+                    f"{found.tokens:.2f}",
+                    found.source,
+                    place(step),
+                    f"{1e6 / plain['us']:.0f}",
+                    f"{1e6 * found.tokens / step['us']:.0f}",
+                    tables.times(gain(found, step, plain)),
+                ]
+            )
+    head = [
+        "setting",
+        "tokens per step",
+        "measured by",
+        "batch x context",
+        "plain tokens/s",
+        "tokens/s",
+        "gain",
+    ]
     return tables.table(head, rows)
 
 
@@ -172,8 +221,11 @@ def gain(found: Public, step: Cell, plain: Cell) -> float:
 
 def _pairs(cells: list[Cell], setting: str, model: str) -> Iterable[tuple[Cell, Cell]]:
     """Return single requests' steps of a setting, each with plain decoding's."""
-    plain = {cell["context"]: cell for cell in cells
-             if (cell["model"], cell["setting"], cell["batch"]) == (model, PLAIN, 1)}
+    plain = {
+        cell["context"]: cell
+        for cell in cells
+        if (cell["model"], cell["setting"], cell["batch"]) == (model, PLAIN, 1)
+    }
     for cell in cells:
         here = (cell["model"], cell["setting"], cell["batch"]) == (model, setting, 1)
         if here and cell["context"] in plain:
@@ -184,24 +236,49 @@ def asked(results: Path) -> list[Target]:
     """Return the targets that whole steps are held to."""
     cells = read(results) if (results / RECORD).exists() else []
     named = [(cell, f"{cell['model']}, {place(cell)} {cell['setting']}") for cell in cells]
-    held = [Point(cell["us"] / cell["floor_us"], name) for cell, name in named
-            if cell["setting"] == HELD and (cell["batch"], cell["context"]) == PLACE]
-    gaps = [Point(cell["trace"]["gaps_over_2us"]["share"], name) for cell, name in named
-            if cell["batch"] == 1 and "trace" in cell]
+    held = [
+        Point(cell["us"] / cell["floor_us"], name)
+        for cell, name in named
+        if cell["setting"] == HELD and (cell["batch"], cell["context"]) == PLACE
+    ]
+    gaps = [
+        Point(cell["trace"]["gaps_over_2us"]["share"], name)
+        for cell, name in named
+        if cell["batch"] == 1 and "trace" in cell
+    ]
     faster = [
         Point(gain(found, step, plain), f"{place(step)} {found.setting}, {found.tokens:.2f} tokens")
-        for found in ACCEPTED for step, plain in _pairs(cells, found.setting, MODEL)
+        for found in ACCEPTED
+        for step, plain in _pairs(cells, found.setting, MODEL)
     ]
     least = min((cell["loop_us"] for cell in cells), default=0.0)
     calm = [(cell, name) for cell, name in named if cell["loop_rehearsed_us"] <= NOISY * least]
     return [
         Target("whole step over its bytes, 1 x 4k, 16 nodes, 8B", "x", 1.12, 1.06, held, low=True),
         Target("gaps over 2 us in a step, batch 1, 8B", "%", 0.02, 0.02, gaps, low=True),
-        Target("host per step, batch <= 64, 8B, rehearsed", "us", 60, 60,
-               [Point(cell["host_rehearsed_us"], name) for cell, name in named], low=True),
-        Target(f"the same where the fixed loop takes {NOISY} times its shortest at most", "us", 60,
-               60, [Point(cell["host_rehearsed_us"], name) for cell, name in calm], low=True),
-        Target("host per step, batch <= 64, 8B, not rehearsed", "us", 60, 60,
-               [Point(cell["host_us"], name) for cell, name in named], low=True),
+        Target(
+            "host per step, batch <= 64, 8B, rehearsed",
+            "us",
+            60,
+            60,
+            [Point(cell["host_rehearsed_us"], name) for cell, name in named],
+            low=True,
+        ),
+        Target(
+            f"the same where the fixed loop takes {NOISY} times its shortest at most",
+            "us",
+            60,
+            60,
+            [Point(cell["host_rehearsed_us"], name) for cell, name in calm],
+            low=True,
+        ),
+        Target(
+            "host per step, batch <= 64, 8B, not rehearsed",
+            "us",
+            60,
+            60,
+            [Point(cell["host_us"], name) for cell, name in named],
+            low=True,
+        ),
         Target("EAGLE-3 against plain decoding, batch 1, 8B", "x", 2, 2, faster),
     ]

@@ -37,15 +37,29 @@ def machines(parts: list[PartFound]) -> str:
     rows = []
     for part in parts:
         roofs, found = part.roofs, part.machine
-        rows.append([
-            part.title, *(f"{roofs[f'{name}_tb_s']:.2f}" for name in ("copy", "read", "gather")),
-            f"{roofs['matmul_tflops']:.0f}" if "matmul_tflops" in roofs else NONE,
-            *(f"{roofs[f'empty_{count}_us']:.2f}" for count in (1, 264, 1056)),
-            f"`{found['commit']}`", f"`{found['kernels']}`", found["date"],
-        ])
+        rows.append(
+            [
+                part.title,
+                *(f"{roofs[f'{name}_tb_s']:.2f}" for name in ("copy", "read", "gather")),
+                f"{roofs['matmul_tflops']:.0f}" if "matmul_tflops" in roofs else NONE,
+                *(f"{roofs[f'empty_{count}_us']:.2f}" for count in (1, 264, 1056)),
+                f"`{found['commit']}`",
+                f"`{found['kernels']}`",
+                found["date"],
+            ]
+        )
     head = [
-        "part", "copy TB/s", "read TB/s", "gather TB/s", "matmul TFLOP/s",
-        "empty node us, 1 CTA", "264 CTAs", "1,056 CTAs", "commit", "kernels", "date",
+        "part",
+        "copy TB/s",
+        "read TB/s",
+        "gather TB/s",
+        "matmul TFLOP/s",
+        "empty node us, 1 CTA",
+        "264 CTAs",
+        "1,056 CTAs",
+        "commit",
+        "kernels",
+        "date",
     ]
     return "\n\n".join([_versions(parts), table(head, rows)])
 
@@ -94,8 +108,14 @@ def _variant(cell: Found, label: str, line: Line) -> list[str]:
     assert own is not None
     ratio = line.us / own.us
     return [
-        cell.name, micros(own.us), label, micros(line.us), percent(line.of_copy),
-        f"{line.tflops:.0f}", times(ratio), times(ratio * own.tokens / line.tokens),
+        cell.name,
+        micros(own.us),
+        label,
+        micros(line.us),
+        percent(line.of_copy),
+        f"{line.tflops:.0f}",
+        times(ratio),
+        times(ratio * own.tokens / line.tokens),
     ]
 
 
@@ -108,14 +128,25 @@ def plans(part: PartFound) -> str:
     rows = []
     for name, group in grouped.items():
         spread = max((line.high - line.low) / 2 / line.us for line in group)
-        rows.append([
-            name, group[0].setting or NONE, str(len(group)),
-            _range(line.plan_us for line in group), _range(line.plan_wall_us for line in group),
-            f"{max(line.error for line in group):.1e}", percent(spread),
-        ])
+        rows.append(
+            [
+                name,
+                group[0].setting or NONE,
+                str(len(group)),
+                _range(line.plan_us for line in group),
+                _range(line.plan_wall_us for line in group),
+                f"{max(line.error for line in group):.1e}",
+                percent(spread),
+            ]
+        )
     head = [
-        "kernel", "setting", "lines", "plan us, in a graph", "plan us, host waits",
-        "largest error", "widest spread",
+        "kernel",
+        "setting",
+        "lines",
+        "plan us, in a graph",
+        "plan us, host waits",
+        "largest error",
+        "widest spread",
     ]
     return table(head, rows)
 

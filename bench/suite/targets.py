@@ -112,15 +112,21 @@ def plain(line: Line) -> bool:
     case = line.case
     return (
         (*case["heads"], case["head_dim"], case["page_size"]) == (32, 8, 128, 1)
-        and case["dtype"] == "bfloat16" and not _options(line)
+        and case["dtype"] == "bfloat16"
+        and not _options(line)
     )
 
 
 def _options(line: Line) -> bool:
     case = line.case
     return bool(
-        case["window_left"] >= 0 or case["logit_cap"] or case["lse"] or case["knobs"]
-        or case["latent"] or case["stored"] or case["fixed"]
+        case["window_left"] >= 0
+        or case["logit_cap"]
+        or case["lse"]
+        or case["knobs"]
+        or case["latent"]
+        or case["stored"]
+        or case["fixed"]
     )
 
 
@@ -134,8 +140,7 @@ def points(
 ) -> list[Point]:
     """Take a number from every line of specattn that is to be kept."""
     return [
-        Point(value(line), _name(cell, line))
-        for cell in cells for line in cell.lines if keep(line)
+        Point(value(line), _name(cell, line)) for cell in cells for line in cell.lines if keep(line)
     ]
 
 
@@ -145,9 +150,7 @@ def _name(cell: Found, line: Line) -> str:
     return f"{cell.name}: {line.name.partition(' ')[2]}"
 
 
-def against(
-    cells: Iterable[Found], keep: Callable[[Line], bool], *names: str
-) -> list[Point]:
+def against(cells: Iterable[Found], keep: Callable[[Line], bool], *names: str) -> list[Point]:
     """Take the ratio to the fastest of some peers from every cell whose own line is kept."""
     found = []
     for cell in cells:
@@ -159,17 +162,23 @@ def against(
 
 def mode(*modes: str, float8: bool = False) -> Callable[[Line], bool]:
     return lambda line: (
-        line.case["mode"] in modes and not line.case["latent"]
+        line.case["mode"] in modes
+        and not line.case["latent"]
         and (float8 or not line.case["stored"])
     )
 
 
 def speeds(cells: list[Found]) -> list[Target]:
     """Shares of the copying kernel's speed, small batches, and large trees."""
+
     def tree(line: Line, low: int, high: float = math.inf, *, even: bool = True) -> bool:
         return (
-            line.case["mode"] == "tree" and plain(line) and light(line) and line.batch <= 256
-            and line.case["even"] == even and low * K <= line.tokens < high * K
+            line.case["mode"] == "tree"
+            and plain(line)
+            and light(line)
+            and line.batch <= 256
+            and line.case["even"] == even
+            and low * K <= line.tokens < high * K
         )
 
     def copy(low: int, high: float = math.inf, *, even: bool = True) -> list[Point]:
@@ -184,31 +193,51 @@ def speeds(cells: list[Found]) -> list[Target]:
         Target("trees, ragged lengths", "%", 0.88, 0.93, copy(64, even=False)),
     ]
     for tokens, must, aim in (
-        (100, 5.8, 5), (K, 8, 6.5), (4 * K, 11.5, 9.5), (32 * K, 42, 38),
+        (100, 5.8, 5),
+        (K, 8, 6.5),
+        (4 * K, 11.5, 9.5),
+        (32 * K, 42, 38),
     ):
-        found.append(Target(
-            f"trees, 1 x {tokens // K}k" if tokens >= K else f"trees, 1 x {tokens}", "us", must,
-            aim, points(
-                cells, lambda line: line.us,
-                lambda line, n=tokens: tree(line, 0) and (line.batch, line.tokens) == (1, n),
-            ), low=True,
-        ))
+        found.append(
+            Target(
+                f"trees, 1 x {tokens // K}k" if tokens >= K else f"trees, 1 x {tokens}",
+                "us",
+                must,
+                aim,
+                points(
+                    cells,
+                    lambda line: line.us,
+                    lambda line, n=tokens: tree(line, 0) and (line.batch, line.tokens) == (1, n),
+                ),
+                low=True,
+            )
+        )
 
     def nodes(line: Line, paged: bool) -> bool:
         case = line.case
         return (
-            case["mode"] == "tree" and case["q_len"] == 64 and case["heads"] == [32, 8]
-            and (line.batch, line.tokens) == (8, 64 * K) and (case["page_size"] >= 16) == paged
-            and case["head_dim"] == 128 and not _options(line)
+            case["mode"] == "tree"
+            and case["q_len"] == 64
+            and case["heads"] == [32, 8]
+            and (line.batch, line.tokens) == (8, 64 * K)
+            and (case["page_size"] >= 16) == paged
+            and case["head_dim"] == 128
+            and not _options(line)
         )
 
     for title, paged, must, aim in (
         ("64 nodes, 8 x 8k, page 1", False, 500, 560),
         ("64 nodes, 8 x 8k, pages of 16 and 64", True, 550, 620),
     ):
-        found.append(Target(title, "TFLOP/s", must, aim, points(
-            cells, lambda line: line.tflops, lambda line, p=paged: nodes(line, p)
-        )))
+        found.append(
+            Target(
+                title,
+                "TFLOP/s",
+                must,
+                aim,
+                points(cells, lambda line: line.tflops, lambda line, p=paged: nodes(line, p)),
+            )
+        )
     return found
 
 
@@ -229,16 +258,41 @@ def ratios(cells: list[Found]) -> list[Target]:
         Target("trees against the best peer, worst", "x", 1.08, 1.15, trees),
         Target("chains and decode against FA3, >= 64k tokens", "x", 1, 1.05, long),
         Target("chains and decode against FA3, < 16k tokens", "x", 1.25, 1.5, short),
-        Target("draft decode, topk 8, against FlashInfer per branch", "x", 2, 2.6,
-               against(cells, wide, "FlashInfer decode")),
-        Target("draft decode, topk 8, against SGLang per branch", "x", 5, 7,
-               against(cells, wide, *SGLANG)),
-        Target("prompts over a cached prefix against FA3", "x", 0.8, 1,
-               against(cells, lambda line: prompts(line) and line.tokens > 0, *FA3)),
-        Target("prompts over a cached prefix against FlashInfer", "x", 0.8, 1,
-               against(cells, lambda line: prompts(line) and line.tokens > 0, *FLASHINFER)),
-        Target("verify, draft decode, draft extend and decode against the best peer", "x", 1, 1,
-               against(cells, everywhere)),
+        Target(
+            "draft decode, topk 8, against FlashInfer per branch",
+            "x",
+            2,
+            2.6,
+            against(cells, wide, "FlashInfer decode"),
+        ),
+        Target(
+            "draft decode, topk 8, against SGLang per branch",
+            "x",
+            5,
+            7,
+            against(cells, wide, *SGLANG),
+        ),
+        Target(
+            "prompts over a cached prefix against FA3",
+            "x",
+            0.8,
+            1,
+            against(cells, lambda line: prompts(line) and line.tokens > 0, *FA3),
+        ),
+        Target(
+            "prompts over a cached prefix against FlashInfer",
+            "x",
+            0.8,
+            1,
+            against(cells, lambda line: prompts(line) and line.tokens > 0, *FLASHINFER),
+        ),
+        Target(
+            "verify, draft decode, draft extend and decode against the best peer",
+            "x",
+            1,
+            1,
+            against(cells, everywhere),
+        ),
     ]
 
 
@@ -259,8 +313,14 @@ def latent(cells: list[Found]) -> list[Target]:
                 if some(4)(line) and line.case["mode"] == "tree"
             ]
     return [
-        Target("MLA, 16 heads, 1 node, against FlashInfer (FA3)", "x", 1, 1.1,
-               against(cells, some(1), name)),
-        Target("MLA, 16 heads, 4 nodes, against FlashInfer (FA3; chain only)", "x", 0.95, 1.05,
-               four),
+        Target(
+            "MLA, 16 heads, 1 node, against FlashInfer (FA3)",
+            "x",
+            1,
+            1.1,
+            against(cells, some(1), name),
+        ),
+        Target(
+            "MLA, 16 heads, 4 nodes, against FlashInfer (FA3; chain only)", "x", 0.95, 1.05, four
+        ),
     ]

@@ -14,32 +14,47 @@ if TYPE_CHECKING:
     from .cases import Case
 
 SMALL = [
-    TileConfig(16, 64, ctas_per_sm=2), TileConfig(16, 32, ctas_per_sm=4),
+    TileConfig(16, 64, ctas_per_sm=2),
+    TileConfig(16, 32, ctas_per_sm=4),
     TileConfig(64, 64, max_regs=168),
 ]
 MEDIUM = [
-    TileConfig(64, 64, max_regs=168), TileConfig(64, 64, max_regs=192), TileConfig(64, 64),
-    TileConfig(64, 64, max_regs=168, short=4), TileConfig(64, 64, max_regs=168, short=1000),
-    TileConfig(64, 32, ctas_per_sm=2), TileConfig(64, 64, stages=2, ctas_per_sm=1),
-    TileConfig(64, 32, ctas_per_sm=1), TileConfig(64, 64, warps=8, stages=2, ctas_per_sm=1),
+    TileConfig(64, 64, max_regs=168),
+    TileConfig(64, 64, max_regs=192),
+    TileConfig(64, 64),
+    TileConfig(64, 64, max_regs=168, short=4),
+    TileConfig(64, 64, max_regs=168, short=1000),
+    TileConfig(64, 32, ctas_per_sm=2),
+    TileConfig(64, 64, stages=2, ctas_per_sm=1),
+    TileConfig(64, 32, ctas_per_sm=1),
+    TileConfig(64, 64, warps=8, stages=2, ctas_per_sm=1),
     TileConfig(32, 32, ctas_per_sm=2),
 ]
 LARGE = [
-    TileConfig(128, 64, warps=8, ctas_per_sm=1), TileConfig(64, 64, max_regs=168),
+    TileConfig(128, 64, warps=8, ctas_per_sm=1),
+    TileConfig(64, 64, max_regs=168),
     TileConfig(128, 64, warps=8, stages=4, ctas_per_sm=1),
     TileConfig(128, 32, warps=8, ctas_per_sm=1),
 ]
 # over float8 keys a tile is converted before its products; 8 warps lose below 128 rows
 FLOAT8 = [
-    TileConfig(64, 128, max_regs=240), TileConfig(64, 128, max_regs=224),
-    TileConfig(64, 128, short=4), TileConfig(64, 128, short=1000),
-    TileConfig(64, 128, stages=2), TileConfig(64, 128, stages=4, ctas_per_sm=1),
-    TileConfig(64, 64), TileConfig(64, 64, stages=4), TileConfig(64, 64, stages=5),
-    TileConfig(64, 64, ctas_per_sm=3, max_regs=168), TileConfig(64, 256, stages=2, ctas_per_sm=1),
-    TileConfig(32, 64), TileConfig(16, 64, ctas_per_sm=3, max_regs=168),
+    TileConfig(64, 128, max_regs=240),
+    TileConfig(64, 128, max_regs=224),
+    TileConfig(64, 128, short=4),
+    TileConfig(64, 128, short=1000),
+    TileConfig(64, 128, stages=2),
+    TileConfig(64, 128, stages=4, ctas_per_sm=1),
+    TileConfig(64, 64),
+    TileConfig(64, 64, stages=4),
+    TileConfig(64, 64, stages=5),
+    TileConfig(64, 64, ctas_per_sm=3, max_regs=168),
+    TileConfig(64, 256, stages=2, ctas_per_sm=1),
+    TileConfig(32, 64),
+    TileConfig(16, 64, ctas_per_sm=3, max_regs=168),
 ]
 FLOAT8_LARGE = [
-    TileConfig(128, 64, warps=8, ctas_per_sm=1), TileConfig(64, 128),
+    TileConfig(128, 64, warps=8, ctas_per_sm=1),
+    TileConfig(64, 128),
     TileConfig(128, 64, warps=8, stages=4, ctas_per_sm=1),
     TileConfig(128, 128, warps=8, stages=2, ctas_per_sm=1),
 ]
@@ -59,8 +74,10 @@ class Named:
         tile = self.config
         if self.label or not tile:
             return self.label
-        return (f"{tile.block_m}x{tile.block_n} w{tile.warps} s{tile.stages} "
-                f"c{tile.ctas_per_sm} r{tile.max_regs} short{tile.short}")
+        return (
+            f"{tile.block_m}x{tile.block_n} w{tile.warps} s{tile.stages} "
+            f"c{tile.ctas_per_sm} r{tile.max_regs} short{tile.short}"
+        )
 
     @property
     def options(self) -> dict[str, Any]:

@@ -42,7 +42,9 @@ def main(new_tokens: int = 48) -> list[str]:
     # the slots: one table, and a pool of KV per model that both address through it
     slots = 1 + len(PROMPTS) * config.max_context_len
     table = SlotTable(
-        max_num_reqs=len(PROMPTS), max_context_len=config.max_context_len, num_slots=slots,
+        max_num_reqs=len(PROMPTS),
+        max_context_len=config.max_context_len,
+        num_slots=slots,
         device=device,
     )
     of_target = ModelSlot.of(target, KVPool(target.layers, slots, device), "auto")
@@ -59,9 +61,7 @@ def main(new_tokens: int = 48) -> list[str]:
     texts = [[token] for token in bonus.tolist()]
 
     # the steps: everything a graph may replay is captured here, once
-    decoder = SpecDecoder(
-        of_target, of_draft, config, table.req_to_token, buckets=[len(prompts)]
-    )
+    decoder = SpecDecoder(of_target, of_draft, config, table.req_to_token, buckets=[len(prompts)])
     while min(map(len, texts)) < new_tokens:
         table.reserve(rows, [length + config.reserve_len for length in lens])
         on_host = torch.tensor(lens, dtype=torch.int32)

@@ -49,8 +49,18 @@ class EngineCache:
     ) -> None:
         blocks = requests * CONTEXT // PAGE + 1
         self.layers = [
-            [torch.zeros(2, blocks, PAGE, layer.num_kv_heads, layer.head_dim, dtype=layer.dtype,
-                         device=device) for layer in layers]
+            [
+                torch.zeros(
+                    2,
+                    blocks,
+                    PAGE,
+                    layer.num_kv_heads,
+                    layer.head_dim,
+                    dtype=layer.dtype,
+                    device=device,
+                )
+                for layer in layers
+            ]
             for layers in models
         ]
         self.block_table = torch.zeros(requests, CONTEXT // PAGE, dtype=torch.int32, device=device)
@@ -90,14 +100,17 @@ def main(new_tokens: int = 48) -> list[str]:
 
     # the engine's caches as pools, and a table of tokens beside its table of blocks: request i is
     # row i + 1 there, because row 0 belongs to padding, as block 0 does
-    pools = [adopt(model.layers, caches)
-             for model, caches in zip((target, draft), engine.layers, strict=True)]
+    pools = [
+        adopt(model.layers, caches)
+        for model, caches in zip((target, draft), engine.layers, strict=True)
+    ]
     of_target = ModelSlot.of(target, pools[0], "auto")
     of_draft = ModelSlot.of(draft, pools[1], "auto")
     table = AdoptedTable(
         torch.zeros(count + 1, CONTEXT, dtype=torch.int32, device=device),
         torch.zeros(count + 1, dtype=torch.int32, device=device),
-        num_slots=pools[0].num_slots, page_size=PAGE,
+        num_slots=pools[0].num_slots,
+        page_size=PAGE,
     )
     rows = list(range(1, count + 1))
     on_device = torch.tensor(rows, device=device)
@@ -119,8 +132,11 @@ def main(new_tokens: int = 48) -> list[str]:
     dims = StateDims.of(draft, config.topk, draft_sampling=config.draft_sampling)
     states = RequestStates.alloc(count + 1, dims, device)
     states.admit(
-        on_device, torch.tensor(lens, dtype=torch.int32, device=device), start.bonus_tokens,
-        start.state, sampling,
+        on_device,
+        torch.tensor(lens, dtype=torch.int32, device=device),
+        start.bonus_tokens,
+        start.state,
+        sampling,
     )
     texts = [[token] for token in start.bonus_tokens.tolist()]
 

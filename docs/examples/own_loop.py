@@ -43,7 +43,9 @@ def main(new_tokens: int = 48) -> list[str]:
     # the slots: one table, and a pool of KV per model that both address through it
     slots = 1 + len(PROMPTS) * config.max_context_len
     table = SlotTable(
-        max_num_reqs=len(PROMPTS), max_context_len=config.max_context_len, num_slots=slots,
+        max_num_reqs=len(PROMPTS),
+        max_context_len=config.max_context_len,
+        num_slots=slots,
         device=device,
     )
     of_target = ModelSlot.of(target, KVPool(target.layers, slots, device), "auto")
@@ -61,8 +63,11 @@ def main(new_tokens: int = 48) -> list[str]:
     prefill = Prefill(of_target, of_draft, table.req_to_token, config)
     start = prefill.run([Prompt(*one) for one in zip(rows, prompts, strict=True)], sampling)
     states.admit(
-        torch.tensor(rows, device=device), torch.tensor(lens, dtype=torch.int32, device=device),
-        start.bonus_tokens, start.state, sampling,
+        torch.tensor(rows, device=device),
+        torch.tensor(lens, dtype=torch.int32, device=device),
+        start.bonus_tokens,
+        start.state,
+        sampling,
     )
     texts = {row: [token] for row, token in zip(rows, start.bonus_tokens.tolist(), strict=True)}
     length = dict(zip(rows, lens, strict=True))  # of requests that still run

@@ -46,7 +46,10 @@ def main(new_tokens: int = 48) -> list[str]:
         SpecConfig(*shape, **limits) for shape in ((4, 4, 16), (3, 1, 4), (0, 1, 1))
     )
     engine = Engine(
-        target.with_features(draft.features), draft, tree, configs=[chain, plain],
+        target.with_features(draft.features),
+        draft,
+        tree,
+        configs=[chain, plain],
         policy=within_budget,
     )
 

@@ -38,7 +38,7 @@ def tree(plan, b):
     length, n, tail = int(plan.seq_lens[b]), plan.layout.q_len, torch.arange(plan.layout.tail)
     tail = tail.to(plan.seq_lens.device)
     prefix = plan.req_to_token[plan.req_pool_indices[b], :length]
-    bits = plan.tail_words[b][:, tail // 64] >> tail % 64 & 1             # [n, tail]
+    bits = plan.tail_words[b][:, tail // 64] >> tail % 64 & 1  # [n, tail]
     seen = torch.cat([bits.new_ones(n, length), bits], 1) != 0
     pos_k = torch.cat([torch.arange(length, device=tail.device), plan.tail_positions[b]])
     slots = torch.cat([prefix, plan.tail_slots[b]])
@@ -73,8 +73,10 @@ class BoundTiny:
             if c.window_left >= 0:
                 seen = seen & (pos_q[:, None] - pos_k <= c.window_left)
             used = slots[seen.any(0)].long()  # what nobody sees may be NaN
-            k, v = (cache[used].float().repeat_interleave(c.num_qo_heads // c.num_kv_heads, 1)
-                    for cache in (k_cache, v_cache))
+            k, v = (
+                cache[used].float().repeat_interleave(c.num_qo_heads // c.num_kv_heads, 1)
+                for cache in (k_cache, v_cache)
+            )
             logits = torch.einsum("qhd,khd->hqk", q[rows].float(), k) * c.sm_scale
             if c.logit_cap:
                 logits = c.logit_cap * torch.tanh(logits / c.logit_cap)

@@ -58,9 +58,7 @@ class CutlassMlaBackend(PagedBackend):
         size = self.library.cutlass_mla_get_workspace_size(
             max_seq_len=blocks.max_keys, num_batches=len(blocks.lens), num_kv_splits=1
         )
-        return CutlassMla(
-            self.config, blocks, self.library.cutlass_mla_decode, self._scratch(size)
-        )
+        return CutlassMla(self.config, blocks, self.library.cutlass_mla_decode, self._scratch(size))
 
     def _scratch(self, size: int) -> Tensor:
         """Return workspace that everything bound here shares: forwards run one after another."""
@@ -89,9 +87,12 @@ class CutlassMla(BoundPages):
         if lse is not None:
             raise UnsupportedError("backend 'cutlass_mla'", ["the library returns no lse"])
         result = self.function(
-            q_nope=q[..., :RANK], q_pe=q[..., RANK:],
+            q_nope=q[..., :RANK],
+            q_pe=q[..., RANK:],
             kv_c_and_k_pe_cache=self.blocks.pages(k_cache).squeeze(2),
-            seq_lens=self.blocks.lens, page_table=self.blocks.table, workspace=self.workspace,
+            seq_lens=self.blocks.lens,
+            page_table=self.blocks.table,
+            workspace=self.workspace,
             sm_scale=self.config.sm_scale,
             num_kv_splits=1,  # other counts are chosen on the host, from lengths
         )

@@ -119,10 +119,13 @@ class Fa3Backend(Settable):
             keys = keys_of(plan, window)
             return Fa3Rows(self._call, keys, (plan.batch, plan.layout.q_len), causal=True)
         if window >= 0:
-            raise UnsupportedError("backend 'fa3' with a tree", [
-                f"window_left {window} counts positions (tree depth), "
-                "FA3's window counts list entries"
-            ])
+            raise UnsupportedError(
+                "backend 'fa3' with a tree",
+                [
+                    f"window_left {window} counts positions (tree depth), "
+                    "FA3's window counts list entries"
+                ],
+            )
         return Fa3Tree.over(self._call, plan)
 
 
@@ -134,8 +137,15 @@ class Fa3Call:
     function: Callable[..., Any]
 
     def __call__(
-        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor | None = None, *,
-        causal: bool = False, window_left: int = -1, **tables: Any,
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        out: Tensor | None = None,
+        *,
+        causal: bool = False,
+        window_left: int = -1,
+        **tables: Any,
     ) -> tuple[Tensor, Tensor]:
         """Attend; returns ``out`` and the natural lse.
 
@@ -144,10 +154,16 @@ class Fa3Call:
         what makes a call ragged.
         """
         result: tuple[Tensor, ...] = self.function(
-            q, k_pages, v_pages, out=out, causal=causal,
+            q,
+            k_pages,
+            v_pages,
+            out=out,
+            causal=causal,
             window_size=(window_left, -1 if window_left < 0 else 0),
-            softmax_scale=self.config.sm_scale, softcap=self.config.logit_cap,
-            return_softmax_lse=True, **tables,
+            softmax_scale=self.config.sm_scale,
+            softcap=self.config.logit_cap,
+            return_softmax_lse=True,
+            **tables,
         )
         return result[0], result[1]
 
@@ -176,10 +192,14 @@ class Fa3Rows(_PatternA):
         """Attend; see `BoundAttention.run`."""
         keys, shape = self.keys, self.shape
         _, sums = self.call(
-            q.unflatten(0, shape), keys.pages(k_cache), keys.pages(v_cache),
-            out.unflatten(0, shape), causal=self.causal,
+            q.unflatten(0, shape),
+            keys.pages(k_cache),
+            keys.pages(v_cache),
+            out.unflatten(0, shape),
+            causal=self.causal,
             # the list of a single query token ends at its window already
-            window_left=self.call.config.window_left if shape[1] > 1 else -1, **keys.arguments(),
+            window_left=self.call.config.window_left if shape[1] > 1 else -1,
+            **keys.arguments(),
         )
         if lse is not None:
             lse.unflatten(0, shape).copy_(sums.transpose(1, 2))
@@ -228,17 +248,28 @@ class Fa3Tree(_PatternA):
             self._list_ancestors()
         merged = out.unflatten(0, shape)
         _, prefix_lse = self.call(
-            q.unflatten(0, shape), prefix.pages(k_cache), prefix.pages(v_cache), merged,
+            q.unflatten(0, shape),
+            prefix.pages(k_cache),
+            prefix.pages(v_cache),
+            merged,
             **prefix.arguments(),
         )
         tail_out, tail_lse = self.call(
-            q[:, None], k_cache[:, None], v_cache[:, None],
-            page_table=self.table, cache_seqlens=self.lens,
+            q[:, None],
+            k_cache[:, None],
+            v_cache[:, None],
+            page_table=self.table,
+            cache_seqlens=self.lens,
         )
         ops("merge_lse", q.device).merge_lse(
-            merged, prefix_lse.transpose(1, 2), plan.seq_lens,
-            tail_out.view(merged.shape), tail_lse.view(*shape, -1), self.lens.view(shape),
-            merged, None if lse is None else lse.unflatten(0, shape),
+            merged,
+            prefix_lse.transpose(1, 2),
+            plan.seq_lens,
+            tail_out.view(merged.shape),
+            tail_lse.view(*shape, -1),
+            self.lens.view(shape),
+            merged,
+            None if lse is None else lse.unflatten(0, shape),
         )
 
 
@@ -260,9 +291,14 @@ class Fa3Extend(_PatternA):
         """Attend; see `BoundAttention.run`."""
         keys = self.keys
         _, sums = self.call(
-            q, keys.pages(k_cache), keys.pages(v_cache), out,
-            causal=True, window_left=self.call.config.window_left,
-            cu_seqlens_q=self.plan.qo_indptr, max_seqlen_q=self.plan.max_q_len,
+            q,
+            keys.pages(k_cache),
+            keys.pages(v_cache),
+            out,
+            causal=True,
+            window_left=self.call.config.window_left,
+            cu_seqlens_q=self.plan.qo_indptr,
+            max_seqlen_q=self.plan.max_q_len,
             **keys.arguments(),
         )
         if lse is not None:

@@ -103,8 +103,14 @@ class Slots(OfSlots):
         """List the slots of every request."""
         plan = self.plan
         ops("page_table", self.table.device).fill_page_table(
-            plan.req_to_token, plan.req_pool_indices, plan.seq_lens, plan.tail_slots, self.table,
-            self.lens, q_len=plan.layout.q_len, window_left=self.window_left,
+            plan.req_to_token,
+            plan.req_pool_indices,
+            plan.seq_lens,
+            plan.tail_slots,
+            self.table,
+            self.lens,
+            q_len=plan.layout.q_len,
+            window_left=self.window_left,
         )
 
     def arguments(self) -> Arguments:
@@ -154,8 +160,11 @@ class PrefixSlots(OfSlots):
     def arguments(self) -> Arguments:
         """Return the slot table, and which rows of it."""
         plan = self.plan
-        return {"page_table": plan.req_to_token, "cache_seqlens": plan.seq_lens,
-                "cache_batch_idx": self.rows}
+        return {
+            "page_table": plan.req_to_token,
+            "cache_seqlens": plan.seq_lens,
+            "cache_batch_idx": self.rows,
+        }
 
 
 @dataclass(frozen=True)
@@ -187,8 +196,11 @@ class Lists(OfSlots):
 
     def arguments(self) -> Arguments:
         """Return the overlapping rows, and which of them."""
-        return {"page_table": self.table, "cache_seqlens": self.lens,
-                "cache_batch_idx": self.starts}
+        return {
+            "page_table": self.table,
+            "cache_seqlens": self.lens,
+            "cache_batch_idx": self.starts,
+        }
 
 
 @dataclass(frozen=True)
@@ -206,9 +218,10 @@ class PromptSlots(OfSlots):
         """View the slot table as one list."""
         slots = plan.req_to_token
         if slots.numel() >= 2**31:
-            raise UnsupportedError("backend 'fa3'", [
-                f"req_to_token must have less than 2^31 entries, got {slots.numel()}"
-            ])
+            raise UnsupportedError(
+                "backend 'fa3'",
+                [f"req_to_token must have less than 2^31 entries, got {slots.numel()}"],
+            )
         table = overlapping_rows(slots, max(1, plan.max_seq_len))
         starts = slots.new_zeros(len(plan.seq_lens))
         return cls(plan, window_left, table, starts, starts.clone())
@@ -223,8 +236,11 @@ class PromptSlots(OfSlots):
 
     def arguments(self) -> Arguments:
         """Return the overlapping rows, and which of them."""
-        return {"page_table": self.table, "cache_seqlens": self.lens,
-                "cache_batch_idx": self.starts}
+        return {
+            "page_table": self.table,
+            "cache_seqlens": self.lens,
+            "cache_batch_idx": self.starts,
+        }
 
 
 @dataclass(frozen=True)

@@ -70,10 +70,17 @@ class Fa4(BoundPages):
         config, blocks, shape = self.config, self.blocks, self.shape
         left = config.window_left
         result, sums = self.function(
-            q=q.unflatten(0, shape), k=blocks.pages(k_cache), v=blocks.pages(v_cache),
-            page_table=blocks.table, seqused_k=blocks.lens, softmax_scale=config.sm_scale,
-            causal=True, window_size=(None, None) if left < 0 else (left, 0),
-            softcap=config.logit_cap, num_splits=1, return_lse=lse is not None,
+            q=q.unflatten(0, shape),
+            k=blocks.pages(k_cache),
+            v=blocks.pages(v_cache),
+            page_table=blocks.table,
+            seqused_k=blocks.lens,
+            softmax_scale=config.sm_scale,
+            causal=True,
+            window_size=(None, None) if left < 0 else (left, 0),
+            softcap=config.logit_cap,
+            num_splits=1,
+            return_lse=lse is not None,
         )
         out.unflatten(0, shape).copy_(result)
         if lse is not None:

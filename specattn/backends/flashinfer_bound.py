@@ -45,8 +45,14 @@ class _Planned(Staged):
         heads = config.num_qo_heads, config.num_kv_heads, config.head_dim
         with self.staging():
             self.wrapper.plan(
-                *offsets, *heads, 1, sm_scale=config.sm_scale, logits_soft_cap=config.logit_cap,
-                q_data_type=config.dtype, kv_data_type=config.dtype, **options,
+                *offsets,
+                *heads,
+                1,
+                sm_scale=config.sm_scale,
+                logits_soft_cap=config.logit_cap,
+                q_data_type=config.dtype,
+                kv_data_type=config.dtype,
+                **options,
             )
 
     def run(
@@ -81,18 +87,22 @@ class FlashInferDecode(_Planned):
         # kernel starts there, the other one reads all keys and weighs some with 0
         self._window = config.window_left if isinstance(lists, BranchLists) else -1
         wrapper = BatchDecodeWithPagedKVCacheWrapper(
-            backend.floats(grid.float_bytes), use_cuda_graph=True,
+            backend.floats(grid.float_bytes),
+            use_cuda_graph=True,
             use_tensor_cores=group > SMALL_GROUP or self._window >= 0,
-            paged_kv_indptr_buffer=lists.indptr, paged_kv_indices_buffer=lists.indices,
-            paged_kv_last_page_len_buffer=torch.ones_like(lists.indptr[1:]), backend="fa2",
+            paged_kv_indptr_buffer=lists.indptr,
+            paged_kv_indices_buffer=lists.indices,
+            paged_kv_last_page_len_buffer=torch.ones_like(lists.indptr[1:]),
+            backend="fa2",
         )
         super().__init__(backend, wrapper, grid)
 
     def schedule(self, seq_lens_cpu: Tensor | None) -> None:
         """Plan the lists' lengths."""
         offsets = self.lists.offsets(seq_lens_cpu)
-        self._plan(offsets, self.lists.indices[:0], torch.ones_like(offsets[1:]),
-                   window_left=self._window)
+        self._plan(
+            offsets, self.lists.indices[:0], torch.ones_like(offsets[1:]), window_left=self._window
+        )
 
     def fill(self) -> None:
         """Fill the lists."""
@@ -120,12 +130,15 @@ class FlashInferRows(_Planned):
         self.masks = None if layout.causal or prefix_only else PackedMasks(self.lists)
         self._rows = list_offsets(torch.full((plan.batch,), layout.q_len), grid.requests)
         wrapper = BatchPrefillWithPagedKVCacheWrapper(
-            backend.floats(grid.float_bytes), use_cuda_graph=True,
+            backend.floats(grid.float_bytes),
+            use_cuda_graph=True,
             qo_indptr_buf=torch.zeros_like(self.lists.indptr),
-            paged_kv_indptr_buf=self.lists.indptr, paged_kv_indices_buf=self.lists.indices,
+            paged_kv_indptr_buf=self.lists.indptr,
+            paged_kv_indices_buf=self.lists.indices,
             paged_kv_last_page_len_buf=torch.ones_like(self.lists.indptr[1:]),
             custom_mask_buf=self.masks and self.masks.bits,
-            mask_indptr_buf=self.masks and self.masks.indptr, backend="fa2",
+            mask_indptr_buf=self.masks and self.masks.indptr,
+            backend="fa2",
         )
         super().__init__(backend, wrapper, grid)
 
@@ -134,9 +147,14 @@ class FlashInferRows(_Planned):
         offsets, masks = self.lists.offsets(seq_lens_cpu), self.masks
         window = self.config.window_left if masks is None else -1
         self._plan(
-            self._rows, offsets, self.lists.indices[:0], torch.ones_like(offsets[1:]),
-            causal=self._causal, packed_custom_mask=None if masks is None else masks.bits[:0],
-            window_left=window, max_token_per_sequence=self.plan.layout.q_len,
+            self._rows,
+            offsets,
+            self.lists.indices[:0],
+            torch.ones_like(offsets[1:]),
+            causal=self._causal,
+            packed_custom_mask=None if masks is None else masks.bits[:0],
+            window_left=window,
+            max_token_per_sequence=self.plan.layout.q_len,
         )
         if masks is not None:
             masks.schedule(offsets)
@@ -175,13 +193,21 @@ class _Tail(_Planned):
         self._slots = plan.tail_slots.new_zeros(batch * tail)
         self._bits = torch.zeros(batch * q_len * tail, dtype=torch.uint8, device=device)
         grid = Grid.eager(backend.config, batch, batch * q_len, backend.processors())
-        super().__init__(backend, BatchPrefillWithPagedKVCacheWrapper(
-            backend.floats(grid.float_bytes), backend="fa2"
-        ), grid)
+        super().__init__(
+            backend,
+            BatchPrefillWithPagedKVCacheWrapper(backend.floats(grid.float_bytes), backend="fa2"),
+            grid,
+        )
         self._plan(
-            begin * q_len, begin * tail, self._slots, torch.ones(batch, dtype=torch.int32),
-            causal=False, packed_custom_mask=self._bits, window_left=-1,
-            max_token_per_sequence=q_len, disable_split_kv=True,
+            begin * q_len,
+            begin * tail,
+            self._slots,
+            torch.ones(batch, dtype=torch.int32),
+            causal=False,
+            packed_custom_mask=self._bits,
+            window_left=-1,
+            max_token_per_sequence=q_len,
+            disable_split_kv=True,
         )
 
     def fill(self) -> None:
@@ -192,8 +218,14 @@ class _Tail(_Planned):
         """Pack the words."""
         plan = self.plan
         ops("csr", self._bits.device).pack_masks(
-            self._indptr, self._cells, plan.seq_lens, plan.positions, plan.tail_positions,
-            plan.tail_words, self._bits, -1,
+            self._indptr,
+            self._cells,
+            plan.seq_lens,
+            plan.positions,
+            plan.tail_positions,
+            plan.tail_words,
+            self._bits,
+            -1,
         )
 
 
@@ -235,9 +267,15 @@ class FlashInferTree:
         self.tail.attend(q, k_cache, v_cache, tail_out, tail_lse)
         whole = out.unflatten(0, shape)
         ops("merge_lse", q.device).merge_lse(
-            whole, prefix_lse.unflatten(0, shape), self.plan.seq_lens,
-            tail_out.unflatten(0, shape), tail_lse.unflatten(0, shape), self._seen,
-            whole, None if lse is None else lse.unflatten(0, shape), base2=True,
+            whole,
+            prefix_lse.unflatten(0, shape),
+            self.plan.seq_lens,
+            tail_out.unflatten(0, shape),
+            tail_lse.unflatten(0, shape),
+            self._seen,
+            whole,
+            None if lse is None else lse.unflatten(0, shape),
+            base2=True,
         )
         if lse is not None:
             lse.masked_fill_(lse < NO_KEYS, -math.inf)
@@ -272,8 +310,13 @@ class FlashInferExtend(_Planned):
         self._lens = plan.seq_lens + plan.qo_indptr.diff()
         self._indices = plan.req_to_token.new_empty(int(offsets[-1]))
         self._plan(
-            rows, offsets, self._indices, torch.ones_like(offsets[1:]), causal=True,
-            window_left=window, max_token_per_sequence=plan.max_q_len,
+            rows,
+            offsets,
+            self._indices,
+            torch.ones_like(offsets[1:]),
+            causal=True,
+            window_left=window,
+            max_token_per_sequence=plan.max_q_len,
         )
 
     def fill(self) -> None:
@@ -283,6 +326,12 @@ class FlashInferExtend(_Planned):
             self.schedule(None)
         assert self._indptr is not None
         ops("csr", self._indices.device).fill_lists(
-            plan.req_to_token, plan.req_pool_indices, self._lens, self._no_tail, self._no_tail,
-            self._indptr, self._indices, -1,
+            plan.req_to_token,
+            plan.req_pool_indices,
+            self._lens,
+            self._no_tail,
+            self._no_tail,
+            self._indptr,
+            self._indices,
+            -1,
         )

@@ -57,7 +57,11 @@ class FlashInferMlaBackend(FlashInferLayer):
 
     name: ClassVar[str] = "flashinfer_mla"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        graphs=True, host_plan=True, trees=False, window=False, cap=False,
+        graphs=True,
+        host_plan=True,
+        trees=False,
+        window=False,
+        cap=False,
         dtypes=(torch.bfloat16,),
     )
 
@@ -80,9 +84,10 @@ class FlashInferMlaBackend(FlashInferLayer):
         if isinstance(plan, ExtendPlan):
             return MlaPrompt(self, plan)
         if not plan.layout.causal:
-            raise UnsupportedError("backend 'flashinfer_mla'", [
-                "trees are not served: FlashInfer's MLA kernels take no mask but a causal one"
-            ])
+            raise UnsupportedError(
+                "backend 'flashinfer_mla'",
+                ["trees are not served: FlashInfer's MLA kernels take no mask but a causal one"],
+            )
         return MlaRows(self, plan)
 
 
@@ -126,10 +131,18 @@ class _Planned(Staged):
         self._check_pieces(rows)
         with self.staging():
             self.wrapper.plan(
-                qo_indptr=rows, kv_indptr=starts, kv_indices=indices, kv_len_arr=lens,
-                num_heads=config.num_qo_heads, head_dim_ckv=RANK, head_dim_kpe=ROPE, page_size=1,
-                causal=causal, sm_scale=config.sm_scale,
-                q_data_type=config.dtype, kv_data_type=config.dtype,
+                qo_indptr=rows,
+                kv_indptr=starts,
+                kv_indices=indices,
+                kv_len_arr=lens,
+                num_heads=config.num_qo_heads,
+                head_dim_ckv=RANK,
+                head_dim_kpe=ROPE,
+                page_size=1,
+                causal=causal,
+                sm_scale=config.sm_scale,
+                q_data_type=config.dtype,
+                kv_data_type=config.dtype,
             )
 
     def _check_pieces(self, rows: Tensor) -> None:
@@ -139,10 +152,13 @@ class _Planned(Staged):
         # every tile is a piece, and its keys are split into one more per multiprocessor at most
         pieces = int(((packed + tile - 1) // tile).sum()) + self._processors
         if pieces > MAX_PIECES:
-            raise UnsupportedError("backend 'flashinfer_mla'", [
-                f"{int(rows[-1])} query tokens of {self.config.num_qo_heads} heads are {pieces} "
-                f"pieces of work, FlashInfer plans up to {MAX_PIECES}"
-            ])
+            raise UnsupportedError(
+                "backend 'flashinfer_mla'",
+                [
+                    f"{int(rows[-1])} query tokens of {self.config.num_qo_heads} heads are "
+                    f"{pieces} pieces of work, FlashInfer plans up to {MAX_PIECES}"
+                ],
+            )
 
     def run(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
@@ -152,8 +168,14 @@ class _Planned(Staged):
             raise ValueError(f"v_cache must be k_cache[..., :{RANK}], a view")
         require_contiguous(out, lse)
         self.wrapper.run(
-            q[..., :RANK], q[..., RANK:], k_cache[..., :RANK], k_cache[..., RANK:],
-            out=out, lse=lse, return_lse=lse is not None, return_lse_base_on_e=True,
+            q[..., :RANK],
+            q[..., RANK:],
+            k_cache[..., :RANK],
+            k_cache[..., RANK:],
+            out=out,
+            lse=lse,
+            return_lse=lse is not None,
+            return_lse_base_on_e=True,
         )
 
 
@@ -161,23 +183,28 @@ class _Recorded(_Planned):
     """A list per row of requests of one length, planned into buffers a graph may have recorded."""
 
     def __init__(
-        self, backend: FlashInferMlaBackend, lists: RequestLists | BranchLists, indices: Tensor,
+        self,
+        backend: FlashInferMlaBackend,
+        lists: RequestLists | BranchLists,
+        indices: Tensor,
         q_len: int,
     ) -> None:
         self.lists, self.indices, self._q_len = lists, indices, q_len
         self._rows = list_offsets(torch.full((lists.requests,), q_len), lists.requests)
         super().__init__(
-            backend, use_cuda_graph=True, qo_indptr=torch.zeros_like(lists.indptr),
-            kv_indptr=lists.indptr, kv_indices=indices, kv_len_arr=lists.indptr[1:].clone(),
+            backend,
+            use_cuda_graph=True,
+            qo_indptr=torch.zeros_like(lists.indptr),
+            kv_indptr=lists.indptr,
+            kv_indices=indices,
+            kv_len_arr=lists.indptr[1:].clone(),
         )
         self._check_pieces(self._rows)
 
     def schedule(self, seq_lens_cpu: Tensor | None) -> None:
         """Plan the lists' lengths."""
         offsets = self.lists.offsets(seq_lens_cpu)
-        self._plan(
-            self._rows, offsets, offsets.diff(), self.indices[:0], causal=self._q_len > 1
-        )
+        self._plan(self._rows, offsets, offsets.diff(), self.indices[:0], causal=self._q_len > 1)
 
 
 class MlaRows(_Recorded):
@@ -241,7 +268,9 @@ class MlaPrompt(_Planned):
         if some.any():
             self._plan(
                 torch.cat([rows[:-1][some], rows[-1:]]),
-                torch.cat([offsets[:-1][some], offsets[-1:]]), lens[some].int(), self._indices,
+                torch.cat([offsets[:-1][some], offsets[-1:]]),
+                lens[some].int(),
+                self._indices,
                 causal=True,
             )
 
@@ -252,8 +281,14 @@ class MlaPrompt(_Planned):
             self.schedule(None)
         assert self._indptr is not None
         ops("csr", self._indices.device).fill_lists(
-            plan.req_to_token, plan.req_pool_indices, plan.seq_lens + plan.qo_indptr.diff(),
-            self._no_tail, self._no_tail, self._indptr, self._indices, -1,
+            plan.req_to_token,
+            plan.req_pool_indices,
+            plan.seq_lens + plan.qo_indptr.diff(),
+            self._no_tail,
+            self._no_tail,
+            self._indptr,
+            self._indices,
+            -1,
         )
 
     def run(

@@ -62,8 +62,14 @@ class Grid:
     def eager(cls, config: AttnConfig, batch: int, tokens: int, processors: int) -> Grid:
         """Cut any requests of ``tokens`` altogether, planned once: only split work has partials."""
         group = config.num_qo_heads // config.num_kv_heads
-        return cls._sized(config, tokens, batch, 128, 2 * processors // config.num_kv_heads,
-                          tiles=tokens * group // 16 + batch)
+        return cls._sized(
+            config,
+            tokens,
+            batch,
+            128,
+            2 * processors // config.num_kv_heads,
+            tiles=tokens * group // 16 + batch,
+        )
 
     @classmethod
     def _over(cls, config: AttnConfig, rows: int, requests: int, processors: int) -> Grid:
@@ -145,8 +151,13 @@ class RequestLists:
     """
 
     def __init__(
-        self, plan: AttnPlan, requests: int, window_left: int, backend: str,
-        *, prefix_only: bool = False,
+        self,
+        plan: AttnPlan,
+        requests: int,
+        window_left: int,
+        backend: str,
+        *,
+        prefix_only: bool = False,
     ) -> None:
         table, batch, layout = plan.req_to_token, plan.batch, plan.layout
         assert window_left < 0 or not prefix_only
@@ -176,8 +187,14 @@ class RequestLists:
         """Write the lists where the host has planned them."""
         plan = self.plan
         ops("csr", self.indices.device).fill_lists(
-            plan.req_to_token, plan.req_pool_indices, plan.seq_lens, plan.positions,
-            self._tail_slots, self.indptr, self.indices, self.window_left,
+            plan.req_to_token,
+            plan.req_pool_indices,
+            plan.seq_lens,
+            plan.positions,
+            self._tail_slots,
+            self.indptr,
+            self.indices,
+            self.window_left,
         )
 
 
@@ -250,6 +267,12 @@ class PackedMasks:
         """Pack the words."""
         plan, lists = self.lists.plan, self.lists
         ops("csr", self.bits.device).pack_masks(
-            lists.indptr, self.indptr, plan.seq_lens, plan.positions, plan.tail_positions,
-            plan.tail_words, self.bits, lists.window_left,
+            lists.indptr,
+            self.indptr,
+            plan.seq_lens,
+            plan.positions,
+            plan.tail_positions,
+            plan.tail_words,
+            self.bits,
+            lists.window_left,
         )

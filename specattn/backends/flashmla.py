@@ -90,8 +90,15 @@ class FlashMla(BoundPages):
             raise ValueError(f"v_cache must be k_cache[..., :{RANK}], a view")
         blocks, shape = self.blocks, self.shape
         result, sums = self.library.flash_mla_with_kvcache(
-            q.unflatten(0, shape), blocks.pages(k_cache), blocks.table, blocks.lens, RANK,
-            self.parts, self.splits, softmax_scale=self.config.sm_scale, causal=shape[1] > 1,
+            q.unflatten(0, shape),
+            blocks.pages(k_cache),
+            blocks.table,
+            blocks.lens,
+            RANK,
+            self.parts,
+            self.splits,
+            softmax_scale=self.config.sm_scale,
+            causal=shape[1] > 1,
         )
         out.unflatten(0, shape).copy_(result)
         if lse is not None:

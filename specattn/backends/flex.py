@@ -67,6 +67,7 @@ class FlexBackend(Settable):
             return FlexCsr(self, plan)
         return FlexExtend(self, plan)
 
+
 def _put(
     out: Tensor, lse: Tensor | None, values: Tensor, sums: Tensor | None, live: Any = ...
 ) -> None:
@@ -90,14 +91,17 @@ class FlexTree(PatternA):
         plan, left = self.plan, self.backend.config.window_left
         width = int(plan.seq_lens.max())
         place = torch.arange(width, device=q.device)
-        used = place < plan.seq_lens[:, None]                              # [B, width]
+        used = place < plan.seq_lens[:, None]  # [B, width]
         if left >= 0:
             used &= place >= plan.positions.amin(1, keepdim=True) - left
         table = plan.req_to_token[plan.req_pool_indices, :width]
         keys = Keys(
             torch.cat([table, plan.tail_slots], 1),
             torch.cat([used, torch.ones_like(plan.tail_slots, dtype=torch.bool)], 1),
-            plan.seq_lens, plan.positions, plan.tail_positions, plan.tail_words,
+            plan.seq_lens,
+            plan.positions,
+            plan.tail_positions,
+            plan.tail_words,
             *((0, left) if left >= 0 else ()),
         )
         q = q.view(plan.batch, plan.layout.q_len, *q.shape[1:])
@@ -122,7 +126,7 @@ class FlexCsr(PatternA):
         # a block mask needs a key, if only an invisible one
         place = torch.arange(max(int(lens.max()), 1), device=q.device)
         used = place < lens[:, None]
-        last = lens[:, None].long() - 1                                    # [rows, 1]
+        last = lens[:, None].long() - 1  # [rows, 1]
         if left >= 0:
             used &= last - place <= left
         slots = plan.kv_indices[(begin + place).masked_fill(~used, 0)]
@@ -147,11 +151,11 @@ class FlexExtend(PatternA):
             return
         begin, end = plan.qo_indptr[:-1, None].long(), plan.qo_indptr[1:, None]
         step = torch.arange(plan.max_q_len, device=q.device)
-        live = begin + step < end                                          # [B, T]
+        live = begin + step < end  # [B, T]
         place = torch.arange(plan.max_seq_len, device=q.device)
         prefix = plan.seq_lens.long()[:, None]
         lens = prefix + (end - begin)
-        used = place < lens                                                # [B, N]
+        used = place < lens  # [B, N]
         if left >= 0:
             used &= place >= prefix - left
         slots = plan.req_to_token[plan.req_pool_indices, : plan.max_seq_len]

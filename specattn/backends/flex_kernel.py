@@ -85,8 +85,13 @@ class FlexKernel:
         few = shapes.patch(use_duck_shape=False)  # type: ignore[attr-defined]
         with dynamo.patch(recompile_limit=MAX_KERNELS), few:
             out, sums = _flex(
-                pad(q, (0, 0, 0, 0, 0, max(2 - rows, 0))), k_cache, v_cache, keys.padded(),
-                self.config, lse=lse, kernel=_compiled_attention(),
+                pad(q, (0, 0, 0, 0, 0, max(2 - rows, 0))),
+                k_cache,
+                v_cache,
+                keys.padded(),
+                self.config,
+                lse=lse,
+                kernel=_compiled_attention(),
             )
         return out[:, :rows], None if sums is None else sums[:, :rows]
 
@@ -163,8 +168,14 @@ class Keys:
         """Return causal keys that are all listed; the tail is one that nobody sees."""
         none = positions.new_zeros(*positions.shape, 1)
         return cls(
-            pad(slots, (0, 1)), pad(used, (0, 1)), lens, positions, none[:, 0], none,
-            0, left if left >= 0 else FAR,
+            pad(slots, (0, 1)),
+            pad(used, (0, 1)),
+            lens,
+            positions,
+            none[:, 0],
+            none,
+            0,
+            left if left >= 0 else FAR,
         )
 
     @property
@@ -182,7 +193,9 @@ class Keys:
             return torch.cat([pad(of[:, :width], (0, more)), pad(of[:, width:], (0, tail))], 1)
 
         return replace(
-            self, slots=spread(self.slots), used=spread(self.used),
+            self,
+            slots=spread(self.slots),
+            used=spread(self.used),
             positions=pad(self.positions, (0, rows)),
             tail_positions=pad(self.tail_positions, (0, tail)),
             words=pad(self.words, (0, 0, 0, rows)),
@@ -214,8 +227,13 @@ class Keys:
         parts = [self.lens, self.positions, self.tail_positions, self.words]
         begin = list(accumulate((part.numel() for part in parts), initial=HEAD))
         numbers = [
-            self.width, *self.positions.shape[1:], *self.tail_positions.shape[1:],
-            *self.words.shape[2:], self.near, self.far, *begin[:-1],
+            self.width,
+            *self.positions.shape[1:],
+            *self.tail_positions.shape[1:],
+            *self.words.shape[2:],
+            self.near,
+            self.far,
+            *begin[:-1],
         ]
         size = 1 << max((begin[-1] - 1).bit_length(), 12)
         flat = [part.flatten().long() for part in parts]
@@ -232,7 +250,13 @@ def _attention(
 
     aux: Any = AuxRequest(lse=True) if lse else None
     found: Any = flex_attention(
-        q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale, enable_gqa=True,
+        q,
+        k,
+        v,
+        score_mod=score_mod,
+        block_mask=block_mask,
+        scale=scale,
+        enable_gqa=True,
         return_aux=aux,
         # the kernel for short queries is compiled for one batch size
         kernel_options={"FORCE_USE_FLEX_ATTENTION": True} if q.is_cuda else None,
@@ -255,7 +279,13 @@ def _gather(cache: Tensor, keys: Keys) -> Tensor:
 
 
 def _flex(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, keys: Keys, config: AttnConfig, *, lse: bool,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    keys: Keys,
+    config: AttnConfig,
+    *,
+    lse: bool,
     kernel: Any,
 ) -> tuple[Tensor, Tensor | None]:
     from torch.nn.attention.flex_attention import create_block_mask
@@ -266,11 +296,21 @@ def _flex(
         return cap * torch.tanh(score / cap)
 
     mask = create_block_mask(
-        keys.mask(), len(q), None, q.shape[1], keys.slots.shape[1], device=q.device,
+        keys.mask(),
+        len(q),
+        None,
+        q.shape[1],
+        keys.slots.shape[1],
+        device=q.device,
         BLOCK_SIZE=BLOCK,
     )
     out, sums = kernel(
-        q.float().transpose(1, 2), _gather(k_cache, keys), _gather(v_cache, keys),
-        capped if config.logit_cap else None, mask, config.sm_scale, lse,
+        q.float().transpose(1, 2),
+        _gather(k_cache, keys),
+        _gather(v_cache, keys),
+        capped if config.logit_cap else None,
+        mask,
+        config.sm_scale,
+        lse,
     )
     return out.transpose(1, 2), None if sums is None else sums.transpose(1, 2)

@@ -74,7 +74,9 @@ class HybridBackend:
         )
         return replace(
             Capabilities.merged([prefill, decode, verify]),
-            trees=decode.trees and verify.trees, lists=decode.lists, extend=prefill.extend,
+            trees=decode.trees and verify.trees,
+            lists=decode.lists,
+            extend=prefill.extend,
         )
 
     def reasons(self, config: AttnConfig | None, device: torch.device) -> list[str]:
@@ -93,7 +95,9 @@ class HybridBackend:
         made = {kind: kind(config, device) for kind in kinds}
         decode = made[self.decode]
         phases = {
-            Phase.PREFILL: made[self.prefill], Phase.DECODE: decode, Phase.DRAFT: decode,
+            Phase.PREFILL: made[self.prefill],
+            Phase.DECODE: decode,
+            Phase.DRAFT: decode,
             Phase.VERIFY: made[self.verify],
         }
         return HybridLayer(config, self.capabilities, phases)

@@ -187,7 +187,12 @@ class BoundLayers(CompositeAttention):
         """Attend in ``layer`` with heads that are not rotated yet; see `PackedAttend.packed`."""
         bound, config = self.layers[layer]
         q = self.pool.store_packed(
-            layer, self.plan.out_slots, parts, positions, rotation, config.num_qo_heads,
+            layer,
+            self.plan.out_slots,
+            parts,
+            positions,
+            rotation,
+            config.num_qo_heads,
             following=layer > 0 and all(hasattr(each, "following") for each in self.bounds),
         )
         out = torch.empty_like(q)

@@ -90,8 +90,12 @@ class MultiStepDraftBackend:
         steps: list[Plan] = [plan.step(step) for step in range(self.dims.steps)]
         if self.indices == "csr":
             steps = [
-                CsrPlan(layouts[step], indptr[step], self.kv_indices[step],
-                        plan.inputs.branch_slots[:, step])
+                CsrPlan(
+                    layouts[step],
+                    indptr[step],
+                    self.kv_indices[step],
+                    plan.inputs.branch_slots[:, step],
+                )
                 for step in range(self.dims.steps)
             ]
         bound = tuple(self.backend.bind(step) for step in steps)
@@ -123,8 +127,13 @@ class BoundMultiStep:
         if self.indices == "csr" and self.steps:
             plan, inputs = self.plan, self.plan.inputs
             ops("draft_kv", inputs.seq_lens.device).fill_draft_kv(
-                plan.req_to_token, inputs.req_pool_indices, inputs.seq_lens, inputs.branch_slots,
-                inputs.words, self.kv_indptr, self.kv_indices,
+                plan.req_to_token,
+                inputs.req_pool_indices,
+                inputs.seq_lens,
+                inputs.branch_slots,
+                inputs.words,
+                self.kv_indptr,
+                self.kv_indices,
             )
 
     def fill_ancestors(self, step: int) -> None:
@@ -133,8 +142,12 @@ class BoundMultiStep:
             return
         inputs = self.plan.inputs
         ops("draft_kv", inputs.seq_lens.device).fill_draft_tails(
-            step, inputs.seq_lens, inputs.branch_slots, inputs.words,
-            self.kv_indptr, self.kv_indices,
+            step,
+            inputs.seq_lens,
+            inputs.branch_slots,
+            inputs.words,
+            self.kv_indptr,
+            self.kv_indices,
         )
 
     def schedule(self, seq_lens_cpu: Tensor | None) -> None:

@@ -53,7 +53,10 @@ class PagedBackend(Settable, ABC):
     name: ClassVar[str]
     # what all have in common
     capabilities: ClassVar[Capabilities] = Capabilities(
-        graphs=True, trees=False, lists=False, extend=False,
+        graphs=True,
+        trees=False,
+        lists=False,
+        extend=False,
         dtypes=(torch.float16, torch.bfloat16),
     )
     module: ClassVar[str]  # where the entry points are
@@ -113,10 +116,13 @@ class PagedBackend(Settable, ABC):
         """
         if isinstance(plan, AttnPlan) and plan.layout.causal:
             if plan.layout.page_size % self.page_size:
-                raise UnsupportedError(f"backend {self.name!r}", [
-                    f"page_size must be a multiple of {self.page_size}, "
-                    f"got {plan.layout.page_size} (SpecConfig.page_size)"
-                ])
+                raise UnsupportedError(
+                    f"backend {self.name!r}",
+                    [
+                        f"page_size must be a multiple of {self.page_size}, "
+                        f"got {plan.layout.page_size} (SpecConfig.page_size)"
+                    ],
+                )
             return self.bind_causal(plan)
         if isinstance(plan, AttnPlan):
             reason = "trees are not served, its kernels know causal masks only (topk 1)"
@@ -184,8 +190,14 @@ class BlockTable:
         """Write table and lengths, on the device."""
         plan = self.plan
         ops("block_table", self.table.device).fill_block_table(
-            plan.req_to_token, plan.req_pool_indices, plan.seq_lens, plan.tail_slots,
-            self.table, self.lens, page_size=self.page_size, lists=self.lists,
+            plan.req_to_token,
+            plan.req_pool_indices,
+            plan.seq_lens,
+            plan.tail_slots,
+            self.table,
+            self.lens,
+            page_size=self.page_size,
+            lists=self.lists,
         )
 
     def pages(self, pool: Tensor) -> Tensor:

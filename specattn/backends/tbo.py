@@ -86,8 +86,10 @@ class TboBackend:
     def name(self) -> str:
         """``tbo(a)``, or ``tbo(a; b, c)`` where the children differ from the primary."""
         primary, first, second = (part.name for part in (self.primary, *self.children))
-        return f"tbo({primary})" if primary == first == second else (
-            f"tbo({primary}; {first}, {second})"
+        return (
+            f"tbo({primary})"
+            if primary == first == second
+            else (f"tbo({primary}; {first}, {second})")
         )
 
     @property

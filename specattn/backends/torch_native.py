@@ -72,13 +72,23 @@ class TorchTree(_Bound):
         """Attend; see `BoundAttention.run`."""
         plan, config = self.plan, self.config
         attention.tree_attention(
-            q, k_cache, v_cache, out, lse,
-            seq_lens=plan.seq_lens, req_pool_indices=plan.req_pool_indices,
-            req_to_token=plan.req_to_token, positions=plan.positions,
-            tail_slots=plan.tail_slots, tail_positions=plan.tail_positions,
-            tail_words=plan.tail_words, sm_scale=config.sm_scale,
-            window_left=config.window_left, logit_cap=config.logit_cap,
-            k_scale=self.scales.k, v_scale=self.scales.v,
+            q,
+            k_cache,
+            v_cache,
+            out,
+            lse,
+            seq_lens=plan.seq_lens,
+            req_pool_indices=plan.req_pool_indices,
+            req_to_token=plan.req_to_token,
+            positions=plan.positions,
+            tail_slots=plan.tail_slots,
+            tail_positions=plan.tail_positions,
+            tail_words=plan.tail_words,
+            sm_scale=config.sm_scale,
+            window_left=config.window_left,
+            logit_cap=config.logit_cap,
+            k_scale=self.scales.k,
+            v_scale=self.scales.v,
         )
 
 
@@ -94,9 +104,18 @@ class TorchCsr(_Bound):
         """Attend; see `BoundAttention.run`."""
         plan, config = self.plan, self.config
         attention.csr_attention(
-            q, k_cache, v_cache, out, lse, kv_indptr=plan.kv_indptr, kv_indices=plan.kv_indices,
-            sm_scale=config.sm_scale, window_left=config.window_left, logit_cap=config.logit_cap,
-            k_scale=self.scales.k, v_scale=self.scales.v,
+            q,
+            k_cache,
+            v_cache,
+            out,
+            lse,
+            kv_indptr=plan.kv_indptr,
+            kv_indices=plan.kv_indices,
+            sm_scale=config.sm_scale,
+            window_left=config.window_left,
+            logit_cap=config.logit_cap,
+            k_scale=self.scales.k,
+            v_scale=self.scales.v,
         )
 
 
@@ -112,10 +131,19 @@ class TorchExtend(_Bound):
         """Attend; see `BoundAttention.run`."""
         plan, config = self.plan, self.config
         attention.extend_attention(
-            q, k_cache, v_cache, out, lse,
-            qo_indptr=plan.qo_indptr, seq_lens=plan.seq_lens,
-            req_pool_indices=plan.req_pool_indices, req_to_token=plan.req_to_token,
-            max_q_len=plan.max_q_len, sm_scale=config.sm_scale,
-            window_left=config.window_left, logit_cap=config.logit_cap,
-            k_scale=self.scales.k, v_scale=self.scales.v,
+            q,
+            k_cache,
+            v_cache,
+            out,
+            lse,
+            qo_indptr=plan.qo_indptr,
+            seq_lens=plan.seq_lens,
+            req_pool_indices=plan.req_pool_indices,
+            req_to_token=plan.req_to_token,
+            max_q_len=plan.max_q_len,
+            sm_scale=config.sm_scale,
+            window_left=config.window_left,
+            logit_cap=config.logit_cap,
+            k_scale=self.scales.k,
+            v_scale=self.scales.v,
         )

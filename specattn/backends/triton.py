@@ -94,14 +94,24 @@ class TritonBackend(Settable):
 
         config = self.config
         shape: dict[str, Any] = {
-            "batch": batch, "q_len": q_len, "num_qo_heads": config.num_qo_heads,
-            "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim,
-            "v_head_dim": config.v_head_dim, "dtype": config.dtype, "device": self.device,
-            "logit_cap": config.logit_cap, "page_size": page_size, "kv_dtype": config.kv_dtype,
+            "batch": batch,
+            "q_len": q_len,
+            "num_qo_heads": config.num_qo_heads,
+            "num_kv_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "v_head_dim": config.v_head_dim,
+            "dtype": config.dtype,
+            "device": self.device,
+            "logit_cap": config.logit_cap,
+            "page_size": page_size,
+            "kv_dtype": config.kv_dtype,
         }
         return TreeAttention(
-            **shape, tail_len=tail_len, sm_scale=config.sm_scale,
-            window_left=config.window_left, csr=csr,
+            **shape,
+            tail_len=tail_len,
+            sm_scale=config.sm_scale,
+            window_left=config.window_left,
+            csr=csr,
             workspace=self._scratch.of(TreeAttention.workspace_bytes(**shape)),
         )
 
@@ -110,14 +120,24 @@ class TritonBackend(Settable):
 
         config = self.config
         shape: dict[str, Any] = {
-            "batch": batch, "q_len": q_len, "tail_len": tail_len,
-            "num_qo_heads": config.num_qo_heads, "num_kv_heads": config.num_kv_heads,
-            "head_dim": config.head_dim, "v_head_dim": config.v_head_dim, "dtype": config.dtype,
-            "device": self.device, "max_keys": indices.shape[-1], "csr": not tail_len,
-            "split_keys": config.split_keys, "kv_dtype": config.kv_dtype,
+            "batch": batch,
+            "q_len": q_len,
+            "tail_len": tail_len,
+            "num_qo_heads": config.num_qo_heads,
+            "num_kv_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "v_head_dim": config.v_head_dim,
+            "dtype": config.dtype,
+            "device": self.device,
+            "max_keys": indices.shape[-1],
+            "csr": not tail_len,
+            "split_keys": config.split_keys,
+            "kv_dtype": config.kv_dtype,
         }
         return FixedAttention(
-            **shape, sm_scale=config.sm_scale, window_left=config.window_left,
+            **shape,
+            sm_scale=config.sm_scale,
+            window_left=config.window_left,
             logit_cap=config.logit_cap,
             workspace=self._scratch.of(FixedAttention.workspace_bytes(**shape)),
         )
@@ -149,11 +169,21 @@ class TritonExtend:
 
         plan, config = self.plan, self.config
         extend_attention(
-            q, k_cache, v_cache, out, lse,
-            qo_indptr=plan.qo_indptr, seq_lens=plan.seq_lens,
-            req_pool_indices=plan.req_pool_indices, req_to_token=plan.req_to_token,
-            max_q_len=plan.max_q_len, page_size=plan.page_size, sm_scale=config.sm_scale,
-            window_left=config.window_left, logit_cap=config.logit_cap,
-            k_scale=self.scales.k, v_scale=self.scales.v,
+            q,
+            k_cache,
+            v_cache,
+            out,
+            lse,
+            qo_indptr=plan.qo_indptr,
+            seq_lens=plan.seq_lens,
+            req_pool_indices=plan.req_pool_indices,
+            req_to_token=plan.req_to_token,
+            max_q_len=plan.max_q_len,
+            page_size=plan.page_size,
+            sm_scale=config.sm_scale,
+            window_left=config.window_left,
+            logit_cap=config.logit_cap,
+            k_scale=self.scales.k,
+            v_scale=self.scales.v,
             deterministic=config.deterministic,
         )

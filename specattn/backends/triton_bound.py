@@ -142,8 +142,15 @@ class TritonTree(TritonPlanned):
         """Attend; see `BoundAttention.run`."""
         plan = self.plan
         self.kernel.run(
-            q, k_cache, v_cache, out, lse, indices=plan.req_to_token, positions=plan.positions,
-            tail_slots=plan.tail_slots, tail_positions=plan.tail_positions,
+            q,
+            k_cache,
+            v_cache,
+            out,
+            lse,
+            indices=plan.req_to_token,
+            positions=plan.positions,
+            tail_slots=plan.tail_slots,
+            tail_positions=plan.tail_positions,
             tail_words=plan.tail_words,
         )
 
@@ -168,6 +175,14 @@ class TritonCsr(TritonPlanned):
     ) -> None:
         """Attend; see `BoundAttention.run`."""
         self.kernel.run(
-            q, k_cache, v_cache, out, lse, indices=self.plan.kv_indices, positions=None,
-            tail_slots=None, tail_positions=None, tail_words=None,
+            q,
+            k_cache,
+            v_cache,
+            out,
+            lse,
+            indices=self.plan.kv_indices,
+            positions=None,
+            tail_slots=None,
+            tail_positions=None,
+            tail_words=None,
         )

@@ -41,8 +41,11 @@ class FixedTree(PatternA):
     def _trace(self) -> None:
         plan = self.plan
         self.kernel.trace(
-            indices=plan.req_to_token, positions=plan.positions, tail_slots=plan.tail_slots,
-            tail_positions=plan.tail_positions, tail_words=plan.tail_words,
+            indices=plan.req_to_token,
+            positions=plan.positions,
+            tail_slots=plan.tail_slots,
+            tail_positions=plan.tail_positions,
+            tail_words=plan.tail_words,
         )
 
     def run(
@@ -52,7 +55,8 @@ class FixedTree(PatternA):
         if self.grows:
             self._trace()
         named: dict[str, Any] = {
-            "indices": self.plan.req_to_token, "positions": self.plan.positions
+            "indices": self.plan.req_to_token,
+            "positions": self.plan.positions,
         }
         self.kernel.run(q, k_cache, v_cache, out, lse, **named)
 

@@ -73,17 +73,27 @@ class TritonMlaBackend(Settable):
 
         config = self.config
         shape: dict[str, Any] = {
-            "batch": batch, "q_len": q_len, "num_qo_heads": config.num_qo_heads,
-            "head_dim": config.head_dim, "v_head_dim": config.v_head_dim, "dtype": config.dtype,
+            "batch": batch,
+            "q_len": q_len,
+            "num_qo_heads": config.num_qo_heads,
+            "head_dim": config.head_dim,
+            "v_head_dim": config.v_head_dim,
+            "dtype": config.dtype,
             "device": self.device,
             "tile": choose_mla_tile(
-                q_len * config.num_qo_heads, config.dtype, config.head_dim, config.v_head_dim,
+                q_len * config.num_qo_heads,
+                config.dtype,
+                config.head_dim,
+                config.v_head_dim,
                 self.device,
             ),
         }
         size = MlaAttention.workspace_bytes(num_kv_heads=1, **shape)
         return MlaAttention(
-            **shape, tail_len=tail_len, sm_scale=config.sm_scale, csr=csr,
+            **shape,
+            tail_len=tail_len,
+            sm_scale=config.sm_scale,
+            csr=csr,
             workspace=self._scratch.of(size),
         )
 
@@ -125,8 +135,15 @@ class MlaExtend:
 
         plan = self.plan
         mla_extend(
-            q, k_cache, v_cache, out, lse,
-            qo_indptr=plan.qo_indptr, seq_lens=plan.seq_lens,
-            req_pool_indices=plan.req_pool_indices, req_to_token=plan.req_to_token,
-            max_q_len=plan.max_q_len, sm_scale=self.config.sm_scale,
+            q,
+            k_cache,
+            v_cache,
+            out,
+            lse,
+            qo_indptr=plan.qo_indptr,
+            seq_lens=plan.seq_lens,
+            req_pool_indices=plan.req_pool_indices,
+            req_to_token=plan.req_to_token,
+            max_q_len=plan.max_q_len,
+            sm_scale=self.config.sm_scale,
         )

@@ -40,8 +40,11 @@ class TrtllmBackend(PagedBackend):
     def bind_causal(self, plan: AttnPlan) -> BoundAttention:
         """Bind to decode, chain verify, draft extend and chain draft steps."""
         return self.bound(
-            self.config, BlockTable.over(plan, self.page_size), self.scales,
-            getattr(self.library, self.function), self._workspace,
+            self.config,
+            BlockTable.over(plan, self.page_size),
+            self.scales,
+            getattr(self.library, self.function),
+            self._workspace,
         )
 
 
@@ -60,9 +63,15 @@ class BoundTrtllm(BoundPages, ABC):
         blocks = self.blocks
         bmm1_scale, bmm2_scale = self.scales.folded(self.config.sm_scale)
         self.function(
-            workspace_buffer=self.workspace, block_tables=blocks.table, seq_lens=blocks.lens,
-            max_seq_len=blocks.max_keys, bmm1_scale=bmm1_scale, bmm2_scale=bmm2_scale,
-            backend="trtllm-gen", lse=lse, return_lse=lse is not None,
+            workspace_buffer=self.workspace,
+            block_tables=blocks.table,
+            seq_lens=blocks.lens,
+            max_seq_len=blocks.max_keys,
+            bmm1_scale=bmm1_scale,
+            bmm2_scale=bmm2_scale,
+            backend="trtllm-gen",
+            lse=lse,
+            return_lse=lse is not None,
             **self.own(q, k_cache, v_cache, out),
         )
         if lse is not None:

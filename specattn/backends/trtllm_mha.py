@@ -30,8 +30,12 @@ class TrtllmMha(BoundTrtllm):
         """Return the arguments that are this function's own."""
         pages = self.blocks.pages
         return {
-            "query": q, "kv_cache": (pages(k_cache), pages(v_cache)), "kv_layout": "NHD",
-            "q_len_per_req": self.shape[1], "window_left": self.config.window_left, "out": out,
+            "query": q,
+            "kv_cache": (pages(k_cache), pages(v_cache)),
+            "kv_layout": "NHD",
+            "q_len_per_req": self.shape[1],
+            "window_left": self.config.window_left,
+            "out": out,
         }
 
 

@@ -34,9 +34,12 @@ class TrtllmMla(BoundTrtllm):
         """Return the arguments that are this function's own."""
         rank = self.config.v_head_dim
         return {
-            "query": q.unflatten(0, self.shape), "out": out.unflatten(0, self.shape),
+            "query": q.unflatten(0, self.shape),
+            "out": out.unflatten(0, self.shape),
             "kv_cache": self.blocks.pages(k_cache).transpose(1, 2),
-            "qk_nope_head_dim": NOPE_DIMS[rank], "kv_lora_rank": rank, "qk_rope_head_dim": ROPE,
+            "qk_nope_head_dim": NOPE_DIMS[rank],
+            "kv_lora_rank": rank,
+            "qk_rope_head_dim": ROPE,
         }
 
 

@@ -48,7 +48,10 @@ class _Commands(TyperGroup):
 
 
 app = typer.Typer(
-    cls=_Commands, name="specattn", add_completion=False, pretty_exceptions_enable=False,
+    cls=_Commands,
+    name="specattn",
+    add_completion=False,
+    pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("generate")(generate.generate)

@@ -34,8 +34,11 @@ def backends(
         table.add_column(column)
     for row in rows:
         table.add_row(
-            row["backend"], row["device"], "yes" if row["available"] else "no",
-            "yes" if row["graphs"] else "no", "; ".join(row["reasons"]),
+            row["backend"],
+            row["device"],
+            "yes" if row["available"] else "no",
+            "yes" if row["graphs"] else "no",
+            "; ".join(row["reasons"]),
         )
     Console(highlight=False).print(table)
 
@@ -51,7 +54,10 @@ def _row(name: str, device: torch.device) -> dict[str, Any]:
     except UnsupportedError as error:
         reasons, graphs = list(error.reasons), False
     return {
-        "backend": name, "device": str(device), "available": not reasons, "reasons": reasons,
+        "backend": name,
+        "device": str(device),
+        "available": not reasons,
+        "reasons": reasons,
         "graphs": graphs and not reasons,
     }
 
@@ -61,8 +67,14 @@ def promises() -> str:
     from specattn.backends import load_backend
 
     columns = {
-        "CUDA graphs": "graphs", "trees": "trees", "index lists": "lists", "prompts": "extend",
-        "window": "window", "cap": "cap", "lse": "lse", "deterministic": "deterministic",
+        "CUDA graphs": "graphs",
+        "trees": "trees",
+        "index lists": "lists",
+        "prompts": "extend",
+        "window": "window",
+        "cap": "cap",
+        "lse": "lse",
+        "deterministic": "deterministic",
     }
     lines = [
         f"| backend | plans on | {' | '.join(columns)} | pages of | dtypes | also stored as |",

@@ -84,10 +84,20 @@ def bench(
     except _suite("run").DeviceLost as lost:
         _log(f"starting anew without {lost}")
         again = [word for word in sys.argv[1:] if word != "--resume"]
-        os.execv(sys.executable, [
-            sys.executable, "-m", "specattn", *again, "--workers", "0", "--resume",
-            "--skip", str(lost),
-        ])
+        os.execv(
+            sys.executable,
+            [
+                sys.executable,
+                "-m",
+                "specattn",
+                *again,
+                "--workers",
+                "0",
+                "--resume",
+                "--skip",
+                str(lost),
+            ],
+        )
 
 
 def _log(line: str) -> None:

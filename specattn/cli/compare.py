@@ -108,13 +108,17 @@ def top2_margin(engine: Engine, tokens: Sequence[int]) -> float:
             seq_lens=torch.zeros(1, dtype=torch.int32, device=device),
             qo_indptr=torch.tensor([0, length], dtype=torch.int32, device=device),
             out_slots=table.req_to_token[row : row + 1, :length].contiguous(),
-            max_q_len=length, max_seq_len=length, page_size=table.page_size,
+            max_q_len=length,
+            max_seq_len=length,
+            page_size=table.page_size,
         )
         attend = target.backend.bind(plan)
         attend.schedule(torch.zeros(1, dtype=torch.int32))
         attend.fill()
         out = target.model.forward(
-            torch.tensor(tokens, device=device), torch.arange(length, device=device), attend,
+            torch.tensor(tokens, device=device),
+            torch.arange(length, device=device),
+            attend,
             torch.tensor([length - 1], device=device),
         )
     finally:

@@ -8,9 +8,12 @@ from specattn.cli.ends import ArgumentError
 from specattn.config import FLOAT8
 
 _DTYPES = {
-    "float32": torch.float32, "fp32": torch.float32,
-    "float16": torch.float16, "fp16": torch.float16,
-    "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
 }
 
 
@@ -64,9 +67,7 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if name not in _DTYPES:
-        raise ArgumentError(
-            "--dtype", f"must be auto, float32, float16 or bfloat16, got {name!r}"
-        )
+        raise ArgumentError("--dtype", f"must be auto, float32, float16 or bfloat16, got {name!r}")
     return _DTYPES[name]
 
 

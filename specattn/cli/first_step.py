@@ -57,8 +57,11 @@ def first_step(models: Models, ids: list[int], config: SpecConfig, backend: str)
     config = replace(config, max_context_len=context, max_num_reqs=1)
     num_slots = (-(-context // config.page_size) + 1) * config.page_size
     table = SlotTable(
-        max_num_reqs=1, max_context_len=context, num_slots=num_slots,
-        page_size=config.page_size, device=device,
+        max_num_reqs=1,
+        max_context_len=context,
+        num_slots=num_slots,
+        page_size=config.page_size,
+        device=device,
     )
     target = ModelSlot.of(models.target, KVPool(models.target.layers, num_slots, device), backend)
     draft = ModelSlot.of(models.draft, KVPool(models.draft.layers, num_slots, device), backend)
@@ -69,9 +72,7 @@ def first_step(models: Models, ids: list[int], config: SpecConfig, backend: str)
     assert start.state is not None
     table.commit(row, length)
     lens = torch.tensor([length], dtype=torch.int32)
-    batch = SpecBatch(
-        torch.tensor([row], device=device), lens.to(device), lens, start.bonus_tokens
-    )
+    batch = SpecBatch(torch.tensor([row], device=device), lens.to(device), lens, start.bonus_tokens)
     candidates = _propose(draft, config, table, batch, start.state)
     tree = build_tree(candidates, batch, config)
     decoder = SpecDecoder(

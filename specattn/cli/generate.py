@@ -68,8 +68,9 @@ def generate(
     seed: Annotated[
         int,
         typer.Option(
-            rich_help_panel=SAMPLING, help="The same seed gives the same tokens up to rounding, "
-            "which in 16 bits can change with the batch (not with --adaptive)."
+            rich_help_panel=SAMPLING,
+            help="The same seed gives the same tokens up to rounding, "
+            "which in 16 bits can change with the batch (not with --adaptive).",
         ),
     ] = 0,
     max_new_tokens: Annotated[
@@ -104,7 +105,8 @@ def generate(
     compare: Annotated[
         bool,
         typer.Option(
-            "--compare", rich_help_panel=OUTPUT,
+            "--compare",
+            rich_help_panel=OUTPUT,
             help="Also decode plainly, and report the first difference and the speed-up.",
         ),
     ] = False,
@@ -118,8 +120,11 @@ def generate(
         topk, steps, draft_tokens, page_size=page_size, draft_sampling=draft_sampling
     )
     if adaptive and not config.num_steps:
-        raise ArgumentError("--adaptive", "needs --steps of at least 1, got plain decoding, "
-                            "which has no smaller tree to choose from")
+        raise ArgumentError(
+            "--adaptive",
+            "needs --steps of at least 1, got plain decoding, "
+            "which has no smaller tree to choose from",
+        )
     sampling = _sampling(temperature, top_k, top_p, seed)
     stops, recorded = _stops(stop or []), pick_seams(seams)
 
@@ -130,7 +135,13 @@ def generate(
 
     place, stored = pick_device(device), pick_kv_dtype(kv_cache_dtype)
     models = models_for(
-        ctx, place, target, draft, dtype, backend, speculative=config.num_steps > 0,
+        ctx,
+        place,
+        target,
+        draft,
+        dtype,
+        backend,
+        speculative=config.num_steps > 0,
         fused=not no_fused,
     )
     limit = _context_limit(models, config, max_context)
@@ -178,8 +189,8 @@ def _context_limit(models: Models, config: SpecConfig, asked: int | None) -> int
         raise ArgumentError("--max-context", f"must be at most {most}, the target's, got {asked}")
     if models.draft is not None and config.topk > models.draft.vocab_size:
         raise ArgumentError(
-            "--topk", f"must be at most {models.draft.vocab_size}, the draft's vocabulary, "
-            f"got {config.topk}"
+            "--topk",
+            f"must be at most {models.draft.vocab_size}, the draft's vocabulary, got {config.topk}",
         )
     return asked or most
 

@@ -70,7 +70,8 @@ def graphs(
     sampled: Annotated[
         bool,
         typer.Option(
-            "--sampled", rich_help_panel=RUNNING,
+            "--sampled",
+            rich_help_panel=RUNNING,
             help="Also capture steps of requests that draw.",
         ),
     ] = False,
@@ -91,12 +92,27 @@ def graphs(
 
     place, stored = pick_device(device), pick_kv_dtype(kv_cache_dtype)
     models = models_for(
-        ctx, place, target, draft, dtype, backend, speculative=config.num_steps > 0,
+        ctx,
+        place,
+        target,
+        draft,
+        dtype,
+        backend,
+        speculative=config.num_steps > 0,
         fused=not no_fused,
     )
     setup = Setup(
-        models, (), max_context, max(sizes), backend, graphs=True, warm_up=False, kv_dtype=stored,
-        deterministic=deterministic, seams=recorded, buckets=sizes,
+        models,
+        (),
+        max_context,
+        max(sizes),
+        backend,
+        graphs=True,
+        warm_up=False,
+        kv_dtype=stored,
+        deterministic=deterministic,
+        seams=recorded,
+        buckets=sizes,
     )
     began = time.perf_counter()
     engine = setup.engine(config)
@@ -130,8 +146,11 @@ class _Found:
     def object(self) -> dict[str, Any]:
         """Return it as a JSON object."""
         return {
-            "device": self.device, "recorded": self.recorded, "seconds": self.capturing,
-            "seconds_with_buffers": self.seconds, "nbytes": self.nbytes,
+            "device": self.device,
+            "recorded": self.recorded,
+            "seconds": self.capturing,
+            "seconds_with_buffers": self.seconds,
+            "nbytes": self.nbytes,
             "captures": [asdict(one) for one in self.reports],
         }
 
@@ -146,8 +165,13 @@ class _Found:
             table.add_column(name, justify="left" if left else "right")
         for one in self.reports:
             table.add_row(
-                str(one.order), one.part, str(one.bucket), f"{1000 * one.seconds:.0f} ms",
-                f"{one.nbytes / _MIB:.1f} MiB", "yes" if one.recorded else "no", one.digest,
+                str(one.order),
+                one.part,
+                str(one.bucket),
+                f"{1000 * one.seconds:.0f} ms",
+                f"{one.nbytes / _MIB:.1f} MiB",
+                "yes" if one.recorded else "no",
+                one.digest,
             )
         console = Console(highlight=False)
         console.print(table)
@@ -155,9 +179,7 @@ class _Found:
         console.print(self._verdict(), soft_wrap=True)
 
     def _verdict(self) -> str:
-        times = (
-            f"{self.capturing:.1f} s ({self.seconds:.1f} s with KV pools and buffers)"
-        )
+        times = f"{self.capturing:.1f} s ({self.seconds:.1f} s with KV pools and buffers)"
         if not self.recorded:
             return (
                 f"no graphs were captured on {self.device}: steps run over the same buffers "

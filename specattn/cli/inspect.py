@@ -53,9 +53,7 @@ def inspect(
     from specattn.cli.first_step import first_step
     from specattn.cli.loading import models_for
 
-    models = models_for(
-        ctx, pick_device(device), target, draft, dtype, backend, speculative=True
-    )
+    models = models_for(ctx, pick_device(device), target, draft, dtype, backend, speculative=True)
     limit = max(models.target.max_context_len - config.reserve_len, 0)
     (ids,) = found.encode(models.tokenizer, models.target.vocab_size, limit)
     step = first_step(models, ids, config, backend)

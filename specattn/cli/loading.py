@@ -94,17 +94,13 @@ def load_models(
         If a model is missing, broken, or does not fit the other.
     """
     if speculative and target is not None and draft is None:
-        raise ArgumentError(
-            "--draft", "is needed with --target (or --steps 0 for plain decoding)"
-        )
+        raise ArgumentError("--draft", "is needed with --target (or --steps 0 for plain decoding)")
     with stderr().status("loading models"):
         import torch
 
         from specattn.models import HFTarget, fuse, load_draft
 
-        found = HFTarget.from_pretrained(
-            target or shipped("target"), dtype=dtype, device=device
-        )
+        found = HFTarget.from_pretrained(target or shipped("target"), dtype=dtype, device=device)
         if device.type == "cpu" and found.hidden_size < _SHARED_FROM:
             torch.set_num_threads(1)
         head = None

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from specattn.spec.step_decoder import Seams
 
 MODELS, SPECULATION, SAMPLING, RUNNING, OUTPUT = (
-    "Models", "Speculation", "Sampling", "Running", "Output",
+    "Models",
+    "Speculation",
+    "Sampling",
+    "Running",
+    "Output",
 )
 BACKEND_VARIABLE = "SPECATTN_BACKEND"
 
@@ -27,7 +31,8 @@ PromptArgument = Annotated[
 TargetOption = Annotated[
     str | None,
     typer.Option(
-        metavar="MODEL", rich_help_panel=MODELS,
+        metavar="MODEL",
+        rich_help_panel=MODELS,
         help="Target: a folder or the name of a model on the Hugging Face Hub. "
         "Default: the pair that comes with specattn.",
     ),
@@ -35,7 +40,8 @@ TargetOption = Annotated[
 DraftOption = Annotated[
     str | None,
     typer.Option(
-        metavar="MODEL", rich_help_panel=MODELS,
+        metavar="MODEL",
+        rich_help_panel=MODELS,
         help="Draft head for the target: an EAGLE, EAGLE-2 or EAGLE-3 checkpoint.",
     ),
 ]
@@ -74,35 +80,40 @@ DraftTokensOption = Annotated[
 DraftSamplingOption = Annotated[
     bool,
     typer.Option(
-        "--draft-sampling", rich_help_panel=SPECULATION,
+        "--draft-sampling",
+        rich_help_panel=SPECULATION,
         help="Draw the drafts and verify by rejection sampling; chains only.",
     ),
 ]
 AdaptiveOption = Annotated[
     bool,
     typer.Option(
-        "--adaptive", rich_help_panel=SPECULATION,
+        "--adaptive",
+        rich_help_panel=SPECULATION,
         help="Let every step take the given shape or a smaller one, by what drafts gain and cost.",
     ),
 ]
 BackendOption = Annotated[
     str,
     typer.Option(
-        envvar=BACKEND_VARIABLE, rich_help_panel=RUNNING,
+        envvar=BACKEND_VARIABLE,
+        rich_help_panel=RUNNING,
         help="Attention backend, auto, or prefill,decode[,verify]; see `specattn backends`.",
     ),
 ]
 KvDtypeOption = Annotated[
     str,
     typer.Option(
-        "--kv-cache-dtype", rich_help_panel=RUNNING,
+        "--kv-cache-dtype",
+        rich_help_panel=RUNNING,
         help="Store keys and values as fp8_e4m3; auto is the model's dtype.",
     ),
 ]
 DeterministicOption = Annotated[
     bool,
     typer.Option(
-        "--deterministic", rich_help_panel=RUNNING,
+        "--deterministic",
+        rich_help_panel=RUNNING,
         help="Attention whose bits depend on the text alone; slower. The triton backend has it.",
     ),
 ]
@@ -117,7 +128,8 @@ SeamsOption = Annotated[
 NoFusedOption = Annotated[
     bool,
     typer.Option(
-        "--no-fused", rich_help_panel=RUNNING,
+        "--no-fused",
+        rich_help_panel=RUNNING,
         help="Run transformers' own modules also where there are fused ones.",
     ),
 ]
@@ -164,7 +176,11 @@ def speculation(
         draft_tokens = _default_nodes(topk, steps)
     with naming_options():
         return SpecConfig(
-            steps, topk, draft_tokens, max_context_len=_ANY_CONTEXT, page_size=page_size,
+            steps,
+            topk,
+            draft_tokens,
+            max_context_len=_ANY_CONTEXT,
+            page_size=page_size,
             draft_sampling=draft_sampling and steps > 0,
         )
 
@@ -195,8 +211,9 @@ def check_backend(name: str, device: torch.device, *, from_environment: bool) ->
     parts = name.split(",")
     if len(parts) > 3 or any(part not in names for part in parts):
         raise ArgumentError(
-            argument, f"must be one of {', '.join(('auto', *names))}, or "
-            f"prefill,decode[,verify] of them, got {name!r}"
+            argument,
+            f"must be one of {', '.join(('auto', *names))}, or "
+            f"prefill,decode[,verify] of them, got {name!r}",
         )
     reasons = available(name, None, device)
     if reasons:

@@ -119,8 +119,13 @@ def progress(
     """Show how many tokens there are, of the most there may be; nothing without a terminal."""
     console = stderr()
     bar = Progress(
-        TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        console=console, transient=True, disable=hidden or not console.is_terminal,
+        TextColumn(what),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=hidden or not console.is_terminal,
     )
     with bar:
         task = bar.add_task(what, total=sum(request.max_new_tokens for request in requests))

@@ -54,8 +54,9 @@ class Prompts:
                 raise self.blame(index, f"has {len(ids)} tokens, the context holds {limit}")
             if max(ids) >= vocab_size:
                 raise self.blame(
-                    index, f"has the token {max(ids)} by the target's tokenizer; the target has "
-                    f"{vocab_size} tokens"
+                    index,
+                    f"has the token {max(ids)} by the target's tokenizer; the target has "
+                    f"{vocab_size} tokens",
                 )
         return encoded
 

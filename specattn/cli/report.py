@@ -132,16 +132,25 @@ def _requests(outcome: Outcome) -> Table:
         for index, result in enumerate(outcome.results):
             n = _numbers(result)
             table.add_row(
-                str(index + 1), str(n["num_tokens"]), str(n["steps"]),
-                f"{n['accepted_per_step']:.2f}", f"{n['tokens_per_second']:.1f}",
-                f"{1000 * n['time_to_first_token']:.0f} ms", n["finish_reason"],
+                str(index + 1),
+                str(n["num_tokens"]),
+                str(n["steps"]),
+                f"{n['accepted_per_step']:.2f}",
+                f"{n['tokens_per_second']:.1f}",
+                f"{1000 * n['time_to_first_token']:.0f} ms",
+                n["finish_reason"],
             )
     if many:
         steps = sum(result.steps for result in outcome.results)
         gained = sum(sum(result.accept_lens) for result in outcome.results)
         table.add_row(
-            f"all {len(outcome.results)}", str(outcome.num_tokens), str(steps),
-            f"{gained / steps if steps else 0:.2f}", f"{outcome.tokens_per_second:.1f}", "", "",
+            f"all {len(outcome.results)}",
+            str(outcome.num_tokens),
+            str(steps),
+            f"{gained / steps if steps else 0:.2f}",
+            f"{outcome.tokens_per_second:.1f}",
+            "",
+            "",
         )
     return table
 
@@ -159,7 +168,10 @@ def _settings(settings: Sequence[SettingReport]) -> Table:
     table = _table("depth", "topk", "nodes", "steps", "accepted/step")
     for one in settings:
         table.add_row(
-            str(one.num_steps), str(one.topk), str(one.num_draft_tokens), str(one.steps),
+            str(one.num_steps),
+            str(one.topk),
+            str(one.num_draft_tokens),
+            str(one.steps),
             f"{one.accepted_per_step:.2f}",
         )
     return table

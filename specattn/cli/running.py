@@ -78,9 +78,15 @@ class Setup:
             )
         with _fitting_memory():
             return Engine(
-                self.models.target, self.models.draft if config.num_steps else None, config,
-                backend=self.backend, graphs=self.graphs, kv_dtype=self.kv_dtype,
-                deterministic=self.deterministic, seams=self.seams, buckets=self.buckets,
+                self.models.target,
+                self.models.draft if config.num_steps else None,
+                config,
+                backend=self.backend,
+                graphs=self.graphs,
+                kv_dtype=self.kv_dtype,
+                deterministic=self.deterministic,
+                seams=self.seams,
+                buckets=self.buckets,
                 configs=around(config)[1:] if self.adaptive else (),
                 detokenize=lambda ids: decode(self.models.tokenizer, ids),
             )
@@ -90,13 +96,18 @@ class Setup:
         if not self.warm_up:
             return
         few = engine.config.num_steps + 3  # the prompt's token and two steps at the least
-        engine.generate([
-            replace(
-                request, prompt=request.prompt[:_WARM_UP_TOKENS], max_new_tokens=few, stop=(),
-                ignore_eos=True,
-            )
-            for request in self.requests[: self.batch_size]
-        ])
+        engine.generate(
+            [
+                replace(
+                    request,
+                    prompt=request.prompt[:_WARM_UP_TOKENS],
+                    max_new_tokens=few,
+                    stop=(),
+                    ignore_eos=True,
+                )
+                for request in self.requests[: self.batch_size]
+            ]
+        )
 
 
 @dataclass(frozen=True)
@@ -210,7 +221,10 @@ def _settings(engine: Engine, before: list[Counter[SpecConfig]]) -> tuple[Settin
     steps, advanced, gained = (after - then for after, then in zip(now, before, strict=True))
     return tuple(
         SettingReport(
-            config.num_steps, config.topk, config.num_draft_tokens, steps[config],
+            config.num_steps,
+            config.topk,
+            config.num_draft_tokens,
+            steps[config],
             gained[config] / max(advanced[config], 1),
         )
         for config in engine.settings.configs
@@ -234,10 +248,15 @@ def _modes(engine: Engine, before: dict[str, Counter[str]]) -> tuple[ModeReport,
     reports = []
     for mode, counts in _counts(engine).items():
         since = counts - before.get(mode, Counter())
-        reports.append(ModeReport(
-            mode, _backend_name(engine, mode), since["replayed"], since["unrecorded"],
-            since["fallbacks"],
-        ))
+        reports.append(
+            ModeReport(
+                mode,
+                _backend_name(engine, mode),
+                since["replayed"],
+                since["unrecorded"],
+                since["fallbacks"],
+            )
+        )
     return tuple(reports)
 
 
@@ -253,7 +272,8 @@ def _fused(engine: Engine) -> tuple[str, ...]:
 
     slots = {"target": engine.target, "draft": engine.draft}
     return tuple(
-        name for name, slot in slots.items()
+        name
+        for name, slot in slots.items()
         if slot and isinstance(slot.model, FusedTarget | FusedEagle3)
     )
 
@@ -264,6 +284,7 @@ def _fitting_memory() -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise ArgumentError(
-            "--max-context", "the KV pools do not fit into the device's memory; lower "
-            "--max-context, --batch-size or --max-new-tokens"
+            "--max-context",
+            "the KV pools do not fit into the device's memory; lower "
+            "--max-context, --batch-size or --max-new-tokens",
         ) from error

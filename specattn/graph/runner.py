@@ -128,8 +128,7 @@ class GraphRunner(Generic[Key]):
     def reports(self) -> tuple[GraphReport, ...]:
         """Return what capturing took, bucket by bucket, in the order of the captures."""
         found = [
-            one.report(mode.value)
-            for mode, done in self._captured.items() for one in done.values()
+            one.report(mode.value) for mode, done in self._captured.items() for one in done.values()
         ]
         return tuple(sorted(found, key=lambda one: one.order))
 
@@ -188,9 +187,7 @@ class GraphRunner(Generic[Key]):
         seconds = time.perf_counter() - began
         return Captured(bucket, bound, baked, outputs, graph, watch, order, seconds, nbytes)
 
-    def run(
-        self, mode: Key, count: int, seq_lens_cpu: Tensor | None, **values: Tensor
-    ) -> Any:
+    def run(self, mode: Key, count: int, seq_lens_cpu: Tensor | None, **values: Tensor) -> Any:
         """Run ``mode`` over ``count`` requests.
 
         Parameters

@@ -51,8 +51,11 @@ def accept_greedy(
         If a tensor is not contiguous.
     """
     require_dense(
-        tokens=tokens, next_token=next_token, next_sibling=next_sibling,
-        target_argmax=target_argmax, accept_index_out=accept_index_out,
+        tokens=tokens,
+        next_token=next_token,
+        next_sibling=next_sibling,
+        target_argmax=target_argmax,
+        accept_index_out=accept_index_out,
         accept_tokens_out=accept_tokens_out,
     )
     batch, n = tokens.shape
@@ -60,11 +63,21 @@ def accept_greedy(
     if not batch:
         return
     accept_greedy_kernel[(batch,)](
-        tokens, next_token, next_sibling, target_argmax,
-        accept_index_out, accept_tokens_out, accept_lens_out, bonus_out,
-        n, steps, steps.bit_length(), BLOCK_N=triton.next_power_of_2(n),
+        tokens,
+        next_token,
+        next_sibling,
+        target_argmax,
+        accept_index_out,
+        accept_tokens_out,
+        accept_lens_out,
+        bonus_out,
+        n,
+        steps,
+        steps.bit_length(),
+        BLOCK_N=triton.next_power_of_2(n),
         # one warp needs no barriers, but passes wide rows around lane by lane
-        BLOCK_S=triton.next_power_of_2(steps + 1), num_warps=num_warps or (1 if n <= 64 else 4),
+        BLOCK_S=triton.next_power_of_2(steps + 1),
+        num_warps=num_warps or (1 if n <= 64 else 4),
         **launch_options(tokens.device),
     )
 
@@ -111,8 +124,12 @@ def accept_sampled(
         If a tensor is not contiguous, or there is not one coin per depth.
     """
     require_dense(
-        tokens=tokens, next_token=next_token, next_sibling=next_sibling, coins=coins,
-        final_coins=final_coins, accept_index_out=accept_index_out,
+        tokens=tokens,
+        next_token=next_token,
+        next_sibling=next_sibling,
+        coins=coins,
+        final_coins=final_coins,
+        accept_index_out=accept_index_out,
         accept_tokens_out=accept_tokens_out,
     )
     batch, n, vocab = target_probs.shape
@@ -120,12 +137,26 @@ def accept_sampled(
     if not batch:
         return
     accept_sampled_kernel[(batch,)](
-        tokens, next_token, next_sibling, target_probs, coins, final_coins,
+        tokens,
+        next_token,
+        next_sibling,
+        target_probs,
+        coins,
+        final_coins,
         torch.empty_like(tokens),
-        accept_index_out, accept_tokens_out, accept_lens_out, bonus_out,
-        n, accept_index_out.shape[1] - 1, vocab, target_probs.stride(0), target_probs.stride(1),
-        threshold_single, threshold_acc,
-        BLOCK_N=triton.next_power_of_2(n), BLOCK_W=triton.next_power_of_2(triton.cdiv(n, 64)),
+        accept_index_out,
+        accept_tokens_out,
+        accept_lens_out,
+        bonus_out,
+        n,
+        accept_index_out.shape[1] - 1,
+        vocab,
+        target_probs.stride(0),
+        target_probs.stride(1),
+        threshold_single,
+        threshold_acc,
+        BLOCK_N=triton.next_power_of_2(n),
+        BLOCK_W=triton.next_power_of_2(triton.cdiv(n, 64)),
         **vocab_tiles(vocab, 64),
     )
 
@@ -167,7 +198,10 @@ def accept_rejection(
         If a tensor is not contiguous, or there is not one coin per depth.
     """
     require_dense(
-        tokens=tokens, coins=coins, final_coins=final_coins, accept_index_out=accept_index_out,
+        tokens=tokens,
+        coins=coins,
+        final_coins=final_coins,
+        accept_index_out=accept_index_out,
         accept_tokens_out=accept_tokens_out,
     )
     batch, steps, vocab = draft_probs.shape
@@ -175,12 +209,24 @@ def accept_rejection(
     if not batch:
         return
     accept_rejection_kernel[(batch,)](
-        tokens, draft_probs, target_probs, coins, final_coins,
-        accept_index_out, accept_tokens_out, accept_lens_out, bonus_out,
-        tokens.shape[1], steps, vocab,
-        draft_probs.stride(0), draft_probs.stride(1),
-        target_probs.stride(0), target_probs.stride(1),
-        BLOCK_S=triton.next_power_of_2(steps + 1), **vocab_tiles(vocab, 32),
+        tokens,
+        draft_probs,
+        target_probs,
+        coins,
+        final_coins,
+        accept_index_out,
+        accept_tokens_out,
+        accept_lens_out,
+        bonus_out,
+        tokens.shape[1],
+        steps,
+        vocab,
+        draft_probs.stride(0),
+        draft_probs.stride(1),
+        target_probs.stride(0),
+        target_probs.stride(1),
+        BLOCK_S=triton.next_power_of_2(steps + 1),
+        **vocab_tiles(vocab, 32),
     )
 
 

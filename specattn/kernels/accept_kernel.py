@@ -12,7 +12,7 @@ from specattn.kernels.residual import draw
 @triton.jit
 def _matching_child(token, next_token, next_sibling, want, n):
     """Return each node's first child, in link order, of the wanted token; -1 for none."""
-    child = next_token                                                       # [BLOCK_N]
+    child = next_token  # [BLOCK_N]
     found = tl.full(child.shape, -1, tl.int32)
     walking = child >= 0
     seen = 0
@@ -28,22 +28,26 @@ def _matching_child(token, next_token, next_sibling, want, n):
 
 @triton.jit
 def accept_greedy_kernel(
-    tokens,             # [B, n] int64
-    next_token,         # [B, n] int64
-    next_sibling,       # [B, n] int64
-    target_argmax,      # [B, n] int64
-    accept_index_out,   # [B, steps + 1] int32, out
+    tokens,  # [B, n] int64
+    next_token,  # [B, n] int64
+    next_sibling,  # [B, n] int64
+    target_argmax,  # [B, n] int64
+    accept_index_out,  # [B, steps + 1] int32, out
     accept_tokens_out,  # [B, steps + 1] int64, out
-    accept_lens_out,    # [B] int32, out
-    bonus_out,          # [B] int64, out
-    n, steps, rounds,
-    BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
+    accept_lens_out,  # [B] int32, out
+    bonus_out,  # [B] int64, out
+    n,
+    steps,
+    rounds,
+    BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """All nodes step to their children at once; the path is read off by doubling."""
     req = tl.program_id(0).to(tl.int64)
     enter(PDL)
     # All nodes at once: every row is read once, and all rows together.
-    node = tl.arange(0, BLOCK_N)                                             # [BLOCK_N]
+    node = tl.arange(0, BLOCK_N)  # [BLOCK_N]
     live = node < n
     token = tl.load(tokens + req * n + node, mask=live, other=0)
     first = tl.load(next_token + req * n + node, mask=live, other=-1)
@@ -54,7 +58,7 @@ def accept_greedy_kernel(
     step = _matching_child(token, first, sibling, want, n)
 
     # the node at every depth, by doubling the step
-    depth = tl.arange(0, BLOCK_S)                                            # [BLOCK_S]
+    depth = tl.arange(0, BLOCK_S)  # [BLOCK_S]
     path = tl.zeros([BLOCK_S], tl.int32)
     for bit in range(rounds):
         there = tl.where(path >= 0, tl.gather(step, tl.maximum(path, 0), 0), -1)
@@ -73,14 +77,21 @@ def accept_greedy_kernel(
 
 @triton.jit
 def _note_children(
-    tokens, next_token, next_sibling, target_probs, notes, n, vocab, stride_node,
+    tokens,
+    next_token,
+    next_sibling,
+    target_probs,
+    notes,
+    n,
+    vocab,
+    stride_node,
     BLOCK_N: tl.constexpr,
 ):
     """Write what the walk asks of every node: p as its parent's child, parent, first of its token.
 
     The probabilities of all nodes arrive together; one by one, the walk would wait for each.
     """
-    node = tl.arange(0, BLOCK_N)                                             # [BLOCK_N]
+    node = tl.arange(0, BLOCK_N)  # [BLOCK_N]
     live = node < n
     tl.store(notes + node, tl.full([BLOCK_N], -1, tl.int64), mask=live)
     tl.debug_barrier()
@@ -97,7 +108,7 @@ def _note_children(
     token = tl.load(tokens + node, mask=live, other=-1)
     known = (parent >= 0) & (token >= 0) & (token < vocab)
     p = tl.load(target_probs + parent * stride_node + token, mask=known, other=0)
-    same = (token[:, None] == token[None, :]) & live[:, None]                # [BLOCK_N, BLOCK_N]
+    same = (token[:, None] == token[None, :]) & live[:, None]  # [BLOCK_N, BLOCK_N]
     first = tl.min(tl.where(same, node[:, None], BLOCK_N - 1), 0)
     note = p.to(tl.int32, bitcast=True).to(tl.int64) << 32
     note |= ((parent + 1) << 16) | first
@@ -109,20 +120,29 @@ def _note_children(
 
 @triton.jit
 def accept_sampled_kernel(
-    tokens,             # [B, n] int64
-    next_token,         # [B, n] int64
-    next_sibling,       # [B, n] int64
-    target_probs,       # [B, n, V] float32
-    coins,              # [B, steps + 1] float32
-    final_coins,        # [B, steps + 1] float32
-    notes,              # [B, n] int64, scratch
-    accept_index_out,   # [B, steps + 1] int32, out
+    tokens,  # [B, n] int64
+    next_token,  # [B, n] int64
+    next_sibling,  # [B, n] int64
+    target_probs,  # [B, n, V] float32
+    coins,  # [B, steps + 1] float32
+    final_coins,  # [B, steps + 1] float32
+    notes,  # [B, n] int64, scratch
+    accept_index_out,  # [B, steps + 1] int32, out
     accept_tokens_out,  # [B, steps + 1] int64, out
-    accept_lens_out,    # [B] int32, out
-    bonus_out,          # [B] int64, out
-    n, steps, vocab, stride_req, stride_node, threshold_single, threshold_acc,
-    BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
-    ROWS: tl.constexpr, SEGMENT: tl.constexpr, TILES: tl.constexpr,
+    accept_lens_out,  # [B] int32, out
+    bonus_out,  # [B] int64, out
+    n,
+    steps,
+    vocab,
+    stride_req,
+    stride_node,
+    threshold_single,
+    threshold_acc,
+    BLOCK_N: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    ROWS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     """Depth by depth, a coin walks a node's children; the last node's residual gives the bonus."""
     req = tl.program_id(0).to(tl.int64)
@@ -138,7 +158,7 @@ def accept_sampled_kernel(
     node_tokens, first_of_token = _note_children(
         tokens, next_token, next_sibling, target_probs, notes, n, vocab, stride_node, BLOCK_N
     )
-    word = tl.arange(0, BLOCK_W)                                             # [BLOCK_W]
+    word = tl.arange(0, BLOCK_W)  # [BLOCK_W]
     dropped = tl.zeros([BLOCK_W], tl.int64)
     node = tl.full([], 0, tl.int64)
     length = tl.full([], 1, tl.int32)
@@ -162,7 +182,7 @@ def accept_sampled_kernel(
             p = tl.where(stray, p, (note >> 32).to(tl.int32).to(tl.float32, bitcast=True))
             # A token that is listed twice has its probability once.
             bit = tl.full([], 1, tl.int64) << (note & 63)
-            bits = tl.where(word == ((note >> 6) & 0x3FF), bit, 0)           # [BLOCK_W]
+            bits = tl.where(word == ((note >> 6) & 0x3FF), bit, 0)  # [BLOCK_W]
             again = tl.max(((dropped & bits) != 0).to(tl.int32), 0) > 0
             p = tl.where((p > 0) & (again == 0), p, 0.0)
             reached += p
@@ -181,7 +201,7 @@ def accept_sampled_kernel(
         tl.store(accept_tokens_out + depth - 1, tl.where(stepped, token, 0))
 
     # the refused tokens, each once, take the place of the notes
-    slot = tl.arange(0, BLOCK_N)                                             # [BLOCK_N]
+    slot = tl.arange(0, BLOCK_N)  # [BLOCK_N]
     bits = tl.full([BLOCK_N, BLOCK_W], 1, tl.int64) << (slot % 64)[:, None]
     bits = tl.where((slot // 64)[:, None] == word[None, :], bits, 0)
     refused = (tl.max(((bits & dropped[None, :]) != 0).to(tl.int32), 1) > 0) & (slot < n)
@@ -193,8 +213,17 @@ def accept_sampled_kernel(
     p_row = target_probs + node * stride_node
     coin = tl.load(final_coins + req * (steps + 1) + length - 1)
     bonus = draw(
-        p_row, p_row, False, notes, tl.sum(refused.to(tl.int32), 0), coin, vocab, ROWS, SEGMENT,
-        TILES, False,
+        p_row,
+        p_row,
+        False,
+        notes,
+        tl.sum(refused.to(tl.int32), 0),
+        coin,
+        vocab,
+        ROWS,
+        SEGMENT,
+        TILES,
+        False,
     )
     tl.store(accept_tokens_out + steps, 0)
     tl.store(accept_tokens_out + length - 1, bonus)
@@ -204,18 +233,26 @@ def accept_sampled_kernel(
 
 @triton.jit
 def accept_rejection_kernel(
-    tokens,             # [B, n] int64
-    draft_probs,        # [B, steps, V] float32
-    target_probs,       # [B, n, V] float32
-    coins,              # [B, steps + 1] float32
-    final_coins,        # [B, steps + 1] float32
-    accept_index_out,   # [B, steps + 1] int32, out
+    tokens,  # [B, n] int64
+    draft_probs,  # [B, steps, V] float32
+    target_probs,  # [B, n, V] float32
+    coins,  # [B, steps + 1] float32
+    final_coins,  # [B, steps + 1] float32
+    accept_index_out,  # [B, steps + 1] int32, out
     accept_tokens_out,  # [B, steps + 1] int64, out
-    accept_lens_out,    # [B] int32, out
-    bonus_out,          # [B] int64, out
-    n, steps, vocab, stride_draft_req, stride_draft, stride_target_req, stride_target,
+    accept_lens_out,  # [B] int32, out
+    bonus_out,  # [B] int64, out
+    n,
+    steps,
+    vocab,
+    stride_draft_req,
+    stride_draft,
+    stride_target_req,
+    stride_target,
     BLOCK_S: tl.constexpr,
-    ROWS: tl.constexpr, SEGMENT: tl.constexpr, TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     """Judge a chain's tokens at once; the first refusal, or the end, gives the bonus."""
     req = tl.program_id(0).to(tl.int64)
@@ -226,7 +263,7 @@ def accept_rejection_kernel(
     accept_tokens_out += req * (steps + 1)
 
     # all tokens are judged at once; the first refusal ends the path
-    place = tl.arange(0, BLOCK_S)                                            # [BLOCK_S]
+    place = tl.arange(0, BLOCK_S)  # [BLOCK_S]
     drafted = place < steps
     token = tl.load(tokens + 1 + place, mask=drafted, other=-1)
     known = drafted & (token >= 0) & (token < vocab)
@@ -238,9 +275,7 @@ def accept_rejection_kernel(
     p_row = target_probs + last * stride_target
     q_row = draft_probs + last * stride_draft
     coin = tl.load(final_coins + req * (steps + 1) + last)
-    bonus = draw(
-        p_row, q_row, last < steps, tokens, 0, coin, vocab, ROWS, SEGMENT, TILES, True
-    )
+    bonus = draw(p_row, q_row, last < steps, tokens, 0, coin, vocab, ROWS, SEGMENT, TILES, True)
     tl.store(accept_index_out + place, tl.where(place <= last, place, -1), mask=place <= steps)
     emitted = tl.where(place < last, token, tl.where(place == last, bonus, 0))
     tl.store(accept_tokens_out + place, emitted, mask=place <= steps)

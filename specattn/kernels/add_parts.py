@@ -21,12 +21,16 @@ SPAN = 512
 @triton.jit
 def _add_parts_kernel(
     parts,  # [SPLIT, T, SIZE]
-    out,    # [T, SIZE], out
-    stride_part, stride_row,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
+    out,  # [T, SIZE], out
+    stride_part,
+    stride_row,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)                  # [BLOCK]
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     ok = column < SIZE
     enter(PDL)
     x = sum_parts(parts, row * stride_row + column, ok, stride_part, SPLIT)
@@ -39,7 +43,14 @@ def add_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
     out = parts.new_empty(count, size, dtype=dtype)
     if count:
         _add_parts_kernel[(count, triton.cdiv(size, SPAN))](
-            parts, out, parts.stride(0), parts.stride(1), SIZE=size, BLOCK=SPAN, SPLIT=split,
-            num_warps=2, **launch_options(parts.device),
+            parts,
+            out,
+            parts.stride(0),
+            parts.stride(1),
+            SIZE=size,
+            BLOCK=SPAN,
+            SPLIT=split,
+            num_warps=2,
+            **launch_options(parts.device),
         )
     return out

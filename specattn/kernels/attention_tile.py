@@ -36,17 +36,23 @@ def tanh(x):
 
 @triton.jit
 def attend_tile(
-    q,         # [BM, D_PAD]
-    acc,       # [BM, V_PAD] float32, running sum of weighted values
-    top,       # [BM] float32, running maximum of the logits
-    total,     # [BM] float32, running sum of the weights
-    slots,     # [BN] int32
-    visible,   # [BM, BN] bool, or None where every key is visible
-    k_head,    # first key of this head
+    q,  # [BM, D_PAD]
+    acc,  # [BM, V_PAD] float32, running sum of weighted values
+    top,  # [BM] float32, running maximum of the logits
+    total,  # [BM] float32, running sum of the weights
+    slots,  # [BN] int32
+    visible,  # [BM, BN] bool, or None where every key is visible
+    k_head,  # first key of this head
     v_head,
-    base2, cap_in, cap_out,
-    K_SLOT: tl.constexpr, V_SLOT: tl.constexpr,
-    HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, D_PAD: tl.constexpr, V_PAD: tl.constexpr,
+    base2,
+    cap_in,
+    cap_out,
+    K_SLOT: tl.constexpr,
+    V_SLOT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    D_PAD: tl.constexpr,
+    V_PAD: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
     """Fold one tile of keys into ``acc, top, total``.
@@ -55,15 +61,15 @@ def attend_tile(
     scales are the caller's: the keys' is a factor of the logits, the values' one of the result.
     With a logit cap the logits become ``cap_out * tanh(cap_in * s)``, already in base 2.
     """
-    d = tl.arange(0, D_PAD)                                               # [D_PAD]
-    dv = tl.arange(0, V_PAD)                                              # [V_PAD]
-    row = slots.to(tl.int64)                                              # [BN]
-    k_ptr = k_head + row[:, None] * K_SLOT + d[None, :]                   # [BN, D_PAD]
-    v_ptr = v_head + row[:, None] * V_SLOT + dv[None, :]                  # [BN, V_PAD]
+    d = tl.arange(0, D_PAD)  # [D_PAD]
+    dv = tl.arange(0, V_PAD)  # [V_PAD]
+    row = slots.to(tl.int64)  # [BN]
+    k_ptr = k_head + row[:, None] * K_SLOT + d[None, :]  # [BN, D_PAD]
+    v_ptr = v_head + row[:, None] * V_SLOT + dv[None, :]  # [BN, V_PAD]
     # no load is masked unless the head is padded: the caller clamps the slots
     k_ok = None if D_PAD == HEAD_DIM else (d < HEAD_DIM)[None, :]
     k = tl.load(k_ptr, mask=k_ok, other=None if D_PAD == HEAD_DIM else 0.0).to(q.dtype)
-    s = tl.dot(q, tl.trans(k), input_precision="ieee")                    # [BM, BN]
+    s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BM, BN]
     if HAS_CAP:
         s = cap_out * tanh(s * cap_in)
     if visible is not None:
@@ -87,11 +93,11 @@ def attend_tile(
 @triton.jit
 def load_query(rows, row_ok, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr):
     """Load a tile of query rows, zeros past the last row and the head."""
-    d = tl.arange(0, D_PAD)                                               # [D_PAD]
+    d = tl.arange(0, D_PAD)  # [D_PAD]
     mask = row_ok[:, None]
     if D_PAD != HEAD_DIM:
         mask = mask & (d < HEAD_DIM)[None, :]
-    return tl.load(rows[:, None] + d[None, :], mask=mask, other=0.0)      # [BM, D_PAD]
+    return tl.load(rows[:, None] + d[None, :], mask=mask, other=0.0)  # [BM, D_PAD]
 
 
 @triton.jit
@@ -108,10 +114,16 @@ def as_factor(q, cache):
 
 @triton.jit
 def store_rows(
-    rows, acc, total, row_ok, V_DIM: tl.constexpr, V_PAD: tl.constexpr, v_scale=None,
+    rows,
+    acc,
+    total,
+    row_ok,
+    V_DIM: tl.constexpr,
+    V_PAD: tl.constexpr,
+    v_scale=None,
 ):
     """Store the normalised values, times ``v_scale`` if given; 0 for a row that saw no key."""
-    dv = tl.arange(0, V_PAD)                                              # [V_PAD]
+    dv = tl.arange(0, V_PAD)  # [V_PAD]
     mask = row_ok[:, None]
     if V_PAD != V_DIM:
         mask = mask & (dv < V_DIM)[None, :]

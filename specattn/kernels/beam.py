@@ -25,12 +25,22 @@ def score_key(score):
 
 @triton.jit
 def _record_children(
-    req, offset, child_probs, child_tokens, path_scores,
-    candidate_scores, candidate_tokens, candidate_parents, stride_candidates, stride_parents,
-    BEAMS: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr,
+    req,
+    offset,
+    child_probs,
+    child_tokens,
+    path_scores,
+    candidate_scores,
+    candidate_tokens,
+    candidate_parents,
+    stride_candidates,
+    stride_parents,
+    BEAMS: tl.constexpr,
+    TOPK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Write the children of all beams to this step's candidate columns; return them."""
-    flat = tl.arange(0, BLOCK)                                               # [BLOCK]
+    flat = tl.arange(0, BLOCK)  # [BLOCK]
     live = flat < BEAMS * TOPK
     child = req * BEAMS * TOPK + flat
     score = tl.load(child_probs + child, mask=live, other=0)
@@ -47,20 +57,35 @@ def _record_children(
 
 @triton.jit
 def _append_kernel(
-    child_probs,        # [B, BEAMS, TOPK] float32
-    child_tokens,       # [B, BEAMS, TOPK] int64
-    path_scores,        # [B, BEAMS] float32, or None: the root's
-    candidate_scores,   # [B, C] float32, out
-    candidate_tokens,   # [B, C] int64, out
+    child_probs,  # [B, BEAMS, TOPK] float32
+    child_tokens,  # [B, BEAMS, TOPK] int64
+    path_scores,  # [B, BEAMS] float32, or None: the root's
+    candidate_scores,  # [B, C] float32, out
+    candidate_tokens,  # [B, C] int64, out
     candidate_parents,  # [B, G] int64, out
-    offset, stride_candidates, stride_parents,
-    BEAMS: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    offset,
+    stride_candidates,
+    stride_parents,
+    BEAMS: tl.constexpr,
+    TOPK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     enter(PDL)
     _record_children(
-        tl.program_id(0).to(tl.int64), offset, child_probs, child_tokens, path_scores,
-        candidate_scores, candidate_tokens, candidate_parents, stride_candidates, stride_parents,
-        BEAMS, TOPK, BLOCK,
+        tl.program_id(0).to(tl.int64),
+        offset,
+        child_probs,
+        child_tokens,
+        path_scores,
+        candidate_scores,
+        candidate_tokens,
+        candidate_parents,
+        stride_candidates,
+        stride_parents,
+        BEAMS,
+        TOPK,
+        BLOCK,
     )
 
 
@@ -69,7 +94,7 @@ def _rank_all(key, BLOCK: tl.constexpr):
     """Count the keys that come before each one: larger ones, and equal ones of a lower index."""
     flat = tl.arange(0, BLOCK)
     # columns are ranked, so that the sums stay within threads
-    larger = key[:, None] > key[None, :]                                     # [BLOCK, BLOCK]
+    larger = key[:, None] > key[None, :]  # [BLOCK, BLOCK]
     tie = (key[:, None] == key[None, :]) & (flat[:, None] < flat[None, :])
     return tl.sum((larger | tie).to(tl.int32), 0)
 
@@ -90,36 +115,55 @@ def _rank_best(key, keep, BLOCK: tl.constexpr):
 
 @triton.jit
 def _select_kernel(
-    child_probs,        # [B, BEAMS, TOPK] float32
-    child_tokens,       # [B, BEAMS, TOPK] int64
-    path_scores,        # [B, BEAMS] float32, or None: the root's
-    path_words,         # [B, BEAMS, W] int64, or None: the root's
-    candidate_scores,   # [B, C] float32, out
-    candidate_tokens,   # [B, C] int64, out
+    child_probs,  # [B, BEAMS, TOPK] float32
+    child_tokens,  # [B, BEAMS, TOPK] int64
+    path_scores,  # [B, BEAMS] float32, or None: the root's
+    path_words,  # [B, BEAMS, W] int64, or None: the root's
+    candidate_scores,  # [B, C] float32, out
+    candidate_tokens,  # [B, C] int64, out
     candidate_parents,  # [B, G] int64, out
-    scores_out,         # [B, TOPK] float32, out
-    tokens_out,         # [B, TOPK] int64, out
-    rows_out,           # [B, TOPK] int64, out
-    words_out,          # [B, TOPK, W] int64, out
-    step, offset, stride_candidates, stride_parents, stride_path_words, stride_words,
-    W: tl.constexpr, BEAMS: tl.constexpr, TOPK: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_W: tl.constexpr, PDL: tl.constexpr,
+    scores_out,  # [B, TOPK] float32, out
+    tokens_out,  # [B, TOPK] int64, out
+    rows_out,  # [B, TOPK] int64, out
+    words_out,  # [B, TOPK, W] int64, out
+    step,
+    offset,
+    stride_candidates,
+    stride_parents,
+    stride_path_words,
+    stride_words,
+    W: tl.constexpr,
+    BEAMS: tl.constexpr,
+    TOPK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     req = tl.program_id(0).to(tl.int64)
     enter(PDL)
-    flat = tl.arange(0, BLOCK)                                               # [BLOCK]
+    flat = tl.arange(0, BLOCK)  # [BLOCK]
     beam = flat // TOPK
-    word = tl.arange(0, BLOCK_W)                                             # [BLOCK_W]
+    word = tl.arange(0, BLOCK_W)  # [BLOCK_W]
     bits = tl.zeros([BLOCK, BLOCK_W], tl.int64)
     if path_words is not None:
         # every child's words to come, loaded with the scores and not after them
         above = path_words + req * stride_path_words + beam[:, None] * W + word[None, :]
         live = (flat < BEAMS * TOPK)[:, None] & (word < W)[None, :]
-        bits = tl.load(above, mask=live, other=0)                            # [BLOCK, BLOCK_W]
+        bits = tl.load(above, mask=live, other=0)  # [BLOCK, BLOCK_W]
     score, token = _record_children(
-        req, offset, child_probs, child_tokens, path_scores,
-        candidate_scores, candidate_tokens, candidate_parents, stride_candidates, stride_parents,
-        BEAMS, TOPK, BLOCK,
+        req,
+        offset,
+        child_probs,
+        child_tokens,
+        path_scores,
+        candidate_scores,
+        candidate_tokens,
+        candidate_parents,
+        stride_candidates,
+        stride_parents,
+        BEAMS,
+        TOPK,
+        BLOCK,
     )
     # those past the last child come last: NaN ranks there, too, at a lower index
     key = tl.where(flat < BEAMS * TOPK, score_key(score), -0x80000000)
@@ -158,10 +202,19 @@ def append_candidates(
     if not batch:
         return
     _append_kernel[(batch,)](
-        child_probs, child_tokens, path_scores,
-        candidate_scores, candidate_tokens, candidate_parents,
-        start, candidate_scores.stride(0), candidate_parents.stride(0),
-        BEAMS=beams, TOPK=topk, BLOCK=triton.next_power_of_2(beams * topk), num_warps=1,
+        child_probs,
+        child_tokens,
+        path_scores,
+        candidate_scores,
+        candidate_tokens,
+        candidate_parents,
+        start,
+        candidate_scores.stride(0),
+        candidate_parents.stride(0),
+        BEAMS=beams,
+        TOPK=topk,
+        BLOCK=triton.next_power_of_2(beams * topk),
+        num_warps=1,
         **launch_options(child_probs.device),
     )
 
@@ -215,9 +268,14 @@ def select_beams(
     start = candidate_offset(step, child_probs, candidate_scores, candidate_parents)
     check_beams(step, child_probs, candidate_parents, words_out)
     require_dense(
-        child_probs=child_probs, child_tokens=child_tokens, path_scores=path_scores,
-        path_words=None if path_words is None else path_words[:1], scores_out=scores_out,
-        tokens_out=tokens_out, rows_out=rows_out, words_out=words_out[:1],
+        child_probs=child_probs,
+        child_tokens=child_tokens,
+        path_scores=path_scores,
+        path_words=None if path_words is None else path_words[:1],
+        scores_out=scores_out,
+        tokens_out=tokens_out,
+        rows_out=rows_out,
+        words_out=words_out[:1],
     )
     batch, beams, topk = child_probs.shape
     if not batch:
@@ -225,12 +283,27 @@ def select_beams(
     num_words = words_out.shape[-1]
     block = triton.next_power_of_2(beams * topk)
     _select_kernel[(batch,)](
-        child_probs, child_tokens, path_scores, path_words,
-        candidate_scores, candidate_tokens, candidate_parents,
-        scores_out, tokens_out, rows_out, words_out,
-        step, start, candidate_scores.stride(0), candidate_parents.stride(0),
-        0 if path_words is None else path_words.stride(0), words_out.stride(0),
-        W=num_words, BEAMS=beams, TOPK=topk, BLOCK=block,
+        child_probs,
+        child_tokens,
+        path_scores,
+        path_words,
+        candidate_scores,
+        candidate_tokens,
+        candidate_parents,
+        scores_out,
+        tokens_out,
+        rows_out,
+        words_out,
+        step,
+        start,
+        candidate_scores.stride(0),
+        candidate_parents.stride(0),
+        0 if path_words is None else path_words.stride(0),
+        words_out.stride(0),
+        W=num_words,
+        BEAMS=beams,
+        TOPK=topk,
+        BLOCK=block,
         BLOCK_W=triton.next_power_of_2(num_words),
         num_warps=1 if block <= 16 else 4 if block <= 128 else 8,
         **launch_options(child_probs.device),

@@ -15,14 +15,21 @@ if TYPE_CHECKING:
 
 @triton.jit
 def _fill_block_table_kernel(
-    req_to_token,      # [rows, max_len] int32
+    req_to_token,  # [rows, max_len] int32
     req_pool_indices,  # [B] int64
-    seq_lens,          # [B] int32
-    tail_slots,        # [B, tail] int32
-    table,             # [B * lists, width] int32, out
-    lens,              # [B * lists] int32, out
-    max_len, tail, lists, width, stride_req, stride_tail, stride_table,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    seq_lens,  # [B] int32
+    tail_slots,  # [B, tail] int32
+    table,  # [B * lists, width] int32, out
+    lens,  # [B * lists] int32, out
+    max_len,
+    tail,
+    lists,
+    width,
+    stride_req,
+    stride_tail,
+    stride_table,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     entry = tl.program_id(0).to(tl.int64)
     req = entry // lists
@@ -33,7 +40,7 @@ def _fill_block_table_kernel(
         tl.store(lens + entry, length)
     row = req_to_token + tl.load(req_pool_indices + req) * stride_req
     for first in range(tl.program_id(1) * BLOCK, width, tl.num_programs(1) * BLOCK):
-        column = first + tl.arange(0, BLOCK)                                 # [BLOCK]
+        column = first + tl.arange(0, BLOCK)  # [BLOCK]
         place = column * PAGE
         cached = (column < width) & (place < prefix)
         own = (column < width) & (place >= prefix) & (place < length)
@@ -43,8 +50,15 @@ def _fill_block_table_kernel(
 
 
 def fill_block_table(
-    req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, tail_slots: Tensor,
-    table: Tensor, lens: Tensor, *, page_size: int, lists: int = 1,
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    tail_slots: Tensor,
+    table: Tensor,
+    lens: Tensor,
+    *,
+    page_size: int,
+    lists: int = 1,
 ) -> None:
     """List every request's pages: those of its prefix, then those of its tail.
 
@@ -74,22 +88,37 @@ def fill_block_table(
     block = min(256, triton.next_power_of_2(width))
     grid = (len(table), programs_per_row(len(table), triton.cdiv(width, block)))
     _fill_block_table_kernel[grid](
-        req_to_token, req_pool_indices, seq_lens, tail_slots, table, lens,
-        req_to_token.shape[1], tail_slots.shape[1], lists, width,
-        req_to_token.stride(0), tail_slots.stride(0), table.stride(0),
-        PAGE=page_size, BLOCK=block,
+        req_to_token,
+        req_pool_indices,
+        seq_lens,
+        tail_slots,
+        table,
+        lens,
+        req_to_token.shape[1],
+        tail_slots.shape[1],
+        lists,
+        width,
+        req_to_token.stride(0),
+        tail_slots.stride(0),
+        table.stride(0),
+        PAGE=page_size,
+        BLOCK=block,
     )
 
 
 @triton.jit
 def _fill_slots_kernel(
-    rows,          # [B] int64
-    block_table,   # [B, blocks] int32
-    lens,          # [B] int32
+    rows,  # [B] int64
+    block_table,  # [B, blocks] int32
+    lens,  # [B] int32
     req_to_token,  # [R, context] int32, out
-    reserved,      # [R] int32, out
-    room, stride_block, stride_req,
-    PAGE: tl.constexpr, APART: tl.constexpr, BLOCK: tl.constexpr,
+    reserved,  # [R] int32, out
+    room,
+    stride_block,
+    stride_req,
+    PAGE: tl.constexpr,
+    APART: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     entry = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + entry)
@@ -100,15 +129,21 @@ def _fill_slots_kernel(
         tl.store(reserved + row, length)
     line = block_table + entry * stride_block
     for first in range(tl.program_id(1) * BLOCK, length, tl.num_programs(1) * BLOCK):
-        place = first + tl.arange(0, BLOCK)                                  # [BLOCK]
+        place = first + tl.arange(0, BLOCK)  # [BLOCK]
         block = tl.load(line + place // PAGE, mask=place < length, other=0)
         slots = block * APART + place % PAGE
         tl.store(req_to_token + row * stride_req + place, slots, mask=place < length)
 
 
 def fill_slots(
-    rows: Tensor, block_table: Tensor, lens: Tensor, req_to_token: Tensor, reserved: Tensor, *,
-    page_size: int, block_stride: int,
+    rows: Tensor,
+    block_table: Tensor,
+    lens: Tensor,
+    req_to_token: Tensor,
+    reserved: Tensor,
+    *,
+    page_size: int,
+    block_stride: int,
 ) -> None:
     """Write the slots of every line's blocks into its row, and how many tokens have some.
 
@@ -137,6 +172,15 @@ def fill_slots(
     block = min(1024, triton.next_power_of_2(max(room, 1)))
     grid = (len(rows), programs_per_row(len(rows), triton.cdiv(max(room, 1), block)))
     _fill_slots_kernel[grid](
-        rows, block_table, lens, req_to_token, reserved, room, block_table.stride(0),
-        req_to_token.stride(0), PAGE=page_size, APART=block_stride, BLOCK=block,
+        rows,
+        block_table,
+        lens,
+        req_to_token,
+        reserved,
+        room,
+        block_table.stride(0),
+        req_to_token.stride(0),
+        PAGE=page_size,
+        APART=block_stride,
+        BLOCK=block,
     )

@@ -52,7 +52,7 @@ def finite(peak):
 @triton.jit
 def _best(key, LEAST: tl.constexpr, TOPK: tl.constexpr, BLOCK_K: tl.constexpr):
     """Return the ``TOPK`` largest of distinct keys, falling; ``LEAST`` where there are no more."""
-    rank = tl.arange(0, BLOCK_K)                                             # [BLOCK_K]
+    rank = tl.arange(0, BLOCK_K)  # [BLOCK_K]
     best = tl.full([BLOCK_K], LEAST, key.dtype)
     for nth in range(TOPK):
         top = tl.max(key, 0)
@@ -64,16 +64,20 @@ def _best(key, LEAST: tl.constexpr, TOPK: tl.constexpr, BLOCK_K: tl.constexpr):
 @triton.jit
 def _top_parts_kernel(
     logits,  # [R, V]
-    keys,    # [R, parts, TOPK] int64, out
+    keys,  # [R, parts, TOPK] int64, out
     masses,  # [R, parts] float32, out: sums of exp(logit - the part's largest)
-    vocab, stride,
-    TOPK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, NARROW: tl.constexpr,
+    vocab,
+    stride,
+    TOPK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NARROW: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     enter(PDL)
     cell = row * tl.num_programs(1) + part
-    lane = tl.arange(0, BLOCK)                                               # [BLOCK]
+    lane = tl.arange(0, BLOCK)  # [BLOCK]
     score = load_scores(logits + row * stride, part * BLOCK + lane, vocab)
     mass = tl.sum(tl.exp(score - finite(tl.max(score, 0))), 0)
     tl.store(masses + cell, mass)
@@ -82,7 +86,7 @@ def _top_parts_kernel(
         # 16 bits of a bfloat16, and the lane in the 16 that it leaves free: half the work
         key = (score_key(score) & -0x10000) | (0xFFFF - lane)
         key = tl.where(live, key, -0x80000000)
-        best = _best(key, -0x80000000, TOPK, BLOCK_K)                        # [BLOCK_K]
+        best = _best(key, -0x80000000, TOPK, BLOCK_K)  # [BLOCK_K]
         token = part * BLOCK + 0xFFFF - (best & 0xFFFF)
         bits = tl.where(best >= 0, best & -0x10000, best | 0xFFFF)
         none = best < -0x7FFF0000
@@ -98,29 +102,32 @@ def _top_parts_kernel(
 
 @triton.jit
 def _top_merge_kernel(
-    keys,        # [R, parts, TOPK] int64, each part's in falling order
-    masses,      # [R, parts] float32
+    keys,  # [R, parts, TOPK] int64, each part's in falling order
+    masses,  # [R, parts] float32
     target_ids,  # [V] int64, or None
-    probs_out,   # [R, TOPK] float32, out
-    ids_out,     # [R, TOPK] int64, out
+    probs_out,  # [R, TOPK] float32, out
+    ids_out,  # [R, TOPK] int64, out
     parts,
-    TOPK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr,
+    TOPK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_P: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     enter(PDL)
-    part = tl.arange(0, BLOCK_P)                                             # [BLOCK_P]
+    part = tl.arange(0, BLOCK_P)  # [BLOCK_P]
     live = part < parts
     peak = score_of(tl.load(keys + (row * parts + part) * TOPK, mask=live, other=0))
     peak = tl.where(live, peak, -float("inf"))
     top = finite(tl.max(peak, 0))
     mass = tl.load(masses + row * parts + part, mask=live, other=0)
     total = tl.sum(mass * tl.exp(finite(peak) - top), 0)
-    flat = tl.arange(0, BLOCK)                                               # [BLOCK]
+    flat = tl.arange(0, BLOCK)  # [BLOCK]
     key = tl.load(
         keys + row * parts * TOPK + flat, mask=flat < parts * TOPK, other=-0x8000000000000000
     )
-    best = _best(key, -0x8000000000000000, TOPK, BLOCK_K)                # [BLOCK_K]
+    best = _best(key, -0x8000000000000000, TOPK, BLOCK_K)  # [BLOCK_K]
     prob = tl.exp(score_of(best) - top) / tl.maximum(total, 1e-30)
     rank = tl.arange(0, BLOCK_K)
     tl.store(probs_out + row * TOPK + rank, prob, mask=rank < TOPK)
@@ -133,13 +140,17 @@ def _top_merge_kernel(
 @triton.jit
 def _argmax_kernel(
     logits,  # [R, V]
-    out,     # [R, parts] int64, out: the best key of each part; the token if there is one part
-    vocab, tiles, stride,
-    MERGED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    out,  # [R, parts] int64, out: the best key of each part; the token if there is one part
+    vocab,
+    tiles,
+    stride,
+    MERGED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     enter(PDL)
-    lane = tl.arange(0, BLOCK)                                               # [BLOCK]
+    lane = tl.arange(0, BLOCK)  # [BLOCK]
     best = tl.full([BLOCK], -float("inf"), tl.float32)
     tile = tl.zeros([BLOCK], tl.int32) + part
     for i in range(part, tiles, tl.num_programs(1)):
@@ -156,20 +167,26 @@ def _argmax_kernel(
 @triton.jit
 def _argmax_merge_kernel(
     keys,  # [R, parts] int64
-    out,   # [R] int64, out
+    out,  # [R] int64, out
     parts,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     enter(PDL)
-    part = tl.arange(0, BLOCK)                                               # [BLOCK]
+    part = tl.arange(0, BLOCK)  # [BLOCK]
     key = tl.load(keys + row * parts + part, mask=part < parts, other=-0x8000000000000000)
     tl.store(out + row, token_of(tl.max(key, 0)))
 
 
 def top_tokens(
-    logits: Tensor, topk: int, *, probs_out: Tensor, ids_out: Tensor,
-    target_ids: Tensor | None = None, block: int | None = None,
+    logits: Tensor,
+    topk: int,
+    *,
+    probs_out: Tensor,
+    ids_out: Tensor,
+    target_ids: Tensor | None = None,
+    block: int | None = None,
 ) -> None:
     """Write each row's ``topk`` most probable tokens, the most probable first.
 
@@ -211,15 +228,32 @@ def top_tokens(
     options = launch_options(logits.device)
     # what a last part smaller than topk lacks ranks below all tokens
     _top_parts_kernel[(rows, parts)](
-        logits, keys, masses, vocab, logits.stride(0),
-        TOPK=topk, BLOCK_K=block_k, BLOCK=block,
-        NARROW=logits.dtype == torch.bfloat16, num_warps=max(1, block // 1024), **options,
+        logits,
+        keys,
+        masses,
+        vocab,
+        logits.stride(0),
+        TOPK=topk,
+        BLOCK_K=block_k,
+        BLOCK=block,
+        NARROW=logits.dtype == torch.bfloat16,
+        num_warps=max(1, block // 1024),
+        **options,
     )
     width = triton.next_power_of_2(parts * topk)
     _top_merge_kernel[(rows,)](
-        keys, masses, target_ids, probs_out, ids_out, parts,
-        TOPK=topk, BLOCK_K=block_k, BLOCK=width, BLOCK_P=triton.next_power_of_2(parts),
-        num_warps=max(1, min(8, width // 512)), **options,
+        keys,
+        masses,
+        target_ids,
+        probs_out,
+        ids_out,
+        parts,
+        TOPK=topk,
+        BLOCK_K=block_k,
+        BLOCK=width,
+        BLOCK_P=triton.next_power_of_2(parts),
+        num_warps=max(1, min(8, width // 512)),
+        **options,
     )
 
 
@@ -249,12 +283,23 @@ def argmax_tokens(logits: Tensor) -> Tensor:
     keys = out if parts == 1 else out.new_empty(rows, parts)
     options = launch_options(logits.device)
     _argmax_kernel[(rows, parts)](
-        logits, keys, vocab, tiles, logits.stride(0), MERGED=parts == 1, BLOCK=ARGMAX_BLOCK,
+        logits,
+        keys,
+        vocab,
+        tiles,
+        logits.stride(0),
+        MERGED=parts == 1,
+        BLOCK=ARGMAX_BLOCK,
         **options,
     )
     if parts > 1:
         _argmax_merge_kernel[(rows,)](
-            keys, out, parts, BLOCK=triton.next_power_of_2(parts), num_warps=1, **options,
+            keys,
+            out,
+            parts,
+            BLOCK=triton.next_power_of_2(parts),
+            num_warps=1,
+            **options,
         )
     return out
 

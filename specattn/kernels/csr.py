@@ -21,15 +21,22 @@ __all__ = ["fill_lists", "pack_masks"]
 
 @triton.jit
 def _fill_lists_kernel(
-    req_to_token,      # [rows, max_len] int32
+    req_to_token,  # [rows, max_len] int32
     req_pool_indices,  # [B] int64
-    seq_lens,          # [B] int32
-    positions,         # [B, q_len] int64
-    tail_slots,        # [B, tail] int32
-    kv_indptr,         # [B + 1] int32
-    kv_indices,        # [kv_indptr[B]] int32, out
-    q_len, tail, window_left, stride_table, stride_positions, stride_tail,
-    WINDOW: tl.constexpr, BLOCK: tl.constexpr, BLOCK_Q: tl.constexpr,
+    seq_lens,  # [B] int32
+    positions,  # [B, q_len] int64
+    tail_slots,  # [B, tail] int32
+    kv_indptr,  # [B + 1] int32
+    kv_indices,  # [kv_indptr[B]] int32, out
+    q_len,
+    tail,
+    window_left,
+    stride_table,
+    stride_positions,
+    stride_tail,
+    WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
 ):
     req = tl.program_id(0).to(tl.int64)
     begin = tl.load(kv_indptr + req).to(tl.int64)
@@ -39,14 +46,12 @@ def _fill_lists_kernel(
     tail_slots += req * stride_tail
     seen = 0
     if WINDOW:
-        query = tl.arange(0, BLOCK_Q)                                        # [BLOCK_Q]
-        here = tl.load(
-            positions + req * stride_positions + query, mask=query < q_len, other=2**62
-        )
+        query = tl.arange(0, BLOCK_Q)  # [BLOCK_Q]
+        here = tl.load(positions + req * stride_positions + query, mask=query < q_len, other=2**62)
         seen = tl.minimum(tl.min(here, 0) - window_left, prefix)
         spare = tl.load(tail_slots + tail - 1)
     for first in range(tl.program_id(1) * BLOCK, length, tl.num_programs(1) * BLOCK):
-        column = first + tl.arange(0, BLOCK)                                 # [BLOCK]
+        column = first + tl.arange(0, BLOCK)  # [BLOCK]
         key = column + prefix + tail - length
         late = (key >= prefix) & (column < length)
         slots = tl.load(row + key, mask=(key >= 0) & (key < prefix), other=0)
@@ -58,15 +63,22 @@ def _fill_lists_kernel(
 
 @triton.jit
 def _pack_masks_kernel(
-    kv_indptr,       # [B + 1] int32
-    mask_indptr,     # [B + 1] int32
-    seq_lens,        # [B] int32
-    positions,       # [B, q_len] int64
+    kv_indptr,  # [B + 1] int32
+    mask_indptr,  # [B + 1] int32
+    seq_lens,  # [B] int32
+    positions,  # [B, q_len] int64
     tail_positions,  # [B, tail] int64
-    tail_words,      # [B, q_len, W] int64
-    mask,            # [mask_indptr[B]] uint8, out
-    q_len, tail, window_left, stride_positions, stride_tail, stride_req, stride_words,
-    WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+    tail_words,  # [B, q_len, W] int64
+    mask,  # [mask_indptr[B]] uint8, out
+    q_len,
+    tail,
+    window_left,
+    stride_positions,
+    stride_tail,
+    stride_req,
+    stride_words,
+    WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     req = tl.program_id(0).to(tl.int64)
     length = tl.load(kv_indptr + req + 1) - tl.load(kv_indptr + req)
@@ -76,10 +88,10 @@ def _pack_masks_kernel(
     positions += req * stride_positions
     tail_positions += req * stride_tail
     tail_words += req * stride_req
-    bit = tl.arange(0, 8)[None, :]                                           # [1, 8]
+    bit = tl.arange(0, 8)[None, :]  # [1, 8]
     for first in range(tl.program_id(1) * BLOCK, count, tl.num_programs(1) * BLOCK):
-        byte = first + tl.arange(0, BLOCK)                                   # [BLOCK]
-        cell = byte[:, None] * 8 + bit                                       # [BLOCK, 8]
+        byte = first + tl.arange(0, BLOCK)  # [BLOCK]
+        cell = byte[:, None] * 8 + bit  # [BLOCK, 8]
         query = cell // length
         column = cell - query * length
         inside = query < q_len
@@ -93,7 +105,7 @@ def _pack_masks_kernel(
             there = tl.where(late, there, column + prefix + tail - length)
             ago = tl.load(positions + query, mask=inside, other=0) - there
             seen = seen & (ago >= 0) & (ago <= window_left)
-        packed = tl.sum(seen.to(tl.int32) << bit, 1)                         # [BLOCK]
+        packed = tl.sum(seen.to(tl.int32) << bit, 1)  # [BLOCK]
         tl.store(mask + begin + byte, packed.to(tl.uint8), mask=byte < count)
 
 
@@ -135,10 +147,23 @@ def fill_lists(
     blocks = triton.cdiv(req_to_token.shape[1] + tail, block)
     grid = (batch, programs_per_row(batch, blocks))
     _fill_lists_kernel[grid](
-        req_to_token, req_pool_indices, seq_lens, positions, tail_slots, kv_indptr, kv_indices,
-        positions.shape[1], tail, window_left, req_to_token.stride(0), positions.stride(0),
-        tail_slots.stride(0), WINDOW=window_left >= 0, BLOCK=block,
-        BLOCK_Q=triton.next_power_of_2(max(positions.shape[1], 1)), num_warps=4,
+        req_to_token,
+        req_pool_indices,
+        seq_lens,
+        positions,
+        tail_slots,
+        kv_indptr,
+        kv_indices,
+        positions.shape[1],
+        tail,
+        window_left,
+        req_to_token.stride(0),
+        positions.stride(0),
+        tail_slots.stride(0),
+        WINDOW=window_left >= 0,
+        BLOCK=block,
+        BLOCK_Q=triton.next_power_of_2(max(positions.shape[1], 1)),
+        num_warps=4,
     )
 
 
@@ -180,8 +205,21 @@ def pack_masks(
     block = 256
     grid = (batch, programs_per_row(batch, triton.cdiv(len(mask), block * batch)))
     _pack_masks_kernel[grid](
-        kv_indptr, mask_indptr, seq_lens, positions, tail_positions, tail_words, mask,
-        q_len, tail_positions.shape[1], window_left, positions.stride(0),
-        tail_positions.stride(0), tail_words.stride(0), tail_words.stride(1),
-        WINDOW=window_left >= 0, BLOCK=block, num_warps=4,
+        kv_indptr,
+        mask_indptr,
+        seq_lens,
+        positions,
+        tail_positions,
+        tail_words,
+        mask,
+        q_len,
+        tail_positions.shape[1],
+        window_left,
+        positions.stride(0),
+        tail_positions.stride(0),
+        tail_words.stride(0),
+        tail_words.stride(1),
+        WINDOW=window_left >= 0,
+        BLOCK=block,
+        num_warps=4,
     )

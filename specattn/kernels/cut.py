@@ -80,7 +80,7 @@ def _halve(distance, weight, nearer, lighter, goal, by_mass, low, high, within):
 @triton.jit
 def _listed(listed, size, row, vocab, peak, KEPT: tl.constexpr):
     """Load a list's tokens and their distances, NaN behind its end."""
-    lane = tl.arange(0, KEPT)                                                # [KEPT]
+    lane = tl.arange(0, KEPT)  # [KEPT]
     token = tl.load(listed + lane, mask=lane < size, other=0)
     distance = peak - load_scores(row, token, vocab)
     return token, tl.where(lane < size, distance, float("nan"))
@@ -130,8 +130,18 @@ def _nth_listed(listed, note, row, vocab, peak, cut, nth, KEPT: tl.constexpr):
 
 @triton.jit
 def _search(
-    row, vocab, peak, sharpness, goal, by_mass, first, high, within, kept,
-    KEPT: tl.constexpr, BLOCK: tl.constexpr,
+    row,
+    vocab,
+    peak,
+    sharpness,
+    goal,
+    by_mass,
+    first,
+    high,
+    within,
+    kept,
+    KEPT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Find the least distance within which there are ``goal`` tokens, or as much weight.
 
@@ -153,7 +163,7 @@ def _search(
         tl.debug_barrier()
         total = _keep(row, vocab, peak, low, high, kept, BLOCK)
         tl.debug_barrier()
-        lane = tl.arange(0, KEPT)                                            # [KEPT]
+        lane = tl.arange(0, KEPT)  # [KEPT]
         distance = as_float(tl.load(kept + lane, mask=lane < total, other=0x7FC00000))
         high, within, count, mass = _halve(
             distance, tl.exp2(-distance * sharpness), count, mass, goal, by_mass, low, high, within
@@ -177,25 +187,41 @@ def _nth_at(row, vocab, peak, cut, nth, BLOCK: tl.constexpr):
 
 @triton.jit
 def cut_kernel(
-    logits,       # [R, V]
+    logits,  # [R, V]
     temperature,  # [B] float32
-    top_k,        # [B] int32
-    top_p,        # [B] float32
-    keys,         # [R, parts] int64
-    masses,       # [R, parts] float32
-    cuts,         # [R, 2] float32, out: distance up to which tokens are kept, and their weight
-    lasts,        # [R] int32, out: the last token that is kept at that distance
-    lists,        # [R, cuts, KEPT] int32: tokens among which a cut is; scratch if they are more
-    notes,        # [R, 2, 4] int64: see `narrow.gather_kernel`
-    vocab, stride, rows_per_req, parts,
-    HAS_K: tl.constexpr, HAS_P: tl.constexpr,
-    BLOCK_P: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr,
+    top_k,  # [B] int32
+    top_p,  # [B] float32
+    keys,  # [R, parts] int64
+    masses,  # [R, parts] float32
+    cuts,  # [R, 2] float32, out: distance up to which tokens are kept, and their weight
+    lasts,  # [R] int32, out: the last token that is kept at that distance
+    lists,  # [R, cuts, KEPT] int32: tokens among which a cut is; scratch if they are more
+    notes,  # [R, 2, 4] int64: see `narrow.gather_kernel`
+    vocab,
+    stride,
+    rows_per_req,
+    parts,
+    HAS_K: tl.constexpr,
+    HAS_P: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    KEPT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Find what each row keeps: all up to a distance, and there all up to a token."""
     row = tl.program_id(0).to(tl.int64)
     sharpness, peak, total, lowest, few, share, by_count, by_mass = rules_of(
-        temperature, top_k, top_p, keys, masses, row, parts, vocab, rows_per_req,
-        HAS_K, HAS_P, BLOCK_P,
+        temperature,
+        top_k,
+        top_p,
+        keys,
+        masses,
+        row,
+        parts,
+        vocab,
+        rows_per_req,
+        HAS_K,
+        HAS_P,
+        BLOCK_P,
     )
     logits += row * stride
     lists += row * (HAS_K + HAS_P) * KEPT
@@ -218,8 +244,18 @@ def cut_kernel(
             )
         if known == 0:
             high, within, nearer, lighter = _search(
-                logits, vocab, peak, sharpness, goal, False, finite(peak) - finite(lowest),
-                tl.full([], 0x7F800000, tl.int32), vocab, lists, KEPT, BLOCK,
+                logits,
+                vocab,
+                peak,
+                sharpness,
+                goal,
+                False,
+                finite(peak) - finite(lowest),
+                tl.full([], 0x7F800000, tl.int32),
+                vocab,
+                lists,
+                KEPT,
+                BLOCK,
             )
         ties = few - nearer
         mass = lighter + ties * tl.exp2(-as_float(high) * sharpness).to(tl.float64)
@@ -229,14 +265,33 @@ def cut_kernel(
         known = tl.load(notes + 7) <= KEPT
         if known:
             cut, upto, nearer, lighter, known = _among(
-                lists + HAS_K * KEPT, notes + 4, logits, vocab, peak, sharpness, goal, True, high,
-                within, KEPT,
+                lists + HAS_K * KEPT,
+                notes + 4,
+                logits,
+                vocab,
+                peak,
+                sharpness,
+                goal,
+                True,
+                high,
+                within,
+                KEPT,
             )
         if known == 0:
             reach = reach_of(share, mass.to(tl.float32), vocab, sharpness)
             cut, upto, nearer, lighter = _search(
-                logits, vocab, peak, sharpness, goal, True, tl.minimum(reach, 1e38), high, within,
-                lists + HAS_K * KEPT, KEPT, BLOCK,
+                logits,
+                vocab,
+                peak,
+                sharpness,
+                goal,
+                True,
+                tl.minimum(reach, 1e38),
+                high,
+                within,
+                lists + HAS_K * KEPT,
+                KEPT,
+                BLOCK,
             )
         each = tl.exp2(-as_float(cut) * sharpness).to(tl.float64)
         wanted = tl.ceil((goal - lighter) / tl.maximum(each, 1e-300))
@@ -253,8 +308,14 @@ def cut_kernel(
         if known:
             which = tl.where(by_mass, HAS_K + 0, 0)
             last = _nth_listed(
-                lists + which * KEPT, notes + tl.where(by_mass, 4, 0), logits, vocab, peak,
-                as_float(high), ties, KEPT,
+                lists + which * KEPT,
+                notes + tl.where(by_mass, 4, 0),
+                logits,
+                vocab,
+                peak,
+                as_float(high),
+                ties,
+                KEPT,
             )
         else:
             last = _nth_at(logits, vocab, peak, as_float(high), ties, BLOCK)

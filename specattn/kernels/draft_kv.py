@@ -19,11 +19,18 @@ __all__ = ["draft_kv_width", "fill_draft_kv", "fill_draft_tails"]
 
 @triton.jit
 def _store_tail(
-    branch_slots, words, kv_indices, at, step, width,
-    TOPK: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_S: tl.constexpr,
+    branch_slots,
+    words,
+    kv_indices,
+    at,
+    step,
+    width,
+    TOPK: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_S: tl.constexpr,
 ):
     """Write the step + 1 slots of a branch's set bits at ``kv_indices + at``, ascending."""
-    node = tl.arange(0, BLOCK_J)                                             # [BLOCK_J]
+    node = tl.arange(0, BLOCK_J)  # [BLOCK_J]
     drafted = node < (step + 1) * TOPK
     word = tl.load(words + node // 64, mask=drafted, other=0)
     seen = ((word >> (node % 64)) & 1) != 0
@@ -31,23 +38,33 @@ def _store_tail(
     fits = seen & (rank <= step) & (at + rank < width)
     tl.store(kv_indices + at + rank, tl.load(branch_slots + node, mask=fits, other=0), mask=fits)
     # A branch whose words name fewer ancestors, such as padding, reads slot 0 instead.
-    rank = tl.arange(0, BLOCK_S)                                             # [BLOCK_S]
+    rank = tl.arange(0, BLOCK_S)  # [BLOCK_S]
     short = (rank >= tl.sum(seen.to(tl.int32), 0)) & (rank <= step) & (at + rank < width)
     tl.store(kv_indices + at + rank, tl.zeros([BLOCK_S], tl.int32), mask=short)
 
 
 @triton.jit
 def _fill_draft_kv_kernel(
-    req_to_token,      # [rows, max_len] int32
+    req_to_token,  # [rows, max_len] int32
     req_pool_indices,  # [B] int64
-    seq_lens,          # [B] int32
-    branch_slots,      # [B, steps, TOPK] int32
-    words,             # [B, steps, TOPK, W] int64
-    kv_indptr,         # [steps, B * TOPK + 1] int32, out
-    kv_indices,        # [steps, width] int32, out
-    num_steps, max_len, width, stride_table, stride_slots, stride_indptr, stride_indices,
-    TOPK: tl.constexpr, W: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_S: tl.constexpr,
+    seq_lens,  # [B] int32
+    branch_slots,  # [B, steps, TOPK] int32
+    words,  # [B, steps, TOPK, W] int64
+    kv_indptr,  # [steps, B * TOPK + 1] int32, out
+    kv_indices,  # [steps, width] int32, out
+    num_steps,
+    max_len,
+    width,
+    stride_table,
+    stride_slots,
+    stride_indptr,
+    stride_indices,
+    TOPK: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_S: tl.constexpr,
 ):
     branch = tl.program_id(0).to(tl.int64)
     step = tl.program_id(2).to(tl.int64)
@@ -55,7 +72,7 @@ def _fill_draft_kv_kernel(
 
     before = tl.full([], 0, tl.int64)
     for first in range(0, req, BLOCK_B):
-        other = first + tl.arange(0, BLOCK_B)                                # [BLOCK_B]
+        other = first + tl.arange(0, BLOCK_B)  # [BLOCK_B]
         lens = tl.load(seq_lens + other, mask=other < req, other=0)
         before += tl.sum(tl.minimum(tl.maximum(lens, 0), max_len).to(tl.int64), 0)
     length = tl.minimum(tl.maximum(tl.load(seq_lens + req), 0), max_len).to(tl.int64)
@@ -65,7 +82,7 @@ def _fill_draft_kv_kernel(
     kv_indices += step * stride_indices
     end = tl.minimum(length, width - begin).to(tl.int32)
     for first in range(tl.program_id(1) * BLOCK, end, tl.num_programs(1) * BLOCK):
-        column = first + tl.arange(0, BLOCK)                                 # [BLOCK]
+        column = first + tl.arange(0, BLOCK)  # [BLOCK]
         slots = tl.load(row + column, mask=column < end, other=0)
         tl.store(kv_indices + begin + column, slots, mask=column < end)
 
@@ -75,20 +92,33 @@ def _fill_draft_kv_kernel(
         tl.store(kv_indptr + branch + 1, (begin + length + step + 1).to(tl.int32))
         node = (req * num_steps + step) * TOPK + branch % TOPK
         _store_tail(
-            branch_slots + req * stride_slots, words + node * W, kv_indices, begin + length,
-            step, width, TOPK, BLOCK_J, BLOCK_S,
+            branch_slots + req * stride_slots,
+            words + node * W,
+            kv_indices,
+            begin + length,
+            step,
+            width,
+            TOPK,
+            BLOCK_J,
+            BLOCK_S,
         )
 
 
 @triton.jit
 def _fill_draft_tails_kernel(
-    seq_lens,      # [B] int32
+    seq_lens,  # [B] int32
     branch_slots,  # [B, steps, TOPK] int32
-    words,         # [B, TOPK, W] int64, of this step
-    kv_indptr,     # [B * TOPK + 1] int32, of this step
-    kv_indices,    # [width] int32, of this step, out
-    step, width, stride_slots, stride_words,
-    TOPK: tl.constexpr, W: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_S: tl.constexpr,
+    words,  # [B, TOPK, W] int64, of this step
+    kv_indptr,  # [B * TOPK + 1] int32, of this step
+    kv_indices,  # [width] int32, of this step, out
+    step,
+    width,
+    stride_slots,
+    stride_words,
+    TOPK: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_S: tl.constexpr,
 ):
     branch = tl.program_id(0).to(tl.int64)
     req = branch // TOPK
@@ -96,8 +126,15 @@ def _fill_draft_tails_kernel(
     room = tl.load(kv_indptr + branch + 1) - begin - (step + 1)
     length = tl.minimum(tl.maximum(tl.load(seq_lens + req), 0), room)
     _store_tail(
-        branch_slots + req * stride_slots, words + req * stride_words + branch % TOPK * W,
-        kv_indices, begin + length, step, width, TOPK, BLOCK_J, BLOCK_S,
+        branch_slots + req * stride_slots,
+        words + req * stride_words + branch % TOPK * W,
+        kv_indices,
+        begin + length,
+        step,
+        width,
+        TOPK,
+        BLOCK_J,
+        BLOCK_S,
     )
 
 
@@ -150,11 +187,26 @@ def fill_draft_kv(
     block = min(1024, triton.next_power_of_2(max_len))
     programs = programs_per_row(batch * topk * steps, triton.cdiv(max_len, block))
     _fill_draft_kv_kernel[(batch * topk, programs, steps)](
-        req_to_token, req_pool_indices, seq_lens, branch_slots, words, kv_indptr, kv_indices,
-        steps, max_len, kv_indices.shape[1],
-        req_to_token.stride(0), branch_slots.stride(0), kv_indptr.stride(0), kv_indices.stride(0),
-        TOPK=topk, W=num_words, BLOCK=block, BLOCK_B=128,
-        BLOCK_J=triton.next_power_of_2(steps * topk), BLOCK_S=triton.next_power_of_2(steps),
+        req_to_token,
+        req_pool_indices,
+        seq_lens,
+        branch_slots,
+        words,
+        kv_indptr,
+        kv_indices,
+        steps,
+        max_len,
+        kv_indices.shape[1],
+        req_to_token.stride(0),
+        branch_slots.stride(0),
+        kv_indptr.stride(0),
+        kv_indices.stride(0),
+        TOPK=topk,
+        W=num_words,
+        BLOCK=block,
+        BLOCK_B=128,
+        BLOCK_J=triton.next_power_of_2(steps * topk),
+        BLOCK_S=triton.next_power_of_2(steps),
     )
 
 
@@ -182,9 +234,18 @@ def fill_draft_tails(
     if not batch:
         return
     _fill_draft_tails_kernel[(batch * topk,)](
-        seq_lens, branch_slots, words[:, step], kv_indptr[step], kv_indices[step],
-        step, kv_indices.shape[1], branch_slots.stride(0), words.stride(0),
-        TOPK=topk, W=num_words,
+        seq_lens,
+        branch_slots,
+        words[:, step],
+        kv_indptr[step],
+        kv_indices[step],
+        step,
+        kv_indices.shape[1],
+        branch_slots.stride(0),
+        words.stride(0),
+        TOPK=topk,
+        W=num_words,
         BLOCK_J=triton.next_power_of_2((step + 1) * topk),
-        BLOCK_S=triton.next_power_of_2(step + 1), num_warps=1,
+        BLOCK_S=triton.next_power_of_2(step + 1),
+        num_warps=1,
     )

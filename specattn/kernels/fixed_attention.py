@@ -46,9 +46,22 @@ class _Shape:
 
     @classmethod
     def of(
-        cls, *, batch: int, q_len: int, tail_len: int, num_qo_heads: int, num_kv_heads: int,
-        head_dim: int, v_head_dim: int, dtype: torch.dtype, device: torch.device, max_keys: int,
-        csr: bool, split_keys: int, tile: TileConfig | None, kv_dtype: torch.dtype | None,
+        cls,
+        *,
+        batch: int,
+        q_len: int,
+        tail_len: int,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        v_head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_keys: int,
+        csr: bool,
+        split_keys: int,
+        tile: TileConfig | None,
+        kv_dtype: torch.dtype | None,
     ) -> _Shape:
         if num_qo_heads % num_kv_heads:
             raise ValueError(
@@ -76,8 +89,10 @@ class _Shape:
         """Elements and dtypes of the kept parts, their lse, the folded parts and their scales."""
         kept, folded = (n * num_kv_heads * self.rows for n in (self.kept_slots, self.max_chunks))
         return [
-            (kept * v_head_dim, dtype), (kept, torch.float32),
-            (folded * v_head_dim, torch.float32), (folded * 2, torch.float32),
+            (kept * v_head_dim, dtype),
+            (kept, torch.float32),
+            (folded * v_head_dim, torch.float32),
+            (folded * 2, torch.float32),
         ]
 
 
@@ -107,11 +122,26 @@ class FixedAttention:
     """
 
     def __init__(
-        self, *, batch: int, q_len: int, tail_len: int, num_qo_heads: int, num_kv_heads: int,
-        head_dim: int, v_head_dim: int, dtype: torch.dtype, device: torch.device | str,
-        sm_scale: float, max_keys: int, window_left: int = -1, logit_cap: float = 0.0,
-        csr: bool = False, split_keys: int = SPLIT_KEYS, workspace: Tensor | None = None,
-        tile: TileConfig | None = None, kv_dtype: torch.dtype | None = None,
+        self,
+        *,
+        batch: int,
+        q_len: int,
+        tail_len: int,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        v_head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        sm_scale: float,
+        max_keys: int,
+        window_left: int = -1,
+        logit_cap: float = 0.0,
+        csr: bool = False,
+        split_keys: int = SPLIT_KEYS,
+        workspace: Tensor | None = None,
+        tile: TileConfig | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         if kv_dtype not in (None, dtype) and (kv_dtype, dtype.itemsize) != (FLOAT8, 2):
             raise ValueError(f"kv_dtype must be {dtype}, or {FLOAT8} with 16 bits, got {kv_dtype}")
@@ -123,9 +153,19 @@ class FixedAttention:
             raise ValueError(f"sm_scale must be above 0, got {sm_scale}")
         device = torch.device(device)
         self.shape = shape = _Shape.of(
-            batch=batch, q_len=q_len, tail_len=tail_len, num_qo_heads=num_qo_heads,
-            num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype,
-            device=device, max_keys=max_keys, csr=csr, split_keys=split_keys, tile=tile,
+            batch=batch,
+            q_len=q_len,
+            tail_len=tail_len,
+            num_qo_heads=num_qo_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            v_head_dim=v_head_dim,
+            dtype=dtype,
+            device=device,
+            max_keys=max_keys,
+            csr=csr,
+            split_keys=split_keys,
+            tile=tile,
             kv_dtype=kv_dtype,
         )
         self.batch, self.q_len, self.tail_len = batch, q_len, tail_len
@@ -137,31 +177,61 @@ class FixedAttention:
         # the tokens whose rows share a tile take turns at its end
         self.extra = min(q_len, triton.cdiv(shape.tile.block_m, shape.group)) - 1
         self.tables = FixedPlan.alloc(
-            batch=batch, max_chunks=shape.max_chunks, q_len=q_len, tail_len=tail_len,
-            window_left=window_left, block_n=shape.tile.block_n,
-            split_tiles=split_keys // shape.tile.block_n, extra=self.extra, csr=csr, device=device,
+            batch=batch,
+            max_chunks=shape.max_chunks,
+            q_len=q_len,
+            tail_len=tail_len,
+            window_left=window_left,
+            block_n=shape.tile.block_n,
+            split_tiles=split_keys // shape.tile.block_n,
+            extra=self.extra,
+            csr=csr,
+            device=device,
         )
         self._scratch = self._carve(workspace, device)
         # logits in base 2; with a cap: cap_out * tanh(cap_in * s)
         self._factors = (
-            sm_scale * LOG2E, sm_scale / logit_cap if logit_cap else 0.0, logit_cap * LOG2E,
+            sm_scale * LOG2E,
+            sm_scale / logit_cap if logit_cap else 0.0,
+            logit_cap * LOG2E,
         )
         self._has_cap = logit_cap > 0
         self._pdl = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
     @staticmethod
     def workspace_bytes(
-        *, batch: int, q_len: int, tail_len: int, num_qo_heads: int, num_kv_heads: int,
-        head_dim: int, v_head_dim: int, dtype: torch.dtype, device: torch.device | str,
-        max_keys: int, csr: bool = False, split_keys: int = SPLIT_KEYS,
-        tile: TileConfig | None = None, kv_dtype: torch.dtype | None = None,
+        *,
+        batch: int,
+        q_len: int,
+        tail_len: int,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        v_head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        max_keys: int,
+        csr: bool = False,
+        split_keys: int = SPLIT_KEYS,
+        tile: TileConfig | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> int:
         """Return the bytes of workspace that an object with these parameters needs."""
         shape = _Shape.of(
-            batch=batch, q_len=q_len, tail_len=tail_len, num_qo_heads=num_qo_heads,
-            num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype,
-            device=torch.device(device), max_keys=max_keys, csr=csr, split_keys=split_keys,
-            tile=tile, kv_dtype=kv_dtype,
+            batch=batch,
+            q_len=q_len,
+            tail_len=tail_len,
+            num_qo_heads=num_qo_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            v_head_dim=v_head_dim,
+            dtype=dtype,
+            device=torch.device(device),
+            max_keys=max_keys,
+            csr=csr,
+            split_keys=split_keys,
+            tile=tile,
+            kv_dtype=kv_dtype,
         )
         return _total(shape.workspace(num_kv_heads, v_head_dim, dtype))
 
@@ -205,8 +275,12 @@ class FixedAttention:
         self.tables.fill(kv_indptr, None, 1)
 
     def trace(
-        self, *, indices: Tensor, positions: Tensor | None = None,
-        tail_slots: Tensor | None = None, tail_positions: Tensor | None = None,
+        self,
+        *,
+        indices: Tensor,
+        positions: Tensor | None = None,
+        tail_slots: Tensor | None = None,
+        tail_positions: Tensor | None = None,
         tail_words: Tensor | None = None,
     ) -> None:
         """List what every query token reads after the prefix's last full tile.
@@ -228,14 +302,23 @@ class FixedAttention:
             if tensor is not None:
                 _check(name, tensor, shape, dtype)
         strides = (
-            _row_strides(positions)[0], _row_strides(tail_slots)[0],
-            _row_strides(tail_positions)[0], *_row_strides(tail_words),
+            _row_strides(positions)[0],
+            _row_strides(tail_slots)[0],
+            _row_strides(tail_positions)[0],
+            *_row_strides(tail_words),
         )
         self.tables.trace(indices, positions, tail_slots, tail_positions, tail_words, strides)
 
     def run(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None, *,
-        indices: Tensor, positions: Tensor | None = None,
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        *,
+        indices: Tensor,
+        positions: Tensor | None = None,
     ) -> None:
         """Attend, on the lengths of the last plan and the paths of the last trace.
 
@@ -257,34 +340,85 @@ class FixedAttention:
             common["launch_pdl"] = True
         options = {"maxnreg": tile.max_regs} if tile.max_regs else {}
         fixed_attention_kernel[(shape.max_chunks * self.num_kv_heads * shape.m_tiles,)](
-            q, k_cache, v_cache, out, lse, indices, positions, tables.paths, tables.path_lens,
-            tables.requests, tables.chunks, *self._scratch, *self._factors,
-            self._v_scale, q.stride(0), q.stride(1), *_row_strides(out), *_row_strides(lse),
+            q,
+            k_cache,
+            v_cache,
+            out,
+            lse,
+            indices,
+            positions,
+            tables.paths,
+            tables.path_lens,
+            tables.requests,
+            tables.chunks,
+            *self._scratch,
+            *self._factors,
+            self._v_scale,
+            q.stride(0),
+            q.stride(1),
+            *_row_strides(out),
+            *_row_strides(lse),
             _row_strides(positions)[0],
-            K_SLOT=k_cache.stride(0), K_HEAD=k_cache.stride(1),
-            V_SLOT=v_cache.stride(0), V_HEAD=v_cache.stride(1),
-            Q_LEN=self.q_len, TAIL=self.tail_len, WINDOW=self.window_left, HAS_CAP=self._has_cap,
-            CSR=self.csr, GROUP=shape.group, NUM_KV=self.num_kv_heads, HEAD_DIM=self.head_dim,
-            V_DIM=self.v_head_dim, D_PAD=max(16, triton.next_power_of_2(self.head_dim)),
-            V_PAD=v_pad, BM=tile.block_m, BN=tile.block_n, MT=shape.m_tiles,
+            K_SLOT=k_cache.stride(0),
+            K_HEAD=k_cache.stride(1),
+            V_SLOT=v_cache.stride(0),
+            V_HEAD=v_cache.stride(1),
+            Q_LEN=self.q_len,
+            TAIL=self.tail_len,
+            WINDOW=self.window_left,
+            HAS_CAP=self._has_cap,
+            CSR=self.csr,
+            GROUP=shape.group,
+            NUM_KV=self.num_kv_heads,
+            HEAD_DIM=self.head_dim,
+            V_DIM=self.v_head_dim,
+            D_PAD=max(16, triton.next_power_of_2(self.head_dim)),
+            V_PAD=v_pad,
+            BM=tile.block_m,
+            BN=tile.block_n,
+            MT=shape.m_tiles,
             TOKENS=triton.next_power_of_2((tile.block_m - 2) // shape.group + 2),
-            WIDTH=tables.paths.shape[1], SPLIT=tables.split_tiles, EXTRA=self.extra,
-            STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages, **options, **common,
+            WIDTH=tables.paths.shape[1],
+            SPLIT=tables.split_tiles,
+            EXTRA=self.extra,
+            STAGES=tile.stages,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            **options,
+            **common,
         )
         if shape.max_chunks == 1:
             return
         grid = (
-            self.num_kv_heads, triton.cdiv(shape.rows, _MERGE_ROWS),
+            self.num_kv_heads,
+            triton.cdiv(shape.rows, _MERGE_ROWS),
             min(shape.max_chunks - 1, self.batch),
         )
         fixed_merge_kernel[grid](
-            tables.splits, *self._scratch, out, lse, *_row_strides(out), *_row_strides(lse),
-            Q_LEN=self.q_len, GROUP=shape.group, NUM_KV=self.num_kv_heads, V_DIM=self.v_head_dim,
-            V_PAD=v_pad, BLOCK=_MERGE_ROWS, PARTS=_MERGE_PARTS, num_warps=4, **common,
+            tables.splits,
+            *self._scratch,
+            out,
+            lse,
+            *_row_strides(out),
+            *_row_strides(lse),
+            Q_LEN=self.q_len,
+            GROUP=shape.group,
+            NUM_KV=self.num_kv_heads,
+            V_DIM=self.v_head_dim,
+            V_PAD=v_pad,
+            BLOCK=_MERGE_ROWS,
+            PARTS=_MERGE_PARTS,
+            num_warps=4,
+            **common,
         )
 
     def _check_run(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None,
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
         indices: Tensor,
     ) -> None:
         rows, heads, kv_heads = self.batch * self.q_len, self.num_qo_heads, self.num_kv_heads

@@ -32,13 +32,19 @@ def _fold(values, top, weight, part, log):
 def _store_result(
     out,  # [ROWS] pointers
     lse,  # [ROWS] pointers, or None
-    values, top, weight, ok, V_DIM: tl.constexpr, V_PAD: tl.constexpr,
+    values,
+    top,
+    weight,
+    ok,
+    V_DIM: tl.constexpr,
+    V_PAD: tl.constexpr,
 ):
-    dv = tl.arange(0, V_PAD)                                              # [V_PAD]
+    dv = tl.arange(0, V_PAD)  # [V_PAD]
     # rows without any key: their parts are all 0, and so is the result
     result = tl.div_rn(values, weight[:, None])
     tl.store(
-        out[:, None] + dv[None, :], result.to(out.dtype.element_ty),
+        out[:, None] + dv[None, :],
+        result.to(out.dtype.element_ty),
         mask=ok[:, None] & (dv < V_DIM)[None, :],
     )
     if lse is not None:
@@ -48,16 +54,39 @@ def _store_result(
 
 @triton.jit
 def _shared_tiles(
-    q, acc, top, total, begin, end, first_key, prefix_len, pos_q, index_row, k_head, v_head,
-    base2, cap_in, cap_out,
-    K_SLOT: tl.constexpr, V_SLOT: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
-    D_PAD: tl.constexpr, V_PAD: tl.constexpr, HAS_CAP: tl.constexpr, WINDOW: tl.constexpr,
-    BN: tl.constexpr, STAGES: tl.constexpr,
+    q,
+    acc,
+    top,
+    total,
+    begin,
+    end,
+    first_key,
+    prefix_len,
+    pos_q,
+    index_row,
+    k_head,
+    v_head,
+    base2,
+    cap_in,
+    cap_out,
+    K_SLOT: tl.constexpr,
+    V_SLOT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    D_PAD: tl.constexpr,
+    V_PAD: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Attend to full tiles of the prefix, which all rows see, but for a window."""
-    r = tl.arange(0, BN)                                                  # [BN]
-    raw = tl.load(index_row + tl.minimum(tl.maximum(begin + r, first_key), prefix_len - 1),
-                  mask=begin < end, other=0)
+    r = tl.arange(0, BN)  # [BN]
+    raw = tl.load(
+        index_row + tl.minimum(tl.maximum(begin + r, first_key), prefix_len - 1),
+        mask=begin < end,
+        other=0,
+    )
     for start in tl.range(begin, end, BN, num_stages=STAGES):
         slots = raw
         raw = tl.load(index_row + tl.minimum(start + BN + r, prefix_len - 1))
@@ -69,25 +98,56 @@ def _shared_tiles(
             # follows, as it cannot in `_own_tiles`
             visible = (start + r < end)[None, :]
         acc, top, total = attend_tile(
-            q, acc, top, total, slots, visible, k_head, v_head, base2, cap_in, cap_out,
-            K_SLOT, V_SLOT, HEAD_DIM, V_DIM, D_PAD, V_PAD, HAS_CAP,
+            q,
+            acc,
+            top,
+            total,
+            slots,
+            visible,
+            k_head,
+            v_head,
+            base2,
+            cap_in,
+            cap_out,
+            K_SLOT,
+            V_SLOT,
+            HEAD_DIM,
+            V_DIM,
+            D_PAD,
+            V_PAD,
+            HAS_CAP,
         )
     return acc, top, total
 
 
 @triton.jit
 def _own_tiles(
-    q, acc, top, total,
-    paths,      # the path of the first token, from the first tile on
-    tiles, tokens,
-    token,      # [BM], of each row, counted from the first
-    k_head, v_head, base2, cap_in, cap_out,
-    K_SLOT: tl.constexpr, V_SLOT: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
-    D_PAD: tl.constexpr, V_PAD: tl.constexpr, HAS_CAP: tl.constexpr, WIDTH: tl.constexpr,
-    BN: tl.constexpr, STAGES: tl.constexpr,
+    q,
+    acc,
+    top,
+    total,
+    paths,  # the path of the first token, from the first tile on
+    tiles,
+    tokens,
+    token,  # [BM], of each row, counted from the first
+    k_head,
+    v_head,
+    base2,
+    cap_in,
+    cap_out,
+    K_SLOT: tl.constexpr,
+    V_SLOT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    D_PAD: tl.constexpr,
+    V_PAD: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Attend to ``tiles`` tiles of every token's path in turn, each for its own rows."""
-    r = tl.arange(0, BN)                                                  # [BN]
+    r = tl.arange(0, BN)  # [BN]
     raw = tl.load(paths + r, mask=tiles > 0, other=0)
     turn = 0
     tile = 0
@@ -101,8 +161,24 @@ def _own_tiles(
         # the complement where no key is visible
         slots = entry ^ (entry >> 31)
         acc, top, total = attend_tile(
-            q, acc, top, total, slots, visible, k_head, v_head, base2, cap_in, cap_out,
-            K_SLOT, V_SLOT, HEAD_DIM, V_DIM, D_PAD, V_PAD, HAS_CAP,
+            q,
+            acc,
+            top,
+            total,
+            slots,
+            visible,
+            k_head,
+            v_head,
+            base2,
+            cap_in,
+            cap_out,
+            K_SLOT,
+            V_SLOT,
+            HEAD_DIM,
+            V_DIM,
+            D_PAD,
+            V_PAD,
+            HAS_CAP,
         )
     return acc, top, total
 
@@ -110,30 +186,56 @@ def _own_tiles(
 # strides of small tensors: no variants of the kernel for round ones
 @triton.jit(do_not_specialize=["stride_pos"])
 def fixed_attention_kernel(
-    q,            # [B * Q_LEN, Hq, HEAD_DIM]
-    k_cache,      # [slots, NUM_KV, HEAD_DIM]
-    v_cache,      # [slots, NUM_KV, V_DIM]
-    out,          # [B * Q_LEN, Hq, V_DIM], out
-    lse,          # [B * Q_LEN, Hq] float32, out, or None
-    indices,      # flat int32: slot of each prefix position
-    positions,    # [B, Q_LEN] int64, read under a window
-    paths,        # [B * Q_LEN, WIDTH] int32
-    path_lens,    # [B * Q_LEN] int32
-    requests,     # [B, 6] int64
-    chunks,       # [NC, 9] int64
+    q,  # [B * Q_LEN, Hq, HEAD_DIM]
+    k_cache,  # [slots, NUM_KV, HEAD_DIM]
+    v_cache,  # [slots, NUM_KV, V_DIM]
+    out,  # [B * Q_LEN, Hq, V_DIM], out
+    lse,  # [B * Q_LEN, Hq] float32, out, or None
+    indices,  # flat int32: slot of each prefix position
+    positions,  # [B, Q_LEN] int64, read under a window
+    paths,  # [B * Q_LEN, WIDTH] int32
+    path_lens,  # [B * Q_LEN] int32
+    requests,  # [B, 6] int64
+    chunks,  # [NC, 9] int64
     partial_out,  # [slots, NUM_KV, ROWS, V_DIM], out
     partial_lse,  # [slots, NUM_KV, ROWS] float32, out, base 2
-    fold_out,     # [NC, NUM_KV, ROWS, V_DIM] float32, out
-    fold_scale,   # [NC, NUM_KV, ROWS, 2] float32, out: top and weight
-    base2, cap_in, cap_out,
-    v_scale,      # of float8 values, else None
-    stride_q, stride_q_head, stride_out, stride_out_head, stride_lse, stride_lse_head, stride_pos,
-    K_SLOT: tl.constexpr, K_HEAD: tl.constexpr, V_SLOT: tl.constexpr, V_HEAD: tl.constexpr,
-    Q_LEN: tl.constexpr, TAIL: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
-    CSR: tl.constexpr, GROUP: tl.constexpr, NUM_KV: tl.constexpr, HEAD_DIM: tl.constexpr,
-    V_DIM: tl.constexpr, D_PAD: tl.constexpr, V_PAD: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, MT: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
-    SPLIT: tl.constexpr, EXTRA: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    fold_out,  # [NC, NUM_KV, ROWS, V_DIM] float32, out
+    fold_scale,  # [NC, NUM_KV, ROWS, 2] float32, out: top and weight
+    base2,
+    cap_in,
+    cap_out,
+    v_scale,  # of float8 values, else None
+    stride_q,
+    stride_q_head,
+    stride_out,
+    stride_out_head,
+    stride_lse,
+    stride_lse_head,
+    stride_pos,
+    K_SLOT: tl.constexpr,
+    K_HEAD: tl.constexpr,
+    V_SLOT: tl.constexpr,
+    V_HEAD: tl.constexpr,
+    Q_LEN: tl.constexpr,
+    TAIL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    CSR: tl.constexpr,
+    GROUP: tl.constexpr,
+    NUM_KV: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    D_PAD: tl.constexpr,
+    V_PAD: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    MT: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EXTRA: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One CTA per (chunk, M tile, KV head) walks the parts of its chunk."""
     ROWS: tl.constexpr = Q_LEN * GROUP
@@ -144,11 +246,11 @@ def fixed_attention_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    packed = m_tile * BM + tl.arange(0, BM)                               # [BM]
+    packed = m_tile * BM + tl.arange(0, BM)  # [BM]
     token = packed // GROUP
     q_head = head * GROUP + packed % GROUP
     row_ok = packed < ROWS
-    dv = tl.arange(0, V_PAD)                                              # [V_PAD]
+    dv = tl.arange(0, V_PAD)  # [V_PAD]
     value_ok = row_ok[:, None] & (dv < V_DIM)[None, :]
     first_token = m_tile * BM // GROUP
     tokens = tl.minimum((m_tile * BM + BM - 1) // GROUP, Q_LEN - 1) - first_token + 1
@@ -172,7 +274,7 @@ def fixed_attention_kernel(
         stop = first_tile + tl.maximum((prefix_len + TAIL + BN - 1) // BN - first_tile, 1)
         high = tl.minimum((low // SPLIT + 1) * SPLIT, stop)
 
-        q_row = (req * Q_LEN + token).to(tl.int64)                        # [BM]
+        q_row = (req * Q_LEN + token).to(tl.int64)  # [BM]
         q_rows = q + q_row * stride_q + q_head * stride_q_head
         q_tile = as_factor(load_query(q_rows, row_ok, HEAD_DIM, D_PAD), k_cache)
         begin = low * BN
@@ -193,19 +295,60 @@ def fixed_attention_kernel(
         total = tl.zeros([BM], tl.float32)
         acc = tl.zeros([BM, V_PAD], tl.float32)
         acc, top, total = _shared_tiles(
-            q_tile, acc, top, total, begin, tl.minimum(high, own_tile) * BN, first_key, prefix_len,
-            pos_q, indices + base, k_head, v_head, base2, cap_in, cap_out, K_SLOT, V_SLOT,
-            HEAD_DIM, V_DIM, D_PAD, V_PAD, HAS_CAP, WINDOW, BN, STAGES,
+            q_tile,
+            acc,
+            top,
+            total,
+            begin,
+            tl.minimum(high, own_tile) * BN,
+            first_key,
+            prefix_len,
+            pos_q,
+            indices + base,
+            k_head,
+            v_head,
+            base2,
+            cap_in,
+            cap_out,
+            K_SLOT,
+            V_SLOT,
+            HEAD_DIM,
+            V_DIM,
+            D_PAD,
+            V_PAD,
+            HAS_CAP,
+            WINDOW,
+            BN,
+            STAGES,
         )
-        near = tl.arange(0, TOKENS)                                       # [TOKENS]
+        near = tl.arange(0, TOKENS)  # [TOKENS]
         query = req.to(tl.int64) * Q_LEN + first_token
         longest = tl.max(tl.load(path_lens + query + near, mask=near < tokens, other=0), 0)
         own_low = tl.maximum(low, own_tile)
         own_high = tl.minimum(high, own_tile + (longest + BN - 1) // BN)
         acc, top, total = _own_tiles(
-            q_tile, acc, top, total, paths + query * WIDTH + (own_low - own_tile) * BN,
-            tl.maximum(own_high - own_low, 0), tokens, token - first_token, k_head, v_head, base2,
-            cap_in, cap_out, K_SLOT, V_SLOT, HEAD_DIM, V_DIM, D_PAD, V_PAD, HAS_CAP, WIDTH, BN,
+            q_tile,
+            acc,
+            top,
+            total,
+            paths + query * WIDTH + (own_low - own_tile) * BN,
+            tl.maximum(own_high - own_low, 0),
+            tokens,
+            token - first_token,
+            k_head,
+            v_head,
+            base2,
+            cap_in,
+            cap_out,
+            K_SLOT,
+            V_SLOT,
+            HEAD_DIM,
+            V_DIM,
+            D_PAD,
+            V_PAD,
+            HAS_CAP,
+            WIDTH,
+            BN,
             STAGES,
         )
         seen = total > 0.0
@@ -240,8 +383,14 @@ def fixed_attention_kernel(
                 if lse is not None:
                     lse_at = lse + q_row * stride_lse + q_head * stride_lse_head
                 _store_result(
-                    out + q_row * stride_out + q_head * stride_out_head, lse_at, values, log,
-                    weight, row_ok, V_DIM, V_PAD,
+                    out + q_row * stride_out + q_head * stride_out_head,
+                    lse_at,
+                    values,
+                    log,
+                    weight,
+                    row_ok,
+                    V_DIM,
+                    V_PAD,
                 )
             else:
                 tl.store(fold_at, values, mask=value_ok)
@@ -258,16 +407,25 @@ def fixed_attention_kernel(
 
 @triton.jit
 def fixed_merge_kernel(
-    splits,       # [1 + NC, 4] int32
+    splits,  # [1 + NC, 4] int32
     partial_out,  # [slots, NUM_KV, ROWS, V_DIM]
     partial_lse,  # [slots, NUM_KV, ROWS] float32, base 2
-    fold_out,     # [NC, NUM_KV, ROWS, V_DIM] float32
-    fold_scale,   # [NC, NUM_KV, ROWS, 2] float32
-    out,          # [B * Q_LEN, Hq, V_DIM], out
-    lse,          # [B * Q_LEN, Hq] float32, out, or None
-    stride_out, stride_out_head, stride_lse, stride_lse_head,
-    Q_LEN: tl.constexpr, GROUP: tl.constexpr, NUM_KV: tl.constexpr, V_DIM: tl.constexpr,
-    V_PAD: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    fold_out,  # [NC, NUM_KV, ROWS, V_DIM] float32
+    fold_scale,  # [NC, NUM_KV, ROWS, 2] float32
+    out,  # [B * Q_LEN, Hq, V_DIM], out
+    lse,  # [B * Q_LEN, Hq] float32, out, or None
+    stride_out,
+    stride_out_head,
+    stride_lse,
+    stride_lse_head,
+    Q_LEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    NUM_KV: tl.constexpr,
+    V_DIM: tl.constexpr,
+    V_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Fold the kept parts of ``BLOCK`` rows into what their first chunk left."""
     ROWS: tl.constexpr = Q_LEN * GROUP
@@ -282,8 +440,8 @@ def fixed_merge_kernel(
         chunk = tl.load(entry + 1).to(tl.int64)
         slot = tl.load(entry + 2).to(tl.int64)
         kept = tl.load(entry + 3)
-        dv = tl.arange(0, V_PAD)                                          # [V_PAD]
-        packed = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)           # [BLOCK]
+        dv = tl.arange(0, V_PAD)  # [V_PAD]
+        packed = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
         ok = packed < ROWS
         row = tl.minimum(packed, ROWS - 1)
         value_ok = ok[:, None] & (dv < V_DIM)[None, :]
@@ -316,6 +474,12 @@ def fixed_merge_kernel(
         if lse is not None:
             lse_at = lse + q_row * stride_lse + q_head * stride_lse_head
         _store_result(
-            out + q_row * stride_out + q_head * stride_out_head, lse_at, values, top, weight, ok,
-            V_DIM, V_PAD,
+            out + q_row * stride_out + q_head * stride_out_head,
+            lse_at,
+            values,
+            top,
+            weight,
+            ok,
+            V_DIM,
+            V_PAD,
         )

@@ -22,8 +22,15 @@ CHUNK = tl.constexpr(9)
 
 
 @triton.jit
-def _part_start(x, tile_ends, requests, SPLIT: tl.constexpr, EXTRA: tl.constexpr,
-                B: tl.constexpr, STEPS: tl.constexpr):
+def _part_start(
+    x,
+    tile_ends,
+    requests,
+    SPLIT: tl.constexpr,
+    EXTRA: tl.constexpr,
+    B: tl.constexpr,
+    STEPS: tl.constexpr,
+):
     """First part that starts at ``x`` of the line of work or after it.
 
     Returns its place on the line, its tile, counted from its request's first, and its request.
@@ -47,22 +54,31 @@ def _part_start(x, tile_ends, requests, SPLIT: tl.constexpr, EXTRA: tl.constexpr
 
 @triton.jit
 def _fixed_plan_kernel(
-    seq_lens,     # [B] int32; CSR: kv_indptr [B + 1]
-    rows,         # [B] int64
-    tile_ends,    # [B] int32, out: work up to and including a request's last tile
-    requests,     # [B, 6] int64, out
-    chunks,       # [NC, 9] int64, out
-    splits,       # [1 + NC, 4] int32, out
+    seq_lens,  # [B] int32; CSR: kv_indptr [B + 1]
+    rows,  # [B] int64
+    tile_ends,  # [B] int32, out: work up to and including a request's last tile
+    requests,  # [B, 6] int64, out
+    chunks,  # [NC, 9] int64, out
+    splits,  # [1 + NC, 4] int32, out
     row_stride,
-    B: tl.constexpr, B_BLOCK: tl.constexpr, TAIL: tl.constexpr, WINDOW: tl.constexpr,
-    SHIFT: tl.constexpr, SPLIT: tl.constexpr, EXTRA: tl.constexpr, NC: tl.constexpr,
-    NC_BLOCK: tl.constexpr, STEPS: tl.constexpr, WIDE: tl.constexpr, CSR: tl.constexpr,
+    B: tl.constexpr,
+    B_BLOCK: tl.constexpr,
+    TAIL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SHIFT: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EXTRA: tl.constexpr,
+    NC: tl.constexpr,
+    NC_BLOCK: tl.constexpr,
+    STEPS: tl.constexpr,
+    WIDE: tl.constexpr,
+    CSR: tl.constexpr,
 ):
     # as in `tree_plan`, but that chunks end where parts do, and that a request's last part is
     # worth EXTRA more tiles: the paths of all its query tokens
     GROUPS: tl.constexpr = B // ((B + NC - 1) // NC)
     big: tl.constexpr = tl.int64 if WIDE else tl.int32
-    lane = tl.arange(0, B_BLOCK)                                          # [B_BLOCK]
+    lane = tl.arange(0, B_BLOCK)  # [B_BLOCK]
     total = 0
     longest = 0
     for start in tl.range(0, B, B_BLOCK):
@@ -126,7 +142,7 @@ def _fixed_plan_kernel(
 
     # the chunks read what other threads of this CTA have just written
     tl.debug_barrier()
-    c = tl.arange(0, NC_BLOCK)                                            # [NC_BLOCK]
+    c = tl.arange(0, NC_BLOCK)  # [NC_BLOCK]
     ok = c < nc
     begin = tl.where(ok, (c.to(big) * total // cuts).to(tl.int32), total)
     stop = tl.where(ok, ((c + 1).to(big) * total // cuts).to(tl.int32), total)
@@ -142,21 +158,36 @@ def _fixed_plan_kernel(
         tl.store(entry + 3 + field, number, mask=inside)
 
 
-@triton.jit(do_not_specialize=[
-    "stride_pos", "stride_tail", "stride_tail_pos", "stride_words", "stride_words_q",
-])
+@triton.jit(
+    do_not_specialize=[
+        "stride_pos",
+        "stride_tail",
+        "stride_tail_pos",
+        "stride_words",
+        "stride_words_q",
+    ]
+)
 def _path_kernel(
-    requests,        # [B, 6] int64
-    indices,         # flat int32: slot of each prefix position
-    positions,       # [B, Q_LEN] int64, read under a window
-    tail_slots,      # [B, TAIL] int32
+    requests,  # [B, 6] int64
+    indices,  # flat int32: slot of each prefix position
+    positions,  # [B, Q_LEN] int64, read under a window
+    tail_slots,  # [B, TAIL] int32
     tail_positions,  # [B, TAIL] int64, read under a window
-    tail_words,      # [B, Q_LEN, WORDS] int64
-    paths,           # [B * Q_LEN, WIDTH] int32, out
-    path_lens,       # [B * Q_LEN] int32, out
-    stride_pos, stride_tail, stride_tail_pos, stride_words, stride_words_q,
-    Q_LEN: tl.constexpr, TAIL: tl.constexpr, TAIL_BLOCK: tl.constexpr, WINDOW: tl.constexpr,
-    CSR: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr,
+    tail_words,  # [B, Q_LEN, WORDS] int64
+    paths,  # [B * Q_LEN, WIDTH] int32, out
+    path_lens,  # [B * Q_LEN] int32, out
+    stride_pos,
+    stride_tail,
+    stride_tail_pos,
+    stride_words,
+    stride_words_q,
+    Q_LEN: tl.constexpr,
+    TAIL: tl.constexpr,
+    TAIL_BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CSR: tl.constexpr,
+    BN: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     query = tl.program_id(0).to(tl.int64)
     req = query // Q_LEN
@@ -173,7 +204,7 @@ def _path_kernel(
     if WINDOW >= 0 and not CSR:
         pos_q = tl.load(positions + req * stride_pos + query % Q_LEN)
 
-    r = tl.arange(0, BN)                                                  # [BN]
+    r = tl.arange(0, BN)  # [BN]
     slots = tl.load(indices + base + begin + r, mask=r < rest, other=0)
     if WINDOW >= 0:
         distance = pos_q - (begin + r)
@@ -182,7 +213,7 @@ def _path_kernel(
     tl.store(row + r, slots, mask=r < rest)
     length = rest
     if TAIL > 0:
-        key = tl.arange(0, TAIL_BLOCK)                                    # [TAIL_BLOCK]
+        key = tl.arange(0, TAIL_BLOCK)  # [TAIL_BLOCK]
         words = tail_words + req * stride_words + query % Q_LEN * stride_words_q
         word = tl.load(words + key // 64, mask=key < TAIL, other=0)
         seen = ((word >> (key % 64)) & 1) != 0
@@ -244,19 +275,39 @@ class FixedPlan:
 
     @classmethod
     def alloc(
-        cls, *, batch: int, max_chunks: int, q_len: int, tail_len: int, window_left: int,
-        block_n: int, split_tiles: int, extra: int, csr: bool, device: torch.device,
+        cls,
+        *,
+        batch: int,
+        max_chunks: int,
+        q_len: int,
+        tail_len: int,
+        window_left: int,
+        block_n: int,
+        split_tiles: int,
+        extra: int,
+        csr: bool,
+        device: torch.device,
     ) -> FixedPlan:
         """Allocate the tables of a bucket of ``batch`` requests."""
+
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         width = (1 + triton.cdiv(tail_len, block_n)) * block_n
         return cls(
-            zeros(batch), zeros(batch, REQUEST.value, dtype=torch.int64),
-            zeros(max_chunks, CHUNK.value, dtype=torch.int64), zeros(1 + max_chunks, 4),
-            zeros(batch * q_len, width), zeros(batch * q_len), q_len, tail_len, window_left,
-            block_n, split_tiles, extra, csr,
+            zeros(batch),
+            zeros(batch, REQUEST.value, dtype=torch.int64),
+            zeros(max_chunks, CHUNK.value, dtype=torch.int64),
+            zeros(1 + max_chunks, 4),
+            zeros(batch * q_len, width),
+            zeros(batch * q_len),
+            q_len,
+            tail_len,
+            window_left,
+            block_n,
+            split_tiles,
+            extra,
+            csr,
         )
 
     def fill(self, seq_lens: Tensor, rows: Tensor | None, row_stride: int) -> None:
@@ -266,24 +317,54 @@ class FixedPlan:
         # only then can (work of all requests) * chunks pass 2^31
         most = triton.cdiv(row_stride + self.tail_len, self.block_n) + 1 + self.extra
         _fixed_plan_kernel[(1,)](
-            seq_lens, rows, self.tile_ends, self.requests, self.chunks, self.splits, row_stride,
-            B=batch, B_BLOCK=block, TAIL=self.tail_len, WINDOW=self.window_left,
-            SHIFT=self.block_n.bit_length() - 1, SPLIT=self.split_tiles, EXTRA=self.extra,
-            NC=max_chunks, NC_BLOCK=max(triton.next_power_of_2(max_chunks), 16),
+            seq_lens,
+            rows,
+            self.tile_ends,
+            self.requests,
+            self.chunks,
+            self.splits,
+            row_stride,
+            B=batch,
+            B_BLOCK=block,
+            TAIL=self.tail_len,
+            WINDOW=self.window_left,
+            SHIFT=self.block_n.bit_length() - 1,
+            SPLIT=self.split_tiles,
+            EXTRA=self.extra,
+            NC=max_chunks,
+            NC_BLOCK=max(triton.next_power_of_2(max_chunks), 16),
             STEPS=(batch - 1).bit_length(),
-            WIDE=self.csr or batch * most * max_chunks >= 2**31, CSR=self.csr,
+            WIDE=self.csr or batch * most * max_chunks >= 2**31,
+            CSR=self.csr,
             num_warps=4 if block <= 32 else 8,
         )
 
     def trace(
-        self, indices: Tensor, positions: Tensor | None, tail_slots: Tensor | None,
-        tail_positions: Tensor | None, tail_words: Tensor | None, strides: tuple[int, ...],
+        self,
+        indices: Tensor,
+        positions: Tensor | None,
+        tail_slots: Tensor | None,
+        tail_positions: Tensor | None,
+        tail_words: Tensor | None,
+        strides: tuple[int, ...],
     ) -> None:
         """List the paths of all query tokens, on the lengths of the last `fill`."""
         _path_kernel[(len(self.paths),)](
-            self.requests, indices, positions, tail_slots, tail_positions, tail_words,
-            self.paths, self.path_lens, *strides,
-            Q_LEN=self.q_len, TAIL=self.tail_len,
-            TAIL_BLOCK=max(triton.next_power_of_2(self.tail_len), 16), WINDOW=self.window_left,
-            CSR=self.csr, BN=self.block_n, WIDTH=self.paths.shape[1], num_warps=2,
+            self.requests,
+            indices,
+            positions,
+            tail_slots,
+            tail_positions,
+            tail_words,
+            self.paths,
+            self.path_lens,
+            *strides,
+            Q_LEN=self.q_len,
+            TAIL=self.tail_len,
+            TAIL_BLOCK=max(triton.next_power_of_2(self.tail_len), 16),
+            WINDOW=self.window_left,
+            CSR=self.csr,
+            BN=self.block_n,
+            WIDTH=self.paths.shape[1],
+            num_warps=2,
         )

@@ -48,18 +48,25 @@ def _norm(x, weight, eps, SIZE: tl.constexpr):
 
 @triton.jit
 def _add_norm_kernel(
-    parts,         # [SPLIT, T, SIZE]
-    residual,      # [T, SIZE]
-    weight,        # [SIZE]
-    rows,          # [R] int64, or None for all
+    parts,  # [SPLIT, T, SIZE]
+    residual,  # [T, SIZE]
+    weight,  # [SIZE]
+    rows,  # [R] int64, or None for all
     residual_out,  # [R, SIZE], out
-    out,           # [R, SIZE], out
+    out,  # [R, SIZE], out
     eps,
-    stride_part, stride_row, stride_residual, stride_residual_out, stride_out,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
+    stride_part,
+    stride_row,
+    stride_residual,
+    stride_residual_out,
+    stride_out,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     to = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)                                             # [BLOCK]
+    column = tl.arange(0, BLOCK)  # [BLOCK]
     ok = column < SIZE
     scale = tl.load(weight + column, mask=ok, other=0.0).to(tl.float32)
     enter(PDL)
@@ -76,8 +83,14 @@ def _add_norm_kernel(
 
 
 def add_rms_norm(
-    parts: Tensor, residual: Tensor, weight: Tensor, eps: float, *,
-    rows: Tensor | None = None, residual_out: Tensor | None = None, out: Tensor | None = None,
+    parts: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    rows: Tensor | None = None,
+    residual_out: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Add a product to the residual stream, and norm the sum.
 
@@ -109,26 +122,44 @@ def add_rms_norm(
         out = residual.new_empty(count, size)
     if count:
         _add_norm_kernel[(count,)](
-            parts, residual, weight, rows, residual_out, out, eps,
-            parts.stride(0), parts.stride(1), residual.stride(0), residual_out.stride(0),
-            out.stride(0), SIZE=size, BLOCK=triton.next_power_of_2(size), SPLIT=parts.shape[0],
-            num_warps=_warps(size), **launch_options(residual.device),
+            parts,
+            residual,
+            weight,
+            rows,
+            residual_out,
+            out,
+            eps,
+            parts.stride(0),
+            parts.stride(1),
+            residual.stride(0),
+            residual_out.stride(0),
+            out.stride(0),
+            SIZE=size,
+            BLOCK=triton.next_power_of_2(size),
+            SPLIT=parts.shape[0],
+            num_warps=_warps(size),
+            **launch_options(residual.device),
         )
     return out, residual_out
 
 
 @triton.jit
 def _embed_norm_kernel(
-    ids,       # [T] int64
-    table,     # [V, SIZE]
-    weight,    # [SIZE]
+    ids,  # [T] int64
+    table,  # [V, SIZE]
+    weight,  # [SIZE]
     embedded,  # [T, SIZE], out
-    out,       # [T, SIZE], out
-    eps, stride_table, stride_embedded, stride_out,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    out,  # [T, SIZE], out
+    eps,
+    stride_table,
+    stride_embedded,
+    stride_out,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)                                             # [BLOCK]
+    column = tl.arange(0, BLOCK)  # [BLOCK]
     ok = column < SIZE
     scale = tl.load(weight + column, mask=ok, other=0.0).to(tl.float32)
     enter(PDL)
@@ -168,9 +199,18 @@ def embed_rms_norm(
     out = weight.new_empty(len(ids), size)
     if len(ids):
         _embed_norm_kernel[(len(ids),)](
-            ids, table, weight, embedded, out, eps,
-            table.stride(0), embedded.stride(0), out.stride(0),
-            SIZE=size, BLOCK=triton.next_power_of_2(size), num_warps=_warps(size),
+            ids,
+            table,
+            weight,
+            embedded,
+            out,
+            eps,
+            table.stride(0),
+            embedded.stride(0),
+            out.stride(0),
+            SIZE=size,
+            BLOCK=triton.next_power_of_2(size),
+            num_warps=_warps(size),
             **launch_options(weight.device),
         )
     return out, embedded
@@ -178,20 +218,24 @@ def embed_rms_norm(
 
 @triton.jit
 def _norm_pair_kernel(
-    ids,            # [T] int64
-    table,          # [V, SIZE]
-    hidden,         # [N, SIZE]
-    rows,           # [T] int64, or None: token i's is row i
-    embed_weight,   # [SIZE]
+    ids,  # [T] int64
+    table,  # [V, SIZE]
+    hidden,  # [N, SIZE]
+    rows,  # [T] int64, or None: token i's is row i
+    embed_weight,  # [SIZE]
     hidden_weight,  # [SIZE]
-    hidden_out,     # [T, SIZE], out; None without rows
-    out,            # [T, 2, SIZE], out
-    eps, stride_table, stride_hidden,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    hidden_out,  # [T, SIZE], out; None without rows
+    out,  # [T, 2, SIZE], out
+    eps,
+    stride_table,
+    stride_hidden,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     half = tl.program_id(1)
-    column = tl.arange(0, BLOCK)                                             # [BLOCK]
+    column = tl.arange(0, BLOCK)  # [BLOCK]
     ok = column < SIZE
     scale = tl.load((embed_weight if half == 0 else hidden_weight) + column, mask=ok, other=0.0)
     enter(PDL)
@@ -211,8 +255,14 @@ def _norm_pair_kernel(
 
 
 def embed_norm_pair(
-    ids: Tensor, table: Tensor, hidden: Tensor, embed_weight: Tensor, hidden_weight: Tensor,
-    eps: float, *, rows: Tensor | None = None,
+    ids: Tensor,
+    table: Tensor,
+    hidden: Tensor,
+    embed_weight: Tensor,
+    hidden_weight: Tensor,
+    eps: float,
+    *,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Norm tokens' embeddings and their hidden states, and put them side by side (EAGLE-3).
 
@@ -241,9 +291,21 @@ def embed_norm_pair(
     chosen = None if rows is None else hidden.new_empty(count, size)
     if count:
         _norm_pair_kernel[(count, 2)](
-            ids, table, hidden, rows, embed_weight, hidden_weight, chosen, out, eps,
-            table.stride(0), hidden.stride(0), SIZE=size, BLOCK=triton.next_power_of_2(size),
-            num_warps=_warps(size), **launch_options(hidden.device),
+            ids,
+            table,
+            hidden,
+            rows,
+            embed_weight,
+            hidden_weight,
+            chosen,
+            out,
+            eps,
+            table.stride(0),
+            hidden.stride(0),
+            SIZE=size,
+            BLOCK=triton.next_power_of_2(size),
+            num_warps=_warps(size),
+            **launch_options(hidden.device),
         )
     return out, hidden if chosen is None else chosen
 
@@ -251,12 +313,16 @@ def embed_norm_pair(
 @triton.jit
 def _silu_mul_kernel(
     parts,  # [SPLIT, T, 2, SIZE]
-    out,    # [T, SIZE], out
-    stride_part, stride_row,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
+    out,  # [T, SIZE], out
+    stride_part,
+    stride_row,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)                  # [BLOCK]
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     ok = column < SIZE
     enter(PDL)
     at = row * stride_row + column
@@ -272,16 +338,31 @@ def silu_mul(parts: Tensor, dtype: torch.dtype) -> Tensor:
     out = parts.new_empty(count, both // 2, dtype=dtype)
     if count:
         _silu_mul_kernel[(count, triton.cdiv(both // 2, SPAN))](
-            parts, out, parts.stride(0), parts.stride(1), SIZE=both // 2, BLOCK=SPAN, SPLIT=split,
-            num_warps=2, **launch_options(parts.device),
+            parts,
+            out,
+            parts.stride(0),
+            parts.stride(1),
+            SIZE=both // 2,
+            BLOCK=SPAN,
+            SPLIT=split,
+            num_warps=2,
+            **launch_options(parts.device),
         )
     return out
 
 
 @triton.jit
 def _place(
-    positions, table, slots, token, dim, last_position, stride_slot,
-    Q_LEN: tl.constexpr, DIM: tl.constexpr, CACHE: tl.constexpr,
+    positions,
+    table,
+    slots,
+    token,
+    dim,
+    last_position,
+    stride_slot,
+    Q_LEN: tl.constexpr,
+    DIM: tl.constexpr,
+    CACHE: tl.constexpr,
 ):
     """A token's slot, and the cosines and sines of its position."""
     HALF: tl.constexpr = DIM // 2
@@ -298,26 +379,41 @@ def _place(
 
 @triton.jit
 def _rotate_kernel(
-    parts,      # [SPLIT, T, Q_HEADS + 2 * KV_HEADS, DIM]
+    parts,  # [SPLIT, T, Q_HEADS + 2 * KV_HEADS, DIM]
     positions,  # [T] int64
-    table,      # [L, DIM] float32: cosines of DIM / 2 angles, then their sines
-    q_weight,   # [DIM], or None
-    k_weight,   # [DIM], or None
-    q,          # [T, Q_HEADS, DIM], out
-    k_cache,    # [slots, KV_HEADS, DIM], out
-    v_cache,    # [slots, KV_HEADS, DIM], out
-    slots,      # [B, Q_LEN] int32, or None: token i goes to row i
-    eps, k_factor, v_factor, last_position,
-    stride_part, stride_row, stride_slot, stride_kc, stride_kch, stride_vc, stride_vch,
-    Q_LEN: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
-    HALF_BLOCK: tl.constexpr, HEADS: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr,
+    table,  # [L, DIM] float32: cosines of DIM / 2 angles, then their sines
+    q_weight,  # [DIM], or None
+    k_weight,  # [DIM], or None
+    q,  # [T, Q_HEADS, DIM], out
+    k_cache,  # [slots, KV_HEADS, DIM], out
+    v_cache,  # [slots, KV_HEADS, DIM], out
+    slots,  # [B, Q_LEN] int32, or None: token i goes to row i
+    eps,
+    k_factor,
+    v_factor,
+    last_position,
+    stride_part,
+    stride_row,
+    stride_slot,
+    stride_kc,
+    stride_kch,
+    stride_vc,
+    stride_vch,
+    Q_LEN: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * HEADS
     HALF: tl.constexpr = DIM // 2
-    head = first + tl.arange(0, HEADS)                                       # [HEADS]
-    dim = tl.arange(0, HALF_BLOCK)                                           # [HALF_BLOCK]
+    head = first + tl.arange(0, HEADS)  # [HEADS]
+    dim = tl.arange(0, HALF_BLOCK)  # [HALF_BLOCK]
     ok = (dim < HALF)[None, :] & (head >= 0)[:, None]
     if EARLY:
         # by the L1 cache, which keeps nothing of other kernels' writes up to date
@@ -361,9 +457,19 @@ def _rotate_kernel(
 
 
 def rotate_store(
-    parts: Tensor, positions: Tensor, table: Tensor, norms: tuple[Tensor, Tensor] | None,
-    eps: float, q: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor | None, *,
-    k_scale: float = 1.0, v_scale: float = 1.0, following: bool = False,
+    parts: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor | None,
+    *,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    following: bool = False,
 ) -> None:
     """Norm heads, apply the position embedding and store keys and values, all in one launch.
 
@@ -400,13 +506,36 @@ def rotate_store(
     heads = next(n for n in (4, 2, 1) if q_heads % n == 0 and kv_heads % n == 0)
     q_weight, k_weight = norms or (None, None)
     _rotate_kernel[(count, (q_heads + 2 * kv_heads) // heads)](
-        parts, positions, table, q_weight, k_weight, q, k_cache, v_cache, slots,
-        eps, 1 / k_scale, 1 / v_scale, len(table) - 1,
-        parts.stride(0), parts.stride(1), 0 if slots is None else slots.stride(0),
-        k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
-        Q_LEN=1 if slots is None else slots.shape[1], Q_HEADS=q_heads, KV_HEADS=kv_heads, DIM=dim,
-        HALF_BLOCK=triton.next_power_of_2(dim // 2), HEADS=heads, SPLIT=parts.shape[0],
-        EARLY=following, num_warps=2, **launch_options(q.device),
+        parts,
+        positions,
+        table,
+        q_weight,
+        k_weight,
+        q,
+        k_cache,
+        v_cache,
+        slots,
+        eps,
+        1 / k_scale,
+        1 / v_scale,
+        len(table) - 1,
+        parts.stride(0),
+        parts.stride(1),
+        0 if slots is None else slots.stride(0),
+        k_cache.stride(0),
+        k_cache.stride(1),
+        v_cache.stride(0),
+        v_cache.stride(1),
+        Q_LEN=1 if slots is None else slots.shape[1],
+        Q_HEADS=q_heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        HALF_BLOCK=triton.next_power_of_2(dim // 2),
+        HEADS=heads,
+        SPLIT=parts.shape[0],
+        EARLY=following,
+        num_warps=2,
+        **launch_options(q.device),
     )
 
 

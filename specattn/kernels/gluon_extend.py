@@ -70,33 +70,74 @@ def _key_range(place, q_len, first_pos, last_pos, shape, t):
 
 @gluon.jit
 def _produce(
-    ring, t, shape, place, k_cache, v_cache, k_pages, v_pages, table_row,
-    K_SLOT: gl.constexpr, K_HEAD: gl.constexpr, V_SLOT: gl.constexpr, V_HEAD: gl.constexpr,
+    ring,
+    t,
+    shape,
+    place,
+    k_cache,
+    v_cache,
+    k_pages,
+    v_pages,
+    table_row,
+    K_SLOT: gl.constexpr,
+    K_HEAD: gl.constexpr,
+    V_SLOT: gl.constexpr,
+    V_HEAD: gl.constexpr,
 ):
     _, q_len, _, first_pos, last_pos = _block(place, shape, t)
     first_key, begin, count = _key_range(place, q_len, first_pos, last_pos, shape, t)
     produce(
-        ring, t, k_cache, v_cache, k_pages, v_pages, place.head, table_row, table_row, begin,
-        count, first_key, last_pos + 1, gl.to_tensor(0), gl.to_tensor(1), K_SLOT, K_HEAD, V_SLOT,
+        ring,
+        t,
+        k_cache,
+        v_cache,
+        k_pages,
+        v_pages,
+        place.head,
+        table_row,
+        table_row,
+        begin,
+        count,
+        first_key,
+        last_pos + 1,
+        gl.to_tensor(0),
+        gl.to_tensor(1),
+        K_SLOT,
+        K_HEAD,
+        V_SLOT,
         V_HEAD,
     )
     async_copy.wait_group(0)
 
 
 @gluon.jit
-def _convert(
-    raw, ring, raw_t, t, shape, place, WARPS: gl.constexpr, VALUES: gl.constexpr
-):
+def _convert(raw, ring, raw_t, t, shape, place, WARPS: gl.constexpr, VALUES: gl.constexpr):
     _, q_len, _, first_pos, last_pos = _block(place, shape, t)
     _, _, count = _key_range(place, q_len, first_pos, last_pos, shape, t)
     if VALUES:
         convert(
-            raw.v, raw.v_full, raw.v_free, ring.v, ring.v_full, ring.v_free, raw_t, t, count,
+            raw.v,
+            raw.v_full,
+            raw.v_free,
+            ring.v,
+            ring.v_full,
+            ring.v_free,
+            raw_t,
+            t,
+            count,
             WARPS,
         )
     else:
         convert(
-            raw.k, raw.k_full, raw.k_free, ring.k, ring.k_full, ring.k_free, raw_t, t, count,
+            raw.k,
+            raw.k_full,
+            raw.k_free,
+            ring.k,
+            ring.k_full,
+            ring.k_free,
+            raw_t,
+            t,
+            count,
             WARPS,
         )
 
@@ -122,9 +163,7 @@ def _consume(ring, t, shape, place, q, out, lse, factors, WG: gl.constexpr):
         q_tile = ring.q.index(WG)
         at = (q_begin + q_row // GROUP).to(gl.int64) * shape.Q_TOKEN
         at += (place.head * GROUP + q_row % GROUP) * shape.Q_HEAD
-        queries = gl.load(
-            q + at[:, None] + q_col[None, :], mask=(q_row < rows)[:, None], other=0.0
-        )
+        queries = gl.load(q + at[:, None] + q_col[None, :], mask=(q_row < rows)[:, None], other=0.0)
         q_tile.store(queries.to(q_tile.dtype))
         fence_async_shared()
         pos_q = prefix + gl.minimum(s_row // GROUP, q_len - 1)
@@ -132,14 +171,28 @@ def _consume(ring, t, shape, place, q, out, lse, factors, WG: gl.constexpr):
         if t.WINDOW >= 0:
             clear_from = last_pos - t.WINDOW
         acc, _total, log2_sum, _, _ = attend(
-            ring, t, q_tile, begin, last_pos + 1, count, clear_from, first_pos + 1, 0,
-            place.seq_lens, s_row < rows, place.seq_lens, pos_q, factors, gl.to_tensor(0),
+            ring,
+            t,
+            q_tile,
+            begin,
+            last_pos + 1,
+            count,
+            clear_from,
+            first_pos + 1,
+            0,
+            place.seq_lens,
+            s_row < rows,
+            place.seq_lens,
+            pos_q,
+            factors,
+            gl.to_tensor(0),
             gl.to_tensor(0),
         )
         at = (q_begin + o_row // GROUP).to(gl.int64) * shape.OUT_TOKEN
         at += (place.head * GROUP + o_row % GROUP) * shape.OUT_HEAD
         gl.store(
-            out + at[:, None] + o_col[None, :], acc.to(out.dtype.element_ty),
+            out + at[:, None] + o_col[None, :],
+            acc.to(out.dtype.element_ty),
             mask=(o_row < rows)[:, None],
         )
         if shape.HAS_LSE:
@@ -151,32 +204,53 @@ def _consume(ring, t, shape, place, q, out, lse, factors, WG: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["stride_table", "batch"])
 def gluon_extend_kernel(
-    q,                 # [T, Hq, HEAD_DIM]
-    k_cache,           # [slots, NUM_KV, HEAD_DIM]
-    v_cache,           # [slots, NUM_KV, HEAD_DIM]
-    out,               # [T, Hq, HEAD_DIM], out
-    lse,               # [T, Hq] float32, out, or anything without HAS_LSE
-    qo_indptr,         # [B + 1] int32
-    seq_lens,          # [B] int32
+    q,  # [T, Hq, HEAD_DIM]
+    k_cache,  # [slots, NUM_KV, HEAD_DIM]
+    v_cache,  # [slots, NUM_KV, HEAD_DIM]
+    out,  # [T, Hq, HEAD_DIM], out
+    lse,  # [T, Hq] float32, out, or anything without HAS_LSE
+    qo_indptr,  # [B + 1] int32
+    seq_lens,  # [B] int32
     req_pool_indices,  # [B] int64
-    req_to_token,      # [rows, C] int32
-    k_pages,           # descriptors of [slots, NUM_KV * HEAD_DIM] with PAGE > 1, or anything
+    req_to_token,  # [rows, C] int32
+    k_pages,  # descriptors of [slots, NUM_KV * HEAD_DIM] with PAGE > 1, or anything
     v_pages,
-    base2, cap_in, cap_out, v_scale, stride_table, batch,
-    Q_TOKEN: gl.constexpr, Q_HEAD: gl.constexpr, OUT_TOKEN: gl.constexpr,
-    OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr, LSE_HEAD: gl.constexpr,
-    K_SLOT: gl.constexpr, K_HEAD: gl.constexpr, V_SLOT: gl.constexpr, V_HEAD: gl.constexpr,
-    WINDOW: gl.constexpr, HAS_CAP: gl.constexpr, HAS_LSE: gl.constexpr, GROUP: gl.constexpr,
-    NUM_KV: gl.constexpr, HEAD_DIM: gl.constexpr, GROUPS: gl.constexpr, BN: gl.constexpr,
-    STAGES: gl.constexpr, PAGE: gl.constexpr, PRODUCERS: gl.constexpr,
-    RAW: gl.constexpr, CONVERTERS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
-    CONVERTER_REGS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
+    base2,
+    cap_in,
+    cap_out,
+    v_scale,
+    stride_table,
+    batch,
+    Q_TOKEN: gl.constexpr,
+    Q_HEAD: gl.constexpr,
+    OUT_TOKEN: gl.constexpr,
+    OUT_HEAD: gl.constexpr,
+    LSE_TOKEN: gl.constexpr,
+    LSE_HEAD: gl.constexpr,
+    K_SLOT: gl.constexpr,
+    K_HEAD: gl.constexpr,
+    V_SLOT: gl.constexpr,
+    V_HEAD: gl.constexpr,
+    WINDOW: gl.constexpr,
+    HAS_CAP: gl.constexpr,
+    HAS_LSE: gl.constexpr,
+    GROUP: gl.constexpr,
+    NUM_KV: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    GROUPS: gl.constexpr,
+    BN: gl.constexpr,
+    STAGES: gl.constexpr,
+    PAGE: gl.constexpr,
+    PRODUCERS: gl.constexpr,
+    RAW: gl.constexpr,
+    CONVERTERS: gl.constexpr,
+    PRODUCER_REGS: gl.constexpr,
+    CONVERTER_REGS: gl.constexpr,
+    CONSUMER_REGS: gl.constexpr,
 ):
     """One CTA per (block of packed rows, request, KV head)."""
     FLOAT8: gl.constexpr = RAW > 0
-    t = Tile(
-        0, 0, WINDOW, True, HAS_CAP, HEAD_DIM, GROUPS, BN, STAGES, PAGE, PRODUCERS, False, ""
-    )
+    t = Tile(0, 0, WINDOW, True, HAS_CAP, HEAD_DIM, GROUPS, BN, STAGES, PAGE, PRODUCERS, False, "")
     shape = Shape(GROUP, Q_TOKEN, Q_HEAD, OUT_TOKEN, OUT_HEAD, HAS_LSE, LSE_TOKEN, LSE_HEAD)
     factors = Factors(base2, cap_in, cap_out, v_scale, FLOAT8)
     pid = gl.program_id(0)
@@ -192,25 +266,64 @@ def gluon_extend_kernel(
         )
         ring = make_ring(gl.float16, t, 1)
         raw = make_raw_ring(k_cache.dtype.element_ty, raw_t)
-        gl.warp_specialize([
-            (_consume, (ring, t, shape, place, q, out, lse, factors, 0)),
-            (_consume, (ring, t, shape, place, q, out, lse, factors, 1)),
-            (_convert, (raw, ring, raw_t, t, shape, place, CONVERTERS, False)),
-            (_convert, (raw, ring, raw_t, t, shape, place, CONVERTERS, True)),
-            (_produce, (
-                raw, raw_t, shape, place, k_cache, v_cache, k_pages, v_pages, table_row, K_SLOT,
-                K_HEAD, V_SLOT, V_HEAD,
-            )),
-        ], [4, CONVERTERS, CONVERTERS, PRODUCERS], [
-            CONSUMER_REGS, CONVERTER_REGS, CONVERTER_REGS, PRODUCER_REGS,
-        ])
+        gl.warp_specialize(
+            [
+                (_consume, (ring, t, shape, place, q, out, lse, factors, 0)),
+                (_consume, (ring, t, shape, place, q, out, lse, factors, 1)),
+                (_convert, (raw, ring, raw_t, t, shape, place, CONVERTERS, False)),
+                (_convert, (raw, ring, raw_t, t, shape, place, CONVERTERS, True)),
+                (
+                    _produce,
+                    (
+                        raw,
+                        raw_t,
+                        shape,
+                        place,
+                        k_cache,
+                        v_cache,
+                        k_pages,
+                        v_pages,
+                        table_row,
+                        K_SLOT,
+                        K_HEAD,
+                        V_SLOT,
+                        V_HEAD,
+                    ),
+                ),
+            ],
+            [4, CONVERTERS, CONVERTERS, PRODUCERS],
+            [
+                CONSUMER_REGS,
+                CONVERTER_REGS,
+                CONVERTER_REGS,
+                PRODUCER_REGS,
+            ],
+        )
     else:
         ring = make_ring(k_cache.dtype.element_ty, t, PRODUCERS * 32 if PAGE == 1 else 1)
-        gl.warp_specialize([
-            (_consume, (ring, t, shape, place, q, out, lse, factors, 0)),
-            (_consume, (ring, t, shape, place, q, out, lse, factors, 1)),
-            (_produce, (
-                ring, t, shape, place, k_cache, v_cache, k_pages, v_pages, table_row, K_SLOT,
-                K_HEAD, V_SLOT, V_HEAD,
-            )),
-        ], [4, PRODUCERS], [CONSUMER_REGS, PRODUCER_REGS])
+        gl.warp_specialize(
+            [
+                (_consume, (ring, t, shape, place, q, out, lse, factors, 0)),
+                (_consume, (ring, t, shape, place, q, out, lse, factors, 1)),
+                (
+                    _produce,
+                    (
+                        ring,
+                        t,
+                        shape,
+                        place,
+                        k_cache,
+                        v_cache,
+                        k_pages,
+                        v_pages,
+                        table_row,
+                        K_SLOT,
+                        K_HEAD,
+                        V_SLOT,
+                        V_HEAD,
+                    ),
+                ),
+            ],
+            [4, PRODUCERS],
+            [CONSUMER_REGS, PRODUCER_REGS],
+        )

@@ -41,7 +41,10 @@ def gluon_ok(kernel_name: str, check: Callable[[torch.device], None], device: to
         except Exception as problem:  # compilers fail in ways of their own
             log.warning(
                 "%s does not work on %s, a Triton kernel takes its place: %s: %s",
-                kernel_name, torch.cuda.get_device_name(index), type(problem).__name__, problem,
+                kernel_name,
+                torch.cuda.get_device_name(index),
+                type(problem).__name__,
+                problem,
             )
             _PROVEN[kernel_name, index] = False
     return _PROVEN[kernel_name, index]

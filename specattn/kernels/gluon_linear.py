@@ -35,8 +35,18 @@ def _bring_weights(w32, w16, w8, w, barrier, half, row, k, STEP: gl.constexpr):
 
 @gluon.jit
 def _bring(
-    w32, w16, w8, w, came, low, high, k, step,
-    STEP: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    w32,
+    w16,
+    w8,
+    w,
+    came,
+    low,
+    high,
+    k,
+    step,
+    STEP: gl.constexpr,
+    BK: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
     """Bring both halves of a step's weights, from column ``k`` on."""
     stage = step % STAGES
@@ -48,8 +58,22 @@ def _bring(
 
 @gluon.jit
 def _produce_weights(
-    w32, w16, w8, w, came, free, low, high, begin, count, turns, apart,
-    STEP: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, PACE: gl.constexpr,
+    w32,
+    w16,
+    w8,
+    w,
+    came,
+    free,
+    low,
+    high,
+    begin,
+    count,
+    turns,
+    apart,
+    STEP: gl.constexpr,
+    BK: gl.constexpr,
+    STAGES: gl.constexpr,
+    PACE: gl.constexpr,
     MANY: gl.constexpr,
 ):
     """Bring the weights of the CTA's tiles, ``apart`` rows apart, after the first ``PACE`` steps.
@@ -74,8 +98,17 @@ def _produce_weights(
 
 @gluon.jit
 def _produce_rows(
-    rows, x, full, free, begin, count, turns,
-    BOX: gl.constexpr, BOXES: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    rows,
+    x,
+    full,
+    free,
+    begin,
+    count,
+    turns,
+    BOX: gl.constexpr,
+    BOXES: gl.constexpr,
+    BK: gl.constexpr,
+    STAGES: gl.constexpr,
     MANY: gl.constexpr,
 ):
     """Bring what the weights are multiplied by, once the kernel before this one is complete.
@@ -101,11 +134,19 @@ def _produce_rows(
 
 @gluon.jit
 def _store(
-    out, values, first, step, tokens, width, stride_row, BT: gl.constexpr, layout: gl.constexpr,
+    out,
+    values,
+    first,
+    step,
+    tokens,
+    width,
+    stride_row,
+    BT: gl.constexpr,
+    layout: gl.constexpr,
 ):
     """Store ``step`` of 64 rows of a tile as columns of the result, from ``first`` on."""
-    token = gl.arange(0, BT, layout=gl.SliceLayout(0, layout))             # [BT]
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))               # [64]
+    token = gl.arange(0, BT, layout=gl.SliceLayout(0, layout))  # [BT]
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))  # [64]
     column = first + row
     ok = (token < tokens)[None, :] & ((row < step) & (column < width))[:, None]
     at = out + (token.to(gl.int64) * stride_row)[None, :] + column[:, None]
@@ -114,8 +155,23 @@ def _store(
 
 @gluon.jit
 def _consume(
-    out, w, x, came, full, free, tile, count, turns, others, tokens, width, stride_row,
-    STEP: gl.constexpr, BT: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
+    out,
+    w,
+    x,
+    came,
+    full,
+    free,
+    tile,
+    count,
+    turns,
+    others,
+    tokens,
+    width,
+    stride_row,
+    STEP: gl.constexpr,
+    BT: gl.constexpr,
+    STAGES: gl.constexpr,
+    GATED: gl.constexpr,
 ):
     """Multiply, and store tile after tile, ``others`` apart."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
@@ -144,13 +200,27 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["tokens"])
 def gluon_linear_kernel(
-    w32, w16, w8,  # descriptors of the weights [N, K], boxes of so many rows by BK
-    rows,          # descriptor of [T, K], boxes [BOX, BK]
-    out,           # [SPLIT, T, N]; with GATED [T, N / 2]
-    tokens, width, steps, stride_part, stride_row,
-    STEP: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    BOX: gl.constexpr, BOXES: gl.constexpr, SPLIT: gl.constexpr, GATED: gl.constexpr,
-    PACE: gl.constexpr, MANY: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+    w32,
+    w16,
+    w8,  # descriptors of the weights [N, K], boxes of so many rows by BK
+    rows,  # descriptor of [T, K], boxes [BOX, BK]
+    out,  # [SPLIT, T, N]; with GATED [T, N / 2]
+    tokens,
+    width,
+    steps,
+    stride_part,
+    stride_row,
+    STEP: gl.constexpr,
+    BT: gl.constexpr,
+    BK: gl.constexpr,
+    STAGES: gl.constexpr,
+    BOX: gl.constexpr,
+    BOXES: gl.constexpr,
+    SPLIT: gl.constexpr,
+    GATED: gl.constexpr,
+    PACE: gl.constexpr,
+    MANY: gl.constexpr,
+    PRODUCER_REGS: gl.constexpr,
 ):
     """A CTA takes 2 STEP rows of the weights (GATED: STEP and those they gate) and a share of K.
 
@@ -184,14 +254,57 @@ def gluon_linear_kernel(
     # the warps that take over need most of a microsecond to start
     for step in range(gl.minimum(count, PACE)):
         _bring(w32, w16, w8, w, came, low, high, (begin + step) * BK, step, STEP, BK, STAGES)
-    gl.warp_specialize([
-        (_consume, (
-            out + part.to(gl.int64) * stride_part, w, x, came, full, free, tile, count, turns,
-            others, tokens, width, stride_row, STEP, BT, STAGES, GATED,
-        )),
-        (_produce_weights, (
-            w32, w16, w8, w, came, free, low, high, begin, count, turns, others * SIZE, STEP, BK,
-            STAGES, PACE, MANY,
-        )),
-        (_produce_rows, (rows, x, full, free, begin, count, turns, BOX, BOXES, BK, STAGES, MANY)),
-    ], [1, 1], [PRODUCER_REGS, PRODUCER_REGS])
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    out + part.to(gl.int64) * stride_part,
+                    w,
+                    x,
+                    came,
+                    full,
+                    free,
+                    tile,
+                    count,
+                    turns,
+                    others,
+                    tokens,
+                    width,
+                    stride_row,
+                    STEP,
+                    BT,
+                    STAGES,
+                    GATED,
+                ),
+            ),
+            (
+                _produce_weights,
+                (
+                    w32,
+                    w16,
+                    w8,
+                    w,
+                    came,
+                    free,
+                    low,
+                    high,
+                    begin,
+                    count,
+                    turns,
+                    others * SIZE,
+                    STEP,
+                    BK,
+                    STAGES,
+                    PACE,
+                    MANY,
+                ),
+            ),
+            (
+                _produce_rows,
+                (rows, x, full, free, begin, count, turns, BOX, BOXES, BK, STAGES, MANY),
+            ),
+        ],
+        [1, 1],
+        [PRODUCER_REGS, PRODUCER_REGS],
+    )

@@ -68,10 +68,10 @@ class Tile:
 class Ring:
     """Stages of shared memory, and the barriers that hand them over."""
 
-    q: gl.shared_memory_descriptor        # [GROUPS, 64, HEAD_DIM]
-    k: gl.shared_memory_descriptor        # [STAGES, BN, HEAD_DIM]
+    q: gl.shared_memory_descriptor  # [GROUPS, 64, HEAD_DIM]
+    k: gl.shared_memory_descriptor  # [STAGES, BN, HEAD_DIM]
     v: gl.shared_memory_descriptor
-    k_full: gl.shared_memory_descriptor   # [STAGES, 1]
+    k_full: gl.shared_memory_descriptor  # [STAGES, 1]
     v_full: gl.shared_memory_descriptor
     k_free: gl.shared_memory_descriptor
     v_free: gl.shared_memory_descriptor
@@ -108,7 +108,11 @@ def make_raw_ring(dtype: gl.constexpr, t):
 
 @gluon.jit
 def _make_stages(
-    q, dtype: gl.constexpr, layout: gl.constexpr, t, arrivals: gl.constexpr,
+    q,
+    dtype: gl.constexpr,
+    layout: gl.constexpr,
+    t,
+    arrivals: gl.constexpr,
     departures: gl.constexpr,
 ):
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
@@ -140,7 +144,7 @@ def _advance(stage, phase, t):
 @gluon.jit
 def _load_slots(index_row, tail_row, start, r, first_key, prefix_len, t):
     """Slots of the tile at ``start``, read raw and a tile ahead of their use."""
-    pos = start + r                                                       # [BN]
+    pos = start + r  # [BN]
     if (start >= first_key) & (start + t.BN <= prefix_len):
         slots = gl.load(index_row + pos, cache_modifier=t.CACHE)
     else:
@@ -173,9 +177,7 @@ def _fill_by_pages(desc, tile, full, free, phase, slots, column, t):
 
 
 @gluon.jit
-def convert(
-    raw, raw_full, raw_free, tiles, full, free, raw_t, t, count, WARPS: gl.constexpr
-):
+def convert(raw, raw_full, raw_free, tiles, full, free, raw_t, t, count, WARPS: gl.constexpr):
     """Turn ``count`` float8 tiles, of keys or of values, into 16-bit ones.
 
     It has warps of its own: a fence waits for all that its thread has under way, and would hold
@@ -203,9 +205,25 @@ def convert(
 
 @gluon.jit
 def produce(
-    ring, t, k_cache, v_cache, k_pages, v_pages, head, index_row, tail_row, begin, count,
-    first_key, prefix_len, stage, phase,
-    K_SLOT: gl.constexpr, K_HEAD: gl.constexpr, V_SLOT: gl.constexpr, V_HEAD: gl.constexpr,
+    ring,
+    t,
+    k_cache,
+    v_cache,
+    k_pages,
+    v_pages,
+    head,
+    index_row,
+    tail_row,
+    begin,
+    count,
+    first_key,
+    prefix_len,
+    stage,
+    phase,
+    K_SLOT: gl.constexpr,
+    K_HEAD: gl.constexpr,
+    V_SLOT: gl.constexpr,
+    V_HEAD: gl.constexpr,
 ):
     """Bring ``count`` tiles from key ``begin`` on into the ring; returns its stage and phase.
 
@@ -221,14 +239,14 @@ def produce(
     layout: gl.constexpr = gl.BlockedLayout(
         [1, WIDE], [2 * WIDE // 8, 128 // WIDE], [t.PRODUCERS, 1], [1, 0]
     )
-    r = gl.arange(0, BN, layout=gl.SliceLayout(1, layout))                # [BN]
-    d = gl.arange(0, t.HEAD_DIM, layout=gl.SliceLayout(0, layout))        # [HEAD_DIM]
-    k_head = k_cache + head.to(gl.int64) * K_HEAD + d[None, :]            # [1, HEAD_DIM]
+    r = gl.arange(0, BN, layout=gl.SliceLayout(1, layout))  # [BN]
+    d = gl.arange(0, t.HEAD_DIM, layout=gl.SliceLayout(0, layout))  # [HEAD_DIM]
+    k_head = k_cache + head.to(gl.int64) * K_HEAD + d[None, :]  # [1, HEAD_DIM]
     v_head = v_cache + head.to(gl.int64) * V_HEAD + d[None, :]
     if t.PAGE == 1:
         ahead = _load_slots(index_row, tail_row, begin, r, first_key, prefix_len, t)
         for start in range(begin, begin + count * BN, BN):
-            rows = ahead.to(gl.int64)[:, None]                            # [BN, 1]
+            rows = ahead.to(gl.int64)[:, None]  # [BN, 1]
             ahead = _load_slots(index_row, tail_row, start + BN, r, first_key, prefix_len, t)
             if t.EARLY:  # noqa: SIM102
                 if (start < first_key) | (start + BN > prefix_len):
@@ -263,7 +281,7 @@ def produce(
                 rows = _load_slots(index_row, tail_row, start, r, first_key, prefix_len, t)
                 if t.EARLY:
                     gdc_wait()
-                rows = rows.to(gl.int64)[:, None]                         # [BN, 1]
+                rows = rows.to(gl.int64)[:, None]  # [BN, 1]
                 mbarrier.wait(ring.k_free.index(stage), phase)
                 async_copy.async_copy_global_to_shared(k_tile, k_head + rows * K_SLOT)
                 async_copy.commit_group()
@@ -284,7 +302,7 @@ def produce(
 @gluon.jit
 def _load_words(word_row, row_ok, masked, first, t):
     """Tail words of a tile with tail keys, read before its scores are there."""
-    word0 = row_ok.to(gl.uint64) * 0                                      # [64]
+    word0 = row_ok.to(gl.uint64) * 0  # [64]
     word1 = word0
     word2 = word0
     # the compiler decides the outer condition, the device the inner one
@@ -301,9 +319,9 @@ def _load_words(word_row, row_ok, masked, first, t):
 def _mask(s, words, tail_pos_row, pos_q, r, start, end, prefix_len, t):
     """Mask the scores of a tile that holds tail keys, the end, or an edge by position."""
     first = start - prefix_len
-    pos = start + r                                                       # [BN]
+    pos = start + r  # [BN]
     if t.TAIL > 0:
-        bits = row_bits(words[0], words[1], first, end - start)           # [64]
+        bits = row_bits(words[0], words[1], first, end - start)  # [64]
         if t.BN > 64:
             more = row_bits(words[1], words[2], first + 64, end - start - 64)
             visible = spread(bits, more, r[None, :], t.BN)
@@ -350,10 +368,22 @@ def _cap(s, factors, t):
 
 @gluon.jit
 def attend(
-    ring, t, q_tile,
-    begin, end, count,     # first key, end of the keys, tiles
-    clear_from, clear_to,  # tiles between these keys are visible to every row
-    prefix_len, word_row, row_ok, tail_pos_row, pos_q, factors, stage, phase,
+    ring,
+    t,
+    q_tile,
+    begin,
+    end,
+    count,  # first key, end of the keys, tiles
+    clear_from,
+    clear_to,  # tiles between these keys are visible to every row
+    prefix_len,
+    word_row,
+    row_ok,
+    tail_pos_row,
+    pos_q,
+    factors,
+    stage,
+    phase,
 ):
     """Attend with 64 rows to ``count`` tiles in the ring.
 

@@ -152,8 +152,18 @@ def _query_positions(work, req, prefix_len, shape, t):
 
 @gluon.jit
 def _produce(
-    ring, work, t, shape, k_cache, v_cache, k_pages, v_pages,
-    K_SLOT: gl.constexpr, K_HEAD: gl.constexpr, V_SLOT: gl.constexpr, V_HEAD: gl.constexpr,
+    ring,
+    work,
+    t,
+    shape,
+    k_cache,
+    v_cache,
+    k_pages,
+    v_pages,
+    K_SLOT: gl.constexpr,
+    K_HEAD: gl.constexpr,
+    V_SLOT: gl.constexpr,
+    V_HEAD: gl.constexpr,
 ):
     """Bring the tiles of the chunk's segments into the ring."""
     left, tile, req, base, prefix_len, first_tile, _, _ = _first_segment(work, t)
@@ -172,9 +182,25 @@ def _produce(
             low, _ = _query_positions(work, req, prefix_len, shape, t)
             first_key = gl.maximum(low - t.WINDOW, 0)
         stage, phase = produce(
-            ring, t, k_cache, v_cache, k_pages, v_pages, work.head, work.indices + base,
-            work.tail_slots + req.to(gl.int64) * work.stride_tail, begin, count, first_key,
-            prefix_len, stage, phase, K_SLOT, K_HEAD, V_SLOT, V_HEAD,
+            ring,
+            t,
+            k_cache,
+            v_cache,
+            k_pages,
+            v_pages,
+            work.head,
+            work.indices + base,
+            work.tail_slots + req.to(gl.int64) * work.stride_tail,
+            begin,
+            count,
+            first_key,
+            prefix_len,
+            stage,
+            phase,
+            K_SLOT,
+            K_HEAD,
+            V_SLOT,
+            V_HEAD,
         )
         left -= count
         tile = 0
@@ -189,12 +215,28 @@ def _convert(raw, ring, work, raw_t, t, WARPS: gl.constexpr, VALUES: gl.constexp
     count = gl.load(work.chunks + work.chunk * 8).to(gl.int32)
     if VALUES:
         convert(
-            raw.v, raw.v_full, raw.v_free, ring.v, ring.v_full, ring.v_free, raw_t, t, count,
+            raw.v,
+            raw.v_full,
+            raw.v_free,
+            ring.v,
+            ring.v_full,
+            ring.v_free,
+            raw_t,
+            t,
+            count,
             WARPS,
         )
     else:
         convert(
-            raw.k, raw.k_full, raw.k_free, ring.k, ring.k_full, ring.k_free, raw_t, t, count,
+            raw.k,
+            raw.k_full,
+            raw.k_free,
+            ring.k,
+            ring.k_full,
+            ring.k_free,
+            raw_t,
+            t,
+            count,
             WARPS,
         )
 
@@ -209,7 +251,7 @@ def _consume(ring, work, t, shape, rows, factors, WG: gl.constexpr):
     values: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     loads: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     row0 = (work.m_tile * t.GROUPS + WG) * 64
-    q_row = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, loads))      # [64], packed rows
+    q_row = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, loads))  # [64], packed rows
     s_row = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, scores))
     o_row = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, values))
     q_col = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, loads))
@@ -234,13 +276,14 @@ def _consume(ring, work, t, shape, rows, factors, WG: gl.constexpr):
         q_at = (req * shape.Q_LEN + q_row // GROUP).to(gl.int64) * shape.Q_TOKEN
         q_at += (work.head * GROUP + q_row % GROUP) * shape.Q_HEAD
         queries = gl.load(
-            rows.q + q_at[:, None] + q_col[None, :], mask=(q_row < shape.Q_LEN * GROUP)[:, None],
+            rows.q + q_at[:, None] + q_col[None, :],
+            mask=(q_row < shape.Q_LEN * GROUP)[:, None],
             other=0.0,
         )
         q_tile.store(queries.to(q_tile.dtype))
         fence_async_shared()
         word_row = work.tail_words + req.to(gl.int64) * work.stride_words
-        word_row += token * work.stride_words_q                           # [64]
+        word_row += token * work.stride_words_q  # [64]
         tail_pos_row = work.tail_positions + req.to(gl.int64) * work.stride_tail_pos
         # the low halves are enough of a position
         tail_pos_row = tail_pos_row.to(gl.pointer_type(gl.int32), bitcast=True)
@@ -255,21 +298,37 @@ def _consume(ring, work, t, shape, rows, factors, WG: gl.constexpr):
                 pos_row = work.positions + req.to(gl.int64) * work.stride_pos
                 pos_q = gl.load(pos_row + gl.minimum(token, shape.Q_LEN - 1)).to(gl.int32)
         acc, total, log2_sum, stage, phase = attend(
-            ring, t, q_tile, begin, end, count, clear_from, prefix_len, prefix_len, word_row,
-            s_ok, tail_pos_row, pos_q, factors, stage, phase,
+            ring,
+            t,
+            q_tile,
+            begin,
+            end,
+            count,
+            clear_from,
+            prefix_len,
+            prefix_len,
+            word_row,
+            s_ok,
+            tail_pos_row,
+            pos_q,
+            factors,
+            stage,
+            phase,
         )
         if parts == 1:
             at = (req * shape.Q_LEN + o_row // GROUP).to(gl.int64) * shape.OUT_TOKEN
             at += (work.head * GROUP + o_row % GROUP) * shape.OUT_HEAD
             gl.store(
-                rows.out + at[:, None] + o_col[None, :], acc.to(dtype),
+                rows.out + at[:, None] + o_col[None, :],
+                acc.to(dtype),
                 mask=(o_row < shape.Q_LEN * GROUP)[:, None],
             )
             if shape.HAS_LSE:
                 at = (req * shape.Q_LEN + token).to(gl.int64) * shape.LSE_TOKEN
                 at += (work.head * GROUP + s_row % GROUP) * shape.LSE_HEAD
                 gl.store(
-                    rows.lse + at, gl.where(total > 0.0, log2_sum * LN2, float("-inf")),
+                    rows.lse + at,
+                    gl.where(total > 0.0, log2_sum * LN2, float("-inf")),
                     mask=s_ok,
                 )
         else:
@@ -277,7 +336,8 @@ def _consume(ring, work, t, shape, rows, factors, WG: gl.constexpr):
             block = block * (shape.MT * t.GROUPS * 64)
             gl.store(
                 rows.partial_out + (block + o_row)[:, None] * HEAD_DIM + o_col[None, :],
-                acc.to(dtype), mask=(o_row < shape.Q_LEN * GROUP)[:, None],
+                acc.to(dtype),
+                mask=(o_row < shape.Q_LEN * GROUP)[:, None],
             )
             gl.store(rows.partial_lse + block + s_row, gl.where(total > 0.0, log2_sum, EMPTY))
         left -= count
@@ -287,55 +347,123 @@ def _consume(ring, work, t, shape, rows, factors, WG: gl.constexpr):
 
 
 # strides of small tensors: no variants of the kernel for round ones
-@gluon.jit(do_not_specialize=[
-    "stride_pos", "stride_tail", "stride_tail_pos", "stride_words", "stride_words_q",
-])
+@gluon.jit(
+    do_not_specialize=[
+        "stride_pos",
+        "stride_tail",
+        "stride_tail_pos",
+        "stride_words",
+        "stride_words_q",
+    ]
+)
 def gluon_tree_kernel(
-    q,               # [B * Q_LEN, Hq, HEAD_DIM]
-    k_cache,         # [slots, NUM_KV, HEAD_DIM]
-    v_cache,         # [slots, NUM_KV, HEAD_DIM]
-    out,             # [B * Q_LEN, Hq, HEAD_DIM]
-    lse,             # [B * Q_LEN, Hq] float32, or anything without HAS_LSE
-    indices,         # int32: req_to_token rows, or with CSR kv_indices
-    positions,       # [B, Q_LEN] int64, with WINDOW
-    tail_slots,      # [B, TAIL] int32
+    q,  # [B * Q_LEN, Hq, HEAD_DIM]
+    k_cache,  # [slots, NUM_KV, HEAD_DIM]
+    v_cache,  # [slots, NUM_KV, HEAD_DIM]
+    out,  # [B * Q_LEN, Hq, HEAD_DIM]
+    lse,  # [B * Q_LEN, Hq] float32, or anything without HAS_LSE
+    indices,  # int32: req_to_token rows, or with CSR kv_indices
+    positions,  # [B, Q_LEN] int64, with WINDOW
+    tail_slots,  # [B, TAIL] int32
     tail_positions,  # [B, TAIL] int64, with WINDOW
-    tail_words,      # [B, Q_LEN, WORDS] int64
-    requests,        # [B, 8] int64
-    chunks,          # [NC, 8] int64
-    partial_out,     # [slots, NUM_KV, MT, GROUPS * 64, HEAD_DIM]
-    partial_lse,     # [slots, NUM_KV, MT, GROUPS * 64] float32, base 2
-    k_pages,         # descriptors of [slots, NUM_KV * HEAD_DIM] with PAGE > 1, or anything
+    tail_words,  # [B, Q_LEN, WORDS] int64
+    requests,  # [B, 8] int64
+    chunks,  # [NC, 8] int64
+    partial_out,  # [slots, NUM_KV, MT, GROUPS * 64, HEAD_DIM]
+    partial_lse,  # [slots, NUM_KV, MT, GROUPS * 64] float32, base 2
+    k_pages,  # descriptors of [slots, NUM_KV * HEAD_DIM] with PAGE > 1, or anything
     v_pages,
-    base2, cap_in, cap_out, v_scale,
-    stride_pos, stride_tail, stride_tail_pos, stride_words, stride_words_q,
-    Q_TOKEN: gl.constexpr, Q_HEAD: gl.constexpr, OUT_TOKEN: gl.constexpr,
-    OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr, LSE_HEAD: gl.constexpr,
-    K_SLOT: gl.constexpr, K_HEAD: gl.constexpr, V_SLOT: gl.constexpr, V_HEAD: gl.constexpr,
-    Q_LEN: gl.constexpr, TAIL: gl.constexpr, WORDS: gl.constexpr, WINDOW: gl.constexpr,
-    HAS_CAP: gl.constexpr, CSR: gl.constexpr, HAS_LSE: gl.constexpr, GROUP: gl.constexpr,
-    NUM_KV: gl.constexpr, HEAD_DIM: gl.constexpr, GROUPS: gl.constexpr, BN: gl.constexpr,
-    MT: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr, PRODUCERS: gl.constexpr,
-    RAW: gl.constexpr, CONVERTERS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
-    CONVERTER_REGS: gl.constexpr, CONSUMER_REGS: gl.constexpr, EARLY: gl.constexpr,
+    base2,
+    cap_in,
+    cap_out,
+    v_scale,
+    stride_pos,
+    stride_tail,
+    stride_tail_pos,
+    stride_words,
+    stride_words_q,
+    Q_TOKEN: gl.constexpr,
+    Q_HEAD: gl.constexpr,
+    OUT_TOKEN: gl.constexpr,
+    OUT_HEAD: gl.constexpr,
+    LSE_TOKEN: gl.constexpr,
+    LSE_HEAD: gl.constexpr,
+    K_SLOT: gl.constexpr,
+    K_HEAD: gl.constexpr,
+    V_SLOT: gl.constexpr,
+    V_HEAD: gl.constexpr,
+    Q_LEN: gl.constexpr,
+    TAIL: gl.constexpr,
+    WORDS: gl.constexpr,
+    WINDOW: gl.constexpr,
+    HAS_CAP: gl.constexpr,
+    CSR: gl.constexpr,
+    HAS_LSE: gl.constexpr,
+    GROUP: gl.constexpr,
+    NUM_KV: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    GROUPS: gl.constexpr,
+    BN: gl.constexpr,
+    MT: gl.constexpr,
+    STAGES: gl.constexpr,
+    PAGE: gl.constexpr,
+    PRODUCERS: gl.constexpr,
+    RAW: gl.constexpr,
+    CONVERTERS: gl.constexpr,
+    PRODUCER_REGS: gl.constexpr,
+    CONVERTER_REGS: gl.constexpr,
+    CONSUMER_REGS: gl.constexpr,
+    EARLY: gl.constexpr,
 ):
     """One CTA per (chunk, KV head, M tile) walks the segments of its chunk."""
     FLOAT8: gl.constexpr = RAW > 0
     # over float8 keys, what the producer fills is another ring
     CACHE: gl.constexpr = ".cg" if EARLY else ""
     t = Tile(
-        TAIL, WORDS, WINDOW, False, HAS_CAP, HEAD_DIM, GROUPS, BN, STAGES, PAGE, PRODUCERS, EARLY,
+        TAIL,
+        WORDS,
+        WINDOW,
+        False,
+        HAS_CAP,
+        HEAD_DIM,
+        GROUPS,
+        BN,
+        STAGES,
+        PAGE,
+        PRODUCERS,
+        EARLY,
         CACHE,
     )
     shape = Shape(
-        Q_LEN, CSR, GROUP, NUM_KV, MT, Q_TOKEN, Q_HEAD, OUT_TOKEN, OUT_HEAD, HAS_LSE, LSE_TOKEN,
+        Q_LEN,
+        CSR,
+        GROUP,
+        NUM_KV,
+        MT,
+        Q_TOKEN,
+        Q_HEAD,
+        OUT_TOKEN,
+        OUT_HEAD,
+        HAS_LSE,
+        LSE_TOKEN,
         LSE_HEAD,
     )
     rows = Rows(q, out, lse, partial_out, partial_lse)
     factors = Factors(base2, cap_in, cap_out, v_scale, FLOAT8)
     if FLOAT8:
         raw_t = Tile(
-            TAIL, WORDS, WINDOW, False, HAS_CAP, HEAD_DIM, GROUPS, BN, RAW, 1, PRODUCERS, EARLY,
+            TAIL,
+            WORDS,
+            WINDOW,
+            False,
+            HAS_CAP,
+            HEAD_DIM,
+            GROUPS,
+            BN,
+            RAW,
+            1,
+            PRODUCERS,
+            EARLY,
             CACHE,
         )
         ring = make_ring(gl.float16, t, 1)
@@ -344,51 +472,134 @@ def gluon_tree_kernel(
         ring = make_ring(k_cache.dtype.element_ty, t, PRODUCERS * 32 if PAGE == 1 else 1)
     pid = gl.program_id(0)
     work = Work(
-        pid // (MT * NUM_KV), pid // MT % NUM_KV, pid % MT, requests, chunks, indices, positions,
-        tail_slots, tail_positions, tail_words, stride_pos, stride_tail, stride_tail_pos,
-        stride_words, stride_words_q,
+        pid // (MT * NUM_KV),
+        pid // MT % NUM_KV,
+        pid % MT,
+        requests,
+        chunks,
+        indices,
+        positions,
+        tail_slots,
+        tail_positions,
+        tail_words,
+        stride_pos,
+        stride_tail,
+        stride_tail_pos,
+        stride_words,
+        stride_words_q,
     )
     if not EARLY:
         gdc_wait()
         gdc_launch_dependents()
     if FLOAT8:
         if GROUPS == 1:
-            gl.warp_specialize([
-                (_consume, (ring, work, t, shape, rows, factors, 0)),
-                (_convert, (raw, ring, work, raw_t, t, CONVERTERS, False)),
-                (_convert, (raw, ring, work, raw_t, t, CONVERTERS, True)),
-                (_produce, (
-                    raw, work, raw_t, shape, k_cache, v_cache, k_pages, v_pages, K_SLOT, K_HEAD,
-                    V_SLOT, V_HEAD,
-                )),
-            ], [CONVERTERS, CONVERTERS, PRODUCERS], [CONVERTER_REGS, CONVERTER_REGS, PRODUCER_REGS])
+            gl.warp_specialize(
+                [
+                    (_consume, (ring, work, t, shape, rows, factors, 0)),
+                    (_convert, (raw, ring, work, raw_t, t, CONVERTERS, False)),
+                    (_convert, (raw, ring, work, raw_t, t, CONVERTERS, True)),
+                    (
+                        _produce,
+                        (
+                            raw,
+                            work,
+                            raw_t,
+                            shape,
+                            k_cache,
+                            v_cache,
+                            k_pages,
+                            v_pages,
+                            K_SLOT,
+                            K_HEAD,
+                            V_SLOT,
+                            V_HEAD,
+                        ),
+                    ),
+                ],
+                [CONVERTERS, CONVERTERS, PRODUCERS],
+                [CONVERTER_REGS, CONVERTER_REGS, PRODUCER_REGS],
+            )
         else:
-            gl.warp_specialize([
+            gl.warp_specialize(
+                [
+                    (_consume, (ring, work, t, shape, rows, factors, 0)),
+                    (_consume, (ring, work, t, shape, rows, factors, 1)),
+                    (_convert, (raw, ring, work, raw_t, t, CONVERTERS, False)),
+                    (_convert, (raw, ring, work, raw_t, t, CONVERTERS, True)),
+                    (
+                        _produce,
+                        (
+                            raw,
+                            work,
+                            raw_t,
+                            shape,
+                            k_cache,
+                            v_cache,
+                            k_pages,
+                            v_pages,
+                            K_SLOT,
+                            K_HEAD,
+                            V_SLOT,
+                            V_HEAD,
+                        ),
+                    ),
+                ],
+                [4, CONVERTERS, CONVERTERS, PRODUCERS],
+                [
+                    CONSUMER_REGS,
+                    CONVERTER_REGS,
+                    CONVERTER_REGS,
+                    PRODUCER_REGS,
+                ],
+            )
+    elif GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_consume, (ring, work, t, shape, rows, factors, 0)),
+                (
+                    _produce,
+                    (
+                        ring,
+                        work,
+                        t,
+                        shape,
+                        k_cache,
+                        v_cache,
+                        k_pages,
+                        v_pages,
+                        K_SLOT,
+                        K_HEAD,
+                        V_SLOT,
+                        V_HEAD,
+                    ),
+                ),
+            ],
+            [PRODUCERS],
+            [PRODUCER_REGS],
+        )
+    else:
+        gl.warp_specialize(
+            [
                 (_consume, (ring, work, t, shape, rows, factors, 0)),
                 (_consume, (ring, work, t, shape, rows, factors, 1)),
-                (_convert, (raw, ring, work, raw_t, t, CONVERTERS, False)),
-                (_convert, (raw, ring, work, raw_t, t, CONVERTERS, True)),
-                (_produce, (
-                    raw, work, raw_t, shape, k_cache, v_cache, k_pages, v_pages, K_SLOT, K_HEAD,
-                    V_SLOT, V_HEAD,
-                )),
-            ], [4, CONVERTERS, CONVERTERS, PRODUCERS], [
-                CONSUMER_REGS, CONVERTER_REGS, CONVERTER_REGS, PRODUCER_REGS,
-            ])
-    elif GROUPS == 1:
-        gl.warp_specialize([
-            (_consume, (ring, work, t, shape, rows, factors, 0)),
-            (_produce, (
-                ring, work, t, shape, k_cache, v_cache, k_pages, v_pages, K_SLOT, K_HEAD, V_SLOT,
-                V_HEAD,
-            )),
-        ], [PRODUCERS], [PRODUCER_REGS])
-    else:
-        gl.warp_specialize([
-            (_consume, (ring, work, t, shape, rows, factors, 0)),
-            (_consume, (ring, work, t, shape, rows, factors, 1)),
-            (_produce, (
-                ring, work, t, shape, k_cache, v_cache, k_pages, v_pages, K_SLOT, K_HEAD, V_SLOT,
-                V_HEAD,
-            )),
-        ], [4, PRODUCERS], [CONSUMER_REGS, PRODUCER_REGS])
+                (
+                    _produce,
+                    (
+                        ring,
+                        work,
+                        t,
+                        shape,
+                        k_cache,
+                        v_cache,
+                        k_pages,
+                        v_pages,
+                        K_SLOT,
+                        K_HEAD,
+                        V_SLOT,
+                        V_HEAD,
+                    ),
+                ),
+            ],
+            [4, PRODUCERS],
+            [CONSUMER_REGS, PRODUCER_REGS],
+        )

@@ -20,12 +20,20 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @triton.jit
 def _move_block(
-    pool, stride_slot, stride_head, source, target, moving, block,
-    DIM: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    pool,
+    stride_slot,
+    stride_head,
+    source,
+    target,
+    moving,
+    block,
+    DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    column = block * BLOCK + tl.arange(0, BLOCK)                             # [BLOCK]
+    column = block * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     offset = column // DIM * stride_head + column % DIM
-    mask = moving[:, None] & (column < SIZE)[None, :]                        # [NODES, BLOCK]
+    mask = moving[:, None] & (column < SIZE)[None, :]  # [NODES, BLOCK]
     rows = tl.load(pool + source[:, None] * stride_slot + offset[None, :], mask=mask, other=0)
     # A slot may be the source of one row and the target of another.
     tl.debug_barrier()
@@ -34,20 +42,34 @@ def _move_block(
 
 @triton.jit
 def _commit_kv_kernel(
-    k_pool,        # [layers, slots, heads, K_DIM], in place
-    v_pool,        # [layers, slots, heads, V_DIM], in place
-    tail_slots,    # [B, n] int32
+    k_pool,  # [layers, slots, heads, K_DIM], in place
+    v_pool,  # [layers, slots, heads, V_DIM], in place
+    tail_slots,  # [B, n] int32
     accept_index,  # [B, width] int32
-    offsets,       # [2, layers] int64, if UNIT
-    n, width, stride_tail, stride_accept,
-    stride_kl, stride_ks, stride_kh, stride_vl, stride_vs, stride_vh,
-    K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
-    NODES: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr,
+    offsets,  # [2, layers] int64, if UNIT
+    n,
+    width,
+    stride_tail,
+    stride_accept,
+    stride_kl,
+    stride_ks,
+    stride_kh,
+    stride_vl,
+    stride_vs,
+    stride_vh,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    K_SIZE: tl.constexpr,
+    V_SIZE: tl.constexpr,
+    NODES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     enter(PDL)
     req, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     block = tl.program_id(2)
-    rank = tl.arange(0, NODES)                                               # [NODES]
+    rank = tl.arange(0, NODES)  # [NODES]
     node = tl.load(accept_index + req * stride_accept + rank, mask=rank < width, other=-1)
     known = (node >= 0) & (node < n) & (rank < n)
     tail = tail_slots + req * stride_tail
@@ -57,13 +79,33 @@ def _commit_kv_kernel(
     k_blocks = tl.cdiv(K_SIZE, BLOCK)
     if block < k_blocks:
         apart = tl.load(offsets + layer) * UNIT if UNIT else layer * stride_kl
-        _move_block(k_pool + apart, stride_ks, stride_kh, source, target, moving,
-                    block, K_DIM, K_SIZE, BLOCK)
+        _move_block(
+            k_pool + apart,
+            stride_ks,
+            stride_kh,
+            source,
+            target,
+            moving,
+            block,
+            K_DIM,
+            K_SIZE,
+            BLOCK,
+        )
     else:
         offsets += tl.num_programs(1)
         apart = tl.load(offsets + layer) * UNIT if UNIT else layer * stride_vl
-        _move_block(v_pool + apart, stride_vs, stride_vh, source, target, moving,
-                    block - k_blocks, V_DIM, V_SIZE, BLOCK)
+        _move_block(
+            v_pool + apart,
+            stride_vs,
+            stride_vh,
+            source,
+            target,
+            moving,
+            block - k_blocks,
+            V_DIM,
+            V_SIZE,
+            BLOCK,
+        )
 
 
 def _first(pool: Tensor | Sequence[Tensor]) -> tuple[Tensor, int]:
@@ -76,8 +118,13 @@ def _first(pool: Tensor | Sequence[Tensor]) -> tuple[Tensor, int]:
 
 
 def commit_kv(
-    k_pool: Tensor | Sequence[Tensor], v_pool: Tensor | Sequence[Tensor], tail_slots: Tensor,
-    accept_index: Tensor, *, offsets: Tensor | None = None, unit: int = 1,
+    k_pool: Tensor | Sequence[Tensor],
+    v_pool: Tensor | Sequence[Tensor],
+    tail_slots: Tensor,
+    accept_index: Tensor,
+    *,
+    offsets: Tensor | None = None,
+    unit: int = 1,
 ) -> None:
     """Copy the KV of node ``accept_index[b, i]`` to slot ``tail_slots[b, i]``, in every layer.
 
@@ -110,11 +157,27 @@ def commit_kv(
     block = min(max(4096 // nodes, 16), triton.next_power_of_2(heads * max(k_dim, v_dim)))
     blocks = triton.cdiv(heads * k_dim, block) + triton.cdiv(heads * v_dim, block)
     _commit_kv_kernel[(batch, len(k_pool), blocks)](
-        k_first, v_first, tail_slots, accept_index, tail_slots if offsets is None else offsets,
-        tail_slots.shape[1], width, tail_slots.stride(0), accept_index.stride(0),
-        k_layer, k_first.stride(0), k_first.stride(1),
-        v_layer, v_first.stride(0), v_first.stride(1),
-        K_DIM=k_dim, V_DIM=v_dim, K_SIZE=heads * k_dim, V_SIZE=heads * v_dim,
-        NODES=nodes, BLOCK=block, UNIT=0 if offsets is None else unit,
+        k_first,
+        v_first,
+        tail_slots,
+        accept_index,
+        tail_slots if offsets is None else offsets,
+        tail_slots.shape[1],
+        width,
+        tail_slots.stride(0),
+        accept_index.stride(0),
+        k_layer,
+        k_first.stride(0),
+        k_first.stride(1),
+        v_layer,
+        v_first.stride(0),
+        v_first.stride(1),
+        K_DIM=k_dim,
+        V_DIM=v_dim,
+        K_SIZE=heads * k_dim,
+        V_SIZE=heads * v_dim,
+        NODES=nodes,
+        BLOCK=block,
+        UNIT=0 if offsets is None else unit,
         **launch_options(k_first.device),
     )

@@ -27,28 +27,40 @@ def _as_stored(values, factor, cache):
 
 @triton.jit
 def _store_kernel(
-    k,        # [T, heads, k_dim]
-    v,        # [T, heads, v_dim]
+    k,  # [T, heads, k_dim]
+    v,  # [T, heads, v_dim]
     k_cache,  # [slots, heads, k_dim], out
     v_cache,  # [slots, heads, v_dim], out
-    slots,    # [B, Q_LEN] int32
-    k_factor, v_factor,
-    stride_slot, stride_kt, stride_kh, stride_vt, stride_vh,
-    stride_kc, stride_kch, stride_vc, stride_vch,
-    Q_LEN: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
-    K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
-    K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
+    slots,  # [B, Q_LEN] int32
+    k_factor,
+    v_factor,
+    stride_slot,
+    stride_kt,
+    stride_kh,
+    stride_vt,
+    stride_vh,
+    stride_kc,
+    stride_kch,
+    stride_vc,
+    stride_vch,
+    Q_LEN: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    K_SIZE: tl.constexpr,
+    V_SIZE: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    V_BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token // Q_LEN * stride_slot + token % Q_LEN).to(tl.int64)
 
-    flat = tl.arange(0, K_BLOCK)                                             # [K_BLOCK]
+    flat = tl.arange(0, K_BLOCK)  # [K_BLOCK]
     head, dim = flat // K_DIM, flat % K_DIM
     values = tl.load(k + token * stride_kt + head * stride_kh + dim, mask=flat < K_SIZE, other=0)
     values = _as_stored(values, k_factor, k_cache)
     tl.store(k_cache + slot * stride_kc + head * stride_kch + dim, values, mask=flat < K_SIZE)
 
-    flat = tl.arange(0, V_BLOCK)                                             # [V_BLOCK]
+    flat = tl.arange(0, V_BLOCK)  # [V_BLOCK]
     head, dim = flat // V_DIM, flat % V_DIM
     values = tl.load(v + token * stride_vt + head * stride_vh + dim, mask=flat < V_SIZE, other=0)
     values = _as_stored(values, v_factor, v_cache)
@@ -56,8 +68,14 @@ def _store_kernel(
 
 
 def store_kv(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, *,
-    k_scale: float = 1.0, v_scale: float = 1.0,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    *,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """Write ``k [T, Hkv, D]`` and ``v [T, Hkv, Dv]`` to the ``[B, q]`` int32 slots (B q = T).
 
@@ -69,10 +87,27 @@ def store_kv(
     if not tokens:
         return
     _store_kernel[(tokens,)](
-        k, v, k_cache, v_cache, slots, 1 / k_scale, 1 / v_scale,
-        slots.stride(0), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
-        Q_LEN=slots.shape[1], K_DIM=k_dim, V_DIM=v_dim, K_SIZE=heads * k_dim, V_SIZE=heads * v_dim,
+        k,
+        v,
+        k_cache,
+        v_cache,
+        slots,
+        1 / k_scale,
+        1 / v_scale,
+        slots.stride(0),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        k_cache.stride(0),
+        k_cache.stride(1),
+        v_cache.stride(0),
+        v_cache.stride(1),
+        Q_LEN=slots.shape[1],
+        K_DIM=k_dim,
+        V_DIM=v_dim,
+        K_SIZE=heads * k_dim,
+        V_SIZE=heads * v_dim,
         K_BLOCK=triton.next_power_of_2(heads * k_dim),
         V_BLOCK=triton.next_power_of_2(heads * v_dim),
     )

@@ -20,15 +20,20 @@ BLOCK = 1024
 @triton.jit
 def _land_step_kernel(
     packed,  # [B, width] int64
-    ring,    # [S, B', width] int64, out, in the host's memory
-    turn,    # [1] int64, in place
-    numbers, width, slots, stride_packed, stride_ring,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    ring,  # [S, B', width] int64, out, in the host's memory
+    turn,  # [1] int64, in place
+    numbers,
+    width,
+    slots,
+    stride_packed,
+    stride_ring,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     enter(PDL)
     at = tl.load(turn)
     for start in tl.range(0, numbers, BLOCK):
-        number = start + tl.arange(0, BLOCK)                                 # [BLOCK]
+        number = start + tl.arange(0, BLOCK)  # [BLOCK]
         ok = number < numbers
         value = tl.load(packed + number // width * stride_packed + number % width, mask=ok)
         tl.store(ring + at * stride_ring + number, value, mask=ok)
@@ -61,6 +66,14 @@ def land_step(packed: Tensor, ring: Tensor, turn: Tensor) -> None:
     check_ring(packed, ring)
     batch, width = packed.shape
     _land_step_kernel[(1,)](
-        packed, ring, turn, batch * width, width, len(ring), packed.stride(0), ring.stride(0),
-        BLOCK=BLOCK, **launch_options(packed.device),
+        packed,
+        ring,
+        turn,
+        batch * width,
+        width,
+        len(ring),
+        packed.stride(0),
+        ring.stride(0),
+        BLOCK=BLOCK,
+        **launch_options(packed.device),
     )

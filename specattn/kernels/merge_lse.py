@@ -14,24 +14,43 @@ if TYPE_CHECKING:
 
 @triton.jit
 def _merge_lse_kernel(
-    prefix_out,   # [B, T, H, D]
-    prefix_lse,   # [B, T, H] float32
+    prefix_out,  # [B, T, H, D]
+    prefix_lse,  # [B, T, H] float32
     prefix_keys,  # [B] int32
-    tail_out,     # [B, T, H, D]
-    tail_lse,     # [B, T, H] float32
-    tail_keys,    # [B, T] int32
-    out,          # [B, T, H, D], out; may be prefix_out
-    lse,          # [B, T, H] float32, out, or None
-    q_len, heads, head_dim,
-    prefix_b, prefix_t, prefix_h, tail_b, tail_t, tail_h, out_b, out_t, out_h,
-    prefix_lse_b, prefix_lse_t, prefix_lse_h, tail_lse_b, tail_lse_t, tail_lse_h,
-    lse_b, lse_t, lse_h,
-    UNIT: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    tail_out,  # [B, T, H, D]
+    tail_lse,  # [B, T, H] float32
+    tail_keys,  # [B, T] int32
+    out,  # [B, T, H, D], out; may be prefix_out
+    lse,  # [B, T, H] float32, out, or None
+    q_len,
+    heads,
+    head_dim,
+    prefix_b,
+    prefix_t,
+    prefix_h,
+    tail_b,
+    tail_t,
+    tail_h,
+    out_b,
+    out_t,
+    out_h,
+    prefix_lse_b,
+    prefix_lse_t,
+    prefix_lse_h,
+    tail_lse_b,
+    tail_lse_t,
+    tail_lse_h,
+    lse_b,
+    lse_t,
+    lse_h,
+    UNIT: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     b, t = row // q_len, row % q_len
-    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)                   # [BLOCK_H]
-    d = tl.arange(0, BLOCK_D)                                                # [BLOCK_D]
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)  # [BLOCK_H]
+    d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     ok = h < heads
     # what a kernel writes for a row without keys is not relied upon
     in_prefix = ok & (tl.load(prefix_keys + b) > 0)
@@ -63,9 +82,16 @@ def _merge_lse_kernel(
 
 
 def merge_lse(
-    prefix_out: Tensor, prefix_lse: Tensor, prefix_keys: Tensor,
-    tail_out: Tensor, tail_lse: Tensor, tail_keys: Tensor, out: Tensor, lse: Tensor | None,
-    *, base2: bool = False,
+    prefix_out: Tensor,
+    prefix_lse: Tensor,
+    prefix_keys: Tensor,
+    tail_out: Tensor,
+    tail_lse: Tensor,
+    tail_keys: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    *,
+    base2: bool = False,
 ) -> None:
     """Weigh two attention results over disjoint keys by their log-sum-exp.
 
@@ -93,10 +119,24 @@ def merge_lse(
     batch, q_len, heads, head_dim = out.shape
     block_h = min(8, triton.next_power_of_2(heads))
     _merge_lse_kernel[(batch * q_len, triton.cdiv(heads, block_h))](
-        prefix_out, prefix_lse, prefix_keys, tail_out, tail_lse, tail_keys, out, lse,
-        q_len, heads, head_dim,
-        *prefix_out.stride()[:3], *tail_out.stride()[:3], *out.stride()[:3],
-        *prefix_lse.stride(), *tail_lse.stride(), *((0, 0, 0) if lse is None else lse.stride()),
+        prefix_out,
+        prefix_lse,
+        prefix_keys,
+        tail_out,
+        tail_lse,
+        tail_keys,
+        out,
+        lse,
+        q_len,
+        heads,
+        head_dim,
+        *prefix_out.stride()[:3],
+        *tail_out.stride()[:3],
+        *out.stride()[:3],
+        *prefix_lse.stride(),
+        *tail_lse.stride(),
+        *((0, 0, 0) if lse is None else lse.stride()),
         UNIT=math.log(2) if base2 else 1.0,
-        BLOCK_H=block_h, BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_H=block_h,
+        BLOCK_D=triton.next_power_of_2(head_dim),
     )

@@ -37,16 +37,15 @@ def choose_mla_tile(
     passed its check; the first call runs it, so it must not be made under a graph's capture.
     """
     if (
-        dtype in (torch.float16, torch.bfloat16) and (head_dim, v_head_dim) == (576, 512)
+        dtype in (torch.float16, torch.bfloat16)
+        and (head_dim, v_head_dim) == (576, 512)
         and gluon_ok("mla_gluon", check_mla_gluon, device)
     ):
         return GLUON
     return mla_tile_config(rows, dtype, DeviceLimits.of(device))
 
 
-def mla_tile_config(
-    rows: int, dtype: torch.dtype, limits: DeviceLimits = HOPPER
-) -> TileConfig:
+def mla_tile_config(rows: int, dtype: torch.dtype, limits: DeviceLimits = HOPPER) -> TileConfig:
     """Choose by packed rows (query tokens × heads), as `tile_config` does; BN is at most 64.
 
     An accumulator of 512 columns sets the limits, above 32 rows with the queries in shared memory.
@@ -94,20 +93,37 @@ def check_mla_gluon(device: torch.device, tile: GluonTile = GLUON) -> None:
         "req_pool_indices": torch.arange(batch, device=device),
     }
     tree: dict[str, Any] = {
-        "tail_slots": slots[:, -q_len:], "tail_positions": None, "positions": None,
+        "tail_slots": slots[:, -q_len:],
+        "tail_positions": None,
+        "positions": None,
         # the second and the third node are children of the first
         "tail_words": torch.tensor([1, 3, 5], device=device).repeat(batch, 1)[..., None],
     }
     got, want = (torch.full_like(q[..., :512], torch.nan) for _ in range(2))
     sums, want_sums = (torch.full(q.shape[:2], torch.nan, device=device) for _ in range(2))
     kernel = MlaAttention(
-        batch=batch, q_len=q_len, tail_len=q_len, num_qo_heads=16, head_dim=576,
-        v_head_dim=512, dtype=q.dtype, device=device, sm_scale=scale, tile=tile,
+        batch=batch,
+        q_len=q_len,
+        tail_len=q_len,
+        num_qo_heads=16,
+        head_dim=576,
+        v_head_dim=512,
+        dtype=q.dtype,
+        device=device,
+        sm_scale=scale,
+        tile=tile,
     )
     kernel.plan(plan["seq_lens"], plan["req_pool_indices"], slots.stride(0))
     kernel.run(q, pool, pool[..., :512], got, sums, indices=slots, **tree)
     twin.tree_attention(
-        q, pool, pool[..., :512], want, want_sums, req_to_token=slots, sm_scale=scale, **plan,
+        q,
+        pool,
+        pool[..., :512],
+        want,
+        want_sums,
+        req_to_token=slots,
+        sm_scale=scale,
+        **plan,
         **tree,
     )
     off = ((got - want).float().norm() / want.float().norm()).item()
@@ -142,9 +158,20 @@ class MlaAttention(TreeAttention):
     """
 
     def __init__(
-        self, *, batch: int, q_len: int, tail_len: int, num_qo_heads: int, head_dim: int,
-        v_head_dim: int, dtype: torch.dtype, device: torch.device | str, sm_scale: float,
-        csr: bool = False, workspace: Tensor | None = None, tile: TileConfig | None = None,
+        self,
+        *,
+        batch: int,
+        q_len: int,
+        tail_len: int,
+        num_qo_heads: int,
+        head_dim: int,
+        v_head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        sm_scale: float,
+        csr: bool = False,
+        workspace: Tensor | None = None,
+        tile: TileConfig | None = None,
         merge: MergeTile | None = None,
     ) -> None:
         tile = tile or choose_mla_tile(
@@ -155,22 +182,44 @@ class MlaAttention(TreeAttention):
         if not v_head_dim < head_dim:
             raise ValueError(f"v_head_dim must be below {head_dim}, got {v_head_dim}")
         super().__init__(
-            batch=batch, q_len=q_len, tail_len=tail_len, num_qo_heads=num_qo_heads,
-            num_kv_heads=1, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype, device=device,
-            sm_scale=sm_scale, csr=csr, workspace=workspace, tile=tile,
+            batch=batch,
+            q_len=q_len,
+            tail_len=tail_len,
+            num_qo_heads=num_qo_heads,
+            num_kv_heads=1,
+            head_dim=head_dim,
+            v_head_dim=v_head_dim,
+            dtype=dtype,
+            device=device,
+            sm_scale=sm_scale,
+            csr=csr,
+            workspace=workspace,
+            tile=tile,
         )
         self.merge_tile = merge or MERGE
 
     def _check_run(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None,
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
         indices: Tensor,
     ) -> None:
         super()._check_run(q, k_cache, v_cache, out, lse, indices)
         check_latent(k_cache, v_cache)
 
     def _attend(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None,
-        indices: Tensor, tensors: tuple[Tensor | None, ...], strides: tuple[int, ...],
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        indices: Tensor,
+        tensors: tuple[Tensor | None, ...],
+        strides: tuple[int, ...],
     ) -> None:
         tile, shape = self.shape.tile, self.shape
         _, tail_slots, _, tail_words = tensors
@@ -183,19 +232,49 @@ class MlaAttention(TreeAttention):
         if self._pdl:
             options["launch_pdl"] = True
         mla_attention_kernel[(shape.max_chunks * shape.m_tiles,)](
-            q, k_cache, out, lse, indices, tail_slots, tail_words,
-            self.tables.requests, self.tables.chunks, self.partial_out, self.partial_lse,
-            self.factors[0], q.stride(0), q.stride(1), *_row_strides(out), *_row_strides(lse),
-            strides[1], *strides[3:],
-            SLOT=k_cache.stride(0), Q_LEN=self.q_len, TAIL=self.tail_len, WORDS=self.words,
-            HEADS=self.num_qo_heads, BM=tile.block_m, BN=tile.block_n, MT=shape.m_tiles,
-            STAGES=tile.stages, SHORT=tile.short, PDL=self._pdl,
-            **latent_widths(self.head_dim, self.v_head_dim), **options,
+            q,
+            k_cache,
+            out,
+            lse,
+            indices,
+            tail_slots,
+            tail_words,
+            self.tables.requests,
+            self.tables.chunks,
+            self.partial_out,
+            self.partial_lse,
+            self.factors[0],
+            q.stride(0),
+            q.stride(1),
+            *_row_strides(out),
+            *_row_strides(lse),
+            strides[1],
+            *strides[3:],
+            SLOT=k_cache.stride(0),
+            Q_LEN=self.q_len,
+            TAIL=self.tail_len,
+            WORDS=self.words,
+            HEADS=self.num_qo_heads,
+            BM=tile.block_m,
+            BN=tile.block_n,
+            MT=shape.m_tiles,
+            STAGES=tile.stages,
+            SHORT=tile.short,
+            PDL=self._pdl,
+            **latent_widths(self.head_dim, self.v_head_dim),
+            **options,
         )
 
     def _attend_gluon(
-        self, tile: GluonTile, q: Tensor, k_cache: Tensor, out: Tensor, lse: Tensor | None,
-        indices: Tensor, tail_slots: Tensor | None, tail_words: Tensor | None,
+        self,
+        tile: GluonTile,
+        q: Tensor,
+        k_cache: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        indices: Tensor,
+        tail_slots: Tensor | None,
+        tail_words: Tensor | None,
         strides: tuple[int, ...],
     ) -> None:
         # Gluon is experimental: nothing may need it where this kernel is not used
@@ -204,14 +283,37 @@ class MlaAttention(TreeAttention):
         shape = self.shape
         options = {"launch_pdl": True} if self._pdl else {}
         mla_gluon_kernel[(shape.max_chunks * shape.m_tiles,)](
-            q, k_cache, out, lse, indices, tail_slots, tail_words,
-            self.tables.requests, self.tables.chunks, self.partial_out, self.partial_lse,
-            self.factors[0], q.stride(0) // 8, q.stride(1) // 8, *_row_strides(out),
-            *_row_strides(lse), strides[1], *strides[3:],
-            SLOT=k_cache.stride(0), Q_LEN=self.q_len, TAIL=self.tail_len, WORDS=self.words,
-            HEADS=self.num_qo_heads, MT=shape.m_tiles, STAGES=tile.stages,
-            PRODUCER_REGS=tile.producer_regs, CONSUMER_REGS=tile.consumer_regs,
-            PDL=self._pdl, num_warps=4, maxnreg=tile.max_regs, **options,
+            q,
+            k_cache,
+            out,
+            lse,
+            indices,
+            tail_slots,
+            tail_words,
+            self.tables.requests,
+            self.tables.chunks,
+            self.partial_out,
+            self.partial_lse,
+            self.factors[0],
+            q.stride(0) // 8,
+            q.stride(1) // 8,
+            *_row_strides(out),
+            *_row_strides(lse),
+            strides[1],
+            *strides[3:],
+            SLOT=k_cache.stride(0),
+            Q_LEN=self.q_len,
+            TAIL=self.tail_len,
+            WORDS=self.words,
+            HEADS=self.num_qo_heads,
+            MT=shape.m_tiles,
+            STAGES=tile.stages,
+            PRODUCER_REGS=tile.producer_regs,
+            CONSUMER_REGS=tile.consumer_regs,
+            PDL=self._pdl,
+            num_warps=4,
+            maxnreg=tile.max_regs,
+            **options,
         )
 
 
@@ -226,7 +328,9 @@ def latent_widths(head_dim: int, v_head_dim: int) -> dict[str, int]:
     """Return the widths of the two parts of a row as constants of the kernels."""
     rope = head_dim - v_head_dim
     return {
-        "RANK": v_head_dim, "ROPE": rope, "RANK_PAD": max(16, triton.next_power_of_2(v_head_dim)),
+        "RANK": v_head_dim,
+        "ROPE": rope,
+        "RANK_PAD": max(16, triton.next_power_of_2(v_head_dim)),
         "ROPE_PAD": max(16, triton.next_power_of_2(rope)),
     }
 

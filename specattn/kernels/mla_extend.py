@@ -27,43 +27,81 @@ def mla_extend_tile_config(dtype: torch.dtype, limits: DeviceLimits = HOPPER) ->
 
 @triton.jit
 def _tiles(
-    q_latent, q_rotated, acc, top, total,
-    pos_q,       # [BM] int32
-    begin, end,  # first key of the first tile; end of the keys
-    raw,         # [BN] int32, slots of the first tile
-    last, table_row, cache, base2,
-    SLOT: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, RANK_PAD: tl.constexpr,
-    ROPE_PAD: tl.constexpr, MASK: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    q_latent,
+    q_rotated,
+    acc,
+    top,
+    total,
+    pos_q,  # [BM] int32
+    begin,
+    end,  # first key of the first tile; end of the keys
+    raw,  # [BN] int32, slots of the first tile
+    last,
+    table_row,
+    cache,
+    base2,
+    SLOT: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    RANK_PAD: tl.constexpr,
+    ROPE_PAD: tl.constexpr,
+    MASK: tl.constexpr,
+    BN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Attend to the tiles of ``[begin, end)``, masked by position if ``MASK``."""
-    r = tl.arange(0, BN)                                                  # [BN]
+    r = tl.arange(0, BN)  # [BN]
     for start in tl.range(begin, end, BN, num_stages=STAGES):
         slots = raw
         raw = _load_slots(table_row, start + BN + r, last)
         visible = None
         if MASK:
-            visible = pos_q[:, None] >= (start + r)[None, :]              # [BM, BN]
+            visible = pos_q[:, None] >= (start + r)[None, :]  # [BM, BN]
         acc, top, total = attend_latent_tile(
-            q_latent, q_rotated, acc, top, total, slots, visible, cache, base2, SLOT, RANK, ROPE,
-            RANK_PAD, ROPE_PAD,
+            q_latent,
+            q_rotated,
+            acc,
+            top,
+            total,
+            slots,
+            visible,
+            cache,
+            base2,
+            SLOT,
+            RANK,
+            ROPE,
+            RANK_PAD,
+            ROPE_PAD,
         )
     return acc, top, total
 
 
 @triton.jit
 def _mla_extend_kernel(
-    q,                 # [T, HEADS, RANK + ROPE]
-    cache,             # [slots, RANK + ROPE]
-    out,               # [T, HEADS, RANK], out
-    lse,               # [T, HEADS] float32, out, or None
-    qo_indptr,         # [B + 1] int32
-    seq_lens,          # [B] int32
+    q,  # [T, HEADS, RANK + ROPE]
+    cache,  # [slots, RANK + ROPE]
+    out,  # [T, HEADS, RANK], out
+    lse,  # [T, HEADS] float32, out, or None
+    qo_indptr,  # [B + 1] int32
+    seq_lens,  # [B] int32
     req_pool_indices,  # [B] int64
-    req_to_token,      # [rows, C] int32
-    base2, stride_table, stride_q, stride_q_head, stride_out, stride_out_head, stride_lse,
+    req_to_token,  # [rows, C] int32
+    base2,
+    stride_table,
+    stride_q,
+    stride_q_head,
+    stride_out,
+    stride_out_head,
+    stride_lse,
     stride_lse_head,
-    SLOT: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
-    RANK_PAD: tl.constexpr, ROPE_PAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    SLOT: tl.constexpr,
+    HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    RANK_PAD: tl.constexpr,
+    ROPE_PAD: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """One CTA per (tile of packed rows, request); a row is (token, head)."""
@@ -74,7 +112,7 @@ def _mla_extend_kernel(
     m_tile = tl.num_programs(0) - 1 - tl.program_id(0)
     if m_tile * BM < q_len * HEADS:
         prefix = tl.load(seq_lens + req)
-        packed = m_tile * BM + tl.arange(0, BM)                           # [BM]
+        packed = m_tile * BM + tl.arange(0, BM)  # [BM]
         token = packed // HEADS
         head = packed % HEADS
         row_ok = packed < q_len * HEADS
@@ -85,7 +123,7 @@ def _mla_extend_kernel(
         pos_q = prefix + tl.minimum(token, q_len - 1)
         last_pos = prefix + tl.minimum((m_tile * BM + BM - 1) // HEADS, q_len - 1)
         table_row = req_to_token + tl.load(req_pool_indices + req).to(tl.int64) * stride_table
-        r = tl.arange(0, BN)                                              # [BN]
+        r = tl.arange(0, BN)  # [BN]
 
         # tiles that every row sees whole need no mask
         full_end = (prefix + m_tile * BM // HEADS + 1) // BN * BN
@@ -95,12 +133,49 @@ def _mla_extend_kernel(
         total = tl.zeros([BM], tl.float32)
         acc = tl.zeros([BM, RANK_PAD], tl.float32)
         acc, top, total = _tiles(
-            q_latent, q_rotated, acc, top, total, pos_q, 0, full_end, raw_full, last_pos,
-            table_row, cache, base2, SLOT, RANK, ROPE, RANK_PAD, ROPE_PAD, False, BN, STAGES,
+            q_latent,
+            q_rotated,
+            acc,
+            top,
+            total,
+            pos_q,
+            0,
+            full_end,
+            raw_full,
+            last_pos,
+            table_row,
+            cache,
+            base2,
+            SLOT,
+            RANK,
+            ROPE,
+            RANK_PAD,
+            ROPE_PAD,
+            False,
+            BN,
+            STAGES,
         )
         acc, top, total = _tiles(
-            q_latent, q_rotated, acc, top, total, pos_q, full_end, last_pos + 1, raw_last,
-            last_pos, table_row, cache, base2, SLOT, RANK, ROPE, RANK_PAD, ROPE_PAD, True, BN,
+            q_latent,
+            q_rotated,
+            acc,
+            top,
+            total,
+            pos_q,
+            full_end,
+            last_pos + 1,
+            raw_last,
+            last_pos,
+            table_row,
+            cache,
+            base2,
+            SLOT,
+            RANK,
+            ROPE,
+            RANK_PAD,
+            ROPE_PAD,
+            True,
+            BN,
             STAGES,
         )
         out_rows = out + q_row * stride_out + head * stride_out_head
@@ -112,9 +187,19 @@ def _mla_extend_kernel(
 
 
 def mla_extend(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None, *,
-    qo_indptr: Tensor, seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor,
-    max_q_len: int, sm_scale: float, tile: TileConfig | None = None,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    *,
+    qo_indptr: Tensor,
+    seq_lens: Tensor,
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    max_q_len: int,
+    sm_scale: float,
+    tile: TileConfig | None = None,
 ) -> None:
     """Attend ragged new tokens, causally, to their request's cached prefix and themselves.
 
@@ -147,9 +232,27 @@ def mla_extend(
     lse_strides = (0, 0) if lse is None else (lse.stride(0), lse.stride(1))
     grid = (triton.cdiv(max_q_len * heads, tile.block_m), len(seq_lens))
     _mla_extend_kernel[grid](
-        q, k_cache, out, lse, qo_indptr, seq_lens, req_pool_indices, req_to_token,
-        sm_scale * LOG2E, req_to_token.stride(0), q.stride(0), q.stride(1), out.stride(0),
-        out.stride(1), *lse_strides,
-        SLOT=k_cache.stride(0), HEADS=heads, BM=tile.block_m, BN=tile.block_n, STAGES=tile.stages,
-        **latent_widths(head_dim, out.shape[2]), num_warps=tile.warps, num_stages=tile.stages,
+        q,
+        k_cache,
+        out,
+        lse,
+        qo_indptr,
+        seq_lens,
+        req_pool_indices,
+        req_to_token,
+        sm_scale * LOG2E,
+        req_to_token.stride(0),
+        q.stride(0),
+        q.stride(1),
+        out.stride(0),
+        out.stride(1),
+        *lse_strides,
+        SLOT=k_cache.stride(0),
+        HEADS=heads,
+        BM=tile.block_m,
+        BN=tile.block_n,
+        STAGES=tile.stages,
+        **latent_widths(head_dim, out.shape[2]),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
     )

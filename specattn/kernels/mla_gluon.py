@@ -41,11 +41,15 @@ SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 VALUES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 # where a result lies when it is stored: 16 bytes per thread and 64 per row at a time, each warp
 # with the rows it has in `VALUES`, so that numbers move between the lanes of a warp alone
-STORED = gl.constexpr(gl.DistributedLinearLayout(
-    reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64], [0, 128]],
-    lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-    warp_bases=[[16, 0], [32, 0]], block_bases=[], shape=[64, 256],
-))
+STORED = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64], [0, 128]],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 256],
+    )
+)
 
 
 @gluon.jit
@@ -67,7 +71,10 @@ def _score(ring, t, stage, phase, word_row, row_ok, start, end, prefix_len):
     fence_async_shared()
     s = gl.zeros([BM, BN], gl.float32, SCORES)
     s = warpgroup_mma(
-        ring.q_rotated.index(zero), ring.rotated.index(stage).permute((1, 0)), s, use_acc=False,
+        ring.q_rotated.index(zero),
+        ring.rotated.index(stage).permute((1, 0)),
+        s,
+        use_acc=False,
         is_async=True,
     )
     s = warpgroup_mma(
@@ -104,7 +111,17 @@ def _weights_of(rotated):
 
 @gluon.jit
 def _store(
-    acc, total, out, partial_out, work, t, req, parts, part, stride_out, stride_out_head,
+    acc,
+    total,
+    out,
+    partial_out,
+    work,
+    t,
+    req,
+    parts,
+    part,
+    stride_out,
+    stride_out_head,
     SIDE: gl.constexpr,
 ):
     """Store value columns ``256 * SIDE`` and on: as results, or as part ``part``."""
@@ -148,8 +165,21 @@ def _store_sums(
 
 @gluon.jit
 def _attend_left(
-    ring, work, t, out, lse, tail_words, partial_out, partial_lse, base2,
-    stride_out, stride_out_head, stride_lse, stride_lse_head, stride_words, stride_words_q,
+    ring,
+    work,
+    t,
+    out,
+    lse,
+    tail_words,
+    partial_out,
+    partial_lse,
+    base2,
+    stride_out,
+    stride_out_head,
+    stride_lse,
+    stride_lse_head,
+    stride_words,
+    stride_words_q,
 ):
     """Compute the weights, leave them to `_attend_right`, keep value columns 0 to 255."""
     rows: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -191,10 +221,23 @@ def _attend_left(
             mbarrier.arrive(ring.empty.index(stage), count=1)
             stage, phase = advance(stage, phase, t)
         part = work.chunk + split_rank
-        _store(acc, total, out, partial_out, work, t, req, parts, part, stride_out,
-               stride_out_head, 0)
-        _store_sums(top, total, lse, partial_lse, work, t, base2, req, parts, part, stride_lse,
-                    stride_lse_head)
+        _store(
+            acc, total, out, partial_out, work, t, req, parts, part, stride_out, stride_out_head, 0
+        )
+        _store_sums(
+            top,
+            total,
+            lse,
+            partial_lse,
+            work,
+            t,
+            base2,
+            req,
+            parts,
+            part,
+            stride_lse,
+            stride_lse_head,
+        )
         left -= count
         tile = 0
         if left > 0:
@@ -225,8 +268,20 @@ def _attend_right(ring, work, t, out, partial_out, stride_out, stride_out_head):
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(ring.empty.index(stage), count=1)
             stage, phase = advance(stage, phase, t)
-        _store(acc, total, out, partial_out, work, t, req, parts, work.chunk + split_rank,
-               stride_out, stride_out_head, 1)
+        _store(
+            acc,
+            total,
+            out,
+            partial_out,
+            work,
+            t,
+            req,
+            parts,
+            work.chunk + split_rank,
+            stride_out,
+            stride_out_head,
+            1,
+        )
         left -= count
         tile = 0
         if left > 0:
@@ -237,24 +292,37 @@ def _attend_right(ring, work, t, out, partial_out, stride_out, stride_out_head):
 # strides of small tensors: no variants of the kernel for round ones
 @gluon.jit(do_not_specialize=["stride_tail", "stride_words", "stride_words_q"])
 def mla_gluon_kernel(
-    q,             # [B * Q_LEN, HEADS, 576]
-    cache,         # [slots, 576]
-    out,           # [B * Q_LEN, HEADS, 512], out
-    lse,           # [B * Q_LEN, HEADS] float32, out, or None
-    indices,       # flat int32: slot of each prefix position
-    tail_slots,    # [B, TAIL] int32
-    tail_words,    # [B, Q_LEN, WORDS] int64
-    requests,      # [B, 8] int64
-    chunks,        # [NC, 8] int64
-    partial_out,   # [parts, MT, 64, 512], out
-    partial_lse,   # [parts, MT, 64] float32, out, base 2
+    q,  # [B * Q_LEN, HEADS, 576]
+    cache,  # [slots, 576]
+    out,  # [B * Q_LEN, HEADS, 512], out
+    lse,  # [B * Q_LEN, HEADS] float32, out, or None
+    indices,  # flat int32: slot of each prefix position
+    tail_slots,  # [B, TAIL] int32
+    tail_words,  # [B, Q_LEN, WORDS] int64
+    requests,  # [B, 8] int64
+    chunks,  # [NC, 8] int64
+    partial_out,  # [parts, MT, 64, 512], out
+    partial_lse,  # [parts, MT, 64] float32, out, base 2
     base2,
-    q_eighth, q_head_eighth,  # strides of q in steps of 8 numbers: copies move 16 bytes
-    stride_out, stride_out_head, stride_lse, stride_lse_head,
-    stride_tail, stride_words, stride_words_q,
-    SLOT: gl.constexpr, Q_LEN: gl.constexpr, TAIL: gl.constexpr, WORDS: gl.constexpr,
-    HEADS: gl.constexpr, MT: gl.constexpr, STAGES: gl.constexpr, PRODUCER_REGS: gl.constexpr,
-    CONSUMER_REGS: gl.constexpr, PDL: gl.constexpr,
+    q_eighth,
+    q_head_eighth,  # strides of q in steps of 8 numbers: copies move 16 bytes
+    stride_out,
+    stride_out_head,
+    stride_lse,
+    stride_lse_head,
+    stride_tail,
+    stride_words,
+    stride_words_q,
+    SLOT: gl.constexpr,
+    Q_LEN: gl.constexpr,
+    TAIL: gl.constexpr,
+    WORDS: gl.constexpr,
+    HEADS: gl.constexpr,
+    MT: gl.constexpr,
+    STAGES: gl.constexpr,
+    PRODUCER_REGS: gl.constexpr,
+    CONSUMER_REGS: gl.constexpr,
+    PDL: gl.constexpr,
 ):
     """One CTA per (chunk, M tile) walks the segments of its chunk."""
     t = Shape(TAIL, WORDS, Q_LEN, HEADS, MT, STAGES)
@@ -264,14 +332,46 @@ def mla_gluon_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    gl.warp_specialize([
-        (_attend_left, (
-            ring, work, t, out, lse, tail_words, partial_out, partial_lse, base2, stride_out,
-            stride_out_head, stride_lse, stride_lse_head, stride_words, stride_words_q,
-        )),
-        (_attend_right, (ring, work, t, out, partial_out, stride_out, stride_out_head)),
-        (produce, (
-            ring, work, t, q, cache, indices, tail_slots, q_eighth, q_head_eighth, stride_tail,
-            SLOT,
-        )),
-    ], [4, 4], [CONSUMER_REGS, PRODUCER_REGS])
+    gl.warp_specialize(
+        [
+            (
+                _attend_left,
+                (
+                    ring,
+                    work,
+                    t,
+                    out,
+                    lse,
+                    tail_words,
+                    partial_out,
+                    partial_lse,
+                    base2,
+                    stride_out,
+                    stride_out_head,
+                    stride_lse,
+                    stride_lse_head,
+                    stride_words,
+                    stride_words_q,
+                ),
+            ),
+            (_attend_right, (ring, work, t, out, partial_out, stride_out, stride_out_head)),
+            (
+                produce,
+                (
+                    ring,
+                    work,
+                    t,
+                    q,
+                    cache,
+                    indices,
+                    tail_slots,
+                    q_eighth,
+                    q_head_eighth,
+                    stride_tail,
+                    SLOT,
+                ),
+            ),
+        ],
+        [4, 4],
+        [CONSUMER_REGS, PRODUCER_REGS],
+    )

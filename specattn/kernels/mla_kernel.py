@@ -24,27 +24,40 @@ from specattn.kernels.tree_kernel import (
 
 @triton.jit
 def _masked_tiles(
-    q_latent, q_rotated, acc, top, total,
-    begin, end,  # first key of the first tile; end of the keys
+    q_latent,
+    q_rotated,
+    acc,
+    top,
+    total,
+    begin,
+    end,  # first key of the first tile; end of the keys
     # of the first tile; None where there is no tail
-    raw_index,   # [BN] int32, index entries
-    raw_tail,    # [BN] int32, tail slots
-    word0,       # [BM] uint64, tail bits
-    word1,       # [BM] uint64
-    index_row,   # the request's index entries
-    tail_row,    # its tail slots
-    word_row,    # [BM], its rows' words
-    row_ok,      # [BM] bool
-    prefix_len, cache, base2,
-    SLOT: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, RANK_PAD: tl.constexpr,
-    ROPE_PAD: tl.constexpr, TAIL: tl.constexpr, WORDS: tl.constexpr, BN: tl.constexpr,
+    raw_index,  # [BN] int32, index entries
+    raw_tail,  # [BN] int32, tail slots
+    word0,  # [BM] uint64, tail bits
+    word1,  # [BM] uint64
+    index_row,  # the request's index entries
+    tail_row,  # its tail slots
+    word_row,  # [BM], its rows' words
+    row_ok,  # [BM] bool
+    prefix_len,
+    cache,
+    base2,
+    SLOT: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    RANK_PAD: tl.constexpr,
+    ROPE_PAD: tl.constexpr,
+    TAIL: tl.constexpr,
+    WORDS: tl.constexpr,
+    BN: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Attend to the tiles of ``[begin, end)`` under bounds and tail bits, at most 64 keys each.
 
     What the next tile needs is loaded a tile ahead, raw; see `tree_kernel._masked_tiles`.
     """
-    r = tl.arange(0, BN)                                                  # [BN]
+    r = tl.arange(0, BN)  # [BN]
     for start in tl.range(begin, end, BN, num_stages=STAGES):
         pos = start + r
         slots = raw_index
@@ -60,8 +73,20 @@ def _masked_tiles(
         else:
             visible = (pos < end)[None, :]
         acc, top, total = attend_latent_tile(
-            q_latent, q_rotated, acc, top, total, slots, visible, cache, base2, SLOT, RANK, ROPE,
-            RANK_PAD, ROPE_PAD,
+            q_latent,
+            q_rotated,
+            acc,
+            top,
+            total,
+            slots,
+            visible,
+            cache,
+            base2,
+            SLOT,
+            RANK,
+            ROPE,
+            RANK_PAD,
+            ROPE_PAD,
         )
     return acc, top, total
 
@@ -69,24 +94,42 @@ def _masked_tiles(
 # strides of small tensors: no variants of the kernel for round ones
 @triton.jit(do_not_specialize=["stride_tail", "stride_words", "stride_words_q"])
 def mla_attention_kernel(
-    q,             # [B * Q_LEN, HEADS, RANK + ROPE]
-    cache,         # [slots, RANK + ROPE]
-    out,           # [B * Q_LEN, HEADS, RANK], out
-    lse,           # [B * Q_LEN, HEADS] float32, out, or None
-    indices,       # flat int32: slot of each prefix position
-    tail_slots,    # [B, TAIL] int32
-    tail_words,    # [B, Q_LEN, WORDS] int64
-    requests,      # [B, 8] int64
-    chunks,        # [NC, 8] int64
-    partial_out,   # [parts, MT, BM, RANK], out
-    partial_lse,   # [parts, MT, BM] float32, out, base 2
+    q,  # [B * Q_LEN, HEADS, RANK + ROPE]
+    cache,  # [slots, RANK + ROPE]
+    out,  # [B * Q_LEN, HEADS, RANK], out
+    lse,  # [B * Q_LEN, HEADS] float32, out, or None
+    indices,  # flat int32: slot of each prefix position
+    tail_slots,  # [B, TAIL] int32
+    tail_words,  # [B, Q_LEN, WORDS] int64
+    requests,  # [B, 8] int64
+    chunks,  # [NC, 8] int64
+    partial_out,  # [parts, MT, BM, RANK], out
+    partial_lse,  # [parts, MT, BM] float32, out, base 2
     base2,
-    stride_q, stride_q_head, stride_out, stride_out_head, stride_lse, stride_lse_head,
-    stride_tail, stride_words, stride_words_q,
-    SLOT: tl.constexpr, Q_LEN: tl.constexpr, TAIL: tl.constexpr, WORDS: tl.constexpr,
-    HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, RANK_PAD: tl.constexpr,
-    ROPE_PAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr,
-    STAGES: tl.constexpr, SHORT: tl.constexpr, PDL: tl.constexpr,
+    stride_q,
+    stride_q_head,
+    stride_out,
+    stride_out_head,
+    stride_lse,
+    stride_lse_head,
+    stride_tail,
+    stride_words,
+    stride_words_q,
+    SLOT: tl.constexpr,
+    Q_LEN: tl.constexpr,
+    TAIL: tl.constexpr,
+    WORDS: tl.constexpr,
+    HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    RANK_PAD: tl.constexpr,
+    ROPE_PAD: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    MT: tl.constexpr,
+    STAGES: tl.constexpr,
+    SHORT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One CTA per (chunk, M tile) walks the segments of its chunk."""
     pid = tl.program_id(0)
@@ -95,11 +138,11 @@ def mla_attention_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    packed = m_tile * BM + tl.arange(0, BM)                               # [BM]
+    packed = m_tile * BM + tl.arange(0, BM)  # [BM]
     token = packed // HEADS
     head = packed % HEADS
     row_ok = packed < Q_LEN * HEADS
-    r = tl.arange(0, BN)                                                  # [BN]
+    r = tl.arange(0, BN)  # [BN]
     entry = chunks + chunk * 8
     left = tl.load(entry).to(tl.int32)
     tile = tl.load(entry + 1).to(tl.int32)
@@ -115,7 +158,7 @@ def mla_attention_kernel(
         full_end = tl.maximum(tl.minimum(end, prefix_len) // BN * BN, begin)
         full_end = tl.where(full_end - begin <= SHORT * BN, begin, full_end)
 
-        q_row = (req * Q_LEN + token).to(tl.int64)                        # [BM]
+        q_row = (req * Q_LEN + token).to(tl.int64)  # [BM]
         q_latent, q_rotated = load_latent_query(
             q + q_row * stride_q + head * stride_q_head, row_ok, RANK, ROPE, RANK_PAD, ROPE_PAD
         )
@@ -140,13 +183,49 @@ def mla_attention_kernel(
             slots = raw_full
             raw_full = _load_index(index_row, start + BN + r, 0, prefix_len)
             acc, top, total = attend_latent_tile(
-                q_latent, q_rotated, acc, top, total, slots, None, cache, base2, SLOT, RANK, ROPE,
-                RANK_PAD, ROPE_PAD,
+                q_latent,
+                q_rotated,
+                acc,
+                top,
+                total,
+                slots,
+                None,
+                cache,
+                base2,
+                SLOT,
+                RANK,
+                ROPE,
+                RANK_PAD,
+                ROPE_PAD,
             )
         acc, top, total = _masked_tiles(
-            q_latent, q_rotated, acc, top, total, full_end, end, raw_index, raw_tail, word0,
-            word1, index_row, tail_row, word_row, row_ok, prefix_len, cache, base2, SLOT, RANK,
-            ROPE, RANK_PAD, ROPE_PAD, TAIL, WORDS, BN, STAGES,
+            q_latent,
+            q_rotated,
+            acc,
+            top,
+            total,
+            full_end,
+            end,
+            raw_index,
+            raw_tail,
+            word0,
+            word1,
+            index_row,
+            tail_row,
+            word_row,
+            row_ok,
+            prefix_len,
+            cache,
+            base2,
+            SLOT,
+            RANK,
+            ROPE,
+            RANK_PAD,
+            ROPE_PAD,
+            TAIL,
+            WORDS,
+            BN,
+            STAGES,
         )
         log2_sum = top * base2 + tl.log2(tl.where(total > 0.0, total, 1.0))
         if parts == 1:
@@ -155,7 +234,8 @@ def mla_attention_kernel(
             if lse is not None:
                 tl.store(
                     lse + q_row * stride_lse + head * stride_lse_head,
-                    tl.where(total > 0.0, log2_sum * LN2, float("-inf")), mask=row_ok,
+                    tl.where(total > 0.0, log2_sum * LN2, float("-inf")),
+                    mask=row_ok,
                 )
         else:
             at = ((chunk + split_rank) * MT + m_tile).to(tl.int64) * BM + tl.arange(0, BM)

@@ -61,21 +61,31 @@ class Work:
 class Ring:
     """Tiles in shared memory, what the consumers tell each other, and the barriers."""
 
-    latent: gl.shared_memory_descriptor     # [STAGES, BN, RANK]
-    rotated: gl.shared_memory_descriptor    # [STAGES, BN, ROPE]
-    full: gl.shared_memory_descriptor       # [STAGES, 1]
+    latent: gl.shared_memory_descriptor  # [STAGES, BN, RANK]
+    rotated: gl.shared_memory_descriptor  # [STAGES, BN, ROPE]
+    full: gl.shared_memory_descriptor  # [STAGES, 1]
     empty: gl.shared_memory_descriptor
     scored: gl.shared_memory_descriptor
-    fades: gl.shared_memory_descriptor      # [STAGES, BM]
+    fades: gl.shared_memory_descriptor  # [STAGES, BM]
     totals: gl.shared_memory_descriptor
-    q_latent: gl.shared_memory_descriptor   # [1, BM, RANK]
+    q_latent: gl.shared_memory_descriptor  # [1, BM, RANK]
     q_rotated: gl.shared_memory_descriptor  # [1, BM, ROPE]
-    q_full: gl.shared_memory_descriptor     # [1, 1]
+    q_full: gl.shared_memory_descriptor  # [1, 1]
     q_empty: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
     def __init__(
-        self, latent, rotated, full, empty, scored, fades, totals, q_latent, q_rotated, q_full,
+        self,
+        latent,
+        rotated,
+        full,
+        empty,
+        scored,
+        fades,
+        totals,
+        q_latent,
+        q_rotated,
+        q_full,
         q_empty,
     ):
         self.latent = latent
@@ -174,7 +184,16 @@ def _copy_rows(rows, mask, latent, rotated, full):
 
 @gluon.jit
 def produce(
-    ring, work, t, q, cache, indices, tail_slots, q_eighth, q_head_eighth, stride_tail,
+    ring,
+    work,
+    t,
+    q,
+    cache,
+    indices,
+    tail_slots,
+    q_eighth,
+    q_head_eighth,
+    stride_tail,
     SLOT: gl.constexpr,
 ):
     """Gather the latent rows and the queries of every segment of the chunk."""
@@ -200,7 +219,10 @@ def produce(
                     slots = _load_slots(index_row, tail_row, start + BN + r, prefix_len, t)
                 mbarrier.wait(ring.empty.index(stage), phase)
                 _copy_rows(
-                    rows, None, ring.latent.index(stage), ring.rotated.index(stage),
+                    rows,
+                    None,
+                    ring.latent.index(stage),
+                    ring.rotated.index(stage),
                     ring.full.index(stage),
                 )
                 if start == begin:
@@ -210,8 +232,11 @@ def produce(
                     mbarrier.wait(ring.q_empty.index(0), q_phase)
                     q_phase = q_phase ^ 1
                     _copy_rows(
-                        q + at[:, None], (packed < t.Q_LEN * t.HEADS)[:, None],
-                        ring.q_latent.index(0), ring.q_rotated.index(0), ring.q_full.index(0),
+                        q + at[:, None],
+                        (packed < t.Q_LEN * t.HEADS)[:, None],
+                        ring.q_latent.index(0),
+                        ring.q_rotated.index(0),
+                        ring.q_full.index(0),
                     )
                 stage, phase = advance(stage, phase, t)
         left -= count

@@ -15,7 +15,11 @@ from specattn.kernels.attention_tile import MASKED, load_query
 
 @triton.jit
 def load_latent_query(
-    rows, row_ok, RANK: tl.constexpr, ROPE: tl.constexpr, RANK_PAD: tl.constexpr,
+    rows,
+    row_ok,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    RANK_PAD: tl.constexpr,
     ROPE_PAD: tl.constexpr,
 ):
     """Load query rows as their latent ``[BM, RANK_PAD]`` and rotated ``[BM, ROPE_PAD]`` parts."""
@@ -27,7 +31,7 @@ def load_latent_query(
 @triton.jit
 def _load_columns(rows, WIDTH: tl.constexpr, PAD: tl.constexpr):
     """Load the first ``WIDTH`` numbers of every row; unmasked where nothing is padded."""
-    d = tl.arange(0, PAD)[None, :]                                        # [1, PAD]
+    d = tl.arange(0, PAD)[None, :]  # [1, PAD]
     if PAD == WIDTH:
         return tl.load(rows[:, None] + d)
     return tl.load(rows[:, None] + d, mask=d < WIDTH, other=0.0)
@@ -35,23 +39,26 @@ def _load_columns(rows, WIDTH: tl.constexpr, PAD: tl.constexpr):
 
 @triton.jit
 def attend_latent_tile(
-    q_latent,   # [BM, RANK_PAD]
+    q_latent,  # [BM, RANK_PAD]
     q_rotated,  # [BM, ROPE_PAD]
-    acc,        # [BM, RANK_PAD] float32, running sum of weighted values
-    top,        # [BM] float32, running maximum of the logits
-    total,      # [BM] float32, running sum of the weights
-    slots,      # [BN] int32
-    visible,    # [BM, BN] bool, or None where every key is visible
-    cache,      # [slots, RANK + ROPE]
-    base2,      # sm_scale * log2(e)
-    SLOT: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, RANK_PAD: tl.constexpr,
+    acc,  # [BM, RANK_PAD] float32, running sum of weighted values
+    top,  # [BM] float32, running maximum of the logits
+    total,  # [BM] float32, running sum of the weights
+    slots,  # [BN] int32
+    visible,  # [BM, BN] bool, or None where every key is visible
+    cache,  # [slots, RANK + ROPE]
+    base2,  # sm_scale * log2(e)
+    SLOT: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    RANK_PAD: tl.constexpr,
     ROPE_PAD: tl.constexpr,
 ):
     """Fold one tile of latent rows into ``acc, top, total``; see `attend_tile`."""
-    rows = cache + slots.to(tl.int64) * SLOT                              # [BN]
-    latent = _load_columns(rows, RANK, RANK_PAD)                          # [BN, RANK_PAD]
-    rotated = _load_columns(rows + RANK, ROPE, ROPE_PAD)                  # [BN, ROPE_PAD]
-    s = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")        # [BM, BN]
+    rows = cache + slots.to(tl.int64) * SLOT  # [BN]
+    latent = _load_columns(rows, RANK, RANK_PAD)  # [BN, RANK_PAD]
+    rotated = _load_columns(rows + RANK, ROPE, ROPE_PAD)  # [BN, ROPE_PAD]
+    s = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")  # [BM, BN]
     s = tl.dot(q_rotated, tl.trans(rotated), s, input_precision="ieee")
     if visible is not None:
         s = tl.where(visible, s, MASKED)

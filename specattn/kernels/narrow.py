@@ -31,11 +31,21 @@ def _edge_of(number, BINS: tl.constexpr):
 
 @triton.jit
 def _scale_of(
-    levels, row, parts, vocab, peak, total, sharpness, share, by_count, by_mass,
-    BINS: tl.constexpr, BLOCK_P: tl.constexpr,
+    levels,
+    row,
+    parts,
+    vocab,
+    peak,
+    total,
+    sharpness,
+    share,
+    by_count,
+    by_mass,
+    BINS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
 ):
     """Return bins per distance: where cuts are likely, they are to be narrow."""
-    part = tl.arange(0, BLOCK_P)                                             # [BLOCK_P]
+    part = tl.arange(0, BLOCK_P)  # [BLOCK_P]
     level = tl.load(levels + row * parts + part, mask=part < parts, other=-float("inf"))
     known = level > -float("inf")
     spread = tl.sum(tl.where(known, peak - level, 0.0), 0)
@@ -48,37 +58,62 @@ def _scale_of(
 
 @triton.jit
 def count_kernel(
-    logits,       # [R, V]
+    logits,  # [R, V]
     temperature,  # [B] float32
-    top_k,        # [B] int32
-    top_p,        # [B] float32
-    keys,         # [R, parts] int64
-    masses,       # [R, parts] float32
-    levels,       # [R, parts] float32: what a part's larger logits are about
-    cuts,         # [R, 2] float32, out: bins per distance, until there is a cut
-    counts,       # [R, BINS] int32, zeros, out: tokens by their distance from the peak
-    vocab, stride, rows_per_req,
-    HAS_K: tl.constexpr, HAS_P: tl.constexpr, BLOCK_P: tl.constexpr,
-    BINS: tl.constexpr, BLOCK: tl.constexpr,
+    top_k,  # [B] int32
+    top_p,  # [B] float32
+    keys,  # [R, parts] int64
+    masses,  # [R, parts] float32
+    levels,  # [R, parts] float32: what a part's larger logits are about
+    cuts,  # [R, 2] float32, out: bins per distance, until there is a cut
+    counts,  # [R, BINS] int32, zeros, out: tokens by their distance from the peak
+    vocab,
+    stride,
+    rows_per_req,
+    HAS_K: tl.constexpr,
+    HAS_P: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Count each part's tokens by their distance, if its row is cut at all."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     parts = tl.num_programs(1)
     sharpness, peak, total, _, _, share, by_count, by_mass = rules_of(
-        temperature, top_k, top_p, keys, masses, row, parts, vocab, rows_per_req,
-        HAS_K, HAS_P, BLOCK_P,
+        temperature,
+        top_k,
+        top_p,
+        keys,
+        masses,
+        row,
+        parts,
+        vocab,
+        rows_per_req,
+        HAS_K,
+        HAS_P,
+        BLOCK_P,
     )
     if by_count | by_mass:
         scale = _scale_of(
-            levels, row, parts, vocab, peak, total, sharpness, share, by_count, by_mass,
-            BINS, BLOCK_P,
+            levels,
+            row,
+            parts,
+            vocab,
+            peak,
+            total,
+            sharpness,
+            share,
+            by_count,
+            by_mass,
+            BINS,
+            BLOCK_P,
         )
         if part == 0:
             # the next kernel has to number distances exactly as this one
             tl.store(cuts + row * 2, scale)
         found = tl.zeros([BINS], tl.int32)
         for i in range(part, tl.cdiv(vocab, BLOCK), parts):
-            token = i * BLOCK + tl.arange(0, BLOCK)                          # [BLOCK]
+            token = i * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
             distance = peak - load_scores(logits + row * stride, token, vocab)
             found += tl.histogram(_bin_of(distance, scale, BINS), BINS, mask=token < vocab)
         lane = tl.arange(0, BINS)
@@ -86,15 +121,13 @@ def count_kernel(
 
 
 @triton.jit
-def _bins_of_cuts(
-    count, total, fineness, few, share, by_count, by_mass, BINS: tl.constexpr
-):
+def _bins_of_cuts(count, total, fineness, few, share, by_count, by_mass, BINS: tl.constexpr):
     """Return the bin that holds the cut by number, and the first and last that may the other.
 
     The weights of bins are known within bounds, those of their edges, and so is where a mass is
     reached: counted from the peak, or from the far end, whichever says more.
     """
-    lane = tl.arange(0, BINS)                                                # [BINS]
+    lane = tl.arange(0, BINS)  # [BINS]
     until = tl.cumsum(count, 0)
     kth = tl.full([], BINS, tl.int32)
     if by_count:
@@ -131,27 +164,43 @@ def _append(listed, filled, inside, token, KEPT: tl.constexpr):
 
 @triton.jit
 def gather_kernel(
-    logits,       # [R, V]
+    logits,  # [R, V]
     temperature,  # [B] float32
-    top_k,        # [B] int32
-    top_p,        # [B] float32
-    keys,         # [R, parts] int64
-    masses,       # [R, parts] float32
-    cuts,         # [R, 2] float32: bins per distance
-    counts,       # [R, BINS] int32
-    lists,        # [R, cuts, KEPT] int32, out: tokens of the bins that hold a cut
-    notes,        # [R, 2, 4] int64, zeros, out, by number and by mass: fixed-point weight of
-                  # what is nearer, tokens that lists were asked to take, tokens nearer, and in bins
-    vocab, stride, rows_per_req,
-    HAS_K: tl.constexpr, HAS_P: tl.constexpr, BLOCK_P: tl.constexpr,
-    BINS: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr,
+    top_k,  # [B] int32
+    top_p,  # [B] float32
+    keys,  # [R, parts] int64
+    masses,  # [R, parts] float32
+    cuts,  # [R, 2] float32: bins per distance
+    counts,  # [R, BINS] int32
+    lists,  # [R, cuts, KEPT] int32, out: tokens of the bins that hold a cut
+    notes,  # [R, 2, 4] int64, zeros, out, by number and by mass: fixed-point weight of
+    # what is nearer, tokens that lists were asked to take, tokens nearer, and in bins
+    vocab,
+    stride,
+    rows_per_req,
+    HAS_K: tl.constexpr,
+    HAS_P: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BINS: tl.constexpr,
+    KEPT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """List the tokens among which a row is cut, and weigh what is nearer to the peak."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     parts = tl.num_programs(1)
     sharpness, peak, total, _, few, share, by_count, by_mass = rules_of(
-        temperature, top_k, top_p, keys, masses, row, parts, vocab, rows_per_req,
-        HAS_K, HAS_P, BLOCK_P,
+        temperature,
+        top_k,
+        top_p,
+        keys,
+        masses,
+        row,
+        parts,
+        vocab,
+        rows_per_req,
+        HAS_K,
+        HAS_P,
+        BLOCK_P,
     )
     if by_count | by_mass:
         scale = tl.load(cuts + row * 2)
@@ -172,14 +221,15 @@ def gather_kernel(
         nearer = tl.zeros([BLOCK], tl.float32)
         lighter = tl.zeros([BLOCK], tl.float32)
         for i in range(part, tl.cdiv(vocab, BLOCK), parts):
-            token = i * BLOCK + tl.arange(0, BLOCK)                          # [BLOCK]
+            token = i * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
             distance = peak - load_scores(logits + row * stride, token, vocab)
             number = tl.where(token < vocab, _bin_of(distance, scale, BINS), BINS)
             weight = tl.exp2(-distance * sharpness)
             if HAS_K:
                 nearer += tl.where(number < kth, weight, 0.0)
-                _append(lists, notes + 1, (number == kth) & (kth < BINS) & (size <= KEPT), token,
-                        KEPT)
+                _append(
+                    lists, notes + 1, (number == kth) & (kth < BINS) & (size <= KEPT), token, KEPT
+                )
             if HAS_P:
                 lighter += tl.where(number < first, weight, 0.0)
                 inside = (number >= first) & (number <= last) & (sizes <= KEPT)

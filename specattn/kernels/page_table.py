@@ -15,14 +15,22 @@ if TYPE_CHECKING:
 
 @triton.jit
 def _fill_page_table_kernel(
-    req_to_token,      # [rows, max_len] int32
+    req_to_token,  # [rows, max_len] int32
     req_pool_indices,  # [B] int64
-    seq_lens,          # [B] int32
-    tail_slots,        # [B, tail] int32
-    table,             # [B, width] int32, out
-    lens,              # [B] int32, out
-    max_len, tail, q_len, window_left, width, stride_req, stride_tail, stride_table,
-    WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+    seq_lens,  # [B] int32
+    tail_slots,  # [B, tail] int32
+    table,  # [B, width] int32, out
+    lens,  # [B] int32, out
+    max_len,
+    tail,
+    q_len,
+    window_left,
+    width,
+    stride_req,
+    stride_tail,
+    stride_table,
+    WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     req = tl.program_id(0).to(tl.int64)
     prefix = tl.minimum(tl.maximum(tl.load(seq_lens + req), 0), max_len)
@@ -34,7 +42,7 @@ def _fill_page_table_kernel(
         tl.store(lens + req, length)
     row = req_to_token + tl.load(req_pool_indices + req) * stride_req
     for first in range(tl.program_id(1) * BLOCK, length, tl.num_programs(1) * BLOCK):
-        column = first + tl.arange(0, BLOCK)                                 # [BLOCK]
+        column = first + tl.arange(0, BLOCK)  # [BLOCK]
         place = start + column
         inside = column < length
         cached = inside & (place < prefix)
@@ -48,19 +56,25 @@ def _fill_page_table_kernel(
 def _fill_ancestor_table_kernel(
     tail_slots,  # [B, tail] int32
     tail_words,  # [B, q_len, W] int64
-    table,       # [B * q_len, tail] int32, out
-    lens,        # [B * q_len] int32, out
-    rows, tail, q_len, stride_tail, stride_words, stride_word_row,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    table,  # [B * q_len, tail] int32, out
+    lens,  # [B * q_len] int32, out
+    rows,
+    tail,
+    q_len,
+    stride_tail,
+    stride_words,
+    stride_word_row,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    query = tl.program_id(0) * ROWS + tl.arange(0, ROWS)                     # [ROWS]
+    query = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     live = query < rows
     req = (query // q_len).to(tl.int64)
-    key = tl.arange(0, BLOCK)                                                # [BLOCK]
+    key = tl.arange(0, BLOCK)  # [BLOCK]
     words = tail_words + req * stride_words + query % q_len * stride_word_row
     inside = live[:, None] & (key < tail)[None, :]
     word = tl.load(words[:, None] + (key // 64)[None, :], mask=inside, other=0)
-    seen = ((word >> (key % 64)[None, :]) & 1).to(tl.int32)                  # [ROWS, BLOCK]
+    seen = ((word >> (key % 64)[None, :]) & 1).to(tl.int32)  # [ROWS, BLOCK]
     rank = tl.cumsum(seen, 1) - 1
     place = tail_slots + (req * stride_tail)[:, None] + key[None, :]
     slots = tl.load(place, mask=seen != 0, other=0)
@@ -69,8 +83,15 @@ def _fill_ancestor_table_kernel(
 
 
 def fill_page_table(
-    req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, tail_slots: Tensor,
-    table: Tensor, lens: Tensor, *, q_len: int, window_left: int = -1,
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    tail_slots: Tensor,
+    table: Tensor,
+    lens: Tensor,
+    *,
+    q_len: int,
+    window_left: int = -1,
 ) -> None:
     """List every request's slots: its prefix, then its tail.
 
@@ -100,10 +121,22 @@ def fill_page_table(
     block = min(1024, triton.next_power_of_2(width))
     grid = (len(table), programs_per_row(len(table), triton.cdiv(width, block)))
     _fill_page_table_kernel[grid](
-        req_to_token, req_pool_indices, seq_lens, tail_slots, table, lens,
-        req_to_token.shape[1], tail_slots.shape[1], q_len, window_left, width,
-        req_to_token.stride(0), tail_slots.stride(0), table.stride(0),
-        WINDOW=window_left >= 0, BLOCK=block,
+        req_to_token,
+        req_pool_indices,
+        seq_lens,
+        tail_slots,
+        table,
+        lens,
+        req_to_token.shape[1],
+        tail_slots.shape[1],
+        q_len,
+        window_left,
+        width,
+        req_to_token.stride(0),
+        tail_slots.stride(0),
+        table.stride(0),
+        WINDOW=window_left >= 0,
+        BLOCK=block,
     )
 
 
@@ -128,7 +161,17 @@ def fill_ancestor_table(
     block = triton.next_power_of_2(tail)
     rows = max(1, 512 // block)
     _fill_ancestor_table_kernel[(triton.cdiv(len(table), rows),)](
-        tail_slots, tail_words, table, lens, len(table), tail, tail_words.shape[1],
-        tail_slots.stride(0), tail_words.stride(0), tail_words.stride(1),
-        BLOCK=block, ROWS=rows, num_warps=4,
+        tail_slots,
+        tail_words,
+        table,
+        lens,
+        len(table),
+        tail,
+        tail_words.shape[1],
+        tail_slots.stride(0),
+        tail_words.stride(0),
+        tail_words.stride(1),
+        BLOCK=block,
+        ROWS=rows,
+        num_warps=4,
     )

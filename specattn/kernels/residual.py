@@ -11,12 +11,20 @@ SEGMENT = 512
 
 @triton.jit
 def _weights(
-    p_row, q_row, q_on, refused, num_refused, segment, vocab,
-    ROWS: tl.constexpr, SEGMENT: tl.constexpr, HAS_Q: tl.constexpr,
+    p_row,
+    q_row,
+    q_on,
+    refused,
+    num_refused,
+    segment,
+    vocab,
+    ROWS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    HAS_Q: tl.constexpr,
 ):
     """Return what of the target's probabilities is left: less q, without the refused tokens."""
-    lane = tl.arange(0, SEGMENT)                                             # [SEGMENT]
-    token = segment[:, None] * SEGMENT + lane[None, :]                       # [ROWS, SEGMENT]
+    lane = tl.arange(0, SEGMENT)  # [SEGMENT]
+    token = segment[:, None] * SEGMENT + lane[None, :]  # [ROWS, SEGMENT]
     rest = tl.load(p_row + token, mask=token < vocab, other=0)
     if HAS_Q:
         rest -= tl.load(q_row + token, mask=(token < vocab) & q_on, other=0)
@@ -35,12 +43,21 @@ def _weights(
 
 @triton.jit
 def invert(
-    p_row, q_row, q_on, refused, num_refused, coin, vocab, ROWS: tl.constexpr,
-    SEGMENT: tl.constexpr, TILES: tl.constexpr, HAS_Q: tl.constexpr,
+    p_row,
+    q_row,
+    q_on,
+    refused,
+    num_refused,
+    coin,
+    vocab,
+    ROWS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    TILES: tl.constexpr,
+    HAS_Q: tl.constexpr,
 ):
     """Return the first token whose cumulative weight exceeds coin * total; -1 if there is none."""
-    row = tl.arange(0, ROWS)                                                 # [ROWS]
-    tile = tl.arange(0, TILES)[:, None]                                      # [TILES, 1]
+    row = tl.arange(0, ROWS)  # [ROWS]
+    tile = tl.arange(0, TILES)[:, None]  # [TILES, 1]
     masses = tl.zeros([TILES, ROWS], tl.float32)
     for i in range(tl.cdiv(vocab, ROWS * SEGMENT)):
         rest = _weights(
@@ -58,9 +75,7 @@ def invert(
     below = tl.max(tl.where(segment == chosen - 1, reached, 0.0), 0)
 
     here = tl.maximum(chosen, 0) + tl.arange(0, 1)
-    rest = _weights(
-        p_row, q_row, q_on, refused, num_refused, here, vocab, 1, SEGMENT, HAS_Q
-    )
+    rest = _weights(p_row, q_row, q_on, refused, num_refused, here, vocab, 1, SEGMENT, HAS_Q)
     rest = tl.reshape(rest, [SEGMENT])
     token = tl.maximum(chosen, 0) * SEGMENT + tl.arange(0, SEGMENT)
     past = (rest > 0) & (below + tl.cumsum(rest, 0) > goal)
@@ -70,8 +85,17 @@ def invert(
 
 @triton.jit
 def draw(
-    p_row, q_row, q_on, refused, num_refused, coin, vocab, ROWS: tl.constexpr,
-    SEGMENT: tl.constexpr, TILES: tl.constexpr, HAS_Q: tl.constexpr,
+    p_row,
+    q_row,
+    q_on,
+    refused,
+    num_refused,
+    coin,
+    vocab,
+    ROWS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    TILES: tl.constexpr,
+    HAS_Q: tl.constexpr,
 ):
     """Draw from the residual; from the target itself if rounding left no residual."""
     token = -1
@@ -79,8 +103,17 @@ def draw(
     while (token < 0) & (tries < 2):
         first = tries == 0
         token = invert(
-            p_row, q_row, q_on & first, refused, tl.where(first, num_refused, 0), coin, vocab,
-            ROWS, SEGMENT, TILES, HAS_Q,
+            p_row,
+            q_row,
+            q_on & first,
+            refused,
+            tl.where(first, num_refused, 0),
+            coin,
+            vocab,
+            ROWS,
+            SEGMENT,
+            TILES,
+            HAS_Q,
         )
         tries += 1
     return tl.maximum(token, 0).to(tl.int64)
@@ -92,5 +125,8 @@ def vocab_tiles(vocab: int, most_rows: int) -> dict[str, int]:
     rows = min(most_rows, triton.next_power_of_2(segments))
     tiles = triton.next_power_of_2(triton.cdiv(segments, rows))
     return {
-        "ROWS": rows, "SEGMENT": SEGMENT, "TILES": tiles, "num_warps": max(4, min(16, rows // 2)),
+        "ROWS": rows,
+        "SEGMENT": SEGMENT,
+        "TILES": tiles,
+        "num_warps": max(4, min(16, rows // 2)),
     }

@@ -17,7 +17,7 @@ def sharpness_of(temperature):
 @triton.jit
 def merge_parts(keys, masses, row, parts, sharpness, BLOCK_P: tl.constexpr):
     """Return a row's most probable token with its logit, all its weight, and its lowest part."""
-    part = tl.arange(0, BLOCK_P)                                             # [BLOCK_P]
+    part = tl.arange(0, BLOCK_P)  # [BLOCK_P]
     live = part < parts
     key = tl.load(keys + row * parts + part, mask=live, other=-0x8000000000000000)
     peaks = tl.where(live, score_of(key), float("inf"))
@@ -31,8 +31,18 @@ def merge_parts(keys, masses, row, parts, sharpness, BLOCK_P: tl.constexpr):
 
 @triton.jit
 def rules_of(
-    temperature, top_k, top_p, keys, masses, row, parts, vocab, rows_per_req,
-    HAS_K: tl.constexpr, HAS_P: tl.constexpr, BLOCK_P: tl.constexpr,
+    temperature,
+    top_k,
+    top_p,
+    keys,
+    masses,
+    row,
+    parts,
+    vocab,
+    rows_per_req,
+    HAS_K: tl.constexpr,
+    HAS_P: tl.constexpr,
+    BLOCK_P: tl.constexpr,
 ):
     """Return what a row's weights are made of, its settings, and whether they cut anything."""
     req = row // rows_per_req

@@ -30,20 +30,24 @@ FEW_ROWS = 16
 
 @triton.jit
 def _peaks_kernel(
-    logits,       # [R, V]
+    logits,  # [R, V]
     temperature,  # [B] float32
-    keys,         # [R, parts] int64, out: the most probable token of each part
-    masses,       # [R, parts] float32, out: weights relative to it
-    levels,       # [R, parts] float32, out if CUT: what its larger logits are about, -inf if none
-    counts,       # [R, BINS] int32, out if CUT: zeros
-    notes,        # [R, 8] int64, out if CUT: zeros
-    vocab, stride, rows_per_req,
-    CUT: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
+    keys,  # [R, parts] int64, out: the most probable token of each part
+    masses,  # [R, parts] float32, out: weights relative to it
+    levels,  # [R, parts] float32, out if CUT: what its larger logits are about, -inf if none
+    counts,  # [R, BINS] int32, out if CUT: zeros
+    notes,  # [R, 8] int64, out if CUT: zeros
+    vocab,
+    stride,
+    rows_per_req,
+    CUT: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     parts = tl.num_programs(1)
     sharpness = sharpness_of(tl.load(temperature + row // rows_per_req))
-    lane = tl.arange(0, BLOCK)                                               # [BLOCK]
+    lane = tl.arange(0, BLOCK)  # [BLOCK]
     best = tl.full([BLOCK], -float("inf"), tl.float32)
     tile = tl.zeros([BLOCK], tl.int32) + part
     mass = tl.zeros([BLOCK], tl.float32)
@@ -72,15 +76,19 @@ def _peaks_kernel(
 
 @triton.jit
 def _probs_kernel(
-    logits,       # [R, V]
+    logits,  # [R, V]
     temperature,  # [B] float32
-    keys,         # [R, parts] int64
-    masses,       # [R, parts] float32
-    cuts,         # [R, 2] float32
-    lasts,        # [R] int32
-    probs,        # [R, V] float32, out
-    vocab, stride, rows_per_req,
-    CUT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK: tl.constexpr,
+    keys,  # [R, parts] int64
+    masses,  # [R, parts] float32
+    cuts,  # [R, 2] float32
+    lasts,  # [R] int32
+    probs,  # [R, V] float32, out
+    vocab,
+    stride,
+    rows_per_req,
+    CUT: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     parts = tl.num_programs(1)
@@ -94,7 +102,7 @@ def _probs_kernel(
         last = tl.load(lasts + row)
     scale = 1 / total
     for i in range(part, tl.cdiv(vocab, BLOCK), parts):
-        token = i * BLOCK + tl.arange(0, BLOCK)                              # [BLOCK]
+        token = i * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
         # only its place matters to a row of one token
         score = load_scores(logits + row * stride, token, tl.where(one, 0, vocab))
         distance = finite(peak) - score
@@ -116,14 +124,19 @@ def _mix(state):
 
 @triton.jit
 def _coins_kernel(
-    seeds,      # [B] int64
+    seeds,  # [B] int64
     positions,  # [B, M] or [B]
-    coins,      # [draws, B, D] float32, out
-    count, width, first_draw, stride_req, stride_depth,
-    DEPTHS: tl.constexpr, BLOCK: tl.constexpr,
+    coins,  # [draws, B, D] float32, out
+    count,
+    width,
+    first_draw,
+    stride_req,
+    stride_depth,
+    DEPTHS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     draw = tl.program_id(1)
-    flat = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)                    # [BLOCK]
+    flat = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     live = flat < count
     req, depth = flat // width, flat % width
     seed = tl.load(seeds + req, mask=live, other=0).to(tl.uint64)
@@ -139,13 +152,17 @@ def _coins_kernel(
 
 @triton.jit
 def _draw_kernel(
-    weights,   # [B, V] float32
-    coins,     # [B] float32
+    weights,  # [B, V] float32
+    coins,  # [B] float32
     fallback,  # [B, V] float32
-    tokens,    # [B] int64, out
-    vocab, stride, stride_fallback,
+    tokens,  # [B] int64, out
+    vocab,
+    stride,
+    stride_fallback,
     HAS_FALLBACK: tl.constexpr,
-    ROWS: tl.constexpr, SEGMENT: tl.constexpr, TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     req = tl.program_id(0).to(tl.int64)
     row = weights + req * stride
@@ -198,31 +215,78 @@ def target_probs(
         levels, notes = torch.empty_like(masses), keys.new_empty(rows, 8)
         counts = lasts.new_empty(rows, bins)
     _peaks_kernel[(rows, parts)](
-        logits, temperature, keys, masses, levels, counts, notes, *common,
-        CUT=cut, BINS=bins, BLOCK=BLOCK,
+        logits,
+        temperature,
+        keys,
+        masses,
+        levels,
+        counts,
+        notes,
+        *common,
+        CUT=cut,
+        BINS=bins,
+        BLOCK=BLOCK,
     )
     if cut:
         shared = (
-            logits, temperature, temperature if top_k is None else top_k,
-            temperature if top_p is None else top_p, keys, masses,
+            logits,
+            temperature,
+            temperature if top_k is None else top_k,
+            temperature if top_p is None else top_p,
+            keys,
+            masses,
         )
         rules = {"HAS_K": top_k is not None, "HAS_P": top_p is not None, "BLOCK_P": block_p}
         lists = lasts.new_empty(rows, sum(by is not None for by in (top_k, top_p)), KEPT)
         count_kernel[(rows, parts)](
-            *shared, levels, cuts, counts, *common, **rules, BINS=bins, BLOCK=BLOCK,
+            *shared,
+            levels,
+            cuts,
+            counts,
+            *common,
+            **rules,
+            BINS=bins,
+            BLOCK=BLOCK,
             num_warps=4 if bins == BINS else 8,
         )
         gather_kernel[(rows, parts)](
-            *shared, cuts, counts, lists, notes, *common, **rules, BINS=bins, KEPT=KEPT,
-            BLOCK=BLOCK // 2, num_warps=8,
+            *shared,
+            cuts,
+            counts,
+            lists,
+            notes,
+            *common,
+            **rules,
+            BINS=bins,
+            KEPT=KEPT,
+            BLOCK=BLOCK // 2,
+            num_warps=8,
         )
         cut_kernel[(rows,)](
-            *shared, cuts, lasts, lists, notes, *common, parts, **rules, KEPT=KEPT,
-            BLOCK=CUT_BLOCK, num_warps=16,
+            *shared,
+            cuts,
+            lasts,
+            lists,
+            notes,
+            *common,
+            parts,
+            **rules,
+            KEPT=KEPT,
+            BLOCK=CUT_BLOCK,
+            num_warps=16,
         )
     _probs_kernel[(rows, parts)](
-        logits, temperature, keys, masses, cuts, lasts, probs, *common,
-        CUT=cut, BLOCK_P=block_p, BLOCK=BLOCK,
+        logits,
+        temperature,
+        keys,
+        masses,
+        cuts,
+        lasts,
+        probs,
+        *common,
+        CUT=cut,
+        BLOCK_P=block_p,
+        BLOCK=BLOCK,
     )
     return probs
 
@@ -235,8 +299,16 @@ def uniform(seeds: Tensor, positions: Tensor, draw: int) -> Tensor:
     coins = torch.empty(positions.shape, dtype=torch.float32, device=positions.device)
     if coins.numel():
         _coins_kernel[(triton.cdiv(coins.numel(), 256), 1)](
-            seeds, flat, coins, coins.numel(), width, draw, flat.stride(0), flat.stride(1),
-            DEPTHS=False, BLOCK=256,
+            seeds,
+            flat,
+            coins,
+            coins.numel(),
+            width,
+            draw,
+            flat.stride(0),
+            flat.stride(1),
+            DEPTHS=False,
+            BLOCK=256,
         )
     return coins
 
@@ -251,7 +323,16 @@ def path_coins(seeds: Tensor, seq_lens: Tensor, depths: int, draws: int) -> Tens
     count = len(seeds) * depths
     if count:
         _coins_kernel[(triton.cdiv(count, 256), draws)](
-            seeds, seq_lens, coins, count, depths, 0, 1, 0, DEPTHS=True, BLOCK=256,
+            seeds,
+            seq_lens,
+            coins,
+            count,
+            depths,
+            0,
+            1,
+            0,
+            DEPTHS=True,
+            BLOCK=256,
         )
     return coins
 
@@ -271,7 +352,14 @@ def draw_tokens(weights: Tensor, coins: Tensor, fallback: Tensor | None = None) 
     tokens = torch.empty(len(weights), dtype=torch.int64, device=weights.device)
     if len(weights):
         _draw_kernel[(len(weights),)](
-            weights, coins, other, tokens, weights.shape[1], weights.stride(0), other.stride(0),
-            HAS_FALLBACK=fallback is not None, **vocab_tiles(weights.shape[1], 64),
+            weights,
+            coins,
+            other,
+            tokens,
+            weights.shape[1],
+            weights.stride(0),
+            other.stride(0),
+            HAS_FALLBACK=fallback is not None,
+            **vocab_tiles(weights.shape[1], 64),
         )
     return tokens

@@ -83,10 +83,13 @@ def stream_tile(rows: int, *, gated: bool = False) -> StreamTile:
 def streams(x: Tensor, weight: Tensor, *, gated: bool = False) -> bool:
     """Whether the kernel takes these; the first call per device compiles it and tries it out."""
     return (
-        0 < x.shape[0] <= MAX_ROWS and x.dtype == weight.dtype
+        0 < x.shape[0] <= MAX_ROWS
+        and x.dtype == weight.dtype
         and x.dtype in (torch.float16, torch.bfloat16)
-        and weight.stride(1) == 1 and weight.stride(0) * 2 % PIECE == 0
-        and weight.data_ptr() % PIECE == 0 and ready(x.device)
+        and weight.stride(1) == 1
+        and weight.stride(0) * 2 % PIECE == 0
+        and weight.data_ptr() % PIECE == 0
+        and ready(x.device)
         and (gated or _gains(x, weight))
     )
 
@@ -155,8 +158,16 @@ def _shares(
 
 
 def _launch(
-    x: Tensor, weight: Tensor, out: Tensor, tile: StreamTile, step: int, split: int, width: int,
-    strides: tuple[int, ...], *, gated: bool,
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    tile: StreamTile,
+    step: int,
+    split: int,
+    width: int,
+    strides: tuple[int, ...],
+    *,
+    gated: bool,
 ) -> None:
     from specattn.kernels.gluon_linear import gluon_linear_kernel
 
@@ -166,12 +177,27 @@ def _launch(
     most = _multiprocessors(x.device) * tile.ctas_per_sm
     gluon_linear_kernel[(min(tiles * split, most),)](
         *(_boxes(weight, rows, tile.block_k) for rows in (32, 16, 8)),
-        _boxes(x.contiguous(), BOX, tile.block_k), out, len(x), width,
-        steps, strides[0], strides[1],
-        STEP=step, BT=tile.rows, BK=tile.block_k, STAGES=tile.stages, BOX=BOX,
-        BOXES=-(-len(x) // BOX), SPLIT=split, GATED=gated, MANY=tiles * split > most,
-        PACE=_pace(tile, steps, split, weight.nbytes), PRODUCER_REGS=tile.producer_regs,
-        num_warps=4, maxnreg=tile.max_regs, launch_pdl=True,
+        _boxes(x.contiguous(), BOX, tile.block_k),
+        out,
+        len(x),
+        width,
+        steps,
+        strides[0],
+        strides[1],
+        STEP=step,
+        BT=tile.rows,
+        BK=tile.block_k,
+        STAGES=tile.stages,
+        BOX=BOX,
+        BOXES=-(-len(x) // BOX),
+        SPLIT=split,
+        GATED=gated,
+        MANY=tiles * split > most,
+        PACE=_pace(tile, steps, split, weight.nbytes),
+        PRODUCER_REGS=tile.producer_regs,
+        num_warps=4,
+        maxnreg=tile.max_regs,
+        launch_pdl=True,
     )
 
 
@@ -216,7 +242,8 @@ def _check(device: torch.device) -> None:
         want = linear(x.float(), weight.float())
         gate, up = want.chunk(2, dim=1)
         for got, exact in (
-            (stream_linear(x, weight).sum(0), want), (stream_gated(x, weight), silu(gate) * up),
+            (stream_linear(x, weight).sum(0), want),
+            (stream_gated(x, weight), silu(gate) * up),
         ):
             error = float((got.float() - exact).norm() / exact.norm())
             if not error < 1e-2:

@@ -140,7 +140,11 @@ def fit_tile(
 
 
 def tile_config(
-    rows: int, head_dim: int, v_head_dim: int, dtype: torch.dtype, batch: int,
+    rows: int,
+    head_dim: int,
+    v_head_dim: int,
+    dtype: torch.dtype,
+    batch: int,
     limits: DeviceLimits = HOPPER,
 ) -> TileConfig:
     """Choose by packed rows (query tokens × group), head size and device; never by length.

@@ -33,7 +33,7 @@ def _group_floors(scores, parents, num_groups, rounds, TOPK: tl.constexpr, BLOCK
 
     Every round of pointer doubling looks twice as far up.
     """
-    group = tl.arange(0, BLOCK_G)                                            # [BLOCK_G]
+    group = tl.arange(0, BLOCK_G)  # [BLOCK_G]
     parent = tl.load(parents + group, mask=(group > 0) & (group < num_groups), other=-1)
     # A parent lies in a shallower step than its children: no cycle, no read outside the row.
     known = (parent >= 0) & (parent < TOPK + (group - 1) // TOPK * TOPK * TOPK)
@@ -67,9 +67,7 @@ def _number_best(key, live, keep):
         counts = (key >= lower).to(tl.int32) + ((key >= upper).to(tl.int32) << 16)
         counts = tl.sum(tl.where(live, counts, 0), 0)
         found = tl.where(counts >> 16 >= keep, counts >> 16, counts & 0xFFFF)
-        high = tl.where(
-            counts >> 16 >= keep, high, tl.where(found >= keep, upper, lower) - 1
-        )
+        high = tl.where(counts >> 16 >= keep, high, tl.where(found >= keep, upper, lower) - 1)
         low = tl.where(counts >> 16 >= keep, upper, tl.where(found >= keep, lower, low))
     above = live & (key > low)
     tie = live & (key == low)
@@ -84,9 +82,9 @@ def _number_best(key, live, keep):
 @triton.jit
 def _ancestors(parent, node, rounds, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr):
     """Return each node's ancestor words and depth by pointer doubling."""
-    word = tl.arange(0, BLOCK_W)                                             # [BLOCK_W]
+    word = tl.arange(0, BLOCK_W)  # [BLOCK_W]
     bit = tl.full([BLOCK_N, BLOCK_W], 1, tl.int64) << (node % 64)[:, None].to(tl.int64)
-    words = tl.where((node // 64)[:, None] == word[None, :], bit, 0)         # [BLOCK_N, BLOCK_W]
+    words = tl.where((node // 64)[:, None] == word[None, :], bit, 0)  # [BLOCK_N, BLOCK_W]
     depth = (parent >= 0).to(tl.int32)
     jump = tl.maximum(parent, 0)
     for _ in range(rounds):
@@ -102,11 +100,11 @@ def _child_links(parent, node, N, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr):
     first_child = tl.full([BLOCK_N], N, tl.int32)
     sibling = tl.full([BLOCK_N], N, tl.int32)
     for first in range(0, N, BLOCK_S):
-        other = first + tl.arange(0, BLOCK_S)                                # [BLOCK_S]
+        other = first + tl.arange(0, BLOCK_S)  # [BLOCK_S]
         other_parent = tl.gather(parent, other, 0)
         other, other_parent = other[:, None], other_parent[:, None]
         # nodes lie across lanes, so that a lane folds its own column
-        child = other_parent == node[None, :]                                # [BLOCK_S, BLOCK_N]
+        child = other_parent == node[None, :]  # [BLOCK_S, BLOCK_N]
         first_child = tl.minimum(first_child, tl.min(tl.where(child, other, N), 0))
         later = (other_parent == parent[None, :]) & (other > node[None, :])
         sibling = tl.minimum(sibling, tl.min(tl.where(later, other, N), 0))
@@ -115,21 +113,32 @@ def _child_links(parent, node, N, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr):
 
 @triton.jit
 def _build_tree_kernel(
-    scores,            # [B, C] float32
-    tokens,            # [B, C] int64
-    parents,           # [B, G] int64
-    bonus_tokens,      # [B] int64
-    seq_lens,          # [B] int32
-    tokens_out,        # [B, N] int64, out
-    positions_out,     # [B, N] int64, out
-    words_out,         # [B, N, W] int64, out
-    next_token_out,    # [B, N] int64, out
+    scores,  # [B, C] float32
+    tokens,  # [B, C] int64
+    parents,  # [B, G] int64
+    bonus_tokens,  # [B] int64
+    seq_lens,  # [B] int32
+    tokens_out,  # [B, N] int64, out
+    positions_out,  # [B, N] int64, out
+    words_out,  # [B, N, W] int64, out
+    next_token_out,  # [B, N] int64, out
     next_sibling_out,  # [B, N] int64, out; holds the nodes' parents on the way
-    num_candidates, num_groups, group_rounds, node_rounds,
-    stride_scores, stride_tokens, stride_parents,
-    N: tl.constexpr, W: tl.constexpr, TOPK: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
-    BLOCK_S: tl.constexpr, PDL: tl.constexpr,
+    num_candidates,
+    num_groups,
+    group_rounds,
+    node_rounds,
+    stride_scores,
+    stride_tokens,
+    stride_parents,
+    N: tl.constexpr,
+    W: tl.constexpr,
+    TOPK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     req = tl.program_id(0).to(tl.int64)
     enter(PDL)
@@ -138,7 +147,7 @@ def _build_tree_kernel(
     next_sibling_out += req * N
 
     # everything that does not depend on the selection is read at once
-    flat = tl.arange(0, BLOCK_C)                                             # [BLOCK_C]
+    flat = tl.arange(0, BLOCK_C)  # [BLOCK_C]
     live = flat < num_candidates
     key = score_key(tl.load(scores + flat, mask=live, other=0))
     token = tl.load(tokens + req * stride_tokens + flat, mask=live, other=0)
@@ -148,7 +157,7 @@ def _build_tree_kernel(
         scores, parents + req * stride_parents, num_groups, group_rounds, TOPK, BLOCK_G
     )
     group = tl.minimum(flat // TOPK, BLOCK_G - 1)
-    above, floor = _gather_pair(above, floor, group)                         # [BLOCK_C]
+    above, floor = _gather_pair(above, floor, group)  # [BLOCK_C]
     key = tl.minimum(key, floor)
 
     kept, number = _number_best(key, live, N - 1)
@@ -160,7 +169,7 @@ def _build_tree_kernel(
     tl.store(next_sibling_out, -1)
     tl.debug_barrier()
 
-    node = tl.arange(0, BLOCK_N)                                             # [BLOCK_N]
+    node = tl.arange(0, BLOCK_N)  # [BLOCK_N]
     inside = node < N
     parent = tl.load(next_sibling_out + node, mask=inside, other=-2).to(tl.int32)
     next_token, next_sibling = _child_links(parent, node, N, BLOCK_N, BLOCK_S)
@@ -170,7 +179,7 @@ def _build_tree_kernel(
     tl.store(next_token_out + req * N + node, next_token, mask=inside)
     tl.store(next_sibling_out + node, next_sibling, mask=inside)
     tl.store(positions_out + req * N + node, root_position + depth, mask=inside)
-    word = tl.arange(0, BLOCK_W)                                             # [BLOCK_W]
+    word = tl.arange(0, BLOCK_W)  # [BLOCK_W]
     cell = (req * N + node)[:, None] * W + word[None, :]
     tl.store(words_out + cell, words, mask=inside[:, None] & (word < W)[None, :])
 
@@ -227,26 +236,56 @@ def build_tree(
         return
     if count > MAX_CANDIDATES:
         twin.build_tree(
-            scores, tokens, parents, bonus_tokens, seq_lens, topk=topk,
-            num_draft_tokens=num_draft_tokens, tokens_out=tokens_out, positions_out=positions_out,
-            words_out=words_out, next_token_out=next_token_out, next_sibling_out=next_sibling_out,
+            scores,
+            tokens,
+            parents,
+            bonus_tokens,
+            seq_lens,
+            topk=topk,
+            num_draft_tokens=num_draft_tokens,
+            tokens_out=tokens_out,
+            positions_out=positions_out,
+            words_out=words_out,
+            next_token_out=next_token_out,
+            next_sibling_out=next_sibling_out,
         )
         return
     require_dense(
-        tokens_out=tokens_out, positions_out=positions_out, words_out=words_out,
-        next_token_out=next_token_out, next_sibling_out=next_sibling_out,
+        tokens_out=tokens_out,
+        positions_out=positions_out,
+        words_out=words_out,
+        next_token_out=next_token_out,
+        next_sibling_out=next_sibling_out,
     )
     block_n = triton.next_power_of_2(num_draft_tokens)
     _build_tree_kernel[(batch,)](
-        scores, tokens, parents, bonus_tokens, seq_lens,
-        tokens_out, positions_out, words_out, next_token_out, next_sibling_out,
-        count, parents.shape[1], max(steps - 2, 0).bit_length(), steps.bit_length(),
-        scores.stride(0), tokens.stride(0), parents.stride(0),
-        N=num_draft_tokens, W=num_words, TOPK=topk,
+        scores,
+        tokens,
+        parents,
+        bonus_tokens,
+        seq_lens,
+        tokens_out,
+        positions_out,
+        words_out,
+        next_token_out,
+        next_sibling_out,
+        count,
+        parents.shape[1],
+        max(steps - 2, 0).bit_length(),
+        steps.bit_length(),
+        scores.stride(0),
+        tokens.stride(0),
+        parents.stride(0),
+        N=num_draft_tokens,
+        W=num_words,
+        TOPK=topk,
         BLOCK_C=triton.next_power_of_2(max(count, 1)),
-        BLOCK_G=triton.next_power_of_2(max(parents.shape[1], 1)), BLOCK_N=block_n,
-        BLOCK_W=triton.next_power_of_2(num_words), BLOCK_S=min(block_n, 64),
-        num_warps=num_warps or _warps(count, num_draft_tokens), **launch_options(scores.device),
+        BLOCK_G=triton.next_power_of_2(max(parents.shape[1], 1)),
+        BLOCK_N=block_n,
+        BLOCK_W=triton.next_power_of_2(num_words),
+        BLOCK_S=min(block_n, 64),
+        num_warps=num_warps or _warps(count, num_draft_tokens),
+        **launch_options(scores.device),
     )
 
 

@@ -50,9 +50,20 @@ class _Shape:
 
     @classmethod
     def of(
-        cls, *, batch: int, q_len: int, num_qo_heads: int, num_kv_heads: int, head_dim: int,
-        v_head_dim: int, dtype: torch.dtype, device: torch.device, page_size: int,
-        tile: TileConfig | None, kv_dtype: torch.dtype | None = None, has_cap: bool = False,
+        cls,
+        *,
+        batch: int,
+        q_len: int,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        v_head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        page_size: int,
+        tile: TileConfig | None,
+        kv_dtype: torch.dtype | None = None,
+        has_cap: bool = False,
     ) -> _Shape:
         if num_qo_heads % num_kv_heads:
             raise ValueError(
@@ -127,10 +138,24 @@ class TreeAttention:
     """
 
     def __init__(
-        self, *, batch: int, q_len: int, tail_len: int, num_qo_heads: int, num_kv_heads: int,
-        head_dim: int, v_head_dim: int, dtype: torch.dtype, device: torch.device | str,
-        sm_scale: float, window_left: int = -1, logit_cap: float = 0.0, page_size: int = 1,
-        csr: bool = False, workspace: Tensor | None = None, tile: TileConfig | None = None,
+        self,
+        *,
+        batch: int,
+        q_len: int,
+        tail_len: int,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        v_head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        sm_scale: float,
+        window_left: int = -1,
+        logit_cap: float = 0.0,
+        page_size: int = 1,
+        csr: bool = False,
+        workspace: Tensor | None = None,
+        tile: TileConfig | None = None,
         kv_dtype: torch.dtype | None = None,
     ) -> None:
         if kv_dtype not in (None, dtype) and (kv_dtype, dtype.itemsize) != (FLOAT8, 2):
@@ -141,9 +166,17 @@ class TreeAttention:
             raise ValueError(f"sm_scale must be above 0, got {sm_scale}")
         device = torch.device(device)
         shape = _Shape.of(
-            batch=batch, q_len=q_len, num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads,
-            head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype, device=device,
-            page_size=1 if csr else page_size, tile=tile, kv_dtype=kv_dtype,
+            batch=batch,
+            q_len=q_len,
+            num_qo_heads=num_qo_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            v_head_dim=v_head_dim,
+            dtype=dtype,
+            device=device,
+            page_size=1 if csr else page_size,
+            tile=tile,
+            kv_dtype=kv_dtype,
             has_cap=logit_cap > 0,
         )
         self.batch, self.q_len, self.tail_len = batch, q_len, tail_len
@@ -158,14 +191,21 @@ class TreeAttention:
         self.shape = shape
         self.merge_tile = merge_tile(batch)
         self.tables = TreePlan.alloc(
-            batch=batch, max_chunks=shape.max_chunks, tail_len=tail_len, window_left=window_left,
-            block_n=shape.tile.block_n, csr=csr, device=device,
+            batch=batch,
+            max_chunks=shape.max_chunks,
+            tail_len=tail_len,
+            window_left=window_left,
+            block_n=shape.tile.block_n,
+            csr=csr,
+            device=device,
             min_tiles=shape.tile.min_tiles,
         )
         self.partial_out, self.partial_lse = self._carve(workspace, device)
         # logits in base 2; with a cap: cap_out * tanh(cap_in * s)
         self.factors = (
-            sm_scale * LOG2E, sm_scale / logit_cap if logit_cap else 0.0, logit_cap * LOG2E,
+            sm_scale * LOG2E,
+            sm_scale / logit_cap if logit_cap else 0.0,
+            logit_cap * LOG2E,
         )
         self.has_cap = logit_cap > 0
         # programmatic dependent launch: the next kernel's CTAs start while this one drains
@@ -173,15 +213,34 @@ class TreeAttention:
 
     @staticmethod
     def workspace_bytes(
-        *, batch: int, q_len: int, num_qo_heads: int, num_kv_heads: int, head_dim: int,
-        v_head_dim: int, dtype: torch.dtype, device: torch.device | str, logit_cap: float = 0.0,
-        page_size: int = 1, tile: TileConfig | None = None, kv_dtype: torch.dtype | None = None,
+        *,
+        batch: int,
+        q_len: int,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        v_head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        logit_cap: float = 0.0,
+        page_size: int = 1,
+        tile: TileConfig | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> int:
         """Return the bytes of workspace that an object with these parameters needs."""
         shape = _Shape.of(
-            batch=batch, q_len=q_len, num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads,
-            head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype, device=torch.device(device),
-            page_size=page_size, tile=tile, kv_dtype=kv_dtype, has_cap=logit_cap > 0,
+            batch=batch,
+            q_len=q_len,
+            num_qo_heads=num_qo_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            v_head_dim=v_head_dim,
+            dtype=dtype,
+            device=torch.device(device),
+            page_size=page_size,
+            tile=tile,
+            kv_dtype=kv_dtype,
+            has_cap=logit_cap > 0,
         )
         return shape.workspace(v_head_dim, dtype)[1]
 
@@ -224,8 +283,10 @@ class TreeAttention:
         other = copy.copy(self)
         # index lists have no tail: new keys are among the others
         other.early = (
-            isinstance(self.shape.tile, GluonTile) and not self.shape.tile.raw_stages
-            and self.tail_len > 0 and self.batch <= FEW
+            isinstance(self.shape.tile, GluonTile)
+            and not self.shape.tile.raw_stages
+            and self.tail_len > 0
+            and self.batch <= FEW
         )
         return other
 
@@ -259,9 +320,18 @@ class TreeAttention:
         return Cut(self.tables, kv_indptr, None, 1)
 
     def run(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None, *,
-        indices: Tensor, positions: Tensor | None, tail_slots: Tensor | None,
-        tail_positions: Tensor | None, tail_words: Tensor | None,
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        *,
+        indices: Tensor,
+        positions: Tensor | None,
+        tail_slots: Tensor | None,
+        tail_positions: Tensor | None,
+        tail_words: Tensor | None,
     ) -> None:
         """Attend, on the lengths of the last plan.
 
@@ -296,15 +366,24 @@ class TreeAttention:
         self._check_run(q, k_cache, v_cache, out, lse, indices)
         windowed = self.window_left >= 0 and not self.csr
         tail = self._tail_args(
-            positions if windowed else None, tail_slots,
-            tail_positions if windowed else None, tail_words,
+            positions if windowed else None,
+            tail_slots,
+            tail_positions if windowed else None,
+            tail_words,
         )
         self._attend(q, k_cache, v_cache, out, lse, indices, *tail)
         self._merge(out, lse)
 
     def _attend(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None,
-        indices: Tensor, tensors: tuple[Tensor | None, ...], strides: tuple[int, ...],
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        indices: Tensor,
+        tensors: tuple[Tensor | None, ...],
+        strides: tuple[int, ...],
     ) -> None:
         tile, shape = self.shape.tile, self.shape
         if isinstance(tile, GluonTile):
@@ -318,19 +397,47 @@ class TreeAttention:
         if self._pdl:
             options["launch_pdl"] = True
         tree_attention_kernel[(shape.max_chunks * self.num_kv_heads * shape.m_tiles,)](
-            q, k_cache, v_cache, out, lse, indices, *tensors,
-            self.tables.requests, self.tables.chunks, self.partial_out, self.partial_lse,
-            *self.factors, self.v_scale if self.kv_dtype == FLOAT8 else None,
-            q.stride(0), q.stride(1), *_row_strides(out), *_row_strides(lse), *strides,
-            K_SLOT=k_cache.stride(0), K_HEAD=k_cache.stride(1),
-            V_SLOT=v_cache.stride(0), V_HEAD=v_cache.stride(1),
-            Q_LEN=self.q_len, TAIL=self.tail_len, WORDS=self.words, WINDOW=self.window_left,
-            HAS_CAP=self.has_cap, CSR=self.csr, GROUP=shape.group, NUM_KV=self.num_kv_heads,
-            HEAD_DIM=self.head_dim, V_DIM=self.v_head_dim,
+            q,
+            k_cache,
+            v_cache,
+            out,
+            lse,
+            indices,
+            *tensors,
+            self.tables.requests,
+            self.tables.chunks,
+            self.partial_out,
+            self.partial_lse,
+            *self.factors,
+            self.v_scale if self.kv_dtype == FLOAT8 else None,
+            q.stride(0),
+            q.stride(1),
+            *_row_strides(out),
+            *_row_strides(lse),
+            *strides,
+            K_SLOT=k_cache.stride(0),
+            K_HEAD=k_cache.stride(1),
+            V_SLOT=v_cache.stride(0),
+            V_HEAD=v_cache.stride(1),
+            Q_LEN=self.q_len,
+            TAIL=self.tail_len,
+            WORDS=self.words,
+            WINDOW=self.window_left,
+            HAS_CAP=self.has_cap,
+            CSR=self.csr,
+            GROUP=shape.group,
+            NUM_KV=self.num_kv_heads,
+            HEAD_DIM=self.head_dim,
+            V_DIM=self.v_head_dim,
             D_PAD=max(16, triton.next_power_of_2(self.head_dim)),
             V_PAD=max(16, triton.next_power_of_2(self.v_head_dim)),
-            BM=tile.block_m, BN=tile.block_n, MT=shape.m_tiles, STAGES=tile.stages,
-            SHORT=tile.short, PDL=self._pdl, **options,
+            BM=tile.block_m,
+            BN=tile.block_n,
+            MT=shape.m_tiles,
+            STAGES=tile.stages,
+            SHORT=tile.short,
+            PDL=self._pdl,
+            **options,
         )
 
     def _merge(self, out: Tensor, lse: Tensor | None) -> None:
@@ -341,21 +448,42 @@ class TreeAttention:
         width = max(16, triton.next_power_of_2(self.v_head_dim))
         span = min(merge.span or width, width)
         grid = (
-            self.num_kv_heads * width // span, triton.cdiv(self.q_len * shape.group, merge.rows),
+            self.num_kv_heads * width // span,
+            triton.cdiv(self.q_len * shape.group, merge.rows),
             min(shape.max_chunks, batch),
         )
         options = {"launch_pdl": True} if self._pdl else {}
         merge_kernel[grid](
-            self.tables.splits, self.partial_out, self.partial_lse, out, lse,
-            *_row_strides(out), *_row_strides(lse),
-            Q_LEN=self.q_len, GROUP=shape.group, NUM_KV=self.num_kv_heads, V_DIM=self.v_head_dim,
-            V_PAD=width, BM=shape.tile.block_m, MT=shape.m_tiles, SPAN=span, ROWS=merge.rows,
-            PARTS=min(merge.parts, shape.max_chunks), MANY=merge.many, PDL=self._pdl, num_warps=4,
+            self.tables.splits,
+            self.partial_out,
+            self.partial_lse,
+            out,
+            lse,
+            *_row_strides(out),
+            *_row_strides(lse),
+            Q_LEN=self.q_len,
+            GROUP=shape.group,
+            NUM_KV=self.num_kv_heads,
+            V_DIM=self.v_head_dim,
+            V_PAD=width,
+            BM=shape.tile.block_m,
+            MT=shape.m_tiles,
+            SPAN=span,
+            ROWS=merge.rows,
+            PARTS=min(merge.parts, shape.max_chunks),
+            MANY=merge.many,
+            PDL=self._pdl,
+            num_warps=4,
             **options,
         )
 
     def _check_run(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None,
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
         indices: Tensor,
     ) -> None:
         rows, heads, kv_heads = self.batch * self.q_len, self.num_qo_heads, self.num_kv_heads
@@ -374,7 +502,10 @@ class TreeAttention:
             )
 
     def _tail_args(
-        self, positions: Tensor | None, tail_slots: Tensor | None, tail_positions: Tensor | None,
+        self,
+        positions: Tensor | None,
+        tail_slots: Tensor | None,
+        tail_positions: Tensor | None,
         tail_words: Tensor | None,
     ) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
         """Check the tensors that this bucket reads, drop the others; give them and strides."""
@@ -390,8 +521,10 @@ class TreeAttention:
             if tensor is not None:
                 _check(name, tensor, shape, dtype)
         strides = (
-            _row_strides(positions)[0], _row_strides(tail_slots)[0],
-            _row_strides(tail_positions)[0], *_row_strides(tail_words),
+            _row_strides(positions)[0],
+            _row_strides(tail_slots)[0],
+            _row_strides(tail_positions)[0],
+            *_row_strides(tail_words),
         )
         return (positions, tail_slots, tail_positions, tail_words), strides
 

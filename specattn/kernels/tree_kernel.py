@@ -26,7 +26,7 @@ def load_word(word_row, row_ok, first, nth: tl.constexpr, WORDS: tl.constexpr):
     at = (first >> 6) + nth
     ok = row_ok & (at >= 0) & (at < WORDS)
     word = tl.load(word_row + tl.minimum(tl.maximum(at, 0), WORDS - 1), mask=ok, other=0)
-    return word.to(tl.uint64, bitcast=True)                               # [BM]
+    return word.to(tl.uint64, bitcast=True)  # [BM]
 
 
 @triton.jit
@@ -44,14 +44,14 @@ def row_bits(word, next_word, first, left):
     """
     shift = (first & 63).to(tl.uint64)
     # two shifts, as one by 64 would be undefined
-    bits = (word >> shift) | ((next_word << 1) << (63 - shift))           # [BM]
+    bits = (word >> shift) | ((next_word << 1) << (63 - shift))  # [BM]
     return (bits | ones(-first)) & ones(left)
 
 
 @triton.jit
 def spread(bits, more_bits, r, BN: tl.constexpr):
     """Row bits as a mask over the tile's keys ``r [1, BN]``; ``more_bits`` holds 64 to 127."""
-    half = bits.to(tl.uint32)[:, None]                                    # [BM, 1]
+    half = bits.to(tl.uint32)[:, None]  # [BM, 1]
     # halves, so that a thread's shifts are 32 bits wide and by almost constant amounts
     if BN > 32:
         half = tl.where(r & 32 == 0, half, (bits >> 32).to(tl.uint32)[:, None])
@@ -59,7 +59,7 @@ def spread(bits, more_bits, r, BN: tl.constexpr):
         low = more_bits.to(tl.uint32)[:, None]
         high = (more_bits >> 32).to(tl.uint32)[:, None]
         half = tl.where(r < 64, half, tl.where(r & 32 == 0, low, high))
-    return ((half >> (r & 31).to(tl.uint32)) & 1) != 0                    # [BM, BN]
+    return ((half >> (r & 31).to(tl.uint32)) & 1) != 0  # [BM, BN]
 
 
 @triton.jit
@@ -77,25 +77,44 @@ def _load_tail(tail_row, pos, prefix_len, TAIL: tl.constexpr, STEP: tl.constexpr
 
 @triton.jit
 def _masked_tiles(
-    q, acc, top, total,
-    begin, end,    # first key of the first tile; end of the keys
+    q,
+    acc,
+    top,
+    total,
+    begin,
+    end,  # first key of the first tile; end of the keys
     # of the first tile; None where there is no tail, no such word, no window
-    raw_index,     # [BN] int32, index entries
-    raw_tail,      # [BN] int32, tail slots
-    raw_pos,       # [BN] int32, tail positions
-    word0,         # [BM] uint64, tail bits
-    word1,         # [BM] uint64
-    word2,         # [BM] uint64
-    index_row,     # the request's index entries
-    tail_row,      # its tail slots
+    raw_index,  # [BN] int32, index entries
+    raw_tail,  # [BN] int32, tail slots
+    raw_pos,  # [BN] int32, tail positions
+    word0,  # [BM] uint64, tail bits
+    word1,  # [BM] uint64
+    word2,  # [BM] uint64
+    index_row,  # the request's index entries
+    tail_row,  # its tail slots
     tail_pos_row,  # its tail positions, two int32 each
-    word_row,      # [BM], its rows' words
-    pos_q,         # [BM] int32, or None without a window
-    row_ok,        # [BM] bool
-    first_key, prefix_len, k_head, v_head, base2, cap_in, cap_out,
-    K_SLOT: tl.constexpr, V_SLOT: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
-    D_PAD: tl.constexpr, V_PAD: tl.constexpr, HAS_CAP: tl.constexpr, TAIL: tl.constexpr,
-    WORDS: tl.constexpr, WINDOW: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    word_row,  # [BM], its rows' words
+    pos_q,  # [BM] int32, or None without a window
+    row_ok,  # [BM] bool
+    first_key,
+    prefix_len,
+    k_head,
+    v_head,
+    base2,
+    cap_in,
+    cap_out,
+    K_SLOT: tl.constexpr,
+    V_SLOT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    D_PAD: tl.constexpr,
+    V_PAD: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    TAIL: tl.constexpr,
+    WORDS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Attend to the tiles of ``[begin, end)`` under bounds, tail bits and window.
 
@@ -103,7 +122,7 @@ def _masked_tiles(
     load, the loop would wait for every copy; loaded in its own tile, it would be copied through
     shared memory.
     """
-    r = tl.arange(0, BN)                                                  # [BN]
+    r = tl.arange(0, BN)  # [BN]
     for start in tl.range(begin, end, BN, num_stages=STAGES):
         pos = start + r
         slots = raw_index
@@ -136,8 +155,24 @@ def _masked_tiles(
             distance = (pos_q[:, None] - pos_k[None, :]).to(tl.uint32, bitcast=True)
             visible = visible & (distance <= WINDOW)
         acc, top, total = attend_tile(
-            q, acc, top, total, slots, visible, k_head, v_head, base2, cap_in, cap_out,
-            K_SLOT, V_SLOT, HEAD_DIM, V_DIM, D_PAD, V_PAD, HAS_CAP,
+            q,
+            acc,
+            top,
+            total,
+            slots,
+            visible,
+            k_head,
+            v_head,
+            base2,
+            cap_in,
+            cap_out,
+            K_SLOT,
+            V_SLOT,
+            HEAD_DIM,
+            V_DIM,
+            D_PAD,
+            V_PAD,
+            HAS_CAP,
         )
     return acc, top, total
 
@@ -146,40 +181,76 @@ def _masked_tiles(
 def load_request(entry):
     """A request's numbers: start in the index table, prefix, first tile, parts, split rank."""
     return (
-        tl.load(entry), tl.load(entry + 1).to(tl.int32), tl.load(entry + 2).to(tl.int32),
-        tl.load(entry + 3).to(tl.int32), tl.load(entry + 4).to(tl.int32),
+        tl.load(entry),
+        tl.load(entry + 1).to(tl.int32),
+        tl.load(entry + 2).to(tl.int32),
+        tl.load(entry + 3).to(tl.int32),
+        tl.load(entry + 4).to(tl.int32),
     )
 
 
 # strides of small tensors: no variants of the kernel for round ones
-@triton.jit(do_not_specialize=[
-    "stride_pos", "stride_tail", "stride_tail_pos", "stride_words", "stride_words_q",
-])
+@triton.jit(
+    do_not_specialize=[
+        "stride_pos",
+        "stride_tail",
+        "stride_tail_pos",
+        "stride_words",
+        "stride_words_q",
+    ]
+)
 def tree_attention_kernel(
-    q,               # [B * Q_LEN, Hq, HEAD_DIM]
-    k_cache,         # [slots, NUM_KV, HEAD_DIM]
-    v_cache,         # [slots, NUM_KV, V_DIM]
-    out,             # [B * Q_LEN, Hq, V_DIM], out
-    lse,             # [B * Q_LEN, Hq] float32, out, or None
-    indices,         # flat int32: slot of each prefix position
-    positions,       # [B, Q_LEN] int64, read under a window
-    tail_slots,      # [B, TAIL] int32
+    q,  # [B * Q_LEN, Hq, HEAD_DIM]
+    k_cache,  # [slots, NUM_KV, HEAD_DIM]
+    v_cache,  # [slots, NUM_KV, V_DIM]
+    out,  # [B * Q_LEN, Hq, V_DIM], out
+    lse,  # [B * Q_LEN, Hq] float32, out, or None
+    indices,  # flat int32: slot of each prefix position
+    positions,  # [B, Q_LEN] int64, read under a window
+    tail_slots,  # [B, TAIL] int32
     tail_positions,  # [B, TAIL] int64, read under a window
-    tail_words,      # [B, Q_LEN, WORDS] int64
-    requests,        # [B, 8] int64
-    chunks,          # [NC, 8] int64
-    partial_out,     # [parts, NUM_KV, MT, BM, V_DIM], out
-    partial_lse,     # [parts, NUM_KV, MT, BM] float32, out, base 2
-    base2, cap_in, cap_out,
-    v_scale,         # of float8 values, else None
-    stride_q, stride_q_head, stride_out, stride_out_head, stride_lse, stride_lse_head,
-    stride_pos, stride_tail, stride_tail_pos, stride_words, stride_words_q,
-    K_SLOT: tl.constexpr, K_HEAD: tl.constexpr, V_SLOT: tl.constexpr, V_HEAD: tl.constexpr,
-    Q_LEN: tl.constexpr, TAIL: tl.constexpr, WORDS: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr, CSR: tl.constexpr,
-    GROUP: tl.constexpr, NUM_KV: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
-    D_PAD: tl.constexpr, V_PAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    MT: tl.constexpr, STAGES: tl.constexpr, SHORT: tl.constexpr, PDL: tl.constexpr,
+    tail_words,  # [B, Q_LEN, WORDS] int64
+    requests,  # [B, 8] int64
+    chunks,  # [NC, 8] int64
+    partial_out,  # [parts, NUM_KV, MT, BM, V_DIM], out
+    partial_lse,  # [parts, NUM_KV, MT, BM] float32, out, base 2
+    base2,
+    cap_in,
+    cap_out,
+    v_scale,  # of float8 values, else None
+    stride_q,
+    stride_q_head,
+    stride_out,
+    stride_out_head,
+    stride_lse,
+    stride_lse_head,
+    stride_pos,
+    stride_tail,
+    stride_tail_pos,
+    stride_words,
+    stride_words_q,
+    K_SLOT: tl.constexpr,
+    K_HEAD: tl.constexpr,
+    V_SLOT: tl.constexpr,
+    V_HEAD: tl.constexpr,
+    Q_LEN: tl.constexpr,
+    TAIL: tl.constexpr,
+    WORDS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    CSR: tl.constexpr,
+    GROUP: tl.constexpr,
+    NUM_KV: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    D_PAD: tl.constexpr,
+    V_PAD: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    MT: tl.constexpr,
+    STAGES: tl.constexpr,
+    SHORT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One CTA per (chunk, M tile, KV head) walks the segments of its chunk."""
     pid = tl.program_id(0)
@@ -189,11 +260,11 @@ def tree_attention_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    packed = m_tile * BM + tl.arange(0, BM)                               # [BM]
+    packed = m_tile * BM + tl.arange(0, BM)  # [BM]
     token = packed // GROUP
     q_head = head * GROUP + packed % GROUP
     row_ok = packed < Q_LEN * GROUP
-    r = tl.arange(0, BN)                                                  # [BN]
+    r = tl.arange(0, BN)  # [BN]
     k_head = k_cache + head.to(tl.int64) * K_HEAD
     v_head = v_cache + head.to(tl.int64) * V_HEAD
     entry = chunks + chunk * 8
@@ -214,7 +285,7 @@ def tree_attention_kernel(
             full_end = tl.maximum(tl.minimum(end, prefix_len) // BN * BN, begin)
             full_end = tl.where(full_end - begin <= SHORT * BN, begin, full_end)
 
-        q_row = (req * Q_LEN + token).to(tl.int64)                        # [BM]
+        q_row = (req * Q_LEN + token).to(tl.int64)  # [BM]
         q_rows = q + q_row * stride_q + q_head * stride_q_head
         q_tile = as_factor(load_query(q_rows, row_ok, HEAD_DIM, D_PAD), k_cache)
         tail_row = tail_slots
@@ -262,29 +333,84 @@ def tree_attention_kernel(
                 slots = raw_full
                 raw_full = _load_index(index_row, start + BN + r, 0, prefix_len)
                 acc, top, total = attend_tile(
-                    q_tile, acc, top, total, slots, None, k_head, v_head, base2, cap_in, cap_out,
-                    K_SLOT, V_SLOT, HEAD_DIM, V_DIM, D_PAD, V_PAD, HAS_CAP,
+                    q_tile,
+                    acc,
+                    top,
+                    total,
+                    slots,
+                    None,
+                    k_head,
+                    v_head,
+                    base2,
+                    cap_in,
+                    cap_out,
+                    K_SLOT,
+                    V_SLOT,
+                    HEAD_DIM,
+                    V_DIM,
+                    D_PAD,
+                    V_PAD,
+                    HAS_CAP,
                 )
         acc, top, total = _masked_tiles(
-            q_tile, acc, top, total, full_end, end, raw_index, raw_tail, raw_pos, word0, word1,
-            word2, index_row, tail_row, tail_pos_row, word_row, pos_q, row_ok, first_key,
-            prefix_len, k_head, v_head, base2, cap_in, cap_out, K_SLOT, V_SLOT, HEAD_DIM, V_DIM,
-            D_PAD, V_PAD, HAS_CAP, TAIL, WORDS, WINDOW, BN, STAGES,
+            q_tile,
+            acc,
+            top,
+            total,
+            full_end,
+            end,
+            raw_index,
+            raw_tail,
+            raw_pos,
+            word0,
+            word1,
+            word2,
+            index_row,
+            tail_row,
+            tail_pos_row,
+            word_row,
+            pos_q,
+            row_ok,
+            first_key,
+            prefix_len,
+            k_head,
+            v_head,
+            base2,
+            cap_in,
+            cap_out,
+            K_SLOT,
+            V_SLOT,
+            HEAD_DIM,
+            V_DIM,
+            D_PAD,
+            V_PAD,
+            HAS_CAP,
+            TAIL,
+            WORDS,
+            WINDOW,
+            BN,
+            STAGES,
         )
         log2_sum = (top if HAS_CAP else top * base2) + tl.log2(tl.where(total > 0.0, total, 1.0))
         if parts == 1:
             store_rows(
-                out + q_row * stride_out + q_head * stride_out_head, acc, total, row_ok,
-                V_DIM, V_PAD, v_scale,
+                out + q_row * stride_out + q_head * stride_out_head,
+                acc,
+                total,
+                row_ok,
+                V_DIM,
+                V_PAD,
+                v_scale,
             )
             if lse is not None:
                 tl.store(
                     lse + q_row * stride_lse + q_head * stride_lse_head,
-                    tl.where(total > 0.0, log2_sum * LN2, float("-inf")), mask=row_ok,
+                    tl.where(total > 0.0, log2_sum * LN2, float("-inf")),
+                    mask=row_ok,
                 )
         else:
             at = ((chunk + split_rank) * NUM_KV + head) * MT + m_tile
-            at = at.to(tl.int64) * BM + tl.arange(0, BM)                  # [BM]
+            at = at.to(tl.int64) * BM + tl.arange(0, BM)  # [BM]
             store_rows(partial_out + at * V_DIM, acc, total, row_ok, V_DIM, V_PAD, v_scale)
             tl.store(partial_lse + at, tl.where(total > 0.0, log2_sum, EMPTY))
         left -= stop - tile
@@ -292,4 +418,3 @@ def tree_attention_kernel(
             req += 1
             tile = 0
             base, prefix_len, first_tile, parts, split_rank = load_request(requests + req * 8)
-

@@ -13,8 +13,17 @@ from specattn.kernels.attention_tile import EMPTY, LN2
 def _weigh(
     part_lse,  # [ROWS], part 0 of every row
     part_out,  # [ROWS, SPAN]
-    top, total, acc, first, parts, column_ok, stride_part,
-    V_DIM: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr, ALL: tl.constexpr,
+    top,
+    total,
+    acc,
+    first,
+    parts,
+    column_ok,
+    stride_part,
+    V_DIM: tl.constexpr,
+    WHOLE: tl.constexpr,
+    PARTS: tl.constexpr,
+    ALL: tl.constexpr,
 ):
     """Add ``PARTS`` parts, from part ``first`` on; with ``ALL``, none is absent."""
     logs = ()
@@ -30,9 +39,7 @@ def _weigh(
         if WHOLE:
             values = tl.load(part_out + at * V_DIM, cache_modifier=".cg")
         else:
-            values = tl.load(
-                part_out + at * V_DIM, mask=column_ok, other=0.0, cache_modifier=".cg"
-            )
+            values = tl.load(part_out + at * V_DIM, mask=column_ok, other=0.0, cache_modifier=".cg")
         # Triton knows tuple addition, not unpacking; mypy knows empty tuples by length
         logs = logs + (log,)  # type: ignore[assignment]  # noqa: RUF005
         outs = outs + (values,)  # type: ignore[assignment]  # noqa: RUF005
@@ -53,15 +60,27 @@ def _weigh(
 
 @triton.jit
 def merge_kernel(
-    splits,       # [1 + NC, 4] int32
+    splits,  # [1 + NC, 4] int32
     partial_out,  # [slots, NUM_KV, MT, BM, V_DIM]
     partial_lse,  # [slots, NUM_KV, MT, BM] float32, base 2
-    out,          # [B * Q_LEN, Hq, V_DIM], out
-    lse,          # [B * Q_LEN, Hq] float32, out, or None
-    stride_out, stride_out_head, stride_lse, stride_lse_head,
-    Q_LEN: tl.constexpr, GROUP: tl.constexpr, NUM_KV: tl.constexpr, V_DIM: tl.constexpr,
-    V_PAD: tl.constexpr, BM: tl.constexpr, MT: tl.constexpr, SPAN: tl.constexpr,
-    ROWS: tl.constexpr, PARTS: tl.constexpr, MANY: tl.constexpr, PDL: tl.constexpr,
+    out,  # [B * Q_LEN, Hq, V_DIM], out
+    lse,  # [B * Q_LEN, Hq] float32, out, or None
+    stride_out,
+    stride_out_head,
+    stride_lse,
+    stride_lse_head,
+    Q_LEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    NUM_KV: tl.constexpr,
+    V_DIM: tl.constexpr,
+    V_PAD: tl.constexpr,
+    BM: tl.constexpr,
+    MT: tl.constexpr,
+    SPAN: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    MANY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Weigh the parts of ``ROWS`` rows by their log-sum-exp, ``SPAN`` of the columns.
 
@@ -84,9 +103,9 @@ def merge_kernel(
         gdc_launch_dependents()
         gdc_wait()
     if nth < count:
-        dv = first_column + tl.arange(0, SPAN)                            # [SPAN]
+        dv = first_column + tl.arange(0, SPAN)  # [SPAN]
         column_ok = (dv < V_DIM)[None, :]
-        packed = first_row + tl.arange(0, ROWS)                           # [ROWS]
+        packed = first_row + tl.arange(0, ROWS)  # [ROWS]
         # ROWS divides BM: the rows of this program lie in one M tile
         row = tl.minimum(packed, Q_LEN * GROUP - 1) % BM
         row = row.to(tl.int64) + ((slot * NUM_KV + head) * MT + first_row // BM).to(tl.int64) * BM
@@ -101,13 +120,35 @@ def merge_kernel(
             begin = parts // MANY * MANY
             for p0 in tl.range(0, begin, MANY):
                 top, total, acc = _weigh(
-                    part_lse, part_out, top, total, acc, p0, parts, column_ok, NUM_KV * MT * BM,
-                    V_DIM, WHOLE, MANY, True,
+                    part_lse,
+                    part_out,
+                    top,
+                    total,
+                    acc,
+                    p0,
+                    parts,
+                    column_ok,
+                    NUM_KV * MT * BM,
+                    V_DIM,
+                    WHOLE,
+                    MANY,
+                    True,
                 )
         for p0 in tl.range(begin, parts, PARTS):
             top, total, acc = _weigh(
-                part_lse, part_out, top, total, acc, p0, parts, column_ok, NUM_KV * MT * BM, V_DIM,
-                WHOLE, PARTS, False,
+                part_lse,
+                part_out,
+                top,
+                total,
+                acc,
+                p0,
+                parts,
+                column_ok,
+                NUM_KV * MT * BM,
+                V_DIM,
+                WHOLE,
+                PARTS,
+                False,
             )
 
         ok = packed < Q_LEN * GROUP

@@ -30,7 +30,15 @@ ALIGN_SLACK = tl.constexpr(2)
 
 @triton.jit
 def request_tiles(
-    seq_lens, rows, row_stride, ids, ok, tail, window, shift, csr,
+    seq_lens,
+    rows,
+    row_stride,
+    ids,
+    ok,
+    tail,
+    window,
+    shift,
+    csr,
 ):
     """Prefix length, start in the index table, and first and number of key tiles.
 
@@ -66,16 +74,24 @@ def _pick(values, nth):
 @triton.jit
 def _plan_kernel(
     # a tuple each, an entry per plan (see `_pick`), and so are the constants of a plan
-    seq_lens,     # [B] int32; CSR: kv_indptr [B + 1]
-    rows,         # [B] int64; CSR: not read
-    requests,     # [B, 8] int64, out
-    chunks,       # [NC, 8] int64, out
-    splits,       # [1 + NC, 4] int32, out
+    seq_lens,  # [B] int32; CSR: kv_indptr [B + 1]
+    rows,  # [B] int64; CSR: not read
+    requests,  # [B, 8] int64, out
+    chunks,  # [NC, 8] int64, out
+    splits,  # [1 + NC, 4] int32, out
     row_stride,
-    B: tl.constexpr, TAIL: tl.constexpr, WINDOW: tl.constexpr, SHIFT: tl.constexpr,
-    NC: tl.constexpr, MIN_TILES: tl.constexpr, CSR: tl.constexpr,
+    B: tl.constexpr,
+    TAIL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SHIFT: tl.constexpr,
+    NC: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    CSR: tl.constexpr,
     # for all plans: the largest B, in whole blocks if in several; products in 64 bits
-    B_BLOCK: tl.constexpr, B_MOST: tl.constexpr, NC_BLOCK: tl.constexpr, WIDE: tl.constexpr,
+    B_BLOCK: tl.constexpr,
+    B_MOST: tl.constexpr,
+    NC_BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     nth = tl.program_id(0)
     seq_lens = _pick(seq_lens, nth)
@@ -95,7 +111,7 @@ def _plan_kernel(
     # requests that share a chunk when there are more of them than chunks
     groups = batch // ((batch + most - 1) // most)
     big: tl.constexpr = tl.int64 if WIDE else tl.int32
-    lane = tl.arange(0, B_BLOCK)                                          # [B_BLOCK]
+    lane = tl.arange(0, B_BLOCK)  # [B_BLOCK]
     total = 0
     longest = 0
     for start in tl.range(0, B_MOST, B_BLOCK):
@@ -157,7 +173,7 @@ def _plan_kernel(
 
     # the chunks read what other threads of this CTA have just written
     tl.debug_barrier()
-    c = tl.arange(0, NC_BLOCK)                                            # [NC_BLOCK]
+    c = tl.arange(0, NC_BLOCK)  # [NC_BLOCK]
     ok = c < nc
     begin = ((c.to(big) * total + cuts - 1) // cuts).to(tl.int32)
     stop = (((c + 1).to(big) * total + cuts - 1) // cuts).to(tl.int32)
@@ -202,8 +218,16 @@ class TreePlan:
 
     @classmethod
     def alloc(
-        cls, *, batch: int, max_chunks: int, tail_len: int, window_left: int, block_n: int,
-        csr: bool, device: torch.device, min_tiles: int = 1,
+        cls,
+        *,
+        batch: int,
+        max_chunks: int,
+        tail_len: int,
+        window_left: int,
+        block_n: int,
+        csr: bool,
+        device: torch.device,
+        min_tiles: int = 1,
     ) -> TreePlan:
         """Allocate the tables of a bucket of ``batch`` requests.
 
@@ -213,7 +237,10 @@ class TreePlan:
             requests=torch.zeros(batch, 8, dtype=torch.int64, device=device),
             chunks=torch.zeros(max_chunks, 8, dtype=torch.int64, device=device),
             splits=torch.zeros(1 + max_chunks, 4, dtype=torch.int32, device=device),
-            tail_len=tail_len, window_left=window_left, block_n=block_n, csr=csr,
+            tail_len=tail_len,
+            window_left=window_left,
+            block_n=block_n,
+            csr=csr,
             min_tiles=min_tiles,
         )
 
@@ -265,15 +292,22 @@ def _launch(cuts: list[Cut]) -> None:
         _tensors([cut.seq_lens for cut in cuts]),
         # index lists have no rows, and none are read there
         _tensors([cut.plan.requests if cut.rows is None else cut.rows for cut in cuts]),
-        _tensors([p.requests for p in plans]), _tensors([p.chunks for p in plans]),
-        _tensors([p.splits for p in plans]), _numbers([cut.row_stride for cut in cuts]),
-        B=_numbers(batches), TAIL=_numbers([p.tail_len for p in plans]),
+        _tensors([p.requests for p in plans]),
+        _tensors([p.chunks for p in plans]),
+        _tensors([p.splits for p in plans]),
+        _numbers([cut.row_stride for cut in cuts]),
+        B=_numbers(batches),
+        TAIL=_numbers([p.tail_len for p in plans]),
         WINDOW=_numbers([p.window_left for p in plans]),
-        SHIFT=_numbers([p.block_n.bit_length() - 1 for p in plans]), NC=_numbers(max_chunks),
-        MIN_TILES=_numbers([p.min_tiles for p in plans]), CSR=_numbers([p.csr for p in plans]),
-        B_BLOCK=block, B_MOST=most if most <= block else triton.cdiv(most, block) * block,
+        SHIFT=_numbers([p.block_n.bit_length() - 1 for p in plans]),
+        NC=_numbers(max_chunks),
+        MIN_TILES=_numbers([p.min_tiles for p in plans]),
+        CSR=_numbers([p.csr for p in plans]),
+        B_BLOCK=block,
+        B_MOST=most if most <= block else triton.cdiv(most, block) * block,
         NC_BLOCK=max(triton.next_power_of_2(max(max_chunks)), 16),
-        WIDE=any(cut.wide for cut in cuts), num_warps=4 if block <= 32 else 8,
+        WIDE=any(cut.wide for cut in cuts),
+        num_warps=4 if block <= 32 else 8,
     )
 
 

@@ -16,28 +16,38 @@ if TYPE_CHECKING:
 
 @triton.jit
 def _fill_window_kernel(
-    req_to_token,   # [rows, context] int32
-    rows,           # [B] int64
-    seq_lens,       # [B] int32
-    slots_out,      # [B, width] int32, out
+    req_to_token,  # [rows, context] int32
+    rows,  # [B] int64
+    seq_lens,  # [B] int32
+    slots_out,  # [B, width] int32, out
     positions_out,  # [B, steps, topk] int64, out
-    accept_lens,    # [B] int32
+    accept_lens,  # [B] int32
     last_rows_out,  # [B] int64, out
-    after_out,      # [B] int64, out
-    context, width, nodes, topk, stride_table, stride_slots, stride_positions, stride_step,
-    POSITIONS: tl.constexpr, PATH: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr,
+    after_out,  # [B] int64, out
+    context,
+    width,
+    nodes,
+    topk,
+    stride_table,
+    stride_slots,
+    stride_positions,
+    stride_step,
+    POSITIONS: tl.constexpr,
+    PATH: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
     enter(PDL)
     req = tl.program_id(0).to(tl.int64)
     length = tl.load(seq_lens + req).to(tl.int64)
-    at = tl.arange(0, BLOCK_W)                                               # [BLOCK_W]
+    at = tl.arange(0, BLOCK_W)  # [BLOCK_W]
     column = length + at
     slots = req_to_token + tl.load(rows + req) * stride_table + column
     slot = tl.load(slots, mask=(at < width) & (column < context), other=0)
     tl.store(slots_out + req * stride_slots + at, slot, mask=at < width)
     if POSITIONS:
-        node = tl.arange(0, BLOCK_N)                                         # [BLOCK_N]
+        node = tl.arange(0, BLOCK_N)  # [BLOCK_N]
         step = node // topk
         ptr = positions_out + req * stride_positions + step * stride_step + node % topk
         tl.store(ptr, length + step, mask=node < nodes)
@@ -92,11 +102,25 @@ def fill_window(
         steps, topk = positions_out.shape[1:]
         strides = positions_out.stride(0), positions_out.stride(1)
     _fill_window_kernel[(batch,)](
-        req_to_token, rows, seq_lens, slots_out, positions_out, accept_lens, last_rows_out,
-        after_out, req_to_token.shape[1], width, steps * topk, topk, req_to_token.stride(0),
-        slots_out.stride(0), *strides,
-        POSITIONS=positions_out is not None, PATH=accept_lens is not None,
+        req_to_token,
+        rows,
+        seq_lens,
+        slots_out,
+        positions_out,
+        accept_lens,
+        last_rows_out,
+        after_out,
+        req_to_token.shape[1],
+        width,
+        steps * topk,
+        topk,
+        req_to_token.stride(0),
+        slots_out.stride(0),
+        *strides,
+        POSITIONS=positions_out is not None,
+        PATH=accept_lens is not None,
         BLOCK_W=triton.next_power_of_2(max(width, 1)),
-        BLOCK_N=triton.next_power_of_2(max(steps * topk, 1)), num_warps=1,
+        BLOCK_N=triton.next_power_of_2(max(steps * topk, 1)),
+        num_warps=1,
         **launch_options(rows.device),
     )

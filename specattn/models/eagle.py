@@ -166,8 +166,12 @@ class Eagle3Weights(HeadWeights):
     """
 
     def __init__(
-        self, config: LlamaConfig, names: set[str], draft_vocab_size: int,
-        features: Sequence[int], norms: set[str],
+        self,
+        config: LlamaConfig,
+        names: set[str],
+        draft_vocab_size: int,
+        features: Sequence[int],
+        norms: set[str],
     ) -> None:
         super().__init__(config, names, draft_vocab_size)
         size, feature_size = config.hidden_size, sum(features)

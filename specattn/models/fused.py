@@ -82,9 +82,16 @@ class FusedTarget:
         blocks = tuple(packed_layers(target))
         ready(target.device)
         return cls(
-            target.layers, blocks, target.embed_tokens, target.lm_head,
-            target.module.model.norm.weight, target.config.rms_norm_eps, target.max_context_len,
-            target.eos_token_ids, target.name, target.features,
+            target.layers,
+            blocks,
+            target.embed_tokens,
+            target.lm_head,
+            target.module.model.norm.weight,
+            target.config.rms_norm_eps,
+            target.max_context_len,
+            target.eos_token_ids,
+            target.name,
+            target.features,
         )
 
     @classmethod
@@ -125,14 +132,19 @@ class FusedTarget:
         )
         head = nn.Linear(size, vocab, bias=False, device="meta")
         head.weight = nn.Parameter(
-            embed.weight if config.tie_word_embeddings
+            embed.weight
+            if config.tie_word_embeddings
             else random_linear(vocab, size, dtype, generator),
         )
         eos = config.eos_token_id
         return cls(
-            (blocks[0].geometry,) * len(blocks), blocks, embed.requires_grad_(False),
-            head.requires_grad_(False), torch.ones(size, dtype=dtype, device=device),
-            config.rms_norm_eps, length,
+            (blocks[0].geometry,) * len(blocks),
+            blocks,
+            embed.requires_grad_(False),
+            head.requires_grad_(False),
+            torch.ones(size, dtype=dtype, device=device),
+            config.rms_norm_eps,
+            length,
             frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
         )
 
@@ -191,7 +203,10 @@ class FusedTarget:
         for layer, block in enumerate(blocks[:-1]):
             x, stream = block.attend(x, stream, layer, positions, attend)
             x, stream = glue.add_rms_norm(
-                block.feed(x), stream, blocks[layer + 1].input_norm, eps,
+                block.feed(x),
+                stream,
+                blocks[layer + 1].input_norm,
+                eps,
                 residual_out=views.get(layer + 1),
             )
         last = len(blocks) - 1
@@ -199,7 +214,11 @@ class FusedTarget:
         # the final norm is a feature, of all tokens, or done for the wanted rows only
         whole = last + 1 in views
         x, _ = glue.add_rms_norm(
-            blocks[last].feed(x), stream, self.norm, eps, rows=None if whole else rows,
+            blocks[last].feed(x),
+            stream,
+            self.norm,
+            eps,
+            rows=None if whole else rows,
             out=views.get(last + 1),
         )
         if whole and rows is not None:

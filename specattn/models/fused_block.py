@@ -72,16 +72,26 @@ class Block:
         if hasattr(attention, "q_norm"):
             norms = attention.q_norm.weight, attention.k_norm.weight
         return cls(
-            geometry, Rotation(table, norms, eps), eps, parts.input_layernorm.weight,
+            geometry,
+            Rotation(table, norms, eps),
+            eps,
+            parts.input_layernorm.weight,
             parts.post_attention_layernorm.weight,
-            _pack(attention.q_proj, attention.k_proj, attention.v_proj), attention.o_proj.weight,
-            _pack(mlp.gate_proj, mlp.up_proj), mlp.down_proj.weight,
+            _pack(attention.q_proj, attention.k_proj, attention.v_proj),
+            attention.o_proj.weight,
+            _pack(mlp.gate_proj, mlp.up_proj),
+            mlp.down_proj.weight,
         )
 
     @classmethod
     def random(
-        cls, config: LlamaConfig | Qwen3Config, table: Tensor, dtype: torch.dtype,
-        generator: torch.Generator, *, input_size: int | None = None,
+        cls,
+        config: LlamaConfig | Qwen3Config,
+        table: Tensor,
+        dtype: torch.dtype,
+        generator: torch.Generator,
+        *,
+        input_size: int | None = None,
     ) -> Self:
         """Make a layer of this shape; ``input_size`` is the attention's, H if None."""
         size, dim = config.hidden_size, table.shape[1]
@@ -96,13 +106,24 @@ class Block:
             return random_linear(rows, columns, dtype, generator)
 
         return cls(
-            geometry, Rotation(table, norms, config.rms_norm_eps), config.rms_norm_eps, ones, ones,
-            weight(heads * dim, input_size or size), weight(size, geometry.num_qo_heads * dim),
-            weight(2 * config.intermediate_size, size), weight(size, config.intermediate_size),
+            geometry,
+            Rotation(table, norms, config.rms_norm_eps),
+            config.rms_norm_eps,
+            ones,
+            ones,
+            weight(heads * dim, input_size or size),
+            weight(size, geometry.num_qo_heads * dim),
+            weight(2 * config.intermediate_size, size),
+            weight(size, config.intermediate_size),
         )
 
     def attend(
-        self, x: Tensor, stream: Tensor, layer: int, positions: Tensor, attend: Attend,
+        self,
+        x: Tensor,
+        stream: Tensor,
+        layer: int,
+        positions: Tensor,
+        attend: Attend,
         rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Attend with the normed ``x`` and add to ``stream``; returns its norm and itself."""

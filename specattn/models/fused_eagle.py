@@ -99,9 +99,18 @@ class FusedEagle3:
         block = Block.of_layer(layer, table, head.layers[0], layer.hidden_norm.variance_epsilon)
         fc = weights.fc.weight if isinstance(weights.fc, nn.Linear) else None
         return cls(
-            block, head.embed_tokens.weight, head.lm_head.weight, layer.hidden_norm.weight,
-            weights.norm.weight, fc, head.target_ids, head.features, head.feature_size,
-            weights.norm_features, layer.norm_before_residual, weights.norm_output,
+            block,
+            head.embed_tokens.weight,
+            head.lm_head.weight,
+            layer.hidden_norm.weight,
+            weights.norm.weight,
+            fc,
+            head.target_ids,
+            head.features,
+            head.feature_size,
+            weights.norm_features,
+            layer.norm_before_residual,
+            weights.norm_output,
         )
 
     @classmethod
@@ -124,17 +133,25 @@ class FusedEagle3:
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
         size, depth, dtype, device = (
-            target.hidden_size, len(target.layers), target.dtype, target.device
+            target.hidden_size,
+            len(target.layers),
+            target.dtype,
+            target.device,
         )
         generator = torch.Generator(device).manual_seed(seed)
         table = rotary_table(LlamaRotaryEmbedding(config).to(device), target.max_context_len)
         block = Block.random(config, table, dtype, generator, input_size=2 * size)
         entering = (min(2, depth - 1), depth // 2, max(depth - 3, 0))
         return cls(
-            block, target.embed_tokens.weight,
-            random_linear(draft_vocab_size, size, dtype, generator), block.input_norm,
-            block.input_norm, random_linear(size, 3 * size, dtype, generator),
-            torch.arange(draft_vocab_size, device=device), FeatureSpec(entering), 3 * size,
+            block,
+            target.embed_tokens.weight,
+            random_linear(draft_vocab_size, size, dtype, generator),
+            block.input_norm,
+            block.input_norm,
+            random_linear(size, 3 * size, dtype, generator),
+            torch.arange(draft_vocab_size, device=device),
+            FeatureSpec(entering),
+            3 * size,
         )
 
     @property
@@ -173,8 +190,13 @@ class FusedEagle3:
         """Run the draft over flattened tokens; see `DraftModel.forward`."""
         glue, block = ops("glue", self.norm.device), self.block
         both, stream = glue.embed_norm_pair(
-            input_ids, self.embed_tokens, hidden_states, block.input_norm, self.hidden_norm,
-            block.eps, rows=sources,
+            input_ids,
+            self.embed_tokens,
+            hidden_states,
+            block.input_norm,
+            self.hidden_norm,
+            block.eps,
+            rows=sources,
         )
         if self.norm_before_residual:
             stream = both[:, self.hidden_size :]

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 
 def check_request(
-    request: Request, limit: int, vocab_size: int,
+    request: Request,
+    limit: int,
+    vocab_size: int,
     detokenize: Callable[[list[int]], str] | None,
 ) -> None:
     """Raise a ValueError if a request cannot run in contexts of ``limit`` tokens."""
@@ -90,8 +92,7 @@ class Admission:
                 row = self.table.allocate(share=donor, share_len=shared)
                 prompts.append(Prompt(row, request.prompt, shared))
             holders = [
-                (prompt.row, request)
-                for prompt, (request, _) in zip(prompts, wave, strict=True)
+                (prompt.row, request) for prompt, (request, _) in zip(prompts, wave, strict=True)
             ]
             if whole:
                 holders += [(live.row, live.request) for live in running]
@@ -126,9 +127,7 @@ class Admission:
         out = prefill.run(prompts, sampling)
         lens = torch.tensor([len(p.tokens) for p in prompts], dtype=torch.int32)
         rows = torch.tensor([p.row for p in prompts])
-        self.states.admit(
-            rows.to(device), lens.to(device), out.bonus_tokens, out.state, sampling
-        )
+        self.states.admit(rows.to(device), lens.to(device), out.bonus_tokens, out.state, sampling)
         first: list[int] = out.bonus_tokens.tolist()
         return first
 

@@ -34,8 +34,13 @@ class Acceptor(Protocol):
     """What decides how much of a tree is kept; `specattn.spec.verify.accept` unless for tests."""
 
     def __call__(
-        self, tree: DraftTree, logits: Tensor, seq_lens: Tensor, config: SpecConfig,
-        sampling: SamplingBatch, out: AcceptResult,
+        self,
+        tree: DraftTree,
+        logits: Tensor,
+        seq_lens: Tensor,
+        config: SpecConfig,
+        sampling: SamplingBatch,
+        out: AcceptResult,
     ) -> AcceptResult:
         """Write ``out``; no sync, capturable."""
 
@@ -102,12 +107,19 @@ class BoundStep:
             outs += propose.state.tensors().values()
             drafts = propose.steps.plan.inputs.positions
         ops("step", inputs.roots.device).begin_step(
-            self.ring.rows, self.ring.turn, states.seq_lens, self.reserved,
-            self.verify.plan.req_to_token, reserve_len=self.config.reserve_len,
-            rows_out=inputs.req_pool_indices, seq_lens_out=inputs.seq_lens,
+            self.ring.rows,
+            self.ring.turn,
+            states.seq_lens,
+            self.reserved,
+            self.verify.plan.req_to_token,
+            reserve_len=self.config.reserve_len,
+            rows_out=inputs.req_pool_indices,
+            seq_lens_out=inputs.seq_lens,
             window_out=inputs.window,
-            positions_out=inputs.positions, draft_positions_out=drafts,
-            tables=tuple(tables), outs=tuple(outs),
+            positions_out=inputs.positions,
+            draft_positions_out=drafts,
+            tables=tuple(tables),
+            outs=tuple(outs),
         )
 
     def draft(self) -> DraftTree:
@@ -141,8 +153,13 @@ class BoundStep:
         path = self.extend.accepted
         check_features(verified.features.shape[-1], path.features.shape[-1])
         ops("step", inputs.roots.device).gather_path(
-            verified.features, out.accept_index, out.accept_lens, inputs.seq_lens,
-            features_out=path.features, last_rows_out=path.last_rows, after_out=path.after,
+            verified.features,
+            out.accept_index,
+            out.accept_lens,
+            inputs.seq_lens,
+            features_out=path.features,
+            last_rows_out=path.last_rows,
+            after_out=path.after,
         )
         return accepted
 
@@ -169,8 +186,13 @@ class BoundStep:
             sources += vars(state).values()
             tables += states.drafting
         ops("step", inputs.roots.device).end_step(
-            inputs.req_pool_indices, inputs.seq_lens, out.accept_lens, out.accept_tokens,
-            seq_lens_table=states.seq_lens, sources=tuple(sources), tables=tuple(tables),
+            inputs.req_pool_indices,
+            inputs.seq_lens,
+            out.accept_lens,
+            out.accept_tokens,
+            seq_lens_table=states.seq_lens,
+            sources=tuple(sources),
+            tables=tuple(tables),
             packed_out=out.packed,
         )
         return StepOutput(out.packed)

@@ -39,7 +39,10 @@ def whole_number(name: str, value: SupportsIndex) -> int:
 
 
 def check_batch(
-    batch: SpecBatch, state: DraftState | None, sampling: SamplingBatch, config: SpecConfig,
+    batch: SpecBatch,
+    state: DraftState | None,
+    sampling: SamplingBatch,
+    config: SpecConfig,
     table: Tensor,
 ) -> None:
     """Raise a ValueError that names what a step cannot take; reads nothing from the device."""
@@ -147,8 +150,14 @@ class TakingPart(NamedTuple):
 
 
 def taking_part(
-    rows: Sequence[int], seq_lens_cpu: Tensor | None, config: SpecConfig, table: RequestTable,
-    states: RequestStates, num_slots: int, *, sampled: bool,
+    rows: Sequence[int],
+    seq_lens_cpu: Tensor | None,
+    config: SpecConfig,
+    table: RequestTable,
+    states: RequestStates,
+    num_slots: int,
+    *,
+    sampled: bool,
 ) -> TakingPart | None:
     """Check what a step will find on the device. Waits for it.
 

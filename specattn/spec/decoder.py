@@ -81,7 +81,11 @@ class ModelSlot(Generic[Model]):
 
     @classmethod
     def of(
-        cls, model: Model, pool: KVPool, backend: str | BackendFactory, *,
+        cls,
+        model: Model,
+        pool: KVPool,
+        backend: str | BackendFactory,
+        *,
         deterministic: bool = False,
     ) -> ModelSlot[Model]:
         """Choose the attention backend of ``model``, over ``pool``; see `choose_backend`.
@@ -229,9 +233,7 @@ class SpecDecoder:
         names = ("config", "req_to_token", "target", "draft", "features", "indices")
         return {name: getattr(self, name) for name in names}
 
-    def _check(
-        self, batch: SpecBatch, state: DraftState | None, sampling: SamplingBatch
-    ) -> None:
+    def _check(self, batch: SpecBatch, state: DraftState | None, sampling: SamplingBatch) -> None:
         for name, value in self._setting().items():
             if value is not self._captured[name]:
                 raise CaptureMismatch(name, self._captured[name], value)
@@ -258,8 +260,11 @@ class SpecDecoder:
         if self.validate == "debug":
             check_tree(tree, batch, self.config, self.target.model.vocab_size)
         verified: VerifyOutput = self._run(
-            self.verify_mode, batch,
-            tokens=tree.tokens, positions=tree.positions, tail_words=tree.words,
+            self.verify_mode,
+            batch,
+            tokens=tree.tokens,
+            positions=tree.positions,
+            tail_words=tree.words,
         )
         return verified
 
@@ -272,8 +277,10 @@ class SpecDecoder:
         check_features(features.shape[-1], self.features)
         path = accepted.accept_index.clamp(min=0).long()[:, :, None]  # [B, N + 1, 1]
         state: DraftState = self._run(
-            ForwardMode.DRAFT_EXTEND, batch,
-            tokens=accepted.accept_tokens, accept_lens=accepted.accept_lens,
+            ForwardMode.DRAFT_EXTEND,
+            batch,
+            tokens=accepted.accept_tokens,
+            accept_lens=accepted.accept_lens,
             features=features.gather(1, path.expand(-1, -1, features.shape[-1])),
             **self._drawing(sampling),
         )
@@ -285,6 +292,10 @@ class SpecDecoder:
 
     def _run(self, mode: ForwardMode, batch: SpecBatch, **values: Tensor) -> Any:
         return self.runner.run(
-            mode, len(batch), batch.seq_lens_cpu, req_pool_indices=batch.req_pool_indices,
-            seq_lens=batch.seq_lens, **values,
+            mode,
+            len(batch),
+            batch.seq_lens_cpu,
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=batch.seq_lens,
+            **values,
         )

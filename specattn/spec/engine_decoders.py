@@ -102,8 +102,12 @@ class EngineDecoders:
         )
         between = self.plans_on_host or validate == "debug"
         options: dict[str, Any] = {
-            "record": record, "indices": indices, "recorder": Recorder(), "validate": validate,
-            "tbo": tbo, "seams": seams or ("three" if between else "one"),
+            "record": record,
+            "indices": indices,
+            "recorder": Recorder(),
+            "validate": validate,
+            "tbo": tbo,
+            "seams": seams or ("three" if between else "one"),
         }
         self._made = {
             config: StepDecoder(
@@ -113,7 +117,13 @@ class EngineDecoders:
         }
         self._plain = configs[0].plain()
         self._make_plain = partial(
-            _LateDecoder, target, None, self._plain, table, states, buckets=[max(buckets)],
+            _LateDecoder,
+            target,
+            None,
+            self._plain,
+            table,
+            states,
+            buckets=[max(buckets)],
             **options,
         )
         # the settings that `capture_sampled` is through with

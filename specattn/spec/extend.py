@@ -80,8 +80,8 @@ class ExtendProgram:
     ) -> None:
         self.draft, self.backend = draft, backend
         # any depth will do to say how many are proposed; one step fits wherever this one does
-        self.config = config if topk is None else replace(
-            config, num_steps=1, topk=topk, num_draft_tokens=2
+        self.config = (
+            config if topk is None else replace(config, num_steps=1, topk=topk, num_draft_tokens=2)
         )
         self.req_to_token = req_to_token
         layout = config.layout(ForwardMode.DRAFT_EXTEND)
@@ -96,8 +96,14 @@ class ExtendProgram:
         inputs = self.inputs.bind(bucket)
         plan = AttnPlan.over(self.dims.layout, self.req_to_token, inputs)
         return BoundExtend(
-            self.draft, self.config, self.dims, plan, inputs, self.accepted.bind(bucket),
-            self.coins.bind(bucket), self.backend.bind(plan),
+            self.draft,
+            self.config,
+            self.dims,
+            plan,
+            inputs,
+            self.accepted.bind(bucket),
+            self.coins.bind(bucket),
+            self.backend.bind(plan),
         )
 
 
@@ -127,8 +133,9 @@ class BoundExtend:
 
     def copy_in(self, count: int, **values: Tensor) -> None:
         """Take ``tokens [count, N + 1]``, ``features``, ``accept_lens``, rows and lengths."""
-        copy_in_all(values, (self.inputs, self.dims.layout), (self.accepted, self.dims),
-                 (self.coins, None))
+        copy_in_all(
+            values, (self.inputs, self.dims.layout), (self.accepted, self.dims), (self.coins, None)
+        )
 
     def schedule(self, seq_lens_cpu: Tensor | None) -> None:
         """Schedule the attention."""
@@ -138,9 +145,13 @@ class BoundExtend:
         """Derive positions and slots of the window after the committed context."""
         inputs, accepted = self.inputs, self.accepted
         ops("window", inputs.seq_lens.device).fill_window(
-            self.plan.req_to_token, inputs.req_pool_indices, inputs.seq_lens,
-            slots_out=inputs.tail_slots, positions_out=inputs.positions[:, :, None],
-            accept_lens=accepted.accept_lens, last_rows_out=accepted.last_rows,
+            self.plan.req_to_token,
+            inputs.req_pool_indices,
+            inputs.seq_lens,
+            slots_out=inputs.tail_slots,
+            positions_out=inputs.positions[:, :, None],
+            accept_lens=accepted.accept_lens,
+            last_rows_out=accepted.last_rows,
             after_out=accepted.after,
         )
         self.attend.fill()

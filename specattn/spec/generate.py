@@ -137,14 +137,18 @@ class Engine:
             log.warning(
                 "max_context_len %d is above the target's %d: positions from there on are none it "
                 "was trained on, and to fused models they are all the same",
-                config.max_context_len, target.max_context_len,
+                config.max_context_len,
+                target.max_context_len,
             )
         device = target.device
         pages = -(-config.max_context_len // config.page_size) * config.max_num_reqs + 1
         slots = pages * config.page_size if num_slots is None else num_slots
         self.table = SlotTable(
-            max_num_reqs=config.max_num_reqs, max_context_len=config.max_context_len,
-            num_slots=slots, page_size=config.page_size, device=device,
+            max_num_reqs=config.max_num_reqs,
+            max_context_len=config.max_context_len,
+            num_slots=slots,
+            page_size=config.page_size,
+            device=device,
         )
         pool = partial(KVPool, num_slots=slots, device=device, kv_dtype=kv_dtype)
         self.target = ModelSlot.of(
@@ -153,7 +157,9 @@ class Engine:
         self.draft: ModelSlot[DraftModel] | None = None
         if self.settings.speculative and draft is not None:
             self.draft = ModelSlot.of(
-                draft, pool(draft.layers, scales=kv_scales[1]), backend,
+                draft,
+                pool(draft.layers, scales=kv_scales[1]),
+                backend,
                 deterministic=deterministic,
             )
         for slot in (self.target, self.draft):
@@ -168,9 +174,18 @@ class Engine:
         )
         self._prefill = Prefill(self.target, self.draft, self.table.req_to_token, widest)
         self._decoders = EngineDecoders(
-            self.target, self.draft, self.settings.configs, self.table, self.states,
-            buckets=self.buckets, indices=indices, record=graphs, seams=seams, sampled=sampled,
-            validate=validate, tbo=tbo,
+            self.target,
+            self.draft,
+            self.settings.configs,
+            self.table,
+            self.states,
+            buckets=self.buckets,
+            indices=indices,
+            record=graphs,
+            seams=seams,
+            sampled=sampled,
+            validate=validate,
+            tbo=tbo,
         )
         self._running = Running(
             self.table, self._decoders, self.settings, target.eos_token_ids, detokenize

@@ -146,8 +146,13 @@ class GoodputPolicy:
     """
 
     def __init__(
-        self, cost: StepCost | None = None, *, margin: float = 0.05, hold: int = 16,
-        trials: int = 2, prior: float = 4.0,
+        self,
+        cost: StepCost | None = None,
+        *,
+        margin: float = 0.05,
+        hold: int = 16,
+        trials: int = 2,
+        prior: float = 4.0,
     ) -> None:
         # NaN is out of every range
         if not (margin >= 0 and hold >= 1 and trials >= 0 and prior > 0):

@@ -168,14 +168,17 @@ class Prefill:
         lens = [p.stop - p.start for p in pieces]
         indptr = torch.tensor([0, *lens]).cumsum(0).to(torch.int32).to(device)
         width = self.req_to_token.shape[1]
-        where = [
-            torch.arange(p.start, p.stop) + prompts[p.index].row * width for p in pieces
-        ]
+        where = [torch.arange(p.start, p.stop) + prompts[p.index].row * width for p in pieces]
         slots = torch.take(self.req_to_token, torch.cat(where).to(device))
         return ExtendPlan(
-            req_to_token=self.req_to_token, req_pool_indices=rows, seq_lens=starts,
-            qo_indptr=indptr, out_slots=slots[None], max_q_len=max(lens),
-            max_seq_len=max(p.stop for p in pieces), page_size=self.config.page_size,
+            req_to_token=self.req_to_token,
+            req_pool_indices=rows,
+            seq_lens=starts,
+            qo_indptr=indptr,
+            out_slots=slots[None],
+            max_q_len=max(lens),
+            max_seq_len=max(p.stop for p in pieces),
+            page_size=self.config.page_size,
         )
 
     def _forward_target(
@@ -198,8 +201,14 @@ class Prefill:
         return tokens
 
     def _forward_draft(
-        self, slot: ModelSlot[DraftModel], pieces: Sequence[_Piece], plan: ExtendPlan,
-        tokens: Tensor, features: Tensor, last: Tensor, drawing: SamplingBatch,
+        self,
+        slot: ModelSlot[DraftModel],
+        pieces: Sequence[_Piece],
+        plan: ExtendPlan,
+        tokens: Tensor,
+        features: Tensor,
+        last: Tensor,
+        drawing: SamplingBatch,
     ) -> DraftState:
         draft = slot.model
         attend = _bound(slot.backend, plan, pieces)
@@ -238,6 +247,9 @@ def _pick(sampling: SamplingBatch, which: Tensor) -> SamplingBatch:
 
 def _join(states: Sequence[DraftState]) -> DraftState:
     """Concatenate states along the batch: prompts finish in order."""
-    return DraftState(*(torch.cat(parts) for parts in zip(
-        *(vars(state).values() for state in states), strict=True
-    )))
+    return DraftState(
+        *(
+            torch.cat(parts)
+            for parts in zip(*(vars(state).values() for state in states), strict=True)
+        )
+    )

@@ -82,8 +82,12 @@ class ProposeProgram:
     def bind(self, bucket: int) -> BoundPropose:
         """Bind to the first ``bucket`` rows."""
         return BoundPropose(
-            self.draft, self.config, self.dims, self.multi_step.bind(bucket),
-            self.state.bind(bucket), self.coins.bind(bucket),
+            self.draft,
+            self.config,
+            self.dims,
+            self.multi_step.bind(bucket),
+            self.state.bind(bucket),
+            self.coins.bind(bucket),
         )
 
 
@@ -138,8 +142,16 @@ class BoundPropose:
         for step, attend in enumerate(self.steps.steps):
             picked = _Beams.empty(state.topk_tokens)
             beam.select_beams(
-                step, probs, tokens, scores, words, **named, scores_out=picked.scores,
-                tokens_out=picked.tokens, rows_out=picked.rows, words_out=inputs.words[:, step],
+                step,
+                probs,
+                tokens,
+                scores,
+                words,
+                **named,
+                scores_out=picked.scores,
+                tokens_out=picked.tokens,
+                rows_out=picked.rows,
+                words_out=inputs.words[:, step],
             )
             self.steps.fill_ancestors(step)
             at = positions[step]
@@ -172,8 +184,13 @@ class BoundPropose:
         """Describe the buffers, the request table, the index lists and the pool."""
         plan, steps = self.steps.plan, self.steps.steps
         found = describe(
-            self.config, plan.req_to_token, plan.inputs, self.state, self.coins,
-            kv_indptr=self.steps.kv_indptr, kv_indices=self.steps.kv_indices,
+            self.config,
+            plan.req_to_token,
+            plan.inputs,
+            self.state,
+            self.coins,
+            kv_indptr=self.steps.kv_indptr,
+            kv_indices=self.steps.kv_indices,
         )
         return found + steps[0].fingerprint() if steps else found
 
@@ -195,6 +212,7 @@ class _Beams:
     @classmethod
     def empty(cls, like: Tensor) -> _Beams:
         return cls(
-            torch.empty_like(like, dtype=torch.float32), torch.empty_like(like),
+            torch.empty_like(like, dtype=torch.float32),
+            torch.empty_like(like),
             torch.empty_like(like),
         )

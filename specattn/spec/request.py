@@ -121,7 +121,10 @@ class Live:
         return not ended and len(self.result.tokens) + 1 < self.request.max_new_tokens
 
     def take(
-        self, tokens: Sequence[int], eos: Collection[int], limit: int,
+        self,
+        tokens: Sequence[int],
+        eos: Collection[int],
+        limit: int,
         detokenize: Callable[[list[int]], str] | None,
     ) -> list[int]:
         """Append tokens up to whatever ends the request; returns those kept.

@@ -81,6 +81,7 @@ class SamplingBatch:
     @classmethod
     def of(cls, params: Sequence[SamplingParams], device: torch.device) -> SamplingBatch:
         """Gather the parameters of the requests of a batch."""
+
         def column(name: str, dtype: torch.dtype) -> Tensor:
             return torch.tensor([getattr(p, name) for p in params], dtype=dtype, device=device)
 

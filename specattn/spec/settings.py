@@ -50,7 +50,10 @@ class Settings:
     """
 
     def __init__(
-        self, configs: Sequence[SpecConfig], policy: Policy | None, buckets: Sequence[int],
+        self,
+        configs: Sequence[SpecConfig],
+        policy: Policy | None,
+        buckets: Sequence[int],
         window: int = _WINDOW,
     ) -> None:
         self.configs = tuple(dict.fromkeys(configs))
@@ -58,8 +61,9 @@ class Settings:
             first, *others = (getattr(config, name) for config in self.configs)
             for other in others:
                 if other != first:
-                    raise ValueError(f"{name} must be the same in all configs, got {first} "
-                                     f"and {other}")
+                    raise ValueError(
+                        f"{name} must be the same in all configs, got {first} and {other}"
+                    )
         self.adaptive = len(self.configs) > 1
         if policy is not None and not self.adaptive:
             raise ValueError(
@@ -126,7 +130,8 @@ class Settings:
         if chosen.reserve_len <= room:
             return chosen
         return max(
-            self._fitting(room), key=lambda config: (config.num_steps, config.num_draft_tokens),
+            self._fitting(room),
+            key=lambda config: (config.num_steps, config.num_draft_tokens),
             default=chosen.plain(),
         )
 

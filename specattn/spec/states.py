@@ -87,7 +87,11 @@ class RequestStates(BufferSet):
         return self.topk_probs, self.topk_tokens, self.hidden_states, self.draft_probs
 
     def admit(
-        self, rows: Tensor, seq_lens: Tensor, bonus_tokens: Tensor, state: DraftState | None,
+        self,
+        rows: Tensor,
+        seq_lens: Tensor,
+        bonus_tokens: Tensor,
+        state: DraftState | None,
         sampling: SamplingBatch,
     ) -> None:
         """Write the rows of requests whose prompts have run.

@@ -47,10 +47,16 @@ class StepInputs(BufferSet):
 class StepLinks(BufferSet):
     """The part of a `DraftTree` that the target does not read; -1 is no node."""
 
-    next_token: Tensor = buf(lambda c: (c.num_draft_tokens,), torch.int64,
-                             lambda c: torch.full((c.num_draft_tokens,), -1))
-    next_sibling: Tensor = buf(lambda c: (c.num_draft_tokens,), torch.int64,
-                               lambda c: torch.full((c.num_draft_tokens,), -1))
+    next_token: Tensor = buf(
+        lambda c: (c.num_draft_tokens,),
+        torch.int64,
+        lambda c: torch.full((c.num_draft_tokens,), -1),
+    )
+    next_sibling: Tensor = buf(
+        lambda c: (c.num_draft_tokens,),
+        torch.int64,
+        lambda c: torch.full((c.num_draft_tokens,), -1),
+    )
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,17 @@ Seams = Literal["one", "three"]
 _IN_FLIGHT = 2
 # what graphs have baked in; what holds it further down is the runner's to watch
 _SETTING = (
-    "config", "table", "table.req_to_token", "table.reserved", "states", "target", "draft",
-    "features", "indices", "accept", "tbo",
+    "config",
+    "table",
+    "table.req_to_token",
+    "table.reserved",
+    "states",
+    "target",
+    "draft",
+    "features",
+    "indices",
+    "accept",
+    "tbo",
 )
 _setting = attrgetter(*_SETTING)
 
@@ -170,7 +179,12 @@ class StepDecoder(Settable):
         self._parts = [StepPart.of(config, seams=three, sampled=drawn) for drawn in (False, True)]
         self._programs: dict[int, StepProgram | TboStepProgram] = {}
         self.runner = GraphRunner(
-            self._part, buckets, device, record=record, recorder=recorder, private=True,
+            self._part,
+            buckets,
+            device,
+            record=record,
+            recorder=recorder,
+            private=True,
             before=self._before_capture,
         )
         width, largest = config.num_steps + 2, max(table.req_to_token.shape[0], *buckets)
@@ -238,7 +252,11 @@ class StepDecoder(Settable):
         return self.step_async(rows, sampled=sampled, seq_lens_cpu=seq_lens_cpu).wait()
 
     def step_async(
-        self, rows: Sequence[int], *, sampled: bool = False, seq_lens_cpu: Tensor | None = None,
+        self,
+        rows: Sequence[int],
+        *,
+        sampled: bool = False,
+        seq_lens_cpu: Tensor | None = None,
         between: Callable[[StepPart], object] | None = None,
     ) -> PendingStep:
         """Launch a step and return at once; nothing waits for the device.
@@ -285,9 +303,7 @@ class StepDecoder(Settable):
         TreeError
             With ``validate="debug"``, if the tree is malformed; the target has not run then.
         """
-        return self._launch(
-            rows, sampled, seq_lens_cpu, between, self._turns, self.runner.replay
-        )
+        return self._launch(rows, sampled, seq_lens_cpu, between, self._turns, self.runner.replay)
 
     def rehearse(self, rows: Sequence[int], *, sampled: bool = False) -> bool:
         """Go through a step's launch without launching it, so that the next launch is short.
@@ -329,8 +345,13 @@ class StepDecoder(Settable):
         self._turns.settle()
 
     def _launch(
-        self, rows: Sequence[int], sampled: bool, seq_lens_cpu: Tensor | None,
-        between: Callable[[StepPart], object] | None, turns: Turns, replay: Replay,
+        self,
+        rows: Sequence[int],
+        sampled: bool,
+        seq_lens_cpu: Tensor | None,
+        between: Callable[[StepPart], object] | None,
+        turns: Turns,
+        replay: Replay,
     ) -> PendingStep:
         """Launch a step, or rehearse it: `step_async`, over these turns and by this replay."""
         self._check()
@@ -349,8 +370,13 @@ class StepDecoder(Settable):
         live = None
         if self.validate == "debug":
             live = taking_part(
-                rows, seq_lens_cpu, self.config, self.table, self.states,
-                self.target.pool.num_slots, sampled=sampled,
+                rows,
+                seq_lens_cpu,
+                self.config,
+                self.table,
+                self.states,
+                self.target.pool.num_slots,
+                sampled=sampled,
             )
         turns.begin()
         parts = self._parts[sampled]
@@ -418,17 +444,21 @@ class StepDecoder(Settable):
 
     def _program(self, size: int) -> StepProgram | TboStepProgram:
         make = partial(
-            StepProgram, config=self.config, req_to_token=self.table.req_to_token,
-            reserved=self.table.reserved, states=self.states, ring=self._turns.ring,
-            features=self.features, indices=self.indices, accept=self.accept,
+            StepProgram,
+            config=self.config,
+            req_to_token=self.table.req_to_token,
+            reserved=self.table.reserved,
+            states=self.states,
+            ring=self._turns.ring,
+            features=self.features,
+            indices=self.indices,
+            accept=self.accept,
         )
         if not self.tbo:
             return make(self.target, self.draft, batch=size)
         first = make(self.target, self.draft, batch=max(size // 2, 1))
         draft = self.draft.apart() if self.draft else None
-        return TboStepProgram(
-            first, make(self.target.apart(), draft, batch=size - size // 2), size
-        )
+        return TboStepProgram(first, make(self.target.apart(), draft, batch=size - size // 2), size)
 
 
 def _plans_on_host(*slots: ModelSlot[Any] | None) -> bool:

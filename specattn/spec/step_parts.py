@@ -121,10 +121,17 @@ class BoundPart:
     def fingerprint(self) -> Fingerprint:
         """Describe the buffers, tables, states, ring and pools of the whole step."""
         step = self.step
-        found = fingerprint(
-            part=self.part, reserved=step.reserved, states=step.states, inputs=step.inputs,
-            links=step.links, accepted=step.accepted,
-        ) + step.ring.fingerprint()
+        found = (
+            fingerprint(
+                part=self.part,
+                reserved=step.reserved,
+                states=step.states,
+                inputs=step.inputs,
+                links=step.links,
+                accepted=step.accepted,
+            )
+            + step.ring.fingerprint()
+        )
         for bound in (step.propose, step.verify, step.extend):
             if bound is not None:
                 found += bound.fingerprint()

@@ -32,7 +32,13 @@ if TYPE_CHECKING:
     from specattn.spec.states import RequestStates
 
 __all__ = [
-    "Acceptor", "BoundPart", "BoundStep", "PartProgram", "StepInputs", "StepOutput", "StepPart",
+    "Acceptor",
+    "BoundPart",
+    "BoundStep",
+    "PartProgram",
+    "StepInputs",
+    "StepOutput",
+    "StepPart",
     "StepProgram",
 ]
 
@@ -97,22 +103,42 @@ class StepProgram:
         plain = {} if depth else {"tokens": inputs.roots[:, None], "positions": inputs.positions}
         mode = ForwardMode.TARGET_VERIFY if depth else ForwardMode.DECODE
         self.verify = VerifyProgram(
-            target.model, target.backend, config.layout(mode), req_to_token, batch,
-            tail_slots=window[:, : config.num_draft_tokens], **everywhere, **plain,
+            target.model,
+            target.backend,
+            config.layout(mode),
+            req_to_token,
+            batch,
+            tail_slots=window[:, : config.num_draft_tokens],
+            **everywhere,
+            **plain,
         )
         if draft is None:
             return
         if depth:
             drafted = window[:, : config.num_draft_forwards * config.topk]
             self.propose = ProposeProgram(
-                draft.model, draft.backend, config, req_to_token, batch, indices,
-                branch_slots=drafted.unflatten(1, (-1, config.topk)), **everywhere,
+                draft.model,
+                draft.backend,
+                config,
+                req_to_token,
+                batch,
+                indices,
+                branch_slots=drafted.unflatten(1, (-1, config.topk)),
+                **everywhere,
             )
         self.extend = ExtendProgram(
-            draft.model, draft.backend, config, req_to_token, features, batch,
-            states.topk_probs.shape[1], positions=inputs.positions,
-            tail_slots=window[:, : depth + 1], tokens=self.accepted.accept_tokens,
-            accept_lens=self.accepted.accept_lens, **everywhere,
+            draft.model,
+            draft.backend,
+            config,
+            req_to_token,
+            features,
+            batch,
+            states.topk_probs.shape[1],
+            positions=inputs.positions,
+            tail_slots=window[:, : depth + 1],
+            tokens=self.accepted.accept_tokens,
+            accept_lens=self.accepted.accept_lens,
+            **everywhere,
         )
 
     def part(self, part: StepPart) -> PartProgram:
@@ -136,13 +162,28 @@ class StepProgram:
         if propose is not None and self.config.draft_sampling:
             law = law.new_zeros(bucket, self.config.num_steps, propose.draft.vocab_size)
         tree = DraftTree(
-            verify.tokens.tokens, verify.inputs.positions, verify.inputs.tail_words,
+            verify.tokens.tokens,
+            verify.inputs.positions,
+            verify.inputs.tail_words,
             torch.arange(bucket * nodes, device=law.device).view(bucket, nodes),
-            links.next_token, links.next_sibling, law,
+            links.next_token,
+            links.next_sibling,
+            law,
         )
         return BoundStep(
-            self.target, self.config, self.reserved, self.states, self.ring.of(0, bucket), inputs,
-            accepted, links, tree, propose, verify, extend, self.accept,
+            self.target,
+            self.config,
+            self.reserved,
+            self.states,
+            self.ring.of(0, bucket),
+            inputs,
+            accepted,
+            links,
+            tree,
+            propose,
+            verify,
+            extend,
+            self.accept,
         )
 
 

@@ -30,7 +30,9 @@ class TextStream:
     """
 
     def __init__(
-        self, detokenize: Callable[[list[int]], str], prompt: Sequence[int],
+        self,
+        detokenize: Callable[[list[int]], str],
+        prompt: Sequence[int],
         stop: Sequence[str] = (),
     ) -> None:
         self._detokenize, self._stop = detokenize, tuple(stop)

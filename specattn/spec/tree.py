@@ -58,10 +58,18 @@ def fill_tree(
         ``[B]`` int64 and int32, bonus tokens and their positions.
     """
     ops("tree", roots.device).build_tree(
-        candidates.scores, candidates.tokens, candidates.parents, roots, seq_lens,
-        topk=config.topk, num_draft_tokens=config.num_draft_tokens, tokens_out=tree.tokens,
-        positions_out=tree.positions, words_out=tree.words,
-        next_token_out=tree.retrieve_next_token, next_sibling_out=tree.retrieve_next_sibling,
+        candidates.scores,
+        candidates.tokens,
+        candidates.parents,
+        roots,
+        seq_lens,
+        topk=config.topk,
+        num_draft_tokens=config.num_draft_tokens,
+        tokens_out=tree.tokens,
+        positions_out=tree.positions,
+        words_out=tree.words,
+        next_token_out=tree.retrieve_next_token,
+        next_sibling_out=tree.retrieve_next_sibling,
     )
 
 

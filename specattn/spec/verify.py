@@ -53,8 +53,10 @@ def accept(
     result = out or _empty(tree, config.num_steps)
     links = (tree.tokens, tree.retrieve_next_token, tree.retrieve_next_sibling)
     outs = {
-        "accept_index_out": result.accept_index, "accept_tokens_out": result.accept_tokens,
-        "accept_lens_out": result.accept_lens, "bonus_out": result.bonus_tokens,
+        "accept_index_out": result.accept_index,
+        "accept_tokens_out": result.accept_tokens,
+        "accept_lens_out": result.accept_lens,
+        "bonus_out": result.bonus_tokens,
     }
     kernels = ops("accept", logits.device)
     # without drafts there is nothing to reject
@@ -65,14 +67,18 @@ def accept(
         return result
     draws = ops("sampling", logits.device)
     probs = draws.target_probs(
-        logits.flatten(0, 1), sampling.temperature, sampling.top_k, sampling.top_p,
+        logits.flatten(0, 1),
+        sampling.temperature,
+        sampling.top_k,
+        sampling.top_p,
         rows_per_req=logits.shape[1],
     )
     by_draw = draws.path_coins(sampling.seeds, seq_lens, config.num_steps + 1, 2)
     coins = by_draw[ACCEPT], by_draw[FINAL]
     if rejecting:
-        kernels.accept_rejection(tree.tokens, tree.draft_probs, probs.view(logits.shape), *coins,
-                                 **outs)
+        kernels.accept_rejection(
+            tree.tokens, tree.draft_probs, probs.view(logits.shape), *coins, **outs
+        )
     else:
         kernels.accept_sampled(*links, probs.view(logits.shape), *coins, **outs)
     return result

@@ -153,9 +153,20 @@ def _case(args: dict[str, Any], form: Form, **about: Any) -> Case:
     """Return a case without pools, queries and outputs."""
     none = torch.empty(0)
     return Case(
-        none, none, none, none, none, args, form.scale * form.head_dim**-0.5,
-        form.window_left, form.logit_cap, form.latent, page_size=form.page_size,
-        kv_scales=form.kv_scales, deterministic=form.deterministic, **about,
+        none,
+        none,
+        none,
+        none,
+        none,
+        args,
+        form.scale * form.head_dim**-0.5,
+        form.window_left,
+        form.logit_cap,
+        form.latent,
+        page_size=form.page_size,
+        kv_scales=form.kv_scales,
+        deterministic=form.deterministic,
+        **about,
     )
 
 
@@ -180,8 +191,15 @@ def _finish(case: Case, used: set[int], slots: int, rows: int, form: Form) -> Ca
 
 
 def make_tree_case(
-    lengths: list[int], *, mode: str = "tree", q_len: int = 4, tail_len: int | None = None,
-    pads: int = 0, width: int = 0, phase: Phase = Phase.VERIFY, **form: Any,
+    lengths: list[int],
+    *,
+    mode: str = "tree",
+    q_len: int = 4,
+    tail_len: int | None = None,
+    pads: int = 0,
+    width: int = 0,
+    phase: Phase = Phase.VERIFY,
+    **form: Any,
 ) -> Case:
     """Build a random batch of a tree mode.
 
@@ -203,8 +221,11 @@ def make_tree_case(
     look, tail = Form(**form), q_len if tail_len is None else tail_len
     args, slots = _tree(lengths, mode, (q_len, tail), pads, width, look)
     case = _case(
-        args, look, layout=RowLayout(q_len, tail, phase, mode == "chain", look.page_size),
-        prefix_lens=lengths + [0] * pads, live=len(lengths) * q_len,
+        args,
+        look,
+        layout=RowLayout(q_len, tail, phase, mode == "chain", look.page_size),
+        prefix_lens=lengths + [0] * pads,
+        live=len(lengths) * q_len,
         out_slots=args["tail_slots"][:, tail - q_len :],
     )
     # a tail key stays readable though no query sees it: its owner has written it
@@ -244,8 +265,11 @@ def _tree(
         tail_positions[b] = prefix + torch.tensor(depth_k)
     args = {
         "seq_lens": torch.tensor(lengths + [0] * pads, dtype=torch.int32),
-        "req_pool_indices": torch.tensor(rows), "req_to_token": table,
-        "positions": positions, "tail_slots": tails, "tail_positions": tail_positions,
+        "req_pool_indices": torch.tensor(rows),
+        "req_to_token": table,
+        "positions": positions,
+        "tail_slots": tails,
+        "tail_positions": tail_positions,
         "tail_words": torch.tensor(words, dtype=torch.int64),
     }
     return args, slots
@@ -271,15 +295,22 @@ def make_extend_case(lengths: list[tuple[int, int]], **form: Any) -> Case:
     news = torch.tensor([new for _, new in lengths])
     indptr = torch.zeros(len(lengths) + 1, dtype=torch.int32)
     indptr[1:] = news.cumsum(0)
-    written = [slot for (prefix, _), mine in zip(lengths, owned, strict=True)
-               for slot in mine[prefix:]]
+    written = [
+        slot for (prefix, _), mine in zip(lengths, owned, strict=True) for slot in mine[prefix:]
+    ]
     args = {
-        "qo_indptr": indptr, "seq_lens": torch.tensor([p for p, _ in lengths], dtype=torch.int32),
-        "req_pool_indices": torch.tensor(rows), "req_to_token": table,
+        "qo_indptr": indptr,
+        "seq_lens": torch.tensor([p for p, _ in lengths], dtype=torch.int32),
+        "req_pool_indices": torch.tensor(rows),
+        "req_to_token": table,
         "max_q_len": int(news.max()),
     }
     case = _case(
-        args, look, kind="extend", prefix_lens=[p for p, _ in lengths], live=int(news.sum()),
+        args,
+        look,
+        kind="extend",
+        prefix_lens=[p for p, _ in lengths],
+        live=int(news.sum()),
         out_slots=torch.tensor(written, dtype=torch.int32)[None],
     )
     return _finish(case, _used(case, look), slots, int(news.sum()), look)
@@ -289,8 +320,13 @@ def make_csr_case(lengths: list[int], **form: Any) -> Case:
     """Build index lists of these lengths, one query token each; the rest are fields of `Form`."""
     look = Form(**form)
     owned, slots = _own(lengths, look, random.Random(look.seed))
-    case = _case(_csr(owned, slots - 1, sum(lengths) + 3), look, kind="lists",
-                 prefix_lens=lengths, live=len(lengths))
+    case = _case(
+        _csr(owned, slots - 1, sum(lengths) + 3),
+        look,
+        kind="lists",
+        prefix_lens=lengths,
+        live=len(lengths),
+    )
     return _finish(case, _used(case, look), slots, len(lengths), look)
 
 
@@ -313,8 +349,13 @@ def make_lists_case(
         The fields of `Form`.
     """
     tree = make_tree_case(
-        lengths, mode="draft" if topk > 1 else "chain", q_len=topk, tail_len=topk * (step + 1),
-        pads=pads, phase=Phase.DRAFT, **form,
+        lengths,
+        mode="draft" if topk > 1 else "chain",
+        q_len=topk,
+        tail_len=topk * (step + 1),
+        pads=pads,
+        phase=Phase.DRAFT,
+        **form,
     )
     lists = tree_lists(replace(tree, window_left=-1))[: tree.live] + [[0] * (step + 1)] * (
         pads * topk

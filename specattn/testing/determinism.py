@@ -16,8 +16,14 @@ if TYPE_CHECKING:
     from specattn.backends.base import AttentionBackend
     from specattn.testing.setting import Mode, Setting
 
-_REQUEST = ("seq_lens", "req_pool_indices", "positions", "tail_slots", "tail_positions",
-            "tail_words")
+_REQUEST = (
+    "seq_lens",
+    "req_pool_indices",
+    "positions",
+    "tail_slots",
+    "tail_positions",
+    "tail_words",
+)
 # around tiles and cuts
 LENGTHS = [126, 0, 140]
 
@@ -45,10 +51,16 @@ def picked(case: Case, requests: list[int], *, pads: int = 0, seed: int = 0) -> 
         args["tail_words"][len(requests) :, row, word] = 1 << own % 64
     q = _padded(case.q.unflatten(0, (-1, q_len))[at], pads).flatten(0, 1)
     return replace(
-        case, q=q, k_cache=case.k_cache[order], v_cache=case.v_cache[order],
-        out=q.new_empty(*q.shape[:2], case.out.shape[2]), lse=case.lse.new_empty(q.shape[:2]),
-        args=args | {"req_to_token": table}, prefix_lens=args["seq_lens"].tolist(),
-        live=len(requests) * q_len, out_slots=args["tail_slots"][:, tail - q_len :],
+        case,
+        q=q,
+        k_cache=case.k_cache[order],
+        v_cache=case.v_cache[order],
+        out=q.new_empty(*q.shape[:2], case.out.shape[2]),
+        lse=case.lse.new_empty(q.shape[:2]),
+        args=args | {"req_to_token": table},
+        prefix_lens=args["seq_lens"].tolist(),
+        live=len(requests) * q_len,
+        out_slots=args["tail_slots"][:, tail - q_len :],
     )
 
 
@@ -66,15 +78,20 @@ def as_decode(case: Case, rows: list[int], seed: int = 0) -> Case:
         table[place, : len(slots)] = torch.tensor(slots)
     lens = torch.tensor([len(slots) - 1 for slots in lists])
     args = {
-        "seq_lens": lens.int(), "req_pool_indices": torch.tensor(places),
-        "req_to_token": table.int(), "positions": lens[:, None],
+        "seq_lens": lens.int(),
+        "req_pool_indices": torch.tensor(places),
+        "req_to_token": table.int(),
+        "positions": lens[:, None],
         "tail_slots": torch.tensor([slots[-1:] for slots in lists]).int(),
         "tail_positions": lens[:, None],
         "tail_words": torch.ones(len(lists), 1, 1, dtype=torch.int64),
     }
     args = {name: tensor.to(device) for name, tensor in args.items()}
     return replace(
-        case, args=args, prefix_lens=lens.tolist(), out_slots=args["tail_slots"],
+        case,
+        args=args,
+        prefix_lens=lens.tolist(),
+        out_slots=args["tail_slots"],
         layout=RowLayout(1, 1, Phase.DECODE, causal=True),
     )
 
@@ -86,8 +103,11 @@ def as_lists(case: Case, rows: list[int]) -> Case:
     flat = torch.tensor([slot for slots in lists for slot in slots]).int().to(case.q.device)
     ends = ends.to(case.q.device)
     return replace(
-        case, kind="lists", args={"kv_indptr": ends, "kv_indices": flat},
-        layout=RowLayout(1, 1, Phase.DRAFT, causal=True), out_slots=flat[ends[1:].long() - 1, None],
+        case,
+        kind="lists",
+        args={"kv_indptr": ends, "kv_indices": flat},
+        layout=RowLayout(1, 1, Phase.DRAFT, causal=True),
+        out_slots=flat[ends[1:].long() - 1, None],
     )
 
 
@@ -95,8 +115,11 @@ def _paths(case: Case, rows: list[int]) -> tuple[list[list[int]], Case]:
     """What query tokens see, windows aside, and the case with only their rows."""
     lists = tree_lists(replace(case, window_left=-1))
     return [lists[row] for row in rows], replace(
-        case, q=case.q[rows], out=torch.empty_like(case.out[rows]),
-        lse=torch.empty_like(case.lse[rows]), live=len(rows),
+        case,
+        q=case.q[rows],
+        out=torch.empty_like(case.out[rows]),
+        lse=torch.empty_like(case.lse[rows]),
+        live=len(rows),
     )
 
 
@@ -110,23 +133,36 @@ def resumed(case: Case, cuts: list[int]) -> list[tuple[Case, Tensor]]:
     news = a["qo_indptr"].diff().tolist()
     for first in (True, False):
         parts = [(0, cut) if first else (cut, new) for cut, new in zip(cuts, news, strict=True)]
-        rows = torch.cat([
-            torch.arange(begin + low, begin + high)
-            for begin, (low, high) in zip(begins, parts, strict=True)
-        ]).to(case.q.device)
+        rows = torch.cat(
+            [
+                torch.arange(begin + low, begin + high)
+                for begin, (low, high) in zip(begins, parts, strict=True)
+            ]
+        ).to(case.q.device)
         sizes = torch.tensor([high - low for low, high in parts])
         done = torch.tensor([low for low, _ in parts], dtype=torch.int32)
         indptr = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]).int()
         args: dict[str, Any] = a | {
-            "qo_indptr": indptr.to(case.q.device), "max_q_len": int(sizes.max()),
+            "qo_indptr": indptr.to(case.q.device),
+            "max_q_len": int(sizes.max()),
             "seq_lens": a["seq_lens"] + done.to(case.q.device),
         }
         assert case.out_slots is not None
-        pieces.append((replace(
-            case, q=case.q[rows], out=torch.empty_like(case.out[rows]), args=args,
-            lse=torch.empty_like(case.lse[rows]), live=len(rows),
-            prefix_lens=args["seq_lens"].tolist(), out_slots=case.out_slots[:, rows],
-        ), rows))
+        pieces.append(
+            (
+                replace(
+                    case,
+                    q=case.q[rows],
+                    out=torch.empty_like(case.out[rows]),
+                    args=args,
+                    lse=torch.empty_like(case.lse[rows]),
+                    live=len(rows),
+                    prefix_lens=args["seq_lens"].tolist(),
+                    out_slots=case.out_slots[:, rows],
+                ),
+                rows,
+            )
+        )
     return pieces
 
 

@@ -137,7 +137,10 @@ def _forwards(setting: Setting, depth: int, evicts: bool) -> Iterator[Check]:
     for scenario in scenarios(replace(promised, dtypes=dtypes), evicts=evicts):
         if scenario.level <= depth and all(getattr(promised, n) for n in scenario.needs):
             yield Check(
-                scenario.name, scenario.broken, name, partial(scenario, setting),
+                scenario.name,
+                scenario.broken,
+                name,
+                partial(scenario, setting),
                 refusable=scenario.broken != "modes",
             )
 
@@ -163,8 +166,10 @@ def _bodies(
             run = partial(life.steps, setting, kind)
             yield QUICK, f"draft_steps-{kind}", "draft steps", run
     per_mode = {
-        "growth": ("growth", life.growth), "new_trees": ("new trees", life.new_trees),
-        "buckets": ("buckets", life.buckets), "layers": ("layers", life.layers),
+        "growth": ("growth", life.growth),
+        "new_trees": ("new trees", life.new_trees),
+        "buckets": ("buckets", life.buckets),
+        "layers": ("layers", life.layers),
         "slots": ("permuted slots", life.permuted_slots),
         "inputs": ("inputs unchanged", life.inputs_unchanged),
         "poisoned_padding": ("padding", life.poisoned_padding),

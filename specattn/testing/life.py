@@ -24,8 +24,14 @@ BUCKET = 4
 BATCHES: list[list[int]] = [[3, 40, 0], [90, 90, 90, 90], [1], [64, 65, 63, 70], [0, 0, 0, 0]]
 # sizes that hold any of them
 ROOM = {"width": 128, "slots": 768}
-_REQUESTS = ("req_pool_indices", "seq_lens", "positions", "tail_slots", "tail_positions",
-             "tail_words")
+_REQUESTS = (
+    "req_pool_indices",
+    "seq_lens",
+    "positions",
+    "tail_slots",
+    "tail_positions",
+    "tail_words",
+)
 
 
 def replays(setting: Setting, mode: Mode, batches: list[list[int]]) -> Iterator[Case]:
@@ -86,9 +92,7 @@ def steps(setting: Setting, kind: str) -> None:
     sessions: list[Session] = []
     for step in range(3):
         options = {"mode": "draft", "q_len": 3, "tail_len": 3 * (step + 1)}
-        mode = Mode("tree", options) if kind == "tree" else Mode(
-            "lists", {"topk": 3, "step": step}
-        )
+        mode = Mode("tree", options) if kind == "tree" else Mode("lists", {"topk": 3, "step": step})
         case = setting.case(mode, [33, 70, 0], pads=1, seed=step)
         sessions.append(setting.session(case, sessions[0].backend if sessions else None))
     for _ in range(2):
@@ -108,7 +112,11 @@ def layers(setting: Setting, mode: Mode) -> None:
     for _ in range(2):
         other = setting.case(mode, [33, 5, 0])
         session.live = replace(
-            session.live, q=other.q, k_cache=other.k_cache, v_cache=other.v_cache, out=other.out,
+            session.live,
+            q=other.q,
+            k_cache=other.k_cache,
+            v_cache=other.v_cache,
+            out=other.out,
             lse=other.lse,
         )
         session.run()
@@ -131,9 +139,15 @@ def _stored(setting: Setting, mode: Mode) -> Session:
     refused = UnsupportedError("this check", ["no dtype is declared"])
     for dtype in promised.dtypes:
         try:
-            return setting.session(setting.case(
-                mode, [33, 5, 0], dtype=dtype, kv_dtype=promised.kv_dtypes[0], kv_scales=(2.0, 0.5)
-            ))
+            return setting.session(
+                setting.case(
+                    mode,
+                    [33, 5, 0],
+                    dtype=dtype,
+                    kv_dtype=promised.kv_dtypes[0],
+                    kv_scales=(2.0, 0.5),
+                )
+            )
         except UnsupportedError as error:
             refused = error
     raise refused
@@ -191,8 +205,10 @@ def idle(setting: Setting) -> None:
         bound.fill()
         q = pool.k[0].new_empty(0, config.num_qo_heads, config.head_dim)
         k = q.new_empty(0, config.num_kv_heads, config.head_dim)
-        v = k[..., : config.v_head_dim] if config.latent else q.new_empty(
-            0, config.num_kv_heads, config.v_head_dim
+        v = (
+            k[..., : config.v_head_dim]
+            if config.latent
+            else q.new_empty(0, config.num_kv_heads, config.v_head_dim)
         )
         shape = tuple(bound(0, q, k, v).shape)
         if shape != (0, config.num_qo_heads, config.v_head_dim):
@@ -205,8 +221,12 @@ def _empty(setting: Setting, mode: Mode) -> Plan:
     plan = plan_of(setting.case(mode, [1]))
     if isinstance(plan, ExtendPlan):
         return replace(
-            plan, req_pool_indices=plan.req_pool_indices[:0], seq_lens=plan.seq_lens[:0],
-            qo_indptr=plan.qo_indptr[:1], out_slots=plan.out_slots[:, :0], max_q_len=0,
+            plan,
+            req_pool_indices=plan.req_pool_indices[:0],
+            seq_lens=plan.seq_lens[:0],
+            qo_indptr=plan.qo_indptr[:1],
+            out_slots=plan.out_slots[:, :0],
+            max_q_len=0,
             max_seq_len=0,
         )
     if isinstance(plan, CsrPlan):

@@ -131,7 +131,8 @@ class Case:
     def settings(self) -> dict[str, Any]:
         """Scale, window and cap, by the names the kernels take."""
         return {
-            "sm_scale": self.sm_scale, "window_left": self.window_left,
+            "sm_scale": self.sm_scale,
+            "window_left": self.window_left,
             "logit_cap": self.logit_cap,
         }
 
@@ -141,7 +142,12 @@ class Case:
 
 
 def _row(
-    q: Tensor, k: Tensor, v: Tensor, slots: list[int], sm_scale: float, cap: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slots: list[int],
+    sm_scale: float,
+    cap: float,
     kv_scales: tuple[float, float],
 ) -> tuple[Tensor, Tensor]:
     """One query token ``[Hq, D]`` over the listed slots: ``[Hq, Dv]`` and ``[Hq]``."""
@@ -150,9 +156,9 @@ def _row(
         zeros = torch.zeros(heads, v.shape[2], dtype=torch.float64)
         return zeros, torch.full((heads,), -math.inf, dtype=torch.float64)
     kv_head = torch.arange(heads) // (heads // kv_heads)
-    keys = k[slots].double()[:, kv_head] * kv_scales[0]                   # [N, Hq, D]
-    values = v[slots].double()[:, kv_head] * kv_scales[1]                 # [N, Hq, Dv]
-    logits = (keys * q.double()).sum(-1) * sm_scale                       # [N, Hq]
+    keys = k[slots].double()[:, kv_head] * kv_scales[0]  # [N, Hq, D]
+    values = v[slots].double()[:, kv_head] * kv_scales[1]  # [N, Hq, Dv]
+    logits = (keys * q.double()).sum(-1) * sm_scale  # [N, Hq]
     if cap:
         logits = cap * torch.tanh(logits / cap)
     top = logits.amax(0)
@@ -211,10 +217,13 @@ def csr_lists(case: Case) -> list[list[int]]:
     lists = []
     for begin, end in pairwise(indptr):
         last = end - begin - 1
-        lists.append([
-            slot for p, slot in enumerate(indices[begin:end])
-            if _visible(last, p, case.window_left)
-        ])
+        lists.append(
+            [
+                slot
+                for p, slot in enumerate(indices[begin:end])
+                if _visible(last, p, case.window_left)
+            ]
+        )
     return lists
 
 
@@ -253,8 +262,12 @@ def head(case: Case, expected: tuple[Tensor, Tensor]) -> tuple[Case, tuple[Tenso
 
 
 def check(
-    case: Case, expected: tuple[Tensor, Tensor], *, lse: bool = True,
-    tolerances: Tolerances | None = None, broken: str = "accuracy",
+    case: Case,
+    expected: tuple[Tensor, Tensor],
+    *,
+    lse: bool = True,
+    tolerances: Tolerances | None = None,
+    broken: str = "accuracy",
 ) -> None:
     """Hold ``case.out`` (and ``case.lse``) to the oracle's; rows without keys exactly.
 
@@ -298,8 +311,11 @@ def _check_lse(case: Case, want: Tensor, limit: float) -> None:
     _require((got[blind] == -math.inf).all(), "rows without keys", "the lse must be -inf")
     off = (got - want)[~blind].abs() / want[~blind].abs().clamp_min(1)
     # bf16 and fp16 rows: the logits are exact products, only their sum is rounded
-    _require(not off.numel() or off.max() <= limit, "lse",
-             f"off by {off.max() if off.numel() else 0:.2e}, above {limit:.0e} (natural log)")
+    _require(
+        not off.numel() or off.max() <= limit,
+        "lse",
+        f"off by {off.max() if off.numel() else 0:.2e}, above {limit:.0e} (natural log)",
+    )
 
 
 def _require(holds: Tensor | bool, broken: str, detail: str) -> None:

@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
 
 def backend_suite(
-    backend: str | BackendFactory, device: torch.device | str | None = None,
-    level: Level = "quick", **options: Any,
+    backend: str | BackendFactory,
+    device: torch.device | str | None = None,
+    level: Level = "quick",
+    **options: Any,
 ) -> Callable[[Check], None]:
     """Return a test function that the plugin runs once per check.
 

@@ -17,8 +17,12 @@ if TYPE_CHECKING:
 
 # all other tensors of a case have the batch first
 _SHARED = ("req_to_token", "kv_indices", "k_cache", "v_cache")
-_STRIDED = {"positions": 1 << 40, "tail_slots": 1 << 30, "tail_positions": 1 << 40,
-            "tail_words": -1}
+_STRIDED = {
+    "positions": 1 << 40,
+    "tail_slots": 1 << 30,
+    "tail_positions": 1 << 40,
+    "tail_words": -1,
+}
 
 
 def config_of(case: Case) -> AttnConfig:
@@ -26,10 +30,16 @@ def config_of(case: Case) -> AttnConfig:
     # short splits, so that short cases have several
     split = {"split_keys": 128} if case.deterministic else {}
     return AttnConfig(
-        num_qo_heads=case.q.shape[1], num_kv_heads=case.k_cache.shape[1],
-        head_dim=case.q.shape[2], v_head_dim=case.out.shape[2], dtype=case.q.dtype,
-        latent=case.latent, kv_dtype=case.kv_dtype,
-        deterministic=case.deterministic, **split, **case.settings,
+        num_qo_heads=case.q.shape[1],
+        num_kv_heads=case.k_cache.shape[1],
+        head_dim=case.q.shape[2],
+        v_head_dim=case.out.shape[2],
+        dtype=case.q.dtype,
+        latent=case.latent,
+        kv_dtype=case.kv_dtype,
+        deterministic=case.deterministic,
+        **split,
+        **case.settings,
     )
 
 
@@ -79,7 +89,10 @@ class Session:
     """
 
     def __init__(
-        self, backend: AttentionBackend, case: Case, tolerances: Tolerances,
+        self,
+        backend: AttentionBackend,
+        case: Case,
+        tolerances: Tolerances,
         within: Session | None = None,
     ) -> None:
         self.backend, self.tolerances = backend, tolerances
@@ -128,9 +141,7 @@ class Session:
         wanted = self.lse if lse is None else lse
         self.layer.run(live.q, live.k_cache, live.v_cache, live.out, live.lse if wanted else None)
 
-    def verdict(
-        self, broken: str, *, lse: bool | None = None, padding: bool = True
-    ) -> None:
+    def verdict(self, broken: str, *, lse: bool | None = None, padding: bool = True) -> None:
         """Hold the outputs to the oracle; padding rows need only be written and finite.
 
         Parameters
@@ -161,7 +172,12 @@ class Session:
 def tensors_of(case: Case) -> dict[str, Tensor]:
     """Return every tensor a forward reads or writes, by name."""
     found: dict[str, Any] = {
-        "q": case.q, "k_cache": case.k_cache, "v_cache": case.v_cache, "out": case.out,
-        "lse": case.lse, "out_slots": case.out_slots, **case.args,
+        "q": case.q,
+        "k_cache": case.k_cache,
+        "v_cache": case.v_cache,
+        "out": case.out,
+        "lse": case.lse,
+        "out_slots": case.out_slots,
+        **case.args,
     }
     return {name: value for name, value in found.items() if isinstance(value, Tensor)}

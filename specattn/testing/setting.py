@@ -55,9 +55,7 @@ MODES = {
     "chain_verify": _chain(5, Phase.VERIFY),
     "tree_verify": Mode("tree", {"mode": "tree", "q_len": 7}),
     "draft_chain": _chain(1, Phase.DRAFT, tail_len=3),
-    "draft_tree": Mode(
-        "tree", {"mode": "draft", "q_len": 3, "tail_len": 9, "phase": Phase.DRAFT}
-    ),
+    "draft_tree": Mode("tree", {"mode": "draft", "q_len": 3, "tail_len": 9, "phase": Phase.DRAFT}),
     "draft_lists": Mode("lists", {"topk": 3, "step": 2}),
     "draft_extend": _chain(4, Phase.PREFILL),
     "prompt_extend": Mode("extend"),
@@ -143,8 +141,11 @@ class Setting:
         ``width`` fixes the table's columns, and with them the entries of index lists.
         """
         form = {
-            "device": self.device, "whole_pages": self.whole_pages,
-            "deterministic": self.deterministic, **vars(self.geometry), **form
+            "device": self.device,
+            "whole_pages": self.whole_pages,
+            "deterministic": self.deterministic,
+            **vars(self.geometry),
+            **form,
         }
         form["page_size"] = form["page_size"] or self.factory.capabilities.page_size
         form.setdefault("dtype", self.dtype)
@@ -187,6 +188,7 @@ class Setting:
         """Return the modes the declared capabilities cover."""
         promised = self.factory.capabilities
         return {
-            name: mode for name, mode in MODES.items()
+            name: mode
+            for name, mode in MODES.items()
             if all(getattr(promised, need) for need in mode.needs)
         }

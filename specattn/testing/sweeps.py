@@ -71,17 +71,24 @@ def scenarios(promised: Capabilities, *, evicts: bool) -> Iterator[Scenario]:
     yield from _options(promised.dtypes, max(16, promised.page_size))
     yield from _stored(promised, max(16, promised.page_size))
     if evicts:
-        yield from _sweep("unused memory", {
-            "evicted": (QUICK, {"window_left": 9}), "evicted_0": (FULL, {"window_left": 0}),
-        }, needs=("window",))
+        yield from _sweep(
+            "unused memory",
+            {
+                "evicted": (QUICK, {"window_left": 9}),
+                "evicted_0": (FULL, {"window_left": 0}),
+            },
+            needs=("window",),
+        )
     yield from _pages(promised.page_size)
     yield from _shapes()
     yield from _trees()
 
 
 def _sweep(
-    broken: str, variants: dict[str, tuple[int, dict[str, Any]]],
-    modes: tuple[str, ...] = tuple(MODES), needs: tuple[str, ...] = (),
+    broken: str,
+    variants: dict[str, tuple[int, dict[str, Any]]],
+    modes: tuple[str, ...] = tuple(MODES),
+    needs: tuple[str, ...] = (),
     lengths: list[int] = LENGTHS,
 ) -> Iterator[Scenario]:
     """Every variant, ``(level, options)``, of every mode."""
@@ -96,31 +103,56 @@ def _sweep(
 
 
 def _options(dtypes: tuple[torch.dtype, ...], page: int) -> Iterator[Scenario]:
-    yield from _sweep("window", {
-        f"window_{left}": (level, {"window_left": left, "evict": False})
-        for level, left in ((QUICK, 0), (SMOKE, 9), (FULL, 1), (FULL, 69), (FULL, 1000))
-    }, needs=("window",))
-    yield from _sweep("cap", {
-        "cap": (SMOKE, {"logit_cap": 1.5, "scale": 2.0}), "cap_30": (FULL, {"logit_cap": 30.0}),
-    }, needs=("cap",))
-    yield from _sweep("cap", {
-        "cap_window": (FULL, {"logit_cap": 2.0, "window_left": 9, "evict": False}),
-    }, needs=("cap", "window"))
-    yield from _sweep("dtypes", {
-        str(dtype).removeprefix("torch."): (QUICK, {"dtype": dtype}) for dtype in dtypes
-    })
-    yield from _sweep("dtypes", {
-        f"{str(dtype).removeprefix('torch.')}_window_page_{page}": (
-            FULL, {"dtype": dtype, "window_left": 20, "page_size": page, "evict": False}
-        ) for dtype in dtypes
-    }, needs=("window",))
-    yield from _sweep("deterministic", {
-        "deterministic": (QUICK, {"deterministic": True}),
-        "deterministic_cap": (FULL, {"deterministic": True, "logit_cap": 1.5, "scale": 2.0}),
-        "deterministic_window": (
-            FULL, {"deterministic": True, "window_left": 20, "evict": False}
-        ),
-    }, needs=("deterministic", "cap", "window"), lengths=[126, 0, 70, 5])
+    yield from _sweep(
+        "window",
+        {
+            f"window_{left}": (level, {"window_left": left, "evict": False})
+            for level, left in ((QUICK, 0), (SMOKE, 9), (FULL, 1), (FULL, 69), (FULL, 1000))
+        },
+        needs=("window",),
+    )
+    yield from _sweep(
+        "cap",
+        {
+            "cap": (SMOKE, {"logit_cap": 1.5, "scale": 2.0}),
+            "cap_30": (FULL, {"logit_cap": 30.0}),
+        },
+        needs=("cap",),
+    )
+    yield from _sweep(
+        "cap",
+        {
+            "cap_window": (FULL, {"logit_cap": 2.0, "window_left": 9, "evict": False}),
+        },
+        needs=("cap", "window"),
+    )
+    yield from _sweep(
+        "dtypes", {str(dtype).removeprefix("torch."): (QUICK, {"dtype": dtype}) for dtype in dtypes}
+    )
+    yield from _sweep(
+        "dtypes",
+        {
+            f"{str(dtype).removeprefix('torch.')}_window_page_{page}": (
+                FULL,
+                {"dtype": dtype, "window_left": 20, "page_size": page, "evict": False},
+            )
+            for dtype in dtypes
+        },
+        needs=("window",),
+    )
+    yield from _sweep(
+        "deterministic",
+        {
+            "deterministic": (QUICK, {"deterministic": True}),
+            "deterministic_cap": (FULL, {"deterministic": True, "logit_cap": 1.5, "scale": 2.0}),
+            "deterministic_window": (
+                FULL,
+                {"deterministic": True, "window_left": 20, "evict": False},
+            ),
+        },
+        needs=("deterministic", "cap", "window"),
+        lengths=[126, 0, 70, 5],
+    )
     yield from _sweep("scale", {"scale_3": (QUICK, {"scale": 3.0})}, TREES)
     yield from _sweep("scale", {"sharp": (FULL, {"scale": 20.0})})
 
@@ -131,14 +163,21 @@ def _stored(promised: Capabilities, page: int) -> Iterator[Scenario]:
         form = {"dtype": dtype, "kv_dtype": stored, "kv_scales": SCALES}
         level = SMOKE if dtype == torch.float16 else QUICK
         yield from _sweep("stored dtypes", {name: (level, form)})
-        yield from _sweep("stored dtypes", {
-            f"{name}_cap": (FULL, form | {"logit_cap": 1.5, "scale": 2.0})
-        }, needs=("cap",))
-        yield from _sweep("stored dtypes", {
-            f"{name}_window_page_{page}": (
-                FULL, form | {"window_left": 20, "page_size": page, "evict": False}
-            )
-        }, needs=("window",))
+        yield from _sweep(
+            "stored dtypes",
+            {f"{name}_cap": (FULL, form | {"logit_cap": 1.5, "scale": 2.0})},
+            needs=("cap",),
+        )
+        yield from _sweep(
+            "stored dtypes",
+            {
+                f"{name}_window_page_{page}": (
+                    FULL,
+                    form | {"window_left": 20, "page_size": page, "evict": False},
+                )
+            },
+            needs=("window",),
+        )
 
 
 def _pages(least: int) -> Iterator[Scenario]:
@@ -148,29 +187,55 @@ def _pages(least: int) -> Iterator[Scenario]:
         swept |= {least, 2 * least}
     for page in sorted(swept):
         yield from _sweep(
-            "pages", {f"page_{page}": (FULL if page > 128 else QUICK, {"page_size": page})},
+            "pages",
+            {f"page_{page}": (FULL if page > 128 else QUICK, {"page_size": page})},
             lengths=[page - 1, 0, page, 2 * page + 3, 1],
         )
     long = max(16, least)
-    yield from _sweep("long prefixes", {f"long_page_{long}": (FULL, {"page_size": long})},
-                      lengths=[2500, 64])
+    yield from _sweep(
+        "long prefixes", {f"long_page_{long}": (FULL, {"page_size": long})}, lengths=[2500, 64]
+    )
 
 
 def _shapes() -> Iterator[Scenario]:
-    yield from _sweep("heads", {
-        f"heads_{q}_{kv}": (level, {"heads": (q, kv)})
-        for level, q, kv in ((QUICK, 3, 3), (QUICK, 8, 2), (QUICK, 6, 2), (FULL, 5, 1),
-                             (FULL, 7, 1), (FULL, 8, 1), (FULL, 16, 1), (FULL, 32, 8))
-    }, TREES)
-    yield from _sweep("head sizes", {
-        f"head_{k}_{v}": (level, {"head_dim": k, "v_head_dim": v})
-        for level, k, v in ((QUICK, 128, 128), (FULL, 80, 80), (FULL, 96, 96), (FULL, 256, 256),
-                            (FULL, 192, 128), (FULL, 32, 48), (FULL, 576, 512))
-    }, TREES)
+    yield from _sweep(
+        "heads",
+        {
+            f"heads_{q}_{kv}": (level, {"heads": (q, kv)})
+            for level, q, kv in (
+                (QUICK, 3, 3),
+                (QUICK, 8, 2),
+                (QUICK, 6, 2),
+                (FULL, 5, 1),
+                (FULL, 7, 1),
+                (FULL, 8, 1),
+                (FULL, 16, 1),
+                (FULL, 32, 8),
+            )
+        },
+        TREES,
+    )
+    yield from _sweep(
+        "head sizes",
+        {
+            f"head_{k}_{v}": (level, {"head_dim": k, "v_head_dim": v})
+            for level, k, v in (
+                (QUICK, 128, 128),
+                (FULL, 80, 80),
+                (FULL, 96, 96),
+                (FULL, 256, 256),
+                (FULL, 192, 128),
+                (FULL, 32, 48),
+                (FULL, 576, 512),
+            )
+        },
+        TREES,
+    )
     yield from _sweep("empty prefixes", {"no_prefix": (QUICK, {})}, lengths=[0, 0])
     yield from _sweep("batches", {"one_request": (FULL, {})}, lengths=[41])
-    yield from _sweep("batches", {"batch_of_19": (QUICK, {})}, TREES,
-                      lengths=[7 * i % 41 for i in range(19)])
+    yield from _sweep(
+        "batches", {"batch_of_19": (QUICK, {})}, TREES, lengths=[7 * i % 41 for i in range(19)]
+    )
     yield from _sweep("padding", {"padded": (QUICK, {"pads": 3})}, tuple(MODES)[:-1])
     yield from _sweep("long prefixes", {"long": (FULL, {})}, lengths=[4000, 3, 0, 1027])
 
@@ -189,8 +254,12 @@ def _trees() -> Iterator[Scenario]:
     yield Scenario("blind_rows", "rows without keys", blind, QUICK, ("trees",), [0, 0, 7])
     for topk, step in ((1, 0), (2, 1), (8, 8), (10, 2)):
         level = FULL if topk < 8 else QUICK
-        options = {"mode": "draft" if topk > 1 else "chain", "q_len": topk,
-                   "tail_len": topk * (step + 1), "phase": Phase.DRAFT}
+        options = {
+            "mode": "draft" if topk > 1 else "chain",
+            "q_len": topk,
+            "tail_len": topk * (step + 1),
+            "phase": Phase.DRAFT,
+        }
         mode = Mode("tree", options)
         yield Scenario(f"draft_{topk}_step_{step}", "trees", mode, level, mode.needs, [33, 0])
         mode = Mode("lists", {"topk": topk, "step": step})

@@ -142,9 +142,15 @@ class Wrapper:
 
 class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
     def __init__(
-        self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False,
-        use_tensor_cores=False, paged_kv_indptr_buffer=None, paged_kv_indices_buffer=None,
-        paged_kv_last_page_len_buffer=None, backend="auto",
+        self,
+        float_workspace_buffer,
+        kv_layout="NHD",
+        use_cuda_graph=False,
+        use_tensor_cores=False,
+        paged_kv_indptr_buffer=None,
+        paged_kv_indices_buffer=None,
+        paged_kv_last_page_len_buffer=None,
+        backend="auto",
     ):
         assert kv_layout == "NHD"
         assert use_cuda_graph
@@ -154,7 +160,14 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         assert len(paged_kv_last_page_len_buffer) == len(self.offsets) - 1
 
     def plan(
-        self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
+        self,
+        indptr,
+        indices,
+        last_page_len,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim,
+        page_size,
         **options,
     ):
         group = num_qo_heads // num_kv_heads
@@ -170,9 +183,17 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
 
 class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
     def __init__(
-        self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, qo_indptr_buf=None,
-        paged_kv_indptr_buf=None, paged_kv_indices_buf=None, paged_kv_last_page_len_buf=None,
-        custom_mask_buf=None, mask_indptr_buf=None, backend="auto",
+        self,
+        float_workspace_buffer,
+        kv_layout="NHD",
+        use_cuda_graph=False,
+        qo_indptr_buf=None,
+        paged_kv_indptr_buf=None,
+        paged_kv_indices_buf=None,
+        paged_kv_last_page_len_buf=None,
+        custom_mask_buf=None,
+        mask_indptr_buf=None,
+        backend="auto",
     ):
         assert kv_layout == "NHD"
         assert backend == "fa2"
@@ -181,14 +202,30 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         self.mask, self.mask_offsets = custom_mask_buf, mask_indptr_buf
 
     def plan(
-        self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads,
-        num_kv_heads, head_dim_qk, page_size, packed_custom_mask=None, causal=False,
-        max_token_per_sequence=None, **options,
+        self,
+        qo_indptr,
+        paged_kv_indptr,
+        paged_kv_indices,
+        paged_kv_last_page_len,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim_qk,
+        page_size,
+        packed_custom_mask=None,
+        causal=False,
+        max_token_per_sequence=None,
+        **options,
     ):
         assert max_token_per_sequence == qo_indptr.diff().max()
         self._plan(
-            qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len,
-            (num_qo_heads, num_kv_heads), head_dim_qk, page_size, options,
+            qo_indptr,
+            paged_kv_indptr,
+            paged_kv_indices,
+            paged_kv_last_page_len,
+            (num_qo_heads, num_kv_heads),
+            head_dim_qk,
+            page_size,
+            options,
         )
         self.causal = causal
         assert packed_custom_mask is None or not causal

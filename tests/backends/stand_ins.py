@@ -60,22 +60,44 @@ def attend_causal(q, k, v, table, lens, scale, *, left=-1, cap=0.0):
 
 
 def flash_attn_varlen_func(
-    *, q, k, v, page_table, seqused_k, softmax_scale, causal, window_size, softcap, num_splits,
+    *,
+    q,
+    k,
+    v,
+    page_table,
+    seqused_k,
+    softmax_scale,
+    causal,
+    window_size,
+    softcap,
+    num_splits,
     return_lse,
 ):
     assert causal
     assert num_splits == 1
     assert window_size in ((None, None), (window_size[0], 0))
     left = -1 if window_size[0] is None else window_size[0]
-    out, lse = attend_causal(
-        q, k, v, page_table, seqused_k, softmax_scale, left=left, cap=softcap
-    )
+    out, lse = attend_causal(q, k, v, page_table, seqused_k, softmax_scale, left=left, cap=softcap)
     return out.to(q.dtype), lse.float().transpose(1, 2) if return_lse else None
 
 
 def trtllm_batch_decode_with_kv_cache(
-    *, query, kv_cache, kv_layout, workspace_buffer, block_tables, seq_lens, max_seq_len,
-    q_len_per_req, bmm1_scale, bmm2_scale, window_left, out, backend, lse, return_lse,
+    *,
+    query,
+    kv_cache,
+    kv_layout,
+    workspace_buffer,
+    block_tables,
+    seq_lens,
+    max_seq_len,
+    q_len_per_req,
+    bmm1_scale,
+    bmm2_scale,
+    window_left,
+    out,
+    backend,
+    lse,
+    return_lse,
 ):
     assert (kv_layout, backend) == ("NHD", "trtllm-gen")
     assert not workspace_buffer.any()
@@ -83,7 +105,12 @@ def trtllm_batch_decode_with_kv_cache(
     assert max_seq_len >= int(seq_lens.max())
     k, v = kv_cache
     found, sums = attend_causal(
-        query.unflatten(0, (-1, q_len_per_req)), k, v, block_tables, seq_lens, bmm1_scale,
+        query.unflatten(0, (-1, q_len_per_req)),
+        k,
+        v,
+        block_tables,
+        seq_lens,
+        bmm1_scale,
         left=window_left,
     )
     out.copy_(found.flatten(0, 1) * bmm2_scale)
@@ -94,8 +121,22 @@ def trtllm_batch_decode_with_kv_cache(
 
 
 def trtllm_batch_decode_with_kv_cache_mla(
-    *, query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim,
-    block_tables, seq_lens, max_seq_len, out, bmm1_scale, bmm2_scale, backend, lse, return_lse,
+    *,
+    query,
+    kv_cache,
+    workspace_buffer,
+    qk_nope_head_dim,
+    kv_lora_rank,
+    qk_rope_head_dim,
+    block_tables,
+    seq_lens,
+    max_seq_len,
+    out,
+    bmm1_scale,
+    bmm2_scale,
+    backend,
+    lse,
+    return_lse,
 ):
     assert (qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim) == (128, 512, 64)
     assert backend == "trtllm-gen"
@@ -133,9 +174,21 @@ def cutlass_mla_decode(
 
 
 def flash_attn_with_kvcache(
-    q, k_cache, v_cache, *, out=None, page_table, cache_seqlens, cache_batch_idx=None,
-    causal=False, window_size=(-1, -1), softmax_scale, softcap=0.0, return_softmax_lse=False,
-    cu_seqlens_q=None, max_seqlen_q=None,
+    q,
+    k_cache,
+    v_cache,
+    *,
+    out=None,
+    page_table,
+    cache_seqlens,
+    cache_batch_idx=None,
+    causal=False,
+    window_size=(-1, -1),
+    softmax_scale,
+    softcap=0.0,
+    return_softmax_lse=False,
+    cu_seqlens_q=None,
+    max_seqlen_q=None,
 ):
     """FlashAttention-3's; whatever lies in the storage after a table's row is its row's, too."""
     assert page_table.dtype == cache_seqlens.dtype == torch.int32
@@ -169,8 +222,9 @@ def flash_attn_with_kvcache(
             place = length - (last - i) if causal or left >= 0 else length - 1
             seen = slots[max(0, place - left) if left >= 0 else 0 : place + 1]
             if len(seen):
-                result[i], lse[i] = attend(flat[i], keys[seen], values[seen], softmax_scale,
-                                           softcap)
+                result[i], lse[i] = attend(
+                    flat[i], keys[seen], values[seen], softmax_scale, softcap
+                )
     lse = lse.T if cu_seqlens_q is not None else lse.unflatten(0, q.shape[:2]).transpose(1, 2)
     out = torch.empty_like(q) if out is None else out
     out.copy_(result.view(q.shape))
@@ -186,8 +240,15 @@ def get_mla_metadata(cache_seqlens, num_q_tokens_per_head_k, num_heads_k):
 
 
 def flash_mla_with_kvcache(
-    q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits,
-    softmax_scale, causal,
+    q,
+    k_cache,
+    block_table,
+    cache_seqlens,
+    head_dim_v,
+    tile_scheduler_metadata,
+    num_splits,
+    softmax_scale,
+    causal,
 ):
     """FlashMLA's."""
     assert k_cache.shape[1:] == (64, 1, 576)

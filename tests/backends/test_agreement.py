@@ -41,12 +41,21 @@ class TwoPassesBackend(FlashInferBackend):
     two_passes_from = 0
 
 
-HEADS = ("torch_native", "triton", "flex", "flashinfer", TwoPassesBackend, "fa3",
-         "fa3,flashinfer", "auto")
+HEADS = (
+    "torch_native",
+    "triton",
+    "flex",
+    "flashinfer",
+    TwoPassesBackend,
+    "fa3",
+    "fa3,flashinfer",
+    "auto",
+)
 LATENT = ("torch_native", "triton_mla", "flashinfer_mla", "flashmla", "auto")
 # who must be among them
 EVERYWHERE = {
-    HEADS: {"torch_native", "triton", "flex"}, LATENT: {"torch_native", "triton_mla"},
+    HEADS: {"torch_native", "triton", "flex"},
+    LATENT: {"torch_native", "triton_mla"},
 }
 LENGTHS = [40, 0, 65]
 
@@ -98,8 +107,9 @@ def agree(found):
             for name in (one, other)
         )
         try:
-            check(case, (want.double().cpu(), want_lse.double().cpu()),
-                  tolerances=Tolerances(lse=off))
+            check(
+                case, (want.double().cpu(), want_lse.double().cpu()), tolerances=Tolerances(lse=off)
+            )
         except ConformanceError as error:
             pytest.fail(f"{one} and {other} in {dtype}: {error}")
 
@@ -115,10 +125,19 @@ def test_backends_agree(forward, dtype):
 @pytest.mark.parametrize("forward", FORWARDS)
 def test_backends_of_latent_layers_agree(forward):
     """In pages of 64, which FlashMLA loads whole."""
-    found = results(LATENT, FORWARDS[forward](
-        heads=(4, 1), head_dim=576, v_head_dim=512, latent=True, page_size=64, whole_pages=True,
-        dtype=HALF, device=DEVICE,
-    ))
+    found = results(
+        LATENT,
+        FORWARDS[forward](
+            heads=(4, 1),
+            head_dim=576,
+            v_head_dim=512,
+            latent=True,
+            page_size=64,
+            whole_pages=True,
+            dtype=HALF,
+            device=DEVICE,
+        ),
+    )
     assert found.keys() >= EVERYWHERE[LATENT]
     agree(found)
 

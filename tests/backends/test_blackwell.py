@@ -46,7 +46,9 @@ CALLS = {  # backend: package, source file, what it calls
     "trtllm_mha": ("flashinfer", "decode.py", ["trtllm_batch_decode_with_kv_cache"]),
     "trtllm_mla": ("flashinfer", "mla/_core.py", ["trtllm_batch_decode_with_kv_cache_mla"]),
     "cutlass_mla": (
-        "sgl_kernel", "attention.py", ["cutlass_mla_decode", "cutlass_mla_get_workspace_size"]
+        "sgl_kernel",
+        "attention.py",
+        ["cutlass_mla_decode", "cutlass_mla_get_workspace_size"],
     ),
 }
 FORMS = {"fa4": PLAIN, "trtllm_mha": PLAIN, "trtllm_mla": LATENT, "cutlass_mla": LATENT}
@@ -56,15 +58,28 @@ KINDS = [(1, 1), (1, 4), (6, 6), (3, 70)]  # q_len, tail
 def make_case(name, lengths, q_len, tail, **form) -> oracle.Case:
     page_size = form.pop("page_size", load_backend(name).page_size)
     return oracle.make_tree_case(
-        lengths, mode="chain", q_len=q_len, tail_len=tail, dtype=BF16, page_size=page_size,
-        device=DEVICE, **(FORMS[name] | form),
+        lengths,
+        mode="chain",
+        q_len=q_len,
+        tail_len=tail,
+        dtype=BF16,
+        page_size=page_size,
+        device=DEVICE,
+        **(FORMS[name] | form),
     )
 
 
 def backend_of(name, case, cls=None):
     config = AttnConfig(
-        case.q.shape[1], case.k_cache.shape[1], case.q.shape[2], case.v_cache.shape[2], BF16,
-        case.sm_scale, case.window_left, case.logit_cap, case.latent,
+        case.q.shape[1],
+        case.k_cache.shape[1],
+        case.q.shape[2],
+        case.v_cache.shape[2],
+        BF16,
+        case.sm_scale,
+        case.window_left,
+        case.logit_cap,
+        case.latent,
     )
     backend = (cls or standing_in(name))(config, DEVICE)
     assert not backend.geometry(config)
@@ -93,10 +108,14 @@ def test_causal_plans(name, q_len, tail):
     oracle.check(*head(case, case.expected()), lse=lse)
 
 
-@pytest.mark.parametrize(("name", "window", "cap"), [
-    *((name, window, 0.0) for name in ("fa4", "trtllm_mha") for window in (0, 5, 150)),
-    ("fa4", -1, 3.0), ("fa4", 40, 5.0),
-])
+@pytest.mark.parametrize(
+    ("name", "window", "cap"),
+    [
+        *((name, window, 0.0) for name in ("fa4", "trtllm_mha") for window in (0, 5, 150)),
+        ("fa4", -1, 3.0),
+        ("fa4", 40, 5.0),
+    ],
+)
 def test_windows_and_caps(name, window, cap):
     case = make_case(name, LENGTHS, 4, 4, window_left=window, logit_cap=cap, evict=False)
     run(backend_of(name, case).bind(plan_of(case)), case)
@@ -139,8 +158,9 @@ def test_draft_steps_of_a_chain_over_a_slot_table(name):
     if FORMS[name] is LATENT:
         heads = AttnConfig(3, 1, 576, 512, BF16, 0.05, latent=True)
     config = SpecConfig(4, 1, 5, max_context_len=2 * page, max_num_reqs=3, page_size=page)
-    table = SlotTable(max_num_reqs=3, max_context_len=2 * page, num_slots=7 * page,
-                      page_size=page, device=DEVICE)
+    table = SlotTable(
+        max_num_reqs=3, max_context_len=2 * page, num_slots=7 * page, page_size=page, device=DEVICE
+    )
     rows = [table.allocate() for _ in range(3)]
     table.reserve(rows[::-1], [2 * page] * 3)
     pool = KVPool([heads], 7 * page, DEVICE)
@@ -154,8 +174,11 @@ def test_draft_steps_of_a_chain_over_a_slot_table(name):
         layers = LayeredBackend(backend, [heads], pool, DEVICE)
         bound = MultiStepDraftBackend(layers, config, table.req_to_token, 3, "table").bind(3)
         inputs, dims = bound.plan.inputs, bound.plan.dims
-        inputs.copy_in(dims, req_pool_indices=torch.tensor(rows, device=DEVICE),
-                       seq_lens=torch.tensor([page - 2, 0, page], **INT))
+        inputs.copy_in(
+            dims,
+            req_pool_indices=torch.tensor(rows, device=DEVICE),
+            seq_lens=torch.tensor([page - 2, 0, page], **INT),
+        )
         bound.schedule(torch.tensor([page - 2, 0, page], dtype=torch.int32))
         bound.fill()
         inputs.words.copy_(torch.tensor([1, 3, 7], device=DEVICE)[None, :, None, None])
@@ -176,10 +199,16 @@ def test_scales_of_quantised_tensors_fold_into_the_two_products(name):
 
 
 @pytest.mark.parametrize("kind", ["twin", "triton"])
-@pytest.mark.parametrize(("lens", "tail", "lists", "max_len", "page", "width"), [
-    ([0], 1, 1, 1, 16, 8), ([5, 127, 0, 64], 4, 1, 128, 64, 4), ([33, 7, 30], 5, 3, 40, 16, 8),
-    ([300, 0, 511], 6, 6, 512, 32, 20), ([4500, 90], 2, 1, 4600, 16, 296),
-])
+@pytest.mark.parametrize(
+    ("lens", "tail", "lists", "max_len", "page", "width"),
+    [
+        ([0], 1, 1, 1, 16, 8),
+        ([5, 127, 0, 64], 4, 1, 128, 64, 4),
+        ([33, 7, 30], 5, 3, 40, 16, 8),
+        ([300, 0, 511], 6, 6, 512, 32, 20),
+        ([4500, 90], 2, 1, 4600, 16, 296),
+    ],
+)
 def test_block_tables_against_lists(kind, lens, tail, lists, max_len, page, width):
     """Stale table entries, strided tails and a poisoned output, with a guard behind every row."""
     rng = random.Random(page)
@@ -196,8 +225,14 @@ def test_block_tables_against_lists(kind, lens, tail, lists, max_len, page, widt
     wide = torch.full((len(lens) * lists, width + 1), -9, **INT)
     counts = torch.full((len(lens) * lists,), -9, **INT)
     implementation(kind, "block_table").fill_block_table(
-        torch.tensor(table, **INT), torch.tensor(rows, device=DEVICE), torch.tensor(lens, **INT),
-        tails[:, :tail], wide[:, :width], counts, page_size=page, lists=lists,
+        torch.tensor(table, **INT),
+        torch.tensor(rows, device=DEVICE),
+        torch.tensor(lens, **INT),
+        tails[:, :tail],
+        wide[:, :width],
+        counts,
+        page_size=page,
+        lists=lists,
     )
     for b, prefix in enumerate(lens):
         for i in range(lists):

@@ -44,7 +44,10 @@ def library(monkeypatch):
 
 def backend_of(case: oracle.Case) -> Fa3Backend:
     config = AttnConfig(
-        case.q.shape[1], case.k_cache.shape[1], case.q.shape[2], dtype=case.q.dtype,
+        case.q.shape[1],
+        case.k_cache.shape[1],
+        case.q.shape[2],
+        dtype=case.q.dtype,
         **case.settings,
     )
     assert not Fa3Backend.reasons(config, DEVICE)
@@ -76,8 +79,14 @@ def check(case: oracle.Case, expected) -> None:
 
 
 KINDS = [  # mode, q_len, tail
-    ("chain", 1, 1), ("chain", 1, 4), ("chain", 6, 6), ("tree", 9, 9), ("tree", 70, 70),
-    ("draft", 3, 3), ("draft", 3, 9), ("any", 4, 70),
+    ("chain", 1, 1),
+    ("chain", 1, 4),
+    ("chain", 6, 6),
+    ("tree", 9, 9),
+    ("tree", 70, 70),
+    ("draft", 3, 3),
+    ("draft", 3, 9),
+    ("any", 4, 70),
 ]
 SHAPES = [((8, 2), 64, BF16), ((4, 4), 128, BF16), ((7, 1), 128, torch.float16)]
 
@@ -87,8 +96,16 @@ SHAPES = [((8, 2), 64, BF16), ((4, 4), 128, BF16), ((7, 1), 128, torch.float16)]
 def test_every_tree_mode(mode, q_len, tail, heads, head_dim, dtype):
     lengths = LENGTHS if q_len < 70 else [0, 150]
     case = oracle.make_tree_case(
-        lengths, mode=mode, q_len=q_len, tail_len=tail, heads=heads, head_dim=head_dim,
-        dtype=dtype, pads=2, device=str(DEVICE), pool_pad=8,
+        lengths,
+        mode=mode,
+        q_len=q_len,
+        tail_len=tail,
+        heads=heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        pads=2,
+        device=str(DEVICE),
+        pool_pad=8,
     )
     plan = tree_plan(case, causal=mode == "chain")
     if mode == "chain":  # padding keeps its causal words
@@ -105,8 +122,16 @@ def test_pages(mode, q_len, tail, page_size):
     """Pages in any order, prefixes around their ends; what nobody wrote in a page holds NaN."""
     lengths = [0, 1, 15, 16, 61, 64, 129, 200] if q_len < 70 else [0, 150]
     case = oracle.make_tree_case(
-        lengths, mode=mode, q_len=q_len, tail_len=tail, heads=(8, 2), head_dim=64, dtype=BF16,
-        page_size=page_size, device=str(DEVICE), pool_pad=8,
+        lengths,
+        mode=mode,
+        q_len=q_len,
+        tail_len=tail,
+        heads=(8, 2),
+        head_dim=64,
+        dtype=BF16,
+        page_size=page_size,
+        device=str(DEVICE),
+        pool_pad=8,
     )
     attend(case, backend_of(case).bind(plan_of(case)))
     check(case, oracle.oracle_tree(case))
@@ -116,8 +141,15 @@ def test_pages(mode, q_len, tail, page_size):
 @pytest.mark.parametrize("cap", [0.0, 3.0])
 def test_prompts_in_pages(cap, page_size):
     lengths = [(0, 5), (70, 3), (16, 0), (0, 1), (128, 40), (9, 7), (15, 1)]
-    case = oracle.make_extend_case(lengths, heads=(8, 2), head_dim=128, dtype=BF16, logit_cap=cap,
-                                   page_size=page_size, device=str(DEVICE))
+    case = oracle.make_extend_case(
+        lengths,
+        heads=(8, 2),
+        head_dim=128,
+        dtype=BF16,
+        logit_cap=cap,
+        page_size=page_size,
+        device=str(DEVICE),
+    )
     attend(case, backend_of(case).bind(plan_of(case)))
     check(case, oracle.oracle_extend(case))
 
@@ -145,14 +177,12 @@ def test_pages_are_read_where_keys_lie_in_them():
         for q_len, tail in ((1, 1), (1, 3), (5, 5)):
             chain = {"mode": "chain", "q_len": q_len, "tail_len": tail}
             assert pages_read(oracle.make_tree_case([20, 3], **chain, **paged)) == [most]
-            assert pages_read(
-                oracle.make_tree_case([20, 3], **chain, window_left=7, **paged)
-            ) == [1]
+            assert pages_read(oracle.make_tree_case([20, 3], **chain, window_left=7, **paged)) == [
+                1
+            ]
         assert pages_read(oracle.make_tree_case([20, 3], q_len=5, **paged)) == [most, 1]
         assert pages_read(oracle.make_extend_case([(3, 4), (18, 2)], **paged)) == [most]
-        assert pages_read(
-            oracle.make_extend_case([(3, 4), (18, 2)], window_left=5, **paged)
-        ) == [1]
+        assert pages_read(oracle.make_extend_case([(3, 4), (18, 2)], window_left=5, **paged)) == [1]
         assert pages_read(oracle.make_lists_case([9, 20], topk=2, step=1, **paged)) == [1]
 
 
@@ -161,31 +191,57 @@ def test_pages_are_read_where_keys_lie_in_them():
 def test_windows_and_caps_on_causal_layouts(q_len, tail, window, cap):
     """Keys before every query's window hold NaN."""
     case = oracle.make_tree_case(
-        LENGTHS, mode="chain", q_len=q_len, tail_len=tail, heads=(4, 2), head_dim=64, dtype=BF16,
-        window_left=window, logit_cap=cap, scale=4.0, device=str(DEVICE),
+        LENGTHS,
+        mode="chain",
+        q_len=q_len,
+        tail_len=tail,
+        heads=(4, 2),
+        head_dim=64,
+        dtype=BF16,
+        window_left=window,
+        logit_cap=cap,
+        scale=4.0,
+        device=str(DEVICE),
     )
     attend(case, backend_of(case).bind(tree_plan(case, causal=True)))
     check(case, oracle.oracle_tree(case))
 
 
 def test_a_cap_on_trees():
-    case = oracle.make_tree_case(LENGTHS, mode="tree", q_len=9, heads=(4, 2), head_dim=64,
-                                 dtype=BF16, logit_cap=3.0, scale=4.0, device=str(DEVICE))
+    case = oracle.make_tree_case(
+        LENGTHS,
+        mode="tree",
+        q_len=9,
+        heads=(4, 2),
+        head_dim=64,
+        dtype=BF16,
+        logit_cap=3.0,
+        scale=4.0,
+        device=str(DEVICE),
+    )
     attend(case, backend_of(case).bind(tree_plan(case, causal=False)))
     check(case, oracle.oracle_tree(case))
 
 
 def test_a_tree_under_a_window_is_refused_by_name():
-    case = oracle.make_tree_case([3], mode="tree", head_dim=64, dtype=BF16, window_left=5,
-                                 device=str(DEVICE))
+    case = oracle.make_tree_case(
+        [3], mode="tree", head_dim=64, dtype=BF16, window_left=5, device=str(DEVICE)
+    )
     with pytest.raises(UnsupportedError, match="window_left 5 counts positions"):
         backend_of(case).bind(tree_plan(case, causal=False))
 
 
 @pytest.mark.parametrize(("window", "cap"), [(-1, 0.0), (6, 0.0), (6, 3.0)])
 def test_index_lists(window, cap):
-    case = oracle.make_csr_case([5, 0, 130, 1, 64, 8], heads=(8, 2), head_dim=64, dtype=BF16,
-                                window_left=window, logit_cap=cap, device=str(DEVICE))
+    case = oracle.make_csr_case(
+        [5, 0, 130, 1, 64, 8],
+        heads=(8, 2),
+        head_dim=64,
+        dtype=BF16,
+        window_left=window,
+        logit_cap=cap,
+        device=str(DEVICE),
+    )
     slots = case.args["kv_indptr"].new_zeros(6, 1)
     plan = CsrPlan(RowLayout(1, 1, Phase.DRAFT), out_slots=slots, **case.args)
     attend(case, backend_of(case).bind(plan))
@@ -195,8 +251,15 @@ def test_index_lists(window, cap):
 @pytest.mark.parametrize(("window", "cap"), [(-1, 0.0), (9, 0.0), (0, 0.0), (100, 3.0)])
 def test_ragged_prompts(window, cap):
     lengths = [(0, 5), (70, 3), (5, 0), (0, 1), (130, 40), (9, 1)]
-    case = oracle.make_extend_case(lengths, heads=(8, 2), head_dim=128, dtype=BF16,
-                                   window_left=window, logit_cap=cap, device=str(DEVICE))
+    case = oracle.make_extend_case(
+        lengths,
+        heads=(8, 2),
+        head_dim=128,
+        dtype=BF16,
+        window_left=window,
+        logit_cap=cap,
+        device=str(DEVICE),
+    )
     longest = max(prefix + new for prefix, new in lengths)
     slots = case.args["qo_indptr"].new_zeros(1, len(case.q))
     plan = ExtendPlan(out_slots=slots, max_seq_len=longest, **case.args)
@@ -204,24 +267,47 @@ def test_ragged_prompts(window, cap):
     check(case, oracle.oracle_extend(case))
 
 
-@pytest.mark.parametrize(("mode", "q_len", "tail", "window", "page_size"), [
-    ("chain", 6, 6, -1, 1), ("chain", 1, 3, 30, 1), ("tree", 9, 9, -1, 1), ("draft", 3, 9, -1, 1),
-    ("chain", 6, 6, -1, 16), ("tree", 9, 9, -1, 16), ("draft", 3, 9, -1, 64),
-])
+@pytest.mark.parametrize(
+    ("mode", "q_len", "tail", "window", "page_size"),
+    [
+        ("chain", 6, 6, -1, 1),
+        ("chain", 1, 3, 30, 1),
+        ("tree", 9, 9, -1, 1),
+        ("draft", 3, 9, -1, 1),
+        ("chain", 6, 6, -1, 16),
+        ("tree", 9, 9, -1, 16),
+        ("draft", 3, 9, -1, 64),
+    ],
+)
 def test_one_recording_serves_every_length_and_tree(mode, q_len, tail, window, page_size):
     """Recorded on padding; eager without a GPU, over the same static tensors."""
     batches = [[0] * 4, [3, 500, 0, 64], [0, 1, 2, 3], [700, 700, 1, 31], [5, 0, 0, 0]]
     cases = [
-        oracle.make_tree_case(lengths, mode=mode, q_len=q_len, tail_len=tail, heads=(4, 2),
-                              head_dim=64, dtype=BF16, window_left=window, seed=seed,
-                              width=720, slots=2048, page_size=page_size, device=str(DEVICE))
+        oracle.make_tree_case(
+            lengths,
+            mode=mode,
+            q_len=q_len,
+            tail_len=tail,
+            heads=(4, 2),
+            head_dim=64,
+            dtype=BF16,
+            window_left=window,
+            seed=seed,
+            width=720,
+            slots=2048,
+            page_size=page_size,
+            device=str(DEVICE),
+        )
         for seed, lengths in enumerate(batches)
     ]
     static = cases[0]
     bound = backend_of(static).bind(plan_of(static))
-    replay = recorded(lambda: (bound.fill(), bound.run(
-        static.q, static.k_cache, static.v_cache, static.out, static.lse
-    )))
+    replay = recorded(
+        lambda: (
+            bound.fill(),
+            bound.run(static.q, static.k_cache, static.v_cache, static.out, static.lse),
+        )
+    )
     for case in cases[1:]:
         refill(static, case)
         replay()
@@ -234,12 +320,14 @@ def test_draft_steps_read_words_written_after_the_fill(indices, topk):
     """A step's ancestors become known while the steps run; the prefix lists do not change."""
     outs = {}
     heads = AttnConfig(4, 2, 64, dtype=BF16)
-    config = SpecConfig(4, topk, 6 if topk > 1 else 5, max_context_len=16, max_num_reqs=3,
-                        page_size=4)
+    config = SpecConfig(
+        4, topk, 6 if topk > 1 else 5, max_context_len=16, max_num_reqs=3, page_size=4
+    )
     for name in ("torch_native", "fa3"):
         torch.manual_seed(1)
-        table = SlotTable(max_num_reqs=3, max_context_len=16, num_slots=64, page_size=4,
-                          device=DEVICE)
+        table = SlotTable(
+            max_num_reqs=3, max_context_len=16, num_slots=64, page_size=4, device=DEVICE
+        )
         rows = [table.allocate() for _ in range(3)]
         table.reserve(rows, [16, 16, 16])
         pool = KVPool([heads], 64, DEVICE)
@@ -285,13 +373,12 @@ def test_reasons_name_what_is_missing(monkeypatch):
     config = AttnConfig(4, 2, 80, 40)
     assert REASONS(config, cpu)[2:] == [
         "dtype must be float16 or bfloat16, got torch.float32",
-        "head_dim must be 64 or 128, got 80", "v_head_dim must equal head_dim 80, got 40",
+        "head_dim must be 64 or 128, got 80",
+        "v_head_dim must equal head_dim 80, got 40",
     ]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    assert REASONS(None, torch.device("cuda"))[1:] == [
-        "FA3 needs compute capability 9.0, got 8.6"
-    ]
+    assert REASONS(None, torch.device("cuda"))[1:] == ["FA3 needs compute capability 9.0, got 8.6"]
 
 
 def test_a_library_that_does_not_import_is_an_error_with_its_cause(monkeypatch):
@@ -305,8 +392,9 @@ def test_a_library_that_does_not_import_is_an_error_with_its_cause(monkeypatch):
 
 def test_a_slot_table_past_int32_is_refused():
     none = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    plan = ExtendPlan(none.expand(2**16, 2**15), none.long(), none, none.new_zeros(2), none[None],
-                      1, 1)
+    plan = ExtendPlan(
+        none.expand(2**16, 2**15), none.long(), none, none.new_zeros(2), none[None], 1, 1
+    )
     backend = Fa3Backend(AttnConfig(4, 2, 64, dtype=BF16), DEVICE)
     with pytest.raises(UnsupportedError, match=r"less than 2\^31 entries, got 2147483648"):
         backend.bind(plan)

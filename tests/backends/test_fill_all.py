@@ -41,8 +41,10 @@ def layers(backend, configs=(GLOBAL, LOCAL)) -> LayeredBackend:
 
 
 def rows() -> dict[str, torch.Tensor]:
-    return {"req_pool_indices": torch.arange(1, 1 + len(LENS), device=DEVICE),
-            "seq_lens": torch.tensor(LENS, dtype=torch.int32, device=DEVICE)}
+    return {
+        "req_pool_indices": torch.arange(1, 1 + len(LENS), device=DEVICE),
+        "seq_lens": torch.tensor(LENS, dtype=torch.int32, device=DEVICE),
+    }
 
 
 def plan_of(mode: ForwardMode) -> AttnPlan:
@@ -60,9 +62,9 @@ def drafts(layered: LayeredBackend, indices: str = "table"):
 
 def leaves(bounds) -> list:
     return [
-        leaf for bound in bounds for leaf in (
-            leaves(bound.parts()) if isinstance(bound, CompositeAttention) else [bound]
-        )
+        leaf
+        for bound in bounds
+        for leaf in (leaves(bound.parts()) if isinstance(bound, CompositeAttention) else [bound])
     ]
 
 

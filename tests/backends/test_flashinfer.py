@@ -46,8 +46,11 @@ def test_every_tree_mode_equals_the_oracle(name):
 
 
 # what stands for itself: no window, several branches or nodes
-IN_TWO_PASSES = [name for name, options in CASES.items()
-                 if options.get("mode") != "chain" and "window_left" not in options]
+IN_TWO_PASSES = [
+    name
+    for name, options in CASES.items()
+    if options.get("mode") != "chain" and "window_left" not in options
+]
 
 
 @pytest.mark.parametrize("name", IN_TWO_PASSES)
@@ -91,7 +94,8 @@ def test_a_ragged_prompt_equals_the_oracle(scheduled, options):
     case = make_extend_case(lengths, head_dim=64, dtype=BF16, device=DEVICE, **options)
     news = sum(new for _, new in lengths)
     plan = ExtendPlan(
-        **case.args, out_slots=torch.zeros(1, news, dtype=torch.int32, device=DEVICE),
+        **case.args,
+        out_slots=torch.zeros(1, news, dtype=torch.int32, device=DEVICE),
         max_seq_len=max(sum(pair) for pair in lengths),
     )
     bound = FlashInferBackend(config_of(case), torch.device(DEVICE)).bind(plan)
@@ -105,21 +109,31 @@ def test_a_ragged_prompt_equals_the_oracle(scheduled, options):
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize(
     ("kind", "indices", "options"),
-    [(FlashInferBackend, "table", {}), (TwoPassesBackend, "table", {}),
-     (FlashInferBackend, "csr", {}), (FlashInferBackend, "csr", BUILT)],
+    [
+        (FlashInferBackend, "table", {}),
+        (TwoPassesBackend, "table", {}),
+        (FlashInferBackend, "csr", {}),
+        (FlashInferBackend, "csr", BUILT),
+    ],
     ids=["mask", "two_passes", "lists", "lists_window"],
 )
 @pytest.mark.parametrize("topk", [1, 3])
 def test_draft_steps_equal_plain_torch(topk, kind, indices, options, page_size):
     """All steps are scheduled and filled up front; their words become known step by step."""
-    config = SpecConfig(4, topk, 5 if topk == 1 else 9, max_context_len=96, max_num_reqs=4,
-                        page_size=page_size)
+    config = SpecConfig(
+        4, topk, 5 if topk == 1 else 9, max_context_len=96, max_num_reqs=4, page_size=page_size
+    )
     lens = [3, 40, 0, 64]
     outs = []
     for name, dtype in ((kind, BF16), ("torch_native", torch.float32)):
         torch.manual_seed(1)
-        table = SlotTable(max_num_reqs=4, max_context_len=96, num_slots=640,
-                          page_size=page_size, device=torch.device(DEVICE))
+        table = SlotTable(
+            max_num_reqs=4,
+            max_context_len=96,
+            num_slots=640,
+            page_size=page_size,
+            device=torch.device(DEVICE),
+        )
         rows = [table.allocate() for _ in lens]
         table.reserve(rows, [96] * 4)
         heads = AttnConfig(4, 2, 64, dtype=dtype, **options)
@@ -140,8 +154,11 @@ def test_draft_steps_equal_plain_torch(topk, kind, indices, options, page_size):
 def drafted(bound, rows: list[int], lens: list[int], q: torch.Tensor) -> torch.Tensor:
     """Run all steps over random beams; every step's words are written just before its run."""
     inputs, dims = bound.plan.inputs, bound.plan.dims
-    inputs.copy_in(dims, req_pool_indices=torch.tensor(rows, device=DEVICE),
-                   seq_lens=torch.tensor(lens, dtype=torch.int32, device=DEVICE))
+    inputs.copy_in(
+        dims,
+        req_pool_indices=torch.tensor(rows, device=DEVICE),
+        seq_lens=torch.tensor(lens, dtype=torch.int32, device=DEVICE),
+    )
     inputs.words[: len(lens), 1:] = -1
     bound.schedule(torch.tensor([*lens, 0], dtype=torch.int32))
     bound.fill()

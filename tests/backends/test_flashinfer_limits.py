@@ -66,8 +66,12 @@ def test_reasons_name_the_limits():
     device = torch.device(DEVICE)
     odd = AttnConfig(4, 2, 80, v_head_dim=40, sm_scale=1e-5)
     found = "; ".join(REASONS(odd, device))
-    for limit in ("dtype must be float16 or bfloat16", "head_dim must be 64, 128 or 256, got 80",
-                  "v_head_dim must equal head_dim, got 40", "sm_scale must be at least 0.001"):
+    for limit in (
+        "dtype must be float16 or bfloat16",
+        "head_dim must be 64, 128 or 256, got 80",
+        "v_head_dim must equal head_dim, got 40",
+        "sm_scale must be at least 0.001",
+    ):
         assert limit in found
     if CUDA:
         assert not REASONS(AttnConfig(7, 1, 256, dtype=BF16), device)

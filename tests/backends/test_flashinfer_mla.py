@@ -34,7 +34,11 @@ BF16 = torch.bfloat16
 TOLERANCES = tolerances_of("flashinfer_mla")
 REASONS = FlashInferMlaBackend.reasons
 FORM: dict[str, Any] = {
-    "heads": (4, 1), "head_dim": 576, "v_head_dim": 512, "latent": True, "dtype": BF16,
+    "heads": (4, 1),
+    "head_dim": 576,
+    "v_head_dim": 512,
+    "latent": True,
+    "dtype": BF16,
     "device": DEVICE,
 }
 
@@ -46,16 +50,37 @@ class Wrapper:
     their own copy of a plan, made when it was.
     """
 
-    def __init__(self, float_workspace_buffer, use_cuda_graph=False, qo_indptr=None,
-                 kv_indptr=None, kv_indices=None, kv_len_arr=None, backend="auto"):
+    def __init__(
+        self,
+        float_workspace_buffer,
+        use_cuda_graph=False,
+        qo_indptr=None,
+        kv_indptr=None,
+        kv_indices=None,
+        kv_len_arr=None,
+        backend="auto",
+    ):
         processed = PROCESSORS * 128 * (512 * 2 + 4)
         assert float_workspace_buffer.numel() >= processed
         self.graph = use_cuda_graph
         self.buffers = qo_indptr, kv_indptr, kv_indices, kv_len_arr
         self._kv_indices_buf = kv_indices
 
-    def plan(self, qo_indptr, kv_indptr, kv_indices, kv_len_arr, num_heads, head_dim_ckv,
-             head_dim_kpe, page_size, causal, sm_scale, q_data_type, kv_data_type):
+    def plan(
+        self,
+        qo_indptr,
+        kv_indptr,
+        kv_indices,
+        kv_len_arr,
+        num_heads,
+        head_dim_ckv,
+        head_dim_kpe,
+        page_size,
+        causal,
+        sm_scale,
+        q_data_type,
+        kv_data_type,
+    ):
         given = qo_indptr, kv_indptr, kv_indices, kv_len_arr
         for tensor in (qo_indptr, kv_indptr, kv_len_arr):
             assert tensor.device.type == "cpu", "a plan must not read the device"
@@ -189,8 +214,17 @@ def test_a_ragged_prompt_equals_the_oracle(scheduled, heads):
 def test_a_recording_serves_other_lengths(q_len, tail):
     """Recorded over empty prefixes; eager without a GPU, over the same buffers."""
     first, *others = (
-        make_tree_case(lengths, mode="chain", q_len=q_len, tail_len=tail, pads=1, width=700,
-                       slots=1600, seed=seed, **FORM)
+        make_tree_case(
+            lengths,
+            mode="chain",
+            q_len=q_len,
+            tail_len=tail,
+            pads=1,
+            width=700,
+            slots=1600,
+            seed=seed,
+            **FORM,
+        )
         for seed, lengths in enumerate([[0] * 3, [5, 0, 130], [600, 299, 1], [64, 61, 63]])
     )
     bound = bind(first)
@@ -249,7 +283,7 @@ def test_reasons_name_the_limits(monkeypatch):
         ({"window_left": 8}, "window_left is not served, got 8"),
         ({"logit_cap": 2.0}, "logit_cap is not served, got 2.0"),
     ):
-        (found,) = REASONS(replace(config, **change), device)[len(here):]
+        (found,) = REASONS(replace(config, **change), device)[len(here) :]
         assert reason in found
     monkeypatch.setattr("specattn.backends.flashinfer_base.find_spec", lambda name: None)
     assert REASONS(None, torch.device("cpu")) == [

@@ -29,10 +29,14 @@ def _library(monkeypatch):
     fake.install(monkeypatch)
 
 
-@pytest.mark.parametrize(("name", "kind"), [
-    *((name, FlashInferBackend) for name in RECORDED),
-    ("tree", TwoPassesBackend), ("draft", TwoPassesBackend),
-])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, FlashInferBackend) for name in RECORDED),
+        ("tree", TwoPassesBackend),
+        ("draft", TwoPassesBackend),
+    ],
+)
 def test_a_recording_serves_other_lengths_and_new_trees(name, kind):
     first, *others = batches(RECORDED[name])
     backend = kind(config_of(first), torch.device(DEVICE))

@@ -31,8 +31,13 @@ BF16 = torch.bfloat16
 TOLERANCES = Tolerances(lse=3e-3)
 REASONS = FlashMlaBackend.reasons
 FORM: dict[str, Any] = {
-    "heads": (4, 1), "head_dim": 576, "v_head_dim": 512, "latent": True, "dtype": BF16,
-    "page_size": 64, "device": DEVICE,
+    "heads": (4, 1),
+    "head_dim": 576,
+    "v_head_dim": 512,
+    "latent": True,
+    "dtype": BF16,
+    "page_size": 64,
+    "device": DEVICE,
 }
 
 
@@ -82,8 +87,17 @@ def test_every_causal_mode_equals_the_oracle(name):
 def test_a_recording_serves_other_lengths(q_len, tail):
     """Recorded over empty prefixes; eager without a GPU, over the same buffers."""
     first, *others = (
-        make_tree_case(lengths, mode="chain", q_len=q_len, tail_len=tail, pads=1, width=700,
-                       slots=1920, seed=seed, **FORM)
+        make_tree_case(
+            lengths,
+            mode="chain",
+            q_len=q_len,
+            tail_len=tail,
+            pads=1,
+            width=700,
+            slots=1920,
+            seed=seed,
+            **FORM,
+        )
         for seed, lengths in enumerate([[0] * 3, [5, 0, 130], [600, 299, 1], [64, 61, 63]])
     )
     bound = bind(first)
@@ -152,7 +166,7 @@ def test_reasons_name_the_limits(monkeypatch):
         ({"window_left": 8}, "window_left is not served, got 8"),
         ({"logit_cap": 2.0}, "logit_cap is not served, got 2.0"),
     ):
-        (found,) = REASONS(replace(config, **change), device)[len(here):]
+        (found,) = REASONS(replace(config, **change), device)[len(here) :]
         assert reason in found
     monkeypatch.setattr("specattn.backends.paged.installed", lambda module: False)
     found = "; ".join(REASONS(None, torch.device("cpu")))

@@ -84,6 +84,7 @@ def test_what_does_not_compile_runs_eagerly_from_then_on(monkeypatch, caplog):
     def fails():
         def kernel(*args):
             raise torch._dynamo.exc.Unsupported("a graph break")
+
         return kernel
 
     monkeypatch.setattr("specattn.backends.flex_kernel._compiled_attention", fails)

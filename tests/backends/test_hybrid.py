@@ -122,11 +122,12 @@ def test_greedy_speculation_changes_no_token():
 def test_a_phase_is_recorded_if_its_backend_can_be():
     """One part without graphs costs the others nothing."""
     layers = layered("torch_native,triton")
-    found = {mode: layers.bind(plan_of(mode)).graphs
-             for mode in (*MODES, ForwardMode.DECODE)}
+    found = {mode: layers.bind(plan_of(mode)).graphs for mode in (*MODES, ForwardMode.DECODE)}
     assert found == {
-        ForwardMode.TARGET_VERIFY: True, ForwardMode.DRAFT_DECODE: True,
-        ForwardMode.DRAFT_EXTEND: False, ForwardMode.DECODE: True,
+        ForwardMode.TARGET_VERIFY: True,
+        ForwardMode.DRAFT_DECODE: True,
+        ForwardMode.DRAFT_EXTEND: False,
+        ForwardMode.DECODE: True,
     }
     assert layered("triton").bind(plan_of(ForwardMode.DRAFT_EXTEND)).graphs
     assert not layered("torch_native").bind(plan_of(ForwardMode.DECODE)).graphs
@@ -135,11 +136,14 @@ def test_a_phase_is_recorded_if_its_backend_can_be():
     assert not split.bind(plan_of(ForwardMode.DRAFT_EXTEND)).graphs
 
 
-@pytest.mark.parametrize(("backend", "modes"), [
-    ("torch_native", []),
-    ("torch_native,triton", [ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_DECODE]),
-    ("triton,torch_native,triton", [ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND]),
-])
+@pytest.mark.parametrize(
+    ("backend", "modes"),
+    [
+        ("torch_native", []),
+        ("torch_native,triton", [ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_DECODE]),
+        ("triton,torch_native,triton", [ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND]),
+    ],
+)
 @pytest.mark.gpu
 def test_exactly_the_phases_that_can_be_are_recorded(backend, modes):
     runner = world(backend, [2]).decoder.runner

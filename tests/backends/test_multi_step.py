@@ -21,8 +21,9 @@ CONFIG = SpecConfig(4, 2, 6, max_context_len=16, max_num_reqs=3)
 
 
 def build(name: str, indices: str, page_size: int = 1):
-    table = SlotTable(max_num_reqs=3, max_context_len=16, num_slots=64, page_size=page_size,
-                      device=DEVICE)
+    table = SlotTable(
+        max_num_reqs=3, max_context_len=16, num_slots=64, page_size=page_size, device=DEVICE
+    )
     rows = [table.allocate() for _ in range(3)]
     table.reserve(rows, [16, 16, 16])
     pool = KVPool([HEADS], 64, DEVICE)
@@ -35,7 +36,8 @@ def build(name: str, indices: str, page_size: int = 1):
 def feed(bound, rows: list[int], lens: list[int]) -> None:
     inputs = bound.plan.inputs
     inputs.copy_in(
-        bound.plan.dims, req_pool_indices=torch.tensor(rows, device=DEVICE),
+        bound.plan.dims,
+        req_pool_indices=torch.tensor(rows, device=DEVICE),
         seq_lens=torch.tensor(lens, dtype=torch.int32, device=DEVICE),
     )
     # request 0: both step-1 beams extend beam 0; request 1: they cross
@@ -44,8 +46,9 @@ def feed(bound, rows: list[int], lens: list[int]) -> None:
     for step, picks in parents.items():
         for b in range(len(rows)):
             beams = picks[b % 2]
-            words[b].append([words[b][step - 1][p] | 1 << 2 * step + k
-                             for k, p in enumerate(beams)])
+            words[b].append(
+                [words[b][step - 1][p] | 1 << 2 * step + k for k, p in enumerate(beams)]
+            )
     inputs.words.copy_(torch.tensor(words, device=DEVICE)[..., None])
 
 
@@ -110,12 +113,16 @@ def test_an_idle_rank_gets_nothing_and_writes_nothing(name):
     before = layers.pool.k.clone()
     plans = [
         AttnPlan.over(layout, table.req_to_token, AttnInputs.alloc(0, layout, DEVICE))
-        for layout in (CONFIG.layout(mode) for mode in ForwardMode
-                       if mode not in (ForwardMode.EXTEND, ForwardMode.DRAFT_DECODE))
+        for layout in (
+            CONFIG.layout(mode)
+            for mode in ForwardMode
+            if mode not in (ForwardMode.EXTEND, ForwardMode.DRAFT_DECODE)
+        )
     ]
     none = torch.zeros(0, dtype=torch.int32, device=DEVICE)
-    plans.append(ExtendPlan(table.req_to_token, none.long(), none, none.new_zeros(1),
-                            none[None], 0, 0))
+    plans.append(
+        ExtendPlan(table.req_to_token, none.long(), none, none.new_zeros(1), none[None], 0, 0)
+    )
     bounds = [layers.bind(plan) for plan in plans] + list(shared.bind(0).steps)
     for bound in bounds:
         bound.schedule(none.cpu())

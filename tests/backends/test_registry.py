@@ -84,7 +84,8 @@ def test_auto_takes_the_own_kernels_on_cuda_and_torch_elsewhere(caplog):
     assert choose_backend("auto", [HEADS], CPU).name == "torch_native"
     assert choose_backend("auto", [HEADS], torch.device("mps")).name == "torch_native"
     assert [record.message.split(" (")[0] for record in caplog.records] == [
-        "backend auto: triton on cuda", "backend auto: torch_native on cpu",
+        "backend auto: triton on cuda",
+        "backend auto: torch_native on cpu",
         "backend auto: torch_native on mps",
     ]
 
@@ -195,7 +196,8 @@ def test_a_composite_that_cannot_run_names_the_part(refusing):
     with pytest.raises(UnsupportedError) as caught:
         choose_backend("triton,torch_native,triton", [HEADS], CPU)
     assert caught.value.reasons == (
-        "prefill triton: no such luck", "verify triton: no such luck",
+        "prefill triton: no such luck",
+        "verify triton: no such luck",
     )
     with pytest.raises(UnsupportedError) as caught:
         choose_backend(tbo("torch_native", ("triton", "torch_native")), [HEADS], CPU)

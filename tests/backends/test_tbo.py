@@ -39,18 +39,27 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BF16 = torch.bfloat16
 LIBRARIES = ["fa3", "flashinfer"]
 CHILDREN = [
-    "torch_native", "triton", *(pytest.param(name, marks=pytest.mark.gpu) for name in LIBRARIES)
+    "torch_native",
+    "triton",
+    *(pytest.param(name, marks=pytest.mark.gpu) for name in LIBRARIES),
 ]
 # lengths and padding rows of a bucket; "padding" has a half without a single live request
 BATCHES = {
-    "one": ([37], 0), "two": ([3, 70], 0), "odd": ([5, 0, 130], 0), "odd padded": ([9, 33], 3),
-    "padding": ([64, 1], 2), "all padding": ([], 3),
+    "one": ([37], 0),
+    "two": ([3, 70], 0),
+    "odd": ([5, 0, 130], 0),
+    "odd padded": ([9, 33], 3),
+    "padding": ([64, 1], 2),
+    "all padding": ([], 3),
 }
 
 
 def config_of(case: Case) -> AttnConfig:
     return AttnConfig(
-        case.q.shape[1], case.k_cache.shape[1], case.q.shape[2], dtype=case.q.dtype,
+        case.q.shape[1],
+        case.k_cache.shape[1],
+        case.q.shape[2],
+        dtype=case.q.dtype,
         **case.settings,
     )
 
@@ -80,8 +89,9 @@ def run(bound, case: Case, lens: Tensor | None = None) -> None:
 def test_halves_equal_the_oracle(name, lens, pads):
     """Trees of two words over a window, whatever the bucket and its padding."""
     window = -1 if name == "fa3" else 40  # by depth, which FA3 refuses
-    case = make_tree_case(lens, pads=pads, q_len=5, tail_len=70, mode="any", window_left=window,
-                          **options(name))
+    case = make_tree_case(
+        lens, pads=pads, q_len=5, tail_len=70, mode="any", window_left=window, **options(name)
+    )
     bound = tbo(name)(config_of(case), DEVICE).bind(tree_plan(case, 5, 70))
     run(bound, case)
     check(case, oracle_tree(case), tolerances=tolerances_of(name))
@@ -200,8 +210,9 @@ def test_the_halves_may_run_at_the_same_time():
             with torch.cuda.stream(stream):
                 for _ in range(20):
                     child.fill()
-                    child.run(case.q[rows], case.k_cache, case.v_cache, case.out[rows],
-                              case.lse[rows])
+                    child.run(
+                        case.q[rows], case.k_cache, case.v_cache, case.out[rows], case.lse[rows]
+                    )
         torch.cuda.synchronize()
         check(case, expected)
 
@@ -246,8 +257,11 @@ def test_draft_steps_are_split_alike(name, indices):
         layers = LayeredBackend(backend, [heads], pool, DEVICE)
         bound = MultiStepDraftBackend(layers, spec, table.req_to_token, 3, indices).bind(3)
         lens = torch.tensor([3, 5, 0], dtype=torch.int32)
-        bound.plan.inputs.copy_in(bound.plan.dims, seq_lens=lens.to(DEVICE),
-                                  req_pool_indices=torch.tensor(rows, device=DEVICE))
+        bound.plan.inputs.copy_in(
+            bound.plan.dims,
+            seq_lens=lens.to(DEVICE),
+            req_pool_indices=torch.tensor(rows, device=DEVICE),
+        )
         bound.schedule(lens)
         bound.fill()
         for step in range(3):
@@ -314,8 +328,9 @@ def test_greedy_speculation_changes_no_token(topk):
     target, draft = TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
     spec = SpecConfig(3, topk, 4, max_context_len=64, max_num_reqs=3)
     engine = Engine(target, draft, spec, backend=tbo("torch_native"))
-    requests = [Request([3, 1, 4, 1, 5][:n], max_new_tokens=3 * n, ignore_eos=True)
-                for n in (5, 2, 4)]
+    requests = [
+        Request([3, 1, 4, 1, 5][:n], max_new_tokens=3 * n, ignore_eos=True) for n in (5, 2, 4)
+    ]
     for request, result in zip(requests, engine.generate(requests), strict=True):
         count = request.max_new_tokens
         assert list(result.tokens) == dense_greedy(target, list(request.prompt), count)

@@ -64,10 +64,17 @@ def test_absorbed_over_the_pool_equals_expanded(models, name):
     logits = []
     for begin, end in ((0, 20), (20, 37)):
         positions = torch.arange(begin, end, device=DEVICE)
-        bound = layers.bind(ExtendPlan(
-            table, torch.tensor([2], device=DEVICE), table.new_tensor([begin]),
-            table.new_tensor([0, end - begin]), table[2:3, begin:end], end - begin, end,
-        ))
+        bound = layers.bind(
+            ExtendPlan(
+                table,
+                torch.tensor([2], device=DEVICE),
+                table.new_tensor([begin]),
+                table.new_tensor([0, end - begin]),
+                table[2:3, begin:end],
+                end - begin,
+                end,
+            )
+        )
         bound.schedule(table.new_tensor([begin]).cpu())
         bound.fill()
         ids = torch.tensor(tokens[begin:end], device=DEVICE)
@@ -83,17 +90,29 @@ def engine(models, tree: str, **options) -> Engine:
     return Engine(*models, config, **options)
 
 
-@pytest.mark.parametrize(("tree", "indices", "page_size"), [
-    ("plain", "table", 1), ("chain", "table", 16), ("tree", "table", 1), ("wide", "csr", 4),
-])
+@pytest.mark.parametrize(
+    ("tree", "indices", "page_size"),
+    [
+        ("plain", "table", 1),
+        ("chain", "table", 16),
+        ("tree", "table", 1),
+        ("wide", "csr", 4),
+    ],
+)
 @pytest.mark.parametrize("name", BACKENDS)
 def test_greedy_speculation_equals_expanded_greedy_decoding(
     models, expected, name, tree, indices, page_size
 ):
     interpreted = name == "triton_mla" and DEVICE.type == "cpu"
     prompts, count = (PROMPTS[:2], 5) if interpreted else (PROMPTS, 24)
-    run = engine(models, tree, backend=name, indices=indices, page_size=page_size,
-                 buckets=[2] if interpreted else None)
+    run = engine(
+        models,
+        tree,
+        backend=name,
+        indices=indices,
+        page_size=page_size,
+        buckets=[2] if interpreted else None,
+    )
     out = run.generate([Request(p, max_new_tokens=count) for p in prompts])
     for result, want in zip(out, expected, strict=False):
         assert result.tokens == want[:count]
@@ -112,8 +131,9 @@ def test_draft_steps_over_lists_and_table_agree(page_size):
     for name in BACKENDS:
         for indices in ("table", "csr"):
             torch.manual_seed(1)
-            table = SlotTable(max_num_reqs=3, max_context_len=16, num_slots=64,
-                              page_size=page_size, device=DEVICE)
+            table = SlotTable(
+                max_num_reqs=3, max_context_len=16, num_slots=64, page_size=page_size, device=DEVICE
+            )
             rows = [table.allocate() for _ in range(3)]
             table.reserve(rows, [16, 16, 16])
             pool = KVPool([heads], 64, DEVICE)

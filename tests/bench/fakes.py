@@ -24,9 +24,21 @@ def keys_of(cache, pages, count):
 
 
 def flash_attn_with_kvcache(
-    q, k_cache, v_cache, qv=None, cache_seqlens=None, page_table=None, cu_seqlens_q=None,
-    cu_seqlens_k_new=None, max_seqlen_q=None, softmax_scale=None, causal=False, num_splits=0,
-    scheduler_metadata=None, return_softmax_lse=False, out=None,
+    q,
+    k_cache,
+    v_cache,
+    qv=None,
+    cache_seqlens=None,
+    page_table=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k_new=None,
+    max_seqlen_q=None,
+    softmax_scale=None,
+    causal=False,
+    num_splits=0,
+    scheduler_metadata=None,
+    return_softmax_lse=False,
+    out=None,
 ):
     assert num_splits == 0
     assert page_table.dtype == cache_seqlens.dtype == cu_seqlens_q.dtype == torch.int32
@@ -35,8 +47,11 @@ def flash_attn_with_kvcache(
     assert int(cu_seqlens_q[-1]) == len(q)
     if scheduler_metadata is not None:
         assert scheduler_metadata == ("schedule", len(cache_seqlens), max_seqlen_q, causal)
-    out = torch.full((*q.shape[:2], v_cache.shape[-1]), torch.nan, dtype=q.dtype) \
-        if out is None else out
+    out = (
+        torch.full((*q.shape[:2], v_cache.shape[-1]), torch.nan, dtype=q.dtype)
+        if out is None
+        else out
+    )
     lse = torch.full((q.shape[1], len(q)), torch.nan)
     for b, count in enumerate(cache_seqlens.tolist()):
         k, v = (keys_of(cache, page_table[b], count) for cache in (k_cache, v_cache))
@@ -51,8 +66,19 @@ def flash_attn_with_kvcache(
 
 
 def get_scheduler_metadata(
-    batch_size, max_seqlen_q, max_seqlen_k, num_heads, num_heads_k, headdim, cache_seqlens,
-    qkv_dtype, cu_seqlens_q, page_size, causal, has_softcap, num_splits,
+    batch_size,
+    max_seqlen_q,
+    max_seqlen_k,
+    num_heads,
+    num_heads_k,
+    headdim,
+    cache_seqlens,
+    qkv_dtype,
+    cu_seqlens_q,
+    page_size,
+    causal,
+    has_softcap,
+    num_splits,
 ):
     assert int(cache_seqlens.max()) <= max_seqlen_k
     return "schedule", batch_size, max_seqlen_q, causal
@@ -61,9 +87,7 @@ def get_scheduler_metadata(
 def merge_state_v2(v_a, s_a, v_b, s_b, v_merged=None, s_merged=None):
     assert all(s.is_contiguous() and s.shape == v_a.shape[:2] for s in (s_a, s_b))
     lse = torch.logaddexp(s_a.double(), s_b.double())
-    v_merged.copy_(
-        v_a * (s_a - lse).exp()[..., None] + v_b * (s_b - lse).exp()[..., None]
-    )
+    v_merged.copy_(v_a * (s_a - lse).exp()[..., None] + v_b * (s_b - lse).exp()[..., None])
     return v_merged, lse
 
 
@@ -72,15 +96,28 @@ def get_mla_metadata(lens, rows, heads):
 
 
 def flash_mla_with_kvcache(
-    q, k_cache, block_table, cache_seqlens, head_dim_v, parts, splits, softmax_scale=None,
+    q,
+    k_cache,
+    block_table,
+    cache_seqlens,
+    head_dim_v,
+    parts,
+    splits,
+    softmax_scale=None,
     causal=False,
 ):
     assert (parts, splits) == ("parts", "splits")
     batch, rows = q.shape[:2]
     out = flash_attn_with_kvcache(
-        q.flatten(0, 1), k_cache, k_cache[..., :head_dim_v], cache_seqlens=cache_seqlens,
-        page_table=block_table, cu_seqlens_q=torch.arange(batch + 1).int() * rows,
-        max_seqlen_q=rows, softmax_scale=softmax_scale, causal=causal,
+        q.flatten(0, 1),
+        k_cache,
+        k_cache[..., :head_dim_v],
+        cache_seqlens=cache_seqlens,
+        page_table=block_table,
+        cu_seqlens_q=torch.arange(batch + 1).int() * rows,
+        max_seqlen_q=rows,
+        softmax_scale=softmax_scale,
+        causal=causal,
     )
     return out.unflatten(0, (batch, rows)), None
 
@@ -90,15 +127,30 @@ class Prefill:
 
     def __init__(self, workspace, layout, use_cuda_graph=False, backend="auto", **buffers):
         assert layout == "NHD"
-        names = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf",
-                 "paged_kv_last_page_len_buf")
+        names = (
+            "qo_indptr_buf",
+            "paged_kv_indptr_buf",
+            "paged_kv_indices_buf",
+            "paged_kv_last_page_len_buf",
+        )
         assert all(name in buffers for name in names) == use_cuda_graph
         self._backend, self.graph, self.buffers = backend, use_cuda_graph, buffers
 
     def plan(
-        self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads,
-        num_kv_heads, head_dim_qk, page_size, custom_mask=None, causal=False, sm_scale=None,
-        q_data_type="float16", kv_data_type=None,
+        self,
+        qo_indptr,
+        paged_kv_indptr,
+        paged_kv_indices,
+        paged_kv_last_page_len,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim_qk,
+        page_size,
+        custom_mask=None,
+        causal=False,
+        sm_scale=None,
+        q_data_type="float16",
+        kv_data_type=None,
     ):
         assert self._backend in ("fa2", "fa3")
         assert kv_data_type in (q_data_type, torch.float8_e4m3fn)
@@ -133,19 +185,38 @@ class Decode(Prefill):
     """`BatchDecodeWithPagedKVCacheWrapper`."""
 
     def __init__(
-        self, workspace, layout, use_cuda_graph=False, use_tensor_cores=False,
-        paged_kv_indptr_buffer=None, paged_kv_indices_buffer=None,
+        self,
+        workspace,
+        layout,
+        use_cuda_graph=False,
+        use_tensor_cores=False,
+        paged_kv_indptr_buffer=None,
+        paged_kv_indices_buffer=None,
         paged_kv_last_page_len_buffer=None,
     ):
         self._backend, self.graph = "fa2", False
 
     def plan(
-        self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
+        self,
+        indptr,
+        indices,
+        last_page_len,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim,
+        page_size,
         **options,
     ):
         rows = torch.arange(len(indptr)).int()
         super().plan(
-            rows, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
+            rows,
+            indptr,
+            indices,
+            last_page_len,
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            page_size,
             **options,
         )
 
@@ -173,21 +244,47 @@ class Mla:
     """`BatchMLAPagedAttentionWrapper`."""
 
     def __init__(
-        self, workspace, use_cuda_graph=False, qo_indptr=None, kv_indptr=None, kv_indices=None,
-        kv_len_arr=None, backend="auto",
+        self,
+        workspace,
+        use_cuda_graph=False,
+        qo_indptr=None,
+        kv_indptr=None,
+        kv_indices=None,
+        kv_len_arr=None,
+        backend="auto",
     ):
         assert use_cuda_graph
 
     def plan(
-        self, qo_indptr, kv_indptr, kv_indices, kv_len_arr, num_heads, head_dim_ckv,
-        head_dim_kpe, page_size, causal, sm_scale, q_data_type, kv_data_type,
+        self,
+        qo_indptr,
+        kv_indptr,
+        kv_indices,
+        kv_len_arr,
+        num_heads,
+        head_dim_ckv,
+        head_dim_kpe,
+        page_size,
+        causal,
+        sm_scale,
+        q_data_type,
+        kv_data_type,
     ):
         last = kv_len_arr - (kv_indptr.diff() - 1) * page_size
         self.inner = Prefill(None, "NHD", backend="fa2")
         self.inner.plan(
-            qo_indptr, kv_indptr, kv_indices, last, num_heads, 1, head_dim_ckv, page_size,
-            causal=causal, sm_scale=sm_scale,
-            q_data_type=q_data_type, kv_data_type=kv_data_type,
+            qo_indptr,
+            kv_indptr,
+            kv_indices,
+            last,
+            num_heads,
+            1,
+            head_dim_ckv,
+            page_size,
+            causal=causal,
+            sm_scale=sm_scale,
+            q_data_type=q_data_type,
+            kv_data_type=kv_data_type,
         )
 
     def run(self, q_nope, q_pe, ckv_cache, kpe_cache, out=None):
@@ -196,8 +293,20 @@ class Mla:
 
 
 def xqa(
-    q, k_cache, v_cache, page_table, seq_lens, output, workspace, semaphores, num_kv_heads,
-    page_size, q_scale=1.0, kv_scale=1.0, q_seq_len=1, mask=None,
+    q,
+    k_cache,
+    v_cache,
+    page_table,
+    seq_lens,
+    output,
+    workspace,
+    semaphores,
+    num_kv_heads,
+    page_size,
+    q_scale=1.0,
+    kv_scale=1.0,
+    q_seq_len=1,
+    mask=None,
 ):
     assert seq_lens.dtype == torch.uint32
     assert seq_lens.shape == (q.shape[0], 1)
@@ -238,8 +347,11 @@ def install(monkeypatch):
         "flashinfer.xqa": {"xqa": xqa},
         "flashinfer.jit": {
             name: lambda *args: built
-            for name in ("gen_batch_prefill_module", "gen_batch_decode_module",
-                         "gen_batch_mla_module")
+            for name in (
+                "gen_batch_prefill_module",
+                "gen_batch_decode_module",
+                "gen_batch_mla_module",
+            )
         },
         "flashinfer.jit.cascade": {"gen_cascade_module": lambda: built},
         "flashinfer.jit.quantization": {"gen_quantization_module": lambda: built},

@@ -29,9 +29,17 @@ def contestant(name, case, us, **more):
     row = keys * case.heads[1] * case.head_dim * (1 if case.stored else 2)
     tokens = sum(case.lengths)
     return {
-        "name": name, "setting": "a setting", "us": us, "p10_us": us * 0.99, "p90_us": us * 1.01,
-        "error": 0.0025, "plan_us": 2.0, "plan_wall_us": 30.0, "bytes": tokens * row,
-        "flops": 4 * case.heads[0] * case.head_dim * case.q_len * tokens, **more,
+        "name": name,
+        "setting": "a setting",
+        "us": us,
+        "p10_us": us * 0.99,
+        "p90_us": us * 1.01,
+        "error": 0.0025,
+        "plan_us": 2.0,
+        "plan_wall_us": 30.0,
+        "bytes": tokens * row,
+        "flops": 4 * case.heads[0] * case.head_dim * case.q_len * tokens,
+        **more,
     }
 
 
@@ -52,7 +60,9 @@ def cell(found: Cell):
     if peers:
         entries.append({"name": "FlashInfer XQA", "setting": "", "failed": "pages of 16 only"})
     return {
-        "name": found.name, "case": describe(found.case), "contestants": entries,
+        "name": found.name,
+        "case": describe(found.case),
+        "contestants": entries,
         "variants": {label: describe(case) for label, case in found.variants},
     }
 
@@ -64,12 +74,24 @@ def write(folder, names):
         part = matrix.parts()[name]
         roofs = {f"{what}_tb_s": COPY for what in ("copy", "read", "gather")}
         roofs |= {f"empty_{count}_us": 1.0 for count in (1, 264, 1056)}
-        (folder / f"{name}.json").write_text(json.dumps({
-            "format": 1, "part": name, "title": part.title, "rounds": 20, "seconds": 1.0,
-            "machine": {
-                "device": "a GPU", "torch": "2", "commit": "abc", "kernels": "def",
-                "date": "today",
-            },
-            "roofs": roofs | {"matmul_tflops": 700.0}, "absent": {"Flash X": "not installed"},
-            "cells": [cell(found) for found in part.cells],
-        }))
+        (folder / f"{name}.json").write_text(
+            json.dumps(
+                {
+                    "format": 1,
+                    "part": name,
+                    "title": part.title,
+                    "rounds": 20,
+                    "seconds": 1.0,
+                    "machine": {
+                        "device": "a GPU",
+                        "torch": "2",
+                        "commit": "abc",
+                        "kernels": "def",
+                        "date": "today",
+                    },
+                    "roofs": roofs | {"matmul_tflops": 700.0},
+                    "absent": {"Flash X": "not installed"},
+                    "cells": [cell(found) for found in part.cells],
+                }
+            )
+        )

@@ -45,11 +45,30 @@ def test_every_way_writes_the_same_and_is_recorded(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(decode, "SHORT", 3)
     monkeypatch.setattr(decode, "CONTEXT", 64)
     out = tmp_path / report.RECORD
-    monkeypatch.setattr(sys, "argv", [
-        "decode", "--batch", "2", "--new", "5", "--repeats", "2", "--dtype", "float32",
-        "--settings", report.PLAIN, "chain of 5", "--ways", *report.WAYS, "--workers", "0",
-        "--out", str(out),
-    ])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [
+            "decode",
+            "--batch",
+            "2",
+            "--new",
+            "5",
+            "--repeats",
+            "2",
+            "--dtype",
+            "float32",
+            "--settings",
+            report.PLAIN,
+            "chain of 5",
+            "--ways",
+            *report.WAYS,
+            "--workers",
+            "0",
+            "--out",
+            str(out),
+        ],
+    )
     decode.main()
     found = json.loads(out.read_text())
     greedy, drawn = found["cells"]
@@ -73,8 +92,9 @@ def test_first_tokens_are_not_counted_and_slots_come_back(monkeypatch):
     models = TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
     batch = decode.Batch(models, PROMPTS, ["chain of 5"], [report.ONE], None, 4)
     engine = batch._engine(batch.contestants[0.0][0])
-    run = decode_sides.decode(engine, [Request(p, n, ignore_eos=True) for p, n in
-                                 zip(PROMPTS, (4, 30), strict=True)])
+    run = decode_sides.decode(
+        engine, [Request(p, n, ignore_eos=True) for p, n in zip(PROMPTS, (4, 30), strict=True)]
+    )
     assert [len(tokens) for tokens in run.tokens] == [4, 30]
     assert run.tokens_per_second == pytest.approx(32 / run.seconds)
     assert run.whole_steps <= len(run.accept_lens[0])
@@ -85,10 +105,16 @@ def test_transformers_goes_on_past_ends():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-        num_attention_heads=2, eos_token_id=3,
-    ))
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=40,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            eos_token_id=3,
+        )
+    )
     first = decode_sides.Transformers(model).decode(PROMPTS, 1, 0.0).tokens[0][0]
     model.generation_config.eos_token_id = first
     for temperature in (0.0, 1.0):
@@ -110,24 +136,49 @@ RECORD = {"models": "fused", "dtype": "bfloat16"}
 
 
 def cell(temperature: float, one: list[float], three: list[float], **waited: list[float]) -> dict:
-    plain = {"setting": report.PLAIN, "way": report.ONE, "tokens_per_second": 500.0,
-             "runs": [500.0], "equal": None, "accepted_per_step": 1.0}
+    plain = {
+        "setting": report.PLAIN,
+        "way": report.ONE,
+        "tokens_per_second": 500.0,
+        "runs": [500.0],
+        "equal": None,
+        "accepted_per_step": 1.0,
+    }
     lines = [
-        plain | {"setting": "chain of 5", "way": way, "tokens_per_second": sorted(runs)[1],
-                 "runs": runs, "equal": 3, "accepted_per_step": 2.5, **waited}
+        plain
+        | {
+            "setting": "chain of 5",
+            "way": way,
+            "tokens_per_second": sorted(runs)[1],
+            "runs": runs,
+            "equal": 3,
+            "accepted_per_step": 2.5,
+            **waited,
+        }
         for way, runs in ((report.ONE, one), (report.THREE, three))
     ]
-    theirs = {"setting": report.TRANSFORMERS, "way": report.EAGER, "tokens_per_second": 100.0,
-              "runs": [100.0], "equal": 4}
-    return {"name": f"batch 4 at {temperature}", "batch": 4, "temperature": temperature,
-            "lines": [plain, *lines, theirs]}
+    theirs = {
+        "setting": report.TRANSFORMERS,
+        "way": report.EAGER,
+        "tokens_per_second": 100.0,
+        "runs": [100.0],
+        "equal": 4,
+    }
+    return {
+        "name": f"batch 4 at {temperature}",
+        "batch": 4,
+        "temperature": temperature,
+        "lines": [plain, *lines, theirs],
+    }
 
 
 def test_one_graph_is_held_to_three(tmp_path):
     (target,) = report.asked(tmp_path)
     assert target.verdict == "not measured"
-    cells = [cell(0.0, [1100.0, 1200.0, 900.0], [1000.0, 1200.0, 900.0]),
-             cell(1.0, [980.0, 990.0, 1000.0], [1000.0, 1000.0, 1000.0], waited=[7.0])]
+    cells = [
+        cell(0.0, [1100.0, 1200.0, 900.0], [1000.0, 1200.0, 900.0]),
+        cell(1.0, [980.0, 990.0, 1000.0], [1000.0, 1000.0, 1000.0], waited=[7.0]),
+    ]
     (tmp_path / report.RECORD).write_text(json.dumps(RECORD | {"cells": cells}))
     (target,) = report.asked(tmp_path)
     assert target.value == pytest.approx(0.99)

@@ -63,7 +63,14 @@ def test_an_interval_is_students():
 
 def test_turns_favour_nobody():
     assert list(decode_paired.turns(ONE, 2)) == [
-        ONE, THREE, THREE, ONE, THREE, ONE, ONE, THREE,
+        ONE,
+        THREE,
+        THREE,
+        ONE,
+        THREE,
+        ONE,
+        ONE,
+        THREE,
     ]
     places = [nth for nth, way in enumerate(decode_paired.turns(THREE, 1)) if way == THREE]
     assert sum(places) == 3
@@ -86,10 +93,27 @@ def run(monkeypatch, tmp_path):
     out = tmp_path / seams.RECORD
 
     def run(times: int, *more: str) -> dict:
-        monkeypatch.setattr(sys, "argv", [
-            "decode", "--paired", str(times), "--batch", "2", "--dtype", "float32",
-            "--settings", "plain", "chain of 5", "--workers", "0", "--out", str(out), *more,
-        ])
+        monkeypatch.setattr(
+            sys,
+            "argv",
+            [
+                "decode",
+                "--paired",
+                str(times),
+                "--batch",
+                "2",
+                "--dtype",
+                "float32",
+                "--settings",
+                "plain",
+                "chain of 5",
+                "--workers",
+                "0",
+                "--out",
+                str(out),
+                *more,
+            ],
+        )
         decode.main()
         return json.loads(out.read_text())
 
@@ -99,7 +123,8 @@ def run(monkeypatch, tmp_path):
 def test_both_take_the_same_steps_over_the_same_memory(run, tmp_path, capsys):
     found = run(2)
     assert [cell["name"] for cell in found["cells"]] == [
-        "batch 2, greedy, chain of 5", "batch 2, drawn, chain of 5",
+        "batch 2, greedy, chain of 5",
+        "batch 2, drawn, chain of 5",
     ]
     for cell in found["cells"]:
         assert [seen["captured_first"] for seen in cell["rebuilds"]] == [ONE, THREE]
@@ -121,9 +146,9 @@ def test_both_take_the_same_steps_over_the_same_memory(run, tmp_path, capsys):
 @pytest.mark.parametrize(("more", "wanted"), [([], {"one", "three"}), (["--control"], {"one"})])
 def test_a_control_records_the_same_twice(run, monkeypatch, more, wanted):
     made = []
-    monkeypatch.setattr(decode_paired, "Twin", lambda owner, seams: made.append(seams) or TWIN(
-        owner, seams
-    ))
+    monkeypatch.setattr(
+        decode_paired, "Twin", lambda owner, seams: made.append(seams) or TWIN(owner, seams)
+    )
     found = run(2, *more)
     assert set(made) == wanted
     assert len(made) == 4
@@ -186,13 +211,22 @@ def test_noise_excuses_no_mean():
 def cell(name: str, *ratios: float) -> dict:
     us = [{ONE: 2000.0, THREE: 2000.0 * ratio} for ratio in ratios]
     rebuilds = [
-        {"us": dict.fromkeys(seams.TIMED, by_way), "turns": 12, "apart": nth,
-         # every recording has been 2 % slower in one of two places
-         "placed_us": {seams.DEVICE: {way: [at, 1.02 * at] for way, at in by_way.items()}}}
+        {
+            "us": dict.fromkeys(seams.TIMED, by_way),
+            "turns": 12,
+            "apart": nth,
+            # every recording has been 2 % slower in one of two places
+            "placed_us": {seams.DEVICE: {way: [at, 1.02 * at] for way, at in by_way.items()}},
+        }
         for nth, by_way in enumerate(us)
     ]
-    return {"name": name, "batch": 8, "temperature": 0.0, "setting": "chain of 5",
-            "rebuilds": rebuilds}
+    return {
+        "name": name,
+        "batch": 8,
+        "temperature": 0.0,
+        "setting": "chain of 5",
+        "rebuilds": rebuilds,
+    }
 
 
 def test_one_graph_is_held_to_three(tmp_path):
@@ -216,8 +250,10 @@ def test_one_graph_is_held_to_three(tmp_path):
     (target,) = seams.asked(tmp_path)
     assert target.verdict == "**below**"
     assert target.worst.where == "late, a step ahead"
-    assert target.row()[3:5] == ["0.9900x", "late, a step ahead (4 measured, geomean 0.9955x); "
-                                 "2 means are below 1, 2 intervals wholly"]
+    assert target.row()[3:5] == [
+        "0.9900x",
+        "late, a step ahead (4 measured, geomean 0.9955x); 2 means are below 1, 2 intervals wholly",
+    ]
     text = records.blocks(tmp_path)["pair-seams"]
     row = next(line for line in text.splitlines() if "0.9900x" in line)
     assert row.startswith(

@@ -32,8 +32,12 @@ class Launch:
 
 
 def slots(table, rows, begin, count):
-    return torch.cat([table[r, b : b + c] for r, b, c in
-                      zip(rows.tolist(), begin.tolist(), count.tolist(), strict=True)])
+    return torch.cat(
+        [
+            table[r, b : b + c]
+            for r, b, c in zip(rows.tolist(), begin.tolist(), count.tolist(), strict=True)
+        ]
+    )
 
 
 def draft_slots(grid, rows, table, lens, out, width, topk, steps):
@@ -69,15 +73,21 @@ def splits(grid, out, *others, **named):
 
 
 def positions(grid, out, starts, prefix, extend, has_prefix):
-    out.copy_(torch.cat([torch.arange(p, p + e) for p, e in
-                         zip(prefix.tolist(), extend.tolist(), strict=True)]))
+    out.copy_(
+        torch.cat(
+            [torch.arange(p, p + e) for p, e in zip(prefix.tolist(), extend.tolist(), strict=True)]
+        )
+    )
 
 
 #: What SGLang's kernels leave, said again.
 TWINS = {
-    "assign_draft_cache_locs_contiguous": draft_slots, "assign_extend_cache_locs": extend_slots,
-    "generate_draft_decode_kv_indices": draft_lists, "get_num_kv_splits_triton": splits,
-    "create_flashinfer_kv_indices_triton": lists, "compute_position_kernel": positions,
+    "assign_draft_cache_locs_contiguous": draft_slots,
+    "assign_extend_cache_locs": extend_slots,
+    "generate_draft_decode_kv_indices": draft_lists,
+    "get_num_kv_splits_triton": splits,
+    "create_flashinfer_kv_indices_triton": lists,
+    "compute_position_kernel": positions,
 }
 
 
@@ -129,8 +139,13 @@ def test_sglangs_sequence_lists_the_same_keys(setting):
 
 
 @pytest.mark.parametrize(
-    "broken", ["assign_extend_cache_locs", "generate_draft_decode_kv_indices",
-               "create_flashinfer_kv_indices_triton", "compute_position_kernel"],
+    "broken",
+    [
+        "assign_extend_cache_locs",
+        "generate_draft_decode_kv_indices",
+        "create_flashinfer_kv_indices_triton",
+        "compute_position_kernel",
+    ],
 )
 def test_a_kernel_that_does_nothing_is_noticed(broken, monkeypatch):
     # memory that is given again may hold what another test's kernel wrote there
@@ -170,10 +185,13 @@ def test_the_record_has_a_table_and_targets(tmp_path):
     lines = [(report.PEER, phase, 10.0, 200.0) for phase in report.PHASES]
     lines += [(report.SEAMS, phase, 4.0, 50.0) for phase in report.PHASES]
     lines += [(report.PEER, "step", 30.0, 600.0), (report.WHOLE, "step", 6.0, 12.0)]
-    cell = {"name": "batch 1", "contestants": [
-        {"name": name, "phase": phase, "us": us, "host_us": host}
-        for name, phase, us, host in lines
-    ]}
+    cell = {
+        "name": "batch 1",
+        "contestants": [
+            {"name": name, "phase": phase, "us": us, "host_us": host}
+            for name, phase, us, host in lines
+        ],
+    }
     (tmp_path / report.RECORD).write_text(json.dumps({"cells": [cell]}))
     assert [target.value for target in report.asked(tmp_path)] == [6, 5, 50]
     disturbed = {"name": report.PEER, "phase": "step", "us": 30.0, "host_us": 1300.0}
@@ -186,8 +204,15 @@ def test_the_record_has_a_table_and_targets(tmp_path):
     text = records.blocks(tmp_path)["metadata"]
     assert "FlashInfer" not in text
     cell["contestants"] += [
-        {"name": report.PLANNED, "phase": phase, "us": 7.0, "host_us": 900.0, "sent_us": 8.0,
-         "sent": 12.5} for phase in (*report.PHASES, "step")
+        {
+            "name": report.PLANNED,
+            "phase": phase,
+            "us": 7.0,
+            "host_us": 900.0,
+            "sent_us": 8.0,
+            "sent": 12.5,
+        }
+        for phase in (*report.PHASES, "step")
     ]
     (tmp_path / report.RECORD).write_text(json.dumps({"cells": [cell]}))
     text = records.blocks(tmp_path)["metadata"]

@@ -28,7 +28,8 @@ def test_replays_leave_the_same_bits():
     options = argparse.Namespace(context=20, steps=16, seconds=0.0)
     cells = repeats.measured(world(), TREE, [1, 3], options)
     assert [(cell["batch"], cell["replays"], cell["different"]) for cell in cells] == [
-        (1, 6, 0), (3, 6, 0),
+        (1, 6, 0),
+        (3, 6, 0),
     ]
     for cell in cells:
         assert sum(cell["depths"].values()) == 16 * cell["batch"]
@@ -73,12 +74,15 @@ def test_how_deep_trees_are_is_counted():
 @pytest.mark.parametrize("setting", [Setting(1, 3, 4), Setting(4, 5, 16)], ids=lambda s: s.name)
 def test_recorded_steps_leave_the_same_bits(setting):
     sizes = {
-        "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
-        "max_position_embeddings": 1024, "vocab_size": 2048, "intermediate_size": 1024,
+        "hidden_size": 512,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 1024,
+        "vocab_size": 2048,
+        "intermediate_size": 1024,
     }
-    shape = Shape(
-        "small", LlamaConfig(**sizes, num_hidden_layers=3), LlamaConfig(**sizes), 1024
-    )
+    shape = Shape("small", LlamaConfig(**sizes, num_hidden_layers=3), LlamaConfig(**sizes), 1024)
     run = World(shape, [700] * 5, torch.device("cuda"))
     options = argparse.Namespace(context=700, steps=40, seconds=1.0)
     cells = repeats.measured(run, setting, [2, 5], options)

@@ -19,7 +19,9 @@ ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "bench" / "results" / "attention"
 # designs that were tried, and the sanitizer, whose table has the version of every run
 EARLIER = {
-    "mla_merges_h200.json", "small_ops_before_h200.json", "small_ops_warps_h200.json",
+    "mla_merges_h200.json",
+    "small_ops_before_h200.json",
+    "small_ops_warps_h200.json",
     records.SANITIZER,
 }
 PAGE = "# Speed\n\n<!-- results: {} -->\nold\n<!-- end -->\n\nafter\n"
@@ -57,16 +59,24 @@ def test_every_part_has_a_place():
     page = (ROOT / "docs" / report.PAGE).read_text()
     named = re.findall(report.MARKED, page)
     assert {name for _, name, _ in named} == {
-        "machines", "summary", "targets", "latency", *matrix.parts(), *records.TABLES,
+        "machines",
+        "summary",
+        "targets",
+        "latency",
+        *matrix.parts(),
+        *records.TABLES,
     }
 
 
 def test_the_summary_has_its_lines_and_counts_all():
     page = (ROOT / "docs" / report.PAGE).read_text()
     assert [words for words, _, _ in summary.LINES if f"| [{words}](#" not in page] == []
-    lines, *counts = map(int, re.search(
-        r"Of (\d+) lines .*, (\d+) reach their aim, (\d+) what .*, and (\d+) are below", page
-    ).groups())
+    lines, *counts = map(
+        int,
+        re.search(
+            r"Of (\d+) lines .*, (\d+) reach their aim, (\d+) what .*, and (\d+) are below", page
+        ).groups(),
+    )
     assert lines == sum(counts) == len(re.findall(r"\| (?:aim|must|\*\*below\*\*) \|$", page, re.M))
 
 
@@ -113,8 +123,12 @@ def test_ratios_are_those_of_the_fixture(cells):
 
 def test_speeds_are_those_of_the_fixture(cells):
     found = targets.speeds(cells)
-    for regime in ("trees, batch x context >= 256k tokens", "trees, 128k tokens, equal lengths",
-                   "trees, 64k tokens, equal lengths", "trees, ragged lengths"):
+    for regime in (
+        "trees, batch x context >= 256k tokens",
+        "trees, 128k tokens, equal lengths",
+        "trees, 64k tokens, equal lengths",
+        "trees, ragged lengths",
+    ):
         assert asked(found, regime).value == pytest.approx(0.5, rel=0.01), regime
     assert asked(found, "trees, 1 x 100").value == pytest.approx(0.2, rel=0.05)
     nodes = asked(found, "64 nodes, 8 x 8k, pages of 16 and 64")
@@ -153,8 +167,12 @@ def test_float8_is_that_of_the_fixture(cells):
 def test_every_target_is_measured(cells):
     """The matrix has a cell for every line that was asked for."""
     found = [
-        *targets.speeds(cells), *targets.ratios(cells), *targets.latent(cells),
-        *growth.shapes(cells), *growth.float8(cells), *growth.steps(cells),
+        *targets.speeds(cells),
+        *targets.ratios(cells),
+        *targets.latent(cells),
+        *growth.shapes(cells),
+        *growth.float8(cells),
+        *growth.steps(cells),
     ]
     assert [target.regime for target in found if not target.points] == []
 
@@ -171,10 +189,14 @@ def test_small_kernels_have_targets_and_a_table(tmp_path):
             ],
         }
 
-    (tmp_path / records.SMALL).write_text(json.dumps({
-        "cells": [cell(1, 2.0, 3.0), cell(256, 2.25, 4.5), cell(512, 9.0, 9.0, 9.0)],
-        "roofs": {"empty_1_us": 0.7},
-    }))
+    (tmp_path / records.SMALL).write_text(
+        json.dumps(
+            {
+                "cells": [cell(1, 2.0, 3.0), cell(256, 2.25, 4.5), cell(512, 9.0, 9.0, 9.0)],
+                "roofs": {"empty_1_us": 0.7},
+            }
+        )
+    )
     found = {target.regime: target for target in records.asked(tmp_path)}
     assert found["tree build, batch <= 256"].verdict == "aim"
     assert found["tree build, batch <= 256"].value == 2.25
@@ -187,22 +209,46 @@ def test_small_kernels_have_targets_and_a_table(tmp_path):
 
 
 def test_the_sanitizer_has_a_table(tmp_path):
-    run = {"tool": "memcheck", "group": "gluon", "ran": ["a", "b"], "cases": 3, "errors": None,
-           "warnings": 1, "commit": "abc", "explanation": ""}
+    run = {
+        "tool": "memcheck",
+        "group": "gluon",
+        "ran": ["a", "b"],
+        "cases": 3,
+        "errors": None,
+        "warnings": 1,
+        "commit": "abc",
+        "explanation": "",
+    }
     (tmp_path / records.SANITIZER).write_text(json.dumps({"runs": [run | {"tool": "none"}, run]}))
     table = records.blocks(tmp_path)["sanitizer"]
     assert "| memcheck | gluon | abc | 2 of 3 | - | 1 | - |" in table
 
 
 def test_records_say_what_they_were_taken_with(parts, tmp_path):
-    full = {"device": "GPU", "torch": "2", "triton": None, "commit": "abc", "kernels": "def",
-            "date": "today"}
-    (tmp_path / records.SMALL).write_text(json.dumps({
-        "machine": full, "cells": [], "roofs": {"empty_1_us": 0.7},
-    }))
-    (tmp_path / "graphs_h200.json").write_text(json.dumps({
-        "machine": {"device": "GPU", "cuda": "13.0", "commit": "012"},
-    }))
+    full = {
+        "device": "GPU",
+        "torch": "2",
+        "triton": None,
+        "commit": "abc",
+        "kernels": "def",
+        "date": "today",
+    }
+    (tmp_path / records.SMALL).write_text(
+        json.dumps(
+            {
+                "machine": full,
+                "cells": [],
+                "roofs": {"empty_1_us": 0.7},
+            }
+        )
+    )
+    (tmp_path / "graphs_h200.json").write_text(
+        json.dumps(
+            {
+                "machine": {"device": "GPU", "cuda": "13.0", "commit": "012"},
+            }
+        )
+    )
     table = report.blocks(tmp_path / "attention", parts)["machines"]
     assert "| Tree verify | 4.00 |" in table
     assert (
@@ -214,12 +260,21 @@ def test_records_say_what_they_were_taken_with(parts, tmp_path):
 def test_two_speeds_are_told_in_the_order_they_came(tmp_path):
     rows = [
         {"after": "start", "tiny": 1003.1},
-        {"after": "engine", "tiny": 1216.4, "one graph": 472.1, "three graphs": 476.8,
-         "tiny, then": 1003.0},
+        {
+            "after": "engine",
+            "tiny": 1216.4,
+            "one graph": 472.1,
+            "three graphs": 476.8,
+            "tiny, then": 1003.0,
+        },
     ]
-    (tmp_path / records.SPEEDS).write_text(json.dumps({
-        "lists": [{"name": "launches", "rows": rows[:1]}, {"name": "fused", "rows": rows}],
-    }))
+    (tmp_path / records.SPEEDS).write_text(
+        json.dumps(
+            {
+                "lists": [{"name": "launches", "rows": rows[:1]}, {"name": "fused", "rows": rows}],
+            }
+        )
+    )
     table = records.blocks(tmp_path)["two-speeds"]
     assert "| launches | start 1,003 | - |" in table
     assert "| fused | start 1,003, engine 1,216 | engine 472 / 477 |" in table
@@ -258,7 +313,9 @@ def test_what_is_written_is_what_is_checked(tmp_path):
     assert page.count("after\n") == 2
     parts = {part.name: part for part in read(folder)}
     assert [path.name for path in made[1:]] == [
-        "attention_drafts.svg", "attention_options.svg", "attention_latency.svg",
+        "attention_drafts.svg",
+        "attention_options.svg",
+        "attention_latency.svg",
     ]
     assert plots.stamp(made[1]) == plots.digest(parts["drafts"])
     assert plots.stamp(made[3]) == plots.digest_of(list(parts.values()))

@@ -49,11 +49,15 @@ def runner(monkeypatch, tmp_path):
 
 def test_a_run_becomes_a_table(runner, tmp_path):
     base = cases.tree((20, 33), 4, 3, 8, page_size=16, **SHAPE)
-    part = cases.Part("pages", "Pages", [
-        cases.Cell(base, (("page 1", replace(base, page_size=1)),)),
-        cases.Cell(cases.float8(base), (("float16", base),), title="float8"),
-        cases.Cell(base, (("deterministic", cases.fixed(base)),), peers=False, title="fixed"),
-    ])
+    part = cases.Part(
+        "pages",
+        "Pages",
+        [
+            cases.Cell(base, (("page 1", replace(base, page_size=1)),)),
+            cases.Cell(cases.float8(base), (("float16", base),), title="float8"),
+            cases.Cell(base, (("deterministic", cases.fixed(base)),), peers=False, title="fixed"),
+        ],
+    )
     runner.part(part)
     (found,) = read(tmp_path)
     paged, small, fixed = found.cells

@@ -10,31 +10,39 @@ from bench.sanitize import parse
 from bench.sanitize_world import DEVICE, F16, F32, World
 
 
-@pytest.mark.parametrize("call", [
-    lambda: sanitize_attention.attend(4, 4, F16, triton=True),
-    lambda: sanitize_attention.attend(8, 24, F32, window=20, cap=9.0),
-    lambda: sanitize_attention.attend(2, 2, F16, page=16),
-    lambda: sanitize_attention.attend_lists(F16, triton=True),
-    lambda: sanitize_attention.attend_fixed(2, 2, F16),
-    lambda: sanitize_attention.prompt(F16, window=20, triton=True),
-    sanitize_small.small,
-], ids=["tree", "window", "page", "lists", "fixed", "prompt", "small"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: sanitize_attention.attend(4, 4, F16, triton=True),
+        lambda: sanitize_attention.attend(8, 24, F32, window=20, cap=9.0),
+        lambda: sanitize_attention.attend(2, 2, F16, page=16),
+        lambda: sanitize_attention.attend_lists(F16, triton=True),
+        lambda: sanitize_attention.attend_fixed(2, 2, F16),
+        lambda: sanitize_attention.prompt(F16, window=20, triton=True),
+        sanitize_small.small,
+    ],
+    ids=["tree", "window", "page", "lists", "fixed", "prompt", "small"],
+)
 def test_cases_run(call):
     torch.manual_seed(0)
     call()
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="there bench.sanitize itself runs them")
-@pytest.mark.parametrize("call", [
-    sanitize_small.pool_dtypes,
-    sanitize_step.states,
-    lambda: sanitize_step.path(F32, F16),
-    lambda: sanitize_step.plans(5),
-    lambda: sanitize_step.choices(33, F16),
-    lambda: sanitize_step.draws(33, F16),
-    lambda: sanitize_step.layer(3, F16),
-    lambda: sanitize_step.rotation(6, 1, 24, 3, F16),
-], ids=["dtypes", "states", "path", "plans", "choices", "draws", "layer", "rotation"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        sanitize_small.pool_dtypes,
+        sanitize_step.states,
+        lambda: sanitize_step.path(F32, F16),
+        lambda: sanitize_step.plans(5),
+        lambda: sanitize_step.choices(33, F16),
+        lambda: sanitize_step.draws(33, F16),
+        lambda: sanitize_step.layer(3, F16),
+        lambda: sanitize_step.rotation(6, 1, 24, 3, F16),
+    ],
+    ids=["dtypes", "states", "path", "plans", "choices", "draws", "layer", "rotation"],
+)
 # what is infinitely far below the largest logit overflows, as it should
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_cases_of_a_step_run(call):
@@ -71,12 +79,17 @@ def test_summaries_are_read():
     found = parse(MEMCHECK)
     assert (found["errors"], found["warnings"]) == (2, 0)
     assert found["reports"] == [
-        {"text": "Invalid __global__ read of size 4 bytes / at _store_kernel+0x… in kv_store.py:40",
-         "times": 2},
+        {
+            "text": "Invalid __global__ read of size 4 bytes"
+            " / at _store_kernel+0x… in kv_store.py:40",
+            "times": 2,
+        },
     ]
     found = parse(RACECHECK)
     assert (found["errors"], found["warnings"]) == (1, 1)
     assert "merge_kernel" in found["reports"][0]["text"]
     assert parse("nothing at all")["errors"] is None
-    assert parse("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)")[
-        "errors"] == 0
+    assert (
+        parse("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)")["errors"]
+        == 0
+    )

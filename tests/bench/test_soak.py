@@ -36,8 +36,16 @@ def engine(models, tree, *others, **options) -> Engine:
 
 def short_soak(models, run=None, **more):
     kinds = kinds_of(PROMPTS, NEW, CONTEXT)
-    return soak(run or engine(models, (3, 3, 8)), engine(models, (3, 3, 8)),
-                engine(models, (0, 1, 1)), kinds, STEPS, seed=1, check_every=10, **more)
+    return soak(
+        run or engine(models, (3, 3, 8)),
+        engine(models, (3, 3, 8)),
+        engine(models, (0, 1, 1)),
+        kinds,
+        STEPS,
+        seed=1,
+        check_every=10,
+        **more,
+    )
 
 
 def test_requests_come_and_go(models, monkeypatch):
@@ -57,17 +65,35 @@ def test_requests_come_and_go(models, monkeypatch):
 
 
 def test_a_page_shows_what_a_soak_has_seen(tmp_path):
-    seen = {"passed": False, "steps": 1000, "requests": 250, "dropped": 3, "batch_sizes": [1, 9],
-            "greedy_apart": 1, "greedy": 120, "drawn_apart": 0, "drawn": 130, "seconds": 7.5,
-            "largest_margin": 2e-5}
+    seen = {
+        "passed": False,
+        "steps": 1000,
+        "requests": 250,
+        "dropped": 3,
+        "batch_sizes": [1, 9],
+        "greedy_apart": 1,
+        "greedy": 120,
+        "drawn_apart": 0,
+        "drawn": 130,
+        "seconds": 7.5,
+        "largest_margin": 2e-5,
+    }
     whole = seen | {
-        "passed": True, "steps": 10_000, "drawn": 0, "slots_lost": 0,
+        "passed": True,
+        "steps": 10_000,
+        "drawn": 0,
+        "slots_lost": 0,
         "memory_warm": {"allocated": 512, "rss_kib": 1500},
         "memory_end": {"allocated": 2048, "rss_kib": 1750},
-        "first_steps": {"mean": 4.0}, "last_steps": {"mean": 3.996},
+        "first_steps": {"mean": 4.0},
+        "last_steps": {"mean": 3.996},
     }
-    record = {"machine": {"device": "GPU", "commit": "abc"}, "dtype": "float32",
-              "one_setting": whole, "switching": seen}
+    record = {
+        "machine": {"device": "GPU", "commit": "abc"},
+        "dtype": "float32",
+        "one_setting": whole,
+        "switching": seen,
+    }
     (tmp_path / "soak_h200.json").write_text(json.dumps(record))
     text = records.blocks(tmp_path)["soak"]
     assert "| 10,000 | 250 | 3 | 1 to 9 | 1 of 120 | 130 not compared | 0 | 1,536 bytes " in text
@@ -114,8 +140,14 @@ def test_a_lost_slot_ends_a_soak(models, monkeypatch):
 
 def test_what_grows_or_moves_is_refused():
     mean = {"mean": 2.0, "standard_error": 0.01, "fresh": 2.0, "kinds": 2.0}
-    good = {"memory_warm": {"allocated": 0}, "memory_end": {"allocated": 0}, "drawn": 500,
-            "drawn_apart": 5, "first_steps": mean, "last_steps": mean}
+    good = {
+        "memory_warm": {"allocated": 0},
+        "memory_end": {"allocated": 0},
+        "drawn": 500,
+        "drawn_apart": 5,
+        "first_steps": mean,
+        "last_steps": mean,
+    }
     judge(good, fixed=True)
     judge(good, fixed=False)
     moved = mean | {"mean": 1.9}

@@ -33,7 +33,10 @@ def churn(world, setting=TREE, batch=5, length=3, rehearses=False) -> steady.Chu
 def test_requests_grow_end_and_join(world, tmp_path):
     cells = []
     for setting, batch, length, rehearses in (
-        (TREE, 5, 3, False), (TREE, 5, 3, True), (PLAIN, 3, 1, True), (TREE, 1, 4, False),
+        (TREE, 5, 3, False),
+        (TREE, 5, 3, True),
+        (PLAIN, 3, 1, True),
+        (TREE, 1, 4, False),
     ):
         one = churn(world, setting, batch, length, rehearses)
         free = world.table.num_free_slots
@@ -46,11 +49,23 @@ def test_requests_grow_end_and_join(world, tmp_path):
         assert calm.pop("share") == 1.0, "the loop takes less than a billion microseconds"
         assert calm == {**found["host_us"], "within": found["within"]}
         calm["share"] = 0.25
-        cells.append({"setting": setting.name, "batch": batch, "length": length,
-                      "rehearsed": rehearses, **found})
+        cells.append(
+            {
+                "setting": setting.name,
+                "batch": batch,
+                "length": length,
+                "rehearsed": rehearses,
+                **found,
+            }
+        )
     assert len(cells[0]["sizes"]) > 1
-    record = {"machine": {"device": "made up", "commit": "abc"}, "model": "tiny", "context": 20,
-              "calm_loop_us": 10.0, "cells": cells}
+    record = {
+        "machine": {"device": "made up", "commit": "abc"},
+        "model": "tiny",
+        "context": 20,
+        "calm_loop_us": 10.0,
+        "cells": cells,
+    }
     (tmp_path / steady.OUT.name).write_text(json.dumps(record))
     text = records.blocks(tmp_path)["steady"]
     assert f"| tree 2-3-6 | {cells[0]['sizes'][0]} to 5 | no |" in text
@@ -88,7 +103,8 @@ def test_the_next_launch_is_rehearsed_while_the_host_waits(world, monkeypatch, r
     monkeypatch.setattr(PendingStep, "wait", waits)
     monkeypatch.setattr(one.decoder, "rehearse", lambda rows: rehearsed.append(rows) or True)
     monkeypatch.setattr(
-        SlotTable, "reserve",
+        SlotTable,
+        "reserve",
         lambda table, rows, lens: reserved.append(rows) or reserve(table, rows, lens),
     )
     one.join()
@@ -149,8 +165,11 @@ def test_paths_that_are_often_shorter_are_noticed(world):
 
 def test_every_step_has_room_for_the_one_in_flight(world, monkeypatch):
     asked, reserve = [], SlotTable.reserve
-    monkeypatch.setattr(SlotTable, "reserve",
-                        lambda table, rows, lens: asked.append(lens) or reserve(table, rows, lens))
+    monkeypatch.setattr(
+        SlotTable,
+        "reserve",
+        lambda table, rows, lens: asked.append(lens) or reserve(table, rows, lens),
+    )
     one = churn(world, batch=1, length=4)
     one.join()
     asked.clear()

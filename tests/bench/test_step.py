@@ -24,8 +24,13 @@ from specattn.spec.landing import PendingStep
 CPU = torch.device("cpu")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = {
-    "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-    "max_position_embeddings": 256, "vocab_size": 97, "intermediate_size": 48,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "vocab_size": 97,
+    "intermediate_size": 48,
     "num_hidden_layers": 2,
 }
 
@@ -162,17 +167,24 @@ def test_a_whole_run_leaves_a_record(monkeypatch, tmp_path):
     monkeypatch.setattr(step, "SETTINGS", (Setting(1, 3, 4), Setting(2, 2, 7)))
     assert step.rooms(step.places([1, 4], [8, 64], fits=64)) == [64, 8, 8, 8]
     options = argparse.Namespace(
-        places=step.places([1, 2], [8, 40], fits=60), rounds=2, length=4, settings="tree",
+        places=step.places([1, 2], [8, 40], fits=60),
+        rounds=2,
+        length=4,
+        settings="tree",
         seconds=60.0,
     )
     monkeypatch.setattr(step, "calm_loop", lambda: 0.0)  # a host that is never calm
     shape = Shape("tiny", LlamaConfig(**SIZES), LlamaConfig(**SIZES), 61)
     rooms = step.rooms(options.places)
     assert rooms == [40, 8]
-    cells = list(step.run(
-        {"tiny": shape}, lambda shape: World(shape, rooms, CPU, torch.float32, "torch_native"),
-        options, 4.2,
-    ))
+    cells = list(
+        step.run(
+            {"tiny": shape},
+            lambda shape: World(shape, rooms, CPU, torch.float32, "torch_native"),
+            options,
+            4.2,
+        )
+    )
     step.write({"format": 1, "cells": cells}, tmp_path / "cells.json")
     assert json.loads((tmp_path / "cells.json").read_text()) == {"format": 1, "cells": cells}
     assert [cell["setting"] for cell in cells] == ["plain"] * 4 + ["tree 2-2-7"] * 4
@@ -195,25 +207,42 @@ def test_a_whole_run_leaves_a_record(monkeypatch, tmp_path):
 def test_traces_are_kept_setting_by_setting(monkeypatch):
     """A run that is cut short has lost what comes after."""
     monkeypatch.setattr(step, "SETTINGS", (Setting(1, 3, 4), Setting(2, 2, 7)))
-    monkeypatch.setattr(step, "trace", lambda world, setting, cells, options: [
-        cell.update(trace=(world, setting.name)) for cell in cells
-    ])
-    cells = [{"model": model, "setting": name} for model in ("a", "b")
-             for name in ("plain", "tree 2-2-7")]
+    monkeypatch.setattr(
+        step,
+        "trace",
+        lambda world, setting, cells, options: [
+            cell.update(trace=(world, setting.name)) for cell in cells
+        ],
+    )
+    cells = [
+        {"model": model, "setting": name}
+        for model in ("a", "b")
+        for name in ("plain", "tree 2-2-7")
+    ]
     cells.append({"model": "a", "setting": "plain", "skipped": "no room"})
     options, left = argparse.Namespace(settings="tree"), []
     for _ in step.trace_all({"a": 1, "b": 2}, lambda shape: shape, options, cells):
         left.append(sum("trace" not in cell for cell in cells))
     assert left == [4, 3, 2, 1]
     assert [cell.get("trace") for cell in cells] == [
-        (1, "plain"), (1, "tree 2-2-7"), (2, "plain"), (2, "tree 2-2-7"), None,
+        (1, "plain"),
+        (1, "tree 2-2-7"),
+        (2, "plain"),
+        (2, "tree 2-2-7"),
+        None,
     ]
 
 
-@pytest.mark.parametrize(("tries", "kept"), [
-    ([(11, 50, 45)], 50), ([(13, 60, 55), (12, 70, 66)], 60), ([(10, 60, 40), (10, 49, 40)], 49),
-    ([(12, 99, 50), (20, 40, 39), (12, 70, 50), (12, 80, 40)] * 2, 40),
-], ids=["calm", "slow", "uneven", "never"])
+@pytest.mark.parametrize(
+    ("tries", "kept"),
+    [
+        ([(11, 50, 45)], 50),
+        ([(13, 60, 55), (12, 70, 66)], 60),
+        ([(10, 60, 40), (10, 49, 40)], 49),
+        ([(12, 99, 50), (20, 40, 39), (12, 70, 50), (12, 80, 40)] * 2, 40),
+    ],
+    ids=["calm", "slow", "uneven", "never"],
+)
 def test_steps_are_timed_again_while_the_host_is_held_up(monkeypatch, tries, kept):
     """A try is taken whole, and it is the one with the shortest launches."""
     found = iter(
@@ -287,7 +316,9 @@ def test_models_share_a_run_s_patience(monkeypatch):
     options = argparse.Namespace(places=step.places([1], [8]), settings="", seconds=60.0)
     assert not list(step.run({"a": None, "b": None}, lambda shape: shape, options, 4.2))
     assert seen == [
-        ("a", "plain", 30.0), ("a", "chain 1-3-4", 0.0), ("b", "plain", 30.0),
+        ("a", "plain", 30.0),
+        ("a", "chain 1-3-4", 0.0),
+        ("b", "plain", 30.0),
         ("b", "chain 1-3-4", 0.0),
     ]
 
@@ -324,26 +355,50 @@ def test_a_step_is_divided_by_model_and_kind():
     rows["extend"] |= {"draft GEMM": 30.0, "glue": 6.0}
     rows["accept"] |= {"glue": 7.0, "other": 8.0}
     assert step.divided({"phases": rows}) == {
-        "target": 12.0, "draft": 56.0, "attention": 7.0, "other": 20.0, "idle": 1.0,
+        "target": 12.0,
+        "draft": 56.0,
+        "attention": 7.0,
+        "other": 20.0,
+        "idle": 1.0,
     }
 
 
 def test_the_report_says_what_the_record_says(tmp_path):
     def cell(setting, batch, context, us, **more):
-        trace = {"divided": dict.fromkeys(report.PARTS, us / 5), "kernels": 9,
-                 "gaps_over_2us": {"share": 0.01}, "us": us * (1.005 if batch < 64 else 0.9)}
-        return {"model": report.MODEL, "setting": setting, "batch": batch, "context": context,
-                "us": us, "floor_us": 4000.0, "host_us": 50.0, "host_idle_us": 40.0,
-                "host_p10_us": 30.0, "loop_us": 20.0, "host_rehearsed_us": 55.0,
-                "loop_rehearsed_us": 20.0,
-                "nodes": {"plain": 1, "tree 4-5-16": 16, "tree 8-7-64": 64}[setting],
-                "trace": trace, "operations": 2e12, **more}
+        trace = {
+            "divided": dict.fromkeys(report.PARTS, us / 5),
+            "kernels": 9,
+            "gaps_over_2us": {"share": 0.01},
+            "us": us * (1.005 if batch < 64 else 0.9),
+        }
+        return {
+            "model": report.MODEL,
+            "setting": setting,
+            "batch": batch,
+            "context": context,
+            "us": us,
+            "floor_us": 4000.0,
+            "host_us": 50.0,
+            "host_idle_us": 40.0,
+            "host_p10_us": 30.0,
+            "loop_us": 20.0,
+            "host_rehearsed_us": 55.0,
+            "loop_rehearsed_us": 20.0,
+            "nodes": {"plain": 1, "tree 4-5-16": 16, "tree 8-7-64": 64}[setting],
+            "trace": trace,
+            "operations": 2e12,
+            **more,
+        }
 
-    cells = [cell("plain", 1, 4096, 4000.0), cell("tree 4-5-16", 1, 4096, 4800.0),
-             cell("plain", 4, 4096, 5000.0, host_us=70.0, host_rehearsed_us=99.0,
-                  loop_rehearsed_us=25.0),
-             cell("plain", 64, 4096, 9000.0, operations=6e12),
-             cell("tree 8-7-64", 64, 32768, 0.0, skipped="too large")]
+    cells = [
+        cell("plain", 1, 4096, 4000.0),
+        cell("tree 4-5-16", 1, 4096, 4800.0),
+        cell(
+            "plain", 4, 4096, 5000.0, host_us=70.0, host_rehearsed_us=99.0, loop_rehearsed_us=25.0
+        ),
+        cell("plain", 64, 4096, 9000.0, operations=6e12),
+        cell("tree 8-7-64", 64, 32768, 0.0, skipped="too large"),
+    ]
     assert {target.verdict for target in report.asked(tmp_path)} == {"not measured"}
     (tmp_path / report.RECORD).write_text(
         json.dumps({"cells": cells, "roofs": {"matmul_tflops": 800.0}})

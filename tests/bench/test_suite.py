@@ -49,7 +49,8 @@ def test_drafts_take_every_step():
 @pytest.mark.parametrize("page", [1, 64])
 def test_prompts_follow_a_cached_prefix(page):
     found = {
-        (cell.case.batch, cell.case.q_len) for cell in ALL
+        (cell.case.batch, cell.case.q_len)
+        for cell in ALL
         if cell.case.mode == "prompt" and cell.case.page_size == page and min(cell.case.lengths)
     }
     assert found >= {(8, 512), (1, 8 * cases.K)}
@@ -188,12 +189,18 @@ def test_the_command_lists_what_it_would_run():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-@pytest.mark.parametrize(("args", "line"), [
-    ([], "bench: needs a CUDA device, and torch sees none here"),
-    (["--part", "tree"], "--part: must be one of trees, shapes, pages, chains, drafts, extends, "
-     "options, latent, float8, fixed or quick, got 'tree'"),
-    (["--only", "zebra"], "--only: no cell's name contains 'zebra'"),
-])
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        ([], "bench: needs a CUDA device, and torch sees none here"),
+        (
+            ["--part", "tree"],
+            "--part: must be one of trees, shapes, pages, chains, drafts, extends, "
+            "options, latent, float8, fixed or quick, got 'tree'",
+        ),
+        (["--only", "zebra"], "--only: no cell's name contains 'zebra'"),
+    ],
+)
 def test_a_mistake_is_one_line(args, line):
     out = RUNNER.invoke(app, ["bench", *args])
     assert out.exit_code == 2

@@ -57,15 +57,27 @@ def chrome(path, found: list[Kernel]) -> None:
     events = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "python"}}]
     for kernel in reversed(found):
         copy = kernel.name.startswith("Memcpy")
-        events.append({
-            "ph": "X", "cat": "gpu_memcpy" if copy else "kernel", "name": kernel.name, "pid": 0,
-            "tid": kernel.stream, "ts": kernel.start, "dur": kernel.us,
-            "args": {"stream": kernel.stream, "device": 0},
-        })
+        events.append(
+            {
+                "ph": "X",
+                "cat": "gpu_memcpy" if copy else "kernel",
+                "name": kernel.name,
+                "pid": 0,
+                "tid": kernel.stream,
+                "ts": kernel.start,
+                "dur": kernel.us,
+                "args": {"stream": kernel.stream, "device": 0},
+            }
+        )
     events.append({"ph": "X", "cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": 1, "dur": 9})
-    path.write_text(json.dumps({
-        "deviceProperties": [{"name": "NVIDIA H200"}], "traceEvents": events,
-    }))
+    path.write_text(
+        json.dumps(
+            {
+                "deviceProperties": [{"name": "NVIDIA H200"}],
+                "traceEvents": events,
+            }
+        )
+    )
 
 
 def test_a_trace_is_split_into_steps_and_phases(tmp_path):
@@ -92,10 +104,15 @@ def test_times_add_up_to_the_step():
     for phase, row in want.items():
         assert found["phases"][phase] == pytest.approx(row, abs=1e-3), phase
     assert found["gaps_over_2us"] == {
-        "count": 2, "us": pytest.approx(7.0), "share": pytest.approx(7 / US, abs=1e-5),
+        "count": 2,
+        "us": pytest.approx(7.0),
+        "share": pytest.approx(7 / US, abs=1e-5),
     }
     assert found["by_name"][0] == {
-        "name": "gluon_linear_kernel", "phase": "verify", "count": 1, "us": 90.0,
+        "name": "gluon_linear_kernel",
+        "phase": "verify",
+        "count": 1,
+        "us": 90.0,
     }
     assert found["kernels"][1] == ["Memset (Device)", 3.0, 1.0, 7, "metadata"]
     text = timeline.markdown(found)
@@ -158,9 +175,18 @@ def test_the_command_draws_the_step(tmp_path, monkeypatch, capsys, suffix):
     pytest.importorskip("matplotlib", reason="pictures are drawn with matplotlib")
     chrome(tmp_path / "trace.json", kernels(2))
     out, found = tmp_path / "img" / f"step{suffix}", tmp_path / "numbers.json"
-    monkeypatch.setattr(sys, "argv", [
-        "timeline", str(tmp_path / "trace.json"), "--out", str(out), "--numbers", str(found),
-    ])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [
+            "timeline",
+            str(tmp_path / "trace.json"),
+            "--out",
+            str(out),
+            "--numbers",
+            str(found),
+        ],
+    )
     timeline.main()
     assert "| verify |" in capsys.readouterr().out
     assert json.loads(found.read_text())["us"] == pytest.approx(US, abs=1e-3)

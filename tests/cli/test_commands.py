@@ -17,7 +17,10 @@ def test_graphs_says_what_capturing_takes():
     found = json.loads(result.stdout)
     assert (found["device"], found["recorded"], found["nbytes"]) == ("cpu", 0, 0)
     assert [(one["part"], one["bucket"]) for one in found["captures"]] == [
-        ("step", 3), ("step", 1), ("step (sampled)", 3), ("step (sampled)", 1),
+        ("step", 3),
+        ("step", 1),
+        ("step (sampled)", 3),
+        ("step (sampled)", 1),
     ]
     assert 0 < found["seconds"] < found["seconds_with_buffers"]
     table = run("graphs", *options, "--seams", "three").stdout
@@ -39,8 +42,17 @@ def test_graphs_refuses_senseless_buckets(sizes):
 
 def test_inspect_shows_tree_mask_and_slots():
     result = run(
-        "inspect", *ON_CPU, PROMPT, "--topk", "2", "--steps", "3", "--draft-tokens", "7",
-        "--page-size", "4",
+        "inspect",
+        *ON_CPU,
+        PROMPT,
+        "--topk",
+        "2",
+        "--steps",
+        "3",
+        "--draft-tokens",
+        "7",
+        "--page-size",
+        "4",
     )
     assert result.exit_code == 0, result.output
     tree, mask, slots = result.stdout.split("\n\n")

@@ -45,25 +45,33 @@ def test_the_modules_of_transformers_generate_the_same():
     assert generated("--steps", "0", PROMPT)["fused"] == ["target"]
 
 
-@pytest.mark.parametrize(("options", "steps"), [
-    (["--steps", "0"], 23),
-    (["--draft-tokens", "1"], 23),
-    (["--draft-tokens", "4"], None),
-    (["--topk", "2", "--steps", "1"], None),
-    (["--topk", "4"], None),
-    (["--draft-sampling", "--steps", "3"], None),
-    (["--topk", "8", "--steps", "3", "--draft-tokens", "20", "--page-size", "16"], None),
-])
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        (["--steps", "0"], 23),
+        (["--draft-tokens", "1"], 23),
+        (["--draft-tokens", "4"], None),
+        (["--topk", "2", "--steps", "1"], None),
+        (["--topk", "4"], None),
+        (["--draft-sampling", "--steps", "3"], None),
+        (["--topk", "8", "--steps", "3", "--draft-tokens", "20", "--page-size", "16"], None),
+    ],
+)
 def test_every_shape_generates_the_same(options, steps):
     found = generated(*options, PROMPT)
     assert found["tokens"] == plain_tokens(PROMPT, 24)
     assert steps is None or found["steps"] == steps
 
 
-@pytest.mark.parametrize("options", [
-    ["--topk", "4", "--steps", "3", "--adaptive"], ["--steps", "4", "--adaptive"],
-    ["--seams", "three"],
-], ids=" ".join)
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--topk", "4", "--steps", "3", "--adaptive"],
+        ["--steps", "4", "--adaptive"],
+        ["--seams", "three"],
+    ],
+    ids=" ".join,
+)
 def test_steps_of_any_kind_generate_the_same(options):
     found = generated(*options, PROMPT)
     assert found["tokens"] == plain_tokens(PROMPT, 24)

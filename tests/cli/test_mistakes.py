@@ -28,16 +28,20 @@ REFUSED = {
         "--draft-tokens: must be --steps + 1 = 4 with --topk 1, got 8",
     ),
     "too_many_draft_tokens": (
-        ["--draft-tokens", "300", "p"], "--draft-tokens: must be 1..256, got 300"),
+        ["--draft-tokens", "300", "p"],
+        "--draft-tokens: must be 1..256, got 300",
+    ),
     "steps": (["--steps", "65", "p"], "--steps: must be 0..64, got 65"),
     "negative_steps": (["--steps", "-1", "p"], "--steps: must be 0..64, got -1"),
     "topk": (["--topk", "0", "p"], "--topk: must be 1..64, got 0"),
     "plain_tree": (["--steps", "0", "--topk", "2", "p"], "--steps: 0 (plain decoding) needs"),
     "drawn_tree": (
-        ["--draft-sampling", "--topk", "2", "p"], "--draft-sampling: needs --topk 1, got 2",
+        ["--draft-sampling", "--topk", "2", "p"],
+        "--draft-sampling: needs --topk 1, got 2",
     ),
     "adaptive_plain": (
-        ["--adaptive", "--steps", "0", "p"], "--adaptive: needs --steps of at least 1, got plain",
+        ["--adaptive", "--steps", "0", "p"],
+        "--adaptive: needs --steps of at least 1, got plain",
     ),
     "adaptive_root": (["--adaptive", "--draft-tokens", "1", "p"], "--adaptive: needs --steps"),
     "page_size": (["--page-size", "12", "p"], "--page-size: must be a power of two, got 12"),
@@ -62,7 +66,8 @@ REFUSED = {
     "device_without_data": (["--device", "meta", "p"], "--device: meta is not available here"),
     "dtype": (["--dtype", "int8", "p"], "--dtype: must be auto, float32, float16 or bfloat16"),
     "kv_cache_dtype": (
-        ["--kv-cache-dtype", "int4", "p"], "--kv-cache-dtype: must be auto or fp8_e4m3, got 'int4'",
+        ["--kv-cache-dtype", "int4", "p"],
+        "--kv-cache-dtype: must be auto or fp8_e4m3, got 'int4'",
     ),
     "kv_cache_dtype_of_a_backend": (
         ["--backend", "flex", "--kv-cache-dtype", "fp8", "p"],
@@ -77,7 +82,8 @@ REFUSED = {
     "missing_draft": (["--draft", "./absent", "p"], "--draft: no such folder"),
     "target_without_draft": (["--target", str(PAIR / "target"), "p"], "--draft: is needed"),
     "not_on_the_hub": (
-        ["--target", "nobody/nothing", "--steps", "0", "p"], "--target: nobody/nothing is neither",
+        ["--target", "nobody/nothing", "--steps", "0", "p"],
+        "--target: nobody/nothing is neither",
     ),
 }
 
@@ -110,7 +116,9 @@ def test_the_device_that_is_asked_for_becomes_the_current_one(monkeypatch):
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *shape, device: zeros(*shape))
     assert [device.pick_device(name) for name in ("cuda:1", "cuda", "cpu")] == [
-        torch.device("cuda:1"), torch.device("cuda"), torch.device("cpu"),
+        torch.device("cuda:1"),
+        torch.device("cuda"),
+        torch.device("cpu"),
     ]
     assert chosen == [torch.device("cuda:1")]
 
@@ -129,15 +137,21 @@ def test_prompts_that_are_not_utf8(tmp_path, source):
     )
 
 
-@pytest.mark.parametrize(("text", "line"), [
-    ("", "{file} holds no prompts"),
-    ("\n\n", "{file} holds no prompts"),
-    ("one\n\ntwo\n", "prompt 2 is empty"),
-    ('["one", ""]', "prompt 2 is empty"),
-    (r'["\ud83d\ude00", "x\ud83d"]', r"prompt 2 is no text: it has half of a character, '\ud83d'"),
-    ("[" * 100_000 + "\n\nx", "prompt 2 is empty"),
-    ("one\n" + "x = 1 " * 3000, "prompt 2 has "),
-])
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("", "{file} holds no prompts"),
+        ("\n\n", "{file} holds no prompts"),
+        ("one\n\ntwo\n", "prompt 2 is empty"),
+        ('["one", ""]', "prompt 2 is empty"),
+        (
+            r'["\ud83d\ude00", "x\ud83d"]',
+            r"prompt 2 is no text: it has half of a character, '\ud83d'",
+        ),
+        ("[" * 100_000 + "\n\nx", "prompt 2 is empty"),
+        ("one\n" + "x = 1 " * 3000, "prompt 2 has "),
+    ],
+)
 def test_files_with_bad_prompts(tmp_path, text, line):
     file = tmp_path / "prompts.txt"
     file.write_text(text)
@@ -198,15 +212,12 @@ def test_a_backend_that_cannot_run_here(monkeypatch):
     monkeypatch.setattr(triton, "reasons", staticmethod(lambda config, device: ["no such luck"]))
     result = run("generate", *ON_CPU, "--backend", "triton", "p")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr == (
-        "specattn: error: --backend: triton cannot run on cpu: no such luck\n"
-    )
+    assert result.stderr == ("specattn: error: --backend: triton cannot run on cpu: no such luck\n")
     result = run("generate", *ON_CPU, "p", env={"SPECATTN_BACKEND": "triton"})
     assert result.exit_code == 2
     assert result.stderr.startswith("specattn: error: SPECATTN_BACKEND: triton cannot run on cpu")
     found = {
-        (row["backend"], row["device"]): row
-        for row in json.loads(run("backends", "--json").stdout)
+        (row["backend"], row["device"]): row for row in json.loads(run("backends", "--json").stdout)
     }
     assert found["triton", "cpu"]["available"] is False
     assert found["triton", "cpu"]["reasons"] == ["no such luck"]

@@ -14,15 +14,23 @@ from tests.cli.command import ON_CPU, PROMPT, ROOT, plain_tokens
 def process(*args: str, **rest) -> subprocess.Popen:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     return subprocess.Popen(
-        [sys.executable, "-m", "specattn", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        cwd=ROOT, env=environment | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "0"},
+        [sys.executable, "-m", "specattn", *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+        env=environment | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "0"},
         **rest,
     )
 
 
 def test_an_interrupt_ends_quietly():
     running = process(
-        "generate", *ON_CPU, PROMPT, "--max-new-tokens", "2000", "--ignore-eos",
+        "generate",
+        *ON_CPU,
+        PROMPT,
+        "--max-new-tokens",
+        "2000",
+        "--ignore-eos",
         # a shell's background jobs, and what they start, ignore interrupts
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
@@ -67,8 +75,16 @@ def test_closed_standard_streams():
 
 def test_triton_on_a_cpu_says_that_it_interprets():
     running = process(
-        "generate", *ON_CPU, "--backend", "triton", "--steps", "1", "--max-new-tokens", "2",
-        "--json", "a",
+        "generate",
+        *ON_CPU,
+        "--backend",
+        "triton",
+        "--steps",
+        "1",
+        "--max-new-tokens",
+        "2",
+        "--json",
+        "a",
     )
     out, errors = running.communicate(timeout=280)
     assert running.returncode == 0, errors

@@ -19,9 +19,15 @@ def make_fixed(case: Case, *, ctas: int = 0, **options: Any) -> FixedAttention:
         "batch": len(case.q) if csr else len(a["seq_lens"]),
         "q_len": 1 if csr else a["positions"].shape[1],
         "tail_len": 0 if csr else a["tail_slots"].shape[1],
-        "num_qo_heads": case.q.shape[1], "num_kv_heads": case.k_cache.shape[1],
-        "head_dim": case.q.shape[2], "v_head_dim": case.out.shape[2], "dtype": case.q.dtype,
-        "device": case.q.device, "max_keys": indices.shape[-1], "csr": csr, "split_keys": 128,
+        "num_qo_heads": case.q.shape[1],
+        "num_kv_heads": case.k_cache.shape[1],
+        "head_dim": case.q.shape[2],
+        "v_head_dim": case.out.shape[2],
+        "dtype": case.q.dtype,
+        "device": case.q.device,
+        "max_keys": indices.shape[-1],
+        "csr": csr,
+        "split_keys": 128,
         "kv_dtype": case.kv_dtype,
     } | options
     kernel = FixedAttention(**shape, **case.settings)
@@ -34,8 +40,14 @@ def make_fixed(case: Case, *, ctas: int = 0, **options: Any) -> FixedAttention:
 def run_fixed(case: Case, *, lse: bool = True, **options: Any) -> Case:
     """Plan, trace and run; returns the case."""
     kernel = make_fixed(case, **options)
-    for tensor in (kernel.tables.tile_ends, kernel.tables.requests, kernel.tables.chunks,
-                   kernel.tables.splits, kernel.tables.paths, kernel.tables.path_lens):
+    for tensor in (
+        kernel.tables.tile_ends,
+        kernel.tables.requests,
+        kernel.tables.chunks,
+        kernel.tables.splits,
+        kernel.tables.paths,
+        kernel.tables.path_lens,
+    ):
         tensor.fill_(-(2**30))
     for tensor in kernel._scratch:
         tensor.fill_(float("nan"))

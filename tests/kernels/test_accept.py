@@ -170,8 +170,13 @@ def dyadic_rows(rng, n, vocab):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("n", "steps", "vocab", "thresholds"),
-    [(1, 0, 5, (1.0, 1.0)), (7, 3, 5, (1.0, 1.0)), (12, 4, 9, (0.25, 1.0)),
-     (12, 2, 9, (1.0, 0.5)), (34, 5, 37, (1.0, 1.0))],
+    [
+        (1, 0, 5, (1.0, 1.0)),
+        (7, 3, 5, (1.0, 1.0)),
+        (12, 4, 9, (0.25, 1.0)),
+        (12, 2, 9, (1.0, 0.5)),
+        (34, 5, 37, (1.0, 1.0)),
+    ],
 )
 def test_sampled_walk(kind, n, steps, vocab, thresholds):
     rng = random.Random(vocab)
@@ -188,8 +193,16 @@ def test_sampled_walk(kind, n, steps, vocab, thresholds):
         for row in zip(trees, tokens, probs, coins, final_coins, strict=True)
     ]
     got = call(
-        kind, "accept_sampled", tokens, *links(trees), probs, coins, final_coins, steps=steps,
-        threshold_single=thresholds[0], threshold_acc=thresholds[1],
+        kind,
+        "accept_sampled",
+        tokens,
+        *links(trees),
+        probs,
+        coins,
+        final_coins,
+        steps=steps,
+        threshold_single=thresholds[0],
+        threshold_acc=thresholds[1],
     )
     assert got == expected(*zip(*walks, strict=True), steps)
 
@@ -204,11 +217,17 @@ FAMILY = Tree([-1] * 4, [-1, 0, 0, 0])
 
 def one_step(kind, probs, coin, final_coin, tokens=(7, 0, 1, 2)):
     got = call(
-        kind, "accept_sampled", [list(tokens)], *links([FAMILY]), [[probs] * 4],
-        [[coin, 0.0]], [[final_coin, final_coin]], steps=1,
+        kind,
+        "accept_sampled",
+        [list(tokens)],
+        *links([FAMILY]),
+        [[probs] * 4],
+        [[coin, 0.0]],
+        [[final_coin, final_coin]],
+        steps=1,
     )
     index, emitted, length, _ = (row[0] for row in got)
-    return index[: length], emitted[:length]
+    return index[:length], emitted[:length]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -247,8 +266,17 @@ def test_rows_without_mass_emit_token_zero(kind):
     nothing = [[-1, -1]]
     for value in (0.0, float("nan")):
         probs = torch.full((1, 2, 5), value)
-        got = call(kind, "accept_sampled", [[0, 0]], nothing, nothing, probs,
-                   [[0.0, 0.0]], [[0.5, 0.5]], steps=1)
+        got = call(
+            kind,
+            "accept_sampled",
+            [[0, 0]],
+            nothing,
+            nothing,
+            probs,
+            [[0.0, 0.0]],
+            [[0.5, 0.5]],
+            steps=1,
+        )
         assert got == [[[0, -1]], [[0, 0]], [1], [0]]
 
 
@@ -279,8 +307,15 @@ def test_strided_target_probs(kind):
     wide[:, :, :vocab] = probs
     coins = [[rng.random() for _ in range(4)]], [[rng.random() for _ in range(4)]]
     results = [
-        call(kind, "accept_sampled", tokens, *links([tree]), p.to(DEVICE)[:, :, :vocab], *coins,
-             steps=3)
+        call(
+            kind,
+            "accept_sampled",
+            tokens,
+            *links([tree]),
+            p.to(DEVICE)[:, :, :vocab],
+            *coins,
+            steps=3,
+        )
         for p in (probs, wide)
     ]
     assert results[0] == results[1]
@@ -351,7 +386,12 @@ def test_coins_of_another_depth_are_refused():
     dense = torch.zeros(2, 3, dtype=torch.int64, device=DEVICE)
     with pytest.raises(ValueError, match=r"final_coins must be \[2, 3\], got \[2, 4\]"):
         implementation("triton", "accept").accept_sampled(
-            dense, dense, dense, torch.zeros(2, 3, 5), torch.zeros(2, 3), torch.zeros(2, 4),
+            dense,
+            dense,
+            dense,
+            torch.zeros(2, 3, 5),
+            torch.zeros(2, 3),
+            torch.zeros(2, 4),
             **outputs(2, 2),
         )
 

@@ -106,13 +106,17 @@ def test_golden_parents_cross_and_collapse(kind):
     draft = Drafting(kind, 2, 2, 3)
     tokens = torch.zeros(2, 1, 2, dtype=torch.int64, device=DEVICE)
     scores, _, _ = draft.select(
-        0, torch.tensor([[[0.6, 0.4]]] * 2, device=DEVICE), tokens,
-        torch.ones(2, 1, device=DEVICE), torch.zeros_like(draft.words[:, :1, 0]),
+        0,
+        torch.tensor([[[0.6, 0.4]]] * 2, device=DEVICE),
+        tokens,
+        torch.ones(2, 1, device=DEVICE),
+        torch.zeros_like(draft.words[:, :1, 0]),
     )
     # request 0 continues from beam 0 alone, request 1 first from beam 1, then from beam 0
     probs = torch.tensor([[[0.5, 0.4], [0.1, 0.1]], [[0.3, 0.1], [0.9, 0.1]]], device=DEVICE)
-    _, _, rows = draft.select(1, probs, tokens.expand(2, 2, 2).contiguous(), scores,
-                               draft.words[:, 0])
+    _, _, rows = draft.select(
+        1, probs, tokens.expand(2, 2, 2).contiguous(), scores, draft.words[:, 0]
+    )
     assert rows.tolist() == [[0, 0], [3, 2]]
     assert draft.candidates["candidate_parents"].tolist() == [[-1, 0, 1, 2, 3], [-1, 0, 1, 4, 2]]
     assert draft.words[:, 1, :, 0].tolist() == [[0b0101, 0b1001], [0b0110, 0b1001]]
@@ -132,12 +136,18 @@ def test_drafted_tree_follows_its_paths(kind):
         else:
             scores, _, _ = draft.select(step, probs, tokens, scores, words)
             words = draft.words[:, step]
-    outs = {f"{x}_out": torch.zeros(1, 22, dtype=torch.int64, device=DEVICE)
-            for x in ("tokens", "positions", "next_token", "next_sibling")}
+    outs = {
+        f"{x}_out": torch.zeros(1, 22, dtype=torch.int64, device=DEVICE)
+        for x in ("tokens", "positions", "next_token", "next_sibling")
+    }
     outs["words_out"] = torch.zeros(1, 22, 1, dtype=torch.int64, device=DEVICE)
     implementation(kind, "tree").build_tree(
-        *draft.candidates.values(), torch.zeros(1, dtype=torch.int64, device=DEVICE),
-        torch.zeros(1, dtype=torch.int32, device=DEVICE), topk=3, num_draft_tokens=22, **outs,
+        *draft.candidates.values(),
+        torch.zeros(1, dtype=torch.int64, device=DEVICE),
+        torch.zeros(1, dtype=torch.int32, device=DEVICE),
+        topk=3,
+        num_draft_tokens=22,
+        **outs,
     )
     assert outs["tokens_out"][0, 1:].tolist() == draft.candidates["candidate_tokens"][0].tolist()
     assert outs["positions_out"][0].tolist() == [0] + [1] * 3 + [2] * 9 + [3] * 9
@@ -154,6 +164,14 @@ def test_wrong_steps_are_named(kind):
         draft.op.append_candidates(2, probs, tokens, scores, **draft.candidates)
     with pytest.raises(ValueError, match="step 1 has no beams to pick"):
         draft.op.select_beams(
-            1, probs, tokens, scores, words, **draft.candidates, scores_out=scores,
-            tokens_out=tokens, rows_out=tokens, words_out=words,
+            1,
+            probs,
+            tokens,
+            scores,
+            words,
+            **draft.candidates,
+            scores_out=scores,
+            tokens_out=tokens,
+            rows_out=tokens,
+            words_out=words,
         )

@@ -56,16 +56,21 @@ def top_tokens(kind, logits, topk, **options):
     rows = len(logits)
     probs = torch.full((rows, topk), math.nan, device=DEVICE)
     ids = torch.full((rows, topk), POISON, device=DEVICE)
-    implementation(kind, "choose").top_tokens(
-        logits, topk, probs_out=probs, ids_out=ids, **options
-    )
+    implementation(kind, "choose").top_tokens(logits, topk, probs_out=probs, ids_out=ids, **options)
     return probs, ids
 
 
-@pytest.mark.parametrize(("vocab", "topk", "dtype"), [
-    (1, 1, torch.float32), (37, 4, torch.float32), (130, 5, torch.bfloat16),
-    (40, 18, torch.bfloat16), (77, 1, torch.float16), (40, 18, torch.float16),
-])
+@pytest.mark.parametrize(
+    ("vocab", "topk", "dtype"),
+    [
+        (1, 1, torch.float32),
+        (37, 4, torch.float32),
+        (130, 5, torch.bfloat16),
+        (40, 18, torch.bfloat16),
+        (77, 1, torch.float16),
+        (40, 18, torch.float16),
+    ],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_top_tokens(kind, vocab, topk, dtype):
     logits = logits_of(vocab, dtype)
@@ -132,9 +137,14 @@ def test_columns_are_refused():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "topk", "dtype"), [
-    (16, 8, torch.bfloat16), (3, 10, torch.float32), (2500, 1, torch.bfloat16),
-])
+@pytest.mark.parametrize(
+    ("rows", "topk", "dtype"),
+    [
+        (16, 8, torch.bfloat16),
+        (3, 10, torch.float32),
+        (2500, 1, torch.bfloat16),
+    ],
+)
 def test_whole_vocabularies(rows, topk, dtype):
     """As the twin: bfloat16 has many equal logits in 128256."""
     wide = torch.randn(rows, 128260, device=DEVICE).mul(3).to(dtype)

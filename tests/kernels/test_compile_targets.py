@@ -61,9 +61,22 @@ def compile_quickly(tmp_path: Path, targets: str, only: str = "") -> list[dict[s
     out = tmp_path / "records.json"
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     run = subprocess.run(
-        [sys.executable, "-m", "bench.compile_targets", "--quick", "--targets", targets,
-         "--only", only, "--out", str(out)],
-        capture_output=True, text=True, check=False, cwd=ROOT,
+        [
+            sys.executable,
+            "-m",
+            "bench.compile_targets",
+            "--quick",
+            "--targets",
+            targets,
+            "--only",
+            only,
+            "--out",
+            str(out),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
         env=env | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )
     assert run.returncode == 0, run.stderr[-3000:]
@@ -86,8 +99,11 @@ def test_every_kernel_compiles_for_every_target(tmp_path: Path) -> None:
 
 def test_tiles_of_other_devices_have_legal_sizes() -> None:
     shapes = product(
-        (1, 16, 32, 64, 256, 800), (64, 96, 128, 256), (64, 128, 256),
-        (torch.bfloat16, torch.float32), SHARED.items(),
+        (1, 16, 32, 64, 256, 800),
+        (64, 96, 128, 256),
+        (64, 128, 256),
+        (torch.bfloat16, torch.float32),
+        SHARED.items(),
     )
     for rows, dim, v_dim, dtype, (target, shared) in shapes:
         limits = DeviceLimits(100, shared, target // 10)

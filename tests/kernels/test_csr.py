@@ -62,8 +62,14 @@ def test_lists_are_the_prefix_then_the_tail(name, window, reach, kind):
     args, lists, _ = tensors(case, max(reach, 1 - tail))
     out = torch.full((int(lists[-1]) + 5,), -CANARY, dtype=torch.int32, device=DEVICE)
     implementation(kind, "csr").fill_lists(
-        args["req_to_token"], args["req_pool_indices"], args["seq_lens"],
-        strided(args["positions"]), strided(args["tail_slots"]), lists, out, window,
+        args["req_to_token"],
+        args["req_pool_indices"],
+        args["seq_lens"],
+        strided(args["positions"]),
+        strided(args["tail_slots"]),
+        lists,
+        out,
+        window,
     )
     table, rows = args["req_to_token"].tolist(), args["req_pool_indices"].tolist()
     want = []
@@ -83,8 +89,14 @@ def test_lists_without_a_tail_come_from_the_table_alone(kind):
     lists = torch.tensor([0, 7, 7, 27], dtype=torch.int32, device=DEVICE)
     out = torch.full((27,), -CANARY, dtype=torch.int32, device=DEVICE)
     implementation(kind, "csr").fill_lists(
-        table, torch.tensor([2, 0, 1], device=DEVICE), lists.diff(), table.new_empty(3, 0).long(),
-        table.new_empty(3, 0), lists, out, -1,
+        table,
+        torch.tensor([2, 0, 1], device=DEVICE),
+        lists.diff(),
+        table.new_empty(3, 0).long(),
+        table.new_empty(3, 0),
+        lists,
+        out,
+        -1,
     )
     assert out.tolist() == table[2, :7].tolist() + table[1].tolist()
 
@@ -120,8 +132,14 @@ def test_masks_are_packed_from_words_and_positions(name, window, reach, kind):
     out = torch.full((int(masks[-1]) + 5,), CANARY, dtype=torch.uint8, device=DEVICE)
     words = strided(args["tail_words"])
     implementation(kind, "csr").pack_masks(
-        lists, masks, args["seq_lens"], strided(args["positions"]),
-        strided(args["tail_positions"]), words, out, window,
+        lists,
+        masks,
+        args["seq_lens"],
+        strided(args["positions"]),
+        strided(args["tail_positions"]),
+        words,
+        out,
+        window,
     )
     assert out.tolist() == brute_force(case, reach) + [CANARY] * 5
 

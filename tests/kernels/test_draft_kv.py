@@ -42,8 +42,13 @@ class Case:
     def words(self):
         count = -(-self.steps * self.topk // 64)
         mask = [
-            [[sum(1 << s * self.topk + k for s, k in self.path(b, step, branch))
-              for branch in range(self.topk)] for step in range(self.steps)]
+            [
+                [
+                    sum(1 << s * self.topk + k for s, k in self.path(b, step, branch))
+                    for branch in range(self.topk)
+                ]
+                for step in range(self.steps)
+            ]
             for b in range(len(self.lens))
         ]
         return [
@@ -71,14 +76,18 @@ class Case:
         slots = window[:, :drafted].unflatten(1, (self.steps, self.topk))
         slots.copy_(torch.tensor(self.branch_slots).view(slots.shape))
         return (
-            torch.tensor(self.table, **kwargs),
-            torch.tensor(self.rows, device=DEVICE),
-            torch.tensor(self.lens, **kwargs),
-            slots,
-            torch.tensor(self.words(), device=DEVICE),
-            indptr[:, : batch * self.topk + 1],
-            indices[:, :width],
-        ), indptr, indices
+            (
+                torch.tensor(self.table, **kwargs),
+                torch.tensor(self.rows, device=DEVICE),
+                torch.tensor(self.lens, **kwargs),
+                slots,
+                torch.tensor(self.words(), device=DEVICE),
+                indptr[:, : batch * self.topk + 1],
+                indices[:, :width],
+            ),
+            indptr,
+            indices,
+        )
 
 
 def check(case, indptr, indices):
@@ -96,8 +105,13 @@ def check(case, indptr, indices):
 
 
 SHAPES = [  # lens, topk, steps, max_len
-    ([3, 5], 2, 3, 12), ([0], 1, 1, 4), ([7, 0, 2, 9, 1], 3, 4, 11), ([6, 6], 10, 7, 9),
-    ([1030, 3, 2047], 2, 2, 2050), ([4], 8, 9, 6), ([*range(8), *range(122)][:130], 1, 1, 122),
+    ([3, 5], 2, 3, 12),
+    ([0], 1, 1, 4),
+    ([7, 0, 2, 9, 1], 3, 4, 11),
+    ([6, 6], 10, 7, 9),
+    ([1030, 3, 2047], 2, 2, 2050),
+    ([4], 8, 9, 6),
+    ([*range(8), *range(122)][:130], 1, 1, 122),
 ]
 
 
@@ -223,5 +237,3 @@ def test_r20_lengths_out_of_range_are_clamped(kind):
         implementation(kind, "draft_kv").fill_draft_tails(step, *args[2:])
     case.lens = [0, 4, 6]
     check(case, indptr, indices)
-
-

@@ -53,12 +53,20 @@ BIG: dict[str, tuple[list[tuple[int, int]], dict[str, Any]]] = {
 def run_both(lengths: list[tuple[int, int]], options: dict[str, Any]) -> None:
     case = make_extend_case(lengths, **options, device=DEVICE)
     expected = oracle_extend(case)
-    for function, lse in ((twin.extend_attention, True), (twin.extend_attention, False),
-                          (extend_attention, True)):
+    for function, lse in (
+        (twin.extend_attention, True),
+        (twin.extend_attention, False),
+        (extend_attention, True),
+    ):
         case.clear()
         function(
-            case.q, case.k_cache, case.v_cache, case.out, case.lse if lse else None,
-            **case.args, **case.settings,
+            case.q,
+            case.k_cache,
+            case.v_cache,
+            case.out,
+            case.lse if lse else None,
+            **case.args,
+            **case.settings,
         )
         check(case, expected, lse=lse)
 
@@ -81,8 +89,14 @@ def test_whole_pages(page_size: int, options: dict[str, Any]) -> None:
     lengths, form = BIG[f"ragged-{BF16}"]
     case = make_extend_case(lengths, **form | options, page_size=page_size, device=DEVICE)
     extend_attention(
-        case.q, case.k_cache, case.v_cache, case.out, case.lse, page_size=page_size,
-        **case.args, **case.settings,
+        case.q,
+        case.k_cache,
+        case.v_cache,
+        case.out,
+        case.lse,
+        page_size=page_size,
+        **case.args,
+        **case.settings,
     )
     check(case, oracle_extend(case))
 
@@ -94,8 +108,13 @@ def test_outputs_may_be_views_and_lse_left_out() -> None:
         wide = tensor.new_full((tensor.shape[0], tensor.shape[1] + 2, tensor.shape[2]), NAN)
         setattr(case, name, wide[:, 1:-1].copy_(tensor))
     extend_attention(
-        case.q, case.k_cache, case.v_cache, case.out, None,
-        **case.args | {"max_q_len": 40}, **case.settings,
+        case.q,
+        case.k_cache,
+        case.v_cache,
+        case.out,
+        None,
+        **case.args | {"max_q_len": 40},
+        **case.settings,
     )
     check(case, oracle_extend(case), lse=False)
 

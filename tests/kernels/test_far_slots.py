@@ -74,8 +74,14 @@ def far(case: Case, storage: list[torch.Tensor], *, table: str = "req_to_token")
 def tree_case(q_len: int, page_size: int = 1) -> Case:
     lengths = [500, 40] if CUDA else [40, 3]
     return make_tree_case(
-        lengths, q_len=q_len, heads=(4, HEADS), head_dim=DIM, dtype=DTYPE, device=DEVICE,
-        page_size=page_size, slots=1024,
+        lengths,
+        q_len=q_len,
+        heads=(4, HEADS),
+        head_dim=DIM,
+        dtype=DTYPE,
+        device=DEVICE,
+        page_size=page_size,
+        slots=1024,
     )
 
 
@@ -97,16 +103,33 @@ def test_fixed_attention(storage):
     expected = oracle_tree(case)
     case, a = far(case, storage), case.args
     kernel = FixedAttention(
-        batch=2, q_len=8, tail_len=8, num_qo_heads=4, num_kv_heads=HEADS, head_dim=DIM,
-        v_head_dim=DIM, dtype=DTYPE, device=DEVICE, max_keys=1024, **case.settings,
+        batch=2,
+        q_len=8,
+        tail_len=8,
+        num_qo_heads=4,
+        num_kv_heads=HEADS,
+        head_dim=DIM,
+        v_head_dim=DIM,
+        dtype=DTYPE,
+        device=DEVICE,
+        max_keys=1024,
+        **case.settings,
     )
     kernel.plan(a["seq_lens"], a["req_pool_indices"], a["req_to_token"].stride(0))
     kernel.trace(
-        indices=a["req_to_token"], positions=a["positions"], tail_slots=a["tail_slots"],
-        tail_positions=a["tail_positions"], tail_words=a["tail_words"],
+        indices=a["req_to_token"],
+        positions=a["positions"],
+        tail_slots=a["tail_slots"],
+        tail_positions=a["tail_positions"],
+        tail_words=a["tail_words"],
     )
     kernel.run(
-        case.q, case.k_cache, case.v_cache, case.out, case.lse, indices=a["req_to_token"],
+        case.q,
+        case.k_cache,
+        case.v_cache,
+        case.out,
+        case.lse,
+        indices=a["req_to_token"],
         positions=a["positions"],
     )
     check(case, expected)
@@ -121,7 +144,13 @@ def test_prompts(storage, triton):
     expected = oracle_extend(case)
     case = far(case, storage)
     extend_attention(
-        case.q, case.k_cache, case.v_cache, case.out, case.lse, **case.args, **case.settings,
+        case.q,
+        case.k_cache,
+        case.v_cache,
+        case.out,
+        case.lse,
+        **case.args,
+        **case.settings,
         tile=extend_tile_config(DIM, DIM, DTYPE) if triton else None,
     )
     check(case, expected)
@@ -132,8 +161,15 @@ def test_prompts(storage, triton):
 def test_latent_attention(storage, q_len, triton):
     rank, rope = (512, 64) if CUDA else (32, 16)
     case = make_tree_case(
-        [500, 40] if CUDA else [40, 3], q_len=q_len, heads=(16, 1), head_dim=rank + rope,
-        v_head_dim=rank, latent=True, dtype=DTYPE, device=DEVICE, slots=1024,
+        [500, 40] if CUDA else [40, 3],
+        q_len=q_len,
+        heads=(16, 1),
+        head_dim=rank + rope,
+        v_head_dim=rank,
+        latent=True,
+        dtype=DTYPE,
+        device=DEVICE,
+        slots=1024,
     )
     expected = oracle_tree(case)
     case = far(case, storage)
@@ -145,15 +181,19 @@ def test_latent_attention(storage, q_len, triton):
 def test_latent_prompts(storage):
     rank, rope = (512, 64) if CUDA else (32, 16)
     case = make_extend_case(
-        [(300, 65), (0, 40)] if CUDA else [(20, 5), (0, 3)], heads=(16, 1),
-        head_dim=rank + rope, v_head_dim=rank, latent=True, dtype=DTYPE, device=DEVICE, slots=1024,
+        [(300, 65), (0, 40)] if CUDA else [(20, 5), (0, 3)],
+        heads=(16, 1),
+        head_dim=rank + rope,
+        v_head_dim=rank,
+        latent=True,
+        dtype=DTYPE,
+        device=DEVICE,
+        slots=1024,
     )
     expected = oracle_extend(case)
     case = far(case, storage)
     settings = {"sm_scale": case.sm_scale}
-    mla_extend(
-        case.q, case.k_cache, case.v_cache, case.out, case.lse, **case.args, **settings
-    )
+    mla_extend(case.q, case.k_cache, case.v_cache, case.out, case.lse, **case.args, **settings)
     check(case, expected)
 
 

@@ -34,8 +34,18 @@ F8 = torch.float8_e4m3fn
 
 # of `CASES`, those that have no path to compare with, or look another way
 EXACT = [
-    "empty_prefixes", "padded", "any_bits", "rows_152_f16", "blind_rows", "tail_65_f16",
-    "head_64_v_96", "head_8_v_4", "window_any", "window_padded", "sharp", "many_parts",
+    "empty_prefixes",
+    "padded",
+    "any_bits",
+    "rows_152_f16",
+    "blind_rows",
+    "tail_65_f16",
+    "head_64_v_96",
+    "head_8_v_4",
+    "window_any",
+    "window_padded",
+    "sharp",
+    "many_parts",
 ]
 # prefix lengths around tiles and cuts (of 64 keys), and what differs from a tree of 4 nodes,
 # 4 query and 2 KV heads of 32, float32
@@ -97,9 +107,14 @@ def test_the_lse_is_optional() -> None:
     check(case, oracle_tree(case), lse=False)
 
 
-@pytest.mark.parametrize(("lengths", "options"), [
-    ([65, 1, 130, 0, 64], {}), ([0, 0], {}), ([65, 1, 0, 130], {"window_left": 20}),
-])
+@pytest.mark.parametrize(
+    ("lengths", "options"),
+    [
+        ([65, 1, 130, 0, 64], {}),
+        ([0, 0], {}),
+        ([65, 1, 0, 130], {"window_left": 20}),
+    ],
+)
 def test_index_lists_are_exact(lengths: list[int], options: dict[str, Any]) -> None:
     case = make_csr_case(lengths, **options, device=DEVICE)
     run_fixed(case, split_keys=64, ctas=8)
@@ -141,9 +156,14 @@ def check_batches(options: dict[str, Any], split: int) -> None:
     count, q_len = len(options["lengths"]), case.args["positions"].shape[1]
     run_fixed(case, split_keys=split)
     out, lse = (tensor.unflatten(0, (count, q_len)) for tensor in bits(case))
-    for seed, (who, pads) in enumerate([
-        ([0], 0), ([count - 1], 1), (list(range(count))[::-1], 3), ([1, 0] * 3, 4),
-    ]):
+    for seed, (who, pads) in enumerate(
+        [
+            ([0], 0),
+            ([count - 1], 1),
+            (list(range(count))[::-1], 3),
+            ([1, 0] * 3, 4),
+        ]
+    ):
         other = picked(case, who, pads=pads, seed=seed)
         run_fixed(other, split_keys=split, ctas=(0, 8)[seed % 2])
         wanted = (out[who].flatten(0, 1), lse[who].flatten(0, 1))
@@ -192,7 +212,9 @@ def test_the_default_mode_does_show_it(name: str) -> None:
 
 
 PROMPTS: dict[str, dict[str, Any]] = {
-    "plain": {}, "window": {"window_left": 37}, "cap": {"logit_cap": 3.0},
+    "plain": {},
+    "window": {"window_left": 37},
+    "cap": {"logit_cap": 3.0},
     "f16": {"dtype": F16, "head_dim": 64},
 }
 
@@ -210,8 +232,16 @@ def check_prompts(lengths: list[tuple[int, int]], cuts: list[int], **options: An
 
 def extend(case: Case) -> None:
     case.clear()
-    extend_attention(case.q, case.k_cache, case.v_cache, case.out, case.lse, deterministic=True,
-                     **case.args, **case.settings)
+    extend_attention(
+        case.q,
+        case.k_cache,
+        case.v_cache,
+        case.out,
+        case.lse,
+        deterministic=True,
+        **case.args,
+        **case.settings,
+    )
 
 
 @pytest.mark.parametrize("name", PROMPTS)
@@ -239,8 +269,15 @@ def test_one_object_serves_every_step() -> None:
         before = bits(case)
         case.clear()
         named = {"positions": case.args["positions"]}
-        kernel.run(case.q, case.k_cache, case.v_cache, case.out, case.lse,
-                   indices=case.args["req_to_token"], **named)
+        kernel.run(
+            case.q,
+            case.k_cache,
+            case.v_cache,
+            case.out,
+            case.lse,
+            indices=case.args["req_to_token"],
+            **named,
+        )
         same_bits(case, before, "another layer")
 
 
@@ -249,10 +286,19 @@ def test_one_workspace_serves_all_buckets() -> None:
     kernels = [make_fixed(case) for case in cases]
     size = max(
         FixedAttention.workspace_bytes(
-            batch=k.batch, q_len=4, tail_len=4, num_qo_heads=4, num_kv_heads=2, head_dim=32,
-            v_head_dim=32, dtype=F32, device=DEVICE, split_keys=128,
+            batch=k.batch,
+            q_len=4,
+            tail_len=4,
+            num_qo_heads=4,
+            num_kv_heads=2,
+            head_dim=32,
+            v_head_dim=32,
+            dtype=F32,
+            device=DEVICE,
+            split_keys=128,
             max_keys=case.args["req_to_token"].shape[1],
-        ) for k, case in zip(kernels, cases, strict=True)
+        )
+        for k, case in zip(kernels, cases, strict=True)
     )
     workspace = torch.full((size,), 255, dtype=torch.uint8, device=DEVICE)
     for _ in range(2):
@@ -264,8 +310,15 @@ def test_one_workspace_serves_all_buckets() -> None:
 @pytest.mark.gpu
 def test_one_graph_serves_every_length() -> None:
     """Bits of a replay are those of an eager forward of any of its requests alone."""
-    options: dict[str, Any] = {"q_len": 8, "heads": (8, 2), "head_dim": 128, "dtype": BF16,
-                               "device": DEVICE, "width": 9100, "slots": 40_000}
+    options: dict[str, Any] = {
+        "q_len": 8,
+        "heads": (8, 2),
+        "head_dim": 128,
+        "dtype": BF16,
+        "device": DEVICE,
+        "width": 9100,
+        "slots": 40_000,
+    }
     batches = ([5000, 3, 0, 700], [0, 0, 0, 0], [64, 65, 63, 1], [9000, 9000, 9000, 9000])
     live = make_tree_case([1, 1, 1, 1], **options)
     kernel = make_fixed(live, split_keys=1024)
@@ -287,8 +340,16 @@ def test_no_number_of_the_batch_is_in_the_tile() -> None:
             assert 64 % tile.block_n == 0
             for q_len in (1, 8, 64):
                 kernel = FixedAttention(
-                    batch=2, q_len=q_len, tail_len=q_len, num_qo_heads=8, num_kv_heads=2,
-                    head_dim=dim, v_head_dim=dim, dtype=dtype, device="cpu", sm_scale=1.0,
+                    batch=2,
+                    q_len=q_len,
+                    tail_len=q_len,
+                    num_qo_heads=8,
+                    num_kv_heads=2,
+                    head_dim=dim,
+                    v_head_dim=dim,
+                    dtype=dtype,
+                    device="cpu",
+                    sm_scale=1.0,
                     max_keys=100,
                 )
                 assert kernel.shape.tile == tile
@@ -310,7 +371,8 @@ def test_errors_name_the_argument() -> None:
     with pytest.raises(ValueError, match="tail_slots and tail_words must be given"):
         kernel.trace(indices=case.args["req_to_token"])
     with pytest.raises(ValueError, match="seq_lens must be"):
-        attend_fixed(kernel, replace(
-            case, args=case.args | {"seq_lens": case.args["seq_lens"].long()}))
+        attend_fixed(
+            kernel, replace(case, args=case.args | {"seq_lens": case.args["seq_lens"].long()})
+        )
     with pytest.raises(ValueError, match="k_cache must be"):
         attend_fixed(kernel, replace(case, k_cache=case.k_cache.half()))

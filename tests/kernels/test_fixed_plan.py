@@ -57,12 +57,26 @@ class Work:
 
 
 def make(
-    lengths: list[int], *, chunks: int, tail: int = 3, window: int = -1, csr: bool = False,
-    extra: int = 2, stride: int = 5000,
+    lengths: list[int],
+    *,
+    chunks: int,
+    tail: int = 3,
+    window: int = -1,
+    csr: bool = False,
+    extra: int = 2,
+    stride: int = 5000,
 ) -> Work:
     plan = FixedPlan.alloc(
-        batch=len(lengths), max_chunks=chunks, q_len=1, tail_len=tail, window_left=window,
-        block_n=BN, split_tiles=SPLIT, extra=extra, csr=csr, device=torch.device(DEVICE),
+        batch=len(lengths),
+        max_chunks=chunks,
+        q_len=1,
+        tail_len=tail,
+        window_left=window,
+        block_n=BN,
+        split_tiles=SPLIT,
+        extra=extra,
+        csr=csr,
+        device=torch.device(DEVICE),
     )
     for table in (plan.tile_ends, plan.requests, plan.chunks, plan.splits):
         table.fill_(-7)
@@ -137,10 +151,15 @@ def test_every_part_is_taken_once(name: str) -> None:
 def test_random_batches(seed: int) -> None:
     rng = random.Random(seed)
     lengths = [int(rng.paretovariate(0.6)) % 5000 for _ in range(rng.choice([2, 3, 17, 40]))]
-    check(make(
-        lengths, chunks=rng.choice([2, 8, 33]), tail=rng.choice([1, 70]),
-        window=rng.choice([0, 31, 700]) if seed % 2 else -1, extra=rng.choice([0, 15]),
-    ))
+    check(
+        make(
+            lengths,
+            chunks=rng.choice([2, 8, 33]),
+            tail=rng.choice([1, 70]),
+            window=rng.choice([0, 31, 700]) if seed % 2 else -1,
+            extra=rng.choice([0, 15]),
+        )
+    )
 
 
 @pytest.mark.parametrize("lengths", [[5, 700, 0, 64], [0], [0, 0, 31]])
@@ -178,16 +197,29 @@ def test_a_path_is_the_rest_of_the_prefix_and_the_ancestors(
     )
     a = case.args
     plan = FixedPlan.alloc(
-        batch=4, max_chunks=2, q_len=q_len, tail_len=tail, window_left=window, block_n=BN,
-        split_tiles=SPLIT, extra=0, csr=False, device=torch.device(DEVICE),
+        batch=4,
+        max_chunks=2,
+        q_len=q_len,
+        tail_len=tail,
+        window_left=window,
+        block_n=BN,
+        split_tiles=SPLIT,
+        extra=0,
+        csr=False,
+        device=torch.device(DEVICE),
     )
     plan.paths.fill_(10**6)
     table = a["req_to_token"]
     plan.fill(a["seq_lens"], a["req_pool_indices"], table.stride(0))
-    strides = (a["positions"].stride(0), a["tail_slots"].stride(0), a["tail_positions"].stride(0),
-               *a["tail_words"].stride()[:2])
-    plan.trace(table, a["positions"], a["tail_slots"], a["tail_positions"], a["tail_words"],
-               strides)
+    strides = (
+        a["positions"].stride(0),
+        a["tail_slots"].stride(0),
+        a["tail_positions"].stride(0),
+        *a["tail_words"].stride()[:2],
+    )
+    plan.trace(
+        table, a["positions"], a["tail_slots"], a["tail_positions"], a["tail_words"], strides
+    )
     seen = tree_lists(case)
     words = a["tail_words"].tolist()
     for row, (path, length) in enumerate(
@@ -196,7 +228,8 @@ def test_a_path_is_the_rest_of_the_prefix_and_the_ancestors(
         b, prefix = row // q_len, int(a["seq_lens"][row // q_len])
         whole = prefix // BN * BN
         slots = table[a["req_pool_indices"][b], whole:prefix].tolist() + [
-            slot for j, slot in enumerate(a["tail_slots"][b].tolist())
+            slot
+            for j, slot in enumerate(a["tail_slots"][b].tolist())
             if words[b][row % q_len][j // 64] >> j % 64 & 1
         ]
         assert length == len(slots)

@@ -31,7 +31,10 @@ F32, F16, BF16, F8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_
 # Triton's interpreter has no bfloat16, which is the harder one: its queries are converted
 HALF = BF16 if DEVICE == "cuda" else F16
 FORM: dict[str, Any] = {
-    "kv_dtype": F8, "kv_scales": (0.7, 1.9), "dtype": HALF, "device": DEVICE,
+    "kv_dtype": F8,
+    "kv_scales": (0.7, 1.9),
+    "dtype": HALF,
+    "device": DEVICE,
 }
 KINDS = ["kernel", "twin"]
 NUMBERS = torch.arange(256, dtype=torch.uint8).view(F8).float()
@@ -53,7 +56,11 @@ BIG: dict[str, dict[str, Any]] = {
     "verify_64": {"lengths": [1030, 65], "q_len": 64, "heads": (8, 2)},
     "tail_200": {"lengths": [1030, 0], "q_len": 8, "tail_len": 200, "mode": "any", "heads": (8, 2)},
     "window_cap": {
-        "lengths": [3000, 700], "q_len": 8, "window_left": 511, "heads": (8, 2), "logit_cap": 30.0,
+        "lengths": [3000, 700],
+        "q_len": 8,
+        "window_left": 511,
+        "heads": (8, 2),
+        "logit_cap": 30.0,
     },
     "head_64": {"lengths": [1500, 65], "q_len": 8, "head_dim": 64, "heads": (6, 2)},
     "head_256": {"lengths": [1500, 65], "q_len": 8, "head_dim": 256, "heads": (8, 2)},
@@ -80,7 +87,13 @@ def hold_tree_to_oracle(case: Case, **options: Any) -> None:
     check(case, expected)
     case.clear()
     twin.tree_attention(
-        case.q, case.k_cache, case.v_cache, case.out, case.lse, **case.args, **case.settings,
+        case.q,
+        case.k_cache,
+        case.v_cache,
+        case.out,
+        case.lse,
+        **case.args,
+        **case.settings,
         **scales(case),
     )
     check(case, expected)
@@ -103,18 +116,42 @@ def test_index_lists() -> None:
     case = make_csr_case([65, 1, 0, 130], **FORM)
     expected = oracle_csr(case)
     kernel = TreeAttention(
-        batch=4, q_len=1, tail_len=0, num_qo_heads=4, num_kv_heads=2, head_dim=32, v_head_dim=32,
-        dtype=HALF, kv_dtype=F8, device=DEVICE, csr=True, **case.settings,
+        batch=4,
+        q_len=1,
+        tail_len=0,
+        num_qo_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        v_head_dim=32,
+        dtype=HALF,
+        kv_dtype=F8,
+        device=DEVICE,
+        csr=True,
+        **case.settings,
     )
     kernel.plan_csr(case.args["kv_indptr"])
     kernel.scaled(*case.kv_scales).run(
-        case.q, case.k_cache, case.v_cache, case.out, case.lse, indices=case.args["kv_indices"],
-        positions=None, tail_slots=None, tail_positions=None, tail_words=None,
+        case.q,
+        case.k_cache,
+        case.v_cache,
+        case.out,
+        case.lse,
+        indices=case.args["kv_indices"],
+        positions=None,
+        tail_slots=None,
+        tail_positions=None,
+        tail_words=None,
     )
     check(case, expected)
     case.clear()
     twin.csr_attention(
-        case.q, case.k_cache, case.v_cache, case.out, None, **case.args, **case.settings,
+        case.q,
+        case.k_cache,
+        case.v_cache,
+        case.out,
+        None,
+        **case.args,
+        **case.settings,
         **scales(case),
     )
     check(case, expected, lse=False)
@@ -134,7 +171,13 @@ def test_prompts(name: str) -> None:
     for function in (extend_attention, twin.extend_attention):
         case.clear()
         function(
-            case.q, case.k_cache, case.v_cache, case.out, case.lse, **case.args, **case.settings,
+            case.q,
+            case.k_cache,
+            case.v_cache,
+            case.out,
+            case.lse,
+            **case.args,
+            **case.settings,
             **scales(case),
         )
         check(case, expected)
@@ -147,7 +190,13 @@ def test_prompts_at_size(head_dim: int) -> None:
         [(0, 700), (1500, 165), (64, 1)], heads=(8, 2), head_dim=head_dim, **FORM
     )
     extend_attention(
-        case.q, case.k_cache, case.v_cache, case.out, case.lse, **case.args, **case.settings,
+        case.q,
+        case.k_cache,
+        case.v_cache,
+        case.out,
+        case.lse,
+        **case.args,
+        **case.settings,
         **scales(case),
     )
     check(case, oracle_extend(case))
@@ -182,8 +231,10 @@ def test_dtypes_that_do_not_go_together_are_refused() -> None:
     with pytest.raises(ValueError, match=r"v_cache must be torch\.float8_e4m3fn"):
         run(kernel, replace(case, v_cache=case.v_cache.half()))
     prompt = make_extend_case([(5, 2)], **FORM)
-    for other, name in (({"v_cache": prompt.v_cache.half()}, "v_cache"),
-                        ({"q": prompt.q.float(), "out": prompt.out.float()}, "k_cache")):
+    for other, name in (
+        ({"v_cache": prompt.v_cache.half()}, "v_cache"),
+        ({"q": prompt.q.float(), "out": prompt.out.float()}, "k_cache"),
+    ):
         bad = replace(prompt, **other)
         with pytest.raises(ValueError, match=f"{name} must be"):
             extend_attention(
@@ -217,10 +268,15 @@ def nearest(x: torch.Tensor) -> torch.Tensor:
     return torch.where(up, high, low)
 
 
-@pytest.mark.parametrize("store", [
-    # the interpreter does not carry from the mantissa into the exponent
-    pytest.param(kv_store.store_kv, marks=pytest.mark.gpu), kv_store_twin.store_kv,
-], ids=KINDS)
+@pytest.mark.parametrize(
+    "store",
+    [
+        # the interpreter does not carry from the mantissa into the exponent
+        pytest.param(kv_store.store_kv, marks=pytest.mark.gpu),
+        kv_store_twin.store_kv,
+    ],
+    ids=KINDS,
+)
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 def test_rounding_is_to_nearest_even_and_nan_stays(store: Any, dtype: torch.dtype) -> None:
     k = (torch.randn(300, 2, 24) * 10 ** (torch.rand(300, 2, 24) * 7 - 4)).to(dtype)

@@ -95,10 +95,14 @@ def test_parts_add_up(dtype, compiled) -> None:
     check(got, parts.double().sum(0))
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "split", "normed", "paged", "following"), [
-    (4, 2, 24, 1, True, True, True), (6, 1, 64, 3, False, True, False),
-    (8, 4, 16, 2, True, False, True),
-])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "split", "normed", "paged", "following"),
+    [
+        (4, 2, 24, 1, True, True, True),
+        (6, 1, 64, 3, False, True, False),
+        (8, 4, 16, 2, True, False, True),
+    ],
+)
 def test_rotation_and_store(
     glue, dtype, heads, kv_heads, dim, split, normed, paged, following
 ) -> None:

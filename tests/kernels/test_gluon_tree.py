@@ -68,9 +68,7 @@ def _check(case: Any, tile: GluonTile | None, page_size: int = 1) -> None:
         check(case, expected, lse=lse)
 
 
-def _late_store(
-    case: Any, kernel: TreeAttention, again: TreeAttention
-) -> torch.cuda.CUDAGraph:
+def _late_store(case: Any, kernel: TreeAttention, again: TreeAttention) -> torch.cuda.CUDAGraph:
     """Record a plan, attention, and attention ``again`` after a product and a store of its keys.
 
     Product and store let what follows start before they have waited. Until the store, the tail is
@@ -97,7 +95,15 @@ def _late_store(
         case.out.fill_(torch.nan)
         stream_linear(x, weight)
         rotate_store(
-            parts, positions, table, None, 0.0, case.q, case.k_cache, case.v_cache, slots,
+            parts,
+            positions,
+            table,
+            None,
+            0.0,
+            case.q,
+            case.k_cache,
+            case.v_cache,
+            slots,
             following=True,
         )
         run(again, case, lse=False)
@@ -163,15 +169,31 @@ class TestOnHopper:
         )
         expected = oracle_csr(case)
         kernel = TreeAttention(
-            batch=5, q_len=1, tail_len=0, num_qo_heads=16, num_kv_heads=4, head_dim=128,
-            v_head_dim=128, dtype=dtype, device="cuda", csr=True, **case.settings,
+            batch=5,
+            q_len=1,
+            tail_len=0,
+            num_qo_heads=16,
+            num_kv_heads=4,
+            head_dim=128,
+            v_head_dim=128,
+            dtype=dtype,
+            device="cuda",
+            csr=True,
+            **case.settings,
         )
         assert isinstance(kernel.shape.tile, GluonTile)
         kernel.plan_csr(case.args["kv_indptr"])
         kernel.run(
-            case.q, case.k_cache, case.v_cache, case.out, case.lse,
-            indices=case.args["kv_indices"], positions=None, tail_slots=None,
-            tail_positions=None, tail_words=None,
+            case.q,
+            case.k_cache,
+            case.v_cache,
+            case.out,
+            case.lse,
+            indices=case.args["kv_indices"],
+            positions=None,
+            tail_slots=None,
+            tail_positions=None,
+            tail_words=None,
         )
         check(case, expected)
 
@@ -193,10 +215,18 @@ class TestOnHopper:
             differ += (case.out != want).sum()
         assert differ.item() == 0
 
-    @pytest.mark.parametrize(("name", "page_size"), [
-        ("decode", 1), ("verify_8", 1), ("draft", 1), ("window", 1), ("window_in_tail", 1),
-        ("batch_200", 1), ("verify_64", 16),
-    ])
+    @pytest.mark.parametrize(
+        ("name", "page_size"),
+        [
+            ("decode", 1),
+            ("verify_8", 1),
+            ("draft", 1),
+            ("window", 1),
+            ("window_in_tail", 1),
+            ("batch_200", 1),
+            ("verify_64", 16),
+        ],
+    )
     def test_the_prefix_may_come_before_the_wait(self, name: str, page_size: int) -> None:
         """The same bits where keys of the tail are stored late, by the kernel right before."""
         case = _case(name, BF16, page_size=page_size)
@@ -223,8 +253,17 @@ class TestOnHopper:
     def test_where_nothing_may_come_before_the_wait(self, form: str) -> None:
         tail = 0 if form == "lists" else 1
         kernel = TreeAttention(
-            batch=1, q_len=1, tail_len=tail, num_qo_heads=2, num_kv_heads=1, head_dim=64,
-            v_head_dim=64, dtype=BF16, device="cuda", sm_scale=1.0, csr=not tail,
+            batch=1,
+            q_len=1,
+            tail_len=tail,
+            num_qo_heads=2,
+            num_kv_heads=1,
+            head_dim=64,
+            v_head_dim=64,
+            dtype=BF16,
+            device="cuda",
+            sm_scale=1.0,
+            csr=not tail,
             kv_dtype=FLOAT8 if tail else None,
         )
         assert isinstance(kernel.shape.tile, GluonTile)

@@ -26,7 +26,8 @@ def expected_pool(pool, tail_slots, accept_index):
 def check(kind, k_pool, v_pool, tail_slots, accept_index):
     expect = [expected_pool(pool, tail_slots, accept_index) for pool in (k_pool, v_pool)]
     implementation(kind, "kv_move").commit_kv(
-        k_pool, v_pool,
+        k_pool,
+        v_pool,
         torch.tensor(tail_slots, dtype=torch.int32, device=DEVICE),
         torch.tensor(accept_index, dtype=torch.int32, device=DEVICE),
     )
@@ -52,7 +53,10 @@ def paths(rng, batch, n, steps):
 
 
 SHAPES = [  # batch, n, steps, layers, heads, k_dim, v_dim
-    (1, 1, 0, 1, 1, 4, 4), (2, 3, 2, 2, 1, 3, 5), (3, 7, 3, 2, 3, 5, 5), (4, 33, 6, 1, 2, 9, 3),
+    (1, 1, 0, 1, 1, 4, 4),
+    (2, 3, 2, 2, 1, 3, 5),
+    (3, 7, 3, 2, 3, 5, 5),
+    (4, 33, 6, 1, 2, 9, 3),
     (2, 70, 64, 1, 1, 20, 20),
 ]
 
@@ -64,8 +68,12 @@ def test_random_paths(kind, shape):
     rng = random.Random(n)
     slots = rng.sample(range(1, batch * n + 20), batch * n)
     tails = [slots[i * n : (i + 1) * n] for i in range(batch)]
-    check(kind, *pools(layers, batch * n + 20, heads, k_dim, v_dim), tails,
-          paths(rng, batch, n, steps))
+    check(
+        kind,
+        *pools(layers, batch * n + 20, heads, k_dim, v_dim),
+        tails,
+        paths(rng, batch, n, steps),
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -115,7 +123,9 @@ def check_layers(kind, k_pool, v_pool, **options):
     tail, path = [[7, 3, 11, 1, 9, 4]], [[0, 2, 5]]
     expect = [[expected_pool(layer[None], tail, path)[0] for layer in p] for p in (k_pool, v_pool)]
     implementation(kind, "kv_move").commit_kv(
-        k_pool, v_pool, *(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (tail, path)),
+        k_pool,
+        v_pool,
+        *(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (tail, path)),
         **options,
     )
     for found, wanted in zip((k_pool, v_pool), expect, strict=True):
@@ -149,8 +159,9 @@ def test_layers_of_allocations_of_their_own(kind):
     wide = [torch.randn(12, 3, 2, 16, device=DEVICE) for _ in range(4)]
     k_pool, v_pool = ([layer[:, at, :, :dim] for layer in wide] for at, dim in ((0, 16), (2, 5)))
     untouched = [layer[:, 1].clone() for layer in wide]
-    places = [[layer.data_ptr() - layers[0].data_ptr() for layer in layers]
-              for layers in (k_pool, v_pool)]
+    places = [
+        [layer.data_ptr() - layers[0].data_ptr() for layer in layers] for layers in (k_pool, v_pool)
+    ]
     check_layers(kind, k_pool, v_pool, offsets=torch.tensor(places, device=DEVICE) // 4)
     for layer, before in zip(wide, untouched, strict=True):
         assert torch.equal(layer[:, 1], before)

@@ -18,9 +18,15 @@ def made(batch: int, width: int, slots: int, *, rows: int, gap: int = 0):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("batch", "width", "rows", "gap"), [
-    (1, 2, 1, 0), (3, 7, 5, 0), (64, 18, 64, 3), (1100, 3, 1101, 1),
-])
+@pytest.mark.parametrize(
+    ("batch", "width", "rows", "gap"),
+    [
+        (1, 2, 1, 0),
+        (3, 7, 5, 0),
+        (64, 18, 64, 3),
+        (1100, 3, 1101, 1),
+    ],
+)
 def test_steps_land_in_turn(kind, batch, width, rows, gap):
     land = implementation(kind, "land")
     packed, ring, turn = made(batch, width, 3, rows=rows, gap=gap)

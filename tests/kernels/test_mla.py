@@ -42,9 +42,7 @@ def latent(case: Case, rank: int) -> Case:
 def tree_case(
     lengths: list[int], *, heads: int = 4, rank: int = 64, rope: int = 16, **options: Any
 ) -> Case:
-    case = make_tree_case(
-        lengths, heads=(heads, 1), head_dim=rank + rope, device=DEVICE, **options
-    )
+    case = make_tree_case(lengths, heads=(heads, 1), head_dim=rank + rope, device=DEVICE, **options)
     return latent(case, rank)
 
 
@@ -100,10 +98,16 @@ BIG = {
 def make_kernel(case: Case, **options: Any) -> MlaAttention:
     a = case.args
     return MlaAttention(
-        batch=len(a["seq_lens"]), q_len=a["positions"].shape[1],
-        tail_len=a["tail_slots"].shape[1], num_qo_heads=case.q.shape[1],
-        head_dim=case.q.shape[2], v_head_dim=case.out.shape[2], dtype=case.q.dtype,
-        device=case.q.device, sm_scale=case.sm_scale, **options,
+        batch=len(a["seq_lens"]),
+        q_len=a["positions"].shape[1],
+        tail_len=a["tail_slots"].shape[1],
+        num_qo_heads=case.q.shape[1],
+        head_dim=case.q.shape[2],
+        v_head_dim=case.out.shape[2],
+        dtype=case.q.dtype,
+        device=case.q.device,
+        sm_scale=case.sm_scale,
+        **options,
     )
 
 
@@ -111,16 +115,28 @@ def run(kernel: MlaAttention, case: Case, *, lse: bool = True) -> None:
     a = case.args
     kernel.plan(a["seq_lens"], a["req_pool_indices"], a["req_to_token"].stride(0))
     kernel.run(
-        case.q, case.k_cache, case.v_cache, case.out, case.lse if lse else None,
-        indices=a["req_to_token"], positions=None, tail_slots=a["tail_slots"],
-        tail_positions=None, tail_words=a["tail_words"],
+        case.q,
+        case.k_cache,
+        case.v_cache,
+        case.out,
+        case.lse if lse else None,
+        indices=a["req_to_token"],
+        positions=None,
+        tail_slots=a["tail_slots"],
+        tail_positions=None,
+        tail_words=a["tail_words"],
     )
 
 
 def run_twin(function: Any, case: Case, *, lse: bool = True) -> None:
     function(
-        case.q, case.k_cache, case.v_cache, case.out, case.lse if lse else None,
-        **case.args, **case.settings,
+        case.q,
+        case.k_cache,
+        case.v_cache,
+        case.out,
+        case.lse if lse else None,
+        **case.args,
+        **case.settings,
     )
 
 
@@ -166,8 +182,15 @@ def test_kernel_matches_the_oracle_at_size(name: str) -> None:
 @pytest.mark.gpu
 def test_one_graph_serves_every_length() -> None:
     batches = ([2000, 3, 0, 300], [0, 0, 0, 0], [64, 65, 63, 1], [300, 3000, 300, 1])
-    same = {"heads": 16, "rank": 512, "rope": 64, "q_len": 4, "dtype": BF16, "width": 3100,
-            "slots": 5000}
+    same = {
+        "heads": 16,
+        "rank": 512,
+        "rope": 64,
+        "q_len": 4,
+        "dtype": BF16,
+        "width": 3100,
+        "slots": 5000,
+    }
     live = tree_case([1, 1, 1, 1], **same)
     kernel = make_kernel(live)
     replay = recorded(lambda: run(kernel, live))
@@ -192,13 +215,29 @@ def test_index_lists(name: str) -> None:
     case = latent(make_csr_case(lengths, heads=(3, 1), head_dim=80, device=DEVICE, **options), 64)
     expected = oracle_csr(case)
     kernel = MlaAttention(
-        batch=len(case.q), q_len=1, tail_len=0, num_qo_heads=3, head_dim=80, v_head_dim=64,
-        dtype=case.q.dtype, device=DEVICE, sm_scale=case.sm_scale, csr=True,
+        batch=len(case.q),
+        q_len=1,
+        tail_len=0,
+        num_qo_heads=3,
+        head_dim=80,
+        v_head_dim=64,
+        dtype=case.q.dtype,
+        device=DEVICE,
+        sm_scale=case.sm_scale,
+        csr=True,
     )
     kernel.plan_csr(case.args["kv_indptr"])
     kernel.run(
-        case.q, case.k_cache, case.v_cache, case.out, case.lse, indices=case.args["kv_indices"],
-        positions=None, tail_slots=None, tail_positions=None, tail_words=None,
+        case.q,
+        case.k_cache,
+        case.v_cache,
+        case.out,
+        case.lse,
+        indices=case.args["kv_indices"],
+        positions=None,
+        tail_slots=None,
+        tail_positions=None,
+        tail_words=None,
     )
     check(case, expected)
     case.clear()
@@ -223,20 +262,30 @@ BIG_EXTEND: dict[str, tuple[list[tuple[int, int]], dict[str, Any]]] = {
 
 
 def extend_both(
-    lengths: list[tuple[int, int]], *, heads: int = 3, rank: int = 64, rope: int = 16,
+    lengths: list[tuple[int, int]],
+    *,
+    heads: int = 3,
+    rank: int = 64,
+    rope: int = 16,
     **options: Any,
 ) -> None:
-    case = latent(make_extend_case(
-        lengths, heads=(heads, 1), head_dim=rank + rope, device=DEVICE, **options
-    ), rank)
+    case = latent(
+        make_extend_case(lengths, heads=(heads, 1), head_dim=rank + rope, device=DEVICE, **options),
+        rank,
+    )
     expected = oracle_extend(case)
     run_twin(twin.extend_attention, case)
     check(case, expected)
     case.clear()
     for lse in (True, False):
         mla_extend(
-            case.q, case.k_cache, case.v_cache, case.out, case.lse if lse else None,
-            **case.args, sm_scale=case.sm_scale,
+            case.q,
+            case.k_cache,
+            case.v_cache,
+            case.out,
+            case.lse if lse else None,
+            **case.args,
+            sm_scale=case.sm_scale,
         )
         check(case, expected, lse=lse)
 
@@ -286,8 +335,9 @@ def test_a_pool_of_its_own_for_values_is_refused() -> None:
         run(make_kernel(case), shifted)
     case = latent(make_extend_case([(5, 6)], heads=(3, 1), head_dim=80, device=DEVICE), 64)
     with pytest.raises(ValueError, match="v_cache must be k_cache"):
-        mla_extend(case.q, case.k_cache, case.v_cache.clone(), case.out, None, **case.args,
-                   sm_scale=1.0)
+        mla_extend(
+            case.q, case.k_cache, case.v_cache.clone(), case.out, None, **case.args, sm_scale=1.0
+        )
 
 
 def test_bad_geometry_is_refused() -> None:
@@ -349,8 +399,13 @@ print(json.dumps(shared))
 
 def test_tiles_fit_into_the_shared_memory_of_an_h200() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", OFFLINE], capture_output=True, text=True,
-                          check=False, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", OFFLINE],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
     assert done.returncode == 0, done.stderr
     shared = json.loads(done.stdout)
     assert len(shared) == 3

@@ -91,17 +91,35 @@ def test_chunks_of_several_tiles() -> None:
 @pytest.mark.gpu
 @hopper
 def test_index_lists() -> None:
-    case = latent(make_csr_case(
-        [65, 1, 0, 3000, 64], heads=(16, 1), head_dim=576, device="cuda", dtype=BF16
-    ), 512)
+    case = latent(
+        make_csr_case([65, 1, 0, 3000, 64], heads=(16, 1), head_dim=576, device="cuda", dtype=BF16),
+        512,
+    )
     kernel = MlaAttention(
-        batch=len(case.q), q_len=1, tail_len=0, num_qo_heads=16, head_dim=576, v_head_dim=512,
-        dtype=BF16, device="cuda", sm_scale=case.sm_scale, csr=True, tile=GLUON,
+        batch=len(case.q),
+        q_len=1,
+        tail_len=0,
+        num_qo_heads=16,
+        head_dim=576,
+        v_head_dim=512,
+        dtype=BF16,
+        device="cuda",
+        sm_scale=case.sm_scale,
+        csr=True,
+        tile=GLUON,
     )
     kernel.plan_csr(case.args["kv_indptr"])
     kernel.run(
-        case.q, case.k_cache, case.v_cache, case.out, case.lse, indices=case.args["kv_indices"],
-        positions=None, tail_slots=None, tail_positions=None, tail_words=None,
+        case.q,
+        case.k_cache,
+        case.v_cache,
+        case.out,
+        case.lse,
+        indices=case.args["kv_indices"],
+        positions=None,
+        tail_slots=None,
+        tail_positions=None,
+        tail_words=None,
     )
     check(case, oracle_csr(case))
 
@@ -198,8 +216,13 @@ print(json.dumps([kernel.metadata.shared, *(
 def test_it_compiles_for_hopper() -> None:
     """Two tiles and the queries fill the shared memory; copies and stores move 16 bytes."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", OFFLINE], capture_output=True, text=True,
-                          check=False, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", OFFLINE],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
     assert done.returncode == 0, done.stderr
     shared, products, copies, stores = json.loads(done.stdout)
     assert shared <= 227 * 1024

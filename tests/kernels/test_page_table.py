@@ -25,11 +25,18 @@ def slot_lists(rng: random.Random, lens: list[int], tail: int, max_len: int):
     return rows, table, tails, wide[:, :tail]
 
 
-@pytest.mark.parametrize(("lens", "q_len", "tail", "max_len", "window"), [
-    ([3, 0, 7], 1, 1, 9, -1), ([0], 4, 4, 1, -1), ([5, 11, 2, 0], 1, 3, 11, -1),
-    ([1500, 3, 0, 1024], 5, 5, 2000, -1), ([5, 40, 0, 7], 4, 4, 40, 6), ([5, 40, 0], 1, 3, 41, 0),
-    ([9, 2], 3, 3, 12, 50),
-])
+@pytest.mark.parametrize(
+    ("lens", "q_len", "tail", "max_len", "window"),
+    [
+        ([3, 0, 7], 1, 1, 9, -1),
+        ([0], 4, 4, 1, -1),
+        ([5, 11, 2, 0], 1, 3, 11, -1),
+        ([1500, 3, 0, 1024], 5, 5, 2000, -1),
+        ([5, 40, 0, 7], 4, 4, 40, 6),
+        ([5, 40, 0], 1, 3, 41, 0),
+        ([9, 2], 3, 3, 12, 50),
+    ],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_page_table_is_prefix_then_tail_from_the_window_on(
     kind, lens, q_len, tail, max_len, window
@@ -40,8 +47,14 @@ def test_page_table_is_prefix_then_tail_from_the_window_on(
     out = torch.full((len(lens), width), CANARY, **INT)
     counts = torch.full((len(lens),), CANARY, **INT)
     implementation(kind, "page_table").fill_page_table(
-        torch.tensor(table, **INT), torch.tensor(rows, device=DEVICE), torch.tensor(lens, **INT),
-        tail_slots, out, counts, q_len=q_len, window_left=window,
+        torch.tensor(table, **INT),
+        torch.tensor(rows, device=DEVICE),
+        torch.tensor(lens, **INT),
+        tail_slots,
+        out,
+        counts,
+        q_len=q_len,
+        window_left=window,
     )
     for b, length in enumerate(lens):
         expected = table[rows[b]][:length] + tails[b]
@@ -84,10 +97,17 @@ def test_one_program_may_walk_a_whole_row(monkeypatch):
 
 
 @pytest.mark.parametrize("programs", [2048, 1])
-@pytest.mark.parametrize(("lens", "context", "blocks", "page", "apart"), [
-    ([7, 0, 12, 1], 12, 3, 4, 4), ([5, 3], 9, 9, 1, 1), ([40, 33, 16], 40, 3, 16, 32),
-    ([2500, 3], 3000, 200, 16, 96), ([99, -5, 64], 50, 4, 16, 16), ([99, 3], 90, 2, 16, 16),
-])
+@pytest.mark.parametrize(
+    ("lens", "context", "blocks", "page", "apart"),
+    [
+        ([7, 0, 12, 1], 12, 3, 4, 4),
+        ([5, 3], 9, 9, 1, 1),
+        ([40, 33, 16], 40, 3, 16, 32),
+        ([2500, 3], 3000, 200, 16, 96),
+        ([99, -5, 64], 50, 4, 16, 16),
+        ([99, 3], 90, 2, 16, 16),
+    ],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_become_slots(kind, lens, context, blocks, page, apart, programs, monkeypatch):
     """Of rows in any order, up to each length; lines of row 0, and what is past a length, stay."""
@@ -103,8 +123,13 @@ def test_blocks_become_slots(kind, lens, context, blocks, page, apart, programs,
     table = torch.full((len(lines), blocks + 2), CANARY, **INT)
     table[:, :blocks] = torch.tensor(lines, **INT)
     implementation(kind, "block_table").fill_slots(
-        torch.tensor([*rows, 0], device=DEVICE), table[:, :blocks], torch.tensor([*lens, 7], **INT),
-        wide[:, :context], reserved, page_size=page, block_stride=apart,
+        torch.tensor([*rows, 0], device=DEVICE),
+        table[:, :blocks],
+        torch.tensor([*lens, 7], **INT),
+        wide[:, :context],
+        reserved,
+        page_size=page,
+        block_stride=apart,
     )
     assert reserved[0] == 0
     for row in range(count):
@@ -124,10 +149,13 @@ def test_ancestors_are_packed_in_bit_order(kind, batch, q_len, tail):
     bits = [[rng.getrandbits(tail) for _ in range(q_len)] for _ in range(batch)]
     bits[0][0] = 0
     beyond = 2 ** (64 * count) - 2**tail  # set bits past the tail mean nothing
-    words = torch.tensor([
-        [[to_word((row | beyond) >> 64 * w & 2**64 - 1) for w in range(count)] for row in req]
-        for req in bits
-    ], device=DEVICE)
+    words = torch.tensor(
+        [
+            [[to_word((row | beyond) >> 64 * w & 2**64 - 1) for w in range(count)] for row in req]
+            for req in bits
+        ],
+        device=DEVICE,
+    )
     spaced = torch.stack([words, words + 1], 1)[:, 0]  # a step of the draft's words: strided
     out = torch.full((batch * q_len, tail), CANARY, **INT)
     counts = torch.full((batch * q_len,), CANARY, **INT)
@@ -171,7 +199,8 @@ def test_merge_weighs_by_lse_and_reads_no_empty_part(kind, dtype, in_place):
         merge(parts[0], lse[0], prefix_keys, parts[1], lse[1], tail_keys, again, None)
         assert torch.equal(again, out)
         found, log2 = torch.full_like(got, math.nan), lse / math.log(2)
-        merge(parts[0], log2[0], prefix_keys, parts[1], log2[1], tail_keys, again, found,
-              base2=True)
+        merge(
+            parts[0], log2[0], prefix_keys, parts[1], log2[1], tail_keys, again, found, base2=True
+        )
         torch.testing.assert_close(again.double(), want, rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(found.double(), total, rtol=1e-5, atol=1e-5)

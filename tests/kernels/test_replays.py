@@ -48,9 +48,17 @@ class Bucket:
         group = HEADS // KV_HEADS
         tile = tile_config(nodes * group, DIM, DIM, torch.bfloat16, batch) if triton else None
         self.kernel = TreeAttention(
-            batch=batch, q_len=nodes, tail_len=nodes, num_qo_heads=HEADS, num_kv_heads=KV_HEADS,
-            head_dim=DIM, v_head_dim=DIM, dtype=torch.bfloat16, device="cuda",
-            sm_scale=DIM**-0.5, tile=tile,
+            batch=batch,
+            q_len=nodes,
+            tail_len=nodes,
+            num_qo_heads=HEADS,
+            num_kv_heads=KV_HEADS,
+            head_dim=DIM,
+            v_head_dim=DIM,
+            dtype=torch.bfloat16,
+            device="cuda",
+            sm_scale=DIM**-0.5,
+            tile=tile,
         )
         self.pick = torch.zeros(1, dtype=torch.int64, device="cuda")
 
@@ -59,18 +67,34 @@ class Bucket:
             torch.index_select(stack, 0, self.pick, out=self.inputs[name][None])
         i, t = self.inputs, self.tree
         tree.build_tree(
-            i["scores"], i["tokens"], i["parents"], i["bonus"], i["lens"], topk=self.topk,
-            num_draft_tokens=self.nodes, **t,
+            i["scores"],
+            i["tokens"],
+            i["parents"],
+            i["bonus"],
+            i["lens"],
+            topk=self.topk,
+            num_draft_tokens=self.nodes,
+            **t,
         )
         self.kernel.plan(i["lens"], i["rows"], WIDTH)
         for pool, out, lse in zip(self.pools, self.outs, self.lses, strict=True):
             self.kernel.run(
-                i["q"], pool[0], pool[1], out, lse, indices=i["table"],
-                positions=t["positions_out"], tail_slots=i["tails"],
-                tail_positions=t["positions_out"], tail_words=t["words_out"],
+                i["q"],
+                pool[0],
+                pool[1],
+                out,
+                lse,
+                indices=i["table"],
+                positions=t["positions_out"],
+                tail_slots=i["tails"],
+                tail_positions=t["positions_out"],
+                tail_words=t["words_out"],
             )
         accept.accept_greedy(
-            t["tokens_out"], t["next_token_out"], t["next_sibling_out"], i["argmax"],
+            t["tokens_out"],
+            t["next_token_out"],
+            t["next_sibling_out"],
+            i["argmax"],
             **self.accepted,
         )
 
@@ -105,14 +129,20 @@ def input_sets(shape, seed):
             for step in range(1, steps - 1):
                 first = topk + (step - 1) * topk**2
                 row += rng.sample(range(first, first + topk**2), topk)
-        sets.append({
-            "scores": torch.rand(batch, count), "tokens": torch.randint(9, (batch, count)),
-            "parents": torch.tensor(parents), "bonus": torch.randint(9, (batch,)),
-            "lens": torch.tensor(lens, dtype=torch.int32),
-            "rows": torch.tensor([b + 1 if b < live else 0 for b in range(batch)]),
-            "table": table, "tails": tails, "argmax": torch.randint(9, (batch, nodes)),
-            "q": torch.randn(batch * nodes, HEADS, DIM).bfloat16(),
-        })
+        sets.append(
+            {
+                "scores": torch.rand(batch, count),
+                "tokens": torch.randint(9, (batch, count)),
+                "parents": torch.tensor(parents),
+                "bonus": torch.randint(9, (batch,)),
+                "lens": torch.tensor(lens, dtype=torch.int32),
+                "rows": torch.tensor([b + 1 if b < live else 0 for b in range(batch)]),
+                "table": table,
+                "tails": tails,
+                "argmax": torch.randint(9, (batch, nodes)),
+                "q": torch.randn(batch * nodes, HEADS, DIM).bfloat16(),
+            }
+        )
         assert len(parents[0]) == groups
     return {name: torch.stack([s[name] for s in sets]).cuda() for name in sets[0]}
 

@@ -67,18 +67,33 @@ def probs_of(logits, temperature, top_k, top_p, rows_per_req, kind="twin"):
     )
 
 
-SETTINGS = [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 5, 1.0), (1.3, 0, 0.6), (2.0, 9, 0.3),
-            (0.01, 10_000, 0.999), (1.0, 1, 0.01)]
+SETTINGS = [
+    (0.0, 0, 1.0),
+    (1.0, 0, 1.0),
+    (0.7, 5, 1.0),
+    (1.3, 0, 0.6),
+    (2.0, 9, 0.3),
+    (0.01, 10_000, 0.999),
+    (1.0, 1, 0.01),
+]
 
 
 def rows_of(rng, vocab, make):
     return [[make(rng, t) for t in range(vocab)] for _ in SETTINGS]
 
 
-@pytest.mark.parametrize(("kind", "vocab"), [
-    ("twin", 1), ("twin", 7), ("twin", 33), ("twin", 301), ("triton", 1), ("triton", 33),
-    ("triton", 301),
-])
+@pytest.mark.parametrize(
+    ("kind", "vocab"),
+    [
+        ("twin", 1),
+        ("twin", 7),
+        ("twin", 33),
+        ("twin", 301),
+        ("triton", 1),
+        ("triton", 33),
+        ("triton", 301),
+    ],
+)
 def test_target_probs(kind, vocab, small):
     rng = random.Random(vocab)
     # quarters: ties are frequent
@@ -257,8 +272,13 @@ def test_coins_are_uniform_and_uncorrelated():
         assert 0 <= coins.min() <= coins.max() < 1
         counts = torch.histc(coins, 100, 0, 1)
         assert ((counts - 900) ** 2 / 900).sum() < 170  # chi-square, 99 degrees: p > 1e-5
-    pairs = [(draws[0], draws[1]), (draws[1], draws[2]), (draws[0][1:], draws[0][:-1]),
-             (draws[0][:, 1:], draws[0][:, :-1]), (draws[0][1:, :-1], draws[0][:-1, 1:])]
+    pairs = [
+        (draws[0], draws[1]),
+        (draws[1], draws[2]),
+        (draws[0][1:], draws[0][:-1]),
+        (draws[0][:, 1:], draws[0][:, :-1]),
+        (draws[0][1:, :-1], draws[0][:-1, 1:]),
+    ]
     for left, right in pairs:
         assert torch.corrcoef(torch.stack([left.flatten(), right.flatten()]))[0, 1].abs() < 0.015
 

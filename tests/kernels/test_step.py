@@ -17,9 +17,15 @@ LAYOUTS = {
     "none": [],
     "narrow": [(None, None, torch.int64), (4, 4, torch.float32), (5, 3, torch.int64)],
     "mixed": [
-        (None, None, torch.float32), (8, 1, torch.int32), (33, 33, torch.float16),
-        (0, 0, torch.float32), (2100, 2077, torch.bfloat16), (None, None, torch.int64),
-        (32, 32, torch.int64), (4500, 4097, torch.float32), (7, 0, torch.float32),
+        (None, None, torch.float32),
+        (8, 1, torch.int32),
+        (33, 33, torch.float16),
+        (0, 0, torch.float32),
+        (2100, 2077, torch.bfloat16),
+        (None, None, torch.int64),
+        (32, 32, torch.int64),
+        (4500, 4097, torch.float32),
+        (7, 0, torch.float32),
         (3, 3, torch.int32),
     ],
 }
@@ -62,15 +68,14 @@ class Begin:
         self.slots = [slots[i * CONTEXT : (i + 1) * CONTEXT] for i in range(rows)]
         self.tables = [numbers(rows, width, dtype, gap) for width, _, dtype in layout]
         self.outs = [
-            poisoned(batch, dtype=dtype) if use is None
+            poisoned(batch, dtype=dtype)
+            if use is None
             else poisoned(batch, use, dtype=dtype, gap=gap)
             for _, use, dtype in layout
         ]
         table = poisoned(rows, CONTEXT, dtype=torch.int32, gap=gap)
         table.copy_(whole(self.slots))
-        self.inputs = (
-            *ring_of(self.rows), whole(self.lens), whole(self.reserved), table
-        )
+        self.inputs = (*ring_of(self.rows), whole(self.lens), whole(self.reserved), table)
         self.named = {
             "rows_out": poisoned(batch),
             "seq_lens_out": poisoned(batch, dtype=torch.int32),
@@ -81,8 +86,11 @@ class Begin:
 
     def run(self, kind):
         implementation(kind, "step").begin_step(
-            *self.inputs, reserve_len=self.reserve, **self.named,
-            tables=tuple(self.tables), outs=tuple(self.outs),
+            *self.inputs,
+            reserve_len=self.reserve,
+            **self.named,
+            tables=tuple(self.tables),
+            outs=tuple(self.outs),
         )
 
     def check(self):
@@ -139,9 +147,7 @@ def test_slots_past_the_table_are_no_slots(kind):
     """Whole pages may reach past the longest context; its last columns may be used, no more."""
     case = Begin(1, 2, LAYOUTS["none"], reserve=5)
     case.rows, case.lens[1:3], case.reserved[1:3] = [2, 1], [CONTEXT - 5, CONTEXT - 4], [64, 64]
-    case.inputs = (
-        *ring_of(case.rows), whole(case.lens), whole(case.reserved), case.inputs[-1]
-    )
+    case.inputs = (*ring_of(case.rows), whole(case.lens), whole(case.reserved), case.inputs[-1])
     case.run(kind)
     assert case.check() == [0, 1]
 
@@ -170,9 +176,14 @@ class End:
 
     def run(self, kind):
         implementation(kind, "step").end_step(
-            whole(self.rows, torch.int64), whole(self.lens), whole(self.accepted),
-            self.accept_tokens, seq_lens_table=self.lengths, sources=tuple(self.sources),
-            tables=tuple(self.tables), packed_out=self.packed,
+            whole(self.rows, torch.int64),
+            whole(self.lens),
+            whole(self.accepted),
+            self.accept_tokens,
+            seq_lens_table=self.lengths,
+            sources=tuple(self.sources),
+            tables=tuple(self.tables),
+            packed_out=self.packed,
         )
 
     def check(self):
@@ -193,8 +204,14 @@ class End:
             assert table.tolist() == want, at
 
 
-ENDS = [(1, "none", {}), (5, "narrow", {"gap": 3}), (7, "mixed", {"gap": 5, "depth": 9}),
-        (2, "mixed", {"depth": 1}), (0, "narrow", {}), (65, "narrow", {})]
+ENDS = [
+    (1, "none", {}),
+    (5, "narrow", {"gap": 3}),
+    (7, "mixed", {"gap": 5, "depth": 9}),
+    (2, "mixed", {"depth": 1}),
+    (0, "narrow", {}),
+    (65, "narrow", {}),
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -259,8 +276,13 @@ def test_gather_path(kind, batch, nodes, depth, width, dtype, to):
     out = poisoned(batch, depth, width, dtype=to, gap=1)
     last, after = poisoned(batch), poisoned(batch)
     implementation(kind, "step").gather_path(
-        features, index, whole(kept), whole(lens),
-        features_out=out, last_rows_out=last, after_out=after,
+        features,
+        index,
+        whole(kept),
+        whole(lens),
+        features_out=out,
+        last_rows_out=last,
+        after_out=after,
     )
     held = features.tolist()
     assert out.tolist() == [[held[b][max(node, 0)] for node in paths[b]] for b in range(batch)]
@@ -272,9 +294,13 @@ def test_gather_path(kind, batch, nodes, depth, width, dtype, to):
 def test_what_does_not_fit_is_refused_by_name(kind):
     """Nothing is written then."""
     table = torch.zeros(5, 3, device=DEVICE)
-    wrong = [torch.zeros(2, 4, device=DEVICE), torch.zeros(1, 3, device=DEVICE),
-             torch.zeros(2, 3, dtype=torch.int32, device=DEVICE),
-             torch.zeros(2, 6, device=DEVICE)[:, ::2], torch.zeros(2, 1, 3, device=DEVICE)]
+    wrong = [
+        torch.zeros(2, 4, device=DEVICE),
+        torch.zeros(1, 3, device=DEVICE),
+        torch.zeros(2, 3, dtype=torch.int32, device=DEVICE),
+        torch.zeros(2, 6, device=DEVICE)[:, ::2],
+        torch.zeros(2, 1, 3, device=DEVICE),
+    ]
     begin, end = Begin(3, 2, []), End(3, 2, [])
     begin.tables, end.tables = [table], [table]
     for part in wrong:
@@ -303,8 +329,12 @@ def test_path_of_another_shape_is_refused(kind):
     out = torch.zeros(2, 3, 5, device=DEVICE)
     with pytest.raises(ValueError, match="features_out"):
         implementation(kind, "step").gather_path(
-            torch.ones(2, 4, 6, device=DEVICE), torch.zeros(2, 3, **zeros),
-            torch.zeros(2, **zeros), torch.zeros(2, **zeros), features_out=out,
-            last_rows_out=poisoned(2), after_out=poisoned(2),
+            torch.ones(2, 4, 6, device=DEVICE),
+            torch.zeros(2, 3, **zeros),
+            torch.zeros(2, **zeros),
+            torch.zeros(2, **zeros),
+            features_out=out,
+            last_rows_out=poisoned(2),
+            after_out=poisoned(2),
         )
     assert not out.any()

@@ -30,25 +30,31 @@ def test_the_twin_is_torchs_product() -> None:
     assert off(twin.stream_gated(x, weight), gate * gate.sigmoid() * up) < 1e-6
 
 
-@pytest.mark.parametrize(("rows", "steps", "split", "nbytes", "pace"), [
-    (16, 32, 4, 2 << 24, 1),   # an output projection: 6 of a CTA's 8 tiles are there before x is
-    (16, 32, 2, 3 << 24, 2),   # queries, keys and values: 6 of 16
-    (64, 32, 4, 2 << 24, 2),   # the wider tile's ring holds 4 of 8
-    (65, 32, 4, 2 << 24, 2),   # and the widest 3
-    (128, 6, 1, 1 << 20, 3),
-    (16, 6, 1, 1 << 20, 6),    # a small model's
-])
+@pytest.mark.parametrize(
+    ("rows", "steps", "split", "nbytes", "pace"),
+    [
+        (16, 32, 4, 2 << 24, 1),  # an output projection: 6 of a CTA's 8 tiles are there before x is
+        (16, 32, 2, 3 << 24, 2),  # queries, keys and values: 6 of 16
+        (64, 32, 4, 2 << 24, 2),  # the wider tile's ring holds 4 of 8
+        (65, 32, 4, 2 << 24, 2),  # and the widest 3
+        (128, 6, 1, 1 << 20, 3),
+        (16, 6, 1, 1 << 20, 6),  # a small model's
+    ],
+)
 def test_pace(rows, steps, split, nbytes, pace) -> None:
     assert stream._pace(stream.stream_tile(rows), steps, split, nbytes) == pace
 
 
-@pytest.mark.parametrize(("rows", "out", "inner", "gains"), [
-    (128, 4096, 4096, True),
-    (64, 6144, 4096, True),     # halves of 48 rows in two parts
-    (65, 6144, 4096, False),
-    (65, 24576, 4096, True),    # of 48 rows, too, in one part
-    (128, 512, 192, True),
-])
+@pytest.mark.parametrize(
+    ("rows", "out", "inner", "gains"),
+    [
+        (128, 4096, 4096, True),
+        (64, 6144, 4096, True),  # halves of 48 rows in two parts
+        (65, 6144, 4096, False),
+        (65, 24576, 4096, True),  # of 48 rows, too, in one part
+        (128, 512, 192, True),
+    ],
+)
 def test_what_is_streamed_beyond_64_rows(rows, out, inner, gains, monkeypatch) -> None:
     monkeypatch.setattr(stream, "_multiprocessors", lambda device: 132)
     monkeypatch.setattr(stream, "ready", lambda device: True)
@@ -64,11 +70,22 @@ def test_the_pace_is_of_the_ring(pace) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "out", "inner", "dtype"), [
-    (1, 6144, 1024, BF16), (16, 300, 72, HALF), (33, 1000, 4096, BF16), (64, 128, 8200, HALF),
-    (5, 6144, 4096, BF16), (40, 6144, 4096, HALF), (20, 20000, 520, BF16),
-    (65, 300, 72, HALF), (80, 4096, 4096, BF16), (97, 1000, 520, HALF), (128, 20000, 520, BF16),
-])
+@pytest.mark.parametrize(
+    ("rows", "out", "inner", "dtype"),
+    [
+        (1, 6144, 1024, BF16),
+        (16, 300, 72, HALF),
+        (33, 1000, 4096, BF16),
+        (64, 128, 8200, HALF),
+        (5, 6144, 4096, BF16),
+        (40, 6144, 4096, HALF),
+        (20, 20000, 520, BF16),
+        (65, 300, 72, HALF),
+        (80, 4096, 4096, BF16),
+        (97, 1000, 520, HALF),
+        (128, 20000, 520, BF16),
+    ],
+)
 def test_streamed_products(rows, out, inner, dtype) -> None:
     device = torch.device("cuda")
     if not stream.ready(device):

@@ -26,7 +26,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
-
 def _case(*lengths: int, **options: Any) -> dict[str, Any]:
     return {"lengths": list(lengths), **options}
 
@@ -115,11 +114,17 @@ BIG = {
 def make_kernel(case: Case, **options: Any) -> TreeAttention:
     a = case.args
     return TreeAttention(
-        batch=len(a["seq_lens"]), q_len=a["positions"].shape[1],
-        tail_len=a["tail_slots"].shape[1], num_qo_heads=case.q.shape[1],
-        num_kv_heads=case.k_cache.shape[1], head_dim=case.q.shape[2],
-        v_head_dim=case.out.shape[2], dtype=case.q.dtype, device=case.q.device,
-        **case.settings, **options,
+        batch=len(a["seq_lens"]),
+        q_len=a["positions"].shape[1],
+        tail_len=a["tail_slots"].shape[1],
+        num_qo_heads=case.q.shape[1],
+        num_kv_heads=case.k_cache.shape[1],
+        head_dim=case.q.shape[2],
+        v_head_dim=case.out.shape[2],
+        dtype=case.q.dtype,
+        device=case.q.device,
+        **case.settings,
+        **options,
     )
 
 
@@ -131,16 +136,28 @@ def plan(kernel: TreeAttention, case: Case) -> None:
 def run(kernel: TreeAttention, case: Case, *, lse: bool = True) -> None:
     a = case.args
     kernel.run(
-        case.q, case.k_cache, case.v_cache, case.out, case.lse if lse else None,
-        indices=a["req_to_token"], positions=a["positions"], tail_slots=a["tail_slots"],
-        tail_positions=a["tail_positions"], tail_words=a["tail_words"],
+        case.q,
+        case.k_cache,
+        case.v_cache,
+        case.out,
+        case.lse if lse else None,
+        indices=a["req_to_token"],
+        positions=a["positions"],
+        tail_slots=a["tail_slots"],
+        tail_positions=a["tail_positions"],
+        tail_words=a["tail_words"],
     )
 
 
 def run_twin(case: Case, *, lse: bool = True) -> None:
     twin.tree_attention(
-        case.q, case.k_cache, case.v_cache, case.out, case.lse if lse else None,
-        **case.args, **case.settings,
+        case.q,
+        case.k_cache,
+        case.v_cache,
+        case.out,
+        case.lse if lse else None,
+        **case.args,
+        **case.settings,
     )
 
 
@@ -256,14 +273,31 @@ def test_one_graph_serves_every_length(mode: str) -> None:
     batches = ([5000, 3, 0, 700], [0, 0, 0, 0], [64, 65, 63, 1], [9000, 9000, 9000, 9000])
     cases = [
         make_tree_case(
-            b, mode=mode, q_len=8, tail_len=24 if mode == "draft" else 8, heads=(8, 2),
-            head_dim=128, dtype=BF16, device=DEVICE, width=9100, slots=40_000, seed=i,
+            b,
+            mode=mode,
+            q_len=8,
+            tail_len=24 if mode == "draft" else 8,
+            heads=(8, 2),
+            head_dim=128,
+            dtype=BF16,
+            device=DEVICE,
+            width=9100,
+            slots=40_000,
+            seed=i,
         )
         for i, b in enumerate(batches)
     ]
     live = make_tree_case(
-        [1, 1, 1, 1], mode=mode, q_len=8, tail_len=24 if mode == "draft" else 8, heads=(8, 2),
-        head_dim=128, dtype=BF16, device=DEVICE, width=9100, slots=40_000,
+        [1, 1, 1, 1],
+        mode=mode,
+        q_len=8,
+        tail_len=24 if mode == "draft" else 8,
+        heads=(8, 2),
+        head_dim=128,
+        dtype=BF16,
+        device=DEVICE,
+        width=9100,
+        slots=40_000,
     )
     kernel = make_kernel(live)
 
@@ -291,15 +325,31 @@ CSR = {
 
 def run_csr(case: Case, **options: Any) -> None:
     kernel = TreeAttention(
-        batch=len(case.q), q_len=1, tail_len=0, num_qo_heads=case.q.shape[1],
-        num_kv_heads=case.k_cache.shape[1], head_dim=case.q.shape[2],
-        v_head_dim=case.out.shape[2], dtype=case.q.dtype, device=case.q.device, csr=True,
-        **case.settings, **options,
+        batch=len(case.q),
+        q_len=1,
+        tail_len=0,
+        num_qo_heads=case.q.shape[1],
+        num_kv_heads=case.k_cache.shape[1],
+        head_dim=case.q.shape[2],
+        v_head_dim=case.out.shape[2],
+        dtype=case.q.dtype,
+        device=case.q.device,
+        csr=True,
+        **case.settings,
+        **options,
     )
     kernel.plan_csr(case.args["kv_indptr"])
     kernel.run(
-        case.q, case.k_cache, case.v_cache, case.out, case.lse, indices=case.args["kv_indices"],
-        positions=None, tail_slots=None, tail_positions=None, tail_words=None,
+        case.q,
+        case.k_cache,
+        case.v_cache,
+        case.out,
+        case.lse,
+        indices=case.args["kv_indices"],
+        positions=None,
+        tail_slots=None,
+        tail_positions=None,
+        tail_words=None,
     )
 
 
@@ -313,8 +363,13 @@ def test_index_lists(name: str) -> None:
     for lse in (True, False):
         case.clear()
         twin.csr_attention(
-            case.q, case.k_cache, case.v_cache, case.out, case.lse if lse else None,
-            **case.args, **case.settings,
+            case.q,
+            case.k_cache,
+            case.v_cache,
+            case.out,
+            case.lse if lse else None,
+            **case.args,
+            **case.settings,
         )
         check(case, expected, lse=lse)
 
@@ -329,10 +384,14 @@ def test_index_lists_equal_the_table() -> None:
     lengths = torch.tensor([0] + [len(slots) for slots in lists])
     flat_slots = [slot for slots in lists for slot in slots]
     flat = Case(
-        **{**vars(case), "out": torch.full_like(case.out, NAN), "args": {
-            "kv_indptr": lengths.cumsum(0).to(torch.int32).to(DEVICE),
-            "kv_indices": torch.tensor(flat_slots, dtype=torch.int32, device=DEVICE),
-        }},
+        **{
+            **vars(case),
+            "out": torch.full_like(case.out, NAN),
+            "args": {
+                "kv_indptr": lengths.cumsum(0).to(torch.int32).to(DEVICE),
+                "kv_indices": torch.tensor(flat_slots, dtype=torch.int32, device=DEVICE),
+            },
+        },
     )
     run_csr(flat)
     torch.testing.assert_close(flat.out, case.out, atol=2e-6, rtol=2e-6)

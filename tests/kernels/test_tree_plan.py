@@ -44,7 +44,9 @@ class Work:
             while left > 0:
                 base, prefix, first, parts, rank = numbers
                 assert (base, prefix, first) == (
-                    self.bases[req], self.prefixes[req], self.firsts[req]
+                    self.bases[req],
+                    self.prefixes[req],
+                    self.firsts[req],
                 )
                 stop = min(self.tiles[req], tile + left)
                 walks[-1].append((req, tile, stop, c + rank if parts > 1 else -1))
@@ -56,13 +58,26 @@ class Work:
 
 
 def prepare(
-    lengths: list[int], *, chunks: int, tail: int = 3, window: int = -1, csr: bool = False,
-    stride: int = 5000, min_tiles: int = 1, block: int = BN,
+    lengths: list[int],
+    *,
+    chunks: int,
+    tail: int = 3,
+    window: int = -1,
+    csr: bool = False,
+    stride: int = 5000,
+    min_tiles: int = 1,
+    block: int = BN,
 ) -> Work:
     """Work whose tables are poisoned, and not filled."""
     plan = TreePlan.alloc(
-        batch=len(lengths), max_chunks=chunks, tail_len=tail, window_left=window, block_n=block,
-        csr=csr, device=torch.device(DEVICE), min_tiles=min_tiles,
+        batch=len(lengths),
+        max_chunks=chunks,
+        tail_len=tail,
+        window_left=window,
+        block_n=block,
+        csr=csr,
+        device=torch.device(DEVICE),
+        min_tiles=min_tiles,
     )
     if csr:
         indptr = torch.tensor([0, *lengths]).cumsum(0)
@@ -119,9 +134,7 @@ def check(work: Work) -> list[int]:
     assert max(flat, default=0) < chunks + min(batch, chunks)
     count, *_ = work.plan.splits[0].tolist()
     listed = work.plan.splits[1 : count + 1].tolist()
-    assert [tuple(row[:3]) for row in listed] == [
-        (req, s[0], len(s)) for req, s in slots.items()
-    ]
+    assert [tuple(row[:3]) for row in listed] == [(req, s[0], len(s)) for req, s in slots.items()]
     assert all(s == list(range(s[0], s[0] + len(s))) for s in slots.values())
     return used
 
@@ -165,15 +178,15 @@ def test_index_lists(lengths: list[int], window: int) -> None:
 @pytest.mark.parametrize(
     ("batch", "chunks", "tiles", "used"),
     [
-        (8, 33, 12, 32),    # whole chunks per request
+        (8, 33, 12, 32),  # whole chunks per request
         (32, 33, 4, 32),
         (5, 33, 100, 30),
-        (64, 33, 4, 32),    # whole requests per chunk
+        (64, 33, 4, 32),  # whole requests per chunk
         (128, 33, 8, 32),
-        (3, 33, 12, 33),    # 33 is a multiple of 3 as it is
-        (4, 33, 2, 8),      # fewer tiles than chunks
+        (3, 33, 12, 33),  # 33 is a multiple of 3 as it is
+        (4, 33, 2, 8),  # fewer tiles than chunks
         (50, 33, 4, 25),
-        (7, 2, 3, 2),       # 7 requests do not share 2 chunks evenly: the cuts stay equal
+        (7, 2, 3, 2),  # 7 requests do not share 2 chunks evenly: the cuts stay equal
     ],
 )
 def test_equal_lengths_are_cut_at_request_boundaries(
@@ -197,8 +210,14 @@ def test_alignment_is_dropped_where_it_would_lengthen_chunks() -> None:
 
 @pytest.mark.parametrize(
     ("tiles", "chunks", "used"),
-    [([2], 16, 1), ([17], 16, 9), ([90], 16, 16), ([1, 1, 1], 16, 3), ([1] * 20, 7, 7),
-     ([1, 1, 6], 16, 4)],
+    [
+        ([2], 16, 1),
+        ([17], 16, 9),
+        ([90], 16, 16),
+        ([1, 1, 1], 16, 3),
+        ([1] * 20, 7, 7),
+        ([1, 1, 6], 16, 4),
+    ],
 )
 def test_small_batches_have_few_chunks(tiles: list[int], chunks: int, used: int) -> None:
     """Two tiles a chunk; but every request a chunk, while there are any."""
@@ -223,7 +242,9 @@ def step_of(lengths: list[int], *, windows: tuple[int, ...] = (-1,), topk: int =
     """Two draft forwards, a verification in wide tiles and a draft extend, on the same lengths."""
     few = {"chunks": 16 if len(lengths) <= 8 else 33, "min_tiles": 2 if len(lengths) <= 8 else 1}
     return [
-        work for window in windows for work in (
+        work
+        for window in windows
+        for work in (
             *(prepare(lengths, tail=topk * (i + 1), window=window, **few) for i in range(2)),
             prepare(lengths, tail=64, window=window, chunks=17, block=128),
             prepare(lengths, tail=6, window=window, **few),
@@ -241,7 +262,8 @@ def lists_of(lengths: list[int]) -> list[Work]:
 def one_kv_head(rng: random.Random) -> list[Work]:
     """One request cut into as many chunks as there are CTAs; another batch beside it."""
     return [
-        prepare([4999], chunks=264), prepare([70], chunks=264, min_tiles=2, block=64),
+        prepare([4999], chunks=264),
+        prepare([70], chunks=264, min_tiles=2, block=64),
         prepare(random_lengths(17, rng), chunks=1, tail=0, window=0),
     ]
 
@@ -250,8 +272,13 @@ def batches(rng: random.Random) -> list[Work]:
     """Batches of all sizes, halves of one among them, in one launch."""
     sizes = (1, 2, 7, 33, 150, 150, 300)
     return [
-        prepare(random_lengths(size, rng), chunks=rng.choice([5, 33, 132]),
-                window=rng.choice([-1, 511]), tail=rng.choice([1, 70]), stride=5000 + size)
+        prepare(
+            random_lengths(size, rng),
+            chunks=rng.choice([5, 33, 132]),
+            window=rng.choice([-1, 511]),
+            tail=rng.choice([1, 70]),
+            stride=5000 + size,
+        )
         for size in sizes
     ]
 

@@ -23,8 +23,9 @@ class Window:
     def __init__(self, batch: int, width: int, steps: int, topk: int, seed: int = 0) -> None:
         rng = random.Random(seed)
         self.table = poisoned(batch + 2, CONTEXT, dtype=torch.int32, gap=3)
-        self.table.copy_(torch.randperm(1 << 16, device=DEVICE)[: self.table.numel()]
-                         .view(self.table.shape))
+        self.table.copy_(
+            torch.randperm(1 << 16, device=DEVICE)[: self.table.numel()].view(self.table.shape)
+        )
         self.table[0] = 0
         self.rows = rng.sample(range(1, batch + 2), batch)
         self.lens = [rng.randrange(CONTEXT + 1) for _ in range(batch)]
@@ -39,13 +40,19 @@ class Window:
         ]
         self.slots = poisoned(batch, width, dtype=torch.int32, gap=2)
         self.positions = poisoned(batch, steps, topk + 1)[..., :topk]
-        self.path = {"accept_lens": torch.tensor(self.kept, device=DEVICE, dtype=torch.int32),
-                     "last_rows_out": poisoned(batch), "after_out": poisoned(batch)}
+        self.path = {
+            "accept_lens": torch.tensor(self.kept, device=DEVICE, dtype=torch.int32),
+            "last_rows_out": poisoned(batch),
+            "after_out": poisoned(batch),
+        }
 
     def run(self, kind: str, *, positions: bool = True, path: bool = True) -> None:
         implementation(kind, "window").fill_window(
-            self.table, *self.tensors, slots_out=self.slots,
-            positions_out=self.positions if positions else None, **(self.path if path else {}),
+            self.table,
+            *self.tensors,
+            slots_out=self.slots,
+            positions_out=self.positions if positions else None,
+            **(self.path if path else {}),
         )
 
     def check(self) -> None:
@@ -120,8 +127,11 @@ def test_other_shapes_are_refused_by_name(kind):
     wrong("slots", poisoned(3, 8, dtype=torch.int32)[:, ::2], "slots_out must have a dense")
     wrong("positions", poisoned(3, 4), "positions_out")
     wrong("positions", poisoned(3, 2, 4)[..., ::2], "positions_out must have a dense")
-    wrong("table", torch.ones(5, 2 * CONTEXT, dtype=torch.int32, device=DEVICE)[:, ::2],
-          "req_to_token must have a dense")
+    wrong(
+        "table",
+        torch.ones(5, 2 * CONTEXT, dtype=torch.int32, device=DEVICE)[:, ::2],
+        "req_to_token must have a dense",
+    )
 
 
 def test_a_recorded_fill_follows_the_lengths():

@@ -29,7 +29,10 @@ CONFIG = {
 }
 #: Settings that heads of vLLM's speculators are published with.
 SPECULATORS_NORMS = [
-    ["norm_before_residual"], ["norm_before_fc"], ["fc_norm"], ["norm_output"],
+    ["norm_before_residual"],
+    ["norm_before_fc"],
+    ["fc_norm"],
+    ["norm_output"],
     ["norm_before_residual", "fc_norm", "norm_output"],
 ]
 Tensors = dict[str, torch.Tensor]

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from tests.models.heads import Tensors
 
 
-
 # The papers' heads in plain torch, float64, over one request of T tokens.
 def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
@@ -56,8 +55,13 @@ def eagle_layer(
 
 
 def eagle3_layer(
-    embeds: torch.Tensor, x: torch.Tensor, w: Tensors, positions: torch.Tensor, theta: float,
-    *, norm_before_residual: bool = False,
+    embeds: torch.Tensor,
+    x: torch.Tensor,
+    w: Tensors,
+    positions: torch.Tensor,
+    theta: float,
+    *,
+    norm_before_residual: bool = False,
 ) -> torch.Tensor:
     both = [rms(embeds, w["input_layernorm.weight"]), rms(x, w["hidden_norm.weight"])]
     stream = both[1] if norm_before_residual else x

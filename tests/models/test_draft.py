@@ -120,16 +120,22 @@ def test_eagle3_with_the_norms_of_vllms_speculators(target, dense, tmp_path, nor
     if "norm_before_fc" in norms:
         x = rms(x, tensors["input_norm.weight"].double())
     if "fc_norm" in norms:
-        parts = [rms(part, tensors[f"fc_norm.{i}.weight"].double())
-                 for i, part in enumerate(x.chunk(3, -1))]
+        parts = [
+            rms(part, tensors[f"fc_norm.{i}.weight"].double())
+            for i, part in enumerate(x.chunk(3, -1))
+        ]
         x = torch.cat(parts, -1)
     head = load_draft(write(tmp_path, tensors, **dict.fromkeys(norms, True)), target)
     combined = head.combine(features)
     x = x @ tensors["fc.weight"].double().T
     close(combined, x)
     states = eagle3_layer(
-        target.embed_tokens.weight[ids].double(), x, under(tensors, "midlayer."), positions,
-        5000.0, norm_before_residual="norm_before_residual" in norms,
+        target.embed_tokens.weight[ids].double(),
+        x,
+        under(tensors, "midlayer."),
+        positions,
+        5000.0,
+        norm_before_residual="norm_before_residual" in norms,
     )
     normed = rms(states, tensors["norm.weight"].double())
     want = normed if "norm_output" in norms else states
@@ -197,8 +203,9 @@ def test_eagle3_in_the_format_of_vllms_speculators(target, dense, tmp_path, ids,
     head = load_draft(folder, target)
     assert head.features.hidden_states == want
     tokens, hidden, positions = inputs(HT)
-    a, b = (h.forward(tokens, hidden, positions, dense(h.layers).at(positions))
-            for h in (head, plain))
+    a, b = (
+        h.forward(tokens, hidden, positions, dense(h.layers).at(positions)) for h in (head, plain)
+    )
     assert torch.equal(a.logits, b.logits)
 
 

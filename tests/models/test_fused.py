@@ -34,8 +34,12 @@ from tests.models.heads import (
 
 ROPES = {
     "llama": {
-        "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
     },
     "qwen3": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0},
     "mistral": {"rope_type": "default", "rope_theta": 10000.0},
@@ -86,7 +90,9 @@ def test_same_numbers_as_transformers_in_float64(tiny, dense, kind) -> None:
     model.double().set_attn_implementation("eager")
     with torch.no_grad():
         want = model(
-            input_ids=ids[None], position_ids=positions[None], output_hidden_states=True,
+            input_ids=ids[None],
+            position_ids=positions[None],
+            output_hidden_states=True,
             use_cache=False,
         )
     states = torch.cat([want.hidden_states[i][0] for i in (1, 0, 2, 1)], dim=-1)
@@ -138,7 +144,8 @@ def test_speculation_generates_the_same(tiny, tmp_path, kind) -> None:
     # a head is loaded for either
     again = load_draft(tmp_path, fused)
     for of, draft in (
-        (target, head), (fused, again),
+        (target, head),
+        (fused, again),
         (fused, FusedEagle3.from_head(head, target.max_context_len)),
     ):
         engine = Engine(
@@ -151,8 +158,13 @@ def test_speculation_generates_the_same(tiny, tmp_path, kind) -> None:
 
 def test_random_models_stay_finite_and_run_in_an_engine() -> None:
     shape = {
-        "vocab_size": 101, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "num_hidden_layers": 5, "max_position_embeddings": 64,
+        "vocab_size": 101,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 5,
+        "max_position_embeddings": 64,
         "head_dim": 16,
     }
     for config in (LlamaConfig(**shape), Qwen3Config(**shape, tie_word_embeddings=True)):
@@ -175,8 +187,11 @@ def test_random_models_stay_finite_and_run_in_an_engine() -> None:
         ("qwen2", {}, "model type 'qwen2' is not one of"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ("llama", {"attention_bias": True}, "q_proj has a bias"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-         "rope_type 'dynamic'"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "rope_type 'dynamic'",
+        ),
     ],
 )
 def test_what_the_kernels_do_not_compute_is_refused(tiny, kind, changes, reason) -> None:

@@ -28,8 +28,11 @@ def test_a_tested_row_has_tests_and_tells_its_story(row):
     assert threads
     assert broke
     assert holds
-    names = [node.name for node in ast.walk(ast.parse(path.read_text()))
-             if isinstance(node, ast.FunctionDef)]
+    names = [
+        node.name
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    ]
     assert any(name.startswith("test_") for name in names)
 
 

@@ -56,7 +56,8 @@ def test_a_row_for_one_branch_per_request_is_refused_before_launch(kind):
 
 def test_every_bucket_shares_the_one_width():
     shared = world("torch_native", [1, 8], indices="csr")
-    steps = [shared.bound(mode, bucket).steps for mode in shared.decoder.modes[1:2]
-             for bucket in (1, 8)]
+    steps = [
+        shared.bound(mode, bucket).steps for mode in shared.decoder.modes[1:2] for bucket in (1, 8)
+    ]
     width = draft_kv_width(8, CONFIG.topk, CONFIG.max_context_len, CONFIG.num_draft_forwards)
     assert [step.kv_indices.shape[1] for step in steps] == [width, width]

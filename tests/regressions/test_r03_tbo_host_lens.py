@@ -22,7 +22,9 @@ from tests.worlds import BACKENDS, DEVICE, identical, world
 def run(one, lens: list[int], config, on_host: torch.Tensor | None) -> dict[str, torch.Tensor]:
     one.poison(lens)
     out = one.decoder.runner.run(
-        VERIFY, len(lens), on_host,
+        VERIFY,
+        len(lens),
+        on_host,
         req_pool_indices=torch.tensor(one.rows[: len(lens)], device=DEVICE),
         seq_lens=torch.tensor(lens, dtype=torch.int32, device=DEVICE),
         **verify_inputs(lens, config),

@@ -44,8 +44,11 @@ def test_every_mode_has_as_many_tokens_as_its_graph(topk):
     for bucket in (1, 2, 3):
         for mode in MODES:
             bound = one.bound(mode, bucket)
-            plans = [bound.plan] if mode is not ForwardMode.DRAFT_DECODE else [
-                step.plan for step in bound.steps.steps]
+            plans = (
+                [bound.plan]
+                if mode is not ForwardMode.DRAFT_DECODE
+                else [step.plan for step in bound.steps.steps]
+            )
             for step, plan in enumerate(plans):
                 layout = config.layout(mode, step)
                 assert plan.out_slots.device.type == DEVICE.type

@@ -36,8 +36,9 @@ def test_what_fill_writes_is_what_the_steps_read(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_other_memory_is_an_error_that_names_the_buffer(backend, mode):
     lens = [5]
-    names = [name for part in buffer_sets(world(backend, [1]).bound(mode, 1))
-             for name in part.tensors()]
+    names = [
+        name for part in buffer_sets(world(backend, [1]).bound(mode, 1)) for name in part.tensors()
+    ]
     for name in ("seq_lens", "req_pool_indices", names[-1]):
         one = world(backend, [1])
         part = next(p for p in buffer_sets(one.bound(mode, 1)) if name in p.tensors())
@@ -50,10 +51,19 @@ def test_other_memory_is_an_error_that_names_the_buffer(backend, mode):
 def test_flashinfers_mla_wrapper_reads_what_fill_writes(monkeypatch, lists):
     """Before any batch, and after each."""
     install(monkeypatch)
-    form = {"heads": (4, 1), "head_dim": 576, "v_head_dim": 512, "latent": True, "dtype": BF16,
-            "device": DEVICE}
-    case = (make_lists_case([9, 3], topk=2, step=1, **form) if lists
-            else make_tree_case([9, 3], mode="chain", q_len=3, **form))
+    form = {
+        "heads": (4, 1),
+        "head_dim": 576,
+        "v_head_dim": 512,
+        "latent": True,
+        "dtype": BF16,
+        "device": DEVICE,
+    }
+    case = (
+        make_lists_case([9, 3], topk=2, step=1, **form)
+        if lists
+        else make_tree_case([9, 3], mode="chain", q_len=3, **form)
+    )
     bound = bind(case)
     filled = bound.indices.data_ptr()
     for lens in (lens_of(case), lens_of(case) // 2):

@@ -35,7 +35,9 @@ def test_masks_of_full_contexts_and_padding_fit():
 
 
 def test_a_verify_plan_does_not_grow_with_the_context():
-    plans = [world("torch_native", [8], config).bound(ForwardMode.TARGET_VERIFY, 8).plan
-             for config in (CONFIG, type(CONFIG)(4, 3, 9, 64, 8, 4))]
+    plans = [
+        world("torch_native", [8], config).bound(ForwardMode.TARGET_VERIFY, 8).plan
+        for config in (CONFIG, type(CONFIG)(4, 3, 9, 64, 8, 4))
+    ]
     for name in ("tail_words", "tail_slots", "positions", "seq_lens"):
         assert getattr(plans[0], name).shape == getattr(plans[1], name).shape

@@ -30,8 +30,9 @@ def at_the_end_of_an_allocation(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("nodes", [1, 3, 17])
 def test_nothing_past_the_mask_is_seen(nodes, kind):
-    case = make_tree_case([31, 33, 64, 65, 63, 32], q_len=nodes, heads=(2, 1), head_dim=16,
-                          device=DEVICE)
+    case = make_tree_case(
+        [31, 33, 64, 65, 63, 32], q_len=nodes, heads=(2, 1), head_dim=16, device=DEVICE
+    )
     expected = oracle_tree(case)
     for name in ("tail_words", "tail_slots", "tail_positions", "positions", "seq_lens"):
         case.args[name] = at_the_end_of_an_allocation(case.args[name])

@@ -21,7 +21,13 @@ WINDOW = 16
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tree_behind_a_window_equals_the_dense_reference(kind):
-    case = make_tree_case([WINDOW - 1, WINDOW, WINDOW + 1, 4 * WINDOW], q_len=6, heads=(2, 1),
-                          head_dim=16, window_left=WINDOW - 1, device=DEVICE)
+    case = make_tree_case(
+        [WINDOW - 1, WINDOW, WINDOW + 1, 4 * WINDOW],
+        q_len=6,
+        heads=(2, 1),
+        head_dim=16,
+        window_left=WINDOW - 1,
+        device=DEVICE,
+    )
     attend(case, kind)
     check(case, oracle_tree(case))

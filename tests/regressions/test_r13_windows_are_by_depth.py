@@ -26,8 +26,9 @@ def outputs(case, kind) -> torch.Tensor:
 
 def siblings(lens: list[int]):
     """A root with five equal children per request: same query, same own key."""
-    case = make_tree_case(lens, q_len=NODES, heads=(2, 1), head_dim=16, window_left=3,
-                          device=DEVICE)
+    case = make_tree_case(
+        lens, q_len=NODES, heads=(2, 1), head_dim=16, window_left=3, device=DEVICE
+    )
     words = [1, *(1 | 1 << node for node in range(1, NODES))]
     case.args["tail_words"].copy_(torch.tensor(words, device=DEVICE)[None, :, None])
     prefix = case.args["seq_lens"][:, None]

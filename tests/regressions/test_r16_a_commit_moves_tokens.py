@@ -26,14 +26,16 @@ LENS = [5, 0, 7]
 def accepted() -> AcceptResult:
     index = torch.tensor([path + [-1] * (STEPS + 1 - len(path)) for path in PATHS])
     lens = torch.tensor([len(path) for path in PATHS])
-    return AcceptResult(index.int().to(DEVICE), index.to(DEVICE), lens.int().to(DEVICE),
-                        lens.to(DEVICE))
+    return AcceptResult(
+        index.int().to(DEVICE), index.to(DEVICE), lens.int().to(DEVICE), lens.to(DEVICE)
+    )
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_every_position_holds_the_token_of_the_path(page_size):
-    table = SlotTable(max_num_reqs=3, max_context_len=16, num_slots=64, page_size=page_size,
-                      device=DEVICE)
+    table = SlotTable(
+        max_num_reqs=3, max_context_len=16, num_slots=64, page_size=page_size, device=DEVICE
+    )
     rows = [table.allocate() for _ in LENS]
     for length in (3, 9, 16):
         table.reserve(rows, [length] * 3)

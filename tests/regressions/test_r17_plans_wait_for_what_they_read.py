@@ -54,12 +54,22 @@ def poison(run: Engine) -> None:
     (program,) = run.decoder(run.config)._programs.values()
     propose, verify, extend = program.propose, program.verify, program.extend
     drafts = propose.multi_step.inputs
-    sets = (program.inputs, program.links, program.accepted, verify.tokens, propose.state,
-            extend.accepted)
+    sets = (
+        program.inputs,
+        program.links,
+        program.accepted,
+        verify.tokens,
+        propose.state,
+        extend.accepted,
+    )
     tensors = [tensor for one in sets for name, tensor in one.tensors().items() if name != "rows"]
     # the words of the first draft step never change: every node sees itself
-    tensors += [verify.inputs.positions, verify.inputs.tail_words, drafts.positions,
-                drafts.words[:, 1:]]
+    tensors += [
+        verify.inputs.positions,
+        verify.inputs.tail_words,
+        drafts.positions,
+        drafts.words[:, 1:],
+    ]
     for tensor in tensors:
         tensor.fill_(float("nan") if tensor.is_floating_point() else POISON)
 
@@ -88,8 +98,11 @@ class BoundWatch:
 
     def read(self) -> dict[str, Tensor]:
         found = {item.name: getattr(self.plan, item.name) for item in fields(self.plan)}
-        return {name: value.clone() for name, value in found.items()
-                if isinstance(value, Tensor) and name != "req_to_token"}
+        return {
+            name: value.clone()
+            for name, value in found.items()
+            if isinstance(value, Tensor) and name != "req_to_token"
+        }
 
     def schedule(self, seq_lens_cpu) -> None:
         pass

@@ -24,8 +24,9 @@ def walk(kind, probs: list[float], coin: float, final: float = 0.5) -> tuple[lis
     """The path, and the token after it."""
     target = torch.tensor(probs).expand(1, 3, 3).contiguous()
     coins = torch.tensor([[coin, coin]]), torch.tensor([[final, final]])
-    path, _, _, bonus = call(kind, "accept_sampled", *map(torch.tensor, LINKS), target, *coins,
-                             steps=1)
+    path, _, _, bonus = call(
+        kind, "accept_sampled", *map(torch.tensor, LINKS), target, *coins, steps=1
+    )
     return path[0], bonus[0]
 
 

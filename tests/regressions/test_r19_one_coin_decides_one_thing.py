@@ -30,15 +30,22 @@ def emitted(tree: dict[str, list[int]], tokens: torch.Tensor, *, chain: bool) ->
     """The first token that each of ``DRAWS`` requests gains."""
     nodes = tokens.shape[1]
     zeros = torch.zeros(DRAWS, dtype=torch.int64, device=DEVICE)
-    links = {name: torch.tensor(row, device=DEVICE).expand(DRAWS, nodes).contiguous()
-             for name, row in tree.items()}
+    links = {
+        name: torch.tensor(row, device=DEVICE).expand(DRAWS, nodes).contiguous()
+        for name, row in tree.items()
+    }
     law = DRAFT_LAW.to(DEVICE).expand(DRAWS, 1, 5) if chain else zeros.new_empty(DRAWS, 1, 0)
     made = DraftTree(
-        tokens=tokens, positions=zeros[:, None].expand(-1, nodes), words=tokens[:, :, None],
-        retrieve_index=tokens, draft_probs=law.float().contiguous(), **links,
+        tokens=tokens,
+        positions=zeros[:, None].expand(-1, nodes),
+        words=tokens[:, :, None],
+        retrieve_index=tokens,
+        draft_probs=law.float().contiguous(),
+        **links,
     )
-    sampling = SamplingBatch(False, torch.ones(DRAWS, device=DEVICE), None, None,
-                             torch.arange(DRAWS, device=DEVICE))
+    sampling = SamplingBatch(
+        False, torch.ones(DRAWS, device=DEVICE), None, None, torch.arange(DRAWS, device=DEVICE)
+    )
     setting = SpecConfig(1, 1 if chain else 2, nodes, draft_sampling=chain)
     logits = LAW.log().to(DEVICE).expand(DRAWS, nodes, 5).contiguous()
     return accept(made, logits, zeros.int(), setting, sampling).accept_tokens[:, 0]

@@ -45,8 +45,9 @@ def test_padding_derives_no_negative_number(nodes):
 def test_a_batch_of_padding_attends_without_nan(backend):
     config = SpecConfig(5, 1, 6, 128, 1)
     layers = LayeredBackend(backend, [HEADS], KVPool([HEADS], 4, DEVICE), DEVICE)
-    plan = AttnPlan.over(config.layout(MODES[0]), TABLE,
-                         AttnInputs.alloc(3, config.layout(MODES[0]), DEVICE))
+    plan = AttnPlan.over(
+        config.layout(MODES[0]), TABLE, AttnInputs.alloc(3, config.layout(MODES[0]), DEVICE)
+    )
     bound = layers.bind(plan)
     plan.fill()
     bound.schedule(torch.zeros(3, dtype=torch.int32))

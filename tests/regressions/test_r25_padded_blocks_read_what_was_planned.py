@@ -34,10 +34,14 @@ def _junk(monkeypatch):
     monkeypatch.setattr(torch, "empty", dirty)
 
 
-@pytest.mark.parametrize(("name", "kind"), [
-    *((name, FlashInferBackend) for name in RECORDED),
-    ("tree", TwoPassesBackend), ("draft", TwoPassesBackend),
-])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, FlashInferBackend) for name in RECORDED),
+        ("tree", TwoPassesBackend),
+        ("draft", TwoPassesBackend),
+    ],
+)
 def test_junk_in_the_workspaces_is_not_read(name, kind):
     first, *others = batches(RECORDED[name])
     backend = kind(config_of(first), torch.device(DEVICE))

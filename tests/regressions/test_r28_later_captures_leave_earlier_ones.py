@@ -40,8 +40,17 @@ def test_flashinfers_wrappers_are_those_of_their_bucket(monkeypatch, mode, q_len
 
     def drawn(size: int, seed: int):
         lens = [5 + seed, 130, 0, 64][:size]
-        return make_tree_case(lens, mode=mode, q_len=q_len, width=200, slots=800, head_dim=64,
-                              dtype=BF16, device=DEVICE, seed=seed)
+        return make_tree_case(
+            lens,
+            mode=mode,
+            q_len=q_len,
+            width=200,
+            slots=800,
+            head_dim=64,
+            dtype=BF16,
+            device=DEVICE,
+            seed=seed,
+        )
 
     backend, captured = None, {}
     for size in (1, 2, 4):
@@ -49,8 +58,10 @@ def test_flashinfers_wrappers_are_those_of_their_bucket(monkeypatch, mode, q_len
         backend = backend or FlashInferBackend(config_of(case), DEVICE)
         captured[size] = Live(case, mode == "chain", backend)
         captured[size].record()
-    assert len({live.bound.wrapper._int_workspace_buffer.data_ptr()
-                for live in captured.values()}) == 3
+    assert (
+        len({live.bound.wrapper._int_workspace_buffer.data_ptr() for live in captured.values()})
+        == 3
+    )
     for seed, size in enumerate((4, 1, 2, 1, 4)):
         captured[size].load(drawn(size, seed))
         captured[size].replay()

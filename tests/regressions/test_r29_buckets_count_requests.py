@@ -16,8 +16,9 @@ CHOSEN = {1: 1, 2: 4, 3: 4, 4: 4, 5: 8, 8: 8}
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
-@pytest.mark.parametrize("config", [SpecConfig(1, 3, 4, 256, 8), SpecConfig(3, 1, 4, 256, 8)],
-                         ids=["topk3", "chain"])
+@pytest.mark.parametrize(
+    "config", [SpecConfig(1, 3, 4, 256, 8), SpecConfig(3, 1, 4, 256, 8)], ids=["topk3", "chain"]
+)
 def test_the_smallest_bucket_that_holds_the_requests(mode, config):
     """A width of 4 tokens: counting tokens would pick other buckets."""
     one = world(BACKENDS[-1], [1, 4, 8], config)
@@ -25,8 +26,11 @@ def test_the_smallest_bucket_that_holds_the_requests(mode, config):
     for bucket, captured in one.decoder.runner._captured[mode].items():
         assert captured.bucket == bucket
         plain = captured.bound.copy_in
-        object.__setattr__(captured.bound, "copy_in", lambda count, b=bucket, plain=plain, **v: (
-            ran.append((count, b)), plain(count, **v)))
+        object.__setattr__(
+            captured.bound,
+            "copy_in",
+            lambda count, b=bucket, plain=plain, **v: (ran.append((count, b)), plain(count, **v)),
+        )
     for count in CHOSEN:
         lens = [5] * count
         one.poison(lens)

@@ -48,8 +48,9 @@ def graphed(bound) -> torch.cuda.CUDAGraph:
 @pytest.mark.parametrize("name", HERE)
 def test_several_query_tokens_are_served_as_declared(name, mode):
     cls, nodes = load_backend(name), 5
-    case = make_tree_case([40, 0, 70], mode=mode, q_len=nodes, head_dim=64, dtype=DTYPE,
-                          device=DEVICE.type)
+    case = make_tree_case(
+        [40, 0, 70], mode=mode, q_len=nodes, head_dim=64, dtype=DTYPE, device=DEVICE.type
+    )
     promises = cls.capabilities
     plan = plan_of(case, nodes, causal=mode == "chain")
     backend = cls(CONFIG, DEVICE)

@@ -27,7 +27,8 @@ def test_a_draft_of_other_heads_drafts(backend):
     assert run.target.pool.k.shape[2:] == (2, 64)
     assert run.draft.pool.k.shape[2:] == (3, 32)
     assert [b.config for b in run.draft.backend.backends] == list(draft.layers)
-    for result, prompt in zip(run.generate([Request(p, 16) for p in PROMPTS]), PROMPTS,
-                              strict=True):
+    for result, prompt in zip(
+        run.generate([Request(p, 16) for p in PROMPTS]), PROMPTS, strict=True
+    ):
         assert result.tokens == dense_greedy(target, prompt, 16)
         assert max(result.accept_lens) > 1, "nothing was ever accepted"

@@ -27,6 +27,7 @@ def test_no_position_reaches_the_limit(backend, length, tree):
     target, draft = TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
     furthest = []
     for model in (target, draft):
+
         def spy(*args, forward=model.forward, **named):
             # positions come right before the attention
             at = next(i for i, arg in enumerate(args) if isinstance(arg, BoundLayers)) - 1
@@ -34,8 +35,9 @@ def test_no_position_reaches_the_limit(backend, length, tree):
             return forward(*args, **named)
 
         model.forward = spy
-    run = Engine(target, draft, SpecConfig(*tree, LIMIT, 1), backend=backend, graphs=False,
-                 buckets=[1])
+    run = Engine(
+        target, draft, SpecConfig(*tree, LIMIT, 1), backend=backend, graphs=False, buckets=[1]
+    )
     prompt = [5 * i % 61 for i in range(length)]
     (out,) = run.generate([Request(prompt, 99)])
     assert max(furthest) == LIMIT - 1

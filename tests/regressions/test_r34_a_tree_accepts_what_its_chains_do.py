@@ -28,8 +28,15 @@ def tree_from(parents: list[int], tokens: list[int]) -> DraftTree:
     nodes = torch.tensor([tokens], device=DEVICE)
     table = torch.tensor([parents], device=DEVICE)
     first, sibling = links_from_parents(table)
-    return DraftTree(nodes, nodes, words_from_parents(table), nodes, first, sibling,
-                     torch.empty(1, 0, 0, device=DEVICE))
+    return DraftTree(
+        nodes,
+        nodes,
+        words_from_parents(table),
+        nodes,
+        first,
+        sibling,
+        torch.empty(1, 0, 0, device=DEVICE),
+    )
 
 
 def gained(parents: list[int], tokens: list[int], wanted: list[int]) -> int:
@@ -54,6 +61,10 @@ def test_a_tree_gains_what_its_best_chain_gains(seed):
     best = 0
     for leaf in range(1, NODES):
         path = tree.ancestors(leaf)[::-1]
-        best = max(best, gained(list(range(-1, len(path) - 1)), [tokens[n] for n in path],
-                                [wanted[n] for n in path]))
+        best = max(
+            best,
+            gained(
+                list(range(-1, len(path) - 1)), [tokens[n] for n in path], [wanted[n] for n in path]
+            ),
+        )
     assert gained(tree.parent, tokens, wanted) == best

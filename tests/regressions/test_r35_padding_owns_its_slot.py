@@ -21,8 +21,9 @@ from tests.worlds import BACKENDS, DEVICE
 
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_an_exhausted_table_never_gives_padding_away(page_size):
-    table = SlotTable(max_num_reqs=3, max_context_len=32, num_slots=32, page_size=page_size,
-                      device=DEVICE)
+    table = SlotTable(
+        max_num_reqs=3, max_context_len=32, num_slots=32, page_size=page_size, device=DEVICE
+    )
     rows = [table.allocate() for _ in range(3)]
     with pytest.raises(CapacityError, match="request rows"):
         table.allocate()

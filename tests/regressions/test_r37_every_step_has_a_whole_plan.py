@@ -32,7 +32,8 @@ def test_all_steps_and_layers_attend(backend, indices):
     layers = LayeredBackend(backend, LAYERS, pool, DEVICE)
     bound = MultiStepDraftBackend(layers, CONFIG, table, 2, indices).bind(2)
     bound.plan.inputs.copy_in(
-        bound.plan.dims, req_pool_indices=torch.tensor([1, 2], device=DEVICE),
+        bound.plan.dims,
+        req_pool_indices=torch.tensor([1, 2], device=DEVICE),
         seq_lens=torch.tensor([9, 0], dtype=torch.int32, device=DEVICE),
     )
     bound.schedule(torch.tensor([9, 0], dtype=torch.int32))

@@ -24,16 +24,18 @@ PROMPTS = [[3, 14, 15, 9], [35]]
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_few_steps_decode(backend, tree, indices):
     target, config = TinyTarget(device=DEVICE), SpecConfig(*tree, 64, 2)
-    run = Engine(target, TinyDraft(device=DEVICE), config, backend=backend, buckets=[2],
-                 indices=indices)
+    run = Engine(
+        target, TinyDraft(device=DEVICE), config, backend=backend, buckets=[2], indices=indices
+    )
     runner = run.decoder(config).runner
     for mode in run.decoder(config).modes:
         assert runner.captured(mode) == [2]
     if config.num_steps:
         (part,) = run.decoder(config).modes
         assert runner._captured[part][2].bound.step.propose.steps.steps == ()
-    for result, prompt in zip(run.generate([Request(p, 16) for p in PROMPTS]), PROMPTS,
-                              strict=True):
+    for result, prompt in zip(
+        run.generate([Request(p, 16) for p in PROMPTS]), PROMPTS, strict=True
+    ):
         assert result.tokens == dense_greedy(target, prompt, 16)
         assert (max(result.accept_lens) == 2) == (config.num_steps == 1)
     assert not runner.stats.eager

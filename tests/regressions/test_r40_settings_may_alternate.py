@@ -37,10 +37,14 @@ def test_a_hundred_steps_of_alternating_settings(backend, monkeypatch):
     run = engine(backend, configs=CONFIGS[1:], policy=lambda observed: next(order))
     results = run.add([Request(prompt, CONTEXT) for prompt in PROMPTS])
     asked, reserve = [], run.table.reserve
-    monkeypatch.setattr(run.table, "reserve", lambda rows, lens: (
-        asked.append([need - live.length for live, need in zip(run._live, lens, strict=True)])
-        or reserve(rows, lens)
-    ))
+    monkeypatch.setattr(
+        run.table,
+        "reserve",
+        lambda rows, lens: (
+            asked.append([need - live.length for live, need in zip(run._live, lens, strict=True)])
+            or reserve(rows, lens)
+        ),
+    )
     for step in range(STEPS):
         before = [live.text for live in run._live]
         run.step()
@@ -75,9 +79,10 @@ def draft_is_that_of_the_text(run: Engine, backend) -> None:
         for ours, theirs in zip(run.states.drafting, fresh.states.drafting, strict=True):
             torch.testing.assert_close(ours[live.row], theirs[other.row], rtol=1e-3, atol=1e-4)
         for name in ("k", "v"):
-            kv = [getattr(one.draft.pool, name)[
-                :, one.table.req_to_token[at.row, : at.length].long()
-            ] for one, at in ((run, live), (fresh, other))]
+            kv = [
+                getattr(one.draft.pool, name)[:, one.table.req_to_token[at.row, : at.length].long()]
+                for one, at in ((run, live), (fresh, other))
+            ]
             torch.testing.assert_close(*kv, rtol=1e-3, atol=1e-4)
 
 

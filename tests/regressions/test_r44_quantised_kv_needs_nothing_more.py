@@ -29,12 +29,17 @@ BATCHES = [[9, 0, 77], [240, 1, 130, 64], [0, 0]]
 def run(one, mode, lens: list[int], on_host: torch.Tensor | None) -> dict[str, torch.Tensor]:
     one.poison(lens)
     dtype = one.decoder.target.model.dtype
-    values = {name: value.to(dtype) if name in ("features", "hidden_states") else value
-              for name, value in inputs(mode, lens, len(lens)).items()}
+    values = {
+        name: value.to(dtype) if name in ("features", "hidden_states") else value
+        for name, value in inputs(mode, lens, len(lens)).items()
+    }
     out = one.decoder.runner.run(
-        mode, len(lens), on_host,
+        mode,
+        len(lens),
+        on_host,
         req_pool_indices=torch.tensor(one.rows[: len(lens)], device=DEVICE),
-        seq_lens=torch.tensor(lens, dtype=torch.int32, device=DEVICE), **values,
+        seq_lens=torch.tensor(lens, dtype=torch.int32, device=DEVICE),
+        **values,
     )
     return {name: value.clone() for name, value in vars(out).items() if name != "tail_slots"}
 
@@ -65,11 +70,16 @@ def test_who_cannot_read_it_says_so_before_the_first_request(name):
         Engine(target, draft, SpecConfig(3, 1, 4, 64, 2), backend=name, kv_dtype=FLOAT8)
 
 
-@pytest.mark.parametrize(("capability", "reasons"), [
-    ((8, 0), ["a float8 KV cache needs compute capability 8.9, got 8.0"]),
-    ((8, 6), ["a float8 KV cache needs compute capability 8.9, got 8.6"]),
-    ((8, 9), []), ((9, 0), []), ((10, 0), []),
-])
+@pytest.mark.parametrize(
+    ("capability", "reasons"),
+    [
+        ((8, 0), ["a float8 KV cache needs compute capability 8.9, got 8.0"]),
+        ((8, 6), ["a float8 KV cache needs compute capability 8.9, got 8.6"]),
+        ((8, 9), []),
+        ((9, 0), []),
+        ((10, 0), []),
+    ],
+)
 def test_a_gpu_without_e4m3_is_named(monkeypatch, capability, reasons):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)

@@ -20,8 +20,18 @@ NODES = CONFIG.num_draft_tokens
 
 
 @pytest.mark.parametrize(
-    "shape", [(3, NODES - 1), (3, NODES + 1), (3 * NODES,), (3 * NODES - 1,), (NODES,), (3, 1),
-              (2, NODES), (4, NODES)], ids=str,
+    "shape",
+    [
+        (3, NODES - 1),
+        (3, NODES + 1),
+        (3 * NODES,),
+        (3 * NODES - 1,),
+        (NODES,),
+        (3, 1),
+        (2, NODES),
+        (4, NODES),
+    ],
+    ids=str,
 )
 def test_tokens_are_a_row_per_request(shape):
     one = world(BACKENDS[-1], [8])

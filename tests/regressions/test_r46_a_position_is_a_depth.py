@@ -26,18 +26,23 @@ PARENTS = [-1, 0, 0, 1, 1, 2, 3, 5, 6]
 def logits(one, parents, tokens, positions=None):
     words, depths = tree_of(parents)
     one.poison([LENGTH])
-    return one.run(MODE, [LENGTH], {
-        "tokens": torch.tensor([tokens], device=DEVICE),
-        "positions": LENGTH + torch.tensor([positions or depths], device=DEVICE),
-        "tail_words": torch.tensor([words], device=DEVICE)[:, :, None],
-    })["logits"][0]
+    return one.run(
+        MODE,
+        [LENGTH],
+        {
+            "tokens": torch.tensor([tokens], device=DEVICE),
+            "positions": LENGTH + torch.tensor([positions or depths], device=DEVICE),
+            "tail_words": torch.tensor([words], device=DEVICE)[:, :, None],
+        },
+    )["logits"][0]
 
 
 def test_the_builder_gives_depths():
     rng = random.Random(0)
     parts = zip(*(random_candidates(rng, 3, 4) for _ in range(2)), strict=True)
-    made = Candidates(*(torch.tensor(part, device=DEVICE) for part in parts),
-                      torch.empty(2, 0, 0, device=DEVICE))
+    made = Candidates(
+        *(torch.tensor(part, device=DEVICE) for part in parts), torch.empty(2, 0, 0, device=DEVICE)
+    )
     lens = torch.tensor([LENGTH, 0], dtype=torch.int32)
     bonus = torch.tensor([1, 2], device=DEVICE)
     tree = build_tree(made, SpecBatch(bonus, lens.to(DEVICE), lens, bonus), CONFIG)

@@ -35,8 +35,15 @@ def test_the_width_of_the_table_does_not_show(backend, mode):
 
 def test_parts_without_a_visible_key_weigh_nothing():
     """A long prefix cut into many parts, all but the last outside the window; and empty rows."""
-    case = make_tree_case([300, 0, 0], q_len=3, tail_len=3, heads=(2, 1), head_dim=16,
-                          window_left=3, device=DEVICE.type)
+    case = make_tree_case(
+        [300, 0, 0],
+        q_len=3,
+        tail_len=3,
+        heads=(2, 1),
+        head_dim=16,
+        window_left=3,
+        device=DEVICE.type,
+    )
     case.args["tail_words"][1] = 0
     expected = oracle_tree(case)
     kernel = make_kernel(case)

@@ -28,8 +28,10 @@ from tests.worlds import DEVICE
 NEW_TOKENS = 5
 # on a GPU, long enough that its many chunks of work have several tiles
 SCALE = 31 if DEVICE.type == "cuda" else 1
-PROMPTS = [[(7 * i) % 61 for i in range(124 * SCALE)],
-           [(5 * i + 1) % 61 for i in range(30 * SCALE)]]
+PROMPTS = [
+    [(7 * i) % 61 for i in range(124 * SCALE)],
+    [(5 * i + 1) % 61 for i in range(30 * SCALE)],
+]
 
 
 class ByRow(nn.Linear):
@@ -66,10 +68,21 @@ class RecordingTarget(TinyTarget):
 
 def generate(prompts: list[list[int]], steps: int, deterministic: bool):
     target = RecordingTarget()
-    config = SpecConfig(steps, 2 if steps else 1, 5 if steps else 1, max_num_reqs=2,
-                        max_context_len=len(PROMPTS[0]) + 36)
-    engine = Engine(target, TinyDraft(device=DEVICE), config, backend="triton", graphs=False,
-                    deterministic=deterministic)
+    config = SpecConfig(
+        steps,
+        2 if steps else 1,
+        5 if steps else 1,
+        max_num_reqs=2,
+        max_context_len=len(PROMPTS[0]) + 36,
+    )
+    engine = Engine(
+        target,
+        TinyDraft(device=DEVICE),
+        config,
+        backend="triton",
+        graphs=False,
+        deterministic=deterministic,
+    )
     out = engine.generate([Request(prompt, NEW_TOKENS) for prompt in prompts])
     return [result.tokens for result in out], target.seen
 

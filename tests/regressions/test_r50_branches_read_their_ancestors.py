@@ -36,7 +36,8 @@ def build(backend: str, indices: str, parents: list[list[int]]):
     layers = LayeredBackend(backend, [HEADS], pool, DEVICE)
     bound = MultiStepDraftBackend(layers, config, table, 1, indices).bind(1)
     bound.plan.inputs.copy_in(
-        bound.plan.dims, req_pool_indices=torch.tensor([1], device=DEVICE),
+        bound.plan.dims,
+        req_pool_indices=torch.tensor([1], device=DEVICE),
         seq_lens=torch.tensor([PREFIX], dtype=torch.int32, device=DEVICE),
     )
     paths = [[[k] for k in range(topk)]]

@@ -36,7 +36,8 @@ def test_draft_kv_equals_a_prefill_from_scratch(backend, tree):
         for name in ("k", "v"):
             kv = [
                 getattr(engine.draft.pool, name)[
-                    :, engine.table.req_to_token[row, : live.length].long()]
+                    :, engine.table.req_to_token[row, : live.length].long()
+                ]
                 for engine, row in ((run, live.row), (fresh, scratch.row))
             ]
             torch.testing.assert_close(*kv, rtol=1e-4, atol=1e-5)

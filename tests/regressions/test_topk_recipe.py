@@ -27,7 +27,9 @@ PROMPTS = [[3, 14, 15, 9, 26, 5], [35], list(range(1, 18))]
 STYLES = ["cross", "collapse", "ties"]
 SHAPES = [
     SpecConfig(steps, topk, nodes, 64, 3)
-    for topk in (2, 4) for steps in (2, 3, 5) for nodes in (4, 8, 16)
+    for topk in (2, 4)
+    for steps in (2, 3, 5)
+    for nodes in (4, 8, 16)
     if nodes <= 1 + topk + (steps - 1) * topk**2
 ]
 NEXT = 7
@@ -61,8 +63,12 @@ def candidates(style: str, config: SpecConfig, rng: random.Random) -> tuple[list
 
 def batch_of(rows: list[int], lens: list[int], bonus: list[int]) -> SpecBatch:
     on_host = torch.tensor(lens, dtype=torch.int32)
-    return SpecBatch(torch.tensor(rows, device=DEVICE), on_host.to(DEVICE), on_host,
-                     torch.tensor(bonus, device=DEVICE))
+    return SpecBatch(
+        torch.tensor(rows, device=DEVICE),
+        on_host.to(DEVICE),
+        on_host,
+        torch.tensor(bonus, device=DEVICE),
+    )
 
 
 def dense_logits(tokens: list[int]) -> torch.Tensor:
@@ -90,9 +96,7 @@ def seams(run: Engine, config: SpecConfig) -> SpecDecoder:
     """A decoder over the engine's pools whose stages can be called one by one."""
     features = run.draft.model.feature_size
     table = run.table.req_to_token
-    return SpecDecoder(
-        run.target, run.draft, config, table, features=features, buckets=run.buckets
-    )
+    return SpecDecoder(run.target, run.draft, config, table, features=features, buckets=run.buckets)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -112,8 +116,9 @@ def test_verify_commit_and_decode_on(backend, config, size, page_size):
     made = [candidates(STYLES[(b + size) % 3], config, rng) for b in range(size)]
     parts = [torch.tensor(part, device=DEVICE) for part in zip(*made, strict=True)]
     tree = build_tree(Candidates(*parts, torch.empty(size, 0, 0, device=DEVICE)), batch, config)
-    validate_tree(tree.retrieve_next_token, tree.retrieve_next_sibling, tree.words,
-                  config.num_steps)
+    validate_tree(
+        tree.retrieve_next_token, tree.retrieve_next_sibling, tree.words, config.num_steps
+    )
     verified = decoder.verify(batch, tree)
     paths = []
     for b in range(size):
@@ -133,8 +138,9 @@ def commit_and_decode(run: Engine, batch: SpecBatch, tree, verified, paths) -> N
     gained = torch.tensor([len(path) for path in paths], dtype=torch.int32)
     kept = AcceptResult(index.int(), index, gained.to(DEVICE), index[:, 0])
     run.target.pool.commit(verified.tail_slots, kept)
-    after = batch_of(batch.req_pool_indices.tolist(), (batch.seq_lens_cpu + gained).tolist(),
-                     [NEXT] * len(paths))
+    after = batch_of(
+        batch.req_pool_indices.tolist(), (batch.seq_lens_cpu + gained).tolist(), [NEXT] * len(paths)
+    )
     plain = replace(run.config, num_steps=0, topk=1, num_draft_tokens=1)
     logits = seams(run, plain).verify(after, root_tree(after)).logits
     for b, path in enumerate(paths):

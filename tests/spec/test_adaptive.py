@@ -52,15 +52,21 @@ def drain(run: Engine, requests: list[Request], *, ahead: bool) -> list:
     return results
 
 
-@pytest.mark.parametrize(("sampling", "seams", "ahead"), [
-    (False, "one", True), (False, "three", False), (True, "one", True),
-])
+@pytest.mark.parametrize(
+    ("sampling", "seams", "ahead"),
+    [
+        (False, "one", True),
+        (False, "three", False),
+        (True, "one", True),
+    ],
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_switching_every_step_changes_no_token(backend, sampling, seams, ahead):
     """Requests join, end, and reach their context's end under any sequence of settings."""
     dice = Dice(5)
-    run = engine(CHAINS if sampling else TREES, dice, 56, backend=backend, seams=seams,
-                 sampling=sampling)
+    run = engine(
+        CHAINS if sampling else TREES, dice, 56, backend=backend, seams=seams, sampling=sampling
+    )
     new = [12, 99, 5, 33, 99]
     requests = [Request(p, n) for p, n in zip(PROMPTS, new, strict=True)]
     results = drain(run, requests, ahead=ahead)
@@ -102,9 +108,15 @@ def test_settings_share_states_pools_and_graph_memory():
         assert [report.bucket for report in reports] == [5, 2]
 
 
-@pytest.mark.parametrize(("field", "value"), [
-    ("max_context_len", 80), ("max_num_reqs", 4), ("page_size", 4), ("draft_sampling", True),
-])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_context_len", 80),
+        ("max_num_reqs", 4),
+        ("page_size", 4),
+        ("draft_sampling", True),
+    ],
+)
 def test_settings_that_share_no_buffers_are_refused_by_name(field, value):
     config = SpecConfig(3, 1, 4, 96, 5)
     other = replace(config, num_steps=2, num_draft_tokens=3, **{field: value})
@@ -250,10 +262,17 @@ def test_a_policy_without_a_choice_is_refused(trees):
         engine(trees, GoodputPolicy())
 
 
-@pytest.mark.parametrize("options", [
-    {"margin": -1}, {"hold": 0}, {"trials": -1}, {"prior": 0}, {"margin": float("nan")},
-    {"prior": float("nan")},
-])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"margin": -1},
+        {"hold": 0},
+        {"trials": -1},
+        {"prior": 0},
+        {"margin": float("nan")},
+        {"prior": float("nan")},
+    ],
+)
 def test_senseless_policies_are_refused(options):
     with pytest.raises(ValueError, match="must be at least 0"):
         GoodputPolicy(**options)
@@ -304,11 +323,15 @@ class Noted:
         return self.chosen[-1]
 
 
-@pytest.mark.parametrize("trees", [[(2, 1, 3), (1, 1, 2), (0, 1, 1)], [(3, 1, 4), (1, 1, 2)]],
-                         ids=["same_settings", "others"])
+@pytest.mark.parametrize(
+    "trees",
+    [[(2, 1, 3), (1, 1, 2), (0, 1, 1)], [(3, 1, 4), (1, 1, 2)]],
+    ids=["same_settings", "others"],
+)
 @pytest.mark.parametrize("turns", [True, False], ids=["in_turns", "one_after_the_other"])
 def test_engines_that_share_a_policy_choose_as_if_alone(trees, turns):
     """The other engine leaves deep trees, and would keep this one from beginning with its own."""
+
     def goodput() -> GoodputPolicy:
         return GoodputPolicy(lambda c, b: 1 + 5 * c.num_steps, hold=7)
 

@@ -25,10 +25,17 @@ def engine(*trees, policy=None, **options) -> Engine:
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["waited", "ahead"])
-@pytest.mark.parametrize(("trees", "further"), [
-    ([(5, 1, 6)], 1), ([(7, 8, 40)], 1), ([(5, 1, 6), (3, 1, 4)], 1),
-    ([(7, 8, 40), (1, 1, 2), PLAIN], 0), ([PLAIN], 0),
-], ids=str)
+@pytest.mark.parametrize(
+    ("trees", "further"),
+    [
+        ([(5, 1, 6)], 1),
+        ([(7, 8, 40)], 1),
+        ([(5, 1, 6), (3, 1, 4)], 1),
+        ([(7, 8, 40), (1, 1, 2), PLAIN], 0),
+        ([PLAIN], 0),
+    ],
+    ids=str,
+)
 def test_at_most_one_decoder_is_made_and_texts_are_those_of_plain_decoding(trees, further, ahead):
     first = (lambda observed: observed.settings[0]) if len(trees) > 1 else None
     run = engine(*trees, policy=first)

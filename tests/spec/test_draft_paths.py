@@ -38,8 +38,15 @@ class Spy:
         if sources is not None:
             hidden_states = hidden_states[sources]
         out = self.draft.forward(input_ids, hidden_states, positions, attend, rows)
-        self.calls.append(Call(input_ids.tolist(), positions.tolist(), hidden_states.clone(),
-                               out.hidden_states.clone(), out.logits.clone()))
+        self.calls.append(
+            Call(
+                input_ids.tolist(),
+                positions.tolist(),
+                hidden_states.clone(),
+                out.hidden_states.clone(),
+                out.logits.clone(),
+            )
+        )
         return out
 
 
@@ -103,8 +110,10 @@ def check_path(draft, calls, features, text, b, topk, path) -> None:
         assert call.positions[row] == length + step
         torch.testing.assert_close(call.hidden_in[row], hidden[0], rtol=1e-4, atol=1e-4)
         out = draft.forward(
-            torch.tensor(call.tokens[row : row + 1], device=features.device), hidden,
-            torch.tensor([length + step], device=features.device), attend,
+            torch.tensor(call.tokens[row : row + 1], device=features.device),
+            hidden,
+            torch.tensor([length + step], device=features.device),
+            attend,
         )
         hidden = out.hidden_states
     torch.testing.assert_close(call.logits[row], out.logits[0], rtol=1e-4, atol=1e-4)

@@ -18,10 +18,18 @@ from tests.worlds import DEVICE
 CONTEXT = 64
 SHARED = [7 * i % 61 for i in range(20)]
 # three share a prefix; the last comes to its context's end
-KINDS = [Request([*SHARED, 5], 20), Request([*SHARED, 9, 2], 12), Request([*SHARED, 9], 25),
-         Request([3, 14, 15], 30), Request([35], 9), Request([8] * 40, 99)]
+KINDS = [
+    Request([*SHARED, 5], 20),
+    Request([*SHARED, 9, 2], 12),
+    Request([*SHARED, 9], 25),
+    Request([3, 14, 15], 30),
+    Request([35], 9),
+    Request([8] * 40, 99),
+]
 OPTIONS = {
-    "one": {}, "three": {"seams": "three"}, "tbo": {"tbo": True},
+    "one": {},
+    "three": {"seams": "three"},
+    "tbo": {"tbo": True},
     "host plans": {"backend": PlanningBackend},
 }
 
@@ -49,9 +57,7 @@ def engine(models, *trees, page_size=1, **options) -> Engine:
 @pytest.mark.parametrize("ahead", [False, True], ids=["waited", "ahead"])
 @pytest.mark.parametrize("switching", [False, True], ids=["one setting", "switching"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_whoever_is_dropped_the_others_texts_stay_exact(
-    models, greedy, options, switching, ahead
-):
+def test_whoever_is_dropped_the_others_texts_stay_exact(models, greedy, options, switching, ahead):
     """At random, also between the launch of a step and its reading, and in mid-prefix."""
     more = {"policy": Dice(2)} if switching else {}
     trees = [(2, 1, 3), (0, 1, 1)] if switching else []
@@ -71,7 +77,8 @@ def test_whoever_is_dropped_the_others_texts_stay_exact(
             live = not item[1].finish_reason
             if live and rng.random() < 0.1:
                 riding += any(
-                    one.result is item[1] for flight in run._running._flights
+                    one.result is item[1]
+                    for flight in run._running._flights
                     for one in flight.group
                 )
                 run.drop(item[1])

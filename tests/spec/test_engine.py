@@ -68,8 +68,12 @@ def test_any_page_size_gives_the_same_tokens(models, expected, page_size):
 @pytest.mark.parametrize("tree", ["topk4", "wide", "topk8_deep", "chain"])
 def test_shared_csr_rows_give_the_same_tokens_as_the_request_table(models, tree):
     """The drafts are equal too: as many tokens are accepted in every step."""
-    runs = [engine(models, TREES[tree], indices=indices).generate(
-        [Request(p, max_new_tokens=24) for p in PROMPTS]) for indices in ("table", "csr")]
+    runs = [
+        engine(models, TREES[tree], indices=indices).generate(
+            [Request(p, max_new_tokens=24) for p in PROMPTS]
+        )
+        for indices in ("table", "csr")
+    ]
     for table, csr in zip(*runs, strict=True):
         assert table.tokens == csr.tokens
         assert table.accept_lens == csr.accept_lens
@@ -103,9 +107,7 @@ def test_near_the_context_limit_requests_go_on_drawing(models, tree):
 def test_requests_of_a_batch_finish_independently(models, expected):
     run = engine(models, TREES["topk4"])
     counts = [1, 2, 17, 40]
-    out = run.generate(
-        [Request(p, max_new_tokens=n) for p, n in zip(PROMPTS, counts, strict=True)]
-    )
+    out = run.generate([Request(p, max_new_tokens=n) for p, n in zip(PROMPTS, counts, strict=True)])
     for result, want, count in zip(out, expected, counts, strict=True):
         assert result.tokens == want[:count]
     assert out[0].steps == 0, "one token comes from the prompt itself"
@@ -193,12 +195,15 @@ def test_stop_strings_are_looked_for_in_new_text_alone(models):
     assert max(asked) < 10, "or a long text takes longer by the token"
 
 
-@pytest.mark.parametrize(("stop", "message"), [
-    ("END", "stop must be a sequence of texts, got the text 'END'"),
-    ("", "stop must be a sequence of texts, got the text ''"),
-    (("END", ""), "stop must be texts that are not empty, got ''"),
-    ((b"END",), "stop must be texts that are not empty, got b'END'"),
-])
+@pytest.mark.parametrize(
+    ("stop", "message"),
+    [
+        ("END", "stop must be a sequence of texts, got the text 'END'"),
+        ("", "stop must be a sequence of texts, got the text ''"),
+        (("END", ""), "stop must be texts that are not empty, got ''"),
+        ((b"END",), "stop must be texts that are not empty, got b'END'"),
+    ],
+)
 def test_stop_strings_that_end_any_text_are_refused(stop, message):
     with pytest.raises(ValueError, match=message):
         Request([1], stop=stop)
@@ -258,8 +263,12 @@ def test_prompts_of_no_whole_numbers_are_refused(prompt):
 @pytest.mark.parametrize("tree", ["plain", "chain", "topk4"])
 def test_a_request_draws_the_same_tokens_in_any_batch(models, tree):
     """Coins depend on seed and position; greedy and sampled requests mix."""
-    params = [SamplingParams(0.8, seed=5), SamplingParams(), SamplingParams(1.3, 7, 0.9, seed=6),
-              SamplingParams(1.0, top_p=0.8, seed=7)]
+    params = [
+        SamplingParams(0.8, seed=5),
+        SamplingParams(),
+        SamplingParams(1.3, 7, 0.9, seed=6),
+        SamplingParams(1.0, top_p=0.8, seed=7),
+    ]
     requests = [Request(p, 25, s) for p, s in zip(PROMPTS, params, strict=True)]
     together = engine(models, TREES[tree]).generate(requests)
     backwards = engine(models, TREES[tree], max_num_reqs=3).generate(requests[::-1])[::-1]
@@ -267,7 +276,8 @@ def test_a_request_draws_the_same_tokens_in_any_batch(models, tree):
     for a, b, c in zip(together, backwards, alone, strict=True):
         assert a.tokens == b.tokens == c.tokens
     other = engine(models, TREES[tree]).generate(
-        [Request(PROMPTS[0], 25, SamplingParams(0.8, seed=8))])
+        [Request(PROMPTS[0], 25, SamplingParams(0.8, seed=8))]
+    )
     assert other[0].tokens != together[0].tokens
 
 
@@ -276,8 +286,10 @@ def test_a_prefix_hit_equals_a_cold_run(models, page_size):
     """R53: tokens, drafts (as many accepted in every step) and slots, with one sharer freed."""
     long = [7 * i % 61 for i in range(50)]
     prompts = [[*long, 5, 6], [*long, 9], long[:40], [*long, 5, 6]]
-    cold = [engine(models, TREES["topk4"], page_size=page_size).generate([Request(p, 20)])[0]
-            for p in prompts]
+    cold = [
+        engine(models, TREES["topk4"], page_size=page_size).generate([Request(p, 20)])[0]
+        for p in prompts
+    ]
     run = engine(models, TREES["topk4"], page_size=page_size)
     before = models[0].calls
     before.clear()
@@ -311,8 +323,9 @@ def test_prompts_are_run_in_pieces_of_bounded_size(models, expected):
     [("chain", 1, "table"), ("topk4", 16, "table"), ("wide", 4, "csr")],
 )
 def test_the_interpreter_gives_the_same_tokens(models, expected, tree, page_size, indices):
-    run = engine(models, TREES[tree], page_size=page_size, indices=indices, backend="triton",
-                 buckets=[2])
+    run = engine(
+        models, TREES[tree], page_size=page_size, indices=indices, backend="triton", buckets=[2]
+    )
     out = run.generate([Request(p, max_new_tokens=8) for p in PROMPTS[:2]])
     for result, want in zip(out, expected, strict=False):
         assert result.tokens == want[:8]
@@ -321,8 +334,12 @@ def test_the_interpreter_gives_the_same_tokens(models, expected, tree, page_size
 @pytest.mark.parametrize("tree", ["plain", "topk4"])
 def test_every_parameter_reaches_the_steps_and_leaves_with_its_request(models, expected, tree):
     """What leaves one token to draw is greedy; rows that had it draw like new ones afterwards."""
-    params = [SamplingParams(1.5, top_k=1), SamplingParams(1.5, top_p=1e-6, seed=3),
-              SamplingParams(1e-5, seed=4), SamplingParams()]
+    params = [
+        SamplingParams(1.5, top_k=1),
+        SamplingParams(1.5, top_p=1e-6, seed=3),
+        SamplingParams(1e-5, seed=4),
+        SamplingParams(),
+    ]
     run = engine(models, TREES[tree])
     out = run.generate([Request(p, 20, s) for p, s in zip(PROMPTS, params, strict=True)])
     assert [r.tokens for r in out] == [want[:20] for want in expected]

@@ -162,12 +162,17 @@ def test_whoever_runs_already_is_finished_too_and_not_told_of(models):
     assert {at for at, _ in told} == {0}
 
 
-@pytest.mark.parametrize(("request_", "message"), [
-    (lambda: Request([5, 61]), r"prompt tokens must be 0\.\.60, got 5\.\.61"),
-    (lambda: Request([5, -1]), r"prompt tokens must be 0\.\.60, got -1\.\.5"),
-    (lambda: Request([5], sampling=SamplingParams(1.0, top_k=2**31)),
-     "top_k must be 0 .* below 2.*31, got 2147483648"),
-])
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (lambda: Request([5, 61]), r"prompt tokens must be 0\.\.60, got 5\.\.61"),
+        (lambda: Request([5, -1]), r"prompt tokens must be 0\.\.60, got -1\.\.5"),
+        (
+            lambda: Request([5], sampling=SamplingParams(1.0, top_k=2**31)),
+            "top_k must be 0 .* below 2.*31, got 2147483648",
+        ),
+    ],
+)
 def test_numbers_that_no_tensor_can_hold_are_refused(models, request_, message):
     run = engine(models)
     with pytest.raises(ValueError, match=message):

@@ -75,16 +75,19 @@ def test_plain_decoding_rejects_nothing_where_drafts_would_be_drawn(monkeypatch,
     assert loop.texts() == [result.tokens for result in wanted]
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ([], "prompts must be at least one, got none"),
-    ([{"tokens": []}, {}], r"a prompt's tokens must be 1\.\.48, got 0"),
-    ([{"tokens": [1] * 49}, {}], r"a prompt's tokens must be 1\.\.48, got 49"),
-    ([{"cached": 3}, {}], r"cached must be 0\.\.2, so that one of 3 tokens is left .* got 3"),
-    ([{}, {"cached": -1}], r"cached must be 0\.\.0, .* got -1"),
-    ([{"row": -1}, {}], r"a prompt's row must be 0\.\.2, got -1"),
-    ([{}, {"row": 3}], r"a prompt's row must be 0\.\.2, got 3"),
-    ([{}], r"sampling.temperature must be \[1\] .* got \[2\]"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ([], "prompts must be at least one, got none"),
+        ([{"tokens": []}, {}], r"a prompt's tokens must be 1\.\.48, got 0"),
+        ([{"tokens": [1] * 49}, {}], r"a prompt's tokens must be 1\.\.48, got 49"),
+        ([{"cached": 3}, {}], r"cached must be 0\.\.2, so that one of 3 tokens is left .* got 3"),
+        ([{}, {"cached": -1}], r"cached must be 0\.\.0, .* got -1"),
+        ([{"row": -1}, {}], r"a prompt's row must be 0\.\.2, got -1"),
+        ([{}, {"row": 3}], r"a prompt's row must be 0\.\.2, got 3"),
+        ([{}], r"sampling.temperature must be \[1\] .* got \[2\]"),
+    ],
+)
 @pytest.mark.parametrize("tree", [(0, 1, 1), (3, 4, 9)], ids=["plain", "tree"])
 def test_prompts_that_give_no_first_token_are_refused(tree, change, message):
     """A wholly cached one was given token 0, and the next one its proposals; others work later."""

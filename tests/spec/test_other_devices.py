@@ -40,6 +40,7 @@ def second():
 
 def elsewhere(work, *args):
     """Run in a thread whose current device is the first, as it is in any new one."""
+
     def called():
         assert torch.cuda.current_device() == 0
         return work(*args)
@@ -67,10 +68,21 @@ class TestTwoDevices:
         torch.cuda.set_device(0)
         gc.collect()  # what other tests have left would be given back in between
         held = torch.cuda.memory_allocated(0)
-        result = CliRunner().invoke(app, [
-            "generate", "def add(a, b):", "--device", "cuda:1", "--dtype", "float32",
-            "--max-new-tokens", "40", "--compare", "--json",
-        ])
+        result = CliRunner().invoke(
+            app,
+            [
+                "generate",
+                "def add(a, b):",
+                "--device",
+                "cuda:1",
+                "--dtype",
+                "float32",
+                "--max-new-tokens",
+                "40",
+                "--compare",
+                "--json",
+            ],
+        )
         assert result.exit_code == 0, result.output
         found = json.loads(result.stdout)
         assert found["identical"] is True

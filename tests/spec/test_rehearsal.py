@@ -56,9 +56,7 @@ def launches(decoder, monkeypatch) -> list[int]:
     """Return a list that grows with every launch aside."""
     found: list[int] = []
     replay = decoder._aside._replay
-    monkeypatch.setattr(
-        decoder._aside, "_replay", lambda *args: found.append(1) or replay(*args)
-    )
+    monkeypatch.setattr(decoder._aside, "_replay", lambda *args: found.append(1) or replay(*args))
     return found
 
 

@@ -20,7 +20,8 @@ def captures(monkeypatch):
     """The parts that were captured, in their order."""
     parts, capture = [], GraphRunner.capture
     monkeypatch.setattr(
-        GraphRunner, "capture",
+        GraphRunner,
+        "capture",
         lambda runner, part: (parts.append(part.value), capture(runner, part))[1],
     )
     return parts
@@ -28,8 +29,14 @@ def captures(monkeypatch):
 
 def engine(**options) -> Engine:
     models = TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
-    return Engine(*models, CONFIGS[0], configs=CONFIGS[1:], buckets=(1, 2),
-                  policy=lambda observed: observed.settings[-1], **options)
+    return Engine(
+        *models,
+        CONFIGS[0],
+        configs=CONFIGS[1:],
+        buckets=(1, 2),
+        policy=lambda observed: observed.settings[-1],
+        **options,
+    )
 
 
 def test_a_sampled_engine_captures_nothing_when_requests_come(captures):

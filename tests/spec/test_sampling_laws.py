@@ -120,8 +120,13 @@ def tree_step(kind, name, *, one_coin=False, **thresholds):
         final = coins if one_coin else uniform(seeds, positions, FINAL)
         out = outputs(len(prefix), steps)
         implementation(kind, "accept").accept_sampled(
-            torch.stack(tokens, 1), *links, model.of(torch.stack(nodes, 1)), coins, final,
-            **thresholds, **out,
+            torch.stack(tokens, 1),
+            *links,
+            model.of(torch.stack(nodes, 1)),
+            coins,
+            final,
+            **thresholds,
+            **out,
         )
         return out["accept_tokens_out"], out["accept_lens_out"]
 
@@ -141,8 +146,12 @@ def rejection_step(kind, drafter, *, steps=2, one_coin=False, claimed=None):
         final = coins if one_coin else uniform(seeds, positions, FINAL)
         out = outputs(len(prefix), steps)
         implementation(kind, "accept").accept_rejection(
-            torch.stack(tokens, 1), (claimed or drafter).of(nodes[:, :steps]), model.of(nodes),
-            coins, final, **out,
+            torch.stack(tokens, 1),
+            (claimed or drafter).of(nodes[:, :steps]),
+            model.of(nodes),
+            coins,
+            final,
+            **out,
         )
         return out["accept_tokens_out"], out["accept_lens_out"]
 

@@ -42,7 +42,9 @@ def test_parts_without_graphs_run_over_the_buffers_of_the_others(monkeypatch, pa
     run = engine(TREE, seams="three")
     rows, decoder, rng = admitted(run), run.decoder(run.config), random.Random(3)
     assert sorted(len(decoder.runner.captured(mode)) for mode in decoder.modes) == [
-        {2: 1, 5: 0}[bucket], 2, 2
+        {2: 1, 5: 0}[bucket],
+        2,
+        2,
     ]
     tokens = {live.row: list(live.result.tokens) for live in run._live}
     for size in (5, 2, 4, 1, 3, 2, 5):
@@ -61,10 +63,12 @@ def test_drawing_parts_without_graphs_do_no_harm(monkeypatch, bucket):
     """They fail when the first request that draws has come, and its company does not notice."""
     short_of_memory(monkeypatch, f"{ForwardMode.TARGET_VERIFY.value} (sampled)", bucket)
     run = engine(TREE, seams="three")
-    results = run.generate([
-        Request(prompt, 20, DRAWN if at == 1 else SamplingParams())
-        for at, prompt in enumerate(PROMPTS)
-    ])
+    results = run.generate(
+        [
+            Request(prompt, 20, DRAWN if at == 1 else SamplingParams())
+            for at, prompt in enumerate(PROMPTS)
+        ]
+    )
     for at, (prompt, result) in enumerate(zip(PROMPTS, results, strict=True)):
         if at != 1:
             assert result.tokens == dense_greedy(run.target.model, prompt, 20)
@@ -194,8 +198,7 @@ def test_what_plans_on_the_host_needs_three_graphs():
     with pytest.raises(ValueError, match="plans on the host needs seams='three'"):
         StepDecoder(run.target, run.draft, run.config, run.table, run.states, seams="one")
     with pytest.raises(ValueError, match="plans on the host needs seams='three'"):
-        Engine(run.target.model, run.draft.model, run.config, backend=PlanningBackend,
-               seams="one")
+        Engine(run.target.model, run.draft.model, run.config, backend=PlanningBackend, seams="one")
 
 
 def test_lengths_that_a_step_in_flight_changes_are_refused():

@@ -22,10 +22,19 @@ from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 pytestmark = pytest.mark.gpu
 
 DRAWN = SamplingParams(0.8, top_p=0.9, seed=7)
-KINDS = [Request([3, 14, 15, 9, 26, 5], 150), Request([35], 150, DRAWN), Request([8, 9, 7], 60),
-         Request([3, 14, 15, 2], 90, SamplingParams(1.2, 20, seed=3)), Request([6, 1], 150)]
-COUNTERS = ("allocation.all.allocated", "segment.all.allocated", "num_device_alloc",
-            "num_alloc_retries")
+KINDS = [
+    Request([3, 14, 15, 9, 26, 5], 150),
+    Request([35], 150, DRAWN),
+    Request([8, 9, 7], 60),
+    Request([3, 14, 15, 2], 90, SamplingParams(1.2, 20, seed=3)),
+    Request([6, 1], 150),
+]
+COUNTERS = (
+    "allocation.all.allocated",
+    "segment.all.allocated",
+    "num_device_alloc",
+    "num_alloc_retries",
+)
 
 
 class Steady:
@@ -142,8 +151,11 @@ def test_steps_neither_wait_nor_allocate(monkeypatch, steps, options, others):
         assert all(map(decoder.runner.recorded, decoder.modes))
         assert not decoder.runner.stats.eager
     assert {result.finish_reason for _, result in ended} == {"length"}
-    greedy = {at: dense_greedy(run.target.model, kind.prompt, kind.max_new_tokens)
-              for at, kind in enumerate(KINDS) if not kind.sampling.temperature}
+    greedy = {
+        at: dense_greedy(run.target.model, kind.prompt, kind.max_new_tokens)
+        for at, kind in enumerate(KINDS)
+        if not kind.sampling.temperature
+    }
     for kind, result in ended:
         if kind in greedy:
             assert result.tokens == greedy[kind][: len(result.tokens)]

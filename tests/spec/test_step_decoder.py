@@ -49,8 +49,11 @@ def test_steps_decode_whoever_takes_part(backend, tree, seams):
     if DEVICE.type == "cuda" and backend == "triton":
         assert all(map(decoder.runner.recorded, decoder.modes))
         assert not decoder.runner.stats.eager
-    assert not any(int(value[0].count_nonzero()) for name, value in run.states.tensors().items()
-                   if name != "top_p"), "a step wrote into the row of padding"
+    assert not any(
+        int(value[0].count_nonzero())
+        for name, value in run.states.tensors().items()
+        if name != "top_p"
+    ), "a step wrote into the row of padding"
 
 
 @pytest.mark.parametrize("seams", ["one", "three"])
@@ -80,8 +83,10 @@ def test_a_request_without_slots_sits_out(tree, seams):
 @pytest.mark.parametrize("seams", ["one", "three"])
 def test_drawn_tokens_do_not_depend_on_seams_or_company(seams, sampling):
     tree = (3, 1, 4) if sampling else (3, 4, 9)
-    alone = [engine(tree, sampling=sampling).generate([Request(p, 20, sampling=DRAWN)])[0].tokens
-             for p in PROMPTS[:3]]
+    alone = [
+        engine(tree, sampling=sampling).generate([Request(p, 20, sampling=DRAWN)])[0].tokens
+        for p in PROMPTS[:3]
+    ]
     run = engine(tree, sampling=sampling, seams=seams)
     mixed = [Request(p, 20, sampling=DRAWN) for p in PROMPTS[:3]]
     mixed.append(Request(PROMPTS[3], 20))  # a greedy one among them
@@ -211,10 +216,19 @@ def one_for_all(value):
 
 
 @pytest.mark.parametrize("spoil", [one_for_all, lambda value: value.double()])
-@pytest.mark.parametrize("name", [
-    "seq_lens", "bonus_tokens", "state.topk_tokens", "state.hidden_states", "sampling.temperature",
-    "sampling.top_k", "sampling.top_p", "sampling.seeds",
-])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "seq_lens",
+        "bonus_tokens",
+        "state.topk_tokens",
+        "state.hidden_states",
+        "sampling.temperature",
+        "sampling.top_k",
+        "sampling.top_p",
+        "sampling.seeds",
+    ],
+)
 def test_states_of_other_requests_are_not_admitted(name, spoil):
     run = engine((3, 4, 9))
     rows = torch.tensor(admitted(run), device=DEVICE)
@@ -288,12 +302,18 @@ def other_states(run, topk=4, rows=6):
 MISFITS = {
     "pool": (narrow_pool, "pools must have the table's 481 slots, got 100"),
     "page": (lambda run: changed(run, page_size=4), "page_size must be the table's, 1, got 4"),
-    "context": (lambda run: changed(run, max_context_len=64),
-                "max_context_len must be at least the table's, 96, got 64"),
-    "rows": (lambda run: changed(run, other_states(run, rows=5)),
-             r"states\.seq_lens must be \[6\] torch\.int32 on .*, got \[5\]"),
-    "topk": (lambda run: changed(run, other_states(run, topk=3)),
-             "states must hold topk 4 proposals, got 3"),
+    "context": (
+        lambda run: changed(run, max_context_len=64),
+        "max_context_len must be at least the table's, 96, got 64",
+    ),
+    "rows": (
+        lambda run: changed(run, other_states(run, rows=5)),
+        r"states\.seq_lens must be \[6\] torch\.int32 on .*, got \[5\]",
+    ),
+    "topk": (
+        lambda run: changed(run, other_states(run, topk=3)),
+        "states must hold topk 4 proposals, got 3",
+    ),
 }
 
 

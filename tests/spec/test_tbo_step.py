@@ -25,15 +25,24 @@ from tests.worlds import DEVICE
 
 PROMPTS = [[3, 14, 15, 9, 26, 5], [35, 2], [8, 9, 7, 9], [32, 38, 4], [6]]
 SETTINGS = {
-    "plain": ((0, 1, 1), False), "chain": ((3, 1, 4), False), "tree": ((3, 4, 9), False),
+    "plain": ((0, 1, 1), False),
+    "chain": ((3, 1, 4), False),
+    "tree": ((3, 4, 9), False),
     "drawn drafts": ((3, 1, 4), True),
 }
 DRAWN = SamplingParams(temperature=0.8, top_p=0.9, seed=7)
 CUDA = DEVICE.type == "cuda"
 
 
-def engine(tree, backend="torch_native", buckets=(1, 2, 5), context=96, target=TinyTarget,
-           sampling=False, **options) -> Engine:
+def engine(
+    tree,
+    backend="torch_native",
+    buckets=(1, 2, 5),
+    context=96,
+    target=TinyTarget,
+    sampling=False,
+    **options,
+) -> Engine:
     config = SpecConfig(*tree, context, 5, 1, sampling)
     models = target(device=DEVICE), TinyDraft(device=DEVICE)
     return Engine(*models, config, backend=backend, buckets=buckets, **options)
@@ -85,8 +94,13 @@ def stepped(run: Engine, part: list[int], stalled: int | None, **how) -> list[li
 
 @pytest.mark.parametrize(
     ("setting", "drawn", "seams"),
-    [("plain", False, "one"), ("chain", True, "one"), ("tree", False, "one"),
-     ("tree", True, "three"), ("drawn drafts", True, "one")],
+    [
+        ("plain", False, "one"),
+        ("chain", True, "one"),
+        ("tree", False, "one"),
+        ("tree", True, "three"),
+        ("drawn drafts", True, "one"),
+    ],
 )
 def test_a_split_step_is_an_unsplit_one(setting, drawn, seams):
     """The same tokens, and bit for bit what plain steps of its halves give, in any order."""
@@ -180,15 +194,17 @@ def test_an_engine_of_halves_decodes_as_one():
 @pytest.mark.parametrize("bucket", [1, 2, 5])
 def test_halves_are_the_requests_of_the_bucket(bucket):
     run = engine((3, 4, 9), buckets=(5,), tbo=True)
-    part, = run.decoder(run.config).modes
+    (part,) = run.decoder(run.config).modes
     bound = run.decoder(run.config)._part(part, 5).bind(bucket)
     halves = bound.step.halves
     assert [half.ring.rows.shape[1] for half in halves] == [
         size for size in (bucket // 2, bucket - bucket // 2) if size
     ]
     packed = bound.step.packed, [half.accepted.packed for half in halves]
-    turns = [(rows, [half.ring.rows[turn] for half in halves])
-             for turn, rows in enumerate(bound.step.ring.rows)]
+    turns = [
+        (rows, [half.ring.rows[turn] for half in halves])
+        for turn, rows in enumerate(bound.step.ring.rows)
+    ]
     for whole, views in (packed, *turns):
         assert torch.cat(views).shape == whole.shape
         at = whole.data_ptr()
@@ -212,9 +228,13 @@ def test_attention_made_apart_shares_no_buffers():
     for backend in (one, other):
         bounds = backend.bind(AttnPlan.over(layout, table, AttnInputs.alloc(3, layout, DEVICE)))
         buffers = [
-            tensor for bound in bounds.bounds
-            for tensor in (*vars(bound.kernel.tables).values(), bound.kernel.partial_out,
-                           bound.kernel.partial_lse)
+            tensor
+            for bound in bounds.bounds
+            for tensor in (
+                *vars(bound.kernel.tables).values(),
+                bound.kernel.partial_out,
+                bound.kernel.partial_lse,
+            )
             if isinstance(tensor, Tensor)
         ]
         written.append({tensor.untyped_storage().data_ptr() for tensor in buffers})
@@ -237,8 +257,16 @@ def test_what_does_not_go_together_is_refused():
     run = engine((3, 1, 4), tbo=True)
     rows, decoder = admitted(run), run.decoder(run.config)
     with pytest.raises(ValueError, match="which tbo splits"):
-        StepDecoder(run.target, run.draft, run.config, run.table, run.states, seams="three",
-                    validate="debug", tbo=True)
+        StepDecoder(
+            run.target,
+            run.draft,
+            run.config,
+            run.table,
+            run.states,
+            seams="three",
+            validate="debug",
+            tbo=True,
+        )
     decoder.tbo = False
     with pytest.raises(CaptureMismatch, match="tbo"):
         decoder.step(rows)
@@ -254,7 +282,7 @@ def test_a_half_that_cannot_be_recorded_leaves_a_decoder_usable(name, monkeypatc
     split, whole = (engine((3, 4, 9), Breaking, buckets=(5,), tbo=tbo) for tbo in (True, False))
     rows = admitted(split, whole)
     decoder, (fault, message) = split.decoder(split.config), FAULTS[name]
-    part, = decoder.modes
+    (part,) = decoder.modes
 
     def same() -> None:
         assert decoder.step(rows) == whole.decoder(whole.config).step(rows)
@@ -292,8 +320,9 @@ class Watched(TinyTarget):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("tree", "sampling"), [SETTINGS["tree"], SETTINGS["drawn drafts"]],
-                         ids=["tree", "drawn drafts"])
+@pytest.mark.parametrize(
+    ("tree", "sampling"), [SETTINGS["tree"], SETTINGS["drawn drafts"]], ids=["tree", "drawn drafts"]
+)
 def test_recorded_halves_gain_what_an_unsplit_step_does(tree, sampling):
     """Fifty replays of changing batches, greedy and drawn, with rows that have no slots."""
     whole, split = (
@@ -324,8 +353,9 @@ def test_recorded_halves_run_at_the_same_time():
     for tbo in (False, True):
         run = engine((0, 1, 1), "triton", buckets=(2,), target=Watched, graphs=False)
         run.target.model.cycles = cycles
-        decoder = StepDecoder(run.target, None, run.config, run.table, run.states, buckets=(2,),
-                              tbo=tbo)
+        decoder = StepDecoder(
+            run.target, None, run.config, run.table, run.states, buckets=(2,), tbo=tbo
+        )
         rows = admitted(run)[:2]
         times = []
         for _ in range(3):

@@ -33,8 +33,13 @@ def greedy(models):
 def engine(models, slots: int, *trees, page_size=1, **options) -> Engine:
     config, *more = (SpecConfig(*tree, CONTEXT, ROWS, page_size) for tree in (TREE, *trees))
     return Engine(
-        *models, config, configs=more, backend="torch_native", buckets=(1, ROWS),
-        num_slots=slots + page_size, **options,
+        *models,
+        config,
+        configs=more,
+        backend="torch_native",
+        buckets=(1, ROWS),
+        num_slots=slots + page_size,
+        **options,
     )
 
 
@@ -112,8 +117,11 @@ def test_one_that_may_not_fit_runs_by_itself(models, greedy):
     """It ends before its slots do; the next one would have taken them."""
     end = 15
     run = engine(models, 20 + end - 2 + RESERVE, detokenize=lambda tokens: "x" * len(tokens))
-    requests = [Request(PROMPTS[0][:5], 3), Request(PROMPTS[1], 99, stop=("x" * end,)),
-                Request(PROMPTS[2][:5], 3)]
+    requests = [
+        Request(PROMPTS[0][:5], 3),
+        Request(PROMPTS[1], 99, stop=("x" * end,)),
+        Request(PROMPTS[2][:5], 3),
+    ]
     together = []
     results = run.generate(requests, lambda index, _: together.append((index, run.num_live)))
     assert results[1].tokens == greedy[1][:end]

@@ -111,8 +111,9 @@ class TouchesUnusedSlots(Mutant):
 
 class ReadsEvictedKeys(Mutant):
     def seen(self, plan):
-        self.listed = plan.kv_indices[: int(plan.kv_indptr[-1])] if isinstance(
-            plan, CsrPlan) else None
+        self.listed = (
+            plan.kv_indices[: int(plan.kv_indptr[-1])] if isinstance(plan, CsrPlan) else None
+        )
         return plan
 
     def attend(self, run, q, k_cache, v_cache, out, lse):

@@ -19,9 +19,7 @@ BF16 = (torch.bfloat16,)
 # the tanh of a cap is tanh.approx
 FA3 = Tolerances(cap=2e-3)
 
-test_fa3 = pytest.mark.gpu(
-    backend_suite("fa3", "cuda", dtypes=BF16, tolerances=FA3, evicts=True)
-)
+test_fa3 = pytest.mark.gpu(backend_suite("fa3", "cuda", dtypes=BF16, tolerances=FA3, evicts=True))
 test_fa3_pages = pytest.mark.gpu(
     backend_suite(
         "fa3", "cuda", geometry=Geometry(page_size=64), dtypes=BF16, tolerances=FA3, evicts=True
@@ -30,7 +28,10 @@ test_fa3_pages = pytest.mark.gpu(
 test_flashinfer = pytest.mark.gpu(
     # a window or cap of its kernels' own is another one to compile: tests/backends has those
     backend_suite(
-        "flashinfer", "cuda", dtypes=BF16, tolerances=tolerances_of("flashinfer"),
+        "flashinfer",
+        "cuda",
+        dtypes=BF16,
+        tolerances=tolerances_of("flashinfer"),
         leave_out=("window", "cap"),
     )
 )

@@ -41,7 +41,12 @@ def run(folder: Path, *options: str) -> str:
     command = [sys.executable, "-m", "pytest", "-rfs", "-p", "no:cacheprovider", *options]
     root = str(Path(__file__).parents[2])
     done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, check=False, timeout=120,
+        command,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
         env={"PYTHONPATH": root, "PATH": "", "OMP_NUM_THREADS": "1", "HOME": str(folder)},
     )
     return done.stdout + done.stderr

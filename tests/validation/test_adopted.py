@@ -38,8 +38,10 @@ def half_elements() -> list[torch.Tensor]:
     size = 9 * 2 * 8
     storage = bytearray(3 * 4 * size + 2)
     starts = (0, 4 * size, 8 * size + 2)
-    return [torch.frombuffer(storage, dtype=torch.float32, count=size, offset=at).view(FULL)
-            for at in starts]
+    return [
+        torch.frombuffer(storage, dtype=torch.float32, count=size, offset=at).view(FULL)
+        for at in starts
+    ]
 
 
 SHARED = caches(1)[0]
@@ -47,25 +49,39 @@ WIDE = torch.zeros(3, 9, 2, 12, device=DEVICE)
 BAD_CACHES = {
     "too_few": ({"k": caches(2)}, "k must have 3 layers, got 2"),
     "stacked": ({"v": torch.zeros(2, *FULL, device=DEVICE)}, "v must have 3 layers, got 2"),
-    "pages": ({"k": caches(shape=(9, 4, 2, 8))},
-              r"k\[0\] must be \[9, 2, 8\] .* got \[9, 4, 2, 8\]"),
+    "pages": (
+        {"k": caches(shape=(9, 4, 2, 8))},
+        r"k\[0\] must be \[9, 2, 8\] .* got \[9, 4, 2, 8\]",
+    ),
     "slots": ({"v": caches(shape=(8, 2, 8))}, r"v\[0\] must be \[9, 2, 8\] .* got \[8, 2, 8\]"),
-    "one_shorter": ({"k": spoilt(2, caches(shape=(8, 2, 8))[0])},
-                    r"k\[2\] must be \[9, 2, 8\] .* got \[8, 2, 8\]"),
+    "one_shorter": (
+        {"k": spoilt(2, caches(shape=(8, 2, 8))[0])},
+        r"k\[2\] must be \[9, 2, 8\] .* got \[8, 2, 8\]",
+    ),
     "heads": ({"k": caches(shape=(9, 1, 8))}, r"k\[0\] must be \[9, 2, 8\] .* got \[9, 1, 8\]"),
     "dtype": ({"k": caches(dtype=torch.float16)}, r"k\[0\] must be .*float32 .* got .*float16"),
     "stored": ({"v": caches(dtype=torch.float8_e4m3fn)}, r"v\[0\] must be .*float32 .* got .*e4m3"),
     "device": ({"v": caches(device="meta")}, r"v\[0\] must be .* got .* on meta"),
-    "strides": ({"k": spoilt(1, torch.zeros(9, 4, 8, device=DEVICE)[:, :2])},
-                r"k\[1\] must be dense .* of all layers, \(16, 8, 1\), got \(32, 8, 1\)"),
-    "last_axis": ({"v": [layer.mT.contiguous().mT for layer in caches()]},
-                  r"v\[0\] must be dense in its last axis, .* got \(16, 1, 2\)"),
-    "expanded": ({"k": [layer[:1].expand(FULL) for layer in caches()]},
-                 r"k\[0\] must be .* its slots and heads apart, .* got \(0, 8, 1\)"),
-    "one_head_for_all": ({"k": [layer[:, :1].expand(FULL) for layer in caches()]},
-                         r"k\[0\] must be .* its slots and heads apart, .* got \(16, 0, 1\)"),
-    "overlapping_slots": ({"v": [layer.as_strided(FULL, (4, 40, 1)) for layer in caches()]},
-                          r"v\[0\] must be .* slots and heads apart, .* got \(4, 40, 1\)"),
+    "strides": (
+        {"k": spoilt(1, torch.zeros(9, 4, 8, device=DEVICE)[:, :2])},
+        r"k\[1\] must be dense .* of all layers, \(16, 8, 1\), got \(32, 8, 1\)",
+    ),
+    "last_axis": (
+        {"v": [layer.mT.contiguous().mT for layer in caches()]},
+        r"v\[0\] must be dense in its last axis, .* got \(16, 1, 2\)",
+    ),
+    "expanded": (
+        {"k": [layer[:1].expand(FULL) for layer in caches()]},
+        r"k\[0\] must be .* its slots and heads apart, .* got \(0, 8, 1\)",
+    ),
+    "one_head_for_all": (
+        {"k": [layer[:, :1].expand(FULL) for layer in caches()]},
+        r"k\[0\] must be .* its slots and heads apart, .* got \(16, 0, 1\)",
+    ),
+    "overlapping_slots": (
+        {"v": [layer.as_strided(FULL, (4, 40, 1)) for layer in caches()]},
+        r"v\[0\] must be .* slots and heads apart, .* got \(4, 40, 1\)",
+    ),
     "numbers": ({"k": caches(shape=())}, r"k\[0\] must be .* got \[\]"),
     "columns": ({"k": WIDE[..., :8], "v": WIDE[..., 4:]}, "two share it"),
     "no_slots": ({"k": caches(shape=(0, 2, 8))}, "num_slots must be 1.*, got 0"),
@@ -93,8 +109,10 @@ def test_layers_must_begin_whole_elements_apart():
 BAD_PAGES = {
     "slots": (torch.zeros(FULL), r"must be \[num_pages, page_size, heads, dim\].* got \[9, 2, 8\]"),
     "empty": (torch.zeros(0, 4, 2, 8), r"not empty, got \[0, 4, 2, 8\]"),
-    "trailer": (torch.zeros(3, 72).as_strided((3, 4, 2, 8), (72, 16, 8, 1)),
-                r"multiple of page_size \(4\) slots apart, got pages 72 and slots 16 elements"),
+    "trailer": (
+        torch.zeros(3, 72).as_strided((3, 4, 2, 8), (72, 16, 8, 1)),
+        r"multiple of page_size \(4\) slots apart, got pages 72 and slots 16 elements",
+    ),
     "half_a_page": (torch.zeros(5, 6, 2, 8)[:, :4], "got pages 96 and slots 16 elements"),
     "one_page_for_all": (torch.zeros(1, 4, 2, 8).expand(3, 4, 2, 8), "got pages 0 and slots 16"),
     "one_slot_for_all": (torch.zeros(3, 1, 2, 8).expand(3, 4, 2, 8), "got pages 16 and slots 0"),
@@ -135,8 +153,11 @@ def test_tables_that_no_step_can_read_are_refused(bad, message):
     given = good | bad
     with pytest.raises(ValueError, match=message):
         AdoptedTable(**given)
-    assert all((given[name] == 7).all() for name in ("req_to_token", "reserved")
-               if given[name].device.type != "meta")
+    assert all(
+        (given[name] == 7).all()
+        for name in ("req_to_token", "reserved")
+        if given[name].device.type != "meta"
+    )
     table = AdoptedTable(**good)
     assert (table.num_pages, table.max_context_len, table.block_stride) == (22, 64, 4)
     assert not table.req_to_token[0].any()

@@ -29,31 +29,47 @@ from tests.validation.steps import HEADS, LENS, PADDED, Failing, i32, ints, same
 from tests.worlds import DEVICE, inputs
 
 BAD_STEPS = {
-    "rows_dtype": ({"req_pool_indices": ints(2, dtype=i32)},
-                   r"req_pool_indices must be \[2\] torch.int64 .* got \[2\] torch.int32"),
-    "rows_device": ({"req_pool_indices": ints(2, device="meta")},
-                    "req_pool_indices must be .* got .* on meta"),
+    "rows_dtype": (
+        {"req_pool_indices": ints(2, dtype=i32)},
+        r"req_pool_indices must be \[2\] torch.int64 .* got \[2\] torch.int32",
+    ),
+    "rows_device": (
+        {"req_pool_indices": ints(2, device="meta")},
+        "req_pool_indices must be .* got .* on meta",
+    ),
     "lens_dtype": ({"seq_lens": ints(2)}, "seq_lens must be .*int32 .* got .*int64"),
     "lens_shape": ({"seq_lens": ints(3, dtype=i32)}, r"seq_lens must be \[2\] .* got \[3\]"),
     "lens_device": ({"seq_lens": ints(2, dtype=i32, device="meta")}, "seq_lens .* got .* meta"),
     "mirror_dtype": ({"seq_lens_cpu": ints(2, device="cpu")}, "seq_lens_cpu must be .*int32 on c"),
     "mirror_device": ({"seq_lens_cpu": ints(2, dtype=i32, device="meta")}, "on cpu, got .* meta"),
-    "negative": ({"seq_lens_cpu": torch.tensor([-1, 3], dtype=i32)},
-                 r"seq_lens must be 0\.\.247, .* got -1\.\.3"),
+    "negative": (
+        {"seq_lens_cpu": torch.tensor([-1, 3], dtype=i32)},
+        r"seq_lens must be 0\.\.247, .* got -1\.\.3",
+    ),
     "too_long": ({"seq_lens_cpu": torch.tensor([3, 256], dtype=i32)}, r"0\.\.247.* got 3\.\.256"),
     "bonus_dtype": ({"bonus_tokens": ints(2, dtype=i32)}, "bonus_tokens must be .*int64 .*int32"),
     "bonus_count": ({"bonus_tokens": ints(1)}, r"bonus_tokens must be \[2\] .* got \[1\]"),
     "no_state": ({"state": None}, "state must be a DraftState with num_steps 4, got None"),
-    "state_branches": ({"state": state_of(topk_tokens=ints(2, 4))},
-                       r"topk_tokens must be \[2, 3\] .* got \[2, 4\]"),
-    "state_dtype": ({"state": state_of(topk_tokens=ints(2, 3, dtype=i32))},
-                    "topk_tokens must be .*int64, got .*int32"),
-    "state_rows": ({"state": state_of(topk_probs=torch.rand(3, 3))},
-                   "topk_probs must have 2 rows, got 3"),
-    "state_device": ({"state": state_of(topk_tokens=ints(2, 3, device="meta"))},
-                     "topk_tokens must be on .* or the host, got meta"),
-    "sampling": ({"sampling": SamplingBatch.of([SamplingParams()] * 3, DEVICE)},
-                 r"sampling.temperature must be \[2\] .* got \[3\]"),
+    "state_branches": (
+        {"state": state_of(topk_tokens=ints(2, 4))},
+        r"topk_tokens must be \[2, 3\] .* got \[2, 4\]",
+    ),
+    "state_dtype": (
+        {"state": state_of(topk_tokens=ints(2, 3, dtype=i32))},
+        "topk_tokens must be .*int64, got .*int32",
+    ),
+    "state_rows": (
+        {"state": state_of(topk_probs=torch.rand(3, 3))},
+        "topk_probs must have 2 rows, got 3",
+    ),
+    "state_device": (
+        {"state": state_of(topk_tokens=ints(2, 3, device="meta"))},
+        "topk_tokens must be on .* or the host, got meta",
+    ),
+    "sampling": (
+        {"sampling": SamplingBatch.of([SamplingParams()] * 3, DEVICE)},
+        r"sampling.temperature must be \[2\] .* got \[3\]",
+    ),
 }
 
 
@@ -66,11 +82,15 @@ def test_a_step_is_refused_before_any_launch(step, wanted, bad, message):
 
 
 BAD_VALUES = {
-    "words_too_many": ({"tail_words": ints(2, 9, 2)},
-                       r"tail_words must be \[2, 9, 1\] .* got \[2, 9, 2\]"),
+    "words_too_many": (
+        {"tail_words": ints(2, 9, 2)},
+        r"tail_words must be \[2, 9, 1\] .* got \[2, 9, 2\]",
+    ),
     "words_dtype": ({"tail_words": ints(2, 9, 1, dtype=i32)}, "tail_words .*int64, got .*int32"),
-    "a_mask": ({"tail_words": torch.ones(2, 9, 9, dtype=torch.bool)},
-               r"tail_words must be \[2, 9, 1\] torch.int64, got \[2, 9, 9\] torch.bool"),
+    "a_mask": (
+        {"tail_words": torch.ones(2, 9, 9, dtype=torch.bool)},
+        r"tail_words must be \[2, 9, 1\] torch.int64, got \[2, 9, 9\] torch.bool",
+    ),
     "words_device": ({"tail_words": ints(2, 9, 1, device="meta")}, "tail_words must be on .* meta"),
     "scalar": ({"tokens": torch.tensor(3)}, "tokens must have 2 rows, got 0"),
     "width": ({"tokens": ints(2, 8)}, r"tokens must be \[2, 9\] .* got \[2, 8\]"),
@@ -100,23 +120,36 @@ BAD_SETTINGS = {
     "no_heads": (lambda: AttnConfig(0, 1, 64), "num_qo_heads must be at least 1, got 0"),
     "dtype": (lambda: AttnConfig(4, 2, 64, dtype=torch.int8), "dtype must be .* got torch.int8"),
     "page_size": (lambda: SpecConfig(page_size=3), "page_size must be a power of two, got 3"),
-    "table_page": (lambda: SlotTable(max_num_reqs=1, max_context_len=9, num_slots=64, page_size=6),
-                   "page_size must be a power of two, got 6"),
-    "table_page_0": (lambda: SlotTable(max_num_reqs=1, max_context_len=9, num_slots=64,
-                                       page_size=0), "page_size must be a power of two, got 0"),
-    "table_rows": (lambda: SlotTable(max_num_reqs=0, max_context_len=9, num_slots=64),
-                   "max_num_reqs must be at least 1, got 0"),
-    "table_slots": (lambda: SlotTable(max_num_reqs=1, max_context_len=9, num_slots=16,
-                                      page_size=16),
-                    "num_slots must be at least two pages, got 16"),
-    "pool_slots": (lambda: KVPool([HEADS], 2**31, "cpu"),
-                   r"num_slots must be 1\.\..* got 2147483648"),
+    "table_page": (
+        lambda: SlotTable(max_num_reqs=1, max_context_len=9, num_slots=64, page_size=6),
+        "page_size must be a power of two, got 6",
+    ),
+    "table_page_0": (
+        lambda: SlotTable(max_num_reqs=1, max_context_len=9, num_slots=64, page_size=0),
+        "page_size must be a power of two, got 0",
+    ),
+    "table_rows": (
+        lambda: SlotTable(max_num_reqs=0, max_context_len=9, num_slots=64),
+        "max_num_reqs must be at least 1, got 0",
+    ),
+    "table_slots": (
+        lambda: SlotTable(max_num_reqs=1, max_context_len=9, num_slots=16, page_size=16),
+        "num_slots must be at least two pages, got 16",
+    ),
+    "pool_slots": (
+        lambda: KVPool([HEADS], 2**31, "cpu"),
+        r"num_slots must be 1\.\..* got 2147483648",
+    ),
     "geometry": (lambda: KVPool([HEADS, AttnConfig(4, 4, 64)], 9, "cpu"), "must share .* got"),
     "buckets": (lambda: GraphRunner(None, [0], DEVICE), r"buckets must be .* got \[0\]"),
-    "halves": (lambda: TboBackend(TorchNativeBackend, (TorchNativeBackend,)),
-               "children must be 2 backends, got 1"),
-    "validate": (lambda: SpecDecoder(None, None, SpecConfig(0, 1, 1), None, validate="on"),
-                 "validate must be 'off' or 'debug', got 'on'"),
+    "halves": (
+        lambda: TboBackend(TorchNativeBackend, (TorchNativeBackend,)),
+        "children must be 2 backends, got 1",
+    ),
+    "validate": (
+        lambda: SpecDecoder(None, None, SpecConfig(0, 1, 1), None, validate="on"),
+        "validate must be 'off' or 'debug', got 'on'",
+    ),
     "temperature": (lambda: SamplingParams(temperature=-1), "temperature must be .* got -1"),
     "top_k": (lambda: SamplingParams(1.0, top_k=2.5), "top_k must be a whole number, got 2.5"),
     "seed": (lambda: SamplingParams(1.0, seed=1.5), "seed must be a whole number, got 1.5"),
@@ -151,11 +184,14 @@ def test_features_of_another_width_are_refused(step):
         SpecDecoder(one.target, one.draft, one.config, one.req_to_token, features=65)
 
 
-@pytest.mark.parametrize(("given", "message"), [
-    ({"num_slots": 0}, "num_slots must be at least two pages, got 0"),
-    ({"buckets": []}, r"buckets must be batch sizes of at least 1, got \[\]"),
-    ({"buckets": ()}, r"buckets must be batch sizes of at least 1, got \[\]"),
-])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"num_slots": 0}, "num_slots must be at least two pages, got 0"),
+        ({"buckets": []}, r"buckets must be batch sizes of at least 1, got \[\]"),
+        ({"buckets": ()}, r"buckets must be batch sizes of at least 1, got \[\]"),
+    ],
+)
 def test_an_engine_takes_what_is_empty_for_no_default(given, message):
     config = SpecConfig(0, 1, 1, max_context_len=64, max_num_reqs=1)
     with pytest.raises(ValueError, match=message):

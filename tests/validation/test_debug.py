@@ -21,12 +21,16 @@ def debug():
 
 
 CONTENTS = {
-    "padding_row": ({"req_pool_indices": torch.tensor([0, 3])},
-                    r"req_pool_indices must be distinct rows 1\.\.8, got \[0, 3\]"),
+    "padding_row": (
+        {"req_pool_indices": torch.tensor([0, 3])},
+        r"req_pool_indices must be distinct rows 1\.\.8, got \[0, 3\]",
+    ),
     "one_row_twice": ({"req_pool_indices": torch.tensor([3, 3])}, r"distinct rows .* got \[3, 3\]"),
     "row_outside": ({"req_pool_indices": torch.tensor([3, 9])}, r"distinct rows .* got \[3, 9\]"),
-    "mirror": ({"seq_lens": torch.tensor([5, 16], dtype=i32)},
-               r"seq_lens must be seq_lens_cpu \[5, 17\], got \[5, 16\]"),
+    "mirror": (
+        {"seq_lens": torch.tensor([5, 16], dtype=i32)},
+        r"seq_lens must be seq_lens_cpu \[5, 17\], got \[5, 16\]",
+    ),
 }
 
 

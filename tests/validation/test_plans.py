@@ -39,28 +39,45 @@ def tree_plan(**change) -> AttnPlan:
 
 def lists_plan(**change) -> CsrPlan:
     layout = CONFIG.layout(ForwardMode.DRAFT_DECODE)
-    return replace(CsrPlan(layout, ints(7, dtype=i32), ints(9, dtype=i32), ints(2, 3, dtype=i32)),
-                   **change)
+    return replace(
+        CsrPlan(layout, ints(7, dtype=i32), ints(9, dtype=i32), ints(2, 3, dtype=i32)), **change
+    )
 
 
 def prompt_plan(**change) -> ExtendPlan:
     table = ints(3, 40, dtype=i32)
-    return replace(ExtendPlan(table, ints(2), ints(2, dtype=i32), ints(3, dtype=i32),
-                              ints(1, 4, dtype=i32), 3, 5), **change)
+    return replace(
+        ExtendPlan(
+            table, ints(2), ints(2, dtype=i32), ints(3, dtype=i32), ints(1, 4, dtype=i32), 3, 5
+        ),
+        **change,
+    )
 
 
 BAD_PLANS = {
-    "table_dtype": (tree_plan, {"req_to_token": ints(3, 40)},
-                    "req_to_token must be .*int32 .* got .*int64"),
-    "table_stride": (tree_plan, {"req_to_token": ints(40, 3, dtype=i32).T},
-                     r"req_to_token must be dense in its last axis, got \(1, 3\)"),
-    "table_device": (tree_plan, {"req_to_token": ints(3, 40, dtype=i32, device="meta")},
-                     "req_to_token must be .* got .* on meta"),
+    "table_dtype": (
+        tree_plan,
+        {"req_to_token": ints(3, 40)},
+        "req_to_token must be .*int32 .* got .*int64",
+    ),
+    "table_stride": (
+        tree_plan,
+        {"req_to_token": ints(40, 3, dtype=i32).T},
+        r"req_to_token must be dense in its last axis, got \(1, 3\)",
+    ),
+    "table_device": (
+        tree_plan,
+        {"req_to_token": ints(3, 40, dtype=i32, device="meta")},
+        "req_to_token must be .* got .* on meta",
+    ),
     "rows_dtype": (tree_plan, {"req_pool_indices": ints(2, dtype=i32)}, "req_pool_indices .*int64"),
     "lens_dtype": (tree_plan, {"seq_lens": ints(2)}, "seq_lens must be .*int32"),
     "slots_dtype": (tree_plan, {"tail_slots": ints(2, 9)}, "tail_slots must be .*int32"),
-    "tail_width": (tree_plan, {"tail_slots": ints(2, 8, dtype=i32)},
-                   r"tail_slots must be \[2, 9\] .* got \[2, 8\]"),
+    "tail_width": (
+        tree_plan,
+        {"tail_slots": ints(2, 8, dtype=i32)},
+        r"tail_slots must be \[2, 9\] .* got \[2, 8\]",
+    ),
     "words_size": (tree_plan, {"tail_words": ints(2, 9, 2)}, r"\[2, 9, 1\] .* got \[2, 9, 2\]"),
     "words_device": (tree_plan, {"tail_words": ints(2, 9, 1, device="meta")}, "tail_words .* meta"),
     "lists_dtype": (lists_plan, {"kv_indices": ints(9)}, "kv_indices must be .*int32"),

@@ -12,11 +12,17 @@ from tests.worlds import DEVICE
 
 BAD_BOOKS = {
     "context": (lambda t, r: t.reserve([r], [65]), CapacityError, "65 tokens .* context of 64"),
-    "pages": (lambda t, r: t.reserve([r, r + 1], [64, 30]), CapacityError,
-              r"16 more pages of 4 KV slots are needed, \d+ are free"),
+    "pages": (
+        lambda t, r: t.reserve([r, r + 1], [64, 30]),
+        CapacityError,
+        r"16 more pages of 4 KV slots are needed, \d+ are free",
+    ),
     "rows": (lambda t, r: t.allocate(), CapacityError, "all 2 request rows are taken"),
-    "negative": (lambda t, r: t.reserve([r], [-1]), ValueError,
-                 r"lens must be 0 or more, got \[-1\]"),
+    "negative": (
+        lambda t, r: t.reserve([r], [-1]),
+        ValueError,
+        r"lens must be 0 or more, got \[-1\]",
+    ),
     "unknown": (lambda t, r: t.reserve([7], [1]), ValueError, r"row must be allocated .* got 7"),
     "twice": (lambda t, r: t.reserve([r, r], [9, 9]), ValueError, "rows must differ, got"),
     "free": (lambda t, r: t.free(7), ValueError, "row must be allocated .* got 7"),

@@ -25,10 +25,26 @@ if TYPE_CHECKING:
 
 OURS: tuple[type[Contestant], ...] = (Ours, OursFixed, OursPrompt)
 PEERS: tuple[type[Contestant], ...] = (
-    Fa3, Fa3Ahead, Fa3Tree, Fa3TreeAhead, Fa3Latent, FlashMla,
-    FlashInferMask, FlashInferMaskGraph, FlashInferCausal, FlashInferCausalGraph,
-    FlashInferCausalFa3, FlashInferDecode, FlashInferCascade, Xqa, FlashInferMla,
-    FlashInferMlaFa2, SglangExtend, SglangVerify, SglangDecode, SglangDecode64,
+    Fa3,
+    Fa3Ahead,
+    Fa3Tree,
+    Fa3TreeAhead,
+    Fa3Latent,
+    FlashMla,
+    FlashInferMask,
+    FlashInferMaskGraph,
+    FlashInferCausal,
+    FlashInferCausalGraph,
+    FlashInferCausalFa3,
+    FlashInferDecode,
+    FlashInferCascade,
+    Xqa,
+    FlashInferMla,
+    FlashInferMlaFa2,
+    SglangExtend,
+    SglangVerify,
+    SglangDecode,
+    SglangDecode64,
 )
 
 

@@ -57,10 +57,19 @@ class _Fa3(Contestant):
     ) -> Tensor:
         case = self.batch.case
         found: Tensor = self.schedule(
-            batch_size=len(lens), max_seqlen_q=most, max_seqlen_k=table.shape[1] * page_size,
-            num_heads=case.heads[0], num_heads_k=case.heads[1], headdim=case.head_dim,
-            cache_seqlens=lens, qkv_dtype=self.batch.dtype, cu_seqlens_q=queries,
-            page_size=page_size, causal=causal, has_softcap=False, num_splits=0,
+            batch_size=len(lens),
+            max_seqlen_q=most,
+            max_seqlen_k=table.shape[1] * page_size,
+            num_heads=case.heads[0],
+            num_heads_k=case.heads[1],
+            headdim=case.head_dim,
+            cache_seqlens=lens,
+            qkv_dtype=self.batch.dtype,
+            cu_seqlens_q=queries,
+            page_size=page_size,
+            causal=causal,
+            has_softcap=False,
+            num_splits=0,
         )
         return found
 
@@ -92,14 +101,22 @@ class Fa3(_Fa3):
 
     def run(self, pool: int) -> None:
         batch = self.batch
-        more = {"scheduler_metadata": self.metadata} if self.early else {
-            "cu_seqlens_k_new": self.keys
-        }
+        more = (
+            {"scheduler_metadata": self.metadata} if self.early else {"cu_seqlens_k_new": self.keys}
+        )
         self.attend(
-            q=self.q, k_cache=batch.pages(batch.k(pool)), v_cache=batch.pages(batch.v(pool)),
-            page_table=self.page_table, cache_seqlens=self.lens, cu_seqlens_q=self.queries,
-            max_seqlen_q=batch.case.q_len, softmax_scale=batch.scale, causal=True,
-            num_splits=0, out=self.out, **more,
+            q=self.q,
+            k_cache=batch.pages(batch.k(pool)),
+            v_cache=batch.pages(batch.v(pool)),
+            page_table=self.page_table,
+            cache_seqlens=self.lens,
+            cu_seqlens_q=self.queries,
+            max_seqlen_q=batch.case.q_len,
+            softmax_scale=batch.scale,
+            causal=True,
+            num_splits=0,
+            out=self.out,
+            **more,
         )
 
 
@@ -153,22 +170,34 @@ class Fa3Tree(_Fa3):
         batch = self.batch
         k, v = batch.k(pool), batch.v(pool)
         shared: dict[str, Any] = {
-            "softmax_scale": batch.scale, "causal": False, "num_splits": 0,
+            "softmax_scale": batch.scale,
+            "causal": False,
+            "num_splits": 0,
             "return_softmax_lse": True,
         }
         prefix, prefix_lse, *_ = self.attend(
-            q=self.q, k_cache=batch.pages(k), v_cache=batch.pages(v),
-            page_table=self.page_table, cache_seqlens=batch.lens, cu_seqlens_q=self.queries,
-            max_seqlen_q=batch.case.q_len, scheduler_metadata=self.metadata[0], **shared,
+            q=self.q,
+            k_cache=batch.pages(k),
+            v_cache=batch.pages(v),
+            page_table=self.page_table,
+            cache_seqlens=batch.lens,
+            cu_seqlens_q=self.queries,
+            max_seqlen_q=batch.case.q_len,
+            scheduler_metadata=self.metadata[0],
+            **shared,
         )
         own, own_lse, *_ = self.attend(
-            q=self.q, k_cache=k[:, None], v_cache=v[:, None],
-            page_table=self.table, cache_seqlens=self.counts, cu_seqlens_q=self.singles,
-            max_seqlen_q=1, scheduler_metadata=self.metadata[1], **shared,
+            q=self.q,
+            k_cache=k[:, None],
+            v_cache=v[:, None],
+            page_table=self.table,
+            cache_seqlens=self.counts,
+            cu_seqlens_q=self.singles,
+            max_seqlen_q=1,
+            scheduler_metadata=self.metadata[1],
+            **shared,
         )
-        self.merge(
-            prefix, prefix_lse.T.contiguous(), own, own_lse.T.contiguous(), self.out
-        )
+        self.merge(prefix, prefix_lse.T.contiguous(), own, own_lse.T.contiguous(), self.out)
 
 
 class Fa3TreeAhead(Fa3Tree):

@@ -66,10 +66,21 @@ class _FlashInfer(Contestant):
     def modules(cls, case: Case) -> list[Any]:
         dtype, dim = getattr(torch, case.dtype), case.head_dim
         jit = import_module("flashinfer.jit")
-        return [jit.gen_batch_prefill_module(
-            cls.backend, dtype, stored_dtype(case), dtype, torch.int32, dim, dim, 0, False, False,
-            False,
-        )]
+        return [
+            jit.gen_batch_prefill_module(
+                cls.backend,
+                dtype,
+                stored_dtype(case),
+                dtype,
+                torch.int32,
+                dim,
+                dim,
+                0,
+                False,
+                False,
+                False,
+            )
+        ]
 
     def pools(self, pool: int) -> tuple[Tensor, Tensor]:
         batch = self.batch
@@ -78,8 +89,11 @@ class _FlashInfer(Contestant):
     def heads(self) -> dict[str, Any]:
         batch, case = self.batch, self.batch.case
         return {
-            "num_qo_heads": case.heads[0], "num_kv_heads": case.heads[1],
-            "sm_scale": batch.scale, "q_data_type": batch.dtype, "kv_data_type": batch.kv_dtype,
+            "num_qo_heads": case.heads[0],
+            "num_kv_heads": case.heads[1],
+            "sm_scale": batch.scale,
+            "q_data_type": batch.dtype,
+            "kv_data_type": batch.kv_dtype,
         }
 
     def scales(self) -> dict[str, float]:
@@ -101,15 +115,19 @@ class _Planned(_FlashInfer):
         self.mask = full_mask(batch) if batch.case.mode == "tree" else None
         wrapper = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
         self.wrapper = wrapper(
-            Workspace.of(batch.device), "NHD", backend=self.backend,
+            Workspace.of(batch.device),
+            "NHD",
+            backend=self.backend,
             **(self._buffers() if self.graph else {}),
         )
 
     def _buffers(self) -> dict[str, Any]:
         offsets, pages, last = self.lists
         found: dict[str, Any] = {
-            "use_cuda_graph": True, "qo_indptr_buf": self.queries.clone(),
-            "paged_kv_indptr_buf": offsets.clone(), "paged_kv_indices_buf": pages.clone(),
+            "use_cuda_graph": True,
+            "qo_indptr_buf": self.queries.clone(),
+            "paged_kv_indptr_buf": offsets.clone(),
+            "paged_kv_indices_buf": pages.clone(),
             "paged_kv_last_page_len_buf": last.clone(),
         }
         if self.mask is not None:
@@ -122,8 +140,13 @@ class _Planned(_FlashInfer):
     def plan(self) -> None:
         case = self.batch.case
         self.wrapper.plan(
-            self.queries, *self.lists, head_dim_qk=case.head_dim, page_size=case.page_size,
-            custom_mask=self.mask, causal=self.mask is None, **self.heads(),
+            self.queries,
+            *self.lists,
+            head_dim_qk=case.head_dim,
+            page_size=case.page_size,
+            custom_mask=self.mask,
+            causal=self.mask is None,
+            **self.heads(),
         )
 
     def run(self, pool: int) -> None:
@@ -203,9 +226,11 @@ class FlashInferDecode(_FlashInfer):
             return super().modules(case)
         dtype, dim = getattr(torch, case.dtype), case.head_dim
         jit = import_module("flashinfer.jit")
-        return [jit.gen_batch_decode_module(
-            dtype, stored_dtype(case), dtype, torch.int32, dim, dim, 0, False, False
-        )]
+        return [
+            jit.gen_batch_decode_module(
+                dtype, stored_dtype(case), dtype, torch.int32, dim, dim, 0, False, False
+            )
+        ]
 
     def __init__(self, batch: Batch) -> None:
         super().__init__(batch)
@@ -218,7 +243,9 @@ class FlashInferDecode(_FlashInfer):
             self.lists = page_lists(batch, total_lens(batch))
         wrapper = import_module("flashinfer").BatchDecodeWithPagedKVCacheWrapper
         self.wrapper = wrapper(
-            Workspace.of(device), "NHD", use_cuda_graph=True,
+            Workspace.of(device),
+            "NHD",
+            use_cuda_graph=True,
             use_tensor_cores=case.heads[0] // case.heads[1] >= 4,
             paged_kv_indptr_buffer=self.lists[0].clone(),
             paged_kv_indices_buffer=self.lists[1].clone(),
@@ -261,8 +288,10 @@ class FlashInferCascade(_FlashInfer):
         prefix = page_lists(batch, list(batch.case.lengths))
         ones = torch.ones(len(self.q), dtype=torch.int32, device=device)
         self.levels: tuple[list[Tensor], ...] = (
-            [int32(list(range(0, len(self.q) + 1, topk)), device),
-             int32(list(range(len(self.q) + 1)), device)],
+            [
+                int32(list(range(0, len(self.q) + 1, topk)), device),
+                int32(list(range(len(self.q) + 1)), device),
+            ],
             [prefix[0], int32(branches, device)],
             [prefix[1], own],
             [prefix[2], ones],

@@ -58,9 +58,9 @@ class FlashInferMla(_Latent):
     def modules(cls, case: Case) -> list[Any]:
         dtype = getattr(torch, case.dtype)
         jit = import_module("flashinfer.jit")
-        return [jit.gen_batch_mla_module(
-            cls.backend, dtype, dtype, dtype, torch.int32, RANK, 64, False
-        )]
+        return [
+            jit.gen_batch_mla_module(cls.backend, dtype, dtype, dtype, torch.int32, RANK, 64, False)
+        ]
 
     def __init__(self, batch: Batch) -> None:
         super().__init__(batch)
@@ -69,16 +69,29 @@ class FlashInferMla(_Latent):
         self.q_parts = batch.q[..., :RANK].contiguous(), batch.q[..., RANK:].contiguous()
         wrapper = import_module("flashinfer.mla").BatchMLAPagedAttentionWrapper
         self.wrapper = wrapper(
-            Workspace.of(batch.device), use_cuda_graph=True, qo_indptr=self.queries.clone(),
-            kv_indptr=self.lists[0].clone(), kv_indices=self.lists[1].clone(),
-            kv_len_arr=self.lens.clone(), backend=self.backend,
+            Workspace.of(batch.device),
+            use_cuda_graph=True,
+            qo_indptr=self.queries.clone(),
+            kv_indptr=self.lists[0].clone(),
+            kv_indices=self.lists[1].clone(),
+            kv_len_arr=self.lens.clone(),
+            backend=self.backend,
         )
 
     def plan(self) -> None:
         batch, case = self.batch, self.batch.case
         self.wrapper.plan(
-            self.queries, *self.lists, self.lens, case.heads[0], RANK, 64, case.page_size,
-            case.q_len > 1, batch.scale, batch.dtype, batch.dtype,
+            self.queries,
+            *self.lists,
+            self.lens,
+            case.heads[0],
+            RANK,
+            64,
+            case.page_size,
+            case.q_len > 1,
+            batch.scale,
+            batch.dtype,
+            batch.dtype,
         )
 
     def run(self, pool: int) -> None:
@@ -114,8 +127,14 @@ class FlashMla(_Latent):
     def run(self, pool: int) -> None:
         assert self.schedule is not None
         found, _ = self.library.flash_mla_with_kvcache(
-            self.q.unflatten(0, self.shape), self.latent(pool), self.batch.page_table, self.lens,
-            RANK, *self.schedule, softmax_scale=self.batch.scale, causal=self.shape[1] > 1,
+            self.q.unflatten(0, self.shape),
+            self.latent(pool),
+            self.batch.page_table,
+            self.lens,
+            RANK,
+            *self.schedule,
+            softmax_scale=self.batch.scale,
+            causal=self.shape[1] > 1,
         )
         self.out = found.flatten(0, 1)
 
@@ -136,9 +155,16 @@ class Fa3Latent(_Latent):
     def run(self, pool: int) -> None:
         rows = self.latent(pool)
         self.out = self.attend(
-            q=self.q_parts[1], qv=self.q_parts[0], k_cache=rows[..., RANK:],
-            v_cache=rows[..., :RANK], page_table=self.batch.page_table, cache_seqlens=self.lens,
-            cu_seqlens_q=self.queries, cu_seqlens_k_new=self.keys,
-            max_seqlen_q=self.batch.case.q_len, softmax_scale=self.batch.scale, causal=True,
+            q=self.q_parts[1],
+            qv=self.q_parts[0],
+            k_cache=rows[..., RANK:],
+            v_cache=rows[..., :RANK],
+            page_table=self.batch.page_table,
+            cache_seqlens=self.lens,
+            cu_seqlens_q=self.queries,
+            cu_seqlens_k_new=self.keys,
+            max_seqlen_q=self.batch.case.q_len,
+            softmax_scale=self.batch.scale,
+            causal=True,
             num_splits=0,
         )

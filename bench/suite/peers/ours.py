@@ -29,24 +29,35 @@ class _Planned(Contestant):
     def shared(self, tile: Any) -> dict[str, Any]:
         batch, case = self.batch, self.batch.case
         return {
-            "batch": case.batch, "q_len": case.q_len, "tail_len": case.tail,
-            "num_qo_heads": case.heads[0], "head_dim": case.head_dim, "v_head_dim": case.v_dim,
-            "dtype": batch.dtype, "device": batch.device, "sm_scale": batch.scale, "tile": tile,
+            "batch": case.batch,
+            "q_len": case.q_len,
+            "tail_len": case.tail,
+            "num_qo_heads": case.heads[0],
+            "head_dim": case.head_dim,
+            "v_head_dim": case.v_dim,
+            "dtype": batch.dtype,
+            "device": batch.device,
+            "sm_scale": batch.scale,
+            "tile": tile,
             **dict(case.knobs),
         }
 
     def options(self) -> dict[str, Any]:
         case = self.batch.case
         return {
-            "num_kv_heads": case.heads[1], "window_left": case.window_left,
+            "num_kv_heads": case.heads[1],
+            "window_left": case.window_left,
             "logit_cap": case.logit_cap,
         }
 
     def tails(self) -> dict[str, Tensor]:
         batch = self.batch
         return {
-            "indices": batch.table, "positions": batch.positions, "tail_slots": batch.tails,
-            "tail_positions": batch.tail_positions, "tail_words": batch.words,
+            "indices": batch.table,
+            "positions": batch.positions,
+            "tail_slots": batch.tails,
+            "tail_positions": batch.tail_positions,
+            "tail_words": batch.words,
         }
 
     def plan(self) -> None:
@@ -83,9 +94,7 @@ class Ours(_Planned):
 
     def run(self, pool: int) -> None:
         batch = self.batch
-        self.layer.run(
-            self.q, batch.k(pool), batch.v(pool), self.out, batch.lse, **self.tails()
-        )
+        self.layer.run(self.q, batch.k(pool), batch.v(pool), self.out, batch.lse, **self.tails())
 
 
 class OursFixed(_Planned):
@@ -109,7 +118,12 @@ class OursFixed(_Planned):
     def run(self, pool: int) -> None:
         batch = self.batch
         self.kernel.run(
-            self.q, batch.k(pool), batch.v(pool), self.out, batch.lse, indices=batch.table,
+            self.q,
+            batch.k(pool),
+            batch.v(pool),
+            self.out,
+            batch.lse,
+            indices=batch.table,
             positions=batch.positions,
         )
 
@@ -132,9 +146,21 @@ class OursPrompt(Contestant):
     def run(self, pool: int) -> None:
         batch, case = self.batch, self.batch.case
         extend_attention(
-            self.q, batch.k(pool), batch.v(pool), self.out, batch.lse,
-            qo_indptr=self.offsets, seq_lens=batch.lens, req_pool_indices=batch.rows,
-            req_to_token=batch.table, max_q_len=case.q_len, sm_scale=batch.scale,
-            window_left=case.window_left, logit_cap=case.logit_cap, page_size=case.page_size,
-            k_scale=batch.kv_scale, v_scale=batch.kv_scale, tile=self.tile,
+            self.q,
+            batch.k(pool),
+            batch.v(pool),
+            self.out,
+            batch.lse,
+            qo_indptr=self.offsets,
+            seq_lens=batch.lens,
+            req_pool_indices=batch.rows,
+            req_to_token=batch.table,
+            max_q_len=case.q_len,
+            sm_scale=batch.scale,
+            window_left=case.window_left,
+            logit_cap=case.logit_cap,
+            page_size=case.page_size,
+            k_scale=batch.kv_scale,
+            v_scale=batch.kv_scale,
+            tile=self.tile,
         )

@@ -42,7 +42,12 @@ class _Sglang(Contestant):
         batch = self.batch
         torch.cumsum(self.list_lens, 0, out=self.kv_indptr[1:])
         self._fill[(batch.case.batch,)](
-            batch.table, batch.rows, self.list_lens, self.kv_indptr, None, self.kv_indices,
+            batch.table,
+            batch.rows,
+            self.list_lens,
+            self.kv_indptr,
+            None,
+            self.kv_indices,
             batch.table.stride(0),
         )
 
@@ -61,9 +66,7 @@ class SglangExtend(_Sglang):
         super().__init__(batch)
         self.qo_indptr = query_offsets(batch)
         self.lists(batch.lens)
-        tails = torch.cat(
-            [batch.tails[b, :n] for b, n in enumerate(batch.accepted)]
-        ).long()
+        tails = torch.cat([batch.tails[b, :n] for b, n in enumerate(batch.accepted)]).long()
         # the engine has the new keys and values at hand; those of pool 0, where results count
         self.k_new, self.v_new = batch.k(0)[tails].contiguous(), batch.v(0)[tails].contiguous()
         self.mask = self.mask_indptr = None
@@ -78,9 +81,21 @@ class SglangExtend(_Sglang):
     def arguments(self, pool: int) -> tuple[Any, ...]:
         batch = self.batch
         return (
-            self.q, self.k_new, self.v_new, self.out, batch.k(pool), batch.v(pool),
-            self.qo_indptr, self.kv_indptr, self.kv_indices, self.mask, True, self.mask_indptr,
-            batch.case.q_len, 1.0, 1.0,
+            self.q,
+            self.k_new,
+            self.v_new,
+            self.out,
+            batch.k(pool),
+            batch.v(pool),
+            self.qo_indptr,
+            self.kv_indptr,
+            self.kv_indices,
+            self.mask,
+            True,
+            self.mask_indptr,
+            batch.case.q_len,
+            1.0,
+            1.0,
         )
 
     def run(self, pool: int) -> None:
@@ -144,17 +159,36 @@ class SglangDecode(_Sglang):
         if case.mode == "chain":
             self.fill_lists()
         self.count[(1,)](
-            self.num_splits, self.split_lens, case.batch, self.group, case.heads[0],
-            case.heads[1], self.splits, self.cores,
+            self.num_splits,
+            self.split_lens,
+            case.batch,
+            self.group,
+            case.heads[0],
+            case.heads[1],
+            self.splits,
+            self.cores,
             MAX_NUM_SEQ=max(256, 1 << (case.batch - 1).bit_length()),
         )
 
     def run(self, pool: int) -> None:
         batch = self.batch
         self.call(
-            self.q, batch.k(pool), batch.v(pool), self.out, self.kv_indptr, self.kv_indices,
-            self.logits, self.sums, self.num_splits, self.splits, batch.scale, 1.0, 1.0,
-            has_mla=batch.case.latent, use_pdl=True, page_size=batch.case.page_size,
+            self.q,
+            batch.k(pool),
+            batch.v(pool),
+            self.out,
+            self.kv_indptr,
+            self.kv_indices,
+            self.logits,
+            self.sums,
+            self.num_splits,
+            self.splits,
+            batch.scale,
+            1.0,
+            1.0,
+            has_mla=batch.case.latent,
+            use_pdl=True,
+            page_size=batch.case.page_size,
         )
 
 

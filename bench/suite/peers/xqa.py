@@ -45,10 +45,18 @@ class Xqa(Contestant):
             return []
         dtype, group = getattr(torch, case.dtype), case.heads[0] // case.heads[1]
         make = import_module("flashinfer.jit.xqa").gen_xqa_module
-        return [make(
-            dtype, stored_dtype(case), case.page_size, case.head_dim, group, False, dtype,
-            case.q_len,
-        )]
+        return [
+            make(
+                dtype,
+                stored_dtype(case),
+                case.page_size,
+                case.head_dim,
+                group,
+                False,
+                dtype,
+                case.q_len,
+            )
+        ]
 
     def __init__(self, batch: Batch) -> None:
         super().__init__(batch)
@@ -67,11 +75,20 @@ class Xqa(Contestant):
     def run(self, pool: int) -> None:
         batch, case = self.batch, self.batch.case
         self.call(
-            self.q.view(self.shape), batch.pages(batch.k(pool)), batch.pages(batch.v(pool)),
-            batch.page_table, self.seq_lens, self.out.view(self.shape),
-            Workspace.of(batch.device), self.semaphores, case.heads[1], case.page_size,
-            q_scale=batch.scale * case.head_dim**0.5, kv_scale=batch.kv_scale,
-            q_seq_len=case.q_len, mask=self.mask,
+            self.q.view(self.shape),
+            batch.pages(batch.k(pool)),
+            batch.pages(batch.v(pool)),
+            batch.page_table,
+            self.seq_lens,
+            self.out.view(self.shape),
+            Workspace.of(batch.device),
+            self.semaphores,
+            case.heads[1],
+            case.page_size,
+            q_scale=batch.scale * case.head_dim**0.5,
+            kv_scale=batch.kv_scale,
+            q_seq_len=case.q_len,
+            mask=self.mask,
         )
 
     def result(self) -> tuple[Tensor, Tensor | None]:

@@ -20,8 +20,15 @@ def _gather(cache: Tensor, slots: Tensor, seen: Tensor, scale: float) -> Tensor:
 
 
 def _attend(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, visible: Tensor,
-    sm_scale: float, logit_cap: float, scales: tuple[float, float], want_lse: bool,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    visible: Tensor,
+    sm_scale: float,
+    logit_cap: float,
+    scales: tuple[float, float],
+    want_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend ``q [B, T, Hq, D]`` to ``slots [B, N]`` under ``visible [B, T, N]``.
 
@@ -29,19 +36,19 @@ def _attend(
     """
     batch, q_len, heads, _ = q.shape
     kv_heads = k_cache.shape[1]
-    seen = visible.any(1)                                                 # [B, N]
-    k = _gather(k_cache, slots, seen, scales[0])                          # [B, Hkv, N, D]
-    v = _gather(v_cache, slots, seen, scales[1])                          # [B, Hkv, N, Dv]
-    queries = q.to(k.dtype).transpose(1, 2)                               # [B, Hq, T, D]
+    seen = visible.any(1)  # [B, N]
+    k = _gather(k_cache, slots, seen, scales[0])  # [B, Hkv, N, D]
+    v = _gather(v_cache, slots, seen, scales[1])  # [B, Hkv, N, Dv]
+    queries = q.to(k.dtype).transpose(1, 2)  # [B, Hq, T, D]
     if not want_lse and not logit_cap and slots.shape[1]:
         out = scaled_dot_product_attention(
             queries, k, v, attn_mask=visible[:, None], scale=sm_scale, enable_gqa=True
         )
-        blind = ~visible.any(2)[:, None, :, None]                         # [B, 1, T, 1]
+        blind = ~visible.any(2)[:, None, :, None]  # [B, 1, T, 1]
         return out.masked_fill(blind, 0).transpose(1, 2), None
 
     grouped = queries.reshape(batch, kv_heads, heads // kv_heads, q_len, -1)
-    logits = grouped @ k[:, :, None].transpose(-1, -2) * sm_scale         # [B, Hkv, G, T, N]
+    logits = grouped @ k[:, :, None].transpose(-1, -2) * sm_scale  # [B, Hkv, G, T, N]
     if logit_cap:
         logits = logit_cap * torch.tanh(logits / logit_cap)
     logits = logits.masked_fill(~visible[:, None, None], float("-inf"))
@@ -64,11 +71,25 @@ def _put(out: Tensor, lse: Tensor | None, values: Tensor, sums: Tensor | None) -
 
 
 def tree_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None, *,
-    seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor, positions: Tensor | None,
-    tail_slots: Tensor, tail_positions: Tensor | None, tail_words: Tensor, sm_scale: float,
-    window_left: int = -1, logit_cap: float = 0.0, max_prefix_len: int | None = None,
-    k_scale: float = 1.0, v_scale: float = 1.0,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    *,
+    seq_lens: Tensor,
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    positions: Tensor | None,
+    tail_slots: Tensor,
+    tail_positions: Tensor | None,
+    tail_words: Tensor,
+    sm_scale: float,
+    window_left: int = -1,
+    logit_cap: float = 0.0,
+    max_prefix_len: int | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """Attend every request's query tokens to its prefix and the tail keys of their words.
 
@@ -105,24 +126,45 @@ def tree_attention(
     place = torch.arange(max_prefix_len, device=q.device)
     slots = torch.cat([req_to_token[req_pool_indices, :max_prefix_len], tail_slots], 1)
     bit = torch.arange(tail_len, device=q.device)
-    words = tail_words.reshape(batch, q_len, -1)[:, :, bit // 64]         # [B, T, tail]
+    words = tail_words.reshape(batch, q_len, -1)[:, :, bit // 64]  # [B, T, tail]
     in_prefix = (place < seq_lens[:, None])[:, None].expand(batch, q_len, -1)
-    visible = torch.cat([in_prefix, (words >> (bit % 64)) & 1 != 0], 2)   # [B, T, N]
+    visible = torch.cat([in_prefix, (words >> (bit % 64)) & 1 != 0], 2)  # [B, T, N]
     if window_left >= 0:
         if positions is None or tail_positions is None:
             raise ValueError("positions and tail_positions must be given with a window")
         pos_k = torch.cat([place.expand(batch, -1), tail_positions], 1)
         visible = visible & _in_window(positions, pos_k, window_left)
-    _put(out, lse, *_attend(
-        q.view(batch, q_len, *q.shape[1:]), k_cache, v_cache, slots, visible, sm_scale, logit_cap,
-        (k_scale, v_scale), lse is not None,
-    ))
+    _put(
+        out,
+        lse,
+        *_attend(
+            q.view(batch, q_len, *q.shape[1:]),
+            k_cache,
+            v_cache,
+            slots,
+            visible,
+            sm_scale,
+            logit_cap,
+            (k_scale, v_scale),
+            lse is not None,
+        ),
+    )
 
 
 def csr_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None, *,
-    kv_indptr: Tensor, kv_indices: Tensor, sm_scale: float, window_left: int = -1,
-    logit_cap: float = 0.0, k_scale: float = 1.0, v_scale: float = 1.0,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    *,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    sm_scale: float,
+    window_left: int = -1,
+    logit_cap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """Attend row i of ``q [rows, Hq, D]`` to ``kv_indices[kv_indptr[i] : kv_indptr[i + 1]]``.
 
@@ -139,23 +181,46 @@ def csr_attention(
         As in `tree_attention`.
     """
     begin = kv_indptr[:-1, None].long()
-    lens = kv_indptr[1:, None] - kv_indptr[:-1, None]                     # [rows, 1]
-    place = torch.arange(int(lens.max()), device=q.device)                # [N]
+    lens = kv_indptr[1:, None] - kv_indptr[:-1, None]  # [rows, 1]
+    place = torch.arange(int(lens.max()), device=q.device)  # [N]
     visible = place < lens
     if window_left >= 0:
         visible = visible & (lens - 1 - place <= window_left)
     slots = kv_indices[(begin + place).masked_fill(~visible, 0)] if len(place) else begin[:, :0]
-    _put(out, lse, *_attend(
-        q[:, None], k_cache, v_cache, slots, visible[:, None], sm_scale, logit_cap,
-        (k_scale, v_scale), lse is not None,
-    ))
+    _put(
+        out,
+        lse,
+        *_attend(
+            q[:, None],
+            k_cache,
+            v_cache,
+            slots,
+            visible[:, None],
+            sm_scale,
+            logit_cap,
+            (k_scale, v_scale),
+            lse is not None,
+        ),
+    )
 
 
 def extend_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None, *,
-    qo_indptr: Tensor, seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor,
-    max_q_len: int, sm_scale: float, window_left: int = -1, logit_cap: float = 0.0,
-    k_scale: float = 1.0, v_scale: float = 1.0,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    *,
+    qo_indptr: Tensor,
+    seq_lens: Tensor,
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    max_q_len: int,
+    sm_scale: float,
+    window_left: int = -1,
+    logit_cap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """Attend ragged new tokens, causally, to their request's cached prefix and themselves.
 
@@ -189,7 +254,18 @@ def extend_attention(
         causal = _in_window(
             place[None, prefix:], place[None], window_left if window_left >= 0 else kv_len
         )
-        _put(out[rows], None if lse is None else lse[rows], *_attend(
-            q[None, rows], k_cache, v_cache, req_to_token[req_pool_indices[b], None, :kv_len],
-            causal, sm_scale, logit_cap, (k_scale, v_scale), lse is not None,
-        ))
+        _put(
+            out[rows],
+            None if lse is None else lse[rows],
+            *_attend(
+                q[None, rows],
+                k_cache,
+                v_cache,
+                req_to_token[req_pool_indices[b], None, :kv_len],
+                causal,
+                sm_scale,
+                logit_cap,
+                (k_scale, v_scale),
+                lse is not None,
+            ),
+        )

@@ -89,8 +89,13 @@ def select_beams(
     start = candidate_offset(step, child_probs, candidate_scores, candidate_parents)
     check_beams(step, child_probs, candidate_parents, words_out)
     append_candidates(
-        step, child_probs, child_tokens, path_scores, candidate_scores=candidate_scores,
-        candidate_tokens=candidate_tokens, candidate_parents=candidate_parents,
+        step,
+        child_probs,
+        child_tokens,
+        path_scores,
+        candidate_scores=candidate_scores,
+        candidate_tokens=candidate_tokens,
+        candidate_parents=candidate_parents,
     )
     batch, beams, topk = child_probs.shape
     scores = _path_scores(child_probs, path_scores)

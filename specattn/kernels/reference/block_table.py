@@ -7,8 +7,15 @@ from torch import Tensor
 
 
 def fill_block_table(
-    req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, tail_slots: Tensor,
-    table: Tensor, lens: Tensor, *, page_size: int, lists: int = 1,
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    tail_slots: Tensor,
+    table: Tensor,
+    lens: Tensor,
+    *,
+    page_size: int,
+    lists: int = 1,
 ) -> None:
     """See `specattn.kernels.block_table.fill_block_table`."""
     max_len, tail = req_to_token.shape[1], tail_slots.shape[1]
@@ -24,8 +31,14 @@ def fill_block_table(
 
 
 def fill_slots(
-    rows: Tensor, block_table: Tensor, lens: Tensor, req_to_token: Tensor, reserved: Tensor, *,
-    page_size: int, block_stride: int,
+    rows: Tensor,
+    block_table: Tensor,
+    lens: Tensor,
+    req_to_token: Tensor,
+    reserved: Tensor,
+    *,
+    page_size: int,
+    block_stride: int,
 ) -> None:
     """See `specattn.kernels.block_table.fill_slots`."""
     room = min(req_to_token.shape[1], block_table.shape[1] * page_size)

@@ -7,7 +7,11 @@ from torch import Tensor
 
 
 def top_tokens(
-    logits: Tensor, topk: int, *, probs_out: Tensor, ids_out: Tensor,
+    logits: Tensor,
+    topk: int,
+    *,
+    probs_out: Tensor,
+    ids_out: Tensor,
     target_ids: Tensor | None = None,
 ) -> None:
     """See `specattn.kernels.choose.top_tokens`."""

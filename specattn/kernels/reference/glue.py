@@ -15,8 +15,14 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(
-    parts: Tensor, residual: Tensor, weight: Tensor, eps: float, *,
-    rows: Tensor | None = None, residual_out: Tensor | None = None, out: Tensor | None = None,
+    parts: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    rows: Tensor | None = None,
+    residual_out: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `specattn.kernels.glue.add_rms_norm`."""
     total = (parts.float().sum(0) + residual.float()).to(residual.dtype)
@@ -42,15 +48,22 @@ def embed_rms_norm(
 
 
 def embed_norm_pair(
-    ids: Tensor, table: Tensor, hidden: Tensor, embed_weight: Tensor, hidden_weight: Tensor,
-    eps: float, *, rows: Tensor | None = None,
+    ids: Tensor,
+    table: Tensor,
+    hidden: Tensor,
+    embed_weight: Tensor,
+    hidden_weight: Tensor,
+    eps: float,
+    *,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `specattn.kernels.glue.embed_norm_pair`."""
     if rows is not None:
         hidden = hidden[rows]
     dtype = hidden_weight.dtype
-    pair = _norm(table[ids].to(dtype), embed_weight, eps), _norm(
-        hidden.to(dtype), hidden_weight, eps
+    pair = (
+        _norm(table[ids].to(dtype), embed_weight, eps),
+        _norm(hidden.to(dtype), hidden_weight, eps),
     )
     return torch.cat(pair, dim=-1).to(dtype), hidden
 
@@ -62,9 +75,19 @@ def silu_mul(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rotate_store(
-    parts: Tensor, positions: Tensor, table: Tensor, norms: tuple[Tensor, Tensor] | None,
-    eps: float, q: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor | None, *,
-    k_scale: float = 1.0, v_scale: float = 1.0, following: bool = False,
+    parts: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor | None,
+    *,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    following: bool = False,
 ) -> None:
     """See `specattn.kernels.glue.rotate_store`; ``following`` changes nothing here."""
     count, q_heads, dim = q.shape

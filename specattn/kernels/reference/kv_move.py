@@ -13,8 +13,13 @@ if TYPE_CHECKING:
 
 
 def commit_kv(
-    k_pool: Tensor | Sequence[Tensor], v_pool: Tensor | Sequence[Tensor], tail_slots: Tensor,
-    accept_index: Tensor, *, offsets: Tensor | None = None, unit: int = 1,
+    k_pool: Tensor | Sequence[Tensor],
+    v_pool: Tensor | Sequence[Tensor],
+    tail_slots: Tensor,
+    accept_index: Tensor,
+    *,
+    offsets: Tensor | None = None,
+    unit: int = 1,
 ) -> None:
     """See `specattn.kernels.kv_move.commit_kv`; the layers say where they are."""
     n = tail_slots.shape[1]

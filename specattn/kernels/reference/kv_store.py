@@ -16,8 +16,14 @@ def _as_stored(values: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 
 
 def store_kv(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, *,
-    k_scale: float = 1.0, v_scale: float = 1.0,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    *,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """See `specattn.kernels.kv_store.store_kv`."""
     index = slots.reshape(-1).long()

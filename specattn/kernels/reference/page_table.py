@@ -7,8 +7,15 @@ from torch import Tensor
 
 
 def fill_page_table(
-    req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, tail_slots: Tensor,
-    table: Tensor, lens: Tensor, *, q_len: int, window_left: int = -1,
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    tail_slots: Tensor,
+    table: Tensor,
+    lens: Tensor,
+    *,
+    q_len: int,
+    window_left: int = -1,
 ) -> None:
     """See `specattn.kernels.page_table.fill_page_table`."""
     tail, width = tail_slots.shape[1], table.shape[1]

@@ -16,9 +16,7 @@ def as_columns(tensor: Tensor) -> Tensor:
     return tensor[:, None] if tensor.dim() == 1 else tensor
 
 
-def check_copies(
-    batch: int, tables: Sequence[Tensor], parts: Sequence[Tensor], name: str
-) -> None:
+def check_copies(batch: int, tables: Sequence[Tensor], parts: Sequence[Tensor], name: str) -> None:
     """Raise ValueError unless each of ``parts``, called ``name``, fits the table of its index."""
     if len(tables) != len(parts):
         raise ValueError(f"{name} must be one per table, {len(tables)}, got {len(parts)}")
@@ -40,7 +38,10 @@ def check_copies(
 
 
 def check_begin(
-    rows: Tensor, reserve_len: int, outs: dict[str, Tensor], tables: Sequence[Tensor],
+    rows: Tensor,
+    reserve_len: int,
+    outs: dict[str, Tensor],
+    tables: Sequence[Tensor],
     copies: Sequence[Tensor],
 ) -> None:
     """Raise ValueError, before anything is written, unless the outputs are as documented."""
@@ -96,8 +97,11 @@ def begin_step(
 ) -> None:
     """See `specattn.kernels.step.begin_step`."""
     named = {
-        "rows_out": rows_out, "seq_lens_out": seq_lens_out, "window_out": window_out,
-        "positions_out": positions_out, "draft_positions_out": draft_positions_out,
+        "rows_out": rows_out,
+        "seq_lens_out": seq_lens_out,
+        "window_out": window_out,
+        "positions_out": positions_out,
+        "draft_positions_out": draft_positions_out,
     }
     check_begin(rows, reserve_len, named, tables, outs)
     context = req_to_token.shape[1]

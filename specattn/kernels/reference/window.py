@@ -7,7 +7,10 @@ from torch import Tensor
 
 
 def check_window(
-    req_to_token: Tensor, rows: Tensor, seq_lens: Tensor, slots_out: Tensor,
+    req_to_token: Tensor,
+    rows: Tensor,
+    seq_lens: Tensor,
+    slots_out: Tensor,
     positions_out: Tensor | None,
 ) -> None:
     """Raise ValueError, before anything is written, unless the tensors are as documented."""
