@@ -25,10 +25,10 @@ import torch
 from bench.shipped import pair
 from bench.train_pair.corpus import encode, is_held_out, read_sources
 from specattn.config import SpecConfig
+from specattn.engine.engine import Engine
+from specattn.engine.request import Request
 from specattn.kernels import ops
-from specattn.spec.generate import Engine
-from specattn.spec.request import Request
-from specattn.spec.sampling import SamplingParams
+from specattn.speculative.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

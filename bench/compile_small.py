@@ -243,4 +243,4 @@ def step_ends(topk: int = 4, depth: int = 6, dtype: torch.dtype = BF16) -> None:
         last_rows_out=rows,
         after_out=rows,
     )
-    land.land_step(zeros(BATCH, 1 + depth), zeros(2, BATCH, 1 + depth), zeros(1))
+    land.write_output(zeros(BATCH, 1 + depth), zeros(2, BATCH, 1 + depth), zeros(1))

@@ -48,9 +48,9 @@ from bench.suite import seams
 from bench.suite.decode import EAGER, HALVES, ONE, PLAIN, THREE, TRANSFORMERS, slower
 from bench.suite.machine import machine
 from specattn.config import SpecConfig
-from specattn.spec.generate import Engine
-from specattn.spec.request import Request
-from specattn.spec.sampling import SamplingParams
+from specattn.engine.engine import Engine
+from specattn.engine.request import Request
+from specattn.speculative.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,8 +64,8 @@ TREES = {
 }
 QUICK = (PLAIN, "topk 4, 16 nodes")
 WAYS: dict[str, dict[str, Any]] = {
-    ONE: {"seams": "one"},
-    THREE: {"seams": "three"},
+    ONE: {"cudagraph": "full"},
+    THREE: {"cudagraph": "piecewise"},
     HALVES: {"tbo": True},
     EAGER: {"graphs": False},
 }

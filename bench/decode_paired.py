@@ -29,25 +29,25 @@ from bench.suite import seams
 from bench.suite.decode import ONE, THREE
 from bench.suite.seams import AHEAD, DEVICE, TIMED, WAITED
 from specattn.config import SpecConfig
-from specattn.recording import instantiate
-from specattn.spec.generate import Engine
-from specattn.spec.request import Request
-from specattn.spec.sampling import SamplingParams
-from specattn.spec.step_decoder import StepDecoder
+from specattn.cuda_graph.recorder import instantiate
+from specattn.engine.engine import Engine
+from specattn.engine.request import Request
+from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.step_decoder import StepDecoder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from specattn.spec.step_decoder import Seams
-    from specattn.spec.step_program import StepProgram
-    from specattn.spec.tbo_step import TboStepProgram
+    from specattn.speculative.step_decoder import CudagraphMode
+    from specattn.speculative.step_program import StepProgram
+    from specattn.speculative.tbo_step import TboStepProgram
 
     #: What rows gained, step by step.
     Gained = list[list[list[int]]]
 
-SEAMS: dict[str, Seams] = {ONE: "one", THREE: "three"}
+SEAMS: dict[str, CudagraphMode] = {ONE: "full", THREE: "piecewise"}
 # what order and place alone make of it: one graph stands where three do
-CONTROL: dict[str, Seams] = {ONE: "one", THREE: "one"}
+CONTROL: dict[str, CudagraphMode] = {ONE: "full", THREE: "full"}
 # kernels of the largest graph that is instantiated between them
 OTHERS = 1500
 # memory that moves what is made after it, in segments of torch's allocator
@@ -67,7 +67,7 @@ def other(kernels: int) -> torch.cuda.CUDAGraph:
 class Twin(StepDecoder):
     """Records the steps of another decoder anew, over its buffers and into its memory pool."""
 
-    def __init__(self, owner: StepDecoder, seams: Seams) -> None:
+    def __init__(self, owner: StepDecoder, seams: CudagraphMode) -> None:
         self._owner = owner
         super().__init__(
             owner.target,
@@ -78,7 +78,7 @@ class Twin(StepDecoder):
             features=owner.features,
             buckets=owner.runner.buckets,
             record=owner.runner.recording,
-            seams=seams,
+            cudagraph=seams,
             indices=owner.indices,
             recorder=owner.runner.recorder,
             accept=owner.accept,
@@ -127,12 +127,12 @@ class Rebuild:
         prompts: list[list[int]],
         config: SpecConfig,
         nth: int,
-        seams: dict[str, Seams] = SEAMS,
+        seams: dict[str, CudagraphMode] = SEAMS,
     ) -> None:
         segments = random.Random(nth).randrange(1, PADDING)
         self._padding = torch.empty(segments * SEGMENT, dtype=torch.uint8, device=models[0].device)
         self.prompts, self.config = prompts, config
-        self.engine = Engine(*models, config, buckets=[len(prompts)], seams="one")
+        self.engine = Engine(*models, config, buckets=[len(prompts)], cudagraph="full")
         # the engine's own graphs are never replayed: recording them grows the pool
         order = tuple(seams) if nth % 2 == 0 else tuple(reversed(seams))
         owner = self.engine.decoder(config)

@@ -12,8 +12,8 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from specattn.spec.generate import Engine
-    from specattn.spec.request import Request
+    from specattn.engine.engine import Engine
+    from specattn.engine.request import Request
 
 
 @dataclass(frozen=True)

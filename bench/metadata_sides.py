@@ -20,13 +20,13 @@ from specattn.backends.base import fill_all
 from specattn.backends.layers import LayeredBackend
 from specattn.backends.multi_step import MultiStepDraftBackend
 from specattn.batch import ForwardMode
+from specattn.cache.kv_pool import KVPool
 from specattn.config import AttnConfig, SpecConfig
 from specattn.kernels import ops
-from specattn.kv import KVPool
 from specattn.plan import AttnInputs, AttnPlan, MultiStepDims, MultiStepInputs, MultiStepPlan
-from specattn.spec.extend import ExtendProgram
-from specattn.spec.landing import Landing, Ring
-from specattn.spec.verify_program import VerifyProgram
+from specattn.speculative.extend import ExtendProgram
+from specattn.speculative.host_buffers import HostBuffers, Landing
+from specattn.speculative.verify_program import VerifyProgram
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -193,10 +193,10 @@ class OneGraph:
             )
         ]
         self.bounds = [bound for layers in self.layers for bound in layers.bounds]
-        self.ring = Ring.alloc(1, batch, steps + 2, device)
+        self.ring = HostBuffers.alloc(1, batch, steps + 2, device)
         self.rows, self.lens = requests.rows.tolist(), torch.zeros_like(table[:, 0])
         self.landing = Landing(self.ring, 0)
-        self.landing.take_off(self.rows, batch)
+        self.landing.write_rows(self.rows, batch)
         self.lens[requests.rows] = requests.lens.int()
         self.reserved = torch.full_like(self.lens, table.shape[1])
         self.tables, self.outs = (
@@ -235,7 +235,7 @@ class OneGraph:
         recorded = timing.record(self.fill)
 
         def submit() -> None:
-            self.landing.take_off(self.rows, len(self.rows))
+            self.landing.write_rows(self.rows, len(self.rows))
             recorded.graph.replay()
 
         return submit

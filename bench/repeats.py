@@ -27,7 +27,7 @@ from bench.step_world import SETTINGS, Setting, World, shapes
 from bench.suite.machine import machine
 
 if TYPE_CHECKING:
-    from specattn.spec.step_decoder import PendingStep, StepDecoder
+    from specattn.speculative.step_decoder import PendingStep, StepDecoder
 
 OUT = Path(__file__).parent / "results" / "repeats_h200.json"
 # after so many steps from where the last one left off, states are kept; an even and an odd one

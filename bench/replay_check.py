@@ -18,13 +18,13 @@ import torch
 
 from bench.shipped import pair
 from specattn.config import SpecConfig
-from specattn.spec.generate import Engine, Request
+from specattn.engine.engine import Engine, Request
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from specattn.graph import GraphRunner
-    from specattn.spec.step_decoder import StepDecoder
+    from specattn.cuda_graph import GraphRunner
+    from specattn.speculative.step_decoder import StepDecoder
 
 # the step that is timed adds a few tokens
 CONTEXT, ROUNDS = 4096, 200

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def states() -> None:
     """Begin and end over tables of every kind of width; the last request ends its tables."""
-    from specattn.kernels.land import land_step
+    from specattn.kernels.land import write_output
     from specattn.kernels.step import begin_step, end_step
 
     context, reserve, depth, steps, topk = 40, 7, 5, 4, 3
@@ -46,7 +46,7 @@ def states() -> None:
         "positions_out": poison(4, depth, dtype=torch.int64),
         "draft_positions_out": poison(4, steps, topk, dtype=torch.int64),
     }
-    # as `Ring.rows`: of two steps the second, and of six requests four
+    # as `HostBuffers.rows`: of two steps the second, and of six requests four
     on_host = torch.full((2, 6), -1, pin_memory=DEVICE == "cuda")
     on_host[1, :4] = rows
     turn = put([1], torch.int64)
@@ -81,7 +81,7 @@ def states() -> None:
     same("lengths", lens, put([0, 6, 3, 9, context - reserve + 5]))
     same("packed", packed[:, 0], put([3, 0, 0, 5], torch.int64))
     ring = poison(2, 5, 1 + depth, dtype=torch.int64)
-    land_step(packed, ring, turn)
+    write_output(packed, ring, turn)
     same("landed", ring[1, :4], packed)
     same("turn", turn, put([0], torch.int64))
     for table, old, source in zip(tables, before, new, strict=True):

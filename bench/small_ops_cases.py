@@ -344,7 +344,7 @@ def ends(s: Step) -> list[Op]:
         Op(
             "landing",
             "land",
-            lambda ops, _: ops.land_step(packed, ring, turn),
+            lambda ops, _: ops.write_output(packed, ring, turn),
             [ring],
             size(packed),
         ),

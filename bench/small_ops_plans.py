@@ -34,7 +34,7 @@ def planned(s: Step, q_len: int, tail_len: int) -> TreeAttention:
 def plans(
     name: str, s: Step, kernels: list[TreeAttention], apart: bool, rounds: int, count: bool
 ) -> dict[str, Any]:
-    """Attention plans, in one launch or ``apart``.
+    """Attention plans, in one launch or ``with_own_workspace``.
 
     They have no twin: the tiles they hand out must be those there are.
     """

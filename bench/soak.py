@@ -6,7 +6,7 @@ tokens do not depend on its company, so every text is held against a fresh run o
 ones against plain decoding, drawn ones (of one setting) against an engine that runs nothing else.
 Drawn ones run, but are not compared, where a setting is chosen anew for every step: another tree
 spends the same coins on other tokens, so of those texts only the law is promised, which
-`tests/spec/test_engine_laws.py` tests. What a step gains is held against the same runs, at the
+`tests/engine/test_engine_laws.py` tests. What a step gains is held against the same runs, at the
 start and at the end.
 
 What is known is written every thousand steps, and before it is judged: a run that is cut short or
@@ -30,15 +30,15 @@ import torch
 
 from bench.soak_checks import Found, acceptance, compare, judge, memory, wanted
 from specattn.config import SpecConfig
-from specattn.spec.generate import Engine
-from specattn.spec.request import Request
-from specattn.spec.sampling import SamplingParams
+from specattn.engine.engine import Engine
+from specattn.engine.request import Request
+from specattn.speculative.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from specattn.spec.policy import Observed
-    from specattn.spec.request import Generation
+    from specattn.engine.policy import Observed
+    from specattn.engine.request import RequestOutput
 
 OUT = Path(__file__).parent / "results" / "soak_h200.json"
 TREE, OTHERS = (5, 4, 16), ((3, 1, 4), (0, 1, 1))
@@ -72,7 +72,7 @@ class Churn:
     ) -> None:
         self.engine, self.kinds, self.joining = engine, kinds, joining
         self.rng = random.Random(seed)
-        self.running: list[tuple[int, Generation]] = []
+        self.running: list[tuple[int, RequestOutput]] = []
         self.joins = self.level = 0
         self.sizes: set[int] = set()
         # per step, of every request in it: kind, which of its steps, and what it gained
@@ -100,7 +100,7 @@ class Churn:
         self.running += zip(picked, results, strict=True)
         self.joins += count
 
-    def step(self) -> list[tuple[int, Generation]]:
+    def step(self) -> list[tuple[int, RequestOutput]]:
         """Take a step, perhaps after requests joined; returns those that ended, by kind."""
         engine, rng = self.engine, self.rng
         if rng.random() < 0.02 or not self.gains:
@@ -122,7 +122,7 @@ class Churn:
         self.running = [item for item in self.running if not item[1].finish_reason]
         return ended
 
-    def drop(self) -> list[tuple[int, Generation]]:
+    def drop(self) -> list[tuple[int, RequestOutput]]:
         """Drop everything that runs, a step in flight included; returns it."""
         self.engine.clear()
         dropped, self.running = self.running, []
@@ -298,7 +298,7 @@ def main() -> None:
     runs: dict[str, tuple[int, dict[str, Any]]] = {
         "one_setting": (args.steps, {"buckets": None}),
         "switching": (args.steps // 4, {"configs": others, "policy": Dice(args.seed)}),
-        "three": (args.steps // 10, {"seams": "three"}),
+        "piecewise": (args.steps // 10, {"cudagraph": "piecewise"}),
         "halves": (args.steps // 10, {"tbo": True}),
     }
     for at, (part, (steps, options)) in enumerate(runs.items()):

@@ -15,8 +15,8 @@ from specattn.cli.compare import top2_margin
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from specattn.spec.generate import Engine
-    from specattn.spec.request import Generation, Request
+    from specattn.engine.engine import Engine
+    from specattn.engine.request import Request, RequestOutput
 
 # float32: a first difference may stand where the two best logits are this close
 MARGIN = 1e-3
@@ -58,7 +58,7 @@ def wanted(fresh: Engine, plain: Engine, kinds: Sequence[Request]) -> list[Wante
 
 
 def compare(
-    kind: Request, want: Wanted, result: Generation, plain: Engine, found: Found, *, drawn: bool
+    kind: Request, want: Wanted, result: RequestOutput, plain: Engine, found: Found, *, drawn: bool
 ) -> None:
     """Hold a text against its kind's; drawn ones if they do not depend on the setting.
 

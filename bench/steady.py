@@ -36,12 +36,12 @@ from bench.step_timing import calm_core, calm_loop, loop
 from bench.step_world import SETTINGS, Setting, World, shapes
 from bench.suite.machine import machine
 from bench.suite.steps import NOISY
-from specattn.spec.settings import powers_of_two
+from specattn.engine.configs import powers_of_two
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from specattn.spec.step_decoder import PendingStep
+    from specattn.speculative.step_decoder import PendingStep
 
 OUT = Path(__file__).parent / "results" / "steady_h200.json"
 MODEL = "Llama-3.1-8B"

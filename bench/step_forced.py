@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from specattn.batch import AcceptResult, DraftTree
     from specattn.config import SpecConfig
-    from specattn.spec.sampling import SamplingBatch
+    from specattn.speculative.sampling import SamplingBatch
 
 
 @triton.jit

@@ -24,17 +24,17 @@ from bench.suite.roofs import _read
 from bench.suite.timing import median_of, record
 from specattn.backends.layers import LayeredBackend
 from specattn.batch import Phase, RowLayout
+from specattn.cache.kv_pool import KVPool
 from specattn.kernels.stream_linear import stream_gated, stream_linear
-from specattn.kv import KVPool
 from specattn.models import FusedTarget
-from specattn.spec.verify_program import VerifyProgram
+from specattn.speculative.verify_program import VerifyProgram
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
-    from specattn.spec.verify_program import BoundVerify
+    from specattn.speculative.verify_program import BoundVerify
 
 LLAMA_8B = {
     "vocab_size": 128256,

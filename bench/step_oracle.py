@@ -10,7 +10,7 @@ from torch.nn.functional import silu
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specattn.kv import KVPool
+    from specattn.cache.kv_pool import KVPool
     from specattn.models import FusedTarget
     from specattn.models.fused_block import Block
 

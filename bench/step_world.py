@@ -13,22 +13,22 @@ import torch
 
 from bench.step_forced import Forced
 from specattn.batch import DraftState
+from specattn.cache.kv_pool import KVPool
+from specattn.cache.slot_table import SlotTable
 from specattn.config import SpecConfig
-from specattn.kv import KVPool
+from specattn.cuda_graph.recorder import Recorder
 from specattn.models import FusedEagle3, FusedTarget
-from specattn.recording import Recorder
-from specattn.slots import SlotTable
-from specattn.spec.decoder import ModelSlot
-from specattn.spec.sampling import SamplingBatch, SamplingParams
-from specattn.spec.states import RequestStates, StateDims
-from specattn.spec.step_decoder import StepDecoder
+from specattn.speculative.decoder import ModelSlot
+from specattn.speculative.sampling import SamplingBatch, SamplingParams
+from specattn.speculative.states import RequestStates, StateDims
+from specattn.speculative.step_decoder import StepDecoder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from transformers import PretrainedConfig
 
-    from specattn.spec.model import DraftModel, TargetModel
+    from specattn.speculative.model import DraftModel, TargetModel
 
 DRAFT_VOCAB = 32000
 # logits of random weights have a spread of 1, which no tree of this size would go deep for

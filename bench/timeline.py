@@ -171,7 +171,7 @@ def split(trace: Trace) -> list[Step]:
     """Split a trace into steps.
 
     A step begins with ``begin_step`` on the stream of the first one and ends with the last
-    ``end_step`` or ``land_step`` before the next. Without such kernels, all steps of a recording
+    ``end_step`` or ``write_output`` before the next. Without such kernels, all steps of a recording
     have as many.
 
     Raises

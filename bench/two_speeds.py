@@ -32,8 +32,8 @@ from bench.step_timing import between, mark
 from bench.suite.machine import machine
 from bench.suite.seams import DEVICE
 from specattn.config import SpecConfig
+from specattn.cuda_graph.recorder import Recorder
 from specattn.kernels.early_launch import enter, launch_options
-from specattn.recording import Recorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -10,7 +10,6 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from specattn.adopted import AdoptedTable, as_slots, block_stride
     from specattn.backends import (
         available,
         backend_names,
@@ -32,7 +31,14 @@ if TYPE_CHECKING:
         SpecBatch,
     )
     from specattn.buffers import BufferSet, buf
+    from specattn.cache.external import ExternalTable, as_slots, block_stride
+    from specattn.cache.kv_pool import KVPool
+    from specattn.cache.slot_table import SlotTable
     from specattn.config import AttnConfig, KVScales, SpecConfig
+    from specattn.cuda_graph import GraphReport, GraphRunner
+    from specattn.engine.engine import Engine
+    from specattn.engine.policy import GoodputPolicy, Observed, Policy
+    from specattn.engine.request import Request, RequestOutput
     from specattn.errors import (
         CapacityError,
         CaptureError,
@@ -43,23 +49,17 @@ if TYPE_CHECKING:
         TreeError,
         UnsupportedError,
     )
-    from specattn.graph import GraphReport, GraphRunner
-    from specattn.kv import KVPool
     from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, MultiStepPlan
-    from specattn.slots import SlotTable
-    from specattn.spec.decoder import ModelSlot, SpecDecoder, StepResult
-    from specattn.spec.generate import Engine
-    from specattn.spec.policy import GoodputPolicy, Observed, Policy
-    from specattn.spec.prefill import Prefill, Prompt
-    from specattn.spec.request import Generation, Request
-    from specattn.spec.sampling import SamplingBatch, SamplingParams
-    from specattn.spec.states import RequestStates, StateDims
-    from specattn.spec.step_decoder import PendingStep, StepDecoder
+    from specattn.speculative.decoder import ModelSlot, SpecDecoder, StepResult
+    from specattn.speculative.prefill import Prefill, Prompt
+    from specattn.speculative.sampling import SamplingBatch, SamplingParams
+    from specattn.speculative.states import RequestStates, StateDims
+    from specattn.speculative.step_decoder import PendingStep, StepDecoder
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "adopted": ("AdoptedTable", "as_slots", "block_stride"),
+    "cache.external": ("ExternalTable", "as_slots", "block_stride"),
     "backends": ("available", "backend_names", "choose_backend", "register_backend"),
     "backends.base": ("Capabilities",),
     "backends.hybrid": ("HybridBackend", "hybrid"),
@@ -87,24 +87,23 @@ _HOMES = {
         "TreeError",
         "UnsupportedError",
     ),
-    "graph": ("GraphReport", "GraphRunner"),
-    "kv": ("KVPool",),
+    "cuda_graph": ("GraphReport", "GraphRunner"),
+    "cache.kv_pool": ("KVPool",),
     "plan": ("AttnPlan", "CsrPlan", "ExtendPlan", "MultiStepPlan"),
-    "slots": ("SlotTable",),
-    "spec.decoder": ("ModelSlot", "SpecDecoder", "StepResult"),
-    "spec.generate": ("Engine",),
-    "spec.policy": ("GoodputPolicy", "Observed", "Policy"),
-    "spec.prefill": ("Prefill", "Prompt"),
-    "spec.request": ("Generation", "Request"),
-    "spec.sampling": ("SamplingBatch", "SamplingParams"),
-    "spec.states": ("RequestStates", "StateDims"),
-    "spec.step_decoder": ("PendingStep", "StepDecoder"),
+    "cache.slot_table": ("SlotTable",),
+    "speculative.decoder": ("ModelSlot", "SpecDecoder", "StepResult"),
+    "engine.engine": ("Engine",),
+    "engine.policy": ("GoodputPolicy", "Observed", "Policy"),
+    "speculative.prefill": ("Prefill", "Prompt"),
+    "engine.request": ("RequestOutput", "Request"),
+    "speculative.sampling": ("SamplingBatch", "SamplingParams"),
+    "speculative.states": ("RequestStates", "StateDims"),
+    "speculative.step_decoder": ("PendingStep", "StepDecoder"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "AcceptResult",
-    "AdoptedTable",
     "AttnConfig",
     "AttnPlan",
     "BufferSet",
@@ -118,8 +117,8 @@ __all__ = [
     "DraftTree",
     "Engine",
     "ExtendPlan",
+    "ExternalTable",
     "ForwardMode",
-    "Generation",
     "GoodputPolicy",
     "GraphReport",
     "GraphRunner",
@@ -138,6 +137,7 @@ __all__ = [
     "Prefill",
     "Prompt",
     "Request",
+    "RequestOutput",
     "RequestStates",
     "RowLayout",
     "SamplingBatch",

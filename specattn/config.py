@@ -203,7 +203,7 @@ class SpecConfig:
     max_num_reqs : int
         Requests alive at once.
     page_size : int
-        KV slots per page, a power of two up to 512; that of the `specattn.slots.SlotTable`.
+        KV slots per page, a power of two up to 512; the page size of the `SlotTable`.
     draft_sampling : bool
         Draw draft tokens from the draft model's distribution and verify them by rejection
         sampling (Leviathan et al., arXiv:2211.17192), instead of proposing its most probable

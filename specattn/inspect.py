@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from specattn.batch import AcceptResult, Candidates, DraftTree
+    from specattn.cache.slot_table import SlotTable
     from specattn.config import SpecConfig
-    from specattn.graph import GraphRunner, Key
-    from specattn.slots import SlotTable
+    from specattn.cuda_graph import GraphRunner, Key
 
 
 def tree(

@@ -193,7 +193,7 @@ def validate_tree(
     words: Tensor | None = None,
     num_steps: int | None = None,
 ) -> None:
-    """Check trees that did not come from `specattn.spec.tree`. Waits for the device.
+    """Check trees that did not come from `specattn.speculative.tree`. Waits for the device.
 
     Parameters
     ----------

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specattn.adopted import as_slots, block_stride
+from specattn.cache.external import as_slots, block_stride
 from specattn.config import AttnConfig
 from tests.worlds import DEVICE
 

@@ -9,7 +9,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from specattn.graph import GraphRunner
+    from specattn.cuda_graph import GraphRunner
     from tests.oracle import Case
 
 

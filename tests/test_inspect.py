@@ -9,12 +9,12 @@ import torch
 
 from specattn import inspect
 from specattn.batch import AcceptResult, Candidates, DraftTree, ForwardMode, SpecBatch
+from specattn.cache.kv_pool import KVPool
+from specattn.cache.slot_table import SlotTable
 from specattn.config import SpecConfig
 from specattn.errors import NotCapturedError, TreeError
-from specattn.kv import KVPool
-from specattn.slots import SlotTable
-from specattn.spec.decoder import ModelSlot, SpecDecoder
-from specattn.spec.tree import build_tree
+from specattn.speculative.decoder import ModelSlot, SpecDecoder
+from specattn.speculative.tree import build_tree
 from tests.tiny import TinyDraft, TinyTarget
 
 # K = 2, S = 3, n = 6: in request 0 both beams of the last step come from one, in 1 they cross

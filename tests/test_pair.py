@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specattn.config import SpecConfig
+from specattn.engine.engine import Engine, Request
 from specattn.models import HFTarget, load_draft
-from specattn.spec.generate import Engine, Request
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAIR = files("specattn") / "pair"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from specattn.config import AttnConfig
-from specattn.spec.model import DraftOutput, TargetOutput
+from specattn.speculative.model import DraftOutput, TargetOutput
 
 VOCAB = 61
 FREQ = 0.3

@@ -10,10 +10,10 @@ import torch
 
 from specattn.batch import ForwardMode
 from specattn.buffers import BufferSet
+from specattn.cache.kv_pool import KVPool
+from specattn.cache.slot_table import SlotTable
 from specattn.config import SpecConfig
-from specattn.kv import KVPool
-from specattn.slots import SlotTable
-from specattn.spec.decoder import ModelSlot, SpecDecoder
+from specattn.speculative.decoder import ModelSlot, SpecDecoder
 from tests.tiny import TinyDraft, TinyTarget
 
 if TYPE_CHECKING:

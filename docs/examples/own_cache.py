@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specattn import (
-    AdoptedTable,
+    ExternalTable,
     KVPool,
     ModelSlot,
     RequestStates,
@@ -26,7 +26,7 @@ from specattn import (
     as_slots,
 )
 from specattn.models import HFTarget, load_draft
-from specattn.spec.prefill import Prefill, Prompt
+from specattn.speculative.prefill import Prefill, Prompt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -106,7 +106,7 @@ def main(new_tokens: int = 48) -> list[str]:
     ]
     of_target = ModelSlot.of(target, pools[0], "auto")
     of_draft = ModelSlot.of(draft, pools[1], "auto")
-    table = AdoptedTable(
+    table = ExternalTable(
         torch.zeros(count + 1, CONTEXT, dtype=torch.int32, device=device),
         torch.zeros(count + 1, dtype=torch.int32, device=device),
         num_slots=pools[0].num_slots,

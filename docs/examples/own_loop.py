@@ -24,7 +24,7 @@ from specattn import (
     StepDecoder,
 )
 from specattn.models import HFTarget, load_draft
-from specattn.spec.prefill import Prefill, Prompt
+from specattn.speculative.prefill import Prefill, Prompt
 
 PAIR = files("specattn") / "pair"
 PROMPTS = ["def read_config(path):", "class Point:\n    def __init__(self, x, y):"]

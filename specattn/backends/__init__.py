@@ -39,7 +39,7 @@ _BACKENDS = {
     "triton": "specattn.backends.triton:TritonBackend",
     "torch_native": "specattn.backends.torch_native:TorchNativeBackend",
     "flex": "specattn.backends.flex:FlexBackend",
-    "fa3": "specattn.backends.fa3:Fa3Backend",
+    "fa3": "specattn.backends.flash_attn:Fa3Backend",
     "flashinfer": "specattn.backends.flashinfer:FlashInferBackend",
     "triton_mla": "specattn.backends.triton_mla:TritonMlaBackend",
     "flashinfer_mla": "specattn.backends.flashinfer_mla:FlashInferMlaBackend",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from specattn.watch import Settable
+from specattn.cuda_graph.capture_guard import Settable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,8 +15,8 @@ import torch
 
 from specattn.backends.base import Capabilities, PatternA
 from specattn.backends.flex_kernel import FlexKernel, Keys
+from specattn.cuda_graph.capture_guard import Settable
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
-from specattn.watch import Settable
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
         FollowingAttention,
         ScaledAttention,
     )
+    from specattn.cache.kv_pool import KVPool
     from specattn.config import AttnConfig
     from specattn.kernels.rotation import Rotation
-    from specattn.kv import KVPool
     from specattn.plan import Plan
 
 
@@ -78,7 +78,7 @@ class LayeredBackend:
         self.backends = tuple(chosen(config, device) for config in distinct)
         self._kind = tuple(distinct.index(config) for config in layers)
 
-    def apart(self) -> LayeredBackend:
+    def with_own_workspace(self) -> LayeredBackend:
         """Return the same over the same pool, with workspaces and metadata of its own.
 
         What either binds may run while what the other binds does.

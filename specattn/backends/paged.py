@@ -15,10 +15,10 @@ import torch
 
 from specattn.backends.base import Capabilities
 from specattn.backends.imports import imported, installed
+from specattn.cuda_graph.capture_guard import Settable
 from specattn.errors import UnsupportedError
 from specattn.kernels import ops
 from specattn.plan import AttnPlan, CsrPlan, Plan
-from specattn.watch import Settable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

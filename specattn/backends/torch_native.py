@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from specattn.backends.base import Capabilities, PatternA
 from specattn.config import FLOAT8, UNSCALED, KVScales
+from specattn.cuda_graph.capture_guard import Settable
 from specattn.kernels.reference import attention
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
-from specattn.watch import Settable
 
 if TYPE_CHECKING:
     import torch

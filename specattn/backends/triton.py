@@ -18,10 +18,10 @@ from specattn.backends.triton_bound import (
     interpret,
     platform_reasons,
 )
-from specattn.backends.triton_fixed import FixedCsr, FixedTree
+from specattn.backends.triton_deterministic import FixedCsr, FixedTree
 from specattn.config import FLOAT8, UNSCALED, KVScales
+from specattn.cuda_graph.capture_guard import Settable
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
-from specattn.watch import Settable
 
 if TYPE_CHECKING:
     import torch

@@ -17,8 +17,8 @@ from specattn.backends.triton_bound import (
     interpret,
     platform_reasons,
 )
+from specattn.cuda_graph.capture_guard import Settable
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
-from specattn.watch import Settable
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from specattn.cli import backends, bench, generate, graphs, inspect
-from specattn.cli.ends import (
+from specattn.cli.errors import (
     INTERRUPTED,
     is_usage_error,
     logging_to_stderr,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,7 +19,7 @@ def backends(
 ) -> None:
     """List the attention backends, whether each can run here, and why not."""
     if markdown:
-        print(f"{promises()}\n\n{sizes()}")
+        print(promises())
         return
     rows = [_row(name, device) for device in _devices() for name in _names()]
     if as_json:
@@ -92,17 +91,6 @@ def promises() -> str:
         marks += [pages, dtypes, stored]
         lines.append(f"| `{name}` | {plans} | {' | '.join(marks)} |")
     return "\n".join(lines)
-
-
-def sizes() -> str:
-    """Return the lines of every file that makes up the backends as a Markdown table."""
-    from specattn import backends as package
-
-    files = sorted(Path(package.__file__).parent.glob("*.py"))
-    counts = {file.name: len(file.read_text(encoding="utf-8").splitlines()) for file in files}
-    rows = [f"| `{name}` | {count:,} |" for name, count in counts.items()]
-    total = f"| all of `specattn/backends/` | {sum(counts.values()):,} |"
-    return "\n".join(["| file | lines |", "|---|---|", *rows, total])
 
 
 def _names() -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specattn.cli.ends import ArgumentError
+from specattn.cli.errors import ArgumentError
 
 if TYPE_CHECKING:
     from types import ModuleType

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from specattn.cli.running import Outcome, Setup
-    from specattn.spec.generate import Engine
+    from specattn.engine.engine import Engine
 
 
 @dataclass(frozen=True)

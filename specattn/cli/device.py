@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from specattn.cli.ends import ArgumentError
+from specattn.cli.errors import ArgumentError
 from specattn.config import FLOAT8
 
 _DTYPES = {

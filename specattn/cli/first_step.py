@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from specattn.batch import SpecBatch
+from specattn.cache.kv_pool import KVPool
+from specattn.cache.slot_table import SlotTable
 from specattn.inspect import path_scores
-from specattn.kv import KVPool
-from specattn.slots import SlotTable
-from specattn.spec.decoder import ModelSlot, SpecDecoder
-from specattn.spec.prefill import Prefill, Prompt
-from specattn.spec.propose import ProposeProgram
-from specattn.spec.sampling import SamplingBatch, SamplingParams
-from specattn.spec.tree import build_tree
-from specattn.spec.verify import accept
+from specattn.speculative.decoder import ModelSlot, SpecDecoder
+from specattn.speculative.draft import ProposeProgram
+from specattn.speculative.prefill import Prefill, Prompt
+from specattn.speculative.sampling import SamplingBatch, SamplingParams
+from specattn.speculative.tree import build_tree
+from specattn.speculative.verify import accept
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from specattn.batch import AcceptResult, Candidates, DraftState, DraftTree
     from specattn.cli.loading import Models
     from specattn.config import SpecConfig
-    from specattn.spec.model import DraftModel
+    from specattn.speculative.model import DraftModel
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specattn.cli.ends import ArgumentError, naming_options, stderr
+from specattn.cli.errors import ArgumentError, naming_options, stderr
 from specattn.cli.options import (
     OUTPUT,
     RUNNING,
     SAMPLING,
     AdaptiveOption,
     BackendOption,
+    CudagraphOption,
     DeterministicOption,
     DeviceOption,
     DraftOption,
@@ -25,11 +26,10 @@ from specattn.cli.options import (
     PageSizeOption,
     PromptArgument,
     PromptsOption,
-    SeamsOption,
     StepsOption,
     TargetOption,
     TopkOption,
-    pick_seams,
+    pick_cudagraph,
     speculation,
 )
 from specattn.cli.prompts import read_prompts
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from specattn.cli.report import Report
     from specattn.cli.running import Setup
     from specattn.config import SpecConfig
-    from specattn.spec.sampling import SamplingParams
+    from specattn.speculative.sampling import SamplingParams
 
 
 def generate(
@@ -97,7 +97,7 @@ def generate(
         int,
         typer.Option(min=1, max=1024, rich_help_panel=RUNNING, help="Prompts decoded at once."),
     ] = 16,
-    seams: SeamsOption = "auto",
+    cudagraph: CudagraphOption = "auto",
     no_fused: NoFusedOption = False,
     no_graphs: Annotated[
         bool, typer.Option("--no-graphs", rich_help_panel=RUNNING, help="Record no CUDA graphs.")
@@ -126,12 +126,12 @@ def generate(
             "which has no smaller tree to choose from",
         )
     sampling = _sampling(temperature, top_k, top_p, seed)
-    stops, recorded = _stops(stop or []), pick_seams(seams)
+    stops, recorded = _stops(stop or []), pick_cudagraph(cudagraph)
 
     from specattn.cli.device import pick_device, pick_kv_dtype
     from specattn.cli.loading import models_for
     from specattn.cli.running import Setup
-    from specattn.spec.request import Request
+    from specattn.engine.request import Request
 
     place, stored = pick_device(device), pick_kv_dtype(kv_cache_dtype)
     models = models_for(
@@ -158,7 +158,7 @@ def generate(
         warm_up=place.type == "cuda" or (compare and backend != "triton"),
         kv_dtype=stored,
         deterministic=deterministic,
-        seams=recorded,
+        cudagraph=recorded,
         adaptive=adaptive,
     )
     report = _decode(setup, config, found, compare=compare, live=not as_json)
@@ -170,7 +170,7 @@ def generate(
 
 
 def _sampling(temperature: float, top_k: int, top_p: float, seed: int) -> SamplingParams:
-    from specattn.spec.sampling import SamplingParams
+    from specattn.speculative.sampling import SamplingParams
 
     with naming_options():
         return SamplingParams(temperature, top_k, top_p, seed)

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specattn.cli.ends import ArgumentError
+from specattn.cli.errors import ArgumentError
 from specattn.cli.options import (
     OUTPUT,
     RUNNING,
     BackendOption,
+    CudagraphOption,
     DeterministicOption,
     DeviceOption,
     DraftOption,
@@ -23,16 +24,15 @@ from specattn.cli.options import (
     KvDtypeOption,
     NoFusedOption,
     PageSizeOption,
-    SeamsOption,
     StepsOption,
     TargetOption,
     TopkOption,
-    pick_seams,
+    pick_cudagraph,
     speculation,
 )
 
 if TYPE_CHECKING:
-    from specattn.graph import GraphReport
+    from specattn.cuda_graph import GraphReport
 
 _BUCKETS = "1,2,3,4,6,8,10,12,16,20,24,28,32,40,48,64"
 _MIB = 2**20
@@ -58,7 +58,7 @@ def graphs(
     page_size: PageSizeOption = 1,
     kv_cache_dtype: KvDtypeOption = "auto",
     deterministic: DeterministicOption = False,
-    seams: SeamsOption = "auto",
+    cudagraph: CudagraphOption = "auto",
     no_fused: NoFusedOption = False,
     buckets: Annotated[
         str,
@@ -84,7 +84,7 @@ def graphs(
     config = speculation(
         topk, steps, draft_tokens, page_size=page_size, draft_sampling=draft_sampling
     )
-    recorded = pick_seams(seams)
+    recorded = pick_cudagraph(cudagraph)
 
     from specattn.cli.device import pick_device, pick_kv_dtype
     from specattn.cli.loading import models_for
@@ -111,7 +111,7 @@ def graphs(
         warm_up=False,
         kv_dtype=stored,
         deterministic=deterministic,
-        seams=recorded,
+        cudagraph=recorded,
         buckets=sizes,
     )
     began = time.perf_counter()

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from specattn.cli.ends import ArgumentError
+from specattn.cli.errors import ArgumentError
 from specattn.cli.options import (
     SPECULATION,
     BackendOption,

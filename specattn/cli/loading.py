@@ -7,14 +7,14 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specattn.cli.ends import ArgumentError, stderr
+from specattn.cli.errors import ArgumentError, stderr
 from specattn.cli.options import check_backend, from_environment
 
 if TYPE_CHECKING:
     import torch
     import typer
 
-    from specattn.spec.model import DraftModel, TargetModel
+    from specattn.speculative.model import DraftModel, TargetModel
 
 # hidden size from which a CPU's threads gain from sharing one product; below, they only wait
 _SHARED_FROM = 1024

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specattn.cli.ends import ArgumentError, naming_options
+from specattn.cli.errors import ArgumentError, naming_options
 
 if TYPE_CHECKING:
     import torch
 
     from specattn.config import SpecConfig
-    from specattn.spec.step_decoder import Seams
+    from specattn.speculative.step_decoder import CudagraphMode
 
 MODELS, SPECULATION, SAMPLING, RUNNING, OUTPUT = (
     "Models",
@@ -117,7 +117,7 @@ DeterministicOption = Annotated[
         help="Attention whose bits depend on the text alone; slower. The triton backend has it.",
     ),
 ]
-SeamsOption = Annotated[
+CudagraphOption = Annotated[
     str,
     typer.Option(
         rich_help_panel=RUNNING,
@@ -222,7 +222,7 @@ def check_backend(name: str, device: torch.device, *, from_environment: bool) ->
     load_backend(name)(AttnConfig(1, 1, 16), device)
 
 
-def pick_seams(name: str) -> Seams | None:
+def pick_cudagraph(name: str) -> CudagraphMode | None:
     """Return how steps are recorded; None lets the engine choose.
 
     Raises
@@ -230,9 +230,13 @@ def pick_seams(name: str) -> Seams | None:
     ArgumentError
         If the name is not one of those known.
     """
-    known: dict[str, Seams | None] = {"auto": None, "one": "one", "three": "three"}
+    known: dict[str, CudagraphMode | None] = {
+        "auto": None,
+        "full": "full",
+        "piecewise": "piecewise",
+    }
     if name not in known:
-        raise ArgumentError("--seams", f"must be auto, one or three, got {name!r}")
+        raise ArgumentError("--cudagraph", f"must be auto, full or piecewise, got {name!r}")
     return known[name]
 
 

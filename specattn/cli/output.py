@@ -13,15 +13,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from specattn.cli.ends import stderr
+from specattn.cli.errors import stderr
 from specattn.cli.text import OrderedText, decode
-from specattn.spec.text import TextStream
+from specattn.engine.detokenizer import TextStream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from specattn.cli.loading import Models
-    from specattn.spec.request import Request
+    from specattn.engine.request import Request
 
 
 class TextOutput:

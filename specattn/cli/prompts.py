@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from specattn.cli.ends import ArgumentError
+from specattn.cli.errors import ArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from specattn.cli.compare import Comparison, Difference
     from specattn.cli.running import ModeReport, Outcome, SettingReport
-    from specattn.spec.request import Generation
+    from specattn.engine.request import RequestOutput
 
 # longer batches are summed up in one row
 _MOST_ROWS = 24
@@ -112,7 +112,7 @@ def _where(found: Difference) -> str:
     )
 
 
-def _numbers(result: Generation) -> dict[str, Any]:
+def _numbers(result: RequestOutput) -> dict[str, Any]:
     seconds = result.finished_at - result.started_at
     return {
         "tokens": result.tokens,

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specattn.cli.ends import ArgumentError, naming_options
+from specattn.cli.errors import ArgumentError, naming_options
 from specattn.cli.text import decode
-from specattn.spec.generate import Engine
-from specattn.spec.settings import around
+from specattn.engine.configs import smaller_configs
+from specattn.engine.engine import Engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from specattn.cli.loading import Models
     from specattn.config import SpecConfig
-    from specattn.spec.request import Generation, Request
-    from specattn.spec.step_decoder import Seams
+    from specattn.engine.request import Request, RequestOutput
+    from specattn.speculative.step_decoder import CudagraphMode
 
 # of each prompt: enough to compile every kernel
 _WARM_UP_TOKENS = 16
@@ -49,7 +49,7 @@ class Setup:
         Of the KV cache, if not the models'.
     deterministic : bool
         Whether attention gives a token the same bits in any batch and mode.
-    seams : {"one", "three"}, optional
+    cudagraph : {"full", "piecewise"}, optional
         How steps are recorded.
     adaptive : bool
         Whether steps may take smaller settings, too.
@@ -66,7 +66,7 @@ class Setup:
     warm_up: bool
     kv_dtype: torch.dtype | None = None
     deterministic: bool = False
-    seams: Seams | None = None
+    cudagraph: CudagraphMode | None = None
     adaptive: bool = False
     buckets: tuple[int, ...] | None = None
 
@@ -85,9 +85,9 @@ class Setup:
                 graphs=self.graphs,
                 kv_dtype=self.kv_dtype,
                 deterministic=self.deterministic,
-                seams=self.seams,
+                cudagraph=self.cudagraph,
                 buckets=self.buckets,
-                configs=around(config)[1:] if self.adaptive else (),
+                configs=smaller_configs(config)[1:] if self.adaptive else (),
                 detokenize=lambda ids: decode(self.models.tokenizer, ids),
             )
 
@@ -161,7 +161,7 @@ class Outcome:
 
     Parameters
     ----------
-    results : tuple of Generation
+    results : tuple of RequestOutput
         In the order of the requests.
     seconds : float
         For all of them together, prompts included.
@@ -173,7 +173,7 @@ class Outcome:
         If there were several, the given one first.
     """
 
-    results: tuple[Generation, ...]
+    results: tuple[RequestOutput, ...]
     seconds: float
     modes: tuple[ModeReport, ...]
     fused: tuple[str, ...] = ()

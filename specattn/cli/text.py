@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from specattn.spec.text import TextStream
+    from specattn.engine.detokenizer import TextStream
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:

@@ -42,7 +42,7 @@ def _land_step_kernel(
     tl.store(turn, (at + 1) % slots)
 
 
-def land_step(packed: Tensor, ring: Tensor, turn: Tensor) -> None:
+def write_output(packed: Tensor, ring: Tensor, turn: Tensor) -> None:
     """Write a step's tokens to their turn of a ring in pinned host memory, and count the turn.
 
     The host finds them there once an event that is recorded after this launch has come; nothing

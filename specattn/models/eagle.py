@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from specattn.spec.model import DraftOutput
+from specattn.speculative.model import DraftOutput
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from specattn.config import AttnConfig
     from specattn.models.hf import FeatureSpec
-    from specattn.spec.model import Attend
+    from specattn.speculative.model import Attend
 
 Rope = tuple[Tensor, Tensor]  # cosines and sines, [T, D] each
 

@@ -17,13 +17,13 @@ from specattn.kernels import ops
 from specattn.kernels.stream_linear import ready
 from specattn.models.fused_block import Block, packed_layers, product, random_linear, rotary_table
 from specattn.models.hf import FeatureSpec, HFTarget, tokenizer_of
-from specattn.spec.model import TargetOutput
+from specattn.speculative.model import TargetOutput
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, Qwen3Config
 
     from specattn.config import AttnConfig
-    from specattn.spec.model import Attend
+    from specattn.speculative.model import Attend
 
 
 @dataclass(frozen=True, eq=False)

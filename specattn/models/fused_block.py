@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import LlamaConfig, Qwen3Config
 
     from specattn.models.hf import HFTarget
-    from specattn.spec.model import Attend, PackedAttend
+    from specattn.speculative.model import Attend, PackedAttend
 
 MODEL_TYPES = ("llama", "mistral", "qwen3")
 # their angles depend on nothing but the position

@@ -17,7 +17,7 @@ from specattn.models.fused_block import (
     rotary_table,
 )
 from specattn.models.hf import FeatureSpec
-from specattn.spec.model import DraftOutput
+from specattn.speculative.model import DraftOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from specattn.config import AttnConfig
     from specattn.models.eagle import Eagle3Head
     from specattn.models.fused import FusedTarget
-    from specattn.spec.model import Attend
+    from specattn.speculative.model import Attend
 
 
 @dataclass(frozen=True, eq=False)

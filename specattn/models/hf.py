@@ -19,7 +19,7 @@ from transformers import (
 from specattn.errors import ModelError
 from specattn.models.hub import blaming, count_from_first, locate, quiet
 from specattn.models.probe import probe_layers
-from specattn.spec.model import TargetOutput
+from specattn.speculative.model import TargetOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from specattn.config import AttnConfig
-    from specattn.spec.model import Attend
+    from specattn.speculative.model import Attend
 
 INTERFACE = "specattn"
 

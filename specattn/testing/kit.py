@@ -10,10 +10,10 @@ import torch
 
 from specattn.backends import load_backend
 from specattn.errors import UnsupportedError
-from specattn.testing import determinism, life, promises
+from specattn.testing import capabilities, determinism, replay
+from specattn.testing.grid import FULL, QUICK, SMOKE, scenarios
 from specattn.testing.oracle import ConformanceError, Tolerances
 from specattn.testing.setting import MODES, Geometry, Setting
-from specattn.testing.sweeps import FULL, QUICK, SMOKE, scenarios
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -157,37 +157,37 @@ def _bodies(
 ) -> Iterator[tuple[int, str, str, Callable[[], None]]]:
     """Yield level, name, property and body of those."""
     promised = setting.factory.capabilities
-    yield SMOKE, "refusals", "capabilities", partial(promises.refusals, setting)
-    yield SMOKE, "host_mirror", "host mirror", partial(promises.host_mirror, setting)
-    yield SMOKE, "idle", "idle", partial(life.idle, setting)
-    yield QUICK, "interleaved_modes", "buckets", partial(life.interleaved_modes, setting)
+    yield SMOKE, "refusals", "capabilities", partial(capabilities.refusals, setting)
+    yield SMOKE, "host_mirror", "host mirror", partial(capabilities.host_mirror, setting)
+    yield SMOKE, "idle", "idle", partial(replay.idle, setting)
+    yield QUICK, "interleaved_modes", "buckets", partial(replay.interleaved_modes, setting)
     for kind, need in (("tree", "trees"), ("lists", "lists")):
         if getattr(promised, need):
-            run = partial(life.steps, setting, kind)
+            run = partial(replay.steps, setting, kind)
             yield QUICK, f"draft_steps-{kind}", "draft steps", run
     per_mode = {
-        "growth": ("growth", life.growth),
-        "new_trees": ("new trees", life.new_trees),
-        "buckets": ("buckets", life.buckets),
-        "layers": ("layers", life.layers),
-        "slots": ("permuted slots", life.permuted_slots),
-        "inputs": ("inputs unchanged", life.inputs_unchanged),
-        "poisoned_padding": ("padding", life.poisoned_padding),
+        "growth": ("growth", replay.growth),
+        "new_trees": ("new trees", replay.new_trees),
+        "buckets": ("buckets", replay.buckets),
+        "layers": ("layers", replay.layers),
+        "slots": ("permuted slots", replay.permuted_slots),
+        "inputs": ("inputs unchanged", replay.inputs_unchanged),
+        "poisoned_padding": ("padding", replay.poisoned_padding),
     }
     if setting.device.type == "cuda":
-        per_mode["no_sync"] = ("host sync", promises.no_sync)
-        per_mode["graphs"] = ("graphs", promises.graphs)
+        per_mode["no_sync"] = ("host sync", capabilities.no_sync)
+        per_mode["graphs"] = ("graphs", capabilities.graphs)
     everywhere = {"layers", "inputs", "slots"}
     if promised.deterministic:
         yield from _determinism(setting)
     if promised.kv_dtypes:
-        per_mode["scaled_layers"] = ("stored dtypes", life.scaled_layers)
+        per_mode["scaled_layers"] = ("stored dtypes", replay.scaled_layers)
         everywhere.add("scaled_layers")
     if promised.lse:
-        per_mode["no_lse"] = ("lse", life.without_lse)
+        per_mode["no_lse"] = ("lse", replay.without_lse)
         everywhere.add("no_lse")
     if validates:
-        per_mode["bad_input"] = ("bad input", promises.bad_input)
+        per_mode["bad_input"] = ("bad input", capabilities.bad_input)
         everywhere.add("bad_input")
     smoke = {("tree_verify", option) for option in ("growth", "bad_input", "scaled_layers")}
     for option, (broken, body) in per_mode.items():
@@ -211,15 +211,15 @@ def _determinism(setting: Setting) -> Iterator[tuple[int, str, str, Callable[[],
         for option, body in bodies.items():
             level = SMOKE if (name, option) == ("tree_verify", "paths") else QUICK
             yield level, f"{name}-same_{option}", "deterministic", partial(body, setting, mode)
-    lives = {"growth": ("growth", life.growth), "layers": ("layers", life.layers)}
+    lives = {"growth": ("growth", replay.growth), "layers": ("layers", replay.layers)}
     if setting.device.type == "cuda":
-        lives["no_sync"] = ("host sync", promises.no_sync)
-        lives["graphs"] = ("graphs", promises.graphs)
+        lives["no_sync"] = ("host sync", capabilities.no_sync)
+        lives["graphs"] = ("graphs", capabilities.graphs)
     for name in [n for n in ("tree_verify", "draft_tree", "draft_lists") if n in modes]:
         for option, (broken, live) in lives.items():
             run = partial(live, setting, modes[name])
             yield QUICK, f"{name}-deterministic_{option}", broken, run
     for kind, need in (("tree", "draft_tree"), ("lists", "draft_lists")):
         if need in modes:
-            run = partial(life.steps, setting, kind)
+            run = partial(replay.steps, setting, kind)
             yield QUICK, f"deterministic_draft_steps-{kind}", "draft steps", run

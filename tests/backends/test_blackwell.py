@@ -22,11 +22,11 @@ from specattn.backends.layers import LayeredBackend
 from specattn.backends.multi_step import MultiStepDraftBackend
 from specattn.backends.paged import Scales
 from specattn.batch import Phase, RowLayout
+from specattn.cache.kv_pool import KVPool
+from specattn.cache.slot_table import SlotTable
 from specattn.config import AttnConfig, SpecConfig
 from specattn.errors import UnsupportedError
-from specattn.kv import KVPool
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan
-from specattn.slots import SlotTable
 from specattn.testing.oracle import head
 from tests import oracle
 from tests.backends import stand_ins

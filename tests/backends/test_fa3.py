@@ -11,15 +11,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specattn.backends.fa3 import Fa3Backend
+from specattn.backends.flash_attn import Fa3Backend
 from specattn.backends.layers import LayeredBackend
 from specattn.backends.multi_step import MultiStepDraftBackend
 from specattn.batch import Phase, RowLayout
+from specattn.cache.kv_pool import KVPool
+from specattn.cache.slot_table import SlotTable
 from specattn.config import AttnConfig, SpecConfig
 from specattn.errors import UnsupportedError
-from specattn.kv import KVPool
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, causal_words
-from specattn.slots import SlotTable
 from specattn.testing.session import plan_of
 from tests import oracle
 from tests.backends.test_multi_step import feed
@@ -365,7 +365,7 @@ def known_words(bound, rows: list[int], topk: int) -> torch.Tensor:
 
 def test_reasons_name_what_is_missing(monkeypatch):
     cpu = torch.device("cpu")
-    monkeypatch.setattr("specattn.backends.fa3.find_spec", lambda name: None)
+    monkeypatch.setattr("specattn.backends.flash_attn.find_spec", lambda name: None)
     assert REASONS(None, cpu) == [
         "sgl_kernel is not installed (pip install sglang-kernel, Linux only)",
         "FA3 needs a CUDA device of compute capability 9.0, got cpu",

@@ -16,8 +16,8 @@ from specattn.backends.triton import TritonBackend
 from specattn.backends.triton_bound import TritonTree
 from specattn.backends.triton_mla import TritonMlaBackend
 from specattn.batch import ForwardMode
+from specattn.cache.kv_pool import KVPool
 from specattn.config import AttnConfig, SpecConfig
-from specattn.kv import KVPool
 from specattn.plan import AttnInputs, AttnPlan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -14,10 +14,10 @@ from specattn.backends.flashinfer_bound import FlashInferRows, FlashInferTree
 from specattn.backends.layers import LayeredBackend
 from specattn.backends.multi_step import MultiStepDraftBackend
 from specattn.batch import Phase, RowLayout
+from specattn.cache.kv_pool import KVPool
+from specattn.cache.slot_table import SlotTable
 from specattn.config import AttnConfig, SpecConfig
-from specattn.kv import KVPool
 from specattn.plan import AttnPlan, ExtendPlan
-from specattn.slots import SlotTable
 from tests.backends import fake_flashinfer as fake
 from tests.backends.flashinfer_cases import (
     BF16,

@@ -13,11 +13,11 @@ from specattn.backends.tbo import tbo
 from specattn.backends.torch_native import TorchNativeBackend
 from specattn.backends.triton import TritonBackend
 from specattn.batch import ForwardMode
+from specattn.cache.kv_pool import KVPool
 from specattn.config import AttnConfig, SpecConfig
-from specattn.kv import KVPool
+from specattn.engine.engine import Engine
+from specattn.engine.request import Request
 from specattn.plan import AttnInputs, AttnPlan, ExtendPlan
-from specattn.spec.generate import Engine
-from specattn.spec.request import Request
 from tests.backends.spies import spy
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import CONFIG, MODES, inputs, world

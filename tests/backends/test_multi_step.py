@@ -8,10 +8,10 @@ import torch
 from specattn.backends.layers import LayeredBackend
 from specattn.backends.multi_step import MultiStepDraftBackend
 from specattn.batch import ForwardMode
+from specattn.cache.kv_pool import KVPool
+from specattn.cache.slot_table import SlotTable
 from specattn.config import AttnConfig, SpecConfig
-from specattn.kv import KVPool
 from specattn.plan import AttnInputs, AttnPlan, ExtendPlan
-from specattn.slots import SlotTable
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BACKENDS = ["torch_native", "triton"]

@@ -14,12 +14,12 @@ from specattn.backends.layers import LayeredBackend
 from specattn.backends.multi_step import MultiStepDraftBackend
 from specattn.backends.tbo import BoundTbo, TboBackend, halves, tbo
 from specattn.batch import ForwardMode, Phase, RowLayout
+from specattn.cache.kv_pool import KVPool
+from specattn.cache.slot_table import SlotTable
 from specattn.config import AttnConfig, SpecConfig
-from specattn.kv import KVPool
+from specattn.engine.engine import Engine
+from specattn.engine.request import Request
 from specattn.plan import AttnInputs, AttnPlan, CsrPlan, ExtendPlan
-from specattn.slots import SlotTable
-from specattn.spec.generate import Engine
-from specattn.spec.request import Request
 from tests.backends.spies import spy
 from tests.oracle import (
     Case,

@@ -12,7 +12,7 @@ import torch
 from bench import decode, decode_sides
 from bench.suite import decode as report
 from bench.suite import records
-from specattn.spec.request import Request
+from specattn.engine.request import Request
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

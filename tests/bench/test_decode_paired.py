@@ -143,7 +143,10 @@ def test_both_take_the_same_steps_over_the_same_memory(run, tmp_path, capsys):
     assert "one graph slower than three: " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("more", "wanted"), [([], {"one", "three"}), (["--control"], {"one"})])
+@pytest.mark.parametrize(
+    ("more", "wanted"),
+    [([], {"full", "piecewise"}), (["--control"], {"full"})],
+)
 def test_a_control_records_the_same_twice(run, monkeypatch, more, wanted):
     made = []
     monkeypatch.setattr(
@@ -159,7 +162,7 @@ def test_a_slower_one_is_found(run, monkeypatch):
     launch, now, rng = decode_paired.Twin.step_async, [1.0], random.Random(0)
 
     def timed(self, *args, **more):
-        now[0] += 2e-3 * (1.02 if self.seams == "one" else 1) * rng.gauss(1, 1e-3)
+        now[0] += 2e-3 * (1.02 if self.cudagraph == "full" else 1) * rng.gauss(1, 1e-3)
         return launch(self, *args, **more)
 
     monkeypatch.setattr(decode_paired.Twin, "step_async", timed)

@@ -12,7 +12,7 @@ from bench.soak import Dice, kinds_of, soak
 from bench.soak_checks import judge
 from bench.suite import records
 from specattn.config import SpecConfig
-from specattn.spec.generate import Engine
+from specattn.engine.engine import Engine
 from tests.tiny import TinyDraft, TinyTarget
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -111,7 +111,9 @@ def test_requests_come_and_go_while_settings_switch(models):
     assert min(report["steps_by_setting"].values()) > STEPS // 8
 
 
-@pytest.mark.parametrize("options", [{"seams": "three"}, {"tbo": True}], ids=["three", "halves"])
+@pytest.mark.parametrize(
+    "options", [{"cudagraph": "piecewise"}, {"tbo": True}], ids=["piecewise", "halves"]
+)
 def test_requests_come_and_go_in_parts(models, options):
     report = short_soak(models, engine(models, (3, 3, 8), **options))
     assert report["passed"]

@@ -11,8 +11,8 @@ import torch
 from bench import steady
 from bench.step_world import PLAIN, Setting, World
 from bench.suite import records
-from specattn.slots import SlotTable
-from specattn.spec.landing import PendingStep
+from specattn.cache.slot_table import SlotTable
+from specattn.speculative.host_buffers import PendingStep
 from tests.bench.test_step import tiny
 
 NEW = 40

@@ -19,7 +19,7 @@ from bench.suite import plots
 from bench.suite import steps as report
 from specattn.batch import DraftTree
 from specattn.models import FusedTarget
-from specattn.spec.landing import PendingStep
+from specattn.speculative.host_buffers import PendingStep
 
 CPU = torch.device("cpu")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from specattn.cli.compare import compare_plain
 from specattn.cli.running import Outcome, Setup
 from specattn.config import SpecConfig
-from specattn.spec.generate import Generation, Request
+from specattn.engine.engine import Request, RequestOutput
 from tests.cli.command import (
     OTHERS,
     PAIR,
@@ -70,7 +70,7 @@ def test_a_difference_is_found_with_its_margin():
     setup = Setup(models, requests, 128, 2, "torch_native", graphs=False, warm_up=False)
     ours = [plain_tokens(PROMPT, 12), plain_tokens(OTHERS[0], 12)]
     changed = [*ours[1][:7], ours[1][7] + 1, *ours[1][8:]]
-    outcome = Outcome((Generation(ours[0]), Generation(changed)), 1.0, ())
+    outcome = Outcome((RequestOutput(ours[0]), RequestOutput(changed)), 1.0, ())
     found = compare_plain(outcome, setup, SpecConfig(), lambda index, tokens: None)
     assert found.differences[0] is None
     assert found.first is not None
@@ -81,7 +81,7 @@ def test_a_difference_is_found_with_its_margin():
         reference = AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32)
         best, second = reference(ids).logits[0, -1].topk(2).values.tolist()
     assert found.first.plain_margin == pytest.approx(best - second, abs=1e-3)
-    cut = Outcome((Generation(ours[0]), Generation(ours[1][:5])), 1.0, ())
+    cut = Outcome((RequestOutput(ours[0]), RequestOutput(ours[1][:5])), 1.0, ())
     shorter = compare_plain(cut, setup, SpecConfig(), lambda index, tokens: None).first
     assert shorter is not None
     assert (shorter.position, shorter.token, shorter.plain_token) == (5, None, ours[1][5])

@@ -68,14 +68,14 @@ def test_every_shape_generates_the_same(options, steps):
     [
         ["--topk", "4", "--steps", "3", "--adaptive"],
         ["--steps", "4", "--adaptive"],
-        ["--seams", "three"],
+        ["--cudagraph", "piecewise"],
     ],
     ids=" ".join,
 )
 def test_steps_of_any_kind_generate_the_same(options):
     found = generated(*options, PROMPT)
     assert found["tokens"] == plain_tokens(PROMPT, 24)
-    if "--seams" in options:
+    if "--cudagraph" in options:
         assert set(found["graphs"]["modes"]) == {"draft_decode", "target_verify", "draft_extend"}
     else:
         assert len(found["settings"]) == 3 + ("--topk" in options)

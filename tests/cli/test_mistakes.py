@@ -46,7 +46,10 @@ REFUSED = {
     "adaptive_root": (["--adaptive", "--draft-tokens", "1", "p"], "--adaptive: needs --steps"),
     "page_size": (["--page-size", "12", "p"], "--page-size: must be a power of two, got 12"),
     "max_new_tokens": (["--max-new-tokens", "0", "p"], "--max-new-tokens: "),
-    "seams": (["--seams", "two", "p"], "--seams: must be auto, one or three, got 'two'"),
+    "cudagraph": (
+        ["--cudagraph", "two", "p"],
+        "--cudagraph: must be auto, full or piecewise, got 'two'",
+    ),
     "temperature": (["--temperature", "-1", "p"], "--temperature: must be 0 or more, got -1.0"),
     "top_p": (["--top-p", "0", "p"], "--top-p: must be above 0 and at most 1, got 0.0"),
     "top_k": (["--top-k", "-3", "p"], "--top-k: must be 0 (off) or more, below 2**31, got -3"),

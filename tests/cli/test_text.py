@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from specattn.cli.text import OrderedText, decode
-from specattn.spec.text import TextStream
+from specattn.engine.detokenizer import TextStream
 from tests.cli.command import tokenizer
 
 

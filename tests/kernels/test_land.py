@@ -33,7 +33,7 @@ def test_steps_land_in_turn(kind, batch, width, rows, gap):
     expected = ring.clone()
     for step in range(7):
         packed.add_(step)
-        land.land_step(packed, ring, turn)
+        land.write_output(packed, ring, turn)
         at = step % 3
         expected[at, :batch] = packed.cpu()
         assert int(turn) == (at + 1) % 3
@@ -46,7 +46,7 @@ def test_a_ring_of_another_size_is_refused(kind, shape):
     packed, _, turn = made(3, 5, 2, rows=3)
     ring = torch.full(shape, POISON)
     with pytest.raises(ValueError, match="ring must be"):
-        implementation(kind, "land").land_step(packed, ring, turn)
+        implementation(kind, "land").write_output(packed, ring, turn)
     assert (ring == POISON).all()
     assert int(turn) == 0
 
@@ -56,13 +56,13 @@ def test_recorded_landings_go_to_pinned_memory_in_turn():
     """The host reads them once an event after the replay has come; no copy is recorded."""
     land = implementation("triton", "land")
     packed, ring, turn = made(5, 4, 2, rows=8)
-    land.land_step(packed, ring, turn)
+    land.write_output(packed, ring, turn)
     torch.cuda.synchronize()
     turn.zero_()
     graph, source = torch.cuda.CUDAGraph(), packed.clone()
     with torch.cuda.graph(graph):
         packed.copy_(source)
-        land.land_step(packed, ring, turn)
+        land.write_output(packed, ring, turn)
         source.add_(1)
     want, done = source.cpu(), torch.cuda.Event()
     for step in range(50):

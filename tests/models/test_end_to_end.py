@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from specattn import SpecConfig
+from specattn.engine.engine import Engine, Request
 from specattn.models import HFTarget, load_draft
-from specattn.spec.generate import Engine, Request
 from tests.models.heads import VD, eagle3_tensors, eagle_tensors, write
 
 PROMPTS = [[5, 17, 3, 99, 42, 8, 61], [23], [7, 7, 80, 12, 55, 31, 2, 64, 19, 28, 77]]

@@ -7,6 +7,7 @@ import torch
 from transformers import LlamaConfig, Qwen3Config
 
 from specattn import SpecConfig
+from specattn.engine.engine import Engine, Request
 from specattn.errors import ModelError
 from specattn.kernels import _module
 from specattn.models import (
@@ -19,8 +20,7 @@ from specattn.models import (
     fuse,
     load_draft,
 )
-from specattn.spec.choose import Coins, choose_tokens
-from specattn.spec.generate import Engine, Request
+from specattn.speculative.draft_tokens import Coins, choose_tokens
 from tests.models.heads import (
     HT,
     SPECULATORS_NORMS,

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from specattn.batch import AcceptResult
+from specattn.cache.kv_pool import KVPool
+from specattn.cache.slot_table import SlotTable
 from specattn.config import AttnConfig
-from specattn.kv import KVPool
-from specattn.slots import SlotTable
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NODES, STEPS = 6, 3

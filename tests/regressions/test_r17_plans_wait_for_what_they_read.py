@@ -19,12 +19,12 @@ from torch import Tensor
 
 from specattn.backends import available
 from specattn.backends.torch_native import TorchNativeBackend
+from specattn.cache.slot_table import SlotTable
 from specattn.config import AttnConfig, SpecConfig
-from specattn.graph import GraphRunner
+from specattn.cuda_graph import GraphRunner
+from specattn.engine.engine import Engine, Request
 from specattn.plan import AttnPlan
-from specattn.slots import SlotTable
-from specattn.spec.generate import Engine, Request
-from specattn.spec.step_decoder import StepDecoder
+from specattn.speculative.step_decoder import StepDecoder
 from tests.backends import fake_flashinfer as fake
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import DEVICE
@@ -120,11 +120,11 @@ class BoundWatch:
         self.inner.run(*arguments)
 
 
-@pytest.mark.parametrize("seams", ["one", "three"])
+@pytest.mark.parametrize("cudagraph", ["full", "piecewise"])
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
-def test_nothing_is_filled_or_read_before_it_is_written(tree, seams):
+def test_nothing_is_filled_or_read_before_it_is_written(tree, cudagraph):
     Watchful.bounds = []
-    run, calm = engine(tree, Watchful, seams=seams), engine(tree, "torch_native")
+    run, calm = engine(tree, Watchful, cudagraph=cudagraph), engine(tree, "torch_native")
     rows, depth = rows_of(run), tree[0]
     for part in (rows, rows[::-1][:2], rows):
         for bound in Watchful.bounds:
@@ -150,7 +150,7 @@ def test_all_parts_may_be_planned_before_the_first_has_run(monkeypatch, tree):
     fake.install(monkeypatch)
     early, calm = (engine(tree, "flashinfer", dtype=BF16) for _ in range(2))
     decoder, rows = early.decoder(early.config), rows_of(early)
-    assert decoder.seams == "three"
+    assert decoder.cudagraph == "piecewise"
     lens = torch.tensor([live.length for live in early._live], dtype=torch.int32)
     for _ in range(2):
         parts = decoder.parts(sampled=False)

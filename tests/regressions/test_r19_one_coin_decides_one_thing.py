@@ -15,8 +15,8 @@ import torch
 from specattn.batch import DraftTree
 from specattn.config import SpecConfig
 from specattn.kernels.reference.sampling import ACCEPT, DRAFT, FINAL, draw_tokens, uniform
-from specattn.spec.sampling import SamplingBatch
-from specattn.spec.verify import accept
+from specattn.speculative.sampling import SamplingBatch
+from specattn.speculative.verify import accept
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DRAWS = 100_000

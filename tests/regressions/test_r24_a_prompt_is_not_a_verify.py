@@ -13,8 +13,8 @@ import pytest
 
 from specattn.batch import ForwardMode
 from specattn.config import SpecConfig
+from specattn.engine.engine import Engine, Request
 from specattn.errors import NotCapturedError
-from specattn.spec.generate import Engine, Request
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import BACKENDS, CONFIG, DEVICE, inputs, world
 

@@ -15,7 +15,13 @@ import torch
 
 from specattn.backends.flashinfer import FlashInferBackend
 from tests.backends import fake_flashinfer as fake
-from tests.backends.flashinfer_cases import RECORDED, Live, TwoPassesBackend, batches, config_of
+from tests.backends.flashinfer_cases import (
+    RECORDED,
+    Live,
+    TwoPassesBackend,
+    batches,
+    config_of,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 JUNK = 0x7F

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import pytest
 
-from specattn.graph import GraphRunner
+from specattn.cuda_graph import GraphRunner
 from tests.worlds import BACKENDS, DEVICE, MODES, buffer_sets, identical, inputs, world
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import pytest
 
 from specattn.config import SpecConfig
-from specattn.spec.generate import Engine, Request
+from specattn.engine.engine import Engine, Request
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import BACKENDS, DEVICE
 

@@ -13,7 +13,7 @@ import pytest
 
 from specattn.backends.layers import BoundLayers
 from specattn.config import SpecConfig
-from specattn.spec.generate import Engine, Request
+from specattn.engine.engine import Engine, Request
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import BACKENDS, DEVICE
 

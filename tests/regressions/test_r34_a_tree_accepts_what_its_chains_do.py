@@ -17,8 +17,8 @@ import torch
 from specattn.batch import DraftTree
 from specattn.config import SpecConfig
 from specattn.interop import links_from_parents, words_from_parents
-from specattn.spec.sampling import SamplingBatch, SamplingParams
-from specattn.spec.verify import accept
+from specattn.speculative.sampling import SamplingBatch, SamplingParams
+from specattn.speculative.verify import accept
 from tests.kernels.tree_oracle import DEVICE, random_tree
 
 STEPS, NODES = 4, 9

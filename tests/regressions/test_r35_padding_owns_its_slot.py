@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import pytest
 
+from specattn.cache.slot_table import SlotTable
 from specattn.config import SpecConfig
+from specattn.engine.engine import Engine, Request
 from specattn.errors import CapacityError
-from specattn.slots import SlotTable
-from specattn.spec.generate import Engine, Request
 from tests.tiny import TinyDraft, TinyTarget
 from tests.worlds import BACKENDS, DEVICE
 

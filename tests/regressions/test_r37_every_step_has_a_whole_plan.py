@@ -15,8 +15,8 @@ import torch
 
 from specattn.backends.layers import LayeredBackend
 from specattn.backends.multi_step import MultiStepDraftBackend
+from specattn.cache.kv_pool import KVPool
 from specattn.config import AttnConfig, SpecConfig
-from specattn.kv import KVPool
 from tests.worlds import BACKENDS, DEVICE
 
 # a draft of three layers, one of them with a sliding window

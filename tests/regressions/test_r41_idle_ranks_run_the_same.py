@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from specattn.config import SpecConfig
-from specattn.spec.generate import Engine, Request
+from specattn.engine.engine import Engine, Request
 from tests.recordings import forget
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import BACKENDS, DEVICE
@@ -77,11 +77,11 @@ def snapshot(run: Engine) -> dict[str, torch.Tensor]:
     return found | {"reserved": run.table.reserved.clone()}
 
 
-@pytest.mark.parametrize("seams", ["one", "three"])
+@pytest.mark.parametrize("cudagraph", ["full", "piecewise"])
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_idle_step_touches_padding_alone(backend, tree, seams):
-    run, alone = (engine(tree, backend, seams=seams) for _ in range(2))
+def test_an_idle_step_touches_padding_alone(backend, tree, cudagraph):
+    run, alone = (engine(tree, backend, cudagraph=cudagraph) for _ in range(2))
     rows, _ = admitted(run)
     admitted(alone)
     decoder, forwards = run.decoder(run.config), run.target.model.calls
@@ -102,7 +102,7 @@ def test_an_idle_step_touches_padding_alone(backend, tree, seams):
 
 def test_an_idle_step_is_no_exception():
     """Drawn steps, lengths on the host, the checks of debugging, and no bucket at all."""
-    run = engine((3, 4, 9), seams="three", validate="debug")
+    run = engine((3, 4, 9), cudagraph="piecewise", validate="debug")
     rows, _ = admitted(run)
     decoder = run.decoder(run.config)
     assert decoder.step([], seq_lens_cpu=torch.zeros(0, dtype=torch.int32)) == []

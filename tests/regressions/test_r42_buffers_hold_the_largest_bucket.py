@@ -13,8 +13,8 @@ import torch
 from specattn.backends.layers import LayeredBackend
 from specattn.backends.multi_step import MultiStepDraftBackend
 from specattn.batch import ForwardMode
+from specattn.cache.kv_pool import KVPool
 from specattn.config import AttnConfig, SpecConfig
-from specattn.kv import KVPool
 from tests.worlds import DEVICE, inputs, world
 
 HEADS = AttnConfig(2, 1, 16)

@@ -15,8 +15,8 @@ import torch
 
 from specattn.backends import available, backend_names, load_backend
 from specattn.config import AttnConfig, SpecConfig
+from specattn.engine.engine import Engine
 from specattn.errors import UnsupportedError
-from specattn.spec.generate import Engine
 from tests.tiny import TinyDraft, TinyTarget
 from tests.worlds import BACKENDS, DEVICE, MODES, identical, inputs, world
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from specattn.batch import Candidates, ForwardMode, SpecBatch
-from specattn.spec.tree import build_tree
+from specattn.speculative.tree import build_tree
 from tests.kernels.tree_oracle import random_candidates
 from tests.worlds import BACKENDS, CONFIG, DEVICE, tree_of, world
 

@@ -18,8 +18,8 @@ from torch import nn
 
 from specattn.backends import load_backend
 from specattn.config import SpecConfig
-from specattn.spec.generate import Engine
-from specattn.spec.request import Request
+from specattn.engine.engine import Engine
+from specattn.engine.request import Request
 from specattn.testing.determinism import same_batches, same_paths
 from specattn.testing.setting import MODES, Setting
 from tests.tiny import TinyDraft, TinyTarget

@@ -16,10 +16,10 @@ import torch
 
 from specattn.batch import AcceptResult, Candidates, SpecBatch
 from specattn.config import SpecConfig
+from specattn.engine.engine import Engine, Request
 from specattn.interop import validate_tree
-from specattn.spec.decoder import SpecDecoder
-from specattn.spec.generate import Engine, Request
-from specattn.spec.tree import build_tree, root_tree
+from specattn.speculative.decoder import SpecDecoder
+from specattn.speculative.tree import build_tree, root_tree
 from tests.tiny import VOCAB, DenseAttend, TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import BACKENDS, DEVICE
 
@@ -92,7 +92,7 @@ def check_nodes(tree, logits, b: int, text: list[int]) -> list[list[int]]:
     return paths
 
 
-def seams(run: Engine, config: SpecConfig) -> SpecDecoder:
+def cudagraph(run: Engine, config: SpecConfig) -> SpecDecoder:
     """A decoder over the engine's pools whose stages can be called one by one."""
     features = run.draft.model.feature_size
     table = run.table.req_to_token
@@ -111,7 +111,7 @@ def test_verify_commit_and_decode_on(backend, config, size, page_size):
     run.add([Request(prompt, 20) for prompt in PROMPTS[:size]])
     rows, lens, bonus = zip(*((x.row, x.length, x.bonus) for x in run._live), strict=True)
     run.table.reserve(rows, [length + config.reserve_len + 1 for length in lens])
-    decoder, batch = seams(run, config), batch_of(rows, lens, bonus)
+    decoder, batch = cudagraph(run, config), batch_of(rows, lens, bonus)
     rng = random.Random(size + page_size)
     made = [candidates(STYLES[(b + size) % 3], config, rng) for b in range(size)]
     parts = [torch.tensor(part, device=DEVICE) for part in zip(*made, strict=True)]
@@ -142,7 +142,7 @@ def commit_and_decode(run: Engine, batch: SpecBatch, tree, verified, paths) -> N
         batch.req_pool_indices.tolist(), (batch.seq_lens_cpu + gained).tolist(), [NEXT] * len(paths)
     )
     plain = replace(run.config, num_steps=0, topk=1, num_draft_tokens=1)
-    logits = seams(run, plain).verify(after, root_tree(after)).logits
+    logits = cudagraph(run, plain).verify(after, root_tree(after)).logits
     for b, path in enumerate(paths):
         text = PROMPTS[b] + tree.tokens[b, path].tolist() + [NEXT]
         torch.testing.assert_close(logits[b, 0], dense_logits(text)[-1], rtol=1e-4, atol=1e-4)

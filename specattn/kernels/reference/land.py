@@ -19,8 +19,8 @@ def check_ring(packed: Tensor, ring: Tensor) -> None:
         )
 
 
-def land_step(packed: Tensor, ring: Tensor, turn: Tensor) -> None:
-    """See `specattn.kernels.land.land_step`."""
+def write_output(packed: Tensor, ring: Tensor, turn: Tensor) -> None:
+    """See `specattn.kernels.land.write_output`."""
     check_ring(packed, ring)
     at = int(turn)
     ring[at, : len(packed)] = packed

@@ -1,0 +1,395 @@
+"""The table that says which slot holds which token, and which request holds which slots.
+
+Slot and page 0 and table row 0 belong to padding: padded rows read and write only there.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from specattn.cache.staging import StagingRing
+from specattn.cuda_graph.capture_guard import Settable
+from specattn.errors import CapacityError
+from specattn.kernels import check_current, ops
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
+
+    import numpy.typing as npt
+    from torch import Tensor
+
+    Rows = npt.NDArray[np.int64]
+
+
+class RequestTable(Protocol):
+    """What steps read of the table, whoever keeps its books; see `SlotTable` for each."""
+
+    @property
+    def req_to_token(self) -> Tensor:
+        """``[rows + 1, max_context_len]`` int32."""
+
+    @property
+    def reserved(self) -> Tensor:
+        """``[rows + 1]`` int32."""
+
+    @property
+    def page_size(self) -> int:
+        """Slots per page."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that the table may name, page 0 included."""
+
+    @property
+    def max_context_len(self) -> int:
+        """Longest context of a request."""
+
+
+def count_pages(num_slots: int, page_size: int) -> int:
+    """Return how many whole pages there are; a ValueError if no request could have one."""
+    if page_size < 1 or page_size & (page_size - 1):
+        raise ValueError(f"page_size must be a power of two, got {page_size}")
+    if num_slots < 2 * page_size:
+        raise ValueError(f"num_slots must be at least two pages, got {num_slots}")
+    return num_slots // page_size
+
+
+def _whole(lens: npt.NDArray[Any]) -> Rows:
+    if lens.size and lens.dtype.kind not in "iu":
+        raise ValueError(f"lens must be whole numbers, got {lens.tolist()}")
+    return lens.astype(np.int64)
+
+
+class SlotTable(Settable):
+    """Gives requests rows and KV slots, page by page, and shares prefix pages by count.
+
+    The host keeps the books (pages per row, users per page); the device has ``req_to_token`` and
+    ``reserved``, which kernels read. Nothing here waits for the device or allocates on it: what
+    changes goes there in one copy from pinned memory and one launch, and most steps need none,
+    because rows get slots ahead of what is asked for. Other rows can take those back when slots
+    are short.
+
+    Whoever runs forwards that the device has not finished yet reserves for all of them: slots past
+    the largest length asked for (`reserve`) or committed may go to another row.
+
+    Parameters
+    ----------
+    max_num_reqs : int
+        Requests alive at once.
+    max_context_len : int
+        Longest context of a request.
+    num_slots : int
+        Slots in the pools, slot 0 included; rounded down to whole pages.
+    page_size : int
+        Slots per page.
+    device : torch.device
+        Where ``req_to_token`` and ``reserved`` live.
+
+    Raises
+    ------
+    ValueError
+        If a number is out of range.
+
+    Attributes
+    ----------
+    req_to_token : Tensor
+        ``[max_num_reqs + 1, max_context_len]`` int32: slot of every reserved position; others
+        hold 0 or a slot the row once had.
+    reserved : Tensor
+        ``[max_num_reqs + 1]`` int32: tokens of every row that have slots; 0 of free rows and of
+        row 0.
+    """
+
+    # Reserving ahead saves an upload on most steps.
+    _AHEAD = 64
+    # pages of one upload; a long prompt takes several
+    _UPLOAD = 1 << 15
+
+    def __init__(
+        self,
+        *,
+        max_num_reqs: int,
+        max_context_len: int,
+        num_slots: int,
+        page_size: int = 1,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.num_pages = count_pages(num_slots, page_size)
+        for name, value in (("max_num_reqs", max_num_reqs), ("max_context_len", max_context_len)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        self.max_context_len = max_context_len
+        self.page_size = page_size
+        self.req_to_token = torch.zeros(
+            max_num_reqs + 1, max_context_len, dtype=torch.int32, device=device
+        )
+        self.reserved = torch.zeros(max_num_reqs + 1, dtype=torch.int32, device=device)
+        self._free_rows = list(range(max_num_reqs, 0, -1))
+        # a stack: the last of the first `_num_free` is given next
+        self._free_pages = np.arange(self.num_pages)[::-1].copy()
+        self._num_free = self.num_pages - 1
+        self._users = np.zeros(self.num_pages, dtype=np.int64)
+        self._pages: dict[int, list[int]] = {}
+        self._committed: dict[int, int] = {}
+        # by row: pages held, and tokens that must keep their slots
+        self._held = np.zeros(max_num_reqs + 1, dtype=np.int64)
+        self._needed = np.zeros(max_num_reqs + 1, dtype=np.int64)
+        self._holding: frozenset[int] = frozenset()
+        batch = min(self._UPLOAD, self.num_pages)
+        self._staging = StagingRing(5 * (max_num_reqs + 1) + batch, self.req_to_token.device)
+        self._write_slots = ops("slot_write", self.req_to_token.device).write_slots
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots no request holds."""
+        return self._num_free * self.page_size
+
+    @property
+    def num_free_rows(self) -> int:
+        """Requests that can still be allocated."""
+        return len(self._free_rows)
+
+    def committed(self, row: int) -> int:
+        """Return the committed length of ``row``, in tokens.
+
+        Raises
+        ------
+        ValueError
+            If the row is not allocated.
+        """
+        self._known([row])
+        return self._committed[row]
+
+    def allocate(self, *, share: int = 0, share_len: int = 0) -> int:
+        """Take a row, optionally on top of another request's prefix.
+
+        Parameters
+        ----------
+        share : int
+            Row whose first ``share_len`` tokens the new request has too.
+        share_len : int
+            Whole pages of committed tokens; their KV is used by both and copied by neither.
+
+        Returns
+        -------
+        int
+            The row, with ``share_len`` tokens committed.
+
+        Raises
+        ------
+        CapacityError
+            If all rows are taken.
+        ValueError
+            If ``share_len`` is not whole committed pages of ``share``.
+        """
+        if not self._free_rows:
+            raise CapacityError(f"all {len(self._pages)} request rows are taken")
+        if share_len % self.page_size or not 0 <= share_len <= self._committed.get(share, 0):
+            raise ValueError(
+                f"share_len must be a multiple of {self.page_size} up to the "
+                f"{self._committed.get(share, 0)} tokens committed in row {share}, got {share_len}"
+            )
+        row = self._free_rows.pop()
+        shared = self._pages[share][: share_len // self.page_size] if share_len else []
+        self._users[shared] += 1
+        self._pages[row], self._committed[row] = list(shared), share_len
+        self._held[row], self._needed[row] = len(shared), share_len
+        if share_len:
+            self.req_to_token[row, :share_len] = self.req_to_token[share, :share_len]
+            self.reserved[row].fill_(share_len)
+        return row
+
+    def reserve(self, rows: Sequence[int], lens: Sequence[int]) -> None:
+        """Make sure every row has slots for its first ``lens`` tokens.
+
+        Parameters
+        ----------
+        rows, lens : sequence of int
+            Rows, and the tokens each must have room for; of one length.
+
+        Raises
+        ------
+        CapacityError
+            If a length is over ``max_context_len`` or the pages run out; nothing is taken then.
+        ValueError
+            If a row is not allocated or named twice, or a length is negative or no whole number; if
+            slots are to be written on a CUDA device other than the current one; nothing is taken
+            then.
+        """
+        distinct = set(rows)
+        if not distinct <= self._pages.keys():
+            self._known(rows)
+        if len(distinct) != len(rows) or len(rows) != len(lens):
+            raise ValueError(f"rows must differ, got {list(rows)} for {len(lens)} lengths")
+        at, need = np.asarray(rows, dtype=np.int64), np.asarray(lens)
+        if need.dtype != np.int64:
+            need = _whole(need)
+        if need.min(initial=0) < 0:
+            raise ValueError(f"lens must be 0 or more, got {list(lens)}")
+        longest = int(need.max(initial=0))
+        if longest > self.max_context_len:
+            raise CapacityError(
+                f"{longest} tokens do not fit into a context of {self.max_context_len}"
+            )
+        if (need > self._held[at] * self.page_size).any():
+            self._grow(at, need)
+        self._needed[at] = np.maximum(self._needed[at], need)
+
+    def _known(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            if row not in self._pages:
+                raise ValueError(f"row must be allocated ({sorted(self._pages)}), got {row}")
+
+    def _missing(self, rows: Rows, need: Rows) -> Rows:
+        missing: Rows = np.maximum(-(-need // self.page_size) - self._held[rows], 0)
+        return missing
+
+    def _grow(self, rows: Rows, need: Rows) -> None:
+        """Give every row its missing pages, and all of them more while there are enough."""
+        check_current(self.req_to_token.device)
+        ahead = self._missing(rows, np.minimum(need + self._AHEAD, self.max_context_len))
+        if ahead.sum() <= self._num_free:
+            self._append(rows[ahead > 0], ahead[ahead > 0])
+            return
+        short = self._missing(rows, need)
+        trimmed = rows[:0]
+        if short.sum() > self._num_free:
+            trimmed = self._take_back(rows, need, int(short.sum()))
+        growing = short > 0
+        counts = np.concatenate([short[growing], np.zeros_like(trimmed)])
+        self._append(np.concatenate([rows[growing], trimmed]), counts)
+
+    def _take_back(self, rows: Rows, need: Rows, wanted: int) -> Rows:
+        """Free the pages that rows hold ahead of what they need; returns those rows."""
+        needed = self._needed.copy()
+        needed[rows] = np.maximum(needed[rows], need)
+        spare = np.maximum(self._held + -needed // self.page_size, 0)
+        if wanted > self._num_free + spare.sum():
+            raise CapacityError(
+                f"{wanted} more pages of {self.page_size} KV slots are needed, "
+                f"{self._num_free} are free and {spare.sum()} reserved ahead"
+            )
+        trimmed = np.flatnonzero(spare)
+        for row in trimmed.tolist():
+            held = self._pages[row]
+            cut = len(held) - int(spare[row])
+            self._leave(held[cut:])
+            del held[cut:]
+        self._held -= spare
+        return trimmed
+
+    def _append(self, rows: Rows, counts: Rows) -> None:
+        """Give ``counts`` pages to ``rows``, 0 to those that only shrank, and tell the device."""
+        total = int(counts.sum())
+        pages = self._free_pages[self._num_free - total : self._num_free][::-1].copy()
+        self._num_free -= total
+        self._users[pages] = 1
+        taken, begins = pages.tolist(), np.cumsum(counts) - counts
+        for row, begin, count in zip(rows.tolist(), begins.tolist(), counts.tolist(), strict=True):
+            self._pages[row] += taken[begin : begin + count]
+        held = self._held[rows]
+        self._held[rows] = held + counts
+        for start in range(0, max(total, 1), self._UPLOAD):
+            # the part of every row's new pages that falls into this upload
+            low, high = (np.clip(start + edge - begins, 0, counts) for edge in (0, self._UPLOAD))
+            column, room = (self._tokens(held + part) for part in (low, high))
+            first = 5 * len(rows) + begins + low - start
+            pieces = np.stack([rows, column, room - column, first, room])
+            self._write_slots(
+                self._staging.send(pieces, pages[start : start + self._UPLOAD]),
+                self.req_to_token,
+                self.reserved,
+                pieces=len(rows),
+                longest=int((room - column).max()),
+                page_size=self.page_size,
+            )
+
+    def _tokens(self, pages: Rows) -> Rows:
+        """Return how many tokens a row's pages hold."""
+        return np.minimum(pages * self.page_size, self.max_context_len)
+
+    def commit(self, row: int, length: int) -> None:
+        """Record that the first ``length`` reserved tokens of ``row`` have their KV.
+
+        Raises
+        ------
+        ValueError
+            If the row is not allocated, or has no slots for as many tokens.
+        """
+        self._known([row])
+        room = min(len(self._pages[row]) * self.page_size, self.max_context_len)
+        if not 0 <= length <= room:
+            raise ValueError(f"row {row} has slots for 0..{room} tokens, not for {length}")
+        self._committed[row] = length
+        self._needed[row] = max(self._needed[row], length)
+
+    @contextmanager
+    def holding(self, rows: Collection[int]) -> Iterator[None]:
+        """Refuse to free some rows: a step that reads and writes them is not launched as a whole.
+
+        Rows that are held already stay so.
+
+        Parameters
+        ----------
+        rows : collection of int
+            Rows; 0 does not matter.
+        """
+        before, self._holding = self._holding, self._holding.union(rows)
+        try:
+            yield
+        finally:
+            self._holding = before
+
+    def free(self, row: int) -> None:
+        """Give the row back, and every page nobody else uses.
+
+        Raises
+        ------
+        ValueError
+            If the row is not allocated, or takes part in a step that is not launched as a whole.
+        """
+        self._known([row])
+        if row in self._holding:
+            raise ValueError(f"row {row} takes part in a step that is being launched")
+        pages = self._pages.pop(row)
+        del self._committed[row]
+        self._leave(pages)
+        self._free_rows.append(row)
+        self._held[row] = self._needed[row] = 0
+        # in the stream's order: kernels launched before this one still find the row's slots
+        self.reserved[row].zero_()
+
+    def _leave(self, pages: Sequence[int]) -> None:
+        """Count one user of the pages less, and free those without any; the first comes next."""
+        left = np.asarray(pages, dtype=np.int64)
+        self._users[left] -= 1
+        left = left[self._users[left] == 0][::-1]
+        self._free_pages[self._num_free : self._num_free + len(left)] = left
+        self._num_free += len(left)
+
+    def check(self) -> None:
+        """Assert that every page is either free or counted once per row that holds it.
+
+        Waits for the device, to compare ``reserved``.
+        """
+        counts = np.zeros_like(self._held)
+        for row, pages in self._pages.items():
+            counts[row] = len(pages)
+        assert (counts == self._held).all(), "page counts disagree with the rows"
+        assert (self._needed <= self._tokens(counts)).all(), "a row lost slots it needs"
+        room = self.reserved.cpu().numpy()
+        assert (room == self._tokens(counts)).all(), "the device has other lengths than the host"
+        held = np.zeros(self.num_pages, dtype=np.int64)
+        for pages in self._pages.values():
+            held[pages] += 1
+        assert (held == self._users).all(), "page use counts disagree with the rows"
+        free = np.zeros(self.num_pages, dtype=np.int64)
+        np.add.at(free, self._free_pages[: self._num_free], 1)
+        assert free.max(initial=0) <= 1, "a page is free twice"
+        assert ((free > 0) != (held > 0))[1:].all(), "a page is leaked, or free while in use"
+        assert not held[0], "page 0 belongs to padding"
+        assert not free[0], "page 0 belongs to padding"

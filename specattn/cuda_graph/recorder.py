@@ -1,0 +1,223 @@
+"""CUDA graphs: recording one, and leaving torch as it was if that fails."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+
+from specattn.cuda_graph import driver
+from specattn.cuda_graph.memset_nodes import replace_memsets
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Recording(Generic[T]):
+    """A graph, what the recorded call returned, and the bytes that the pool grew by."""
+
+    graph: torch.cuda.CUDAGraph
+    outputs: T
+    nbytes: int
+
+
+class Recorder:
+    """Records graphs of the current device that share one memory pool."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+        self._anchor: torch.cuda.CUDAGraph | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def record(self, step: Callable[[], T]) -> Recording[T]:
+        """Run ``step`` (the first one twice) and record it.
+
+        If it fails, what failed first is raised; eager calls, earlier graphs and later recordings
+        (in a pool of their own) work.
+        """
+        self._warm_up(step)
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        try:
+            if self._pool is None:
+                self._begin_pool()
+            with _recording(graph, self._pool):
+                # what is free outside the pool was given back when the recording began
+                before = torch.cuda.memory_reserved()
+                found = step()
+                grown = torch.cuda.memory_reserved() - before
+            replace_memsets(graph)
+            instantiate(graph)
+        except Exception:
+            _clear(self._pool)
+            self._pool = None
+            raise
+        return Recording(graph, found, grown)
+
+    def _begin_pool(self) -> None:
+        """Begin a pool that lives as long as this recorder.
+
+        By itself a pool ends with the last graph that was recorded into it, and what is recorded
+        after that fails if anything in it is still in use, as a workspace of cuBLAS always is.
+        """
+        self._pool = torch.cuda.graph_pool_handle()
+        number, self._anchor = torch.zeros(1, device="cuda"), torch.cuda.CUDAGraph()
+        with _recording(self._anchor, self._pool):
+            number.zero_()
+
+    def _warm_up(self, step: Callable[[], Any]) -> None:
+        """Compile kernels and create library handles outside the recording.
+
+        Always on the same stream: torch keeps a workspace of cuBLAS, 32 MiB on Hopper, for every
+        stream that ever multiplied. Once is enough for kernels; the first time a library may
+        choose anew on its second call.
+        """
+        times = 1 if self._stream else 2
+        stream = self._stream = self._stream or torch.cuda.Stream()
+        current = torch.cuda.current_stream()
+        stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(stream):
+                for _ in range(times):
+                    step()
+        finally:
+            current.wait_stream(stream)
+
+
+def instantiate(graph: torch.cuda.CUDAGraph) -> None:
+    """Instantiate a recorded graph and bring it to the device.
+
+    Else its first launch would, while its caller waits for a step.
+
+    Parameters
+    ----------
+    graph : torch.cuda.CUDAGraph
+        Made with ``keep_graph=True``; may have been instantiated before.
+
+    Raises
+    ------
+    RuntimeError
+        If CUDA refuses, as it does where memory is short.
+    """
+    graph.instantiate()
+    stream = torch.cuda.current_stream().cuda_stream
+    driver.call("cuGraphUpload", graph.raw_cuda_graph_exec(), stream)
+
+
+def is_recording(device: torch.device) -> bool:
+    """Return whether what is launched on the current stream of a device is recorded."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def side_by_side(device: torch.device, *calls: Callable[[], object]) -> None:
+    """Record up to two calls so that neither waits for the other; for a recording alone.
+
+    The last of two is recorded on a stream that leaves the current one here and joins it again at
+    the end. Memory that a call frees is reused by what is recorded later on the same stream alone
+    (torch's allocator keeps free blocks by stream, also in the pool of a graph), and so in order;
+    that holds as long as a call neither returns nor is handed tensors that are allocated while
+    recording. The stream is the same for all recordings, which may then reuse each other's blocks.
+
+    Parameters
+    ----------
+    device : torch.device
+        Where both work.
+    *calls : callable
+        One or two; they write different memory, and what one of them writes the other does not
+        read.
+    """
+    first, *others = calls
+    if not others:
+        first()
+        return
+    (second,) = others
+    current = torch.cuda.current_stream(device)
+    side = next(stream for stream in _two_streams(device) if stream != current)
+    side.wait_stream(current)
+    try:
+        with torch.cuda.stream(side):
+            second()
+        first()
+    except Exception:
+        # what failed may have ended the recording
+        with contextlib.suppress(RuntimeError):
+            current.wait_stream(side)
+        raise
+    current.wait_stream(side)
+
+
+@cache
+def _two_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """Return two streams of a device, of which one at most is that of a recording."""
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+
+@cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """Return the stream of all recordings on a device.
+
+    Torch's own is one of the device that was recorded on first, and makes that the current one.
+    """
+    return torch.cuda.Stream(device)
+
+
+@contextlib.contextmanager
+def _recording(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """Record into ``graph``; of a failure, raise what failed first.
+
+    The end of a recording that CUDA has cut short fails, too, and then torch does not restore the
+    stream.
+    """
+    failed: Exception | None = None
+    stream = torch.cuda.current_stream()
+    side = _capture_stream(torch.cuda.current_device())
+    try:
+        with (
+            torch.cuda.stream(stream),
+            no_collection(),
+            torch.cuda.graph(graph, pool=pool, stream=side),
+        ):
+            try:
+                yield
+            except Exception as error:
+                failed = error
+                raise
+    except Exception as error:
+        if failed is None or failed is error:
+            raise
+        raise failed  # noqa: B904 - what came later explains nothing
+
+
+def _clear(pool: Any) -> None:
+    """Undo what torch leaves of a recording that CUDA has cut short, and torch could not end.
+
+    Its allocator takes ``pool`` for one that is still recorded to, and refuses to free memory.
+    Its generator takes random numbers for recorded ones, and refuses to draw any, until another
+    recording has ended.
+    """
+    # a RuntimeError says that there is nothing to end, or that CUDA is past all help
+    with contextlib.suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+    with contextlib.suppress(RuntimeError), no_collection(), torch.cuda.stream(torch.cuda.Stream()):
+        number, graph = torch.zeros(1, device="cuda"), torch.cuda.CUDAGraph()
+        graph.capture_begin()
+        number.zero_()
+        graph.capture_end()
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Keep Python from collecting garbage: to destroy another graph would end a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,1 @@
+"""Batched generation: waiting and running requests, admission, and speculative configs."""

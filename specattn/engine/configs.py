@@ -1,0 +1,202 @@
+"""The settings that an engine may step with, which one it takes, and what they have done."""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter, deque
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from specattn.engine.policy import Acceptance, GoodputPolicy, Observed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from specattn.config import SpecConfig
+    from specattn.engine.policy import Policy
+
+# what must be one for all: the sizes of tables and pools, and what a draft state holds
+_SHARED = ("max_context_len", "max_num_reqs", "page_size", "draft_sampling")
+# steps that acceptance is measured over
+_WINDOW = 256
+
+
+class Settings:
+    """Settings that share buffers, and the window of recent steps.
+
+    Parameters
+    ----------
+    configs : sequence of SpecConfig
+        At least one; the first is the one to begin with.
+    policy : Policy, optional
+        Chooses among several; a `GoodputPolicy` by default.
+    buckets : sequence of int
+        Captured batch sizes.
+    window : int
+        Steps that acceptance is measured over.
+
+    Raises
+    ------
+    ValueError
+        If they differ in more than the shape of the tree, or a policy has nothing to choose from.
+
+    Attributes
+    ----------
+    acceptance : dict
+        What each setting's steps in the window gained, and how long its last ones took.
+    used, advanced, gained : Counter
+        By setting, since the engine was made: steps in which some request gained tokens, these
+        requests, and the tokens.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[SpecConfig],
+        policy: Policy | None,
+        buckets: Sequence[int],
+        window: int = _WINDOW,
+    ) -> None:
+        self.configs = tuple(dict.fromkeys(configs))
+        for name in _SHARED:
+            first, *others = (getattr(config, name) for config in self.configs)
+            for other in others:
+                if other != first:
+                    raise ValueError(
+                        f"{name} must be the same in all configs, got {first} and {other}"
+                    )
+        self.adaptive = len(self.configs) > 1
+        if policy is not None and not self.adaptive:
+            raise ValueError(
+                "policy has nothing to choose from: configs must hold other settings than config"
+            )
+        self.policy = GoodputPolicy() if policy is None else policy
+        self.acceptance = {config: Acceptance(config) for config in self.configs}
+        self.used: Counter[SpecConfig] = Counter()
+        self.advanced: Counter[SpecConfig] = Counter()
+        self.gained: Counter[SpecConfig] = Counter()
+        self._buckets = sorted(set(buckets))
+        self._current = self.configs[0]
+        self._window = window
+        self._recent: deque[tuple[SpecConfig, list[int]]] = deque()
+
+    @property
+    def widest(self) -> SpecConfig:
+        """The one that needs most proposals to start from."""
+        return max(self.configs, key=lambda config: config.topk)
+
+    @property
+    def reserve_len(self) -> int:
+        """Slots past its length that a request needs for a step of any of them."""
+        return max(config.reserve_len for config in self.configs)
+
+    @property
+    def speculative(self) -> bool:
+        """Whether any of them drafts."""
+        return any(config.num_steps for config in self.configs)
+
+    def choose(self, batch: int, room: int) -> SpecConfig:
+        """Return the setting of the next step.
+
+        Parameters
+        ----------
+        batch : int
+            Requests that take part.
+        room : int
+            Slots that the context of the shortest of them has left.
+
+        Raises
+        ------
+        ValueError
+            If the policy returns something else.
+        """
+        if not self.adaptive:
+            return self._current
+        fitting = self._fitting(room)
+        if not fitting:
+            return self._current
+        config = self.policy(
+            Observed(batch, self._bucket(batch), self._current, fitting, self.acceptance)
+        )
+        if config not in fitting:
+            raise ValueError(f"policy must return one of the settings it is given, got {config}")
+        return config
+
+    def fit(self, chosen: SpecConfig, room: int) -> SpecConfig:
+        """Return what a request steps with whose context has ``room`` slots left, at least 1.
+
+        The chosen setting if there is room for it, else the deepest of ``configs`` that fits, else
+        plain decoding.
+        """
+        if chosen.reserve_len <= room:
+            return chosen
+        return max(
+            self._fitting(room),
+            key=lambda config: (config.num_steps, config.num_draft_tokens),
+            default=chosen.plain(),
+        )
+
+    def _fitting(self, room: int) -> tuple[SpecConfig, ...]:
+        return tuple(config for config in self.configs if config.reserve_len <= room)
+
+    def launched(self, config: SpecConfig) -> None:
+        """Note that a step was launched; not one of plain decoding at a context's end alone."""
+        if config in self.acceptance:
+            self._current = config
+
+    def landed(self, config: SpecConfig, gained: Sequence[int], seconds: float | None) -> None:
+        """Count a step, unless nobody gained anything or it is none of ``configs``.
+
+        Parameters
+        ----------
+        config : SpecConfig
+            Its setting.
+        gained : sequence of int
+            Tokens, a number per request that it was launched for: 0 for one that had ended.
+        seconds : float or None
+            How long it took, if that is known.
+        """
+        found = self.acceptance.get(config)
+        kept = [tokens for tokens in gained if tokens]
+        if found is None or not kept:
+            return
+        self.used[config] += 1
+        self.advanced[config] += len(kept)
+        self.gained[config] += sum(kept)
+        if not self.adaptive:
+            return
+        found.add(kept)
+        if seconds is not None:
+            found.timed(self._bucket(len(gained)), seconds)
+        self._recent.append((config, kept))
+        if len(self._recent) > self._window:
+            old, tokens = self._recent.popleft()
+            self.acceptance[old].add(tokens, -1)
+
+    def _bucket(self, batch: int) -> int:
+        at = bisect.bisect_left(self._buckets, batch)
+        return self._buckets[at] if at < len(self._buckets) else batch
+
+
+def smaller_configs(config: SpecConfig) -> tuple[SpecConfig, ...]:
+    """Return a setting and a few that cost less: half of it, its chain, and plain decoding.
+
+    None of them needs more slots per step. Plain decoding returns itself alone.
+    """
+    if not config.num_steps:
+        return (config,)
+    half = max(config.num_steps // 2, 1)
+    found = [config]
+    if config.topk > 1:
+        smaller = replace(config, num_steps=half, num_draft_tokens=2)
+        nodes = min(max(config.num_draft_tokens // 2, half + 1, 2), smaller.max_tree_nodes)
+        found.append(replace(smaller, num_draft_tokens=nodes))
+        half = config.num_steps
+    found.append(replace(config, num_steps=half, topk=1, num_draft_tokens=half + 1))
+    found.append(replace(config, num_steps=0, topk=1, num_draft_tokens=1))
+    return tuple(dict.fromkeys(found))
+
+
+def powers_of_two(largest: int) -> list[int]:
+    """Return the batch sizes captured by default: powers of two, and the largest batch itself."""
+    sizes = [1 << bit for bit in range(largest.bit_length()) if 1 << bit < largest]
+    return [*sizes, largest]

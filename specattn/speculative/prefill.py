@@ -1,0 +1,255 @@
+"""Prompts: the target over the prompt, the first token, and the draft model over the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from specattn.batch import DraftState, SpecBatch
+from specattn.config import SpecConfig
+from specattn.plan import ExtendPlan
+from specattn.speculative.draft_tokens import choose_tokens
+from specattn.speculative.tree import root_tree
+from specattn.speculative.validation import check_prompts
+from specattn.speculative.verify import accept
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from specattn.backends.layers import BoundLayers, LayeredBackend
+    from specattn.speculative.decoder import ModelSlot
+    from specattn.speculative.model import DraftModel, TargetModel, TargetOutput
+    from specattn.speculative.sampling import SamplingBatch
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt to run, from its cached prefix on.
+
+    Parameters
+    ----------
+    row : int
+        Row of ``req_to_token``; has slots for the whole prompt.
+    tokens : sequence of int
+        The whole prompt.
+    cached : int
+        Tokens whose KV is already there; less than the prompt's length.
+    """
+
+    row: int
+    tokens: Sequence[int]
+    cached: int = 0
+
+
+@dataclass(frozen=True)
+class PrefillResult:
+    """The first token of every prompt, and where drafting starts.
+
+    Parameters
+    ----------
+    bonus_tokens : Tensor
+        ``[B]`` int64.
+    state : DraftState or None
+        None without a draft model.
+    """
+
+    bonus_tokens: Tensor
+    state: DraftState | None
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Tokens ``[start, stop)`` of prompt ``index``."""
+
+    index: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Runs prompts, a bounded number of tokens at a time.
+
+    Parameters
+    ----------
+    target : ModelSlot
+        The target model.
+    draft : ModelSlot or None
+        The draft model.
+    req_to_token : Tensor
+        ``[rows, max_context_len]`` int32.
+    config : SpecConfig
+        How the first proposal is chosen.
+    chunk : int
+        Most tokens of one forward.
+
+    Raises
+    ------
+    ValueError
+        If ``chunk`` is below 1.
+    """
+
+    target: ModelSlot[TargetModel]
+    draft: ModelSlot[DraftModel] | None
+    req_to_token: Tensor
+    config: SpecConfig
+    chunk: int = 4096
+
+    def __post_init__(self) -> None:
+        if self.chunk < 1:
+            raise ValueError(f"chunk must be at least 1, got {self.chunk}")
+
+    @torch.no_grad()
+    def run(self, prompts: Sequence[Prompt], sampling: SamplingBatch) -> PrefillResult:
+        """Fill the KV of both models and draw each prompt's first token.
+
+        Parameters
+        ----------
+        prompts : sequence of Prompt
+            At least one.
+        sampling : SamplingBatch
+            How each request draws, in the order of the prompts.
+
+        Raises
+        ------
+        ValueError
+            If there are no prompts, or one has no tokens, none that are not cached, more than a
+            context holds, or a row outside the table; if ``sampling`` is of another number. Nothing
+            has run then.
+        """
+        check_prompts(prompts, sampling, self.req_to_token)
+        bonus = torch.zeros(len(prompts), dtype=torch.int64, device=self.req_to_token.device)
+        states: list[DraftState] = []
+        for pieces in self._chunks(prompts):
+            done = [p for p in pieces if p.stop == len(prompts[p.index].tokens)]
+            plan = self._plan(prompts, pieces)
+            ends = plan.qo_indptr[1:].long() - 1  # [pieces]
+            last = ends[[pieces.index(p) for p in done]]
+            out = self._forward_target(prompts, pieces, plan, last)
+            which = torch.tensor([p.index for p in done], device=bonus.device, dtype=torch.int64)
+            if done:
+                lens = torch.tensor([p.stop - 1 for p in done], device=bonus.device)
+                first = _first_tokens(out.logits, lens, _pick(sampling, which))
+                bonus[which] = first
+            if self.draft is not None and out.hidden_states is not None:
+                tokens = self._next_tokens(prompts, pieces, last, bonus[which])
+                drawing = _pick(sampling, which)
+                states.append(
+                    self._forward_draft(
+                        self.draft, pieces, plan, tokens, out.hidden_states, last, drawing
+                    )
+                )
+        return PrefillResult(bonus, _join(states) if self.draft is not None else None)
+
+    def _chunks(self, prompts: Sequence[Prompt]) -> Iterator[list[_Piece]]:
+        """Cut the prompts into forwards of at most ``chunk`` tokens, in order."""
+        pieces: list[_Piece] = []
+        room = self.chunk
+        for index, prompt in enumerate(prompts):
+            start = prompt.cached
+            while start < len(prompt.tokens):
+                stop = min(len(prompt.tokens), start + room)
+                pieces.append(_Piece(index, start, stop))
+                room -= stop - start
+                start = stop
+                if not room:
+                    yield pieces
+                    pieces, room = [], self.chunk
+        if pieces:
+            yield pieces
+
+    def _plan(self, prompts: Sequence[Prompt], pieces: Sequence[_Piece]) -> ExtendPlan:
+        device = self.req_to_token.device
+        rows = torch.tensor([prompts[p.index].row for p in pieces], device=device)
+        starts = torch.tensor([p.start for p in pieces], dtype=torch.int32, device=device)
+        lens = [p.stop - p.start for p in pieces]
+        indptr = torch.tensor([0, *lens]).cumsum(0).to(torch.int32).to(device)
+        width = self.req_to_token.shape[1]
+        where = [torch.arange(p.start, p.stop) + prompts[p.index].row * width for p in pieces]
+        slots = torch.take(self.req_to_token, torch.cat(where).to(device))
+        return ExtendPlan(
+            req_to_token=self.req_to_token,
+            req_pool_indices=rows,
+            seq_lens=starts,
+            qo_indptr=indptr,
+            out_slots=slots[None],
+            max_q_len=max(lens),
+            max_seq_len=max(p.stop for p in pieces),
+            page_size=self.config.page_size,
+        )
+
+    def _forward_target(
+        self, prompts: Sequence[Prompt], pieces: Sequence[_Piece], plan: ExtendPlan, last: Tensor
+    ) -> TargetOutput:
+        ids = [t for p in pieces for t in prompts[p.index].tokens[p.start : p.stop]]
+        attend = _bound(self.target.backend, plan, pieces)
+        return self.target.model.forward(
+            torch.tensor(ids, device=last.device), _positions(pieces, last.device), attend, last
+        )
+
+    def _next_tokens(
+        self, prompts: Sequence[Prompt], pieces: Sequence[_Piece], last: Tensor, first: Tensor
+    ) -> Tensor:
+        """Return each position's next token: the prompt's own, at its end the first new one."""
+        following = [(*prompts[p.index].tokens[p.start + 1 : p.stop + 1], 0) for p in pieces]
+        ids = [t for p, ts in zip(pieces, following, strict=True) for t in ts[: p.stop - p.start]]
+        tokens = torch.tensor(ids, device=last.device)
+        tokens[last] = first
+        return tokens
+
+    def _forward_draft(
+        self,
+        slot: ModelSlot[DraftModel],
+        pieces: Sequence[_Piece],
+        plan: ExtendPlan,
+        tokens: Tensor,
+        features: Tensor,
+        last: Tensor,
+        drawing: SamplingBatch,
+    ) -> DraftState:
+        draft = slot.model
+        attend = _bound(slot.backend, plan, pieces)
+        positions = _positions(pieces, last.device)
+        out = draft.forward(tokens, draft.combine(features), positions, attend, last)
+        # the token proposed here follows the bonus token
+        chosen = choose_tokens(draft, out.logits, self.config, drawing, positions[last] + 1)
+        return DraftState(chosen.probs, chosen.tokens, out.hidden_states, chosen.law)
+
+
+def _bound(backend: LayeredBackend, plan: ExtendPlan, pieces: Sequence[_Piece]) -> BoundLayers:
+    attend = backend.bind(plan)
+    attend.schedule(torch.tensor([p.start for p in pieces], dtype=torch.int32))
+    attend.fill()
+    return attend
+
+
+def _positions(pieces: Sequence[_Piece], device: torch.device) -> Tensor:
+    return torch.cat([torch.arange(p.start, p.stop) for p in pieces]).to(device)
+
+
+def _first_tokens(logits: Tensor, lens: Tensor, sampling: SamplingBatch) -> Tensor:
+    """Draw from ``logits [R, V]`` as a step would at the position of the last prompt token."""
+    batch = SpecBatch(lens, lens.to(torch.int32), lens, torch.zeros_like(lens))
+    tree = root_tree(batch)
+    plain = SpecConfig(num_steps=0, num_draft_tokens=1)
+    return accept(tree, logits[:, None], batch.seq_lens, plain, sampling).bonus_tokens
+
+
+def _pick(sampling: SamplingBatch, which: Tensor) -> SamplingBatch:
+    columns: dict[str, Any] = {
+        name: value[which] for name, value in vars(sampling).items() if isinstance(value, Tensor)
+    }
+    return replace(sampling, **columns)
+
+
+def _join(states: Sequence[DraftState]) -> DraftState:
+    """Concatenate states along the batch: prompts finish in order."""
+    return DraftState(
+        *(
+            torch.cat(parts)
+            for parts in zip(*(vars(state).values() for state in states), strict=True)
+        )
+    )

@@ -1,0 +1,255 @@
+"""What a step refuses before it launches anything, and what it can look at when debugging."""
+
+from __future__ import annotations
+
+from collections import Counter
+from operator import index
+from typing import TYPE_CHECKING, Literal, NamedTuple, SupportsIndex
+
+import torch
+
+from specattn.batch import SpecBatch
+from specattn.buffers import expect
+from specattn.interop import validate_tree
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from specattn.batch import DraftState, DraftTree
+    from specattn.cache.kv_pool import KVPool
+    from specattn.cache.slot_table import RequestTable
+    from specattn.config import SpecConfig
+    from specattn.speculative.decoder import ModelSlot
+    from specattn.speculative.model import DraftModel
+    from specattn.speculative.prefill import Prompt
+    from specattn.speculative.sampling import SamplingBatch
+    from specattn.speculative.states import RequestStates
+
+Validate = Literal["off", "debug"]
+
+
+def whole_number(name: str, value: SupportsIndex) -> int:
+    """Return an int; a ValueError that names what is none, instead of cutting it to one."""
+    try:
+        return index(value)
+    except TypeError as problem:
+        raise ValueError(f"{name} must be a whole number, got {value!r}") from problem
+
+
+def check_batch(
+    batch: SpecBatch,
+    state: DraftState | None,
+    sampling: SamplingBatch,
+    config: SpecConfig,
+    table: Tensor,
+) -> None:
+    """Raise a ValueError that names what a step cannot take; reads nothing from the device."""
+    size, device = (len(batch),), table.device
+    expect("req_pool_indices", batch.req_pool_indices, size, torch.int64, device)
+    expect("seq_lens", batch.seq_lens, size, torch.int32, device)
+    expect("seq_lens_cpu", batch.seq_lens_cpu, size, torch.int32, torch.device("cpu"))
+    expect("bonus_tokens", batch.bonus_tokens, size, torch.int64, device)
+    expect("sampling.temperature", sampling.temperature, size, torch.float32, device)
+    limit, lens = table.shape[1] - config.reserve_len, batch.seq_lens_cpu
+    if len(lens) and not (int(lens.min()) >= 0 and int(lens.max()) <= limit):
+        raise ValueError(
+            f"seq_lens must be 0..{limit}, so that a step of {config.reserve_len} tokens fits, "
+            f"got {int(lens.min())}..{int(lens.max())}"
+        )
+    if config.num_steps and state is None:
+        raise ValueError(f"state must be a DraftState with num_steps {config.num_steps}, got None")
+
+
+def check_prompts(prompts: Sequence[Prompt], sampling: SamplingBatch, table: Tensor) -> None:
+    """Raise a ValueError that names what prompts cannot be run of, or cannot give a first token."""
+    if not prompts:
+        raise ValueError("prompts must be at least one, got none")
+    rows, width = table.shape
+    for prompt in prompts:
+        if not 0 <= prompt.row < rows:
+            raise ValueError(f"a prompt's row must be 0..{rows - 1}, got {prompt.row}")
+        length = len(prompt.tokens)
+        if not 1 <= length <= width:
+            raise ValueError(f"a prompt's tokens must be 1..{width}, got {length}")
+        if not 0 <= prompt.cached < length:
+            raise ValueError(
+                f"cached must be 0..{length - 1}, so that one of {length} tokens is left to run, "
+                f"got {prompt.cached}"
+            )
+    expect(
+        "sampling.temperature", sampling.temperature, (len(prompts),), torch.float32, table.device
+    )
+
+
+def feature_width(draft: ModelSlot[DraftModel] | None, features: int | None) -> int:
+    """Return the width of the features that the draft reads; a ValueError if another is given."""
+    own = draft.model.feature_size if draft is not None else 0
+    if draft is not None and features not in (None, own):
+        raise ValueError(f"features must be the draft's feature_size, {own}, got {features}")
+    return own
+
+
+def check_features(given: int, read: int) -> None:
+    """Raise a ValueError unless the target gives features as wide as the draft reads them."""
+    if given != read:
+        raise ValueError(
+            f"the target must give the {read} features that the draft reads, got {given}: "
+            "use target.with_features(draft.features)"
+        )
+
+
+def check_tables(
+    config: SpecConfig, table: RequestTable, states: RequestStates, pools: Sequence[KVPool]
+) -> None:
+    """Raise a ValueError unless what a step finds by row and by slot is there for all of them."""
+    if config.page_size != table.page_size:
+        raise ValueError(
+            f"page_size must be the table's, {table.page_size}, got {config.page_size}"
+        )
+    if config.max_context_len < table.max_context_len:
+        raise ValueError(
+            f"max_context_len must be at least the table's, {table.max_context_len}, "
+            f"got {config.max_context_len}"
+        )
+    rows, width = len(table.req_to_token), states.topk_probs.shape[1]
+    expect("states.seq_lens", states.seq_lens, (rows,), torch.int32, table.req_to_token.device)
+    if config.num_steps and width < config.topk:
+        raise ValueError(f"states must hold topk {config.topk} proposals, got {width}")
+    slots = table.num_pages * table.page_size
+    for pool in pools:
+        if pool.num_slots < slots:
+            raise ValueError(f"pools must have the table's {slots} slots, got {pool.num_slots}")
+
+
+def check_rows(rows: Sequence[int], known: frozenset[int], most: int) -> None:
+    """Raise a ValueError unless ``rows`` are of ``known``, all different but for 0, which is."""
+    if len(rows) > most:
+        raise ValueError(f"at most {most} rows take part, padding included, got {len(rows)}")
+    found = set(rows)
+    again = len(rows) - len(found)
+    if (again and again != rows.count(0) - 1) or not found <= known:
+        raise ValueError(
+            f"rows must be distinct rows 1..{len(known) - 1}, or 0 for padding, got {list(rows)}"
+        )
+
+
+def check_greedy(temperature: Tensor, rows: Tensor) -> None:
+    """Raise a ValueError if a request of a step without ``sampled`` draws. Waits for the device."""
+    drawing = rows[temperature[rows] > 0].tolist()
+    if drawing:
+        raise ValueError(f"sampled must be True: rows {drawing} have a temperature above 0")
+
+
+class TakingPart(NamedTuple):
+    """The requests that take part in a step, and where they are among its rows."""
+
+    batch: SpecBatch
+    at: Tensor
+
+
+def taking_part(
+    rows: Sequence[int],
+    seq_lens_cpu: Tensor | None,
+    config: SpecConfig,
+    table: RequestTable,
+    states: RequestStates,
+    num_slots: int,
+    *,
+    sampled: bool,
+) -> TakingPart | None:
+    """Check what a step will find on the device. Waits for it.
+
+    Returns
+    -------
+    TakingPart or None
+        The rows that do not sit the step out; None if all of them do.
+
+    Raises
+    ------
+    ValueError
+        As `check_contents` and, unless the step is ``sampled``, `check_greedy`.
+    """
+    where = torch.tensor(rows, dtype=torch.int64, device=table.req_to_token.device)
+    lens = states.seq_lens[where]
+    room = table.reserved[where].clamp(max=table.max_context_len)
+    at = ((where != 0) & (lens + config.reserve_len <= room)).nonzero().flatten()
+    if not len(at):
+        return None
+    mirror = lens.cpu() if seq_lens_cpu is None else seq_lens_cpu
+    where, lens = where[at], lens[at]
+    batch = SpecBatch(where, lens, mirror[at.cpu()], states.bonus_tokens[where])
+    check_contents(batch, config, table.req_to_token, num_slots)
+    if not sampled:
+        check_greedy(states.temperature, where)
+    return TakingPart(batch, at)
+
+
+def check_contents(batch: SpecBatch, config: SpecConfig, table: Tensor, num_slots: int) -> None:
+    """Raise a ValueError that names what a batch's tensors should not hold. Waits for the device.
+
+    Rows name a request each, lengths agree with their host mirror, and every position a step
+    reads or writes has a slot in the pools; slots past the committed length belong to one request,
+    and are in no other's prefix; slots lie in pages as ``config.page_size`` says.
+    """
+    rows, lens = batch.req_pool_indices.cpu(), batch.seq_lens.cpu()
+    if ((rows < 1) | (rows >= len(table))).any() or len(rows.unique()) != len(rows):
+        raise ValueError(
+            f"req_pool_indices must be distinct rows 1..{len(table) - 1}, got {rows.tolist()}"
+        )
+    if not torch.equal(lens, batch.seq_lens_cpu):
+        raise ValueError(
+            f"seq_lens must be seq_lens_cpu {batch.seq_lens_cpu.tolist()}, got {lens.tolist()}"
+        )
+    slots: dict[int, list[int]] = {}
+    uses: Counter[int] = Counter()
+    prefixes: set[int] = set()
+    for row, length in zip(rows.tolist(), lens.tolist(), strict=True):
+        slots[row] = table[row, : length + config.reserve_len].tolist()
+        for position, slot in enumerate(slots[row]):
+            if not 0 < slot < num_slots:
+                raise ValueError(
+                    f"slot of row {row}, position {position} must be 1..{num_slots - 1}, got {slot}"
+                )
+        uses.update(slots[row][length:])
+        prefixes.update(slots[row][:length])
+    # requests may share a prefix, but nobody writes into one
+    uses.update(prefixes)
+    for row, own in slots.items():
+        tail = own[-config.reserve_len :]
+        if any(uses[slot] > 1 for slot in tail):
+            raise ValueError(f"slots row {row} writes must be its own, got {tail}")
+        _check_pages(row, own, config.page_size)
+
+
+def _check_pages(row: int, slots: list[int], page: int) -> None:
+    for position, slot in enumerate(slots):
+        at = position % page
+        first = slots[position - at]
+        if first % page or slot != first + at:
+            raise ValueError(
+                f"slot of row {row}, position {position} must be number {at} of a page of {page} "
+                f"(page_size), with {first} first, got {slot}"
+            )
+
+
+def check_tree(tree: DraftTree, batch: SpecBatch, config: SpecConfig, vocab_size: int) -> None:
+    """Raise a TreeError or ValueError that names a tree's defect. Waits for the device.
+
+    Links, words and positions describe one tree (`specattn.interop.validate_tree`), whose tokens
+    are in the vocabulary.
+    """
+    validate_tree(
+        tree.retrieve_next_token, tree.retrieve_next_sibling, tree.words, config.num_steps
+    )
+    if ((tree.tokens < 0) | (tree.tokens >= vocab_size)).any():
+        raise ValueError(f"tree.tokens must be 0..{vocab_size - 1}, got {tree.tokens.tolist()}")
+    bits = torch.arange(64, device=tree.words.device)
+    depth = (tree.words[..., None] >> bits & 1).sum((2, 3)) - 1  # [B, n]
+    wanted = batch.seq_lens[:, None] + depth
+    if not torch.equal(wanted, tree.positions):
+        raise ValueError(
+            f"tree.positions must be seq_lens + depth {wanted.tolist()}, "
+            f"got {tree.positions.tolist()}"
+        )

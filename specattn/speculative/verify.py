@@ -1,0 +1,101 @@
+"""Verification: walk the tree along what the target says, greedily or by sampling."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from specattn.batch import AcceptResult, DraftTree
+from specattn.kernels import ops
+from specattn.kernels.reference.sampling import ACCEPT, FINAL
+
+if TYPE_CHECKING:
+    from specattn.config import SpecConfig
+    from specattn.speculative.model import DraftModel
+    from specattn.speculative.sampling import SamplingBatch
+
+
+def accept(
+    tree: DraftTree,
+    logits: Tensor,
+    seq_lens: Tensor,
+    config: SpecConfig,
+    sampling: SamplingBatch,
+    out: AcceptResult | None = None,
+) -> AcceptResult:
+    """Return the path of the tree that the target itself would have taken.
+
+    Greedy requests follow the target's argmax, the lowest token among equals. Sampled ones follow
+    target-only tree sampling (the verification of SGLang and of EAGLE's released code): a child is
+    accepted with its target probability given that its elder siblings were not, and the token after
+    the path is drawn from what is left, so that every emitted token has exactly the target's law.
+    Chains that were drawn from the draft's own law (``config.draft_sampling``) are verified by
+    rejection sampling (Leviathan et al., arXiv:2211.17192), with the same guarantee. Plain
+    decoding has no drafts to refuse, whatever ``draft_sampling`` says.
+
+    Parameters
+    ----------
+    tree : DraftTree
+        The verified nodes.
+    logits : Tensor
+        ``[B, n, V]``, the target's logits after every node.
+    seq_lens : Tensor
+        ``[B]`` int32, lengths before the commit; with depth they give each coin its position.
+    config : SpecConfig
+        Depth of the tree, and how it was drafted.
+    sampling : SamplingBatch
+        How each request draws.
+    out : AcceptResult, optional
+        Tensors to write; new ones if None.
+    """
+    result = out or _empty(tree, config.num_steps)
+    links = (tree.tokens, tree.retrieve_next_token, tree.retrieve_next_sibling)
+    outs = {
+        "accept_index_out": result.accept_index,
+        "accept_tokens_out": result.accept_tokens,
+        "accept_lens_out": result.accept_lens,
+        "bonus_out": result.bonus_tokens,
+    }
+    kernels = ops("accept", logits.device)
+    # without drafts there is nothing to reject
+    rejecting = config.draft_sampling and config.num_steps > 0
+    if sampling.greedy and not rejecting:
+        best = ops("choose", logits.device).argmax_tokens(logits.flatten(0, 1))
+        kernels.accept_greedy(*links, best.view(tree.tokens.shape), **outs)
+        return result
+    draws = ops("sampling", logits.device)
+    probs = draws.target_probs(
+        logits.flatten(0, 1),
+        sampling.temperature,
+        sampling.top_k,
+        sampling.top_p,
+        rows_per_req=logits.shape[1],
+    )
+    by_draw = draws.path_coins(sampling.seeds, seq_lens, config.num_steps + 1, 2)
+    coins = by_draw[ACCEPT], by_draw[FINAL]
+    if rejecting:
+        kernels.accept_rejection(
+            tree.tokens, tree.draft_probs, probs.view(logits.shape), *coins, **outs
+        )
+    else:
+        kernels.accept_sampled(*links, probs.view(logits.shape), *coins, **outs)
+    return result
+
+
+def spread(draft: DraftModel, law: Tensor, vocab_size: int) -> Tensor:
+    """Write laws over the draft's vocabulary, ``[..., Vd]``, over the target's: ``[..., V]``."""
+    ids = draft.to_target(torch.arange(law.shape[-1], device=law.device))
+    return law.new_zeros(*law.shape[:-1], vocab_size).index_copy_(-1, ids, law)
+
+
+def _empty(tree: DraftTree, num_steps: int) -> AcceptResult:
+    size, device = len(tree.tokens), tree.tokens.device
+    path = (size, num_steps + 1)
+    return AcceptResult(
+        accept_index=torch.empty(path, dtype=torch.int32, device=device),
+        accept_tokens=torch.empty(path, dtype=torch.int64, device=device),
+        accept_lens=torch.empty(size, dtype=torch.int32, device=device),
+        bonus_tokens=torch.empty(size, dtype=torch.int64, device=device),
+    )

@@ -1,0 +1,234 @@
+"""What must hold from one forward to the next: one bind serves every batch of its bucket."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from specattn.backends.layers import LayeredBackend
+from specattn.cache.kv_pool import KVPool
+from specattn.errors import UnsupportedError
+from specattn.plan import CsrPlan, ExtendPlan, Plan
+from specattn.testing.oracle import NAN, ConformanceError
+from specattn.testing.session import Session, config_of, plan_of, tensors_of
+from specattn.testing.setting import MODES, Mode, Setting
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from specattn.testing.oracle import Case
+
+BUCKET = 4
+BATCHES: list[list[int]] = [[3, 40, 0], [90, 90, 90, 90], [1], [64, 65, 63, 70], [0, 0, 0, 0]]
+# sizes that hold any of them
+ROOM = {"width": 128, "slots": 768}
+_REQUESTS = (
+    "req_pool_indices",
+    "seq_lens",
+    "positions",
+    "tail_slots",
+    "tail_positions",
+    "tail_words",
+)
+
+
+def replays(setting: Setting, mode: Mode, batches: list[list[int]]) -> Iterator[Case]:
+    """Draw a batch of padding, then ``batches``, all of one bucket and one set of shapes."""
+    for seed, lengths in enumerate([[], *batches]):
+        pads = BUCKET - len(lengths)
+        yield setting.case(mode, lengths, pads=pads, seed=seed, **ROOM)
+
+
+def growth(setting: Setting, mode: Mode) -> None:
+    """Bind on padding, then longer and shorter batches: nothing of an earlier one stays."""
+    padding, *cases = replays(setting, mode, BATCHES)
+    session = setting.session(padding)
+    for case in [padding, *cases]:
+        session.forward(case, "growth")
+
+
+def new_trees(setting: Setting, mode: Mode) -> None:
+    """The same lengths with other words, slots and rows."""
+    padding, *cases = replays(setting, mode, [[33, 5, 0]] * 4)
+    session = setting.session(padding)
+    for case in cases:
+        session.forward(case, "new trees")
+
+
+def buckets(setting: Setting, mode: Mode) -> None:
+    """Two buckets over one storage and one backend, in turn."""
+    padding, *cases = replays(setting, mode, BATCHES)
+    large = setting.session(padding)
+    small_cases = [
+        setting.case(mode, lengths, pads=2 - len(lengths), seed=9, **ROOM)
+        for lengths in ([40, 3], [7], [90, 0])
+    ]
+    small = setting.session(small_cases[0], large.backend, large)
+    for first, second in zip(cases, small_cases, strict=False):
+        large.forward(first, "buckets")
+        small.forward(second, "buckets")
+
+
+def interleaved_modes(setting: Setting) -> None:
+    """All modes bound to one backend, in turn."""
+    made: dict[str, Session] = {}
+    backend = None
+    for turn in range(2):
+        for name, mode in setting.modes().items():
+            if mode.kind == "extend":
+                case = setting.case(mode, [5 + turn, 20])
+                made[name] = setting.session(case, backend)
+            else:
+                case = setting.case(mode, [33 + turn, 5, 0], pads=1, seed=turn, **ROOM)
+                made.setdefault(name, setting.session(case, backend))
+            backend = made[name].backend
+            made[name].forward(None if mode.kind == "extend" else case, "buckets")
+
+
+def steps(setting: Setting, kind: str) -> None:
+    """All draft steps are scheduled, then filled, then run one by one."""
+    sessions: list[Session] = []
+    for step in range(3):
+        options = {"mode": "draft", "q_len": 3, "tail_len": 3 * (step + 1)}
+        mode = Mode("tree", options) if kind == "tree" else Mode("lists", {"topk": 3, "step": step})
+        case = setting.case(mode, [33, 70, 0], pads=1, seed=step)
+        sessions.append(setting.session(case, sessions[0].backend if sessions else None))
+    for _ in range(2):
+        for session in sessions:
+            session.schedule()
+        for session in sessions:
+            session.bound.fill()
+        for session in sessions:
+            session.run()
+            session.verdict("draft steps")
+
+
+def layers(setting: Setting, mode: Mode) -> None:
+    """One fill serves all layers: other queries, pools and outputs."""
+    session = setting.session(setting.case(mode, [33, 5, 0]))
+    session.forward(None, "layers")
+    for _ in range(2):
+        other = setting.case(mode, [33, 5, 0])
+        session.live = replace(
+            session.live,
+            q=other.q,
+            k_cache=other.k_cache,
+            v_cache=other.v_cache,
+            out=other.out,
+            lse=other.lse,
+        )
+        session.run()
+        session.verdict("layers")
+
+
+def scaled_layers(setting: Setting, mode: Mode) -> None:
+    """One fill serves layers whose stored keys and values have other scales."""
+    session = _stored(setting, mode)
+    session.forward(None, "stored dtypes")
+    for scales in ((0.3, 0.5), (2.0, 7.0), (2.0, 0.5)):
+        session.scale(scales)
+        session.run()
+        session.verdict("stored dtypes")
+
+
+def _stored(setting: Setting, mode: Mode) -> Session:
+    """Bind to a pool of the first stored dtype, under queries of the first dtype that may."""
+    promised = setting.factory.capabilities
+    refused = UnsupportedError("this check", ["no dtype is declared"])
+    for dtype in promised.dtypes:
+        try:
+            return setting.session(
+                setting.case(
+                    mode,
+                    [33, 5, 0],
+                    dtype=dtype,
+                    kv_dtype=promised.kv_dtypes[0],
+                    kv_scales=(2.0, 0.5),
+                )
+            )
+        except UnsupportedError as error:
+            refused = error
+    raise refused
+
+
+def without_lse(setting: Setting, mode: Mode) -> None:
+    """The lse is optional, and its absence changes nothing."""
+    setting.session(setting.case(mode, [33, 5, 0])).forward(None, "lse", lse=False)
+
+
+def inputs_unchanged(setting: Setting, mode: Mode) -> None:
+    """Nothing but the outputs is written, and nothing the plan names moves."""
+    session = setting.session(setting.case(mode, [33, 5, 0]))
+    given = {n: t for n, t in tensors_of(session.live).items() if n not in ("out", "lse")}
+    before = {n: (t.data_ptr(), t.contiguous().view(torch.uint8).clone()) for n, t in given.items()}
+    session.forward(None, "inputs unchanged")
+    for name, tensor in given.items():
+        address, content = before[name]
+        if tensor.data_ptr() != address:
+            raise ConformanceError("inputs unchanged", f"{name} moved to another address")
+        if not torch.equal(tensor.contiguous().view(torch.uint8), content):
+            raise ConformanceError("inputs unchanged", f"{name} was written to")
+
+
+def permuted_slots(setting: Setting, mode: Mode) -> None:
+    """Slots are where the tables say, with numbers everywhere, so that a wrong slot is no NaN."""
+    case = setting.case(mode, [33, 5, 0])
+    for pool in (case.k_cache, case.v_cache):
+        pool.nan_to_num_(0.5)
+    setting.session(case).forward(None, "permuted slots")
+
+
+def poisoned_padding(setting: Setting, mode: Mode) -> None:
+    """NaN in padding's own page 0 reaches no request."""
+    session = setting.session(setting.case(mode, [33, 5, 0], pads=2))
+    session.live.k_cache[: session.live.page_size] = NAN
+    session.live.v_cache[: session.live.page_size] = NAN
+    session.schedule()
+    session.bound.fill()
+    session.run()
+    try:
+        session.verdict("padding", padding=False)
+    except ConformanceError as error:
+        raise ConformanceError("padding", error.detail) from error
+
+
+def idle(setting: Setting) -> None:
+    """A batch without requests, in every mode: empty outputs, and the pool stays as it is."""
+    config = config_of(setting.case(MODES["decode"], [1]))
+    pool = KVPool([config], 8, setting.device)
+    layered = LayeredBackend(setting.factory, [config], pool, setting.device)
+    for name, mode in setting.modes().items():
+        bound = layered.bind(_empty(setting, mode))
+        bound.schedule(torch.zeros(0, dtype=torch.int32))
+        bound.fill()
+        q = pool.k[0].new_empty(0, config.num_qo_heads, config.head_dim)
+        k = q.new_empty(0, config.num_kv_heads, config.head_dim)
+        v = (
+            k[..., : config.v_head_dim]
+            if config.latent
+            else q.new_empty(0, config.num_kv_heads, config.v_head_dim)
+        )
+        shape = tuple(bound(0, q, k, v).shape)
+        if shape != (0, config.num_qo_heads, config.v_head_dim):
+            raise ConformanceError("idle", f"{name} gave an output of shape {shape}")
+    if any(layer.any() for layer in (*pool.k, *pool.v)):
+        raise ConformanceError("idle", "the pool was written to")
+
+
+def _empty(setting: Setting, mode: Mode) -> Plan:
+    plan = plan_of(setting.case(mode, [1]))
+    if isinstance(plan, ExtendPlan):
+        return replace(
+            plan,
+            req_pool_indices=plan.req_pool_indices[:0],
+            seq_lens=plan.seq_lens[:0],
+            qo_indptr=plan.qo_indptr[:1],
+            out_slots=plan.out_slots[:, :0],
+            max_q_len=0,
+            max_seq_len=0,
+        )
+    if isinstance(plan, CsrPlan):
+        return replace(plan, kv_indptr=plan.kv_indptr[:1], out_slots=plan.out_slots[:0])
+    return replace(plan, **{name: getattr(plan, name)[:0] for name in _REQUESTS})

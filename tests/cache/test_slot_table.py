@@ -1,0 +1,292 @@
+"""The slot table against plain Python books: what the device is told, how often, and when."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+
+from specattn.cache.slot_table import SlotTable
+from specattn.cache.staging import StagingRing
+from specattn.errors import CapacityError
+from tests.kernels.tree_oracle import implementation
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+POISON = -7_777_777
+
+
+def table(kind: type[SlotTable] = SlotTable, **over) -> SlotTable:
+    sizes = {"max_num_reqs": 3, "max_context_len": 200, "num_slots": 601, "device": DEVICE}
+    return kind(**(sizes | over))
+
+
+class Small(SlotTable):
+    """Whatever is longer than this takes several uploads."""
+
+    _UPLOAD = 5
+
+
+def count_uploads(books: SlotTable) -> list[int]:
+    sizes, send = [], books._staging.send
+    books._staging.send = lambda *parts: sizes.append(len(parts[0][0])) or send(*parts)
+    return sizes
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_reserved_says_how_many_tokens_have_slots(page_size):
+    books = table(page_size=page_size)
+    assert books.reserved.dtype == torch.int32
+    assert books.reserved.tolist() == [0] * 4
+    row = books.allocate()
+    assert books.reserved.tolist() == [0] * 4
+    books.reserve([row], [30])
+    room = -(-94 // page_size) * page_size
+    assert books.reserved[row] == room
+    assert (books.req_to_token[row, :room] >= page_size).all()
+    books.commit(row, 30)
+    second = books.allocate(share=row, share_len=16)
+    assert books.reserved[second] == 16
+    books.reserve([second], [16])
+    assert books.reserved[second] == 16, "what is there is enough"
+    books.free(row)
+    assert books.reserved[row] == 0
+    assert books.reserved[second] == 16
+    books.reserve([second], [199])
+    assert books.reserved.tolist()[second] == 200, "never more than the context"
+    books.check()
+
+
+def test_a_row_is_topped_up_whenever_another_one_needs_pages():
+    books = table(max_context_len=4000, num_slots=9000)
+    rows, lens = [books.allocate(), books.allocate()], [100, 107]
+    books.reserve(rows, lens)
+    sizes = count_uploads(books)
+    steps = 0
+    while max(lens) < 3900:
+        lens = [length + gain for length, gain in zip(lens, (6, 2 + steps % 3), strict=True)]
+        books.reserve(rows, lens)
+        steps += 1
+    assert set(sizes) == {2}, "both rows travel in one upload"
+    assert steps / len(sizes) > 10
+    books.check()
+
+
+def test_what_is_held_ahead_is_given_back_to_those_who_need_it():
+    books = table(max_num_reqs=4, max_context_len=128, num_slots=201)
+    first, second, third = (books.allocate() for _ in range(3))
+    books.reserve([first], [40])
+    books.commit(first, 60)
+    kept = books.req_to_token[first, :60].clone()
+    books.reserve([second], [10])
+    assert books.reserved[[first, second]].tolist() == [104, 74]
+    free = books.num_free_slots
+    with pytest.raises(CapacityError, match=r"131 .* 22 are free and 44 reserved ahead"):
+        books.reserve([third, second], [128, 77])
+    assert (books.num_free_slots, books.reserved[second].item()) == (free, 74)
+    sizes = count_uploads(books)
+    books.reserve([third, second], [128, 12])
+    assert sizes == [3], "rows that shrink travel with those that grow"
+    assert books.reserved[[first, second, third]].tolist() == [60, 12, 128]
+    assert torch.equal(books.req_to_token[first, :60], kept)
+    sizes = {first: 60, second: 12, third: 128}
+    slots = [books.req_to_token[row, :size] for row, size in sizes.items()]
+    assert len(torch.cat(slots).unique()) == 200, "every slot, and each of them once"
+    books.check()
+    with pytest.raises(CapacityError, match="0 are free and 0 reserved ahead"):
+        books.reserve([second], [13])
+
+
+def test_what_was_asked_for_stays_reserved():
+    """Forwards that are not finished may write there."""
+    books = table(max_context_len=128, num_slots=201)
+    first, second = books.allocate(), books.allocate()
+    books.reserve([first], [90])
+    books.reserve([first], [20])
+    with pytest.raises(CapacityError, match="72 are free and 38 reserved ahead"):
+        books.reserve([second], [111])
+    books.reserve([second], [110])
+    assert books.reserved[[first, second]].tolist() == [90, 110]
+    books.check()
+
+
+def test_a_long_prompt_takes_several_uploads():
+    books = table(Small, page_size=4, max_context_len=150, num_slots=800)
+    sizes = count_uploads(books)
+    rows = [books.allocate(), books.allocate(), books.allocate()]
+    books.reserve(rows, [150, 3, 149])
+    assert len(sizes) == -(-(38 + 17 + 38) // 5)
+    assert books.reserved[rows].tolist() == [150, 68, 150]
+    slots = torch.cat(
+        [books.req_to_token[rows[0]], books.req_to_token[rows[1], :68], books.req_to_token[rows[2]]]
+    )
+    assert len(slots.unique()) == len(slots)
+    books.check()
+
+
+@dataclass
+class Books:
+    """A row as a plain list of slots."""
+
+    asked: int = 0
+    slots: list[int] = field(default_factory=list)
+
+
+@pytest.mark.parametrize("kind", [SlotTable, Small])
+@pytest.mark.parametrize(("page_size", "num_slots"), [(1, 260), (4, 400), (16, 900)])
+def test_many_calls_keep_every_slot_that_was_asked_for(kind, page_size, num_slots):
+    rng = random.Random(page_size)
+    books = table(
+        kind, page_size=page_size, num_slots=num_slots, max_num_reqs=6, max_context_len=150
+    )
+    whole, model, refused = books.num_free_slots, {}, 0
+    for call in range(300):
+        action = rng.choice(["new", "share", "grow", "grow", "grow", "free"])
+        try:
+            if action == "new" or not model:
+                model[books.allocate()] = Books()
+            elif action == "share":
+                donor = rng.choice(sorted(model))
+                part = books.committed(donor) // page_size * page_size
+                row = books.allocate(share=donor, share_len=part)
+                model[row] = Books(part, model[donor].slots[:part])
+            elif action == "grow":
+                rows = rng.sample(sorted(model), rng.randint(1, len(model)))
+                lens = [min(150, model[row].asked + rng.choice([0, 3, 9, 80])) for row in rows]
+                books.reserve(rows, lens)
+                for row, length in zip(rows, lens, strict=True):
+                    now = books.req_to_token[row].tolist()
+                    assert now[: model[row].asked] == model[row].slots, "slots moved"
+                    model[row] = Books(length, now[:length])
+                    books.commit(row, rng.randint(books.committed(row), length))
+            else:
+                row = rng.choice(sorted(model))
+                books.free(row)
+                del model[row]
+        except CapacityError:
+            refused += 1
+        if not call % 10:
+            books.check()
+        room, tables = books.reserved.tolist(), books.req_to_token.tolist()
+        for row, one in model.items():
+            assert room[row] >= one.asked
+            assert tables[row][: one.asked] == one.slots
+        assert not any(room[row] for row in range(7) if row not in model)
+        assert not any(tables[0])
+        private = [slot for row in model for slot in tables[row][: room[row]]]
+        assert min(private, default=page_size) >= page_size
+    assert refused, "the pool is small enough to run out"
+    for row in model:
+        books.free(row)
+    books.check()
+    assert books.num_free_slots == whole
+    assert not books.reserved.any()
+
+
+@pytest.mark.parametrize("kind", ["twin", "triton"])
+def test_pieces_are_written_and_nothing_else(kind):
+    pages = [[3, 9, 1], [7] * 0, list(range(1, 515))]
+    rows, columns, counts, room = [4, 1, 2], [6, 0, 2], [5, 0, 1027], [11, 0, 1029]
+    starts = np.cumsum([0] + [len(some) for some in pages[:-1]]) + 15
+    packed = torch.tensor([*rows, *columns, *counts, *starts, *room, *chain(*pages)])
+    wide = torch.full((5, 1040), POISON, dtype=torch.int32, device=DEVICE)
+    want, reserved = wide[:, :1035].tolist(), torch.full((5,), POISON, dtype=torch.int32)
+    for row, column, count, some in zip(rows, columns, counts, pages, strict=True):
+        slots = [page * 2 + within for page in some for within in (0, 1)][:count]
+        want[row][column : column + count] = slots
+    reserved = reserved.to(DEVICE)
+    implementation(kind, "slot_write").write_slots(
+        packed.to(torch.int32).to(DEVICE),
+        wide[:, :1035],
+        reserved,
+        pieces=3,
+        longest=1027,
+        page_size=2,
+    )
+    assert wide[:, :1035].tolist() == want
+    assert (wide[:, 1035:] == POISON).all()
+    assert reserved.tolist() == [POISON, 0, 1029, POISON, 11]
+
+
+def test_a_ring_takes_its_buffers_in_turn():
+    ring = StagingRing(6, DEVICE, depth=3)
+    sent = [ring.send(np.array([[step, 1], [2, 3]]), np.array([step])) for step in range(3)]
+    assert [one.tolist() for one in sent] == [[step, 1, 2, 3, step] for step in range(3)]
+    assert len({one.data_ptr() for one in sent}) == 3
+    again = ring.send(np.arange(6))
+    assert again.data_ptr() == sent[0].data_ptr()
+    assert again.tolist() == list(range(6))
+    assert sent[1].tolist() == [1, 1, 2, 3, 1]
+    assert ring.send().numel() == 0
+    with pytest.raises(ValueError, match="holds 6 numbers, got 7"):
+        ring.send(np.zeros(4), np.zeros(3))
+    with pytest.raises(ValueError, match="depth"):
+        StagingRing(6, DEVICE, depth=0)
+
+
+@pytest.mark.gpu
+def test_a_buffer_underway_is_not_written_again():
+    ring = StagingRing(4096, DEVICE, depth=2)
+    seen = torch.zeros(12, 4096, dtype=torch.int32, device=DEVICE)
+    torch.cuda._sleep(100_000_000)  # every copy waits behind this
+    for step in range(12):
+        seen[step].copy_(ring.send(np.full(4096, step)))
+    assert (seen == torch.arange(12, device=DEVICE)[:, None]).all()
+
+
+@pytest.mark.gpu
+def test_reserving_neither_waits_nor_allocates():
+    books = table(max_num_reqs=65, max_context_len=20_000, num_slots=1_000_000)
+    rows = [books.allocate() for _ in range(64)]
+    lens = [100 + 7 * at for at in range(64)]
+    books.reserve(rows, lens)
+    books.free(books.allocate())
+    torch.cuda.synchronize()
+    sizes = count_uploads(books)
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in range(1000):
+            lens = [length + 1 + (at + step) % 6 for at, length in enumerate(lens)]
+            books.reserve(rows, lens)
+            if step % 50 == 0:
+                books.commit(rows[0], 64)
+                guest = books.allocate(share=rows[0], share_len=64)
+                books.reserve([guest], [40_000 // 3])
+                books.free(guest)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    assert len(sizes) < 1000 / 8 + 20
+    books.check()
+
+
+def test_rows_that_are_held_stay_so_while_others_are_held():
+    books = table()
+    first, second = books.allocate(), books.allocate()
+    with books.holding([first]):
+        with books.holding([second]):
+            for row in (first, second):
+                with pytest.raises(ValueError, match=f"row {row} takes part in a step"):
+                    books.free(row)
+        books.free(second)
+        with pytest.raises(ValueError, match=f"row {first} takes part in a step"):
+            books.free(first)
+    books.free(first)
+    books.check()
+
+
+@pytest.mark.parametrize("lens", [[2.5], [True], [None], np.array([2.5])])
+def test_lengths_that_are_no_whole_numbers_are_refused(lens):
+    books = table()
+    row = books.allocate()
+    with pytest.raises(ValueError, match="lens must be whole numbers"):
+        books.reserve([row], lens)
+    books.check()
+    for good in (np.array([5], dtype=np.int32), (6,), torch.tensor([7])):
+        books.reserve([row], good)
+    books.reserve([], [])
+    assert int(books.reserved[row]) >= 7

@@ -1,0 +1,397 @@
+"""Engines that change their setting from step to step, and what decides it."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from specattn.config import SpecConfig
+from specattn.engine.configs import Settings, smaller_configs
+from specattn.engine.engine import Engine, Request
+from specattn.engine.policy import Acceptance, GoodputPolicy, Observed, expected_tokens, rough_cost
+from specattn.speculative.sampling import SamplingParams
+from tests.tiny import TinyDraft, TinyTarget, dense_greedy
+from tests.worlds import BACKENDS, DEVICE
+
+PROMPTS = [[3, 14, 15, 9, 26, 5], [35, 2], [8, 9, 7, 9], [32, 38, 4], [6]]
+TREES = [(3, 1, 4), (3, 8, 16), (1, 1, 2), (0, 1, 1), (5, 2, 9)]
+CHAINS = [(3, 1, 4), (6, 1, 7), (1, 1, 2), (0, 1, 1)]
+DEEP, SHALLOW, PLAIN = SpecConfig(6, 1, 7), SpecConfig(2, 1, 3), SpecConfig(0, 1, 1)
+
+
+class Dice:
+    """Any setting that fits, at random."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.rng, self.seen = random.Random(seed), []
+
+    def __call__(self, observed: Observed) -> SpecConfig:
+        self.seen.append(observed)
+        return self.rng.choice(observed.settings)
+
+
+def engine(trees, policy, context=96, **options) -> Engine:
+    sampling = options.pop("sampling", False)
+    configs = [SpecConfig(*tree, context, 5, 2, sampling) for tree in trees]
+    models = TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
+    options = {"backend": "torch_native", "buckets": (2, 5)} | options
+    return Engine(*models, configs[0], configs=configs[1:], policy=policy, **options)
+
+
+def drain(run: Engine, requests: list[Request], *, ahead: bool) -> list:
+    """Decode with requests that join while others run."""
+    waiting, results = list(requests), []
+    while run.num_live or waiting:
+        if waiting and run.num_live < 4:
+            results += run.add([waiting.pop(0)])
+        run.step(ahead=ahead)
+    return results
+
+
+@pytest.mark.parametrize(
+    ("sampling", "cudagraph", "ahead"),
+    [
+        (False, "full", True),
+        (False, "piecewise", False),
+        (True, "full", True),
+    ],
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_switching_every_step_changes_no_token(backend, sampling, cudagraph, ahead):
+    """Requests join, end, and reach their context's end under any sequence of settings."""
+    dice = Dice(5)
+    run = engine(
+        CHAINS if sampling else TREES,
+        dice,
+        56,
+        backend=backend,
+        cudagraph=cudagraph,
+        sampling=sampling,
+    )
+    new = [12, 99, 5, 33, 99]
+    requests = [Request(p, n) for p, n in zip(PROMPTS, new, strict=True)]
+    results = drain(run, requests, ahead=ahead)
+    for result, prompt, count in zip(results, PROMPTS, new, strict=True):
+        assert result.finish_reason == ("length" if count < 99 else "context")
+        assert result.tokens == dense_greedy(run.target.model, prompt, len(result.tokens))
+    run.clear()
+    run.table.check()
+    assert set(run.settings.used) == set(run.settings.configs)
+    assert {observed.current for observed in dice.seen} == set(run.settings.configs)
+    assert any(len(observed.settings) < len(run.settings.configs) for observed in dice.seen), (
+        "near the end of a context wide settings are not offered"
+    )
+
+
+def test_requests_of_one_likely_token_stay_greedy():
+    """Steps that draw and steps that do not, of every setting."""
+    run = engine(TREES, Dice(1))
+    drawn = SamplingParams(temperature=0.7, top_k=1, seed=3)
+    out = run.generate([Request(PROMPTS[0], 20, drawn), Request(PROMPTS[1], 20)])
+    for result, prompt in zip(out, PROMPTS, strict=False):
+        assert result.tokens == dense_greedy(run.target.model, prompt, 20)
+
+
+def test_settings_share_states_pools_and_graph_memory():
+    run = engine(TREES, Dice())
+    assert run.states.topk_tokens.shape[1] == 8
+    assert len(run.decoders) == len(TREES)
+    for decoder in run.decoders:
+        assert decoder.states is run.states
+        assert decoder.table is run.table
+        assert decoder.runner.recorder is run.decoders[0].runner.recorder
+        assert decoder.runner.buckets == [2, 5]
+        (part,) = decoder.modes
+        assert decoder.runner.captured(part) == [2, 5]
+    assert list(run.graphs()) == list(run.settings.configs)
+    for decoder, reports in zip(run.decoders, run.graphs().values(), strict=True):
+        assert reports == decoder.report()
+        assert [report.bucket for report in reports] == [5, 2]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_context_len", 80),
+        ("max_num_reqs", 4),
+        ("page_size", 4),
+        ("draft_sampling", True),
+    ],
+)
+def test_settings_that_share_no_buffers_are_refused_by_name(field, value):
+    config = SpecConfig(3, 1, 4, 96, 5)
+    other = replace(config, num_steps=2, num_draft_tokens=3, **{field: value})
+    with pytest.raises(ValueError, match=f"{field} must be the same in all configs, got .* and"):
+        Engine(TinyTarget(), TinyDraft(), config, configs=[other], backend="torch_native")
+
+
+def test_a_policy_must_choose_what_it_is_given():
+    run = engine([(3, 1, 4), (1, 1, 2)], lambda observed: SHALLOW)
+    with pytest.raises(ValueError, match="policy must return one of the settings"):
+        run.generate([Request([1], 9)])
+    assert run.table.num_free_rows == 5
+
+
+@pytest.mark.parametrize("trees", [CHAINS, CHAINS[:1]], ids=["several", "one"])
+def test_steps_count_that_gained_something_for_somebody(trees):
+    """Not one launched ahead for requests that had ended, nor what those gained beside others."""
+    run = engine(trees, Dice(4) if len(trees) > 1 else None)
+    for count in range(9, 15):
+        before = run.settings.used.total(), run.settings.gained.total()
+        out = run.generate([Request([1], count)])
+        assert run.settings.used.total() - before[0] == out[0].steps
+        assert run.settings.gained.total() - before[1] == sum(out[0].accept_lens)
+    launched = sum(decoder.runner.stats.replays.total() for decoder in run.decoders)
+    assert launched > run.settings.used.total(), "no step was launched for nobody"
+
+    run = engine(trees, Dice(4) if len(trees) > 1 else None)
+    out = run.generate([Request(prompt, 9 + 7 * at) for at, prompt in enumerate(PROMPTS)])
+    assert run.settings.advanced.total() == sum(result.steps for result in out)
+    assert run.settings.gained.total() == sum(sum(result.accept_lens) for result in out)
+    assert run.settings.used.total() == max(result.steps for result in out)
+
+
+def test_one_setting_is_not_measured():
+    run = engine([(3, 1, 4)], None)
+    run.generate([Request([1], 9)])
+    assert not run.settings.adaptive
+    assert run.settings.acceptance[run.config].steps == 0
+    assert run.settings.used[run.config] > 0
+
+
+def test_acceptance_is_that_of_the_window():
+    settings = Settings([DEEP, SHALLOW], None, [1, 4], window=3)
+    settings.landed(DEEP, [7, 1], 0.5)
+    settings.landed(SHALLOW, [3, 0, 2], None)
+    settings.landed(replace(DEEP, num_steps=1, num_draft_tokens=2), [2], 9.0)
+    deep, shallow = settings.acceptance.values()
+    assert (deep.steps, deep.mean, deep.by_depth) == (1, 4.0, (0.5,) * 6)
+    assert (shallow.steps, shallow.mean, shallow.by_depth) == (1, 2.5, (1.0, 0.5))
+    assert (deep.seconds(4), deep.seconds(1), shallow.seconds(4)) == (0.5, None, None)
+    for tokens in (1, 2):
+        settings.landed(SHALLOW, [tokens], 0.1 * tokens)
+    assert (deep.steps, deep.mean, deep.by_depth) == (0, 0.0, (0.0,) * 6)
+    assert shallow.steps == 3
+    assert shallow.by_depth == (3 / 4, 1 / 4)
+    assert shallow.seconds(1) == pytest.approx(0.15)
+
+
+def observed(gains: dict[SpecConfig, list[int]], batch: int = 1, current=DEEP) -> Observed:
+    acceptance = {config: Acceptance(config) for config in gains}
+    for config, tokens in gains.items():
+        for one in tokens:
+            acceptance[config].add([one])
+    return Observed(batch, batch, current, tuple(gains), acceptance)
+
+
+def test_expected_tokens_are_the_mean_where_much_is_known():
+    gains = {DEEP: [7, 3, 1, 2] * 100, SHALLOW: [3, 1] * 100, PLAIN: [1] * 100}
+    seen = observed(gains)
+    for config, tokens in gains.items():
+        wanted = sum(tokens) / len(tokens)
+        assert expected_tokens(seen.acceptance, config, 1e-6) == pytest.approx(wanted, rel=1e-4)
+    # what ran little is judged by what ran much: rates per depth carry over
+    seen = observed({DEEP: [5] * 400, SHALLOW: [], PLAIN: []})
+    assert expected_tokens(seen.acceptance, SHALLOW) == pytest.approx(3, abs=0.05)
+    assert expected_tokens(seen.acceptance, PLAIN) == 1
+    seen = observed({DEEP: [], SHALLOW: [3] * 400})
+    assert 6 < expected_tokens(seen.acceptance, DEEP) < 7, "depths unseen go on as those seen"
+    seen = observed({DEEP: [], SHALLOW: []})
+    assert expected_tokens(seen.acceptance, DEEP) == pytest.approx(sum(0.5**d for d in range(7)))
+
+
+def test_goodput_follows_acceptance_and_batch_size():
+    """Deep where drafts hold, shallow where they do not, plain where the batch is large."""
+    good, bad = [7, 6, 7, 5] * 20, [1, 1, 2, 1] * 20
+
+    def choice(tokens, batch, cost=rough_cost):
+        gains = {DEEP: tokens, SHALLOW: [min(n, 3) for n in tokens], PLAIN: [1] * len(tokens)}
+        return GoodputPolicy(cost, hold=1)(observed(gains, batch, current=SHALLOW))
+
+    assert choice(good, 1) is DEEP
+    assert choice(bad, 1) is SHALLOW
+    assert choice(bad, 400) is PLAIN
+    assert choice(good, 1, lambda config, batch: 1 + config.num_steps) is SHALLOW
+
+
+def test_a_switch_waits_and_must_be_worth_it():
+    gains = {DEEP: [4] * 50, SHALLOW: [3] * 50}
+    seen = observed(gains, current=SHALLOW)
+
+    def calls(cost, **options) -> list[SpecConfig]:
+        policy = GoodputPolicy(cost, **options)
+        return [policy(seen) for _ in range(8)]
+
+    worth = {DEEP: 1.0, SHALLOW: 0.80}  # 4 / 1 against 3 / 0.8: 6.7 % more
+    assert calls(lambda c, b: worth[c], hold=5) == [SHALLOW] * 4 + [DEEP] * 4
+    assert calls(lambda c, b: worth[c], hold=5, margin=0.1) == [SHALLOW] * 8
+    assert calls(lambda c, b: worth[c], hold=5) == calls(lambda c, b: worth[c], hold=5)
+
+
+def test_what_is_not_known_is_tried_and_what_does_not_fit_is_left_out():
+    policy = GoodputPolicy(rough_cost, trials=2)
+    seen = observed({DEEP: [7] * 9, SHALLOW: [3], PLAIN: []})
+    assert policy(seen) is SHALLOW
+    seen.acceptance[SHALLOW].add([3])
+    assert policy(seen) is PLAIN
+    seen.acceptance[PLAIN].add([1])
+    seen.acceptance[PLAIN].add([1])
+    assert policy(seen) is DEEP
+    tight = replace(seen, settings=(SHALLOW, PLAIN))
+    assert policy(tight) is SHALLOW
+    assert policy(seen) is DEEP, "what was chosen comes back"
+
+
+def test_measured_times_decide_where_there_are_any():
+    seen = observed({DEEP: [4] * 50, SHALLOW: [3] * 50, PLAIN: [1] * 50}, batch=4)
+    policy = GoodputPolicy(hold=1)
+    for _ in range(3):
+        seen.acceptance[DEEP].timed(4, 0.020)
+        seen.acceptance[SHALLOW].timed(4, 0.010)
+        seen.acceptance[PLAIN].timed(1, 1e-9)  # of another bucket
+    seen.acceptance[SHALLOW].timed(4, 5.0)  # an outlier
+    goodput = policy.goodput(seen)
+    assert goodput[DEEP] == pytest.approx(200, rel=0.1)
+    assert goodput[SHALLOW] == pytest.approx(300, rel=0.1)
+    assert 40 < goodput[PLAIN] < 200, "what was not measured costs in proportion"
+    assert policy(seen) is SHALLOW
+
+
+@pytest.mark.parametrize("trees", [TREES[:1], TREES[:1] * 2], ids=["one", "one_twice"])
+def test_a_policy_without_a_choice_is_refused(trees):
+    with pytest.raises(ValueError, match=r"policy has nothing to choose from: configs must hold"):
+        engine(trees, GoodputPolicy())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"margin": -1},
+        {"hold": 0},
+        {"trials": -1},
+        {"prior": 0},
+        {"margin": float("nan")},
+        {"prior": float("nan")},
+    ],
+)
+def test_senseless_policies_are_refused(options):
+    with pytest.raises(ValueError, match="must be at least 0"):
+        GoodputPolicy(**options)
+
+
+@pytest.mark.parametrize("cost", [0, -1.5, float("nan")])
+def test_costs_that_are_none_are_refused(cost):
+    policy = GoodputPolicy(lambda config, batch: cost if config == PLAIN else 1.0, hold=1)
+    with pytest.raises(ValueError, match=f"cost must be above 0, got {cost} for SpecConfig"):
+        policy(observed({DEEP: [3] * 9, PLAIN: [1] * 9}))
+
+
+def test_the_policy_finds_the_best_setting_of_an_engine():
+    """Drafts are deep where they cost next to nothing, and none are made where they cost much."""
+    trees = [(3, 1, 4), (1, 1, 2), (0, 1, 1)]
+    found = {}
+    for price in (0.01, 5.0):
+        cost = GoodputPolicy(lambda c, b, price=price: 1 + price * c.num_steps, hold=4)
+        run = engine(trees, cost)
+        run.generate([Request(p, 40) for p in PROMPTS[:2]])
+        found[price] = {c.num_steps: count for c, count in run.settings.used.items()}
+    assert max(found[0.01], key=found[0.01].get) == 3
+    assert max(found[5.0], key=found[5.0].get) == 0
+
+
+class Listed(list):
+    """A policy that is the list of what it chose, and so false at first."""
+
+    def __call__(self, observed: Observed) -> SpecConfig:
+        self.append(observed.settings[-1])
+        return self[-1]
+
+
+def test_a_policy_that_is_empty_is_one():
+    policy = Listed()
+    engine(CHAINS, policy).generate([Request([3, 1], 9)])
+    assert set(policy) == {SpecConfig(0, 1, 1, 96, 5, 2)}
+
+
+class Noted:
+    """A policy, and what it chose."""
+
+    def __init__(self, policy) -> None:
+        self.policy, self.chosen = policy, []
+
+    def __call__(self, observed: Observed) -> SpecConfig:
+        self.chosen.append(self.policy(observed))
+        return self.chosen[-1]
+
+
+@pytest.mark.parametrize(
+    "trees",
+    [[(2, 1, 3), (1, 1, 2), (0, 1, 1)], [(3, 1, 4), (1, 1, 2)]],
+    ids=["same_settings", "others"],
+)
+@pytest.mark.parametrize("turns", [True, False], ids=["in_turns", "one_after_the_other"])
+def test_engines_that_share_a_policy_choose_as_if_alone(trees, turns):
+    """The other engine leaves deep trees, and would keep this one from beginning with its own."""
+
+    def goodput() -> GoodputPolicy:
+        return GoodputPolicy(lambda c, b: 1 + 5 * c.num_steps, hold=7)
+
+    def chosen(policy, *, beside: Engine | None = None) -> list[SpecConfig]:
+        noted = Noted(policy)
+        run = engine(trees, noted)
+        run.add([Request([3, 1], 40)])
+        if beside is not None:
+            beside.add([Request([5], 60)])
+        while run.num_live:
+            run.step()
+            if beside is not None:
+                beside.step()
+        return noted.chosen
+
+    shared = goodput()
+    other = engine([(2, 1, 3), (1, 1, 2), (0, 1, 1)], shared)
+    if not turns:
+        other.generate([Request([5], 60)])
+        assert max(other.settings.used, key=other.settings.used.get).num_steps == 0
+    alone = chosen(goodput())
+    assert len(set(alone)) > 1
+    assert chosen(shared, beside=other if turns else None) == alone
+
+
+@pytest.mark.parametrize("tree", [(5, 1, 6), (1, 1, 2), (5, 8, 32), (1, 4, 5), (4, 2, 5)], ids=str)
+def test_settings_around_one_cost_less(tree):
+    config = SpecConfig(*tree, max_num_reqs=3)
+    found = smaller_configs(config)
+    assert found[0] is config
+    assert found[-1].num_steps == 0
+    assert len(set(found)) == len(found) >= 2
+    for one in found[1:]:
+        assert one.reserve_len <= config.reserve_len
+        assert (one.num_draft_tokens, one.topk) < (config.num_draft_tokens + 1, config.topk + 1)
+        assert one.max_num_reqs == 3
+    assert smaller_configs(found[-1]) == found[-1:]
+
+
+@pytest.mark.gpu
+def test_settings_replay_their_graphs_and_share_a_pool():
+    run = engine(TREES, Dice(2), backend="triton")
+    requests = [Request(p, 40) for p in PROMPTS[:4]]
+    torch.cuda.synchronize()
+    out = drain(run, requests, ahead=True)
+    for result, prompt in zip(out, PROMPTS, strict=False):
+        assert result.tokens == dense_greedy(run.target.model, prompt, 40)
+    recorders = {id(decoder.runner.recorder) for decoder in run.decoders[: len(TREES)]}
+    assert len(recorders) == 1
+    launched = Counter()
+    for decoder in run.decoders[: len(TREES)]:
+        (part,) = decoder.modes
+        assert decoder.runner.recorded(part)
+        launched[decoder.config] = decoder.runner.stats.replays[part]
+        assert not decoder.runner.stats.eager
+    # one may have been on its way when the last text ended
+    assert (launched - run.settings.used).total() in (0, 1)
+    assert run.settings.used <= launched

@@ -1,0 +1,89 @@
+"""What requests step with next to their contexts' ends, and what is made for that."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from specattn.config import SpecConfig
+from specattn.engine.configs import Settings
+from specattn.engine.engine import Engine, Request
+from tests.tiny import TinyDraft, TinyTarget, dense_greedy
+from tests.worlds import DEVICE
+
+CONTEXT = 48
+PLAIN = (0, 1, 1)
+# one of them comes to its end alone, two together, and the last has no room for any tree
+PROMPTS = [[3, 1, 4], [3, 1, 4], list(range(1, 30)), list(range(1, CONTEXT))]
+
+
+def engine(*trees, policy=None, **options) -> Engine:
+    config, *more = (SpecConfig(*tree, CONTEXT, 3) for tree in trees)
+    models = TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
+    return Engine(*models, config, configs=more, policy=policy, buckets=(1, 3), **options)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["waited", "ahead"])
+@pytest.mark.parametrize(
+    ("trees", "further"),
+    [
+        ([(5, 1, 6)], 1),
+        ([(7, 8, 40)], 1),
+        ([(5, 1, 6), (3, 1, 4)], 1),
+        ([(7, 8, 40), (1, 1, 2), PLAIN], 0),
+        ([PLAIN], 0),
+    ],
+    ids=str,
+)
+def test_at_most_one_decoder_is_made_and_texts_are_those_of_plain_decoding(trees, further, ahead):
+    first = (lambda observed: observed.settings[0]) if len(trees) > 1 else None
+    run = engine(*trees, policy=first)
+    own, waiting, results = run.decoders, list(PROMPTS), []
+    while waiting or run.num_live:
+        room = run.table.num_free_rows
+        results += run.add([Request(prompt, 99) for prompt in waiting[:room]])
+        waiting = waiting[room:]
+        run.step(ahead=ahead)
+    for result, prompt in zip(results, PROMPTS, strict=True):
+        assert result.finish_reason == "context"
+        assert len(prompt) + len(result.tokens) == CONTEXT + 1
+        assert result.tokens == dense_greedy(run.target.model, prompt, len(result.tokens))
+    run.table.check()
+    assert run.decoders[: len(own)] == own
+    made = run.decoders[len(own) :]
+    assert [decoder.config for decoder in made] == [run.config.plain()] * further
+    for decoder in run.decoders:
+        (part,) = decoder.modes
+        assert not decoder.runner.stats.eager
+        assert decoder.runner.captured(part) == ([3] if decoder in made else [1, 3])
+        assert decoder.runner.recorded(part) == decoder.runner.recording
+    assert list(run.graphs()) == [decoder.config for decoder in run.decoders]
+
+
+def test_nothing_is_made_for_contexts_that_do_not_end():
+    run = engine((5, 1, 6))
+    (result,) = run.generate([Request([3, 1, 4], 30)])
+    assert result.finish_reason == "length"
+    assert len(run.decoders) == 1
+
+
+@pytest.mark.parametrize("draw", [False, True])
+def test_the_deepest_setting_that_fits_is_taken(draw):
+    deep, chain, short, plain = (
+        SpecConfig(*tree, CONTEXT, draft_sampling=draw)
+        for tree in ((5, 1, 6), (3, 1, 4), (1, 1, 2), PLAIN)
+    )
+    settings = Settings([deep, short, chain], None, [1])
+    fits = {room: settings.fit(deep, room) for room in (9, 6, 5, 4, 3, 2, 1)}
+    last = replace(plain, draft_sampling=False)
+    assert list(fits.values()) == [deep, deep, chain, chain, short, short, last]
+    assert settings.fit(short, 9) is short, "what was chosen is not made larger"
+    assert Settings([deep, plain], None, [1]).fit(deep, 1) is plain
+
+
+def test_decoders_of_other_settings_are_refused():
+    run = engine((5, 1, 6))
+    with pytest.raises(ValueError, match="config must be one of the engine's settings, got"):
+        run.decoder(replace(run.config, num_steps=2, num_draft_tokens=3))
+    assert len(run.decoders) == 1

@@ -1,0 +1,52 @@
+"""Text as it arrives: whole characters, and stop strings."""
+
+from __future__ import annotations
+
+import pytest
+
+from specattn.cli.text import decode
+from specattn.engine.detokenizer import TextStream
+from tests.cli.command import tokenizer
+
+
+def text_of(ids: list[int]) -> str:
+    return decode(tokenizer(), ids)
+
+
+@pytest.mark.parametrize("sizes", [[1], [2, 1], [5], [100]])
+def test_text_arrives_in_whole_characters(sizes):
+    text = "naïve 💥 日本語 x\u0301 " + "\N{FAMILY}" * 3 + " end"
+    prompt = tokenizer()("# prompt: é").input_ids
+    ids = tokenizer()(text).input_ids
+    assert len(ids) > len(text)  # some characters take several tokens
+    stream, pieces, at = TextStream(text_of, prompt), [], 0
+    while at < len(ids):
+        for size in sizes:
+            pieces.append(stream.feed(ids[at : at + size]))
+            at += size
+    pieces.append(stream.finish())
+    assert "".join(pieces) == stream.text == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_text_that_ends_inside_a_character():
+    ids = tokenizer()("ok 💥").input_ids
+    stream = TextStream(text_of, [])
+    shown = "".join(stream.feed([token]) for token in ids[:-1])
+    assert shown == "ok "
+    assert stream.finish() == text_of(ids[:-1])[3:]
+    assert stream.text == text_of(ids[:-1])
+
+
+def test_what_may_begin_a_stop_string_is_held_back():
+    ids = tokenizer()("one two three four").input_ids
+    stream = TextStream(text_of, [], ["two thirds", "four!", "three"])
+    pieces = [stream.feed([token]) for token in ids]
+    assert "".join(pieces) == stream.text == "one two "
+    assert stream.stopped
+    assert stream.finish() == ""
+    ended = TextStream(text_of, [], ["four!"])
+    shown = "".join(ended.feed([token]) for token in ids)
+    assert shown == "one two three "
+    assert ended.finish() == "four"
+    assert ended.text == "one two three four"

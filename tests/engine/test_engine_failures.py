@@ -1,0 +1,180 @@
+"""What fails costs nobody else a token, a row or a slot."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specattn.config import SpecConfig
+from specattn.engine.engine import Engine, Request
+from specattn.errors import CapacityError
+from specattn.speculative.host_buffers import Landing, PendingStep
+from specattn.speculative.sampling import SamplingParams
+from tests.tiny import TinyDraft, TinyTarget, dense_greedy
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PROMPTS = [[3, 14, 15, 9, 26, 5], [35, 2], [8, 9, 7, 9]]
+
+
+@pytest.fixture(scope="module")
+def models():
+    return TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
+
+
+def engine(models, rows=3, **options) -> Engine:
+    config = SpecConfig(3, 4, 9, max_context_len=96, max_num_reqs=rows)
+    return Engine(*models, config, backend="torch_native", buckets=(rows,), **options)
+
+
+def unharmed(run: Engine, rows: int = 3) -> None:
+    """Nothing is held, and a request that comes now is served."""
+    assert run.num_live == 0
+    assert run.table.num_free_rows == rows
+    run.table.check()
+    (out,) = run.generate([Request([35, 2], 9)])
+    assert out.tokens == dense_greedy(run.target.model, [35, 2], 9)
+
+
+def test_requests_that_come_together_come_all_or_not_at_all(models):
+    """The second shares the first one's prompt, so that it runs when the first one has; no row."""
+    run, shared = engine(models), list(range(1, 30))
+    run.add([Request(PROMPTS[0], 12), Request([7], 1)])
+    with pytest.raises(CapacityError, match="rows are taken"):
+        run.add([Request([*shared, more], 9) for more in (31, 32, 33)])
+    assert run.table.num_free_rows == 2
+    run.table.check()
+    result = run._live[0].result
+    while run.num_live:
+        run.step()
+    assert result.tokens == dense_greedy(models[0], PROMPTS[0], 12)
+    unharmed(run)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_prompts_that_are_interrupted_hold_nothing(models, monkeypatch, error):
+    run = engine(models)
+
+    def stop(*_args, **_options):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run.target.model, "forward", stop)
+        with pytest.raises(error):
+            run.add([Request(prompt, 9) for prompt in PROMPTS])
+    unharmed(run)
+
+
+@pytest.mark.parametrize("call", [1, 3, 4, 9])
+def test_texts_that_cannot_be_made_lose_no_tokens_in_silence(models, call):
+    """The step's other tokens are lost with the one that failed, so no request goes on."""
+    calls = []
+
+    def text(tokens):
+        calls.append(1)
+        if len(calls) == call:
+            raise RuntimeError("no such text")
+        return str(tokens)
+
+    run = engine(models, detokenize=text)
+    with pytest.raises(RuntimeError, match="no such text"):  # noqa: PT012
+        run.add([Request(prompt, 20, stop=("end",)) for prompt in PROMPTS])
+        while run.num_live:
+            run.step(ahead=True)
+    unharmed(run)
+
+
+def test_a_wait_that_is_interrupted_leaves_no_step_in_flight(models, monkeypatch):
+    run, waits, wait = engine(models), [], PendingStep.wait
+
+    def stop(pending):
+        waits.append(1)
+        if len(waits) == 3:
+            raise KeyboardInterrupt
+        return wait(pending)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PendingStep, "wait", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run.generate([Request(prompt, 30) for prompt in PROMPTS])
+    unharmed(run)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["waited", "ahead"])
+def test_a_launch_that_is_interrupted_loses_no_tokens_in_silence(models, monkeypatch, ahead):
+    """Lengths have advanced on the device by then: the next step would begin past those tokens."""
+    run, launches, launched = engine(models), [], Landing.launched
+    run.add([Request(prompt, 30) for prompt in PROMPTS])
+
+    def stop(landing):
+        launched(landing)
+        launches.append(1)
+        if len(launches) == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Landing, "launched", stop)
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            while run.num_live:
+                run.step(ahead=ahead)
+    unharmed(run)
+
+
+def test_a_wait_that_is_interrupted_again_lets_nobody_go_on(models, monkeypatch):
+    run, waits, wait = engine(models), [], PendingStep.wait
+    run.add([Request(prompt, 30) for prompt in PROMPTS])
+
+    def stop(pending):
+        waits.append(1)
+        if len(waits) > 2:
+            raise KeyboardInterrupt
+        return wait(pending)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PendingStep, "wait", stop)
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            while run.num_live:
+                run.step(ahead=True)
+    assert run.num_live == 0
+    assert run.table.num_free_rows == 3
+    run.clear()
+    unharmed(run)
+
+
+def test_a_bad_request_is_found_before_its_turn(models):
+    """It would wait for rows; what runs already goes on."""
+    run = engine(models, rows=2)
+    (before,) = run.add([Request(PROMPTS[0], 12)])
+    with pytest.raises(ValueError, match="prompt is empty"):
+        run.generate([*(Request(prompt, 5) for prompt in PROMPTS), Request([])])
+    assert run.num_live == 1
+    while run.num_live:
+        run.step()
+    assert before.tokens == dense_greedy(models[0], PROMPTS[0], 12)
+    unharmed(run, rows=2)
+
+
+def test_whoever_runs_already_is_finished_too_and_not_told_of(models):
+    run, told = engine(models), []
+    (before,) = run.add([Request(PROMPTS[0], 12)])
+    (out,) = run.generate([Request(PROMPTS[1], 5)], lambda at, new: told.append((at, new)))
+    assert before.tokens == dense_greedy(models[0], PROMPTS[0], 12)
+    assert [token for _, new in told for token in new] == out.tokens
+    assert {at for at, _ in told} == {0}
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (lambda: Request([5, 61]), r"prompt tokens must be 0\.\.60, got 5\.\.61"),
+        (lambda: Request([5, -1]), r"prompt tokens must be 0\.\.60, got -1\.\.5"),
+        (
+            lambda: Request([5], sampling=SamplingParams(1.0, top_k=2**31)),
+            "top_k must be 0 .* below 2.*31, got 2147483648",
+        ),
+    ],
+)
+def test_numbers_that_no_tensor_can_hold_are_refused(models, request_, message):
+    run = engine(models)
+    with pytest.raises(ValueError, match=message):
+        run.add([Request(PROMPTS[0]), request_()])
+    unharmed(run)

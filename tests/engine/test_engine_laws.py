@@ -1,0 +1,111 @@
+"""Whole steps emit exactly the target's law: the joint law of three tokens, against a product."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from specattn.config import SpecConfig
+from specattn.engine.engine import Engine, Request
+from specattn.kernels import ops
+from specattn.kernels.reference.sampling import DRAFT, target_probs
+from specattn.speculative import verify
+from specattn.speculative.sampling import SamplingParams
+from tests.speculative import laws
+from tests.speculative.laws import DEVICE, PROMPT, SETTINGS, TEMPERATURE, TOP_K
+
+# the samplers that must fail do so at 1e-60
+DRAWS = 1500
+
+
+@pytest.fixture(scope="module")
+def models():
+    return laws.make_models()
+
+
+@pytest.fixture(scope="module")
+def law(models) -> laws.Law:
+    return laws.joint_law(models[0], PROMPT)
+
+
+def p_value(models, config: SpecConfig, law: laws.Law, **options) -> float:
+    run = Engine(*models, config, buckets=[250], **options)
+    requests = [
+        Request(PROMPT, 3, SamplingParams(TEMPERATURE, TOP_K, seed=1000 + i)) for i in range(DRAWS)
+    ]
+    return laws.p_value(law, [tuple(result.tokens) for result in run.generate(requests)])
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_three_tokens_have_the_targets_joint_law(models, law, name):
+    assert p_value(models, SETTINGS[name], law) > 1e-3
+
+
+def test_settings_that_change_every_step_keep_the_law(models, law):
+    rng, others = random.Random(3), [SETTINGS["chain"], SETTINGS["plain"]]
+    options = {"configs": others, "policy": lambda observed: rng.choice(observed.settings)}
+    assert p_value(models, SETTINGS["tree"], law, **options) > 1e-3
+
+
+def test_a_biased_sampler_fails_the_same_test(models, law, monkeypatch):
+    """R19: one coin for both decisions is not the target's law, and the test sees it."""
+    monkeypatch.setattr(verify, "FINAL", verify.ACCEPT)
+    assert p_value(models, SETTINGS["tree"], law) < 1e-30
+
+
+def test_a_lenient_rejection_fails_the_same_test(models, law, monkeypatch):
+    """Accepting every draft the target could have drawn is not the target's law."""
+    laws.accept_every_draft(monkeypatch)
+    assert p_value(models, SETTINGS["rejection"], law) < 1e-30
+
+
+def test_greedy_requests_stay_greedy_under_rejection(models):
+    plain, sampled = (
+        Engine(*models, SETTINGS[name], buckets=[3]).generate(
+            [Request(PROMPT, 25), Request([5], 25), Request([1, 2], 25, SamplingParams(1.0))]
+        )
+        for name in ("plain", "rejection")
+    )
+    for a, b in zip(plain[:2], sampled[:2], strict=True):
+        assert a.tokens == b.tokens
+    assert max(n for r in sampled for n in r.accept_lens) > 1
+
+
+def test_the_law_is_that_of_target_probs():
+    """The dense law above and the library's distribution agree on truncation and temperature."""
+    logits = torch.randn(5, 61)
+    probs = target_probs(
+        logits, torch.tensor([TEMPERATURE]), torch.tensor([TOP_K], dtype=torch.int32), None, 5
+    )
+    for row, got in zip(logits, probs, strict=True):
+        kept = row.topk(TOP_K)
+        want = torch.zeros(61).scatter(0, kept.indices, torch.softmax(kept.values / TEMPERATURE, 0))
+        torch.testing.assert_close(got, want)
+
+
+def test_every_draft_token_of_a_step_is_drawn_with_a_coin_of_its_own(models, monkeypatch):
+    """By the position of the token before it: the last step's accepted ones are behind."""
+    sampling, used = ops("sampling", torch.device(DEVICE)), []
+    honest = sampling.uniform
+
+    def noted(seeds, positions, draw):
+        if draw == DRAFT:
+            used.append(positions.flatten().tolist())
+        return honest(seeds, positions, draw)
+
+    monkeypatch.setattr(sampling, "uniform", noted)
+    config = SpecConfig(3, 1, 4, 64, 1, draft_sampling=True)
+    run = Engine(*models, config, buckets=[1], graphs=False)
+    run.decoder(config).capture(sampled=True)
+    used.clear()
+    run.add([Request(PROMPT, 30, SamplingParams(TEMPERATURE, seed=2))])
+    (live,) = run._live
+    assert used == [[len(PROMPT)]]
+    while run.num_live:
+        before = live.length
+        used.clear()
+        run.step()
+        assert used == [[before + 1], [before + 2], [live.length]]
+    assert len(set(live.result.accept_lens)) > 1

@@ -1,0 +1,69 @@
+"""When an engine captures the steps of requests that draw."""
+
+from __future__ import annotations
+
+import pytest
+
+from specattn.config import SpecConfig
+from specattn.cuda_graph import GraphRunner
+from specattn.engine.engine import Engine, Request
+from specattn.speculative.sampling import SamplingParams
+from tests.tiny import TinyDraft, TinyTarget
+from tests.worlds import DEVICE
+
+CONFIGS = [SpecConfig(*tree, 32, 2) for tree in ((3, 1, 4), (2, 2, 5))]
+REQUESTS = [Request([3, 1, 4], 12, SamplingParams(0.8, seed=2)), Request([35], 9)]
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """The parts that were captured, in their order."""
+    parts, capture = [], GraphRunner.capture
+    monkeypatch.setattr(
+        GraphRunner,
+        "capture",
+        lambda runner, part: (parts.append(part.value), capture(runner, part))[1],
+    )
+    return parts
+
+
+def engine(**options) -> Engine:
+    models = TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
+    return Engine(
+        *models,
+        CONFIGS[0],
+        configs=CONFIGS[1:],
+        buckets=(1, 2),
+        policy=lambda observed: observed.settings[-1],
+        **options,
+    )
+
+
+def test_a_sampled_engine_captures_nothing_when_requests_come(captures):
+    run = engine(sampled=True)
+    assert captures == ["step", "step (sampled)"] * 2
+    for reports in run.graphs().values():
+        assert [(one.part, one.bucket) for one in reports] == [
+            (part, bucket) for part in ("step", "step (sampled)") for bucket in (2, 1)
+        ]
+    out = run.generate(REQUESTS)
+    assert len(captures) == 4
+    late = engine()
+    assert captures[4:] == ["step"] * 2
+    assert [one.tokens for one in late.generate(REQUESTS)] == [one.tokens for one in out]
+    assert captures[6:] == ["step (sampled)"] * 2, "the first request that draws has them captured"
+
+
+def test_greedy_requests_capture_nothing_for_others(captures):
+    engine().generate([Request([3, 1, 4], 12)])
+    assert captures == ["step"] * 2
+
+
+@pytest.mark.parametrize("drawing", [False, True])
+def test_plain_decoding_at_a_contexts_end_is_captured_as_the_others_are(captures, drawing):
+    run = engine(sampled=True)
+    (request, _), had = REQUESTS, len(captures)
+    sampling = request.sampling if drawing else SamplingParams()
+    (out,) = run.generate([Request(request.prompt, 99, sampling)])
+    assert out.finish_reason == "context"
+    assert captures[had:] == ["step", "step (sampled)"]

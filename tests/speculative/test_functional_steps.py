@@ -1,0 +1,108 @@
+"""`Prefill` and `SpecDecoder` by themselves, over rows that are reserved whole."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+
+import pytest
+import torch
+
+from specattn.batch import SpecBatch
+from specattn.cache.kv_pool import KVPool
+from specattn.cache.slot_table import SlotTable
+from specattn.config import SpecConfig
+from specattn.engine.engine import Engine, Request
+from specattn.speculative import verify
+from specattn.speculative.decoder import ModelSlot, SpecDecoder
+from specattn.speculative.prefill import Prefill, Prompt
+from specattn.speculative.sampling import SamplingBatch, SamplingParams
+from tests.tiny import TinyDraft, TinyTarget
+from tests.worlds import DEVICE
+
+PROMPTS = [[3, 1, 4], [35]]
+PARAMS = [SamplingParams(), SamplingParams(1.0, seed=4)]
+CONTEXT, NEW = 48, 9
+
+
+class Loop:
+    """A table, two pools, and what runs prompts and steps over them."""
+
+    def __init__(self, config: SpecConfig) -> None:
+        slots = 1 + 2 * CONTEXT
+        self.config = config
+        self.table = SlotTable(
+            max_num_reqs=2, max_context_len=CONTEXT, num_slots=slots, device=DEVICE
+        )
+        self.rows = [self.table.allocate() for _ in PROMPTS]
+        self.table.reserve(self.rows, [CONTEXT] * 2)
+        self.slots = [
+            ModelSlot.of(model, KVPool(model.layers, slots, DEVICE), "torch_native")
+            for model in (TinyTarget(device=DEVICE), TinyDraft(device=DEVICE))
+        ]
+        self.prefill = Prefill(*self.slots, self.table.req_to_token, config)
+
+    def texts(self) -> list[list[int]]:
+        """Continue the prompts."""
+        sampling = SamplingBatch.of(PARAMS, DEVICE)
+        decoder = SpecDecoder(*self.slots, self.config, self.table.req_to_token, buckets=[2])
+        start = self.prefill.run(list(map(Prompt, self.rows, PROMPTS)), sampling)
+        bonus, state, lens = start.bonus_tokens, start.state, list(map(len, PROMPTS))
+        texts = [[token] for token in bonus.tolist()]
+        while min(map(len, texts)) < NEW:
+            on_host = torch.tensor(lens, dtype=torch.int32)
+            batch = SpecBatch(
+                torch.tensor(self.rows, device=DEVICE), on_host.to(DEVICE), on_host, bonus
+            )
+            out = decoder.step(batch, state, sampling)
+            bonus, state = out.accepted.bonus_tokens, out.state
+            for at, count in enumerate(out.accepted.accept_lens.tolist()):
+                texts[at] += out.accepted.accept_tokens[at, :count].tolist()
+                lens[at] += count
+        return [text[:NEW] for text in texts]
+
+
+@pytest.mark.parametrize("kernels", ["specattn.kernels.reference", "specattn.kernels"])
+def test_plain_decoding_rejects_nothing_where_drafts_would_be_drawn(monkeypatch, kernels):
+    """By the Triton kernels, too, which have no law to look at then."""
+    wanted = Engine(
+        TinyTarget(device=DEVICE), None, SpecConfig(0, 1, 1, CONTEXT, 2), backend="torch_native"
+    ).generate([Request(p, NEW, s) for p, s in zip(PROMPTS, PARAMS, strict=True)])
+    monkeypatch.setattr(
+        verify, "ops", lambda name, device: importlib.import_module(f"{kernels}.{name}")
+    )
+    loop = Loop(SpecConfig(0, 1, 1, CONTEXT, 2, draft_sampling=True))
+    assert loop.texts() == [result.tokens for result in wanted]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ([], "prompts must be at least one, got none"),
+        ([{"tokens": []}, {}], r"a prompt's tokens must be 1\.\.48, got 0"),
+        ([{"tokens": [1] * 49}, {}], r"a prompt's tokens must be 1\.\.48, got 49"),
+        ([{"cached": 3}, {}], r"cached must be 0\.\.2, so that one of 3 tokens is left .* got 3"),
+        ([{}, {"cached": -1}], r"cached must be 0\.\.0, .* got -1"),
+        ([{"row": -1}, {}], r"a prompt's row must be 0\.\.2, got -1"),
+        ([{}, {"row": 3}], r"a prompt's row must be 0\.\.2, got 3"),
+        ([{}], r"sampling.temperature must be \[1\] .* got \[2\]"),
+    ],
+)
+@pytest.mark.parametrize("tree", [(0, 1, 1), (3, 4, 9)], ids=["plain", "tree"])
+def test_prompts_that_give_no_first_token_are_refused(tree, change, message):
+    """A wholly cached one was given token 0, and the next one its proposals; others work later."""
+    loop = Loop(SpecConfig(*tree, CONTEXT, 2))
+    wanted = loop.texts()
+    good = map(Prompt, loop.rows, PROMPTS)
+    bad = [replace(prompt, **fields) for prompt, fields in zip(good, change, strict=False)]
+    before = len(loop.slots[0].model.calls)
+    with pytest.raises(ValueError, match=message):
+        loop.prefill.run(bad, SamplingBatch.of(PARAMS, DEVICE))
+    assert len(loop.slots[0].model.calls) == before, "nothing has run"
+    assert loop.texts() == wanted
+
+
+def test_prompts_cannot_be_run_by_no_tokens_at_a_time():
+    prefill = Loop(SpecConfig(0, 1, 1, CONTEXT, 2)).prefill
+    with pytest.raises(ValueError, match="chunk must be at least 1, got 0"):
+        replace(prefill, chunk=0)

@@ -1,0 +1,213 @@
+"""Steps in flight: each tells its own rows' tokens, whatever the host does before it has run."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from specattn.config import SpecConfig
+from specattn.engine.engine import Engine, Request
+from specattn.speculative.host_buffers import Landing
+from tests.speculative.stepping import PROMPTS, admitted, engine, hold_up, told_of_itself
+from tests.tiny import TinyDraft, TinyTarget, dense_greedy
+from tests.worlds import BACKENDS, DEVICE
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_may_be_read_a_step_late(backend):
+    run, late = engine((3, 4, 9), backend), engine((3, 4, 9), backend)
+    for one in (run, late):
+        admitted(one)
+    rows = [live.row for live in run._live]
+    assert rows == [live.row for live in late._live]
+    decoder, other = run.decoder(run.config), late.decoder(late.config)
+    wanted = [decoder.step(rows) for _ in range(6)]
+    found, pending = [], [other.step_async(rows)]
+    for _ in range(5):
+        pending.append(other.step_async(rows))
+        with pytest.raises(ValueError, match="2 steps are in flight"):
+            other.step_async(rows)
+        found.append(pending.pop(0).wait())
+    assert [*found, pending[0].wait()] == wanted
+    assert pending[0].wait() == wanted[-1], "waiting twice tells the same"
+
+
+@pytest.mark.parametrize("tbo", [False, True], ids=["whole", "tbo"])
+@pytest.mark.parametrize("cudagraph", ["full", "piecewise"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_steps_in_flight_are_of_their_own_rows(backend, cudagraph, tbo):
+    """The host names the next step's rows while the last one has yet to read its own."""
+    run, late = (
+        engine((3, 4, 9), backend, buckets=(2, 4, 5), cudagraph=cudagraph, tbo=tbo)
+        for _ in range(2)
+    )
+    rows, rng = admitted(run), random.Random(3)
+    assert rows == admitted(late)
+    parts = [rng.sample(rows, rng.randint(1, 5)) for _ in range(12)]
+    wanted = [run.decoder(run.config).step(part) for part in parts]
+    decoder, found, early = late.decoder(late.config), [], 0
+    before = decoder.step_async(parts[0])
+    for part in parts[1:]:
+        hold_up()
+        pending = decoder.step_async(part)
+        early += not pending.ready
+        found.append(before.wait())
+        before = pending
+    assert [*found, before.wait()] == wanted
+    if DEVICE.type == "cuda" and backend == "triton":
+        assert early == len(parts) - 1, "the host was never ahead"
+
+
+@pytest.mark.parametrize("tbo", [False, True], ids=["whole", "tbo"])
+@pytest.mark.parametrize("cudagraph", ["full", "piecewise"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_are_their_own_steps_after_a_late_capture(backend, cudagraph, tbo):
+    """What warms a capture up takes turns of the ring, while a step is in flight."""
+    run = engine((3, 4, 9), backend, cudagraph=cudagraph, tbo=tbo)
+    rows, decoder = admitted(run), run.decoder(run.config)
+    for _ in range(3):
+        told_of_itself(run, decoder, rows)
+    before = run.states.seq_lens[rows].tolist()
+    hold_up()
+    pending = decoder.step_async(rows)
+    decoder.capture(sampled=True)
+    after = run.states.seq_lens[rows].tolist()
+    assert [len(new) for new in pending.wait()] == [
+        b - a for a, b in zip(before, after, strict=True)
+    ]
+    for part in (rows, rows[:2], rows[1:]):
+        told_of_itself(run, decoder, part)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_are_their_own_steps_after_an_interrupt(monkeypatch, backend):
+    """Between a launch and its note the ring has moved on, and the host has not."""
+    run = engine((3, 4, 9), backend)
+    rows, decoder = admitted(run), run.decoder(run.config)
+    told_of_itself(run, decoder, rows)
+    for parts in ((rows[:2], rows[1:], rows), (rows, rows[1:])):  # in either turn
+        before = run.states.seq_lens[rows]
+        with monkeypatch.context() as patch:
+            patch.setattr(Landing, "launched", interrupt)
+            hold_up()
+            with pytest.raises(KeyboardInterrupt):
+                decoder.step_async(rows)
+        # the interrupted step has its own rows, whatever the next one's are
+        gained = decoder.step(rows[:2])
+        grown = run.states.seq_lens[rows] - before
+        assert (grown > 0).all()
+        assert (grown[:2].cpu() > torch.tensor([len(new) for new in gained])).all()
+        for part in parts:
+            told_of_itself(run, decoder, part)
+
+
+def test_a_step_that_is_noted_is_the_last_one_of_its_turn(monkeypatch):
+    """An interrupt that comes when a step has been noted costs its tokens, not the decoder."""
+    run = engine((3, 4, 9))
+    rows, decoder = admitted(run), run.decoder(run.config)
+
+    def noting(landing, name, value):
+        object.__setattr__(landing, name, value)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Landing, "__setattr__", noting)
+        with pytest.raises(KeyboardInterrupt):
+            decoder.step_async(rows)
+    assert len(decoder._turns.in_flight) == 1
+    for part in (rows, rows[:2]):
+        told_of_itself(run, decoder, part)
+
+
+def test_rows_that_were_checked_stay_what_they_were():
+    run = engine((3, 4, 9))
+    rows, decoder = admitted(run), run.decoder(run.config)
+    given = list(rows)
+    pending = decoder.step_async(given)
+    given[1] = given[0]
+    assert pending.rows == tuple(rows)
+    assert all(pending.wait())
+    with pytest.raises(ValueError, match="rows must be distinct"):
+        decoder.step(given)
+    with pytest.raises(ValueError, match="rows must be whole numbers"):
+        decoder.step([1.0])
+    told_of_itself(run, decoder, rows)
+
+
+def interrupt(_landing) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_engine_a_step_ahead_gives_the_same(ahead):
+    """Requests that end, join and reach their context's end while a step is in flight."""
+    run = engine((3, 4, 9), buckets=(5,))
+    new, results = [12, 80, 5, 33, 99, 7], []
+    waiting = [Request(p, n) for p, n in zip([*PROMPTS, [9, 9]], new, strict=True)]
+    results += run.add([waiting.pop(0), waiting.pop(0)])
+    while run.num_live:
+        run.step(ahead=ahead)
+        if waiting and run.num_live < 4:
+            results += run.add([waiting.pop(0)])
+    assert run.table.num_free_rows == 5
+    run.clear()
+    run.table.check()
+    for result, prompt, count in zip(results, [*PROMPTS, [9, 9]], new, strict=True):
+        assert result.finish_reason == ("length" if count < 90 else "context")
+        assert result.tokens == dense_greedy(run.target.model, prompt, len(result.tokens))
+        assert sum(result.accept_lens) >= len(result.tokens) - 1
+
+
+@pytest.mark.parametrize("tbo", [False, True])
+@pytest.mark.parametrize("cudagraph", ["full", "piecewise"])
+def test_a_late_capture_writes_to_nobodys_slots(cudagraph, tbo):
+    """Slots of the last step may be another request's by then, and states are not the capture's."""
+    run = engine((3, 4, 9), cudagraph=cudagraph, tbo=tbo)
+    rows, decoder = admitted(run), run.decoder(run.config)
+    pools = [pool for slot in (run.target, run.draft) for pool in (slot.pool.k, slot.pool.v)]
+
+    def again():  # as after a capture that failed
+        for part in decoder.modes:
+            decoder.runner.capture(part)
+
+    for capture in (lambda: decoder.capture(sampled=True), again):
+        assert all(decoder.step(rows)), "the ring still held padding"
+        for pool in pools:
+            pool[:, 1:] = 7.0
+        states = {name: value.clone() for name, value in run.states.tensors().items()}
+        capture()
+        assert all(bool((pool[:, 1:] == 7).all()) for pool in pools)
+        for name, before in states.items():
+            assert torch.equal(getattr(run.states, name), before), name
+
+
+@pytest.mark.parametrize("tree", [(3, 1, 4), (3, 4, 9)], ids=["chain", "tree"])
+def test_a_step_ahead_has_room_for_all_that_the_one_before_it_may_gain(tree):
+    """To the last slot and to the context's end: no step is sat out for want of a slot."""
+    models = TinyTarget(device=DEVICE, sharp=6.0), TinyDraft(device=DEVICE, sharp=6.0, noise=0.1)
+    config = SpecConfig(*tree, 40, 1)
+    for slots in (28, 41):
+        run = Engine(*models, config, backend="torch_native", num_slots=slots)
+        (result,) = run.add([Request([3, 14, 15], 99 if slots == 41 else 16)])
+        while run.num_live:
+            run.step(ahead=True)
+        assert sum(result.accept_lens[:4]) > 3 * 4, "nearly all is accepted"
+        assert min(result.accept_lens) > 0
+
+
+@pytest.mark.parametrize("new", [2, 3, 9])
+def test_who_joins_while_a_step_is_in_flight_steps_with_the_others(new):
+    """Also one that needs a single token more, which a step in flight would bring others."""
+    run = engine((3, 4, 9))
+    run.add([Request(PROMPTS[0], 80)])
+    run.step(ahead=True)
+    (late,) = run.add([Request(PROMPTS[1], new)])
+    steps = 0
+    while not late.finish_reason:
+        run.step(ahead=True)
+        steps += 1
+    assert steps <= new + 1
+    assert run.num_live == 1
+    assert late.tokens == dense_greedy(run.target.model, PROMPTS[1], new)
