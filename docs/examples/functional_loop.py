@@ -15,15 +15,16 @@ import torch
 from specattn import (
     KVPool,
     ModelSlot,
+    Prefill,
+    Prompt,
     SamplingBatch,
     SamplingParams,
     SlotTable,
-    SpecBatch,
     SpecConfig,
-    SpecDecoder,
 )
+from specattn.batch import SpecBatch
 from specattn.models import HFTarget, load_draft
-from specattn.speculative.prefill import Prefill, Prompt
+from specattn.speculative.decoder import SpecDecoder
 
 PAIR = files("specattn") / "pair"
 PROMPTS = ["def read_config(path):", "class Point:\n    def __init__(self, x, y):"]

@@ -17,16 +17,17 @@ from specattn import (
     ExternalTable,
     KVPool,
     ModelSlot,
+    Prefill,
+    Prompt,
     RequestStates,
     SamplingBatch,
     SamplingParams,
     SpecConfig,
     StateDims,
     StepDecoder,
-    as_slots,
 )
+from specattn.cache.external import as_slots
 from specattn.models import HFTarget, load_draft
-from specattn.speculative.prefill import Prefill, Prompt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,6 +15,8 @@ import torch
 from specattn import (
     KVPool,
     ModelSlot,
+    Prefill,
+    Prompt,
     RequestStates,
     SamplingBatch,
     SamplingParams,
@@ -24,7 +26,6 @@ from specattn import (
     StepDecoder,
 )
 from specattn.models import HFTarget, load_draft
-from specattn.speculative.prefill import Prefill, Prompt
 
 PAIR = files("specattn") / "pair"
 PROMPTS = ["def read_config(path):", "class Point:\n    def __init__(self, x, y):"]

@@ -12,11 +12,15 @@ from the project's root, after `pip install .` there; with only the dependencies
 from __future__ import annotations
 
 from importlib.resources import files
+from typing import TYPE_CHECKING
 
 import torch
 
-from specattn import Engine, Observed, Request, SpecConfig
+from specattn import Engine, Request, SpecConfig
 from specattn.models import HFTarget, load_draft
+
+if TYPE_CHECKING:
+    from specattn.engine.policy import Observed
 
 PAIR = files("specattn") / "pair"
 PROMPTS = ["def read_config(path):", "class Point:\n    def __init__(self, x, y):", "import os\n"]

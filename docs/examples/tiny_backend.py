@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from specattn import AttnPlan, Capabilities, CsrPlan, UnsupportedError
+from specattn.backends.base import Capabilities
+from specattn.errors import UnsupportedError
+from specattn.plan import AttnPlan, CsrPlan
 
 
 class TinyBackend:

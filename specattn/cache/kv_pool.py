@@ -104,7 +104,7 @@ class KVPool(Settable):
         k : Tensor or sequence of Tensor
             ``[num_slots, num_kv_heads, head_dim]`` per layer, or one tensor of all layers, layers
             first. Any strides with a dense last axis, the same in all layers, which may lie
-            anywhere on the device. `specattn.as_slots` gives such a view of pages.
+            anywhere on the device. `as_slots` gives such a view of pages.
         v : Tensor or sequence of Tensor, optional
             The same with ``v_head_dim``, and strides of its own; none with ``latent`` layers.
         scales : sequence of KVScales, optional

@@ -5,12 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specattn import (
-    KVPool,
-    as_slots,
-    block_stride,
-)
+from specattn import KVPool
 from specattn.batch import AcceptResult
+from specattn.cache.external import as_slots, block_stride
 from specattn.config import FLOAT8, AttnConfig, KVScales
 from specattn.kernels import ops
 from tests.caches import HEADS, LAYOUTS, MAKES, PAGE, PAGES, layout_of, scattered

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from specattn import (
-    CaptureMismatch,
     ExternalTable,
     KVPool,
     ModelSlot,
@@ -23,6 +22,7 @@ from specattn import (
 from specattn.backends.layers import LayeredBackend
 from specattn.batch import ForwardMode
 from specattn.config import AttnConfig
+from specattn.errors import CaptureMismatch
 from specattn.plan import AttnInputs, AttnPlan, ExtendPlan
 from specattn.speculative.prefill import Prefill, Prompt
 from tests.caches import LAYOUTS, MAKES, PAGE, Layout, layout_of, scattered

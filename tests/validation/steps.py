@@ -11,8 +11,9 @@ from typing import ClassVar
 
 import torch
 
-from specattn import AttnConfig, DraftState, ForwardMode, SamplingBatch, SamplingParams, SpecBatch
+from specattn import AttnConfig, SamplingBatch, SamplingParams
 from specattn.backends.torch_native import TorchNativeBackend
+from specattn.batch import DraftState, ForwardMode, SpecBatch
 from tests.worlds import DEVICE, inputs, world
 
 LENS = [5, 17]

@@ -10,20 +10,20 @@ import torch
 from specattn import (
     AttnConfig,
     Engine,
-    ForwardMode,
-    GraphRunner,
     KVPool,
     Request,
     SamplingBatch,
     SamplingParams,
     SlotTable,
     SpecConfig,
-    SpecDecoder,
-    TboBackend,
-    TreeError,
     interop,
 )
+from specattn.backends.tbo import TboBackend
 from specattn.backends.torch_native import TorchNativeBackend
+from specattn.batch import ForwardMode
+from specattn.cuda_graph import GraphRunner
+from specattn.errors import TreeError
+from specattn.speculative.decoder import SpecDecoder
 from tests.tiny import TinyDraft, TinyTarget
 from tests.validation.steps import HEADS, LENS, PADDED, Failing, i32, ints, same, state_of
 from tests.worlds import DEVICE, inputs

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from specattn import CaptureMismatch, ForwardMode, NotCapturedError
+from specattn.batch import ForwardMode
+from specattn.errors import CaptureMismatch, NotCapturedError
 from tests.validation.steps import Failing, same
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specattn import Engine, Request, SpecConfig, TreeError
+from specattn import Engine, Request, SpecConfig
+from specattn.errors import TreeError
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 from tests.validation.steps import LENS, Failing, i32, same, step_of
 from tests.worlds import DEVICE

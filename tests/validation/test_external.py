@@ -7,16 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specattn import (
-    AttnConfig,
-    ExternalTable,
-    KVPool,
-    KVScales,
-    RequestStates,
-    StateDims,
-    StepDecoder,
-    as_slots,
-)
+from specattn import AttnConfig, ExternalTable, KVPool, RequestStates, StateDims, StepDecoder
+from specattn.cache.external import as_slots
+from specattn.config import KVScales
 from tests.cache.test_external_steps import host
 from tests.worlds import DEVICE
 

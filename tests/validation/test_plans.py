@@ -7,17 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specattn import (
-    AttnPlan,
-    CsrPlan,
-    ExtendPlan,
-    ForwardMode,
-    KVPool,
-    LayeredBackend,
-    MultiStepDraftBackend,
-)
-from specattn.batch import AcceptResult
-from specattn.plan import AttnInputs
+from specattn import KVPool
+from specattn.backends.layers import LayeredBackend
+from specattn.backends.multi_step import MultiStepDraftBackend
+from specattn.batch import AcceptResult, ForwardMode
+from specattn.plan import AttnInputs, AttnPlan, CsrPlan, ExtendPlan
 from tests.validation.steps import HEADS, Failing, i32, ints
 from tests.worlds import CONFIG, DEVICE, world
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specattn import CapacityError, Engine, Request, SlotTable, SpecConfig
+from specattn import Engine, Request, SlotTable, SpecConfig
+from specattn.errors import CapacityError
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 from tests.validation.steps import Failing, same
 from tests.worlds import DEVICE
