@@ -16,7 +16,6 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import KernelInterface
 
-from specattn.kernels import early_launch
 from specattn.kernels.tile_config import DeviceLimits
 
 if TYPE_CHECKING:
@@ -119,7 +118,7 @@ def compile_case(target: int, name: str, case: Callable[[], None]) -> Iterator[C
 
     driver.set_active(OfflineDriver(target))
     limits = mock.patch.object(DeviceLimits, "of", return_value=LIMITS[target])
-    early = mock.patch.object(early_launch, "starts_early", return_value=launches_early())
+    early = mock.patch("specattn.kernels.launch.supports_pdl", return_value=launches_early())
     with limits, early, mock.patch.object(KernelInterface, "__getitem__", launch):
         case()
     yield from made.values()

@@ -33,7 +33,7 @@ from bench.suite.machine import machine
 from bench.suite.seams import DEVICE
 from specattn.config import SpecConfig
 from specattn.cuda_graph.recorder import Recorder
-from specattn.kernels.early_launch import enter, launch_options
+from specattn.kernels.launch import enter, launch_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -1,34 +1,60 @@
-"""Device operations: each one a Triton kernel here and a torch twin in `kernels.reference`."""
+"""Device operations, a package each: Triton kernels on CUDA, torch functions elsewhere.
+
+``kernels/<op>/__init__`` holds the functions to call: each checks its arguments once and calls
+the implementation for their device. ``triton`` and ``gluon`` launch kernels; ``naive`` computes the
+same in torch, on any device.
+"""
 
 from __future__ import annotations
 
 import importlib
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import ModuleType
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
-def ops(name: str, device: torch.device) -> ModuleType:
-    """Return the module that runs operation ``name`` on ``device``.
 
-    The Triton kernels on CUDA, their torch twins (same functions, same signatures) elsewhere
-    and where Triton is not installed.
+def implementation(naive: Callable[P, T], device: torch.device) -> Callable[P, T]:
+    """Return the function of ``naive``'s name that runs on ``device``.
+
+    That is the one in the module ``triton`` beside ``naive``'s own where `uses_triton` says so,
+    and ``naive`` elsewhere. Both take the same arguments.
+
+    Parameters
+    ----------
+    naive : callable
+        A function of a module ``specattn.kernels.<op>.naive``.
+    device : torch.device
+        Where its tensors are.
 
     Raises
     ------
     ValueError
-        If it is Triton's to launch and ``device`` is not this thread's current one; see
-        `check_current`.
+        As `check_current` does, if Triton is to launch.
     """
-    compiled = device.type == "cuda" and find_spec("triton") is not None
-    if compiled:
-        check_current(device)
-    return _module(name, compiled)
+    return _triton_of(naive) if uses_triton(device) else naive
+
+
+def uses_triton(device: torch.device) -> bool:
+    """Whether Triton kernels run on ``device``: a CUDA device, with Triton installed.
+
+    Raises
+    ------
+    ValueError
+        As `check_current` does.
+    """
+    if device.type != "cuda" or not _triton_is_installed():
+        return False
+    check_current(device)
+    return True
 
 
 def check_current(device: torch.device) -> None:
@@ -42,6 +68,23 @@ def check_current(device: torch.device) -> None:
             f"{device} must be the current device, which is cuda:{torch.cuda.current_device()}: "
             f"call torch.cuda.set_device({device.index}) first"
         )
+
+
+@cache
+def _triton_is_installed() -> bool:
+    return find_spec("triton") is not None
+
+
+@cache
+def _triton_of(naive: Callable[..., Any]) -> Callable[..., Any]:
+    module = importlib.import_module(naive.__module__.removesuffix("naive") + "triton")
+    function: Callable[..., Any] = getattr(module, naive.__name__)
+    return function
+
+
+def ops(name: str, device: torch.device) -> ModuleType:
+    """Return the module that runs operation ``name`` on ``device``; on its way out."""
+    return _module(name, uses_triton(device))
 
 
 @cache

@@ -11,8 +11,8 @@ from specattn.kernels.accept_kernel import (
     accept_rejection_kernel,
     accept_sampled_kernel,
 )
-from specattn.kernels.dense import require_dense
-from specattn.kernels.early_launch import launch_options
+from specattn.kernels.checks import require_dense
+from specattn.kernels.launch import launch_options
 from specattn.kernels.residual import vocab_tiles
 
 

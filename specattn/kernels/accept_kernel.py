@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specattn.kernels.early_launch import enter
+from specattn.kernels.launch import enter
 from specattn.kernels.residual import draw
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from specattn.kernels.early_launch import enter, launch_options
 from specattn.kernels.glue import sum_parts
+from specattn.kernels.launch import enter, launch_options
 
 if TYPE_CHECKING:
     import torch

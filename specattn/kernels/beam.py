@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from specattn.kernels.dense import require_dense
-from specattn.kernels.early_launch import enter, launch_options
+from specattn.kernels.checks import require_dense
+from specattn.kernels.launch import enter, launch_options
 from specattn.kernels.reference.beam import candidate_offset, check_beams
 
 if TYPE_CHECKING:

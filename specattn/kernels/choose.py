@@ -8,10 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from specattn.kernels.beam import score_key
-from specattn.kernels.dense import require_dense
-from specattn.kernels.early_launch import enter, launch_options
+from specattn.kernels.checks import require_dense
+from specattn.kernels.launch import enter, launch_options, programs_per_row
 from specattn.kernels.reference.choose import check_topk
-from specattn.kernels.spread import programs_per_row
 
 # tokens that a program compares at a time
 ARGMAX_BLOCK = 2048

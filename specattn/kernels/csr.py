@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from specattn.kernels.dense import require_dense
-from specattn.kernels.spread import programs_per_row
+from specattn.kernels.checks import require_dense
+from specattn.kernels.launch import programs_per_row
 
 if TYPE_CHECKING:
     from torch import Tensor

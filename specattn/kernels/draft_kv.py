@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from specattn.kernels.dense import require_dense
+from specattn.kernels.checks import require_dense
+from specattn.kernels.launch import programs_per_row
 from specattn.kernels.reference.draft_kv import check_lists, draft_kv_width
-from specattn.kernels.spread import programs_per_row
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,7 +4,7 @@ Every kernel reads a product as ``parts [S, T, N]`` that add up to it: one part 
 or several in float32 from a product split along its inner dimension, whose sum costs no launch of
 its own. Sums, norms and rotations are in float32 and rounded once.
 
-On Hopper these are programmatic dependent launches (see `early_launch`): before a kernel waits, it
+On Hopper these are programmatic dependent launches (see `launch`): before a kernel waits, it
 loads the weights of its norm.
 """
 
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from specattn.kernels.early_launch import enter, launch_options
 from specattn.kernels.kv_store import _as_stored
+from specattn.kernels.launch import enter, launch_options
 
 if TYPE_CHECKING:
     import torch

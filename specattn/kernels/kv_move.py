@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specattn.kernels.early_launch import enter, launch_options
+from specattn.kernels.launch import enter, launch_options
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from specattn.kernels.spread import programs_per_row
+from specattn.kernels.launch import programs_per_row
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,14 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specattn.kernels.checks import require_dense
 from specattn.kernels.choose import finite, load_scores, ranked, require_rows
 from specattn.kernels.cut import cut_kernel
-from specattn.kernels.dense import require_dense
+from specattn.kernels.launch import programs_per_row
 from specattn.kernels.narrow import count_kernel, gather_kernel
 from specattn.kernels.reference.sampling import ACCEPT, DRAFT, FINAL
 from specattn.kernels.residual import invert, vocab_tiles
 from specattn.kernels.rules import merge_parts, sharpness_of
-from specattn.kernels.spread import programs_per_row
 
 __all__ = ["ACCEPT", "DRAFT", "FINAL", "draw_tokens", "path_coins", "target_probs", "uniform"]
 

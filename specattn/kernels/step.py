@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from specattn.kernels.dense import require_dense
-from specattn.kernels.early_launch import enter, launch_options
+from specattn.kernels.checks import require_dense
+from specattn.kernels.launch import enter, launch_options
 from specattn.kernels.reference.step import as_columns, check_begin, check_end, check_path
 
 if TYPE_CHECKING:

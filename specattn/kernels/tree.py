@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from specattn.kernels.beam import score_key
-from specattn.kernels.dense import require_dense
-from specattn.kernels.early_launch import enter, launch_options
+from specattn.kernels.checks import require_dense
+from specattn.kernels.launch import enter, launch_options
 from specattn.kernels.reference import tree as twin
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from specattn.kernels.early_launch import enter, launch_options
+from specattn.kernels.launch import enter, launch_options
 from specattn.kernels.reference.window import check_window
 
 if TYPE_CHECKING:

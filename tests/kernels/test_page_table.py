@@ -66,7 +66,7 @@ def test_page_table_is_prefix_then_tail_from_the_window_on(
 
 def test_one_program_may_walk_a_whole_row(monkeypatch):
     """With more rows than programs to share, every kernel that spreads rows loops over blocks."""
-    monkeypatch.setattr("specattn.kernels.spread.PROGRAMS", 1)
+    monkeypatch.setattr("specattn.kernels.launch.PROGRAMS", 1)
     lens, tail, max_len = [2500, 0], 3, 3000
     rows, table, _, tail_slots = slot_lists(random.Random(0), lens, tail, max_len)
     rows, lens = torch.tensor(rows, device=DEVICE), torch.tensor(lens, **INT)
@@ -111,7 +111,7 @@ def test_one_program_may_walk_a_whole_row(monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_become_slots(kind, lens, context, blocks, page, apart, programs, monkeypatch):
     """Of rows in any order, up to each length; lines of row 0, and what is past a length, stay."""
-    monkeypatch.setattr("specattn.kernels.spread.PROGRAMS", programs)
+    monkeypatch.setattr("specattn.kernels.launch.PROGRAMS", programs)
     rng = random.Random(context)
     count = len(lens) + 3
     rows = rng.sample(range(1, count), len(lens))

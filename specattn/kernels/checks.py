@@ -1,4 +1,4 @@
-"""The one layout check the launchers share."""
+"""Checks that operations share."""
 
 from __future__ import annotations
 
@@ -16,3 +16,10 @@ def require_dense(**tensors: Tensor | None) -> None:
                 f"{name} must be contiguous, got shape {tuple(tensor.shape)} and strides "
                 f"{tensor.stride()}"
             )
+
+
+def require_rows(**tensors: Tensor | None) -> None:
+    """Raise ValueError, naming the tensor, unless each row's entries lie side by side."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(f"{name} must have a dense last axis, got strides {tensor.stride()}")
