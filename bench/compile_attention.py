@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from bench.compile_offline import BATCH, BF16, CONTEXT, F32, I32, launches_early, zeros
-from specattn.kernels.extend_attention import extend_attention
-from specattn.kernels.fixed_attention import FixedAttention
-from specattn.kernels.mla_attention import MlaAttention
-from specattn.kernels.mla_extend import mla_extend
-from specattn.kernels.tree_attention import TreeAttention
-from specattn.kernels.tree_plan import fill_plans
+from specattn.kernels.attention.deterministic import FixedAttention
+from specattn.kernels.attention.extend import extend_attention
+from specattn.kernels.attention.tree import TreeAttention
+from specattn.kernels.attention.triton_plan import fill_plans
+from specattn.kernels.mla.extend import mla_extend
+from specattn.kernels.mla.tree import MlaAttention
 
 
 def attend(

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import KernelInterface
 
-from specattn.kernels.tile_config import DeviceLimits
+from specattn.kernels.attention.tiles import DeviceLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

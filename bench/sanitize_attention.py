@@ -28,8 +28,8 @@ def attend(
     stored: torch.dtype | None = None,
 ) -> None:
     """Tree attention by the kernel of the table, or by the Triton kernel in any case."""
-    from specattn.kernels.tile_config import tile_config
-    from specattn.kernels.tree_attention import TreeAttention
+    from specattn.kernels.attention.tiles import tile_config
+    from specattn.kernels.attention.tree import TreeAttention
 
     world = World(q_len, tail, page=page)
     rows = q_len * heads[0] // heads[1]
@@ -72,8 +72,8 @@ def attend(
 
 
 def attend_lists(dtype: torch.dtype, *, triton: bool = False) -> None:
-    from specattn.kernels.tile_config import tile_config
-    from specattn.kernels.tree_attention import TreeAttention
+    from specattn.kernels.attention.tiles import tile_config
+    from specattn.kernels.attention.tree import TreeAttention
 
     world = World(1, 1)
     tile = tile_config(4, 64, 64, dtype, world.batch) if triton else None
@@ -115,7 +115,7 @@ def attend_lists(dtype: torch.dtype, *, triton: bool = False) -> None:
 
 
 def attend_fixed(q_len: int, tail: int, dtype: torch.dtype) -> None:
-    from specattn.kernels.fixed_attention import FixedAttention
+    from specattn.kernels.attention.deterministic import FixedAttention
 
     world = World(q_len, tail)
     kernel = FixedAttention(
@@ -150,7 +150,7 @@ def attend_fixed(q_len: int, tail: int, dtype: torch.dtype) -> None:
 def attend_latent(
     q_len: int, tail: int, dtype: torch.dtype, heads: int = 16, *, triton: bool = False
 ) -> None:
-    from specattn.kernels.mla_attention import MlaAttention, mla_tile_config
+    from specattn.kernels.mla.tree import MlaAttention, mla_tile_config
 
     world = World(q_len, tail, lens=(0, 7, 130))
     kernel = MlaAttention(
@@ -193,8 +193,8 @@ def prompt(
     page: int = 1,
     triton: bool = False,
 ) -> None:
-    from specattn.kernels.extend_attention import extend_attention
-    from specattn.kernels.tile_config import extend_tile_config
+    from specattn.kernels.attention.extend import extend_attention
+    from specattn.kernels.attention.tiles import extend_tile_config
 
     world, q, arguments = _prompt(dtype, 8, dim, page)
     out = torch.full_like(q, float("nan"))
@@ -206,7 +206,7 @@ def prompt(
 
 
 def prompt_latent(dtype: torch.dtype) -> None:
-    from specattn.kernels.mla_extend import mla_extend
+    from specattn.kernels.mla.extend import mla_extend
 
     world, q, arguments = _prompt(dtype, 16, 576, 1)
     out = torch.full((*q.shape[:2], 512), float("nan"), dtype=dtype).to(DEVICE)

@@ -10,12 +10,12 @@ from bench.small_ops_step import DIM, HEADS, Step, size
 from bench.small_ops_timing import measure
 
 if TYPE_CHECKING:
-    from specattn.kernels.tree_attention import TreeAttention
+    from specattn.kernels.attention.tree import TreeAttention
 
 
 def planned(s: Step, q_len: int, tail_len: int) -> TreeAttention:
     """Attention of one forward."""
-    from specattn.kernels.tree_attention import TreeAttention
+    from specattn.kernels.attention.tree import TreeAttention
 
     return TreeAttention(
         batch=s.batch,
@@ -38,7 +38,7 @@ def plans(
 
     They have no twin: the tiles they hand out must be those there are.
     """
-    from specattn.kernels.tree_plan import fill_plans
+    from specattn.kernels.attention.triton_plan import fill_plans
 
     cuts = [kernel.cut(s.lens, s.rows, s.table.stride(0)) for kernel in kernels]
 

@@ -93,7 +93,7 @@ def _seed() -> None:
 @pytest.fixture
 def plan_launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Grids of the launches that fill attention plans, from here on."""
-    from specattn.kernels import tree_plan
+    from specattn.kernels.attention import triton_plan as tree_plan
 
     grids, kernel = [], tree_plan._plan_kernel
 

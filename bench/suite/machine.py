@@ -58,5 +58,5 @@ def _digest() -> str:
     """Hash the kernels' sources: what was timed, also where there is no repository."""
     import specattn
 
-    sources = sorted((Path(specattn.__file__).parent / "kernels").glob("*.py"))
+    sources = sorted((Path(specattn.__file__).parent / "kernels").rglob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specattn.kernels.mla_attention import GLUON, mla_tile_config
-from specattn.kernels.tile_config import MergeTile, TileConfig
+from specattn.kernels.attention.tiles import MergeTile, TileConfig
+from specattn.kernels.mla.tree import GLUON, mla_tile_config
 
 if TYPE_CHECKING:
     from .cases import Case

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from specattn.backends.base import Capabilities, PatternA
 from specattn.config import FLOAT8, UNSCALED, KVScales
 from specattn.cuda_graph.capture_guard import Settable
-from specattn.kernels.reference import attention
+from specattn.kernels.attention import naive
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class TorchTree(_Bound):
     ) -> None:
         """Attend; see `BoundAttention.run`."""
         plan, config = self.plan, self.config
-        attention.tree_attention(
+        naive.tree_attention(
             q,
             k_cache,
             v_cache,
@@ -103,7 +103,7 @@ class TorchCsr(_Bound):
     ) -> None:
         """Attend; see `BoundAttention.run`."""
         plan, config = self.plan, self.config
-        attention.csr_attention(
+        naive.csr_attention(
             q,
             k_cache,
             v_cache,
@@ -130,7 +130,7 @@ class TorchExtend(_Bound):
     ) -> None:
         """Attend; see `BoundAttention.run`."""
         plan, config = self.plan, self.config
-        attention.extend_attention(
+        naive.extend_attention(
             q,
             k_cache,
             v_cache,

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from specattn.backends.base import BoundAttention
     from specattn.config import AttnConfig
-    from specattn.kernels.fixed_attention import FixedAttention
-    from specattn.kernels.tree_attention import TreeAttention
+    from specattn.kernels.attention.deterministic import FixedAttention
+    from specattn.kernels.attention.tree import TreeAttention
 
 MAX_HEAD_DIM = 256
 
@@ -90,7 +90,7 @@ class TritonBackend(Settable):
     def _kernel(
         self, batch: int, q_len: int, tail_len: int, *, csr: bool, page_size: int = 1
     ) -> TreeAttention:
-        from specattn.kernels.tree_attention import TreeAttention
+        from specattn.kernels.attention.tree import TreeAttention
 
         config = self.config
         shape: dict[str, Any] = {
@@ -116,7 +116,7 @@ class TritonBackend(Settable):
         )
 
     def _fixed(self, batch: int, q_len: int, tail_len: int, indices: Tensor) -> FixedAttention:
-        from specattn.kernels.fixed_attention import FixedAttention
+        from specattn.kernels.attention.deterministic import FixedAttention
 
         config = self.config
         shape: dict[str, Any] = {
@@ -165,7 +165,7 @@ class TritonExtend:
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
     ) -> None:
         """Attend; see `BoundAttention.run`."""
-        from specattn.kernels.extend_attention import extend_attention
+        from specattn.kernels.attention.extend import extend_attention
 
         plan, config = self.plan, self.config
         extend_attention(

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from specattn.config import AttnConfig, KVScales
-    from specattn.kernels.tree_attention import TreeAttention
-    from specattn.kernels.tree_plan import Cut
+    from specattn.kernels.attention.tree import TreeAttention
+    from specattn.kernels.attention.triton_plan import Cut
     from specattn.plan import AttnPlan, CsrPlan
 
 log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class TritonPlanned(PatternA, ABC):
     @staticmethod
     def fill_together(bounds: Sequence[TritonPlanned]) -> None:
         """Do so for all of ``bounds``; see `JointFill`."""
-        from specattn.kernels.tree_plan import fill_plans
+        from specattn.kernels.attention.triton_plan import fill_plans
 
         fill_plans([bound.cut() for bound in bounds])
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from specattn.config import KVScales
-    from specattn.kernels.fixed_attention import FixedAttention
+    from specattn.kernels.attention.deterministic import FixedAttention
     from specattn.plan import AttnPlan, CsrPlan
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from specattn.backends.base import BoundAttention
     from specattn.config import AttnConfig
-    from specattn.kernels.mla_attention import MlaAttention
+    from specattn.kernels.mla.tree import MlaAttention
 
 # what the accumulator and the tiles in shared memory are sized for
 MAX_RANK, MAX_ROPE = 512, 64
@@ -69,7 +69,7 @@ class TritonMlaBackend(Settable):
         return MlaExtend(self.config, plan)
 
     def _kernel(self, batch: int, q_len: int, tail_len: int, *, csr: bool) -> MlaAttention:
-        from specattn.kernels.mla_attention import MlaAttention, choose_mla_tile
+        from specattn.kernels.mla.tree import MlaAttention, choose_mla_tile
 
         config = self.config
         shape: dict[str, Any] = {
@@ -131,7 +131,7 @@ class MlaExtend:
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
     ) -> None:
         """Attend; see `BoundAttention.run`."""
-        from specattn.kernels.mla_extend import mla_extend
+        from specattn.kernels.mla.extend import mla_extend
 
         plan = self.plan
         mla_extend(

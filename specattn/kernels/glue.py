@@ -496,7 +496,7 @@ def rotate_store(
     following : bool
         Whether an attention kernel ran since ``positions`` and ``slots`` were written, as in all
         layers but the first: on Hopper, they are then read before the wait (see
-        `specattn.kernels.gluon_tree`).
+        `specattn.kernels.attention.gluon_tree`).
     """
     count, q_heads, dim = q.shape
     kv_heads = k_cache.shape[1]

@@ -3,9 +3,9 @@
 A kernel of a programmatic dependent launch (PDL) starts while the kernel before it still runs. It
 lets the next one start at once (`enter`), then waits: all that was launched before is then
 complete, because whatever ran before has waited too, or was no such launch. Until it waits it
-writes nothing, and reads nothing but what no kernel writes, such as weights; `gluon_tree` tells
-what may be read besides. Where every kernel between two products does so, the second product
-prefetches its first weights meanwhile.
+writes nothing, and reads nothing but what no kernel writes, such as weights;
+`attention.gluon_tree` tells what may be read besides. Where every kernel between two products does
+so, the second product prefetches its first weights meanwhile.
 """
 
 from __future__ import annotations

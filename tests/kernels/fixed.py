@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from specattn.kernels.fixed_attention import FixedAttention
+from specattn.kernels.attention.deterministic import FixedAttention
 
 if TYPE_CHECKING:
     from tests.oracle import Case

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from specattn.kernels.tile_config import (
+from specattn.kernels.attention.tiles import (
     HOPPER,
     RESERVED,
     DeviceLimits,
@@ -33,7 +33,7 @@ MOST_SPILLED = 512
 def launched_kernels() -> set[str]:
     """Names of the Triton kernels that the library launches."""
     found = set()
-    for path in (ROOT / "specattn" / "kernels").glob("*.py"):
+    for path in (ROOT / "specattn" / "kernels").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and node.name.endswith("kernel"):
                 decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
@@ -45,7 +45,7 @@ def launched_kernels() -> set[str]:
 def test_what_may_start_early_waits() -> None:
     """A kernel with a switch for programmatic launch that never waited would read too early."""
     silent = []
-    for path in (ROOT / "specattn" / "kernels").glob("*.py"):
+    for path in (ROOT / "specattn" / "kernels").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.FunctionDef) or not node.name.endswith("kernel"):
                 continue

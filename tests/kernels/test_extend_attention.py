@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from specattn.kernels.extend_attention import extend_attention
-from specattn.kernels.reference import attention as twin
+from specattn.kernels.attention import naive as twin
+from specattn.kernels.attention.extend import extend_attention
 from tests.oracle import NAN, check, make_extend_case, oracle_extend
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

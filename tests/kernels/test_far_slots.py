@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from specattn.kernels.extend_attention import extend_attention
-from specattn.kernels.fixed_attention import FixedAttention
-from specattn.kernels.mla_attention import mla_tile_config
-from specattn.kernels.mla_extend import mla_extend
-from specattn.kernels.tile_config import extend_tile_config, tile_config
+from specattn.kernels.attention.deterministic import FixedAttention
+from specattn.kernels.attention.extend import extend_attention
+from specattn.kernels.attention.tiles import extend_tile_config, tile_config
+from specattn.kernels.mla.extend import mla_extend
+from specattn.kernels.mla.tree import mla_tile_config
 from tests.kernels import test_mla as latent_kernels
 from tests.kernels import test_tree_attention as tree_kernels
 from tests.kernels.tree_oracle import implementation

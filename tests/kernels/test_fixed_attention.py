@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from specattn.kernels.extend_attention import extend_attention
-from specattn.kernels.fixed_attention import FixedAttention
-from specattn.kernels.tile_config import fixed_tile_config
+from specattn.kernels.attention.deterministic import FixedAttention
+from specattn.kernels.attention.extend import extend_attention
+from specattn.kernels.attention.tiles import fixed_tile_config
 from specattn.testing.determinism import as_decode, as_lists, picked, resumed
 from tests.kernels.fixed import attend_fixed, make_fixed, run_fixed
 from tests.kernels.test_tree_attention import CASES, make_kernel, plan, run

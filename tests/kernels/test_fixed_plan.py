@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from specattn.kernels.fixed_plan import FixedPlan
+from specattn.kernels.attention.deterministic_plan import FixedPlan
 from tests.oracle import make_tree_case, tree_lists
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

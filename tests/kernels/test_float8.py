@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from specattn.kernels import kv_move, kv_store
-from specattn.kernels.extend_attention import extend_attention
-from specattn.kernels.reference import attention as twin
+from specattn.kernels.attention import naive as twin
+from specattn.kernels.attention.extend import extend_attention
+from specattn.kernels.attention.tree import TreeAttention
 from specattn.kernels.reference import kv_move as kv_move_twin
 from specattn.kernels.reference import kv_store as kv_store_twin
-from specattn.kernels.tree_attention import TreeAttention
 from tests.kernels.test_tree_attention import make_kernel, plan, run
 from tests.oracle import (
     Case,

@@ -7,7 +7,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from specattn.kernels import gluon_attention, gluon_guard
+from specattn.kernels import gluon_guard
+from specattn.kernels.attention import gluon as gluon_attention
 from specattn.kernels.gluon_guard import gluon_ok
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from specattn.kernels import gluon_attention
+from specattn.kernels.attention import gluon as gluon_attention
+from specattn.kernels.attention.gluon import GluonTile, gluon_tile_config
+from specattn.kernels.attention.tiles import FLOAT8
+from specattn.kernels.attention.tree import FEW, TreeAttention
 from specattn.kernels.glue import rotate_store
-from specattn.kernels.gluon_attention import GluonTile, gluon_tile_config
 from specattn.kernels.stream_linear import stream_linear
-from specattn.kernels.tile_config import FLOAT8
-from specattn.kernels.tree_attention import FEW, TreeAttention
 from tests.kernels.test_tree_attention import make_kernel, plan, run
 from tests.oracle import check, make_csr_case, make_tree_case, oracle_csr, oracle_tree
 

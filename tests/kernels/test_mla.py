@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from specattn.kernels.mla_attention import MlaAttention, mla_tile_config
-from specattn.kernels.mla_extend import mla_extend
-from specattn.kernels.reference import attention as twin
-from specattn.kernels.tile_config import MergeTile
+from specattn.kernels.attention import naive as twin
+from specattn.kernels.attention.tiles import MergeTile
+from specattn.kernels.mla.extend import mla_extend
+from specattn.kernels.mla.tree import MlaAttention, mla_tile_config
 from tests.oracle import (
     NAN,
     Case,
@@ -372,8 +372,8 @@ def compile_only(function, grid):
 
 triton.runtime.driver.set_active(Sm90())
 JITFunction.__getitem__ = compile_only
-from specattn.kernels.mla_attention import MlaAttention
-from specattn.kernels.mla_extend import mla_extend
+from specattn.kernels.mla.tree import MlaAttention
+from specattn.kernels.mla.extend import mla_extend
 
 shared, small = [], dict(dtype=torch.int32)
 for q_len in (1, 8):

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from specattn.kernels.mla_attention import (
+from specattn.kernels.attention.tiles import MergeTile
+from specattn.kernels.mla.tree import (
     GLUON,
     MERGE,
     MlaAttention,
@@ -20,7 +21,6 @@ from specattn.kernels.mla_attention import (
     choose_mla_tile,
     mla_tile_config,
 )
-from specattn.kernels.tile_config import MergeTile
 from tests.kernels.test_mla import latent, make_kernel, run, tree_case
 from tests.oracle import check, make_csr_case, oracle_csr, oracle_tree
 
@@ -191,7 +191,7 @@ def compile_only(function, grid):
 
 triton.runtime.driver.set_active(Sm90())
 JITFunction.__getitem__ = compile_only
-from specattn.kernels.mla_attention import GLUON, MlaAttention
+from specattn.kernels.mla.tree import GLUON, MlaAttention
 
 compiled, small = [], dict(dtype=torch.int32)
 pool, q, out = (torch.zeros(n, h, d, dtype=torch.bfloat16)

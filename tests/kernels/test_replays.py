@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from specattn.kernels import accept, tree
-from specattn.kernels.tile_config import tile_config
-from specattn.kernels.tree_attention import TreeAttention
+from specattn.kernels.attention.tiles import tile_config
+from specattn.kernels.attention.tree import TreeAttention
 
 SETS = 32
 HEADS, KV_HEADS, DIM = 8, 2, 128

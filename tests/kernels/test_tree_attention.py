@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from specattn.kernels.reference import attention as twin
-from specattn.kernels.tree_attention import TreeAttention
+from specattn.kernels.attention import naive as twin
+from specattn.kernels.attention.tree import TreeAttention
 from tests.oracle import (
     NAN,
     Case,

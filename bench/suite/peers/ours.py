@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from specattn.kernels.extend_attention import extend_attention
-from specattn.kernels.fixed_attention import FixedAttention
-from specattn.kernels.mla_attention import MlaAttention
-from specattn.kernels.tree_attention import TreeAttention
+from specattn.kernels.attention.deterministic import FixedAttention
+from specattn.kernels.attention.extend import extend_attention
+from specattn.kernels.attention.tree import TreeAttention
+from specattn.kernels.mla.tree import MlaAttention
 
 from .base import Contestant, query_offsets
 

@@ -8,11 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
-from specattn.kernels.attention_tile import FLOOR, LN2, LOG2E, store_rows
-from specattn.kernels.extend_attention import _check, _load_slots
-from specattn.kernels.mla_attention import ROW, check_latent, latent_widths
-from specattn.kernels.mla_tile import attend_latent_tile, load_latent_query
-from specattn.kernels.tile_config import HOPPER, DeviceLimits, TileConfig, fit_tile
+from specattn.kernels.attention.extend import _check, _load_slots
+from specattn.kernels.attention.tiles import HOPPER, DeviceLimits, TileConfig, fit_tile
+from specattn.kernels.attention.triton_tile import FLOOR, LN2, LOG2E, store_rows
+from specattn.kernels.mla.tree import ROW, check_latent, latent_widths
+from specattn.kernels.mla.triton_tile import attend_latent_tile, load_latent_query
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -212,7 +212,7 @@ def mla_extend(
     lse : Tensor or None
         ``[T, Hq]`` float32, natural log, written in place.
     qo_indptr, seq_lens, req_pool_indices, req_to_token, max_q_len, sm_scale
-        See `specattn.kernels.extend_attention.extend_attention`.
+        See `specattn.kernels.attention.extend.extend_attention`.
     tile : TileConfig, optional
         Overrides `mla_extend_tile_config`.
 

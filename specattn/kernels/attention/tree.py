@@ -4,8 +4,8 @@ Per request, ``q_len`` query tokens attend to a *prefix* all of them see and to 
 whose visibility is a bit word per token. The rows of one request and KV head (tokens × heads of
 the group) share a tile, so the prefix is read once per request whatever the width of the tree.
 
-Three launches: a plan (`tree_plan`, once per step), the kernel (`tree_kernel`) and a merge
-(`tree_merge`), once per layer. All are capturable, and the captured graph serves every length.
+Three launches: a plan (`triton_plan`, once per step), the kernel (`triton_tree`) and a merge
+(`triton_merge`), once per layer. All are capturable, and the captured graph serves every length.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import torch
 import triton
 from torch import Tensor
 
-from specattn.kernels import gluon_attention
-from specattn.kernels.attention_tile import LOG2E
-from specattn.kernels.gluon_attention import GluonTile
-from specattn.kernels.tile_config import (
+from specattn.kernels.attention import gluon as gluon_attention
+from specattn.kernels.attention.gluon import GluonTile
+from specattn.kernels.attention.tiles import (
     FLOAT8,
     DeviceLimits,
     TileConfig,
     merge_tile,
     tile_config,
 )
-from specattn.kernels.tree_kernel import tree_attention_kernel
-from specattn.kernels.tree_merge import merge_kernel
-from specattn.kernels.tree_plan import Cut, TreePlan, fill_plans
+from specattn.kernels.attention.triton_merge import merge_kernel
+from specattn.kernels.attention.triton_plan import Cut, TreePlan, fill_plans
+from specattn.kernels.attention.triton_tile import LOG2E
+from specattn.kernels.attention.triton_tree import tree_attention_kernel
 
 ALIGN = 256
 # requests up to which later layers bring the prefix early; steps of more gain nothing by it, and
@@ -276,9 +276,8 @@ class TreeAttention:
         """Return this bucket for a `run` that follows another one on the same plan.
 
         Where the kernel can and requests are few, such a run reads plan, index table and prefix
-        before it waits for the kernel before it; `specattn.kernels.gluon_tree` says why that is
-        safe. Between the two runs nothing may write what they read, but for the tail's keys and
-        values.
+        before it waits for the kernel before it; `gluon_tree` says why that is safe. Between the
+        two runs nothing may write what they read, but for the tail's keys and values.
         """
         other = copy.copy(self)
         # index lists have no tail: new keys are among the others

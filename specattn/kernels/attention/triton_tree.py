@@ -1,6 +1,6 @@
 """Device code of tree attention: chunks of keys against packed query rows.
 
-`tree_attention` is the host side and says what is computed.
+`tree` is the host side and says what is computed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specattn.kernels.attention_tile import (
+from specattn.kernels.attention.triton_tile import (
     EMPTY,
     FLOOR,
     LN2,

@@ -1,6 +1,6 @@
 """Cut every request's keys at multiples of a split size, whatever else is in the batch.
 
-`tree_plan` makes equal chunks of the whole batch, so where a request is cut, and with it how its
+`triton_plan` makes equal chunks of the whole batch, so where a request is cut, and with it how its
 sums are rounded, depends on its neighbours. Here the cuts are positions. Which CTA takes which
 part still follows from the whole batch, on the device, once per step: that does not show.
 """
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specattn.kernels.tree_plan import ALIGN_SLACK, request_tiles
+from specattn.kernels.attention.triton_plan import ALIGN_SLACK, request_tiles
 
 # numbers of a request, and of a chunk, which repeats those of its first request
 REQUEST = tl.constexpr(6)
@@ -74,7 +74,7 @@ def _fixed_plan_kernel(
     WIDE: tl.constexpr,
     CSR: tl.constexpr,
 ):
-    # as in `tree_plan`, but that chunks end where parts do, and that a request's last part is
+    # as in `triton_plan`, but that chunks end where parts do, and that a request's last part is
     # worth EXTRA more tiles: the paths of all its query tokens
     GROUPS: tl.constexpr = B // ((B + NC - 1) // NC)
     big: tl.constexpr = tl.int64 if WIDE else tl.int32

@@ -1,6 +1,6 @@
 """Host side of the Gluon kernels: where they serve, their tile tables and their launches.
 
-`tree_attention` and `extend_attention` are the callers and say what is computed.
+`tree` and `extend` are the callers and say what is computed.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specattn.kernels.attention.tiles import FLOAT8, TileConfig
 from specattn.kernels.gluon_guard import gluon_ok
-from specattn.kernels.tile_config import FLOAT8, TileConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specattn.kernels.tree_attention import TreeAttention
+    from specattn.kernels.attention.tree import TreeAttention
 
 # converters take the registers that consumers of heads of 256 would need
 HEAD_DIMS = {
@@ -168,7 +168,7 @@ def check_gluon_tree(device: torch.device) -> None:
     ArithmeticError
         If it disagrees.
     """
-    from specattn.kernels.tree_attention import TreeAttention
+    from specattn.kernels.attention.tree import TreeAttention
 
     tree_kernel = TreeAttention(
         batch=1,
@@ -228,7 +228,7 @@ def launch(
     strides: tuple[int, ...],
 ) -> None:
     """Launch on the tables of the last plan; arguments as `TreeAttention.run` has checked them."""
-    from specattn.kernels.gluon_tree import gluon_tree_kernel
+    from specattn.kernels.attention.gluon_tree import gluon_tree_kernel
 
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if not aligned(cache):
@@ -317,7 +317,7 @@ def launch_extend(
     v_scale: float,
 ) -> None:
     """Launch prompt attention; arguments as `extend_attention` has checked them."""
-    from specattn.kernels.gluon_extend import gluon_extend_kernel
+    from specattn.kernels.attention.gluon_extend import gluon_extend_kernel
 
     group, batch = q.shape[1] // k_cache.shape[1], len(seq_lens)
     blocks = -(-max_q_len * group // tile.block_m)

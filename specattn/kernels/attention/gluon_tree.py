@@ -1,4 +1,4 @@
-"""Device code of tree attention for Hopper, in Gluon: the contract of `tree_kernel`.
+"""Device code of tree attention for Hopper, in Gluon: the contract of `triton_tree`.
 
 A producer warpgroup and one or two consumers walk the chunk's segments; see `gluon_tile`.
 
@@ -38,8 +38,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specattn.kernels.attention_tile import EMPTY, LN2
-from specattn.kernels.gluon_tile import (
+from specattn.kernels.attention.gluon_tile import (
     Factors,
     Tile,
     attend,
@@ -49,6 +48,7 @@ from specattn.kernels.gluon_tile import (
     produce,
     record,
 )
+from specattn.kernels.attention.triton_tile import EMPTY, LN2
 
 
 @record

@@ -8,8 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from specattn.kernels import gluon_attention
-from specattn.kernels.attention_tile import (
+from specattn.kernels.attention import gluon as gluon_attention
+from specattn.kernels.attention.gluon import GluonTile
+from specattn.kernels.attention.tiles import FLOAT8, DeviceLimits, TileConfig, extend_tile_config
+from specattn.kernels.attention.triton_tile import (
     FLOOR,
     LN2,
     LOG2E,
@@ -18,8 +20,6 @@ from specattn.kernels.attention_tile import (
     load_query,
     store_rows,
 )
-from specattn.kernels.gluon_attention import GluonTile
-from specattn.kernels.tile_config import FLOAT8, DeviceLimits, TileConfig, extend_tile_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,7 +74,7 @@ def _extend_tiles(
             if WINDOW >= 0:
                 visible = visible & (distance <= WINDOW)
         elif FIXED and HAS_CAP:
-            # all are visible; see `fixed_kernel._shared_tiles`
+            # all are visible; see `deterministic_kernel._shared_tiles`
             visible = (start + r < end)[None, :]
         acc, top, total = attend_tile(
             q,
@@ -327,7 +327,7 @@ def extend_attention(
     k_scale, v_scale : float
         What float8 keys and values are to be multiplied by.
     page_size : int
-        As in `specattn.kernels.tree_attention.TreeAttention`.
+        As in `specattn.kernels.attention.tree.TreeAttention`.
     deterministic : bool
         Give a token the same bits however its text is cut into extends, and whatever else is in
         the batch.

@@ -1,6 +1,6 @@
 """Tree attention whose results do not depend on the batch, the bucket or the mode.
 
-The same function as `tree_attention`, with one order of summation: a request is cut at multiples
+The same function as `tree`, with one order of summation: a request is cut at multiples
 of a split size, its tiles count from position 0, and a query token's last tiles are its own: the
 rest of the prefix, then the tail keys it sees, as if they followed the prefix. So the bits of a
 row are those of the same text in any batch, and a tree's node has the bits of plain decoding at
@@ -21,11 +21,14 @@ import torch
 import triton
 from torch import Tensor
 
-from specattn.kernels.attention_tile import LOG2E
-from specattn.kernels.fixed_kernel import fixed_attention_kernel, fixed_merge_kernel
-from specattn.kernels.fixed_plan import FixedPlan
-from specattn.kernels.tile_config import FLOAT8, DeviceLimits, TileConfig, fixed_tile_config
-from specattn.kernels.tree_attention import ALIGN, _check, _row_strides
+from specattn.kernels.attention.deterministic_kernel import (
+    fixed_attention_kernel,
+    fixed_merge_kernel,
+)
+from specattn.kernels.attention.deterministic_plan import FixedPlan
+from specattn.kernels.attention.tiles import FLOAT8, DeviceLimits, TileConfig, fixed_tile_config
+from specattn.kernels.attention.tree import ALIGN, _check, _row_strides
+from specattn.kernels.attention.triton_tile import LOG2E
 
 #: Keys between two cuts.
 SPLIT_KEYS = 1024
@@ -112,7 +115,7 @@ class FixedAttention:
         Overrides the tile of `fixed_tile_config`; of it, ``ctas_per_sm`` changes no bit.
     batch, q_len, tail_len, num_qo_heads, num_kv_heads, head_dim, v_head_dim, dtype, device,
     sm_scale, window_left, logit_cap, csr, workspace, kv_dtype
-        See `specattn.kernels.tree_attention.TreeAttention`; ``tail_len`` is at least 1 without
+        See `specattn.kernels.attention.tree.TreeAttention`; ``tail_len`` is at least 1 without
         ``csr``.
 
     Raises
@@ -325,7 +328,7 @@ class FixedAttention:
         Parameters
         ----------
         q, k_cache, v_cache, out, lse, indices, positions
-            See `specattn.kernels.tree_attention.TreeAttention.run`.
+            See `specattn.kernels.attention.tree.TreeAttention.run`.
 
         Raises
         ------

@@ -7,8 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared
 
-from specattn.kernels.attention_tile import LN2
-from specattn.kernels.gluon_tile import (
+from specattn.kernels.attention.gluon_tile import (
     Factors,
     Tile,
     attend,
@@ -18,6 +17,7 @@ from specattn.kernels.gluon_tile import (
     produce,
     record,
 )
+from specattn.kernels.attention.triton_tile import LN2
 
 
 @record

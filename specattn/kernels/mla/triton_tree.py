@@ -1,7 +1,7 @@
 """Device code of latent tree attention: chunks of latent rows against packed query rows.
 
-The chunks, the clamped loads and the visibility bits are those of `tree_kernel`; there is one
-KV head, and a tile is key and value at once. `mla_attention` is the host side.
+The chunks, the clamped loads and the visibility bits are those of `attention.triton_tree`; there is
+one KV head, and a tile is key and value at once. `tree` is the host side.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specattn.kernels.attention_tile import EMPTY, FLOOR, LN2, store_rows
-from specattn.kernels.mla_tile import attend_latent_tile, load_latent_query
-from specattn.kernels.tree_kernel import (
+from specattn.kernels.attention.triton_tile import EMPTY, FLOOR, LN2, store_rows
+from specattn.kernels.attention.triton_tree import (
     _load_index,
     _load_tail,
     load_request,
@@ -20,6 +19,7 @@ from specattn.kernels.tree_kernel import (
     row_bits,
     spread,
 )
+from specattn.kernels.mla.triton_tile import attend_latent_tile, load_latent_query
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def _masked_tiles(
 ):
     """Attend to the tiles of ``[begin, end)`` under bounds and tail bits, at most 64 keys each.
 
-    What the next tile needs is loaded a tile ahead, raw; see `tree_kernel._masked_tiles`.
+    What the next tile needs is loaded a tile ahead, raw; see `attention.triton_tree._masked_tiles`.
     """
     r = tl.arange(0, BN)  # [BN]
     for start in tl.range(begin, end, BN, num_stages=STAGES):

@@ -1,4 +1,4 @@
-"""The ring of latent tiles of `mla_gluon`, the segments of a chunk, and the ring's producer."""
+"""The ring of latent tiles of `gluon`, the segments of a chunk, and the ring's producer."""
 
 # no postponed annotations: aggregates read the types of their fields
 from triton.experimental import gluon
@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-from specattn.kernels.tree_kernel import load_request
+from specattn.kernels.attention.triton_tree import load_request
 
 RANK = gl.constexpr(512)
 ROPE = gl.constexpr(64)

@@ -1,6 +1,6 @@
 """Device code of attention whose sums do not depend on the batch, nor on the mode.
 
-`fixed_attention` is the host side and says what is computed. Everything here keeps to one rule: a
+`deterministic` is the host side and says what is computed. Everything here keeps to one rule: a
 row's result is a function of its own keys, in the order of their positions, and of nothing else.
 A key it does not see has weight 0 and leaves its running maximum alone, so it changes no bit.
 """
@@ -11,8 +11,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specattn.kernels.attention_tile import EMPTY, FLOOR, LN2, as_factor, attend_tile, load_query
-from specattn.kernels.fixed_plan import CHUNK, REQUEST
+from specattn.kernels.attention.deterministic_plan import CHUNK, REQUEST
+from specattn.kernels.attention.triton_tile import (
+    EMPTY,
+    FLOOR,
+    LN2,
+    as_factor,
+    attend_tile,
+    load_query,
+)
 
 
 @triton.jit

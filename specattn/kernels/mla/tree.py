@@ -1,7 +1,7 @@
 """Latent tree attention: absorbed MLA in every tree mode, and over index lists.
 
-The plan and the merge are those of `tree_attention`; the kernel between them (`mla_kernel`, or
-`mla_gluon` where the tile says so) reads the row of a token once, as key and as value, for all
+The plan and the merge are those of `attention.tree`; the kernel between them (`triton_tree`, or
+`gluon` where the tile says so) reads the row of a token once, as key and as value, for all
 heads.
 """
 
@@ -13,12 +13,12 @@ import torch
 import triton
 from torch import Tensor
 
-from specattn.kernels.gluon_attention import GluonTile
+from specattn.kernels.attention import naive as twin
+from specattn.kernels.attention.gluon import GluonTile
+from specattn.kernels.attention.tiles import HOPPER, DeviceLimits, MergeTile, TileConfig, fit_tile
+from specattn.kernels.attention.tree import TreeAttention, _row_strides
 from specattn.kernels.gluon_guard import gluon_ok
-from specattn.kernels.mla_kernel import mla_attention_kernel
-from specattn.kernels.reference import attention as twin
-from specattn.kernels.tile_config import HOPPER, DeviceLimits, MergeTile, TileConfig, fit_tile
-from specattn.kernels.tree_attention import TreeAttention, _row_strides
+from specattn.kernels.mla.triton_tree import mla_attention_kernel
 
 # a row of DeepSeek's, padded: no model has a wider one
 ROW = 512 + 64
@@ -278,7 +278,7 @@ class MlaAttention(TreeAttention):
         strides: tuple[int, ...],
     ) -> None:
         # Gluon is experimental: nothing may need it where this kernel is not used
-        from specattn.kernels.mla_gluon import mla_gluon_kernel
+        from specattn.kernels.mla.gluon import mla_gluon_kernel
 
         shape = self.shape
         options = {"launch_pdl": True} if self._pdl else {}

@@ -23,8 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 from triton.language.extra.cuda import gdc_wait
 
-from specattn.kernels.attention_tile import FLOOR, MASKED
-from specattn.kernels.tree_kernel import load_word, row_bits, spread
+from specattn.kernels.attention.triton_tile import FLOOR, MASKED
+from specattn.kernels.attention.triton_tree import load_word, row_bits, spread
 
 
 def record(cls: Any) -> Any:

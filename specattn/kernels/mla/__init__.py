@@ -1,0 +1,1 @@
+"""Absorbed multi-head latent attention: trees, index lists and prompts."""
