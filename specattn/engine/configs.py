@@ -46,7 +46,7 @@ class Settings:
         What each setting's steps in the window gained, and how long its last ones took.
     used, advanced, gained : Counter
         By setting, since the engine was made: steps in which some request gained tokens, these
-        requests, and the tokens.
+        requests, and the tokens that they were given.
     """
 
     def __init__(
@@ -143,7 +143,9 @@ class Settings:
         if config in self.acceptance:
             self._current = config
 
-    def landed(self, config: SpecConfig, gained: Sequence[int], seconds: float | None) -> None:
+    def landed(
+        self, config: SpecConfig, gained: Sequence[int], handed_out: int, seconds: float | None
+    ) -> None:
         """Count a step, unless nobody gained anything or it is none of ``configs``.
 
         Parameters
@@ -152,6 +154,8 @@ class Settings:
             Its setting.
         gained : sequence of int
             Tokens, a number per request that it was launched for: 0 for one that had ended.
+        handed_out : int
+            Those of all requests that lie within their ends.
         seconds : float or None
             How long it took, if that is known.
         """
@@ -161,7 +165,7 @@ class Settings:
             return
         self.used[config] += 1
         self.advanced[config] += len(kept)
-        self.gained[config] += sum(kept)
+        self.gained[config] += handed_out
         if not self.adaptive:
             return
         found.add(kept)

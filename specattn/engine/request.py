@@ -71,7 +71,7 @@ class RequestOutput:
         ``"context"`` (the context is full) or ``"dropped"`` (by the caller, or where an error or an
         interrupt has cost the engine a step's tokens).
     accept_lens : list of int
-        Tokens gained by each step, bonus included, before truncation.
+        Tokens that each step added, bonus included; those past the end are not counted.
     started_at, first_token_at, finished_at : float
         `time.perf_counter` readings, in seconds: when it was added, after its prompt, at its end.
     """

@@ -233,10 +233,12 @@ class Running:
                 continue
             counts[at] = len(tokens)
             live.length += len(tokens)
-            live.result.accept_lens.append(len(tokens))
             self._table.commit(live.row, live.length)
-            found.append((live.result, self._take(live, tokens)))
-        self._settings.landed(flight.config, counts, seconds)
+            kept = self._take(live, tokens)
+            live.result.accept_lens.append(len(kept))
+            found.append((live.result, kept))
+        handed_out = sum(len(kept) for _, kept in found)
+        self._settings.landed(flight.config, counts, handed_out, seconds)
         return found
 
     def _take(self, live: RunningRequest, tokens: list[int]) -> list[int]:

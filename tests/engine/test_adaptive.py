@@ -145,6 +145,7 @@ def test_steps_count_that_gained_something_for_somebody(trees):
         out = run.generate([Request([1], count)])
         assert run.settings.used.total() - before[0] == out[0].steps
         assert run.settings.gained.total() - before[1] == sum(out[0].accept_lens)
+        assert sum(out[0].accept_lens) == count - 1, "tokens past the end are counted"
     launched = sum(decoder.runner.stats.replays.total() for decoder in run.decoders)
     assert launched > run.settings.used.total(), "no step was launched for nobody"
 
@@ -165,15 +166,16 @@ def test_one_setting_is_not_measured():
 
 def test_acceptance_is_that_of_the_window():
     settings = Settings([DEEP, SHALLOW], None, [1, 4], window=3)
-    settings.landed(DEEP, [7, 1], 0.5)
-    settings.landed(SHALLOW, [3, 0, 2], None)
-    settings.landed(replace(DEEP, num_steps=1, num_draft_tokens=2), [2], 9.0)
+    settings.landed(DEEP, [7, 1], 5, 0.5)  # four tokens lay past an end
+    settings.landed(SHALLOW, [3, 0, 2], 5, None)
+    settings.landed(replace(DEEP, num_steps=1, num_draft_tokens=2), [2], 2, 9.0)
     deep, shallow = settings.acceptance.values()
     assert (deep.steps, deep.mean, deep.by_depth) == (1, 4.0, (0.5,) * 6)
     assert (shallow.steps, shallow.mean, shallow.by_depth) == (1, 2.5, (1.0, 0.5))
     assert (deep.seconds(4), deep.seconds(1), shallow.seconds(4)) == (0.5, None, None)
+    assert settings.gained == {DEEP: 5, SHALLOW: 5}
     for tokens in (1, 2):
-        settings.landed(SHALLOW, [tokens], 0.1 * tokens)
+        settings.landed(SHALLOW, [tokens], tokens, 0.1 * tokens)
     assert (deep.steps, deep.mean, deep.by_depth) == (0, 0.0, (0.0,) * 6)
     assert shallow.steps == 3
     assert shallow.by_depth == (3 / 4, 1 / 4)
