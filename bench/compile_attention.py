@@ -69,8 +69,11 @@ def plan_step() -> None:
     rows = zeros(BATCH, dtype=I32), zeros(BATCH)
     fill_plans(
         [
-            lists.cut_csr(zeros(BATCH + 1, dtype=I32)),
-            *(kernel.cut(*rows, CONTEXT << 22 * (i == 2)) for i, kernel in enumerate(kernels)),
+            lists.plan_request_csr(zeros(BATCH + 1, dtype=I32)),
+            *(
+                kernel.plan_request(*rows, CONTEXT << 22 * (i == 2))
+                for i, kernel in enumerate(kernels)
+            ),
         ]
     )
 

@@ -146,10 +146,10 @@ def plans(count: int) -> None:
         kernels.append(kernel)
         if csr:
             lens[0] = 0
-            cuts.append(kernel.cut_csr(lens.cumsum(0).int().to(DEVICE)))
+            cuts.append(kernel.plan_request_csr(lens.cumsum(0).int().to(DEVICE)))
         else:
             rows = torch.arange(1, batch + 1).to(DEVICE)
-            cuts.append(kernel.cut(lens.to(DEVICE), rows, 500))
+            cuts.append(kernel.plan_request(lens.to(DEVICE), rows, 500))
     tables = [(k.tables.requests, k.tables.chunks, k.tables.splits) for k in kernels]
     found = []
     for groups in ((cuts,), (cuts[: count // 2], cuts[count // 2 :])):

@@ -40,7 +40,7 @@ def plans(
     """
     from specattn.kernels.attention.triton_plan import fill_plans
 
-    cuts = [kernel.cut(s.lens, s.rows, s.table.stride(0)) for kernel in kernels]
+    cuts = [kernel.plan_request(s.lens, s.rows, s.table.stride(0)) for kernel in kernels]
 
     def fill(_: int) -> None:
         for group in ([cut] for cut in cuts) if apart else (cuts,):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from specattn.backends.base import Capabilities
+from specattn.backends.base import BoundAttention, Capabilities
 from specattn.errors import UnsupportedError
 from specattn.plan import AttnPlan, CsrPlan
 
@@ -55,17 +55,11 @@ def prompt(plan, b):
     return slice(first, last), slots, pos_q, pos_k, pos_k <= pos_q[:, None]
 
 
-class BoundTiny:
+class BoundTiny(BoundAttention):
     """Attention over one plan."""
 
     def __init__(self, config, plan, request):
         self.config, self.plan, self.request = config, plan, request
-
-    def schedule(self, seq_lens_cpu):
-        """Plan nothing on the host."""
-
-    def fill(self):
-        """Derive nothing: `run` reads the plan as it is."""
 
     def run(self, q, k_cache, v_cache, out, lse=None):
         """Attend, request by request."""

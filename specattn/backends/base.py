@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
@@ -26,7 +26,7 @@ class Capabilities:
     graphs : bool
         A bound ``run`` (and ``fill``) may be recorded in a CUDA graph.
     host_plan : bool
-        ``schedule`` plans on the host and needs ``seq_lens_cpu`` (Pattern B).
+        ``schedule`` plans on the host and needs ``seq_lens_cpu``.
     trees : bool
         Any ancestor words; else only layouts that are causal by construction.
     lists : bool
@@ -40,7 +40,7 @@ class Capabilities:
     page_size : int
         Slots that must lie together: ``SpecConfig.page_size`` is a multiple of it.
     kv_dtypes : tuple of torch.dtype
-        Of stored keys and values, besides that of q; see `ScaledAttention`.
+        Of stored keys and values, besides that of q; see `BoundAttention.for_layer`.
     deterministic : bool
         ``deterministic`` is served.
     """
@@ -79,12 +79,24 @@ class Fillable(Protocol):
         """Derive device metadata from the plan's tensors: no sync, capturable."""
 
 
-class BoundAttention(Fillable, Protocol):
-    """Attention over one plan: ``fill`` and ``schedule`` once per step, ``run`` once per layer."""
+class BoundAttention(ABC):
+    """Attention over one plan: ``fill`` and ``schedule`` once per step, ``run`` once per layer.
 
-    def schedule(self, seq_lens_cpu: Tensor | None) -> None:
-        """Plan on the host from ``[B]`` int32 prefix lengths; empty for Pattern A backends."""
+    What a backend's `AttentionBackend.bind` returns inherits this and defines `run`; whatever else
+    it does not define, it does not need.
+    """
 
+    #: Whether `for_layer` makes use of ``prefetch``.
+    prefetches: ClassVar[bool] = False
+
+    # both are empty on purpose: few attentions need them
+    def schedule(self, seq_lens_cpu: Tensor | None) -> None:  # noqa: B027
+        """Plan on the host from ``[B]`` int32 prefix lengths; device-planned attention does not."""
+
+    def fill(self) -> None:  # noqa: B027
+        """Derive device metadata from the plan's tensors: no sync, capturable."""
+
+    @abstractmethod
     def run(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
     ) -> None:
@@ -103,38 +115,47 @@ class BoundAttention(Fillable, Protocol):
             in place. A row that sees no key gets output 0 and lse -inf.
         """
 
+    def for_layer(self, scales: KVScales | None, *, prefetch: bool) -> BoundAttention:
+        """Return this attention as one layer runs it; one `fill` serves all layers.
 
-class ScaledAttention(BoundAttention, Protocol):
-    """What a backend that declares ``kv_dtypes`` binds where keys and values have one of them."""
+        Parameters
+        ----------
+        scales : KVScales or None
+            What the layer's keys and values are multiplied by; None unless they are stored in one
+            of ``kv_dtypes``.
+        prefetch : bool
+            Whether another layer has run since `fill`. Nothing that `run` reads has been written
+            since that layer began but q and the KV of the plan's own slots, so a kernel may read
+            the rest before the kernel in front of it ends.
 
-    def scaled(self, scales: KVScales) -> BoundAttention:
-        """Return the same attention for a layer of these scales: one `fill` serves both."""
-
-
-class FollowingAttention(BoundAttention, Protocol):
-    """What bound attention may offer that runs sooner where an earlier layer has used it."""
-
-    def following(self) -> BoundAttention:
-        """Return the same attention for layers that come after another one of this `fill`.
-
-        Since the first of them began, nothing that `run` reads has been written but q and the KV
-        of the plan's own slots.
+        Raises
+        ------
+        NotImplementedError
+            For scales, if the backend declares no ``kv_dtypes``.
         """
+        if scales is not None:
+            raise NotImplementedError(f"{type(self).__name__} takes no scales of keys and values")
+        return self
 
 
-class JointFill(Fillable, Protocol):
-    """What bound attention whose metadata follows from lengths and rows may offer besides `fill`.
+class JointFill(BoundAttention):
+    """Attention whose metadata follows from lengths and rows alone.
 
-    One launch fills many, and may do so before a step's tree is known.
+    One launch fills many of them, and may do so before a step's tree is known.
     """
 
+    def fill(self) -> None:
+        """Fill this one."""
+        self.fill_together([self])
+
     @staticmethod
+    @abstractmethod
     def fill_together(bounds: Sequence[Any]) -> None:
         """Fill all of ``bounds``, whose classes inherit this one function."""
 
 
 class CompositeAttention(ABC):
-    """Bound attention made of others, so that these are filled with what else is of their kind."""
+    """Attention made of others, each of which is filled with its own kind."""
 
     @abstractmethod
     def parts(self) -> Sequence[Fillable]:
@@ -151,15 +172,14 @@ def fill_all(bounds: Iterable[Fillable]) -> None:
     Everything bound for a speculative step may come together: layers, drafts and composites. What
     they read has been written before.
     """
-    together: dict[Callable[[Sequence[Any]], None], list[Fillable]] = {}
+    together: dict[Callable[[Sequence[Any]], None], list[JointFill]] = {}
     for bound in {id(part): part for part in _parts(bounds)}.values():
-        joint = getattr(type(bound), "fill_together", None)
-        if joint is None:
-            bound.fill()
+        if isinstance(bound, JointFill):
+            together.setdefault(bound.fill_together, []).append(bound)
         else:
-            together.setdefault(joint, []).append(bound)
-    for joint, group in together.items():
-        joint(group)
+            bound.fill()
+    for fill_together, group in together.items():
+        fill_together(group)
 
 
 def by_lengths_alone(bounds: Iterable[Fillable]) -> tuple[list[Fillable], list[Fillable]]:
@@ -167,7 +187,7 @@ def by_lengths_alone(bounds: Iterable[Fillable]) -> tuple[list[Fillable], list[F
     early: list[Fillable] = []
     late: list[Fillable] = []
     for bound in _parts(bounds):
-        (early if hasattr(type(bound), "fill_together") else late).append(bound)
+        (early if isinstance(bound, JointFill) else late).append(bound)
     return early, late
 
 
@@ -179,17 +199,7 @@ def _parts(bounds: Iterable[Fillable]) -> Iterator[Fillable]:
             yield bound
 
 
-class PatternA:
-    """What bound attention starts from that reads its plan's tensors where they are."""
-
-    def fill(self) -> None:
-        """Nothing to derive: the plan's tensors are read as they are."""
-
-    def schedule(self, seq_lens_cpu: Tensor | None) -> None:
-        """Nothing to plan on the host."""
-
-
-class IdleAttention(PatternA):
+class IdleAttention(BoundAttention):
     """Attention over no request: every tensor is empty, so there is nothing to do."""
 
     def run(
@@ -197,7 +207,7 @@ class IdleAttention(PatternA):
     ) -> None:
         """Do nothing: ``out`` has no rows."""
 
-    def scaled(self, scales: KVScales) -> BoundAttention:
+    def for_layer(self, scales: KVScales | None, *, prefetch: bool) -> BoundAttention:
         """Return itself."""
         return self
 

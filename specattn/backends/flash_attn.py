@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from specattn.backends.base import Capabilities
+from specattn.backends.base import BoundAttention, Capabilities
 from specattn.backends.flash_attn_keys import Lists, keys_of, prefix_of, prompt_of
 from specattn.backends.imports import imported
 from specattn.cuda_graph.capture_guard import Settable
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from specattn.backends.base import BoundAttention
     from specattn.backends.flash_attn_keys import Keys
     from specattn.config import AttnConfig
 
@@ -168,13 +167,8 @@ class Fa3Call:
         return result[0], result[1]
 
 
-class _PatternA:
-    def schedule(self, seq_lens_cpu: Tensor | None) -> None:
-        """Nothing to plan on the host."""
-
-
 @dataclass(frozen=True)
-class Fa3Rows(_PatternA):
+class Fa3Rows(BoundAttention):
     """Equally many query tokens per request, in one call: causal layouts, and index lists."""
 
     call: Fa3Call
@@ -206,7 +200,7 @@ class Fa3Rows(_PatternA):
 
 
 @dataclass(frozen=True)
-class Fa3Tree(_PatternA):
+class Fa3Tree(BoundAttention):
     """Any ancestor words: a pass over the prefixes, one over the ancestors, and their merge."""
 
     call: Fa3Call
@@ -274,7 +268,7 @@ class Fa3Tree(_PatternA):
 
 
 @dataclass(frozen=True)
-class Fa3Extend(_PatternA):
+class Fa3Extend(BoundAttention):
     """A ragged prompt extend: one causal call."""
 
     call: Fa3Call

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from specattn.backends.base import BoundAttention
 from specattn.backends.flashinfer_base import FlashInferLayer, Staged, require_contiguous
 from specattn.backends.flashinfer_plan import (
     BranchLists,
@@ -29,7 +30,7 @@ SMALL_GROUP = 3
 NO_KEYS = -3e4
 
 
-class _Planned(Staged):
+class _Planned(Staged, BoundAttention):
     """A wrapper with an int workspace of its own, and what all bound kinds share."""
 
     def __init__(self, backend: FlashInferLayer, wrapper: Any, grid: Grid) -> None:
@@ -229,7 +230,7 @@ class _Tail(_Planned):
         )
 
 
-class FlashInferTree:
+class FlashInferTree(BoundAttention):
     """A tree in two passes merged by their lse: over the prefix without a mask, and over the tail.
 
     The prefix takes the kernel without a mask, and the mask is a few bytes of the tail's, where one

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from specattn.backends.base import Capabilities
+from specattn.backends.base import BoundAttention, Capabilities
 from specattn.backends.flashinfer_base import (
     FlashInferLayer,
     Staged,
@@ -28,7 +28,6 @@ from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specattn.backends.base import BoundAttention
     from specattn.config import AttnConfig
 
 #: What FlashInfer's kernels are built ahead for: latent and rotated columns of a row.
@@ -112,7 +111,7 @@ def _geometry(config: AttnConfig) -> list[str]:
     return found
 
 
-class _Planned(Staged):
+class _Planned(Staged, BoundAttention):
     """A wrapper, whose int workspace is its own, and what all bound kinds share."""
 
     def __init__(self, backend: FlashInferMlaBackend, **buffers: Any) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from specattn.backends.base import Capabilities, PatternA
+from specattn.backends.base import BoundAttention, Capabilities
 from specattn.backends.flex_kernel import FlexKernel, Keys
 from specattn.cuda_graph.capture_guard import Settable
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
@@ -21,7 +21,6 @@ from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specattn.backends.base import BoundAttention
     from specattn.config import AttnConfig
 
 
@@ -78,7 +77,7 @@ def _put(
 
 
 @dataclass(frozen=True)
-class FlexTree(PatternA):
+class FlexTree(BoundAttention):
     """A tree mode: keys are the prefix, padded to the longest, then the tail."""
 
     backend: FlexBackend
@@ -110,7 +109,7 @@ class FlexTree(PatternA):
 
 
 @dataclass(frozen=True)
-class FlexCsr(PatternA):
+class FlexCsr(BoundAttention):
     """Draft decode from index lists: a batch of one-token rows."""
 
     backend: FlexBackend
@@ -136,7 +135,7 @@ class FlexCsr(PatternA):
 
 
 @dataclass(frozen=True)
-class FlexExtend(PatternA):
+class FlexExtend(BoundAttention):
     """A ragged prompt extend: queries and keys padded to the longest request."""
 
     backend: FlexBackend

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
         AttentionBackend,
         BackendFactory,
         BoundAttention,
-        FollowingAttention,
-        ScaledAttention,
     )
     from specattn.cache.kv_pool import KVPool
     from specattn.config import AttnConfig
@@ -121,15 +120,44 @@ class LayeredBackend:
 
     def _of_layer(self, bound: BoundAttention, layer: int) -> BoundAttention:
         """Return ``bound`` for a layer: with its scales, and as one that follows others."""
-        if self.pool.layers[layer].kv_dtype is not None:
-            bound = cast("ScaledAttention", bound).scaled(self.pool.scales[layer])
-        if self._kind[layer] in self._kind[:layer] and hasattr(bound, "following"):
-            return cast("FollowingAttention", bound).following()
-        return bound
+        stored = self.pool.layers[layer].kv_dtype is not None
+        return bound.for_layer(
+            self.pool.scales[layer] if stored else None,
+            prefetch=self._kind[layer] in self._kind[:layer],
+        )
+
+
+class PackedAttend(ABC):
+    """An `Attend` that also takes heads as one matrix product leaves them."""
+
+    @abstractmethod
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend as `specattn.speculative.model.Attend` does."""
+
+    @abstractmethod
+    def packed(self, layer: int, parts: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
+        """Norm and rotate heads, store keys and values, then attend.
+
+        Parameters
+        ----------
+        layer : int
+            Index into the model's ``layers``.
+        parts : Tensor
+            ``[S, T, (Hq + 2 Hkv) D]``, of any dtype: they add up to queries, keys and values.
+        positions : Tensor
+            ``[T]`` int64.
+        rotation : Rotation
+            The position embedding, and the norms before it.
+
+        Returns
+        -------
+        Tensor
+            ``[T, Hq, D]``.
+        """
 
 
 @dataclass(frozen=True)
-class BoundLayers(CompositeAttention):
+class BoundLayers(CompositeAttention, PackedAttend):
     """The `Attend` a model is given: stores a layer's new KV, then attends.
 
     ``graphs`` says whether all that is bound here may be recorded in a CUDA graph.
@@ -185,7 +213,7 @@ class BoundLayers(CompositeAttention):
 
     def packed(self, layer: int, parts: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
         """Attend in ``layer`` with heads that are not rotated yet; see `PackedAttend.packed`."""
-        bound, config = self.layers[layer]
+        attention, config = self.layers[layer]
         q = self.pool.store_packed(
             layer,
             self.plan.out_slots,
@@ -193,8 +221,8 @@ class BoundLayers(CompositeAttention):
             positions,
             rotation,
             config.num_qo_heads,
-            following=layer > 0 and all(hasattr(each, "following") for each in self.bounds),
+            following=layer > 0 and all(bound.prefetches for bound in self.bounds),
         )
         out = torch.empty_like(q)
-        bound.run(q, self.pool.k[layer], self.pool.v[layer], out)
+        attention.run(q, self.pool.k[layer], self.pool.v[layer], out)
         return out

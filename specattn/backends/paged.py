@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from specattn.backends.base import Capabilities
+from specattn.backends.base import BoundAttention, Capabilities
 from specattn.backends.imports import imported, installed
 from specattn.cuda_graph.capture_guard import Settable
 from specattn.errors import UnsupportedError
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from specattn.backends.base import BoundAttention
     from specattn.config import AttnConfig
 
 #: TRT-LLM's kernels, and CUTLASS MLA, read a block table in strides of so many keys.
@@ -206,7 +205,7 @@ class BlockTable:
 
 
 @dataclass(frozen=True)
-class BoundPages:
+class BoundPages(BoundAttention):
     """What every adapter binds: attention over a block table, planned on the device."""
 
     config: AttnConfig
@@ -220,9 +219,6 @@ class BoundPages:
     def fill(self) -> None:
         """List the pages of every request."""
         self.blocks.fill()
-
-    def schedule(self, seq_lens_cpu: Tensor | None) -> None:
-        """Nothing to plan on the host."""
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, Self
 
 from specattn.backends import load_backend
 from specattn.backends.base import (
+    BoundAttention,
     Capabilities,
     CompositeAttention,
     CompositeBackend,
@@ -19,12 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from specattn.backends.base import (
-        AttentionBackend,
-        BackendFactory,
-        BoundAttention,
-        ScaledAttention,
-    )
+    from specattn.backends.base import AttentionBackend, BackendFactory
     from specattn.config import AttnConfig, KVScales
 
 
@@ -172,7 +168,7 @@ def _requests(plan: AttnPlan, which: slice) -> AttnPlan:
 
 
 @dataclass(frozen=True)
-class BoundTbo(CompositeAttention):
+class BoundTbo(CompositeAttention, BoundAttention):
     """Attention over both halves of a batch.
 
     Parameters
@@ -209,9 +205,9 @@ class BoundTbo(CompositeAttention):
         for child, which in zip(self.children, self.requests, strict=True):
             child.schedule(None if seq_lens_cpu is None else seq_lens_cpu[which])
 
-    def scaled(self, scales: KVScales) -> Self:
-        """Return the same with a layer's scales in both halves; see `ScaledAttention`."""
-        first, second = (cast("ScaledAttention", child).scaled(scales) for child in self.children)
+    def for_layer(self, scales: KVScales | None, *, prefetch: bool) -> Self:
+        """Return the same with a layer's scales in both halves; neither half prefetches."""
+        first, second = (child.for_layer(scales, prefetch=False) for child in self.children)
         return replace(self, children=(first, second))
 
     def run(

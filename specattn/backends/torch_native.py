@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from specattn.backends.base import Capabilities, PatternA
+from specattn.backends.base import BoundAttention, Capabilities
 from specattn.config import FLOAT8, UNSCALED, KVScales
 from specattn.cuda_graph.capture_guard import Settable
 from specattn.kernels.attention import naive
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from specattn.backends.base import BoundAttention
     from specattn.config import AttnConfig
 
 
@@ -51,13 +50,13 @@ class TorchNativeBackend(Settable):
 
 
 @dataclass(frozen=True)
-class _Bound(PatternA):
+class _Bound(BoundAttention):
     config: AttnConfig
     scales: KVScales = field(default=UNSCALED, kw_only=True)
 
-    def scaled(self, scales: KVScales) -> Self:
-        """Return the same with a layer's scales; see `ScaledAttention`."""
-        return replace(self, scales=scales)
+    def for_layer(self, scales: KVScales | None, *, prefetch: bool) -> Self:
+        """Return the same with a layer's scales; see `BoundAttention.for_layer`."""
+        return self if scales is None else replace(self, scales=scales)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from specattn.backends.base import Capabilities
+from specattn.backends.base import BoundAttention, Capabilities
 from specattn.backends.triton_bound import (
     Scratch,
     TritonCsr,
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from specattn.backends.base import BoundAttention
     from specattn.config import AttnConfig
     from specattn.kernels.attention.deterministic import FixedAttention
     from specattn.kernels.attention.tree import TreeAttention
@@ -144,22 +143,16 @@ class TritonBackend(Settable):
 
 
 @dataclass(frozen=True)
-class TritonExtend:
+class TritonExtend(BoundAttention):
     """A ragged prompt extend."""
 
     config: AttnConfig
     plan: ExtendPlan
     scales: KVScales = UNSCALED
 
-    def scaled(self, scales: KVScales) -> Self:
-        """Return the same with a layer's scales; see `ScaledAttention`."""
-        return replace(self, scales=scales)
-
-    def fill(self) -> None:
-        """Nothing to derive."""
-
-    def schedule(self, seq_lens_cpu: Tensor | None) -> None:
-        """Nothing to plan on the host."""
+    def for_layer(self, scales: KVScales | None, *, prefetch: bool) -> Self:
+        """Return the same with a layer's scales; see `BoundAttention.for_layer`."""
+        return self if scales is None else replace(self, scales=scales)
 
     def run(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 
-from specattn.backends.base import PatternA
+from specattn.backends.base import JointFill
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from specattn.config import AttnConfig, KVScales
     from specattn.kernels.attention.tree import TreeAttention
-    from specattn.kernels.attention.triton_plan import Cut
+    from specattn.kernels.attention.triton_plan import PlanRequest
     from specattn.plan import AttnPlan, CsrPlan
 
 log = logging.getLogger(__name__)
@@ -97,44 +97,40 @@ class Scratch:
         return self._bytes
 
 
-class TritonPlanned(PatternA, ABC):
+class TritonPlanned(JointFill):
     """Bound attention over a plan that is filled in one launch with all others of its kind."""
 
     @abstractmethod
-    def cut(self) -> Cut:
+    def plan_request(self) -> PlanRequest:
         """Return the plan, and the tensors that hold its lengths."""
-
-    def fill(self) -> None:
-        """Cut the work into equal chunks, from the lengths on the device."""
-        self.fill_together([self])
 
     @staticmethod
     def fill_together(bounds: Sequence[TritonPlanned]) -> None:
-        """Do so for all of ``bounds``; see `JointFill`."""
+        """Cut the work of all of ``bounds`` into equal chunks, from the lengths on the device."""
         from specattn.kernels.attention.triton_plan import fill_plans
 
-        fill_plans([bound.cut() for bound in bounds])
+        fill_plans([bound.plan_request() for bound in bounds])
 
 
 @dataclass(frozen=True)
 class TritonTree(TritonPlanned):
     """A tree mode."""
 
+    prefetches: ClassVar[bool] = True
     plan: AttnPlan
     kernel: TreeAttention
 
-    def scaled(self, scales: KVScales) -> Self:
-        """Return the same with a layer's scales; see `ScaledAttention`."""
-        return replace(self, kernel=self.kernel.scaled(scales.k, scales.v))
+    def for_layer(self, scales: KVScales | None, *, prefetch: bool) -> Self:
+        """Return the same with a layer's scales; see `BoundAttention.for_layer`."""
+        kernel = self.kernel if scales is None else self.kernel.scaled(scales.k, scales.v)
+        return replace(self, kernel=kernel.following() if prefetch else kernel)
 
-    def following(self) -> Self:
-        """Return the same for later layers; see `FollowingAttention`."""
-        return replace(self, kernel=self.kernel.following())
-
-    def cut(self) -> Cut:
+    def plan_request(self) -> PlanRequest:
         """Return the plan, to be filled from the requests' lengths."""
         plan = self.plan
-        return self.kernel.cut(plan.seq_lens, plan.req_pool_indices, plan.req_to_token.stride(0))
+        return self.kernel.plan_request(
+            plan.seq_lens, plan.req_pool_indices, plan.req_to_token.stride(0)
+        )
 
     def run(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
@@ -162,13 +158,15 @@ class TritonCsr(TritonPlanned):
     plan: CsrPlan
     kernel: TreeAttention
 
-    def scaled(self, scales: KVScales) -> Self:
-        """Return the same with a layer's scales; see `ScaledAttention`."""
+    def for_layer(self, scales: KVScales | None, *, prefetch: bool) -> Self:
+        """Return the same with a layer's scales; see `BoundAttention.for_layer`."""
+        if scales is None:
+            return self
         return replace(self, kernel=self.kernel.scaled(scales.k, scales.v))
 
-    def cut(self) -> Cut:
+    def plan_request(self) -> PlanRequest:
         """Return the plan, to be filled from the lists' lengths."""
-        return self.kernel.cut_csr(self.plan.kv_indptr)
+        return self.kernel.plan_request_csr(self.plan.kv_indptr)
 
     def run(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None

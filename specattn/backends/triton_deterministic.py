@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from specattn.backends.base import PatternA
+from specattn.backends.base import BoundAttention
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,14 +16,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class FixedTree(PatternA):
+class FixedTree(BoundAttention):
     """A tree mode."""
 
     plan: AttnPlan
     kernel: FixedAttention
 
-    def scaled(self, scales: KVScales) -> Self:
-        """Return the same with a layer's scales; see `ScaledAttention`."""
+    def for_layer(self, scales: KVScales | None, *, prefetch: bool) -> Self:
+        """Return the same with a layer's scales; see `BoundAttention.for_layer`."""
+        if scales is None:
+            return self
         return replace(self, kernel=self.kernel.scaled(scales.k, scales.v))
 
     @property
@@ -62,14 +64,16 @@ class FixedTree(PatternA):
 
 
 @dataclass(frozen=True)
-class FixedCsr(PatternA):
+class FixedCsr(BoundAttention):
     """Draft decode from index lists, whose ends `run` finds written."""
 
     plan: CsrPlan
     kernel: FixedAttention
 
-    def scaled(self, scales: KVScales) -> Self:
-        """Return the same with a layer's scales; see `ScaledAttention`."""
+    def for_layer(self, scales: KVScales | None, *, prefetch: bool) -> Self:
+        """Return the same with a layer's scales; see `BoundAttention.for_layer`."""
+        if scales is None:
+            return self
         return replace(self, kernel=self.kernel.scaled(scales.k, scales.v))
 
     def fill(self) -> None:

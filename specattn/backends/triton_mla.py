@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from specattn.backends.base import Capabilities
+from specattn.backends.base import BoundAttention, Capabilities
 from specattn.backends.triton_bound import (
     Scratch,
     TritonCsr,
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from specattn.backends.base import BoundAttention
     from specattn.config import AttnConfig
     from specattn.kernels.mla.tree import MlaAttention
 
@@ -115,17 +114,11 @@ def _geometry(config: AttnConfig) -> list[str]:
 
 
 @dataclass(frozen=True)
-class MlaExtend:
+class MlaExtend(BoundAttention):
     """A ragged prompt extend, absorbed like the rest."""
 
     config: AttnConfig
     plan: ExtendPlan
-
-    def fill(self) -> None:
-        """Nothing to derive."""
-
-    def schedule(self, seq_lens_cpu: Tensor | None) -> None:
-        """Nothing to plan on the host."""
 
     def run(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from specattn.backends.layers import PackedAttend
 from specattn.config import AttnConfig
 from specattn.errors import ModelError
 from specattn.kernels import ops
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import LlamaConfig, Qwen3Config
 
     from specattn.models.hf import HFTarget
-    from specattn.speculative.model import Attend, PackedAttend
+    from specattn.speculative.model import Attend
 
 MODEL_TYPES = ("llama", "mistral", "qwen3")
 # their angles depend on nothing but the position
@@ -128,9 +129,8 @@ class Block:
     ) -> tuple[Tensor, Tensor]:
         """Attend with the normed ``x`` and add to ``stream``; returns its norm and itself."""
         parts = project(x, self.qkv)
-        if hasattr(attend, "packed"):
-            packed = cast("PackedAttend", attend)
-            out = packed.packed(layer, parts, positions, self.rotation)
+        if isinstance(attend, PackedAttend):
+            out = attend.packed(layer, parts, positions, self.rotation)
         else:
             out = attend(layer, *self._heads(parts, positions))
         glue = ops("glue", x.device)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from specattn.config import AttnConfig
-    from specattn.kernels.rotation import Rotation
 
 
 class Attend(Protocol):
@@ -43,31 +42,6 @@ class Attend(Protocol):
         -------
         Tensor
             ``[T, Hq, Dv]``.
-        """
-        ...
-
-
-class PackedAttend(Attend, Protocol):
-    """An `Attend` that also takes heads as one matrix product leaves them."""
-
-    def packed(self, layer: int, parts: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
-        """Norm and rotate heads, store keys and values, then attend.
-
-        Parameters
-        ----------
-        layer : int
-            Index into the model's ``layers``.
-        parts : Tensor
-            ``[S, T, (Hq + 2 Hkv) D]``, of any dtype: they add up to queries, keys and values.
-        positions : Tensor
-            ``[T]`` int64.
-        rotation : Rotation
-            The position embedding, and the norms before it.
-
-        Returns
-        -------
-        Tensor
-            ``[T, Hq, D]``.
         """
         ...
 

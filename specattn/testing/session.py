@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
 from specattn.testing.oracle import Case, ConformanceError, Tolerances, check, head
 
 if TYPE_CHECKING:
-    from specattn.backends.base import AttentionBackend, BoundAttention, ScaledAttention
+    from specattn.backends.base import AttentionBackend, BoundAttention
 
 # all other tensors of a case have the batch first
 _SHARED = ("req_to_token", "kv_indices", "k_cache", "v_cache")
@@ -118,9 +118,9 @@ class Session:
 
     def scale(self, kv_scales: tuple[float, float]) -> None:
         """Go on as a layer with these scales, over the same `fill`."""
-        self.layer, self.live.kv_scales = self.bound, kv_scales
-        if self.live.kv_dtype is not None:
-            self.layer = cast("ScaledAttention", self.bound).scaled(KVScales(*kv_scales))
+        self.live.kv_scales = kv_scales
+        scales = None if self.live.kv_dtype is None else KVScales(*kv_scales)
+        self.layer = self.bound.for_layer(scales, prefetch=False)
 
     def load(self, case: Case) -> None:
         """Copy another forward into the buffers the backend is bound to."""

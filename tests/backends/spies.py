@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from specattn.backends.base import Capabilities
+from specattn.backends.base import BoundAttention, Capabilities
 from specattn.backends.torch_native import TorchNativeBackend
 from specattn.errors import UnsupportedError
 from specattn.plan import ExtendPlan
 
 
 @dataclass
-class BoundSpy:
+class BoundSpy(BoundAttention):
     """Delegates, and refuses to run before it was scheduled and filled."""
 
     inner: Any

@@ -7,7 +7,13 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from specattn.backends.base import CompositeAttention, IdleAttention, fill_all
+from specattn.backends.base import (
+    BoundAttention,
+    CompositeAttention,
+    IdleAttention,
+    JointFill,
+    fill_all,
+)
 from specattn.backends.hybrid import hybrid
 from specattn.backends.layers import LayeredBackend
 from specattn.backends.multi_step import MultiStepDraftBackend
@@ -26,10 +32,6 @@ GLOBAL, LOCAL = AttnConfig(4, 2, 64), AttnConfig(8, 2, 64, window_left=40)
 LATENT = AttnConfig(16, 1, 576, v_head_dim=512, sm_scale=0.1, latent=True)
 CONFIGS = {"triton": (GLOBAL, LOCAL), "hybrid": (GLOBAL,), "tbo": (LOCAL,)}
 LENS = [300, 7, 0, 64, 129]
-
-
-class Followed(TritonTree):
-    """Knows that another layer has run before."""
 
 
 def table() -> torch.Tensor:
@@ -126,7 +128,7 @@ def test_layers_of_different_backends_share_the_launch(plan_launches):
 
 
 @dataclass
-class Alone:
+class Alone(BoundAttention):
     """Attention that knows nothing of others."""
 
     log: list[str]
@@ -135,8 +137,10 @@ class Alone:
     def fill(self) -> None:
         self.log.append(self.name)
 
+    def run(self, *_) -> None: ...
 
-class Social(Alone):
+
+class Social(JointFill, Alone):
     """Attention that is filled with its like, subclasses included."""
 
     @staticmethod
@@ -170,11 +174,18 @@ def test_each_is_filled_once_whatever_it_is_part_of():
 
 def test_later_layers_follow_those_that_share_their_attention(monkeypatch) -> None:
     """A layer is told that another one has been there since the plan was filled."""
-    monkeypatch.setattr(TritonTree, "following", lambda bound: Followed(bound.plan, bound.kernel))
+    honest, told = TritonTree.for_layer, {}
+
+    def for_layer(bound, scales, *, prefetch):
+        found = honest(bound, scales, prefetch=prefetch)
+        told[id(found)] = prefetch
+        return found
+
+    monkeypatch.setattr(TritonTree, "for_layer", for_layer)
     layered = layers("triton", (LOCAL, GLOBAL, GLOBAL, LOCAL, LOCAL))
     bound = layered.bind(plan_of(ForwardMode.TARGET_VERIFY))
     of_layers = [of_layer for of_layer, _ in bound.layers]
-    assert [isinstance(b, Followed) for b in of_layers] == [False, False, True, True, True]
+    assert [told[id(b)] for b in of_layers] == [False, False, True, True, True]
     assert [b.kernel.window_left for b in of_layers] == [40, -1, -1, 40, 40]
     (lists,) = drafts(layers("triton", (GLOBAL, GLOBAL)), "csr").steps[:1]
     assert lists.layers[0][0] is lists.layers[1][0]

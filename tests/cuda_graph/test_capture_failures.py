@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 
-from specattn.backends import load_backend
+from specattn.backends import BoundAttention, load_backend
 from specattn.batch import ForwardMode
 from specattn.cuda_graph import GraphRunner
 from specattn.errors import CapacityError, CaptureError
@@ -57,7 +57,7 @@ class Breaking(load_backend("triton" if CUDA else "torch_native")):
 
 
 @dataclass
-class BoundBreaking:
+class BoundBreaking(BoundAttention):
     inner: Any
 
     def schedule(self, seq_lens_cpu):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from specattn.kernels.attention import triton_plan as tree_plan
-from specattn.kernels.attention.triton_plan import Cut, TreePlan, fill_plans
+from specattn.kernels.attention.triton_plan import PlanRequest, TreePlan, fill_plans
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BN = 32
@@ -24,7 +24,7 @@ class Work:
     prefixes: list[int]
     firsts: list[int]
     tiles: list[int]
-    cut: Cut
+    cut: PlanRequest
 
     @property
     def plan(self) -> TreePlan:
@@ -81,12 +81,12 @@ def prepare(
     )
     if csr:
         indptr = torch.tensor([0, *lengths]).cumsum(0)
-        cut = Cut(plan, indptr.to(torch.int32).to(DEVICE), None, 1)
+        cut = PlanRequest(plan, indptr.to(torch.int32).to(DEVICE), None, 1)
         bases = [int(b) if n else 0 for b, n in zip(indptr, lengths, strict=False)]
     else:
         rows = torch.randperm(len(lengths) + 3)[: len(lengths)]
         lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-        cut = Cut(plan, lens, rows.to(DEVICE), stride)
+        cut = PlanRequest(plan, lens, rows.to(DEVICE), stride)
         bases = [int(r) * stride for r in rows]
     newest = [n - 1 if csr else n for n in lengths]
     firsts = [max(0, n - window) // block if window >= 0 else 0 for n in newest]

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specattn.backends import available
+from specattn.backends import BoundAttention, available
 from specattn.backends.torch_native import TorchNativeBackend
 from specattn.cache.slot_table import SlotTable
 from specattn.config import AttnConfig, SpecConfig
@@ -88,7 +88,7 @@ class Watchful(TorchNativeBackend):
         return self.bounds[-1]
 
 
-class BoundWatch:
+class BoundWatch(BoundAttention):
     def __init__(self, inner, plan: AttnPlan) -> None:
         self.inner, self.plan = inner, plan
         self.filled: dict[str, Tensor] = {}
@@ -103,9 +103,6 @@ class BoundWatch:
             for name, value in found.items()
             if isinstance(value, Tensor) and name != "req_to_token"
         }
-
-    def schedule(self, seq_lens_cpu) -> None:
-        pass
 
     def fill(self) -> None:
         self.filled = self.read()

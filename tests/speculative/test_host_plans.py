@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from specattn.backends import BoundAttention
 from specattn.backends.torch_native import TorchNativeBackend
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
@@ -17,7 +18,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPTS = [[3, 14, 15, 9, 26, 5], [35, 2], [8, 9, 7, 9]]
 
 
-class Planned:
+class Planned(BoundAttention):
     """Attention that lists keys in `fill` where `schedule` has made room for them."""
 
     def __init__(self, inner, plan):

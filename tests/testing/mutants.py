@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from specattn.backends.base import Capabilities
+from specattn.backends.base import BoundAttention, Capabilities
 from specattn.backends.torch_native import TorchNativeBackend
 from specattn.config import KVScales
 from specattn.errors import UnsupportedError
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan
 
 
-class Bound:
+class Bound(BoundAttention):
     """What torch_native bound, for a mutant to get wrong."""
 
     def __init__(self, backend: Mutant, plan: Any) -> None:
@@ -25,16 +25,17 @@ class Bound:
     def fill(self) -> None:
         self.first = None
 
-    def schedule(self, seq_lens_cpu: Any) -> None:
-        pass
-
     def run(self, q, k_cache, v_cache, out, lse=None) -> None:
         backend = self.backend
         honest = TorchNativeBackend(backend.tweaked(backend.config), q.device)
-        bound = honest.bind(backend.seen(self.plan)).scaled(backend.rescaled(self.scales))
+        bound = honest.bind(backend.seen(self.plan)).for_layer(
+            backend.rescaled(self.scales), prefetch=False
+        )
         backend.attend(bound.run, q, k_cache, v_cache, out, lse)
 
-    def scaled(self, scales: KVScales) -> Any:
+    def for_layer(self, scales: KVScales | None, *, prefetch: bool) -> Any:
+        if scales is None:
+            return self
         other = copy.copy(self)
         other.scales = scales
         return other

@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 
 from specattn import AttnConfig, SamplingBatch, SamplingParams
+from specattn.backends import BoundAttention
 from specattn.backends.torch_native import TorchNativeBackend
 from specattn.batch import DraftState, ForwardMode, SpecBatch
 from tests.worlds import DEVICE, inputs, world
@@ -34,7 +35,7 @@ class Failing(TorchNativeBackend):
 
 
 @dataclass
-class BoundFailing:
+class BoundFailing(BoundAttention):
     inner: object
 
     def _maybe(self, call: str) -> None:

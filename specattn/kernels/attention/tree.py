@@ -28,7 +28,7 @@ from specattn.kernels.attention.tiles import (
     tile_config,
 )
 from specattn.kernels.attention.triton_merge import merge_kernel
-from specattn.kernels.attention.triton_plan import Cut, TreePlan, fill_plans
+from specattn.kernels.attention.triton_plan import PlanRequest, TreePlan, fill_plans
 from specattn.kernels.attention.triton_tile import LOG2E
 from specattn.kernels.attention.triton_tree import tree_attention_kernel
 
@@ -290,14 +290,16 @@ class TreeAttention:
         return other
 
     def plan(self, seq_lens: Tensor, req_pool_indices: Tensor, row_stride: int) -> None:
-        """Cut the step's work into chunks, on the device; parameters as in `cut`."""
-        fill_plans([self.cut(seq_lens, req_pool_indices, row_stride)])
+        """Cut the step's work into chunks, on the device; parameters as in `plan_request`."""
+        fill_plans([self.plan_request(seq_lens, req_pool_indices, row_stride)])
 
     def plan_csr(self, kv_indptr: Tensor) -> None:
         """Cut the work of index lists, ``kv_indptr [B + 1]`` int32, into chunks, on the device."""
-        fill_plans([self.cut_csr(kv_indptr)])
+        fill_plans([self.plan_request_csr(kv_indptr)])
 
-    def cut(self, seq_lens: Tensor, req_pool_indices: Tensor, row_stride: int) -> Cut:
+    def plan_request(
+        self, seq_lens: Tensor, req_pool_indices: Tensor, row_stride: int
+    ) -> PlanRequest:
         """Return what `plan` does, for `fill_plans` to do together with other buckets.
 
         Parameters
@@ -311,12 +313,12 @@ class TreeAttention:
         """
         _check("seq_lens", seq_lens, (self.batch,), torch.int32)
         _check("req_pool_indices", req_pool_indices, (self.batch,), torch.int64)
-        return Cut(self.tables, seq_lens, req_pool_indices, row_stride)
+        return PlanRequest(self.tables, seq_lens, req_pool_indices, row_stride)
 
-    def cut_csr(self, kv_indptr: Tensor) -> Cut:
-        """Return what `plan_csr` does; see `cut`."""
+    def plan_request_csr(self, kv_indptr: Tensor) -> PlanRequest:
+        """Return what `plan_csr` does; see `plan_request`."""
         _check("kv_indptr", kv_indptr, (self.batch + 1,), torch.int32)
-        return Cut(self.tables, kv_indptr, None, 1)
+        return PlanRequest(self.tables, kv_indptr, None, 1)
 
     def run(
         self,

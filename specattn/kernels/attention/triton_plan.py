@@ -245,7 +245,7 @@ class TreePlan:
         )
 
 
-class Cut(NamedTuple):
+class PlanRequest(NamedTuple):
     """A plan and what to fill it from.
 
     Parameters
@@ -273,29 +273,29 @@ class Cut(NamedTuple):
         return plan.csr or len(plan.requests) * tiles * len(plan.chunks) >= 2**31
 
 
-def fill_plans(cuts: Sequence[Cut]) -> None:
+def fill_plans(requests: Sequence[PlanRequest]) -> None:
     """Fill plans, up to `MOST_PLANS` in one launch; one given twice is filled once.
 
     The tables are the same, bit for bit, whatever else is in the launch.
     """
-    distinct = list({id(cut.plan): cut for cut in cuts}.values())
+    distinct = list({id(request.plan): request for request in requests}.values())
     for start in range(0, len(distinct), MOST_PLANS):
         _launch(distinct[start : start + MOST_PLANS])
 
 
-def _launch(cuts: list[Cut]) -> None:
-    plans = [cut.plan for cut in cuts]
+def _launch(requests: list[PlanRequest]) -> None:
+    plans = [request.plan for request in requests]
     batches, max_chunks = [len(p.requests) for p in plans], [len(p.chunks) for p in plans]
     most = max(batches)
     block = min(max(triton.next_power_of_2(most), 16), 1024)
-    _plan_kernel[(len(cuts),)](
-        _tensors([cut.seq_lens for cut in cuts]),
+    _plan_kernel[(len(requests),)](
+        _tensors([r.seq_lens for r in requests]),
         # index lists have no rows, and none are read there
-        _tensors([cut.plan.requests if cut.rows is None else cut.rows for cut in cuts]),
+        _tensors([r.plan.requests if r.rows is None else r.rows for r in requests]),
         _tensors([p.requests for p in plans]),
         _tensors([p.chunks for p in plans]),
         _tensors([p.splits for p in plans]),
-        _numbers([cut.row_stride for cut in cuts]),
+        _numbers([r.row_stride for r in requests]),
         B=_numbers(batches),
         TAIL=_numbers([p.tail_len for p in plans]),
         WINDOW=_numbers([p.window_left for p in plans]),
@@ -306,7 +306,7 @@ def _launch(cuts: list[Cut]) -> None:
         B_BLOCK=block,
         B_MOST=most if most <= block else triton.cdiv(most, block) * block,
         NC_BLOCK=max(triton.next_power_of_2(max(max_chunks)), 16),
-        WIDE=any(cut.wide for cut in cuts),
+        WIDE=any(r.wide for r in requests),
         num_warps=4 if block <= 32 else 8,
     )
 
