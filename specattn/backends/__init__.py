@@ -11,9 +11,9 @@ from specattn.backends.base import (
     BackendFactory,
     BoundAttention,
     Capabilities,
+    imported,
     reasons_of,
 )
-from specattn.backends.imports import imported
 from specattn.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -44,10 +44,10 @@ _BACKENDS = {
     "triton_mla": "specattn.backends.triton_mla:TritonMlaBackend",
     "flashinfer_mla": "specattn.backends.flashinfer_mla:FlashInferMlaBackend",
     "flashmla": "specattn.backends.flashmla:FlashMlaBackend",
-    "fa4": "specattn.backends.fa4:Fa4Backend",
-    "cutlass_mla": "specattn.backends.cutlass_mla:CutlassMlaBackend",
-    "trtllm_mha": "specattn.backends.trtllm_mha:TrtllmMhaBackend",
-    "trtllm_mla": "specattn.backends.trtllm_mla:TrtllmMlaBackend",
+    "fa4": "specattn.backends.blackwell:Fa4Backend",
+    "cutlass_mla": "specattn.backends.blackwell:CutlassMlaBackend",
+    "trtllm_mha": "specattn.backends.blackwell:TrtllmMhaBackend",
+    "trtllm_mla": "specattn.backends.blackwell:TrtllmMlaBackend",
 }
 
 

@@ -26,9 +26,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from specattn.backends.base import BoundAttention, Capabilities
+from specattn.backends.base import BoundAttention, Capabilities, imported
 from specattn.backends.flash_attn_keys import Lists, keys_of, prefix_of, prompt_of
-from specattn.backends.imports import imported
 from specattn.cuda_graph.capture_guard import Settable
 from specattn.errors import UnsupportedError
 from specattn.kernels import ops

@@ -1,13 +1,13 @@
 """DeepSeek's FlashMLA (https://github.com/deepseek-ai/FlashMLA) for Hopper, from `sgl_kernel`.
 
-Pattern A: block table, lengths and FlashMLA's own plan are made on the device by ``fill``. Its
-pages have 64 tokens, see `specattn.backends.paged`. Query tokens are masked causally.
+It is planned on the device: ``fill`` makes the block table, the lengths and FlashMLA's own plan.
+Its pages have 64 tokens, see `specattn.backends.paged`. Query tokens are masked causally.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar
 
 from specattn.backends.paged import BlockTable, BoundPages, PagedBackend, latent_reasons
 from specattn.errors import UnsupportedError
@@ -48,55 +48,39 @@ class FlashMlaBackend(PagedBackend):
         UnsupportedError
             If the library's kernels cannot be loaded.
         """
+        blocks = BlockTable.over(plan, self.page_size)
         try:
-            return FlashMla.over(self.config, BlockTable.over(plan, self.page_size), self.library)
+            # the shapes of the plan depend on the device, the batch and the query rows
+            parts, splits = self.planned(blocks)
         except ImportError as error:
             raise UnsupportedError(f"backend {self.name!r}", [str(error)]) from error
+        return BoundPages(self, blocks, (parts.clone(), splits.clone()))
 
-
-@dataclass(frozen=True)
-class FlashMla(BoundPages):
-    """One causal call over prefix and tail."""
-
-    library: Any
-    parts: Tensor  # [parts, numbers of a part] int32: which keys of which requests
-    splits: Tensor  # [B + 1] int32: where each request's partial results begin
-
-    @classmethod
-    def over(cls, config: AttnConfig, blocks: BlockTable, library: Any) -> FlashMla:
-        """Allocate the plan; its shape depends on the device, the batch and the query rows."""
-        made = cls(config, blocks, library, blocks.lens, blocks.lens)
-        parts, splits = made.planned()
-        return cls(config, blocks, library, parts.clone(), splits.clone())
-
-    def planned(self) -> tuple[Tensor, Tensor]:
+    def planned(self, blocks: BlockTable) -> tuple[Tensor, Tensor]:
         """Let FlashMLA plan the lengths, on the device."""
-        rows = self.shape[1] * self.config.num_qo_heads
-        parts, splits = self.library.get_mla_metadata(self.blocks.lens, rows, 1)
+        rows = blocks.plan.layout.q_len * self.config.num_qo_heads
+        parts, splits = self.library.get_mla_metadata(blocks.lens, rows, 1)
         return parts, splits
 
-    def fill(self) -> None:
-        """List the pages of every request, and plan."""
-        self.blocks.fill()
-        parts, splits = self.planned()
-        self.parts.copy_(parts)
-        self.splits.copy_(splits)
+    def plan(self, bound: BoundPages) -> None:
+        """Plan anew, where the plan was bound."""
+        for kept, new in zip(bound.scratch, self.planned(bound.blocks), strict=True):
+            kept.copy_(new)
 
-    def run(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
+    def attend(
+        self, bound: BoundPages, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None
     ) -> None:
-        """Attend; see `BoundAttention.run`."""
-        if v_cache.data_ptr() != k_cache.data_ptr() or v_cache.stride() != k_cache.stride():
+        """Attend in one causal call over prefix and tail."""
+        if v.data_ptr() != k.data_ptr() or v.stride() != k.stride():
             raise ValueError(f"v_cache must be k_cache[..., :{RANK}], a view")
-        blocks, shape = self.blocks, self.shape
+        blocks, shape = bound.blocks, bound.shape
         result, sums = self.library.flash_mla_with_kvcache(
             q.unflatten(0, shape),
-            blocks.pages(k_cache),
+            blocks.pages(k),
             blocks.table,
             blocks.lens,
             RANK,
-            self.parts,
-            self.splits,
+            *bound.scratch,
             softmax_scale=self.config.sm_scale,
             causal=shape[1] > 1,
         )

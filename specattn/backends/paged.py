@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from specattn.backends.base import BoundAttention, Capabilities
-from specattn.backends.imports import imported, installed
+from specattn.backends.base import BoundAttention, Capabilities, imported, installed
 from specattn.cuda_graph.capture_guard import Settable
 from specattn.errors import UnsupportedError
 from specattn.kernels import ops
@@ -114,16 +113,13 @@ class PagedBackend(Settable, ABC):
             For trees, index lists and prompts, and for pages of another size.
         """
         if isinstance(plan, AttnPlan) and plan.layout.causal:
-            if plan.layout.page_size % self.page_size:
-                raise UnsupportedError(
-                    f"backend {self.name!r}",
-                    [
-                        f"page_size must be a multiple of {self.page_size}, "
-                        f"got {plan.layout.page_size} (SpecConfig.page_size)"
-                    ],
-                )
-            return self.bind_causal(plan)
-        if isinstance(plan, AttnPlan):
+            if plan.layout.page_size % self.page_size == 0:
+                return self.bind_causal(plan)
+            reason = (
+                f"page_size must be a multiple of {self.page_size}, "
+                f"got {plan.layout.page_size} (SpecConfig.page_size)"
+            )
+        elif isinstance(plan, AttnPlan):
             reason = "trees are not served, its kernels know causal masks only (topk 1)"
         elif isinstance(plan, CsrPlan):
             reason = "index lists are not served, its kernels read whole pages (indices='table')"
@@ -131,9 +127,18 @@ class PagedBackend(Settable, ABC):
             reason = "prompts are not served; give them to another backend (hybrid(prefill=...))"
         raise UnsupportedError(f"backend {self.name!r}", [reason])
 
-    @abstractmethod
     def bind_causal(self, plan: AttnPlan) -> BoundAttention:
         """Bind to a plan whose words are causal by construction."""
+        return BoundPages(self, BlockTable.over(plan, self.page_size))
+
+    def plan(self, bound: BoundPages) -> None:
+        """Let the library plan on the device, if it does: the block table is filled."""
+
+    @abstractmethod
+    def attend(
+        self, bound: BoundPages, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None
+    ) -> None:
+        """Call the library over a block table; see `BoundAttention.run`."""
 
 
 def latent_reasons(config: AttnConfig, served: Sequence[tuple[int, int]]) -> list[str]:
@@ -206,10 +211,11 @@ class BlockTable:
 
 @dataclass(frozen=True)
 class BoundPages(BoundAttention):
-    """What every adapter binds: attention over a block table, planned on the device."""
+    """Attention over a block table, planned on the device."""
 
-    config: AttnConfig
+    backend: PagedBackend
     blocks: BlockTable
+    scratch: tuple[Tensor, ...] = ()  # what the library needs besides: a workspace, or a plan
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -217,19 +223,12 @@ class BoundPages(BoundAttention):
         return self.blocks.plan.batch, self.blocks.plan.layout.q_len
 
     def fill(self) -> None:
-        """List the pages of every request."""
+        """List the pages of every request, and plan."""
         self.blocks.fill()
+        self.backend.plan(self)
 
-
-@dataclass(frozen=True)
-class Scales:
-    """What quantised queries, keys, values and outputs are to be multiplied by."""
-
-    q: float = 1.0
-    k: float = 1.0
-    v: float = 1.0
-    out: float = 1.0
-
-    def folded(self, sm_scale: float) -> tuple[float, float]:
-        """Return ``(bmm1_scale, bmm2_scale)``: the factors on ``q @ k`` and on ``p @ v``."""
-        return self.q * self.k * sm_scale, self.v * self.out
+    def run(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
+    ) -> None:
+        """Attend; see `BoundAttention.run`."""
+        self.backend.attend(self, q, k_cache, v_cache, out, lse)

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from specattn.backends import choose_backend, load_backend
-from specattn.backends.imports import installed
+from specattn.backends.base import installed
+from specattn.backends.blackwell import Scales
 from specattn.backends.layers import LayeredBackend
 from specattn.backends.multi_step import MultiStepDraftBackend
-from specattn.backends.paged import Scales
 from specattn.batch import Phase, RowLayout
 from specattn.cache.kv_pool import KVPool
 from specattn.cache.slot_table import SlotTable
@@ -303,7 +303,7 @@ def test_a_library_that_does_not_import_is_an_error_with_its_cause(monkeypatch):
     def broken(name):
         raise ImportError("libcudart.so.12 is missing")
 
-    monkeypatch.setattr("specattn.backends.imports.import_module", broken)
+    monkeypatch.setattr("specattn.backends.base.import_module", broken)
     with pytest.raises(UnsupportedError, match=r"cannot be imported: libcudart\.so\.12"):
         load_backend("fa4")(AttnConfig(4, 2, 64, dtype=BF16), DEVICE)
 

@@ -385,7 +385,7 @@ def test_a_library_that_does_not_import_is_an_error_with_its_cause(monkeypatch):
     def broken(name):
         raise ImportError("libcudart.so.12 is missing")
 
-    monkeypatch.setattr("specattn.backends.imports.import_module", broken)
+    monkeypatch.setattr("specattn.backends.base.import_module", broken)
     with pytest.raises(UnsupportedError, match=r"cannot be imported: libcudart\.so\.12"):
         Fa3Backend(AttnConfig(4, 2, 64, dtype=BF16), DEVICE)
 
