@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
+from specattn.checks import expect
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -131,21 +133,6 @@ class BufferSet:
     def tensors(self) -> dict[str, Tensor]:
         """Return the buffers by name."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
-
-
-def expect(
-    name: str,
-    value: Tensor,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    """Raise a ValueError that names the tensor unless it is of this kind. Reads attributes only."""
-    if value.shape != shape or value.dtype != dtype or value.device != device:
-        raise ValueError(
-            f"{name} must be {list(shape)} {dtype} on {device}, "
-            f"got {list(value.shape)} {value.dtype} on {value.device}"
-        )
 
 
 def _check(name: str, value: Tensor, target: Tensor, count: int) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from specattn.batch import ForwardMode, Phase, RowLayout
+from specattn.checks import flag, number, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 MAX_SLOTS = 2**31
 #: OCP E4M3 (arXiv:2209.05433): 4 bits of exponent, 3 of mantissa, no infinities.
 FLOAT8 = torch.float8_e4m3fn
+
+# a frozen dataclass may still set its own fields while it is made
+_set = object.__setattr__
 
 
 @dataclass(frozen=True)
@@ -76,9 +80,7 @@ class AttnConfig:
     split_keys: int = 1024
 
     def __post_init__(self) -> None:
-        for name in ("num_qo_heads", "num_kv_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        self._check_numbers()
         if self.num_qo_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_qo_heads must be a multiple of num_kv_heads, got {self.num_qo_heads} "
@@ -87,29 +89,39 @@ class AttnConfig:
         if self.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise ValueError(f"dtype must be float32, float16 or bfloat16, got {self.dtype}")
         if self.kv_dtype == self.dtype:
-            object.__setattr__(self, "kv_dtype", None)
+            _set(self, "kv_dtype", None)
         if self.kv_dtype not in (None, FLOAT8):
             raise ValueError(
                 f"kv_dtype must be dtype ({self.dtype}) or {FLOAT8}, got {self.kv_dtype}"
             )
+        if self.latent:
+            self._check_latent()
+        if not self.v_head_dim:
+            _set(self, "v_head_dim", self.head_dim)
+        if not self.sm_scale:
+            _set(self, "sm_scale", self.head_dim**-0.5)
+
+    def _check_numbers(self) -> None:
+        for name in ("num_qo_heads", "num_kv_heads", "head_dim"):
+            _set(self, name, whole_number(name, getattr(self, name), 1))
+        for name in ("v_head_dim", "window_left", "split_keys"):
+            _set(self, name, whole_number(name, getattr(self, name)))
+        for name in ("sm_scale", "logit_cap"):
+            _set(self, name, number(name, getattr(self, name)))
+        for name in ("latent", "deterministic"):
+            flag(name, getattr(self, name))
+        if self.v_head_dim < 0:
+            raise ValueError(f"v_head_dim must be 0 (head_dim) or more, got {self.v_head_dim}")
         if self.window_left < -1:
             raise ValueError(f"window_left must be -1 (off) or more, got {self.window_left}")
         if not 0 <= self.logit_cap < math.inf:
             raise ValueError(f"logit_cap must be 0 (off) or more, got {self.logit_cap}")
-        if self.v_head_dim < 0:
-            raise ValueError(f"v_head_dim must be 0 (head_dim) or more, got {self.v_head_dim}")
         if not 0 <= self.sm_scale < math.inf:
             raise ValueError(
                 f"sm_scale must be 0 (1 / sqrt(head_dim)) or more, got {self.sm_scale}"
             )
         if self.split_keys < 1 or self.split_keys % 128:
             raise ValueError(f"split_keys must be a multiple of 128, got {self.split_keys}")
-        if self.latent:
-            self._check_latent()
-        if not self.v_head_dim:
-            object.__setattr__(self, "v_head_dim", self.head_dim)
-        if not self.sm_scale:
-            object.__setattr__(self, "sm_scale", self.head_dim**-0.5)
 
     def _check_latent(self) -> None:
         if self.num_kv_heads != 1:
@@ -147,7 +159,9 @@ class KVScales:
 
     def __post_init__(self) -> None:
         limits = torch.finfo(torch.float32)
-        for name, scale in (("k", self.k), ("v", self.v)):
+        for name in ("k", "v"):
+            scale = number(name, getattr(self, name))
+            _set(self, name, scale)
             # the reciprocal must be a normal number, too
             if not limits.tiny <= scale <= 1 / limits.tiny:
                 raise ValueError(
@@ -258,9 +272,8 @@ class SpecConfig:
             "page_size": (1, 512),
         }
         for name, (low, high) in limits.items():
-            value = getattr(self, name)
-            if not low <= value <= high:
-                raise ValueError(f"{name} must be {low}..{high}, got {value}")
+            _set(self, name, whole_number(name, getattr(self, name), low, high))
+        flag("draft_sampling", self.draft_sampling)
         if self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size must be a power of two, got {self.page_size}")
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specattn.buffers import BufferSet, buf, expect
+from specattn.buffers import BufferSet, buf
+from specattn.checks import expect
 from specattn.kernels import ops
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent / "specattn"
 SOURCES = sorted(ROOT.rglob("*.py"))
 # a room may import the rooms before it, in types too; nothing imports a later one
 LAYERS = [
+    "checks",
     "errors",
     "batch",
     "buffers",

@@ -10,7 +10,8 @@ import torch
 
 from specattn.backends import choose_backend
 from specattn.backends.base import CompositeAttention, IdleAttention, recordable
-from specattn.buffers import Fingerprint, expect, fingerprint
+from specattn.buffers import Fingerprint, fingerprint
+from specattn.checks import expect
 from specattn.errors import UnsupportedError
 from specattn.plan import check_plan
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specattn.buffers import expect
 from specattn.cache.slot_table import count_pages
+from specattn.checks import expect
 from specattn.cuda_graph.capture_guard import Settable
 from specattn.kernels import ops
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
-from specattn.buffers import expect
+from specattn.checks import expect
 from specattn.config import FLOAT8, MAX_SLOTS, UNSCALED
 from specattn.cuda_graph.capture_guard import Settable
 from specattn.kernels import ops

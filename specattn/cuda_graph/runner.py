@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic
 import torch
 from torch import Tensor
 
-from specattn.buffers import expect
+from specattn.checks import expect
 from specattn.cuda_graph.capture_guard import Watch
 from specattn.cuda_graph.captured import Captured, run_eagerly
 from specattn.cuda_graph.programs import Key

@@ -6,9 +6,9 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from specattn.checks import whole_number
 from specattn.engine.detokenizer import TextStream
 from specattn.speculative.sampling import SamplingParams
-from specattn.speculative.validation import whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specattn.speculative.validation import whole_number
+from specattn.checks import number, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +33,7 @@ class SamplingParams:
     Raises
     ------
     ValueError
-        With the parameter and its range, or if ``top_k`` or ``seed`` is no whole number.
+        With the parameter and its range, or if one is no number.
     """
 
     temperature: float = 0.0
@@ -42,11 +42,13 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p"):
+            number(name, getattr(self, name))
+        # tensors of integers would cut fractions
+        for name in ("top_k", "seed"):
+            whole_number(name, getattr(self, name))
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be 0 or more, got {self.temperature}")
-        # tensors of integers would cut them
-        whole_number("top_k", self.top_k)
-        whole_number("seed", self.seed)
         if not 0 <= self.top_k < 2**31:
             raise ValueError(f"top_k must be 0 (off) or more, below 2**31, got {self.top_k}")
         if not 0 < self.top_p <= 1:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
-from specattn.buffers import BufferSet, buf, expect
+from specattn.buffers import BufferSet, buf
+from specattn.checks import expect
 
 if TYPE_CHECKING:
     from specattn.batch import DraftState

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from operator import index
-from typing import TYPE_CHECKING, Literal, NamedTuple, SupportsIndex
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
 from specattn.batch import SpecBatch
-from specattn.buffers import expect
+from specattn.checks import expect
 from specattn.interop import validate_tree
 
 if TYPE_CHECKING:
@@ -28,14 +27,6 @@ if TYPE_CHECKING:
     from specattn.speculative.states import RequestStates
 
 Validate = Literal["off", "debug"]
-
-
-def whole_number(name: str, value: SupportsIndex) -> int:
-    """Return an int; a ValueError that names what is none, instead of cutting it to one."""
-    try:
-        return index(value)
-    except TypeError as problem:
-        raise ValueError(f"{name} must be a whole number, got {value!r}") from problem
 
 
 def check_batch(
@@ -189,9 +180,10 @@ def taking_part(
 def check_contents(batch: SpecBatch, config: SpecConfig, table: Tensor, num_slots: int) -> None:
     """Raise a ValueError that names what a batch's tensors should not hold. Waits for the device.
 
-    Rows name a request each, lengths agree with their host mirror, and every position a step
-    reads or writes has a slot in the pools; slots past the committed length belong to one request,
-    and are in no other's prefix; slots lie in pages as ``config.page_size`` says.
+    Rows name one request each. Lengths agree with their host mirror and leave room for a step.
+    Every position that a step reads or writes has a slot in the pools. Slots past the committed
+    length belong to one request and lie in no other's prefix. Slots lie in pages of
+    ``config.page_size``.
     """
     rows, lens = batch.req_pool_indices.cpu(), batch.seq_lens.cpu()
     if ((rows < 1) | (rows >= len(table))).any() or len(rows.unique()) != len(rows):
@@ -202,6 +194,9 @@ def check_contents(batch: SpecBatch, config: SpecConfig, table: Tensor, num_slot
         raise ValueError(
             f"seq_lens must be seq_lens_cpu {batch.seq_lens_cpu.tolist()}, got {lens.tolist()}"
         )
+    limit = table.shape[1] - config.reserve_len
+    if ((lens < 0) | (lens > limit)).any():
+        raise ValueError(f"seq_lens must be 0..{limit}, got {lens.tolist()}")
     slots: dict[int, list[int]] = {}
     uses: Counter[int] = Counter()
     prefixes: set[int] = set()

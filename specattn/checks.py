@@ -1,0 +1,69 @@
+"""Checks of arguments; each raises a ValueError: ``name must be <expected>, got <value>``."""
+
+from __future__ import annotations
+
+from numbers import Real
+from operator import index
+from typing import SupportsIndex
+
+import torch
+from torch import Tensor
+
+
+def whole_number(
+    name: str, value: SupportsIndex, low: int | None = None, high: int | None = None
+) -> int:
+    """Return a whole number within its limits; fractions, bools and texts are none.
+
+    Parameters
+    ----------
+    name : str
+        What the error calls the argument.
+    value : int
+        Of Python, NumPy or torch.
+    low, high : int, optional
+        The smallest and the largest number allowed; ``high`` needs ``low``.
+    """
+    whole = value if type(value) is int else _index(name, value)
+    if (low is not None and whole < low) or (high is not None and whole > high):
+        wanted = f"at least {low}" if high is None else f"{low}..{high}"
+        raise ValueError(f"{name} must be {wanted}, got {whole}")
+    return whole
+
+
+def _index(name: str, value: SupportsIndex) -> int:
+    # Python and torch would count True as 1
+    is_bool = isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool)
+    try:
+        if not is_bool:
+            return index(value)
+    except TypeError:
+        pass
+    raise ValueError(f"{name} must be a whole number, got {value!r}")
+
+
+def number(name: str, value: object) -> float:
+    """Return a number, whole or not; bools and texts are none."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError(f"{name} must be a number, got {value!r}")
+    return float(value)
+
+
+def flag(name: str, value: bool) -> bool:
+    """Return a bool; numbers and texts are none."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
+def expect(
+    name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Check a tensor's shape, dtype and device, which waits for nothing."""
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} must be {list(shape)} {dtype} on {device}, got {value!r}")
+    if value.shape != shape or value.dtype != dtype or value.device != device:
+        raise ValueError(
+            f"{name} must be {list(shape)} {dtype} on {device}, "
+            f"got {list(value.shape)} {value.dtype} on {value.device}"
+        )
