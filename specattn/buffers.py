@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
-from specattn.checks import expect
+from specattn.checks import expect, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,8 +74,7 @@ class BufferSet:
             If there are not as many: a slice would be short without a word.
         """
         size = len(next(iter(self.tensors().values())))
-        if not 0 <= batch <= size:
-            raise ValueError(f"batch must be 0..{size}, what was allocated, got {batch}")
+        batch = whole_number("batch", batch, 0, size)
         return type(self)(**{name: tensor[:batch] for name, tensor in self.tensors().items()})
 
     def sharing(self, others: dict[str, Tensor]) -> Self:

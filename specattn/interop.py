@@ -1,7 +1,7 @@
-"""The edge of the library: masks as other libraries spell them, and trees that users bring.
+"""Tree masks in the layouts of other libraries, and trees that users bring.
 
-Inside, visibility is ancestor words: ``[B, n, W]`` int64, bit j of row i set iff node j is i or an
-ancestor of i. Functions here that size their result by the lengths wait for the device.
+Inside the library, visibility is ancestor words: ``[B, n, W]`` int64, bit j of row i set iff node
+j is i or an ancestor of i.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specattn.checks import expect, whole_number
 from specattn.errors import TreeError
-from specattn.kernels.reference.tree import ancestors, child_links
-from specattn.plan import mask_words
+from specattn.plan import mask_words, words_of
 
 __all__ = [
     "full_mask",
@@ -28,26 +28,54 @@ __all__ = [
 
 
 def qlen_mask(words: Tensor, keys: int | None = None) -> Tensor:
-    """Spell words as one bool per (query, tail key): SGLang's ``QLEN_ONLY``.
+    """Write words as one bool per query and tail key: SGLang's ``QLEN_ONLY``.
 
     Parameters
     ----------
     words : Tensor
         ``[B, n, W]`` int64.
     keys : int, optional
-        Tail keys; n if omitted.
+        Tail keys, at most ``64 * W``; n if omitted.
 
     Returns
     -------
     Tensor
         ``[B, n, keys]`` bool.
+
+    Raises
+    ------
+    ValueError
+        If ``words`` have another kind, or ``keys`` another range.
     """
-    key = torch.arange(words.shape[1] if keys is None else keys, device=words.device)
+    _check_words(words)
+    if keys is None:
+        keys = words.shape[1]
+    key = torch.arange(whole_number("keys", keys, 0, 64 * words.shape[2]), device=words.device)
     return (words[:, :, key // 64] >> key % 64 & 1) != 0
 
 
 def words_from_mask(mask: Tensor) -> Tensor:
-    """Spell a ``[B, n, keys]`` bool mask as ``[B, n, W]`` int64 words; undoes `qlen_mask`."""
+    """Write a bool mask as words; undoes `qlen_mask`.
+
+    Parameters
+    ----------
+    mask : Tensor
+        ``[B, n, keys]`` bool.
+
+    Returns
+    -------
+    Tensor
+        ``[B, n, ceil(keys / 64)]`` int64.
+
+    Raises
+    ------
+    ValueError
+        If ``mask`` has other axes or another dtype.
+    """
+    if mask.dim() != 3 or mask.dtype != torch.bool:
+        raise ValueError(
+            f"mask must be [B, n, keys] {torch.bool}, got {list(mask.shape)} {mask.dtype}"
+        )
     keys = mask.shape[2]
     key = torch.arange(keys, device=mask.device)
     bits = mask.long() << key % 64  # [B, n, keys]
@@ -57,14 +85,33 @@ def words_from_mask(mask: Tensor) -> Tensor:
 
 
 def mask_indptr(seq_lens: Tensor, num_draft_tokens: int) -> Tensor:
-    """Return ``[B + 1]`` int64: where each request's cells start in `full_mask`."""
-    return _offsets(num_draft_tokens * (seq_lens.long() + num_draft_tokens))
+    """Return where each request's cells start in `full_mask`.
+
+    Parameters
+    ----------
+    seq_lens : Tensor
+        ``[B]`` int32, prefix lengths.
+    num_draft_tokens : int
+        Nodes of each tree.
+
+    Returns
+    -------
+    Tensor
+        ``[B + 1]`` int64.
+
+    Raises
+    ------
+    ValueError
+        If a length on the host is negative. Lengths on an accelerator are not read.
+    """
+    return _offsets(_cells(seq_lens, num_draft_tokens))
 
 
 def full_mask(words: Tensor, seq_lens: Tensor) -> Tensor:
-    """Spell words and prefix as flat bools: SGLang's ``FULL_MASK``, FlashInfer's custom mask.
+    """Write words and prefix as flat bools: SGLang's ``FULL_MASK``, FlashInfer's custom mask.
 
-    Request b has n rows of ``seq_lens[b] + n`` cells, the prefix first and always visible.
+    Request b has n rows of ``seq_lens[b] + n`` cells. The prefix comes first and is always
+    visible. Waits for the device.
 
     Parameters
     ----------
@@ -77,7 +124,14 @@ def full_mask(words: Tensor, seq_lens: Tensor) -> Tensor:
     -------
     Tensor
         ``[mask_indptr[-1]]`` bool.
+
+    Raises
+    ------
+    ValueError
+        If a tensor has another kind, or a length is negative.
     """
+    _check_words(words)
+    _check_lens(seq_lens, len(words), wait=True)
     starts = mask_indptr(seq_lens, words.shape[1])
     cell = torch.arange(int(starts[-1]), device=words.device)
     request = torch.searchsorted(starts[1:], cell, right=True)
@@ -85,15 +139,14 @@ def full_mask(words: Tensor, seq_lens: Tensor) -> Tensor:
 
 
 def packed_indptr(seq_lens: Tensor, num_draft_tokens: int) -> Tensor:
-    """Return ``[B + 1]`` int64: where each request's bytes start in `packed_mask`."""
-    cells = num_draft_tokens * (seq_lens.long() + num_draft_tokens)
-    return _offsets((cells + 7) // 8)
+    """Return where each request's bytes start in `packed_mask`; see `mask_indptr`."""
+    return _offsets((_cells(seq_lens, num_draft_tokens) + 7) // 8)
 
 
 def packed_mask(words: Tensor, seq_lens: Tensor, out: Tensor | None = None) -> Tensor:
-    """Spell `full_mask` as bits, each request padded to whole bytes: FlashInfer's packed mask.
+    """Write `full_mask` as bits, each request padded to whole bytes: FlashInfer's packed mask.
 
-    The first cell of eight is the lowest bit. With ``out`` nothing waits for the device.
+    The first cell of eight is the lowest bit. Waits for the device unless ``out`` is given.
 
     Parameters
     ----------
@@ -112,14 +165,16 @@ def packed_mask(words: Tensor, seq_lens: Tensor, out: Tensor | None = None) -> T
     Raises
     ------
     ValueError
-        If ``out`` is of another kind or too small. Lengths on an accelerator are not looked at:
-        there it is refused if it is too small for masks without prefixes, and a mask that does not
-        fit is cut.
+        If a tensor has another kind, a length is negative, or ``out`` is too small. With ``out``,
+        lengths on an accelerator are not read: ``out`` must hold masks without prefixes there,
+        and the end of a mask that does not fit is left out.
     """
+    _check_words(words)
     batch, n, _ = words.shape
+    on_host = seq_lens.device.type == "cpu"
+    _check_lens(seq_lens, batch, wait=out is None)
     starts = packed_indptr(seq_lens, n)
     if out is not None:
-        on_host = seq_lens.device.type == "cpu"
         _check_packed(out, int(starts[-1]) if on_host else batch * ((n * n + 7) // 8))
         if not batch:
             return out.zero_()
@@ -135,6 +190,23 @@ def packed_mask(words: Tensor, seq_lens: Tensor, out: Tensor | None = None) -> T
     return packed if out is None else out.copy_(packed)
 
 
+def _check_words(words: Tensor) -> None:
+    shape = list(words.shape)
+    if words.dim() != 3 or words.dtype != torch.int64 or 64 * shape[2] < shape[1]:
+        raise ValueError(
+            f"words must be [B, n, at least ceil(n / 64)] {torch.int64}, got {shape} {words.dtype}"
+        )
+
+
+def _check_lens(seq_lens: Tensor, batch: int, *, wait: bool = False) -> None:
+    """Check prefix lengths; those on an accelerator are read only if ``wait``."""
+    # int64 holds them just as well
+    dtype = torch.int64 if seq_lens.dtype == torch.int64 else torch.int32
+    expect("seq_lens", seq_lens, (batch,), dtype, seq_lens.device)
+    if (wait or seq_lens.device.type == "cpu") and (seq_lens < 0).any():
+        raise ValueError(f"seq_lens must be 0 or more, got {seq_lens.tolist()}")
+
+
 def _check_packed(out: Tensor, least: int) -> None:
     if out.dim() != 1 or out.dtype != torch.uint8 or len(out) < least:
         raise ValueError(
@@ -142,12 +214,18 @@ def _check_packed(out: Tensor, least: int) -> None:
         )
 
 
+def _cells(seq_lens: Tensor, num_draft_tokens: int) -> Tensor:
+    """Return how many cells each request's mask has."""
+    _check_lens(seq_lens, seq_lens.numel())
+    return num_draft_tokens * (seq_lens.long() + num_draft_tokens)
+
+
 def _offsets(sizes: Tensor) -> Tensor:
     return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
 
 
 def _visible(words: Tensor, lens: Tensor, request: Tensor, cell: Tensor) -> Tensor:
-    """Whether a cell of a request's rows of ``lens + n`` is visible."""
+    """Return whether a cell of a request's rows of ``lens + n`` is visible."""
     width = lens[request] + words.shape[1]
     key = cell % width - lens[request]
     word = words[request, cell // width, key.clamp(min=0) // 64]
@@ -155,7 +233,7 @@ def _visible(words: Tensor, lens: Tensor, request: Tensor, cell: Tensor) -> Tens
 
 
 def links_from_parents(parents: Tensor) -> tuple[Tensor, Tensor]:
-    """Link a tree given by its parents.
+    """Link a tree that is given by its parents. Waits for the device.
 
     Parameters
     ----------
@@ -166,25 +244,43 @@ def links_from_parents(parents: Tensor) -> tuple[Tensor, Tensor]:
     Returns
     -------
     tuple of Tensor
-        ``retrieve_next_token`` and ``retrieve_next_sibling``, like ``parents``; children ascending.
+        ``retrieve_next_token`` and ``retrieve_next_sibling``, like ``parents``. The children of a
+        node are linked in ascending order.
 
     Raises
     ------
     TreeError
-        Naming the first node whose parent is missing, outside the row, or below the node itself;
-        if there is no root.
+        If there is no root, or a node's parent is missing, outside the row, or below the node.
     """
-    _check_parents(parents)
-    first, sibling = child_links(parents.reshape(-1, parents.shape[-1]))
-    return first.view_as(parents), sibling.view_as(parents)
+    links = [_links(row) for row, _ in _trees(parents)]
+    first, sibling = (
+        torch.tensor([pair[at] for pair in links], dtype=torch.int64, device=parents.device)
+        for at in range(2)
+    )
+    return first.view(parents.shape), sibling.view(parents.shape)
 
 
 def words_from_parents(parents: Tensor) -> Tensor:
-    """Return the ancestor words ``[..., n, W]`` of a tree given as in `links_from_parents`."""
-    _check_parents(parents)
-    n = parents.shape[-1]
-    words, _ = ancestors(parents.reshape(-1, n), mask_words(n), n)
-    return words.reshape(*parents.shape, mask_words(n))
+    """Return the ancestor words of a tree that is given by its parents. Waits for the device.
+
+    Parameters
+    ----------
+    parents : Tensor
+        As in `links_from_parents`.
+
+    Returns
+    -------
+    Tensor
+        ``[n, W]`` or ``[B, n, W]`` int64.
+
+    Raises
+    ------
+    TreeError
+        As in `links_from_parents`.
+    """
+    n = parents.shape[-1] if parents.dim() else 0
+    words = words_of([path for _, paths in _trees(parents) for path in paths], n)
+    return words.view(*parents.shape, mask_words(n)).to(parents.device)
 
 
 def validate_tree(
@@ -193,7 +289,7 @@ def validate_tree(
     words: Tensor | None = None,
     num_steps: int | None = None,
 ) -> None:
-    """Check trees that did not come from `specattn.speculative.tree`. Waits for the device.
+    """Check trees that `specattn.speculative.tree` did not build. Waits for the device.
 
     Parameters
     ----------
@@ -208,7 +304,7 @@ def validate_tree(
     ------
     TreeError
         Naming request, node and defect: a link outside the row, a cycle, a node with two parents,
-        a missing parent, too deep a node, or words that disagree. If a tensor has another shape.
+        a missing parent, too deep a node, or words that disagree; or a tensor of another shape.
     """
     shape = next_token.shape
     if len(shape) != 2 or not shape[1] or next_sibling.shape != shape:
@@ -216,62 +312,101 @@ def validate_tree(
             "next_token and next_sibling must be [B, n] with n at least 1, "
             f"got {list(shape)} and {list(next_sibling.shape)}"
         )
+    if next_token.is_floating_point() or next_sibling.is_floating_point():
+        raise TreeError(
+            f"next_token and next_sibling must be {torch.int64}, "
+            f"got {next_token.dtype} and {next_sibling.dtype}"
+        )
+    wanted_shape = [*shape, mask_words(shape[1])]
+    if words is not None and list(words.shape) != wanted_shape:
+        raise TreeError(f"words must be {wanted_shape}, got {list(words.shape)}")
     rows = zip(next_token.tolist(), next_sibling.tolist(), strict=True)
-    parents = [_walk(f"request {b}", *links) for b, links in enumerate(rows)]
-    table = torch.tensor(parents, dtype=torch.int64).reshape(shape)
-    wanted, depth = ancestors(table, mask_words(shape[1]), shape[1])
-    if num_steps is not None and (depth > num_steps).any():
-        request, node = (depth > num_steps).nonzero()[0].tolist()
-        raise TreeError(
-            f"request {request}, node {node}: depth {int(depth[request, node])} exceeds "
-            f"num_steps {num_steps}"
-        )
-    if words is None:
-        return
-    if words.shape != wanted.shape:
-        raise TreeError(f"words must be {list(wanted.shape)}, got {list(words.shape)}")
-    wrong = (words.cpu() != wanted).any(2)
+    for b, links in enumerate(rows):
+        paths = _paths(f"request {b}, ", _parents(f"request {b}", *links))
+        for node, path in enumerate(paths):
+            depth = path.bit_count() - 1
+            if num_steps is not None and depth > num_steps:
+                raise TreeError(
+                    f"request {b}, node {node}: depth {depth} exceeds num_steps {num_steps}"
+                )
+        if words is not None:
+            _check_paths(b, words[b].cpu(), paths)
+
+
+def _check_paths(request: int, words: Tensor, paths: list[int]) -> None:
+    wrong = (words != words_of(paths, len(paths))).any(1)
     if wrong.any():
-        request, node = wrong.nonzero()[0].tolist()
-        both = torch.stack([words[request].cpu(), wanted[request]])
-        mask = qlen_mask(both, keys=64 * wanted.shape[2])[:, node]
-        got, want = (row.nonzero()[:, 0].tolist() for row in mask)
+        node = int(wrong.nonzero()[0])
+        named = int.from_bytes(words[node].numpy().tobytes(), "little")
         raise TreeError(
-            f"request {request}, node {node}: words name nodes {got}, its path is {want}"
+            f"request {request}, node {node}: words name nodes {_members(named)}, its path is "
+            f"{_members(paths[node])}"
         )
 
 
-def _check_parents(parents: Tensor) -> None:
-    if parents.dim() not in (1, 2) or not parents.shape[-1]:
+def _members(bits: int) -> list[int]:
+    return [node for node in range(bits.bit_length()) if bits >> node & 1]
+
+
+def _trees(parents: Tensor) -> list[tuple[list[int], list[int]]]:
+    """Return the parents of every tree and, as bits, every node's path."""
+    if parents.dim() not in (1, 2) or not parents.shape[-1] or parents.is_floating_point():
         raise TreeError(
-            f"parents must be [n] or [B, n] with n at least 1, got {list(parents.shape)}"
+            f"parents must be [n] or [B, n] {torch.int64} with n at least 1, "
+            f"got {list(parents.shape)} {parents.dtype}"
         )
-    n = parents.shape[-1]
-    for b, row in enumerate(parents.reshape(-1, n).tolist()):
+    found = []
+    for b, row in enumerate(parents.reshape(-1, parents.shape[-1]).tolist()):
         where = f"request {b}, " if parents.dim() > 1 else ""
-        if row[0] != -1:
-            raise TreeError(f"{where}node 0 is the root, its parent must be -1, got {row[0]}")
-        for node, parent in enumerate(row[1:], 1):
-            if parent == -1:
-                raise TreeError(f"{where}node {node} has no parent, and only node 0 is a root")
-            if not 0 <= parent < n:
-                raise TreeError(f"{where}node {node}: parent {parent} is outside its row (n {n})")
-        _check_acyclic(where, row)
+        _check_parents(where, row)
+        found.append((row, _paths(where, row)))
+    return found
 
 
-def _check_acyclic(where: str, row: list[int]) -> None:
-    rooted = {0}
-    for node in range(1, len(row)):
-        path = [node]
-        while path[-1] not in rooted:
-            path.append(row[path[-1]])
-            if path[-1] in path[:-1]:
-                raise TreeError(f"{where}node {node} is in or below a cycle: {path}")
-        rooted.update(path)
+def _check_parents(where: str, row: list[int]) -> None:
+    if row[0] != -1:
+        raise TreeError(f"{where}node 0 is the root, its parent must be -1, got {row[0]}")
+    for node, parent in enumerate(row[1:], 1):
+        if parent == -1:
+            raise TreeError(f"{where}node {node} has no parent, and only node 0 is a root")
+        if not 0 <= parent < len(row):
+            raise TreeError(
+                f"{where}node {node}: parent {parent} is outside its row (n {len(row)})"
+            )
 
 
-def _walk(where: str, next_token: list[int], next_sibling: list[int]) -> list[int]:
-    """Follow all links of a row from its root; return every node's parent."""
+def _paths(where: str, row: list[int]) -> list[int]:
+    """Return every node's path as bits: its own and those of all its ancestors."""
+    paths = {0: 1}
+    for node in range(len(row)):
+        below: list[int] = []
+        at = node
+        while at not in paths:
+            if at in below:
+                raise TreeError(f"{where}node {node} is in or below a cycle: {[*below, at]}")
+            below.append(at)
+            at = row[at]
+        for child in reversed(below):
+            paths[child] = paths[at] | 1 << child
+            at = child
+    return [paths[node] for node in range(len(row))]
+
+
+def _links(row: list[int]) -> tuple[list[int], list[int]]:
+    """Return the first child and the next sibling of every node, -1 for none."""
+    first, sibling = [-1] * len(row), [-1] * len(row)
+    newest: dict[int, int] = {}
+    for node, parent in enumerate(row[1:], 1):
+        if parent in newest:
+            sibling[newest[parent]] = node
+        else:
+            first[parent] = node
+        newest[parent] = node
+    return first, sibling
+
+
+def _parents(where: str, next_token: list[int], next_sibling: list[int]) -> list[int]:
+    """Follow all links of a tree from its root; return every node's parent."""
     n = len(next_token)
     for name, links in (("next_token", next_token), ("next_sibling", next_sibling)):
         for node, link in enumerate(links):

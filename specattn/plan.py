@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,8 @@ from specattn.checks import expect
 from specattn.kernels import ops
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from specattn.batch import RowLayout
 
 
@@ -26,19 +29,32 @@ def mask_words(keys: int) -> int:
     return -(-keys // 64)
 
 
+def words_of(sets: Sequence[int], keys: int) -> Tensor:
+    """Write bit sets, one Python int each, as words that cover ``keys`` tail keys.
+
+    Returns
+    -------
+    Tensor
+        ``[len(sets), ceil(keys / 64)]`` int64 on the host.
+    """
+    count = mask_words(keys)
+    # bytes put bit 63 where the sign of an int64 is
+    raw = bytearray(b"".join(bits.to_bytes(8 * count, "little") for bits in sets))
+    return torch.from_numpy(np.frombuffer(raw, np.int64).reshape(len(sets), count))
+
+
 def causal_words(layout: RowLayout) -> Tensor:
-    """Return ``[q_len, W]`` int64 words under which query i sees itself and all before it.
+    """Return the words under which query i sees itself and all queries before it.
 
     The query tokens are the last ``q_len`` keys of the tail; earlier tail keys are not seen.
+
+    Returns
+    -------
+    Tensor
+        ``[q_len, W]`` int64 on the host.
     """
-    words = torch.zeros(layout.q_len, mask_words(layout.tail), dtype=torch.int64)
     first = layout.tail - layout.q_len
-    for row in range(layout.q_len):
-        for key in range(first, first + row + 1):
-            # bit 63 is the sign bit
-            bit = -(1 << 63) if key % 64 == 63 else 1 << key % 64
-            words[row, key // 64] |= bit
-    return words
+    return words_of([(2 << row) - 1 << first for row in range(layout.q_len)], layout.tail)
 
 
 @dataclass(frozen=True)
@@ -242,11 +258,10 @@ class MultiStepDims:
 
 
 def _own_bits(dims: MultiStepDims) -> Tensor:
-    words = torch.zeros(dims.steps, dims.topk, dims.words, dtype=torch.int64)
-    for node in range(dims.steps * dims.topk):
-        bit = -(1 << 63) if node % 64 == 63 else 1 << node % 64
-        words[node // dims.topk, node % dims.topk, node // 64] = bit
-    return words
+    nodes = dims.steps * dims.topk
+    return words_of([1 << node for node in range(nodes)], nodes).view(
+        dims.steps, dims.topk, dims.words
+    )
 
 
 @dataclass(frozen=True)

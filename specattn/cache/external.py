@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from specattn.cache.slot_table import count_pages
-from specattn.checks import expect
+from specattn.checks import expect, whole_number
 from specattn.cuda_graph.capture_guard import Settable
 from specattn.kernels import ops
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def block_stride(pages: Tensor) -> int:
@@ -131,7 +127,9 @@ class ExternalTable(Settable):
     ) -> None:
         self.num_pages = count_pages(num_slots, page_size)
         self.page_size = page_size
-        self.block_stride = page_size if block_stride is None else block_stride
+        self.block_stride = (
+            page_size if block_stride is None else whole_number("block_stride", block_stride)
+        )
         if self.block_stride < 1 or self.block_stride % page_size:
             raise ValueError(
                 f"block_stride must be a multiple of page_size ({page_size}), got {block_stride}"
@@ -173,8 +171,13 @@ class ExternalTable(Settable):
         Raises
         ------
         ValueError
-            Before anything is written: if a tensor is not of this shape, dtype and device.
+            Before anything is written: if a tensor is not of this shape, dtype and device. Rows
+            outside the table, rows named twice and negative lengths are refused on a CPU alone:
+            to read them on an accelerator would wait for it.
         """
+        for name, tensor in (("rows", rows), ("block_table", block_table), ("lens", lens)):
+            if not isinstance(tensor, Tensor):
+                raise ValueError(f"{name} must be a tensor, got {tensor!r}")
         device, batch = self.req_to_token.device, rows.numel()
         expect("rows", rows, (batch,), torch.int64, device)
         blocks = block_table.shape[-1:].numel()
@@ -183,6 +186,8 @@ class ExternalTable(Settable):
         for name, tensor in (("rows", rows), ("block_table", block_table), ("lens", lens)):
             if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
                 raise ValueError(f"{name} must be dense in its last axis, got {tensor.stride()}")
+        if device.type == "cpu":
+            self._check_contents(rows.tolist(), lens.tolist())
         ops("block_table", device).fill_slots(
             rows,
             block_table,
@@ -192,3 +197,13 @@ class ExternalTable(Settable):
             page_size=self.page_size,
             block_stride=self.block_stride,
         )
+
+    def _check_contents(self, rows: list[int], lens: list[int]) -> None:
+        most = len(self.reserved) - 1
+        named = [row for row in rows if row]
+        if len(set(named)) < len(named) or not set(named) <= set(range(1, most + 1)):
+            raise ValueError(
+                f"rows must be distinct rows 1..{most}, or 0 for lines to skip, got {rows}"
+            )
+        if min(lens, default=0) < 0:
+            raise ValueError(f"lens must be 0 or more, got {lens}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
-from specattn.checks import expect
+from specattn.checks import expect, whole_number
 from specattn.config import FLOAT8, MAX_SLOTS, UNSCALED
 from specattn.cuda_graph.capture_guard import Settable
 from specattn.kernels import ops
@@ -74,7 +74,7 @@ class KVPool(Settable):
         if kv_dtype is not None:
             layers = [replace(config, kv_dtype=kv_dtype) for config in layers]
         one = _one_geometry(layers)
-        _check_slots(num_slots)
+        num_slots = whole_number("num_slots", num_slots, 1, MAX_SLOTS - 1)
         size, stored = (len(layers), num_slots, one.num_kv_heads), one.kv_dtype or one.dtype
         k = torch.zeros(*size, one.head_dim, dtype=stored, device=device)
         if one.latent:
@@ -125,7 +125,7 @@ class KVPool(Settable):
             raise ValueError(f"v must be given unless layers are latent, got latent={one.latent}")
         num_slots, device = keys[0].shape[:1].numel(), keys[0].device
         stored = one.kv_dtype or one.dtype
-        _check_slots(num_slots)
+        whole_number("num_slots", num_slots, 1, MAX_SLOTS - 1)
         _check_caches("k", keys, (num_slots, one.num_kv_heads, one.head_dim), stored, device)
         if v is None:
             values, own = _columns(keys, slice(one.v_head_dim)), [*keys]
@@ -286,6 +286,8 @@ class KVPool(Settable):
 
 def _one_geometry(layers: Sequence[AttnConfig]) -> AttnConfig:
     """Return the first of layers that all store the same, or raise a ValueError."""
+    if not layers:
+        raise ValueError("layers must be at least one, got none")
     shapes = {
         (c.num_kv_heads, c.head_dim, c.v_head_dim, c.dtype, c.latent, c.kv_dtype) for c in layers
     }
@@ -293,11 +295,6 @@ def _one_geometry(layers: Sequence[AttnConfig]) -> AttnConfig:
         found = sorted(shapes, key=str)
         raise ValueError(f"layers of one pool must share one KV geometry, got {found}")
     return layers[0]
-
-
-def _check_slots(num_slots: int) -> None:
-    if not 1 <= num_slots < MAX_SLOTS:
-        raise ValueError(f"num_slots must be 1..{MAX_SLOTS - 1}, got {num_slots}")
 
 
 def _as_caches(name: str, given: Tensor | Sequence[Tensor], count: int) -> Caches:

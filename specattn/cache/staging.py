@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from specattn.checks import whole_number
+
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
@@ -30,8 +32,7 @@ class StagingRing:
     """
 
     def __init__(self, size: int, device: torch.device | str, depth: int = 4) -> None:
-        if size < 1 or depth < 1:
-            raise ValueError(f"size and depth must be at least 1, got {size} and {depth}")
+        size, depth = whole_number("size", size, 1), whole_number("depth", depth, 1)
         device = torch.device(device)
         self.size, self._at = size, 0
         self._cuda = device.type == "cuda"

@@ -138,6 +138,6 @@ def test_a_batch_above_the_buffers_is_not_cut_short():
     one = world("torch_native", [1])
     steps = MultiStepDraftBackend(one.decoder.draft.backend, CONFIG, one.table.req_to_token, 4)
     for batch in (5, -1):
-        with pytest.raises(ValueError, match=rf"batch must be 0\.\.4, .* got {batch}"):
+        with pytest.raises(ValueError, match=rf"batch must be 0\.\.4, got {batch}"):
             steps.bind(batch)
     assert len(steps.bind(4).plan.seq_lens) == 4

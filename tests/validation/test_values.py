@@ -1,0 +1,282 @@
+"""Values that are taken for others elsewhere are refused by name: fractions, bools, texts, ranges.
+
+Each bad value goes into a call that is good without it, and the good call is made afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from specattn import AttnConfig, ExternalTable, KVPool, SamplingParams, SlotTable, SpecConfig
+from specattn.backends.tbo import TboBackend
+from specattn.backends.torch_native import TorchNativeBackend
+from specattn.batch import Phase, RowLayout
+from specattn.cache.staging import StagingRing
+from specattn.checks import whole_number
+from specattn.config import KVScales
+from specattn.cuda_graph import GraphRunner
+from specattn.interop import (
+    full_mask,
+    mask_indptr,
+    packed_indptr,
+    packed_mask,
+    qlen_mask,
+    words_from_mask,
+)
+from specattn.plan import AttnInputs
+
+HEADS = AttnConfig(4, 2, 64)
+OTHER = AttnConfig(4, 4, 64)
+E4M3, E5M2, F16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float16
+WORDS = torch.ones(2, 3, 1, dtype=torch.int64)
+LENS = torch.tensor([4, 0], dtype=torch.int32)
+MASK = torch.ones(2, 3, 70, dtype=torch.bool)
+WIDE = "[B, n, at least ceil(n / 64)] torch.int64"
+BOOLS = "[B, n, keys] torch.bool"
+PLAIN = "num_steps 0 (plain decoding)"
+ROWS = "distinct rows 1..3, or 0 for lines to skip"
+
+
+def i32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def ints(*values):
+    return torch.tensor(values)
+
+
+def table(**given):
+    return ExternalTable(torch.zeros(4, 8, dtype=torch.int32), i32(0, 0, 0, 0), **given)
+
+
+def fill(**given):
+    """Fill a table, and look that nothing is written if that is refused."""
+    slots, reserved = torch.full((4, 8), 7, dtype=torch.int32), i32(7, 7, 7, 7)
+    one = ExternalTable(slots, reserved, num_slots=40, page_size=4)
+    try:
+        one.fill(**given)
+    except ValueError:
+        assert reserved.tolist() == [0, 7, 7, 7]
+        assert (slots[1:] == 7).all()
+        raise
+
+
+# what is called, and arguments that it takes
+CALLS = {
+    "AttnConfig": (AttnConfig, {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64}),
+    "latent": (
+        partial(AttnConfig, latent=True),
+        {
+            "num_qo_heads": 4,
+            "num_kv_heads": 1,
+            "head_dim": 64,
+            "v_head_dim": 48,
+            "sm_scale": 1.0,
+        },
+    ),
+    "KVScales": (KVScales, {"k": 0.5, "v": np.float32(2)}),
+    "SpecConfig": (SpecConfig, {"num_steps": 3, "topk": 2, "num_draft_tokens": 5}),
+    "SamplingParams": (SamplingParams, {"temperature": 1, "top_k": np.int32(5), "top_p": 0.5}),
+    "SlotTable": (SlotTable, {"max_num_reqs": 1, "max_context_len": 9, "num_slots": 64}),
+    "KVPool": (KVPool, {"layers": [HEADS], "num_slots": 9, "device": "cpu"}),
+    "ExternalTable": (
+        lambda **given: ExternalTable(
+            torch.zeros(4, 8, dtype=torch.int32), i32(0, 0, 0, 0), **given
+        ),
+        {"num_slots": 40, "page_size": 4, "block_stride": 8},
+    ),
+    "fill": (
+        fill,
+        {
+            "rows": torch.tensor([3, 0, 0]),
+            "block_table": i32([2, 5], [1, 1], [1, 1]),
+            "lens": i32(6, 8, 8),
+        },
+    ),
+    "StagingRing": (StagingRing, {"size": 4, "device": "cpu", "depth": 2}),
+    "BufferSet.bind": (
+        AttnInputs.alloc(4, RowLayout(2, 2, Phase.VERIFY), torch.device("cpu")).bind,
+        {"batch": 2},
+    ),
+    "GraphRunner": (partial(GraphRunner, None), {"buckets": [1, 2], "device": torch.device("cpu")}),
+    "TboBackend": (
+        TboBackend,
+        {"primary": TorchNativeBackend, "children": (TorchNativeBackend, TorchNativeBackend)},
+    ),
+    "qlen_mask": (qlen_mask, {"words": WORDS, "keys": 64}),
+    "words_from_mask": (words_from_mask, {"mask": MASK}),
+    "mask_indptr": (mask_indptr, {"seq_lens": LENS, "num_draft_tokens": 3}),
+    "packed_indptr": (packed_indptr, {"seq_lens": LENS, "num_draft_tokens": 3}),
+    "full_mask": (full_mask, {"words": WORDS, "seq_lens": LENS}),
+    "packed_mask": (packed_mask, {"words": WORDS, "seq_lens": LENS}),
+}
+
+# arguments that take one kind of value alone
+WHOLE = {
+    "AttnConfig": "num_qo_heads num_kv_heads head_dim v_head_dim window_left split_keys",
+    "SpecConfig": "num_steps topk num_draft_tokens max_context_len max_num_reqs page_size",
+    "SamplingParams": "top_k seed",
+    "KVPool": "num_slots",
+    "ExternalTable": "block_stride",
+    "StagingRing": "size depth",
+    "BufferSet.bind": "batch",
+    "qlen_mask": "keys",
+}
+NUMBERS = {
+    "AttnConfig": "sm_scale logit_cap",
+    "KVScales": "k v",
+    "SamplingParams": "temperature top_p",
+}
+FLAGS = {"AttnConfig": "latent deterministic", "SpecConfig": "draft_sampling"}
+KINDS = {
+    "a whole number": (WHOLE, [2.5, 3.0, True, "3"]),
+    "a number": (NUMBERS, [True, "0.5", None]),
+    "True or False": (FLAGS, [1, "no", None]),
+}
+KIND_CASES = [
+    pytest.param(call, name, kind, bad, id=f"{call}-{name}")
+    for kind, (calls, bad) in KINDS.items()
+    for call, names in calls.items()
+    for name in names.split()
+]
+
+
+@pytest.mark.parametrize(("call", "name", "kind", "bad"), KIND_CASES)
+def test_values_of_another_kind_are_refused(call, name, kind, bad):
+    make, good = CALLS[call]
+    for value in bad:
+        with pytest.raises(ValueError, match=f"^{name} must be {kind}, got {value!r}$"):
+            make(**(good | {name: value}))
+    make(**good)
+
+
+# the call, what is wrong, and what the error says after "<name> must be "
+RANGES = [
+    ("AttnConfig", {"num_qo_heads": 0}, "at least 1, got 0"),
+    ("AttnConfig", {"num_qo_heads": 3}, "a multiple of num_kv_heads, got 3 and 2"),
+    ("AttnConfig", {"num_kv_heads": 0}, "at least 1, got 0"),
+    ("AttnConfig", {"head_dim": 0}, "at least 1, got 0"),
+    ("AttnConfig", {"v_head_dim": -1}, "0 (head_dim) or more, got -1"),
+    ("AttnConfig", {"window_left": -2}, "-1 (off) or more, got -2"),
+    ("AttnConfig", {"split_keys": 64}, "a multiple of 128, got 64"),
+    ("AttnConfig", {"split_keys": 0}, "a multiple of 128, got 0"),
+    ("AttnConfig", {"sm_scale": -0.1}, "0 (1 / sqrt(head_dim)) or more, got -0.1"),
+    ("AttnConfig", {"sm_scale": math.nan}, "0 (1 / sqrt(head_dim)) or more, got nan"),
+    ("AttnConfig", {"sm_scale": math.inf}, "0 (1 / sqrt(head_dim)) or more, got inf"),
+    ("AttnConfig", {"logit_cap": -1.0}, "0 (off) or more, got -1.0"),
+    ("AttnConfig", {"logit_cap": math.nan}, "0 (off) or more, got nan"),
+    ("AttnConfig", {"dtype": torch.int8}, "float32, float16 or bfloat16, got torch.int8"),
+    ("AttnConfig", {"dtype": torch.float64}, "float32, float16 or bfloat16, got torch.float64"),
+    ("AttnConfig", {"dtype": "float32"}, "float32, float16 or bfloat16, got float32"),
+    ("AttnConfig", {"kv_dtype": E5M2}, f"dtype (torch.float32) or {E4M3}, got {E5M2}"),
+    ("AttnConfig", {"kv_dtype": F16}, f"dtype (torch.float32) or {E4M3}, got {F16}"),
+    ("latent", {"num_kv_heads": 2}, "1 with latent, got 2"),
+    ("latent", {"v_head_dim": 0}, "1..63 (below head_dim) with latent, got 0"),
+    ("latent", {"v_head_dim": 64}, "1..63 (below head_dim) with latent, got 64"),
+    ("latent", {"sm_scale": 0}, "given with latent"),
+    ("latent", {"kv_dtype": E4M3}, f"dtype with latent, got {E4M3}"),
+    ("SpecConfig", {"num_steps": 65}, "0..64, got 65"),
+    ("SpecConfig", {"topk": 0}, "1..64, got 0"),
+    ("SpecConfig", {"num_draft_tokens": 12}, "2..11 with topk 2 and num_steps 3, got 12"),
+    ("SpecConfig", {"num_draft_tokens": 1}, "2..11 with topk 2 and num_steps 3, got 1"),
+    ("SpecConfig", {"num_draft_tokens": 5, "topk": 1}, "num_steps + 1 = 4 with topk 1, got 5"),
+    ("SpecConfig", {"max_context_len": 4}, "at least 5 (one step's draft slots), got 4"),
+    ("SpecConfig", {"max_num_reqs": 0}, "1..1048576, got 0"),
+    ("SpecConfig", {"page_size": 12}, "a power of two, got 12"),
+    ("SpecConfig", {"page_size": 1024}, "1..512, got 1024"),
+    ("SamplingParams", {"temperature": -1}, "0 or more, got -1"),
+    ("SamplingParams", {"temperature": math.nan}, "0 or more, got nan"),
+    ("SamplingParams", {"top_k": -1}, "0 (off) or more, below 2**31, got -1"),
+    ("SamplingParams", {"top_k": 2**31}, "0 (off) or more, below 2**31, got 2147483648"),
+    ("SamplingParams", {"top_p": 0}, "above 0 and at most 1, got 0"),
+    ("SamplingParams", {"top_p": 1.5}, "above 0 and at most 1, got 1.5"),
+    ("SlotTable", {"page_size": 6}, "a power of two, got 6"),
+    ("SlotTable", {"page_size": 0}, "a power of two, got 0"),
+    ("SlotTable", {"max_num_reqs": 0}, "at least 1, got 0"),
+    ("SlotTable", {"num_slots": 16, "page_size": 16}, "at least two pages, got 16"),
+    ("KVPool", {"num_slots": None}, "a whole number, got None"),
+    ("KVPool", {"num_slots": 0}, "1..2147483647, got 0"),
+    ("KVPool", {"num_slots": 2**31}, "1..2147483647, got 2147483648"),
+    ("KVPool", {"layers": []}, "at least one, got none"),
+    ("ExternalTable", {"block_stride": 6}, "a multiple of page_size (4), got 6"),
+    ("fill", {"rows": ints(4, 0, 0)}, f"{ROWS}, got [4, 0, 0]"),
+    ("fill", {"rows": ints(3, 0, -1)}, f"{ROWS}, got [3, 0, -1]"),
+    ("fill", {"rows": ints(2, 0, 2)}, f"{ROWS}, got [2, 0, 2]"),
+    ("fill", {"rows": None}, "a tensor, got None"),
+    ("fill", {"rows": [3, 0, 0]}, "a tensor, got [3, 0, 0]"),
+    ("fill", {"block_table": None}, "a tensor, got None"),
+    ("fill", {"lens": None}, "a tensor, got None"),
+    ("fill", {"lens": i32(6, 8, -8)}, "0 or more, got [6, 8, -8]"),
+    ("StagingRing", {"size": 0}, "at least 1, got 0"),
+    ("StagingRing", {"depth": 0}, "at least 1, got 0"),
+    ("BufferSet.bind", {"batch": 5}, "0..4, got 5"),
+    ("BufferSet.bind", {"batch": -1}, "0..4, got -1"),
+    ("GraphRunner", {"buckets": [0]}, "batch sizes of at least 1, got [0]"),
+    ("TboBackend", {"children": (TorchNativeBackend,)}, "2 backends, got 1"),
+    ("qlen_mask", {"words": WORDS.bool()}, f"{WIDE}, got [2, 3, 1] torch.bool"),
+    ("qlen_mask", {"keys": 65}, "0..64, got 65"),
+    ("words_from_mask", {"mask": 2 * MASK.int()}, f"{BOOLS}, got [2, 3, 70] torch.int32"),
+    ("words_from_mask", {"mask": MASK[0]}, f"{BOOLS}, got [3, 70] torch.bool"),
+    ("mask_indptr", {"seq_lens": i32(4, -1)}, "0 or more, got [4, -1]"),
+    ("packed_indptr", {"seq_lens": i32(4, -1)}, "0 or more, got [4, -1]"),
+    ("full_mask", {"seq_lens": i32(-4, 1)}, "0 or more, got [-4, 1]"),
+    ("full_mask", {"seq_lens": i32(4)}, "[2] torch.int32 on cpu, got [1] torch.int32"),
+    ("full_mask", {"seq_lens": LENS / 2}, "[2] torch.int32 on cpu, got [2] torch.float32"),
+    ("full_mask", {"words": WORDS[0]}, f"{WIDE}, got [3, 1] torch.int64"),
+    ("packed_mask", {"seq_lens": i32(4, -1)}, "0 or more, got [4, -1]"),
+    ("packed_mask", {"words": WORDS[..., :0]}, f"{WIDE}, got [2, 3, 0] torch.int64"),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "bad", "message"), RANGES, ids=[f"{call}-{next(iter(bad))}" for call, bad, _ in RANGES]
+)
+def test_values_out_of_range_are_refused(call, bad, message):
+    make, good = CALLS[call]
+    with pytest.raises(ValueError, match=f"^{next(iter(bad))} must be {re.escape(message)}"):
+        make(**(good | bad))
+    make(**good)
+
+
+# the call, what is wrong, and how the error begins
+TOGETHER = [
+    ("SpecConfig", {"num_steps": 0, "num_draft_tokens": 1}, f"{PLAIN} needs topk 1 and"),
+    ("SpecConfig", {"num_steps": 0, "topk": 1}, f"{PLAIN} needs topk 1 and num_draft_tokens 1"),
+    ("SpecConfig", {"draft_sampling": True}, "draft_sampling needs topk 1, got 2"),
+    ("SamplingParams", {"seed": 2**63}, "seed must fit into 64 bits, got 9223372036854775808"),
+    ("KVScales", {"v": 0.0}, "v (the scale of float8 v) must be a normal float32 above 0, got 0.0"),
+    ("KVPool", {"layers": [HEADS, OTHER]}, "layers of one pool must share one KV geometry, got"),
+]
+
+
+@pytest.mark.parametrize(("call", "bad", "message"), TOGETHER, ids=lambda case: str(case)[:20])
+def test_values_that_do_not_go_together_are_refused(call, bad, message):
+    make, good = CALLS[call]
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        make(**(good | bad))
+    make(**good)
+
+
+@pytest.mark.parametrize("value", [3, np.int64(3), torch.tensor(3)])
+def test_whole_numbers_of_any_library_are_ints(value):
+    assert type(whole_number("n", value, 3, 3)) is int
+    assert type(SpecConfig(value, 1, 4).num_steps) is int
+
+
+@pytest.mark.parametrize(
+    "value", [True, np.True_, torch.tensor(True), 3.0, torch.tensor(3.0), None, "3", [3]]
+)
+def test_nothing_else_is_a_whole_number(value):
+    with pytest.raises(ValueError, match=r"^n must be a whole number, got "):
+        whole_number("n", value)
+
+
+def test_a_table_may_be_filled_for_nobody():
+    none = torch.zeros(0, dtype=torch.int64)
+    fill(rows=none, block_table=i32().view(0, 2), lens=i32())
