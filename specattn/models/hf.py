@@ -10,27 +10,23 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
 )
 
 from specattn.errors import ModelError
-from specattn.models.hub import blaming, count_from_first, locate, quiet
+from specattn.models.hub import blaming, count_from_first, locate
 from specattn.models.probe import probe_layers
 from specattn.speculative.model import TargetOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from torch import Tensor, nn
 
     from specattn.config import AttnConfig
     from specattn.speculative.model import Attend
-
-INTERFACE = "specattn"
 
 
 @dataclass(frozen=True)
@@ -110,7 +106,8 @@ class HFTarget:
                 name,
                 config=config,
                 dtype=dtype or "auto",
-                attn_implementation=INTERFACE,
+                # Some classes know no other; `from_model` switches.
+                attn_implementation="eager",
                 trust_remote_code=False,
                 # Both are reported by name below; transformers would log a table, and
                 # initialise what is missing at random.
@@ -130,8 +127,6 @@ class HFTarget:
         ModelError
             If the model computes attention this library does not.
         """
-        with quiet():
-            module.set_attn_implementation(INTERFACE)
         module.eval().requires_grad_(False)
         layers = probe_layers(module, module.config.get_text_config(decoder=True))
         return cls(module, name or module.name_or_path, layers)
@@ -267,25 +262,6 @@ def _attention(
     """Attend in the library's layout: ``[1, heads, T, D]`` in, ``[1, T, heads, Dv]`` out."""
     q, k, v = (heads[0].transpose(0, 1).contiguous() for heads in (query, key, value))
     return attend(module.layer_idx, q, k, v)[None]
-
-
-def _dispatch(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    *,
-    specattn_attention: Callable[..., Tensor],
-    **asked: Any,
-) -> tuple[Tensor, None]:
-    """Hand a layer's attention to the callable that the model was called with."""
-    return specattn_attention(module, query, key, value, attention_mask, **asked), None
-
-
-# Deliberately without a mask function of the same name: with one, transformers looks at the
-# positions on the host before every forward to find packed sequences; without, it builds no mask.
-AttentionInterface.register(INTERFACE, _dispatch)
 
 
 def _check_causal(name: str, config: Any) -> None:

@@ -1,4 +1,10 @@
-"""What attention a Hugging Face model asks for, seen by running two tokens through it."""
+"""Finds out what attention a Hugging Face model computes, by running four tokens through it.
+
+The first forward shows the geometry of every layer. In it transformers builds the masks of the
+model's own attention, which tell each layer's window at any distance. The second forward has the
+same tokens in another order, with their positions: a model that can be served computes the same
+queries, keys and values for each of them.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +12,41 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from specattn.config import AttnConfig
 from specattn.errors import ModelError
 from specattn.models.hub import first_line, quiet
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
+
+#: Attention of this name is whatever callable the model was called with.
+INTERFACE = "specattn"
+# The same, with masks. Serving has none: with a mask function of its name, transformers looks at
+# the positions on the host before every forward to find packed sequences.
+_WITH_MASKS = "specattn_probe"
 
 _KINDS = {"full_attention", "sliding_attention"}
 # Tensors a layer may pass along that do not change what attention computes.
 _HARMLESS = {"position_ids", "cache_position"}
+_ORDER = (2, 0, 3, 1)
+# Relative L2 distance of the two forwards, by bytes of an element.
+_CLOSE = {2: 2e-2, 4: 1e-4, 8: 1e-8}
 
 
 def probe_layers(module: nn.Module, config: Any) -> tuple[AttnConfig, ...]:
     """Return every attention layer's geometry, in the order of ``layer_idx``.
 
+    From then on, the model's attention is the ``specattn_attention`` of its call.
+
     Parameters
     ----------
     module : nn.Module
-        A causal language model that dispatches its attention to the ``specattn`` interface.
+        A causal language model of transformers.
     config : PretrainedConfig
         The configuration of its text part.
 
@@ -35,19 +56,54 @@ def probe_layers(module: nn.Module, config: Any) -> tuple[AttnConfig, ...]:
         Naming what it computes that paged attention over flattened tokens does not.
     """
     _check_config(module, config)
+    order = torch.tensor(_ORDER, device=next(module.parameters()).device)
+    # Padding tokens may have positions of their own.
+    tokens = (order.sort().values + 1 + (config.pad_token_id or 0)) % config.vocab_size  # [T]
+    first = _run(module, config, _WITH_MASKS, input_ids=tokens[None])
+    layers = first.layers()
+    second = _run(
+        module, config, INTERFACE, input_ids=tokens[order][None], position_ids=order[None]
+    )
+    for index in range(len(layers)):
+        for own, other in zip(first.heads[index], second.heads[index], strict=True):
+            if not _close(own[:, :, order], other):
+                raise _unsupported(
+                    config,
+                    f"computes other heads in layer {index} for tokens in another order with "
+                    "their positions: it counts positions in its own way, or mixes tokens",
+                )
+    return layers
+
+
+def _run(module: Any, config: Any, interface: str, **inputs: Tensor) -> _Probe:
+    """Run the model with its attention replaced by a new probe, and return that."""
     probe = _Probe(config)
-    tokens = torch.arange(2, device=next(module.parameters()).device)[None]  # [1, 2]
     try:
         with quiet(), torch.no_grad():
-            module(input_ids=tokens, position_ids=tokens, use_cache=False, specattn_attention=probe)
+            module.set_attn_implementation(interface)
+            logits = module(**inputs, use_cache=False, specattn_attention=probe).logits
     except ModelError:
         raise
     # Any of hundreds of model classes may run here.
     except Exception as error:
-        raise _unsupported(config, f"cannot run over flattened tokens: {first_line(error)}") from (
-            error
+        if probe.heads or module._supports_attention_backend:
+            reason = f"cannot run over flattened tokens: {first_line(error)}"
+            raise _unsupported(config, reason) from error
+        raise _unsupported(config, _NO_INTERFACE) from error
+    if not probe.heads:
+        raise _unsupported(config, _NO_INTERFACE)
+    head = module.get_output_embeddings()
+    if head is None or logits.shape[-1] != head.weight.shape[0]:
+        raise _unsupported(
+            config,
+            f"has logits of {logits.shape[-1]} columns, which are not its output embedding's",
         )
-    return probe.layers()
+    return probe
+
+
+def _close(own: Tensor, other: Tensor) -> bool:
+    error = (own.double() - other.double()).norm()
+    return bool(error <= _CLOSE[own.element_size()] * own.double().norm())
 
 
 def _check_config(module: nn.Module, config: Any) -> None:
@@ -62,24 +118,30 @@ def _check_config(module: nn.Module, config: Any) -> None:
         raise _unsupported(config, f"has layers of kind {', '.join(sorted(kinds))}")
 
 
+_NO_INTERFACE = "does not use transformers' attention interface"
+
+
 def _unsupported(config: Any, reason: str) -> ModelError:
     return ModelError("target", f"unsupported: model type {config.model_type!r} {reason}")
 
 
 class _Probe:
-    """Takes the place of attention once, and writes down what each layer asks for."""
+    """Takes the place of attention in one forward, and writes down what each layer asks for."""
 
     def __init__(self, config: Any) -> None:
         self._config = config
         self._layers: dict[int, AttnConfig] = {}
+        #: Queries, keys and values of every layer, ``[1, heads, T, D]``.
+        self.heads: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def __call__(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **asked: Any
     ) -> Tensor:
         index = module.layer_idx
-        if index in self._layers:
+        if index in self.heads:
             raise _unsupported(self._config, f"runs attention layer {index} twice")
-        self._refuse(module, index, mask, asked)
+        self.heads[index] = query, key, value
+        self._refuse(module, asked)
         try:
             self._layers[index] = AttnConfig(
                 num_qo_heads=query.shape[1],
@@ -88,28 +150,26 @@ class _Probe:
                 v_head_dim=value.shape[-1],
                 dtype=query.dtype,
                 sm_scale=float(asked.get("scaling") or 0.0),
-                window_left=self._window(index, asked.get("sliding_window")) - 1,
+                window_left=self._window(index, mask, asked.get("sliding_window")) - 1,
                 logit_cap=float(asked.get("softcap") or 0.0),
             )
         except ValueError as error:
             raise _unsupported(self._config, f"in layer {index}: {error}") from error
-        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
+        # Any function of a token's own heads would do.
+        out = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+        return out.transpose(1, 2).contiguous()
 
     def layers(self) -> tuple[AttnConfig, ...]:
         """Return what was seen, once all layers were."""
         wanted = self._config.num_hidden_layers
-        if not self._layers:
-            raise _unsupported(self._config, "does not use transformers' attention interface")
         if sorted(self._layers) != list(range(wanted)):
             raise _unsupported(
                 self._config, f"has attention in layers {sorted(self._layers)} of {wanted} only"
             )
         return tuple(self._layers[index] for index in range(wanted))
 
-    def _refuse(self, module: Any, index: int, mask: Any, asked: dict[str, Any]) -> None:
+    def _refuse(self, module: Any, asked: dict[str, Any]) -> None:
         """Refuse whatever would change the result and is not in `AttnConfig`."""
-        if mask is not None:
-            raise _unsupported(self._config, f"gives attention layer {index} its own mask")
         causal = asked.get("is_causal")
         if not (getattr(module, "is_causal", True) if causal is None else causal):
             raise _unsupported(self._config, "has bidirectional attention; it is no causal LM")
@@ -118,18 +178,81 @@ class _Probe:
                 known = " (attention sinks)" if name == "s_aux" else ""
                 raise _unsupported(self._config, f"gives attention an argument {name!r}{known}")
 
-    def _window(self, index: int, asked: int | None) -> int:
+    def _window(self, index: int, mask: Any, asked: int | None) -> int:
         """Return the layer's window in Hugging Face's sense, 0 if it has none.
 
-        The kind of a layer decides its mask in transformers, so it decides here; a layer of
-        kind ``sliding_attention`` need not repeat the width in its call (Qwen2-MoE).
+        The mask decides where there is one: layers of some models (Qwen2-MoE, PhiMoE) do not say
+        their window, or say one that only others have.
         """
-        kinds = getattr(self._config, "layer_types", None)
-        if kinds is None:
+        if mask is None:
             return asked or 0
-        if kinds[index] == "full_attention":
-            return 0
-        window = asked or self._config.sliding_window
-        if not window:
-            raise _unsupported(self._config, f"names no window for sliding layer {index}")
-        return int(window)
+        if not isinstance(mask, Tensor) or mask not in _MASKS:
+            raise _unsupported(self._config, f"gives attention layer {index} its own mask")
+        window = _window_of(_MASKS[mask], self._config.max_position_embeddings, mask.device)
+        if window is None:
+            raise _unsupported(
+                self._config, f"has a mask in layer {index} that is no causal window"
+            )
+        return window
+
+
+# What transformers would have computed each mask from.
+_MASKS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    *,
+    mask_function: Callable[..., Tensor],
+    device: torch.device,
+    **_: Any,
+) -> Tensor:
+    """Stand in for a mask, and keep the function that tells which tokens see which."""
+    mask = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device)
+    _MASKS[mask] = mask_function
+    return mask
+
+
+def _window_of(
+    mask_function: Callable[..., Tensor], length: int, device: torch.device
+) -> int | None:
+    """Return a causal mask's window, 0 if it has none within ``length``, None for other masks."""
+    keys = torch.arange(length + 2, device=device)
+    zero, window = keys.new_zeros(()), length + 2
+    # The last row tells the window. It must be that of the row before it, which it is not where a
+    # mask goes by chunks, and of the first ones, which see tokens after them where it has a prefix.
+    for query in (length, length - 1, 1, 0):
+        try:
+            seen = mask_function(zero, zero, keys[query], keys).expand(len(keys)).nonzero()[:, 0]
+        # A mask function may be any code; some are made for the tokens at hand alone.
+        except Exception:
+            return None
+        if query == length and len(seen) <= query:
+            window = len(seen)
+        if not torch.equal(seen, keys[max(0, query + 1 - window) : query + 1]):
+            return None
+    return window if window <= length else 0
+
+
+def _dispatch(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *,
+    specattn_attention: Callable[..., Tensor] | None = None,
+    **asked: Any,
+) -> tuple[Tensor, None]:
+    """Hand a layer's attention to the callable that the model was called with."""
+    if specattn_attention is None:
+        reason = "does not pass the arguments of its call on to its attention"
+        raise _unsupported(module.config, reason)
+    return specattn_attention(module, query, key, value, attention_mask, **asked), None
+
+
+AttentionInterface.register(INTERFACE, _dispatch)
+AttentionInterface.register(_WITH_MASKS, _dispatch)
+AttentionMaskInterface.register(_WITH_MASKS, _mask)

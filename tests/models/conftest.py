@@ -77,7 +77,10 @@ def tiny() -> Callable[..., torch.nn.Module]:
 
     def build(model_type: str, **changes: object) -> torch.nn.Module:
         torch.manual_seed(0)
-        config = AutoConfig.for_model(model_type, **(TINY | changes))
+        settings = TINY | changes
+        if model_type == "falcon":  # derives it
+            del settings["head_dim"]
+        config = AutoConfig.for_model(model_type, **settings)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         with torch.no_grad():
             for parameter in model.parameters():

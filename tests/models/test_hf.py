@@ -9,11 +9,13 @@ import transformers
 from specattn.config import AttnConfig
 from specattn.errors import ModelError
 from specattn.models import FeatureSpec, HFTarget
+from specattn.models.probe import _window_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 LENGTH = 19
+NO_INTERFACE = "does not use transformers' attention interface"
 MODELS = {
     "llama": {},
     "qwen2": {},
@@ -30,6 +32,8 @@ MODELS = {
     "gemma2": {"sliding_window": 7, "query_pre_attn_scalar": 40, "attn_logit_softcapping": 3.0},
     "gemma3_text": {"sliding_window": 4},
     "phi3": {"head_dim": 16},
+    # its window is in the mask alone
+    "phimoe": {"sliding_window": 6, "num_local_experts": 4},
     "gpt2": {"n_positions": 128},
     "deepseek_v3": {
         "q_lora_rank": 24,
@@ -116,7 +120,7 @@ def test_rows_where_the_model_cannot_select_them_itself(model, dense, monkeypatc
     ids, positions = tokens(), torch.arange(LENGTH)
     forward = model.forward
 
-    def narrow(input_ids, position_ids, **rest):  # no logits_to_keep
+    def narrow(input_ids, position_ids=None, **rest):  # no logits_to_keep
         return forward(input_ids=input_ids, position_ids=position_ids, **rest)
 
     monkeypatch.setattr(model, "forward", narrow)
@@ -174,8 +178,8 @@ def test_forward_never_looks_at_positions_on_the_host(tiny, dense, monkeypatch) 
     def read(*_: object, **__: object) -> None:
         raise AssertionError("transformers searched the positions for packed sequences")
 
-    monkeypatch.setattr(transformers.masking_utils, "find_packed_sequence_indices", read)
     target = HFTarget.from_model(tiny("gemma2", **MODELS["gemma2"]))
+    monkeypatch.setattr(transformers.masking_utils, "find_packed_sequence_indices", read)
     positions = torch.tensor([0, 1, 0])
     requests = torch.tensor([0, 0, 1])
     target.forward(tokens(3), positions, dense(target.layers).at(positions, requests))
@@ -184,19 +188,74 @@ def test_forward_never_looks_at_positions_on_the_host(tiny, dense, monkeypatch) 
 @pytest.mark.parametrize(
     ("model_type", "changes", "reason"),
     [
-        ("gpt_oss", {"num_local_experts": 2}, r"'s_aux' \(attention sinks\)"),
-        ("llama4_text", {"intermediate_size_mlp": 32}, "layers of kind chunked_attention"),
-        ("falcon_h1", {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8}, "recurrent"),
-        ("mamba", {}, "recurrent"),
-        ("bert", {}, "bidirectional"),
-        ("bloom", {}, "does not use transformers' attention interface"),
+        (
+            "gpt_oss",
+            {"num_local_experts": 2},
+            r"gives attention an argument 's_aux' \(attention sinks\)",
+        ),
+        ("llama4_text", {"intermediate_size_mlp": 32}, "has layers of kind chunked_attention"),
+        ("falcon_h1", {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8}, "has recurrent"),
+        ("mamba", {}, "has recurrent"),
+        ("bert", {}, "has bidirectional attention"),
+        # their positions begin at padding_idx + 1
+        ("roberta", {"is_decoder": True}, "computes other heads in layer 0 .* positions"),
+        ("xlm-roberta", {"is_decoder": True}, "computes other heads in layer 0 .* positions"),
+        ("data2vec-text", {"is_decoder": True}, "computes other heads in layer 0 .* positions"),
+        ("nemotron", {"head_dim": 16}, "does not pass the arguments of its call on"),
+        ("stablelm", {"head_dim": 16}, "does not pass the arguments of its call on"),
+        ("bloom", {}, NO_INTERFACE),
+        ("gptj", {"rotary_dim": 8}, NO_INTERFACE),
+        ("gpt_neo", {"attention_types": [[["global"], 3]]}, NO_INTERFACE),
+        ("mpt", {}, NO_INTERFACE),
+        ("falcon", {}, NO_INTERFACE),
     ],
 )
-def test_unsupported_models_are_refused_by_name(tiny, model_type, changes, reason) -> None:
-    with pytest.raises(ModelError, match=f"model type '{model_type}'.*{reason}") as caught:
-        HFTarget.from_model(tiny(model_type, **changes))
-    assert caught.value.argument == "target"
-    assert "\n" not in str(caught.value)
+def test_unsupported_models_are_refused_by_name(
+    tiny, tmp_path, model_type, changes, reason
+) -> None:
+    model = tiny(model_type, **changes)
+    model.save_pretrained(tmp_path)
+    # loading must not fail in another way first
+    for load, source in (
+        (HFTarget.from_model, model),
+        (HFTarget.from_pretrained, tmp_path),
+    ):
+        with pytest.raises(ModelError, match=f"model type '{model_type}' {reason}") as caught:
+            load(source)
+        assert caught.value.argument == "target"
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("mask", "window"),
+    [
+        (lambda q, k: k <= q, 0),
+        (lambda q, k: (k <= q) & (k > q - 3000), 3000),
+        (lambda q, k: (k <= q) & (k > q - 7001), 0),  # longer than any context
+        (lambda q, k: (k <= q) & (k // 64 == q // 64), None),
+        (lambda q, k: (k <= q) & (k % 2 == q % 2), None),
+        (lambda q, k: (k <= q) | (k < 4), None),  # a prefix that sees all of itself
+        (lambda q, k: k <= q + 1, None),
+        (lambda q, k: torch.arange(4)[k] <= q, None),  # made for the tokens at hand
+    ],
+)
+def test_windows_are_read_off_a_mask_at_any_distance(mask, window) -> None:
+    found = _window_of(lambda _batch, _head, q, k: mask(q, k), 7000, torch.device("cpu"))
+    assert found == window
+
+
+def test_a_target_whose_logits_are_not_its_vocabulary_is_refused(tiny, monkeypatch) -> None:
+    model = tiny("llama")
+    forward = model.forward
+
+    def short(**rest):
+        output = forward(**rest)
+        output.logits = output.logits[..., :90]
+        return output
+
+    monkeypatch.setattr(model, "forward", short)
+    with pytest.raises(ModelError, match="'llama' has logits of 90 columns"):
+        HFTarget.from_model(model)
 
 
 @pytest.mark.gpu
