@@ -1,18 +1,15 @@
 """FlashAttention-3 (`sgl_kernel`) over page tables, planned on the device.
 
-FA3 reads KV through ``page_table [rows, width]``, ``cache_seqlens`` and a causal or no mask; it
-knows no trees. Tables say what it reads (`specattn.backends.flash_attn_keys`), so no KV is ever
-copied:
+`flash_attn_with_kvcache` reads KV through ``page_table`` and ``cache_seqlens``, under a causal mask
+or none; it knows no trees. Tables say what it reads (`Keys`), so no KV is ever copied:
 
-- where a layout is causal, the table is of the prefix followed by the tail, and one call attends;
+- a causal layout is one call over the prefix followed by the tail;
 - a tree is a pass over the prefix, and a pass in which every query token is a request of its own
   over the list of its ancestors, merged by their lse;
-- index lists are read where they lie: with a row stride of 1, the "row" of a request is the offset
-  at which its list begins;
 - prompts are one causal call.
 
-Keys that lie in pages are listed page by page; tails of trees, index lists, and whatever a window
-cuts are listed slot by slot, over the same pool seen as pages of one slot.
+Keys that lie in pages are listed page by page. Tails of trees, and whatever a window cuts, are
+listed slot by slot, over the same pool seen as pages of one slot.
 
 A window counts list entries from the end of the list. On a causal layout that is the distance in
 positions; in a tree it is not, so trees under a window are refused.
@@ -27,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from specattn.backends.base import BoundAttention, Capabilities, imported
-from specattn.backends.flash_attn_keys import Lists, keys_of, prefix_of, prompt_of
+from specattn.backends.paged import BlockTable, whole_pages
 from specattn.cuda_graph.capture_guard import Settable
 from specattn.errors import UnsupportedError
 from specattn.kernels import ops
@@ -38,19 +35,21 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from specattn.backends.flash_attn_keys import Keys
     from specattn.config import AttnConfig
 
 #: FA3 has more; these are the sizes it is tested with here.
 HEAD_DIMS = (64, 128)
 HOPPER = (9, 0)
+#: Where a page is whole tiles of its kernels' keys (128), FA3 may load it past the request's last
+#: key, and memory that nobody wrote may hold NaN. Larger pages are read in parts of this size.
+MAX_PAGE = 64
 
 
 class Fa3Backend(Settable):
     """FlashAttention-3 on Hopper.
 
-    Trees under a window (any layout that is not causal, with ``window_left`` of 0 or more) are
-    refused at `bind`; every other combination of the capabilities is served.
+    `bind` refuses trees under a window (any layout that is not causal, with ``window_left`` of 0 or
+    more); every other combination of the capabilities is served.
 
     Parameters
     ----------
@@ -67,15 +66,14 @@ class Fa3Backend(Settable):
 
     name: ClassVar[str] = "fa3"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        graphs=True, dtypes=(torch.float16, torch.bfloat16)
+        graphs=True, lists=False, dtypes=(torch.float16, torch.bfloat16)
     )
     module: ClassVar[str] = "sgl_kernel.flash_attn"
 
     def __init__(self, config: AttnConfig, device: torch.device) -> None:
         self.config = config
         self.device = device
-        library = imported(self.module, self.name)
-        self._call = Fa3Call(config, library.flash_attn_with_kvcache)
+        self.library = imported(self.module, self.name)
 
     @staticmethod
     def reasons(config: AttnConfig | None, device: torch.device) -> list[str]:
@@ -105,17 +103,19 @@ class Fa3Backend(Settable):
         Raises
         ------
         UnsupportedError
-            For a tree under a window, and for slot tables of 2^31 entries or more.
+            For index lists, for a tree under a window, and for slot tables of 2^31 entries or more.
         """
         window = self.config.window_left
         if isinstance(plan, CsrPlan):
-            lists = Lists.over(plan, window)
-            return Fa3Rows(self._call, lists, (len(lists.lens), 1), causal=False)
+            raise UnsupportedError(
+                "backend 'fa3'", ["index lists are not served (indices='table')"]
+            )
         if isinstance(plan, ExtendPlan):
-            return Fa3Extend(self._call, prompt_of(plan, window), plan)
+            return Fa3Causal(self, keys_of_prompts(plan, window), plan, window)
         if plan.layout.causal:
-            keys = keys_of(plan, window)
-            return Fa3Rows(self._call, keys, (plan.batch, plan.layout.q_len), causal=True)
+            # the list of a single query token ends at its window already
+            left = window if plan.layout.q_len > 1 else -1
+            return Fa3Causal(self, keys_of_chains(plan, window), plan, left)
         if window >= 0:
             raise UnsupportedError(
                 "backend 'fa3' with a tree",
@@ -124,56 +124,162 @@ class Fa3Backend(Settable):
                     "FA3's window counts list entries"
                 ],
             )
-        return Fa3Tree.over(self._call, plan)
+        return Fa3Tree.over(self, plan)
 
-
-@dataclass(frozen=True)
-class Fa3Call:
-    """`flash_attn_with_kvcache` with what the layer fixes."""
-
-    config: AttnConfig
-    function: Callable[..., Any]
-
-    def __call__(
+    def attend(
         self,
         q: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
-        out: Tensor | None = None,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        out: Tensor | None,
+        keys: Keys,
         *,
         causal: bool = False,
         window_left: int = -1,
-        **tables: Any,
+        **ragged: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Attend; returns ``out`` and the natural lse.
+        """Call FA3; returns ``out`` and the natural lse.
 
-        q is ``[B, q_len, Hq, D]`` and the lse ``[B, Hq, q_len]``; ragged, ``[T, Hq, D]`` and
-        ``[Hq, T]``. ``tables`` is what `flash_attn_keys.Keys.arguments` returns, and what makes
-        a call ragged.
+        q is ``[B, q_len, Hq, D]`` and the lse ``[B, Hq, q_len]``. With ``ragged``, which is
+        ``cu_seqlens_q`` and ``max_seqlen_q``, they are ``[T, Hq, D]`` and ``[Hq, T]``.
         """
-        result: tuple[Tensor, ...] = self.function(
+        result: tuple[Tensor, ...] = self.library.flash_attn_with_kvcache(
             q,
-            k_pages,
-            v_pages,
+            keys.pages(k_cache),
+            keys.pages(v_cache),
             out=out,
+            page_table=keys.page_table,
+            cache_seqlens=keys.cache_seqlens,
+            cache_batch_idx=keys.cache_batch_idx,
             causal=causal,
             window_size=(window_left, -1 if window_left < 0 else 0),
             softmax_scale=self.config.sm_scale,
             softcap=self.config.logit_cap,
             return_softmax_lse=True,
-            **tables,
+            **ragged,
         )
         return result[0], result[1]
 
 
 @dataclass(frozen=True)
-class Fa3Rows(BoundAttention):
-    """Equally many query tokens per request, in one call: causal layouts, and index lists."""
+class Keys:
+    """Where a call of FA3 finds every request's keys, in FA3's own argument names.
 
-    call: Fa3Call
+    Parameters
+    ----------
+    page_table : Tensor
+        ``[rows, width]`` int32, pages of a request's keys.
+    cache_seqlens : Tensor
+        ``[B]`` int32, keys of every request.
+    fill : callable
+        Writes all of it, on the device.
+    page_size : int
+        Slots of a page.
+    cache_batch_idx : Tensor or None
+        ``[B]`` int32, every request's row of the table; None where request b has row b.
+    """
+
+    page_table: Tensor
+    cache_seqlens: Tensor
+    fill: Callable[[], None]
+    page_size: int = 1
+    cache_batch_idx: Tensor | None = None
+
+    def pages(self, pool: Tensor) -> Tensor:
+        """View ``[num_slots, heads, dim]`` as ``[num_pages, page_size, heads, dim]``."""
+        return pool[:, None] if self.page_size == 1 else whole_pages(pool, self.page_size)
+
+
+def page_of(page_size: int, window_left: int = -1) -> int:
+    """Return the slots of an entry of a table over keys in order.
+
+    A list under a window begins at its first visible key, which need not begin a page: 1.
+    """
+    return 1 if window_left >= 0 else min(page_size, MAX_PAGE)
+
+
+def keys_of_chains(plan: AttnPlan, window_left: int) -> Keys:
+    """List prefix and tail of every request, under a window from its first visible key on."""
+    if (page := page_of(plan.layout.page_size, window_left)) > 1:
+        blocks = BlockTable.over(plan, page)
+        return Keys(blocks.table, blocks.lens, blocks.fill, page)
+    width = plan.req_to_token.shape[1] + plan.layout.tail
+    if window_left >= 0:
+        width = min(width, window_left + plan.layout.q_len)
+    table = plan.req_to_token.new_zeros(plan.batch, width)
+    lens = table.new_zeros(plan.batch)
+
+    def fill() -> None:
+        ops("page_table", table.device).fill_page_table(
+            plan.req_to_token,
+            plan.req_pool_indices,
+            plan.seq_lens,
+            plan.tail_slots,
+            table,
+            lens,
+            q_len=plan.layout.q_len,
+            window_left=window_left,
+        )
+
+    return Keys(table, lens, fill)
+
+
+def keys_of_prefixes(plan: AttnPlan) -> Keys:
+    """List the keys before a tail: page by page, or through ``req_to_token`` itself."""
+    if (page := page_of(plan.layout.page_size)) > 1:
+        blocks = BlockTable.over(plan, page)
+        # what the table says of the tail is not read
+        return Keys(blocks.table, plan.seq_lens, blocks.fill, page)
+    rows = plan.req_to_token.new_zeros(plan.batch)
+
+    def fill() -> None:
+        rows.copy_(plan.req_pool_indices)
+
+    return Keys(plan.req_to_token, plan.seq_lens, fill, cache_batch_idx=rows)
+
+
+def keys_of_prompts(plan: ExtendPlan, window_left: int) -> Keys:
+    """List cached and new tokens of every prompt: page by page, or in ``req_to_token``."""
+    slots, page = plan.req_to_token, page_of(plan.page_size, window_left)
+    lens = slots.new_zeros(len(plan.seq_lens))
+    if page > 1:
+        table = slots.new_zeros(len(lens), -(-max(1, plan.max_seq_len) // page))
+
+        def fill_pages() -> None:
+            # the page of the first of every ``page`` keys
+            firsts = slots[:, : table.shape[1] * page : page]
+            table.copy_(firsts[plan.req_pool_indices] // page)
+            lens.copy_(plan.seq_lens + plan.qo_indptr.diff())
+
+        return Keys(table, lens, fill_pages, page)
+    if slots.numel() >= 2**31:
+        raise UnsupportedError(
+            "backend 'fa3'",
+            [f"req_to_token must have less than 2^31 entries, got {slots.numel()}"],
+        )
+    # The slot table as one row, whose "row" r begins at entry r: FA3 finds a row by its stride
+    # alone and reads as many entries as the request has keys.
+    width = min(max(1, plan.max_seq_len), slots.numel())
+    starts = torch.zeros_like(lens)
+
+    def fill_slots() -> None:
+        hidden = torch.zeros_like(plan.seq_lens)
+        if window_left >= 0:
+            hidden = (plan.seq_lens - window_left).clamp(min=0)
+        starts.copy_(plan.req_pool_indices * slots.stride(0) + hidden)
+        lens.copy_(plan.seq_lens + plan.qo_indptr.diff() - hidden)
+
+    return Keys(slots.as_strided((1, width), (1, 1)), lens, fill_slots, cache_batch_idx=starts)
+
+
+@dataclass(frozen=True)
+class Fa3Causal(BoundAttention):
+    """One causal call: equally many query tokens per request, or ragged prompts."""
+
+    backend: Fa3Backend
     keys: Keys
-    shape: tuple[int, int]  # requests, query tokens of each
-    causal: bool
+    plan: AttnPlan | ExtendPlan
+    window_left: int
 
     def fill(self) -> None:
         """List every request's keys."""
@@ -183,37 +289,49 @@ class Fa3Rows(BoundAttention):
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
     ) -> None:
         """Attend; see `BoundAttention.run`."""
-        keys, shape = self.keys, self.shape
-        _, sums = self.call(
-            q.unflatten(0, shape),
-            keys.pages(k_cache),
-            keys.pages(v_cache),
-            out.unflatten(0, shape),
-            causal=self.causal,
-            # the list of a single query token ends at its window already
-            window_left=self.call.config.window_left if shape[1] > 1 else -1,
-            **keys.arguments(),
+        plan, ragged = self.plan, {}
+        if isinstance(plan, ExtendPlan):
+            ragged = {"cu_seqlens_q": plan.qo_indptr, "max_seqlen_q": plan.max_q_len}
+        else:
+            shape = plan.batch, plan.layout.q_len
+            q, out = q.unflatten(0, shape), out.unflatten(0, shape)
+            lse = None if lse is None else lse.unflatten(0, shape)
+        _, sums = self.backend.attend(
+            q,
+            k_cache,
+            v_cache,
+            out,
+            self.keys,
+            causal=True,
+            window_left=self.window_left,
+            **ragged,
         )
         if lse is not None:
-            lse.unflatten(0, shape).copy_(sums.transpose(1, 2))
+            lse.copy_(sums.transpose(-1, -2))
 
 
 @dataclass(frozen=True)
 class Fa3Tree(BoundAttention):
     """Any ancestor words: a pass over the prefixes, one over the ancestors, and their merge."""
 
-    call: Fa3Call
+    backend: Fa3Backend
     plan: AttnPlan
-    prefix: Keys
-    table: Tensor  # [B * q_len, tail] int32
-    lens: Tensor  # [B * q_len] int32
+    prefixes: Keys
+    ancestors: Keys  # of every query token, as if it were a request
 
     @classmethod
-    def over(cls, call: Fa3Call, plan: AttnPlan) -> Fa3Tree:
+    def over(cls, backend: Fa3Backend, plan: AttnPlan) -> Fa3Tree:
         """Allocate the lists of ancestors."""
         queries = plan.batch * plan.layout.q_len
         table = plan.req_to_token.new_zeros(queries, plan.layout.tail)
-        return cls(call, plan, prefix_of(plan), table, table.new_zeros(queries))
+        lens = table.new_zeros(queries)
+
+        def fill() -> None:
+            ops("page_table", table.device).fill_ancestor_table(
+                plan.tail_slots, plan.tail_words, table, lens
+            )
+
+        return cls(backend, plan, keys_of_prefixes(plan), Keys(table, lens, fill))
 
     @property
     def grows(self) -> bool:
@@ -222,77 +340,30 @@ class Fa3Tree(BoundAttention):
 
     def fill(self) -> None:
         """List the prefixes, and the ancestors of every query token if they are known by now."""
-        self.prefix.fill()
+        self.prefixes.fill()
         if not self.grows:
-            self._list_ancestors()
-
-    def _list_ancestors(self) -> None:
-        ops("page_table", self.table.device).fill_ancestor_table(
-            self.plan.tail_slots, self.plan.tail_words, self.table, self.lens
-        )
+            self.ancestors.fill()
 
     def run(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
     ) -> None:
         """Attend; see `BoundAttention.run`."""
-        plan, prefix = self.plan, self.prefix
+        plan, backend, ancestors = self.plan, self.backend, self.ancestors
         shape = (plan.batch, plan.layout.q_len)
         if self.grows:
-            self._list_ancestors()
+            ancestors.fill()
         merged = out.unflatten(0, shape)
-        _, prefix_lse = self.call(
-            q.unflatten(0, shape),
-            prefix.pages(k_cache),
-            prefix.pages(v_cache),
-            merged,
-            **prefix.arguments(),
+        _, prefix_lse = backend.attend(
+            q.unflatten(0, shape), k_cache, v_cache, merged, self.prefixes
         )
-        tail_out, tail_lse = self.call(
-            q[:, None],
-            k_cache[:, None],
-            v_cache[:, None],
-            page_table=self.table,
-            cache_seqlens=self.lens,
-        )
+        tail_out, tail_lse = backend.attend(q[:, None], k_cache, v_cache, None, ancestors)
         ops("merge_lse", q.device).merge_lse(
             merged,
             prefix_lse.transpose(1, 2),
             plan.seq_lens,
             tail_out.view(merged.shape),
             tail_lse.view(*shape, -1),
-            self.lens.view(shape),
+            ancestors.cache_seqlens.view(shape),
             merged,
             None if lse is None else lse.unflatten(0, shape),
         )
-
-
-@dataclass(frozen=True)
-class Fa3Extend(BoundAttention):
-    """A ragged prompt extend: one causal call."""
-
-    call: Fa3Call
-    keys: Keys
-    plan: ExtendPlan
-
-    def fill(self) -> None:
-        """List every request's keys."""
-        self.keys.fill()
-
-    def run(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
-    ) -> None:
-        """Attend; see `BoundAttention.run`."""
-        keys = self.keys
-        _, sums = self.call(
-            q,
-            keys.pages(k_cache),
-            keys.pages(v_cache),
-            out,
-            causal=True,
-            window_left=self.call.config.window_left,
-            cu_seqlens_q=self.plan.qo_indptr,
-            max_seqlen_q=self.plan.max_q_len,
-            **keys.arguments(),
-        )
-        if lse is not None:
-            lse.copy_(sums.T)

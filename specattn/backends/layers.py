@@ -73,6 +73,7 @@ class LayeredBackend:
         self.name = chosen.name
         self.host_plan = chosen.capabilities.host_plan
         self._page_size = chosen.capabilities.page_size
+        self._lists = chosen.capabilities.lists
         self.pool = pool
         self._made_of = chosen, tuple(layers)
         self.backends = tuple(chosen(config, device) for config in distinct)
@@ -98,6 +99,23 @@ class LayeredBackend:
             raise UnsupportedError(
                 f"backend {self.name!r}",
                 [f"page_size must be a multiple of {self._page_size}, got {page_size}"],
+            )
+
+    def check_indices(self, indices: str) -> None:
+        """Refuse what draft steps cannot read; see `MultiStepDraftBackend`.
+
+        Raises
+        ------
+        ValueError
+            If ``indices`` is neither ``"table"`` nor ``"csr"``.
+        UnsupportedError
+            If the backend serves no index lists, and ``indices`` is ``"csr"``.
+        """
+        if indices not in ("table", "csr"):
+            raise ValueError(f"indices must be 'table' or 'csr', got {indices!r}")
+        if indices == "csr" and not self._lists:
+            raise UnsupportedError(
+                f"backend {self.name!r}", ["index lists are not served (indices='table')"]
             )
 
     def bind(self, plan: Plan) -> BoundLayers:

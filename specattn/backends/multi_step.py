@@ -53,7 +53,9 @@ class MultiStepDraftBackend:
     Raises
     ------
     ValueError
-        If a row of ``kv_indices`` would exceed 2^31 entries.
+        If ``indices`` is another word, or a row of ``kv_indices`` would exceed 2^31 entries.
+    UnsupportedError
+        If the backend serves no index lists, and ``indices`` is ``"csr"``.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class MultiStepDraftBackend:
         indices: Indices = "table",
         **shared: Tensor,
     ) -> None:
+        backend.check_indices(indices)
         self.backend, self.config = backend, config
         self.dims = MultiStepDims(config.num_draft_forwards, config.topk)
         self.indices = indices

@@ -6,7 +6,7 @@ does around the call is tested on any machine.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -157,20 +157,20 @@ def test_prompts_in_pages(cap, page_size):
 def pages_read(case: oracle.Case) -> list[int]:
     """Slots of the pages of every call."""
     backend, seen = backend_of(case), []
-    library = backend._call.function
+    library = backend.library.flash_attn_with_kvcache
 
     def function(q, k_cache, *rest, **options):
         seen.append(k_cache.shape[1])
         return library(q, k_cache, *rest, **options)
 
-    backend._call = replace(backend._call, function=function)
+    backend.library = SimpleNamespace(flash_attn_with_kvcache=function)
     attend(case, backend.bind(plan_of(case)))
     check(case, case.expected())
     return seen
 
 
 def test_pages_are_read_where_keys_lie_in_them():
-    """Slots are, where they do not: tails of trees, lists, and what a window cuts."""
+    """Slots are, where they do not: tails of trees, and what a window cuts."""
     form = {"heads": (4, 2), "head_dim": 64, "dtype": BF16, "device": str(DEVICE)}
     for page_size, most in ((1, 1), (16, 16), (64, 64), (128, 64)):
         paged = form | {"page_size": page_size}
@@ -183,7 +183,6 @@ def test_pages_are_read_where_keys_lie_in_them():
         assert pages_read(oracle.make_tree_case([20, 3], q_len=5, **paged)) == [most, 1]
         assert pages_read(oracle.make_extend_case([(3, 4), (18, 2)], **paged)) == [most]
         assert pages_read(oracle.make_extend_case([(3, 4), (18, 2)], window_left=5, **paged)) == [1]
-        assert pages_read(oracle.make_lists_case([9, 20], topk=2, step=1, **paged)) == [1]
 
 
 @pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (5, 0.0), (150, 0.0), (-1, 3.0), (40, 5.0)])
@@ -231,21 +230,12 @@ def test_a_tree_under_a_window_is_refused_by_name():
         backend_of(case).bind(tree_plan(case, causal=False))
 
 
-@pytest.mark.parametrize(("window", "cap"), [(-1, 0.0), (6, 0.0), (6, 3.0)])
-def test_index_lists(window, cap):
-    case = oracle.make_csr_case(
-        [5, 0, 130, 1, 64, 8],
-        heads=(8, 2),
-        head_dim=64,
-        dtype=BF16,
-        window_left=window,
-        logit_cap=cap,
-        device=str(DEVICE),
-    )
-    slots = case.args["kv_indptr"].new_zeros(6, 1)
+def test_index_lists_are_refused_by_name():
+    case = oracle.make_csr_case([5, 0], heads=(8, 2), head_dim=64, dtype=BF16, device=str(DEVICE))
+    slots = case.args["kv_indptr"].new_zeros(2, 1)
     plan = CsrPlan(RowLayout(1, 1, Phase.DRAFT), out_slots=slots, **case.args)
-    attend(case, backend_of(case).bind(plan))
-    check(case, oracle.oracle_csr(case))
+    with pytest.raises(UnsupportedError, match=r"index lists are not served \(indices='table'\)"):
+        backend_of(case).bind(plan)
 
 
 @pytest.mark.parametrize(("window", "cap"), [(-1, 0.0), (9, 0.0), (0, 0.0), (100, 3.0)])
@@ -315,8 +305,7 @@ def test_one_recording_serves_every_length_and_tree(mode, q_len, tail, window, p
 
 
 @pytest.mark.parametrize("topk", [1, 2])
-@pytest.mark.parametrize("indices", ["table", "csr"])
-def test_draft_steps_read_words_written_after_the_fill(indices, topk):
+def test_draft_steps_read_words_written_after_the_fill(topk):
     """A step's ancestors become known while the steps run; the prefix lists do not change."""
     outs = {}
     heads = AttnConfig(4, 2, 64, dtype=BF16)
@@ -334,7 +323,7 @@ def test_draft_steps_read_words_written_after_the_fill(indices, topk):
         pool.k.normal_()
         pool.v.normal_()
         layers = LayeredBackend(name, [heads], pool, DEVICE)
-        bound = MultiStepDraftBackend(layers, config, table.req_to_token, 3, indices).bind(3)
+        bound = MultiStepDraftBackend(layers, config, table.req_to_token, 3).bind(3)
         words = known_words(bound, rows, topk)
         bound.schedule(None)
         bound.fill()
@@ -342,7 +331,6 @@ def test_draft_steps_read_words_written_after_the_fill(indices, topk):
         q = torch.randn(3 * topk, 4, 64, device=DEVICE).to(BF16)
         out = q.new_full((3, *q.shape), float("nan"))
         for step, attention in enumerate(bound.steps):
-            bound.fill_ancestors(step)
             attention.bounds[0].run(q, pool.k[0], pool.v[0], out[step])
         outs[name] = out
     torch.testing.assert_close(outs["fa3"], outs["torch_native"], rtol=2e-2, atol=2e-2)
