@@ -9,6 +9,7 @@ from the project's root, after `pip install .` there; with only the dependencies
 from __future__ import annotations
 
 from importlib.resources import files
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,8 +28,19 @@ from specattn import (
 )
 from specattn.models import HFTarget, load_draft
 
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
 PAIR = files("specattn") / "pair"
 PROMPTS = ["def read_config(path):", "class Point:\n    def __init__(self, x, y):"]
+
+
+def until_end(tokens: list[int], ends: Collection[int]) -> list[int]:
+    """Return a step's tokens up to the first end token."""
+    for at, token in enumerate(tokens):
+        if token in ends:
+            return tokens[: at + 1]
+    return tokens
 
 
 def main(new_tokens: int = 48) -> list[str]:
@@ -84,10 +96,10 @@ def main(new_tokens: int = 48) -> list[str]:
         for row, tokens in zip(flying[0], flying[1].wait(), strict=True) if flying else ():
             if row not in length:
                 continue  # it had ended, and rode along
-            texts[row] += tokens
             length[row] += len(tokens)
             table.commit(row, length[row])
-            if len(texts[row]) >= new_tokens:
+            texts[row] += until_end(tokens, target.eos_token_ids)
+            if len(texts[row]) >= new_tokens or texts[row][-1] in target.eos_token_ids:
                 del length[row]
                 table.free(row)
         flying = launched
