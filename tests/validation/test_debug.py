@@ -9,6 +9,7 @@ import torch
 
 from specattn import Engine, Request, SpecConfig
 from specattn.errors import TreeError
+from tests.speculative.stepping import admitted, engine
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 from tests.validation.steps import LENS, Failing, i32, same, step_of
 from tests.worlds import DEVICE
@@ -101,10 +102,25 @@ def test_debugging_looks_at_the_tree(debug, wanted, field, spoil, error, message
     same(debug.outcome(), wanted)
 
 
+@pytest.mark.parametrize("length", [-1, -(2**31)])
+def test_debugging_refuses_a_negative_committed_length(length):
+    run = engine((3, 1, 4), validate="debug")
+    rows, decoder = admitted(run), run.decoder(run.config)
+    lens = run.states.seq_lens
+    before = lens[rows[1]].clone()
+    lens[rows[1]] = length
+    with pytest.raises(
+        ValueError, match=rf"^seq_lens must be 0\.\.92, got \[6, {length}, 4, 3, 1\]"
+    ):
+        decoder.step(rows)
+    lens[rows[1]] = before
+    assert all(decoder.step(rows))
+
+
 def test_an_engine_may_validate_every_step():
     target, config = TinyTarget(device=DEVICE), SpecConfig(4, 2, 7, max_context_len=64)
-    engine = Engine(target, TinyDraft(device=DEVICE), config, validate="debug")
+    run = Engine(target, TinyDraft(device=DEVICE), config, validate="debug")
     prompts = [list(range(1, 30)), list(range(1, 25)), [7]]
-    out = engine.generate([Request(prompt, max_new_tokens=30) for prompt in prompts])
+    out = run.generate([Request(prompt, max_new_tokens=30) for prompt in prompts])
     for prompt, result in zip(prompts, out, strict=True):
         assert result.tokens == dense_greedy(target, prompt, 30)
