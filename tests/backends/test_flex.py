@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from specattn.backends.flex import FlexBackend
-from specattn.backends.flex_kernel import eager_reason
+from specattn.backends import flex
+from specattn.backends.flex import FlexBackend, eager_reason
 from specattn.config import AttnConfig
 from specattn.testing.plugin import backend_suite
 from specattn.testing.session import config_of, plan_of
-from tests.oracle import check, make_extend_case, make_lists_case, make_tree_case
+from tests.oracle import check, make_extend_case, make_tree_case
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HERE = torch.device(DEVICE)
@@ -32,22 +32,21 @@ FORM = {"head_dim": 64, "device": DEVICE}
 
 
 def cases(**form):
-    """Trees, chains, lists and prompts, none of them shaped like another."""
+    """Trees, chains and prompts, none of them shaped like another."""
     form = FORM | form
     yield make_tree_case([0, 300], q_len=7, seed=1, **form)
     yield make_tree_case([33, 5], mode="chain", q_len=1, seed=2, **form)
     yield make_tree_case([130, 7, 0, 64], mode="draft", q_len=4, tail_len=12, seed=3, **form)
     yield make_tree_case([9, 70], q_len=70, seed=4, **form)
-    yield make_lists_case([33, 70, 0], topk=3, step=1, seed=5, **form)
     yield make_extend_case([(0, 17), (5, 1), (130, 40)], seed=6, **form)
 
 
 def attend(case, *, lse: bool):
     backend = FlexBackend(config_of(case), HERE)
-    assert backend.kernel.eager_because is None
+    assert backend.eager_because is None
     bound = backend.bind(plan_of(case))
     bound.run(case.q, case.k_cache, case.v_cache, case.out, case.lse if lse else None)
-    assert backend.kernel.eager_because is None, backend.kernel.eager_because
+    assert backend.eager_because is None, backend.eager_because
     check(case, case.expected(), lse=lse)
 
 
@@ -74,10 +73,18 @@ def test_caps_single_requests_and_groups_compile():
 
 def test_without_a_compiler_it_runs_eagerly_and_says_so(monkeypatch, caplog):
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    with caplog.at_level(logging.INFO, "specattn.backends.flex_kernel"):
+    with caplog.at_level(logging.INFO, "specattn.backends.flex"):
         backend = FlexBackend(AttnConfig(4, 2, 64), HERE)
-    assert "is found" in str(backend.kernel.eager_because)
+    assert "is found" in str(backend.eager_because)
     assert "runs eagerly" in caplog.text
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="is of CPUs")
+def test_a_cpu_is_slow_and_says_so_once(caplog):
+    flex._warn_of_cpus.cache_clear()
+    for _ in range(2):
+        FlexBackend(AttnConfig(4, 2, 64), HERE)
+    assert caplog.text.count("FlexAttention runs on the CPU, which is slow") == 1
 
 
 def test_what_does_not_compile_runs_eagerly_from_then_on(monkeypatch, caplog):
@@ -87,12 +94,12 @@ def test_what_does_not_compile_runs_eagerly_from_then_on(monkeypatch, caplog):
 
         return kernel
 
-    monkeypatch.setattr("specattn.backends.flex_kernel._compiled_attention", fails)
-    monkeypatch.setattr("specattn.backends.flex_kernel.eager_reason", lambda device: None)
+    monkeypatch.setattr("specattn.backends.flex._compiled_attention", fails)
+    monkeypatch.setattr("specattn.backends.flex.eager_reason", lambda device: None)
     case = make_tree_case([40, 3], q_len=5, **FORM)
     backend = FlexBackend(config_of(case), HERE)
     for lse in (None, case.lse):
         backend.bind(plan_of(case)).run(case.q, case.k_cache, case.v_cache, case.out, lse)
     check(case, case.expected())
-    assert backend.kernel.eager_because == "it does not compile: a graph break"
+    assert backend.eager_because == "it does not compile: a graph break"
     assert caplog.text.count("runs eagerly from now on") == 1
