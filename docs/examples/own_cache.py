@@ -81,10 +81,10 @@ class EngineCache:
         self.held[request] = []
 
 
-def adopt(layers: Sequence[AttnConfig], caches: Sequence[torch.Tensor]) -> KVPool:
+def pool_of(layers: Sequence[AttnConfig], caches: Sequence[torch.Tensor]) -> KVPool:
     """Return a pool over the keys and values that a model's caches hold, page by page."""
     keys, values = ([as_slots(cache[half]) for cache in caches] for half in range(2))
-    return KVPool.adopt(layers, keys, values)
+    return KVPool.from_external(layers, keys, values)
 
 
 def main(new_tokens: int = 48) -> list[str]:
@@ -102,7 +102,7 @@ def main(new_tokens: int = 48) -> list[str]:
     # the engine's caches as pools, and a table of tokens beside its table of blocks: request i is
     # row i + 1 there, because row 0 belongs to padding, as block 0 does
     pools = [
-        adopt(model.layers, caches)
+        pool_of(model.layers, caches)
         for model, caches in zip((target, draft), engine.layers, strict=True)
     ]
     of_target = ModelSlot.of(target, pools[0], "auto")

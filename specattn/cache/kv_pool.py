@@ -27,7 +27,9 @@ Caches = Tensor | tuple[Tensor, ...]
 
 
 class KVPool(Settable):
-    """Keys and values of all layers of one model: allocated here, or an engine's own (`adopt`).
+    """Keys and values of all layers of one model.
+
+    The pool allocates them, or takes an engine's own caches (`from_external`).
 
     Parameters
     ----------
@@ -52,7 +54,7 @@ class KVPool(Settable):
         As above.
     k, v : Tensor or tuple of Tensor
         ``[layers, num_slots, num_kv_heads, head_dim]`` and the same with ``v_head_dim``, or a
-        tensor per layer, if that is what was adopted; of ``latent`` layers, ``v`` is a view of the
+        tensor per layer, as they were given; of ``latent`` layers, ``v`` is a view of the
         first columns of ``k``.
 
     Raises
@@ -84,7 +86,7 @@ class KVPool(Settable):
         self._hold(layers, k, v, scales)
 
     @classmethod
-    def adopt(
+    def from_external(
         cls,
         layers: Sequence[AttnConfig],
         k: Tensor | Sequence[Tensor],

@@ -46,22 +46,25 @@ def test_pages_of_one_slot_and_single_pages_are_slots():
 
 @pytest.mark.parametrize("make", MAKES)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_an_adopted_pool_does_what_one_of_ones_own_does(name, make):
+def test_an_external_pool_does_what_one_of_ones_own_does(name, make):
     """Stores and moves reach the same tokens in every layer, and nothing beside them."""
     layers = [HEADS] * 3
     layout = layout_of(name, 3, make)
-    own, adopted = KVPool(layers, PAGES * PAGE, DEVICE), KVPool.adopt(layers, layout.k, layout.v)
+    own, external = (
+        KVPool(layers, PAGES * PAGE, DEVICE),
+        KVPool.from_external(layers, layout.k, layout.v),
+    )
     own.k.fill_(float("nan"))
     own.v.fill_(float("nan"))
-    assert adopted.num_slots == len(layout.k[0])
+    assert external.num_slots == len(layout.k[0])
     tokens = torch.tensor([[9, 21, 6, 14, 7, 20]], dtype=torch.int32, device=DEVICE)
     places = tokens // PAGE * layout.stride + tokens % PAGE
     for layer in range(3):
         k, v = torch.randn(2, 6, 2, 8, device=DEVICE)
         own.store(layer, tokens, k, v)
-        adopted.store(layer, places, k, v)
+        external.store(layer, places, k, v)
     # token 6 is read for rank 1 and written for rank 2
-    for pool, tail in ((own, tokens), (adopted, places)):
+    for pool, tail in ((own, tokens), (external, places)):
         pool.commit(tail, path_of(0, 2, 5, -1))
     for at, (k, v) in enumerate(layout.pages):
         for found, want in ((k, own.k[at]), (v, own.v[at])):
@@ -70,16 +73,16 @@ def test_an_adopted_pool_does_what_one_of_ones_own_does(name, make):
 
 def test_a_stacked_tensor_is_kept_as_it_is():
     k, v = torch.randn(2, 3, 24, 2, 8, device=DEVICE)
-    pool = KVPool.adopt([HEADS] * 3, k, v)
+    pool = KVPool.from_external([HEADS] * 3, k, v)
     assert pool.k is k
     assert pool.v is v
     assert (pool.num_slots, pool.device) == (24, k.device)
 
 
-def test_adopted_latents_are_moved_once():
+def test_external_latents_are_moved_once():
     latent = AttnConfig(4, 1, 10, v_head_dim=6, sm_scale=0.3, latent=True)
     caches = scattered(3, (12, 1, 10), device=DEVICE)
-    pool = KVPool.adopt([latent] * 3, caches)
+    pool = KVPool.from_external([latent] * 3, caches)
     slots = torch.tensor([[7, 3, 11, 1, 9, 4]], dtype=torch.int32, device=DEVICE)
     rows = torch.randn(3, 6, 1, 10, device=DEVICE)
     for layer, new in enumerate(rows):
@@ -93,22 +96,22 @@ def test_adopted_latents_are_moved_once():
         torch.testing.assert_close(cache, want, rtol=0, atol=0, equal_nan=True)
 
 
-def test_adopted_float8_stores_what_a_pool_of_ones_own_does():
+def test_external_float8_stores_what_a_pool_of_ones_own_does():
     scales = [KVScales(0.5, 2.0), KVScales(3.0, 0.1), KVScales()]
     caches = [cache.view(FLOAT8) for cache in scattered(6, (12, 2, 8), torch.uint8, DEVICE)]
-    adopted = KVPool.adopt([HEADS] * 3, caches[:3], caches[3:], scales=scales)
+    external = KVPool.from_external([HEADS] * 3, caches[:3], caches[3:], scales=scales)
     own = KVPool([HEADS] * 3, 12, DEVICE, kv_dtype=FLOAT8, scales=scales)
-    assert adopted.layers == own.layers
+    assert external.layers == own.layers
     slots = torch.tensor([[7, 3, 11, 1, 9, 4]], dtype=torch.int32, device=DEVICE)
     for layer in range(3):
         k, v = 100 * torch.randn(2, 6, 2, 8, device=DEVICE)
-        for pool in (own, adopted):
+        for pool in (own, external):
             pool.store(layer, slots, k, v)
-    for pool in (own, adopted):
+    for pool in (own, external):
         pool.commit(slots, path_of(0, 2, 5, -1))
     at = slots[0].long()
     for layer in range(3):
-        for found, want in ((adopted.k, own.k), (adopted.v, own.v)):
+        for found, want in ((external.k, own.k), (external.v, own.v)):
             assert torch.equal(found[layer].float()[at], want[layer].float()[at])
 
 
@@ -130,7 +133,9 @@ def handed(monkeypatch):
 def test_offsets_lead_to_every_layer(handed, gap, unit):
     """In units as large as all of them are multiples of, up to 16 elements."""
     caches = scattered(8, (16, 2, 8), torch.float16, DEVICE, gap)
-    pool = KVPool.adopt([AttnConfig(4, 2, 8, dtype=torch.float16)] * 4, caches[:4], caches[4:])
+    pool = KVPool.from_external(
+        [AttnConfig(4, 2, 8, dtype=torch.float16)] * 4, caches[:4], caches[4:]
+    )
     pool.commit(torch.ones(1, 3, dtype=torch.int32, device=DEVICE), path_of(0, 2, -1))
     (options,) = handed
     assert options["unit"] == unit
@@ -145,7 +150,7 @@ def test_offsets_lead_to_every_layer(handed, gap, unit):
 def test_evenly_spaced_layers_need_no_offsets(handed, backwards):
     k, v = torch.randn(2, 4, 9, 2, 8, device=DEVICE)
     order = range(4)[::-1] if backwards else range(4)
-    pool = KVPool.adopt([HEADS] * 4, [k[at] for at in order], [v[at] for at in order])
+    pool = KVPool.from_external([HEADS] * 4, [k[at] for at in order], [v[at] for at in order])
     want = k.clone()
     want[:, 5] = k[:, 7]
     pool.commit(torch.tensor([[3, 5, 7]], dtype=torch.int32, device=DEVICE), path_of(0, 2, -1))

@@ -70,7 +70,7 @@ def host(layout="halves", make="scattered", backend="torch_native", config=CONFI
         whole = layout_of(layout, 4, make, target.layers[0], BLOCKS)
         layouts = [Layout.of(whole.pages[:3]), Layout.of(whole.pages[3:])]
     pools = [
-        KVPool.adopt(model.layers, caches.k, caches.v)
+        KVPool.from_external(model.layers, caches.k, caches.v)
         for model, caches in zip((target, draft), layouts, strict=True)
     ]
     slots = [ModelSlot.of(m, p, backend) for m, p in zip((target, draft), pools, strict=True)]
@@ -256,13 +256,13 @@ def test_heads_of_large_models_attend_in_any_layout(name, dtype):
     make = partial(scattered, dtype=dtype, device=DEVICE)
     layout = LAYOUTS[name](3, blocks, page, 2, 128, make)
     own = KVPool([heads] * 3, blocks * page, DEVICE)
-    adopted = KVPool.adopt([heads] * 3, layout.k, layout.v)
+    external = KVPool.from_external([heads] * 3, layout.k, layout.v)
     own.k.fill_(float("nan"))
     own.v.fill_(float("nan"))
     line = 1 + torch.randperm(blocks - 1).to(torch.int32).to(DEVICE)[None]
     q, k, v = (torch.randn(3, tokens, n, 128, device=DEVICE).to(dtype) for n in (8, 2, 2))
     found = []
-    for pool, stride in ((own, page), (adopted, layout.stride)):
+    for pool, stride in ((own, page), (external, layout.stride)):
         table = ExternalTable(
             torch.zeros(2, 128, dtype=torch.int32, device=DEVICE),
             torch.zeros(2, dtype=torch.int32, device=DEVICE),

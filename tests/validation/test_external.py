@@ -90,13 +90,13 @@ BAD_CACHES = {
 def test_caches_that_are_no_pool_are_refused(bad, message):
     good = {"layers": [HEADS] * 3, "k": caches(), "v": caches()}
     with pytest.raises(ValueError, match=message):
-        KVPool.adopt(**(good | bad))
-    assert KVPool.adopt(**good).num_slots == 9
+        KVPool.from_external(**(good | bad))
+    assert KVPool.from_external(**good).num_slots == 9
 
 
 def test_layers_must_begin_whole_elements_apart():
     with pytest.raises(ValueError, match="whole elements of 4 bytes apart"):
-        KVPool.adopt([HEADS] * 3, half_elements(), caches(device="cpu"))
+        KVPool.from_external([HEADS] * 3, half_elements(), caches(device="cpu"))
 
 
 BAD_PAGES = {
