@@ -210,12 +210,12 @@ def run(
 
 def _totals(engine: Engine) -> list[Counter[SpecConfig]]:
     """Return the steps so far by setting, the requests that they advanced, and the tokens."""
-    settings = engine.settings
+    settings = engine.configs
     return [settings.used.copy(), settings.advanced.copy(), settings.gained.copy()]
 
 
 def _settings(engine: Engine, before: list[Counter[SpecConfig]]) -> tuple[SettingReport, ...]:
-    if not engine.settings.adaptive:
+    if not engine.configs.adaptive:
         return ()
     now = _totals(engine)
     steps, advanced, gained = (after - then for after, then in zip(now, before, strict=True))
@@ -227,7 +227,7 @@ def _settings(engine: Engine, before: list[Counter[SpecConfig]]) -> tuple[Settin
             steps[config],
             gained[config] / max(advanced[config], 1),
         )
-        for config in engine.settings.configs
+        for config in engine.configs.all
     )
 
 
