@@ -115,7 +115,8 @@ class Churn:
             [
                 (*before[id(result)], result.accept_lens[-1])
                 for _, result in self.running
-                if result.steps > before[id(result)][1]
+                # an end cuts what the last step gained
+                if result.steps > before[id(result)][1] and not result.finish_reason
             ]
         )
         ended = [item for item in self.running if item[1].finish_reason]
