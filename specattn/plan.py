@@ -217,35 +217,36 @@ def check_plan(plan: Plan, device: torch.device) -> None:
 
     The check reads shapes, dtypes, devices and strides, but no element.
     """
-    if isinstance(plan, CsrPlan):
-        rows = len(plan.out_slots) * plan.layout.q_len
-        wanted = {
-            "kv_indptr": ((rows + 1,), torch.int32),
-            "kv_indices": ((plan.kv_indices.numel(),), torch.int32),
-            "out_slots": ((len(plan.out_slots), plan.layout.q_len), torch.int32),
-        }
-    else:
-        batch = len(plan.req_pool_indices)
-        wanted = {"req_pool_indices": ((batch,), torch.int64), "seq_lens": ((batch,), torch.int32)}
-        wanted |= _own_tensors(plan, batch)
-        table = plan.req_to_token
-        expect("req_to_token", table, (len(table), table.shape[-1]), torch.int32, device)
-        if table.stride(1) != 1:
-            raise ValueError(f"req_to_token must be dense in its last axis, got {table.stride()}")
-    for name, (shape, dtype) in wanted.items():
+    for name, (shape, dtype) in _expected(plan).items():
         expect(name, getattr(plan, name), shape, dtype, device)
+    if not isinstance(plan, CsrPlan) and plan.req_to_token.stride(1) != 1:
+        raise ValueError(
+            f"req_to_token must be dense in its last axis, got {plan.req_to_token.stride()}"
+        )
 
 
-def _own_tensors(
-    plan: AttnPlan | ExtendPlan, batch: int
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    if isinstance(plan, ExtendPlan):
+def _expected(plan: Plan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return the shape and dtype that each tensor of a plan must have."""
+    if isinstance(plan, CsrPlan):
+        batch, topk = len(plan.out_slots), plan.layout.q_len
         return {
+            "kv_indptr": ((batch * topk + 1,), torch.int32),
+            "kv_indices": ((plan.kv_indices.numel(),), torch.int32),
+            "out_slots": ((batch, topk), torch.int32),
+        }
+    batch, table = len(plan.req_pool_indices), plan.req_to_token
+    by_row: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "req_to_token": ((len(table), table.shape[-1]), torch.int32),
+        "req_pool_indices": ((batch,), torch.int64),
+        "seq_lens": ((batch,), torch.int32),
+    }
+    if isinstance(plan, ExtendPlan):
+        return by_row | {
             "qo_indptr": ((batch + 1,), torch.int32),
             "out_slots": ((1, plan.out_slots.numel()), torch.int32),
         }
     n, tail = plan.layout.q_len, plan.layout.tail
-    return {
+    return by_row | {
         "positions": ((batch, n), torch.int64),
         "tail_slots": ((batch, tail), torch.int32),
         "tail_positions": ((batch, tail), torch.int64),
