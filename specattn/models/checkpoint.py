@@ -34,8 +34,8 @@ class Checkpoint:
     name : str
         For messages.
     settings : dict
-        ``config.json``, with what is nested in its ``eagle_config`` on top and in its
-        ``transformer_layer_config`` (of vLLM's speculators) below.
+        ``config.json``. What is nested in its ``eagle_config`` wins over it, and it wins over
+        what is nested in its ``transformer_layer_config`` (of vLLM's speculators).
     tensors : dict of str to Tensor
         Under the names that `EagleWeights` and `Eagle3Weights` use.
     is_eagle3 : bool
@@ -58,18 +58,55 @@ def read_checkpoint(path_or_id: str | Path) -> Checkpoint:
     Raises
     ------
     ModelError
-        If a file is missing or corrupt.
+        If a file is missing or corrupt, or this is no EAGLE head of plain weights.
     """
     folder, name = fetch("draft", path_or_id, _FETCHED), str(path_or_id)
-    if not (folder / "config.json").is_file():
-        raise ModelError("draft", f"{name} has no config.json")
     with blaming("draft", name):
-        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        settings = (settings.get("transformer_layer_config") or {}) | settings
-        settings |= settings.get("eagle_config") or {}
+        settings = _read_settings(folder, name)
         tensors = _read_tensors(folder, name)
         is_eagle3 = _is_eagle3(settings, tensors)
-        return Checkpoint(name, settings, _rename(tensors, name, is_eagle3), is_eagle3)
+        checkpoint = Checkpoint(name, settings, _rename(tensors, name, is_eagle3), is_eagle3)
+        if not is_eagle3 and "fc.weight" not in checkpoint.tensors:
+            raise checkpoint.wrong(
+                "is no EAGLE head: it has no tensor fc.weight, as a whole model or a Medusa head; "
+                "give a head that was trained for this target"
+            )
+        return checkpoint
+
+
+def _read_settings(folder: Path, name: str) -> dict[str, Any]:
+    """Read ``config.json``: its own settings win over a nested layer's, ``eagle_config`` over both.
+
+    A head that says how it is quantised is refused: its weights would be taken for plain ones.
+    """
+    if not (folder / "config.json").is_file():
+        raise ModelError("draft", f"{name} has no config.json")
+    settings = _read_object(folder / "config.json", name)
+    for nested in ("transformer_layer_config", "eagle_config", "quantization_config"):
+        if not isinstance(settings.get(nested) or {}, dict):
+            raise ModelError(
+                "draft", f"{name} has {nested} {settings[nested]!r}; expected an object"
+            )
+    settings = (settings.get("transformer_layer_config") or {}) | settings
+    settings |= settings.get("eagle_config") or {}
+    if any("medusa" in key for key in settings):
+        raise ModelError("draft", f"{name} is a Medusa head, no EAGLE head")
+    if quantized := settings.get("quantization_config"):
+        method = quantized.get("quant_method")
+        raise ModelError(
+            "draft",
+            f"{name} is quantised (quant_method {method!r}); expected plain weights, and no "
+            "quantization_config in config.json",
+        )
+    return settings
+
+
+def _read_object(path: Path, name: str) -> dict[str, Any]:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        kind = type(found).__name__
+        raise ModelError("draft", f"{name} has a {kind} in {path.name}; expected an object")
+    return found
 
 
 def _read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
@@ -79,15 +116,25 @@ def _read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
             raise ModelError("draft", f"{name} lacks the file {path.name}")
         if path.suffix == ".safetensors":
             tensors |= load_file(path)
-        else:
-            tensors |= torch.load(path, map_location="cpu", weights_only=True)
+            continue
+        found = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(found, dict) or not all(
+            isinstance(key, str) and isinstance(value, Tensor) for key, value in found.items()
+        ):
+            kind = type(found).__name__
+            raise ModelError(
+                "draft", f"{name} has a {kind} in {path.name}; expected a dict of tensors by name"
+            )
+        tensors |= found
     return tensors
 
 
 def _weight_files(folder: Path, name: str) -> list[Path]:
     for index, single in _FILES:
         if (folder / index).is_file():
-            shards = json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"]
+            shards = _read_object(folder / index, name).get("weight_map")
+            if not isinstance(shards, dict):
+                raise ModelError("draft", f"{name} has no weight_map in {index}")
             return [folder / shard for shard in sorted(set(shards.values()))]
         if (folder / single).is_file():
             return [folder / single]

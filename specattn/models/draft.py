@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
+from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -32,6 +33,15 @@ if TYPE_CHECKING:
     Target = HFTarget | FusedTarget
 
 _REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads")
+#: Sizes; where one is optional, there is another to take in its place.
+_COUNTS = (
+    *_REQUIRED,
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "draft_vocab_size",
+)
 _OPTIONAL = (
     "num_hidden_layers",
     "num_key_value_heads",
@@ -104,6 +114,10 @@ def _eagle3(
     if {"norm_before_fc", "fc_norm"} <= norms:
         raise checkpoint.wrong("sets norm_before_fc and fc_norm, of which a head has one at most")
     config = _llama_config(checkpoint, target)
+    if config.num_hidden_layers != 1:
+        raise checkpoint.wrong(
+            f"has num_hidden_layers {config.num_hidden_layers}; an EAGLE-3 head has 1"
+        )
     features = _features(checkpoint, len(target.layers))
     widths = [target.hidden_size] * len(features.hidden_states)
     target_ids = _target_ids(checkpoint, target.vocab_size)
@@ -121,6 +135,13 @@ def _llama_config(checkpoint: Checkpoint, target: Target) -> LlamaConfig:
     for key in _REQUIRED:
         if settings.get(key) is None:
             raise checkpoint.wrong(f"has no {key} in config.json")
+    for key in _COUNTS:
+        count = settings.get(key)
+        if count is not None and (type(count) is not int or count < 1):
+            raise checkpoint.wrong(f"has {key} {count!r}; expected a whole number of at least 1")
+    act = settings.get("hidden_act")
+    if act is not None and act not in ACT2FN:
+        raise checkpoint.wrong(f"has hidden_act {act!r}, which transformers does not know")
     vocab_size = settings.get("vocab_size") or target.vocab_size
     if vocab_size != target.vocab_size:
         raise checkpoint.wrong(
@@ -141,6 +162,12 @@ def _features(checkpoint: Checkpoint, num_layers: int) -> FeatureSpec:
     if checkpoint.settings.get("use_aux_hidden_state") is False:
         return FeatureSpec((num_layers,))
     ids = checkpoint.settings.get("eagle_aux_hidden_state_layer_ids")
+    if ids is not None and (
+        not isinstance(ids, list) or any(type(index) is not int for index in ids)
+    ):
+        raise checkpoint.wrong(
+            f"has eagle_aux_hidden_state_layer_ids {ids!r}; expected a list of whole numbers"
+        )
     if not ids:
         entering = (2, num_layers // 2, num_layers - 3)
         return FeatureSpec(tuple(min(max(i, 0), num_layers - 1) for i in entering))
@@ -168,7 +195,7 @@ def _target_ids(checkpoint: Checkpoint, vocab_size: int) -> Tensor:
                 f"{vocab_size}"
             )
         d2t = torch.zeros(draft_size, dtype=torch.int64)
-    if d2t.shape != (draft_size,) or d2t.is_floating_point():
+    if d2t.shape != (draft_size,) or d2t.dtype not in (torch.int32, torch.int64):
         raise checkpoint.wrong(
             f"has a tensor d2t of {d2t.dtype} {list(d2t.shape)}; expected integers [{draft_size}]"
         )

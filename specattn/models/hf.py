@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -14,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
 )
+from transformers.quantizers import AutoHfQuantizer
 
 from specattn.errors import ModelError
 from specattn.models.hub import blaming, count_from_first, locate
@@ -21,8 +23,6 @@ from specattn.models.probe import probe_layers
 from specattn.speculative.model import TargetOutput
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import Tensor, nn
 
     from specattn.config import AttnConfig
@@ -102,6 +102,7 @@ class HFTarget:
         with blaming("target", name):
             config = AutoConfig.from_pretrained(name, trust_remote_code=False)
             _check_causal(name, config)
+            _check_quantised(name, config)
             module, info = AutoModelForCausalLM.from_pretrained(
                 name,
                 config=config,
@@ -242,6 +243,9 @@ class HFTarget:
         return "logits_to_keep" in inspect.signature(self.module.forward).parameters
 
 
+_TOKENIZER_FILES = ("*token*", "*vocab*", "*.model")
+
+
 def tokenizer_of(name: str) -> Any:
     """Load the tokenizer of a model folder or Hub id.
 
@@ -252,6 +256,9 @@ def tokenizer_of(name: str) -> Any:
     """
     if not name:
         raise ModelError("target", "a model built in memory has no tokenizer")
+    files = Path(name)
+    if files.is_dir() and not any(any(files.glob(pattern)) for pattern in _TOKENIZER_FILES):
+        raise ModelError("target", f"{name} has no tokenizer: there is no tokenizer.json in it")
     with blaming("target", f"the tokenizer of {name}"):
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
@@ -269,6 +276,14 @@ def _check_causal(name: str, config: Any) -> None:
         raise ModelError("target", f"{name} is an encoder-decoder; only decoders are supported")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError("target", f"{name} is no causal language model ({config.model_type})")
+
+
+def _check_quantised(name: str, config: Any) -> None:
+    """Refuse weights that transformers would take for plain ones, with a warning."""
+    quantised = getattr(config, "quantization_config", None)
+    if quantised and not AutoHfQuantizer.supports_quant_method(quantised):
+        method = quantised.get("quant_method")
+        raise ModelError("target", f"{name} has quant_method {method!r}, unknown to transformers")
 
 
 def _check_complete(name: str, info: dict[str, Any]) -> None:

@@ -92,6 +92,8 @@ def first_line(error: BaseException) -> str:
 
     A line that only announces others, as by ``one of:``, comes with them.
     """
+    if isinstance(error, KeyError):
+        return f"there is no {error}"
     lines = [line.strip() for line in str(error).strip().splitlines()]
     if not lines:
         return type(error).__name__

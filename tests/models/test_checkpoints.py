@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 from tests.models.heads import CONFIG, HT, VD, V, eagle3_tensors, eagle_tensors, rand, write
 
+IDS = "eagle_aux_hidden_state_layer_ids"
+
 
 def refusal(folder: Path, target: HFTarget) -> str:
     with pytest.raises(ModelError) as caught:
@@ -45,6 +47,66 @@ def test_corrupt_files(target, tmp_path) -> None:
     assert "corrupt or hold more than tensors" in refusal(tmp_path, target)
     (tmp_path / "config.json").write_text("{")
     assert refusal(tmp_path, target).startswith("cannot be loaded: Expecting property name")
+
+
+def test_files_that_hold_something_else(target, tmp_path) -> None:
+    weights = tmp_path / "pytorch_model.bin"
+    write(tmp_path, eagle3_tensors(), layout="bin")
+    wanted = "in pytorch_model.bin; expected a dict of tensors by name"
+    for found in ([1, 2], torch.zeros(3), {"fc.weight": [1]}, {1: torch.zeros(3)}):
+        torch.save(found, weights)
+        assert refusal(tmp_path, target) == f"has a {type(found).__name__} {wanted}"
+    (tmp_path / "config.json").write_text("[]")
+    assert refusal(tmp_path, target) == "has a list in config.json; expected an object"
+    index = write(tmp_path, eagle3_tensors(), layout="sharded") / "model.safetensors.index.json"
+    for text, reason in (
+        ("{}", "has no weight_map in model.safetensors.index.json"),
+        ("[]", "has a list in model.safetensors.index.json; expected an object"),
+    ):
+        index.write_text(text)
+        assert refusal(tmp_path, target) == reason
+
+
+def test_what_is_no_eagle_head(target, tmp_path) -> None:
+    target.module.save_pretrained(tmp_path / "whole")
+    assert refusal(tmp_path / "whole", target).startswith(
+        "is no EAGLE head: it has no tensor fc.weight, as a whole model or a Medusa head;"
+    )
+    medusa = write(tmp_path / "medusa", {"0.0.linear.weight": rand(HT, HT)}, medusa_num_heads=4)
+    assert refusal(medusa, target) == "is a Medusa head, no EAGLE head"
+    unnamed = write(tmp_path / "unnamed", {"medusa_head.0.0.linear.weight": rand(HT, HT)})
+    assert refusal(unnamed, target).startswith("is no EAGLE head: ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads 0; expected a whole number of at least"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads 0; expected a whole number of at least"),
+        ({"head_dim": -24}, "head_dim -24; expected a whole number of at least 1"),
+        ({"hidden_size": "64"}, "hidden_size '64'; expected a whole number of at least 1"),
+        ({"num_key_value_heads": True}, "num_key_value_heads True; expected a whole number"),
+        ({"draft_vocab_size": 37.0}, "draft_vocab_size 37.0; expected a whole number"),
+        ({"hidden_act": "foo"}, "hidden_act 'foo', which transformers does not know"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers 2; an EAGLE-3 head has 1"),
+        ({"eagle_config": [1]}, "eagle_config [1]; expected an object"),
+        ({"transformer_layer_config": "x"}, "transformer_layer_config 'x'; expected an object"),
+        *(
+            ({"eagle_config": {IDS: ids}}, f"{IDS} {ids!r}; expected a list of whole numbers")
+            for ids in ("123", 3, [0, 1.5, 2], [True, 1, 2], ["1"], {"1": 2})
+        ),
+    ],
+)
+def test_settings_that_are_none(target, tmp_path, changes, reason) -> None:
+    folder = write(tmp_path, eagle3_tensors(), **changes)
+    assert refusal(folder, target).startswith(f"has {reason}")
+
+
+@pytest.mark.parametrize("where", [None, "transformer_layer_config"])
+def test_a_quantised_head(target, tmp_path, where) -> None:
+    quantised = {"quantization_config": {"quant_method": "nonesuch"}}
+    folder = write(tmp_path, eagle3_tensors(), **({where: quantised} if where else quantised))
+    assert refusal(folder, target).startswith("is quantised (quant_method 'nonesuch'); expected")
 
 
 def test_every_wrong_tensor_is_named(target, tmp_path) -> None:
@@ -83,6 +145,7 @@ def test_vocabulary_and_d2t_are_checked(target, tmp_path) -> None:
     assert "maps a draft token to -1" in message(torch.full((VD,), -1))
     assert message(twice) == "maps two draft tokens to one target token by d2t"
     assert "d2t of torch.float32 [37]" in message(good.float())
+    assert "d2t of torch.bool [37]; expected integers" in message(good.bool())
     assert "d2t of torch.int64 [37]; expected integers [36]" in message(good, draft_vocab_size=36)
     assert message(None, draft_vocab_size=VD) == (
         f"has {VD} tokens and no tensor d2t that maps them to the target's {V}"

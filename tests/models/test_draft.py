@@ -209,6 +209,24 @@ def test_eagle3_in_the_format_of_vllms_speculators(target, dense, tmp_path, ids,
     assert torch.equal(a.logits, b.logits)
 
 
+def test_which_of_a_checkpoints_settings_win(target, tmp_path) -> None:
+    """Its own over those of a nested layer, and those of ``eagle_config`` over both."""
+    ids = "eagle_aux_hidden_state_layer_ids"
+    changes = {
+        "rope_theta": 700.0,
+        "rms_norm_eps": 1e-5,
+        ids: [0, 1, 2],
+        "transformer_layer_config": {"rope_theta": 9.0, "rms_norm_eps": 0.1, "hidden_act": "gelu"},
+        "eagle_config": {ids: [1, 2, 3], "rms_norm_eps": 1e-3},
+    }
+    head = load_draft(write(tmp_path, eagle3_tensors(), **changes), target)
+    config = head.rope.config
+    assert config.rope_parameters["rope_theta"] == 700.0
+    assert config.rms_norm_eps == 1e-3
+    assert config.hidden_act == "gelu"
+    assert head.features.hidden_states == (2, 3, 4)
+
+
 @pytest.mark.parametrize(
     ("layers", "settings", "want"),
     [

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import logging
 from typing import TYPE_CHECKING
 
@@ -85,6 +86,11 @@ def test_tokenizer_is_the_one_next_to_the_model(folder) -> None:
 
 def test_no_tokenizer(folder) -> None:
     target = HFTarget.from_pretrained(folder)
+    with pytest.raises(ModelError) as caught:
+        _ = target.tokenizer
+    assert str(caught.value) == f"{folder} has no tokenizer: there is no tokenizer.json in it"
+    (folder / "tokenizer_config.json").write_text('{}')
+    target = HFTarget.from_pretrained(folder)
     # what transformers needs is in the last of its lines
     with pytest.raises(ModelError, match=r"the tokenizer of .* cannot be loaded.*sentencepiece"):
         _ = target.tokenizer
@@ -118,8 +124,19 @@ def test_what_the_hub_answers(error, text) -> None:
 
 def test_broken_configurations(folder) -> None:
     config = folder / "config.json"
+    whole = config.read_text()
     config.write_text('{"model_type": "no_such_type"}')
     assert "model type `no_such_type`" in refusal(folder)
+    settings = json.loads(whole)
+    for changes, reason in (
+        ({"hidden_act": "foo"}, f"{folder} cannot be loaded: there is no 'foo'"),
+        (
+            {"quantization_config": {"quant_method": "foo"}},
+            f"{folder} has quant_method 'foo', unknown to transformers",
+        ),
+    ):
+        config.write_text(json.dumps(settings | changes))
+        assert refusal(folder) == reason
     config.write_text("{")
     assert "not a valid JSON file" in refusal(folder)
     config.unlink()
