@@ -89,7 +89,7 @@ def test_no_tokenizer(folder) -> None:
     with pytest.raises(ModelError) as caught:
         _ = target.tokenizer
     assert str(caught.value) == f"{folder} has no tokenizer: there is no tokenizer.json in it"
-    (folder / "tokenizer_config.json").write_text('{}')
+    (folder / "tokenizer_config.json").write_text("{}")
     target = HFTarget.from_pretrained(folder)
     # what transformers needs is in the last of its lines
     with pytest.raises(ModelError, match=r"the tokenizer of .* cannot be loaded.*sentencepiece"):

@@ -44,6 +44,14 @@ ROPES = {
     "qwen3": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0},
     "mistral": {"rope_type": "default", "rope_theta": 10000.0},
 }
+# by the longest position of the batch: a table by position would be right up to it only
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 32,
+    "short_factor": [1.0] * 12,
+    "long_factor": [2.0] * 12,
+}
 LENGTH = 7
 PROMPTS = [[5, 17, 3, 99, 42, 8, 61], [23], [7, 7, 80, 12, 55, 31, 2, 64, 19, 28, 77]]
 
@@ -192,6 +200,7 @@ def test_random_models_stay_finite_and_run_in_an_engine() -> None:
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
             "rope_type 'dynamic'",
         ),
+        ("llama", {"rope_parameters": LONGROPE}, "rope_type 'longrope' is not one of"),
     ],
 )
 def test_what_the_kernels_do_not_compute_is_refused(tiny, kind, changes, reason) -> None:
@@ -222,6 +231,7 @@ def test_projections_that_are_more_than_their_weight_are_refused(tiny, name) -> 
         ({"lm_head.bias": rand(VD)}, {}, "lm_head has a bias"),
         ({}, {"hidden_act": "gelu"}, "hidden_act is 'gelu', not 'silu'"),
         ({}, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not"),
+        ({}, {"rope_parameters": LONGROPE}, "rope_type 'longrope' is not one of"),
     ],
 )
 def test_what_the_kernels_do_not_compute_of_a_head_is_refused(
