@@ -1,8 +1,8 @@
-"""Plans: the tensors that describe one forward to a backend.
+"""What a backend is bound to: static views of the tensors that describe one forward.
 
-An `AttnPlan` describes decode, draft, verify and draft extend: a prefix read through
-``req_to_token``, and a tail of explicit slots whose visibility is one bit per key. A `CsrPlan`
-describes a draft step by index lists. An `ExtendPlan` describes ragged prompts.
+An `AttnPlan` describes every tree mode: a prefix read through ``req_to_token``, and a tail of
+explicit slots whose visibility is one bit per key. An `ExtendPlan` describes a ragged prompt, and
+a `CsrPlan` the same rows as an `AttnPlan` for hosts that only have index lists.
 """
 
 from __future__ import annotations
@@ -30,14 +30,7 @@ def mask_words(keys: int) -> int:
 
 
 def words_of(sets: Sequence[int], keys: int) -> Tensor:
-    """Return bit sets, one Python int each, as ancestor words.
-
-    Parameters
-    ----------
-    sets : sequence of int
-        Bit j is tail key j.
-    keys : int
-        Tail keys that the words cover.
+    """Write bit sets, one Python int each, as words that cover ``keys`` tail keys.
 
     Returns
     -------
@@ -51,7 +44,7 @@ def words_of(sets: Sequence[int], keys: int) -> Tensor:
 
 
 def causal_words(layout: RowLayout) -> Tensor:
-    """Return words by which query i sees the queries up to itself.
+    """Return the words under which query i sees itself and all queries before it.
 
     The query tokens are the last ``q_len`` keys of the tail; earlier tail keys are not seen.
 
@@ -66,9 +59,9 @@ def causal_words(layout: RowLayout) -> Tensor:
 
 @dataclass(frozen=True)
 class AttnInputs(BufferSet):
-    """The per-request tensors of an `AttnPlan`, sized by a `RowLayout`.
+    """The per-request tensors of an `AttnPlan`; the dimensions are its `RowLayout`.
 
-    A padding row has causal words, so that no softmax row is empty.
+    A padded row keeps its causal words, so that no softmax row is empty.
     """
 
     req_pool_indices: Tensor = buf(lambda _: (), torch.int64)
@@ -80,7 +73,7 @@ class AttnInputs(BufferSet):
 
 @dataclass(frozen=True)
 class AttnPlan:
-    """One decode, draft, verify or draft extend forward over a bucket.
+    """One forward of a tree mode over a bucket.
 
     Parameters
     ----------
@@ -89,7 +82,7 @@ class AttnPlan:
     req_to_token : Tensor
         ``[rows, max_context_len]`` int32, slot of every prefix token.
     req_pool_indices, seq_lens : Tensor
-        ``[B]`` int64 and int32: each request's table row, and its prefix length.
+        ``[B]`` int64 and int32: each request's row, and its prefix length.
     positions : Tensor
         ``[B, q_len]`` int64, position of every query token; views may have a row stride.
     tail_slots, tail_positions : Tensor
@@ -119,12 +112,12 @@ class AttnPlan:
 
     @property
     def out_slots(self) -> Tensor:
-        """``[B, q_len]`` int32 view of the tail: the slots this forward writes."""
+        """``[B, q_len]`` int32 view: the slots this forward writes, the last of its tail."""
         return self.tail_slots[:, self.layout.tail - self.layout.q_len :]
 
     @classmethod
     def over(cls, layout: RowLayout, req_to_token: Tensor, inputs: AttnInputs) -> AttnPlan:
-        """Plan a forward whose tail is its own query tokens."""
+        """Plan a forward whose tail is its own query tokens (decode, verify, draft extend)."""
         assert layout.tail == layout.q_len
         return cls(
             layout=layout,
@@ -138,7 +131,7 @@ class AttnPlan:
         )
 
     def fill(self) -> None:
-        """Read the tail's slots from the table columns after the prefix."""
+        """Read the tail's slots from the table: the columns right after the prefix."""
         ops("window", self.seq_lens.device).fill_window(
             self.req_to_token, self.req_pool_indices, self.seq_lens, slots_out=self.tail_slots
         )
@@ -146,17 +139,15 @@ class AttnPlan:
 
 @dataclass(frozen=True)
 class CsrPlan:
-    """One draft decode step as index lists, one per branch.
-
-    A branch sees every key of its list.
+    """One draft decode step as index lists: a row per branch, every listed key visible.
 
     Parameters
     ----------
     layout : RowLayout
-        The layout of the step; the lists include its tail.
+        The layout of the step (its tail is part of the lists).
     kv_indptr : Tensor
-        ``[B * topk + 1]`` int32, offsets into ``kv_indices``. The first is not 0 in the second
-        half of a batch (`specattn.backends.tbo`), which is a view of the whole's offsets.
+        ``[B * topk + 1]`` int32, offsets into ``kv_indices``. The first need not be 0: half a
+        batch (`specattn.backends.tbo`) is a view of the whole's offsets.
     kv_indices : Tensor
         ``[width]`` int32 slots: the request's prefix, then the branch's ancestors and itself.
     out_slots : Tensor
@@ -176,14 +167,14 @@ class CsrPlan:
 
 @dataclass(frozen=True)
 class ExtendPlan:
-    """New tokens of ragged prompts over cached prefixes; eager and causal.
+    """A ragged prompt extend over a cached prefix; eager, causal by arithmetic.
 
     Parameters
     ----------
     req_to_token : Tensor
         ``[rows, max_context_len]`` int32; holds the slots of the new tokens too.
     req_pool_indices, seq_lens : Tensor
-        ``[B]`` int64 and int32: table rows, and cached tokens before the new ones.
+        ``[B]`` int64 and int32: rows, and the cached prefix before the new tokens.
     qo_indptr : Tensor
         ``[B + 1]`` int32, offsets of each request's new tokens.
     out_slots : Tensor
@@ -191,7 +182,7 @@ class ExtendPlan:
     max_q_len, max_seq_len : int
         Most new tokens of a request, and its longest prefix plus new tokens.
     page_size : int
-        As in `specattn.batch.RowLayout`, for prefix and new tokens.
+        As in `specattn.batch.RowLayout`, of prefix and new tokens.
     """
 
     req_to_token: Tensor
@@ -213,9 +204,9 @@ Plan = AttnPlan | CsrPlan | ExtendPlan
 
 
 def check_plan(plan: Plan, device: torch.device) -> None:
-    """Raise a ValueError that names a plan's first wrong tensor.
+    """Raise a ValueError that names the first tensor of a plan that is not as documented.
 
-    The check reads shapes, dtypes, devices and strides, but no element.
+    Reads shapes, dtypes, devices and strides: what tensors hold is the caller's word.
     """
     for name, (shape, dtype) in _expected(plan).items():
         expect(name, getattr(plan, name), shape, dtype, device)
@@ -263,7 +254,7 @@ class MultiStepDims:
 
     @property
     def words(self) -> int:
-        """Ancestor words per draft node."""
+        """Ancestor words of a draft node."""
         return mask_words(self.steps * self.topk)
 
 
@@ -276,10 +267,7 @@ def _own_bits(dims: MultiStepDims) -> Tensor:
 
 @dataclass(frozen=True)
 class MultiStepInputs(BufferSet):
-    """The tensors that all draft decode steps share.
-
-    Step s reads the branches of steps 0..s.
-    """
+    """The tensors all draft decode steps share; step s reads a prefix of the branch axes."""
 
     req_pool_indices: Tensor = buf(lambda _: (), torch.int64)
     seq_lens: Tensor = buf(lambda _: (), torch.int32)
@@ -334,10 +322,9 @@ class MultiStepPlan:
         )
 
     def fill(self) -> None:
-        """Fill the slots and positions of all steps.
+        """Fill slots and positions of all steps; words are written as beams become known.
 
-        A step's branches take the next ``topk`` table columns after the prefix. The draft writes
-        the words once it knows its beams.
+        A step's branches take the next ``topk`` table columns after the prefix.
         """
         inputs = self.inputs
         ops("window", inputs.seq_lens.device).fill_window(

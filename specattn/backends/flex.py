@@ -68,8 +68,6 @@ class FlexBackend(Settable):
     compiled: ClassVar[bool] = True
 
     def __init__(self, config: AttnConfig, device: torch.device) -> None:
-        if device.type == "cpu":
-            _warn_of_cpus()
         self.config = config
         self.eager_because = eager_reason(device) if self.compiled else "it was asked to"
         if self.eager_because:
@@ -103,6 +101,9 @@ class FlexBackend(Settable):
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, keys: Keys, *, lse: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Attend ``q [B, T, Hq, D]``: ``[B, T, Hq, Dv]``, and ``[B, T, Hq]`` if asked for."""
+        # not earlier: other arguments may still be refused, in one line
+        if q.device.type == "cpu":
+            _warn_of_cpus()
         # torch has no compiled lse for CPUs
         if self.eager_because is None and not (lse and q.device.type == "cpu"):
             try:

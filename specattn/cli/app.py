@@ -11,31 +11,13 @@ import typer
 from typer.core import TyperGroup
 
 from specattn.cli import backends, bench, generate, graphs, inspect
-from specattn.cli.errors import (
-    INTERRUPTED,
-    is_usage_error,
-    logging_to_stderr,
-    quiet_ends,
-    refuse_usage,
-)
+from specattn.cli.errors import exit_codes, logging_to_stderr
 
 
 class _Commands(TyperGroup):
     """Commands that never end in a traceback or a page of usage."""
 
     def main(self, *args: Any, **extra: Any) -> Any:
-        extra["standalone_mode"] = False
-        try:
-            code = super().main(*args, **extra)
-        except typer.Abort:
-            code = INTERRUPTED
-        except Exception as error:
-            if not is_usage_error(error):
-                raise
-            refuse_usage(error)
-        sys.exit(code or 0)
-
-    def invoke(self, ctx: Any) -> Any:
         # Python sets them to None when they are closed before it starts
         sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - open until the end
         sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115 - open until the end
@@ -43,8 +25,9 @@ class _Commands(TyperGroup):
             if isinstance(stream, io.TextIOWrapper):
                 # text that the terminal's encoding lacks must not end a run
                 stream.reconfigure(errors="replace")
-        with quiet_ends(), logging_to_stderr():
-            super().invoke(ctx)
+        with exit_codes(), logging_to_stderr():
+            code = super().main(*args, **extra | {"standalone_mode": False})
+        sys.exit(code or 0)
 
 
 app = typer.Typer(

@@ -19,7 +19,7 @@ def backends(
 ) -> None:
     """List the attention backends, whether each can run here, and why not."""
     if markdown:
-        print(promises())
+        print(capability_table())
         return
     rows = [_row(name, device) for device in _devices() for name in _names()]
     if as_json:
@@ -61,8 +61,8 @@ def _row(name: str, device: torch.device) -> dict[str, Any]:
     }
 
 
-def promises() -> str:
-    """Return the capabilities of all backends as a Markdown table."""
+def capability_table() -> str:
+    """Return a Markdown table of what every backend can do."""
     from specattn.backends import load_backend
 
     columns = {

@@ -55,7 +55,7 @@ class Comparison:
     speed_up : float
         Tokens per second with speculation over those without.
     exact : bool
-        Whether all requests are greedy: sampled tokens agree in law, not one by one.
+        Whether all requests are greedy: sampled tokens agree in distribution, not one by one.
     """
 
     plain: Outcome

@@ -1,14 +1,15 @@
-"""How the command ends: one line for a mistake, nothing for an interrupt or a closed pipe."""
+"""How the command ends: its exit codes, and at most one line on standard error."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
 import sys
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 from rich.console import Console
@@ -19,7 +20,13 @@ from specattn.errors import ModelError, SpecAttnError, UnsupportedError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-INTERRUPTED, CLOSED_PIPE = 130, 141
+#: Exit codes: a mistake in the arguments; memory or disk ran out; the target's logits are not
+#: finite; Ctrl-C; a closed pipe (the last two as a shell reports SIGINT and SIGPIPE).
+MISTAKE, NO_ROOM, NOT_FINITE, INTERRUPTED, CLOSED_PIPE = 2, 3, 4, 130, 141
+
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+# torch's CPU allocator, CUDA and its libraries raise a RuntimeError that only its text tells apart
+_MEMORY_ERRORS = ("out of memory", "can't allocate memory", "ALLOC_FAILED", "bad_alloc")
 
 _OPTIONS = {
     "num_steps": "--steps",
@@ -40,7 +47,7 @@ _ParserError: Any = typer.BadParameter.__mro__[2]
 
 
 class ArgumentError(SpecAttnError):
-    """A command line argument that cannot be used.
+    """The user gave a command line argument that the command cannot use.
 
     Parameters
     ----------
@@ -53,6 +60,10 @@ class ArgumentError(SpecAttnError):
     def __init__(self, argument: str, message: str) -> None:
         self.argument = argument
         super().__init__(message)
+
+
+class NotFiniteError(SpecAttnError):
+    """The target's logits were NaN or infinite for some requests."""
 
 
 @cache
@@ -74,35 +85,60 @@ def naming_options() -> Iterator[None]:
 
 
 @contextmanager
-def quiet_ends() -> Iterator[None]:
-    """Exit with 2 and one line for a mistake, quietly for an interrupt or a closed pipe."""
+def exit_codes() -> Iterator[None]:
+    """Turn expected errors into an exit code and at most one line; flush standard output."""
+    streams = sys.stdout, sys.stderr  # the command line parser may wrap them
     try:
         yield
         sys.stdout.flush()
-    except KeyboardInterrupt:
-        raise SystemExit(INTERRUPTED) from None
-    except BrokenPipeError:
-        _discard_output()
-        raise SystemExit(CLOSED_PIPE) from None
-    except ArgumentError as error:
-        refuse(error.argument, str(error))
-    except ModelError as error:
-        refuse(f"--{error.argument}", str(error))
-    except UnsupportedError as error:
-        refuse("--backend", str(error).removeprefix("backend "))
-    except SpecAttnError as error:
-        refuse("", str(error))
+    # a SystemExit may come from a library that met a closed pipe
+    except BaseException as error:
+        code, line = _code_and_line(error)
+        if line:
+            with suppress(OSError):  # standard error may be full or closed, too
+                print(f"specattn: error: {' '.join(line.split())}", file=sys.stderr, flush=True)
+        for stream in streams:
+            _discard_what_cannot_be_written(stream)
+        raise SystemExit(code) from None
 
 
-def refuse(argument: str, message: str) -> NoReturn:
-    """Print one line to standard error and exit with 2."""
-    line = " ".join(message.split())
-    print("specattn: error: " + (f"{argument}: {line}" if argument else line), file=sys.stderr)
-    raise SystemExit(2)
+def _code_and_line(error: BaseException) -> tuple[int, str]:
+    """Return an error's exit code and its line; raise it again if it is a fault of ours."""
+    match error:
+        case KeyboardInterrupt() | typer.Abort():
+            return INTERRUPTED, ""
+        case BrokenPipeError():
+            return CLOSED_PIPE, ""
+        case SystemExit(__context__=BrokenPipeError()):  # rich and click exit with 1
+            return CLOSED_PIPE, ""
+        case ArgumentError():
+            return MISTAKE, f"{error.argument}: {error}"
+        case ModelError():
+            return MISTAKE, f"--{error.argument}: {error}"
+        case UnsupportedError():
+            return MISTAKE, f"--backend: {str(error).removeprefix('backend ')}"
+        case NotFiniteError():
+            return NOT_FINITE, str(error)
+        case SpecAttnError():
+            return MISTAKE, str(error)
+        case _ParserError():
+            return MISTAKE, _usage_line(error)
+        case OSError() if error.errno in _DISK_ERRORS:
+            return NO_ROOM, f"cannot write {error.filename or 'the output'}: {error.strerror}"
+        case _ if is_memory_error(error):
+            return NO_ROOM, f"out of memory: {error}"
+    raise error
 
 
-def refuse_usage(error: Exception) -> NoReturn:
-    """Refuse what the command line parser refused, in one line that names the argument."""
+def is_memory_error(error: BaseException) -> bool:
+    """Return whether ``error`` says that the device or the host has no memory left."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in _MEMORY_ERRORS)
+    )
+
+
+def _usage_line(error: Any) -> str:
+    """Return what the command line parser refused, with the name of the argument first."""
     found = vars(error)
     name = found.get("option_name") or ""
     if found.get("param") is not None:
@@ -111,12 +147,19 @@ def refuse_usage(error: Exception) -> NoReturn:
     message = str(found.get("message") or "is missing").rstrip(".").removesuffix(f": {name}")
     if found.get("possibilities"):
         message += f"; did you mean {', '.join(sorted(found['possibilities']))}?"
-    refuse(name, message[:1].lower() + message[1:])
+    message = message[:1].lower() + message[1:]
+    return f"{name}: {message}" if name else message
 
 
-def is_usage_error(error: BaseException) -> bool:
-    """Whether the command line parser raised ``error``."""
-    return isinstance(error, _ParserError)
+def _discard_what_cannot_be_written(stream: TextIO) -> None:
+    """Keep the interpreter's last flush from meeting a closed pipe or a full disk again."""
+    try:
+        stream.flush()
+    except OSError:
+        null = os.open(os.devnull, os.O_WRONLY)
+        with suppress(OSError, ValueError):  # a test's stream has no file descriptor
+            os.dup2(null, stream.fileno())
+        os.close(null)
 
 
 @contextmanager
@@ -140,13 +183,3 @@ class _OnceHandler(logging.Handler):
         if line not in self._shown:
             self._shown.add(line)
             stderr().print(Text(line), soft_wrap=True)
-
-
-def _discard_output() -> None:
-    """Keep the interpreter's last flush from meeting the closed pipe again."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):
-        # a test's stream has no file descriptor
-        with suppress(OSError, ValueError):
-            os.dup2(null, stream.fileno())
-    os.close(null)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from specattn.cli.report import Report
     from specattn.cli.running import Setup
     from specattn.config import SpecConfig
+    from specattn.engine.request import Request
     from specattn.speculative.sampling import SamplingParams
 
 
@@ -69,8 +71,9 @@ def generate(
         int,
         typer.Option(
             rich_help_panel=SAMPLING,
-            help="The same seed gives the same tokens up to rounding, "
-            "which in 16 bits can change with the batch (not with --adaptive).",
+            help="Of the first prompt; each further prompt of a batch has the next one. The same "
+            "seed gives the same tokens up to rounding, which in 16 bits can change with the "
+            "batch (not with --adaptive).",
         ),
     ] = 0,
     max_new_tokens: Annotated[
@@ -125,13 +128,11 @@ def generate(
             "needs --steps of at least 1, got plain decoding, "
             "which has no smaller tree to choose from",
         )
-    sampling = _sampling(temperature, top_k, top_p, seed)
+    sampling = _sampling(temperature, top_k, top_p, seed, draft_sampling=draft_sampling)
     stops, recorded = _stops(stop or []), pick_cudagraph(cudagraph)
 
-    from specattn.cli.device import pick_device, pick_kv_dtype
-    from specattn.cli.loading import models_for
+    from specattn.cli.loading import models_for, pick_device, pick_kv_dtype
     from specattn.cli.running import Setup
-    from specattn.engine.request import Request
 
     place, stored = pick_device(device), pick_kv_dtype(kv_cache_dtype)
     models = models_for(
@@ -149,7 +150,7 @@ def generate(
     needed = max(map(len, prompt_ids)) + max_new_tokens + config.reserve_len
     setup = Setup(
         models,
-        tuple(Request(ids, max_new_tokens, sampling, stops, ignore_eos) for ids in prompt_ids),
+        _requests(prompt_ids, sampling, max_new_tokens, stops, ignore_eos=ignore_eos),
         max_context_len=max_context or min(limit, needed),
         batch_size=min(batch_size, len(prompt_ids)),
         backend=backend,
@@ -167,13 +168,24 @@ def generate(
         print(json.dumps(objects if found.batch else objects[0]))
     else:
         report.show(stderr())
+    found.check_finite(report.outcome.results)
 
 
-def _sampling(temperature: float, top_k: int, top_p: float, seed: int) -> SamplingParams:
+def _sampling(
+    temperature: float, top_k: int, top_p: float, seed: int, *, draft_sampling: bool
+) -> SamplingParams:
+    """Return how tokens are drawn; refuse options that greedy decoding would ignore."""
     from specattn.speculative.sampling import SamplingParams
 
     with naming_options():
-        return SamplingParams(temperature, top_k, top_p, seed)
+        params = SamplingParams(temperature, top_k, top_p, seed)
+    given = {"--top-k": top_k != 0, "--top-p": top_p != 1, "--draft-sampling": draft_sampling}
+    for option, is_given in given.items():
+        if is_given and not temperature:
+            raise ArgumentError(
+                option, "needs --temperature above 0, got 0, which is greedy decoding"
+            )
+    return params
 
 
 def _stops(texts: list[str]) -> tuple[str, ...]:
@@ -193,6 +205,26 @@ def _context_limit(models: Models, config: SpecConfig, asked: int | None) -> int
             f"must be at most {models.draft.vocab_size}, the draft's vocabulary, got {config.topk}",
         )
     return asked or most
+
+
+def _requests(
+    prompts: list[list[int]],
+    sampling: SamplingParams,
+    max_new_tokens: int,
+    stops: tuple[str, ...],
+    *,
+    ignore_eos: bool,
+) -> tuple[Request, ...]:
+    """Return a request per prompt; the seeds follow each other, within 64 bits."""
+    from specattn.engine.request import Request
+
+    def seed(index: int) -> int:
+        return (sampling.seed + index + 2**63) % 2**64 - 2**63
+
+    return tuple(
+        Request(ids, max_new_tokens, replace(sampling, seed=seed(index)), stops, ignore_eos)
+        for index, ids in enumerate(prompts)
+    )
 
 
 def _decode(

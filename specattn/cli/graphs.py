@@ -32,6 +32,8 @@ from specattn.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from specattn.cuda_graph import GraphReport
 
 _BUCKETS = "1,2,3,4,6,8,10,12,16,20,24,28,32,40,48,64"
@@ -79,15 +81,14 @@ def graphs(
         bool, typer.Option("--json", rich_help_panel=OUTPUT, help="Print JSON and nothing else.")
     ] = False,
 ) -> None:
-    """Capture a setting's graphs, and say what each bucket takes in time and memory."""
+    """Capture the graphs of a speculative config; say what each takes in time and memory."""
     sizes = _sizes(buckets)
     config = speculation(
         topk, steps, draft_tokens, page_size=page_size, draft_sampling=draft_sampling
     )
     recorded = pick_cudagraph(cudagraph)
 
-    from specattn.cli.device import pick_device, pick_kv_dtype
-    from specattn.cli.loading import models_for
+    from specattn.cli.loading import models_for, pick_device, pick_kv_dtype
     from specattn.cli.running import Setup
 
     place, stored = pick_device(device), pick_kv_dtype(kv_cache_dtype)
@@ -119,8 +120,11 @@ def graphs(
     decoder = engine.decoder(engine.config)
     if sampled:
         decoder.capture(sampled=True)
-    found = _Found(decoder.report(), time.perf_counter() - began, str(place))
-    print(json.dumps(found.object())) if as_json else found.show()
+    captures, seconds = decoder.report(), time.perf_counter() - began
+    if as_json:
+        print(json.dumps(_object(captures, seconds, str(place))))
+    else:
+        show(captures, seconds, str(place))
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -134,58 +138,62 @@ def _sizes(text: str) -> tuple[int, ...]:
     return sizes
 
 
-class _Found:
-    """What was captured, for people and for programs."""
+def _object(captures: Sequence[GraphReport], seconds: float, device: str) -> dict[str, Any]:
+    return {
+        "device": device,
+        "recorded": sum(one.recorded for one in captures),
+        "seconds": sum(one.seconds for one in captures),
+        "seconds_with_buffers": seconds,
+        "nbytes": sum(one.nbytes for one in captures),
+        "captures": [asdict(one) for one in captures],
+    }
 
-    def __init__(self, reports: tuple[GraphReport, ...], seconds: float, device: str) -> None:
-        self.reports, self.seconds, self.device = reports, seconds, device
-        self.recorded = sum(one.recorded for one in reports)
-        self.capturing = sum(one.seconds for one in reports)
-        self.nbytes = sum(one.nbytes for one in reports)
 
-    def object(self) -> dict[str, Any]:
-        """Return it as a JSON object."""
-        return {
-            "device": self.device,
-            "recorded": self.recorded,
-            "seconds": self.capturing,
-            "seconds_with_buffers": self.seconds,
-            "nbytes": self.nbytes,
-            "captures": [asdict(one) for one in self.reports],
-        }
+def show(captures: Sequence[GraphReport], seconds: float, device: str) -> None:
+    """Print a table of captures and their totals.
 
-    def show(self) -> None:
-        """Print the table and the totals."""
-        from rich.console import Console
-        from rich.table import Table
+    Parameters
+    ----------
+    captures : sequence of GraphReport
+        In the order in which they were captured.
+    seconds : float
+        For all of them with KV pools and buffers.
+    device : str
+        Where.
+    """
+    from rich.console import Console
+    from rich.table import Table
 
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-        for name in ("order", "part", "bucket", "time", "memory", "graph", "fingerprint"):
-            left = name in ("part", "graph", "fingerprint")
-            table.add_column(name, justify="left" if left else "right")
-        for one in self.reports:
-            table.add_row(
-                str(one.order),
-                one.part,
-                str(one.bucket),
-                f"{1000 * one.seconds:.0f} ms",
-                f"{one.nbytes / _MIB:.1f} MiB",
-                "yes" if one.recorded else "no",
-                one.digest,
-            )
-        console = Console(highlight=False)
-        console.print(table)
-        console.print()
-        console.print(self._verdict(), soft_wrap=True)
-
-    def _verdict(self) -> str:
-        times = f"{self.capturing:.1f} s ({self.seconds:.1f} s with KV pools and buffers)"
-        if not self.recorded:
-            return (
-                f"no graphs were captured on {self.device}: steps run over the same buffers "
-                f"without; {len(self.reports)} buckets ran once in {times}"
-            )
-        return (
-            f"{self.recorded} graphs on {self.device} in {times}, "
-            f"{self.nbytes / _MIB:.1f} MiB in the pool they share"
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name in ("order", "part", "bucket", "time", "memory", "graph", "fingerprint"):
+        left = name in ("part", "graph", "fingerprint")
+        table.add_column(name, justify="left" if left else "right")
+    for one in captures:
+        table.add_row(
+            str(one.order),
+            one.part,
+            str(one.bucket),
+            f"{1000 * one.seconds:.0f} ms",
+            f"{one.nbytes / _MIB:.1f} MiB",
+            "yes" if one.recorded else "no",
+            one.digest,
         )
+    console = Console(highlight=False)
+    console.print(table)
+    console.print()
+    console.print(_totals(_object(captures, seconds, device)), soft_wrap=True)
+
+
+def _totals(found: dict[str, Any]) -> str:
+    device, recorded = found["device"], found["recorded"]
+    seconds, everything = found["seconds"], found["seconds_with_buffers"]
+    times = f"{seconds:.1f} s ({everything:.1f} s with KV pools and buffers)"
+    if not recorded:
+        return (
+            f"no graphs were captured on {device}: steps run over the same buffers "
+            f"without; {len(found['captures'])} buckets ran once in {times}"
+        )
+    return (
+        f"{recorded} graphs on {device} in {times}, "
+        f"{found['nbytes'] / _MIB:.1f} MiB in the pool they share"
+    )

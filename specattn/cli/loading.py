@@ -1,4 +1,4 @@
-"""Models by name, and the pair that is used when none is named."""
+"""Devices, dtypes and models by name, and the pair that is used when no model is named."""
 
 from __future__ import annotations
 
@@ -7,15 +7,29 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from specattn.cli.errors import ArgumentError, stderr
 from specattn.cli.options import check_backend, from_environment
+from specattn.config import FLOAT8
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Sequence
+
     import typer
 
     from specattn.speculative.model import DraftModel, TargetModel
 
+_DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+}
+# as vLLM and SGLang spell it, and torch
+_FLOAT8 = ("fp8_e4m3", "fp8", "float8_e4m3fn")
 # hidden size from which a CPU's threads gain from sharing one product; below, they only wait
 _SHARED_FROM = 1024
 
@@ -39,6 +53,14 @@ class Models:
     tokenizer: Any
 
 
+def decode(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Return the text of tokens without special tokens."""
+    text: str = tokenizer.decode(
+        list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    return text
+
+
 def models_for(
     ctx: typer.Context,
     place: torch.device,
@@ -50,15 +72,13 @@ def models_for(
     speculative: bool,
     fused: bool = True,
 ) -> Models:
-    """Load a command's models, once its dtype and backend are known to serve on ``place``.
+    """Load a command's models after a check of its dtype and backend on ``place``.
 
     Raises
     ------
     ArgumentError, ModelError
-        If one of the options cannot be had, or as `load_models`.
+        If the dtype or the backend cannot be had, or as `load_models`.
     """
-    from specattn.cli.device import pick_dtype
-
     weights = pick_dtype(dtype, place)
     check_backend(backend, place, from_environment=from_environment(ctx, "backend"))
     return load_models(
@@ -75,7 +95,7 @@ def load_models(
     device: torch.device,
     fused: bool = True,
 ) -> Models:
-    """Load a pair, the shipped one by default.
+    """Load a target and its draft, by default the shipped pair.
 
     Parameters
     ----------
@@ -86,7 +106,7 @@ def load_models(
     dtype, device
         Of the weights.
     fused : bool
-        Whether to fuse each of them if that can be had (`specattn.models.fuse`).
+        Whether to fuse each model that has a fused form (`specattn.models.fuse`).
 
     Raises
     ------
@@ -96,8 +116,6 @@ def load_models(
     if speculative and target is not None and draft is None:
         raise ArgumentError("--draft", "is needed with --target (or --steps 0 for plain decoding)")
     with stderr().status("loading models"):
-        import torch
-
         from specattn.models import HFTarget, fuse, load_draft
 
         found = HFTarget.from_pretrained(target or shipped("target"), dtype=dtype, device=device)
@@ -122,3 +140,68 @@ def shipped(part: str) -> str:
     if not (folder / "config.json").is_file():
         raise ArgumentError(f"--{part}", f"is needed: this installation has no model in {folder}")
     return str(folder)
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the device ``name``; ``auto`` is CUDA where there is one, else the CPU.
+
+    A CUDA device becomes the current one.
+
+    Raises
+    ------
+    ArgumentError
+        If this machine has no such device.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ArgumentError(
+            "--device", f"must be auto, cpu, cuda, cuda:N or another torch device, got {name!r}"
+        ) from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ArgumentError("--device", f"{name} is not available: torch sees no CUDA device here")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ArgumentError(
+            "--device", f"there is no {name}: torch sees {torch.cuda.device_count()} CUDA devices"
+        )
+    if device.type == "cuda" and device.index is not None:
+        # kernels are launched on the current device, wherever their tensors are
+        torch.cuda.set_device(device)
+    try:
+        torch.zeros(1, device=device).item()
+    # each device type fails in its own way: not compiled in, no driver, no data
+    except Exception as error:
+        raise ArgumentError("--device", f"{name} is not available here") from error
+    return device
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Return the dtype ``name``; ``auto`` is bfloat16 on CUDA, else float32.
+
+    Raises
+    ------
+    ArgumentError
+        If the name is unknown.
+    """
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name not in _DTYPES:
+        raise ArgumentError("--dtype", f"must be auto, float32, float16 or bfloat16, got {name!r}")
+    return _DTYPES[name]
+
+
+def pick_kv_dtype(name: str) -> torch.dtype | None:
+    """Return the dtype of the KV cache, None for the model's.
+
+    Raises
+    ------
+    ArgumentError
+        If the name is unknown.
+    """
+    if name == "auto":
+        return None
+    if name not in _FLOAT8:
+        raise ArgumentError("--kv-cache-dtype", f"must be auto or fp8_e4m3, got {name!r}")
+    return FLOAT8

@@ -1,4 +1,4 @@
-"""Options that commands share, and the speculation setting they make."""
+"""Options that commands share, and the speculative config that they make."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ DraftSamplingOption = Annotated[
     typer.Option(
         "--draft-sampling",
         rich_help_panel=SPECULATION,
-        help="Draw the drafts and verify by rejection sampling; chains only.",
+        help="Draw the drafts and verify by rejection sampling; chains at a temperature only.",
     ),
 ]
 AdaptiveOption = Annotated[
@@ -121,8 +121,8 @@ CudagraphOption = Annotated[
     str,
     typer.Option(
         rich_help_panel=RUNNING,
-        help="Record a step as one graph or as three; auto is one, three if a backend plans "
-        "on the host.",
+        help="Record a step as one graph (full) or as three (piecewise); auto is full, or "
+        "piecewise if a backend plans on the host.",
     ),
 ]
 NoFusedOption = Annotated[
@@ -140,11 +140,13 @@ PageSizeOption = Annotated[
 PromptsOption = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE", help="A batch of prompts: one per line, or a JSON list; - for stdin."
+        metavar="FILE",
+        help="A batch of prompts: one per line, a JSON list, or JSON lines (.jsonl) of strings or "
+        'objects with a "prompt"; - for stdin.',
     ),
 ]
 
-# room for one step whatever the setting; the real context length follows from the prompts
+# room for one step of any config; the real context length follows from the prompts
 _ANY_CONTEXT = 2**20
 _DEFAULT_STEPS = 5
 _NODES_PER_BRANCH = 4
@@ -158,12 +160,13 @@ def speculation(
     page_size: int = 1,
     draft_sampling: bool = False,
 ) -> SpecConfig:
-    """Return the setting that options describe; what is not given follows from what is.
+    """Return the speculative config of the given options; the others follow from them.
 
     Raises
     ------
     ArgumentError
-        With the option and its limit, if they describe no tree.
+        With the option and its limit, if they describe no tree, or if plain decoding would
+        ignore ``--draft-sampling``.
     """
     from specattn.config import SpecConfig
 
@@ -175,7 +178,7 @@ def speculation(
     if draft_tokens is None:
         draft_tokens = _default_nodes(topk, steps)
     with naming_options():
-        return SpecConfig(
+        config = SpecConfig(
             steps,
             topk,
             draft_tokens,
@@ -183,6 +186,12 @@ def speculation(
             page_size=page_size,
             draft_sampling=draft_sampling and steps > 0,
         )
+    if draft_sampling and not steps:
+        raise ArgumentError(
+            "--draft-sampling",
+            "needs --steps of at least 1, got plain decoding, which has no drafts",
+        )
+    return config
 
 
 def _default_nodes(topk: int, steps: int) -> int:
@@ -194,7 +203,7 @@ def _default_nodes(topk: int, steps: int) -> int:
 
 
 def check_backend(name: str, device: torch.device, *, from_environment: bool) -> None:
-    """Refuse a backend that does not exist or cannot run on ``device``.
+    """Refuse a backend that is unknown or cannot run on ``device``.
 
     Raises
     ------
@@ -228,7 +237,7 @@ def pick_cudagraph(name: str) -> CudagraphMode | None:
     Raises
     ------
     ArgumentError
-        If the name is not one of those known.
+        If the name is unknown.
     """
     known: dict[str, CudagraphMode | None] = {
         "auto": None,
@@ -241,6 +250,6 @@ def pick_cudagraph(name: str) -> CudagraphMode | None:
 
 
 def from_environment(ctx: typer.Context, name: str) -> bool:
-    """Whether a parameter's value came from its environment variable."""
+    """Return whether a parameter's value came from its environment variable."""
     source = ctx.get_parameter_source(name)
     return source is not None and source.name == "ENVIRONMENT"

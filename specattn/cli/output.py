@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from specattn.cli.errors import stderr
-from specattn.cli.text import OrderedText, decode
+from specattn.cli.loading import decode
 from specattn.engine.detokenizer import TextStream
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class TextOutput:
-    """Collects the texts of requests and, if asked to, writes them out as they grow.
+    """The texts of a batch, written in the order of its prompts as early as that allows.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ class TextOutput:
     prompts : sequence of str
         Their prompts, shown before their texts on a terminal.
     live : bool
-        Whether to write to standard output.
+        Whether to write to standard output; without, the texts are only collected.
     """
 
     def __init__(
@@ -46,10 +46,13 @@ class TextOutput:
         self._eos = models.target.eos_token_ids
         detokenize = partial(decode, models.tokenizer)
         self._streams = [TextStream(detokenize, r.prompt, r.stop) for r in requests]
-        self._ordered = OrderedText(self._streams)
         self._counts = [0] * len(requests)
+        self._ended = [False] * len(requests)
+        # certain, not yet written: other texts come first
+        self._ready = [""] * len(requests)
+        # the text that is being written, and whether its heading has been
+        self._at, self._begun = 0, False
         self._last = ""
-        self._begun = -1
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -58,38 +61,54 @@ class TextOutput:
 
     def take(self, index: int, tokens: list[int]) -> None:
         """Take a request's new tokens; see `specattn.Engine.generate`."""
-        request = self._requests[index]
+        request, stream = self._requests[index], self._streams[index]
+        self._ready[index] += stream.feed(tokens)
         self._counts[index] += len(tokens)
-        last = (
+        if (
             self._counts[index] >= request.max_new_tokens
-            or self._streams[index].stopped
-            or (tokens[-1] in self._eos and not request.ignore_eos)
-        )
-        self._write(self._ordered.feed(index, tokens, last=last))
+            or stream.stopped
+            or (not request.ignore_eos and not self._eos.isdisjoint(tokens[-1:]))
+        ):
+            self._end(index)
+        self._write()
 
     def finish(self) -> None:
         """Write the rest."""
-        self._write(self._ordered.finish())
+        for index in range(len(self._requests)):
+            self._end(index)
+        self._write()
         self._end_line()
 
-    def _write(self, pieces: Sequence[tuple[int, str]]) -> None:
+    def _end(self, index: int) -> None:
+        if not self._ended[index]:
+            self._ended[index] = True
+            self._ready[index] += self._streams[index].finish()
+
+    def _write(self) -> None:
+        """Write what is ready of the first text that has not ended, and of those before it."""
         if not self._live:
             return
-        for index, piece in pieces:
-            if index > self._begun:
-                self._begin(index)
+        while self._at < len(self._requests):
+            self._begin()
+            piece, self._ready[self._at] = self._ready[self._at], ""
             sys.stdout.write(piece)
             self._last = piece[-1:] or self._last
+            if not self._ended[self._at]:
+                break
+            self._at, self._begun = self._at + 1, False
         sys.stdout.flush()
 
-    def _begin(self, index: int) -> None:
-        if index:
+    def _begin(self) -> None:
+        """Write the heading of a text, once."""
+        if self._begun:
+            return
+        self._begun = True
+        if self._at:
             self._end_line()
-        self._begun = index
         if len(self._requests) > 1:
-            sys.stdout.write(f"{chr(10) if index else ''}==> {index + 1} <==\n")
+            sys.stdout.write(f"{chr(10) if self._at else ''}==> {self._at + 1} <==\n")
         if sys.stdout.isatty():
-            prompt = self._prompts[index]
+            prompt = self._prompts[self._at]
             Console(file=sys.stdout, highlight=False).print(
                 Text(prompt, style="dim"), end="", soft_wrap=True
             )

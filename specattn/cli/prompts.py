@@ -1,4 +1,4 @@
-"""Where prompts come from: an argument, standard input, or a file of many."""
+"""Prompts from an argument, from standard input, or from a file of many."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from specattn.cli.errors import ArgumentError
+from specattn.cli.errors import ArgumentError, NotFiniteError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+    from specattn.engine.request import RequestOutput
 
 PROMPT, PROMPTS = "PROMPT", "--prompts"
 
@@ -60,6 +62,21 @@ class Prompts:
                 )
         return encoded
 
+    def check_finite(self, results: Sequence[RequestOutput]) -> None:
+        """Raise an error if the target's logits have ended a request.
+
+        Raises
+        ------
+        NotFiniteError
+            Naming the prompts.
+        """
+        broken = [at for at, one in enumerate(results, 1) if one.finish_reason == "nonfinite"]
+        if broken:
+            which = f"after prompt {', '.join(map(str, broken))} " if self.batch else ""
+            raise NotFiniteError(
+                f"the target's logits {which}are NaN or infinite; the text ends there"
+            )
+
 
 def read_prompts(prompt: str | None, file: Path | None) -> Prompts:
     """Return the prompt given as an argument or piped in, or those of a file.
@@ -104,15 +121,19 @@ def _read_many(file: Path) -> Sequence[str]:
     except OSError as error:
         raise ArgumentError(PROMPTS, f"cannot read {file}: {error.strerror}") from error
     text = _decode(PROMPTS, data).removeprefix("\ufeff")
-    listed = _json_list(text)
-    if listed is not None:
-        return listed
-    if file.suffix == ".json":
-        raise ArgumentError(PROMPTS, f"{file} is not a JSON list of strings")
-    lines = text.rstrip("\r\n").split("\n")
-    if lines == [""]:
+    if file.suffix == ".jsonl":
+        found = [
+            _json_line(line, f"line {number} of {file}")
+            for number, line in enumerate(text.split("\n"), 1)
+            if line.strip()
+        ]
+    elif file.suffix == ".json":
+        found = _json_list(text, str(file))
+    else:
+        found = _list_or_lines(text)
+    if not found:
         raise ArgumentError(PROMPTS, f"{file} holds no prompts")
-    return [line.removesuffix("\r") for line in lines]
+    return found
 
 
 def _read_stdin(argument: str) -> bytes:
@@ -126,14 +147,42 @@ def _stdin_is_closed() -> bool:
     return not sys.stdin
 
 
-def _json_list(text: str) -> list[str] | None:
+def _list_or_lines(text: str) -> list[str]:
+    """Return the prompts of a JSON list, else the lines of a text."""
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):  # lists nested too deeply are no list of prompts either
-        return None
-    if isinstance(found, list) and found and all(isinstance(item, str) for item in found):
+        listed = _json_list(text, "")
+    except ArgumentError:
+        listed = []
+    lines = text.rstrip("\r\n").split("\n")
+    return listed or ([line.removesuffix("\r") for line in lines] if lines != [""] else [])
+
+
+def _json_list(text: str, name: str) -> list[str]:
+    """Return the prompts of a JSON list, perhaps none."""
+    found = _json(text, name)
+    if isinstance(found, list) and all(isinstance(item, str) for item in found):
         return found
-    return None
+    raise ArgumentError(PROMPTS, f"{name} is not a JSON list of strings")
+
+
+def _json_line(text: str, name: str) -> str:
+    """Return the prompt of a line of a ``.jsonl`` file."""
+    found = _json(text, name)
+    if isinstance(found, dict):
+        found = found.get("prompt")
+    if isinstance(found, str):
+        return found
+    raise ArgumentError(PROMPTS, f'{name} is neither a string nor an object with a "prompt" string')
+
+
+def _json(text: str, name: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        reason = f"{error.msg} at character {error.pos}"
+    except (ValueError, RecursionError) as error:  # numbers too long, lists nested too deeply
+        reason = str(error)
+    raise ArgumentError(PROMPTS, f"{name} is not JSON: {reason}")
 
 
 def _decode(argument: str, data: bytes) -> str:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from specattn.cli.compare import Comparison, Difference
-    from specattn.cli.running import ModeReport, Outcome, SettingReport
+    from specattn.cli.running import ConfigReport, ModeReport, Outcome
     from specattn.engine.request import RequestOutput
 
 # longer batches are summed up in one row
@@ -45,8 +45,8 @@ class Report:
             "graphs": graphs(self.outcome.modes),
             "fused": list(self.outcome.fused),
         }
-        if self.outcome.settings:
-            shared["settings"] = [asdict(setting) for setting in self.outcome.settings]
+        if self.outcome.configs:
+            shared["configs"] = [asdict(config) for config in self.outcome.configs]
         return [
             {"text": text, **_numbers(result), **shared, **self._compared(index)}
             for index, (text, result) in enumerate(
@@ -72,9 +72,9 @@ class Report:
         console.print(_requests(self.outcome))
         console.print()
         console.print(_modes(self.outcome.modes))
-        if self.outcome.settings:
+        if self.outcome.configs:
             console.print()
-            console.print(_settings(self.outcome.settings))
+            console.print(_configs(self.outcome.configs))
         if self.comparison is not None:
             console.print()
             console.print(verdict(self.comparison, self.outcome), soft_wrap=True)
@@ -94,7 +94,7 @@ def verdict(comparison: Comparison, outcome: Outcome) -> str:
         f"{comparison.plain.tokens_per_second:.1f} tokens/s)"
     )
     if not comparison.exact:
-        return f"sampled: plain decoding has the same law, not the same tokens; {speeds}"
+        return f"sampled: plain decoding has the same distribution, not the same tokens; {speeds}"
     if comparison.first is None:
         return f"identical to plain decoding: {outcome.num_tokens} tokens; {speeds}"
     differing = sum(found is not None for found in comparison.differences)
@@ -164,9 +164,9 @@ def _modes(modes: Sequence[ModeReport]) -> Table:
     return table
 
 
-def _settings(settings: Sequence[SettingReport]) -> Table:
+def _configs(configs: Sequence[ConfigReport]) -> Table:
     table = _table("depth", "topk", "nodes", "steps", "accepted/step")
-    for one in settings:
+    for one in configs:
         table.add_row(
             str(one.num_steps),
             str(one.topk),

@@ -1,4 +1,4 @@
-"""Running requests through an engine, and what is worth telling about it afterwards."""
+"""Requests run through an engine: how it is set up, and what a run reports."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch
-
-from specattn.cli.errors import ArgumentError, naming_options
-from specattn.cli.text import decode
+from specattn.cli.errors import ArgumentError, is_memory_error, naming_options
+from specattn.cli.loading import decode
 from specattn.engine.configs import smaller_configs
 from specattn.engine.engine import Engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    import torch
 
     from specattn.cli.loading import Models
     from specattn.config import SpecConfig
@@ -29,7 +29,7 @@ _WARM_UP_TOKENS = 16
 
 @dataclass(frozen=True)
 class Setup:
-    """Everything an engine is built from besides the speculation setting.
+    """What an engine is built from besides its speculative config.
 
     Parameters
     ----------
@@ -52,7 +52,7 @@ class Setup:
     cudagraph : {"full", "piecewise"}, optional
         How steps are recorded.
     adaptive : bool
-        Whether steps may take smaller settings, too.
+        Whether steps may take smaller speculative configs, too.
     buckets : tuple of int, optional
         Batch sizes to capture; powers of two by default.
     """
@@ -71,12 +71,12 @@ class Setup:
     buckets: tuple[int, ...] | None = None
 
     def engine(self, config: SpecConfig) -> Engine:
-        """Build the engine of a speculation setting."""
+        """Build the engine of a speculative config."""
         with naming_options():
             config = replace(
                 config, max_context_len=self.max_context_len, max_num_reqs=self.batch_size
             )
-        with _fitting_memory():
+        with self._naming_memory():
             return Engine(
                 self.models.target,
                 self.models.draft if config.num_steps else None,
@@ -90,6 +90,20 @@ class Setup:
                 configs=smaller_configs(config)[1:] if self.adaptive else (),
                 detokenize=lambda ids: decode(self.models.tokenizer, ids),
             )
+
+    @contextmanager
+    def _naming_memory(self) -> Iterator[None]:
+        """Say which options lower the memory of KV pools that do not fit."""
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            if not is_memory_error(error):
+                raise
+            others = " or --buckets" if self.buckets else ", --batch-size or --max-new-tokens"
+            raise ArgumentError(
+                "--max-context",
+                f"the KV pools do not fit into the device's memory; lower --max-context{others}",
+            ) from error
 
     def prepare(self, engine: Engine) -> None:
         """Decode a few tokens of every prompt that runs at once, so that all is compiled."""
@@ -135,15 +149,15 @@ class ModeReport:
 
 
 @dataclass(frozen=True)
-class SettingReport:
-    """How often a setting was used.
+class ConfigReport:
+    """How often steps took a speculative config.
 
     Parameters
     ----------
     num_steps, topk, num_draft_tokens : int
-        The setting.
+        The config's tree.
     steps : int
-        Steps of the batch that took it; one that nobody gained anything by is none.
+        Steps of the batch that took it, and gave some request a token.
     accepted_per_step : float
         Tokens per request and step, bonus included; 0 without steps.
     """
@@ -169,7 +183,7 @@ class Outcome:
         In the order in which a step runs them.
     fused : tuple of str
         Which of the models are fused: "target", "draft".
-    settings : tuple of SettingReport
+    configs : tuple of ConfigReport
         If there were several, the given one first.
     """
 
@@ -177,7 +191,7 @@ class Outcome:
     seconds: float
     modes: tuple[ModeReport, ...]
     fused: tuple[str, ...] = ()
-    settings: tuple[SettingReport, ...] = ()
+    configs: tuple[ConfigReport, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -193,45 +207,49 @@ class Outcome:
 def run(
     engine: Engine, requests: Sequence[Request], *on_tokens: Callable[[int, list[int]], None]
 ) -> Outcome:
-    """Decode requests and time it; ``on_tokens`` is called with every request's new tokens."""
+    """Decode requests and time the run; ``on_tokens`` are called with each request's new tokens."""
 
     def tell(index: int, tokens: list[int]) -> None:
         for call in on_tokens:
             call(index, tokens)
 
-    before, then = _counts(engine), _totals(engine)
+    forwards, totals = _forwards(engine), _totals(engine)
     begin = time.perf_counter()
     results = engine.generate(requests, tell)
     seconds = time.perf_counter() - begin
     return Outcome(
-        tuple(results), seconds, _modes(engine, before), _fused(engine), _settings(engine, then)
+        tuple(results),
+        seconds,
+        _mode_reports(engine, forwards),
+        _fused(engine),
+        _config_reports(engine, totals),
     )
 
 
 def _totals(engine: Engine) -> list[Counter[SpecConfig]]:
-    """Return the steps so far by setting, the requests that they advanced, and the tokens."""
-    settings = engine.configs
+    """Return by config the steps so far, the requests that they advanced, and the tokens."""
+    settings = engine.settings
     return [settings.used.copy(), settings.advanced.copy(), settings.gained.copy()]
 
 
-def _settings(engine: Engine, before: list[Counter[SpecConfig]]) -> tuple[SettingReport, ...]:
-    if not engine.configs.adaptive:
+def _config_reports(engine: Engine, before: list[Counter[SpecConfig]]) -> tuple[ConfigReport, ...]:
+    if not engine.settings.adaptive:
         return ()
     now = _totals(engine)
     steps, advanced, gained = (after - then for after, then in zip(now, before, strict=True))
     return tuple(
-        SettingReport(
+        ConfigReport(
             config.num_steps,
             config.topk,
             config.num_draft_tokens,
             steps[config],
             gained[config] / max(advanced[config], 1),
         )
-        for config in engine.configs.all
+        for config in engine.settings.configs
     )
 
 
-def _counts(engine: Engine) -> dict[str, Counter[str]]:
+def _forwards(engine: Engine) -> dict[str, Counter[str]]:
     """Count the forwards so far, by mode and by how they were served."""
     found: dict[str, Counter[str]] = {}
     for decoder in engine.decoders:
@@ -244,9 +262,9 @@ def _counts(engine: Engine) -> dict[str, Counter[str]]:
     return found
 
 
-def _modes(engine: Engine, before: dict[str, Counter[str]]) -> tuple[ModeReport, ...]:
+def _mode_reports(engine: Engine, before: dict[str, Counter[str]]) -> tuple[ModeReport, ...]:
     reports = []
-    for mode, counts in _counts(engine).items():
+    for mode, counts in _forwards(engine).items():
         since = counts - before.get(mode, Counter())
         reports.append(
             ModeReport(
@@ -276,15 +294,3 @@ def _fused(engine: Engine) -> tuple[str, ...]:
         for name, slot in slots.items()
         if slot and isinstance(slot.model, FusedTarget | FusedEagle3)
     )
-
-
-@contextmanager
-def _fitting_memory() -> Iterator[None]:
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise ArgumentError(
-            "--max-context",
-            "the KV pools do not fit into the device's memory; lower "
-            "--max-context, --batch-size or --max-new-tokens",
-        ) from error

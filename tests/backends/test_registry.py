@@ -24,7 +24,7 @@ from specattn.backends.hybrid import hybrid
 from specattn.backends.tbo import tbo
 from specattn.backends.torch_native import TorchNativeBackend
 from specattn.cli.app import app
-from specattn.cli.backends import promises
+from specattn.cli.backends import capability_table
 from specattn.cli.errors import ArgumentError
 from specattn.cli.options import check_backend
 from specattn.config import AttnConfig
@@ -235,7 +235,7 @@ def test_the_command_line_takes_hybrids(refusing):
 
 def test_the_page_has_what_is_declared():
     page = (Path(__file__).parents[2] / "docs" / "backends.md").read_text()
-    missing = [line for line in promises().splitlines() if line not in page.splitlines()]
+    missing = [line for line in capability_table().splitlines() if line not in page.splitlines()]
     assert not missing, "docs/backends.md needs what `specattn backends --markdown` prints"
 
 

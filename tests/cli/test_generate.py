@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from specattn.cli.text import decode
+from specattn.cli.loading import decode
 from tests.cli.command import OTHERS, PROMPT, generate, generated, plain_tokens, tokenizer
 
 
@@ -28,6 +28,8 @@ def test_json_is_one_object_and_nothing_else():
     assert found["finish_reason"] == "length"
     assert found["backend"] == "torch_native"
     assert found["accepted_per_step"] > 2
+    # the first token is the prompt's; those past the last one do not count
+    assert found["accepted_per_step"] * found["steps"] == pytest.approx(23)
     assert found["steps"] < 12
     assert 0 < found["time_to_first_token"] < 24 / found["tokens_per_second"]
     graphs = found["graphs"]
@@ -53,7 +55,8 @@ def test_the_modules_of_transformers_generate_the_same():
         (["--draft-tokens", "4"], None),
         (["--topk", "2", "--steps", "1"], None),
         (["--topk", "4"], None),
-        (["--draft-sampling", "--steps", "3"], None),
+        # so cold that greedy tokens are drawn
+        (["--draft-sampling", "--steps", "3", "--temperature", "1e-5"], None),
         (["--topk", "8", "--steps", "3", "--draft-tokens", "20", "--page-size", "16"], None),
     ],
 )
@@ -78,12 +81,12 @@ def test_steps_of_any_kind_generate_the_same(options):
     if "--cudagraph" in options:
         assert set(found["graphs"]["modes"]) == {"draft_decode", "target_verify", "draft_extend"}
     else:
-        assert len(found["settings"]) == 3 + ("--topk" in options)
-        assert sum(one["steps"] for one in found["settings"]) == found["steps"]
-        assert max(one["accepted_per_step"] for one in found["settings"]) > 2
+        assert len(found["configs"]) == 3 + ("--topk" in options)
+        assert sum(one["steps"] for one in found["configs"]) == found["steps"]
+        assert max(one["accepted_per_step"] for one in found["configs"]) > 2
 
 
-def test_the_table_says_how_often_each_setting_was_used():
+def test_the_table_says_how_often_each_config_was_used():
     result = generate("--adaptive", "--compare", "--steps", "3", PROMPT, count=12)
     assert re.search(r"depth +topk +nodes +steps +accepted/step *$", result.stderr, re.MULTILINE)
     assert re.search(r"^ *3 +1 +4 +\d", result.stderr, re.MULTILINE)
@@ -91,14 +94,14 @@ def test_the_table_says_how_often_each_setting_was_used():
 
 
 @pytest.mark.parametrize("count", [12, 13, 14])
-def test_the_settings_are_those_of_the_run_without_its_warm_up(count):
+def test_configs_count_the_run_without_its_warm_up(count):
     """Nor is a step counted that was on its way when the text ended."""
     found = generated("--adaptive", "--compare", "--steps", "3", PROMPT, count=count)
-    steps = [one["steps"] for one in found["settings"]]
-    gained = sum(one["steps"] * one["accepted_per_step"] for one in found["settings"])
+    steps = [one["steps"] for one in found["configs"]]
+    gained = sum(one["steps"] * one["accepted_per_step"] for one in found["configs"])
     assert sum(steps) == found["steps"]
     assert gained == pytest.approx(found["steps"] * found["accepted_per_step"])
-    for one in found["settings"]:
+    for one in found["configs"]:
         assert (one["accepted_per_step"] >= 1) == (one["steps"] > 0)
 
 
@@ -120,6 +123,15 @@ def test_prompts_come_from_lines_and_are_shown_in_their_order(tmp_path):
     assert only["tokens"] == plain_tokens("import os", 8)
 
 
+def test_prompts_come_from_json_lines(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('\ufeff{"prompt": "import os\\n", "id": 3}\r\n\n"def f(x):"\n')
+    found = generated("--prompts", str(file), count=8)
+    assert [one["tokens"] for one in found] == [
+        plain_tokens(text, 8) for text in ("import os\n", "def f(x):")
+    ]
+
+
 def test_the_same_seed_gives_the_same_tokens_in_any_batch(tmp_path):
     sampled = ["--temperature", "1", "--top-p", "0.9", "--top-k", "50"]
 
@@ -128,10 +140,23 @@ def test_the_same_seed_gives_the_same_tokens_in_any_batch(tmp_path):
 
     alone = drawn("7", PROMPT)["tokens"]
     assert alone == drawn("7", PROMPT)["tokens"]
-    assert alone != drawn("8", PROMPT)["tokens"]
     file = tmp_path / "prompts.json"
     file.write_text(json.dumps([OTHERS[1], PROMPT]))
-    assert alone == drawn("7", "--prompts", str(file))[1]["tokens"]
+    assert alone == drawn("6", "--prompts", str(file))[1]["tokens"]
+
+
+def test_each_prompt_of_a_batch_has_the_next_seed(tmp_path):
+    file = tmp_path / "prompts.json"
+    file.write_text(json.dumps([PROMPT] * 3))
+
+    def drawn(seed: int, *args: str):
+        return generated("--temperature", "1", "--seed", str(seed), *args, count=14)
+
+    batch = [one["tokens"] for one in drawn(2**63 - 2, "--prompts", str(file))]
+    # they go on from the smallest after the largest of 64 bits
+    alone = [drawn(seed, PROMPT)["tokens"] for seed in (2**63 - 2, 2**63 - 1, -(2**63))]
+    assert batch == alone
+    assert len(set(map(tuple, batch))) == 3
 
 
 def test_a_stop_string_ends_the_text_before_it():

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from specattn import backends as library_backends
-from specattn.cli import device, loading
+from specattn.cli import loading
 from tests.cli.command import ON_CPU, PAIR, load_models, loaded, run
 
 LONG = "x = 1\n" * 2000
@@ -53,6 +53,19 @@ REFUSED = {
     "temperature": (["--temperature", "-1", "p"], "--temperature: must be 0 or more, got -1.0"),
     "top_p": (["--top-p", "0", "p"], "--top-p: must be above 0 and at most 1, got 0.0"),
     "top_k": (["--top-k", "-3", "p"], "--top-k: must be 0 (off) or more, below 2**31, got -3"),
+    "greedy_top_p": (
+        ["--top-p", "0.9", "p"],
+        "--top-p: needs --temperature above 0, got 0, which is greedy decoding",
+    ),
+    "greedy_top_k": (["--top-k", "5", "p"], "--top-k: needs --temperature above 0, got 0"),
+    "greedy_drafts": (
+        ["--draft-sampling", "p"],
+        "--draft-sampling: needs --temperature above 0, got 0",
+    ),
+    "drawn_drafts_of_plain_decoding": (
+        ["--draft-sampling", "--temperature", "1", "--steps", "0", "p"],
+        "--draft-sampling: needs --steps of at least 1, got plain decoding",
+    ),
     "stop": (["--stop", "", "p"], "--stop: must not be empty"),
     "two_prompts": (["p", "q"], "got unexpected extra argument"),
     "prompt_and_file": (["--prompts", "f", "p"], "--prompts: cannot be combined"),
@@ -118,7 +131,7 @@ def test_the_device_that_is_asked_for_becomes_the_current_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *shape, device: zeros(*shape))
-    assert [device.pick_device(name) for name in ("cuda:1", "cuda", "cpu")] == [
+    assert [loading.pick_device(name) for name in ("cuda:1", "cuda", "cpu")] == [
         torch.device("cuda:1"),
         torch.device("cuda"),
         torch.device("cpu"),
@@ -166,11 +179,53 @@ def test_files_with_bad_prompts(tmp_path, text, line):
 
 def test_json_that_is_no_list_of_prompts(tmp_path):
     file = tmp_path / "prompts.json"
-    for text in ("{}", "[]", "[1]", "[", '"one"'):
+    for text, message in (
+        ("{}", "is not a JSON list of strings"),
+        ("[1]", "is not a JSON list of strings"),
+        ('"one"', "is not a JSON list of strings"),
+        ("[]", "holds no prompts"),
+        ("[", "is not JSON: Expecting value at character 1"),
+        ("", "is not JSON: Expecting value at character 0"),
+        ("[" * 100_000, "is not JSON: maximum recursion depth exceeded"),
+    ):
         file.write_text(text)
         result = run("generate", "--prompts", str(file))
         assert (result.exit_code, result.stdout) == (2, "")
-        assert result.stderr.endswith("prompts.json is not a JSON list of strings\n")
+        assert result.stderr.startswith(f"specattn: error: --prompts: {file} {message}")
+        assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "{file} holds no prompts"),
+        ("\n \n", "{file} holds no prompts"),
+        (
+            '"one"\n\nimport os\n',
+            "line 3 of {file} is not JSON: Expecting value at character 0",
+        ),
+        ("[]", 'line 1 of {file} is neither a string nor an object with a "prompt" string'),
+        ('{"text": "x"}', "line 1 of {file} is neither"),
+        ('{"prompt": ["x"]}', "line 1 of {file} is neither"),
+        ('"one"\n{"prompt": ""}', "prompt 2 is empty"),
+    ],
+)
+def test_json_lines_that_are_no_prompts(tmp_path, text, message):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(text)
+    result = run("generate", "--prompts", str(file))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"specattn: error: --prompts: {message.format(file=file)}")
+    assert result.stderr.count("\n") == 1
+
+
+def test_graphs_refuses_drawn_drafts_of_plain_decoding():
+    result = run("graphs", *ON_CPU, "--draft-sampling", "--steps", "0")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == (
+        "specattn: error: --draft-sampling: needs --steps of at least 1, got plain decoding, "
+        "which has no drafts\n"
+    )
 
 
 def test_a_draft_of_another_target(tmp_path):

@@ -8,14 +8,18 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 from tests.cli.command import ON_CPU, PROMPT, ROOT, plain_tokens
 
+FULL = b"specattn: error: cannot write the output: No space left on device\n"
 
-def process(*args: str, **rest) -> subprocess.Popen:
+
+def process(*args: str, stdout: int = subprocess.PIPE, **rest) -> subprocess.Popen:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     return subprocess.Popen(
         [sys.executable, "-m", "specattn", *args],
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=subprocess.PIPE,
         cwd=ROOT,
         env=environment | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "0"},
@@ -43,14 +47,16 @@ def test_an_interrupt_ends_quietly():
     assert errors == b""
 
 
-def test_a_closed_pipe_ends_quietly():
-    running = process("generate", *ON_CPU, PROMPT, "--max-new-tokens", "2000", "--ignore-eos")
-    assert running.stdout is not None
-    assert running.stderr is not None
-    assert running.stdout.readline()
-    running.stdout.close()
-    assert running.stderr.read() == b""
-    assert running.wait(timeout=60) == 141
+@pytest.mark.parametrize("args", ["--version", "--help"])
+def test_a_closed_pipe_and_a_full_disk_leave_nothing_for_the_last_flush(args):
+    """Python itself would end with 120 and a traceback of its own."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    for out, code, errors in ((writer, 141, b""), (os.open("/dev/full", os.O_WRONLY), 3, FULL)):
+        running = process(args, stdout=out)
+        os.close(out)
+        _, found = running.communicate(timeout=60)
+        assert (running.returncode, found) == (code, errors)
 
 
 def test_an_argument_that_is_not_utf8():

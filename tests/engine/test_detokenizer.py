@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specattn.cli.text import decode
+from specattn.cli.loading import decode
 from specattn.engine.detokenizer import TextStream
 from tests.cli.command import tokenizer
 

@@ -8,7 +8,6 @@ not, and launching waits for nothing. A joining request's prompt is excepted.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from functools import partial
 
 import pytest
 import torch
@@ -82,15 +81,15 @@ class Steady:
 
     def launches_of(self, run, monkeypatch) -> None:
         """Count what launching a step waits for, its slots included."""
+        launch = run._running._launch
 
-        def counted(call, *args):
+        def counted(*args):
             before = self.waits
-            found = call(*args)
+            found = launch(*args)
             self.launch_waits += self.waits - before
             return found
 
-        for owner, name in ((run.scheduler, "schedule"), (run, "_launch"), (run, "_launch_ahead")):
-            monkeypatch.setattr(owner, name, partial(counted, getattr(owner, name)))
+        monkeypatch.setattr(run._running, "_launch", counted)
 
     def _counters(self) -> dict[str, int]:
         found = torch.cuda.memory_stats()
@@ -148,7 +147,7 @@ def test_steps_neither_wait_nor_allocate(monkeypatch, steps, options, others):
     assert len(ended) > steps // 20, f"only {len(ended)} requests ended"
     assert churn.sizes == {1, 2, 3, 4, 5, 6}
     for decoder in run.decoders:
-        assert decoder.config in run.configs.all
+        assert decoder.config in run.settings.configs
         assert all(map(decoder.runner.recorded, decoder.modes))
         assert not decoder.runner.stats.eager
     assert {result.finish_reason for _, result in ended} == {"length"}
