@@ -15,7 +15,7 @@ import torch
 from bench import timeline
 from bench.metadata_sglang import DRAFT, EXTEND, VERIFY
 from bench.metadata_sides import DIM, Seams, same
-from specattn.backends.flashinfer_bound import FlashInferTree
+from specattn.backends.flashinfer import FlashInferTree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -97,4 +97,4 @@ def late_masks(layers: BoundLayers) -> Callable[[], None] | None:
     if layout.causal or layout.tail <= layout.q_len:
         return None
     bound: Any = layers.bounds[0]
-    return bound.tail.pack if isinstance(bound, FlashInferTree) else bound.masks.fill
+    return (bound.tail if isinstance(bound, FlashInferTree) else bound).masks.fill

@@ -1,6 +1,6 @@
 """Absorbed latent attention through FlashInfer's `BatchMLAPagedAttentionWrapper`.
 
-Pattern B, like `specattn.backends.flashinfer`: a plan is made on the host before every step and
+It is host-planned, like `specattn.backends.flashinfer`: a plan is made before every step and
 lies in a buffer of fixed address, which a recorded ``run`` reads. Pages are single slots of the
 latent pool (DeepSeek-V2, arXiv:2405.04434; see docs/mla.md). The wrapper knows causal or no masks,
 so trees are refused.
@@ -13,17 +13,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from specattn.backends.base import BoundAttention, Capabilities
-from specattn.backends.flashinfer_base import (
+from specattn.backends.flashinfer_plan import (
+    BranchLists,
     FlashInferLayer,
-    Staged,
+    Lists,
+    Planned,
+    PromptLists,
+    RequestLists,
     device_reasons,
     require_contiguous,
     scale_reasons,
 )
-from specattn.backends.flashinfer_plan import BranchLists, RequestLists, list_offsets
 from specattn.errors import UnsupportedError
-from specattn.kernels import ops
-from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
+from specattn.plan import CsrPlan, ExtendPlan, Plan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,13 +83,14 @@ class FlashInferMlaBackend(FlashInferLayer):
         if isinstance(plan, CsrPlan):
             return MlaBranches(self, plan)
         if isinstance(plan, ExtendPlan):
-            return MlaPrompt(self, plan)
+            return MlaAttention(self, PromptLists(plan), plan.max_q_len)
         if not plan.layout.causal:
             raise UnsupportedError(
                 "backend 'flashinfer_mla'",
                 ["trees are not served: FlashInfer's MLA kernels take no mask but a causal one"],
             )
-        return MlaRows(self, plan)
+        lists = RequestLists(plan, plan.batch, -1, self.name)
+        return MlaAttention(self, lists, plan.layout.q_len)
 
 
 def _geometry(config: AttnConfig) -> list[str]:
@@ -111,34 +114,70 @@ def _geometry(config: AttnConfig) -> list[str]:
     return found
 
 
-class _Planned(Staged, BoundAttention):
-    """A wrapper, whose int workspace is its own, and what all bound kinds share."""
+class MlaAttention(Planned):
+    """One causal call over a list per request.
 
-    def __init__(self, backend: FlashInferMlaBackend, **buffers: Any) -> None:
+    Decode, a chain's verify, draft steps of one branch and draft extend are planned into buffers
+    that a graph may have recorded; prompts are eager.
+
+    Parameters
+    ----------
+    backend : FlashInferMlaBackend
+        Whose geometry it serves.
+    lists : Lists
+        The keys.
+    q_len : int
+        Query tokens of a request; the most, for prompts.
+    indices : Tensor, optional
+        Where FlashInfer reads the slots; ``lists.indices`` if omitted.
+    """
+
+    def __init__(
+        self,
+        backend: FlashInferMlaBackend,
+        lists: Lists,
+        q_len: int,
+        indices: Tensor | None = None,
+    ) -> None:
         from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
-        super().__init__()
-        self.config = backend.config
-        self._processors = backend.processors()
+        super().__init__(backend, lists)
+        self._processors, self._q_len = backend.processors(), q_len
+        self._eager = isinstance(lists, PromptLists)
+        buffers: dict[str, Any] = {}
+        if not self._eager:
+            self._check_pieces(lists.rows)
+            buffers = {
+                "use_cuda_graph": True,
+                "qo_indptr": torch.zeros_like(lists.indptr),
+                "kv_indptr": lists.indptr,
+                "kv_indices": lists.indices if indices is None else indices,
+                "kv_len_arr": lists.indptr[1:].clone(),
+            }
         self.wrapper = BatchMLAPagedAttentionWrapper(backend.floats(FLOAT_BYTES), **buffers)
 
-    def _plan(
-        self, rows: Tensor, starts: Tensor, lens: Tensor, indices: Tensor, *, causal: bool
-    ) -> None:
-        """Plan on the host and send the plan to the wrapper's buffers."""
-        config = self.config
+    def plan_lists(self, rows: Tensor, offsets: Tensor) -> None:
+        """Plan the lists' lengths."""
+        config, lens, indices = self.config, offsets.diff(), self.lists.indices
+        if self._eager:
+            # FlashInfer sizes its tiles by the mean, which requests without tokens would skew
+            some = rows.diff() > 0
+            if not some.any():
+                return
+            rows, offsets = (torch.cat([at[:-1][some], at[-1:]]) for at in (rows, offsets))
+            lens = lens[some]
         self._check_pieces(rows)
         with self.staging():
             self.wrapper.plan(
                 qo_indptr=rows,
-                kv_indptr=starts,
-                kv_indices=indices,
+                kv_indptr=offsets,
+                kv_indices=indices if self._eager else indices[:0],
                 kv_len_arr=lens,
                 num_heads=config.num_qo_heads,
                 head_dim_ckv=RANK,
                 head_dim_kpe=ROPE,
                 page_size=1,
-                causal=causal,
+                causal=self._eager or self._q_len > 1,
                 sm_scale=config.sm_scale,
                 q_data_type=config.dtype,
                 kv_data_type=config.dtype,
@@ -163,6 +202,8 @@ class _Planned(Staged, BoundAttention):
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
     ) -> None:
         """Attend; see `BoundAttention.run`."""
+        if not len(q):
+            return
         if v_cache.data_ptr() != k_cache.data_ptr() or v_cache.stride() != k_cache.stride():
             raise ValueError(f"v_cache must be k_cache[..., :{RANK}], a view")
         require_contiguous(out, lse)
@@ -178,54 +219,13 @@ class _Planned(Staged, BoundAttention):
         )
 
 
-class _Recorded(_Planned):
-    """A list per row of requests of one length, planned into buffers a graph may have recorded."""
-
-    def __init__(
-        self,
-        backend: FlashInferMlaBackend,
-        lists: RequestLists | BranchLists,
-        indices: Tensor,
-        q_len: int,
-    ) -> None:
-        self.lists, self.indices, self._q_len = lists, indices, q_len
-        self._rows = list_offsets(torch.full((lists.requests,), q_len), lists.requests)
-        super().__init__(
-            backend,
-            use_cuda_graph=True,
-            qo_indptr=torch.zeros_like(lists.indptr),
-            kv_indptr=lists.indptr,
-            kv_indices=indices,
-            kv_len_arr=lists.indptr[1:].clone(),
-        )
-        self._check_pieces(self._rows)
-
-    def schedule(self, seq_lens_cpu: Tensor | None) -> None:
-        """Plan the lists' lengths."""
-        offsets = self.lists.offsets(seq_lens_cpu)
-        self._plan(self._rows, offsets, offsets.diff(), self.indices[:0], causal=self._q_len > 1)
-
-
-class MlaRows(_Recorded):
-    """Decode, a chain's verify, draft steps of one branch, draft extend: one causal call."""
-
-    def __init__(self, backend: FlashInferMlaBackend, plan: AttnPlan) -> None:
-        lists = RequestLists(plan, plan.batch, -1, backend.name)
-        super().__init__(backend, lists, lists.indices, plan.layout.q_len)
-
-    def fill(self) -> None:
-        """Fill the lists."""
-        assert isinstance(self.lists, RequestLists)
-        self.lists.fill()
-
-
-class MlaBranches(_Recorded):
+class MlaBranches(MlaAttention):
     """Draft steps from index lists, a query token each."""
 
     def __init__(self, backend: FlashInferMlaBackend, plan: CsrPlan) -> None:
         self.plan = plan
-        lists = BranchLists(plan, backend.name)
-        super().__init__(backend, lists, torch.zeros_like(plan.kv_indices), 1)
+        self.indices = torch.zeros_like(plan.kv_indices)
+        super().__init__(backend, BranchLists(plan, backend.name), 1, self.indices)
 
     def fill(self) -> None:
         """Nothing to derive: a step's lists become known after it."""
@@ -242,57 +242,3 @@ class MlaBranches(_Recorded):
         entries = torch.arange(len(lists), device=lists.device) + self.plan.kv_indptr[0]
         torch.take(lists, entries.clamp_(max=len(lists) - 1), out=self.indices)
         super().run(q, k_cache, v_cache, out, lse)
-
-
-class MlaPrompt(_Planned):
-    """A ragged prompt extend, absorbed; eager, so that it may read its lengths from the device."""
-
-    def __init__(self, backend: FlashInferMlaBackend, plan: ExtendPlan) -> None:
-        super().__init__(backend)
-        self.plan = plan
-        self._indptr: Tensor | None = None
-        self._indices = plan.req_to_token.new_empty(0)
-        self._no_tail = plan.req_to_token.new_empty(len(plan.req_pool_indices), 0)
-
-    def schedule(self, seq_lens_cpu: Tensor | None) -> None:
-        """Plan prefixes and new tokens; reads both from the device."""
-        plan = self.plan
-        rows, prefix = plan.qo_indptr.cpu(), plan.seq_lens.cpu()
-        lens = prefix + rows.diff()
-        offsets = list_offsets(lens, len(lens))
-        self._indptr = offsets.to(plan.seq_lens.device)
-        self._indices = plan.req_to_token.new_empty(int(offsets[-1]))
-        # FlashInfer sizes its tiles by the mean, which requests without new tokens would skew
-        some = rows.diff() > 0
-        if some.any():
-            self._plan(
-                torch.cat([rows[:-1][some], rows[-1:]]),
-                torch.cat([offsets[:-1][some], offsets[-1:]]),
-                lens[some].int(),
-                self._indices,
-                causal=True,
-            )
-
-    def fill(self) -> None:
-        """Fill the lists, planning first where nobody has: prompts may skip ``schedule``."""
-        plan = self.plan
-        if self._indptr is None:
-            self.schedule(None)
-        assert self._indptr is not None
-        ops("csr", self._indices.device).fill_lists(
-            plan.req_to_token,
-            plan.req_pool_indices,
-            plan.seq_lens + plan.qo_indptr.diff(),
-            self._no_tail,
-            self._no_tail,
-            self._indptr,
-            self._indices,
-            -1,
-        )
-
-    def run(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
-    ) -> None:
-        """Attend; see `BoundAttention.run`."""
-        if len(q):
-            super().run(q, k_cache, v_cache, out, lse)

@@ -2,23 +2,135 @@
 
 from __future__ import annotations
 
+import weakref
+from abc import abstractmethod
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from specattn.backends.base import BoundAttention
+from specattn.cuda_graph.capture_guard import Settable
 from specattn.errors import UnsupportedError
 from specattn.kernels import ops
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from specattn.config import AttnConfig
-    from specattn.plan import AttnPlan, CsrPlan
+    from specattn.plan import AttnPlan, CsrPlan, ExtendPlan
+
+#: FlashInfer's masked logit is -5e4 before scaling; a smaller scale would let it weigh something.
+MIN_SCALE = 1e-3
+#: Smallest float workspace.
+MIN_FLOATS = 128 << 20
+
 
 #: The largest float workspace that is spent on right-sized query tiles.
 MAX_TILING = 512 << 20
 MIN_INTS = 256 << 10
+
+
+def device_reasons(device: torch.device) -> list[str]:
+    """Say why FlashInfer cannot run on ``device``."""
+    found = []
+    if find_spec("flashinfer") is None:
+        found.append("flashinfer is not installed (pip install flashinfer-python, Linux only)")
+    if device.type != "cuda":
+        found.append(f"FlashInfer needs a CUDA device, got {device.type}")
+    elif not torch.cuda.is_available():
+        found.append("torch finds no CUDA device")
+    elif torch.cuda.get_device_capability(device) < (8, 0):
+        found.append("FlashInfer's FA2 kernels need compute capability 8.0")
+    return found
+
+
+def scale_reasons(config: AttnConfig) -> list[str]:
+    """Say why FlashInfer cannot mask at the layer's scale."""
+    if config.sm_scale < MIN_SCALE:
+        return [f"sm_scale must be at least {MIN_SCALE}, got {config.sm_scale}"]
+    return []
+
+
+def require_contiguous(out: Tensor, lse: Tensor | None) -> None:
+    """Raise a ValueError for outputs that FlashInfer would misread."""
+    for name, tensor in {"out": out, "lse": lse}.items():
+        if tensor is not None and not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
+
+
+class FlashInferLayer(Settable):
+    """A layer geometry on a CUDA device, with the workspace of everything bound to it.
+
+    Parameters
+    ----------
+    config : AttnConfig
+        The layer geometry.
+    device : torch.device
+        A CUDA device.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, config: AttnConfig, device: torch.device) -> None:
+        self.config = config
+        self.device = device
+        self._floats: Tensor | None = None
+
+    def processors(self) -> int:
+        """Return the device's streaming multiprocessors: FlashInfer cuts its work by them."""
+        return torch.cuda.get_device_properties(self.device).multi_processor_count
+
+    def floats(self, size: int) -> Tensor:
+        """Return workspace that everything bound here shares: forwards run one after another."""
+        size = max(size, MIN_FLOATS)
+        if self._floats is None or len(self._floats) < size:
+            self._floats = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        return self._floats
+
+
+class Planned(BoundAttention):
+    """A wrapper over lists of keys, whose plans wait in pinned memory until the device has them.
+
+    Parameters
+    ----------
+    backend : FlashInferLayer
+        Whose geometry it serves.
+    lists : Lists
+        The keys it reads.
+    """
+
+    def __init__(self, backend: FlashInferLayer, lists: Lists) -> None:
+        self.config, self.lists = backend.config, lists
+        # neither the next plan nor another owner of the memory may write there before
+        self._fetched = torch.cuda.Event()
+        weakref.finalize(self, self._fetched.synchronize).atexit = False
+
+    @contextmanager
+    def staging(self) -> Iterator[None]:
+        """Plan inside: on the host, with copies to the device under way afterwards."""
+        self._fetched.synchronize()
+        yield
+        self._fetched.record()
+
+    def schedule(self, seq_lens_cpu: Tensor | None) -> None:
+        """Plan the lists' lengths."""
+        offsets = self.lists.offsets(seq_lens_cpu)
+        self.plan_lists(self.lists.rows, offsets)
+
+    @abstractmethod
+    def plan_lists(self, rows: Tensor, offsets: Tensor) -> None:
+        """Plan requests whose query tokens and lists begin at these, ``[B + 1]`` on the host."""
+
+    def fill(self) -> None:
+        """Fill the lists; prompts may have skipped ``schedule``."""
+        if isinstance(self.lists, PromptLists) and not self.lists.planned:
+            self.schedule(None)
+        self.lists.fill()
 
 
 @dataclass(frozen=True)
@@ -131,6 +243,9 @@ def require_addressable(size: int, what: str, backend: str) -> None:
 class RequestLists:
     """A list per request: the prefix through the table, then the tail.
 
+    Like the other lists here it has ``rows``, where every request's query tokens begin, on the
+    host, and ``indptr`` and ``indices``, which FlashInfer reads on the device.
+
     Parameters
     ----------
     plan : AttnPlan
@@ -173,6 +288,7 @@ class RequestLists:
         require_addressable(size, "list entries", backend)
         self.plan, self.requests, self.backend = plan, requests, backend
         self.window_left = window_left
+        self.rows = list_offsets(torch.full((batch,), layout.q_len), requests)
         self.indptr = table.new_zeros(requests + 1)
         self.indices = table.new_zeros(size)
 
@@ -211,6 +327,7 @@ class BranchLists:
 
     def __init__(self, plan: CsrPlan, backend: str) -> None:
         self.plan, self.requests, self.backend = plan, len(plan.kv_indptr) - 1, backend
+        self.rows = torch.arange(self.requests + 1, dtype=torch.int32)
         self.indptr = torch.zeros_like(plan.kv_indptr)
         self.indices = plan.kv_indices
 
@@ -231,6 +348,82 @@ class BranchLists:
         self.indptr.copy_(self.plan.kv_indptr)
 
 
+class PromptLists:
+    """A list per prompt, cached and new tokens alike; their lengths are read from the device.
+
+    Parameters
+    ----------
+    plan : ExtendPlan
+        What is listed.
+    window_left : int
+        Keys before every query's window are not listed; -1 is no window.
+    """
+
+    def __init__(self, plan: ExtendPlan, window_left: int = -1) -> None:
+        self._plan, self._window_left = plan, window_left
+        self._none = plan.req_to_token.new_empty(len(plan.req_pool_indices), 0)
+        self._lens = plan.seq_lens
+        self.planned = False
+        self.rows = self.indptr = plan.qo_indptr
+        self.indices = plan.req_to_token.new_empty(0)
+
+    def offsets(self, seq_lens_cpu: Tensor | None) -> Tensor:
+        """Return where each list begins, on the host, and find ``rows``; reads the device."""
+        plan = self._plan
+        rows, prefix = plan.qo_indptr.cpu(), plan.seq_lens.cpu()
+        if self._window_left >= 0:
+            prefix = prefix.clamp(max=self._window_left)
+        offsets = list_offsets(prefix + rows.diff(), len(rows) - 1)
+        self.indptr = offsets.to(plan.seq_lens.device)
+        self._lens = plan.seq_lens + plan.qo_indptr.diff()
+        self.indices = plan.req_to_token.new_empty(int(offsets[-1]))
+        self.rows, self.planned = rows, True
+        return offsets
+
+    def fill(self) -> None:
+        """Write the lists where `offsets` has put them."""
+        plan = self._plan
+        ops("csr", self.indices.device).fill_lists(
+            plan.req_to_token,
+            plan.req_pool_indices,
+            self._lens,
+            self._none,
+            self._none,
+            self.indptr,
+            self.indices,
+            -1,
+        )
+
+
+class TailLists:
+    """The tail of every request, whose lengths are the layout's; planned once.
+
+    Parameters
+    ----------
+    plan : AttnPlan
+        What is listed.
+    """
+
+    def __init__(self, plan: AttnPlan) -> None:
+        self._slots, begin = plan.tail_slots, torch.arange(plan.batch + 1, dtype=torch.int32)
+        self._offsets = begin * plan.layout.tail
+        self.rows = begin * plan.layout.q_len
+        self.indptr = self._offsets.to(plan.tail_slots.device)
+        self.indices = plan.tail_slots.new_zeros(plan.batch * plan.layout.tail)
+
+    def offsets(self, seq_lens_cpu: Tensor | None) -> Tensor:
+        """Return where each list begins, on the host."""
+        return self._offsets
+
+    def fill(self) -> None:
+        """List the tails' slots."""
+        self.indices.view(self._slots.shape).copy_(self._slots)
+
+
+#: What `Planned` reads.
+Lists = RequestLists | BranchLists | PromptLists | TailLists
+
+
 class PackedMasks:
     """A bit per query token and listed key, where FlashInfer reads it.
 
@@ -239,8 +432,12 @@ class PackedMasks:
 
     Parameters
     ----------
-    lists : RequestLists
+    plan : AttnPlan
+        Of the query tokens.
+    lists : RequestLists or TailLists
         The keys.
+    backend : str
+        Who reads the masks, for errors.
 
     Attributes
     ----------
@@ -248,31 +445,36 @@ class PackedMasks:
         Whether the words name ancestors of earlier draft steps, which become known after ``fill``.
     """
 
-    def __init__(self, lists: RequestLists) -> None:
-        plan, layout = lists.plan, lists.plan.layout
-        self.lists = lists
+    def __init__(self, plan: AttnPlan, lists: RequestLists | TailLists, backend: str) -> None:
+        layout = plan.layout
+        self.plan, self.lists = plan, lists
         self.late = layout.tail > layout.q_len
-        cells = layout.q_len * lists.longest
-        self.indptr = torch.zeros_like(lists.indptr)
-        size = plan.batch * (cells // 8 + 1)
-        require_addressable(max(cells, size), "mask bits or bytes", lists.backend)
+        if isinstance(lists, TailLists):
+            # planned once: FlashInfer begins a request's bytes where it counts its cells
+            size = cells = plan.batch * layout.q_len * layout.tail
+            self.indptr, self.window_left = lists.indptr * layout.q_len, -1
+        else:
+            cells = layout.q_len * lists.longest
+            size = plan.batch * (cells // 8 + 1)
+            self.indptr, self.window_left = torch.zeros_like(lists.indptr), lists.window_left
+        require_addressable(max(cells, size), "mask bits or bytes", backend)
         self.bits = torch.zeros(size, dtype=torch.uint8, device=lists.indices.device)
 
     def schedule(self, offsets: Tensor) -> None:
         """Say where each request's bytes begin; FlashInfer's own plan counts cells there."""
-        cells = (offsets[1:] - offsets[:-1]).long() * self.lists.plan.layout.q_len
+        cells = (offsets[1:] - offsets[:-1]).long() * self.plan.layout.q_len
         self.indptr.copy_(list_offsets((cells + 7) // 8, len(cells)), non_blocking=True)
 
     def fill(self) -> None:
         """Pack the words."""
-        plan, lists = self.lists.plan, self.lists
+        plan = self.plan
         ops("csr", self.bits.device).pack_masks(
-            lists.indptr,
+            self.lists.indptr,
             self.indptr,
             plan.seq_lens,
             plan.positions,
             plan.tail_positions,
             plan.tail_words,
             self.bits,
-            lists.window_left,
+            self.window_left,
         )

@@ -9,8 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specattn.backends.flashinfer import FlashInferBackend
-from specattn.backends.flashinfer_bound import FlashInferRows, FlashInferTree
+from specattn.backends.flashinfer import FlashInferBackend, FlashInferPrefill, FlashInferTree
 from specattn.backends.layers import LayeredBackend
 from specattn.backends.multi_step import MultiStepDraftBackend
 from specattn.batch import Phase, RowLayout
@@ -67,10 +66,10 @@ def test_the_longest_context_and_the_window_decide_about_two_passes():
         two_passes_from = 4096
 
     for backend, options, kind in (
-        (Long, {"width": 4095}, FlashInferRows),
+        (Long, {"width": 4095}, FlashInferPrefill),
         (Long, {"width": 4096}, FlashInferTree),
-        (Long, {"width": 4096, "window_left": 9}, FlashInferRows),
-        (Long, {"width": 4096, "mode": "chain"}, FlashInferRows),
+        (Long, {"width": 4096, "window_left": 9}, FlashInferPrefill),
+        (Long, {"width": 4096, "mode": "chain"}, FlashInferPrefill),
     ):
         case = make_tree_case([9, 3], q_len=3, head_dim=64, dtype=BF16, device=DEVICE, **options)
         live = Live(case, "mode" in options, backend(config_of(case), torch.device(DEVICE)))
