@@ -18,7 +18,6 @@ RECORD = "pair_h200.json"
 PLAIN, TRANSFORMERS = "plain", "transformers"
 ONE, THREE, HALVES, EAGER = "one graph", "three graphs", "two-batch overlap", "eager"
 WAYS = (ONE, THREE, HALVES, EAGER)
-HOW = {THREE: "in three graphs", HALVES: "with two-batch overlap", EAGER: "eager"}
 MODELS = {"transformers": "transformers' modules", "fused": "`FusedTarget` and `FusedEagle3`"}
 
 Lines = dict[tuple[str, str], dict[str, Any]]
@@ -28,25 +27,12 @@ def _lines(cell: dict[str, Any]) -> Lines:
     return {(line["setting"], line["way"]): line for line in cell["lines"]}
 
 
-def gain(lines: Lines, setting: str, runs: str = "runs") -> float | None:
-    """Return one graph's speed over three graphs', of medians over captures, if both were timed.
-
-    ``runs`` are those launched a step ahead, or ``"waited"``.
-    """
+def gain(lines: Lines, setting: str) -> float | None:
+    """Return one graph's speed over three graphs', of medians over captures, if both were timed."""
     one, three = lines.get((setting, ONE)), lines.get((setting, THREE))
-    if one is None or three is None or runs not in one:
+    if one is None or three is None:
         return None
-    return statistics.median(one[runs]) / statistics.median(three[runs])
-
-
-def spread(cells: list[dict[str, Any]]) -> float:
-    """Return the median, over all graphs, of the fastest capture over the slowest."""
-    return statistics.median(
-        max(line["runs"]) / min(line["runs"])
-        for cell in cells
-        for line in cell["lines"]
-        if line["way"] in (ONE, THREE) and line["setting"] != PLAIN
-    )
+    return statistics.median(one["runs"]) / statistics.median(three["runs"])
 
 
 def gains(cells: list[dict[str, Any]]) -> list[Point]:
@@ -82,14 +68,12 @@ def shown(results: Path) -> str:
 
 
 def _table(cells: list[dict[str, Any]]) -> str:
-    waited = _waited(cells)
     head = [
         "batch",
         "setting",
         "tokens per step",
         *WAYS,
         "one / three",
-        *(["one / three, waited for"] if waited else []),
         "one / plain",
         "one / transformers",
     ]
@@ -99,28 +83,23 @@ def _table(cells: list[dict[str, Any]]) -> str:
         best = lines.get((PLAIN, ONE))
         theirs = lines.get((TRANSFORMERS, EAGER))
         for setting in dict.fromkeys(setting for setting, _ in lines):
+            if setting == TRANSFORMERS:
+                continue
             own = {way: lines.get((setting, way)) for way in WAYS}
             first = next(line for line in own.values() if line)
             kept = first.get("accepted_per_step")
-            name = "transformers' `generate`" if setting == TRANSFORMERS else setting
             rows.append(
                 [
                     str(cell["batch"]),
-                    name,
+                    setting,
                     f"{kept:.2f}" if kept else "1.00",
                     *(_speed(line) for line in own.values()),
                     tables.times(gain(lines, setting)),
-                    *([tables.times(gain(lines, setting, "waited"))] if waited else []),
                     tables.times(_ratio(own[ONE], best if setting != PLAIN else None)),
                     tables.times(_ratio(own[ONE], theirs)),
                 ]
             )
     return tables.table(head, rows)
-
-
-def _waited(cells: list[dict[str, Any]]) -> bool:
-    """Whether steps were also timed without going ahead, and graphs captured for every turn."""
-    return any("waited" in line for cell in cells for line in cell["lines"])
 
 
 def _speed(line: dict[str, Any] | None) -> str:
@@ -141,49 +120,23 @@ def _verdict(cells: list[dict[str, Any]]) -> list[str]:
     ratios = [point.value for point in found]
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     where = f": {'; '.join(late)}" if late else ""
-    texts = [
+    return [
         f"Launched a step ahead, one graph is {mean:.3f}x as fast as three (geomean of "
         f"{len(found)} cells), and slower in {len(late)} of them{where}. Of the greedy texts, "
-        f"{_equal(cell for cell in cells if not cell['temperature'])} are plain decoding's.",
-        *_drawn([cell for cell in cells if cell["temperature"]]),
+        f"{_equal(cell for cell in cells if not cell['temperature'])} are plain decoding's."
     ]
-    if _waited(cells):
-        texts.append(
-            "Graphs are captured anew for every turn, because they differ in time: the fastest "
-            f"capture of a step is {spread(cells):.3f}x as fast as the slowest (median). *Waited "
-            "for* is without going ahead: every step is read before the next is launched."
-        )
-    return texts
 
 
-def _equal(cells: Iterable[dict[str, Any]], way: str | None = None) -> str:
-    """Count the texts that are what they are compared with, and all that are; of one way or all."""
+def _equal(cells: Iterable[dict[str, Any]]) -> str:
+    """Count the texts that are what they are compared with, and all that are."""
     counts = [
         (line["equal"], cell["batch"])
         for cell in cells
         for line in cell["lines"]
-        if line["equal"] is not None and way in (None, line["way"])
+        if line["equal"] is not None
     ]
     same, asked = (sum(column) for column in zip(*counts, strict=True))
     return f"{same} of {asked}"
-
-
-def _drawn(cells: list[dict[str, Any]]) -> list[str]:
-    """Say how many drawn texts are those of the first run of their setting in one graph."""
-    found = [
-        f"batch {cell['batch']}: {_equal([cell], way)} {how}"
-        for cell in cells
-        for way, how in HOW.items()
-        if any(line["way"] == way and line["equal"] is not None for line in cell["lines"])
-    ]
-    return (
-        [
-            "Of the drawn texts, as many are those of their setting's first run in one graph, in "
-            f"the turn in which fewest are: {'; '.join(found)}."
-        ]
-        if found
-        else []
-    )
 
 
 def asked(results: Path) -> list[Target]:

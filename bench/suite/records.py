@@ -18,22 +18,6 @@ TILES, CHUNKS = "gluon_tiles_h200.json", "gluon_chunks_h200.json"
 SMALL, SANITIZER = "small_ops_h200.json", "sanitizer_h200.json"
 LATENT = "mla_variants_h200.json"
 COMPILED, SPEEDS = "compile_targets.json", "two_speeds_h200.json"
-#: Records that say where and at which version they were taken, and what is in them.
-TAKEN = {
-    SMALL: "small operations",
-    "vocabulary_h200.json": "distributions and argmax",
-    "counters_h200.json": "counters of the hardware",
-    metadata.RECORD: "metadata of a step",
-    steps.RECORD: "whole steps",
-    "step_gemm_h200.json": "products and forwards",
-    "graphs_h200.json": "captures",
-    decode.RECORD: "the shipped pair",
-    seams.RECORD: "one graph against three",
-    soak.RECORD: "the soak",
-    seams.MODULES: "one graph against three, transformers' modules",
-    SPEEDS: "two speeds of small kernels",
-    steady.RECORD: "a thousand steps",
-}
 TRITON = "Triton"
 #: Small kernels that were asked to take a few microseconds up to this batch.
 ASKED = {
@@ -70,29 +54,6 @@ def _choices(times: dict[str, float]) -> str:
         f"**{shown[name]}** {name}" if us == best else f"{shown[name]} {name}"
         for name, us in times.items()
     )
-
-
-def machines(results: Path) -> list[str]:
-    """Return a table of what each record was taken with, if there is any."""
-    rows = []
-    for name, what in TAKEN.items():
-        if (results / name).exists():
-            found = json.loads((results / name).read_text())["machine"]
-            version = [
-                f"`{found[key]}`" if found.get(key) else tables.NONE
-                for key in ("commit", "kernels")
-            ]
-            rows.append(
-                [
-                    what,
-                    f"`{name}`",
-                    tables.versions(found),
-                    *version,
-                    found.get("date", tables.NONE),
-                ]
-            )
-    head = ["record", "file", "taken with", "commit", "kernels", "date"]
-    return [tables.table(head, rows)] if rows else []
 
 
 def tiles(results: Path) -> str:

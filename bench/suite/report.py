@@ -1,7 +1,8 @@
 """The tables and pictures of a documentation page, made from result files.
 
 A page says where with ``<!-- results: NAME -->`` and ``<!-- end -->``; what stands between them is
-replaced. Names are ``machines``, ``summary``, ``targets``, those of parts, and those of `records`.
+replaced. Names are ``summary``, ``machines``, ``latency``, ``steps``, ``pair``, those of `SHOWN`.
+Cells that are not shown are in the result files and, of shown parts, in the pictures.
 """
 
 from __future__ import annotations
@@ -9,15 +10,101 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from . import growth, metadata, plots, records, seams, steps, summary, tables, targets
+from . import decode, metadata, plots, steps, summary, tables, targets
 from .results import read
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
-    from .results import PartFound
+    from .results import Found, PartFound
 
 PAGE = "performance.md"
+#: Of a part, what the page shows: the table, and which cells it has.
+SHOWN: dict[str, tuple[Callable[[list[Found]], str], tuple[str, ...]]] = {
+    "trees": (
+        tables.cells,
+        (
+            "1 x 100 tree 4-3-8",
+            "1 x 4k tree 4-3-8",
+            "1 x 128k tree 4-3-8",
+            "32 x 32k tree 4-3-8",
+            "256 x 1k tree 4-3-8",
+            "1 x 64k + 31 x 2k tree 4-3-8",
+            "8 x 8k tree 4-5-16",
+            "8 x 8k tree 8-7-64",
+            "32 x 4k tree 8-7-64",
+        ),
+    ),
+    "chains": (
+        tables.cells,
+        (
+            "1 x 1k decode",
+            "1 x 8k decode",
+            "8 x 8k decode",
+            "32 x 4k decode",
+            "512 x 512 decode",
+            "1 x 64k + 31 x 2k decode",
+            "1 x 8k chain 8",
+            "32 x 8k chain 8",
+        ),
+    ),
+    "drafts": (
+        tables.cells,
+        (
+            "1 x 1k draft topk 8 step 2",
+            "8 x 8k draft topk 4 step 2",
+            "8 x 8k draft topk 8 step 2",
+            "32 x 4k draft topk 8 step 2",
+            "1 x 64k + 31 x 2k draft topk 8 step 2",
+        ),
+    ),
+    "extends": (
+        tables.cells,
+        (
+            "1 x 8k extend 1..6",
+            "8 x 8k extend 1..6",
+            "8 x 8k prompt 512",
+            "1 x 8k prompt 8k",
+            "1 x 64k prompt 512",
+            "1 x 0 prompt 8k",
+        ),
+    ),
+    "latent": (
+        tables.cells,
+        (
+            "1 x 8k decode mla16 page 64",
+            "16 x 16k decode mla16 page 64",
+            "8 x 32k chain 4 mla16 page 64",
+            "1 x 8k decode mla128 page 64",
+            "16 x 16k decode mla128 page 64",
+            "64 x 4k decode mla128 page 64",
+            "32 x 8k chain 4 mla128 page 64",
+        ),
+    ),
+    "float8": (
+        tables.variants,
+        (
+            "1 x 4k tree 4-3-8 fp8",
+            "1 x 128k tree 4-3-8 fp8",
+            "8 x 8k tree 8-7-64 fp8",
+            "8 x 32k tree 4-3-8 fp8",
+            "16 x 8k tree 4-3-8 hd64 fp8",
+            "32 x 4k decode fp8",
+            "8 x 8k prompt 512 fp8",
+        ),
+    ),
+    "fixed": (
+        tables.variants,
+        (
+            "1 x 4k tree 4-3-8, two orders",
+            "8 x 8k tree 4-5-16, two orders",
+            "8 x 8k tree 8-7-64, two orders",
+            "8 x 8k decode, two orders",
+            "8 x 8k draft topk 8 step 2, two orders",
+        ),
+    ),
+}
 MARKED = re.compile(r"(<!-- results: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -28,8 +115,9 @@ def write(folder: Path, docs: Path) -> list[Path]:
     page.write_text(rendered(page.read_text(), folder, parts))
     made = [page]
     for part in parts:
-        made.append(picture(docs, part.name))
-        plots.bars(part, made[-1])
+        if part.name in SHOWN:
+            made.append(picture(docs, part.name))
+            plots.bars(part, made[-1])
     if parts:
         made.append(picture(docs, "latency"))
         plots.latency(parts, made[-1])
@@ -54,26 +142,26 @@ def rendered(page: str, folder: Path, parts: list[PartFound]) -> str:
 
 def blocks(folder: Path, parts: list[PartFound]) -> dict[str, str]:
     """Return the text of every name."""
-    cells = [cell for part in parts for cell in part.cells]
-    found = records.blocks(folder.parent)
+    results = folder.parent
+    found = {
+        name: module.shown(results)
+        for name, module in (("steps", steps), ("pair", decode))
+        if (results / module.RECORD).exists()
+    }
     if not parts:
         return found
-    found["machines"] = "\n\n".join([tables.machines(parts), *records.machines(folder.parent)])
+    cells = [cell for part in parts for cell in part.cells]
     asked = [
-        *targets.speeds(cells),
         *targets.ratios(cells),
         *targets.latent(cells),
-        *growth.float8(cells),
-        *growth.shapes(cells),
-        *growth.steps(cells),
-        *records.asked(folder.parent),
-        *metadata.asked(folder.parent),
-        *seams.asked(folder.parent),
-        *steps.asked(folder.parent),
+        *metadata.asked(results),
+        *steps.asked(results),
     ]
-    found["summary"], found["targets"] = summary.table(asked), targets.table(asked)
+    found["summary"], found["machines"] = summary.table(asked), tables.machines(parts)
     found["latency"] = "![Time over tokens](img/attention_latency.svg)"
     for part in parts:
-        shown = f"![{part.title}](img/attention_{part.name}.svg)"
-        found[part.name] = f"{shown}\n\n{tables.section(part)}"
+        if part.name in SHOWN:
+            table, names = SHOWN[part.name]
+            shown = table([cell for cell in part.cells if cell.name in names])
+            found[part.name] = f"![{part.title}](img/attention_{part.name}.svg)\n\n{shown}"
     return found

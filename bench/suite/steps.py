@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,17 +17,9 @@ RECORD = "step_h200.json"
 PLAIN, HELD = "plain", "tree 4-5-16"
 #: The batch and context whose time is held to its bytes.
 PLACE = (1, 4096)
-PARTS = ("target", "draft", "attention", "other", "idle")
-#: Rows of a forward up to which, and above which, traced steps are held beside timed ones.
-ROWS = 24, 128
-#: What launching takes of the host; a slow machine shows in all of them.
-HOST = {
-    "host_us": "host, device busy",
-    "host_p10_us": "its quietest tenth",
-    "host_rehearsed_us": "host, rehearsed, rows anew",
-    "host_idle_us": "host, device idle",
-    "loop_us": "a fixed loop",
-}
+#: Of the batches and contexts, those that the page shows; and of gains, the shortest and longest.
+PLACES = ("1 x 1k", "1 x 4k", "1 x 32k", "4 x 4k", "16 x 4k", "16 x 32k", "64 x 4k")
+ENDS = ("1 x 1k", "1 x 32k")
 #: A fixed loop that takes so many times its shortest says that somebody else holds the host up.
 NOISY = 1.2
 Cell = dict[str, Any]
@@ -68,27 +59,17 @@ def read(results: Path) -> list[Cell]:
 
 
 def shown(results: Path) -> str:
-    """Return steps over their bytes, what they are divided into, and what speculation gains."""
-    cells, texts = read(results), []
-    for model in dict.fromkeys(cell["model"] for cell in cells):
-        own = [cell for cell in cells if cell["model"] == model]
-        texts += [
-            f"{model}, ms and ratio to the bytes at the speed of a copy (with *: to the "
+    """Return steps over their bytes, and what speculation gains."""
+    cells = [cell for cell in read(results) if cell["model"] == MODEL]
+    return "\n\n".join(
+        [
+            f"{MODEL}, ms and ratio to the bytes at the speed of a copy (with *: to the "
             "products at the speed of a large square one, where these take longer):",
-            times(own),
+            times([cell for cell in cells if place(cell) in PLACES]),
+            f"{MODEL} against plain decoding, batch 1, at tokens per step measured elsewhere:",
+            gains([cell for cell in cells if place(cell) in ENDS]),
         ]
-    texts += ["Where the time goes, us, at 4k tokens:", division(cells), *traced(cells)]
-    texts += [
-        f"{MODEL} against plain decoding, batch 1, at tokens per step measured elsewhere:",
-        gains(cells),
-    ]
-    return "\n\n".join([*texts, *_skipped(results)])
-
-
-def _skipped(results: Path) -> list[str]:
-    cells = json.loads((results / RECORD).read_text())["cells"]
-    names = dict.fromkeys(place(cell) for cell in cells if "skipped" in cell)
-    return [f"Not there: {', '.join(names)}, whose keys and values do not fit."] if names else []
+    )
 
 
 def place(cell: Cell) -> str:
@@ -127,63 +108,6 @@ def _even(row: dict[str, Cell], setting: str) -> str:
     if PLAIN not in row or setting not in row:
         return tables.NONE
     return f"{row[setting]['us'] / row[PLAIN]['us']:.2f}"
-
-
-def division(cells: Iterable[Cell]) -> str:
-    """A row per step at the context of the target line."""
-    rows = []
-    for cell in cells:
-        if cell["context"] != PLACE[1] or "trace" not in cell:
-            continue
-        parts = cell["trace"]["divided"]
-        rows.append(
-            [
-                cell["model"],
-                cell["setting"],
-                str(cell["batch"]),
-                tables.micros(cell["us"]),
-                *(tables.micros(parts[part]) for part in PARTS),
-                str(cell["trace"]["kernels"]),
-                tables.percent(cell["trace"]["gaps_over_2us"]["share"]),
-                *(tables.micros(cell[name]) for name in HOST),
-            ]
-        )
-    head = [
-        "model",
-        "setting",
-        "batch",
-        "step",
-        *PARTS,
-        "kernels",
-        "gaps over 2 us",
-        *HOST.values(),
-    ]
-    return tables.table(head, rows)
-
-
-def traced(cells: list[Cell]) -> list[str]:
-    """Say how far traced and timed steps are apart, by the rows of a target's forward."""
-    edges, found = (0, *ROWS), []
-    for low, high in zip(edges, (*ROWS, math.inf), strict=True):
-        here = [
-            cell
-            for cell in cells
-            if "trace" in cell and low < cell["batch"] * cell["nodes"] <= high
-        ]
-        if here:
-            most = max(here, key=_apart)
-            rows = f"up to {high}" if math.isfinite(high) else f"more than {low}"
-            found.append(
-                f"{tables.percent(_apart(most))} with {rows} rows ({most['model']}, {place(most)} "
-                f"{most['setting']}: {most['trace']['us'] / 1e3:.2f} ms traced, "
-                f"{most['us'] / 1e3:.2f} timed)"
-            )
-    return [f"Traced and timed steps differ by at most {'; '.join(found)}."] if found else []
-
-
-def _apart(cell: Cell) -> float:
-    """Return how much shorter or longer a traced step is, as a share of the timed one."""
-    return abs(float(cell["trace"]["us"] / cell["us"]) - 1)
 
 
 def gains(cells: list[Cell]) -> str:

@@ -1,8 +1,7 @@
-"""What a reader in a hurry wants to know: the ratios of the targets, and how many were reached."""
+"""What a reader in a hurry wants to know: means and worst cells of the ratios to others."""
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING
 
 from . import tables
@@ -57,7 +56,7 @@ LINES = (
 
 
 def table(found: list[Target]) -> str:
-    """Return the headline ratios, worst and mean, and a sentence that counts verdicts."""
+    """Return the headline ratios, mean and worst."""
     by_regime = {target.regime: target for target in found if target.points}
     rows = []
     for words, regime, section in LINES:
@@ -70,9 +69,4 @@ def table(found: list[Target]) -> str:
                     str(len(target.points)),
                 ]
             )
-    counts = Counter(target.verdict.strip("*") for target in found)
-    said = (
-        f"Of {len(found)} lines that were asked for, {counts['aim']} reach their aim, "
-        f"{counts['must']} what they must, and {counts['below']} are below."
-    )
-    return f"{tables.table(['', 'geomean', 'worst', 'cells'], rows)}\n\n{said}"
+    return tables.table(["", "geomean", "worst", "cells"], rows)
