@@ -154,7 +154,7 @@ class Rebuild:
                 for at, prompt in enumerate(self.prompts)
             ]
         )
-        assert self.engine.num_live == size == self.config.max_num_reqs
+        assert self.engine.num_running == size == self.config.max_num_reqs
         table.reserve(self.rows, [self.config.max_context_len] * size)
         self.sampled = bool(temperature)
         for twin in self.twins.values():

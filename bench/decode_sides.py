@@ -48,10 +48,10 @@ def decode(engine: Engine, requests: Sequence[Request], *, ahead: bool = True) -
     results = engine.add(requests)
     whole_steps, whole_seconds, steps = 0, 0.0, 0
     begin = time.perf_counter()
-    while engine.num_live:
+    while engine.num_running:
         engine.step(ahead=ahead)
         steps += 1
-        if engine.num_live == len(requests):
+        if engine.num_running == len(requests):
             whole_steps, whole_seconds = steps, time.perf_counter() - begin
     engine.clear()
     seconds = time.perf_counter() - begin

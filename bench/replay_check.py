@@ -100,7 +100,7 @@ def main() -> None:
     config = SpecConfig(5, 4, 16, CONTEXT, max(sizes))
     engine = Engine(target, draft, config, buckets=sizes, num_slots=max(sizes) * CONTEXT + 1)
     engine.add([Request([1 + at % 50, 2, 3], CONTEXT) for at in range(max(sizes))])
-    rows = [live.row for live in engine._live]
+    rows = [live.row for live in engine.running]
     engine.table.reserve(rows, [CONTEXT] * len(rows))
     decoder = engine.decoders[0]
     if not cuda:

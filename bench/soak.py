@@ -105,17 +105,18 @@ class Churn:
         engine, rng = self.engine, self.rng
         if rng.random() < 0.02 or not self.gains:
             self.level = rng.randint(1, engine.config.max_num_reqs)
-        missing = self.level - engine.num_live
-        if not engine.num_live or (missing > 0 and rng.random() < JOINS):
+        missing = self.level - engine.num_running
+        if not engine.num_running or (missing > 0 and rng.random() < JOINS):
             self.join(rng.randint(1, max(1, missing)))
-        self.sizes.add(engine.num_live)
+        self.sizes.add(engine.num_running)
         before = {id(result): (kind, result.steps) for kind, result in self.running}
         engine.step(ahead=rng.random() < 0.9)
         self.gains.append(
             [
                 (*before[id(result)], result.accept_lens[-1])
                 for _, result in self.running
-                if result.steps > before[id(result)][1]
+                # an end cuts what the last step gained
+                if result.steps > before[id(result)][1] and not result.finish_reason
             ]
         )
         ended = [item for item in self.running if item[1].finish_reason]
@@ -136,7 +137,7 @@ class Dice:
         self._rng = random.Random(seed)
 
     def __call__(self, observed: Observed) -> SpecConfig:
-        return self._rng.choice(observed.settings)
+        return self._rng.choice(observed.configs)
 
 
 def soak(
@@ -171,11 +172,11 @@ def soak(
         If a text is wrong, a slot or row was lost, memory grew, or acceptance moved.
     """
     # one setting: drawn tokens and gains have to be equal, too
-    fixed, begin = not engine.settings.adaptive, time.perf_counter()
+    fixed, begin = not engine.configs.adaptive, time.perf_counter()
     want = wanted(fresh, plain, kinds)
     slots, rows = engine.table.num_free_slots, engine.table.num_free_rows
-    last = engine.settings.fit(engine.config, 1)
-    for config in (*engine.settings.configs, last):  # what is made on first use
+    last = engine.configs.fit(engine.config, 1)
+    for config in (*engine.configs.all, last):  # what is made on first use
         engine.decoder(config).capture(sampled=True)
     print(f"ready after {time.perf_counter() - begin:.0f} s", flush=True)
     churn, found, begin = Churn(engine, kinds, seed), Found(), time.perf_counter()
@@ -216,7 +217,7 @@ def soak(
     if not fixed:
         report["steps_by_setting"] = {
             f"{config.num_steps},{config.topk},{config.num_draft_tokens}": count
-            for config, count in engine.settings.used.items()
+            for config, count in engine.configs.used.items()
         }
     keep(report)
     judge(report, fixed=fixed)

@@ -30,8 +30,8 @@ def on_page_markdown(text: str, page, config, files: Files) -> str:
     up = "../" * (page.file.src_uri.count("/") + 1)
 
     def led(match: re.Match[str]) -> str:
-        label, name = match.groups()
+        label, name, anchor = match.groups("")
         home = "../" * page.file.src_uri.count("/")
-        return f"[{label}]({home}{PAGES[name]})" if name in PAGES else label
+        return f"[{label}]({home}{PAGES[name]}{anchor})" if name in PAGES else label
 
-    return re.sub(rf"\[([^\]]*)\]\({re.escape(up)}((?!\.\./)[^)]*)\)", led, text)
+    return re.sub(rf"\[([^\]]*)\]\({re.escape(up)}((?!\.\./)[^)#]*)(#[^)]*)?\)", led, text)

@@ -1,4 +1,4 @@
-"""The values that flow through one step: each stage returns one, nobody writes to another's.
+"""The values that flow through one step.
 
 Shapes: B requests, n = num_draft_tokens, N = num_steps, K = topk,
 C = K + (N - 1) K² candidates, W = ceil(n / 64) ancestor words.
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class ForwardMode(enum.Enum):
-    """Why a model runs. Read by ``SpecConfig.layout`` and used as a graph key; nothing else."""
+    """Why a model runs; `SpecConfig.layout` and the graph keys read it."""
 
-    # as members compare; that of their names takes a call in Python
+    # members compare by identity; Enum's own hash takes a call in Python
     __hash__ = object.__hash__
 
     DECODE = "decode"
@@ -28,7 +28,7 @@ class ForwardMode(enum.Enum):
 
 
 class Phase(enum.Enum):
-    """What composites route on."""
+    """The kind of forward that composite backends route on."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -38,24 +38,24 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The numbers of a forward: all a backend is told about its mode.
+    """The shape of a forward, all that a backend learns of its mode.
 
     Parameters
     ----------
     q_len : int
         Query tokens per request.
     tail : int
-        Slots after the prefix that a query token may see, by its ancestor words. The last
-        ``q_len`` of them are the query tokens' own, written by this forward.
+        Slots after the prefix; ancestor words say which of them a query token sees. The last
+        ``q_len`` are the query tokens' own, which this forward writes.
     phase : Phase
-        For composites to route on.
+        What composite backends route on.
     causal : bool
-        Whether the words are causal by construction: query i sees the tail up to itself. A
-        backend may then use a causal kernel instead of a mask.
+        Whether the words are causal: query i sees the tail up to itself. A backend may then use a
+        causal kernel instead of a mask.
     page_size : int
         KV slots of a page. The keys of positions ``[i * page_size, (i + 1) * page_size)`` lie in
-        one page, in order: those of the prefix and, if ``causal``, of the tail, which continues
-        it. 1 says nothing.
+        one page, in order. This holds for the prefix and, if ``causal``, for the tail that
+        continues it. 1 promises nothing.
     """
 
     q_len: int
@@ -74,11 +74,11 @@ class SpecBatch:
     req_pool_indices : Tensor
         ``[B]`` int64, rows of ``req_to_token``.
     seq_lens : Tensor
-        ``[B]`` int32, committed KV: neither the bonus token nor any draft token counts.
+        ``[B]`` int32, tokens with committed KV, without bonus token and draft tokens.
     seq_lens_cpu : Tensor
-        ``[B]`` int32 on the host, the same numbers; read by ``schedule`` alone.
+        ``[B]`` int32, the same numbers on the host, for ``schedule``.
     bonus_tokens : Tensor
-        ``[B]`` int64, each request's newest token, not yet in the KV.
+        ``[B]`` int64, each request's newest token, which has no KV yet.
     """
 
     req_pool_indices: Tensor
@@ -92,7 +92,7 @@ class SpecBatch:
 
 @dataclass(frozen=True)
 class DraftState:
-    """What a draft extend leaves for the next proposal.
+    """What a draft extend leaves for the next draft.
 
     Parameters
     ----------
@@ -103,7 +103,7 @@ class DraftState:
     hidden_states : Tensor
         ``[B, H]``, the draft model's hidden state at the last committed position.
     draft_probs : Tensor
-        ``[B, Vd]`` float32, the law a sampled token was drawn from; ``[B, 0]`` unless
+        ``[B, Vd]`` float32, probabilities that a sampled token was drawn from; ``[B, 0]`` unless
         ``SpecConfig.draft_sampling``.
     """
 
@@ -115,10 +115,10 @@ class DraftState:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Every token the drafter looked at.
+    """Every token that the draft proposed.
 
-    The flat index is 0..K-1 at depth 1, then groups of K children: group g >= 1 holds the
-    children of beam entry g - 1.
+    Flat indices 0..K-1 are the tokens at depth 1. Groups of K children follow: group g >= 1 holds
+    the children of beam entry g - 1.
 
     Parameters
     ----------
@@ -129,8 +129,8 @@ class Candidates:
     parents : Tensor
         ``[B, (N - 1) K + 1]`` int64, flat index of the parent of group g; -1 for the root.
     draft_probs : Tensor
-        ``[B, N, Vd]`` float32, the laws a sampled chain was drawn from; ``[B, N, 0]`` unless
-        ``SpecConfig.draft_sampling``.
+        ``[B, N, Vd]`` float32, probabilities that a sampled chain was drawn from; ``[B, N, 0]``
+        unless ``SpecConfig.draft_sampling``.
     """
 
     scores: Tensor
@@ -141,7 +141,7 @@ class Candidates:
 
 @dataclass(frozen=True)
 class DraftTree:
-    """The nodes sent to verification, node 0 being the bonus token.
+    """The nodes sent to verification; node 0 is the bonus token.
 
     Parameters
     ----------
@@ -173,12 +173,12 @@ class AcceptResult:
     Parameters
     ----------
     accept_index : Tensor
-        ``[B, N + 1]`` int32, local node ids of the path from the root, -1 past its end.
+        ``[B, N + 1]`` int32, the nodes of the accepted path from the root, -1 past its end.
     accept_tokens : Tensor
-        ``[B, N + 1]`` int64; entry i follows node ``accept_index[i]``; the entry at
-        ``accept_lens - 1`` is the bonus token. 0 past the end.
+        ``[B, N + 1]`` int64; entry i is the token after node ``accept_index[i]``. Entry
+        ``accept_lens - 1`` is the bonus token; entries past it are 0.
     accept_lens : Tensor
-        ``[B]`` int32, tokens gained, bonus included (so at least 1).
+        ``[B]`` int32, tokens gained, at least 1: the bonus token counts.
     bonus_tokens : Tensor
         ``[B]`` int64.
     """

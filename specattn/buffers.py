@@ -1,7 +1,7 @@
-"""Static buffers: one declaration gives the shape, the dtype, the allocation and the padding rule.
+"""Static buffers, declared with their shape, dtype and padding.
 
-A graph records addresses, so every tensor a captured forward reads is allocated once, for the
-largest bucket, and smaller buckets are prefix views of the same storage.
+A graph records addresses. Every tensor that a captured forward reads is therefore allocated once,
+for the largest bucket, and smaller buckets are views of its first rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Spec:
-    """How one buffer looks: shape without the batch axis, dtype, and what padding rows hold."""
+    """One buffer's shape without the batch axis, dtype and padding row."""
 
     shape: Callable[[Any], tuple[int, ...]]
     dtype: Callable[[Any], torch.dtype]
@@ -33,13 +33,13 @@ def buf(
     dtype: torch.dtype | Callable[[Any], torch.dtype],
     pad: Callable[[Any], Tensor] | None = None,
 ) -> Any:
-    """Declare a buffer of a `BufferSet`.
+    """Declare a buffer as a field of a `BufferSet`.
 
     Parameters
     ----------
     shape : callable
-        Maps the set's dimensions to the shape of one request's row; the batch axis comes first
-        and is added by `BufferSet.alloc`.
+        Maps the set's dimensions to the shape of one request's row. `BufferSet.alloc` puts the
+        batch axis before it.
     dtype : torch.dtype or callable
         Element type, or a function of the dimensions.
     pad : callable, optional
@@ -51,11 +51,11 @@ def buf(
 
 @dataclass(frozen=True)
 class BufferSet:
-    """Base of frozen dataclasses whose fields are `buf` declarations, batch axis first."""
+    """Base of frozen dataclasses whose fields are declared by `buf`."""
 
     @classmethod
     def alloc(cls, batch: int, dims: Any, device: torch.device) -> Self:
-        """Allocate every buffer for ``batch`` requests, all of them padding."""
+        """Allocate every buffer for ``batch`` rows of padding."""
         tensors = {}
         for item in fields(cls):
             spec: Spec = item.metadata["spec"]
@@ -66,19 +66,21 @@ class BufferSet:
         return cls(**tensors)
 
     def bind(self, batch: int) -> Self:
-        """Return the first ``batch`` rows: views at the same addresses.
+        """Return views of the first ``batch`` rows.
 
         Raises
         ------
         ValueError
-            If there are not as many: a slice would be short without a word.
+            If the set has fewer rows.
         """
         size = len(next(iter(self.tensors().values())))
         batch = whole_number("batch", batch, 0, size)
         return type(self)(**{name: tensor[:batch] for name, tensor in self.tensors().items()})
 
     def sharing(self, others: dict[str, Tensor]) -> Self:
-        """Return the set with those of ``others`` that have a field's name in place of its own.
+        """Return the set with tensors of ``others`` in place of its own.
+
+        Tensors are matched by field name; ``others`` may hold more.
 
         Raises
         ------
@@ -97,21 +99,21 @@ class BufferSet:
             _pad(getattr(self, item.name), item.metadata["spec"], dims)
 
     def copy_in(self, dims: Any, **values: Tensor) -> None:
-        """Copy values into the first rows and put padding into all rows after them.
+        """Copy values into the first rows and pad all rows after them.
 
         Parameters
         ----------
         dims : object
             The dimensions the set was allocated with.
         **values : Tensor
-            By field name, ``[count, ...]``; all of one count, on the buffers' device or the host.
-            Fields that are not named keep what they hold.
+            By field name, ``[count, ...]``, all of one count, on the buffers' device or the host.
+            Other fields keep what they hold.
 
         Raises
         ------
         ValueError
-            Before anything is written: if a value's shape or dtype is not the declared one, or
-            it is on another device.
+            Before anything is written: if a value has another shape or dtype than its buffer, or
+            is on another device.
         """
         count = self.check(**values)
         for item in fields(self):
@@ -123,7 +125,7 @@ class BufferSet:
                 _pad(target[count:], item.metadata["spec"], dims)
 
     def check(self, **values: Tensor) -> int:
-        """Return how many rows `copy_in` would copy, or raise its ValueError; write nothing."""
+        """Return how many rows `copy_in` would copy, or raise its ValueError."""
         count = min((len(value) if value.dim() else 0 for value in values.values()), default=0)
         for name, value in values.items():
             _check(name, value, getattr(self, name), count)
@@ -153,7 +155,7 @@ def _pad(target: Tensor, spec: Spec, dims: Any) -> None:
 
 @cache
 def _pad_row(pad: Callable[[Any], Tensor], dims: Any, device: torch.device) -> Tensor:
-    """Keep a padding row on the device: padding must not cost a host-to-device copy per step."""
+    """Return a padding row, kept on the device so that no step copies it."""
     return pad(dims).to(device)
 
 

@@ -1,4 +1,7 @@
-"""Checks of arguments; each raises a ValueError: ``name must be <expected>, got <value>``."""
+"""Checks of arguments.
+
+Each raises a ValueError that reads ``name must be <expected>, got <value>``.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from torch import Tensor
 def whole_number(
     name: str, value: SupportsIndex, low: int | None = None, high: int | None = None
 ) -> int:
-    """Return a whole number within its limits; fractions, bools and texts are none.
+    """Return a whole number within limits; fractions, bools and strings are none.
 
     Parameters
     ----------
@@ -43,14 +46,14 @@ def _index(name: str, value: SupportsIndex) -> int:
 
 
 def number(name: str, value: object) -> float:
-    """Return a number, whole or not; bools and texts are none."""
+    """Return a number as a float; bools and strings are none."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{name} must be a number, got {value!r}")
     return float(value)
 
 
 def flag(name: str, value: bool) -> bool:
-    """Return a bool; numbers and texts are none."""
+    """Return a bool; numbers and strings are none."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {value!r}")
     return value
@@ -59,7 +62,7 @@ def flag(name: str, value: bool) -> bool:
 def expect(
     name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Check a tensor's shape, dtype and device, which waits for nothing."""
+    """Check a tensor's shape, dtype and device; reads no element."""
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} must be {list(shape)} {dtype} on {device}, got {value!r}")
     if value.shape != shape or value.dtype != dtype or value.device != device:

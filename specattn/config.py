@@ -1,4 +1,4 @@
-"""What a caller configures, and the one table that turns a forward mode into numbers."""
+"""The geometry of attention and the shape of speculation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _set = object.__setattr__
 
 @dataclass(frozen=True)
 class AttnConfig:
-    """The attention geometry of one layer: what a kernel needs to know besides the tensors.
+    """The attention geometry of one layer.
 
     Parameters
     ----------
@@ -39,31 +39,32 @@ class AttnConfig:
     dtype : torch.dtype
         float32, float16 or bfloat16, of q, k, v and the output.
     sm_scale : float, optional
-        Factor on the logits; ``head_dim ** -0.5`` if 0. Must be given with ``latent``, where the
-        model's is that of its expanded heads.
+        Factor on the logits; ``head_dim ** -0.5`` if 0. ``latent`` layers must give it, because a
+        model scales by the size of its expanded heads.
     window_left : int
         A key is visible iff ``0 <= pos_q - pos_k <= window_left``; -1 turns the window off.
         Hugging Face's ``sliding_window = W`` is ``window_left = W - 1``.
     logit_cap : float
-        ``logit_cap * tanh(logits / logit_cap)`` is applied if it is above 0 (Gemma 2).
+        If above 0, logits become ``logit_cap * tanh(logits / logit_cap)`` (Gemma 2).
     latent : bool
-        A value is its key's first ``v_head_dim`` numbers, and stored once: absorbed multi-head
-        latent attention (DeepSeek-V2, arXiv:2405.04434). Needs one KV head, and
+        Absorbed multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): a value is the first
+        ``v_head_dim`` numbers of its key and is stored once. Needs one KV head and
         ``v_head_dim < head_dim``.
     kv_dtype : torch.dtype, optional
-        Of keys and values where they are stored, if not ``dtype``: float8 (e4m3), see `KVScales`.
-        Not with ``latent``.
+        How keys and values are stored: ``dtype`` or float8 (e4m3), see `KVScales`. ``latent``
+        layers store ``dtype``.
     deterministic : bool
-        A query token's result has the same bits in any batch, bucket and mode: what it attends to
-        decides, and nothing else. Slower; see docs/numerics.md.
+        A query token's result has the same bits in every batch, bucket and mode. Slower; see
+        docs/numerics.md.
     split_keys : int
-        Keys that a deterministic backend sums up before it merges, a multiple of 128. Results of
-        different values differ in the last bits.
+        Keys that a deterministic backend sums up before it merges, a multiple of 128. Different
+        values give results that differ in the last bits.
 
     Raises
     ------
     ValueError
-        If the head counts do not divide, a number is out of range, or a dtype is not served.
+        If the head counts do not divide, a value is of another kind or out of range, or a dtype
+        is not served.
     """
 
     num_qo_heads: int
@@ -139,9 +140,9 @@ class AttnConfig:
 
 @dataclass(frozen=True)
 class KVScales:
-    """What a layer's float8 keys and values are to be multiplied by, one number per tensor.
+    """The scales of one layer's float8 keys and values.
 
-    Stored is ``x / scale``, rounded to nearest and cut at +-448.
+    A pool stores ``x / scale``, rounded to nearest and clamped to +-448.
 
     Parameters
     ----------
@@ -151,7 +152,7 @@ class KVScales:
     Raises
     ------
     ValueError
-        If one is not.
+        If one is another value.
     """
 
     k: float = 1.0
@@ -173,16 +174,16 @@ class KVScales:
     def of(
         cls, k: Tensor | Sequence[Tensor], v: Tensor | Sequence[Tensor], *, headroom: float = 2.0
     ) -> tuple[Self, ...]:
-        """Return every layer's scales from a sample of its keys and values.
+        """Return all layers' scales from samples of keys and values.
 
         Parameters
         ----------
         k, v : Tensor or sequence of Tensor
-            ``[layers, ...]`` or a tensor per layer, of any floating dtype, such as ``k`` and ``v``
-            of a `KVPool` that has run a few prompts: slots that were never written hold 0.
+            ``[layers, ...]`` or one tensor per layer, of any floating dtype. ``k`` and ``v`` of a
+            `KVPool` that has run a few prompts will do: slots without KV hold 0.
         headroom : float
-            The largest number of the sample becomes ``448 / headroom``. What is cut off is lost,
-            and a factor of 2 costs nothing but the range of the smallest numbers.
+            The largest number of the sample becomes ``448 / headroom``. Larger numbers are
+            clamped later. A factor of 2 costs only the smallest numbers their precision.
 
         Raises
         ------
@@ -202,7 +203,9 @@ UNSCALED = KVScales()
 
 @dataclass(frozen=True)
 class SpecConfig:
-    """One speculation setting; ``num_steps = 0, num_draft_tokens = 1`` is plain decoding.
+    """How many tokens a step drafts, in which tree.
+
+    ``num_steps = 0, num_draft_tokens = 1`` is plain decoding.
 
     Parameters
     ----------
@@ -217,16 +220,16 @@ class SpecConfig:
     max_num_reqs : int
         Requests alive at once.
     page_size : int
-        KV slots per page, a power of two up to 512; the page size of the `SlotTable`.
+        KV slots per page, a power of two up to 512, as in the `SlotTable`.
     draft_sampling : bool
         Draw draft tokens from the draft model's distribution and verify them by rejection
-        sampling (Leviathan et al., arXiv:2211.17192), instead of proposing its most probable
-        tokens and verifying them against the target's distribution alone. Chains only (topk 1).
+        sampling (Leviathan et al., arXiv:2211.17192). By default the draft proposes its most
+        probable tokens, and only the target's distribution decides. Chains only (topk 1).
 
     Raises
     ------
     ValueError
-        With the argument and its limit, if the numbers cannot describe a tree.
+        If a value is of another kind or out of range, or the numbers describe no tree.
     """
 
     num_steps: int = 5
@@ -279,23 +282,23 @@ class SpecConfig:
 
     @property
     def max_tree_nodes(self) -> int:
-        """Nodes the candidates can fill, the root included: ``1 + topk + (num_steps-1) topk²``."""
+        """``1 + topk + (num_steps - 1) topk²``: most nodes, the root included."""
         if not self.num_steps:
             return 1
         return 1 + self.topk + (self.num_steps - 1) * self.topk**2
 
     @property
     def num_draft_forwards(self) -> int:
-        """Draft decode forwards per step: the deepest tokens are proposed, never run."""
+        """Draft decode forwards per step; the deepest tokens are never run."""
         return max(self.num_steps - 1, 0)
 
     @property
     def reserve_len(self) -> int:
-        """Slots a step may write past the committed context, over all of its forwards."""
+        """Slots that a step may write past the committed context."""
         return max(self.num_draft_tokens, self.topk * self.num_draft_forwards, self.num_steps + 1)
 
     def layout(self, mode: ForwardMode, step: int = 0) -> RowLayout:
-        """Return the row layout of ``mode``; ``step`` counts draft forwards from 0."""
+        """Return a mode's row layout; ``step`` counts draft forwards from 0."""
         topk, nodes, depth = self.topk, self.num_draft_tokens, self.num_steps + 1
         chain = topk == 1
         table = {
@@ -307,5 +310,5 @@ class SpecConfig:
         return RowLayout(*table[mode], page_size=self.page_size)
 
     def plain(self) -> SpecConfig:
-        """Return plain decoding over the same tables: one token per step, without drafts."""
+        """Return plain decoding over the same tables, one token per step."""
         return replace(self, num_steps=0, topk=1, num_draft_tokens=1, draft_sampling=False)

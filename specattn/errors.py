@@ -1,4 +1,4 @@
-"""The errors specattn raises, one type per cause, so that a caller can tell them apart."""
+"""The errors that specattn raises, one type per cause."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class UnsupportedError(SpecAttnError):
 
 
 class CapacityError(SpecAttnError):
-    """A fixed-size resource (request rows, KV slots, context columns, graph memory) is used up."""
+    """Request rows, KV slots, context columns or graph memory are used up."""
 
 
 class CaptureError(SpecAttnError):
@@ -49,7 +49,7 @@ class CaptureError(SpecAttnError):
 
 
 class CaptureMismatch(SpecAttnError):
-    """A graph would replay over buffers that are not those it was captured with.
+    """A graph would replay over other buffers than it was captured with.
 
     Parameters
     ----------
@@ -68,11 +68,11 @@ class CaptureMismatch(SpecAttnError):
 
 
 class TreeError(SpecAttnError):
-    """A draft tree is malformed: a missing parent, a cycle, or an index outside its row."""
+    """A draft tree has a missing parent, a cycle or a foreign index."""
 
 
 class ModelError(SpecAttnError):
-    """A model or draft head cannot be loaded or does not fit its partner.
+    """A model cannot be loaded, or target and draft do not fit.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ class ModelError(SpecAttnError):
 
 
 class NotCapturedError(SpecAttnError):
-    """A forward mode was asked to replay that was never captured.
+    """A forward mode should replay that was never captured.
 
     Parameters
     ----------

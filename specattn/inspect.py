@@ -1,4 +1,4 @@
-"""Pictures of what a step works on: its tree, its mask, its KV slots, its graph's padding."""
+"""Pictures of a step's tree, mask, KV slots and padding."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tree(
     scores: Tensor | None = None,
     accepted: AcceptResult | None = None,
 ) -> str:
-    """Draw one request's tree, a line per node: id, token, position, probabilities.
+    """Draw one request's tree, a line per node.
 
     Parameters
     ----------
@@ -78,7 +78,7 @@ def tree(
 
 
 def _walk(tree: DraftTree, request: int) -> Iterator[tuple[str, int, int]]:
-    """Yield indent, node and parent along the links, in the order of a drawing."""
+    """Yield indent, node and parent in the order of a drawing."""
     child = tree.retrieve_next_token[request].tolist()
     sibling = tree.retrieve_next_sibling[request].tolist()
     seen = {0}
@@ -106,7 +106,7 @@ def path_scores(candidates: Candidates, config: SpecConfig) -> Tensor:
     candidates : Candidates
         What the drafter proposed.
     config : SpecConfig
-        The setting the tree is built with.
+        The configuration that the tree is built with.
 
     Returns
     -------
@@ -121,7 +121,7 @@ def path_scores(candidates: Candidates, config: SpecConfig) -> Tensor:
 
 
 def mask(words: Tensor, prefix: int) -> str:
-    """Draw who sees whom: a row per query token, a column per tail key.
+    """Draw a row per query token and a column per tail key.
 
     Parameters
     ----------
@@ -161,14 +161,14 @@ def mask(words: Tensor, prefix: int) -> str:
 
 
 def kv_map(table: SlotTable, config: SpecConfig | None = None) -> str:
-    """Say who owns which KV slot.
+    """Say which request holds which KV slots.
 
     Parameters
     ----------
     table : SlotTable
-        The books.
+        Rows and slots of the requests.
     config : SpecConfig, optional
-        Adds, for every request, where this setting's next step writes.
+        Adds, for every request, where a step of this configuration writes next.
 
     Returns
     -------
@@ -203,7 +203,7 @@ def kv_map(table: SlotTable, config: SpecConfig | None = None) -> str:
 
 
 def explain_replay(runner: GraphRunner[Key], mode: Key, count: int) -> str:
-    """Say how `GraphRunner.run` would serve a batch, and what its padding rows hold.
+    """Say which bucket would serve a batch, and what its padding holds.
 
     Parameters
     ----------
@@ -253,7 +253,7 @@ def _runs(slots: Sequence[int]) -> str:
 
 
 def _windows(free: Sequence[int], config: SpecConfig) -> Iterator[str]:
-    """Say which slots after the committed ones the forwards of a step write."""
+    """Say which slots the forwards of a step write."""
     for step in range(config.num_draft_forwards):
         at = step * config.topk
         yield f"draft step {step}: {_runs(free[at : at + config.topk])}"

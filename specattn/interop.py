@@ -1,4 +1,4 @@
-"""Tree masks in the layouts of other libraries, and trees that users bring.
+"""Tree masks in the layouts of other libraries, and trees of users.
 
 Inside the library, visibility is ancestor words: ``[B, n, W]`` int64, bit j of row i set iff node
 j is i or an ancestor of i.
@@ -144,9 +144,10 @@ def packed_indptr(seq_lens: Tensor, num_draft_tokens: int) -> Tensor:
 
 
 def packed_mask(words: Tensor, seq_lens: Tensor, out: Tensor | None = None) -> Tensor:
-    """Write `full_mask` as bits, each request padded to whole bytes: FlashInfer's packed mask.
+    """Write `full_mask` as bits: FlashInfer's packed mask.
 
-    The first cell of eight is the lowest bit. Waits for the device unless ``out`` is given.
+    Each request begins at a whole byte, and the first cell of eight is the lowest bit. Waits for
+    the device unless ``out`` is given.
 
     Parameters
     ----------
@@ -225,7 +226,7 @@ def _offsets(sizes: Tensor) -> Tensor:
 
 
 def _visible(words: Tensor, lens: Tensor, request: Tensor, cell: Tensor) -> Tensor:
-    """Return whether a cell of a request's rows of ``lens + n`` is visible."""
+    """Return which cells of the requests' masks are visible."""
     width = lens[request] + words.shape[1]
     key = cell % width - lens[request]
     word = words[request, cell // width, key.clamp(min=0) // 64]
@@ -233,7 +234,9 @@ def _visible(words: Tensor, lens: Tensor, request: Tensor, cell: Tensor) -> Tens
 
 
 def links_from_parents(parents: Tensor) -> tuple[Tensor, Tensor]:
-    """Link a tree that is given by its parents. Waits for the device.
+    """Return the links of a tree given by its parents.
+
+    Waits for the device.
 
     Parameters
     ----------
@@ -261,7 +264,9 @@ def links_from_parents(parents: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def words_from_parents(parents: Tensor) -> Tensor:
-    """Return the ancestor words of a tree that is given by its parents. Waits for the device.
+    """Return the ancestor words of a tree given by its parents.
+
+    Waits for the device.
 
     Parameters
     ----------
@@ -289,7 +294,9 @@ def validate_tree(
     words: Tensor | None = None,
     num_steps: int | None = None,
 ) -> None:
-    """Check trees that `specattn.speculative.tree` did not build. Waits for the device.
+    """Check trees that the library did not build.
+
+    Waits for the device.
 
     Parameters
     ----------
@@ -376,7 +383,7 @@ def _check_parents(where: str, row: list[int]) -> None:
 
 
 def _paths(where: str, row: list[int]) -> list[int]:
-    """Return every node's path as bits: its own and those of all its ancestors."""
+    """Return every node's path as bits: the node and its ancestors."""
     paths = {0: 1}
     for node in range(len(row)):
         below: list[int] = []
@@ -393,7 +400,7 @@ def _paths(where: str, row: list[int]) -> list[int]:
 
 
 def _links(row: list[int]) -> tuple[list[int], list[int]]:
-    """Return the first child and the next sibling of every node, -1 for none."""
+    """Return every node's first child and next sibling, -1 for none."""
     first, sibling = [-1] * len(row), [-1] * len(row)
     newest: dict[int, int] = {}
     for node, parent in enumerate(row[1:], 1):
@@ -406,7 +413,7 @@ def _links(row: list[int]) -> tuple[list[int], list[int]]:
 
 
 def _parents(where: str, next_token: list[int], next_sibling: list[int]) -> list[int]:
-    """Follow all links of a tree from its root; return every node's parent."""
+    """Follow a tree's links from its root; return every node's parent."""
     n = len(next_token)
     for name, links in (("next_token", next_token), ("next_sibling", next_sibling)):
         for node, link in enumerate(links):

@@ -1,8 +1,8 @@
-"""What a backend is bound to: static views of the tensors that describe one forward.
+"""Plans: the tensors that describe one forward to a backend.
 
-An `AttnPlan` describes every tree mode: a prefix read through ``req_to_token``, and a tail of
-explicit slots whose visibility is one bit per key. An `ExtendPlan` describes a ragged prompt, and
-a `CsrPlan` the same rows as an `AttnPlan` for hosts that only have index lists.
+An `AttnPlan` describes decode, draft, verify and draft extend: a prefix read through
+``req_to_token``, and a tail of explicit slots whose visibility is one bit per key. A `CsrPlan`
+describes a draft step by index lists. An `ExtendPlan` describes ragged prompts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,14 @@ def mask_words(keys: int) -> int:
 
 
 def words_of(sets: Sequence[int], keys: int) -> Tensor:
-    """Write bit sets, one Python int each, as words that cover ``keys`` tail keys.
+    """Return bit sets, one Python int each, as ancestor words.
+
+    Parameters
+    ----------
+    sets : sequence of int
+        Bit j is tail key j.
+    keys : int
+        Tail keys that the words cover.
 
     Returns
     -------
@@ -44,7 +51,7 @@ def words_of(sets: Sequence[int], keys: int) -> Tensor:
 
 
 def causal_words(layout: RowLayout) -> Tensor:
-    """Return the words under which query i sees itself and all queries before it.
+    """Return words by which query i sees the queries up to itself.
 
     The query tokens are the last ``q_len`` keys of the tail; earlier tail keys are not seen.
 
@@ -59,9 +66,9 @@ def causal_words(layout: RowLayout) -> Tensor:
 
 @dataclass(frozen=True)
 class AttnInputs(BufferSet):
-    """The per-request tensors of an `AttnPlan`; the dimensions are its `RowLayout`.
+    """The per-request tensors of an `AttnPlan`, sized by a `RowLayout`.
 
-    A padded row keeps its causal words, so that no softmax row is empty.
+    A padding row has causal words, so that no softmax row is empty.
     """
 
     req_pool_indices: Tensor = buf(lambda _: (), torch.int64)
@@ -73,7 +80,7 @@ class AttnInputs(BufferSet):
 
 @dataclass(frozen=True)
 class AttnPlan:
-    """One forward of a tree mode over a bucket.
+    """One decode, draft, verify or draft extend forward over a bucket.
 
     Parameters
     ----------
@@ -82,7 +89,7 @@ class AttnPlan:
     req_to_token : Tensor
         ``[rows, max_context_len]`` int32, slot of every prefix token.
     req_pool_indices, seq_lens : Tensor
-        ``[B]`` int64 and int32: each request's row, and its prefix length.
+        ``[B]`` int64 and int32: each request's table row, and its prefix length.
     positions : Tensor
         ``[B, q_len]`` int64, position of every query token; views may have a row stride.
     tail_slots, tail_positions : Tensor
@@ -112,12 +119,12 @@ class AttnPlan:
 
     @property
     def out_slots(self) -> Tensor:
-        """``[B, q_len]`` int32 view: the slots this forward writes, the last of its tail."""
+        """``[B, q_len]`` int32 view of the tail: the slots this forward writes."""
         return self.tail_slots[:, self.layout.tail - self.layout.q_len :]
 
     @classmethod
     def over(cls, layout: RowLayout, req_to_token: Tensor, inputs: AttnInputs) -> AttnPlan:
-        """Plan a forward whose tail is its own query tokens (decode, verify, draft extend)."""
+        """Plan a forward whose tail is its own query tokens."""
         assert layout.tail == layout.q_len
         return cls(
             layout=layout,
@@ -131,7 +138,7 @@ class AttnPlan:
         )
 
     def fill(self) -> None:
-        """Read the tail's slots from the table: the columns right after the prefix."""
+        """Read the tail's slots from the table columns after the prefix."""
         ops("window", self.seq_lens.device).fill_window(
             self.req_to_token, self.req_pool_indices, self.seq_lens, slots_out=self.tail_slots
         )
@@ -139,15 +146,17 @@ class AttnPlan:
 
 @dataclass(frozen=True)
 class CsrPlan:
-    """One draft decode step as index lists: a row per branch, every listed key visible.
+    """One draft decode step as index lists, one per branch.
+
+    A branch sees every key of its list.
 
     Parameters
     ----------
     layout : RowLayout
-        The layout of the step (its tail is part of the lists).
+        The layout of the step; the lists include its tail.
     kv_indptr : Tensor
-        ``[B * topk + 1]`` int32, offsets into ``kv_indices``. The first need not be 0: half a
-        batch (`specattn.backends.tbo`) is a view of the whole's offsets.
+        ``[B * topk + 1]`` int32, offsets into ``kv_indices``. The first is not 0 in the second
+        half of a batch (`specattn.backends.tbo`), which is a view of the whole's offsets.
     kv_indices : Tensor
         ``[width]`` int32 slots: the request's prefix, then the branch's ancestors and itself.
     out_slots : Tensor
@@ -167,14 +176,14 @@ class CsrPlan:
 
 @dataclass(frozen=True)
 class ExtendPlan:
-    """A ragged prompt extend over a cached prefix; eager, causal by arithmetic.
+    """New tokens of ragged prompts over cached prefixes; eager and causal.
 
     Parameters
     ----------
     req_to_token : Tensor
         ``[rows, max_context_len]`` int32; holds the slots of the new tokens too.
     req_pool_indices, seq_lens : Tensor
-        ``[B]`` int64 and int32: rows, and the cached prefix before the new tokens.
+        ``[B]`` int64 and int32: table rows, and cached tokens before the new ones.
     qo_indptr : Tensor
         ``[B + 1]`` int32, offsets of each request's new tokens.
     out_slots : Tensor
@@ -182,7 +191,7 @@ class ExtendPlan:
     max_q_len, max_seq_len : int
         Most new tokens of a request, and its longest prefix plus new tokens.
     page_size : int
-        As in `specattn.batch.RowLayout`, of prefix and new tokens.
+        As in `specattn.batch.RowLayout`, for prefix and new tokens.
     """
 
     req_to_token: Tensor
@@ -204,9 +213,9 @@ Plan = AttnPlan | CsrPlan | ExtendPlan
 
 
 def check_plan(plan: Plan, device: torch.device) -> None:
-    """Raise a ValueError that names the first tensor of a plan that is not as documented.
+    """Raise a ValueError that names a plan's first wrong tensor.
 
-    Reads shapes, dtypes, devices and strides: what tensors hold is the caller's word.
+    The check reads shapes, dtypes, devices and strides, but no element.
     """
     for name, (shape, dtype) in _expected(plan).items():
         expect(name, getattr(plan, name), shape, dtype, device)
@@ -254,7 +263,7 @@ class MultiStepDims:
 
     @property
     def words(self) -> int:
-        """Ancestor words of a draft node."""
+        """Ancestor words per draft node."""
         return mask_words(self.steps * self.topk)
 
 
@@ -267,7 +276,10 @@ def _own_bits(dims: MultiStepDims) -> Tensor:
 
 @dataclass(frozen=True)
 class MultiStepInputs(BufferSet):
-    """The tensors all draft decode steps share; step s reads a prefix of the branch axes."""
+    """The tensors that all draft decode steps share.
+
+    Step s reads the branches of steps 0..s.
+    """
 
     req_pool_indices: Tensor = buf(lambda _: (), torch.int64)
     seq_lens: Tensor = buf(lambda _: (), torch.int32)
@@ -322,9 +334,10 @@ class MultiStepPlan:
         )
 
     def fill(self) -> None:
-        """Fill slots and positions of all steps; words are written as beams become known.
+        """Fill the slots and positions of all steps.
 
-        A step's branches take the next ``topk`` table columns after the prefix.
+        A step's branches take the next ``topk`` table columns after the prefix. The draft writes
+        the words once it knows its beams.
         """
         inputs = self.inputs
         ops("window", inputs.seq_lens.device).fill_window(

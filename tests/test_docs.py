@@ -144,6 +144,11 @@ def test_names_that_pages_give_exist(page):
             found = getattr(found, part, None) or import_module(at)
 
 
+def test_the_reference_lists_the_names_at_the_top():
+    page = (ROOT / "docs" / "api" / "index.md").read_text().split("## Names at the top")[1]
+    assert set(re.findall(r"`(\w+)`", page)) - {"specattn"} == set(specattn.__all__)
+
+
 def test_pictures_are_those_of_the_code():
     page = (ROOT / "docs" / "shapes.md").read_text()
     for request, prefix in enumerate((3, 5)):

@@ -33,7 +33,7 @@ def within_budget(observed: Observed) -> SpecConfig:
 
     `observed.acceptance` has what recent steps gained and took, for policies that learn.
     """
-    smallest, *larger = sorted(observed.settings, key=lambda config: config.num_draft_tokens)
+    smallest, *larger = sorted(observed.configs, key=lambda config: config.num_draft_tokens)
     nodes = BUDGET // observed.batch
     return [smallest, *(config for config in larger if config.num_draft_tokens <= nodes)][-1]
 
@@ -61,7 +61,7 @@ def main(new_tokens: int = 48) -> list[str]:
         Request(target.tokenizer(text).input_ids, max_new_tokens=new_tokens) for text in PROMPTS
     ]
     results = engine.add([waiting.pop(0)])
-    while engine.num_live:
+    while engine.num_running:
         if waiting and results[0].steps >= 2:  # the others come later, and together
             results += engine.add(waiting)
             waiting = []

@@ -6,12 +6,13 @@ Slot and page 0 and table row 0 belong to padding: padded rows read and write on
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
 from specattn.cache.staging import StagingRing
+from specattn.checks import whole_number
 from specattn.cuda_graph.capture_guard import Settable
 from specattn.errors import CapacityError
 from specattn.kernels import check_current, ops
@@ -51,6 +52,10 @@ class RequestTable(Protocol):
 
 def count_pages(num_slots: int, page_size: int) -> int:
     """Return how many whole pages there are; a ValueError if no request could have one."""
+    num_slots, page_size = (
+        whole_number("num_slots", num_slots),
+        whole_number("page_size", page_size),
+    )
     if page_size < 1 or page_size & (page_size - 1):
         raise ValueError(f"page_size must be a power of two, got {page_size}")
     if num_slots < 2 * page_size:
@@ -58,10 +63,16 @@ def count_pages(num_slots: int, page_size: int) -> int:
     return num_slots // page_size
 
 
-def _whole(lens: npt.NDArray[Any]) -> Rows:
-    if lens.size and lens.dtype.kind not in "iu":
-        raise ValueError(f"lens must be whole numbers, got {lens.tolist()}")
-    return lens.astype(np.int64)
+def _all_whole(name: str, values: Sequence[int]) -> Rows:
+    """Return an array; a ValueError if one of the values is a bool or no whole number."""
+    found = np.asarray(values)
+    whole = found.dtype.kind in "iu" and _BOOLS.isdisjoint(map(type, values))
+    if found.size and not whole:
+        raise ValueError(f"{name} must be whole numbers, got {list(values)}")
+    return found.astype(np.int64, copy=False)
+
+
+_BOOLS = frozenset([bool, np.bool_])
 
 
 class SlotTable(Settable):
@@ -74,7 +85,12 @@ class SlotTable(Settable):
     are short.
 
     Whoever runs forwards that the device has not finished yet reserves for all of them: slots past
-    the largest length asked for (`reserve`) or committed may go to another row.
+    the largest length asked for (`reserve`) or committed may go to another row. A row that is freed
+    may be given to another request while a step that it took part in is in flight, if all launches
+    are made on one stream: what is launched later finds the step finished.
+
+    An error or an interrupt inside a change of the books leaves ``changing`` set, and every further
+    change is refused until `clear` was called.
 
     Parameters
     ----------
@@ -120,15 +136,26 @@ class SlotTable(Settable):
     ) -> None:
         self.num_pages = count_pages(num_slots, page_size)
         for name, value in (("max_num_reqs", max_num_reqs), ("max_context_len", max_context_len)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            whole_number(name, value, 1)
         self.max_context_len = max_context_len
         self.page_size = page_size
         self.req_to_token = torch.zeros(
             max_num_reqs + 1, max_context_len, dtype=torch.int32, device=device
         )
         self.reserved = torch.zeros(max_num_reqs + 1, dtype=torch.int32, device=device)
-        self._free_rows = list(range(max_num_reqs, 0, -1))
+        self.clear()
+        batch = min(self._UPLOAD, self.num_pages)
+        self._staging = StagingRing(5 * (max_num_reqs + 1) + batch, self.req_to_token.device)
+        self._write_slots = ops("slot_write", self.req_to_token.device).write_slots
+
+    def clear(self) -> None:
+        """Free every row, whatever an error or an interrupt has left of the books.
+
+        No step may be between its parts (`holding`). Steps in flight still find their slots.
+        """
+        self._changing = True
+        rows = len(self.reserved)
+        self._free_rows = list(range(rows - 1, 0, -1))
         # a stack: the last of the first `_num_free` is given next
         self._free_pages = np.arange(self.num_pages)[::-1].copy()
         self._num_free = self.num_pages - 1
@@ -136,12 +163,34 @@ class SlotTable(Settable):
         self._pages: dict[int, list[int]] = {}
         self._committed: dict[int, int] = {}
         # by row: pages held, and tokens that must keep their slots
-        self._held = np.zeros(max_num_reqs + 1, dtype=np.int64)
-        self._needed = np.zeros(max_num_reqs + 1, dtype=np.int64)
+        self._held = np.zeros(rows, dtype=np.int64)
+        self._needed = np.zeros(rows, dtype=np.int64)
         self._holding: frozenset[int] = frozenset()
-        batch = min(self._UPLOAD, self.num_pages)
-        self._staging = StagingRing(5 * (max_num_reqs + 1) + batch, self.req_to_token.device)
-        self._write_slots = ops("slot_write", self.req_to_token.device).write_slots
+        self.reserved.zero_()
+        self._changing = False
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """Note that the books change, unless they have been left in the middle of a change."""
+        self._check_whole()
+        self._changing = True
+        yield
+        # not if anything was raised
+        self._changing = False
+
+    def _check_whole(self) -> None:
+        if self._changing:
+            raise ValueError("a change of this table was interrupted, or has failed: call clear()")
+
+    @property
+    def changing(self) -> bool:
+        """Whether a change of the books has begun and not ended: only `clear` helps then."""
+        return self._changing
+
+    @property
+    def rows(self) -> frozenset[int]:
+        """Rows that are allocated."""
+        return frozenset(self._pages)
 
     @property
     def num_free_slots(self) -> int:
@@ -161,8 +210,7 @@ class SlotTable(Settable):
         ValueError
             If the row is not allocated.
         """
-        self._known([row])
-        return self._committed[row]
+        return self._committed[self._known(row)]
 
     def allocate(self, *, share: int = 0, share_len: int = 0) -> int:
         """Take a row, optionally on top of another request's prefix.
@@ -186,6 +234,7 @@ class SlotTable(Settable):
         ValueError
             If ``share_len`` is not whole committed pages of ``share``.
         """
+        share, share_len = whole_number("share", share), whole_number("share_len", share_len)
         if not self._free_rows:
             raise CapacityError(f"all {len(self._pages)} request rows are taken")
         if share_len % self.page_size or not 0 <= share_len <= self._committed.get(share, 0):
@@ -193,14 +242,15 @@ class SlotTable(Settable):
                 f"share_len must be a multiple of {self.page_size} up to the "
                 f"{self._committed.get(share, 0)} tokens committed in row {share}, got {share_len}"
             )
-        row = self._free_rows.pop()
-        shared = self._pages[share][: share_len // self.page_size] if share_len else []
-        self._users[shared] += 1
-        self._pages[row], self._committed[row] = list(shared), share_len
-        self._held[row], self._needed[row] = len(shared), share_len
-        if share_len:
-            self.req_to_token[row, :share_len] = self.req_to_token[share, :share_len]
-            self.reserved[row].fill_(share_len)
+        with self._change():
+            row = self._free_rows.pop()
+            shared = self._pages[share][: share_len // self.page_size] if share_len else []
+            self._users[shared] += 1
+            self._pages[row], self._committed[row] = list(shared), share_len
+            self._held[row], self._needed[row] = len(shared), share_len
+            if share_len:
+                self.req_to_token[row, :share_len] = self.req_to_token[share, :share_len]
+                self.reserved[row].fill_(share_len)
         return row
 
     def reserve(self, rows: Sequence[int], lens: Sequence[int]) -> None:
@@ -220,14 +270,14 @@ class SlotTable(Settable):
             slots are to be written on a CUDA device other than the current one; nothing is taken
             then.
         """
+        self._check_whole()
+        at, need = _all_whole("rows", rows), _all_whole("lens", lens)
         distinct = set(rows)
         if not distinct <= self._pages.keys():
-            self._known(rows)
+            for row in at.tolist():
+                self._known(row)
         if len(distinct) != len(rows) or len(rows) != len(lens):
             raise ValueError(f"rows must differ, got {list(rows)} for {len(lens)} lengths")
-        at, need = np.asarray(rows, dtype=np.int64), np.asarray(lens)
-        if need.dtype != np.int64:
-            need = _whole(need)
         if need.min(initial=0) < 0:
             raise ValueError(f"lens must be 0 or more, got {list(lens)}")
         longest = int(need.max(initial=0))
@@ -239,10 +289,12 @@ class SlotTable(Settable):
             self._grow(at, need)
         self._needed[at] = np.maximum(self._needed[at], need)
 
-    def _known(self, rows: Sequence[int]) -> None:
-        for row in rows:
-            if row not in self._pages:
-                raise ValueError(f"row must be allocated ({sorted(self._pages)}), got {row}")
+    def _known(self, row: int) -> int:
+        """Return a row; a ValueError if it is not allocated."""
+        row = whole_number("row", row)
+        if row not in self._pages:
+            raise ValueError(f"row must be allocated ({sorted(self._pages)}), got {row}")
+        return row
 
     def _missing(self, rows: Rows, need: Rows) -> Rows:
         missing: Rows = np.maximum(-(-need // self.page_size) - self._held[rows], 0)
@@ -274,6 +326,8 @@ class SlotTable(Settable):
                 f"{self._num_free} are free and {spare.sum()} reserved ahead"
             )
         trimmed = np.flatnonzero(spare)
+        # until the device is told, too: see `_append`
+        self._changing = True
         for row in trimmed.tolist():
             held = self._pages[row]
             cut = len(held) - int(spare[row])
@@ -284,6 +338,7 @@ class SlotTable(Settable):
 
     def _append(self, rows: Rows, counts: Rows) -> None:
         """Give ``counts`` pages to ``rows``, 0 to those that only shrank, and tell the device."""
+        self._changing = True
         total = int(counts.sum())
         pages = self._free_pages[self._num_free - total : self._num_free][::-1].copy()
         self._num_free -= total
@@ -307,6 +362,7 @@ class SlotTable(Settable):
                 longest=int((room - column).max()),
                 page_size=self.page_size,
             )
+        self._changing = False
 
     def _tokens(self, pages: Rows) -> Rows:
         """Return how many tokens a row's pages hold."""
@@ -320,12 +376,14 @@ class SlotTable(Settable):
         ValueError
             If the row is not allocated, or has no slots for as many tokens.
         """
-        self._known([row])
+        self._check_whole()
+        row, length = self._known(row), whole_number("length", length)
         room = min(len(self._pages[row]) * self.page_size, self.max_context_len)
         if not 0 <= length <= room:
             raise ValueError(f"row {row} has slots for 0..{room} tokens, not for {length}")
-        self._committed[row] = length
+        # first: what is committed must keep its slots
         self._needed[row] = max(self._needed[row], length)
+        self._committed[row] = length
 
     @contextmanager
     def holding(self, rows: Collection[int]) -> Iterator[None]:
@@ -338,8 +396,9 @@ class SlotTable(Settable):
         rows : collection of int
             Rows; 0 does not matter.
         """
-        before, self._holding = self._holding, self._holding.union(rows)
+        before = self._holding
         try:
+            self._holding = before.union(rows)
             yield
         finally:
             self._holding = before
@@ -352,16 +411,17 @@ class SlotTable(Settable):
         ValueError
             If the row is not allocated, or takes part in a step that is not launched as a whole.
         """
-        self._known([row])
+        row = self._known(row)
         if row in self._holding:
             raise ValueError(f"row {row} takes part in a step that is being launched")
-        pages = self._pages.pop(row)
-        del self._committed[row]
-        self._leave(pages)
-        self._free_rows.append(row)
-        self._held[row] = self._needed[row] = 0
-        # in the stream's order: kernels launched before this one still find the row's slots
-        self.reserved[row].zero_()
+        with self._change():
+            pages = self._pages.pop(row)
+            del self._committed[row]
+            self._leave(pages)
+            self._free_rows.append(row)
+            self._held[row] = self._needed[row] = 0
+            # in the stream's order: kernels launched before this one still find the row's slots
+            self.reserved[row].zero_()
 
     def _leave(self, pages: Sequence[int]) -> None:
         """Count one user of the pages less, and free those without any; the first comes next."""

@@ -1,4 +1,4 @@
-"""Numbers on their way from the host to the device, without waiting and without allocating."""
+"""Copies of small integer arrays from the host to the device."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 
 class StagingRing:
-    """Pinned buffers with a device copy each, used in turn.
+    """Pinned buffers with one device copy each, used in turn.
 
-    A buffer is written again only when its last copy has left it: with ``depth`` uploads
-    underway, the next one waits for the oldest. All calls are made on one stream, or on streams
-    that wait for each other. Without CUDA a buffer and its copy are the same memory.
+    An upload neither allocates nor waits, unless ``depth`` uploads are underway: then it waits for
+    the oldest. Make all calls on one stream, or on streams that wait for each other. Without CUDA,
+    a buffer and its device copy are the same memory.
 
     Parameters
     ----------
     size : int
-        Numbers an upload can hold.
+        Numbers that an upload can hold.
     device : torch.device
-        Where they go.
+        Where the numbers go.
     depth : int
         Uploads that may be underway at once.
     """
@@ -51,18 +51,18 @@ class StagingRing:
         Parameters
         ----------
         *parts : ndarray
-            Integers within int32, flattened; ``size`` of them at most.
+            Integers within int32, at most ``size`` of them; they are flattened.
 
         Returns
         -------
         Tensor
-            ``[sum of sizes]`` int32 on the device, a view that holds them until ``depth`` further
+            ``[sum of sizes]`` int32 on the device, a view that is valid until ``depth`` further
             calls.
 
         Raises
         ------
         ValueError
-            If there are too many; nothing is sent then.
+            If there are more than ``size``; nothing is sent then.
         """
         total = sum(part.size for part in parts)
         if total > self.size:

@@ -228,12 +228,12 @@ def run(
 
 def _totals(engine: Engine) -> list[Counter[SpecConfig]]:
     """Return by config the steps so far, the requests that they advanced, and the tokens."""
-    settings = engine.settings
-    return [settings.used.copy(), settings.advanced.copy(), settings.gained.copy()]
+    configs = engine.configs
+    return [configs.used.copy(), configs.advanced.copy(), configs.gained.copy()]
 
 
 def _config_reports(engine: Engine, before: list[Counter[SpecConfig]]) -> tuple[ConfigReport, ...]:
-    if not engine.settings.adaptive:
+    if not engine.configs.adaptive:
         return ()
     now = _totals(engine)
     steps, advanced, gained = (after - then for after, then in zip(now, before, strict=True))
@@ -245,7 +245,7 @@ def _config_reports(engine: Engine, before: list[Counter[SpecConfig]]) -> tuple[
             steps[config],
             gained[config] / max(advanced[config], 1),
         )
-        for config in engine.settings.configs
+        for config in engine.configs.all
     )
 
 

@@ -2,7 +2,7 @@
 
 Libraries clear counters with `cudaMemsetAsync`, as cuBLAS does for many products of 256 rows and
 more. Recorded, that is a memset node, and a graph that has some takes several times as long to
-launch (measured in docs/performance.md, "Whole steps"). The driver lets a graph be edited until it
+launch (docs/notes/launches.md). The driver lets a graph be edited until it
 is instantiated (https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__GRAPH.html): a kernel
 that writes the same bytes takes the place of each.
 """

@@ -1,4 +1,4 @@
-"""The settings that an engine may step with, which one it takes, and what they have done."""
+"""The speculative configs of an engine: the choice among them, and what their steps gained."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _SHARED = ("max_context_len", "max_num_reqs", "page_size", "draft_sampling")
 _WINDOW = 256
 
 
-class Settings:
-    """Settings that share buffers, and the window of recent steps.
+class SpeculativeConfigs:
+    """Configs that share buffers, the policy that chooses among them, and a window of steps.
 
     Parameters
     ----------
@@ -42,10 +42,18 @@ class Settings:
 
     Attributes
     ----------
+    all : tuple of SpecConfig
+        The configs, each once.
+    adaptive : bool
+        Whether there are several.
+    current : SpecConfig
+        The config of the last step that was scheduled; the first config before any.
+    reserve_len : int
+        Slots past its length that a request needs for a step of any config.
     acceptance : dict
-        What each setting's steps in the window gained, and how long its last ones took.
+        By config: what its steps in the window gained, and how long its last steps took.
     used, advanced, gained : Counter
-        By setting, since the engine was made: steps in which some request gained tokens, these
+        By config, since the engine was made: steps in which some request gained tokens, these
         requests, and the tokens that they were given.
     """
 
@@ -56,76 +64,70 @@ class Settings:
         buckets: Sequence[int],
         window: int = _WINDOW,
     ) -> None:
-        self.configs = tuple(dict.fromkeys(configs))
+        self.all = tuple(dict.fromkeys(configs))
         for name in _SHARED:
-            first, *others = (getattr(config, name) for config in self.configs)
+            first, *others = (getattr(config, name) for config in self.all)
             for other in others:
                 if other != first:
                     raise ValueError(
                         f"{name} must be the same in all configs, got {first} and {other}"
                     )
-        self.adaptive = len(self.configs) > 1
+        self.adaptive = len(self.all) > 1
         if policy is not None and not self.adaptive:
             raise ValueError(
-                "policy has nothing to choose from: configs must hold other settings than config"
+                "policy has nothing to choose from: configs must hold other configs than config"
             )
         self.policy = GoodputPolicy() if policy is None else policy
-        self.acceptance = {config: Acceptance(config) for config in self.configs}
+        self.current = self.all[0]
+        self.reserve_len = max(config.reserve_len for config in self.all)
+        self.acceptance = {config: Acceptance(config) for config in self.all}
         self.used: Counter[SpecConfig] = Counter()
         self.advanced: Counter[SpecConfig] = Counter()
         self.gained: Counter[SpecConfig] = Counter()
         self._buckets = sorted(set(buckets))
-        self._current = self.configs[0]
         self._window = window
         self._recent: deque[tuple[SpecConfig, list[int]]] = deque()
 
     @property
     def widest(self) -> SpecConfig:
-        """The one that needs most proposals to start from."""
-        return max(self.configs, key=lambda config: config.topk)
-
-    @property
-    def reserve_len(self) -> int:
-        """Slots past its length that a request needs for a step of any of them."""
-        return max(config.reserve_len for config in self.configs)
+        """The config that needs most proposals to start from."""
+        return max(self.all, key=lambda config: config.topk)
 
     @property
     def speculative(self) -> bool:
-        """Whether any of them drafts."""
-        return any(config.num_steps for config in self.configs)
+        """Whether any config drafts."""
+        return any(config.num_steps for config in self.all)
 
     def choose(self, batch: int, room: int) -> SpecConfig:
-        """Return the setting of the next step.
+        """Ask the policy for the config of the next step.
 
         Parameters
         ----------
         batch : int
             Requests that take part.
         room : int
-            Slots that the context of the shortest of them has left.
+            Slots that the context of the shortest request has left.
 
         Raises
         ------
         ValueError
-            If the policy returns something else.
+            If the policy returns a config that it was not given.
         """
-        if not self.adaptive:
-            return self._current
         fitting = self._fitting(room)
         if not fitting:
-            return self._current
+            return self.current
         config = self.policy(
-            Observed(batch, self._bucket(batch), self._current, fitting, self.acceptance)
+            Observed(batch, self._bucket(batch), self.current, fitting, self.acceptance)
         )
         if config not in fitting:
-            raise ValueError(f"policy must return one of the settings it is given, got {config}")
+            raise ValueError(f"policy must return one of the configs it is given, got {config}")
         return config
 
     def fit(self, chosen: SpecConfig, room: int) -> SpecConfig:
         """Return what a request steps with whose context has ``room`` slots left, at least 1.
 
-        The chosen setting if there is room for it, else the deepest of ``configs`` that fits, else
-        plain decoding.
+        The chosen config if there is room for it, else the deepest config that fits, else plain
+        decoding.
         """
         if chosen.reserve_len <= room:
             return chosen
@@ -136,28 +138,23 @@ class Settings:
         )
 
     def _fitting(self, room: int) -> tuple[SpecConfig, ...]:
-        return tuple(config for config in self.configs if config.reserve_len <= room)
+        return tuple(config for config in self.all if config.reserve_len <= room)
 
-    def launched(self, config: SpecConfig) -> None:
-        """Note that a step was launched; not one of plain decoding at a context's end alone."""
-        if config in self.acceptance:
-            self._current = config
-
-    def landed(
+    def count(
         self, config: SpecConfig, gained: Sequence[int], handed_out: int, seconds: float | None
     ) -> None:
-        """Count a step, unless nobody gained anything or it is none of ``configs``.
+        """Count a step, unless no request gained anything or the config is not one of these.
 
         Parameters
         ----------
         config : SpecConfig
-            Its setting.
+            The config of the step.
         gained : sequence of int
-            Tokens, a number per request that it was launched for: 0 for one that had ended.
+            Tokens, a number per request of the step: 0 for one that had ended before.
         handed_out : int
-            Those of all requests that lie within their ends.
+            Tokens of all requests that lie within their ends.
         seconds : float or None
-            How long it took, if that is known.
+            How long the step took, if that is known.
         """
         found = self.acceptance.get(config)
         kept = [tokens for tokens in gained if tokens]
@@ -182,7 +179,7 @@ class Settings:
 
 
 def smaller_configs(config: SpecConfig) -> tuple[SpecConfig, ...]:
-    """Return a setting and a few that cost less: half of it, its chain, and plain decoding.
+    """Return a config and a few that cost less: half of it, its chain, and plain decoding.
 
     None of them needs more slots per step. Plain decoding returns itself alone.
     """

@@ -4,51 +4,103 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from threading import RLock
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from specattn.cache.kv_pool import KVPool
 from specattn.cache.slot_table import SlotTable
-from specattn.engine.admission import Admission, check_request
-from specattn.engine.configs import Settings, powers_of_two
-from specattn.engine.decoders import EngineDecoders
-from specattn.engine.request import Request, RequestOutput
-from specattn.engine.scheduler import Running
-from specattn.engine.waiting import Waiting
+from specattn.checks import whole_number
+from specattn.cuda_graph.recorder import Recorder
+from specattn.engine.configs import SpeculativeConfigs, powers_of_two
+from specattn.engine.request import Request, RequestOutput, check_requests
+from specattn.engine.scheduler import RunningRequest, Scheduler
+from specattn.errors import CapacityError, CaptureError
 from specattn.speculative.decoder import ModelSlot
-from specattn.speculative.prefill import Prefill
+from specattn.speculative.prefill import Prefill, Prompt
+from specattn.speculative.sampling import SamplingBatch
 from specattn.speculative.states import RequestStates, StateDims
+from specattn.speculative.step_decoder import StepDecoder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import torch
+    from collections.abc import Callable, Iterator, Sequence
 
     from specattn.backends.base import BackendFactory
     from specattn.backends.multi_step import Indices
     from specattn.config import KVScales, SpecConfig
     from specattn.cuda_graph import GraphReport
     from specattn.engine.policy import Policy
-    from specattn.engine.request import RunningRequest
+    from specattn.engine.scheduler import Groups
+    from specattn.speculative.host_buffers import PendingStep
     from specattn.speculative.model import DraftModel, TargetModel
-    from specattn.speculative.step_decoder import CudagraphMode, StepDecoder
+    from specattn.speculative.sampling import SamplingParams
+    from specattn.speculative.step_decoder import CudagraphMode
     from specattn.speculative.validation import Validate
 
     Scales = Sequence[KVScales] | None
+    Gain = tuple[RequestOutput, list[int]]
 
 log = logging.getLogger(__name__)
 
 
-class Engine:
-    """Decodes requests with one target, optionally one draft model, and speculation settings.
+@contextmanager
+def _eager_if_it_fails(decoder: StepDecoder) -> Iterator[None]:
+    """Warn of a capture that fails; the steps that it was for run eagerly."""
+    try:
+        yield
+    except CaptureError as error:
+        log.warning("%s; batches run eagerly unless a captured bucket holds them", error)
+        decoder.runner.leave_eager(decoder.modes)
 
-    Every request steps with the setting that was chosen, if its context has room for that, whatever
+
+class _LateDecoder(StepDecoder):
+    """A decoder that is made while requests run: none of them may end because of its captures."""
+
+    def capture(self, *, sampled: bool = False) -> None:
+        """Capture what is not captured yet; what cannot be captured runs eagerly."""
+        with _eager_if_it_fails(self):
+            super().capture(sampled=sampled)
+
+
+@dataclass(eq=False)
+class LaunchedStep:
+    """A step of one group of requests that is on its way.
+
+    Parameters
+    ----------
+    config : SpecConfig
+        The config that it runs with.
+    group : list of RunningRequest
+        The requests that take part.
+    pending : PendingStep
+        What they gain.
+    launched_at : float or None
+        `time.perf_counter` reading, in seconds; None if something else ran since.
+    """
+
+    config: SpecConfig
+    group: list[RunningRequest]
+    pending: PendingStep
+    launched_at: float | None
+
+
+class Engine:
+    """Decodes requests with one target, optionally one draft model, and speculative configs.
+
+    Every request steps with the config that was chosen, if its context has room for that, whatever
     the rest of the batch does; requests finish and give their slots back independently.
 
-    Near its context's end, a request takes the deepest of the engine's settings that fits, and
-    plain decoding where none does. If that is not one of the settings, its decoder is made when the
+    Near its context's end, a request takes the deepest of the engine's configs that fits, and
+    plain decoding where none does. If that is not one of the configs, its decoder is made when the
     first request comes to it: once, and captured for the largest bucket alone. So the last
     ``reserve_len - 1`` tokens of a context come one by one, unless ``configs`` hold a smaller tree.
+
+    One thread at a time calls an engine. After an interrupt (`KeyboardInterrupt`), the books of the
+    engine are right, or its next call is refused until `clear` was called.
 
     Parameters
     ----------
@@ -59,10 +111,10 @@ class Engine:
     config : SpecConfig
         Tree width, depth, page size and limits.
     configs : sequence of SpecConfig
-        More settings that steps may take; they differ from ``config`` in the tree alone. See
+        More configs that steps may take; they differ from ``config`` in the tree alone. See
         docs/adaptive.md.
     policy : Policy, optional
-        Chooses every step's setting, and so needs ``configs``;
+        Chooses every step's config, and so needs ``configs``;
         `specattn.engine.policy.GoodputPolicy` by default.
     backend : str or BackendFactory
         Attention backend, by name (``"auto"`` picks one) or itself; see `choose_backend`.
@@ -102,7 +154,8 @@ class Engine:
     ValueError
         If ``num_slots`` or ``buckets`` are not those of a `SlotTable` and a `GraphRunner`,
         ``kv_dtype`` and ``kv_scales`` not those of a `KVPool`, ``configs`` differ in more than the
-        tree, or there is a ``policy`` and no setting in ``configs`` but ``config``.
+        tree, or there is a ``policy`` and nothing in ``configs`` but ``config``. Of every call: if
+        another thread's has not returned, or an interrupted one asks for `clear`.
     CaptureError
         If a capture fails that is made now. What is captured later, while requests run, runs
         eagerly if that fails, and a warning is logged; so it is where memory runs out.
@@ -131,8 +184,9 @@ class Engine:
         kv_scales: tuple[Scales, Scales] = (None, None),
     ) -> None:
         self.config, self._detokenize = config, detokenize
-        self.buckets = powers_of_two(config.max_num_reqs) if buckets is None else list(buckets)
-        self.settings = Settings((config, *configs), policy, self.buckets)
+        sizes = powers_of_two(config.max_num_reqs) if buckets is None else buckets
+        self.buckets = [whole_number("every bucket", size) for size in sizes]
+        self.configs = SpeculativeConfigs((config, *configs), policy, self.buckets)
         if config.max_context_len > target.max_context_len:
             log.warning(
                 "max_context_len %d is above the target's %d: positions from there on are none it "
@@ -140,7 +194,6 @@ class Engine:
                 config.max_context_len,
                 target.max_context_len,
             )
-        device = target.device
         pages = -(-config.max_context_len // config.page_size) * config.max_num_reqs + 1
         slots = pages * config.page_size if num_slots is None else num_slots
         self.table = SlotTable(
@@ -148,79 +201,60 @@ class Engine:
             max_context_len=config.max_context_len,
             num_slots=slots,
             page_size=config.page_size,
-            device=device,
+            device=target.device,
         )
-        pool = partial(KVPool, num_slots=slots, device=device, kv_dtype=kv_dtype)
-        self.target = ModelSlot.of(
-            target, pool(target.layers, scales=kv_scales[0]), backend, deterministic=deterministic
-        )
+        pool = partial(KVPool, num_slots=slots, device=target.device, kv_dtype=kv_dtype)
+        slot = partial(_model_slot, config.page_size, backend, deterministic=deterministic)
+        self.target: ModelSlot[TargetModel] = slot(target, pool(target.layers, scales=kv_scales[0]))
         self.draft: ModelSlot[DraftModel] | None = None
-        if self.settings.speculative and draft is not None:
-            self.draft = ModelSlot.of(
-                draft,
-                pool(draft.layers, scales=kv_scales[1]),
-                backend,
-                deterministic=deterministic,
-            )
-        for slot in (self.target, self.draft):
-            if slot is not None:
-                slot.backend.check_pages(config.page_size)
-        draft_model = self.draft.model if self.draft else None
-        widest = self.settings.widest
-        dims = StateDims.of(draft_model, widest.topk, draft_sampling=config.draft_sampling)
-        self.states = RequestStates.alloc(config.max_num_reqs + 1, dims, device)
-        self._admission = Admission(
-            self.table, self.states, config.page_size, self.settings.reserve_len
+        if self.configs.speculative and draft is not None:
+            self.draft = slot(draft, pool(draft.layers, scales=kv_scales[1]))
+        self._plans_on_host = any(
+            one.backend.host_plan for one in (self.target, self.draft) if one is not None
         )
+        widest = self.configs.widest
+        dims = StateDims.of(
+            draft if self.draft else None, widest.topk, draft_sampling=config.draft_sampling
+        )
+        self.states = RequestStates.alloc(config.max_num_reqs + 1, dims, target.device)
+        self.scheduler = Scheduler(self.table, self.configs, target.eos_token_ids, detokenize)
         self._prefill = Prefill(self.target, self.draft, self.table.req_to_token, widest)
-        self._decoders = EngineDecoders(
-            self.target,
-            self.draft,
-            self.settings.configs,
-            self.table,
-            self.states,
-            buckets=self.buckets,
-            indices=indices,
-            record=graphs,
-            cudagraph=cudagraph,
-            sampled=sampled,
-            validate=validate,
-            tbo=tbo,
-        )
-        self._running = Running(
-            self.table, self._decoders, self.settings, target.eos_token_ids, detokenize
-        )
-
-    def decoder(self, config: SpecConfig) -> StepDecoder:
-        """Return the decoder of one of the engine's settings, or of plain decoding.
-
-        Raises
-        ------
-        ValueError
-            If it is neither.
-        """
-        return self._decoders.of(config)
-
-    @property
-    def decoders(self) -> tuple[StepDecoder, ...]:
-        """Those of the engine's settings, then that of plain decoding if it was asked for."""
-        return self._decoders.made
-
-    def graphs(self) -> dict[SpecConfig, tuple[GraphReport, ...]]:
-        """Return what capturing took, bucket by bucket: for each of the engine's settings.
-
-        And of plain decoding, if a request that came near its context's end has asked for it.
-        """
-        return {decoder.config: decoder.report() for decoder in self.decoders}
+        self._sampling: tuple[tuple[SamplingParams, ...], SamplingBatch] | None = None
+        between = self._plans_on_host or validate == "debug"
+        self._options: dict[str, Any] = {
+            "table": self.table,
+            "states": self.states,
+            "record": graphs,
+            "indices": indices,
+            "recorder": Recorder(),
+            "validate": validate,
+            "tbo": tbo,
+            "cudagraph": cudagraph or ("piecewise" if between else "full"),
+        }
+        options = self._options | {"buckets": self.buckets, "sampled": sampled}
+        self._decoders = {
+            one: StepDecoder(self.target, self.draft, one, **options) for one in self.configs.all
+        }
+        # configs whose captures for requests that draw were tried while requests ran
+        self._drawing: set[SpecConfig] = set()
+        # launched and not handed out: the groups of one step
+        self._steps: list[LaunchedStep] = []
+        # whether they are still here because another launch failed
+        self._kept = False
+        self._collected_at = 0.0
+        self._lock = RLock()
+        # whether a call changes the books; an interrupt that nothing undid leaves it so
+        self._changing = False
 
     @property
-    def num_live(self) -> int:
-        """Requests not finished yet."""
-        return len(self._live)
+    def running(self) -> list[RunningRequest]:
+        """The requests that have a row and have not ended."""
+        return self.scheduler.running
 
     @property
-    def _live(self) -> list[RunningRequest]:
-        return self._running.live
+    def num_running(self) -> int:
+        """How many requests have a row and have not ended."""
+        return len(self.scheduler.running)
 
     def generate(
         self,
@@ -229,63 +263,59 @@ class Engine:
     ) -> list[RequestOutput]:
         """Decode requests to their ends.
 
+        Requests that run already are decoded to their ends, too. A request waits for a row, and
+        for slots in which all that run can become as long as they may; one that would not fit even
+        alone runs by itself, for it may end before.
+
         Parameters
         ----------
         requests : sequence of Request
-            Any number; at most ``max_num_reqs`` run at once, and no more than there are slots for
-            if all of them become as long as they may. The others wait.
+            Any number; at most ``max_num_reqs`` run at once. They get rows in their order.
         on_tokens : callable, optional
-            ``on_tokens(index, new_tokens)`` after the first token and after every step.
+            ``on_tokens(index, new_tokens)`` after a request's first token and after every step in
+            which it took part: on the thread of this call, with the tokens up to the request's end.
+            An end-of-text token is among them, and the list may be empty. It may call `drop` and
+            `add`; what it raises ends the call.
+
+        Returns
+        -------
+        list of RequestOutput
+            One per request, in their order.
 
         Raises
         ------
         ValueError
-            If a prompt is empty, longer than the context or not of the vocabulary; nothing has
-            run then.
+            If a prompt is empty, longer than the context or not of the vocabulary, or if
+            ``on_tokens`` of another `generate` calls this; nothing has run then.
         CapacityError
             If the pools are too small for a request alone, or for those that ran before together;
             every running request is dropped then.
         """
-        self._check(requests)
+        requests = self._checked(requests)
+        scheduler, order = self.scheduler, dict[int, int]()
         results: list[RequestOutput] = []
-        order: dict[int, int] = {}
-        waiting = Waiting(requests, self.config.max_num_reqs, self._running, self._add)
-        try:
-            while waiting or self._live:
-                for result in waiting.join():
-                    order[id(result)] = len(results)
-                    results.append(result)
-                    if on_tokens:
-                        on_tokens(order[id(result)], list(result.tokens))
-                for result, new in self.step(ahead=not waiting):
-                    if on_tokens and id(result) in order:
-                        on_tokens(order[id(result)], new)
-        finally:
-            self.clear()
-        return results
-
-    def clear(self) -> None:
-        """Drop every running request, as `drop` does."""
-        self._running.clear()
-
-    def drop(self, result: RequestOutput) -> None:
-        """End a running request at once: nobody wants its text, or others need its slots.
-
-        Its ``finish_reason`` is ``"dropped"``, it keeps the tokens that it has, and its row and
-        slots are free. A step that is in flight already gains nothing for it. Other requests do
-        not notice, those that share its prefix included.
-
-        Parameters
-        ----------
-        result : RequestOutput
-            What `add` returned for the request.
-
-        Raises
-        ------
-        ValueError
-            If it is not that of a running request of this engine: one that has ended, too.
-        """
-        self._running.drop(result)
+        with self._one_thread():
+            if scheduler.waiting:
+                raise ValueError(
+                    "requests of another generate wait: it has not returned, or was interrupted; "
+                    "call clear()"
+                )
+            try:
+                scheduler.wait(requests)
+                while scheduler.waiting or scheduler.running:
+                    for result in self._admit_waiting():
+                        order[id(result)] = len(results)
+                        results.append(result)
+                        if on_tokens:
+                            on_tokens(order[id(result)], list(result.tokens))
+                    for result, new in self.step(ahead=not scheduler.waiting):
+                        if on_tokens and id(result) in order:
+                            on_tokens(order[id(result)], new)
+            finally:
+                self.clear()
+        # `on_tokens` may have cleared the engine while requests waited
+        missing = len(requests) - len(results)
+        return [*results, *(RequestOutput(finish_reason="dropped") for _ in range(missing))]
 
     def add(self, requests: Sequence[Request]) -> list[RequestOutput]:
         """Run prompts and draw their first tokens; prefixes of running requests are shared.
@@ -306,42 +336,19 @@ class Engine:
             If a prompt is empty, longer than the context or not of the vocabulary; nothing has
             run then.
         CapacityError
-            If rows or slots run out. Whatever is raised, none of the requests runs then, and
-            those that ran before still do.
+            If rows or slots run out. Whatever is raised, none of the requests runs then, and those
+            that ran before still do, unless an interrupt asks for `clear`.
         """
-        self._check(requests)
-        return self._add(requests, whole=False)
+        requests = self._checked(requests)
+        with self._change():
+            return self._admit(requests, whole=False)
 
-    def _add(self, requests: Sequence[Request], *, whole: bool) -> list[RequestOutput]:
-        if any(request.sampling.temperature for request in requests):
-            self._decoders.capture_sampled()
-        results = [RequestOutput(started_at=time.perf_counter()) for _ in requests]
-        waiting = list(zip(requests, results, strict=True))
-        self._running.untimed()
-        before = list(self._live)
-        try:
-            while waiting:
-                # prompts that run now, and those that wait to share them
-                wave, waiting = self._admission.wave(waiting, self._live)
-                self._running.join(
-                    self._admission.run(self._prefill, wave, self._live, whole=whole)
-                )
-        except BaseException:
-            self._running.keep(before)
-            raise
-        return results
-
-    def _check(self, requests: Sequence[Request]) -> None:
-        limit, vocab_size = self.config.max_context_len, self.target.model.vocab_size
-        for request in requests:
-            check_request(request, limit, vocab_size, self._detokenize)
-
-    def step(self, *, ahead: bool = False) -> list[tuple[RequestOutput, list[int]]]:
+    def step(self, *, ahead: bool = False) -> list[Gain]:
         """Advance the running requests; returns what each of them gained.
 
-        Requests whose contexts lack room for the setting's step take another one, as a group of
+        Requests whose contexts lack room for the config's step take another one, as a group of
         their own. A group for which slots run out sits the step out and loses nothing. Groups of
-        smaller settings get slots first: their requests end soonest, and the slots are the others'
+        smaller configs get slots first: their requests end soonest, and the slots are the others'
         then, unless `add` takes them.
 
         Parameters
@@ -350,7 +357,7 @@ class Engine:
             Launch the next step before waiting for this one, where every request is sure to have
             room and slots for both: the device then does not wait for the host. What requests
             gain is the same; one that turns out to have ended rides along in the step that was
-            launched.
+            launched, and its row and slots may be given to others at once.
 
         Returns
         -------
@@ -368,4 +375,281 @@ class Engine:
             lost: those of what was launched are the next step's. And what ``detokenize`` raises: a
             step's tokens are lost then, so all requests are dropped, as by an interrupt.
         """
-        return self._running.step(ahead=ahead)
+        with self._change():
+            try:
+                if not self._steps:
+                    self._launch(self.scheduler.schedule())
+                following = self._launch_ahead() if ahead else []
+                steps, self._steps, self._kept = self._steps, following, False
+                return self._collect(steps)
+            except Exception:
+                # the next step hands out what was launched, before anything else can fail
+                self._kept = bool(self._steps)
+                self._untimed()
+                raise
+            except BaseException:
+                # an interrupt may come when a step is under way and not noted
+                self._drop_all(table=True)
+                raise
+
+    def drop(self, result: RequestOutput) -> None:
+        """End a running request at once: nobody wants its text, or others need its slots.
+
+        Its ``finish_reason`` is ``"dropped"``, it keeps the tokens that it has, and its row and
+        slots are free. A step that is in flight already gains nothing for it. Other requests do
+        not notice, those that share its prefix included.
+
+        Parameters
+        ----------
+        result : RequestOutput
+            What `add` returned for the request.
+
+        Raises
+        ------
+        ValueError
+            If it is not that of a running request of this engine: one that has ended, too.
+        """
+        with self._change():
+            self.scheduler.drop(result)
+
+    def clear(self) -> None:
+        """Drop every running request, as `drop` does, and forget those that wait.
+
+        Whatever an interrupt has left, the engine serves new requests then: after one, every row of
+        the table is free.
+        """
+        with self._one_thread():
+            interrupted, self._changing = self._changing or self.table.changing, True
+            self._drop_all(table=interrupted)
+            # an interrupt may have come between taking the lock and noting it
+            self._lock = RLock()
+
+    def decoder(self, config: SpecConfig) -> StepDecoder:
+        """Return the decoder of one of the engine's configs, or of plain decoding.
+
+        That of plain decoding, where no config is that, is for requests whose contexts have room
+        for nothing else. It is made when it is first asked for, without a draft model, since no
+        step of these requests drafts again.
+
+        Raises
+        ------
+        ValueError
+            If the config is neither.
+        """
+        if config not in self._decoders:
+            if config != self.config.plain():
+                raise ValueError(f"config must be one of the engine's configs, got {config}")
+            sampled = any(decoder.sampled for decoder in self._decoders.values())
+            # the largest bucket holds whatever batch the others hold
+            options = self._options | {"buckets": [max(self.buckets)], "sampled": sampled}
+            self._decoders[config] = _LateDecoder(self.target, None, config, **options)
+            if sampled:
+                self._drawing.add(config)
+        return self._decoders[config]
+
+    @property
+    def decoders(self) -> tuple[StepDecoder, ...]:
+        """Those of the engine's configs, then that of plain decoding if it was asked for."""
+        return tuple(self._decoders.values())
+
+    def graphs(self) -> dict[SpecConfig, tuple[GraphReport, ...]]:
+        """Return what capturing took, bucket by bucket: for each of the engine's configs.
+
+        And of plain decoding, if a request that came near its context's end has asked for it.
+        """
+        return {config: decoder.report() for config, decoder in self._decoders.items()}
+
+    @contextmanager
+    def _one_thread(self) -> Iterator[None]:
+        """Refuse the call of a thread while one of another thread has not returned."""
+        lock = self._lock
+        if not lock.acquire(blocking=False):
+            raise ValueError(
+                "an Engine must be called from one thread at a time: "
+                "a call of another thread has not returned"
+            )
+        try:
+            yield
+        finally:
+            lock.release()
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """Note that the books change; an interrupt that nothing undoes leaves it noted."""
+        with self._one_thread():
+            if self._changing:
+                raise ValueError(
+                    "a call of this Engine was interrupted, or has not returned: call clear()"
+                )
+            self._changing = True
+            try:
+                yield
+            except Exception:
+                self._changing = self.table.changing
+                raise
+            self._changing = False
+
+    def _checked(self, requests: Sequence[Request]) -> list[Request]:
+        return check_requests(
+            requests,
+            self.config.max_context_len,
+            self.target.model.vocab_size,
+            stop_strings=self._detokenize is not None,
+        )
+
+    def _admit_waiting(self) -> list[RequestOutput]:
+        """Let as many waiting requests run as reach their ends together, in their order.
+
+        Requests that run keep their slots, so one that would take what they grow into waits for
+        them to end. One for whose longest text there are no slots at all runs by itself.
+        """
+        scheduler = self.scheduler
+        admitted: list[RequestOutput] = []
+        if scheduler.running and len(scheduler.running) >= scheduler.full:
+            return admitted
+        count = len(scheduler.waiting)
+        while count := min(count, len(scheduler.waiting), scheduler.num_free):
+            try:
+                admitted += self._admit_first(count, whole=True)
+            except CapacityError:
+                if count == 1 and not scheduler.running:
+                    if not admitted:  # else their tokens come first
+                        admitted += self._admit_first(1, whole=False)
+                    break
+                count //= 2
+        scheduler.full = len(scheduler.running)
+        return admitted
+
+    def _admit_first(self, count: int, *, whole: bool) -> list[RequestOutput]:
+        with self._change():
+            admitted = self._admit(self.scheduler.waiting[:count], whole=whole)
+            del self.scheduler.waiting[:count]
+            return admitted
+
+    def _admit(self, requests: Sequence[Request], *, whole: bool) -> list[RequestOutput]:
+        """Run prompts and draw their first tokens; all of the requests run then, or none."""
+        running, rows = list(self.running), self.table.rows
+        try:
+            if any(request.sampling.temperature for request in requests):
+                self._capture_sampled()
+            results = [RequestOutput(started_at=time.perf_counter()) for _ in requests]
+            items = list(zip(requests, results, strict=True))
+            self._untimed()
+            while items:
+                # prompts that run now, and those that wait to share them
+                wave, items = self.scheduler.wave(items)
+                self._run_prompts(self.scheduler.admit(wave, whole=whole))
+        except BaseException:
+            if not self.table.changing:
+                self.scheduler.roll_back(running, rows)
+                self._changing = False
+            raise
+        return results
+
+    def _run_prompts(self, admitted: Sequence[RunningRequest]) -> None:
+        """Fill the prompts' KV and append the first token of each."""
+        device = self.table.req_to_token.device
+        prompts = [Prompt(one.row, one.request.prompt, one.length) for one in admitted]
+        params = tuple(one.request.sampling for one in admitted)
+        # a batch that stays the same is not sent again
+        if self._sampling is None or self._sampling[0] != params:
+            self._sampling = params, SamplingBatch.of(params, device)
+        sampling = self._sampling[1]
+        out = self._prefill.run(prompts, sampling)
+        lens = torch.tensor([len(prompt.tokens) for prompt in prompts], dtype=torch.int32)
+        rows = torch.tensor([prompt.row for prompt in prompts])
+        self.states.admit(rows.to(device), lens.to(device), out.bonus_tokens, out.state, sampling)
+        for one, token in zip(admitted, out.bonus_tokens.tolist(), strict=True):
+            one.length = len(one.request.prompt)
+            one.result.first_token_at = time.perf_counter()
+            self.scheduler.append(one, [token])
+        self.scheduler.remove_ended()
+
+    def _capture_sampled(self) -> None:
+        """Capture all decoders for requests that draw, too; once, whether it fails or not."""
+        for config, decoder in self._decoders.items():
+            if config not in self._drawing:
+                with _eager_if_it_fails(decoder):
+                    decoder.capture(sampled=True)
+                self._drawing.add(config)
+
+    def _launch(self, groups: Groups) -> None:
+        """Launch a step of every group; an error is raised when the others are on their way."""
+        failed: Exception | None = None
+        for config, group in groups.items():
+            try:
+                self._steps.append(self._launch_group(config, group))
+            except Exception as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+    def _launch_ahead(self) -> list[LaunchedStep]:
+        """Launch the step after the one in flight, if that is sure to have room and slots."""
+        if self._kept or self._plans_on_host or len(self._steps) != 1:
+            return []
+        (step,) = self._steps
+        groups = self.scheduler.schedule_ahead(step.config, step.group)
+        return [self._launch_group(config, group) for config, group in groups.items()]
+
+    def _launch_group(self, config: SpecConfig, group: list[RunningRequest]) -> LaunchedStep:
+        lens = None
+        if self._plans_on_host:
+            lens = torch.tensor([one.length for one in group], dtype=torch.int32)
+        decoder, rows = self.decoder(config), [one.row for one in group]
+        sampled = any(one.request.sampling.temperature for one in group)
+        began = time.perf_counter()
+        pending = decoder.step_async(rows, sampled=sampled, seq_lens_cpu=lens)
+        return LaunchedStep(config, group, pending, began)
+
+    def _collect(self, steps: Sequence[LaunchedStep]) -> list[Gain]:
+        """Hand out what steps gained; requests that had ended before get nothing."""
+        try:
+            return [gain for step in steps for gain in self._collect_group(step)]
+        except Exception:
+            # nobody can go on without tokens that were lost
+            self._drop_all(table=False)
+            raise
+        finally:
+            self.scheduler.remove_ended()
+
+    def _collect_group(self, step: LaunchedStep) -> list[Gain]:
+        gained = step.pending.wait()
+        now, began = time.perf_counter(), step.launched_at
+        # a step that was launched ahead began when the one before it ended
+        seconds = None if began is None else now - max(began, self._collected_at)
+        self._collected_at = now
+        counts, gains = [0] * len(gained), []
+        for at, (one, tokens) in enumerate(zip(step.group, gained, strict=True)):
+            if one.result.finish_reason:  # it had ended, and rode along
+                continue
+            one.length += len(tokens)
+            counts[at] = sum(token >= 0 for token in tokens)
+            kept = self.scheduler.append(one, tokens)
+            one.result.accept_lens.append(len(kept))
+            gains.append((one.result, kept))
+        self.configs.count(step.config, counts, sum(len(kept) for _, kept in gains), seconds)
+        return gains
+
+    def _untimed(self) -> None:
+        """Note that something else runs before the next step is collected."""
+        for step in self._steps:
+            step.launched_at = None
+
+    def _drop_all(self, *, table: bool) -> None:
+        """Drop every request, and wait for what is in flight; see `Scheduler.clear`."""
+        self._steps, self._kept = [], False
+        self.scheduler.clear(table=table)
+        # a wait that was interrupted has left its step in flight, and may be again
+        for decoder in self._decoders.values():
+            decoder.settle()
+        self._changing = False
+
+
+def _model_slot(
+    page_size: int, backend: str | BackendFactory, model: Any, pool: KVPool, *, deterministic: bool
+) -> ModelSlot[Any]:
+    """Return a model over its pool, with a backend that serves pages of this size."""
+    slot: ModelSlot[Any] = ModelSlot.of(model, pool, backend, deterministic=deterministic)
+    slot.backend.check_pages(page_size)
+    return slot

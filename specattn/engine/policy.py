@@ -1,4 +1,4 @@
-"""Which of an engine's settings the next step takes, from what steps have gained and cost."""
+"""Which of an engine's configs the next step takes, from what steps have gained and cost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from specattn.config import SpecConfig
 
-    #: Seconds of a step (or any unit, the same for all) by setting and batch size.
+    #: Seconds of a step (or any unit, the same for all) by config and batch size.
     StepCost = Callable[[SpecConfig, int], float]
 
 # step times kept per bucket: few enough to follow a context that grows
@@ -21,12 +21,12 @@ _TIMES = 15
 
 
 class Acceptance:
-    """What the recent steps of one setting gained, and how long they took.
+    """What the recent steps of one config gained, and how long they took.
 
     Parameters
     ----------
     config : SpecConfig
-        The setting.
+        The config.
 
     Attributes
     ----------
@@ -79,47 +79,39 @@ class Observed:
     batch, bucket : int
         Requests of the next step, and the captured batch size that holds them.
     current : SpecConfig
-        The setting of the last step; at first the engine's own.
-    settings : tuple of SpecConfig
+        The config of the last step; at first the engine's own.
+    configs : tuple of SpecConfig
         What may be chosen: those of the engine that some request's context has room for, in the
         engine's order.
     acceptance : mapping
-        By setting, all of the engine's. These are live: read, do not keep.
+        By config, all of the engine's. These are live: read, do not keep.
     """
 
     batch: int
     bucket: int
     current: SpecConfig
-    settings: tuple[SpecConfig, ...]
+    configs: tuple[SpecConfig, ...]
     acceptance: Mapping[SpecConfig, Acceptance]
 
 
 class Policy(Protocol):
-    """Chooses a step's setting."""
+    """Chooses a step's config."""
 
     def __call__(self, observed: Observed) -> SpecConfig:
-        """Return one of ``observed.settings``; called on the host before every step.
+        """Return one of ``observed.configs``; called on the host before every step.
 
         What it returns must follow from the tokens of steps before, and from nothing that is
         drawn for the step itself: then sampled tokens keep the target's law.
         """
 
 
-@dataclass
-class _Hold:
-    """What a policy has chosen for an engine, and for how many steps."""
-
-    chosen: SpecConfig
-    steps: int = 0
-
-
 class GoodputPolicy:
-    """Takes the setting that promises most tokens per second.
+    """Takes the config that promises most tokens per second.
 
-    A setting's goodput is its expected tokens per request and step over the seconds of a step at
+    A config's goodput is its expected tokens per request and step over the seconds of a step at
     this batch size, the quantity that TurboSpec maximises (arXiv:2406.14066); the expectation is
     `expected_tokens`. Small batches thus get deep and wide trees, large ones shallow trees or
-    none, and texts that are easy to draft deeper ones than others. A setting that the window knows
+    none, and texts that are easy to draft deeper ones than others. A config that the window knows
     nothing of is tried.
 
     What it chooses follows from the observations of an engine alone, also where it serves several;
@@ -131,13 +123,13 @@ class GoodputPolicy:
         ``cost(config, batch)``: a step's seconds, or any unit, above 0. By default what was
         measured, and where nothing was, `rough_cost` in the proportion of what was.
     margin : float
-        Another setting must promise this much more, as a share, to be switched to.
+        Another config must promise this much more, as a share, to be switched to.
     hold : int
-        Steps that a setting is kept for before it is left.
+        Steps that a config is kept for before it is left.
     trials : int
-        Steps a setting is tried for if the window holds fewer of it.
+        Steps a config is tried for if the window holds fewer of it.
     prior : float
-        Requests' worth of trust in what other settings say; see `expected_tokens`.
+        Requests' worth of trust in what other configs say; see `expected_tokens`.
 
     Raises
     ------
@@ -162,29 +154,31 @@ class GoodputPolicy:
             )
         self.cost, self.margin, self.hold = cost, margin, hold
         self.trials, self.prior = trials, prior
-        self._holds: WeakKeyDictionary[Acceptance, _Hold] = WeakKeyDictionary()
+        # by engine: the config that it steps with, and for how many steps
+        self._chosen: WeakKeyDictionary[Acceptance, tuple[SpecConfig, int]] = WeakKeyDictionary()
 
     def __call__(self, observed: Observed) -> SpecConfig:
-        """Return the setting of the next step."""
+        """Return the config of the next step."""
         # each engine counts for itself, and so tells by any of its counts which one it is
-        counts = next(iter(observed.acceptance.values()))
-        hold = self._holds.setdefault(counts, _Hold(observed.current))
-        for config in observed.settings:
+        engine = next(iter(observed.acceptance.values()))
+        chosen, steps = self._chosen.setdefault(engine, (observed.current, 0))
+        for config in observed.configs:
             if observed.acceptance[config].steps < self.trials:
                 return config
-        hold.steps += 1
-        if hold.chosen in observed.settings and hold.steps < self.hold:
-            return hold.chosen
+        self._chosen[engine] = chosen, steps + 1
+        if chosen in observed.configs and steps + 1 < self.hold:
+            return chosen
         goodput = self.goodput(observed)
         best = max(goodput, key=lambda config: goodput[config])
-        if hold.chosen not in goodput:  # there is no room for it, for now
+        if chosen not in goodput:  # there is no room for it, for now
             return best
-        if goodput[best] > goodput[hold.chosen] * (1 + self.margin):
-            hold.chosen, hold.steps = best, 0
-        return hold.chosen
+        if goodput[best] > goodput[chosen] * (1 + self.margin):
+            self._chosen[engine] = best, 0
+            return best
+        return chosen
 
     def goodput(self, observed: Observed) -> dict[SpecConfig, float]:
-        """Return tokens per request and second (or unit of ``cost``), by setting.
+        """Return tokens per request and second (or unit of ``cost``), by config.
 
         Raises
         ------
@@ -194,12 +188,12 @@ class GoodputPolicy:
         costs = self._costs(observed)
         return {
             config: expected_tokens(observed.acceptance, config, self.prior) / costs[config]
-            for config in observed.settings
+            for config in observed.configs
         }
 
     def _costs(self, observed: Observed) -> dict[SpecConfig, float]:
         if self.cost is not None:
-            costs = {config: self.cost(config, observed.batch) for config in observed.settings}
+            costs = {config: self.cost(config, observed.batch) for config in observed.configs}
             for config, cost in costs.items():
                 if not cost > 0:
                     raise ValueError(f"cost must be above 0, got {cost} for {config}")
@@ -220,9 +214,9 @@ def expected_tokens(
 
     ``1 + sum_d q_1 q_2 ... q_d`` over the depths, where q_d is the chance that depth d is kept
     given that depth d - 1 was: Leviathan et al. (arXiv:2211.17192, equation 1) with a rate per
-    depth. Each rate is the setting's own, shrunk towards that of all settings together as if
+    depth. Each rate is the config's own, shrunk towards that of all configs together as if
     ``prior`` requests had said so; theirs at a depth is shrunk towards theirs at the depth before.
-    So a setting that ran little is judged by the others, and depths that nobody reached by those
+    So a config that ran little is judged by the others, and depths that nobody reached by those
     that somebody did.
     """
     total, path, pooled = 1.0, 1.0, 0.5

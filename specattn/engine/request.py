@@ -1,17 +1,15 @@
-"""A request, what became of it, and where it stands while it runs."""
+"""A request and what becomes of it."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from specattn.checks import whole_number
-from specattn.engine.detokenizer import TextStream
+from specattn.checks import flag, whole_number
 from specattn.speculative.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True)
@@ -27,16 +25,17 @@ class Request:
     sampling : SamplingParams
         How tokens are drawn; greedy by default.
     stop : sequence of str
-        Texts that end the generation, none of them empty, looked for in what ``detokenize`` of the
-        engine adds to the end of the prompt for the tokens generated. Kept as a tuple, too.
+        Texts that end the generation, none of them empty. They are looked for in what
+        ``detokenize`` of the engine adds to the end of the prompt for the generated tokens. Kept as
+        a tuple, too.
     ignore_eos : bool
         Go on past end-of-text tokens.
 
     Raises
     ------
     ValueError
-        If the prompt's tokens or ``max_new_tokens`` are no whole numbers, ``stop`` is a single
-        text, or one of its texts is empty.
+        If the prompt's tokens or ``max_new_tokens`` are no whole numbers, ``sampling`` is no
+        `SamplingParams`, ``ignore_eos`` no bool, ``stop`` a single text, or one of its texts empty.
     """
 
     prompt: Sequence[int]
@@ -46,13 +45,28 @@ class Request:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        prompt = tuple(whole_number("every prompt token", token) for token in self.prompt)
+        try:
+            tokens = iter(self.prompt)
+        except TypeError as problem:
+            raise ValueError(
+                f"prompt must be a sequence of token ids, got {self.prompt!r}"
+            ) from problem
+        prompt = tuple(whole_number("every prompt token", token) for token in tokens)
         object.__setattr__(self, "prompt", prompt)
         whole_number("max_new_tokens", self.max_new_tokens)
-        # each of its characters would end the generation
+        if not isinstance(self.sampling, SamplingParams):
+            raise ValueError(f"sampling must be SamplingParams, got {self.sampling!r}")
+        flag("ignore_eos", self.ignore_eos)
+        self._keep_stop()
+
+    def _keep_stop(self) -> None:
+        # each character of a single text would end the generation
         if isinstance(self.stop, str):
             raise ValueError(f"stop must be a sequence of texts, got the text {self.stop!r}")
-        object.__setattr__(self, "stop", tuple(self.stop))
+        try:
+            object.__setattr__(self, "stop", tuple(self.stop))
+        except TypeError as problem:
+            raise ValueError(f"stop must be a sequence of texts, got {self.stop!r}") from problem
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop must be texts that are not empty, got {text!r}")
@@ -67,9 +81,11 @@ class RequestOutput:
     tokens : list of int
         Generated tokens, never more than ``max_new_tokens``; an end-of-text token is the last.
     finish_reason : str
-        ``""`` while running, then ``"eos"``, ``"stop"``, ``"length"`` (``max_new_tokens``),
-        ``"context"`` (the context is full) or ``"dropped"`` (by the caller, or where an error or an
-        interrupt has cost the engine a step's tokens).
+        ``""`` while the request runs or waits. Then ``"eos"``, ``"stop"``, ``"length"``
+        (``max_new_tokens``), ``"context"`` (the context is full), ``"nonfinite"`` (the target's
+        logits held NaN or infinity where the next token was to be chosen; the tokens before it are
+        kept) or ``"dropped"`` (by the caller, or where an error or an interrupt has cost the engine
+        a step's tokens).
     accept_lens : list of int
         Tokens that each step added, bonus included; those past the end are not counted.
     started_at, first_token_at, finished_at : float
@@ -94,75 +110,42 @@ class RequestOutput:
         return sum(self.accept_lens) / self.steps if self.steps else 0.0
 
 
-@dataclass(eq=False)
-class RunningRequest:
-    """A request being decoded; ``length`` of its tokens are committed, as far as the host knows."""
+def check_requests(
+    requests: Sequence[Request], limit: int, vocab_size: int, *, stop_strings: bool
+) -> list[Request]:
+    """Return requests as a list; a ValueError if one cannot run in contexts of ``limit`` tokens.
 
-    request: Request
-    result: RequestOutput
-    row: int
-    length: int
-    _stream: TextStream | None = field(default=None, init=False, repr=False)
-
-    @property
-    def text(self) -> list[int]:
-        """The prompt and all tokens since: committed ones, then the bonus token."""
-        return [*self.request.prompt, *self.result.tokens]
-
-    @property
-    def bonus(self) -> int:
-        """Its newest token, whose KV is not there yet."""
-        return self.result.tokens[-1]
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether the step in flight may leave it unfinished: every step gains a token."""
-        ended = bool(self.result.finish_reason)
-        return not ended and len(self.result.tokens) + 1 < self.request.max_new_tokens
-
-    def take(
-        self,
-        tokens: Sequence[int],
-        eos: Collection[int],
-        limit: int,
-        detokenize: Callable[[list[int]], str] | None,
-    ) -> list[int]:
-        """Append tokens up to whatever ends the request; returns those kept.
-
-        Parameters
-        ----------
-        tokens : sequence of int
-            What a step gained.
-        eos : collection of int
-            End-of-text tokens.
-        limit : int
-            Tokens that a context holds.
-        detokenize : callable or None
-            Maps token ids to text, for stop strings.
-        """
-        request, result = self.request, self.result
-        kept: list[int] = []
-        for token in tokens:
-            kept.append(token)
-            result.tokens.append(token)
-            if token in eos and not request.ignore_eos:
-                result.finish_reason = "eos"
-            elif request.stop and self._stops(token, detokenize):
-                result.finish_reason = "stop"
-            elif len(result.tokens) >= request.max_new_tokens:
-                result.finish_reason = "length"
-            if result.finish_reason:
-                break
-        if not result.finish_reason and self.length >= limit:
-            result.finish_reason = "context"
-        if result.finish_reason:
-            result.finished_at = time.perf_counter()
-        return kept
-
-    def _stops(self, token: int, detokenize: Callable[[list[int]], str] | None) -> bool:
-        """Whether the text of all tokens, of which this is the next, holds a stop string."""
-        assert detokenize is not None
-        request = self.request
-        self._stream = self._stream or TextStream(detokenize, request.prompt, request.stop)
-        self._stream.feed([token])
-        return self._stream.stopped
+    Parameters
+    ----------
+    requests : sequence of Request
+        Any number.
+    limit : int
+        Tokens that a context holds.
+    vocab_size : int
+        Tokens of the target's vocabulary.
+    stop_strings : bool
+        Whether there is text to look for stop strings in.
+    """
+    if isinstance(requests, Request):
+        raise ValueError(f"requests must be a sequence of Request, got the one {requests!r}")
+    try:
+        checked = list(requests)
+    except TypeError as problem:
+        raise ValueError(f"requests must be a sequence of Request, got {requests!r}") from problem
+    for request in checked:
+        if not isinstance(request, Request):
+            raise ValueError(f"requests must be a sequence of Request, got {request!r} in it")
+        if not request.prompt:
+            raise ValueError("the prompt is empty")
+        if len(request.prompt) > limit:
+            raise ValueError(
+                f"the prompt has {len(request.prompt)} tokens, the context holds {limit}"
+            )
+        low, high = min(request.prompt), max(request.prompt)
+        if low < 0 or high >= vocab_size:
+            raise ValueError(f"prompt tokens must be 0..{vocab_size - 1}, got {low}..{high}")
+        if request.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {request.max_new_tokens}")
+        if request.stop and not stop_strings:
+            raise ValueError("stop strings need detokenize")
+    return checked

@@ -1,13 +1,12 @@
-"""Requests that run, and their steps: launched, perhaps one ahead, and handed out."""
+"""Which requests run, which slots they hold, and which of them take the next step."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
+from specattn.engine.detokenizer import TextStream
 from specattn.errors import CapacityError
 
 if TYPE_CHECKING:
@@ -15,47 +14,109 @@ if TYPE_CHECKING:
 
     from specattn.cache.slot_table import SlotTable
     from specattn.config import SpecConfig
-    from specattn.engine.configs import Settings
-    from specattn.engine.decoders import EngineDecoders
-    from specattn.engine.request import RequestOutput, RunningRequest
-    from specattn.speculative.host_buffers import PendingStep
+    from specattn.engine.configs import SpeculativeConfigs
+    from specattn.engine.request import Request, RequestOutput
 
-    Gain = tuple[RequestOutput, list[int]]
+    Item = tuple[Request, RequestOutput]
+    Groups = dict[SpecConfig, list["RunningRequest"]]
 
 
-@dataclass(frozen=True)
-class Flight:
-    """A step of an engine on its way.
+@dataclass(eq=False)
+class RunningRequest:
+    """A request that has a row.
 
     Parameters
     ----------
-    config : SpecConfig
-        Its setting.
-    group : list of RunningRequest
-        The requests that take part.
-    pending : PendingStep
-        What they gain.
-    launched_at : float or None
-        `time.perf_counter` reading, in seconds; None if something else ran since.
+    request : Request
+        What was asked for.
+    result : RequestOutput
+        What it has got so far.
+    row : int
+        Its row of the table.
+    length : int
+        Tokens that hold KV, as far as the host knows.
+    eos : collection of int
+        Tokens that end it.
+    stream : TextStream or None
+        Its text, where stop strings are looked for.
     """
 
-    config: SpecConfig
-    group: list[RunningRequest]
-    pending: PendingStep
-    launched_at: float | None
+    request: Request
+    result: RequestOutput
+    row: int
+    length: int
+    eos: Collection[int] = ()
+    stream: TextStream | None = None
+
+    @property
+    def text(self) -> list[int]:
+        """The prompt and all tokens since: those that hold KV, then the bonus token."""
+        return [*self.request.prompt, *self.result.tokens]
+
+    @property
+    def bonus(self) -> int:
+        """Its newest token, whose KV is not there yet."""
+        return self.result.tokens[-1]
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the step in flight may leave it unfinished: every step gains a token."""
+        return len(self.result.tokens) + 1 < self.request.max_new_tokens
+
+    def append(self, tokens: Sequence[int], limit: int) -> list[int]:
+        """Append tokens up to whatever ends the request; returns those kept.
+
+        Parameters
+        ----------
+        tokens : sequence of int
+            What a prompt or a step gained. A last token of -1 is none: the target's logits were
+            not finite there.
+        limit : int
+            Tokens that a context holds.
+        """
+        result, kept = self.result, []
+        for token in tokens:
+            if token < 0:
+                result.finish_reason = "nonfinite"
+                break
+            kept.append(token)
+            result.tokens.append(token)
+            if token in self.eos:
+                result.finish_reason = "eos"
+            elif self.stream is not None and self._stops(token):
+                result.finish_reason = "stop"
+            elif len(result.tokens) >= self.request.max_new_tokens:
+                result.finish_reason = "length"
+            if result.finish_reason:
+                break
+        if not result.finish_reason and self.length >= limit:
+            result.finish_reason = "context"
+        if result.finish_reason:
+            result.finished_at = time.perf_counter()
+        return kept
+
+    def _stops(self, token: int) -> bool:
+        """Whether the text of all tokens, of which this is the next, holds a stop string."""
+        assert self.stream is not None
+        self.stream.feed([token])
+        return self.stream.stopped
+
+    def drop(self) -> None:
+        """End it, unless it has ended."""
+        if not self.result.finish_reason:
+            self.result.finish_reason = "dropped"
+            self.result.finished_at = time.perf_counter()
 
 
-class Running:
-    """The requests of an engine from their first token to their last.
+class Scheduler:
+    """Keeps the waiting and the running requests, and the slots of those that run.
 
     Parameters
     ----------
     table : SlotTable
-        Their rows and slots, given back when they end.
-    decoders : EngineDecoders
-        What steps them.
-    settings : Settings
-        What chooses the setting of a step.
+        Rows and slots.
+    configs : SpeculativeConfigs
+        What a step may run with.
     eos : collection of int
         End-of-text tokens.
     detokenize : callable or None
@@ -63,187 +124,228 @@ class Running:
 
     Attributes
     ----------
-    live : list of RunningRequest
-        Those that have not ended.
+    waiting : list of Request
+        Requests without a row, in their order.
+    running : list of RunningRequest
+        Requests with a row that have not ended.
+    full : int
+        With so many running, no waiting request found a row or slots.
     """
 
     def __init__(
         self,
         table: SlotTable,
-        decoders: EngineDecoders,
-        settings: Settings,
+        configs: SpeculativeConfigs,
         eos: Collection[int],
         detokenize: Callable[[list[int]], str] | None,
     ) -> None:
-        self._table, self._decoders, self._settings = table, decoders, settings
+        self.table, self.configs = table, configs
         self._eos, self._detokenize = eos, detokenize
-        self.live: list[RunningRequest] = []
-        # launched and not handed out: the groups of one step
-        self._flights: list[Flight] = []
-        # whether they are still here because another launch failed
-        self._kept = False
-        self._landed_at = 0.0
+        self.waiting: list[Request] = []
+        self.running: list[RunningRequest] = []
+        self._rows = self.full = table.num_free_rows
 
-    def join(self, admitted: Sequence[tuple[RunningRequest, int]]) -> None:
-        """Let requests run that have rows, and their first tokens."""
-        self.live += [live for live, _ in admitted]
-        for live, first in admitted:
-            live.result.first_token_at = time.perf_counter()
-            self._take(live, [first])
-        self._forget_ended()
+    @property
+    def num_free(self) -> int:
+        """Requests that may run besides those that do."""
+        return self._rows - len(self.running)
 
-    def keep(self, staying: Collection[RunningRequest]) -> None:
-        """Drop all requests but some."""
-        for live in self.live:
-            # who has ended has given its row back
-            if live not in staying and not live.result.finish_reason:
-                self._drop(live)
-        self.live = list(staying)
+    def wait(self, requests: Sequence[Request]) -> None:
+        """Let requests wait for rows and slots."""
+        self.waiting, self.full = list(requests), self._rows
 
-    def drop(self, result: RequestOutput) -> None:
-        """Drop one request; in the step in flight it rides along. See `Engine.drop`."""
-        for live in self.live:
-            if live.result is result:
-                self._drop(live)
-                self._forget_ended()
-                return
-        raise ValueError("result must be that of a request which runs in this engine")
+    def wave(self, items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
+        """Return requests whose prompts run now, and those that wait to share such a prompt."""
+        now: list[Item] = []
+        later: list[Item] = []
+        for item in items:
+            prompt = item[0].prompt
+            common = max((_common(prompt, first.prompt) for first, _ in now), default=0)
+            shares_more = self._shareable(prompt, common) > self._donor(prompt)[1]
+            (later if shares_more else now).append(item)
+        return now, later
 
-    def _drop(self, live: RunningRequest) -> None:
-        # first, for it may be refused
-        self._table.free(live.row)
-        live.result.finish_reason = "dropped"
-        live.result.finished_at = time.perf_counter()
+    def admit(self, items: Sequence[Item], *, whole: bool) -> list[RunningRequest]:
+        """Let requests run: each gets a row and slots.
 
-    def clear(self) -> None:
-        """Drop every request."""
-        self._flights = []
-        self.keep([])
-        # a wait that was interrupted has left its step in flight, and may be again
-        self._decoders.settle()
+        Parameters
+        ----------
+        items : sequence of (Request, RequestOutput)
+            Who comes.
+        whole : bool
+            Whether there must be slots for all the steps of all that run then, and not for these
+            prompts alone.
 
-    def untimed(self) -> None:
-        """Note that something else runs before the next step lands."""
-        self._flights = [replace(flight, launched_at=None) for flight in self._flights]
-
-    def _forget_ended(self) -> None:
-        self.live = [live for live in self.live if not live.result.finish_reason]
-
-    def step(self, *, ahead: bool) -> list[Gain]:
-        """Advance the requests that there are slots for; see `Engine.step`."""
-        try:
-            if not self._flights:
-                self._launch_groups()
-            flights = self._flights
-            ahead = ahead and not self._kept and len(flights) == 1
-            self._flights = self._launch_next(*flights) if ahead else []
-            self._kept = False
-            return self._collect(flights)
-        except Exception:
-            # the next step hands out what was launched, before anything else can fail
-            self._kept = bool(self._flights)
-            self.untimed()
-            raise
-        except BaseException:
-            # an interrupt may come when a step is under way and not noted
-            self.clear()
-            raise
-
-    def _launch_groups(self) -> None:
-        """Launch a step of every group that there are slots for.
-
-        If the launch of a group fails, the others are launched all the same, and handed out by the
-        next step.
+        Raises
+        ------
+        CapacityError
+            If rows or slots run out. Rows that were given are not taken back: see `roll_back`.
         """
+        admitted = []
+        for request, result in items:
+            donor, shared = self._donor(request.prompt)
+            row = self.table.allocate(share=donor, share_len=shared)
+            eos: Collection[int] = () if request.ignore_eos else self._eos
+            stream = None
+            if request.stop and self._detokenize is not None:
+                stream = TextStream(self._detokenize, request.prompt, request.stop)
+            admitted.append(RunningRequest(request, result, row, shared, eos, stream))
+            self.running.append(admitted[-1])
+        holders = self.running if whole else admitted
+        self.table.reserve(
+            [one.row for one in holders],
+            [self._last_slot(one.request) if whole else len(one.request.prompt) for one in holders],
+        )
+        return admitted
+
+    def roll_back(self, running: Sequence[RunningRequest], rows: frozenset[int]) -> None:
+        """Undo what `admit` did since these requests ran and these rows were taken."""
+        for row in self.table.rows - rows:
+            self.table.free(row)
+        self.running = list(running)
+
+    def schedule(self) -> Groups:
+        """Return who takes the next step, by config, with slots reserved for it.
+
+        Every request steps with the chosen config, if its context has room for that. Requests for
+        whose group slots run out sit the step out.
+
+        Raises
+        ------
+        CapacityError
+            If no group has slots.
+        """
+        groups: Groups = {}
+        rooms = [self.table.max_context_len - one.length for one in self.running]
+        chosen = self._choose(rooms)
+        for one, room in zip(self.running, rooms, strict=True):
+            groups.setdefault(self.configs.fit(chosen, room), []).append(one)
+        scheduled: Groups = {}
         short: CapacityError | None = None
-        failed: Exception | None = None
-        groups = self._groups()
         # those next to their contexts' ends come first: they are the next to free slots
         for config in sorted(groups, key=lambda config: config.reserve_len):
             try:
-                self._flights.append(self._launch(config, groups[config], 0))
+                self._reserve(config, groups[config], 0)
             except CapacityError as error:
                 short = error
-            except Exception as error:
-                failed = failed or error
-        if failed is not None:
-            raise failed
-        if short is not None and not self._flights:
+            else:
+                scheduled[config] = groups[config]
+        if short is not None and not scheduled:
             raise short
+        return scheduled
 
-    def _groups(self) -> dict[SpecConfig, list[RunningRequest]]:
-        """Return the requests by the setting that their contexts have room for."""
-        groups: dict[SpecConfig, list[RunningRequest]] = {}
-        rooms = [self._table.max_context_len - live.length for live in self.live]
-        chosen = self._settings.choose(len(rooms), max(rooms, default=0))
-        for live, room in zip(self.live, rooms, strict=True):
-            groups.setdefault(self._settings.fit(chosen, room), []).append(live)
-        return groups
+    def schedule_ahead(self, config: SpecConfig, group: Sequence[RunningRequest]) -> Groups:
+        """Return who takes the step after one in flight, with slots reserved for both.
 
-    def _launch(self, config: SpecConfig, group: list[RunningRequest], in_flight: int) -> Flight:
-        """Launch a step; ``in_flight`` tokens at most are not known to the host yet."""
-        need = in_flight + config.reserve_len
-        self._table.reserve([live.row for live in group], [live.length + need for live in group])
-        lens = None
-        if self._decoders.plans_on_host:
-            lens = torch.tensor([live.length for live in group], dtype=torch.int32)
-        decoder = self._decoders.of(config)
-        sampled = any(live.request.sampling.temperature for live in group)
-        rows, began = [live.row for live in group], time.perf_counter()
-        pending = decoder.step_async(rows, sampled=sampled, seq_lens_cpu=lens)
-        self._settings.launched(config)
-        return Flight(config, group, pending, began)
+        None does unless all that run take part in the step in flight, and all that may go on have
+        room and slots for both steps.
 
-    def _launch_next(self, flight: Flight) -> list[Flight]:
-        """Launch the step after the one in flight, if all ride in that and have room for both."""
-        going = [live for live in self.live if live.goes_on]
-        riding = set(flight.group)
-        if not going or self._decoders.plans_on_host or not riding.issuperset(self.live):
-            return []
-        gain = flight.config.num_steps + 1
-        rooms = [self._table.max_context_len - gain - live.length for live in going]
-        config = self._settings.choose(len(going), max(rooms))
-        if config.reserve_len > min(rooms):
-            return []
+        Parameters
+        ----------
+        config : SpecConfig
+            The config of the step in flight.
+        group : sequence of RunningRequest
+            The requests that take part in it.
+        """
+        going = [one for one in self.running if one.goes_on]
+        if not going or not set(group).issuperset(self.running):
+            return {}
+        gain = config.num_steps + 1
+        rooms = [self.table.max_context_len - gain - one.length for one in going]
+        following = self._choose(rooms)
+        if following.reserve_len > min(rooms):
+            return {}
         try:
-            return [self._launch(config, going, gain)]
+            self._reserve(following, going, gain)
         except CapacityError:  # what this step does not gain may be enough
-            return []
+            return {}
+        return {following: going}
 
-    def _collect(self, flights: Sequence[Flight]) -> list[Gain]:
-        """Hand out a step's tokens; requests that had ended before it get none."""
-        try:
-            return [gain for flight in flights for gain in self._hand_out(flight)]
-        except Exception:
-            # nobody can go on without tokens that were lost
-            self.clear()
-            raise
-        finally:
-            self._forget_ended()
+    def _choose(self, rooms: Sequence[int]) -> SpecConfig:
+        """Return the config of the next step of requests whose contexts have so much room."""
+        if not self.configs.adaptive:
+            return self.configs.current
+        return self.configs.choose(len(rooms), max(rooms, default=0))
 
-    def _hand_out(self, flight: Flight) -> list[Gain]:
-        gained, began = flight.pending.wait(), flight.launched_at
-        now = time.perf_counter()
-        # a step that was launched ahead began when the one before it ended
-        seconds = None if began is None else now - max(began, self._landed_at)
-        self._landed_at = now
-        counts, found = [0] * len(gained), []
-        for at, (live, tokens) in enumerate(zip(flight.group, gained, strict=True)):
-            if live.result.finish_reason:  # it had ended, and rode along
-                continue
-            counts[at] = len(tokens)
-            live.length += len(tokens)
-            self._table.commit(live.row, live.length)
-            kept = self._take(live, tokens)
-            live.result.accept_lens.append(len(kept))
-            found.append((live.result, kept))
-        handed_out = sum(len(kept) for _, kept in found)
-        self._settings.landed(flight.config, counts, handed_out, seconds)
-        return found
+    def _reserve(self, config: SpecConfig, group: Sequence[RunningRequest], in_flight: int) -> None:
+        """Reserve slots for a step; ``in_flight`` tokens at most are not known to the host yet."""
+        need = in_flight + config.reserve_len
+        self.table.reserve([one.row for one in group], [one.length + need for one in group])
+        # plain decoding at a context's end may be no config of the engine
+        if config in self.configs.all:
+            self.configs.current = config
 
-    def _take(self, live: RunningRequest, tokens: list[int]) -> list[int]:
-        """Append tokens up to whatever ends the request, which gives its row back."""
-        kept = live.take(tokens, self._eos, self._table.max_context_len, self._detokenize)
-        if live.result.finish_reason:
-            self._table.free(live.row)
+    def append(self, one: RunningRequest, tokens: Sequence[int]) -> list[int]:
+        """Append tokens that have slots; returns those kept. Who ends gives the row back."""
+        self.table.commit(one.row, one.length)
+        kept = one.append(tokens, self.table.max_context_len)
+        if one.result.finish_reason:
+            self.table.free(one.row)
         return kept
+
+    def remove_ended(self) -> None:
+        """Forget the requests that have ended."""
+        self.running = [one for one in self.running if not one.result.finish_reason]
+
+    def drop(self, result: RequestOutput) -> None:
+        """End one running request; in the step in flight it rides along.
+
+        Raises
+        ------
+        ValueError
+            If no running request has this result, or its row cannot be freed now.
+        """
+        for one in self.running:
+            if one.result is result:
+                # first, for it may be refused
+                self.table.free(one.row)
+                one.drop()
+                self.remove_ended()
+                return
+        raise ValueError("result must be that of a request which runs in this engine")
+
+    def clear(self, *, table: bool) -> None:
+        """Drop every request; with ``table``, free every row, whoever took it."""
+        self.waiting.clear()
+        if table:
+            self.table.clear()
+        for one in self.running:
+            if not table and not one.result.finish_reason:
+                self.table.free(one.row)
+            one.drop()
+        self.running = []
+
+    def _last_slot(self, request: Request) -> int:
+        """Return how many positions of a request may ever need slots.
+
+        Its last step begins when it lacks one token, and its newest token has no slot yet.
+        """
+        longest = len(request.prompt) + request.max_new_tokens - 2
+        return min(longest + self.configs.reserve_len, self.table.max_context_len)
+
+    def _donor(self, prompt: Sequence[int]) -> tuple[int, int]:
+        """Return the row that shares most of a prompt, and how many tokens; (0, 0) if none."""
+        best = (0, 0)
+        for one in self.running:
+            # only what holds KV is shared, and the token after it is known
+            common = min(_common(prompt, one.text), one.length + 1)
+            shared = self._shareable(prompt, common)
+            if shared > best[1]:
+                best = (one.row, shared)
+        return best
+
+    def _shareable(self, prompt: Sequence[int], common: int) -> int:
+        """Return how many tokens can be shared given a common prefix: whole pages.
+
+        The draft model's KV at a position depends on the next token too, so the last common token
+        is not shared; and the prompt's last token must be run for its logits.
+        """
+        page = self.table.page_size
+        return (min(common, len(prompt)) - 1) // page * page if common else 0
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    for index, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return index
+    return min(len(a), len(b))

@@ -1,4 +1,4 @@
-"""How tokens are drawn: per-request parameters, target distributions and counter-based coins."""
+"""Sampling parameters of one request and of a batch."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class SamplingParams:
     top_p : float
         Keep the fewest most probable tokens whose mass reaches ``top_p``, in (0, 1].
     seed : int
-        Names the request's coins: a coin is a function of seed, position and draw, so a
-        request's tokens do not depend on the batch it runs in.
+        Names the request's random numbers. Each is a function of seed, position and draw, so that
+        a request's tokens do not depend on the batch it runs in.
 
     Raises
     ------
     ValueError
-        With the parameter and its range, or if one is no number.
+        If a parameter is of another kind or out of range.
     """
 
     temperature: float = 0.0
@@ -64,8 +64,8 @@ class SamplingBatch:
     Parameters
     ----------
     greedy : bool
-        Whether every request is greedy; known on the host, so that greedy batches skip the
-        distributions.
+        Whether every request is greedy; known on the host, so that greedy batches compute no
+        probabilities.
     temperature : Tensor
         ``[B]`` float32.
     top_k, top_p : Tensor or None

@@ -124,9 +124,9 @@ def test_requests_come_and_go_in_parts(models, options):
 
 def test_a_wrong_token_ends_a_soak(models, monkeypatch):
     run = engine(models, (3, 3, 8))
-    take = run._running._take
+    append = run.scheduler.append
     monkeypatch.setattr(
-        run._running, "_take", lambda live, tokens: take(live, [t ^ 1 for t in tokens])
+        run.scheduler, "append", lambda one, tokens: append(one, [t ^ 1 for t in tokens])
     )
     with pytest.raises(AssertionError, match="margin"):
         short_soak(models, run)

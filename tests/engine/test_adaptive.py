@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from specattn.config import SpecConfig
-from specattn.engine.configs import Settings, smaller_configs
+from specattn.engine.configs import SpeculativeConfigs, smaller_configs
 from specattn.engine.engine import Engine, Request
 from specattn.engine.policy import Acceptance, GoodputPolicy, Observed, expected_tokens, rough_cost
 from specattn.speculative.sampling import SamplingParams
@@ -31,7 +31,7 @@ class Dice:
 
     def __call__(self, observed: Observed) -> SpecConfig:
         self.seen.append(observed)
-        return self.rng.choice(observed.settings)
+        return self.rng.choice(observed.configs)
 
 
 def engine(trees, policy, context=96, **options) -> Engine:
@@ -45,8 +45,8 @@ def engine(trees, policy, context=96, **options) -> Engine:
 def drain(run: Engine, requests: list[Request], *, ahead: bool) -> list:
     """Decode with requests that join while others run."""
     waiting, results = list(requests), []
-    while run.num_live or waiting:
-        if waiting and run.num_live < 4:
+    while run.num_running or waiting:
+        if waiting and run.num_running < 4:
             results += run.add([waiting.pop(0)])
         run.step(ahead=ahead)
     return results
@@ -80,9 +80,9 @@ def test_switching_every_step_changes_no_token(backend, sampling, cudagraph, ahe
         assert result.tokens == dense_greedy(run.target.model, prompt, len(result.tokens))
     run.clear()
     run.table.check()
-    assert set(run.settings.used) == set(run.settings.configs)
-    assert {observed.current for observed in dice.seen} == set(run.settings.configs)
-    assert any(len(observed.settings) < len(run.settings.configs) for observed in dice.seen), (
+    assert set(run.configs.used) == set(run.configs.all)
+    assert {observed.current for observed in dice.seen} == set(run.configs.all)
+    assert any(len(observed.configs) < len(run.configs.all) for observed in dice.seen), (
         "near the end of a context wide settings are not offered"
     )
 
@@ -107,7 +107,7 @@ def test_settings_share_states_pools_and_graph_memory():
         assert decoder.runner.buckets == [2, 5]
         (part,) = decoder.modes
         assert decoder.runner.captured(part) == [2, 5]
-    assert list(run.graphs()) == list(run.settings.configs)
+    assert list(run.graphs()) == list(run.configs.all)
     for decoder, reports in zip(run.decoders, run.graphs().values(), strict=True):
         assert reports == decoder.report()
         assert [report.bucket for report in reports] == [5, 2]
@@ -131,7 +131,7 @@ def test_settings_that_share_no_buffers_are_refused_by_name(field, value):
 
 def test_a_policy_must_choose_what_it_is_given():
     run = engine([(3, 1, 4), (1, 1, 2)], lambda observed: SHALLOW)
-    with pytest.raises(ValueError, match="policy must return one of the settings"):
+    with pytest.raises(ValueError, match="policy must return one of the configs"):
         run.generate([Request([1], 9)])
     assert run.table.num_free_rows == 5
 
@@ -141,41 +141,41 @@ def test_steps_count_that_gained_something_for_somebody(trees):
     """Not one launched ahead for requests that had ended, nor what those gained beside others."""
     run = engine(trees, Dice(4) if len(trees) > 1 else None)
     for count in range(9, 15):
-        before = run.settings.used.total(), run.settings.gained.total()
+        before = run.configs.used.total(), run.configs.gained.total()
         out = run.generate([Request([1], count)])
-        assert run.settings.used.total() - before[0] == out[0].steps
-        assert run.settings.gained.total() - before[1] == sum(out[0].accept_lens)
+        assert run.configs.used.total() - before[0] == out[0].steps
+        assert run.configs.gained.total() - before[1] == sum(out[0].accept_lens)
         assert sum(out[0].accept_lens) == count - 1, "tokens past the end are counted"
     launched = sum(decoder.runner.stats.replays.total() for decoder in run.decoders)
-    assert launched > run.settings.used.total(), "no step was launched for nobody"
+    assert launched > run.configs.used.total(), "no step was launched for nobody"
 
     run = engine(trees, Dice(4) if len(trees) > 1 else None)
     out = run.generate([Request(prompt, 9 + 7 * at) for at, prompt in enumerate(PROMPTS)])
-    assert run.settings.advanced.total() == sum(result.steps for result in out)
-    assert run.settings.gained.total() == sum(sum(result.accept_lens) for result in out)
-    assert run.settings.used.total() == max(result.steps for result in out)
+    assert run.configs.advanced.total() == sum(result.steps for result in out)
+    assert run.configs.gained.total() == sum(sum(result.accept_lens) for result in out)
+    assert run.configs.used.total() == max(result.steps for result in out)
 
 
 def test_one_setting_is_not_measured():
     run = engine([(3, 1, 4)], None)
     run.generate([Request([1], 9)])
-    assert not run.settings.adaptive
-    assert run.settings.acceptance[run.config].steps == 0
-    assert run.settings.used[run.config] > 0
+    assert not run.configs.adaptive
+    assert run.configs.acceptance[run.config].steps == 0
+    assert run.configs.used[run.config] > 0
 
 
 def test_acceptance_is_that_of_the_window():
-    settings = Settings([DEEP, SHALLOW], None, [1, 4], window=3)
-    settings.landed(DEEP, [7, 1], 5, 0.5)  # four tokens lay past an end
-    settings.landed(SHALLOW, [3, 0, 2], 5, None)
-    settings.landed(replace(DEEP, num_steps=1, num_draft_tokens=2), [2], 2, 9.0)
-    deep, shallow = settings.acceptance.values()
+    configs = SpeculativeConfigs([DEEP, SHALLOW], None, [1, 4], window=3)
+    configs.count(DEEP, [7, 1], 5, 0.5)  # four tokens lay past an end
+    configs.count(SHALLOW, [3, 0, 2], 5, None)
+    configs.count(replace(DEEP, num_steps=1, num_draft_tokens=2), [2], 2, 9.0)
+    deep, shallow = configs.acceptance.values()
     assert (deep.steps, deep.mean, deep.by_depth) == (1, 4.0, (0.5,) * 6)
     assert (shallow.steps, shallow.mean, shallow.by_depth) == (1, 2.5, (1.0, 0.5))
     assert (deep.seconds(4), deep.seconds(1), shallow.seconds(4)) == (0.5, None, None)
-    assert settings.gained == {DEEP: 5, SHALLOW: 5}
+    assert configs.gained == {DEEP: 5, SHALLOW: 5}
     for tokens in (1, 2):
-        settings.landed(SHALLOW, [tokens], tokens, 0.1 * tokens)
+        configs.count(SHALLOW, [tokens], tokens, 0.1 * tokens)
     assert (deep.steps, deep.mean, deep.by_depth) == (0, 0.0, (0.0,) * 6)
     assert shallow.steps == 3
     assert shallow.by_depth == (3 / 4, 1 / 4)
@@ -243,7 +243,7 @@ def test_what_is_not_known_is_tried_and_what_does_not_fit_is_left_out():
     seen.acceptance[PLAIN].add([1])
     seen.acceptance[PLAIN].add([1])
     assert policy(seen) is DEEP
-    tight = replace(seen, settings=(SHALLOW, PLAIN))
+    tight = replace(seen, configs=(SHALLOW, PLAIN))
     assert policy(tight) is SHALLOW
     assert policy(seen) is DEEP, "what was chosen comes back"
 
@@ -300,7 +300,7 @@ def test_the_policy_finds_the_best_setting_of_an_engine():
         cost = GoodputPolicy(lambda c, b, price=price: 1 + price * c.num_steps, hold=4)
         run = engine(trees, cost)
         run.generate([Request(p, 40) for p in PROMPTS[:2]])
-        found[price] = {c.num_steps: count for c, count in run.settings.used.items()}
+        found[price] = {c.num_steps: count for c, count in run.configs.used.items()}
     assert max(found[0.01], key=found[0.01].get) == 3
     assert max(found[5.0], key=found[5.0].get) == 0
 
@@ -309,7 +309,7 @@ class Listed(list):
     """A policy that is the list of what it chose, and so false at first."""
 
     def __call__(self, observed: Observed) -> SpecConfig:
-        self.append(observed.settings[-1])
+        self.append(observed.configs[-1])
         return self[-1]
 
 
@@ -348,7 +348,7 @@ def test_engines_that_share_a_policy_choose_as_if_alone(trees, turns):
         run.add([Request([3, 1], 40)])
         if beside is not None:
             beside.add([Request([5], 60)])
-        while run.num_live:
+        while run.num_running:
             run.step()
             if beside is not None:
                 beside.step()
@@ -358,7 +358,7 @@ def test_engines_that_share_a_policy_choose_as_if_alone(trees, turns):
     other = engine([(2, 1, 3), (1, 1, 2), (0, 1, 1)], shared)
     if not turns:
         other.generate([Request([5], 60)])
-        assert max(other.settings.used, key=other.settings.used.get).num_steps == 0
+        assert max(other.configs.used, key=other.configs.used.get).num_steps == 0
     alone = chosen(goodput())
     assert len(set(alone)) > 1
     assert chosen(shared, beside=other if turns else None) == alone
@@ -395,5 +395,5 @@ def test_settings_replay_their_graphs_and_share_a_pool():
         launched[decoder.config] = decoder.runner.stats.replays[part]
         assert not decoder.runner.stats.eager
     # one may have been on its way when the last text ended
-    assert (launched - run.settings.used).total() in (0, 1)
-    assert run.settings.used <= launched
+    assert (launched - run.configs.used).total() in (0, 1)
+    assert run.configs.used <= launched

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from specattn.config import SpecConfig
-from specattn.engine.configs import Settings
+from specattn.engine.configs import SpeculativeConfigs
 from specattn.engine.engine import Engine, Request
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import DEVICE
@@ -37,10 +37,10 @@ def engine(*trees, policy=None, **options) -> Engine:
     ids=str,
 )
 def test_at_most_one_decoder_is_made_and_texts_are_those_of_plain_decoding(trees, further, ahead):
-    first = (lambda observed: observed.settings[0]) if len(trees) > 1 else None
+    first = (lambda observed: observed.configs[0]) if len(trees) > 1 else None
     run = engine(*trees, policy=first)
     own, waiting, results = run.decoders, list(PROMPTS), []
-    while waiting or run.num_live:
+    while waiting or run.num_running:
         room = run.table.num_free_rows
         results += run.add([Request(prompt, 99) for prompt in waiting[:room]])
         waiting = waiting[room:]
@@ -74,16 +74,16 @@ def test_the_deepest_setting_that_fits_is_taken(draw):
         SpecConfig(*tree, CONTEXT, draft_sampling=draw)
         for tree in ((5, 1, 6), (3, 1, 4), (1, 1, 2), PLAIN)
     )
-    settings = Settings([deep, short, chain], None, [1])
-    fits = {room: settings.fit(deep, room) for room in (9, 6, 5, 4, 3, 2, 1)}
+    configs = SpeculativeConfigs([deep, short, chain], None, [1])
+    fits = {room: configs.fit(deep, room) for room in (9, 6, 5, 4, 3, 2, 1)}
     last = replace(plain, draft_sampling=False)
     assert list(fits.values()) == [deep, deep, chain, chain, short, short, last]
-    assert settings.fit(short, 9) is short, "what was chosen is not made larger"
-    assert Settings([deep, plain], None, [1]).fit(deep, 1) is plain
+    assert configs.fit(short, 9) is short, "what was chosen is not made larger"
+    assert SpeculativeConfigs([deep, plain], None, [1]).fit(deep, 1) is plain
 
 
 def test_decoders_of_other_settings_are_refused():
     run = engine((5, 1, 6))
-    with pytest.raises(ValueError, match="config must be one of the engine's settings, got"):
+    with pytest.raises(ValueError, match="config must be one of the engine's configs, got"):
         run.decoder(replace(run.config, num_steps=2, num_draft_tokens=3))
     assert len(run.decoders) == 1

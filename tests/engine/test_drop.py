@@ -76,11 +76,7 @@ def test_whoever_is_dropped_the_others_texts_stay_exact(models, greedy, options,
         for item in list(running):
             live = not item[1].finish_reason
             if live and rng.random() < 0.1:
-                riding += any(
-                    one.result is item[1]
-                    for flight in run._running._flights
-                    for one in flight.group
-                )
+                riding += any(one.result is item[1] for step in run._steps for one in step.group)
                 run.drop(item[1])
                 dropped += 1
                 assert item[1].finish_reason == "dropped"
@@ -88,7 +84,7 @@ def test_whoever_is_dropped_the_others_texts_stay_exact(models, greedy, options,
             if item[1].finish_reason:
                 running.remove(item)
                 ended.append((*item, list(item[1].tokens)))
-        assert run.num_live == len(running) == 4 - run.table.num_free_rows
+        assert run.num_running == len(running) == 4 - run.table.num_free_rows
         run.table.check()
     assert dropped > 5
     assert bool(riding) == (ahead and options.get("backend") is None)
@@ -100,7 +96,7 @@ def test_whoever_is_dropped_the_others_texts_stay_exact(models, greedy, options,
         assert tokens == want[: len(tokens)]
     for _, result in running:
         run.drop(result)
-    assert run.num_live == 0
+    assert run.num_running == 0
     assert run.table.num_free_slots == slots
 
 
@@ -110,13 +106,13 @@ def test_who_is_dropped_lets_others_go_on_that_lack_slots(models):
     run = Engine(*models, config, backend="torch_native", buckets=(2,), num_slots=61)
     first, second = run.add([Request([3, 14], 45), Request([5], 45)])
     with pytest.raises(CapacityError):  # noqa: PT012
-        while run.num_live == 2:
+        while run.num_running == 2:
             run.step(ahead=True)
-    assert run.num_live == 2
+    assert run.num_running == 2
     kept = list(second.tokens)
     run.drop(second)
     run.table.check()
-    while run.num_live:
+    while run.num_running:
         run.step(ahead=True)
     assert (first.finish_reason, second.finish_reason) == ("length", "dropped")
     assert first.tokens == dense_greedy(models[0], [3, 14], 45)
@@ -133,8 +129,8 @@ def test_who_does_not_run_cannot_be_dropped(models):
         with pytest.raises(ValueError, match="which runs in this engine"):
             run.drop(bad)
         assert bad.finish_reason == reason
-    assert run.num_live == other.num_live == 1
-    while run.num_live:
+    assert run.num_running == other.num_running == 1
+    while run.num_running:
         run.step()
     assert live.tokens == dense_greedy(models[0], [3, 1], 9)
     run.table.check()
@@ -152,12 +148,12 @@ def test_a_drop_that_is_refused_leaves_the_request_running(models):
     """Between the parts of a step of its row, which keeps it."""
     run, refused = engine(models, cudagraph="piecewise"), []
     result, other = run.add([Request([3, 14], 9), Request([5], 9)])
-    row = run._live[0].row
+    row = run.running[0].row
 
     def drop(_part) -> None:
         with pytest.raises(ValueError, match=f"row {row} takes part in a step"):
             run.drop(result)
-        refused.append((result.finish_reason, result.finished_at, run.num_live))
+        refused.append((result.finish_reason, result.finished_at, run.num_running))
 
     run.decoder(run.config).step_async([row], between=drop)
     assert refused == [("", 0.0, 2)] * 2

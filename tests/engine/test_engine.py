@@ -217,7 +217,7 @@ def test_stop_strings_stay_those_that_were_given(models, expected):
     run = engine(models, TREES["chain"], detokenize=text)
     (out,) = run.add([Request(PROMPTS[2], 40, stop=stop)])
     stop[:] = [text(expected[2][3:5])]
-    while run.num_live:
+    while run.num_running:
         run.step()
     assert (out.tokens, out.finish_reason) == (expected[2], "length")
 
@@ -236,7 +236,7 @@ def test_bad_requests_are_refused_before_anything_runs(models, request_, message
     with pytest.raises(ValueError, match=message):
         run.generate([Request([1, 2]), request_])
     run.table.check()
-    assert run.num_live == 0
+    assert run.num_running == 0
     assert run.table.num_free_rows == 4
 
 
@@ -249,7 +249,7 @@ def test_prompts_may_be_made_in_one_list_that_is_filled_again(models):
         prompt[:] = text
         results += run.add([Request(prompt, 12)])
         run.step()
-    while run.num_live:
+    while run.num_running:
         run.step()
     assert [r.tokens for r in results] == [dense_greedy(models[0], text, 12) for text in texts]
 
@@ -296,7 +296,7 @@ def test_a_prefix_hit_equals_a_cold_run(models, page_size):
     first, *rest = run.add([Request(prompts[0], 3), *(Request(p, 20) for p in prompts[1:])])
     assert before[0] < 60, "one request runs the prefix"
     assert sum(before) < 52 + 3 * 20, "the others run only what they do not share"
-    while run.num_live:
+    while run.num_running:
         run.step()
         run.table.check()
     assert first.tokens == cold[0].tokens[:3]
@@ -361,7 +361,7 @@ def test_what_a_request_has_generated_is_shared_too(models, expected, page_size)
     (second,) = run.add([Request(prompt, 8)])
     shared = (len(prompt) - 2) // page_size * page_size
     assert models[0].calls == [len(prompt) - shared]
-    while run.num_live:
+    while run.num_running:
         run.step(ahead=True)
     run.clear()
     run.table.check()

@@ -28,7 +28,7 @@ def engine(models, rows=3, **options) -> Engine:
 
 def unharmed(run: Engine, rows: int = 3) -> None:
     """Nothing is held, and a request that comes now is served."""
-    assert run.num_live == 0
+    assert run.num_running == 0
     assert run.table.num_free_rows == rows
     run.table.check()
     (out,) = run.generate([Request([35, 2], 9)])
@@ -43,8 +43,8 @@ def test_requests_that_come_together_come_all_or_not_at_all(models):
         run.add([Request([*shared, more], 9) for more in (31, 32, 33)])
     assert run.table.num_free_rows == 2
     run.table.check()
-    result = run._live[0].result
-    while run.num_live:
+    result = run.running[0].result
+    while run.num_running:
         run.step()
     assert result.tokens == dense_greedy(models[0], PROMPTS[0], 12)
     unharmed(run)
@@ -78,7 +78,7 @@ def test_texts_that_cannot_be_made_lose_no_tokens_in_silence(models, call):
     run = engine(models, detokenize=text)
     with pytest.raises(RuntimeError, match="no such text"):  # noqa: PT012
         run.add([Request(prompt, 20, stop=("end",)) for prompt in PROMPTS])
-        while run.num_live:
+        while run.num_running:
             run.step(ahead=True)
     unharmed(run)
 
@@ -114,7 +114,7 @@ def test_a_launch_that_is_interrupted_loses_no_tokens_in_silence(models, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(Landing, "launched", stop)
         with pytest.raises(KeyboardInterrupt):  # noqa: PT012
-            while run.num_live:
+            while run.num_running:
                 run.step(ahead=ahead)
     unharmed(run)
 
@@ -132,9 +132,9 @@ def test_a_wait_that_is_interrupted_again_lets_nobody_go_on(models, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(PendingStep, "wait", stop)
         with pytest.raises(KeyboardInterrupt):  # noqa: PT012
-            while run.num_live:
+            while run.num_running:
                 run.step(ahead=True)
-    assert run.num_live == 0
+    assert run.num_running == 0
     assert run.table.num_free_rows == 3
     run.clear()
     unharmed(run)
@@ -146,8 +146,8 @@ def test_a_bad_request_is_found_before_its_turn(models):
     (before,) = run.add([Request(PROMPTS[0], 12)])
     with pytest.raises(ValueError, match="prompt is empty"):
         run.generate([*(Request(prompt, 5) for prompt in PROMPTS), Request([])])
-    assert run.num_live == 1
-    while run.num_live:
+    assert run.num_running == 1
+    while run.num_running:
         run.step()
     assert before.tokens == dense_greedy(models[0], PROMPTS[0], 12)
     unharmed(run, rows=2)

@@ -45,7 +45,7 @@ def test_three_tokens_have_the_targets_joint_law(models, law, name):
 
 def test_settings_that_change_every_step_keep_the_law(models, law):
     rng, others = random.Random(3), [SETTINGS["chain"], SETTINGS["plain"]]
-    options = {"configs": others, "policy": lambda observed: rng.choice(observed.settings)}
+    options = {"configs": others, "policy": lambda observed: rng.choice(observed.configs)}
     assert p_value(models, SETTINGS["tree"], law, **options) > 1e-3
 
 
@@ -101,9 +101,9 @@ def test_every_draft_token_of_a_step_is_drawn_with_a_coin_of_its_own(models, mon
     run.decoder(config).capture(sampled=True)
     used.clear()
     run.add([Request(PROMPT, 30, SamplingParams(TEMPERATURE, seed=2))])
-    (live,) = run._live
+    (live,) = run.running
     assert used == [[len(PROMPT)]]
-    while run.num_live:
+    while run.num_running:
         before = live.length
         used.clear()
         run.step()

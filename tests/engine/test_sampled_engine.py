@@ -34,7 +34,7 @@ def engine(**options) -> Engine:
         CONFIGS[0],
         configs=CONFIGS[1:],
         buckets=(1, 2),
-        policy=lambda observed: observed.settings[-1],
+        policy=lambda observed: observed.configs[-1],
         **options,
     )
 

@@ -51,7 +51,7 @@ def generate(run: Engine, requests, want) -> int:
     def note(index: int, new: list[int]) -> None:
         nonlocal most
         told.setdefault(index, []).extend(new)
-        most = max(most, run.num_live)
+        most = max(most, run.num_running)
 
     free = run.table.num_free_slots
     results = run.generate(requests, note)
@@ -109,7 +109,7 @@ def test_one_that_does_not_fit_by_itself_is_an_error(models, greedy):
                 lambda index, new, told=told: told.append(index),
             )
         assert told.count(0) >= 2
-        assert run.num_live == 0
+        assert run.num_running == 0
         assert run.table.num_free_slots == slots
 
 
@@ -123,7 +123,7 @@ def test_one_that_may_not_fit_runs_by_itself(models, greedy):
         Request(PROMPTS[2][:5], 3),
     ]
     together = []
-    results = run.generate(requests, lambda index, _: together.append((index, run.num_live)))
+    results = run.generate(requests, lambda index, _: together.append((index, run.num_running)))
     assert results[1].tokens == greedy[1][:end]
     assert results[1].finish_reason == "stop"
     assert {live for index, live in together if index == 1} <= {0, 1}
@@ -133,13 +133,13 @@ def test_one_that_may_not_fit_runs_by_itself(models, greedy):
 
 def test_who_waits_is_looked_at_again_when_somebody_has_ended(models, greedy, monkeypatch):
     run, tries = engine(models, 2 * WHOLE), []
-    add = run._add
+    admit = run._admit
 
     def noted(requests, *, whole):
         tries.append(len(requests))
-        return add(requests, whole=whole)
+        return admit(requests, whole=whole)
 
-    monkeypatch.setattr(run, "_add", noted)
+    monkeypatch.setattr(run, "_admit", noted)
     generate(run, [Request(prompt, NEW) for prompt in PROMPTS], greedy)
     # 4 rows are free, but slots for 2; then one row more for each that ends
     assert tries[:3] == [4, 2, 2]

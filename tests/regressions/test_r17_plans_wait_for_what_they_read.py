@@ -46,7 +46,7 @@ def engine(tree, backend, *, dtype=torch.float32, **options) -> Engine:
 
 
 def rows_of(run: Engine) -> list[int]:
-    return [live.row for live in run._live]
+    return [live.row for live in run.running]
 
 
 def poison(run: Engine) -> None:
@@ -148,7 +148,7 @@ def test_all_parts_may_be_planned_before_the_first_has_run(monkeypatch, tree):
     early, calm = (engine(tree, "flashinfer", dtype=BF16) for _ in range(2))
     decoder, rows = early.decoder(early.config), rows_of(early)
     assert decoder.cudagraph == "piecewise"
-    lens = torch.tensor([live.length for live in early._live], dtype=torch.int32)
+    lens = torch.tensor([live.length for live in early.running], dtype=torch.int32)
     for _ in range(2):
         parts = decoder.parts(sampled=False)
         ready = [decoder.runner.ready(part, len(rows)) for part in parts]
@@ -166,9 +166,9 @@ def test_all_parts_may_be_planned_before_the_first_has_run(monkeypatch, tree):
 
 def decode(run: Engine, joins: list[Request], *, ahead: bool) -> list[tuple[list[int], list[int]]]:
     """Decode to the end, with a request that joins after every other step."""
-    results, waiting, at = [live.result for live in run._live], list(joins), 0
-    while run.num_live or waiting:
-        if waiting and run.num_live < 4 and at % 2:
+    results, waiting, at = [live.result for live in run.running], list(joins), 0
+    while run.num_running or waiting:
+        if waiting and run.num_running < 4 and at % 2:
             results += run.add([waiting.pop(0)])
         run.step(ahead=ahead)
         at += 1

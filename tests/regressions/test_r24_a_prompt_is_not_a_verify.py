@@ -31,8 +31,8 @@ def test_a_prompt_as_wide_as_a_graph_is_still_a_prompt(backend):
         before = run.decoder(run.config).runner.stats.replays.total()
         run.add([Request(prompt, 6)])
         assert run.decoder(run.config).runner.stats.replays.total() == before
-        (live,) = run._live
-        while run.num_live:
+        (live,) = run.running
+        while run.num_running:
             run.step()
         assert live.result.tokens == dense_greedy(target, prompt, 6)
 

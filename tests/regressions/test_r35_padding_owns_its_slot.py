@@ -43,7 +43,7 @@ def test_a_full_engine_still_replays_and_counts_what_it_does_not(backend):
     models = TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
     run = Engine(*models, config, backend=backend, buckets=[4], num_slots=3 * 32 + 1)
     run.add([Request([3, 1, 4], 8), Request([1, 5], 8), Request([9], 8)])
-    run.table.reserve([live.row for live in run._live], [32] * 3)
+    run.table.reserve([live.row for live in run.running], [32] * 3)
     assert run.table.num_free_slots == run.table.num_free_rows == 0
     run.step()
     stats = run.decoder(config).runner.stats

@@ -41,12 +41,12 @@ def test_a_hundred_steps_of_alternating_settings(backend, monkeypatch):
         run.table,
         "reserve",
         lambda rows, lens: (
-            asked.append([need - live.length for live, need in zip(run._live, lens, strict=True)])
+            asked.append([need - live.length for live, need in zip(run.running, lens, strict=True)])
             or reserve(rows, lens)
         ),
     )
     for step in range(STEPS):
-        before = [live.text for live in run._live]
+        before = [live.text for live in run.running]
         run.step()
         config = CONFIGS[step % 4]
         assert asked.pop() == [config.reserve_len] * 2
@@ -57,7 +57,7 @@ def test_a_hundred_steps_of_alternating_settings(backend, monkeypatch):
     for result, prompt in zip(results, PROMPTS, strict=True):
         assert result.tokens == dense_greedy(run.target.model, prompt, len(result.tokens))
     assert max(max(result.accept_lens) for result in results) == 4
-    assert set(run.settings.used.values()) == {STEPS // 4}
+    assert set(run.configs.used.values()) == {STEPS // 4}
     assert {tuple(decoder.runner.buckets) for decoder in run.decoders} == {(2,)}
     draft_is_that_of_the_text(run, backend)
 
@@ -74,8 +74,8 @@ def from_scratch(backend, config: SpecConfig, texts: list[list[int]]) -> list[in
 def draft_is_that_of_the_text(run: Engine, backend) -> None:
     """Proposals, hidden states and the draft's KV are those of a prefill."""
     fresh = engine(backend, configs=CONFIGS[1:])
-    fresh.add([Request(live.text[:-1], CONTEXT) for live in run._live])
-    for live, other in zip(run._live, fresh._live, strict=True):
+    fresh.add([Request(live.text[:-1], CONTEXT) for live in run.running])
+    for live, other in zip(run.running, fresh.running, strict=True):
         for ours, theirs in zip(run.states.drafting, fresh.states.drafting, strict=True):
             torch.testing.assert_close(ours[live.row], theirs[other.row], rtol=1e-3, atol=1e-4)
         for name in ("k", "v"):

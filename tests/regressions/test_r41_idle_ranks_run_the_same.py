@@ -62,7 +62,7 @@ def engine(tree, backend="torch_native", target=TinyTarget, **options) -> Engine
 def admitted(run: Engine, prompts=PROMPTS) -> tuple[list[int], list[list[int]]]:
     """Run prompts, with slots for whole contexts; returns their rows and first tokens."""
     results = run.add([Request(prompt, 60) for prompt in prompts])
-    rows = [live.row for live in run._live]
+    rows = [live.row for live in run.running]
     run.table.reserve(rows, [run.config.max_context_len] * len(rows))
     return rows, [list(result.tokens) for result in results]
 

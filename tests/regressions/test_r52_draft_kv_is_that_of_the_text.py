@@ -29,10 +29,10 @@ def test_draft_kv_equals_a_prefill_from_scratch(backend, tree):
     run.add([Request(prompt, 60) for prompt in PROMPTS])
     for _ in range(5):
         run.step()
-    for live in run._live:
+    for live in run.running:
         fresh = Engine(*models, config, backend=backend, buckets=[1])
         fresh.add([Request(live.text[:-1], 60)])
-        (scratch,) = fresh._live
+        (scratch,) = fresh.running
         for name in ("k", "v"):
             kv = [
                 getattr(engine.draft.pool, name)[

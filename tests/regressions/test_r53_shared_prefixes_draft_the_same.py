@@ -27,7 +27,7 @@ def engine(backend: str, models) -> Engine:
 
 def states(run: Engine, at: int) -> list[torch.Tensor]:
     """What request ``at`` drafts from: its first proposal and its draft KV."""
-    live = run._live[at]
+    live = run.running[at]
     slots = run.table.req_to_token[live.row, : live.length].long()
     first = [getattr(run.states, name)[live.row] for name in ("topk_probs", "hidden_states")]
     return [*first, run.draft.pool.k[:, slots], run.draft.pool.v[:, slots]]
@@ -41,15 +41,15 @@ def test_a_hit_at_a_page_boundary_is_a_cold_run(backend, common):
     run, cold = engine(backend, models), engine(backend, models)
     (_, hit) = run.add([Request(TEXT, 20), Request(prompt, 20)])
     (alone,) = cold.add([Request(prompt, 20)])
-    shared = [len(set(run.table.req_to_token[live.row, :common].tolist())) for live in run._live]
+    shared = [len(set(run.table.req_to_token[live.row, :common].tolist())) for live in run.running]
     assert shared == [common, common]
-    rows = run.table.req_to_token[[live.row for live in run._live], :common]
+    rows = run.table.req_to_token[[live.row for live in run.running], :common]
     assert int((rows[0] == rows[1]).sum()) == (common - 1) // PAGE * PAGE
     for ours, scratch in zip(states(run, 1), states(cold, 0), strict=True):
         torch.testing.assert_close(ours, scratch, rtol=1e-4, atol=1e-5)
-    while run.num_live:
+    while run.num_running:
         run.step()
-    while cold.num_live:
+    while cold.num_running:
         cold.step()
     assert hit.tokens == alone.tokens
     assert hit.accept_lens == alone.accept_lens

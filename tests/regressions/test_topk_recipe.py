@@ -109,7 +109,7 @@ def test_verify_commit_and_decode_on(backend, config, size, page_size):
     config = replace(config, page_size=page_size)
     run = Engine(target(), TinyDraft(device=DEVICE), config, backend=backend, buckets=[size])
     run.add([Request(prompt, 20) for prompt in PROMPTS[:size]])
-    rows, lens, bonus = zip(*((x.row, x.length, x.bonus) for x in run._live), strict=True)
+    rows, lens, bonus = zip(*((x.row, x.length, x.bonus) for x in run.running), strict=True)
     run.table.reserve(rows, [length + config.reserve_len + 1 for length in lens])
     decoder, batch = cudagraph(run, config), batch_of(rows, lens, bonus)
     rng = random.Random(size + page_size)

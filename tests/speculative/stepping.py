@@ -29,7 +29,7 @@ def engine(tree, backend="torch_native", buckets=(2, 5), **options) -> Engine:
 def admitted(run: Engine, prompts=PROMPTS, **request) -> list[int]:
     """Run prompts and reserve all they may ever need; returns their rows."""
     run.add([Request(prompt, 80, **request) for prompt in prompts])
-    rows = [live.row for live in run._live]
+    rows = [live.row for live in run.running]
     run.table.reserve(rows, [run.config.max_context_len] * len(rows))
     return rows
 

@@ -65,7 +65,7 @@ def test_every_node_is_drafted_as_its_path_would_be_alone(topk, steps, page_size
     run.add([Request(p, 60) for p in PROMPTS])
     run.step()
     spy.calls.clear()
-    texts = [live.text for live in run._live]
+    texts = [live.text for live in run.running]
     run.step()
     decoder = run.decoder(config)
     (part,) = decoder.parts(sampled=False)
@@ -129,16 +129,16 @@ def test_draft_kv_after_extend_equals_a_prefill_from_scratch(setting, page_size)
     run.add([Request(p, 60) for p in PROMPTS])
     for _ in range(6):
         run.step()
-    for live in run._live:
+    for live in run.running:
         text = live.text
         assert len(text) == live.length + 1
         fresh = Engine(target, draft, config, buckets=[1])
         fresh.add([Request(text[:-1], 60)])
-        assert fresh._live[0].bonus == live.bonus
+        assert fresh.running[0].bonus == live.bonus
         for ours, scratch in ((run.target, fresh.target), (run.draft, fresh.draft)):
             for pool in ("k", "v"):
                 a = kv_of(run, getattr(ours.pool, pool), live.row, live.length)
-                b = kv_of(fresh, getattr(scratch.pool, pool), fresh._live[0].row, live.length)
+                b = kv_of(fresh, getattr(scratch.pool, pool), fresh.running[0].row, live.length)
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 

@@ -66,7 +66,7 @@ def test_parts_that_are_captured_late_are_filled_after_their_plan(tbo):
     run.step()
     drawn = SamplingParams(0.8, seed=5)
     (second,) = run.add([Request(PROMPTS[1], 12, drawn)])
-    while run.num_live:
+    while run.num_running:
         run.step()
     assert first.tokens == dense_greedy(models[0], PROMPTS[0], 20)
     alone = Engine(*models, config, backend="torch_native", buckets=[1])

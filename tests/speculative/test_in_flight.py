@@ -20,8 +20,8 @@ def test_tokens_may_be_read_a_step_late(backend):
     run, late = engine((3, 4, 9), backend), engine((3, 4, 9), backend)
     for one in (run, late):
         admitted(one)
-    rows = [live.row for live in run._live]
-    assert rows == [live.row for live in late._live]
+    rows = [live.row for live in run.running]
+    assert rows == [live.row for live in late.running]
     decoder, other = run.decoder(run.config), late.decoder(late.config)
     wanted = [decoder.step(rows) for _ in range(6)]
     found, pending = [], [other.step_async(rows)]
@@ -147,9 +147,9 @@ def test_an_engine_a_step_ahead_gives_the_same(ahead):
     new, results = [12, 80, 5, 33, 99, 7], []
     waiting = [Request(p, n) for p, n in zip([*PROMPTS, [9, 9]], new, strict=True)]
     results += run.add([waiting.pop(0), waiting.pop(0)])
-    while run.num_live:
+    while run.num_running:
         run.step(ahead=ahead)
-        if waiting and run.num_live < 4:
+        if waiting and run.num_running < 4:
             results += run.add([waiting.pop(0)])
     assert run.table.num_free_rows == 5
     run.clear()
@@ -191,7 +191,7 @@ def test_a_step_ahead_has_room_for_all_that_the_one_before_it_may_gain(tree):
     for slots in (28, 41):
         run = Engine(*models, config, backend="torch_native", num_slots=slots)
         (result,) = run.add([Request([3, 14, 15], 99 if slots == 41 else 16)])
-        while run.num_live:
+        while run.num_running:
             run.step(ahead=True)
         assert sum(result.accept_lens[:4]) > 3 * 4, "nearly all is accepted"
         assert min(result.accept_lens) > 0
@@ -209,5 +209,5 @@ def test_who_joins_while_a_step_is_in_flight_steps_with_the_others(new):
         run.step(ahead=True)
         steps += 1
     assert steps <= new + 1
-    assert run.num_live == 1
+    assert run.num_running == 1
     assert late.tokens == dense_greedy(run.target.model, PROMPTS[1], new)

@@ -8,7 +8,6 @@ import torch
 from specattn.config import SpecConfig
 from specattn.cuda_graph import GraphRunner
 from specattn.engine.engine import Engine, Request
-from specattn.engine.scheduler import Running
 from specattn.errors import CaptureError
 from specattn.speculative.sampling import SamplingParams
 from specattn.speculative.step_decoder import StepDecoder
@@ -49,7 +48,7 @@ def broken(monkeypatch, method: str, error: Exception) -> list:
 
 
 def finish(run: Engine, ahead: bool) -> None:
-    while run.num_live:
+    while run.num_running:
         run.step(ahead=ahead)
     run.clear()
     run.table.check()
@@ -169,27 +168,27 @@ def test_what_was_asked_for_at_once_raises(monkeypatch, options):
 @pytest.mark.parametrize("ahead", [False, True], ids=["waited", "ahead"])
 def test_a_group_that_cannot_be_launched_keeps_no_other_from_its_step(monkeypatch, ahead, first):
     """Its error is raised when the others are on their way; the next step hands those out."""
-    run, launch = engine(), Running._launch
+    run, launch = engine(), Engine._launch_group
     results = run.add([LONG, SHORT])
     told = {id(result): list(result.tokens) for result in results}
     plain = run.config.plain()
     broken_one = plain if first else run.config
 
-    def fail(running, config, *rest):
+    def fail(engine, config, group):
         if config == broken_one:
             raise ValueError("no such luck")
-        return launch(running, config, *rest)
+        return launch(engine, config, group)
 
     def step(ahead: bool = ahead) -> None:
         for result, new in run.step(ahead=ahead):
             told[id(result)] += new
 
-    while plain not in run._running._groups():
+    while plain not in run.scheduler.schedule():
         step()
     step(ahead=False)  # nothing is in flight now
-    assert set(run._running._groups()) == {run.config, plain}
+    assert set(run.scheduler.schedule()) == {run.config, plain}
     with monkeypatch.context() as patch:
-        patch.setattr(Running, "_launch", fail)
+        patch.setattr(Engine, "_launch_group", fail)
         going, stuck = results[::-1] if first else results
         before = len(stuck.tokens)
         for _ in range(2):
@@ -199,23 +198,23 @@ def test_a_group_that_cannot_be_launched_keeps_no_other_from_its_step(monkeypatc
             step()
             assert len(going.tokens) > had
         assert len(stuck.tokens) == before
-    while run.num_live:
+    while run.num_running:
         step()
     exact(run, results)
     assert list(told.values()) == [result.tokens for result in results]
 
 
 def test_a_step_ahead_that_cannot_be_launched_keeps_no_tokens_back(monkeypatch):
-    run, launch = engine(), Running._launch
+    run, launch = engine(), Engine._launch_group
     (result,) = run.add([SHORT])
 
-    def fail(running, config, group, in_flight):
-        if in_flight:
+    def fail(engine, config, group):
+        if engine._steps:
             raise ValueError("no such luck")
-        return launch(running, config, group, in_flight)
+        return launch(engine, config, group)
 
-    monkeypatch.setattr(Running, "_launch", fail)
-    while run.num_live:
+    monkeypatch.setattr(Engine, "_launch_group", fail)
+    while run.num_running:
         had = len(result.tokens)
         with pytest.raises(ValueError, match="no such luck"):
             run.step(ahead=True)

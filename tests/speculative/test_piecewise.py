@@ -46,7 +46,7 @@ def test_parts_without_graphs_run_over_the_buffers_of_the_others(monkeypatch, pa
         2,
         2,
     ]
-    tokens = {live.row: list(live.result.tokens) for live in run._live}
+    tokens = {live.row: list(live.result.tokens) for live in run.running}
     for size in (5, 2, 4, 1, 3, 2, 5):
         part = rng.sample(rows, size)
         for row, new in zip(part, decoder.step(part), strict=True):
@@ -112,7 +112,7 @@ def test_a_host_may_work_between_the_parts():
 def test_a_host_that_fails_between_the_parts_leaves_the_requests_as_they_were(at):
     run = engine(TREE, cudagraph="piecewise")
     rows, decoder = admitted(run), run.decoder(run.config)
-    tokens = {live.row: list(live.result.tokens) for live in run._live}
+    tokens = {live.row: list(live.result.tokens) for live in run.running}
 
     def fail(part) -> None:
         if part.mode == at:
@@ -142,7 +142,7 @@ def test_rows_are_the_steps_until_all_parts_are_launched():
     """Else who takes the row, or its slots, would find what this step still writes."""
     run = engine(TREE, cudagraph="piecewise")
     rows, decoder = admitted(run)[:2], run.decoder(run.config)
-    other, tried = run._live[3].row, []
+    other, tried = run.running[3].row, []
 
     def free(part) -> None:
         tried.append(part.mode)
@@ -188,7 +188,7 @@ def test_debugging_leaves_alone_who_sits_a_step_out():
     assert admitted(plain) == rows
     for one in (run, plain):
         one.table.free(rows[1])  # as ended requests that ride along
-        one.table.reserved[rows[3]] = one._live[3].length
+        one.table.reserved[rows[3]] = one.running[3].length
     for part in (rows, rows[1:4], [rows[1], 0], [rows[3]]):
         gained = run.decoder(run.config).step(part)
         assert gained == plain.decoder(plain.config).step(part)

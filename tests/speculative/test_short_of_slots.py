@@ -41,13 +41,13 @@ def test_a_group_without_slots_sits_out_until_others_have_ended(
     results = run.add(order)
     told = [list(result.tokens) for result in results]
     waited = 0
-    while run.num_live:
+    while run.num_running:
         gains = run.step(ahead=ahead)
         assert gains
         for result, new in gains:
             told[results.index(result)] += new
         run.table.check()
-        waited += len(gains) == 1 and run.num_live == 2
+        waited += len(gains) == 1 and run.num_running == 2
     assert waited, "there were slots for both"
     for request, result, tokens in zip(order, results, told, strict=True):
         assert result.finish_reason == ("context" if request is NEAR else "length")
@@ -65,7 +65,7 @@ def test_where_no_group_has_slots_nothing_runs(models):
         with pytest.raises(CapacityError, match="more pages of 1 KV slots are needed"):
             run.step(ahead=True)
         assert [result.tokens for result in results] == before
-        assert run.num_live == 2
+        assert run.num_running == 2
         run.table.check()
     run.clear()
     (alone,) = run.generate([NEAR])

@@ -8,6 +8,7 @@ not, and launching waits for nothing. A joining request's prompt is excepted.
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -81,15 +82,15 @@ class Steady:
 
     def launches_of(self, run, monkeypatch) -> None:
         """Count what launching a step waits for, its slots included."""
-        launch = run._running._launch
 
-        def counted(*args):
+        def counted(call, *args):
             before = self.waits
-            found = launch(*args)
+            found = call(*args)
             self.launch_waits += self.waits - before
             return found
 
-        monkeypatch.setattr(run._running, "_launch", counted)
+        for owner, name in ((run.scheduler, "schedule"), (run, "_launch"), (run, "_launch_ahead")):
+            monkeypatch.setattr(owner, name, partial(counted, getattr(owner, name)))
 
     def _counters(self) -> dict[str, int]:
         found = torch.cuda.memory_stats()
@@ -147,7 +148,7 @@ def test_steps_neither_wait_nor_allocate(monkeypatch, steps, options, others):
     assert len(ended) > steps // 20, f"only {len(ended)} requests ended"
     assert churn.sizes == {1, 2, 3, 4, 5, 6}
     for decoder in run.decoders:
-        assert decoder.config in run.settings.configs
+        assert decoder.config in run.configs.all
         assert all(map(decoder.runner.recorded, decoder.modes))
         assert not decoder.runner.stats.eager
     assert {result.finish_reason for _, result in ended} == {"length"}

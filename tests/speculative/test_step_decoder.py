@@ -32,8 +32,8 @@ def test_steps_decode_whoever_takes_part(backend, tree, cudagraph):
     run = engine(tree, backend, cudagraph=cudagraph)
     rows, decoder, rng = admitted(run), run.decoder(run.config), random.Random(5)
     made = dict.fromkeys(rows, 0)
-    tokens = {live.row: list(live.result.tokens) for live in run._live}
-    lens = {live.row: live.length for live in run._live}
+    tokens = {live.row: list(live.result.tokens) for live in run.running}
+    lens = {live.row: live.length for live in run.running}
     for _ in range(12):
         part = rng.sample(rows, rng.randint(1, 5))
         for row, new in zip(part, decoder.step(part), strict=True):
@@ -64,7 +64,7 @@ def test_a_request_without_slots_sits_out(tree, cudagraph):
     states = {name: value.clone() for name, value in run.states.tensors().items()}
     kv = [run.target.pool.k.clone(), run.draft.pool.k.clone()]
     held = rows[2]
-    run.table.reserved[held] = run._live[2].length + run.config.reserve_len - 1
+    run.table.reserved[held] = run.running[2].length + run.config.reserve_len - 1
     gained = decoder.step(rows)
     assert gained[2] == []
     assert all(gained[i] for i in (0, 1, 3, 4))
@@ -75,7 +75,7 @@ def test_a_request_without_slots_sits_out(tree, cudagraph):
         assert torch.equal(pool.k[:, slots], before[:, slots])
     run.table.reserved[held] += 1
     (new,) = decoder.step([held])
-    text = [*run._live[2].result.tokens, *new]
+    text = [*run.running[2].result.tokens, *new]
     assert text == dense_greedy(run.target.model, PROMPTS[2], len(text))
 
 
@@ -265,7 +265,7 @@ def test_rows_that_no_step_can_take_are_refused(validate):
 def test_debugging_compares_host_lengths_with_the_devices():
     run = engine((3, 1, 4), validate="debug")
     rows, decoder = admitted(run), run.decoder(run.config)
-    lens = torch.tensor([live.length for live in run._live], dtype=torch.int32)
+    lens = torch.tensor([live.length for live in run.running], dtype=torch.int32)
     wrong = lens + (torch.arange(5) == 3).to(torch.int32)
     with pytest.raises(ValueError, match=r"seq_lens must be seq_lens_cpu \[6, 2, 4, 4, 1\], got"):
         decoder.step(rows, seq_lens_cpu=wrong)

@@ -47,7 +47,7 @@ class Rounds:
     def __init__(self, models, config, cudagraph) -> None:
         self.run = Engine(*models, config, buckets=[32, ROWS], cudagraph=cudagraph)
         self.run.add([Request(PROMPT, 20) for _ in range(ROWS)])
-        self.rows = [live.row for live in self.run._live]
+        self.rows = [live.row for live in self.run.running]
         self.run.table.reserve(self.rows, [config.max_context_len] * ROWS)
         self.decoder = self.run.decoder(config)
         self.decoder.capture(sampled=True)

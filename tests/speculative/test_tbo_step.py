@@ -57,7 +57,7 @@ def admitted(*runs: Engine, drawn: bool = False) -> list[int]:
     found = set()
     for run in runs:
         run.add(requests)
-        rows = [live.row for live in run._live]
+        rows = [live.row for live in run.running]
         run.table.reserve(rows, [run.config.max_context_len] * len(rows))
         found.add(tuple(rows))
     (rows,) = map(list, found)
@@ -158,7 +158,7 @@ def test_no_request_advances_where_the_second_half_fails(kind, cudagraph, monkey
     counted = Counted(kind, monkeypatch)
     run = engine((3, 4, 9), tbo=True, cudagraph=cudagraph, graphs=False)
     rows, decoder = admitted(run), run.decoder(run.config)
-    texts = [list(live.result.tokens) for live in run._live]
+    texts = [list(live.result.tokens) for live in run.running]
     began, gained = counted.count, [decoder.step(rows)]
     forwards = counted.count - began
     before = {name: value.clone() for name, value in run.states.tensors().items()}
@@ -180,8 +180,8 @@ def test_an_engine_of_halves_decodes_as_one():
     run = engine((3, 4, 9), context=48, tbo=True)
     new, results = [12, 80, 5, 23, 99], []
     waiting = [Request(p, n) for p, n in zip(PROMPTS, new, strict=True)]
-    while run.num_live or waiting:
-        if waiting and run.num_live < 4:
+    while run.num_running or waiting:
+        if waiting and run.num_running < 4:
             results += run.add([waiting.pop(0)])
         run.step(ahead=True)
     run.clear()

@@ -102,8 +102,8 @@ def test_a_call_that_failed_leaves_an_engine_usable(engine, call, at):
     if at == "prompt":
         assert engine.table.num_free_rows == 2
         engine.add([Request([5, 6, 7], max_new_tokens=9)])
-    result = engine._live[0].result
-    while engine.num_live:  # the very step that failed, again
+    result = engine.running[0].result
+    while engine.num_running:  # the very step that failed, again
         engine.step()
     assert result.tokens == dense_greedy(TinyTarget(device=DEVICE), [5, 6, 7], 9)
     engine.table.check()
@@ -114,14 +114,14 @@ def test_a_group_that_fails_costs_the_others_no_tokens(engine, monkeypatch):
     """Near its context a request steps in a group of its own, and the other group may fail."""
     prompt = [9] * 60
     near, far = engine.add([Request(prompt, max_new_tokens=30), Request([5, 6, 7])])
-    whole, told = engine._running._launch, list(near.tokens)
+    whole, told = engine._launch_group, list(near.tokens)
 
-    def far_fails(config, group, in_flight):
+    def far_fails(config, group):
         if config == engine.config:
             raise RuntimeError("no more")
-        return whole(config, group, in_flight)
+        return whole(config, group)
 
-    monkeypatch.setattr(engine._running, "_launch", far_fails)
+    monkeypatch.setattr(engine, "_launch_group", far_fails)
     while not near.finish_reason:
         with pytest.raises(RuntimeError, match="no more"):
             engine.step()
@@ -129,7 +129,7 @@ def test_a_group_that_fails_costs_the_others_no_tokens(engine, monkeypatch):
         assert result is near
         told += new
     assert told == near.tokens == dense_greedy(TinyTarget(device=DEVICE), prompt, len(told))
-    assert engine.num_live == len(far.tokens) == 1
+    assert engine.num_running == len(far.tokens) == 1
     engine.clear()
     engine.table.check()
     assert engine.table.num_free_rows == 2

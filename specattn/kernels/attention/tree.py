@@ -34,7 +34,7 @@ from specattn.kernels.attention.triton_tree import tree_attention_kernel
 
 ALIGN = 256
 # requests up to which later layers bring the prefix early; steps of more gain nothing by it, and
-# lose 0.3 to 0.9 % (docs/performance.md, "Products and forwards")
+# lose 0.3 to 0.9 % (docs/notes/streamed_weights.md)
 FEW = 4
 
 
