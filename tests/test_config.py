@@ -37,3 +37,20 @@ def test_layouts_follow_the_mode_table():
 def test_geometry_defaults():
     config = AttnConfig(4, 2, 64)
     assert (config.v_head_dim, config.sm_scale) == (64, 0.125)
+
+
+def test_a_step_reserves_the_slots_that_its_widest_forward_writes():
+    """The draft writes ``topk`` slots per forward, verify one per node, the extend one per depth."""
+    for num_steps in range(1, 6):
+        for topk in range(1, 5):
+            most = 1 + topk + (num_steps - 1) * topk**2
+            nodes = range(2, most + 1) if topk > 1 else [num_steps + 1]
+            for num_draft_tokens in nodes:
+                config = SpecConfig(num_steps, topk, num_draft_tokens)
+                drafted = topk * (num_steps - 1)
+                assert config.reserve_len >= drafted
+                assert config.reserve_len >= num_draft_tokens
+                assert config.reserve_len >= num_steps + 1
+                assert config.reserve_len in (drafted, num_draft_tokens, num_steps + 1)
+    assert SpecConfig(2, 2, 2).reserve_len == 3, "here the extend is the widest"
+    assert SpecConfig(0, 1, 1).reserve_len == 1
