@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from specattn.batch import ForwardMode
 from specattn.config import AttnConfig, SpecConfig
+from specattn.speculative.sampling import SamplingBatch, SamplingParams
 
 
 def test_widest_legal_tree_is_legal_and_one_more_is_not():
@@ -40,7 +42,7 @@ def test_geometry_defaults():
 
 
 def test_a_step_reserves_the_slots_that_its_widest_forward_writes():
-    """The draft writes ``topk`` slots per forward, verify one per node, the extend one per depth."""
+    """The draft writes ``topk`` slots per forward, verify one per node, extend one per depth."""
     for num_steps in range(1, 6):
         for topk in range(1, 5):
             most = 1 + topk + (num_steps - 1) * topk**2
@@ -54,3 +56,21 @@ def test_a_step_reserves_the_slots_that_its_widest_forward_writes():
                 assert config.reserve_len in (drafted, num_draft_tokens, num_steps + 1)
     assert SpecConfig(2, 2, 2).reserve_len == 3, "here the extend is the widest"
     assert SpecConfig(0, 1, 1).reserve_len == 1
+
+
+def test_a_batch_holds_what_its_requests_asked_for():
+    params = [
+        SamplingParams(0.5, 7, 0.25, 2**40 + 3),
+        SamplingParams(seed=-(2**63)),
+        SamplingParams(),
+    ]
+    batch = SamplingBatch.of(params, torch.device("cpu"))
+    assert not batch.greedy
+    assert batch.temperature.tolist() == [0.5, 0, 0]
+    assert batch.top_k.tolist() == [7, 0, 0]
+    assert batch.top_p.tolist() == [0.25, 1, 1]
+    assert batch.seeds.tolist() == [2**40 + 3, -(2**63), 0]
+    plain = SamplingBatch.of(params[1:], torch.device("cpu"))
+    assert plain.greedy
+    assert plain.top_k is None
+    assert plain.top_p is None
