@@ -18,6 +18,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from bench.train_pair.corpus import encode, is_held_out, read_sources
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine
 from specattn.engine.request import Request
-from specattn.kernels import ops
+from specattn.speculative import draft as drafting
 from specattn.speculative.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -71,10 +72,9 @@ def held_out_prompts(count: int, tokenizer: Any) -> list[list[int]]:
 
 
 @contextlib.contextmanager
-def own_branch(topk: int, device: torch.device) -> Iterator[None]:
+def own_branch(topk: int) -> Iterator[None]:
     """Make draft nodes see their own beam slot of every earlier step, as SGLang's do."""
-    module = ops("beam", device)
-    honest = module.select_beams
+    honest = drafting.select_beams
 
     def select(step: int, *args: Any, words_out: torch.Tensor, **named: Any) -> None:
         honest(step, *args, words_out=words_out, **named)
@@ -84,11 +84,8 @@ def own_branch(topk: int, device: torch.device) -> Iterator[None]:
                 bits = sum(1 << node % 64 for node in nodes if node // 64 == word)
                 words_out[:, beam, word] = bits - (1 << 64 if bits >> 63 else 0)
 
-    module.select_beams = select
-    try:
+    with mock.patch.object(drafting, "select_beams", select):
         yield
-    finally:
-        module.select_beams = honest
 
 
 def measure(
@@ -96,7 +93,7 @@ def measure(
 ) -> tuple[dict[str, Any], list[list[int]]]:
     steps, topk, nodes = setting.tree
     config = SpecConfig(steps, topk, nodes, CONTEXT, slots, draft_sampling=setting.draft_sampling)
-    swap = own_branch(topk, target.device) if setting.own_branch else contextlib.nullcontext()
+    swap = own_branch(topk) if setting.own_branch else contextlib.nullcontext()
     requests = [
         Request(prompt, new, SamplingParams(setting.temperature, seed=i), ignore_eos=True)
         for i, prompt in enumerate(prompts)

@@ -119,6 +119,7 @@ def compile_case(target: int, name: str, case: Callable[[], None]) -> Iterator[C
     driver.set_active(OfflineDriver(target))
     limits = mock.patch.object(DeviceLimits, "of", return_value=LIMITS[target])
     early = mock.patch("specattn.kernels.launch.supports_pdl", return_value=launches_early())
-    with limits, early, mock.patch.object(KernelInterface, "__getitem__", launch):
+    triton = mock.patch("specattn.kernels.uses_triton", return_value=True)
+    with limits, early, triton, mock.patch.object(KernelInterface, "__getitem__", launch):
         case()
     yield from made.values()

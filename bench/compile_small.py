@@ -5,26 +5,8 @@ from __future__ import annotations
 import torch
 
 from bench.compile_offline import BATCH, BF16, CONTEXT, F32, I32, zeros
-from specattn.kernels import (
-    accept,
-    add_parts,
-    beam,
-    block_table,
-    choose,
-    csr,
-    draft_kv,
-    glue,
-    kv_move,
-    kv_store,
-    land,
-    merge_lse,
-    page_table,
-    sampling,
-    slot_write,
-    step,
-    tree,
-    window,
-)
+from specattn.kernels import cache as caches
+from specattn.kernels import fused, indices, merge_lse, sampling, step, tree
 
 
 def build_tree(topk: int = 8, steps: int = 7, nodes: int = 64) -> None:
@@ -57,16 +39,16 @@ def beams(topk: int = 8, steps: int = 7) -> None:
         zeros(BATCH, topk, topk),
         zeros(BATCH, topk, dtype=F32),
     )
-    beam.append_candidates(steps - 1, *children, **candidates)
+    tree.append_candidates(steps - 1, *children, **candidates)
     outs = {
         "scores_out": zeros(BATCH, topk, dtype=F32),
         "tokens_out": zeros(BATCH, topk),
         "rows_out": zeros(BATCH, topk),
         "words_out": zeros(BATCH, topk, 1),
     }
-    beam.select_beams(1, *children, zeros(BATCH, topk, 1), **candidates, **outs)
+    tree.select_beams(1, *children, zeros(BATCH, topk, 1), **candidates, **outs)
     roots = [child[:, :1].contiguous() for child in children[:2]]
-    beam.select_beams(0, *roots, None, None, **candidates, **outs)
+    tree.select_beams(0, *roots, None, None, **candidates, **outs)
 
 
 def accepts(n: int = 64, steps: int = 7, vocab: int = 32000) -> None:
@@ -78,22 +60,22 @@ def accepts(n: int = 64, steps: int = 7, vocab: int = 32000) -> None:
         "accept_lens_out": zeros(BATCH, dtype=I32),
         "bonus_out": zeros(BATCH),
     }
-    accept.accept_greedy(tokens, tokens, tokens, tokens, **out)
+    tree.accept_greedy(tokens, tokens, tokens, tokens, **out)
     probs = torch.zeros(1, 1, vocab).expand(BATCH, n, vocab)
-    accept.accept_sampled(tokens, tokens, tokens, probs, coins, coins, **out)
-    accept.accept_rejection(tokens, probs[:, :steps], probs, coins, coins, **out)
+    tree.accept_sampled(tokens, tokens, tokens, probs, coins, coins, **out)
+    tree.accept_rejection(tokens, probs[:, :steps], probs, coins, coins, **out)
 
 
 def choices(dtype: torch.dtype = BF16, topk: int = 8, vocab: int = 32000) -> None:
     logits = zeros(BATCH, vocab, dtype=dtype)
-    choose.top_tokens(
+    sampling.top_tokens(
         logits,
         topk,
         probs_out=zeros(BATCH, topk, dtype=F32),
         ids_out=zeros(BATCH, topk),
         target_ids=zeros(vocab),
     )
-    choose.argmax_tokens(logits)
+    sampling.argmax_tokens(logits)
 
 
 def laws(dtype: torch.dtype = BF16, vocab: int = 32000) -> None:
@@ -110,11 +92,11 @@ def laws(dtype: torch.dtype = BF16, vocab: int = 32000) -> None:
 def kv_operations(dtype: torch.dtype = BF16, stored: torch.dtype | None = None) -> None:
     pool = zeros(2, 16, 8, 128, dtype=stored or dtype)
     slots = zeros(BATCH, 8, dtype=I32)
-    kv_move.commit_kv(pool, pool.clone(), slots, slots)
-    kv_move.commit_kv([*pool], [*pool], slots, slots, offsets=zeros(2, 2), unit=16)
+    caches.commit_kv(pool, pool.clone(), slots, slots)
+    caches.commit_kv([*pool], [*pool], slots, slots, offsets=zeros(2, 2), unit=16)
     new = zeros(BATCH * 8, 8, 128, dtype=dtype)
-    kv_store.store_kv(new, new, pool[0], pool[1], slots)
-    slot_write.write_slots(slots.view(-1), slots, slots[0], pieces=2, longest=9, page_size=16)
+    caches.store_kv(new, new, pool[0], pool[1], slots)
+    caches.write_slots(slots.view(-1), slots, slots[0], pieces=2, longest=9, page_size=16)
     parts, logs = zeros(BATCH, 8, 32, 128, dtype=dtype), zeros(BATCH, 8, 32, dtype=F32)
     merge_lse.merge_lse(parts, logs, slots[:, 0], parts, logs, slots, parts, logs)
 
@@ -122,14 +104,14 @@ def kv_operations(dtype: torch.dtype = BF16, stored: torch.dtype | None = None) 
 def glue_kernels(dtype: torch.dtype = BF16, split: int = 5) -> None:
     parts, x = zeros(split, BATCH, 6144, dtype=F32), zeros(BATCH, 4096, dtype=dtype)
     ids, positions = zeros(BATCH), zeros(BATCH)
-    glue.add_rms_norm(parts[..., :4096], x, x[0], 1e-5, rows=ids)
-    glue.embed_rms_norm(ids, x, x[0], 1e-5)
+    fused.add_rms_norm(parts[..., :4096], x, x[0], 1e-5, rows=ids)
+    fused.embed_rms_norm(ids, x, x[0], 1e-5)
     for rows in (None, ids):
-        glue.embed_norm_pair(ids, x, x, x[0], x[0], 1e-5, rows=rows)
-    glue.silu_mul(parts, dtype)
-    add_parts.add_parts(parts, dtype)
+        fused.embed_norm_pair(ids, x, x, x[0], x[0], 1e-5, rows=rows)
+    fused.silu_mul(parts, dtype)
+    fused.split_k_reduce(parts, dtype)
     q, cache = zeros(BATCH, 32, 128, dtype=dtype), zeros(2, 16, 8, 128, dtype=dtype)
-    glue.rotate_store(
+    fused.qk_norm_rope_store_kv(
         parts,
         positions,
         zeros(9, 128, dtype=F32),
@@ -146,15 +128,15 @@ def index_lists(topk: int = 8, steps: int = 7) -> None:
     table, rows, lens = zeros(2, CONTEXT, dtype=I32), zeros(BATCH), zeros(BATCH, dtype=I32)
     branches, words = zeros(BATCH, steps, topk, dtype=I32), zeros(BATCH, steps, topk, 1)
     indptr = zeros(steps, BATCH * topk + 1, dtype=I32)
-    width = draft_kv.draft_kv_width(BATCH, topk, steps, CONTEXT)
-    indices = zeros(steps, width, dtype=I32)
-    draft_kv.fill_draft_kv(table, rows, lens, branches, words, indptr, indices)
-    draft_kv.fill_draft_tails(1, lens, branches, words, indptr, indices)
+    width = indices.draft_kv_width(BATCH, topk, steps, CONTEXT)
+    slots = zeros(steps, width, dtype=I32)
+    indices.fill_draft_kv(table, rows, lens, branches, words, indptr, slots)
+    indices.fill_draft_tails(1, lens, branches, words, indptr, slots)
     tails, words = zeros(BATCH, 64, dtype=I32), zeros(BATCH, 64, 1)
     lists = zeros(BATCH + 1, dtype=I32)
     for reach in (-1, 100):
-        csr.fill_lists(table, rows, lens, words[..., 0], tails, lists, indices[0], reach)
-        csr.pack_masks(
+        indices.fill_lists(table, rows, lens, words[..., 0], tails, lists, slots[0], reach)
+        indices.pack_masks(
             lists,
             lists,
             lens,
@@ -164,7 +146,7 @@ def index_lists(topk: int = 8, steps: int = 7) -> None:
             zeros(BATCH, dtype=torch.uint8),
             reach,
         )
-        page_table.fill_page_table(
+        indices.fill_page_table(
             table,
             rows,
             lens,
@@ -174,22 +156,22 @@ def index_lists(topk: int = 8, steps: int = 7) -> None:
             q_len=64,
             window_left=reach,
         )
-    page_table.fill_ancestor_table(
+    indices.fill_ancestor_table(
         tails, words, zeros(BATCH * 64, 64, dtype=I32), zeros(BATCH * 64, dtype=I32)
     )
-    block_table.fill_block_table(
+    indices.fill_block_table(
         table, rows, lens, tails, zeros(BATCH, 32, dtype=I32), lens, page_size=64
     )
-    block_table.fill_slots(rows, tails, lens, table, lens, page_size=16, block_stride=32)
+    indices.fill_slots(rows, tails, lens, table, lens, page_size=16, block_stride=32)
 
 
 def windows(width: int = 16, topk: int = 4, depth: int = 6) -> None:
     rows, lens = zeros(BATCH), zeros(BATCH, dtype=I32)
     table, slots = zeros(BATCH, CONTEXT, dtype=I32), zeros(BATCH, width, dtype=I32)
     positions = zeros(BATCH, depth, topk)
-    window.fill_window(table, rows, lens, slots_out=slots)
-    window.fill_window(table, rows, lens, slots_out=slots, positions_out=positions)
-    window.fill_window(
+    indices.fill_window(table, rows, lens, slots_out=slots)
+    indices.fill_window(table, rows, lens, slots_out=slots, positions_out=positions)
+    indices.fill_window(
         table,
         rows,
         lens,
@@ -243,4 +225,4 @@ def step_ends(topk: int = 4, depth: int = 6, dtype: torch.dtype = BF16) -> None:
         last_rows_out=rows,
         after_out=rows,
     )
-    land.write_output(zeros(BATCH, 1 + depth), zeros(2, BATCH, 1 + depth), zeros(1))
+    step.write_output(zeros(BATCH, 1 + depth), zeros(2, BATCH, 1 + depth), zeros(1))

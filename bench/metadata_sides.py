@@ -22,7 +22,7 @@ from specattn.backends.multi_step import MultiStepDraftBackend
 from specattn.batch import ForwardMode
 from specattn.cache.kv_pool import KVPool
 from specattn.config import AttnConfig, SpecConfig
-from specattn.kernels import ops
+from specattn.kernels.step import begin_step
 from specattn.plan import AttnInputs, AttnPlan, MultiStepDims, MultiStepInputs, MultiStepPlan
 from specattn.speculative.extend import ExtendProgram
 from specattn.speculative.host_buffers import HostBuffers, Landing
@@ -202,7 +202,7 @@ class OneGraph:
         self.tables, self.outs = (
             states(count, topk, hidden, layer.dtype, device) for count in (len(table), batch)
         )
-        self.begin = ops("step", device).begin_step
+        self.begin = begin_step
 
     def fill(self) -> None:
         """Two launches, as a recorded step begins with."""

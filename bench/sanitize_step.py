@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 def states() -> None:
     """Begin and end over tables of every kind of width; the last request ends its tables."""
-    from specattn.kernels.land import write_output
-    from specattn.kernels.step import begin_step, end_step
+    from specattn.kernels.step import begin_step, end_step, write_output
 
     context, reserve, depth, steps, topk = 40, 7, 5, 4, 3
     # padding, one without room, one that fills both its row and the table's last
@@ -165,7 +164,7 @@ def plans(count: int) -> None:
 
 def choices(vocab: int, dtype: torch.dtype) -> None:
     """The best tokens of rows with ties, of NaN and of nothing."""
-    from specattn.kernels.choose import argmax_tokens, top_tokens
+    from specattn.kernels.sampling import argmax_tokens, top_tokens
 
     logits = noise(5, vocab, dtype=dtype)
     logits[1] = 0
@@ -222,31 +221,30 @@ def parts(split: int, rows: int, size: int, dtype: torch.dtype) -> Tensor:
 
 def layer(split: int, dtype: torch.dtype) -> None:
     """What lies between the products of a decoder layer, at widths that are no power of two."""
-    from specattn.kernels import glue
-    from specattn.kernels.add_parts import add_parts
+    from specattn.kernels import fused
 
     size, count, vocab = 1032, 5, 11
     weight, stream = noise(size, dtype=dtype), noise(count, size, dtype=dtype)
     product = parts(split, count, size, dtype)
-    finite(*glue.add_rms_norm(product, stream, weight, 1e-5))
+    finite(*fused.add_rms_norm(product, stream, weight, 1e-5))
     # a row that is not asked for is not read
     product[:, 2] = NAN
     stream[2] = NAN
     wanted = put([4, 0, 4], torch.int64)
-    finite(*glue.add_rms_norm(product, stream, weight, 1e-5, rows=wanted))
+    finite(*fused.add_rms_norm(product, stream, weight, 1e-5, rows=wanted))
     table, ids = noise(vocab, size, dtype=dtype), put([3, vocab - 1, 0, 3, 7], torch.int64)
     wide = poison(count, 2 * size, dtype=dtype)
-    normed, embedded = glue.embed_rms_norm(ids, table, weight, 1e-5, embedded=wide[:, size:])
+    normed, embedded = fused.embed_rms_norm(ids, table, weight, 1e-5, embedded=wide[:, size:])
     finite(normed, embedded)
     same("beside the embeddings", wide[:, :size].isnan(), torch.ones_like(wide[:, :size]).bool())
     hidden = noise(count, size, dtype=dtype)
-    finite(*glue.embed_norm_pair(ids, table, hidden, weight, weight, 1e-5))
+    finite(*fused.embed_norm_pair(ids, table, hidden, weight, weight, 1e-5))
     # as of `add_rms_norm`
     hidden[2] = NAN
     sources = put([4, 0, 4, 1, 3], torch.int64)
-    finite(*glue.embed_norm_pair(ids, table, hidden, weight, weight, 1e-5, rows=sources))
-    finite(glue.silu_mul(parts(split, count, 2 * 700, dtype), dtype))
-    finite(add_parts(parts(split, count, 700, dtype), dtype))
+    finite(*fused.embed_norm_pair(ids, table, hidden, weight, weight, 1e-5, rows=sources))
+    finite(fused.silu_mul(parts(split, count, 2 * 700, dtype), dtype))
+    finite(fused.split_k_reduce(parts(split, count, 700, dtype), dtype))
 
 
 def rotation(
@@ -258,7 +256,7 @@ def rotation(
     stored: torch.dtype | None = None,
 ) -> None:
     """Keys and values go to their slots of a poisoned pool, and nowhere else."""
-    from specattn.kernels.glue import rotate_store
+    from specattn.kernels.fused import qk_norm_rope_store_kv
 
     product = parts(split, 6, (heads + 2 * kv_heads) * dim, dtype)
     angles = torch.rand(50, dim // 2) * 6
@@ -271,7 +269,7 @@ def rotation(
         rows = 10 if places is not None else 6
         q = poison(6, heads, dim, dtype=dtype)
         k, v = (poison(rows, kv_heads, dim, dtype=stored or dtype) for _ in range(2))
-        rotate_store(
+        qk_norm_rope_store_kv(
             product, positions, table, normed, 1e-5, q, k, v, places, k_scale=2.0, v_scale=0.5
         )
         finite(q)
@@ -284,7 +282,7 @@ def rotation(
 
 def streamed(rows: int, out: int, inner: int, dtype: torch.dtype) -> None:
     """Products at the speed of memory, whole and gated; the kernel is for Hopper only."""
-    from specattn.kernels.stream_linear import stream_gated, stream_linear, streams
+    from specattn.kernels.fused.stream import stream_gated, stream_linear, streams
 
     x, weight = noise(rows, inner, dtype=dtype), noise(out, inner, dtype=dtype)
     if not streams(x, weight):

@@ -1,12 +1,11 @@
 """Latency of everything a speculative step does besides attention and the models.
 
-Each operation is held to its plain torch twin, then recorded many times in one CUDA graph; the
+Each operation is held to its torch implementation, then recorded many times in one CUDA graph; the
 figure is the median replay over the number of calls, a graph node's own cost (``empty_1_us``)
 included. Operations on the KV pool rotate over slots, so that they meet a cold cache; the others
 read what a step has just written. Bytes are what must be read and written once.
 
     python -m bench.small_ops [--batch 1,16,64,256,512] [--only NAME] [--rounds 20] [--out FILE]
-    python -m bench.small_ops --warps [--batch 1,64,256]  # the choice of num_warps, printed only
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import argparse
 import importlib
 import json
 import traceback
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
 
 RESULTS = Path(__file__).parent / "results"
 BATCHES = (1, 16, 64, 256, 512)
-WARPS = (1, 2, 4, 8)
 # topk, steps, nodes with the root
 TREES = ((4, 5, 16), (8, 7, 64))
 # operations that the target of a few microseconds is about, at batches up to 256
@@ -86,47 +83,15 @@ def cell(s: Step, rounds: int, only: str, count: bool) -> dict[str, Any]:
     return {"name": name, "case": case, "contestants": found}
 
 
-def compare_warps(batches: list[int], rounds: int) -> None:
-    """Print what one to eight warps per request take; None is the kernels' own choice."""
-    from specattn.kernels import accept, tree
-    from specattn.kernels.reference import accept as accept_twin
-    from specattn.kernels.reference import tree as tree_twin
-
-    for shape in TREES:
-        for batch in batches:
-            s = Step(batch, *shape, "cuda", layers=1)
-            cases = (
-                ("tree", s.build, tree, tree_twin, s.tree),
-                ("accept greedy", s.follow, accept, accept_twin, s.accepted),
-            )
-            for name, call, kernels, twins, out in cases:
-                call(twins)
-                expected = {key: value.clone() for key, value in out.items()}
-                line = [f"{name:14} batch {batch:3}, {shape[2]} nodes:"]
-                for warps in (None, *WARPS):
-                    for value in out.values():
-                        value.fill_(-77)
-                    run = partial(call, kernels, num_warps=warps)
-                    run()
-                    wrong = [key for key in out if not torch.equal(out[key], expected[key])]
-                    took = measure(name, 0, lambda _, run=run: run(), 1, rounds, False)
-                    line.append(f"{warps} {took['us']:.2f}" + (f" WRONG {wrong}" if wrong else ""))
-                print("  ".join(line), flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batch", help="default: 1,16,64,256,512; with --warps 1,64,256")
+    parser.add_argument("--batch", help="default: 1,16,64,256,512")
     parser.add_argument("--only", default="", help="operations whose name contains this")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--warps", action="store_true", help="time num_warps of tree and accept")
     parser.add_argument("--commit", help="what the results call this version")
     parser.add_argument("--out", type=Path, default=RESULTS / "small_ops_h200.json")
     options = parser.parse_args()
     batches = [int(batch) for batch in options.batch.split(",")] if options.batch else None
-    if options.warps:
-        compare_warps(batches or [1, 64, 256], options.rounds)
-        return
     found: dict[str, Any] = {
         "format": 1,
         "part": "small_ops",

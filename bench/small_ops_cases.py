@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-
 import torch
 
-from bench.small_ops_step import DIM, HEADS, Op, Step, size
+from bench.small_ops_step import DIM, HEADS, Op, Step, by_torch, size
+from specattn.kernels.tree import accept_greedy
 
 # width of a hidden state
 HIDDEN = 4096
@@ -44,14 +43,14 @@ def beams(s: Step) -> list[Op]:
     return [
         Op(
             "beams",
-            "beam",
+            "tree",
             lambda ops, _: ops.select_beams(step, *children, above, **candidates, **picked),
             [*written, *picked.values()],
             moved,
         ),
         Op(
             "last beams",
-            "beam",
+            "tree",
             lambda ops, _: ops.append_candidates(step + 1, *children, **candidates),
             written,
             2 * size(*children),
@@ -62,7 +61,7 @@ def beams(s: Step) -> list[Op]:
 def accepts(s: Step) -> list[Op]:
     out, (tokens, first, sibling) = list(s.accepted.values()), s.links()
     moved = size(tokens, first, sibling, s.argmax, *out)
-    found = [Op("accept greedy", "accept", lambda ops, _: s.follow(ops), out, moved)]
+    found = [Op("accept greedy", "tree", lambda ops, _: s.follow(ops), out, moved)]
     probs = torch.rand(s.batch, s.nodes, s.vocab, device=s.device, generator=s.generator)
     # the children share most of the mass, as a draft worth its time would have it
     probs.mul_(0.5 / s.vocab).scatter_add_(
@@ -78,7 +77,7 @@ def accepts(s: Step) -> list[Op]:
     found.append(
         Op(
             "accept sampled",
-            "accept",
+            "tree",
             lambda ops, _: ops.accept_sampled(
                 tokens, first, sibling, probs, coins, final, **s.accepted
             ),
@@ -93,7 +92,7 @@ def accepts(s: Step) -> list[Op]:
         found.append(
             Op(
                 "accept rejection",
-                "accept",
+                "tree",
                 lambda ops, _: ops.accept_rejection(
                     chain, draft, target, coins, final, **s.accepted
                 ),
@@ -107,9 +106,8 @@ def accepts(s: Step) -> list[Op]:
 
 def kv(s: Step) -> list[Op]:
     """Moves of the accepted path, of all layers or of one, and the store of a layer's new rows."""
-    importlib.import_module("specattn.kernels.reference.accept").accept_greedy(
-        *s.links(), s.argmax, **s.accepted
-    )
+    with by_torch():
+        accept_greedy(*s.links(), s.argmax, **s.accepted)
     path = s.accepted["accept_index_out"]
     sets = max(2, min(64, 128 // s.batch))
     slots = torch.randperm(sets * s.batch * s.nodes, device=s.device, generator=s.generator)
@@ -131,7 +129,7 @@ def kv(s: Step) -> list[Op]:
     return [
         Op(
             f"kv move, {s.layers} layers",
-            "kv_move",
+            "cache",
             lambda ops, i: ops.commit_kv(*pools, tails[i], path),
             pools,
             2 * moving * row * s.layers,
@@ -139,7 +137,7 @@ def kv(s: Step) -> list[Op]:
         ),
         Op(
             "kv move, 1 layer",
-            "kv_move",
+            "cache",
             lambda ops, i: ops.commit_kv(*single, tails[i], path),
             single,
             2 * moving * row,
@@ -147,7 +145,7 @@ def kv(s: Step) -> list[Op]:
         ),
         Op(
             "kv store, 1 layer",
-            "kv_store",
+            "cache",
             lambda ops, i: ops.store_kv(*new, pools[0][0], pools[1][0], tails[i]),
             single,
             2 * size(*new),
@@ -176,14 +174,14 @@ def lists(s: Step) -> list[Op]:
     found = [
         Op(
             "index lists",
-            "csr",
+            "indices",
             lambda ops, _: ops.fill_lists(*at, positions, tails, indptr, indices, -1),
             [indices],
             8 * keys,
         ),
         Op(
             "packed masks",
-            "csr",
+            "indices",
             lambda ops, _: ops.pack_masks(
                 indptr, mask_indptr, s.lens, positions, positions, words, masks, -1
             ),
@@ -192,21 +190,21 @@ def lists(s: Step) -> list[Op]:
         ),
         Op(
             "page table",
-            "page_table",
+            "indices",
             lambda ops, _: ops.fill_page_table(*at, tails, pages, lens, q_len=nodes),
             [pages, lens],
             8 * keys,
         ),
         Op(
             "ancestor table",
-            "page_table",
+            "indices",
             lambda ops, _: ops.fill_ancestor_table(tails, words, ancestors, counts),
             [ancestors, counts],
             size(tails, words, ancestors),
         ),
         Op(
             "block table, pages of 64",
-            "block_table",
+            "indices",
             lambda ops, _: ops.fill_block_table(*at, tails, blocks, lens, page_size=64),
             [blocks, lens],
             keys // 64 * 4 + blocks.nbytes,
@@ -235,7 +233,7 @@ def draft_lists(s: Step, topk: int, steps: int) -> list[Op]:
     return [
         Op(
             "draft lists",
-            "draft_kv",
+            "indices",
             lambda ops, _: ops.fill_draft_kv(s.table, s.rows, *arguments),
             [indptr, indices],
             4 * keys + 4 * keys // (steps * topk),
@@ -243,7 +241,7 @@ def draft_lists(s: Step, topk: int, steps: int) -> list[Op]:
         # on the lists that this has just filled
         Op(
             "draft tails",
-            "draft_kv",
+            "indices",
             lambda ops, _: ops.fill_draft_tails(steps - 1, *arguments),
             [indices],
             8 * s.batch * topk * steps,
@@ -303,7 +301,7 @@ def ends(s: Step) -> list[Op]:
     return [
         Op(
             "draft extend window",
-            "window",
+            "indices",
             lambda ops, _: ops.fill_window(slots, rows, s.lens, accept_lens=kept, **extended),
             list(extended.values()),
             2 * size(extended["slots_out"]),
@@ -343,7 +341,7 @@ def ends(s: Step) -> list[Op]:
         ),
         Op(
             "landing",
-            "land",
+            "step",
             lambda ops, _: ops.write_output(packed, ring, turn),
             [ring],
             size(packed),

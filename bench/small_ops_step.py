@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import torch
 from torch import Tensor
 
+from specattn.kernels import tree
+
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
     from types import ModuleType
 
 # heads and width of a KV row, layers of a target, committed tokens at most, table width
@@ -25,9 +28,9 @@ class Op:
     Parameters
     ----------
     name, module : str
-        As tables show it; the module under ``specattn.kernels`` and its ``reference``.
+        As tables show it; the package under ``specattn.kernels``.
     run : callable
-        Runs it with the functions of such a module; the number picks a set of slots.
+        Runs it with the functions of the package; the number picks a set of slots.
     outputs : list of Tensor
         What it writes, compared whole, what it must leave alone included.
     moved : int
@@ -97,8 +100,8 @@ class Step:
             "accept_lens_out": self.empty(batch).int(),
             "bonus_out": self.empty(batch),
         }
-        twin = importlib.import_module("specattn.kernels.reference.tree")
-        self.build(twin)
+        with by_torch():
+            self.build(tree)
         self.argmax = self.deepest()
 
     def ints(self, high: int, *shape: int, low: int = 0) -> Tensor:
@@ -107,7 +110,7 @@ class Step:
     def empty(self, *shape: int) -> Tensor:
         return torch.full(shape, -77, device=self.device)
 
-    def build(self, ops: ModuleType, **options: int | None) -> None:
+    def build(self, ops: ModuleType) -> None:
         ops.build_tree(
             self.scores,
             self.candidate_tokens,
@@ -117,11 +120,10 @@ class Step:
             topk=self.topk,
             num_draft_tokens=self.nodes,
             **self.tree,
-            **options,
         )
 
-    def follow(self, ops: ModuleType, **options: int | None) -> None:
-        ops.accept_greedy(*self.links(), self.argmax, **self.accepted, **options)
+    def follow(self, ops: ModuleType) -> None:
+        ops.accept_greedy(*self.links(), self.argmax, **self.accepted)
 
     def deepest(self) -> Tensor:
         """A target that follows the last child everywhere: the longest walk there is."""
@@ -141,6 +143,16 @@ class Step:
     def links(self) -> tuple[Tensor, Tensor, Tensor]:
         tree = self.tree
         return tree["tokens_out"], tree["next_token_out"], tree["next_sibling_out"]
+
+
+def by_torch() -> AbstractContextManager[object]:
+    """Run the operations of ``specattn.kernels`` by torch."""
+    return mock.patch("specattn.kernels.uses_triton", return_value=False)
+
+
+def by_triton() -> AbstractContextManager[object]:
+    """Run the operations of ``specattn.kernels`` by Triton, on a CPU too: interpreted."""
+    return mock.patch("specattn.kernels.uses_triton", return_value=True)
 
 
 def size(*tensors: Tensor) -> int:

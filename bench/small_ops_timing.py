@@ -1,4 +1,4 @@
-"""Hold an operation to its twin; time many calls of it in one CUDA graph."""
+"""Hold an operation to torch; time many calls of it in one CUDA graph."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bench.small_ops_step import by_torch, by_triton
 from bench.suite import timing
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ MOST_CALLS, REPLAY_US = 64, 4e3
 
 
 def check(op: Op) -> None:
-    """Hold the kernel to its twin, bit by bit.
+    """Hold the kernel to torch, bit by bit.
 
     Raises
     ------
@@ -26,15 +27,16 @@ def check(op: Op) -> None:
         If more than the allowed share differs.
     """
     kernels = importlib.import_module(f"specattn.kernels.{op.module}")
-    twins = importlib.import_module(f"specattn.kernels.reference.{op.module}")
     before = [tensor.clone() for tensor in op.outputs]
-    op.run(kernels, 0)
+    with by_triton():
+        op.run(kernels, 0)
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # what lies on the host is written later
     found = [tensor.clone() for tensor in op.outputs]
     for tensor, value in zip(op.outputs, before, strict=True):
         tensor.copy_(value)
-    op.run(twins, 0)
+    with by_torch():
+        op.run(kernels, 0)
     for tensor, value in zip(op.outputs, found, strict=True):
         share = (tensor != value).float().mean().item()
         if share > op.differ:

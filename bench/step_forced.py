@@ -8,7 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from specattn.kernels import ops
+from specattn.kernels.sampling import argmax_tokens
+from specattn.kernels.tree import accept_greedy
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -136,11 +137,11 @@ class Forced:
         out: AcceptResult,
     ) -> AcceptResult:
         """Write ``out``."""
-        best = ops("choose", logits.device).argmax_tokens(logits.flatten(0, 1))
+        best = argmax_tokens(logits.flatten(0, 1))
         best = best.view(tree.tokens.shape)
         force = launch if logits.is_cuda else twin
         force(best, tree, self.lens, self.shallow, self.lowest, config.num_steps)
-        ops("accept", logits.device).accept_greedy(
+        accept_greedy(
             tree.tokens,
             tree.retrieve_next_token,
             tree.retrieve_next_sibling,

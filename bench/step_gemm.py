@@ -3,7 +3,7 @@
     python -m bench.step_gemm [--out FILE] [--layers 32] [--rounds 20]
 
 Weights go round so that none stays in the L2 cache; every figure is the median over replays of a
-CUDA graph. `torch` is torch's product (cuBLAS), `stream` is `specattn.kernels.stream_linear`.
+CUDA graph. `torch` is torch's product (cuBLAS), `stream` is `specattn.kernels.fused.stream`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bench.suite.timing import median_of, record
 from specattn.backends.layers import LayeredBackend
 from specattn.batch import Phase, RowLayout
 from specattn.cache.kv_pool import KVPool
-from specattn.kernels.stream_linear import stream_gated, stream_linear
+from specattn.kernels.fused.stream import stream_gated, stream_linear
 from specattn.models import FusedTarget
 from specattn.speculative.verify_program import VerifyProgram
 

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from bench.small_ops_step import by_torch
 from bench.suite import roofs, timing
 from bench.suite.machine import machine
-from specattn.kernels.reference import choose as choose_twin
-from specattn.kernels.reference import sampling as sampling_twin
+from specattn.kernels import sampling
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,50 +50,48 @@ def logits_of(rows: int, vocab: int) -> list[Tensor]:
 
 def top_tokens(rows: int, topk: int, sets: list[Tensor]) -> Ways:
     """Return ways to choose draft tokens."""
-    from specattn.kernels import choose
-
     probs = torch.empty(rows, topk, device="cuda")
     ids = torch.empty(rows, topk, dtype=torch.int64, device="cuda")
     want = torch.empty_like(probs), torch.empty_like(ids)
-    choose.top_tokens(sets[0], topk, probs_out=probs, ids_out=ids)
-    choose_twin.top_tokens(sets[0], topk, probs_out=want[0], ids_out=want[1])
+    sampling.top_tokens(sets[0], topk, probs_out=probs, ids_out=ids)
+    with by_torch():
+        sampling.top_tokens(sets[0], topk, probs_out=want[0], ids_out=want[1])
     assert torch.equal(ids, want[1])
     torch.testing.assert_close(probs, want[0], rtol=1e-5, atol=1e-7)
     return {
-        "specattn": lambda at: choose.top_tokens(sets[at], topk, probs_out=probs, ids_out=ids),
+        "specattn": lambda at: sampling.top_tokens(sets[at], topk, probs_out=probs, ids_out=ids),
         "torch": lambda at: torch.softmax(sets[at].float(), -1).topk(topk),
     }
 
 
 def argmax(rows: int, sets: list[Tensor]) -> Ways:
     """Return ways to find the target's most probable tokens."""
-    from specattn.kernels import choose
-
-    assert torch.equal(choose.argmax_tokens(sets[0]), choose_twin.argmax_tokens(sets[0]))
+    with by_torch():
+        want = sampling.argmax_tokens(sets[0])
+    assert torch.equal(sampling.argmax_tokens(sets[0]), want)
     return {
-        "specattn": lambda at: choose.argmax_tokens(sets[at]),
+        "specattn": lambda at: sampling.argmax_tokens(sets[at]),
         "torch": lambda at: sets[at].argmax(-1),
     }
 
 
 def distributions(rows: int, sets: list[Tensor], top_k: int | None, top_p: float | None) -> Ways:
     """Return ways to the distributions that sampling draws from."""
-    from specattn.kernels import sampling
-
     warmth = torch.full((rows,), 0.8, device="cuda")
     few = None if top_k is None else torch.full((rows,), top_k, dtype=torch.int32, device="cuda")
     share = None if top_p is None else torch.full((rows,), top_p, device="cuda")
     args = (warmth, few, share, 1)
     got = sampling.target_probs(sets[0], *args)
     if rows <= 512:
-        want = sampling_twin.target_probs(sets[0], *args)
+        with by_torch():
+            want = sampling.target_probs(sets[0], *args)
         # where mass cuts, rounding may move the cut by tokens of next to no mass
         moved = torch.where((got > 0) == (want > 0), 0, got + want).sum(1)
         assert moved.max() < 1e-5, f"{moved.max():.1e} of the mass is cut elsewhere"
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5)
     ways: Ways = {"specattn": lambda at: sampling.target_probs(sets[at], *args)}
     if rows <= 64:
-        ways["torch"] = lambda at: sampling_twin.target_probs(sets[at], *args)
+        ways["torch"] = lambda at: sampling.naive.target_probs(sets[at], *args)
     peer = _renormalise()
     if peer is not None and (few is not None or share is not None):
         ways["sgl_kernel"] = lambda at: peer(

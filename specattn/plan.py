@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specattn.buffers import BufferSet, buf
 from specattn.checks import expect
-from specattn.kernels import ops
+from specattn.kernels.indices import fill_window
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -139,7 +139,7 @@ class AttnPlan:
 
     def fill(self) -> None:
         """Read the tail's slots from the table columns after the prefix."""
-        ops("window", self.seq_lens.device).fill_window(
+        fill_window(
             self.req_to_token, self.req_pool_indices, self.seq_lens, slots_out=self.tail_slots
         )
 
@@ -340,7 +340,7 @@ class MultiStepPlan:
         the words once it knows its beams.
         """
         inputs = self.inputs
-        ops("window", inputs.seq_lens.device).fill_window(
+        fill_window(
             self.req_to_token,
             inputs.req_pool_indices,
             inputs.seq_lens,

@@ -9,11 +9,16 @@ import os
 import platform
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
+from tests.implementations import IMPLEMENTATIONS, using
 from tests.interpreter import multiply_by_row, patch_once, without_idle_checks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 pytest_plugins = ["specattn.testing.plugin"]
 
@@ -88,6 +93,13 @@ def source_digest() -> str:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run the test with torch functions, and with Triton kernels."""
+    with using(request.param):
+        yield request.param
 
 
 @pytest.fixture

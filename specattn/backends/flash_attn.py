@@ -28,6 +28,7 @@ from specattn.backends.paged import BlockTable, whole_pages
 from specattn.cuda_graph.capture_guard import Settable
 from specattn.errors import UnsupportedError
 from specattn.kernels import ops
+from specattn.kernels.indices import fill_ancestor_table, fill_page_table
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
 
 if TYPE_CHECKING:
@@ -210,7 +211,7 @@ def keys_of_chains(plan: AttnPlan, window_left: int) -> Keys:
     lens = table.new_zeros(plan.batch)
 
     def fill() -> None:
-        ops("page_table", table.device).fill_page_table(
+        fill_page_table(
             plan.req_to_token,
             plan.req_pool_indices,
             plan.seq_lens,
@@ -327,9 +328,7 @@ class Fa3Tree(BoundAttention):
         lens = table.new_zeros(queries)
 
         def fill() -> None:
-            ops("page_table", table.device).fill_ancestor_table(
-                plan.tail_slots, plan.tail_words, table, lens
-            )
+            fill_ancestor_table(plan.tail_slots, plan.tail_words, table, lens)
 
         return cls(backend, plan, keys_of_prefixes(plan), Keys(table, lens, fill))
 

@@ -14,7 +14,7 @@ import torch
 from specattn.backends.base import BoundAttention
 from specattn.cuda_graph.capture_guard import Settable
 from specattn.errors import UnsupportedError
-from specattn.kernels import ops
+from specattn.kernels.indices import fill_lists, pack_masks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -302,7 +302,7 @@ class RequestLists:
     def fill(self) -> None:
         """Write the lists where the host has planned them."""
         plan = self.plan
-        ops("csr", self.indices.device).fill_lists(
+        fill_lists(
             plan.req_to_token,
             plan.req_pool_indices,
             plan.seq_lens,
@@ -383,7 +383,7 @@ class PromptLists:
     def fill(self) -> None:
         """Write the lists where `offsets` has put them."""
         plan = self._plan
-        ops("csr", self.indices.device).fill_lists(
+        fill_lists(
             plan.req_to_token,
             plan.req_pool_indices,
             self._lens,
@@ -468,7 +468,7 @@ class PackedMasks:
     def fill(self) -> None:
         """Pack the words."""
         plan = self.plan
-        ops("csr", self.bits.device).pack_masks(
+        pack_masks(
             self.lists.indptr,
             self.indptr,
             plan.seq_lens,

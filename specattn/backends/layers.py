@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     )
     from specattn.cache.kv_pool import KVPool
     from specattn.config import AttnConfig
-    from specattn.kernels.rotation import Rotation
+    from specattn.kernels.fused import Rotation
     from specattn.plan import Plan
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from specattn.backends.base import fill_all
 from specattn.batch import ForwardMode
-from specattn.kernels import ops
+from specattn.kernels.indices import draft_kv_width, fill_draft_kv, fill_draft_tails
 from specattn.plan import CsrPlan, MultiStepDims, MultiStepInputs, MultiStepPlan, Plan
 
 if TYPE_CHECKING:
@@ -76,9 +76,7 @@ class MultiStepDraftBackend:
         self.inputs = inputs.sharing(shared)
         width = 0
         if indices == "csr":
-            width = ops("draft_kv", req_to_token.device).draft_kv_width(
-                max_batch, config.topk, config.max_context_len, self.dims.steps
-            )
+            width = draft_kv_width(max_batch, config.topk, config.max_context_len, self.dims.steps)
         rows = max_batch * config.topk + 1 if width else 0
         self.kv_indptr = req_to_token.new_zeros(self.dims.steps, rows)
         self.kv_indices = req_to_token.new_zeros(self.dims.steps, width)
@@ -129,7 +127,7 @@ class BoundMultiStep:
         """Fill the index lists (``indices="csr"``) from slots, lengths and words."""
         if self.indices == "csr" and self.steps:
             plan, inputs = self.plan, self.plan.inputs
-            ops("draft_kv", inputs.seq_lens.device).fill_draft_kv(
+            fill_draft_kv(
                 plan.req_to_token,
                 inputs.req_pool_indices,
                 inputs.seq_lens,
@@ -144,7 +142,7 @@ class BoundMultiStep:
         if self.indices == "table":
             return
         inputs = self.plan.inputs
-        ops("draft_kv", inputs.seq_lens.device).fill_draft_tails(
+        fill_draft_tails(
             step,
             inputs.seq_lens,
             inputs.branch_slots,

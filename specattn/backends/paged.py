@@ -16,7 +16,7 @@ import torch
 from specattn.backends.base import BoundAttention, Capabilities, imported, installed
 from specattn.cuda_graph.capture_guard import Settable
 from specattn.errors import UnsupportedError
-from specattn.kernels import ops
+from specattn.kernels.indices import fill_block_table
 from specattn.plan import AttnPlan, CsrPlan, Plan
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ class BlockTable:
     def fill(self) -> None:
         """Write table and lengths, on the device."""
         plan = self.plan
-        ops("block_table", self.table.device).fill_block_table(
+        fill_block_table(
             plan.req_to_token,
             plan.req_pool_indices,
             plan.seq_lens,

@@ -8,7 +8,7 @@ from torch import Tensor
 from specattn.cache.slot_table import count_pages
 from specattn.checks import expect, whole_number
 from specattn.cuda_graph.capture_guard import Settable
-from specattn.kernels import ops
+from specattn.kernels.indices import fill_slots
 
 
 def block_stride(pages: Tensor) -> int:
@@ -188,7 +188,7 @@ class ExternalTable(Settable):
                 raise ValueError(f"{name} must be dense in its last axis, got {tensor.stride()}")
         if device.type == "cpu":
             self._check_contents(rows.tolist(), lens.tolist())
-        ops("block_table", device).fill_slots(
+        fill_slots(
             rows,
             block_table,
             lens,

@@ -13,14 +13,15 @@ from torch import Tensor
 from specattn.checks import expect, whole_number
 from specattn.config import FLOAT8, MAX_SLOTS, UNSCALED
 from specattn.cuda_graph.capture_guard import Settable
-from specattn.kernels import ops
+from specattn.kernels.cache import commit_kv, store_kv
+from specattn.kernels.fused import qk_norm_rope_store_kv
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from specattn.batch import AcceptResult
     from specattn.config import AttnConfig, KVScales
-    from specattn.kernels.rotation import Rotation
+    from specattn.kernels.fused import Rotation
 
 #: Of all layers: in one tensor, layers first, or a tensor per layer.
 Caches = Tensor | tuple[Tensor, ...]
@@ -187,9 +188,8 @@ class KVPool(Settable):
             expect(name, new, shape, self._dtype, cache.device)
             if new.stride(-1) != 1:
                 raise ValueError(f"{name} must be dense in its last axis, got {new.stride()}")
-        store = ops("kv_store", self.device)
         scales = self.scales[layer]
-        store.store_kv(
+        store_kv(
             k[..., self._shared :],
             v,
             self._own_k[layer],
@@ -245,7 +245,7 @@ class KVPool(Settable):
             raise ValueError("packed heads are of one size: v_head_dim must be head_dim")
         q = parts.new_empty(shape[1], num_qo_heads, dim, dtype=self._dtype)
         scales = self.scales[layer]
-        ops("glue", self.device).rotate_store(
+        qk_norm_rope_store_kv(
             parts,
             positions,
             rotation.table,
@@ -257,7 +257,7 @@ class KVPool(Settable):
             slots,
             k_scale=scales.k,
             v_scale=scales.v,
-            following=following,
+            prefetch=following,
         )
         return q
 
@@ -281,9 +281,7 @@ class KVPool(Settable):
         path, device = accepted.accept_index, self.device
         expect("tail_slots", tail_slots, (len(path), tail_slots.shape[-1]), torch.int32, device)
         expect("accept_index", path, (len(path), path.shape[-1]), torch.int32, device)
-        ops("kv_move", device).commit_kv(
-            self._own_k, self.v, tail_slots, path, offsets=self._offsets, unit=self._unit
-        )
+        commit_kv(self._own_k, self.v, tail_slots, path, offsets=self._offsets, unit=self._unit)
 
 
 def _one_geometry(layers: Sequence[AttnConfig]) -> AttnConfig:

@@ -15,7 +15,8 @@ from specattn.cache.staging import StagingRing
 from specattn.checks import whole_number
 from specattn.cuda_graph.capture_guard import Settable
 from specattn.errors import CapacityError
-from specattn.kernels import check_current, ops
+from specattn.kernels import check_current
+from specattn.kernels.cache import write_slots
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -146,7 +147,7 @@ class SlotTable(Settable):
         self.clear()
         batch = min(self._UPLOAD, self.num_pages)
         self._staging = StagingRing(5 * (max_num_reqs + 1) + batch, self.req_to_token.device)
-        self._write_slots = ops("slot_write", self.req_to_token.device).write_slots
+        check_current(self.req_to_token.device)
 
     def clear(self) -> None:
         """Free every row, whatever an error or an interrupt has left of the books.
@@ -354,7 +355,7 @@ class SlotTable(Settable):
             column, room = (self._tokens(held + part) for part in (low, high))
             first = 5 * len(rows) + begins + low - start
             pieces = np.stack([rows, column, room - column, first, room])
-            self._write_slots(
+            write_slots(
                 self._staging.send(pieces, pages[start : start + self._UPLOAD]),
                 self.req_to_token,
                 self.reserved,

@@ -23,3 +23,8 @@ def require_rows(**tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{name} must have a dense last axis, got strides {tensor.stride()}")
+
+
+def as_columns(tensor: Tensor) -> Tensor:
+    """Return a per-request number as a column of width 1, anything else as it is."""
+    return tensor[:, None] if tensor.dim() == 1 else tensor

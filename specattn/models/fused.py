@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from specattn.kernels import ops
-from specattn.kernels.stream_linear import ready
+from specattn.kernels.fused import add_rms_norm, embed_rms_norm
+from specattn.kernels.fused.stream import ready
 from specattn.models.fused_block import Block, packed_layers, product, random_linear, rotary_table
 from specattn.models.hf import FeatureSpec, HFTarget, tokenizer_of
 from specattn.speculative.model import TargetOutput
@@ -195,14 +195,14 @@ class FusedTarget:
         self, input_ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
     ) -> TargetOutput:
         """Run the model over flattened tokens; see `TargetModel.forward`."""
-        glue, eps, blocks = ops("glue", self.device), self.eps, self.blocks
+        eps, blocks = self.eps, self.blocks
         states, views = self._states(len(input_ids))
-        x, stream = glue.embed_rms_norm(
+        x, stream = embed_rms_norm(
             input_ids, self.embed_tokens.weight, blocks[0].input_norm, eps, embedded=views.get(0)
         )
         for layer, block in enumerate(blocks[:-1]):
             x, stream = block.attend(x, stream, layer, positions, attend)
-            x, stream = glue.add_rms_norm(
+            x, stream = add_rms_norm(
                 block.feed(x),
                 stream,
                 blocks[layer + 1].input_norm,
@@ -213,7 +213,7 @@ class FusedTarget:
         x, stream = blocks[last].attend(x, stream, last, positions, attend)
         # the final norm is a feature, of all tokens, or done for the wanted rows only
         whole = last + 1 in views
-        x, _ = glue.add_rms_norm(
+        x, _ = add_rms_norm(
             blocks[last].feed(x),
             stream,
             self.norm,

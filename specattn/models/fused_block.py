@@ -11,9 +11,14 @@ from torch import Tensor, nn
 from specattn.backends.layers import PackedAttend
 from specattn.config import AttnConfig
 from specattn.errors import ModelError
-from specattn.kernels import ops
-from specattn.kernels.rotation import Rotation
-from specattn.kernels.stream_linear import stream_gated, stream_linear, streams
+from specattn.kernels.fused import (
+    Rotation,
+    add_rms_norm,
+    qk_norm_rope_store_kv,
+    silu_mul,
+    split_k_reduce,
+)
+from specattn.kernels.fused.stream import stream_gated, stream_linear, streams
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -133,8 +138,7 @@ class Block:
             out = attend.packed(layer, parts, positions, self.rotation)
         else:
             out = attend(layer, *self._heads(parts, positions))
-        glue = ops("glue", x.device)
-        result: tuple[Tensor, Tensor] = glue.add_rms_norm(
+        result: tuple[Tensor, Tensor] = add_rms_norm(
             project(out.flatten(1), self.o), stream, self.post_norm, self.eps, rows=rows
         )
         return result
@@ -143,7 +147,7 @@ class Block:
         """Return the feed-forward part of the normed ``x [T, H]`` as ``parts [S, T, H]``."""
         if streams(x, self.gate_up, gated=True):
             return project(stream_gated(x, self.gate_up), self.down)
-        gated = ops("glue", x.device).silu_mul(project(x, self.gate_up), x.dtype)
+        gated = silu_mul(project(x, self.gate_up), x.dtype)
         return project(gated, self.down)
 
     def _heads(self, parts: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -154,9 +158,7 @@ class Block:
             for heads in (shape.num_qo_heads, shape.num_kv_heads, shape.num_kv_heads)
         )
         turn = self.rotation
-        ops("glue", parts.device).rotate_store(
-            parts, positions, turn.table, turn.norms, turn.eps, q, k, v, None
-        )
+        qk_norm_rope_store_kv(parts, positions, turn.table, turn.norms, turn.eps, q, k, v, None)
         return q, k, v
 
 
@@ -172,7 +174,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     parts = project(x, weight)
     if len(parts) == 1:
         return parts[0]
-    total: Tensor = ops("add_parts", x.device).add_parts(parts, x.dtype)
+    total: Tensor = split_k_reduce(parts, x.dtype)
     return total
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor, nn
 
-from specattn.kernels import ops
+from specattn.kernels.fused import add_rms_norm, embed_norm_pair
 from specattn.models.fused_block import (
     Block,
     product,
@@ -188,8 +188,8 @@ class FusedEagle3:
         sources: Tensor | None = None,
     ) -> DraftOutput:
         """Run the draft over flattened tokens; see `DraftModel.forward`."""
-        glue, block = ops("glue", self.norm.device), self.block
-        both, stream = glue.embed_norm_pair(
+        block = self.block
+        both, stream = embed_norm_pair(
             input_ids,
             self.embed_tokens,
             hidden_states,
@@ -202,7 +202,7 @@ class FusedEagle3:
             stream = both[:, self.hidden_size :]
         x, stream = block.attend(both, stream, 0, positions, attend, rows)
         # the next step continues the stream; in the paper only the logits see the norm
-        x, stream = glue.add_rms_norm(block.feed(x), stream, self.norm, block.eps)
+        x, stream = add_rms_norm(block.feed(x), stream, self.norm, block.eps)
         logits = product(x.to(self.lm_head.dtype), self.lm_head)
         return DraftOutput(logits, x if self.norm_output else stream)
 

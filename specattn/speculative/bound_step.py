@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from specattn.backends.base import by_lengths_alone, fill_all
 from specattn.batch import AcceptResult, DraftState, DraftTree, ForwardMode
-from specattn.kernels import ops
+from specattn.kernels.step import begin_step, end_step, gather_path
 from specattn.speculative.sampling import SamplingBatch
 from specattn.speculative.step_buffers import StepOutput
 from specattn.speculative.tree import fill_tree
@@ -106,7 +106,7 @@ class BoundStep:
             tables += states.drafting
             outs += propose.state.tensors().values()
             drafts = propose.steps.plan.inputs.positions
-        ops("step", inputs.roots.device).begin_step(
+        begin_step(
             self.ring.rows,
             self.ring.turn,
             states.seq_lens,
@@ -152,7 +152,7 @@ class BoundStep:
         self.target.pool.commit(verified.tail_slots, accepted)
         path = self.extend.accepted
         check_features(verified.features.shape[-1], path.features.shape[-1])
-        ops("step", inputs.roots.device).gather_path(
+        gather_path(
             verified.features,
             out.accept_index,
             out.accept_lens,
@@ -185,7 +185,7 @@ class BoundStep:
         if state is not None:
             sources += vars(state).values()
             tables += states.drafting
-        ops("step", inputs.roots.device).end_step(
+        end_step(
             inputs.req_pool_indices,
             inputs.seq_lens,
             out.accept_lens,

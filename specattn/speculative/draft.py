@@ -11,7 +11,7 @@ from torch import Tensor
 from specattn.backends.multi_step import BoundMultiStep, Indices, MultiStepDraftBackend
 from specattn.batch import Candidates
 from specattn.buffers import BufferSet, Fingerprint, buf
-from specattn.kernels import ops
+from specattn.kernels.tree import append_candidates, select_beams
 from specattn.speculative.draft_tokens import Coins, choose_tokens, drawing_names
 from specattn.speculative.programs import ROWS, copy_in_all, describe
 
@@ -128,7 +128,6 @@ class BoundPropose:
     def run(self) -> Candidates:
         """Grow the beams: every step runs its topk nodes and proposes topk children of each."""
         state, inputs = self.state, self.steps.plan.inputs
-        beam = ops("beam", state.topk_probs.device)
         scores_tokens_parents = self._empty_candidates()
         named = {f"candidate_{name}": value for name, value in scores_tokens_parents.items()}
         laws = [state.draft_probs]
@@ -141,7 +140,7 @@ class BoundPropose:
         positions = inputs.positions.transpose(0, 1).contiguous().flatten(1)  # [steps, B * K]
         for step, attend in enumerate(self.steps.steps):
             picked = _Beams.empty(state.topk_tokens)
-            beam.select_beams(
+            select_beams(
                 step,
                 probs,
                 tokens,
@@ -167,7 +166,7 @@ class BoundPropose:
             laws.append(chosen.law.unflatten(0, picked.tokens.shape)[:, 0])
             hidden = out.hidden_states
             scores, words = picked.scores, inputs.words[:, step]
-        beam.append_candidates(len(self.steps.steps), probs, tokens, scores, **named)
+        append_candidates(len(self.steps.steps), probs, tokens, scores, **named)
         return Candidates(**scores_tokens_parents, draft_probs=torch.stack(laws, 1))
 
     def _empty_candidates(self) -> dict[str, Tensor]:

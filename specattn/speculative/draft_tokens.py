@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from specattn.buffers import BufferSet, buf
-from specattn.kernels import ops
-from specattn.kernels.reference.sampling import DRAFT
+from specattn.kernels.sampling import DRAFT, draw_tokens, target_probs, top_tokens, uniform
 
 if TYPE_CHECKING:
     from specattn.config import SpecConfig
@@ -78,12 +77,10 @@ def choose_tokens(
         probs = torch.empty(shape, dtype=torch.float32, device=logits.device)
         ids = torch.empty(shape, dtype=torch.int64, device=logits.device)
         named: Tensor | None = getattr(draft, "target_ids", None)
-        choose = ops("choose", logits.device)
-        choose.top_tokens(logits, config.topk, probs_out=probs, ids_out=ids, target_ids=named)
+        top_tokens(logits, config.topk, probs_out=probs, ids_out=ids, target_ids=named)
         tokens = draft.to_target(ids) if named is None else ids
         return Chosen(probs, tokens, probs[:, :0])
-    sampling = ops("sampling", logits.device)
-    law = sampling.target_probs(logits, drawing.temperature, None, None, rows_per_req=1)
-    coins = sampling.uniform(drawing.seeds, positions, DRAFT)
-    ids = sampling.draw_tokens(law, coins)[:, None]
+    law = target_probs(logits, drawing.temperature, None, None, rows_per_req=1)
+    coins = uniform(drawing.seeds, positions, DRAFT)
+    ids = draw_tokens(law, coins)[:, None]
     return Chosen(law.gather(1, ids), draft.to_target(ids), law)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specattn.batch import DraftState, ForwardMode, RowLayout
 from specattn.buffers import BufferSet, Fingerprint, buf
-from specattn.kernels import ops
+from specattn.kernels.indices import fill_window
 from specattn.plan import AttnInputs, AttnPlan
 from specattn.speculative.draft_tokens import Coins, choose_tokens, drawing_names
 from specattn.speculative.programs import ROWS, copy_in_all, describe
@@ -144,7 +144,7 @@ class BoundExtend:
     def fill(self) -> None:
         """Derive positions and slots of the window after the committed context."""
         inputs, accepted = self.inputs, self.accepted
-        ops("window", inputs.seq_lens.device).fill_window(
+        fill_window(
             self.plan.req_to_token,
             inputs.req_pool_indices,
             inputs.seq_lens,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specattn.buffers import fingerprint
-from specattn.kernels import ops
+from specattn.kernels.step import write_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -65,7 +65,7 @@ class HostBuffers:
 
     def land(self, packed: Tensor) -> None:
         """Write a step's ``packed [b, width]`` to its turn; no sync, capturable."""
-        ops("land", packed.device).write_output(packed, self.packed, self.turn)
+        write_output(packed, self.packed, self.turn)
 
 
 class Landing:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specattn.batch import Candidates, DraftTree, SpecBatch
-from specattn.kernels import ops
+from specattn.kernels import tree as tree_ops
 from specattn.plan import mask_words
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def fill_tree(
     roots, seq_lens : Tensor
         ``[B]`` int64 and int32, bonus tokens and their positions.
     """
-    ops("tree", roots.device).build_tree(
+    tree_ops.build_tree(
         candidates.scores,
         candidates.tokens,
         candidates.parents,

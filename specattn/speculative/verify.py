@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from specattn.batch import AcceptResult, DraftTree
-from specattn.kernels import ops
-from specattn.kernels.reference.sampling import ACCEPT, FINAL
+from specattn.kernels.sampling import ACCEPT, FINAL, argmax_tokens, path_coins, target_probs
+from specattn.kernels.tree import accept_greedy, accept_rejection, accept_sampled
 
 if TYPE_CHECKING:
     from specattn.config import SpecConfig
@@ -58,29 +58,25 @@ def accept(
         "accept_lens_out": result.accept_lens,
         "bonus_out": result.bonus_tokens,
     }
-    kernels = ops("accept", logits.device)
     # without drafts there is nothing to reject
     rejecting = config.draft_sampling and config.num_steps > 0
     if sampling.greedy and not rejecting:
-        best = ops("choose", logits.device).argmax_tokens(logits.flatten(0, 1))
-        kernels.accept_greedy(*links, best.view(tree.tokens.shape), **outs)
+        best = argmax_tokens(logits.flatten(0, 1))
+        accept_greedy(*links, best.view(tree.tokens.shape), **outs)
         return result
-    draws = ops("sampling", logits.device)
-    probs = draws.target_probs(
+    probs = target_probs(
         logits.flatten(0, 1),
         sampling.temperature,
         sampling.top_k,
         sampling.top_p,
         rows_per_req=logits.shape[1],
     )
-    by_draw = draws.path_coins(sampling.seeds, seq_lens, config.num_steps + 1, 2)
+    by_draw = path_coins(sampling.seeds, seq_lens, config.num_steps + 1, 2)
     coins = by_draw[ACCEPT], by_draw[FINAL]
     if rejecting:
-        kernels.accept_rejection(
-            tree.tokens, tree.draft_probs, probs.view(logits.shape), *coins, **outs
-        )
+        accept_rejection(tree.tokens, tree.draft_probs, probs.view(logits.shape), *coins, **outs)
     else:
-        kernels.accept_sampled(*links, probs.view(logits.shape), *coins, **outs)
+        accept_sampled(*links, probs.view(logits.shape), *coins, 1.0, 1.0, **outs)
     return result
 
 

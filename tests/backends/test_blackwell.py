@@ -26,13 +26,14 @@ from specattn.cache.kv_pool import KVPool
 from specattn.cache.slot_table import SlotTable
 from specattn.config import AttnConfig, SpecConfig
 from specattn.errors import UnsupportedError
+from specattn.kernels.indices import fill_block_table
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan
 from specattn.testing.oracle import head
 from tests import oracle
 from tests.backends import stand_ins
 from tests.backends.stand_ins import standing_in
+from tests.implementations import using
 from tests.kernels.tree_oracle import DEVICE as PLACE
-from tests.kernels.tree_oracle import implementation
 from tests.recordings import refill
 
 DEVICE = torch.device(PLACE)
@@ -198,7 +199,7 @@ def test_scales_of_quantised_tensors_fold_into_the_two_products(name):
     oracle.check(case, (outs * 2, sums))
 
 
-@pytest.mark.parametrize("kind", ["twin", "triton"])
+@pytest.mark.parametrize("kind", ["naive", "triton"])
 @pytest.mark.parametrize(
     ("lens", "tail", "lists", "max_len", "page", "width"),
     [
@@ -224,16 +225,17 @@ def test_block_tables_against_lists(kind, lens, tail, lists, max_len, page, widt
         owned.append(pages)
     wide = torch.full((len(lens) * lists, width + 1), -9, **INT)
     counts = torch.full((len(lens) * lists,), -9, **INT)
-    implementation(kind, "block_table").fill_block_table(
-        torch.tensor(table, **INT),
-        torch.tensor(rows, device=DEVICE),
-        torch.tensor(lens, **INT),
-        tails[:, :tail],
-        wide[:, :width],
-        counts,
-        page_size=page,
-        lists=lists,
-    )
+    with using(kind):
+        fill_block_table(
+            torch.tensor(table, **INT),
+            torch.tensor(rows, device=DEVICE),
+            torch.tensor(lens, **INT),
+            tails[:, :tail],
+            wide[:, :width],
+            counts,
+            page_size=page,
+            lists=lists,
+        )
     for b, prefix in enumerate(lens):
         for i in range(lists):
             keys = prefix + tail - lists + 1 + i

@@ -8,6 +8,7 @@ import torch
 from bench import sanitize_attention, sanitize_small, sanitize_step
 from bench.sanitize import parse
 from bench.sanitize_world import DEVICE, F16, F32, World
+from tests.implementations import using
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,8 @@ from bench.sanitize_world import DEVICE, F16, F32, World
 )
 def test_cases_run(call):
     torch.manual_seed(0)
-    call()
+    with using("triton"):
+        call()
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="there bench.sanitize itself runs them")
@@ -46,7 +48,8 @@ def test_cases_run(call):
 # what is infinitely far below the largest logit overflows, as it should
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_cases_of_a_step_run(call):
-    call()
+    with using("triton"):
+        call()
 
 
 def test_worlds_are_as_small_as_they_can_be():

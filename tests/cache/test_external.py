@@ -7,9 +7,9 @@ import torch
 
 from specattn import KVPool
 from specattn.batch import AcceptResult
+from specattn.cache import kv_pool
 from specattn.cache.external import as_slots, block_stride
 from specattn.config import FLOAT8, AttnConfig, KVScales
-from specattn.kernels import ops
 from tests.caches import HEADS, LAYOUTS, MAKES, PAGE, PAGES, layout_of, scattered
 from tests.worlds import DEVICE
 
@@ -118,14 +118,13 @@ def test_external_float8_stores_what_a_pool_of_ones_own_does():
 @pytest.fixture
 def handed(monkeypatch):
     """What pools hand the operation that moves, call by call."""
-    calls, module = [], ops("kv_move", DEVICE)
-    move = module.commit_kv
+    calls, move = [], kv_pool.commit_kv
 
     def spy(*args, **options):
         calls.append(options)
         move(*args, **options)
 
-    monkeypatch.setattr(module, "commit_kv", spy)
+    monkeypatch.setattr(kv_pool, "commit_kv", spy)
     return calls
 
 

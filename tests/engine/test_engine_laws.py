@@ -9,12 +9,11 @@ import torch
 
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
-from specattn.kernels import ops
-from specattn.kernels.reference.sampling import DRAFT, target_probs
-from specattn.speculative import verify
+from specattn.kernels.sampling import DRAFT, target_probs
+from specattn.speculative import draft_tokens, verify
 from specattn.speculative.sampling import SamplingParams
 from tests.speculative import laws
-from tests.speculative.laws import DEVICE, PROMPT, SETTINGS, TEMPERATURE, TOP_K
+from tests.speculative.laws import PROMPT, SETTINGS, TEMPERATURE, TOP_K
 
 # the samplers that must fail do so at 1e-60
 DRAWS = 1500
@@ -87,15 +86,14 @@ def test_the_law_is_that_of_target_probs():
 
 def test_every_draft_token_of_a_step_is_drawn_with_a_coin_of_its_own(models, monkeypatch):
     """By the position of the token before it: the last step's accepted ones are behind."""
-    sampling, used = ops("sampling", torch.device(DEVICE)), []
-    honest = sampling.uniform
+    used, honest = [], draft_tokens.uniform
 
     def noted(seeds, positions, draw):
         if draw == DRAFT:
             used.append(positions.flatten().tolist())
         return honest(seeds, positions, draw)
 
-    monkeypatch.setattr(sampling, "uniform", noted)
+    monkeypatch.setattr(draft_tokens, "uniform", noted)
     config = SpecConfig(3, 1, 4, 64, 1, draft_sampling=True)
     run = Engine(*models, config, buckets=[1], graphs=False)
     run.decoder(config).capture(sampled=True)

@@ -15,11 +15,12 @@ import torch
 from specattn.kernels.attention.deterministic import FixedAttention
 from specattn.kernels.attention.extend import extend_attention
 from specattn.kernels.attention.tiles import extend_tile_config, tile_config
+from specattn.kernels.cache import commit_kv, store_kv
 from specattn.kernels.mla.extend import mla_extend
 from specattn.kernels.mla.tree import mla_tile_config
+from tests.implementations import using
 from tests.kernels import test_mla as latent_kernels
 from tests.kernels import test_tree_attention as tree_kernels
-from tests.kernels.tree_oracle import implementation
 from tests.oracle import (
     NAN,
     Case,
@@ -206,7 +207,8 @@ def test_stores_and_moves(storage):
     tails = torch.tensor([[5, 1, 4], [3, 2, 9]], dtype=torch.int32, device=DEVICE)
     tails = slots - tails
     k, v = (torch.randn(6, HEADS, DIM, device=DEVICE).to(DTYPE) for _ in range(2))
-    implementation("triton", "kv_store").store_kv(k, v, *pools, tails)
+    with using("triton"):
+        store_kv(k, v, *pools, tails)
     flat = tails.flatten().long()
     for pool, new in zip(pools, (k, v), strict=True):
         assert torch.equal(pool[flat], new)
@@ -215,7 +217,8 @@ def test_stores_and_moves(storage):
     layers = [pool.view(2, slots // 2, HEADS, DIM) for pool in pools]
     last = [layer[1:] for layer in layers]
     moved = (tails - slots // 2).int()
-    implementation("triton", "kv_move").commit_kv(*last, moved, path)
+    with using("triton"):
+        commit_kv(*last, moved, path)
     for pool, new in zip(pools, (k, v), strict=True):
         assert torch.equal(pool[tails[0, 1].long()], new[2])
         assert torch.equal(pool[tails[1].long()], new[3:])

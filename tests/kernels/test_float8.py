@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from specattn.kernels import kv_move, kv_store
 from specattn.kernels.attention import naive as twin
 from specattn.kernels.attention.extend import extend_attention
 from specattn.kernels.attention.tree import TreeAttention
-from specattn.kernels.reference import kv_move as kv_move_twin
-from specattn.kernels.reference import kv_store as kv_store_twin
+from specattn.kernels.cache import commit_kv, store_kv
+from tests.implementations import using
 from tests.kernels.test_tree_attention import make_kernel, plan, run
 from tests.oracle import (
     Case,
@@ -36,7 +35,6 @@ FORM: dict[str, Any] = {
     "dtype": HALF,
     "device": DEVICE,
 }
-KINDS = ["kernel", "twin"]
 NUMBERS = torch.arange(256, dtype=torch.uint8).view(F8).float()
 
 TREES: dict[str, dict[str, Any]] = {
@@ -242,15 +240,16 @@ def test_dtypes_that_do_not_go_together_are_refused() -> None:
             )
 
 
-@pytest.mark.parametrize("store", [kv_store.store_kv, kv_store_twin.store_kv], ids=KINDS)
 @pytest.mark.parametrize("dtype", [F32, F16])
-def test_stored_numbers_times_the_scale_are_the_numbers(store: Any, dtype: torch.dtype) -> None:
+def test_stored_numbers_times_the_scale_are_the_numbers(
+    implementation: str, dtype: torch.dtype
+) -> None:
     """Every finite e4m3 number, and what lies beyond the largest."""
     finite = NUMBERS[NUMBERS.isfinite()].view(-1, 1, 2).to(DEVICE, dtype)
     k, v = finite * 4, torch.full_like(finite, -500.0)
     slots = torch.randperm(len(finite), device=DEVICE).to(torch.int32)[:, None]
     pools = [torch.zeros(len(finite), 1, 2, device=DEVICE).to(F8) for _ in range(2)]
-    store(k, v, *pools, slots, k_scale=4.0, v_scale=1.0)
+    store_kv(k, v, *pools, slots, k_scale=4.0, v_scale=1.0)
     assert torch.equal(pools[0].float()[slots[:, 0].long()], finite.float())
     assert (pools[1].float() == -448).all()
 
@@ -269,16 +268,12 @@ def nearest(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "store",
-    [
-        # the interpreter does not carry from the mantissa into the exponent
-        pytest.param(kv_store.store_kv, marks=pytest.mark.gpu),
-        kv_store_twin.store_kv,
-    ],
-    ids=KINDS,
+    # the interpreter does not carry from the mantissa into the exponent
+    "kind",
+    ["naive", pytest.param("triton", marks=pytest.mark.gpu)],
 )
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
-def test_rounding_is_to_nearest_even_and_nan_stays(store: Any, dtype: torch.dtype) -> None:
+def test_rounding_is_to_nearest_even_and_nan_stays(kind: str, dtype: torch.dtype) -> None:
     k = (torch.randn(300, 2, 24) * 10 ** (torch.rand(300, 2, 24) * 7 - 4)).to(dtype)
     # halfway between two numbers, of either parity, and below the smallest one
     k[0, 0, :8] = torch.tensor([17, 19, -17, -19, 2**-10, 3 * 2**-10, 440, 1e4]).to(dtype)
@@ -286,15 +281,15 @@ def test_rounding_is_to_nearest_even_and_nan_stays(store: Any, dtype: torch.dtyp
     v[0] = float("nan")
     slots = torch.arange(300, dtype=torch.int32, device=DEVICE)[:, None]
     pools = [torch.zeros(300, 2, width, device=DEVICE).to(F8) for width in (24, 10)]
-    store(k.to(DEVICE), v.to(DEVICE), *pools, slots, k_scale=1.0, v_scale=0.25)
+    with using(kind):
+        store_kv(k.to(DEVICE), v.to(DEVICE), *pools, slots, k_scale=1.0, v_scale=0.25)
     assert torch.equal(pools[0].cpu().double(), nearest(k))
     got = pools[1].cpu().double()
     assert got[0].isnan().all()
     assert torch.equal(got[1:], nearest(v[1:].double() * 4))
 
 
-@pytest.mark.parametrize("move", [kv_move.commit_kv, kv_move_twin.commit_kv], ids=KINDS)
-def test_a_commit_copies_bytes(move: Any) -> None:
+def test_a_commit_copies_bytes(implementation: str) -> None:
     pools = [
         torch.randint(0, 256, (2, 20, 2, width), dtype=torch.uint8, device=DEVICE).view(F8)
         for width in (24, 10)
@@ -303,6 +298,6 @@ def test_a_commit_copies_bytes(move: Any) -> None:
     tail = torch.tensor([[7, 3, 11, 1, 9, 4]], dtype=torch.int32, device=DEVICE)
     for bits in want:
         bits[:, [3, 11]] = bits[:, [11, 4]]
-    move(*pools, tail, torch.tensor([[0, 2, 5, -1]], dtype=torch.int32, device=DEVICE))
+    commit_kv(*pools, tail, torch.tensor([[0, 2, 5, -1]], dtype=torch.int32, device=DEVICE))
     for pool, bits in zip(pools, want, strict=True):
         assert torch.equal(pool.view(torch.uint8), bits)

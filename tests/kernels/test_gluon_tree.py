@@ -12,8 +12,8 @@ from specattn.kernels.attention import gluon as gluon_attention
 from specattn.kernels.attention.gluon import GluonTile, gluon_tile_config
 from specattn.kernels.attention.tiles import FLOAT8
 from specattn.kernels.attention.tree import FEW, TreeAttention
-from specattn.kernels.glue import rotate_store
-from specattn.kernels.stream_linear import stream_linear
+from specattn.kernels.fused import qk_norm_rope_store_kv
+from specattn.kernels.fused.stream import stream_linear
 from tests.kernels.test_tree_attention import make_kernel, plan, run
 from tests.oracle import check, make_csr_case, make_tree_case, oracle_csr, oracle_tree
 
@@ -94,7 +94,7 @@ def _late_store(case: Any, kernel: TreeAttention, again: TreeAttention) -> torch
             cache.index_fill_(0, places, torch.nan)
         case.out.fill_(torch.nan)
         stream_linear(x, weight)
-        rotate_store(
+        qk_norm_rope_store_kv(
             parts,
             positions,
             table,
@@ -104,7 +104,7 @@ def _late_store(case: Any, kernel: TreeAttention, again: TreeAttention) -> torch
             case.k_cache,
             case.v_cache,
             slots,
-            following=True,
+            prefetch=True,
         )
         run(again, case, lse=False)
 

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from specattn.kernels import accept, tree
+from specattn.kernels import tree
 from specattn.kernels.attention.tiles import tile_config
 from specattn.kernels.attention.tree import TreeAttention
 
@@ -90,7 +90,7 @@ class Bucket:
                 tail_positions=t["positions_out"],
                 tail_words=t["words_out"],
             )
-        accept.accept_greedy(
+        tree.accept_greedy(
             t["tokens_out"],
             t["next_token_out"],
             t["next_sibling_out"],

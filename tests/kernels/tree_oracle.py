@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
 from dataclasses import dataclass
@@ -12,12 +11,10 @@ import torch
 
 if TYPE_CHECKING:
     import random
-    from types import ModuleType
 
     from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-IMPLEMENTATIONS = {"twin": "specattn.kernels.reference", "triton": "specattn.kernels"}
 POISON = -7_777_777
 
 
@@ -26,10 +23,6 @@ def poisoned(*shape: int, dtype: torch.dtype = torch.int64, gap: int = 0) -> Ten
     value = POISON if not dtype.is_floating_point else math.nan
     wide = torch.full((*shape[:-1], shape[-1] + gap), value, dtype=dtype, device=DEVICE)
     return wide[..., : shape[-1]]
-
-
-def implementation(kind: str, op: str) -> ModuleType:
-    return importlib.import_module(f"{IMPLEMENTATIONS[kind]}.{op}")
 
 
 def to_word(bits: int) -> int:

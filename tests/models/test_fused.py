@@ -9,7 +9,6 @@ from transformers import LlamaConfig, Qwen3Config
 from specattn import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.errors import ModelError
-from specattn.kernels import _module
 from specattn.models import (
     Eagle3Head,
     EagleHead,
@@ -21,6 +20,7 @@ from specattn.models import (
     load_draft,
 )
 from specattn.speculative.draft_tokens import Coins, choose_tokens
+from tests.implementations import using
 from tests.models.heads import (
     HT,
     SPECULATORS_NORMS,
@@ -56,13 +56,13 @@ LENGTH = 7
 PROMPTS = [[5, 17, 3, 99, 42, 8, 61], [23], [7, 7, 80, 12, 55, 31, 2, 64, 19, 28, 77]]
 
 
-@pytest.fixture(params=["reference", "kernels"])
-def path(request, monkeypatch):
-    """The torch twins, and the kernels in Triton's interpreter."""
-    compiled = request.param == "kernels"
-    if compiled and torch.cuda.is_available():
+@pytest.fixture(params=["naive", "triton"])
+def path(request):
+    """The torch functions, and the kernels in Triton's interpreter."""
+    if request.param == "triton" and torch.cuda.is_available():
         pytest.skip("the interpreter is for machines without a GPU")
-    monkeypatch.setattr("specattn.kernels._module", lambda name, _: _module(name, compiled))
+    with using(request.param):
+        yield
 
 
 def with_norms(folder, norms: list[str]):

@@ -12,8 +12,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specattn.kernels.reference.draft_kv import draft_kv_width
-from tests.kernels.tree_oracle import DEVICE, implementation
+from specattn.kernels.indices import draft_kv_width, fill_draft_kv
+from tests.implementations import using
+from tests.kernels.tree_oracle import DEVICE
 from tests.worlds import CONFIG, world
 
 BATCH, TOPK, STEPS, CONTEXT, CANARY = 3, 2, 3, 16, -99
@@ -34,11 +35,12 @@ def longest(width: int) -> dict[str, torch.Tensor]:
     return {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("kind", ["twin", "triton"])
+@pytest.mark.parametrize("kind", ["naive", "triton"])
 def test_the_longest_lists_stay_inside_their_row(kind):
     width = draft_kv_width(BATCH, TOPK, CONTEXT, STEPS)
     case = longest(width + 40)
-    implementation(kind, "draft_kv").fill_draft_kv(**case)
+    with using(kind):
+        fill_draft_kv(**case)
     for step in range(STEPS):
         used = int(case["kv_indptr"][step, -1])
         assert used == BATCH * TOPK * (CONTEXT + step + 1) <= width
@@ -46,11 +48,11 @@ def test_the_longest_lists_stay_inside_their_row(kind):
         assert (case["kv_indices"][step, used:] == CANARY).all()
 
 
-@pytest.mark.parametrize("kind", ["twin", "triton"])
+@pytest.mark.parametrize("kind", ["naive", "triton"])
 def test_a_row_for_one_branch_per_request_is_refused_before_launch(kind):
     case = longest(BATCH * (CONTEXT + STEPS))
-    with pytest.raises(ValueError, match="kv_indices must be"):
-        implementation(kind, "draft_kv").fill_draft_kv(**case)
+    with pytest.raises(ValueError, match="kv_indices must be"), using(kind):
+        fill_draft_kv(**case)
     assert (case["kv_indices"] == CANARY).all()
 
 

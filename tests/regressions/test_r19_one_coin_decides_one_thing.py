@@ -14,7 +14,7 @@ import torch
 
 from specattn.batch import DraftTree
 from specattn.config import SpecConfig
-from specattn.kernels.reference.sampling import ACCEPT, DRAFT, FINAL, draw_tokens, uniform
+from specattn.kernels.sampling import ACCEPT, DRAFT, FINAL, draw_tokens, uniform
 from specattn.speculative.sampling import SamplingBatch
 from specattn.speculative.verify import accept
 

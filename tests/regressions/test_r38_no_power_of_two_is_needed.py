@@ -12,7 +12,7 @@ import random
 
 import pytest
 
-from tests.kernels.test_tree import check_against_definition
+from tests.kernels.tree.test_tree import check_against_definition
 from tests.kernels.tree_oracle import DEVICE, random_candidates
 from tests.oracle import check, make_tree_case, oracle_tree
 from tests.regressions.attend import KINDS, attend
@@ -34,9 +34,8 @@ def test_the_twin_over_every_number_of_nodes(nodes):
 
 
 @pytest.mark.parametrize(("topk", "nodes"), [(1, 3), (3, 3), (5, 11), (7, 20), (10, 33)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_trees_of_any_shape(topk, nodes, kind):
+def test_trees_of_any_shape(topk, nodes, implementation):
     rng = random.Random(nodes)
     steps = 2
     cases = [random_candidates(rng, topk, steps) for _ in range(3)]
-    check_against_definition(kind, cases, topk, nodes)
+    check_against_definition(cases, topk, nodes)

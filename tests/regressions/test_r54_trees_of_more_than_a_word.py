@@ -17,7 +17,7 @@ import torch
 from specattn.batch import Phase, RowLayout
 from specattn.interop import qlen_mask, words_from_mask
 from specattn.plan import causal_words, mask_words
-from tests.kernels.test_tree import check_against_definition
+from tests.kernels.tree.test_tree import check_against_definition
 from tests.kernels.tree_oracle import DEVICE, random_candidates, random_tree
 from tests.oracle import check, make_tree_case, oracle_tree
 from tests.regressions.attend import KINDS, attend
@@ -38,9 +38,8 @@ def test_words_and_masks_agree(nodes):
 
 
 @pytest.mark.parametrize("nodes", [31, 33, 64, 65])
-@pytest.mark.parametrize("kind", KINDS)
-def test_trees_of_that_size_are_built(nodes, kind):
-    check_against_definition(kind, [random_candidates(random.Random(nodes), 8, 2)], 8, nodes)
+def test_trees_of_that_size_are_built(nodes, implementation):
+    check_against_definition([random_candidates(random.Random(nodes), 8, 2)], 8, nodes)
 
 
 @pytest.mark.parametrize("nodes", [33, 64, 65])

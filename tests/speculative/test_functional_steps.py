@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
 
 import pytest
@@ -13,10 +12,10 @@ from specattn.cache.kv_pool import KVPool
 from specattn.cache.slot_table import SlotTable
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
-from specattn.speculative import verify
 from specattn.speculative.decoder import ModelSlot, SpecDecoder
 from specattn.speculative.prefill import Prefill, Prompt
 from specattn.speculative.sampling import SamplingBatch, SamplingParams
+from tests.implementations import using
 from tests.tiny import TinyDraft, TinyTarget
 from tests.worlds import DEVICE
 
@@ -62,17 +61,15 @@ class Loop:
         return [text[:NEW] for text in texts]
 
 
-@pytest.mark.parametrize("kernels", ["specattn.kernels.reference", "specattn.kernels"])
-def test_plain_decoding_rejects_nothing_where_drafts_would_be_drawn(monkeypatch, kernels):
-    """By the Triton kernels, too, which have no law to look at then."""
+@pytest.mark.parametrize("kind", ["naive", "triton"])
+def test_plain_decoding_rejects_nothing_where_drafts_would_be_drawn(kind):
+    """By the Triton kernels, too, which have no probabilities to look at then."""
     wanted = Engine(
         TinyTarget(device=DEVICE), None, SpecConfig(0, 1, 1, CONTEXT, 2), backend="torch_native"
     ).generate([Request(p, NEW, s) for p, s in zip(PROMPTS, PARAMS, strict=True)])
-    monkeypatch.setattr(
-        verify, "ops", lambda name, device: importlib.import_module(f"{kernels}.{name}")
-    )
-    loop = Loop(SpecConfig(0, 1, 1, CONTEXT, 2, draft_sampling=True))
-    assert loop.texts() == [result.tokens for result in wanted]
+    with using(kind):
+        texts = Loop(SpecConfig(0, 1, 1, CONTEXT, 2, draft_sampling=True)).texts()
+    assert texts == [result.tokens for result in wanted]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from specattn.cli.app import app
 from specattn.config import SpecConfig
 from specattn.cuda_graph.recorder import Recorder
 from specattn.engine.engine import Engine, Request
-from specattn.kernels import ops
+from specattn.kernels import uses_triton
 from tests.speculative.stepping import PROMPTS, admitted
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 
@@ -58,7 +58,7 @@ def engine(device, **options) -> Engine:
 def test_kernels_are_not_launched_on_another_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     with pytest.raises(ValueError, match=r"cuda:1 must be the current device, which is cuda:3"):
-        ops("step", SECOND)
+        uses_triton(SECOND)
 
 
 class TestTwoDevices:

@@ -12,11 +12,13 @@ import torch
 from scipy.stats import chi2
 
 from specattn.interop import links_from_parents
-from specattn.kernels.reference.sampling import ACCEPT, DRAFT, FINAL, draw_tokens, uniform
-from tests.kernels.tree_oracle import DEVICE, implementation
+from specattn.kernels.sampling import ACCEPT, DRAFT, FINAL, draw_tokens, uniform
+from specattn.kernels.tree import accept_rejection, accept_sampled
+from tests.implementations import using
+from tests.kernels.tree_oracle import DEVICE
 
 VOCAB, LENGTH, REQUESTS, CHUNK = 4, 3, 100_000, 5_000
-KINDS = ["twin", pytest.param("triton", marks=pytest.mark.gpu)]
+KINDS = ["naive", pytest.param("triton", marks=pytest.mark.gpu)]
 # parents of the nodes, and what to add to the prefix's number to get their tokens
 TREES = {
     "chain": ([-1, 0, 1], [0, 1, 2]),
@@ -119,15 +121,16 @@ def tree_step(kind, name, *, one_coin=False, **thresholds):
         coins = uniform(seeds, positions, ACCEPT)
         final = coins if one_coin else uniform(seeds, positions, FINAL)
         out = outputs(len(prefix), steps)
-        implementation(kind, "accept").accept_sampled(
-            torch.stack(tokens, 1),
-            *links,
-            model.of(torch.stack(nodes, 1)),
-            coins,
-            final,
-            **thresholds,
-            **out,
-        )
+        with using(kind):
+            accept_sampled(
+                torch.stack(tokens, 1),
+                *links,
+                model.of(torch.stack(nodes, 1)),
+                coins,
+                final,
+                **thresholds,
+                **out,
+            )
         return out["accept_tokens_out"], out["accept_lens_out"]
 
     return step
@@ -139,20 +142,21 @@ def rejection_step(kind, drafter, *, steps=2, one_coin=False, claimed=None):
         dice = uniform(seeds, positions, DRAFT)
         nodes, tokens = [prefix], [torch.zeros_like(prefix)]
         for depth in range(steps):
-            tokens.append(draw_tokens(drafter.of(nodes[-1]), dice[:, depth]))
+            tokens.append(draw_tokens(drafter.of(nodes[-1]), dice[:, depth].contiguous()))
             nodes.append(extend(nodes[-1], tokens[-1]))
         nodes = torch.stack(nodes, 1)
         coins = uniform(seeds, positions, ACCEPT)
         final = coins if one_coin else uniform(seeds, positions, FINAL)
         out = outputs(len(prefix), steps)
-        implementation(kind, "accept").accept_rejection(
-            torch.stack(tokens, 1),
-            (claimed or drafter).of(nodes[:, :steps]),
-            model.of(nodes),
-            coins,
-            final,
-            **out,
-        )
+        with using(kind):
+            accept_rejection(
+                torch.stack(tokens, 1),
+                (claimed or drafter).of(nodes[:, :steps]),
+                model.of(nodes),
+                coins,
+                final,
+                **out,
+            )
         return out["accept_tokens_out"], out["accept_lens_out"]
 
     return step
@@ -172,19 +176,19 @@ def test_rejection_sampling_follows_the_target(kind, steps):
 
 def test_a_perfect_drafter_is_never_refused():
     model = Model(1)
-    step = rejection_step("twin", model)
+    step = rejection_step("naive", model)
     zeros = torch.zeros(CHUNK, dtype=torch.int64, device=DEVICE)
     _, lens = step(model, zeros, torch.arange(CHUNK, device=DEVICE), zeros[:, None])
     assert (lens == 3).all()
 
 
 BIASED = {
-    "one coin for both, tree": lambda: tree_step("twin", "tree", one_coin=True),
-    "one coin for both, chain": lambda: tree_step("twin", "chain", one_coin=True),
-    "relaxed threshold_acc": lambda: tree_step("twin", "tree", threshold_acc=0.9),
-    "relaxed threshold_single": lambda: tree_step("twin", "tree", threshold_single=0.5),
-    "one coin for both, rejection": lambda: rejection_step("twin", Model(2), one_coin=True),
-    "another drafter's probabilities": lambda: rejection_step("twin", Model(2), claimed=Model(3)),
+    "one coin for both, tree": lambda: tree_step("naive", "tree", one_coin=True),
+    "one coin for both, chain": lambda: tree_step("naive", "chain", one_coin=True),
+    "relaxed threshold_acc": lambda: tree_step("naive", "tree", threshold_acc=0.9),
+    "relaxed threshold_single": lambda: tree_step("naive", "tree", threshold_single=0.5),
+    "one coin for both, rejection": lambda: rejection_step("naive", Model(2), one_coin=True),
+    "another drafter's probabilities": lambda: rejection_step("naive", Model(2), claimed=Model(3)),
 }
 
 

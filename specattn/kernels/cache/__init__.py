@@ -1,0 +1,117 @@
+"""Keys and values in their slots: store them, move them, and give rows slots."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from specattn.kernels import implementation
+from specattn.kernels.cache import naive
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+
+def store_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    *,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
+    """Write new keys and values to their slots, in one launch.
+
+    Parameters
+    ----------
+    k, v : Tensor
+        ``[T, Hkv, D]`` and ``[T, Hkv, Dv]``; dense last axes.
+    k_cache, v_cache : Tensor
+        ``[slots, Hkv, D]`` and ``[slots, Hkv, Dv]``, written at ``slots``.
+    slots : Tensor
+        ``[B, q]`` int32 with B q = T; may have a row stride.
+    k_scale, v_scale : float
+        Into float8 (e4m3) caches go ``k / k_scale`` and ``v / v_scale``, rounded to nearest and
+        cut at +-448. Other caches ignore the scales.
+    """
+    if not len(k):
+        return
+    implementation(naive.store_kv, k.device)(k, v, k_cache, v_cache, slots, k_scale, v_scale)
+
+
+def commit_kv(
+    k_pool: Tensor | Sequence[Tensor],
+    v_pool: Tensor | Sequence[Tensor],
+    tail_slots: Tensor,
+    accept_index: Tensor,
+    *,
+    offsets: Tensor | None = None,
+    unit: int = 1,
+) -> None:
+    """Move the KV of node ``accept_index[b, i]`` to slot ``tail_slots[b, i]`` in every layer.
+
+    Sources and targets may overlap (the path 0, 2, 5 reads slot 2 for rank 1 and writes it for
+    rank 2): a program reads all rows of its columns before it writes one. Entries of -1, and
+    nodes that are in place already, are skipped, so padding touches nothing.
+
+    Parameters
+    ----------
+    k_pool, v_pool : Tensor or sequence of Tensor
+        ``[layers, slots, heads, head_dim]`` and the same with another width, any dtype, any strides
+        with a dense last axis; of any size, addresses are 64-bit. Or a tensor per layer, all with
+        the strides of the first.
+    tail_slots : Tensor
+        ``[B, n]`` int32, the slot of every node; may have a row stride.
+    accept_index : Tensor
+        ``[B, num_steps + 1]`` int32, nodes of the accepted path, -1 past its end.
+    offsets : Tensor, optional
+        ``[2, layers]`` int64: how many units after the first layer each layer's keys begin, and
+        its values; may be negative. Without, layers are evenly spaced.
+    unit : int
+        Elements of a unit, a power of two.
+    """
+    if not len(accept_index) or accept_index.shape[1] == 1:
+        return
+    implementation(naive.commit_kv, tail_slots.device)(
+        k_pool, v_pool, tail_slots, accept_index, offsets, unit
+    )
+
+
+def write_slots(
+    packed: Tensor,
+    req_to_token: Tensor,
+    reserved: Tensor,
+    *,
+    pieces: int,
+    longest: int,
+    page_size: int,
+) -> None:
+    """Write the slots of pages into rows of ``req_to_token``, and the rows' new room.
+
+    Allocates nothing and never waits for the device.
+
+    Parameters
+    ----------
+    packed : Tensor
+        Flat int32. First five numbers per piece, all pieces' first numbers first: row, first
+        column, how many slots to write, where in ``packed`` the piece's pages begin, and what
+        ``reserved`` becomes. Then the pages; a piece's last page may be written in part.
+    req_to_token : Tensor
+        ``[rows, columns]`` int32, in place; may have a row stride.
+    reserved : Tensor
+        ``[rows]`` int32, in place.
+    pieces : int
+        How many; no two of one row.
+    longest : int
+        Slots of the longest piece.
+    page_size : int
+        Slots per page.
+    """
+    if not pieces:
+        return
+    implementation(naive.write_slots, req_to_token.device)(
+        packed, req_to_token, reserved, pieces, longest, page_size
+    )

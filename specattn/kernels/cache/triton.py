@@ -1,0 +1,298 @@
+"""Store and move keys and values, and write slots."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specattn.kernels.launch import enter, launch_options
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# the largest number of e4m3
+FLOAT8_MAX = tl.constexpr(448.0)
+
+
+@triton.jit
+def as_stored(values, factor, cache):
+    """Convert to the dtype of ``cache``; to float8 times ``factor``, cut at its largest number."""
+    if cache.dtype.element_ty == tl.float8e4nv:
+        values = values.to(tl.float32) * factor
+        # a NaN stays one
+        values = tl.clamp(values, -FLOAT8_MAX, FLOAT8_MAX, propagate_nan=tl.PropagateNan.ALL)
+    return values.to(cache.dtype.element_ty)
+
+
+@triton.jit
+def _store_kernel(
+    k,  # [T, heads, k_dim]
+    v,  # [T, heads, v_dim]
+    k_cache,  # [slots, heads, k_dim], out
+    v_cache,  # [slots, heads, v_dim], out
+    slots,  # [B, Q_LEN] int32
+    k_factor,
+    v_factor,
+    stride_slot,
+    stride_kt,
+    stride_kh,
+    stride_vt,
+    stride_vh,
+    stride_kc,
+    stride_kch,
+    stride_vc,
+    stride_vch,
+    Q_LEN: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    K_SIZE: tl.constexpr,
+    V_SIZE: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    V_BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token // Q_LEN * stride_slot + token % Q_LEN).to(tl.int64)
+
+    flat = tl.arange(0, K_BLOCK)  # [K_BLOCK]
+    head, dim = flat // K_DIM, flat % K_DIM
+    values = tl.load(k + token * stride_kt + head * stride_kh + dim, mask=flat < K_SIZE, other=0)
+    values = as_stored(values, k_factor, k_cache)
+    tl.store(k_cache + slot * stride_kc + head * stride_kch + dim, values, mask=flat < K_SIZE)
+
+    flat = tl.arange(0, V_BLOCK)  # [V_BLOCK]
+    head, dim = flat // V_DIM, flat % V_DIM
+    values = tl.load(v + token * stride_vt + head * stride_vh + dim, mask=flat < V_SIZE, other=0)
+    values = as_stored(values, v_factor, v_cache)
+    tl.store(v_cache + slot * stride_vc + head * stride_vch + dim, values, mask=flat < V_SIZE)
+
+
+def store_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: float,
+    v_scale: float,
+) -> None:
+    tokens, heads, k_dim = k.shape
+    v_dim = v.shape[-1]
+    _store_kernel[(tokens,)](
+        k,
+        v,
+        k_cache,
+        v_cache,
+        slots,
+        1 / k_scale,
+        1 / v_scale,
+        slots.stride(0),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        k_cache.stride(0),
+        k_cache.stride(1),
+        v_cache.stride(0),
+        v_cache.stride(1),
+        Q_LEN=slots.shape[1],
+        K_DIM=k_dim,
+        V_DIM=v_dim,
+        K_SIZE=heads * k_dim,
+        V_SIZE=heads * v_dim,
+        K_BLOCK=triton.next_power_of_2(heads * k_dim),
+        V_BLOCK=triton.next_power_of_2(heads * v_dim),
+    )
+
+
+# Sized integers stand in for every dtype: a move is a copy of bits.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@triton.jit
+def _move_block(
+    pool,
+    stride_slot,
+    stride_head,
+    source,
+    target,
+    moving,
+    block,
+    DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    column = block * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    offset = column // DIM * stride_head + column % DIM
+    mask = moving[:, None] & (column < SIZE)[None, :]  # [NODES, BLOCK]
+    rows = tl.load(pool + source[:, None] * stride_slot + offset[None, :], mask=mask, other=0)
+    # A slot may be the source of one row and the target of another.
+    tl.debug_barrier()
+    tl.store(pool + target[:, None] * stride_slot + offset[None, :], rows, mask=mask)
+
+
+@triton.jit
+def _commit_kv_kernel(
+    k_pool,  # [layers, slots, heads, K_DIM], in place
+    v_pool,  # [layers, slots, heads, V_DIM], in place
+    tail_slots,  # [B, n] int32
+    accept_index,  # [B, width] int32
+    offsets,  # [2, layers] int64, if UNIT
+    n,
+    width,
+    stride_tail,
+    stride_accept,
+    stride_kl,
+    stride_ks,
+    stride_kh,
+    stride_vl,
+    stride_vs,
+    stride_vh,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    K_SIZE: tl.constexpr,
+    V_SIZE: tl.constexpr,
+    NODES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    enter(PDL)
+    req, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    block = tl.program_id(2)
+    rank = tl.arange(0, NODES)  # [NODES]
+    node = tl.load(accept_index + req * stride_accept + rank, mask=rank < width, other=-1)
+    known = (node >= 0) & (node < n) & (rank < n)
+    tail = tail_slots + req * stride_tail
+    source = tl.load(tail + node, mask=known, other=0).to(tl.int64)
+    target = tl.load(tail + rank, mask=known, other=0).to(tl.int64)
+    moving = known & (source != target)
+    k_blocks = tl.cdiv(K_SIZE, BLOCK)
+    if block < k_blocks:
+        apart = tl.load(offsets + layer) * UNIT if UNIT else layer * stride_kl
+        _move_block(
+            k_pool + apart,
+            stride_ks,
+            stride_kh,
+            source,
+            target,
+            moving,
+            block,
+            K_DIM,
+            K_SIZE,
+            BLOCK,
+        )
+    else:
+        offsets += tl.num_programs(1)
+        apart = tl.load(offsets + layer) * UNIT if UNIT else layer * stride_vl
+        _move_block(
+            v_pool + apart,
+            stride_vs,
+            stride_vh,
+            source,
+            target,
+            moving,
+            block - k_blocks,
+            V_DIM,
+            V_SIZE,
+            BLOCK,
+        )
+
+
+def _first(pool: Tensor | Sequence[Tensor]) -> tuple[Tensor, int]:
+    """Return the first layer as integers, and how many lie from there to the second."""
+    first = pool[0].view(_BITS[pool[0].element_size()])
+    if isinstance(pool, Tensor):
+        return first, pool.stride(0)
+    apart = pool[1].data_ptr() - first.data_ptr() if len(pool) > 1 else 0
+    return first, apart // first.element_size()
+
+
+def commit_kv(
+    k_pool: Tensor | Sequence[Tensor],
+    v_pool: Tensor | Sequence[Tensor],
+    tail_slots: Tensor,
+    accept_index: Tensor,
+    offsets: Tensor | None,
+    unit: int,
+) -> None:
+    (k_first, k_layer), (v_first, v_layer) = _first(k_pool), _first(v_pool)
+    heads, k_dim, v_dim = *k_first.shape[1:], v_first.shape[2]
+    batch, width = accept_index.shape
+    nodes = triton.next_power_of_2(width)
+    block = min(max(4096 // nodes, 16), triton.next_power_of_2(heads * max(k_dim, v_dim)))
+    blocks = triton.cdiv(heads * k_dim, block) + triton.cdiv(heads * v_dim, block)
+    _commit_kv_kernel[(batch, len(k_pool), blocks)](
+        k_first,
+        v_first,
+        tail_slots,
+        accept_index,
+        tail_slots if offsets is None else offsets,
+        tail_slots.shape[1],
+        width,
+        tail_slots.stride(0),
+        accept_index.stride(0),
+        k_layer,
+        k_first.stride(0),
+        k_first.stride(1),
+        v_layer,
+        v_first.stride(0),
+        v_first.stride(1),
+        K_DIM=k_dim,
+        V_DIM=v_dim,
+        K_SIZE=heads * k_dim,
+        V_SIZE=heads * v_dim,
+        NODES=nodes,
+        BLOCK=block,
+        UNIT=0 if offsets is None else unit,
+        **launch_options(k_first.device),
+    )
+
+
+BLOCK = 1024
+
+
+# one compilation whatever the number of pieces: some step would wait for another one
+@triton.jit(do_not_specialize=["pieces"])
+def _write_slots_kernel(
+    packed,  # [5, pieces] int32, then the pages
+    req_to_token,  # [rows, columns] int32, in place
+    reserved,  # [rows] int32, in place
+    pieces,
+    stride_row,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    piece = tl.program_id(0)
+    row = tl.load(packed + piece).to(tl.int64)
+    column = tl.load(packed + pieces + piece)
+    count = tl.load(packed + 2 * pieces + piece)
+    first = tl.load(packed + 3 * pieces + piece)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    page = tl.load(packed + first + at // PAGE, mask=at < count, other=0)  # [BLOCK]
+    slots = page * PAGE + at % PAGE
+    tl.store(req_to_token + row * stride_row + column + at, slots, mask=at < count)
+    if tl.program_id(1) == 0:
+        tl.store(reserved + row, tl.load(packed + 4 * pieces + piece))
+
+
+def write_slots(
+    packed: Tensor,
+    req_to_token: Tensor,
+    reserved: Tensor,
+    pieces: int,
+    longest: int,
+    page_size: int,
+) -> None:
+    _write_slots_kernel[(pieces, max(1, triton.cdiv(longest, BLOCK)))](
+        packed,
+        req_to_token,
+        reserved,
+        pieces,
+        req_to_token.stride(0),
+        PAGE=page_size,
+        BLOCK=BLOCK,
+    )

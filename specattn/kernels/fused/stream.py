@@ -1,0 +1,250 @@
+"""Products of at most 128 rows with a large weight, at the speed at which the weight can be read.
+
+Only on Hopper; everywhere else, and for more rows, torch's product takes its place.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.functional import linear, silu
+
+from specattn.kernels.gluon_guard import gluon_ok
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_ROWS = 128
+# rows of weights per half of a CTA; 64 is the whole of a matrix instruction
+STEPS = (64, 56, 48)
+# bytes of a weight that is there in about 2 us
+SHORT = 8_000_000
+# TMA copies rows in pieces of this many bytes
+PIECE = 16
+# rows of x per copy: copies that reach far beyond the last row are slow
+BOX = 16
+
+
+@dataclass(frozen=True)
+class StreamTile:
+    """Launch constants.
+
+    Parameters
+    ----------
+    rows : int
+        Rows of x in a tile, a power of two from 16 to 128.
+    stages : int
+        Tiles on their way.
+    block_k : int
+        Steps along the inner dimension.
+    ctas_per_sm : int
+        CTAs that share a multiprocessor.
+    max_regs, producer_regs : int
+        Registers per thread, on average and of the warps that copy.
+    pace : int
+        Tiles of weights on their way until the ring is full, ``stages`` at most.
+
+    Raises
+    ------
+    ValueError
+        If ``pace`` is none of the ring's.
+    """
+
+    rows: int
+    stages: int
+    block_k: int = 128
+    ctas_per_sm: int = 1
+    max_regs: int = 128
+    producer_regs: int = 32
+    pace: int = 2
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.pace <= self.stages:
+            raise ValueError(f"pace must be 1..{self.stages}, got {self.pace}")
+
+
+def stream_tile(rows: int, *, gated: bool = False) -> StreamTile:
+    """Choose the tile for this many rows of x; the rings of its CTAs fill the shared memory.
+
+    One CTA per multiprocessor makes fewer parts to add up, two even out better what is not split.
+    """
+    if rows <= 16:
+        return StreamTile(16, 3, ctas_per_sm=2, max_regs=64, pace=1) if gated else StreamTile(16, 6)
+    if rows <= 64:
+        return StreamTile(32, 5) if rows <= 32 else StreamTile(64, 4)
+    return StreamTile(128, 3, max_regs=168)
+
+
+def streams(x: Tensor, weight: Tensor, *, gated: bool = False) -> bool:
+    """Whether the kernel takes these; the first call per device compiles it and tries it out."""
+    return (
+        0 < x.shape[0] <= MAX_ROWS
+        and x.dtype == weight.dtype
+        and x.dtype in (torch.float16, torch.bfloat16)
+        and weight.stride(1) == 1
+        and weight.stride(0) * 2 % PIECE == 0
+        and weight.data_ptr() % PIECE == 0
+        and ready(x.device)
+        and (gated or _gains(x, weight))
+    )
+
+
+def ready(device: torch.device) -> bool:
+    """Whether the kernel runs right on ``device``; ask once before anything is captured."""
+    return gluon_ok("gluon_linear", _check, device)
+
+
+def stream_linear(x: Tensor, weight: Tensor, tile: StreamTile | None = None) -> Tensor:
+    """Multiply ``x [T, K]`` by ``weight [N, K]``, both of 16 bits.
+
+    Returns
+    -------
+    Tensor
+        ``[S, T, N]``, parts whose sum is the product: one of x's dtype, or several in float32.
+    """
+    tile = tile or stream_tile(len(x))
+    step, split = _parts(x, weight, tile)
+    out = torch.empty(
+        split, len(x), len(weight), dtype=x.dtype if split == 1 else torch.float32, device=x.device
+    )
+    _launch(x, weight, out, tile, step, split, len(weight), out.stride(), gated=False)
+    return out
+
+
+def stream_gated(x: Tensor, weight: Tensor, tile: StreamTile | None = None) -> Tensor:
+    """Return ``silu(x gate) * (x up)`` for ``weight [2 I, K]``, gates first, as ``[T, I]``."""
+    tile = tile or stream_tile(len(x), gated=True)
+    width = len(weight) // 2
+    out = torch.empty(len(x), width, dtype=x.dtype, device=x.device)
+    step, _ = _shares(width, 1, 1, tile, x.device)
+    _launch(x, weight, out, tile, step, 1, width, (0, *out.stride()), gated=True)
+    return out
+
+
+def _gains(x: Tensor, weight: Tensor) -> bool:
+    """Whether streaming is faster than torch, beyond 64 rows, where multiplying takes as long.
+
+    There it is not for a weight that is split and leaves matrix instructions partly empty.
+    """
+    step, split = _parts(x, weight, stream_tile(len(x)))
+    return len(x) <= 64 or step == 64 or split == 1
+
+
+def _parts(x: Tensor, weight: Tensor, tile: StreamTile) -> tuple[int, int]:
+    """Choose rows of weights per half of a CTA, and shares of K, of a product."""
+    return _shares(len(weight), 2, -(-x.shape[1] // tile.block_k), tile, x.device)
+
+
+def _shares(
+    width: int, halves: int, steps: int, tile: StreamTile, device: torch.device
+) -> tuple[int, int]:
+    """Choose rows of weights per half of a CTA, and shares of K, so that most CTAs run at once."""
+    slots = _multiprocessors(device) * tile.ctas_per_sm
+    best = (-1.0, 0, 0)
+    for step in STEPS:
+        tiles = -(-width // (halves * step))
+        split = max(1, min(slots // tiles, steps // 4))
+        # the last turn of CTAs leaves multiprocessors idle
+        turns = width / (halves * step) * split / slots
+        share = turns / math.ceil(turns)
+        if share > best[0] + 0.02:
+            best = (share, step, split)
+    return best[1], best[2]
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    tile: StreamTile,
+    step: int,
+    split: int,
+    width: int,
+    strides: tuple[int, ...],
+    *,
+    gated: bool,
+) -> None:
+    from specattn.kernels.fused.gluon import gluon_linear_kernel
+
+    tiles = -(-width // (step if gated else 2 * step))
+    steps = -(-x.shape[1] // tile.block_k)
+    # as many CTAs as run at once: a further one would begin to read when another has ended
+    most = _multiprocessors(x.device) * tile.ctas_per_sm
+    gluon_linear_kernel[(min(tiles * split, most),)](
+        *(_boxes(weight, rows, tile.block_k) for rows in (32, 16, 8)),
+        _boxes(x.contiguous(), BOX, tile.block_k),
+        out,
+        len(x),
+        width,
+        steps,
+        strides[0],
+        strides[1],
+        STEP=step,
+        BT=tile.rows,
+        BK=tile.block_k,
+        STAGES=tile.stages,
+        BOX=BOX,
+        BOXES=-(-len(x) // BOX),
+        SPLIT=split,
+        GATED=gated,
+        MANY=tiles * split > most,
+        PACE=_pace(tile, steps, split, weight.nbytes),
+        PRODUCER_REGS=tile.producer_regs,
+        num_warps=4,
+        maxnreg=tile.max_regs,
+        launch_pdl=True,
+    )
+
+
+def _pace(tile: StreamTile, steps: int, split: int, nbytes: int) -> int:
+    """Choose how many tiles are on their way before the rows come.
+
+    The kernels before the product load their operands behind them. A weight that takes no longer
+    than such a kernel delays nobody much; a ring that holds most of a CTA's share of ``steps`` is
+    full in time at any pace.
+    """
+    if nbytes < SHORT:
+        return tile.stages
+    return 1 if 4 * tile.stages * split >= 3 * steps else tile.pace
+
+
+def _boxes(matrix: Tensor, rows: int, columns: int) -> Any:
+    gl = importlib.import_module("triton.experimental.gluon.language")
+    hopper = importlib.import_module("triton.experimental.gluon.nvidia.hopper")
+    dtype = gl.float16 if matrix.dtype == torch.float16 else gl.bfloat16
+    block = [rows, columns]
+    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
+    return hopper.TensorDescriptor.from_tensor(matrix, block, layout)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _check(device: torch.device) -> None:
+    """Hold the kernel to float32 products.
+
+    Raises
+    ------
+    ArithmeticError
+        If it disagrees.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    for rows in (3, 20, 64, 100):
+        x = torch.randn(rows, 520, dtype=torch.float16, device=device, generator=generator)
+        weight = torch.randn(400, 520, dtype=torch.float16, device=device, generator=generator)
+        want = linear(x.float(), weight.float())
+        gate, up = want.chunk(2, dim=1)
+        for got, exact in (
+            (stream_linear(x, weight).sum(0), want),
+            (stream_gated(x, weight), silu(gate) * up),
+        ):
+            error = float((got.float() - exact).norm() / exact.norm())
+            if not error < 1e-2:
+                raise ArithmeticError(f"relative error {error:.1e} of {rows} rows")

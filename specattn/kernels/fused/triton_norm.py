@@ -1,0 +1,175 @@
+"""Norms, activation and sums; every kernel adds up the partials of a product."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from specattn.kernels.launch import enter
+
+
+@triton.jit
+def sum_partials(partials, at, ok, stride_partial, SPLIT: tl.constexpr):
+    """Add up the partials of the values at ``at``, in float32 and in their order."""
+    # all loads first
+    loaded = ()
+    for s in tl.static_range(SPLIT):
+        values = tl.load(partials + s * stride_partial + at, mask=ok, other=0.0)
+        # Triton knows tuple addition, not unpacking; mypy knows empty tuples by length
+        loaded = loaded + (values,)  # type: ignore[assignment]  # noqa: RUF005
+    total = loaded[0].to(tl.float32)  # type: ignore[misc]
+    for s in tl.static_range(1, SPLIT):
+        total += loaded[s].to(tl.float32)
+    return total
+
+
+@triton.jit
+def _norm(x, weight, eps, SIZE: tl.constexpr):
+    return x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps) * weight
+
+
+@triton.jit
+def add_norm_kernel(
+    partials,  # [SPLIT, T, SIZE]
+    residual,  # [T, SIZE]
+    weight,  # [SIZE]
+    rows,  # [R] int64, or None for all
+    residual_out,  # [R, SIZE], out
+    out,  # [R, SIZE], out
+    eps,
+    stride_partial,
+    stride_row,
+    stride_residual,
+    stride_residual_out,
+    stride_out,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Add a product to one row of the stream, and norm the sum."""
+    to = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)  # [BLOCK]
+    ok = column < SIZE
+    scale = tl.load(weight + column, mask=ok, other=0.0).to(tl.float32)
+    enter(PDL)
+    row = to
+    if rows is not None:
+        row = tl.load(rows + to)
+    x = sum_partials(partials, row * stride_row + column, ok, stride_partial, SPLIT)
+    x += tl.load(residual + row * stride_residual + column, mask=ok, other=0.0).to(tl.float32)
+    # the norm is of what the stream holds, as rounded
+    x = x.to(residual_out.dtype.element_ty)
+    tl.store(residual_out + to * stride_residual_out + column, x, mask=ok)
+    x = _norm(x.to(tl.float32), scale, eps, SIZE)
+    tl.store(out + to * stride_out + column, x.to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def embed_norm_kernel(
+    ids,  # [T] int64
+    table,  # [V, SIZE]
+    weight,  # [SIZE]
+    embedded,  # [T, SIZE], out
+    out,  # [T, SIZE], out
+    eps,
+    stride_table,
+    stride_embedded,
+    stride_out,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Look up one token's embedding, and norm it."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)  # [BLOCK]
+    ok = column < SIZE
+    scale = tl.load(weight + column, mask=ok, other=0.0).to(tl.float32)
+    enter(PDL)
+    x = tl.load(table + tl.load(ids + row) * stride_table + column, mask=ok, other=0.0)
+    x = x.to(embedded.dtype.element_ty)
+    tl.store(embedded + row * stride_embedded + column, x, mask=ok)
+    x = _norm(x.to(tl.float32), scale, eps, SIZE)
+    tl.store(out + row * stride_out + column, x.to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def norm_pair_kernel(
+    ids,  # [T] int64
+    table,  # [V, SIZE]
+    hidden,  # [N, SIZE]
+    rows,  # [T] int64, or None: token i's is row i
+    embed_weight,  # [SIZE]
+    hidden_weight,  # [SIZE]
+    hidden_out,  # [T, SIZE], out; None without rows
+    out,  # [T, 2, SIZE], out
+    eps,
+    stride_table,
+    stride_hidden,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Norm one token's embedding, or its hidden state."""
+    row = tl.program_id(0).to(tl.int64)
+    half = tl.program_id(1)
+    column = tl.arange(0, BLOCK)  # [BLOCK]
+    ok = column < SIZE
+    scale = tl.load((embed_weight if half == 0 else hidden_weight) + column, mask=ok, other=0.0)
+    enter(PDL)
+    if half == 0:
+        x = tl.load(table + tl.load(ids + row) * stride_table + column, mask=ok, other=0.0)
+        x = x.to(out.dtype.element_ty)
+    else:
+        source = row
+        if rows is not None:
+            source = tl.load(rows + row)
+        x = tl.load(hidden + source * stride_hidden + column, mask=ok, other=0.0)
+        if rows is not None:
+            tl.store(hidden_out + row * SIZE + column, x, mask=ok)
+        x = x.to(out.dtype.element_ty)
+    x = _norm(x.to(tl.float32), scale.to(tl.float32), eps, SIZE)
+    tl.store(out + (row * 2 + half) * SIZE + column, x.to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def silu_mul_kernel(
+    partials,  # [SPLIT, T, 2, SIZE]
+    out,  # [T, SIZE], out
+    stride_partial,
+    stride_row,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Gate some columns of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    ok = column < SIZE
+    enter(PDL)
+    at = row * stride_row + column
+    gate = sum_partials(partials, at, ok, stride_partial, SPLIT)
+    up = sum_partials(partials, at + SIZE, ok, stride_partial, SPLIT)
+    x = gate * tl.sigmoid(gate) * up
+    tl.store(out + row * SIZE + column, x.to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def split_k_reduce_kernel(
+    partials,  # [SPLIT, T, SIZE]
+    out,  # [T, SIZE], out
+    stride_partial,
+    stride_row,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Add up the partials of some columns of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    ok = column < SIZE
+    enter(PDL)
+    x = sum_partials(partials, row * stride_row + column, ok, stride_partial, SPLIT)
+    tl.store(out + row * SIZE + column, x.to(out.dtype.element_ty), mask=ok)

@@ -1,0 +1,79 @@
+"""What top-k and top-p go by: a row's settings, its peak, and distances from it."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from specattn.kernels.sampling.keys import finite, score_of, token_of
+
+
+@triton.jit
+def inv_temperature_of(temperature):
+    """Return what logits are multiplied with before exp2; finite at a temperature of 0."""
+    return tl.minimum(tl.maximum(1.4426950408889634 / temperature, 1e-37), 3e38)
+
+
+@triton.jit
+def merge_splits(keys, masses, row, splits, inv_temperature, BLOCK_P: tl.constexpr):
+    """Return a row's most probable token with its logit, all its weight, and its lowest split."""
+    split = tl.arange(0, BLOCK_P)  # [BLOCK_P]
+    live = split < splits
+    key = tl.load(keys + row * splits + split, mask=live, other=-0x8000000000000000)
+    peaks = tl.where(live, score_of(key), float("inf"))
+    best = tl.max(key, 0)
+    peak = score_of(best)
+    mass = tl.load(masses + row * splits + split, mask=live, other=0)
+    below = tl.where(live, finite(peaks) - finite(peak), 0.0)
+    total = tl.sum(mass * tl.exp2(below * inv_temperature), 0)
+    return token_of(best), peak, total, tl.min(peaks, 0)
+
+
+@triton.jit
+def settings_of(
+    temperature,
+    top_k,
+    top_p,
+    keys,
+    masses,
+    row,
+    splits,
+    vocab,
+    rows_per_req,
+    HAS_K: tl.constexpr,
+    HAS_P: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """Return what a row's weights are made of, its settings, and whether they cut anything."""
+    req = row // rows_per_req
+    temp = tl.load(temperature + req)
+    inv_temperature = inv_temperature_of(temp)
+    _, peak, total, lowest = merge_splits(keys, masses, row, splits, inv_temperature, BLOCK_P)
+    drawn = (temp != 0) & (peak > -float("inf"))
+    few = vocab
+    if HAS_K:
+        few = tl.load(top_k + req)
+    share = tl.full([], 1.0, tl.float32)
+    if HAS_P:
+        share = tl.load(top_p + req)
+    by_count = drawn & (few > 0) & (few < vocab)
+    return inv_temperature, peak, total, lowest, few, share, by_count, drawn & (share < 1)
+
+
+@triton.jit
+def as_float(bits):
+    """Return the float32 of these bits."""
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def as_bits(distance):
+    """Return the bits of distances, which are ordered as they are."""
+    return distance.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def reach_of(share, mass, vocab, inv_temperature):
+    """Return a distance past which all tokens together weigh less than what is left out."""
+    spare = tl.maximum((1 - share) * mass / vocab, 1e-37)
+    return tl.maximum(-tl.log2(spare), 0.0) / inv_temperature

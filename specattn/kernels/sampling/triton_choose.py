@@ -1,0 +1,150 @@
+"""The best tokens of rows: each row is split, and the splits' best are merged."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from specattn.kernels.launch import enter
+from specattn.kernels.sampling.keys import (
+    finite,
+    load_scores,
+    ranked,
+    score_key,
+    score_of,
+    token_of,
+)
+
+
+@triton.jit
+def _best(key, LEAST: tl.constexpr, TOPK: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return the ``TOPK`` largest of distinct keys, falling; ``LEAST`` where there are no more."""
+    rank = tl.arange(0, BLOCK_K)  # [BLOCK_K]
+    best = tl.full([BLOCK_K], LEAST, key.dtype)
+    for nth in range(TOPK):
+        top = tl.max(key, 0)
+        best = tl.where(rank == nth, top, best)
+        key = tl.where(key == top, LEAST, key)
+    return best
+
+
+@triton.jit
+def top_splits_kernel(
+    logits,  # [R, V]
+    keys,  # [R, splits, TOPK] int64, out
+    masses,  # [R, splits] float32, out: sums of exp(logit - the split's largest)
+    vocab,
+    stride,
+    TOPK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BF16: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Find the best tokens of one split of a row, and its mass."""
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    enter(PDL)
+    cell = row * tl.num_programs(1) + split
+    lane = tl.arange(0, BLOCK)  # [BLOCK]
+    score = load_scores(logits + row * stride, split * BLOCK + lane, vocab)
+    mass = tl.sum(tl.exp(score - finite(tl.max(score, 0))), 0)
+    tl.store(masses + cell, mass)
+    live = split * BLOCK + lane < vocab
+    if BF16:
+        # 16 bits of a bfloat16, and the lane in the 16 that it leaves free: half the work
+        key = (score_key(score) & -0x10000) | (0xFFFF - lane)
+        key = tl.where(live, key, -0x80000000)
+        best = _best(key, -0x80000000, TOPK, BLOCK_K)  # [BLOCK_K]
+        token = split * BLOCK + 0xFFFF - (best & 0xFFFF)
+        bits = tl.where(best >= 0, best & -0x10000, best | 0xFFFF)
+        none = best < -0x7FFF0000
+        best = (bits.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
+        best = tl.where(none, -0x8000000000000000, best)
+    else:
+        key = ranked(score, split * BLOCK + lane)
+        key = tl.where(live, key, -0x8000000000000000)
+        best = _best(key, -0x8000000000000000, TOPK, BLOCK_K)
+    rank = tl.arange(0, BLOCK_K)
+    tl.store(keys + cell * TOPK + rank, best, mask=rank < TOPK)
+
+
+@triton.jit
+def top_merge_kernel(
+    keys,  # [R, splits, TOPK] int64, each split's in falling order
+    masses,  # [R, splits] float32
+    target_ids,  # [V] int64, or None
+    probs_out,  # [R, TOPK] float32, out
+    ids_out,  # [R, TOPK] int64, out
+    splits,
+    TOPK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Merge the best tokens of a row's splits."""
+    row = tl.program_id(0).to(tl.int64)
+    enter(PDL)
+    split = tl.arange(0, BLOCK_P)  # [BLOCK_P]
+    live = split < splits
+    peak = score_of(tl.load(keys + (row * splits + split) * TOPK, mask=live, other=0))
+    peak = tl.where(live, peak, -float("inf"))
+    top = finite(tl.max(peak, 0))
+    mass = tl.load(masses + row * splits + split, mask=live, other=0)
+    total = tl.sum(mass * tl.exp(finite(peak) - top), 0)
+    flat = tl.arange(0, BLOCK)  # [BLOCK]
+    key = tl.load(
+        keys + row * splits * TOPK + flat, mask=flat < splits * TOPK, other=-0x8000000000000000
+    )
+    best = _best(key, -0x8000000000000000, TOPK, BLOCK_K)  # [BLOCK_K]
+    prob = tl.exp(score_of(best) - top) / tl.maximum(total, 1e-30)
+    rank = tl.arange(0, BLOCK_K)
+    tl.store(probs_out + row * TOPK + rank, prob, mask=rank < TOPK)
+    token = token_of(best)
+    if target_ids is not None:
+        token = tl.load(target_ids + token, mask=rank < TOPK, other=0)
+    tl.store(ids_out + row * TOPK + rank, token, mask=rank < TOPK)
+
+
+@triton.jit
+def argmax_kernel(
+    logits,  # [R, V]
+    out,  # [R, splits] int64, out: the best key of each split; the token if there is one split
+    vocab,
+    tiles,
+    stride,
+    MERGED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Find the best token of one split of a row."""
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    enter(PDL)
+    lane = tl.arange(0, BLOCK)  # [BLOCK]
+    best = tl.full([BLOCK], -float("inf"), tl.float32)
+    tile = tl.zeros([BLOCK], tl.int32) + split
+    for i in range(split, tiles, tl.num_programs(1)):
+        token = i * BLOCK + lane
+        score = tl.load(logits + row * stride + token, mask=token < vocab, other=-float("inf"))
+        # no NaN is greater than anything
+        better = score.to(tl.float32) > best
+        best = tl.where(better, score.to(tl.float32), best)
+        tile = tl.where(better, i, tile)
+    key = tl.max(ranked(best, tile * BLOCK + lane), 0)
+    tl.store(out + row * tl.num_programs(1) + split, token_of(key) if MERGED else key)
+
+
+@triton.jit
+def argmax_merge_kernel(
+    keys,  # [R, splits] int64
+    out,  # [R] int64, out
+    splits,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Merge the best tokens of a row's splits."""
+    row = tl.program_id(0).to(tl.int64)
+    enter(PDL)
+    split = tl.arange(0, BLOCK)  # [BLOCK]
+    key = tl.load(keys + row * splits + split, mask=split < splits, other=-0x8000000000000000)
+    tl.store(out + row, token_of(tl.max(key, 0)))

@@ -1,0 +1,134 @@
+"""Distributions of rows of logits, and coins."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from specattn.kernels.sampling.keys import finite, load_scores, ranked
+from specattn.kernels.sampling.thresholds import inv_temperature_of, merge_splits
+
+
+@triton.jit
+def peaks_kernel(
+    logits,  # [R, V]
+    temperature,  # [B] float32
+    keys,  # [R, splits] int64, out: the most probable token of each split
+    masses,  # [R, splits] float32, out: weights relative to it
+    levels,  # [R, splits] float32, out if TRUNCATE: what its larger logits are about, -inf if none
+    counts,  # [R, BINS] int32, out if TRUNCATE: zeros
+    notes,  # [R, 8] int64, out if TRUNCATE: zeros
+    vocab,
+    stride,
+    rows_per_req,
+    TRUNCATE: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Find the best token and the mass of one split of a row."""
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    splits = tl.num_programs(1)
+    inv_temperature = inv_temperature_of(tl.load(temperature + row // rows_per_req))
+    lane = tl.arange(0, BLOCK)  # [BLOCK]
+    best = tl.full([BLOCK], -float("inf"), tl.float32)
+    tile = tl.zeros([BLOCK], tl.int32) + split
+    mass = tl.zeros([BLOCK], tl.float32)
+    peak = -3.0e38
+    for i in range(split, tl.cdiv(vocab, BLOCK), splits):
+        score = load_scores(logits + row * stride, i * BLOCK + lane, vocab)
+        higher = tl.maximum(peak, tl.max(score, 0))
+        mass *= tl.exp2((peak - higher) * inv_temperature)
+        mass += tl.exp2((score - higher) * inv_temperature)
+        peak = higher
+        better = score > best
+        best = tl.where(better, score, best)
+        tile = tl.where(better, i, tile)
+    tl.store(keys + row * splits + split, tl.max(ranked(best, tile * BLOCK + lane), 0))
+    tl.store(masses + row * splits + split, tl.sum(mass, 0))
+    if TRUNCATE:
+        # of logits that were put out of reach, nothing is to be learnt
+        usual = (best > -float("inf")) & (best > peak - 1e3)
+        number = tl.sum(usual.to(tl.int32), 0)
+        below = tl.sum(tl.where(usual, peak - best, 0.0), 0) / tl.maximum(number, 1)
+        tl.store(levels + row * splits + split, tl.where(number > 0, peak - below, -float("inf")))
+        bins = tl.arange(0, BINS)
+        tl.store(counts + row * BINS + bins, 0, mask=bins % splits == split)
+        tl.store(notes + row * 8 + tl.arange(0, 8), 0, mask=(tl.arange(0, 8) >= 0) & (split == 0))
+
+
+@triton.jit
+def probs_kernel(
+    logits,  # [R, V]
+    temperature,  # [B] float32
+    keys,  # [R, splits] int64
+    masses,  # [R, splits] float32
+    thresholds,  # [R, 2] float32
+    lasts,  # [R] int32
+    probs,  # [R, V] float32, out
+    vocab,
+    stride,
+    rows_per_req,
+    TRUNCATE: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the probabilities of one split of a row."""
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    splits = tl.num_programs(1)
+    temp = tl.load(temperature + row // rows_per_req)
+    inv_temperature = inv_temperature_of(temp)
+    best, peak, total, _ = merge_splits(keys, masses, row, splits, inv_temperature, BLOCK_P)
+    one = (temp == 0) | (peak == -float("inf"))
+    if TRUNCATE:
+        cut = tl.load(thresholds + row * 2)
+        total = tl.load(thresholds + row * 2 + 1)
+        last = tl.load(lasts + row)
+    scale = 1 / total
+    for i in range(split, tl.cdiv(vocab, BLOCK), splits):
+        token = i * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+        # only its place matters to a row of one token
+        score = load_scores(logits + row * stride, token, tl.where(one, 0, vocab))
+        distance = finite(peak) - score
+        prob = tl.exp2(-distance * inv_temperature) * scale
+        if TRUNCATE:
+            prob = tl.where((distance < cut) | ((distance == cut) & (token <= last)), prob, 0.0)
+        prob = tl.where(one, (token == best).to(tl.float32), prob)
+        tl.store(probs + row * vocab + token, prob, mask=token < vocab)
+
+
+@triton.jit
+def _mix(state):
+    """One SplitMix64 step."""
+    state += 0x9E3779B97F4A7C15
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB
+    return state ^ (state >> 31)
+
+
+@triton.jit
+def coins_kernel(
+    seeds,  # [B] int64
+    positions,  # [B, M] or [B]
+    coins,  # [draws, B, D] float32, out
+    count,
+    width,
+    first_draw,
+    stride_req,
+    stride_depth,
+    DEPTHS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Compute the coins of requests, depths and draws."""
+    draw = tl.program_id(1)
+    flat = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    live = flat < count
+    req, depth = flat // width, flat % width
+    seed = tl.load(seeds + req, mask=live, other=0).to(tl.uint64)
+    place = positions + req.to(tl.int64) * stride_req
+    if DEPTHS:
+        position = tl.load(place, mask=live, other=0).to(tl.int64) + depth
+    else:
+        position = tl.load(place + depth * stride_depth, mask=live, other=0).to(tl.int64)
+    state = _mix(_mix(_mix(seed) + position.to(tl.uint64)) + (first_draw + draw).to(tl.uint64))
+    coin = (state >> 40).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+    tl.store(coins + draw * count + flat, coin, mask=live)

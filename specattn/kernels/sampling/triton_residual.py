@@ -1,0 +1,159 @@
+"""Draw a token from a distribution, or from what is left of it."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# tokens whose weights are summed before they are chosen among
+SEGMENT = 512
+
+
+@triton.jit
+def _weights(
+    p_row,
+    q_row,
+    q_on,
+    refused,
+    num_refused,
+    segment,
+    vocab,
+    ROWS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    HAS_Q: tl.constexpr,
+):
+    """Return what of the target's probabilities is left: less q, without the refused tokens."""
+    lane = tl.arange(0, SEGMENT)  # [SEGMENT]
+    token = segment[:, None] * SEGMENT + lane[None, :]  # [ROWS, SEGMENT]
+    rest = tl.load(p_row + token, mask=token < vocab, other=0)
+    if HAS_Q:
+        rest -= tl.load(q_row + token, mask=(token < vocab) & q_on, other=0)
+    rest = tl.where(rest > 0, rest, 0.0)
+    for first in range(0, num_refused, 32):
+        # a token is refused where its row and its column name the same entry of the list
+        rows = tl.zeros([ROWS], tl.int32)
+        columns = tl.zeros([SEGMENT], tl.int32)
+        for i in range(first, tl.minimum(first + 32, num_refused)):
+            gone = tl.load(refused + i)
+            rows |= tl.where(segment == gone // SEGMENT, 1 << (i - first), 0)
+            columns |= tl.where(lane == gone % SEGMENT, 1 << (i - first), 0)
+        rest = tl.where((rows[:, None] & columns[None, :]) != 0, 0.0, rest)
+    return rest
+
+
+@triton.jit
+def sample_weights(
+    p_row,
+    q_row,
+    q_on,
+    refused,
+    num_refused,
+    coin,
+    vocab,
+    ROWS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    TILES: tl.constexpr,
+    HAS_Q: tl.constexpr,
+):
+    """Return the first token whose cumulative weight exceeds coin * total; -1 if there is none."""
+    row = tl.arange(0, ROWS)  # [ROWS]
+    tile = tl.arange(0, TILES)[:, None]  # [TILES, 1]
+    masses = tl.zeros([TILES, ROWS], tl.float32)
+    for i in range(tl.cdiv(vocab, ROWS * SEGMENT)):
+        rest = _weights(
+            p_row, q_row, q_on, refused, num_refused, i * ROWS + row, vocab, ROWS, SEGMENT, HAS_Q
+        )
+        masses = tl.where(tile == i, tl.sum(rest, 1)[None, :], masses)
+    mass = tl.reshape(masses, [TILES * ROWS])
+    segment = tl.arange(0, TILES * ROWS)
+    reached = tl.cumsum(mass, 0)
+    goal = coin * tl.max(reached, 0)
+    # Rounding may leave nothing above the goal: then the last token with weight.
+    last = tl.max(tl.where(mass > 0, segment, -1), 0)
+    hit = tl.min(tl.where((mass > 0) & (reached > goal), segment, TILES * ROWS), 0)
+    chosen = tl.where(hit < TILES * ROWS, hit, last)
+    below = tl.max(tl.where(segment == chosen - 1, reached, 0.0), 0)
+
+    here = tl.maximum(chosen, 0) + tl.arange(0, 1)
+    rest = _weights(p_row, q_row, q_on, refused, num_refused, here, vocab, 1, SEGMENT, HAS_Q)
+    rest = tl.reshape(rest, [SEGMENT])
+    token = tl.maximum(chosen, 0) * SEGMENT + tl.arange(0, SEGMENT)
+    past = (rest > 0) & (below + tl.cumsum(rest, 0) > goal)
+    hit = tl.min(tl.where(past, token, vocab), 0)
+    return tl.where(hit < vocab, hit, tl.max(tl.where(rest > 0, token, -1), 0))
+
+
+@triton.jit
+def sample_residual(
+    p_row,
+    q_row,
+    q_on,
+    refused,
+    num_refused,
+    coin,
+    vocab,
+    ROWS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    TILES: tl.constexpr,
+    HAS_Q: tl.constexpr,
+):
+    """Draw from the residual; from the target itself if rounding left no residual."""
+    token = -1
+    tries = 0
+    while (token < 0) & (tries < 2):
+        first = tries == 0
+        token = sample_weights(
+            p_row,
+            q_row,
+            q_on & first,
+            refused,
+            tl.where(first, num_refused, 0),
+            coin,
+            vocab,
+            ROWS,
+            SEGMENT,
+            TILES,
+            HAS_Q,
+        )
+        tries += 1
+    return tl.maximum(token, 0).to(tl.int64)
+
+
+def vocab_tiles(vocab: int, most_rows: int) -> dict[str, int]:
+    """Tiles of ``ROWS`` segments: all of one tile's loads are under way together."""
+    segments = triton.cdiv(vocab, SEGMENT)
+    rows = min(most_rows, triton.next_power_of_2(segments))
+    tiles = triton.next_power_of_2(triton.cdiv(segments, rows))
+    return {
+        "ROWS": rows,
+        "SEGMENT": SEGMENT,
+        "TILES": tiles,
+        "num_warps": max(4, min(16, rows // 2)),
+    }
+
+
+@triton.jit
+def draw_kernel(
+    weights,  # [B, V] float32
+    coins,  # [B] float32
+    fallback,  # [B, V] float32
+    tokens,  # [B] int64, out
+    vocab,
+    stride,
+    stride_fallback,
+    HAS_FALLBACK: tl.constexpr,
+    ROWS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Draw a token of one row."""
+    req = tl.program_id(0).to(tl.int64)
+    row = weights + req * stride
+    coin = tl.load(coins + req)
+    # it refuses no tokens: any pointer names the list of none
+    token = sample_weights(row, row, False, tokens, 0, coin, vocab, ROWS, SEGMENT, TILES, False)
+    if HAS_FALLBACK:
+        row = fallback + req * stride_fallback
+        other = sample_weights(row, row, False, tokens, 0, coin, vocab, ROWS, SEGMENT, TILES, False)
+        token = tl.where(token < 0, other, token)
+    tl.store(tokens + req, tl.maximum(token, 0).to(tl.int64))

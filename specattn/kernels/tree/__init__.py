@@ -1,0 +1,446 @@
+"""Draft trees: pick beams, build the tree, and accept a path of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from specattn.kernels import implementation
+from specattn.kernels.checks import require_dense, require_rows
+from specattn.kernels.tree import naive
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# candidates that one program holds in registers; wider tables are sorted by torch
+MAX_CANDIDATES = 16384
+
+
+def append_candidates(
+    step: int,
+    child_probs: Tensor,
+    child_tokens: Tensor,
+    path_scores: Tensor | None,
+    *,
+    candidate_scores: Tensor,
+    candidate_tokens: Tensor,
+    candidate_parents: Tensor,
+) -> None:
+    """Record the children that the last draft step proposes, without picking beams.
+
+    Parameters are those of `select_beams`, of which this is the first half.
+    """
+    start = _candidate_offset(step, child_probs, candidate_scores, candidate_parents)
+    require_dense(child_probs=child_probs, child_tokens=child_tokens, path_scores=path_scores)
+    if not len(child_probs):
+        return
+    implementation(naive.append_candidates, child_probs.device)(
+        step,
+        child_probs,
+        child_tokens,
+        path_scores,
+        candidate_scores,
+        candidate_tokens,
+        candidate_parents,
+        start,
+    )
+
+
+def select_beams(
+    step: int,
+    child_probs: Tensor,
+    child_tokens: Tensor,
+    path_scores: Tensor | None,
+    path_words: Tensor | None,
+    *,
+    candidate_scores: Tensor,
+    candidate_tokens: Tensor,
+    candidate_parents: Tensor,
+    scores_out: Tensor,
+    tokens_out: Tensor,
+    rows_out: Tensor,
+    words_out: Tensor,
+) -> None:
+    """Score the beams' children, record them as candidates, keep the best ``topk``.
+
+    By the rule of EAGLE-2 (arXiv:2406.16858) a path scores the product of its probabilities. Ties
+    go to the lower flat index ``beam * topk + child``; NaN ranks last. The outputs may not overlap
+    the inputs.
+
+    Parameters
+    ----------
+    step : int
+        Draft step, from 0. Step 0 has one beam, the root.
+    child_probs, child_tokens : Tensor
+        ``[B, beams, topk]`` float32 and int64: what the draft model proposes after each beam.
+        ``beams`` is 1 at step 0 and ``topk`` later.
+    path_scores : Tensor or None
+        ``[B, beams]`` float32, probability of the path down to each beam; 1 if None.
+    path_words : Tensor or None
+        ``[B, beams, W]`` int64, its ancestors and itself: bit ``step * topk + branch``; no bits if
+        None, as of the root, which is no draft node. May have a row stride.
+    candidate_scores, candidate_tokens, candidate_parents : Tensor
+        The `specattn.batch.Candidates` of all steps; the columns of this step are written.
+    scores_out, tokens_out, rows_out : Tensor
+        ``[B, topk]`` float32, int64, int64, best first: path score, token, and the row of
+        ``[B * beams]`` that it extends.
+    words_out : Tensor
+        ``[B, topk, W]`` int64, the words of the new beams. May have a row stride.
+
+    Raises
+    ------
+    ValueError
+        If the candidates have no room for this step, or a tensor is not laid out as above.
+    """
+    start = _candidate_offset(step, child_probs, candidate_scores, candidate_parents)
+    _check_beams(step, child_probs, candidate_parents, words_out)
+    require_dense(
+        child_probs=child_probs,
+        child_tokens=child_tokens,
+        path_scores=path_scores,
+        path_words=None if path_words is None else path_words[:1],
+        scores_out=scores_out,
+        tokens_out=tokens_out,
+        rows_out=rows_out,
+        words_out=words_out[:1],
+    )
+    if not len(child_probs):
+        return
+    implementation(naive.select_beams, child_probs.device)(
+        step,
+        child_probs,
+        child_tokens,
+        path_scores,
+        path_words,
+        candidate_scores,
+        candidate_tokens,
+        candidate_parents,
+        scores_out,
+        tokens_out,
+        rows_out,
+        words_out,
+        start,
+    )
+
+
+def build_tree(
+    scores: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    bonus_tokens: Tensor,
+    seq_lens: Tensor,
+    *,
+    topk: int,
+    num_draft_tokens: int,
+    tokens_out: Tensor,
+    positions_out: Tensor,
+    words_out: Tensor,
+    next_token_out: Tensor,
+    next_sibling_out: Tensor,
+) -> None:
+    """Build each request's tree of its best ``num_draft_tokens - 1`` candidates.
+
+    This is the reranking of EAGLE-2 (arXiv:2406.16858), exact at ties and NaN. A candidate ranks
+    by the lowest score on its path, equals go to the lower flat index, and NaN ranks last, so
+    every node's parent is kept too. Nodes are numbered in ascending flat index after the root.
+
+    A candidate whose parent entry does not point to a shallower step is an orphan: it ranks last,
+    and hangs below the root if it is needed to fill the tree.
+
+    Parameters
+    ----------
+    scores, tokens, parents : Tensor
+        The `specattn.batch.Candidates`; rows may have a stride. C = 0 for plain decoding.
+    bonus_tokens, seq_lens : Tensor
+        ``[B]`` int64 and int32: the root's token and position.
+    topk, num_draft_tokens : int
+        Children per group, and the nodes wanted, the root included.
+    tokens_out, positions_out, next_token_out, next_sibling_out : Tensor
+        ``[B, num_draft_tokens]`` int64, dense: the `specattn.batch.DraftTree`.
+    words_out : Tensor
+        ``[B, num_draft_tokens, W]`` int64, dense: its ancestor words.
+
+    Raises
+    ------
+    ValueError
+        If the candidates are fewer than the nodes, or scores and parents disagree, or an output
+        is not dense.
+    """
+    steps = _tree_steps(scores, parents, topk, num_draft_tokens)
+    require_dense(
+        tokens_out=tokens_out,
+        positions_out=positions_out,
+        words_out=words_out,
+        next_token_out=next_token_out,
+        next_sibling_out=next_sibling_out,
+    )
+    batch, count = scores.shape
+    if not batch:
+        return
+    sort = count > MAX_CANDIDATES
+    build = naive.build_tree if sort else implementation(naive.build_tree, scores.device)
+    build(
+        scores,
+        tokens,
+        parents,
+        bonus_tokens,
+        seq_lens,
+        topk,
+        num_draft_tokens,
+        tokens_out,
+        positions_out,
+        words_out,
+        next_token_out,
+        next_sibling_out,
+        steps,
+    )
+
+
+def accept_greedy(
+    tokens: Tensor,
+    next_token: Tensor,
+    next_sibling: Tensor,
+    target_argmax: Tensor,
+    *,
+    accept_index_out: Tensor,
+    accept_tokens_out: Tensor,
+    accept_lens_out: Tensor,
+    bonus_out: Tensor,
+) -> None:
+    """Follow the target's own choice down each tree as far as the tree has it.
+
+    A link that leaves its row ends the walk, which is at most ``num_steps`` deep and looks at n - 1
+    siblings at most, so a malformed tree neither hangs nor reads elsewhere.
+
+    Parameters
+    ----------
+    tokens, next_token, next_sibling : Tensor
+        ``[B, n]`` int64, of the `specattn.batch.DraftTree`.
+    target_argmax : Tensor
+        ``[B, n]`` int64, the target's choice after each node.
+    accept_index_out, accept_tokens_out, accept_lens_out, bonus_out : Tensor
+        ``[B, num_steps + 1]`` int32 and int64, ``[B]`` int32 and int64: the
+        `specattn.batch.AcceptResult`, written in place.
+
+    Raises
+    ------
+    ValueError
+        If a tensor is not contiguous.
+    """
+    require_dense(
+        tokens=tokens,
+        next_token=next_token,
+        next_sibling=next_sibling,
+        target_argmax=target_argmax,
+        accept_index_out=accept_index_out,
+        accept_tokens_out=accept_tokens_out,
+    )
+    if not len(tokens):
+        return
+    implementation(naive.accept_greedy, tokens.device)(
+        tokens,
+        next_token,
+        next_sibling,
+        target_argmax,
+        accept_index_out,
+        accept_tokens_out,
+        accept_lens_out,
+        bonus_out,
+    )
+
+
+def accept_sampled(
+    tokens: Tensor,
+    next_token: Tensor,
+    next_sibling: Tensor,
+    target_probs: Tensor,
+    coins: Tensor,
+    final_coins: Tensor,
+    threshold_single: float = 1.0,
+    threshold_acc: float = 1.0,
+    *,
+    accept_index_out: Tensor,
+    accept_tokens_out: Tensor,
+    accept_lens_out: Tensor,
+    bonus_out: Tensor,
+) -> None:
+    """Sample from the target down each tree; exactly, with thresholds (1, 1).
+
+    At a node one coin u goes over the children in link order: a child of probability p > 0 is
+    taken if ``u * threshold_acc`` is below the probability so far, or if ``p >= threshold_single``.
+    If none is, a token is drawn from the target without those children, with the final coin
+    of that depth. A token listed twice among siblings counts once. The scheme is SGLang's
+    ``tree_speculative_sampling_target_only``, with half-open intervals and separate coins.
+
+    Parameters
+    ----------
+    tokens, next_token, next_sibling : Tensor
+        ``[B, n]`` int64, of the `specattn.batch.DraftTree`.
+    target_probs : Tensor
+        ``[B, n, V]`` float32, the target's distribution after each node; dense last axis.
+    coins, final_coins : Tensor
+        ``[B, num_steps + 1]`` float32 in [0, 1), by depth.
+    threshold_single, threshold_acc : float
+        Below 1 they accept more than the target's probabilities allow.
+    accept_index_out, accept_tokens_out, accept_lens_out, bonus_out : Tensor
+        As in `accept_greedy`.
+
+    Raises
+    ------
+    ValueError
+        If a tensor is not contiguous, or there is not one coin per depth.
+    """
+    require_dense(tokens=tokens, next_token=next_token, next_sibling=next_sibling)
+    _check_sampled(target_probs, coins, final_coins, accept_index_out, accept_tokens_out)
+    if not len(tokens):
+        return
+    implementation(naive.accept_sampled, tokens.device)(
+        tokens,
+        next_token,
+        next_sibling,
+        target_probs,
+        coins,
+        final_coins,
+        threshold_single,
+        threshold_acc,
+        accept_index_out,
+        accept_tokens_out,
+        accept_lens_out,
+        bonus_out,
+    )
+
+
+def accept_rejection(
+    tokens: Tensor,
+    draft_probs: Tensor,
+    target_probs: Tensor,
+    coins: Tensor,
+    final_coins: Tensor,
+    *,
+    accept_index_out: Tensor,
+    accept_tokens_out: Tensor,
+    accept_lens_out: Tensor,
+    bonus_out: Tensor,
+) -> None:
+    """Verify a drawn chain by rejection sampling; tokens follow the target exactly.
+
+    Node i + 1 is taken with probability ``min(1, p / q)``. At the first refusal a token is drawn
+    from ``relu(p - q)``, after the last node from p (Leviathan et al., arXiv:2211.17192; Chen et
+    al., arXiv:2302.01318).
+
+    Parameters
+    ----------
+    tokens : Tensor
+        ``[B, n]`` int64, n = num_steps + 1, a chain.
+    draft_probs : Tensor
+        ``[B, num_steps, V]`` float32; row i is what node i + 1 was drawn from; dense last axis.
+    target_probs : Tensor
+        ``[B, n, V]`` float32, the target's distribution after each node; dense last axis.
+    coins, final_coins : Tensor
+        ``[B, num_steps + 1]`` float32 in [0, 1), by depth.
+    accept_index_out, accept_tokens_out, accept_lens_out, bonus_out : Tensor
+        As in `accept_greedy`.
+
+    Raises
+    ------
+    ValueError
+        If a tensor is not contiguous, or there is not one coin per depth.
+    """
+    require_dense(tokens=tokens)
+    require_rows(draft_probs=draft_probs)
+    _check_sampled(target_probs, coins, final_coins, accept_index_out, accept_tokens_out)
+    if not len(tokens):
+        return
+    implementation(naive.accept_rejection, tokens.device)(
+        tokens,
+        draft_probs,
+        target_probs,
+        coins,
+        final_coins,
+        accept_index_out,
+        accept_tokens_out,
+        accept_lens_out,
+        bonus_out,
+    )
+
+
+def _candidate_offset(
+    step: int, child_probs: Tensor, candidate_scores: Tensor, candidate_parents: Tensor
+) -> int:
+    """Return the flat index of the first candidate of ``step``.
+
+    Raises
+    ------
+    ValueError
+        If the number of beams is wrong for the step, or the candidates have no room for it.
+    """
+    _, beams, topk = child_probs.shape
+    if beams != (topk if step else 1):
+        raise ValueError(
+            f"child_probs must have {topk if step else 1} beams at step {step}, got {beams}"
+        )
+    start = topk + (step - 1) * topk**2 if step else 0
+    if start + beams * topk > candidate_scores.shape[1] or not candidate_parents.shape[1]:
+        raise ValueError(
+            f"candidates end at column {candidate_scores.shape[1]}, before those of step {step} "
+            f"({start}..{start + beams * topk - 1})"
+        )
+    return start
+
+
+def _check_beams(
+    step: int, child_probs: Tensor, candidate_parents: Tensor, words_out: Tensor
+) -> None:
+    """Raise ValueError if ``step`` is the last, which has no beams, or its words do not fit."""
+    nodes = (step + 1) * child_probs.shape[2]
+    if candidate_parents.shape[1] < 1 + nodes:
+        raise ValueError(
+            f"step {step} has no beams to pick: candidates have {candidate_parents.shape[1]} groups"
+        )
+    if words_out.shape[2] * 64 < nodes:
+        raise ValueError(f"words_out must have a bit for each of {nodes} nodes")
+
+
+def _tree_steps(scores: Tensor, parents: Tensor, topk: int, num_draft_tokens: int) -> int:
+    """Return the tree's depth below the root, as the candidates' shapes tell it.
+
+    Raises
+    ------
+    ValueError
+        If scores and parents do not describe the same steps, or the candidates are too few.
+    """
+    count, groups = scores.shape[1], parents.shape[1]
+    if not count and num_draft_tokens == 1:
+        return 0
+    if count != groups * topk or (groups - 1) % topk:
+        raise ValueError(
+            f"{count} scores and {groups} parents are not the candidates of topk {topk}: expected "
+            "topk + (num_steps - 1) * topk² and (num_steps - 1) * topk + 1"
+        )
+    if not 1 <= num_draft_tokens <= count + 1:
+        raise ValueError(f"num_draft_tokens must be 1..{count + 1}, got {num_draft_tokens}")
+    return (groups - 1) // topk + 1
+
+
+def _check_sampled(
+    target_probs: Tensor,
+    coins: Tensor,
+    final_coins: Tensor,
+    accept_index_out: Tensor,
+    accept_tokens_out: Tensor,
+) -> None:
+    require_rows(target_probs=target_probs)
+    require_dense(
+        coins=coins,
+        final_coins=final_coins,
+        accept_index_out=accept_index_out,
+        accept_tokens_out=accept_tokens_out,
+    )
+    for name, tensor in (("coins", coins), ("final_coins", final_coins)):
+        if tensor.shape != accept_index_out.shape:
+            raise ValueError(
+                f"{name} must be {list(accept_index_out.shape)}, got {list(tensor.shape)}"
+            )

@@ -1,0 +1,193 @@
+"""commit_kv against a dictionary of slots."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from specattn.kernels.cache import commit_kv
+from tests.caches import scattered
+from tests.kernels.tree_oracle import DEVICE, random_tree
+
+
+def expected_pool(pool, tail_slots, accept_index):
+    """Read everything, then write."""
+    before, after = pool.clone(), pool.clone()
+    for tail, path in zip(tail_slots, accept_index, strict=True):
+        for rank, node in enumerate(path[: len(tail)]):
+            if 0 <= node < len(tail):
+                after[:, tail[rank]] = before[:, tail[node]]
+    return after
+
+
+def check(k_pool, v_pool, tail_slots, accept_index):
+    expect = [expected_pool(pool, tail_slots, accept_index) for pool in (k_pool, v_pool)]
+    commit_kv(
+        k_pool,
+        v_pool,
+        torch.tensor(tail_slots, dtype=torch.int32, device=DEVICE),
+        torch.tensor(accept_index, dtype=torch.int32, device=DEVICE),
+    )
+    for pool, want in zip((k_pool, v_pool), expect, strict=True):
+        assert torch.equal(pool, want)
+
+
+def pools(layers, slots, heads, k_dim, v_dim, dtype=torch.float32):
+    return (
+        torch.randn(layers, slots, heads, k_dim, device=DEVICE).to(dtype),
+        torch.randn(layers, slots, heads, v_dim, device=DEVICE).to(dtype),
+    )
+
+
+def paths(rng, batch, n, steps):
+    """Accepted paths of random trees, padded with -1."""
+    rows = []
+    for _ in range(batch):
+        tree = random_tree(rng, n, max(steps, 1))
+        path = tree.ancestors(rng.randrange(n))[::-1] if steps else [0]
+        rows.append(path + [-1] * (steps + 1 - len(path)))
+    return rows
+
+
+SHAPES = [  # batch, n, steps, layers, heads, k_dim, v_dim
+    (1, 1, 0, 1, 1, 4, 4),
+    (2, 3, 2, 2, 1, 3, 5),
+    (3, 7, 3, 2, 3, 5, 5),
+    (4, 33, 6, 1, 2, 9, 3),
+    (2, 70, 64, 1, 1, 20, 20),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_random_paths(implementation, shape):
+    batch, n, steps, layers, heads, k_dim, v_dim = shape
+    rng = random.Random(n)
+    slots = rng.sample(range(1, batch * n + 20), batch * n)
+    tails = [slots[i * n : (i + 1) * n] for i in range(batch)]
+    check(
+        *pools(layers, batch * n + 20, heads, k_dim, v_dim),
+        tails,
+        paths(rng, batch, n, steps),
+    )
+
+
+@pytest.mark.parametrize(
+    "path", [[0, 2, 5], [0, 1, 2], [0, 3, 4], [0, 5, -1], [0, 2, 1], [0, -1, -1]]
+)
+def test_overlapping_path(implementation, path):
+    """Slot 2 is read for rank 1 and written for rank 2; order must not matter."""
+    check(*pools(3, 12, 2, 6, 4), [[7, 3, 11, 1, 9, 4]], [path])
+
+
+def test_padding_touches_only_slot_zero(implementation):
+    k_pool, v_pool = pools(2, 9, 1, 4, 4)
+    tails = [[3, 1, 8], [0, 0, 0], [0, 0, 0]]
+    check(k_pool, v_pool, tails, [[0, 2, -1], [0, 2, 1], [0, -1, -1]])
+
+
+def test_nodes_outside_the_row_are_skipped(implementation):
+    check(*pools(1, 9, 1, 4, 4), [[3, 1, 8]], [[0, 3, 2, 1]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.uint8])
+def test_dtypes_move_as_bits(implementation, dtype):
+    check(*pools(2, 9, 2, 5, 3, dtype), [[3, 1, 8, 5]], [[0, 2, 3]])
+
+
+def test_strided_pools_and_tails(implementation):
+    """Slots of a layer may be interleaved with other data; nothing between them moves."""
+    storage = torch.randn(2, 20, 3, 2, 8, device=DEVICE)
+    k_pool, v_pool = storage[:, :, 0, :, :5], storage[:, :, 2, :, 1:7]
+    untouched = storage[:, :, 1].clone()
+    wide = torch.tensor([[4, 2, 9, 6, 0], [1, 8, 3, 5, 0]], dtype=torch.int32, device=DEVICE)
+    accept = torch.tensor([[0, 2, 3], [0, 3, -1]], dtype=torch.int32, device=DEVICE)
+    expect = [expected_pool(p, wide[:, :4].tolist(), accept.tolist()) for p in (k_pool, v_pool)]
+    commit_kv(k_pool, v_pool, wide[:, :4], accept)
+    assert torch.equal(k_pool, expect[0])
+    assert torch.equal(v_pool, expect[1])
+    assert torch.equal(storage[:, :, 1], untouched)
+
+
+def check_layers(k_pool, v_pool, **options):
+    """Layers as tensors of their own, over a path whose slots are read and written."""
+    tail, path = [[7, 3, 11, 1, 9, 4]], [[0, 2, 5]]
+    expect = [[expected_pool(layer[None], tail, path)[0] for layer in p] for p in (k_pool, v_pool)]
+    commit_kv(
+        k_pool,
+        v_pool,
+        *(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (tail, path)),
+        **options,
+    )
+    for found, wanted in zip((k_pool, v_pool), expect, strict=True):
+        for layer, want in zip(found, wanted, strict=True):
+            torch.testing.assert_close(layer, want, rtol=0, atol=0, equal_nan=True)
+
+
+# elements that all offsets are multiples of, and the unit they are counted in
+UNITS = [(1, 1), (2, 2), (2, 1), (16, 16), (16, 4), (24, 8)]
+
+
+@pytest.mark.parametrize(("gap", "unit"), UNITS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
+def test_layers_anywhere(implementation, dtype, gap, unit):
+    """Also below the first, and no multiple of a vector apart."""
+    caches = scattered(10, (12, 2, 8), dtype, DEVICE, gap)
+    for number, cache in enumerate(caches):
+        cache.copy_(torch.randn(12, 2, 8) if dtype.is_floating_point else torch.tensor(number))
+        cache[7:] += 1
+    pools = caches[:5], caches[5:]
+    places = [[layer.data_ptr() - layers[0].data_ptr() for layer in layers] for layers in pools]
+    assert min(places[0]) < 0
+    offsets = torch.tensor(places, device=DEVICE) // (caches[0].element_size() * unit)
+    check_layers(*pools, offsets=offsets, unit=unit)
+
+
+def test_layers_of_allocations_of_their_own(implementation):
+    """As an engine makes them; narrow values beside wide keys, heads that lie apart."""
+    wide = [torch.randn(12, 3, 2, 16, device=DEVICE) for _ in range(4)]
+    k_pool, v_pool = ([layer[:, at, :, :dim] for layer in wide] for at, dim in ((0, 16), (2, 5)))
+    untouched = [layer[:, 1].clone() for layer in wide]
+    places = [
+        [layer.data_ptr() - layers[0].data_ptr() for layer in layers] for layers in (k_pool, v_pool)
+    ]
+    check_layers(k_pool, v_pool, offsets=torch.tensor(places, device=DEVICE) // 4)
+    for layer, before in zip(wide, untouched, strict=True):
+        assert torch.equal(layer[:, 1], before)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [2]], ids=str)
+def test_evenly_spaced_layers_of_their_own(implementation, order):
+    stacked = torch.randn(4, 2, 12, 2, 8, device=DEVICE)
+    check_layers([stacked[at, 0] for at in order], [stacked[at, 1] for at in order])
+
+
+@pytest.mark.gpu
+def test_pool_beyond_32_bit_offsets():
+    """Elements past 2^31: a 32-bit product would wrap."""
+    slots = 2**31 // 4096 + 64
+    pool = torch.zeros(1, slots, 32, 128, dtype=torch.uint8, device="cuda")
+    pool[0, -3] = 7
+    tail = torch.tensor([[5, 6, slots - 3]], dtype=torch.int32, device="cuda")
+    accept = torch.tensor([[0, 2]], dtype=torch.int32, device="cuda")
+    commit_kv(pool, pool[..., :1], tail, accept)
+    assert (pool[0, 6] == 7).all()
+
+
+@pytest.mark.gpu
+def test_layers_beyond_32_bit_offsets():
+    """Offsets past 2^32 and below 0, of layers that are not evenly spaced."""
+    arena = torch.zeros(2**32 + 2**31, dtype=torch.uint8, device="cuda")
+    starts = [2**31 + 4096, 0, 2**32 + 8192 + 16]
+    layers = [arena[start : start + 12 * 32].view(12, 2, 16) for start in starts]
+    for number, layer in enumerate(layers):
+        layer[4] = 7 + number
+    offsets = torch.tensor([[start - starts[0] for start in starts]] * 2, device="cuda") // 16
+    tail = torch.tensor([[5, 6, 4]], dtype=torch.int32, device="cuda")
+    accept = torch.tensor([[0, 2]], dtype=torch.int32, device="cuda")
+    values = [layer[..., :1] for layer in layers]
+    commit_kv(layers, values, tail, accept, offsets=offsets, unit=16)
+    for number, layer in enumerate(layers):
+        assert (layer[[4, 6]] == 7 + number).all()
+    assert int(arena.count_nonzero()) == 3 * 2 * 32

@@ -1,0 +1,95 @@
+"""Streamed products against torch's, and where they are used."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specattn.kernels.fused import stream
+
+BF16, HALF = torch.bfloat16, torch.float16
+
+
+def off(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def test_only_few_rows_of_16_bits_on_hopper() -> None:
+    weight = torch.randn(8, 16, dtype=HALF)
+    assert not stream.streams(torch.randn(3, 16, dtype=HALF), weight)
+    assert not stream.streams(torch.randn(129, 16, dtype=HALF), weight)
+    assert not stream.streams(torch.randn(3, 16), weight.float())
+
+
+@pytest.mark.parametrize(
+    ("rows", "steps", "split", "nbytes", "pace"),
+    [
+        (16, 32, 4, 2 << 24, 1),  # an output projection: 6 of a CTA's 8 tiles are there before x is
+        (16, 32, 2, 3 << 24, 2),  # queries, keys and values: 6 of 16
+        (64, 32, 4, 2 << 24, 2),  # the wider tile's ring holds 4 of 8
+        (65, 32, 4, 2 << 24, 2),  # and the widest 3
+        (128, 6, 1, 1 << 20, 3),
+        (16, 6, 1, 1 << 20, 6),  # a small model's
+    ],
+)
+def test_pace(rows, steps, split, nbytes, pace) -> None:
+    assert stream._pace(stream.stream_tile(rows), steps, split, nbytes) == pace
+
+
+@pytest.mark.parametrize(
+    ("rows", "out", "inner", "gains"),
+    [
+        (128, 4096, 4096, True),
+        (64, 6144, 4096, True),  # halves of 48 rows in two parts
+        (65, 6144, 4096, False),
+        (65, 24576, 4096, True),  # of 48 rows, too, in one part
+        (128, 512, 192, True),
+    ],
+)
+def test_what_is_streamed_beyond_64_rows(rows, out, inner, gains, monkeypatch) -> None:
+    monkeypatch.setattr(stream, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(stream, "ready", lambda device: True)
+    x, weight = torch.empty(rows, inner, dtype=BF16), torch.empty(out, inner, dtype=BF16)
+    assert stream.streams(x, weight) is gains
+    assert stream.streams(x, weight, gated=True)
+
+
+@pytest.mark.parametrize("pace", [0, 7])
+def test_the_pace_is_of_the_ring(pace) -> None:
+    with pytest.raises(ValueError, match=r"pace must be 1\.\.6"):
+        stream.StreamTile(16, 6, pace=pace)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("rows", "out", "inner", "dtype"),
+    [
+        (1, 6144, 1024, BF16),
+        (16, 300, 72, HALF),
+        (33, 1000, 4096, BF16),
+        (64, 128, 8200, HALF),
+        (5, 6144, 4096, BF16),
+        (40, 6144, 4096, HALF),
+        (20, 20000, 520, BF16),
+        (65, 300, 72, HALF),
+        (80, 4096, 4096, BF16),
+        (97, 1000, 520, HALF),
+        (128, 20000, 520, BF16),
+    ],
+)
+def test_streamed_products(rows, out, inner, dtype) -> None:
+    device = torch.device("cuda")
+    if not stream.ready(device):
+        pytest.skip("needs a Hopper GPU")
+    # rows of both lie in wider tensors whose other columns are not theirs
+    weight = torch.full((out, inner + 8), torch.nan, dtype=dtype, device=device)[:, :inner]
+    weight.normal_(std=inner**-0.5)
+    x = torch.randn(rows, inner, device=device).to(dtype)
+    assert stream.streams(x, weight)
+    exact = x.double() @ weight.double().T
+    parts = stream.stream_linear(x, weight)
+    limit = 1e-5 if len(parts) > 1 else 4e-3
+    assert off(parts.double().sum(0), exact) < limit
+    gate, up = exact.chunk(2, dim=1)
+    assert off(stream.stream_gated(x, weight), gate * gate.sigmoid() * up) < 4e-3
+    assert stream.stream_linear(x, weight).equal(parts)

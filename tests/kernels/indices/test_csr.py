@@ -1,0 +1,152 @@
+"""One list and one packed mask per request, against lists of lists and `interop`."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from specattn.interop import packed_indptr, packed_mask
+from specattn.kernels.indices import fill_lists, pack_masks
+from tests.kernels.tree_oracle import DEVICE
+from tests.oracle import Case, make_tree_case
+
+CANARY = 171
+
+CASES = {
+    "tree": {"lengths": [37, 0, 130, 1], "q_len": 5},
+    "one_node": {"lengths": [3, 0], "q_len": 1},
+    "below_a_byte": {"lengths": [0, 0, 1], "q_len": 2},
+    "late_draft": {"lengths": [9, 64, 0], "q_len": 3, "tail_len": 12, "mode": "draft"},
+    "two_words": {"lengths": [31, 5], "q_len": 7, "tail_len": 70, "mode": "any"},
+    "padded": {"lengths": [600, 2], "q_len": 4, "pads": 3},
+    "many_programs": {"lengths": [1500], "q_len": 11},
+}
+
+
+def tensors(
+    case: Case, reach: int = 10_000
+) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+    """The case's arguments, and list and byte offsets with a trailing request without rows.
+
+    Lists hold at most ``reach`` keys of the prefix.
+    """
+    args = case.args
+    _, q_len, _ = args["tail_words"].shape
+    keys = args["seq_lens"].clamp(max=reach) + args["tail_slots"].shape[1]
+    lists = torch.zeros(len(keys) + 2, dtype=torch.int32)
+    lists[1:-1] = keys.cpu().cumsum(0)
+    lists[-1] = lists[-2]
+    masks = torch.zeros_like(lists)
+    masks[1:-1] = ((q_len * keys.cpu() + 7) // 8).cumsum(0)
+    masks[-1] = masks[-2]
+    return args, lists.to(DEVICE), masks.to(DEVICE)
+
+
+def strided(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values as a view with a row stride, as the draft steps' are."""
+    shape = (*tensor.shape[:-1], tensor.shape[-1] + 3)
+    wide = torch.full(shape, CANARY, dtype=tensor.dtype, device=tensor.device)
+    wide[..., : tensor.shape[-1]] = tensor
+    return wide[..., : tensor.shape[-1]]
+
+
+@pytest.mark.parametrize(("window", "reach"), [(-1, 10_000), (6, 10_000), (6, 6), (3, -1), (3, 0)])
+@pytest.mark.parametrize("name", CASES)
+def test_lists_are_the_prefix_then_the_tail(name, window, reach, implementation):
+    """With a window, keys no query sees are left out by the host, or replaced."""
+    case = make_tree_case(**CASES[name], device=DEVICE)
+    tail = case.args["tail_slots"].shape[1]
+    args, lists, _ = tensors(case, max(reach, 1 - tail))
+    out = torch.full((int(lists[-1]) + 5,), -CANARY, dtype=torch.int32, device=DEVICE)
+    fill_lists(
+        args["req_to_token"],
+        args["req_pool_indices"],
+        args["seq_lens"],
+        strided(args["positions"]),
+        strided(args["tail_slots"]),
+        lists,
+        out,
+        window,
+    )
+    table, rows = args["req_to_token"].tolist(), args["req_pool_indices"].tolist()
+    want = []
+    for b, length in enumerate(args["seq_lens"].tolist()):
+        slots = args["tail_slots"][b].tolist()
+        far = int(args["positions"][b].min()) - window if window >= 0 else 0
+        prefix = [s if p >= far else slots[-1] for p, s in enumerate(table[rows[b]][:length])]
+        begin, end = lists[b : b + 2].tolist()
+        want += (prefix + slots)[length + tail - (end - begin) :]
+    assert out.tolist() == want + [-CANARY] * 5
+
+
+def test_lists_without_a_tail_come_from_the_table_alone(implementation):
+    """What a prompt reads: the table holds its new tokens too."""
+    table = torch.randperm(60, device=DEVICE).int().view(3, 20)
+    lists = torch.tensor([0, 7, 7, 27], dtype=torch.int32, device=DEVICE)
+    out = torch.full((27,), -CANARY, dtype=torch.int32, device=DEVICE)
+    fill_lists(
+        table,
+        torch.tensor([2, 0, 1], device=DEVICE),
+        lists.diff(),
+        table.new_empty(3, 0).long(),
+        table.new_empty(3, 0),
+        lists,
+        out,
+        -1,
+    )
+    assert out.tolist() == table[2, :7].tolist() + table[1].tolist()
+
+
+def brute_force(case: Case, reach: int) -> list[int]:
+    """The bytes of all masks, cell by cell."""
+    a = {name: value.tolist() for name, value in case.args.items()}
+    packed = []
+    for b, prefix in enumerate(a["seq_lens"]):
+        cells = []
+        for i, here in enumerate(a["positions"][b]):
+            where = list(range(prefix)) + a["tail_positions"][b]
+            for column, there in list(enumerate(where))[max(prefix - reach, 0) :]:
+                seen = column < prefix or (
+                    a["tail_words"][b][i][(column - prefix) // 64] >> (column - prefix) % 64 & 1
+                )
+                near = case.window_left < 0 or 0 <= here - there <= case.window_left
+                cells.append(bool(seen) and near)
+        cells += [False] * (-len(cells) % 8)
+        packed += [
+            sum(on << bit for bit, on in enumerate(cells[at : at + 8]))
+            for at in range(0, len(cells), 8)
+        ]
+    return packed
+
+
+@pytest.mark.parametrize(("window", "reach"), [(-1, 10_000), (0, 0), (6, 10_000), (6, 6)])
+@pytest.mark.parametrize("name", CASES)
+def test_masks_are_packed_from_words_and_positions(name, window, reach, implementation):
+    case = make_tree_case(**CASES[name], window_left=window, device=DEVICE)
+    args, lists, masks = tensors(case, reach)
+    out = torch.full((int(masks[-1]) + 5,), CANARY, dtype=torch.uint8, device=DEVICE)
+    words = strided(args["tail_words"])
+    pack_masks(
+        lists,
+        masks,
+        args["seq_lens"],
+        strided(args["positions"]),
+        strided(args["tail_positions"]),
+        words,
+        out,
+        window,
+    )
+    assert out.tolist() == brute_force(case, reach) + [CANARY] * 5
+
+
+def test_masks_are_those_of_interop(implementation):
+    """The public spelling of the same bits."""
+    lens = [random.Random(4).randrange(300) for _ in range(5)]
+    args, lists, masks = tensors(make_tree_case(lens, q_len=9, device=DEVICE))
+    words, seq_lens = args["tail_words"], args["seq_lens"]
+    assert masks[:-1].tolist() == packed_indptr(seq_lens, 9).tolist()
+    out = torch.full((int(masks[-1]),), CANARY, dtype=torch.uint8, device=DEVICE)
+    pack_masks(lists, masks, seq_lens, args["positions"], args["tail_positions"], words, out, -1)
+    assert torch.equal(out, packed_mask(words, seq_lens))

@@ -1,0 +1,227 @@
+"""The draft steps' KV lists against lists of lists, and against the golden vectors."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from specattn.kernels.indices import draft_kv_width, fill_draft_kv, fill_draft_tails
+from tests.kernels.tree_oracle import DEVICE, to_word
+
+CANARY = -99
+
+
+class Case:
+    """Requests with scattered slots, and branches that descend from random beams."""
+
+    def __init__(self, rng, lens, topk, steps, max_len, *, parents=None):
+        batch, self.topk, self.steps, self.max_len = len(lens), topk, steps, max_len
+        self.lens = lens
+        self.rows = rng.sample(range(1, batch + 4), batch)
+        slots = rng.sample(range(1, 10_000), (batch + 4) * (max_len if max_len < 99 else 9))
+        if max_len >= 99:
+            slots = [rng.randrange(1, 2**31) for _ in range((batch + 4) * max_len)]
+        self.table = [slots[i * max_len : (i + 1) * max_len] for i in range(batch + 4)]
+        self.branch_slots = [
+            [[rng.randrange(1, 2**31) for _ in range(topk)] for _ in range(steps)] for _ in lens
+        ]
+        # beam k of step s extends beam parents[s][k] of step s - 1
+        self.parents = parents or [
+            [[rng.randrange(topk) for _ in range(topk)] for _ in range(steps)] for _ in lens
+        ]
+
+    def path(self, req, step, branch):
+        nodes = [(step, branch)]
+        while nodes[-1][0]:
+            step, branch = nodes[-1]
+            nodes.append((step - 1, self.parents[req][step][branch]))
+        return nodes[::-1]
+
+    def words(self):
+        count = -(-self.steps * self.topk // 64)
+        mask = [
+            [
+                [
+                    sum(1 << s * self.topk + k for s, k in self.path(b, step, branch))
+                    for branch in range(self.topk)
+                ]
+                for step in range(self.steps)
+            ]
+            for b in range(len(self.lens))
+        ]
+        return [
+            [[[to_word(m >> 64 * w & 2**64 - 1) for w in range(count)] for m in row] for row in req]
+            for req in mask
+        ]
+
+    def expected(self, step):
+        lists = []
+        for b, length in enumerate(self.lens):
+            for k in range(self.topk):
+                tail = [self.branch_slots[b][s][x] for s, x in self.path(b, step, k)]
+                lists.append(self.table[self.rows[b]][:length] + tail)
+        return lists
+
+    def tensors(self, extra=3):
+        batch = len(self.lens)
+        width = batch * self.topk * (self.max_len + self.steps)
+        kwargs = {"dtype": torch.int32, "device": DEVICE}
+        # canaries between the rows, which are views of wider storage
+        indptr = torch.full((self.steps, batch * self.topk + 1 + extra), CANARY, **kwargs)
+        indices = torch.full((self.steps, width + extra), CANARY, **kwargs)
+        drafted = self.steps * self.topk
+        window = torch.full((batch, drafted + extra), CANARY, **kwargs)
+        slots = window[:, :drafted].unflatten(1, (self.steps, self.topk))
+        slots.copy_(torch.tensor(self.branch_slots).view(slots.shape))
+        return (
+            (
+                torch.tensor(self.table, **kwargs),
+                torch.tensor(self.rows, device=DEVICE),
+                torch.tensor(self.lens, **kwargs),
+                slots,
+                torch.tensor(self.words(), device=DEVICE),
+                indptr[:, : batch * self.topk + 1],
+                indices[:, :width],
+            ),
+            indptr,
+            indices,
+        )
+
+
+def check(case, indptr, indices):
+    for step in range(case.steps):
+        lists = case.expected(step)
+        offsets = [0]
+        for row in lists:
+            offsets.append(offsets[-1] + len(row))
+        flat = [slot for row in lists for slot in row]
+        got = indices[step].tolist()
+        assert indptr[step].tolist()[: len(offsets)] == offsets
+        assert got[: len(flat)] == flat
+        assert set(got[len(flat) :]) <= {CANARY}
+        assert set(indptr[step].tolist()[len(offsets) :]) <= {CANARY}
+
+
+SHAPES = [  # lens, topk, steps, max_len
+    ([3, 5], 2, 3, 12),
+    ([0], 1, 1, 4),
+    ([7, 0, 2, 9, 1], 3, 4, 11),
+    ([6, 6], 10, 7, 9),
+    ([1030, 3, 2047], 2, 2, 2050),
+    ([4], 8, 9, 6),
+    ([*range(8), *range(122)][:130], 1, 1, 122),
+]
+
+
+@pytest.mark.parametrize(("lens", "topk", "steps", "max_len"), SHAPES)
+def test_all_steps_in_one_call(implementation, lens, topk, steps, max_len):
+    case = Case(random.Random(topk), lens, topk, steps, max_len)
+    args, indptr, indices = case.tensors()
+    fill_draft_kv(*args)
+    check(case, indptr, indices)
+
+
+def test_tails_as_beams_become_known(implementation):
+    """Lengths first, ancestors step by step: the end state is that of filling all at once."""
+    case = Case(random.Random(5), [4, 0, 7], 3, 4, 9)
+    args, indptr, indices = case.tensors()
+    words = args[4]
+    partial = torch.zeros_like(words)
+    fill_draft_kv(*args[:4], partial, *args[5:])
+    for step in range(4):
+        partial[:, step] = words[:, step]
+        fill_draft_tails(step, *args[2:4], partial, *args[5:])
+        flat = [slot for row in case.expected(step) for slot in row]
+        assert indices[step, : len(flat)].tolist() == flat
+    check(case, indptr, indices)
+
+
+def test_golden_vectors(implementation):
+    """K = 2, S = 3, L = [3, 5]: slots are columns, branch k of step s at L + 3 k + s."""
+    case = Case(random.Random(0), [3, 5], 2, 3, 12)
+    case.table = [list(range(12))] * 6
+    case.branch_slots = [[[n + 3 * k + s for k in range(2)] for s in range(3)] for n in (3, 5)]
+    case.parents = [[[0, 0], [0, 0], [0, 0]]] * 2
+    args, _, _ = case.tensors()
+    fill_draft_kv(*args)
+    indptr, indices = args[5:]
+    assert indptr.tolist() == [[0, 4, 8, 14, 20], [0, 5, 10, 17, 24], [0, 6, 12, 20, 28]]
+    # request 0, step 1: both beams are children of beam 0
+    assert indices[1, :10].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 7]
+    case.parents = [[[0, 0], [0, 1], [0, 1]]] * 2
+    args, _, _ = case.tensors()
+    fill_draft_kv(*args)
+    own = [args[6][2, end - 3 : end].tolist() for end in (6, 12, 20, 28)]
+    assert own == [[3, 4, 5], [6, 7, 8], [5, 6, 7], [8, 9, 10]]
+
+
+def test_golden_pages_of_four(implementation):
+    case = Case(random.Random(0), [3, 5], 2, 3, 16)
+    case.table = [list(range(16))] * 6
+    case.branch_slots = [
+        [[c + s for c in columns] for s in range(3)] for columns in ([3, 11], [5, 9])
+    ]
+    case.parents = [[[0, 0], [0, 1], [0, 1]]] * 2
+    args, _, _ = case.tensors()
+    fill_draft_kv(*args)
+    tails = [args[6][2, end - 3 : end].tolist() for end in (6, 12, 20, 28)]
+    assert tails == [[3, 4, 5], [11, 12, 13], [5, 6, 7], [9, 10, 11]]
+
+
+def test_wrong_popcounts_stay_inside_their_branch(implementation):
+    """Padding has one bit per node; too many bits must not run into the next branch."""
+    case = Case(random.Random(1), [2, 3], 3, 3, 8)
+    args, _, indices = case.tensors()
+    words = args[4]
+    words[0] = 0
+    words[1] = -1
+    fill_draft_kv(*args)
+    slots = case.branch_slots
+    for step in range(3):
+        row, at = indices[step].tolist(), 0
+        for req, length in enumerate(case.lens):
+            for _ in range(3):
+                first = [x for level in slots[1] for x in level][: step + 1]
+                tail = first if req else [0] * (step + 1)
+                prefix = case.table[case.rows[req]][:length]
+                assert row[at : at + length + step + 1] == prefix + tail
+                at += length + step + 1
+
+
+def test_r01_full_rows_fit(implementation):
+    """sglang#27338: every request at the context limit, topk copies of each prefix."""
+    case = Case(random.Random(2), [9, 9, 9], 4, 3, 9)
+    args, indptr, indices = case.tensors(extra=5)
+    fill_draft_kv(*args)
+    check(case, indptr, indices)
+    assert indptr[-1, 12] == args[6].shape[1]
+
+
+def test_r01_narrow_rows_are_refused_before_any_write(implementation):
+    case = Case(random.Random(2), [1, 2], 2, 2, 9)
+    args, indptr, indices = case.tensors()
+    with pytest.raises(ValueError, match=r"kv_indices must be \[2, at least 44\]"):
+        fill_draft_kv(*args[:6], args[6][:, :-1])
+    with pytest.raises(ValueError, match=r"kv_indptr must be \[2, 5\]"):
+        fill_draft_kv(*args[:5], args[5][:, :-1], args[6])
+    assert (indptr == CANARY).all()
+    assert (indices == CANARY).all()
+
+
+def test_width_overflow_is_an_error(implementation):
+    assert draft_kv_width(3, 4, 100, 5) == 1260
+    with pytest.raises(ValueError, match="int32"):
+        draft_kv_width(2048, 8, 131072, 4)
+
+
+def test_r20_lengths_out_of_range_are_clamped(implementation):
+    """Negative and overlong lengths of dead rows give lists inside the table."""
+    case = Case(random.Random(3), [-3, 4, 50], 2, 2, 6)
+    args, indptr, indices = case.tensors()
+    fill_draft_kv(*args)
+    for step in range(2):
+        fill_draft_tails(step, *args[2:])
+    case.lens = [0, 4, 6]
+    check(case, indptr, indices)

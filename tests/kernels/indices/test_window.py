@@ -1,0 +1,148 @@
+"""Slots and positions of a forward's window against plain Python over lists."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from specattn.batch import ForwardMode
+from specattn.config import SpecConfig
+from specattn.kernels.indices import fill_window
+from specattn.plan import AttnInputs, AttnPlan
+from tests.kernels.tree_oracle import DEVICE, POISON, poisoned
+from tests.recordings import recorded
+
+CONTEXT = 50
+
+
+class Window:
+    """Requests over permuted slots; row 0 and length 0 are padding, and some reach the end."""
+
+    def __init__(self, batch: int, width: int, steps: int, topk: int, seed: int = 0) -> None:
+        rng = random.Random(seed)
+        self.table = poisoned(batch + 2, CONTEXT, dtype=torch.int32, gap=3)
+        self.table.copy_(
+            torch.randperm(1 << 16, device=DEVICE)[: self.table.numel()].view(self.table.shape)
+        )
+        self.table[0] = 0
+        self.rows = rng.sample(range(1, batch + 2), batch)
+        self.lens = [rng.randrange(CONTEXT + 1) for _ in range(batch)]
+        if batch > 1:
+            self.rows[1] = self.lens[1] = 0
+            self.lens[-1] = CONTEXT - width + 1
+        self.kept = [rng.randrange(width + 1) for _ in range(batch)]
+        self.width, self.steps, self.topk = width, steps, topk
+        self.tensors = [
+            torch.tensor(self.rows, device=DEVICE, dtype=torch.int64),
+            torch.tensor(self.lens, device=DEVICE, dtype=torch.int32),
+        ]
+        self.slots = poisoned(batch, width, dtype=torch.int32, gap=2)
+        self.positions = poisoned(batch, steps, topk + 1)[..., :topk]
+        self.path = {
+            "accept_lens": torch.tensor(self.kept, device=DEVICE, dtype=torch.int32),
+            "last_rows_out": poisoned(batch),
+            "after_out": poisoned(batch),
+        }
+
+    def run(self, *, positions: bool = True, path: bool = True) -> None:
+        fill_window(
+            self.table,
+            *self.tensors,
+            slots_out=self.slots,
+            positions_out=self.positions if positions else None,
+            **(self.path if path else {}),
+        )
+
+    def check(self) -> None:
+        held, zeros = self.table.tolist(), [0] * self.width
+        assert self.slots.tolist() == [
+            (held[row] + zeros)[length : length + self.width]
+            for row, length in zip(self.rows, self.lens, strict=True)
+        ]
+        assert self.slots._base is None or (self.slots._base[:, self.width :] == POISON).all()
+
+    def check_positions(self) -> None:
+        assert self.positions.tolist() == [
+            [[length + step] * self.topk for step in range(self.steps)] for length in self.lens
+        ]
+
+    def check_path(self) -> None:
+        assert self.path["last_rows_out"].tolist() == [
+            at * self.width + max(kept, 1) - 1 for at, kept in enumerate(self.kept)
+        ]
+        assert self.path["after_out"].tolist() == [
+            length + kept for length, kept in zip(self.lens, self.kept, strict=True)
+        ]
+
+
+SIZES = [(1, 1, 1, 1), (3, 7, 7, 1), (5, 12, 3, 4), (17, 5, 2, 8), (2, 33, 0, 3)]
+
+
+@pytest.mark.parametrize(("batch", "width", "steps", "topk"), SIZES)
+def test_windows(implementation, batch, width, steps, topk):
+    """Columns beyond the table are slot 0, which belongs to padding."""
+    window = Window(batch, width, steps, topk)
+    window.run()
+    window.check()
+    window.check_positions()
+    window.check_path()
+
+
+def test_only_what_is_asked_for_is_written(implementation):
+    window = Window(4, 6, 2, 3)
+    window.run(positions=False, path=False)
+    window.check()
+    window.run(path=False)
+    window.check_positions()
+    for name in ("last_rows_out", "after_out"):
+        assert (window.path[name] == POISON).all()
+
+
+def test_no_request_is_nothing_to_do(implementation):
+    window = Window(0, 3, 2, 2)
+    window.run()
+    window.check()
+
+
+def test_other_shapes_are_refused_by_name(implementation):
+    def wrong(name, value, message):
+        window = Window(3, 4, 2, 2)
+        if name in ("rows", "seq_lens"):
+            window.tensors[name == "seq_lens"] = value
+        else:
+            setattr(window, name, value)
+        with pytest.raises(ValueError, match=message):
+            window.run()
+        for out in (window.slots, window.positions, window.path["after_out"]):
+            assert (out == POISON).all()
+
+    wrong("seq_lens", torch.zeros(2, dtype=torch.int32, device=DEVICE), "seq_lens")
+    wrong("slots", poisoned(2, 4, dtype=torch.int32), "slots_out")
+    wrong("slots", poisoned(3, 8, dtype=torch.int32)[:, ::2], "slots_out must have a dense")
+    wrong("positions", poisoned(3, 4), "positions_out")
+    wrong("positions", poisoned(3, 2, 4)[..., ::2], "positions_out must have a dense")
+    wrong(
+        "table",
+        torch.ones(5, 2 * CONTEXT, dtype=torch.int32, device=DEVICE)[:, ::2],
+        "req_to_token must have a dense",
+    )
+
+
+def test_a_recorded_fill_follows_the_lengths():
+    """A plan's `fill` is recorded once; rows, lengths and the table's contents may change."""
+    layout = SpecConfig(3, 2, 6, CONTEXT, 3).layout(ForwardMode.TARGET_VERIFY)
+    inputs = AttnInputs.alloc(3, layout, DEVICE)
+    window = Window(3, layout.tail, 0, 1)
+    plan = AttnPlan.over(layout, window.table, inputs)
+    replay = recorded(plan.fill)
+    for seed in range(3):
+        window = Window(3, layout.tail, 0, 1, seed)
+        plan.req_to_token.copy_(window.table)
+        inputs.req_pool_indices.copy_(window.tensors[0])
+        inputs.seq_lens.copy_(window.tensors[1])
+        inputs.tail_slots.fill_(POISON)
+        replay()
+        window.slots = inputs.tail_slots
+        window.check()

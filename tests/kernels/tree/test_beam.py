@@ -1,0 +1,172 @@
+"""select_beams against a sort in plain Python, and a whole drafting against build_tree."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from specattn.kernels.tree import append_candidates, build_tree, select_beams
+from tests.kernels.tree_oracle import DEVICE, POISON, to_word
+
+
+class Drafting:
+    """Candidates of one batch, grown step by step."""
+
+    def __init__(self, batch, topk, steps):
+        self.topk = topk
+        self.words_wide = -(-max(steps - 1, 1) * topk // 64)
+        count = topk + (steps - 1) * topk**2
+        full = {"device": DEVICE}
+        self.candidates = {
+            "candidate_scores": torch.full((batch, count), math.nan, **full),
+            "candidate_tokens": torch.full((batch, count), POISON, **full),
+            "candidate_parents": torch.full((batch, (steps - 1) * topk + 1), POISON, **full),
+        }
+        self.words = torch.full((batch, max(steps - 1, 1), topk, self.words_wide), POISON, **full)
+
+    def select(self, step, probs, tokens, scores, words):
+        batch = len(probs)
+        outs = {
+            "scores_out": torch.full((batch, self.topk), math.nan, device=DEVICE),
+            "tokens_out": torch.full((batch, self.topk), POISON, device=DEVICE),
+            "rows_out": torch.full((batch, self.topk), POISON, device=DEVICE),
+            "words_out": self.words[:, step],
+        }
+        select_beams(step, probs, tokens, scores, words, **self.candidates, **outs)
+        return outs["scores_out"], outs["tokens_out"], outs["rows_out"]
+
+
+def random_children(rng, batch, beams, topk, ties):
+    def prob():
+        return rng.choice([0.0, 0.5, 1.0, math.nan]) if ties else rng.random()
+
+    probs = [[[prob() for _ in range(topk)] for _ in range(beams)] for _ in range(batch)]
+    tokens = [[[rng.randrange(999) for _ in range(topk)] for _ in range(beams)] for _ in probs]
+    return torch.tensor(probs, device=DEVICE), torch.tensor(tokens, device=DEVICE)
+
+
+def best(scores, topk):
+    """Flat indices, best first; NaN last, the lower index at a tie."""
+    keys = [(math.isnan(s), 0.0 if math.isnan(s) else -s, i) for i, s in enumerate(scores)]
+    return [key[2] for key in sorted(keys)[:topk]]
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(
+    ("batch", "topk", "steps"), [(2, 1, 1), (3, 1, 5), (2, 3, 4), (1, 7, 3), (2, 10, 8), (1, 17, 3)]
+)
+def test_drafting(implementation, batch, topk, steps, ties):
+    rng = random.Random(topk)
+    draft = Drafting(batch, topk, steps)
+    scores = words = None
+    expect_parents = [[-1] for _ in range(batch)]
+    expect_scores, expect_tokens = [[] for _ in range(batch)], [[] for _ in range(batch)]
+    masks = [[0] for _ in range(batch)]
+    for step in range(steps):
+        probs, tokens = random_children(rng, batch, topk if step else 1, topk, ties)
+        paths = (probs * scores[:, :, None] if step else probs).flatten(1)
+        for b in range(batch):
+            expect_scores[b] += paths[b].tolist()
+            expect_tokens[b] += tokens[b].flatten().tolist()
+        if step == steps - 1:
+            append_candidates(step, probs, tokens, scores, **draft.candidates)
+            break
+        new_scores, new_tokens, rows = draft.select(step, probs, tokens, scores, words)
+        start = len(expect_scores[0]) - paths.shape[1]
+        for b in range(batch):
+            picks = best(paths[b].tolist(), topk)
+            expect_parents[b] += [start + pick for pick in picks]
+            masks[b] = [
+                masks[b][pick // topk] | 1 << step * topk + k for k, pick in enumerate(picks)
+            ]
+            beams = topk if step else 1
+            assert rows[b].tolist() == [b * beams + pick // topk for pick in picks]
+            assert new_tokens[b].tolist() == [expect_tokens[b][start + pick] for pick in picks]
+            want = paths[b][picks].tolist()
+            assert [repr(x) for x in new_scores[b].tolist()] == [repr(x) for x in want]
+            assert draft.words[b, step].tolist() == [
+                [to_word(m >> 64 * w & 2**64 - 1) for w in range(draft.words_wide)]
+                for m in masks[b]
+            ]
+        scores, words = new_scores, draft.words[:, step]
+    got = {name: value.tolist() for name, value in draft.candidates.items()}
+    assert repr(got["candidate_scores"]) == repr(expect_scores)
+    assert got["candidate_tokens"] == expect_tokens
+    assert got["candidate_parents"] == expect_parents
+
+
+def test_golden_parents_cross_and_collapse(implementation):
+    """K = 2, S = 3: the parents of the golden vectors come out of a drafting."""
+    draft = Drafting(2, 2, 3)
+    tokens = torch.zeros(2, 1, 2, dtype=torch.int64, device=DEVICE)
+    scores, _, _ = draft.select(
+        0,
+        torch.tensor([[[0.6, 0.4]]] * 2, device=DEVICE),
+        tokens,
+        torch.ones(2, 1, device=DEVICE),
+        torch.zeros_like(draft.words[:, :1, 0]),
+    )
+    # request 0 continues from beam 0 alone, request 1 first from beam 1, then from beam 0
+    probs = torch.tensor([[[0.5, 0.4], [0.1, 0.1]], [[0.3, 0.1], [0.9, 0.1]]], device=DEVICE)
+    _, _, rows = draft.select(
+        1, probs, tokens.expand(2, 2, 2).contiguous(), scores, draft.words[:, 0]
+    )
+    assert rows.tolist() == [[0, 0], [3, 2]]
+    assert draft.candidates["candidate_parents"].tolist() == [[-1, 0, 1, 2, 3], [-1, 0, 1, 4, 2]]
+    assert draft.words[:, 1, :, 0].tolist() == [[0b0101, 0b1001], [0b0110, 0b1001]]
+
+
+def test_drafted_tree_follows_its_paths(implementation):
+    """Candidates of a drafting, built into a tree, are its most probable prefix-closed paths."""
+    rng = random.Random(9)
+    draft = Drafting(1, 3, 3)
+    scores = torch.ones(1, 1, device=DEVICE)
+    words = torch.zeros_like(draft.words[:, :1, 0])
+    for step in range(3):
+        probs, tokens = random_children(rng, 1, 3 if step else 1, 3, ties=False)
+        if step == 2:
+            append_candidates(step, probs, tokens, scores, **draft.candidates)
+        else:
+            scores, _, _ = draft.select(step, probs, tokens, scores, words)
+            words = draft.words[:, step]
+    outs = {
+        f"{x}_out": torch.zeros(1, 22, dtype=torch.int64, device=DEVICE)
+        for x in ("tokens", "positions", "next_token", "next_sibling")
+    }
+    outs["words_out"] = torch.zeros(1, 22, 1, dtype=torch.int64, device=DEVICE)
+    build_tree(
+        *draft.candidates.values(),
+        torch.zeros(1, dtype=torch.int64, device=DEVICE),
+        torch.zeros(1, dtype=torch.int32, device=DEVICE),
+        topk=3,
+        num_draft_tokens=22,
+        **outs,
+    )
+    assert outs["tokens_out"][0, 1:].tolist() == draft.candidates["candidate_tokens"][0].tolist()
+    assert outs["positions_out"][0].tolist() == [0] + [1] * 3 + [2] * 9 + [3] * 9
+
+
+def test_wrong_steps_are_named(implementation):
+    draft = Drafting(1, 2, 2)
+    probs, tokens = random_children(random.Random(0), 1, 2, 2, ties=False)
+    scores, words = torch.ones(1, 2, device=DEVICE), draft.words[:, 0]
+    with pytest.raises(ValueError, match="1 beams at step 0, got 2"):
+        append_candidates(0, probs, tokens, scores, **draft.candidates)
+    with pytest.raises(ValueError, match="before those of step 2"):
+        append_candidates(2, probs, tokens, scores, **draft.candidates)
+    with pytest.raises(ValueError, match="step 1 has no beams to pick"):
+        select_beams(
+            1,
+            probs,
+            tokens,
+            scores,
+            words,
+            **draft.candidates,
+            scores_out=scores,
+            tokens_out=tokens,
+            rows_out=tokens,
+            words_out=words,
+        )
