@@ -172,8 +172,7 @@ class SlotTable(Settable):
 
     @contextmanager
     def _change(self) -> Iterator[None]:
-        """Note that the books change, unless they have been left in the middle of a change."""
-        self._check_whole()
+        """Note that the books change."""
         self._changing = True
         yield
         # not if anything was raised
@@ -235,6 +234,7 @@ class SlotTable(Settable):
         ValueError
             If ``share_len`` is not whole committed pages of ``share``.
         """
+        self._check_whole()
         share, share_len = whole_number("share", share), whole_number("share_len", share_len)
         if not self._free_rows:
             raise CapacityError(f"all {len(self._pages)} request rows are taken")
@@ -412,9 +412,13 @@ class SlotTable(Settable):
         ValueError
             If the row is not allocated, or takes part in a step that is not launched as a whole.
         """
+        self._check_whole()
         row = self._known(row)
         if row in self._holding:
-            raise ValueError(f"row {row} takes part in a step that is being launched")
+            raise ValueError(
+                f"row {row} takes part in a step that is being launched; "
+                "if that was interrupted, call clear()"
+            )
         with self._change():
             pages = self._pages.pop(row)
             del self._committed[row]
