@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -292,7 +293,7 @@ class SpecConfig:
         """Draft decode forwards per step; the deepest tokens are never run."""
         return max(self.num_steps - 1, 0)
 
-    @property
+    @cached_property
     def reserve_len(self) -> int:
         """Slots that a step may write past the committed context."""
         return max(self.num_draft_tokens, self.topk * self.num_draft_forwards, self.num_steps + 1)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+
 import pytest
 import torch
 
@@ -178,3 +181,75 @@ def test_numbers_that_no_tensor_can_hold_are_refused(models, request_, message):
     with pytest.raises(ValueError, match=message):
         run.add([Request(PROMPTS[0]), request_()])
     unharmed(run)
+
+
+def test_one_thread_at_a_time_calls_an_engine(models, monkeypatch):
+    """The others are told so in a line, and harm nothing: another call, once it has returned."""
+    run, forward = engine(models), models[0].forward
+    inside, told = Event(), Event()
+
+    def wait_inside(*args, **options):
+        inside.set()
+        assert told.wait(60)
+        return forward(*args, **options)
+
+    calls = {
+        "generate": lambda: run.generate([Request(PROMPTS[0], 9)]),
+        "add": lambda: run.add([Request(PROMPTS[1], 9)]),
+        "step": run.step,
+        "drop": lambda: run.drop(None),
+        "clear": run.clear,
+    }
+    monkeypatch.setattr(models[0], "forward", wait_inside)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(calls["generate"])
+        assert inside.wait(60)
+        for call in calls.values():
+            with pytest.raises(ValueError, match="from one thread at a time: a call of another"):
+                threads.submit(call).result()
+        told.set()
+        (result,) = first.result()
+        assert result.tokens == dense_greedy(models[0], PROMPTS[0], 9)
+        monkeypatch.undo()
+        (again,) = threads.submit(calls["generate"]).result()
+        assert again.tokens == result.tokens
+    unharmed(run)
+
+
+def test_who_is_told_of_tokens_may_drop_and_add_but_not_generate(models):
+    """``on_tokens`` is called between the steps, on the thread of `generate`."""
+    run = engine(models, rows=2)
+    requests, added, refused = [Request(prompt, 30) for prompt in PROMPTS], [], []
+
+    def note(index: int, new: list[int]) -> None:
+        first = [one for one in run.running if one.request is requests[0]]
+        if index == 0 and first[0].result.steps == 2:
+            run.drop(first[0].result)
+            added.extend(run.add([Request([7], 3)]))
+            with pytest.raises(ValueError, match="requests of another generate wait"):
+                run.generate([Request([7], 3)])
+            refused.append(index)
+
+    first, *others = run.generate(requests, note)
+    assert first.finish_reason == "dropped"
+    assert refused == [0]
+    for result, prompt, count in zip(
+        [*others, *added], [*PROMPTS[1:], [7]], (30, 30, 3), strict=True
+    ):
+        assert result.tokens == dense_greedy(models[0], prompt, count)
+    unharmed(run, rows=2)
+
+
+def test_clear_while_requests_wait_ends_them_all(models):
+    run, told = engine(models, rows=1), []
+
+    def note(index: int, new: list[int]) -> None:
+        told.append(index)
+        if len(told) == 3:
+            run.clear()
+
+    results = run.generate([Request(prompt, 30) for prompt in PROMPTS], note)
+    assert [result.finish_reason for result in results] == ["dropped"] * 3
+    assert results[0].tokens
+    assert set(told) == {0}
+    unharmed(run, rows=1)

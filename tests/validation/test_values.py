@@ -13,7 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-from specattn import AttnConfig, ExternalTable, KVPool, SamplingParams, SlotTable, SpecConfig
+from specattn import (
+    AttnConfig,
+    Engine,
+    ExternalTable,
+    KVPool,
+    Request,
+    SamplingParams,
+    SlotTable,
+    SpecConfig,
+)
 from specattn.backends.tbo import TboBackend
 from specattn.backends.torch_native import TorchNativeBackend
 from specattn.batch import Phase, RowLayout
@@ -30,6 +39,7 @@ from specattn.interop import (
     words_from_mask,
 )
 from specattn.plan import AttnInputs
+from tests.tiny import TinyDraft, TinyTarget
 
 HEADS = AttnConfig(4, 2, 64)
 OTHER = AttnConfig(4, 4, 64)
@@ -67,6 +77,38 @@ def fill(**given):
         raise
 
 
+def books(method: str, **given):
+    """Call a method of a table with two rows, whose books are in order afterwards."""
+    one = SlotTable(max_num_reqs=4, max_context_len=16, num_slots=64, page_size=4)
+    first, second = one.allocate(), one.allocate()
+    one.reserve([first, second], [9, 12])
+    one.commit(first, 9)
+    try:
+        getattr(one, method)(**given)
+    except ValueError:
+        assert one.rows == {first, second}
+        assert one.committed(first) == 9
+        raise
+    finally:
+        one.check()
+
+
+def engine(**given) -> Engine:
+    config = SpecConfig(1, 1, 2, max_context_len=16, max_num_reqs=2)
+    options = {"backend": "torch_native", "buckets": [1]} | given
+    return Engine(TinyTarget(layers=1), TinyDraft(), config, **options)
+
+
+def add(**given):
+    """Add requests to an engine, and look that none runs if that is refused."""
+    try:
+        RUNNING.add(**given)
+    finally:
+        RUNNING.clear()
+        assert RUNNING.table.num_free_rows == 2
+
+
+RUNNING = engine()
 # what is called, and arguments that it takes
 CALLS = {
     "AttnConfig": (AttnConfig, {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64}),
@@ -84,6 +126,22 @@ CALLS = {
     "SpecConfig": (SpecConfig, {"num_steps": 3, "topk": 2, "num_draft_tokens": 5}),
     "SamplingParams": (SamplingParams, {"temperature": 1, "top_k": np.int32(5), "top_p": 0.5}),
     "SlotTable": (SlotTable, {"max_num_reqs": 1, "max_context_len": 9, "num_slots": 64}),
+    **{
+        f"SlotTable.{method}": (partial(books, method), good)
+        for method, good in {
+            "allocate": {"share": 1, "share_len": np.int64(8)},
+            "reserve": {"rows": [1, np.int64(2)], "lens": [12, torch.tensor(16)]},
+            "commit": {"row": 1, "length": np.int32(12)},
+            "committed": {"row": np.int64(2)},
+            "free": {"row": np.int64(2)},
+        }.items()
+    },
+    "Request": (
+        Request,
+        {"prompt": np.array([3, 1]), "max_new_tokens": np.int64(2), "stop": ["x"]},
+    ),
+    "Engine": (engine, {"num_slots": np.int64(40), "buckets": (np.int64(1), 2)}),
+    "Engine.add": (add, {"requests": (Request([3, 1], 2),)}),
     "KVPool": (KVPool, {"layers": [HEADS], "num_slots": 9, "device": "cpu"}),
     "ExternalTable": (
         lambda **given: ExternalTable(
@@ -122,8 +180,14 @@ WHOLE = {
     "AttnConfig": "num_qo_heads num_kv_heads head_dim v_head_dim window_left split_keys",
     "SpecConfig": "num_steps topk num_draft_tokens max_context_len max_num_reqs page_size",
     "SamplingParams": "top_k seed",
-    "KVPool": "num_slots",
     "SlotTable": "max_num_reqs max_context_len num_slots page_size",
+    "SlotTable.allocate": "share share_len",
+    "SlotTable.commit": "row length",
+    "SlotTable.committed": "row",
+    "SlotTable.free": "row",
+    "Request": "max_new_tokens",
+    "Engine": "num_slots",
+    "KVPool": "num_slots",
     "ExternalTable": "num_slots page_size block_stride",
     "StagingRing": "size depth",
     "BufferSet.bind": "batch",
@@ -134,7 +198,11 @@ NUMBERS = {
     "KVScales": "k v",
     "SamplingParams": "temperature top_p",
 }
-FLAGS = {"AttnConfig": "latent deterministic", "SpecConfig": "draft_sampling"}
+FLAGS = {
+    "AttnConfig": "latent deterministic",
+    "SpecConfig": "draft_sampling",
+    "Request": "ignore_eos",
+}
 KINDS = {
     "a whole number": (WHOLE, [2.5, 3.0, True, "3"]),
     "a number": (NUMBERS, [True, "0.5", None]),
@@ -201,6 +269,26 @@ RANGES = [
     ("SlotTable", {"page_size": 0}, "a power of two, got 0"),
     ("SlotTable", {"max_num_reqs": 0}, "at least 1, got 0"),
     ("SlotTable", {"num_slots": 16, "page_size": 16}, "at least two pages, got 16"),
+    (
+        "SlotTable.allocate",
+        {"share_len": 12},
+        "a multiple of 4 up to the 9 tokens committed in row",
+    ),
+    ("SlotTable.reserve", {"rows": [1, True]}, "whole numbers, got [1, True]"),
+    ("SlotTable.reserve", {"rows": [1.0, 2]}, "whole numbers, got [1.0, 2]"),
+    ("SlotTable.reserve", {"rows": [1, None]}, "whole numbers, got [1, None]"),
+    ("SlotTable.reserve", {"lens": [5, True]}, "whole numbers, got [5, True]"),
+    ("SlotTable.reserve", {"lens": [5, 6.5]}, "whole numbers, got [5, 6.5]"),
+    ("SlotTable.reserve", {"lens": ["5", 6]}, "whole numbers, got ['5', 6]"),
+    ("Request", {"prompt": None}, "a sequence of token ids, got None"),
+    ("Request", {"prompt": 5}, "a sequence of token ids, got 5"),
+    ("Request", {"sampling": None}, "SamplingParams, got None"),
+    ("Request", {"sampling": {"temperature": 1}}, "SamplingParams, got {'temperature': 1}"),
+    ("Request", {"stop": None}, "a sequence of texts, got None"),
+    ("Engine.add", {"requests": None}, "a sequence of Request, got None"),
+    ("Engine.add", {"requests": Request([3])}, "a sequence of Request, got the one Request("),
+    ("Engine.add", {"requests": [[3, 1]]}, "a sequence of Request, got [3, 1] in it"),
+    ("Engine.add", {"requests": [None]}, "a sequence of Request, got None in it"),
     ("KVPool", {"num_slots": None}, "a whole number, got None"),
     ("KVPool", {"num_slots": 0}, "1..2147483647, got 0"),
     ("KVPool", {"num_slots": 2**31}, "1..2147483647, got 2147483648"),
@@ -252,6 +340,10 @@ TOGETHER = [
     ("SpecConfig", {"draft_sampling": True}, "draft_sampling needs topk 1, got 2"),
     ("SamplingParams", {"seed": 2**63}, "seed must fit into 64 bits, got 9223372036854775808"),
     ("KVScales", {"v": 0.0}, "v (the scale of float8 v) must be a normal float32 above 0, got 0.0"),
+    ("SlotTable.allocate", {"share": 2}, "share_len must be a multiple of 4 up to the 0 tokens"),
+    ("Request", {"prompt": [1, True]}, "every prompt token must be a whole number, got True"),
+    ("Engine", {"buckets": [2.5]}, "every bucket must be a whole number, got 2.5"),
+    ("Engine", {"buckets": [True]}, "every bucket must be a whole number, got True"),
     ("KVPool", {"layers": [HEADS, OTHER]}, "layers of one pool must share one KV geometry, got"),
 ]
 
