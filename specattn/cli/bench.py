@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _SUITE = "specattn._bench"
 _ROOT = Path(__file__).parents[2]
+_COMMAND = (sys.executable, "-m", "specattn")
 
 
 def bench(
@@ -86,17 +87,7 @@ def bench(
         again = [word for word in sys.argv[1:] if word != "--resume"]
         os.execv(
             sys.executable,
-            [
-                sys.executable,
-                "-m",
-                "specattn",
-                *again,
-                "--workers",
-                "0",
-                "--resume",
-                "--skip",
-                str(lost),
-            ],
+            [*_COMMAND, *again, "--workers", "0", "--resume", "--skip", str(lost)],
         )
 
 
@@ -105,7 +96,7 @@ def _log(line: str) -> None:
 
 
 def _suite(name: str) -> ModuleType:
-    """Import a module of the suite: installed as ``specattn._bench``, else from the checkout."""
+    """Import a module of the installed suite, else of the checkout's."""
     if _SUITE not in sys.modules and util.find_spec(_SUITE) is None:
         init = _ROOT / "bench" / "suite" / "__init__.py"
         spec = util.spec_from_file_location(
@@ -119,13 +110,13 @@ def _suite(name: str) -> ModuleType:
 
 
 def _results() -> Path:
-    """Return where a checkout keeps results, or a folder here."""
+    """Return the folder of results: the checkout's, else one here."""
     kept = _ROOT / "bench" / "results"
     return kept / "attention" if kept.is_dir() else Path("specattn-bench")
 
 
 def _to_report(folder: Path) -> tuple[Path, Path]:
-    """Return results and the page's folder; without either, the page would lose its tables."""
+    """Return the folder of results and that of the page; refuse if one is missing."""
     docs = _ROOT / "docs"
     if not docs.is_dir():
         raise ArgumentError("--report", "writes docs/ of a checkout, and this is an installation")
@@ -172,7 +163,7 @@ def _warm(workers: int | None) -> None:
     _log(f"compiling ahead in {count} processes")
     running = [
         subprocess.Popen(
-            [sys.executable, "-m", "specattn", *sys.argv[1:], "--shard", f"{index}/{count}"],
+            [*_COMMAND, *sys.argv[1:], "--shard", f"{index}/{count}"],
             stdout=subprocess.DEVNULL,
         )
         for index in range(count)

@@ -26,13 +26,12 @@ class Difference:
     Parameters
     ----------
     request, position : int
-        Which request, and which of its generated tokens, from 0.
+        The request, and the number of its generated token, from 0.
     token, plain_token : int or None
         With speculation and without; None where that text had already ended.
     plain_margin : float or None
-        How far the target prefers its best token to its second, in logits, at that position of
-        the plain text: rounding can only change a token where this is small. None where the
-        plain text had ended.
+        The difference of the target's two best logits at that position of the plain text. Rounding
+        can only change a token where it is small. None where the plain text had ended.
     """
 
     request: int
@@ -44,14 +43,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What plain decoding says.
+    """A run of plain decoding, and where the speculative run differs.
 
     Parameters
     ----------
     plain : Outcome
         Plain decoding with the same models and backend.
     differences : tuple of Difference or None
-        The first one of every request, None where there is none.
+        The first difference of every request.
     speed_up : float
         Tokens per second with speculation over those without.
     exact : bool
@@ -75,7 +74,7 @@ def compare_plain(
     config: SpecConfig,
     on_tokens: Callable[[int, list[int]], None],
 ) -> Comparison:
-    """Run the same requests without speculation, and look for differences."""
+    """Run the same requests without speculation; return the differences."""
     engine = setup.engine(SpecConfig(0, 1, 1, page_size=config.page_size))
     setup.prepare(engine)
     plain = run(engine, setup.requests, on_tokens)
@@ -91,12 +90,13 @@ def compare_plain(
                 differences[index] = Difference(
                     index, at, _item(ours, at), _item(theirs, at), margin
                 )
-    speed_up = outcome.tokens_per_second / plain.tokens_per_second
+    # a target of NaN may generate nothing
+    speed_up = outcome.tokens_per_second / plain.tokens_per_second if plain.num_tokens else 0.0
     return Comparison(plain, tuple(differences), speed_up, exact)
 
 
 def top2_margin(engine: Engine, tokens: Sequence[int]) -> float:
-    """Return by how much the target prefers its best next token to the second, in logits."""
+    """Return the difference of the target's two best logits for the next token."""
     table, target, device = engine.table, engine.target, engine.table.req_to_token.device
     length = len(tokens)
     row = table.allocate()

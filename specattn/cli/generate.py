@@ -6,33 +6,11 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+import typer  # noqa: TC002 - Typer evaluates annotations
 
+from specattn.cli import options
 from specattn.cli.errors import ArgumentError, naming_options, stderr
-from specattn.cli.options import (
-    OUTPUT,
-    RUNNING,
-    SAMPLING,
-    AdaptiveOption,
-    BackendOption,
-    CudagraphOption,
-    DeterministicOption,
-    DeviceOption,
-    DraftOption,
-    DraftSamplingOption,
-    DraftTokensOption,
-    DtypeOption,
-    KvDtypeOption,
-    NoFusedOption,
-    PageSizeOption,
-    PromptArgument,
-    PromptsOption,
-    StepsOption,
-    TargetOption,
-    TopkOption,
-    pick_cudagraph,
-    speculation,
-)
+from specattn.cli.options import OUTPUT, RUNNING, SAMPLING, option
 from specattn.cli.prompts import read_prompts
 
 if TYPE_CHECKING:
@@ -44,92 +22,62 @@ if TYPE_CHECKING:
     from specattn.engine.request import Request
     from specattn.speculative.sampling import SamplingParams
 
+_SEED = (
+    "Of the first prompt; each further prompt of a batch has the next one. The same seed gives "
+    "the same tokens up to rounding, which in 16 bits can change with the batch (not with "
+    "--adaptive)."
+)
+_COMPARE = "Also decode plainly, and report the first difference and the speed-up."
+
 
 def generate(
     ctx: typer.Context,
-    prompt: PromptArgument = None,
-    prompts: PromptsOption = None,
-    target: TargetOption = None,
-    draft: DraftOption = None,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = "auto",
-    topk: TopkOption = None,
-    steps: StepsOption = None,
-    draft_tokens: DraftTokensOption = None,
-    draft_sampling: DraftSamplingOption = False,
-    adaptive: AdaptiveOption = False,
-    temperature: Annotated[
-        float, typer.Option(rich_help_panel=SAMPLING, help="0 is greedy decoding.")
-    ] = 0.0,
-    top_k: Annotated[
-        int, typer.Option(rich_help_panel=SAMPLING, help="Keep the k most probable; 0 is off.")
-    ] = 0,
-    top_p: Annotated[
-        float, typer.Option(rich_help_panel=SAMPLING, help="Keep the most probable mass.")
-    ] = 1.0,
-    seed: Annotated[
-        int,
-        typer.Option(
-            rich_help_panel=SAMPLING,
-            help="Of the first prompt; each further prompt of a batch has the next one. The same "
-            "seed gives the same tokens up to rounding, which in 16 bits can change with the "
-            "batch (not with --adaptive).",
-        ),
-    ] = 0,
-    max_new_tokens: Annotated[
-        int, typer.Option(min=1, rich_help_panel=RUNNING, help="Most tokens per prompt.")
-    ] = 96,
+    prompt: options.PromptArgument = None,
+    prompts: options.PromptsOption = None,
+    target: options.TargetOption = None,
+    draft: options.DraftOption = None,
+    device: options.DeviceOption = "auto",
+    dtype: options.DtypeOption = "auto",
+    topk: options.TopkOption = None,
+    steps: options.StepsOption = None,
+    draft_tokens: options.DraftTokensOption = None,
+    draft_sampling: options.DraftSamplingOption = False,
+    adaptive: options.AdaptiveOption = False,
+    temperature: Annotated[float, option(SAMPLING, "0 is greedy decoding.")] = 0.0,
+    top_k: Annotated[int, option(SAMPLING, "Keep the k most probable; 0 is off.")] = 0,
+    top_p: Annotated[float, option(SAMPLING, "Keep the most probable mass.")] = 1.0,
+    seed: Annotated[int, option(SAMPLING, _SEED)] = 0,
+    max_new_tokens: Annotated[int, option(RUNNING, "Most tokens per prompt.", min=1)] = 96,
     stop: Annotated[
-        list[str] | None,
-        typer.Option(rich_help_panel=RUNNING, help="End before this text; may be repeated."),
+        list[str] | None, option(RUNNING, "End before this text; may be repeated.")
     ] = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", rich_help_panel=RUNNING, help="Go on past the end.")
-    ] = False,
-    backend: BackendOption = "auto",
-    page_size: PageSizeOption = 1,
-    kv_cache_dtype: KvDtypeOption = "auto",
-    deterministic: DeterministicOption = False,
+    ignore_eos: Annotated[bool, option(RUNNING, "Go on past the end.", "--ignore-eos")] = False,
+    backend: options.BackendOption = "auto",
+    page_size: options.PageSizeOption = 1,
+    kv_cache_dtype: options.KvDtypeOption = "auto",
+    deterministic: options.DeterministicOption = False,
     max_context: Annotated[
-        int | None,
-        typer.Option(
-            min=1, rich_help_panel=RUNNING, help="Longest context. Default: what the run needs."
-        ),
+        int | None, option(RUNNING, "Longest context. Default: what the run needs.", min=1)
     ] = None,
-    batch_size: Annotated[
-        int,
-        typer.Option(min=1, max=1024, rich_help_panel=RUNNING, help="Prompts decoded at once."),
-    ] = 16,
-    cudagraph: CudagraphOption = "auto",
-    no_fused: NoFusedOption = False,
-    no_graphs: Annotated[
-        bool, typer.Option("--no-graphs", rich_help_panel=RUNNING, help="Record no CUDA graphs.")
-    ] = False,
-    compare: Annotated[
-        bool,
-        typer.Option(
-            "--compare",
-            rich_help_panel=OUTPUT,
-            help="Also decode plainly, and report the first difference and the speed-up.",
-        ),
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", rich_help_panel=OUTPUT, help="Print JSON and nothing else.")
-    ] = False,
+    batch_size: Annotated[int, option(RUNNING, "Prompts decoded at once.", min=1, max=1024)] = 16,
+    cudagraph: options.CudagraphOption = "auto",
+    no_fused: options.NoFusedOption = False,
+    no_graphs: Annotated[bool, option(RUNNING, "Record no CUDA graphs.", "--no-graphs")] = False,
+    compare: Annotated[bool, option(OUTPUT, _COMPARE, "--compare")] = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Continue a prompt: text on standard output, everything else on standard error."""
     found = read_prompts(prompt, prompts)
-    config = speculation(
-        topk, steps, draft_tokens, page_size=page_size, draft_sampling=draft_sampling
+    config = options.speculation(
+        topk,
+        steps,
+        draft_tokens,
+        page_size=page_size,
+        draft_sampling=draft_sampling,
+        adaptive=adaptive,
     )
-    if adaptive and not config.num_steps:
-        raise ArgumentError(
-            "--adaptive",
-            "needs --steps of at least 1, got plain decoding, "
-            "which has no smaller tree to choose from",
-        )
     sampling = _sampling(temperature, top_k, top_p, seed, draft_sampling=draft_sampling)
-    stops, recorded = _stops(stop or []), pick_cudagraph(cudagraph)
+    stops, recorded = _stops(stop or []), options.pick_cudagraph(cudagraph)
 
     from specattn.cli.loading import models_for, pick_device, pick_kv_dtype
     from specattn.cli.running import Setup
@@ -180,10 +128,10 @@ def _sampling(
     with naming_options():
         params = SamplingParams(temperature, top_k, top_p, seed)
     given = {"--top-k": top_k != 0, "--top-p": top_p != 1, "--draft-sampling": draft_sampling}
-    for option, is_given in given.items():
+    for name, is_given in given.items():
         if is_given and not temperature:
             raise ArgumentError(
-                option, "needs --temperature above 0, got 0, which is greedy decoding"
+                name, "needs --temperature above 0, got 0, which is greedy decoding"
             )
     return params
 

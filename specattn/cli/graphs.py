@@ -7,29 +7,11 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+import typer  # noqa: TC002 - Typer evaluates annotations
 
+from specattn.cli import options
 from specattn.cli.errors import ArgumentError
-from specattn.cli.options import (
-    OUTPUT,
-    RUNNING,
-    BackendOption,
-    CudagraphOption,
-    DeterministicOption,
-    DeviceOption,
-    DraftOption,
-    DraftSamplingOption,
-    DraftTokensOption,
-    DtypeOption,
-    KvDtypeOption,
-    NoFusedOption,
-    PageSizeOption,
-    StepsOption,
-    TargetOption,
-    TopkOption,
-    pick_cudagraph,
-    speculation,
-)
+from specattn.cli.options import RUNNING, option
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,45 +30,35 @@ EPILOG = (
 
 def graphs(
     ctx: typer.Context,
-    target: TargetOption = None,
-    draft: DraftOption = None,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = "auto",
-    topk: TopkOption = None,
-    steps: StepsOption = None,
-    draft_tokens: DraftTokensOption = None,
-    draft_sampling: DraftSamplingOption = False,
-    backend: BackendOption = "auto",
-    page_size: PageSizeOption = 1,
-    kv_cache_dtype: KvDtypeOption = "auto",
-    deterministic: DeterministicOption = False,
-    cudagraph: CudagraphOption = "auto",
-    no_fused: NoFusedOption = False,
+    target: options.TargetOption = None,
+    draft: options.DraftOption = None,
+    device: options.DeviceOption = "auto",
+    dtype: options.DtypeOption = "auto",
+    topk: options.TopkOption = None,
+    steps: options.StepsOption = None,
+    draft_tokens: options.DraftTokensOption = None,
+    draft_sampling: options.DraftSamplingOption = False,
+    backend: options.BackendOption = "auto",
+    page_size: options.PageSizeOption = 1,
+    kv_cache_dtype: options.KvDtypeOption = "auto",
+    deterministic: options.DeterministicOption = False,
+    cudagraph: options.CudagraphOption = "auto",
+    no_fused: options.NoFusedOption = False,
     buckets: Annotated[
-        str,
-        typer.Option(metavar="N,N,...", rich_help_panel=RUNNING, help="Batch sizes to capture."),
+        str, option(RUNNING, "Batch sizes to capture.", metavar="N,N,...")
     ] = _BUCKETS,
-    max_context: Annotated[
-        int, typer.Option(min=1, rich_help_panel=RUNNING, help="Longest context.")
-    ] = 1024,
+    max_context: Annotated[int, option(RUNNING, "Longest context.", min=1)] = 1024,
     sampled: Annotated[
-        bool,
-        typer.Option(
-            "--sampled",
-            rich_help_panel=RUNNING,
-            help="Also capture steps of requests that draw.",
-        ),
+        bool, option(RUNNING, "Also capture steps of requests that draw.", "--sampled")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", rich_help_panel=OUTPUT, help="Print JSON and nothing else.")
-    ] = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Capture the graphs of a speculative config; say what each takes in time and memory."""
     sizes = _sizes(buckets)
-    config = speculation(
+    config = options.speculation(
         topk, steps, draft_tokens, page_size=page_size, draft_sampling=draft_sampling
     )
-    recorded = pick_cudagraph(cudagraph)
+    recorded = options.pick_cudagraph(cudagraph)
 
     from specattn.cli.loading import models_for, pick_device, pick_kv_dtype
     from specattn.cli.running import Setup

@@ -5,21 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+import typer  # noqa: TC002 - Typer evaluates annotations
 
+from specattn.cli import options
 from specattn.cli.errors import ArgumentError
-from specattn.cli.options import (
-    SPECULATION,
-    BackendOption,
-    DeviceOption,
-    DraftOption,
-    DraftTokensOption,
-    DtypeOption,
-    PageSizeOption,
-    PromptArgument,
-    TargetOption,
-    speculation,
-)
+from specattn.cli.options import SPECULATION, option
 from specattn.cli.prompts import read_prompts
 
 if TYPE_CHECKING:
@@ -35,29 +25,22 @@ if TYPE_CHECKING:
 
 def inspect(
     ctx: typer.Context,
-    prompt: PromptArgument = None,
-    target: TargetOption = None,
-    draft: DraftOption = None,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = "auto",
-    topk: Annotated[
-        int,
-        typer.Option(
-            rich_help_panel=SPECULATION, help="Branches kept at every depth; 1 is a chain."
-        ),
-    ] = 2,
-    steps: Annotated[
-        int, typer.Option(rich_help_panel=SPECULATION, help="Depth of the draft tree.")
-    ] = 3,
-    draft_tokens: DraftTokensOption = None,
-    backend: BackendOption = "auto",
-    page_size: PageSizeOption = 1,
+    prompt: options.PromptArgument = None,
+    target: options.TargetOption = None,
+    draft: options.DraftOption = None,
+    device: options.DeviceOption = "auto",
+    dtype: options.DtypeOption = "auto",
+    topk: Annotated[int, option(SPECULATION, "Branches kept at every depth; 1 is a chain.")] = 2,
+    steps: Annotated[int, option(SPECULATION, "Depth of the draft tree.")] = 3,
+    draft_tokens: options.DraftTokensOption = None,
+    backend: options.BackendOption = "auto",
+    page_size: options.PageSizeOption = 1,
 ) -> None:
     """Show the first step after a prompt: its tree, its mask and its KV slots."""
     found = read_prompts(prompt, None)
     if not steps:
         raise ArgumentError("--steps", "must be at least 1: plain decoding has no tree")
-    config = speculation(topk, steps, draft_tokens, page_size=page_size)
+    config = options.speculation(topk, steps, draft_tokens, page_size=page_size)
 
     from specattn import inspect as pictures
     from specattn.cli.loading import models_for, pick_device

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,127 +15,19 @@ if TYPE_CHECKING:
     from specattn.config import SpecConfig
     from specattn.speculative.step_decoder import CudagraphMode
 
-MODELS, SPECULATION, SAMPLING, RUNNING, OUTPUT = (
-    "Models",
-    "Speculation",
-    "Sampling",
-    "Running",
-    "Output",
-)
+MODELS, SPECULATION, SAMPLING = "Models", "Speculation", "Sampling"
+RUNNING, OUTPUT = "Running", "Output"
 BACKEND_VARIABLE = "SPECATTN_BACKEND"
+
+
+def option(panel: str, text: str, *names: str, **more: Any) -> Any:
+    """Describe an option under a panel of the help; ``names`` and ``more`` are those of Typer."""
+    return typer.Option(*names, rich_help_panel=panel, help=text, **more)
+
 
 PromptArgument = Annotated[
     str | None,
     typer.Argument(metavar="PROMPT", help="Text to continue; - or nothing reads standard input."),
-]
-TargetOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MODEL",
-        rich_help_panel=MODELS,
-        help="Target: a folder or the name of a model on the Hugging Face Hub. "
-        "Default: the pair that comes with specattn.",
-    ),
-]
-DraftOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MODEL",
-        rich_help_panel=MODELS,
-        help="Draft head for the target: an EAGLE, EAGLE-2 or EAGLE-3 checkpoint.",
-    ),
-]
-DeviceOption = Annotated[
-    str,
-    typer.Option(rich_help_panel=MODELS, help="auto, cpu, cuda or cuda:N."),
-]
-DtypeOption = Annotated[
-    str,
-    typer.Option(
-        rich_help_panel=MODELS,
-        help="auto, float32, float16 or bfloat16. auto is bfloat16 on CUDA, float32 elsewhere.",
-    ),
-]
-TopkOption = Annotated[
-    int | None,
-    typer.Option(
-        rich_help_panel=SPECULATION,
-        help="Branches kept at every depth. Default: 1, a chain.",
-    ),
-]
-StepsOption = Annotated[
-    int | None,
-    typer.Option(
-        rich_help_panel=SPECULATION,
-        help="Depth of the draft tree; 0 is plain decoding. Default: 5.",
-    ),
-]
-DraftTokensOption = Annotated[
-    int | None,
-    typer.Option(
-        rich_help_panel=SPECULATION,
-        help="Nodes verified at once, the root included. Default: steps + 1, or 4 per branch.",
-    ),
-]
-DraftSamplingOption = Annotated[
-    bool,
-    typer.Option(
-        "--draft-sampling",
-        rich_help_panel=SPECULATION,
-        help="Draw the drafts and verify by rejection sampling; chains at a temperature only.",
-    ),
-]
-AdaptiveOption = Annotated[
-    bool,
-    typer.Option(
-        "--adaptive",
-        rich_help_panel=SPECULATION,
-        help="Let every step take the given shape or a smaller one, by what drafts gain and cost.",
-    ),
-]
-BackendOption = Annotated[
-    str,
-    typer.Option(
-        envvar=BACKEND_VARIABLE,
-        rich_help_panel=RUNNING,
-        help="Attention backend, auto, or prefill,decode[,verify]; see `specattn backends`.",
-    ),
-]
-KvDtypeOption = Annotated[
-    str,
-    typer.Option(
-        "--kv-cache-dtype",
-        rich_help_panel=RUNNING,
-        help="Store keys and values as fp8_e4m3; auto is the model's dtype.",
-    ),
-]
-DeterministicOption = Annotated[
-    bool,
-    typer.Option(
-        "--deterministic",
-        rich_help_panel=RUNNING,
-        help="Attention whose bits depend on the text alone; slower. The triton backend has it.",
-    ),
-]
-CudagraphOption = Annotated[
-    str,
-    typer.Option(
-        rich_help_panel=RUNNING,
-        help="Record a step as one graph (full) or as three (piecewise); auto is full, or "
-        "piecewise if a backend plans on the host.",
-    ),
-]
-NoFusedOption = Annotated[
-    bool,
-    typer.Option(
-        "--no-fused",
-        rich_help_panel=RUNNING,
-        help="Run transformers' own modules also where there are fused ones.",
-    ),
-]
-PageSizeOption = Annotated[
-    int,
-    typer.Option(rich_help_panel=RUNNING, help="KV slots per page, a power of two up to 512."),
 ]
 PromptsOption = Annotated[
     Path | None,
@@ -145,6 +37,43 @@ PromptsOption = Annotated[
         'objects with a "prompt"; - for stdin.',
     ),
 ]
+_TARGET = (
+    "Target: a folder or the name of a model on the Hugging Face Hub. "
+    "Default: the pair that comes with specattn."
+)
+_DRAFT = "Draft head for the target: an EAGLE, EAGLE-2 or EAGLE-3 checkpoint."
+_DTYPE = "auto, float32, float16 or bfloat16. auto is bfloat16 on CUDA, float32 elsewhere."
+TargetOption = Annotated[str | None, option(MODELS, _TARGET, metavar="MODEL")]
+DraftOption = Annotated[str | None, option(MODELS, _DRAFT, metavar="MODEL")]
+DeviceOption = Annotated[str, option(MODELS, "auto, cpu, cuda or cuda:N.")]
+DtypeOption = Annotated[str, option(MODELS, _DTYPE)]
+
+_TOPK = "Branches kept at every depth. Default: 1, a chain."
+_STEPS = "Depth of the draft tree; 0 is plain decoding. Default: 5."
+_NODES = "Nodes verified at once, the root included. Default: steps + 1, or 4 per branch."
+_DRAWN = "Draw the drafts and verify by rejection sampling; chains at a temperature only."
+_ADAPTIVE = "Let every step take the given shape or a smaller one, by what drafts gain and cost."
+TopkOption = Annotated[int | None, option(SPECULATION, _TOPK)]
+StepsOption = Annotated[int | None, option(SPECULATION, _STEPS)]
+DraftTokensOption = Annotated[int | None, option(SPECULATION, _NODES)]
+DraftSamplingOption = Annotated[bool, option(SPECULATION, _DRAWN, "--draft-sampling")]
+AdaptiveOption = Annotated[bool, option(SPECULATION, _ADAPTIVE, "--adaptive")]
+
+_BACKEND = "Attention backend, auto, or prefill,decode[,verify]; see `specattn backends`."
+_KV_DTYPE = "Store keys and values as fp8_e4m3; auto is the model's dtype."
+_BITS = "Attention whose bits depend on the text alone; slower. The triton backend has it."
+_CUDAGRAPH = (
+    "Record a step as one graph (full) or as three (piecewise); auto is full, or piecewise if a "
+    "backend plans on the host."
+)
+_NO_FUSED = "Run transformers' own modules also where there are fused ones."
+BackendOption = Annotated[str, option(RUNNING, _BACKEND, envvar=BACKEND_VARIABLE)]
+KvDtypeOption = Annotated[str, option(RUNNING, _KV_DTYPE, "--kv-cache-dtype")]
+DeterministicOption = Annotated[bool, option(RUNNING, _BITS, "--deterministic")]
+CudagraphOption = Annotated[str, option(RUNNING, _CUDAGRAPH)]
+NoFusedOption = Annotated[bool, option(RUNNING, _NO_FUSED, "--no-fused")]
+PageSizeOption = Annotated[int, option(RUNNING, "KV slots per page, a power of two up to 512.")]
+JsonOption = Annotated[bool, option(OUTPUT, "Print JSON and nothing else.", "--json")]
 
 # room for one step of any config; the real context length follows from the prompts
 _ANY_CONTEXT = 2**20
@@ -159,14 +88,15 @@ def speculation(
     *,
     page_size: int = 1,
     draft_sampling: bool = False,
+    adaptive: bool = False,
 ) -> SpecConfig:
     """Return the speculative config of the given options; the others follow from them.
 
     Raises
     ------
     ArgumentError
-        With the option and its limit, if they describe no tree, or if plain decoding would
-        ignore ``--draft-sampling``.
+        With the option and its limit, if they describe no tree, or if plain decoding ignores
+        an option.
     """
     from specattn.config import SpecConfig
 
@@ -186,11 +116,14 @@ def speculation(
             page_size=page_size,
             draft_sampling=draft_sampling and steps > 0,
         )
-    if draft_sampling and not steps:
-        raise ArgumentError(
-            "--draft-sampling",
-            "needs --steps of at least 1, got plain decoding, which has no drafts",
-        )
+    for name, is_given, lacks in (
+        ("--draft-sampling", draft_sampling, "drafts"),
+        ("--adaptive", adaptive, "smaller tree to choose from"),
+    ):
+        if is_given and not steps:
+            raise ArgumentError(
+                name, f"needs --steps of at least 1, got plain decoding, which has no {lacks}"
+            )
     return config
 
 

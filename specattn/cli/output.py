@@ -1,4 +1,4 @@
-"""What is seen while requests run: their text on standard output, progress on standard error."""
+"""The output of a run: texts on standard output, progress on standard error."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ class TextOutput:
         self._streams = [TextStream(detokenize, r.prompt, r.stop) for r in requests]
         self._counts = [0] * len(requests)
         self._ended = [False] * len(requests)
-        # certain, not yet written: other texts come first
+        # text that waits until the texts before it are written
         self._ready = [""] * len(requests)
-        # the text that is being written, and whether its heading has been
+        # the text that is being written, and whether its heading is
         self._at, self._begun = 0, False
         self._last = ""
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """What has become certain of every text."""
+        """The part of every text that later tokens cannot change."""
         return tuple(stream.text for stream in self._streams)
 
     def take(self, index: int, tokens: list[int]) -> None:
@@ -85,7 +85,7 @@ class TextOutput:
             self._ready[index] += self._streams[index].finish()
 
     def _write(self) -> None:
-        """Write what is ready of the first text that has not ended, and of those before it."""
+        """Write what is ready up to the first text that has not ended."""
         if not self._live:
             return
         while self._at < len(self._requests):
@@ -121,9 +121,10 @@ class TextOutput:
 
 
 def writes_to_file() -> bool:
-    """Whether text goes to a file, and not to a screen or a pipe that a screen may be behind.
+    """Return whether standard output is a file.
 
-    Elsewhere the text itself shows the progress, and a bar would get between its lines.
+    On a screen, or a pipe that may lead to one, the text itself shows the progress, and a bar
+    would get between its lines.
     """
     try:
         return stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode)
@@ -135,7 +136,7 @@ def writes_to_file() -> bool:
 def progress(
     what: str, requests: Sequence[Request], *, hidden: bool = False
 ) -> Iterator[Callable[[int, list[int]], None]]:
-    """Show how many tokens there are, of the most there may be; nothing without a terminal."""
+    """Show a bar of the tokens so far, if there is a terminal."""
     console = stderr()
     bar = Progress(
         TextColumn(what),

@@ -39,7 +39,7 @@ class Report:
     comparison: Comparison | None = None
 
     def objects(self) -> list[dict[str, Any]]:
-        """Return one JSON object per request; what concerns the whole run is in each of them."""
+        """Return one JSON object per request; each repeats what concerns the run."""
         shared: dict[str, Any] = {
             "backend": self.outcome.modes[0].backend,
             "graphs": graphs(self.outcome.modes),
@@ -81,14 +81,14 @@ class Report:
 
 
 def graphs(modes: Sequence[ModeReport]) -> dict[str, Any]:
-    """Return how forwards were served, in all and by mode."""
+    """Return the counts of forwards, in all and by mode."""
     parts = ("replayed", "unrecorded", "fallbacks")
     total = {part: sum(getattr(mode, part) for mode in modes) for part in parts}
     return {**total, "modes": {mode.mode: asdict(mode) for mode in modes}}
 
 
 def verdict(comparison: Comparison, outcome: Outcome) -> str:
-    """Say in one line what the comparison with plain decoding found."""
+    """Return the result of the comparison with plain decoding in one line."""
     speeds = (
         f"{comparison.speed_up:.2f}x as fast ({outcome.tokens_per_second:.1f} against "
         f"{comparison.plain.tokens_per_second:.1f} tokens/s)"

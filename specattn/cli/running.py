@@ -1,4 +1,4 @@
-"""Requests run through an engine: how it is set up, and what a run reports."""
+"""A run of requests through an engine: its setup and its outcome."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Setup:
     Parameters
     ----------
     models : Models
-        What decodes.
+        The target and its draft.
     requests : tuple of Request
-        What is decoded.
+        The prompts, and how to continue them; none to capture graphs alone.
     max_context_len, batch_size : int
         Longest context, and requests decoded at once.
     backend : str
@@ -106,7 +106,7 @@ class Setup:
             ) from error
 
     def prepare(self, engine: Engine) -> None:
-        """Decode a few tokens of every prompt that runs at once, so that all is compiled."""
+        """Compile all kernels: decode a few tokens of a full batch of prompts."""
         if not self.warm_up:
             return
         few = engine.config.num_steps + 3  # the prompt's token and two steps at the least
@@ -157,7 +157,7 @@ class ConfigReport:
     num_steps, topk, num_draft_tokens : int
         The config's tree.
     steps : int
-        Steps of the batch that took it, and gave some request a token.
+        Steps of the batch with this config that gave some request a token.
     accepted_per_step : float
         Tokens per request and step, bonus included; 0 without steps.
     """
@@ -182,9 +182,9 @@ class Outcome:
     modes : tuple of ModeReport
         In the order in which a step runs them.
     fused : tuple of str
-        Which of the models are fused: "target", "draft".
+        The models that are fused: "target", "draft".
     configs : tuple of ConfigReport
-        If there were several, the given one first.
+        Those of an adaptive run, the given one first; else none.
     """
 
     results: tuple[RequestOutput, ...]
@@ -207,7 +207,7 @@ class Outcome:
 def run(
     engine: Engine, requests: Sequence[Request], *on_tokens: Callable[[int, list[int]], None]
 ) -> Outcome:
-    """Decode requests and time the run; ``on_tokens`` are called with each request's new tokens."""
+    """Decode requests, time the run, and call ``on_tokens`` with all new tokens."""
 
     def tell(index: int, tokens: list[int]) -> None:
         for call in on_tokens:
