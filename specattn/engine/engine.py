@@ -21,6 +21,7 @@ from specattn.engine.request import Request, RequestOutput, check_requests
 from specattn.engine.scheduler import RunningRequest, Scheduler
 from specattn.errors import CapacityError, CaptureError
 from specattn.speculative.decoder import ModelSlot
+from specattn.speculative.model import for_context
 from specattn.speculative.prefill import Prefill, Prompt
 from specattn.speculative.sampling import SamplingBatch
 from specattn.speculative.states import RequestStates, StateDims
@@ -151,6 +152,8 @@ class Engine:
     ------
     UnsupportedError
         If the backend cannot serve the models here.
+    ModelError
+        If a model computes contexts of ``max_context_len`` in another way than shorter ones.
     ValueError
         If ``num_slots`` or ``buckets`` are not those of a `SlotTable` and a `GraphRunner`,
         ``kv_dtype`` and ``kv_scales`` not those of a `KVPool`, ``configs`` differ in more than the
@@ -187,10 +190,11 @@ class Engine:
         sizes = powers_of_two(config.max_num_reqs) if buckets is None else buckets
         self.buckets = [whole_number("every bucket", size) for size in sizes]
         self.configs = SpeculativeConfigs((config, *configs), policy, self.buckets)
+        target = for_context(target, config.max_context_len)
         if config.max_context_len > target.max_context_len:
             log.warning(
                 "max_context_len %d is above the target's %d: positions from there on are none it "
-                "was trained on, and to fused models they are all the same",
+                "was trained on",
                 config.max_context_len,
                 target.max_context_len,
             )
@@ -208,6 +212,7 @@ class Engine:
         self.target: ModelSlot[TargetModel] = slot(target, pool(target.layers, scales=kv_scales[0]))
         self.draft: ModelSlot[DraftModel] | None = None
         if self.configs.speculative and draft is not None:
+            draft = for_context(draft, config.max_context_len)
             self.draft = slot(draft, pool(draft.layers, scales=kv_scales[1]))
         self._plans_on_host = any(
             one.backend.host_plan for one in (self.target, self.draft) if one is not None

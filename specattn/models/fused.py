@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from specattn.kernels.fused import add_rms_norm, embed_rms_norm
 from specattn.kernels.fused.stream import ready
-from specattn.models.fused_block import Block, packed_layers, product, random_linear, rotary_table
+from specattn.models.fused_block import Block, RotaryTable, packed_layers, product, random_linear
 from specattn.models.hf import FeatureSpec, HFTarget, tokenizer_of
 from specattn.speculative.model import TargetOutput
 
@@ -47,7 +47,7 @@ class FusedTarget:
     eps : float
         Of every norm.
     max_context_len : int
-        Positions the rotation's table holds; later ones count as the last.
+        Tokens up to which positions mean what they did in training.
     eos_token_ids : frozenset of int
         Tokens that end a text.
     name : str
@@ -122,9 +122,9 @@ class FusedTarget:
         ready(device)
         generator = torch.Generator(device).manual_seed(seed)
         length = int(config.max_position_embeddings)
-        table = rotary_table(LlamaRotaryEmbedding(config).to(device), length)
+        rotary = RotaryTable(LlamaRotaryEmbedding(config).to(device), length)
         blocks = tuple(
-            Block.random(config, table, dtype, generator) for _ in range(config.num_hidden_layers)
+            Block.random(config, rotary, dtype, generator) for _ in range(config.num_hidden_layers)
         )
         size, vocab = config.hidden_size, config.vocab_size
         embed = nn.Embedding(
@@ -158,6 +158,18 @@ class FusedTarget:
         """
         features.check(len(self.layers))
         return replace(self, features=features)
+
+    def for_context(self, max_context_len: int) -> Self:
+        """Return a target over the same weights with angles of ``max_context_len`` positions.
+
+        Later positions count as the last one. Before, the table is of all positions of the model,
+        and computed with the first forward.
+        """
+        old = self.blocks[0].rotary
+        rotary = old.of_length(max_context_len)
+        if rotary is old:
+            return self
+        return replace(self, blocks=tuple(replace(block, rotary=rotary) for block in self.blocks))
 
     @property
     def hidden_size(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -31,8 +32,43 @@ if TYPE_CHECKING:
 MODEL_TYPES = ("llama", "mistral", "qwen3")
 # their angles depend on nothing but the position
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_TABLE_STEP = 64
 # modules of which only the weights are used
 _PLAIN = {"_proj": nn.Linear, "lm_head": nn.Linear, "embed_tokens": nn.Embedding}
+
+
+@dataclass(frozen=True, eq=False)
+class RotaryTable:
+    """The rotation angles of the first positions, by transformers' own module.
+
+    Parameters
+    ----------
+    rotary : nn.Module
+        Computes cosines and sines of positions; depends on nothing else.
+    length : int
+        L, the number of positions.
+    """
+
+    rotary: nn.Module
+    length: int
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """``[L, D]`` float32, see `Rotation`; computed on first use, which is no capture's."""
+        buffer = next(self.rotary.buffers())
+        positions = torch.arange(self.length, device=buffer.device)[None]
+        with torch.no_grad():
+            cosine, sine = self.rotary(buffer.new_empty(1, dtype=torch.float32), positions)
+        half = cosine.shape[-1] // 2  # [1, L, D]
+        return torch.cat([cosine[0, :, :half], sine[0, :, :half]], dim=-1)
+
+    def of_length(self, length: int) -> RotaryTable:
+        """Return the computed table of ``length`` positions or a few more; itself if it is that."""
+        # kernels are compiled for the divisibility of the last position
+        length = -(-length // _TABLE_STEP) * _TABLE_STEP
+        table = self if length == self.length else RotaryTable(self.rotary, length)
+        _ = table.rows  # a capture may come next
+        return table
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,8 +79,10 @@ class Block:
     ----------
     geometry : AttnConfig
         Heads and their size.
-    rotation : Rotation
-        Position embedding, and the norms of heads, if any.
+    rotary : RotaryTable
+        Position embedding; layers share it.
+    head_norms : tuple of Tensor or None
+        ``[D]`` each, weights of the norms of queries and of keys, if any.
     eps : float
         Of the layer's norms.
     input_norm, post_norm : Tensor
@@ -60,7 +98,8 @@ class Block:
     """
 
     geometry: AttnConfig
-    rotation: Rotation
+    rotary: RotaryTable
+    head_norms: tuple[Tensor, Tensor] | None
     eps: float
     input_norm: Tensor
     post_norm: Tensor
@@ -70,7 +109,9 @@ class Block:
     down: Tensor
 
     @classmethod
-    def of_layer(cls, layer: nn.Module, table: Tensor, geometry: AttnConfig, eps: float) -> Self:
+    def of_layer(
+        cls, layer: nn.Module, rotary: RotaryTable, geometry: AttnConfig, eps: float
+    ) -> Self:
         """Pack a layer of transformers' modules, whose weights become views of the packed ones."""
         parts: Any = layer
         attention, mlp = parts.self_attn, parts.mlp
@@ -79,7 +120,8 @@ class Block:
             norms = attention.q_norm.weight, attention.k_norm.weight
         return cls(
             geometry,
-            Rotation(table, norms, eps),
+            rotary,
+            norms,
             eps,
             parts.input_layernorm.weight,
             parts.post_attention_layernorm.weight,
@@ -93,14 +135,14 @@ class Block:
     def random(
         cls,
         config: LlamaConfig | Qwen3Config,
-        table: Tensor,
+        rotary: RotaryTable,
         dtype: torch.dtype,
         generator: torch.Generator,
         *,
         input_size: int | None = None,
     ) -> Self:
         """Make a layer of this shape; ``input_size`` is the attention's, H if None."""
-        size, dim = config.hidden_size, table.shape[1]
+        size, dim = config.hidden_size, config.head_dim
         geometry = AttnConfig(
             config.num_attention_heads, config.num_key_value_heads, dim, dtype=dtype
         )
@@ -113,7 +155,8 @@ class Block:
 
         return cls(
             geometry,
-            Rotation(table, norms, config.rms_norm_eps),
+            rotary,
+            norms,
             config.rms_norm_eps,
             ones,
             ones,
@@ -122,6 +165,11 @@ class Block:
             weight(2 * config.intermediate_size, size),
             weight(size, config.intermediate_size),
         )
+
+    @cached_property
+    def rotation(self) -> Rotation:
+        """The position embedding and the norms before it, as kernels take them."""
+        return Rotation(self.rotary.rows, self.head_norms, self.eps)
 
     def attend(
         self,
@@ -188,19 +236,9 @@ def packed_layers(target: HFTarget) -> Iterable[Block]:
     """
     config = target.config
     _check(config, target.module)
-    table = rotary_table(target.module.model.rotary_emb, target.max_context_len)
+    rotary = RotaryTable(target.module.model.rotary_emb, target.max_context_len)
     for layer, geometry in zip(target.module.model.layers, target.layers, strict=True):
-        yield Block.of_layer(layer, table, geometry, config.rms_norm_eps)
-
-
-def rotary_table(rotary: nn.Module, length: int) -> Tensor:
-    """Return the angles of ``length`` positions by transformers' own module; see `Rotation`."""
-    buffer = next(rotary.buffers())
-    positions = torch.arange(length, device=buffer.device)[None]
-    with torch.no_grad():
-        cosine, sine = rotary(buffer.new_empty(1, dtype=torch.float32), positions)  # [1, L, D]
-    half = cosine.shape[-1] // 2
-    return torch.cat([cosine[0, :, :half], sine[0, :, :half]], dim=-1)
+        yield Block.of_layer(layer, rotary, geometry, config.rms_norm_eps)
 
 
 def random_linear(

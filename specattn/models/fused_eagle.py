@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from specattn.kernels.fused import add_rms_norm, embed_norm_pair
 from specattn.models.fused_block import (
     Block,
+    RotaryTable,
     product,
     random_linear,
     refuse_unless_fused,
-    rotary_table,
 )
 from specattn.models.hf import FeatureSpec
 from specattn.speculative.model import DraftOutput
@@ -94,9 +94,9 @@ class FusedEagle3:
         ends = ("lm_head", head.lm_head), ("embed_tokens", head.embed_tokens)
         refuse_unless_fused("draft", head.rope.config, [*weights.named_modules(), *ends])
         layer = weights.midlayer
-        table = rotary_table(head.rope, max_context_len)
+        rotary = RotaryTable(head.rope, max_context_len)
         # norms of the head differ in nothing but their weights
-        block = Block.of_layer(layer, table, head.layers[0], layer.hidden_norm.variance_epsilon)
+        block = Block.of_layer(layer, rotary, head.layers[0], layer.hidden_norm.variance_epsilon)
         fc = weights.fc.weight if isinstance(weights.fc, nn.Linear) else None
         return cls(
             block,
@@ -139,8 +139,8 @@ class FusedEagle3:
             target.device,
         )
         generator = torch.Generator(device).manual_seed(seed)
-        table = rotary_table(LlamaRotaryEmbedding(config).to(device), target.max_context_len)
-        block = Block.random(config, table, dtype, generator, input_size=2 * size)
+        rotary = RotaryTable(LlamaRotaryEmbedding(config).to(device), target.max_context_len)
+        block = Block.random(config, rotary, dtype, generator, input_size=2 * size)
         entering = (min(2, depth - 1), depth // 2, max(depth - 3, 0))
         return cls(
             block,
@@ -153,6 +153,13 @@ class FusedEagle3:
             FeatureSpec(entering),
             3 * size,
         )
+
+    def for_context(self, max_context_len: int) -> Self:
+        """Return a draft over the same weights with angles of ``max_context_len`` positions."""
+        rotary = self.block.rotary.of_length(max_context_len)
+        if rotary is self.block.rotary:
+            return self
+        return replace(self, block=replace(self.block, rotary=rotary))
 
     @property
     def layers(self) -> tuple[AttnConfig, ...]:

@@ -160,17 +160,40 @@ class HFTarget:
 
     @property
     def max_context_len(self) -> int:
-        """Tokens up to which the model's position embedding is that of its training.
+        """Tokens up to which the model's position embedding is that of its training."""
+        return min([int(self.config.max_position_embeddings), *self._rescaling.values()])
 
-        With rope types that rescale by the longest position in the batch, it is the length below
-        which they do not, for requests of one batch must not change each other.
-        """
-        length = int(self.config.max_position_embeddings)
+    @property
+    def _rescaling(self) -> dict[str, int]:
+        """Rope types that rescale a batch by its longest position, and up to where they do not."""
+        longest = int(self.config.max_position_embeddings)
         ropes = getattr(self.config, "rope_parameters", None) or {}
+        found = {}
         for rope in (ropes, *(part for part in ropes.values() if isinstance(part, dict))):
-            if rope.get("rope_type") == "longrope":
-                length = min(length, rope["original_max_position_embeddings"])
-        return length
+            if (kind := rope.get("rope_type")) == "longrope":
+                found[kind] = rope["original_max_position_embeddings"]
+            elif kind == "dynamic":
+                found[kind] = longest
+        return found
+
+    def for_context(self, max_context_len: int) -> Self:
+        """Return the target itself, unless positions of so long a context depend on the batch.
+
+        Raises
+        ------
+        ModelError
+            If a request longer than the rope type's own limit would change what it and others in
+            its batch compute, and what their cached keys were.
+        """
+        for kind, limit in self._rescaling.items():
+            if max_context_len > limit:
+                raise ModelError(
+                    "target",
+                    f"{self.name or self.config.model_type} has rope type {kind!r}, which rotates "
+                    f"all tokens in another way once a context is longer than {limit}: "
+                    f"max_context_len must be at most {limit}, got {max_context_len}",
+                )
+        return self
 
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:

@@ -12,7 +12,7 @@ captured in a CUDA graph. Forwards are called without gradients.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self, TypeVar, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -192,3 +192,26 @@ class DraftModel(Protocol):
         on the device: the kernel that chooses tokens reads it, and saves a launch.
         """
         ...
+
+
+@runtime_checkable
+class ContextModel(Protocol):
+    """A target or draft model that must know the longest context before it runs."""
+
+    def for_context(self, max_context_len: int) -> Self:
+        """Return this model for contexts of up to ``max_context_len`` tokens.
+
+        Raises
+        ------
+        ModelError
+            If it computes contexts of that length in another way than shorter ones.
+        """
+        ...
+
+
+_Model = TypeVar("_Model", TargetModel, DraftModel)
+
+
+def for_context(model: _Model, max_context_len: int) -> _Model:
+    """Return ``model`` for contexts of ``max_context_len`` tokens; see `ContextModel`."""
+    return model.for_context(max_context_len) if isinstance(model, ContextModel) else model

@@ -142,6 +142,38 @@ def test_the_head_is_the_one_it_was_made_from(tiny, dense, tmp_path, norms) -> N
         assert chosen.tokens.equal(head.to_target(got.logits.topk(3).indices))
 
 
+def test_angles_are_of_the_context_in_use(tiny, tmp_path) -> None:
+    """A table of all positions of this model would be a gigabyte, for the head another."""
+    longest = 10_000_000
+    target = HFTarget.from_model(
+        tiny("llama", num_hidden_layers=4, max_position_embeddings=longest)
+    )
+    head = load_draft(write(tmp_path, eagle3_tensors(), draft_vocab_size=VD), target)
+    fused = fuse(target.with_features(head.features), head)
+    config = SpecConfig(num_steps=3, topk=3, num_draft_tokens=9, max_context_len=70, max_num_reqs=4)
+    engine = Engine(*fused, config, backend="torch_native", graphs=False)
+    served = engine.target.model, engine.draft.model
+    assert [len(model.rotation.table) for model in (*served[0].blocks, served[1].block)] == [
+        128
+    ] * 5
+    assert fused[0].max_context_len == served[0].max_context_len == longest
+    for given, used in zip(fused, served, strict=True):
+        assert "rows" not in vars((given.blocks[0] if given is fused[0] else given.block).rotary)
+        assert used.for_context(70) is used
+        assert used.for_context(129) is not used
+
+
+def test_positions_past_the_models_longest_are_rotated_as_transformers_does(tiny, dense) -> None:
+    source = HFTarget.from_model(tiny("llama", max_position_embeddings=16))
+    target = FusedTarget.from_target(source).for_context(64)
+    ids, positions = torch.randint(1, 101, (LENGTH,)), torch.arange(50, 50 + LENGTH)
+    got, want = (
+        one.forward(ids, positions, dense(one.layers).at(positions)).logits
+        for one in (target, source)
+    )
+    assert off(got, want) < 3e-6
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_speculation_generates_the_same(tiny, tmp_path, kind) -> None:
     target = HFTarget.from_model(tiny(kind, num_hidden_layers=4))

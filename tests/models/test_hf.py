@@ -161,17 +161,24 @@ def test_facts_about_the_model(tiny) -> None:
         _ = target.tokenizer
 
 
-def test_context_ends_where_longrope_would_rescale_the_whole_batch(tiny) -> None:
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "original_max_position_embeddings": 32,
-        "short_factor": [1.0] * 8,
-        "long_factor": [2.0] * 8,
-    }
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_context_ends_where_positions_would_rescale_the_whole_batch(tiny, kind) -> None:
+    longrope = {"original_max_position_embeddings": 32, "short_factor": [1.0] * 8}
+    more = longrope | {"long_factor": [2.0] * 8} if kind == "longrope" else {"factor": 2.0}
+    rope = {"rope_type": kind, "rope_theta": 10000.0, **more}
     changes = {"head_dim": 16, "original_max_position_embeddings": 32}
-    target = HFTarget.from_model(tiny("phi3", rope_parameters=rope, **changes))
-    assert target.max_context_len == 32
+    model_type = "phi3" if kind == "longrope" else "llama"
+    target = HFTarget.from_model(tiny(model_type, rope_parameters=rope, **changes))
+    limit = 32 if kind == "longrope" else 128
+    assert target.max_context_len == limit
+    assert target.for_context(limit) is target
+    with pytest.raises(ModelError) as caught:
+        target.for_context(limit + 1)
+    assert caught.value.argument == "target"
+    assert str(caught.value) == (
+        f"{model_type} has rope type '{kind}', which rotates all tokens in another way once a "
+        f"context is longer than {limit}: max_context_len must be at most {limit}, got {limit + 1}"
+    )
 
 
 def test_forward_never_looks_at_positions_on_the_host(tiny, dense, monkeypatch) -> None:
