@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specattn.buffers import BufferSet, buf
 from specattn.checks import expect
+from specattn.kernels.checks import require_rows
 from specattn.kernels.indices import fill_window
 
 if TYPE_CHECKING:
@@ -219,10 +220,8 @@ def check_plan(plan: Plan, device: torch.device) -> None:
     """
     for name, (shape, dtype) in _expected(plan).items():
         expect(name, getattr(plan, name), shape, dtype, device)
-    if not isinstance(plan, CsrPlan) and plan.req_to_token.stride(1) != 1:
-        raise ValueError(
-            f"req_to_token must be dense in its last axis, got {plan.req_to_token.stride()}"
-        )
+    if not isinstance(plan, CsrPlan):
+        require_rows(req_to_token=plan.req_to_token)
 
 
 def _expected(plan: Plan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

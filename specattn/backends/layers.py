@@ -240,7 +240,7 @@ class BoundLayers(CompositeAttention, PackedAttend):
             positions,
             rotation,
             config.num_qo_heads,
-            following=layer > 0 and all(bound.prefetches for bound in self.bounds),
+            prefetch=layer > 0 and all(bound.prefetches for bound in self.bounds),
         )
         out = torch.empty_like(q)
         attention.run(q, self.pool.k[layer], self.pool.v[layer], out)

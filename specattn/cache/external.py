@@ -1,4 +1,4 @@
-"""An engine's own caches and request table, as specattn reads them: views and checks, no memory."""
+"""Views of the caches and the request table that an engine has."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from torch import Tensor
 from specattn.cache.slot_table import count_pages
 from specattn.checks import expect, whole_number
 from specattn.cuda_graph.capture_guard import Settable
+from specattn.kernels.checks import require_rows
 from specattn.kernels.indices import fill_slots
 
 
 def block_stride(pages: Tensor) -> int:
-    """Return how many slots lie from one page's first to the next one's, in what `as_slots` views.
+    """Return how many slots `as_slots` counts from page to page.
 
     Parameters
     ----------
@@ -22,13 +23,13 @@ def block_stride(pages: Tensor) -> int:
     Returns
     -------
     int
-        ``page_size`` if pages follow each other; a multiple, if other things lie in between.
+        ``page_size`` if pages follow each other, a multiple of it if other things lie in between.
 
     Raises
     ------
     ValueError
-        If it is no multiple, so that no numbering has all slots one distance apart, and pages
-        begin at multiples of ``page_size``.
+        If pages do not begin a multiple of ``page_size`` slots apart, or ``pages`` are empty or
+        have other axes.
     """
     if pages.dim() != 4 or not pages.numel():
         raise ValueError(
@@ -48,13 +49,13 @@ def block_stride(pages: Tensor) -> int:
 
 
 def as_slots(pages: Tensor) -> Tensor:
-    """View a layer's paged keys, or values, as slots: ``pages[p, i]`` is slot ``p * s + i``.
+    """View a layer's pages of keys, or of values, as slots.
 
-    ``s`` is `block_stride`. Where it is more than ``page_size``, slots in between are other
-    things: the values between the keys of ``[num_pages, 2, page_size, heads, dim]``, whose halves
-    ``cache[:, 0]`` and ``cache[:, 1]`` can be viewed so, other layers, or other heads of
-    ``[num_pages, heads, page_size, dim]``, which is viewed as ``cache.transpose(1, 2)``. No table
-    names them, so no step reads or writes them; but do not fill such a view whole.
+    ``pages[p, i]`` is slot ``p * block_stride(pages) + i``. Where the stride is more than
+    ``page_size``, other things lie between the pages: the values of ``[num_pages, 2, page_size,
+    heads, dim]``, of which ``cache[:, 0]`` is viewed, other layers, or other heads of ``[num_pages,
+    heads, page_size, dim]``, which is viewed as ``cache.transpose(1, 2)``. No table names their
+    slots, so no step reads or writes them. Do not fill such a view as a whole.
 
     Parameters
     ----------
@@ -64,7 +65,7 @@ def as_slots(pages: Tensor) -> Tensor:
     Returns
     -------
     Tensor
-        ``[num_slots, heads, dim]``, a view, up to the last page's last slot.
+        ``[num_slots, heads, dim]``, a view that ends with the last page.
 
     Raises
     ------
@@ -79,31 +80,30 @@ def as_slots(pages: Tensor) -> Tensor:
 
 
 class ExternalTable(Settable):
-    """An engine's request table, in place of a `SlotTable`: the engine keeps the books.
+    """An engine's request table, in place of a `SlotTable`.
 
-    `StepDecoder` and `Prefill` take it, and only read. The engine writes the slots of its requests
-    and then how many there are, itself or with `fill`, on the stream of the steps, so that steps
-    in flight still find what they were launched over. Slots of row r are its own from the
-    committed length on, ``SpecConfig.reserve_len`` of them for a step.
+    `StepDecoder` and `Prefill` only read it. The engine writes the slots of its requests and then
+    their number, itself or with `fill`. It does so on the stream of the steps, so that steps in
+    flight find the slots that they were launched with. No other row may hold the slots of a row
+    past its committed length; a step needs ``SpecConfig.reserve_len`` of them.
 
     Parameters
     ----------
     req_to_token : Tensor
         ``[rows + 1, max_context_len]`` int32, slot of every token; rows may have a stride. Row 0
-        is padding's, and is set to 0 here.
+        belongs to padding and is set to 0 here.
     reserved : Tensor
-        ``[rows + 1]`` int32, contiguous: how many tokens of every row have slots. A row of which
-        they are too few for a step sits it out: 0 for rows without a request. Entry 0 is set to 0
-        here.
+        ``[rows + 1]`` int32, contiguous: how many tokens of every row have slots, 0 for rows
+        without a request. A row with too few for a step sits it out. Entry 0 is set to 0 here.
     num_slots : int
-        Slots in the pools (``KVPool.num_slots``), rounded down to whole pages. The table never
-        names slots of page 0.
+        Slots in the pools (``KVPool.num_slots``), rounded down to whole pages. The table may not
+        name slots of page 0.
     page_size : int
-        Slots per page, a power of two: slots of tokens ``[i * page_size, (i + 1) * page_size)`` of
-        a row follow each other, from a multiple of ``page_size`` on.
+        Slots per page, a power of two. The slots of tokens ``[i * page_size, (i + 1) * page_size)``
+        of a row follow each other, from a multiple of ``page_size`` on.
     block_stride : int, optional
-        Slots from an engine's block to the next, as `block_stride` counts them; ``page_size`` by
-        default. Only `fill` reads it.
+        Slots from one block of the engine to the next (`block_stride`); ``page_size`` by default.
+        Only `fill` reads it.
 
     Raises
     ------
@@ -113,7 +113,7 @@ class ExternalTable(Settable):
     Attributes
     ----------
     num_pages, max_context_len : int
-        What follows from the above.
+        Whole pages in the pools, and columns of ``req_to_token``.
     """
 
     def __init__(
@@ -152,40 +152,39 @@ class ExternalTable(Settable):
         reserved[:1].zero_()
 
     def fill(self, rows: Tensor, block_table: Tensor, lens: Tensor) -> None:
-        """Write the slots of the engine's blocks into ``req_to_token``, and ``reserved``.
+        """Write rows of ``req_to_token`` and ``reserved`` from a block table.
 
-        One launch; it neither waits for the device nor allocates on it, and can be recorded in a
-        CUDA graph. Only blocks of the first ``lens`` tokens are read.
+        This is one launch, which neither waits for the device nor allocates on it and can be
+        recorded in a CUDA graph. It reads only the blocks of the first ``lens`` tokens.
 
         Parameters
         ----------
         rows : Tensor
-            ``[B]`` int64: table rows, all different, and 0 for lines to skip.
+            ``[B]`` int64: table rows, all different, or 0 for lines to skip.
         block_table : Tensor
             ``[B, blocks]`` int32: line i has the blocks of row ``rows[i]``, in the order of its
             tokens; lines may have a stride. Block b begins at slot ``b * block_stride``.
         lens : Tensor
-            ``[B]`` int32: tokens that have slots, what ``reserved`` becomes; cut at
-            ``max_context_len``, and at what the line has room for.
+            ``[B]`` int32: tokens with slots, which ``reserved`` becomes; at most
+            ``max_context_len`` and what the line's blocks hold.
 
         Raises
         ------
         ValueError
-            Before anything is written: if a tensor is not of this shape, dtype and device. Rows
-            outside the table, rows named twice and negative lengths are refused on a CPU alone:
-            to read them on an accelerator would wait for it.
+            Before anything is written: if a tensor has another shape, dtype or device. On a CPU
+            also if a row is outside the table or named twice, or a length is negative; to read them
+            on an accelerator would wait for it.
         """
-        for name, tensor in (("rows", rows), ("block_table", block_table), ("lens", lens)):
+        given = {"rows": rows, "block_table": block_table, "lens": lens}
+        for name, tensor in given.items():
             if not isinstance(tensor, Tensor):
                 raise ValueError(f"{name} must be a tensor, got {tensor!r}")
         device, batch = self.req_to_token.device, rows.numel()
-        expect("rows", rows, (batch,), torch.int64, device)
         blocks = block_table.shape[-1:].numel()
+        expect("rows", rows, (batch,), torch.int64, device)
         expect("block_table", block_table, (batch, blocks), torch.int32, device)
         expect("lens", lens, (batch,), torch.int32, device)
-        for name, tensor in (("rows", rows), ("block_table", block_table), ("lens", lens)):
-            if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-                raise ValueError(f"{name} must be dense in its last axis, got {tensor.stride()}")
+        require_rows(**given)
         if device.type == "cpu":
             self._check_contents(rows.tolist(), lens.tolist())
         fill_slots(

@@ -1,4 +1,4 @@
-"""Paged KV storage. Slot 0 belongs to padding: padded rows read and write only there."""
+"""KV pools: keys and values of all layers of a model."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from specattn.checks import expect, whole_number
 from specattn.config import FLOAT8, MAX_SLOTS, UNSCALED
 from specattn.cuda_graph.capture_guard import Settable
 from specattn.kernels.cache import commit_kv, store_kv
+from specattn.kernels.checks import require_rows
 from specattn.kernels.fused import qk_norm_rope_store_kv
 
 if TYPE_CHECKING:
@@ -23,46 +24,46 @@ if TYPE_CHECKING:
     from specattn.config import AttnConfig, KVScales
     from specattn.kernels.fused import Rotation
 
-#: Of all layers: in one tensor, layers first, or a tensor per layer.
+#: The keys, or the values, of all layers: one tensor, layers first, or one per layer.
 Caches = Tensor | tuple[Tensor, ...]
 
 
 class KVPool(Settable):
     """Keys and values of all layers of one model.
 
-    The pool allocates them, or takes an engine's own caches (`from_external`).
+    The pool allocates them, or takes an engine's own caches (`from_external`). Slot 0 belongs to
+    padding: padding rows read and write only there.
 
     Parameters
     ----------
     layers : sequence of AttnConfig
         One per attention layer, all of one KV geometry and dtype.
     num_slots : int
-        Tokens the pool can hold, slot 0 (padding) included; below 2^31.
+        Tokens that the pool can hold, slot 0 included; below 2^31.
     device : torch.device
         Where the pool lives.
     kv_dtype : torch.dtype, optional
-        What to store keys and values in, float8 (e4m3), instead of what ``layers`` say.
+        float8 (e4m3), to store keys and values so. By default ``layers`` say how.
     scales : sequence of KVScales, optional
-        Of a float8 pool, one per layer; 1 by default.
+        One per layer of a float8 pool; 1 by default.
 
     Attributes
     ----------
     layers : tuple of AttnConfig
-        Of ``kv_dtype``.
+        The layers, with ``kv_dtype``.
     scales : tuple of KVScales
-        One per layer. Fixed: they are part of what is stored, and of recorded graphs.
+        One per layer. They are part of what is stored and of recorded graphs: do not change them.
     num_slots, device
         As above.
     k, v : Tensor or tuple of Tensor
-        ``[layers, num_slots, num_kv_heads, head_dim]`` and the same with ``v_head_dim``, or a
-        tensor per layer, as they were given; of ``latent`` layers, ``v`` is a view of the
-        first columns of ``k``.
+        ``[layers, num_slots, num_kv_heads, head_dim]`` and the same with ``v_head_dim``, or one
+        tensor per layer. ``v`` of ``latent`` layers is a view of the first columns of ``k``.
 
     Raises
     ------
     ValueError
-        If layers differ in KV geometry, there are too many slots, or scales are too many, too few
-        or not of a float8 pool.
+        If there is no layer, layers differ in KV geometry, ``num_slots`` is out of range, or
+        ``scales`` are of another number or of a pool that stores no float8.
     """
 
     def __init__(
@@ -76,14 +77,14 @@ class KVPool(Settable):
     ) -> None:
         if kv_dtype is not None:
             layers = [replace(config, kv_dtype=kv_dtype) for config in layers]
-        one = _one_geometry(layers)
+        first = _one_geometry(layers)
         num_slots = whole_number("num_slots", num_slots, 1, MAX_SLOTS - 1)
-        size, stored = (len(layers), num_slots, one.num_kv_heads), one.kv_dtype or one.dtype
-        k = torch.zeros(*size, one.head_dim, dtype=stored, device=device)
-        if one.latent:
-            v = k[..., : one.v_head_dim]
+        size, stored = (len(layers), num_slots, first.num_kv_heads), first.kv_dtype or first.dtype
+        k = torch.zeros(*size, first.head_dim, dtype=stored, device=device)
+        if first.latent:
+            v = k[..., : first.v_head_dim]
         else:
-            v = torch.zeros(*size, one.v_head_dim, dtype=stored, device=device)
+            v = torch.zeros(*size, first.v_head_dim, dtype=stored, device=device)
         self._hold(layers, k, v, scales)
 
     @classmethod
@@ -95,47 +96,48 @@ class KVPool(Settable):
         *,
         scales: Sequence[KVScales] | None = None,
     ) -> Self:
-        """Return a pool over caches that are there already; nothing is copied or cleared.
+        """Return a pool over caches that an engine has allocated.
 
-        Slot 0, and all of page 0 where slots come in pages, belongs to padding here, too: nobody
-        else may keep anything there.
+        Nothing is copied or cleared. Slot 0 belongs to padding here, too, and so does all of page 0
+        where slots come in pages: the engine may keep nothing there.
 
         Parameters
         ----------
         layers : sequence of AttnConfig
-            As above; caches of float8 (e4m3) make them layers of that ``kv_dtype``.
+            As above; with caches of float8 (e4m3) they become layers of that ``kv_dtype``.
         k : Tensor or sequence of Tensor
             ``[num_slots, num_kv_heads, head_dim]`` per layer, or one tensor of all layers, layers
-            first. Any strides with a dense last axis, the same in all layers, which may lie
-            anywhere on the device. `as_slots` gives such a view of pages.
+            first. Layers may lie anywhere on the device. All have the same strides, of which the
+            last is 1. `as_slots` gives such a view of pages.
         v : Tensor or sequence of Tensor, optional
-            The same with ``v_head_dim``, and strides of its own; none with ``latent`` layers.
+            The same with ``v_head_dim`` and other strides; none with ``latent`` layers.
         scales : sequence of KVScales, optional
             As above.
 
         Raises
         ------
         ValueError
-            For what the constructor refuses; if a tensor is not as described, or there are not as
-            many as layers; if heads of one share memory, or the first heads of two; if two begin
-            no whole elements apart.
+            For what the constructor refuses. If a tensor is not as described, or there are not as
+            many as layers. If layers, or the heads of one, share memory. If two layers do not begin
+            a whole number of elements apart.
         """
-        one, keys = _one_geometry(layers), _as_caches("k", k, len(layers))
+        first, keys = _one_geometry(layers), _as_caches("k", k, len(layers))
         if keys[0].dtype == FLOAT8:
             layers = [replace(config, kv_dtype=FLOAT8) for config in layers]
-            one = layers[0]
-        if (v is None) != one.latent:
-            raise ValueError(f"v must be given unless layers are latent, got latent={one.latent}")
-        num_slots, device = keys[0].shape[:1].numel(), keys[0].device
-        stored = one.kv_dtype or one.dtype
-        whole_number("num_slots", num_slots, 1, MAX_SLOTS - 1)
-        _check_caches("k", keys, (num_slots, one.num_kv_heads, one.head_dim), stored, device)
+            first = layers[0]
+        if (v is None) != first.latent:
+            raise ValueError(f"v must be given unless layers are latent, got latent={first.latent}")
+        num_slots = whole_number("num_slots", keys[0].shape[:1].numel(), 1, MAX_SLOTS - 1)
+        slot, kind = (
+            (num_slots, first.num_kv_heads),
+            (first.kv_dtype or first.dtype, keys[0].device),
+        )
+        _check_caches("k", keys, (*slot, first.head_dim), *kind)
         if v is None:
-            values, own = _columns(keys, slice(one.v_head_dim)), [*keys]
+            values, own = _columns(keys, slice(first.v_head_dim)), [*keys]
         else:
             values = _as_caches("v", v, len(layers))
-            shape = num_slots, one.num_kv_heads, one.v_head_dim
-            _check_caches("v", values, shape, stored, device)
+            _check_caches("v", values, (*slot, first.v_head_dim), *kind)
             own = [*keys, *values]
         starts = sorted((c.data_ptr(), c.shape[2] * c.element_size()) for c in own)
         if any(start + size > after for (start, size), (after, _) in pairwise(starts)):
@@ -151,18 +153,18 @@ class KVPool(Settable):
         v: Caches,
         scales: Sequence[KVScales] | None,
     ) -> None:
-        one = layers[0]
+        first = layers[0]
         self.layers = tuple(layers)
-        self.scales = _per_layer(scales, len(layers), one.kv_dtype)
-        self.k, self.v, self._dtype = k, v, one.dtype
+        self.scales = _per_layer(scales, len(layers), first.kv_dtype)
+        self.k, self.v, self._dtype = k, v, first.dtype
         self.num_slots, self.device = len(k[0]), k[0].device
-        # columns of k that are not values, too: with v they cover every number once
-        self._shared = one.v_head_dim if one.latent else 0
+        # the columns of k that are not those of v: with v they have every number once
+        self._shared = first.v_head_dim if first.latent else 0
         self._own_k = _columns(k, slice(self._shared, None)) if self._shared else k
         self._offsets, self._unit = _offsets(k, v)
 
     def store(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write new keys and values, of the layers' ``dtype`` whatever is stored.
+        """Write a layer's new keys and values to their slots.
 
         Parameters
         ----------
@@ -171,13 +173,14 @@ class KVPool(Settable):
         slots : Tensor
             ``[B, q]`` int32 with B q = T; may be a view with a row stride.
         k, v : Tensor
-            ``[T, num_kv_heads, head_dim]`` / ``v_head_dim``, any strides with a dense last axis.
-            Of ``latent`` layers ``v`` is ``k[..., :v_head_dim]``.
+            ``[T, num_kv_heads, head_dim]`` and ``[T, num_kv_heads, v_head_dim]`` of the layers'
+            ``dtype``, dense in their last axis. ``v`` of ``latent`` layers is
+            ``k[..., :v_head_dim]``.
 
         Raises
         ------
         ValueError
-            Before anything is written: if shape, dtype, device or the last stride is another.
+            Before anything is written: if a shape, dtype, device or last stride is another.
         """
         if slots.dtype != torch.int32 or slots.device != self.device:
             raise ValueError(
@@ -186,8 +189,7 @@ class KVPool(Settable):
         for name, new, cache in (("k", k, self.k[layer]), ("v", v, self.v[layer])):
             shape = (slots.numel(), *cache.shape[1:])
             expect(name, new, shape, self._dtype, cache.device)
-            if new.stride(-1) != 1:
-                raise ValueError(f"{name} must be dense in its last axis, got {new.stride()}")
+        require_rows(k=k, v=v)
         scales = self.scales[layer]
         store_kv(
             k[..., self._shared :],
@@ -208,24 +210,25 @@ class KVPool(Settable):
         rotation: Rotation,
         num_qo_heads: int,
         *,
-        following: bool = False,
+        prefetch: bool = False,
     ) -> Tensor:
-        """Rotate a layer's new heads, write its keys and values, and return its queries.
+        """Rotate a layer's heads, write its KV, and return its queries.
 
         Parameters
         ----------
         layer, slots
             As in `store`.
         parts : Tensor
-            ``[S, T, (Hq + 2 Hkv) D]``, which add up to queries, keys and values side by side.
+            ``[S, T, (Hq + 2 Hkv) D]``: S partial sums of queries, keys and values side by side.
         positions : Tensor
             ``[T]`` int64.
         rotation : Rotation
             The position embedding, and the norms before it.
         num_qo_heads : int
             Hq.
-        following : bool
-            Whether another layer has attended since ``positions`` and ``slots`` were written.
+        prefetch : bool
+            Whether the kernel may read ``positions`` and ``slots`` before the kernel before it has
+            ended: another layer has attended since they were written.
 
         Returns
         -------
@@ -235,14 +238,15 @@ class KVPool(Settable):
         Raises
         ------
         ValueError
-            Before anything is written: if ``parts`` or ``slots`` have another width or count.
+            Before anything is written: if ``parts`` and ``slots`` do not fit, or values have
+            another size than keys.
         """
-        one = self.layers[layer]
-        dim = one.head_dim
-        shape = (len(parts), slots.numel(), (num_qo_heads + 2 * one.num_kv_heads) * dim)
+        config = self.layers[layer]
+        dim = config.head_dim
+        shape = (len(parts), slots.numel(), (num_qo_heads + 2 * config.num_kv_heads) * dim)
         expect("parts", parts, shape, parts.dtype, self.device)
-        if one.v_head_dim != dim:
-            raise ValueError("packed heads are of one size: v_head_dim must be head_dim")
+        if config.v_head_dim != dim:
+            raise ValueError(f"v_head_dim must be head_dim, {dim}, got {config.v_head_dim}")
         q = parts.new_empty(shape[1], num_qo_heads, dim, dtype=self._dtype)
         scales = self.scales[layer]
         qk_norm_rope_store_kv(
@@ -257,26 +261,26 @@ class KVPool(Settable):
             slots,
             k_scale=scales.k,
             v_scale=scales.v,
-            prefetch=following,
+            prefetch=prefetch,
         )
         return q
 
     def commit(self, tail_slots: Tensor, accepted: AcceptResult) -> None:
-        """Move the KV of the accepted path to the front of each request's tail.
+        """Move the accepted path's KV to the front of each request's tail.
 
-        Sources and targets may overlap; every row is read before any is written.
+        Sources and targets may overlap.
 
         Parameters
         ----------
         tail_slots : Tensor
-            ``[B, n]`` int32, the slots verification wrote.
+            ``[B, n]`` int32, the slots that verification wrote.
         accepted : AcceptResult
-            Names the nodes to keep.
+            The nodes to keep.
 
         Raises
         ------
         ValueError
-            Before anything moves: if a tensor is not int32, or they differ in requests.
+            Before anything moves: if a tensor is not int32, or the two differ in requests.
         """
         path, device = accepted.accept_index, self.device
         expect("tail_slots", tail_slots, (len(path), tail_slots.shape[-1]), torch.int32, device)
@@ -285,7 +289,7 @@ class KVPool(Settable):
 
 
 def _one_geometry(layers: Sequence[AttnConfig]) -> AttnConfig:
-    """Return the first of layers that all store the same, or raise a ValueError."""
+    """Return the first layer; a ValueError unless all layers store the same."""
     if not layers:
         raise ValueError("layers must be at least one, got none")
     shapes = {
@@ -326,10 +330,10 @@ def _columns(caches: Caches, which: slice) -> Caches:
 
 
 def _offsets(k: Caches, v: Caches) -> tuple[Tensor | None, int]:
-    """Return where the layers of ``k`` and ``v`` begin, ``[2, layers]``, and the unit.
+    """Return where layers begin, ``[2, layers]`` int64, and the unit.
 
-    Counted from the first layer's beginning in units of so many elements; none for layers that
-    are evenly spaced.
+    The unit is a number of elements. Offsets count from the beginning of the first layer's keys,
+    and of its values. Evenly spaced layers need none.
     """
     if isinstance(k, Tensor) and isinstance(v, Tensor):
         return None, 1
@@ -340,7 +344,7 @@ def _offsets(k: Caches, v: Caches) -> tuple[Tensor | None, int]:
     steps = [offsets[1] if len(offsets) > 1 else 0 for offsets in found]
     if found == [[step * at for at in range(len(k))] for step in steps]:
         return None, 1
-    # whoever knows what offsets are multiples of can copy several elements at once
+    # a kernel that knows a divisor of all offsets can copy several elements at once
     unit = gcd(16, *(offset // size for offset in chain(*found)))
     units = [[offset // size // unit for offset in offsets] for offsets in found]
     return torch.tensor(units, dtype=torch.int64, device=k[0].device), unit

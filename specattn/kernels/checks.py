@@ -22,7 +22,7 @@ def require_rows(**tensors: Tensor | None) -> None:
     """Raise ValueError, naming the tensor, unless each row's entries lie side by side."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise ValueError(f"{name} must have a dense last axis, got strides {tensor.stride()}")
+            raise ValueError(f"{name} must be dense in its last axis, got {tensor.stride()}")
 
 
 def as_columns(tensor: Tensor) -> Tensor:

@@ -201,8 +201,8 @@ def test_heads_are_placed_early_after_attention_that_waits(monkeypatch, indices)
         bound = layered.bind(plan_of(ForwardMode.TARGET_VERIFY))
     seen: list[bool] = []
 
-    def store(*args, following: bool):
-        seen.append(following)
+    def store(*args, prefetch: bool):
+        seen.append(prefetch)
         raise InterruptedError
 
     monkeypatch.setattr(type(layered.pool), "store_packed", store)
