@@ -7,13 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.compile_offline import BATCH, BF16, CONTEXT, F32, I32, launches_early, zeros
-from specattn.kernels.attention.deterministic import FixedAttention
-from specattn.kernels.attention.extend import extend_attention
-from specattn.kernels.attention.tree import TreeAttention
+from bench.compile_offline import BATCH, BF16, CONTEXT, F32, I32, zeros
+from specattn.kernels.attention import DeterministicSplits, TreeAttention, extend_attention
 from specattn.kernels.attention.triton_plan import fill_plans
-from specattn.kernels.mla.extend import mla_extend
-from specattn.kernels.mla.tree import MlaAttention
+from specattn.kernels.mla import MlaAttention, mla_extend
 
 
 def attend(
@@ -78,7 +75,7 @@ def plan_step() -> None:
     )
 
 
-def attend_fixed(
+def attend_deterministic(
     q_len: int,
     tail: int,
     dtype: torch.dtype,
@@ -88,7 +85,7 @@ def attend_fixed(
     window: int = -1,
     cap: float = 0.0,
 ) -> None:
-    kernel = FixedAttention(
+    kernel = TreeAttention(
         batch=BATCH,
         q_len=q_len,
         tail_len=tail,
@@ -99,23 +96,12 @@ def attend_fixed(
         dtype=dtype,
         device="cpu",
         sm_scale=dim**-0.5,
-        max_keys=CONTEXT,
         window_left=window,
         logit_cap=cap,
+        deterministic=DeterministicSplits(CONTEXT),
     )
-    kernel._pdl = launches_early()
-    kernel.plan(zeros(BATCH, dtype=I32), zeros(BATCH), CONTEXT)
-    table, positions = zeros(2, CONTEXT, dtype=I32), zeros(BATCH, q_len)
-    kernel.trace(
-        indices=table,
-        positions=positions,
-        tail_slots=zeros(BATCH, tail, dtype=I32),
-        tail_positions=zeros(BATCH, tail),
-        tail_words=zeros(BATCH, q_len, -(-tail // 64)),
-    )
-    q = zeros(BATCH * q_len, heads[0], dim, dtype=dtype)
     cache = zeros(2, heads[1], dim, dtype=dtype)
-    kernel.run(q, cache, cache.clone(), q.clone(), None, indices=table, positions=positions)
+    _launch(kernel, dtype, cache, cache.clone(), lse=False)
 
 
 def attend_latent(q_len: int, tail: int, dtype: torch.dtype, *, heads: int = 16) -> None:
@@ -137,24 +123,26 @@ def attend_latent(q_len: int, tail: int, dtype: torch.dtype, *, heads: int = 16)
 def _launch(
     kernel: TreeAttention, dtype: torch.dtype, k_cache: Tensor, v_cache: Tensor, lse: bool
 ) -> None:
-    # no programmatic launch from a CPU, but its instructions are part of what runs on a GPU
-    kernel._pdl = launches_early()
     if kernel.csr:
         kernel.plan_csr(zeros(BATCH + 1, dtype=I32))
     else:
         kernel.plan(zeros(BATCH, dtype=I32), zeros(BATCH), CONTEXT)
     rows, heads, tail = BATCH * kernel.q_len, kernel.num_qo_heads, kernel.tail_len
+    inputs = {
+        "indices": zeros(2, CONTEXT, dtype=I32),
+        "positions": zeros(BATCH, kernel.q_len),
+        "tail_slots": zeros(BATCH, tail, dtype=I32),
+        "tail_positions": zeros(BATCH, tail),
+        "tail_words": zeros(BATCH, kernel.q_len, kernel.words),
+    }
+    kernel.trace(**inputs)
     kernel.run(
         zeros(rows, heads, kernel.head_dim, dtype=dtype),
         k_cache,
         v_cache,
         zeros(rows, heads, kernel.v_head_dim, dtype=dtype),
         zeros(rows, heads, dtype=F32) if lse else None,
-        indices=zeros(2, CONTEXT, dtype=I32),
-        positions=zeros(BATCH, kernel.q_len),
-        tail_slots=zeros(BATCH, tail, dtype=I32),
-        tail_positions=zeros(BATCH, tail),
-        tail_words=zeros(BATCH, kernel.q_len, kernel.words),
+        **inputs,
     )
 
 

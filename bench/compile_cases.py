@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from bench.compile_attention import (
     attend,
-    attend_fixed,
+    attend_deterministic,
     attend_latent,
     plan_step,
     prompt,
@@ -36,7 +36,7 @@ QUICK: dict[str, Callable[[], None]] = {
     "256 rows, bf16": partial(attend, 64, 64, BF16),
     "16 rows, index lists, bf16": partial(attend, 1, 0, BF16, csr=True),
     "plans of a step": plan_step,
-    "deterministic, 64 rows, bf16": partial(attend_fixed, 8, 8, BF16),
+    "deterministic, 64 rows, bf16": partial(attend_deterministic, 8, 8, BF16),
     "prompt, bf16": partial(prompt, BF16),
     "64 rows, float8 keys, bf16": partial(attend, 8, 8, BF16, stored=FLOAT8),
     "latent, 64 rows, bf16": partial(attend_latent, 4, 4, BF16),
@@ -66,14 +66,14 @@ CASES = QUICK | {
     "256 rows, head 256, window, cap, lse, f32": partial(
         attend, 64, 64, F32, dim=256, heads=(16, 4), window=99, cap=30.0, lse=True
     ),
-    "deterministic, 4 rows, bf16": partial(attend_fixed, 1, 1, BF16),
+    "deterministic, 4 rows, bf16": partial(attend_deterministic, 1, 1, BF16),
     "deterministic, 256 rows, window, cap, f16": partial(
-        attend_fixed, 64, 64, F16, window=99, cap=30.0
+        attend_deterministic, 64, 64, F16, window=99, cap=30.0
     ),
     "deterministic, 32 rows, head 256, bf16": partial(
-        attend_fixed, 8, 8, BF16, dim=256, heads=(16, 4)
+        attend_deterministic, 8, 8, BF16, dim=256, heads=(16, 4)
     ),
-    "deterministic, 32 rows, f32": partial(attend_fixed, 8, 8, F32),
+    "deterministic, 32 rows, f32": partial(attend_deterministic, 8, 8, F32),
     "prompt, window, cap, lse, f16": partial(prompt, F16, window=99, cap=30.0, lse=True),
     "prompt, head 256, bf16": partial(prompt, BF16, dim=256),
     "prompt, f32": partial(prompt, F32),

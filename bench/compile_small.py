@@ -6,7 +6,8 @@ import torch
 
 from bench.compile_offline import BATCH, BF16, CONTEXT, F32, I32, zeros
 from specattn.kernels import cache as caches
-from specattn.kernels import fused, indices, merge_lse, sampling, step, tree
+from specattn.kernels import fused, indices, sampling, step, tree
+from specattn.kernels.attention import triton as attention_triton
 
 
 def build_tree(topk: int = 8, steps: int = 7, nodes: int = 64) -> None:
@@ -98,7 +99,7 @@ def kv_operations(dtype: torch.dtype = BF16, stored: torch.dtype | None = None) 
     caches.store_kv(new, new, pool[0], pool[1], slots)
     caches.write_slots(slots.view(-1), slots, slots[0], pieces=2, longest=9, page_size=16)
     parts, logs = zeros(BATCH, 8, 32, 128, dtype=dtype), zeros(BATCH, 8, 32, dtype=F32)
-    merge_lse.merge_lse(parts, logs, slots[:, 0], parts, logs, slots, parts, logs)
+    attention_triton.merge_lse(parts, logs, slots[:, 0], parts, logs, slots, parts, logs)
 
 
 def glue_kernels(dtype: torch.dtype = BF16, split: int = 5) -> None:

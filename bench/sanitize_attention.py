@@ -28,8 +28,8 @@ def attend(
     stored: torch.dtype | None = None,
 ) -> None:
     """Tree attention by the kernel of the table, or by the Triton kernel in any case."""
+    from specattn.kernels.attention import TreeAttention
     from specattn.kernels.attention.tiles import tile_config
-    from specattn.kernels.attention.tree import TreeAttention
 
     world = World(q_len, tail, page=page)
     rows = q_len * heads[0] // heads[1]
@@ -72,8 +72,8 @@ def attend(
 
 
 def attend_lists(dtype: torch.dtype, *, triton: bool = False) -> None:
+    from specattn.kernels.attention import TreeAttention
     from specattn.kernels.attention.tiles import tile_config
-    from specattn.kernels.attention.tree import TreeAttention
 
     world = World(1, 1)
     tile = tile_config(4, 64, 64, dtype, world.batch) if triton else None
@@ -106,19 +106,15 @@ def attend_lists(dtype: torch.dtype, *, triton: bool = False) -> None:
         out,
         None,
         indices=lists,
-        positions=None,
-        tail_slots=None,
-        tail_positions=None,
-        tail_words=None,
     )
     finite(out)
 
 
-def attend_fixed(q_len: int, tail: int, dtype: torch.dtype) -> None:
-    from specattn.kernels.attention.deterministic import FixedAttention
+def attend_deterministic(q_len: int, tail: int, dtype: torch.dtype) -> None:
+    from specattn.kernels.attention import DeterministicSplits, TreeAttention
 
     world = World(q_len, tail)
-    kernel = FixedAttention(
+    kernel = TreeAttention(
         batch=world.batch,
         q_len=q_len,
         tail_len=tail,
@@ -129,28 +125,29 @@ def attend_fixed(q_len: int, tail: int, dtype: torch.dtype) -> None:
         dtype=dtype,
         device=DEVICE,
         sm_scale=0.1,
-        max_keys=world.width,
-        split_keys=128,
+        deterministic=DeterministicSplits(world.width, split_keys=128),
     )
+    inputs = {
+        "indices": world.table,
+        "positions": world.positions,
+        "tail_slots": world.tails,
+        "tail_positions": world.tail_positions,
+        "tail_words": world.words,
+    }
     kernel.plan(world.lens, world.rows, world.width)
-    kernel.trace(
-        indices=world.table,
-        positions=world.positions,
-        tail_slots=world.tails,
-        tail_positions=world.tail_positions,
-        tail_words=world.words,
-    )
+    kernel.trace(**inputs)
     q = torch.randn(world.batch * q_len, 8, 64).to(dtype).to(DEVICE)
     out = torch.full_like(q, float("nan"))
     k, v = (world.pool(2, 64, dtype) for _ in range(2))
-    kernel.run(q, k, v, out, None, indices=world.table, positions=world.positions)
+    kernel.run(q, k, v, out, None, **inputs)
     finite(out)
 
 
 def attend_latent(
     q_len: int, tail: int, dtype: torch.dtype, heads: int = 16, *, triton: bool = False
 ) -> None:
-    from specattn.kernels.mla.tree import MlaAttention, mla_tile_config
+    from specattn.kernels.mla import MlaAttention
+    from specattn.kernels.mla.tiles import mla_tile_config
 
     world = World(q_len, tail, lens=(0, 7, 130))
     kernel = MlaAttention(
@@ -193,7 +190,7 @@ def prompt(
     page: int = 1,
     triton: bool = False,
 ) -> None:
-    from specattn.kernels.attention.extend import extend_attention
+    from specattn.kernels.attention import extend_attention
     from specattn.kernels.attention.tiles import extend_tile_config
 
     world, q, arguments = _prompt(dtype, 8, dim, page)
@@ -206,7 +203,7 @@ def prompt(
 
 
 def prompt_latent(dtype: torch.dtype) -> None:
-    from specattn.kernels.mla.extend import mla_extend
+    from specattn.kernels.mla import mla_extend
 
     world, q, arguments = _prompt(dtype, 16, 576, 1)
     out = torch.full((*q.shape[:2], 512), float("nan"), dtype=dtype).to(DEVICE)
@@ -255,7 +252,7 @@ TRITON: dict[str, Callable[[], None]] = {
     "head 96, bf16": partial(attend, 8, 8, BF16, dim=96, triton=True),
     "f32": partial(attend, 8, 8, F32, window=20),
     "lists, f16": partial(attend_lists, F16, triton=True),
-    "fixed, bf16": partial(attend_fixed, 8, 8, BF16),
+    "fixed, bf16": partial(attend_deterministic, 8, 8, BF16),
 }
 PROMPT: dict[str, Callable[[], None]] = {
     "bf16": partial(prompt, BF16, dim=128),

@@ -26,8 +26,8 @@ def small() -> None:
 
 def pool_dtypes() -> None:
     """Stores and moves of elements of every size, at widths that are no power of two."""
+    from specattn.kernels.attention import merge_lse
     from specattn.kernels.cache import commit_kv, store_kv, write_slots
-    from specattn.kernels.merge_lse import merge_lse
 
     slots = torch.tensor([[5, 2, 7], [1, 4, 8]], dtype=torch.int32).to(DEVICE)
     path = torch.tensor([[0, 2, -1], [0, 1, 2]], dtype=torch.int32).to(DEVICE)

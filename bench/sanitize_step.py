@@ -118,8 +118,8 @@ def path(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
 
 def plans(count: int) -> None:
     """Plans of different batches, tails and windows, and of lists, together and in two halves."""
+    from specattn.kernels.attention import TreeAttention
     from specattn.kernels.attention.tiles import tile_config
-    from specattn.kernels.attention.tree import TreeAttention
     from specattn.kernels.attention.triton_plan import fill_plans
 
     cuts, kernels = [], []

@@ -10,12 +10,12 @@ from bench.small_ops_step import DIM, HEADS, Step, size
 from bench.small_ops_timing import measure
 
 if TYPE_CHECKING:
-    from specattn.kernels.attention.tree import TreeAttention
+    from specattn.kernels.attention import TreeAttention
 
 
 def planned(s: Step, q_len: int, tail_len: int) -> TreeAttention:
     """Attention of one forward."""
-    from specattn.kernels.attention.tree import TreeAttention
+    from specattn.kernels.attention import TreeAttention
 
     return TreeAttention(
         batch=s.batch,

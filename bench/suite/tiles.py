@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specattn.kernels.attention.tiles import MergeTile, TileConfig
-from specattn.kernels.mla.tree import GLUON, mla_tile_config
+from specattn.kernels.mla.tiles import GLUON, mla_tile_config
 
 if TYPE_CHECKING:
     from .cases import Case

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import torch
 
 from specattn.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -141,6 +141,37 @@ class BoundAttention(ABC):
         if scales is not None:
             raise NotImplementedError(f"{type(self).__name__} takes no scales of keys and values")
         return self
+
+
+@dataclass(frozen=True)
+class FunctionAttention(BoundAttention):
+    """Attention that is one function over a plan's tensors, with nothing to fill.
+
+    Parameters
+    ----------
+    plan : Plan
+        What it is bound to.
+    function : callable
+        Takes what `BoundAttention.run` takes, and ``options`` by name.
+    options : mapping
+        With the scales of a layer added as ``k_scale`` and ``v_scale``.
+    """
+
+    plan: Plan
+    function: Callable[..., None]
+    options: Mapping[str, Any]
+
+    def for_layer(self, scales: KVScales | None, *, prefetch: bool) -> Self:
+        """Return the same with a layer's scales; see `BoundAttention.for_layer`."""
+        if scales is None:
+            return self
+        return replace(self, options={**self.options, "k_scale": scales.k, "v_scale": scales.v})
+
+    def run(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
+    ) -> None:
+        """Attend; see `BoundAttention.run`."""
+        self.function(q, k_cache, v_cache, out, lse, **self.options)
 
 
 class JointFill(BoundAttention):

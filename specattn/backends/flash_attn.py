@@ -27,7 +27,7 @@ from specattn.backends.base import BoundAttention, Capabilities, imported
 from specattn.backends.paged import BlockTable, whole_pages
 from specattn.cuda_graph.capture_guard import Settable
 from specattn.errors import UnsupportedError
-from specattn.kernels import ops
+from specattn.kernels.attention import merge_lse
 from specattn.kernels.indices import fill_ancestor_table, fill_page_table
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
 
@@ -356,7 +356,7 @@ class Fa3Tree(BoundAttention):
             q.unflatten(0, shape), k_cache, v_cache, merged, self.prefixes
         )
         tail_out, tail_lse = backend.attend(q[:, None], k_cache, v_cache, None, ancestors)
-        ops("merge_lse", q.device).merge_lse(
+        merge_lse(
             merged,
             prefix_lse.transpose(1, 2),
             plan.seq_lens,

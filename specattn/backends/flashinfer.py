@@ -28,7 +28,7 @@ from specattn.backends.flashinfer_plan import (
     require_contiguous,
     scale_reasons,
 )
-from specattn.kernels import ops
+from specattn.kernels.attention import merge_lse
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
 
 if TYPE_CHECKING:
@@ -337,7 +337,7 @@ class FlashInferTree(BoundAttention):
         self.prefix.attend(q, k_cache, v_cache, out, prefix_lse)
         self.tail.attend(q, k_cache, v_cache, tail_out, tail_lse)
         whole = out.unflatten(0, shape)
-        ops("merge_lse", q.device).merge_lse(
+        merge_lse(
             whole,
             prefix_lse.unflatten(0, shape),
             self.plan.seq_lens,

@@ -6,30 +6,26 @@ is exact and slow, and meant for tests.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from specattn.backends.base import BoundAttention, Capabilities
+import torch
+
+from specattn.backends.base import BoundAttention, Capabilities, FunctionAttention
 from specattn.backends.triton_bound import (
-    Scratch,
-    TritonCsr,
-    TritonTree,
+    bind_kernel,
     float8_reasons,
     interpret,
     platform_reasons,
 )
-from specattn.backends.triton_deterministic import FixedCsr, FixedTree
-from specattn.config import FLOAT8, UNSCALED, KVScales
+from specattn.config import FLOAT8
 from specattn.cuda_graph.capture_guard import Settable
+from specattn.kernels.attention import DeterministicSplits, TreeAttention, extend_attention
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from specattn.config import AttnConfig
-    from specattn.kernels.attention.deterministic import FixedAttention
-    from specattn.kernels.attention.tree import TreeAttention
 
 MAX_HEAD_DIM = 256
 
@@ -55,7 +51,7 @@ class TritonBackend(Settable):
             interpret()
         self.config = config
         self.device = device
-        self._scratch = Scratch(device)
+        self._workspace = torch.empty(0, dtype=torch.uint8, device=device)
 
     @staticmethod
     def reasons(config: AttnConfig | None, device: torch.device) -> list[str]:
@@ -69,114 +65,66 @@ class TritonBackend(Settable):
 
     def bind(self, plan: Plan) -> BoundAttention:
         """Bind to the plan's kind."""
-        if isinstance(plan, AttnPlan):
-            layout = plan.layout
-            if self.config.deterministic:
-                fixed = self._fixed(plan.batch, layout.q_len, layout.tail, plan.req_to_token)
-                return FixedTree(plan, fixed)
-            kernel = self._kernel(
-                plan.batch, layout.q_len, layout.tail, csr=False, page_size=layout.page_size
-            )
-            return TritonTree(plan, kernel)
-        if isinstance(plan, CsrPlan):
-            lists = len(plan.kv_indptr) - 1
-            if self.config.deterministic:
-                return FixedCsr(plan, self._fixed(lists, 1, 0, plan.kv_indices))
-            kernel = self._kernel(lists, 1, 0, csr=True)
-            return TritonCsr(plan, kernel)
-        return TritonExtend(self.config, plan)
+        if isinstance(plan, ExtendPlan):
+            return self._extend(plan)
+        return bind_kernel(plan, self._kernel(plan), deterministic=self.config.deterministic)
 
-    def _kernel(
-        self, batch: int, q_len: int, tail_len: int, *, csr: bool, page_size: int = 1
-    ) -> TreeAttention:
-        from specattn.kernels.attention.tree import TreeAttention
-
+    def _extend(self, plan: ExtendPlan) -> BoundAttention:
         config = self.config
-        shape: dict[str, Any] = {
-            "batch": batch,
-            "q_len": q_len,
-            "num_qo_heads": config.num_qo_heads,
-            "num_kv_heads": config.num_kv_heads,
-            "head_dim": config.head_dim,
-            "v_head_dim": config.v_head_dim,
-            "dtype": config.dtype,
-            "device": self.device,
+        options = prompts(plan) | {
+            "page_size": plan.page_size,
+            "sm_scale": config.sm_scale,
+            "window_left": config.window_left,
             "logit_cap": config.logit_cap,
-            "page_size": page_size,
-            "kv_dtype": config.kv_dtype,
+            "deterministic": config.deterministic,
         }
+        return FunctionAttention(plan, extend_attention, options)
+
+    def _kernel(self, plan: AttnPlan | CsrPlan) -> TreeAttention:
+        config, splits = self.config, None
+        if config.deterministic:
+            indices = plan.kv_indices if isinstance(plan, CsrPlan) else plan.req_to_token
+            splits = DeterministicSplits(indices.shape[-1], config.split_keys)
         return TreeAttention(
-            **shape,
-            tail_len=tail_len,
-            sm_scale=config.sm_scale,
-            window_left=config.window_left,
-            csr=csr,
-            workspace=self._scratch.of(TreeAttention.workspace_bytes(**shape)),
-        )
-
-    def _fixed(self, batch: int, q_len: int, tail_len: int, indices: Tensor) -> FixedAttention:
-        from specattn.kernels.attention.deterministic import FixedAttention
-
-        config = self.config
-        shape: dict[str, Any] = {
-            "batch": batch,
-            "q_len": q_len,
-            "tail_len": tail_len,
-            "num_qo_heads": config.num_qo_heads,
-            "num_kv_heads": config.num_kv_heads,
-            "head_dim": config.head_dim,
-            "v_head_dim": config.v_head_dim,
-            "dtype": config.dtype,
-            "device": self.device,
-            "max_keys": indices.shape[-1],
-            "csr": not tail_len,
-            "split_keys": config.split_keys,
-            "kv_dtype": config.kv_dtype,
-        }
-        return FixedAttention(
-            **shape,
+            **bucket(plan),
+            num_qo_heads=config.num_qo_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            v_head_dim=config.v_head_dim,
+            dtype=config.dtype,
+            device=self.device,
             sm_scale=config.sm_scale,
             window_left=config.window_left,
             logit_cap=config.logit_cap,
-            workspace=self._scratch.of(FixedAttention.workspace_bytes(**shape)),
+            page_size=1 if isinstance(plan, CsrPlan) else plan.layout.page_size,
+            workspace=self.workspace,
+            kv_dtype=config.kv_dtype,
+            deterministic=splits,
         )
 
+    def workspace(self, size: int) -> Tensor:
+        """Return at least ``size`` bytes; what was returned before stays valid.
 
-@dataclass(frozen=True)
-class TritonExtend(BoundAttention):
-    """A ragged prompt extend."""
+        All that the backend binds shares them: forwards run one after another.
+        """
+        if len(self._workspace) < size:
+            self._workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return self._workspace
 
-    config: AttnConfig
-    plan: ExtendPlan
-    scales: KVScales = UNSCALED
 
-    def for_layer(self, scales: KVScales | None, *, prefetch: bool) -> Self:
-        """Return the same with a layer's scales; see `BoundAttention.for_layer`."""
-        return self if scales is None else replace(self, scales=scales)
+def bucket(plan: AttnPlan | CsrPlan) -> dict[str, Any]:
+    """Return the numbers of a plan's bucket, as `TreeAttention` takes them."""
+    if isinstance(plan, CsrPlan):
+        return {"batch": len(plan.kv_indptr) - 1, "q_len": 1, "tail_len": 0, "csr": True}
+    return {"batch": plan.batch, "q_len": plan.layout.q_len, "tail_len": plan.layout.tail}
 
-    def run(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
-    ) -> None:
-        """Attend; see `BoundAttention.run`."""
-        from specattn.kernels.attention.extend import extend_attention
 
-        plan, config = self.plan, self.config
-        extend_attention(
-            q,
-            k_cache,
-            v_cache,
-            out,
-            lse,
-            qo_indptr=plan.qo_indptr,
-            seq_lens=plan.seq_lens,
-            req_pool_indices=plan.req_pool_indices,
-            req_to_token=plan.req_to_token,
-            max_q_len=plan.max_q_len,
-            page_size=plan.page_size,
-            sm_scale=config.sm_scale,
-            window_left=config.window_left,
-            logit_cap=config.logit_cap,
-            k_scale=self.scales.k,
-            v_scale=self.scales.v,
-            deterministic=config.deterministic,
-        )
+def prompts(plan: ExtendPlan) -> dict[str, Any]:
+    """Return the tensors of prompts, as `extend_attention` takes them."""
+    return {
+        "qo_indptr": plan.qo_indptr,
+        "seq_lens": plan.seq_lens,
+        "req_pool_indices": plan.req_pool_indices,
+        "req_to_token": plan.req_to_token,
+        "max_q_len": plan.max_q_len,
+    }

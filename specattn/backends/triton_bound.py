@@ -1,28 +1,28 @@
-"""What the Triton backends share: the interpreter, reasons, workspace, and bound tree kernels."""
+"""What the Triton backends share: the interpreter, reasons, and bound attention."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-from abc import abstractmethod
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 
-from specattn.backends.base import JointFill
+from specattn.backends.base import BoundAttention, JointFill
+from specattn.plan import CsrPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
     from specattn.config import AttnConfig, KVScales
-    from specattn.kernels.attention.tree import TreeAttention
+    from specattn.kernels.attention import TreeAttention
     from specattn.kernels.attention.triton_plan import PlanRequest
-    from specattn.plan import AttnPlan, CsrPlan
+    from specattn.plan import AttnPlan
 
 log = logging.getLogger(__name__)
 
@@ -77,110 +77,106 @@ def interpret() -> None:
     log.warning("no CUDA device: Triton kernels run in Triton's interpreter, which is slow")
 
 
-class Scratch:
-    """Workspace that everything a backend binds shares: forwards run one after another.
+@dataclass(frozen=True)
+class TritonBound(BoundAttention):
+    """Attention over one plan.
 
     Parameters
     ----------
-    device : torch.device
-        Where it lives.
+    plan : AttnPlan or CsrPlan
+        What it is bound to.
+    kernel : TreeAttention
+        The kernels of the plan's bucket.
+    request : PlanRequest
+        What fills the kernels' own plan.
+    inputs : mapping
+        The tensors that `TreeAttention.run` takes by name.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._bytes: Tensor | None = None
-
-    def of(self, size: int) -> Tensor:
-        """Return at least ``size`` bytes; what was returned before stays valid."""
-        if self._bytes is None or len(self._bytes) < size:
-            self._bytes = torch.empty(size, dtype=torch.uint8, device=self._device)
-        return self._bytes
-
-
-class TritonPlanned(JointFill):
-    """Bound attention over a plan that is filled in one launch with all others of its kind."""
-
-    @abstractmethod
-    def plan_request(self) -> PlanRequest:
-        """Return the plan, and the tensors that hold its lengths."""
-
-    @staticmethod
-    def fill_together(bounds: Sequence[TritonPlanned]) -> None:
-        """Cut the work of all of ``bounds`` into equal chunks, from the lengths on the device."""
-        from specattn.kernels.attention.triton_plan import fill_plans
-
-        fill_plans([bound.plan_request() for bound in bounds])
-
-
-@dataclass(frozen=True)
-class TritonTree(TritonPlanned):
-    """A tree mode."""
-
-    prefetches: ClassVar[bool] = True
-    plan: AttnPlan
+    plan: AttnPlan | CsrPlan
     kernel: TreeAttention
+    request: PlanRequest
+    inputs: Mapping[str, Tensor]
 
     def for_layer(self, scales: KVScales | None, *, prefetch: bool) -> Self:
         """Return the same with a layer's scales; see `BoundAttention.for_layer`."""
-        kernel = self.kernel if scales is None else self.kernel.scaled(scales.k, scales.v)
-        return replace(self, kernel=kernel.following() if prefetch else kernel)
-
-    def plan_request(self) -> PlanRequest:
-        """Return the plan, to be filled from the requests' lengths."""
-        plan = self.plan
-        return self.kernel.plan_request(
-            plan.seq_lens, plan.req_pool_indices, plan.req_to_token.stride(0)
-        )
+        if scales is None and not self.prefetches:
+            return self
+        return replace(self, kernel=self.kernel.for_layer(scales, prefetch=prefetch))
 
     def run(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
     ) -> None:
         """Attend; see `BoundAttention.run`."""
-        plan = self.plan
-        self.kernel.run(
-            q,
-            k_cache,
-            v_cache,
-            out,
-            lse,
-            indices=plan.req_to_token,
-            positions=plan.positions,
-            tail_slots=plan.tail_slots,
-            tail_positions=plan.tail_positions,
-            tail_words=plan.tail_words,
-        )
+        self.kernel.run(q, k_cache, v_cache, out, lse, **self.inputs)
 
 
 @dataclass(frozen=True)
-class TritonCsr(TritonPlanned):
+class TritonCsr(TritonBound, JointFill):
     """Draft decode from index lists."""
 
-    plan: CsrPlan
-    kernel: TreeAttention
+    @staticmethod
+    def fill_together(bounds: Sequence[TritonBound]) -> None:
+        """Split the work of all of ``bounds`` into equal shares, from the lengths on the device."""
+        from specattn.kernels.attention.triton_plan import fill_plans
 
-    def for_layer(self, scales: KVScales | None, *, prefetch: bool) -> Self:
-        """Return the same with a layer's scales; see `BoundAttention.for_layer`."""
-        if scales is None:
-            return self
-        return replace(self, kernel=self.kernel.scaled(scales.k, scales.v))
+        fill_plans([bound.request for bound in bounds])
 
-    def plan_request(self) -> PlanRequest:
-        """Return the plan, to be filled from the lists' lengths."""
-        return self.kernel.plan_request_csr(self.plan.kv_indptr)
+
+@dataclass(frozen=True)
+class TritonTree(TritonCsr):
+    """A tree mode, whose later layers prefetch the prefix."""
+
+    prefetches: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class TritonDeterministic(TritonBound):
+    """Either of them in the deterministic mode.
+
+    Parameters
+    ----------
+    late : bool
+        Whether what a query token sees is written after `fill`, so that `run` lists the paths: a
+        draft step, whose tail holds earlier nodes, and index lists.
+    """
+
+    late: bool
+
+    def fill(self) -> None:
+        """Split the work, and list the paths if they are known by now."""
+        self.kernel.kernels.fill(self.request)
+        if not self.late:
+            self.kernel.trace(**self.inputs)
 
     def run(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
     ) -> None:
         """Attend; see `BoundAttention.run`."""
-        self.kernel.run(
-            q,
-            k_cache,
-            v_cache,
-            out,
-            lse,
-            indices=self.plan.kv_indices,
-            positions=None,
-            tail_slots=None,
-            tail_positions=None,
-            tail_words=None,
+        if self.late:
+            self.kernel.trace(**self.inputs)
+        super().run(q, k_cache, v_cache, out, lse)
+
+
+def bind_kernel(
+    plan: AttnPlan | CsrPlan, kernel: TreeAttention, *, deterministic: bool
+) -> TritonBound:
+    """Bind the kernels of a bucket to its plan."""
+    if isinstance(plan, CsrPlan):
+        request = kernel.plan_request_csr(plan.kv_indptr)
+        inputs, late = {"indices": plan.kv_indices}, True
+    else:
+        request = kernel.plan_request(
+            plan.seq_lens, plan.req_pool_indices, plan.req_to_token.stride(0)
         )
+        inputs = {
+            "indices": plan.req_to_token,
+            "positions": plan.positions,
+            "tail_slots": plan.tail_slots,
+            "tail_positions": plan.tail_positions,
+            "tail_words": plan.tail_words,
+        }
+        late = plan.layout.tail > plan.layout.q_len
+    if deterministic:
+        return TritonDeterministic(plan, kernel, request, inputs, late)
+    return (TritonCsr if isinstance(plan, CsrPlan) else TritonTree)(plan, kernel, request, inputs)

@@ -6,32 +6,24 @@ token, and the row's latent part is the value, too. See docs/mla.md.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from specattn.backends.base import BoundAttention, Capabilities
-from specattn.backends.triton_bound import (
-    Scratch,
-    TritonCsr,
-    TritonTree,
-    interpret,
-    platform_reasons,
-)
-from specattn.cuda_graph.capture_guard import Settable
-from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
+from specattn.backends.base import BoundAttention, Capabilities, FunctionAttention
+from specattn.backends.triton import TritonBackend, bucket, prompts
+from specattn.backends.triton_bound import platform_reasons
+from specattn.kernels.mla import MlaAttention, mla_extend
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
     from specattn.config import AttnConfig
-    from specattn.kernels.mla.tree import MlaAttention
+    from specattn.plan import AttnPlan, CsrPlan, ExtendPlan
 
 # what the accumulator and the tiles in shared memory are sized for
 MAX_RANK, MAX_ROPE = 512, 64
 
 
-class TritonMlaBackend(Settable):
+class TritonMlaBackend(TritonBackend):
     """The library's own kernels for ``latent`` layers.
 
     Parameters
@@ -45,55 +37,28 @@ class TritonMlaBackend(Settable):
     name: ClassVar[str] = "triton_mla"
     capabilities: ClassVar[Capabilities] = Capabilities(graphs=True, window=False, cap=False)
 
-    def __init__(self, config: AttnConfig, device: torch.device) -> None:
-        if device.type == "cpu":
-            interpret()
-        self.config = config
-        self.device = device
-        self._scratch = Scratch(device)
-
     @staticmethod
     def reasons(config: AttnConfig | None, device: torch.device) -> list[str]:
         """Name what stands in the way."""
         found = platform_reasons(config, device)
         return found if config is None else found + _geometry(config)
 
-    def bind(self, plan: Plan) -> BoundAttention:
-        """Bind to the plan's kind."""
-        if isinstance(plan, AttnPlan):
-            layout = plan.layout
-            return TritonTree(plan, self._kernel(plan.batch, layout.q_len, layout.tail, csr=False))
-        if isinstance(plan, CsrPlan):
-            return TritonCsr(plan, self._kernel(len(plan.kv_indptr) - 1, 1, 0, csr=True))
-        return MlaExtend(self.config, plan)
+    def _extend(self, plan: ExtendPlan) -> BoundAttention:
+        return FunctionAttention(
+            plan, mla_extend, prompts(plan) | {"sm_scale": self.config.sm_scale}
+        )
 
-    def _kernel(self, batch: int, q_len: int, tail_len: int, *, csr: bool) -> MlaAttention:
-        from specattn.kernels.mla.tree import MlaAttention, choose_mla_tile
-
+    def _kernel(self, plan: AttnPlan | CsrPlan) -> MlaAttention:
         config = self.config
-        shape: dict[str, Any] = {
-            "batch": batch,
-            "q_len": q_len,
-            "num_qo_heads": config.num_qo_heads,
-            "head_dim": config.head_dim,
-            "v_head_dim": config.v_head_dim,
-            "dtype": config.dtype,
-            "device": self.device,
-            "tile": choose_mla_tile(
-                q_len * config.num_qo_heads,
-                config.dtype,
-                config.head_dim,
-                config.v_head_dim,
-                self.device,
-            ),
-        }
-        size = MlaAttention.workspace_bytes(num_kv_heads=1, **shape)
         return MlaAttention(
-            **shape,
-            tail_len=tail_len,
+            **bucket(plan),
+            num_qo_heads=config.num_qo_heads,
+            head_dim=config.head_dim,
+            v_head_dim=config.v_head_dim,
+            dtype=config.dtype,
+            device=self.device,
             sm_scale=config.sm_scale,
-            csr=csr,
-            workspace=self._scratch.of(size),
+            workspace=self.workspace,
         )
 
 
@@ -111,32 +76,3 @@ def _geometry(config: AttnConfig) -> list[str]:
     if config.logit_cap:
         found.append(f"logit_cap is not served, got {config.logit_cap}")
     return found
-
-
-@dataclass(frozen=True)
-class MlaExtend(BoundAttention):
-    """A ragged prompt extend, absorbed like the rest."""
-
-    config: AttnConfig
-    plan: ExtendPlan
-
-    def run(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
-    ) -> None:
-        """Attend; see `BoundAttention.run`."""
-        from specattn.kernels.mla.extend import mla_extend
-
-        plan = self.plan
-        mla_extend(
-            q,
-            k_cache,
-            v_cache,
-            out,
-            lse,
-            qo_indptr=plan.qo_indptr,
-            seq_lens=plan.seq_lens,
-            req_pool_indices=plan.req_pool_indices,
-            req_to_token=plan.req_to_token,
-            max_q_len=plan.max_q_len,
-            sm_scale=self.config.sm_scale,
-        )

@@ -16,7 +16,6 @@ import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import ModuleType
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -80,14 +79,3 @@ def _triton_of(naive: Callable[..., Any]) -> Callable[..., Any]:
     module = importlib.import_module(naive.__module__.removesuffix("naive") + "triton")
     function: Callable[..., Any] = getattr(module, naive.__name__)
     return function
-
-
-def ops(name: str, device: torch.device) -> ModuleType:
-    """Return the module that runs operation ``name`` on ``device``; on its way out."""
-    return _module(name, uses_triton(device))
-
-
-@cache
-def _module(name: str, compiled: bool) -> ModuleType:
-    package = "specattn.kernels" if compiled else "specattn.kernels.reference"
-    return importlib.import_module(f"{package}.{name}")

@@ -227,7 +227,7 @@ def test_children_and_primary_share_no_buffers():
     for bound in bounds:
         kernel = bound.kernel
         tables = [t for t in vars(kernel.tables).values() if isinstance(t, Tensor)]
-        buffers = [*tables, kernel.partial_out, kernel.partial_lse]
+        buffers = [*tables, *kernel.workspace]
         written.append({t.untyped_storage().data_ptr() for t in buffers})
     assert not written[0] & written[1]
     assert not written[0] & written[2]

@@ -18,7 +18,7 @@ from tests.implementations import using
         lambda: sanitize_attention.attend(8, 24, F32, window=20, cap=9.0),
         lambda: sanitize_attention.attend(2, 2, F16, page=16),
         lambda: sanitize_attention.attend_lists(F16, triton=True),
-        lambda: sanitize_attention.attend_fixed(2, 2, F16),
+        lambda: sanitize_attention.attend_deterministic(2, 2, F16),
         lambda: sanitize_attention.prompt(F16, window=20, triton=True),
         sanitize_small.small,
     ],

@@ -12,15 +12,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from specattn.kernels.attention.deterministic import FixedAttention
-from specattn.kernels.attention.extend import extend_attention
 from specattn.kernels.attention.tiles import extend_tile_config, tile_config
 from specattn.kernels.cache import commit_kv, store_kv
-from specattn.kernels.mla.extend import mla_extend
-from specattn.kernels.mla.tree import mla_tile_config
+from specattn.kernels.mla.tiles import mla_tile_config
 from tests.implementations import using
-from tests.kernels import test_mla as latent_kernels
-from tests.kernels import test_tree_attention as tree_kernels
+from tests.kernels.attention.calls import attend, make_deterministic, make_kernel, run_extend
 from tests.oracle import (
     NAN,
     Case,
@@ -93,46 +89,15 @@ def test_tree_attention(storage, q_len, page_size, triton):
     expected = oracle_tree(case)
     case = far(case, storage)
     tile = tile_config(2 * q_len, DIM, DIM, DTYPE, 2) if triton else None
-    kernel = tree_kernels.make_kernel(case, tile=tile, page_size=page_size)
-    tree_kernels.plan(kernel, case)
-    tree_kernels.run(kernel, case)
+    attend(make_kernel(case, tile=tile), case)
     check(case, expected)
 
 
-def test_fixed_attention(storage):
+def test_deterministic_attention(storage):
     case = tree_case(8)
     expected = oracle_tree(case)
-    case, a = far(case, storage), case.args
-    kernel = FixedAttention(
-        batch=2,
-        q_len=8,
-        tail_len=8,
-        num_qo_heads=4,
-        num_kv_heads=HEADS,
-        head_dim=DIM,
-        v_head_dim=DIM,
-        dtype=DTYPE,
-        device=DEVICE,
-        max_keys=1024,
-        **case.settings,
-    )
-    kernel.plan(a["seq_lens"], a["req_pool_indices"], a["req_to_token"].stride(0))
-    kernel.trace(
-        indices=a["req_to_token"],
-        positions=a["positions"],
-        tail_slots=a["tail_slots"],
-        tail_positions=a["tail_positions"],
-        tail_words=a["tail_words"],
-    )
-    kernel.run(
-        case.q,
-        case.k_cache,
-        case.v_cache,
-        case.out,
-        case.lse,
-        indices=a["req_to_token"],
-        positions=a["positions"],
-    )
+    case = far(case, storage)
+    attend(make_deterministic(case, split_keys=1024), case)
     check(case, expected)
 
 
@@ -144,16 +109,7 @@ def test_prompts(storage, triton):
     )
     expected = oracle_extend(case)
     case = far(case, storage)
-    extend_attention(
-        case.q,
-        case.k_cache,
-        case.v_cache,
-        case.out,
-        case.lse,
-        **case.args,
-        **case.settings,
-        tile=extend_tile_config(DIM, DIM, DTYPE) if triton else None,
-    )
+    run_extend(case, tile=extend_tile_config(DIM, DIM, DTYPE) if triton else None)
     check(case, expected)
 
 
@@ -175,7 +131,7 @@ def test_latent_attention(storage, q_len, triton):
     expected = oracle_tree(case)
     case = far(case, storage)
     tile = mla_tile_config(q_len * 16, DTYPE) if triton else None
-    latent_kernels.run(latent_kernels.make_kernel(case, tile=tile), case)
+    attend(make_kernel(case, tile=tile), case)
     check(case, expected)
 
 
@@ -193,8 +149,7 @@ def test_latent_prompts(storage):
     )
     expected = oracle_extend(case)
     case = far(case, storage)
-    settings = {"sm_scale": case.sm_scale}
-    mla_extend(case.q, case.k_cache, case.v_cache, case.out, case.lse, **case.args, **settings)
+    run_extend(case)
     check(case, expected)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specattn.kernels import gluon_guard
-from specattn.kernels.attention import gluon as gluon_attention
+from specattn.kernels.attention import gluon
 from specattn.kernels.gluon_guard import gluon_ok
 
 
@@ -46,8 +46,8 @@ def test_the_tree_kernel_is_replaced_where_its_check_fails(
     def off(device: torch.device) -> None:
         raise ArithmeticError("relative error 5.0e-01")
 
-    monkeypatch.setattr(gluon_attention, "check_gluon_tree", off)
-    assert not gluon_attention.serves(128, 128, torch.bfloat16, torch.device("cuda:0"))
+    monkeypatch.setattr(gluon, "check_gluon_tree", off)
+    assert not gluon.serves(128, 128, torch.bfloat16, torch.device("cuda:0"))
     assert "gluon_tree does not work" in caplog.text
     assert "relative error 5.0e-01" in caplog.text
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from specattn.kernels import tree
+from specattn.kernels.attention import TreeAttention
 from specattn.kernels.attention.tiles import tile_config
-from specattn.kernels.attention.tree import TreeAttention
 
 SETS = 32
 HEADS, KV_HEADS, DIM = 8, 2, 128

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tests.kernels.test_tree_attention import make_kernel, plan, run, run_twin
+from tests.kernels.attention.calls import make_kernel, plan, run, run_naive
 
 if TYPE_CHECKING:
     from tests.oracle import Case
@@ -15,7 +15,7 @@ KINDS = ["twin", "triton"]
 def attend(case: Case, kind: str, *, lse: bool = True) -> None:
     """Fill ``case.out`` and, on request, ``case.lse``."""
     if kind == "twin":
-        run_twin(case, lse=lse)
+        run_naive(case, lse=lse)
         return
     kernel = make_kernel(case)
     plan(kernel, case)

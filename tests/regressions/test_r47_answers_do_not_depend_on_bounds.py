@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from specattn.config import SpecConfig
-from tests.kernels.test_tree_attention import make_kernel, plan, run
+from tests.kernels.attention.calls import make_kernel, plan, run
 from tests.oracle import check, make_tree_case, oracle_tree
 from tests.regressions.attend import attend
 from tests.worlds import BACKENDS, DEVICE, MODES, identical, inputs, world
@@ -47,7 +47,7 @@ def test_parts_without_a_visible_key_weigh_nothing():
     case.args["tail_words"][1] = 0
     expected = oracle_tree(case)
     kernel = make_kernel(case)
-    kernel = make_kernel(case, tile=replace(kernel.shape.tile, ctas_per_sm=8))
+    kernel = make_kernel(case, tile=replace(kernel.tile, ctas_per_sm=8))
     plan(kernel, case)
     run(kernel, case)
     check(case, expected)

@@ -232,8 +232,7 @@ def test_attention_made_apart_shares_no_buffers():
             for bound in bounds.bounds
             for tensor in (
                 *vars(bound.kernel.tables).values(),
-                bound.kernel.partial_out,
-                bound.kernel.partial_lse,
+                *bound.kernel.workspace,
             )
             if isinstance(tensor, Tensor)
         ]

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from specattn.kernels.attention.deterministic import FixedAttention
-from specattn.kernels.attention.extend import extend_attention
-from specattn.kernels.attention.tree import TreeAttention
-from specattn.kernels.mla.tree import MlaAttention
+from specattn.config import KVScales
+from specattn.kernels.attention import DeterministicSplits, TreeAttention, extend_attention
+from specattn.kernels.mla import MlaAttention
 
 from .base import Contestant, query_offsets
 
@@ -68,8 +67,8 @@ class _Planned(Contestant):
         return self.out, self.batch.lse
 
     def detail(self) -> dict[str, Any]:
-        shape = self.kernel.shape
-        return {"tile": asdict(shape.tile), "chunks": shape.max_chunks}
+        grid = self.kernel.kernels.grid
+        return {"tile": asdict(grid.tile), "splits": grid.splits}
 
 
 class Ours(_Planned):
@@ -86,7 +85,9 @@ class Ours(_Planned):
             )
         self.layer = self.kernel
         if case.stored:
-            self.layer = self.kernel.scaled(batch.kv_scale, batch.kv_scale)
+            self.layer = self.kernel.for_layer(
+                KVScales(batch.kv_scale, batch.kv_scale), prefetch=False
+            )
 
     @classmethod
     def refuses(cls, case: Case) -> str | None:
@@ -102,9 +103,8 @@ class OursFixed(_Planned):
 
     def __init__(self, batch: Batch, tile: Any = None) -> None:
         super().__init__(batch)
-        self.kernel = FixedAttention(
-            max_keys=max(batch.case.lengths), **self.options(), **self.shared(tile)
-        )
+        splits = DeterministicSplits(max(batch.case.lengths))
+        self.kernel = TreeAttention(deterministic=splits, **self.options(), **self.shared(tile))
 
     @classmethod
     def refuses(cls, case: Case) -> str | None:
@@ -123,8 +123,7 @@ class OursFixed(_Planned):
             batch.v(pool),
             self.out,
             batch.lse,
-            indices=batch.table,
-            positions=batch.positions,
+            **self.tails(),
         )
 
 

@@ -1,1 +1,183 @@
-"""Attention over paged keys and values: trees, index lists and prompts."""
+"""Attention over paged keys and values: trees, index lists, prompts, and merges of results.
+
+`TreeAttention` holds what a bucket needs between steps, so it is an object; `extend_attention` and
+`merge_lse` are functions. `naive` computes the same in torch, on any device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from specattn.kernels import implementation
+from specattn.kernels.attention import naive
+from specattn.kernels.attention.tiles import FLOAT8, logit_factors
+from specattn.kernels.attention.tree import DeterministicSplits, TreeAttention, check_lse
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specattn.kernels.attention.tiles import TileConfig
+
+__all__ = ["DeterministicSplits", "TreeAttention", "extend_attention", "merge_lse"]
+
+
+def extend_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    *,
+    qo_indptr: Tensor,
+    seq_lens: Tensor,
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    max_q_len: int,
+    sm_scale: float,
+    window_left: int = -1,
+    logit_cap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    page_size: int = 1,
+    deterministic: bool = False,
+    tile: TileConfig | None = None,
+) -> None:
+    """Attend ragged new tokens, causally, to their request's cached prefix and themselves.
+
+    Token i of request b has position ``seq_lens[b] + i``; its keys are the slots
+    ``req_to_token[row, : seq_lens[b] + i + 1]``, the new tokens' own already stored.
+
+    Parameters
+    ----------
+    q : Tensor
+        ``[T, Hq, D]``; ``out`` is ``[T, Hq, Dv]``, written in place.
+    k_cache, v_cache : Tensor
+        ``[slots, Hkv, D]`` and ``[slots, Hkv, Dv]``, the last dimension contiguous; of the dtype
+        of q, or float8 (e4m3) where q is float16 or bfloat16.
+    lse : Tensor or None
+        ``[T, Hq]`` float32, natural log, written in place.
+    qo_indptr : Tensor
+        ``[B + 1]`` int32, offsets of each request's new tokens.
+    seq_lens, req_pool_indices : Tensor
+        ``[B]`` int32 and int64: cached prefix, and table row.
+    req_to_token : Tensor
+        ``[rows, C]`` int32.
+    max_q_len : int
+        Most new tokens of a request; the grid is made for it.
+    sm_scale, window_left, logit_cap
+        See `specattn.config.AttnConfig`.
+    k_scale, v_scale : float
+        What float8 keys and values are to be multiplied by.
+    page_size : int
+        As in `TreeAttention`.
+    deterministic : bool
+        Give a token the same bits however its text is cut into extends, and whatever else is in
+        the batch.
+    tile : TileConfig, optional
+        Overrides the tile table.
+
+    Raises
+    ------
+    ValueError
+        If a shape or dtype disagrees with the above.
+    """
+    check_extend(q, k_cache, v_cache, out, lse)
+    if not len(q):
+        return
+    from specattn.kernels.attention import triton
+
+    triton.extend_attention(
+        q,
+        k_cache,
+        v_cache,
+        out,
+        lse,
+        qo_indptr=qo_indptr,
+        seq_lens=seq_lens,
+        req_pool_indices=req_pool_indices,
+        req_to_token=req_to_token,
+        max_q_len=max_q_len,
+        # q (k_scale k): the keys' scale is a factor of the logits, whatever follows
+        factors=logit_factors(sm_scale * k_scale, logit_cap),
+        window_left=window_left,
+        v_scale=v_scale,
+        page_size=page_size,
+        deterministic=deterministic,
+        tile=tile,
+    )
+
+
+def merge_lse(
+    prefix_out: Tensor,
+    prefix_lse: Tensor,
+    prefix_keys: Tensor,
+    tail_out: Tensor,
+    tail_lse: Tensor,
+    tail_keys: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    *,
+    base2: bool = False,
+) -> None:
+    """Weigh two attention results over disjoint keys by their log-sum-exp.
+
+    The merge of partial softmaxes by log-sum-exp is that of FlashDecoding and of cascade
+    inference (Ye et al., 2024).
+
+    Parameters
+    ----------
+    prefix_out, tail_out : Tensor
+        ``[B, T, H, D]``, T query tokens per request, any dtype; dense last axis.
+    prefix_lse, tail_lse : Tensor
+        ``[B, T, H]`` float32, natural log; any strides.
+    prefix_keys : Tensor
+        ``[B]`` int32, keys behind every row of the request's prefix result.
+    tail_keys : Tensor
+        ``[B, T]`` int32, contiguous, keys behind each tail result. A result of 0 keys is not read.
+    out : Tensor
+        ``[B, T, H, D]``, written in place; may be ``prefix_out`` itself. A row without any key
+        gets 0.
+    lse : Tensor or None
+        ``[B, T, H]`` float32, natural log, written in place; -inf for a row without any key.
+    base2 : bool
+        ``prefix_lse`` and ``tail_lse`` are log2, as FlashInfer's are; ``lse`` is natural still.
+    """
+    merge = implementation(naive.merge_lse, out.device)
+    merge(
+        prefix_out,
+        prefix_lse,
+        prefix_keys,
+        tail_out,
+        tail_lse,
+        tail_keys,
+        out,
+        lse,
+        base2=base2,
+    )
+
+
+def check_extend(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None
+) -> None:
+    """Raise a ValueError unless the tensors of a prompt extend go together."""
+    tokens, heads, head_dim = q.shape
+    slots, kv_heads, v_head_dim = v_cache.shape
+    kv_dtype = q.dtype
+    if k_cache.dtype == FLOAT8 and q.dtype != torch.float32:
+        kv_dtype = FLOAT8
+    if k_cache.shape != (slots, kv_heads, head_dim):
+        raise ValueError(
+            f"k_cache must be {[slots, kv_heads, head_dim]}, got {list(k_cache.shape)}"
+        )
+    if heads % kv_heads:
+        raise ValueError(f"q must have a multiple of {kv_heads} heads, got {heads}")
+    if out.shape != (tokens, heads, v_head_dim):
+        raise ValueError(f"out must be {[tokens, heads, v_head_dim]}, got {list(out.shape)}")
+    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache), ("out", out)):
+        if tensor.dtype != (q.dtype if name == "out" else kv_dtype):
+            raise ValueError(f"{name} must be {q.dtype} like q, got {tensor.dtype}")
+    if any(x.stride(-1) != 1 for x in (q, k_cache, v_cache, out)):
+        raise ValueError("q, k_cache, v_cache and out must be contiguous in their last dimension")
+    check_lse(lse, tokens, heads)

@@ -1,23 +1,24 @@
-"""Host side of the Gluon kernels: where they serve, their tile tables and their launches.
+"""Launches of the Gluon kernels, and where these serve.
 
-`tree` and `extend` are the callers and say what is computed.
+`triton` is the caller; `tree` and `specattn.kernels.attention` say what is computed.
 """
 
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specattn.kernels.attention.tiles import FLOAT8, TileConfig
+from specattn.kernels.attention.tiles import FLOAT8, cdiv, gluon_tile_config
+from specattn.kernels.attention.tree import TreeAttention, row_strides
 from specattn.kernels.gluon_guard import gluon_ok
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specattn.kernels.attention.tree import TreeAttention
+    from specattn.kernels.attention.tiles import GluonTile
+    from specattn.kernels.attention.triton import TreeKernels
 
 # converters take the registers that consumers of heads of 256 would need
 HEAD_DIMS = {
@@ -30,125 +31,6 @@ PRODUCERS = 4
 PIECE = 16
 # with as few rows per request, prompts end before filling a ring has paid
 SHORT_PROMPT = 512
-
-
-@dataclass(frozen=True)
-class GluonTile(TileConfig):
-    """Launch constants of the Gluon kernel; ``warps`` and ``short`` do not apply.
-
-    Parameters
-    ----------
-    block_m : int
-        64 or 128: one or two consumer warpgroups.
-    producer_regs, consumer_regs : int
-        Registers per thread of the producer and of the second consumer; the first consumer has
-        what is left of ``max_regs`` per thread of the CTA.
-    pages : bool
-        Whole pages come by TMA, where the pool has pages.
-    raw_stages : int
-        Tiles of float8 keys and values on their way to the warps that convert them; 0 where they
-        have 16 bits, as has all that follows.
-    converters, converter_regs : int
-        Those warps, for keys and as many for values, and their registers per thread.
-    """
-
-    producer_regs: int = 72
-    consumer_regs: int = 216
-    pages: bool = False
-    raw_stages: int = 0
-    converters: int = 4
-    converter_regs: int = 72
-
-
-def gluon_tile_config(
-    rows: int,
-    head_dim: int,
-    batch: int,
-    page_size: int,
-    kv_dtype: torch.dtype,
-    has_cap: bool = False,
-) -> GluonTile:
-    """Choose by packed rows (query tokens × group), head size, batch and page; never by length."""
-    if kv_dtype == FLOAT8:
-        return _float8_tile(rows)
-    if rows > 64:
-        if head_dim > 128:
-            return GluonTile(
-                128,
-                64,
-                stages=2,
-                ctas_per_sm=1,
-                max_regs=168,
-                producer_regs=56,
-                consumer_regs=224,
-            )
-        if page_size >= 16:
-            return GluonTile(
-                128,
-                128,
-                stages=3,
-                ctas_per_sm=1,
-                max_regs=168,
-                producer_regs=56,
-                consumer_regs=224,
-                pages=True,
-            )
-        return GluonTile(
-            128, 128, stages=3, ctas_per_sm=1, max_regs=168, producer_regs=72, consumer_regs=216
-        )
-    if head_dim > 128:
-        return GluonTile(64, 64, stages=3, ctas_per_sm=1, max_regs=168)
-    # a cap's arithmetic hides behind the copies only where two CTAs share a multiprocessor
-    if batch <= 8 and head_dim == 128 and not has_cap:
-        return GluonTile(64, 64, stages=6, ctas_per_sm=1, max_regs=168, min_tiles=2)
-    return GluonTile(64, 64, stages=3, ctas_per_sm=2, max_regs=128, producer_regs=56)
-
-
-def _float8_tile(rows: int) -> GluonTile:
-    """Choose the tile over float8 keys, which take converting, and room for it."""
-    if rows > 64:
-        return GluonTile(
-            128,
-            64,
-            stages=3,
-            ctas_per_sm=1,
-            max_regs=96,
-            producer_regs=56,
-            consumer_regs=152,
-            raw_stages=3,
-            converter_regs=56,
-        )
-    return GluonTile(
-        64,
-        128,
-        stages=2,
-        ctas_per_sm=1,
-        max_regs=128,
-        producer_regs=72,
-        raw_stages=2,
-        converter_regs=88,
-    )
-
-
-def gluon_extend_tile(head_dim: int, page_size: int, kv_dtype: torch.dtype) -> GluonTile:
-    """Choose the tile of prompts, which are bound by arithmetic."""
-    if kv_dtype == FLOAT8:
-        return _float8_tile(128)
-    if head_dim > 128:
-        return GluonTile(
-            128, 64, stages=2, ctas_per_sm=1, max_regs=168, producer_regs=56, consumer_regs=224
-        )
-    pages = page_size >= 16
-    return GluonTile(
-        128,
-        128,
-        stages=2,
-        ctas_per_sm=1,
-        max_regs=168,
-        producer_regs=56 if pages else 88,
-        consumer_regs=224 if pages else 208,
-        pages=pages,
-    )
 
 
 def serves(head_dim: int, v_head_dim: int, kv_dtype: torch.dtype, device: torch.device) -> bool:
@@ -168,9 +50,7 @@ def check_gluon_tree(device: torch.device) -> None:
     ArithmeticError
         If it disagrees.
     """
-    from specattn.kernels.attention.tree import TreeAttention
-
-    tree_kernel = TreeAttention(
+    attention = TreeAttention(
         batch=1,
         q_len=2,
         tail_len=2,
@@ -189,21 +69,19 @@ def check_gluon_tree(device: torch.device) -> None:
     q = torch.randn(2, 2, 64, dtype=torch.float16, device=device, generator=generator)
     out = torch.full_like(q, torch.nan)
     words = torch.tensor([[[1], [3]]], device=device)
-    tree_kernel.plan(
+    attention.plan(
         torch.tensor([298], dtype=torch.int32, device=device),
         torch.zeros(1, dtype=torch.int64, device=device),
         300,
     )
-    tree_kernel.run(
+    attention.run(
         q,
         k,
         v,
         out,
         None,
         indices=slots[None],
-        positions=None,
         tail_slots=slots[None, 298:],
-        tail_positions=None,
         tail_words=words,
     )
     keys, weighed = k[slots.long(), 0].float(), v[slots.long(), 0].float()
@@ -215,9 +93,10 @@ def check_gluon_tree(device: torch.device) -> None:
         raise ArithmeticError(f"relative error {error:.1e}")
 
 
-def launch(
-    kernel: TreeAttention,
+def launch_tree(
+    kernels: TreeKernels,
     tile: GluonTile,
+    bucket: TreeAttention,
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -235,66 +114,46 @@ def launch(
             raise ValueError(
                 f"{name} must have rows aligned to {PIECE} bytes, got strides {cache.stride()}"
             )
-    shape = kernel.shape
-    page, k_pages, v_pages = _pages(tile, k_cache, v_cache, kernel.page_size)
+    grid = kernels.grid
+    page, k_pages, v_pages = _pages(tile, k_cache, v_cache, bucket.page_size)
+    partial_out, partial_lse = bucket.workspace
     # absent tensors are never read
     positions, tail_slots, tail_positions, tail_words = (
         indices if t is None else t for t in tensors
     )
-    gluon_tree_kernel[(shape.max_chunks * kernel.num_kv_heads * shape.m_tiles,)](
+    gluon_tree_kernel[(grid.splits * bucket.num_kv_heads * grid.m_tiles,)](
         q,
         k_cache,
         v_cache,
         out,
-        kernel.partial_lse if lse is None else lse,
+        partial_lse if lse is None else lse,
         indices,
         positions,
         tail_slots,
         tail_positions,
         tail_words,
-        kernel.tables.requests,
-        kernel.tables.chunks,
-        kernel.partial_out,
-        kernel.partial_lse,
+        kernels.tables.requests,
+        kernels.tables.chunks,
+        partial_out,
+        partial_lse,
         k_pages,
         v_pages,
-        *kernel.factors,
-        kernel.v_scale,
+        *bucket.factors,
+        bucket.v_scale,
         *strides,
-        Q_TOKEN=q.stride(0),
-        Q_HEAD=q.stride(1),
-        OUT_TOKEN=out.stride(0),
-        OUT_HEAD=out.stride(1),
-        LSE_TOKEN=0 if lse is None else lse.stride(0),
-        LSE_HEAD=0 if lse is None else lse.stride(1),
-        K_SLOT=k_cache.stride(0),
-        K_HEAD=k_cache.stride(1),
-        V_SLOT=v_cache.stride(0),
-        V_HEAD=v_cache.stride(1),
-        Q_LEN=kernel.q_len,
-        TAIL=kernel.tail_len,
-        WORDS=kernel.words,
-        WINDOW=kernel.window_left,
-        HAS_CAP=kernel.has_cap,
-        CSR=kernel.csr,
-        HAS_LSE=lse is not None,
-        GROUP=shape.group,
-        NUM_KV=kernel.num_kv_heads,
-        HEAD_DIM=kernel.head_dim,
-        GROUPS=tile.block_m // 64,
-        BN=tile.block_n,
-        MT=shape.m_tiles,
-        STAGES=tile.stages,
+        Q_LEN=bucket.q_len,
+        TAIL=bucket.tail_len,
+        WORDS=bucket.words,
+        WINDOW=bucket.window_left,
+        HAS_CAP=bucket.has_cap,
+        CSR=bucket.csr,
+        GROUP=bucket.group,
+        NUM_KV=bucket.num_kv_heads,
+        HEAD_DIM=bucket.head_dim,
+        **_constants(tile, q, k_cache, v_cache, out, lse),
+        MT=grid.m_tiles,
         PAGE=page,
-        PRODUCERS=PRODUCERS,
-        RAW=tile.raw_stages,
-        CONVERTERS=tile.converters,
-        PRODUCER_REGS=tile.producer_regs,
-        CONVERTER_REGS=tile.converter_regs,
-        CONSUMER_REGS=tile.consumer_regs,
-        EARLY=kernel.early,
-        num_warps=4,
-        maxnreg=tile.max_regs,
+        PREFETCH=bucket.prefetch,
         launch_pdl=True,
     )
 
@@ -302,15 +161,8 @@ def launch(
 def launch_extend(
     tile: GluonTile,
     page_size: int,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    qo_indptr: Tensor,
-    seq_lens: Tensor,
-    req_pool_indices: Tensor,
-    req_to_token: Tensor,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
+    requests: tuple[Tensor, Tensor, Tensor, Tensor],
     max_q_len: int,
     window_left: int,
     factors: tuple[float, float, float],
@@ -319,8 +171,10 @@ def launch_extend(
     """Launch prompt attention; arguments as `extend_attention` has checked them."""
     from specattn.kernels.attention.gluon_extend import gluon_extend_kernel
 
+    q, k_cache, v_cache, out, lse = tensors
+    _, seq_lens, _, req_to_token = requests
     group, batch = q.shape[1] // k_cache.shape[1], len(seq_lens)
-    blocks = -(-max_q_len * group // tile.block_m)
+    blocks = cdiv(max_q_len * group, tile.block_m)
     page, k_pages, v_pages = _pages(tile, k_cache, v_cache, page_size)
     gluon_extend_kernel[(blocks * batch * k_cache.shape[1],)](
         q,
@@ -328,45 +182,57 @@ def launch_extend(
         v_cache,
         out,
         seq_lens if lse is None else lse,
-        qo_indptr,
-        seq_lens,
-        req_pool_indices,
-        req_to_token,
+        *requests,
         k_pages,
         v_pages,
         *factors,
         v_scale,
         req_to_token.stride(0),
         batch,
-        Q_TOKEN=q.stride(0),
-        Q_HEAD=q.stride(1),
-        OUT_TOKEN=out.stride(0),
-        OUT_HEAD=out.stride(1),
-        LSE_TOKEN=0 if lse is None else lse.stride(0),
-        LSE_HEAD=0 if lse is None else lse.stride(1),
-        K_SLOT=k_cache.stride(0),
-        K_HEAD=k_cache.stride(1),
-        V_SLOT=v_cache.stride(0),
-        V_HEAD=v_cache.stride(1),
         WINDOW=window_left,
         HAS_CAP=factors[2] > 0,
-        HAS_LSE=lse is not None,
         GROUP=group,
         NUM_KV=k_cache.shape[1],
         HEAD_DIM=q.shape[2],
-        GROUPS=tile.block_m // 64,
-        BN=tile.block_n,
-        STAGES=tile.stages,
+        **_constants(tile, q, k_cache, v_cache, out, lse),
         PAGE=page,
-        PRODUCERS=PRODUCERS,
-        RAW=tile.raw_stages,
-        CONVERTERS=tile.converters,
-        PRODUCER_REGS=tile.producer_regs,
-        CONVERTER_REGS=tile.converter_regs,
-        CONSUMER_REGS=tile.consumer_regs,
-        num_warps=4,
-        maxnreg=tile.max_regs,
     )
+
+
+def _constants(
+    tile: GluonTile,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+) -> dict[str, Any]:
+    """Return what both kernels know of tensors and tile, and the compiler's options."""
+    q_strides, out_strides, lse_strides = map(row_strides, (q, out, lse))
+    return {
+        "Q_TOKEN": q_strides[0],
+        "Q_HEAD": q_strides[1],
+        "OUT_TOKEN": out_strides[0],
+        "OUT_HEAD": out_strides[1],
+        "LSE_TOKEN": lse_strides[0],
+        "LSE_HEAD": lse_strides[1],
+        "HAS_LSE": lse is not None,
+        "K_SLOT": k_cache.stride(0),
+        "K_HEAD": k_cache.stride(1),
+        "V_SLOT": v_cache.stride(0),
+        "V_HEAD": v_cache.stride(1),
+        "GROUPS": tile.block_m // 64,
+        "BN": tile.block_n,
+        "STAGES": tile.stages,
+        "PRODUCERS": PRODUCERS,
+        "RAW": tile.raw_stages,
+        "CONVERTERS": tile.converters,
+        "PRODUCER_REGS": tile.producer_regs,
+        "CONVERTER_REGS": tile.converter_regs,
+        "CONSUMER_REGS": tile.consumer_regs,
+        "num_warps": 4,
+        "maxnreg": tile.max_regs,
+    }
 
 
 def aligned(cache: Tensor) -> bool:

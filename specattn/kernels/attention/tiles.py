@@ -1,15 +1,38 @@
-"""The tile tables of the attention kernels, and what they take from the device."""
+"""Launch constants of the attention kernels: the tile tables, and the limits of a device."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 import torch
-import triton
 
 FLOAT8 = torch.float8_e4m3fn
 # shared memory of a multiprocessor that every resident CTA takes besides its own
 RESERVED = 1024
+LOG2E = 1.4426950408889634
+
+
+def cdiv(a: int, b: int) -> int:
+    """Divide and round up."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """Return the smallest power of two that is at least ``n >= 1``."""
+    return 1 << (n - 1).bit_length()
+
+
+def padded(width: int) -> int:
+    """Return the width of a tile's rows: a power of two, at least 16."""
+    return max(16, next_power_of_2(width))
+
+
+def logit_factors(scale: float, cap: float) -> tuple[float, float, float]:
+    """Return ``base2, cap_in, cap_out``: what kernels make logits in base 2 with.
+
+    Those are ``base2 * s``, and with a cap ``cap_out * tanh(cap_in * s)``.
+    """
+    return scale * LOG2E, scale / cap if cap else 0.0, cap * LOG2E
 
 
 @dataclass(frozen=True)
@@ -153,7 +176,7 @@ def tile_config(
     depend on it. The 16-bit values for heads up to 128 were measured on an H200. The others keep
     clear of spills and of the shared memory a CTA can have, by what the compiler reports.
     """
-    key, value = triton.next_power_of_2(head_dim), triton.next_power_of_2(v_head_dim)
+    key, value = next_power_of_2(head_dim), next_power_of_2(v_head_dim)
     if dtype == torch.float32:
         # IEEE products run on the FMA units: registers set the limits
         tile = TileConfig(16, 32 if key + value <= 256 else 16, stages=2)
@@ -216,7 +239,7 @@ def _item_bytes(dtype: torch.dtype) -> int:
     return max(dtype.itemsize, 2)
 
 
-def fixed_tile_config(
+def deterministic_tile_config(
     head_dim: int, v_head_dim: int, dtype: torch.dtype, limits: DeviceLimits = HOPPER
 ) -> TileConfig:
     """Choose the one tile of deterministic attention: nothing of the batch or the mode goes in."""
@@ -227,7 +250,7 @@ def extend_tile_config(
     head_dim: int, v_head_dim: int, dtype: torch.dtype, limits: DeviceLimits = HOPPER
 ) -> TileConfig:
     """Choose the tile of the prompt kernel, which is bound by arithmetic."""
-    key, value = triton.next_power_of_2(head_dim), triton.next_power_of_2(v_head_dim)
+    key, value = next_power_of_2(head_dim), next_power_of_2(v_head_dim)
     width = key + value
     if dtype == torch.float32:
         tile = TileConfig(32, 32 if width <= 256 else 16, warps=8, stages=2, ctas_per_sm=1)
@@ -238,3 +261,122 @@ def extend_tile_config(
         tile = TileConfig(128, 64, warps=8, stages=3 if width <= 384 else 2, ctas_per_sm=1)
     size = _item_bytes(dtype)
     return fit_tile(tile, width * size, key * size, limits)
+
+
+@dataclass(frozen=True)
+class GluonTile(TileConfig):
+    """Launch constants of the Gluon kernel; ``warps`` and ``short`` do not apply.
+
+    Parameters
+    ----------
+    block_m : int
+        64 or 128: one or two consumer warpgroups.
+    producer_regs, consumer_regs : int
+        Registers per thread of the producer and of the second consumer; the first consumer has
+        what is left of ``max_regs`` per thread of the CTA.
+    pages : bool
+        Whole pages come by TMA, where the pool has pages.
+    raw_stages : int
+        Tiles of float8 keys and values on their way to the warps that convert them; 0 where they
+        have 16 bits, as has all that follows.
+    converters, converter_regs : int
+        Those warps, for keys and as many for values, and their registers per thread.
+    """
+
+    producer_regs: int = 72
+    consumer_regs: int = 216
+    pages: bool = False
+    raw_stages: int = 0
+    converters: int = 4
+    converter_regs: int = 72
+
+
+def gluon_tile_config(
+    rows: int,
+    head_dim: int,
+    batch: int,
+    page_size: int,
+    kv_dtype: torch.dtype,
+    has_cap: bool = False,
+) -> GluonTile:
+    """Choose by packed rows (query tokens × group), head size, batch and page; never by length."""
+    if kv_dtype == FLOAT8:
+        return _gluon_float8_tile(rows)
+    if rows > 64:
+        if head_dim > 128:
+            return GluonTile(
+                128,
+                64,
+                stages=2,
+                ctas_per_sm=1,
+                max_regs=168,
+                producer_regs=56,
+                consumer_regs=224,
+            )
+        if page_size >= 16:
+            return GluonTile(
+                128,
+                128,
+                stages=3,
+                ctas_per_sm=1,
+                max_regs=168,
+                producer_regs=56,
+                consumer_regs=224,
+                pages=True,
+            )
+        return GluonTile(
+            128, 128, stages=3, ctas_per_sm=1, max_regs=168, producer_regs=72, consumer_regs=216
+        )
+    if head_dim > 128:
+        return GluonTile(64, 64, stages=3, ctas_per_sm=1, max_regs=168)
+    # a cap's arithmetic hides behind the copies only where two CTAs share a multiprocessor
+    if batch <= 8 and head_dim == 128 and not has_cap:
+        return GluonTile(64, 64, stages=6, ctas_per_sm=1, max_regs=168, min_tiles=2)
+    return GluonTile(64, 64, stages=3, ctas_per_sm=2, max_regs=128, producer_regs=56)
+
+
+def _gluon_float8_tile(rows: int) -> GluonTile:
+    """Choose the tile over float8 keys, which take converting, and room for it."""
+    if rows > 64:
+        return GluonTile(
+            128,
+            64,
+            stages=3,
+            ctas_per_sm=1,
+            max_regs=96,
+            producer_regs=56,
+            consumer_regs=152,
+            raw_stages=3,
+            converter_regs=56,
+        )
+    return GluonTile(
+        64,
+        128,
+        stages=2,
+        ctas_per_sm=1,
+        max_regs=128,
+        producer_regs=72,
+        raw_stages=2,
+        converter_regs=88,
+    )
+
+
+def gluon_extend_tile(head_dim: int, page_size: int, kv_dtype: torch.dtype) -> GluonTile:
+    """Choose the tile of prompts, which are bound by arithmetic."""
+    if kv_dtype == FLOAT8:
+        return _gluon_float8_tile(128)
+    if head_dim > 128:
+        return GluonTile(
+            128, 64, stages=2, ctas_per_sm=1, max_regs=168, producer_regs=56, consumer_regs=224
+        )
+    pages = page_size >= 16
+    return GluonTile(
+        128,
+        128,
+        stages=2,
+        ctas_per_sm=1,
+        max_regs=168,
+        producer_regs=56 if pages else 88,
+        consumer_regs=224 if pages else 208,
+        pages=pages,
+    )

@@ -1,101 +1,83 @@
-"""Tree attention: the one kernel behind decode, draft decode, tree verify and draft extend.
+"""Tree attention: the host side of decode, draft decode, tree verify and draft extend.
 
-Per request, ``q_len`` query tokens attend to a *prefix* all of them see and to a short *tail*
+Per request, ``q_len`` query tokens attend to a *prefix* that all of them see and to a short *tail*
 whose visibility is a bit word per token. The rows of one request and KV head (tokens × heads of
 the group) share a tile, so the prefix is read once per request whatever the width of the tree.
-
-Three launches: a plan (`triton_plan`, once per step), the kernel (`triton_tree`) and a merge
-(`triton_merge`), once per layer. All are capturable, and the captured graph serves every length.
 """
 
 from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
-import triton
 from torch import Tensor
 
-from specattn.kernels.attention import gluon as gluon_attention
-from specattn.kernels.attention.gluon import GluonTile
-from specattn.kernels.attention.tiles import (
-    FLOAT8,
-    DeviceLimits,
-    TileConfig,
-    merge_tile,
-    tile_config,
-)
-from specattn.kernels.attention.triton_merge import merge_kernel
-from specattn.kernels.attention.triton_plan import PlanRequest, TreePlan, fill_plans
-from specattn.kernels.attention.triton_tile import LOG2E
-from specattn.kernels.attention.triton_tree import tree_attention_kernel
+from specattn.kernels.attention.tiles import FLOAT8, DeviceLimits, cdiv, logit_factors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from specattn.config import KVScales
+    from specattn.kernels.attention.tiles import TileConfig
+    from specattn.kernels.attention.triton import TreeKernels
+    from specattn.kernels.attention.triton_plan import PlanRequest
 
 ALIGN = 256
-# requests up to which later layers bring the prefix early; steps of more gain nothing by it, and
-# lose 0.3 to 0.9 % (docs/notes/streamed_weights.md)
-FEW = 4
+# requests up to which later layers prefetch the prefix; steps of more gain nothing by it, and lose
+# 0.3 to 0.9 % (docs/notes/streamed_weights.md)
+PREFETCH_BATCH = 4
 
 
 @dataclass(frozen=True)
-class _Shape:
-    """What the head geometry makes of a bucket."""
+class DeterministicSplits:
+    """Where deterministic attention cuts a request's keys: at multiples, whatever the batch.
 
-    group: int
+    Parameters
+    ----------
+    max_keys : int
+        Most keys of a prefix; with ``csr``, of all lists together. The workspace is made for it.
+    split_keys : int
+        Keys between two cuts, a multiple of the tile's. Objects agree in bits only if it is equal.
+    """
+
+    max_keys: int
+    split_keys: int = 1024
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How the work of a bucket lies on a device.
+
+    Parameters
+    ----------
+    tile : TileConfig
+        The tile of a kernel.
+    m_tiles : int
+        Tiles that the packed rows of a request and KV head take.
+    splits : int
+        Most shares that the keys of the batch are cut into; per KV head and M tile, a CTA each.
+    """
+
     tile: TileConfig
     m_tiles: int
-    max_chunks: int
-    partial_rows: int
+    splits: int
 
     @classmethod
-    def of(
-        cls,
-        *,
-        batch: int,
-        q_len: int,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        v_head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        page_size: int,
-        tile: TileConfig | None,
-        kv_dtype: torch.dtype | None = None,
-        has_cap: bool = False,
-    ) -> _Shape:
-        if num_qo_heads % num_kv_heads:
-            raise ValueError(
-                f"num_qo_heads must be a multiple of num_kv_heads = {num_kv_heads}, "
-                f"got {num_qo_heads}"
-            )
-        group = num_qo_heads // num_kv_heads
-        limits = DeviceLimits.of(device)
-        stored = kv_dtype or dtype
-        if tile is None and gluon_attention.serves(head_dim, v_head_dim, stored, device):
-            tile = gluon_attention.gluon_tile_config(
-                q_len * group, head_dim, batch, page_size, stored, has_cap
-            )
-        tile = tile or tile_config(q_len * group, head_dim, v_head_dim, stored, batch, limits)
-        m_tiles = triton.cdiv(q_len * group, tile.block_m)
-        max_chunks = max(1, limits.sms * tile.ctas_per_sm // (num_kv_heads * m_tiles))
-        # every part is a chunk's, or the second of a chunk in which one split request ends and
-        # the next begins
-        parts = max_chunks + min(batch, max_chunks)
-        rows = parts * num_kv_heads * m_tiles * tile.block_m
-        return cls(group, tile, m_tiles, max_chunks, rows)
-
-    def workspace(self, v_head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
-        """Bytes of the partial values, aligned, and of all."""
-        values = triton.cdiv(self.partial_rows * v_head_dim * dtype.itemsize, ALIGN) * ALIGN
-        return values, values + self.partial_rows * 4
+    def of(cls, bucket: TreeAttention, tile: TileConfig) -> Self:
+        """Give every multiprocessor as many CTAs as the tile is meant for."""
+        limits = DeviceLimits.of(bucket.device)
+        m_tiles = cdiv(bucket.q_len * bucket.group, tile.block_m)
+        splits = limits.sms * tile.ctas_per_sm // (bucket.num_kv_heads * m_tiles)
+        return cls(tile, m_tiles, max(1, splits))
 
 
 class TreeAttention:
-    """Launch constants and workspace of one bucket.
+    """Launch constants, plan and workspace of one bucket.
 
-    ``plan()`` (or ``plan_csr()``) once per step, for all layers; ``run()`` once per layer. Both
+    ``plan()`` (or ``plan_csr()``) once per step, for all layers; ``trace()`` once the tail is
+    known, for all layers, which only deterministic attention needs; ``run()`` once per layer. All
     may be captured in a CUDA graph, which then serves every length.
 
     Parameters
@@ -123,13 +105,16 @@ class TreeAttention:
     csr : bool
         Keys come from index lists (``plan_csr``), all visible; a key's position is its place in
         the list, the query's that of the last one.
-    workspace : Tensor, optional
-        Flat uint8, at least `workspace_bytes` long, for the partial results. Objects that never
-        run at the same time may share it.
+    workspace : callable, optional
+        Takes a number of bytes and returns a flat uint8 tensor of at least as many, for the
+        partial results. Objects that never run at the same time may share one.
     tile : TileConfig, optional
         Overrides the tile table.
     kv_dtype : torch.dtype, optional
         Of keys and values: float8 (e4m3), over float16 or bfloat16 queries; ``dtype`` if None.
+    deterministic : DeterministicSplits, optional
+        Gives a row the same bits in any batch, bucket and mode. ``tail_len`` is then at least 1
+        without ``csr``, and of ``tile``, ``ctas_per_sm`` changes no bit.
 
     Raises
     ------
@@ -154,148 +139,103 @@ class TreeAttention:
         logit_cap: float = 0.0,
         page_size: int = 1,
         csr: bool = False,
-        workspace: Tensor | None = None,
+        workspace: Callable[[int], Tensor] | None = None,
         tile: TileConfig | None = None,
         kv_dtype: torch.dtype | None = None,
+        deterministic: DeterministicSplits | None = None,
     ) -> None:
         if kv_dtype not in (None, dtype) and (kv_dtype, dtype.itemsize) != (FLOAT8, 2):
             raise ValueError(f"kv_dtype must be {dtype}, or {FLOAT8} with 16 bits, got {kv_dtype}")
         if csr and (q_len, tail_len) != (1, 0):
             raise ValueError(f"csr needs q_len 1 and tail_len 0, got {q_len} and {tail_len}")
+        if deterministic and not csr and tail_len < 1:
+            raise ValueError(f"deterministic needs a tail without csr, got tail_len {tail_len}")
         if sm_scale <= 0:
             raise ValueError(f"sm_scale must be above 0, got {sm_scale}")
-        device = torch.device(device)
-        shape = _Shape.of(
-            batch=batch,
-            q_len=q_len,
-            num_qo_heads=num_qo_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            v_head_dim=v_head_dim,
-            dtype=dtype,
-            device=device,
-            page_size=1 if csr else page_size,
-            tile=tile,
-            kv_dtype=kv_dtype,
-            has_cap=logit_cap > 0,
-        )
+        if num_qo_heads % num_kv_heads:
+            raise ValueError(
+                f"num_qo_heads must be a multiple of num_kv_heads = {num_kv_heads}, "
+                f"got {num_qo_heads}"
+            )
         self.batch, self.q_len, self.tail_len = batch, q_len, tail_len
         self.num_qo_heads, self.num_kv_heads = num_qo_heads, num_kv_heads
         self.head_dim, self.v_head_dim = head_dim, v_head_dim
-        self.dtype, self.csr, self.window_left = dtype, csr, window_left
-        self.kv_dtype = kv_dtype or dtype
-        self.v_scale = 1.0
-        self.early = False
-        self.words = triton.cdiv(tail_len, 64)
+        self.dtype, self.device, self.csr = dtype, torch.device(device), csr
+        self.window_left, self.has_cap = window_left, logit_cap > 0
         self.page_size = 1 if csr else page_size
-        self.shape = shape
-        self.merge_tile = merge_tile(batch)
-        self.tables = TreePlan.alloc(
-            batch=batch,
-            max_chunks=shape.max_chunks,
-            tail_len=tail_len,
-            window_left=window_left,
-            block_n=shape.tile.block_n,
-            csr=csr,
-            device=device,
-            min_tiles=shape.tile.min_tiles,
-        )
-        self.partial_out, self.partial_lse = self._carve(workspace, device)
-        # logits in base 2; with a cap: cap_out * tanh(cap_in * s)
-        self.factors = (
-            sm_scale * LOG2E,
-            sm_scale / logit_cap if logit_cap else 0.0,
-            logit_cap * LOG2E,
-        )
-        self.has_cap = logit_cap > 0
-        # programmatic dependent launch: the next kernel's CTAs start while this one drains
-        self._pdl = device.type == "cuda" and DeviceLimits.of(device).major >= 9
+        self.kv_dtype = kv_dtype or dtype
+        self.group = num_qo_heads // num_kv_heads
+        self.words = cdiv(tail_len, 64)
+        self.factors = logit_factors(sm_scale, logit_cap)
+        self.v_scale = 1.0
+        self.prefetch = False
+        self.kernels = self._kernels(tile, deterministic)
+        self.workspace = _carve(self.kernels.workspace(self), workspace, self.device)
 
-    @staticmethod
-    def workspace_bytes(
-        *,
-        batch: int,
-        q_len: int,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        v_head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        logit_cap: float = 0.0,
-        page_size: int = 1,
-        tile: TileConfig | None = None,
-        kv_dtype: torch.dtype | None = None,
-    ) -> int:
-        """Return the bytes of workspace that an object with these parameters needs."""
-        shape = _Shape.of(
-            batch=batch,
-            q_len=q_len,
-            num_qo_heads=num_qo_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            v_head_dim=v_head_dim,
-            dtype=dtype,
-            device=torch.device(device),
-            page_size=page_size,
-            tile=tile,
-            kv_dtype=kv_dtype,
-            has_cap=logit_cap > 0,
-        )
-        return shape.workspace(v_head_dim, dtype)[1]
+    def _kernels(
+        self, tile: TileConfig | None, deterministic: DeterministicSplits | None
+    ) -> TreeKernels:
+        if deterministic:
+            from specattn.kernels.attention.deterministic import DeterministicKernels
 
-    def _carve(self, workspace: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
-        values, total = self.shape.workspace(self.v_head_dim, self.dtype)
-        if workspace is None:
-            workspace = torch.empty(total, dtype=torch.uint8, device=device)
-        if workspace.dtype != torch.uint8 or workspace.dim() != 1 or len(workspace) < total:
-            raise ValueError(
-                f"workspace must be uint8 [{total}] or longer, "
-                f"got {workspace.dtype} {list(workspace.shape)}"
-            )
-        if workspace.data_ptr() % 16:
-            raise ValueError("workspace must be aligned to 16 bytes")
-        used = self.shape.partial_rows * self.v_head_dim * self.dtype.itemsize
-        return workspace[:used].view(self.dtype), workspace[values:total].view(torch.float32)
+            return DeterministicKernels(self, tile, deterministic)
+        from specattn.kernels.attention.triton import TreeKernels
 
-    def scaled(self, k_scale: float, v_scale: float) -> Self:
-        """Return this bucket for a layer with these scales of float8 keys and values.
+        return TreeKernels(self, tile)
 
-        Plans and workspace are those of this object, and both may run.
-        """
-        if self.kv_dtype != FLOAT8:
-            raise ValueError(f"scales need kv_dtype {FLOAT8}, got {self.kv_dtype}")
-        other = copy.copy(self)
-        # q (k_scale k): the keys' scale is a factor of the logits, whatever follows
-        base2, cap_in, cap_out = self.factors
-        other.factors = (base2 * k_scale, cap_in * k_scale, cap_out)
-        other.v_scale = v_scale
-        return other
+    @property
+    def tile(self) -> TileConfig:
+        """The tile of the kernel."""
+        return self.kernels.grid.tile
 
-    def following(self) -> Self:
-        """Return this bucket for a `run` that follows another one on the same plan.
+    @property
+    def tables(self) -> Any:
+        """The tables of the plan, which `plan` fills."""
+        return self.kernels.tables
 
-        Where the kernel can and requests are few, such a run reads plan, index table and prefix
-        before it waits for the kernel before it; `gluon_tree` says why that is safe. Between the
-        two runs nothing may write what they read, but for the tail's keys and values.
+    def for_layer(self, scales: KVScales | None, *, prefetch: bool) -> Self:
+        """Return this bucket for one layer; plan and workspace are those of this object.
+
+        Parameters
+        ----------
+        scales : KVScales or None
+            Of float8 keys and values.
+        prefetch : bool
+            Whether ``run`` follows another one on the same plan. Where the kernel can and requests
+            are few, it then reads plan, index table and prefix before it waits for the kernel in
+            front of it; `gluon_tree` says why that is safe. Between the two runs nothing may write
+            what they read, but for the tail's keys and values.
+
+        Raises
+        ------
+        ValueError
+            For scales, if keys and values are not float8.
         """
         other = copy.copy(self)
         # index lists have no tail: new keys are among the others
-        other.early = (
-            isinstance(self.shape.tile, GluonTile)
-            and not self.shape.tile.raw_stages
+        other.prefetch = (
+            prefetch
+            and self.kernels.may_prefetch
             and self.tail_len > 0
-            and self.batch <= FEW
+            and self.batch <= PREFETCH_BATCH
         )
+        if scales is None:
+            return other
+        if self.kv_dtype != FLOAT8:
+            raise ValueError(f"scales need kv_dtype {FLOAT8}, got {self.kv_dtype}")
+        # q (k_scale k): the keys' scale is a factor of the logits, whatever follows
+        base2, cap_in, cap_out = self.factors
+        other.factors = (base2 * scales.k, cap_in * scales.k, cap_out)
+        other.v_scale = scales.v
         return other
 
     def plan(self, seq_lens: Tensor, req_pool_indices: Tensor, row_stride: int) -> None:
-        """Cut the step's work into chunks, on the device; parameters as in `plan_request`."""
-        fill_plans([self.plan_request(seq_lens, req_pool_indices, row_stride)])
+        """Split the step's work on the device; parameters as in `plan_request`."""
+        self.kernels.fill(self.plan_request(seq_lens, req_pool_indices, row_stride))
 
     def plan_csr(self, kv_indptr: Tensor) -> None:
-        """Cut the work of index lists, ``kv_indptr [B + 1]`` int32, into chunks, on the device."""
-        fill_plans([self.plan_request_csr(kv_indptr)])
+        """Split the work of index lists, ``kv_indptr [B + 1]`` int32, on the device."""
+        self.kernels.fill(self.plan_request_csr(kv_indptr))
 
     def plan_request(
         self, seq_lens: Tensor, req_pool_indices: Tensor, row_stride: int
@@ -313,12 +253,34 @@ class TreeAttention:
         """
         _check("seq_lens", seq_lens, (self.batch,), torch.int32)
         _check("req_pool_indices", req_pool_indices, (self.batch,), torch.int64)
-        return PlanRequest(self.tables, seq_lens, req_pool_indices, row_stride)
+        return self.kernels.plan_request(seq_lens, req_pool_indices, row_stride)
 
     def plan_request_csr(self, kv_indptr: Tensor) -> PlanRequest:
         """Return what `plan_csr` does; see `plan_request`."""
         _check("kv_indptr", kv_indptr, (self.batch + 1,), torch.int32)
-        return PlanRequest(self.tables, kv_indptr, None, 1)
+        return self.kernels.plan_request(kv_indptr, None, 1)
+
+    def trace(
+        self,
+        *,
+        indices: Tensor,
+        positions: Tensor | None = None,
+        tail_slots: Tensor | None = None,
+        tail_positions: Tensor | None = None,
+        tail_words: Tensor | None = None,
+    ) -> None:
+        """List what every query token reads after the prefix's last full tile.
+
+        Deterministic attention needs it after ``plan()``, and again whenever one of these tensors
+        has changed; they are those of `run`.
+
+        Raises
+        ------
+        ValueError
+            If a shape, stride or dtype disagrees with those of `run`, or a tail is not given.
+        """
+        tail = self._tail(positions, tail_slots, tail_positions, tail_words)
+        self.kernels.trace(self, indices, *tail)
 
     def run(
         self,
@@ -329,12 +291,12 @@ class TreeAttention:
         lse: Tensor | None,
         *,
         indices: Tensor,
-        positions: Tensor | None,
-        tail_slots: Tensor | None,
-        tail_positions: Tensor | None,
-        tail_words: Tensor | None,
+        positions: Tensor | None = None,
+        tail_slots: Tensor | None = None,
+        tail_positions: Tensor | None = None,
+        tail_words: Tensor | None = None,
     ) -> None:
-        """Attend, on the lengths of the last plan.
+        """Attend, on the lengths of the last plan and, if deterministic, the last trace.
 
         Parameters
         ----------
@@ -349,13 +311,13 @@ class TreeAttention:
             place; -inf for a row that sees no key.
         indices : Tensor
             int32: ``req_to_token [rows, C]``, or ``kv_indices [n]`` with ``csr`` (n >= 1).
-        positions : Tensor or None
+        positions : Tensor, optional
             ``[B, q_len]`` int64; read under a window only.
-        tail_slots : Tensor or None
-            ``[B, tail_len]`` int32.
-        tail_positions : Tensor or None
+        tail_slots : Tensor, optional
+            ``[B, tail_len]`` int32; needed unless ``csr``, as are the words.
+        tail_positions : Tensor, optional
             ``[B, tail_len]`` int64; read under a window only.
-        tail_words : Tensor or None
+        tail_words : Tensor, optional
             ``[B, q_len, ceil(tail_len / 64)]`` int64; bit j of token i is set iff it sees tail
             key j.
 
@@ -365,118 +327,8 @@ class TreeAttention:
             If a shape, stride or dtype disagrees with the above.
         """
         self._check_run(q, k_cache, v_cache, out, lse, indices)
-        windowed = self.window_left >= 0 and not self.csr
-        tail = self._tail_args(
-            positions if windowed else None,
-            tail_slots,
-            tail_positions if windowed else None,
-            tail_words,
-        )
-        self._attend(q, k_cache, v_cache, out, lse, indices, *tail)
-        self._merge(out, lse)
-
-    def _attend(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        out: Tensor,
-        lse: Tensor | None,
-        indices: Tensor,
-        tensors: tuple[Tensor | None, ...],
-        strides: tuple[int, ...],
-    ) -> None:
-        tile, shape = self.shape.tile, self.shape
-        if isinstance(tile, GluonTile):
-            gluon_attention.launch(
-                self, tile, q, k_cache, v_cache, out, lse, indices, tensors, strides
-            )
-            return
-        options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages}
-        if tile.max_regs:
-            options["maxnreg"] = tile.max_regs
-        if self._pdl:
-            options["launch_pdl"] = True
-        tree_attention_kernel[(shape.max_chunks * self.num_kv_heads * shape.m_tiles,)](
-            q,
-            k_cache,
-            v_cache,
-            out,
-            lse,
-            indices,
-            *tensors,
-            self.tables.requests,
-            self.tables.chunks,
-            self.partial_out,
-            self.partial_lse,
-            *self.factors,
-            self.v_scale if self.kv_dtype == FLOAT8 else None,
-            q.stride(0),
-            q.stride(1),
-            *_row_strides(out),
-            *_row_strides(lse),
-            *strides,
-            K_SLOT=k_cache.stride(0),
-            K_HEAD=k_cache.stride(1),
-            V_SLOT=v_cache.stride(0),
-            V_HEAD=v_cache.stride(1),
-            Q_LEN=self.q_len,
-            TAIL=self.tail_len,
-            WORDS=self.words,
-            WINDOW=self.window_left,
-            HAS_CAP=self.has_cap,
-            CSR=self.csr,
-            GROUP=shape.group,
-            NUM_KV=self.num_kv_heads,
-            HEAD_DIM=self.head_dim,
-            V_DIM=self.v_head_dim,
-            D_PAD=max(16, triton.next_power_of_2(self.head_dim)),
-            V_PAD=max(16, triton.next_power_of_2(self.v_head_dim)),
-            BM=tile.block_m,
-            BN=tile.block_n,
-            MT=shape.m_tiles,
-            STAGES=tile.stages,
-            SHORT=tile.short,
-            PDL=self._pdl,
-            **options,
-        )
-
-    def _merge(self, out: Tensor, lse: Tensor | None) -> None:
-        shape, batch = self.shape, self.batch
-        if shape.max_chunks == 1:
-            return
-        merge = self.merge_tile
-        width = max(16, triton.next_power_of_2(self.v_head_dim))
-        span = min(merge.span or width, width)
-        grid = (
-            self.num_kv_heads * width // span,
-            triton.cdiv(self.q_len * shape.group, merge.rows),
-            min(shape.max_chunks, batch),
-        )
-        options = {"launch_pdl": True} if self._pdl else {}
-        merge_kernel[grid](
-            self.tables.splits,
-            self.partial_out,
-            self.partial_lse,
-            out,
-            lse,
-            *_row_strides(out),
-            *_row_strides(lse),
-            Q_LEN=self.q_len,
-            GROUP=shape.group,
-            NUM_KV=self.num_kv_heads,
-            V_DIM=self.v_head_dim,
-            V_PAD=width,
-            BM=shape.tile.block_m,
-            MT=shape.m_tiles,
-            SPAN=span,
-            ROWS=merge.rows,
-            PARTS=min(merge.parts, shape.max_chunks),
-            MANY=merge.many,
-            PDL=self._pdl,
-            num_warps=4,
-            **options,
-        )
+        tail = self._tail(positions, tail_slots, tail_positions, tail_words)
+        self.kernels.run(self, q, k_cache, v_cache, out, lse, indices, *tail)
 
     def _check_run(
         self,
@@ -492,17 +344,14 @@ class TreeAttention:
         _check("out", out, (rows, heads, self.v_head_dim), self.dtype)
         _check("k_cache", k_cache, (k_cache.shape[0], kv_heads, self.head_dim), self.kv_dtype)
         _check("v_cache", v_cache, (v_cache.shape[0], kv_heads, self.v_head_dim), self.kv_dtype)
-        if lse is not None and (lse.shape != (rows, heads) or lse.dtype != torch.float32):
-            raise ValueError(
-                f"lse must be float32 {[rows, heads]}, got {lse.dtype} {list(lse.shape)}"
-            )
+        check_lse(lse, rows, heads)
         if indices.dtype != torch.int32 or not indices.numel() or indices.stride(-1) != 1:
             raise ValueError(
                 f"indices must be int32, not empty, its last dimension contiguous, got "
                 f"{indices.dtype} {list(indices.shape)} with strides {indices.stride()}"
             )
 
-    def _tail_args(
+    def _tail(
         self,
         positions: Tensor | None,
         tail_slots: Tensor | None,
@@ -511,6 +360,8 @@ class TreeAttention:
     ) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
         """Check the tensors that this bucket reads, drop the others; give them and strides."""
         batch, q_len, tail = self.batch, self.q_len, self.tail_len
+        if self.window_left < 0 or self.csr:
+            positions = tail_positions = None
         if not tail:
             tail_slots = tail_positions = tail_words = None
         for name, tensor, shape, dtype in (
@@ -522,16 +373,23 @@ class TreeAttention:
             if tensor is not None:
                 _check(name, tensor, shape, dtype)
         strides = (
-            _row_strides(positions)[0],
-            _row_strides(tail_slots)[0],
-            _row_strides(tail_positions)[0],
-            *_row_strides(tail_words),
+            row_strides(positions)[0],
+            row_strides(tail_slots)[0],
+            row_strides(tail_positions)[0],
+            *row_strides(tail_words),
         )
         return (positions, tail_slots, tail_positions, tail_words), strides
 
 
-def _row_strides(tensor: Tensor | None) -> tuple[int, int]:
+def row_strides(tensor: Tensor | None) -> tuple[int, int]:
+    """Return the first two strides of a tensor; zeros for none."""
     return (0, 0) if tensor is None else (tensor.stride(0), tensor.stride(1))
+
+
+def check_lse(lse: Tensor | None, rows: int, heads: int) -> None:
+    """Raise a ValueError unless ``lse`` is None or float32 ``[rows, heads]``."""
+    if lse is not None and (lse.shape != (rows, heads) or lse.dtype != torch.float32):
+        raise ValueError(f"lse must be float32 {[rows, heads]}, got {lse.dtype} {list(lse.shape)}")
 
 
 def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -541,3 +399,27 @@ def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype
         )
     if tensor.stride(-1) != 1 and shape[-1] > 1:
         raise ValueError(f"{name} must be contiguous in its last dimension")
+
+
+def _carve(
+    needs: list[tuple[int, torch.dtype]],
+    workspace: Callable[[int], Tensor] | None,
+    device: torch.device,
+) -> list[Tensor]:
+    """Return a flat tensor for each number and dtype of elements, all in one workspace."""
+    sizes = [cdiv(count * dtype.itemsize, ALIGN) * ALIGN for count, dtype in needs]
+    total, at, found = sum(sizes), 0, []
+    if workspace is None:
+        memory = torch.empty(total, dtype=torch.uint8, device=device)
+    else:
+        memory = workspace(total)
+    if memory.dtype != torch.uint8 or memory.dim() != 1 or len(memory) < total:
+        raise ValueError(
+            f"workspace must be uint8 [{total}] or longer, got {memory.dtype} {list(memory.shape)}"
+        )
+    if memory.data_ptr() % 16:
+        raise ValueError("workspace must be aligned to 16 bytes")
+    for (count, dtype), size in zip(needs, sizes, strict=True):
+        found.append(memory[at : at + count * dtype.itemsize].view(dtype))
+        at += size
+    return found

@@ -1,4 +1,4 @@
-"""Combine the parts of requests whose keys were cut between chunks of work."""
+"""Device code of merges: of partial results of a request, and of two results of any kernel."""
 
 from __future__ import annotations
 
@@ -161,3 +161,73 @@ def merge_kernel(
             value = tl.where(top > 0.5 * EMPTY, (top + tl.log2(total)) * LN2, float("-inf"))
             ptr = lse + q_row * stride_lse + q_head * stride_lse_head
             tl.store(ptr, value, mask=ok & (first_column == 0))
+
+
+@triton.jit
+def merge_lse_kernel(
+    prefix_out,  # [B, T, H, D]
+    prefix_lse,  # [B, T, H] float32
+    prefix_keys,  # [B] int32
+    tail_out,  # [B, T, H, D]
+    tail_lse,  # [B, T, H] float32
+    tail_keys,  # [B, T] int32
+    out,  # [B, T, H, D], out; may be prefix_out
+    lse,  # [B, T, H] float32, out, or None
+    q_len,
+    heads,
+    head_dim,
+    prefix_b,
+    prefix_t,
+    prefix_h,
+    tail_b,
+    tail_t,
+    tail_h,
+    out_b,
+    out_t,
+    out_h,
+    prefix_lse_b,
+    prefix_lse_t,
+    prefix_lse_h,
+    tail_lse_b,
+    tail_lse_t,
+    tail_lse_h,
+    lse_b,
+    lse_t,
+    lse_h,
+    UNIT: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Weigh two results over disjoint keys, ``BLOCK_H`` heads of a query token each."""
+    row = tl.program_id(0).to(tl.int64)
+    b, t = row // q_len, row % q_len
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)  # [BLOCK_H]
+    d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    ok = h < heads
+    # what a kernel writes for a row without keys is not relied upon
+    in_prefix = ok & (tl.load(prefix_keys + b) > 0)
+    in_tail = ok & (tl.load(tail_keys + row) > 0)
+
+    empty = float("-inf")
+    at = b * prefix_lse_b + t * prefix_lse_t + h * prefix_lse_h
+    log_p = tl.load(prefix_lse + at, mask=in_prefix, other=empty) * UNIT
+    at = b * tail_lse_b + t * tail_lse_t + h * tail_lse_h
+    log_t = tl.load(tail_lse + at, mask=in_tail, other=empty) * UNIT
+    top = tl.maximum(log_p, log_t)
+    base = tl.where(top == empty, 0.0, top)
+    weight_p, weight_t = tl.exp(log_p - base), tl.exp(log_t - base)
+    total = weight_p + weight_t
+    share = 1 / tl.where(total > 0, total, 1.0)
+
+    column = (d < head_dim)[None, :]
+    at = (b * prefix_b + t * prefix_t + h * prefix_h)[:, None] + d[None, :]
+    acc = tl.load(prefix_out + at, mask=in_prefix[:, None] & column, other=0).to(tl.float32)
+    acc *= (weight_p * share)[:, None]
+    at = (b * tail_b + t * tail_t + h * tail_h)[:, None] + d[None, :]
+    part = tl.load(tail_out + at, mask=in_tail[:, None] & column, other=0).to(tl.float32)
+    acc += part * (weight_t * share)[:, None]
+    at = (b * out_b + t * out_t + h * out_h)[:, None] + d[None, :]
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=ok[:, None] & column)
+    if lse is not None:
+        value = tl.where(total > 0, base + tl.log(tl.where(total > 0, total, 1.0)), empty)
+        tl.store(lse + b * lse_b + t * lse_t + h * lse_h, value, mask=ok)

@@ -15,7 +15,6 @@ MASKED = tl.constexpr(-1.0e30)
 FLOOR = tl.constexpr(-1.0e20)
 # base-2 log-sum-exp of a row that saw no key, in partial results
 EMPTY = tl.constexpr(-3.0e38)
-LOG2E = 1.4426950408889634
 LN2 = tl.constexpr(0.6931471805599453)
 
 

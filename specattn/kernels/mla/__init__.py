@@ -1,1 +1,172 @@
-"""Absorbed multi-head latent attention: trees, index lists and prompts."""
+"""Absorbed multi-head latent attention: trees, index lists and prompts over one pool of rows.
+
+DeepSeek-V2 (arXiv:2405.04434): all heads read the same row of a token, as its key; the row's
+first ``v_head_dim`` numbers are its value, too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from specattn.kernels.attention import check_extend
+from specattn.kernels.attention.tiles import logit_factors
+from specattn.kernels.attention.tree import TreeAttention
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from torch import Tensor
+
+    from specattn.kernels.attention.tiles import MergeTile, TileConfig
+    from specattn.kernels.attention.tree import DeterministicSplits
+    from specattn.kernels.attention.triton import TreeKernels
+
+__all__ = ["MlaAttention", "mla_extend"]
+
+
+class MlaAttention(TreeAttention):
+    """Launch constants, plan and workspace of one bucket; see `TreeAttention`.
+
+    ``run`` takes the pool twice: ``k_cache [slots, 1, head_dim]``, and ``v_cache``, which must be
+    the view of its first ``v_head_dim`` columns.
+
+    Parameters
+    ----------
+    num_qo_heads : int
+        Heads, all of which read the same rows.
+    head_dim, v_head_dim : int
+        Width of a row, and of its latent part.
+    tile : TileConfig, optional
+        Overrides `choose_mla_tile`.
+    merge : MergeTile, optional
+        Overrides `MERGE`.
+    batch, q_len, tail_len, dtype, device, sm_scale, csr, workspace
+        See `TreeAttention`.
+
+    Raises
+    ------
+    ValueError
+        If a number is out of range or the workspace does not fit.
+    """
+
+    def __init__(
+        self,
+        *,
+        batch: int,
+        q_len: int,
+        tail_len: int,
+        num_qo_heads: int,
+        head_dim: int,
+        v_head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        sm_scale: float,
+        csr: bool = False,
+        workspace: Callable[[int], Tensor] | None = None,
+        tile: TileConfig | None = None,
+        merge: MergeTile | None = None,
+    ) -> None:
+        if not v_head_dim < head_dim:
+            raise ValueError(f"v_head_dim must be below {head_dim}, got {v_head_dim}")
+        self._merge = merge
+        super().__init__(
+            batch=batch,
+            q_len=q_len,
+            tail_len=tail_len,
+            num_qo_heads=num_qo_heads,
+            num_kv_heads=1,
+            head_dim=head_dim,
+            v_head_dim=v_head_dim,
+            dtype=dtype,
+            device=device,
+            sm_scale=sm_scale,
+            csr=csr,
+            workspace=workspace,
+            tile=tile,
+        )
+
+    def _kernels(
+        self, tile: TileConfig | None, deterministic: DeterministicSplits | None
+    ) -> TreeKernels:
+        from specattn.kernels.mla.triton import LatentKernels
+
+        return LatentKernels(self, tile, self._merge)
+
+    def _check_run(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        indices: Tensor,
+    ) -> None:
+        super()._check_run(q, k_cache, v_cache, out, lse, indices)
+        _check_latent(k_cache, v_cache)
+
+
+def mla_extend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    *,
+    qo_indptr: Tensor,
+    seq_lens: Tensor,
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    max_q_len: int,
+    sm_scale: float,
+    tile: TileConfig | None = None,
+) -> None:
+    """Attend ragged new tokens, causally, to their request's cached prefix and themselves.
+
+    Parameters
+    ----------
+    q : Tensor
+        ``[T, Hq, D]``, absorbed; ``out`` is ``[T, Hq, Dv]``, written in place.
+    k_cache, v_cache : Tensor
+        ``[slots, 1, D]``, and the view of its first Dv columns.
+    lse : Tensor or None
+        ``[T, Hq]`` float32, natural log, written in place.
+    qo_indptr, seq_lens, req_pool_indices, req_to_token, max_q_len, sm_scale
+        See `specattn.kernels.attention.extend_attention`.
+    tile : TileConfig, optional
+        Overrides `mla_extend_tile_config`.
+
+    Raises
+    ------
+    ValueError
+        If a shape or dtype disagrees with the above, or ``v_cache`` is no such view.
+    """
+    check_extend(q, k_cache, v_cache, out, lse)
+    if k_cache.shape[1] != 1:
+        raise ValueError(f"k_cache must have one head, got {k_cache.shape[1]}")
+    _check_latent(k_cache, v_cache)
+    if not len(q):
+        return
+    from specattn.kernels.mla import triton
+
+    triton.mla_extend(
+        q,
+        k_cache,
+        out,
+        lse,
+        qo_indptr=qo_indptr,
+        seq_lens=seq_lens,
+        req_pool_indices=req_pool_indices,
+        req_to_token=req_to_token,
+        max_q_len=max_q_len,
+        base2=logit_factors(sm_scale, 0.0)[0],
+        tile=tile,
+    )
+
+
+def _check_latent(k_cache: Tensor, v_cache: Tensor) -> None:
+    if v_cache.data_ptr() != k_cache.data_ptr() or v_cache.stride() != k_cache.stride():
+        raise ValueError(
+            f"v_cache must be k_cache[..., :{v_cache.shape[-1]}], a view, "
+            f"got memory or strides of its own"
+        )

@@ -1,4 +1,4 @@
-"""Prompt attention, kernel and twin, against the float64 oracle."""
+"""Prompt attention, kernel and torch, against the float64 oracle."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from specattn.kernels.attention import naive as twin
-from specattn.kernels.attention.extend import extend_attention
+from tests.kernels.attention.calls import run_extend, run_naive
 from tests.oracle import NAN, check, make_extend_case, oracle_extend
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -53,32 +52,20 @@ BIG: dict[str, tuple[list[tuple[int, int]], dict[str, Any]]] = {
 def run_both(lengths: list[tuple[int, int]], options: dict[str, Any]) -> None:
     case = make_extend_case(lengths, **options, device=DEVICE)
     expected = oracle_extend(case)
-    for function, lse in (
-        (twin.extend_attention, True),
-        (twin.extend_attention, False),
-        (extend_attention, True),
-    ):
+    for function, lse in ((run_naive, True), (run_naive, False), (run_extend, True)):
         case.clear()
-        function(
-            case.q,
-            case.k_cache,
-            case.v_cache,
-            case.out,
-            case.lse if lse else None,
-            **case.args,
-            **case.settings,
-        )
+        function(case, lse=lse)
         check(case, expected, lse=lse)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_kernel_and_twin_match_the_oracle(name: str) -> None:
+def test_kernel_and_naive_match_the_oracle(name: str) -> None:
     run_both(*CASES[name])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", BIG)
-def test_kernel_and_twin_match_the_oracle_at_size(name: str) -> None:
+def test_kernel_and_naive_match_the_oracle_at_size(name: str) -> None:
     run_both(*BIG[name])
 
 
@@ -88,16 +75,7 @@ def test_kernel_and_twin_match_the_oracle_at_size(name: str) -> None:
 def test_whole_pages(page_size: int, options: dict[str, Any]) -> None:
     lengths, form = BIG[f"ragged-{BF16}"]
     case = make_extend_case(lengths, **form | options, page_size=page_size, device=DEVICE)
-    extend_attention(
-        case.q,
-        case.k_cache,
-        case.v_cache,
-        case.out,
-        case.lse,
-        page_size=page_size,
-        **case.args,
-        **case.settings,
-    )
+    run_extend(case, page_size=page_size)
     check(case, oracle_extend(case))
 
 
@@ -107,15 +85,8 @@ def test_outputs_may_be_views_and_lse_left_out() -> None:
         tensor = getattr(case, name)
         wide = tensor.new_full((tensor.shape[0], tensor.shape[1] + 2, tensor.shape[2]), NAN)
         setattr(case, name, wide[:, 1:-1].copy_(tensor))
-    extend_attention(
-        case.q,
-        case.k_cache,
-        case.v_cache,
-        case.out,
-        None,
-        **case.args | {"max_q_len": 40},
-        **case.settings,
-    )
+    case.args["max_q_len"] = 40
+    run_extend(case, lse=False)
     check(case, oracle_extend(case), lse=False)
 
 
@@ -128,6 +99,4 @@ def test_errors_name_the_argument() -> None:
         (replace(case, q=case.q[:, :3], out=case.out[:, :3]), "multiple of 2 heads"),
     ):
         with pytest.raises(ValueError, match=match):
-            extend_attention(
-                bad.q, bad.k_cache, bad.v_cache, bad.out, None, **bad.args, **bad.settings
-            )
+            run_extend(bad, lse=False)

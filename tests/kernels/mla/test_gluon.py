@@ -13,15 +13,10 @@ import pytest
 import torch
 
 from specattn.kernels.attention.tiles import MergeTile
-from specattn.kernels.mla.tree import (
-    GLUON,
-    MERGE,
-    MlaAttention,
-    check_mla_gluon,
-    choose_mla_tile,
-    mla_tile_config,
-)
-from tests.kernels.test_mla import latent, make_kernel, run, tree_case
+from specattn.kernels.mla.gluon import check_mla_gluon, choose_mla_tile
+from specattn.kernels.mla.tiles import GLUON, MERGE, mla_tile_config
+from tests.kernels.attention.calls import attend, make_kernel
+from tests.kernels.mla.test_mla import form, tree_case
 from tests.oracle import check, make_csr_case, oracle_csr, oracle_tree
 
 F16, BF16 = torch.float16, torch.bfloat16
@@ -63,8 +58,7 @@ def test_kernel_matches_the_oracle(name: str) -> None:
     expected = oracle_tree(case)
     # more CTAs than fit, too: other cuts
     for ctas, lse in ((1, True), (3, True), (1, False)):
-        case.clear()
-        run(make_kernel(case, tile=replace(GLUON, ctas_per_sm=ctas)), case, lse=lse)
+        attend(make_kernel(case, tile=replace(GLUON, ctas_per_sm=ctas)), case, lse=lse)
         check(case, expected, lse=lse)
 
 
@@ -75,8 +69,8 @@ def test_every_merge_matches_the_oracle(name: str) -> None:
     """Of over 100 parts, of few, and of none."""
     case = tree_case([9000, 0, 64, 65, 700], **DEEPSEEK)
     kernel = make_kernel(case, tile=GLUON, merge=MERGES[name])
-    kernel.partial_out.fill_(torch.nan)
-    run(kernel, case)
+    kernel.workspace[0].fill_(torch.nan)
+    attend(kernel, case)
     check(case, oracle_tree(case))
 
 
@@ -84,43 +78,15 @@ def test_every_merge_matches_the_oracle(name: str) -> None:
 @hopper
 def test_chunks_of_several_tiles() -> None:
     case = tree_case([3000], **DEEPSEEK)
-    run(make_kernel(case, tile=replace(GLUON, min_tiles=4)), case)
+    attend(make_kernel(case, tile=replace(GLUON, min_tiles=4)), case)
     check(case, oracle_tree(case))
 
 
 @pytest.mark.gpu
 @hopper
 def test_index_lists() -> None:
-    case = latent(
-        make_csr_case([65, 1, 0, 3000, 64], heads=(16, 1), head_dim=576, device="cuda", dtype=BF16),
-        512,
-    )
-    kernel = MlaAttention(
-        batch=len(case.q),
-        q_len=1,
-        tail_len=0,
-        num_qo_heads=16,
-        head_dim=576,
-        v_head_dim=512,
-        dtype=BF16,
-        device="cuda",
-        sm_scale=case.sm_scale,
-        csr=True,
-        tile=GLUON,
-    )
-    kernel.plan_csr(case.args["kv_indptr"])
-    kernel.run(
-        case.q,
-        case.k_cache,
-        case.v_cache,
-        case.out,
-        case.lse,
-        indices=case.args["kv_indices"],
-        positions=None,
-        tail_slots=None,
-        tail_positions=None,
-        tail_words=None,
-    )
+    case = make_csr_case([65, 1, 0, 3000, 64], **form(16, 512, 64), dtype=BF16)
+    attend(make_kernel(case, tile=GLUON), case)
     check(case, oracle_csr(case))
 
 
@@ -129,11 +95,11 @@ def test_index_lists() -> None:
 def test_replays_are_bit_equal() -> None:
     case = tree_case([3000, 0, 64, 9000, 700] * 3, **DEEPSEEK)
     kernel = make_kernel(case, tile=GLUON)
-    run(kernel, case)
+    attend(kernel, case)
     first, sums = case.out.clone(), case.lse.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        run(kernel, case)
+        attend(kernel, case)
     for _ in range(50):
         case.clear()
         graph.replay()
@@ -149,7 +115,7 @@ def test_unaligned_queries_take_the_triton_kernel() -> None:
     wide = torch.zeros(*case.q.shape[:2], 580, dtype=BF16, device="cuda")
     wide[..., 1:577] = case.q
     case = replace(case, q=wide[..., 1:577])
-    run(make_kernel(case, tile=GLUON), case)
+    attend(make_kernel(case, tile=GLUON), case)
     check(case, oracle_tree(case))
 
 
@@ -159,7 +125,7 @@ def test_the_check_passes() -> None:
     check_mla_gluon(torch.device("cuda"))
     assert choose_mla_tile(16, BF16, 576, 512, torch.device("cuda")) == GLUON
     case = tree_case([300], **DEEPSEEK)
-    assert make_kernel(case).shape.tile == GLUON
+    assert make_kernel(case).tile == GLUON
 
 
 def test_other_problems_keep_their_tiles() -> None:
@@ -191,7 +157,8 @@ def compile_only(function, grid):
 
 triton.runtime.driver.set_active(Sm90())
 JITFunction.__getitem__ = compile_only
-from specattn.kernels.mla.tree import GLUON, MlaAttention
+from specattn.kernels.mla import MlaAttention
+from specattn.kernels.mla.tiles import GLUON
 
 compiled, small = [], dict(dtype=torch.int32)
 pool, q, out = (torch.zeros(n, h, d, dtype=torch.bfloat16)

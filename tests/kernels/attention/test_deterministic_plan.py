@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from specattn.kernels.attention.deterministic_plan import FixedPlan
+from specattn.kernels.attention.triton_deterministic_plan import DeterministicPlan
 from tests.oracle import make_tree_case, tree_lists
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -24,7 +24,7 @@ class Work:
     bases: list[int]
     first: list[int]
     stop: list[int]
-    plan: FixedPlan
+    plan: DeterministicPlan
 
     def parts(self, req: int) -> list[tuple[int, int]]:
         """The tiles of a request's parts, counted from position 0."""
@@ -66,7 +66,7 @@ def make(
     extra: int = 2,
     stride: int = 5000,
 ) -> Work:
-    plan = FixedPlan.alloc(
+    plan = DeterministicPlan.alloc(
         batch=len(lengths),
         max_chunks=chunks,
         q_len=1,
@@ -196,7 +196,7 @@ def test_a_path_is_the_rest_of_the_prefix_and_the_ancestors(
         [0, 15, 16, 37], mode=mode, q_len=q_len, tail_len=tail, window_left=window, device=DEVICE
     )
     a = case.args
-    plan = FixedPlan.alloc(
+    plan = DeterministicPlan.alloc(
         batch=4,
         max_chunks=2,
         q_len=q_len,
@@ -217,9 +217,8 @@ def test_a_path_is_the_rest_of_the_prefix_and_the_ancestors(
         a["tail_positions"].stride(0),
         *a["tail_words"].stride()[:2],
     )
-    plan.trace(
-        table, a["positions"], a["tail_slots"], a["tail_positions"], a["tail_words"], strides
-    )
+    tensors = a["positions"], a["tail_slots"], a["tail_positions"], a["tail_words"]
+    plan.trace(table, tensors, strides)
     seen = tree_lists(case)
     words = a["tail_words"].tolist()
     for row, (path, length) in enumerate(

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specattn.kernels.attention.deterministic_plan import CHUNK, REQUEST
+from specattn.kernels.attention.triton_deterministic_plan import CHUNK, REQUEST
 from specattn.kernels.attention.triton_tile import (
     EMPTY,
     FLOOR,
@@ -192,7 +192,7 @@ def _own_tiles(
 
 # strides of small tensors: no variants of the kernel for round ones
 @triton.jit(do_not_specialize=["stride_pos"])
-def fixed_attention_kernel(
+def deterministic_attention_kernel(
     q,  # [B * Q_LEN, Hq, HEAD_DIM]
     k_cache,  # [slots, NUM_KV, HEAD_DIM]
     v_cache,  # [slots, NUM_KV, V_DIM]
@@ -413,7 +413,7 @@ def fixed_attention_kernel(
 
 
 @triton.jit
-def fixed_merge_kernel(
+def deterministic_merge_kernel(
     splits,  # [1 + NC, 4] int32
     partial_out,  # [slots, NUM_KV, ROWS, V_DIM]
     partial_lse,  # [slots, NUM_KV, ROWS] float32, base 2

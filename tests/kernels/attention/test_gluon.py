@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from specattn.kernels.attention import gluon as gluon_attention
-from specattn.kernels.attention.gluon import GluonTile, gluon_tile_config
-from specattn.kernels.attention.tiles import FLOAT8
-from specattn.kernels.attention.tree import FEW, TreeAttention
+from specattn.kernels.attention import TreeAttention, gluon
+from specattn.kernels.attention.tiles import FLOAT8, GluonTile, gluon_tile_config
+from specattn.kernels.attention.tree import PREFETCH_BATCH
 from specattn.kernels.fused import qk_norm_rope_store_kv
 from specattn.kernels.fused.stream import stream_linear
-from tests.kernels.test_tree_attention import make_kernel, plan, run
+from tests.kernels.attention.calls import attend, make_kernel, plan, run
 from tests.oracle import check, make_csr_case, make_tree_case, oracle_csr, oracle_tree
 
 F16, BF16 = torch.float16, torch.bfloat16
@@ -58,12 +57,12 @@ def _case(name: str, dtype: torch.dtype, **options: Any) -> Any:
 def _check(case: Any, tile: GluonTile | None, page_size: int = 1) -> None:
     expected = oracle_tree(case)
     kernel = make_kernel(case, tile=tile, page_size=page_size)
-    assert isinstance(kernel.shape.tile, GluonTile)
+    assert isinstance(kernel.tile, GluonTile)
     plan(kernel, case)
     for lse in (True, False):
         case.clear()
-        kernel.partial_out.fill_(torch.nan)
-        kernel.partial_lse.fill_(torch.nan)
+        kernel.workspace[0].fill_(torch.nan)
+        kernel.workspace[1].fill_(torch.nan)
         run(kernel, case, lse=lse)
         check(case, expected, lse=lse)
 
@@ -123,9 +122,9 @@ class TestOnHopper:
 
     def test_the_kernel_is_in_use(self) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
-        assert gluon_attention.serves(128, 128, BF16, device)
-        assert not gluon_attention.serves(128, 128, torch.float32, device)
-        assert not gluon_attention.serves(96, 96, BF16, device)
+        assert gluon.serves(128, 128, BF16, device)
+        assert not gluon.serves(128, 128, torch.float32, device)
+        assert not gluon.serves(96, 96, BF16, device)
 
     @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
     @pytest.mark.parametrize("name", CASES)
@@ -137,7 +136,7 @@ class TestOnHopper:
     def test_pages(self, name: str, page_size: int) -> None:
         case = _case(name, BF16, page_size=page_size)
         kernel = make_kernel(case, page_size=page_size)
-        assert kernel.shape.tile.pages
+        assert kernel.tile.pages
         _check(case, None, page_size)
 
     @pytest.mark.parametrize("page_size", [16, 64])
@@ -147,19 +146,19 @@ class TestOnHopper:
         tile = replace(gluon_tile_config(32, 128, 64, 1, BF16), pages=True)
         _check(case, tile, page_size)
 
-    @pytest.mark.parametrize("chunks", [1, 3, 40])
-    def test_any_number_of_chunks(self, chunks: int) -> None:
-        """One CTA for all requests, cuts within them, and more chunks than tiles."""
+    @pytest.mark.parametrize("splits", [1, 3, 40])
+    def test_any_number_of_splits(self, splits: int) -> None:
+        """One CTA for all requests, cuts within them, and more splits than tiles."""
         case = _case("verify_8", BF16)
         tile = gluon_tile_config(32, 128, 4, 1, BF16)
         sms = torch.cuda.get_device_properties(0).multi_processor_count
-        tile = replace(tile, ctas_per_sm=max(1, chunks * 4 // sms))
+        tile = replace(tile, ctas_per_sm=max(1, splits * 4 // sms))
         kernel = make_kernel(case, tile=tile)
-        if chunks < 4:
-            kernel.tables = replace(kernel.tables, chunks=kernel.tables.chunks[:chunks])
-            kernel.shape = replace(kernel.shape, max_chunks=chunks)
-        plan(kernel, case)
-        run(kernel, case)
+        if splits < 4:
+            launches, tables = kernel.kernels, kernel.tables
+            launches.tables = replace(tables, chunks=tables.chunks[:splits])
+            launches.grid = replace(launches.grid, splits=splits)
+        attend(kernel, case)
         check(case, oracle_tree(case))
 
     @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
@@ -168,33 +167,9 @@ class TestOnHopper:
             [700, 0, 64, 1, 2000], heads=(16, 4), head_dim=128, dtype=dtype, device="cuda"
         )
         expected = oracle_csr(case)
-        kernel = TreeAttention(
-            batch=5,
-            q_len=1,
-            tail_len=0,
-            num_qo_heads=16,
-            num_kv_heads=4,
-            head_dim=128,
-            v_head_dim=128,
-            dtype=dtype,
-            device="cuda",
-            csr=True,
-            **case.settings,
-        )
-        assert isinstance(kernel.shape.tile, GluonTile)
-        kernel.plan_csr(case.args["kv_indptr"])
-        kernel.run(
-            case.q,
-            case.k_cache,
-            case.v_cache,
-            case.out,
-            case.lse,
-            indices=case.args["kv_indices"],
-            positions=None,
-            tail_slots=None,
-            tail_positions=None,
-            tail_words=None,
-        )
+        kernel = make_kernel(case)
+        assert isinstance(kernel.tile, GluonTile)
+        attend(kernel, case)
         check(case, expected)
 
     def test_equal_inputs_give_equal_bits(self) -> None:
@@ -231,10 +206,10 @@ class TestOnHopper:
         """The same bits where keys of the tail are stored late, by the kernel right before."""
         case = _case(name, BF16, page_size=page_size)
         kernel = make_kernel(case, page_size=page_size)
-        later = kernel.following()
-        assert later.early == (kernel.batch <= FEW)
-        assert not kernel.early
-        later.early = True
+        later = kernel.for_layer(None, prefetch=True)
+        assert later.prefetch == (kernel.batch <= PREFETCH_BATCH)
+        assert not kernel.prefetch
+        later.prefetch = True
         graphs = [_late_store(case, kernel, again) for again in (kernel, later)]
         lengths = case.args["seq_lens"]
         whole, differ = lengths.clone(), torch.zeros((), dtype=torch.int64, device="cuda")
@@ -266,8 +241,8 @@ class TestOnHopper:
             csr=not tail,
             kv_dtype=FLOAT8 if tail else None,
         )
-        assert isinstance(kernel.shape.tile, GluonTile)
-        assert not kernel.following().early
+        assert isinstance(kernel.tile, GluonTile)
+        assert not kernel.for_layer(None, prefetch=True).prefetch
 
     def test_rows_must_be_aligned(self) -> None:
         case = _case("chain", BF16)
@@ -280,7 +255,7 @@ class TestOnHopper:
 
 def test_only_hopper_and_16_bit_heads_are_served() -> None:
     cpu = torch.device("cpu")
-    assert not gluon_attention.serves(128, 128, BF16, cpu)
+    assert not gluon.serves(128, 128, BF16, cpu)
 
 
 @pytest.mark.parametrize("rows", [1, 64, 65, 512])

@@ -53,7 +53,7 @@ def _part_start(
 
 
 @triton.jit
-def _fixed_plan_kernel(
+def _deterministic_plan_kernel(
     seq_lens,  # [B] int32; CSR: kv_indptr [B + 1]
     rows,  # [B] int64
     tile_ends,  # [B] int32, out: work up to and including a request's last tile
@@ -232,7 +232,7 @@ def _path_kernel(
 
 
 @dataclass(frozen=True)
-class FixedPlan:
+class DeterministicPlan:
     """The tables of one bucket, and the launches that fill them.
 
     A *part* is what lies between two multiples of ``split`` keys; tiles count from position 0. A
@@ -287,7 +287,7 @@ class FixedPlan:
         extra: int,
         csr: bool,
         device: torch.device,
-    ) -> FixedPlan:
+    ) -> DeterministicPlan:
         """Allocate the tables of a bucket of ``batch`` requests."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -316,7 +316,7 @@ class FixedPlan:
         block = min(max(triton.next_power_of_2(batch), 16), 1024)
         # only then can (work of all requests) * chunks pass 2^31
         most = triton.cdiv(row_stride + self.tail_len, self.block_n) + 1 + self.extra
-        _fixed_plan_kernel[(1,)](
+        _deterministic_plan_kernel[(1,)](
             seq_lens,
             rows,
             self.tile_ends,
@@ -342,20 +342,17 @@ class FixedPlan:
     def trace(
         self,
         indices: Tensor,
-        positions: Tensor | None,
-        tail_slots: Tensor | None,
-        tail_positions: Tensor | None,
-        tail_words: Tensor | None,
+        tensors: tuple[Tensor | None, ...],
         strides: tuple[int, ...],
     ) -> None:
-        """List the paths of all query tokens, on the lengths of the last `fill`."""
+        """List the paths of all query tokens, on the lengths of the last `fill`.
+
+        ``tensors`` are positions, tail slots, tail positions and words, ``strides`` theirs.
+        """
         _path_kernel[(len(self.paths),)](
             self.requests,
             indices,
-            positions,
-            tail_slots,
-            tail_positions,
-            tail_words,
+            *tensors,
             self.paths,
             self.path_lens,
             *strides,

@@ -1,4 +1,4 @@
-"""Latent attention, kernels and twins, against the float64 oracle over a pool whose v is k's."""
+"""Latent attention, kernels and torch, against the float64 oracle over a pool whose v is k's."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from specattn.kernels.attention import naive as twin
 from specattn.kernels.attention.tiles import MergeTile
-from specattn.kernels.mla.extend import mla_extend
-from specattn.kernels.mla.tree import MlaAttention, mla_tile_config
+from specattn.kernels.mla.tiles import mla_tile_config
+from tests.kernels.attention.calls import attend, make_kernel, run_extend, run_naive
 from tests.oracle import (
     NAN,
     Case,
@@ -33,17 +32,21 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
-def latent(case: Case, rank: int) -> Case:
-    """The same case over one pool: values are the first columns of the keys."""
-    out = torch.full((*case.q.shape[:2], rank), NAN, dtype=case.q.dtype, device=DEVICE)
-    return replace(case, v_cache=case.k_cache[..., :rank], out=out)
-
-
 def tree_case(
     lengths: list[int], *, heads: int = 4, rank: int = 64, rope: int = 16, **options: Any
 ) -> Case:
-    case = make_tree_case(lengths, heads=(heads, 1), head_dim=rank + rope, device=DEVICE, **options)
-    return latent(case, rank)
+    return make_tree_case(lengths, **form(heads, rank, rope), **options)
+
+
+def form(heads: int, rank: int, rope: int) -> dict[str, Any]:
+    """One pool: values are the first columns of the keys."""
+    return {
+        "heads": (heads, 1),
+        "head_dim": rank + rope,
+        "v_head_dim": rank,
+        "latent": True,
+        "device": DEVICE,
+    }
 
 
 def _case(*lengths: int, **options: Any) -> dict[str, Any]:
@@ -71,10 +74,10 @@ CASES = {
     "sharp": _case(200, 33, scale=20.0),
     "f16": _case(33, 130, dtype=F16, q_len=1, heads=16),
     "batch_of_19": _case(*((7 * i) % 41 for i in range(19)), q_len=2, heads=2),
-    "many_parts": _case(600, 0, 33, q_len=2, heads=2),
+    "many_partials": _case(600, 0, 33, q_len=2, heads=2),
     "full_width": _case(20, 0, rank=512, rope=64, heads=2, q_len=3),
 }
-MANY_CHUNKS = {"many_parts", "batch_of_19", "blind_rows", "tail_65", "any_bits"}
+MANY_SPLITS = {"many_partials", "batch_of_19", "blind_rows", "tail_65", "any_bits"}
 # DeepSeek-V3's rows; 16 heads (of 128, on 8 GPUs) and 128; every tile of the table
 BIG = {
     f"{name}-{dtype}": _case(
@@ -95,65 +98,19 @@ BIG = {
 }
 
 
-def make_kernel(case: Case, **options: Any) -> MlaAttention:
-    a = case.args
-    return MlaAttention(
-        batch=len(a["seq_lens"]),
-        q_len=a["positions"].shape[1],
-        tail_len=a["tail_slots"].shape[1],
-        num_qo_heads=case.q.shape[1],
-        head_dim=case.q.shape[2],
-        v_head_dim=case.out.shape[2],
-        dtype=case.q.dtype,
-        device=case.q.device,
-        sm_scale=case.sm_scale,
-        **options,
-    )
-
-
-def run(kernel: MlaAttention, case: Case, *, lse: bool = True) -> None:
-    a = case.args
-    kernel.plan(a["seq_lens"], a["req_pool_indices"], a["req_to_token"].stride(0))
-    kernel.run(
-        case.q,
-        case.k_cache,
-        case.v_cache,
-        case.out,
-        case.lse if lse else None,
-        indices=a["req_to_token"],
-        positions=None,
-        tail_slots=a["tail_slots"],
-        tail_positions=None,
-        tail_words=a["tail_words"],
-    )
-
-
-def run_twin(function: Any, case: Case, *, lse: bool = True) -> None:
-    function(
-        case.q,
-        case.k_cache,
-        case.v_cache,
-        case.out,
-        case.lse if lse else None,
-        **case.args,
-        **case.settings,
-    )
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_kernel_and_twin_match_the_oracle(name: str) -> None:
+def test_kernel_and_naive_match_the_oracle(name: str) -> None:
     case = tree_case(**CASES[name])
     expected = oracle_tree(case)
     for lse in (True, False):
         case.clear()
-        run_twin(twin.tree_attention, case, lse=lse)
+        run_naive(case, lse=lse)
         check(case, expected, lse=lse)
-    case.clear()
-    # every full tile of the prefix through the maskless loop, short as the chunks are here
-    tile = replace(make_kernel(case).shape.tile, short=0)
-    if name in MANY_CHUNKS:
+    # every full tile of the prefix through the maskless loop, short as the splits are here
+    tile = replace(make_kernel(case).tile, short=0)
+    if name in MANY_SPLITS:
         tile = replace(tile, ctas_per_sm=8)
-    run(make_kernel(case, tile=tile), case)
+    attend(make_kernel(case, tile=tile), case)
     check(case, expected)
 
 
@@ -161,7 +118,7 @@ def test_kernel_and_twin_match_the_oracle(name: str) -> None:
 def test_short_runs_take_the_masked_loop(name: str) -> None:
     """And lse is optional."""
     case = tree_case(**CASES[name])
-    run(make_kernel(case), case, lse=False)
+    attend(make_kernel(case), case, lse=False)
     check(case, oracle_tree(case), lse=False)
 
 
@@ -172,10 +129,10 @@ def test_kernel_matches_the_oracle_at_size(name: str) -> None:
     case = tree_case(**BIG[name])
     expected = oracle_tree(case)
     rows = case.args["positions"].shape[1] * case.q.shape[1]
-    run(make_kernel(case, tile=mla_tile_config(rows, case.q.dtype)), case)
+    attend(make_kernel(case, tile=mla_tile_config(rows, case.q.dtype)), case)
     check(case, expected)
     case.clear()
-    run_twin(twin.tree_attention, case)
+    run_naive(case)
     check(case, expected)
 
 
@@ -193,7 +150,7 @@ def test_one_graph_serves_every_length() -> None:
     }
     live = tree_case([1, 1, 1, 1], **same)
     kernel = make_kernel(live)
-    replay = recorded(lambda: run(kernel, live))
+    replay = recorded(lambda: attend(kernel, live))
     for seed, lengths in enumerate(batches):
         case = tree_case(lengths, seed=seed, **same)
         refill(live, case)
@@ -212,36 +169,12 @@ LISTS = {
 @pytest.mark.parametrize("name", LISTS)
 def test_index_lists(name: str) -> None:
     lengths, options = LISTS[name]
-    case = latent(make_csr_case(lengths, heads=(3, 1), head_dim=80, device=DEVICE, **options), 64)
+    case = make_csr_case(lengths, **form(3, 64, 16), **options)
     expected = oracle_csr(case)
-    kernel = MlaAttention(
-        batch=len(case.q),
-        q_len=1,
-        tail_len=0,
-        num_qo_heads=3,
-        head_dim=80,
-        v_head_dim=64,
-        dtype=case.q.dtype,
-        device=DEVICE,
-        sm_scale=case.sm_scale,
-        csr=True,
-    )
-    kernel.plan_csr(case.args["kv_indptr"])
-    kernel.run(
-        case.q,
-        case.k_cache,
-        case.v_cache,
-        case.out,
-        case.lse,
-        indices=case.args["kv_indices"],
-        positions=None,
-        tail_slots=None,
-        tail_positions=None,
-        tail_words=None,
-    )
+    attend(make_kernel(case), case)
     check(case, expected)
     case.clear()
-    run_twin(twin.csr_attention, case)
+    run_naive(case)
     check(case, expected)
 
 
@@ -269,29 +202,18 @@ def extend_both(
     rope: int = 16,
     **options: Any,
 ) -> None:
-    case = latent(
-        make_extend_case(lengths, heads=(heads, 1), head_dim=rank + rope, device=DEVICE, **options),
-        rank,
-    )
+    case = make_extend_case(lengths, **form(heads, rank, rope), **options)
     expected = oracle_extend(case)
-    run_twin(twin.extend_attention, case)
+    run_naive(case)
     check(case, expected)
     case.clear()
     for lse in (True, False):
-        mla_extend(
-            case.q,
-            case.k_cache,
-            case.v_cache,
-            case.out,
-            case.lse if lse else None,
-            **case.args,
-            sm_scale=case.sm_scale,
-        )
+        run_extend(case, lse=lse)
         check(case, expected, lse=lse)
 
 
 @pytest.mark.parametrize("name", EXTEND)
-def test_extend_and_twin_match_the_oracle(name: str) -> None:
+def test_extend_and_naive_match_the_oracle(name: str) -> None:
     lengths, options = EXTEND[name]
     extend_both(lengths, **options)
 
@@ -316,11 +238,11 @@ def test_extend_matches_the_oracle_at_size(name: str) -> None:
 def test_merges_take_any_rows_parts_and_columns(merge: MergeTile, rank: int) -> None:
     """Fifteen parts, more and fewer than are taken at once, of all columns and of some."""
     case = tree_case([260, 0, 33], rank=rank, q_len=3)
-    tile = replace(make_kernel(case).shape.tile, ctas_per_sm=9)
+    tile = replace(make_kernel(case).tile, ctas_per_sm=9)
     kernel = make_kernel(case, tile=tile, merge=merge)
-    kernel.partial_out.fill_(NAN)
-    kernel.partial_lse.fill_(NAN)
-    run(kernel, case)
+    kernel.workspace[0].fill_(NAN)
+    kernel.workspace[1].fill_(NAN)
+    attend(kernel, case)
     assert kernel.tables.splits[1, 2] > 10
     check(case, oracle_tree(case))
 
@@ -329,15 +251,13 @@ def test_a_pool_of_its_own_for_values_is_refused() -> None:
     case = tree_case([5, 6])
     apart = replace(case, v_cache=case.v_cache.clone())
     with pytest.raises(ValueError, match=r"v_cache must be k_cache\[..., :64\], a view"):
-        run(make_kernel(case), apart)
+        attend(make_kernel(case), apart)
     shifted = replace(case, v_cache=case.k_cache[..., 16:])
     with pytest.raises(ValueError, match="v_cache must be k_cache"):
-        run(make_kernel(case), shifted)
-    case = latent(make_extend_case([(5, 6)], heads=(3, 1), head_dim=80, device=DEVICE), 64)
+        attend(make_kernel(case), shifted)
+    case = make_extend_case([(5, 6)], **form(3, 64, 16))
     with pytest.raises(ValueError, match="v_cache must be k_cache"):
-        mla_extend(
-            case.q, case.k_cache, case.v_cache.clone(), case.out, None, **case.args, sm_scale=1.0
-        )
+        run_extend(replace(case, v_cache=case.v_cache.clone()))
 
 
 def test_bad_geometry_is_refused() -> None:
@@ -346,9 +266,9 @@ def test_bad_geometry_is_refused() -> None:
         make_kernel(case, tile=replace(mla_tile_config(8, F32), block_n=128))
     with pytest.raises(ValueError, match="v_head_dim must be below 80, got 80"):
         make_kernel(replace(case, out=case.q))
-    case = latent(make_extend_case([(5, 6)], heads=(4, 2), head_dim=80, device=DEVICE), 64)
+    case = make_extend_case([(5, 6)], **form(4, 64, 16) | {"heads": (4, 2)})
     with pytest.raises(ValueError, match="k_cache must have one head, got 2"):
-        mla_extend(case.q, case.k_cache, case.v_cache, case.out, None, **case.args, sm_scale=1.0)
+        run_extend(case)
 
 
 # compiles what would be launched for DeepSeek-V3's rows on sm_90, without such a device
@@ -372,8 +292,8 @@ def compile_only(function, grid):
 
 triton.runtime.driver.set_active(Sm90())
 JITFunction.__getitem__ = compile_only
-from specattn.kernels.mla.tree import MlaAttention
-from specattn.kernels.mla.extend import mla_extend
+from specattn.kernels.mla import MlaAttention
+from specattn.kernels.mla import mla_extend
 
 shared, small = [], dict(dtype=torch.int32)
 for q_len in (1, 8):

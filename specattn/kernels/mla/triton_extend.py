@@ -1,28 +1,13 @@
-"""Latent prompt attention: ragged new tokens over a cached prefix, causal, absorbed MLA."""
+"""Device code of latent prompt attention: ragged new tokens over a cached prefix, causal."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import torch
 import triton
 import triton.language as tl
 
-from specattn.kernels.attention.extend import _check, _load_slots
-from specattn.kernels.attention.tiles import HOPPER, DeviceLimits, TileConfig, fit_tile
-from specattn.kernels.attention.triton_tile import FLOOR, LN2, LOG2E, store_rows
-from specattn.kernels.mla.tree import ROW, check_latent, latent_widths
+from specattn.kernels.attention.triton_extend import load_slots
+from specattn.kernels.attention.triton_tile import FLOOR, LN2, store_rows
 from specattn.kernels.mla.triton_tile import attend_latent_tile, load_latent_query
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
-def mla_extend_tile_config(dtype: torch.dtype, limits: DeviceLimits = HOPPER) -> TileConfig:
-    """Choose the tile of the prompt kernel, which is bound by arithmetic."""
-    size = 16 if dtype == torch.float32 else 64 if limits.major == HOPPER.major else 32
-    tile = TileConfig(size, size, warps=8, stages=2, ctas_per_sm=1)
-    return fit_tile(tile, ROW * dtype.itemsize, ROW * dtype.itemsize, limits)
 
 
 @triton.jit
@@ -53,7 +38,7 @@ def _tiles(
     r = tl.arange(0, BN)  # [BN]
     for start in tl.range(begin, end, BN, num_stages=STAGES):
         slots = raw
-        raw = _load_slots(table_row, start + BN + r, last)
+        raw = load_slots(table_row, start + BN + r, last)
         visible = None
         if MASK:
             visible = pos_q[:, None] >= (start + r)[None, :]  # [BM, BN]
@@ -77,7 +62,7 @@ def _tiles(
 
 
 @triton.jit
-def _mla_extend_kernel(
+def mla_extend_kernel(
     q,  # [T, HEADS, RANK + ROPE]
     cache,  # [slots, RANK + ROPE]
     out,  # [T, HEADS, RANK], out
@@ -127,8 +112,8 @@ def _mla_extend_kernel(
 
         # tiles that every row sees whole need no mask
         full_end = (prefix + m_tile * BM // HEADS + 1) // BN * BN
-        raw_full = _load_slots(table_row, r, last_pos)
-        raw_last = _load_slots(table_row, full_end + r, last_pos)
+        raw_full = load_slots(table_row, r, last_pos)
+        raw_last = load_slots(table_row, full_end + r, last_pos)
         top = tl.full([BM], FLOOR, tl.float32)
         total = tl.zeros([BM], tl.float32)
         acc = tl.zeros([BM, RANK_PAD], tl.float32)
@@ -184,75 +169,3 @@ def _mla_extend_kernel(
             # every row sees itself: total > 0
             natural = (top * base2 + tl.log2(total)) * LN2
             tl.store(lse + q_row * stride_lse + head * stride_lse_head, natural, mask=row_ok)
-
-
-def mla_extend(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    *,
-    qo_indptr: Tensor,
-    seq_lens: Tensor,
-    req_pool_indices: Tensor,
-    req_to_token: Tensor,
-    max_q_len: int,
-    sm_scale: float,
-    tile: TileConfig | None = None,
-) -> None:
-    """Attend ragged new tokens, causally, to their request's cached prefix and themselves.
-
-    Parameters
-    ----------
-    q : Tensor
-        ``[T, Hq, D]``, absorbed; ``out`` is ``[T, Hq, Dv]``, written in place.
-    k_cache, v_cache : Tensor
-        ``[slots, 1, D]``, and the view of its first Dv columns.
-    lse : Tensor or None
-        ``[T, Hq]`` float32, natural log, written in place.
-    qo_indptr, seq_lens, req_pool_indices, req_to_token, max_q_len, sm_scale
-        See `specattn.kernels.attention.extend.extend_attention`.
-    tile : TileConfig, optional
-        Overrides `mla_extend_tile_config`.
-
-    Raises
-    ------
-    ValueError
-        If a shape or dtype disagrees with the above, or ``v_cache`` is no such view.
-    """
-    tokens, heads, head_dim = q.shape
-    _check(q, k_cache, v_cache, out, lse)
-    if k_cache.shape[1] != 1:
-        raise ValueError(f"k_cache must have one head, got {k_cache.shape[1]}")
-    check_latent(k_cache, v_cache)
-    if not tokens:
-        return
-    tile = tile or mla_extend_tile_config(q.dtype, DeviceLimits.of(q.device))
-    lse_strides = (0, 0) if lse is None else (lse.stride(0), lse.stride(1))
-    grid = (triton.cdiv(max_q_len * heads, tile.block_m), len(seq_lens))
-    _mla_extend_kernel[grid](
-        q,
-        k_cache,
-        out,
-        lse,
-        qo_indptr,
-        seq_lens,
-        req_pool_indices,
-        req_to_token,
-        sm_scale * LOG2E,
-        req_to_token.stride(0),
-        q.stride(0),
-        q.stride(1),
-        out.stride(0),
-        out.stride(1),
-        *lse_strides,
-        SLOT=k_cache.stride(0),
-        HEADS=heads,
-        BM=tile.block_m,
-        BN=tile.block_n,
-        STAGES=tile.stages,
-        **latent_widths(head_dim, out.shape[2]),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )

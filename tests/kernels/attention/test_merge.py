@@ -1,4 +1,4 @@
-"""The merge of two parts of an attention against float64."""
+"""Merges of attention results over disjoint keys."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import math
 import pytest
 import torch
 
-from specattn.kernels import _module
-from tests.kernels.tree_oracle import DEVICE
+from specattn.kernels.attention import merge_lse
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INT = {"dtype": torch.int32, "device": DEVICE}
 
 
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_merge_weighs_by_lse_and_reads_no_empty_part(implementation, dtype, in_place):
+@pytest.mark.usefixtures("implementation")
+def test_it_weighs_by_lse_and_reads_no_empty_result(dtype: torch.dtype, in_place: bool) -> None:
     batch, q_len, heads, dim = 4, 3, 5, 20
     prefix_keys = torch.tensor([0, 7, 0, 1], **INT)
     tail_keys = torch.tensor([[1, 0, 3], [1, 2, 0], [2, 0, 0], [0, 1, 1]], **INT)
@@ -31,8 +32,7 @@ def test_merge_weighs_by_lse_and_reads_no_empty_part(implementation, dtype, in_p
     want = (weights * parts.double().masked_fill(~seen[..., None, None], 0)).sum(0)
     out = parts[0] if in_place else torch.full_like(parts[0], math.nan)
     got = torch.full((batch, q_len, heads), math.nan, device=DEVICE)
-    merge = _module("merge_lse", implementation == "triton").merge_lse
-    merge(parts[0], lse[0], prefix_keys, parts[1], lse[1], tail_keys, out, got)
+    merge_lse(parts[0], lse[0], prefix_keys, parts[1], lse[1], tail_keys, out, got)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3
     torch.testing.assert_close(out.double(), want, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(got.double(), total, rtol=1e-5, atol=1e-5)
@@ -41,10 +41,10 @@ def test_merge_weighs_by_lse_and_reads_no_empty_part(implementation, dtype, in_p
     assert not out[blind].any()
     if not in_place:
         again = torch.full_like(out, math.nan)
-        merge(parts[0], lse[0], prefix_keys, parts[1], lse[1], tail_keys, again, None)
+        merge_lse(parts[0], lse[0], prefix_keys, parts[1], lse[1], tail_keys, again, None)
         assert torch.equal(again, out)
         found, log2 = torch.full_like(got, math.nan), lse / math.log(2)
-        merge(
+        merge_lse(
             parts[0], log2[0], prefix_keys, parts[1], log2[1], tail_keys, again, found, base2=True
         )
         torch.testing.assert_close(again.double(), want, rtol=tolerance, atol=tolerance)

@@ -1,4 +1,4 @@
-"""Tree attention, kernel and twin, against the float64 oracle."""
+"""Tree attention, kernels and torch, against the float64 oracle."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from specattn.kernels.attention import naive as twin
-from specattn.kernels.attention.tree import TreeAttention
+from tests.kernels.attention.calls import attend, make_kernel, plan, run, run_naive
 from tests.oracle import (
     NAN,
     Case,
@@ -88,9 +87,9 @@ CASES = {
     "cap_tight": _case(65, 0, logit_cap=0.5, scale=4.0),
     "cap_window_f16": _case(90, 33, logit_cap=5.0, window_left=20, dtype=F16),
     "sharp": _case(300, 33, scale=20.0),
-    "many_parts": _case(900, q_len=2, heads=(2, 1), head_dim=16),
+    "many_partials": _case(900, q_len=2, heads=(2, 1), head_dim=16),
 }
-MANY_CHUNKS = {"many_parts", "long_beside_short", "batch_of_19", "window_17", "blind_rows"}
+MANY_SPLITS = {"many_partials", "long_beside_short", "batch_of_19", "window_17", "blind_rows"}
 BIG = {
     f"{name}-{dtype}": _case(*lengths, **{"head_dim": 128, "mode": "any", "dtype": dtype} | options)
     for name, lengths, options in (
@@ -111,72 +110,19 @@ BIG = {
 }
 
 
-def make_kernel(case: Case, **options: Any) -> TreeAttention:
-    a = case.args
-    return TreeAttention(
-        batch=len(a["seq_lens"]),
-        q_len=a["positions"].shape[1],
-        tail_len=a["tail_slots"].shape[1],
-        num_qo_heads=case.q.shape[1],
-        num_kv_heads=case.k_cache.shape[1],
-        head_dim=case.q.shape[2],
-        v_head_dim=case.out.shape[2],
-        dtype=case.q.dtype,
-        device=case.q.device,
-        **case.settings,
-        **options,
-    )
-
-
-def plan(kernel: TreeAttention, case: Case) -> None:
-    a = case.args
-    kernel.plan(a["seq_lens"], a["req_pool_indices"], a["req_to_token"].stride(0))
-
-
-def run(kernel: TreeAttention, case: Case, *, lse: bool = True) -> None:
-    a = case.args
-    kernel.run(
-        case.q,
-        case.k_cache,
-        case.v_cache,
-        case.out,
-        case.lse if lse else None,
-        indices=a["req_to_token"],
-        positions=a["positions"],
-        tail_slots=a["tail_slots"],
-        tail_positions=a["tail_positions"],
-        tail_words=a["tail_words"],
-    )
-
-
-def run_twin(case: Case, *, lse: bool = True) -> None:
-    twin.tree_attention(
-        case.q,
-        case.k_cache,
-        case.v_cache,
-        case.out,
-        case.lse if lse else None,
-        **case.args,
-        **case.settings,
-    )
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_kernel_and_twin_match_the_oracle(name: str) -> None:
+def test_kernel_and_naive_match_the_oracle(name: str) -> None:
     case = make_tree_case(**CASES[name], device=DEVICE)
     expected = oracle_tree(case)
     for lse in (True, False):
         case.clear()
-        run_twin(case, lse=lse)
+        run_naive(case, lse=lse)
         check(case, expected, lse=lse)
-    case.clear()
-    # every full tile of the prefix through the maskless loop, short as the chunks are here
-    tile = replace(make_kernel(case).shape.tile, short=0)
-    if name in MANY_CHUNKS:
+    # every full tile of the prefix through the maskless loop, short as the splits are here
+    tile = replace(make_kernel(case).tile, short=0)
+    if name in MANY_SPLITS:
         tile = replace(tile, ctas_per_sm=8)
-    kernel = make_kernel(case, tile=tile)
-    plan(kernel, case)
-    run(kernel, case)
+    attend(make_kernel(case, tile=tile), case)
     check(case, expected)
 
 
@@ -184,9 +130,7 @@ def test_kernel_and_twin_match_the_oracle(name: str) -> None:
 def test_short_runs_take_the_masked_loop(name: str) -> None:
     """And lse is optional."""
     case = make_tree_case(**CASES[name], device=DEVICE)
-    kernel = make_kernel(case)
-    plan(kernel, case)
-    run(kernel, case, lse=False)
+    attend(make_kernel(case), case, lse=False)
     check(case, oracle_tree(case), lse=False)
 
 
@@ -195,12 +139,10 @@ def test_short_runs_take_the_masked_loop(name: str) -> None:
 def test_kernel_matches_the_oracle_at_size(name: str) -> None:
     case = make_tree_case(**BIG[name], device=DEVICE)
     expected = oracle_tree(case)
-    kernel = make_kernel(case)
-    plan(kernel, case)
-    run(kernel, case)
+    attend(make_kernel(case), case)
     check(case, expected)
     case.clear()
-    run_twin(case)
+    run_naive(case)
     check(case, expected)
 
 
@@ -219,21 +161,18 @@ def test_tensors_may_be_views() -> None:
         tensor = getattr(case, name)
         wide = tensor.new_full((tensor.shape[0], tensor.shape[1] + 2, *tensor.shape[2:]), NAN)
         setattr(case, name, wide[:, 1:-1].copy_(tensor))
-    kernel = make_kernel(case)
-    plan(kernel, case)
-    run(kernel, case)
+    attend(make_kernel(case), case)
     check(case, expected)
     case.clear()
-    run_twin(case)
+    run_naive(case)
     check(case, expected)
 
 
 def test_one_plan_serves_all_layers_and_one_workspace_all_buckets() -> None:
     first = make_tree_case([70, 130], device=DEVICE)
     other = make_tree_case([33, 0, 5], q_len=2, device=DEVICE, seed=1)
-    size = max(make_kernel(c).shape.workspace(32, F32)[1] for c in (first, other))
-    workspace = torch.full((size,), 255, dtype=torch.uint8, device=DEVICE)
-    kernels = [make_kernel(c, workspace=workspace) for c in (first, other)]
+    workspace = torch.full((1 << 20,), 255, dtype=torch.uint8, device=DEVICE)
+    kernels = [make_kernel(c, workspace=lambda n: workspace[:n]) for c in (first, other)]
     for case, kernel in zip((first, other), kernels, strict=True):
         plan(kernel, case)
     for _ in range(2):
@@ -249,9 +188,7 @@ def test_replanning_leaves_nothing_behind() -> None:
     short = make_tree_case([0, 5, 1], device=DEVICE)
     kernel = make_kernel(long)
     for case in (long, short):
-        case.clear()
-        plan(kernel, case)
-        run(kernel, case)
+        attend(kernel, case)
         check(case, oracle_tree(case))
 
 
@@ -260,9 +197,7 @@ def test_equal_inputs_give_equal_bits() -> None:
     kernel = make_kernel(case)
     results = []
     for _ in range(2):
-        case.clear()
-        plan(kernel, case)
-        run(kernel, case)
+        attend(kernel, case)
         results.append(case.out.clone())
     assert torch.equal(*results)
 
@@ -301,11 +236,7 @@ def test_one_graph_serves_every_length(mode: str) -> None:
     )
     kernel = make_kernel(live)
 
-    def step() -> None:
-        plan(kernel, live)
-        run(kernel, live)
-
-    replay = recorded(step)
+    replay = recorded(lambda: attend(kernel, live))
     for case in cases:
         refill(live, case)
         replay()
@@ -323,69 +254,30 @@ CSR = {
 }
 
 
-def run_csr(case: Case, **options: Any) -> None:
-    kernel = TreeAttention(
-        batch=len(case.q),
-        q_len=1,
-        tail_len=0,
-        num_qo_heads=case.q.shape[1],
-        num_kv_heads=case.k_cache.shape[1],
-        head_dim=case.q.shape[2],
-        v_head_dim=case.out.shape[2],
-        dtype=case.q.dtype,
-        device=case.q.device,
-        csr=True,
-        **case.settings,
-        **options,
-    )
-    kernel.plan_csr(case.args["kv_indptr"])
-    kernel.run(
-        case.q,
-        case.k_cache,
-        case.v_cache,
-        case.out,
-        case.lse,
-        indices=case.args["kv_indices"],
-        positions=None,
-        tail_slots=None,
-        tail_positions=None,
-        tail_words=None,
-    )
-
-
 @pytest.mark.parametrize("name", CSR)
 def test_index_lists(name: str) -> None:
     lengths, options = CSR[name]
     case = make_csr_case(lengths, **options, device=DEVICE)
     expected = oracle_csr(case)
-    run_csr(case)
+    attend(make_kernel(case), case)
     check(case, expected)
     for lse in (True, False):
         case.clear()
-        twin.csr_attention(
-            case.q,
-            case.k_cache,
-            case.v_cache,
-            case.out,
-            case.lse if lse else None,
-            **case.args,
-            **case.settings,
-        )
+        run_naive(case, lse=lse)
         check(case, expected, lse=lse)
 
 
 def test_index_lists_equal_the_table() -> None:
     """A draft step's branches as lists of their visible slots see what the words say."""
     case = make_tree_case(**CASES["draft_step_2"], device=DEVICE)
-    kernel = make_kernel(case)
-    plan(kernel, case)
-    run(kernel, case)
+    attend(make_kernel(case), case)
     lists = tree_lists(case)
     lengths = torch.tensor([0] + [len(slots) for slots in lists])
     flat_slots = [slot for slots in lists for slot in slots]
     flat = Case(
         **{
             **vars(case),
+            "kind": "lists",
             "out": torch.full_like(case.out, NAN),
             "args": {
                 "kv_indptr": lengths.cumsum(0).to(torch.int32).to(DEVICE),
@@ -393,7 +285,7 @@ def test_index_lists_equal_the_table() -> None:
             },
         },
     )
-    run_csr(flat)
+    attend(make_kernel(flat), flat)
     torch.testing.assert_close(flat.out, case.out, atol=2e-6, rtol=2e-6)
 
 
@@ -414,6 +306,6 @@ def test_errors_name_the_argument() -> None:
     with pytest.raises(ValueError, match="tail_slots must be"):
         run(kernel, replace(case, args=case.args | {"tail_slots": case.args["tail_words"]}))
     with pytest.raises(ValueError, match="workspace must be uint8"):
-        make_kernel(case, workspace=torch.empty(8, dtype=torch.uint8, device=DEVICE))
+        make_kernel(case, workspace=lambda size: torch.empty(8, dtype=torch.uint8, device=DEVICE))
     with pytest.raises(ValueError, match="csr needs q_len 1"):
         make_kernel(case, csr=True)

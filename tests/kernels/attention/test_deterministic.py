@@ -8,12 +8,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from specattn.kernels.attention.deterministic import FixedAttention
-from specattn.kernels.attention.extend import extend_attention
-from specattn.kernels.attention.tiles import fixed_tile_config
+from specattn.kernels.attention import DeterministicSplits, TreeAttention
+from specattn.kernels.attention.tiles import deterministic_tile_config
 from specattn.testing.determinism import as_decode, as_lists, picked, resumed
-from tests.kernels.fixed import attend_fixed, make_fixed, run_fixed
-from tests.kernels.test_tree_attention import CASES, make_kernel, plan, run
+from tests.kernels.attention.calls import (
+    attend,
+    make_deterministic,
+    make_kernel,
+    run,
+    run_deterministic,
+    run_extend,
+)
+from tests.kernels.attention.test_tree import CASES
 from tests.oracle import (
     check,
     make_csr_case,
@@ -45,7 +51,7 @@ EXACT = [
     "window_any",
     "window_padded",
     "sharp",
-    "many_parts",
+    "many_partials",
 ]
 # prefix lengths around tiles and cuts (of 64 keys), and what differs from a tree of 4 nodes,
 # 4 query and 2 KV heads of 32, float32
@@ -97,13 +103,13 @@ def same_bits(case: Case, wanted: tuple[torch.Tensor, ...], what: str) -> None:
 @pytest.mark.parametrize("name", EXACT)
 def test_it_is_exact(name: str) -> None:
     case = make_tree_case(**CASES[name], device=DEVICE)
-    run_fixed(case, split_keys=64, ctas=8 if name in ("many_parts", "sharp") else 0)
+    run_deterministic(case, split_keys=64, ctas=8 if name in ("many_partials", "sharp") else 0)
     check(case, oracle_tree(case))
 
 
 def test_the_lse_is_optional() -> None:
-    case = make_tree_case(**CASES["many_parts"], device=DEVICE)
-    run_fixed(case, split_keys=64, lse=False, ctas=8)
+    case = make_tree_case(**CASES["many_partials"], device=DEVICE)
+    run_deterministic(case, split_keys=64, lse=False, ctas=8)
     check(case, oracle_tree(case), lse=False)
 
 
@@ -117,14 +123,14 @@ def test_the_lse_is_optional() -> None:
 )
 def test_index_lists_are_exact(lengths: list[int], options: dict[str, Any]) -> None:
     case = make_csr_case(lengths, **options, device=DEVICE)
-    run_fixed(case, split_keys=64, ctas=8)
+    run_deterministic(case, split_keys=64, ctas=8)
     check(case, oracle_csr(case))
 
 
 def check_paths(options: dict[str, Any], split: int, ctas: tuple[int, ...]) -> None:
     """Every row has the bits of decoding at the end of its path, as a request or as a list."""
     case = make_tree_case(**options, device=DEVICE)
-    run_fixed(case, split_keys=split)
+    run_deterministic(case, split_keys=split)
     check(case, oracle_tree(case))
     whole = bits(case)
     # a few rows of many, the last among them
@@ -132,10 +138,12 @@ def check_paths(options: dict[str, Any], split: int, ctas: tuple[int, ...]) -> N
     wanted = tuple(tensor[rows] for tensor in whole)
     for count in ctas:
         what = f"{count or 'default'} CTAs per SM"
-        same_bits(run_fixed(case, split_keys=split, ctas=count), whole, f"again, {what}")
+        same_bits(run_deterministic(case, split_keys=split, ctas=count), whole, f"again, {what}")
         decode = as_decode(case, rows, seed=count)
-        same_bits(run_fixed(decode, split_keys=split, ctas=count), wanted, f"decode, {what}")
-    same_bits(run_fixed(as_lists(case, rows), split_keys=split), wanted, "lists")
+        same_bits(
+            run_deterministic(decode, split_keys=split, ctas=count), wanted, f"decode, {what}"
+        )
+    same_bits(run_deterministic(as_lists(case, rows), split_keys=split), wanted, "lists")
 
 
 @pytest.mark.parametrize("name", PATHS)
@@ -154,7 +162,7 @@ def check_batches(options: dict[str, Any], split: int) -> None:
     """A request alone, with others, in another order, with padding, in other slots and rows."""
     case = make_tree_case(**options, device=DEVICE)
     count, q_len = len(options["lengths"]), case.args["positions"].shape[1]
-    run_fixed(case, split_keys=split)
+    run_deterministic(case, split_keys=split)
     out, lse = (tensor.unflatten(0, (count, q_len)) for tensor in bits(case))
     for seed, (who, pads) in enumerate(
         [
@@ -165,7 +173,7 @@ def check_batches(options: dict[str, Any], split: int) -> None:
         ]
     ):
         other = picked(case, who, pads=pads, seed=seed)
-        run_fixed(other, split_keys=split, ctas=(0, 8)[seed % 2])
+        run_deterministic(other, split_keys=split, ctas=(0, 8)[seed % 2])
         wanted = (out[who].flatten(0, 1), lse[who].flatten(0, 1))
         same_bits(other, wanted, f"requests {who} with {pads} of padding")
 
@@ -198,9 +206,7 @@ def test_the_default_mode_does_show_it(name: str) -> None:
     case = make_tree_case(**PATHS[name] | {"lengths": lengths}, device=DEVICE)
     decode, alone = as_decode(case, list(range(len(case.q)))), picked(case, [0])
     for one in (case, decode, alone):
-        kernel = make_kernel(one)
-        plan(kernel, one)
-        run(kernel, one)
+        attend(make_kernel(one), one)
         check(one, oracle_tree(one))
     with pytest.raises(AssertionError, match="decode: out differs"):
         same_bits(decode, bits(case), "decode")
@@ -232,16 +238,7 @@ def check_prompts(lengths: list[tuple[int, int]], cuts: list[int], **options: An
 
 def extend(case: Case) -> None:
     case.clear()
-    extend_attention(
-        case.q,
-        case.k_cache,
-        case.v_cache,
-        case.out,
-        case.lse,
-        deterministic=True,
-        **case.args,
-        **case.settings,
-    )
+    run_extend(case, deterministic=True)
 
 
 @pytest.mark.parametrize("name", PROMPTS)
@@ -262,48 +259,22 @@ def test_one_object_serves_every_step() -> None:
         make_tree_case(lengths, q_len=3, tail_len=6, width=220, slots=500, seed=seed, device=DEVICE)
         for seed, lengths in enumerate([[200, 90, 130], [0, 5, 1], [64, 65, 63]])
     ]
-    kernel = make_fixed(cases[0], split_keys=64, ctas=4)
+    kernel = make_deterministic(cases[0], split_keys=64, ctas=4)
     for case in cases:
-        attend_fixed(kernel, case)
+        attend(kernel, case)
         check(case, oracle_tree(case))
         before = bits(case)
         case.clear()
-        named = {"positions": case.args["positions"]}
-        kernel.run(
-            case.q,
-            case.k_cache,
-            case.v_cache,
-            case.out,
-            case.lse,
-            indices=case.args["req_to_token"],
-            **named,
-        )
+        run(kernel, case)
         same_bits(case, before, "another layer")
 
 
 def test_one_workspace_serves_all_buckets() -> None:
     cases = [make_tree_case([190, 70], device=DEVICE), make_tree_case([33, 0, 5], device=DEVICE)]
-    kernels = [make_fixed(case) for case in cases]
-    size = max(
-        FixedAttention.workspace_bytes(
-            batch=k.batch,
-            q_len=4,
-            tail_len=4,
-            num_qo_heads=4,
-            num_kv_heads=2,
-            head_dim=32,
-            v_head_dim=32,
-            dtype=F32,
-            device=DEVICE,
-            split_keys=128,
-            max_keys=case.args["req_to_token"].shape[1],
-        )
-        for k, case in zip(kernels, cases, strict=True)
-    )
-    workspace = torch.full((size,), 255, dtype=torch.uint8, device=DEVICE)
+    workspace = torch.full((1 << 20,), 255, dtype=torch.uint8, device=DEVICE)
     for _ in range(2):
         for case in cases:
-            attend_fixed(make_fixed(case, workspace=workspace), case)
+            attend(make_deterministic(case, workspace=lambda size: workspace[:size]), case)
             check(case, oracle_tree(case))
 
 
@@ -321,14 +292,14 @@ def test_one_graph_serves_every_length() -> None:
     }
     batches = ([5000, 3, 0, 700], [0, 0, 0, 0], [64, 65, 63, 1], [9000, 9000, 9000, 9000])
     live = make_tree_case([1, 1, 1, 1], **options)
-    kernel = make_fixed(live, split_keys=1024)
-    replay = recorded(lambda: attend_fixed(kernel, live))
+    kernel = make_deterministic(live, split_keys=1024)
+    replay = recorded(lambda: attend(kernel, live))
     for seed, lengths in enumerate(batches):
         case = make_tree_case(lengths, **options, seed=seed)
         refill(live, case)
         replay()
         check(live, oracle_tree(case))
-        alone = run_fixed(picked(case, [2]), split_keys=1024)
+        alone = run_deterministic(picked(case, [2]), split_keys=1024)
         same_bits(alone, (live.out[16:24], live.lse[16:24]), f"lengths {lengths}")
 
 
@@ -336,10 +307,10 @@ def test_no_number_of_the_batch_is_in_the_tile() -> None:
     """Every mode of a geometry has one tile; splits are whole tiles of it."""
     for dtype in (F32, F16, BF16):
         for dim in (64, 128, 192, 256):
-            tile = fixed_tile_config(dim, dim, dtype)
+            tile = deterministic_tile_config(dim, dim, dtype)
             assert 64 % tile.block_n == 0
             for q_len in (1, 8, 64):
-                kernel = FixedAttention(
+                kernel = TreeAttention(
                     batch=2,
                     q_len=q_len,
                     tail_len=q_len,
@@ -350,29 +321,31 @@ def test_no_number_of_the_batch_is_in_the_tile() -> None:
                     dtype=dtype,
                     device="cpu",
                     sm_scale=1.0,
-                    max_keys=100,
+                    deterministic=DeterministicSplits(100),
                 )
-                assert kernel.shape.tile == tile
+                assert kernel.tile == tile
 
 
 def test_errors_name_the_argument() -> None:
     case = make_tree_case([5, 6], device=DEVICE)
-    kernel = make_fixed(case)
+    kernel = make_deterministic(case)
     with pytest.raises(ValueError, match="split_keys must be a multiple of 32"):
-        make_fixed(case, split_keys=100)
+        make_deterministic(case, split_keys=100)
     with pytest.raises(ValueError, match="sm_scale must be above 0"):
-        make_fixed(replace(case, sm_scale=0.0))
+        make_deterministic(replace(case, sm_scale=0.0))
     with pytest.raises(ValueError, match="csr needs q_len 1"):
-        make_fixed(case, csr=True)
+        make_deterministic(case, csr=True)
+    with pytest.raises(ValueError, match="deterministic needs a tail"):
+        make_deterministic(case, tail_len=0)
     with pytest.raises(ValueError, match="num_qo_heads must be a multiple"):
-        make_fixed(case, num_kv_heads=3)
+        make_deterministic(case, num_kv_heads=3)
     with pytest.raises(ValueError, match="workspace must be uint8"):
-        make_fixed(case, workspace=torch.empty(8, dtype=torch.uint8, device=DEVICE))
+        make_deterministic(
+            case, workspace=lambda size: torch.empty(8, dtype=torch.uint8, device=DEVICE)
+        )
     with pytest.raises(ValueError, match="tail_slots and tail_words must be given"):
         kernel.trace(indices=case.args["req_to_token"])
     with pytest.raises(ValueError, match="seq_lens must be"):
-        attend_fixed(
-            kernel, replace(case, args=case.args | {"seq_lens": case.args["seq_lens"].long()})
-        )
+        attend(kernel, replace(case, args=case.args | {"seq_lens": case.args["seq_lens"].long()}))
     with pytest.raises(ValueError, match="k_cache must be"):
-        attend_fixed(kernel, replace(case, k_cache=case.k_cache.half()))
+        attend(kernel, replace(case, k_cache=case.k_cache.half()))

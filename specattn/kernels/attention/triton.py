@@ -1,0 +1,354 @@
+"""Launches of the Triton kernels: a bucket's plan, attention and merge; prompts; results.
+
+A bucket takes three launches: a plan (`triton_plan`, once per step), the kernel (`triton_tree`, or
+`gluon_tree` where the tile says so) and a merge (`triton_merge`), once per layer.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from specattn.kernels.attention import gluon
+from specattn.kernels.attention.tiles import (
+    FLOAT8,
+    DeviceLimits,
+    GluonTile,
+    MergeTile,
+    TileConfig,
+    cdiv,
+    extend_tile_config,
+    gluon_extend_tile,
+    gluon_tile_config,
+    merge_tile,
+    next_power_of_2,
+    padded,
+    tile_config,
+)
+from specattn.kernels.attention.tree import Grid, row_strides
+from specattn.kernels.attention.triton_extend import extend_kernel
+from specattn.kernels.attention.triton_merge import merge_kernel, merge_lse_kernel
+from specattn.kernels.attention.triton_plan import PlanRequest, TreePlan, fill_plans
+from specattn.kernels.attention.triton_tree import tree_attention_kernel
+from specattn.kernels.launch import launch_options
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specattn.kernels.attention.tree import TreeAttention
+
+
+class TreeKernels:
+    """Tables and launches of one bucket.
+
+    Parameters
+    ----------
+    bucket : TreeAttention
+        The bucket; what changes from layer to layer is read from the one that a call is given.
+    tile : TileConfig, optional
+        Overrides the tile table.
+    """
+
+    tables: Any
+    merge_tile: MergeTile
+
+    def __init__(self, bucket: TreeAttention, tile: TileConfig | None) -> None:
+        self.grid = grid = Grid.of(bucket, tile or self.choose_tile(bucket))
+        self.merge_tile = merge_tile(bucket.batch)
+        self.tables = TreePlan.alloc(
+            batch=bucket.batch,
+            max_chunks=grid.splits,
+            tail_len=bucket.tail_len,
+            window_left=bucket.window_left,
+            block_n=grid.tile.block_n,
+            csr=bucket.csr,
+            device=bucket.device,
+            min_tiles=grid.tile.min_tiles,
+        )
+        # programmatic dependent launch: the next kernel's CTAs start while this one drains
+        self.launch_options = launch_options(bucket.device)
+
+    def choose_tile(self, bucket: TreeAttention) -> TileConfig:
+        """Choose from the tile table of the kernel that serves the bucket."""
+        rows, stored = bucket.q_len * bucket.group, bucket.kv_dtype
+        dims = bucket.head_dim, bucket.v_head_dim
+        if gluon.serves(*dims, stored, bucket.device):
+            return gluon_tile_config(
+                rows, bucket.head_dim, bucket.batch, bucket.page_size, stored, bucket.has_cap
+            )
+        return tile_config(rows, *dims, stored, bucket.batch, DeviceLimits.of(bucket.device))
+
+    @property
+    def may_prefetch(self) -> bool:
+        """Whether the kernel can read a prefix before it waits for the kernel in front of it."""
+        tile = self.grid.tile
+        return isinstance(tile, GluonTile) and not tile.raw_stages
+
+    def workspace(self, bucket: TreeAttention) -> list[tuple[int, torch.dtype]]:
+        """Return elements and dtypes of the partial values and their log-sum-exps."""
+        grid = self.grid
+        # a split has one partial result, or two where one cut request ends and the next begins
+        partials = grid.splits + min(bucket.batch, grid.splits)
+        rows = partials * bucket.num_kv_heads * grid.m_tiles * grid.tile.block_m
+        return [(rows * bucket.v_head_dim, bucket.dtype), (rows, torch.float32)]
+
+    def plan_request(self, seq_lens: Tensor, rows: Tensor | None, row_stride: int) -> PlanRequest:
+        """Return the plan and what to fill it from."""
+        return PlanRequest(self.tables, seq_lens, rows, row_stride)
+
+    def fill(self, request: PlanRequest) -> None:
+        """Fill the bucket's plan."""
+        fill_plans([request])
+
+    def trace(
+        self,
+        bucket: TreeAttention,
+        indices: Tensor,
+        tensors: tuple[Tensor | None, ...],
+        strides: tuple[int, ...],
+    ) -> None:
+        """Do nothing: these kernels read the words themselves."""
+
+    def run(
+        self,
+        bucket: TreeAttention,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        indices: Tensor,
+        tensors: tuple[Tensor | None, ...],
+        strides: tuple[int, ...],
+    ) -> None:
+        """Attend and merge; arguments as `TreeAttention.run` has checked them."""
+        self.attend(bucket, q, k_cache, v_cache, out, lse, indices, tensors, strides)
+        if self.grid.splits > 1:
+            self.merge(bucket, out, lse)
+
+    def attend(
+        self,
+        bucket: TreeAttention,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        indices: Tensor,
+        tensors: tuple[Tensor | None, ...],
+        strides: tuple[int, ...],
+    ) -> None:
+        """Launch the kernel of the tile."""
+        grid, tile = self.grid, self.grid.tile
+        if isinstance(tile, GluonTile):
+            gluon.launch_tree(
+                self, tile, bucket, q, k_cache, v_cache, out, lse, indices, tensors, strides
+            )
+            return
+        tree_attention_kernel[(grid.splits * bucket.num_kv_heads * grid.m_tiles,)](
+            q,
+            k_cache,
+            v_cache,
+            out,
+            lse,
+            indices,
+            *tensors,
+            self.tables.requests,
+            self.tables.chunks,
+            *bucket.workspace,
+            *bucket.factors,
+            bucket.v_scale if bucket.kv_dtype == FLOAT8 else None,
+            *row_strides(q),
+            *row_strides(out),
+            *row_strides(lse),
+            *strides,
+            **head_constants(bucket, k_cache, v_cache),
+            TAIL=bucket.tail_len,
+            WORDS=bucket.words,
+            CSR=bucket.csr,
+            BM=tile.block_m,
+            BN=tile.block_n,
+            MT=grid.m_tiles,
+            STAGES=tile.stages,
+            SHORT=tile.short,
+            **tile_options(tile),
+            **self.launch_options,
+        )
+
+    def merge(self, bucket: TreeAttention, out: Tensor, lse: Tensor | None) -> None:
+        """Launch the merge of the requests that were cut."""
+        grid, merge = self.grid, self.merge_tile
+        width = padded(bucket.v_head_dim)
+        span = min(merge.span or width, width)
+        blocks = (
+            bucket.num_kv_heads * width // span,
+            cdiv(bucket.q_len * bucket.group, merge.rows),
+            min(grid.splits, bucket.batch),
+        )
+        merge_kernel[blocks](
+            self.tables.splits,
+            *bucket.workspace,
+            out,
+            lse,
+            *row_strides(out),
+            *row_strides(lse),
+            Q_LEN=bucket.q_len,
+            GROUP=bucket.group,
+            NUM_KV=bucket.num_kv_heads,
+            V_DIM=bucket.v_head_dim,
+            V_PAD=width,
+            BM=grid.tile.block_m,
+            MT=grid.m_tiles,
+            SPAN=span,
+            ROWS=merge.rows,
+            PARTS=min(merge.parts, grid.splits),
+            MANY=merge.many,
+            num_warps=4,
+            **self.launch_options,
+        )
+
+
+def head_constants(bucket: TreeAttention, k_cache: Tensor, v_cache: Tensor) -> dict[str, Any]:
+    """Return what a bucket's kernels know of heads and pools."""
+    return {
+        "K_SLOT": k_cache.stride(0),
+        "K_HEAD": k_cache.stride(1),
+        "V_SLOT": v_cache.stride(0),
+        "V_HEAD": v_cache.stride(1),
+        "Q_LEN": bucket.q_len,
+        "WINDOW": bucket.window_left,
+        "HAS_CAP": bucket.has_cap,
+        "GROUP": bucket.group,
+        "NUM_KV": bucket.num_kv_heads,
+        "HEAD_DIM": bucket.head_dim,
+        "V_DIM": bucket.v_head_dim,
+        "D_PAD": padded(bucket.head_dim),
+        "V_PAD": padded(bucket.v_head_dim),
+    }
+
+
+def tile_options(tile: TileConfig) -> dict[str, int]:
+    """Return the compiler's options for a tile."""
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    return options | {"maxnreg": tile.max_regs} if tile.max_regs else options
+
+
+def extend_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    *,
+    qo_indptr: Tensor,
+    seq_lens: Tensor,
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    max_q_len: int,
+    factors: tuple[float, float, float],
+    window_left: int,
+    v_scale: float,
+    page_size: int,
+    deterministic: bool,
+    tile: TileConfig | None,
+) -> None:
+    """Launch prompt attention; arguments as `specattn.kernels.attention` has checked them."""
+    heads, head_dim = q.shape[1:]
+    kv_heads, v_head_dim = v_cache.shape[1:]
+    group = heads // kv_heads
+    if (
+        tile is None
+        and not deterministic
+        and max_q_len * group > gluon.SHORT_PROMPT
+        and gluon.serves(head_dim, v_head_dim, k_cache.dtype, q.device)
+        and gluon.aligned(k_cache)
+        and gluon.aligned(v_cache)
+    ):
+        tile = gluon_extend_tile(head_dim, page_size, k_cache.dtype)
+    requests = qo_indptr, seq_lens, req_pool_indices, req_to_token
+    if isinstance(tile, GluonTile):
+        gluon.launch_extend(
+            tile,
+            page_size,
+            (q, k_cache, v_cache, out, lse),
+            requests,
+            max_q_len,
+            window_left,
+            factors,
+            v_scale,
+        )
+        return
+    tile = tile or extend_tile_config(
+        head_dim, v_head_dim, k_cache.dtype, DeviceLimits.of(q.device)
+    )
+    extend_kernel[(cdiv(max_q_len * group, tile.block_m), kv_heads, len(seq_lens))](
+        q,
+        k_cache,
+        v_cache,
+        out,
+        lse,
+        *requests,
+        *factors,
+        v_scale if k_cache.dtype == FLOAT8 else None,
+        req_to_token.stride(0),
+        *row_strides(q),
+        *row_strides(out),
+        *row_strides(lse),
+        K_SLOT=k_cache.stride(0),
+        K_HEAD=k_cache.stride(1),
+        V_SLOT=v_cache.stride(0),
+        V_HEAD=v_cache.stride(1),
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        V_DIM=v_head_dim,
+        D_PAD=padded(head_dim),
+        V_PAD=padded(v_head_dim),
+        HAS_CAP=factors[2] > 0,
+        WINDOW=window_left,
+        BM=tile.block_m,
+        BN=tile.block_n,
+        STAGES=tile.stages,
+        DETERMINISTIC=deterministic,
+        **tile_options(tile),
+    )
+
+
+def merge_lse(
+    prefix_out: Tensor,
+    prefix_lse: Tensor,
+    prefix_keys: Tensor,
+    tail_out: Tensor,
+    tail_lse: Tensor,
+    tail_keys: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    *,
+    base2: bool = False,
+) -> None:
+    """Launch `specattn.kernels.attention.merge_lse`."""
+    batch, q_len, heads, head_dim = out.shape
+    block_h = min(8, next_power_of_2(heads))
+    merge_lse_kernel[(batch * q_len, cdiv(heads, block_h))](
+        prefix_out,
+        prefix_lse,
+        prefix_keys,
+        tail_out,
+        tail_lse,
+        tail_keys,
+        out,
+        lse,
+        q_len,
+        heads,
+        head_dim,
+        *prefix_out.stride()[:3],
+        *tail_out.stride()[:3],
+        *out.stride()[:3],
+        *prefix_lse.stride(),
+        *tail_lse.stride(),
+        *((0, 0, 0) if lse is None else lse.stride()),
+        UNIT=math.log(2) if base2 else 1.0,
+        BLOCK_H=block_h,
+        BLOCK_D=next_power_of_2(head_dim),
+    )

@@ -1,0 +1,150 @@
+"""Launches of the latent kernels: plan and merge of `attention.triton`, and a kernel between them.
+
+The kernel (`triton_tree`, or `gluon_tree` where the tile says so) reads the row of a token once,
+as key and as value, for all heads.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from specattn.kernels.attention.tiles import DeviceLimits, GluonTile, cdiv, padded
+from specattn.kernels.attention.tree import row_strides
+from specattn.kernels.attention.triton import TreeKernels, tile_options
+from specattn.kernels.mla.gluon import choose_mla_tile, copies_16_bytes, launch_latent
+from specattn.kernels.mla.tiles import MERGE, mla_extend_tile_config
+from specattn.kernels.mla.triton_extend import mla_extend_kernel
+from specattn.kernels.mla.triton_tree import mla_attention_kernel
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specattn.kernels.attention.tiles import MergeTile, TileConfig
+    from specattn.kernels.attention.tree import TreeAttention
+
+
+class LatentKernels(TreeKernels):
+    """Tables and launches of one bucket; see `TreeKernels`."""
+
+    may_prefetch = False
+
+    def __init__(
+        self, bucket: TreeAttention, tile: TileConfig | None, merge: MergeTile | None
+    ) -> None:
+        super().__init__(bucket, tile)
+        self.merge_tile = merge or MERGE
+        if self.grid.tile.block_n > 64:
+            raise ValueError(f"block_n must be at most 64, got {self.grid.tile.block_n}")
+
+    def choose_tile(self, bucket: TreeAttention) -> TileConfig:
+        """Choose the kernel and its tile; see `choose_mla_tile`."""
+        return choose_mla_tile(
+            bucket.q_len * bucket.num_qo_heads,
+            bucket.dtype,
+            bucket.head_dim,
+            bucket.v_head_dim,
+            bucket.device,
+        )
+
+    def attend(
+        self,
+        bucket: TreeAttention,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        indices: Tensor,
+        tensors: tuple[Tensor | None, ...],
+        strides: tuple[int, ...],
+    ) -> None:
+        """Launch the kernel of the tile; Triton's where Gluon's cannot copy the rows."""
+        grid, tile = self.grid, self.grid.tile
+        if isinstance(tile, GluonTile) and copies_16_bytes(q, k_cache):
+            launch_latent(self, tile, bucket, q, k_cache, out, lse, indices, tensors, strides)
+            return
+        _, tail_slots, _, tail_words = tensors
+        mla_attention_kernel[(grid.splits * grid.m_tiles,)](
+            q,
+            k_cache,
+            out,
+            lse,
+            indices,
+            tail_slots,
+            tail_words,
+            self.tables.requests,
+            self.tables.chunks,
+            *bucket.workspace,
+            bucket.factors[0],
+            *row_strides(q),
+            *row_strides(out),
+            *row_strides(lse),
+            strides[1],
+            *strides[3:],
+            SLOT=k_cache.stride(0),
+            Q_LEN=bucket.q_len,
+            TAIL=bucket.tail_len,
+            WORDS=bucket.words,
+            HEADS=bucket.num_qo_heads,
+            BM=tile.block_m,
+            BN=tile.block_n,
+            MT=grid.m_tiles,
+            STAGES=tile.stages,
+            SHORT=tile.short,
+            **_widths(bucket.head_dim, bucket.v_head_dim),
+            **tile_options(tile),
+            **self.launch_options,
+        )
+
+
+def mla_extend(
+    q: Tensor,
+    cache: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    *,
+    qo_indptr: Tensor,
+    seq_lens: Tensor,
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    max_q_len: int,
+    base2: float,
+    tile: TileConfig | None,
+) -> None:
+    """Launch prompt attention; arguments as `specattn.kernels.mla` has checked them."""
+    heads, head_dim = q.shape[1:]
+    tile = tile or mla_extend_tile_config(q.dtype, DeviceLimits.of(q.device))
+    mla_extend_kernel[(cdiv(max_q_len * heads, tile.block_m), len(seq_lens))](
+        q,
+        cache,
+        out,
+        lse,
+        qo_indptr,
+        seq_lens,
+        req_pool_indices,
+        req_to_token,
+        base2,
+        req_to_token.stride(0),
+        *row_strides(q),
+        *row_strides(out),
+        *row_strides(lse),
+        SLOT=cache.stride(0),
+        HEADS=heads,
+        BM=tile.block_m,
+        BN=tile.block_n,
+        STAGES=tile.stages,
+        **_widths(head_dim, out.shape[2]),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def _widths(head_dim: int, v_head_dim: int) -> dict[str, int]:
+    """Return the widths of the two parts of a row as constants of the kernels."""
+    rope = head_dim - v_head_dim
+    return {
+        "RANK": v_head_dim,
+        "ROPE": rope,
+        "RANK_PAD": padded(v_head_dim),
+        "ROPE_PAD": padded(rope),
+    }

@@ -1,1 +1,0 @@
-"""Naive torch twins of the Triton kernels: same names, same signatures, the oracle on a GPU."""
