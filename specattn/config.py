@@ -189,8 +189,11 @@ class KVScales:
         Raises
         ------
         ValueError
-            If a number of the sample is not finite, or the tensors differ in layers.
+            If ``headroom`` is not above 0, a number of the sample is not finite, or the tensors
+            differ in layers.
         """
+        if not 0 < number("headroom", headroom) < math.inf:
+            raise ValueError(f"headroom must be above 0, got {headroom}")
         if len(k) != len(v):
             raise ValueError(f"k and v must have the same layers, got {len(k)} and {len(v)}")
         most = torch.finfo(FLOAT8).max / headroom

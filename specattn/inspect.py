@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specattn.buffers import BufferSet
+from specattn.checks import whole_number
 from specattn.errors import NotCapturedError, TreeError
 
 if TYPE_CHECKING:
@@ -59,7 +60,10 @@ def tree(
     ------
     TreeError
         If the links visit a node twice or leave the row.
+    ValueError
+        If the batch has no such request.
     """
+    request = whole_number("request", request, 0, len(tree.tokens) - 1)
     tokens, positions = tree.tokens[request].tolist(), tree.positions[request].tolist()
     paths = scores[request].tolist() if scores is not None else None
     kept = accepted.accept_index[request].tolist() if accepted is not None else []
@@ -140,6 +144,7 @@ def mask(words: Tensor, prefix: int) -> str:
               1  0..6    ##.
               2  0..6    #.#
     """
+    prefix = whole_number("prefix", prefix, 0)
     rows = words.tolist()
     # the last row sees itself, the last key of the tail, in every mode
     bits = [64 * at + (word % 2**64).bit_length() for row in rows for at, word in enumerate(row)]

@@ -102,7 +102,8 @@ def mask_indptr(seq_lens: Tensor, num_draft_tokens: int) -> Tensor:
     Raises
     ------
     ValueError
-        If a length on the host is negative. Lengths on an accelerator are not read.
+        If ``num_draft_tokens`` is below 1, or a length on the host is negative. Lengths on an
+        accelerator are not read.
     """
     return _offsets(_cells(seq_lens, num_draft_tokens))
 
@@ -218,6 +219,7 @@ def _check_packed(out: Tensor, least: int) -> None:
 def _cells(seq_lens: Tensor, num_draft_tokens: int) -> Tensor:
     """Return how many cells each request's mask has."""
     _check_lens(seq_lens, seq_lens.numel())
+    num_draft_tokens = whole_number("num_draft_tokens", num_draft_tokens, 1)
     return num_draft_tokens * (seq_lens.long() + num_draft_tokens)
 
 

@@ -22,10 +22,11 @@ from specattn import (
     SamplingParams,
     SlotTable,
     SpecConfig,
+    inspect,
 )
 from specattn.backends.tbo import TboBackend
 from specattn.backends.torch_native import TorchNativeBackend
-from specattn.batch import Phase, RowLayout
+from specattn.batch import DraftTree, Phase, RowLayout
 from specattn.cache.staging import StagingRing
 from specattn.checks import whole_number
 from specattn.config import KVScales
@@ -41,6 +42,15 @@ from specattn.interop import (
 from specattn.plan import AttnInputs
 from tests.tiny import TinyDraft, TinyTarget
 
+
+def i32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def ints(*values):
+    return torch.tensor(values)
+
+
 HEADS = AttnConfig(4, 2, 64)
 OTHER = AttnConfig(4, 4, 64)
 E4M3, E5M2, F16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float16
@@ -49,16 +59,10 @@ LENS = torch.tensor([4, 0], dtype=torch.int32)
 MASK = torch.ones(2, 3, 70, dtype=torch.bool)
 WIDE = "[B, n, at least ceil(n / 64)] torch.int64"
 BOOLS = "[B, n, keys] torch.bool"
+CHAIN = ints([1, 2, -1], [1, 2, -1])
+TREES = DraftTree(CHAIN, CHAIN, WORDS, CHAIN, CHAIN, 0 * CHAIN - 1, torch.zeros(2, 3, 0))
 PLAIN = "num_steps 0 (plain decoding)"
 ROWS = "distinct rows 1..3, or 0 for lines to skip"
-
-
-def i32(*values):
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def ints(*values):
-    return torch.tensor(values)
 
 
 def table(**given):
@@ -123,6 +127,7 @@ CALLS = {
         },
     ),
     "KVScales": (KVScales, {"k": 0.5, "v": np.float32(2)}),
+    "KVScales.of": (partial(KVScales.of, torch.ones(2, 3), torch.ones(2, 3)), {"headroom": 2}),
     "SpecConfig": (SpecConfig, {"num_steps": 3, "topk": 2, "num_draft_tokens": 5}),
     "SamplingParams": (SamplingParams, {"temperature": 1, "top_k": np.int32(5), "top_p": 0.5}),
     "SlotTable": (SlotTable, {"max_num_reqs": 1, "max_context_len": 9, "num_slots": 64}),
@@ -167,6 +172,8 @@ CALLS = {
         TboBackend,
         {"primary": TorchNativeBackend, "children": (TorchNativeBackend, TorchNativeBackend)},
     ),
+    "tree": (partial(inspect.tree, TREES), {"request": 1}),
+    "mask": (partial(inspect.mask, WORDS[0]), {"prefix": 4}),
     "qlen_mask": (qlen_mask, {"words": WORDS, "keys": 64}),
     "words_from_mask": (words_from_mask, {"mask": MASK}),
     "mask_indptr": (mask_indptr, {"seq_lens": LENS, "num_draft_tokens": 3}),
@@ -192,10 +199,14 @@ WHOLE = {
     "StagingRing": "size depth",
     "BufferSet.bind": "batch",
     "qlen_mask": "keys",
+    "mask_indptr": "num_draft_tokens",
+    "tree": "request",
+    "mask": "prefix",
 }
 NUMBERS = {
     "AttnConfig": "sm_scale logit_cap",
     "KVScales": "k v",
+    "KVScales.of": "headroom",
     "SamplingParams": "temperature top_p",
 }
 FLAGS = {
@@ -308,6 +319,12 @@ RANGES = [
     ("BufferSet.bind", {"batch": -1}, "0..4, got -1"),
     ("GraphRunner", {"buckets": [0]}, "batch sizes of at least 1, got [0]"),
     ("TboBackend", {"children": (TorchNativeBackend,)}, "2 backends, got 1"),
+    ("KVScales.of", {"headroom": 0}, "above 0, got 0"),
+    ("KVScales.of", {"headroom": math.nan}, "above 0, got nan"),
+    ("mask_indptr", {"num_draft_tokens": 0}, "at least 1, got 0"),
+    ("tree", {"request": 2}, "0..1, got 2"),
+    ("tree", {"request": -1}, "0..1, got -1"),
+    ("mask", {"prefix": -1}, "at least 0, got -1"),
     ("qlen_mask", {"words": WORDS.bool()}, f"{WIDE}, got [2, 3, 1] torch.bool"),
     ("qlen_mask", {"keys": 65}, "0..64, got 65"),
     ("words_from_mask", {"mask": 2 * MASK.int()}, f"{BOOLS}, got [2, 3, 70] torch.int32"),
