@@ -334,6 +334,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--trace-out", type=Path, default=TRACE)
     options = parser.parse_args()
+    known = shapes(1)
+    for name in options.models.split(","):
+        if name not in known:
+            parser.error(f"--models: {name!r} is none of {', '.join(known)}")
     if options.picture:
         draw(options.trace_out)
         return

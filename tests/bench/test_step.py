@@ -425,3 +425,13 @@ def test_the_picture_is_of_the_recorded_step():
     (found,) = [cell["trace"] for cell in record if "by_length" in cell]
     assert found["us"] == pytest.approx(middle.us, abs=0.01)
     assert found["kernels"] == len(middle.kernels)
+
+
+@pytest.mark.parametrize("more", [[], ["--compile", "0/1"]])
+def test_unknown_models_are_refused_with_the_known_names(monkeypatch, capsys, more):
+    monkeypatch.setattr("sys.argv", ["bench.step", "--models", "Qwen3-8B,Llama", *more])
+    with pytest.raises(SystemExit) as ended:
+        step.main()
+    assert ended.value.code == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.endswith("error: --models: 'Llama' is none of Llama-3.1-8B, Qwen3-8B")
