@@ -143,7 +143,7 @@ def _line(cell: dict[str, Any]) -> str:
 def way(name: str) -> Iterator[None]:
     """Let models multiply by torch's product only, with ``torch``."""
     if name == "torch":
-        with mock.patch("specattn.models.fused_block.streams", return_value=False):
+        with mock.patch("specattn.models.fused.block.streams", return_value=False):
             yield
     else:
         yield

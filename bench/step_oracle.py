@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from specattn.cache.kv_pool import KVPool
     from specattn.models import FusedTarget
-    from specattn.models.fused_block import Block
+    from specattn.models.fused.block import Block
 
 # rows of the output matrix
 PIECE = 2**14

@@ -2,9 +2,7 @@
 
 from specattn.models.draft import load_draft
 from specattn.models.eagle import Eagle3Head, EagleHead
-from specattn.models.fused import FusedTarget
-from specattn.models.fused_eagle import FusedEagle3
-from specattn.models.fused_pair import fuse
+from specattn.models.fused import FusedEagle3, FusedTarget, fuse
 from specattn.models.hf import FeatureSpec, HFTarget
 
 __all__ = [

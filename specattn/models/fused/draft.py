@@ -1,4 +1,4 @@
-"""The EAGLE-3 head with everything between its matrix products fused."""
+"""EAGLE-3 heads with everything between the matrix products fused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from specattn.kernels.fused import add_rms_norm, embed_norm_pair
-from specattn.models.fused_block import (
+from specattn.models.fused.block import (
     Block,
     RotaryTable,
     product,
@@ -26,34 +26,34 @@ if TYPE_CHECKING:
 
     from specattn.config import AttnConfig
     from specattn.models.eagle import Eagle3Head
-    from specattn.models.fused import FusedTarget
+    from specattn.models.fused.target import FusedTarget
     from specattn.speculative.model import Attend
 
 
 @dataclass(frozen=True, eq=False)
 class FusedEagle3:
-    """A draft of few launches; use it wherever an `Eagle3Head` goes.
+    """A draft of few kernel launches, which goes wherever an `Eagle3Head` goes.
 
-    Build one with `from_head`, or with `random` for measurements.
+    `from_head` makes one of a loaded head, `random` makes one for measurements.
 
     Parameters
     ----------
     block : Block
-        The layer; its input norm is that of the embeddings.
+        The weights of the layer; its input norm is that of the embeddings.
     embed_tokens, lm_head : Tensor
-        ``[V, H]`` and ``[Vd, H]``.
+        ``[V, H]`` and ``[Vd, H]``, the input embedding and the output projection.
     hidden_norm, norm : Tensor
         ``[H]``: weights of the norms of hidden states before attention and before ``lm_head``.
     fc : Tensor or None
-        ``[H, F]``, what mixes the target's features; None if there is nothing to mix.
+        ``[H, F]``, the projection that mixes the target's features; None if there is one alone.
     target_ids : Tensor
         ``[Vd]`` int64, the target token id of each draft token id.
     features : FeatureSpec
-        What the target must return: pass it to `FusedTarget.with_features`.
+        The hidden states that the target must give: pass it to `FusedTarget.with_features`.
     feature_size : int
-        F, the width of that.
+        F, the width of the features.
     norm_features : callable, optional
-        What norms the features before they are mixed.
+        The norm of the features before they are mixed.
     norm_before_residual : bool
         Whether the residual stream begins with the norm of the hidden state.
     norm_output : bool
@@ -75,27 +75,27 @@ class FusedEagle3:
 
     @classmethod
     def from_head(cls, head: Eagle3Head, max_context_len: int) -> Self:
-        """Fuse a loaded head; both share one copy of the weights.
+        """Fuse a loaded head; the two share one copy of the weights.
 
         Parameters
         ----------
         head : Eagle3Head
-            From `load_draft`.
+            A head of `load_draft`.
         max_context_len : int
-            Positions to rotate by: the target's, for a head's own may be shorter.
+            The longest context: the target's, for the head's own may be shorter.
 
         Raises
         ------
         ModelError
-            If the head is not one of those this path computes.
+            If the fused path does not compute this head.
         """
         weights = head.weights
-        # the two that may be the target's
+        # These two may be the target's.
         ends = ("lm_head", head.lm_head), ("embed_tokens", head.embed_tokens)
         refuse_unless_fused("draft", head.rope.config, [*weights.named_modules(), *ends])
         layer = weights.midlayer
         rotary = RotaryTable(head.rope, max_context_len)
-        # norms of the head differ in nothing but their weights
+        # All norms of a head have the same epsilon.
         block = Block.of_layer(layer, rotary, head.layers[0], layer.hidden_norm.variance_epsilon)
         fc = weights.fc.weight if isinstance(weights.fc, nn.Linear) else None
         return cls(
@@ -117,18 +117,18 @@ class FusedEagle3:
     def random(
         cls, config: LlamaConfig, target: FusedTarget, draft_vocab_size: int, *, seed: int = 0
     ) -> Self:
-        """Make a head of this shape with random weights for ``target``, reading three layers.
+        """Make a head of random weights that reads three layers of ``target``.
 
         Parameters
         ----------
         config : LlamaConfig
-            Of the draft's layer.
+            The shape of the draft's layer.
         target : FusedTarget
-            Gives the embedding, the dtype and the device.
+            The target, whose embedding, dtype and device the head has.
         draft_vocab_size : int
-            Vd, at most the target's.
+            Vd, at most the target's vocabulary.
         seed : int
-            Of the weights.
+            The seed of the weights.
         """
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -155,7 +155,7 @@ class FusedEagle3:
         )
 
     def for_context(self, max_context_len: int) -> Self:
-        """Return a draft over the same weights with angles of ``max_context_len`` positions."""
+        """Return a draft of the same weights that rotates ``max_context_len`` positions."""
         rotary = self.block.rotary.of_length(max_context_len)
         if rotary is self.block.rotary:
             return self
@@ -208,7 +208,7 @@ class FusedEagle3:
         if self.norm_before_residual:
             stream = both[:, self.hidden_size :]
         x, stream = block.attend(both, stream, 0, positions, attend, rows)
-        # the next step continues the stream; in the paper only the logits see the norm
+        # The next step continues the stream; in the paper only the logits see the norm.
         x, stream = add_rms_norm(block.feed(x), stream, self.norm, block.eps)
         logits = product(x.to(self.lm_head.dtype), self.lm_head)
         return DraftOutput(logits, x if self.norm_output else stream)

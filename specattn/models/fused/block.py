@@ -1,4 +1,4 @@
-"""One decoder layer with packed weights, and how to come by it."""
+"""A fused decoder layer: packed weights, and the operations between their products."""
 
 from __future__ import annotations
 
@@ -26,25 +26,24 @@ if TYPE_CHECKING:
 
     from transformers import LlamaConfig, Qwen3Config
 
-    from specattn.models.hf import HFTarget
     from specattn.speculative.model import Attend
 
-MODEL_TYPES = ("llama", "mistral", "qwen3")
-# their angles depend on nothing but the position
+# The angles of these rope types depend on the position alone.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# Kernels are compiled for the divisibility of a table's last position.
 _TABLE_STEP = 64
-# modules of which only the weights are used
+# The fused path uses nothing but the weights of these modules.
 _PLAIN = {"_proj": nn.Linear, "lm_head": nn.Linear, "embed_tokens": nn.Embedding}
 
 
 @dataclass(frozen=True, eq=False)
 class RotaryTable:
-    """The rotation angles of the first positions, by transformers' own module.
+    """The rotation angles of a context's positions, computed by transformers' module.
 
     Parameters
     ----------
     rotary : nn.Module
-        Computes cosines and sines of positions; depends on nothing else.
+        Maps positions to cosines and sines; it depends on nothing else.
     length : int
         L, the number of positions.
     """
@@ -54,7 +53,7 @@ class RotaryTable:
 
     @cached_property
     def rows(self) -> Tensor:
-        """``[L, D]`` float32, see `Rotation`; computed on first use, which is no capture's."""
+        """``[L, D]`` float32, see `Rotation`; computed on first use, outside any capture."""
         buffer = next(self.rotary.buffers())
         positions = torch.arange(self.length, device=buffer.device)[None]
         with torch.no_grad():
@@ -63,38 +62,37 @@ class RotaryTable:
         return torch.cat([cosine[0, :, :half], sine[0, :, :half]], dim=-1)
 
     def of_length(self, length: int) -> RotaryTable:
-        """Return the computed table of ``length`` positions or a few more; itself if it is that."""
-        # kernels are compiled for the divisibility of the last position
+        """Return the table of ``length`` positions, computed now; itself if it has as many."""
         length = -(-length // _TABLE_STEP) * _TABLE_STEP
         table = self if length == self.length else RotaryTable(self.rotary, length)
-        _ = table.rows  # a capture may come next
+        _ = table.rows
         return table
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Weights of a decoder layer, each ``[out, in]``.
+    """The weights of a decoder layer, each ``[out, in]``.
 
     Parameters
     ----------
     geometry : AttnConfig
-        Heads and their size.
+        The layer's attention.
     rotary : RotaryTable
-        Position embedding; layers share it.
+        The position embedding, which layers share.
     head_norms : tuple of Tensor or None
-        ``[D]`` each, weights of the norms of queries and of keys, if any.
+        ``[D]`` each: weights of the norms of query heads and of key heads, if it has them.
     eps : float
-        Of the layer's norms.
+        The epsilon of every norm.
     input_norm, post_norm : Tensor
-        ``[H]``.
+        ``[H]``: weights of the norms before attention and before the feed-forward part.
     qkv : Tensor
-        ``[(Hq + 2 Hkv) D, H]``: queries, keys, values.
+        ``[(Hq + 2 Hkv) D, H]``: queries, keys and values.
     o : Tensor
-        ``[H, Hq D]``.
+        ``[H, Hq D]``, the output projection.
     gate_up : Tensor
-        ``[2 I, H]``: gates, then what they gate.
+        ``[2 I, H]``: gates, then the values they gate.
     down : Tensor
-        ``[H, I]``.
+        ``[H, I]``, the projection back to the hidden size.
     """
 
     geometry: AttnConfig
@@ -112,7 +110,7 @@ class Block:
     def of_layer(
         cls, layer: nn.Module, rotary: RotaryTable, geometry: AttnConfig, eps: float
     ) -> Self:
-        """Pack a layer of transformers' modules, whose weights become views of the packed ones."""
+        """Pack the weights of a transformers layer; its own become views of them."""
         parts: Any = layer
         attention, mlp = parts.self_attn, parts.mlp
         norms = None
@@ -141,7 +139,7 @@ class Block:
         *,
         input_size: int | None = None,
     ) -> Self:
-        """Make a layer of this shape; ``input_size`` is the attention's, H if None."""
+        """Make a layer of random weights; ``input_size`` is the attention's, H if None."""
         size, dim = config.hidden_size, config.head_dim
         geometry = AttnConfig(
             config.num_attention_heads, config.num_key_value_heads, dim, dtype=dtype
@@ -168,7 +166,7 @@ class Block:
 
     @cached_property
     def rotation(self) -> Rotation:
-        """The position embedding and the norms before it, as kernels take them."""
+        """The norms of heads and the position embedding, as the kernels take them."""
         return Rotation(self.rotary.rows, self.head_norms, self.eps)
 
     def attend(
@@ -180,7 +178,13 @@ class Block:
         attend: Attend,
         rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Attend with the normed ``x`` and add to ``stream``; returns its norm and itself."""
+        """Attend with the normed ``x`` and add the result to the residual stream.
+
+        Returns
+        -------
+        x, stream : Tensor
+            ``[R, H]`` each: the norm of the new stream, and the stream.
+        """
         parts = project(x, self.qkv)
         if isinstance(attend, PackedAttend):
             out = attend.packed(layer, parts, positions, self.rotation)
@@ -192,14 +196,14 @@ class Block:
         return result
 
     def feed(self, x: Tensor) -> Tensor:
-        """Return the feed-forward part of the normed ``x [T, H]`` as ``parts [S, T, H]``."""
+        """Run the feed-forward part on the normed ``x [T, H]``; returns ``parts [S, T, H]``."""
         if streams(x, self.gate_up, gated=True):
             return project(stream_gated(x, self.gate_up), self.down)
         gated = silu_mul(project(x, self.gate_up), x.dtype)
         return project(gated, self.down)
 
     def _heads(self, parts: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rotated heads as an `Attend` wants them, which stores keys and values itself."""
+        """Return the rotated heads for an `Attend`, which stores keys and values itself."""
         shape, count = self.geometry, len(positions)
         q, k, v = (
             parts.new_empty(count, heads, shape.head_dim, dtype=shape.dtype)
@@ -211,14 +215,14 @@ class Block:
 
 
 def project(x: Tensor, weight: Tensor) -> Tensor:
-    """Return ``x [T, in]`` times ``weight [out, in]`` as parts ``[S, T, out]``."""
+    """Multiply ``x [T, in]`` by ``weight [out, in]``; the sum of ``[S, T, out]`` is the product."""
     if streams(x, weight):
         return stream_linear(x, weight)
     return nn.functional.linear(x, weight)[None]
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """Return ``x [T, in]`` times ``weight [out, in]``, ``[T, out]``."""
+    """Multiply ``x [T, in]`` by ``weight [out, in]``; returns ``[T, out]``."""
     parts = project(x, weight)
     if len(parts) == 1:
         return parts[0]
@@ -226,31 +230,16 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     return total
 
 
-def packed_layers(target: HFTarget) -> Iterable[Block]:
-    """Pack every decoder layer of a loaded model.
-
-    Raises
-    ------
-    ModelError
-        If the model is not one of those this path computes.
-    """
-    config = target.config
-    _check(config, target.module)
-    rotary = RotaryTable(target.module.model.rotary_emb, target.max_context_len)
-    for layer, geometry in zip(target.module.model.layers, target.layers, strict=True):
-        yield Block.of_layer(layer, rotary, geometry, config.rms_norm_eps)
-
-
 def random_linear(
     rows: int, columns: int, dtype: torch.dtype, generator: torch.Generator
 ) -> Tensor:
-    """Return a random ``[rows, columns]`` weight whose products keep the variance."""
+    """Make a random ``[rows, columns]`` weight whose products keep the variance."""
     weight = torch.empty(rows, columns, dtype=dtype, device=generator.device)
     return weight.normal_(std=columns**-0.5, generator=generator)
 
 
 def _pack(*projections: nn.Linear) -> Tensor:
-    """Put weights below each other in one tensor, and leave views of it in their modules."""
+    """Stack the weights of modules in one tensor, and leave views of it in the modules."""
     packed = torch.cat([part.weight.detach() for part in projections])
     pieces = packed.split([part.out_features for part in projections])
     for part, piece in zip(projections, pieces, strict=True):
@@ -261,23 +250,23 @@ def _pack(*projections: nn.Linear) -> Tensor:
 def refuse_unless_fused(
     argument: str, config: Any, parts: Iterable[tuple[str, nn.Module]], *others: str
 ) -> None:
-    """Refuse what the kernels do not compute.
+    """Refuse a model that the kernels do not compute.
 
     Parameters
     ----------
     argument : str
         ``"target"`` or ``"draft"``.
     config : PretrainedConfig
-        Of Llama or alike.
+        The model's configuration, of Llama or a model like it.
     parts : iterable of (str, nn.Module)
         The modules by name.
     *others : str
-        Reasons already known.
+        Reasons that the caller knows already.
 
     Raises
     ------
     ModelError
-        With all reasons.
+        With all reasons in one line.
     """
     reasons = list(others)
     if not others and config.hidden_act != "silu":
@@ -292,19 +281,12 @@ def refuse_unless_fused(
         raise ModelError(argument, f"unsupported by the fused path: {'; '.join(reasons)}")
 
 
-def _check(config: Any, module: nn.Module) -> None:
-    others = []
-    if config.model_type not in MODEL_TYPES:
-        others.append(f"model type {config.model_type!r} is not one of {', '.join(MODEL_TYPES)}")
-    refuse_unless_fused("target", config, module.named_modules(), *others)
-
-
 def _oddity(name: str, part: nn.Module) -> str:
-    """Say what a module computes besides its weight's product or look-up, "" if nothing."""
+    """Say what a module computes besides the product with its weight, "" if nothing."""
     if getattr(part, "bias", None) is not None:
         return f"{name} has a bias"
     for suffix, plain in _PLAIN.items():
-        # a quantised or adapted layer has scales or further weights
+        # A quantised or adapted layer has scales or further weights.
         if name.endswith(suffix) and type(part) is not plain:
             return f"{name} is a {type(part).__name__}"
     return ""

@@ -1,7 +1,7 @@
-"""Llama- and Qwen3-like decoders with everything between the matrix products fused.
+"""Llama, Mistral and Qwen3 targets with everything between the matrix products fused.
 
-The arithmetic is transformers'; only sums, norms and rotations are in float32 where transformers
-rounds in between, so that in float16 and bfloat16 the two differ by roundings.
+The arithmetic is transformers'. Sums, norms and rotations are in float32 where transformers rounds
+in between, so that the two differ by roundings in float16 and bfloat16.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ from torch import Tensor, nn
 
 from specattn.kernels.fused import add_rms_norm, embed_rms_norm
 from specattn.kernels.fused.stream import ready
-from specattn.models.fused_block import Block, RotaryTable, packed_layers, product, random_linear
+from specattn.models.fused.block import (
+    Block,
+    RotaryTable,
+    product,
+    random_linear,
+    refuse_unless_fused,
+)
 from specattn.models.hf import FeatureSpec, HFTarget, tokenizer_of
 from specattn.speculative.model import TargetOutput
 
@@ -25,35 +31,37 @@ if TYPE_CHECKING:
     from specattn.config import AttnConfig
     from specattn.speculative.model import Attend
 
+MODEL_TYPES = ("llama", "mistral", "qwen3")
+
 
 @dataclass(frozen=True, eq=False)
 class FusedTarget:
-    """A target of few launches; use it wherever an `HFTarget` goes.
+    """A target of few kernel launches, which goes wherever an `HFTarget` goes.
 
-    Build one with `from_target`, or with `random` for measurements.
+    `from_target` makes one of a loaded model, `random` makes one for measurements.
 
     Parameters
     ----------
     layers : tuple of AttnConfig
-        One per layer.
+        The attention geometry of every layer.
     blocks : tuple of Block
-        The decoder layers.
+        The weights of every layer.
     embed_tokens : nn.Embedding
-        ``[V, H]``.
+        ``[V, H]``, the input embedding.
     lm_head : nn.Linear
-        ``[V, H]``, without bias.
+        ``[V, H]``, the output projection, without bias.
     norm : Tensor
-        ``[H]``, weight of the final norm.
+        ``[H]``, the weight of the final norm.
     eps : float
-        Of every norm.
+        The epsilon of every norm.
     max_context_len : int
         Tokens up to which positions mean what they did in training.
     eos_token_ids : frozenset of int
         Tokens that end a text.
     name : str
-        Folder or Hub id, for the tokenizer.
+        The model's folder or Hub id, for the tokenizer.
     features : FeatureSpec
-        What `forward` returns as hidden states.
+        The hidden states that `forward` returns.
     """
 
     layers: tuple[AttnConfig, ...]
@@ -69,25 +77,35 @@ class FusedTarget:
 
     @classmethod
     def from_target(cls, target: HFTarget) -> Self:
-        """Fuse a loaded model; both share one copy of the weights.
+        """Fuse a loaded model; the two share one copy of the weights.
 
-        Query, key and value weights are packed into one matrix, those of gate and up into
-        another; the model's own become views of these.
+        The weights of queries, keys and values are packed into one matrix, those of gate and up
+        into another. The model's own weights become views of these.
 
         Raises
         ------
         ModelError
-            If the model is not one of those this path computes.
+            If the fused path does not compute this model.
         """
-        blocks = tuple(packed_layers(target))
+        config, modules = target.config, target.module
+        others = []
+        if config.model_type not in MODEL_TYPES:
+            known = ", ".join(MODEL_TYPES)
+            others.append(f"model type {config.model_type!r} is not one of {known}")
+        refuse_unless_fused("target", config, modules.named_modules(), *others)
+        rotary = RotaryTable(modules.model.rotary_emb, target.max_context_len)
+        blocks = tuple(
+            Block.of_layer(layer, rotary, geometry, config.rms_norm_eps)
+            for layer, geometry in zip(modules.model.layers, target.layers, strict=True)
+        )
         ready(target.device)
         return cls(
             target.layers,
             blocks,
             target.embed_tokens,
             target.lm_head,
-            target.module.model.norm.weight,
-            target.config.rms_norm_eps,
+            modules.model.norm.weight,
+            config.rms_norm_eps,
             target.max_context_len,
             target.eos_token_ids,
             target.name,
@@ -103,18 +121,18 @@ class FusedTarget:
         device: torch.device | str = "cuda",
         seed: int = 0,
     ) -> Self:
-        """Make a model of this shape with random weights, made on ``device``.
+        """Make a model of random weights, for measurements.
 
         Parameters
         ----------
         config : LlamaConfig or Qwen3Config
-            The shape; ``max_position_embeddings`` is the longest context.
+            The model's shape; ``max_position_embeddings`` is the longest context.
         dtype : torch.dtype
-            Of weights and hidden states.
+            The dtype of weights and hidden states.
         device : torch.device or str
-            Where to make them.
+            The device that makes and holds the weights.
         seed : int
-            Of the weights; products keep the variance of what they multiply.
+            The seed of the weights, whose products keep the variance.
         """
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -149,7 +167,7 @@ class FusedTarget:
         )
 
     def with_features(self, features: FeatureSpec) -> Self:
-        """Return a target over the same weights that returns ``features`` as hidden states.
+        """Return a target of the same weights that gives ``features`` as hidden states.
 
         Raises
         ------
@@ -160,10 +178,10 @@ class FusedTarget:
         return replace(self, features=features)
 
     def for_context(self, max_context_len: int) -> Self:
-        """Return a target over the same weights with angles of ``max_context_len`` positions.
+        """Return a target of the same weights that rotates ``max_context_len`` positions.
 
-        Later positions count as the last one. Before, the table is of all positions of the model,
-        and computed with the first forward.
+        Later positions count as the last one. A target that was never asked for a context computes
+        the angles of all positions of its model in its first forward.
         """
         old = self.blocks[0].rotary
         rotary = old.of_length(max_context_len)
@@ -183,12 +201,12 @@ class FusedTarget:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self.norm.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights and of the hidden states."""
+        """The dtype of weights and hidden states."""
         return self.norm.dtype
 
     @cached_property
@@ -223,7 +241,7 @@ class FusedTarget:
             )
         last = len(blocks) - 1
         x, stream = blocks[last].attend(x, stream, last, positions, attend)
-        # the final norm is a feature, of all tokens, or done for the wanted rows only
+        # As a feature, the final norm is that of all tokens; else only the wanted rows need it.
         whole = last + 1 in views
         x, _ = add_rms_norm(
             blocks[last].feed(x),
@@ -241,7 +259,7 @@ class FusedTarget:
         return TargetOutput(product(x, self.lm_head.weight), states)
 
     def _states(self, count: int) -> tuple[Tensor | None, dict[int, Tensor]]:
-        """Make room for the features ``[T, F]``, and give each hidden state's place in it."""
+        """Allocate the features ``[T, F]``, and return each hidden state's part of them."""
         wanted = tuple(dict.fromkeys(self.features.hidden_states))
         if not wanted:
             return None, {}

@@ -1,4 +1,4 @@
-"""Fused models in place of loaded ones, where they compute the same."""
+"""Models of few kernel launches, in place of loaded ones that compute the same."""
 
 from __future__ import annotations
 
@@ -7,28 +7,30 @@ from typing import TYPE_CHECKING
 
 from specattn.errors import ModelError
 from specattn.models.eagle import Eagle3Head
-from specattn.models.fused import FusedTarget
-from specattn.models.fused_eagle import FusedEagle3
+from specattn.models.fused.draft import FusedEagle3
+from specattn.models.fused.target import FusedTarget
 
 if TYPE_CHECKING:
     from specattn.models.eagle import EagleHead
     from specattn.models.hf import HFTarget
 
+__all__ = ["FusedEagle3", "FusedTarget", "fuse"]
+
 
 def fuse(
     target: HFTarget, draft: EagleHead | Eagle3Head | None = None
 ) -> tuple[HFTarget | FusedTarget, EagleHead | Eagle3Head | FusedEagle3 | None]:
-    """Return a target and its draft, each of few launches if the fused path computes it.
+    """Fuse a target and its draft, each of them if the fused path computes it.
 
-    What it does not compute (see `FusedTarget.from_target` and `FusedEagle3.from_head`, which say
-    why) is returned as it is. Weights are shared with what was given, and nothing is held twice.
+    A model that it does not compute is returned as it is; `FusedTarget.from_target` and
+    `FusedEagle3.from_head` say why. A fused model shares the weights of the one it was made of.
 
     Parameters
     ----------
     target : HFTarget
-        What it returns as hidden states (``with_features``) stays.
+        The target; the features that it gives stay the same.
     draft : EagleHead or Eagle3Head, optional
-        From `load_draft` for this target.
+        A head of `load_draft` for this target.
     """
     fused: HFTarget | FusedTarget = target
     head: EagleHead | Eagle3Head | FusedEagle3 | None = draft
