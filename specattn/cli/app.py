@@ -60,6 +60,6 @@ def _specattn(
         typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
-    """Exact speculative decoding: a draft model proposes a tree, the target verifies it at once."""
+    """Exact speculative decoding: a draft proposes a tree, the target verifies it."""
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())

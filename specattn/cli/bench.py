@@ -1,4 +1,4 @@
-"""``specattn bench``: the attention benchmark of this repository on the GPU that is here."""
+"""``specattn bench``: the attention benchmark of this repository."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _results() -> Path:
 
 
 def _to_report(folder: Path) -> tuple[Path, Path]:
-    """Return the folder of results and that of the page; refuse if one is missing."""
+    """Return the folders of results and of the page, if both exist."""
     docs = _ROOT / "docs"
     if not docs.is_dir():
         raise ArgumentError("--report", "writes docs/ of a checkout, and this is an installation")
@@ -156,7 +156,7 @@ def _list(parts: list[Any]) -> None:
 
 
 def _warm(workers: int | None) -> None:
-    """Compile Triton kernels in processes of their own, each with a share of the cells."""
+    """Compile Triton kernels in parallel processes, each for a share of the cells."""
     count = min(12, (os.cpu_count() or 1) - 2) if workers is None else workers
     if count < 2:
         return

@@ -96,7 +96,7 @@ def compare_plain(
 
 
 def top2_margin(engine: Engine, tokens: Sequence[int]) -> float:
-    """Return the difference of the target's two best logits for the next token."""
+    """Return the difference of the two best logits for the next token."""
     table, target, device = engine.table, engine.target, engine.table.req_to_token.device
     length = len(tokens)
     row = table.allocate()

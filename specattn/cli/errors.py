@@ -1,4 +1,4 @@
-"""How the command ends: its exit codes, and at most one line on standard error."""
+"""Exit codes of the command, and the one line that explains them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MISTAKE, NO_ROOM, NOT_FINITE, INTERRUPTED, CLOSED_PIPE = 2, 3, 4, 130, 141
 
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
-# torch's CPU allocator, CUDA and its libraries raise a RuntimeError that only its text tells apart
+# torch's CPU allocator, CUDA and its libraries raise a RuntimeError with one of these in its text
 _MEMORY_ERRORS = ("out of memory", "can't allocate memory", "ALLOC_FAILED", "bad_alloc")
 
 _OPTIONS = {
@@ -74,7 +74,7 @@ def stderr() -> Console:
 
 @contextmanager
 def naming_options() -> Iterator[None]:
-    """Turn a configuration's `ValueError`, which begins with the field's name, into an option's."""
+    """Turn a `ValueError` that begins with a field's name into an `ArgumentError`."""
     try:
         yield
     except ValueError as error:
@@ -86,7 +86,7 @@ def naming_options() -> Iterator[None]:
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Turn expected errors into an exit code and at most one line; flush standard output."""
+    """Flush standard output; turn expected errors into an exit code and a line."""
     streams = sys.stdout, sys.stderr  # the command line parser may wrap them
     try:
         yield
@@ -103,7 +103,7 @@ def exit_codes() -> Iterator[None]:
 
 
 def _code_and_line(error: BaseException) -> tuple[int, str]:
-    """Return an error's exit code and its line; raise it again if it is a fault of ours."""
+    """Return the exit code and the line of an error; raise an unexpected one."""
     match error:
         case KeyboardInterrupt() | typer.Abort():
             return INTERRUPTED, ""
@@ -131,14 +131,14 @@ def _code_and_line(error: BaseException) -> tuple[int, str]:
 
 
 def is_memory_error(error: BaseException) -> bool:
-    """Return whether ``error`` says that the device or the host has no memory left."""
+    """Return whether the device or the host has no memory left."""
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in _MEMORY_ERRORS)
     )
 
 
 def _usage_line(error: Any) -> str:
-    """Return what the command line parser refused, with the name of the argument first."""
+    """Return the parser's message with the name of the argument first."""
     found = vars(error)
     name = found.get("option_name") or ""
     if found.get("param") is not None:
@@ -152,7 +152,8 @@ def _usage_line(error: Any) -> str:
 
 
 def _discard_what_cannot_be_written(stream: TextIO) -> None:
-    """Keep the interpreter's last flush from meeting a closed pipe or a full disk again."""
+    """Drop what a stream holds if its pipe is closed or its disk is full."""
+    # else the interpreter's last flush fails, with a traceback and exit code 120
     try:
         stream.flush()
     except OSError:

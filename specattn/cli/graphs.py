@@ -53,7 +53,7 @@ def graphs(
     ] = False,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Capture the graphs of a speculative config; say what each takes in time and memory."""
+    """Capture a speculative config's graphs; show the time and memory of each."""
     sizes = _sizes(buckets)
     config = options.speculation(
         topk, steps, draft_tokens, page_size=page_size, draft_sampling=draft_sampling

@@ -36,7 +36,7 @@ def inspect(
     backend: options.BackendOption = "auto",
     page_size: options.PageSizeOption = 1,
 ) -> None:
-    """Show the first step after a prompt: its tree, its mask and its KV slots."""
+    """Show the tree, mask and KV slots of a prompt's first step."""
     found = read_prompts(prompt, None)
     if not steps:
         raise ArgumentError("--steps", "must be at least 1: plain decoding has no tree")
@@ -60,7 +60,7 @@ def inspect(
 def _first_step(
     models: Models, ids: list[int], config: SpecConfig, backend: str
 ) -> tuple[DraftTree, Tensor, AcceptResult, SlotTable]:
-    """Run a prompt, draft a tree and verify it, greedily and eagerly; commit nothing.
+    """Run a prompt, draft a tree and verify it greedily; commit nothing.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Devices, dtypes and models by name, and the pair that is used when no model is named."""
+"""Devices, dtypes and models by name, and the shipped pair."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SHARED_FROM = 1024
 
 @dataclass(frozen=True)
 class Models:
-    """A target, the draft head made for it, and the tokenizer of both.
+    """A target, the draft head made for it, and their tokenizer.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ def models_for(
     speculative: bool,
     fused: bool = True,
 ) -> Models:
-    """Load a command's models after a check of its dtype and backend on ``place``.
+    """Check a command's dtype and backend on ``place``; load its models.
 
     Raises
     ------
@@ -143,9 +143,9 @@ def shipped(part: str) -> str:
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the device ``name``; ``auto`` is CUDA where there is one, else the CPU.
+    """Return the device ``name``.
 
-    A CUDA device becomes the current one.
+    ``auto`` is CUDA where there is one, else the CPU. A CUDA device becomes the current one.
 
     Raises
     ------

@@ -21,7 +21,7 @@ BACKEND_VARIABLE = "SPECATTN_BACKEND"
 
 
 def option(panel: str, text: str, *names: str, **more: Any) -> Any:
-    """Describe an option under a panel of the help; ``names`` and ``more`` are those of Typer."""
+    """Describe an option in a panel of the help, as `typer.Option` does."""
     return typer.Option(*names, rich_help_panel=panel, help=text, **more)
 
 
@@ -90,7 +90,7 @@ def speculation(
     draft_sampling: bool = False,
     adaptive: bool = False,
 ) -> SpecConfig:
-    """Return the speculative config of the given options; the others follow from them.
+    """Return the speculative config of options; missing ones follow from the others.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The output of a run: texts on standard output, progress on standard error."""
+"""Texts of a run on standard output, its progress on standard error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class TextOutput:
-    """The texts of a batch, written in the order of its prompts as early as that allows.
+    """The texts of a batch, written in order and as early as possible.
 
     Parameters
     ----------
@@ -85,7 +85,7 @@ class TextOutput:
             self._ready[index] += self._streams[index].finish()
 
     def _write(self) -> None:
-        """Write what is ready up to the first text that has not ended."""
+        """Write the texts up to the first that has not ended."""
         if not self._live:
             return
         while self._at < len(self._requests):
@@ -136,7 +136,7 @@ def writes_to_file() -> bool:
 def progress(
     what: str, requests: Sequence[Request], *, hidden: bool = False
 ) -> Iterator[Callable[[int, list[int]], None]]:
-    """Show a bar of the tokens so far, if there is a terminal."""
+    """Show a bar of the tokens so far on a terminal."""
     console = stderr()
     bar = Progress(
         TextColumn(what),

@@ -1,4 +1,4 @@
-"""Prompts from an argument, from standard input, or from a file of many."""
+"""Prompts of an argument, of standard input, or of a file."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Prompts:
 
 
 def read_prompts(prompt: str | None, file: Path | None) -> Prompts:
-    """Return the prompt given as an argument or piped in, or those of a file.
+    """Return the prompts of an argument, of standard input, or of a file.
 
     Standard input loses one final newline, so that ``echo x |`` and ``x`` mean the same.
 
@@ -143,12 +143,12 @@ def _read_stdin(argument: str) -> bytes:
 
 
 def _stdin_is_closed() -> bool:
-    """Whether there was no standard input when Python started: it is None then."""
+    """Return whether Python started without a standard input."""
     return not sys.stdin
 
 
 def _list_or_lines(text: str) -> list[str]:
-    """Return the prompts of a JSON list, else the lines of a text."""
+    """Return the prompts of a JSON list or of lines."""
     try:
         listed = _json_list(text, "")
     except ArgumentError:

@@ -93,7 +93,7 @@ class Setup:
 
     @contextmanager
     def _naming_memory(self) -> Iterator[None]:
-        """Say which options lower the memory of KV pools that do not fit."""
+        """Name the options that lower the memory of the KV pools."""
         try:
             yield
         except (MemoryError, RuntimeError) as error:
@@ -106,7 +106,7 @@ class Setup:
             ) from error
 
     def prepare(self, engine: Engine) -> None:
-        """Compile all kernels: decode a few tokens of a full batch of prompts."""
+        """Decode a few tokens of a full batch to compile all kernels."""
         if not self.warm_up:
             return
         few = engine.config.num_steps + 3  # the prompt's token and two steps at the least
@@ -227,7 +227,7 @@ def run(
 
 
 def _totals(engine: Engine) -> list[Counter[SpecConfig]]:
-    """Return by config the steps so far, the requests that they advanced, and the tokens."""
+    """Return steps, advanced requests and tokens so far, by config."""
     configs = engine.configs
     return [configs.used.copy(), configs.advanced.copy(), configs.gained.copy()]
 
@@ -250,7 +250,7 @@ def _config_reports(engine: Engine, before: list[Counter[SpecConfig]]) -> tuple[
 
 
 def _forwards(engine: Engine) -> dict[str, Counter[str]]:
-    """Count the forwards so far, by mode and by how they were served."""
+    """Count the forwards so far, by mode and by how they ran."""
     found: dict[str, Counter[str]] = {}
     for decoder in engine.decoders:
         stats = decoder.runner.stats
