@@ -72,7 +72,9 @@ def states() -> None:
         found["seq_lens_out"],
         put([3, 1, 0, 5]),
         put([[9] * depth] * 4, torch.int64),
+        put([9] * 4, torch.int64),
         seq_lens_table=lens,
+        bonus_table=lens.long(),
         sources=new,
         tables=tables,
         packed_out=packed,
@@ -181,7 +183,7 @@ def choices(vocab: int, dtype: torch.dtype) -> None:
                 raise ArithmeticError(f"tokens {ids.tolist()} of {vocab}")
             last = vocab - 1 if target_ids is None else int(names[-1])
             same("best", ids[4:, 0], put([last], torch.int64))
-    same("argmax", argmax_tokens(logits)[3:], put([0, vocab - 1], torch.int64))
+    same("argmax", argmax_tokens(logits)[2:], put([-1, -1, vocab - 1], torch.int64))
     many = logits[4:].repeat(150, 1)
     same("argmax of many rows", argmax_tokens(many), put([vocab - 1] * 150, torch.int64))
 
@@ -204,13 +206,13 @@ def draws(vocab: int, dtype: torch.dtype) -> None:
     finite(coins, uniform(put([1, 2], torch.int64), put([[1, 2, 3], [0, 4, 9]], torch.int64), 1))
     for k, p in ((None, None), (top_k, None), (None, top_p), (top_k, top_p)):
         probs = target_probs(logits, temperature, k, p, rows)
+        same("no distribution", probs[5].isnan(), probs[5] != 0)
+        probs[5] = probs[4]
         finite(probs)
         if (probs.sum(1) - 1).abs().max() > 1e-4:
             raise ArithmeticError(f"sums {probs.sum(1).tolist()}")
         weights, ends = probs[::rows].contiguous(), coins[0, :, 0].contiguous()
-        nothing = torch.zeros_like(weights)
         tokens = draw_tokens(weights, ends)
-        same("fallback", draw_tokens(nothing, ends, weights), tokens)
         if not (probs[::rows].gather(1, tokens[:, None]) > 0).all():
             raise ArithmeticError(f"drawn without weight: {tokens.tolist()}")
 

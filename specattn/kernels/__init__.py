@@ -7,8 +7,8 @@ same in torch, on any device.
 
 from __future__ import annotations
 
+import functools
 import importlib
-from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -69,12 +69,12 @@ def check_current(device: torch.device) -> None:
         )
 
 
-@cache
+@functools.cache
 def _triton_is_installed() -> bool:
     return find_spec("triton") is not None
 
 
-@cache
+@functools.cache
 def _triton_of(naive: Callable[..., Any]) -> Callable[..., Any]:
     module = importlib.import_module(naive.__module__.removesuffix("naive") + "triton")
     function: Callable[..., Any] = getattr(module, naive.__name__)

@@ -181,7 +181,8 @@ class BoundStep:
     def finish(self, state: DraftState | None) -> StepOutput:
         """Leave what the next step starts from, a draft ``state`` included: requests advance."""
         inputs, out, states = self.inputs, self.accepted, self.states
-        sources, tables = [out.bonus_tokens], [states.bonus_tokens]
+        sources: list[Tensor] = []
+        tables: list[Tensor] = []
         if state is not None:
             sources += vars(state).values()
             tables += states.drafting
@@ -190,7 +191,9 @@ class BoundStep:
             inputs.seq_lens,
             out.accept_lens,
             out.accept_tokens,
+            out.bonus_tokens,
             seq_lens_table=states.seq_lens,
+            bonus_table=states.bonus_tokens,
             sources=tuple(sources),
             tables=tuple(tables),
             packed_out=out.packed,

@@ -62,8 +62,8 @@ def argmax_tokens(
 ) -> Tensor:
     """Return each row's most probable token, the lowest among equals.
 
-    NaN counts as -inf, unlike in `torch.argmax`; a row of -inf gives 0. One launch for many rows,
-    two for few, which are split among programs.
+    A row with NaN or +inf, or of -inf alone, gives -1. One launch for many rows, two for few,
+    which are split among programs.
 
     Parameters
     ----------
@@ -94,8 +94,8 @@ def target_probs(
     """Return the distributions that sampling with these settings draws from.
 
     Temperature comes first, then top-k, then top-p on what top-k left, as in Hugging Face. Tokens
-    tie if their logits are equally far below the largest, in float32. NaN counts as -inf, +inf is
-    not allowed, and a row of -inf has all its mass on token 0.
+    tie if their logits are equally far below the largest, in float32. A row with NaN or +inf, or of
+    -inf alone, has no distribution: all its probabilities are NaN.
 
     Parameters
     ----------
@@ -115,7 +115,7 @@ def target_probs(
     Returns
     -------
     Tensor
-        ``[R, V]`` float32; every row sums to 1.
+        ``[R, V]`` float32; every other row sums to 1.
 
     Raises
     ------
@@ -195,7 +195,6 @@ def path_coins(
 def draw_tokens(
     weights: Tensor,
     coins: Tensor,
-    fallback: Tensor | None = None,
 ) -> Tensor:
     """Draw one token per row by inverting its distribution function, in one launch.
 
@@ -205,16 +204,15 @@ def draw_tokens(
     Parameters
     ----------
     weights : Tensor
-        ``[B, V]`` float32, need not sum to 1; NaN and negative weights count as 0.
+        ``[B, V]`` float32, need not sum to 1; negative weights count as 0.
     coins : Tensor
         ``[B]`` float32 in [0, 1).
-    fallback : Tensor, optional
-        ``[B, V]`` weights for rows without any.
 
     Returns
     -------
     Tensor
-        ``[B]`` int64; 0 for a row without any weight.
+        ``[B]`` int64; 0, which may be embedded, for a row without weight or with one that is NaN
+        or infinite.
 
     Raises
     ------
@@ -222,8 +220,8 @@ def draw_tokens(
         If a last axis, or ``coins``, is not dense.
     """
     require_dense(coins=coins)
-    require_rows(weights=weights, fallback=fallback)
-    return implementation(naive.draw_tokens, weights.device)(weights, coins, fallback)
+    require_rows(weights=weights)
+    return implementation(naive.draw_tokens, weights.device)(weights, coins)
 
 
 def _check_topk(logits: Tensor, topk: int, target_ids: Tensor | None) -> None:

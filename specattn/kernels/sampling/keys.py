@@ -22,6 +22,13 @@ def load_scores(row, token, vocab):
 
 
 @triton.jit
+def load_flagged(row, token, vocab):
+    """Load logits as float32; NaN is +inf, which no sound row holds."""
+    score = tl.load(row + token, mask=token < vocab, other=-float("inf")).to(tl.float32)
+    return tl.where(score == score, score, float("inf"))
+
+
+@triton.jit
 def ranked(score, token):
     """Pack scores and tokens into int64 keys: the larger score first, then the lower token."""
     return (score_key(score).to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
@@ -38,6 +45,12 @@ def score_of(key):
     """Return the score of a key."""
     bits = (key >> 32).to(tl.int32)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def is_sound(peak):
+    """Whether a row can be chosen from, by its largest logit as `load_flagged` has it."""
+    return (peak > -float("inf")) & (peak < float("inf"))
 
 
 @triton.jit

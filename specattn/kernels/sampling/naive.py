@@ -29,10 +29,13 @@ def top_tokens(
         ids_out.copy_(target_ids[ids_out])
 
 
-def argmax_tokens(
-    logits: Tensor,
-) -> Tensor:
-    return _numbers(logits).argmax(1)
+def argmax_tokens(logits: Tensor) -> Tensor:
+    return _numbers(logits).argmax(1).masked_fill(~_is_sound(logits), -1)
+
+
+def _is_sound(logits: Tensor) -> Tensor:
+    """Say which rows have a largest logit: no NaN, no infinity but -inf, and not that alone."""
+    return logits.amax(1).isfinite()
 
 
 def _numbers(logits: Tensor) -> Tensor:
@@ -47,17 +50,17 @@ def target_probs(
     top_p: Tensor | None,
     rows_per_req: int,
 ) -> Tensor:
-    logits = logits.float().nan_to_num(-torch.inf, torch.inf, -torch.inf)
-    warmth = temperature.repeat_interleave(rows_per_req)[:, None]  # [R, 1]
-    peak = logits.amax(1, keepdim=True)
-    one = (warmth == 0) | (peak == -torch.inf)
-    below = torch.where(peak == -torch.inf, torch.inf, peak - logits)
-    scaled = -below / torch.where(one, 1.0, warmth)
+    logits = logits.float()
+    sound = _is_sound(logits)[:, None]  # [R, 1]
+    logits = torch.where(sound, logits, 0.0)
+    temp = temperature.repeat_interleave(rows_per_req)[:, None]
+    below = logits.amax(1, keepdim=True) - logits
+    scaled = -below / torch.where(temp == 0, 1.0, temp)
     if top_k is not None or top_p is not None:
         scaled = _truncate(below, scaled, top_k, top_p, rows_per_req)
     probs = scaled.softmax(1)
     best = torch.zeros_like(probs).scatter_(1, logits.argmax(1, keepdim=True), 1.0)
-    return torch.where(one, best, probs)
+    return torch.where(sound, torch.where(temp == 0, best, probs), torch.nan)
 
 
 def _truncate(
@@ -113,21 +116,16 @@ def _shift(state: Tensor, bits: int) -> Tensor:
     return (state >> bits) & ((1 << 64 - bits) - 1)
 
 
-def draw_tokens(
-    weights: Tensor,
-    coins: Tensor,
-    fallback: Tensor | None,
-) -> Tensor:
-    tokens = _invert(weights, coins)
-    if fallback is not None:
-        tokens = torch.where(tokens < 0, _invert(fallback, coins), tokens)
-    return tokens.clamp(min=0)
+def draw_tokens(weights: Tensor, coins: Tensor) -> Tensor:
+    return sample_weights(weights, coins).clamp(min=0)
 
 
-def _invert(weights: Tensor, coins: Tensor) -> Tensor:
+def sample_weights(weights: Tensor, coins: Tensor) -> Tensor:
+    """Draw one token per row; -1 for a row without weight, or with one that is not finite."""
     possible = weights > 0
-    reached = torch.where(possible, weights, 0.0).double().cumsum(1)
+    reached = weights.clamp(min=0).double().cumsum(1)
+    sound = possible.any(1) & reached[:, -1].isfinite()
     hit = possible & (reached > coins[:, None].double() * reached[:, -1:])
     last = weights.shape[1] - 1 - possible.flip(1).int().argmax(1)
     token = torch.where(hit.any(1), hit.int().argmax(1), last)
-    return token.masked_fill(~possible.any(1), -1)
+    return token.masked_fill(~sound, -1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specattn.kernels.sampling.keys import finite, score_of, token_of
+from specattn.kernels.sampling.keys import finite, is_sound, score_of, token_of
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def settings_of(
     temp = tl.load(temperature + req)
     inv_temperature = inv_temperature_of(temp)
     _, peak, total, lowest = merge_splits(keys, masses, row, splits, inv_temperature, BLOCK_P)
-    drawn = (temp != 0) & (peak > -float("inf"))
+    drawn = (temp != 0) & is_sound(peak)
     few = vocab
     if HAS_K:
         few = tl.load(top_k + req)

@@ -265,23 +265,15 @@ def path_coins(
     return coins
 
 
-def draw_tokens(
-    weights: Tensor,
-    coins: Tensor,
-    fallback: Tensor | None,
-) -> Tensor:
-    other = weights if fallback is None else fallback
+def draw_tokens(weights: Tensor, coins: Tensor) -> Tensor:
     tokens = torch.empty(len(weights), dtype=torch.int64, device=weights.device)
     if len(weights):
         draw_kernel[(len(weights),)](
             weights,
             coins,
-            other,
             tokens,
             weights.shape[1],
             weights.stride(0),
-            other.stride(0),
-            HAS_FALLBACK=fallback is not None,
             **vocab_tiles(weights.shape[1], 64),
         )
     return tokens

@@ -8,6 +8,8 @@ import triton.language as tl
 from specattn.kernels.launch import enter
 from specattn.kernels.sampling.keys import (
     finite,
+    is_sound,
+    load_flagged,
     load_scores,
     ranked,
     score_key,
@@ -107,6 +109,12 @@ def top_merge_kernel(
 
 
 @triton.jit
+def _sound_token(key):
+    """Return the token of a row's best key; -1 for a row that cannot be chosen from."""
+    return tl.where(is_sound(score_of(key)), token_of(key), -1)
+
+
+@triton.jit
 def argmax_kernel(
     logits,  # [R, V]
     out,  # [R, splits] int64, out: the best key of each split; the token if there is one split
@@ -124,14 +132,12 @@ def argmax_kernel(
     best = tl.full([BLOCK], -float("inf"), tl.float32)
     tile = tl.zeros([BLOCK], tl.int32) + split
     for i in range(split, tiles, tl.num_programs(1)):
-        token = i * BLOCK + lane
-        score = tl.load(logits + row * stride + token, mask=token < vocab, other=-float("inf"))
-        # no NaN is greater than anything
-        better = score.to(tl.float32) > best
-        best = tl.where(better, score.to(tl.float32), best)
+        score = load_flagged(logits + row * stride, i * BLOCK + lane, vocab)
+        better = score > best
+        best = tl.where(better, score, best)
         tile = tl.where(better, i, tile)
     key = tl.max(ranked(best, tile * BLOCK + lane), 0)
-    tl.store(out + row * tl.num_programs(1) + split, token_of(key) if MERGED else key)
+    tl.store(out + row * tl.num_programs(1) + split, _sound_token(key) if MERGED else key)
 
 
 @triton.jit
@@ -147,4 +153,4 @@ def argmax_merge_kernel(
     enter(PDL)
     split = tl.arange(0, BLOCK)  # [BLOCK]
     key = tl.load(keys + row * splits + split, mask=split < splits, other=-0x8000000000000000)
-    tl.store(out + row, token_of(tl.max(key, 0)))
+    tl.store(out + row, _sound_token(tl.max(key, 0)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specattn.kernels.sampling.keys import finite, load_scores, ranked
+from specattn.kernels.sampling.keys import finite, is_sound, load_flagged, load_scores, ranked
 from specattn.kernels.sampling.thresholds import inv_temperature_of, merge_splits
 
 
@@ -35,7 +35,7 @@ def peaks_kernel(
     mass = tl.zeros([BLOCK], tl.float32)
     peak = -3.0e38
     for i in range(split, tl.cdiv(vocab, BLOCK), splits):
-        score = load_scores(logits + row * stride, i * BLOCK + lane, vocab)
+        score = load_flagged(logits + row * stride, i * BLOCK + lane, vocab)
         higher = tl.maximum(peak, tl.max(score, 0))
         mass *= tl.exp2((peak - higher) * inv_temperature)
         mass += tl.exp2((score - higher) * inv_temperature)
@@ -78,7 +78,8 @@ def probs_kernel(
     temp = tl.load(temperature + row // rows_per_req)
     inv_temperature = inv_temperature_of(temp)
     best, peak, total, _ = merge_splits(keys, masses, row, splits, inv_temperature, BLOCK_P)
-    one = (temp == 0) | (peak == -float("inf"))
+    sound = is_sound(peak)
+    one = (temp == 0) | (sound == 0)
     if TRUNCATE:
         cut = tl.load(thresholds + row * 2)
         total = tl.load(thresholds + row * 2 + 1)
@@ -93,6 +94,7 @@ def probs_kernel(
         if TRUNCATE:
             prob = tl.where((distance < cut) | ((distance == cut) & (token <= last)), prob, 0.0)
         prob = tl.where(one, (token == best).to(tl.float32), prob)
+        prob = tl.where(sound, prob, float("nan"))
         tl.store(probs + row * vocab + token, prob, mask=token < vocab)
 
 

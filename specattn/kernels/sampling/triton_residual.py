@@ -28,7 +28,8 @@ def _weights(
     rest = tl.load(p_row + token, mask=token < vocab, other=0)
     if HAS_Q:
         rest -= tl.load(q_row + token, mask=(token < vocab) & q_on, other=0)
-    rest = tl.where(rest > 0, rest, 0.0)
+    # NaN stays
+    rest = tl.where(rest < 0, 0.0, rest)
     for first in range(0, num_refused, 32):
         # a token is refused where its row and its column name the same entry of the list
         rows = tl.zeros([ROWS], tl.int32)
@@ -68,8 +69,10 @@ def sample_weights(
     segment = tl.arange(0, TILES * ROWS)
     reached = tl.cumsum(mass, 0)
     goal = coin * tl.max(reached, 0)
-    # Rounding may leave nothing above the goal: then the last token with weight.
-    last = tl.max(tl.where(mass > 0, segment, -1), 0)
+    # Rounding may leave nothing above the goal: then the last token with weight. A segment whose
+    # mass is NaN or infinite comes after all others.
+    last = tl.where(mass > 0, segment, -1)
+    last = tl.max(tl.where(mass < float("inf"), last, TILES * ROWS), 0)
     hit = tl.min(tl.where((mass > 0) & (reached > goal), segment, TILES * ROWS), 0)
     chosen = tl.where(hit < TILES * ROWS, hit, last)
     below = tl.max(tl.where(segment == chosen - 1, reached, 0.0), 0)
@@ -80,7 +83,8 @@ def sample_weights(
     token = tl.maximum(chosen, 0) * SEGMENT + tl.arange(0, SEGMENT)
     past = (rest > 0) & (below + tl.cumsum(rest, 0) > goal)
     hit = tl.min(tl.where(past, token, vocab), 0)
-    return tl.where(hit < vocab, hit, tl.max(tl.where(rest > 0, token, -1), 0))
+    found = tl.where(hit < vocab, hit, tl.max(tl.where(rest > 0, token, -1), 0))
+    return tl.where(last < TILES * ROWS, found, -1)
 
 
 @triton.jit
@@ -97,8 +101,8 @@ def sample_residual(
     TILES: tl.constexpr,
     HAS_Q: tl.constexpr,
 ):
-    """Draw from the residual; from the target itself if rounding left no residual."""
-    token = -1
+    """Draw from the residual; from the target itself if that has no mass; -1 if neither has."""
+    token = tl.full([], -1, tl.int32)
     tries = 0
     while (token < 0) & (tries < 2):
         first = tries == 0
@@ -116,7 +120,7 @@ def sample_residual(
             HAS_Q,
         )
         tries += 1
-    return tl.maximum(token, 0).to(tl.int64)
+    return token.to(tl.int64)
 
 
 def vocab_tiles(vocab: int, most_rows: int) -> dict[str, int]:
@@ -136,12 +140,9 @@ def vocab_tiles(vocab: int, most_rows: int) -> dict[str, int]:
 def draw_kernel(
     weights,  # [B, V] float32
     coins,  # [B] float32
-    fallback,  # [B, V] float32
     tokens,  # [B] int64, out
     vocab,
     stride,
-    stride_fallback,
-    HAS_FALLBACK: tl.constexpr,
     ROWS: tl.constexpr,
     SEGMENT: tl.constexpr,
     TILES: tl.constexpr,
@@ -152,8 +153,4 @@ def draw_kernel(
     coin = tl.load(coins + req)
     # it refuses no tokens: any pointer names the list of none
     token = sample_weights(row, row, False, tokens, 0, coin, vocab, ROWS, SEGMENT, TILES, False)
-    if HAS_FALLBACK:
-        row = fallback + req * stride_fallback
-        other = sample_weights(row, row, False, tokens, 0, coin, vocab, ROWS, SEGMENT, TILES, False)
-        token = tl.where(token < 0, other, token)
     tl.store(tokens + req, tl.maximum(token, 0).to(tl.int64))

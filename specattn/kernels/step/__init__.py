@@ -110,8 +110,10 @@ def end_step(
     seq_lens: Tensor,
     accept_lens: Tensor,
     accept_tokens: Tensor,
+    bonus_tokens: Tensor,
     *,
     seq_lens_table: Tensor,
+    bonus_table: Tensor,
     sources: Sequence[Tensor],
     tables: Sequence[Tensor],
     packed_out: Tensor,
@@ -128,14 +130,18 @@ def end_step(
         ``[B]`` int32, by how many tokens each request grows.
     accept_tokens : Tensor
         ``[B, D]`` int64; may have a row stride.
-    seq_lens_table : Tensor
-        ``[R]`` int32, gets the new lengths.
+    bonus_tokens : Tensor
+        ``[B]`` int64, the last accepted token, from which the next step starts; -1 if the target
+        had none.
+    seq_lens_table, bonus_table : Tensor
+        ``[R]`` int32 and int64, get the new lengths and the bonus tokens, 0 for -1.
     sources : sequence of Tensor
         ``[B, w']`` or ``[B]`` each, the new state; may have row strides.
     tables : sequence of Tensor
         ``[R, w]`` or ``[R]``, w at least w': the first columns of each request's row are written.
     packed_out : Tensor
-        ``[B, 1 + D]`` int64: accepted tokens' count, then the tokens; 0 for padding.
+        ``[B, 1 + D]`` int64: accepted tokens' count, then the tokens, the last of them -1 if the
+        target had none; 0 for padding.
 
     Raises
     ------
@@ -149,13 +155,24 @@ def end_step(
         seq_lens=seq_lens,
         accept_lens=accept_lens,
         accept_tokens=accept_tokens[:1],
+        bonus_tokens=bonus_tokens,
         seq_lens_table=seq_lens_table,
+        bonus_table=bonus_table,
         packed_out=packed_out[:1],
     )
     if not len(rows):
         return
     implementation(naive.end_step, rows.device)(
-        rows, seq_lens, accept_lens, accept_tokens, seq_lens_table, sources, tables, packed_out
+        rows,
+        seq_lens,
+        accept_lens,
+        accept_tokens,
+        bonus_tokens,
+        seq_lens_table,
+        bonus_table,
+        sources,
+        tables,
+        packed_out,
     )
 
 

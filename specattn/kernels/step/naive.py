@@ -54,17 +54,20 @@ def end_step(
     seq_lens: Tensor,
     accept_lens: Tensor,
     accept_tokens: Tensor,
+    bonus_tokens: Tensor,
     seq_lens_table: Tensor,
+    bonus_table: Tensor,
     sources: Sequence[Tensor],
     tables: Sequence[Tensor],
     packed_out: Tensor,
 ) -> None:
     live = (rows != 0)[:, None]  # [B, 1]
-    packed = torch.cat([accept_lens[:, None].long(), accept_tokens], 1)
+    last = torch.arange(accept_tokens.shape[1], device=rows.device) == accept_lens[:, None] - 1
+    told = torch.where(last & (bonus_tokens < 0)[:, None], -1, accept_tokens)
+    packed = torch.cat([accept_lens[:, None].long(), told], 1)
     packed_out.copy_(torch.where(live, packed, 0))
-    for source, table in zip(
-        (seq_lens + accept_lens, *sources), (seq_lens_table, *tables), strict=True
-    ):
+    sources = (seq_lens + accept_lens, bonus_tokens.clamp(min=0), *sources)
+    for source, table in zip(sources, (seq_lens_table, bonus_table, *tables), strict=True):
         new, wide = as_columns(source), as_columns(table)
         width = new.shape[1]
         # padding copies row 0 onto itself

@@ -170,7 +170,9 @@ def end_step_kernel(
     seq_lens,  # [B] int32
     accept_lens,  # [B] int32
     accept_tokens,  # [B, depth] int64
+    bonus_tokens,  # [B] int64, -1 for none
     seq_lens_table,  # [R] int32, out
+    bonus_table,  # [R] int64, out
     packed_out,  # [B, 1 + depth] int64, out
     narrow_sources,
     narrow_tables,
@@ -202,6 +204,7 @@ def end_step_kernel(
         length = tl.load(seq_lens + req) + count
         rank = tl.arange(0, BLOCK_D)  # [BLOCK_D]
         token = tl.load(accept_tokens + req * stride_tokens + rank, mask=rank < depth, other=0)
+        bonus = tl.load(bonus_tokens + req)
         _copy_narrow(
             narrow_sources,
             narrow_tables,
@@ -215,6 +218,9 @@ def end_step_kernel(
             NARROW,
         )
         tl.store(seq_lens_table + row, length, mask=live)
+        # a root that the target did not choose is embedded, too
+        tl.store(bonus_table + row, tl.maximum(bonus, 0), mask=live)
+        token = tl.where((bonus < 0) & (rank == count - 1), -1, token)
         packed = packed_out + req * stride_packed
         tl.store(packed, tl.where(live, count, 0).to(tl.int64))
         tl.store(packed + 1 + rank, tl.where(live, token, 0), mask=rank < depth)

@@ -220,10 +220,12 @@ def accept_greedy(
     tokens, next_token, next_sibling : Tensor
         ``[B, n]`` int64, of the `specattn.batch.DraftTree`.
     target_argmax : Tensor
-        ``[B, n]`` int64, the target's choice after each node.
+        ``[B, n]`` int64, the target's choice after each node; -1 for none, as `argmax_tokens`
+        gives for NaN.
     accept_index_out, accept_tokens_out, accept_lens_out, bonus_out : Tensor
         ``[B, num_steps + 1]`` int32 and int64, ``[B]`` int32 and int64: the
-        `specattn.batch.AcceptResult`, written in place.
+        `specattn.batch.AcceptResult`, written in place. Where the target has no choice at the
+        last node, ``bonus_out`` is -1, and ``accept_tokens_out`` holds token 0 in its place.
 
     Raises
     ------
@@ -281,6 +283,8 @@ def accept_sampled(
         ``[B, n]`` int64, of the `specattn.batch.DraftTree`.
     target_probs : Tensor
         ``[B, n, V]`` float32, the target's distribution after each node; dense last axis.
+        A node whose row is NaN, as `target_probs` marks it, or without mass accepts no child and
+        gives no token.
     coins, final_coins : Tensor
         ``[B, num_steps + 1]`` float32 in [0, 1), by depth.
     threshold_single, threshold_acc : float
@@ -339,6 +343,8 @@ def accept_rejection(
         ``[B, num_steps, V]`` float32; row i is what node i + 1 was drawn from; dense last axis.
     target_probs : Tensor
         ``[B, n, V]`` float32, the target's distribution after each node; dense last axis.
+        A node whose row is NaN, as `target_probs` marks it, or without mass accepts no child and
+        gives no token.
     coins, final_coins : Tensor
         ``[B, num_steps + 1]`` float32 in [0, 1), by depth.
     accept_index_out, accept_tokens_out, accept_lens_out, bonus_out : Tensor

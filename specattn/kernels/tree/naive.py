@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specattn.kernels.sampling.naive import draw_tokens
+from specattn.kernels.sampling.naive import sample_weights
 
 
 def score_key(scores: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ def accept_greedy(
     for _ in range(accept_index_out.shape[1] - 1):
         children = walk.children()
         want = target_argmax.gather(1, walk.node[:, None])
-        walk.descend(children, _at(tokens, children) == want)
+        walk.descend(children, (_at(tokens, children) == want) & (want >= 0))
     bonus = target_argmax.gather(1, walk.node[:, None])[:, 0]
     _emit(walk.path(), tokens, bonus, accept_index_out, accept_tokens_out, accept_lens_out)
     bonus_out.copy_(bonus)
@@ -191,7 +191,8 @@ def accept_sampled(
     residual = weights * allowed.scatter_(1, refused, value=False)[:, :vocab]
     path = walk.path()
     coin = final_coins.gather(1, (path >= 0).sum(1, keepdim=True) - 1)[:, 0]
-    bonus = draw_tokens(residual, coin, fallback=weights)
+    bonus = sample_weights(residual, coin)
+    bonus = torch.where(bonus < 0, sample_weights(weights, coin), bonus)
     _emit(path, tokens, bonus, accept_index_out, accept_tokens_out, accept_lens_out)
     bonus_out.copy_(bonus)
 
@@ -221,7 +222,8 @@ def accept_rejection(
         refuted = draft_probs[rows, taken.clamp(max=steps - 1)]
         residual = weights - torch.where(taken[:, None] < steps, refuted, 0.0)
     coin = final_coins.gather(1, taken[:, None])[:, 0]
-    bonus = draw_tokens(residual, coin, fallback=weights)
+    bonus = sample_weights(residual, coin)
+    bonus = torch.where(bonus < 0, sample_weights(weights, coin), bonus)
     path = torch.where(depth <= taken[:, None], depth, -1)
     _emit(path, tokens, bonus, accept_index_out, accept_tokens_out, accept_lens_out)
     bonus_out.copy_(bonus)
@@ -295,7 +297,7 @@ def _emit(
     taken = tokens.gather(1, following.clamp(min=0)).masked_fill(following < 0, 0)
     last = torch.arange(path.shape[1], device=path.device) == length[:, None] - 1
     accept_index_out.copy_(path)
-    accept_tokens_out.copy_(torch.where(last, bonus[:, None], taken))
+    accept_tokens_out.copy_(torch.where(last, bonus[:, None].clamp(min=0), taken))
     accept_lens_out.copy_(length)
 
 

@@ -55,6 +55,8 @@ def accept_greedy_kernel(
     want = tl.load(target_argmax + req * n + node, mask=live, other=0)
     first = tl.where((first >= 0) & (first < n), first, -1).to(tl.int32)
     sibling = tl.where((sibling >= 0) & (sibling < n), sibling, -1).to(tl.int32)
+    # a node after which the target chose nothing accepts no child
+    first = tl.where(want >= 0, first, -1)
     step = _matching_child(token, first, sibling, want, n)
 
     # the node at every depth, by doubling the step
@@ -69,7 +71,7 @@ def accept_greedy_kernel(
     length = tl.sum(on_path.to(tl.int32), 0)
     row = req * (steps + 1) + depth
     tl.store(accept_index_out + row, path, mask=depth <= steps)
-    tl.store(accept_tokens_out + row, emitted, mask=depth <= steps)
+    tl.store(accept_tokens_out + row, tl.maximum(emitted, 0), mask=depth <= steps)
     tl.store(accept_lens_out + req, length)
     # written by the lane that holds the path's end
     tl.store(bonus_out + req + tl.zeros_like(depth), emitted, mask=depth == length - 1)
@@ -226,7 +228,7 @@ def accept_sampled_kernel(
         False,
     )
     tl.store(accept_tokens_out + steps, 0)
-    tl.store(accept_tokens_out + length - 1, bonus)
+    tl.store(accept_tokens_out + length - 1, tl.maximum(bonus, 0))
     tl.store(accept_lens_out + req, length)
     tl.store(bonus_out + req, bonus)
 
@@ -280,6 +282,6 @@ def accept_rejection_kernel(
     )
     tl.store(accept_index_out + place, tl.where(place <= last, place, -1), mask=place <= steps)
     emitted = tl.where(place < last, token, tl.where(place == last, bonus, 0))
-    tl.store(accept_tokens_out + place, emitted, mask=place <= steps)
+    tl.store(accept_tokens_out + place, tl.maximum(emitted, 0), mask=place <= steps)
     tl.store(accept_lens_out + req, last.to(tl.int32) + 1)
     tl.store(bonus_out + req, bonus)

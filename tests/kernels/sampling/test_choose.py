@@ -42,6 +42,13 @@ def ranking(row):
     return score, sorted(range(len(row)), key=lambda t: (-score[t], t))
 
 
+def choice(row):
+    """The best token; -1 of a row with NaN or infinity, or without a finite number."""
+    if any(math.isnan(x) or x == math.inf for x in row) or max(row) == -math.inf:
+        return -1
+    return ranking(row)[1][0]
+
+
 def best_of(row, topk):
     """Ids and probabilities, in float64."""
     score, order = ranking(row)
@@ -103,7 +110,7 @@ def test_argmax_tokens(implementation, vocab, dtype):
     logits = logits_of(vocab, dtype)
     got = argmax_tokens(logits)
     assert got.dtype == torch.int64
-    assert got.tolist() == [ranking(row)[1][0] for row in logits.double().tolist()]
+    assert got.tolist() == [choice(row) for row in logits.double().tolist()]
 
 
 @pytest.mark.parametrize("splits", [1, 2])
@@ -114,7 +121,19 @@ def test_argmax_of_rows_in_few_splits(splits, monkeypatch):
     logits = logits_of(2 * 2048 + 5, torch.float32)
     with using("triton"):
         got = argmax_tokens(logits)
-    assert got.tolist() == [ranking(row)[1][0] for row in logits.double().tolist()]
+    assert got.tolist() == [choice(row) for row in logits.double().tolist()]
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("odd", [math.nan, math.inf])
+def test_argmax_of_a_row_with_one_odd_number(implementation, odd, splits, monkeypatch):
+    """Wherever it is; rows beside it, and masks of -inf, choose as ever."""
+    module = "specattn.kernels.sampling.triton"
+    monkeypatch.setattr(f"{module}.programs_per_row", lambda rows, tiles: splits)
+    logits = torch.full((4, 3 * 2048), -math.inf)
+    logits[:, [5, 4100]] = torch.tensor([1.0, 2.0])
+    logits[0, 6000], logits[2, 0] = odd, odd
+    assert argmax_tokens(logits.to(DEVICE)).tolist() == [-1, 4100, -1, 4100]
 
 
 def test_no_rows(implementation):

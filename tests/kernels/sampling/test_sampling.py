@@ -37,12 +37,12 @@ def small(monkeypatch):
 def law(logits, temperature, top_k, top_p):
     """Temperature, then top-k, then top-p, in float64."""
     vocab = len(logits)
+    if not math.isfinite(max(logits)):
+        return [math.nan] * vocab
     ranked = sorted(range(vocab), key=lambda t: (-logits[t], t))
     if temperature == 0:
         return [float(t == ranked[0]) for t in range(vocab)]
     kept = ranked[:top_k] if 0 < top_k < vocab else ranked
-    if logits[ranked[0]] == -math.inf:
-        return [float(t == 0) for t in range(vocab)]
     weight = {t: math.exp((logits[t] - logits[ranked[0]]) / temperature) for t in kept}
     total = sum(weight.values())
     top_p = float(torch.tensor(top_p))  # as the kernels see it
@@ -146,7 +146,7 @@ def test_cuts_do_not_depend_on_the_programs_of_a_row(small, monkeypatch):
 
 def check(got, expect):
     expect = torch.tensor(expect)
-    torch.testing.assert_close(got.cpu(), expect, atol=1e-6, rtol=2e-5)
+    torch.testing.assert_close(got.cpu(), expect, atol=1e-6, rtol=2e-5, equal_nan=True)
     assert ((got == 0).cpu() == (expect < 1e-38)).all()
 
 
@@ -170,9 +170,27 @@ def test_settings_that_are_off_change_nothing(implementation):
 
 
 def test_extreme_logits_stay_finite(implementation):
-    logits = [[-math.inf, 1e30, 0.0], [3e38, -3e38, 3e38], [math.nan, 1.0, 0.0]]
+    logits = [[-math.inf, 1e30, 0.0], [3e38, -3e38, 3e38], [-math.inf, 1.0, 0.0]]
     got = probs_of(logits, [1e-30, 1.0, 1e-30], [2, 0, 0], [0.9, 1.0, 1.0], 1)
     assert got.tolist() == [[0, 1, 0], [0.5, 0, 0.5], [0, 1, 0]]
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(None, None), (3, 0.9), (0, 0.5), (2, 1.0)])
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_rows_without_a_distribution_are_nan(implementation, odd, top_k, top_p, small):
+    """At any temperature; a row of -inf alone is one, too. Those beside them stay as they are."""
+    rows = [[0.0, 1.0, -math.inf, 2.0] * 10 for _ in range(4)]
+    if odd == -math.inf:
+        rows[0] = rows[2] = [odd] * 40
+    else:
+        rows[0][7], rows[2][39] = odd, odd
+    limits = [None if limit is None else [limit] * 4 for limit in (top_k, top_p)]
+    settings = [1.0, 1.0, 0.0, 0.0], *limits
+    got = probs_of(rows, *settings, 1)
+    assert got[[0, 2]].isnan().all()
+    want = probs_of([rows[1]] * 4, *settings, 1)
+    assert torch.equal(got[[1, 3]], want[[1, 3]])
+    assert torch.equal(got[3], torch.eye(40, device=DEVICE)[3])
 
 
 @pytest.mark.gpu
@@ -237,10 +255,10 @@ def test_draws_of_rows_that_lie_apart(implementation):
     weights = (torch.rand(6, 1300, device=DEVICE) > 0.5).float()[:, :1201]
     weights[3] = 0
     coins = torch.tensor([0.0, 0.25, 0.5, 0.75, LAST_COIN, 0.3], device=DEVICE)
-    got = draw_tokens(weights, coins, weights.roll(1, 0))
+    got = draw_tokens(weights, coins)
     for row, (token, u) in enumerate(zip(got.tolist(), coins.tolist(), strict=True)):
-        held = weights[row if row != 3 else 2].nonzero().flatten().tolist()
-        assert token == held[int(u * len(held))]
+        held = weights[row].nonzero().flatten().tolist()
+        assert token == (held[int(u * len(held))] if held else 0)
 
 
 def test_coins_do_not_depend_on_the_batch():
@@ -273,13 +291,11 @@ def test_r18_draws_are_half_open(implementation):
     coins = torch.tensor([0.0, 0.25 - 2.0**-24, 0.25, 0.5, LAST_COIN], device=DEVICE)
     assert draw_tokens(weights.expand(5, 5), coins).tolist() == [1, 1, 3, 3, 3]
     # scale does not matter, nor do what cannot be weights
-    odd = torch.tensor([-1.0, 1.0, math.nan, 3.0, 0.0], device=DEVICE)
+    odd = torch.tensor([-1.0, 1.0, -math.inf, 3.0, 0.0], device=DEVICE)
     assert draw_tokens(odd.expand(5, 5), coins).tolist() == [1, 1, 3, 3, 3]
 
 
-def test_draws_without_weight_fall_back(implementation):
-    empty = torch.zeros(1, 3, device=DEVICE)
-    fallback = torch.tensor([[0.0, 0.0, 1.0]], device=DEVICE)
-    half = torch.tensor([0.5], device=DEVICE)
-    assert draw_tokens(empty, half).tolist() == [0]
-    assert draw_tokens(empty, half, fallback=fallback).tolist() == [2]
+def test_draws_without_a_distribution_are_token_zero(implementation):
+    """Which may be embedded."""
+    weights = torch.tensor([[0.0] * 3, [0.0, math.nan, 1.0], [0.0, 1.0, math.inf]], device=DEVICE)
+    assert draw_tokens(weights, torch.full((3,), 0.5, device=DEVICE)).tolist() == [0, 0, 0]

@@ -163,6 +163,13 @@ class End:
         # what padding accepts is anything
         self.accepted = [rng.randrange(1, depth + 1) for _ in self.rows]
         self.tokens = [[rng.randrange(2**40) for _ in range(depth)] for _ in self.rows]
+        # the last accepted token, if the target had one
+        self.bonus = [
+            rng.choice([row[kept - 1], row[kept - 1], -1])
+            for row, kept in zip(self.tokens, self.accepted, strict=True)
+        ]
+        self.roots = numbers(count, None, torch.int64)
+        self.roots_before = self.roots.tolist()
         self.sources = [numbers(batch, use, dtype, gap) for _, use, dtype in layout]
         self.tables = [numbers(count, width, dtype, gap) for width, _, dtype in layout]
         self.before = [table.tolist() for table in self.tables]
@@ -178,7 +185,9 @@ class End:
             whole(self.lens),
             whole(self.accepted),
             self.accept_tokens,
+            whole(self.bonus, torch.int64),
             seq_lens_table=self.lengths,
+            bonus_table=self.roots,
             sources=tuple(self.sources),
             tables=tuple(self.tables),
             packed_out=self.packed,
@@ -186,18 +195,23 @@ class End:
 
     def check(self):
         packed, lengths, tables = [], list(self.lengths_before), self.before
+        roots = list(self.roots_before)
         for at, row in enumerate(self.rows):
-            kept, tokens = self.accepted[at], self.tokens[at]
+            kept, tokens = self.accepted[at], list(self.tokens[at])
+            if self.bonus[at] < 0:
+                tokens[kept - 1] = -1
             packed.append([kept, *tokens] if row else [0] * (1 + len(tokens)))
             if not row:
                 continue
             lengths[row] = self.lens[at] + kept
+            roots[row] = max(self.bonus[at], 0)
             for table, source in zip(tables, self.sources, strict=True):
                 new = source[at].tolist()
                 table[row] = new + table[row][len(new) :] if source.dim() == 2 else new
         assert self.packed.tolist() == packed
         # row 0, and rows of requests that sat the step out, are among these
         assert self.lengths.tolist() == lengths
+        assert self.roots.tolist() == roots
         for at, (table, want) in enumerate(zip(self.tables, tables, strict=True)):
             assert table.tolist() == want, at
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from fractions import Fraction
 
@@ -263,8 +264,8 @@ def test_rounded_mass_still_emits_a_possible_token(implementation):
     assert (index, emitted) == ([0], [2])
 
 
-def test_rows_without_mass_emit_token_zero(implementation):
-    """Padding rows: probabilities 0, links -1."""
+def test_rows_without_mass_give_no_token(implementation):
+    """What may be embedded is token 0; padding rows have probabilities 0 and links -1."""
     nothing = [[-1, -1]]
     for value in (0.0, float("nan")):
         probs = torch.full((1, 2, 5), value)
@@ -278,7 +279,78 @@ def test_rows_without_mass_emit_token_zero(implementation):
             [[0.5, 0.5]],
             steps=1,
         )
-        assert got == [[[0, -1]], [[0, 0]], [1], [0]]
+        assert got == [[[0, -1]], [[0, 0]], [1], [-1]]
+
+
+def test_a_choice_of_none_ends_the_greedy_walk(implementation):
+    """Wherever on the path it is, a child that holds token -1 included."""
+    chain = Tree([-1] * 3, [-1, 0, 1])
+    tokens = [[9, 4, 5], [9, 4, 5], [9, -1, 5], [9, 4, 5]]
+    argmax = [[-1, 5, 6], [4, -1, 6], [-1, 5, 6], [4, 5, -1]]
+    got = call("accept_greedy", tokens, *links([chain] * 4), argmax, steps=2)
+    assert got == [
+        [[0, -1, -1], [0, 1, -1], [0, -1, -1], [0, 1, 2]],
+        [[0, 0, 0], [4, 0, 0], [0, 0, 0], [4, 5, 0]],
+        [1, 2, 1, 3],
+        [-1] * 4,
+    ]
+
+
+# what a row of the target holds where its logits were not finite, or may hold otherwise
+UNSOUND = {
+    "marked": lambda row: [math.nan] * len(row),
+    "empty": lambda row: [0.0] * len(row),
+    "one NaN": lambda row: [*row[:-1], math.nan],
+    "infinite": lambda row: [*row[:-1], math.inf],
+}
+
+
+@pytest.mark.parametrize("name", UNSOUND)
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_sampled_walk_ends_where_the_target_has_no_distribution(implementation, name, depth):
+    """In a tree whose first children are taken; the token before is accepted as ever."""
+    tree, probs = Tree([-1] * 5, [-1, 0, 0, 1, 1]), [[0.0, 0.5, 0.5, 0.0]] * 5
+    tokens = [[0, 1, 2, 1, 2]]
+    if depth < 2 and name in ("one NaN", "infinite"):
+        # a child of a known probability would be taken before the whole row is read
+        tokens = [[0, 1, 0, 0, 0]] if depth else [[0] * 5]
+    path = [0, 1, 3][: depth + 1]
+    probs = [UNSOUND[name](row) if node == path[-1] else row for node, row in enumerate(probs)]
+    coins, final = [[0.0] * 3], [[0.5] * 3]
+    got = call("accept_sampled", tokens, *links([tree]), [probs], coins, final, steps=2)
+    taken = [tokens[0][node] for node in path[1:]]
+    pad = [0] * (2 - depth)
+    assert got == [[path + [-1] * (2 - depth)], [[*taken, 0, *pad]], [depth + 1], [-1]]
+
+
+@pytest.mark.parametrize("name", UNSOUND)
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_rejection_ends_where_the_target_has_no_distribution(implementation, name, depth):
+    target = [[0.0, 0.5, 0.5, 0.0] for _ in range(3)]
+    draft = [[[0.0, 0.5, 0.5, 0.0]] * 2]
+    tokens = [[0, 1, 1]]
+    if depth < 2 and name in ("one NaN", "infinite"):
+        # a token of a known probability would be taken before the whole row is read
+        tokens[0][depth + 1] = 0
+    target[depth] = UNSOUND[name](target[depth])
+    got = call("accept_rejection", tokens, draft, [target], [[0.5] * 3], [[0.5] * 3], steps=2)
+    path, pad = list(range(depth + 1)), [0] * (2 - depth)
+    assert got == [[path + [-1] * (2 - depth)], [[1] * depth + [0, *pad]], [depth + 1], [-1]]
+
+
+def test_a_draft_without_a_distribution_is_refused_for_the_target_s_own(implementation):
+    target = [[[0.0, 0.25, 0.75], [1.0, 0.0, 0.0]]] * 2
+    draft = [[[math.nan] * 3]] * 2
+    got = call(
+        "accept_rejection",
+        [[0, 1]] * 2,
+        draft,
+        target,
+        [[0.0] * 2] * 2,
+        [[0.2] * 2, [0.3] * 2],
+        steps=1,
+    )
+    assert got[2:] == [[1, 1], [1, 2]]
 
 
 @pytest.mark.parametrize("vocab", [4095, 4097, 9001])
