@@ -1,4 +1,4 @@
-"""Reading published EAGLE checkpoints: a ``config.json`` and safetensors or ``.bin`` weights."""
+"""Reads published EAGLE checkpoints: ``config.json``, and safetensors or ``.bin`` weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-# Index of the shards and single file, in the order of preference.
+# The index of shards and the single file of each format, in the order of preference.
 _FILES = (
     ("model.safetensors.index.json", "model.safetensors"),
     ("pytorch_model.bin.index.json", "pytorch_model.bin"),
@@ -27,19 +27,19 @@ _FETCHED = ["*.json", "*.safetensors", "pytorch_model*.bin"]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A draft checkpoint as read: nothing in it has been checked against a target.
+    """A draft checkpoint as it was read; nothing in it is checked against a target.
 
     Parameters
     ----------
     name : str
-        For messages.
+        The folder or Hub id, for messages.
     settings : dict
         ``config.json``. What is nested in its ``eagle_config`` wins over it, and it wins over
         what is nested in its ``transformer_layer_config`` (of vLLM's speculators).
     tensors : dict of str to Tensor
-        Under the names that `EagleWeights` and `Eagle3Weights` use.
+        The weights, under the names that `EagleWeights` and `Eagle3Weights` use.
     is_eagle3 : bool
-        Which of the two it is.
+        Whether it is an EAGLE-3 head; else it is one of EAGLE or EAGLE-2.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Checkpoint:
     is_eagle3: bool
 
     def wrong(self, message: str) -> ModelError:
-        """Return the error that says what is wrong with this draft."""
+        """Return the error that tells what is wrong with this draft."""
         return ModelError("draft", f"{self.name} {message}")
 
 
@@ -75,9 +75,9 @@ def read_checkpoint(path_or_id: str | Path) -> Checkpoint:
 
 
 def _read_settings(folder: Path, name: str) -> dict[str, Any]:
-    """Read ``config.json``: its own settings win over a nested layer's, ``eagle_config`` over both.
+    """Read ``config.json``, and refuse a head of another kind or with quantised weights.
 
-    A head that says how it is quantised is refused: its weights would be taken for plain ones.
+    Settings of ``eagle_config`` win over those beside it, and these over the nested layer's.
     """
     if not (folder / "config.json").is_file():
         raise ModelError("draft", f"{name} has no config.json")
@@ -149,7 +149,7 @@ def _is_eagle3(settings: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
 
 
 def _rename(tensors: dict[str, Tensor], name: str, is_eagle3: bool) -> dict[str, Tensor]:
-    """Map the spellings found in published checkpoints to one."""
+    """Give the tensors of published checkpoints one spelling."""
     renamed: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         short = key.removeprefix("model.")
@@ -157,7 +157,7 @@ def _rename(tensors: dict[str, Tensor], name: str, is_eagle3: bool) -> dict[str,
             short = "midlayer." + short.removeprefix("layers.0.")
         if short in renamed:
             raise ModelError("draft", f"{name} holds the tensor {short} twice")
-        # Both are derived: the one from the configuration, the other from d2t.
+        # The configuration tells the one, d2t the other.
         if not short.endswith("rotary_emb.inv_freq") and short != "t2d":
             renamed[short] = tensor
     return renamed

@@ -1,4 +1,4 @@
-"""Building a draft head from a checkpoint, for a target."""
+"""Builds a draft head from a checkpoint, for a target."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     Target = HFTarget | FusedTarget
 
 _REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads")
-#: Sizes; where one is optional, there is another to take in its place.
 _COUNTS = (
     *_REQUIRED,
     "num_hidden_layers",
@@ -64,23 +63,23 @@ def load_draft(
 ) -> EagleHead | Eagle3Head:
     """Load an EAGLE, EAGLE-2 or EAGLE-3 head for a target.
 
-    The head says in ``features`` which hidden states it reads: run it with
+    The head reads the hidden states of its ``features``: run it with
     ``target.with_features(head.features)``.
 
     Parameters
     ----------
     path_or_id : str or Path
-        A folder with ``config.json`` and weights, or the name of one on the Hub.
+        A folder with ``config.json`` and weights, or the name of a repository on the Hub.
     target : HFTarget or FusedTarget
-        The model to draft for; a head shares its embedding and output projection where the
-        checkpoint has none of its own.
+        The target model. A head without an embedding or output projection shares the target's.
     dtype, device : optional
-        Of the head; the target's if None.
+        The dtype and device of the head; the target's if None.
 
     Raises
     ------
     ModelError
-        With ``argument`` "draft" and one line that names the file, the setting or the tensor.
+        If the checkpoint is broken, of another kind, or made for another target. The line names
+        the file, the setting or the tensor; ``argument`` is "draft".
     """
     checkpoint = read_checkpoint(path_or_id)
     with blaming("draft", checkpoint.name):
@@ -158,7 +157,7 @@ def _llama_config(checkpoint: Checkpoint, target: Target) -> LlamaConfig:
 
 
 def _features(checkpoint: Checkpoint, num_layers: int) -> FeatureSpec:
-    """Return what an EAGLE-3 head reads: by default, what SGLang captures."""
+    """Return the hidden states that an EAGLE-3 head reads, by default those of SGLang."""
     if checkpoint.settings.get("use_aux_hidden_state") is False:
         return FeatureSpec((num_layers,))
     ids = checkpoint.settings.get("eagle_aux_hidden_state_layer_ids")
@@ -171,7 +170,7 @@ def _features(checkpoint: Checkpoint, num_layers: int) -> FeatureSpec:
     if not ids:
         entering = (2, num_layers // 2, num_layers - 3)
         return FeatureSpec(tuple(min(max(i, 0), num_layers - 1) for i in entering))
-    # SGLang counts what leaves a layer; vLLM, and with it its speculators, what enters one
+    # SGLang counts the states that leave a layer; vLLM, and so its speculators, those that enter.
     by_vllm = "speculators_model_type" in checkpoint.settings
     first, where = (0, "before") if by_vllm else (1, "after")
     entering = tuple(i + first for i in ids)
@@ -213,9 +212,9 @@ def _target_ids(checkpoint: Checkpoint, vocab_size: int) -> Tensor:
 def _fill(
     checkpoint: Checkpoint, weights: HeadWeights, dtype: torch.dtype, device: torch.device | str
 ) -> None:
-    """Give a module on the meta device the checkpoint's weights, all of them and no others."""
+    """Fill a module on the meta device with the checkpoint's weights, all and no others."""
     found = {key: tensor for key, tensor in checkpoint.tensors.items() if key != "d2t"}
-    # Biases are optional everywhere (Qwen2 targets have some): those that are there are used.
+    # Any projection may have a bias, as those of heads for Qwen2 have.
     for name, part in weights.named_modules():
         if isinstance(part, nn.Linear) and f"{name}.bias" in found:
             part.bias = nn.Parameter(torch.empty(part.out_features, device="meta"))
@@ -241,7 +240,7 @@ def _ends(
     hidden_size: int,
     draft_vocab_size: int,
 ) -> tuple[nn.Embedding, nn.Linear]:
-    """Return the checkpoint's embedding and output projection, else the target's if they fit."""
+    """Return the embedding and the output projection, the target's if the head has none."""
     embed_tokens, lm_head = weights.embed_tokens, weights.lm_head
     if embed_tokens is None:
         embed_tokens = target.embed_tokens

@@ -2,7 +2,7 @@
 
 EAGLE-1 (Li et al., 2024, arXiv:2401.15077) and EAGLE-2 (arXiv:2406.16858) share one head; EAGLE-3
 (arXiv:2503.01840) reads three of the target's layers and may predict a smaller vocabulary. Module
-names are those of the published checkpoints. Built by `specattn.models.checkpoint.load_draft`.
+names are those of the published checkpoints; `specattn.models.load_draft` builds the heads.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ Rope = tuple[Tensor, Tensor]  # cosines and sines, [T, D] each
 
 
 class DraftAttention(nn.Module):
-    """Projections and position embedding around ``attend``.
+    """The projections and the position embedding around ``attend``.
 
     Parameters
     ----------
     config : LlamaConfig
-        Of the draft.
+        The draft's configuration.
     layer : int
-        What to tell ``attend``.
+        The layer's index, which ``attend`` gets.
     input_size : int
-        Width of the input, ``2 * hidden_size`` in EAGLE-3.
+        The width of the input, ``2 * hidden_size`` in EAGLE-3.
     """
 
     def __init__(self, config: LlamaConfig, layer: int, input_size: int) -> None:
@@ -68,7 +68,7 @@ class DraftAttention(nn.Module):
 
 
 class EagleLayer(nn.Module):
-    """A Llama decoder layer; the first one of a head is published without its input norm."""
+    """A Llama decoder layer; a head's first one is published without its input norm."""
 
     def __init__(self, config: LlamaConfig, layer: int, *, input_norm: bool) -> None:
         super().__init__()
@@ -85,9 +85,9 @@ class EagleLayer(nn.Module):
 
 
 class Eagle3Layer(nn.Module):
-    """EAGLE-3's layer: it attends over embedding and hidden state side by side.
+    """The layer of EAGLE-3, which attends with embedding and hidden state side by side.
 
-    Its residual stream begins with the hidden state, or with the norm of it
+    Its residual stream begins with the hidden state, or with the norm of the hidden state
     (``norm_before_residual``).
     """
 
@@ -103,7 +103,7 @@ class Eagle3Layer(nn.Module):
     def forward(
         self, embeds: Tensor, x: Tensor, rope: Rope, attend: Attend, rows: Tensor | None
     ) -> Tensor:
-        """Map two ``[T, H]`` to ``[R, H]``; ``x`` alone is the residual stream."""
+        """Map ``embeds`` and the residual stream ``x``, ``[T, H]`` each, to ``[R, H]``."""
         normed = self.hidden_norm(x)
         both = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
         stream = normed if self.norm_before_residual else x
@@ -111,16 +111,16 @@ class Eagle3Layer(nn.Module):
 
 
 class HeadWeights(nn.Module):
-    """What any head may bring along instead of sharing the target's.
+    """The embedding and the output projection of a head that does not share the target's.
 
     Parameters
     ----------
     config : LlamaConfig
-        Of the draft, with the target's ``vocab_size``.
+        The draft's configuration, with the target's ``vocab_size``.
     names : set of str
-        The checkpoint's tensors: they tell which optional parts it has.
+        The names of the checkpoint's tensors, which tell the optional parts that it has.
     draft_vocab_size : int
-        Vd.
+        Vd, the number of tokens that the draft predicts.
     """
 
     def __init__(self, config: LlamaConfig, names: set[str], draft_vocab_size: int) -> None:
@@ -135,7 +135,7 @@ class HeadWeights(nn.Module):
 
 
 class EagleWeights(HeadWeights):
-    """An EAGLE-1 or EAGLE-2 checkpoint, under its names."""
+    """The weights of an EAGLE-1 or EAGLE-2 checkpoint, under its names."""
 
     def __init__(self, config: LlamaConfig, names: set[str]) -> None:
         super().__init__(config, names, config.vocab_size)
@@ -146,23 +146,23 @@ class EagleWeights(HeadWeights):
         )
 
 
-#: Norms that an EAGLE-3 head of vLLM's speculators may have besides the paper's, by its settings:
-#: of the hidden state before the residual stream begins, of all features side by side or of each
+#: Settings of vLLM's speculators for norms that the paper's EAGLE-3 head has not: the norm of the
+#: hidden state before the residual stream begins, of all features side by side or of each one
 #: before they are mixed, and of the hidden state that the next draft step continues.
 EAGLE3_NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 class Eagle3Weights(HeadWeights):
-    """An EAGLE-3 checkpoint, under its names.
+    """The weights of an EAGLE-3 checkpoint, under its names.
 
     Parameters
     ----------
     config, names, draft_vocab_size
         See `HeadWeights`.
     features : sequence of int
-        Widths of the hidden states that are mixed, F together.
+        The widths of the hidden states that are mixed, which add up to F.
     norms : set of str
-        Which of `EAGLE3_NORMS` it has.
+        The norms of `EAGLE3_NORMS` that the head has.
     """
 
     def __init__(
@@ -175,8 +175,8 @@ class Eagle3Weights(HeadWeights):
     ) -> None:
         super().__init__(config, names, draft_vocab_size)
         size, feature_size = config.hidden_size, sum(features)
-        if "norm_before_fc" in norms:
-            self.input_norm = _norm(config, feature_size)
+        self.input_norm = _norm(config, feature_size) if "norm_before_fc" in norms else None
+        self.fc_norm: nn.ModuleList | None = None
         if "fc_norm" in norms:
             self.fc_norm = nn.ModuleList(_norm(config, width) for width in features)
         # A head that reads one hidden state of its own size has nothing to mix.
@@ -187,32 +187,32 @@ class Eagle3Weights(HeadWeights):
         self.norm_output = "norm_output" in norms
 
     def norm_features(self, states: Tensor) -> Tensor:
-        """Norm the features ``[T, F]``, or equal parts of them, where the head has norms for it."""
-        norms = [self.input_norm] if hasattr(self, "input_norm") else getattr(self, "fc_norm", ())
-        if not norms:
-            return states
-        parts = states.chunk(len(norms), dim=-1)
-        return torch.cat([norm(part) for norm, part in zip(norms, parts, strict=True)], dim=-1)
+        """Apply the norms of the features ``[T, F]``, if the head has any."""
+        if self.fc_norm is not None:
+            parts = states.chunk(len(self.fc_norm), dim=-1)
+            pairs = zip(self.fc_norm, parts, strict=True)
+            return torch.cat([norm(part) for norm, part in pairs], dim=-1)
+        return states if self.input_norm is None else self.input_norm(states)
 
 
 @dataclass(frozen=True, eq=False)
 class DraftHead:
-    """What the two heads have in common.
+    """The parts that the heads of all EAGLE versions have.
 
     Parameters
     ----------
     embed_tokens : nn.Embedding
         ``[V, H]``, over target token ids; the target's own unless the checkpoint has one.
     lm_head : nn.Linear
-        ``[Vd, H]``; likewise.
+        ``[Vd, H]``; the target's own unless the checkpoint has one.
     rope : LlamaRotaryEmbedding
-        Position embedding of the draft.
+        The draft's position embedding.
     layers : tuple of AttnConfig
-        One per decoder layer.
+        The attention geometry of every layer.
     features : FeatureSpec
-        What the target must return: pass it to `HFTarget.with_features`.
+        The hidden states that the target must give: pass it to `HFTarget.with_features`.
     feature_size : int
-        F, the width of that.
+        F, the width of the features.
     """
 
     embed_tokens: nn.Embedding
@@ -245,7 +245,7 @@ class DraftHead:
 
 @dataclass(frozen=True, eq=False)
 class EagleHead(DraftHead):
-    """The draft of EAGLE-1 and EAGLE-2: continues the target's last hidden state."""
+    """The draft of EAGLE-1 and EAGLE-2, which continues the target's last hidden state."""
 
     weights: EagleWeights
 
@@ -283,12 +283,12 @@ class EagleHead(DraftHead):
 
 @dataclass(frozen=True, eq=False)
 class Eagle3Head(DraftHead):
-    """The draft of EAGLE-3: continues a mix of several of the target's layers.
+    """The draft of EAGLE-3, which continues a mix of several of the target's layers.
 
     Parameters
     ----------
     weights : Eagle3Weights
-        The checkpoint.
+        The checkpoint's weights.
     target_ids : Tensor
         ``[Vd]`` int64, the target token id of each draft token id.
     """
@@ -332,7 +332,7 @@ def _norm(config: LlamaConfig, size: int | None = None) -> Any:
 
 
 def _feed_forward(layer: EagleLayer | Eagle3Layer, x: Tensor, rows: Tensor | None) -> Tensor:
-    """Finish a layer, on the wanted rows only: only attention needs the others."""
+    """Finish a layer for the wanted rows: only attention needs the other tokens."""
     if rows is not None:
         x = x[rows]
     out: Tensor = x + layer.mlp(layer.post_attention_layernorm(x))

@@ -1,4 +1,4 @@
-"""Any Hugging Face causal language model as a target, through transformers' attention interface."""
+"""Targets from Hugging Face, which attend through transformers' attention interface."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FeatureSpec:
-    """Which of the target's hidden states a draft reads.
+    """The hidden states of the target that a draft reads.
 
     Parameters
     ----------
     hidden_states : tuple of int
-        Indices in Hugging Face's numbering: ``i`` enters layer ``i`` (so it leaves layer
-        ``i - 1``), and ``num_layers`` is the state after the final norm. Several are
-        concatenated in the order given. Empty: no features.
+        Indices in Hugging Face's numbering: state ``i`` enters layer ``i`` and leaves layer
+        ``i - 1``, and state ``num_layers`` is that after the final norm. Several states are
+        concatenated in the order given; none are no features.
     """
 
     hidden_states: tuple[int, ...] = ()
@@ -51,21 +51,21 @@ class FeatureSpec:
 
 @dataclass(frozen=True, eq=False)
 class HFTarget:
-    """A Hugging Face causal LM that computes its attention with whatever is passed to `forward`.
+    """A Hugging Face causal LM whose attention is the ``attend`` of each `forward`.
 
-    Build one with `from_pretrained` or `from_model`. The model is not patched: transformers
-    dispatches attention by name, and keyword arguments of a model's call reach that dispatch.
+    `from_pretrained` and `from_model` make one. The model is not patched: transformers dispatches
+    attention by name, and keyword arguments of the model's call reach that dispatch.
 
     Parameters
     ----------
     module : PreTrainedModel
         The model, in evaluation mode and without gradients.
     name : str
-        Folder or Hub id, for messages and for the tokenizer.
+        The model's folder or Hub id, for messages and for the tokenizer.
     layers : tuple of AttnConfig
-        One per layer.
+        The attention geometry of every layer.
     features : FeatureSpec
-        What `forward` returns as hidden states.
+        The hidden states that `forward` returns.
     """
 
     module: Any
@@ -81,22 +81,22 @@ class HFTarget:
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
     ) -> Self:
-        """Load a model folder or a model from the Hub.
+        """Load a model from a folder or from the Hub.
 
         Parameters
         ----------
         path_or_id : str or Path
             A folder as `save_pretrained` writes it, or the name of a model on the Hub.
         dtype : torch.dtype, optional
-            Of the weights; the checkpoint's own if None.
+            The dtype of the weights; the checkpoint's own if None.
         device : torch.device or str
-            Where to put the weights.
+            The device of the weights.
 
         Raises
         ------
         ModelError
-            With ``argument`` "target" and one line: not found, unreachable, gated, corrupt,
-            incomplete, or a model whose attention this library does not compute.
+            If the model is not found, unreachable, gated, corrupt or incomplete, or if this
+            library does not compute its attention. ``argument`` is "target".
         """
         name = locate("target", path_or_id)
         with blaming("target", name):
@@ -121,19 +121,21 @@ class HFTarget:
 
     @classmethod
     def from_model(cls, module: Any, *, name: str = "") -> Self:
-        """Wrap a model that is already built; its attention implementation is switched.
+        """Wrap a model that is built already, and switch its attention implementation.
+
+        Two short forwards show what attention it computes.
 
         Raises
         ------
         ModelError
-            If the model computes attention this library does not.
+            If this library does not compute the model's attention.
         """
         module.eval().requires_grad_(False)
         layers = probe_layers(module, module.config.get_text_config(decoder=True))
         return cls(module, name or module.name_or_path, layers)
 
     def with_features(self, features: FeatureSpec) -> Self:
-        """Return a target over the same weights that returns ``features`` as hidden states.
+        """Return a target of the same weights that gives ``features`` as hidden states.
 
         Raises
         ------
@@ -165,7 +167,7 @@ class HFTarget:
 
     @property
     def _rescaling(self) -> dict[str, int]:
-        """Rope types that rescale a batch by its longest position, and up to where they do not."""
+        """The rope types that rescale a batch by its longest context, and from which length on."""
         longest = int(self.config.max_position_embeddings)
         ropes = getattr(self.config, "rope_parameters", None) or {}
         found = {}
@@ -177,13 +179,13 @@ class HFTarget:
         return found
 
     def for_context(self, max_context_len: int) -> Self:
-        """Return the target itself, unless positions of so long a context depend on the batch.
+        """Return the target itself, if its rope type rotates contexts of that length.
 
         Raises
         ------
         ModelError
-            If a request longer than the rope type's own limit would change what it and others in
-            its batch compute, and what their cached keys were.
+            If a request of that length would rotate all tokens of its batch in another way, and
+            make the keys in the pool wrong.
         """
         for kind, limit in self._rescaling.items():
             if max_context_len > limit:
@@ -206,12 +208,12 @@ class HFTarget:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self.embed_tokens.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights and of the hidden states."""
+        """The dtype of weights and hidden states."""
         return self.embed_tokens.weight.dtype
 
     @property
@@ -248,7 +250,7 @@ class HFTarget:
             position_ids=positions[None],
             use_cache=False,
             return_dict=True,
-            # All of them: what a list of indices selects differs between transformers versions.
+            # What a list of indices selects differs between versions of transformers.
             output_hidden_states=bool(self.features.hidden_states),
             specattn_attention=partial(_attention, attend),
             **({"logits_to_keep": rows} if narrow else {}),
@@ -289,7 +291,7 @@ def tokenizer_of(name: str) -> Any:
 def _attention(
     attend: Attend, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any
 ) -> Tensor:
-    """Attend in the library's layout: ``[1, heads, T, D]`` in, ``[1, T, heads, Dv]`` out."""
+    """Call ``attend`` for a layer: ``[1, heads, T, D]`` each to ``[1, T, heads, Dv]``."""
     q, k, v = (heads[0].transpose(0, 1).contiguous() for heads in (query, key, value))
     return attend(module.layer_idx, q, k, v)[None]
 
@@ -310,7 +312,7 @@ def _check_quantised(name: str, config: Any) -> None:
 
 
 def _check_complete(name: str, info: dict[str, Any]) -> None:
-    """Refuse weights that transformers would have initialised at random."""
+    """Refuse a checkpoint with weights missing, which transformers would draw at random."""
     if missing := info["missing_keys"]:
         raise ModelError("target", f"{name} lacks the tensor {count_from_first(missing)}")
     # Each comes with the two shapes.

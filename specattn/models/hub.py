@@ -1,4 +1,4 @@
-"""Reading model folders, local or from the Hugging Face Hub, quietly and with one-line errors."""
+"""Finds and reads model folders, here or on the Hugging Face Hub, with one-line errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the advice and the progress bars of transformers and the Hub, then restore them."""
+    """Silence the warnings and progress bars of transformers and the Hub for a while."""
     bars = hf_logging.is_progress_bar_enabled()
     levels = hf_logging.get_verbosity(), hub_logging.get_verbosity()
     hf_logging.disable_progress_bar()
@@ -42,7 +42,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def blaming(argument: str, name: str) -> Iterator[None]:
-    """Load quietly; turn whatever the libraries raise into a `ModelError` about ``name``."""
+    """Load quietly, and turn any error into a `ModelError` about ``name``."""
     try:
         with quiet():
             yield
@@ -54,7 +54,7 @@ def blaming(argument: str, name: str) -> Iterator[None]:
 
 
 def locate(argument: str, path_or_id: str | Path) -> str:
-    """Return the path of a model folder, or what can only be the name of a model on the Hub.
+    """Return the path of a model folder, or the name of a model on the Hub.
 
     Raises
     ------
@@ -73,12 +73,12 @@ def locate(argument: str, path_or_id: str | Path) -> str:
 
 
 def fetch(argument: str, path_or_id: str | Path, patterns: list[str]) -> Path:
-    """Return a model's folder, after fetching the files that match from the Hub if need be.
+    """Return a model's folder, and fetch the files of these patterns if it is on the Hub.
 
     Raises
     ------
     ModelError
-        If there is neither a folder nor a repository that can be reached.
+        If there is neither such a folder nor a repository that can be reached.
     """
     name = locate(argument, path_or_id)
     if Path(name).is_dir():
@@ -88,9 +88,9 @@ def fetch(argument: str, path_or_id: str | Path, patterns: list[str]) -> Path:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type if it has none.
+    """Return the first line of an error's message, or its type if there is none.
 
-    A line that only announces others, as by ``one of:``, comes with them.
+    A first line that ends in a colon announces the others: all of them are returned then.
     """
     if isinstance(error, KeyError):
         return f"there is no {error}"
@@ -101,13 +101,13 @@ def first_line(error: BaseException) -> str:
 
 
 def count_from_first(names: Collection[str]) -> str:
-    """Return the first of some names, and how many more there are."""
+    """Return the first of the names in order, and the number of the others."""
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return min(names) + more
 
 
 def _cause(error: BaseException) -> str:
-    """Say in one line why a load failed, by the outermost error of the chain that tells."""
+    """Say in one line why a load failed, by the first known error of the chain."""
     link: BaseException | None = error
     while link is not None:
         for kinds, text in _CAUSES:
