@@ -38,7 +38,7 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The shape of a forward, all that a backend learns of its mode.
+    """The shape of a forward; a backend learns nothing else.
 
     Parameters
     ----------

@@ -155,7 +155,7 @@ def _pad(target: Tensor, spec: Spec, dims: Any) -> None:
 
 @cache
 def _pad_row(pad: Callable[[Any], Tensor], dims: Any, device: torch.device) -> Tensor:
-    """Return a padding row, kept on the device so that no step copies it."""
+    """Return a padding row; it stays on the device between steps."""
     return pad(dims).to(device)
 
 

@@ -225,7 +225,7 @@ def check_plan(plan: Plan, device: torch.device) -> None:
 
 
 def _expected(plan: Plan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return the shape and dtype that each tensor of a plan must have."""
+    """Return the shape and dtype that a plan's tensors must have."""
     if isinstance(plan, CsrPlan):
         batch, topk = len(plan.out_slots), plan.layout.q_len
         return {
