@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 def refusals(setting: Setting) -> None:
     """Whatever is not declared is refused, by `reasons` or with an UnsupportedError."""
-    promised, tree = setting.factory.capabilities, MODES["tree_verify"]
+    declared, tree = setting.factory.capabilities, MODES["tree_verify"]
     chain = MODES["decode"]
     undeclared: dict[str, Callable[[], Case]] = {
         str(dtype): partial(setting.case, chain, [9], dtype=dtype)
         for dtype in (torch.float32, torch.float16, torch.bfloat16)
-        if dtype not in promised.dtypes
+        if dtype not in declared.dtypes
     }
     cases: dict[str, Callable[[], Case]] = {
         "trees": lambda: setting.case(tree, [9]),
@@ -41,11 +41,11 @@ def refusals(setting: Setting) -> None:
         "cap": lambda: setting.case(chain, [9], logit_cap=2.0),
         "deterministic": lambda: setting.case(chain, [9], deterministic=True),
     }
-    undeclared |= {name: make for name, make in cases.items() if not getattr(promised, name)}
-    if promised.page_size > 1:
-        half = promised.page_size // 2
+    undeclared |= {name: make for name, make in cases.items() if not getattr(declared, name)}
+    if declared.page_size > 1:
+        half = declared.page_size // 2
         undeclared[f"page_size {half}"] = partial(setting.case, chain, [9], page_size=half)
-    if FLOAT8 not in promised.kv_dtypes:
+    if FLOAT8 not in declared.kv_dtypes:
         undeclared[f"kv_dtype {FLOAT8}"] = partial(setting.case, chain, [9], kv_dtype=FLOAT8)
     for name, make in undeclared.items():
         try:

@@ -75,8 +75,8 @@ def make_words(
     """Bit sets and depths: ``(bits of each query, depth of each query, depth of each tail key)``.
 
     ``chain``: causal, query i is tail key i. ``tree``: a random tree over the tail, the queries
-    being its last nodes. ``draft``: ``q_len`` branches, the tail step-major. ``any``: random bits,
-    some rows empty, all bits past the tail set.
+    being its last nodes. ``draft``: ``q_len`` branches, the tail step-major. ``alone``: every query
+    sees its own key only. ``any``: random bits, some rows empty, all bits past the tail set.
     """
     shift = tail_len - q_len
     if mode == "any":
@@ -86,6 +86,8 @@ def make_words(
         return [row | beyond for row in bits], [rng.randrange(6) for _ in range(q_len)], depths
     if mode == "chain":
         parent = list(range(-1, tail_len - 1))
+    elif mode == "alone":
+        parent = [-1] * tail_len
     elif mode == "draft":
         parent = [
             (j // q_len - 1) * q_len + rng.randrange(q_len) if j >= q_len else -1
@@ -331,7 +333,14 @@ def make_csr_case(lengths: list[int], **form: Any) -> Case:
 
 
 def make_lists_case(
-    lengths: list[int], *, topk: int, step: int, pads: int = 0, width: int = 0, **form: Any
+    lengths: list[int],
+    *,
+    topk: int,
+    step: int,
+    pads: int = 0,
+    width: int = 0,
+    begin: int = 0,
+    **form: Any,
 ) -> Case:
     """Build draft step ``step`` as index lists: prefix, ancestors and itself for every branch.
 
@@ -345,6 +354,8 @@ def make_lists_case(
         Padding requests at the end; their branches list slot 0.
     width : int
         Entries of ``kv_indices``; a few more than needed if 0.
+    begin : int
+        Entries of others before the first list.
     **form
         The fields of `Form`.
     """
@@ -361,15 +372,19 @@ def make_lists_case(
         pads * topk
     )
     stale = len(tree.k_cache) - 1
-    args = _csr(lists, stale, width or sum(map(len, lists)) + 3)
+    args = _csr(lists, stale, width or begin + sum(map(len, lists)) + 3, begin)
     device = tree.q.device
     return replace(tree, kind="lists", args={n: t.to(device) for n, t in args.items()})
 
 
-def _csr(lists: list[list[int]], stale: int, width: int) -> dict[str, Tensor]:
-    """Lists as ``kv_indptr`` and ``kv_indices``; entries past the last are stale."""
-    indptr = torch.zeros(len(lists) + 1, dtype=torch.int32)
-    indptr[1:] = torch.tensor([len(row) for row in lists]).cumsum(0)
+def _csr(lists: list[list[int]], stale: int, width: int, begin: int = 0) -> dict[str, Tensor]:
+    """Lists as ``kv_indptr`` and ``kv_indices``; entries past the last are stale.
+
+    Those before the first are others' keys, as in the second half of a batch.
+    """
+    indptr = torch.full((len(lists) + 1,), begin, dtype=torch.int32)
+    indptr[1:] += torch.tensor([len(row) for row in lists]).cumsum(0).int()
     flat = [slot for row in lists for slot in row]
+    flat = [flat[-1 - i % len(flat)] for i in range(begin)] + flat
     indices = torch.tensor(flat + [stale] * (width - len(flat)), dtype=torch.int32)
     return {"kv_indptr": indptr, "kv_indices": indices}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specattn.batch import Phase
+from specattn.testing.oracle import ConformanceError
 from specattn.testing.setting import MODES, Mode
 
 if TYPE_CHECKING:
@@ -60,7 +61,28 @@ class Scenario:
         setting.session(case).forward(None, self.broken)
 
 
-def scenarios(promised: Capabilities, *, evicts: bool) -> Iterator[Scenario]:
+class LargeLogits(Scenario):
+    """One visible key decides, however far its logit is from 0.
+
+    Hidden keys weigh nothing beside a logit of -10,000, and an exponential of 10,000 is none. Each
+    query sees one key, so no logit need be precise.
+    """
+
+    def __call__(self, setting: Setting) -> None:
+        """Run it over memory of numbers: what is not finite is the backend's doing."""
+        case = setting.case(self.mode, self.lengths, **self.options)
+        # logits of some 7,000 whatever the heads' width; libraries mask with -50,000
+        case.sm_scale = 7e3 * case.q.shape[2] ** -0.5
+        for pool in (case.k_cache, case.v_cache):
+            pool.nan_to_num_(0.5)
+        try:
+            # a logit that cancels has few digits, and so would the lse
+            setting.session(case).forward(None, self.broken, lse=False)
+        except ConformanceError as error:
+            raise ConformanceError(self.broken, error.detail) from error
+
+
+def scenarios(declared: Capabilities, *, evicts: bool) -> Iterator[Scenario]:
     """Yield every scenario of a backend's dtypes and pages.
 
     With ``evicts``, also those in which keys outside every window are gone.
@@ -68,8 +90,8 @@ def scenarios(promised: Capabilities, *, evicts: bool) -> Iterator[Scenario]:
     for name, mode in MODES.items():
         level = SMOKE if name in ("decode", "tree_verify", "prompt_extend") else QUICK
         yield Scenario(name, "modes", mode, level, mode.needs)
-    yield from _options(promised.dtypes, max(16, promised.page_size))
-    yield from _stored(promised, max(16, promised.page_size))
+    yield from _options(declared.dtypes, max(16, declared.page_size))
+    yield from _stored(declared, max(16, declared.page_size))
     if evicts:
         yield from _sweep(
             "unused memory",
@@ -79,9 +101,10 @@ def scenarios(promised: Capabilities, *, evicts: bool) -> Iterator[Scenario]:
             },
             needs=("window",),
         )
-    yield from _pages(promised.page_size)
+    yield from _pages(declared.page_size)
     yield from _shapes()
     yield from _trees()
+    yield from _edges()
 
 
 def _sweep(
@@ -157,8 +180,8 @@ def _options(dtypes: tuple[torch.dtype, ...], page: int) -> Iterator[Scenario]:
     yield from _sweep("scale", {"sharp": (FULL, {"scale": 20.0})})
 
 
-def _stored(promised: Capabilities, page: int) -> Iterator[Scenario]:
-    for stored, dtype in product(promised.kv_dtypes, promised.dtypes):
+def _stored(declared: Capabilities, page: int) -> Iterator[Scenario]:
+    for stored, dtype in product(declared.kv_dtypes, declared.dtypes):
         name = "_".join(str(x).removeprefix("torch.") for x in (stored, dtype))
         form = {"dtype": dtype, "kv_dtype": stored, "kv_scales": SCALES}
         level = SMOKE if dtype == torch.float16 else QUICK
@@ -221,7 +244,8 @@ def _shapes() -> Iterator[Scenario]:
             f"head_{k}_{v}": (level, {"head_dim": k, "v_head_dim": v})
             for level, k, v in (
                 (QUICK, 128, 128),
-                (FULL, 80, 80),
+                (QUICK, 80, 80),
+                (QUICK, 64, 48),
                 (FULL, 96, 96),
                 (FULL, 256, 256),
                 (FULL, 192, 128),
@@ -245,9 +269,9 @@ def _trees() -> Iterator[Scenario]:
         mode = Mode("tree", {"mode": "tree", "q_len": q_len})
         level = QUICK if q_len in (17, 64, 65) else FULL
         yield Scenario(f"tree_of_{q_len}", "trees", mode, level, ("trees",), [20, 3])
-    for q_len, tail in ((4, 31), (7, 70), (3, 128), (20, 130)):
+    for q_len, tail in ((4, 31), (7, 70), (3, 128), (20, 130), (5, 300)):
         mode = Mode("tree", {"mode": "any", "q_len": q_len, "tail_len": tail})
-        level = QUICK if tail in (31, 70) else FULL
+        level = FULL if tail in (128, 130) else QUICK
         yield Scenario(f"any_bits_{tail}", "trees", mode, level, ("trees",), [33, 9, 40])
     blind = Mode("tree", {"mode": "any", "q_len": 9, "tail_len": 20})
     # without a prefix, the rows that see no node see no key
@@ -264,3 +288,28 @@ def _trees() -> Iterator[Scenario]:
         yield Scenario(f"draft_{topk}_step_{step}", "trees", mode, level, mode.needs, [33, 0])
         mode = Mode("lists", {"topk": topk, "step": step})
         yield Scenario(f"lists_{topk}_step_{step}", "trees", mode, level, mode.needs, [33, 0])
+
+
+def _edges() -> Iterator[Scenario]:
+    """Yield what a backend may get right by luck: lists that begin later, and edges of numbers."""
+    later = Mode("lists", {"topk": 3, "step": 2, "begin": 29})
+    yield Scenario("draft_lists-later", "index lists", later, QUICK, later.needs)
+    # positions of any bits are random, so some visible bits are of later positions
+    future = Mode("tree", {"mode": "any", "q_len": 6, "tail_len": 31})
+    options = {"window_left": 3, "evict": False}
+    needs = ("trees", "window")
+    yield Scenario("any_bits_window", "window", future, QUICK, needs, [33, 9, 40], options)
+    alone = Mode("tree", {"mode": "alone", "q_len": 9, "tail_len": 9})
+    first = Mode("lists", {"topk": 3, "step": 0})
+    for name, mode in (("decode", MODES["decode"]), ("tree_verify", alone), ("draft_lists", first)):
+        yield LargeLogits(
+            f"{name}-large_logits", "large logits", mode, QUICK, mode.needs, [0, 0, 0, 0]
+        )
+    small = {
+        "decode": MODES["decode"],
+        "tree_verify": Mode("tree", {"mode": "tree", "q_len": 2}),
+        "draft_lists": Mode("lists", {"topk": 1, "step": 1}),
+        "prompt_extend": MODES["prompt_extend"],
+    }
+    for name, mode in small.items():
+        yield Scenario(f"{name}-long_8193", "long prefixes", mode, QUICK, mode.needs, [8193, 3])

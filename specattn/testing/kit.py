@@ -1,4 +1,4 @@
-"""The conformance kit: every promise of a backend as a named check."""
+"""The conformance kit: every declared capability as named checks."""
 
 from __future__ import annotations
 
@@ -103,9 +103,9 @@ def conformance(
         Those to test; all that are declared if empty. For builds of a library without the
         kernels of some dtype.
     validates : bool
-        Whether the backend promises to refuse wrong tensors with a ValueError that names them.
+        Whether the backend refuses wrong tensors with a ValueError that names them.
     evicts : bool
-        Whether it promises never to touch a key outside every window, so that its slot may be
+        Whether it never touches a key outside every window, so that its slot may be
         given away; a library that masks whole tiles does not.
     whole_pages : bool
         Whether it loads pages whole, so that the slots past a request's last key must hold
@@ -126,16 +126,19 @@ def conformance(
     setting = Setting(
         factory, device, tolerances or Tolerances(), geometry or Geometry(), dtypes, whole_pages
     )
-    found = [*_forwards(setting, LEVELS[level], evicts), *_lives(setting, LEVELS[level], validates)]
+    found = [
+        *_forwards(setting, LEVELS[level], evicts),
+        *_replays(setting, LEVELS[level], validates),
+    ]
     yield from (check for check in found if check.broken not in leave_out)
 
 
 def _forwards(setting: Setting, depth: int, evicts: bool) -> Iterator[Check]:
     """Yield the checks that are one forward."""
-    promised, name = setting.factory.capabilities, setting.factory.name
-    dtypes = setting.dtypes or promised.dtypes
-    for scenario in scenarios(replace(promised, dtypes=dtypes), evicts=evicts):
-        if scenario.level <= depth and all(getattr(promised, n) for n in scenario.needs):
+    declared, name = setting.factory.capabilities, setting.factory.name
+    dtypes = setting.dtypes or declared.dtypes
+    for scenario in scenarios(replace(declared, dtypes=dtypes), evicts=evicts):
+        if scenario.level <= depth and all(getattr(declared, n) for n in scenario.needs):
             yield Check(
                 scenario.name,
                 scenario.broken,
@@ -145,7 +148,7 @@ def _forwards(setting: Setting, depth: int, evicts: bool) -> Iterator[Check]:
             )
 
 
-def _lives(setting: Setting, depth: int, validates: bool) -> Iterator[Check]:
+def _replays(setting: Setting, depth: int, validates: bool) -> Iterator[Check]:
     """Yield the checks that are more than one forward."""
     for level, name, broken, run in _bodies(setting, validates):
         if level <= depth:
@@ -156,13 +159,13 @@ def _bodies(
     setting: Setting, validates: bool
 ) -> Iterator[tuple[int, str, str, Callable[[], None]]]:
     """Yield level, name, property and body of those."""
-    promised = setting.factory.capabilities
+    declared = setting.factory.capabilities
     yield SMOKE, "refusals", "capabilities", partial(capabilities.refusals, setting)
     yield SMOKE, "host_mirror", "host mirror", partial(capabilities.host_mirror, setting)
     yield SMOKE, "idle", "idle", partial(replay.idle, setting)
     yield QUICK, "interleaved_modes", "buckets", partial(replay.interleaved_modes, setting)
     for kind, need in (("tree", "trees"), ("lists", "lists")):
-        if getattr(promised, need):
+        if getattr(declared, need):
             run = partial(replay.steps, setting, kind)
             yield QUICK, f"draft_steps-{kind}", "draft steps", run
     per_mode = {
@@ -178,12 +181,12 @@ def _bodies(
         per_mode["no_sync"] = ("host sync", capabilities.no_sync)
         per_mode["graphs"] = ("graphs", capabilities.graphs)
     everywhere = {"layers", "inputs", "slots"}
-    if promised.deterministic:
+    if declared.deterministic:
         yield from _determinism(setting)
-    if promised.kv_dtypes:
+    if declared.kv_dtypes:
         per_mode["scaled_layers"] = ("stored dtypes", replay.scaled_layers)
         everywhere.add("scaled_layers")
-    if promised.lse:
+    if declared.lse:
         per_mode["no_lse"] = ("lse", replay.without_lse)
         everywhere.add("no_lse")
     if validates:
@@ -199,7 +202,7 @@ def _bodies(
 
 
 def _determinism(setting: Setting) -> Iterator[tuple[int, str, str, Callable[[], None]]]:
-    """Yield what must be the same bit for bit, and lives of deterministic forwards."""
+    """Yield what must be the same bit for bit, and replays of deterministic forwards."""
     setting = replace(setting, deterministic=True)
     modes = setting.modes()
     for name, mode in modes.items():
@@ -211,13 +214,13 @@ def _determinism(setting: Setting) -> Iterator[tuple[int, str, str, Callable[[],
         for option, body in bodies.items():
             level = SMOKE if (name, option) == ("tree_verify", "paths") else QUICK
             yield level, f"{name}-same_{option}", "deterministic", partial(body, setting, mode)
-    lives = {"growth": ("growth", replay.growth), "layers": ("layers", replay.layers)}
+    replayed = {"growth": ("growth", replay.growth), "layers": ("layers", replay.layers)}
     if setting.device.type == "cuda":
-        lives["no_sync"] = ("host sync", capabilities.no_sync)
-        lives["graphs"] = ("graphs", capabilities.graphs)
+        replayed["no_sync"] = ("host sync", capabilities.no_sync)
+        replayed["graphs"] = ("graphs", capabilities.graphs)
     for name in [n for n in ("tree_verify", "draft_tree", "draft_lists") if n in modes]:
-        for option, (broken, live) in lives.items():
-            run = partial(live, setting, modes[name])
+        for option, (broken, body) in replayed.items():
+            run = partial(body, setting, modes[name])
             yield QUICK, f"{name}-deterministic_{option}", broken, run
     for kind, need in (("tree", "draft_tree"), ("lists", "draft_lists")):
         if need in modes:

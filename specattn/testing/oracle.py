@@ -32,7 +32,7 @@ _UNWRITTEN = {
 
 
 class ConformanceError(AssertionError):
-    """A backend breaks a property it promises.
+    """A backend breaks a property that it declares.
 
     Parameters
     ----------
@@ -155,16 +155,19 @@ def _row(
     if not slots:
         zeros = torch.zeros(heads, v.shape[2], dtype=torch.float64)
         return zeros, torch.full((heads,), -math.inf, dtype=torch.float64)
-    kv_head = torch.arange(heads) // (heads // kv_heads)
-    keys = k[slots].double()[:, kv_head] * kv_scales[0]  # [N, Hq, D]
-    values = v[slots].double()[:, kv_head] * kv_scales[1]  # [N, Hq, Dv]
-    logits = (keys * q.double()).sum(-1) * sm_scale  # [N, Hq]
+    keys = k[slots].double() * kv_scales[0]  # [N, Hkv, D]
+    values = v[slots].double() * kv_scales[1]  # [N, Hkv, Dv]
+    # consecutive query heads share a KV head
+    queries = q.double().unflatten(0, (kv_heads, -1))
+    logits = torch.einsum("hgd,nhd->nhg", queries, keys).flatten(1) * sm_scale  # [N, Hq]
     if cap:
         logits = cap * torch.tanh(logits / cap)
     top = logits.amax(0)
     weights = torch.exp(logits - top)
-    out = (weights[..., None] * values).sum(0) / weights.sum(0)[:, None]
-    return out, top + torch.log(weights.sum(0))
+    total = weights.sum(0)
+    grouped = weights.unflatten(1, (kv_heads, -1))
+    out = torch.einsum("nhg,nhd->hgd", grouped, values).flatten(0, 1) / total[:, None]
+    return out, top + torch.log(total)
 
 
 def _rows(case: Case, lists: list[list[int]]) -> tuple[Tensor, Tensor]:

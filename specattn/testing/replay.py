@@ -18,6 +18,8 @@ from specattn.testing.setting import MODES, Mode, Setting
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from torch import Tensor
+
     from specattn.testing.oracle import Case
 
 BUCKET = 4
@@ -88,7 +90,7 @@ def interleaved_modes(setting: Setting) -> None:
 
 
 def steps(setting: Setting, kind: str) -> None:
-    """All draft steps are scheduled, then filled, then run one by one."""
+    """Draft steps are scheduled, then filled, then run; ancestors become known in between."""
     sessions: list[Session] = []
     for step in range(3):
         options = {"mode": "draft", "q_len": 3, "tail_len": 3 * (step + 1)}
@@ -98,11 +100,35 @@ def steps(setting: Setting, kind: str) -> None:
     for _ in range(2):
         for session in sessions:
             session.schedule()
+        ancestors = [_forget_ancestors(session.live) for session in sessions]
         for session in sessions:
             session.bound.fill()
-        for session in sessions:
+        for session, (tensor, known) in zip(sessions, ancestors, strict=True):
+            tensor.copy_(known)
             session.run()
             session.verdict("draft steps")
+
+
+def _forget_ancestors(live: Case) -> tuple[Tensor, Tensor]:
+    """Leave every branch of a draft step its own node alone, as before the steps have run.
+
+    Returns the tensor that names ancestors, and what it has to hold when the step runs.
+    """
+    assert live.layout is not None
+    branches, tail = live.layout.q_len, live.layout.tail
+    if live.kind == "lists":
+        # before its own node, a list ends with a node per step
+        tensor, ends = live.args["kv_indices"], live.args["kv_indptr"][1:].long()
+        known = tensor.clone()
+        for back in range(2, tail // branches + 1):
+            tensor[ends - back] = known[ends - 1]
+        return tensor, known
+    tensor = live.args["tail_words"]
+    known = tensor.clone()
+    own = torch.arange(tail - branches, tail, device=tensor.device)
+    tensor.zero_()
+    tensor[:, torch.arange(branches, device=tensor.device), own // 64] = 1 << own % 64
+    return tensor, known
 
 
 def layers(setting: Setting, mode: Mode) -> None:
@@ -135,16 +161,16 @@ def scaled_layers(setting: Setting, mode: Mode) -> None:
 
 def _stored(setting: Setting, mode: Mode) -> Session:
     """Bind to a pool of the first stored dtype, under queries of the first dtype that may."""
-    promised = setting.factory.capabilities
+    declared = setting.factory.capabilities
     refused = UnsupportedError("this check", ["no dtype is declared"])
-    for dtype in promised.dtypes:
+    for dtype in declared.dtypes:
         try:
             return setting.session(
                 setting.case(
                     mode,
                     [33, 5, 0],
                     dtype=dtype,
-                    kv_dtype=promised.kv_dtypes[0],
+                    kv_dtype=declared.kv_dtypes[0],
                     kv_scales=(2.0, 0.5),
                 )
             )

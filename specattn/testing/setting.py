@@ -186,9 +186,9 @@ class Setting:
 
     def modes(self) -> dict[str, Mode]:
         """Return the modes the declared capabilities cover."""
-        promised = self.factory.capabilities
+        declared = self.factory.capabilities
         return {
             name: mode
             for name, mode in MODES.items()
-            if all(getattr(promised, need) for need in mode.needs)
+            if all(getattr(declared, need) for need in mode.needs)
         }

@@ -20,10 +20,11 @@ class Bound(BoundAttention):
     """What torch_native bound, for a mutant to get wrong."""
 
     def __init__(self, backend: Mutant, plan: Any) -> None:
-        self.backend, self.plan, self.scales = backend, plan, KVScales()
+        self.backend, self.scales = backend, KVScales()
+        self.given = self.plan = plan
 
     def fill(self) -> None:
-        self.first = None
+        self.plan = self.backend.filled(self.given)
 
     def run(self, q, k_cache, v_cache, out, lse=None) -> None:
         backend = self.backend
@@ -49,6 +50,9 @@ class Mutant(TorchNativeBackend):
 
     def bind(self, plan: Any) -> Any:
         return Bound(self, plan)
+
+    def filled(self, plan: Any) -> Any:
+        return plan
 
     def tweaked(self, config: Any) -> Any:
         return config
@@ -385,3 +389,157 @@ class DependsOnTheBatch(Mutant):
     def attend(self, run, q, k_cache, v_cache, out, lse):
         run(q, k_cache, v_cache, out, lse)
         out.mul_(1 + self.noise)
+
+
+class StartsListsAtZero(Mutant):
+    """A half batch's lists begin where the other half's end."""
+
+    def seen(self, plan):
+        if not isinstance(plan, CsrPlan):
+            return plan
+        return replace(plan, kv_indptr=plan.kv_indptr - plan.kv_indptr[0])
+
+
+class ForgetsBeyondFiveThousand(Mutant):
+    """A token short, and only there."""
+
+    def seen(self, plan):
+        if not isinstance(plan, AttnPlan):
+            return plan
+        lens = plan.seq_lens
+        return replace(plan, seq_lens=torch.where(lens > 5000, lens - 1, lens))
+
+
+class ForgetsInLongLists(Mutant):
+    """A token short, in index lists of more than 5,000."""
+
+    def seen(self, plan):
+        if not isinstance(plan, CsrPlan):
+            return plan
+        begins, lens = plan.kv_indptr[:-1], plan.kv_indptr.diff()
+        kept = [
+            plan.kv_indices[begin + (length > 5000) : begin + length]
+            for begin, length in zip(begins.tolist(), lens.tolist(), strict=True)
+        ]
+        ends = torch.tensor([0, *(len(one) for one in kept)]).cumsum(0).int()
+        return replace(plan, kv_indptr=ends, kv_indices=torch.cat(kept))
+
+
+class ScalesByThePaddedHeadSize(Mutant):
+    def tweaked(self, config):
+        padded = 1 << (config.head_dim - 1).bit_length()
+        return replace(config, sm_scale=config.sm_scale * (config.head_dim / padded) ** 0.5)
+
+
+class TakesValuesAsWideAsKeys(Mutant):
+    """Finds a value by the stride of keys."""
+
+    def attend(self, run, q, k_cache, v_cache, out, lse):
+        numbers = torch.zeros(k_cache.shape)
+        numbers.flatten()[: v_cache.numel()] = v_cache.flatten().nan_to_num(0.5)
+        run(q, k_cache, numbers.to(v_cache)[..., : v_cache.shape[2]], out, lse)
+
+
+class IgnoresWordsAfterTheSecond(Mutant):
+    """Trees of more than 128 nodes."""
+
+    def seen(self, plan):
+        if not isinstance(plan, AttnPlan):
+            return plan
+        words = plan.tail_words.clone()
+        words[..., 2:] = 0
+        return replace(plan, tail_words=words)
+
+
+class ReadsWordsWhenFilled(Mutant):
+    """Ancestors of a draft step become known after its `fill`."""
+
+    def filled(self, plan):
+        if not isinstance(plan, AttnPlan):
+            return plan
+        return replace(plan, tail_words=plan.tail_words.clone())
+
+
+class ReadsListsWhenFilled(Mutant):
+    def filled(self, plan):
+        if not isinstance(plan, CsrPlan):
+            return plan
+        return replace(plan, kv_indices=plan.kv_indices.clone())
+
+
+class OwnSoftmax(Mutant):
+    """A softmax of its own over `AttnPlan`, honest until a subclass overrides a step of it."""
+
+    hidden: ClassVar[float] = -math.inf
+
+    def seen(self, plan):
+        self.plan = plan
+        return plan
+
+    def prefix(self, plan, b: int) -> int:
+        return int(plan.seq_lens[b])
+
+    def near(self, distance):
+        return (distance >= 0) & (distance <= self.config.window_left)
+
+    def top(self, logits):
+        return logits.amax(-1, keepdim=True)
+
+    def attend(self, run, q, k_cache, v_cache, out, lse):
+        plan, config = self.plan, self.config
+        if not isinstance(plan, AttnPlan) or k_cache.dtype != q.dtype:
+            run(q, k_cache, v_cache, out, lse)
+            return
+        n, node, group = plan.layout.q_len, torch.arange(plan.layout.tail), q.shape[1]
+        group //= k_cache.shape[1]
+        for b in range(plan.batch):
+            length, rows = self.prefix(plan, b), slice(b * n, b * n + n)
+            bits = plan.tail_words[b][:, node // 64] >> node % 64 & 1
+            seen = torch.cat([bits.new_ones(n, length), bits], 1) != 0
+            if config.window_left >= 0:
+                places = torch.cat([torch.arange(length), plan.tail_positions[b]])
+                seen &= self.near(plan.positions[b][:, None] - places)
+            prefix = plan.req_to_token[plan.req_pool_indices[b], :length]
+            slots = torch.cat([prefix, plan.tail_slots[b]]).long()
+            keys, values = (
+                pool[slots].double().repeat_interleave(group, 1) for pool in (k_cache, v_cache)
+            )
+            logits = torch.einsum("qhd,khd->hqk", q[rows].double(), keys) * config.sm_scale
+            if config.logit_cap:
+                logits = config.logit_cap * torch.tanh(logits / config.logit_cap)
+            seen = seen & ~logits.isnan()
+            blind = ~seen.any(-1)
+            logits = logits.masked_fill(~seen, self.hidden)
+            weights = torch.exp(logits - self.top(logits).masked_fill(blind[..., None], 0))
+            weights = weights.masked_fill(blind[..., None], 0)
+            total = weights.sum(-1)
+            found = torch.einsum("hqk,khd->qhd", weights, values.nan_to_num(0))
+            out[rows] = (found / total.masked_fill(blind, 1).T[..., None]).to(out.dtype)
+            if lse is not None:
+                sums = total.log() + self.top(logits)[..., 0].masked_fill(blind, 0)
+                lse[rows] = sums.T.float()
+
+
+class MasksWithMinusTenThousand(OwnSoftmax):
+    """And spares rows without keys, as libraries do that mask so."""
+
+    hidden: ClassVar[float] = -1e4
+
+
+class SubtractsNoMaximum(OwnSoftmax):
+    def top(self, logits):
+        return torch.zeros_like(logits[..., :1])
+
+
+class LooksIntoTheFuture(OwnSoftmax):
+    """A window that is as wide to the other side."""
+
+    def near(self, distance):
+        return distance.abs() <= self.config.window_left
+
+
+class ReadsEverythingListed(OwnSoftmax):
+    """Whole table rows, whatever the lengths; what it finds of NaN it leaves out."""
+
+    def prefix(self, plan, b):
+        return plan.req_to_token.shape[1]
