@@ -67,7 +67,8 @@ class BoundTiny(BoundAttention):
         for b in range(len(self.plan.seq_lens)):
             rows, slots, pos_q, pos_k, seen = self.request(self.plan, b)
             if c.window_left >= 0:
-                seen = seen & (pos_q[:, None] - pos_k <= c.window_left)
+                distance = pos_q[:, None] - pos_k
+                seen = seen & (distance >= 0) & (distance <= c.window_left)
             used = slots[seen.any(0)].long()  # what nobody sees may be NaN
             k, v = (
                 cache[used].float().repeat_interleave(c.num_qo_heads // c.num_kv_heads, 1)
