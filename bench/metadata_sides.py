@@ -291,7 +291,7 @@ def same(name: str, found: Tensor, wanted: Tensor) -> None:
 
 
 def check_plan(bound: BoundLayers, requests: Requests) -> None:
-    """Every key tile of every request is in one chunk, and is read where the table has it.
+    """Every key tile of every request is in one split, and is read where the table has it.
 
     Raises
     ------
@@ -305,14 +305,14 @@ def check_plan(bound: BoundLayers, requests: Requests) -> None:
     same("row of the table", tables.requests[:, 0], requests.rows * table.stride(0))
     same("prefix", tables.requests[:, 1], lens)
     line = Counter[int]()
-    for count, first, request, start, prefix, *_ in tables.chunks.tolist():
+    for count, first, request, start, prefix, *_ in tables.splits.tolist():
         at = int(before[request]) + first
         line.update(range(at, at + count))
         if count and [start, prefix] != tables.requests[request, :2].tolist():
-            raise ArithmeticError(f"chunk of request {request} reads {start}, {prefix}")
+            raise ArithmeticError(f"split of request {request} reads {start}, {prefix}")
     if line != Counter(range(int(tiles.sum()))):
         wrong = {tile: count for tile, count in line.items() if count != 1}
-        raise ArithmeticError(f"of {int(tiles.sum())} tiles {len(line)} are in chunks, {wrong}")
+        raise ArithmeticError(f"of {int(tiles.sum())} tiles {len(line)} are in splits, {wrong}")
 
 
 def check_sglang(s: Sglang, requests: Requests) -> None:

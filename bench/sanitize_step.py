@@ -151,7 +151,7 @@ def plans(count: int) -> None:
         else:
             rows = torch.arange(1, batch + 1).to(DEVICE)
             cuts.append(kernel.plan_request(lens.to(DEVICE), rows, 500))
-    tables = [(k.tables.requests, k.tables.chunks, k.tables.splits) for k in kernels]
+    tables = [(k.tables.requests, k.tables.splits, k.tables.merges) for k in kernels]
     found = []
     for groups in ((cuts,), (cuts[: count // 2], cuts[count // 2 :])):
         for each in tables:

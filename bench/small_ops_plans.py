@@ -51,10 +51,10 @@ def plans(
         tiles = -(-(s.lens + kernel.tail_len) // kernel.tables.block_n)
         if not torch.equal(kernel.tables.requests[:, 5], tiles.cumsum(0) - tiles):
             raise ArithmeticError(f"{name}: wrong tiles")
-        if int(kernel.tables.chunks[:, 0].sum()) != int(tiles.sum()):
-            raise ArithmeticError(f"{name}: chunks do not hold all tiles")
+        if int(kernel.tables.splits[:, 0].sum()) != int(tiles.sum()):
+            raise ArithmeticError(f"{name}: splits do not hold all tiles")
     moved = sum(
-        size(kernel.tables.requests, kernel.tables.chunks, s.lens, s.rows) for kernel in kernels
+        size(kernel.tables.requests, kernel.tables.splits, s.lens, s.rows) for kernel in kernels
     )
     return measure(name, moved, fill, 1, rounds, count)
 

@@ -86,8 +86,8 @@ class Named:
 
 
 LATENT = [
-    Named(replace(GLUON, min_tiles=2), "chunks of 2 tiles"),
-    Named(replace(GLUON, min_tiles=4), "chunks of 4 tiles"),
+    Named(replace(GLUON, min_tiles=2), "splits of 2 tiles"),
+    Named(replace(GLUON, min_tiles=4), "splits of 4 tiles"),
     Named(label="merge 4 rows x 128", merge=MergeTile(4, 16, 32, 128)),
     Named(label="merge 2 rows x 256", merge=MergeTile(2, 16, 32, 256)),
     Named(label="merge 4 rows x 256", merge=MergeTile(4, 8, 16, 256)),

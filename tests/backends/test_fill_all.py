@@ -73,7 +73,7 @@ def leaves(bounds) -> list:
 def tables_of(bounds) -> list[torch.Tensor]:
     """All tables of the bounds' plans."""
     plans = [leaf.kernel.tables for leaf in leaves(bounds)]
-    return [table for plan in plans for table in (plan.requests, plan.chunks, plan.splits)]
+    return [table for plan in plans for table in (plan.requests, plan.splits, plan.merges)]
 
 
 def one_by_one(bounds) -> list[torch.Tensor]:

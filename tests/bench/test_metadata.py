@@ -163,8 +163,8 @@ def test_a_lost_chunk_is_noticed():
     seams.check()
     tables = seams.verify.attend.bounds[0].kernel.tables
     seams.phases = {}
-    tables.chunks[0, 0] += 1
-    with pytest.raises(ArithmeticError, match="are in chunks"):
+    tables.splits[0, 0] += 1
+    with pytest.raises(ArithmeticError, match="are in splits"):
         seams.check()
 
 

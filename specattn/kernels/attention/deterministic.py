@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from specattn.kernels.attention.triton_plan import PlanRequest
 
 # of the merge; neither changes a result
-_MERGE_ROWS, _MERGE_PARTS = 8, 8
+_MERGE_ROWS, _MERGE_PARTIALS = 8, 8
 
 
 class DeterministicKernels(TreeKernels):
@@ -59,7 +59,7 @@ class DeterministicKernels(TreeKernels):
                 f"split_keys must be a multiple of {tile.block_n} (a tile), got {splits.split_keys}"
             )
         self.grid = grid = Grid.of(bucket, tile)
-        # a chunk keeps parts of the one request that began before it; the first part is folded
+        # a split keeps partials of the one request that began before it; the first one is folded
         kept = min(bucket.batch, grid.splits - 1) * (
             cdiv(splits.max_keys + bucket.tail_len, splits.split_keys) - 1
         )
@@ -70,12 +70,12 @@ class DeterministicKernels(TreeKernels):
         self.extra = min(bucket.q_len, cdiv(tile.block_m, bucket.group)) - 1
         self.tables = DeterministicPlan.alloc(
             batch=bucket.batch,
-            max_chunks=grid.splits,
+            max_splits=grid.splits,
             q_len=bucket.q_len,
             tail_len=bucket.tail_len,
             window_left=bucket.window_left,
             block_n=tile.block_n,
-            split_tiles=splits.split_keys // tile.block_n,
+            partial_tiles=splits.split_keys // tile.block_n,
             extra=self.extra,
             csr=bucket.csr,
             device=bucket.device,
@@ -89,7 +89,7 @@ class DeterministicKernels(TreeKernels):
         )
 
     def workspace(self, bucket: TreeAttention) -> list[tuple[int, torch.dtype]]:
-        """Return those of the kept parts, their lse, the folded parts and their scales."""
+        """Return those of the kept partials, their lse, the folded partials and their scales."""
         rows = bucket.num_kv_heads * bucket.q_len * bucket.group
         kept, folded = self.kept_slots * rows, self.grid.splits * rows
         return [
@@ -141,7 +141,7 @@ class DeterministicKernels(TreeKernels):
             tables.paths,
             tables.path_lens,
             tables.requests,
-            tables.chunks,
+            tables.splits,
             *bucket.workspace,
             *bucket.factors,
             bucket.v_scale if bucket.kv_dtype == FLOAT8 else None,
@@ -157,7 +157,7 @@ class DeterministicKernels(TreeKernels):
             MT=grid.m_tiles,
             TOKENS=next_power_of_2((tile.block_m - 2) // bucket.group + 2),
             WIDTH=tables.paths.shape[1],
-            SPLIT=tables.split_tiles,
+            PARTIAL_TILES=tables.partial_tiles,
             EXTRA=self.extra,
             STAGES=tile.stages,
             **tile_options(tile),
@@ -165,14 +165,14 @@ class DeterministicKernels(TreeKernels):
         )
 
     def merge(self, bucket: TreeAttention, out: Tensor, lse: Tensor | None) -> None:
-        """Launch the merge of the requests that are in several chunks."""
+        """Launch the merge of the requests that are in several splits."""
         blocks = (
             bucket.num_kv_heads,
             cdiv(bucket.q_len * bucket.group, _MERGE_ROWS),
             min(self.grid.splits - 1, bucket.batch),
         )
         deterministic_merge_kernel[blocks](
-            self.tables.splits,
+            self.tables.merges,
             *bucket.workspace,
             out,
             lse,
@@ -184,7 +184,7 @@ class DeterministicKernels(TreeKernels):
             V_DIM=bucket.v_head_dim,
             V_PAD=padded(bucket.v_head_dim),
             BLOCK=_MERGE_ROWS,
-            PARTS=_MERGE_PARTS,
+            PARTIALS=_MERGE_PARTIALS,
             num_warps=4,
             **self.launch_options,
         )

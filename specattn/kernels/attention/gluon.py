@@ -43,7 +43,7 @@ def serves(head_dim: int, v_head_dim: int, kv_dtype: torch.dtype, device: torch.
 
 
 def check_gluon_tree(device: torch.device) -> None:
-    """Hold the kernel to float32 matrix products on a problem of several parts.
+    """Hold the kernel to float32 matrix products on a problem of several partials.
 
     Raises
     ------
@@ -133,7 +133,7 @@ def launch_tree(
         tail_positions,
         tail_words,
         kernels.tables.requests,
-        kernels.tables.chunks,
+        kernels.tables.splits,
         partial_out,
         partial_lse,
         k_pages,

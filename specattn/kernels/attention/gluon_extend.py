@@ -21,7 +21,7 @@ from specattn.kernels.attention.triton_tile import LN2
 
 
 @record
-class Shape:
+class ExtendConstants:
     """Constants of a launch besides those of its tiles."""
 
     GROUP: gl.constexpr
@@ -46,25 +46,25 @@ class Place:
 
 
 @gluon.jit
-def _block(place, shape, t):
+def _block(place, c, t):
     """First query row and tokens of the request; prefix, first and last position of the block."""
     BM: gl.constexpr = t.GROUPS * 64
     q_begin = gl.load(place.qo_indptr + place.req)
     q_len = gl.load(place.qo_indptr + place.req + 1) - q_begin
     prefix = gl.load(place.seq_lens + place.req)
-    first_pos = prefix + place.block * BM // shape.GROUP
-    last_pos = prefix + gl.minimum((place.block * BM + BM - 1) // shape.GROUP, q_len - 1)
+    first_pos = prefix + place.block * BM // c.GROUP
+    last_pos = prefix + gl.minimum((place.block * BM + BM - 1) // c.GROUP, q_len - 1)
     return q_begin, q_len, prefix, first_pos, last_pos
 
 
 @gluon.jit
-def _key_range(place, q_len, first_pos, last_pos, shape, t):
+def _key_range(place, q_len, first_pos, last_pos, c, t):
     """First visible key, first tile's key and number of tiles of a block; none without rows."""
     first_key = 0
     if t.WINDOW >= 0:
         first_key = gl.maximum(first_pos - t.WINDOW, 0)
     begin = first_key // t.BN * t.BN
-    has_rows = place.block * t.GROUPS * 64 < q_len * shape.GROUP
+    has_rows = place.block * t.GROUPS * 64 < q_len * c.GROUP
     return first_key, begin, gl.where(has_rows, (last_pos - begin) // t.BN + 1, 0)
 
 
@@ -72,7 +72,7 @@ def _key_range(place, q_len, first_pos, last_pos, shape, t):
 def _produce(
     ring,
     t,
-    shape,
+    c,
     place,
     k_cache,
     v_cache,
@@ -84,8 +84,8 @@ def _produce(
     V_SLOT: gl.constexpr,
     V_HEAD: gl.constexpr,
 ):
-    _, q_len, _, first_pos, last_pos = _block(place, shape, t)
-    first_key, begin, count = _key_range(place, q_len, first_pos, last_pos, shape, t)
+    _, q_len, _, first_pos, last_pos = _block(place, c, t)
+    first_key, begin, count = _key_range(place, q_len, first_pos, last_pos, c, t)
     produce(
         ring,
         t,
@@ -111,9 +111,9 @@ def _produce(
 
 
 @gluon.jit
-def _convert(raw, ring, raw_t, t, shape, place, WARPS: gl.constexpr, VALUES: gl.constexpr):
-    _, q_len, _, first_pos, last_pos = _block(place, shape, t)
-    _, _, count = _key_range(place, q_len, first_pos, last_pos, shape, t)
+def _convert(raw, ring, raw_t, t, c, place, WARPS: gl.constexpr, VALUES: gl.constexpr):
+    _, q_len, _, first_pos, last_pos = _block(place, c, t)
+    _, _, count = _key_range(place, q_len, first_pos, last_pos, c, t)
     if VALUES:
         convert(
             raw.v,
@@ -143,15 +143,15 @@ def _convert(raw, ring, raw_t, t, shape, place, WARPS: gl.constexpr, VALUES: gl.
 
 
 @gluon.jit
-def _consume(ring, t, shape, place, q, out, lse, factors, WG: gl.constexpr):
+def _consume(ring, t, c, place, q, out, lse, factors, WG: gl.constexpr):
     """Attend with the 64 packed rows of warpgroup ``WG``; a row is (token, head of the group)."""
     HEAD_DIM: gl.constexpr = t.HEAD_DIM
-    GROUP: gl.constexpr = shape.GROUP
+    GROUP: gl.constexpr = c.GROUP
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, t.BN, 16])
     values: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     loads: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    q_begin, q_len, prefix, first_pos, last_pos = _block(place, shape, t)
-    _, begin, count = _key_range(place, q_len, first_pos, last_pos, shape, t)
+    q_begin, q_len, prefix, first_pos, last_pos = _block(place, c, t)
+    _, begin, count = _key_range(place, q_len, first_pos, last_pos, c, t)
     if count > 0:
         rows = q_len * GROUP
         row0 = place.block * t.GROUPS * 64 + WG * 64
@@ -161,8 +161,8 @@ def _consume(ring, t, shape, place, q, out, lse, factors, WG: gl.constexpr):
         q_col = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, loads))
         o_col = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, values))
         q_tile = ring.q.index(WG)
-        at = (q_begin + q_row // GROUP).to(gl.int64) * shape.Q_TOKEN
-        at += (place.head * GROUP + q_row % GROUP) * shape.Q_HEAD
+        at = (q_begin + q_row // GROUP).to(gl.int64) * c.Q_TOKEN
+        at += (place.head * GROUP + q_row % GROUP) * c.Q_HEAD
         queries = gl.load(q + at[:, None] + q_col[None, :], mask=(q_row < rows)[:, None], other=0.0)
         q_tile.store(queries.to(q_tile.dtype))
         fence_async_shared()
@@ -188,17 +188,17 @@ def _consume(ring, t, shape, place, q, out, lse, factors, WG: gl.constexpr):
             gl.to_tensor(0),
             gl.to_tensor(0),
         )
-        at = (q_begin + o_row // GROUP).to(gl.int64) * shape.OUT_TOKEN
-        at += (place.head * GROUP + o_row % GROUP) * shape.OUT_HEAD
+        at = (q_begin + o_row // GROUP).to(gl.int64) * c.OUT_TOKEN
+        at += (place.head * GROUP + o_row % GROUP) * c.OUT_HEAD
         gl.store(
             out + at[:, None] + o_col[None, :],
             acc.to(out.dtype.element_ty),
             mask=(o_row < rows)[:, None],
         )
-        if shape.HAS_LSE:
+        if c.HAS_LSE:
             # every row sees itself: the sum is above 0
-            at = (q_begin + s_row // GROUP).to(gl.int64) * shape.LSE_TOKEN
-            at += (place.head * GROUP + s_row % GROUP) * shape.LSE_HEAD
+            at = (q_begin + s_row // GROUP).to(gl.int64) * c.LSE_TOKEN
+            at += (place.head * GROUP + s_row % GROUP) * c.LSE_HEAD
             gl.store(lse + at, log2_sum * LN2, mask=s_row < rows)
 
 
@@ -251,7 +251,7 @@ def gluon_extend_kernel(
     """One CTA per (block of packed rows, request, KV head)."""
     FLOAT8: gl.constexpr = RAW > 0
     t = Tile(0, 0, WINDOW, True, HAS_CAP, HEAD_DIM, GROUPS, BN, STAGES, PAGE, PRODUCERS, False, "")
-    shape = Shape(GROUP, Q_TOKEN, Q_HEAD, OUT_TOKEN, OUT_HEAD, HAS_LSE, LSE_TOKEN, LSE_HEAD)
+    c = ExtendConstants(GROUP, Q_TOKEN, Q_HEAD, OUT_TOKEN, OUT_HEAD, HAS_LSE, LSE_TOKEN, LSE_HEAD)
     factors = Factors(base2, cap_in, cap_out, v_scale, FLOAT8)
     pid = gl.program_id(0)
     req = pid // NUM_KV % batch
@@ -268,16 +268,16 @@ def gluon_extend_kernel(
         raw = make_raw_ring(k_cache.dtype.element_ty, raw_t)
         gl.warp_specialize(
             [
-                (_consume, (ring, t, shape, place, q, out, lse, factors, 0)),
-                (_consume, (ring, t, shape, place, q, out, lse, factors, 1)),
-                (_convert, (raw, ring, raw_t, t, shape, place, CONVERTERS, False)),
-                (_convert, (raw, ring, raw_t, t, shape, place, CONVERTERS, True)),
+                (_consume, (ring, t, c, place, q, out, lse, factors, 0)),
+                (_consume, (ring, t, c, place, q, out, lse, factors, 1)),
+                (_convert, (raw, ring, raw_t, t, c, place, CONVERTERS, False)),
+                (_convert, (raw, ring, raw_t, t, c, place, CONVERTERS, True)),
                 (
                     _produce,
                     (
                         raw,
                         raw_t,
-                        shape,
+                        c,
                         place,
                         k_cache,
                         v_cache,
@@ -303,14 +303,14 @@ def gluon_extend_kernel(
         ring = make_ring(k_cache.dtype.element_ty, t, PRODUCERS * 32 if PAGE == 1 else 1)
         gl.warp_specialize(
             [
-                (_consume, (ring, t, shape, place, q, out, lse, factors, 0)),
-                (_consume, (ring, t, shape, place, q, out, lse, factors, 1)),
+                (_consume, (ring, t, c, place, q, out, lse, factors, 0)),
+                (_consume, (ring, t, c, place, q, out, lse, factors, 1)),
                 (
                     _produce,
                     (
                         ring,
                         t,
-                        shape,
+                        c,
                         place,
                         k_cache,
                         v_cache,

@@ -45,8 +45,8 @@ def record(cls: Any) -> Any:
 class Tile:
     """Constants of the tiles; without a tail and with ``CAUSAL``, keys are masked by position.
 
-    With ``EARLY``, what is read before `gdc_wait` passes by the L1 cache (``CACHE``), which keeps
-    nothing of other kernels' writes up to date.
+    With ``PREFETCH``, what is read before `gdc_wait` passes by the L1 cache (``CACHE``), which
+    keeps nothing of other kernels' writes up to date.
     """
 
     TAIL: gl.constexpr
@@ -60,12 +60,12 @@ class Tile:
     STAGES: gl.constexpr
     PAGE: gl.constexpr
     PRODUCERS: gl.constexpr
-    EARLY: gl.constexpr
+    PREFETCH: gl.constexpr
     CACHE: gl.constexpr
 
 
 @record
-class Ring:
+class KVRing:
     """Stages of shared memory, and the barriers that hand them over."""
 
     q: gl.shared_memory_descriptor  # [GROUPS, 64, HEAD_DIM]
@@ -116,7 +116,7 @@ def _make_stages(
     departures: gl.constexpr,
 ):
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
-    ring = Ring(
+    ring = KVRing(
         q,
         gl.allocate_shared_memory(dtype, [t.STAGES, t.BN, t.HEAD_DIM], layout),
         gl.allocate_shared_memory(dtype, [t.STAGES, t.BN, t.HEAD_DIM], layout),
@@ -229,7 +229,7 @@ def produce(
 
     Keys from ``first_key`` to ``prefix_len`` come through ``index_row``, the others through
     ``tail_row``. A page may hold anything past its request's keys, so only tiles full of keys
-    come as pages. With ``EARLY``, tiles of the prefix alone come without waiting for the kernel
+    come as pages. With ``PREFETCH``, tiles of the prefix alone come without waiting for the kernel
     before this one, which writes keys of the tail.
     """
     BN: gl.constexpr = t.BN
@@ -248,7 +248,7 @@ def produce(
         for start in range(begin, begin + count * BN, BN):
             rows = ahead.to(gl.int64)[:, None]  # [BN, 1]
             ahead = _load_slots(index_row, tail_row, start + BN, r, first_key, prefix_len, t)
-            if t.EARLY:  # noqa: SIM102
+            if t.PREFETCH:  # noqa: SIM102
                 if (start < first_key) | (start + BN > prefix_len):
                     gdc_wait()
             mbarrier.wait(ring.k_free.index(stage), phase)
@@ -279,7 +279,7 @@ def produce(
                 )
             else:
                 rows = _load_slots(index_row, tail_row, start, r, first_key, prefix_len, t)
-                if t.EARLY:
+                if t.PREFETCH:
                     gdc_wait()
                 rows = rows.to(gl.int64)[:, None]  # [BN, 1]
                 mbarrier.wait(ring.k_free.index(stage), phase)

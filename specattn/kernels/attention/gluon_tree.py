@@ -1,19 +1,19 @@
 """Device code of tree attention for Hopper, in Gluon: the contract of `triton_tree`.
 
-A producer warpgroup and one or two consumers walk the chunk's segments; see `gluon_tile`.
+A producer warpgroup and one or two consumers walk the split's segments; see `gluon_tile`.
 
 It is a programmatic dependent launch: it may start while the kernel before it still runs, and
 what that one wrote is there after ``gdc_wait``, which lasts until it is complete and its writes
-are in memory. With ``EARLY`` the producer reads plan, index table, positions and tiles of the
+are in memory. With ``PREFETCH`` the producer reads plan, index table, positions and tiles of the
 prefix before it waits, which takes more than that rule. Let A be the attention that ran before on
 the same plan, for an earlier layer, and R the kernel before A.
 
 1. A lets its successor start (``gdc_launch_dependents``) in no CTA before that CTA has waited,
-   with ``EARLY`` or without. So when anything after A starts, R is complete and its writes are in
-   memory.
+   with ``PREFETCH`` or without. So when anything after A starts, R is complete and its writes are
+   in memory.
 2. A grid in whose every CTA some thread waits is not complete before the grid before it is; one
    that is no programmatic launch does not even start before. All kernels here are one or the
-   other, those too that let their successor start before they wait (products, glue, merges): that
+   other, those too that let their successor start before they wait (products, norms, merges): that
    lets kernels start early, not finish. So with R, everything launched before R is complete: the
    plan, the step's tables and positions, the KV commit and the stores of the step before.
 3. This kernel starts after A does: of the kernels between them, none starts before its
@@ -22,14 +22,14 @@ the same plan, for an earlier layer, and R the kernel before A.
 4. What comes after A writes activations and, right before this kernel, keys and values of the
    tail. Tiles with tail keys, or with a key left of a window, for which a tail key stands in, are
    brought after the wait. No prefix slot is a tail slot of the same forward.
-5. All else waits first, as without ``EARLY``: queries and words are read, results and partial
+5. All else waits first, as without ``PREFETCH``: queries and words are read, results and partial
    results written by consumers that have waited, so that whatever read the latter is complete.
 
 The first attention after a plan has no A: a kernel that lets its successor start before it waits,
 as the one that stores keys does, may stand between the plan and itself.
 
-By the same rule the kernel that rotates heads (`glue.rotate_store`) reads positions and slots
-before it waits, in layers that follow another one's attention.
+By the same rule the kernel that rotates heads (`fused.qk_norm_rope_store_kv`) reads positions and
+slots before it waits, in layers that follow another one's attention.
 """
 
 # no postponed annotations: aggregates read the types of their fields
@@ -52,7 +52,7 @@ from specattn.kernels.attention.triton_tile import EMPTY, LN2
 
 
 @record
-class Shape:
+class TreeConstants:
     """Constants of a launch besides those of its tiles."""
 
     Q_LEN: gl.constexpr
@@ -84,11 +84,11 @@ class Rows:
 class Work:
     """The CTA's place, the plan and the index tables."""
 
-    chunk: gl.tensor
+    split: gl.tensor
     head: gl.tensor
     m_tile: gl.tensor
     requests: gl.tensor
-    chunks: gl.tensor
+    splits: gl.tensor
     indices: gl.tensor
     positions: gl.tensor
     tail_slots: gl.tensor
@@ -103,24 +103,24 @@ class Work:
 
 @gluon.jit
 def _load_request(entry, t):
-    """A request's numbers: start in the index table, prefix, first tile, parts, split rank."""
+    """A request's numbers: start in the index table, prefix, first tile, partials, merge rank."""
     base = gl.load(entry, cache_modifier=t.CACHE)
     prefix_len = gl.load(entry + 1, cache_modifier=t.CACHE).to(gl.int32)
     first_tile = gl.load(entry + 2, cache_modifier=t.CACHE).to(gl.int32)
-    parts = gl.load(entry + 3, cache_modifier=t.CACHE).to(gl.int32)
-    split_rank = gl.load(entry + 4, cache_modifier=t.CACHE).to(gl.int32)
-    return base, prefix_len, first_tile, parts, split_rank
+    partials = gl.load(entry + 3, cache_modifier=t.CACHE).to(gl.int32)
+    merge_rank = gl.load(entry + 4, cache_modifier=t.CACHE).to(gl.int32)
+    return base, prefix_len, first_tile, partials, merge_rank
 
 
 @gluon.jit
 def _first_segment(work, t):
-    """Tiles of the chunk; its first segment: tile, request and the request's numbers."""
-    entry = work.chunks + work.chunk * 8
+    """Tiles of the split; its first segment: tile, request and the request's numbers."""
+    entry = work.splits + work.split * 8
     left = gl.load(entry, cache_modifier=t.CACHE).to(gl.int32)
     tile = gl.load(entry + 1, cache_modifier=t.CACHE).to(gl.int32)
     req = gl.load(entry + 2, cache_modifier=t.CACHE).to(gl.int32)
-    base, prefix_len, first_tile, parts, split_rank = _load_request(entry + 3, t)
-    return left, tile, req, base, prefix_len, first_tile, parts, split_rank
+    base, prefix_len, first_tile, partials, merge_rank = _load_request(entry + 3, t)
+    return left, tile, req, base, prefix_len, first_tile, partials, merge_rank
 
 
 @gluon.jit
@@ -135,15 +135,15 @@ def _bounds(tile, left, prefix_len, first_tile, t):
 
 
 @gluon.jit
-def _query_positions(work, req, prefix_len, shape, t):
+def _query_positions(work, req, prefix_len, c, t):
     """Lowest and highest position among a request's query tokens."""
     low = prefix_len - 1
     high = low
-    if not shape.CSR:
+    if not c.CSR:
         row = work.positions + req.to(gl.int64) * work.stride_pos
         low = gl.load(row, cache_modifier=t.CACHE).to(gl.int32)
         high = low
-        for i in range(1, shape.Q_LEN):
+        for i in range(1, c.Q_LEN):
             position = gl.load(row + i, cache_modifier=t.CACHE).to(gl.int32)
             low = gl.minimum(low, position)
             high = gl.maximum(high, position)
@@ -155,7 +155,7 @@ def _produce(
     ring,
     work,
     t,
-    shape,
+    c,
     k_cache,
     v_cache,
     k_pages,
@@ -165,7 +165,7 @@ def _produce(
     V_SLOT: gl.constexpr,
     V_HEAD: gl.constexpr,
 ):
-    """Bring the tiles of the chunk's segments into the ring."""
+    """Bring the tiles of the split's segments into the ring."""
     left, tile, req, base, prefix_len, first_tile, _, _ = _first_segment(work, t)
     stage = 0
     phase = 1
@@ -179,7 +179,7 @@ def _produce(
             )
         first_key = 0
         if t.WINDOW >= 0:
-            low, _ = _query_positions(work, req, prefix_len, shape, t)
+            low, _ = _query_positions(work, req, prefix_len, c, t)
             first_key = gl.maximum(low - t.WINDOW, 0)
         stage, phase = produce(
             ring,
@@ -211,8 +211,8 @@ def _produce(
 
 @gluon.jit
 def _convert(raw, ring, work, raw_t, t, WARPS: gl.constexpr, VALUES: gl.constexpr):
-    """Convert all tiles of the chunk, whosever they are."""
-    count = gl.load(work.chunks + work.chunk * 8).to(gl.int32)
+    """Convert all tiles of the split, whosever they are."""
+    count = gl.load(work.splits + work.split * 8).to(gl.int32)
     if VALUES:
         convert(
             raw.v,
@@ -242,10 +242,10 @@ def _convert(raw, ring, work, raw_t, t, WARPS: gl.constexpr, VALUES: gl.constexp
 
 
 @gluon.jit
-def _consume(ring, work, t, shape, rows, factors, WG: gl.constexpr):
+def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
     """Attend with the 64 packed rows of warpgroup ``WG`` to the tiles in the ring."""
     HEAD_DIM: gl.constexpr = t.HEAD_DIM
-    GROUP: gl.constexpr = shape.GROUP
+    GROUP: gl.constexpr = c.GROUP
     dtype: gl.constexpr = rows.out.dtype.element_ty
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, t.BN, 16])
     values: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
@@ -256,11 +256,11 @@ def _consume(ring, work, t, shape, rows, factors, WG: gl.constexpr):
     o_row = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, values))
     q_col = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, loads))
     o_col = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, values))
-    s_ok = s_row < shape.Q_LEN * GROUP
+    s_ok = s_row < c.Q_LEN * GROUP
     token = s_row // GROUP
     q_tile = ring.q.index(WG)
-    left, tile, req, _base, prefix_len, first_tile, parts, split_rank = _first_segment(work, t)
-    if t.EARLY:
+    left, tile, req, _base, prefix_len, first_tile, partials, merge_rank = _first_segment(work, t)
+    if t.PREFETCH:
         # in every CTA: whatever starts after this kernel finds all before it complete
         gdc_wait()
         gdc_launch_dependents()
@@ -268,16 +268,21 @@ def _consume(ring, work, t, shape, rows, factors, WG: gl.constexpr):
     phase = 0
     while left > 0:
         begin, end, count = _bounds(tile, left, prefix_len, first_tile, t)
-        next_prefix, next_first, next_parts, next_rank = prefix_len, first_tile, parts, split_rank
+        next_prefix, next_first, next_partials, next_rank = (
+            prefix_len,
+            first_tile,
+            partials,
+            merge_rank,
+        )
         if left > count:
-            _base, next_prefix, next_first, next_parts, next_rank = _load_request(
+            _base, next_prefix, next_first, next_partials, next_rank = _load_request(
                 work.requests + (req + 1) * 8, t
             )
-        q_at = (req * shape.Q_LEN + q_row // GROUP).to(gl.int64) * shape.Q_TOKEN
-        q_at += (work.head * GROUP + q_row % GROUP) * shape.Q_HEAD
+        q_at = (req * c.Q_LEN + q_row // GROUP).to(gl.int64) * c.Q_TOKEN
+        q_at += (work.head * GROUP + q_row % GROUP) * c.Q_HEAD
         queries = gl.load(
             rows.q + q_at[:, None] + q_col[None, :],
-            mask=(q_row < shape.Q_LEN * GROUP)[:, None],
+            mask=(q_row < c.Q_LEN * GROUP)[:, None],
             other=0.0,
         )
         q_tile.store(queries.to(q_tile.dtype))
@@ -290,13 +295,13 @@ def _consume(ring, work, t, shape, rows, factors, WG: gl.constexpr):
         clear_from = 0
         pos_q = token
         if t.WINDOW >= 0:
-            _low, high = _query_positions(work, req, prefix_len, shape, t)
+            _low, high = _query_positions(work, req, prefix_len, c, t)
             clear_from = high - t.WINDOW
-            if shape.CSR:
+            if c.CSR:
                 pos_q = prefix_len - 1 + token * 0
             else:
                 pos_row = work.positions + req.to(gl.int64) * work.stride_pos
-                pos_q = gl.load(pos_row + gl.minimum(token, shape.Q_LEN - 1)).to(gl.int32)
+                pos_q = gl.load(pos_row + gl.minimum(token, c.Q_LEN - 1)).to(gl.int32)
         acc, total, log2_sum, stage, phase = attend(
             ring,
             t,
@@ -315,35 +320,40 @@ def _consume(ring, work, t, shape, rows, factors, WG: gl.constexpr):
             stage,
             phase,
         )
-        if parts == 1:
-            at = (req * shape.Q_LEN + o_row // GROUP).to(gl.int64) * shape.OUT_TOKEN
-            at += (work.head * GROUP + o_row % GROUP) * shape.OUT_HEAD
+        if partials == 1:
+            at = (req * c.Q_LEN + o_row // GROUP).to(gl.int64) * c.OUT_TOKEN
+            at += (work.head * GROUP + o_row % GROUP) * c.OUT_HEAD
             gl.store(
                 rows.out + at[:, None] + o_col[None, :],
                 acc.to(dtype),
-                mask=(o_row < shape.Q_LEN * GROUP)[:, None],
+                mask=(o_row < c.Q_LEN * GROUP)[:, None],
             )
-            if shape.HAS_LSE:
-                at = (req * shape.Q_LEN + token).to(gl.int64) * shape.LSE_TOKEN
-                at += (work.head * GROUP + s_row % GROUP) * shape.LSE_HEAD
+            if c.HAS_LSE:
+                at = (req * c.Q_LEN + token).to(gl.int64) * c.LSE_TOKEN
+                at += (work.head * GROUP + s_row % GROUP) * c.LSE_HEAD
                 gl.store(
                     rows.lse + at,
                     gl.where(total > 0.0, log2_sum * LN2, float("-inf")),
                     mask=s_ok,
                 )
         else:
-            block = ((work.chunk + split_rank) * shape.NUM_KV + work.head).to(gl.int64)
-            block = block * (shape.MT * t.GROUPS * 64)
+            block = ((work.split + merge_rank) * c.NUM_KV + work.head).to(gl.int64)
+            block = block * (c.MT * t.GROUPS * 64)
             gl.store(
                 rows.partial_out + (block + o_row)[:, None] * HEAD_DIM + o_col[None, :],
                 acc.to(dtype),
-                mask=(o_row < shape.Q_LEN * GROUP)[:, None],
+                mask=(o_row < c.Q_LEN * GROUP)[:, None],
             )
             gl.store(rows.partial_lse + block + s_row, gl.where(total > 0.0, log2_sum, EMPTY))
         left -= count
         tile = 0
         req += 1
-        prefix_len, first_tile, parts, split_rank = next_prefix, next_first, next_parts, next_rank
+        prefix_len, first_tile, partials, merge_rank = (
+            next_prefix,
+            next_first,
+            next_partials,
+            next_rank,
+        )
 
 
 # strides of small tensors: no variants of the kernel for round ones
@@ -368,7 +378,7 @@ def gluon_tree_kernel(
     tail_positions,  # [B, TAIL] int64, with WINDOW
     tail_words,  # [B, Q_LEN, WORDS] int64
     requests,  # [B, 8] int64
-    chunks,  # [NC, 8] int64
+    splits,  # [SPLITS, 8] int64
     partial_out,  # [slots, NUM_KV, MT, GROUPS * 64, HEAD_DIM]
     partial_lse,  # [slots, NUM_KV, MT, GROUPS * 64] float32, base 2
     k_pages,  # descriptors of [slots, NUM_KV * HEAD_DIM] with PAGE > 1, or anything
@@ -413,12 +423,12 @@ def gluon_tree_kernel(
     PRODUCER_REGS: gl.constexpr,
     CONVERTER_REGS: gl.constexpr,
     CONSUMER_REGS: gl.constexpr,
-    EARLY: gl.constexpr,
+    PREFETCH: gl.constexpr,
 ):
-    """One CTA per (chunk, KV head, M tile) walks the segments of its chunk."""
+    """One CTA per (split, KV head, M tile) walks the segments of its split."""
     FLOAT8: gl.constexpr = RAW > 0
     # over float8 keys, what the producer fills is another ring
-    CACHE: gl.constexpr = ".cg" if EARLY else ""
+    CACHE: gl.constexpr = ".cg" if PREFETCH else ""
     t = Tile(
         TAIL,
         WORDS,
@@ -431,10 +441,10 @@ def gluon_tree_kernel(
         STAGES,
         PAGE,
         PRODUCERS,
-        EARLY,
+        PREFETCH,
         CACHE,
     )
-    shape = Shape(
+    c = TreeConstants(
         Q_LEN,
         CSR,
         GROUP,
@@ -463,7 +473,7 @@ def gluon_tree_kernel(
             RAW,
             1,
             PRODUCERS,
-            EARLY,
+            PREFETCH,
             CACHE,
         )
         ring = make_ring(gl.float16, t, 1)
@@ -476,7 +486,7 @@ def gluon_tree_kernel(
         pid // MT % NUM_KV,
         pid % MT,
         requests,
-        chunks,
+        splits,
         indices,
         positions,
         tail_slots,
@@ -488,14 +498,14 @@ def gluon_tree_kernel(
         stride_words,
         stride_words_q,
     )
-    if not EARLY:
+    if not PREFETCH:
         gdc_wait()
         gdc_launch_dependents()
     if FLOAT8:
         if GROUPS == 1:
             gl.warp_specialize(
                 [
-                    (_consume, (ring, work, t, shape, rows, factors, 0)),
+                    (_consume, (ring, work, t, c, rows, factors, 0)),
                     (_convert, (raw, ring, work, raw_t, t, CONVERTERS, False)),
                     (_convert, (raw, ring, work, raw_t, t, CONVERTERS, True)),
                     (
@@ -504,7 +514,7 @@ def gluon_tree_kernel(
                             raw,
                             work,
                             raw_t,
-                            shape,
+                            c,
                             k_cache,
                             v_cache,
                             k_pages,
@@ -522,8 +532,8 @@ def gluon_tree_kernel(
         else:
             gl.warp_specialize(
                 [
-                    (_consume, (ring, work, t, shape, rows, factors, 0)),
-                    (_consume, (ring, work, t, shape, rows, factors, 1)),
+                    (_consume, (ring, work, t, c, rows, factors, 0)),
+                    (_consume, (ring, work, t, c, rows, factors, 1)),
                     (_convert, (raw, ring, work, raw_t, t, CONVERTERS, False)),
                     (_convert, (raw, ring, work, raw_t, t, CONVERTERS, True)),
                     (
@@ -532,7 +542,7 @@ def gluon_tree_kernel(
                             raw,
                             work,
                             raw_t,
-                            shape,
+                            c,
                             k_cache,
                             v_cache,
                             k_pages,
@@ -555,14 +565,14 @@ def gluon_tree_kernel(
     elif GROUPS == 1:
         gl.warp_specialize(
             [
-                (_consume, (ring, work, t, shape, rows, factors, 0)),
+                (_consume, (ring, work, t, c, rows, factors, 0)),
                 (
                     _produce,
                     (
                         ring,
                         work,
                         t,
-                        shape,
+                        c,
                         k_cache,
                         v_cache,
                         k_pages,
@@ -580,15 +590,15 @@ def gluon_tree_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (ring, work, t, shape, rows, factors, 0)),
-                (_consume, (ring, work, t, shape, rows, factors, 1)),
+                (_consume, (ring, work, t, c, rows, factors, 0)),
+                (_consume, (ring, work, t, c, rows, factors, 1)),
                 (
                     _produce,
                     (
                         ring,
                         work,
                         t,
-                        shape,
+                        c,
                         k_cache,
                         v_cache,
                         k_pages,

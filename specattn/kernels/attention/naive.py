@@ -300,10 +300,10 @@ def merge_lse(
     )
     total = torch.logsumexp(logs, 0)
     weights = torch.exp(logs - total.masked_fill(total == nothing, 0))[..., None]
-    parts = (
+    results = (
         prefix_out.float().masked_fill(~has_prefix[..., None], 0),
         tail_out.float().masked_fill(~has_tail[..., None], 0),
     )
-    out.copy_(weights[0] * parts[0] + weights[1] * parts[1])
+    out.copy_(weights[0] * results[0] + weights[1] * results[1])
     if lse is not None:
         lse.copy_(total)

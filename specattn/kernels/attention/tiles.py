@@ -84,7 +84,7 @@ class TileConfig:
         Runs of at most this many full tiles go through the masked loop, which saves filling a
         second pipeline.
     min_tiles : int
-        Key tiles a chunk of work holds at least, when a batch is small.
+        Key tiles a split of work holds at least, when a batch is small.
     """
 
     block_m: int
@@ -99,13 +99,13 @@ class TileConfig:
 
 @dataclass(frozen=True)
 class MergeTile:
-    """Launch constants of the kernel that merges the parts of requests.
+    """Launch constants of the kernel that merges the partials of requests.
 
     Parameters
     ----------
     rows : int
         Query rows of a program, a power of two.
-    parts : int
+    partials : int
         Parts that are loaded at once.
     many : int
         Parts that are loaded at once as long as there are as many; 0 for no such loop.
@@ -114,13 +114,13 @@ class MergeTile:
     """
 
     rows: int
-    parts: int
+    partials: int
     many: int = 0
     span: int = 0
 
 
 def merge_tile(batch: int) -> MergeTile:
-    """Choose by the number of requests: the fewer there are, the more parts each has."""
+    """Choose by the number of requests: the fewer there are, the more partials each has."""
     return MergeTile(4 if batch == 1 else 8, 33 if batch <= 2 else 17 if batch <= 4 else 8)
 
 

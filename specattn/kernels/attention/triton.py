@@ -59,7 +59,7 @@ class TreeKernels:
         self.merge_tile = merge_tile(bucket.batch)
         self.tables = TreePlan.alloc(
             batch=bucket.batch,
-            max_chunks=grid.splits,
+            max_splits=grid.splits,
             tail_len=bucket.tail_len,
             window_left=bucket.window_left,
             block_n=grid.tile.block_n,
@@ -156,7 +156,7 @@ class TreeKernels:
             indices,
             *tensors,
             self.tables.requests,
-            self.tables.chunks,
+            self.tables.splits,
             *bucket.workspace,
             *bucket.factors,
             bucket.v_scale if bucket.kv_dtype == FLOAT8 else None,
@@ -188,7 +188,7 @@ class TreeKernels:
             min(grid.splits, bucket.batch),
         )
         merge_kernel[blocks](
-            self.tables.splits,
+            self.tables.merges,
             *bucket.workspace,
             out,
             lse,
@@ -203,7 +203,7 @@ class TreeKernels:
             MT=grid.m_tiles,
             SPAN=span,
             ROWS=merge.rows,
-            PARTS=min(merge.parts, grid.splits),
+            PARTIALS=min(merge.partials, grid.splits),
             MANY=merge.many,
             num_warps=4,
             **self.launch_options,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specattn.kernels.attention.triton_deterministic_plan import CHUNK, REQUEST
+from specattn.kernels.attention.triton_deterministic_plan import REQUEST_FIELDS, SPLIT_FIELDS
 from specattn.kernels.attention.triton_tile import (
     EMPTY,
     FLOOR,
@@ -23,15 +23,15 @@ from specattn.kernels.attention.triton_tile import (
 
 
 @triton.jit
-def _fold(values, top, weight, part, log):
-    """Add a part to those before it: ``values / weight`` is their result, ``top`` their scale.
+def _fold(values, top, weight, partial, log):
+    """Add a partial to those before it: ``values / weight`` is their result, ``top`` their scale.
 
     In fused operations spelled out, so that both kernels here round alike.
     """
     new_top = tl.maximum(top, log)
     fade = tl.exp2(top - new_top)
     gain = tl.exp2(log - new_top)
-    values = tl.fma(part, gain[:, None], values * fade[:, None])
+    values = tl.fma(partial, gain[:, None], values * fade[:, None])
     return values, new_top, tl.fma(weight, fade, gain)
 
 
@@ -47,7 +47,7 @@ def _store_result(
     V_PAD: tl.constexpr,
 ):
     dv = tl.arange(0, V_PAD)  # [V_PAD]
-    # rows without any key: their parts are all 0, and so is the result
+    # rows without any key: their partials are all 0, and so is the result
     result = tl.div_rn(values, weight[:, None])
     tl.store(
         out[:, None] + dv[None, :],
@@ -203,11 +203,11 @@ def deterministic_attention_kernel(
     paths,  # [B * Q_LEN, WIDTH] int32
     path_lens,  # [B * Q_LEN] int32
     requests,  # [B, 6] int64
-    chunks,  # [NC, 9] int64
+    splits,  # [SPLITS, 9] int64
     partial_out,  # [slots, NUM_KV, ROWS, V_DIM], out
     partial_lse,  # [slots, NUM_KV, ROWS] float32, out, base 2
-    fold_out,  # [NC, NUM_KV, ROWS, V_DIM] float32, out
-    fold_scale,  # [NC, NUM_KV, ROWS, 2] float32, out: top and weight
+    fold_out,  # [SPLITS, NUM_KV, ROWS, V_DIM] float32, out
+    fold_scale,  # [SPLITS, NUM_KV, ROWS, 2] float32, out: top and weight
     base2,
     cap_in,
     cap_out,
@@ -239,17 +239,17 @@ def deterministic_attention_kernel(
     MT: tl.constexpr,
     TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
-    SPLIT: tl.constexpr,
+    PARTIAL_TILES: tl.constexpr,
     EXTRA: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One CTA per (chunk, M tile, KV head) walks the parts of its chunk."""
+    """One CTA per (split, M tile, KV head) walks the partials of its split."""
     ROWS: tl.constexpr = Q_LEN * GROUP
     pid = tl.program_id(0)
     head = pid % NUM_KV
     m_tile = pid // NUM_KV % MT
-    chunk = pid // (NUM_KV * MT)
+    split = pid // (NUM_KV * MT)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -263,7 +263,7 @@ def deterministic_attention_kernel(
     tokens = tl.minimum((m_tile * BM + BM - 1) // GROUP, Q_LEN - 1) - first_token + 1
     k_head = k_cache + head.to(tl.int64) * K_HEAD
     v_head = v_cache + head.to(tl.int64) * V_HEAD
-    entry = chunks + chunk * CHUNK
+    entry = splits + split * SPLIT_FIELDS
     left = tl.load(entry).to(tl.int32)
     tile = tl.load(entry + 1).to(tl.int32)
     req = tl.load(entry + 2).to(tl.int32)
@@ -272,14 +272,14 @@ def deterministic_attention_kernel(
         base = tl.load(entry)
         prefix_len = tl.load(entry + 1).to(tl.int32)
         first_tile = tl.load(entry + 2).to(tl.int32)
-        parts = tl.load(entry + 3).to(tl.int32)
-        head_parts = tl.load(entry + 4).to(tl.int32)
+        partials = tl.load(entry + 3).to(tl.int32)
+        head_partials = tl.load(entry + 4).to(tl.int32)
         slot = tl.load(entry + 5)
-        # the part: tiles low to high, counted from position 0
+        # the partial: tiles low to high, counted from position 0
         low = first_tile + tile
-        nth = low // SPLIT - first_tile // SPLIT
+        nth = low // PARTIAL_TILES - first_tile // PARTIAL_TILES
         stop = first_tile + tl.maximum((prefix_len + TAIL + BN - 1) // BN - first_tile, 1)
-        high = tl.minimum((low // SPLIT + 1) * SPLIT, stop)
+        high = tl.minimum((low // PARTIAL_TILES + 1) * PARTIAL_TILES, stop)
 
         q_row = (req * Q_LEN + token).to(tl.int64)  # [BM]
         q_rows = q + q_row * stride_q + q_head * stride_q_head
@@ -365,17 +365,17 @@ def deterministic_attention_kernel(
         inverse = 1.0 / some
         if v_scale is not None:
             inverse *= v_scale
-        part = tl.where(seen[:, None], acc * inverse[:, None], 0.0)
+        partial = tl.where(seen[:, None], acc * inverse[:, None], 0.0)
         # rounded as the partial results are that another CTA reads
-        part = part.to(partial_out.dtype.element_ty)
-        if nth >= head_parts:
-            at = ((slot + nth - head_parts) * NUM_KV + head) * ROWS + packed
-            tl.store(partial_out + at[:, None] * V_DIM + dv[None, :], part, mask=value_ok)
+        partial = partial.to(partial_out.dtype.element_ty)
+        if nth >= head_partials:
+            at = ((slot + nth - head_partials) * NUM_KV + head) * ROWS + packed
+            tl.store(partial_out + at[:, None] * V_DIM + dv[None, :], partial, mask=value_ok)
             tl.store(partial_lse + at, log, mask=row_ok)
         else:
-            at = (chunk.to(tl.int64) * NUM_KV + head) * ROWS + packed
+            at = (split.to(tl.int64) * NUM_KV + head) * ROWS + packed
             fold_at = fold_out + at[:, None] * V_DIM + dv[None, :]
-            values = part.to(tl.float32)
+            values = partial.to(tl.float32)
             weight = tl.full([BM], 1.0, tl.float32)
             if nth > 0:
                 # other threads of this CTA have stored it, and will store it anew
@@ -385,7 +385,7 @@ def deterministic_attention_kernel(
                 before_weight = tl.load(fold_scale + at * 2 + 1, mask=row_ok, other=1.0)
                 tl.debug_barrier()
                 values, log, weight = _fold(before, before_top, before_weight, values, log)
-            if nth + 1 == parts:
+            if nth + 1 == partials:
                 lse_at = None
                 if lse is not None:
                     lse_at = lse + q_row * stride_lse + q_head * stride_lse_head
@@ -409,16 +409,16 @@ def deterministic_attention_kernel(
             left -= EXTRA
             req += 1
             tile = 0
-        entry = requests + req * REQUEST
+        entry = requests + req * REQUEST_FIELDS
 
 
 @triton.jit
 def deterministic_merge_kernel(
-    splits,  # [1 + NC, 4] int32
+    merges,  # [1 + SPLITS, 4] int32
     partial_out,  # [slots, NUM_KV, ROWS, V_DIM]
     partial_lse,  # [slots, NUM_KV, ROWS] float32, base 2
-    fold_out,  # [NC, NUM_KV, ROWS, V_DIM] float32
-    fold_scale,  # [NC, NUM_KV, ROWS, 2] float32
+    fold_out,  # [SPLITS, NUM_KV, ROWS, V_DIM] float32
+    fold_scale,  # [SPLITS, NUM_KV, ROWS, 2] float32
     out,  # [B * Q_LEN, Hq, V_DIM], out
     lse,  # [B * Q_LEN, Hq] float32, out, or None
     stride_out,
@@ -431,20 +431,20 @@ def deterministic_merge_kernel(
     V_DIM: tl.constexpr,
     V_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTIALS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Fold the kept parts of ``BLOCK`` rows into what their first chunk left."""
+    """Fold the kept partials of ``BLOCK`` rows into what their first split left."""
     ROWS: tl.constexpr = Q_LEN * GROUP
     head = tl.program_id(0)
     nth = tl.program_id(2)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    if nth < tl.load(splits):
-        entry = splits + (nth + 1) * 4
+    if nth < tl.load(merges):
+        entry = merges + (nth + 1) * 4
         req = tl.load(entry)
-        chunk = tl.load(entry + 1).to(tl.int64)
+        split = tl.load(entry + 1).to(tl.int64)
         slot = tl.load(entry + 2).to(tl.int64)
         kept = tl.load(entry + 3)
         dv = tl.arange(0, V_PAD)  # [V_PAD]
@@ -452,28 +452,28 @@ def deterministic_merge_kernel(
         ok = packed < ROWS
         row = tl.minimum(packed, ROWS - 1)
         value_ok = ok[:, None] & (dv < V_DIM)[None, :]
-        at = (chunk * NUM_KV + head) * ROWS + row
+        at = (split * NUM_KV + head) * ROWS + row
         values = tl.load(fold_out + at[:, None] * V_DIM + dv[None, :], mask=value_ok, other=0.0)
         top = tl.load(fold_scale + at * 2)
         weight = tl.load(fold_scale + at * 2 + 1)
-        for p0 in tl.range(0, kept, PARTS):
+        for p0 in tl.range(0, kept, PARTIALS):
             logs = ()
-            parts = ()
-            # all loads first; absent parts repeat the last one, and weigh nothing
-            for p in tl.static_range(PARTS):
+            partials = ()
+            # all loads first; absent partials repeat the last one, and weigh nothing
+            for p in tl.static_range(PARTIALS):
                 at = ((slot + tl.minimum(p0 + p, kept - 1)) * NUM_KV + head) * ROWS + row
                 log = tl.load(partial_lse + at, cache_modifier=".cg")
                 ptr = partial_out + at[:, None] * V_DIM + dv[None, :]
                 if V_PAD == V_DIM:
-                    part = tl.load(ptr, cache_modifier=".cg")
+                    partial = tl.load(ptr, cache_modifier=".cg")
                 else:
-                    part = tl.load(ptr, mask=value_ok, other=0.0, cache_modifier=".cg")
+                    partial = tl.load(ptr, mask=value_ok, other=0.0, cache_modifier=".cg")
                 # Triton knows tuple addition, not unpacking; mypy knows empty tuples by length
                 logs = logs + (log,)  # type: ignore[assignment]  # noqa: RUF005
-                parts = parts + (part,)  # type: ignore[assignment]  # noqa: RUF005
-            for p in tl.static_range(PARTS):
+                partials = partials + (partial,)  # type: ignore[assignment]  # noqa: RUF005
+            for p in tl.static_range(PARTIALS):
                 log = tl.where(p0 + p < kept, logs[p], EMPTY)
-                values, top, weight = _fold(values, top, weight, parts[p].to(tl.float32), log)
+                values, top, weight = _fold(values, top, weight, partials[p].to(tl.float32), log)
 
         q_row = (req * Q_LEN + packed // GROUP).to(tl.int64)
         q_head = head * GROUP + packed % GROUP

@@ -1,8 +1,9 @@
 """Cut every request's keys at multiples of a split size, whatever else is in the batch.
 
-`triton_plan` makes equal chunks of the whole batch, so where a request is cut, and with it how its
-sums are rounded, depends on its neighbours. Here the cuts are positions. Which CTA takes which
-part still follows from the whole batch, on the device, once per step: that does not show.
+`triton_plan` makes equal splits of the whole batch, so where a request is cut, and with it how its
+sums are rounded, depends on its neighbours. Here the cuts are positions, and what lies between two
+of them has a partial result. Which CTA computes it still follows from the whole batch, on the
+device, once per step: that does not show.
 """
 
 from __future__ import annotations
@@ -16,22 +17,22 @@ from torch import Tensor
 
 from specattn.kernels.attention.triton_plan import ALIGN_SLACK, request_tiles
 
-# numbers of a request, and of a chunk, which repeats those of its first request
-REQUEST = tl.constexpr(6)
-CHUNK = tl.constexpr(9)
+# numbers of a request, and of a split, which repeats those of its first request
+REQUEST_FIELDS = tl.constexpr(6)
+SPLIT_FIELDS = tl.constexpr(9)
 
 
 @triton.jit
-def _part_start(
+def _partial_start(
     x,
     tile_ends,
     requests,
-    SPLIT: tl.constexpr,
+    PARTIAL_TILES: tl.constexpr,
     EXTRA: tl.constexpr,
     B: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """First part that starts at ``x`` of the line of work or after it.
+    """First partial that starts at ``x`` of the line of work or after it.
 
     Returns its place on the line, its tile, counted from its request's first, and its request.
     """
@@ -44,9 +45,10 @@ def _part_start(
         high = tl.where(right, high, middle)
     end = tl.load(tile_ends + low)
     before = tl.load(tile_ends + low - 1, mask=low > 0, other=0)
-    first = tl.load(requests + low * REQUEST + 2).to(tl.int32)
+    first = tl.load(requests + low * REQUEST_FIELDS + 2).to(tl.int32)
     tile = tl.minimum(x, end) - before
-    tile = tl.where(tile > 0, (first + tile + SPLIT - 1) // SPLIT * SPLIT - first, 0)
+    whole = (first + tile + PARTIAL_TILES - 1) // PARTIAL_TILES * PARTIAL_TILES - first
+    tile = tl.where(tile > 0, whole, 0)
     over = before + tile >= end - EXTRA
     place = tl.where(over, end, before + tile)
     return place, tl.where(over, 0, tile), tl.minimum(low + over.to(tl.int32), B - 1)
@@ -58,25 +60,25 @@ def _deterministic_plan_kernel(
     rows,  # [B] int64
     tile_ends,  # [B] int32, out: work up to and including a request's last tile
     requests,  # [B, 6] int64, out
-    chunks,  # [NC, 9] int64, out
-    splits,  # [1 + NC, 4] int32, out
+    splits,  # [SPLITS, 9] int64, out
+    merges,  # [1 + SPLITS, 4] int32, out
     row_stride,
     B: tl.constexpr,
     B_BLOCK: tl.constexpr,
     TAIL: tl.constexpr,
     WINDOW: tl.constexpr,
     SHIFT: tl.constexpr,
-    SPLIT: tl.constexpr,
+    PARTIAL_TILES: tl.constexpr,
     EXTRA: tl.constexpr,
-    NC: tl.constexpr,
-    NC_BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLITS_BLOCK: tl.constexpr,
     STEPS: tl.constexpr,
     WIDE: tl.constexpr,
     CSR: tl.constexpr,
 ):
-    # as in `triton_plan`, but that chunks end where parts do, and that a request's last part is
-    # worth EXTRA more tiles: the paths of all its query tokens
-    GROUPS: tl.constexpr = B // ((B + NC - 1) // NC)
+    # as in `triton_plan`, but that splits end where partials do, and that a request's last partial
+    # is worth EXTRA more tiles: the paths of all its query tokens
+    GROUPS: tl.constexpr = B // ((B + SPLITS - 1) // SPLITS)
     big: tl.constexpr = tl.int64 if WIDE else tl.int32
     lane = tl.arange(0, B_BLOCK)  # [B_BLOCK]
     total = 0
@@ -90,19 +92,19 @@ def _deterministic_plan_kernel(
         total += tl.sum(work, 0)
         longest = tl.maximum(longest, tl.max(work, 0))
 
-    nc = tl.minimum(total, NC)
-    if B <= NC:
-        aligned = nc // B * B
+    num_splits = tl.minimum(total, SPLITS)
+    if B <= SPLITS:
+        aligned = num_splits // B * B
         fits = longest * B == total
     else:
-        aligned = nc * 0 + GROUPS
+        aligned = num_splits * 0 + GROUPS
         fits = (longest * B == total) & (B % GROUPS == 0)
-    fits &= (total + aligned - 1) // aligned <= (total + nc - 1) // nc + ALIGN_SLACK
-    nc = tl.where(fits, aligned, nc)
-    cuts = nc.to(big)
+    fits &= (total + aligned - 1) // aligned <= (total + num_splits - 1) // num_splits + ALIGN_SLACK
+    num_splits = tl.where(fits, aligned, num_splits)
+    cuts = num_splits.to(big)
 
     work_before = 0
-    splits_before = 0
+    merges_before = 0
     slots_before = 0
     for start in tl.range(0, B, B_BLOCK):
         ids = start + lane
@@ -112,49 +114,50 @@ def _deterministic_plan_kernel(
         )
         work = tl.where(ok, tiles + EXTRA, 0)
         end = work_before + tl.cumsum(work, 0)
-        parts = (first + tiles + SPLIT - 1) // SPLIT - first // SPLIT
-        # chunk c holds the parts that start from c * total // nc on; those of the request's first
-        # chunk are folded there, the others kept for the merge
-        chunk = ((end - work + 1).to(big) * cuts - 1) // total
-        reach = ((chunk + 1) * total // cuts).to(tl.int32) - (end - work)
-        head = tl.minimum((first + reach + SPLIT - 1) // SPLIT - first // SPLIT, parts)
-        kept = tl.where(ok, parts - head, 0)
-        split = (kept > 0).to(tl.int32)
-        rank = splits_before + tl.cumsum(split, 0) - split
+        partials = (first + tiles + PARTIAL_TILES - 1) // PARTIAL_TILES - first // PARTIAL_TILES
+        # split c holds the partials that start from c * total // num_splits on; those of the
+        # request's first split are folded there, the others kept for the merge
+        split = ((end - work + 1).to(big) * cuts - 1) // total
+        reach = ((split + 1) * total // cuts).to(tl.int32) - (end - work)
+        head = (first + reach + PARTIAL_TILES - 1) // PARTIAL_TILES - first // PARTIAL_TILES
+        head = tl.minimum(head, partials)
+        kept = tl.where(ok, partials - head, 0)
+        cut = (kept > 0).to(tl.int32)
+        rank = merges_before + tl.cumsum(cut, 0) - cut
         slot = slots_before + tl.cumsum(kept, 0) - kept
         tl.store(tile_ends + ids, end, mask=ok)
-        entry = requests + ids * REQUEST
+        entry = requests + ids * REQUEST_FIELDS
         tl.store(entry + 0, base, mask=ok)
         tl.store(entry + 1, prefix.to(tl.int64), mask=ok)
         tl.store(entry + 2, first.to(tl.int64), mask=ok)
-        tl.store(entry + 3, parts.to(tl.int64), mask=ok)
+        tl.store(entry + 3, partials.to(tl.int64), mask=ok)
         tl.store(entry + 4, head.to(tl.int64), mask=ok)
         tl.store(entry + 5, slot.to(tl.int64), mask=ok)
-        entry = splits + (1 + rank) * 4
-        tl.store(entry + 0, ids, mask=split != 0)
-        tl.store(entry + 1, chunk.to(tl.int32), mask=split != 0)
-        tl.store(entry + 2, slot, mask=split != 0)
-        tl.store(entry + 3, kept, mask=split != 0)
+        entry = merges + (1 + rank) * 4
+        tl.store(entry + 0, ids, mask=cut != 0)
+        tl.store(entry + 1, split.to(tl.int32), mask=cut != 0)
+        tl.store(entry + 2, slot, mask=cut != 0)
+        tl.store(entry + 3, kept, mask=cut != 0)
         work_before += tl.sum(work, 0)
-        splits_before += tl.sum(split, 0)
+        merges_before += tl.sum(cut, 0)
         slots_before += tl.sum(kept, 0)
-    tl.store(splits, splits_before)
+    tl.store(merges, merges_before)
 
-    # the chunks read what other threads of this CTA have just written
+    # the splits read what other threads of this CTA have just written
     tl.debug_barrier()
-    c = tl.arange(0, NC_BLOCK)  # [NC_BLOCK]
-    ok = c < nc
+    c = tl.arange(0, SPLITS_BLOCK)  # [SPLITS_BLOCK]
+    ok = c < num_splits
     begin = tl.where(ok, (c.to(big) * total // cuts).to(tl.int32), total)
     stop = tl.where(ok, ((c + 1).to(big) * total // cuts).to(tl.int32), total)
-    begin, tile, owner = _part_start(begin, tile_ends, requests, SPLIT, EXTRA, B, STEPS)
-    stop, _, _ = _part_start(stop, tile_ends, requests, SPLIT, EXTRA, B, STEPS)
-    entry = chunks + c * CHUNK
-    inside = c < NC
+    begin, tile, owner = _partial_start(begin, tile_ends, requests, PARTIAL_TILES, EXTRA, B, STEPS)
+    stop, _, _ = _partial_start(stop, tile_ends, requests, PARTIAL_TILES, EXTRA, B, STEPS)
+    entry = splits + c * SPLIT_FIELDS
+    inside = c < SPLITS
     tl.store(entry + 0, (stop - begin).to(tl.int64), mask=inside)
     tl.store(entry + 1, tile.to(tl.int64), mask=inside)
     tl.store(entry + 2, owner.to(tl.int64), mask=inside)
-    for field in tl.static_range(REQUEST):
-        number = tl.load(requests + owner * REQUEST + field)
+    for field in tl.static_range(REQUEST_FIELDS):
+        number = tl.load(requests + owner * REQUEST_FIELDS + field)
         tl.store(entry + 3 + field, number, mask=inside)
 
 
@@ -191,8 +194,8 @@ def _path_kernel(
 ):
     query = tl.program_id(0).to(tl.int64)
     req = query // Q_LEN
-    base = tl.load(requests + req * REQUEST)
-    prefix = tl.load(requests + req * REQUEST + 1).to(tl.int32)
+    base = tl.load(requests + req * REQUEST_FIELDS)
+    prefix = tl.load(requests + req * REQUEST_FIELDS + 1).to(tl.int32)
     begin = prefix // BN * BN
     rest = prefix - begin
     # a key that is surely readable stands, complemented, for one that is not visible
@@ -235,7 +238,7 @@ def _path_kernel(
 class DeterministicPlan:
     """The tables of one bucket, and the launches that fill them.
 
-    A *part* is what lies between two multiples of ``split`` keys; tiles count from position 0. A
+    A *partial* is what lies between two multiples of ``split_keys``; tiles count from position 0. A
     *path* is what a query token reads from the last full tile of the prefix on: the rest of the
     prefix, then the tail keys it sees, in their order, as if they followed the prefix.
 
@@ -245,13 +248,13 @@ class DeterministicPlan:
         ``[batch]`` int32, work of a request and all before it, in tiles.
     requests : Tensor
         ``[batch, 6]`` int64: start in the index table, prefix length, first tile (above 0 under a
-        window), parts, parts in the chunk where the request begins, slot of the first other part.
-    chunks : Tensor
-        ``[max_chunks, 9]`` int64: work, first tile counted from the request's first, request,
-        and the request's six numbers.
+        window), partials, those in the split where the request begins, slot of the first other.
     splits : Tensor
-        ``[1 + max_chunks, 4]`` int32: number of requests in several chunks; then request, its
-        first chunk, slot of the first part after that chunk, and their number.
+        ``[max_splits, 9]`` int64: work, first tile counted from the request's first, request,
+        and the request's six numbers.
+    merges : Tensor
+        ``[1 + max_splits, 4]`` int32: number of requests in several splits; then request, its
+        first split, slot of the first partial after that split, and their number.
     paths : Tensor
         ``[batch * q_len, width]`` int32 slots, whole tiles; the complement of a readable slot
         where no key is visible.
@@ -261,15 +264,15 @@ class DeterministicPlan:
 
     tile_ends: Tensor
     requests: Tensor
-    chunks: Tensor
     splits: Tensor
+    merges: Tensor
     paths: Tensor
     path_lens: Tensor
     q_len: int
     tail_len: int
     window_left: int
     block_n: int
-    split_tiles: int
+    partial_tiles: int
     extra: int
     csr: bool
 
@@ -278,12 +281,12 @@ class DeterministicPlan:
         cls,
         *,
         batch: int,
-        max_chunks: int,
+        max_splits: int,
         q_len: int,
         tail_len: int,
         window_left: int,
         block_n: int,
-        split_tiles: int,
+        partial_tiles: int,
         extra: int,
         csr: bool,
         device: torch.device,
@@ -296,45 +299,45 @@ class DeterministicPlan:
         width = (1 + triton.cdiv(tail_len, block_n)) * block_n
         return cls(
             zeros(batch),
-            zeros(batch, REQUEST.value, dtype=torch.int64),
-            zeros(max_chunks, CHUNK.value, dtype=torch.int64),
-            zeros(1 + max_chunks, 4),
+            zeros(batch, REQUEST_FIELDS.value, dtype=torch.int64),
+            zeros(max_splits, SPLIT_FIELDS.value, dtype=torch.int64),
+            zeros(1 + max_splits, 4),
             zeros(batch * q_len, width),
             zeros(batch * q_len),
             q_len,
             tail_len,
             window_left,
             block_n,
-            split_tiles,
+            partial_tiles,
             extra,
             csr,
         )
 
     def fill(self, seq_lens: Tensor, rows: Tensor | None, row_stride: int) -> None:
         """Cut the work of these lengths; ``seq_lens`` is ``kv_indptr`` where ``csr``."""
-        batch, max_chunks = len(self.requests), len(self.chunks)
+        batch, max_splits = len(self.requests), len(self.splits)
         block = min(max(triton.next_power_of_2(batch), 16), 1024)
-        # only then can (work of all requests) * chunks pass 2^31
+        # only then can (work of all requests) * splits pass 2^31
         most = triton.cdiv(row_stride + self.tail_len, self.block_n) + 1 + self.extra
         _deterministic_plan_kernel[(1,)](
             seq_lens,
             rows,
             self.tile_ends,
             self.requests,
-            self.chunks,
             self.splits,
+            self.merges,
             row_stride,
             B=batch,
             B_BLOCK=block,
             TAIL=self.tail_len,
             WINDOW=self.window_left,
             SHIFT=self.block_n.bit_length() - 1,
-            SPLIT=self.split_tiles,
+            PARTIAL_TILES=self.partial_tiles,
             EXTRA=self.extra,
-            NC=max_chunks,
-            NC_BLOCK=max(triton.next_power_of_2(max_chunks), 16),
+            SPLITS=max_splits,
+            SPLITS_BLOCK=max(triton.next_power_of_2(max_splits), 16),
             STEPS=(batch - 1).bit_length(),
-            WIDE=self.csr or batch * most * max_chunks >= 2**31,
+            WIDE=self.csr or batch * most * max_splits >= 2**31,
             CSR=self.csr,
             num_warps=4 if block <= 32 else 8,
         )

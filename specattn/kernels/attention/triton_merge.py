@@ -11,48 +11,50 @@ from specattn.kernels.attention.triton_tile import EMPTY, LN2
 
 @triton.jit
 def _weigh(
-    part_lse,  # [ROWS], part 0 of every row
-    part_out,  # [ROWS, SPAN]
+    first_lse,  # [ROWS], partial 0 of every row
+    first_out,  # [ROWS, SPAN]
     top,
     total,
     acc,
     first,
-    parts,
+    partials,
     column_ok,
-    stride_part,
+    stride_partial,
     V_DIM: tl.constexpr,
     WHOLE: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTIALS: tl.constexpr,
     ALL: tl.constexpr,
 ):
-    """Add ``PARTS`` parts, from part ``first`` on; with ``ALL``, none is absent."""
+    """Add ``PARTIALS`` partials, from partial ``first`` on; with ``ALL``, none is absent."""
     logs = ()
     outs = ()
-    # all loads first; absent parts repeat the last one and get weight 0, since predicated loads
+    # all loads first; absent partials repeat the last one and get weight 0, since predicated loads
     # would be sunk behind the arithmetic
-    for p in tl.static_range(PARTS):
-        part = first + p
+    for p in tl.static_range(PARTIALS):
+        partial = first + p
         if not ALL:
-            part = tl.minimum(part, parts - 1)
-        at = part.to(tl.int64) * stride_part
-        log = tl.load(part_lse + at, cache_modifier=".cg")
+            partial = tl.minimum(partial, partials - 1)
+        at = partial.to(tl.int64) * stride_partial
+        log = tl.load(first_lse + at, cache_modifier=".cg")
         if WHOLE:
-            values = tl.load(part_out + at * V_DIM, cache_modifier=".cg")
+            values = tl.load(first_out + at * V_DIM, cache_modifier=".cg")
         else:
-            values = tl.load(part_out + at * V_DIM, mask=column_ok, other=0.0, cache_modifier=".cg")
+            values = tl.load(
+                first_out + at * V_DIM, mask=column_ok, other=0.0, cache_modifier=".cg"
+            )
         # Triton knows tuple addition, not unpacking; mypy knows empty tuples by length
         logs = logs + (log,)  # type: ignore[assignment]  # noqa: RUF005
         outs = outs + (values,)  # type: ignore[assignment]  # noqa: RUF005
     new_top = top
-    for p in tl.static_range(PARTS):
+    for p in tl.static_range(PARTIALS):
         new_top = tl.maximum(new_top, logs[p])
     fade = tl.exp2(top - new_top)
     total = total * fade
     acc = acc * fade[:, None]
-    for p in tl.static_range(PARTS):
+    for p in tl.static_range(PARTIALS):
         weight = tl.exp2(logs[p] - new_top)
         if not ALL:
-            weight = tl.where(first + p < parts, weight, 0.0)
+            weight = tl.where(first + p < partials, weight, 0.0)
         total += weight
         acc += outs[p].to(tl.float32) * weight[:, None]
     return new_top, total, acc
@@ -60,7 +62,7 @@ def _weigh(
 
 @triton.jit
 def merge_kernel(
-    splits,  # [1 + NC, 4] int32
+    merges,  # [1 + SPLITS, 4] int32
     partial_out,  # [slots, NUM_KV, MT, BM, V_DIM]
     partial_lse,  # [slots, NUM_KV, MT, BM] float32, base 2
     out,  # [B * Q_LEN, Hq, V_DIM], out
@@ -78,13 +80,13 @@ def merge_kernel(
     MT: tl.constexpr,
     SPAN: tl.constexpr,
     ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTIALS: tl.constexpr,
     MANY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Weigh the parts of ``ROWS`` rows by their log-sum-exp, ``SPAN`` of the columns.
+    """Weigh the partials of ``ROWS`` rows by their log-sum-exp, ``SPAN`` of the columns.
 
-    ``PARTS`` are taken at a time; ``MANY`` as long as there are as many, unless it is 0.
+    ``PARTIALS`` are taken at a time; ``MANY`` as long as there are as many, unless it is 0.
     """
     WHOLE: tl.constexpr = V_DIM % SPAN == 0
     SPANS: tl.constexpr = V_PAD // SPAN
@@ -94,10 +96,10 @@ def merge_kernel(
     nth = tl.program_id(2)
     # the plan was there before the attention kernel, which has waited for it, let this one start;
     # an entry past the last is read with the count, not after it, and dropped
-    count = tl.load(splits)
-    req = tl.load(splits + (nth + 1) * 4)
-    slot = tl.load(splits + (nth + 1) * 4 + 1)
-    parts = tl.load(splits + (nth + 1) * 4 + 2)
+    count = tl.load(merges)
+    req = tl.load(merges + (nth + 1) * 4)
+    slot = tl.load(merges + (nth + 1) * 4 + 1)
+    partials = tl.load(merges + (nth + 1) * 4 + 2)
     if PDL:
         # whoever comes next waits for this kernel's end; until then it may fetch what is its own
         gdc_launch_dependents()
@@ -109,24 +111,24 @@ def merge_kernel(
         # ROWS divides BM: the rows of this program lie in one M tile
         row = tl.minimum(packed, Q_LEN * GROUP - 1) % BM
         row = row.to(tl.int64) + ((slot * NUM_KV + head) * MT + first_row // BM).to(tl.int64) * BM
-        part_lse = partial_lse + row
-        part_out = partial_out + row[:, None] * V_DIM + dv[None, :]
+        first_lse = partial_lse + row
+        first_out = partial_out + row[:, None] * V_DIM + dv[None, :]
 
         top = tl.full([ROWS], EMPTY, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, SPAN], tl.float32)
         begin = 0
         if MANY > 0:
-            begin = parts // MANY * MANY
+            begin = partials // MANY * MANY
             for p0 in tl.range(0, begin, MANY):
                 top, total, acc = _weigh(
-                    part_lse,
-                    part_out,
+                    first_lse,
+                    first_out,
                     top,
                     total,
                     acc,
                     p0,
-                    parts,
+                    partials,
                     column_ok,
                     NUM_KV * MT * BM,
                     V_DIM,
@@ -134,20 +136,20 @@ def merge_kernel(
                     MANY,
                     True,
                 )
-        for p0 in tl.range(begin, parts, PARTS):
+        for p0 in tl.range(begin, partials, PARTIALS):
             top, total, acc = _weigh(
-                part_lse,
-                part_out,
+                first_lse,
+                first_out,
                 top,
                 total,
                 acc,
                 p0,
-                parts,
+                partials,
                 column_ok,
                 NUM_KV * MT * BM,
                 V_DIM,
                 WHOLE,
-                PARTS,
+                PARTIALS,
                 False,
             )
 
@@ -155,7 +157,7 @@ def merge_kernel(
         q_row = (req * Q_LEN + packed // GROUP).to(tl.int64)
         q_head = head * GROUP + packed % GROUP
         ptr = out + (q_row * stride_out + q_head * stride_out_head)[:, None] + dv[None, :]
-        # rows without any key: their parts are all 0, and so is the result
+        # rows without any key: their partials are all 0, and so is the result
         tl.store(ptr, (acc / total[:, None]).to(out.dtype.element_ty), mask=ok[:, None] & column_ok)
         if lse is not None:
             value = tl.where(top > 0.5 * EMPTY, (top + tl.log2(total)) * LN2, float("-inf"))
@@ -224,8 +226,8 @@ def merge_lse_kernel(
     acc = tl.load(prefix_out + at, mask=in_prefix[:, None] & column, other=0).to(tl.float32)
     acc *= (weight_p * share)[:, None]
     at = (b * tail_b + t * tail_t + h * tail_h)[:, None] + d[None, :]
-    part = tl.load(tail_out + at, mask=in_tail[:, None] & column, other=0).to(tl.float32)
-    acc += part * (weight_t * share)[:, None]
+    partial = tl.load(tail_out + at, mask=in_tail[:, None] & column, other=0).to(tl.float32)
+    acc += partial * (weight_t * share)[:, None]
     at = (b * out_b + t * out_t + h * out_h)[:, None] + d[None, :]
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=ok[:, None] & column)
     if lse is not None:

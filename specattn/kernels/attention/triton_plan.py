@@ -1,8 +1,9 @@
-"""Cut the keys of a batch into equal chunks of work, on the device, once per step.
+"""Cut the keys of a batch into equal splits, on the device, once per step.
 
 Stream-K (Osama et al., 2023) over key tiles: the tiles of all requests stand end to end, and
-every group of CTAs takes one chunk of that line. A request cut in two or more parts is listed for
-the merge kernel. Lengths are read on the device, so one captured graph serves all of them.
+every group of CTAs takes one split of that line. A request that lies in two or more splits has a
+partial result in each, and is listed for the merge kernel. Lengths are read on the device, so one
+captured graph serves all of them.
 
 The forwards of a step differ in tail and tile, but their lengths are known together: `fill_plans`
 cuts them in one launch, a CTA each.
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
 # plans of one launch: a program chooses each of its arguments among as many
 MOST_PLANS = 32
-# a smaller number of chunks is taken when all its cuts are request boundaries, as long as no
-# chunk grows by more tiles than this: about the cost of one more segment
+# a smaller number of splits is taken when all its cuts are request boundaries, as long as no
+# split grows by more tiles than this: about the cost of one more segment
 ALIGN_SLACK = tl.constexpr(2)
 
 
@@ -77,38 +78,38 @@ def _plan_kernel(
     seq_lens,  # [B] int32; CSR: kv_indptr [B + 1]
     rows,  # [B] int64; CSR: not read
     requests,  # [B, 8] int64, out
-    chunks,  # [NC, 8] int64, out
-    splits,  # [1 + NC, 4] int32, out
+    splits,  # [SPLITS, 8] int64, out
+    merges,  # [1 + SPLITS, 4] int32, out
     row_stride,
     B: tl.constexpr,
     TAIL: tl.constexpr,
     WINDOW: tl.constexpr,
     SHIFT: tl.constexpr,
-    NC: tl.constexpr,
+    SPLITS: tl.constexpr,
     MIN_TILES: tl.constexpr,
     CSR: tl.constexpr,
     # for all plans: the largest B, in whole blocks if in several; products in 64 bits
     B_BLOCK: tl.constexpr,
     B_MOST: tl.constexpr,
-    NC_BLOCK: tl.constexpr,
+    SPLITS_BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     nth = tl.program_id(0)
     seq_lens = _pick(seq_lens, nth)
     rows = _pick(rows, nth)
     requests = _pick(requests, nth)
-    chunks = _pick(chunks, nth)
     splits = _pick(splits, nth)
+    merges = _pick(merges, nth)
     row_stride = _pick(row_stride, nth)
     batch = _pick(B, nth)
     tail = _pick(TAIL, nth)
     window = _pick(WINDOW, nth)
     shift = _pick(SHIFT, nth)
-    most = _pick(NC, nth)
+    most = _pick(SPLITS, nth)
     min_tiles = _pick(MIN_TILES, nth)
     csr = _pick(CSR, nth)
 
-    # requests that share a chunk when there are more of them than chunks
+    # requests that share a split when there are more of them than splits
     groups = batch // ((batch + most - 1) // most)
     big: tl.constexpr = tl.int64 if WIDE else tl.int32
     lane = tl.arange(0, B_BLOCK)  # [B_BLOCK]
@@ -122,23 +123,23 @@ def _plan_kernel(
         total += tl.sum(tiles, 0)
         longest = tl.maximum(longest, tl.max(tiles, 0))
 
-    # short chunks cost more to merge than they save; a request has a chunk while there are any
-    nc = tl.minimum(tl.maximum((total + min_tiles - 1) // min_tiles, batch), most)
-    # equal lengths: whole chunks per request, or whole requests per chunk
+    # short splits cost more to merge than they save; a request has a split while there are any
+    num_splits = tl.minimum(tl.maximum((total + min_tiles - 1) // min_tiles, batch), most)
+    # equal lengths: whole splits per request, or whole requests per split
     fits = longest * batch == total
     if batch <= most:
-        aligned = nc // batch * batch
+        aligned = num_splits // batch * batch
     else:
-        aligned = nc * 0 + groups
+        aligned = num_splits * 0 + groups
         fits &= batch % groups == 0
-    fits &= (total + aligned - 1) // aligned <= (total + nc - 1) // nc + ALIGN_SLACK
-    nc = tl.where(fits, aligned, nc)
-    cuts = nc.to(big)
+    fits &= (total + aligned - 1) // aligned <= (total + num_splits - 1) // num_splits + ALIGN_SLACK
+    num_splits = tl.where(fits, aligned, num_splits)
+    cuts = num_splits.to(big)
 
     tiles_before = 0
-    splits_before = 0
-    # requests that end before chunk c begins, but not before chunk c - 1 does
-    ended = tl.zeros([NC_BLOCK], tl.int32)
+    merges_before = 0
+    # requests that end before split c begins, but not before split c - 1 does
+    ended = tl.zeros([SPLITS_BLOCK], tl.int32)
     for start in tl.range(0, B_MOST, B_BLOCK):
         ids = start + lane
         ok = ids < batch
@@ -146,42 +147,42 @@ def _plan_kernel(
             seq_lens, rows, row_stride, ids, ok, tail, window, shift, csr
         )
         end = tiles_before + tl.cumsum(tiles, 0)
-        # chunk c holds the tiles from ceil(c * total / nc) on: a request's last one, whose newest
-        # keys come late, is none of the longer ones
-        first_chunk = (end - tiles).to(big) * cuts // total
-        next_chunk = (end - 1).to(big) * cuts // total + 1
-        parts = next_chunk - first_chunk
-        split = (ok & (parts > 1)).to(tl.int32)
-        split_rank = splits_before + tl.cumsum(split, 0) - split
+        # split c holds the tiles from ceil(c * total / num_splits) on: a request's last one, whose
+        # newest keys come late, is none of the longer ones
+        first_split = (end - tiles).to(big) * cuts // total
+        next_split = (end - 1).to(big) * cuts // total + 1
+        partials = next_split - first_split
+        cut = (ok & (partials > 1)).to(tl.int32)
+        merge_rank = merges_before + tl.cumsum(cut, 0) - cut
         if B_MOST > 1:
-            begins = next_chunk.to(tl.int32)
-            ended += tl.histogram(begins, NC_BLOCK, mask=ok & (begins < nc))
+            begins = next_split.to(tl.int32)
+            ended += tl.histogram(begins, SPLITS_BLOCK, mask=ok & (begins < num_splits))
         entry = requests + ids * 8
         tl.store(entry + 0, base, mask=ok)
         tl.store(entry + 1, prefix.to(tl.int64), mask=ok)
         tl.store(entry + 2, first.to(tl.int64), mask=ok)
-        tl.store(entry + 3, parts.to(tl.int64), mask=ok)
-        tl.store(entry + 4, split_rank.to(tl.int64), mask=ok)
+        tl.store(entry + 3, partials.to(tl.int64), mask=ok)
+        tl.store(entry + 4, merge_rank.to(tl.int64), mask=ok)
         tl.store(entry + 5, (end - tiles).to(tl.int64), mask=ok)
-        entry = splits + (1 + split_rank) * 4
-        tl.store(entry + 0, ids, mask=split != 0)
-        tl.store(entry + 1, first_chunk.to(tl.int32) + split_rank, mask=split != 0)
-        tl.store(entry + 2, parts.to(tl.int32), mask=split != 0)
+        entry = merges + (1 + merge_rank) * 4
+        tl.store(entry + 0, ids, mask=cut != 0)
+        tl.store(entry + 1, first_split.to(tl.int32) + merge_rank, mask=cut != 0)
+        tl.store(entry + 2, partials.to(tl.int32), mask=cut != 0)
         tiles_before += tl.sum(tiles, 0)
-        splits_before += tl.sum(split, 0)
-    tl.store(splits, splits_before)
+        merges_before += tl.sum(cut, 0)
+    tl.store(merges, merges_before)
 
-    # the chunks read what other threads of this CTA have just written
+    # the splits read what other threads of this CTA have just written
     tl.debug_barrier()
-    c = tl.arange(0, NC_BLOCK)  # [NC_BLOCK]
-    ok = c < nc
+    c = tl.arange(0, SPLITS_BLOCK)  # [SPLITS_BLOCK]
+    ok = c < num_splits
     begin = ((c.to(big) * total + cuts - 1) // cuts).to(tl.int32)
     stop = (((c + 1).to(big) * total + cuts - 1) // cuts).to(tl.int32)
-    # the request of a chunk's first tile: the first that ends after it
+    # the request of a split's first tile: the first that ends after it
     low = tl.cumsum(ended, 0) if B_MOST > 1 else ended
     owner = requests + low * 8
     before = tl.load(owner + 5, mask=ok, other=0).to(tl.int32)
-    entry = chunks + c * 8
+    entry = splits + c * 8
     inside = c < most
     tl.store(entry + 0, tl.where(ok, stop - begin, 0).to(tl.int64), mask=inside)
     tl.store(entry + 1, (begin - before).to(tl.int64), mask=ok)
@@ -198,18 +199,18 @@ class TreePlan:
     ----------
     requests : Tensor
         ``[batch, 8]`` int64: start in the index table, prefix length, first tile (above 0 under
-        a window), parts, split requests before it, tiles of the requests before it.
-    chunks : Tensor
-        ``[max_chunks, 8]`` int64: tiles, first tile counted from the request's first, request,
-        and the request's first five numbers.
+        a window), partial results, merged requests before it, tiles of the requests before it.
     splits : Tensor
-        ``[1 + max_chunks, 4]`` int32: their number; then request, first slot among the partial
-        results, parts. Part p of a split request is stored at first slot + p.
+        ``[max_splits, 8]`` int64: tiles, first tile counted from the request's first, request,
+        and the request's first five numbers.
+    merges : Tensor
+        ``[1 + max_splits, 4]`` int32: number of merged requests; then request, first slot among
+        the partial results, and their number. Result p of a request is at first slot + p.
     """
 
     requests: Tensor
-    chunks: Tensor
     splits: Tensor
+    merges: Tensor
     tail_len: int
     window_left: int
     block_n: int
@@ -221,7 +222,7 @@ class TreePlan:
         cls,
         *,
         batch: int,
-        max_chunks: int,
+        max_splits: int,
         tail_len: int,
         window_left: int,
         block_n: int,
@@ -231,12 +232,12 @@ class TreePlan:
     ) -> TreePlan:
         """Allocate the tables of a bucket of ``batch`` requests.
 
-        A request has no more chunks than leave them ``min_tiles`` key tiles each.
+        A request has no more splits than leave them ``min_tiles`` key tiles each.
         """
         return cls(
             requests=torch.zeros(batch, 8, dtype=torch.int64, device=device),
-            chunks=torch.zeros(max_chunks, 8, dtype=torch.int64, device=device),
-            splits=torch.zeros(1 + max_chunks, 4, dtype=torch.int32, device=device),
+            splits=torch.zeros(max_splits, 8, dtype=torch.int64, device=device),
+            merges=torch.zeros(1 + max_splits, 4, dtype=torch.int32, device=device),
             tail_len=tail_len,
             window_left=window_left,
             block_n=block_n,
@@ -267,10 +268,10 @@ class PlanRequest(NamedTuple):
 
     @property
     def wide(self) -> bool:
-        """Whether (tiles of all requests) * chunks can pass 2^31."""
+        """Whether (tiles of all requests) * splits can pass 2^31."""
         plan = self.plan
         tiles = triton.cdiv(self.row_stride + plan.tail_len, plan.block_n) + 1
-        return plan.csr or len(plan.requests) * tiles * len(plan.chunks) >= 2**31
+        return plan.csr or len(plan.requests) * tiles * len(plan.splits) >= 2**31
 
 
 def fill_plans(requests: Sequence[PlanRequest]) -> None:
@@ -285,7 +286,7 @@ def fill_plans(requests: Sequence[PlanRequest]) -> None:
 
 def _launch(requests: list[PlanRequest]) -> None:
     plans = [request.plan for request in requests]
-    batches, max_chunks = [len(p.requests) for p in plans], [len(p.chunks) for p in plans]
+    batches, max_splits = [len(p.requests) for p in plans], [len(p.splits) for p in plans]
     most = max(batches)
     block = min(max(triton.next_power_of_2(most), 16), 1024)
     _plan_kernel[(len(requests),)](
@@ -293,19 +294,19 @@ def _launch(requests: list[PlanRequest]) -> None:
         # index lists have no rows, and none are read there
         _tensors([r.plan.requests if r.rows is None else r.rows for r in requests]),
         _tensors([p.requests for p in plans]),
-        _tensors([p.chunks for p in plans]),
         _tensors([p.splits for p in plans]),
+        _tensors([p.merges for p in plans]),
         _numbers([r.row_stride for r in requests]),
         B=_numbers(batches),
         TAIL=_numbers([p.tail_len for p in plans]),
         WINDOW=_numbers([p.window_left for p in plans]),
         SHIFT=_numbers([p.block_n.bit_length() - 1 for p in plans]),
-        NC=_numbers(max_chunks),
+        SPLITS=_numbers(max_splits),
         MIN_TILES=_numbers([p.min_tiles for p in plans]),
         CSR=_numbers([p.csr for p in plans]),
         B_BLOCK=block,
         B_MOST=most if most <= block else triton.cdiv(most, block) * block,
-        NC_BLOCK=max(triton.next_power_of_2(max(max_chunks)), 16),
+        SPLITS_BLOCK=max(triton.next_power_of_2(max(max_splits)), 16),
         WIDE=any(r.wide for r in requests),
         num_warps=4 if block <= 32 else 8,
     )

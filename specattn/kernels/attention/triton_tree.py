@@ -1,4 +1,4 @@
-"""Device code of tree attention: chunks of keys against packed query rows.
+"""Device code of tree attention: splits of keys against packed query rows.
 
 `tree` is the host side and says what is computed.
 """
@@ -40,7 +40,7 @@ def ones(count):
 def row_bits(word, next_word, first, left):
     """Visibility of 64 keys to each row: bit 0 is tail key ``first`` (prefix where negative).
 
-    ``left`` keys are left in the chunk.
+    ``left`` keys are left in the split.
     """
     shift = (first & 63).to(tl.uint64)
     # two shifts, as one by 64 would be undefined
@@ -179,7 +179,7 @@ def _masked_tiles(
 
 @triton.jit
 def load_request(entry):
-    """A request's numbers: start in the index table, prefix, first tile, parts, split rank."""
+    """A request's numbers: start in the index table, prefix, first tile, partials, merge rank."""
     return (
         tl.load(entry),
         tl.load(entry + 1).to(tl.int32),
@@ -211,9 +211,9 @@ def tree_attention_kernel(
     tail_positions,  # [B, TAIL] int64, read under a window
     tail_words,  # [B, Q_LEN, WORDS] int64
     requests,  # [B, 8] int64
-    chunks,  # [NC, 8] int64
-    partial_out,  # [parts, NUM_KV, MT, BM, V_DIM], out
-    partial_lse,  # [parts, NUM_KV, MT, BM] float32, out, base 2
+    splits,  # [SPLITS, 8] int64
+    partial_out,  # [partials, NUM_KV, MT, BM, V_DIM], out
+    partial_lse,  # [partials, NUM_KV, MT, BM] float32, out, base 2
     base2,
     cap_in,
     cap_out,
@@ -252,11 +252,11 @@ def tree_attention_kernel(
     SHORT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One CTA per (chunk, M tile, KV head) walks the segments of its chunk."""
+    """One CTA per (split, M tile, KV head) walks the segments of its split."""
     pid = tl.program_id(0)
     head = pid % NUM_KV
     m_tile = pid // NUM_KV % MT
-    chunk = pid // (NUM_KV * MT)
+    split = pid // (NUM_KV * MT)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -267,11 +267,11 @@ def tree_attention_kernel(
     r = tl.arange(0, BN)  # [BN]
     k_head = k_cache + head.to(tl.int64) * K_HEAD
     v_head = v_cache + head.to(tl.int64) * V_HEAD
-    entry = chunks + chunk * 8
+    entry = splits + split * 8
     left = tl.load(entry).to(tl.int32)
     tile = tl.load(entry + 1).to(tl.int32)
     req = tl.load(entry + 2).to(tl.int32)
-    base, prefix_len, first_tile, parts, split_rank = load_request(entry + 3)
+    base, prefix_len, first_tile, partials, merge_rank = load_request(entry + 3)
     while left > 0:
         kv_len = prefix_len + TAIL
         tiles = tl.maximum((kv_len + BN - 1) // BN - first_tile, 1)
@@ -392,7 +392,7 @@ def tree_attention_kernel(
             STAGES,
         )
         log2_sum = (top if HAS_CAP else top * base2) + tl.log2(tl.where(total > 0.0, total, 1.0))
-        if parts == 1:
+        if partials == 1:
             store_rows(
                 out + q_row * stride_out + q_head * stride_out_head,
                 acc,
@@ -409,7 +409,7 @@ def tree_attention_kernel(
                     mask=row_ok,
                 )
         else:
-            at = ((chunk + split_rank) * NUM_KV + head) * MT + m_tile
+            at = ((split + merge_rank) * NUM_KV + head) * MT + m_tile
             at = at.to(tl.int64) * BM + tl.arange(0, BM)  # [BM]
             store_rows(partial_out + at * V_DIM, acc, total, row_ok, V_DIM, V_PAD, v_scale)
             tl.store(partial_lse + at, tl.where(total > 0.0, log2_sum, EMPTY))
@@ -417,4 +417,4 @@ def tree_attention_kernel(
         if left > 0:
             req += 1
             tile = 0
-            base, prefix_len, first_tile, parts, split_rank = load_request(requests + req * 8)
+            base, prefix_len, first_tile, partials, merge_rank = load_request(requests + req * 8)

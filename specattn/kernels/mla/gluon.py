@@ -70,7 +70,7 @@ def launch_latent(
         tail_slots,
         tail_words,
         kernels.tables.requests,
-        kernels.tables.chunks,
+        kernels.tables.splits,
         *bucket.workspace,
         bucket.factors[0],
         q.stride(0) // 8,

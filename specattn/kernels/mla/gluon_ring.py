@@ -1,4 +1,4 @@
-"""The ring of latent tiles of `gluon`, the segments of a chunk, and the ring's producer."""
+"""The ring of latent tiles of `gluon`, the segments of a split, and the ring's producer."""
 
 # no postponed annotations: aggregates read the types of their fields
 from triton.experimental import gluon
@@ -20,7 +20,7 @@ BN = gl.constexpr(64)
 
 
 @aggregate
-class Shape:
+class LatentConstants:
     """Constants of a launch."""
 
     TAIL: gl.constexpr
@@ -44,21 +44,21 @@ class Shape:
 class Work:
     """The CTA's place, and the plan."""
 
-    chunk: gl.tensor
+    split: gl.tensor
     m_tile: gl.tensor
     requests: gl.tensor
-    chunks: gl.tensor
+    splits: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, chunk, m_tile, requests, chunks):
-        self.chunk = chunk
+    def __init__(self, split, m_tile, requests, splits):
+        self.split = split
         self.m_tile = m_tile
         self.requests = requests
-        self.chunks = chunks
+        self.splits = splits
 
 
 @aggregate
-class Ring:
+class LatentRing:
     """Tiles in shared memory, what the consumers tell each other, and the barriers."""
 
     latent: gl.shared_memory_descriptor  # [STAGES, BN, RANK]
@@ -108,7 +108,7 @@ def make_ring(dtype: gl.constexpr, t):
     narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, ROPE], dtype)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    ring = Ring(
+    ring = LatentRing(
         gl.allocate_shared_memory(dtype, [t.STAGES, BN, RANK], wide),
         gl.allocate_shared_memory(dtype, [t.STAGES, BN, ROPE], narrow),
         gl.allocate_shared_memory(gl.int64, [t.STAGES, 1], barrier),
@@ -141,13 +141,13 @@ def advance(stage, phase, t):
 
 @gluon.jit
 def first_segment(work):
-    """Tiles of the chunk; its first segment: tile, request and the request's numbers."""
-    entry = work.chunks + work.chunk * 8
+    """Tiles of the split; its first segment: tile, request and the request's numbers."""
+    entry = work.splits + work.split * 8
     left = gl.load(entry).to(gl.int32)
     tile = gl.load(entry + 1).to(gl.int32)
     req = gl.load(entry + 2).to(gl.int32)
-    base, prefix_len, _, parts, split_rank = load_request(entry + 3)
-    return left, tile, req, base, prefix_len, parts, split_rank
+    base, prefix_len, _, partials, merge_rank = load_request(entry + 3)
+    return left, tile, req, base, prefix_len, partials, merge_rank
 
 
 @gluon.jit
@@ -196,7 +196,7 @@ def produce(
     stride_tail,
     SLOT: gl.constexpr,
 ):
-    """Gather the latent rows and the queries of every segment of the chunk."""
+    """Gather the latent rows and the queries of every segment of the split."""
     # a warp copies 128 contiguous bytes of 4 rows at a time: few addresses, no bank conflicts
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     r = gl.arange(0, BN, layout=gl.SliceLayout(1, layout))

@@ -3,7 +3,7 @@
 A producer warpgroup gathers latent rows into a ring of tiles in shared memory. Of two consumer
 warpgroups, each keeps half of the value columns of 64 packed query rows in registers; the first
 one scores a tile for both and leaves the weights in shared memory. That split of the value columns
-is FlashMLA's (https://github.com/deepseek-ai/FlashMLA); chunks, clamped loads and visibility bits
+is FlashMLA's (https://github.com/deepseek-ai/FlashMLA); splits, clamped loads and visibility bits
 are those of `triton_tree`, whose contract this is, at 512 + 64 columns and 16 bits. `tree`
 is the host side.
 """
@@ -26,7 +26,7 @@ from specattn.kernels.mla.gluon_ring import (
     BM,
     BN,
     RANK,
-    Shape,
+    LatentConstants,
     Work,
     advance,
     bounds,
@@ -118,13 +118,13 @@ def _store(
     work,
     t,
     req,
-    parts,
-    part,
+    partials,
+    partial,
     stride_out,
     stride_out_head,
     SIDE: gl.constexpr,
 ):
-    """Store value columns ``256 * SIDE`` and on: as results, or as part ``part``."""
+    """Store value columns ``256 * SIDE`` and on: as results, or as partial ``partial``."""
     rows: gl.constexpr = gl.SliceLayout(1, VALUES)
     seen = total > 0.0
     inverse = gl.where(seen, 1.0 / gl.where(seen, total, 1.0), 0.0)
@@ -134,32 +134,43 @@ def _store(
     column = SIDE * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, STORED))
     packed = work.m_tile * BM + row
     mask = (packed < t.Q_LEN * t.HEADS)[:, None]
-    if parts == 1:
+    if partials == 1:
         at = (req * t.Q_LEN + packed // t.HEADS).to(gl.int64) * stride_out
         at += (packed % t.HEADS) * stride_out_head
         gl.store(out + at[:, None] + column[None, :], values, mask=mask)
     else:
-        at = ((part * t.MT + work.m_tile).to(gl.int64) * BM + row) * RANK
+        at = ((partial * t.MT + work.m_tile).to(gl.int64) * BM + row) * RANK
         gl.store(partial_out + at[:, None] + column[None, :], values, mask=mask)
 
 
 @gluon.jit
 def _store_sums(
-    top, total, lse, partial_lse, work, t, base2, req, parts, part, stride_lse, stride_lse_head
+    top,
+    total,
+    lse,
+    partial_lse,
+    work,
+    t,
+    base2,
+    req,
+    partials,
+    partial,
+    stride_lse,
+    stride_lse_head,
 ):
-    """Store log-sum-exps: as results, or as part ``part``."""
+    """Store log-sum-exps: as results, or as partial ``partial``."""
     row = gl.arange(0, BM, layout=top.type.layout)
     packed = work.m_tile * BM + row
     seen = total > 0.0
     log2_sum = top * base2 + gl.log2(gl.where(seen, total, 1.0))
-    if parts == 1:
+    if partials == 1:
         if lse is not None:
             at = (req * t.Q_LEN + packed // t.HEADS).to(gl.int64) * stride_lse
             at += (packed % t.HEADS) * stride_lse_head
             value = gl.where(seen, log2_sum * LN2, float("-inf"))
             gl.store(lse + at, value, mask=packed < t.Q_LEN * t.HEADS)
     else:
-        first = (part * t.MT + work.m_tile).to(gl.int64) * BM
+        first = (partial * t.MT + work.m_tile).to(gl.int64) * BM
         gl.store(partial_lse + first + row, gl.where(seen, log2_sum, EMPTY))
 
 
@@ -186,7 +197,7 @@ def _attend_left(
     operand: gl.constexpr = gl.DotOperandLayout(0, VALUES, 2)
     packed = work.m_tile * BM + gl.arange(0, BM, layout=rows)
     row_ok = packed < t.Q_LEN * t.HEADS
-    left, tile, req, _base, prefix_len, parts, split_rank = first_segment(work)
+    left, tile, req, _base, prefix_len, partials, merge_rank = first_segment(work)
     stage = 0
     phase = 0
     q_phase = 0
@@ -220,9 +231,20 @@ def _attend_left(
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(ring.empty.index(stage), count=1)
             stage, phase = advance(stage, phase, t)
-        part = work.chunk + split_rank
+        partial = work.split + merge_rank
         _store(
-            acc, total, out, partial_out, work, t, req, parts, part, stride_out, stride_out_head, 0
+            acc,
+            total,
+            out,
+            partial_out,
+            work,
+            t,
+            req,
+            partials,
+            partial,
+            stride_out,
+            stride_out_head,
+            0,
         )
         _store_sums(
             top,
@@ -233,8 +255,8 @@ def _attend_left(
             t,
             base2,
             req,
-            parts,
-            part,
+            partials,
+            partial,
             stride_lse,
             stride_lse_head,
         )
@@ -242,14 +264,14 @@ def _attend_left(
         tile = 0
         if left > 0:
             req += 1
-            _base, prefix_len, _first, parts, split_rank = load_request(work.requests + req * 8)
+            _base, prefix_len, _first, partials, merge_rank = load_request(work.requests + req * 8)
 
 
 @gluon.jit
 def _attend_right(ring, work, t, out, partial_out, stride_out, stride_out_head):
     """Take the weights of `_attend_left`; keep value columns 256 to 511."""
     rows: gl.constexpr = gl.SliceLayout(1, VALUES)
-    left, tile, req, _base, prefix_len, parts, split_rank = first_segment(work)
+    left, tile, req, _base, prefix_len, partials, merge_rank = first_segment(work)
     stage = 0
     phase = 0
     while left > 0:
@@ -276,8 +298,8 @@ def _attend_right(ring, work, t, out, partial_out, stride_out, stride_out_head):
             work,
             t,
             req,
-            parts,
-            work.chunk + split_rank,
+            partials,
+            work.split + merge_rank,
             stride_out,
             stride_out_head,
             1,
@@ -286,7 +308,7 @@ def _attend_right(ring, work, t, out, partial_out, stride_out, stride_out_head):
         tile = 0
         if left > 0:
             req += 1
-            _base, prefix_len, _first, parts, split_rank = load_request(work.requests + req * 8)
+            _base, prefix_len, _first, partials, merge_rank = load_request(work.requests + req * 8)
 
 
 # strides of small tensors: no variants of the kernel for round ones
@@ -300,9 +322,9 @@ def mla_gluon_kernel(
     tail_slots,  # [B, TAIL] int32
     tail_words,  # [B, Q_LEN, WORDS] int64
     requests,  # [B, 8] int64
-    chunks,  # [NC, 8] int64
-    partial_out,  # [parts, MT, 64, 512], out
-    partial_lse,  # [parts, MT, 64] float32, out, base 2
+    splits,  # [SPLITS, 8] int64
+    partial_out,  # [partials, MT, 64, 512], out
+    partial_lse,  # [partials, MT, 64] float32, out, base 2
     base2,
     q_eighth,
     q_head_eighth,  # strides of q in steps of 8 numbers: copies move 16 bytes
@@ -324,11 +346,11 @@ def mla_gluon_kernel(
     CONSUMER_REGS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """One CTA per (chunk, M tile) walks the segments of its chunk."""
-    t = Shape(TAIL, WORDS, Q_LEN, HEADS, MT, STAGES)
+    """One CTA per (split, M tile) walks the segments of its split."""
+    t = LatentConstants(TAIL, WORDS, Q_LEN, HEADS, MT, STAGES)
     ring = make_ring(cache.dtype.element_ty, t)
     pid = gl.program_id(0)
-    work = Work(pid // MT, pid % MT, requests, chunks)
+    work = Work(pid // MT, pid % MT, requests, splits)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

@@ -18,7 +18,7 @@ ROW = 512 + 64
 # two tiles of 73 KB and the queries fill the shared memory of a CTA; warps are the Triton kernel's
 GLUON = GluonTile(64, 64, warps=8, stages=2, ctas_per_sm=1, max_regs=168, min_tiles=2)
 # results are 512 columns wide; within 2 % of the best of seven for every batch measured
-MERGE = MergeTile(8, parts=8, many=16, span=128)
+MERGE = MergeTile(8, partials=8, many=16, span=128)
 
 
 def mla_tile_config(rows: int, dtype: torch.dtype, limits: DeviceLimits = HOPPER) -> TileConfig:

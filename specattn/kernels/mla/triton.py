@@ -73,7 +73,7 @@ class LatentKernels(TreeKernels):
             tail_slots,
             tail_words,
             self.tables.requests,
-            self.tables.chunks,
+            self.tables.splits,
             *bucket.workspace,
             bucket.factors[0],
             *row_strides(q),

@@ -1,6 +1,6 @@
-"""Device code of latent tree attention: chunks of latent rows against packed query rows.
+"""Device code of latent tree attention: splits of latent rows against packed query rows.
 
-The chunks, the clamped loads and the visibility bits are those of `attention.triton_tree`; there is
+The splits, the clamped loads and the visibility bits are those of `attention.triton_tree`; there is
 one KV head, and a tile is key and value at once. `tree` is the host side.
 """
 
@@ -102,9 +102,9 @@ def mla_attention_kernel(
     tail_slots,  # [B, TAIL] int32
     tail_words,  # [B, Q_LEN, WORDS] int64
     requests,  # [B, 8] int64
-    chunks,  # [NC, 8] int64
-    partial_out,  # [parts, MT, BM, RANK], out
-    partial_lse,  # [parts, MT, BM] float32, out, base 2
+    splits,  # [SPLITS, 8] int64
+    partial_out,  # [partials, MT, BM, RANK], out
+    partial_lse,  # [partials, MT, BM] float32, out, base 2
     base2,
     stride_q,
     stride_q_head,
@@ -131,10 +131,10 @@ def mla_attention_kernel(
     SHORT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One CTA per (chunk, M tile) walks the segments of its chunk."""
+    """One CTA per (split, M tile) walks the segments of its split."""
     pid = tl.program_id(0)
     m_tile = pid % MT
-    chunk = pid // MT
+    split = pid // MT
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -143,11 +143,11 @@ def mla_attention_kernel(
     head = packed % HEADS
     row_ok = packed < Q_LEN * HEADS
     r = tl.arange(0, BN)  # [BN]
-    entry = chunks + chunk * 8
+    entry = splits + split * 8
     left = tl.load(entry).to(tl.int32)
     tile = tl.load(entry + 1).to(tl.int32)
     req = tl.load(entry + 2).to(tl.int32)
-    base, prefix_len, _, parts, split_rank = load_request(entry + 3)
+    base, prefix_len, _, partials, merge_rank = load_request(entry + 3)
     while left > 0:
         kv_len = prefix_len + TAIL
         stop = tl.minimum(tl.maximum((kv_len + BN - 1) // BN, 1), tile + left)
@@ -228,7 +228,7 @@ def mla_attention_kernel(
             STAGES,
         )
         log2_sum = top * base2 + tl.log2(tl.where(total > 0.0, total, 1.0))
-        if parts == 1:
+        if partials == 1:
             out_rows = out + q_row * stride_out + head * stride_out_head
             store_rows(out_rows, acc, total, row_ok, RANK, RANK_PAD)
             if lse is not None:
@@ -238,11 +238,11 @@ def mla_attention_kernel(
                     mask=row_ok,
                 )
         else:
-            at = ((chunk + split_rank) * MT + m_tile).to(tl.int64) * BM + tl.arange(0, BM)
+            at = ((split + merge_rank) * MT + m_tile).to(tl.int64) * BM + tl.arange(0, BM)
             store_rows(partial_out + at * RANK, acc, total, row_ok, RANK, RANK_PAD)
             tl.store(partial_lse + at, tl.where(total > 0.0, log2_sum, EMPTY))
         left -= stop - tile
         if left > 0:
             req += 1
             tile = 0
-            base, prefix_len, _, parts, split_rank = load_request(requests + req * 8)
+            base, prefix_len, _, partials, merge_rank = load_request(requests + req * 8)

@@ -199,8 +199,8 @@ def test_the_rest_of_the_batch_does_not_show_at_size(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["tree", "draft"])
 def test_the_default_mode_does_show_it(name: str) -> None:
-    """The comparisons above can fail: with its chunks of the whole batch, the other mode does."""
-    # long enough for chunks of several tiles
+    """The comparisons above can fail: with its splits of the whole batch, the other mode does."""
+    # long enough for splits of several tiles
     scale = 40 if DEVICE == "cuda" else 1
     lengths = [length * scale for length in PATHS[name]["lengths"]]
     case = make_tree_case(**PATHS[name] | {"lengths": lengths}, device=DEVICE)
@@ -233,7 +233,7 @@ def check_prompts(lengths: list[tuple[int, int]], cuts: list[int], **options: An
     wanted = bits(case)
     for piece, rows in resumed(case, cuts):
         extend(piece)
-        same_bits(piece, tuple(part[rows] for part in wanted), f"tokens {rows.tolist()}")
+        same_bits(piece, tuple(partial[rows] for partial in wanted), f"tokens {rows.tolist()}")
 
 
 def extend(case: Case) -> None:

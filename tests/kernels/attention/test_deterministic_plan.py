@@ -1,4 +1,4 @@
-"""The tables of deterministic attention: parts by position, each once, wherever they are done."""
+"""The tables of deterministic attention: partials by position, each once, in any split."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ class Work:
     stop: list[int]
     plan: DeterministicPlan
 
-    def parts(self, req: int) -> list[tuple[int, int]]:
-        """The tiles of a request's parts, counted from position 0."""
+    def partials(self, req: int) -> list[tuple[int, int]]:
+        """The tiles of a request's partials, counted from position 0."""
         first, stop = self.first[req], self.stop[req]
         cuts = [first, *(t for t in range(first + 1, stop) if t % SPLIT == 0), stop]
         return list(pairwise(cuts))
 
     def walk(self) -> list[list[tuple[int, int]]]:
-        """Walk the chunks as the kernel does: ``(request, part)`` each."""
+        """Walk the splits as the kernel does: ``(request, partial)`` each."""
         requests, walks = self.plan.requests.tolist(), []
-        for left, tile, req, *numbers in self.plan.chunks.tolist():
+        for left, tile, req, *numbers in self.plan.splits.tolist():
             walks.append([])
             while left > 0:
-                base, prefix, first, parts, _, _ = numbers
+                base, prefix, first, partials, _, _ = numbers
                 assert (base, prefix) == (self.bases[req], self.lengths[req])
                 assert first == self.first[req]
-                assert parts == len(self.parts(req))
+                assert partials == len(self.partials(req))
                 low = first + tile
                 nth = low // SPLIT - first // SPLIT
                 high = min((low // SPLIT + 1) * SPLIT, self.stop[req])
-                assert self.parts(req)[nth] == (low, high), "a chunk begins inside a part"
+                assert self.partials(req)[nth] == (low, high), "a split begins inside a partial"
                 walks[-1].append((req, nth))
                 left, tile = left - (high - low), tile + high - low
                 if high == self.stop[req]:
@@ -59,7 +59,7 @@ class Work:
 def make(
     lengths: list[int],
     *,
-    chunks: int,
+    splits: int,
     tail: int = 3,
     window: int = -1,
     csr: bool = False,
@@ -68,17 +68,17 @@ def make(
 ) -> Work:
     plan = DeterministicPlan.alloc(
         batch=len(lengths),
-        max_chunks=chunks,
+        max_splits=splits,
         q_len=1,
         tail_len=tail,
         window_left=window,
         block_n=BN,
-        split_tiles=SPLIT,
+        partial_tiles=SPLIT,
         extra=extra,
         csr=csr,
         device=torch.device(DEVICE),
     )
-    for table in (plan.tile_ends, plan.requests, plan.chunks, plan.splits):
+    for table in (plan.tile_ends, plan.requests, plan.splits, plan.merges):
         table.fill_(-7)
     if csr:
         indptr = torch.tensor([0, *lengths]).cumsum(0)
@@ -95,31 +95,31 @@ def make(
 
 
 def check(work: Work) -> list[list[tuple[int, int]]]:
-    """Check the tables; return the chunks."""
+    """Check the tables; return the splits."""
     walks, requests = work.walk(), work.plan.requests.tolist()
     line = [item for walk in walks for item in walk]
     batch = range(len(work.lengths))
-    assert line == [(req, nth) for req in batch for nth in range(len(work.parts(req)))]
-    # the parts of a request's first chunk are folded there, the others have slots of their own
+    assert line == [(req, nth) for req in batch for nth in range(len(work.partials(req)))]
+    # the partials of a request's first split are folded there, the others have slots of their own
     slots, listed = 0, []
     for req in batch:
-        chunk = next(c for c, walk in enumerate(walks) if (req, 0) in walk)
-        head = sum(item[0] == req for item in walks[chunk])
-        kept = len(work.parts(req)) - head
+        split = next(c for c, walk in enumerate(walks) if (req, 0) in walk)
+        head = sum(item[0] == req for item in walks[split])
+        kept = len(work.partials(req)) - head
         assert requests[req][4] == head
         if kept:
             assert requests[req][5] == slots
-            listed.append([req, chunk, slots, kept])
+            listed.append([req, split, slots, kept])
         slots += kept
-    count = int(work.plan.splits[0, 0])
-    assert work.plan.splits[1 : count + 1].tolist() == listed
-    longest = max(len(work.parts(req)) for req in batch)
+    count = int(work.plan.merges[0, 0])
+    assert work.plan.merges[1 : count + 1].tolist() == listed
+    longest = max(len(work.partials(req)) for req in batch)
     assert slots <= min(len(work.lengths), len(walks) - 1) * (longest - 1)
-    # no chunk has more than its share and one part
+    # no split has more than its share and one partial
     extra = work.plan.extra
     work_of = [
-        sum(b - a for req, nth in walk for a, b in [work.parts(req)[nth]])
-        + sum(extra for req, nth in walk if nth == len(work.parts(req)) - 1)
+        sum(b - a for req, nth in walk for a, b in [work.partials(req)[nth]])
+        + sum(extra for req, nth in walk if nth == len(work.partials(req)) - 1)
         for walk in walks
     ]
     used = sum(1 for walk in walks if walk)
@@ -130,21 +130,21 @@ def check(work: Work) -> list[list[tuple[int, int]]]:
 RAGGED = {
     "one": ([700], 33),
     "one_short": ([1], 33),
-    "one_chunk": ([700, 3], 1),
+    "one_split": ([700, 3], 1),
     "one_long": ([6000, *[50] * 31], 33),
     "zeros": ([0, 0, 0], 7),
     "zeros_between": ([0, 400, 0, 0, 333, 0], 7),
     "around_cuts": ([63, 64, 65, 61, 62, 60, 128, 125], 5),
-    "more_requests_than_chunks": ([(37 * i) % 200 for i in range(50)], 7),
-    "many_chunks": ([900, 77], 264),
+    "more_requests_than_splits": ([(37 * i) % 200 for i in range(50)], 7),
+    "many_splits": ([900, 77], 264),
     "batch_of_1100": ([(13 * i) % 150 for i in range(1100)], 33),
 }
 
 
 @pytest.mark.parametrize("name", RAGGED)
 def test_every_part_is_taken_once(name: str) -> None:
-    lengths, chunks = RAGGED[name]
-    check(make(lengths, chunks=chunks))
+    lengths, splits = RAGGED[name]
+    check(make(lengths, splits=splits))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -154,7 +154,7 @@ def test_random_batches(seed: int) -> None:
     check(
         make(
             lengths,
-            chunks=rng.choice([2, 8, 33]),
+            splits=rng.choice([2, 8, 33]),
             tail=rng.choice([1, 70]),
             window=rng.choice([0, 31, 700]) if seed % 2 else -1,
             extra=rng.choice([0, 15]),
@@ -165,24 +165,24 @@ def test_random_batches(seed: int) -> None:
 @pytest.mark.parametrize("lengths", [[5, 700, 0, 64], [0], [0, 0, 31]])
 @pytest.mark.parametrize("window", [-1, 0, 40])
 def test_index_lists(lengths: list[int], window: int) -> None:
-    check(make(lengths, chunks=5, tail=0, window=window, csr=True, extra=0))
+    check(make(lengths, splits=5, tail=0, window=window, csr=True, extra=0))
 
 
-@pytest.mark.parametrize(("batch", "chunks"), [(8, 33), (32, 33), (5, 33), (64, 33), (128, 33)])
-def test_equal_requests_stay_whole_where_they_can(batch: int, chunks: int) -> None:
-    """As many as chunks, or more: no request is in two chunks, so there is nothing to merge."""
-    work = make([12 * BN - 3] * batch, chunks=chunks)
+@pytest.mark.parametrize(("batch", "splits"), [(8, 33), (32, 33), (5, 33), (64, 33), (128, 33)])
+def test_equal_requests_stay_whole_where_they_can(batch: int, splits: int) -> None:
+    """As many as splits, or more: no request is in two splits, so there is nothing to merge."""
+    work = make([12 * BN - 3] * batch, splits=splits)
     check(work)
-    assert not work.plan.splits[0, 0] or batch * 2 <= chunks
+    assert not work.plan.merges[0, 0] or batch * 2 <= splits
 
 
 def test_wide_products_cut_alike() -> None:
-    """Work times chunks beyond 2^31 switches to 64-bit products, by the table's row length."""
+    """Work times splits beyond 2^31 switches to 64-bit products, by the table's row length."""
     narrow, wide = (
-        make([3000, 17, 900], chunks=33, stride=stride) for stride in (5000, 2**31 // 3)
+        make([3000, 17, 900], splits=33, stride=stride) for stride in (5000, 2**31 // 3)
     )
     check(wide)
-    for a, b in zip(narrow.plan.chunks.tolist(), wide.plan.chunks.tolist(), strict=True):
+    for a, b in zip(narrow.plan.splits.tolist(), wide.plan.splits.tolist(), strict=True):
         assert [*a[:3], *a[4:]] == [*b[:3], *b[4:]]
 
 
@@ -198,12 +198,12 @@ def test_a_path_is_the_rest_of_the_prefix_and_the_ancestors(
     a = case.args
     plan = DeterministicPlan.alloc(
         batch=4,
-        max_chunks=2,
+        max_splits=2,
         q_len=q_len,
         tail_len=tail,
         window_left=window,
         block_n=BN,
-        split_tiles=SPLIT,
+        partial_tiles=SPLIT,
         extra=0,
         csr=False,
         device=torch.device(DEVICE),

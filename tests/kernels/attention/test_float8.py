@@ -42,7 +42,7 @@ FORM: dict[str, Any] = {
 TREES: dict[str, dict[str, Any]] = {
     "decode": {"lengths": [130, 7, 0], "mode": "chain", "q_len": 1},
     "tree": {"lengths": [33, 0, 65], "q_len": 7, "heads": (8, 2), "pads": 1},
-    "chunks": {"lengths": [700, 3, 64], "q_len": 3},
+    "splits": {"lengths": [700, 3, 64], "q_len": 3},
     "rows_152": {"lengths": [140], "heads": (8, 1), "q_len": 19},
     "tail_130": {"lengths": [40, 9], "mode": "any", "q_len": 5, "tail_len": 130},
     "draft": {"lengths": [65, 31], "mode": "draft", "tail_len": 12},

@@ -76,7 +76,7 @@ def _late_store(case: Any, kernel: TreeAttention, again: TreeAttention) -> torch
     generator = torch.Generator("cuda").manual_seed(0)
     q_len, (rows, heads, dim) = kernel.q_len, case.q.shape
     kv_heads = case.k_cache.shape[1]
-    parts, weight, x = (
+    partials, weight, x = (
         torch.randn(*shape, device="cuda", generator=generator).to(BF16)
         for shape in ((1, rows, (heads + 2 * kv_heads) * dim), (8192, 4096), (16, 4096))
     )
@@ -94,7 +94,7 @@ def _late_store(case: Any, kernel: TreeAttention, again: TreeAttention) -> torch
         case.out.fill_(torch.nan)
         stream_linear(x, weight)
         qk_norm_rope_store_kv(
-            parts,
+            partials,
             positions,
             table,
             None,
@@ -113,7 +113,7 @@ def _late_store(case: Any, kernel: TreeAttention, again: TreeAttention) -> torch
     with torch.cuda.graph(graph):
         record()
     # tensors that the graph reads live as long as it does
-    graph.kept = parts, weight, x, table, positions, places, case.q
+    graph.kept = partials, weight, x, table, positions, places, case.q
     return graph
 
 
@@ -156,7 +156,7 @@ class TestOnHopper:
         kernel = make_kernel(case, tile=tile)
         if splits < 4:
             launches, tables = kernel.kernels, kernel.tables
-            launches.tables = replace(tables, chunks=tables.chunks[:splits])
+            launches.tables = replace(tables, splits=tables.splits[:splits])
             launches.grid = replace(launches.grid, splits=splits)
         attend(kernel, case)
         check(case, oracle_tree(case))

@@ -1,4 +1,4 @@
-"""The chunk tables of tree attention: every tile once, in equal chunks, parts in one row."""
+"""The split tables of tree attention: every tile once, in equal splits, partials in one row."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ class Work:
         return self.cut.plan
 
     def tables(self) -> list[torch.Tensor]:
-        return [self.plan.requests, self.plan.chunks, self.plan.splits]
+        return [self.plan.requests, self.plan.splits, self.plan.merges]
 
     def segments(self) -> list[list[tuple[int, int, int, int]]]:
-        """Walk the chunks as the kernel does: ``(request, first tile, end tile, slot)`` each.
+        """Walk the splits as the kernel does: ``(request, first tile, end tile, slot)`` each.
 
         Checks the numbers every segment goes by.
         """
         requests, walks = self.plan.requests.tolist(), []
-        for c, (left, tile, req, *numbers) in enumerate(self.plan.chunks.tolist()):
+        for c, (left, tile, req, *numbers) in enumerate(self.plan.splits.tolist()):
             walks.append([])
             while left > 0:
-                base, prefix, first, parts, rank = numbers
+                base, prefix, first, partials, rank = numbers
                 assert (base, prefix, first) == (
                     self.bases[req],
                     self.prefixes[req],
                     self.firsts[req],
                 )
                 stop = min(self.tiles[req], tile + left)
-                walks[-1].append((req, tile, stop, c + rank if parts > 1 else -1))
+                walks[-1].append((req, tile, stop, c + rank if partials > 1 else -1))
                 left -= stop - tile
                 tile, req = 0, req + 1
                 if left > 0:
@@ -60,7 +60,7 @@ class Work:
 def prepare(
     lengths: list[int],
     *,
-    chunks: int,
+    splits: int,
     tail: int = 3,
     window: int = -1,
     csr: bool = False,
@@ -71,7 +71,7 @@ def prepare(
     """Work whose tables are poisoned, and not filled."""
     plan = TreePlan.alloc(
         batch=len(lengths),
-        max_chunks=chunks,
+        max_splits=splits,
         tail_len=tail,
         window_left=window,
         block_n=block,
@@ -110,16 +110,16 @@ def make(lengths: list[int], **options: Any) -> Work:
 
 
 def check(work: Work) -> list[int]:
-    """Check the tables; return the tiles of the chunks in use."""
+    """Check the tables; return the tiles of the splits in use."""
     walks = work.segments()
     # every tile of every request exactly once, in order
     line = [(req, t) for walk in walks for req, a, b, _ in walk for t in range(a, b)]
     assert line == [(req, t) for req, count in enumerate(work.tiles) for t in range(count)]
     sizes = [sum(b - a for _, a, b, _ in walk) for walk in walks]
     used = [size for size in sizes if size]
-    assert sizes[: len(used)] == used, "idle chunks come last"
+    assert sizes[: len(used)] == used, "idle splits come last"
     assert max(used) - min(used) <= 1
-    # parts of a request lie in consecutive slots, which nothing else uses
+    # partials of a request lie in consecutive slots, which nothing else uses
     slots: dict[int, list[int]] = {}
     for walk in walks:
         for req, _, _, slot in walk:
@@ -130,10 +130,10 @@ def check(work: Work) -> list[int]:
     assert all(segments.count(req) == 1 for req in set(segments) - set(slots))
     flat = [s for row in slots.values() for s in row]
     assert len(set(flat)) == len(flat)
-    batch, chunks = len(work.tiles), len(work.plan.chunks)
-    assert max(flat, default=0) < chunks + min(batch, chunks)
-    count, *_ = work.plan.splits[0].tolist()
-    listed = work.plan.splits[1 : count + 1].tolist()
+    batch, splits = len(work.tiles), len(work.plan.splits)
+    assert max(flat, default=0) < splits + min(batch, splits)
+    count, *_ = work.plan.merges[0].tolist()
+    listed = work.plan.merges[1 : count + 1].tolist()
     assert [tuple(row[:3]) for row in listed] == [(req, s[0], len(s)) for req, s in slots.items()]
     assert all(s == list(range(s[0], s[0] + len(s))) for s in slots.values())
     return used
@@ -142,21 +142,21 @@ def check(work: Work) -> list[int]:
 RAGGED = {
     "one": ([700], 33),
     "one_short": ([1], 33),
-    "one_chunk": ([700, 3], 1),
+    "one_split": ([700, 3], 1),
     "one_long": ([6000, *[50] * 31], 33),
     "zeros": ([0, 0, 0], 7),
     "zeros_between": ([0, 400, 0, 0, 333, 0], 7),
     "odd": ([33, 64, 65, 1, 500], 5),
-    "more_requests_than_chunks": ([(37 * i) % 200 for i in range(50)], 7),
-    "many_chunks": ([900, 77], 264),
+    "more_requests_than_splits": ([(37 * i) % 200 for i in range(50)], 7),
+    "many_splits": ([900, 77], 264),
     "batch_of_1100": ([(13 * i) % 150 for i in range(1100)], 33),
 }
 
 
 @pytest.mark.parametrize("name", RAGGED)
 def test_every_tile_is_taken_once(name: str) -> None:
-    lengths, chunks = RAGGED[name]
-    check(make(lengths, chunks=chunks))
+    lengths, splits = RAGGED[name]
+    check(make(lengths, splits=splits))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -166,33 +166,33 @@ def test_random_batches(seed: int) -> None:
     options = {"tail": rng.choice([0, 1, 70])}
     if seed % 2:
         options = {"window": rng.choice([0, 31, 700]), "tail": rng.choice([0, 1, 70])}
-    check(make(lengths, chunks=rng.choice([2, 8, 33]), **options))
+    check(make(lengths, splits=rng.choice([2, 8, 33]), **options))
 
 
 @pytest.mark.parametrize("lengths", [[5, 700, 0, 64], [0], [0, 0, 31]])
 @pytest.mark.parametrize("window", [-1, 0, 40])
 def test_index_lists(lengths: list[int], window: int) -> None:
-    check(make(lengths, chunks=5, tail=0, window=window, csr=True))
+    check(make(lengths, splits=5, tail=0, window=window, csr=True))
 
 
 @pytest.mark.parametrize(
-    ("batch", "chunks", "tiles", "used"),
+    ("batch", "splits", "tiles", "used"),
     [
-        (8, 33, 12, 32),  # whole chunks per request
+        (8, 33, 12, 32),  # whole splits per request
         (32, 33, 4, 32),
         (5, 33, 100, 30),
-        (64, 33, 4, 32),  # whole requests per chunk
+        (64, 33, 4, 32),  # whole requests per split
         (128, 33, 8, 32),
         (3, 33, 12, 33),  # 33 is a multiple of 3 as it is
-        (4, 33, 2, 8),  # fewer tiles than chunks
+        (4, 33, 2, 8),  # fewer tiles than splits
         (50, 33, 4, 25),
-        (7, 2, 3, 2),  # 7 requests do not share 2 chunks evenly: the cuts stay equal
+        (7, 2, 3, 2),  # 7 requests do not share 2 splits evenly: the cuts stay equal
     ],
 )
 def test_equal_lengths_are_cut_at_request_boundaries(
-    batch: int, chunks: int, tiles: int, used: int
+    batch: int, splits: int, tiles: int, used: int
 ) -> None:
-    work = make([tiles * BN - 3] * batch, chunks=chunks)
+    work = make([tiles * BN - 3] * batch, splits=splits)
     sizes = check(work)
     assert len(sizes) == used
     if max(batch, used) % min(batch, used) == 0:
@@ -200,16 +200,16 @@ def test_equal_lengths_are_cut_at_request_boundaries(
         if used >= batch:
             assert all(len(walk) == 1 for walk in whole)
         else:
-            assert not work.plan.splits[0, 0]
+            assert not work.plan.merges[0, 0]
 
 
-def test_alignment_is_dropped_where_it_would_lengthen_chunks() -> None:
-    """17 requests in 33 chunks: one chunk each would be twice as long."""
-    assert len(check(make([50 * BN - 3] * 17, chunks=33))) == 33
+def test_alignment_is_dropped_where_it_would_lengthen_splits() -> None:
+    """17 requests in 33 splits: one split each would be twice as long."""
+    assert len(check(make([50 * BN - 3] * 17, splits=33))) == 33
 
 
 @pytest.mark.parametrize(
-    ("tiles", "chunks", "used"),
+    ("tiles", "splits", "used"),
     [
         ([2], 16, 1),
         ([17], 16, 9),
@@ -219,18 +219,18 @@ def test_alignment_is_dropped_where_it_would_lengthen_chunks() -> None:
         ([1, 1, 6], 16, 4),
     ],
 )
-def test_small_batches_have_few_chunks(tiles: list[int], chunks: int, used: int) -> None:
-    """Two tiles a chunk; but every request a chunk, while there are any."""
-    assert len(check(make([n * BN - 3 for n in tiles], chunks=chunks, min_tiles=2))) == used
+def test_small_batches_have_few_splits(tiles: list[int], splits: int, used: int) -> None:
+    """Two tiles a split; but every request a split, while there are any."""
+    assert len(check(make([n * BN - 3 for n in tiles], splits=splits, min_tiles=2))) == used
 
 
 def test_wide_products_cut_alike() -> None:
-    """Tiles times chunks beyond 2^31 switch to 64-bit products, by the table's row length."""
+    """Tiles times splits beyond 2^31 switch to 64-bit products, by the table's row length."""
     narrow, wide = (
-        make([3000, 17, 900], chunks=33, stride=stride) for stride in (5000, 2**31 // 3)
+        make([3000, 17, 900], splits=33, stride=stride) for stride in (5000, 2**31 // 3)
     )
     check(wide)
-    for a, b in zip(narrow.plan.chunks.tolist(), wide.plan.chunks.tolist(), strict=True):
+    for a, b in zip(narrow.plan.splits.tolist(), wide.plan.splits.tolist(), strict=True):
         assert [*a[:3], *a[4:]] == [*b[:3], *b[4:]]
 
 
@@ -240,13 +240,13 @@ def random_lengths(count: int, rng: random.Random) -> list[int]:
 
 def step_of(lengths: list[int], *, windows: tuple[int, ...] = (-1,), topk: int = 4) -> list[Work]:
     """Two draft forwards, a verification in wide tiles and a draft extend, on the same lengths."""
-    few = {"chunks": 16 if len(lengths) <= 8 else 33, "min_tiles": 2 if len(lengths) <= 8 else 1}
+    few = {"splits": 16 if len(lengths) <= 8 else 33, "min_tiles": 2 if len(lengths) <= 8 else 1}
     return [
         work
         for window in windows
         for work in (
             *(prepare(lengths, tail=topk * (i + 1), window=window, **few) for i in range(2)),
-            prepare(lengths, tail=64, window=window, chunks=17, block=128),
+            prepare(lengths, tail=64, window=window, splits=17, block=128),
             prepare(lengths, tail=6, window=window, **few),
         )
     ]
@@ -255,16 +255,16 @@ def step_of(lengths: list[int], *, windows: tuple[int, ...] = (-1,), topk: int =
 def lists_of(lengths: list[int]) -> list[Work]:
     """Draft forwards as lists per branch beside a verification, whose products are narrow."""
     branches = [n for n in lengths for _ in range(4)]
-    drafts = [prepare([n + i for n in branches], tail=0, csr=True, chunks=33) for i in range(2)]
-    return [*drafts, prepare(lengths, tail=16, chunks=33, block=64)]
+    drafts = [prepare([n + i for n in branches], tail=0, csr=True, splits=33) for i in range(2)]
+    return [*drafts, prepare(lengths, tail=16, splits=33, block=64)]
 
 
 def one_kv_head(rng: random.Random) -> list[Work]:
-    """One request cut into as many chunks as there are CTAs; another batch beside it."""
+    """One request cut into as many splits as there are CTAs; another batch beside it."""
     return [
-        prepare([4999], chunks=264),
-        prepare([70], chunks=264, min_tiles=2, block=64),
-        prepare(random_lengths(17, rng), chunks=1, tail=0, window=0),
+        prepare([4999], splits=264),
+        prepare([70], splits=264, min_tiles=2, block=64),
+        prepare(random_lengths(17, rng), splits=1, tail=0, window=0),
     ]
 
 
@@ -274,7 +274,7 @@ def batches(rng: random.Random) -> list[Work]:
     return [
         prepare(
             random_lengths(size, rng),
-            chunks=rng.choice([5, 33, 132]),
+            splits=rng.choice([5, 33, 132]),
             window=rng.choice([-1, 511]),
             tail=rng.choice([1, 70]),
             stride=5000 + size,
@@ -284,7 +284,7 @@ def batches(rng: random.Random) -> list[Work]:
 
 
 def above_a_block(rng: random.Random) -> list[Work]:
-    return [prepare(random_lengths(size, rng), chunks=33) for size in (3, 1100, 1024)]
+    return [prepare(random_lengths(size, rng), splits=33) for size in (3, 1100, 1024)]
 
 
 MIXES = {
@@ -295,7 +295,7 @@ MIXES = {
     "batches": batches,
     "above_a_block": above_a_block,
     "wide": lambda rng: [
-        prepare([3000, 17, 900], chunks=33, stride=stride) for stride in (5000, 2**31 // 3, 2**33)
+        prepare([3000, 17, 900], splits=33, stride=stride) for stride in (5000, 2**31 // 3, 2**33)
     ],
 }
 
@@ -319,7 +319,7 @@ def test_many_plans_take_few_launches(
     plan_launches: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tree_plan, "MOST_PLANS", 3)
-    works = [prepare([50 * n, 7], chunks=5, tail=n) for n in range(1, 8)]
+    works = [prepare([50 * n, 7], splits=5, tail=n) for n in range(1, 8)]
     # a plan given twice is filled once
     fill_plans([work.cut for work in [*works, works[0]]])
     assert plan_launches == [(3,), (3,), (1,)]

@@ -45,7 +45,7 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 }
 MERGES = {
     "default": MERGE,
-    "whole_rows": MergeTile(rows=4, parts=8),
+    "whole_rows": MergeTile(rows=4, partials=8),
 }
 
 
@@ -66,7 +66,7 @@ def test_kernel_matches_the_oracle(name: str) -> None:
 @hopper
 @pytest.mark.parametrize("name", MERGES)
 def test_every_merge_matches_the_oracle(name: str) -> None:
-    """Of over 100 parts, of few, and of none."""
+    """Of over 100 partials, of few, and of none."""
     case = tree_case([9000, 0, 64, 65, 700], **DEEPSEEK)
     kernel = make_kernel(case, tile=GLUON, merge=MERGES[name])
     kernel.workspace[0].fill_(torch.nan)
@@ -76,7 +76,7 @@ def test_every_merge_matches_the_oracle(name: str) -> None:
 
 @pytest.mark.gpu
 @hopper
-def test_chunks_of_several_tiles() -> None:
+def test_splits_of_several_tiles() -> None:
     case = tree_case([3000], **DEEPSEEK)
     attend(make_kernel(case, tile=replace(GLUON, min_tiles=4)), case)
     check(case, oracle_tree(case))
@@ -197,5 +197,5 @@ def test_it_compiles_for_hopper() -> None:
     assert products == 36 + 2 * 4
     # 72 copies of 16 bytes make a row; a thread's share of 64 rows, of keys and of queries
     assert copies == 2 * 64 * 72 // 128
-    # a thread's share of 64 rows and 256 columns, of each consumer, as results and as a part
+    # a thread's share of 64 rows and 256 columns, of each consumer, as results and as a partial
     assert stores == 2 * 2 * 64 * 256 // 8 // 128

@@ -228,22 +228,22 @@ def test_extend_matches_the_oracle_at_size(name: str) -> None:
 @pytest.mark.parametrize(
     ("merge", "rank"),
     [
-        (MergeTile(rows=16, parts=2, many=4, span=64), 64),
-        (MergeTile(rows=4, parts=5, many=40, span=32), 40),
-        (MergeTile(rows=1, parts=80, span=16), 40),
-        (MergeTile(rows=16, parts=3), 64),
+        (MergeTile(rows=16, partials=2, many=4, span=64), 64),
+        (MergeTile(rows=4, partials=5, many=40, span=32), 40),
+        (MergeTile(rows=1, partials=80, span=16), 40),
+        (MergeTile(rows=16, partials=3), 64),
     ],
     ids=str,
 )
 def test_merges_take_any_rows_parts_and_columns(merge: MergeTile, rank: int) -> None:
-    """Fifteen parts, more and fewer than are taken at once, of all columns and of some."""
+    """Fifteen partials, more and fewer than are taken at once, of all columns and of some."""
     case = tree_case([260, 0, 33], rank=rank, q_len=3)
     tile = replace(make_kernel(case).tile, ctas_per_sm=9)
     kernel = make_kernel(case, tile=tile, merge=merge)
     kernel.workspace[0].fill_(NAN)
     kernel.workspace[1].fill_(NAN)
     attend(kernel, case)
-    assert kernel.tables.splits[1, 2] > 10
+    assert kernel.tables.merges[1, 2] > 10
     check(case, oracle_tree(case))
 
 
