@@ -50,3 +50,23 @@ def test_what_may_begin_a_stop_string_is_held_back():
     assert shown == "one two three "
     assert ended.finish() == "four"
     assert ended.text == "one two three four"
+
+
+def test_text_ends_before_the_stop_string_that_comes_first_in_it():
+    """Not before that which is listed first; a piece may hold several."""
+    ids = tokenizer()("one two three four").input_ids
+    for stops in (["four", "two"], ["two", "four"]):
+        stream = TextStream(text_of, [], stops)
+        assert stream.feed(ids) == stream.text == "one "
+        assert stream.stopped
+
+
+def test_tokens_without_text_leave_the_context_of_the_next_one():
+    """Without it, the space before a word that follows an empty token would be lost."""
+
+    def text(ids: list[int]) -> str:
+        return "".join(f" {token}" for token in ids if token).removeprefix(" ")
+
+    stream = TextStream(text, [7])
+    pieces = [stream.feed([token]) for token in (0, 8, 0, 0, 9)]
+    assert pieces == ["", " 8", "", "", " 9"]

@@ -20,6 +20,7 @@ TREES = {
     "topk4": (4, 4, 16),
     "topk8_deep": (5, 8, 32),
     "few_nodes": (5, 4, 4),
+    "fewest_nodes": (2, 2, 2),
     "one_step_wide": (1, 8, 9),
     "past_a_word": (4, 8, 70),
 }
@@ -53,7 +54,7 @@ def test_greedy_speculation_equals_greedy_decoding(models, expected, tree, page_
         assert result.finish_reason == "length"
     run.table.check()
     assert run.table.num_free_rows == 4
-    if tree[0] > 1:
+    if tree[0] > 1 and tree[2] > 2:
         assert max(n for r in out for n in r.accept_lens) > 2, "nothing was ever accepted"
 
 
