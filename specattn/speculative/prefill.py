@@ -197,7 +197,8 @@ class Prefill:
         following = [(*prompts[p.index].tokens[p.start + 1 : p.stop + 1], 0) for p in pieces]
         ids = [t for p, ts in zip(pieces, following, strict=True) for t in ts[: p.stop - p.start]]
         tokens = torch.tensor(ids, device=last.device)
-        tokens[last] = first
+        # -1 marks logits that were not finite; the request ends, whatever the draft reads
+        tokens[last] = first.clamp(min=0)
         return tokens
 
     def _forward_draft(
