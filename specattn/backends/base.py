@@ -322,6 +322,13 @@ def reasons_of(
     return found
 
 
+def lists_refused(backend: str) -> UnsupportedError:
+    """Return what is raised where index lists meet a backend that reads the table alone."""
+    return UnsupportedError(
+        f"backend {backend!r}", ["index lists are not served (indices='table')"]
+    )
+
+
 def named_reasons(
     parts: Iterable[tuple[str, BackendFactory]], config: AttnConfig | None, device: torch.device
 ) -> list[str]:

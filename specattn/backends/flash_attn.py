@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from specattn.backends.base import BoundAttention, Capabilities, imported
+from specattn.backends.base import BoundAttention, Capabilities, imported, lists_refused
 from specattn.backends.paged import BlockTable, whole_pages
 from specattn.cuda_graph.capture_guard import Settable
 from specattn.errors import UnsupportedError
@@ -108,9 +108,7 @@ class Fa3Backend(Settable):
         """
         window = self.config.window_left
         if isinstance(plan, CsrPlan):
-            raise UnsupportedError(
-                "backend 'fa3'", ["index lists are not served (indices='table')"]
-            )
+            raise lists_refused(self.name)
         if isinstance(plan, ExtendPlan):
             return Fa3Causal(self, keys_of_prompts(plan, window), plan, window)
         if plan.layout.causal:

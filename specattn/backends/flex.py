@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specattn.backends.base import BoundAttention, Capabilities
+from specattn.backends.base import BoundAttention, Capabilities, lists_refused
 from specattn.cuda_graph.capture_guard import Settable
-from specattn.errors import UnsupportedError
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
 
 if TYPE_CHECKING:
@@ -92,9 +91,7 @@ class FlexBackend(Settable):
             For index lists.
         """
         if isinstance(plan, CsrPlan):
-            raise UnsupportedError(
-                "backend 'flex'", ["index lists are not served (indices='table')"]
-            )
+            raise lists_refused(self.name)
         return BoundFlex(self, plan)
 
     def attend(

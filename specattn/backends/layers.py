@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specattn.backends import choose_backend
-from specattn.backends.base import CompositeAttention, IdleAttention, recordable
+from specattn.backends.base import CompositeAttention, IdleAttention, lists_refused, recordable
 from specattn.buffers import Fingerprint, fingerprint
 from specattn.checks import expect
 from specattn.errors import UnsupportedError
@@ -114,9 +114,7 @@ class LayeredBackend:
         if indices not in ("table", "csr"):
             raise ValueError(f"indices must be 'table' or 'csr', got {indices!r}")
         if indices == "csr" and not self._lists:
-            raise UnsupportedError(
-                f"backend {self.name!r}", ["index lists are not served (indices='table')"]
-            )
+            raise lists_refused(self.name)
 
     def bind(self, plan: Plan) -> BoundLayers:
         """Bind every distinct configuration to ``plan``; an idle plan needs no kernel.

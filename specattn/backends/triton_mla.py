@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from specattn.backends.base import BoundAttention, Capabilities, FunctionAttention
+from specattn.backends.base import BoundAttention, Capabilities, FunctionAttention, lists_refused
 from specattn.backends.triton import TritonBackend, bucket, prompts
 from specattn.backends.triton_bound import platform_reasons
 from specattn.kernels.mla import MlaAttention, mla_extend
+from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
 
 if TYPE_CHECKING:
     import torch
 
     from specattn.config import AttnConfig
-    from specattn.plan import AttnPlan, CsrPlan, ExtendPlan
 
 # what the accumulator and the tiles in shared memory are sized for
 MAX_RANK, MAX_ROPE = 512, 64
@@ -35,13 +35,27 @@ class TritonMlaBackend(TritonBackend):
     """
 
     name: ClassVar[str] = "triton_mla"
-    capabilities: ClassVar[Capabilities] = Capabilities(graphs=True, window=False, cap=False)
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        graphs=True, lists=False, window=False, cap=False
+    )
 
     @staticmethod
     def reasons(config: AttnConfig | None, device: torch.device) -> list[str]:
         """Name what stands in the way."""
         found = platform_reasons(config, device)
         return found if config is None else found + _geometry(config)
+
+    def bind(self, plan: Plan) -> BoundAttention:
+        """Bind to the plan's kind.
+
+        Raises
+        ------
+        UnsupportedError
+            For index lists.
+        """
+        if isinstance(plan, CsrPlan):
+            raise lists_refused(self.name)
+        return super().bind(plan)
 
     def _extend(self, plan: ExtendPlan) -> BoundAttention:
         return FunctionAttention(

@@ -11,6 +11,7 @@ from specattn.batch import ForwardMode
 from specattn.cache.kv_pool import KVPool
 from specattn.cache.slot_table import SlotTable
 from specattn.config import AttnConfig, SpecConfig
+from specattn.errors import UnsupportedError
 from specattn.plan import AttnInputs, AttnPlan, ExtendPlan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -67,13 +68,33 @@ def test_golden_index_lists():
     assert lists == [[*slots[:3], slots[3], slots[5]], [*slots[:3], slots[3], slots[6]]]
 
 
-def test_step_i_is_row_i_of_the_shared_buffers():
-    _, _, shared = build("torch_native", "csr")
+@pytest.mark.parametrize("name", BACKENDS)
+def test_step_i_is_row_i_of_the_shared_buffers(name):
+    _, _, shared = build(name, "csr")
     bound = shared.bind(3)
     assert shared.kv_indptr.shape == (3, 3 * 2 + 1)
+    for found in ("kv_indptr", "kv_indices"):
+        storages = {
+            getattr(layers.plan, found).untyped_storage().data_ptr() for layers in bound.steps
+        }
+        assert storages == {getattr(shared, found).untyped_storage().data_ptr()}
     for step, layers in enumerate(bound.steps):
         assert layers.plan.kv_indptr.data_ptr() == shared.kv_indptr[step].data_ptr()
         assert layers.plan.kv_indices.data_ptr() == shared.kv_indices[step].data_ptr()
+
+
+def test_lists_for_who_reads_the_table_alone_are_refused_by_name():
+    table, _, _ = build("torch_native", "table")
+    latent = AttnConfig(4, 1, 80, v_head_dim=64, sm_scale=0.2, latent=True)
+    for name, heads in (("flex", HEADS), ("triton_mla", latent)):
+        layers = LayeredBackend(name, [heads], KVPool([heads], 64, DEVICE), DEVICE)
+        with pytest.raises(
+            UnsupportedError, match=rf"'{name}': index lists are not served \(indices='table'\)"
+        ):
+            MultiStepDraftBackend(layers, CONFIG, table.req_to_token, 3, "csr")
+        with pytest.raises(ValueError, match="indices must be 'table' or 'csr', got 'lists'"):
+            MultiStepDraftBackend(layers, CONFIG, table.req_to_token, 3, "lists")
+        MultiStepDraftBackend(layers, CONFIG, table.req_to_token, 3, "table").bind(2)
 
 
 def test_one_sizing_function_covers_the_worst_case():
