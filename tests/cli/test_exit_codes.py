@@ -12,7 +12,8 @@ import torch
 
 from specattn.cli import running
 from specattn.cli.app import app
-from tests.cli.command import ON_CPU, PROMPT, run
+from specattn.cli.loading import decode
+from tests.cli.command import ON_CPU, OTHERS, PROMPT, loaded, plain_tokens, run, tokenizer
 
 WRITERS = {
     "generate": ["generate", *ON_CPU, PROMPT, "--max-new-tokens", "4"],
@@ -116,31 +117,44 @@ def test_another_error_is_not_hidden(monkeypatch):
     assert isinstance(result.exception, RuntimeError)
 
 
-@pytest.mark.parametrize("broken", [[1], [0, 2]])
-def test_logits_that_are_not_finite_are_one_line_and_4(broken, tmp_path, monkeypatch):
-    """The texts are written all the same, those of the other prompts whole."""
-    generate = running.Engine.generate
+@pytest.mark.parametrize("shape", [[5, 1], [2, 2], [0, 1]], ids=["chain", "tree", "plain"])
+def test_a_target_of_nan_ends_the_prompts_that_come_to_it(shape, tmp_path, monkeypatch):
+    """Prompt 1 does in its text and prompt 2 at its end; prompt 3 does not."""
+    prompts = [PROMPT, "x = y %", OTHERS[0]]
+    whole = [plain_tokens(prompt, 12) for prompt in prompts]
+    bad = torch.tensor([whole[0][5], tokenizer()(prompts[1]).input_ids[-1]])
+    at = whole[0].index(bad[0]) + 1
+    assert not set(whole[2]).intersection(bad.tolist())
+    models = loaded(
+        None, None, speculative=True, dtype=torch.float32, device=torch.device("cpu"), fused=True
+    )
+    forward = type(models.target).forward
 
-    def with_broken_requests(engine, requests, on_tokens=None):
-        results = generate(engine, requests, on_tokens)
-        for index in broken:
-            results[index].finish_reason = "nonfinite"
-        return results
+    def breaking(self, ids, positions, attend, rows=None):
+        out = forward(self, ids, positions, attend, rows)
+        out.logits[torch.isin(ids if rows is None else ids[rows], bad)] = torch.nan
+        return out
 
-    file = tmp_path / "prompts.txt"
-    file.write_text("import os\ndef f(x):\nclass A:\n")
-    args = ["generate", *ON_CPU, "--max-new-tokens", "4", "--prompts", str(file)]
-    whole = run(*args)
-    monkeypatch.setattr(running.Engine, "generate", with_broken_requests)
-    named = ", ".join(str(index + 1) for index in broken)
+    monkeypatch.setattr(type(models.target), "forward", breaking)
+    file = tmp_path / "prompts.json"
+    file.write_text(json.dumps(prompts))
+    options = ["--steps", str(shape[0]), "--topk", str(shape[1]), "--max-new-tokens", "12"]
+    result = run("generate", *ON_CPU, *options, "--prompts", str(file), "--json")
+    assert result.exit_code == 4
+    found = json.loads(result.stdout)
+    assert [one["tokens"] for one in found] == [whole[0][:at], [], whole[2]]
+    assert [one["finish_reason"] for one in found] == ["nonfinite", "nonfinite", "length"]
     line = (
-        f"specattn: error: the target's logits after prompt {named} are NaN or infinite; "
+        "specattn: error: the target's logits after prompt 1, 2 are NaN or infinite; "
         "the text ends there\n"
     )
-    result = run(*args)
-    assert (result.exit_code, result.stdout) == (4, whole.stdout)
+    assert result.stderr == line
+    result = run("generate", *ON_CPU, *options, "--prompts", str(file))
+    assert result.exit_code == 4
+    assert result.stdout.endswith(f"==> 3 <==\n{decode(tokenizer(), whole[2])}\n")
     assert result.stderr.endswith(f"\n{line}")
-    result = run(*args, "--json")
-    assert (result.exit_code, result.stderr) == (4, line)
-    reasons = [one["finish_reason"] for one in json.loads(result.stdout)]
-    assert reasons == ["nonfinite" if index in broken else "length" for index in range(3)]
+    result = run("generate", *ON_CPU, *options, prompts[1], "--compare")
+    assert (result.exit_code, result.stdout) == (4, "\n")
+    assert result.stderr.endswith(
+        "\nspecattn: error: the target's logits are NaN or infinite; the text ends there\n"
+    )
