@@ -88,6 +88,8 @@ class Fa3Backend(Settable):
             found.append(f"FA3 needs compute capability 9.0, got {capability[0]}.{capability[1]}")
         if config is None:
             return found
+        if config.latent:
+            return [*found, "latent layers are not served"]
         if config.dtype not in Fa3Backend.capabilities.dtypes:
             found.append(f"dtype must be float16 or bfloat16, got {config.dtype}")
         if config.head_dim not in HEAD_DIMS:

@@ -74,6 +74,8 @@ class FlashInferBackend(FlashInferLayer):
         found = device_reasons(device)
         if config is None:
             return found
+        if config.latent:
+            return [*found, "latent layers are flashinfer_mla's"]
         if config.dtype not in FlashInferBackend.capabilities.dtypes:
             found.append(f"dtype must be float16 or bfloat16, got {config.dtype}")
         if config.head_dim not in HEAD_DIMS:

@@ -94,9 +94,9 @@ class FlashInferMlaBackend(FlashInferLayer):
 
 
 def _geometry(config: AttnConfig) -> list[str]:
-    found = []
     if not config.latent:
-        found.append("only latent layers are served (AttnConfig.latent)")
+        return ["only latent layers are served (AttnConfig.latent)"]
+    found = []
     if (config.head_dim, config.v_head_dim) != (RANK + ROPE, RANK):
         found.append(
             f"head_dim and v_head_dim must be {RANK + ROPE} and {RANK}, "

@@ -77,9 +77,9 @@ class TritonMlaBackend(TritonBackend):
 
 
 def _geometry(config: AttnConfig) -> list[str]:
-    found = []
     if not config.latent:
-        found.append("only latent layers are served (AttnConfig.latent)")
+        return ["only latent layers are served (AttnConfig.latent)"]
+    found = []
     if config.v_head_dim > MAX_RANK:
         found.append(f"v_head_dim is limited to {MAX_RANK}, got {config.v_head_dim}")
     rope = config.head_dim - config.v_head_dim

@@ -246,3 +246,19 @@ def test_a_broken_package_does_not_hide_the_others(plugged):
     assert found["torch_native"]["available"]
     assert not found["broken"]["available"]
     assert "no_such_package:Backend cannot be imported" in found["broken"]["reasons"][0]
+
+
+@pytest.mark.parametrize("name", [n for n in backend_names() if n not in ("torch_native", "flex")])
+def test_layers_of_the_other_kind_are_one_reason(name):
+    """Latent layers for who serves heads, and heads for who serves latent layers."""
+    dtype, of_latent = torch.bfloat16, "mla" in name
+    config = AttnConfig(16, 1, 576, v_head_dim=512, sm_scale=0.1, dtype=dtype, latent=True)
+    if of_latent:
+        config = AttnConfig(9, 3, 80, dtype=dtype)
+    backend = load_backend(name)
+    here = backend.reasons(None, CUDA)
+    (reason,) = [reason for reason in backend.reasons(config, CUDA) if reason not in here]
+    if of_latent:
+        assert reason == "only latent layers are served (AttnConfig.latent)"
+    else:
+        assert "latent layers" in reason or reason == "head_dim is limited to 256, got 576"
