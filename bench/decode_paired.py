@@ -38,9 +38,10 @@ from specattn.speculative.step_decoder import StepDecoder
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from specattn.speculative.step_decoder import CudagraphMode
     from specattn.speculative.step_program import StepProgram
     from specattn.speculative.tbo_step import TboStepProgram
+
+    from specattn.speculative.step_decoder import CudagraphMode
 
     #: What rows gained, step by step.
     Gained = list[list[list[int]]]

@@ -12,6 +12,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from specattn.speculative.extend import ExtendProgram
+from specattn.speculative.verify_program import VerifyProgram
 from torch import Tensor
 
 from bench.metadata_sglang import DRAFT, EXTEND, PHASES, VERIFY, Sglang
@@ -24,9 +26,7 @@ from specattn.cache.kv_pool import KVPool
 from specattn.config import AttnConfig, SpecConfig
 from specattn.kernels.step import begin_step
 from specattn.plan import AttnInputs, AttnPlan, MultiStepDims, MultiStepInputs, MultiStepPlan
-from specattn.speculative.extend import ExtendProgram
 from specattn.speculative.host_buffers import HostBuffers, Landing
-from specattn.speculative.verify_program import VerifyProgram
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
+from specattn.speculative.verify_program import VerifyProgram
 from torch.nn.functional import linear, silu
 from transformers import LlamaConfig
 
@@ -27,14 +28,12 @@ from specattn.batch import Phase, RowLayout
 from specattn.cache.kv_pool import KVPool
 from specattn.kernels.fused.stream import stream_gated, stream_linear
 from specattn.models import FusedTarget
-from specattn.speculative.verify_program import VerifyProgram
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from torch import Tensor
-
     from specattn.speculative.verify_program import BoundVerify
+    from torch import Tensor
 
 LLAMA_8B = {
     "vocab_size": 128256,

@@ -18,7 +18,7 @@ from specattn.cache.slot_table import SlotTable
 from specattn.config import SpecConfig
 from specattn.cuda_graph.recorder import Recorder
 from specattn.models import FusedEagle3, FusedTarget
-from specattn.speculative.decoder import ModelSlot
+from specattn.speculative.model import ModelSlot
 from specattn.speculative.sampling import SamplingBatch, SamplingParams
 from specattn.speculative.states import RequestStates, StateDims
 from specattn.speculative.step_decoder import StepDecoder

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from specattn.engine.policy import GoodputPolicy
     from specattn.engine.request import Request, RequestOutput
     from specattn.errors import SpecAttnError
-    from specattn.speculative.decoder import ModelSlot
+    from specattn.speculative.model import ModelSlot
     from specattn.speculative.prefill import Prefill, Prompt
     from specattn.speculative.sampling import SamplingBatch, SamplingParams
     from specattn.speculative.states import RequestStates, StateDims
@@ -33,7 +33,7 @@ _HOME_OF = {
     "ExternalTable": "cache.external",
     "GoodputPolicy": "engine.policy",
     "KVPool": "cache.kv_pool",
-    "ModelSlot": "speculative.decoder",
+    "ModelSlot": "speculative.model",
     "PendingStep": "speculative.step_decoder",
     "Prefill": "speculative.prefill",
     "Prompt": "speculative.prefill",

@@ -187,3 +187,12 @@ class AcceptResult:
     accept_tokens: Tensor
     accept_lens: Tensor
     bonus_tokens: Tensor
+
+
+def halves(batch: int) -> tuple[slice, slice]:
+    """Return the requests of both halves of a batch, for two-batch overlap.
+
+    The split is that of SGLang's ``TboAttnBackend``: at a request boundary, whatever of the batch
+    is padding, so that nothing is read on the host to find it.
+    """
+    return slice(0, batch // 2), slice(batch // 2, batch)

@@ -136,6 +136,18 @@ class BufferSet:
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
 
+class ReadOnly:
+    """Base of objects whose public attributes graphs bake in: the constructor alone sets them."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name[0] != "_" and name in vars(self):
+            raise AttributeError(f"{type(self).__name__}.{name} is read-only: graphs bake it in")
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"{type(self).__name__}.{name} is read-only: graphs bake it in")
+
+
 def _check(name: str, value: Tensor, target: Tensor, count: int) -> None:
     shape = (min(count, len(target)), *target.shape[1:])
     if value.shape != shape or value.dtype != target.dtype:

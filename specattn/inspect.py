@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import bisect
-from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from specattn.buffers import BufferSet
 from specattn.checks import whole_number
 from specattn.errors import NotCapturedError, TreeError
 
@@ -237,8 +235,8 @@ def explain_replay(runner: GraphRunner[Key], mode: Key, count: int) -> str:
     lines = [f"{what}: bucket {one.bucket} of {sizes}, {how}"]
     padding = one.bucket - count
     if padding:
-        lines.append(f"{padding} row{'s' if padding > 1 else ''} of padding, each with:")
-        lines += [f"  {line}" for line in dict.fromkeys(_padding(one.bound))]
+        rows = "row" if padding == 1 else "rows"
+        lines.append(f"{padding} {rows} of padding: table row 0, length 0, slots of page 0")
     return "\n".join(lines)
 
 
@@ -266,18 +264,3 @@ def _windows(free: Sequence[int], config: SpecConfig) -> Iterator[str]:
     yield f"verify, nodes 0..{nodes - 1}: {_runs(free[:nodes])}"
     if config.num_steps:
         yield f"draft extend: {_runs(free[: config.num_steps + 1])}"
-
-
-def _padding(bound: Any) -> Iterator[str]:
-    """Walk a bound program for its buffer sets."""
-    if isinstance(bound, BufferSet):
-        for item in fields(bound):
-            pad = item.metadata["spec"].pad
-            value = "0" if pad is None else pad.__name__.lstrip("_").replace("_", " ")
-            tensor = getattr(bound, item.name)
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            yield f"{item.name} {list(tensor.shape[1:])} {dtype}: {value}"
-    elif is_dataclass(bound):
-        for item in fields(bound):
-            if not isinstance(getattr(bound, item.name), Tensor):
-                yield from _padding(getattr(bound, item.name))

@@ -33,7 +33,7 @@ LAYERS = [
     "cli",
 ]
 LIBRARIES = {"flashinfer", "sgl_kernel", "flash_attn"}
-MODE_READERS = {"batch.py", "config.py", "cuda_graph/programs.py", "__init__.py", "inspect.py"}
+MODE_READERS = {"batch.py", "config.py", "cuda_graph/runner.py", "__init__.py", "inspect.py"}
 
 
 def layer_of(module: str) -> str:

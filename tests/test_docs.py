@@ -46,7 +46,7 @@ def test_ones_own_loop_writes_what_plain_decoding_writes():
     example = runpy.run_path(str(folder / "own_loop.py"))
     texts = plain_texts(example["PROMPTS"], 24)
     assert example["main"](24) == texts
-    for other in ("functional_loop.py", "own_cache.py"):
+    for other in ("phases.py", "own_cache.py"):
         assert runpy.run_path(str(folder / other))["main"](24) == texts, other
 
 

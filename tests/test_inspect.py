@@ -9,13 +9,12 @@ import torch
 
 from specattn import inspect
 from specattn.batch import AcceptResult, Candidates, DraftTree, ForwardMode, SpecBatch
-from specattn.cache.kv_pool import KVPool
 from specattn.cache.slot_table import SlotTable
 from specattn.config import SpecConfig
 from specattn.errors import NotCapturedError, TreeError
-from specattn.speculative.decoder import ModelSlot, SpecDecoder
+from specattn.speculative.step import StepPart
 from specattn.speculative.tree import build_tree
-from tests.tiny import TinyDraft, TinyTarget
+from tests.worlds import world
 
 # K = 2, S = 3, n = 6: in request 0 both beams of the last step come from one, in 1 they cross
 WORDS = [[1, 3, 5, 11, 19, 43], [1, 3, 5, 11, 21, 53]]
@@ -170,29 +169,14 @@ def test_kv_map_of_long_contexts_takes_time_in_proportion():
 
 
 def test_explain_replay():
-    config = SpecConfig(3, 2, 6, max_context_len=64, max_num_reqs=4)
-    target, draft = TinyTarget(), TinyDraft()
-    books = table(page_size=1, num_slots=128)
-    slots = [ModelSlot.of(m, KVPool(m.layers, 128, "cpu"), "torch_native") for m in (target, draft)]
-    decoder = SpecDecoder(
-        *slots, config, books.req_to_token, features=draft.feature_size, buckets=[1, 2, 4]
-    )
-    mode = ForwardMode.TARGET_VERIFY
-    text = inspect.explain_replay(decoder.runner, mode, 3)
-    assert text.splitlines() == [
-        "target_verify, 3 requests: bucket 4 of [1, 2, 4], eager over static buffers",
-        "1 row of padding, each with:",
-        "  req_pool_indices [] int64: 0",
-        "  seq_lens [] int32: 0",
-        "  positions [6] int64: 0",
-        "  tail_slots [6] int32: 0",
-        "  tail_words [6, 1] int64: causal words",
-        "  tokens [6] int64: 0",
+    one = world("torch_native", [1, 2, 4])
+    runner, part = one.decoder.runner, StepPart(ForwardMode.TARGET_VERIFY)
+    how = "a recorded CUDA graph" if runner.recorded(part) else "eager over static buffers"
+    assert inspect.explain_replay(runner, part, 3).splitlines() == [
+        f"target_verify, 3 requests: bucket 4 of [1, 2, 4], {how}",
+        "1 row of padding: table row 0, length 0, slots of page 0",
     ]
-    assert "padding" not in inspect.explain_replay(decoder.runner, mode, 2)
-    assert "run eagerly" in inspect.explain_replay(decoder.runner, mode, 5)
-    drafting = inspect.explain_replay(decoder.runner, ForwardMode.DRAFT_DECODE, 1 + 2)
-    assert "  words [2, 2, 1] int64: own bits" in drafting.splitlines()
-    assert "  topk_probs [2] float32: 0" in drafting.splitlines()
+    assert "padding" not in inspect.explain_replay(runner, part, 2)
+    assert "run eagerly" in inspect.explain_replay(runner, part, 5)
     with pytest.raises(NotCapturedError):
-        inspect.explain_replay(decoder.runner, ForwardMode.DECODE, 1)
+        inspect.explain_replay(runner, StepPart(ForwardMode.DECODE), 1)

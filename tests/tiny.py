@@ -105,6 +105,7 @@ class TinyDraft(nn.Module):
     vocab_size = VOCAB
     hidden_size = 64
     feature_size = 64
+    target_ids = None
 
     def __init__(
         self,

@@ -3,36 +3,47 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from specattn.batch import ForwardMode
-from specattn.buffers import BufferSet
 from specattn.cache.kv_pool import KVPool
 from specattn.cache.slot_table import SlotTable
 from specattn.config import SpecConfig
-from specattn.speculative.decoder import ModelSlot, SpecDecoder
+from specattn.speculative.model import ModelSlot
+from specattn.speculative.states import RequestStates, StateDims
+from specattn.speculative.step import Step, StepPart
+from specattn.speculative.step_decoder import StepDecoder
+from specattn.speculative.verify import accept
 from tests.tiny import TinyDraft, TinyTarget
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from specattn.buffers import BufferSet
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BACKENDS = ["torch_native", "triton"] if DEVICE.type == "cuda" else ["torch_native"]
+_DRAFT_STATE = ("topk_probs", "topk_tokens", "hidden_states", "draft_probs")
 MODES = [ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_DECODE, ForwardMode.DRAFT_EXTEND]
 CONFIG = SpecConfig(4, 3, 9, max_context_len=256, max_num_reqs=8, page_size=4)
 
 
+def part_of(mode: ForwardMode) -> StepPart:
+    """The part of a greedy step that runs a mode."""
+    return StepPart(mode)
+
+
 @dataclass
 class World:
-    """A decoder over pools whose unreserved slots hold NaN."""
+    """A piecewise decoder over pools whose unreserved slots hold NaN."""
 
-    decoder: SpecDecoder
+    decoder: StepDecoder
     table: SlotTable
     pools: tuple[KVPool, KVPool]
     rows: list[int]
+    # what the target gave each step, whose memory lives as long as it is kept here
+    logits: dict[int, torch.Tensor]
 
     def poison(self, lens: list[int]) -> None:
         """Random KV in the committed prefixes of ``lens``, NaN everywhere else."""
@@ -45,20 +56,71 @@ class World:
                     shape = (len(data), length, *data.shape[2:])
                     data[:, slots] = torch.randn(shape, generator=generator).to(data)
 
-    def run(self, mode: ForwardMode, lens: list[int], values: dict):
-        rows = torch.tensor(self.rows[: len(lens)], device=DEVICE)
-        on_host = torch.tensor(lens, dtype=torch.int32)
-        dtype = self.decoder.target.model.dtype
-        read = {n: v.to(dtype) for n, v in values.items() if n in ("features", "hidden_states")}
-        values = values | read
-        out = self.decoder.runner.run(
-            mode, len(lens), on_host, req_pool_indices=rows, seq_lens=on_host.to(DEVICE), **values
-        )
-        return {n: v.clone() for n, v in vars(out).items() if n != "tail_slots"}
+    @torch.no_grad()
+    def run(
+        self, mode: ForwardMode, lens: list[int], values: dict, *, eager=False, on_host=True
+    ) -> dict:
+        """Run one part of a step over given inputs, and return what it leaves."""
+        decoder, part, size = self.decoder, part_of(mode), len(lens)
+        (captured,) = decoder.runner.ready((part,), size)
+        self.begin(captured, lens, values)
+        captured.schedule(torch.tensor(lens, dtype=torch.int32) if on_host else None)
+        if eager:
+            captured.program.run()
+        else:
+            decoder.runner.replay(part, captured)
+        (step,) = captured.program.steps
+        found = self.left(mode, step, size)
+        if mode is ForwardMode.DRAFT_EXTEND:
+            decoder._in_flight.launched(size, tuple(self.rows[:size])).wait()
+        return {name: value.clone() for name, value in found.items()}
 
-    def bound(self, mode: ForwardMode, bucket: int):
+    def begin(self, captured, lens: list[int], values: dict) -> None:
+        """Put a part's inputs where the phases before it would have left them."""
+        decoder, size = self.decoder, len(lens)
+        rows, states = self.rows[:size], decoder.states
+        states.seq_lens[rows] = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
+        states.bonus_tokens[rows] = 0
+        named = {n: v.to(getattr(states, n).dtype) for n, v in values.items() if n in _DRAFT_STATE}
+        for name, value in named.items():
+            getattr(states, name)[rows] = value
+        decoder._in_flight.write_rows(rows, captured.bucket)
+        (step,) = captured.program.steps
+        step.begin()
+        written = {n: v for n, v in values.items() if n not in _DRAFT_STATE}
+        if "words" in values:
+            step.draft()
+        if "accept_lens" in values:
+            width, counts = values["tokens"].shape[1], values["accept_lens"].long()
+            ends = torch.arange(len(step.packed), device=DEVICE) * width
+            # padding accepts its root alone
+            for name in ("accept_tokens", "features", "bonus_tokens"):
+                getattr(step.buffers, name).zero_()
+            step.buffers.accept_lens.fill_(1)
+            step.buffers.after.fill_(1)
+            step.buffers.last_rows.copy_(ends)
+            written["accept_tokens"] = written.pop("tokens")
+            written["last_rows"] = ends[:size] + counts - 1
+            written["after"] = torch.tensor(lens, device=DEVICE) + counts
+            written["bonus_tokens"] = written["accept_tokens"].gather(1, counts[:, None] - 1)[:, 0]
+        for name, value in written.items():
+            buffer = getattr(step.buffers, name)
+            buffer[:size] = value.to(buffer.dtype)
+
+    def left(self, mode: ForwardMode, step: Step, size: int) -> dict[str, torch.Tensor]:
+        """What a part leaves for its requests."""
+        if mode is ForwardMode.TARGET_VERIFY:
+            # what is accepted of it follows the draft's links, which are not given
+            return {"logits": self.logits[len(step.packed)][:size]}
+        if mode is ForwardMode.DRAFT_DECODE:
+            return {name: value[:size] for name, value in vars(step.tree).items()}
+        states, rows = self.decoder.states, self.rows[:size]
+        return {name: getattr(states, name)[rows] for name in (*_DRAFT_STATE, "seq_lens")}
+
+    def step(self, mode: ForwardMode, bucket: int) -> Step:
         """What was captured for a bucket."""
-        return self.decoder.runner._captured[mode][bucket].bound
+        (step,) = self.decoder.runner._captured[part_of(mode)][bucket].program.steps
+        return step
 
 
 def world(
@@ -71,6 +133,7 @@ def world(
     dtype=torch.float32,
     window=9,
     kv_dtype=None,
+    validate="off",
 ) -> World:
     target = TinyTarget(device=DEVICE, window=window, dtype=dtype)
     draft = TinyDraft(device=DEVICE, dtype=dtype)
@@ -85,17 +148,32 @@ def world(
         table.reserve(rows, [length] * 8)
     table.reserve(rows, [context] * 8)
     pools = tuple(KVPool(m.layers, slots, DEVICE, kv_dtype=kv_dtype) for m in (target, draft))
-    decoder = SpecDecoder(
-        ModelSlot.of(target, pools[0], backend),
-        ModelSlot.of(draft, pools[1], backend),
+    slot, drafts = (
+        ModelSlot.of(m, p, backend) for m, p in zip((target, draft), pools, strict=True)
+    )
+    states = RequestStates.alloc(
+        len(table.req_to_token), StateDims.of(draft, config.topk, draft_sampling=False), DEVICE
+    )
+    kept: dict[int, torch.Tensor] = {}
+
+    def keeping(tree, logits, *rest):
+        kept[len(logits)] = logits
+        return accept(tree, logits, *rest)
+
+    decoder = StepDecoder(
+        slot,
+        drafts,
         config,
-        table.req_to_token,
-        features=64,
+        table,
+        states,
         buckets=buckets,
         indices=indices,
         record=record,
+        cudagraph="piecewise",
+        accept=keeping,
+        validate=validate,
     )
-    return World(decoder, table, pools, rows)
+    return World(decoder, table, pools, rows, kept)
 
 
 def inputs(mode: ForwardMode, lens: list[int], seed: int, config: SpecConfig = CONFIG) -> dict:
@@ -108,8 +186,8 @@ def inputs(mode: ForwardMode, lens: list[int], seed: int, config: SpecConfig = C
         words, depths = zip(*(tree_of(p) for p in parents), strict=True)
         found = {
             "tokens": torch.randint(61, (size, nodes)),
-            "positions": torch.tensor(lens)[:, None] + torch.tensor(depths),
-            "tail_words": torch.tensor(words)[:, :, None],
+            "tree_positions": torch.tensor(lens)[:, None] + torch.tensor(depths),
+            "words": torch.tensor(words)[:, :, None],
         }
     elif mode is ForwardMode.DRAFT_DECODE:
         found = {
@@ -146,11 +224,7 @@ def identical(a: dict, b: dict) -> None:
         assert torch.equal(a[name], b[name]), name
 
 
-def buffer_sets(bound) -> Iterator[BufferSet]:
-    """Every static buffer set of a bound program."""
-    if isinstance(bound, BufferSet):
-        yield bound
-    elif is_dataclass(bound):
-        for item in fields(bound):
-            if item.name not in ("attend", "draft", "target", "config"):
-                yield from buffer_sets(getattr(bound, item.name))
+def buffer_sets(step: Step) -> tuple[BufferSet, ...]:
+    """Every static buffer set of a step."""
+    assert step.draft_attention is not None
+    return step.buffers, step.draft_attention.plan.inputs

@@ -25,7 +25,7 @@ import torch
 
 from specattn.backends.base import BoundAttention, Capabilities, imported, lists_refused
 from specattn.backends.paged import BlockTable, whole_pages
-from specattn.cuda_graph.capture_guard import Settable
+from specattn.buffers import ReadOnly
 from specattn.errors import UnsupportedError
 from specattn.kernels.attention import merge_lse
 from specattn.kernels.indices import fill_ancestor_table, fill_page_table
@@ -46,7 +46,7 @@ HOPPER = (9, 0)
 MAX_PAGE = 64
 
 
-class Fa3Backend(Settable):
+class Fa3Backend(ReadOnly):
     """FlashAttention-3 on Hopper.
 
     `bind` refuses trees under a window (any layout that is not causal, with ``window_left`` of 0 or

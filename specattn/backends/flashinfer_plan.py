@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from specattn.backends.base import BoundAttention
-from specattn.cuda_graph.capture_guard import Settable
+from specattn.buffers import ReadOnly
 from specattn.errors import UnsupportedError
 from specattn.kernels.indices import fill_lists, pack_masks
 
@@ -63,7 +63,7 @@ def require_contiguous(out: Tensor, lse: Tensor | None) -> None:
             raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
 
 
-class FlashInferLayer(Settable):
+class FlashInferLayer(ReadOnly):
     """A layer geometry on a CUDA device, with the workspace of everything bound to it.
 
     Parameters

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specattn.backends.base import BoundAttention, Capabilities, lists_refused
-from specattn.cuda_graph.capture_guard import Settable
+from specattn.buffers import ReadOnly
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ FAR = 1 << 40
 HEAD = 10
 
 
-class FlexBackend(Settable):
+class FlexBackend(ReadOnly):
     """FlexAttention; no graphs, because it sizes its gather by the lengths.
 
     Parameters

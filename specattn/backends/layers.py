@@ -197,10 +197,6 @@ class BoundLayers(CompositeAttention, PackedAttend):
         pool = self.pool
         return fingerprint(k_cache=pool.k, v_cache=pool.v, kv_scales=pool.scales, **settings)
 
-    def watched(self) -> tuple[object, ...]:
-        """Return the objects whose attributes `fingerprint` reads."""
-        return self, self.pool, *self.backends, *(backend.config for backend in self.backends)
-
     def parts(self) -> tuple[BoundAttention, ...]:
         """Return every bound configuration."""
         return self.bounds

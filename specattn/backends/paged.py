@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from specattn.backends.base import BoundAttention, Capabilities, imported, installed
-from specattn.cuda_graph.capture_guard import Settable
+from specattn.buffers import ReadOnly
 from specattn.errors import UnsupportedError
 from specattn.kernels.indices import fill_block_table
 from specattn.plan import AttnPlan, CsrPlan, Plan
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 TABLE_KEYS = 128
 
 
-class PagedBackend(Settable, ABC):
+class PagedBackend(ReadOnly, ABC):
     """An adapter; the class attributes say of what.
 
     For another page size, subclass with another ``page_size`` and pass the class as the backend.

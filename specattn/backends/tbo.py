@@ -14,6 +14,7 @@ from specattn.backends.base import (
     IdleAttention,
     named_reasons,
 )
+from specattn.batch import halves
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
 
 if TYPE_CHECKING:
@@ -52,9 +53,8 @@ def tbo(
 class TboBackend:
     """Backends for the whole of a batch and for its halves.
 
-    Every bucket is split at a request boundary, ``bucket // 2``, whatever its padding; nothing is
-    read on the host to do so, and the halves' plans are views of the whole's. The split is that of
-    SGLang's two-batch overlap (``TboAttnBackend``).
+    Every bucket is split at a request boundary (`specattn.batch.halves`), and the halves' plans
+    are views of the whole's.
 
     Parameters
     ----------
@@ -130,7 +130,7 @@ class TboLayer(CompositeBackend):
         """Bind the children to the halves; a half without requests binds nothing."""
         if isinstance(plan, ExtendPlan):
             return self.primary.bind(plan)
-        plans = halves(plan)
+        plans = split(plan)
         first, second = (
             IdleAttention() if half.idle else child.bind(half)
             for child, half in zip(self.children, plans, strict=True)
@@ -138,24 +138,20 @@ class TboLayer(CompositeBackend):
         return BoundTbo(plans, (first, second))
 
 
-def halves(plan: AttnPlan | CsrPlan) -> tuple[AttnPlan | CsrPlan, AttnPlan | CsrPlan]:
-    """Split a plan at a request boundary into two plans over the same memory.
+def split(plan: AttnPlan | CsrPlan) -> tuple[AttnPlan | CsrPlan, AttnPlan | CsrPlan]:
+    """Split a plan at a request boundary (`halves`) into two plans over the same memory.
 
-    The parts are disjoint and cover the batch: requests ``[0, B // 2)`` and ``[B // 2, B)``. The
-    second part's ``kv_indptr`` starts where the first one's ends, not at 0.
+    The second part's ``kv_indptr`` starts where the first one's ends, not at 0.
     """
+    first, second = (_requests(plan, half) for half in halves(len(plan.out_slots)))
+    return first, second
+
+
+def _requests(plan: AttnPlan | CsrPlan, which: slice) -> AttnPlan | CsrPlan:
     if isinstance(plan, CsrPlan):
-        middle = len(plan.out_slots) // 2
-        row = middle * plan.layout.q_len
-        return (
-            replace(plan, kv_indptr=plan.kv_indptr[: row + 1], out_slots=plan.out_slots[:middle]),
-            replace(plan, kv_indptr=plan.kv_indptr[row:], out_slots=plan.out_slots[middle:]),
-        )
-    middle = plan.batch // 2
-    return _requests(plan, slice(0, middle)), _requests(plan, slice(middle, None))
-
-
-def _requests(plan: AttnPlan, which: slice) -> AttnPlan:
+        branches = plan.layout.q_len
+        offsets = plan.kv_indptr[which.start * branches : which.stop * branches + 1]
+        return replace(plan, kv_indptr=offsets, out_slots=plan.out_slots[which])
     return replace(
         plan,
         req_pool_indices=plan.req_pool_indices[which],
@@ -187,8 +183,7 @@ class BoundTbo(CompositeAttention, BoundAttention):
     @property
     def requests(self) -> tuple[slice, slice]:
         """Which requests each half holds."""
-        middle = len(self.plans[0].out_slots)
-        return slice(0, middle), slice(middle, None)
+        return halves(sum(len(plan.out_slots) for plan in self.plans))
 
     @property
     def rows(self) -> tuple[slice, slice]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from specattn.backends.base import BoundAttention, Capabilities, FunctionAttention
+from specattn.buffers import ReadOnly
 from specattn.config import FLOAT8
-from specattn.cuda_graph.capture_guard import Settable
 from specattn.kernels.attention import naive
 from specattn.plan import AttnPlan, CsrPlan, Plan
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from specattn.config import AttnConfig
 
 
-class TorchNativeBackend(Settable):
+class TorchNativeBackend(ReadOnly):
     """Torch functions as a backend; eager, because their gathers are sized by the lengths.
 
     Parameters

@@ -17,8 +17,8 @@ from specattn.backends.triton_bound import (
     interpret,
     platform_reasons,
 )
+from specattn.buffers import ReadOnly
 from specattn.config import FLOAT8
-from specattn.cuda_graph.capture_guard import Settable
 from specattn.kernels.attention import DeterministicSplits, TreeAttention, extend_attention
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 MAX_HEAD_DIM = 256
 
 
-class TritonBackend(Settable):
+class TritonBackend(ReadOnly):
     """The library's own kernels.
 
     Parameters

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specattn.buffers import ReadOnly
 from specattn.cache.slot_table import count_pages
 from specattn.checks import expect, whole_number
-from specattn.cuda_graph.capture_guard import Settable
 from specattn.kernels.checks import require_rows
 from specattn.kernels.indices import fill_slots
 
@@ -79,7 +79,7 @@ def as_slots(pages: Tensor) -> Tensor:
     return pages.as_strided(shape, (slot, *pages.stride()[2:]))
 
 
-class ExternalTable(Settable):
+class ExternalTable(ReadOnly):
     """An engine's request table, in place of a `SlotTable`.
 
     `StepDecoder` and `Prefill` only read it. The engine writes the slots of its requests and then

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
+from specattn.buffers import ReadOnly
 from specattn.checks import expect, whole_number
 from specattn.config import FLOAT8, MAX_SLOTS, UNSCALED
-from specattn.cuda_graph.capture_guard import Settable
 from specattn.kernels.cache import commit_kv, store_kv
 from specattn.kernels.checks import require_rows
 from specattn.kernels.fused import qk_norm_rope_store_kv
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Caches = Tensor | tuple[Tensor, ...]
 
 
-class KVPool(Settable):
+class KVPool(ReadOnly):
     """Keys and values of all layers of one model.
 
     The pool allocates them, or takes an engine's own caches (`from_external`). Slot 0 belongs to

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
+from specattn.buffers import ReadOnly
 from specattn.cache.staging import StagingRing
 from specattn.checks import whole_number
-from specattn.cuda_graph.capture_guard import Settable
 from specattn.errors import CapacityError
 from specattn.kernels import check_current
 from specattn.kernels.cache import write_slots
@@ -76,7 +76,7 @@ def _all_whole(name: str, values: Sequence[int]) -> Rows:
 _BOOLS = frozenset([bool, np.bool_])
 
 
-class SlotTable(Settable):
+class SlotTable(ReadOnly):
     """Gives requests rows and KV slots, page by page, and shares prefix pages by count.
 
     The host keeps the books (pages per row, users per page); the device has ``req_to_token`` and

@@ -15,12 +15,10 @@ from specattn.cli.prompts import read_prompts
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specattn.batch import AcceptResult, Candidates, DraftState, DraftTree, SpecBatch
+    from specattn.batch import AcceptResult, DraftTree
     from specattn.cache.slot_table import SlotTable
     from specattn.cli.loading import Models
     from specattn.config import SpecConfig
-    from specattn.speculative.decoder import ModelSlot
-    from specattn.speculative.model import DraftModel
 
 
 def inspect(
@@ -75,15 +73,14 @@ def _first_step(
     """
     import torch
 
-    from specattn.batch import SpecBatch
     from specattn.cache.kv_pool import KVPool
     from specattn.cache.slot_table import SlotTable
     from specattn.inspect import path_scores
-    from specattn.speculative.decoder import ModelSlot, SpecDecoder
+    from specattn.speculative.model import ModelSlot
     from specattn.speculative.prefill import Prefill, Prompt
     from specattn.speculative.sampling import SamplingBatch, SamplingParams
-    from specattn.speculative.tree import build_tree
-    from specattn.speculative.verify import accept
+    from specattn.speculative.states import RequestStates, StateDims
+    from specattn.speculative.step_decoder import StepDecoder
 
     assert models.draft is not None
     length, device = len(ids), models.target.device
@@ -99,38 +96,21 @@ def _first_step(
     )
     target = ModelSlot.of(models.target, KVPool(models.target.layers, num_slots, device), backend)
     draft = ModelSlot.of(models.draft, KVPool(models.draft.layers, num_slots, device), backend)
-    row = table.allocate()
+    states = RequestStates.alloc(
+        2, StateDims.of(models.draft, config.topk, draft_sampling=False), device
+    )
+    decoder = StepDecoder(target, draft, config, table, states, record=False)
+    row, greedy = table.allocate(), SamplingBatch.of([SamplingParams()], device)
     table.reserve([row], [context])
-    greedy = SamplingBatch.of([SamplingParams()], device)
     start = Prefill(target, draft, table.req_to_token, config).run([Prompt(row, ids)], greedy)
-    assert start.state is not None
     table.commit(row, length)
-    lens = torch.tensor([length], dtype=torch.int32)
-    batch = SpecBatch(torch.tensor([row], device=device), lens.to(device), lens, start.bonus_tokens)
-    candidates = _propose(draft, config, table, batch, start.state)
-    tree = build_tree(candidates, batch, config)
-    decoder = SpecDecoder(
-        target, draft, config, table.req_to_token, features=models.draft.feature_size, record=False
-    )
-    logits = decoder.verify(batch, tree).logits
-    accepted = accept(tree, logits, batch.seq_lens, config, greedy)
+    rows, lens = torch.tensor([row], device=device), torch.tensor([length], dtype=torch.int32)
+    states.admit(rows, lens.to(device), start.bonus_tokens, start.state, greedy)
+    with torch.no_grad():
+        step = decoder.phases([row], seq_lens_cpu=lens)
+        step.begin()
+        candidates = step.propose()
+        tree = step.build_tree(candidates)
+        logits, _ = step.verify(tree)
+        accepted = step.accept(tree, logits)
     return tree, path_scores(candidates, config), accepted, table
-
-
-def _propose(
-    draft: ModelSlot[DraftModel],
-    config: SpecConfig,
-    table: SlotTable,
-    batch: SpecBatch,
-    state: DraftState,
-) -> Candidates:
-    """Draft as `SpecDecoder.propose` does, and keep the candidates and their scores."""
-    from specattn.speculative.draft import ProposeProgram
-
-    bound = ProposeProgram(draft.model, draft.backend, config, table.req_to_token, 1).bind(1)
-    bound.copy_in(
-        1, req_pool_indices=batch.req_pool_indices, seq_lens=batch.seq_lens, **vars(state)
-    )
-    bound.schedule(batch.seq_lens_cpu)
-    bound.fill()
-    return bound.run()

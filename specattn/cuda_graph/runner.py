@@ -1,9 +1,8 @@
-"""Captured forwards per batch bucket: one path for eager, capture and replay.
+"""Programs per batch bucket, captured and replayed: one path for eager, capture and replay.
 
-Every forward goes bind -> copy_in -> schedule -> fill -> run. Capture is the same with ``fill``
-and ``run`` recorded, replay the same with the recording replayed. Without CUDA, or with a backend
-whose ``run`` cannot be recorded, the "graph" is the call itself over the same static buffers,
-with the same checks, so that everything but the recording is tested on any machine.
+A program runs over static buffers. Capture records its ``run``, replay replays the recording.
+Without CUDA, or with a backend whose ``run`` cannot be recorded, the "graph" is the call itself
+over the same buffers, with the same checks: any machine tests everything but the recording.
 """
 
 from __future__ import annotations
@@ -11,52 +10,168 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, Generic
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from hashlib import sha256
+from itertools import chain
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from specattn.checks import expect
-from specattn.cuda_graph.capture_guard import Watch
-from specattn.cuda_graph.captured import Captured, run_eagerly
-from specattn.cuda_graph.programs import Key
 from specattn.cuda_graph.recorder import Recorder
-from specattn.errors import CapacityError, CaptureError, NotCapturedError
+from specattn.errors import CapacityError, CaptureError, CaptureMismatch, NotCapturedError
 from specattn.kernels import check_current
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from specattn.cuda_graph.captured import GraphReport
-    from specattn.cuda_graph.programs import BoundProgram, Program
+    from specattn.buffers import Fingerprint
 
 log = logging.getLogger(__name__)
 
 
+class GraphKey(Hashable, Protocol):
+    """What graphs are kept under: a `ForwardMode`, or a part of a step."""
+
+    @property
+    def value(self) -> str:
+        """Its name in messages."""
+
+
+Key = TypeVar("Key", bound=GraphKey)
+
+
+class Program(Protocol):
+    """What runs for one bucket, over static buffers."""
+
+    @property
+    def graphs(self) -> bool:
+        """Whether ``run`` may be recorded in a CUDA graph."""
+        ...
+
+    def pad(self) -> None:
+        """Turn all requests into padding."""
+
+    def schedule(self, seq_lens_cpu: Tensor | None) -> None:
+        """Plan on the host, where a library needs it."""
+
+    def run(self) -> None:
+        """Run: no sync, no argument, capturable."""
+
+    def holders(self) -> Sequence[Iterable[Tensor]]:
+        """Return what holds the tensors that others can reach, read again before every replay."""
+
+    def fingerprint(self) -> Fingerprint:
+        """Describe every tensor and scalar that a recording of ``run`` bakes in."""
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One bucket of a mode: what runs, what was recorded, and over which memory.
+
+    A batch that no bucket holds has neither a graph nor ``addresses``. ``order`` counts the
+    captures of a runner, which took ``seconds`` each; ``nbytes`` is what the graphs' memory pool
+    grew by.
+    """
+
+    bucket: int
+    program: Program
+    graph: torch.cuda.CUDAGraph | None = None
+    fingerprint: Fingerprint = ()
+    holders: Sequence[Iterable[Tensor]] = field(default=(), repr=False)
+    addresses: list[int] | None = field(default=None, repr=False)
+    order: int = 0
+    seconds: float = 0.0
+    nbytes: int = 0
+
+    def check(self) -> None:
+        """Raise `CaptureMismatch` if a tensor is elsewhere than when it was captured."""
+        if self.addresses is not None and _addresses(self.holders) != self.addresses:
+            self.compare()
+
+    def compare(self) -> None:
+        """Compare everything that the capture baked in; raise `CaptureMismatch` for the first."""
+        if self.addresses is None:
+            return
+        now = _flat(self.program.fingerprint())
+        for (name, before), (_, after) in zip(_flat(self.fingerprint), now, strict=True):
+            if before != after:
+                raise CaptureMismatch(name, before, after)
+
+    def schedule(self, seq_lens_cpu: Tensor | None) -> None:
+        """Plan on the host for the lengths of the first requests; the others are padding."""
+        if seq_lens_cpu is not None and len(seq_lens_cpu) < self.bucket:
+            padding = self.bucket - len(seq_lens_cpu)
+            seq_lens_cpu = torch.nn.functional.pad(seq_lens_cpu, (0, padding))
+        self.program.schedule(seq_lens_cpu)
+
+    def replay(self) -> None:
+        """Run over the current buffers."""
+        if self.graph is None:
+            _run(self.program)
+        else:
+            self.graph.replay()
+
+    def report(self, part: str) -> GraphReport:
+        """Return what the capture took, of a part of this name."""
+        digest = sha256(repr(_flat(self.fingerprint)).encode()).hexdigest()[:12]
+        return GraphReport(
+            part, self.bucket, self.order, self.seconds, self.nbytes, self.graph is not None, digest
+        )
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """What capturing one bucket took.
+
+    Parameters
+    ----------
+    part : str
+        The mode, or the part of a step.
+    bucket : int
+        The batch size.
+    order : int
+        How many buckets the runner had captured before.
+    seconds : float
+        Host time: compiling (or loading) kernels, a run or two to warm up, and the recording.
+    nbytes : int
+        What the memory pool that all graphs share grew by, in bytes. The largest bucket comes
+        first and takes most of it. What the driver keeps of a graph is not in it.
+    recorded : bool
+        Whether there is a CUDA graph; without, the bucket runs eagerly over the same buffers.
+    digest : str
+        Of the fingerprint: 12 hexadecimal digits, the same as long as a replay finds the
+        addresses, shapes and configs of the capture.
+    """
+
+    part: str
+    bucket: int
+    order: int
+    seconds: float
+    nbytes: int
+    recorded: bool
+    digest: str
+
+
 @dataclass
 class GraphStats(Generic[Key]):
-    """How forwards were served, by mode."""
+    """How many batches were served, by mode."""
 
     replays: Counter[Key] = field(default_factory=Counter)
     eager: Counter[Key] = field(default_factory=Counter)
-
-    def count(self, mode: Key, ready: Captured) -> None:
-        """Count a forward of ``mode`` that ``ready`` serves."""
-        (self.replays if ready.watch else self.eager)[mode] += 1
 
 
 class GraphRunner(Generic[Key]):
     """Captures and replays programs, keyed by mode and bucket.
 
-    Two buckets of a mode share storage, so one is in flight at a time, and what `run` returns is
-    overwritten by the next call of the same mode: clone what must live longer.
+    Buckets of a mode may share storage, so one is in flight at a time.
 
     Parameters
     ----------
     make : callable
-        ``make(mode, batch)`` returns the `Program` of a mode with buffers for ``batch`` requests.
+        ``make(mode, bucket)`` returns the `Program` of a mode for a bucket, or for a batch size
+        beyond all of them.
     buckets : sequence of int
         Batch sizes to capture.
     device : torch.device
@@ -65,9 +180,6 @@ class GraphRunner(Generic[Key]):
         Whether to record CUDA graphs; off, everything runs eagerly over the static buffers.
     recorder : Recorder, optional
         Whose memory pool to record into; runners that share one must not run at the same time.
-    private : bool
-        Whether nobody is handed what programs bind, so that a replay need compare every time only
-        what others can reach (see `Watch`) and the rest in turn.
     before : callable, optional
         Called before every capture, which runs the program on padding and so overwrites what it
         has left where others read it.
@@ -94,21 +206,19 @@ class GraphRunner(Generic[Key]):
         *,
         record: bool = True,
         recorder: Recorder | None = None,
-        private: bool = False,
         before: Callable[[], None] | None = None,
     ) -> None:
-        if not buckets or min(buckets) < 1:
-            raise ValueError(f"buckets must be batch sizes of at least 1, got {list(buckets)}")
+        self.buckets = _checked(buckets)
         check_current(device)
-        self.buckets = sorted(set(buckets))
         self.stats: GraphStats[Key] = GraphStats()
-        self._make, self._private, self._before = make, private, before
+        self._make, self._before = make, before
         records = record and device.type == "cuda"
         self.recorder = (recorder or Recorder()) if records else None
         self._captured: dict[Key, dict[int, Captured]] = {}
-        # what `_serving` found; a host that has waited for a step is slow to search
-        self._found: dict[tuple[tuple[Key, ...], int], list[Captured] | None] = {}
-        self._eager: dict[Key, BoundProgram] = {}
+        # what `ready` found; a host that has waited for a step is slow to search
+        self._found: dict[tuple[tuple[Key, ...], int], list[Captured]] = {}
+        # keeps the buffers of what ran eagerly alive
+        self._eager: dict[Key, Program] = {}
         self._captures = 0
 
     @property
@@ -150,12 +260,9 @@ class GraphRunner(Generic[Key]):
         done = self._captured.setdefault(mode, {})
         if self._before is not None:
             self._before()
-        program: Program | None = None
         for bucket in reversed(self.buckets):
             try:
-                if program is None:
-                    program = self._make(mode, bucket)
-                done[bucket] = self._capture(program.bind(bucket), bucket)
+                done[bucket] = self._capture(self._make(mode, bucket), bucket)
                 self._found.clear()
             except torch.OutOfMemoryError as error:
                 raise CapacityError(
@@ -170,106 +277,51 @@ class GraphRunner(Generic[Key]):
         for mode in modes:
             self._captured.setdefault(mode, {})
 
-    def _capture(self, bound: BoundProgram, bucket: int) -> Captured:
+    def _capture(self, program: Program, bucket: int) -> Captured:
         began, order = time.perf_counter(), self._captures
         self._captures += 1
-        bound.copy_in(0)
-        bound.schedule(torch.zeros(bucket, dtype=torch.int32))
-
-        graph, outputs, nbytes = None, None, 0
-        if self.recorder is not None and bound.graphs:
-            found = self.recorder.record(partial(run_eagerly, bound))
-            graph, outputs, nbytes = found.graph, found.outputs, found.nbytes
+        program.pad()
+        program.schedule(torch.zeros(bucket, dtype=torch.int32))
+        graph, nbytes = None, 0
+        if self.recorder is not None and program.graphs:
+            found = self.recorder.record(lambda: _run(program))
+            graph, nbytes = found.graph, found.nbytes
         else:
-            run_eagerly(bound)
-        watch = Watch(bound.watched(), in_turn=self._private)
-        baked = bound.fingerprint()
+            _run(program)
+        holders, baked = program.holders(), program.fingerprint()
         seconds = time.perf_counter() - began
-        return Captured(bucket, bound, baked, outputs, graph, watch, order, seconds, nbytes)
+        addresses = _addresses(holders)
+        return Captured(bucket, program, graph, baked, holders, addresses, order, seconds, nbytes)
 
-    def run(self, mode: Key, count: int, seq_lens_cpu: Tensor | None, **values: Tensor) -> Any:
-        """Run ``mode`` over ``count`` requests.
+    def ready(self, modes: tuple[Key, ...], count: int) -> list[Captured]:
+        """Return what will serve ``count`` requests in modes that hand each other their buffers.
 
-        Parameters
-        ----------
-        mode : Key
-            A captured mode.
-        count : int
-            Requests.
-        seq_lens_cpu : Tensor or None
-            ``[count]`` int32 on the host, for backends that plan there.
-        **values : Tensor
-            The program's inputs, ``[count, ...]``.
-
-        Returns
-        -------
-        object
-            The program's outputs, first ``count`` rows; valid until the next run of this mode.
+        That is the smallest bucket which every one of them has captured. Where none holds the
+        requests, all modes run eagerly. The caller fills their inputs, schedules and replays.
 
         Raises
         ------
         NotCapturedError
-            If neither `capture` nor `leave_eager` was called for ``mode``.
+            If a mode was never captured.
         CaptureMismatch
-            If a buffer the graph reads is not the one it was captured with.
-        ValueError
-            If a value is missing, unknown, or not of the declared shape and dtype; nothing has
-            been written or launched then.
+            If tensors that a graph baked in have moved; nothing has run then.
         """
-        check_lens(seq_lens_cpu, count)
-        ready = self.ready(mode, count)
-        _copy_in(ready.bound, count, values)
-        ready.schedule(seq_lens_cpu)
-        return head(self.replay(mode, ready), count)
-
-    def ready(self, mode: Key, count: int) -> Captured:
-        """Return what will serve ``count`` requests: the smallest bucket that holds them.
-
-        The caller hands it their values, schedules and has it replayed, as `run` does.
-
-        Raises
-        ------
-        NotCapturedError, CaptureMismatch
-            As `run`.
-        """
-        return self.ready_together((mode,), count)[0]
-
-    def ready_together(self, modes: tuple[Key, ...], count: int) -> list[Captured]:
-        """Return what will serve ``count`` requests in modes that hand each other their buffers.
-
-        That is the smallest bucket which every one of them has captured. Where none holds the
-        requests, all modes run eagerly, over one program if ``make`` returns parts of one.
-
-        Raises
-        ------
-        NotCapturedError, CaptureMismatch
-            As `run`, before anything has run.
-        """
-        found = self._find(modes, count)
+        found = self._found.get((modes, count))
         if found is None:
-            return [self._eagerly(mode, count) for mode in modes]
+            found = self._serving(modes, count)
+            if not found:
+                return [self._eagerly(mode, count) for mode in modes]
+            self._found[modes, count] = found
         for captured in found:
             captured.check()
         return found
 
-    def holds(self, modes: tuple[Key, ...], count: int) -> bool:
-        """Return whether a captured bucket serves so many requests in all of these modes.
+    def replay(self, mode: Key, ready: Captured) -> None:
+        """Run what is `ready` over its buffers, and count it."""
+        (self.stats.eager if ready.addresses is None else self.stats.replays)[mode] += 1
+        ready.replay()
 
-        Raises
-        ------
-        NotCapturedError
-            As `run`.
-        """
-        return self._find(modes, count) is not None
-
-    def _find(self, modes: tuple[Key, ...], count: int) -> list[Captured] | None:
-        try:
-            return self._found[modes, count]
-        except KeyError:
-            found = self._found[modes, count] = self._serving(modes, count)
-            return found
-
-    def _serving(self, modes: tuple[Key, ...], count: int) -> list[Captured] | None:
+    def _serving(self, modes: tuple[Key, ...], count: int) -> list[Captured]:
         """Return the smallest bucket that holds so many requests in all modes, if there is one."""
         for mode in modes:
             if mode not in self._captured:
@@ -277,40 +329,36 @@ class GraphRunner(Generic[Key]):
         done = [self._captured[mode] for mode in modes]
         common = set(done[0]).intersection(*done[1:])
         size = min((size for size in common if size >= count), default=None)
-        return None if size is None else [one[size] for one in done]
+        return [] if size is None else [one[size] for one in done]
 
     def _eagerly(self, mode: Key, count: int) -> Captured:
         log.info("%s: a batch of %d fits no captured bucket and runs eagerly", mode.value, count)
-        bound = self._make(mode, count).bind(count)
-        self._eager[mode] = bound  # keeps the buffers of the outputs alive
-        return Captured(count, bound, (), None, None, None)
-
-    def replay(self, mode: Key, ready: Captured) -> Any:
-        """Run what is `ready` over its buffers, and count it."""
-        self.stats.count(mode, ready)
-        return ready.replay()
+        program = self._eager[mode] = self._make(mode, count)
+        return Captured(count, program)
 
 
-def check_lens(seq_lens_cpu: Tensor | None, count: int) -> None:
-    """Raise a ValueError unless the lengths, if any, are ``[count]`` int32 on the host."""
-    if seq_lens_cpu is not None:
-        expect("seq_lens_cpu", seq_lens_cpu, (count,), torch.int32, torch.device("cpu"))
+@torch.no_grad()
+def _run(program: Program) -> None:
+    """Run without gradients: models may hold parameters, and buffers have no history."""
+    program.run()
 
 
-def _copy_in(bound: BoundProgram, count: int, values: dict[str, Tensor]) -> None:
-    if values.keys() != bound.takes:
-        missing, unknown = bound.takes - values.keys(), values.keys() - bound.takes
-        raise ValueError(f"values missing: {sorted(missing)}; unknown: {sorted(unknown)}")
-    for name, value in values.items():
-        rows = len(value) if value.dim() else 0
-        if rows != count:
-            raise ValueError(f"{name} must have {count} rows, got {rows}")
-    bound.copy_in(count, **values)
+def _checked(buckets: Sequence[int]) -> list[int]:
+    if not buckets or min(buckets) < 1:
+        raise ValueError(f"buckets must be batch sizes of at least 1, got {list(buckets)}")
+    return sorted(set(buckets))
 
 
-def head(outputs: Any, count: int) -> Any:
-    """Return the outputs' first ``count`` rows."""
-    parts = {
-        name: value[:count] for name, value in vars(outputs).items() if isinstance(value, Tensor)
-    }
-    return replace(outputs, **parts)
+def _addresses(holders: Iterable[Iterable[Tensor]]) -> list[int]:
+    return [*map(Tensor.data_ptr, chain.from_iterable(holders))]
+
+
+def _flat(found: Fingerprint) -> list[tuple[str, object]]:
+    """Return a fingerprint with configs field by field."""
+    flat: list[tuple[str, object]] = []
+    for name, value in found:
+        if isinstance(value, dict):
+            flat += [(f"{name}.{key}", part) for key, part in value.items()]
+        else:
+            flat.append((name, value))
+    return flat

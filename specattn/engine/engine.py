@@ -20,8 +20,7 @@ from specattn.engine.configs import SpeculativeConfigs, powers_of_two
 from specattn.engine.request import Request, RequestOutput, check_requests
 from specattn.engine.scheduler import RunningRequest, Scheduler
 from specattn.errors import CapacityError, CaptureError
-from specattn.speculative.decoder import ModelSlot
-from specattn.speculative.model import for_context
+from specattn.speculative.model import ModelSlot, for_context
 from specattn.speculative.prefill import Prefill, Prompt
 from specattn.speculative.sampling import SamplingBatch
 from specattn.speculative.states import RequestStates, StateDims

@@ -249,6 +249,11 @@ class EagleHead(DraftHead):
 
     weights: EagleWeights
 
+    @property
+    def target_ids(self) -> None:
+        """None: draft and target share a vocabulary."""
+        return None
+
     def combine(self, hidden_states: Tensor) -> Tensor:
         """Return the target's last hidden states ``[T, H]``, in the draft's dtype."""
         return hidden_states.to(self.layers[0].dtype)

@@ -1,4 +1,4 @@
-"""How a step finds its rows and its tokens reach the host: no copy, and the host never waits."""
+"""How a step finds its rows and how its tokens reach the host: no copy, and no wait."""
 
 from __future__ import annotations
 
@@ -10,18 +10,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specattn.buffers import fingerprint
 from specattn.kernels.step import write_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from specattn.buffers import Fingerprint
-
 
 @dataclass(frozen=True)
 class HostBuffers:
-    """Memory of the host that graphs bake in: steps read it and write to it, one after the other.
+    """Pinned memory that graphs bake in: steps read and write its entries in turn.
 
     Parameters
     ----------
@@ -29,9 +26,9 @@ class HostBuffers:
         ``[S, B]`` int64 on the host, pinned where the device is another: the table rows that take
         part, 0 for padding, of S steps in flight. May have a row stride.
     packed : Tensor
-        ``[S, B, width]`` int64, as ``rows``: what `StepOutput` holds.
+        ``[S, B, width]`` int64, as ``rows``: what `Step.packed` holds.
     turn : Tensor
-        ``[1]`` int64 on the device, which of them the next step reads and writes.
+        ``[1]`` int64 on the device, which entry the next step reads and writes.
     """
 
     rows: Tensor
@@ -39,214 +36,168 @@ class HostBuffers:
     turn: Tensor
 
     @classmethod
-    def alloc(cls, slots: int, batch: int, width: int, device: torch.device) -> HostBuffers:
-        """Allocate the memory of ``slots`` steps of up to ``batch`` requests."""
+    def alloc(cls, steps: int, batch: int, width: int, device: torch.device) -> HostBuffers:
+        """Allocate the memory of ``steps`` steps of up to ``batch`` requests."""
         pin = device.type == "cuda"
-        rows = torch.zeros(slots, batch, dtype=torch.int64, pin_memory=pin)
-        packed = torch.zeros(slots, batch, width, dtype=torch.int64, pin_memory=pin)
+        rows = torch.zeros(steps, batch, dtype=torch.int64, pin_memory=pin)
+        packed = torch.zeros(steps, batch, width, dtype=torch.int64, pin_memory=pin)
         return cls(rows, packed, torch.zeros(1, dtype=torch.int64, device=device))
 
     def of(self, begin: int, end: int) -> HostBuffers:
-        """Return what concerns the requests ``[begin, end)`` of every step."""
+        """Return the buffers of the requests ``[begin, end)`` of every step."""
         return HostBuffers(self.rows[:, begin:end], self.packed[:, begin:end], self.turn)
 
     def align(self, turn: int) -> None:
-        """Wait for every step that has been launched on this stream, and set the next one's turn.
+        """Wait for every step that was launched on this stream, then set the next one's turn.
 
-        Until they are through, nobody knows which turn they read and write.
+        Until they are through, nobody knows which entry they read and write.
         """
         if self.turn.is_cuda:
             torch.cuda.current_stream(self.turn.device).synchronize()
         self.turn.fill_(turn)
 
-    def fingerprint(self) -> Fingerprint:
-        """Describe what graphs bake in."""
-        return fingerprint(**{f"ring.{name}": tensor for name, tensor in vars(self).items()})
-
-    def land(self, packed: Tensor) -> None:
-        """Write a step's ``packed [b, width]`` to its turn; no sync, capturable."""
+    def write_output(self, packed: Tensor) -> None:
+        """Write a step's ``packed [b, width]`` to its entry and pass the turn on; capturable."""
         write_output(packed, self.packed, self.turn)
 
 
-class Landing:
-    """One turn of a `HostBuffers`: where a step finds its rows and leaves its tokens.
-
-    Parameters
-    ----------
-    ring : HostBuffers
-        The whole of it.
-    turn : int
-        Which.
-
-    Attributes
-    ----------
-    pending : PendingStep or None
-        The step that has this turn, until its tokens are read: then they are its reader's alone,
-        and no launch finds lists of another step to free.
-    """
-
-    def __init__(self, ring: HostBuffers, turn: int) -> None:
-        self.pending: PendingStep | None = None
-        device = ring.turn.device
-        self.packed = ring.packed[turn]
-        # of all events the one that costs the host least
-        self._done = torch.Event(device) if device.type == "cuda" else None
-        self._device = device.index
-        # numpy takes several times as long to look at a list's numbers
-        self._bytes = ring.rows[turn].numpy().data.cast("B")
-
-    def write_rows(self, rows: Sequence[int], bucket: int) -> None:
-        """Write a bucket of rows, padded, where the step that is launched next reads them.
-
-        The step that had this turn before must have landed.
-
-        Raises
-        ------
-        ValueError
-            If a row is no whole number.
-        """
-        try:
-            _packer(bucket)(self._bytes, 0, *rows, *[0] * (bucket - len(rows)))
-        except struct.error as problem:
-            raise ValueError(f"rows must be whole numbers, got {list(rows)}") from problem
-
-    def launched(self) -> None:
-        """Note that all which the step will write here has been launched."""
-        if self._done is not None:
-            # of the steps' device, which need not be the current one
-            self._done.record(torch.accelerator.current_stream(self._device))
-
-    @property
-    def ready(self) -> bool:
-        """Whether it is written. Asking does not wait."""
-        return self._done is None or self._done.query()
-
-    def wait(self) -> None:
-        """Wait until it is written."""
-        if self._done is not None:
-            self._done.synchronize()
-
-
-@cache
-def _packer(count: int) -> Callable[..., None]:
-    """Return what packs so many numbers of 8 bytes into memory."""
-    return struct.Struct(f"{count}q").pack_into
-
-
 class PendingStep:
-    """A step that was launched; `wait` returns what it gained.
+    """A step that was launched; `wait` returns the tokens that it gained.
 
     Parameters
     ----------
-    landing : Landing
-        Where its tokens come.
+    packed : Tensor
+        ``[B, width]`` int64 on the host, where the step writes them.
+    done : torch.Event or None
+        Recorded after the step; None where launching a step runs it.
     count : int
         Requests.
     rows : tuple of int
-        What took part; padding, where nobody did.
+        The table rows that took part.
     """
 
-    def __init__(self, landing: Landing, count: int, rows: tuple[int, ...]) -> None:
-        self._landing, self._count, self.rows = landing, count, rows
+    def __init__(
+        self, packed: Tensor, done: torch.Event | None, count: int, rows: tuple[int, ...]
+    ) -> None:
+        self._packed, self._done, self._count, self.rows = packed, done, count, rows
         self._gained: list[list[int]] | None = None
 
-    def wait(self, meanwhile: Callable[[], object] | None = None) -> list[list[int]]:
+    def wait(self) -> list[list[int]]:
         """Wait for the step and return each request's new tokens, bonus last.
 
-        Empty for row 0 and for a request that had no slots for a step. Asked again, it returns
-        the same without waiting.
-
-        Parameters
-        ----------
-        meanwhile : callable, optional
-            Called over and over until the step is through, not at all if it is: what a host does
-            while it waits, such as `StepDecoder.rehearse`. The step is noticed when it returns.
-            What it raises ends the wait, and the step can be waited for again.
+        Empty for row 0 and for a request that had no slots for a step. A last token of -1 says
+        that the target's logits were not finite there. Asked again, it returns the same without
+        waiting.
 
         Returns
         -------
         list of list of int
             In the order of the rows that were given to the step.
         """
-        while meanwhile is not None and not self.ready:
-            meanwhile()
-        # it may have waited itself, and the turn be another step's by now
         if self._gained is None:
-            self._landing.wait()
-            found = self._landing.packed[: self._count].tolist()
+            if self._done is not None:
+                self._done.synchronize()
+            found = self._packed[: self._count].tolist()
             self._gained = [tokens[:gained] for gained, *tokens in found]
-            self._landing.pending = None
         return self._gained
 
     @property
     def ready(self) -> bool:
         """Whether `wait` would return at once. Asking does not wait."""
-        return self.waited or self._landing.ready
+        return self.waited or self._done is None or self._done.query()
 
     @property
     def waited(self) -> bool:
-        """Whether its tokens have been read."""
+        """Whether its tokens have been read: its entry of the buffers is free."""
         return self._gained is not None
 
 
 class InFlight:
-    """A ring's turns as the host counts them: which one is next, and what is in flight.
+    """Steps that were launched, by the entry of the host buffers that they use.
 
     Parameters
     ----------
-    ring : HostBuffers
-        Whose turns the device counts, too.
+    host : HostBuffers
+        Whose turn the device counts, too.
     """
 
-    def __init__(self, ring: HostBuffers) -> None:
-        self.ring = ring
-        self._landings = [Landing(ring, turn) for turn in range(len(ring.rows))]
+    def __init__(self, host: HostBuffers) -> None:
+        self.host = host
+        device = host.turn.device
+        self._device = device.index
+        # of all events the one that costs the host least
+        self._done = [torch.Event(device) if host.turn.is_cuda else None for _ in host.rows]
+        self._packed = list(host.packed)
+        # numpy takes several times as long to look at a list's numbers
+        self._rows = [rows.numpy().data.cast("B") for rows in host.rows]
+        self._steps: list[PendingStep | None] = [None] * len(self._packed)
         self._next = 0
         # whether the device's turn is known to be `_next`
         self._aligned = True
 
     @property
-    def in_flight(self) -> list[PendingStep]:
+    def steps(self) -> list[PendingStep]:
         """Steps that nobody has waited for."""
-        return [one.pending for one in self._landings if one.pending is not None]
+        return [step for step in self._steps if step is not None and not step.waited]
 
-    def take(self) -> Landing:
-        """Return the next step's turn.
+    def begin(self) -> None:
+        """Make sure that the next step's entry is free.
 
         Raises
         ------
         ValueError
-            If the step that had it has not been waited for.
+            If the step that used it has not been waited for.
         """
         if not self._aligned:
-            # nobody may have been handed what the last launch, which failed, has noted
+            # nobody may have been handed the step that a failed launch has noted
             self.settle()
             self.align()
-        landing = self._landings[self._next]
-        if landing.pending is not None:
-            raise ValueError(
-                f"{len(self._landings)} steps are in flight: wait for the first of them"
-            )
-        return landing
+        step = self._steps[self._next]
+        if step is not None and not step.waited:
+            raise ValueError(f"{len(self._steps)} steps are in flight: wait for the first of them")
 
-    def begin(self) -> None:
+    def write_rows(self, rows: Sequence[int], bucket: int) -> None:
+        """Write a bucket of rows, padded with row 0, where the next step reads them.
+
+        Raises
+        ------
+        ValueError
+            If a row is no whole number.
+        """
+        padding = [0] * (bucket - len(rows))
+        try:
+            _packer(bucket)(self._rows[self._next], 0, *rows, *padding)
+        except struct.error as problem:
+            raise ValueError(f"rows must be whole numbers, got {list(rows)}") from problem
+
+    def moved(self) -> None:
         """Note that what is launched from here on moves the device's turn on."""
         self._aligned = False
 
-    def land(self, landing: Landing, count: int, rows: tuple[int, ...]) -> PendingStep:
-        """Note that a step was launched whose turn it was, with ``count`` requests."""
-        landing.launched()
-        pending = landing.pending = PendingStep(landing, count, rows)
-        self._next = (self._next + 1) % len(self._landings)
+    def launched(self, count: int, rows: tuple[int, ...]) -> PendingStep:
+        """Note that the step of the next entry was launched, with ``count`` requests."""
+        at = self._next
+        done = self._done[at]
+        if done is not None:
+            # of the steps' device, which need not be the current one
+            done.record(torch.accelerator.current_stream(self._device))
+        step = self._steps[at] = PendingStep(self._packed[at], done, count, rows)
+        self._next = (at + 1) % len(self._steps)
         self._aligned = True
-        return pending
+        return step
 
     def settle(self) -> None:
-        """Wait for every step in flight, whoever has not."""
-        for pending in self.in_flight:
-            pending.wait()
+        """Wait for every step in flight."""
+        for step in self.steps:
+            step.wait()
 
     def align(self) -> None:
         """Wait for what has been launched, and let the device's turn be the host's."""
-        self.ring.align(self._next)
+        self.host.align(self._next)
         self._aligned = True
+
+
+@cache
+def _packer(count: int) -> Callable[..., None]:
+    """Return what packs so many numbers of 8 bytes into memory."""
+    return struct.Struct(f"{count}q").pack_into

@@ -11,13 +11,17 @@ captured in a CUDA graph. Forwards are called without gradients.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, Self, TypeVar, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar, runtime_checkable
+
+from specattn.backends.layers import LayeredBackend
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from specattn.backends.base import BackendFactory
+    from specattn.cache.kv_pool import KVPool
     from specattn.config import AttnConfig
 
 
@@ -185,12 +189,16 @@ class DraftModel(Protocol):
         """
         ...
 
-    def to_target(self, token_ids: Tensor) -> Tensor:
-        """Map draft token ids, int64 of any shape, to target token ids.
+    @property
+    def target_ids(self) -> Tensor | None:
+        """The table of `to_target`, contiguous ``[Vd]`` int64 on the device, if it is one.
 
-        A draft that does so by a table may offer it as ``target_ids``, contiguous ``[Vd]`` int64
-        on the device: the kernel that chooses tokens reads it, and saves a launch.
+        The kernel that chooses tokens reads it, and saves a launch.
         """
+        ...
+
+    def to_target(self, token_ids: Tensor) -> Tensor:
+        """Map draft token ids, int64 of any shape, to target token ids."""
         ...
 
 
@@ -209,9 +217,56 @@ class ContextModel(Protocol):
         ...
 
 
-_Model = TypeVar("_Model", TargetModel, DraftModel)
+Model = TypeVar("Model", TargetModel, DraftModel)
 
 
-def for_context(model: _Model, max_context_len: int) -> _Model:
+def for_context(model: Model, max_context_len: int) -> Model:
     """Return ``model`` for contexts of ``max_context_len`` tokens; see `ContextModel`."""
     return model.for_context(max_context_len) if isinstance(model, ContextModel) else model
+
+
+@dataclass(frozen=True)
+class ModelSlot(Generic[Model]):
+    """A model with its paged KV and its attention.
+
+    Parameters
+    ----------
+    model : TargetModel or DraftModel
+        The model.
+    pool : KVPool
+        Its keys and values; target and draft pools share slot numbers.
+    backend : LayeredBackend
+        Its attention over that pool.
+    """
+
+    model: Model
+    pool: KVPool
+    backend: LayeredBackend
+
+    @classmethod
+    def of(
+        cls,
+        model: Model,
+        pool: KVPool,
+        backend: str | BackendFactory,
+        *,
+        deterministic: bool = False,
+    ) -> ModelSlot[Model]:
+        """Choose the attention backend of ``model``, over ``pool``; see `choose_backend`.
+
+        ``deterministic`` asks for it in every layer, whatever the layers say.
+
+        Raises
+        ------
+        UnsupportedError
+            If the backend cannot serve one of the layers.
+        """
+        layers = [
+            replace(layer, deterministic=layer.deterministic or deterministic)
+            for layer in pool.layers
+        ]
+        return cls(model, pool, LayeredBackend(backend, layers, pool, pool.device))
+
+    def with_own_workspace(self) -> ModelSlot[Model]:
+        """Return the same model and pool with attention that may run at the same time."""
+        return replace(self, backend=self.backend.with_own_workspace())

@@ -13,15 +13,14 @@ from specattn.config import SpecConfig
 from specattn.plan import ExtendPlan
 from specattn.speculative.draft_tokens import choose_tokens
 from specattn.speculative.tree import root_tree
-from specattn.speculative.validation import check_prompts
+from specattn.speculative.validation import check_logits, check_prompts
 from specattn.speculative.verify import accept
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from specattn.backends.layers import BoundLayers, LayeredBackend
-    from specattn.speculative.decoder import ModelSlot
-    from specattn.speculative.model import DraftModel, TargetModel, TargetOutput
+    from specattn.speculative.model import DraftModel, ModelSlot, TargetModel, TargetOutput
     from specattn.speculative.sampling import SamplingBatch
 
 
@@ -186,9 +185,10 @@ class Prefill:
     ) -> TargetOutput:
         ids = [t for p in pieces for t in prompts[p.index].tokens[p.start : p.stop]]
         attend = _bound(self.target.backend, plan, pieces)
-        return self.target.model.forward(
-            torch.tensor(ids, device=last.device), _positions(pieces, last.device), attend, last
-        )
+        model, tokens = self.target.model, torch.tensor(ids, device=last.device)
+        out = model.forward(tokens, _positions(pieces, last.device), attend, last)
+        check_logits(out.logits, len(last), model.vocab_size)
+        return out
 
     def _next_tokens(
         self, prompts: Sequence[Prompt], pieces: Sequence[_Piece], last: Tensor, first: Tensor
@@ -216,8 +216,9 @@ class Prefill:
         positions = _positions(pieces, last.device)
         out = draft.forward(tokens, draft.combine(features), positions, attend, last)
         # the token proposed here follows the bonus token
-        chosen = choose_tokens(draft, out.logits, self.config, drawing, positions[last] + 1)
-        return DraftState(chosen.probs, chosen.tokens, out.hidden_states, chosen.law)
+        draws = drawing if self.config.draft_sampling else None
+        chosen = choose_tokens(draft, out.logits, self.config.topk, draws, positions[last] + 1)
+        return DraftState(chosen.probs, chosen.tokens, out.hidden_states, chosen.draft_probs)
 
 
 def _bound(backend: LayeredBackend, plan: ExtendPlan, pieces: Sequence[_Piece]) -> BoundLayers:

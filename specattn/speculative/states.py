@@ -125,7 +125,8 @@ class RequestStates(BufferSet):
             # torch would take one row for all
             expect(name, value, (len(rows), *own.shape[1:]), own.dtype, own.device)
         self.seq_lens[rows] = seq_lens
-        self.bonus_tokens[rows] = bonus_tokens
+        # -1 marks logits that were not finite; the request ends before it steps
+        self.bonus_tokens[rows] = bonus_tokens.clamp(min=0)
         for name, value in drafting.items():
             getattr(self, name)[rows] = value
         self.temperature[rows] = sampling.temperature

@@ -1,70 +1,154 @@
-"""The buffers that all phases of a step share, and what the host is told of it."""
+"""The static buffers of a speculative step: what its phases hand each other."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
 
+from specattn.batch import AcceptResult, DraftState, ForwardMode
 from specattn.buffers import BufferSet, buf
+from specattn.plan import causal_words, mask_words
+
+if TYPE_CHECKING:
+    from specattn.config import SpecConfig
+    from specattn.speculative.model import DraftModel
 
 
 @dataclass(frozen=True)
-class StepOutput:
-    """What the host is told of a step.
+class StepDims:
+    """The dimensions of `StepBuffers`.
 
     Parameters
     ----------
-    packed : Tensor
-        ``[B, N + 2]`` int64: tokens gained, then those tokens and zeros. A row that did not take
-        part (padding, or a request without slots for a step) gained 0.
+    config : SpecConfig
+        Tree width and depth.
+    topk, hidden, vocab : int
+        Proposals that a draft starts from, the draft's hidden size, and its vocabulary where it
+        draws; all 0 where the step does not draft.
+    features : int
+        Width of the target features that the draft reads.
+    dtype : torch.dtype
+        Of hidden states and features.
     """
 
-    packed: Tensor
+    config: SpecConfig
+    topk: int = 0
+    hidden: int = 0
+    vocab: int = 0
+    features: int = 0
+    dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def of(cls, config: SpecConfig, draft: DraftModel | None) -> Self:
+        """Return the dimensions of a step over a draft model, if there is one."""
+        if draft is None:
+            return cls(config)
+        found = cls(config, features=draft.feature_size, dtype=draft.layers[0].dtype)
+        if not config.num_steps:
+            return found
+        vocab = draft.vocab_size if config.draft_sampling else 0
+        return cls(config, config.topk, draft.hidden_size, vocab, found.features, found.dtype)
+
+
+def _no_node(dims: StepDims) -> Tensor:
+    return torch.full((dims.config.num_draft_tokens,), -1)
+
+
+def _tree_words(dims: StepDims) -> Tensor:
+    mode = ForwardMode.TARGET_VERIFY if dims.config.num_steps else ForwardMode.DECODE
+    return causal_words(dims.config.layout(mode))
+
+
+def _extend_words(dims: StepDims) -> Tensor:
+    return causal_words(dims.config.layout(ForwardMode.DRAFT_EXTEND))
 
 
 @dataclass(frozen=True)
-class StepInputs(BufferSet):
-    """What all phases of a step share; the dimensions are its `SpecConfig`.
+class StepBuffers(BufferSet):
+    """What the phases of a step read and write, a row per request; the dimensions are `StepDims`.
 
-    ``window`` holds the slots after the committed context: the first ones are the tail of every
-    phase, for all of them start from the same length.
+    Shapes: n nodes, N draft steps, K branches, W ancestor words. The first kernel of a step writes
+    the first two groups from the `RequestStates`; every later group is written by one phase.
+
+    Parameters
+    ----------
+    req_pool_indices, seq_lens : Tensor
+        ``[B]`` int64 and int32: table rows (0 for padding) and committed lengths.
+    window : Tensor
+        ``[B, reserve_len]`` int32, the slots after the committed tokens. Every phase writes the
+        first of them: all phases start from the same length.
+    positions : Tensor
+        ``[B, N + 1]`` int64, the positions after the committed tokens.
+    roots : Tensor
+        ``[B]`` int64, bonus tokens of the step before.
+    temperature, top_k, top_p, seeds : Tensor
+        ``[B]``, as in `RequestStates`.
+    topk_probs, topk_tokens, hidden_states, draft_probs : Tensor
+        The `DraftState` that the draft starts from.
+    tokens, tree_positions, words, next_token, next_sibling, tree_probs : Tensor
+        The `DraftTree`; -1 links to no node. ``tree_probs`` is ``[B, N, Vd]``.
+    accept_index, accept_tokens, accept_lens, bonus_tokens : Tensor
+        The `AcceptResult`.
+    features, last_rows, after : Tensor
+        ``[B, N + 1, F]`` target features along the accepted path, ``[B]`` int64 flat row of its
+        last token, and ``[B]`` int64 the position after it.
+    extend_words : Tensor
+        ``[B, N + 1, W]`` int64, causal; never written.
     """
 
     req_pool_indices: Tensor = buf(lambda _: (), torch.int64)
     seq_lens: Tensor = buf(lambda _: (), torch.int32)
-    window: Tensor = buf(lambda c: (c.reserve_len,), torch.int32)
-    positions: Tensor = buf(lambda c: (c.num_steps + 1,), torch.int64)
+    window: Tensor = buf(lambda d: (d.config.reserve_len,), torch.int32)
+    positions: Tensor = buf(lambda d: (d.config.num_steps + 1,), torch.int64)
     roots: Tensor = buf(lambda _: (), torch.int64)
     temperature: Tensor = buf(lambda _: (), torch.float32)
     top_k: Tensor = buf(lambda _: (), torch.int32)
     top_p: Tensor = buf(lambda _: (), torch.float32, lambda _: torch.ones(()))
     seeds: Tensor = buf(lambda _: (), torch.int64)
 
+    topk_probs: Tensor = buf(lambda d: (d.topk,), torch.float32)
+    topk_tokens: Tensor = buf(lambda d: (d.topk,), torch.int64)
+    hidden_states: Tensor = buf(lambda d: (d.hidden,), lambda d: d.dtype)
+    draft_probs: Tensor = buf(lambda d: (d.vocab,), torch.float32)
 
-@dataclass(frozen=True)
-class StepLinks(BufferSet):
-    """The part of a `DraftTree` that the target does not read; -1 is no node."""
-
-    next_token: Tensor = buf(
-        lambda c: (c.num_draft_tokens,),
+    tokens: Tensor = buf(lambda d: (d.config.num_draft_tokens,), torch.int64)
+    tree_positions: Tensor = buf(lambda d: (d.config.num_draft_tokens,), torch.int64)
+    words: Tensor = buf(
+        lambda d: (d.config.num_draft_tokens, mask_words(d.config.num_draft_tokens)),
         torch.int64,
-        lambda c: torch.full((c.num_draft_tokens,), -1),
+        _tree_words,
     )
-    next_sibling: Tensor = buf(
-        lambda c: (c.num_draft_tokens,),
-        torch.int64,
-        lambda c: torch.full((c.num_draft_tokens,), -1),
+    next_token: Tensor = buf(lambda d: (d.config.num_draft_tokens,), torch.int64, _no_node)
+    next_sibling: Tensor = buf(lambda d: (d.config.num_draft_tokens,), torch.int64, _no_node)
+    tree_probs: Tensor = buf(
+        lambda d: (d.config.num_steps, d.vocab) if d.vocab else (0, 0), torch.float32
     )
 
-
-@dataclass(frozen=True)
-class StepAccepted(BufferSet):
-    """An `AcceptResult`, and what the host is told."""
-
-    accept_index: Tensor = buf(lambda c: (c.num_steps + 1,), torch.int32)
-    accept_tokens: Tensor = buf(lambda c: (c.num_steps + 1,), torch.int64)
+    accept_index: Tensor = buf(lambda d: (d.config.num_steps + 1,), torch.int32)
+    accept_tokens: Tensor = buf(lambda d: (d.config.num_steps + 1,), torch.int64)
     accept_lens: Tensor = buf(lambda _: (), torch.int32)
     bonus_tokens: Tensor = buf(lambda _: (), torch.int64)
-    packed: Tensor = buf(lambda c: (c.num_steps + 2,), torch.int64)
+
+    features: Tensor = buf(lambda d: (d.config.num_steps + 1, d.features), lambda d: d.dtype)
+    last_rows: Tensor = buf(lambda _: (), torch.int64)
+    after: Tensor = buf(lambda _: (), torch.int64)
+    extend_words: Tensor = buf(
+        lambda d: (d.config.num_steps + 1, mask_words(d.config.num_steps + 1)),
+        torch.int64,
+        _extend_words,
+    )
+
+    @property
+    def draft_state(self) -> DraftState:
+        """Where the draft starts."""
+        return DraftState(self.topk_probs, self.topk_tokens, self.hidden_states, self.draft_probs)
+
+    @property
+    def accepted(self) -> AcceptResult:
+        """What verification keeps."""
+        return AcceptResult(
+            self.accept_index, self.accept_tokens, self.accept_lens, self.bonus_tokens
+        )

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
-from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from specattn.batch import DraftTree
+from specattn.batch import DraftTree, ForwardMode
+from specattn.buffers import ReadOnly
 from specattn.cache.slot_table import SlotTable
-from specattn.cuda_graph import GraphRunner, Program, check_lens
-from specattn.cuda_graph.capture_guard import Glance, Settable
+from specattn.cuda_graph import GraphRunner
 from specattn.errors import CapacityError, CaptureMismatch
 from specattn.speculative.host_buffers import HostBuffers, InFlight, PendingStep
-from specattn.speculative.rehearsal import Aside
-from specattn.speculative.step_parts import StepPart
-from specattn.speculative.step_program import StepProgram
-from specattn.speculative.tbo_step import TboStepProgram
+from specattn.speculative.launch import StepLaunch
+from specattn.speculative.step import StepPart
 from specattn.speculative.validation import (
+    check_lens,
     check_rows,
     check_tables,
     check_tree,
@@ -39,12 +38,11 @@ if TYPE_CHECKING:
     from specattn.config import SpecConfig
     from specattn.cuda_graph import GraphReport
     from specattn.cuda_graph.recorder import Recorder
-    from specattn.speculative.bound_step import Acceptor
-    from specattn.speculative.decoder import ModelSlot
-    from specattn.speculative.model import DraftModel, TargetModel
-    from specattn.speculative.rehearsal import Replay
+    from specattn.cuda_graph.runner import Captured
+    from specattn.speculative.model import DraftModel, ModelSlot, TargetModel
     from specattn.speculative.states import RequestStates
-    from specattn.speculative.validation import Validate
+    from specattn.speculative.step import Acceptor, Step
+    from specattn.speculative.validation import TakingPart, Validate
 
 __all__ = ["CudagraphMode", "PendingStep", "StepDecoder"]
 
@@ -54,24 +52,9 @@ log = logging.getLogger(__name__)
 CudagraphMode = Literal["full", "piecewise"]
 # steps whose tokens may be on their way to the host
 _IN_FLIGHT = 2
-# what graphs have baked in; what holds it further down is the runner's to watch
-_SETTING = (
-    "config",
-    "table",
-    "table.req_to_token",
-    "table.reserved",
-    "states",
-    "target",
-    "draft",
-    "features",
-    "indices",
-    "accept",
-    "tbo",
-)
-_setting = attrgetter(*_SETTING)
 
 
-class StepDecoder(Settable):
+class StepDecoder(ReadOnly):
     """Runs whole steps of one speculation setting over requests' rows.
 
     Nothing is handed over between steps but rows: lengths advance on the device, where the next
@@ -116,7 +99,7 @@ class StepDecoder(Settable):
         docs/validation.md.
     tbo : bool
         Two-batch overlap: whether both halves of a bucket run at the same time, on a stream each
-        of one graph (`TboStepProgram`); what requests gain is the same.
+        of one graph (`StepLaunch`); what requests gain is the same.
 
     Raises
     ------
@@ -175,32 +158,29 @@ class StepDecoder(Settable):
         self.indices, self.accept = indices, accept
         self.validate, self.tbo = validate, tbo
         device = table.req_to_token.device
-        self._made = _setting(self)
-        self._glance = Glance([self, table], [name.split(".")[-1] for name in _SETTING])
         self._plans = _plans_on_host(target, draft)
-        three = cudagraph == "piecewise"
+        piecewise = cudagraph == "piecewise"
         self._parts = [
-            StepPart.of(config, cudagraph=three, sampled=drawn) for drawn in (False, True)
+            StepPart.of(config, piecewise=piecewise, sampled=drawn) for drawn in (False, True)
         ]
-        self._programs: dict[int, StepProgram | TboStepProgram] = {}
         self.runner = GraphRunner(
-            self._part,
+            self._launch_of,
             buckets,
             device,
             record=record,
             recorder=recorder,
-            private=True,
             before=self._before_capture,
         )
-        width, largest = config.num_steps + 2, max(table.req_to_token.shape[0], *buckets)
-        self._turns = InFlight(HostBuffers.alloc(_IN_FLIGHT, largest, width, device))
+        self._launches: dict[int, StepLaunch] = {}
+        self._tensors = table.req_to_token, table.reserved
+        largest = max(table.req_to_token.shape[0], *buckets)
+        self._in_flight = InFlight(HostBuffers.alloc(_IN_FLIGHT, largest, self._width, device))
         # the table's rows, and the last ones that `check_rows` found to be good
         self._known = frozenset(range(len(table.req_to_token)))
         self._good: tuple[int, ...] | None = None
         self._launching = False
         self._sampled = False
         self.capture(sampled=sampled)
-        self._aside = Aside(self._turns.ring, self.runner.recorder)
 
     def parts(self, *, sampled: bool) -> tuple[StepPart, ...]:
         """Return what a step consists of, in order."""
@@ -238,7 +218,7 @@ class StepDecoder(Settable):
                 self.runner.capture(part)
             except CapacityError as error:
                 log.warning("%s", error)
-        self._turns.align()
+        self._in_flight.align()
 
     def report(self) -> tuple[GraphReport, ...]:
         """Return what capturing took, bucket by bucket, in the order of the captures."""
@@ -298,73 +278,20 @@ class StepDecoder(Settable):
             ``seq_lens_cpu`` is of another shape, dtype or device; if there is nothing to come
             ``between``, or it is there that the step is asked for.
         CaptureMismatch
-            If what the graphs read is not what it was when they were captured. Attributes of the
-            decoder, the table's tensors, the pools' and their addresses, and the addresses of the
-            states' are compared before every step. The rest (buffers and settings in frozen
-            dataclasses, which nobody can replace but by force) takes turns: everything is compared
-            in a few dozen steps, see `specattn.cuda_graph.capture_guard.Watch`.
+            If the table, the states or the pools are elsewhere than when the graphs were captured.
+            ``validate="debug"`` compares everything that they have baked in.
         NotCapturedError
             If ``sampled`` and such steps were not captured.
         TreeError
             With ``validate="debug"``, if the tree is malformed; the target has not run then.
         """
-        return self._launch(rows, sampled, seq_lens_cpu, between, self._turns, self.runner.replay)
-
-    def rehearse(self, rows: Sequence[int], *, sampled: bool = False) -> bool:
-        """Go through a step's launch without launching it, so that the next launch is short.
-
-        A host that has waited for a long step finds neither code nor data of a launch in its
-        caches. Called while it waits, ``pending.wait(lambda: decoder.rehearse(rows))``, this keeps
-        them there: `step_async` runs, every `rehearsal.PACE` seconds at the most,
-        but for the graphs, whose place one of a small kernel takes, on a stream of its own. Nothing
-        that steps read is written, nothing waits. Steps that a backend plans on the host or that
-        are validated are left out, and so are those that no captured bucket holds.
-
-        Parameters
-        ----------
-        rows, sampled
-            Of the step that is to come, as far as they are known: `step_async`'s.
-
-        Returns
-        -------
-        bool
-            Whether it was rehearsed: as often, a loop may go through what else comes before a
-            launch, such as `SlotTable.reserve` of what is reserved already.
-
-        Raises
-        ------
-        ValueError, CaptureMismatch, NotCapturedError
-            As `step_async` does for these rows.
-        """
-        if self._plans or self.validate != "off" or not self._aside.due:
-            return False
-        if not self.runner.holds(self._parts[sampled], len(rows) or 1):
-            return False
-        # rows that have changed are looked at again, which is most of what a launch takes then
-        self._good = None
-        self._aside.run(partial(self._launch, rows, sampled, None, None))
-        return True
-
-    def settle(self) -> None:
-        """Wait for every step in flight, whoever has not."""
-        self._turns.settle()
-
-    def _launch(
-        self,
-        rows: Sequence[int],
-        sampled: bool,
-        seq_lens_cpu: Tensor | None,
-        between: Callable[[StepPart], object] | None,
-        turns: InFlight,
-        replay: Replay,
-    ) -> PendingStep:
-        """Launch a step, or rehearse it: `step_async`, over these turns and by this replay."""
-        self._check()
-        landing, asked, rows = turns.take(), len(rows), tuple(rows)
+        self._check_free()
+        self._check_table()
+        steps, asked, rows = self._in_flight, len(rows), tuple(rows)
+        steps.begin()
         if not rows:
             rows, seq_lens_cpu = (0,), torch.zeros(1, dtype=torch.int32)
-        count = len(rows)
-        check_lens(seq_lens_cpu, count)
+        check_lens(seq_lens_cpu, len(rows))
         if between is not None and self.cudagraph == "full":
             raise ValueError(
                 "nothing comes between the parts of one graph; see cudagraph='piecewise'"
@@ -372,34 +299,80 @@ class StepDecoder(Settable):
         if self._plans:
             self._check_read(rows)
         if self._good != rows:
-            check_rows(rows, self._known, turns.ring.rows.shape[1])
+            check_rows(rows, self._known, steps.host.rows.shape[1])
             self._good = rows
-        live = None
-        if self.validate == "debug":
-            live = taking_part(
-                rows,
-                seq_lens_cpu,
-                self.config,
-                self.table,
-                self.states,
-                self.target.pool.num_slots,
-                sampled=sampled,
-            )
-        turns.begin()
         parts = self._parts[sampled]
-        for part, ready in zip(parts, self.runner.ready_together(parts, count), strict=True):
+        ready = self.runner.ready(parts, len(rows))
+        found = self._look(ready, rows, seq_lens_cpu, sampled) if self.validate == "debug" else None
+        steps.moved()
+        for part, captured in zip(parts, ready, strict=True):
             if part is parts[0]:
-                # padded to the bucket
-                landing.write_rows(rows, ready.bucket)
+                steps.write_rows(rows, captured.bucket)
             elif between is not None:
                 self._leave(rows, partial(between, part))
             if self._plans:
-                ready.schedule(seq_lens_cpu)
-            out = replay(part, ready)
-            if live is not None and isinstance(out, DraftTree):
-                tree = DraftTree(*(value[live.at] for value in vars(out).values()))
-                check_tree(tree, live.batch, self.config, self.target.model.vocab_size)
-        return turns.land(landing, asked, rows)
+                captured.schedule(seq_lens_cpu)
+            self.runner.replay(part, captured)
+            if found is not None and part.mode is ForwardMode.DRAFT_DECODE:
+                self._check_tree(captured, found)
+        return steps.launched(asked, rows)
+
+    def phases(self, rows: Sequence[int], *, seq_lens_cpu: Tensor | None = None) -> Step:
+        """Return the step of these rows, to be run phase by phase: eagerly, over own buffers.
+
+        `Step.run` shows the order of the phases. Each may be looked at, or replaced: what it
+        returns is what the next one takes. Run them under ``torch.no_grad()``, and let no other
+        step of these rows be in flight. The last phase, `Step.advance`, writes the tokens to
+        `Step.packed`.
+
+        Parameters
+        ----------
+        rows : sequence of int
+            Table rows of the requests, as in `step_async`; at least one.
+        seq_lens_cpu : Tensor, optional
+            As in `step_async`.
+        """
+        self._check_free()
+        rows = tuple(rows)
+        check_lens(seq_lens_cpu, len(rows))
+        check_rows(rows, self._known, self._in_flight.host.rows.shape[1])
+        host = HostBuffers.alloc(1, len(rows), self._width, self._in_flight.host.turn.device)
+        host.rows[0] = torch.tensor(rows)
+        (step,) = self._alloc(len(rows), host).steps
+        for attention in step.attention(None):
+            attention.schedule(seq_lens_cpu)
+        return step
+
+    def settle(self) -> None:
+        """Wait for every step in flight, whoever has not."""
+        self._in_flight.settle()
+
+    @property
+    def _width(self) -> int:
+        """Numbers that the host is told per request: how many tokens, and these."""
+        return self.config.num_steps + 2
+
+    def _look(
+        self,
+        ready: Sequence[Captured],
+        rows: tuple[int, ...],
+        seq_lens_cpu: Tensor | None,
+        sampled: bool,
+    ) -> TakingPart | None:
+        """Check what graphs have baked in, and what the step will find. Waits for the device."""
+        for captured in ready:
+            captured.compare()
+        slots = self.target.pool.num_slots
+        return taking_part(
+            rows, seq_lens_cpu, self.config, self.table, self.states, slots, sampled=sampled
+        )
+
+    def _check_tree(self, captured: Captured, found: TakingPart) -> None:
+        """Check the tree of the requests that take part. Waits for the device."""
+        assert isinstance(captured.program, StepLaunch)
+        (step,) = captured.program.steps
+        tree = DraftTree(*(value[found.at] for value in vars(step.tree).values()))
+        check_tree(tree, found.batch, self.config, self.target.model.vocab_size)
 
     def _leave(self, rows: tuple[int, ...], work: Callable[[], object]) -> None:
         """Let others work between two parts; the rows stay the step's."""
@@ -415,25 +388,23 @@ class StepDecoder(Settable):
         if self._launching:
             raise ValueError("a step of this decoder is being launched: nothing else may run it")
 
+    def _check_table(self) -> None:
+        """Refuse a table, which may be an engine's own, that has other tensors by now."""
+        table, (req_to_token, reserved) = self.table, self._tensors
+        if table.req_to_token is not req_to_token:
+            raise CaptureMismatch("table.req_to_token", req_to_token, table.req_to_token)
+        if table.reserved is not reserved:
+            raise CaptureMismatch("table.reserved", reserved, table.reserved)
+
     def _before_capture(self) -> None:
         """Read what steps in flight gained: a capture runs steps, too, and takes their turns."""
         self.settle()
-        self._turns.align()
-        self._turns.begin()
-
-    def _check(self) -> None:
-        self._check_free()
-        if not self._glance.finds(self._as_made):
-            for name, made, now in zip(_SETTING, self._made, _setting(self), strict=True):
-                if made is not now:
-                    raise CaptureMismatch(name, made, now)
-
-    def _as_made(self) -> bool:
-        return all(map(is_, _setting(self), self._made))
+        self._in_flight.align()
+        self._in_flight.moved()
 
     def _check_read(self, rows: tuple[int, ...]) -> None:
         """Refuse lengths that a step in flight is about to change."""
-        for pending in self._turns.in_flight:
+        for pending in self._in_flight.steps:
             late = {row for row in pending.rows if row}.intersection(rows)
             if late:
                 raise ValueError(
@@ -441,32 +412,30 @@ class StepDecoder(Settable):
                     "that has not been waited for: their lengths are not known"
                 )
 
-    def _part(self, part: StepPart, size: int) -> Program:
-        if size not in self._programs:
-            # besides what graphs are recorded of, the last one only
-            largest = self.runner.buckets[-1]
-            kept = {at: one for at, one in self._programs.items() if at == largest}
-            self._programs = kept | {size: self._program(size)}
-        return self._programs[size].part(part)
+    def _launch_of(self, part: StepPart, batch: int) -> StepLaunch:
+        """Return what runs a part for a batch size; parts and buckets share buffers."""
+        if batch not in self._launches:
+            buckets = self.runner.buckets
+            largest = self._launches.get(buckets[-1])
+            fits = largest is not None and batch <= buckets[-1]
+            launch = largest.first(batch) if largest is not None and fits else self._alloc(batch)
+            # of batches beyond the buckets, which have buffers of their own, the last one's stay
+            kept = {size: one for size, one in self._launches.items() if size in buckets}
+            self._launches = kept | {batch: launch}
+        return replace(self._launches[batch], part=part)
 
-    def _program(self, size: int) -> StepProgram | TboStepProgram:
-        make = partial(
-            StepProgram,
-            config=self.config,
-            req_to_token=self.table.req_to_token,
-            reserved=self.table.reserved,
-            states=self.states,
-            ring=self._turns.ring,
-            features=self.features,
+    def _alloc(self, batch: int, host: HostBuffers | None = None) -> StepLaunch:
+        return StepLaunch.alloc(
+            self.target,
+            self.draft,
+            self.config,
+            self.table,
+            self.states,
+            host or self._in_flight.host,
+            batch,
             indices=self.indices,
-            accept=self.accept,
-        )
-        if not self.tbo:
-            return make(self.target, self.draft, batch=size)
-        first = make(self.target, self.draft, batch=max(size // 2, 1))
-        draft = self.draft.with_own_workspace() if self.draft else None
-        return TboStepProgram(
-            first, make(self.target.with_own_workspace(), draft, batch=size - size // 2), size
+            acceptor=self.accept,
+            tbo=self.tbo and host is None,
         )
 
 

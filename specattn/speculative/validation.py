@@ -16,41 +16,16 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from specattn.batch import DraftState, DraftTree
+    from specattn.batch import DraftTree
     from specattn.cache.kv_pool import KVPool
     from specattn.cache.slot_table import RequestTable
     from specattn.config import SpecConfig
-    from specattn.speculative.decoder import ModelSlot
-    from specattn.speculative.model import DraftModel
+    from specattn.speculative.model import DraftModel, ModelSlot
     from specattn.speculative.prefill import Prompt
     from specattn.speculative.sampling import SamplingBatch
     from specattn.speculative.states import RequestStates
 
 Validate = Literal["off", "debug"]
-
-
-def check_batch(
-    batch: SpecBatch,
-    state: DraftState | None,
-    sampling: SamplingBatch,
-    config: SpecConfig,
-    table: Tensor,
-) -> None:
-    """Raise a ValueError that names what a step cannot take; reads nothing from the device."""
-    size, device = (len(batch),), table.device
-    expect("req_pool_indices", batch.req_pool_indices, size, torch.int64, device)
-    expect("seq_lens", batch.seq_lens, size, torch.int32, device)
-    expect("seq_lens_cpu", batch.seq_lens_cpu, size, torch.int32, torch.device("cpu"))
-    expect("bonus_tokens", batch.bonus_tokens, size, torch.int64, device)
-    expect("sampling.temperature", sampling.temperature, size, torch.float32, device)
-    limit, lens = table.shape[1] - config.reserve_len, batch.seq_lens_cpu
-    if len(lens) and not (int(lens.min()) >= 0 and int(lens.max()) <= limit):
-        raise ValueError(
-            f"seq_lens must be 0..{limit}, so that a step of {config.reserve_len} tokens fits, "
-            f"got {int(lens.min())}..{int(lens.max())}"
-        )
-    if config.num_steps and state is None:
-        raise ValueError(f"state must be a DraftState with num_steps {config.num_steps}, got None")
 
 
 def check_prompts(prompts: Sequence[Prompt], sampling: SamplingBatch, table: Tensor) -> None:
@@ -89,6 +64,21 @@ def check_features(given: int, read: int) -> None:
             f"the target must give the {read} features that the draft reads, got {given}: "
             "use target.with_features(draft.features)"
         )
+
+
+def check_logits(logits: Tensor, rows: int, vocab_size: int) -> None:
+    """Raise a ValueError unless a target gives logits for every row, over its vocabulary."""
+    if logits.shape != (rows, vocab_size):
+        raise ValueError(
+            f"the target's logits must be [{rows}, {vocab_size}], a row per token that was asked "
+            f"for and its vocab_size, got {list(logits.shape)}"
+        )
+
+
+def check_lens(seq_lens_cpu: Tensor | None, count: int) -> None:
+    """Raise a ValueError unless the lengths, if any, are ``[count]`` int32 on the host."""
+    if seq_lens_cpu is not None:
+        expect("seq_lens_cpu", seq_lens_cpu, (count,), torch.int32, torch.device("cpu"))
 
 
 def check_tables(
@@ -186,10 +176,6 @@ def check_contents(batch: SpecBatch, config: SpecConfig, table: Tensor, num_slot
     ``config.page_size``.
     """
     rows, lens = batch.req_pool_indices.cpu(), batch.seq_lens.cpu()
-    if ((rows < 1) | (rows >= len(table))).any() or len(rows.unique()) != len(rows):
-        raise ValueError(
-            f"req_pool_indices must be distinct rows 1..{len(table) - 1}, got {rows.tolist()}"
-        )
     if not torch.equal(lens, batch.seq_lens_cpu):
         raise ValueError(
             f"seq_lens must be seq_lens_cpu {batch.seq_lens_cpu.tolist()}, got {lens.tolist()}"

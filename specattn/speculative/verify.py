@@ -80,10 +80,10 @@ def accept(
     return result
 
 
-def spread(draft: DraftModel, law: Tensor, vocab_size: int) -> Tensor:
-    """Write laws over the draft's vocabulary, ``[..., Vd]``, over the target's: ``[..., V]``."""
-    ids = draft.to_target(torch.arange(law.shape[-1], device=law.device))
-    return law.new_zeros(*law.shape[:-1], vocab_size).index_copy_(-1, ids, law)
+def over_target_vocabulary(draft: DraftModel, probs: Tensor, vocab_size: int) -> Tensor:
+    """Write ``[..., Vd]`` probs over the draft's vocabulary as ``[..., V]`` over the target's."""
+    ids = draft.to_target(torch.arange(probs.shape[-1], device=probs.device))
+    return probs.new_zeros(*probs.shape[:-1], vocab_size).index_copy_(-1, ids, probs)
 
 
 def _empty(tree: DraftTree, num_steps: int) -> AcceptResult:

@@ -12,7 +12,7 @@ from specattn.backends import available, load_backend
 from specattn.backends.base import IdleAttention
 from specattn.backends.layers import LayeredBackend
 from specattn.backends.multi_step import MultiStepDraftBackend
-from specattn.backends.tbo import BoundTbo, TboBackend, halves, tbo
+from specattn.backends.tbo import BoundTbo, TboBackend, split, tbo
 from specattn.batch import ForwardMode, Phase, RowLayout
 from specattn.cache.kv_pool import KVPool
 from specattn.cache.slot_table import SlotTable
@@ -132,7 +132,7 @@ def test_parts_are_disjoint_views_that_cover_the_batch(mode, batch):
     layout = CONFIG.layout(mode, 1 if mode is ForwardMode.DRAFT_DECODE else 0)
     case = make_tree_case([3] * batch, q_len=layout.q_len, tail_len=layout.tail)
     plan = AttnPlan(layout, **case.args)
-    first, second = halves(plan)
+    first, second = split(plan)
     assert (first.batch, second.batch) == (batch // 2, batch - batch // 2)
     parts = zip(named_tensors(first).items(), named_tensors(second).values(), strict=True)
     for (name, one), other in parts:
@@ -148,7 +148,7 @@ def test_lists_are_split_between_requests():
     indptr = torch.tensor([0, 4, 8, 14, 20], dtype=torch.int32)
     indices = torch.arange(20, dtype=torch.int32)
     slots = torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)
-    first, second = halves(CsrPlan(RowLayout(2, 2, Phase.DRAFT), indptr, indices, slots))
+    first, second = split(CsrPlan(RowLayout(2, 2, Phase.DRAFT), indptr, indices, slots))
     assert (first.kv_indptr.tolist(), second.kv_indptr.tolist()) == ([0, 4, 8], [8, 14, 20])
     assert (first.out_slots.tolist(), second.out_slots.tolist()) == ([[1, 2]], [[3, 4]])
     assert first.kv_indices is second.kv_indices is indices

@@ -19,7 +19,7 @@ from specattn.errors import CaptureMismatch, UnsupportedError
 from tests import tiny
 from tests.kernels.test_float8 import nearest
 from tests.tiny import DenseAttend, TinyDraft, TinyTarget
-from tests.worlds import BACKENDS, DEVICE, MODES, inputs, world
+from tests.worlds import BACKENDS, DEVICE, MODES, part_of, world
 
 FLOAT8 = torch.float8_e4m3fn
 HEADS = AttnConfig(4, 2, 8, v_head_dim=5)
@@ -110,12 +110,14 @@ def test_layers_and_pool_must_agree():
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
 def test_scales_that_changed_after_capture_are_refused(mode):
     one = world(BACKENDS[0], [2], kv_dtype=FLOAT8)
-    lens = [9, 40]
-    one.poison(lens)
+    (captured,) = one.decoder.runner.ready((part_of(mode),), 1)
+    captured.compare()
     for pool in one.pools:
-        pool.scales = tuple(KVScales(2.0, 1.0) for _ in pool.layers)
+        with pytest.raises(AttributeError, match=r"KVPool\.scales is read-only"):
+            pool.scales = tuple(KVScales(2.0, 1.0) for _ in pool.layers)
+        vars(pool)["scales"] = tuple(KVScales(2.0, 1.0) for _ in pool.layers)
     with pytest.raises(CaptureMismatch, match="kv_scales changed since capture"):
-        one.run(mode, lens, inputs(mode, lens, 0))
+        captured.compare()
 
 
 class Unaware:

@@ -14,10 +14,11 @@ from specattn.batch import ForwardMode
 from specattn.cuda_graph import GraphRunner
 from specattn.errors import CapacityError, CaptureError
 from tests.recordings import forget
-from tests.worlds import DEVICE, inputs, same, world
+from tests.worlds import DEVICE, inputs, part_of, same, world
 
 CUDA = DEVICE.type == "cuda"
 MODE = ForwardMode.TARGET_VERIFY
+PART = part_of(MODE)
 LENS = [7, 30]
 
 
@@ -100,18 +101,18 @@ def test_a_capture_that_fails_leaves_a_runner_usable(name):
     stream = torch.cuda.current_stream() if CUDA else None
     for _ in range(2):
         with pytest.raises(CaptureError, match=f"^capturing {MODE.value} .* 4 failed: {message}"):
-            runner.capture(MODE)
+            runner.capture(PART)
     Breaking.fault = None
     if CUDA:
         assert torch.cuda.current_stream() == stream
         assert torch.rand(9, device=DEVICE).isfinite().all()
-    assert runner.captured(MODE) == [1, 4]
+    assert runner.captured(PART) == [1, 4]
     same(outcome(), wanted)
-    forget(runner, MODE)
+    forget(runner, PART)
     same(outcome(), wanted)
-    assert runner.stats.eager[MODE] == 1
-    runner.capture(MODE)
-    assert runner.recorded(MODE) == CUDA
+    assert runner.stats.eager[PART] == 1
+    runner.capture(PART)
+    assert runner.recorded(PART) == CUDA
     same(outcome(), wanted)
 
 
@@ -124,13 +125,13 @@ def test_what_served_while_buckets_were_captured_does_not_serve_after_them(monke
         one.run(MODE, LENS, values)
         return capture(bound, bucket)
 
-    forget(runner, MODE)
+    forget(runner, PART)
     monkeypatch.setattr(runner, "_capture", meanwhile)
-    runner.capture(MODE)
-    assert runner.stats.eager[MODE] == 1  # while that of 4 was captured, but not while that of 1
-    assert runner.stats.replays[MODE] == 1
-    runner.capture(MODE)
-    assert runner.ready(MODE, len(LENS)) is runner._captured[MODE][4]
+    runner.capture(PART)
+    assert runner.stats.eager[PART] == 1  # while that of 4 was captured, but not while that of 1
+    assert runner.stats.replays[PART] == 1
+    runner.capture(PART)
+    assert runner.ready((PART,), len(LENS)) == [runner._captured[PART][4]]
 
 
 def test_a_capture_that_fails_does_not_undo_larger_buckets(monkeypatch):
@@ -138,15 +139,15 @@ def test_a_capture_that_fails_does_not_undo_larger_buckets(monkeypatch):
     runner = one.decoder.runner
     one.poison(LENS)
     wanted = one.run(MODE, LENS, values)
-    forget(runner, MODE)
+    forget(runner, PART)
     monkeypatch.setattr(
         Breaking,
         "fault",
         lambda q: throw(q) if len(q) == one.decoder.config.num_draft_tokens else None,
     )
     with pytest.raises(CaptureError, match=r"for a batch of 1 failed: RuntimeError: no such luck"):
-        runner.capture(MODE)
-    assert runner.captured(MODE) == [4]
+        runner.capture(PART)
+    assert runner.captured(PART) == [4]
     one.poison(LENS)
     same(one.run(MODE, LENS, values), wanted)
     assert not runner.stats.eager
@@ -170,7 +171,7 @@ def test_a_capture_that_fails_does_not_undo_larger_buckets(monkeypatch):
 )
 def test_buffers_that_cannot_be_made_are_a_capture_that_fails(error, raised, message):
     one, values = world(Breaking, [1, 4]), inputs(MODE, LENS, 0)
-    make, errors = one.decoder._program, [error]
+    make, errors = one.decoder._launch_of, [error]
 
     def failing(mode, size):
         if errors:
@@ -179,12 +180,12 @@ def test_buffers_that_cannot_be_made_are_a_capture_that_fails(error, raised, mes
 
     one.poison(LENS)
     wanted = one.run(MODE, LENS, values)
-    runner = one.decoder.runner = GraphRunner(failing, [1, 4], DEVICE)
+    runner = vars(one.decoder)["runner"] = GraphRunner(failing, [1, 4], DEVICE)
     with pytest.raises(raised, match=message):
-        runner.capture(MODE)
+        runner.capture(PART)
     for captured in ([], [1, 4]):
-        assert runner.captured(MODE) == captured
+        assert runner.captured(PART) == captured
         one.poison(LENS)
         same(one.run(MODE, LENS, values), wanted)
-        runner.capture(MODE)
-    assert runner.stats.eager[MODE] == runner.stats.replays[MODE] == 1
+        runner.capture(PART)
+    assert runner.stats.eager[PART] == runner.stats.replays[PART] == 1

@@ -11,7 +11,7 @@ import torch
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.errors import CapacityError
-from specattn.speculative.host_buffers import Landing, PendingStep
+from specattn.speculative.host_buffers import InFlight, PendingStep
 from specattn.speculative.sampling import SamplingParams
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 
@@ -105,17 +105,18 @@ def test_a_wait_that_is_interrupted_leaves_no_step_in_flight(models, monkeypatch
 @pytest.mark.parametrize("ahead", [False, True], ids=["waited", "ahead"])
 def test_a_launch_that_is_interrupted_loses_no_tokens_in_silence(models, monkeypatch, ahead):
     """Lengths have advanced on the device by then: the next step would begin past those tokens."""
-    run, launches, launched = engine(models), [], Landing.launched
+    run, launches, launched = engine(models), [], InFlight.launched
     run.add([Request(prompt, 30) for prompt in PROMPTS])
 
-    def stop(landing):
-        launched(landing)
+    def stop(*step):
+        pending = launched(*step)
         launches.append(1)
         if len(launches) == 3:
             raise KeyboardInterrupt
+        return pending
 
     with monkeypatch.context() as patch:
-        patch.setattr(Landing, "launched", stop)
+        patch.setattr(InFlight, "launched", stop)
         with pytest.raises(KeyboardInterrupt):  # noqa: PT012
             while run.num_running:
                 run.step(ahead=ahead)

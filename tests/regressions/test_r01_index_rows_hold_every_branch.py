@@ -12,6 +12,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from specattn.batch import ForwardMode
 from specattn.kernels.indices import draft_kv_width, fill_draft_kv
 from tests.implementations import using
 from tests.kernels.tree_oracle import DEVICE
@@ -58,8 +59,6 @@ def test_a_row_for_one_branch_per_request_is_refused_before_launch(kind):
 
 def test_every_bucket_shares_the_one_width():
     shared = world("torch_native", [1, 8], indices="csr")
-    steps = [
-        shared.bound(mode, bucket).steps for mode in shared.decoder.modes[1:2] for bucket in (1, 8)
-    ]
+    steps = [shared.step(ForwardMode.DRAFT_DECODE, bucket).draft_attention for bucket in (1, 8)]
     width = draft_kv_width(8, CONFIG.topk, CONFIG.max_context_len, CONFIG.num_draft_forwards)
     assert [step.kv_indices.shape[1] for step in steps] == [width, width]

@@ -21,15 +21,8 @@ from tests.worlds import BACKENDS, DEVICE, identical, world
 
 def run(one, lens: list[int], config, on_host: torch.Tensor | None) -> dict[str, torch.Tensor]:
     one.poison(lens)
-    out = one.decoder.runner.run(
-        VERIFY,
-        len(lens),
-        on_host,
-        req_pool_indices=torch.tensor(one.rows[: len(lens)], device=DEVICE),
-        seq_lens=torch.tensor(lens, dtype=torch.int32, device=DEVICE),
-        **verify_inputs(lens, config),
-    )
-    return {"logits": out.logits.clone()}
+    values = verify_inputs(lens, config)
+    return {"logits": one.run(VERIFY, lens, values, on_host=on_host is not None)["logits"]}
 
 
 @pytest.mark.parametrize("config", TREES.values(), ids=TREES)
@@ -72,10 +65,12 @@ def test_masks_are_row_exact_slices(config):
     one = world(tbo("torch_native"), [8], config)
     lens, nodes = lengths(3), config.num_draft_tokens
     run(one, lens, config, None)
-    given = verify_inputs(lens, config)["tail_words"]
-    causal = (2 << torch.arange(nodes, device=DEVICE)) - 1
-    (bound, *_) = one.bound(VERIFY, 8).attend.bounds
+    given = verify_inputs(lens, config)["words"]
+    node = torch.arange(nodes, device=DEVICE)
+    causal = (2 << node) - 1
+    (bound, *_) = one.step(VERIFY, 8).verify_attention.bounds
     first, second = (plan.tail_words for plan in bound.plans)
     assert torch.equal(first[:3], given)
     for padded in (*first[3:], *second):
-        assert torch.equal(padded[:, 0], causal)
+        assert (padded[:, 0] >> node & 1).all(), "every node sees itself"
+        assert torch.equal(padded[:, 0], causal) or config.topk > 1

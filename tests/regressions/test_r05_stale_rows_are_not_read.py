@@ -14,14 +14,17 @@ import pytest
 from tests.worlds import BACKENDS, DEVICE, MODES, buffer_sets, identical, inputs, world
 
 # set once at allocation and never written again
-CONSTANT = {"tail_words"}
+CONSTANT = {"extend_words"}
 
 
-def make_hostile(bound, fed: set[str]) -> None:
+def make_hostile(step) -> None:
     """NaN and huge integers, in every row of every buffer that a batch writes."""
-    for part in buffer_sets(bound):
+    for part in buffer_sets(step):
         for name, tensor in part.tensors().items():
-            if name not in CONSTANT or name in fed:
+            # the words of the first draft forward never change: every node sees itself
+            if tensor is step.draft_attention.plan.inputs.words:
+                tensor = tensor[:, 1:]
+            if name not in CONSTANT:
                 value = float("nan") if tensor.is_floating_point() else 2**31 - 1
                 assert tensor.device.type == DEVICE.type
                 tensor.fill_(value)
@@ -33,7 +36,7 @@ def test_hostile_leftovers_change_nothing(backend, mode):
     stale, fresh = world(backend, [8]), world(backend, [8])
     lens = [200, 0, 65]
     values = inputs(mode, lens, 3)
-    make_hostile(stale.bound(mode, 8), set(values))
+    make_hostile(stale.step(mode, 8))
     for one in (stale, fresh):
         one.poison(lens)
     identical(stale.run(mode, lens, values), fresh.run(mode, lens, values))

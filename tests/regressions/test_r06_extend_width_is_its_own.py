@@ -43,14 +43,8 @@ def test_every_mode_has_as_many_tokens_as_its_graph(topk):
     one = world("torch_native", [1, 2, 3], config)
     for bucket in (1, 2, 3):
         for mode in MODES:
-            bound = one.bound(mode, bucket)
-            plans = (
-                [bound.plan]
-                if mode is not ForwardMode.DRAFT_DECODE
-                else [step.plan for step in bound.steps.steps]
-            )
-            for step, plan in enumerate(plans):
-                layout = config.layout(mode, step)
+            for step, attention in enumerate(one.step(mode, bucket).attention(mode)):
+                plan, layout = attention.plan, config.layout(mode, step)
                 assert plan.out_slots.device.type == DEVICE.type
                 assert plan.out_slots.numel() == bucket * layout.q_len
                 assert plan.positions.numel() == bucket * layout.q_len

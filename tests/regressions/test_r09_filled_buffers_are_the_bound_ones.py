@@ -15,16 +15,16 @@ from specattn.batch import ForwardMode
 from specattn.errors import CaptureMismatch
 from tests.backends.test_flashinfer_mla import BF16, bind, install, lens_of
 from tests.oracle import make_lists_case, make_tree_case
-from tests.worlds import BACKENDS, DEVICE, MODES, buffer_sets, inputs, world
+from tests.worlds import BACKENDS, DEVICE, MODES, buffer_sets, inputs, part_of, world
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_fill_writes_is_what_the_steps_read(backend):
     one = world(backend, [2, 8], indices="csr")
-    shared = one.bound(ForwardMode.DRAFT_DECODE, 8).steps
+    shared = one.step(ForwardMode.DRAFT_DECODE, 8).draft_attention
     assert shared.kv_indptr.device.type == DEVICE.type
     for bucket in (2, 8):
-        steps = one.bound(ForwardMode.DRAFT_DECODE, bucket).steps
+        steps = one.step(ForwardMode.DRAFT_DECODE, bucket).draft_attention
         for step, layers in enumerate(steps.steps):
             for name in ("kv_indptr", "kv_indices"):
                 read, filled = getattr(layers.plan, name), getattr(shared, name)[step]
@@ -35,16 +35,25 @@ def test_what_fill_writes_is_what_the_steps_read(backend):
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_other_memory_is_an_error_that_names_the_buffer(backend, mode):
+    """What others can reach is compared every time, private buffers when debugging."""
     lens = [5]
-    names = [
-        name for part in buffer_sets(world(backend, [1]).bound(mode, 1)) for name in part.tensors()
-    ]
-    for name in ("seq_lens", "req_pool_indices", names[-1]):
+    for name in ("seq_lens", "bonus_tokens", "hidden_states"):
         one = world(backend, [1])
-        part = next(p for p in buffer_sets(one.bound(mode, 1)) if name in p.tensors())
-        object.__setattr__(part, name, getattr(part, name).clone())
-        with pytest.raises(CaptureMismatch, match=rf"{name} changed since capture"):
+        states = one.decoder.states
+        object.__setattr__(states, name, getattr(states, name).clone())
+        with pytest.raises(CaptureMismatch, match=rf"states\.{name} changed since capture"):
             one.run(mode, lens, inputs(mode, lens, 0))
+    for part in range(2):
+        one = world(backend, [1])
+        step = one.step(mode, 1)
+        (captured,) = one.decoder.runner.ready((part_of(mode),), 1)
+        for name, tensor in buffer_sets(step)[part].tensors().items():
+            object.__setattr__(buffer_sets(step)[part], name, tensor.clone())
+            if tensor.numel():
+                with pytest.raises(CaptureMismatch, match=rf"{name} changed since capture"):
+                    captured.compare()
+            object.__setattr__(buffer_sets(step)[part], name, tensor)
+        captured.compare()
 
 
 @pytest.mark.parametrize("lists", [False, True])

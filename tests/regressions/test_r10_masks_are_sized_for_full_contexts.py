@@ -36,7 +36,7 @@ def test_masks_of_full_contexts_and_padding_fit():
 
 def test_a_verify_plan_does_not_grow_with_the_context():
     plans = [
-        world("torch_native", [8], config).bound(ForwardMode.TARGET_VERIFY, 8).plan
+        world("torch_native", [8], config).step(ForwardMode.TARGET_VERIFY, 8).verify_plan
         for config in (CONFIG, type(CONFIG)(4, 3, 9, 64, 8, 4))
     ]
     for name in ("tail_words", "tail_slots", "positions", "seq_lens"):

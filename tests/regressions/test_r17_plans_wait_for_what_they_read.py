@@ -51,25 +51,14 @@ def rows_of(run: Engine) -> list[int]:
 
 def poison(run: Engine) -> None:
     """Spoil whatever a step is to write before it is read."""
-    (program,) = run.decoder(run.config)._programs.values()
-    propose, verify, extend = program.propose, program.verify, program.extend
-    drafts = propose.multi_step.inputs
-    sets = (
-        program.inputs,
-        program.links,
-        program.accepted,
-        verify.tokens,
-        propose.state,
-        extend.accepted,
-    )
-    tensors = [tensor for one in sets for name, tensor in one.tensors().items() if name != "rows"]
+    (launch,) = run.decoder(run.config)._launches.values()
+    (step,) = launch.steps
+    # rows are written last by who launches; the extend's words are causal and never change
+    kept = {"req_pool_indices", "seq_lens", "window", "extend_words"}
+    tensors = [tensor for name, tensor in step.buffers.tensors().items() if name not in kept]
     # the words of the first draft step never change: every node sees itself
-    tensors += [
-        verify.inputs.positions,
-        verify.inputs.tail_words,
-        drafts.positions,
-        drafts.words[:, 1:],
-    ]
+    drafts = step.draft_attention.plan.inputs
+    tensors += [drafts.positions, drafts.words[:, 1:], step.buffers.seq_lens, step.buffers.window]
     for tensor in tensors:
         tensor.fill_(float("nan") if tensor.is_floating_point() else POISON)
 
@@ -151,15 +140,14 @@ def test_all_parts_may_be_planned_before_the_first_has_run(monkeypatch, tree):
     lens = torch.tensor([live.length for live in early.running], dtype=torch.int32)
     for _ in range(2):
         parts = decoder.parts(sampled=False)
-        ready = [decoder.runner.ready(part, len(rows)) for part in parts]
+        ready = decoder.runner.ready(parts, len(rows))
         poison(early)
         for one in ready:
             one.schedule(lens)
-        # whosever turn it is
-        ready[0].bound.step.ring.rows[:, : len(rows)] = torch.tensor(rows)
+        decoder._in_flight.write_rows(rows, ready[0].bucket)
         for part, one in zip(parts, ready, strict=True):
-            out = decoder.runner.replay(part, one)
-        gained = [tokens[:count] for count, *tokens in out.packed[: len(rows)].tolist()]
+            decoder.runner.replay(part, one)
+        gained = decoder._in_flight.launched(len(rows), tuple(rows)).wait()
         assert gained == calm.decoder(calm.config).step(rows, seq_lens_cpu=lens)
         lens += torch.tensor([len(tokens) for tokens in gained], dtype=torch.int32)
 

@@ -37,13 +37,13 @@ def test_three_requests_in_a_bucket_of_four(backend, mode):
     values = inputs(mode, lens, 2)
     before = {name: value.clone() for name, value in values.items()}
     scheduled = []
-    bound = one.bound(mode, 4)
-    attend = bound.steps.steps[0] if hasattr(bound, "steps") else bound.attend
+    step = one.step(mode, 4)
+    attend = step.attention(mode)[0]
     object.__setattr__(attend, "bounds", (*attend.bounds, Spy(scheduled)))
     one.poison(lens)
     out = one.run(mode, lens, values)
     assert scheduled == [[9, 0, 77, 0]]
-    for part in buffer_sets(bound):
+    for part in buffer_sets(step):
         for name, tensor in part.tensors().items():
             assert tensor.device.type == DEVICE.type
             assert len(tensor) == 4, name

@@ -14,16 +14,22 @@ import pytest
 from specattn.batch import ForwardMode
 from tests.worlds import CONFIG, DEVICE, MODES, buffer_sets, inputs, world
 
-PER_TOKEN = {"positions", "tail_slots", "tail_words", "tokens", "features"}
+# the tensors of each mode that have a token axis
+PER_TOKEN = {
+    ForwardMode.TARGET_VERIFY: ("tokens", "tree_positions", "words", "next_token", "next_sibling"),
+    ForwardMode.DRAFT_EXTEND: ("accept_index", "accept_tokens", "features", "positions"),
+}
 
 
 @pytest.mark.parametrize("mode", [MODES[0], MODES[2]], ids=lambda mode: mode.value)
 def test_tokens_are_the_second_axis(mode):
-    width = CONFIG.layout(mode).q_len
-    for part in buffer_sets(world("torch_native", [8]).bound(mode, 8)):
+    width, step = CONFIG.layout(mode).q_len, world("torch_native", [8]).step(mode, 8)
+    assert width != 8
+    for part in buffer_sets(step):
         for name, tensor in part.tensors().items():
-            assert len(tensor) == 8
-            assert (tensor.dim() > 1 and tensor.shape[1] == width) == (name in PER_TOKEN), name
+            assert len(tensor) == 8, name
+    for name in PER_TOKEN[mode]:
+        assert getattr(step.buffers, name).shape[1] == width, name
 
 
 def test_the_last_token_of_a_row_is_in_that_row():
@@ -33,9 +39,11 @@ def test_the_last_token_of_a_row_is_in_that_row():
     model = one.decoder.draft.model
     forward = model.forward
 
-    def spy(*args):
-        seen.append(args[-1].tolist())
-        return forward(*args)
+    def spy(*args, **named):
+        # draft forwards want every row
+        if len(args) == 5:
+            seen.append(args[-1].tolist())
+        return forward(*args, **named)
 
     model.forward = spy
     for batch in ([9] * 8, lens):

@@ -10,6 +10,7 @@ bucket's rows times the path's length.
 from __future__ import annotations
 
 import pytest
+import torch
 
 from specattn.batch import ForwardMode
 from tests.worlds import BACKENDS, CONFIG, DEVICE, inputs, world
@@ -20,15 +21,15 @@ def test_features_cover_every_padded_token(backend):
     mode, lens = ForwardMode.TARGET_VERIFY, [9, 80, 3]
     one = world(backend, [8])
     one.poison(lens)
-    out = one.run(mode, lens, inputs(mode, lens, 0))
-    assert out["features"].shape == (3, CONFIG.num_draft_tokens, 64)
-    captured = one.decoder.runner._captured[mode][8]
-    whole = captured.outputs or captured.bound.run()
-    assert whole.features.shape == (8, CONFIG.num_draft_tokens, 64)
-    assert whole.features.device.type == DEVICE.type
-    taken = one.bound(ForwardMode.DRAFT_EXTEND, 8).accepted
-    assert taken.features.shape == (8, CONFIG.num_steps + 1, 64)
+    one.run(mode, lens, inputs(mode, lens, 0))
+    step = one.step(mode, 8)
+    with torch.no_grad():
+        _, features = step.verify(step.tree)
+    assert features.shape == (8, CONFIG.num_draft_tokens, 64)
+    assert features.device.type == DEVICE.type
+    taken = step.buffers.features
+    assert taken.shape == (8, CONFIG.num_steps + 1, 64)
     given = inputs(ForwardMode.DRAFT_EXTEND, lens, 0)
     one.poison(lens)
     one.run(ForwardMode.DRAFT_EXTEND, lens, given)
-    assert not taken.features[3:].any()
+    assert not taken[3:].any()

@@ -46,5 +46,5 @@ def test_every_width_has_graphs_of_its_own(backend):
     assert 1 in widths, "no request was decoded to its last slot"
     for decoder in run.decoders:
         (part,) = decoder.modes
-        step = decoder.runner._captured[part][2].bound.step
-        assert step.verify.plan.layout.q_len == decoder.config.num_draft_tokens
+        (step,) = decoder.runner._captured[part][2].program.steps
+        assert step.verify_plan.layout.q_len == decoder.config.num_draft_tokens

@@ -32,7 +32,8 @@ def test_few_steps_decode(backend, tree, indices):
         assert runner.captured(mode) == [2]
     if config.num_steps:
         (part,) = run.decoder(config).modes
-        assert runner._captured[part][2].bound.step.propose.steps.steps == ()
+        (step,) = runner._captured[part][2].program.steps
+        assert step.draft_attention.steps == ()
     for result, prompt in zip(
         run.generate([Request(p, 16) for p in PROMPTS]), PROMPTS, strict=True
     ):

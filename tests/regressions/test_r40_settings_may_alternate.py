@@ -37,8 +37,8 @@ def test_a_hundred_steps_of_alternating_settings(backend, monkeypatch):
     run = engine(backend, configs=CONFIGS[1:], policy=lambda observed: next(order))
     results = run.add([Request(prompt, CONTEXT) for prompt in PROMPTS])
     asked, reserve = [], run.table.reserve
-    monkeypatch.setattr(
-        run.table,
+    monkeypatch.setitem(
+        vars(run.table),
         "reserve",
         lambda rows, lens: (
             asked.append([need - live.length for live, need in zip(run.running, lens, strict=True)])

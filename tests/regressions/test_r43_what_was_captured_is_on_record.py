@@ -11,7 +11,7 @@ from __future__ import annotations
 import pytest
 
 from specattn.backends import load_backend
-from tests.worlds import BACKENDS, CONFIG, DEVICE, MODES, world
+from tests.worlds import BACKENDS, CONFIG, DEVICE, MODES, part_of, world
 
 
 @pytest.mark.parametrize("record", [True, False])
@@ -22,16 +22,17 @@ def test_the_capture_is_the_one_asked_for(backend, record):
     for slot in (one.decoder.target, one.decoder.draft):
         assert slot.backend.name == backend
     for mode in MODES:
-        assert one.decoder.runner.captured(mode) == [1, 2]
+        assert one.decoder.runner.captured(part_of(mode)) == [1, 2]
         for bucket in (1, 2):
-            captured = one.decoder.runner._captured[mode][bucket]
+            captured = one.decoder.runner._captured[part_of(mode)][bucket]
             graph = record and DEVICE.type == "cuda" and chosen.capabilities.graphs
             assert (captured.graph is not None) == graph
-            bound = captured.bound
-            steps = bound.steps.steps if hasattr(bound, "steps") else [bound.attend]
-            for step, attend in enumerate(steps):
+            for step, attend in enumerate(one.step(mode, bucket).attention(mode)):
                 assert attend.plan.layout == CONFIG.layout(mode, step)
                 assert attend.plan.batch == bucket
+                for of_layer in attend.backends:
+                    assert type(of_layer).__module__.startswith(chosen.__module__)
+                for of_layer in attend.backends:
+                    assert type(of_layer).__module__ == chosen.__module__
                 for one_bound in attend.bounds:
-                    assert type(one_bound).__module__.startswith(chosen.__module__)
                     assert one_bound.plan is attend.plan

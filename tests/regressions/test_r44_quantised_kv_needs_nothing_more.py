@@ -18,7 +18,7 @@ from specattn.config import AttnConfig, SpecConfig
 from specattn.engine.engine import Engine
 from specattn.errors import UnsupportedError
 from tests.tiny import TinyDraft, TinyTarget
-from tests.worlds import BACKENDS, DEVICE, MODES, identical, inputs, world
+from tests.worlds import BACKENDS, DEVICE, MODES, identical, inputs, part_of, world
 
 FLOAT8 = torch.float8_e4m3fn
 # the Triton kernels multiply float8 keys by 16-bit queries
@@ -28,20 +28,8 @@ BATCHES = [[9, 0, 77], [240, 1, 130, 64], [0, 0]]
 
 def run(one, mode, lens: list[int], on_host: torch.Tensor | None) -> dict[str, torch.Tensor]:
     one.poison(lens)
-    dtype = one.decoder.target.model.dtype
-    values = {
-        name: value.to(dtype) if name in ("features", "hidden_states") else value
-        for name, value in inputs(mode, lens, len(lens)).items()
-    }
-    out = one.decoder.runner.run(
-        mode,
-        len(lens),
-        on_host,
-        req_pool_indices=torch.tensor(one.rows[: len(lens)], device=DEVICE),
-        seq_lens=torch.tensor(lens, dtype=torch.int32, device=DEVICE),
-        **values,
-    )
-    return {name: value.clone() for name, value in vars(out).items() if name != "tail_slots"}
+    values = inputs(mode, lens, len(lens))
+    return one.run(mode, lens, values, on_host=on_host is not None)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
@@ -50,14 +38,14 @@ def test_one_graph_serves_every_length_without_host_lengths(backend, mode):
     one = world(backend, [4], dtype=DTYPES[backend], kv_dtype=FLOAT8)
     eager = world(backend, [4], dtype=DTYPES[backend], kv_dtype=FLOAT8, record=False)
     runner = one.decoder.runner
-    assert runner.captured(mode) == [4]
+    assert runner.captured(part_of(mode)) == [4]
     graphs = load_backend(backend).capabilities.graphs and DEVICE.type == "cuda"
-    assert runner.recorded(mode) == graphs
+    assert runner.recorded(part_of(mode)) == graphs
     for lens in BATCHES:
         replayed = run(one, mode, lens, None)
         assert not any(value.isnan().any() for value in replayed.values())
         identical(replayed, run(eager, mode, lens, torch.tensor(lens, dtype=torch.int32)))
-    assert runner.stats.replays[mode] == len(BATCHES)
+    assert runner.stats.replays[part_of(mode)] == len(BATCHES)
     assert not runner.stats.eager
 
 

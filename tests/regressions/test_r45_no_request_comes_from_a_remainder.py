@@ -9,34 +9,31 @@ shapes are refused, before anything runs.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-import torch
 
 from specattn.batch import ForwardMode
-from tests.worlds import BACKENDS, CONFIG, DEVICE, inputs, world
+from tests.worlds import BACKENDS, CONFIG, inputs, world
 
 MODE, LENS = ForwardMode.TARGET_VERIFY, [9, 40, 3]
 NODES = CONFIG.num_draft_tokens
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (3, NODES - 1),
-        (3, NODES + 1),
-        (3 * NODES,),
-        (3 * NODES - 1,),
-        (NODES,),
-        (3, 1),
-        (2, NODES),
-        (4, NODES),
-    ],
-    ids=str,
-)
-def test_tokens_are_a_row_per_request(shape):
-    one = world(BACKENDS[-1], [8])
-    values = inputs(MODE, LENS, 0) | {"tokens": torch.zeros(shape, dtype=torch.int64).to(DEVICE)}
+@pytest.mark.parametrize("rows", [NODES - 1, NODES + 1, 1], ids=str)
+def test_logits_are_a_row_per_node_of_every_request(rows, monkeypatch):
+    """A target that gives others is refused by name before anything is accepted."""
+    one = world(BACKENDS[-1], [8], record=False)
+    values, forward = inputs(MODE, LENS, 0), one.decoder.target.model.forward
+
+    def short(*args):
+        out = forward(*args)
+        return replace(out, logits=out.logits.new_zeros(8 * rows, out.logits.shape[1]))
+
     one.poison(LENS)
-    with pytest.raises(ValueError, match="tokens"):
-        one.run(MODE, LENS, values)
-    assert not one.decoder.runner.stats.replays[MODE]
+    with monkeypatch.context() as patch:
+        patch.setattr(one.decoder.target.model, "forward", short)
+        with pytest.raises(ValueError, match=rf"logits must be \[{8 * NODES}, 61\]"):
+            one.run(MODE, LENS, values)
+    one.poison(LENS)
+    assert one.run(MODE, LENS, values)["logits"].shape == (3, NODES, 61)

@@ -31,8 +31,8 @@ def logits(one, parents, tokens, positions=None):
         [LENGTH],
         {
             "tokens": torch.tensor([tokens], device=DEVICE),
-            "positions": LENGTH + torch.tensor([positions or depths], device=DEVICE),
-            "tail_words": torch.tensor([words], device=DEVICE)[:, :, None],
+            "tree_positions": LENGTH + torch.tensor([positions or depths], device=DEVICE),
+            "words": torch.tensor([words], device=DEVICE)[:, :, None],
         },
     )["logits"][0]
 

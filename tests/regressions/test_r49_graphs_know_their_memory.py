@@ -27,10 +27,11 @@ def refused(one, mode, name: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_table_that_moved_is_refused(backend, mode):
     one = world(backend, [2])
-    bound = one.bound(mode, 2)
-    plan = bound.steps.plan if mode is ForwardMode.DRAFT_DECODE else bound.plan
-    assert plan.req_to_token.device.type == DEVICE.type
-    object.__setattr__(plan, "req_to_token", plan.req_to_token.clone())
+    table = one.decoder.table
+    assert table.req_to_token.device.type == DEVICE.type
+    with pytest.raises(AttributeError, match=r"SlotTable\.req_to_token is read-only"):
+        table.req_to_token = table.req_to_token.clone()
+    table.req_to_token.set_(table.req_to_token.clone())
     refused(one, mode, "req_to_token")
 
 
@@ -40,6 +41,10 @@ def test_a_table_that_moved_is_refused(backend, mode):
 def test_a_pool_that_moved_is_refused(backend, mode, which):
     one = world(backend, [2])
     pool = one.pools[0 if mode is ForwardMode.TARGET_VERIFY else 1]
-    captured = getattr(pool, which)  # kept: a graph that does replay writes to it
-    setattr(pool, which, captured.clone())
+    with pytest.raises(AttributeError, match=f"KVPool.{which} is read-only"):
+        setattr(pool, which, getattr(pool, which).clone())
+    captured = getattr(pool, which)
+    kept = captured.view(captured.shape)  # a graph that does replay writes to it
+    captured.set_(captured.clone())
     refused(one, mode, which)
+    del kept

@@ -10,18 +10,21 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from functools import cache
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from specattn.batch import AcceptResult, Candidates, SpecBatch
+from specattn.batch import AcceptResult, Candidates
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.interop import validate_tree
-from specattn.speculative.decoder import SpecDecoder
-from specattn.speculative.tree import build_tree, root_tree
+from specattn.speculative.step_decoder import StepDecoder
 from tests.tiny import VOCAB, DenseAttend, TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import BACKENDS, DEVICE
+
+if TYPE_CHECKING:
+    from specattn.speculative.step import Step
 
 PROMPTS = [[3, 14, 15, 9, 26, 5], [35], list(range(1, 18))]
 STYLES = ["cross", "collapse", "ties"]
@@ -61,16 +64,6 @@ def candidates(style: str, config: SpecConfig, rng: random.Random) -> tuple[list
     return scores, [rng.randrange(VOCAB) for _ in scores], parents
 
 
-def batch_of(rows: list[int], lens: list[int], bonus: list[int]) -> SpecBatch:
-    on_host = torch.tensor(lens, dtype=torch.int32)
-    return SpecBatch(
-        torch.tensor(rows, device=DEVICE),
-        on_host.to(DEVICE),
-        on_host,
-        torch.tensor(bonus, device=DEVICE),
-    )
-
-
 def dense_logits(tokens: list[int]) -> torch.Tensor:
     ids = torch.tensor(tokens, device=DEVICE)
     positions = torch.arange(len(tokens), device=DEVICE)
@@ -92,11 +85,14 @@ def check_nodes(tree, logits, b: int, text: list[int]) -> list[list[int]]:
     return paths
 
 
-def cudagraph(run: Engine, config: SpecConfig) -> SpecDecoder:
-    """A decoder over the engine's pools whose stages can be called one by one."""
-    features = run.draft.model.feature_size
-    table = run.table.req_to_token
-    return SpecDecoder(run.target, run.draft, config, table, features=features, buckets=run.buckets)
+def phases(run: Engine, config: SpecConfig, rows: list[int], lens: list[int]) -> Step:
+    """A step over the engine's pools, from given lengths, whose phases are called one by one."""
+    decoder = StepDecoder(run.target, run.draft, config, run.table, run.states, buckets=run.buckets)
+    on_host = torch.tensor(lens, dtype=torch.int32)
+    run.states.seq_lens[list(rows)] = on_host.to(DEVICE)
+    step = decoder.phases(rows, seq_lens_cpu=on_host)
+    step.begin()
+    return step
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -111,38 +107,39 @@ def test_verify_commit_and_decode_on(backend, config, size, page_size):
     run.add([Request(prompt, 20) for prompt in PROMPTS[:size]])
     rows, lens, bonus = zip(*((x.row, x.length, x.bonus) for x in run.running), strict=True)
     run.table.reserve(rows, [length + config.reserve_len + 1 for length in lens])
-    decoder, batch = cudagraph(run, config), batch_of(rows, lens, bonus)
+    step = phases(run, config, rows, lens)
     rng = random.Random(size + page_size)
     made = [candidates(STYLES[(b + size) % 3], config, rng) for b in range(size)]
     parts = [torch.tensor(part, device=DEVICE) for part in zip(*made, strict=True)]
-    tree = build_tree(Candidates(*parts, torch.empty(size, 0, 0, device=DEVICE)), batch, config)
+    tree = step.build_tree(Candidates(*parts, torch.empty(size, 0, 0, device=DEVICE)))
+    assert tree.tokens[:, 0].tolist() == list(bonus)
     validate_tree(
         tree.retrieve_next_token, tree.retrieve_next_sibling, tree.words, config.num_steps
     )
-    verified = decoder.verify(batch, tree)
+    logits, features = step.verify(tree)
     paths = []
     for b in range(size):
-        every = check_nodes(tree, verified.logits, b, PROMPTS[b])
+        every = check_nodes(tree, logits, b, PROMPTS[b])
         paths.append(rng.choice([path for path in every if len(path) == max(map(len, every))]))
-    commit_and_decode(run, batch, tree, verified, paths)
+    commit_and_decode(run, step, rows, lens, features, paths)
     run.clear()
     out = run.generate([Request(prompt, 12) for prompt in PROMPTS[:size]])
     assert [result.tokens for result in out] == [plain_text(b, 12) for b in range(size)]
     run.table.check()
 
 
-def commit_and_decode(run: Engine, batch: SpecBatch, tree, verified, paths) -> None:
+def commit_and_decode(run: Engine, step: Step, rows, lens, features, paths) -> None:
     """Keep a path of every request, then decode one token after it without any draft."""
     width = run.config.num_steps + 1
     index = torch.tensor([path + [-1] * (width - len(path)) for path in paths], device=DEVICE)
-    gained = torch.tensor([len(path) for path in paths], dtype=torch.int32)
-    kept = AcceptResult(index.int(), index, gained.to(DEVICE), index[:, 0])
-    run.target.pool.commit(verified.tail_slots, kept)
-    after = batch_of(
-        batch.req_pool_indices.tolist(), (batch.seq_lens_cpu + gained).tolist(), [NEXT] * len(paths)
-    )
+    gained = [len(path) for path in paths]
+    counts = torch.tensor(gained, dtype=torch.int32, device=DEVICE)
+    step.commit(AcceptResult(index.int(), index, counts, index[:, 0]), features)
+    run.states.bonus_tokens[list(rows)] = NEXT
     plain = replace(run.config, num_steps=0, topk=1, num_draft_tokens=1)
-    logits = cudagraph(run, plain).verify(after, root_tree(after)).logits
+    after = [length + count for length, count in zip(lens, gained, strict=True)]
+    follow = phases(run, plain, rows, after)
+    logits, _ = follow.verify(follow.draft())
     for b, path in enumerate(paths):
-        text = PROMPTS[b] + tree.tokens[b, path].tolist() + [NEXT]
+        text = PROMPTS[b] + step.tree.tokens[b, path].tolist() + [NEXT]
         torch.testing.assert_close(logits[b, 0], dense_logits(text)[-1], rtol=1e-4, atol=1e-4)

@@ -9,7 +9,7 @@ import torch
 
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
-from specattn.speculative.host_buffers import Landing
+from specattn.speculative.host_buffers import InFlight
 from tests.speculative.stepping import PROMPTS, admitted, engine, hold_up, told_of_itself
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import BACKENDS, DEVICE
@@ -64,7 +64,7 @@ def test_steps_in_flight_are_of_their_own_rows(backend, cudagraph, tbo):
 @pytest.mark.parametrize("cudagraph", ["full", "piecewise"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tokens_are_their_own_steps_after_a_late_capture(backend, cudagraph, tbo):
-    """What warms a capture up takes turns of the ring, while a step is in flight."""
+    """What warms a capture up takes turns of the host buffers, while a step is in flight."""
     run = engine((3, 4, 9), backend, cudagraph=cudagraph, tbo=tbo)
     rows, decoder = admitted(run), run.decoder(run.config)
     for _ in range(3):
@@ -83,14 +83,14 @@ def test_tokens_are_their_own_steps_after_a_late_capture(backend, cudagraph, tbo
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tokens_are_their_own_steps_after_an_interrupt(monkeypatch, backend):
-    """Between a launch and its note the ring has moved on, and the host has not."""
+    """Between a launch and its note the device's turn has moved on, and the host has not."""
     run = engine((3, 4, 9), backend)
     rows, decoder = admitted(run), run.decoder(run.config)
     told_of_itself(run, decoder, rows)
     for parts in ((rows[:2], rows[1:], rows), (rows, rows[1:])):  # in either turn
         before = run.states.seq_lens[rows]
         with monkeypatch.context() as patch:
-            patch.setattr(Landing, "launched", interrupt)
+            patch.setattr(InFlight, "launched", interrupt)
             hold_up()
             with pytest.raises(KeyboardInterrupt):
                 decoder.step_async(rows)
@@ -108,15 +108,19 @@ def test_a_step_that_is_noted_is_the_last_one_of_its_turn(monkeypatch):
     run = engine((3, 4, 9))
     rows, decoder = admitted(run), run.decoder(run.config)
 
-    def noting(landing, name, value):
-        object.__setattr__(landing, name, value)
-        raise KeyboardInterrupt
+    class Noting(list):
+        def __setitem__(self, at, step):
+            super().__setitem__(at, step)
+            raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Landing, "__setattr__", noting)
+        steps = decoder._in_flight
+        patch.setattr(steps, "_steps", Noting(steps._steps))
         with pytest.raises(KeyboardInterrupt):
             decoder.step_async(rows)
-    assert len(decoder._turns.in_flight) == 1
+        noted = list(steps._steps)
+    steps._steps = noted
+    assert len(decoder._in_flight.steps) == 1
     for part in (rows, rows[:2]):
         told_of_itself(run, decoder, part)
 
@@ -136,7 +140,7 @@ def test_rows_that_were_checked_stay_what_they_were():
     told_of_itself(run, decoder, rows)
 
 
-def interrupt(_landing) -> None:
+def interrupt(*_arguments) -> None:
     raise KeyboardInterrupt
 
 
@@ -173,7 +177,7 @@ def test_a_late_capture_writes_to_nobodys_slots(cudagraph, tbo):
             decoder.runner.capture(part)
 
     for capture in (lambda: decoder.capture(sampled=True), again):
-        assert all(decoder.step(rows)), "the ring still held padding"
+        assert all(decoder.step(rows)), "the host buffers still held padding"
         for pool in pools:
             pool[:, 1:] = 7.0
         states = {name: value.clone() for name, value in run.states.tensors().items()}

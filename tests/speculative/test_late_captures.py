@@ -78,15 +78,15 @@ def test_plain_decoding_that_cannot_be_captured_runs_eagerly(monkeypatch, caplog
 
 def test_buffers_without_room_are_named_like_graphs(monkeypatch, caplog):
     """They are made for the largest bucket, and eagerly for the batch that there is."""
-    run, program = engine(), StepDecoder._program
+    run, alloc = engine(), StepDecoder._alloc
     results = run.add([LONG, SHORT])
 
-    def make(decoder, size):
+    def make(decoder, size, host=None):
         if size == 3:
             raise torch.OutOfMemoryError("no more")
-        return program(decoder, size)
+        return alloc(decoder, size, host)
 
-    monkeypatch.setattr(StepDecoder, "_program", make)
+    monkeypatch.setattr(StepDecoder, "_alloc", make)
     finish(run, ahead=False)
     exact(run, results)
     assert caplog.text.count("out of device memory capturing step for a batch of 3;") == 1

@@ -81,8 +81,8 @@ def test_batches_larger_than_all_buckets_keep_one_program():
     rows, decoder = admitted(run), run.decoder(run.config)
     for size in (2, 3, 4, 5, 1, 4):
         told_of_itself(run, decoder, rows[:size])
-        assert set(decoder._programs) <= {1, size, 5}
-        assert len(decoder._programs) <= 2
+        assert set(decoder._launches) <= {1, size, 5}
+        assert len(decoder._launches) <= 2
 
 
 def test_a_host_may_work_between_the_parts():
@@ -93,8 +93,8 @@ def test_a_host_may_work_between_the_parts():
     decoder, plain, seen = run.decoder(run.config), other.decoder(other.config), []
 
     def look(part) -> None:
-        program = decoder._programs[5].bind(5)
-        seen.append((part.mode, program.tree.tokens.clone(), run.states.seq_lens.clone()))
+        (step,) = decoder._launches[5].steps
+        seen.append((part.mode, step.tree.tokens.clone(), run.states.seq_lens.clone()))
 
     for _ in range(3):
         seen.clear()

@@ -16,7 +16,7 @@ import torch
 from bench.soak import Churn, Dice
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
-from specattn.speculative.host_buffers import Landing
+from specattn.speculative.host_buffers import PendingStep
 from specattn.speculative.sampling import SamplingParams
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 
@@ -51,11 +51,11 @@ class Steady:
             self.waits += not event.query()
             synchronize(event)
 
-        land = Landing.wait
+        tokens = PendingStep.wait
 
-        def wait_for_tokens(landing):
-            self.waits += not landing.ready
-            land(landing)
+        def wait_for_tokens(pending):
+            self.waits += not pending.ready
+            return tokens(pending)
 
         wait_for_stream = torch.cuda.Stream.synchronize
 
@@ -64,7 +64,7 @@ class Steady:
             wait_for_stream(stream)
 
         monkeypatch.setattr(torch.cuda.Event, "synchronize", wait)
-        monkeypatch.setattr(Landing, "wait", wait_for_tokens)
+        monkeypatch.setattr(PendingStep, "wait", wait_for_tokens)
         monkeypatch.setattr(torch.cuda.Stream, "synchronize", refuse)
 
     @contextmanager

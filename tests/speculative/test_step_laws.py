@@ -13,7 +13,7 @@ import torch
 
 from specattn.engine.engine import Engine, Request
 from specattn.speculative import verify
-from specattn.speculative.step_program import StepPart
+from specattn.speculative.step import StepPart
 from tests.speculative import laws
 from tests.speculative.laws import DEVICE, PROMPT, SETTINGS, TEMPERATURE, TOP_K
 from tests.tiny import dense_greedy
@@ -84,7 +84,7 @@ def p_value(models, law, greedy, name, cudagraph="full") -> float:
         drawn += new
     if DEVICE == "cuda":
         runner = rounds.decoder.runner
-        for part in StepPart.of(config, cudagraph=cudagraph == "piecewise", sampled=True):
+        for part in StepPart.of(config, piecewise=cudagraph == "piecewise", sampled=True):
             assert runner.recorded(part), f"{part.value} is not replayed"
             assert runner.stats.replays[part] >= ROUNDS
         assert not runner.stats.eager

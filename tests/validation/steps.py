@@ -11,11 +11,11 @@ from typing import ClassVar
 
 import torch
 
-from specattn import AttnConfig, SamplingBatch, SamplingParams
+from specattn import AttnConfig
 from specattn.backends import BoundAttention
 from specattn.backends.torch_native import TorchNativeBackend
-from specattn.batch import DraftState, ForwardMode, SpecBatch
-from tests.worlds import DEVICE, inputs, world
+from specattn.batch import ForwardMode
+from tests.worlds import DEVICE, World, inputs, world
 
 LENS = [5, 17]
 PADDED = 4
@@ -55,47 +55,57 @@ class BoundFailing(BoundAttention):
 
 
 @dataclass
-class Step:
+class Steps:
     """A decoder that was captured for 4 requests, and a good step of 2."""
 
-    one: object
-    batch: SpecBatch
-    state: DraftState
-    sampling: SamplingBatch
+    one: World
+    drafting: dict[str, torch.Tensor]
 
-    def run(self, **bad):
-        """Step; ``bad`` replaces fields of the batch, or the state or the sampling."""
+    @property
+    def rows(self) -> list[int]:
+        return self.one.rows[:2]
+
+    def prepare(self, **bad) -> None:
+        """Put the requests where the step begins; ``bad`` replaces columns of their states."""
         self.one.poison(LENS)
-        parts = {"state": self.state, "sampling": self.sampling}
-        parts |= {name: bad.pop(name) for name in parts if name in bad}
-        batch = replace(self.batch, **bad)
-        return self.one.decoder.step(batch, parts["state"], parts["sampling"])
+        given = self.drafting | {
+            "seq_lens": torch.tensor(LENS, dtype=i32),
+            "bonus_tokens": torch.tensor([3, 14]),
+        }
+        states = self.one.decoder.states
+        for name, value in (given | bad).items():
+            getattr(states, name)[self.rows] = value.to(DEVICE, getattr(states, name).dtype)
 
-    def outcome(self):
-        return vars(self.run().accepted)
+    def run(self, rows=None, lens=None, **bad) -> list[list[int]]:
+        """Step two requests, or other rows, told these lengths on the host."""
+        self.prepare(**bad)
+        return self.go(rows, lens)
+
+    def go(self, rows=None, lens=None) -> list[list[int]]:
+        """Step requests that are where the step begins."""
+        on_host = torch.tensor(LENS, dtype=i32) if lens is None else lens
+        return self.one.decoder.step(rows or self.rows, seq_lens_cpu=on_host)
+
+    def outcome(self) -> dict[str, torch.Tensor]:
+        """What a good step gains and leaves."""
+        gained = self.run()
+        states = self.one.decoder.states.tensors()
+        left = {name: value[self.rows].clone() for name, value in states.items()}
+        return left | {f"tokens of {at}": torch.tensor(new) for at, new in enumerate(gained)}
 
 
-def step_of(backend=Failing) -> Step:
-    one = world(backend, [PADDED])
-    lens = torch.tensor(LENS, dtype=torch.int32)
-    rows = torch.tensor(one.rows[:2], device=DEVICE)
-    bonus = torch.tensor([3, 14], device=DEVICE)
-    values = inputs(ForwardMode.DRAFT_DECODE, LENS, 1)
-    sampling = SamplingBatch.of([SamplingParams()] * 2, DEVICE)
-    return Step(one, SpecBatch(rows, lens.to(DEVICE), lens, bonus), DraftState(**values), sampling)
+def step_of(backend=Failing, **options) -> Steps:
+    return Steps(world(backend, [PADDED], **options), inputs(ForwardMode.DRAFT_DECODE, LENS, 1))
 
 
 def same(got, want) -> None:
+    assert got.keys() == want.keys()
     for name, value in want.items():
         assert torch.equal(got[name], value), name
 
 
 def ints(*shape, dtype=torch.int64, device=DEVICE, value=1):
     return torch.full(shape, value, dtype=dtype, device=device)
-
-
-def state_of(**change):
-    return replace(DraftState(**inputs(ForwardMode.DRAFT_DECODE, LENS, 1)), **change)
 
 
 i32 = torch.int32

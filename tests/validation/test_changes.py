@@ -8,40 +8,111 @@ import pytest
 
 from specattn.batch import ForwardMode
 from specattn.errors import CaptureMismatch, NotCapturedError
-from tests.validation.steps import Failing, same
+from specattn.speculative.step import StepPart
+from tests.validation.steps import Failing, same, step_of
 
 
 def test_replay_before_capture(step, wanted):
-    with pytest.raises(NotCapturedError, match=r"'extend' was never captured \(captured: target_v"):
-        step.one.decoder.runner.run(ForwardMode.EXTEND, 1, None)
+    with pytest.raises(NotCapturedError, match=r"'extend' was never captured \(captured: draft_d"):
+        step.one.decoder.runner.ready((StepPart(ForwardMode.EXTEND),), 1)
+    with pytest.raises(NotCapturedError, match=r"'target_verify \(sampled\)' was never captured"):
+        step.one.decoder.step(step.rows, sampled=True)
     same(step.outcome(), wanted)
 
 
 CHANGES = {
     "config": lambda d: replace(d.config, num_draft_tokens=8),
-    "req_to_token": lambda d: d.req_to_token.clone(),
+    "table": lambda d: None,
+    "states": lambda d: replace(d.states),
     "target": lambda d: replace(d.target, backend=d.draft.backend),
     "draft": lambda d: None,
     "indices": lambda d: "csr",
+    "accept": lambda d: None,
+    "tbo": lambda d: True,
 }
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_changes_after_capture_is_a_mismatch_that_names_it(step, wanted, name):
+def test_what_graphs_bake_in_cannot_be_replaced(step, wanted, name):
     decoder = step.one.decoder
-    before = getattr(decoder, name)
-    setattr(decoder, name, CHANGES[name](decoder))
-    with pytest.raises(CaptureMismatch, match=f"{name} changed since capture: expected"):
-        step.run()
-    assert not Failing.ran
-    setattr(decoder, name, before)
+    with pytest.raises(AttributeError, match=rf"StepDecoder\.{name} is read-only"):
+        setattr(decoder, name, CHANGES[name](decoder))
+    with pytest.raises(AttributeError, match=rf"StepDecoder\.{name} is read-only"):
+        delattr(decoder, name)
     same(step.outcome(), wanted)
 
 
-def test_a_pool_that_moved_after_capture_is_a_mismatch(step, wanted):
-    pool = step.one.decoder.target.pool
-    before, pool.k = pool.k, pool.k.clone()
-    with pytest.raises(CaptureMismatch, match="k_cache changed since capture"):
+@pytest.mark.parametrize("which", ["k", "v"])
+@pytest.mark.parametrize("model", ["target", "draft"])
+def test_a_pool_that_moved_after_capture_is_a_mismatch(step, wanted, model, which):
+    pool = getattr(step.one.decoder, model).pool
+    with pytest.raises(AttributeError, match=rf"KVPool\.{which} is read-only"):
+        setattr(pool, which, getattr(pool, which).clone())
+    cache = getattr(pool, which)
+    before = cache.data
+    cache.data = before.clone()
+    with pytest.raises(CaptureMismatch, match=f"{which}_cache changed since capture"):
         step.run()
-    pool.k = before
+    assert not Failing.ran
+    cache.data = before
+    same(step.outcome(), wanted)
+
+
+@pytest.mark.parametrize("name", ["seq_lens", "bonus_tokens", "topk_probs", "hidden_states"])
+@pytest.mark.parametrize("by_force", [True, False])
+def test_states_that_were_replaced_after_capture_are_a_mismatch(step, wanted, name, by_force):
+    """The graphs would go on with the old ones, and nobody would be told."""
+    states = step.one.decoder.states
+    old = getattr(states, name)
+    before = old.data
+    step.prepare()
+    if by_force:
+        object.__setattr__(states, name, old.clone())
+    else:
+        old.data = before.clone()
+    with pytest.raises(CaptureMismatch, match=rf"states\.{name} changed since capture"):
+        step.go()
+    assert not Failing.ran
+    object.__setattr__(states, name, old)
+    old.data = before
+    same(step.outcome(), wanted)
+
+
+def test_every_part_of_a_step_is_compared_with_its_own_capture(step, wanted):
+    """Parts are captured one after the other: the first may be right where a later one is not."""
+    decoder = step.one.decoder
+    for part in decoder.parts(sampled=False):
+        captured = decoder.runner._captured[part][4]
+        object.__setattr__(captured, "addresses", [1, *captured.addresses[1:]])
+        object.__setattr__(captured, "fingerprint", (("part", None), *captured.fingerprint[1:]))
+        with pytest.raises(CaptureMismatch, match="part changed since capture"):
+            step.run()
+        assert not Failing.ran
+        now = captured.program
+        object.__setattr__(captured, "fingerprint", now.fingerprint())
+        object.__setattr__(
+            captured, "addresses", [t.data_ptr() for held in now.holders() for t in held]
+        )
+    same(step.outcome(), wanted)
+
+
+def test_debugging_compares_what_nobody_can_replace_but_by_force(wanted):
+    step = step_of(validate="debug")
+    Failing.ran.clear()
+    (launched,) = step.one.decoder._launches[4].steps
+    sets = {"buffers": launched.buffers, "drafting": launched.draft_attention.plan.inputs}
+    for owner, buffers in sets.items():
+        for name, tensor in buffers.tensors().items():
+            object.__setattr__(buffers, name, tensor.clone())
+            if tensor.numel():
+                with pytest.raises(CaptureMismatch, match=rf"{owner}\.{name} changed since"):
+                    step.run()
+            object.__setattr__(buffers, name, tensor)
+    layer = step.one.decoder.target.backend.backends[0].config
+    scale = layer.sm_scale
+    object.__setattr__(layer, "sm_scale", 0.5)
+    with pytest.raises(CaptureMismatch, match=r"AttnConfig\[0\]\.sm_scale changed since capture"):
+        step.run()
+    object.__setattr__(layer, "sm_scale", scale)
+    assert not Failing.ran
     same(step.outcome(), wanted)

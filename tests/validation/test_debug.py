@@ -2,44 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from specattn import Engine, Request, SpecConfig
+from specattn.batch import ForwardMode
+from specattn.cuda_graph import GraphRunner
 from specattn.errors import TreeError
 from tests.speculative.stepping import admitted, engine
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
-from tests.validation.steps import LENS, Failing, i32, same, step_of
+from tests.validation.steps import LENS, PADDED, Failing, same, step_of
 from tests.worlds import DEVICE
 
 
 @pytest.fixture(scope="module")
 def debug():
-    found = step_of()
-    found.one.decoder.validate = "debug"
-    return found
+    return step_of(validate="debug")
 
 
-CONTENTS = {
-    "padding_row": (
-        {"req_pool_indices": torch.tensor([0, 3])},
-        r"req_pool_indices must be distinct rows 1\.\.8, got \[0, 3\]",
-    ),
-    "one_row_twice": ({"req_pool_indices": torch.tensor([3, 3])}, r"distinct rows .* got \[3, 3\]"),
-    "row_outside": ({"req_pool_indices": torch.tensor([3, 9])}, r"distinct rows .* got \[3, 9\]"),
-    "mirror": (
-        {"seq_lens": torch.tensor([5, 16], dtype=i32)},
-        r"seq_lens must be seq_lens_cpu \[5, 17\], got \[5, 16\]",
-    ),
-}
-
-
-@pytest.mark.parametrize(("bad", "message"), CONTENTS.values(), ids=CONTENTS)
-def test_debugging_looks_at_a_batchs_contents(debug, wanted, bad, message):
-    with pytest.raises(ValueError, match=message):
-        debug.run(**{name: value.to(DEVICE) for name, value in bad.items()})
+def test_debugging_looks_at_the_lengths_on_the_host(debug, wanted):
+    with pytest.raises(ValueError, match=r"seq_lens must be seq_lens_cpu \[5, 17\], got \[5, 16\]"):
+        debug.run(seq_lens=torch.tensor([5, 16]))
     assert not Failing.ran
     same(debug.outcome(), wanted)
 
@@ -57,10 +40,10 @@ SLOTS = {
 def test_debugging_looks_at_the_slots(debug, wanted, position, slot, message):
     table, (first, row) = debug.one.table.req_to_token, debug.one.rows[:2]
     before = int(table[row, position])
-    debug.one.poison(LENS)
+    debug.prepare()
     table[row, position] = table[first, LENS[0] + 1] if slot is None else slot
     with pytest.raises(ValueError, match=message):
-        debug.one.decoder.step(debug.batch, debug.state, debug.sampling)
+        debug.go()
     assert not Failing.ran
     table[row, position] = before
     same(debug.outcome(), wanted)
@@ -72,33 +55,40 @@ def test_debugging_looks_for_writes_into_other_prefixes(debug, wanted, writer):
     row, other, page = rows[writer], rows[1 - writer], LENS[writer] // 4 + 1
     own = table[row, 4 * page : 4 * page + 4]
     before = own.clone()
-    debug.one.poison(LENS)
+    debug.prepare()
     own.copy_(table[other, :4])
     with pytest.raises(ValueError, match=f"slots row {row} writes must be its own, got"):
-        debug.one.decoder.step(debug.batch, debug.state, debug.sampling)
+        debug.go()
     assert not Failing.ran
     own.copy_(before)
     same(debug.outcome(), wanted)
 
 
 TREES = {
-    "cycle": ("retrieve_next_token", lambda t: t * 0 + 1, TreeError, "cycle, or a second parent"),
-    "missing": ("retrieve_next_token", lambda t: t * 0 - 1, TreeError, "missing parent"),
+    "cycle": ("next_token", lambda t: t * 0 + 1, TreeError, "cycle, or a second parent"),
+    "missing": ("next_token", lambda t: t * 0 - 1, TreeError, "missing parent"),
     "words": ("words", lambda t: t | 2, TreeError, r"words name nodes \[.*\], its path is \["),
     "tokens": ("tokens", lambda t: t + 61, ValueError, r"tree.tokens must be 0\.\.60, got"),
-    "positions": ("positions", lambda t: t + 1, ValueError, "tree.positions must be .* got"),
+    "positions": ("tree_positions", lambda t: t + 1, ValueError, "tree.positions must be .* got"),
 }
 
 
 @pytest.mark.parametrize(("field", "spoil", "error", "message"), TREES.values(), ids=TREES)
-def test_debugging_looks_at_the_tree(debug, wanted, field, spoil, error, message):
-    debug.one.poison(LENS)
-    tree = debug.run().tree
-    debug.one.decoder.verify(debug.batch, tree)
-    Failing.ran.clear()
-    with pytest.raises(error, match=message):
-        debug.one.decoder.verify(debug.batch, replace(tree, **{field: spoil(getattr(tree, field))}))
-    assert not Failing.ran
+def test_debugging_looks_at_the_tree(debug, wanted, monkeypatch, field, spoil, error, message):
+    """A draft that leaves another tree: the target has not run then."""
+    (step,), replay = debug.one.decoder._launches[4].steps, GraphRunner.replay
+    buffer, nodes = getattr(step.buffers, field), PADDED * debug.one.decoder.config.num_draft_tokens
+
+    def spoiled(runner, part, captured):
+        replay(runner, part, captured)
+        if part.mode is ForwardMode.DRAFT_DECODE:
+            buffer.copy_(spoil(buffer))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GraphRunner, "replay", spoiled)
+        with pytest.raises(error, match=message):
+            debug.run()
+    assert nodes not in Failing.ran
     same(debug.outcome(), wanted)
 
 

@@ -1,6 +1,6 @@
-"""Speculative decoding by values: what a step needs is passed to it, what it leaves is returned.
+"""A step phase by phase: look at the draft tree, replace a phase, own the state between steps.
 
-    python docs/examples/functional_loop.py
+    python docs/examples/phases.py
 
 from the project's root, after `pip install .` there; with only the dependencies installed, put
 `PYTHONPATH=.` before it.
@@ -17,21 +17,23 @@ from specattn import (
     ModelSlot,
     Prefill,
     Prompt,
+    RequestStates,
     SamplingBatch,
     SamplingParams,
     SlotTable,
     SpecConfig,
+    StepDecoder,
+    inspect,
 )
-from specattn.batch import SpecBatch
 from specattn.models import HFTarget, load_draft
-from specattn.speculative.decoder import SpecDecoder
+from specattn.speculative.states import StateDims
 
 PAIR = files("specattn") / "pair"
 PROMPTS = ["def read_config(path):", "class Point:\n    def __init__(self, x, y):"]
 
 
-def main(new_tokens: int = 48) -> list[str]:
-    """Return the texts that continue the prompts."""
+def main(new_tokens: int = 48, *, show: bool = False) -> list[str]:
+    """Return the texts that continue the prompts; draw the first step's tree if asked to."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = SpecConfig(num_steps=4, topk=2, num_draft_tokens=8, max_context_len=512)
 
@@ -58,20 +60,34 @@ def main(new_tokens: int = 48) -> list[str]:
     sampling = SamplingBatch.of([SamplingParams()] * len(prompts), device)
     prefill = Prefill(of_target, of_draft, table.req_to_token, config)
     start = prefill.run([Prompt(*one) for one in zip(rows, prompts, strict=True)], sampling)
-    bonus, state = start.bonus_tokens, start.state
-    texts = [[token] for token in bonus.tolist()]
+    for row, length in zip(rows, lens, strict=True):
+        table.commit(row, length)
+    texts = [[token] for token in start.bonus_tokens.tolist()]
 
-    # the steps: everything a graph may replay is captured here, once
-    decoder = SpecDecoder(of_target, of_draft, config, table.req_to_token, buckets=[len(prompts)])
+    # the state between steps is yours: a row per request, read and written on the device
+    dims = StateDims.of(draft, config.topk, draft_sampling=config.draft_sampling)
+    states = RequestStates.alloc(len(table.req_to_token), dims, device)
+    on_device = torch.tensor(rows, device=device), torch.tensor(lens, dtype=torch.int32).to(device)
+    states.admit(*on_device, start.bonus_tokens, start.state, sampling)
+
+    decoder = StepDecoder(of_target, of_draft, config, table, states, record=False)
     while min(map(len, texts)) < new_tokens:
         table.reserve(rows, [length + config.reserve_len for length in lens])
-        on_host = torch.tensor(lens, dtype=torch.int32)
-        batch = SpecBatch(torch.tensor(rows, device=device), on_host.to(device), on_host, bonus)
-        result = decoder.step(batch, state, sampling)
-        bonus, state = result.accepted.bonus_tokens, result.state
-        gained, tokens = result.accepted.accept_lens.tolist(), result.accepted.accept_tokens
-        for at, count in enumerate(gained):
-            texts[at] += tokens[at, :count].tolist()
+        with torch.no_grad():
+            # what `Step.run` does, and what a CUDA graph of `decoder.step` replays
+            step = decoder.phases(rows, seq_lens_cpu=torch.tensor(lens, dtype=torch.int32))
+            step.begin()
+            tree = step.draft()
+            logits, features = step.verify(tree)
+            accepted = step.accept(tree, logits)
+            if show:
+                print(inspect.tree(tree, target.tokenizer, accepted=accepted), end="\n\n")
+                show = False
+            step.commit(accepted, features)
+            state = step.extend(accepted)
+            step.advance(accepted, state)
+        for at, (count, *tokens) in enumerate(step.packed.tolist()):
+            texts[at] += tokens[:count]
             lens[at] += count
             table.commit(rows[at], lens[at])
     for row in rows:
@@ -80,5 +96,5 @@ def main(new_tokens: int = 48) -> list[str]:
 
 
 if __name__ == "__main__":
-    for prompt, text in zip(PROMPTS, main(), strict=True):
+    for prompt, text in zip(PROMPTS, main(show=True), strict=True):
         print(f"{prompt}{text}\n")

@@ -1,4 +1,4 @@
-"""`Prefill` and `SpecDecoder` by themselves, over rows that are reserved whole."""
+"""`Prefill`, and steps after it, over rows that are reserved whole."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specattn.batch import SpecBatch
 from specattn.cache.kv_pool import KVPool
 from specattn.cache.slot_table import SlotTable
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
-from specattn.speculative.decoder import ModelSlot, SpecDecoder
+from specattn.speculative.model import ModelSlot
 from specattn.speculative.prefill import Prefill, Prompt
 from specattn.speculative.sampling import SamplingBatch, SamplingParams
-from tests.implementations import using
+from specattn.speculative.states import RequestStates, StateDims
+from specattn.speculative.step_decoder import StepDecoder
 from tests.tiny import TinyDraft, TinyTarget
 from tests.worlds import DEVICE
 
@@ -41,35 +41,57 @@ class Loop:
         ]
         self.prefill = Prefill(*self.slots, self.table.req_to_token, config)
 
+        self.states = RequestStates.alloc(
+            3,
+            StateDims.of(self.slots[1].model, config.topk, draft_sampling=config.draft_sampling),
+            DEVICE,
+        )
+
     def texts(self) -> list[list[int]]:
         """Continue the prompts."""
         sampling = SamplingBatch.of(PARAMS, DEVICE)
-        decoder = SpecDecoder(*self.slots, self.config, self.table.req_to_token, buckets=[2])
+        decoder = StepDecoder(
+            *self.slots, self.config, self.table, self.states, buckets=[2], sampled=True
+        )
         start = self.prefill.run(list(map(Prompt, self.rows, PROMPTS)), sampling)
-        bonus, state, lens = start.bonus_tokens, start.state, list(map(len, PROMPTS))
-        texts = [[token] for token in bonus.tolist()]
+        lens = torch.tensor(list(map(len, PROMPTS)), dtype=torch.int32, device=DEVICE)
+        rows = torch.tensor(self.rows, device=DEVICE)
+        self.states.admit(rows, lens, start.bonus_tokens, start.state, sampling)
+        texts = [[token] for token in start.bonus_tokens.tolist()]
         while min(map(len, texts)) < NEW:
-            on_host = torch.tensor(lens, dtype=torch.int32)
-            batch = SpecBatch(
-                torch.tensor(self.rows, device=DEVICE), on_host.to(DEVICE), on_host, bonus
-            )
-            out = decoder.step(batch, state, sampling)
-            bonus, state = out.accepted.bonus_tokens, out.state
-            for at, count in enumerate(out.accepted.accept_lens.tolist()):
-                texts[at] += out.accepted.accept_tokens[at, :count].tolist()
-                lens[at] += count
+            for text, new in zip(texts, decoder.step(self.rows, sampled=True), strict=True):
+                text += new
         return [text[:NEW] for text in texts]
 
 
-@pytest.mark.parametrize("kind", ["naive", "triton"])
-def test_plain_decoding_rejects_nothing_where_drafts_would_be_drawn(kind):
-    """By the Triton kernels, too, which have no probabilities to look at then."""
+def test_plain_decoding_rejects_nothing_where_drafts_would_be_drawn():
     wanted = Engine(
         TinyTarget(device=DEVICE), None, SpecConfig(0, 1, 1, CONTEXT, 2), backend="torch_native"
     ).generate([Request(p, NEW, s) for p, s in zip(PROMPTS, PARAMS, strict=True)])
-    with using(kind):
-        texts = Loop(SpecConfig(0, 1, 1, CONTEXT, 2, draft_sampling=True)).texts()
-    assert texts == [result.tokens for result in wanted]
+    loop = Loop(SpecConfig(0, 1, 1, CONTEXT, 2, draft_sampling=True))
+    assert loop.texts() == [result.tokens for result in wanted]
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 5])
+def test_a_draft_reads_the_prompts_own_tokens_at_the_ends_of_pieces(chunk):
+    """Prompts in pieces leave the draft's KV and its first proposal as whole ones do."""
+    config = SpecConfig(3, 2, 5, CONTEXT, 2)
+    sampling = SamplingBatch.of([SamplingParams()] * 2, DEVICE)
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [35, 8, 9]]
+    found = []
+    for size in (4096, chunk):
+        loop = Loop(config)
+        start = replace(loop.prefill, chunk=size).run(
+            list(map(Prompt, loop.rows, prompts)), sampling
+        )
+        kv = [
+            getattr(loop.slots[1].pool, name)[:, loop.table.req_to_token[row, : len(ids)].long()]
+            for row, ids in zip(loop.rows, prompts, strict=True)
+            for name in ("k", "v")
+        ]
+        found.append([start.bonus_tokens, *vars(start.state).values(), *kv])
+    for whole, pieces in zip(*found, strict=True):
+        torch.testing.assert_close(pieces, whole, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,190 @@
+"""What one launch runs: a part of a step, or the same part of both halves of a batch."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from specattn.batch import ForwardMode, halves
+from specattn.buffers import fingerprint
+from specattn.cuda_graph.recorder import is_recording, side_by_side
+from specattn.speculative.step import Step, StepPart
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch import Tensor
+
+    from specattn.backends.multi_step import Indices
+    from specattn.buffers import Fingerprint
+    from specattn.cache.slot_table import RequestTable
+    from specattn.config import SpecConfig
+    from specattn.speculative.host_buffers import HostBuffers
+    from specattn.speculative.model import DraftModel, ModelSlot, TargetModel
+    from specattn.speculative.states import RequestStates
+    from specattn.speculative.step import Acceptor
+
+
+@dataclass(frozen=True)
+class StepLaunch:
+    """What one launch runs: a part of a step, of a batch or of its two halves.
+
+    Parameters
+    ----------
+    part : StepPart
+        The whole step, or what one model runs of it.
+    steps : tuple of Step
+        One; or, for two-batch overlap, one per half that has requests (see `halves`).
+    host : HostBuffers
+        Of the whole batch.
+    packed : Tensor
+        ``[B, N + 2]`` int64, what the host is told; the steps write views of it.
+    tbo : bool
+        Whether batches are split.
+    """
+
+    part: StepPart
+    steps: tuple[Step, ...]
+    host: HostBuffers
+    packed: Tensor
+    tbo: bool = False
+
+    @classmethod
+    def alloc(
+        cls,
+        target: ModelSlot[TargetModel],
+        draft: ModelSlot[DraftModel] | None,
+        config: SpecConfig,
+        table: RequestTable,
+        states: RequestStates,
+        host: HostBuffers,
+        batch: int,
+        *,
+        indices: Indices,
+        acceptor: Acceptor,
+        tbo: bool = False,
+    ) -> StepLaunch:
+        """Allocate the buffers of a whole step for ``batch`` requests.
+
+        The halves of two-batch overlap share what both only read, and tables of which they write
+        different rows: models, pools, ``req_to_token`` and the states.
+        """
+        device = table.req_to_token.device
+        packed = torch.zeros(batch, config.num_steps + 2, dtype=torch.int64, device=device)
+        steps: list[Step] = []
+        for rows in _split(batch, tbo):
+            if steps:
+                target = target.with_own_workspace()
+                draft = draft.with_own_workspace() if draft is not None else None
+            own = host.of(rows.start, rows.stop), packed[rows]
+            steps.append(
+                Step.alloc(
+                    target, draft, config, table, states, *own, indices=indices, acceptor=acceptor
+                )
+            )
+        return cls(StepPart(), tuple(steps), host.of(0, batch), packed, tbo)
+
+    def first(self, batch: int) -> StepLaunch:
+        """Return the launch of fewer requests, over the first rows of the same buffers."""
+        host, packed = self.host.of(0, batch), self.packed[:batch]
+        split = _split(batch, self.tbo)
+        steps = tuple(
+            step.first(rows.stop - rows.start, host.of(rows.start, rows.stop), packed[rows])
+            # a batch of one request is a second half
+            for step, rows in zip(self.steps[-len(split) :], split, strict=True)
+        )
+        return StepLaunch(self.part, steps, host, packed, self.tbo)
+
+    @property
+    def graphs(self) -> bool:
+        """Whether the attention of the part may be recorded."""
+        return all(one.graphs for step in self.steps for one in step.attention(self.part.mode))
+
+    def pad(self) -> None:
+        """Turn all requests into padding."""
+        for step in self.steps:
+            step.pad()
+
+    def schedule(self, seq_lens_cpu: Tensor | None) -> None:
+        """Plan the part's attention on the host, each half from its own requests' lengths."""
+        begin = 0
+        for step in self.steps:
+            end = begin + len(step.packed)
+            for attention in step.attention(self.part.mode):
+                attention.schedule(None if seq_lens_cpu is None else seq_lens_cpu[begin:end])
+            begin = end
+
+    def run(self) -> None:
+        """Run the part: halves side by side in a recording, one after the other elsewhere."""
+        runs = [partial(step.run, self.part) for step in self.steps]
+        if is_recording(self.packed.device):
+            side_by_side(self.packed.device, *runs)
+        elif len(runs) == 1:
+            runs[0]()
+        else:
+            with _all_or_none(self.steps[0].states):
+                for run in runs:
+                    run()
+        if self.part.has(ForwardMode.DRAFT_EXTEND):
+            self.host.write_output(self.packed)
+
+    def holders(self) -> tuple[Iterable[Tensor], ...]:
+        """Return what holds the tensors that others can reach: states, table and pools."""
+        step = self.steps[0]
+        pools = [slot.pool for slot in (step.target, step.draft_model) if slot is not None]
+        return (
+            vars(step.states).values(),
+            (step.table.req_to_token, step.table.reserved),
+            *(_tensors(cache) for pool in pools for cache in (pool.k, pool.v)),
+        )
+
+    def fingerprint(self) -> Fingerprint:
+        """Describe the buffers, tables, states, pools and configs of the step."""
+        host = {f"host.{name}": tensor for name, tensor in vars(self.host).items()}
+        found = fingerprint(part=self.part, packed=self.packed, **host)
+        for step in self.steps:
+            found += fingerprint(
+                config=step.config,
+                req_to_token=step.table.req_to_token,
+                reserved=step.table.reserved,
+                states=step.states,
+                buffers=step.buffers,
+            )
+            if step.draft_attention is not None:
+                drafts = step.draft_attention
+                found += fingerprint(
+                    drafting=drafts.plan.inputs,
+                    kv_indptr=drafts.kv_indptr,
+                    kv_indices=drafts.kv_indices,
+                )
+            for attention in step.attention(None):
+                found += attention.fingerprint()
+        return found
+
+
+def _tensors(caches: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return the tensors that all layers' caches are, one or one per layer."""
+    return (caches,) if isinstance(caches, torch.Tensor) else caches
+
+
+@contextmanager
+def _all_or_none(states: RequestStates) -> Iterator[None]:
+    """Put the states back if anything fails: no request advances without the others."""
+    tensors = states.tensors().values()
+    before = [tensor.clone() for tensor in tensors]
+    try:
+        yield
+    except Exception:
+        for tensor, old in zip(tensors, before, strict=True):
+            tensor.copy_(old)
+        raise
+
+
+def _split(batch: int, tbo: bool) -> list[slice]:
+    """Return the requests of each step: all of them, or the halves that have any."""
+    parts = halves(batch) if tbo else (slice(0, batch),)
+    return [part for part in parts if part.stop > part.start]

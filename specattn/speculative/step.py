@@ -1,0 +1,414 @@
+"""One speculative step: draft, verify, accept, commit, extend, advance.
+
+`Step.run` is what an engine runs, what CUDA graphs record (whole, or in three parts), and what
+runs line by line under a debugger on a CPU. Its only input are the table rows that take part. What
+it reads besides, it finds on the device (`RequestStates`), and there it leaves what the next step
+reads; the host gets a copy of the accepted tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+
+from specattn.backends.base import by_lengths_alone, fill_all
+from specattn.backends.multi_step import MultiStepDraftBackend
+from specattn.batch import AcceptResult, DraftState, DraftTree, ForwardMode
+from specattn.kernels.step import begin_step, end_step, gather_path
+from specattn.plan import AttnInputs, AttnPlan
+from specattn.speculative.draft import propose
+from specattn.speculative.draft_tokens import choose_tokens
+from specattn.speculative.sampling import SamplingBatch
+from specattn.speculative.step_buffers import StepBuffers, StepDims
+from specattn.speculative.tree import fill_tree
+from specattn.speculative.validation import check_features, check_logits
+from specattn.speculative.verify import accept, over_target_vocabulary
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specattn.backends.base import Fillable
+    from specattn.backends.layers import BoundLayers
+    from specattn.backends.multi_step import BoundMultiStep, Indices
+    from specattn.batch import Candidates
+    from specattn.cache.slot_table import RequestTable
+    from specattn.config import SpecConfig
+    from specattn.speculative.host_buffers import HostBuffers
+    from specattn.speculative.model import DraftModel, ModelSlot, TargetModel
+    from specattn.speculative.states import RequestStates
+
+
+class Acceptor(Protocol):
+    """What decides how much of a tree is kept: `specattn.speculative.verify.accept`."""
+
+    def __call__(
+        self,
+        tree: DraftTree,
+        logits: Tensor,
+        seq_lens: Tensor,
+        config: SpecConfig,
+        sampling: SamplingBatch,
+        out: AcceptResult,
+    ) -> AcceptResult:
+        """Write ``out``; no sync, capturable."""
+
+
+class StepPart(NamedTuple):
+    """What one CUDA graph records: a whole step, or what one model runs of it.
+
+    Parameters
+    ----------
+    mode : ForwardMode or None
+        None for the whole step, or one of ``DRAFT_DECODE``, ``TARGET_VERIFY`` and
+        ``DRAFT_EXTEND``.
+    sampled : bool
+        Whether requests may draw; without, the target's distributions are not computed.
+    """
+
+    mode: ForwardMode | None = None
+    sampled: bool = False
+
+    @property
+    def value(self) -> str:
+        """Its name in messages and reports."""
+        name = "step" if self.mode is None else self.mode.value
+        return f"{name} (sampled)" if self.sampled else name
+
+    def has(self, mode: ForwardMode) -> bool:
+        """Whether the part runs the phases of this mode."""
+        return self.mode in (None, mode)
+
+    @classmethod
+    def of(cls, config: SpecConfig, *, piecewise: bool, sampled: bool) -> tuple[StepPart, ...]:
+        """Return the parts of a step in the order they run."""
+        if not piecewise or not config.num_steps:
+            return (cls(None, sampled),)
+        verify = cls(ForwardMode.TARGET_VERIFY, sampled)
+        return cls(ForwardMode.DRAFT_DECODE), verify, cls(ForwardMode.DRAFT_EXTEND)
+
+
+#: All phases, for requests that are greedy.
+WHOLE = StepPart()
+
+
+class Step:
+    """The phases of a step for a batch size, on static buffers.
+
+    Parameters
+    ----------
+    target : ModelSlot
+        The target model.
+    draft_model : ModelSlot or None
+        The draft model.
+    config : SpecConfig
+        Tree width and depth.
+    table : RequestTable
+        Rows and slots of the requests.
+    states : RequestStates
+        What steps leave for each other.
+    host : HostBuffers
+        Where the step finds its rows.
+    packed : Tensor
+        ``[B, N + 2]`` int64, what `advance` writes: the number of tokens gained, then those tokens
+        and zeros. A row that did not take part (padding, or a request without slots for a step)
+        gains 0.
+    buffers : StepBuffers
+        What phases hand each other, for B requests.
+    drafting : MultiStepDraftBackend or None
+        What all draft forwards share; None in plain decoding.
+    acceptor : Acceptor
+        What decides how much of a tree is kept.
+
+    Attributes
+    ----------
+    tree : DraftTree
+        The nodes that the target verifies, over the buffers.
+    """
+
+    def __init__(
+        self,
+        target: ModelSlot[TargetModel],
+        draft_model: ModelSlot[DraftModel] | None,
+        config: SpecConfig,
+        table: RequestTable,
+        states: RequestStates,
+        host: HostBuffers,
+        packed: Tensor,
+        buffers: StepBuffers,
+        drafting: MultiStepDraftBackend | None,
+        acceptor: Acceptor,
+    ) -> None:
+        self.target, self.draft_model, self.config = target, draft_model, config
+        self.table, self.states, self.host, self.packed = table, states, host, packed
+        self.buffers, self.drafting, self.acceptor = buffers, drafting, acceptor
+        self.tree = self._tree()
+        mode = ForwardMode.TARGET_VERIFY if config.num_steps else ForwardMode.DECODE
+        self.verify_plan = self._plan(mode, self.tree.positions, self.tree.words)
+        self.verify_attention = target.backend.bind(self.verify_plan)
+        self.draft_attention: BoundMultiStep | None = None
+        self.extend_attention: BoundLayers | None = None
+        if drafting is not None:
+            self.draft_attention = drafting.bind(len(packed))
+        if draft_model is not None:
+            mode, words = ForwardMode.DRAFT_EXTEND, buffers.extend_words
+            plan = self._plan(mode, buffers.positions, words)
+            self.extend_attention = draft_model.backend.bind(plan)
+
+    @classmethod
+    def alloc(
+        cls,
+        target: ModelSlot[TargetModel],
+        draft: ModelSlot[DraftModel] | None,
+        config: SpecConfig,
+        table: RequestTable,
+        states: RequestStates,
+        host: HostBuffers,
+        packed: Tensor,
+        *,
+        indices: Indices = "table",
+        acceptor: Acceptor = accept,
+    ) -> Step:
+        """Allocate buffers and bind the phases to them, for as many requests as ``packed`` has."""
+        device, batch = table.req_to_token.device, len(packed)
+        dims = StepDims.of(config, draft.model if draft is not None else None)
+        buffers, drafting = StepBuffers.alloc(batch, dims, device), None
+        if draft is not None and config.num_steps:
+            slots = buffers.window[:, : config.num_draft_forwards * config.topk]
+            drafting = MultiStepDraftBackend(
+                draft.backend,
+                config,
+                table.req_to_token,
+                batch,
+                indices,
+                req_pool_indices=buffers.req_pool_indices,
+                seq_lens=buffers.seq_lens,
+                branch_slots=slots.unflatten(1, (-1, config.topk)),
+            )
+        return cls(target, draft, config, table, states, host, packed, buffers, drafting, acceptor)
+
+    def first(self, batch: int, host: HostBuffers, packed: Tensor) -> Step:
+        """Return the step for fewer requests, over the first rows of the same buffers."""
+        return Step(
+            self.target,
+            self.draft_model,
+            self.config,
+            self.table,
+            self.states,
+            host,
+            packed,
+            self.buffers.bind(batch),
+            self.drafting,
+            self.acceptor,
+        )
+
+    def _tree(self) -> DraftTree:
+        buffers, drafts = self.buffers, self.config.num_steps > 0
+        size, nodes = buffers.tokens.shape
+        index = torch.arange(size * nodes, device=self.packed.device).view(size, nodes)
+        return DraftTree(
+            # plain decoding verifies the bonus token alone
+            buffers.tokens if drafts else buffers.roots[:, None],
+            buffers.tree_positions if drafts else buffers.positions,
+            buffers.words,
+            index,
+            buffers.next_token,
+            buffers.next_sibling,
+            buffers.tree_probs,
+        )
+
+    def _plan(self, mode: ForwardMode, positions: Tensor, words: Tensor) -> AttnPlan:
+        buffers, slots = self.buffers, self.buffers.window[:, : positions.shape[1]]
+        inputs = AttnInputs(buffers.req_pool_indices, buffers.seq_lens, positions, slots, words)
+        return AttnPlan.over(self.config.layout(mode), self.table.req_to_token, inputs)
+
+    def run(self, part: StepPart = WHOLE) -> None:
+        """Run a step, or one part of it: no sync, capturable.
+
+        The tree and what is kept of it are static buffers, so that a later part finds them.
+        """
+        tree, accepted = self.tree, self.buffers.accepted
+        if part.has(ForwardMode.DRAFT_DECODE):
+            self.begin()
+            tree = self.draft()
+        if part.has(ForwardMode.TARGET_VERIFY):
+            logits, features = self.verify(tree)
+            accepted = self.accept(tree, logits, sampled=part.sampled)
+            self.commit(accepted, features)
+        if part.has(ForwardMode.DRAFT_EXTEND):
+            state = self.extend(accepted)
+            self.advance(accepted, state)
+
+    def begin(self) -> None:
+        """Gather the requests' states and derive every phase's metadata from their lengths."""
+        self._gather()
+        if self.draft_attention is not None:
+            self.draft_attention.fill_lists()
+        fill_all([*self.attention(ForwardMode.DRAFT_DECODE), *self._before_the_tree()])
+
+    def draft(self) -> DraftTree:
+        """Run the draft forwards and build the tree, into what the target reads."""
+        if self.draft_attention is None:
+            return self.tree
+        return self.build_tree(self.propose())
+
+    def propose(self) -> Candidates:
+        """Run the draft forwards; returns every token that the draft looked at."""
+        assert self.draft_model is not None
+        assert self.draft_attention is not None
+        buffers = self.buffers
+        model, state = self.draft_model.model, buffers.draft_state
+        return propose(model, self.draft_attention, state, self.config, buffers)
+
+    def build_tree(self, candidates: Candidates) -> DraftTree:
+        """Keep the best candidates as nodes."""
+        buffers = self.buffers
+        fill_tree(candidates, buffers.roots, buffers.seq_lens, self.config, self.tree)
+        if self.config.draft_sampling:
+            self.tree.draft_probs.copy_(candidates.draft_probs)
+        return self.tree
+
+    def verify(self, tree: DraftTree) -> tuple[Tensor, Tensor]:
+        """Run the target over all nodes at once.
+
+        Returns
+        -------
+        logits : Tensor
+            ``[B, n, V]``, the target's logits after every node.
+        features : Tensor
+            ``[B, n, F]``, the hidden states that the draft reads; F is 0 without a draft.
+        """
+        # what reads the tree waits for it
+        fill_all(by_lengths_alone([self.verify_attention])[1])
+        model, (batch, nodes) = self.target.model, tree.tokens.shape
+        out = model.forward(
+            tree.tokens.flatten(), tree.positions.flatten(), self.verify_attention, None
+        )
+        check_logits(out.logits, batch * nodes, model.vocab_size)
+        features = out.hidden_states
+        if features is None:
+            features = out.logits.new_empty(batch * nodes, 0)
+        return out.logits.unflatten(0, (batch, nodes)), features.unflatten(0, (batch, nodes))
+
+    def accept(self, tree: DraftTree, logits: Tensor, *, sampled: bool = False) -> AcceptResult:
+        """Decide how much of the tree is kept."""
+        buffers = self.buffers
+        if self.config.draft_sampling and self.draft_model is not None and self.config.num_steps:
+            probs = over_target_vocabulary(
+                self.draft_model.model, tree.draft_probs, self.target.model.vocab_size
+            )
+            tree = replace(tree, draft_probs=probs)
+        sampling = SamplingBatch(
+            not sampled, buffers.temperature, buffers.top_k, buffers.top_p, buffers.seeds
+        )
+        return self.acceptor(
+            tree, logits, buffers.seq_lens, self.config, sampling, buffers.accepted
+        )
+
+    def commit(self, accepted: AcceptResult, features: Tensor) -> None:
+        """Move what is kept to the front: the target's KV, and the features the draft reads."""
+        buffers = self.buffers
+        if self.extend_attention is None:
+            return
+        self.target.pool.commit(self.verify_plan.tail_slots, accepted)
+        check_features(features.shape[-1], buffers.features.shape[-1])
+        gather_path(
+            features,
+            accepted.accept_index,
+            accepted.accept_lens,
+            buffers.seq_lens,
+            features_out=buffers.features,
+            last_rows_out=buffers.last_rows,
+            after_out=buffers.after,
+        )
+
+    def extend(self, accepted: AcceptResult) -> DraftState | None:
+        """Run the draft over the accepted path; returns where the next proposal starts.
+
+        Row i reads the token that follows path node i, with the target's features at that node.
+        Only the last accepted row reaches ``lm_head``.
+        """
+        if self.extend_attention is None or self.draft_model is None:
+            return None
+        fill_all(by_lengths_alone([self.extend_attention])[1])
+        buffers, draft = self.buffers, self.draft_model.model
+        out = draft.forward(
+            accepted.accept_tokens.flatten(),
+            draft.combine(buffers.features.flatten(0, 1)),
+            buffers.positions.flatten(),
+            self.extend_attention,
+            buffers.last_rows,
+        )
+        # the token proposed here follows the bonus token; steps of other configs may start from it
+        topk, draws = self.states.topk_probs.shape[1], self.config.draft_sampling
+        chosen = choose_tokens(draft, out.logits, topk, buffers if draws else None, buffers.after)
+        return DraftState(chosen.probs, chosen.tokens, out.hidden_states, chosen.draft_probs)
+
+    def advance(self, accepted: AcceptResult, state: DraftState | None) -> None:
+        """Leave what the next step starts from, and what the host is told: requests advance."""
+        buffers, states = self.buffers, self.states
+        end_step(
+            buffers.req_pool_indices,
+            buffers.seq_lens,
+            accepted.accept_lens,
+            accepted.accept_tokens,
+            accepted.bonus_tokens,
+            seq_lens_table=states.seq_lens,
+            bonus_table=states.bonus_tokens,
+            sources=tuple(vars(state).values()) if state is not None else (),
+            tables=states.drafting if state is not None else (),
+            packed_out=self.packed,
+        )
+
+    def pad(self) -> None:
+        """Turn all requests into padding, also for a part that runs without those before it.
+
+        A part that is captured late would else write to slots of the last step, whose they are by
+        now.
+        """
+        self.host.rows.zero_()
+        self._gather()
+        fill_all(self._before_the_tree())
+
+    def attention(self, mode: ForwardMode | None) -> tuple[BoundLayers, ...]:
+        """Return the attention of a part, or of the whole step."""
+        drafts = self.draft_attention.steps if self.draft_attention else ()
+        extends = (self.extend_attention,) if self.extend_attention else ()
+        return {
+            None: (*drafts, self.verify_attention, *extends),
+            ForwardMode.DRAFT_DECODE: drafts,
+            ForwardMode.TARGET_VERIFY: (self.verify_attention,),
+            ForwardMode.DRAFT_EXTEND: extends,
+        }[mode]
+
+    def _before_the_tree(self) -> list[Fillable]:
+        # the rest waits for what its part brings: the tree, or a plan made on the host
+        attends = (self.verify_attention, *self.attention(ForwardMode.DRAFT_EXTEND))
+        return by_lengths_alone(attends)[0]
+
+    def _gather(self) -> None:
+        buffers, states = self.buffers, self.states
+        names = ("bonus_tokens", "temperature", "top_k", "top_p", "seeds")
+        tables = [getattr(states, name) for name in names]
+        outs = [buffers.roots, *(getattr(buffers, name) for name in names[1:])]
+        positions = buffers.positions.new_empty(len(buffers.positions), 0, 1)
+        if self.draft_attention is not None:
+            tables += states.drafting
+            outs += vars(buffers.draft_state).values()
+            positions = self.draft_attention.plan.inputs.positions
+        begin_step(
+            self.host.rows,
+            self.host.turn,
+            states.seq_lens,
+            self.table.reserved,
+            self.table.req_to_token,
+            reserve_len=self.config.reserve_len,
+            rows_out=buffers.req_pool_indices,
+            seq_lens_out=buffers.seq_lens,
+            window_out=buffers.window,
+            positions_out=buffers.positions,
+            draft_positions_out=positions,
+            tables=tuple(tables),
+            outs=tuple(outs),
+        )
