@@ -7,10 +7,15 @@ from __future__ import annotations
 
 from numbers import Real
 from operator import index
-from typing import SupportsIndex
+from typing import TYPE_CHECKING, SupportsIndex
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+_INTS = frozenset([int])
 
 
 def whole_number(
@@ -32,6 +37,14 @@ def whole_number(
         wanted = f"at least {low}" if high is None else f"{low}..{high}"
         raise ValueError(f"{name} must be {wanted}, got {whole}")
     return whole
+
+
+def whole_numbers(name: str, values: Collection[SupportsIndex]) -> None:
+    """Check that all values are whole numbers; ``name`` is what the error calls one."""
+    # most are ints, and a step looks at its rows each time
+    if not _INTS.issuperset(map(type, values)):
+        for value in values:
+            whole_number(name, value)
 
 
 def _index(name: str, value: SupportsIndex) -> int:

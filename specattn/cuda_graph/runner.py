@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from specattn.checks import whole_numbers
 from specattn.cuda_graph.recorder import Recorder
 from specattn.errors import CapacityError, CaptureError, CaptureMismatch, NotCapturedError
 from specattn.kernels import check_current
@@ -344,6 +345,7 @@ def _run(program: Program) -> None:
 
 
 def _checked(buckets: Sequence[int]) -> list[int]:
+    whole_numbers("every bucket", buckets)
     if not buckets or min(buckets) < 1:
         raise ValueError(f"buckets must be batch sizes of at least 1, got {list(buckets)}")
     return sorted(set(buckets))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 
 from specattn.batch import SpecBatch
-from specattn.checks import expect
+from specattn.checks import expect, whole_number, whole_numbers
 from specattn.interop import validate_tree
 
 if TYPE_CHECKING:
@@ -34,12 +34,12 @@ def check_prompts(prompts: Sequence[Prompt], sampling: SamplingBatch, table: Ten
         raise ValueError("prompts must be at least one, got none")
     rows, width = table.shape
     for prompt in prompts:
-        if not 0 <= prompt.row < rows:
-            raise ValueError(f"a prompt's row must be 0..{rows - 1}, got {prompt.row}")
+        whole_number("a prompt's row", prompt.row, 0, rows - 1)
+        whole_numbers("every prompt token", prompt.tokens)
         length = len(prompt.tokens)
         if not 1 <= length <= width:
             raise ValueError(f"a prompt's tokens must be 1..{width}, got {length}")
-        if not 0 <= prompt.cached < length:
+        if not 0 <= whole_number("cached", prompt.cached) < length:
             raise ValueError(
                 f"cached must be 0..{length - 1}, so that one of {length} tokens is left to run, "
                 f"got {prompt.cached}"
@@ -108,6 +108,7 @@ def check_rows(rows: Sequence[int], known: frozenset[int], most: int) -> None:
     """Raise a ValueError unless ``rows`` are of ``known``, all different but for 0, which is."""
     if len(rows) > most:
         raise ValueError(f"at most {most} rows take part, padding included, got {len(rows)}")
+    whole_numbers("every row", rows)
     found = set(rows)
     again = len(rows) - len(found)
     if (again and again != rows.count(0) - 1) or not found <= known:

@@ -26,7 +26,7 @@ BAD_STEPS = {
     "row_twice": ({"rows": [3, 3]}, r"rows must be distinct rows 1\.\.8, .* got \[3, 3\]"),
     "row_outside": ({"rows": [3, 9]}, r"rows must be distinct rows 1\.\.8, .* got \[3, 9\]"),
     "row_negative": ({"rows": [3, -1]}, r"rows must be distinct rows 1\.\.8, .* got \[3, -1\]"),
-    "row_half": ({"rows": [3, 1.5]}, r"rows must be .* got \[3, 1\.5\]"),
+    "row_half": ({"rows": [3, 1.5]}, r"every row must be a whole number, got 1\.5"),
 }
 
 

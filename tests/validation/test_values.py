@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -18,7 +18,10 @@ from specattn import (
     Engine,
     ExternalTable,
     KVPool,
+    Prefill,
+    Prompt,
     Request,
+    SamplingBatch,
     SamplingParams,
     SlotTable,
     SpecConfig,
@@ -40,7 +43,9 @@ from specattn.interop import (
     words_from_mask,
 )
 from specattn.plan import AttnInputs
+from tests.speculative import stepping
 from tests.tiny import TinyDraft, TinyTarget
+from tests.worlds import DEVICE
 
 
 def i32(*values):
@@ -113,6 +118,29 @@ def add(**given):
 
 
 RUNNING = engine()
+
+
+@cache
+def stepped():
+    """Requests that run, a decoder of their steps, and a prefill over the same table."""
+    run = stepping.engine((2, 1, 3))
+    rows = stepping.admitted(run)
+    return (
+        rows,
+        run.decoder(run.config),
+        Prefill(run.target, run.draft, run.table.req_to_token, run.config),
+    )
+
+
+def step(row):
+    rows, decoder, _ = stepped()
+    return decoder.step([row, *rows[1:3]])
+
+
+def prompt(**given):
+    return stepped()[2].run([Prompt(**given)], SamplingBatch.of([SamplingParams()], DEVICE))
+
+
 # what is called, and arguments that it takes
 CALLS = {
     "AttnConfig": (AttnConfig, {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64}),
@@ -172,6 +200,8 @@ CALLS = {
         TboBackend,
         {"primary": TorchNativeBackend, "children": (TorchNativeBackend, TorchNativeBackend)},
     ),
+    "step": (step, {"row": 5}),
+    "Prompt": (prompt, {"row": 1, "tokens": [3, 14], "cached": 1}),
     "tree": (partial(inspect.tree, TREES), {"request": 1}),
     "mask": (partial(inspect.mask, WORDS[0]), {"prefix": 4}),
     "qlen_mask": (qlen_mask, {"words": WORDS, "keys": 64}),
@@ -200,6 +230,7 @@ WHOLE = {
     "BufferSet.bind": "batch",
     "qlen_mask": "keys",
     "mask_indptr": "num_draft_tokens",
+    "Prompt": "cached",
     "tree": "request",
     "mask": "prefix",
 }
@@ -361,6 +392,14 @@ TOGETHER = [
     ("Request", {"prompt": [1, True]}, "every prompt token must be a whole number, got True"),
     ("Engine", {"buckets": [2.5]}, "every bucket must be a whole number, got 2.5"),
     ("Engine", {"buckets": [True]}, "every bucket must be a whole number, got True"),
+    ("GraphRunner", {"buckets": [2.0]}, "every bucket must be a whole number, got 2.0"),
+    ("GraphRunner", {"buckets": [1, True]}, "every bucket must be a whole number, got True"),
+    ("step", {"row": True}, "every row must be a whole number, got True"),
+    ("step", {"row": 1.0}, "every row must be a whole number, got 1.0"),
+    ("Prompt", {"row": True}, "a prompt's row must be a whole number, got True"),
+    ("Prompt", {"row": 1.5}, "a prompt's row must be a whole number, got 1.5"),
+    ("Prompt", {"tokens": [3, 14.5]}, "every prompt token must be a whole number, got 14.5"),
+    ("Prompt", {"tokens": [True, 14]}, "every prompt token must be a whole number, got True"),
     ("KVPool", {"layers": [HEADS, OTHER]}, "layers of one pool must share one KV geometry, got"),
 ]
 
