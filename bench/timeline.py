@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 PHASES = ("metadata", "draft", "tree", "verify", "accept", "extend")
 CLASSES = ("target GEMM", "draft GEMM", "attention", "glue", "other", "idle")
-BEGIN, END, PLAN = "begin_step", r"_(end|land)_step", "_plan"
+BEGIN, END, PLAN = "begin_step", r"end_step|land_step|write_output", "_plan"
 TREE, ACCEPT = "build_tree", r"accept_(greedy|sampled|rejection)|commit_kv|gather_path"
 ATTENTION = (
     r"tree_attention|gluon_(tree|extend)|mla_|fixed_(attention|merge)|_extend_kernel|"
@@ -34,13 +34,13 @@ ATTENTION = (
 GEMM = r"gluon_linear|gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|triton_(tem|mm)"
 # of a model, but neither its GEMMs nor its attention
 GLUE = (
-    r"norm|rot(ate|ary)|rope|silu|gelu|act_and_mul|embed|store_kernel|elementwise|triton_|"
+    r"norm|rot(ate|ary)|rope|silu|gelu|act_and_mul|embed|store_kernel|split_k|elementwise|triton_|"
     r"index|gather|scatter|cat|copy|memcpy|memset|fill"
 )
 # choosing tokens and beams, and index lists
 NOT_GLUE = (
-    r"argmax|_top_|topk|sort|softmax|_select_kernel|_append_kernel|accept|multinomial|cumsum|scan|"
-    r"_fill_|_plan|_step"
+    r"argmax|top_(splits|parts|merge)|topk|sort|softmax|select_kernel|append_kernel|accept|"
+    r"multinomial|cumsum|scan|_fill_|fill_(window|lists|slots|draft|.*_table)|_plan|_step|write_output"
 )
 # gaps up to this are what a launch within a graph costs
 SHORT_GAP_US = 2.0

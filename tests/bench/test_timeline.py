@@ -12,14 +12,14 @@ from bench.timeline import Kernel
 
 # name, microseconds, gap before it, phase, class
 STEP = [
-    ("_begin_step_kernel", 2.0, 0, "metadata", "other"),
+    ("begin_step_kernel", 2.0, 0, "metadata", "other"),
     ("Memset (Device)", 1.0, 1.0, "metadata", "other"),
     ("_plan_kernel", 3.0, 1.0, "metadata", "other"),
-    ("_embed_norm_kernel", 2.0, 0.5, "draft", "glue"),
+    ("embed_norm_kernel", 2.0, 0.5, "draft", "glue"),
     ("nvjet_tst_128x8_64x12_2x1_v_bz_TNT", 20.0, 0.5, "draft", "draft GEMM"),
     ("gluon_tree_kernel", 4.0, 0.5, "draft", "attention"),
-    ("_append_kernel", 2.0, 0.5, "draft", "other"),
-    ("_build_tree_kernel", 5.0, 4.0, "tree", "other"),
+    ("append_kernel", 2.0, 0.5, "draft", "other"),
+    ("build_tree_kernel", 5.0, 4.0, "tree", "other"),
     ("void flashinfer::norm::RMSNormKernel<8u, __nv_bfloat16>", 2.0, 0.5, "verify", "glue"),
     ("gluon_linear_kernel", 90.0, 0.5, "verify", "target GEMM"),
     ("tree_attention_kernel", 10.0, 0.5, "verify", "attention"),
@@ -30,12 +30,12 @@ STEP = [
     ("at::native::reduce_kernel<512, 1, ArgMaxOps>", 8.0, 3.0, "accept", "other"),
     ("accept_greedy_kernel", 4.0, 0.5, "accept", "other"),
     ("_commit_kv_kernel", 3.0, 0.5, "accept", "other"),
-    ("_gather_path_kernel", 2.0, 0.5, "accept", "other"),
+    ("gather_path_kernel", 2.0, 0.5, "accept", "other"),
     ("cublasLt::splitKreduce_kernel", 12.0, 0.5, "extend", "draft GEMM"),
     ("_store_kernel", 2.0, 0.5, "extend", "glue"),
-    ("_top_parts_kernel", 2.0, 0.5, "extend", "other"),
-    ("_end_step_kernel", 3.0, 0.5, "extend", "other"),
-    ("_land_step_kernel", 2.0, 0.5, "extend", "other"),
+    ("top_splits_kernel", 2.0, 0.5, "extend", "other"),
+    ("end_step_kernel", 3.0, 0.5, "extend", "other"),
+    ("write_output_kernel", 2.0, 0.5, "extend", "other"),
 ]
 US = sum(us + gap for _, us, gap, *_ in STEP)
 BETWEEN = 9.0
@@ -124,7 +124,7 @@ def test_times_add_up_to_the_step():
 
 def test_a_kernel_that_waits_for_another_has_the_time_after_it():
     """A short kernel within a long one, one that starts early, and a gap."""
-    names = ("gluon_linear_kernel", "_begin_step_kernel", "gluon_linear_kernel", "argmax")
+    names = ("gluon_linear_kernel", "begin_step_kernel", "gluon_linear_kernel", "argmax")
     spans = ((0.0, 10.0), (2.0, 3.0), (4.0, 20.0), (27.0, 8.0))
     found = [Kernel(name, start, us, 7) for name, (start, us) in zip(names, spans, strict=True)]
     step = timeline.Step(found, ["verify", "metadata", "draft", "accept"])

@@ -169,7 +169,6 @@ def accept_sampled_kernel(
     for depth in range(1, steps + 1):
         coin = tl.load(coins + depth - 1) * threshold_acc
         child = tl.load(next_token + node, mask=walking, other=-1)
-        dropped = tl.where(walking, 0, dropped)
         found = tl.full([], -1, tl.int64)
         token = tl.full([], 0, tl.int64)
         reached = tl.full([], 0.0, tl.float32)

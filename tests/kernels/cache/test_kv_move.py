@@ -53,6 +53,7 @@ def paths(rng, batch, n, steps):
 
 SHAPES = [  # batch, n, steps, layers, heads, k_dim, v_dim
     (1, 1, 0, 1, 1, 4, 4),
+    (4, 3, 1, 2, 1, 3, 5),
     (2, 3, 2, 2, 1, 3, 5),
     (3, 7, 3, 2, 3, 5, 5),
     (4, 33, 6, 1, 2, 9, 3),
@@ -89,6 +90,22 @@ def test_padding_touches_only_slot_zero(implementation):
 
 def test_nodes_outside_the_row_are_skipped(implementation):
     check(*pools(1, 9, 1, 4, 4), [[3, 1, 8]], [[0, 3, 2, 1]])
+
+
+@pytest.mark.parametrize("path", [[0, 2], [0, 1], [0, -1]])
+def test_a_path_of_two_nodes_moves_its_second(implementation, path):
+    check(*pools(2, 9, 1, 4, 4), [[3, 1, 8]], [path])
+
+
+def test_a_path_longer_than_its_tree_writes_nothing_past_it(implementation):
+    """The slots behind a request's row belong to others."""
+    k_pool, v_pool = pools(2, 12, 1, 4, 4)
+    wide = torch.tensor([[3, 1, 8, 5, 6], [2, 9, 4, 7, 11]], dtype=torch.int32, device=DEVICE)
+    path = [[0, 2, 1, 1, 2], [0, 1, 2, 2, 0]]
+    expect = [expected_pool(pool, wide[:, :3].tolist(), path) for pool in (k_pool, v_pool)]
+    commit_kv(k_pool, v_pool, wide[:, :3], torch.tensor(path, dtype=torch.int32, device=DEVICE))
+    assert torch.equal(k_pool, expect[0])
+    assert torch.equal(v_pool, expect[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.uint8])

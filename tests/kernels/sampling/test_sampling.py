@@ -169,6 +169,15 @@ def test_settings_that_are_off_change_nothing(implementation):
     assert torch.equal(probs_of(logits, [0.8, 0.0], [0, 50], [1.0, 1.0], 2), plain)
 
 
+@pytest.mark.parametrize("top_k", [None, 0])
+def test_a_top_p_of_one_keeps_what_is_lost_in_the_sum(implementation, top_k, small):
+    """A weight of e^-60 changes no sum; another row of the batch is cut."""
+    row = [0.0, -60.0, *[-math.inf] * 46]
+    got = probs_of([row] * 2, [1.0] * 2, top_k if top_k is None else [top_k] * 2, [1.0, 0.9], 1)
+    torch.testing.assert_close(got[0, 1].item(), math.exp(-60), rtol=1e-4, atol=0)
+    assert got[1].tolist() == [1.0] + [0.0] * 47
+
+
 def test_extreme_logits_stay_finite(implementation):
     logits = [[-math.inf, 1e30, 0.0], [3e38, -3e38, 3e38], [-math.inf, 1.0, 0.0]]
     got = probs_of(logits, [1e-30, 1.0, 1e-30], [2, 0, 0], [0.9, 1.0, 1.0], 1)

@@ -257,6 +257,17 @@ def test_twice_listed_token_counts_once(implementation):
     assert one_step(probs, 0.5, 0.0, tokens=(7, 0, 0, 1)) == ([0], [3])
 
 
+def test_siblings_passed_over_may_be_drawn_after_the_next_node(implementation):
+    """They are refused at their parent, not below the sibling that was taken."""
+    tree = Tree([-1] * 3, [-1, 0, 0])
+    probs = [[[0.0, 0.25, 0.75, 0.0], [0.0] * 4, [0.0, 0.5, 0.0, 0.5]]]
+    for steps in (1, 2):
+        coins, final = [[0.5] * (steps + 1)], [[0.25] * (steps + 1)]
+        got = call("accept_sampled", [[9, 1, 2]], *links([tree]), probs, coins, final, steps=steps)
+        assert got[0][0][:2] == [0, 2]
+        assert got[3] == [1]
+
+
 def test_rounded_mass_still_emits_a_possible_token(implementation):
     """All mass is on the children, but sums to less than 1: the coin falls past it."""
     short = 1 / 3 - 2.0**-20
