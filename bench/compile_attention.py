@@ -9,8 +9,10 @@ from torch import Tensor
 
 from bench.compile_offline import BATCH, BF16, CONTEXT, F32, I32, zeros
 from specattn.kernels.attention import DeterministicSplits, TreeAttention, extend_attention
+from specattn.kernels.attention.tiles import gluon_extend_tile, gluon_tile_config
 from specattn.kernels.attention.triton_plan import fill_plans
 from specattn.kernels.mla import MlaAttention, mla_extend
+from specattn.kernels.mla.tiles import GLUON
 
 
 def attend(
@@ -25,9 +27,15 @@ def attend(
     csr: bool = False,
     lse: bool = False,
     stored: torch.dtype | None = None,
+    page: int = 1,
+    gluon: bool = False,
+    prefetch: bool = False,
 ) -> None:
+    rows, kept = q_len * heads[0] // heads[1], stored or dtype
+    # of few requests, which is where later layers prefetch
+    batch = 4 if prefetch else BATCH
     kernel = TreeAttention(
-        batch=BATCH,
+        batch=batch,
         q_len=q_len,
         tail_len=tail,
         num_qo_heads=heads[0],
@@ -39,10 +47,13 @@ def attend(
         sm_scale=dim**-0.5,
         window_left=window,
         logit_cap=cap,
+        page_size=page,
         csr=csr,
         kv_dtype=stored,
+        tile=gluon_tile_config(rows, dim, batch, page, kept, cap > 0) if gluon else None,
     )
-    cache = zeros(2, heads[1], dim, dtype=stored or dtype)
+    cache = zeros(2, heads[1], dim, dtype=kept)
+    kernel = kernel.for_layer(None, prefetch=prefetch)
     _launch(kernel, dtype, cache, cache.clone(), lse)
 
 
@@ -104,7 +115,9 @@ def attend_deterministic(
     _launch(kernel, dtype, cache, cache.clone(), lse=False)
 
 
-def attend_latent(q_len: int, tail: int, dtype: torch.dtype, *, heads: int = 16) -> None:
+def attend_latent(
+    q_len: int, tail: int, dtype: torch.dtype, *, heads: int = 16, gluon: bool = False
+) -> None:
     kernel = MlaAttention(
         batch=BATCH,
         q_len=q_len,
@@ -115,6 +128,7 @@ def attend_latent(q_len: int, tail: int, dtype: torch.dtype, *, heads: int = 16)
         dtype=dtype,
         device="cpu",
         sm_scale=0.1,
+        tile=GLUON if gluon else None,
     )
     cache = zeros(2, 1, 576, dtype=dtype)
     _launch(kernel, dtype, cache, cache[..., :512], lse=False)
@@ -123,17 +137,18 @@ def attend_latent(q_len: int, tail: int, dtype: torch.dtype, *, heads: int = 16)
 def _launch(
     kernel: TreeAttention, dtype: torch.dtype, k_cache: Tensor, v_cache: Tensor, lse: bool
 ) -> None:
+    batch = kernel.batch
     if kernel.csr:
-        kernel.plan_csr(zeros(BATCH + 1, dtype=I32))
+        kernel.plan_csr(zeros(batch + 1, dtype=I32))
     else:
-        kernel.plan(zeros(BATCH, dtype=I32), zeros(BATCH), CONTEXT)
-    rows, heads, tail = BATCH * kernel.q_len, kernel.num_qo_heads, kernel.tail_len
+        kernel.plan(zeros(batch, dtype=I32), zeros(batch), CONTEXT)
+    rows, heads, tail = batch * kernel.q_len, kernel.num_qo_heads, kernel.tail_len
     inputs = {
         "indices": zeros(2, CONTEXT, dtype=I32),
-        "positions": zeros(BATCH, kernel.q_len),
-        "tail_slots": zeros(BATCH, tail, dtype=I32),
-        "tail_positions": zeros(BATCH, tail),
-        "tail_words": zeros(BATCH, kernel.q_len, kernel.words),
+        "positions": zeros(batch, kernel.q_len),
+        "tail_slots": zeros(batch, tail, dtype=I32),
+        "tail_positions": zeros(batch, tail),
+        "tail_words": zeros(batch, kernel.q_len, kernel.words),
     }
     kernel.trace(**inputs)
     kernel.run(
@@ -154,6 +169,7 @@ def prompt(
     cap: float = 0.0,
     lse: bool = False,
     stored: torch.dtype | None = None,
+    gluon: bool = False,
 ) -> None:
     cache = zeros(2, 8, dim, dtype=stored or dtype)
     q = zeros(64, 32, dim, dtype=dtype)
@@ -166,6 +182,7 @@ def prompt(
         **_prompt_arguments(),
         window_left=window,
         logit_cap=cap,
+        tile=gluon_extend_tile(dim, 1, stored or dtype) if gluon else None,
     )
 
 

@@ -41,6 +41,15 @@ QUICK: dict[str, Callable[[], None]] = {
     "64 rows, float8 keys, bf16": partial(attend, 8, 8, BF16, stored=FLOAT8),
     "latent, 64 rows, bf16": partial(attend_latent, 4, 4, BF16),
     "latent prompt, bf16": partial(prompt_latent, BF16),
+    "gluon, 64 rows, bf16": partial(attend, 8, 8, BF16, gluon=True, lse=True),
+    "gluon, 256 rows of pages, bf16": partial(attend, 64, 64, BF16, gluon=True, page=16),
+    "gluon, 64 rows, float8 keys, bf16": partial(attend, 8, 8, BF16, gluon=True, stored=FLOAT8),
+    "gluon, later layer, window, cap, f16": partial(
+        attend, 1, 1, F16, gluon=True, window=99, cap=30.0, prefetch=True
+    ),
+    "gluon, prompt, bf16": partial(prompt, BF16, gluon=True),
+    "gluon, prompt, float8 keys, bf16": partial(prompt, BF16, gluon=True, stored=FLOAT8),
+    "gluon, latent, 64 rows, bf16": partial(attend_latent, 4, 4, BF16, gluon=True),
     "tree": build_tree,
     "beams": beams,
     "accept": accepts,

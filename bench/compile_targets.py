@@ -4,7 +4,8 @@ The launchers run as they do on a GPU, on small CPU tensors; where they would la
 made for the target instead, by Triton and the ptxas it brings. What comes out says whether the
 kernels compile, fit into shared memory, and spill; not whether they are right or fast there.
 
-    python -m bench.compile_targets [--quick] [--targets 80,86] [--only NAME] [--out FILE]
+    python -m bench.compile_targets [--quick] [--targets 80,86] [--only NAME] [--case NAME]
+        [--out FILE]
 """
 
 from __future__ import annotations
@@ -44,12 +45,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="each kernel and tile class once")
     parser.add_argument("--targets", default=",".join(map(str, LIMITS)))
     parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--case", action="append", help="only cases of this name; repeatable")
     parser.add_argument("--out", type=Path, help="write the records there, as JSON")
     options = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise SystemExit("unset TRITON_INTERPRET: the interpreter compiles nothing")
     cases = QUICK if options.quick else CASES
-    names = [name for name in cases if options.only in name]
+    names = options.case or [name for name in cases if options.only in name]
     targets = [int(target) for target in options.targets.split(",")]
     records = [
         record

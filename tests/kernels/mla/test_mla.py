@@ -317,6 +317,7 @@ print(json.dumps(shared))
 """
 
 
+@pytest.mark.slow
 def test_tiles_fit_into_the_shared_memory_of_an_h200() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
