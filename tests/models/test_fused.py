@@ -19,7 +19,7 @@ from specattn.models import (
     fuse,
     load_draft,
 )
-from specattn.speculative.draft_tokens import Coins, choose_tokens
+from specattn.speculative.draft_tokens import choose_tokens
 from tests.implementations import using
 from tests.models.heads import (
     HT,
@@ -135,10 +135,8 @@ def test_the_head_is_the_one_it_was_made_from(tiny, dense, tmp_path, norms) -> N
     states = torch.randn(5, head.feature_size)
     torch.testing.assert_close(fused.combine(states), head.combine(states))
     assert fused.to_target(torch.tensor([3])).equal(head.to_target(torch.tensor([3])))
-    config = SpecConfig(num_steps=3, topk=3, num_draft_tokens=9, max_context_len=64, max_num_reqs=4)
-    coins = Coins.alloc(2, None, torch.device("cpu"))
     for draft in (head, fused):
-        chosen = choose_tokens(draft, got.logits, config, coins, rows)
+        chosen = choose_tokens(draft, got.logits, 3, None, rows)
         assert chosen.tokens.equal(head.to_target(got.logits.topk(3).indices))
 
 

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.models import FusedEagle3, load_draft
-from specattn.speculative.draft_tokens import Coins, choose_tokens
-from specattn.speculative.sampling import SamplingParams
-from specattn.speculative.verify import spread
+from specattn.speculative.draft_tokens import choose_tokens
+from specattn.speculative.sampling import SamplingBatch, SamplingParams
+from specattn.speculative.verify import over_target_vocabulary
 from tests.models.heads import VD, V, eagle3_tensors, write
 from tests.speculative import laws
 from tests.tiny import VOCAB, TinyDraft
@@ -32,7 +31,7 @@ class MappedDraft(TinyDraft):
     def __init__(self, **options) -> None:
         super().__init__(**options)
         order = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(5))
-        self.register_buffer("target_ids", order[:KEPT].to(self.table.device))
+        self.target_ids = order[:KEPT].to(self.table.device)
 
     def forward(self, *args, **named) -> DraftOutput:
         out = super().forward(*args, **named)
@@ -43,16 +42,16 @@ class MappedDraft(TinyDraft):
 
 
 @pytest.mark.parametrize("name", ["chain", "rejection"])
-def test_texts_have_the_targets_law(name) -> None:
+def test_texts_follow_the_targets_probabilities(name) -> None:
     target, _ = laws.make_models()
     draft = MappedDraft(device=laws.DEVICE, sharp=6.0)
-    law = laws.joint_law(target, laws.PROMPT)
+    probs = laws.joint_law(target, laws.PROMPT)
     # the target's likeliest tokens are in part ones that the draft has
-    assert len({path[0] for path in law} & set(draft.target_ids.tolist())) in (1, 2)
+    assert len({path[0] for path in probs} & set(draft.target_ids.tolist())) in (1, 2)
     engine = Engine(target, draft, laws.SETTINGS[name], buckets=[250])
     drawn = [SamplingParams(laws.TEMPERATURE, laws.TOP_K, seed=1000 + i) for i in range(DRAWS)]
     results = engine.generate([Request(laws.PROMPT, 3, sampling) for sampling in drawn])
-    assert laws.p_value(law, [tuple(result.tokens) for result in results]) > 1e-3
+    assert laws.p_value(probs, [tuple(result.tokens) for result in results]) > 1e-3
     assert max(n for result in results for n in result.accept_lens) > 1
 
 
@@ -63,13 +62,12 @@ def test_a_head_draws_by_probabilities_over_the_targets_tokens(target, tmp_path,
     draft = FusedEagle3.from_head(head, target.max_context_len) if fused else head
     kept = tensors["t2d"].nonzero()[:, 0]
     assert not torch.equal(kept, torch.arange(VD))
-    logits, warmth = torch.randn(64, VD), torch.linspace(0.5, 2, 64)
-    coins = Coins(warmth, torch.arange(64))
-    config = SpecConfig(num_steps=2, topk=1, num_draft_tokens=3, draft_sampling=True)
-    chosen = choose_tokens(draft, logits, config, coins, torch.arange(64))
-    probs = spread(draft, chosen.law, V)
+    logits, temperature = torch.randn(64, VD), torch.linspace(0.5, 2, 64)
+    draws = SamplingBatch(False, temperature, None, None, seeds=torch.arange(64))
+    chosen = choose_tokens(draft, logits, 1, draws, torch.arange(64))
+    probs = over_target_vocabulary(draft, chosen.draft_probs, V)
     want = torch.zeros(64, V, dtype=torch.float64)
-    want[:, kept] = (logits.double() / warmth[:, None]).softmax(-1)
+    want[:, kept] = (logits.double() / temperature[:, None]).softmax(-1)
     torch.testing.assert_close(probs.double(), want)
     assert torch.equal(probs.gather(1, chosen.tokens), chosen.probs)
     assert set(chosen.tokens.flatten().tolist()) <= set(kept.tolist())
