@@ -137,7 +137,10 @@ class BufferSet:
 
 
 class ReadOnly:
-    """Base of objects whose public attributes graphs bake in: the constructor alone sets them."""
+    """Base of objects whose public attributes only the constructor sets.
+
+    Graphs bake them in.
+    """
 
     def __setattr__(self, name: str, value: object) -> None:
         if name[0] != "_" and name in vars(self):
@@ -175,39 +178,28 @@ Fingerprint = tuple[tuple[str, object], ...]
 
 
 def fingerprint(**parts: object) -> Fingerprint:
-    """Describe everything a graph bakes in: for tensors address, shape, strides and dtype.
+    """Describe what a graph bakes in, in parts with names.
 
-    This runs before every replay.
+    Of a tensor that is its address, shape, strides and dtype.
 
     Parameters
     ----------
     **parts : object
-        Tensors, `BufferSet` s (described field by field), tuples of tensors (one by one), or
-        values to compare; a dict has its keys named where they differ.
+        Tensors, a `BufferSet` (described field by field), tuples of tensors (one by one), or values
+        to compare.
     """
     found: list[tuple[str, object]] = []
     for name, part in parts.items():
         if isinstance(part, BufferSet):
-            kind: Any = type(part)
-            held = vars(part)
-            # `_describe`, without what a call costs
-            for key, label in _labels(kind, name):
-                tensor = held[key]
-                found.append(
-                    (label, (tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.dtype))
-                )
+            found += [(f"{name}.{key}", _describe(each)) for key, each in part.tensors().items()]
         elif isinstance(part, tuple) and any(isinstance(each, Tensor) for each in part):
             found += [(f"{name}[{at}]", _describe(each)) for at, each in enumerate(part)]
         else:
-            found.append((name, _describe(part) if isinstance(part, Tensor) else part))
+            found.append((name, _describe(part)))
     return tuple(found)
 
 
-@cache
-def _labels(kind: Any, name: str) -> tuple[tuple[str, str], ...]:
-    """Return what each field of a buffer set is called."""
-    return tuple((item.name, f"{name}.{item.name}") for item in fields(kind))
-
-
-def _describe(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.dtype
+def _describe(part: object) -> object:
+    if isinstance(part, Tensor):
+        return part.data_ptr(), part.size(), part.stride(), part.dtype
+    return part

@@ -40,7 +40,7 @@ def whole_number(
 
 
 def whole_numbers(name: str, values: Collection[SupportsIndex]) -> None:
-    """Check that all values are whole numbers; ``name`` is what the error calls one."""
+    """Check that all values are whole numbers; ``name`` stands for one."""
     # most are ints, and a step looks at its rows each time
     if not _INTS.issuperset(map(type, values)):
         for value in values:
@@ -70,6 +70,12 @@ def flag(name: str, value: bool) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {value!r}")
     return value
+
+
+def one_of(name: str, value: str, *words: str) -> None:
+    """Check that a word is one of those allowed."""
+    if value not in words:
+        raise ValueError(f"{name} must be {' or '.join(map(repr, words))}, got {value!r}")
 
 
 def expect(

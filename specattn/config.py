@@ -286,7 +286,7 @@ class SpecConfig:
 
     @property
     def max_tree_nodes(self) -> int:
-        """Most nodes of a tree: ``1 + topk + (num_steps - 1) topk²``."""
+        """``1 + topk + (num_steps - 1) topk²``: most nodes of a tree."""
         if not self.num_steps:
             return 1
         return 1 + self.topk + (self.num_steps - 1) * self.topk**2

@@ -68,7 +68,7 @@ class CaptureMismatch(SpecAttnError):
 
 
 class TreeError(SpecAttnError):
-    """A draft tree has a cycle, a missing parent or a foreign index."""
+    """A draft tree has a cycle, missing parent or foreign index."""
 
 
 class ModelError(SpecAttnError):

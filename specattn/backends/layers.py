@@ -11,7 +11,7 @@ import torch
 from specattn.backends import choose_backend
 from specattn.backends.base import CompositeAttention, IdleAttention, lists_refused, recordable
 from specattn.buffers import Fingerprint, fingerprint
-from specattn.checks import expect
+from specattn.checks import expect, one_of
 from specattn.errors import UnsupportedError
 from specattn.plan import check_plan
 
@@ -111,8 +111,7 @@ class LayeredBackend:
         UnsupportedError
             If the backend serves no index lists, and ``indices`` is ``"csr"``.
         """
-        if indices not in ("table", "csr"):
-            raise ValueError(f"indices must be 'table' or 'csr', got {indices!r}")
+        one_of("indices", indices, "table", "csr")
         if indices == "csr" and not self._lists:
             raise lists_refused(self.name)
 

@@ -13,6 +13,7 @@ import torch
 from specattn.batch import DraftTree, ForwardMode
 from specattn.buffers import ReadOnly
 from specattn.cache.slot_table import SlotTable
+from specattn.checks import one_of
 from specattn.cuda_graph import GraphRunner
 from specattn.errors import CapacityError, CaptureMismatch
 from specattn.speculative.host_buffers import HostBuffers, InFlight, PendingStep
@@ -139,10 +140,9 @@ class StepDecoder(ReadOnly):
     ) -> None:
         if config.num_steps and draft is None:
             raise ValueError(f"num_steps {config.num_steps} needs a draft model")
-        if cudagraph not in ("full", "piecewise"):
-            raise ValueError(f"cudagraph must be 'full' or 'piecewise', got {cudagraph!r}")
-        if validate not in ("off", "debug"):
-            raise ValueError(f"validate must be 'off' or 'debug', got {validate!r}")
+        one_of("cudagraph", cudagraph, "full", "piecewise")
+        one_of("indices", indices, "table", "csr")
+        one_of("validate", validate, "off", "debug")
         if validate == "debug" and cudagraph == "full":
             raise ValueError(
                 "validate='debug' looks between graphs, so it needs cudagraph='piecewise'"

@@ -29,7 +29,7 @@ Validate = Literal["off", "debug"]
 
 
 def check_prompts(prompts: Sequence[Prompt], sampling: SamplingBatch, table: Tensor) -> None:
-    """Raise a ValueError that names what prompts cannot be run of, or cannot give a first token."""
+    """Raise a ValueError that names what is wrong with prompts."""
     if not prompts:
         raise ValueError("prompts must be at least one, got none")
     rows, width = table.shape
@@ -105,7 +105,7 @@ def check_tables(
 
 
 def check_rows(rows: Sequence[int], known: frozenset[int], most: int) -> None:
-    """Raise a ValueError unless ``rows`` are of ``known``, all different but for 0, which is."""
+    """Raise a ValueError unless rows are known and differ, but for 0."""
     if len(rows) > most:
         raise ValueError(f"at most {most} rows take part, padding included, got {len(rows)}")
     whole_numbers("every row", rows)
@@ -169,12 +169,11 @@ def taking_part(
 
 
 def check_contents(batch: SpecBatch, config: SpecConfig, table: Tensor, num_slots: int) -> None:
-    """Raise a ValueError that names what a batch's tensors should not hold. Waits for the device.
+    """Raise a ValueError that names what a batch's tensors hold wrongly.
 
-    Rows name one request each. Lengths agree with their host mirror and leave room for a step.
-    Every position that a step reads or writes has a slot in the pools. Slots past the committed
-    length belong to one request and lie in no other's prefix. Slots lie in pages of
-    ``config.page_size``.
+    Waits for the device. Lengths agree with their host mirror and leave room for a step. Every
+    position that a step reads or writes has a slot in the pools. Slots past the committed length
+    belong to one request and lie in no other's prefix. Slots lie in pages of ``config.page_size``.
     """
     rows, lens = batch.req_pool_indices.cpu(), batch.seq_lens.cpu()
     if not torch.equal(lens, batch.seq_lens_cpu):

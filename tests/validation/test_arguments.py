@@ -45,9 +45,10 @@ def test_settings_are_refused():
         Request([1], 2.5)
 
 
-def test_an_unknown_word_of_indices_is_refused_where_the_engine_is_made():
-    config = SpecConfig(2, 1, 3, max_context_len=64, max_num_reqs=1)
-    models = TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
+@pytest.mark.parametrize("tree", [(0, 1, 1), (1, 1, 2), (2, 1, 3)])
+def test_an_unknown_word_of_indices_is_refused_where_the_engine_is_made(tree):
+    config = SpecConfig(*tree, max_context_len=64, max_num_reqs=1)
+    models = TinyTarget(device=DEVICE), TinyDraft(device=DEVICE) if tree[0] else None
     with pytest.raises(ValueError, match=r"^indices must be 'table' or 'csr', got 'lists'$"):
         Engine(*models, config, indices="lists")
     Engine(*models, config, indices="csr")
