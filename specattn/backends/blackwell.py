@@ -21,7 +21,7 @@ The class attributes say the rest: GPUs, pages, dtypes and what the kernels do n
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -156,20 +156,6 @@ class CutlassMlaBackend(PagedBackend):
         out.copy_(result)
 
 
-@dataclass(frozen=True)
-class Scales:
-    """What quantised queries, keys, values and outputs are to be multiplied by."""
-
-    q: float = 1.0
-    k: float = 1.0
-    v: float = 1.0
-    out: float = 1.0
-
-    def folded(self, sm_scale: float) -> tuple[float, float]:
-        """Return ``(bmm1_scale, bmm2_scale)``: the factors on ``q @ k`` and on ``p @ v``."""
-        return self.q * self.k * sm_scale, self.v * self.out
-
-
 class TrtllmMhaBackend(PagedBackend):
     """TRT-LLM's decode kernels over keys and values, `trtllm_batch_decode_with_kv_cache`.
 
@@ -182,7 +168,6 @@ class TrtllmMhaBackend(PagedBackend):
     package: ClassVar[str] = "flashinfer-python"
     majors: ClassVar[tuple[int, ...]] = (10,)
     page_sizes: ClassVar[tuple[int, ...]] = (16, 32, 64)
-    scales: ClassVar[Scales] = Scales()
     # the library has kernels for more widths, but lists them nowhere
     head_dims: ClassVar[tuple[int, ...]] = (64, 128)
     # 8 MiB of counters, the softmax statistics, and scratch for keys split over thread blocks
@@ -227,14 +212,13 @@ class TrtllmMhaBackend(PagedBackend):
     def common(self, bound: BoundPages, lse: Tensor | None) -> dict[str, Any]:
         """Return the arguments that both of TRT-LLM's functions take."""
         blocks = bound.blocks
-        bmm1_scale, bmm2_scale = self.scales.folded(self.config.sm_scale)
         return {
             "workspace_buffer": self._workspace,
             "block_tables": blocks.table,
             "seq_lens": blocks.lens,
             "max_seq_len": blocks.max_keys,
-            "bmm1_scale": bmm1_scale,
-            "bmm2_scale": bmm2_scale,
+            "bmm1_scale": self.config.sm_scale,
+            "bmm2_scale": 1.0,
             "backend": "trtllm-gen",
             "lse": lse,
             "return_lse": lse is not None,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specattn.backends.base import BoundAttention, Capabilities, lists_refused
+from specattn.backends.base import BoundAttention, Capabilities, FunctionAttention, lists_refused
 from specattn.buffers import ReadOnly
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
 
@@ -58,8 +58,6 @@ class FlexBackend(ReadOnly):
     ----------
     compiled : bool
         Whether to compile where that is possible; subclass with False to run eagerly everywhere.
-    eager_because : str or None
-        What stands in the way of compiling; a first failure to compile, too.
     """
 
     name: ClassVar[str] = "flex"
@@ -68,9 +66,14 @@ class FlexBackend(ReadOnly):
 
     def __init__(self, config: AttnConfig, device: torch.device) -> None:
         self.config = config
-        self.eager_because = eager_reason(device) if self.compiled else "it was asked to"
-        if self.eager_because:
-            log.info("backend flex runs eagerly on %s: %s", device, self.eager_because)
+        self._eager_because = eager_reason(device) if self.compiled else "it was asked to"
+        if self._eager_because:
+            log.info("backend flex runs eagerly on %s: %s", device, self._eager_because)
+
+    @property
+    def eager_because(self) -> str | None:
+        """What stands in the way of compiling; a first failure to compile, too."""
+        return self._eager_because
 
     @staticmethod
     def reasons(config: AttnConfig | None, device: torch.device) -> list[str]:
@@ -92,7 +95,31 @@ class FlexBackend(ReadOnly):
         """
         if isinstance(plan, CsrPlan):
             raise lists_refused(self.name)
-        return BoundFlex(self, plan)
+        return FunctionAttention(plan, self.run, {"plan": plan})
+
+    def run(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        *,
+        plan: AttnPlan | ExtendPlan,
+    ) -> None:
+        """Attend over the gathered keys of a tree mode, or of ragged prompts."""
+        if not len(q):
+            return
+        if isinstance(plan, AttnPlan):
+            keys, live = keys_of_tree(plan, self.config.window_left), None
+            rows = q.view(plan.batch, plan.layout.q_len, *q.shape[1:])
+        else:
+            keys, padded, live = keys_of_prompts(plan, self.config.window_left)
+            rows = q[padded]
+        found, sums = self.attend(rows, k_cache, v_cache, keys, lse=lse is not None)
+        out.copy_((found if live is None else found[live]).reshape(out.shape))
+        if lse is not None and sums is not None:
+            lse.copy_((sums if live is None else sums[live]).reshape(lse.shape))
 
     def attend(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, keys: Keys, *, lse: bool
@@ -102,12 +129,12 @@ class FlexBackend(ReadOnly):
         if q.device.type == "cpu":
             _warn_of_cpus()
         # torch has no compiled lse for CPUs
-        if self.eager_because is None and not (lse and q.device.type == "cpu"):
+        if self._eager_because is None and not (lse and q.device.type == "cpu"):
             try:
                 return self._compiled(q, k_cache, v_cache, keys, lse=lse)
             except _compile_errors() as error:
-                self.eager_because = f"it does not compile: {error}".splitlines()[0]
-                log.warning("backend flex runs eagerly from now on: %s", self.eager_because)
+                self._eager_because = f"it does not compile: {error}".splitlines()[0]
+                log.warning("backend flex runs eagerly from now on: %s", self._eager_because)
         with _uncompiled():
             return _flex(q, k_cache, v_cache, keys, self.config, lse=lse, kernel=_attention)
 
@@ -137,32 +164,6 @@ class FlexBackend(ReadOnly):
 @cache
 def _warn_of_cpus() -> None:
     log.warning("no CUDA device: FlexAttention runs on the CPU, which is slow")
-
-
-@dataclass(frozen=True)
-class BoundFlex(BoundAttention):
-    """Attention over gathered keys: of a tree mode, or of ragged prompts."""
-
-    backend: FlexBackend
-    plan: AttnPlan | ExtendPlan
-
-    def run(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
-    ) -> None:
-        """Attend; see `BoundAttention.run`."""
-        plan, left = self.plan, self.backend.config.window_left
-        if not len(q):
-            return
-        if isinstance(plan, AttnPlan):
-            keys, live = keys_of_tree(plan, left), None
-            rows = q.view(plan.batch, plan.layout.q_len, *q.shape[1:])
-        else:
-            keys, padded, live = keys_of_prompts(plan, left)
-            rows = q[padded]
-        found, sums = self.backend.attend(rows, k_cache, v_cache, keys, lse=lse is not None)
-        out.copy_((found if live is None else found[live]).reshape(out.shape))
-        if lse is not None and sums is not None:
-            lse.copy_((sums if live is None else sums[live]).reshape(lse.shape))
 
 
 def keys_of_tree(plan: AttnPlan, left: int) -> Keys:

@@ -151,6 +151,8 @@ class StepDecoder(ReadOnly):
             raise ValueError("a backend that plans on the host needs cudagraph='piecewise'")
         if validate == "debug" and tbo:
             raise ValueError("validate='debug' looks at a whole batch's tree, which tbo splits")
+        if draft is not None:
+            draft.backend.check_indices(indices)
         check_tables(config, table, states, [s.pool for s in (target, draft) if s is not None])
         self.target, self.draft, self.config = target, draft, config
         self.table, self.states, self.cudagraph = table, states, cudagraph

@@ -18,7 +18,6 @@ import torch
 
 from specattn.backends import choose_backend, load_backend
 from specattn.backends.base import installed
-from specattn.backends.blackwell import Scales
 from specattn.backends.layers import LayeredBackend
 from specattn.backends.multi_step import MultiStepDraftBackend
 from specattn.batch import Phase, RowLayout
@@ -187,16 +186,6 @@ def test_draft_steps_of_a_chain_over_a_slot_table(name):
         for step, attention in enumerate(bound.steps):
             attention.bounds[0].run(q, pool.k[0], pool.v[0], outs[which][step])
     torch.testing.assert_close(outs[name], outs["torch_native"], rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.parametrize("name", ["trtllm_mha", "trtllm_mla"])
-def test_scales_of_quantised_tensors_fold_into_the_two_products(name):
-    assert Scales(2.0, 3.0, 5.0, 7.0).folded(0.5) == (3.0, 35.0)
-    case = make_case(name, [70, 3], 2, 2)
-    scaled = type("Scaled", (standing_in(name),), {"scales": Scales(2.0, 0.25, 4.0, 0.5)})
-    run(backend_of(name, case, scaled).bind(plan_of(case)), case)
-    outs, sums = oracle.oracle_tree(replace(case, sm_scale=case.sm_scale / 2))
-    oracle.check(case, (outs * 2, sums))
 
 
 @pytest.mark.parametrize("kind", ["naive", "triton"])
