@@ -13,7 +13,7 @@ import torch
 
 from specattn.buffers import ReadOnly
 from specattn.cache.staging import StagingRing
-from specattn.checks import whole_number
+from specattn.checks import whole_number, whole_numbers
 from specattn.errors import CapacityError
 from specattn.kernels import check_current
 from specattn.kernels.cache import write_slots
@@ -62,18 +62,6 @@ def count_pages(num_slots: int, page_size: int) -> int:
     if num_slots < 2 * page_size:
         raise ValueError(f"num_slots must be at least two pages, got {num_slots}")
     return num_slots // page_size
-
-
-def _all_whole(name: str, values: Sequence[int]) -> Rows:
-    """Return an array; a ValueError if one of the values is a bool or no whole number."""
-    found = np.asarray(values)
-    whole = found.dtype.kind in "iu" and _BOOLS.isdisjoint(map(type, values))
-    if found.size and not whole:
-        raise ValueError(f"{name} must be whole numbers, got {list(values)}")
-    return found.astype(np.int64, copy=False)
-
-
-_BOOLS = frozenset([bool, np.bool_])
 
 
 class SlotTable(ReadOnly):
@@ -272,7 +260,9 @@ class SlotTable(ReadOnly):
             then.
         """
         self._check_whole()
-        at, need = _all_whole("rows", rows), _all_whole("lens", lens)
+        whole_numbers("every row", rows)
+        whole_numbers("every length", lens)
+        at, need = np.asarray(rows, dtype=np.int64), np.asarray(lens, dtype=np.int64)
         distinct = set(rows)
         if not distinct <= self._pages.keys():
             for row in at.tolist():

@@ -14,7 +14,7 @@ import torch
 
 from specattn.cache.kv_pool import KVPool
 from specattn.cache.slot_table import SlotTable
-from specattn.checks import whole_number
+from specattn.checks import whole_numbers
 from specattn.cuda_graph.recorder import Recorder
 from specattn.engine.configs import SpeculativeConfigs, powers_of_two
 from specattn.engine.request import Request, RequestOutput, check_requests
@@ -68,23 +68,12 @@ class _LateDecoder(StepDecoder):
 
 @dataclass(eq=False)
 class LaunchedStep:
-    """A step of one group of requests that is on its way.
-
-    Parameters
-    ----------
-    config : SpecConfig
-        The config that it runs with.
-    group : list of RunningRequest
-        The requests that take part.
-    pending : PendingStep
-        What they gain.
-    launched_at : float or None
-        `time.perf_counter` reading, in seconds; None if something else ran since.
-    """
+    """A step of one group of requests that is on its way."""
 
     config: SpecConfig
     group: list[RunningRequest]
     pending: PendingStep
+    # seconds, by `time.perf_counter`; None if something else ran since
     launched_at: float | None
 
 
@@ -186,8 +175,8 @@ class Engine:
         kv_scales: tuple[Scales, Scales] = (None, None),
     ) -> None:
         self.config, self._detokenize = config, detokenize
-        sizes = powers_of_two(config.max_num_reqs) if buckets is None else buckets
-        self.buckets = [whole_number("every bucket", size) for size in sizes]
+        self.buckets = powers_of_two(config.max_num_reqs) if buckets is None else list(buckets)
+        whole_numbers("every bucket", self.buckets)
         self.configs = SpeculativeConfigs((config, *configs), policy, self.buckets)
         target = for_context(target, config.max_context_len)
         if config.max_context_len > target.max_context_len:
@@ -343,9 +332,7 @@ class Engine:
             If rows or slots run out. Whatever is raised, none of the requests runs then, and those
             that ran before still do, unless an interrupt asks for `clear`.
         """
-        requests = self._checked(requests)
-        with self._change():
-            return self._admit(requests, whole=False)
+        return self._admit(self._checked(requests), whole=False)
 
     def step(self, *, ahead: bool = False) -> list[Gain]:
         """Advance the running requests; returns what each of them gained.
@@ -514,41 +501,39 @@ class Engine:
         count = len(scheduler.waiting)
         while count := min(count, len(scheduler.waiting), scheduler.num_free):
             try:
-                admitted += self._admit_first(count, whole=True)
+                admitted += self._admit(scheduler.waiting[:count], whole=True)
             except CapacityError:
                 if count == 1 and not scheduler.running:
                     if not admitted:  # else their tokens come first
-                        admitted += self._admit_first(1, whole=False)
+                        admitted += self._admit(scheduler.waiting[:1], whole=False)
+                        del scheduler.waiting[:1]
                     break
                 count //= 2
+            else:
+                del scheduler.waiting[:count]
         scheduler.full = len(scheduler.running)
         return admitted
 
-    def _admit_first(self, count: int, *, whole: bool) -> list[RequestOutput]:
-        with self._change():
-            admitted = self._admit(self.scheduler.waiting[:count], whole=whole)
-            del self.scheduler.waiting[:count]
-            return admitted
-
     def _admit(self, requests: Sequence[Request], *, whole: bool) -> list[RequestOutput]:
         """Run prompts and draw their first tokens; all of the requests run then, or none."""
-        running, rows = list(self.running), self.table.rows
-        try:
-            if any(request.sampling.temperature for request in requests):
-                self._capture_sampled()
-            results = [RequestOutput(started_at=time.perf_counter()) for _ in requests]
-            items = list(zip(requests, results, strict=True))
-            self._untimed()
-            while items:
-                # prompts that run now, and those that wait to share them
-                wave, items = self.scheduler.wave(items)
-                self._run_prompts(self.scheduler.admit(wave, whole=whole))
-        except BaseException:
-            if not self.table.changing:
-                self.scheduler.roll_back(running, rows)
-                self._changing = False
-            raise
-        return results
+        with self._change():
+            running, rows = list(self.running), self.table.rows
+            try:
+                if any(request.sampling.temperature for request in requests):
+                    self._capture_sampled()
+                results = [RequestOutput(started_at=time.perf_counter()) for _ in requests]
+                items = list(zip(requests, results, strict=True))
+                self._untimed()
+                while items:
+                    # prompts that run now, and those that wait to share them
+                    wave, items = self.scheduler.wave(items)
+                    self._run_prompts(self.scheduler.admit(wave, whole=whole))
+            except BaseException:
+                if not self.table.changing:
+                    self.scheduler.roll_back(running, rows)
+                    self._changing = False
+                raise
+            return results
 
     def _run_prompts(self, admitted: Sequence[RunningRequest]) -> None:
         """Fill the prompts' KV and append the first token of each."""

@@ -285,7 +285,7 @@ def test_rows_that_are_held_stay_so_while_others_are_held():
 def test_lengths_that_are_no_whole_numbers_are_refused(lens):
     books = table()
     row = books.allocate()
-    with pytest.raises(ValueError, match="lens must be whole numbers"):
+    with pytest.raises(ValueError, match="every length must be a whole number"):
         books.reserve([row], lens)
     books.check()
     for good in (np.array([5], dtype=np.int32), (6,), torch.tensor([7])):

@@ -1,10 +1,11 @@
 """An interrupt between any two lines leaves books that are right, or an engine that asks for clear.
 
-A tracer raises a KeyboardInterrupt at one line of the engine's or the table's code in each run.
+In each run, a tracer raises a KeyboardInterrupt at one line of the engine, the table or the step.
 """
 
 from __future__ import annotations
 
+import random
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.worlds import DEVICE
 
 ROOT = Path(specattn.__file__).parent
 ENGINE = [ROOT / "engine" / f"{name}.py" for name in ("engine", "scheduler", "configs")]
+STEPS = [ROOT / "speculative" / f"{name}.py" for name in ("host_buffers", "step_decoder", "states")]
 TABLE = [ROOT / "cache" / "slot_table.py"]
 SHARED = [7 * i % 61 for i in range(9)]
 CONTEXT = 32
@@ -51,12 +53,13 @@ class Interrupt:
         return self._line
 
 
-def first_and_last(lines: list[tuple[str, int]]) -> list[int]:
-    """Where every line ran first, and where it ran last."""
+def one_of_each(lines: list[tuple[str, int]]) -> list[int]:
+    """Where every line runs once: the first time, the last time, or between."""
     at = defaultdict(list)
     for index, line in enumerate(lines):
         at[line].append(index)
-    return sorted({index for found in at.values() for index in (found[0], found[-1])})
+    rng = random.Random(5)
+    return sorted(rng.choice([found[0], found[-1], rng.choice(found)]) for found in at.values())
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +109,7 @@ def check(run: Engine, at: int) -> bool:
     """Interrupt a life; returns whether the engine asked to be cleared."""
     results: list = []
     run.clear()
-    with Interrupt(ENGINE + TABLE, at) as interrupt, pytest.raises(KeyboardInterrupt):
+    with Interrupt(ENGINE + STEPS + TABLE, at) as interrupt, pytest.raises(KeyboardInterrupt):
         life(run, results)
     where = interrupt.lines[-1]
     # a call that is refused either way
@@ -135,21 +138,21 @@ def check(run: Engine, at: int) -> bool:
 
 def lines_of(run: Engine) -> list[tuple[str, int]]:
     run.clear()
-    with Interrupt(ENGINE + TABLE) as noted:
+    with Interrupt(ENGINE + STEPS + TABLE) as noted:
         life(run, [])
     return noted.lines
 
 
 def test_an_interrupt_costs_no_row_and_no_slot(run):
     """At some of the lines; the next test takes all of them."""
-    places = first_and_last(lines_of(run))
-    asked = [check(run, at) for at in places[::29]]
+    places = one_of_each(lines_of(run))
+    asked = [check(run, at) for at in places[::15]]
     assert set(asked) == {True, False}, "every kind of end was seen"
 
 
 @pytest.mark.slow
 def test_an_interrupt_at_any_line_costs_no_row_and_no_slot(run):
-    for at in first_and_last(lines_of(run)):
+    for at in one_of_each(lines_of(run)):
         check(run, at)
 
 
