@@ -34,6 +34,29 @@ def test_tokens_may_be_read_a_step_late(backend):
     assert pending[0].wait() == wanted[-1], "waiting twice tells the same"
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_freed_row_is_given_away_while_its_step_is_in_flight(backend):
+    """What the step leaves in the row and its slots is overwritten: the prompt comes later."""
+    run, prompt = engine((3, 4, 9), backend), [7, 1, 1, 30]
+    outputs = run.add([Request(one, 80) for one in PROMPTS])
+    rows, decoder = [live.row for live in run.running], run.decoder(run.config)
+    run.table.reserve(rows, [run.config.max_context_len] * len(rows))
+    hold_up()
+    pending = decoder.step_async(rows)
+    run.drop(outputs[2])
+    (other,) = run.add([Request(prompt, 80)])
+    assert run.running[-1].row == rows[2]
+    run.table.reserve(rows, [run.config.max_context_len] * len(rows))
+    gained = pending.wait()
+    texts = [[*output.tokens, *new] for output, new in zip(outputs, gained, strict=True)]
+    texts[2] = list(other.tokens)
+    for _ in range(4):
+        for text, new in zip(texts, decoder.step(rows), strict=True):
+            text += new
+    for one, text in zip([*PROMPTS[:2], prompt, *PROMPTS[3:]], texts, strict=True):
+        assert text == dense_greedy(run.target.model, one, len(text))
+
+
 @pytest.mark.parametrize("tbo", [False, True], ids=["whole", "tbo"])
 @pytest.mark.parametrize("cudagraph", ["full", "piecewise"])
 @pytest.mark.parametrize("backend", BACKENDS)
