@@ -158,7 +158,7 @@ def test_rows_that_were_checked_stay_what_they_were():
     assert all(pending.wait())
     with pytest.raises(ValueError, match="rows must be distinct"):
         decoder.step(given)
-    with pytest.raises(ValueError, match="rows must be whole numbers"):
+    with pytest.raises(ValueError, match="every row must be a whole number"):
         decoder.step([1.0])
     told_of_itself(run, decoder, rows)
 
