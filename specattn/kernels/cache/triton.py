@@ -172,9 +172,9 @@ def _commit_kv_kernel(
     moving = known & (source != target)
     k_blocks = tl.cdiv(K_SIZE, BLOCK)
     if block < k_blocks:
-        apart = tl.load(offsets + layer) * UNIT if UNIT else layer * stride_kl
+        offset = tl.load(offsets + layer) * UNIT if UNIT else layer * stride_kl
         _move_block(
-            k_pool + apart,
+            k_pool + offset,
             stride_ks,
             stride_kh,
             source,
@@ -187,9 +187,9 @@ def _commit_kv_kernel(
         )
     else:
         offsets += tl.num_programs(1)
-        apart = tl.load(offsets + layer) * UNIT if UNIT else layer * stride_vl
+        offset = tl.load(offsets + layer) * UNIT if UNIT else layer * stride_vl
         _move_block(
-            v_pool + apart,
+            v_pool + offset,
             stride_vs,
             stride_vh,
             source,
@@ -207,8 +207,8 @@ def _first(pool: Tensor | Sequence[Tensor]) -> tuple[Tensor, int]:
     first = pool[0].view(_BITS[pool[0].element_size()])
     if isinstance(pool, Tensor):
         return first, pool.stride(0)
-    apart = pool[1].data_ptr() - first.data_ptr() if len(pool) > 1 else 0
-    return first, apart // first.element_size()
+    offset = pool[1].data_ptr() - first.data_ptr() if len(pool) > 1 else 0
+    return first, offset // first.element_size()
 
 
 def commit_kv(
@@ -288,11 +288,5 @@ def write_slots(
     page_size: int,
 ) -> None:
     _write_slots_kernel[(pieces, max(1, triton.cdiv(longest, BLOCK)))](
-        packed,
-        req_to_token,
-        reserved,
-        pieces,
-        req_to_token.stride(0),
-        PAGE=page_size,
-        BLOCK=BLOCK,
+        packed, req_to_token, reserved, pieces, req_to_token.stride(0), PAGE=page_size, BLOCK=BLOCK
     )

@@ -79,12 +79,7 @@ def add_rms_norm(
 
 
 def embed_rms_norm(
-    ids: Tensor,
-    table: Tensor,
-    weight: Tensor,
-    eps: float,
-    *,
-    embedded: Tensor | None = None,
+    ids: Tensor, table: Tensor, weight: Tensor, eps: float, *, embedded: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Look up the tokens' embeddings, and norm them.
 
@@ -146,10 +141,7 @@ def embed_norm_pair(
     )
 
 
-def silu_mul(
-    partials: Tensor,
-    dtype: torch.dtype,
-) -> Tensor:
+def silu_mul(partials: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``silu(gate) * up``, ``[T, I]`` in ``dtype``.
 
     Parameters
@@ -221,10 +213,7 @@ def qk_norm_rope_store_kv(
     )
 
 
-def split_k_reduce(
-    partials: Tensor,
-    dtype: torch.dtype,
-) -> Tensor:
+def split_k_reduce(partials: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the sum of a product's partials, ``[T, N]`` in ``dtype``.
 
     For a product whose next reader does not add them up itself.

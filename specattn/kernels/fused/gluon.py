@@ -134,15 +134,7 @@ def _produce_rows(
 
 @gluon.jit
 def _store(
-    out,
-    values,
-    first,
-    step,
-    tokens,
-    width,
-    stride_row,
-    BT: gl.constexpr,
-    layout: gl.constexpr,
+    out, values, first, step, tokens, width, stride_row, BT: gl.constexpr, layout: gl.constexpr
 ):
     """Store ``step`` of 64 rows of a tile as columns of the result, from ``first`` on."""
     token = gl.arange(0, BT, layout=gl.SliceLayout(0, layout))  # [BT]

@@ -36,11 +36,7 @@ def add_rms_norm(
 
 
 def embed_rms_norm(
-    ids: Tensor,
-    table: Tensor,
-    weight: Tensor,
-    eps: float,
-    embedded: Tensor | None,
+    ids: Tensor, table: Tensor, weight: Tensor, eps: float, embedded: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     if embedded is None:
         embedded = weight.new_empty(len(ids), table.shape[1])
@@ -67,10 +63,7 @@ def embed_norm_pair(
     return torch.cat(pair, dim=-1).to(dtype), hidden
 
 
-def silu_mul(
-    partials: Tensor,
-    dtype: torch.dtype,
-) -> Tensor:
+def silu_mul(partials: Tensor, dtype: torch.dtype) -> Tensor:
     gate, up = partials.float().sum(0).chunk(2, dim=-1)
     return (silu(gate) * up).to(dtype)
 
@@ -103,10 +96,7 @@ def qk_norm_rope_store_kv(
     store_kv(new_k, new_v, k_cache, v_cache, slots, k_scale=k_scale, v_scale=v_scale)
 
 
-def split_k_reduce(
-    partials: Tensor,
-    dtype: torch.dtype,
-) -> Tensor:
+def split_k_reduce(partials: Tensor, dtype: torch.dtype) -> Tensor:
     return partials.float().sum(0).to(dtype)
 
 

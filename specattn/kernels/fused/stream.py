@@ -71,7 +71,7 @@ class StreamTile:
 def stream_tile(rows: int, *, gated: bool = False) -> StreamTile:
     """Choose the tile for this many rows of x; the rings of its CTAs fill the shared memory.
 
-    One CTA per multiprocessor makes fewer parts to add up, two even out better what is not split.
+    One CTA per multiprocessor makes fewer partials to add up, two even out what is not split.
     """
     if rows <= 16:
         return StreamTile(16, 3, ctas_per_sm=2, max_regs=64, pace=1) if gated else StreamTile(16, 6)
@@ -105,10 +105,10 @@ def stream_linear(x: Tensor, weight: Tensor, tile: StreamTile | None = None) -> 
     Returns
     -------
     Tensor
-        ``[S, T, N]``, parts whose sum is the product: one of x's dtype, or several in float32.
+        ``[S, T, N]``, partials whose sum is the product: one of x's dtype, or several in float32.
     """
     tile = tile or stream_tile(len(x))
-    step, split = _parts(x, weight, tile)
+    step, split = _splits(x, weight, tile)
     out = torch.empty(
         split, len(x), len(weight), dtype=x.dtype if split == 1 else torch.float32, device=x.device
     )
@@ -131,11 +131,11 @@ def _gains(x: Tensor, weight: Tensor) -> bool:
 
     There it is not for a weight that is split and leaves matrix instructions partly empty.
     """
-    step, split = _parts(x, weight, stream_tile(len(x)))
+    step, split = _splits(x, weight, stream_tile(len(x)))
     return len(x) <= 64 or step == 64 or split == 1
 
 
-def _parts(x: Tensor, weight: Tensor, tile: StreamTile) -> tuple[int, int]:
+def _splits(x: Tensor, weight: Tensor, tile: StreamTile) -> tuple[int, int]:
     """Choose rows of weights per half of a CTA, and shares of K, of a product."""
     return _shares(len(weight), 2, -(-x.shape[1] // tile.block_k), tile, x.device)
 

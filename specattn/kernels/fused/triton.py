@@ -63,11 +63,7 @@ def add_rms_norm(
 
 
 def embed_rms_norm(
-    ids: Tensor,
-    table: Tensor,
-    weight: Tensor,
-    eps: float,
-    embedded: Tensor | None,
+    ids: Tensor, table: Tensor, weight: Tensor, eps: float, embedded: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     size = table.shape[1]
     if embedded is None:
@@ -125,10 +121,7 @@ def embed_norm_pair(
     return out, hidden if chosen is None else chosen
 
 
-def silu_mul(
-    partials: Tensor,
-    dtype: torch.dtype,
-) -> Tensor:
+def silu_mul(partials: Tensor, dtype: torch.dtype) -> Tensor:
     split, count, both = partials.shape
     out = partials.new_empty(count, both // 2, dtype=dtype)
     if count:
@@ -204,10 +197,7 @@ def _warps(size: int) -> int:
     return max(1, min(32, int(triton.next_power_of_2(size)) // 128))
 
 
-def split_k_reduce(
-    partials: Tensor,
-    dtype: torch.dtype,
-) -> Tensor:
+def split_k_reduce(partials: Tensor, dtype: torch.dtype) -> Tensor:
     split, count, size = partials.shape
     out = partials.new_empty(count, size, dtype=dtype)
     if count:

@@ -266,10 +266,7 @@ def fill_page_table(
 
 
 def fill_ancestor_table(
-    tail_slots: Tensor,
-    tail_words: Tensor,
-    table: Tensor,
-    lens: Tensor,
+    tail_slots: Tensor, tail_words: Tensor, table: Tensor, lens: Tensor
 ) -> None:
     """List the slots of the tail keys that every query token sees, in their bits' order.
 

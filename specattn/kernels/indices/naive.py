@@ -156,10 +156,7 @@ def fill_page_table(
 
 
 def fill_ancestor_table(
-    tail_slots: Tensor,
-    tail_words: Tensor,
-    table: Tensor,
-    lens: Tensor,
+    tail_slots: Tensor, tail_words: Tensor, table: Tensor, lens: Tensor
 ) -> None:
     batch, tail = tail_slots.shape
     q_len = tail_words.shape[1]

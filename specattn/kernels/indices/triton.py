@@ -188,7 +188,7 @@ def fill_slots(
         block_table.stride(0),
         req_to_token.stride(0),
         PAGE=page_size,
-        APART=block_stride,
+        BLOCK_STRIDE=block_stride,
         BLOCK=block,
     )
 
@@ -227,10 +227,7 @@ def fill_page_table(
 
 
 def fill_ancestor_table(
-    tail_slots: Tensor,
-    tail_words: Tensor,
-    table: Tensor,
-    lens: Tensor,
+    tail_slots: Tensor, tail_words: Tensor, table: Tensor, lens: Tensor
 ) -> None:
     tail = tail_slots.shape[1]
     block = triton.next_power_of_2(tail)

@@ -100,7 +100,7 @@ def fill_slots_kernel(
     stride_block,
     stride_req,
     PAGE: tl.constexpr,
-    APART: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Write a share of one line's slots."""
@@ -115,7 +115,7 @@ def fill_slots_kernel(
     for first in range(tl.program_id(1) * BLOCK, length, tl.num_programs(1) * BLOCK):
         place = first + tl.arange(0, BLOCK)  # [BLOCK]
         block = tl.load(line + place // PAGE, mask=place < length, other=0)
-        slots = block * APART + place % PAGE
+        slots = block * BLOCK_STRIDE + place % PAGE
         tl.store(req_to_token + row * stride_req + place, slots, mask=place < length)
 
 

@@ -57,9 +57,7 @@ def top_tokens(
     implementation(naive.top_tokens, logits.device)(logits, topk, probs_out, ids_out, target_ids)
 
 
-def argmax_tokens(
-    logits: Tensor,
-) -> Tensor:
+def argmax_tokens(logits: Tensor) -> Tensor:
     """Return each row's most probable token, the lowest among equals.
 
     A row with NaN or +inf, or of -inf alone, gives -1. One launch for many rows, two for few,
@@ -128,11 +126,7 @@ def target_probs(
     )
 
 
-def uniform(
-    seeds: Tensor,
-    positions: Tensor,
-    draw: int,
-) -> Tensor:
+def uniform(seeds: Tensor, positions: Tensor, draw: int) -> Tensor:
     """Return the coin of each (seed, position, draw), in one launch.
 
     The coin does not depend on the batch or the device: the generator is counter-based, SplitMix64
@@ -161,12 +155,7 @@ def uniform(
     return implementation(naive.uniform, seeds.device)(seeds, positions, draw)
 
 
-def path_coins(
-    seeds: Tensor,
-    seq_lens: Tensor,
-    depths: int,
-    draws: int,
-) -> Tensor:
+def path_coins(seeds: Tensor, seq_lens: Tensor, depths: int, draws: int) -> Tensor:
     """Return a step's coins, `uniform` at ``seq_lens + depth``, in one launch.
 
     Parameters
@@ -192,10 +181,7 @@ def path_coins(
     return implementation(naive.path_coins, seeds.device)(seeds, seq_lens, depths, draws)
 
 
-def draw_tokens(
-    weights: Tensor,
-    coins: Tensor,
-) -> Tensor:
+def draw_tokens(weights: Tensor, coins: Tensor) -> Tensor:
     """Draw one token per row by inverting its distribution function, in one launch.
 
     The token is the first of positive weight whose cumulative weight exceeds ``coin * total``:

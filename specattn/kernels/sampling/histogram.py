@@ -48,11 +48,11 @@ def _scale_of(
     split = tl.arange(0, BLOCK_P)  # [BLOCK_P]
     level = tl.load(levels + row * splits + split, mask=split < splits, other=-float("inf"))
     known = level > -float("inf")
-    spread = tl.sum(tl.where(known, peak - level, 0.0), 0)
-    spread /= tl.maximum(tl.sum(known.to(tl.int32), 0), 1)
-    reach = 2 * spread
+    mean = tl.sum(tl.where(known, peak - level, 0.0), 0)
+    mean /= tl.maximum(tl.sum(known.to(tl.int32), 0), 1)
+    reach = 2 * mean
     if by_mass & (by_count == 0):
-        reach = tl.minimum(4 * spread, reach_of(share, total, vocab, inv_temperature))
+        reach = tl.minimum(4 * mean, reach_of(share, total, vocab, inv_temperature))
     return tl.minimum(tl.maximum(BINS // 4 * 3 / tl.maximum(reach, 1e-30), 1e-30), 1e30)
 
 

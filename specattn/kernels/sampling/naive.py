@@ -11,11 +11,7 @@ _MIX_2 = 0x94D049BB133111EB - 2**64
 
 
 def top_tokens(
-    logits: Tensor,
-    topk: int,
-    probs_out: Tensor,
-    ids_out: Tensor,
-    target_ids: Tensor | None,
+    logits: Tensor, topk: int, probs_out: Tensor, ids_out: Tensor, target_ids: Tensor | None
 ) -> None:
     scores = _numbers(logits)
     # distinct keys: no tie is left to the library
@@ -83,22 +79,13 @@ def _truncate(
     return torch.empty_like(scaled).scatter_(1, order, ordered)
 
 
-def uniform(
-    seeds: Tensor,
-    positions: Tensor,
-    draw: int,
-) -> Tensor:
+def uniform(seeds: Tensor, positions: Tensor, draw: int) -> Tensor:
     seeds = seeds.reshape(-1, *[1] * (positions.dim() - 1))
     state = _mix(_mix(_mix(seeds) + positions) + draw)
     return _shift(state, 40).float() * 2.0**-24
 
 
-def path_coins(
-    seeds: Tensor,
-    seq_lens: Tensor,
-    depths: int,
-    draws: int,
-) -> Tensor:
+def path_coins(seeds: Tensor, seq_lens: Tensor, depths: int, draws: int) -> Tensor:
     positions = seq_lens.long()[:, None] + torch.arange(depths, device=seq_lens.device)
     return torch.stack([uniform(seeds, positions, draw) for draw in range(draws)])
 

@@ -204,7 +204,7 @@ def threshold_kernel(
     thresholds,  # [R, 2] float32, out: distance up to which tokens are kept, and their weight
     lasts,  # [R] int32, out: the last token that is kept at that distance
     lists,  # [R, thresholds, KEPT] int32: tokens among which a cut is; scratch if they are more
-    notes,  # [R, 2, 4] int64: see `narrow.gather_kernel`
+    notes,  # [R, 2, 4] int64: see `histogram.gather_kernel`
     vocab,
     stride,
     rows_per_req,

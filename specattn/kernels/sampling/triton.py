@@ -38,11 +38,7 @@ TOP_BLOCKS = (1024, 4096)
 
 
 def top_tokens(
-    logits: Tensor,
-    topk: int,
-    probs_out: Tensor,
-    ids_out: Tensor,
-    target_ids: Tensor | None,
+    logits: Tensor, topk: int, probs_out: Tensor, ids_out: Tensor, target_ids: Tensor | None
 ) -> None:
     rows, vocab = logits.shape
     block = TOP_BLOCKS[topk > 16]
@@ -82,9 +78,7 @@ def top_tokens(
     )
 
 
-def argmax_tokens(
-    logits: Tensor,
-) -> Tensor:
+def argmax_tokens(logits: Tensor) -> Tensor:
     rows, vocab = logits.shape
     tiles = triton.cdiv(vocab, ARGMAX_BLOCK)
     splits = programs_per_row(rows, tiles)
@@ -105,12 +99,7 @@ def argmax_tokens(
     )
     if splits > 1:
         argmax_merge_kernel[(rows,)](
-            keys,
-            out,
-            splits,
-            BLOCK=triton.next_power_of_2(splits),
-            num_warps=1,
-            **options,
+            keys, out, splits, BLOCK=triton.next_power_of_2(splits), num_warps=1, **options
         )
     return out
 
@@ -217,11 +206,7 @@ def target_probs(
     return probs
 
 
-def uniform(
-    seeds: Tensor,
-    positions: Tensor,
-    draw: int,
-) -> Tensor:
+def uniform(seeds: Tensor, positions: Tensor, draw: int) -> Tensor:
     width = positions[0].numel() if len(positions) else 0
     flat = positions.reshape(len(positions), width) if positions.dim() != 1 else positions[:, None]
     coins = torch.empty(positions.shape, dtype=torch.float32, device=positions.device)
@@ -241,26 +226,12 @@ def uniform(
     return coins
 
 
-def path_coins(
-    seeds: Tensor,
-    seq_lens: Tensor,
-    depths: int,
-    draws: int,
-) -> Tensor:
+def path_coins(seeds: Tensor, seq_lens: Tensor, depths: int, draws: int) -> Tensor:
     coins = torch.empty(draws, len(seeds), depths, dtype=torch.float32, device=seeds.device)
     count = len(seeds) * depths
     if count:
         coins_kernel[(triton.cdiv(count, 256), draws)](
-            seeds,
-            seq_lens,
-            coins,
-            count,
-            depths,
-            0,
-            1,
-            0,
-            DEPTHS=True,
-            BLOCK=256,
+            seeds, seq_lens, coins, count, depths, 0, 1, 0, DEPTHS=True, BLOCK=256
         )
     return coins
 

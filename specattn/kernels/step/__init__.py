@@ -226,33 +226,29 @@ def gather_path(
     )
 
 
-def write_output(
-    packed: Tensor,
-    ring: Tensor,
-    turn: Tensor,
-) -> None:
-    """Write a step's tokens to their turn of a ring in pinned host memory, and count the turn.
+def write_output(packed: Tensor, buffer: Tensor, turn: Tensor) -> None:
+    """Write a step's tokens to their turn of a buffer in pinned host memory, and count the turn.
 
     The host finds them there once an event that is recorded after this launch has come; nothing
-    is copied besides. The ring is written over PCIe, which does not hold the device up.
+    is copied besides. The buffer is written over PCIe, which does not hold the device up.
 
     Parameters
     ----------
     packed : Tensor
         ``[B, w]`` int64; may have a row stride.
-    ring : Tensor
+    buffer : Tensor
         ``[S, B', w]`` int64 with B' at least B, dense but for its first axis; pinned, or on the
-        device. The first B rows of ``ring[turn]`` are written.
+        device. The first B rows of ``buffer[turn]`` are written.
     turn : Tensor
         ``[1]`` int64, at least 0 and below S; becomes the next one, 0 after the last.
 
     Raises
     ------
     ValueError
-        Before anything is written: if the ring has another width, or fewer rows.
+        Before anything is written: if the buffer has another width, or fewer rows.
     """
-    _check_ring(packed, ring)
-    implementation(naive.write_output, packed.device)(packed, ring, turn)
+    _check_buffer(packed, buffer)
+    implementation(naive.write_output, packed.device)(packed, buffer, turn)
 
 
 def _check_copies(batch: int, tables: Sequence[Tensor], parts: Sequence[Tensor], name: str) -> None:
@@ -318,12 +314,12 @@ def _check_path(features: Tensor, accept_index: Tensor, features_out: Tensor) ->
         )
 
 
-def _check_ring(packed: Tensor, ring: Tensor) -> None:
-    """Raise ValueError unless the ring holds such tokens."""
+def _check_buffer(packed: Tensor, buffer: Tensor) -> None:
+    """Raise ValueError unless the buffer holds such tokens."""
     rows, width = packed.shape
-    dense = ring.stride()[1:] == (width, 1)
-    if ring.shape[2] != width or ring.shape[1] < rows or not dense:
+    dense = buffer.stride()[1:] == (width, 1)
+    if buffer.shape[2] != width or buffer.shape[1] < rows or not dense:
         raise ValueError(
-            f"ring must be [S, at least {rows}, {width}], dense but for its first axis, "
-            f"got {list(ring.shape)} with strides {ring.stride()}"
+            f"buffer must be [S, at least {rows}, {width}], dense but for its first axis, "
+            f"got {list(buffer.shape)} with strides {buffer.stride()}"
         )

@@ -91,11 +91,7 @@ def gather_path(
     after_out.copy_(seq_lens + accept_lens)
 
 
-def write_output(
-    packed: Tensor,
-    ring: Tensor,
-    turn: Tensor,
-) -> None:
+def write_output(packed: Tensor, buffer: Tensor, turn: Tensor) -> None:
     at = int(turn)
-    ring[at, : len(packed)] = packed
-    turn.fill_((at + 1) % len(ring))
+    buffer[at, : len(packed)] = packed
+    turn.fill_((at + 1) % len(buffer))

@@ -171,21 +171,17 @@ def gather_path(
     )
 
 
-def write_output(
-    packed: Tensor,
-    ring: Tensor,
-    turn: Tensor,
-) -> None:
+def write_output(packed: Tensor, buffer: Tensor, turn: Tensor) -> None:
     batch, width = packed.shape
     write_output_kernel[(1,)](
         packed,
-        ring,
+        buffer,
         turn,
         batch * width,
         width,
-        len(ring),
+        len(buffer),
         packed.stride(0),
-        ring.stride(0),
+        buffer.stride(0),
         BLOCK=OUTPUT_BLOCK,
         **launch_options(packed.device),
     )

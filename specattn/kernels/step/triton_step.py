@@ -279,13 +279,13 @@ def gather_path_kernel(
 @triton.jit
 def write_output_kernel(
     packed,  # [B, width] int64
-    ring,  # [S, B', width] int64, out, in the host's memory
+    buffer,  # [S, B', width] int64, out, in the host's memory
     turn,  # [1] int64, in place
     numbers,
     width,
     slots,
     stride_packed,
-    stride_ring,
+    stride_buffer,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -296,7 +296,7 @@ def write_output_kernel(
         number = start + tl.arange(0, BLOCK)  # [BLOCK]
         ok = number < numbers
         value = tl.load(packed + number // width * stride_packed + number % width, mask=ok)
-        tl.store(ring + at * stride_ring + number, value, mask=ok)
+        tl.store(buffer + at * stride_buffer + number, value, mask=ok)
     # every thread has read it
     tl.debug_barrier()
     tl.store(turn, (at + 1) % slots)

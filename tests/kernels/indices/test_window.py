@@ -120,13 +120,13 @@ def test_other_shapes_are_refused_by_name(implementation):
 
     wrong("seq_lens", torch.zeros(2, dtype=torch.int32, device=DEVICE), "seq_lens")
     wrong("slots", poisoned(2, 4, dtype=torch.int32), "slots_out")
-    wrong("slots", poisoned(3, 8, dtype=torch.int32)[:, ::2], "slots_out must have a dense")
+    wrong("slots", poisoned(3, 8, dtype=torch.int32)[:, ::2], "slots_out must be dense")
     wrong("positions", poisoned(3, 4), "positions_out")
-    wrong("positions", poisoned(3, 2, 4)[..., ::2], "positions_out must have a dense")
+    wrong("positions", poisoned(3, 2, 4)[..., ::2], "positions_out must be dense")
     wrong(
         "table",
         torch.ones(5, 2 * CONTEXT, dtype=torch.int32, device=DEVICE)[:, ::2],
-        "req_to_token must have a dense",
+        "req_to_token must be dense",
     )
 
 

@@ -1,4 +1,4 @@
-"""A step's output arrives in its turn of the host's ring, and nowhere else."""
+"""A step's output arrives in its turn of the host's buffer, and nowhere else."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.kernels.tree_oracle import DEVICE, POISON
 def made(batch: int, width: int, slots: int, *, rows: int, gap: int = 0):
     packed = torch.full((batch, width + gap), POISON, device=DEVICE)
     packed[:, :width] = torch.randint(-(2**62), 2**62, (batch, width), device=DEVICE)
-    ring = torch.full((slots, rows, width), POISON, pin_memory=DEVICE == "cuda")
-    return packed[:, :width], ring, torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    buffer = torch.full((slots, rows, width), POISON, pin_memory=DEVICE == "cuda")
+    return packed[:, :width], buffer, torch.zeros(1, dtype=torch.int64, device=DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -26,45 +26,45 @@ def made(batch: int, width: int, slots: int, *, rows: int, gap: int = 0):
     ],
 )
 def test_outputs_arrive_in_turn(implementation, batch, width, rows, gap):
-    packed, ring, turn = made(batch, width, 3, rows=rows, gap=gap)
-    expected = ring.clone()
+    packed, buffer, turn = made(batch, width, 3, rows=rows, gap=gap)
+    expected = buffer.clone()
     for step in range(7):
         packed.add_(step)
-        write_output(packed, ring, turn)
+        write_output(packed, buffer, turn)
         at = step % 3
         expected[at, :batch] = packed.cpu()
         assert int(turn) == (at + 1) % 3
-        assert torch.equal(ring, expected), step
+        assert torch.equal(buffer, expected), step
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 5), (2, 3, 4)], ids=["rows", "width"])
-def test_a_ring_of_another_size_is_refused(implementation, shape):
+def test_a_buffer_of_another_size_is_refused(implementation, shape):
     packed, _, turn = made(3, 5, 2, rows=3)
-    ring = torch.full(shape, POISON)
-    with pytest.raises(ValueError, match="ring must be"):
-        write_output(packed, ring, turn)
-    assert (ring == POISON).all()
+    buffer = torch.full(shape, POISON)
+    with pytest.raises(ValueError, match="buffer must be"):
+        write_output(packed, buffer, turn)
+    assert (buffer == POISON).all()
     assert int(turn) == 0
 
 
 @pytest.mark.gpu
 def test_recorded_outputs_go_to_pinned_memory_in_turn():
     """The host reads them once an event after the replay has come; no copy is recorded."""
-    packed, ring, turn = made(5, 4, 2, rows=8)
-    write_output(packed, ring, turn)
+    packed, buffer, turn = made(5, 4, 2, rows=8)
+    write_output(packed, buffer, turn)
     torch.cuda.synchronize()
     turn.zero_()
     graph, source = torch.cuda.CUDAGraph(), packed.clone()
     with torch.cuda.graph(graph):
         packed.copy_(source)
-        write_output(packed, ring, turn)
+        write_output(packed, buffer, turn)
         source.add_(1)
     want, done = source.cpu(), torch.cuda.Event()
     for step in range(50):
-        ring[step % 2].fill_(POISON)
+        buffer[step % 2].fill_(POISON)
         torch.cuda._sleep(100_000)
         graph.replay()
         done.record()
         done.synchronize()
-        assert torch.equal(ring[step % 2, :5], want + step)
-        assert (ring[step % 2, 5:] == POISON).all()
+        assert torch.equal(buffer[step % 2, :5], want + step)
+        assert (buffer[step % 2, 5:] == POISON).all()
