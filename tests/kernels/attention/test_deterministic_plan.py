@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import pytest
@@ -26,11 +27,13 @@ class Work:
     stop: list[int]
     plan: DeterministicPlan
 
-    def partials(self, req: int) -> list[tuple[int, int]]:
-        """The tiles of a request's partials, counted from position 0."""
-        first, stop = self.first[req], self.stop[req]
-        cuts = [first, *(t for t in range(first + 1, stop) if t % SPLIT == 0), stop]
-        return list(pairwise(cuts))
+    @cached_property
+    def partials(self) -> list[list[tuple[int, int]]]:
+        """The tiles of every request's partials, counted from position 0."""
+        return [
+            list(pairwise([first, *(t for t in range(first + 1, stop) if t % SPLIT == 0), stop]))
+            for first, stop in zip(self.first, self.stop, strict=True)
+        ]
 
     def walk(self) -> list[list[tuple[int, int]]]:
         """Walk the splits as the kernel does: ``(request, partial)`` each."""
@@ -41,11 +44,11 @@ class Work:
                 base, prefix, first, partials, _, _ = numbers
                 assert (base, prefix) == (self.bases[req], self.lengths[req])
                 assert first == self.first[req]
-                assert partials == len(self.partials(req))
+                assert partials == len(self.partials[req])
                 low = first + tile
                 nth = low // SPLIT - first // SPLIT
                 high = min((low // SPLIT + 1) * SPLIT, self.stop[req])
-                assert self.partials(req)[nth] == (low, high), "a split begins inside a partial"
+                assert self.partials[req][nth] == (low, high), "a split begins inside a partial"
                 walks[-1].append((req, nth))
                 left, tile = left - (high - low), tile + high - low
                 if high == self.stop[req]:
@@ -99,13 +102,13 @@ def check(work: Work) -> list[list[tuple[int, int]]]:
     walks, requests = work.walk(), work.plan.requests.tolist()
     line = [item for walk in walks for item in walk]
     batch = range(len(work.lengths))
-    assert line == [(req, nth) for req in batch for nth in range(len(work.partials(req)))]
+    assert line == [(req, nth) for req in batch for nth in range(len(work.partials[req]))]
     # the partials of a request's first split are folded there, the others have slots of their own
     slots, listed = 0, []
     for req in batch:
         split = next(c for c, walk in enumerate(walks) if (req, 0) in walk)
         head = sum(item[0] == req for item in walks[split])
-        kept = len(work.partials(req)) - head
+        kept = len(work.partials[req]) - head
         assert requests[req][4] == head
         if kept:
             assert requests[req][5] == slots
@@ -113,13 +116,13 @@ def check(work: Work) -> list[list[tuple[int, int]]]:
         slots += kept
     count = int(work.plan.merges[0, 0])
     assert work.plan.merges[1 : count + 1].tolist() == listed
-    longest = max(len(work.partials(req)) for req in batch)
+    longest = max(len(work.partials[req]) for req in batch)
     assert slots <= min(len(work.lengths), len(walks) - 1) * (longest - 1)
     # no split has more than its share and one partial
     extra = work.plan.extra
     work_of = [
-        sum(b - a for req, nth in walk for a, b in [work.partials(req)[nth]])
-        + sum(extra for req, nth in walk if nth == len(work.partials(req)) - 1)
+        sum(b - a for req, nth in walk for a, b in [work.partials[req][nth]])
+        + sum(extra for req, nth in walk if nth == len(work.partials[req]) - 1)
         for walk in walks
     ]
     used = sum(1 for walk in walks if walk)
@@ -238,3 +241,11 @@ def test_a_path_is_the_rest_of_the_prefix_and_the_ancestors(
                 assert entry == slot
             else:
                 assert ~entry == a["tail_slots"][b, 0]
+
+
+def test_products_of_work_and_splits_just_beyond_32_bits() -> None:
+    """Full rows whose work times splits passes 2^31 by less than a hundredth."""
+    tiles, splits = 11_600, 46_400
+    lengths = [tiles * BN - 3] * 4
+    assert 2**31 < 4 * tiles * splits < 1.01 * 2**31
+    check(make(lengths, splits=splits, stride=tiles * BN - 3, extra=0))

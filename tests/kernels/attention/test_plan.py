@@ -327,3 +327,11 @@ def test_many_plans_take_few_launches(
         check(work)
     fill_plans([])
     assert len(plan_launches) == 3
+
+
+def test_products_of_tiles_and_splits_just_beyond_32_bits() -> None:
+    """Full rows whose tiles times splits pass 2^31 by less than a hundredth."""
+    tiles, splits, block = 11_600, 46_400, 16
+    lengths = [tiles * block - 3] * 4
+    assert 2**31 < 4 * tiles * splits < 1.01 * 2**31
+    check(make(lengths, splits=splits, stride=tiles * block - 3, block=block))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from specattn.kernels.attention.tiles import MergeTile
 from tests.kernels.attention.calls import attend, make_kernel, plan, run, run_naive
 from tests.oracle import (
     NAN,
@@ -190,6 +191,23 @@ def test_replanning_leaves_nothing_behind() -> None:
     for case in (long, short):
         attend(kernel, case)
         check(case, oracle_tree(case))
+
+
+@pytest.mark.parametrize("rising", [True, False])
+@pytest.mark.parametrize("merge", [MergeTile(4, 2), MergeTile(4, 3, many=4), MergeTile(8, 33)])
+def test_merges_rescale_what_came_before(merge: MergeTile, rising: bool) -> None:
+    """Partials weigh ever more, or ever less; fewer are taken at once than there are."""
+    case = make_tree_case([900, 33], q_len=2, heads=(2, 1), head_dim=16, device=DEVICE)
+    slots = case.args["req_to_token"][case.args["req_pool_indices"][0], :900].long()
+    weight = torch.linspace(0, 4, 900, device=DEVICE) * (1 if rising else -1)
+    # the larger a key along the query, the larger its logit
+    case.q[:] = case.q.abs()
+    case.k_cache[slots] = case.k_cache[slots] * 0.1 + weight[:, None, None]
+    kernel = make_kernel(case, ctas=8)
+    kernel.kernels.merge_tile = merge
+    attend(kernel, case)
+    assert kernel.tables.merges[1, 2] > 8
+    check(case, oracle_tree(case))
 
 
 def test_equal_inputs_give_equal_bits() -> None:
