@@ -178,20 +178,20 @@ def kv_map(table: SlotTable, config: SpecConfig | None = None) -> str:
     str
         A line per request, e.g. ``row 1: 7 committed in slots 1..7, 64 more reserved in 8..71``.
     """
-    held = table._pages
+    held = {row: table.pages(row) for row in sorted(table.rows)}
     users: dict[int, list[int]] = {}
-    for row in held:
-        for page in held[row]:
+    for row, pages in held.items():
+        for page in pages:
             users.setdefault(page, []).append(row)
     lines = []
-    for row in sorted(held):
-        size, length = len(held[row]) * table.page_size, table.committed(row)
+    for row, pages in held.items():
+        size, length = len(pages) * table.page_size, table.committed(row)
         slots = table.req_to_token[row].tolist()[:size]
         line = f"row {row}: {length} committed in slots {_runs(slots[:length])}"
         if slots[length:]:
             line += f", {len(slots) - length} more reserved in {_runs(slots[length:])}"
         lines.append(line)
-        shared = [page for page in held[row] if len(users[page]) > 1]
+        shared = [page for page in pages if len(users[page]) > 1]
         if shared:
             others = sorted({other for page in shared for other in users[page]} - {row})
             lines.append(
@@ -222,18 +222,17 @@ def explain_replay(runner: GraphRunner[Key], mode: Key, count: int) -> str:
     NotCapturedError
         If ``mode`` was never captured.
     """
-    captured = runner._captured
-    if mode not in captured:
-        raise NotCapturedError(mode.value, [m.value for m in captured])
     sizes = runner.captured(mode)
+    if not sizes:
+        parts = dict.fromkeys(report.part for report in runner.reports())
+        raise NotCapturedError(mode.value, list(parts))
     what = f"{mode.value}, {count} request{'s' if count != 1 else ''}"
     at = bisect.bisect_left(sizes, count)
     if at == len(sizes):
         return f"{what}: no captured bucket of {sizes} holds them; they run eagerly"
-    one = captured[mode][sizes[at]]
-    how = "a recorded CUDA graph" if one.graph is not None else "eager over static buffers"
-    lines = [f"{what}: bucket {one.bucket} of {sizes}, {how}"]
-    padding = one.bucket - count
+    how = "a recorded CUDA graph" if runner.recorded(mode) else "eager over static buffers"
+    lines = [f"{what}: bucket {sizes[at]} of {sizes}, {how}"]
+    padding = sizes[at] - count
     if padding:
         rows = "row" if padding == 1 else "rows"
         lines.append(f"{padding} {rows} of padding: table row 0, length 0, slots of page 0")

@@ -185,6 +185,16 @@ class SlotTable(ReadOnly):
         """Slots no request holds."""
         return self._num_free * self.page_size
 
+    def pages(self, row: int) -> tuple[int, ...]:
+        """Return the pages that a row holds, in the order of its tokens.
+
+        Raises
+        ------
+        ValueError
+            If the row is not allocated.
+        """
+        return tuple(self._pages[self._known(row)])
+
     @property
     def num_free_rows(self) -> int:
         """Requests that can still be allocated."""
