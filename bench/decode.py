@@ -16,12 +16,8 @@ included, is subtracted.
 
 With CUDA, what has to be compiled is compiled before, by a process for every batch and setting.
 
-``--paired N`` asks one thing only: whether one graph is slower than three (`bench.decode_paired`).
-With ``--control`` one graph stands where three do, too: what is told apart then is order and place.
-
     python -m bench.decode [--batch 1 8 64] [--new 128] [--repeats 4] [--dtype bfloat16]
     python -m bench.decode --quick
-    python -m bench.decode --paired 8 [--limit 100]
 """
 
 from __future__ import annotations
@@ -40,11 +36,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bench import decode_paired
 from bench.acceptance import PROMPT_TOKENS, held_out_prompts
 from bench.decode_sides import Contestant, Run, Transformers, decode
 from bench.shipped import pair, plain_target
-from bench.suite import seams
 from bench.suite.decode import EAGER, HALVES, ONE, PLAIN, THREE, TRANSFORMERS, slower
 from bench.suite.machine import machine
 from specattn.config import SpecConfig
@@ -93,7 +87,7 @@ class Batch:
         # what launches kernel by kernel gets less to do where others are to be timed as well
         self.short = min(new, SHORT) if len(ways) > 1 else new
         self.contestants = {
-            # a plain step is one forward, whatever its seams; one request has no halves
+            # a plain step is one forward, however it is recorded; one request has no halves
             temperature: [
                 Contestant(setting, way)
                 for setting in settings
@@ -218,16 +212,11 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="one tree, batches of 1 and 8")
     parser.add_argument("--workers", type=int, help="processes that compile ahead; 0 is none")
-    parser.add_argument("--paired", type=int, metavar="N", help="compare the seams N times anew")
-    parser.add_argument("--control", action="store_true", help="with --paired: one beside one")
-    parser.add_argument("--limit", type=float, default=100.0, help="seconds for --paired")
     parser.add_argument("--commit", help="what the results call this version")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.quick:
         args.batch, args.settings, args.repeats = [1, 8], list(QUICK), min(args.repeats, 2)
-    if args.paired:
-        args.settings = [name for name in args.settings if name != PLAIN]
     return args
 
 
@@ -249,47 +238,13 @@ def main() -> None:
         "dtype": args.dtype,
         "prompt_tokens": PROMPT_TOKENS,
     }
-    if args.paired:
-        compare_seams(args, models, prompts, found)
-    else:
-        time_all(args, models, prompts, found, begin)
+    time_all(args, models, prompts, found, begin)
 
 
 def write(found: dict[str, Any], path: Path | None) -> None:
     """Write a record, if it is wanted."""
     if path:
         path.write_text(json.dumps(found, indent=1) + "\n")
-
-
-def compare_seams(
-    args: argparse.Namespace,
-    models: tuple[Any, Any],
-    prompts: list[list[int]],
-    found: dict[str, Any],
-) -> None:
-    """Tell one graph and three apart, print where one is slower, and keep it."""
-    plan = decode_paired.Plan(
-        {name: TREES[name] for name in args.settings},
-        args.batch,
-        TEMPERATURES,
-        CONTEXT,
-        args.paired,
-        limit=args.limit,
-        control=args.control,
-    )
-    beside = "one that is recorded like it" if args.control else "three"
-    found |= {"part": "pair seams", "title": f"The shipped pair, one graph beside {beside}"}
-    seen = decode_paired.compare(
-        models,
-        prompts,
-        plan,
-        exact=args.dtype == "float32",
-        keep=lambda seen: write(found | seen, args.out),
-    )
-    for cell in seen["cells"]:
-        texts = [f"{timed} {seams.interval(cell, timed)}" for timed in seams.TIMED]
-        print(f"  {cell['name']:34} {'  '.join(texts)}")
-    print("one graph slower than three: " + ("; ".join(seen["slower"]) or "nowhere"))
 
 
 def time_all(

@@ -7,8 +7,7 @@ key tile once; SGLang's buffers against the lists that specattn's plans stand fo
 
 GPU time is that of many calls in one CUDA graph, per call; SGLang's eager launches are recorded
 too, so their gaps do not count. Host time is what Python takes to launch, without waiting for the
-device: SGLang's eager operations; specattn's, called eagerly, and one replay of a graph; and where
-FlashInfer plans on the host, its plans.
+device: SGLang's eager operations; specattn's, called eagerly, and one replay of a graph.
 
     python -m bench.metadata [--batch 1,16,64,128] [--context 1024,8192] [--rounds 20] [--out FILE]
     python -m bench.metadata --check 0/8  # every eighth batch, compiled and checked, not timed
@@ -28,13 +27,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bench import metadata_sglang as peer
-from bench.metadata_planned import Planned
 from bench.metadata_sglang import EAGER, PHASES
-from bench.metadata_sides import OneGraph, Requests, Seams, check_sglang
-from bench.small_ops_timing import measure
+from bench.metadata_sides import OneGraph, Requests, check_sglang
 from bench.suite import roofs
 from bench.suite.machine import machine
-from specattn.backends.flashinfer import FlashInferBackend
+from bench.suite.timing import measure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -86,7 +83,7 @@ def timed(
     count: bool,
 ) -> dict[str, Any]:
     """GPU time of ``call``, host time of ``launch``, and print both."""
-    found = measure(phase, 0, lambda _: call(), 1, rounds, count)
+    found = measure(call, rounds, count=count)
     line = {
         "name": who,
         "phase": phase,
@@ -101,43 +98,23 @@ def timed(
     return line
 
 
-def sides(
-    requests: Requests, kernels: Mapping[str, Any]
-) -> tuple[Sglang | None, Seams, list[OneGraph]]:
+def sides(requests: Requests, kernels: Mapping[str, Any]) -> tuple[Sglang | None, list[OneGraph]]:
     """Return what is compared, checked."""
     s = requests.sglang(kernels) if kernels else None
     if s is not None:
         check_sglang(s, requests)
-    seams, wholes = Seams(requests), [OneGraph(requests, hidden) for hidden in (HIDDEN, 0)]
-    for own in (seams, *wholes):
+    wholes = [OneGraph(requests, hidden) for hidden in (HIDDEN, 0)]
+    for own in wholes:
         own.check()
-    return s, seams, wholes
-
-
-def planned_lines(requests: Requests, rounds: int, count: bool) -> list[dict[str, Any]]:
-    """Check and time FlashInfer's plans: the host makes them, recorded parts fill what is left."""
-    planned = Planned(requests)
-    planned.check()
-    lines = []
-    for label, phases in [(phase, (phase,)) for phase in PHASES] + [(STEP, PHASES)]:
-        line = timed(
-            planned.name,
-            label,
-            lambda p=phases: [planned.phases[phase]() for phase in p],
-            lambda p=phases: [planned.schedules[phase]() for phase in p],
-            rounds,
-            count,
-        )
-        lines.append(line | planned.sent(phases))
-    return lines
+    return s, wholes
 
 
 def cell(
-    requests: Requests, kernels: Mapping[str, Any], rounds: int, count: bool, plans: bool
+    requests: Requests, kernels: Mapping[str, Any], rounds: int, count: bool
 ) -> dict[str, Any]:
     """Check and time one batch; with ``count``, count launches, too."""
     print(requests.name, flush=True)
-    s, seams, wholes = sides(requests, kernels)
+    s, wholes = sides(requests, kernels)
     lines = []
     groups = [(phase, (phase,)) for phase in PHASES] + [(STEP, PHASES)]
     for label, phases in groups if s is not None else ():
@@ -151,13 +128,9 @@ def cell(
                 count,
             )
         )
-    for phase, fill in seams.phases.items():
-        lines.append(timed(seams.name, phase, fill, fill, rounds, count))
     for whole in wholes:
         line = timed(whole.name, STEP, whole.fill, whole.submitted(), rounds, count)
         lines.append(line | {"eager_host_us": host(whole.fill)["host_us"]})
-    if plans:
-        lines += planned_lines(requests, rounds, count)
     return {"name": requests.name, "case": requests.case, "contestants": lines}
 
 
@@ -183,16 +156,12 @@ def main() -> None:
         kernels = peer.kernels()
     except ImportError as problem:
         absent.append(f"SGLang: {problem}")
-    reasons = FlashInferBackend.reasons(None, torch.device("cuda"))
-    absent += [f"FlashInfer: {reason}" for reason in reasons]
     for line in absent:
         print(line, flush=True)
     if options.check:
         first, step = map(int, options.check.split("/"))
         for requests in islice(batches(options), first, None, step):
             sides(requests, kernels)
-            if not reasons:
-                Planned(requests).check()
         return
     found: dict[str, Any] = {
         "format": 1,
@@ -213,7 +182,7 @@ def main() -> None:
     for requests in batches(options):
         # a setting's launches are the same in every batch
         count = all(before["case"]["nodes"] != requests.case["nodes"] for before in found["cells"])
-        found["cells"].append(cell(requests, kernels, options.rounds, count, plans=not reasons))
+        found["cells"].append(cell(requests, kernels, options.rounds, count))
         torch.cuda.empty_cache()
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(found, indent=1) + "\n")

@@ -1,32 +1,27 @@
 """The two sides that `bench.metadata` compares, on the same requests, and what holds them right.
 
-specattn derives it phase by phase, or all of it where a recorded step begins;
-SGLang as `bench.metadata_sglang` lists it.
+specattn derives all of it where a recorded step begins; SGLang as `bench.metadata_sglang` lists it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from specattn.speculative.extend import ExtendProgram
-from specattn.speculative.verify_program import VerifyProgram
 from torch import Tensor
 
-from bench.metadata_sglang import DRAFT, EXTEND, PHASES, VERIFY, Sglang
+from bench.metadata_sglang import EXTEND, PHASES, VERIFY, Sglang
 from bench.suite import timing
 from specattn.backends.base import fill_all
 from specattn.backends.layers import LayeredBackend
-from specattn.backends.multi_step import MultiStepDraftBackend
 from specattn.batch import ForwardMode
 from specattn.cache.kv_pool import KVPool
 from specattn.config import AttnConfig, SpecConfig
 from specattn.kernels.step import begin_step
 from specattn.plan import AttnInputs, AttnPlan, MultiStepDims, MultiStepInputs, MultiStepPlan
-from specattn.speculative.host_buffers import HostBuffers, Landing
+from specattn.speculative.host_buffers import HostBuffers, InFlight
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -105,51 +100,6 @@ class Requests:
         )
 
 
-class Seams:
-    """specattn with programs of their own: every phase looks up its slots and fills its plans."""
-
-    name = "specattn, by phase"
-
-    def __init__(self, requests: Requests, dim: int = DIM, backend: str = "triton") -> None:
-        self.requests, config = requests, requests.config
-        batch, table, device = requests.batch, requests.table, torch.device(requests.device)
-        layer = layer_of(requests, dim, backend)
-        layers = LayeredBackend(backend, [layer], KVPool([layer], 1, device), device)
-        model: Any = SimpleNamespace(layers=[layer])
-        shared = MultiStepDraftBackend(layers, config, table, batch)
-        verify = VerifyProgram(
-            model, layers, config.layout(ForwardMode.TARGET_VERIFY), table, batch
-        )
-        extend = ExtendProgram(model, layers, config, table, 0, batch)
-        self.draft, self.verify = shared.bind(batch), verify.bind(batch)
-        self.extend = extend.bind(batch)
-        for inputs in (self.draft.plan.inputs, self.verify.inputs, self.extend.inputs):
-            inputs.req_pool_indices.copy_(requests.rows)
-            inputs.seq_lens.copy_(requests.lens)
-        self.phases: dict[str, Callable[[], None]] = {
-            DRAFT: self.draft.fill,
-            VERIFY: self.verify.fill,
-            EXTEND: self.extend.fill,
-        }
-
-    def check(self) -> None:
-        """Fill everything, and hold it to the table and the lengths."""
-        for fill in self.phases.values():
-            fill()
-        self.check_inputs()
-        for bound in self.layers:
-            check_plan(bound, self.requests)
-
-    @property
-    def layers(self) -> list[BoundLayers]:
-        """What attends, forward by forward."""
-        return [*self.draft.steps, self.verify.attend, self.extend.attend]
-
-    def check_inputs(self) -> None:
-        """Hold slots and positions to the table and the lengths."""
-        check_phases(self.requests, self.draft.plan.inputs, self.verify.inputs, self.extend.inputs)
-
-
 class OneGraph:
     """specattn in a graph of the whole step: all phases' metadata where the step begins.
 
@@ -193,10 +143,10 @@ class OneGraph:
             )
         ]
         self.bounds = [bound for layers in self.layers for bound in layers.bounds]
-        self.ring = HostBuffers.alloc(1, batch, steps + 2, device)
+        self.host = HostBuffers.alloc(1, batch, steps + 2, device)
         self.rows, self.lens = requests.rows.tolist(), torch.zeros_like(table[:, 0])
-        self.landing = Landing(self.ring, 0)
-        self.landing.write_rows(self.rows, batch)
+        self.in_flight = InFlight(self.host)
+        self.in_flight.write_rows(self.rows, batch)
         self.lens[requests.rows] = requests.lens.int()
         self.reserved = torch.full_like(self.lens, table.shape[1])
         self.tables, self.outs = (
@@ -207,8 +157,8 @@ class OneGraph:
     def fill(self) -> None:
         """Two launches, as a recorded step begins with."""
         self.begin(
-            self.ring.rows,
-            self.ring.turn,
+            self.host.rows,
+            self.host.turn,
             self.lens,
             self.reserved,
             self.requests.table,
@@ -235,7 +185,7 @@ class OneGraph:
         recorded = timing.record(self.fill)
 
         def submit() -> None:
-            self.landing.write_rows(self.rows, len(self.rows))
+            self.in_flight.write_rows(self.rows, len(self.rows))
             recorded.graph.replay()
 
         return submit
@@ -253,10 +203,9 @@ def states(
     ]
 
 
-def layer_of(requests: Requests, dim: int, backend: str = "triton") -> AttnConfig:
+def layer_of(requests: Requests, dim: int) -> AttnConfig:
     """Nothing attends, so that the dtype only picks the tiles; an interpreter has no bfloat16."""
-    interpreted = backend == "triton" and requests.device != "cuda"
-    dtype = torch.float32 if interpreted else torch.bfloat16
+    dtype = torch.bfloat16 if requests.device == "cuda" else torch.float32
     return AttnConfig(*requests.heads, dim, dtype=dtype)
 
 

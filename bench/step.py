@@ -155,7 +155,6 @@ def measured(
             **options.patience.calmest(stepper, options.rounds),
             **launched(stepper, options.rounds),
             "bytes": read,
-            **_rehearsed(stepper, options),
             "operations": world.operations(setting, batch),
             "floor_us": round(sum(read.values()) / copy_tb_s / 1e6, 2),
         }
@@ -165,12 +164,6 @@ def measured(
         cell["short"] = sum(stepper.short)
         _print(cell)
         yield cell
-
-
-def _rehearsed(stepper: Stepper, options: argparse.Namespace) -> dict[str, float]:
-    """Time launches that were rehearsed, with rows that come anew, and the loop beside them."""
-    found = options.patience.calmest(stepper, options.rounds // 2, rehearsed=True)
-    return {f"{name}_rehearsed_us": found[f"{name}_us"] for name in ("host", "loop")}
 
 
 def _shown(cell: dict[str, Any]) -> bool:
@@ -218,7 +211,7 @@ def _print(cell: dict[str, Any]) -> None:
         f"  {cell['model']} {cell['setting']:12} {cell['batch']:3} x {cell['context']:5} "
         f"{cell['us']:9.1f} us  floor {cell['floor_us']:9.1f}  "
         f"{cell['us'] / cell['floor_us']:.3f}x  host {cell['host_us']:6.1f} "
-        f"{cell['host_rehearsed_us']:6.1f} {cell['host_idle_us']:6.1f}"
+        f"{cell['host_p10_us']:6.1f} {cell['host_idle_us']:6.1f}"
     )
     print(text, flush=True)
 
@@ -236,9 +229,7 @@ def run(
     for name, shape in models.items():
         world = make(shape)
         # one model's long steps, which come last, leave the next one's share alone
-        options.patience = Patience(
-            options.seconds / len(models), 2 * len(settings) * fitting, calm_us
-        )
+        options.patience = Patience(options.seconds / len(models), len(settings) * fitting, calm_us)
         for setting in settings:
             yield from measured(world, setting, name, options, copy_tb_s)
         del world

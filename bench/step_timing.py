@@ -7,7 +7,6 @@ import os
 import statistics
 import time
 from contextlib import contextmanager
-from functools import partial
 from operator import add, itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ import torch
 from bench.suite.steps import NOISY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from bench.step_forced import Forced
     from specattn.speculative.step_decoder import PendingStep, StepDecoder
@@ -70,11 +69,11 @@ class Stepper:
         self.finish()
         self._before = pending
 
-    def finish(self, meanwhile: Callable[[], object] | None = None) -> list[int]:
+    def finish(self) -> list[int]:
         """Wait for the last step; returns how many tokens it gained, by place."""
         if self._before is None:
             return []
-        gained = [len(tokens) for tokens in self._before.wait(meanwhile)]
+        gained = [len(tokens) for tokens in self._before.wait()]
         self._before = None
         if gained != [self.length] * len(self.rows):
             assert 1 <= min(gained) <= max(gained) <= self.length, (self.length, gained)
@@ -120,28 +119,22 @@ def between(begin: Any, end: Any) -> float:
     return float(begin.elapsed_time(end) * 1e3)
 
 
-def timed(stepper: Stepper, rounds: int, *, rehearsed: bool = False) -> dict[str, float]:
+def timed(stepper: Stepper, rounds: int) -> dict[str, float]:
     """Return microseconds of the device and of the host per step.
 
-    The rows are those of the step before, and so known to be good, unless launches are
-    ``rehearsed`` while the host waits: then they come in the other order, as nobody knows yet
-    who ends (of a batch of one there is none).
+    The rows are those of the step before, and so known to be good.
     """
     spans, hosts, loops, device = [], [], [], stepper.lens.device
-    meanwhile = None
     gc.disable()
     try:
         for _ in range(WARM + rounds):
             stepper.reset()
-            if rehearsed:
-                meanwhile = partial(stepper.decoder.rehearse, tuple(stepper.rows))
-                stepper.rows.reverse()
             begin, at = mark(device), time.perf_counter_ns()
             pending = stepper.decoder.step_async(stepper.rows)
             hosts.append((time.perf_counter_ns() - at) / 1e3)
             spans.append((begin, mark(device)))
             loops.append(loop())
-            stepper.finish(meanwhile)
+            stepper.finish()
             stepper._before = pending
         stepper.finish()
     finally:
@@ -175,9 +168,7 @@ class Patience:
     def __init__(self, seconds: float, steps: int, loop_us: float) -> None:
         self.left, self._steps, self._loop_us = seconds, steps, loop_us
 
-    def calmest(
-        self, stepper: Stepper, rounds: int, *, rehearsed: bool = False
-    ) -> dict[str, float]:
+    def calmest(self, stepper: Stepper, rounds: int) -> dict[str, float]:
         """Time steps, again while somebody else holds the host up; returns the shortest launches'.
 
         That is while the loop takes `NOISY` times what it takes on a calm host, or launches take
@@ -186,13 +177,13 @@ class Patience:
         take that, `FEW` times. A try is taken whole; ``tries`` tells how many there were.
         """
         share = self.left / max(self._steps, 1)
-        found, begin = [_on_calm_core(stepper, rounds, rehearsed=rehearsed)], time.perf_counter()
+        found, begin = [_on_calm_core(stepper, rounds)], time.perf_counter()
         while self._held_up(found[-1]) and len(found) < TRIES:
             spent = time.perf_counter() - begin
             if spent >= (self.left if len(found) < FEW else share):
                 break
             time.sleep(PAUSE)
-            found.append(_on_calm_core(stepper, rounds, rehearsed=rehearsed))
+            found.append(_on_calm_core(stepper, rounds))
         self.left -= time.perf_counter() - begin
         self._steps -= 1
         return min(found, key=itemgetter("host_us")) | {"tries": len(found)}
@@ -204,9 +195,9 @@ class Patience:
         )
 
 
-def _on_calm_core(stepper: Stepper, rounds: int, *, rehearsed: bool) -> dict[str, float]:
+def _on_calm_core(stepper: Stepper, rounds: int) -> dict[str, float]:
     with calm_core():
-        return timed(stepper, rounds, rehearsed=rehearsed)
+        return timed(stepper, rounds)
 
 
 @contextmanager

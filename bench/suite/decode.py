@@ -8,7 +8,7 @@ import statistics
 from typing import TYPE_CHECKING, Any
 
 from . import tables
-from .targets import Point, Target
+from .summary import Point
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -137,10 +137,3 @@ def _equal(cells: Iterable[dict[str, Any]]) -> str:
     ]
     same, asked = (sum(column) for column in zip(*counts, strict=True))
     return f"{same} of {asked}"
-
-
-def asked(results: Path) -> list[Target]:
-    """Return the target that a step in one graph is held to."""
-    path = results / RECORD
-    points = gains(json.loads(path.read_text())["cells"]) if path.exists() else []
-    return [Target("the shipped pair, one graph against three", "x", 1, 1, points)]

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from .cases import Case
     from .peers.base import Contestant
 
-#: Microseconds that a graph's replay should take.
-REPLAY_US = 4e3
-MOST_CALLS, PLANS = 64, 16
+PLANS = 16
 
 
 class Entry:
@@ -101,7 +99,7 @@ class Entry:
         contestant.plan()
         pools = len(self.batch.pools)
         single = timing.once(lambda: contestant.run(1))
-        calls = max(min(pools, 8), min(MOST_CALLS, round(REPLAY_US / single)))
+        calls = max(min(pools, 8), min(timing.MOST_CALLS, round(timing.REPLAY_US / single)))
 
         def stack() -> None:
             for layer in range(calls):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from . import decode, metadata, plots, steps, summary, tables, targets
+from . import decode, metadata, plots, steps, summary, tables
 from .results import read
 
 if TYPE_CHECKING:
@@ -151,13 +151,8 @@ def blocks(folder: Path, parts: list[PartFound]) -> dict[str, str]:
     if not parts:
         return found
     cells = [cell for part in parts for cell in part.cells]
-    asked = [
-        *targets.ratios(cells),
-        *targets.latent(cells),
-        *metadata.asked(results),
-        *steps.asked(results),
-    ]
-    found["summary"], found["machines"] = summary.table(asked), tables.machines(parts)
+    ratios = [*summary.attention(cells), *metadata.ratios(results), *steps.ratios(results)]
+    found["summary"], found["machines"] = summary.table(ratios), tables.machines(parts)
     found["latency"] = "![Time over tokens](img/attention_latency.svg)"
     for part in parts:
         if part.name in SHOWN:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import tables
-from .targets import Point, Target
+from .summary import Point, Ratio
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -156,53 +156,29 @@ def _pairs(cells: list[Cell], setting: str, model: str) -> Iterable[tuple[Cell, 
             yield cell, plain[cell["context"]]
 
 
-def asked(results: Path) -> list[Target]:
-    """Return the targets that whole steps are held to."""
+def ratios(results: Path) -> list[Ratio]:
+    """Return what speculation gains, and one step over its bytes."""
     cells = read(results) if (results / RECORD).exists() else []
-    named = [(cell, f"{cell['model']}, {place(cell)} {cell['setting']}") for cell in cells]
     held = [
-        Point(cell["us"] / cell["floor_us"], name)
-        for cell, name in named
+        Point(cell["us"] / cell["floor_us"], f"{cell['model']}, {place(cell)} {cell['setting']}")
+        for cell in cells
         if cell["setting"] == HELD and (cell["batch"], cell["context"]) == PLACE
-    ]
-    gaps = [
-        Point(cell["trace"]["gaps_over_2us"]["share"], name)
-        for cell, name in named
-        if cell["batch"] == 1 and "trace" in cell
     ]
     faster = [
         Point(gain(found, step, plain), f"{place(step)} {found.setting}, {found.tokens:.2f} tokens")
         for found in ACCEPTED
         for step, plain in _pairs(cells, found.setting, MODEL)
     ]
-    least = min((cell["loop_us"] for cell in cells), default=0.0)
-    calm = [(cell, name) for cell, name in named if cell["loop_rehearsed_us"] <= NOISY * least]
     return [
-        Target("whole step over its bytes, 1 x 4k, 16 nodes, 8B", "x", 1.12, 1.06, held, low=True),
-        Target("gaps over 2 us in a step, batch 1, 8B", "%", 0.02, 0.02, gaps, low=True),
-        Target(
-            "host per step, batch <= 64, 8B, rehearsed",
-            "us",
-            60,
-            60,
-            [Point(cell["host_rehearsed_us"], name) for cell, name in named],
+        Ratio(
+            "EAGLE-3 at 8B, one request, forced to the acceptance that is published, against plain",
+            "whole-steps",
+            faster,
+        ),
+        Ratio(
+            "its step, 4k tokens, 16 nodes, over the reading of its bytes (less is better)",
+            "whole-steps",
+            held,
             low=True,
         ),
-        Target(
-            f"the same where the fixed loop takes {NOISY} times its shortest at most",
-            "us",
-            60,
-            60,
-            [Point(cell["host_rehearsed_us"], name) for cell, name in calm],
-            low=True,
-        ),
-        Target(
-            "host per step, batch <= 64, 8B, not rehearsed",
-            "us",
-            60,
-            60,
-            [Point(cell["host_us"], name) for cell, name in named],
-            low=True,
-        ),
-        Target("EAGLE-3 against plain decoding, batch 1, 8B", "x", 2, 2, faster),
     ]

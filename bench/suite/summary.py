@@ -2,71 +2,124 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from . import tables
+from .cases import K
 
 if TYPE_CHECKING:
-    from .targets import Target
+    from collections.abc import Callable, Iterable
 
-#: In words, the target's regime, and the section that has the cells.
-LINES = (
-    (
-        "trees, against the fastest peer of each cell",
-        "trees against the best peer, worst",
-        "tree-verify",
-    ),
-    (
-        "chains and decode, 64k tokens and more, against FlashAttention 3",
-        "chains and decode against FA3, >= 64k tokens",
-        "decode-and-chain-verify",
-    ),
-    (
-        "drafts of 8 branches, against FlashInfer's decode",
-        "draft decode, topk 8, against FlashInfer per branch",
-        "draft-decode",
-    ),
-    (
-        "prompts over a cached prefix, against FlashAttention 3",
-        "prompts over a cached prefix against FA3",
-        "draft-extend-and-prompts",
-    ),
-    (
-        "latent attention, 16 heads, one node, against FlashInfer's",
-        "MLA, 16 heads, 1 node, against FlashInfer (FA3)",
-        "latent-attention-mla",
-    ),
-    (
-        "metadata of a step, GPU time, against SGLang's operations",
-        "metadata against SGLang's operations, GPU",
-        "the-metadata-of-a-step",
-    ),
-    ("the same, host time", "metadata against SGLang's operations, host", "the-metadata-of-a-step"),
-    (
-        "EAGLE-3 at 8B, one request, forced to the acceptance that is published, against plain",
-        "EAGLE-3 against plain decoding, batch 1, 8B",
-        "whole-steps",
-    ),
-    (
-        "its step, 4k tokens, 16 nodes, over the reading of its bytes (less is better)",
-        "whole step over its bytes, 1 x 4k, 16 nodes, 8B",
-        "whole-steps",
-    ),
-)
+    from .results import Found, Line
+
+FA3 = ("FA3", "FA3, schedule ahead")
 
 
-def table(found: list[Target]) -> str:
-    """Return the headline ratios, mean and worst."""
-    by_regime = {target.regime: target for target in found if target.points}
-    rows = []
-    for words, regime, section in LINES:
-        if target := by_regime.get(regime):
-            rows.append(
-                [
-                    f"[{words}](#{section})",
-                    target.show(target.geomean),
-                    target.show(target.worst.value),
-                    str(len(target.points)),
-                ]
-            )
+@dataclass(frozen=True)
+class Point:
+    """A measured ratio and its cell."""
+
+    value: float
+    where: str
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A line of the summary.
+
+    Parameters
+    ----------
+    words : str
+        What is compared.
+    section : str
+        The section of the page that has the cells.
+    points : list of Point
+        What was measured.
+    low : bool
+        Whether less is better.
+    """
+
+    words: str
+    section: str
+    points: list[Point]
+    low: bool = False
+
+    @property
+    def worst(self) -> Point:
+        pick = max if self.low else min
+        return pick(self.points, key=lambda point: point.value)
+
+    @property
+    def geomean(self) -> float:
+        return math.exp(sum(math.log(point.value) for point in self.points) / len(self.points))
+
+
+def table(found: Iterable[Ratio]) -> str:
+    """Return the geometric mean and the worst cell of every ratio that was measured."""
+    rows = [
+        [
+            f"[{ratio.words}](#{ratio.section})",
+            tables.times(ratio.geomean),
+            tables.times(ratio.worst.value),
+            str(len(ratio.points)),
+        ]
+        for ratio in found
+        if ratio.points
+    ]
     return tables.table(["", "geomean", "worst", "cells"], rows)
+
+
+def against(cells: Iterable[Found], keep: Callable[[Line], bool], *names: str) -> list[Point]:
+    """Take the ratio to the fastest of some peers from every cell whose own line is kept."""
+    found = []
+    for cell in cells:
+        ratio = cell.against(*names)
+        if ratio is not None and cell.own and keep(cell.own):
+            found.append(Point(ratio, cell.name))
+    return found
+
+
+def attention(cells: list[Found]) -> list[Ratio]:
+    """Return specattn's attention against other libraries'."""
+
+    def mode(line: Line, name: str) -> bool:
+        case = line.case
+        return case["mode"] == name and not case["latent"] and not case["stored"]
+
+    def latent(line: Line) -> bool:
+        case = line.case
+        return bool(case["latent"] and case["heads"][0] == 16 and case["q_len"] == 1)
+
+    return [
+        Ratio(
+            "trees, against the fastest peer of each cell",
+            "tree-verify",
+            against(cells, lambda line: mode(line, "tree")),
+        ),
+        Ratio(
+            "chains and decode, 64k tokens and more, against FlashAttention 3",
+            "decode-and-chain-verify",
+            against(cells, lambda line: mode(line, "chain") and line.tokens >= 64 * K, *FA3),
+        ),
+        Ratio(
+            "drafts of 8 branches, against FlashInfer's decode",
+            "draft-decode",
+            against(
+                cells,
+                lambda line: mode(line, "draft") and line.case["q_len"] == 8,
+                "FlashInfer decode",
+            ),
+        ),
+        Ratio(
+            "prompts over a cached prefix, against FlashAttention 3",
+            "draft-extend-and-prompts",
+            against(cells, lambda line: mode(line, "prompt") and line.tokens > 0, *FA3),
+        ),
+        Ratio(
+            "latent attention, 16 heads, one node, against FlashInfer's",
+            "latent-attention-mla",
+            against(cells, latent, "FlashInfer MLA"),
+        ),
+    ]

@@ -11,7 +11,6 @@ import torch
 
 from bench import decode, decode_sides
 from bench.suite import decode as report
-from bench.suite import records
 from specattn.engine.request import Request
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 
@@ -83,7 +82,7 @@ def test_every_way_writes_the_same_and_is_recorded(tmp_path, monkeypatch, capsys
         assert len(line.get("waited", [])) == (2 if key[1] in (report.ONE, report.THREE) else 0)
     assert [line["equal"] for line in drawn["lines"]] == [None, 2, 2, None, 2, 2, 2, None]
     assert found["slower_than_three_graphs"] == report.slower(found["cells"])
-    assert "| 2 | plain | 1.00 |" in records.blocks(tmp_path)["pair"]
+    assert "| 2 | plain | 1.00 |" in report.shown(tmp_path)
     assert "one graph slower than three: " in capsys.readouterr().out
 
 
@@ -173,22 +172,18 @@ def cell(temperature: float, one: list[float], three: list[float], **waited: lis
 
 
 def test_one_graph_is_held_to_three(tmp_path):
-    (target,) = report.asked(tmp_path)
-    assert target.verdict == "not measured"
     cells = [
         cell(0.0, [1100.0, 1200.0, 900.0], [1000.0, 1200.0, 900.0]),
         cell(1.0, [980.0, 990.0, 1000.0], [1000.0, 1000.0, 1000.0], waited=[7.0]),
     ]
     (tmp_path / report.RECORD).write_text(json.dumps(RECORD | {"cells": cells}))
-    (target,) = report.asked(tmp_path)
-    assert target.value == pytest.approx(0.99)
-    assert target.verdict == "**below**"
-    text = records.blocks(tmp_path)["pair"]
+    assert report.slower(cells) == ["batch 4 at 1.0, chain of 5: 0.990x"]
+    text = report.shown(tmp_path)
     assert "| 4 | chain of 5 | 2.50 | 1,100 | 1,000 | - | - | 1.10x | 2.20x | 11.00x |" in text
     assert "| 990 | 1,000 | - | - | 0.99x | 1.98x | 9.90x |" in text
     assert "1.044x as fast as three (geomean of 2 cells), and slower in 1 of them: batch 4" in text
     assert "batch 4 at 1.0, chain of 5: 0.990x. Of the greedy texts, 10 of 12" in text
     (tmp_path / report.RECORD).write_text(json.dumps(RECORD | {"cells": cells[:1]}))
-    assert report.asked(tmp_path)[0].verdict == "aim"
-    text = records.blocks(tmp_path)["pair"]
+    assert not report.slower(cells[:1])
+    text = report.shown(tmp_path)
     assert "and slower in 0 of them. Of" in text

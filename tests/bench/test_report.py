@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from bench.suite import growth, matrix, plots, records, report, summary, targets
+from bench.suite import matrix, plots, report, summary
 from bench.suite.results import read
 from specattn.cli import bench as command
 from specattn.cli.app import app
@@ -30,10 +29,6 @@ def parts(tmp_path_factory):
 @pytest.fixture(scope="module")
 def cells(parts):
     return [cell for part in parts for cell in part.cells]
-
-
-def asked(found, regime):
-    return next(target for target in found if target.regime == regime)
 
 
 def test_the_page_is_what_the_results_say():
@@ -61,11 +56,6 @@ def test_shown_cells_are_those_of_the_matrix():
         assert set(names) <= {cell.name for cell in parts[name].cells}, name
 
 
-def test_the_summary_has_its_lines():
-    page = (ROOT / "docs" / report.PAGE).read_text()
-    assert [words for words, _, _ in summary.LINES if f"| [{words}](#" not in page] == []
-
-
 def test_parts_come_in_the_matrix_order(parts):
     assert [part.name for part in parts] == list(matrix.parts())
 
@@ -91,146 +81,16 @@ def test_lines_are_told_apart(cells):
 
 
 def test_ratios_are_those_of_the_fixture(cells):
-    found = targets.ratios(cells)
-    for regime, value, verdict in [
-        ("trees against the best peer, geomean", 2, "aim"),
-        ("trees against the best peer, worst", 2, "aim"),
-        ("chains and decode against FA3, >= 64k tokens", 1.25, "aim"),
-        ("chains and decode against FA3, < 16k tokens", 1.25, "must"),
-        ("draft decode, topk 8, against FlashInfer per branch", 2.5, "must"),
-        ("draft decode, topk 8, against SGLang per branch", 6, "must"),
-        ("prompts over a cached prefix against FA3", 0.75, "**below**"),
-        ("prompts over a cached prefix against FlashInfer", 1.5, "aim"),
+    found = {ratio.section: ratio for ratio in summary.attention(cells)}
+    for section, value in [
+        ("tree-verify", 2),
+        ("decode-and-chain-verify", 1.25),
+        ("draft-decode", 2.5),
+        ("draft-extend-and-prompts", 0.75),
     ]:
-        target = asked(found, regime)
-        assert target.value == pytest.approx(value, rel=1e-3), regime
-        assert target.verdict == verdict, regime
-
-
-def test_speeds_are_those_of_the_fixture(cells):
-    found = targets.speeds(cells)
-    for regime in (
-        "trees, batch x context >= 256k tokens",
-        "trees, 128k tokens, equal lengths",
-        "trees, 64k tokens, equal lengths",
-        "trees, ragged lengths",
-    ):
-        assert asked(found, regime).value == pytest.approx(0.5, rel=0.01), regime
-    assert asked(found, "trees, 1 x 100").value == pytest.approx(0.2, rel=0.05)
-    nodes = asked(found, "64 nodes, 8 x 8k, pages of 16 and 64")
-    assert len(nodes.points) == 2
-    # 128 operations per byte, at 2 TB/s
-    assert nodes.value == pytest.approx(4 * 32 * 128 * 64 / (2 * 8 * 128 * 2) * 2, rel=1e-3)
-
-
-def test_growth_is_that_of_the_fixture(cells):
-    found = growth.shapes(cells)
-    for regime, value, verdict in [
-        ("time per token, 256k to 1M tokens of context", 0, "aim"),
-        ("time per request, batch 64 to 512", 0, "aim"),
-        ("pages of 64 over page 1", 0, "aim"),
-        ("window, bound by memory", 0.06, "**below**"),
-        ("cap, bound by memory", 0.04, "must"),
-        ("lse, bound by memory", 0, "aim"),
-        ("a second word, bound by memory", 0.03, "must"),
-        ("tails of more than 64 keys, cost per byte", 1.03, "must"),
-        ("batches of more than 256, cost per byte", 1, "aim"),
-    ]:
-        target = asked(found, regime)
-        assert target.points, regime
-        assert target.value == pytest.approx(value, abs=1e-3), regime
-        assert target.verdict == verdict, regime
-
-
-def test_float8_is_that_of_the_fixture(cells):
-    speed, error = growth.float8(cells)
-    assert speed.value == pytest.approx(1.5, rel=1e-3)
-    assert speed.verdict == "must"
-    assert (error.value, error.verdict) == (0.0025, "aim")
-    assert all("fp8" in point.where for point in speed.points)
-
-
-def test_every_target_is_measured(cells):
-    """The matrix has a cell for every line that was asked for."""
-    found = [
-        *targets.speeds(cells),
-        *targets.ratios(cells),
-        *targets.latent(cells),
-        *growth.shapes(cells),
-        *growth.float8(cells),
-        *growth.steps(cells),
-    ]
-    assert [target.regime for target in found if not target.points] == []
-
-
-def test_small_kernels_have_targets_and_a_table(tmp_path):
-    def cell(batch, *times):
-        lines = zip(("tree", "accept greedy", "kv move, 1 layer"), times, strict=False)
-        return {
-            "name": f"batch {batch}",
-            "case": {"batch": batch, "topk": 4, "steps": 5, "nodes": 16},
-            "contestants": [
-                *({"name": name, "us": us} for name, us in lines),
-                {"name": "plan", "failed": "ArithmeticError: off"},
-            ],
-        }
-
-    (tmp_path / records.SMALL).write_text(
-        json.dumps(
-            {
-                "cells": [cell(1, 2.0, 3.0), cell(256, 2.25, 4.5), cell(512, 9.0, 9.0, 9.0)],
-                "roofs": {"empty_1_us": 0.7},
-            }
-        )
-    )
-    found = {target.regime: target for target in records.asked(tmp_path)}
-    assert found["tree build, batch <= 256"].verdict == "aim"
-    assert found["tree build, batch <= 256"].value == 2.25
-    assert found["accept, greedy, batch <= 256"].verdict == "**below**"
-    assert found["plan, alone, batch <= 256"].verdict == "not measured"
-    text = records.blocks(tmp_path)["small-ops"]
-    assert "| us | batch 1 | batch 256 | batch 512 |" in text
-    assert "| kv move, 1 layer | - | - | 9.00 |" in text
-    assert "| plan | - | - | - |" in text
-
-
-def test_the_sanitizer_has_a_table(tmp_path):
-    run = {
-        "tool": "memcheck",
-        "group": "gluon",
-        "ran": ["a", "b"],
-        "cases": 3,
-        "errors": None,
-        "warnings": 1,
-        "commit": "abc",
-        "explanation": "",
-    }
-    (tmp_path / records.SANITIZER).write_text(json.dumps({"runs": [run | {"tool": "none"}, run]}))
-    table = records.blocks(tmp_path)["sanitizer"]
-    assert "| memcheck | gluon | abc | 2 of 3 | - | 1 | - |" in table
-
-
-def test_two_speeds_are_told_in_the_order_they_came(tmp_path):
-    rows = [
-        {"after": "start", "tiny": 1003.1},
-        {
-            "after": "engine",
-            "tiny": 1216.4,
-            "one graph": 472.1,
-            "three graphs": 476.8,
-            "tiny, then": 1003.0,
-        },
-    ]
-    (tmp_path / records.SPEEDS).write_text(
-        json.dumps(
-            {
-                "lists": [{"name": "launches", "rows": rows[:1]}, {"name": "fused", "rows": rows}],
-            }
-        )
-    )
-    table = records.blocks(tmp_path)["two-speeds"]
-    assert "| launches | start 1,003 | - |" in table
-    assert "| fused | start 1,003, engine 1,216 | engine 472 / 477 |" in table
+        assert found[section].geomean == pytest.approx(value, rel=1e-3), section
+        assert found[section].worst.value == pytest.approx(value, rel=1e-3), section
+    assert all(ratio.points for ratio in found.values()), "the matrix has cells for every ratio"
 
 
 def test_a_page_is_filled_in_between_its_marks(parts, tmp_path):

@@ -10,7 +10,7 @@ import torch
 from bench import soak as soaking
 from bench.soak import Dice, kinds_of, soak
 from bench.soak_checks import judge
-from bench.suite import records
+from specattn.cache.slot_table import SlotTable
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine
 from tests.tiny import TinyDraft, TinyTarget
@@ -64,45 +64,6 @@ def test_requests_come_and_go(models, monkeypatch):
     assert report["last_steps"]["mean"] > 1.3
 
 
-def test_a_page_shows_what_a_soak_has_seen(tmp_path):
-    seen = {
-        "passed": False,
-        "steps": 1000,
-        "requests": 250,
-        "dropped": 3,
-        "batch_sizes": [1, 9],
-        "greedy_apart": 1,
-        "greedy": 120,
-        "drawn_apart": 0,
-        "drawn": 130,
-        "seconds": 7.5,
-        "largest_margin": 2e-5,
-    }
-    whole = seen | {
-        "passed": True,
-        "steps": 10_000,
-        "drawn": 0,
-        "slots_lost": 0,
-        "memory_warm": {"allocated": 512, "rss_kib": 1500},
-        "memory_end": {"allocated": 2048, "rss_kib": 1750},
-        "first_steps": {"mean": 4.0},
-        "last_steps": {"mean": 3.996},
-    }
-    record = {
-        "machine": {"device": "GPU", "commit": "abc"},
-        "dtype": "float32",
-        "one_setting": whole,
-        "switching": seen,
-    }
-    (tmp_path / "soak_h200.json").write_text(json.dumps(record))
-    text = records.blocks(tmp_path)["soak"]
-    assert "| 10,000 | 250 | 3 | 1 to 9 | 1 of 120 | 130 not compared | 0 | 1,536 bytes " in text
-    assert "| 1,500 to 1,750 KiB | 4.00, 4.00 |" in text
-    assert "| 1,000 | 250 | 3 | 1 to 9 | 1 of 120 | 0 of 130 | - | - | - | - | 8 | no |" in text
-    assert "commit `abc`. The largest margin" in text
-    assert "departs is 2.0e-05." in text
-
-
 def test_requests_come_and_go_while_settings_switch(models):
     report = short_soak(models, engine(models, (3, 3, 8), (2, 1, 3), (0, 1, 1)))
     assert report["greedy"] > STEPS // 16
@@ -134,8 +95,8 @@ def test_a_wrong_token_ends_a_soak(models, monkeypatch):
 
 def test_a_lost_slot_ends_a_soak(models, monkeypatch):
     run = engine(models, (3, 3, 8))
-    leave = run.table._leave
-    monkeypatch.setattr(run.table, "_leave", lambda pages: leave(pages[1:]))
+    leave = SlotTable._leave
+    monkeypatch.setattr(SlotTable, "_leave", lambda table, pages: leave(table, pages[1:]))
     with pytest.raises(AssertionError, match=r"slots were lost|page"):
         short_soak(models, run)
 
