@@ -427,16 +427,17 @@ class Engine:
         ValueError
             If the config is neither.
         """
-        if config not in self._decoders:
+        found = self._decoders.get(config)
+        if found is None:
             if config != self.config.plain():
                 raise ValueError(f"config must be one of the engine's configs, got {config}")
             sampled = any(decoder.sampled for decoder in self._decoders.values())
             # the largest bucket holds whatever batch the others hold
             options = self._options | {"buckets": [max(self.buckets)], "sampled": sampled}
-            self._decoders[config] = _LateDecoder(self.target, None, config, **options)
+            found = self._decoders[config] = _LateDecoder(self.target, None, config, **options)
             if sampled:
                 self._drawing.add(config)
-        return self._decoders[config]
+        return found
 
     @property
     def decoders(self) -> tuple[StepDecoder, ...]:
@@ -450,15 +451,19 @@ class Engine:
         """
         return {config: decoder.report() for config, decoder in self._decoders.items()}
 
-    @contextmanager
-    def _one_thread(self) -> Iterator[None]:
-        """Refuse the call of a thread while one of another thread has not returned."""
+    def _acquire(self) -> RLock:
+        """Lock the engine for this thread; refuse, while a call of another one has not returned."""
         lock = self._lock
         if not lock.acquire(blocking=False):
             raise ValueError(
                 "an Engine must be called from one thread at a time: "
                 "a call of another thread has not returned"
             )
+        return lock
+
+    @contextmanager
+    def _one_thread(self) -> Iterator[None]:
+        lock = self._acquire()
         try:
             yield
         finally:
@@ -467,7 +472,8 @@ class Engine:
     @contextmanager
     def _change(self) -> Iterator[None]:
         """Note that the books change; an interrupt that nothing undoes leaves it noted."""
-        with self._one_thread():
+        lock = self._acquire()
+        try:
             if self._changing:
                 raise ValueError(
                     "a call of this Engine was interrupted, or has not returned: call clear()"
@@ -479,6 +485,8 @@ class Engine:
                 self._changing = self.table.changing
                 raise
             self._changing = False
+        finally:
+            lock.release()
 
     def _checked(self, requests: Sequence[Request]) -> list[Request]:
         return check_requests(
