@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_a
 
 from specattn.kernels.attention.gluon_tile import (
     Factors,
+    Pools,
     Tile,
     attend,
     convert,
@@ -69,30 +70,13 @@ def _key_range(place, q_len, first_pos, last_pos, c, t):
 
 
 @gluon.jit
-def _produce(
-    ring,
-    t,
-    c,
-    place,
-    k_cache,
-    v_cache,
-    k_pages,
-    v_pages,
-    table_row,
-    K_SLOT: gl.constexpr,
-    K_HEAD: gl.constexpr,
-    V_SLOT: gl.constexpr,
-    V_HEAD: gl.constexpr,
-):
+def _produce(ring, t, c, place, pools, table_row):
     _, q_len, _, first_pos, last_pos = _block(place, c, t)
     first_key, begin, count = _key_range(place, q_len, first_pos, last_pos, c, t)
     produce(
         ring,
         t,
-        k_cache,
-        v_cache,
-        k_pages,
-        v_pages,
+        pools,
         place.head,
         table_row,
         table_row,
@@ -102,10 +86,6 @@ def _produce(
         last_pos + 1,
         gl.to_tensor(0),
         gl.to_tensor(1),
-        K_SLOT,
-        K_HEAD,
-        V_SLOT,
-        V_HEAD,
     )
     async_copy.wait_group(0)
 
@@ -114,32 +94,7 @@ def _produce(
 def _convert(raw, ring, raw_t, t, c, place, WARPS: gl.constexpr, VALUES: gl.constexpr):
     _, q_len, _, first_pos, last_pos = _block(place, c, t)
     _, _, count = _key_range(place, q_len, first_pos, last_pos, c, t)
-    if VALUES:
-        convert(
-            raw.v,
-            raw.v_full,
-            raw.v_free,
-            ring.v,
-            ring.v_full,
-            ring.v_free,
-            raw_t,
-            t,
-            count,
-            WARPS,
-        )
-    else:
-        convert(
-            raw.k,
-            raw.k_full,
-            raw.k_free,
-            ring.k,
-            ring.k_full,
-            ring.k_free,
-            raw_t,
-            t,
-            count,
-            WARPS,
-        )
+    convert(raw, ring, raw_t, t, count, WARPS, VALUES)
 
 
 @gluon.jit
@@ -252,6 +207,7 @@ def gluon_extend_kernel(
     FLOAT8: gl.constexpr = RAW > 0
     t = Tile(0, 0, WINDOW, True, HAS_CAP, HEAD_DIM, GROUPS, BN, STAGES, PAGE, PRODUCERS, False, "")
     c = ExtendConstants(GROUP, Q_TOKEN, Q_HEAD, OUT_TOKEN, OUT_HEAD, HAS_LSE, LSE_TOKEN, LSE_HEAD)
+    pools = Pools(k_cache, v_cache, k_pages, v_pages, K_SLOT, K_HEAD, V_SLOT, V_HEAD)
     factors = Factors(base2, cap_in, cap_out, v_scale, FLOAT8)
     pid = gl.program_id(0)
     req = pid // NUM_KV % batch
@@ -272,32 +228,10 @@ def gluon_extend_kernel(
                 (_consume, (ring, t, c, place, q, out, lse, factors, 1)),
                 (_convert, (raw, ring, raw_t, t, c, place, CONVERTERS, False)),
                 (_convert, (raw, ring, raw_t, t, c, place, CONVERTERS, True)),
-                (
-                    _produce,
-                    (
-                        raw,
-                        raw_t,
-                        c,
-                        place,
-                        k_cache,
-                        v_cache,
-                        k_pages,
-                        v_pages,
-                        table_row,
-                        K_SLOT,
-                        K_HEAD,
-                        V_SLOT,
-                        V_HEAD,
-                    ),
-                ),
+                (_produce, (raw, raw_t, c, place, pools, table_row)),
             ],
             [4, CONVERTERS, CONVERTERS, PRODUCERS],
-            [
-                CONSUMER_REGS,
-                CONVERTER_REGS,
-                CONVERTER_REGS,
-                PRODUCER_REGS,
-            ],
+            [CONSUMER_REGS, CONVERTER_REGS, CONVERTER_REGS, PRODUCER_REGS],
         )
     else:
         ring = make_ring(k_cache.dtype.element_ty, t, PRODUCERS * 32 if PAGE == 1 else 1)
@@ -305,24 +239,7 @@ def gluon_extend_kernel(
             [
                 (_consume, (ring, t, c, place, q, out, lse, factors, 0)),
                 (_consume, (ring, t, c, place, q, out, lse, factors, 1)),
-                (
-                    _produce,
-                    (
-                        ring,
-                        t,
-                        c,
-                        place,
-                        k_cache,
-                        v_cache,
-                        k_pages,
-                        v_pages,
-                        table_row,
-                        K_SLOT,
-                        K_HEAD,
-                        V_SLOT,
-                        V_HEAD,
-                    ),
-                ),
+                (_produce, (ring, t, c, place, pools, table_row)),
             ],
             [4, PRODUCERS],
             [CONSUMER_REGS, PRODUCER_REGS],

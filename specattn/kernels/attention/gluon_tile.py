@@ -78,6 +78,20 @@ class KVRing:
 
 
 @record
+class Pools:
+    """Keys and values, their TMA descriptors where pages come whole, and the steps in them."""
+
+    k_cache: gl.tensor  # [slots, NUM_KV, HEAD_DIM]
+    v_cache: gl.tensor
+    k_pages: object  # descriptors of [slots, NUM_KV * HEAD_DIM] with PAGE > 1, or anything
+    v_pages: object
+    K_SLOT: gl.constexpr
+    K_HEAD: gl.constexpr
+    V_SLOT: gl.constexpr
+    V_HEAD: gl.constexpr
+
+
+@record
 class Factors:
     """What scores and values are multiplied by; see `TreeAttention`."""
 
@@ -177,7 +191,7 @@ def _fill_by_pages(desc, tile, full, free, phase, slots, column, t):
 
 
 @gluon.jit
-def convert(raw, raw_full, raw_free, tiles, full, free, raw_t, t, count, WARPS: gl.constexpr):
+def _convert(raw, raw_full, raw_free, tiles, full, free, raw_t, t, count, WARPS: gl.constexpr):
     """Turn ``count`` float8 tiles, of keys or of values, into 16-bit ones.
 
     It has warps of its own: a fence waits for all that its thread has under way, and would hold
@@ -204,13 +218,23 @@ def convert(raw, raw_full, raw_free, tiles, full, free, raw_t, t, count, WARPS: 
 
 
 @gluon.jit
+def convert(raw, ring, raw_t, t, count, WARPS: gl.constexpr, VALUES: gl.constexpr):
+    """Convert the values or the keys of ``count`` tiles from ring to ring."""
+    if VALUES:
+        _convert(
+            raw.v, raw.v_full, raw.v_free, ring.v, ring.v_full, ring.v_free, raw_t, t, count, WARPS
+        )
+    else:
+        _convert(
+            raw.k, raw.k_full, raw.k_free, ring.k, ring.k_full, ring.k_free, raw_t, t, count, WARPS
+        )
+
+
+@gluon.jit
 def produce(
     ring,
     t,
-    k_cache,
-    v_cache,
-    k_pages,
-    v_pages,
+    pools,
     head,
     index_row,
     tail_row,
@@ -220,10 +244,6 @@ def produce(
     prefix_len,
     stage,
     phase,
-    K_SLOT: gl.constexpr,
-    K_HEAD: gl.constexpr,
-    V_SLOT: gl.constexpr,
-    V_HEAD: gl.constexpr,
 ):
     """Bring ``count`` tiles from key ``begin`` on into the ring; returns its stage and phase.
 
@@ -241,8 +261,8 @@ def produce(
     )
     r = gl.arange(0, BN, layout=gl.SliceLayout(1, layout))  # [BN]
     d = gl.arange(0, t.HEAD_DIM, layout=gl.SliceLayout(0, layout))  # [HEAD_DIM]
-    k_head = k_cache + head.to(gl.int64) * K_HEAD + d[None, :]  # [1, HEAD_DIM]
-    v_head = v_cache + head.to(gl.int64) * V_HEAD + d[None, :]
+    k_head = pools.k_cache + head.to(gl.int64) * pools.K_HEAD + d[None, :]  # [1, HEAD_DIM]
+    v_head = pools.v_cache + head.to(gl.int64) * pools.V_HEAD + d[None, :]
     if t.PAGE == 1:
         ahead = _load_slots(index_row, tail_row, begin, r, first_key, prefix_len, t)
         for start in range(begin, begin + count * BN, BN):
@@ -252,10 +272,14 @@ def produce(
                 if (start < first_key) | (start + BN > prefix_len):
                     gdc_wait()
             mbarrier.wait(ring.k_free.index(stage), phase)
-            async_copy.async_copy_global_to_shared(ring.k.index(stage), k_head + rows * K_SLOT)
+            async_copy.async_copy_global_to_shared(
+                ring.k.index(stage), k_head + rows * pools.K_SLOT
+            )
             async_copy.mbarrier_arrive(ring.k_full.index(stage), increment_count=False)
             mbarrier.wait(ring.v_free.index(stage), phase)
-            async_copy.async_copy_global_to_shared(ring.v.index(stage), v_head + rows * V_SLOT)
+            async_copy.async_copy_global_to_shared(
+                ring.v.index(stage), v_head + rows * pools.V_SLOT
+            )
             async_copy.mbarrier_arrive(ring.v_full.index(stage), increment_count=False)
             stage, phase = _advance(stage, phase, t)
     else:
@@ -272,10 +296,10 @@ def produce(
                     # Gluon knows tuple addition, not unpacking
                     slots = slots + (slot,)  # type: ignore[assignment]  # noqa: RUF005
                 _fill_by_pages(
-                    k_pages, k_tile, k_full, ring.k_free.index(stage), phase, slots, column, t
+                    pools.k_pages, k_tile, k_full, ring.k_free.index(stage), phase, slots, column, t
                 )
                 _fill_by_pages(
-                    v_pages, v_tile, v_full, ring.v_free.index(stage), phase, slots, column, t
+                    pools.v_pages, v_tile, v_full, ring.v_free.index(stage), phase, slots, column, t
                 )
             else:
                 rows = _load_slots(index_row, tail_row, start, r, first_key, prefix_len, t)
@@ -283,10 +307,10 @@ def produce(
                     gdc_wait()
                 rows = rows.to(gl.int64)[:, None]  # [BN, 1]
                 mbarrier.wait(ring.k_free.index(stage), phase)
-                async_copy.async_copy_global_to_shared(k_tile, k_head + rows * K_SLOT)
+                async_copy.async_copy_global_to_shared(k_tile, k_head + rows * pools.K_SLOT)
                 async_copy.commit_group()
                 mbarrier.wait(ring.v_free.index(stage), phase)
-                async_copy.async_copy_global_to_shared(v_tile, v_head + rows * V_SLOT)
+                async_copy.async_copy_global_to_shared(v_tile, v_head + rows * pools.V_SLOT)
                 async_copy.commit_group()
                 # the barriers count one arrival, TMA's or this one
                 async_copy.wait_group(1)

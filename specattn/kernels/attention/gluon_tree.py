@@ -40,6 +40,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specattn.kernels.attention.gluon_tile import (
     Factors,
+    Pools,
     Tile,
     attend,
     convert,
@@ -151,20 +152,7 @@ def _query_positions(work, req, prefix_len, c, t):
 
 
 @gluon.jit
-def _produce(
-    ring,
-    work,
-    t,
-    c,
-    k_cache,
-    v_cache,
-    k_pages,
-    v_pages,
-    K_SLOT: gl.constexpr,
-    K_HEAD: gl.constexpr,
-    V_SLOT: gl.constexpr,
-    V_HEAD: gl.constexpr,
-):
+def _produce(ring, work, t, c, pools):
     """Bring the tiles of the split's segments into the ring."""
     left, tile, req, base, prefix_len, first_tile, _, _ = _first_segment(work, t)
     stage = 0
@@ -184,10 +172,7 @@ def _produce(
         stage, phase = produce(
             ring,
             t,
-            k_cache,
-            v_cache,
-            k_pages,
-            v_pages,
+            pools,
             work.head,
             work.indices + base,
             work.tail_slots + req.to(gl.int64) * work.stride_tail,
@@ -197,10 +182,6 @@ def _produce(
             prefix_len,
             stage,
             phase,
-            K_SLOT,
-            K_HEAD,
-            V_SLOT,
-            V_HEAD,
         )
         left -= count
         tile = 0
@@ -213,32 +194,7 @@ def _produce(
 def _convert(raw, ring, work, raw_t, t, WARPS: gl.constexpr, VALUES: gl.constexpr):
     """Convert all tiles of the split, whosever they are."""
     count = gl.load(work.splits + work.split * 8).to(gl.int32)
-    if VALUES:
-        convert(
-            raw.v,
-            raw.v_full,
-            raw.v_free,
-            ring.v,
-            ring.v_full,
-            ring.v_free,
-            raw_t,
-            t,
-            count,
-            WARPS,
-        )
-    else:
-        convert(
-            raw.k,
-            raw.k_full,
-            raw.k_free,
-            ring.k,
-            ring.k_full,
-            ring.k_free,
-            raw_t,
-            t,
-            count,
-            WARPS,
-        )
+    convert(raw, ring, raw_t, t, count, WARPS, VALUES)
 
 
 @gluon.jit
@@ -459,6 +415,7 @@ def gluon_tree_kernel(
         LSE_HEAD,
     )
     rows = Rows(q, out, lse, partial_out, partial_lse)
+    pools = Pools(k_cache, v_cache, k_pages, v_pages, K_SLOT, K_HEAD, V_SLOT, V_HEAD)
     factors = Factors(base2, cap_in, cap_out, v_scale, FLOAT8)
     if FLOAT8:
         raw_t = Tile(
@@ -508,23 +465,7 @@ def gluon_tree_kernel(
                     (_consume, (ring, work, t, c, rows, factors, 0)),
                     (_convert, (raw, ring, work, raw_t, t, CONVERTERS, False)),
                     (_convert, (raw, ring, work, raw_t, t, CONVERTERS, True)),
-                    (
-                        _produce,
-                        (
-                            raw,
-                            work,
-                            raw_t,
-                            c,
-                            k_cache,
-                            v_cache,
-                            k_pages,
-                            v_pages,
-                            K_SLOT,
-                            K_HEAD,
-                            V_SLOT,
-                            V_HEAD,
-                        ),
-                    ),
+                    (_produce, (raw, work, raw_t, c, pools)),
                 ],
                 [CONVERTERS, CONVERTERS, PRODUCERS],
                 [CONVERTER_REGS, CONVERTER_REGS, PRODUCER_REGS],
@@ -536,53 +477,16 @@ def gluon_tree_kernel(
                     (_consume, (ring, work, t, c, rows, factors, 1)),
                     (_convert, (raw, ring, work, raw_t, t, CONVERTERS, False)),
                     (_convert, (raw, ring, work, raw_t, t, CONVERTERS, True)),
-                    (
-                        _produce,
-                        (
-                            raw,
-                            work,
-                            raw_t,
-                            c,
-                            k_cache,
-                            v_cache,
-                            k_pages,
-                            v_pages,
-                            K_SLOT,
-                            K_HEAD,
-                            V_SLOT,
-                            V_HEAD,
-                        ),
-                    ),
+                    (_produce, (raw, work, raw_t, c, pools)),
                 ],
                 [4, CONVERTERS, CONVERTERS, PRODUCERS],
-                [
-                    CONSUMER_REGS,
-                    CONVERTER_REGS,
-                    CONVERTER_REGS,
-                    PRODUCER_REGS,
-                ],
+                [CONSUMER_REGS, CONVERTER_REGS, CONVERTER_REGS, PRODUCER_REGS],
             )
     elif GROUPS == 1:
         gl.warp_specialize(
             [
                 (_consume, (ring, work, t, c, rows, factors, 0)),
-                (
-                    _produce,
-                    (
-                        ring,
-                        work,
-                        t,
-                        c,
-                        k_cache,
-                        v_cache,
-                        k_pages,
-                        v_pages,
-                        K_SLOT,
-                        K_HEAD,
-                        V_SLOT,
-                        V_HEAD,
-                    ),
-                ),
+                (_produce, (ring, work, t, c, pools)),
             ],
             [PRODUCERS],
             [PRODUCER_REGS],
@@ -592,23 +496,7 @@ def gluon_tree_kernel(
             [
                 (_consume, (ring, work, t, c, rows, factors, 0)),
                 (_consume, (ring, work, t, c, rows, factors, 1)),
-                (
-                    _produce,
-                    (
-                        ring,
-                        work,
-                        t,
-                        c,
-                        k_cache,
-                        v_cache,
-                        k_pages,
-                        v_pages,
-                        K_SLOT,
-                        K_HEAD,
-                        V_SLOT,
-                        V_HEAD,
-                    ),
-                ),
+                (_produce, (ring, work, t, c, pools)),
             ],
             [4, PRODUCERS],
             [CONSUMER_REGS, PRODUCER_REGS],
