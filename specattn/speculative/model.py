@@ -267,6 +267,11 @@ class ModelSlot(Generic[Model]):
         ]
         return cls(model, pool, LayeredBackend(backend, layers, pool, pool.device))
 
+    def for_context(self, max_context_len: int) -> ModelSlot[Model]:
+        """Return the slot with its model for contexts of that length; see `ContextModel`."""
+        model = for_context(self.model, max_context_len)
+        return self if model is self.model else replace(self, model=model)
+
     def with_own_workspace(self) -> ModelSlot[Model]:
         """Return the same model and pool with attention that may run at the same time."""
         return replace(self, backend=self.backend.with_own_workspace())

@@ -20,6 +20,7 @@ from specattn.speculative.host_buffers import HostBuffers, InFlight, PendingStep
 from specattn.speculative.launch import StepLaunch
 from specattn.speculative.step import StepPart
 from specattn.speculative.validation import (
+    check_draft_tokens,
     check_lens,
     check_rows,
     check_tables,
@@ -108,7 +109,9 @@ class StepDecoder(ReadOnly):
         If drafting lacks a draft model, ``cudagraph`` or ``validate`` is another word, one graph
         meets a backend that plans on the host, or ``validate="debug"`` one graph or ``tbo``; if
         table, states and pools are not of one size and the config's; if the target does not give
-        the features that the draft reads.
+        the features that the draft reads, or the draft proposes tokens that the target has not.
+    ModelError
+        If a model computes contexts as long as the table's in another way than shorter ones.
     CaptureError
         If a capture fails; see `GraphRunner.capture`. Where memory runs out, a warning is logged
         instead, and batches that no captured bucket holds run eagerly.
@@ -154,6 +157,10 @@ class StepDecoder(ReadOnly):
         if draft is not None:
             draft.backend.check_indices(indices)
         check_tables(config, table, states, [s.pool for s in (target, draft) if s is not None])
+        target = target.for_context(table.max_context_len)
+        if draft is not None:
+            draft = draft.for_context(table.max_context_len)
+            check_draft_tokens(draft.model, target.model.vocab_size, table.req_to_token.device)
         self.target, self.draft, self.config = target, draft, config
         self.table, self.states, self.cudagraph = table, states, cudagraph
         self.features = feature_width(draft, features)

@@ -104,6 +104,17 @@ def check_tables(
             raise ValueError(f"pools must have the table's {slots} slots, got {pool.num_slots}")
 
 
+def check_draft_tokens(draft: DraftModel, vocab_size: int, device: torch.device) -> None:
+    """Raise a ValueError if a draft proposes tokens that the target has not. Waits for it."""
+    ids = draft.to_target(torch.arange(draft.vocab_size, device=device))
+    outside = ids[(ids < 0) | (ids >= vocab_size)]
+    if outside.numel():
+        raise ValueError(
+            f"the draft's to_target must map to the target's tokens 0..{vocab_size - 1}, "
+            f"got {int(outside[0])}"
+        )
+
+
 def check_rows(rows: Sequence[int], known: frozenset[int], most: int) -> None:
     """Raise a ValueError unless rows are known and differ, but for 0."""
     if len(rows) > most:

@@ -55,6 +55,15 @@ def test_texts_follow_the_targets_probabilities(name) -> None:
     assert max(n for result in results for n in result.accept_lens) > 1
 
 
+@pytest.mark.parametrize("token", [VOCAB, -1])
+def test_tokens_that_the_target_has_not_are_refused(token) -> None:
+    target, _ = laws.make_models()
+    draft = MappedDraft(device=laws.DEVICE)
+    draft.target_ids[7] = token
+    with pytest.raises(ValueError, match=rf"must map to the target's tokens 0\.\.60, got {token}"):
+        Engine(target, draft, laws.SETTINGS["chain"], graphs=False)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_head_draws_by_probabilities_over_the_targets_tokens(target, tmp_path, fused) -> None:
     tensors = eagle3_tensors()
