@@ -180,7 +180,8 @@ class AcceptResult:
     accept_lens : Tensor
         ``[B]`` int32, tokens gained, at least 1: the bonus token counts.
     bonus_tokens : Tensor
-        ``[B]`` int64.
+        ``[B]`` int64, the last token gained; -1 where the target's logits are not finite, and then
+        ``accept_tokens`` holds token 0 in its place.
     """
 
     accept_index: Tensor

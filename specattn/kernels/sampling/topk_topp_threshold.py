@@ -90,7 +90,7 @@ def _listed(listed, size, row, vocab, peak, KEPT: tl.constexpr):
 def _among(
     listed, note, row, vocab, peak, inv_temperature, goal, by_mass, high, within, KEPT: tl.constexpr
 ):
-    """Do as `_search` in a list that holds the cut; say too whether it did, rounding aside."""
+    """Do as `_search` in a list that holds the threshold; say too whether it did."""
     nearer = tl.load(note + 2).to(tl.int32)
     size = tl.load(note + 3).to(tl.int32)
     lighter = tl.load(note).to(tl.float64) / 2.0**40
@@ -106,18 +106,18 @@ def _among(
     held = (size > 0) & (least > low)
     if by_mass:
         held = held & ((lighter < goal) | (nearer == 0)) & ((reached >= goal) | (upto >= within))
-    cut, upto, nearer, lighter = _halve(
+    threshold, upto, nearer, lighter = _halve(
         distance, weight, nearer, lighter, goal, by_mass, low, least, upto
     )
-    return cut, upto, nearer, lighter, held
+    return threshold, upto, nearer, lighter, held
 
 
 @triton.jit
-def _nth_listed(listed, note, row, vocab, peak, cut, nth, KEPT: tl.constexpr):
-    """Do as `_nth_at` in a list that holds all tokens at the cut."""
+def _nth_listed(listed, note, row, vocab, peak, threshold, nth, KEPT: tl.constexpr):
+    """Do as `_nth_at` in a list that holds all tokens at the threshold."""
     size = tl.load(note + 3).to(tl.int32)
     token, distance = _listed(listed, size, row, vocab, peak, KEPT)
-    equal = distance == cut
+    equal = distance == threshold
     low = tl.full([], -1, tl.int32)
     high = vocab - 1
     while high - low > 1:
@@ -180,13 +180,13 @@ def _search(
 
 
 @triton.jit
-def _nth_at(row, vocab, peak, cut, nth, BLOCK: tl.constexpr):
-    """Return the ``nth`` token, from 1, whose distance is ``cut``."""
+def _nth_at(row, vocab, peak, threshold, nth, BLOCK: tl.constexpr):
+    """Return the ``nth`` token, from 1, whose distance is ``threshold``."""
     found = vocab
     count = 0
     for start in range(0, vocab, BLOCK):
         token = start + tl.arange(0, BLOCK)
-        equal = (peak - load_scores(row, token, vocab)) == cut
+        equal = (peak - load_scores(row, token, vocab)) == threshold
         place = count + tl.cumsum(equal.to(tl.int32), 0)
         found = tl.minimum(found, tl.min(tl.where(equal & (place == nth), token, vocab), 0))
         count += tl.sum(equal.to(tl.int32), 0)
@@ -203,7 +203,7 @@ def threshold_kernel(
     masses,  # [R, splits] float32
     thresholds,  # [R, 2] float32, out: distance up to which tokens are kept, and their weight
     lasts,  # [R] int32, out: the last token that is kept at that distance
-    lists,  # [R, thresholds, KEPT] int32: tokens among which a cut is; scratch if they are more
+    lists,  # [R, thresholds, KEPT] int32: tokens around a threshold; scratch if they are more
     notes,  # [R, 2, 4] int64: see `histogram.gather_kernel`
     vocab,
     stride,
@@ -236,10 +236,10 @@ def threshold_kernel(
     notes += row * 8
     high = tl.full([], 0x7F800000, tl.int32)
     within = vocab
-    # of the tokens at the cut, those that are kept
+    # of the tokens at the threshold, those that are kept
     ties = vocab
     mass = total.to(tl.float64)
-    # whether a list has the tokens at the cut
+    # whether a list has the tokens at the threshold
     known = vocab < 0
     nearer = tl.full([], 0, tl.int32)
     lighter = tl.full([], 0.0, tl.float64)
@@ -269,10 +269,10 @@ def threshold_kernel(
         mass = lighter + ties * tl.exp2(-as_float(high) * inv_temperature).to(tl.float64)
     if by_mass:
         goal = share.to(tl.float64) * mass
-        cut, upto = high, within
+        threshold, upto = high, within
         known = tl.load(notes + 7) <= KEPT
         if known:
-            cut, upto, nearer, lighter, known = _among(
+            threshold, upto, nearer, lighter, known = _among(
                 lists + HAS_K * KEPT,
                 notes + 4,
                 logits,
@@ -287,7 +287,7 @@ def threshold_kernel(
             )
         if known == 0:
             reach = reach_of(share, mass.to(tl.float32), vocab, inv_temperature)
-            cut, upto, nearer, lighter = _search(
+            threshold, upto, nearer, lighter = _search(
                 logits,
                 vocab,
                 peak,
@@ -301,11 +301,11 @@ def threshold_kernel(
                 KEPT,
                 BLOCK,
             )
-        each = tl.exp2(-as_float(cut) * inv_temperature).to(tl.float64)
+        each = tl.exp2(-as_float(threshold) * inv_temperature).to(tl.float64)
         wanted = tl.ceil((goal - lighter) / tl.maximum(each, 1e-300))
-        there = tl.where(cut == high, tl.minimum(ties, upto - nearer), upto - nearer)
+        there = tl.where(threshold == high, tl.minimum(ties, upto - nearer), upto - nearer)
         wanted = tl.minimum(tl.maximum(wanted, 1.0), there.to(tl.float64))
-        high, within, ties = cut, upto, wanted.to(tl.int32)
+        high, within, ties = threshold, upto, wanted.to(tl.int32)
         mass = lighter + wanted * each
         ties = tl.where(ties < upto - nearer, ties, vocab)
     elif by_count:

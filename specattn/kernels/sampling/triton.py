@@ -23,7 +23,7 @@ BLOCK = 2048
 
 THRESHOLD_BLOCK = 4096
 
-# tokens that a cut is searched among in registers
+# tokens that a threshold is searched among in registers
 KEPT = 4096
 
 # classes of distances from the peak; twice as many for few rows, whose time is not their work's
@@ -121,11 +121,11 @@ def target_probs(
     common = (vocab, logits.stride(0), rows_per_req)
     block_p = triton.next_power_of_2(splits)
     # of one token there is nothing to cut, and Triton 3.6 does not compile the kernel for it
-    cut = vocab > 1 and (top_k is not None or top_p is not None)
+    truncate = vocab > 1 and (top_k is not None or top_p is not None)
     thresholds, lasts = masses, keys
     levels, counts, notes = masses, keys, keys
     bins = BINS * 2 if rows <= FEW_ROWS else BINS
-    if cut:
+    if truncate:
         thresholds, lasts = probs.new_empty(rows, 2), keys.new_empty(rows, dtype=torch.int32)
         levels, notes = torch.empty_like(masses), keys.new_empty(rows, 8)
         counts = lasts.new_empty(rows, bins)
@@ -138,11 +138,11 @@ def target_probs(
         counts,
         notes,
         *common,
-        TRUNCATE=cut,
+        TRUNCATE=truncate,
         BINS=bins,
         BLOCK=BLOCK,
     )
-    if cut:
+    if truncate:
         shared = (
             logits,
             temperature,
@@ -199,7 +199,7 @@ def target_probs(
         lasts,
         probs,
         *common,
-        TRUNCATE=cut,
+        TRUNCATE=truncate,
         BLOCK_P=block_p,
         BLOCK=BLOCK,
     )

@@ -81,7 +81,7 @@ def probs_kernel(
     sound = is_sound(peak)
     one = (temp == 0) | (sound == 0)
     if TRUNCATE:
-        cut = tl.load(thresholds + row * 2)
+        threshold = tl.load(thresholds + row * 2)
         total = tl.load(thresholds + row * 2 + 1)
         last = tl.load(lasts + row)
     scale = 1 / total
@@ -92,7 +92,9 @@ def probs_kernel(
         distance = finite(peak) - score
         prob = tl.exp2(-distance * inv_temperature) * scale
         if TRUNCATE:
-            prob = tl.where((distance < cut) | ((distance == cut) & (token <= last)), prob, 0.0)
+            prob = tl.where(
+                (distance < threshold) | ((distance == threshold) & (token <= last)), prob, 0.0
+            )
         prob = tl.where(one, (token == best).to(tl.float32), prob)
         prob = tl.where(sound, prob, float("nan"))
         tl.store(probs + row * vocab + token, prob, mask=token < vocab)
