@@ -117,7 +117,7 @@ class TritonCsr(TritonBound, JointFill):
 
     @staticmethod
     def fill_together(bounds: Sequence[TritonBound]) -> None:
-        """Split the work of all of ``bounds`` into equal shares, from the lengths on the device."""
+        """Split the work of all ``bounds``, from the lengths on the device."""
         from specattn.kernels.attention.triton_plan import fill_plans
 
         fill_plans([bound.request for bound in bounds])

@@ -244,7 +244,7 @@ def aligned(cache: Tensor) -> bool:
 def _pages(
     tile: GluonTile, k_cache: Tensor, v_cache: Tensor, page_size: int
 ) -> tuple[int, object, object]:
-    """Page size to copy by, and the pools as TMA needs them; 1 and the pools if by rows."""
+    """Page size and pools as TMA needs them; 1 and the pools if copies go by rows."""
     heads, dim = k_cache.shape[1:]
     # a view whose heads do not lie side by side has no rows of pages
     if (

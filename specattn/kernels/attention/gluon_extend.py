@@ -48,7 +48,10 @@ class Place:
 
 @gluon.jit
 def _block(place, c, t):
-    """First query row and tokens of the request; prefix, first and last position of the block."""
+    """Numbers of a block.
+
+    First query row and tokens of the request; prefix, first and last position of the block.
+    """
     BM: gl.constexpr = t.GROUPS * 64
     q_begin = gl.load(place.qo_indptr + place.req)
     q_len = gl.load(place.qo_indptr + place.req + 1) - q_begin
@@ -60,7 +63,7 @@ def _block(place, c, t):
 
 @gluon.jit
 def _key_range(place, q_len, first_pos, last_pos, c, t):
-    """First visible key, first tile's key and number of tiles of a block; none without rows."""
+    """First visible key, first tile's key and tiles of a block, none without rows."""
     first_key = 0
     if t.WINDOW >= 0:
         first_key = gl.maximum(first_pos - t.WINDOW, 0)

@@ -79,7 +79,7 @@ class KVRing:
 
 @record
 class Pools:
-    """Keys and values, their TMA descriptors where pages come whole, and the steps in them."""
+    """Keys and values, their TMA descriptors, and the steps in them."""
 
     k_cache: gl.tensor  # [slots, NUM_KV, HEAD_DIM]
     v_cache: gl.tensor
@@ -245,12 +245,12 @@ def produce(
     stage,
     phase,
 ):
-    """Bring ``count`` tiles from key ``begin`` on into the ring; returns its stage and phase.
+    """Bring ``count`` tiles into the ring, from key ``begin`` on.
 
-    Keys from ``first_key`` to ``prefix_len`` come through ``index_row``, the others through
-    ``tail_row``. A page may hold anything past its request's keys, so only tiles full of keys
-    come as pages. With ``PREFETCH``, tiles of the prefix alone come without waiting for the kernel
-    before this one, which writes keys of the tail.
+    Returns the ring's stage and phase. Keys from ``first_key`` to ``prefix_len`` come through
+    ``index_row``, the others through ``tail_row``. A page may hold anything past its request's
+    keys, so only tiles full of keys come as pages. With ``PREFETCH``, tiles of the prefix alone
+    come without waiting for the kernel before this one, which writes keys of the tail.
     """
     BN: gl.constexpr = t.BN
     BOX: gl.constexpr = t.PAGE if t.PAGE < BN else BN

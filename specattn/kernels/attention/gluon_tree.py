@@ -126,7 +126,7 @@ def _first_segment(work, t):
 
 @gluon.jit
 def _bounds(tile, left, prefix_len, first_tile, t):
-    """First key, end of the keys and tiles of a segment; at least one tile has to be visited."""
+    """First key, end of the keys and tiles of a segment, at least one."""
     kv_len = prefix_len + t.TAIL
     tiles = gl.maximum((kv_len + t.BN - 1) // t.BN - first_tile, 1)
     stop = gl.minimum(tiles, tile + left)

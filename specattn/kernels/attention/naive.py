@@ -1,4 +1,4 @@
-"""Attention in plain torch: twins of the Triton kernels, and the whole `torch_native` backend.
+"""Attention in plain torch: what the kernels compute, and the `torch_native` backend.
 
 Vectorised over the batch, float32 inside for half and float8 inputs. A key no query sees is never
 used, whatever its slot holds (0 × NaN is NaN, so masking the logits alone would not do).
@@ -93,7 +93,7 @@ def tree_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """Attend every request's query tokens to its prefix and the tail keys of their words.
+    """Attend query tokens to their request's prefix and tail.
 
     Parameters
     ----------

@@ -120,14 +120,14 @@ class MergeTile:
 
 
 def merge_tile(batch: int) -> MergeTile:
-    """Choose by the number of requests: the fewer there are, the more partials each has."""
+    """Choose by the number of requests: few have many partials each."""
     return MergeTile(4 if batch == 1 else 8, 33 if batch <= 2 else 17 if batch <= 4 else 8)
 
 
 def fit_tile(
     tile: TileConfig, key_bytes: int, query_bytes: int, limits: DeviceLimits
 ) -> TileConfig:
-    """Shrink a tile until all the CTAs it is meant for have room on a multiprocessor.
+    """Shrink a tile until its CTAs have room on a multiprocessor.
 
     Tiles for Hopper stay as they are. The order, bytes in flight before the size of a tile before
     occupancy, is a choice, not a measurement.
@@ -235,14 +235,14 @@ def _float8_tile(rows: int, width: int) -> TileConfig:
 
 
 def _item_bytes(dtype: torch.dtype) -> int:
-    """Bytes of a number in shared memory; a float8 tile has a converted copy beside it."""
+    """Bytes of a number in shared memory, where float8 is converted to 16 bits."""
     return max(dtype.itemsize, 2)
 
 
 def deterministic_tile_config(
     head_dim: int, v_head_dim: int, dtype: torch.dtype, limits: DeviceLimits = HOPPER
 ) -> TileConfig:
-    """Choose the one tile of deterministic attention: nothing of the batch or the mode goes in."""
+    """Choose the one tile of deterministic attention, whatever batch and mode."""
     return tile_config(64, head_dim, v_head_dim, dtype, 1024, limits)
 
 

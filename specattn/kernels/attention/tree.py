@@ -406,7 +406,7 @@ def _carve(
     workspace: Callable[[int], Tensor] | None,
     device: torch.device,
 ) -> list[Tensor]:
-    """Return a flat tensor for each number and dtype of elements, all in one workspace."""
+    """Lay flat tensors of these lengths and dtypes out in one workspace."""
     sizes = [cdiv(count * dtype.itemsize, ALIGN) * ALIGN for count, dtype in needs]
     total, at, found = sum(sizes), 0, []
     if workspace is None:

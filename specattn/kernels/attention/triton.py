@@ -82,7 +82,7 @@ class TreeKernels:
 
     @property
     def may_prefetch(self) -> bool:
-        """Whether the kernel can read a prefix before it waits for the kernel in front of it."""
+        """Whether the kernel can read a prefix before it waits."""
         tile = self.grid.tile
         return isinstance(tile, GluonTile) and not tile.raw_stages
 

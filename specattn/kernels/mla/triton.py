@@ -140,7 +140,7 @@ def mla_extend(
 
 
 def _widths(head_dim: int, v_head_dim: int) -> dict[str, int]:
-    """Return the widths of the two parts of a row as constants of the kernels."""
+    """Return the widths of a row's two parts, as the kernels' constants."""
     rope = head_dim - v_head_dim
     return {
         "RANK": v_head_dim,

@@ -1,4 +1,4 @@
-"""Attention over float8 (e4m3) pools, kernels and twins, against the oracle over what they hold."""
+"""Attention over float8 (e4m3) pools, by kernels and torch, against the oracle."""
 
 from __future__ import annotations
 
