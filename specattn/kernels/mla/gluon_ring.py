@@ -8,8 +8,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
 )
-from triton.language.core import _aggregate as aggregate
 
+from specattn.kernels.attention.gluon_tile import record
 from specattn.kernels.attention.triton_tree import load_request
 
 RANK = gl.constexpr(512)
@@ -19,7 +19,7 @@ BM = gl.constexpr(64)
 BN = gl.constexpr(64)
 
 
-@aggregate
+@record
 class LatentConstants:
     """Constants of a launch."""
 
@@ -30,17 +30,8 @@ class LatentConstants:
     MT: gl.constexpr
     STAGES: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(self, TAIL, WORDS, Q_LEN, HEADS, MT, STAGES):
-        self.TAIL = gl.constexpr(TAIL)
-        self.WORDS = gl.constexpr(WORDS)
-        self.Q_LEN = gl.constexpr(Q_LEN)
-        self.HEADS = gl.constexpr(HEADS)
-        self.MT = gl.constexpr(MT)
-        self.STAGES = gl.constexpr(STAGES)
 
-
-@aggregate
+@record
 class Work:
     """The CTA's place, and the plan."""
 
@@ -49,15 +40,8 @@ class Work:
     requests: gl.tensor
     splits: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, split, m_tile, requests, splits):
-        self.split = split
-        self.m_tile = m_tile
-        self.requests = requests
-        self.splits = splits
 
-
-@aggregate
+@record
 class LatentRing:
     """Tiles in shared memory, what the consumers tell each other, and the barriers."""
 
@@ -72,33 +56,6 @@ class LatentRing:
     q_rotated: gl.shared_memory_descriptor  # [1, BM, ROPE]
     q_full: gl.shared_memory_descriptor  # [1, 1]
     q_empty: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(
-        self,
-        latent,
-        rotated,
-        full,
-        empty,
-        scored,
-        fades,
-        totals,
-        q_latent,
-        q_rotated,
-        q_full,
-        q_empty,
-    ):
-        self.latent = latent
-        self.rotated = rotated
-        self.full = full
-        self.empty = empty
-        self.scored = scored
-        self.fades = fades
-        self.totals = totals
-        self.q_latent = q_latent
-        self.q_rotated = q_rotated
-        self.q_full = q_full
-        self.q_empty = q_empty
 
 
 @gluon.jit
