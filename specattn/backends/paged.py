@@ -178,7 +178,7 @@ class BlockTable:
     def over(cls, plan: AttnPlan, page_size: int, lists: int = 1) -> BlockTable:
         """Allocate a table that holds any list, padded to a multiple of `TABLE_KEYS` keys.
 
-        ``lists`` is as in `specattn.kernels.block_table.fill_block_table`.
+        ``lists`` is as in `specattn.kernels.indices.fill_block_table`.
         """
         strides = -(-(plan.req_to_token.shape[1] + plan.layout.tail) // TABLE_KEYS)
         width = strides * TABLE_KEYS // page_size
