@@ -42,7 +42,7 @@ class World:
     table: SlotTable
     pools: tuple[KVPool, KVPool]
     rows: list[int]
-    # what the target gave each step, whose memory lives as long as it is kept here
+    # a copy of what the target gave last, by batch size
     logits: dict[int, torch.Tensor]
 
     def poison(self, lens: list[int]) -> None:
@@ -157,7 +157,10 @@ def world(
     kept: dict[int, torch.Tensor] = {}
 
     def keeping(tree, logits, *rest):
-        kept[len(logits)] = logits
+        # the first call runs eagerly, so that no buffer belongs to a graph
+        if len(logits) not in kept:
+            kept[len(logits)] = torch.empty_like(logits)
+        kept[len(logits)].copy_(logits)
         return accept(tree, logits, *rest)
 
     decoder = StepDecoder(

@@ -33,7 +33,7 @@ from tests.oracle import (
     tolerances_of,
 )
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
-from tests.worlds import CONFIG, MODES, inputs, same, world
+from tests.worlds import CONFIG, MODES, inputs, part_of, same, world
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BF16 = torch.bfloat16
@@ -43,6 +43,9 @@ CHILDREN = [
     "triton",
     *(pytest.param(name, marks=pytest.mark.gpu) for name in LIBRARIES),
 ]
+TABLES = {"torch_native": (), "triton": (), "fa3": pytest.mark.gpu, "flashinfer": pytest.mark.gpu}
+# fa3 reads no index lists
+LISTS = ["torch_native", "triton", pytest.param("flashinfer", marks=pytest.mark.gpu)]
 # lengths and padding rows of a bucket; "padding" has a half without a single live request
 BATCHES = {
     "one": ([37], 0),
@@ -98,7 +101,7 @@ def test_halves_equal_the_oracle(name, lens, pads):
 
 
 @pytest.mark.parametrize("lens", [[4], [9, 0, 30], [7, 7, 1, 12]], ids=str)
-@pytest.mark.parametrize("name", CHILDREN)
+@pytest.mark.parametrize("name", LISTS)
 def test_halves_of_index_lists_equal_the_oracle(name, lens):
     """The second half's lists do not start at 0."""
     branches = 2
@@ -239,8 +242,13 @@ def test_children_and_primary_share_no_buffers():
     check(case, oracle_tree(case))
 
 
-@pytest.mark.parametrize("indices", ["table", "csr"])
-@pytest.mark.parametrize("name", CHILDREN)
+@pytest.mark.parametrize(
+    ("name", "indices"),
+    [
+        *(pytest.param(name, "table", marks=marks) for name, marks in TABLES.items()),
+        *(pytest.param(name, "csr", marks=TABLES[name]) for name in TABLES if name != "fa3"),
+    ],
+)
 def test_draft_steps_are_split_alike(name, indices):
     """Every step of the shared multi-step buffers, three requests of two branches."""
     dtype = options(name)["dtype"]
@@ -288,7 +296,7 @@ def test_captured_forwards_equal_the_unsplit_ones(mode, indices):
         for one in (split, whole):
             one.poison(lens)
         same(split.run(mode, lens, values), whole.run(mode, lens, values))
-    assert split.decoder.runner.recorded(mode) == (DEVICE.type == "cuda")
+    assert split.decoder.runner.recorded(part_of(mode)) == (DEVICE.type == "cuda")
     assert not split.decoder.runner.stats.eager
 
 
@@ -308,7 +316,7 @@ def test_libraries_are_recorded_in_halves(name, mode):
             if value.is_floating_point() and value.numel():
                 error = (got[key].float() - value.float()).norm() / value.float().norm()
                 assert error < 2e-2, f"{key} of {size} requests is off by {error:.2e}"
-    assert split.decoder.runner.recorded(mode)
+    assert split.decoder.runner.recorded(part_of(mode))
 
 
 def test_triton_children_under_the_runner():
