@@ -6,8 +6,6 @@ does around the call is tested on any machine.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -163,8 +161,9 @@ def pages_read(case: oracle.Case) -> list[int]:
         seen.append(k_cache.shape[1])
         return library(q, k_cache, *rest, **options)
 
-    vars(backend)["library"] = SimpleNamespace(flash_attn_with_kvcache=function)
-    attend(case, backend.bind(plan_of(case)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend.library, "flash_attn_with_kvcache", function)
+        attend(case, backend.bind(plan_of(case)))
     check(case, case.expected())
     return seen
 
