@@ -45,6 +45,9 @@ class Bound(BoundAttention):
 class Mutant(TorchNativeBackend):
     """Honest until a subclass overrides a step."""
 
+    # it may remember what it likes, unlike a backend, whose attributes are read-only
+    __setattr__ = object.__setattr__
+
     def __init_subclass__(cls) -> None:
         cls.name = cls.__name__
 
