@@ -8,7 +8,13 @@ from torch import Tensor
 
 from specattn.batch import Phase, RowLayout
 from specattn.buffers import BufferSet, buf, fingerprint
-from specattn.plan import AttnInputs, causal_words, mask_words
+from specattn.plan import (
+    AttnInputs,
+    MultiStepDims,
+    MultiStepInputs,
+    causal_words,
+    mask_words,
+)
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,17 @@ def test_a_padded_row_keeps_its_own_bit():
             }
             first = tail - q_len
             assert bits == set(range(first, first + row + 1))
+
+
+@pytest.mark.parametrize(("steps", "topk"), [(0, 3), (3, 2), (9, 8)])
+def test_a_padding_draft_node_sees_itself(steps, topk):
+    dims = MultiStepDims(steps, topk)
+    words = MultiStepInputs.alloc(2, dims, torch.device("cpu")).words
+    assert words.shape == (2, steps, topk, -(-steps * topk // 64))
+    for row in words.flatten(1, 2).tolist():
+        for node, own in enumerate(row):
+            bits = {64 * w + b for w, word in enumerate(own) for b in range(64) if word >> b & 1}
+            assert bits == {node}
 
 
 def test_attention_inputs_start_as_padding():
