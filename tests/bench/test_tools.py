@@ -6,8 +6,12 @@ import json
 import sys
 
 import pytest
+import torch
 
-from bench.tools import texts
+from bench import step
+from bench.step_world import Setting, World
+from bench.tools import compare, texts
+from tests.bench.test_step import CPU, tiny
 
 
 def test_texts_are_recorded_by_the_command_line_and_compared(tmp_path, monkeypatch, capsys):
@@ -30,3 +34,62 @@ def test_texts_are_recorded_by_the_command_line_and_compared(tmp_path, monkeypat
     said = capsys.readouterr().out
     assert "chain, greedy, prompt 0: in one recording only" in said
     assert "chain, drawn, prompt 0: tokens differ, from token 2" in said
+
+
+def test_two_checkouts_are_compared_cell_by_cell(tmp_path, monkeypatch, capsys):
+    for tree, times in (("old", (10.0, 12.0, 11.0)), ("new", (11.0, 12.1, 12.0))):
+        for turn, us in enumerate(times):
+            folder = tmp_path / f"{tree}-{turn}"
+            folder.mkdir()
+            lines = [{"name": "specattn", "us": us, "plan_us": None}, {"name": "FA3", "us": 1.0}]
+            quick = {"cells": [{"name": "8 x 8k", "contestants": lines}]}
+            (folder / "quick.json").write_text(json.dumps(quick))
+            cell = {"setting": "plain", "batch": 1, "context": 4096, "us": 4 * us}
+            cells = [cell | {"host_p10_us": 30.0}, {"setting": "x", "batch": 9, "context": 1}]
+            (folder / "step.json").write_text(json.dumps({"cells": cells}))
+    (tmp_path / "new-2" / "step.json").write_text("{cut off")
+    found = compare.gathered(tmp_path)
+    assert found["attention us"]["8 x 8k: specattn"]["old"] == [10.0, 12.0, 11.0]
+    assert found["step us"]["plain, 1 x 4096"]["new"] == [44.0, 48.4]
+    monkeypatch.setattr(sys, "argv", ["compare", "--out", str(tmp_path), "--report"])
+    compare.main()
+    text = capsys.readouterr().out
+    assert "FA3" not in text
+    (row,) = [line for line in text.splitlines() if "8 x 8k: specattn" in line]
+    assert row.split()[-6:] == ["11.00", "12.00", "1.0909", "20.0%", "10.0%", "!"]
+    assert "1.0500" in next(line for line in text.splitlines() if "plain, 1 x 4096" in line)
+
+
+def test_checkouts_run_in_turns_and_leave_what_they_have(tmp_path, monkeypatch, capsys):
+    write = "import sys; open(sys.argv[1], 'w').write('{\"specattn\": 5.0}')"
+    monkeypatch.setitem(
+        compare.WHAT, "import", lambda _, folder, turn: ["-c", write, str(folder / "import.json")]
+    )
+    out = tmp_path / "out"
+    run = ["--old", str(tmp_path), "--out", str(out), "--what", "import", "--turns", "2"]
+    monkeypatch.setattr(sys, "argv", ["compare", *run])
+    compare.main()
+    taken = json.loads((out / "compare.json").read_text())["taken"]
+    assert [(one["turn"], one["tree"]) for one in taken] == [
+        (turn, tree) for turn in (0, 1) for tree in compare.TREES
+    ]
+    assert {one["ended"] for one in taken} == {"exit 0"}
+    assert "specattn" in capsys.readouterr().out
+
+
+def test_captures_of_a_step_are_watched(tmp_path, monkeypatch):
+    """The program that runs in either checkout, up to where it starts to measure."""
+    monkeypatch.setattr(step, "SETTINGS", step.SETTINGS)
+    monkeypatch.setattr(World, "decoder", World.decoder)
+    out = tmp_path / "capture.json"
+    monkeypatch.setattr(sys, "argv", ["-c", str(out), "--batch", "1"])
+    exec(compare.STEP.replace("step.main()", ""), {})
+    assert sys.argv == ["-c", "--batch", "1"]
+    assert tuple(one.name for one in step.SETTINGS) == compare.KEPT
+    run = World(tiny(), [40, 40], CPU, torch.float32, "torch_native")
+    run.decoder(Setting(1, 2, 3), [1, 2], run.forced(1), record=False)
+    assert not out.exists()
+    run.decoder(Setting(1, 2, 3), [1, 2], run.forced(1))
+    (name, (size, seconds)) = json.loads(out.read_text()).popitem()
+    assert (name, size) == ("chain 1-2-3", 0)
+    assert seconds > 0
