@@ -1,6 +1,6 @@
 """Accepted tokens per step of the shipped pair, over text neither model was trained on.
 
-Prompts are windows of held-out standard-library files (the split of `bench.train_pair`). Greedy
+Prompts are windows of held-out standard-library files (as `bench.tools.train_pair` splits). Greedy
 runs must give plain decoding's tokens before their acceptance counts. ``own branch`` drafts as
 SGLang does at topk > 1: a branch reads its own beam slot's KV at every depth, whatever its true
 ancestors are (sglang#7523); it shows what true ancestors are worth.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import platform
 import sysconfig
 from dataclasses import dataclass
@@ -24,7 +23,8 @@ import numpy as np
 import torch
 
 from bench.shipped import pair
-from bench.train_pair.corpus import encode, is_held_out, read_sources
+from bench.suite.results import write
+from bench.tools.train_pair.corpus import encode, is_held_out, read_sources
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine
 from specattn.engine.request import Request
@@ -140,21 +140,16 @@ def main() -> None:
         print(f"{record['accepted_per_step']:7.3f}  {setting.name}", flush=True)
     if args.out:
         name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-        args.out.write_text(
-            json.dumps(
-                {
-                    "device": name,
-                    "torch": torch.__version__,
-                    "python": platform.python_version(),
-                    "dtype": args.dtype,
-                    "prompts": len(prompts),
-                    "prompt_tokens": PROMPT_TOKENS,
-                    "results": records,
-                },
-                indent=1,
-            )
-            + "\n"
-        )
+        found = {
+            "device": name,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "dtype": args.dtype,
+            "prompts": len(prompts),
+            "prompt_tokens": PROMPT_TOKENS,
+            "results": records,
+        }
+        write(found, args.out)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,7 @@
 Whole batches are decoded to their ends, a step ahead as `Engine.generate` does. Prompts and
 captures are not timed. All contestants of a cell run in one process, in turn, and the figure is
 the median of the turns. Graphs are captured anew for every turn: what runs is the same, but
-captures differ by a percent, which is more than one graph and three do. They are timed a second
-time with every step waited for before the next is launched.
+captures differ by a percent, which is more than one graph and three do.
 
 Before a run's time counts, its greedy tokens are compared with plain decoding's
 (float32: they must be equal; in half precision, and of transformers, equal texts are counted), and
@@ -25,7 +24,6 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -41,6 +39,7 @@ from bench.decode_sides import Contestant, Run, Transformers, decode
 from bench.shipped import pair, plain_target
 from bench.suite.decode import EAGER, HALVES, ONE, PLAIN, THREE, TRANSFORMERS, slower
 from bench.suite.machine import machine
+from bench.suite.results import write
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine
 from specattn.engine.request import Request
@@ -122,15 +121,13 @@ class Batch:
             gc.collect()
             for c in taking:
                 c.runs.append(c.turn(self._run(c, temperature)))
-                if c.way in (ONE, THREE):
-                    c.waited.append(c.turn(self._run(c, temperature, ahead=False)))
 
     def _engine(self, contestant: Contestant) -> Engine:
         size = len(self.prompts)
         config = SpecConfig(*TREES[contestant.setting], CONTEXT, size)
         return Engine(*self.models, config, buckets=[size], **WAYS[contestant.way])
 
-    def _run(self, contestant: Contestant, temperature: float, *, ahead: bool = True) -> Run:
+    def _run(self, contestant: Contestant, temperature: float) -> Run:
         new = self.short if contestant.way == EAGER else self.new
         if contestant.setting == TRANSFORMERS:
             assert self.generate is not None
@@ -142,7 +139,6 @@ class Batch:
                 Request(prompt, new, SamplingParams(temperature, seed=at), ignore_eos=True)
                 for at, prompt in enumerate(self.prompts)
             ],
-            ahead=ahead,
         )
 
     def cells(self) -> list[dict[str, Any]]:
@@ -241,12 +237,6 @@ def main() -> None:
     time_all(args, models, prompts, found, begin)
 
 
-def write(found: dict[str, Any], path: Path | None) -> None:
-    """Write a record, if it is wanted."""
-    if path:
-        path.write_text(json.dumps(found, indent=1) + "\n")
-
-
 def time_all(
     args: argparse.Namespace,
     models: tuple[Any, Any],
@@ -270,7 +260,8 @@ def time_all(
         found["cells"] += batch.cells()
         found["slower_than_three_graphs"] = slower(found["cells"])
         found["seconds"] = round(time.perf_counter() - begin, 1)
-        write(found, args.out)
+        if args.out:
+            write(found, args.out)
         del batch
         gc.collect()
         if device == "cuda":

@@ -43,13 +43,13 @@ class Run:
         return sum(len(tokens) - 1 for tokens in self.tokens) / self.seconds
 
 
-def decode(engine: Engine, requests: Sequence[Request], *, ahead: bool = True) -> Run:
+def decode(engine: Engine, requests: Sequence[Request]) -> Run:
     """Decode a batch to its end; the first tokens come with the prompts and are not timed."""
     results = engine.add(requests)
     whole_steps, whole_seconds, steps = 0, 0.0, 0
     begin = time.perf_counter()
     while engine.num_running:
-        engine.step(ahead=ahead)
+        engine.step(ahead=True)
         steps += 1
         if engine.num_running == len(requests):
             whole_steps, whole_seconds = steps, time.perf_counter() - begin
@@ -100,7 +100,7 @@ class Contestant:
     """A setting, run one way over one batch; collects its runs.
 
     ``wanted`` are the tokens it is compared with, once they are known; ``exact`` says whether they
-    must be equal; ``waited`` are runs that wait for every step before they launch the next.
+    must be equal.
     """
 
     setting: str
@@ -110,7 +110,6 @@ class Contestant:
     exact: bool = False
     equal: int | None = None
     runs: list[Run] = field(default_factory=list)
-    waited: list[Run] = field(default_factory=list)
 
     def turn(self, found: Run) -> Run:
         """Compare a run's tokens, and return it.
@@ -133,9 +132,7 @@ class Contestant:
 
     def line(self) -> dict[str, Any]:
         """Return what was measured, and print it."""
-        speeds, waited = (
-            [round(run.tokens_per_second, 1) for run in runs] for runs in (self.runs, self.waited)
-        )
+        speeds = [round(run.tokens_per_second, 1) for run in self.runs]
         run, steps = self.runs[0], [len(gained) for gained in self.runs[0].accept_lens]
         line: dict[str, Any] = {
             "setting": self.setting,
@@ -144,7 +141,6 @@ class Contestant:
             "tokens_per_second": round(statistics.median(speeds), 1),
             "runs": speeds,
             "equal": self.equal,
-            **({"waited": waited} if waited else {}),
         }
         if steps:
             gained = sum(map(sum, run.accept_lens))

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import time
 from itertools import islice
@@ -31,6 +30,7 @@ from bench.metadata_sglang import EAGER, PHASES
 from bench.metadata_sides import OneGraph, Requests, check_sglang
 from bench.suite import roofs
 from bench.suite.machine import machine
+from bench.suite.results import write
 from bench.suite.timing import measure
 
 if TYPE_CHECKING:
@@ -184,8 +184,7 @@ def main() -> None:
         count = all(before["case"]["nodes"] != requests.case["nodes"] for before in found["cells"])
         found["cells"].append(cell(requests, kernels, options.rounds, count))
         torch.cuda.empty_cache()
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+        write(found, options.out)
 
 
 if __name__ == "__main__":

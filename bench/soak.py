@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bench.soak_checks import Found, acceptance, compare, judge, memory, wanted
+from bench.suite import results
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine
 from specattn.engine.request import Request
@@ -291,7 +292,7 @@ def main() -> None:
     def keep(part: str) -> Callable[[dict[str, Any]], None]:
         def write(seen: dict[str, Any]) -> None:
             report[part] = seen
-            args.out.write_text(json.dumps(report, indent=1) + "\n")
+            results.write(report, args.out)
 
         return write
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import tempfile
 import time
 from pathlib import Path
@@ -35,6 +34,7 @@ from bench.step_timing import (
 )
 from bench.step_world import PLAIN, SETTINGS, Setting, World, shapes
 from bench.suite.machine import machine
+from bench.suite.results import write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -350,7 +350,6 @@ def main() -> None:
     lens = rooms(options.places)
     known = shapes(max(lens) + 128)
     models = {name: known[name] for name in options.models.split(",")}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
 
     def make(shape: Shape) -> World:
         return World(shape, lens, torch.device("cuda"))
@@ -361,13 +360,6 @@ def main() -> None:
     if options.trace:
         for _ in trace_all(models, make, options, record["cells"]):
             write(record, options.out)
-
-
-def write(record: dict[str, Any], path: Path) -> None:
-    """Write a cell per line."""
-    cells = ",\n".join(json.dumps(cell) for cell in record["cells"])
-    head = json.dumps(record | {"cells": []})
-    path.write_text(f"{head[:-2]}\n{cells}\n]}}\n")
 
 
 def draw(path: Path) -> None:

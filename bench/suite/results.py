@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 OWN = "specattn"
+#: Characters up to which a value of a record stays on one line.
+WIDTH = 480
 
 
 @dataclass(frozen=True)
@@ -168,3 +170,24 @@ def _line(part: dict[str, Any], entry: dict[str, Any], case: dict[str, Any]) -> 
         copy_tb_s=part["roofs"]["copy_tb_s"],
         matmul_tflops=part["roofs"].get("matmul_tflops", 0.0),
     )
+
+
+def text(value: Any, indent: str = "") -> str:
+    """Return a record as JSON, a row of its tables per line."""
+    short = json.dumps(value, ensure_ascii=False)
+    if len(short) + len(indent) <= WIDTH or not isinstance(value, dict | list) or not value:
+        return short
+    more = f"{indent} "
+    if isinstance(value, list):
+        lines, (begin, end) = [text(one, more) for one in value], "[]"
+    else:
+        lines = [f"{json.dumps(name)}: {text(one, more)}" for name, one in value.items()]
+        begin, end = "{}"
+    inner = f",\n{more}".join(lines)
+    return f"{begin}\n{more}{inner}\n{indent}{end}"
+
+
+def write(record: dict[str, Any], path: Path) -> None:
+    """Write a record to a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text(record) + "\n")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import roofs, timing
+from . import results, roofs, timing
 from .batch import Arena
 from .entry import Entry
 from .machine import machine
@@ -111,8 +111,7 @@ class Runner:
                 kept.get(cell.name) or self.cell(cell, found["roofs"]["copy_tb_s"])
             )
             found["seconds"] = round(time.perf_counter() - began, 1)
-            self.out.mkdir(parents=True, exist_ok=True)
-            (self.out / f"{part.name}.json").write_text(json.dumps(found, indent=1) + "\n")
+            results.write(found, self.out / f"{part.name}.json")
         self.log(f"== {part.name}: {found['seconds']} s")
         return found
 

@@ -79,7 +79,6 @@ def test_every_way_writes_the_same_and_is_recorded(tmp_path, monkeypatch, capsys
         eager = key[1] == report.EAGER
         assert line["new_tokens"] == (3 if eager else 5)
         assert len(line["runs"]) == 2
-        assert len(line.get("waited", [])) == (2 if key[1] in (report.ONE, report.THREE) else 0)
     assert [line["equal"] for line in drawn["lines"]] == [None, 2, 2, None, 2, 2, 2, None]
     assert found["slower_than_three_graphs"] == report.slower(found["cells"])
     assert "| 2 | plain | 1.00 |" in report.shown(tmp_path)
@@ -134,7 +133,7 @@ def test_other_tokens_are_no_result():
 RECORD = {"models": "fused", "dtype": "bfloat16"}
 
 
-def cell(temperature: float, one: list[float], three: list[float], **waited: list[float]) -> dict:
+def cell(temperature: float, one: list[float], three: list[float]) -> dict:
     plain = {
         "setting": report.PLAIN,
         "way": report.ONE,
@@ -152,7 +151,6 @@ def cell(temperature: float, one: list[float], three: list[float], **waited: lis
             "runs": runs,
             "equal": 3,
             "accepted_per_step": 2.5,
-            **waited,
         }
         for way, runs in ((report.ONE, one), (report.THREE, three))
     ]
@@ -174,7 +172,7 @@ def cell(temperature: float, one: list[float], three: list[float], **waited: lis
 def test_one_graph_is_held_to_three(tmp_path):
     cells = [
         cell(0.0, [1100.0, 1200.0, 900.0], [1000.0, 1200.0, 900.0]),
-        cell(1.0, [980.0, 990.0, 1000.0], [1000.0, 1000.0, 1000.0], waited=[7.0]),
+        cell(1.0, [980.0, 990.0, 1000.0], [1000.0, 1000.0, 1000.0]),
     ]
     (tmp_path / report.RECORD).write_text(json.dumps(RECORD | {"cells": cells}))
     assert report.slower(cells) == ["batch 4 at 1.0, chain of 5: 0.990x"]

@@ -1,13 +1,13 @@
-"""The cases of bench.sanitize run, here in the interpreter, and its parser reads the tools."""
+"""The cases of the sanitizer run, here in the interpreter, and its parser reads the tools."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from bench import sanitize_attention, sanitize_small, sanitize_step
-from bench.sanitize import parse
-from bench.sanitize_world import DEVICE, F16, F32, World
+from bench.tools import sanitize_attention, sanitize_small, sanitize_step
+from bench.tools.sanitize import parse
+from bench.tools.sanitize_world import DEVICE, F16, F32, World
 from tests.implementations import using
 
 
@@ -30,7 +30,7 @@ def test_cases_run(call):
         call()
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="there bench.sanitize itself runs them")
+@pytest.mark.skipif(DEVICE == "cuda", reason="there bench.tools.sanitize itself runs them")
 @pytest.mark.parametrize(
     "call",
     [

@@ -17,6 +17,7 @@ from bench.step_timing import Patience
 from bench.step_world import PLAIN, Setting, Shape, World
 from bench.suite import plots
 from bench.suite import steps as report
+from bench.suite.results import write
 from specattn.batch import DraftTree
 from specattn.models import FusedTarget
 
@@ -184,7 +185,7 @@ def test_a_whole_run_leaves_a_record(monkeypatch, tmp_path):
             4.2,
         )
     )
-    step.write({"format": 1, "cells": cells}, tmp_path / "cells.json")
+    write({"format": 1, "cells": cells}, tmp_path / "cells.json")
     assert json.loads((tmp_path / "cells.json").read_text()) == {"format": 1, "cells": cells}
     assert [cell["setting"] for cell in cells] == ["plain"] * 4 + ["tree 2-2-7"] * 4
     skipped = [cell for cell in cells if "skipped" in cell]

@@ -15,7 +15,7 @@ import pytest
 import triton
 from triton.runtime.interpreter import InterpretedFunction
 
-from bench.compile_cases import QUICK
+from bench.tools.compile_cases import QUICK
 from specattn.kernels.attention.tiles import HOPPER, DeviceLimits
 
 ROOT = Path(__file__).parents[2]
@@ -92,7 +92,7 @@ def test_it_compiles(tmp_path: Path, family: str, target: int) -> None:
     for name in FAMILIES[family]:
         options += ["--case", name]
     run = subprocess.run(
-        [sys.executable, "-m", "bench.compile_targets", *options],
+        [sys.executable, "-m", "bench.tools.compile_targets", *options],
         capture_output=True,
         text=True,
         check=False,

@@ -1,10 +1,10 @@
-"""Everything of a step besides attention, as `bench.compile_targets` launches it."""
+"""Everything of a step besides attention, as `bench.tools.compile_targets` launches it."""
 
 from __future__ import annotations
 
 import torch
 
-from bench.compile_offline import BATCH, BF16, CONTEXT, F32, I32, zeros
+from bench.tools.compile_offline import BATCH, BF16, CONTEXT, F32, I32, zeros
 from specattn.kernels import cache as caches
 from specattn.kernels import fused, indices, sampling, step, tree
 from specattn.kernels.attention import triton as attention_triton

@@ -1,4 +1,4 @@
-"""Attention as `bench.compile_targets` launches it: trees, lists, prompts, latent, their plans."""
+"""Attention as `compile_targets` launches it: trees, lists, prompts, latent, and their plans."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.compile_offline import BATCH, BF16, CONTEXT, F32, I32, zeros
+from bench.tools.compile_offline import BATCH, BF16, CONTEXT, F32, I32, zeros
 from specattn.kernels.attention import DeterministicSplits, TreeAttention, extend_attention
 from specattn.kernels.attention.tiles import gluon_extend_tile, gluon_tile_config
 from specattn.kernels.attention.triton_plan import fill_plans

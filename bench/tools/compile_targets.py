@@ -4,23 +4,23 @@ The launchers run as they do on a GPU, on small CPU tensors; where they would la
 made for the target instead, by Triton and the ptxas it brings. What comes out says whether the
 kernels compile, fit into shared memory, and spill; not whether they are right or fast there.
 
-    python -m bench.compile_targets [--quick] [--targets 80,86] [--only NAME] [--case NAME]
+    python -m bench.tools.compile_targets [--quick] [--targets 80,86] [--only NAME] [--case NAME]
         [--out FILE]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from dataclasses import asdict
 from pathlib import Path
 
 import triton
 
-from bench.compile_cases import CASES, QUICK
-from bench.compile_offline import KB, LIMITS, Compiled, compile_case
 from bench.suite.machine import machine
+from bench.suite.results import write
+from bench.tools.compile_cases import CASES, QUICK
+from bench.tools.compile_offline import KB, LIMITS, Compiled, compile_case
 
 
 def table(records: list[Compiled]) -> str:
@@ -62,10 +62,7 @@ def main() -> None:
     print(table(records))
     if options.out:
         versions = {"triton": triton.__version__, "kernels": machine()["kernels"]}
-        lines = ",\n  ".join(json.dumps(asdict(record)) for record in records)
-        options.out.write_text(
-            f'{{"versions": {json.dumps(versions)},\n "records": [\n  {lines}\n]}}\n'
-        )
+        write({"versions": versions, "records": [asdict(one) for one in records]}, options.out)
 
 
 if __name__ == "__main__":

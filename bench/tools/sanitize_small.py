@@ -1,4 +1,4 @@
-"""What `bench.sanitize` runs of the small operations, and of stores and moves of every dtype."""
+"""What `sanitize` runs of the small operations, and of stores and moves of every dtype."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bench.sanitize_world import BF16, DEVICE, F8, F16, F32, finite
-from bench.small_ops_cases import GROUPS
-from bench.small_ops_step import Step
+from bench.tools.sanitize_ops import GROUPS
+from bench.tools.sanitize_ops_step import Step
+from bench.tools.sanitize_world import BF16, DEVICE, F8, F16, F32, finite
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
 def small() -> None:
-    """The operations of `bench.small_ops_cases`, on two trees."""
+    """The operations of `bench.tools.sanitize_ops`, on two trees."""
     for topk, steps, nodes in ((3, 3, 7), (8, 7, 64)):
         step = Step(3, topk, steps, nodes, DEVICE, context=90, vocab=1201, layers=2)
         for group in GROUPS:

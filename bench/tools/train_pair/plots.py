@@ -1,4 +1,4 @@
-"""Draw the curves of ``metrics.json``: ``python -m bench.train_pair.plots``."""
+"""Draw the curves of ``metrics.json``: ``python -m bench.tools.train_pair.plots``."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def draw_acceptance(metrics: dict, path: Path) -> None:
 
 def main() -> None:
     """Read the metrics and write both figures."""
-    parser = argparse.ArgumentParser(prog="python -m bench.train_pair.plots", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.tools.train_pair.plots", description=__doc__
+    )
     default = Path(__file__).with_name("metrics.json")
     parser.add_argument("--metrics", type=Path, default=default)
     parser.add_argument("--out", type=Path, default=Path("docs/img"))

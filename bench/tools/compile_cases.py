@@ -1,11 +1,11 @@
-"""The launches that `bench.compile_targets` compiles, by name."""
+"""The launches that `bench.tools.compile_targets` compiles, by name."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING
 
-from bench.compile_attention import (
+from bench.tools.compile_attention import (
     attend,
     attend_deterministic,
     attend_latent,
@@ -13,8 +13,8 @@ from bench.compile_attention import (
     prompt,
     prompt_latent,
 )
-from bench.compile_offline import BF16, F16, F32, FLOAT8
-from bench.compile_small import (
+from bench.tools.compile_offline import BF16, F16, F32, FLOAT8
+from bench.tools.compile_small import (
     accepts,
     beams,
     build_tree,

@@ -1,4 +1,4 @@
-"""What the cases of `bench.sanitize` run on: trees over a pool, small tensors, checks."""
+"""What the cases of `bench.tools.sanitize` run on: trees over a pool, small tensors, checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `bench.sanitize` runs of attention: trees, index lists, prompts, latent attention."""
+"""What `bench.tools.sanitize` runs of attention: trees, index lists, prompts, latent attention."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bench.sanitize_world import BF16, DEVICE, F8, F16, F32, World, finite
+from bench.tools.sanitize_world import BF16, DEVICE, F8, F16, F32, World, finite
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -29,7 +29,7 @@ RESERVE = 25.0
 
 def parse_args() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(prog="python -m bench.train_pair", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.tools.train_pair", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for target/ and draft/")
     parser.add_argument("--data", type=Path, default=Path(".train"), help="tokenised corpus")
     parser.add_argument("--stdlib", type=Path, help="default: the interpreter's own library")

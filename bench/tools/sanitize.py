@@ -6,8 +6,8 @@ that file by hand, and kept by later runs. Tensors are allocated one by one and 
 as they need to be, so that a neighbour does not hide an access past the end; slots of the pools
 that nobody uses hold NaN, and every result is checked to be finite.
 
-    python -m bench.sanitize [--tools memcheck,racecheck,initcheck] [--groups tree,latent,...]
-    compute-sanitizer --tool memcheck python -m bench.sanitize --run tree
+    python -m bench.tools.sanitize [--tools memcheck,racecheck,initcheck] [--groups tree,latent,...]
+    compute-sanitizer --tool memcheck python -m bench.tools.sanitize --run tree
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bench.sanitize_attention import LATENT, PROMPT, TREE, TRITON
-from bench.sanitize_small import SMALL
-from bench.sanitize_step import MODELS, STEP
+from bench.tools.sanitize_attention import LATENT, PROMPT, TREE, TRITON
+from bench.tools.sanitize_small import SMALL
+from bench.tools.sanitize_step import MODELS, STEP
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 TOOLS = ("memcheck", "racecheck", "initcheck")
 # a group is killed after this; on an H200 none took more than 30
 SECONDS = 300
@@ -81,7 +81,7 @@ def parse(output: str) -> dict[str, Any]:
 
 def sanitize(tool: str | None, group: str) -> dict[str, Any]:
     """Run a group in a process of its own, under ``tool``."""
-    command = [sys.executable, "-m", "bench.sanitize", "--run", group]
+    command = [sys.executable, "-m", "bench.tools.sanitize", "--run", group]
     if tool:
         command = ["compute-sanitizer", "--tool", tool, "--print-limit", "50", *command]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
@@ -94,7 +94,7 @@ def sanitize(tool: str | None, group: str) -> dict[str, Any]:
             check=False,
             timeout=SECONDS,
             env=environment,
-            cwd=Path(__file__).parents[1],
+            cwd=Path(__file__).parents[2],
         )
     except subprocess.TimeoutExpired as problem:
         out = problem.stdout or b""
@@ -128,6 +128,7 @@ def main() -> None:
     if not shutil.which("compute-sanitizer"):
         raise SystemExit("compute-sanitizer is not on the PATH")
     from bench.suite.machine import machine
+    from bench.suite.results import write
 
     here = machine(options.commit)
     kept: dict[tuple[str, str], dict[str, Any]] = {}
@@ -159,14 +160,8 @@ def main() -> None:
                 print(f"    {report['times']} x {report['text'][:150]}", flush=True)
             if record["tail"]:
                 print(record["tail"], flush=True)
-            options.out.write_text(
-                json.dumps(
-                    {"machine": here, "compute_sanitizer": version, "runs": list(kept.values())},
-                    indent=1,
-                    ensure_ascii=False,
-                )
-                + "\n"
-            )
+            found = {"machine": here, "compute_sanitizer": version, "runs": list(kept.values())}
+            write(found, options.out)
 
 
 if __name__ == "__main__":

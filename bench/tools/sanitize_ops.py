@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bench.small_ops_step import DIM, HEADS, Op, Step, by_torch, size
+from bench.tools.sanitize_ops_step import DIM, HEADS, Op, Step, by_torch, size
 from specattn.kernels.tree import accept_greedy
 
 # width of a hidden state

@@ -1,4 +1,4 @@
-"""What `bench.sanitize` runs of a step besides attention: state, vocabularies, decoder layers.
+"""What `sanitize` runs of a step besides attention: state, vocabularies, decoder layers.
 
 Everything is as large as it needs to be and no more, what nobody may read holds NaN, and what
 nobody may write must still hold it afterwards.
@@ -12,7 +12,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from bench.sanitize_world import BF16, DEVICE, F8, F16, F32, NAN, finite, noise, poison, put, same
+from bench.tools.sanitize_world import (
+    BF16,
+    DEVICE,
+    F8,
+    F16,
+    F32,
+    NAN,
+    finite,
+    noise,
+    poison,
+    put,
+    same,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
