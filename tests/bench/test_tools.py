@@ -10,7 +10,7 @@ import torch
 
 from bench import step
 from bench.step_world import Setting, World
-from bench.tools import compare, texts
+from bench.tools import compare, shape, texts
 from tests.bench.test_step import CPU, tiny
 
 
@@ -93,3 +93,47 @@ def test_captures_of_a_step_are_watched(tmp_path, monkeypatch):
     (name, (size, seconds)) = json.loads(out.read_text()).popitem()
     assert (name, size) == ("chain 1-2-3", 0)
     assert seconds > 0
+
+
+SHORT = """\
+def add(first, second, *, third=None):
+    \"\"\"Return a sum.
+
+    Two lines.
+    \"\"\"
+    # said once
+    return combine(first, [second, third], {"name": first})
+"""
+TALL = """\
+def add(
+    first,
+    second,
+    *,
+    third=None,
+):
+    \"\"\"Return a sum.
+
+    Two lines.
+    \"\"\"
+    # said once
+    return combine(
+        first,
+        [second, third],
+        {"name": first},
+    )
+"""
+
+
+def test_refilled_lines_do_not_depend_on_the_formatter():
+    assert shape.refilled(SHORT) == shape.refilled(TALL) == len(SHORT.splitlines())
+    long = f"x = [{', '.join(['number'] * 30)}]\n"
+    assert shape.refilled(long) == -(-len(long) // 100) == 3
+
+
+def test_a_step_is_traced_until_its_launch_and_within():
+    found = shape.traced(shape.HERE)
+    assert {"Step", "StepDecoder", "BoundLayers"} <= set(found["which"])
+    assert "RequestStates" not in found["which"], "a record of tensors"
+    for part in ("launch path", "recorded path, kernels aside"):
+        files, calls = found[f"{part}: files"], found[f"{part}: calls"]
+        assert 1 < files <= found[f"{part}: changes of file"] + 1 <= calls
