@@ -67,15 +67,20 @@ print(json.dumps(calls))
 
 def refilled(source: str) -> int:
     """Count lines as if every statement were refilled; strings, comments and blanks as they are."""
-    count = sum(not line.strip() or line.lstrip().startswith("#") for line in source.splitlines())
-    kept: list[tokenize.TokenInfo] = []
+    count, kept, inside = 0, list[tokenize.TokenInfo](), set[int]()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.STRING:  # a string's lines are its statement's
+            inside.update(range(token.start[0] + 1, token.end[0] + 1))
         if token.type == tokenize.NEWLINE:
             count += _statement(kept)
             kept = []
         elif token.type not in SKIPPED:
             kept.append(token)
-    return count
+    return count + sum(
+        not line.strip() or line.lstrip().startswith("#")
+        for at, line in enumerate(source.splitlines(), 1)
+        if at not in inside
+    )
 
 
 def _statement(tokens: list[tokenize.TokenInfo]) -> int:
