@@ -112,7 +112,7 @@ class Batch:
             for c in taking:
                 if (c.setting, c.way) in engines:
                     c.engine = engines[c.setting, c.way]
-                # drawn texts of different trees have one law, not the same tokens
+                # drawn texts of different trees have one distribution, not the same tokens
                 alike = c.setting if temperature else PLAIN
                 c.wanted = wanted.get(alike, c.wanted)
                 c.exact = exact and not temperature and c.setting != TRANSFORMERS

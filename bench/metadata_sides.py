@@ -33,7 +33,7 @@ HEADS, DIM = (32, 8), 128
 
 @dataclass
 class Requests:
-    """A batch in the middle of its life: rows, lengths, and slots in no order at all.
+    """A batch in mid-decode: rows, lengths, and slots in no order at all.
 
     Lengths lie between three quarters of ``context`` and all of it.
     """

@@ -5,7 +5,7 @@ some by their length, some by their context, some dropped while a step is in fli
 tokens do not depend on its company, so every text is held against a fresh run of its kind: greedy
 ones against plain decoding, drawn ones (of one setting) against an engine that runs nothing else.
 Drawn ones run, but are not compared, where a setting is chosen anew for every step: another tree
-spends the same coins on other tokens, so of those texts only the law is promised, which
+spends the same coins on other tokens, so of those texts only the distribution is the same, which
 `tests/engine/test_engine_laws.py` tests. What a step gains is held against the same runs, at the
 start and at the end.
 

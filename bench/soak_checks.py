@@ -70,19 +70,19 @@ def compare(
     found.tokens += len(result.tokens)
     found.reasons[result.finish_reason] = found.reasons.get(result.finish_reason, 0) + 1
     pairs = list(zip(result.tokens, want.tokens, strict=False))
-    apart = next((at for at, (a, b) in enumerate(pairs) if a != b), None)
+    first = next((at for at, (a, b) in enumerate(pairs) if a != b), None)
     if not kind.sampling.temperature:
         found.greedy += 1
-        if apart is not None:
-            margin = top2_margin(plain, [*kind.prompt, *want.tokens[:apart]])
+        if first is not None:
+            margin = top2_margin(plain, [*kind.prompt, *want.tokens[:first]])
             assert margin < MARGIN, (
-                f"token {apart} after {kind.prompt[:8]}...: {pairs[apart]}, margin {margin}"
+                f"token {first} after {kind.prompt[:8]}...: {pairs[first]}, margin {margin}"
             )
             found.greedy_apart += 1
             found.largest_margin = max(found.largest_margin, margin)
     elif drawn:
         found.drawn += 1
-        found.drawn_apart += apart is not None
+        found.drawn_apart += first is not None
 
 
 def acceptance(

@@ -1,7 +1,7 @@
 """Requests in mid-decode at the real size: random weights, random keys and values, no prompts.
 
 What a step costs does not depend on what the numbers are, but for the tree's depth (so the draft's
-law is made as sharp as a trained one's) and for how much is accepted (so that is forced).
+distribution is made as peaked as a trained one's) and for how much is accepted (so that is forced).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DRAFT_VOCAB = 32000
 SHARPER = 32.0
 # slots after the longest context: a step's, and a few more
 ROOM = 80
-# the law of the tokens that the requests propose first
+# the distribution of the tokens that the requests propose first
 FIRST, NEXT = 0.6, 0.3
 
 

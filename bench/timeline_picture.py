@@ -16,23 +16,23 @@ COLORS = dict(
     zip(PHASES, ("#7f8c8d", "#2471a3", "#6c3483", "#c0392b", "#b7950b", "#1e8449"), strict=True)
 )
 ROWS = ("GEMM", "attention", "glue", "other")
-# microseconds around the seam that the second panel shows
+# microseconds around the transition that the second panel shows
 AROUND = 40.0
 
 
 def draw(trace: Trace, step: Step, path: Path) -> None:
-    """Draw the whole step, and the seam from verify over accept to extend."""
+    """Draw the whole step, and the transition from verify over accept to extend."""
     import matplotlib
     import matplotlib.pyplot as plt
 
     streams = list(dict.fromkeys(kernel.stream for kernel in step.kernels))
-    seam = _seam(step)
+    transition = _transition(step)
     with matplotlib.rc_context(plots.STYLE):
         height = 0.8 + 1.1 * len(streams)
         figure, axes = plt.subplots(
-            2 if seam else 1,
+            2 if transition else 1,
             1,
-            figsize=(11, height * (2 if seam else 1) + 0.3),
+            figsize=(11, height * (2 if transition else 1) + 0.3),
             squeeze=False,
             layout="constrained",
         )
@@ -45,8 +45,8 @@ def draw(trace: Trace, step: Step, path: Path) -> None:
             loc="left",
             pad=16,
         )
-        if seam:
-            _panel(axes[1, 0], step, streams, seam)
+        if transition:
+            _panel(axes[1, 0], step, streams, transition)
             axes[1, 0].set_title("From verify to extend", loc="left", pad=16)
         axes[-1, 0].set_xlabel("microseconds")
         _save(figure, path, f"{step.us:.3f} {len(step.kernels)}")
@@ -60,7 +60,7 @@ def _save(figure: Any, path: Path, made_for: str) -> None:
     figure.savefig(path, bbox_inches="tight", dpi=160)
 
 
-def _seam(step: Step) -> tuple[float, float] | None:
+def _transition(step: Step) -> tuple[float, float] | None:
     accepts = [
         kernel for kernel, phase in zip(step.kernels, step.phases, strict=True) if phase == "accept"
     ]
@@ -98,7 +98,7 @@ def _panel(panel: Any, step: Step, streams: list[int], window: tuple[float, floa
 
 def _label(panel: Any, spans: dict[str, tuple[float, float]], window: tuple[float, float]) -> None:
     """Name the phases above the bars: those with room where they are, the others to the right."""
-    narrow = []
+    crowded = []
     for phase, (begin, end) in spans.items():
         panel.axvspan(begin, end, color=COLORS[phase], alpha=0.08, linewidth=0)
         if end - begin > 0.05 * (window[1] - window[0]):
@@ -112,8 +112,8 @@ def _label(panel: Any, spans: dict[str, tuple[float, float]], window: tuple[floa
                 transform=panel.get_xaxis_transform(),
             )
         else:
-            narrow.append(phase)
-    for at, phase in enumerate(narrow):
+            crowded.append(phase)
+    for at, phase in enumerate(crowded):
         panel.text(
             1.005,
             0.9 - 0.15 * at,

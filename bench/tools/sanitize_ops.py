@@ -1,10 +1,10 @@
-"""The operations that `bench.small_ops` times, by what they are for."""
+"""The small operations that the sanitizer runs, by what they are for."""
 
 from __future__ import annotations
 
 import torch
 
-from bench.tools.sanitize_ops_step import DIM, HEADS, Op, Step, by_torch, size
+from bench.tools.sanitize_ops_step import DIM, HEADS, Op, Step, by_torch
 from specattn.kernels.tree import accept_greedy
 
 # width of a hidden state
@@ -12,9 +12,8 @@ HIDDEN = 4096
 
 
 def trees(s: Step) -> list[Op]:
-    out = list(s.tree.values())
-    moved = size(s.scores, s.candidate_tokens, s.parents, *out)
-    return [Op("tree", "tree", lambda ops, _: s.build(ops), out, moved)]
+    list(s.tree.values())
+    return [Op("tree", lambda ops, _: s.build(ops))]
 
 
 def beams(s: Step) -> list[Op]:
@@ -38,30 +37,15 @@ def beams(s: Step) -> list[Op]:
         "words_out": s.empty(batch, topk, words),
     }
     above = s.ints(2**62, batch, topk, words)
-    moved = 2 * size(*children) + size(above, *picked.values())
-    written = list(candidates.values())
     return [
-        Op(
-            "beams",
-            "tree",
-            lambda ops, _: ops.select_beams(step, *children, above, **candidates, **picked),
-            [*written, *picked.values()],
-            moved,
-        ),
-        Op(
-            "last beams",
-            "tree",
-            lambda ops, _: ops.append_candidates(step + 1, *children, **candidates),
-            written,
-            2 * size(*children),
-        ),
+        Op("tree", lambda ops, _: ops.select_beams(step, *children, above, **candidates, **picked)),
+        Op("tree", lambda ops, _: ops.append_candidates(step + 1, *children, **candidates)),
     ]
 
 
 def accepts(s: Step) -> list[Op]:
-    out, (tokens, first, sibling) = list(s.accepted.values()), s.links()
-    moved = size(tokens, first, sibling, s.argmax, *out)
-    found = [Op("accept greedy", "tree", lambda ops, _: s.follow(ops), out, moved)]
+    _out, (tokens, first, sibling) = list(s.accepted.values()), s.links()
+    found = [Op("tree", lambda ops, _: s.follow(ops))]
     probs = torch.rand(s.batch, s.nodes, s.vocab, device=s.device, generator=s.generator)
     # the children share most of the mass, as a draft worth its time would have it
     probs.mul_(0.5 / s.vocab).scatter_add_(
@@ -73,17 +57,12 @@ def accepts(s: Step) -> list[Op]:
     coins, final = (
         torch.rand(s.batch, s.steps + 1, device=s.device, generator=s.generator) for _ in range(2)
     )
-    row = s.batch * s.vocab * 4
     found.append(
         Op(
-            "accept sampled",
             "tree",
             lambda ops, _: ops.accept_sampled(
                 tokens, first, sibling, probs, coins, final, **s.accepted
             ),
-            out,
-            row + size(tokens, first, sibling, *out),
-            differ=0.02,
         )
     )
     if s.nodes > s.steps:
@@ -91,14 +70,10 @@ def accepts(s: Step) -> list[Op]:
         target, draft = probs[:, : s.steps + 1], probs[:, 1 : s.steps + 1]
         found.append(
             Op(
-                "accept rejection",
                 "tree",
                 lambda ops, _: ops.accept_rejection(
                     chain, draft, target, coins, final, **s.accepted
                 ),
-                out,
-                2 * row + size(chain, *out),
-                differ=0.02,
             )
         )
     return found
@@ -116,9 +91,8 @@ def kv(s: Step) -> list[Op]:
     pools = [torch.zeros(shape, dtype=torch.bfloat16, device=s.device) for _ in range(2)]
     for pool in pools:
         pool.normal_(generator=s.generator)
-    row = 2 * HEADS * DIM * 2
     rank = torch.arange(path.shape[1], device=s.device)
-    moving = int(((path >= 0) & (path != rank)).sum())
+    int(((path >= 0) & (path != rank)).sum())
     new = [
         torch.randn(
             s.batch * s.nodes, HEADS, DIM, device=s.device, generator=s.generator
@@ -127,30 +101,9 @@ def kv(s: Step) -> list[Op]:
     ]
     single = [pool[:1] for pool in pools]
     return [
-        Op(
-            f"kv move, {s.layers} layers",
-            "cache",
-            lambda ops, i: ops.commit_kv(*pools, tails[i], path),
-            pools,
-            2 * moving * row * s.layers,
-            sets,
-        ),
-        Op(
-            "kv move, 1 layer",
-            "cache",
-            lambda ops, i: ops.commit_kv(*single, tails[i], path),
-            single,
-            2 * moving * row,
-            sets,
-        ),
-        Op(
-            "kv store, 1 layer",
-            "cache",
-            lambda ops, i: ops.store_kv(*new, pools[0][0], pools[1][0], tails[i]),
-            single,
-            2 * size(*new),
-            sets,
-        ),
+        Op("cache", lambda ops, i: ops.commit_kv(*pools, tails[i], path), sets),
+        Op("cache", lambda ops, i: ops.commit_kv(*single, tails[i], path), sets),
+        Op("cache", lambda ops, i: ops.store_kv(*new, pools[0][0], pools[1][0], tails[i]), sets),
     ]
 
 
@@ -172,43 +125,16 @@ def lists(s: Step) -> list[Op]:
     blocks = s.empty(batch, -(-(s.table.shape[1] + nodes) // 64)).int()
     ancestors, counts = s.empty(batch * nodes, nodes).int(), s.empty(batch * nodes).int()
     found = [
+        Op("indices", lambda ops, _: ops.fill_lists(*at, positions, tails, indptr, indices, -1)),
         Op(
-            "index lists",
-            "indices",
-            lambda ops, _: ops.fill_lists(*at, positions, tails, indptr, indices, -1),
-            [indices],
-            8 * keys,
-        ),
-        Op(
-            "packed masks",
             "indices",
             lambda ops, _: ops.pack_masks(
                 indptr, mask_indptr, s.lens, positions, positions, words, masks, -1
             ),
-            [masks],
-            masks.nbytes + words.nbytes,
         ),
-        Op(
-            "page table",
-            "indices",
-            lambda ops, _: ops.fill_page_table(*at, tails, pages, lens, q_len=nodes),
-            [pages, lens],
-            8 * keys,
-        ),
-        Op(
-            "ancestor table",
-            "indices",
-            lambda ops, _: ops.fill_ancestor_table(tails, words, ancestors, counts),
-            [ancestors, counts],
-            size(tails, words, ancestors),
-        ),
-        Op(
-            "block table, pages of 64",
-            "indices",
-            lambda ops, _: ops.fill_block_table(*at, tails, blocks, lens, page_size=64),
-            [blocks, lens],
-            keys // 64 * 4 + blocks.nbytes,
-        ),
+        Op("indices", lambda ops, _: ops.fill_page_table(*at, tails, pages, lens, q_len=nodes)),
+        Op("indices", lambda ops, _: ops.fill_ancestor_table(tails, words, ancestors, counts)),
+        Op("indices", lambda ops, _: ops.fill_block_table(*at, tails, blocks, lens, page_size=64)),
     ]
     if steps > 1 and batch <= 64:
         found += draft_lists(s, topk, steps)
@@ -228,24 +154,11 @@ def draft_lists(s: Step, topk: int, steps: int) -> list[Op]:
     indptr = torch.zeros(steps, s.batch * topk + 1, dtype=torch.int32, device=s.device)
     width = s.batch * topk * (s.table.shape[1] + steps)
     indices = torch.zeros(steps, width, dtype=torch.int32, device=s.device)
-    keys = steps * topk * int(s.lens.sum())
     arguments = (s.lens, branches, words, indptr, indices)
     return [
-        Op(
-            "draft lists",
-            "indices",
-            lambda ops, _: ops.fill_draft_kv(s.table, s.rows, *arguments),
-            [indptr, indices],
-            4 * keys + 4 * keys // (steps * topk),
-        ),
+        Op("indices", lambda ops, _: ops.fill_draft_kv(s.table, s.rows, *arguments)),
         # on the lists that this has just filled
-        Op(
-            "draft tails",
-            "indices",
-            lambda ops, _: ops.fill_draft_tails(steps - 1, *arguments),
-            [indices],
-            8 * s.batch * topk * steps,
-        ),
+        Op("indices", lambda ops, _: ops.fill_draft_tails(steps - 1, *arguments)),
     ]
 
 
@@ -276,11 +189,11 @@ def ends(s: Step) -> list[Op]:
         "draft_positions_out": s.empty(batch, steps - 1, topk),
     }
     rows, reserved, tokens = s.rows + 1, lens + reserve, s.ints(s.vocab, batch, depth)
-    # a ring of one turn
+    # host buffers of one step
     on_host = rows[None].cpu()
     on_host = on_host.pin_memory() if rows.is_cuda else on_host
     after, packed = lens.clone(), s.empty(batch, 1 + depth)
-    ring = torch.zeros(1, batch, 1 + depth, dtype=torch.int64, pin_memory=packed.is_cuda)
+    host = torch.zeros(1, batch, 1 + depth, dtype=torch.int64, pin_memory=packed.is_cuda)
     turn = torch.zeros(1, dtype=torch.int64, device=device)
     new = [s.ints(100, *out.shape).to(out.dtype) for out in outs[:4]]
     features = torch.randn(batch, s.nodes, 3 * HIDDEN, device=device, generator=s.generator)
@@ -300,14 +213,10 @@ def ends(s: Step) -> list[Op]:
     }
     return [
         Op(
-            "draft extend window",
             "indices",
             lambda ops, _: ops.fill_window(slots, rows, s.lens, accept_lens=kept, **extended),
-            list(extended.values()),
-            2 * size(extended["slots_out"]),
         ),
         Op(
-            "begin step",
             "step",
             lambda ops, _: ops.begin_step(
                 on_host,
@@ -320,11 +229,8 @@ def ends(s: Step) -> list[Op]:
                 tables=tables,
                 outs=outs,
             ),
-            [*begun.values(), *outs],
-            2 * size(*outs) + size(*begun.values()),
         ),
         Op(
-            "end step",
             "step",
             lambda ops, _: ops.end_step(
                 rows,
@@ -338,23 +244,9 @@ def ends(s: Step) -> list[Op]:
                 tables=tables[1:4],
                 packed_out=packed,
             ),
-            [after, packed, *tables[:4]],
-            2 * size(*new) + size(packed),
         ),
-        Op(
-            "landing",
-            "step",
-            lambda ops, _: ops.write_output(packed, ring, turn),
-            [ring],
-            size(packed),
-        ),
-        Op(
-            "path features",
-            "step",
-            lambda ops, _: ops.gather_path(features, path, kept, s.lens, **gathered),
-            list(gathered.values()),
-            2 * size(gathered["features_out"]),
-        ),
+        Op("step", lambda ops, _: ops.write_output(packed, host, turn)),
+        Op("step", lambda ops, _: ops.gather_path(features, path, kept, s.lens, **gathered)),
     ]
 
 

@@ -1,4 +1,4 @@
-"""One speculative step's tensors, and what `bench.small_ops` calls an operation on them."""
+"""One speculative step's tensors, as the sanitizer's operations find them."""
 
 from __future__ import annotations
 
@@ -27,27 +27,17 @@ class Op:
 
     Parameters
     ----------
-    name, module : str
-        As tables show it; the package under ``specattn.kernels``.
+    module : str
+        The package under ``specattn.kernels``.
     run : callable
         Runs it with the functions of the package; the number picks a set of slots.
-    outputs : list of Tensor
-        What it writes, compared whole, what it must leave alone included.
-    moved : int
-        Bytes read and written.
     sets : int
         How many sets of slots there are.
-    differ : float
-        Share of the outputs that may differ: cumulative sums round differently.
     """
 
-    name: str
     module: str
     run: Callable[[ModuleType, int], None]
-    outputs: list[Tensor]
-    moved: int
     sets: int = 1
-    differ: float = 0.0
 
 
 @dataclass
@@ -148,12 +138,3 @@ class Step:
 def by_torch() -> AbstractContextManager[object]:
     """Run the operations of ``specattn.kernels`` by torch."""
     return mock.patch("specattn.kernels.uses_triton", return_value=False)
-
-
-def by_triton() -> AbstractContextManager[object]:
-    """Run the operations of ``specattn.kernels`` by Triton, on a CPU too: interpreted."""
-    return mock.patch("specattn.kernels.uses_triton", return_value=True)
-
-
-def size(*tensors: Tensor) -> int:
-    return sum(tensor.nbytes for tensor in tensors)

@@ -93,9 +93,9 @@ def states() -> None:
     )
     same("lengths", lens, put([0, 6, 3, 9, context - reserve + 5]))
     same("packed", packed[:, 0], put([3, 0, 0, 5], torch.int64))
-    ring = poison(2, 5, 1 + depth, dtype=torch.int64)
-    write_output(packed, ring, turn)
-    same("landed", ring[1, :4], packed)
+    on_host = poison(2, 5, 1 + depth, dtype=torch.int64)
+    write_output(packed, on_host, turn)
+    same("output", on_host[1, :4], packed)
     same("turn", turn, put([0], torch.int64))
     for table, old, source in zip(tables, before, new, strict=True):
         same("untouched rows", table[[0, 1, 3]], old[[0, 1, 3]])

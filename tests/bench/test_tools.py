@@ -14,6 +14,7 @@ from bench.tools import compare, shape, texts
 from tests.bench.test_step import CPU, tiny
 
 
+@pytest.mark.slow
 def test_texts_are_recorded_by_the_command_line_and_compared(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(texts, "CONFIGS", {"chain": texts.CONFIGS["chain"]})
     out = tmp_path / "new.json"
