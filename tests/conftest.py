@@ -33,6 +33,20 @@ if not CUDA:
         multiply_by_row()
 
 ROOT = Path(__file__).parent.parent
+# what the lane for each edit (`-m "not slow"`) leaves out, besides single tests that are marked
+SLOW = (
+    "tests/bench/",
+    "tests/test_pair.py",
+    "tests/cli/test_processes.py",
+    "tests/engine/test_drop.py",
+    "tests/engine/test_engine_laws.py",
+    "tests/engine/test_nonfinite.py",
+    "tests/kernels/attention/test_deterministic.py",
+    "tests/kernels/test_compile_targets.py",
+    "tests/regressions/test_r48_verify_has_the_bits_of_decode.py",
+    "tests/testing/test_kit_passes.py",
+    "tests/testing/test_stand_ins.py",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,6 +59,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip GPU tests without a GPU; with one, whatever runs on `DEVICE` is a GPU test."""
     for item in items:
+        if item.nodeid.startswith(SLOW):
+            item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("gpu"):
             if not CUDA:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -384,12 +384,15 @@ class SlotTable(ReadOnly):
             If the row is not allocated, or has no slots for as many tokens.
         """
         self._check_whole()
-        row, length = self._known(row), whole_number("length", length)
+        # every request of every step comes here, and nearly all of them with ints
+        if not type(row) is type(length) is int or row not in self._pages:
+            row, length = self._known(row), whole_number("length", length)
         room = min(len(self._pages[row]) * self.page_size, self.max_context_len)
         if not 0 <= length <= room:
             raise ValueError(f"row {row} has slots for 0..{room} tokens, not for {length}")
         # first: what is committed must keep its slots
-        self._needed[row] = max(self._needed[row], length)
+        if length > self._needed[row]:
+            self._needed[row] = length
         self._committed[row] = length
 
     @contextmanager

@@ -621,7 +621,8 @@ class Engine:
             if one.result.finish_reason:  # it had ended, and rode along
                 continue
             one.length += len(tokens)
-            counts[at] = sum(token >= 0 for token in tokens)
+            # -1 comes last, if at all
+            counts[at] = len(tokens) - (bool(tokens) and tokens[-1] < 0)
             kept = self.scheduler.append(one, tokens)
             one.result.accept_lens.append(len(kept))
             gains.append((one.result, kept))
