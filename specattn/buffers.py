@@ -7,7 +7,6 @@ for the largest bucket, and smaller buckets are views of its first rows.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from functools import cache
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -93,44 +92,6 @@ class BufferSet:
             expect(name, value, tuple(own.shape), own.dtype, own.device)
         return type(self)(**self.tensors() | taken)
 
-    def reset(self, dims: Any) -> None:
-        """Turn every row into padding."""
-        for item in fields(self):
-            _pad(getattr(self, item.name), item.metadata["spec"], dims)
-
-    def copy_in(self, dims: Any, **values: Tensor) -> None:
-        """Copy values into the first rows and pad all rows after them.
-
-        Parameters
-        ----------
-        dims : object
-            The dimensions the set was allocated with.
-        **values : Tensor
-            By field name, ``[count, ...]``, all of one count, on the buffers' device or the host.
-            Other fields keep what they hold.
-
-        Raises
-        ------
-        ValueError
-            Before anything is written: if a value has another shape or dtype than its buffer, or
-            is on another device.
-        """
-        count = self.check(**values)
-        for item in fields(self):
-            if item.name not in values:
-                continue
-            target, value = getattr(self, item.name), values[item.name]
-            target[:count].copy_(value, non_blocking=True)
-            if count < len(target):
-                _pad(target[count:], item.metadata["spec"], dims)
-
-    def check(self, **values: Tensor) -> int:
-        """Return how many rows `copy_in` would copy, or raise its ValueError."""
-        count = min((len(value) if value.dim() else 0 for value in values.values()), default=0)
-        for name, value in values.items():
-            _check(name, value, getattr(self, name), count)
-        return count
-
     def tensors(self) -> dict[str, Tensor]:
         """Return the buffers by name."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
@@ -149,29 +110,6 @@ class ReadOnly:
 
     def __delattr__(self, name: str) -> None:
         raise AttributeError(f"{type(self).__name__}.{name} is read-only: graphs bake it in")
-
-
-def _check(name: str, value: Tensor, target: Tensor, count: int) -> None:
-    shape = (min(count, len(target)), *target.shape[1:])
-    if value.shape != shape or value.dtype != target.dtype:
-        raise ValueError(
-            f"{name} must be {list(shape)} {target.dtype}, got {list(value.shape)} {value.dtype}"
-        )
-    if value.device != target.device and value.device.type != "cpu":
-        raise ValueError(f"{name} must be on {target.device} or the host, got {value.device}")
-
-
-def _pad(target: Tensor, spec: Spec, dims: Any) -> None:
-    if spec.pad is None:
-        target.zero_()
-    else:
-        target.copy_(_pad_row(spec.pad, dims, target.device))
-
-
-@cache
-def _pad_row(pad: Callable[[Any], Tensor], dims: Any, device: torch.device) -> Tensor:
-    """Return a padding row; it stays on the device between steps."""
-    return pad(dims).to(device)
 
 
 Fingerprint = tuple[tuple[str, object], ...]

@@ -187,14 +187,14 @@ class BoundLayers(CompositeAttention, PackedAttend):
     graphs: bool
 
     def fingerprint(self) -> Fingerprint:
-        """Describe the pool, which a recorded graph reads and writes where it was, and settings."""
+        """Describe the pool, which a recorded graph reads and writes where it was, and configs."""
         # by value: what a graph has baked in stays as it was, whatever becomes of the config
-        settings = {
+        configs = {
             f"AttnConfig[{at}]": dict(vars(backend.config))
             for at, backend in enumerate(self.backends)
         }
         pool = self.pool
-        return fingerprint(k_cache=pool.k, v_cache=pool.v, kv_scales=pool.scales, **settings)
+        return fingerprint(k_cache=pool.k, v_cache=pool.v, kv_scales=pool.scales, **configs)
 
     def parts(self) -> tuple[BoundAttention, ...]:
         """Return every bound configuration."""

@@ -101,7 +101,8 @@ class Policy(Protocol):
         """Return one of ``observed.configs``; called on the host before every step.
 
         What it returns must follow from the tokens of steps before, and from nothing that is
-        drawn for the step itself: then sampled tokens keep the target's law.
+        drawn for the step itself: then sampled tokens keep the target's
+        distribution.
         """
 
 

@@ -27,7 +27,7 @@ class StateDims:
 
     Parameters
     ----------
-    topk, hidden, law : int
+    topk, hidden, vocab : int
         Proposals kept, the draft's hidden size, and its vocabulary if it draws (else 0).
     dtype : torch.dtype
         Of hidden states.
@@ -35,7 +35,7 @@ class StateDims:
 
     topk: int = 1
     hidden: int = 0
-    law: int = 0
+    vocab: int = 0
     dtype: torch.dtype = torch.float32
 
     @classmethod
@@ -43,8 +43,8 @@ class StateDims:
         """Return the widths for a draft model; without one, nothing is kept of proposals."""
         if draft is None:
             return cls(0)
-        law = draft.vocab_size if draft_sampling else 0
-        return cls(topk, draft.hidden_size, law, draft.layers[0].dtype)
+        vocab = draft.vocab_size if draft_sampling else 0
+        return cls(topk, draft.hidden_size, vocab, draft.layers[0].dtype)
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class RequestStates(BufferSet):
     hidden_states : Tensor
         ``[R, hidden]`` of `StateDims.dtype`.
     draft_probs : Tensor
-        ``[R, law]`` float32; ``[R, 0]`` unless drafts are drawn.
+        ``[R, vocab]`` float32; ``[R, 0]`` unless drafts are drawn.
     temperature, top_p : Tensor
         ``[R]`` float32; a request draws if its temperature is above 0, and ``top_p`` 1 is off.
     top_k, seeds : Tensor
@@ -76,7 +76,7 @@ class RequestStates(BufferSet):
     topk_probs: Tensor = buf(lambda d: (d.topk,), torch.float32)
     topk_tokens: Tensor = buf(lambda d: (d.topk,), torch.int64)
     hidden_states: Tensor = buf(lambda d: (d.hidden,), lambda d: d.dtype)
-    draft_probs: Tensor = buf(lambda d: (d.law,), torch.float32)
+    draft_probs: Tensor = buf(lambda d: (d.vocab,), torch.float32)
     temperature: Tensor = buf(lambda _: (), torch.float32)
     top_k: Tensor = buf(lambda _: (), torch.int32)
     top_p: Tensor = buf(lambda _: (), torch.float32, lambda _: torch.ones(()))

@@ -57,7 +57,7 @@ _IN_FLIGHT = 2
 
 
 class StepDecoder(ReadOnly):
-    """Runs whole steps of one speculation setting over requests' rows.
+    """Runs whole steps of one speculative config over requests' rows.
 
     Nothing is handed over between steps but rows: lengths advance on the device, where the next
     proposal starts is kept there too (`RequestStates`), and a step itself writes accepted tokens to
@@ -71,13 +71,13 @@ class StepDecoder(ReadOnly):
         The target model.
     draft : ModelSlot or None
         The draft model; needed unless ``config.num_steps`` is 0, and then kept up to date, for
-        steps of other settings.
+        steps of other configs.
     config : SpecConfig
         Tree width and depth.
     table : SlotTable or ExternalTable
         Rows and slots of the requests.
     states : RequestStates
-        Their states; decoders of several settings may share them.
+        Their states; decoders of several configs may share them.
     features : int, optional
         Width of the target features the draft reads; its ``feature_size``, and nothing else.
     buckets : sequence of int
@@ -271,7 +271,7 @@ class StepDecoder(ReadOnly):
             which has one part. What it launches on the current stream runs there, too. The rows
             of the step are its own until it has been launched as a whole: a `SlotTable` does not
             free them here; tables of others must not give them, or their slots, to anybody,
-            and a decoder of another setting must not step them. If it
+            and a decoder of another config must not step them. If it
             raises, the requests are where they were before the step.
 
         Returns

@@ -50,7 +50,7 @@ def build_tree(candidates: Candidates, batch: SpecBatch, config: SpecConfig) -> 
 def fill_tree(
     candidates: Candidates, roots: Tensor, seq_lens: Tensor, config: SpecConfig, tree: DraftTree
 ) -> None:
-    """Write the tree of `build_tree` into tensors that are there; its draft laws are not touched.
+    """Write the tree of `build_tree` into tensors that are there; ``draft_probs`` stay.
 
     Parameters
     ----------

@@ -30,10 +30,10 @@ def accept(
     Greedy requests follow the target's argmax, the lowest token among equals. Sampled ones follow
     target-only tree sampling (the verification of SGLang and of EAGLE's released code): a child is
     accepted with its target probability given that its elder siblings were not, and the token after
-    the path is drawn from what is left, so that every emitted token has exactly the target's law.
-    Chains that were drawn from the draft's own law (``config.draft_sampling``) are verified by
-    rejection sampling (Leviathan et al., arXiv:2211.17192), with the same guarantee. Plain
-    decoding has no drafts to refuse, whatever ``draft_sampling`` says.
+    the path is drawn from what is left, so that every emitted token has exactly the target's
+    distribution. Chains that the draft drew (``config.draft_sampling``) are verified by rejection
+    sampling (Leviathan et al., arXiv:2211.17192), with the same guarantee. Plain decoding has no
+    drafts to refuse, whatever ``draft_sampling`` says.
 
     Parameters
     ----------

@@ -31,6 +31,7 @@ from specattn.testing.oracle import head
 from tests import oracle
 from tests.backends import stand_ins
 from tests.backends.stand_ins import standing_in
+from tests.filling import put
 from tests.implementations import using
 from tests.kernels.tree_oracle import DEVICE as PLACE
 from tests.recordings import refill
@@ -174,7 +175,8 @@ def test_draft_steps_of_a_chain_over_a_slot_table(name):
         layers = LayeredBackend(backend, [heads], pool, DEVICE)
         bound = MultiStepDraftBackend(layers, config, table.req_to_token, 3, "table").bind(3)
         inputs, dims = bound.plan.inputs, bound.plan.dims
-        inputs.copy_in(
+        put(
+            inputs,
             dims,
             req_pool_indices=torch.tensor(rows, device=DEVICE),
             seq_lens=torch.tensor([page - 2, 0, page], **INT),

@@ -21,6 +21,7 @@ from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, causal_words
 from specattn.testing.session import plan_of
 from tests import oracle
 from tests.backends.test_multi_step import feed
+from tests.filling import put
 from tests.recordings import recorded, refill
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -343,7 +344,7 @@ def known_words(bound, rows: list[int], topk: int) -> torch.Tensor:
         words = inputs.words.clone()
     else:
         lens = torch.tensor([3, 5, 0], dtype=torch.int32, device=DEVICE)
-        inputs.copy_in(dims, req_pool_indices=torch.tensor(rows, device=DEVICE), seq_lens=lens)
+        put(inputs, dims, req_pool_indices=torch.tensor(rows, device=DEVICE), seq_lens=lens)
         words = torch.tensor([1, 3, 7], device=DEVICE)[None, :, None, None].expand(3, 3, 1, 1)
     own = 1 << torch.arange(dims.steps * topk, device=DEVICE).view(1, dims.steps, topk, 1)
     inputs.words.copy_(own.expand(inputs.words.shape))

@@ -25,6 +25,7 @@ from specattn.batch import ForwardMode
 from specattn.cache.kv_pool import KVPool
 from specattn.config import AttnConfig, SpecConfig
 from specattn.plan import AttnInputs, AttnPlan
+from tests.filling import put
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SPEC = SpecConfig(4, 2, 6, max_context_len=400, max_num_reqs=8)
@@ -52,13 +53,13 @@ def rows() -> dict[str, torch.Tensor]:
 def plan_of(mode: ForwardMode) -> AttnPlan:
     layout = SPEC.layout(mode)
     inputs = AttnInputs.alloc(len(LENS), layout, DEVICE)
-    inputs.copy_in(layout, **rows())
+    put(inputs, layout, **rows())
     return AttnPlan.over(layout, table(), inputs)
 
 
 def drafts(layered: LayeredBackend, indices: str = "table"):
     bound = MultiStepDraftBackend(layered, SPEC, table(), 8, indices).bind(len(LENS))
-    bound.plan.inputs.copy_in(bound.plan.dims, **rows())
+    put(bound.plan.inputs, bound.plan.dims, **rows())
     return bound
 
 

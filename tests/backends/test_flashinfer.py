@@ -29,6 +29,7 @@ from tests.backends.flashinfer_cases import (
     case_of,
     config_of,
 )
+from tests.filling import put
 from tests.oracle import check, make_extend_case, make_tree_case, oracle_extend, oracle_tree
 
 
@@ -153,7 +154,8 @@ def test_draft_steps_equal_plain_torch(topk, kind, indices, options, page_size):
 def drafted(bound, rows: list[int], lens: list[int], q: torch.Tensor) -> torch.Tensor:
     """Run all steps over random beams; every step's words are written just before its run."""
     inputs, dims = bound.plan.inputs, bound.plan.dims
-    inputs.copy_in(
+    put(
+        inputs,
         dims,
         req_pool_indices=torch.tensor(rows, device=DEVICE),
         seq_lens=torch.tensor(lens, dtype=torch.int32, device=DEVICE),

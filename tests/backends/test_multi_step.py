@@ -13,6 +13,7 @@ from specattn.cache.slot_table import SlotTable
 from specattn.config import AttnConfig, SpecConfig
 from specattn.errors import UnsupportedError
 from specattn.plan import AttnInputs, AttnPlan, ExtendPlan
+from tests.filling import put
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BACKENDS = ["torch_native", "triton"]
@@ -36,7 +37,8 @@ def build(name: str, indices: str, page_size: int = 1):
 
 def feed(bound, rows: list[int], lens: list[int]) -> None:
     inputs = bound.plan.inputs
-    inputs.copy_in(
+    put(
+        inputs,
         bound.plan.dims,
         req_pool_indices=torch.tensor(rows, device=DEVICE),
         seq_lens=torch.tensor(lens, dtype=torch.int32, device=DEVICE),

@@ -21,6 +21,7 @@ from specattn.engine.engine import Engine
 from specattn.engine.request import Request
 from specattn.plan import AttnInputs, AttnPlan, CsrPlan, ExtendPlan
 from tests.backends.spies import spy
+from tests.filling import put
 from tests.oracle import (
     Case,
     check,
@@ -265,7 +266,8 @@ def test_draft_steps_are_split_alike(name, indices):
         layers = LayeredBackend(backend, [heads], pool, DEVICE)
         bound = MultiStepDraftBackend(layers, spec, table.req_to_token, 3, indices).bind(3)
         lens = torch.tensor([3, 5, 0], dtype=torch.int32)
-        bound.plan.inputs.copy_in(
+        put(
+            bound.plan.inputs,
             bound.plan.dims,
             seq_lens=lens.to(DEVICE),
             req_pool_indices=torch.tensor(rows, device=DEVICE),

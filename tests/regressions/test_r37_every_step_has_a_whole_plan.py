@@ -17,6 +17,7 @@ from specattn.backends.layers import LayeredBackend
 from specattn.backends.multi_step import MultiStepDraftBackend
 from specattn.cache.kv_pool import KVPool
 from specattn.config import AttnConfig, SpecConfig
+from tests.filling import put
 from tests.worlds import BACKENDS, DEVICE
 
 # a draft of three layers, one of them with a sliding window
@@ -31,7 +32,8 @@ def test_all_steps_and_layers_attend(backend, indices):
     table = torch.arange(3 * 32, dtype=torch.int32, device=DEVICE).view(3, 32) % 65
     layers = LayeredBackend(backend, LAYERS, pool, DEVICE)
     bound = MultiStepDraftBackend(layers, CONFIG, table, 2, indices).bind(2)
-    bound.plan.inputs.copy_in(
+    put(
+        bound.plan.inputs,
         bound.plan.dims,
         req_pool_indices=torch.tensor([1, 2], device=DEVICE),
         seq_lens=torch.tensor([9, 0], dtype=torch.int32, device=DEVICE),

@@ -19,6 +19,7 @@ from specattn.backends.layers import LayeredBackend
 from specattn.backends.multi_step import MultiStepDraftBackend
 from specattn.cache.kv_pool import KVPool
 from specattn.config import AttnConfig, SpecConfig
+from tests.filling import put
 from tests.worlds import BACKENDS, DEVICE
 
 HEADS = AttnConfig(2, 1, 16)
@@ -35,7 +36,8 @@ def build(backend: str, indices: str, parents: list[list[int]]):
     pool.v.normal_()
     layers = LayeredBackend(backend, [HEADS], pool, DEVICE)
     bound = MultiStepDraftBackend(layers, config, table, 1, indices).bind(1)
-    bound.plan.inputs.copy_in(
+    put(
+        bound.plan.inputs,
         bound.plan.dims,
         req_pool_indices=torch.tensor([1], device=DEVICE),
         seq_lens=torch.tensor([PREFIX], dtype=torch.int32, device=DEVICE),
