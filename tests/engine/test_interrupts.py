@@ -138,6 +138,9 @@ def check(run: Engine, at: int) -> bool:
 
 def lines_of(run: Engine) -> list[tuple[str, int]]:
     run.clear()
+    # what an engine does once, it has done before
+    life(run, [])
+    run.clear()
     with Interrupt(ENGINE + STEPS + TABLE) as noted:
         life(run, [])
     return noted.lines
