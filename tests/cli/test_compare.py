@@ -85,3 +85,18 @@ def test_a_difference_is_found_with_its_margin():
     shorter = compare_plain(cut, setup, SpecConfig(), lambda index, tokens: None).first
     assert shorter is not None
     assert (shorter.position, shorter.token, shorter.plain_token) == (5, None, ours[1][5])
+
+
+@pytest.mark.parametrize("tree", [(0, 1, 1), (3, 2, 6)], ids=["plain", "tree"])
+def test_a_warm_up_decodes_two_steps_of_a_full_batch_and_ends_its_requests(tree):
+    """What is measured after it compiles nothing: prompts alone would leave steps to compile."""
+    models = loaded(None, None, speculative=True, dtype=torch.float32, device=torch.device("cpu"))
+    requests = (Request(list(range(5, 60)), 4), Request([7, 8, 9], 4), Request([3], 4))
+    setup = Setup(models, requests, 128, 2, "torch_native", graphs=False, warm_up=True)
+    config = SpecConfig(*tree, 128, 2)
+    run = setup.engine(config)
+    setup.prepare(run)
+    decoder = run.decoder(run.config)
+    assert sum(decoder.runner.stats.replays.values()) >= 2
+    assert run.num_running == 0
+    assert run.table.num_free_rows == 2

@@ -283,3 +283,21 @@ MISFITS = {
 def test_tables_that_do_not_belong_together_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make(engine((3, 4, 9)))
+
+
+@pytest.mark.parametrize("tbo", [False, True], ids=["whole", "tbo"])
+def test_a_bucket_is_filled_up_with_row_0(tbo):
+    """A request that padding repeats would be stepped twice at once, over the same slots."""
+    run = engine((3, 4, 9), buckets=(5,), tbo=tbo)
+    rows, decoder = admitted(run), run.decoder(run.config)
+    host = decoder._in_flight.host
+    for part in (rows, rows[:2], rows[2:3], []):
+        host.rows.fill_(-1)
+        before = run.states.seq_lens.clone()
+        gained = decoder.step(part)
+        (written,) = [entry for entry in host.rows if entry[0] != -1]
+        assert written[: len(part)].tolist() == part
+        assert not written[len(part) : 5].any()
+        grown = run.states.seq_lens - before
+        assert grown[part].tolist() == [len(new) for new in gained]
+        assert int(grown.sum()) == sum(map(len, gained))
