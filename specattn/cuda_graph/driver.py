@@ -18,7 +18,9 @@ def has(name: str) -> bool:
 
 
 def call(name: str, *args: Any) -> None:
-    """Call the driver; whole numbers are handles or sizes, all of 8 bytes.
+    """Call the driver; whole numbers are handles or sizes.
+
+    All have 8 bytes.
 
     Raises
     ------

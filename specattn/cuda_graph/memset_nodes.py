@@ -61,7 +61,7 @@ class _Edge(ctypes.Structure):
 
 
 def replace_memsets(graph: torch.cuda.CUDAGraph) -> int:
-    """Replace nodes of a recorded graph that set memory by kernels that set the same.
+    """Replace memset nodes of a recorded graph by kernels.
 
     Parameters
     ----------
@@ -96,7 +96,7 @@ def replace_memsets(graph: torch.cuda.CUDAGraph) -> int:
 
 
 def _replace(graph: int, node: int, like: torch.cuda.CUDAGraph) -> None:
-    """Put a copy of the only kernel of another graph where a node is."""
+    """Put the only kernel of another graph where a node is."""
     (source,) = _nodes(like.raw_cuda_graph(), _KERNEL)
     params, kernel = _Kernel(), c_uint64()
     driver.call("cuGraphKernelNodeGetParams_v2", source, byref(params))
@@ -110,7 +110,7 @@ def _replace(graph: int, node: int, like: torch.cuda.CUDAGraph) -> None:
 
 
 def _setting(address: int, value: int, size: int, width: int) -> torch.cuda.CUDAGraph:
-    """Record a kernel that sets ``width`` elements of ``size`` bytes, without running it."""
+    """Record a kernel that sets ``width`` elements of ``size`` bytes."""
     memory = torch.as_tensor(_Memory(address, size, width), device="cuda")
     # the same bits as a signed number of this size
     number = int.from_bytes((value % 256**size).to_bytes(size, "little"), "little", signed=True)

@@ -1,4 +1,4 @@
-"""CUDA graphs: recording one, and leaving torch as it was if that fails."""
+"""Records CUDA graphs; a failed recording leaves torch as it was."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Recording(Generic[T]):
-    """A graph, what the recorded call returned, and the bytes that the pool grew by."""
+    """A graph, what its call returned, and its bytes."""
 
     graph: torch.cuda.CUDAGraph
     outputs: T
@@ -111,12 +111,12 @@ def instantiate(graph: torch.cuda.CUDAGraph) -> None:
 
 
 def is_recording(device: torch.device) -> bool:
-    """Return whether what is launched on the current stream of a device is recorded."""
+    """Return whether launches on a device's current stream are recorded."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def side_by_side(device: torch.device, *calls: Callable[[], object]) -> None:
-    """Record up to two calls so that neither waits for the other; for a recording alone.
+    """Record up to two calls, neither of which waits.
 
     The last of two is recorded on a stream that leaves the current one here and joins it again at
     the end. Memory that a call frees is reused by what is recorded later on the same stream alone
@@ -154,7 +154,7 @@ def side_by_side(device: torch.device, *calls: Callable[[], object]) -> None:
 
 @cache
 def _two_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """Return two streams of a device, of which one at most is that of a recording."""
+    """Return two streams; a recording has one of them at most."""
     return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
@@ -195,7 +195,7 @@ def _recording(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
 
 
 def _clear(pool: Any) -> None:
-    """Undo what torch leaves of a recording that CUDA has cut short, and torch could not end.
+    """Undo what torch leaves of a recording that could not end.
 
     Its allocator takes ``pool`` for one that is still recorded to, and refuses to free memory.
     Its generator takes random numbers for recorded ones, and refuses to draw any, until another
@@ -213,7 +213,10 @@ def _clear(pool: Any) -> None:
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Keep Python from collecting garbage: to destroy another graph would end a capture."""
+    """Keep Python from collecting garbage during a capture.
+
+    To destroy another graph would end it.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Programs per batch bucket, captured and replayed: one path for eager, capture and replay.
+"""Programs per batch bucket, captured and replayed.
 
 A program runs over static buffers. Capture records its ``run``, replay replays the recording.
 Without CUDA, or with a backend whose ``run`` cannot be recorded, the "graph" is the call itself
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class GraphKey(Hashable, Protocol):
-    """What graphs are kept under: a `ForwardMode`, or a part of a step."""
+    """What graphs are kept under, such as a part of a step."""
 
     @property
     def value(self) -> str:
@@ -61,7 +61,10 @@ class Program(Protocol):
         """Run: no sync, no argument, capturable."""
 
     def holders(self) -> Sequence[Iterable[Tensor]]:
-        """Return what holds the tensors that others can reach, read again before every replay."""
+        """Return what holds the tensors that others can reach.
+
+        Their addresses are read before every replay.
+        """
 
     def fingerprint(self) -> Fingerprint:
         """Describe every tensor and scalar that a recording of ``run`` bakes in."""
@@ -69,7 +72,7 @@ class Program(Protocol):
 
 @dataclass(frozen=True)
 class Captured:
-    """One bucket of a mode: what runs, what was recorded, and over which memory.
+    """One bucket of a mode: its program, recording and addresses.
 
     A batch that no bucket holds has neither a graph nor ``addresses``. ``order`` counts the
     captures of a runner, which took ``seconds`` each; ``nbytes`` is what the graphs' memory pool
@@ -101,7 +104,7 @@ class Captured:
                 raise CaptureMismatch(name, before, after)
 
     def schedule(self, seq_lens_cpu: Tensor | None) -> None:
-        """Plan on the host for the lengths of the first requests; the others are padding."""
+        """Plan on the host for these lengths; other requests are padding."""
         if seq_lens_cpu is not None and len(seq_lens_cpu) < self.bucket:
             padding = self.bucket - len(seq_lens_cpu)
             seq_lens_cpu = torch.nn.functional.pad(seq_lens_cpu, (0, padding))
@@ -237,7 +240,7 @@ class GraphRunner(Generic[Key]):
         return any(captured.graph is not None for captured in done.values())
 
     def reports(self) -> tuple[GraphReport, ...]:
-        """Return what capturing took, bucket by bucket, in the order of the captures."""
+        """Return what capturing took, in the order of the captures."""
         found = [
             one.report(mode.value) for mode, done in self._captured.items() for one in done.values()
         ]
@@ -274,7 +277,7 @@ class GraphRunner(Generic[Key]):
                 raise CaptureError(mode.value, bucket, error) from error
 
     def leave_eager(self, modes: Iterable[Key]) -> None:
-        """Let modes run eagerly of which nothing was captured; what was captured is replayed."""
+        """Let modes run eagerly of which nothing was captured."""
         for mode in modes:
             self._captured.setdefault(mode, {})
 
@@ -295,7 +298,7 @@ class GraphRunner(Generic[Key]):
         return Captured(bucket, program, graph, baked, holders, addresses, order, seconds, nbytes)
 
     def ready(self, modes: tuple[Key, ...], count: int) -> list[Captured]:
-        """Return what will serve ``count`` requests in modes that hand each other their buffers.
+        """Return what will serve ``count`` requests in modes that share buffers.
 
         That is the smallest bucket which every one of them has captured. Where none holds the
         requests, all modes run eagerly. The caller fills their inputs, schedules and replays.
@@ -323,7 +326,7 @@ class GraphRunner(Generic[Key]):
         ready.replay()
 
     def _serving(self, modes: tuple[Key, ...], count: int) -> list[Captured]:
-        """Return the smallest bucket that holds so many requests in all modes, if there is one."""
+        """Return the smallest bucket of all modes, or an empty list."""
         for mode in modes:
             if mode not in self._captured:
                 raise NotCapturedError(mode.value, [m.value for m in self._captured])

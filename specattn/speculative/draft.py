@@ -1,4 +1,4 @@
-"""The draft phase: beams of draft tokens, from which the tree is built."""
+"""The draft phase: the beams that the tree is built of."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def propose(
     config: SpecConfig,
     draws: Draws,
 ) -> Candidates:
-    """Grow the beams: every draft forward runs topk nodes and proposes topk children of each.
+    """Grow the beams: every draft forward proposes children of topk nodes.
 
     The dynamic draft tree of EAGLE-2 (arXiv:2406.16858); with topk 1 a chain.
 
@@ -89,7 +89,7 @@ def propose(
 
 @dataclass(frozen=True)
 class _Beams:
-    """The nodes a draft forward runs: ``[B, K]`` path scores, tokens, and the rows they extend."""
+    """The nodes of a draft forward: path scores, tokens, extended rows."""
 
     scores: Tensor
     tokens: Tensor

@@ -1,4 +1,4 @@
-"""How draft tokens are chosen: the most probable ones, or one drawn from the draft's probs."""
+"""How draft tokens are chosen: the most probable, or a drawn one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DraftTokens:
-    """Proposed tokens: probs and target ids ``[R, K]``, and the ``[R, Vd]`` they were drawn from.
+    """Proposed tokens: probs and target ids ``[R, K]``.
+
+    ``draft_probs`` is the ``[R, Vd]`` that they were drawn from.
 
     The last one is ``[R, 0]`` unless tokens are drawn.
     """
@@ -27,7 +29,10 @@ class DraftTokens:
 
 
 class Draws(Protocol):
-    """Temperature and seed of each request, ``[R]`` float32 and int64; temperature 0 is greedy."""
+    """Temperature and seed of each request, ``[R]`` each.
+
+    float32 and int64; temperature 0 is greedy.
+    """
 
     @property
     def temperature(self) -> Tensor:
@@ -41,7 +46,9 @@ class Draws(Protocol):
 def choose_tokens(
     draft: DraftModel, logits: Tensor, topk: int, draws: Draws | None, positions: Tensor
 ) -> DraftTokens:
-    """Choose each row's draft tokens: the most probable ``topk``, or one that is drawn.
+    """Choose each row's draft tokens.
+
+    They are the most probable ``topk``, or one that is drawn.
 
     Among equal logits the lower draft token comes first.
 

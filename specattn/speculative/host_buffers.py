@@ -1,4 +1,7 @@
-"""How a step finds its rows and how its tokens reach the host: no copy, and no wait."""
+"""How a step finds its rows, and its tokens the host.
+
+Nothing is copied, and nobody waits.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HostBuffers:
-    """Pinned memory that graphs bake in: steps read and write its entries in turn.
+    """Pinned memory whose entries steps read and write in turn.
 
     Parameters
     ----------
@@ -48,7 +51,7 @@ class HostBuffers:
         return HostBuffers(self.rows[:, begin:end], self.packed[:, begin:end], self.turn)
 
     def align(self, turn: int) -> None:
-        """Wait for every step that was launched on this stream, then set the next one's turn.
+        """Wait for the steps of this stream, then set the turn.
 
         Until they are through, nobody knows which entry they read and write.
         """
@@ -57,7 +60,10 @@ class HostBuffers:
         self.turn.fill_(turn)
 
     def write_output(self, packed: Tensor) -> None:
-        """Write a step's ``packed [b, width]`` to its entry and pass the turn on; capturable."""
+        """Write a step's ``packed`` to its entry; pass the turn on.
+
+        ``[b, width]``; capturable.
+        """
         write_output(packed, self.packed, self.turn)
 
 
@@ -108,12 +114,12 @@ class PendingStep:
 
     @property
     def waited(self) -> bool:
-        """Whether its tokens have been read: its entry of the buffers is free."""
+        """Whether its tokens were read, so that its entry is free."""
         return self._gained is not None
 
 
 class InFlight:
-    """Steps that were launched, by the entry of the host buffers that they use.
+    """Launched steps, by the entry of the host buffers they use.
 
     Parameters
     ----------
@@ -157,7 +163,7 @@ class InFlight:
             raise ValueError(f"{len(self._steps)} steps are in flight: wait for the first of them")
 
     def write_rows(self, rows: Sequence[int], bucket: int) -> None:
-        """Write a bucket of rows, padded with row 0, where the next step reads them.
+        """Write a bucket of rows, padded with row 0.
 
         Raises
         ------
@@ -171,11 +177,11 @@ class InFlight:
             raise ValueError(f"rows must be whole numbers, got {list(rows)}") from problem
 
     def moved(self) -> None:
-        """Note that what is launched from here on moves the device's turn on."""
+        """Note that later launches move the device's turn on."""
         self._aligned = False
 
     def launched(self, count: int, rows: tuple[int, ...]) -> PendingStep:
-        """Note that the step of the next entry was launched, with ``count`` requests."""
+        """Note that the step of the next entry was launched."""
         at = self._next
         done = self._done[at]
         if done is not None:
@@ -192,7 +198,7 @@ class InFlight:
             step.wait()
 
     def align(self) -> None:
-        """Wait for what has been launched, and let the device's turn be the host's."""
+        """Wait for all launches; set the device's turn to the host's."""
         self.host.align(self._next)
         self._aligned = True
 

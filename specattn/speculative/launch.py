@@ -1,4 +1,4 @@
-"""What one launch runs: a part of a step, or the same part of both halves of a batch."""
+"""What one launch runs: a part of one or two steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepLaunch:
-    """What one launch runs: a part of a step, of a batch or of its two halves.
+    """A part of a step, for a batch or its two halves.
 
     Parameters
     ----------
@@ -89,7 +89,7 @@ class StepLaunch:
         return cls(StepPart(), tuple(steps), host.of(0, batch), packed, tbo)
 
     def first(self, batch: int) -> StepLaunch:
-        """Return the launch of fewer requests, over the first rows of the same buffers."""
+        """Return the launch of fewer requests, over the same buffers."""
         host, packed = self.host.of(0, batch), self.packed[:batch]
         split = _split(batch, self.tbo)
         steps = tuple(
@@ -110,7 +110,7 @@ class StepLaunch:
             step.pad()
 
     def schedule(self, seq_lens_cpu: Tensor | None) -> None:
-        """Plan the part's attention on the host, each half from its own requests' lengths."""
+        """Plan the part's attention on the host, half by half."""
         begin = 0
         for step in self.steps:
             end = begin + len(step.packed)
@@ -119,7 +119,7 @@ class StepLaunch:
             begin = end
 
     def run(self) -> None:
-        """Run the part: halves side by side in a recording, one after the other elsewhere."""
+        """Run the part; a recording has halves side by side."""
         runs = [partial(step.run, self.part) for step in self.steps]
         if is_recording(self.packed.device):
             side_by_side(self.packed.device, *runs)
@@ -133,7 +133,7 @@ class StepLaunch:
             self.host.write_output(self.packed)
 
     def holders(self) -> tuple[Iterable[Tensor], ...]:
-        """Return what holds the tensors that others can reach: states, table and pools."""
+        """Return what holds the tensors of states, table and pools."""
         step = self.steps[0]
         pools = [slot.pool for slot in (step.target, step.draft_model) if slot is not None]
         return (
@@ -167,13 +167,13 @@ class StepLaunch:
 
 
 def _tensors(caches: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return the tensors that all layers' caches are, one or one per layer."""
+    """Return the caches of all layers as a tuple of tensors."""
     return (caches,) if isinstance(caches, torch.Tensor) else caches
 
 
 @contextmanager
 def _all_or_none(states: RequestStates) -> Iterator[None]:
-    """Put the states back if anything fails: no request advances without the others."""
+    """Put the states back if anything fails."""
     tensors = states.tensors().values()
     before = [tensor.clone() for tensor in tensors]
     try:
@@ -185,6 +185,6 @@ def _all_or_none(states: RequestStates) -> Iterator[None]:
 
 
 def _split(batch: int, tbo: bool) -> list[slice]:
-    """Return the requests of each step: all of them, or the halves that have any."""
+    """Return the requests of each step: all, or each half's."""
     parts = halves(batch) if tbo else (slice(0, batch),)
     return [part for part in parts if part.stop > part.start]

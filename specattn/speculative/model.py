@@ -1,4 +1,4 @@
-"""What the decoder asks of a target model and of a draft model.
+"""What a step asks of a target model and a draft model.
 
 Shapes: T tokens of all requests, flattened; R tokens whose logits are wanted; V and Vd the
 vocabularies of target and draft; H the draft's hidden size; F the width of the target features
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Attend(Protocol):
-    """One layer's attention, bound to the step's rows and KV slots by the decoder."""
+    """One layer's attention, bound to a step's rows and KV slots."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store ``k`` and ``v`` in layer ``layer``'s slots, then attend.
@@ -142,7 +142,7 @@ class DraftModel(Protocol):
 
     @property
     def hidden_size(self) -> int:
-        """H, the width of the states handed from one draft step to the next."""
+        """H, the width of the states between draft steps."""
         ...
 
     @property
@@ -191,7 +191,9 @@ class DraftModel(Protocol):
 
     @property
     def target_ids(self) -> Tensor | None:
-        """The table of `to_target`, contiguous ``[Vd]`` int64 on the device, if it is one.
+        """The table of `to_target`, if it is one.
+
+        Contiguous ``[Vd]`` int64 on the device.
 
         The kernel that chooses tokens reads it, and saves a launch.
         """
@@ -204,7 +206,7 @@ class DraftModel(Protocol):
 
 @runtime_checkable
 class ContextModel(Protocol):
-    """A target or draft model that must know the longest context before it runs."""
+    """A model that must know the longest context before it runs."""
 
     def for_context(self, max_context_len: int) -> Self:
         """Return this model for contexts of up to ``max_context_len`` tokens.
@@ -268,10 +270,10 @@ class ModelSlot(Generic[Model]):
         return cls(model, pool, LayeredBackend(backend, layers, pool, pool.device))
 
     def for_context(self, max_context_len: int) -> ModelSlot[Model]:
-        """Return the slot with its model for contexts of that length; see `ContextModel`."""
+        """Return the slot for contexts of that length; see `ContextModel`."""
         model = for_context(self.model, max_context_len)
         return self if model is self.model else replace(self, model=model)
 
     def with_own_workspace(self) -> ModelSlot[Model]:
-        """Return the same model and pool with attention that may run at the same time."""
+        """Return the same slot with attention that may run beside it."""
         return replace(self, backend=self.backend.with_own_workspace())

@@ -1,4 +1,4 @@
-"""Prompts: the target over the prompt, the first token, and the draft model over the same."""
+"""Prompts: both models over them, and their first tokens."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ class Prefill:
     def _next_tokens(
         self, prompts: Sequence[Prompt], pieces: Sequence[_Piece], last: Tensor, first: Tensor
     ) -> Tensor:
-        """Return each position's next token: the prompt's own, at its end the first new one."""
+        """Return each position's next token; a prompt's first new one ends it."""
         following = [(*prompts[p.index].tokens[p.start + 1 : p.stop + 1], 0) for p in pieces]
         ids = [t for p, ts in zip(pieces, following, strict=True) for t in ts[: p.stop - p.start]]
         tokens = torch.tensor(ids, device=last.device)
@@ -233,7 +233,7 @@ def _positions(pieces: Sequence[_Piece], device: torch.device) -> Tensor:
 
 
 def _first_tokens(logits: Tensor, lens: Tensor, sampling: SamplingBatch) -> Tensor:
-    """Draw from ``logits [R, V]`` as a step would at the position of the last prompt token."""
+    """Draw first tokens from ``logits [R, V]``, as a step would."""
     batch = SpecBatch(lens, lens.to(torch.int32), lens, torch.zeros_like(lens))
     tree = root_tree(batch)
     plain = SpecConfig(num_steps=0, num_draft_tokens=1)

@@ -1,4 +1,4 @@
-"""What a step leaves for the next one, on the device: a row per request, found by its table row.
+"""What a step leaves for the next one, on the device.
 
 A one-graph step reads and writes these rows itself, so that the host need not hand anything over
 between steps but the rows that take part.
@@ -40,7 +40,7 @@ class StateDims:
 
     @classmethod
     def of(cls, draft: DraftModel | None, topk: int, *, draft_sampling: bool) -> Self:
-        """Return the widths for a draft model; without one, nothing is kept of proposals."""
+        """Return the widths for a draft model; 0 without one."""
         if draft is None:
             return cls(0)
         vocab = draft.vocab_size if draft_sampling else 0

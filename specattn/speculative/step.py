@@ -56,7 +56,7 @@ class Acceptor(Protocol):
 
 
 class StepPart(NamedTuple):
-    """What one CUDA graph records: a whole step, or what one model runs of it.
+    """What one CUDA graph records: a whole step or a part.
 
     Parameters
     ----------
@@ -170,7 +170,7 @@ class Step:
         indices: Indices = "table",
         acceptor: Acceptor = accept,
     ) -> Step:
-        """Allocate buffers and bind the phases to them, for as many requests as ``packed`` has."""
+        """Allocate buffers for the requests of ``packed``; bind the phases to them."""
         device, batch = table.req_to_token.device, len(packed)
         dims = StepDims.of(config, draft.model if draft is not None else None)
         buffers, drafting = StepBuffers.alloc(batch, dims, device), None
@@ -189,7 +189,7 @@ class Step:
         return cls(target, draft, config, table, states, host, packed, buffers, drafting, acceptor)
 
     def first(self, batch: int, host: HostBuffers, packed: Tensor) -> Step:
-        """Return the step for fewer requests, over the first rows of the same buffers."""
+        """Return the step for fewer requests, over the same buffers."""
         return Step(
             self.target,
             self.draft_model,
@@ -248,7 +248,7 @@ class Step:
         fill_all([*self.attention(ForwardMode.DRAFT_DECODE), *self._before_the_tree()])
 
     def draft(self) -> DraftTree:
-        """Run the draft forwards and build the tree, into what the target reads."""
+        """Run the draft forwards and build the tree."""
         if self.draft_attention is None:
             return self.tree
         return self.build_tree(self.propose())
@@ -307,7 +307,7 @@ class Step:
         )
 
     def commit(self, accepted: AcceptResult, features: Tensor) -> None:
-        """Move what is kept to the front: the target's KV, and the features the draft reads."""
+        """Move the kept path's KV and features to the front."""
         buffers = self.buffers
         if self.extend_attention is None:
             return
@@ -324,7 +324,9 @@ class Step:
         )
 
     def extend(self, accepted: AcceptResult) -> DraftState | None:
-        """Run the draft over the accepted path; returns where the next proposal starts.
+        """Run the draft over the accepted path.
+
+        Returns where the next proposal starts.
 
         Row i reads the token that follows path node i, with the target's features at that node.
         Only the last accepted row reaches ``lm_head``.
@@ -346,7 +348,7 @@ class Step:
         return DraftState(chosen.probs, chosen.tokens, out.hidden_states, chosen.draft_probs)
 
     def advance(self, accepted: AcceptResult, state: DraftState | None) -> None:
-        """Leave what the next step starts from, and what the host is told: requests advance."""
+        """Advance the requests: write their states and what the host reads."""
         buffers, states = self.buffers, self.states
         end_step(
             buffers.req_pool_indices,
@@ -362,7 +364,7 @@ class Step:
         )
 
     def pad(self) -> None:
-        """Turn all requests into padding, also for a part that runs without those before it.
+        """Turn all requests into padding, whichever part runs.
 
         A part that is captured late would else write to slots of the last step, whose they are by
         now.

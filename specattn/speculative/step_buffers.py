@@ -1,4 +1,4 @@
-"""The static buffers of a speculative step: what its phases hand each other."""
+"""The static buffers of a step: what its phases hand on."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class StepDims:
 
     @classmethod
     def of(cls, config: SpecConfig, draft: DraftModel | None) -> Self:
-        """Return the dimensions of a step over a draft model, if there is one."""
+        """Return the dimensions of a step over a draft model, if any."""
         if draft is None:
             return cls(config)
         found = cls(config, features=draft.feature_size, dtype=draft.layers[0].dtype)
@@ -68,7 +68,9 @@ def _extend_words(dims: StepDims) -> Tensor:
 
 @dataclass(frozen=True)
 class StepBuffers(BufferSet):
-    """What the phases of a step read and write, a row per request; the dimensions are `StepDims`.
+    """What the phases of a step read and write.
+
+    A row per request; the dimensions are `StepDims`.
 
     Shapes: n nodes, N draft steps, K branches, W ancestor words. The first kernel of a step writes
     the first two groups from the `RequestStates`; every later group is written by one phase.

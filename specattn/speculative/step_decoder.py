@@ -1,4 +1,4 @@
-"""Steps by table row: what they need is on the device, what they gained comes back when asked."""
+"""Steps by table row: launch, look at or wait for them."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ class StepDecoder(ReadOnly):
         self._in_flight.align()
 
     def report(self) -> tuple[GraphReport, ...]:
-        """Return what capturing took, bucket by bucket, in the order of the captures."""
+        """Return what capturing took, in the order of the captures."""
         return self.runner.reports()
 
     def step(
@@ -327,7 +327,9 @@ class StepDecoder(ReadOnly):
         return steps.launched(asked, rows)
 
     def phases(self, rows: Sequence[int], *, seq_lens_cpu: Tensor | None = None) -> Step:
-        """Return the step of these rows, to be run phase by phase: eagerly, over own buffers.
+        """Return the step of these rows, to run phase by phase.
+
+        It runs eagerly, over buffers of its own.
 
         `Step.run` shows the order of the phases. Each may be looked at, or replaced: what it
         returns is what the next one takes. Run them under ``torch.no_grad()``, and let no other
@@ -358,7 +360,7 @@ class StepDecoder(ReadOnly):
 
     @property
     def _width(self) -> int:
-        """Numbers that the host is told per request: how many tokens, and these."""
+        """Numbers that the host gets per request: a count, then tokens."""
         return self.config.num_steps + 2
 
     def _look(
@@ -368,7 +370,10 @@ class StepDecoder(ReadOnly):
         seq_lens_cpu: Tensor | None,
         sampled: bool,
     ) -> TakingPart | None:
-        """Check what graphs have baked in, and what the step will find. Waits for the device."""
+        """Check what graphs baked in and what the step will find.
+
+        Waits for the device.
+        """
         for captured in ready:
             captured.compare()
         slots = self.target.pool.num_slots
@@ -377,7 +382,10 @@ class StepDecoder(ReadOnly):
         )
 
     def _check_tree(self, captured: Captured, found: TakingPart) -> None:
-        """Check the tree of the requests that take part. Waits for the device."""
+        """Check the tree of the requests that take part.
+
+        Waits for the device.
+        """
         assert isinstance(captured.program, StepLaunch)
         (step,) = captured.program.steps
         tree = DraftTree(*(value[found.at] for value in vars(step.tree).values()))
@@ -398,7 +406,7 @@ class StepDecoder(ReadOnly):
             raise ValueError("a step of this decoder is being launched: nothing else may run it")
 
     def _check_table(self) -> None:
-        """Refuse a table, which may be an engine's own, that has other tensors by now."""
+        """Refuse a table that has other tensors by now."""
         table, (req_to_token, reserved) = self.table, self._tensors
         if table.req_to_token is not req_to_token:
             raise CaptureMismatch("table.req_to_token", req_to_token, table.req_to_token)
@@ -406,7 +414,7 @@ class StepDecoder(ReadOnly):
             raise CaptureMismatch("table.reserved", reserved, table.reserved)
 
     def _before_capture(self) -> None:
-        """Read what steps in flight gained: a capture runs steps, too, and takes their turns."""
+        """Read what steps in flight gained: a capture takes their turns."""
         self.settle()
         self._in_flight.align()
         self._in_flight.moved()
@@ -422,7 +430,10 @@ class StepDecoder(ReadOnly):
                 )
 
     def _launch_of(self, part: StepPart, batch: int) -> StepLaunch:
-        """Return what runs a part for a batch size; parts and buckets share buffers."""
+        """Return what runs a part for a batch size.
+
+        Parts and buckets share buffers.
+        """
         if batch not in self._launches:
             buckets = self.runner.buckets
             largest = self._launches.get(buckets[-1])

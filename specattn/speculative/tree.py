@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def build_tree(candidates: Candidates, batch: SpecBatch, config: SpecConfig) -> DraftTree:
-    """Keep the best ``num_draft_tokens - 1`` candidates below the bonus token, and link them.
+    """Keep the best candidates below the bonus token; link them.
 
     The dynamic tree of EAGLE-2 (arXiv:2406.16858): candidates are ranked by the probability of
     their path, ties going to the lower flat index and NaN ranking last; a kept node's ancestors

@@ -1,4 +1,4 @@
-"""What a step refuses before it launches anything, and what it can look at when debugging."""
+"""What a step refuses, always or when debugging."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def check_prompts(prompts: Sequence[Prompt], sampling: SamplingBatch, table: Ten
 
 
 def feature_width(draft: ModelSlot[DraftModel] | None, features: int | None) -> int:
-    """Return the width of the features that the draft reads; a ValueError if another is given."""
+    """Return the width of the features; refuse another than the draft's."""
     own = draft.model.feature_size if draft is not None else 0
     if draft is not None and features not in (None, own):
         raise ValueError(f"features must be the draft's feature_size, {own}, got {features}")
@@ -58,7 +58,7 @@ def feature_width(draft: ModelSlot[DraftModel] | None, features: int | None) -> 
 
 
 def check_features(given: int, read: int) -> None:
-    """Raise a ValueError unless the target gives features as wide as the draft reads them."""
+    """Refuse target features of another width than the draft reads."""
     if given != read:
         raise ValueError(
             f"the target must give the {read} features that the draft reads, got {given}: "
@@ -67,7 +67,7 @@ def check_features(given: int, read: int) -> None:
 
 
 def check_logits(logits: Tensor, rows: int, vocab_size: int) -> None:
-    """Raise a ValueError unless a target gives logits for every row, over its vocabulary."""
+    """Refuse logits that are not a row per token, vocabulary wide."""
     if logits.shape != (rows, vocab_size):
         raise ValueError(
             f"the target's logits must be [{rows}, {vocab_size}], a row per token that was asked "
@@ -76,7 +76,7 @@ def check_logits(logits: Tensor, rows: int, vocab_size: int) -> None:
 
 
 def check_lens(seq_lens_cpu: Tensor | None, count: int) -> None:
-    """Raise a ValueError unless the lengths, if any, are ``[count]`` int32 on the host."""
+    """Refuse lengths that are not ``[count]`` int32 on the host."""
     if seq_lens_cpu is not None:
         expect("seq_lens_cpu", seq_lens_cpu, (count,), torch.int32, torch.device("cpu"))
 
@@ -84,7 +84,7 @@ def check_lens(seq_lens_cpu: Tensor | None, count: int) -> None:
 def check_tables(
     config: SpecConfig, table: RequestTable, states: RequestStates, pools: Sequence[KVPool]
 ) -> None:
-    """Raise a ValueError unless what a step finds by row and by slot is there for all of them."""
+    """Refuse tables, states and pools that lack rows or slots."""
     if config.page_size != table.page_size:
         raise ValueError(
             f"page_size must be the table's, {table.page_size}, got {config.page_size}"
@@ -105,7 +105,10 @@ def check_tables(
 
 
 def check_draft_tokens(draft: DraftModel, vocab_size: int, device: torch.device) -> None:
-    """Raise a ValueError if a draft proposes tokens that the target has not. Waits for it."""
+    """Refuse a draft whose tokens the target has not.
+
+    Waits for the device.
+    """
     ids = draft.to_target(torch.arange(draft.vocab_size, device=device))
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if outside.numel():
@@ -129,14 +132,17 @@ def check_rows(rows: Sequence[int], known: frozenset[int], most: int) -> None:
 
 
 def check_greedy(temperature: Tensor, rows: Tensor) -> None:
-    """Raise a ValueError if a request of a step without ``sampled`` draws. Waits for the device."""
+    """Refuse requests that draw in a step without ``sampled``.
+
+    Waits for the device.
+    """
     drawing = rows[temperature[rows] > 0].tolist()
     if drawing:
         raise ValueError(f"sampled must be True: rows {drawing} have a temperature above 0")
 
 
 class TakingPart(NamedTuple):
-    """The requests that take part in a step, and where they are among its rows."""
+    """The requests that take part in a step, and their places."""
 
     batch: SpecBatch
     at: Tensor
@@ -227,7 +233,9 @@ def _check_pages(row: int, slots: list[int], page: int) -> None:
 
 
 def check_tree(tree: DraftTree, batch: SpecBatch, config: SpecConfig, vocab_size: int) -> None:
-    """Raise a TreeError or ValueError that names a tree's defect. Waits for the device.
+    """Refuse a tree by its defect.
+
+    Waits for the device. A `TreeError` is about links, a ValueError about tokens and positions.
 
     Links, words and positions describe one tree (`specattn.interop.validate_tree`), whose tokens
     are in the vocabulary.

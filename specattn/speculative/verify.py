@@ -1,4 +1,4 @@
-"""Verification: walk the tree along what the target says, greedily or by sampling."""
+"""Verification: walk the tree along the target's choices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def accept(
     sampling: SamplingBatch,
     out: AcceptResult | None = None,
 ) -> AcceptResult:
-    """Return the path of the tree that the target itself would have taken.
+    """Return the path that the target itself would have taken.
 
     Greedy requests follow the target's argmax, the lowest token among equals. Sampled ones follow
     target-only tree sampling (the verification of SGLang and of EAGLE's released code): a child is
@@ -81,7 +81,10 @@ def accept(
 
 
 def over_target_vocabulary(draft: DraftModel, probs: Tensor, vocab_size: int) -> Tensor:
-    """Write ``[..., Vd]`` probs over the draft's vocabulary as ``[..., V]`` over the target's."""
+    """Write probs over the draft's vocabulary as probs over the target's.
+
+    ``[..., Vd]`` becomes ``[..., V]``.
+    """
     ids = draft.to_target(torch.arange(probs.shape[-1], device=probs.device))
     return probs.new_zeros(*probs.shape[:-1], vocab_size).index_copy_(-1, ids, probs)
 
