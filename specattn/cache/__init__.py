@@ -1,1 +1,1 @@
-"""KV pools, and the tables that say which slots a request's tokens have."""
+"""KV pools and the slot tables that map tokens to their slots."""

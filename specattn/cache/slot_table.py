@@ -1,4 +1,4 @@
-"""The table that says which slot holds which token, and which request holds which slots.
+"""Slot tables map every token of a request to a KV slot.
 
 Slot and page 0 and table row 0 belong to padding: padded rows read and write only there.
 """
@@ -32,7 +32,10 @@ _INTS = frozenset([int])
 
 
 class RequestTable(Protocol):
-    """What steps read of the table, whoever keeps its books; see `SlotTable` for each."""
+    """Steps read this much of a slot table; see `SlotTable`.
+
+    It does not matter to them who keeps the table's books.
+    """
 
     @property
     def req_to_token(self) -> Tensor:
@@ -56,7 +59,13 @@ class RequestTable(Protocol):
 
 
 def count_pages(num_slots: int, page_size: int) -> int:
-    """Return how many whole pages there are; a ValueError if no request could have one."""
+    """Return the number of whole pages in a pool.
+
+    Raises
+    ------
+    ValueError
+        If the page size is no power of two, or no request could have a page: page 0 is padding.
+    """
     num_slots, page_size = (
         whole_number("num_slots", num_slots),
         whole_number("page_size", page_size),
@@ -69,9 +78,10 @@ def count_pages(num_slots: int, page_size: int) -> int:
 
 
 class SlotTable(ReadOnly):
-    """Gives requests rows and KV slots, page by page, and shares prefix pages by count.
+    """A slot table gives requests rows and KV slots, page by page.
 
-    The host keeps the books (pages per row, users per page); the device has ``req_to_token`` and
+    Requests share the pages of a common prefix; the table counts the users of every page. The host
+    keeps the books (pages per row, users per page); the device has ``req_to_token`` and
     ``reserved``, which kernels read. Nothing here waits for the device or allocates on it: what
     changes goes there in one copy from pinned memory and one launch, and most steps need none,
     because rows get slots ahead of what is asked for. Other rows can take those back when slots
@@ -142,9 +152,10 @@ class SlotTable(ReadOnly):
         check_current(self.req_to_token.device)
 
     def clear(self) -> None:
-        """Free every row, whatever an error or an interrupt has left of the books.
+        """Free every row, whatever state an error left the books in.
 
-        No step may be between its parts (`holding`). Steps in flight still find their slots.
+        An interrupt may have left them so, too. No step may be between its parts (`holding`).
+        Steps in flight still find their slots.
         """
         self._changing = True
         rows = len(self.reserved)
@@ -176,7 +187,10 @@ class SlotTable(ReadOnly):
 
     @property
     def changing(self) -> bool:
-        """Whether a change of the books has begun and not ended: only `clear` helps then."""
+        """Whether a change of the books has begun and not ended.
+
+        Only `clear` helps then.
+        """
         return self._changing
 
     @property
@@ -190,7 +204,7 @@ class SlotTable(ReadOnly):
         return self._num_free * self.page_size
 
     def pages(self, row: int) -> tuple[int, ...]:
-        """Return the pages that a row holds, in the order of its tokens.
+        """Return the pages of a row, in the order of its tokens.
 
         Raises
         ------
@@ -308,7 +322,10 @@ class SlotTable(ReadOnly):
         return missing
 
     def _grow(self, rows: Rows, need: Rows) -> None:
-        """Give every row its missing pages, and all of them more while there are enough."""
+        """Give every row its missing pages.
+
+        Rows get pages ahead of what they need, too, while enough are free for all of them.
+        """
         check_current(self.req_to_token.device)
         ahead = self._missing(rows, np.minimum(need + self._AHEAD, self.max_context_len))
         if ahead.sum() <= self._num_free:
@@ -323,7 +340,10 @@ class SlotTable(ReadOnly):
         self._append(np.concatenate([rows[growing], trimmed]), counts)
 
     def _take_back(self, rows: Rows, need: Rows, wanted: int) -> Rows:
-        """Free the pages that rows hold ahead of what they need; returns those rows."""
+        """Free the pages that rows hold ahead of what they need.
+
+        Returns those rows. Raises `CapacityError` if ``wanted`` pages would still not be free.
+        """
         needed = self._needed.copy()
         needed[rows] = np.maximum(needed[rows], need)
         spare = np.maximum(self._held + -needed // self.page_size, 0)
@@ -344,7 +364,10 @@ class SlotTable(ReadOnly):
         return trimmed
 
     def _append(self, rows: Rows, counts: Rows) -> None:
-        """Give ``counts`` pages to ``rows``, 0 to those that only shrank, and tell the device."""
+        """Give ``counts`` pages to ``rows``, and tell the device.
+
+        A row that only shrank has a count of 0.
+        """
         self._changing = True
         total = int(counts.sum())
         pages = self._free_pages[self._num_free - total : self._num_free][::-1].copy()
@@ -397,9 +420,10 @@ class SlotTable(ReadOnly):
 
     @contextmanager
     def holding(self, rows: Collection[int]) -> Iterator[None]:
-        """Refuse to free some rows: a step that reads and writes them is not launched as a whole.
+        """Refuse to free these rows until the block ends.
 
-        Rows that are held already stay so.
+        Only then is a step that reads and writes them launched as a whole. Rows that are held
+        already stay so.
 
         Parameters
         ----------
@@ -438,7 +462,10 @@ class SlotTable(ReadOnly):
             self.reserved[row].zero_()
 
     def _leave(self, pages: Sequence[int]) -> None:
-        """Count one user of the pages less, and free those without any; the first comes next."""
+        """Count one user less of these pages; free those without any.
+
+        The first page freed is the first to be given out again.
+        """
         left = np.asarray(pages, dtype=np.int64)
         self._users[left] -= 1
         left = left[self._users[left] == 0][::-1]
@@ -446,9 +473,10 @@ class SlotTable(ReadOnly):
         self._num_free += len(left)
 
     def check(self) -> None:
-        """Assert that every page is either free or counted once per row that holds it.
+        """Assert that every page is free or counted once per row.
 
-        Waits for the device, to compare ``reserved``.
+        A page that several rows share is counted once for each of them. Waits for the device, to
+        compare ``reserved``.
         """
         counts = np.zeros_like(self._held)
         for row, pages in self._pages.items():

@@ -1,4 +1,7 @@
-"""The speculative configs of an engine: the choice among them, and what their steps gained."""
+"""The speculative configs of an engine, and what their steps gained.
+
+A policy chooses the config of the next step among them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,9 @@ _WINDOW = 256
 
 
 class SpeculativeConfigs:
-    """Configs that share buffers, the policy that chooses among them, and a window of steps.
+    """A policy chooses one of these configs for every step.
+
+    The configs share buffers. Acceptance is measured over a window of the latest steps.
 
     Parameters
     ----------
@@ -124,10 +129,10 @@ class SpeculativeConfigs:
         return config
 
     def fit(self, chosen: SpecConfig, room: int) -> SpecConfig:
-        """Return what a request steps with whose context has ``room`` slots left, at least 1.
+        """Return the config for a request with ``room`` slots left.
 
-        The chosen config if there is room for it, else the deepest config that fits, else plain
-        decoding.
+        The context has at least 1 slot left. Its request gets the chosen config if there is room
+        for it, else the deepest config that fits, else plain decoding.
         """
         if chosen.reserve_len <= room:
             return chosen
@@ -143,7 +148,10 @@ class SpeculativeConfigs:
     def count(
         self, config: SpecConfig, gained: Sequence[int], handed_out: int, seconds: float | None
     ) -> None:
-        """Count a step, unless no request gained anything or the config is not one of these.
+        """Count a step of one config, and what its requests gained.
+
+        A step in which no request gained anything is not counted, nor one of a config that is not
+        among these.
 
         Parameters
         ----------
@@ -179,9 +187,10 @@ class SpeculativeConfigs:
 
 
 def smaller_configs(config: SpecConfig) -> tuple[SpecConfig, ...]:
-    """Return a config and a few that cost less: half of it, its chain, and plain decoding.
+    """Return a config and a few that cost less.
 
-    None of them needs more slots per step. Plain decoding returns itself alone.
+    These are half of it, its chain, and plain decoding. None of them needs more slots per step.
+    Plain decoding returns itself alone.
     """
     if not config.num_steps:
         return (config,)
@@ -198,6 +207,9 @@ def smaller_configs(config: SpecConfig) -> tuple[SpecConfig, ...]:
 
 
 def powers_of_two(largest: int) -> list[int]:
-    """Return the batch sizes captured by default: powers of two, and the largest batch itself."""
+    """Return the batch sizes that are captured by default.
+
+    These are the powers of two below the largest batch, and the largest batch itself.
+    """
     sizes = [1 << bit for bit in range(largest.bit_length()) if 1 << bit < largest]
     return [*sizes, largest]

@@ -1,4 +1,7 @@
-"""From tokens to text as they arrive: whole characters only, and nothing past a stop string."""
+"""A text stream turns tokens into text as they arrive.
+
+It gives whole characters only, and nothing past a stop string.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ _REPLACEMENT = "\ufffd"
 
 
 class TextStream:
-    """The text of one request, piece by piece; the pieces together are its text.
+    """A text stream gives the text of one request in pieces.
 
-    Characters whose last bytes are in tokens to come are held back, and so is what may turn out
-    to be the beginning of a stop string.
+    The pieces together are the text. Characters whose last bytes are in tokens to come are held
+    back, and so is what may turn out to be the beginning of a stop string.
 
     Parameters
     ----------
@@ -79,7 +82,10 @@ class TextStream:
         return text
 
     def _could_begin_a_stop(self, text: str) -> int:
-        """Return the length of the longest end of ``text`` that a stop string begins with."""
+        """Return the length of the longest end that begins a stop string.
+
+        The end is that of ``text``; the length is 0 where no stop string begins so.
+        """
         longest = max((len(stop) for stop in self._stop), default=1) - 1
         for length in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self._stop):

@@ -1,4 +1,7 @@
-"""A decode loop for a batch of requests: prompts in, tokens out, slots given back."""
+"""An engine decodes a batch of requests, from prompts to tokens.
+
+Requests that end give their slots back.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def _eager_if_it_fails(decoder: StepDecoder) -> Iterator[None]:
-    """Warn of a capture that fails; the steps that it was for run eagerly."""
+    """Warn of a capture that fails; its steps run eagerly."""
     try:
         yield
     except CaptureError as error:
@@ -58,7 +61,10 @@ def _eager_if_it_fails(decoder: StepDecoder) -> Iterator[None]:
 
 
 class _LateDecoder(StepDecoder):
-    """A decoder that is made while requests run: none of them may end because of its captures."""
+    """A late decoder is made while requests run.
+
+    None of these requests may end because a capture of the decoder fails.
+    """
 
     def capture(self, *, sampled: bool = False) -> None:
         """Capture what is not captured yet; what cannot be captured runs eagerly."""
@@ -311,7 +317,9 @@ class Engine:
         return [*results, *(RequestOutput(finish_reason="dropped") for _ in range(missing))]
 
     def add(self, requests: Sequence[Request]) -> list[RequestOutput]:
-        """Run prompts and draw their first tokens; prefixes of running requests are shared.
+        """Run the prompts of requests and draw their first tokens.
+
+        A request shares the prefix that it has in common with a running one.
 
         Parameters
         ----------
@@ -384,11 +392,12 @@ class Engine:
                 raise
 
     def drop(self, result: RequestOutput) -> None:
-        """End a running request at once: nobody wants its text, or others need its slots.
+        """End a running request at once.
 
-        Its ``finish_reason`` is ``"dropped"``, it keeps the tokens that it has, and its row and
-        slots are free. A step that is in flight already gains nothing for it. Other requests do
-        not notice, those that share its prefix included.
+        Nobody wants its text any more, or other requests need its slots. Its ``finish_reason`` is
+        ``"dropped"``, it keeps the tokens that it has, and its row and slots are free. A step that
+        is in flight already gains nothing for it. Other requests do not notice, those that share
+        its prefix included.
 
         Parameters
         ----------
@@ -416,11 +425,11 @@ class Engine:
             self._lock = RLock()
 
     def decoder(self, config: SpecConfig) -> StepDecoder:
-        """Return the decoder of one of the engine's configs, or of plain decoding.
+        """Return the decoder of a config of the engine.
 
-        That of plain decoding, where no config is that, is for requests whose contexts have room
-        for nothing else. It is made when it is first asked for, without a draft model, since no
-        step of these requests drafts again.
+        The config may be plain decoding, too. Plain decoding, where it is no config of the engine,
+        is for requests whose contexts have room for nothing else. Its decoder is made when it is
+        first asked for, without a draft model, since no step of these requests drafts again.
 
         Raises
         ------
@@ -441,18 +450,25 @@ class Engine:
 
     @property
     def decoders(self) -> tuple[StepDecoder, ...]:
-        """Those of the engine's configs, then that of plain decoding if it was asked for."""
+        """Decoders of the engine's configs, in their order.
+
+        That of plain decoding comes last if it was asked for and is no config of the engine.
+        """
         return tuple(self._decoders.values())
 
     def graphs(self) -> dict[SpecConfig, tuple[GraphReport, ...]]:
-        """Return what capturing took, bucket by bucket: for each of the engine's configs.
+        """Return what capturing took, by config and bucket.
 
-        And of plain decoding, if a request that came near its context's end has asked for it.
+        The configs are those of the engine, and plain decoding if a request that came near its
+        context's end has asked for it.
         """
         return {config: decoder.report() for config, decoder in self._decoders.items()}
 
     def _acquire(self) -> RLock:
-        """Lock the engine for this thread; refuse, while a call of another one has not returned."""
+        """Lock the engine for this thread.
+
+        Raises a ValueError while a call of another thread has not returned.
+        """
         lock = self._lock
         if not lock.acquire(blocking=False):
             raise ValueError(
@@ -471,7 +487,10 @@ class Engine:
 
     @contextmanager
     def _change(self) -> Iterator[None]:
-        """Note that the books change; an interrupt that nothing undoes leaves it noted."""
+        """Note that the books change while the block runs.
+
+        After an interrupt that nothing undoes, the note stays.
+        """
         lock = self._acquire()
         try:
             if self._changing:
@@ -497,10 +516,11 @@ class Engine:
         )
 
     def _admit_waiting(self) -> list[RequestOutput]:
-        """Let as many waiting requests run as reach their ends together, in their order.
+        """Admit as many waiting requests as have slots to their ends.
 
-        Requests that run keep their slots, so one that would take what they grow into waits for
-        them to end. One for whose longest text there are no slots at all runs by itself.
+        The requests that run count, too. Those that wait are admitted in their order. Requests
+        that run keep their slots, so one that would take what they grow into waits for them to
+        end. One for whose longest text there are no slots at all runs by itself.
         """
         scheduler = self.scheduler
         admitted: list[RequestOutput] = []
@@ -523,7 +543,10 @@ class Engine:
         return admitted
 
     def _admit(self, requests: Sequence[Request], *, whole: bool) -> list[RequestOutput]:
-        """Run prompts and draw their first tokens; all of the requests run then, or none."""
+        """Run the prompts of requests and draw their first tokens.
+
+        All of the requests run then, or none.
+        """
         with self._change():
             running, rows = list(self.running), self.table.rows
             try:
@@ -563,7 +586,10 @@ class Engine:
         self.scheduler.remove_ended()
 
     def _capture_sampled(self) -> None:
-        """Capture all decoders for requests that draw, too; once, whether it fails or not."""
+        """Capture all decoders for requests that draw, too.
+
+        This is tried once per decoder, whether it fails or not.
+        """
         for config, decoder in self._decoders.items():
             if config not in self._drawing:
                 with _eager_if_it_fails(decoder):
@@ -571,7 +597,10 @@ class Engine:
                 self._drawing.add(config)
 
     def _launch(self, groups: Groups) -> None:
-        """Launch a step of every group; an error is raised when the others are on their way."""
+        """Launch a step of every group.
+
+        If a launch fails, its error is raised after the other groups' steps are launched.
+        """
         failed: Exception | None = None
         for config, group in groups.items():
             try:
@@ -582,7 +611,10 @@ class Engine:
             raise failed
 
     def _launch_ahead(self) -> list[LaunchedStep]:
-        """Launch the step after the one in flight, if that is sure to have room and slots."""
+        """Launch the step after the one in flight, if it surely fits.
+
+        It fits if there is room in the contexts and there are slots for both steps.
+        """
         if self._kept or self._plans_on_host or len(self._steps) != 1:
             return []
         (step,) = self._steps
@@ -647,7 +679,13 @@ class Engine:
 def _model_slot(
     page_size: int, backend: str | BackendFactory, model: Any, pool: KVPool, *, deterministic: bool
 ) -> ModelSlot[Any]:
-    """Return a model over its pool, with a backend that serves pages of this size."""
+    """Return a model over its pool, with a backend for its pages.
+
+    Raises
+    ------
+    UnsupportedError
+        If the backend does not serve pages of this size.
+    """
     slot: ModelSlot[Any] = ModelSlot.of(model, pool, backend, deterministic=deterministic)
     slot.backend.check_pages(page_size)
     return slot

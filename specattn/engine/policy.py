@@ -1,4 +1,7 @@
-"""Which of an engine's configs the next step takes, from what steps have gained and cost."""
+"""Policies choose the config of an engine's next step.
+
+They go by what recent steps gained and cost.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,9 @@ _TIMES = 15
 
 
 class Acceptance:
-    """What the recent steps of one config gained, and how long they took.
+    """Acceptance counts what the recent steps of one config gained.
+
+    It notes how long they took, too.
 
     Parameters
     ----------
@@ -43,7 +48,10 @@ class Acceptance:
         self._times: dict[int, deque[float]] = {}
 
     def add(self, gained: Sequence[int], sign: int = 1) -> None:
-        """Count a step's gains, each at least 1 (the bonus token), or take them out again."""
+        """Count the gains of a step, or take them out again.
+
+        Every gain is at least 1, the bonus token. A ``sign`` of -1 takes them out.
+        """
         self.steps += sign
         for tokens in gained:
             for depth in range(tokens):
@@ -55,24 +63,35 @@ class Acceptance:
 
     @property
     def mean(self) -> float:
-        """Tokens per request and step, the bonus token included; 0 where nothing was measured."""
+        """Mean tokens per request and step, the bonus token included.
+
+        It is 0 where nothing was measured.
+        """
         return sum(self.reached) / self.reached[0] if self.reached[0] else 0.0
 
     @property
     def by_depth(self) -> tuple[float, ...]:
-        """``[num_steps]``: the share of steps that kept at least 1, 2, ... draft tokens."""
+        """Shares of steps that kept a draft token at each depth.
+
+        ``[num_steps]``: the shares that kept at least 1, 2, ... draft tokens.
+        """
         counted = max(self.reached[0], 1)
         return tuple(count / counted for count in self.reached[1:])
 
     def seconds(self, bucket: int) -> float | None:
-        """Return the median of the last steps' times in a bucket; None where there is none."""
+        """Return the median time of the last steps in a bucket.
+
+        It is None where there was no step.
+        """
         times = self._times.get(bucket)
         return median(times) if times else None
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What a policy may go by; steps in flight are not in it yet.
+    """Observations that a policy chooses by.
+
+    Steps in flight are not among them yet.
 
     Parameters
     ----------
@@ -211,7 +230,9 @@ class GoodputPolicy:
 def expected_tokens(
     acceptance: Mapping[SpecConfig, Acceptance], config: SpecConfig, prior: float = 4.0
 ) -> float:
-    """Return the tokens a request is expected to gain by a step, the bonus token included.
+    """Return the expected number of tokens per request and step.
+
+    The bonus token is included.
 
     ``1 + sum_d q_1 q_2 ... q_d`` over the depths, where q_d is the chance that depth d is kept
     given that depth d - 1 was: Leviathan et al. (arXiv:2211.17192, equation 1) with a rate per
@@ -235,10 +256,11 @@ def expected_tokens(
 
 
 def rough_cost(config: SpecConfig, batch: int) -> float:
-    """Return a step's cost in plain decoding steps, for want of a measurement.
+    """Estimate a step's cost in plain decoding steps.
 
-    A target forward reads its weights once, whatever the rows, up to some hundred of them; then it
-    costs by the row. A forward of an EAGLE head costs about a tenth.
+    It serves until there is a measurement. A target forward reads its weights once, whatever the
+    rows, up to some hundred of them; then it costs by the row. A forward of an EAGLE head costs
+    about a tenth.
     """
     rows = batch * config.num_draft_tokens
     return max(1.0, rows / 256) + 0.1 * config.num_steps

@@ -113,7 +113,7 @@ class RequestOutput:
 def check_requests(
     requests: Sequence[Request], limit: int, vocab_size: int, *, stop_strings: bool
 ) -> list[Request]:
-    """Return requests as a list; a ValueError if one cannot run in contexts of ``limit`` tokens.
+    """Return requests as a list, after checking that each can run.
 
     Parameters
     ----------
@@ -125,6 +125,11 @@ def check_requests(
         Tokens of the target's vocabulary.
     stop_strings : bool
         Whether there is text to look for stop strings in.
+
+    Raises
+    ------
+    ValueError
+        If one cannot run in contexts of ``limit`` tokens.
     """
     if isinstance(requests, Request):
         raise ValueError(f"requests must be a sequence of Request, got the one {requests!r}")

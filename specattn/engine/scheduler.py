@@ -1,4 +1,7 @@
-"""Which requests run, which slots they hold, and which of them take the next step."""
+"""A scheduler decides which requests run and take the next step.
+
+It keeps the slots that they hold, too.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,10 @@ class RunningRequest:
 
     @property
     def text(self) -> list[int]:
-        """The prompt and all tokens since: those that hold KV, then the bonus token."""
+        """Tokens of the prompt and all tokens since.
+
+        First come those that hold KV, then the bonus token.
+        """
         return [*self.request.prompt, *self.result.tokens]
 
     @property
@@ -60,7 +66,10 @@ class RunningRequest:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the step in flight may leave it unfinished: every step gains a token."""
+        """Whether the request may be unfinished after the step in flight.
+
+        Every step gains at least one token.
+        """
         return len(self.result.tokens) + 1 < self.request.max_new_tokens
 
     def append(self, tokens: Sequence[int], limit: int) -> list[int]:
@@ -96,7 +105,7 @@ class RunningRequest:
         return kept
 
     def _stops(self, token: int) -> bool:
-        """Whether the text of all tokens, of which this is the next, holds a stop string."""
+        """Whether the text holds a stop string once this token is added."""
         assert self.stream is not None
         self.stream.feed([token])
         return self.stream.stopped
@@ -109,7 +118,9 @@ class RunningRequest:
 
 
 class Scheduler:
-    """Keeps the waiting and the running requests, and the slots of those that run.
+    """A scheduler keeps the requests that wait and those that run.
+
+    Those that run hold slots of its table.
 
     Parameters
     ----------
@@ -155,7 +166,10 @@ class Scheduler:
         self.waiting, self.full = list(requests), self._rows
 
     def wave(self, items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
-        """Return requests whose prompts run now, and those that wait to share such a prompt."""
+        """Split requests into those whose prompts run now and the rest.
+
+        The rest wait to share a prompt that runs now.
+        """
         now: list[Item] = []
         later: list[Item] = []
         for item in items:
@@ -199,13 +213,16 @@ class Scheduler:
         return admitted
 
     def roll_back(self, running: Sequence[RunningRequest], rows: frozenset[int]) -> None:
-        """Undo what `admit` did since these requests ran and these rows were taken."""
+        """Undo what `admit` has done since a given state.
+
+        ``running`` are the requests that ran then, ``rows`` the rows that were taken then.
+        """
         for row in self.table.rows - rows:
             self.table.free(row)
         self.running = list(running)
 
     def schedule(self) -> Groups:
-        """Return who takes the next step, by config, with slots reserved for it.
+        """Reserve slots for the next step; return its requests by config.
 
         Every request steps with the chosen config, if its context has room for that. Requests for
         whose group slots run out sit the step out.
@@ -235,10 +252,10 @@ class Scheduler:
         return scheduled
 
     def schedule_ahead(self, config: SpecConfig, group: Sequence[RunningRequest]) -> Groups:
-        """Return who takes the step after one in flight, with slots reserved for both.
+        """Return the requests of the step after one in flight, by config.
 
-        None does unless all that run take part in the step in flight, and all that may go on have
-        room and slots for both steps.
+        Slots are reserved for both steps. No request takes it unless all that run take part in the
+        step in flight, and all that may go on have room and slots for both steps.
 
         Parameters
         ----------
@@ -262,13 +279,19 @@ class Scheduler:
         return {following: going}
 
     def _choose(self, rooms: Sequence[int]) -> SpecConfig:
-        """Return the config of the next step of requests whose contexts have so much room."""
+        """Return the config of the next step, given every context's room.
+
+        ``rooms`` holds the free slots of every request's context.
+        """
         if not self.configs.adaptive:
             return self.configs.current
         return self.configs.choose(len(rooms), max(rooms, default=0))
 
     def _reserve(self, config: SpecConfig, group: Sequence[RunningRequest], in_flight: int) -> None:
-        """Reserve slots for a step; ``in_flight`` tokens at most are not known to the host yet."""
+        """Reserve slots for a step of a group.
+
+        The host does not know up to ``in_flight`` of the tokens yet.
+        """
         need = in_flight + config.reserve_len
         self.table.reserve([one.row for one in group], [one.length + need for one in group])
         # plain decoding at a context's end may be no config of the engine
@@ -276,7 +299,10 @@ class Scheduler:
             self.configs.current = config
 
     def append(self, one: RunningRequest, tokens: Sequence[int]) -> list[int]:
-        """Append tokens that have slots; returns those kept. Who ends gives the row back."""
+        """Append tokens that have slots, and return those kept.
+
+        A request that ends gives its row back.
+        """
         self.table.commit(one.row, one.length)
         kept = one.append(tokens, self.table.max_context_len)
         if one.result.finish_reason:
@@ -324,7 +350,10 @@ class Scheduler:
         return min(longest + self.configs.reserve_len, self.table.max_context_len)
 
     def _donor(self, prompt: Sequence[int]) -> tuple[int, int]:
-        """Return the row that shares most of a prompt, and how many tokens; (0, 0) if none."""
+        """Return the row that shares most of a prompt.
+
+        The second number is how many tokens it shares. Both are 0 if no row shares any.
+        """
         best = (0, 0)
         for one in self.running:
             # only what holds KV is shared, and the token after it is known
@@ -335,10 +364,11 @@ class Scheduler:
         return best
 
     def _shareable(self, prompt: Sequence[int], common: int) -> int:
-        """Return how many tokens can be shared given a common prefix: whole pages.
+        """Return how many tokens of a common prefix can be shared.
 
-        The draft model's KV at a position depends on the next token too, so the last common token
-        is not shared; and the prompt's last token must be run for its logits.
+        Only whole pages are. The draft model's KV at a position depends on the next token too, so
+        the last common token is not shared; and the prompt's last token must be run for its
+        logits.
         """
         page = self.table.page_size
         return (min(common, len(prompt)) - 1) // page * page if common else 0
