@@ -182,8 +182,9 @@ def path_coins(seeds: Tensor, seq_lens: Tensor, depths: int, draws: int) -> Tens
 
 
 def draw_tokens(weights: Tensor, coins: Tensor) -> Tensor:
-    """Draw one token per row by inverting its distribution function, in one launch.
+    """Draw one token per row by inverting its distribution function.
 
+    One launch draws all rows.
     The token is the first of positive weight whose cumulative weight exceeds ``coin * total``:
     half-open, so no coin in [0, 1) can pick a token of weight 0.
 
@@ -211,7 +212,10 @@ def draw_tokens(weights: Tensor, coins: Tensor) -> Tensor:
 
 
 def _check_topk(logits: Tensor, topk: int, target_ids: Tensor | None) -> None:
-    """Raise ValueError if a row has not ``topk`` tokens, or not every token a target id."""
+    """Raise ValueError if ``topk`` or the target ids do not fit.
+
+    Every row needs at least ``topk`` tokens, and every token a target id.
+    """
     vocab = logits.shape[1]
     if not 1 <= topk <= vocab:
         raise ValueError(f"topk must be in 1..{vocab}, the vocabulary, got {topk}")

@@ -1,4 +1,7 @@
-"""Count a row's tokens by distance, and list those among which top-k and top-p cut."""
+"""Count a row's tokens by their distance from the peak.
+
+A second kernel lists the tokens among which top-k and top-p find their thresholds.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ from specattn.kernels.sampling.thresholds import as_bits, as_float, reach_of, se
 
 @triton.jit
 def _bin_of(distance, scale, BINS: tl.constexpr):
-    """Number distances: evenly for three quarters of the bins, then 8 to each doubling."""
+    """Return the bin of each distance.
+
+    Three quarters of the bins are even; past them, each doubling of the distance has 8 bins.
+    """
     EVEN: tl.constexpr = BINS // 4 * 3
     steps = distance * scale
     start = as_bits(tl.full([], EVEN, tl.float32))
@@ -44,7 +50,10 @@ def _scale_of(
     BINS: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """Return bins per distance: where thresholds are likely, they are to be narrow."""
+    """Return the number of bins per unit of distance.
+
+    Bins are fine where thresholds are likely.
+    """
     split = tl.arange(0, BLOCK_P)  # [BLOCK_P]
     level = tl.load(levels + row * splits + split, mask=split < splits, other=-float("inf"))
     known = level > -float("inf")
@@ -76,7 +85,10 @@ def count_kernel(
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Count each split's tokens by their distance, if its row is cut at all."""
+    """Count each split's tokens by their distance from the peak.
+
+    A row that top-k and top-p leave whole is not counted.
+    """
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     splits = tl.num_programs(1)
     inv_temperature, peak, total, _, _, share, by_count, by_mass = settings_of(
@@ -122,8 +134,10 @@ def count_kernel(
 
 @triton.jit
 def _bins_of_cuts(count, total, fineness, few, share, by_count, by_mass, BINS: tl.constexpr):
-    """Return the bin that holds the cut by number, and the first and last that may the other.
+    """Return the bins that hold, or may hold, the thresholds.
 
+    The first result is the bin of the threshold by number. The others are the first and the last
+    bin that may hold the threshold by mass.
     The weights of bins are known within bounds, those of their edges, and so is where a mass is
     reached: counted from the peak, or from the far end, whichever says more.
     """
@@ -185,7 +199,10 @@ def gather_kernel(
     KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """List the tokens among which a row is cut, and weigh what is nearer to the peak."""
+    """List the tokens of the bins that hold a threshold.
+
+    The kernel also weighs the tokens nearer to the peak.
+    """
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     splits = tl.num_programs(1)
     inv_temperature, peak, total, _, few, share, by_count, by_mass = settings_of(

@@ -30,7 +30,10 @@ def argmax_tokens(logits: Tensor) -> Tensor:
 
 
 def _is_sound(logits: Tensor) -> Tensor:
-    """Say which rows have a largest logit: no NaN, no infinity but -inf, and not that alone."""
+    """Return which rows have a finite largest logit.
+
+    Such a row has no NaN, no infinity but -inf, and not -inf alone.
+    """
     return logits.amax(1).isfinite()
 
 
@@ -108,7 +111,10 @@ def draw_tokens(weights: Tensor, coins: Tensor) -> Tensor:
 
 
 def sample_weights(weights: Tensor, coins: Tensor) -> Tensor:
-    """Draw one token per row; -1 for a row without weight, or with one that is not finite."""
+    """Draw one token per row.
+
+    The token is -1 for a row without weight, or with one that is not finite.
+    """
     possible = weights > 0
     reached = weights.clamp(min=0).double().cumsum(1)
     sound = possible.any(1) & reached[:, -1].isfinite()

@@ -1,4 +1,4 @@
-"""What top-k and top-p go by: a row's settings, its peak, and distances from it."""
+"""Compute a row's settings, peak and distances for top-k and top-p."""
 
 from __future__ import annotations
 
@@ -10,13 +10,20 @@ from specattn.kernels.sampling.keys import finite, is_sound, score_of, token_of
 
 @triton.jit
 def inv_temperature_of(temperature):
-    """Return what logits are multiplied with before exp2; finite at a temperature of 0."""
+    """Return the factor of logits before exp2.
+
+    The factor is finite at a temperature of 0.
+    """
     return tl.minimum(tl.maximum(1.4426950408889634 / temperature, 1e-37), 3e38)
 
 
 @triton.jit
 def merge_splits(keys, masses, row, splits, inv_temperature, BLOCK_P: tl.constexpr):
-    """Return a row's most probable token with its logit, all its weight, and its lowest split."""
+    """Merge the results of a row's splits.
+
+    Returns the most probable token, its logit, the row's whole weight, and the lowest peak of a
+    split.
+    """
     split = tl.arange(0, BLOCK_P)  # [BLOCK_P]
     live = split < splits
     key = tl.load(keys + row * splits + split, mask=live, other=-0x8000000000000000)
@@ -44,7 +51,11 @@ def settings_of(
     HAS_P: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """Return what a row's weights are made of, its settings, and whether they cut anything."""
+    """Return the settings of a row's distribution.
+
+    Returns the inverse temperature, the peak, the whole weight, the lowest peak of a split, top-k,
+    top-p, and whether each of the two removes tokens.
+    """
     req = row // rows_per_req
     temp = tl.load(temperature + req)
     inv_temperature = inv_temperature_of(temp)
@@ -74,6 +85,9 @@ def as_bits(distance):
 
 @triton.jit
 def reach_of(share, mass, vocab, inv_temperature):
-    """Return a distance past which all tokens together weigh less than what is left out."""
+    """Return a distance that is far enough for top-p.
+
+    All tokens past it together weigh less than what top-p leaves out.
+    """
     spare = tl.maximum((1 - share) * mass / vocab, 1e-37)
     return tl.maximum(-tl.log2(spare), 0.0) / inv_temperature

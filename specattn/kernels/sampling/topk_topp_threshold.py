@@ -1,4 +1,7 @@
-"""Where top-k and top-p cut a distribution: found among few tokens, or by counting all."""
+"""Find the thresholds of top-k and top-p.
+
+The search goes through a list of few tokens, or counts all tokens.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ from specattn.kernels.sampling.thresholds import as_bits, as_float, reach_of, se
 
 @triton.jit
 def _within(row, vocab, peak, inv_temperature, limit, BLOCK: tl.constexpr):
-    """Return how many tokens are at most ``limit`` below the peak, and their weight."""
+    """Return the number and the weight of tokens near the peak.
+
+    Those tokens are at most ``limit`` below the peak.
+    """
     count = tl.zeros([BLOCK], tl.int32)
     mass = tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocab, BLOCK):
@@ -38,7 +44,10 @@ def _keep(row, vocab, peak, low, high, kept, BLOCK: tl.constexpr):
 
 @triton.jit
 def _guess(round, first, low, high):
-    """Return where to look next between two distances, given and returned as bits."""
+    """Return the next distance to try between two bounds.
+
+    Distances are given and returned as bits.
+    """
     near = tl.where(low < 0, 0.0, as_float(low))
     far = as_float(high)
     # all finite logits if the first is too near; later steps that double
@@ -52,7 +61,10 @@ def _guess(round, first, low, high):
 
 @triton.jit
 def _closer(at, n, m, goal, by_mass, low, high, within, count, mass):
-    """Return the bounds of a search that has found ``n`` tokens of weight ``m`` up to ``at``."""
+    """Return the bounds of a search after one more count.
+
+    The count found ``n`` tokens of weight ``m`` up to ``at``.
+    """
     enough = tl.where(by_mass, m, n.to(tl.float64)) >= goal
     high = tl.where(enough, at, high)
     within = tl.where(enough, n, within)
@@ -90,7 +102,10 @@ def _listed(listed, size, row, vocab, peak, KEPT: tl.constexpr):
 def _among(
     listed, note, row, vocab, peak, inv_temperature, goal, by_mass, high, within, KEPT: tl.constexpr
 ):
-    """Do as `_search` in a list that holds the threshold; say too whether it did."""
+    """Do as `_search` in a list of tokens.
+
+    The last result says whether the list holds the threshold.
+    """
     nearer = tl.load(note + 2).to(tl.int32)
     size = tl.load(note + 3).to(tl.int32)
     lighter = tl.load(note).to(tl.float64) / 2.0**40
@@ -114,7 +129,10 @@ def _among(
 
 @triton.jit
 def _nth_listed(listed, note, row, vocab, peak, threshold, nth, KEPT: tl.constexpr):
-    """Do as `_nth_at` in a list that holds all tokens at the threshold."""
+    """Do as `_nth_at` in a list of tokens.
+
+    The list holds all tokens at the threshold.
+    """
     size = tl.load(note + 3).to(tl.int32)
     token, distance = _listed(listed, size, row, vocab, peak, KEPT)
     equal = distance == threshold
@@ -143,8 +161,9 @@ def _search(
     KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Find the least distance within which there are ``goal`` tokens, or as much weight.
+    """Find the least distance that reaches a goal.
 
+    Within it are ``goal`` tokens, or as much weight if ``by_mass``.
     Returns its bits, the tokens up to it, and tokens and weight strictly nearer. ``high`` and
     ``within`` are a distance that is far enough, and the tokens up to it.
     """
@@ -215,7 +234,10 @@ def threshold_kernel(
     KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Find what each row keeps: all up to a distance, and there all up to a token."""
+    """Find the tokens that each row keeps.
+
+    A row keeps all tokens nearer than a distance, and at that distance all up to a token.
+    """
     row = tl.program_id(0).to(tl.int64)
     inv_temperature, peak, total, lowest, few, share, by_count, by_mass = settings_of(
         temperature,

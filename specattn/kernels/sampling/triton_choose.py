@@ -1,4 +1,7 @@
-"""The best tokens of rows: each row is split, and the splits' best are merged."""
+"""Find the best tokens of rows.
+
+Programs search the splits of each row, and their best tokens are merged.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ from specattn.kernels.sampling.keys import (
 
 @triton.jit
 def _best(key, LEAST: tl.constexpr, TOPK: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return the ``TOPK`` largest of distinct keys, falling; ``LEAST`` where there are no more."""
+    """Return the ``TOPK`` largest of distinct keys in falling order.
+
+    ``LEAST`` stands where there are no more keys.
+    """
     rank = tl.arange(0, BLOCK_K)  # [BLOCK_K]
     best = tl.full([BLOCK_K], LEAST, key.dtype)
     for nth in range(TOPK):
@@ -43,7 +49,7 @@ def top_splits_kernel(
     BF16: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Find the best tokens of one split of a row, and its mass."""
+    """Find the best tokens and the mass of a row's split."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     enter(PDL)
     cell = row * tl.num_programs(1) + split
@@ -110,7 +116,10 @@ def top_merge_kernel(
 
 @triton.jit
 def _sound_token(key):
-    """Return the token of a row's best key; -1 for a row that cannot be chosen from."""
+    """Return the token of a row's best key.
+
+    The token is -1 for a row that allows no choice.
+    """
     return tl.where(is_sound(score_of(key)), token_of(key), -1)
 
 

@@ -25,7 +25,7 @@ def peaks_kernel(
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Find the best token and the mass of one split of a row."""
+    """Find the best token and the mass of a row's split."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     splits = tl.num_programs(1)
     inv_temperature = inv_temperature_of(tl.load(temperature + row // rows_per_req))

@@ -1,4 +1,4 @@
-"""Draw a token from a distribution, or from what is left of it."""
+"""Draw a token from a distribution or from its residual."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def _weights(
     SEGMENT: tl.constexpr,
     HAS_Q: tl.constexpr,
 ):
-    """Return what of the target's probabilities is left: less q, without the refused tokens."""
+    """Return the weights of the target's residual.
+
+    They are the target's probabilities less q, at least 0, without the refused tokens. NaN stays.
+    """
     lane = tl.arange(0, SEGMENT)  # [SEGMENT]
     token = segment[:, None] * SEGMENT + lane[None, :]  # [ROWS, SEGMENT]
     rest = tl.load(p_row + token, mask=token < vocab, other=0)
@@ -56,7 +59,10 @@ def sample_weights(
     TILES: tl.constexpr,
     HAS_Q: tl.constexpr,
 ):
-    """Return the first token whose cumulative weight exceeds coin * total; -1 if there is none."""
+    """Draw a token by inverting the distribution function.
+
+    It is the first token whose cumulative weight exceeds coin * total; -1 if there is none.
+    """
     row = tl.arange(0, ROWS)  # [ROWS]
     tile = tl.arange(0, TILES)[:, None]  # [TILES, 1]
     masses = tl.zeros([TILES, ROWS], tl.float32)
@@ -101,7 +107,10 @@ def sample_residual(
     TILES: tl.constexpr,
     HAS_Q: tl.constexpr,
 ):
-    """Draw from the residual; from the target itself if that has no mass; -1 if neither has."""
+    """Draw a token from the residual.
+
+    A residual without mass gives way to the target itself. The token is -1 if neither has mass.
+    """
     token = tl.full([], -1, tl.int32)
     tries = 0
     while (token < 0) & (tries < 2):
@@ -124,7 +133,10 @@ def sample_residual(
 
 
 def vocab_tiles(vocab: int, most_rows: int) -> dict[str, int]:
-    """Tiles of ``ROWS`` segments: all of one tile's loads are under way together."""
+    """Return launch options for tiles of the vocabulary.
+
+    A tile has ``ROWS`` segments, whose loads are all under way together.
+    """
     segments = triton.cdiv(vocab, SEGMENT)
     rows = min(most_rows, triton.next_power_of_2(segments))
     tiles = triton.next_power_of_2(triton.cdiv(segments, rows))

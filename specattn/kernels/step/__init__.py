@@ -1,4 +1,7 @@
-"""Begin and end a speculative step on the device, and write its output to the host."""
+"""Begin and end a speculative step on the device.
+
+The step's output is written to the host.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +33,9 @@ def begin_step(
     tables: Sequence[Tensor],
     outs: Sequence[Tensor],
 ) -> None:
-    """Gather the state of a step's requests and derive what all its phases read, in one launch.
+    """Gather the state that all phases of a step read.
 
+    One launch gathers the state of the step's requests and derives the rest from it.
     A request whose row is 0, or whose row lacks slots for ``reserve_len`` more tokens, becomes
     padding: row 0 and length 0. All phases start from the same length, so that one window of
     slots serves them all. Outputs may have row strides; their last axis is dense.
@@ -118,8 +122,9 @@ def end_step(
     tables: Sequence[Tensor],
     packed_out: Tensor,
 ) -> None:
-    """Write the state after a step to its tables, and pack what the host reads, in one launch.
+    """Write the state after a step, and pack its output.
 
+    One launch writes the state to its tables and packs what the host reads.
     Row 0 of a table is never written.
 
     Parameters
@@ -186,7 +191,9 @@ def gather_path(
     last_rows_out: Tensor,
     after_out: Tensor,
 ) -> None:
-    """Gather what the draft model reads of the accepted path, in one launch.
+    """Gather what the draft model reads of the accepted path.
+
+    One launch gathers it.
 
     Parameters
     ----------
@@ -227,8 +234,9 @@ def gather_path(
 
 
 def write_output(packed: Tensor, buffer: Tensor, turn: Tensor) -> None:
-    """Write a step's tokens to their turn of a buffer in pinned host memory, and count the turn.
+    """Write a step's tokens to pinned host memory.
 
+    The tokens go to their turn of the buffer, and the turn is counted.
     The host finds them there once an event that is recorded after this launch has come; nothing
     is copied besides. The buffer is written over PCIe, which does not hold the device up.
 
@@ -252,7 +260,10 @@ def write_output(packed: Tensor, buffer: Tensor, turn: Tensor) -> None:
 
 
 def _check_copies(batch: int, tables: Sequence[Tensor], parts: Sequence[Tensor], name: str) -> None:
-    """Raise ValueError unless each of ``parts``, called ``name``, fits the table of its index."""
+    """Raise ValueError unless each part fits its table.
+
+    ``parts``, called ``name``, go with the tables of the same index.
+    """
     if len(tables) != len(parts):
         raise ValueError(f"{name} must be one per table, {len(tables)}, got {len(parts)}")
     for at, (table, part) in enumerate(zip(tables, parts, strict=True)):

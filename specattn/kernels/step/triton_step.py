@@ -21,7 +21,10 @@ def _copy_narrow(
     COUNT: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Copy one row of every narrow table; all loads are under way before the first store."""
+    """Copy one row of every narrow table.
+
+    All loads are under way before the first store.
+    """
     column = tl.arange(0, SIZE)  # [SIZE]
     values = ()
     for i in tl.static_range(COUNT):
@@ -57,7 +60,10 @@ def _copy_block(
     COUNT: tl.constexpr,
     BYTES: tl.constexpr,
 ):
-    """Copy block number ``block`` of one row of all wide tables, laid end to end."""
+    """Copy one block of a row of all wide tables.
+
+    The tables are laid end to end, and ``block`` numbers the block.
+    """
     for i in tl.static_range(COUNT):
         blocks = tl.cdiv(widths[i], BYTES * 8 // sources[i].dtype.element_ty.primitive_bitwidth)
         if (block >= 0) & (block < blocks):
@@ -194,7 +200,10 @@ def end_step_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write a request's state back; its first program packs what the host reads."""
+    """Write a request's state back to its tables.
+
+    The request's first program packs what the host reads.
+    """
     enter(PDL)
     req = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + req)

@@ -1,4 +1,4 @@
-"""Draft trees: pick beams, build the tree, and accept a path of it."""
+"""Pick beams, build draft trees, and accept paths of them."""
 
 from __future__ import annotations
 
@@ -210,8 +210,9 @@ def accept_greedy(
     accept_lens_out: Tensor,
     bonus_out: Tensor,
 ) -> None:
-    """Follow the target's own choice down each tree as far as the tree has it.
+    """Follow the target's own choice down each tree.
 
+    The walk goes as far as the tree has the target's choice.
     A link that leaves its row ends the walk, which is at most ``num_steps`` deep and looks at n - 1
     siblings at most, so a malformed tree neither hangs nor reads elsewhere.
 
@@ -400,7 +401,10 @@ def _candidate_offset(
 def _check_beams(
     step: int, child_probs: Tensor, candidate_parents: Tensor, words_out: Tensor
 ) -> None:
-    """Raise ValueError if ``step`` is the last, which has no beams, or its words do not fit."""
+    """Raise ValueError if a step's beams are invalid.
+
+    ``step`` must not be the last, which has no beams, and its words must fit.
+    """
     nodes = (step + 1) * child_probs.shape[2]
     if candidate_parents.shape[1] < 1 + nodes:
         raise ValueError(
@@ -411,7 +415,9 @@ def _check_beams(
 
 
 def _tree_steps(scores: Tensor, parents: Tensor, topk: int, num_draft_tokens: int) -> int:
-    """Return the tree's depth below the root, as the candidates' shapes tell it.
+    """Return the tree's depth below the root.
+
+    The candidates' shapes tell it.
 
     Raises
     ------

@@ -9,7 +9,10 @@ from specattn.kernels.sampling.naive import sample_weights
 
 
 def score_key(scores: Tensor) -> Tensor:
-    """Map float32 to int32 keys of the same order, NaN below everything, -0 equal to 0."""
+    """Map float32 scores to int32 keys of the same order.
+
+    NaN comes below everything, and -0 equals 0.
+    """
     bits = torch.where(scores == 0, 0.0, scores).view(torch.int32)
     keys = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
     return keys.masked_fill(scores.isnan(), -(2**31))
@@ -74,7 +77,10 @@ def select_beams(
 
 
 def _path_scores(child_probs: Tensor, path_scores: Tensor | None) -> Tensor:
-    """Return the scores ``[B, beams * topk]`` of the paths down to all children."""
+    """Return the scores of the paths down to all children.
+
+    They have the shape ``[B, beams * topk]``.
+    """
     above = 1.0 if path_scores is None else path_scores[:, :, None]
     return (child_probs * above).flatten(1)
 
@@ -113,7 +119,10 @@ def build_tree(
 
 
 def _parent_candidates(parents: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    """Return every candidate's parent ``[B, C + 1]``, C standing for the root, and the orphans."""
+    """Return every candidate's parent, and which candidates are orphans.
+
+    Parents are ``[B, C + 1]``, where C stands for the root; orphans are ``[B, C]``.
+    """
     batch, groups = parents.shape
     count = groups * topk
     group = torch.arange(groups, device=parents.device)
@@ -230,7 +239,10 @@ def accept_rejection(
 
 
 class _Walk:
-    """A walk down every tree of the batch at once; ``none`` stands for a missing child."""
+    """A walk down every tree of the batch at once.
+
+    ``none`` stands for a missing child.
+    """
 
     def __init__(self, next_token: Tensor, next_sibling: Tensor) -> None:
         batch, self.none = next_token.shape
@@ -256,13 +268,17 @@ class _Walk:
         return stopping
 
     def path(self) -> Tensor:
-        """Return ``[B, depth + 1]`` nodes from the root, -1 past the end."""
+        """Return the nodes of each path from the root.
+
+        They are ``[B, depth + 1]``, -1 past the end.
+        """
         return torch.stack(self._path, dim=1)
 
 
 def _child_lists(next_token: Tensor, next_sibling: Tensor) -> Tensor:
-    """Return ``[B, n, S]``: the children of every node in link order, n where there are no more.
+    """Return the children of every node in link order.
 
+    Lists are ``[B, n, S]``, with n where there are no more children.
     Links outside the row end a list, and lists are bounded, so malformed links do no harm.
     """
     n = next_token.shape[1]
@@ -280,7 +296,10 @@ def _at(tokens: Tensor, nodes: Tensor) -> Tensor:
 
 
 def _repeats(token: Tensor) -> Tensor:
-    """Mark entries of ``[B, S]`` that an earlier entry of the row equals."""
+    """Mark entries that an earlier entry of the row equals.
+
+    Entries are ``[B, S]``.
+    """
     return (token[:, :, None] == token[:, None, :]).tril(-1).any(2)
 
 
@@ -302,15 +321,19 @@ def _emit(
 
 
 def _node_bits(nodes: Tensor, num_words: int) -> Tensor:
-    """Return ``[..., num_words]`` int64 words with just the bit of each node set."""
+    """Return words with just the bit of each node set.
+
+    Words are ``[..., num_words]`` int64.
+    """
     words = torch.arange(num_words, device=nodes.device)
     bits = torch.ones_like(nodes) << nodes % 64
     return torch.where(words == nodes[..., None] // 64, bits[..., None], 0)
 
 
 def _ancestors(parent: Tensor, num_words: int, depth_limit: int) -> tuple[Tensor, Tensor]:
-    """Return ancestor words ``[B, n, W]`` and depths ``[B, n]`` of parent tables ``[B, n]``.
+    """Return the ancestor words and the depths of all nodes.
 
+    Words are ``[B, n, W]`` and depths ``[B, n]``, of parent tables ``[B, n]``.
     Node 0 is the root, of parent -1; no node is deeper than ``depth_limit``.
     """
     nodes = torch.arange(parent.shape[1], device=parent.device)

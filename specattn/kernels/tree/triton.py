@@ -142,7 +142,10 @@ def build_tree(
 
 
 def _warps(count: int, nodes: int) -> int:
-    """Return warps per request: one alone waits at no barrier, but is slow on wide tables."""
+    """Return the number of warps per request.
+
+    One warp alone waits at no barrier, but is slow on wide tables.
+    """
     if count <= 128 and nodes <= 64:
         return 1
     return 4 if count <= 2048 else 16

@@ -11,7 +11,10 @@ from specattn.kernels.sampling.triton_residual import sample_residual
 
 @triton.jit
 def _matching_child(token, next_token, next_sibling, want, n):
-    """Return each node's first child, in link order, of the wanted token; -1 for none."""
+    """Return each node's first child of the wanted token.
+
+    First means first in link order; -1 stands for none.
+    """
     child = next_token  # [BLOCK_N]
     found = tl.full(child.shape, -1, tl.int32)
     walking = child >= 0
@@ -43,7 +46,10 @@ def accept_greedy_kernel(
     BLOCK_S: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """All nodes step to their children at once; the path is read off by doubling."""
+    """Accept the path that the target's own choices take.
+
+    All nodes step to their children at once, and the path is read off by doubling.
+    """
     req = tl.program_id(0).to(tl.int64)
     enter(PDL)
     # All nodes at once: every row is read once, and all rows together.
@@ -89,8 +95,9 @@ def _note_children(
     stride_node,
     BLOCK_N: tl.constexpr,
 ):
-    """Write what the walk asks of every node: p as its parent's child, parent, first of its token.
+    """Write what the walk asks of every node.
 
+    That is p as its parent's child, its parent, and the first node of the same token.
     The probabilities of all nodes arrive together; one by one, the walk would wait for each.
     """
     node = tl.arange(0, BLOCK_N)  # [BLOCK_N]
@@ -146,7 +153,10 @@ def accept_sampled_kernel(
     SEGMENT: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Depth by depth, a coin walks a node's children; the last node's residual gives the bonus."""
+    """Accept a path depth by depth, with coins.
+
+    At each depth a coin walks a node's children. The last node's residual gives the bonus.
+    """
     req = tl.program_id(0).to(tl.int64)
     tokens += req * n
     next_token += req * n
@@ -255,7 +265,10 @@ def accept_rejection_kernel(
     SEGMENT: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Judge a chain's tokens at once; the first refusal, or the end, gives the bonus."""
+    """Judge all tokens of a chain at once.
+
+    The first refusal, or the end of the chain, gives the bonus.
+    """
     req = tl.program_id(0).to(tl.int64)
     tokens += req * n
     draft_probs += req * stride_draft_req

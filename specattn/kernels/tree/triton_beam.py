@@ -25,7 +25,10 @@ def _record_children(
     TOPK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the children of all beams to this step's candidate columns; return them."""
+    """Write all beams' children to this step's candidate columns.
+
+    Returns the children.
+    """
     flat = tl.arange(0, BLOCK)  # [BLOCK]
     live = flat < BEAMS * TOPK
     child = req * BEAMS * TOPK + flat
@@ -78,7 +81,10 @@ def append_kernel(
 
 @triton.jit
 def _rank_all(key, BLOCK: tl.constexpr):
-    """Count the keys that come before each one: larger ones, and equal ones of a lower index."""
+    """Count the keys that come before each key.
+
+    Larger keys come before it, and equal keys of a lower index.
+    """
     flat = tl.arange(0, BLOCK)
     # columns are ranked, so that the sums stay within threads
     larger = key[:, None] > key[None, :]  # [BLOCK, BLOCK]
@@ -88,7 +94,10 @@ def _rank_all(key, BLOCK: tl.constexpr):
 
 @triton.jit
 def _rank_best(key, keep, BLOCK: tl.constexpr):
-    """Rank the ``keep`` first keys, one after the other; the rest get ``keep``."""
+    """Rank the ``keep`` first keys, one after the other.
+
+    The rest get the rank ``keep``.
+    """
     flat = tl.arange(0, BLOCK)
     # the low half makes keys distinct and prefers the lower index
     key = key.to(tl.int64) * 4294967296 + (BLOCK - flat)
@@ -126,7 +135,10 @@ def select_kernel(
     BLOCK_W: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Record the children of all beams and rank them, a request per program."""
+    """Record the children of all beams and rank them.
+
+    One program serves one request.
+    """
     req = tl.program_id(0).to(tl.int64)
     enter(PDL)
     flat = tl.arange(0, BLOCK)  # [BLOCK]

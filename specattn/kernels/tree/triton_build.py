@@ -1,4 +1,7 @@
-"""Select, number, link and mask the nodes of a tree: one program per request."""
+"""Select, number, link and mask the nodes of a tree.
+
+One program serves one request.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,9 @@ def _gather_pair(first, second, index):
 
 @triton.jit
 def _group_floors(scores, parents, num_groups, rounds, TOPK: tl.constexpr, BLOCK_G: tl.constexpr):
-    """Return each group's parent candidate, -1 if it has none, and the lowest key from there up.
+    """Return each group's parent candidate and lowest key.
 
+    The parent candidate is -1 if there is none. The lowest key is that of the path from there up.
     Every round of pointer doubling looks twice as far up.
     """
     group = tl.arange(0, BLOCK_G)  # [BLOCK_G]
@@ -40,8 +44,9 @@ def _group_floors(scores, parents, num_groups, rounds, TOPK: tl.constexpr, BLOCK
 
 @triton.jit
 def _number_best(key, live, keep):
-    """Number the ``keep`` largest keys from 1 in order, the lower index first among equals.
+    """Number the ``keep`` largest keys from 1 in order.
 
+    The lower index comes first among equal keys.
     The threshold is sought by thirds between the extremes, and found once it parts the keys as
     wanted: distinct keys take about log3 of their number in steps, equal ones at most 21.
     """
@@ -130,7 +135,10 @@ def build_tree_kernel(
     BLOCK_S: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Build a request's tree: keep its best candidates, then link and mask them."""
+    """Build a request's tree from its best candidates.
+
+    The kernel keeps the best candidates, then links and masks them.
+    """
     req = tl.program_id(0).to(tl.int64)
     enter(PDL)
     scores += req * stride_scores
