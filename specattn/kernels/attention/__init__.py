@@ -1,4 +1,6 @@
-"""Attention over paged keys and values: trees, index lists, prompts, and merges of results.
+"""Attend over paged keys and values, and merge results.
+
+Queries are trees, rows of index lists, or prompts.
 
 `TreeAttention` holds what a bucket needs between steps, so it is an object; `extend_attention` and
 `merge_lse` are functions. `naive` computes the same in torch, on any device.

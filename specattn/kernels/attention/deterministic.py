@@ -1,4 +1,4 @@
-"""Tree attention whose results do not depend on the batch, the bucket or the mode: its launches.
+"""Launches of tree attention with results independent of batch, bucket and mode.
 
 The same function as `triton` launches, with one order of summation: a request is cut at multiples
 of a split size, its tiles count from position 0, and a query token's last tiles are its own: the
@@ -89,7 +89,10 @@ class DeterministicKernels(TreeKernels):
         )
 
     def workspace(self, bucket: TreeAttention) -> list[tuple[int, torch.dtype]]:
-        """Return those of the kept partials, their lse, the folded partials and their scales."""
+        """Return elements and dtypes of the kept and the folded partials.
+
+        In order: the kept partials, their lse, the folded partials, their scales.
+        """
         rows = bucket.num_kv_heads * bucket.q_len * bucket.group
         kept, folded = self.kept_slots * rows, self.grid.splits * rows
         return [

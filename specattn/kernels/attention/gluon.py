@@ -43,7 +43,9 @@ def serves(head_dim: int, v_head_dim: int, kv_dtype: torch.dtype, device: torch.
 
 
 def check_gluon_tree(device: torch.device) -> None:
-    """Hold the kernel to float32 matrix products on a problem of several partials.
+    """Compare the kernel with float32 matrix products.
+
+    The problem has several partials.
 
     Raises
     ------
@@ -106,7 +108,10 @@ def launch_tree(
     tensors: tuple[Tensor | None, ...],
     strides: tuple[int, ...],
 ) -> None:
-    """Launch on the tables of the last plan; arguments as `TreeAttention.run` has checked them."""
+    """Launch on the tables of the last plan.
+
+    `TreeAttention.run` has checked the arguments.
+    """
     from specattn.kernels.attention.gluon_tree import gluon_tree_kernel
 
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
@@ -207,7 +212,10 @@ def _constants(
     out: Tensor,
     lse: Tensor | None,
 ) -> dict[str, Any]:
-    """Return what both kernels know of tensors and tile, and the compiler's options."""
+    """Return the constants of both kernels and the compiler's options.
+
+    The constants describe the tensors and the tile.
+    """
     q_strides, out_strides, lse_strides = map(row_strides, (q, out, lse))
     return {
         "Q_TOKEN": q_strides[0],
@@ -244,7 +252,10 @@ def aligned(cache: Tensor) -> bool:
 def _pages(
     tile: GluonTile, k_cache: Tensor, v_cache: Tensor, page_size: int
 ) -> tuple[int, object, object]:
-    """Page size and pools as TMA needs them; 1 and the pools if copies go by rows."""
+    """Return page size and pools as TMA needs them.
+
+    If copies go by rows, these are 1 and the pools themselves.
+    """
     heads, dim = k_cache.shape[1:]
     # a view whose heads do not lie side by side has no rows of pages
     if (
@@ -258,7 +269,10 @@ def _pages(
 
 
 def _rows(cache: Tensor, box: int) -> object:
-    """Describe a pool to TMA as rows ``[slots, NUM_KV * HEAD_DIM]``, ``box`` of one head a copy."""
+    """Describe a pool to TMA as rows ``[slots, NUM_KV * HEAD_DIM]``.
+
+    One copy brings ``box`` rows of one head.
+    """
     gl = importlib.import_module("triton.experimental.gluon.language")
     hopper = importlib.import_module("triton.experimental.gluon.nvidia.hopper")
     dtype = gl.float16 if cache.dtype == torch.float16 else gl.bfloat16

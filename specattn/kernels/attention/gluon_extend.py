@@ -1,4 +1,6 @@
-"""Device code of prompt attention for Hopper, in Gluon: the contract of `extend_attention`.
+"""Device code of prompt attention for Hopper, in Gluon.
+
+Its contract is that of `extend_attention`.
 
 A producer warpgroup and two consumers share the tiles of one block of rows; see `gluon_tile`.
 """
@@ -63,7 +65,10 @@ def _block(place, c, t):
 
 @gluon.jit
 def _key_range(place, q_len, first_pos, last_pos, c, t):
-    """First visible key, first tile's key and tiles of a block, none without rows."""
+    """Return a block's first visible key, first tile's key and tiles.
+
+    A block without rows has no tiles.
+    """
     first_key = 0
     if t.WINDOW >= 0:
         first_key = gl.maximum(first_pos - t.WINDOW, 0)
@@ -102,7 +107,10 @@ def _convert(raw, ring, raw_t, t, c, place, WARPS: gl.constexpr, VALUES: gl.cons
 
 @gluon.jit
 def _consume(ring, t, c, place, q, out, lse, factors, WG: gl.constexpr):
-    """Attend with the 64 packed rows of warpgroup ``WG``; a row is (token, head of the group)."""
+    """Attend with the 64 packed rows of warpgroup ``WG``.
+
+    A row is (token, head of the group).
+    """
     HEAD_DIM: gl.constexpr = t.HEAD_DIM
     GROUP: gl.constexpr = c.GROUP
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, t.BN, 16])

@@ -1,4 +1,4 @@
-"""What the Gluon kernels for Hopper share: the ring of tiles, its producers, and its consumer.
+"""Ring of tiles, producers and consumer of the Gluon kernels for Hopper.
 
 Warp specialisation as in FlashAttention-3 (Shah et al., 2024): one warpgroup brings tiles of keys
 and values into a ring of shared-memory stages, one or two others multiply. The producer gathers
@@ -43,7 +43,9 @@ def record(cls: Any) -> Any:
 
 @record
 class Tile:
-    """Constants of the tiles; without a tail and with ``CAUSAL``, keys are masked by position.
+    """Constants of the tiles.
+
+    Without a tail and with ``CAUSAL``, keys are masked by position.
 
     With ``PREFETCH``, what is read before `gdc_wait` passes by the L1 cache (``CACHE``), which
     keeps nothing of other kernels' writes up to date.
@@ -104,7 +106,10 @@ class Factors:
 
 @gluon.jit
 def make_ring(dtype: gl.constexpr, t, arrivals: gl.constexpr):
-    """Allocate a ring of 16-bit tiles and set its barriers up; ``arrivals`` fill a stage."""
+    """Allocate a ring of 16-bit tiles and set its barriers up.
+
+    ``arrivals`` fill a stage.
+    """
     kv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([t.BN, t.HEAD_DIM], dtype)
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, t.HEAD_DIM], dtype)
     q = gl.allocate_shared_memory(dtype, [t.GROUPS, 64, t.HEAD_DIM], q_layout)
@@ -113,7 +118,10 @@ def make_ring(dtype: gl.constexpr, t, arrivals: gl.constexpr):
 
 @gluon.jit
 def make_raw_ring(dtype: gl.constexpr, t):
-    """Allocate a ring of float8 tiles, which one warpgroup fills and one empties."""
+    """Allocate a ring of float8 tiles.
+
+    One warpgroup fills a tile and one empties it.
+    """
     layout: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 1, [1, 0])
     # there are no queries in it
     q = gl.allocate_shared_memory(dtype, [1, 1, 16], layout)
@@ -157,7 +165,10 @@ def _advance(stage, phase, t):
 
 @gluon.jit
 def _load_slots(index_row, tail_row, start, r, first_key, prefix_len, t):
-    """Slots of the tile at ``start``, read raw and a tile ahead of their use."""
+    """Load the raw slots of the tile at ``start``.
+
+    They are read a tile ahead of their use.
+    """
     pos = start + r  # [BN]
     if (start >= first_key) & (start + t.BN <= prefix_len):
         slots = gl.load(index_row + pos, cache_modifier=t.CACHE)
@@ -219,7 +230,7 @@ def _convert(raw, raw_full, raw_free, tiles, full, free, raw_t, t, count, WARPS:
 
 @gluon.jit
 def convert(raw, ring, raw_t, t, count, WARPS: gl.constexpr, VALUES: gl.constexpr):
-    """Convert the values or the keys of ``count`` tiles from ring to ring."""
+    """Convert the values or keys of ``count`` tiles from ring to ring."""
     if VALUES:
         _convert(
             raw.v, raw.v_full, raw.v_free, ring.v, ring.v_full, ring.v_free, raw_t, t, count, WARPS
@@ -325,7 +336,10 @@ def produce(
 
 @gluon.jit
 def _load_words(word_row, row_ok, masked, first, t):
-    """Tail words of a tile with tail keys, read before its scores are there."""
+    """Load the tail words of a tile with tail keys.
+
+    They are read before the tile's scores are there.
+    """
     word0 = row_ok.to(gl.uint64) * 0  # [64]
     word1 = word0
     word2 = word0
@@ -341,7 +355,10 @@ def _load_words(word_row, row_ok, masked, first, t):
 
 @gluon.jit
 def _mask(s, words, tail_pos_row, pos_q, r, start, end, prefix_len, t):
-    """Mask the scores of a tile that holds tail keys, the end, or an edge by position."""
+    """Mask the scores of a tile by tail bits, end and position.
+
+    The tile holds tail keys, the end of the keys, or an edge by position.
+    """
     first = start - prefix_len
     pos = start + r  # [BN]
     if t.TAIL > 0:
@@ -383,7 +400,10 @@ def _soften(s, top, total, base2, t):
 
 @gluon.jit
 def _cap(s, factors, t):
-    """Apply the logit cap: ``cap_out * tanh(cap_in * s)``, to 1e-7 of ``cap_out``."""
+    """Apply the logit cap ``cap_out * tanh(cap_in * s)``.
+
+    The error is at most 1e-7 of ``cap_out``.
+    """
     if t.HAS_CAP:
         e = gl.exp2(s * (factors.cap_in * 2.8853900817779268))
         s = factors.cap_out - (2.0 * factors.cap_out) / (e + 1.0)

@@ -1,4 +1,6 @@
-"""Device code of tree attention for Hopper, in Gluon: the contract of `triton_tree`.
+"""Device code of tree attention for Hopper, in Gluon.
+
+Its contract is that of `triton_tree`.
 
 A producer warpgroup and one or two consumers walk the split's segments; see `gluon_tile`.
 
@@ -104,7 +106,10 @@ class Work:
 
 @gluon.jit
 def _load_request(entry, t):
-    """A request's numbers: start in the index table, prefix, first tile, partials, merge rank."""
+    """Load a request's numbers.
+
+    In order: start in the index table, prefix, first tile, partials, merge rank.
+    """
     base = gl.load(entry, cache_modifier=t.CACHE)
     prefix_len = gl.load(entry + 1, cache_modifier=t.CACHE).to(gl.int32)
     first_tile = gl.load(entry + 2, cache_modifier=t.CACHE).to(gl.int32)
@@ -115,7 +120,10 @@ def _load_request(entry, t):
 
 @gluon.jit
 def _first_segment(work, t):
-    """Tiles of the split; its first segment: tile, request and the request's numbers."""
+    """Load the tiles of the split and its first segment.
+
+    The segment is a tile, a request and the request's numbers.
+    """
     entry = work.splits + work.split * 8
     left = gl.load(entry, cache_modifier=t.CACHE).to(gl.int32)
     tile = gl.load(entry + 1, cache_modifier=t.CACHE).to(gl.int32)
@@ -126,7 +134,10 @@ def _first_segment(work, t):
 
 @gluon.jit
 def _bounds(tile, left, prefix_len, first_tile, t):
-    """First key, end of the keys and tiles of a segment, at least one."""
+    """Return a segment's first key, end of keys and tiles.
+
+    A segment has at least one tile.
+    """
     kv_len = prefix_len + t.TAIL
     tiles = gl.maximum((kv_len + t.BN - 1) // t.BN - first_tile, 1)
     stop = gl.minimum(tiles, tile + left)
@@ -199,7 +210,10 @@ def _convert(raw, ring, work, raw_t, t, WARPS: gl.constexpr, VALUES: gl.constexp
 
 @gluon.jit
 def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
-    """Attend with the 64 packed rows of warpgroup ``WG`` to the tiles in the ring."""
+    """Attend with the 64 packed rows of warpgroup ``WG``.
+
+    The tiles of keys and values come from the ring.
+    """
     HEAD_DIM: gl.constexpr = t.HEAD_DIM
     GROUP: gl.constexpr = c.GROUP
     dtype: gl.constexpr = rows.out.dtype.element_ty
@@ -381,7 +395,10 @@ def gluon_tree_kernel(
     CONSUMER_REGS: gl.constexpr,
     PREFETCH: gl.constexpr,
 ):
-    """One CTA per (split, KV head, M tile) walks the segments of its split."""
+    """Walk the segments of a split.
+
+    There is one CTA per (split, KV head, M tile).
+    """
     FLOAT8: gl.constexpr = RAW > 0
     # over float8 keys, what the producer fills is another ring
     CACHE: gl.constexpr = ".cg" if PREFETCH else ""

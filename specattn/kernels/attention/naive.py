@@ -14,7 +14,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 def _gather(cache: Tensor, slots: Tensor, seen: Tensor, scale: float) -> Tensor:
-    """Return the rows of ``slots [B, N]`` as ``[B, heads, N, dim]``, zeros where not ``seen``."""
+    """Return the rows of ``slots [B, N]`` as ``[B, heads, N, dim]``.
+
+    Rows that are not ``seen`` are zeros.
+    """
     rows = cache[slots.long().masked_fill(~seen, 0)]
     rows = rows.to(torch.float64 if cache.dtype == torch.float64 else torch.float32)
     rows = rows.masked_fill_(~seen[..., None, None], 0)
@@ -32,7 +35,9 @@ def _attend(
     scales: tuple[float, float],
     want_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend ``q [B, T, Hq, D]`` to ``slots [B, N]`` under ``visible [B, T, N]``.
+    """Attend to ``slots [B, N]`` under ``visible [B, T, N]``.
+
+    The queries are ``q [B, T, Hq, D]``.
 
     Returns ``[B, T, Hq, Dv]`` and, on request, the log-sum-exp ``[B, T, Hq]``.
     """
@@ -61,7 +66,10 @@ def _attend(
 
 
 def _in_window(pos_q: Tensor, pos_k: Tensor, window_left: int) -> Tensor:
-    """Window mask ``[B, T, N]`` of ``pos_q [B, T]`` and ``pos_k [B, N]``."""
+    """Return the window mask ``[B, T, N]``.
+
+    The positions are ``pos_q [B, T]`` and ``pos_k [B, N]``.
+    """
     distance = pos_q[:, :, None] - pos_k[:, None, :]
     return (distance >= 0) & (distance <= window_left)
 
@@ -168,7 +176,9 @@ def csr_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """Attend row i of ``q [rows, Hq, D]`` to ``kv_indices[kv_indptr[i] : kv_indptr[i + 1]]``.
+    """Attend each query row to its own index list.
+
+    Row i of ``q [rows, Hq, D]`` attends to ``kv_indices[kv_indptr[i] : kv_indptr[i + 1]]``.
 
     Parameters
     ----------

@@ -1,4 +1,7 @@
-"""Launch constants of the attention kernels: the tile tables, and the limits of a device."""
+"""Tile tables of the attention kernels and limits of a device.
+
+Both are constants of the launches.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,15 @@ def cdiv(a: int, b: int) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """Return the smallest power of two that is at least ``n >= 1``."""
+    """Return the smallest power of two not below ``n >= 1``."""
     return 1 << (n - 1).bit_length()
 
 
 def padded(width: int) -> int:
-    """Return the width of a tile's rows: a power of two, at least 16."""
+    """Return the width of a tile's rows.
+
+    It is a power of two, at least 16.
+    """
     return max(16, next_power_of_2(width))
 
 
@@ -55,7 +61,11 @@ class DeviceLimits:
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceLimits:
-        """Read them from a CUDA device; in the interpreter, each multiprocessor costs time."""
+        """Read the limits from a CUDA device.
+
+        In the interpreter each multiprocessor costs time, so a device other than CUDA counts 2 of
+        them.
+        """
         if device.type != "cuda":
             return cls(2, HOPPER.shared, HOPPER.major)
         props = torch.cuda.get_device_properties(device)
@@ -170,7 +180,9 @@ def tile_config(
     batch: int,
     limits: DeviceLimits = HOPPER,
 ) -> TileConfig:
-    """Choose by packed rows (query tokens × group), head size and device; never by length.
+    """Choose the tile by packed rows, head size and device.
+
+    Packed rows are query tokens × group. The length plays no part.
 
     ``dtype`` is that of the keys. One captured graph serves every length, so nothing here may
     depend on it. The 16-bit values for heads up to 128 were measured on an H200. The others keep
@@ -219,7 +231,9 @@ def _hopper_tile(rows: int, width: int, batch: int) -> TileConfig:
 
 
 def _float8_tile(rows: int, width: int) -> TileConfig:
-    """Choose the tile over float8 keys, by what compiles without spills for sm_90.
+    """Choose the tile over float8 keys.
+
+    It is chosen by what compiles without spills for sm_90.
 
     A float8 tile is converted on its way to the products, once per tile of query rows, and takes
     half the room in flight: wide tiles pay. Up to 64 rows, 128 keys in two CTAs per multiprocessor
@@ -235,7 +249,10 @@ def _float8_tile(rows: int, width: int) -> TileConfig:
 
 
 def _item_bytes(dtype: torch.dtype) -> int:
-    """Bytes of a number in shared memory, where float8 is converted to 16 bits."""
+    """Return the bytes of a number in shared memory.
+
+    Float8 is converted to 16 bits there.
+    """
     return max(dtype.itemsize, 2)
 
 
@@ -299,7 +316,10 @@ def gluon_tile_config(
     kv_dtype: torch.dtype,
     has_cap: bool = False,
 ) -> GluonTile:
-    """Choose by packed rows (query tokens × group), head size, batch and page; never by length."""
+    """Choose the tile by packed rows, head size, batch and page.
+
+    Packed rows are query tokens × group. The length plays no part.
+    """
     if kv_dtype == FLOAT8:
         return _gluon_float8_tile(rows)
     if rows > 64:
@@ -336,7 +356,10 @@ def gluon_tile_config(
 
 
 def _gluon_float8_tile(rows: int) -> GluonTile:
-    """Choose the tile over float8 keys, which take converting, and room for it."""
+    """Choose the tile over float8 keys.
+
+    These need converting, and room for it.
+    """
     if rows > 64:
         return GluonTile(
             128,

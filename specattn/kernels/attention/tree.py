@@ -1,4 +1,6 @@
-"""Tree attention: the host side of decode, draft decode, tree verify and draft extend.
+"""Host side of tree attention.
+
+It serves decode, draft decode, tree verify and draft extend.
 
 Per request, ``q_len`` query tokens attend to a *prefix* that all of them see and to a short *tail*
 whose visibility is a bit word per token. The rows of one request and KV head (tokens × heads of
@@ -194,7 +196,9 @@ class TreeAttention:
         return self.kernels.tables
 
     def for_layer(self, scales: KVScales | None, *, prefetch: bool) -> Self:
-        """Return this bucket for one layer; plan and workspace are those of this object.
+        """Return this bucket for one layer.
+
+        It shares the plan and the workspace of this object.
 
         Parameters
         ----------
@@ -234,7 +238,10 @@ class TreeAttention:
         self.kernels.fill(self.plan_request(seq_lens, req_pool_indices, row_stride))
 
     def plan_csr(self, kv_indptr: Tensor) -> None:
-        """Split the work of index lists, ``kv_indptr [B + 1]`` int32, on the device."""
+        """Split the work of index lists on the device.
+
+        ``kv_indptr`` is ``[B + 1]`` int32.
+        """
         self.kernels.fill(self.plan_request_csr(kv_indptr))
 
     def plan_request(
@@ -296,7 +303,9 @@ class TreeAttention:
         tail_positions: Tensor | None = None,
         tail_words: Tensor | None = None,
     ) -> None:
-        """Attend, on the lengths of the last plan and, if deterministic, the last trace.
+        """Attend, on the lengths of the last plan.
+
+        A deterministic bucket reads the last trace, too.
 
         Parameters
         ----------
@@ -358,7 +367,10 @@ class TreeAttention:
         tail_positions: Tensor | None,
         tail_words: Tensor | None,
     ) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
-        """Check the tensors that this bucket reads, drop the others; give them and strides."""
+        """Check the tensors that this bucket reads.
+
+        Returns them and their strides; the tensors it does not read are dropped.
+        """
         batch, q_len, tail = self.batch, self.q_len, self.tail_len
         if self.window_left < 0 or self.csr:
             positions = tail_positions = None

@@ -1,4 +1,6 @@
-"""Launches of the Triton kernels: a bucket's plan, attention and merge; prompts; results.
+"""Launches of the Triton kernels.
+
+They are a bucket's plan, attention and merge, prompts, and merges of results.
 
 A bucket takes three launches: a plan (`triton_plan`, once per step), the kernel (`triton_tree`, or
 `gluon_tree` where the tile says so) and a merge (`triton_merge`), once per layer.

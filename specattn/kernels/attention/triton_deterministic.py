@@ -1,4 +1,4 @@
-"""Device code of attention whose sums do not depend on the batch, nor on the mode.
+"""Device code of attention whose sums depend on neither batch nor mode.
 
 `deterministic` is the host side and says what is computed. Everything here keeps to one rule: a
 row's result is a function of its own keys, in the order of their positions, and of nothing else.
@@ -24,7 +24,9 @@ from specattn.kernels.attention.triton_tile import (
 
 @triton.jit
 def _fold(values, top, weight, partial, log):
-    """Add a partial to those before it: ``values / weight`` is their result, ``top`` their scale.
+    """Add a partial to those before it.
+
+    ``values / weight`` is their result, ``top`` their scale.
 
     In fused operations spelled out, so that both kernels here round alike.
     """
@@ -87,7 +89,10 @@ def _shared_tiles(
     BN: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Attend to full tiles of the prefix, which all rows see, but for a window."""
+    """Attend to full tiles of the prefix.
+
+    All rows see them, except where a window hides keys.
+    """
     r = tl.arange(0, BN)  # [BN]
     raw = tl.load(
         index_row + tl.minimum(tl.maximum(begin + r, first_key), prefix_len - 1),
@@ -153,7 +158,10 @@ def _own_tiles(
     BN: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Attend to ``tiles`` tiles of every token's path in turn, each for its own rows."""
+    """Attend to ``tiles`` tiles of every token's path in turn.
+
+    Each tile counts for its own rows only.
+    """
     r = tl.arange(0, BN)  # [BN]
     raw = tl.load(paths + r, mask=tiles > 0, other=0)
     turn = 0
@@ -244,7 +252,10 @@ def deterministic_attention_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One CTA per (split, M tile, KV head) walks the partials of its split."""
+    """Walk the partials of a split.
+
+    There is one CTA per (split, M tile, KV head).
+    """
     ROWS: tl.constexpr = Q_LEN * GROUP
     pid = tl.program_id(0)
     head = pid % NUM_KV
@@ -434,7 +445,10 @@ def deterministic_merge_kernel(
     PARTIALS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Fold the kept partials of ``BLOCK`` rows into what their first split left."""
+    """Fold the kept partials of ``BLOCK`` rows.
+
+    They go into what the rows' first split left.
+    """
     ROWS: tl.constexpr = Q_LEN * GROUP
     head = tl.program_id(0)
     nth = tl.program_id(2)

@@ -1,4 +1,4 @@
-"""Cut every request's keys at multiples of a split size, whatever else is in the batch.
+"""Cut every request's keys at multiples of a split size.
 
 `triton_plan` makes equal splits of the whole batch, so where a request is cut, and with it how its
 sums are rounded, depends on its neighbours. Here the cuts are positions, and what lies between two
@@ -32,7 +32,9 @@ def _partial_start(
     B: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """First partial that starts at ``x`` of the line of work or after it.
+    """Find the first partial that starts at ``x`` or after it.
+
+    ``x`` is a place on the line of work.
 
     Returns its place on the line, its tile, counted from its request's first, and its request.
     """
@@ -348,7 +350,9 @@ class DeterministicPlan:
         tensors: tuple[Tensor | None, ...],
         strides: tuple[int, ...],
     ) -> None:
-        """List the paths of all query tokens, on the lengths of the last `fill`.
+        """List the paths of all query tokens.
+
+        The lengths are those of the last `fill`.
 
         ``tensors`` are positions, tail slots, tail positions and words, ``strides`` theirs.
         """

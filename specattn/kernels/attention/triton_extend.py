@@ -1,4 +1,7 @@
-"""Prompt attention: ragged new tokens over a cached prefix, causal, read through the slot table."""
+"""Prompt attention: ragged new tokens over a cached prefix.
+
+It is causal and reads keys and values through the slot table.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ from specattn.kernels.attention.triton_tile import (
 
 @triton.jit
 def load_slots(table_row, pos, last):
-    """Raw slots of positions, clamped to the last key: no load needs a mask."""
+    """Load the raw slots of positions.
+
+    Positions are clamped to the last key, so no load needs a mask.
+    """
     return tl.load(table_row + tl.minimum(pos, last))
 
 
@@ -127,7 +133,11 @@ def extend_kernel(
     STAGES: tl.constexpr,
     DETERMINISTIC: tl.constexpr,
 ):
-    """One CTA per (tile of packed rows, KV head, request); a row is (token, head of the group)."""
+    """Attend with one tile of packed rows.
+
+    There is one CTA per (tile of packed rows, KV head, request). A row is (token, head of the
+    group).
+    """
     req = tl.program_id(2)
     head = tl.program_id(1)
     q_begin = tl.load(qo_indptr + req)

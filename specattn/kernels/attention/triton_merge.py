@@ -1,4 +1,7 @@
-"""Device code of merges: of partial results of a request, and of two results of any kernel."""
+"""Device code of the merges of results.
+
+One merges the partial results of a request, one merges two results of any kernel.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +87,9 @@ def merge_kernel(
     MANY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Weigh the partials of ``ROWS`` rows by their log-sum-exp, ``SPAN`` of the columns.
+    """Weigh the partials of ``ROWS`` rows by their log-sum-exp.
+
+    A program covers ``SPAN`` of the columns.
 
     ``PARTIALS`` are taken at a time; ``MANY`` as long as there are as many, unless it is 0.
     """
@@ -200,7 +205,10 @@ def merge_lse_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Weigh two results over disjoint keys, ``BLOCK_H`` heads of a query token each."""
+    """Weigh two results over disjoint keys.
+
+    A program covers ``BLOCK_H`` heads of a query token.
+    """
     row = tl.program_id(0).to(tl.int64)
     b, t = row // q_len, row % q_len
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)  # [BLOCK_H]

@@ -1,4 +1,6 @@
-"""Cut the keys of a batch into equal splits, on the device, once per step.
+"""Cut the keys of a batch into equal splits.
+
+The cut is made on the device, once per step.
 
 Stream-K (Osama et al., 2023) over key tiles: the tiles of all requests stand end to end, and
 every group of CTAs takes one split of that line. A request that lies in two or more splits has a
@@ -41,7 +43,9 @@ def request_tiles(
     shift,
     csr,
 ):
-    """Prefix length, start in the index table, and first and number of key tiles.
+    """Return the place of requests in the index table and their tiles.
+
+    In order: prefix length, start in the index table, first key tile, number of key tiles.
 
     Tiles have ``2**shift`` keys.
     """
@@ -65,7 +69,10 @@ def request_tiles(
 
 @triton.jit
 def _pick(values, nth):
-    """The ``nth`` of ``values``, of which there is one where all are equal."""
+    """Return the ``nth`` of ``values``.
+
+    Where all are equal, ``values`` holds just one.
+    """
     found = values[0]
     for i in tl.static_range(1, len(values)):
         found = tl.where(nth == i, values[i], found)
@@ -275,7 +282,9 @@ class PlanRequest(NamedTuple):
 
 
 def fill_plans(requests: Sequence[PlanRequest]) -> None:
-    """Fill plans, up to `MOST_PLANS` in one launch; one given twice is filled once.
+    """Fill plans, up to `MOST_PLANS` in one launch.
+
+    A plan given twice is filled once.
 
     The tables are the same, bit for bit, whatever else is in the launch.
     """
@@ -313,7 +322,10 @@ def _launch(requests: list[PlanRequest]) -> None:
 
 
 def _numbers(values: list[int]) -> tuple[int, ...]:
-    """Return what `_pick` takes: where all are equal, there is nothing to choose."""
+    """Return what `_pick` takes.
+
+    Where all are equal, there is nothing to choose.
+    """
     return tuple(values[:1] if len(set(values)) == 1 else values)
 
 

@@ -1,4 +1,6 @@
-"""What the attention kernels share: one online-softmax step over a tile of gathered keys.
+"""One online-softmax step over a tile of gathered keys.
+
+The attention kernels share it.
 
 The step follows FlashAttention-2 (Dao, 2023) with the softmax in base 2; ``base2`` is
 ``sm_scale * log2(e)``, so that ``exp2(base2 * s)`` is ``exp(sm_scale * s)``.
@@ -20,7 +22,10 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def tanh(x):
-    """Evaluate tanh to about 2 ulp: an odd polynomial near 0, where exp would cancel."""
+    """Evaluate tanh to about 2 ulp.
+
+    Near 0, where exp would cancel, it is an odd polynomial.
+    """
     a = tl.abs(x)
     e = tl.exp2(a * -2.8853900817779268)
     far = (1.0 - e) / (1.0 + e)
@@ -91,7 +96,10 @@ def attend_tile(
 
 @triton.jit
 def load_query(rows, row_ok, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr):
-    """Load a tile of query rows, zeros past the last row and the head."""
+    """Load a tile of query rows.
+
+    Past the last row and the head it is zeros.
+    """
     d = tl.arange(0, D_PAD)  # [D_PAD]
     mask = row_ok[:, None]
     if D_PAD != HEAD_DIM:
@@ -101,7 +109,9 @@ def load_query(rows, row_ok, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr):
 
 @triton.jit
 def as_factor(q, cache):
-    """Convert queries to the dtype of their products with the keys of ``cache``.
+    """Convert queries for their products with the keys of ``cache``.
+
+    The result has the dtype of the products.
 
     Over float8 keys that is float16: GPUs convert e4m3 to it in one instruction, to bfloat16 in
     several.
@@ -121,7 +131,10 @@ def store_rows(
     V_PAD: tl.constexpr,
     v_scale=None,
 ):
-    """Store the normalised values, times ``v_scale`` if given; 0 for a row that saw no key."""
+    """Store the normalised values, times ``v_scale`` if given.
+
+    A row that saw no key gets 0.
+    """
     dv = tl.arange(0, V_PAD)  # [V_PAD]
     mask = row_ok[:, None]
     if V_PAD != V_DIM:

@@ -22,7 +22,10 @@ from specattn.kernels.attention.triton_tile import (
 
 @triton.jit
 def load_word(word_row, row_ok, first, nth: tl.constexpr, WORDS: tl.constexpr):
-    """Tail word that holds bit ``first``, or the ``nth`` after it; 0 outside of the tail."""
+    """Load the tail word of bit ``first``, or the ``nth`` after it.
+
+    Outside of the tail it is 0.
+    """
     at = (first >> 6) + nth
     ok = row_ok & (at >= 0) & (at < WORDS)
     word = tl.load(word_row + tl.minimum(tl.maximum(at, 0), WORDS - 1), mask=ok, other=0)
@@ -38,7 +41,9 @@ def ones(count):
 
 @triton.jit
 def row_bits(word, next_word, first, left):
-    """Visibility of 64 keys to each row: bit 0 is tail key ``first`` (prefix where negative).
+    """Return the visibility of 64 keys to each row.
+
+    Bit 0 is tail key ``first``, a prefix key where that is negative.
 
     ``left`` keys are left in the split.
     """
@@ -50,7 +55,10 @@ def row_bits(word, next_word, first, left):
 
 @triton.jit
 def spread(bits, more_bits, r, BN: tl.constexpr):
-    """Row bits as a mask over the tile's keys ``r [1, BN]``; ``more_bits`` holds 64 to 127."""
+    """Spread row bits to a mask over the tile's keys.
+
+    The keys are ``r [1, BN]``; ``more_bits`` holds bits 64 to 127.
+    """
     half = bits.to(tl.uint32)[:, None]  # [BM, 1]
     # halves, so that a thread's shifts are 32 bits wide and by almost constant amounts
     if BN > 32:
@@ -64,7 +72,10 @@ def spread(bits, more_bits, r, BN: tl.constexpr):
 
 @triton.jit
 def _load_index(index_row, pos, first_key, prefix_len):
-    """Raw slots of prefix positions, clamped to the readable ones: no load needs a mask."""
+    """Load the raw slots of prefix positions.
+
+    Positions are clamped to the readable ones, so no load needs a mask.
+    """
     return tl.load(
         index_row + tl.maximum(tl.minimum(tl.maximum(pos, first_key), prefix_len - 1), 0)
     )
@@ -116,7 +127,9 @@ def _masked_tiles(
     BN: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Attend to the tiles of ``[begin, end)`` under bounds, tail bits and window.
+    """Attend to the tiles of ``[begin, end)`` under masks.
+
+    The masks are bounds, tail bits and window.
 
     What the next tile needs is loaded a tile ahead and travels raw: with arithmetic on it at the
     load, the loop would wait for every copy; loaded in its own tile, it would be copied through
@@ -179,7 +192,10 @@ def _masked_tiles(
 
 @triton.jit
 def load_request(entry):
-    """A request's numbers: start in the index table, prefix, first tile, partials, merge rank."""
+    """Load a request's numbers.
+
+    In order: start in the index table, prefix, first tile, partials, merge rank.
+    """
     return (
         tl.load(entry),
         tl.load(entry + 1).to(tl.int32),
@@ -252,7 +268,10 @@ def tree_attention_kernel(
     SHORT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One CTA per (split, M tile, KV head) walks the segments of its split."""
+    """Walk the segments of a split.
+
+    There is one CTA per (split, M tile, KV head).
+    """
     pid = tl.program_id(0)
     head = pid % NUM_KV
     m_tile = pid // NUM_KV % MT

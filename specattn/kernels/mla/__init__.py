@@ -1,4 +1,6 @@
-"""Absorbed multi-head latent attention: trees, index lists and prompts over one pool of rows.
+"""Absorbed multi-head latent attention over one pool of rows.
+
+Queries are trees, rows of index lists, or prompts.
 
 DeepSeek-V2 (arXiv:2405.04434): all heads read the same row of a token, as its key; the row's
 first ``v_head_dim`` numbers are its value, too.

@@ -37,7 +37,7 @@ def choose_mla_tile(
 
 
 def copies_16_bytes(*tensors: Tensor) -> bool:
-    """Whether every row of every head begins at a multiple of 16 bytes."""
+    """Check that every row of every head is 16-byte aligned."""
     return all(
         t.data_ptr() % 16 == 0 and t.stride(0) % 8 == 0 and t.stride(1) % 8 == 0 for t in tensors
     )
@@ -55,7 +55,10 @@ def launch_latent(
     tensors: tuple[Tensor | None, ...],
     strides: tuple[int, ...],
 ) -> None:
-    """Launch on the tables of the last plan; arguments as `TreeAttention.run` has checked them."""
+    """Launch on the tables of the last plan.
+
+    `TreeAttention.run` has checked the arguments.
+    """
     # Gluon is experimental: nothing may need it where this kernel is not used
     from specattn.kernels.mla.gluon_tree import mla_gluon_kernel
 
@@ -95,7 +98,9 @@ def launch_latent(
 
 
 def check_mla_gluon(device: torch.device, tile: GluonTile = GLUON) -> None:
-    """Hold the Gluon kernel to float32 products: short and cut requests, several, a tree.
+    """Compare the Gluon kernel with float32 products.
+
+    The problems have short and cut requests, several requests, and a tree.
 
     Raises
     ------

@@ -1,4 +1,7 @@
-"""The ring of latent tiles of `gluon`, the segments of a split, and the ring's producer."""
+"""Ring of latent tiles of `gluon`, its producer, and the segments.
+
+The segments are those of a split.
+"""
 
 # no postponed annotations: aggregates read the types of their fields
 from triton.experimental import gluon
@@ -43,7 +46,10 @@ class Work:
 
 @record
 class LatentRing:
-    """Tiles in shared memory, what the consumers tell each other, and the barriers."""
+    """Tiles in shared memory and their barriers.
+
+    It also holds what the consumers tell each other.
+    """
 
     latent: gl.shared_memory_descriptor  # [STAGES, BN, RANK]
     rotated: gl.shared_memory_descriptor  # [STAGES, BN, ROPE]
@@ -98,7 +104,10 @@ def advance(stage, phase, t):
 
 @gluon.jit
 def first_segment(work):
-    """Tiles of the split; its first segment: tile, request and the request's numbers."""
+    """Load the tiles of the split and its first segment.
+
+    The segment is a tile, a request and the request's numbers.
+    """
     entry = work.splits + work.split * 8
     left = gl.load(entry).to(gl.int32)
     tile = gl.load(entry + 1).to(gl.int32)
@@ -109,7 +118,10 @@ def first_segment(work):
 
 @gluon.jit
 def bounds(tile, left, prefix_len, t):
-    """First key, end of the keys, and tiles of a segment; an empty request counts as one tile."""
+    """Return a segment's first key, end of keys and tiles.
+
+    An empty request counts as one tile.
+    """
     kv_len = prefix_len + t.TAIL
     stop = gl.minimum(gl.maximum((kv_len + BN - 1) // BN, 1), tile + left)
     return tile * BN, gl.minimum(kv_len, stop * BN), stop - tile
@@ -117,7 +129,10 @@ def bounds(tile, left, prefix_len, t):
 
 @gluon.jit
 def _load_slots(index_row, tail_row, pos, prefix_len, t):
-    """Slots of key positions, those past the last key repeating it; there is a key."""
+    """Load the slots of key positions.
+
+    Positions past the last key repeat it. There is at least one key.
+    """
     pos = gl.minimum(pos, prefix_len + t.TAIL - 1)
     if t.TAIL > 0:
         slots = gl.load(index_row + pos, mask=pos < prefix_len, other=0)
@@ -130,7 +145,10 @@ def _load_slots(index_row, tail_row, pos, prefix_len, t):
 
 @gluon.jit
 def _copy_rows(rows, mask, latent, rotated, full):
-    """Copy rows ``[n, 1]`` of 512 + 64 numbers, and have the barrier told when they are there."""
+    """Copy rows ``[n, 1]`` of 512 + 64 numbers.
+
+    The barrier is told when they are there.
+    """
     layout: gl.constexpr = rows.type.layout
     d = gl.arange(0, RANK, layout=gl.SliceLayout(0, layout))[None, :]
     r = gl.arange(0, ROPE, layout=gl.SliceLayout(0, layout))[None, :]
@@ -153,7 +171,7 @@ def produce(
     stride_tail,
     SLOT: gl.constexpr,
 ):
-    """Gather the latent rows and the queries of every segment of the split."""
+    """Gather the latent rows and queries of all the split's segments."""
     # a warp copies 128 contiguous bytes of 4 rows at a time: few addresses, no bank conflicts
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     r = gl.arange(0, BN, layout=gl.SliceLayout(1, layout))

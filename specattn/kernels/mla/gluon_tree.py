@@ -1,4 +1,4 @@
-"""Device code of latent tree attention for Hopper, in Gluon: one producer, two consumers.
+"""Device code of latent tree attention for Hopper, in Gluon.
 
 A producer warpgroup gathers latent rows into a ring of tiles in shared memory. Of two consumer
 warpgroups, each keeps half of the value columns of 64 packed query rows in registers; the first
@@ -54,7 +54,10 @@ STORED = gl.constexpr(
 
 @gluon.jit
 def _score(ring, t, stage, phase, word_row, row_ok, start, end, prefix_len):
-    """Logits of the tile at key ``start``, what a row does not see masked."""
+    """Compute the logits of the tile at key ``start``.
+
+    What a row does not see is masked.
+    """
     first = start - prefix_len
     word = row_ok.to(gl.uint64) * 0
     next_word = word
@@ -95,7 +98,10 @@ def _score(ring, t, stage, phase, word_row, row_ok, start, end, prefix_len):
 
 @gluon.jit
 def _soften(s, top, total, base2):
-    """One step of the online softmax: weights, factor on what is accumulated, maxima, sums."""
+    """Do one step of the online softmax.
+
+    Returns the weights, the factor on what is accumulated, the maxima and the sums.
+    """
     new_top = gl.maximum(top, gl.max(s, 1))
     fade = gl.exp2((top - new_top) * base2)
     p = gl.exp2(s * base2 - (new_top * base2)[:, None])
@@ -104,7 +110,10 @@ def _soften(s, top, total, base2):
 
 @gluon.jit
 def _weights_of(rotated):
-    """The weights ``[BM, BN]`` of a tile, in the place of its rotated keys ``[BN, ROPE]``."""
+    """Return the weights ``[BM, BN]`` of a tile.
+
+    They take the place of its rotated keys ``[BN, ROPE]``.
+    """
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BN], rotated.dtype)
     return rotated._reinterpret(rotated.dtype, [BM, BN], layout)
 
@@ -124,7 +133,10 @@ def _store(
     stride_out_head,
     SIDE: gl.constexpr,
 ):
-    """Store value columns ``256 * SIDE`` and on: as results, or as partial ``partial``."""
+    """Store value columns ``256 * SIDE`` and on.
+
+    They are results, or partial ``partial``.
+    """
     rows: gl.constexpr = gl.SliceLayout(1, VALUES)
     seen = total > 0.0
     inverse = gl.where(seen, 1.0 / gl.where(seen, total, 1.0), 0.0)
@@ -192,7 +204,10 @@ def _attend_left(
     stride_words,
     stride_words_q,
 ):
-    """Compute the weights, leave them to `_attend_right`, keep value columns 0 to 255."""
+    """Compute the weights and keep value columns 0 to 255.
+
+    The weights are left to `_attend_right`.
+    """
     rows: gl.constexpr = gl.SliceLayout(1, SCORES)
     operand: gl.constexpr = gl.DotOperandLayout(0, VALUES, 2)
     packed = work.m_tile * BM + gl.arange(0, BM, layout=rows)

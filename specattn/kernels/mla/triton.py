@@ -1,4 +1,6 @@
-"""Launches of the latent kernels: plan and merge of `attention.triton`, and a kernel between them.
+"""Launches of the latent kernels.
+
+Plan and merge are those of `attention.triton`; a kernel runs between them.
 
 The kernel (`triton_tree`, or `gluon_tree` where the tile says so) reads the row of a token once,
 as key and as value, for all heads.
@@ -58,7 +60,10 @@ class LatentKernels(TreeKernels):
         tensors: tuple[Tensor | None, ...],
         strides: tuple[int, ...],
     ) -> None:
-        """Launch the kernel of the tile; Triton's where Gluon's cannot copy the rows."""
+        """Launch the kernel of the tile.
+
+        Where Gluon's cannot copy the rows, it is Triton's.
+        """
         grid, tile = self.grid, self.grid.tile
         if isinstance(tile, GluonTile) and copies_16_bytes(q, k_cache):
             launch_latent(self, tile, bucket, q, k_cache, out, lse, indices, tensors, strides)

@@ -1,4 +1,7 @@
-"""Device code of latent prompt attention: ragged new tokens over a cached prefix, causal."""
+"""Device code of latent prompt attention.
+
+Ragged new tokens attend to a cached prefix and, causally, to each other.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +92,10 @@ def mla_extend_kernel(
     BN: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One CTA per (tile of packed rows, request); a row is (token, head)."""
+    """Attend with one tile of packed rows.
+
+    There is one CTA per (tile of packed rows, request). A row is (token, head).
+    """
     req = tl.program_id(1)
     q_begin = tl.load(qo_indptr + req)
     q_len = tl.load(qo_indptr + req + 1) - q_begin

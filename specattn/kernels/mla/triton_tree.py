@@ -1,4 +1,6 @@
-"""Device code of latent tree attention: splits of latent rows against packed query rows.
+"""Device code of latent tree attention.
+
+Splits of latent rows meet packed query rows.
 
 The splits, the clamped loads and the visibility bits are those of `attention.triton_tree`; there is
 one KV head, and a tile is key and value at once. `tree` is the host side.
@@ -53,7 +55,9 @@ def _masked_tiles(
     BN: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Attend to the tiles of ``[begin, end)`` under bounds and tail bits, at most 64 keys each.
+    """Attend to the tiles of ``[begin, end)`` under masks.
+
+    The masks are bounds and tail bits. A tile has at most 64 keys.
 
     What the next tile needs is loaded a tile ahead, raw; see `attention.triton_tree._masked_tiles`.
     """
