@@ -286,7 +286,10 @@ class SpecConfig:
 
     @property
     def max_tree_nodes(self) -> int:
-        """``1 + topk + (num_steps - 1) topk²``: most nodes of a tree."""
+        """The most nodes of a tree.
+
+        It is ``1 + topk + (num_steps - 1) topk²``.
+        """
         if not self.num_steps:
             return 1
         return 1 + self.topk + (self.num_steps - 1) * self.topk**2

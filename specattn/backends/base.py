@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a backend promises, as data: printed by ``specattn backends``, proven by tests.
+    """What a backend offers, as data.
+
+    ``specattn backends`` prints it and tests prove it.
 
     Parameters
     ----------
@@ -65,7 +67,10 @@ class Capabilities:
 
     @classmethod
     def merged(cls, parts: Sequence[Capabilities]) -> Capabilities:
-        """Return what ``parts`` promise together: what all can do, what any of them needs."""
+        """Return what ``parts`` offer together.
+
+        That is what all can do, and what any of them needs.
+        """
         found: dict[str, Any] = {
             item.name: all(getattr(part, item.name) for part in parts) for item in fields(cls)
         }
@@ -85,10 +90,11 @@ class Fillable(Protocol):
 
 
 class BoundAttention(ABC):
-    """Attention over one plan: ``fill`` and ``schedule`` once per step, ``run`` once per layer.
+    """Attention over one plan.
 
-    What a backend's `AttentionBackend.bind` returns inherits this and defines `run`; whatever else
-    it does not define, it does not need.
+    A caller calls ``fill`` and ``schedule`` once per step, ``run`` once per layer. What a backend's
+    `AttentionBackend.bind` returns inherits this and defines `run`; whatever else it does not
+    define, it does not need.
     """
 
     #: Whether `for_layer` makes use of ``prefetch``.
@@ -96,7 +102,10 @@ class BoundAttention(ABC):
 
     # both are empty on purpose: few attentions need them
     def schedule(self, seq_lens_cpu: Tensor | None) -> None:  # noqa: B027
-        """Plan on the host from ``[B]`` int32 prefix lengths; device-planned attention does not."""
+        """Plan on the host from ``[B]`` int32 prefix lengths.
+
+        Device-planned attention has nothing to do here.
+        """
 
     def fill(self) -> None:  # noqa: B027
         """Derive device metadata from the plan's tensors: no sync, capturable."""
@@ -121,7 +130,9 @@ class BoundAttention(ABC):
         """
 
     def for_layer(self, scales: KVScales | None, *, prefetch: bool) -> BoundAttention:
-        """Return this attention as one layer runs it; one `fill` serves all layers.
+        """Return this attention as one layer runs it.
+
+        One `fill` serves all layers.
 
         Parameters
         ----------
@@ -145,7 +156,9 @@ class BoundAttention(ABC):
 
 @dataclass(frozen=True)
 class FunctionAttention(BoundAttention):
-    """Attention that is one function over a plan's tensors, with nothing to fill.
+    """Attention by one function over a plan's tensors.
+
+    It has nothing to fill.
 
     Parameters
     ----------
@@ -191,7 +204,10 @@ class JointFill(BoundAttention):
 
 
 class CompositeAttention(ABC):
-    """Attention made of others, each of which is filled with its own kind."""
+    """Attention made of others.
+
+    Each of them is filled with its own kind.
+    """
 
     @abstractmethod
     def parts(self) -> Sequence[Fillable]:
@@ -203,10 +219,10 @@ class CompositeAttention(ABC):
 
 
 def fill_all(bounds: Iterable[Fillable]) -> None:
-    """Fill each of ``bounds`` once, in any order, in as few launches as they allow.
+    """Fill each of ``bounds`` once.
 
-    Everything bound for a speculative step may come together: layers, drafts and composites. What
-    they read has been written before.
+    The order is free, and the launches are as few as they allow. Everything bound for a speculative
+    step may come together: layers, drafts and composites. What they read has been written before.
     """
     together: dict[Callable[[Sequence[Any]], None], list[JointFill]] = {}
     for bound in {id(part): part for part in _parts(bounds)}.values():
@@ -219,7 +235,10 @@ def fill_all(bounds: Iterable[Fillable]) -> None:
 
 
 def by_lengths_alone(bounds: Iterable[Fillable]) -> tuple[list[Fillable], list[Fillable]]:
-    """Split ``bounds``: what can be filled once lengths are known, and what may read the tree."""
+    """Split ``bounds`` by what their filling reads.
+
+    The first part can be filled once lengths are known; the second may read the tree.
+    """
     early: list[Fillable] = []
     late: list[Fillable] = []
     for bound in _parts(bounds):
@@ -236,7 +255,10 @@ def _parts(bounds: Iterable[Fillable]) -> Iterator[Fillable]:
 
 
 class IdleAttention(BoundAttention):
-    """Attention over no request: every tensor is empty, so there is nothing to do."""
+    """Attention over no request.
+
+    Every tensor is empty, so there is nothing to do.
+    """
 
     def run(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
@@ -260,13 +282,17 @@ class AttentionBackend(Protocol):
         """The layer geometry."""
 
     def bind(self, plan: Plan) -> BoundAttention:
-        """Return attention over the plan's tensors; the only place that looks at a plan's type."""
+        """Return attention over the plan's tensors.
+
+        Only this method looks at a plan's type.
+        """
 
 
 class BackendFactory(Protocol):
-    """What makes a layer's backend: a backend's class, or a composite of such.
+    """What makes a layer's backend.
 
-    Every call makes a backend with workspaces and metadata of its own.
+    It is a backend's class, or a composite of such. Every call makes a backend with workspaces and
+    metadata of its own.
     """
 
     @property
@@ -296,7 +322,7 @@ class CompositeBackend(ABC):
 
 
 def recordable(backend: AttentionBackend, plan: Plan) -> bool:
-    """Whether what ``backend`` binds to ``plan`` may be recorded in a CUDA graph."""
+    """Whether a CUDA graph may record what ``backend`` binds to ``plan``."""
     if isinstance(backend, CompositeBackend):
         return all(recordable(part, plan) for part in backend.serving(plan))
     return backend.capabilities.graphs
@@ -305,10 +331,10 @@ def recordable(backend: AttentionBackend, plan: Plan) -> bool:
 def reasons_of(
     backend: BackendFactory, config: AttnConfig | None, device: torch.device
 ) -> list[str]:
-    """Say why ``backend`` cannot serve ``config``: its own reasons, and what it does not declare.
+    """Say why ``backend`` cannot serve ``config``.
 
-    Few backends store keys and values in a dtype of their own, or are deterministic, so the others
-    need not know of it.
+    The reasons are its own, and what it does not declare. Few backends store keys and values in a
+    dtype of their own, or are deterministic, so the others need not know of it.
     """
     found = backend.reasons(config, device)
     if config is None:
@@ -323,7 +349,10 @@ def reasons_of(
 
 
 def lists_refused(backend: str) -> UnsupportedError:
-    """Return what is raised where index lists meet a backend that reads the table alone."""
+    """Return the error of a backend without index lists.
+
+    It is raised where index lists meet a backend that reads the table alone.
+    """
     return UnsupportedError(
         f"backend {backend!r}", ["index lists are not served (indices='table')"]
     )
@@ -332,7 +361,10 @@ def lists_refused(backend: str) -> UnsupportedError:
 def named_reasons(
     parts: Iterable[tuple[str, BackendFactory]], config: AttnConfig | None, device: torch.device
 ) -> list[str]:
-    """Say why parts of a composite cannot serve, each reason led by ``"role name: "``."""
+    """Say why parts of a composite cannot serve.
+
+    Each reason is led by ``"role name: "``.
+    """
     return [
         f"{role} {part.name}: {reason}"
         for role, part in parts

@@ -1,4 +1,6 @@
-"""Adapters of libraries for Blackwell GPUs, each planned on the device over a block table.
+"""Adapters of libraries for Blackwell GPUs.
+
+Each is planned on the device over a block table.
 
 No machine with these kernels was at hand. Each was written against a version of its library, and
 what differs between the four is:

@@ -164,7 +164,9 @@ class Fa3Backend(ReadOnly):
 
 @dataclass(frozen=True)
 class Keys:
-    """Where a call of FA3 finds every request's keys, in FA3's own argument names.
+    """Where a call of FA3 finds every request's keys.
+
+    The fields have FA3's own argument names.
 
     Parameters
     ----------
@@ -192,7 +194,7 @@ class Keys:
 
 
 def page_of(page_size: int, window_left: int = -1) -> int:
-    """Return the slots of an entry of a table over keys in order.
+    """Return the slots of a table entry over keys in order.
 
     A list under a window begins at its first visible key, which need not begin a page: 1.
     """
@@ -200,7 +202,10 @@ def page_of(page_size: int, window_left: int = -1) -> int:
 
 
 def keys_of_chains(plan: AttnPlan, window_left: int) -> Keys:
-    """List prefix and tail of every request, under a window from its first visible key on."""
+    """List prefix and tail of every request.
+
+    Under a window the list begins at the first visible key.
+    """
     if (page := page_of(plan.layout.page_size, window_left)) > 1:
         blocks = BlockTable.over(plan, page)
         return Keys(blocks.table, blocks.lens, blocks.fill, page)
@@ -226,7 +231,10 @@ def keys_of_chains(plan: AttnPlan, window_left: int) -> Keys:
 
 
 def keys_of_prefixes(plan: AttnPlan) -> Keys:
-    """List the keys before a tail: page by page, or through ``req_to_token`` itself."""
+    """List the keys before a tail.
+
+    The list goes page by page, or is ``req_to_token`` itself.
+    """
     if (page := page_of(plan.layout.page_size)) > 1:
         blocks = BlockTable.over(plan, page)
         # what the table says of the tail is not read
@@ -240,7 +248,10 @@ def keys_of_prefixes(plan: AttnPlan) -> Keys:
 
 
 def keys_of_prompts(plan: ExtendPlan, window_left: int) -> Keys:
-    """List cached and new tokens of every prompt: page by page, or in ``req_to_token``."""
+    """List cached and new tokens of every prompt.
+
+    The list goes page by page, or is in ``req_to_token``.
+    """
     slots, page = plan.req_to_token, page_of(plan.page_size, window_left)
     lens = slots.new_zeros(len(plan.seq_lens))
     if page > 1:
@@ -313,7 +324,10 @@ class Fa3Causal(BoundAttention):
 
 @dataclass(frozen=True)
 class Fa3Tree(BoundAttention):
-    """Any ancestor words: a pass over the prefixes, one over the ancestors, and their merge."""
+    """Attention under any ancestor words, in two passes.
+
+    One pass reads the prefixes and one the ancestors; a merge joins them.
+    """
 
     backend: Fa3Backend
     plan: AttnPlan
@@ -334,11 +348,17 @@ class Fa3Tree(BoundAttention):
 
     @property
     def grows(self) -> bool:
-        """Whether the tail holds earlier nodes: a draft step, whose words `run` finds written."""
+        """Whether the tail holds earlier nodes.
+
+        It does in a draft step, whose words `run` finds written.
+        """
         return self.plan.layout.tail > self.plan.layout.q_len
 
     def fill(self) -> None:
-        """List the prefixes, and the ancestors of every query token if they are known by now."""
+        """List the prefixes, and the ancestors if they are known.
+
+        Every query token has a list of ancestors; in a draft step `run` fills it.
+        """
         self.prefixes.fill()
         if not self.grows:
             self.ancestors.fill()

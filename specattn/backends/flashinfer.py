@@ -98,14 +98,20 @@ class FlashInferBackend(FlashInferLayer):
         return FlashInferPrefill.over(self, plan)
 
     def _in_two_passes(self, plan: AttnPlan) -> bool:
-        """Whether a tree's prefix is worth a pass of its own; a window needs the mask there too."""
+        """Whether a tree's prefix is worth a pass of its own.
+
+        A window needs the mask there too.
+        """
         if plan.layout.causal or self.config.window_left >= 0 or self.two_passes_from is None:
             return False
         return plan.req_to_token.shape[1] >= self.two_passes_from
 
 
 class _Wrapper(Planned):
-    """A wrapper with an int workspace of its own, and what all bound kinds share."""
+    """A wrapper with an int workspace of its own.
+
+    It also has what all bound kinds share.
+    """
 
     def __init__(
         self,
@@ -147,14 +153,20 @@ class _Wrapper(Planned):
     def attend(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None
     ) -> None:
-        """Attend, with an lse of base 2 that is about -5e4 in rows without keys."""
+        """Attend, with an lse of base 2.
+
+        The lse is about -5e4 in rows without keys.
+        """
         self.wrapper.run(
             q, (k_cache[:, None], v_cache[:, None]), out=out, lse=lse, return_lse=lse is not None
         )
 
 
 class FlashInferDecode(_Wrapper):
-    """One query token per list: plain decoding, and draft steps from lists or of one branch."""
+    """Attention of one query token per list.
+
+    It serves plain decoding, and draft steps from lists or of one branch.
+    """
 
     def __init__(self, backend: FlashInferLayer, lists: RequestLists | BranchLists) -> None:
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper
@@ -184,7 +196,9 @@ class FlashInferDecode(_Wrapper):
 
 
 class FlashInferPrefill(_Wrapper):
-    """Several query tokens of every request over lists of keys: causal, under masks, or neither.
+    """Attention of several query tokens per request over lists of keys.
+
+    It is causal, under masks, or neither.
 
     Parameters
     ----------
@@ -236,7 +250,10 @@ class FlashInferPrefill(_Wrapper):
     def over(
         cls, backend: FlashInferLayer, plan: AttnPlan, *, prefix_only: bool = False
     ) -> FlashInferPrefill:
-        """Bind to a tree mode; with ``prefix_only``, to the prefix, which all its tokens see."""
+        """Bind to a tree mode, or to its prefix alone.
+
+        With ``prefix_only`` the lists hold the prefix, which all its tokens see.
+        """
         layout, config = plan.layout, backend.config
         grid = Grid.recorded(config, plan.batch, layout.q_len, backend.processors())
         lists = RequestLists(
@@ -260,7 +277,10 @@ class FlashInferPrefill(_Wrapper):
 
     @classmethod
     def over_prompts(cls, backend: FlashInferLayer, plan: ExtendPlan) -> FlashInferPrefill:
-        """Bind to ragged prompts; eager, so that it may read their lengths from the device."""
+        """Bind to ragged prompts.
+
+        Such plans are eager, so it may read their lengths from the device.
+        """
         lists = PromptLists(plan, backend.config.window_left)
         requests, tokens = len(plan.req_pool_indices), plan.out_slots.numel()
         grid = Grid.eager(backend.config, requests, tokens, backend.processors())
@@ -288,7 +308,7 @@ class FlashInferPrefill(_Wrapper):
             masks.schedule(offsets)
 
     def fill(self) -> None:
-        """Fill the lists, and the masks if the words are known by now."""
+        """Fill the lists, and the masks if the words are known."""
         super().fill()
         if self.masks is not None and not self.masks.late:
             self.masks.fill()
@@ -307,10 +327,11 @@ class FlashInferPrefill(_Wrapper):
 
 
 class FlashInferTree(BoundAttention):
-    """A tree in two passes merged by their lse: over the prefix without a mask, and over the tail.
+    """Attention of a tree in two passes, merged by their lse.
 
-    The prefix takes the kernel without a mask, and the mask is a few bytes of the tail's, where one
-    pass packs and reads a bit for every key of every node.
+    One pass is over the prefix without a mask, the other over the tail. The prefix takes the kernel
+    without a mask, and the mask is a few bytes of the tail's, where one pass packs and reads a bit
+    for every key of every node.
     """
 
     def __init__(self, backend: FlashInferLayer, plan: AttnPlan) -> None:
@@ -324,7 +345,7 @@ class FlashInferTree(BoundAttention):
         self.prefix.schedule(seq_lens_cpu)
 
     def fill(self) -> None:
-        """Fill the lists, and the mask if the words are known by now."""
+        """Fill the lists, and the mask if the words are known."""
         self.prefix.fill()
         self.tail.fill()
 

@@ -44,9 +44,10 @@ FLOAT_BYTES = 64 << 20
 
 
 class FlashInferMlaBackend(FlashInferLayer):
-    """FlashInfer's MLA wrapper for ``latent`` layers of 512 + 64 columns in bfloat16.
+    """FlashInfer's MLA wrapper.
 
-    Trees (any layout that is not causal) are refused at `bind`.
+    It serves ``latent`` layers of 512 + 64 columns in bfloat16. Trees (any layout that is not
+    causal) are refused at `bind`.
 
     Parameters
     ----------

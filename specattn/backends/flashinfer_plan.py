@@ -1,4 +1,7 @@
-"""What FlashInfer is told on the host, and the buffers it then reads on the device."""
+"""FlashInfer's plans on the host.
+
+The module also holds the buffers that FlashInfer then reads on the device.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,9 @@ def require_contiguous(out: Tensor, lse: Tensor | None) -> None:
 
 
 class FlashInferLayer(ReadOnly):
-    """A layer geometry on a CUDA device, with the workspace of everything bound to it.
+    """A layer geometry on a CUDA device.
+
+    It holds the workspace of everything bound to it.
 
     Parameters
     ----------
@@ -94,7 +99,9 @@ class FlashInferLayer(ReadOnly):
 
 
 class Planned(BoundAttention):
-    """A wrapper over lists of keys, whose plans wait in pinned memory until the device has them.
+    """A planned wrapper over lists of keys.
+
+    Its plans wait in pinned memory until the device has them.
 
     Parameters
     ----------
@@ -112,7 +119,10 @@ class Planned(BoundAttention):
 
     @contextmanager
     def staging(self) -> Iterator[None]:
-        """Plan inside: on the host, with copies to the device under way afterwards."""
+        """Plan inside, on the host.
+
+        Copies to the device are under way afterwards.
+        """
         self._fetched.synchronize()
         yield
         self._fetched.record()
@@ -124,7 +134,10 @@ class Planned(BoundAttention):
 
     @abstractmethod
     def plan_lists(self, rows: Tensor, offsets: Tensor) -> None:
-        """Plan requests whose query tokens and lists begin at these, ``[B + 1]`` on the host."""
+        """Plan requests from the offsets of query tokens and lists.
+
+        Both are ``[B + 1]`` on the host and say where each request begins.
+        """
 
     def fill(self) -> None:
         """Fill the lists; prompts may have skipped ``schedule``."""
@@ -161,7 +174,10 @@ class Grid:
 
     @classmethod
     def recorded(cls, config: AttnConfig, batch: int, q_len: int, processors: int) -> Grid:
-        """Cut equal requests: by the tile that ``q_len`` needs, if its workspace is in bounds."""
+        """Cut equal requests for a recorded graph.
+
+        The tile that ``q_len`` needs decides the cut, if its workspace is in bounds.
+        """
         group, rows = config.num_qo_heads // config.num_kv_heads, batch * q_len
         tile = _tile(q_len * group, config.head_dim)
         if tile < _tile((rows - batch + 1) * group, config.head_dim):
@@ -172,7 +188,10 @@ class Grid:
 
     @classmethod
     def eager(cls, config: AttnConfig, batch: int, tokens: int, processors: int) -> Grid:
-        """Cut any requests of ``tokens`` altogether, planned once: only split work has partials."""
+        """Cut any requests of ``tokens`` altogether.
+
+        They are planned once: only split work has partials.
+        """
         group = config.num_qo_heads // config.num_kv_heads
         return cls._sized(
             config,
@@ -225,7 +244,10 @@ def host_lens(seq_lens_cpu: Tensor | None, batch: int, longest: int, backend: st
 
 
 def list_offsets(sizes: Tensor, count: int) -> Tensor:
-    """Return ``[count + 1]`` int32 offsets of ``sizes`` and of nothing after them, on the host."""
+    """Return ``[count + 1]`` int32 offsets of ``sizes``, on the host.
+
+    Lists past ``sizes`` are empty.
+    """
     offsets = torch.zeros(count + 1, dtype=torch.int32)
     offsets[1 : len(sizes) + 1] = sizes.cumsum(0)
     offsets[len(sizes) + 1 :] = offsets[len(sizes)]
@@ -332,7 +354,10 @@ class BranchLists:
         self.indices = plan.kv_indices
 
     def offsets(self, seq_lens_cpu: Tensor | None) -> Tensor:
-        """Return where each list begins, on the host, counted from the plan's first."""
+        """Return where each list begins, on the host.
+
+        The offsets count from the plan's first list.
+        """
         layout, room = self.plan.layout, len(self.indices)
         path = layout.tail // layout.q_len  # ancestors of a branch, itself included
         lens = host_lens(seq_lens_cpu, self.requests // layout.q_len, room, self.backend)
@@ -344,12 +369,17 @@ class BranchLists:
         return offsets
 
     def fill(self) -> None:
-        """Take the offsets as they are: a part of a larger batch does not begin at 0."""
+        """Take the offsets as they are.
+
+        A part of a larger batch does not begin at 0.
+        """
         self.indptr.copy_(self.plan.kv_indptr)
 
 
 class PromptLists:
-    """A list per prompt, cached and new tokens alike; their lengths are read from the device.
+    """A list of keys per prompt.
+
+    It holds cached and new tokens alike; their lengths are read from the device.
 
     Parameters
     ----------
@@ -368,7 +398,10 @@ class PromptLists:
         self.indices = plan.req_to_token.new_empty(0)
 
     def offsets(self, seq_lens_cpu: Tensor | None) -> Tensor:
-        """Return where each list begins, on the host, and find ``rows``; reads the device."""
+        """Return where each list begins, on the host.
+
+        It also finds ``rows``, and reads the device.
+        """
         plan = self._plan
         rows, prefix = plan.qo_indptr.cpu(), plan.seq_lens.cpu()
         if self._window_left >= 0:

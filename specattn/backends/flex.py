@@ -1,8 +1,9 @@
-"""Attention through torch's FlexAttention: any tree as a mask function over the ancestor words.
+"""Attention through torch's FlexAttention.
 
-Correctness first: keys are gathered per request and padded to the longest, and everything runs in
-float32 (FlexAttention: https://arxiv.org/abs/2412.05496). It is compiled where there are
-compilers, and runs eagerly elsewhere.
+Any tree is a mask function over the ancestor words. Correctness first: keys are gathered per
+request and padded to the longest, and everything runs in float32 (FlexAttention:
+https://arxiv.org/abs/2412.05496). It is compiled where there are compilers, and runs eagerly
+elsewhere.
 """
 
 from __future__ import annotations
@@ -72,7 +73,10 @@ class FlexBackend(ReadOnly):
 
     @property
     def eager_because(self) -> str | None:
-        """What stands in the way of compiling; a first failure to compile, too."""
+        """What stands in the way of compiling.
+
+        A first failure to compile counts too.
+        """
         return self._eager_because
 
     @staticmethod
@@ -107,7 +111,7 @@ class FlexBackend(ReadOnly):
         *,
         plan: AttnPlan | ExtendPlan,
     ) -> None:
-        """Attend over the gathered keys of a tree mode, or of ragged prompts."""
+        """Attend over gathered keys of a tree mode or ragged prompts."""
         if not len(q):
             return
         if isinstance(plan, AttnPlan):
@@ -124,7 +128,10 @@ class FlexBackend(ReadOnly):
     def attend(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, keys: Keys, *, lse: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend ``q [B, T, Hq, D]``: ``[B, T, Hq, Dv]``, and ``[B, T, Hq]`` if asked for."""
+        """Attend ``q [B, T, Hq, D]``.
+
+        Return ``[B, T, Hq, Dv]``, and the lse ``[B, T, Hq]`` if asked for.
+        """
         # not earlier: other arguments may still be refused, in one line
         if q.device.type == "cpu":
             _warn_of_cpus()
@@ -218,10 +225,11 @@ def keys_of_prompts(plan: ExtendPlan, left: int) -> tuple[Keys, Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Keys:
-    """The gathered keys of every request, and which of them its query tokens see.
+    """The gathered keys of every request.
 
-    Tensors only, and one mask function for all plans: what it captures is an input of the compiled
-    kernel, not a constant of another one.
+    The fields also say which of the keys its query tokens see. Tensors only, and one mask function
+    for all plans: what it captures is an input of the compiled kernel, not a constant of another
+    one.
 
     Parameters
     ----------
@@ -252,7 +260,10 @@ class Keys:
         return self.slots.shape[1] - self.tail_positions.shape[1]
 
     def padded(self) -> Keys:
-        """Return the same with two query tokens and two tail keys at least, and whole blocks."""
+        """Return the same, padded to whole blocks.
+
+        The result has at least two query tokens and two tail keys.
+        """
         rows, tail = max(2 - self.positions.shape[1], 0), max(2 - self.tail_positions.shape[1], 0)
         keys, width = self.slots.shape[1] + tail, self.width
         more = max(-keys % BLOCK, 2 * BLOCK - keys)  # keys that are not there, before the tail
@@ -286,9 +297,10 @@ class Keys:
         return mask
 
     def _packed(self) -> Tensor:
-        """Return all that a mask reads in one tensor of few sizes, which are constants to torch.
+        """Pack all that a mask reads into one tensor.
 
-        For CPUs, torch's names of sizes that are not constant get in each other's way in a mask.
+        The tensor has few sizes, which are constants to torch. For CPUs, torch's names of sizes
+        that are not constant get in each other's way in a mask.
         """
         import torch._dynamo
 
@@ -335,7 +347,10 @@ def _compile_errors() -> tuple[type[Exception], ...]:
 
 @contextmanager
 def _uncompiled() -> Iterator[None]:
-    """Run FlexAttention's eager code as it is: it would trace every new shape through dynamo."""
+    """Run FlexAttention's eager code as it is.
+
+    It would trace every new shape through dynamo.
+    """
     import torch.nn.attention.flex_attention as library
 
     before = library._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
@@ -373,9 +388,10 @@ def _compiled_attention() -> Any:
 
 
 def _gather(cache: Tensor, keys: Keys) -> Tensor:
-    """Return the keys' rows as ``[B, heads, N, dim]`` float32, 0 where not used.
+    """Return the keys' rows, 0 where not used.
 
-    Masking the scores would not do: a weight of 0 times a NaN is NaN.
+    They are ``[B, heads, N, dim]`` float32. Masking the scores would not do: a weight of 0 times a
+    NaN is NaN.
     """
     rows = cache[keys.slots.long().masked_fill(~keys.used, 0)].float()
     return rows.masked_fill(~keys.used[..., None, None], 0).transpose(1, 2)

@@ -23,7 +23,7 @@ def hybrid(
     decode: str | BackendFactory,
     verify: str | BackendFactory | None = None,
 ) -> HybridBackend:
-    """Return a composite that serves every phase with a backend of its own.
+    """Return a composite with a backend for every phase.
 
     Parameters
     ----------
@@ -48,7 +48,9 @@ def hybrid(
 
 @dataclass(frozen=True)
 class HybridBackend:
-    """Backends by phase, over one pool: `hybrid` makes it, and so does the name ``"a,b[,c]"``.
+    """Backends by phase, over one pool.
+
+    `hybrid` makes it, and so does the name ``"a,b[,c]"``.
 
     Parameters
     ----------

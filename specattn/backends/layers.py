@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 
 class LayeredBackend:
-    """One backend per distinct layer configuration of a model, all writing to one pool.
+    """One backend per distinct layer configuration of a model.
+
+    All of them write to one pool.
 
     Parameters
     ----------
@@ -80,9 +82,9 @@ class LayeredBackend:
         self._kind = tuple(distinct.index(config) for config in layers)
 
     def with_own_workspace(self) -> LayeredBackend:
-        """Return the same over the same pool, with workspaces and metadata of its own.
+        """Return the same layers with own workspaces and metadata.
 
-        What either binds may run while what the other binds does.
+        The pool is the same. What either binds may run while what the other binds does.
         """
         backend, layers = self._made_of
         return LayeredBackend(backend, layers, self.pool, self.pool.device)
@@ -135,7 +137,10 @@ class LayeredBackend:
         return BoundLayers(self.backends, tuple(bounds), layers, self.pool, plan, graphs)
 
     def _of_layer(self, bound: BoundAttention, layer: int) -> BoundAttention:
-        """Return ``bound`` for a layer: with its scales, and as one that follows others."""
+        """Return ``bound`` as one layer runs it.
+
+        It has the layer's scales, and prefetches if another layer of its kind came before.
+        """
         stored = self.pool.layers[layer].kv_dtype is not None
         return bound.for_layer(
             self.pool.scales[layer] if stored else None,
@@ -174,9 +179,10 @@ class PackedAttend(ABC):
 
 @dataclass(frozen=True)
 class BoundLayers(CompositeAttention, PackedAttend):
-    """The `Attend` a model is given: stores a layer's new KV, then attends.
+    """The `Attend` a model is given.
 
-    ``graphs`` says whether all that is bound here may be recorded in a CUDA graph.
+    It stores a layer's new KV, then attends. ``graphs`` says whether all that is bound here may be
+    recorded in a CUDA graph.
     """
 
     backends: tuple[AttentionBackend, ...]
@@ -187,7 +193,10 @@ class BoundLayers(CompositeAttention, PackedAttend):
     graphs: bool
 
     def fingerprint(self) -> Fingerprint:
-        """Describe the pool, which a recorded graph reads and writes where it was, and configs."""
+        """Describe the pool and the configs.
+
+        A recorded graph reads and writes the pool at the addresses it had.
+        """
         # by value: what a graph has baked in stays as it was, whatever becomes of the config
         configs = {
             f"AttnConfig[{at}]": dict(vars(backend.config))
@@ -206,9 +215,10 @@ class BoundLayers(CompositeAttention, PackedAttend):
             bound.schedule(seq_lens_cpu)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend in ``layer``: q ``[T, Hq, D]``, k ``[T, Hkv, D]``, v ``[T, Hkv, Dv]``.
+        """Attend in ``layer``.
 
-        Layers come in their order, on one stream.
+        The shapes are q ``[T, Hq, D]``, k ``[T, Hkv, D]`` and v ``[T, Hkv, Dv]``. Layers come in
+        their order, on one stream.
 
         Raises
         ------

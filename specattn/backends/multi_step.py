@@ -1,4 +1,7 @@
-"""Multi-step drafting: the buffers all draft decode steps share, and a bound backend per step."""
+"""Multi-step drafting.
+
+The module holds the buffers all draft decode steps share, and a bound backend per step.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,13 @@ Indices = Literal["table", "csr"]
 
 
 class MultiStepDraftBackend:
-    """Wraps a draft model's backends and owns what its ``num_steps - 1`` forwards share.
+    """A draft model's backends over all draft steps.
 
-    Step s reads the request's prefix and the draft nodes of steps 0..s that are its ancestors.
-    With ``indices="table"`` a step is an `AttnPlan`: the prefix is read once for all branches,
-    through ``req_to_token``. With ``indices="csr"`` step s is row s of ``kv_indptr`` and
-    ``kv_indices``: a list per branch, for hosts and libraries that know only lists. Both give the
-    same attention.
+    It wraps them and owns what their ``num_steps - 1`` forwards share. Step s reads the request's
+    prefix and the draft nodes of steps 0..s that are its ancestors. With ``indices="table"`` a step
+    is an `AttnPlan`: the prefix is read once for all branches, through ``req_to_token``. With
+    ``indices="csr"`` step s is row s of ``kv_indptr`` and ``kv_indices``: a list per branch, for
+    hosts and libraries that know only lists. Both give the same attention.
 
     Parameters
     ----------

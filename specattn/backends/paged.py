@@ -132,7 +132,10 @@ class PagedBackend(ReadOnly, ABC):
         return BoundPages(self, BlockTable.over(plan, self.page_size))
 
     def plan(self, bound: BoundPages) -> None:
-        """Let the library plan on the device, if it does: the block table is filled."""
+        """Let the library plan on the device, if it does.
+
+        The block table has been filled before.
+        """
 
     @abstractmethod
     def attend(
@@ -142,9 +145,10 @@ class PagedBackend(ReadOnly, ABC):
 
 
 def latent_reasons(config: AttnConfig, served: Sequence[tuple[int, int]]) -> list[str]:
-    """Say what stands in the way of a layer whose rows are ``(rank, rope)`` numbers of ``served``.
+    """Say what stands in the way of a ``latent`` layer.
 
-    ``rank`` numbers of latent, which are the values, and ``rope`` rotated ones.
+    ``served`` lists the ``(rank, rope)`` a row may have: ``rank`` numbers of latent, which are the
+    values, and ``rope`` rotated ones.
     """
     if not config.latent:
         return ["only latent layers are served (AttnConfig.latent)"]
@@ -166,7 +170,10 @@ def whole_pages(pool: Tensor, page_size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class BlockTable:
-    """The block table of a causal plan, and the keys of every list."""
+    """The block table of a causal plan.
+
+    It also holds the number of keys of every list.
+    """
 
     plan: AttnPlan
     page_size: int
@@ -176,9 +183,10 @@ class BlockTable:
 
     @classmethod
     def over(cls, plan: AttnPlan, page_size: int, lists: int = 1) -> BlockTable:
-        """Allocate a table that holds any list, padded to a multiple of `TABLE_KEYS` keys.
+        """Allocate a table that holds any list.
 
-        ``lists`` is as in `specattn.kernels.indices.fill_block_table`.
+        It is padded to a multiple of `TABLE_KEYS` keys. ``lists`` is as in
+        `specattn.kernels.indices.fill_block_table`.
         """
         strides = -(-(plan.req_to_token.shape[1] + plan.layout.tail) // TABLE_KEYS)
         width = strides * TABLE_KEYS // page_size
@@ -187,7 +195,10 @@ class BlockTable:
 
     @property
     def max_keys(self) -> int:
-        """The keys a list can have: a number for the host, whatever the batch."""
+        """The keys a list can have.
+
+        It is a number for the host, whatever the batch.
+        """
         return self.table.shape[1] * self.page_size
 
     def fill(self) -> None:

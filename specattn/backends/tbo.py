@@ -1,4 +1,7 @@
-"""Two-batch overlap: a batch in two halves, so that one computes while the other communicates."""
+"""Two-batch overlap: a batch in two halves.
+
+One half computes while the other communicates.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
 def tbo(
     primary: str | BackendFactory, children: tuple[str | BackendFactory, ...] = ()
 ) -> TboBackend:
-    """Return a composite that serves the two halves of a batch with a backend each.
+    """Return a composite with a backend for each half batch.
 
     Parameters
     ----------
@@ -139,9 +142,10 @@ class TboLayer(CompositeBackend):
 
 
 def split(plan: AttnPlan | CsrPlan) -> tuple[AttnPlan | CsrPlan, AttnPlan | CsrPlan]:
-    """Split a plan at a request boundary (`halves`) into two plans over the same memory.
+    """Split a plan at a request boundary.
 
-    The second part's ``kv_indptr`` starts where the first one's ends, not at 0.
+    `halves` chooses the boundary; the two plans are over the same memory. The second part's
+    ``kv_indptr`` starts where the first one's ends, not at 0.
     """
     first, second = (_requests(plan, half) for half in halves(len(plan.out_slots)))
     return first, second
@@ -196,12 +200,18 @@ class BoundTbo(CompositeAttention, BoundAttention):
         return self.children
 
     def schedule(self, seq_lens_cpu: Tensor | None) -> None:
-        """Schedule both halves from their part of the lengths; the split itself needs none."""
+        """Schedule both halves from their part of the lengths.
+
+        The split itself needs none.
+        """
         for child, which in zip(self.children, self.requests, strict=True):
             child.schedule(None if seq_lens_cpu is None else seq_lens_cpu[which])
 
     def for_layer(self, scales: KVScales | None, *, prefetch: bool) -> Self:
-        """Return the same with a layer's scales in both halves; neither half prefetches."""
+        """Return the same with a layer's scales in both halves.
+
+        Neither half prefetches.
+        """
         first, second = (child.for_layer(scales, prefetch=False) for child in self.children)
         return replace(self, children=(first, second))
 

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 class TorchNativeBackend(ReadOnly):
-    """Torch functions as a backend; eager, because their gathers are sized by the lengths.
+    """Torch functions as a backend.
+
+    It is eager, because its gathers are sized by the lengths.
 
     Parameters
     ----------

@@ -1,7 +1,8 @@
-"""Attention in Triton: one kernel for every tree mode, planned on the device.
+"""Attention in Triton.
 
-On a machine without CUDA the kernels run in Triton's interpreter, which is switched on here; it
-is exact and slow, and meant for tests.
+One kernel serves every tree mode and is planned on the device. On a machine without CUDA the
+kernels run in Triton's interpreter, which is switched on here; it is exact and slow, and meant for
+tests.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ FLOAT8_SINCE = (8, 9)
 
 
 def platform_reasons(config: AttnConfig | None, device: torch.device) -> list[str]:
-    """Name what stands in the way of any Triton kernel for ``config`` on ``device``."""
+    """Say why no Triton kernel can serve ``config`` on ``device``."""
     found = []
     if find_spec("triton") is None:
         found.append("triton is not installed (pip install triton, Linux only)")
@@ -62,7 +62,10 @@ def float8_reasons(config: AttnConfig, device: torch.device) -> list[str]:
 
 
 def _interpreting() -> bool:
-    """Whether Triton's own library was loaded for the interpreter; it cannot change its mind."""
+    """Whether Triton's own library was loaded for the interpreter.
+
+    It cannot change its mind.
+    """
     import triton.language as tl
     from triton.runtime.interpreter import InterpretedFunction
 
@@ -144,7 +147,7 @@ class TritonDeterministic(TritonBound):
     late: bool
 
     def fill(self) -> None:
-        """Split the work, and list the paths if they are known by now."""
+        """Split the work, and list the paths if they are known."""
         self.kernel.kernels.fill(self.request)
         if not self.late:
             self.kernel.trace(**self.inputs)

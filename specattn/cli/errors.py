@@ -86,7 +86,10 @@ def naming_options() -> Iterator[None]:
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Flush standard output; turn expected errors into an exit code and a line."""
+    """Flush standard output; give expected errors an exit code.
+
+    Such an error becomes a line as well.
+    """
     streams = sys.stdout, sys.stderr  # the command line parser may wrap them
     try:
         yield
@@ -103,7 +106,10 @@ def exit_codes() -> Iterator[None]:
 
 
 def _code_and_line(error: BaseException) -> tuple[int, str]:
-    """Return the exit code and the line of an error; raise an unexpected one."""
+    """Return the exit code and the line of an error.
+
+    An unexpected error is raised.
+    """
     match error:
         case KeyboardInterrupt() | typer.Abort():
             return INTERRUPTED, ""
@@ -152,7 +158,10 @@ def _usage_line(error: Any) -> str:
 
 
 def _discard_what_cannot_be_written(stream: TextIO) -> None:
-    """Drop what a stream holds if its pipe is closed or its disk is full."""
+    """Drop what a stream holds if it cannot be written.
+
+    Its pipe may be closed, or its disk full.
+    """
     # else the interpreter's last flush fails, with a traceback and exit code 120
     try:
         stream.flush()

@@ -163,7 +163,10 @@ def _requests(
     *,
     ignore_eos: bool,
 ) -> tuple[Request, ...]:
-    """Return a request per prompt, with seeds that count up, within 64 bits."""
+    """Return a request per prompt.
+
+    Their seeds count up, within 64 bits.
+    """
     from specattn.engine.request import Request
 
     def seed(index: int) -> int:

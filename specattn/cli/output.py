@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 
 class TextOutput:
-    """The texts of a batch, written in order and as early as possible.
+    """The texts of a batch, written in order.
+
+    Each is written as early as possible.
 
     Parameters
     ----------

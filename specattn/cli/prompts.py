@@ -79,7 +79,7 @@ class Prompts:
 
 
 def read_prompts(prompt: str | None, file: Path | None) -> Prompts:
-    """Return the prompts of an argument, of standard input, or of a file.
+    """Return the prompts of an argument, standard input or a file.
 
     Standard input loses one final newline, so that ``echo x |`` and ``x`` mean the same.
 

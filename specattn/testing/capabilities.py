@@ -1,4 +1,7 @@
-"""What a backend declares: what it does not offer it refuses, what it offers on CUDA it does."""
+"""Checks of what a backend declares.
+
+What it does not offer it refuses; what it offers on CUDA it does.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,10 @@ def refusals(setting: Setting) -> None:
 
 
 def host_mirror(setting: Setting) -> None:
-    """Host planning without lengths is an error with their name; other backends need none."""
+    """Check that host planning without lengths is an error.
+
+    The error has their name; other backends need none.
+    """
     planned = setting.factory.capabilities.host_plan
     session = setting.session(setting.case(MODES["decode"], [33, 5]))
     try:
@@ -132,7 +138,10 @@ def graphs(setting: Setting, mode: Mode) -> None:
 
 
 def bad_input(setting: Setting, mode: Mode) -> None:
-    """A wrong tensor is a ValueError with its name, before anything is written."""
+    """Check that a wrong tensor is a ValueError with its name.
+
+    The error comes before anything is written.
+    """
     session = setting.session(setting.case(mode, [33, 5, 0]))
     session.schedule()
     session.bound.fill()
@@ -155,7 +164,10 @@ def bad_input(setting: Setting, mode: Mode) -> None:
 
 
 def _bad(live: Case, *, lse: bool) -> Iterator[tuple[str, Any, str]]:
-    """Yield argument, wrong tensor, and whom to blame: of q and out, either may be too short."""
+    """Yield argument, wrong tensor, and whom to blame.
+
+    Of q and out, either may be too short.
+    """
     other = torch.float16 if live.q.dtype == torch.float32 else torch.float32
     yield "q", live.q[:-1], "q|out"
     yield "q", live.q[..., :-1], "q|k_cache"

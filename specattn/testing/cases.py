@@ -1,4 +1,7 @@
-"""Random forwards to hold a backend to: permuted slots, and NaN in all memory not in use."""
+"""Random forwards to hold a backend to.
+
+Slots are permuted, and all memory not in use holds NaN.
+"""
 
 from __future__ import annotations
 
@@ -72,11 +75,12 @@ class Form:
 def make_words(
     mode: str, q_len: int, tail_len: int, rng: random.Random
 ) -> tuple[list[int], list[int], list[int]]:
-    """Bit sets and depths: ``(bits of each query, depth of each query, depth of each tail key)``.
+    """Draw bit sets and depths.
 
-    ``chain``: causal, query i is tail key i. ``tree``: a random tree over the tail, the queries
-    being its last nodes. ``draft``: ``q_len`` branches, the tail step-major. ``alone``: every query
-    sees its own key only. ``any``: random bits, some rows empty, all bits past the tail set.
+    Return ``(bits of each query, depth of each query, depth of each tail key)``. ``chain``: causal,
+    query i is tail key i. ``tree``: a random tree over the tail, the queries being its last nodes.
+    ``draft``: ``q_len`` branches, the tail step-major. ``alone``: every query sees its own key
+    only. ``any``: random bits, some rows empty, all bits past the tail set.
     """
     shift = tail_len - q_len
     if mode == "any":
@@ -128,7 +132,10 @@ def _own(lengths: list[int], form: Form, rng: random.Random) -> tuple[list[list[
 
 
 def _used(case: Case, form: Form) -> set[int]:
-    """Slots that hold numbers: keys that some query sees, and without eviction that it saw."""
+    """Return the slots that hold numbers.
+
+    They are keys that some query sees, and without eviction that it saw.
+    """
     seen = case if form.evict else replace(case, window_left=-1)
     used = {slot for row in visible_slots(seen) for slot in row}
     if form.whole_pages:
@@ -138,7 +145,10 @@ def _used(case: Case, form: Form) -> set[int]:
 
 
 def _pools(used: set[int], slots: int, form: Form) -> tuple[Tensor, Tensor]:
-    """K and V pools with NaN in every slot not in use, and in the columns past the heads."""
+    """Return K and V pools with NaN where nothing is used.
+
+    That is every slot not in use, and the columns past the heads.
+    """
     unused = torch.ones(slots, dtype=torch.bool)
     unused[sorted(used)] = False
     pools = []
@@ -241,7 +251,7 @@ def make_tree_case(
 def _tree(
     lengths: list[int], mode: str, sizes: tuple[int, int], pads: int, width: int, form: Form
 ) -> tuple[dict[str, Tensor], int]:
-    """Return the fields of an `AttnPlan` but its layout, and the slot count."""
+    """Return an `AttnPlan`'s fields without layout, and the slot count."""
     rng, (q_len, tail) = random.Random(form.seed), sizes
     batch, width = len(lengths) + pads, width or max(lengths, default=0) + tail + 5
     owned, slots = _own([n + tail for n in lengths], form, rng)
@@ -278,14 +288,20 @@ def _tree(
 
 
 def _idle_bits(mode: str, q_len: int, tail_len: int) -> list[int]:
-    """Bits of a padding request: draft branches see themselves, other queries are causal."""
+    """Return the bits of a padding request.
+
+    Draft branches see themselves, other queries are causal.
+    """
     first = tail_len - q_len
     own = [1 << first + i for i in range(q_len)]
     return own if mode == "draft" else [sum(own[: i + 1]) for i in range(q_len)]
 
 
 def make_extend_case(lengths: list[tuple[int, int]], **form: Any) -> Case:
-    """Build a ragged extend of ``(prefix, new tokens)`` pairs; the rest are fields of `Form`."""
+    """Build a ragged extend of ``(prefix, new tokens)`` pairs.
+
+    The remaining arguments are fields of `Form`.
+    """
     look = Form(**form)
     rng = random.Random(look.seed)
     totals = [prefix + new for prefix, new in lengths]
@@ -319,7 +335,10 @@ def make_extend_case(lengths: list[tuple[int, int]], **form: Any) -> Case:
 
 
 def make_csr_case(lengths: list[int], **form: Any) -> Case:
-    """Build index lists of these lengths, one query token each; the rest are fields of `Form`."""
+    """Build index lists of these lengths, one query token each.
+
+    The remaining arguments are fields of `Form`.
+    """
     look = Form(**form)
     owned, slots = _own(lengths, look, random.Random(look.seed))
     case = _case(
@@ -342,7 +361,9 @@ def make_lists_case(
     begin: int = 0,
     **form: Any,
 ) -> Case:
-    """Build draft step ``step`` as index lists: prefix, ancestors and itself for every branch.
+    """Build draft step ``step`` as index lists.
+
+    Every branch lists prefix, ancestors and itself.
 
     Parameters
     ----------

@@ -1,4 +1,7 @@
-"""What a deterministic backend must give bit for bit: the same text in other company."""
+"""Checks of what a deterministic backend gives bit for bit.
+
+A text has the same bits in other company.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ LENGTHS = [126, 0, 140]
 
 
 def picked(case: Case, requests: list[int], *, pads: int = 0, seed: int = 0) -> Case:
-    """Take requests of a tree case, in this order, with other table rows and pages, and padding."""
+    """Take requests of a tree case, in this order.
+
+    They get other table rows and pages, and padding.
+    """
     rng, a, page = torch.Generator().manual_seed(seed), case.args, case.page_size
     device, at = case.q.device, torch.tensor(requests)
     # page 0 is padding's
@@ -69,7 +75,10 @@ def _padded(tensor: Tensor, pads: int) -> Tensor:
 
 
 def as_decode(case: Case, rows: list[int], seed: int = 0) -> Case:
-    """Decode query tokens of a tree case at the ends of their paths, each as a request."""
+    """Decode query tokens of a tree case, each as a request.
+
+    Each stands at the end of its path.
+    """
     lists, case = _paths(case, rows)
     rng, device = random.Random(seed), case.q.device
     table = torch.full((len(lists) + 1, max(map(len, lists)) + seed), len(case.k_cache) - 1)
@@ -112,7 +121,10 @@ def as_lists(case: Case, rows: list[int]) -> Case:
 
 
 def _paths(case: Case, rows: list[int]) -> tuple[list[list[int]], Case]:
-    """What query tokens see, windows aside, and the case with only their rows."""
+    """Return what query tokens see, and the case with only their rows.
+
+    The lists ignore windows.
+    """
     lists = tree_lists(replace(case, window_left=-1))
     return [lists[row] for row in rows], replace(
         case,
@@ -124,9 +136,10 @@ def _paths(case: Case, rows: list[int]) -> tuple[list[list[int]], Case]:
 
 
 def resumed(case: Case, cuts: list[int]) -> list[tuple[Case, Tensor]]:
-    """Run every prompt of an extend case in two pieces, ``cuts`` tokens in the first.
+    """Run every prompt of an extend case in two pieces.
 
-    Returns the two extends, each with the rows of the whole that are its own.
+    The first piece has ``cuts`` tokens. Returns the two extends, each with the rows of the whole
+    that are its own.
     """
     a, pieces = case.args, []
     begins = a["qo_indptr"][:-1].tolist()
@@ -167,7 +180,10 @@ def resumed(case: Case, cuts: list[int]) -> list[tuple[Case, Tensor]]:
 
 
 def same_paths(setting: Setting, mode: Mode) -> None:
-    """Every row has the bits of decoding at the end of its path, as a request and as a list."""
+    """Check that every row has the bits of decoding its path.
+
+    The row stands at the path's end, and the path is decoded as a request and as a list.
+    """
     case = setting.case(mode, LENGTHS)
     backend = setting.backend(case)
     wanted, rows = _bits(setting, backend, case), list(range(len(case.q)))
@@ -177,7 +193,10 @@ def same_paths(setting: Setting, mode: Mode) -> None:
 
 
 def same_batches(setting: Setting, mode: Mode) -> None:
-    """A request has the same bits alone, in any order, beside padding, wherever its keys are."""
+    """Check that a request has the same bits in any batch.
+
+    It has them alone, in any order, beside padding, wherever its keys are.
+    """
     case = setting.case(mode, LENGTHS)
     backend, q_len = setting.backend(case), len(case.q) // len(LENGTHS)
     wanted = _bits(setting, backend, case)

@@ -69,7 +69,10 @@ class LargeLogits(Scenario):
     """
 
     def __call__(self, setting: Setting) -> None:
-        """Run it over memory of numbers: what is not finite is the backend's doing."""
+        """Run it over memory of numbers.
+
+        What is not finite is the backend's doing.
+        """
         case = setting.case(self.mode, self.lengths, **self.options)
         # logits of some 7,000 whatever the heads' width; libraries mask with -50,000
         case.sm_scale = 7e3 * case.q.shape[2] ** -0.5
@@ -204,7 +207,10 @@ def _stored(declared: Capabilities, page: int) -> Iterator[Scenario]:
 
 
 def _pages(least: int) -> Iterator[Scenario]:
-    """Pages that a backend reads which needs ``least`` slots together, and prefixes around them."""
+    """Yield page sizes for a backend, and prefixes around them.
+
+    The backend needs ``least`` slots together.
+    """
     swept = {page for page in (4, 16, 64) if not page % least}
     if least > 1:
         swept |= {least, 2 * least}
@@ -291,7 +297,10 @@ def _trees() -> Iterator[Scenario]:
 
 
 def _edges() -> Iterator[Scenario]:
-    """Yield what a backend may get right by luck: lists that begin later, and edges of numbers."""
+    """Yield what a backend may get right by luck.
+
+    That is lists that begin later, and edges of numbers.
+    """
     later = Mode("lists", {"topk": 3, "step": 2, "begin": 29})
     yield Scenario("draft_lists-later", "index lists", later, QUICK, later.needs)
     # positions of any bits are random, so some visible bits are of later positions

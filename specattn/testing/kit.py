@@ -202,7 +202,10 @@ def _bodies(
 
 
 def _determinism(setting: Setting) -> Iterator[tuple[int, str, str, Callable[[], None]]]:
-    """Yield what must be the same bit for bit, and replays of deterministic forwards."""
+    """Yield what must be the same bit for bit.
+
+    Replays of deterministic forwards are among it.
+    """
     setting = replace(setting, deterministic=True)
     modes = setting.modes()
     for name, mode in modes.items():

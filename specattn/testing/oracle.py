@@ -1,6 +1,7 @@
-"""Attention in float64, one row at a time, over explicit lists of visible keys; and the verdict.
+"""Attention in float64 over explicit lists of visible keys.
 
-Nothing here is shared with the backends: the oracle is what they are held to.
+It goes one row at a time, and the verdict is here too. Nothing here is shared with the backends:
+the oracle is what they are held to.
 """
 
 from __future__ import annotations
@@ -150,7 +151,10 @@ def _row(
     cap: float,
     kv_scales: tuple[float, float],
 ) -> tuple[Tensor, Tensor]:
-    """One query token ``[Hq, D]`` over the listed slots: ``[Hq, Dv]`` and ``[Hq]``."""
+    """Attend one query token ``[Hq, D]`` over the listed slots.
+
+    Return ``[Hq, Dv]`` and ``[Hq]``.
+    """
     heads, kv_heads = q.shape[0], k.shape[1]
     if not slots:
         zeros = torch.zeros(heads, v.shape[2], dtype=torch.float64)

@@ -1,4 +1,7 @@
-"""What must hold from one forward to the next: one bind serves every batch of its bucket."""
+"""Checks of what must hold from one forward to the next.
+
+One bind serves every batch of its bucket.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +40,20 @@ _REQUESTS = (
 
 
 def replays(setting: Setting, mode: Mode, batches: list[list[int]]) -> Iterator[Case]:
-    """Draw a batch of padding, then ``batches``, all of one bucket and one set of shapes."""
+    """Draw a batch of padding, then ``batches``.
+
+    All are of one bucket and one set of shapes.
+    """
     for seed, lengths in enumerate([[], *batches]):
         pads = BUCKET - len(lengths)
         yield setting.case(mode, lengths, pads=pads, seed=seed, **ROOM)
 
 
 def growth(setting: Setting, mode: Mode) -> None:
-    """Bind on padding, then longer and shorter batches: nothing of an earlier one stays."""
+    """Bind on padding, then run longer and shorter batches.
+
+    Nothing of an earlier batch stays.
+    """
     padding, *cases = replays(setting, mode, BATCHES)
     session = setting.session(padding)
     for case in [padding, *cases]:
@@ -90,7 +99,10 @@ def interleaved_modes(setting: Setting) -> None:
 
 
 def steps(setting: Setting, kind: str) -> None:
-    """Draft steps are scheduled, then filled, then run; ancestors become known in between."""
+    """Schedule draft steps, then fill, then run them.
+
+    Ancestors become known in between.
+    """
     sessions: list[Session] = []
     for step in range(3):
         options = {"mode": "draft", "q_len": 3, "tail_len": 3 * (step + 1)}
@@ -110,9 +122,10 @@ def steps(setting: Setting, kind: str) -> None:
 
 
 def _forget_ancestors(live: Case) -> tuple[Tensor, Tensor]:
-    """Leave every branch of a draft step its own node alone, as before the steps have run.
+    """Leave every branch of a draft step its own node only.
 
-    Returns the tensor that names ancestors, and what it has to hold when the step runs.
+    So it is before the steps have run. Returns the tensor that names ancestors, and what it has to
+    hold when the step runs.
     """
     assert live.layout is not None
     branches, tail = live.layout.q_len, live.layout.tail
@@ -160,7 +173,10 @@ def scaled_layers(setting: Setting, mode: Mode) -> None:
 
 
 def _stored(setting: Setting, mode: Mode) -> Session:
-    """Bind to a pool of the first stored dtype, under queries of the first dtype that may."""
+    """Bind to a pool of the first stored dtype.
+
+    The queries have the first declared dtype that may read it.
+    """
     declared = setting.factory.capabilities
     refused = UnsupportedError("this check", ["no dtype is declared"])
     for dtype in declared.dtypes:
@@ -199,7 +215,10 @@ def inputs_unchanged(setting: Setting, mode: Mode) -> None:
 
 
 def permuted_slots(setting: Setting, mode: Mode) -> None:
-    """Slots are where the tables say, with numbers everywhere, so that a wrong slot is no NaN."""
+    """Check that slots are where the tables say.
+
+    Numbers are everywhere, so that a wrong slot is no NaN.
+    """
     case = setting.case(mode, [33, 5, 0])
     for pool in (case.k_cache, case.v_cache):
         pool.nan_to_num_(0.5)
@@ -221,7 +240,10 @@ def poisoned_padding(setting: Setting, mode: Mode) -> None:
 
 
 def idle(setting: Setting) -> None:
-    """A batch without requests, in every mode: empty outputs, and the pool stays as it is."""
+    """Check a batch without requests in every mode.
+
+    The outputs are empty, and the pool stays as it is.
+    """
     config = config_of(setting.case(MODES["decode"], [1]))
     pool = KVPool([config], 8, setting.device)
     layered = LayeredBackend(setting.factory, [config], pool, setting.device)

@@ -1,4 +1,7 @@
-"""A backend bound once, and fed forward after forward, as a graph's replays feed it."""
+"""A backend bound once, and fed forward after forward.
+
+A graph's replays feed it in the same way.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,10 @@ def plan_of(case: Case) -> Plan:
 
 
 def _buffer(name: str, value: Tensor, strided: bool) -> Tensor:
-    """Return a static buffer for ``value``, with junk between the rows if ``strided``."""
+    """Return a static buffer for ``value``.
+
+    If ``strided``, there is junk between the rows.
+    """
     if not strided or name not in _STRIDED:
         return torch.empty_like(value, memory_format=torch.contiguous_format)
     wide = value.new_full((len(value), value[0].numel() + 3), _STRIDED[name])
@@ -135,14 +141,19 @@ class Session:
         self.bound.schedule(torch.tensor(self.live.prefix_lens, dtype=torch.int32))
 
     def run(self, *, lse: bool | None = None) -> None:
-        """Run over fresh outputs, with an lse if the backend offers it and ``lse`` is not False."""
+        """Run over fresh outputs, with an lse if offered.
+
+        There is none if the backend does not offer it or ``lse`` is False.
+        """
         live = self.live
         live.clear()
         wanted = self.lse if lse is None else lse
         self.layer.run(live.q, live.k_cache, live.v_cache, live.out, live.lse if wanted else None)
 
     def verdict(self, broken: str, *, lse: bool | None = None, padding: bool = True) -> None:
-        """Hold the outputs to the oracle; padding rows need only be written and finite.
+        """Hold the outputs to the oracle.
+
+        Padding rows need only be written and finite.
 
         Parameters
         ----------

@@ -181,7 +181,10 @@ class Setting:
     def session(
         self, case: Case, backend: AttentionBackend | None = None, within: Session | None = None
     ) -> Session:
-        """Bind a backend to a case's shapes; a new one unless ``backend`` is given."""
+        """Bind a backend to a case's shapes.
+
+        The backend is new unless ``backend`` is given.
+        """
         return Session(backend or self.backend(case), case, self.tolerances, within)
 
     def modes(self) -> dict[str, Mode]:
