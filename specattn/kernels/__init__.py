@@ -57,7 +57,7 @@ def uses_triton(device: torch.device) -> bool:
 
 
 def check_current(device: torch.device) -> None:
-    """Raise a ValueError if ``device`` is a CUDA device other than this thread's current one.
+    """Raise a ValueError unless a CUDA ``device`` is this thread's current one.
 
     Triton launches kernels on the current device, wherever their tensors are; a new thread's is
     ``cuda:0``. A graph that was captured is replayed where it belongs, whichever is current.

@@ -9,7 +9,10 @@ if TYPE_CHECKING:
 
 
 def require_dense(**tensors: Tensor | None) -> None:
-    """Raise ValueError, naming the tensor, unless all are contiguous: kernels index them so."""
+    """Raise ValueError, naming the tensor, unless all are contiguous.
+
+    Kernels index these tensors as contiguous ones.
+    """
     for name, tensor in tensors.items():
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(
@@ -19,12 +22,18 @@ def require_dense(**tensors: Tensor | None) -> None:
 
 
 def require_rows(**tensors: Tensor | None) -> None:
-    """Raise ValueError, naming the tensor, unless each row's entries lie side by side."""
+    """Raise ValueError, naming the tensor, unless each row is dense.
+
+    The entries of a dense row lie side by side.
+    """
     for name, tensor in tensors.items():
         if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{name} must be dense in its last axis, got {tensor.stride()}")
 
 
 def as_columns(tensor: Tensor) -> Tensor:
-    """Return a per-request number as a column of width 1, anything else as it is."""
+    """Return a per-request number as a column of width 1.
+
+    Anything else is returned as it is.
+    """
     return tensor[:, None] if tensor.dim() == 1 else tensor

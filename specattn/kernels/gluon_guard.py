@@ -1,4 +1,7 @@
-"""Whether a Gluon kernel may be used: Gluon is experimental, so each one proves itself first."""
+"""Decide whether a Gluon kernel may be used.
+
+Gluon is experimental, so each kernel proves itself first.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Target models and draft heads; imports transformers, so ``import specattn`` leaves it alone."""
+"""Load target models and draft heads.
+
+The package imports transformers, so ``import specattn`` does not import it.
+"""
 
 from specattn.models.draft import load_draft
 from specattn.models.eagle import Eagle3Head, EagleHead

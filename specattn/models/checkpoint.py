@@ -27,7 +27,9 @@ _FETCHED = ["*.json", "*.safetensors", "pytorch_model*.bin"]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A draft checkpoint as it was read; nothing in it is checked against a target.
+    """A draft checkpoint as it was read.
+
+    Nothing in it is checked against a target.
 
     Parameters
     ----------
@@ -75,9 +77,10 @@ def read_checkpoint(path_or_id: str | Path) -> Checkpoint:
 
 
 def _read_settings(folder: Path, name: str) -> dict[str, Any]:
-    """Read ``config.json``, and refuse a head of another kind or with quantised weights.
+    """Read ``config.json``, and refuse unsupported heads.
 
-    Settings of ``eagle_config`` win over those beside it, and these over the nested layer's.
+    A head of another kind, or with quantised weights, is refused. Settings of ``eagle_config`` win
+    over those beside it, and these over the nested layer's.
     """
     if not (folder / "config.json").is_file():
         raise ModelError("draft", f"{name} has no config.json")

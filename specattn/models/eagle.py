@@ -1,4 +1,4 @@
-"""EAGLE draft heads: one decoder layer that continues the target's own hidden states.
+"""EAGLE draft heads continue the target's hidden states with one layer.
 
 EAGLE-1 (Li et al., 2024, arXiv:2401.15077) and EAGLE-2 (arXiv:2406.16858) share one head; EAGLE-3
 (arXiv:2503.01840) reads three of the target's layers and may predict a smaller vocabulary. Module
@@ -68,7 +68,10 @@ class DraftAttention(nn.Module):
 
 
 class EagleLayer(nn.Module):
-    """A Llama decoder layer; a head's first one is published without its input norm."""
+    """A Llama decoder layer of an EAGLE head.
+
+    A head's first layer is published without its input norm.
+    """
 
     def __init__(self, config: LlamaConfig, layer: int, *, input_norm: bool) -> None:
         super().__init__()
@@ -85,10 +88,10 @@ class EagleLayer(nn.Module):
 
 
 class Eagle3Layer(nn.Module):
-    """The layer of EAGLE-3, which attends with embedding and hidden state side by side.
+    """The decoder layer of EAGLE-3.
 
-    Its residual stream begins with the hidden state, or with the norm of the hidden state
-    (``norm_before_residual``).
+    It attends with embedding and hidden state side by side. Its residual stream begins with the
+    hidden state, or with the norm of the hidden state (``norm_before_residual``).
     """
 
     def __init__(self, config: LlamaConfig, *, norm_before_residual: bool) -> None:
@@ -103,7 +106,10 @@ class Eagle3Layer(nn.Module):
     def forward(
         self, embeds: Tensor, x: Tensor, rope: Rope, attend: Attend, rows: Tensor | None
     ) -> Tensor:
-        """Map ``embeds`` and the residual stream ``x``, ``[T, H]`` each, to ``[R, H]``."""
+        """Map ``embeds`` and the residual stream ``x`` to ``[R, H]``.
+
+        Both are ``[T, H]``.
+        """
         normed = self.hidden_norm(x)
         both = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
         stream = normed if self.norm_before_residual else x
@@ -111,7 +117,9 @@ class Eagle3Layer(nn.Module):
 
 
 class HeadWeights(nn.Module):
-    """The embedding and the output projection of a head that does not share the target's.
+    """The embedding and output projection of a head with its own.
+
+    Other heads share those of the target.
 
     Parameters
     ----------
@@ -187,7 +195,7 @@ class Eagle3Weights(HeadWeights):
         self.norm_output = "norm_output" in norms
 
     def norm_features(self, states: Tensor) -> Tensor:
-        """Apply the norms of the features ``[T, F]``, if the head has any."""
+        """Apply the head's norms, if any, to the features ``[T, F]``."""
         if self.fc_norm is not None:
             parts = states.chunk(len(self.fc_norm), dim=-1)
             pairs = zip(self.fc_norm, parts, strict=True)
@@ -224,7 +232,7 @@ class DraftHead:
 
     @property
     def hidden_size(self) -> int:
-        """H, the width of the states handed from one draft step to the next."""
+        """H, the width of the states between draft steps."""
         return self.lm_head.in_features
 
     @property
@@ -245,7 +253,10 @@ class DraftHead:
 
 @dataclass(frozen=True, eq=False)
 class EagleHead(DraftHead):
-    """The draft of EAGLE-1 and EAGLE-2, which continues the target's last hidden state."""
+    """The draft of EAGLE-1 and EAGLE-2.
+
+    It continues the target's last hidden state.
+    """
 
     weights: EagleWeights
 
@@ -288,7 +299,9 @@ class EagleHead(DraftHead):
 
 @dataclass(frozen=True, eq=False)
 class Eagle3Head(DraftHead):
-    """The draft of EAGLE-3, which continues a mix of several of the target's layers.
+    """The draft of EAGLE-3.
+
+    It continues a mix of several of the target's layers.
 
     Parameters
     ----------
@@ -337,7 +350,10 @@ def _norm(config: LlamaConfig, size: int | None = None) -> Any:
 
 
 def _feed_forward(layer: EagleLayer | Eagle3Layer, x: Tensor, rows: Tensor | None) -> Tensor:
-    """Finish a layer for the wanted rows: only attention needs the other tokens."""
+    """Finish a layer for the wanted rows.
+
+    Only attention needs the other tokens.
+    """
     if rows is not None:
         x = x[rows]
     out: Tensor = x + layer.mlp(layer.post_attention_layernorm(x))

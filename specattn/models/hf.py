@@ -44,17 +44,21 @@ class FeatureSpec:
     hidden_states: tuple[int, ...] = ()
 
     def check(self, layers: int) -> None:
-        """Raise a ValueError unless a target of ``layers`` layers has these hidden states."""
+        """Raise a ValueError unless a target has these hidden states.
+
+        The target has ``layers`` layers.
+        """
         if any(not 0 <= index <= layers for index in self.hidden_states):
             raise ValueError(f"hidden_states must be 0..{layers}, got {self.hidden_states}")
 
 
 @dataclass(frozen=True, eq=False)
 class HFTarget:
-    """A Hugging Face causal LM whose attention is the ``attend`` of each `forward`.
+    """A Hugging Face causal LM whose attention the caller supplies.
 
-    `from_pretrained` and `from_model` make one. The model is not patched: transformers dispatches
-    attention by name, and keyword arguments of the model's call reach that dispatch.
+    Its attention is the ``attend`` of each `forward`. `from_pretrained` and `from_model` make one.
+    The model is not patched: transformers dispatches attention by name, and keyword arguments of
+    the model's call reach that dispatch.
 
     Parameters
     ----------
@@ -135,7 +139,9 @@ class HFTarget:
         return cls(module, name or module.name_or_path, layers)
 
     def with_features(self, features: FeatureSpec) -> Self:
-        """Return a target of the same weights that gives ``features`` as hidden states.
+        """Return a target of the same weights with other ``features``.
+
+        It gives these features as hidden states.
 
         Raises
         ------
@@ -162,12 +168,15 @@ class HFTarget:
 
     @property
     def max_context_len(self) -> int:
-        """Tokens up to which the model's position embedding is that of its training."""
+        """Most tokens for which the position embedding is that of training."""
         return min([int(self.config.max_position_embeddings), *self._rescaling.values()])
 
     @property
     def _rescaling(self) -> dict[str, int]:
-        """The rope types that rescale a batch by its longest context, and from which length on."""
+        """The rope types that rescale a batch by its longest context.
+
+        Each comes with the length from which on it rescales.
+        """
         longest = int(self.config.max_position_embeddings)
         ropes = getattr(self.config, "rope_parameters", None) or {}
         found = {}
@@ -179,7 +188,9 @@ class HFTarget:
         return found
 
     def for_context(self, max_context_len: int) -> Self:
-        """Return the target itself, if its rope type rotates contexts of that length.
+        """Return the target itself if its rope type allows the length.
+
+        The rope type has to rotate contexts of that length as it rotates shorter ones.
 
         Raises
         ------
@@ -199,7 +210,10 @@ class HFTarget:
 
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end a text, by the model's generation settings and its configuration."""
+        """Token ids that end a text.
+
+        They come from the model's generation settings and its configuration.
+        """
         ids: set[int] = set()
         for source in (self.module.generation_config, self.config):
             eos = getattr(source, "eos_token_id", None)
@@ -291,7 +305,10 @@ def tokenizer_of(name: str) -> Any:
 def _attention(
     attend: Attend, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any
 ) -> Tensor:
-    """Call ``attend`` for a layer: ``[1, heads, T, D]`` each to ``[1, T, heads, Dv]``."""
+    """Call ``attend`` for a layer.
+
+    Each tensor is ``[1, heads, T, D]``; the result is ``[1, T, heads, Dv]``.
+    """
     q, k, v = (heads[0].transpose(0, 1).contiguous() for heads in (query, key, value))
     return attend(module.layer_idx, q, k, v)[None]
 

@@ -1,4 +1,7 @@
-"""Finds and reads model folders, here or on the Hugging Face Hub, with one-line errors."""
+"""Find and read model folders, local or on the Hugging Face Hub.
+
+Errors have one line.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the warnings and progress bars of transformers and the Hub for a while."""
+    """Silence warnings and progress bars of transformers and the Hub.
+
+    They are silent within the context only.
+    """
     bars = hf_logging.is_progress_bar_enabled()
     levels = hf_logging.get_verbosity(), hub_logging.get_verbosity()
     hf_logging.disable_progress_bar()
@@ -54,7 +60,7 @@ def blaming(argument: str, name: str) -> Iterator[None]:
 
 
 def locate(argument: str, path_or_id: str | Path) -> str:
-    """Return the path of a model folder, or the name of a model on the Hub.
+    """Return a model folder's path or a Hub model's name.
 
     Raises
     ------
@@ -73,7 +79,9 @@ def locate(argument: str, path_or_id: str | Path) -> str:
 
 
 def fetch(argument: str, path_or_id: str | Path, patterns: list[str]) -> Path:
-    """Return a model's folder, and fetch the files of these patterns if it is on the Hub.
+    """Return a model's folder, fetched if it is on the Hub.
+
+    From the Hub come the files of these patterns.
 
     Raises
     ------
@@ -88,9 +96,10 @@ def fetch(argument: str, path_or_id: str | Path, patterns: list[str]) -> Path:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type if there is none.
+    """Return the first line of an error's message, or its type.
 
-    A first line that ends in a colon announces the others: all of them are returned then.
+    The type stands in for an empty message. A first line that ends in a colon announces the others:
+    all of them are returned then.
     """
     if isinstance(error, KeyError):
         return f"there is no {error}"
@@ -101,13 +110,16 @@ def first_line(error: BaseException) -> str:
 
 
 def count_from_first(names: Collection[str]) -> str:
-    """Return the first of the names in order, and the number of the others."""
+    """Return the first name in order, and count the others."""
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return min(names) + more
 
 
 def _cause(error: BaseException) -> str:
-    """Say in one line why a load failed, by the first known error of the chain."""
+    """Say in one line why a load failed.
+
+    The first known error of the chain decides.
+    """
     link: BaseException | None = error
     while link is not None:
         for kinds, text in _CAUSES:

@@ -1,9 +1,9 @@
-"""Finds out what attention a Hugging Face model computes, by running four tokens through it.
+"""Find out what attention a Hugging Face model computes.
 
-The first forward shows the geometry of every layer. In it transformers builds the masks of the
-model's own attention, which tell each layer's window at any distance. The second forward has the
-same tokens in another order, with their positions: a model that can be served computes the same
-queries, keys and values for each of them.
+The probe runs four tokens through the model. The first forward shows the geometry of every layer.
+In it transformers builds the masks of the model's own attention, which tell each layer's window at
+any distance. The second forward has the same tokens in another order, with their positions: a model
+that can be served computes the same queries, keys and values for each of them.
 """
 
 from __future__ import annotations
@@ -76,7 +76,10 @@ def probe_layers(module: nn.Module, config: Any) -> tuple[AttnConfig, ...]:
 
 
 def _run(module: Any, config: Any, interface: str, **inputs: Tensor) -> _Probe:
-    """Run the model with its attention replaced by a new probe, and return that."""
+    """Run the model with a new probe as its attention.
+
+    The probe is returned.
+    """
     probe = _Probe(config)
     try:
         with quiet(), torch.no_grad():
@@ -126,7 +129,10 @@ def _unsupported(config: Any, reason: str) -> ModelError:
 
 
 class _Probe:
-    """Takes the place of attention in one forward, and writes down what each layer asks for."""
+    """A probe takes the place of attention in one forward.
+
+    It records what each layer asks for.
+    """
 
     def __init__(self, config: Any) -> None:
         self._config = config
@@ -179,7 +185,7 @@ class _Probe:
                 raise _unsupported(self._config, f"gives attention an argument {name!r}{known}")
 
     def _window(self, index: int, mask: Any, asked: int | None) -> int:
-        """Return the layer's window in Hugging Face's sense, 0 if it has none.
+        """Return the layer's Hugging Face window, 0 if it has none.
 
         The mask decides where there is one: layers of some models (Qwen2-MoE, PhiMoE) do not say
         their window, or say one that only others have.
@@ -209,7 +215,10 @@ def _mask(
     device: torch.device,
     **_: Any,
 ) -> Tensor:
-    """Stand in for a mask, and keep the function that tells which tokens see which."""
+    """Stand in for a mask, and keep its function.
+
+    The function tells which tokens see which.
+    """
     mask = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device)
     _MASKS[mask] = mask_function
     return mask
@@ -218,7 +227,10 @@ def _mask(
 def _window_of(
     mask_function: Callable[..., Tensor], length: int, device: torch.device
 ) -> int | None:
-    """Return a causal mask's window, 0 if it has none within ``length``, None for other masks."""
+    """Return a causal mask's window, None for other masks.
+
+    The window is 0 if the mask has none within ``length``.
+    """
     keys = torch.arange(length + 2, device=device)
     zero, window = keys.new_zeros(()), length + 2
     # The last row tells the window. It must be that of the row before it, which it is not where a
@@ -246,7 +258,7 @@ def _dispatch(
     specattn_attention: Callable[..., Tensor] | None = None,
     **asked: Any,
 ) -> tuple[Tensor, None]:
-    """Hand a layer's attention to the callable that the model was called with."""
+    """Hand a layer's attention to the callable of the model's call."""
     if specattn_attention is None:
         reason = "does not pass the arguments of its call on to its attention"
         raise _unsupported(module.config, reason)

@@ -1,4 +1,4 @@
-"""Keys and values in their slots: store them, move them, and give rows slots."""
+"""Store and move keys and values, and give rows slots."""
 
 from __future__ import annotations
 
@@ -51,11 +51,12 @@ def commit_kv(
     offsets: Tensor | None = None,
     unit: int = 1,
 ) -> None:
-    """Move the KV of node ``accept_index[b, i]`` to slot ``tail_slots[b, i]`` in every layer.
+    """Move the KV of accepted nodes to the first tail slots.
 
-    Sources and targets may overlap (the path 0, 2, 5 reads slot 2 for rank 1 and writes it for
-    rank 2): a program reads all rows of its columns before it writes one. Entries of -1, and
-    nodes that are in place already, are skipped, so padding touches nothing.
+    In every layer the KV of node ``accept_index[b, i]`` goes to slot ``tail_slots[b, i]``. Sources
+    and targets may overlap (the path 0, 2, 5 reads slot 2 for rank 1 and writes it for rank 2): a
+    program reads all rows of its columns before it writes one. Entries of -1, and nodes that are in
+    place already, are skipped, so padding touches nothing.
 
     Parameters
     ----------
@@ -89,9 +90,10 @@ def write_slots(
     longest: int,
     page_size: int,
 ) -> None:
-    """Write the slots of pages into rows of ``req_to_token``, and the rows' new room.
+    """Write the slots of pages into rows of ``req_to_token``.
 
-    Allocates nothing and never waits for the device.
+    ``reserved`` gets the new number of slots of these rows. Allocates nothing and never waits for
+    the device.
 
     Parameters
     ----------

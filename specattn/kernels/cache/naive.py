@@ -14,7 +14,10 @@ _FLOAT8_MAX = 448.0
 
 
 def _as_stored(values: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Convert to ``dtype``; to float8 divided by ``scale``, cut at its largest number."""
+    """Convert to ``dtype``, as the pool stores it.
+
+    For float8, values are divided by ``scale`` and clamped to its largest number.
+    """
     if dtype == torch.float8_e4m3fn:
         values = (values.float() * (1 / scale)).clamp(-_FLOAT8_MAX, _FLOAT8_MAX)
     return values.to(dtype)

@@ -20,7 +20,10 @@ FLOAT8_MAX = tl.constexpr(448.0)
 
 @triton.jit
 def as_stored(values, factor, cache):
-    """Convert to the dtype of ``cache``; to float8 times ``factor``, cut at its largest number."""
+    """Convert to the dtype of ``cache``.
+
+    For float8, values are multiplied by ``factor`` and clamped to its largest number.
+    """
     if cache.dtype.element_ty == tl.float8e4nv:
         values = values.to(tl.float32) * factor
         # a NaN stays one
@@ -203,7 +206,10 @@ def _commit_kv_kernel(
 
 
 def _first(pool: Tensor | Sequence[Tensor]) -> tuple[Tensor, int]:
-    """Return the first layer as integers, and how many lie from there to the second."""
+    """Return the first layer as integers, and the stride between layers.
+
+    The stride is the number of integers from the first layer to the second.
+    """
     first = pool[0].view(_BITS[pool[0].element_size()])
     if isinstance(pool, Tensor):
         return first, pool.stride(0)

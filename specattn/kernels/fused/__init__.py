@@ -1,8 +1,9 @@
-"""What lies between a decoder's matrix products: norms, rotation and KV store, activation.
+"""Run a decoder's norms, rotation, KV store and activation.
 
-Every operation reads a product as ``partials [S, T, N]`` that add up to it: one as torch leaves it,
-or several in float32 from a product split along its inner dimension (split-K), whose sum costs no
-launch of its own. Sums, norms and rotations are in float32 and rounded once.
+These operations lie between its matrix products. Every operation reads a product as
+``partials [S, T, N]`` that add up to it: one as torch leaves it, or several in float32 from a
+product split along its inner dimension (split-K), whose sum costs no launch of its own. Sums, norms
+and rotations are in float32 and rounded once.
 
 On Hopper these are programmatic dependent launches (`specattn.kernels.launch`): a kernel loads the
 weights of its norm before it waits.
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """The position embedding, and the norms before it, of query and key heads.
+    """Position embedding of query and key heads, after optional norms.
 
     Parameters
     ----------

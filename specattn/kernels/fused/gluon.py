@@ -1,4 +1,4 @@
-"""Device code of products of few rows with a large weight, for Hopper, in Gluon.
+"""Gluon kernels multiply few rows by a large weight on Hopper.
 
 Weights are read once and are all that costs time, so they are streamed: one warp brings tiles of
 them by TMA, another the few rows, and a warpgroup multiplies weights (as the left factor of
@@ -20,7 +20,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @gluon.jit
 def _bring_weights(w32, w16, w8, w, barrier, half, row, k, STEP: gl.constexpr):
-    """Bring ``STEP`` rows of the weights, in boxes of 32, 16 and 8."""
+    """Bring ``STEP`` rows of the weights by TMA.
+
+    The rows come in boxes of 32, 16 and 8.
+    """
     for z in gl.static_range(STEP // 32):
         tma.async_copy_global_to_shared(
             w32, [row + z * 32, k], barrier, w.index(half).slice(z * 32, 32)
@@ -76,11 +79,11 @@ def _produce_weights(
     PACE: gl.constexpr,
     MANY: gl.constexpr,
 ):
-    """Bring the weights of the CTA's tiles, ``apart`` rows apart, after the first ``PACE`` steps.
+    """Bring the weights of the CTA's tiles after the first ``PACE`` steps.
 
-    Nobody writes weights, so nothing is waited for. Until the ring is full, ``PACE`` tiles are on
-    their way at a time: kernels before this one still load their operands, which come behind all
-    that has been asked for.
+    The tiles are ``apart`` rows from each other. Nobody writes weights, so nothing is waited for.
+    Until the ring is full, ``PACE`` tiles are on their way at a time: kernels before this one still
+    load their operands, which come behind all that has been asked for.
     """
     for step in range(gl.minimum(count, PACE), count * turns):
         if step >= STAGES:
@@ -111,9 +114,10 @@ def _produce_rows(
     STAGES: gl.constexpr,
     MANY: gl.constexpr,
 ):
-    """Bring what the weights are multiplied by, once the kernel before this one is complete.
+    """Bring the rows of x once the previous kernel is complete.
 
-    Rows of a tile that no box brings are multiplied, but never stored.
+    The weights are multiplied by these rows. Rows of a tile that no box brings are multiplied, but
+    never stored.
     """
     gdc_wait()
     for step in range(count * turns):
@@ -136,7 +140,10 @@ def _produce_rows(
 def _store(
     out, values, first, step, tokens, width, stride_row, BT: gl.constexpr, layout: gl.constexpr
 ):
-    """Store ``step`` of 64 rows of a tile as columns of the result, from ``first`` on."""
+    """Store rows of a tile as columns of the result.
+
+    ``step`` of its 64 rows are stored, from column ``first`` on.
+    """
     token = gl.arange(0, BT, layout=gl.SliceLayout(0, layout))  # [BT]
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))  # [64]
     column = first + row
@@ -214,9 +221,10 @@ def gluon_linear_kernel(
     MANY: gl.constexpr,
     PRODUCER_REGS: gl.constexpr,
 ):
-    """A CTA takes 2 STEP rows of the weights (GATED: STEP and those they gate) and a share of K.
+    """Multiply a CTA's rows of weights by x over its K share.
 
-    With ``MANY`` there are fewer CTAs than such tiles: each takes several, and reads on in between.
+    A CTA takes 2 STEP rows of the weights (GATED: STEP and those they gate) and a share of K. With
+    ``MANY`` there are fewer CTAs than such tiles: each takes several, and reads on in between.
     """
     SIZE: gl.constexpr = STEP if GATED else 2 * STEP
     gdc_launch_dependents()

@@ -1,6 +1,7 @@
-"""Products of at most 128 rows with a large weight, at the speed at which the weight can be read.
+"""Multiply at most 128 rows by a large weight, at memory speed.
 
-Only on Hopper; everywhere else, and for more rows, torch's product takes its place.
+A product takes as long as its weight takes to be read. The kernel runs only on Hopper; everywhere
+else, and for more rows, torch's product takes its place.
 """
 
 from __future__ import annotations
@@ -69,9 +70,10 @@ class StreamTile:
 
 
 def stream_tile(rows: int, *, gated: bool = False) -> StreamTile:
-    """Choose the tile for this many rows of x; the rings of its CTAs fill the shared memory.
+    """Choose the tile for this many rows of x.
 
-    One CTA per multiprocessor makes fewer partials to add up, two even out what is not split.
+    The rings of its CTAs fill the shared memory. One CTA per multiprocessor makes fewer partials to
+    add up, two even out what is not split.
     """
     if rows <= 16:
         return StreamTile(16, 3, ctas_per_sm=2, max_regs=64, pace=1) if gated else StreamTile(16, 6)
@@ -81,7 +83,10 @@ def stream_tile(rows: int, *, gated: bool = False) -> StreamTile:
 
 
 def streams(x: Tensor, weight: Tensor, *, gated: bool = False) -> bool:
-    """Whether the kernel takes these; the first call per device compiles it and tries it out."""
+    """Return whether the kernel takes these tensors.
+
+    The first call per device compiles the kernel and tries it out.
+    """
     return (
         0 < x.shape[0] <= MAX_ROWS
         and x.dtype == weight.dtype
@@ -95,7 +100,10 @@ def streams(x: Tensor, weight: Tensor, *, gated: bool = False) -> bool:
 
 
 def ready(device: torch.device) -> bool:
-    """Whether the kernel runs right on ``device``; ask once before anything is captured."""
+    """Return whether the kernel runs right on ``device``.
+
+    Ask once before anything is captured.
+    """
     return gluon_ok("gluon_linear", _check, device)
 
 
@@ -117,7 +125,10 @@ def stream_linear(x: Tensor, weight: Tensor, tile: StreamTile | None = None) -> 
 
 
 def stream_gated(x: Tensor, weight: Tensor, tile: StreamTile | None = None) -> Tensor:
-    """Return ``silu(x gate) * (x up)`` for ``weight [2 I, K]``, gates first, as ``[T, I]``."""
+    """Return ``silu(x gate) * (x up)``, ``[T, I]``.
+
+    ``weight`` is ``[2 I, K]``, gates first.
+    """
     tile = tile or stream_tile(len(x), gated=True)
     width = len(weight) // 2
     out = torch.empty(len(x), width, dtype=x.dtype, device=x.device)
@@ -127,23 +138,30 @@ def stream_gated(x: Tensor, weight: Tensor, tile: StreamTile | None = None) -> T
 
 
 def _gains(x: Tensor, weight: Tensor) -> bool:
-    """Whether streaming is faster than torch, beyond 64 rows, where multiplying takes as long.
+    """Return whether streaming is faster than torch beyond 64 rows.
 
-    There it is not for a weight that is split and leaves matrix instructions partly empty.
+    Beyond 64 rows multiplying takes as long as reading. There streaming is slower for a weight
+    that is split and leaves matrix instructions partly empty.
     """
     step, split = _splits(x, weight, stream_tile(len(x)))
     return len(x) <= 64 or step == 64 or split == 1
 
 
 def _splits(x: Tensor, weight: Tensor, tile: StreamTile) -> tuple[int, int]:
-    """Choose rows of weights per half of a CTA, and shares of K, of a product."""
+    """Choose how CTAs split a product.
+
+    It returns the rows of weights per half of a CTA, and the shares of K.
+    """
     return _shares(len(weight), 2, -(-x.shape[1] // tile.block_k), tile, x.device)
 
 
 def _shares(
     width: int, halves: int, steps: int, tile: StreamTile, device: torch.device
 ) -> tuple[int, int]:
-    """Choose rows of weights per half of a CTA, and shares of K, so that most CTAs run at once."""
+    """Choose rows of weights per half CTA, and shares of K.
+
+    With this choice most CTAs run at once.
+    """
     slots = _multiprocessors(device) * tile.ctas_per_sm
     best = (-1.0, 0, 0)
     for step in STEPS:

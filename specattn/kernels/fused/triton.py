@@ -193,7 +193,10 @@ def qk_norm_rope_store_kv(
 
 
 def _warps(size: int) -> int:
-    """Warps of a program that holds a whole row: all there can be, for it waits for memory."""
+    """Return the warps of a program that holds a whole row.
+
+    It gets all there can be, because it waits for memory.
+    """
     return max(1, min(32, int(triton.next_power_of_2(size)) // 128))
 
 

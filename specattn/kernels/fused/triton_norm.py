@@ -1,4 +1,7 @@
-"""Norms, activation and sums; every kernel adds up the partials of a product."""
+"""Triton kernels compute norms, activations and sums.
+
+Every kernel adds up the partials of a product.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ from specattn.kernels.launch import enter
 
 @triton.jit
 def sum_partials(partials, at, ok, stride_partial, SPLIT: tl.constexpr):
-    """Add up the partials of the values at ``at``, in float32 and in their order."""
+    """Add up the partials of the values at ``at``.
+
+    The sum is in float32 and in the order of the partials.
+    """
     # all loads first
     loaded = ()
     for s in tl.static_range(SPLIT):
@@ -47,7 +53,7 @@ def add_norm_kernel(
     SPLIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Add a product to one row of the stream, and norm the sum."""
+    """Add a product to a row of the stream; norm the sum."""
     to = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)  # [BLOCK]
     ok = column < SIZE

@@ -1,4 +1,7 @@
-"""Index lists, tables and masks that attention libraries read, filled on the device."""
+"""Fill the index lists, tables and masks of attention libraries.
+
+Everything is filled on the device.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ def fill_window(
     last_rows_out: Tensor | None = None,
     after_out: Tensor | None = None,
 ) -> None:
-    """Look up the slots after each request's committed tokens, and say where they are.
+    """Look up the slots and positions after each request's committed tokens.
 
     Parameters
     ----------
@@ -73,9 +76,10 @@ def fill_lists(
     kv_indices: Tensor,
     window_left: int,
 ) -> None:
-    """Write each request's list of slots: its prefix by the table, then its tail.
+    """Write each request's list of slots: its prefix, then its tail.
 
-    A list shorter than both holds the last of them: a window lets the host leave keys out.
+    The slots of the prefix come from ``req_to_token``. A list shorter than both holds the last of
+    them: a window lets the host leave keys out.
 
     Parameters
     ----------
@@ -118,10 +122,11 @@ def pack_masks(
     mask: Tensor,
     window_left: int,
 ) -> None:
-    """Write each request's mask, a row of listed keys per query, as bits, lowest first.
+    """Write each request's mask as bits, lowest first.
 
-    This is the packed mask of FlashInfer: rows follow one another without padding, and each
-    request begins at a whole byte. It comes straight from the ancestor words; no bool mask exists.
+    The mask has a row of listed keys per query. This is the packed mask of FlashInfer: rows follow
+    one another without padding, and each request begins at a whole byte. It comes straight from the
+    ancestor words; no bool mask exists.
 
     Parameters
     ----------
@@ -158,7 +163,7 @@ def fill_block_table(
     page_size: int,
     lists: int = 1,
 ) -> None:
-    """List every request's pages: those of its prefix, then those of its tail.
+    """List every request's pages: its prefix's, then its tail's.
 
     The slot of key ``p`` must be ``page * page_size + p % page_size``: whole, aligned pages, in
     the order of the keys. Only the first slot of a page is read.
@@ -197,9 +202,10 @@ def fill_slots(
     page_size: int,
     block_stride: int,
 ) -> None:
-    """Write the slots of every line's blocks into its row, and how many tokens have some.
+    """Write the slots of every line's blocks into its row.
 
-    Allocates nothing and never waits for the device.
+    ``reserved`` gets the number of tokens that have slots. Allocates nothing and never waits for
+    the device.
 
     Parameters
     ----------
@@ -268,7 +274,9 @@ def fill_page_table(
 def fill_ancestor_table(
     tail_slots: Tensor, tail_words: Tensor, table: Tensor, lens: Tensor
 ) -> None:
-    """List the slots of the tail keys that every query token sees, in their bits' order.
+    """List the slots of the tail keys each query token sees.
+
+    The slots are in the order of the keys' bits.
 
     Parameters
     ----------
@@ -342,9 +350,9 @@ def fill_draft_tails(
     kv_indptr: Tensor,
     kv_indices: Tensor,
 ) -> None:
-    """Write the ancestors of one step again, once its words are known; prefixes stay.
+    """Write the ancestors of one step again; prefixes stay.
 
-    `fill_draft_kv` has to have run for the same lengths.
+    Call it once the step's words are known. `fill_draft_kv` has to have run for the same lengths.
 
     Parameters
     ----------

@@ -110,7 +110,10 @@ def _store_tail(
     BLOCK_J: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Write the step + 1 slots of a branch's set bits at ``kv_indices + at``, ascending."""
+    """Write the slots of a branch's set bits, in ascending order.
+
+    The step + 1 slots go to ``kv_indices + at``.
+    """
     node = tl.arange(0, BLOCK_J)  # [BLOCK_J]
     drafted = node < (step + 1) * TOPK
     word = tl.load(words + node // 64, mask=drafted, other=0)

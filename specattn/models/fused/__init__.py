@@ -1,4 +1,4 @@
-"""Models of few kernel launches, in place of loaded ones that compute the same."""
+"""Fused models compute what loaded ones compute, in few kernel launches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["FusedEagle3", "FusedTarget", "fuse"]
 def fuse(
     target: HFTarget, draft: EagleHead | Eagle3Head | None = None
 ) -> tuple[HFTarget | FusedTarget, EagleHead | Eagle3Head | FusedEagle3 | None]:
-    """Fuse a target and its draft, each of them if the fused path computes it.
+    """Fuse the target and the draft that the fused path computes.
 
     A model that it does not compute is returned as it is; `FusedTarget.from_target` and
     `FusedEagle3.from_head` say why. A fused model shares the weights of the one it was made of.

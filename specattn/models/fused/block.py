@@ -62,7 +62,10 @@ class RotaryTable:
         return torch.cat([cosine[0, :, :half], sine[0, :, :half]], dim=-1)
 
     def of_length(self, length: int) -> RotaryTable:
-        """Return the table of ``length`` positions, computed now; itself if it has as many."""
+        """Return the table of ``length`` positions, computed now.
+
+        A table that has as many returns itself.
+        """
         length = -(-length // _TABLE_STEP) * _TABLE_STEP
         table = self if length == self.length else RotaryTable(self.rotary, length)
         _ = table.rows
@@ -110,7 +113,10 @@ class Block:
     def of_layer(
         cls, layer: nn.Module, rotary: RotaryTable, geometry: AttnConfig, eps: float
     ) -> Self:
-        """Pack the weights of a transformers layer; its own become views of them."""
+        """Pack the weights of a transformers layer.
+
+        The layer's own weights become views of the packed ones.
+        """
         parts: Any = layer
         attention, mlp = parts.self_attn, parts.mlp
         norms = None
@@ -139,7 +145,10 @@ class Block:
         *,
         input_size: int | None = None,
     ) -> Self:
-        """Make a layer of random weights; ``input_size`` is the attention's, H if None."""
+        """Make a layer of random weights.
+
+        ``input_size`` is that of the attention, H if None.
+        """
         size, dim = config.hidden_size, config.head_dim
         geometry = AttnConfig(
             config.num_attention_heads, config.num_key_value_heads, dim, dtype=dtype
@@ -166,7 +175,7 @@ class Block:
 
     @cached_property
     def rotation(self) -> Rotation:
-        """The norms of heads and the position embedding, as the kernels take them."""
+        """The heads' norms and position embedding, as the kernels take them."""
         return Rotation(self.rotary.rows, self.head_norms, self.eps)
 
     def attend(
@@ -178,7 +187,9 @@ class Block:
         attend: Attend,
         rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Attend with the normed ``x`` and add the result to the residual stream.
+        """Attend with the normed ``x``, and update the residual stream.
+
+        The result of attention is added to the stream.
 
         Returns
         -------
@@ -196,14 +207,20 @@ class Block:
         return result
 
     def feed(self, x: Tensor) -> Tensor:
-        """Run the feed-forward part on the normed ``x [T, H]``; returns ``parts [S, T, H]``."""
+        """Run the feed-forward part on the normed ``x [T, H]``.
+
+        It returns ``parts [S, T, H]``.
+        """
         if streams(x, self.gate_up, gated=True):
             return project(stream_gated(x, self.gate_up), self.down)
         gated = silu_mul(project(x, self.gate_up), x.dtype)
         return project(gated, self.down)
 
     def _heads(self, parts: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the rotated heads for an `Attend`, which stores keys and values itself."""
+        """Return the rotated heads for an `Attend`.
+
+        The `Attend` stores keys and values itself.
+        """
         shape, count = self.geometry, len(positions)
         q, k, v = (
             parts.new_empty(count, heads, shape.head_dim, dtype=shape.dtype)
@@ -215,7 +232,10 @@ class Block:
 
 
 def project(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply ``x [T, in]`` by ``weight [out, in]``; the sum of ``[S, T, out]`` is the product."""
+    """Multiply ``x [T, in]`` by ``weight [out, in]``.
+
+    The result is ``[S, T, out]``, whose sum over S is the product.
+    """
     if streams(x, weight):
         return stream_linear(x, weight)
     return nn.functional.linear(x, weight)[None]
@@ -239,7 +259,10 @@ def random_linear(
 
 
 def _pack(*projections: nn.Linear) -> Tensor:
-    """Stack the weights of modules in one tensor, and leave views of it in the modules."""
+    """Stack the weights of modules in one tensor.
+
+    The modules keep views of it.
+    """
     packed = torch.cat([part.weight.detach() for part in projections])
     pieces = packed.split([part.out_features for part in projections])
     for part, piece in zip(projections, pieces, strict=True):
@@ -282,7 +305,10 @@ def refuse_unless_fused(
 
 
 def _oddity(name: str, part: nn.Module) -> str:
-    """Say what a module computes besides the product with its weight, "" if nothing."""
+    """Say what a module computes besides the product with its weight.
+
+    The answer is "" if there is nothing else.
+    """
     if getattr(part, "bias", None) is not None:
         return f"{name} has a bias"
     for suffix, plain in _PLAIN.items():

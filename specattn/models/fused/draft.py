@@ -168,7 +168,7 @@ class FusedEagle3:
 
     @property
     def hidden_size(self) -> int:
-        """H, the width of the states handed from one draft step to the next."""
+        """H, the width of the states between draft steps."""
         return self.norm.shape[0]
 
     @property

@@ -167,7 +167,9 @@ class FusedTarget:
         )
 
     def with_features(self, features: FeatureSpec) -> Self:
-        """Return a target of the same weights that gives ``features`` as hidden states.
+        """Return a target of the same weights with other ``features``.
+
+        It gives these features as hidden states.
 
         Raises
         ------
@@ -259,7 +261,10 @@ class FusedTarget:
         return TargetOutput(product(x, self.lm_head.weight), states)
 
     def _states(self, count: int) -> tuple[Tensor | None, dict[int, Tensor]]:
-        """Allocate the features ``[T, F]``, and return each hidden state's part of them."""
+        """Allocate the features, and return each hidden state's part of them.
+
+        The features are ``[T, F]``.
+        """
         wanted = tuple(dict.fromkeys(self.features.hidden_states))
         if not wanted:
             return None, {}
