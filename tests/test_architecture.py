@@ -108,3 +108,16 @@ def test_public_names_exist_and_are_documented():
         _ = specattn.Enigne
     for name in specattn.__all__:
         assert getattr(specattn, name).__doc__, name
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_first_lines_of_docstrings_are_short(path):
+    """A reader of an index sees nothing else; commands show theirs as help."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    long = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, documented) and (text := ast.get_docstring(node)):
+            first = text.splitlines()[0]
+            if len(first.split()) > 12 and path.parent.name != "cli":
+                long.append(first)
+    assert not long
