@@ -210,11 +210,6 @@ def test_forward_never_looks_at_positions_on_the_host(tiny, dense, monkeypatch) 
         ("data2vec-text", {"is_decoder": True}, "computes other heads in layer 0 .* positions"),
         ("nemotron", {"head_dim": 16}, "does not pass the arguments of its call on"),
         ("stablelm", {"head_dim": 16}, "does not pass the arguments of its call on"),
-        ("bloom", {}, NO_INTERFACE),
-        ("gptj", {"rotary_dim": 8}, NO_INTERFACE),
-        ("gpt_neo", {"attention_types": [[["global"], 3]]}, NO_INTERFACE),
-        ("mpt", {}, NO_INTERFACE),
-        ("falcon", {}, NO_INTERFACE),
     ],
 )
 def test_unsupported_models_are_refused_by_name(
@@ -231,6 +226,34 @@ def test_unsupported_models_are_refused_by_name(
             load(source)
         assert caught.value.argument == "target"
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("bloom", {}),
+        ("gptj", {"rotary_dim": 8}),
+        ("gpt_neo", {"attention_types": [[["global"], 3]]}),
+        ("mpt", {}),
+        ("falcon", {}),
+    ],
+)
+def test_old_models_are_refused_by_name_or_served_as_transformers_does(
+    tiny, tmp_path, dense, model_type, changes
+) -> None:
+    """Releases of transformers bring one after another to its attention interface."""
+    model = tiny(model_type, **changes)
+    model.save_pretrained(tmp_path)
+    ids, positions = tokens(), torch.arange(LENGTH)
+    want = reference(model, ids).logits[0]
+    for load, source in ((HFTarget.from_model, model), (HFTarget.from_pretrained, tmp_path)):
+        if not model._supports_attention_backend:
+            with pytest.raises(ModelError, match=f"model type '{model_type}' {NO_INTERFACE}"):
+                load(source)
+        else:
+            target = load(source)
+            out = target.forward(ids, positions, dense(target.layers).at(positions))
+            torch.testing.assert_close(out.logits, want, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
