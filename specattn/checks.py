@@ -21,16 +21,9 @@ _INTS = frozenset([int])
 def whole_number(
     name: str, value: SupportsIndex, low: int | None = None, high: int | None = None
 ) -> int:
-    """Return a whole number within limits; fractions, bools and strings are none.
+    """Return a whole number, of Python, NumPy or torch, within limits.
 
-    Parameters
-    ----------
-    name : str
-        What the error calls the argument.
-    value : int
-        Of Python, NumPy or torch.
-    low, high : int, optional
-        The smallest and the largest number allowed; ``high`` needs ``low``.
+    Fractions, bools and strings are none; ``high`` needs ``low``.
     """
     whole = value if type(value) is int else _index(name, value)
     if (low is not None and whole < low) or (high is not None and whole > high):

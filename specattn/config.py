@@ -286,10 +286,7 @@ class SpecConfig:
 
     @property
     def max_tree_nodes(self) -> int:
-        """The most nodes of a tree.
-
-        It is ``1 + topk + (num_steps - 1) topk²``.
-        """
+        """The most nodes of a tree, from ``num_steps`` and ``topk``."""
         if not self.num_steps:
             return 1
         return 1 + self.topk + (self.num_steps - 1) * self.topk**2

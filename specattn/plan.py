@@ -33,17 +33,7 @@ def mask_words(keys: int) -> int:
 def words_of(sets: Sequence[int], keys: int) -> Tensor:
     """Return bit sets, one Python int each, as ancestor words.
 
-    Parameters
-    ----------
-    sets : sequence of int
-        Bit j is tail key j.
-    keys : int
-        Tail keys that the words cover.
-
-    Returns
-    -------
-    Tensor
-        ``[len(sets), ceil(keys / 64)]`` int64 on the host.
+    Bit j is tail key j. The words are ``[len(sets), ceil(keys / 64)]`` int64 on the host.
     """
     count = mask_words(keys)
     # bytes put bit 63 where the sign of an int64 is
@@ -54,12 +44,8 @@ def words_of(sets: Sequence[int], keys: int) -> Tensor:
 def causal_words(layout: RowLayout) -> Tensor:
     """Return words by which query i sees the queries up to itself.
 
-    The query tokens are the last ``q_len`` keys of the tail; earlier tail keys are not seen.
-
-    Returns
-    -------
-    Tensor
-        ``[q_len, W]`` int64 on the host.
+    The query tokens are the last ``q_len`` keys of the tail; earlier tail keys are not seen. The
+    words are ``[q_len, W]`` int64 on the host.
     """
     first = layout.tail - layout.q_len
     return words_of([(2 << row) - 1 << first for row in range(layout.q_len)], layout.tail)
@@ -147,9 +133,7 @@ class AttnPlan:
 
 @dataclass(frozen=True)
 class CsrPlan:
-    """One draft decode step as index lists, one per branch.
-
-    A branch sees every key of its list.
+    """One draft step as index lists; a branch sees its whole list.
 
     Parameters
     ----------
@@ -275,10 +259,7 @@ def _own_bits(dims: MultiStepDims) -> Tensor:
 
 @dataclass(frozen=True)
 class MultiStepInputs(BufferSet):
-    """The tensors that all draft decode steps share.
-
-    Step s reads the branches of steps 0..s.
-    """
+    """What all draft steps share; step s reads branches of 0..s."""
 
     req_pool_indices: Tensor = buf(lambda _: (), torch.int64)
     seq_lens: Tensor = buf(lambda _: (), torch.int32)
@@ -291,32 +272,13 @@ class MultiStepInputs(BufferSet):
 class MultiStepPlan:
     """All draft decode steps of a bucket over one set of buffers.
 
-    Parameters
-    ----------
-    dims : MultiStepDims
-        Steps and branches.
-    req_to_token : Tensor
-        ``[rows, max_context_len]`` int32.
-    inputs : MultiStepInputs
-        The shared tensors, bound to the bucket.
-    layouts : tuple of RowLayout
-        One per step.
+    ``req_to_token`` is ``[rows, max_context_len]`` int32; ``layouts`` has one layout per step.
     """
 
     dims: MultiStepDims
     req_to_token: Tensor
     inputs: MultiStepInputs
     layouts: tuple[RowLayout, ...]
-
-    @property
-    def seq_lens(self) -> Tensor:
-        """``[B]`` int32 prefix lengths."""
-        return self.inputs.seq_lens
-
-    @property
-    def req_pool_indices(self) -> Tensor:
-        """``[B]`` int64 table rows."""
-        return self.inputs.req_pool_indices
 
     def step(self, index: int) -> AttnPlan:
         """Return the plan of step ``index``: views, nothing is copied."""
@@ -333,11 +295,7 @@ class MultiStepPlan:
         )
 
     def fill(self) -> None:
-        """Fill the slots and positions of all steps.
-
-        A step's branches take the next ``topk`` table columns after the prefix. The draft writes
-        the words once it knows its beams.
-        """
+        """Fill all steps' slots and positions: the columns after the prefix."""
         inputs = self.inputs
         fill_window(
             self.req_to_token,

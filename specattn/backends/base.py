@@ -67,10 +67,7 @@ class Capabilities:
 
     @classmethod
     def merged(cls, parts: Sequence[Capabilities]) -> Capabilities:
-        """Return what ``parts`` offer together.
-
-        That is what all can do, and what any of them needs.
-        """
+        """Return what all ``parts`` offer, and what any of them needs."""
         found: dict[str, Any] = {
             item.name: all(getattr(part, item.name) for part in parts) for item in fields(cls)
         }
@@ -102,10 +99,7 @@ class BoundAttention(ABC):
 
     # both are empty on purpose: few attentions need them
     def schedule(self, seq_lens_cpu: Tensor | None) -> None:  # noqa: B027
-        """Plan on the host from ``[B]`` int32 prefix lengths.
-
-        Device-planned attention has nothing to do here.
-        """
+        """Plan on the host from ``[B]`` int32 lengths, if it plans there."""
 
     def fill(self) -> None:  # noqa: B027
         """Derive device metadata from the plan's tensors: no sync, capturable."""
@@ -156,18 +150,10 @@ class BoundAttention(ABC):
 
 @dataclass(frozen=True)
 class FunctionAttention(BoundAttention):
-    """Attention by one function over a plan's tensors.
+    """Attention by one function over a plan's tensors; nothing to fill.
 
-    It has nothing to fill.
-
-    Parameters
-    ----------
-    plan : Plan
-        What it is bound to.
-    function : callable
-        Takes what `BoundAttention.run` takes, and ``options`` by name.
-    options : mapping
-        With the scales of a layer added as ``k_scale`` and ``v_scale``.
+    ``function`` takes what `BoundAttention.run` takes, and ``options`` by name, with the scales of
+    a layer added as ``k_scale`` and ``v_scale``.
     """
 
     plan: Plan
@@ -204,10 +190,7 @@ class JointFill(BoundAttention):
 
 
 class CompositeAttention(ABC):
-    """Attention made of others.
-
-    Each of them is filled with its own kind.
-    """
+    """Attention made of others, each filled with its own kind."""
 
     @abstractmethod
     def parts(self) -> Sequence[Fillable]:
@@ -235,10 +218,7 @@ def fill_all(bounds: Iterable[Fillable]) -> None:
 
 
 def by_lengths_alone(bounds: Iterable[Fillable]) -> tuple[list[Fillable], list[Fillable]]:
-    """Split ``bounds`` by what their filling reads.
-
-    The first part can be filled once lengths are known; the second may read the tree.
-    """
+    """Split ``bounds`` into what needs lengths alone and what reads trees."""
     early: list[Fillable] = []
     late: list[Fillable] = []
     for bound in _parts(bounds):
@@ -255,10 +235,7 @@ def _parts(bounds: Iterable[Fillable]) -> Iterator[Fillable]:
 
 
 class IdleAttention(BoundAttention):
-    """Attention over no request.
-
-    Every tensor is empty, so there is nothing to do.
-    """
+    """Attention over no request: every tensor is empty."""
 
     def run(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
@@ -333,8 +310,8 @@ def reasons_of(
 ) -> list[str]:
     """Say why ``backend`` cannot serve ``config``.
 
-    The reasons are its own, and what it does not declare. Few backends store keys and values in a
-    dtype of their own, or are deterministic, so the others need not know of it.
+    The reasons are its own, and what it does not declare: few backends store keys and values in a
+    dtype of their own, or are deterministic, and the others need not know of it.
     """
     found = backend.reasons(config, device)
     if config is None:
@@ -349,10 +326,7 @@ def reasons_of(
 
 
 def lists_refused(backend: str) -> UnsupportedError:
-    """Return the error of a backend without index lists.
-
-    It is raised where index lists meet a backend that reads the table alone.
-    """
+    """Return the error of a backend that serves no index lists."""
     return UnsupportedError(
         f"backend {backend!r}", ["index lists are not served (indices='table')"]
     )
@@ -361,10 +335,7 @@ def lists_refused(backend: str) -> UnsupportedError:
 def named_reasons(
     parts: Iterable[tuple[str, BackendFactory]], config: AttnConfig | None, device: torch.device
 ) -> list[str]:
-    """Say why parts of a composite cannot serve.
-
-    Each reason is led by ``"role name: "``.
-    """
+    """Name the reasons of a composite's parts, led by ``"role name: "``."""
     return [
         f"{role} {part.name}: {reason}"
         for role, part in parts

@@ -51,18 +51,6 @@ class Fa3Backend(ReadOnly):
 
     `bind` refuses trees under a window (any layout that is not causal, with ``window_left`` of 0 or
     more); every other combination of the capabilities is served.
-
-    Parameters
-    ----------
-    config : AttnConfig
-        The layer geometry.
-    device : torch.device
-        A CUDA device of compute capability 9.0.
-
-    Raises
-    ------
-    UnsupportedError
-        If ``sgl_kernel`` is installed but cannot be imported.
     """
 
     name: ClassVar[str] = "fa3"
@@ -101,13 +89,7 @@ class Fa3Backend(ReadOnly):
         return found
 
     def bind(self, plan: Plan) -> BoundAttention:
-        """Bind to the plan's kind.
-
-        Raises
-        ------
-        UnsupportedError
-            For index lists, for a tree under a window, and for slot tables of 2^31 entries or more.
-        """
+        """Bind to the plan's kind; refuse lists, trees under windows, huge tables."""
         window = self.config.window_left
         if isinstance(plan, CsrPlan):
             raise lists_refused(self.name)
@@ -164,22 +146,11 @@ class Fa3Backend(ReadOnly):
 
 @dataclass(frozen=True)
 class Keys:
-    """Where a call of FA3 finds every request's keys.
+    """Where FA3 finds every request's keys, in its own words.
 
-    The fields have FA3's own argument names.
-
-    Parameters
-    ----------
-    page_table : Tensor
-        ``[rows, width]`` int32, pages of a request's keys.
-    cache_seqlens : Tensor
-        ``[B]`` int32, keys of every request.
-    fill : callable
-        Writes all of it, on the device.
-    page_size : int
-        Slots of a page.
-    cache_batch_idx : Tensor or None
-        ``[B]`` int32, every request's row of the table; None where request b has row b.
+    ``page_table`` is ``[rows, width]`` int32, pages of a request's keys; ``cache_seqlens`` ``[B]``
+    int32, keys of every request; ``cache_batch_idx`` ``[B]`` int32, every request's row of the
+    table, None where request b has row b. ``fill`` writes all of it, on the device.
     """
 
     page_table: Tensor
@@ -194,18 +165,12 @@ class Keys:
 
 
 def page_of(page_size: int, window_left: int = -1) -> int:
-    """Return the slots of a table entry over keys in order.
-
-    A list under a window begins at its first visible key, which need not begin a page: 1.
-    """
+    """Return a table entry's slots: 1 where a window cuts pages."""
     return 1 if window_left >= 0 else min(page_size, MAX_PAGE)
 
 
 def keys_of_chains(plan: AttnPlan, window_left: int) -> Keys:
-    """List prefix and tail of every request.
-
-    Under a window the list begins at the first visible key.
-    """
+    """List prefix and tail of every request, from its window on."""
     if (page := page_of(plan.layout.page_size, window_left)) > 1:
         blocks = BlockTable.over(plan, page)
         return Keys(blocks.table, blocks.lens, blocks.fill, page)
@@ -231,10 +196,7 @@ def keys_of_chains(plan: AttnPlan, window_left: int) -> Keys:
 
 
 def keys_of_prefixes(plan: AttnPlan) -> Keys:
-    """List the keys before a tail.
-
-    The list goes page by page, or is ``req_to_token`` itself.
-    """
+    """List the keys before a tail, by pages or ``req_to_token`` itself."""
     if (page := page_of(plan.layout.page_size)) > 1:
         blocks = BlockTable.over(plan, page)
         # what the table says of the tail is not read
@@ -248,10 +210,7 @@ def keys_of_prefixes(plan: AttnPlan) -> Keys:
 
 
 def keys_of_prompts(plan: ExtendPlan, window_left: int) -> Keys:
-    """List cached and new tokens of every prompt.
-
-    The list goes page by page, or is in ``req_to_token``.
-    """
+    """List every prompt's keys, by pages or in ``req_to_token`` itself."""
     slots, page = plan.req_to_token, page_of(plan.page_size, window_left)
     lens = slots.new_zeros(len(plan.seq_lens))
     if page > 1:
@@ -324,10 +283,7 @@ class Fa3Causal(BoundAttention):
 
 @dataclass(frozen=True)
 class Fa3Tree(BoundAttention):
-    """Attention under any ancestor words, in two passes.
-
-    One pass reads the prefixes and one the ancestors; a merge joins them.
-    """
+    """A tree in two passes, over prefixes and ancestors, then merged."""
 
     backend: Fa3Backend
     plan: AttnPlan
@@ -348,17 +304,11 @@ class Fa3Tree(BoundAttention):
 
     @property
     def grows(self) -> bool:
-        """Whether the tail holds earlier nodes.
-
-        It does in a draft step, whose words `run` finds written.
-        """
+        """Whether the tail holds earlier nodes: in draft steps."""
         return self.plan.layout.tail > self.plan.layout.q_len
 
     def fill(self) -> None:
-        """List the prefixes, and the ancestors if they are known.
-
-        Every query token has a list of ancestors; in a draft step `run` fills it.
-        """
+        """List the prefixes, and the ancestors unless `run` will know them."""
         self.prefixes.fill()
         if not self.grows:
             self.ancestors.fill()

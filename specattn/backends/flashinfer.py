@@ -46,13 +46,6 @@ NO_KEYS = -3e4
 class FlashInferBackend(FlashInferLayer):
     """FlashInfer's decode and prefill wrappers.
 
-    Parameters
-    ----------
-    config : AttnConfig
-        The layer geometry.
-    device : torch.device
-        A CUDA device.
-
     Attributes
     ----------
     two_passes_from : int or None
@@ -98,20 +91,14 @@ class FlashInferBackend(FlashInferLayer):
         return FlashInferPrefill.over(self, plan)
 
     def _in_two_passes(self, plan: AttnPlan) -> bool:
-        """Whether a tree's prefix is worth a pass of its own.
-
-        A window needs the mask there too.
-        """
+        """Whether a tree's prefix, without a window, is worth its pass."""
         if plan.layout.causal or self.config.window_left >= 0 or self.two_passes_from is None:
             return False
         return plan.req_to_token.shape[1] >= self.two_passes_from
 
 
 class _Wrapper(Planned):
-    """A wrapper with an int workspace of its own.
-
-    It also has what all bound kinds share.
-    """
+    """What all bound kinds share: a wrapper with its int workspace."""
 
     def __init__(
         self,
@@ -153,20 +140,14 @@ class _Wrapper(Planned):
     def attend(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None
     ) -> None:
-        """Attend, with an lse of base 2.
-
-        The lse is about -5e4 in rows without keys.
-        """
+        """Attend; the lse has base 2, and -5e4 in rows without keys."""
         self.wrapper.run(
             q, (k_cache[:, None], v_cache[:, None]), out=out, lse=lse, return_lse=lse is not None
         )
 
 
 class FlashInferDecode(_Wrapper):
-    """Attention of one query token per list.
-
-    It serves plain decoding, and draft steps from lists or of one branch.
-    """
+    """One query token per list: decoding, and draft steps."""
 
     def __init__(self, backend: FlashInferLayer, lists: RequestLists | BranchLists) -> None:
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper
@@ -198,22 +179,8 @@ class FlashInferDecode(_Wrapper):
 class FlashInferPrefill(_Wrapper):
     """Attention of several query tokens per request over lists of keys.
 
-    It is causal, under masks, or neither.
-
-    Parameters
-    ----------
-    backend : FlashInferLayer
-        Whose geometry it serves.
-    lists : Lists
-        The keys.
-    grid : Grid
-        How the work is cut.
-    q_len : int
-        The most query tokens of a request.
-    causal : bool
-        Whether the keys end with the query tokens, which see those before them.
-    masks : PackedMasks, optional
-        Who sees what.
+    It is under ``masks``, or ``causal``: the keys end with the query tokens, which see those before
+    them; or neither. ``q_len`` is the most query tokens of a request.
     """
 
     def __init__(
@@ -250,10 +217,7 @@ class FlashInferPrefill(_Wrapper):
     def over(
         cls, backend: FlashInferLayer, plan: AttnPlan, *, prefix_only: bool = False
     ) -> FlashInferPrefill:
-        """Bind to a tree mode, or to its prefix alone.
-
-        With ``prefix_only`` the lists hold the prefix, which all its tokens see.
-        """
+        """Bind to a tree mode, or to the prefix that all see."""
         layout, config = plan.layout, backend.config
         grid = Grid.recorded(config, plan.batch, layout.q_len, backend.processors())
         lists = RequestLists(
@@ -277,10 +241,7 @@ class FlashInferPrefill(_Wrapper):
 
     @classmethod
     def over_prompts(cls, backend: FlashInferLayer, plan: ExtendPlan) -> FlashInferPrefill:
-        """Bind to ragged prompts.
-
-        Such plans are eager, so it may read their lengths from the device.
-        """
+        """Bind to prompts; eager, so it may read their lengths."""
         lists = PromptLists(plan, backend.config.window_left)
         requests, tokens = len(plan.req_pool_indices), plan.out_slots.numel()
         grid = Grid.eager(backend.config, requests, tokens, backend.processors())
@@ -327,11 +288,10 @@ class FlashInferPrefill(_Wrapper):
 
 
 class FlashInferTree(BoundAttention):
-    """Attention of a tree in two passes, merged by their lse.
+    """A tree in two passes, prefix and tail, merged by their lse.
 
-    One pass is over the prefix without a mask, the other over the tail. The prefix takes the kernel
-    without a mask, and the mask is a few bytes of the tail's, where one pass packs and reads a bit
-    for every key of every node.
+    The prefix takes the kernel without a mask, and the mask is a few bytes of the tail's, where one
+    pass packs and reads a bit for every key of every node.
     """
 
     def __init__(self, backend: FlashInferLayer, plan: AttnPlan) -> None:

@@ -44,18 +44,7 @@ FLOAT_BYTES = 64 << 20
 
 
 class FlashInferMlaBackend(FlashInferLayer):
-    """FlashInfer's MLA wrapper.
-
-    It serves ``latent`` layers of 512 + 64 columns in bfloat16. Trees (any layout that is not
-    causal) are refused at `bind`.
-
-    Parameters
-    ----------
-    config : AttnConfig
-        The layer geometry, ``latent``.
-    device : torch.device
-        A CUDA device.
-    """
+    """FlashInfer's MLA wrapper: causal ``latent`` layers in bfloat16."""
 
     name: ClassVar[str] = "flashinfer_mla"
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -74,13 +63,7 @@ class FlashInferMlaBackend(FlashInferLayer):
         return found if config is None else found + _geometry(config)
 
     def bind(self, plan: Plan) -> BoundAttention:
-        """Bind to the plan's kind.
-
-        Raises
-        ------
-        UnsupportedError
-            For a tree, and for more query tokens than FlashInfer can plan.
-        """
+        """Bind to a causal plan that FlashInfer can plan; refuse others."""
         if isinstance(plan, CsrPlan):
             return MlaBranches(self, plan)
         if isinstance(plan, ExtendPlan):
@@ -118,19 +101,8 @@ def _geometry(config: AttnConfig) -> list[str]:
 class MlaAttention(Planned):
     """One causal call over a list per request.
 
-    Decode, a chain's verify, draft steps of one branch and draft extend are planned into buffers
-    that a graph may have recorded; prompts are eager.
-
-    Parameters
-    ----------
-    backend : FlashInferMlaBackend
-        Whose geometry it serves.
-    lists : Lists
-        The keys.
-    q_len : int
-        Query tokens of a request; the most, for prompts.
-    indices : Tensor, optional
-        Where FlashInfer reads the slots; ``lists.indices`` if omitted.
+    Prompts are eager, all else is planned into buffers that a graph may have recorded. ``indices``
+    is where FlashInfer reads the slots, ``lists.indices`` by default.
     """
 
     def __init__(

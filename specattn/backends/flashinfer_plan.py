@@ -1,7 +1,4 @@
-"""FlashInfer's plans on the host.
-
-The module also holds the buffers that FlashInfer then reads on the device.
-"""
+"""FlashInfer's plans on the host, and the buffers that it reads."""
 
 from __future__ import annotations
 
@@ -29,13 +26,8 @@ if TYPE_CHECKING:
 
 #: FlashInfer's masked logit is -5e4 before scaling; a smaller scale would let it weigh something.
 MIN_SCALE = 1e-3
-#: Smallest float workspace.
-MIN_FLOATS = 128 << 20
-
-
-#: The largest float workspace that is spent on right-sized query tiles.
-MAX_TILING = 512 << 20
-MIN_INTS = 256 << 10
+#: The smallest workspaces, and the largest one of floats that right-sized query tiles may take.
+MIN_FLOATS, MIN_INTS, MAX_TILING = 128 << 20, 256 << 10, 512 << 20
 
 
 def device_reasons(device: torch.device) -> list[str]:
@@ -67,17 +59,7 @@ def require_contiguous(out: Tensor, lse: Tensor | None) -> None:
 
 
 class FlashInferLayer(ReadOnly):
-    """A layer geometry on a CUDA device.
-
-    It holds the workspace of everything bound to it.
-
-    Parameters
-    ----------
-    config : AttnConfig
-        The layer geometry.
-    device : torch.device
-        A CUDA device.
-    """
+    """A layer geometry, and the workspace of all bound to it."""
 
     name: ClassVar[str]
 
@@ -99,17 +81,7 @@ class FlashInferLayer(ReadOnly):
 
 
 class Planned(BoundAttention):
-    """A planned wrapper over lists of keys.
-
-    Its plans wait in pinned memory until the device has them.
-
-    Parameters
-    ----------
-    backend : FlashInferLayer
-        Whose geometry it serves.
-    lists : Lists
-        The keys it reads.
-    """
+    """A planned wrapper; its plans wait in pinned memory for the device."""
 
     def __init__(self, backend: FlashInferLayer, lists: Lists) -> None:
         self.config, self.lists = backend.config, lists
@@ -119,10 +91,7 @@ class Planned(BoundAttention):
 
     @contextmanager
     def staging(self) -> Iterator[None]:
-        """Plan inside, on the host.
-
-        Copies to the device are under way afterwards.
-        """
+        """Plan inside, on the host; copies are under way afterwards."""
         self._fetched.synchronize()
         yield
         self._fetched.record()
@@ -134,10 +103,7 @@ class Planned(BoundAttention):
 
     @abstractmethod
     def plan_lists(self, rows: Tensor, offsets: Tensor) -> None:
-        """Plan requests from the offsets of query tokens and lists.
-
-        Both are ``[B + 1]`` on the host and say where each request begins.
-        """
+        """Plan from ``[B + 1]`` host offsets of query tokens and lists."""
 
     def fill(self) -> None:
         """Fill the lists; prompts may have skipped ``schedule``."""
@@ -154,16 +120,8 @@ class Grid:
     request that the rows could hold beside ``requests - 1`` others of one row. Requests without
     rows take that worst case down to the ``q_len`` all requests really have.
 
-    Parameters
-    ----------
-    requests : int
-        Requests to plan for, those past the batch being without rows.
-    tile : int
-        Query rows (times group) of a tile.
-    ctas : int
-        Thread blocks per KV head, which bounds all partial results.
-    float_bytes, int_bytes : int
-        Workspace.
+    ``tile`` counts query rows (times group), ``ctas`` thread blocks per KV head, which bounds all
+    partial results.
     """
 
     requests: int
@@ -174,10 +132,7 @@ class Grid:
 
     @classmethod
     def recorded(cls, config: AttnConfig, batch: int, q_len: int, processors: int) -> Grid:
-        """Cut equal requests for a recorded graph.
-
-        The tile that ``q_len`` needs decides the cut, if its workspace is in bounds.
-        """
+        """Cut by the tile of ``q_len``, if its workspace is in bounds."""
         group, rows = config.num_qo_heads // config.num_kv_heads, batch * q_len
         tile = _tile(q_len * group, config.head_dim)
         if tile < _tile((rows - batch + 1) * group, config.head_dim):
@@ -188,10 +143,7 @@ class Grid:
 
     @classmethod
     def eager(cls, config: AttnConfig, batch: int, tokens: int, processors: int) -> Grid:
-        """Cut any requests of ``tokens`` altogether.
-
-        They are planned once: only split work has partials.
-        """
+        """Cut requests that are planned once: only split work has partials."""
         group = config.num_qo_heads // config.num_kv_heads
         return cls._sized(
             config,
@@ -244,10 +196,7 @@ def host_lens(seq_lens_cpu: Tensor | None, batch: int, longest: int, backend: st
 
 
 def list_offsets(sizes: Tensor, count: int) -> Tensor:
-    """Return ``[count + 1]`` int32 offsets of ``sizes``, on the host.
-
-    Lists past ``sizes`` are empty.
-    """
+    """Return ``[count + 1]`` int32 host offsets; later lists are empty."""
     offsets = torch.zeros(count + 1, dtype=torch.int32)
     offsets[1 : len(sizes) + 1] = sizes.cumsum(0)
     offsets[len(sizes) + 1 :] = offsets[len(sizes)]
@@ -266,25 +215,9 @@ class RequestLists:
     """A list per request: the prefix through the table, then the tail.
 
     Like the other lists here it has ``rows``, where every request's query tokens begin, on the
-    host, and ``indptr`` and ``indices``, which FlashInfer reads on the device.
-
-    Parameters
-    ----------
-    plan : AttnPlan
-        What is listed.
-    requests : int
-        Lists, those past the batch being empty.
-    window_left : int
-        Keys before any query's window are not listed; -1 is no window.
-    backend : str
-        Who lists, for errors.
-    prefix_only : bool
-        Leave the tail out; not with a window.
-
-    Attributes
-    ----------
-    longest : int
-        The most keys a list can have.
+    host, and ``indptr`` and ``indices``, which FlashInfer reads on the device. Lists past the batch
+    are empty, and keys before any query's window are not listed. ``longest`` is the most keys that
+    a list can have.
     """
 
     def __init__(
@@ -337,15 +270,7 @@ class RequestLists:
 
 
 class BranchLists:
-    """A list per branch, written by whoever owns the plan.
-
-    Parameters
-    ----------
-    plan : CsrPlan
-        One draft decode step.
-    backend : str
-        Who reads them, for errors.
-    """
+    """A list per branch, written by whoever owns the plan."""
 
     def __init__(self, plan: CsrPlan, backend: str) -> None:
         self.plan, self.requests, self.backend = plan, len(plan.kv_indptr) - 1, backend
@@ -354,10 +279,7 @@ class BranchLists:
         self.indices = plan.kv_indices
 
     def offsets(self, seq_lens_cpu: Tensor | None) -> Tensor:
-        """Return where each list begins, on the host.
-
-        The offsets count from the plan's first list.
-        """
+        """Return where each list begins, counted from the plan's first."""
         layout, room = self.plan.layout, len(self.indices)
         path = layout.tail // layout.q_len  # ancestors of a branch, itself included
         lens = host_lens(seq_lens_cpu, self.requests // layout.q_len, room, self.backend)
@@ -369,25 +291,12 @@ class BranchLists:
         return offsets
 
     def fill(self) -> None:
-        """Take the offsets as they are.
-
-        A part of a larger batch does not begin at 0.
-        """
+        """Take the offsets as they are: a part's begin elsewhere."""
         self.indptr.copy_(self.plan.kv_indptr)
 
 
 class PromptLists:
-    """A list of keys per prompt.
-
-    It holds cached and new tokens alike; their lengths are read from the device.
-
-    Parameters
-    ----------
-    plan : ExtendPlan
-        What is listed.
-    window_left : int
-        Keys before every query's window are not listed; -1 is no window.
-    """
+    """A list of cached and new keys per prompt."""
 
     def __init__(self, plan: ExtendPlan, window_left: int = -1) -> None:
         self._plan, self._window_left = plan, window_left
@@ -398,10 +307,7 @@ class PromptLists:
         self.indices = plan.req_to_token.new_empty(0)
 
     def offsets(self, seq_lens_cpu: Tensor | None) -> Tensor:
-        """Return where each list begins, on the host.
-
-        It also finds ``rows``, and reads the device.
-        """
+        """Return where lists begin, and find ``rows``: reads the device."""
         plan = self._plan
         rows, prefix = plan.qo_indptr.cpu(), plan.seq_lens.cpu()
         if self._window_left >= 0:
@@ -429,13 +335,7 @@ class PromptLists:
 
 
 class TailLists:
-    """The tail of every request, whose lengths are the layout's; planned once.
-
-    Parameters
-    ----------
-    plan : AttnPlan
-        What is listed.
-    """
+    """The tail of every request, as long as the layout's; planned once."""
 
     def __init__(self, plan: AttnPlan) -> None:
         self._slots, begin = plan.tail_slots, torch.arange(plan.batch + 1, dtype=torch.int32)
@@ -460,22 +360,9 @@ Lists = RequestLists | BranchLists | PromptLists | TailLists
 class PackedMasks:
     """A bit per query token and listed key, where FlashInfer reads it.
 
-    Its own windows count list entries, ours positions: siblings share one. So a window is a part
-    of the mask.
-
-    Parameters
-    ----------
-    plan : AttnPlan
-        Of the query tokens.
-    lists : RequestLists or TailLists
-        The keys.
-    backend : str
-        Who reads the masks, for errors.
-
-    Attributes
-    ----------
-    late : bool
-        Whether the words name ancestors of earlier draft steps, which become known after ``fill``.
+    Its own windows count list entries, ours positions: siblings share one. So a window is a part of
+    the mask. ``late`` says that the words name ancestors of earlier draft steps, which become known
+    after ``fill``.
     """
 
     def __init__(self, plan: AttnPlan, lists: RequestLists | TailLists, backend: str) -> None:

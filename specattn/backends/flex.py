@@ -48,17 +48,7 @@ HEAD = 10
 class FlexBackend(ReadOnly):
     """FlexAttention; no graphs, because it sizes its gather by the lengths.
 
-    Parameters
-    ----------
-    config : AttnConfig
-        The layer geometry.
-    device : torch.device
-        The CPU or a CUDA device.
-
-    Attributes
-    ----------
-    compiled : bool
-        Whether to compile where that is possible; subclass with False to run eagerly everywhere.
+    It compiles where that is possible; subclass with ``compiled`` False to run eagerly everywhere.
     """
 
     name: ClassVar[str] = "flex"
@@ -73,10 +63,7 @@ class FlexBackend(ReadOnly):
 
     @property
     def eager_because(self) -> str | None:
-        """What stands in the way of compiling.
-
-        A first failure to compile counts too.
-        """
+        """What stands in the way of compiling, or has failed to compile."""
         return self._eager_because
 
     @staticmethod
@@ -90,13 +77,7 @@ class FlexBackend(ReadOnly):
         return found
 
     def bind(self, plan: Plan) -> BoundAttention:
-        """Bind to the plan's kind.
-
-        Raises
-        ------
-        UnsupportedError
-            For index lists.
-        """
+        """Bind to the plan's kind; an UnsupportedError for index lists."""
         if isinstance(plan, CsrPlan):
             raise lists_refused(self.name)
         return FunctionAttention(plan, self.run, {"plan": plan})
@@ -128,10 +109,7 @@ class FlexBackend(ReadOnly):
     def attend(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, keys: Keys, *, lse: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend ``q [B, T, Hq, D]``.
-
-        Return ``[B, T, Hq, Dv]``, and the lse ``[B, T, Hq]`` if asked for.
-        """
+        """Map ``[B, T, Hq, D]`` to ``[B, T, Hq, Dv]``, with ``lse``."""
         # not earlier: other arguments may still be refused, in one line
         if q.device.type == "cpu":
             _warn_of_cpus()
@@ -260,10 +238,7 @@ class Keys:
         return self.slots.shape[1] - self.tail_positions.shape[1]
 
     def padded(self) -> Keys:
-        """Return the same, padded to whole blocks.
-
-        The result has at least two query tokens and two tail keys.
-        """
+        """Return whole blocks, two queries and tail keys at least."""
         rows, tail = max(2 - self.positions.shape[1], 0), max(2 - self.tail_positions.shape[1], 0)
         keys, width = self.slots.shape[1] + tail, self.width
         more = max(-keys % BLOCK, 2 * BLOCK - keys)  # keys that are not there, before the tail
@@ -347,10 +322,7 @@ def _compile_errors() -> tuple[type[Exception], ...]:
 
 @contextmanager
 def _uncompiled() -> Iterator[None]:
-    """Run FlexAttention's eager code as it is.
-
-    It would trace every new shape through dynamo.
-    """
+    """Run FlexAttention's eager code, not traced anew for every shape."""
     import torch.nn.attention.flex_attention as library
 
     before = library._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
@@ -388,11 +360,7 @@ def _compiled_attention() -> Any:
 
 
 def _gather(cache: Tensor, keys: Keys) -> Tensor:
-    """Return the keys' rows, 0 where not used.
-
-    They are ``[B, heads, N, dim]`` float32. Masking the scores would not do: a weight of 0 times a
-    NaN is NaN.
-    """
+    """Return ``[B, heads, N, D]``, 0 where unused: masks let NaN pass."""
     rows = cache[keys.slots.long().masked_fill(~keys.used, 0)].float()
     return rows.masked_fill(~keys.used[..., None, None], 0).transpose(1, 2)
 

@@ -48,14 +48,9 @@ def hybrid(
 
 @dataclass(frozen=True)
 class HybridBackend:
-    """Backends by phase, over one pool.
+    """Backends by phase, over one pool, as `hybrid` makes it.
 
-    `hybrid` makes it, and so does the name ``"a,b[,c]"``.
-
-    Parameters
-    ----------
-    prefill, decode, verify : BackendFactory
-        See `hybrid`. A backend given twice is made once.
+    A backend given twice is made once.
     """
 
     prefill: BackendFactory

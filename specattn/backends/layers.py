@@ -32,9 +32,7 @@ if TYPE_CHECKING:
 
 
 class LayeredBackend:
-    """One backend per distinct layer configuration of a model.
-
-    All of them write to one pool.
+    """One backend per distinct layer configuration of a model, over one pool.
 
     Parameters
     ----------
@@ -53,11 +51,6 @@ class LayeredBackend:
         If the backend cannot serve one of the layers.
     ValueError
         If the layers and the pool differ in ``kv_dtype``.
-
-    Attributes
-    ----------
-    host_plan : bool
-        Whether the backend plans on the host (`BoundAttention.schedule`).
     """
 
     def __init__(
@@ -82,21 +75,12 @@ class LayeredBackend:
         self._kind = tuple(distinct.index(config) for config in layers)
 
     def with_own_workspace(self) -> LayeredBackend:
-        """Return the same layers with own workspaces and metadata.
-
-        The pool is the same. What either binds may run while what the other binds does.
-        """
+        """Return the same layers with own workspaces, to run beside it."""
         backend, layers = self._made_of
         return LayeredBackend(backend, layers, self.pool, self.pool.device)
 
     def check_pages(self, page_size: int) -> None:
-        """Refuse pools whose pages are not those the backend reads.
-
-        Raises
-        ------
-        UnsupportedError
-            If ``page_size`` is not a multiple of what the backend needs.
-        """
+        """Raise an UnsupportedError for pages that the backend does not read."""
         if page_size % self._page_size:
             raise UnsupportedError(
                 f"backend {self.name!r}",
@@ -104,27 +88,13 @@ class LayeredBackend:
             )
 
     def check_indices(self, indices: str) -> None:
-        """Refuse what draft steps cannot read; see `MultiStepDraftBackend`.
-
-        Raises
-        ------
-        ValueError
-            If ``indices`` is neither ``"table"`` nor ``"csr"``.
-        UnsupportedError
-            If the backend serves no index lists, and ``indices`` is ``"csr"``.
-        """
+        """Refuse an unknown word, and lists if the backend serves none."""
         one_of("indices", indices, "table", "csr")
         if indices == "csr" and not self._lists:
             raise lists_refused(self.name)
 
     def bind(self, plan: Plan) -> BoundLayers:
-        """Bind every distinct configuration to ``plan``; an idle plan needs no kernel.
-
-        Raises
-        ------
-        ValueError
-            If a tensor of the plan is not as its class documents it.
-        """
+        """Check ``plan`` and bind every distinct configuration to it."""
         check_plan(plan, self.pool.device)
         bounds: list[BoundAttention] = [
             IdleAttention() if plan.idle else backend.bind(plan) for backend in self.backends
@@ -137,10 +107,7 @@ class LayeredBackend:
         return BoundLayers(self.backends, tuple(bounds), layers, self.pool, plan, graphs)
 
     def _of_layer(self, bound: BoundAttention, layer: int) -> BoundAttention:
-        """Return ``bound`` as one layer runs it.
-
-        It has the layer's scales, and prefetches if another layer of its kind came before.
-        """
+        """Return ``bound`` as one layer runs it: its scales, its prefetch."""
         stored = self.pool.layers[layer].kv_dtype is not None
         return bound.for_layer(
             self.pool.scales[layer] if stored else None,
@@ -179,10 +146,9 @@ class PackedAttend(ABC):
 
 @dataclass(frozen=True)
 class BoundLayers(CompositeAttention, PackedAttend):
-    """The `Attend` a model is given.
+    """The `Attend` of a model: it stores new KV, then attends.
 
-    It stores a layer's new KV, then attends. ``graphs`` says whether all that is bound here may be
-    recorded in a CUDA graph.
+    ``graphs`` says whether all that is bound here may be recorded in a CUDA graph.
     """
 
     backends: tuple[AttentionBackend, ...]
@@ -193,10 +159,7 @@ class BoundLayers(CompositeAttention, PackedAttend):
     graphs: bool
 
     def fingerprint(self) -> Fingerprint:
-        """Describe the pool and the configs.
-
-        A recorded graph reads and writes the pool at the addresses it had.
-        """
+        """Describe the pool and the configs, which a graph bakes in."""
         # by value: what a graph has baked in stays as it was, whatever becomes of the config
         configs = {
             f"AttnConfig[{at}]": dict(vars(backend.config))

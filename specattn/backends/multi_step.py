@@ -1,7 +1,4 @@
-"""Multi-step drafting.
-
-The module holds the buffers all draft decode steps share, and a bound backend per step.
-"""
+"""Multi-step drafting: what all draft steps share, and a backend of each."""
 
 from __future__ import annotations
 

@@ -105,13 +105,7 @@ class PagedBackend(ReadOnly, ABC):
         """Say which head counts and widths stand in the way."""
 
     def bind(self, plan: Plan) -> BoundAttention:
-        """Bind to a causal plan.
-
-        Raises
-        ------
-        UnsupportedError
-            For trees, index lists and prompts, and for pages of another size.
-        """
+        """Bind to a causal plan of whole pages; refuse others by name."""
         if isinstance(plan, AttnPlan) and plan.layout.causal:
             if plan.layout.page_size % self.page_size == 0:
                 return self.bind_causal(plan)
@@ -132,10 +126,7 @@ class PagedBackend(ReadOnly, ABC):
         return BoundPages(self, BlockTable.over(plan, self.page_size))
 
     def plan(self, bound: BoundPages) -> None:
-        """Let the library plan on the device, if it does.
-
-        The block table has been filled before.
-        """
+        """Let the library plan on the device, over the filled block table."""
 
     @abstractmethod
     def attend(
@@ -145,11 +136,7 @@ class PagedBackend(ReadOnly, ABC):
 
 
 def latent_reasons(config: AttnConfig, served: Sequence[tuple[int, int]]) -> list[str]:
-    """Say what stands in the way of a ``latent`` layer.
-
-    ``served`` lists the ``(rank, rope)`` a row may have: ``rank`` numbers of latent, which are the
-    values, and ``rope`` rotated ones.
-    """
+    """Say why a ``latent`` row, rank + rope, is none of ``served``."""
     if not config.latent:
         return ["only latent layers are served (AttnConfig.latent)"]
     rank, rope = config.v_head_dim, config.head_dim - config.v_head_dim
@@ -160,20 +147,14 @@ def latent_reasons(config: AttnConfig, served: Sequence[tuple[int, int]]) -> lis
 
 
 def whole_pages(pool: Tensor, page_size: int) -> Tensor:
-    """View ``[num_slots, heads, dim]`` as ``[num_pages, page_size, heads, dim]``.
-
-    Slots past the last whole page belong to nobody, and are left out.
-    """
+    """View ``[num_slots, heads, dim]`` as ``[num_pages, page_size, heads, dim]``."""
     whole = len(pool) // page_size * page_size
     return pool[:whole].view(-1, page_size, *pool.shape[1:])
 
 
 @dataclass(frozen=True)
 class BlockTable:
-    """The block table of a causal plan.
-
-    It also holds the number of keys of every list.
-    """
+    """The block table of a causal plan, and each list's length."""
 
     plan: AttnPlan
     page_size: int
@@ -183,11 +164,7 @@ class BlockTable:
 
     @classmethod
     def over(cls, plan: AttnPlan, page_size: int, lists: int = 1) -> BlockTable:
-        """Allocate a table that holds any list.
-
-        It is padded to a multiple of `TABLE_KEYS` keys. ``lists`` is as in
-        `specattn.kernels.indices.fill_block_table`.
-        """
+        """Allocate a table for any list, in strides of `TABLE_KEYS` keys."""
         strides = -(-(plan.req_to_token.shape[1] + plan.layout.tail) // TABLE_KEYS)
         width = strides * TABLE_KEYS // page_size
         table = plan.req_to_token.new_zeros(plan.batch * lists, width)
@@ -195,10 +172,7 @@ class BlockTable:
 
     @property
     def max_keys(self) -> int:
-        """The keys a list can have.
-
-        It is a number for the host, whatever the batch.
-        """
+        """The keys a list can have, whatever the batch."""
         return self.table.shape[1] * self.page_size
 
     def fill(self) -> None:

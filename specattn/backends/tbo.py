@@ -1,7 +1,4 @@
-"""Two-batch overlap: a batch in two halves.
-
-One half computes while the other communicates.
-"""
+"""Two-batch overlap: one half computes while the other communicates."""
 
 from __future__ import annotations
 
@@ -85,11 +82,8 @@ class TboBackend:
     def name(self) -> str:
         """``tbo(a)``, or ``tbo(a; b, c)`` where the children differ from the primary."""
         primary, first, second = (part.name for part in (self.primary, *self.children))
-        return (
-            f"tbo({primary})"
-            if primary == first == second
-            else (f"tbo({primary}; {first}, {second})")
-        )
+        alike = primary == first == second
+        return f"tbo({primary})" if alike else f"tbo({primary}; {first}, {second})"
 
     @property
     def capabilities(self) -> Capabilities:
@@ -142,10 +136,9 @@ class TboLayer(CompositeBackend):
 
 
 def split(plan: AttnPlan | CsrPlan) -> tuple[AttnPlan | CsrPlan, AttnPlan | CsrPlan]:
-    """Split a plan at a request boundary.
+    """Split a plan at `halves`' request boundary, over the same memory.
 
-    `halves` chooses the boundary; the two plans are over the same memory. The second part's
-    ``kv_indptr`` starts where the first one's ends, not at 0.
+    The second part's ``kv_indptr`` starts where the first one's ends, not at 0.
     """
     first, second = (_requests(plan, half) for half in halves(len(plan.out_slots)))
     return first, second
@@ -169,16 +162,10 @@ def _requests(plan: AttnPlan | CsrPlan, which: slice) -> AttnPlan | CsrPlan:
 
 @dataclass(frozen=True)
 class BoundTbo(CompositeAttention, BoundAttention):
-    """Attention over both halves of a batch.
+    """Attention over both halves of a batch, the ``children``'s.
 
-    Parameters
-    ----------
-    plans : tuple of two AttnPlan or CsrPlan
-        What the children are bound to.
-    children : tuple of two BoundAttention
-        The halves' attention. ``fill`` and ``schedule`` here serve both; then an engine may call
-        `run` with all rows, or each child's ``run`` with the rows of its half, ``q[rows]`` for
-        ``rows`` in `rows`.
+    ``fill`` and ``schedule`` here serve both; then an engine may call `run` with all rows, or each
+    child's ``run`` with the rows of its half, ``q[rows]`` for ``rows`` in `rows`.
     """
 
     plans: tuple[AttnPlan | CsrPlan, AttnPlan | CsrPlan]
@@ -200,18 +187,12 @@ class BoundTbo(CompositeAttention, BoundAttention):
         return self.children
 
     def schedule(self, seq_lens_cpu: Tensor | None) -> None:
-        """Schedule both halves from their part of the lengths.
-
-        The split itself needs none.
-        """
+        """Schedule both halves from their part of the lengths."""
         for child, which in zip(self.children, self.requests, strict=True):
             child.schedule(None if seq_lens_cpu is None else seq_lens_cpu[which])
 
     def for_layer(self, scales: KVScales | None, *, prefetch: bool) -> Self:
-        """Return the same with a layer's scales in both halves.
-
-        Neither half prefetches.
-        """
+        """Return the same with a layer's scales; neither half prefetches."""
         first, second = (child.for_layer(scales, prefetch=False) for child in self.children)
         return replace(self, children=(first, second))
 

@@ -32,15 +32,7 @@ MAX_HEAD_DIM = 256
 
 
 class TritonBackend(ReadOnly):
-    """The library's own kernels.
-
-    Parameters
-    ----------
-    config : AttnConfig
-        The layer geometry.
-    device : torch.device
-        A CUDA device, or the CPU (interpreter).
-    """
+    """The library's own kernels, on CUDA or in the interpreter on CPUs."""
 
     name: ClassVar[str] = "triton"
     capabilities: ClassVar[Capabilities] = Capabilities(

@@ -62,10 +62,7 @@ def float8_reasons(config: AttnConfig, device: torch.device) -> list[str]:
 
 
 def _interpreting() -> bool:
-    """Whether Triton's own library was loaded for the interpreter.
-
-    It cannot change its mind.
-    """
+    """Whether Triton's library was loaded for the interpreter, for good."""
     import triton.language as tl
     from triton.runtime.interpreter import InterpretedFunction
 
@@ -84,16 +81,7 @@ def interpret() -> None:
 class TritonBound(BoundAttention):
     """Attention over one plan.
 
-    Parameters
-    ----------
-    plan : AttnPlan or CsrPlan
-        What it is bound to.
-    kernel : TreeAttention
-        The kernels of the plan's bucket.
-    request : PlanRequest
-        What fills the kernels' own plan.
-    inputs : mapping
-        The tensors that `TreeAttention.run` takes by name.
+    ``request`` fills the kernels' own plan; ``inputs`` are tensors that `TreeAttention.run` takes.
     """
 
     plan: AttnPlan | CsrPlan
@@ -137,11 +125,8 @@ class TritonTree(TritonCsr):
 class TritonDeterministic(TritonBound):
     """Either of them in the deterministic mode.
 
-    Parameters
-    ----------
-    late : bool
-        Whether what a query token sees is written after `fill`, so that `run` lists the paths: a
-        draft step, whose tail holds earlier nodes, and index lists.
+    In draft steps and over index lists, what a query token sees is written after `fill`: ``late``
+    says that `run` lists the paths.
     """
 
     late: bool

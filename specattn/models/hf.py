@@ -44,10 +44,7 @@ class FeatureSpec:
     hidden_states: tuple[int, ...] = ()
 
     def check(self, layers: int) -> None:
-        """Raise a ValueError unless a target has these hidden states.
-
-        The target has ``layers`` layers.
-        """
+        """Raise a ValueError unless a target of ``layers`` layers has these."""
         if any(not 0 <= index <= layers for index in self.hidden_states):
             raise ValueError(f"hidden_states must be 0..{layers}, got {self.hidden_states}")
 
@@ -139,9 +136,7 @@ class HFTarget:
         return cls(module, name or module.name_or_path, layers)
 
     def with_features(self, features: FeatureSpec) -> Self:
-        """Return a target of the same weights with other ``features``.
-
-        It gives these features as hidden states.
+        """Return a target of the same weights that gives other ``features``.
 
         Raises
         ------
@@ -173,10 +168,7 @@ class HFTarget:
 
     @property
     def _rescaling(self) -> dict[str, int]:
-        """The rope types that rescale a batch by its longest context.
-
-        Each comes with the length from which on it rescales.
-        """
+        """Return the length from which each rope type rescales its batch."""
         longest = int(self.config.max_position_embeddings)
         ropes = getattr(self.config, "rope_parameters", None) or {}
         found = {}
@@ -189,8 +181,6 @@ class HFTarget:
 
     def for_context(self, max_context_len: int) -> Self:
         """Return the target itself if its rope type allows the length.
-
-        The rope type has to rotate contexts of that length as it rotates shorter ones.
 
         Raises
         ------
@@ -210,10 +200,7 @@ class HFTarget:
 
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:
-        """Token ids that end a text.
-
-        They come from the model's generation settings and its configuration.
-        """
+        """Token ids that end a text, by generation settings and configuration."""
         ids: set[int] = set()
         for source in (self.module.generation_config, self.config):
             eos = getattr(source, "eos_token_id", None)
@@ -244,13 +231,7 @@ class HFTarget:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer next to the model, loaded on first use.
-
-        Raises
-        ------
-        ModelError
-            If there is none.
-        """
+        """The tokenizer next to the model, loaded on first use; see `tokenizer_of`."""
         return tokenizer_of(self.name)
 
     @torch.no_grad()
@@ -286,13 +267,7 @@ _TOKENIZER_FILES = ("*token*", "*vocab*", "*.model")
 
 
 def tokenizer_of(name: str) -> Any:
-    """Load the tokenizer of a model folder or Hub id.
-
-    Raises
-    ------
-    ModelError
-        If there is none.
-    """
+    """Load the tokenizer of a model; a ModelError if it has none."""
     if not name:
         raise ModelError("target", "a model built in memory has no tokenizer")
     files = Path(name)
@@ -305,10 +280,7 @@ def tokenizer_of(name: str) -> Any:
 def _attention(
     attend: Attend, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any
 ) -> Tensor:
-    """Call ``attend`` for a layer.
-
-    Each tensor is ``[1, heads, T, D]``; the result is ``[1, T, heads, Dv]``.
-    """
+    """Call ``attend`` with ``[1, heads, T, D]``; return ``[1, T, heads, Dv]``."""
     q, k, v = (heads[0].transpose(0, 1).contiguous() for heads in (query, key, value))
     return attend(module.layer_idx, q, k, v)[None]
 
