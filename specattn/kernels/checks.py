@@ -9,10 +9,7 @@ if TYPE_CHECKING:
 
 
 def require_dense(**tensors: Tensor | None) -> None:
-    """Raise ValueError, naming the tensor, unless all are contiguous.
-
-    Kernels index these tensors as contiguous ones.
-    """
+    """Raise ValueError, naming the tensor, unless kernels may index all as contiguous."""
     for name, tensor in tensors.items():
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(
@@ -22,18 +19,12 @@ def require_dense(**tensors: Tensor | None) -> None:
 
 
 def require_rows(**tensors: Tensor | None) -> None:
-    """Raise ValueError, naming the tensor, unless each row is dense.
-
-    The entries of a dense row lie side by side.
-    """
+    """Raise ValueError, naming the tensor, unless each row's entries are adjacent."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{name} must be dense in its last axis, got {tensor.stride()}")
 
 
 def as_columns(tensor: Tensor) -> Tensor:
-    """Return a per-request number as a column of width 1.
-
-    Anything else is returned as it is.
-    """
+    """Return a per-request number as a column; other tensors as they are."""
     return tensor[:, None] if tensor.dim() == 1 else tensor

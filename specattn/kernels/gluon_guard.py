@@ -1,7 +1,4 @@
-"""Decide whether a Gluon kernel may be used.
-
-Gluon is experimental, so each kernel proves itself first.
-"""
+"""Decide whether a Gluon kernel may be used, as each proves itself."""
 
 from __future__ import annotations
 

@@ -29,19 +29,13 @@ def supports_pdl(device: torch.device) -> bool:
 
 
 def launch_options(device: torch.device) -> dict[str, Any]:
-    """Return the launch options of a kernel that calls `enter`.
-
-    The kernel passes its constant ``PDL`` to `enter`.
-    """
+    """Return what a kernel needs that passes its constant ``PDL`` to `enter`."""
     return {"PDL": True, "launch_pdl": True} if supports_pdl(device) else {"PDL": False}
 
 
 @triton.jit
 def enter(PDL: tl.constexpr):
-    """Let the next kernel start, and wait for all earlier ones.
-
-    Without ``PDL`` it does nothing.
-    """
+    """If ``PDL``, let the next kernel start; wait for all earlier ones."""
     if PDL:
         # the next kernel waits for this kernel's end before it touches what it writes
         gdc_launch_dependents()
@@ -49,10 +43,9 @@ def enter(PDL: tl.constexpr):
 
 
 def programs_per_row(rows: int, blocks: int) -> int:
-    """Choose how many programs share each row.
+    """Choose how many programs share a row of at most ``blocks`` blocks.
 
-    There are ``rows`` rows of at most ``blocks`` blocks. Lengths are known on the device alone, and
-    most rows are far shorter than they may be: a program per block would start many for nothing.
-    Each takes every n-th block instead.
+    Lengths are known on the device alone, and most rows are far shorter than they may be: a program
+    per block would start many for nothing. Each takes every n-th block instead.
     """
     return max(1, min(blocks, PROGRAMS // max(rows, 1)))

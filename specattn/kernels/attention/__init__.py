@@ -1,6 +1,4 @@
-"""Attend over paged keys and values, and merge results.
-
-Queries are trees, rows of index lists, or prompts.
+"""Attend trees, index lists and prompts to paged keys; merge results.
 
 `TreeAttention` holds what a bucket needs between steps, so it is an object; `extend_attention` and
 `merge_lse` are functions. `naive` computes the same in torch, on any device.

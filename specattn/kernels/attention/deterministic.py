@@ -89,10 +89,7 @@ class DeterministicKernels(TreeKernels):
         )
 
     def workspace(self, bucket: TreeAttention) -> list[tuple[int, torch.dtype]]:
-        """Return elements and dtypes of the kept and the folded partials.
-
-        In order: the kept partials, their lse, the folded partials, their scales.
-        """
+        """Return elements and dtypes: kept partials, their lse, folded partials, their scales."""
         rows = bucket.num_kv_heads * bucket.q_len * bucket.group
         kept, folded = self.kept_slots * rows, self.grid.splits * rows
         return [

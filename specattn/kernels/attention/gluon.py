@@ -1,7 +1,4 @@
-"""Launches of the Gluon kernels, and where these serve.
-
-`triton` is the caller; `tree` and `specattn.kernels.attention` say what is computed.
-"""
+"""Launches of the Gluon kernels for `triton`, and where these serve."""
 
 from __future__ import annotations
 
@@ -43,15 +40,7 @@ def serves(head_dim: int, v_head_dim: int, kv_dtype: torch.dtype, device: torch.
 
 
 def check_gluon_tree(device: torch.device) -> None:
-    """Compare the kernel with float32 matrix products.
-
-    The problem has several partials.
-
-    Raises
-    ------
-    ArithmeticError
-        If it disagrees.
-    """
+    """Raise an ArithmeticError unless the kernel agrees with float32 products."""
     attention = TreeAttention(
         batch=1,
         q_len=2,
@@ -108,10 +97,7 @@ def launch_tree(
     tensors: tuple[Tensor | None, ...],
     strides: tuple[int, ...],
 ) -> None:
-    """Launch on the tables of the last plan.
-
-    `TreeAttention.run` has checked the arguments.
-    """
+    """Launch on the last plan's tables; arguments as `TreeAttention.run` has checked them."""
     from specattn.kernels.attention.gluon_tree import gluon_tree_kernel
 
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
@@ -212,10 +198,7 @@ def _constants(
     out: Tensor,
     lse: Tensor | None,
 ) -> dict[str, Any]:
-    """Return the constants of both kernels and the compiler's options.
-
-    The constants describe the tensors and the tile.
-    """
+    """Return the constants of tensors and tile, and the compiler's options."""
     q_strides, out_strides, lse_strides = map(row_strides, (q, out, lse))
     return {
         "Q_TOKEN": q_strides[0],
@@ -252,10 +235,7 @@ def aligned(cache: Tensor) -> bool:
 def _pages(
     tile: GluonTile, k_cache: Tensor, v_cache: Tensor, page_size: int
 ) -> tuple[int, object, object]:
-    """Return page size and pools as TMA needs them.
-
-    If copies go by rows, these are 1 and the pools themselves.
-    """
+    """Return page size and TMA's pools; 1 and plain ones for rows."""
     heads, dim = k_cache.shape[1:]
     # a view whose heads do not lie side by side has no rows of pages
     if (
@@ -269,10 +249,7 @@ def _pages(
 
 
 def _rows(cache: Tensor, box: int) -> object:
-    """Describe a pool to TMA as rows ``[slots, NUM_KV * HEAD_DIM]``.
-
-    One copy brings ``box`` rows of one head.
-    """
+    """Describe ``[slots, NUM_KV * HEAD_DIM]`` to TMA; copies take ``box`` rows."""
     gl = importlib.import_module("triton.experimental.gluon.language")
     hopper = importlib.import_module("triton.experimental.gluon.nvidia.hopper")
     dtype = gl.float16 if cache.dtype == torch.float16 else gl.bfloat16

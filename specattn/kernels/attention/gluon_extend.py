@@ -1,6 +1,4 @@
-"""Device code of prompt attention for Hopper, in Gluon.
-
-Its contract is that of `extend_attention`.
+"""Device code of prompt attention for Hopper: `extend_attention`, in Gluon.
 
 A producer warpgroup and two consumers share the tiles of one block of rows; see `gluon_tile`.
 """
@@ -50,10 +48,7 @@ class Place:
 
 @gluon.jit
 def _block(place, c, t):
-    """Numbers of a block.
-
-    First query row and tokens of the request; prefix, first and last position of the block.
-    """
+    """Return a request's first row and tokens, prefix, first and last position."""
     BM: gl.constexpr = t.GROUPS * 64
     q_begin = gl.load(place.qo_indptr + place.req)
     q_len = gl.load(place.qo_indptr + place.req + 1) - q_begin
@@ -65,10 +60,7 @@ def _block(place, c, t):
 
 @gluon.jit
 def _key_range(place, q_len, first_pos, last_pos, c, t):
-    """Return a block's first visible key, first tile's key and tiles.
-
-    A block without rows has no tiles.
-    """
+    """Return first visible key, first tile's key and tiles; 0 without rows."""
     first_key = 0
     if t.WINDOW >= 0:
         first_key = gl.maximum(first_pos - t.WINDOW, 0)
@@ -107,10 +99,7 @@ def _convert(raw, ring, raw_t, t, c, place, WARPS: gl.constexpr, VALUES: gl.cons
 
 @gluon.jit
 def _consume(ring, t, c, place, q, out, lse, factors, WG: gl.constexpr):
-    """Attend with the 64 packed rows of warpgroup ``WG``.
-
-    A row is (token, head of the group).
-    """
+    """Attend with 64 packed rows: (token, head of the group)."""
     HEAD_DIM: gl.constexpr = t.HEAD_DIM
     GROUP: gl.constexpr = c.GROUP
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, t.BN, 16])

@@ -106,10 +106,7 @@ class Factors:
 
 @gluon.jit
 def make_ring(dtype: gl.constexpr, t, arrivals: gl.constexpr):
-    """Allocate a ring of 16-bit tiles and set its barriers up.
-
-    ``arrivals`` fill a stage.
-    """
+    """Allocate a ring of 16-bit tiles; ``arrivals`` fill a stage."""
     kv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([t.BN, t.HEAD_DIM], dtype)
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, t.HEAD_DIM], dtype)
     q = gl.allocate_shared_memory(dtype, [t.GROUPS, 64, t.HEAD_DIM], q_layout)
@@ -118,10 +115,7 @@ def make_ring(dtype: gl.constexpr, t, arrivals: gl.constexpr):
 
 @gluon.jit
 def make_raw_ring(dtype: gl.constexpr, t):
-    """Allocate a ring of float8 tiles.
-
-    One warpgroup fills a tile and one empties it.
-    """
+    """Allocate a ring of float8 tiles; a warpgroup fills, one empties each."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 1, [1, 0])
     # there are no queries in it
     q = gl.allocate_shared_memory(dtype, [1, 1, 16], layout)
@@ -165,10 +159,7 @@ def _advance(stage, phase, t):
 
 @gluon.jit
 def _load_slots(index_row, tail_row, start, r, first_key, prefix_len, t):
-    """Load the raw slots of the tile at ``start``.
-
-    They are read a tile ahead of their use.
-    """
+    """Load the raw slots of a tile ahead of their use."""
     pos = start + r  # [BN]
     if (start >= first_key) & (start + t.BN <= prefix_len):
         slots = gl.load(index_row + pos, cache_modifier=t.CACHE)
@@ -336,10 +327,7 @@ def produce(
 
 @gluon.jit
 def _load_words(word_row, row_ok, masked, first, t):
-    """Load the tail words of a tile with tail keys.
-
-    They are read before the tile's scores are there.
-    """
+    """Load the tail words of a tile before its scores are there."""
     word0 = row_ok.to(gl.uint64) * 0  # [64]
     word1 = word0
     word2 = word0
@@ -355,10 +343,7 @@ def _load_words(word_row, row_ok, masked, first, t):
 
 @gluon.jit
 def _mask(s, words, tail_pos_row, pos_q, r, start, end, prefix_len, t):
-    """Mask the scores of a tile by tail bits, end and position.
-
-    The tile holds tail keys, the end of the keys, or an edge by position.
-    """
+    """Mask a tile's scores by tail bits, end of keys and position."""
     first = start - prefix_len
     pos = start + r  # [BN]
     if t.TAIL > 0:
@@ -400,10 +385,7 @@ def _soften(s, top, total, base2, t):
 
 @gluon.jit
 def _cap(s, factors, t):
-    """Apply the logit cap ``cap_out * tanh(cap_in * s)``.
-
-    The error is at most 1e-7 of ``cap_out``.
-    """
+    """Return ``cap_out * tanh(cap_in * s)`` to 1e-7 of ``cap_out``."""
     if t.HAS_CAP:
         e = gl.exp2(s * (factors.cap_in * 2.8853900817779268))
         s = factors.cap_out - (2.0 * factors.cap_out) / (e + 1.0)
@@ -431,8 +413,7 @@ def attend(
 ):
     """Attend with 64 rows to ``count`` tiles in the ring.
 
-    Returns the sum of weighted values, the running maximum and the sum of weights, and the
-    ring's stage and phase.
+    Returns weighted values, running maximum, sum of weights, and the ring's stage and phase.
     """
     BN: gl.constexpr = t.BN
     HEAD_DIM: gl.constexpr = t.HEAD_DIM

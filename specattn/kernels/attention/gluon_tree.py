@@ -1,6 +1,4 @@
-"""Device code of tree attention for Hopper, in Gluon.
-
-Its contract is that of `triton_tree`.
+"""Device code of tree attention for Hopper: that of `triton_tree`, in Gluon.
 
 A producer warpgroup and one or two consumers walk the split's segments; see `gluon_tile`.
 
@@ -106,10 +104,7 @@ class Work:
 
 @gluon.jit
 def _load_request(entry, t):
-    """Load a request's numbers.
-
-    In order: start in the index table, prefix, first tile, partials, merge rank.
-    """
+    """Load a request's index start, prefix, first tile, partials, merge rank."""
     base = gl.load(entry, cache_modifier=t.CACHE)
     prefix_len = gl.load(entry + 1, cache_modifier=t.CACHE).to(gl.int32)
     first_tile = gl.load(entry + 2, cache_modifier=t.CACHE).to(gl.int32)
@@ -120,10 +115,7 @@ def _load_request(entry, t):
 
 @gluon.jit
 def _first_segment(work, t):
-    """Load the tiles of the split and its first segment.
-
-    The segment is a tile, a request and the request's numbers.
-    """
+    """Load a split's tiles and first segment: tile, request, its numbers."""
     entry = work.splits + work.split * 8
     left = gl.load(entry, cache_modifier=t.CACHE).to(gl.int32)
     tile = gl.load(entry + 1, cache_modifier=t.CACHE).to(gl.int32)
@@ -134,10 +126,7 @@ def _first_segment(work, t):
 
 @gluon.jit
 def _bounds(tile, left, prefix_len, first_tile, t):
-    """Return a segment's first key, end of keys and tiles.
-
-    A segment has at least one tile.
-    """
+    """Return a segment's first key, end of keys, and its 1+ tiles."""
     kv_len = prefix_len + t.TAIL
     tiles = gl.maximum((kv_len + t.BN - 1) // t.BN - first_tile, 1)
     stop = gl.minimum(tiles, tile + left)
@@ -210,10 +199,7 @@ def _convert(raw, ring, work, raw_t, t, WARPS: gl.constexpr, VALUES: gl.constexp
 
 @gluon.jit
 def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
-    """Attend with the 64 packed rows of warpgroup ``WG``.
-
-    The tiles of keys and values come from the ring.
-    """
+    """Attend with 64 packed rows to the ring's tiles."""
     HEAD_DIM: gl.constexpr = t.HEAD_DIM
     GROUP: gl.constexpr = c.GROUP
     dtype: gl.constexpr = rows.out.dtype.element_ty
@@ -395,10 +381,7 @@ def gluon_tree_kernel(
     CONSUMER_REGS: gl.constexpr,
     PREFETCH: gl.constexpr,
 ):
-    """Walk the segments of a split.
-
-    There is one CTA per (split, KV head, M tile).
-    """
+    """Walk a split's segments: one CTA per (split, KV head, M tile)."""
     FLOAT8: gl.constexpr = RAW > 0
     # over float8 keys, what the producer fills is another ring
     CACHE: gl.constexpr = ".cg" if PREFETCH else ""

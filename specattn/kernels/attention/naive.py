@@ -14,10 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 def _gather(cache: Tensor, slots: Tensor, seen: Tensor, scale: float) -> Tensor:
-    """Return the rows of ``slots [B, N]`` as ``[B, heads, N, dim]``.
-
-    Rows that are not ``seen`` are zeros.
-    """
+    """Return rows as ``[B, heads, N, dim]``, zeros where not ``seen``."""
     rows = cache[slots.long().masked_fill(~seen, 0)]
     rows = rows.to(torch.float64 if cache.dtype == torch.float64 else torch.float32)
     rows = rows.masked_fill_(~seen[..., None, None], 0)
@@ -35,11 +32,10 @@ def _attend(
     scales: tuple[float, float],
     want_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend to ``slots [B, N]`` under ``visible [B, T, N]``.
+    """Attend ``q [B, T, Hq, D]`` to ``slots [B, N]``, masked.
 
-    The queries are ``q [B, T, Hq, D]``.
-
-    Returns ``[B, T, Hq, Dv]`` and, on request, the log-sum-exp ``[B, T, Hq]``.
+    The mask is ``visible [B, T, N]``. Returns ``[B, T, Hq, Dv]`` and, on request, the log-sum-exp
+    ``[B, T, Hq]``.
     """
     batch, q_len, heads, _ = q.shape
     kv_heads = k_cache.shape[1]
@@ -66,10 +62,7 @@ def _attend(
 
 
 def _in_window(pos_q: Tensor, pos_k: Tensor, window_left: int) -> Tensor:
-    """Return the window mask ``[B, T, N]``.
-
-    The positions are ``pos_q [B, T]`` and ``pos_k [B, N]``.
-    """
+    """Return ``[B, T, N]``: whether ``pos_k [B, N]`` is in ``pos_q``'s window."""
     distance = pos_q[:, :, None] - pos_k[:, None, :]
     return (distance >= 0) & (distance <= window_left)
 
@@ -103,31 +96,9 @@ def tree_attention(
 ) -> None:
     """Attend query tokens to their request's prefix and tail.
 
-    Parameters
-    ----------
-    q : Tensor
-        ``[B * q_len, Hq, D]``; ``out`` is ``[B * q_len, Hq, Dv]``, written in place. A row that
-        sees no key gets 0 and ``lse`` -inf.
-    k_cache, v_cache : Tensor
-        ``[slots, Hkv, D]`` and ``[slots, Hkv, Dv]``.
-    lse : Tensor or None
-        ``[B * q_len, Hq]`` float32, natural log, written in place.
-    seq_lens, req_pool_indices : Tensor
-        ``[B]`` int32 and int64: prefix lengths, the tail not counted, and table rows.
-    req_to_token : Tensor
-        ``[rows, C]`` int32, slot of every prefix position.
-    positions : Tensor or None
-        ``[B, q_len]`` int64; read under a window only.
-    tail_slots, tail_positions : Tensor
-        ``[B, tail_len]`` int32 and int64; the positions are read under a window only.
-    tail_words : Tensor
-        ``[B, q_len, ceil(tail_len / 64)]`` int64; bit j of token i is set iff it sees tail key j.
-    sm_scale, window_left, logit_cap
-        See `specattn.config.AttnConfig`.
-    max_prefix_len : int, optional
-        Bound on ``seq_lens``; without it the longest is read from the device.
-    k_scale, v_scale : float
-        What the caches' keys and values are to be multiplied by.
+    The arguments are those of `TreeAttention` and of its ``plan`` and ``run``. Prefixes are read
+    from ``req_to_token [rows, C]``; ``max_prefix_len`` bounds ``seq_lens``, and without it the
+    longest is read from the device. ``k_scale`` and ``v_scale`` multiply the caches' contents.
     """
     batch, tail_len = tail_slots.shape
     q_len = q.shape[0] // batch
@@ -178,19 +149,8 @@ def csr_attention(
 ) -> None:
     """Attend each query row to its own index list.
 
-    Row i of ``q [rows, Hq, D]`` attends to ``kv_indices[kv_indptr[i] : kv_indptr[i + 1]]``.
-
-    Parameters
-    ----------
-    q, k_cache, v_cache, out, lse
-        As in `tree_attention`, one query token per list.
-    kv_indptr, kv_indices : Tensor
-        ``[rows + 1]`` and ``[n]`` int32. A key's position is its place in the list, the query's
-        that of the last key.
-    sm_scale, window_left, logit_cap
-        See `specattn.config.AttnConfig`.
-    k_scale, v_scale : float
-        As in `tree_attention`.
+    Row i of ``q [rows, Hq, D]`` attends to ``kv_indices[kv_indptr[i] : kv_indptr[i + 1]]``, int32
+    both. A key's position is its place in the list, the query's that of the last key.
     """
     begin = kv_indptr[:-1, None].long()
     lens = kv_indptr[1:, None] - kv_indptr[:-1, None]  # [rows, 1]
@@ -234,28 +194,7 @@ def extend_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """Attend ragged new tokens, causally, to their request's cached prefix and themselves.
-
-    Token i of request b has position ``seq_lens[b] + i``; its keys are the slots
-    ``req_to_token[row, : seq_lens[b] + i + 1]``, the new tokens' own already stored.
-
-    Parameters
-    ----------
-    q, k_cache, v_cache, out, lse
-        As in `tree_attention`, with ``T`` rows in all.
-    qo_indptr : Tensor
-        ``[B + 1]`` int32, offsets of each request's new tokens.
-    seq_lens, req_pool_indices : Tensor
-        ``[B]`` int32 and int64: cached prefix, and table row.
-    req_to_token : Tensor
-        ``[rows, C]`` int32.
-    max_q_len : int
-        Most new tokens of a request.
-    sm_scale, window_left, logit_cap
-        See `specattn.config.AttnConfig`.
-    k_scale, v_scale : float
-        As in `tree_attention`.
-    """
+    """See `specattn.kernels.attention.extend_attention`."""
     ends, prefixes = qo_indptr.tolist(), seq_lens.tolist()
     for b, prefix in enumerate(prefixes):
         rows = slice(ends[b], ends[b + 1])

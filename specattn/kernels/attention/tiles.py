@@ -1,7 +1,4 @@
-"""Tile tables of the attention kernels and limits of a device.
-
-Both are constants of the launches.
-"""
+"""Tile tables of the attention kernels, and limits of a device."""
 
 from __future__ import annotations
 
@@ -26,15 +23,12 @@ def next_power_of_2(n: int) -> int:
 
 
 def padded(width: int) -> int:
-    """Return the width of a tile's rows.
-
-    It is a power of two, at least 16.
-    """
+    """Return a tile's row width: a power of two from 16."""
     return max(16, next_power_of_2(width))
 
 
 def logit_factors(scale: float, cap: float) -> tuple[float, float, float]:
-    """Return ``base2, cap_in, cap_out``: what kernels make logits in base 2 with.
+    """Return ``base2, cap_in, cap_out``, which make logits in base 2.
 
     Those are ``base2 * s``, and with a cap ``cap_out * tanh(cap_in * s)``.
     """
@@ -61,11 +55,7 @@ class DeviceLimits:
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceLimits:
-        """Read the limits from a CUDA device.
-
-        In the interpreter each multiprocessor costs time, so a device other than CUDA counts 2 of
-        them.
-        """
+        """Read a CUDA device's limits; of others, 2 multiprocessors suit the interpreter."""
         if device.type != "cuda":
             return cls(2, HOPPER.shared, HOPPER.major)
         props = torch.cuda.get_device_properties(device)
@@ -180,9 +170,7 @@ def tile_config(
     batch: int,
     limits: DeviceLimits = HOPPER,
 ) -> TileConfig:
-    """Choose the tile by packed rows, head size and device.
-
-    Packed rows are query tokens × group. The length plays no part.
+    """Choose the tile by packed rows (tokens × group), head size, device.
 
     ``dtype`` is that of the keys. One captured graph serves every length, so nothing here may
     depend on it. The 16-bit values for heads up to 128 were measured on an H200. The others keep
@@ -231,9 +219,7 @@ def _hopper_tile(rows: int, width: int, batch: int) -> TileConfig:
 
 
 def _float8_tile(rows: int, width: int) -> TileConfig:
-    """Choose the tile over float8 keys.
-
-    It is chosen by what compiles without spills for sm_90.
+    """Choose what compiles over float8 keys for sm_90 without spills.
 
     A float8 tile is converted on its way to the products, once per tile of query rows, and takes
     half the room in flight: wide tiles pay. Up to 64 rows, 128 keys in two CTAs per multiprocessor
@@ -249,10 +235,7 @@ def _float8_tile(rows: int, width: int) -> TileConfig:
 
 
 def _item_bytes(dtype: torch.dtype) -> int:
-    """Return the bytes of a number in shared memory.
-
-    Float8 is converted to 16 bits there.
-    """
+    """Return a number's bytes in shared memory, where float8 becomes 16 bits."""
     return max(dtype.itemsize, 2)
 
 
@@ -316,10 +299,7 @@ def gluon_tile_config(
     kv_dtype: torch.dtype,
     has_cap: bool = False,
 ) -> GluonTile:
-    """Choose the tile by packed rows, head size, batch and page.
-
-    Packed rows are query tokens × group. The length plays no part.
-    """
+    """Choose the tile by packed rows, head size, batch and page."""
     if kv_dtype == FLOAT8:
         return _gluon_float8_tile(rows)
     if rows > 64:
@@ -356,10 +336,7 @@ def gluon_tile_config(
 
 
 def _gluon_float8_tile(rows: int) -> GluonTile:
-    """Choose the tile over float8 keys.
-
-    These need converting, and room for it.
-    """
+    """Choose a tile with room to convert float8 keys."""
     if rows > 64:
         return GluonTile(
             128,

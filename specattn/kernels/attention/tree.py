@@ -1,6 +1,4 @@
-"""Host side of tree attention.
-
-It serves decode, draft decode, tree verify and draft extend.
+"""Host side of attention for decode, draft decode, tree verify, draft extend.
 
 Per request, ``q_len`` query tokens attend to a *prefix* that all of them see and to a short *tail*
 whose visibility is a bit word per token. The rows of one request and KV head (tokens × heads of
@@ -238,10 +236,7 @@ class TreeAttention:
         self.kernels.fill(self.plan_request(seq_lens, req_pool_indices, row_stride))
 
     def plan_csr(self, kv_indptr: Tensor) -> None:
-        """Split the work of index lists on the device.
-
-        ``kv_indptr`` is ``[B + 1]`` int32.
-        """
+        """Split the work of index lists, from ``kv_indptr``: int32 ``[B + 1]``."""
         self.kernels.fill(self.plan_request_csr(kv_indptr))
 
     def plan_request(
@@ -367,10 +362,7 @@ class TreeAttention:
         tail_positions: Tensor | None,
         tail_words: Tensor | None,
     ) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
-        """Check the tensors that this bucket reads.
-
-        Returns them and their strides; the tensors it does not read are dropped.
-        """
+        """Check the tensors this bucket reads; return them and their strides."""
         batch, q_len, tail = self.batch, self.q_len, self.tail_len
         if self.window_left < 0 or self.csr:
             positions = tail_positions = None

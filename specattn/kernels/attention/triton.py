@@ -1,6 +1,4 @@
-"""Launches of the Triton kernels.
-
-They are a bucket's plan, attention and merge, prompts, and merges of results.
+"""Launches of a bucket's kernels, of prompts, and of merges of results.
 
 A bucket takes three launches: a plan (`triton_plan`, once per step), the kernel (`triton_tree`, or
 `gluon_tree` where the tile says so) and a merge (`triton_merge`), once per layer.

@@ -24,9 +24,7 @@ from specattn.kernels.attention.triton_tile import (
 
 @triton.jit
 def _fold(values, top, weight, partial, log):
-    """Add a partial to those before it.
-
-    ``values / weight`` is their result, ``top`` their scale.
+    """Add a partial to ``values / weight``, which have the scale ``top``.
 
     In fused operations spelled out, so that both kernels here round alike.
     """
@@ -89,10 +87,7 @@ def _shared_tiles(
     BN: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Attend to full tiles of the prefix.
-
-    All rows see them, except where a window hides keys.
-    """
+    """Attend to full tiles of the prefix, visible but for windows."""
     r = tl.arange(0, BN)  # [BN]
     raw = tl.load(
         index_row + tl.minimum(tl.maximum(begin + r, first_key), prefix_len - 1),
@@ -158,10 +153,7 @@ def _own_tiles(
     BN: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Attend to ``tiles`` tiles of every token's path in turn.
-
-    Each tile counts for its own rows only.
-    """
+    """Attend to ``tiles`` tiles of each token's path, for its rows only."""
     r = tl.arange(0, BN)  # [BN]
     raw = tl.load(paths + r, mask=tiles > 0, other=0)
     turn = 0
@@ -252,10 +244,7 @@ def deterministic_attention_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Walk the partials of a split.
-
-    There is one CTA per (split, M tile, KV head).
-    """
+    """Walk a split's partials: one CTA per (split, M tile, KV head)."""
     ROWS: tl.constexpr = Q_LEN * GROUP
     pid = tl.program_id(0)
     head = pid % NUM_KV
@@ -445,10 +434,7 @@ def deterministic_merge_kernel(
     PARTIALS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Fold the kept partials of ``BLOCK`` rows.
-
-    They go into what the rows' first split left.
-    """
+    """Fold ``BLOCK`` rows' kept partials into what their first split left."""
     ROWS: tl.constexpr = Q_LEN * GROUP
     head = tl.program_id(0)
     nth = tl.program_id(2)

@@ -32,9 +32,7 @@ def _partial_start(
     B: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """Find the first partial that starts at ``x`` or after it.
-
-    ``x`` is a place on the line of work.
+    """Find the first partial from place ``x`` of the line on.
 
     Returns its place on the line, its tile, counted from its request's first, and its request.
     """
@@ -350,9 +348,7 @@ class DeterministicPlan:
         tensors: tuple[Tensor | None, ...],
         strides: tuple[int, ...],
     ) -> None:
-        """List the paths of all query tokens.
-
-        The lengths are those of the last `fill`.
+        """List the paths of all query tokens, after `fill`.
 
         ``tensors`` are positions, tail slots, tail positions and words, ``strides`` theirs.
         """

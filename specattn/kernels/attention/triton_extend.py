@@ -1,7 +1,4 @@
-"""Prompt attention: ragged new tokens over a cached prefix.
-
-It is causal and reads keys and values through the slot table.
-"""
+"""Prompt attention: ragged new tokens, causally, over a cached prefix."""
 
 from __future__ import annotations
 
@@ -20,10 +17,7 @@ from specattn.kernels.attention.triton_tile import (
 
 @triton.jit
 def load_slots(table_row, pos, last):
-    """Load the raw slots of positions.
-
-    Positions are clamped to the last key, so no load needs a mask.
-    """
+    """Load raw slots of positions, clamped to the last key, unmasked."""
     return tl.load(table_row + tl.minimum(pos, last))
 
 
@@ -133,11 +127,7 @@ def extend_kernel(
     STAGES: tl.constexpr,
     DETERMINISTIC: tl.constexpr,
 ):
-    """Attend with one tile of packed rows.
-
-    There is one CTA per (tile of packed rows, KV head, request). A row is (token, head of the
-    group).
-    """
+    """Attend packed (token, head) rows: one CTA per (tile, KV head, request)."""
     req = tl.program_id(2)
     head = tl.program_id(1)
     q_begin = tl.load(qo_indptr + req)

@@ -1,7 +1,4 @@
-"""Device code of the merges of results.
-
-One merges the partial results of a request, one merges two results of any kernel.
-"""
+"""Device code that merges a request's partial results, or two kernels' results."""
 
 from __future__ import annotations
 
@@ -87,9 +84,7 @@ def merge_kernel(
     MANY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Weigh the partials of ``ROWS`` rows by their log-sum-exp.
-
-    A program covers ``SPAN`` of the columns.
+    """Weigh the partials of ``ROWS`` rows and ``SPAN`` columns by their log-sum-exp.
 
     ``PARTIALS`` are taken at a time; ``MANY`` as long as there are as many, unless it is 0.
     """
@@ -205,10 +200,7 @@ def merge_lse_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Weigh two results over disjoint keys.
-
-    A program covers ``BLOCK_H`` heads of a query token.
-    """
+    """Weigh two results over disjoint keys: ``BLOCK_H`` heads of a token."""
     row = tl.program_id(0).to(tl.int64)
     b, t = row // q_len, row % q_len
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)  # [BLOCK_H]

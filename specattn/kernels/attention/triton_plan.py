@@ -1,6 +1,4 @@
-"""Cut the keys of a batch into equal splits.
-
-The cut is made on the device, once per step.
+"""Cut a batch's keys into equal splits, on device, once a step.
 
 Stream-K (Osama et al., 2023) over key tiles: the tiles of all requests stand end to end, and
 every group of CTAs takes one split of that line. A request that lies in two or more splits has a
@@ -43,12 +41,7 @@ def request_tiles(
     shift,
     csr,
 ):
-    """Return the place of requests in the index table and their tiles.
-
-    In order: prefix length, start in the index table, first key tile, number of key tiles.
-
-    Tiles have ``2**shift`` keys.
-    """
+    """Return requests' prefix, start in the index table, first key tile, tiles."""
     if csr:
         begin = tl.load(seq_lens + ids, mask=ok, other=0)
         prefix = tl.load(seq_lens + ids + 1, mask=ok, other=0) - begin
@@ -69,10 +62,7 @@ def request_tiles(
 
 @triton.jit
 def _pick(values, nth):
-    """Return the ``nth`` of ``values``.
-
-    Where all are equal, ``values`` holds just one.
-    """
+    """Return the ``nth`` of ``values``, or the only one."""
     found = values[0]
     for i in tl.static_range(1, len(values)):
         found = tl.where(nth == i, values[i], found)
@@ -282,9 +272,7 @@ class PlanRequest(NamedTuple):
 
 
 def fill_plans(requests: Sequence[PlanRequest]) -> None:
-    """Fill plans, up to `MOST_PLANS` in one launch.
-
-    A plan given twice is filled once.
+    """Fill plans, each once, up to `MOST_PLANS` in one launch.
 
     The tables are the same, bit for bit, whatever else is in the launch.
     """
@@ -322,10 +310,7 @@ def _launch(requests: list[PlanRequest]) -> None:
 
 
 def _numbers(values: list[int]) -> tuple[int, ...]:
-    """Return what `_pick` takes.
-
-    Where all are equal, there is nothing to choose.
-    """
+    """Return what `_pick` takes: just one of equal values."""
     return tuple(values[:1] if len(set(values)) == 1 else values)
 
 

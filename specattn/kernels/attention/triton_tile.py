@@ -1,6 +1,4 @@
-"""One online-softmax step over a tile of gathered keys.
-
-The attention kernels share it.
+"""The online-softmax step over a tile of gathered keys that kernels share.
 
 The step follows FlashAttention-2 (Dao, 2023) with the softmax in base 2; ``base2`` is
 ``sm_scale * log2(e)``, so that ``exp2(base2 * s)`` is ``exp(sm_scale * s)``.
@@ -22,10 +20,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def tanh(x):
-    """Evaluate tanh to about 2 ulp.
-
-    Near 0, where exp would cancel, it is an odd polynomial.
-    """
+    """Evaluate tanh to 2 ulp, near 0, where exp cancels, too."""
     a = tl.abs(x)
     e = tl.exp2(a * -2.8853900817779268)
     far = (1.0 - e) / (1.0 + e)
@@ -96,10 +91,7 @@ def attend_tile(
 
 @triton.jit
 def load_query(rows, row_ok, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr):
-    """Load a tile of query rows.
-
-    Past the last row and the head it is zeros.
-    """
+    """Load query rows; zeros past the last row and the head."""
     d = tl.arange(0, D_PAD)  # [D_PAD]
     mask = row_ok[:, None]
     if D_PAD != HEAD_DIM:
@@ -109,9 +101,7 @@ def load_query(rows, row_ok, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr):
 
 @triton.jit
 def as_factor(q, cache):
-    """Convert queries for their products with the keys of ``cache``.
-
-    The result has the dtype of the products.
+    """Convert queries to the dtype of products with keys of ``cache``.
 
     Over float8 keys that is float16: GPUs convert e4m3 to it in one instruction, to bfloat16 in
     several.
@@ -131,10 +121,7 @@ def store_rows(
     V_PAD: tl.constexpr,
     v_scale=None,
 ):
-    """Store the normalised values, times ``v_scale`` if given.
-
-    A row that saw no key gets 0.
-    """
+    """Store normalised values, times ``v_scale``; 0 for rows that saw no key."""
     dv = tl.arange(0, V_PAD)  # [V_PAD]
     mask = row_ok[:, None]
     if V_PAD != V_DIM:

@@ -1,7 +1,4 @@
-"""Device code of tree attention: splits of keys against packed query rows.
-
-`tree` is the host side and says what is computed.
-"""
+"""Device code of tree attention: splits of keys against packed query rows."""
 
 from __future__ import annotations
 
@@ -22,10 +19,7 @@ from specattn.kernels.attention.triton_tile import (
 
 @triton.jit
 def load_word(word_row, row_ok, first, nth: tl.constexpr, WORDS: tl.constexpr):
-    """Load the tail word of bit ``first``, or the ``nth`` after it.
-
-    Outside of the tail it is 0.
-    """
+    """Load the ``nth`` tail word from bit ``first`` on; outside, 0."""
     at = (first >> 6) + nth
     ok = row_ok & (at >= 0) & (at < WORDS)
     word = tl.load(word_row + tl.minimum(tl.maximum(at, 0), WORDS - 1), mask=ok, other=0)
@@ -41,11 +35,9 @@ def ones(count):
 
 @triton.jit
 def row_bits(word, next_word, first, left):
-    """Return the visibility of 64 keys to each row.
+    """Return the visibility of 64 keys, ``left`` in the split, to rows.
 
     Bit 0 is tail key ``first``, a prefix key where that is negative.
-
-    ``left`` keys are left in the split.
     """
     shift = (first & 63).to(tl.uint64)
     # two shifts, as one by 64 would be undefined
@@ -55,10 +47,7 @@ def row_bits(word, next_word, first, left):
 
 @triton.jit
 def spread(bits, more_bits, r, BN: tl.constexpr):
-    """Spread row bits to a mask over the tile's keys.
-
-    The keys are ``r [1, BN]``; ``more_bits`` holds bits 64 to 127.
-    """
+    """Spread bits, ``more_bits`` from 64 on, over keys ``r [1, BN]``."""
     half = bits.to(tl.uint32)[:, None]  # [BM, 1]
     # halves, so that a thread's shifts are 32 bits wide and by almost constant amounts
     if BN > 32:
@@ -72,10 +61,7 @@ def spread(bits, more_bits, r, BN: tl.constexpr):
 
 @triton.jit
 def _load_index(index_row, pos, first_key, prefix_len):
-    """Load the raw slots of prefix positions.
-
-    Positions are clamped to the readable ones, so no load needs a mask.
-    """
+    """Load raw slots of prefix positions, clamped to readable ones, unmasked."""
     return tl.load(
         index_row + tl.maximum(tl.minimum(tl.maximum(pos, first_key), prefix_len - 1), 0)
     )
@@ -127,9 +113,7 @@ def _masked_tiles(
     BN: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Attend to the tiles of ``[begin, end)`` under masks.
-
-    The masks are bounds, tail bits and window.
+    """Attend to tiles of ``[begin, end)`` under bounds, tail bits and window.
 
     What the next tile needs is loaded a tile ahead and travels raw: with arithmetic on it at the
     load, the loop would wait for every copy; loaded in its own tile, it would be copied through
@@ -192,10 +176,7 @@ def _masked_tiles(
 
 @triton.jit
 def load_request(entry):
-    """Load a request's numbers.
-
-    In order: start in the index table, prefix, first tile, partials, merge rank.
-    """
+    """Load a request's index start, prefix, first tile, partials, merge rank."""
     return (
         tl.load(entry),
         tl.load(entry + 1).to(tl.int32),
@@ -268,10 +249,7 @@ def tree_attention_kernel(
     SHORT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Walk the segments of a split.
-
-    There is one CTA per (split, M tile, KV head).
-    """
+    """Walk a split's segments: one CTA per (split, M tile, KV head)."""
     pid = tl.program_id(0)
     head = pid % NUM_KV
     m_tile = pid // NUM_KV % MT

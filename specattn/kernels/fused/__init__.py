@@ -1,9 +1,8 @@
-"""Run a decoder's norms, rotation, KV store and activation.
+"""Run a decoder's norms, rotation, KV store and activation between its products.
 
-These operations lie between its matrix products. Every operation reads a product as
-``partials [S, T, N]`` that add up to it: one as torch leaves it, or several in float32 from a
-product split along its inner dimension (split-K), whose sum costs no launch of its own. Sums, norms
-and rotations are in float32 and rounded once.
+Every operation reads a product as ``partials [S, T, N]`` that add up to it: one as torch leaves it,
+or several in float32 from a product split along its inner dimension (split-K), whose sum costs no
+launch of its own. Sums, norms and rotations are in float32 and rounded once.
 
 On Hopper these are programmatic dependent launches (`specattn.kernels.launch`): a kernel loads the
 weights of its norm before it waits.

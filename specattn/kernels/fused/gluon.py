@@ -20,10 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @gluon.jit
 def _bring_weights(w32, w16, w8, w, barrier, half, row, k, STEP: gl.constexpr):
-    """Bring ``STEP`` rows of the weights by TMA.
-
-    The rows come in boxes of 32, 16 and 8.
-    """
+    """Bring ``STEP`` rows of weights by TMA, in three boxes."""
     for z in gl.static_range(STEP // 32):
         tma.async_copy_global_to_shared(
             w32, [row + z * 32, k], barrier, w.index(half).slice(z * 32, 32)
@@ -81,9 +78,9 @@ def _produce_weights(
 ):
     """Bring the weights of the CTA's tiles after the first ``PACE`` steps.
 
-    The tiles are ``apart`` rows from each other. Nobody writes weights, so nothing is waited for.
-    Until the ring is full, ``PACE`` tiles are on their way at a time: kernels before this one still
-    load their operands, which come behind all that has been asked for.
+    The tiles are ``apart`` rows from each other. Until the ring is full, ``PACE`` tiles are on
+    their way at a time: kernels before this one still load their operands, which come behind all
+    that has been asked for.
     """
     for step in range(gl.minimum(count, PACE), count * turns):
         if step >= STAGES:
@@ -116,8 +113,7 @@ def _produce_rows(
 ):
     """Bring the rows of x once the previous kernel is complete.
 
-    The weights are multiplied by these rows. Rows of a tile that no box brings are multiplied, but
-    never stored.
+    Rows of a tile that no box brings are multiplied, but never stored.
     """
     gdc_wait()
     for step in range(count * turns):
@@ -140,10 +136,7 @@ def _produce_rows(
 def _store(
     out, values, first, step, tokens, width, stride_row, BT: gl.constexpr, layout: gl.constexpr
 ):
-    """Store rows of a tile as columns of the result.
-
-    ``step`` of its 64 rows are stored, from column ``first`` on.
-    """
+    """Store ``step`` of a tile's 64 rows as columns from ``first`` on."""
     token = gl.arange(0, BT, layout=gl.SliceLayout(0, layout))  # [BT]
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))  # [64]
     column = first + row

@@ -83,10 +83,7 @@ def stream_tile(rows: int, *, gated: bool = False) -> StreamTile:
 
 
 def streams(x: Tensor, weight: Tensor, *, gated: bool = False) -> bool:
-    """Return whether the kernel takes these tensors.
-
-    The first call per device compiles the kernel and tries it out.
-    """
+    """Whether the kernel takes these tensors; the first call tries it out."""
     return (
         0 < x.shape[0] <= MAX_ROWS
         and x.dtype == weight.dtype
@@ -100,10 +97,7 @@ def streams(x: Tensor, weight: Tensor, *, gated: bool = False) -> bool:
 
 
 def ready(device: torch.device) -> bool:
-    """Return whether the kernel runs right on ``device``.
-
-    Ask once before anything is captured.
-    """
+    """Whether the kernel runs right on ``device``; ask once before any capture."""
     return gluon_ok("gluon_linear", _check, device)
 
 
@@ -138,7 +132,7 @@ def stream_gated(x: Tensor, weight: Tensor, tile: StreamTile | None = None) -> T
 
 
 def _gains(x: Tensor, weight: Tensor) -> bool:
-    """Return whether streaming is faster than torch beyond 64 rows.
+    """Whether streaming is faster than torch.
 
     Beyond 64 rows multiplying takes as long as reading. There streaming is slower for a weight
     that is split and leaves matrix instructions partly empty.
@@ -148,20 +142,14 @@ def _gains(x: Tensor, weight: Tensor) -> bool:
 
 
 def _splits(x: Tensor, weight: Tensor, tile: StreamTile) -> tuple[int, int]:
-    """Choose how CTAs split a product.
-
-    It returns the rows of weights per half of a CTA, and the shares of K.
-    """
+    """Choose rows of weights per half CTA, and shares of K."""
     return _shares(len(weight), 2, -(-x.shape[1] // tile.block_k), tile, x.device)
 
 
 def _shares(
     width: int, halves: int, steps: int, tile: StreamTile, device: torch.device
 ) -> tuple[int, int]:
-    """Choose rows of weights per half CTA, and shares of K.
-
-    With this choice most CTAs run at once.
-    """
+    """Choose the rows and shares of `_splits` that let most CTAs run."""
     slots = _multiprocessors(device) * tile.ctas_per_sm
     best = (-1.0, 0, 0)
     for step in STEPS:
@@ -246,13 +234,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _check(device: torch.device) -> None:
-    """Hold the kernel to float32 products.
-
-    Raises
-    ------
-    ArithmeticError
-        If it disagrees.
-    """
+    """Raise an ArithmeticError unless the kernel agrees with float32 products."""
     generator = torch.Generator(device).manual_seed(0)
     for rows in (3, 20, 64, 100):
         x = torch.randn(rows, 520, dtype=torch.float16, device=device, generator=generator)

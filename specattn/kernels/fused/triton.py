@@ -193,10 +193,7 @@ def qk_norm_rope_store_kv(
 
 
 def _warps(size: int) -> int:
-    """Return the warps of a program that holds a whole row.
-
-    It gets all there can be, because it waits for memory.
-    """
+    """Return as many warps as a whole row takes: they await memory."""
     return max(1, min(32, int(triton.next_power_of_2(size)) // 128))
 
 

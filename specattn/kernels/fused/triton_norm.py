@@ -1,7 +1,4 @@
-"""Triton kernels compute norms, activations and sums.
-
-Every kernel adds up the partials of a product.
-"""
+"""Norms, activations and sums; every kernel adds up a product's partials."""
 
 from __future__ import annotations
 
@@ -13,10 +10,7 @@ from specattn.kernels.launch import enter
 
 @triton.jit
 def sum_partials(partials, at, ok, stride_partial, SPLIT: tl.constexpr):
-    """Add up the partials of the values at ``at``.
-
-    The sum is in float32 and in the order of the partials.
-    """
+    """Add up the partials at ``at``, in their order and in float32."""
     # all loads first
     loaded = ()
     for s in tl.static_range(SPLIT):

@@ -1,7 +1,4 @@
-"""Fill the index lists, tables and masks of attention libraries.
-
-Everything is filled on the device.
-"""
+"""Fill index lists, tables and masks of attention libraries, on the device."""
 
 from __future__ import annotations
 

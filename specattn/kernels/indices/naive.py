@@ -216,10 +216,7 @@ def fill_draft_tails(
 
 
 def _ancestor_slots(step: int, branch_slots: Tensor, words: Tensor) -> Tensor:
-    """Return the slots of each branch's set bits.
-
-    The result is ``[B, topk, step + 1]``, 0 where bits are missing.
-    """
+    """Return slots ``[B, topk, step + 1]`` of set bits, then 0."""
     batch, _, topk = branch_slots.shape
     nodes = torch.arange((step + 1) * topk, device=words.device)
     word = words[:, step][:, :, nodes // 64]  # [B, topk, nodes]

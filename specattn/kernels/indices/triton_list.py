@@ -110,10 +110,7 @@ def _store_tail(
     BLOCK_J: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Write the slots of a branch's set bits, in ascending order.
-
-    The step + 1 slots go to ``kv_indices + at``.
-    """
+    """Write step + 1 slots of a branch's set bits, ascending."""
     node = tl.arange(0, BLOCK_J)  # [BLOCK_J]
     drafted = node < (step + 1) * TOPK
     word = tl.load(words + node // 64, mask=drafted, other=0)

@@ -1,6 +1,4 @@
-"""Absorbed multi-head latent attention over one pool of rows.
-
-Queries are trees, rows of index lists, or prompts.
+"""Absorbed multi-head latent attention of trees and prompts over one pool.
 
 DeepSeek-V2 (arXiv:2405.04434): all heads read the same row of a token, as its key; the row's
 first ``v_head_dim`` numbers are its value, too.

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 def choose_mla_tile(
     rows: int, dtype: torch.dtype, head_dim: int, v_head_dim: int, device: torch.device
 ) -> TileConfig:
-    """Choose the kernel and its tile.
+    """Choose the kernel and its tile; not while a graph is captured.
 
     16-bit rows of 512 + 64 numbers take the Gluon kernel on a Hopper GPU where that kernel has
-    passed its check; the first call runs it, so it must not be made under a graph's capture.
+    passed its check, which the first call runs.
     """
     if (
         dtype in (torch.float16, torch.bfloat16)
@@ -55,10 +55,7 @@ def launch_latent(
     tensors: tuple[Tensor | None, ...],
     strides: tuple[int, ...],
 ) -> None:
-    """Launch on the tables of the last plan.
-
-    `TreeAttention.run` has checked the arguments.
-    """
+    """Launch on the last plan's tables; arguments as `TreeAttention.run` has checked them."""
     # Gluon is experimental: nothing may need it where this kernel is not used
     from specattn.kernels.mla.gluon_tree import mla_gluon_kernel
 
@@ -98,14 +95,9 @@ def launch_latent(
 
 
 def check_mla_gluon(device: torch.device, tile: GluonTile = GLUON) -> None:
-    """Compare the Gluon kernel with float32 products.
+    """Raise an ArithmeticError unless the kernel agrees with float32 products.
 
-    The problems have short and cut requests, several requests, and a tree.
-
-    Raises
-    ------
-    ArithmeticError
-        If it disagrees.
+    The problem has a tree, and short and cut requests.
     """
     from specattn.kernels.mla import MlaAttention
 

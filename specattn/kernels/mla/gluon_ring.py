@@ -1,7 +1,4 @@
-"""Ring of latent tiles of `gluon`, its producer, and the segments.
-
-The segments are those of a split.
-"""
+"""Ring of latent tiles of `gluon`, its producer, and a split's segments."""
 
 # no postponed annotations: aggregates read the types of their fields
 from triton.experimental import gluon
@@ -46,10 +43,7 @@ class Work:
 
 @record
 class LatentRing:
-    """Tiles in shared memory and their barriers.
-
-    It also holds what the consumers tell each other.
-    """
+    """Tiles in shared memory, their barriers, and what consumers tell each other."""
 
     latent: gl.shared_memory_descriptor  # [STAGES, BN, RANK]
     rotated: gl.shared_memory_descriptor  # [STAGES, BN, ROPE]
@@ -104,10 +98,7 @@ def advance(stage, phase, t):
 
 @gluon.jit
 def first_segment(work):
-    """Load the tiles of the split and its first segment.
-
-    The segment is a tile, a request and the request's numbers.
-    """
+    """Load a split's tiles and first segment: tile, request, its numbers."""
     entry = work.splits + work.split * 8
     left = gl.load(entry).to(gl.int32)
     tile = gl.load(entry + 1).to(gl.int32)
@@ -118,10 +109,7 @@ def first_segment(work):
 
 @gluon.jit
 def bounds(tile, left, prefix_len, t):
-    """Return a segment's first key, end of keys and tiles.
-
-    An empty request counts as one tile.
-    """
+    """Return a segment's first key, end of keys, and its 1+ tiles."""
     kv_len = prefix_len + t.TAIL
     stop = gl.minimum(gl.maximum((kv_len + BN - 1) // BN, 1), tile + left)
     return tile * BN, gl.minimum(kv_len, stop * BN), stop - tile
@@ -129,10 +117,7 @@ def bounds(tile, left, prefix_len, t):
 
 @gluon.jit
 def _load_slots(index_row, tail_row, pos, prefix_len, t):
-    """Load the slots of key positions.
-
-    Positions past the last key repeat it. There is at least one key.
-    """
+    """Load slots of key positions; those past the last repeat it."""
     pos = gl.minimum(pos, prefix_len + t.TAIL - 1)
     if t.TAIL > 0:
         slots = gl.load(index_row + pos, mask=pos < prefix_len, other=0)
@@ -145,10 +130,7 @@ def _load_slots(index_row, tail_row, pos, prefix_len, t):
 
 @gluon.jit
 def _copy_rows(rows, mask, latent, rotated, full):
-    """Copy rows ``[n, 1]`` of 512 + 64 numbers.
-
-    The barrier is told when they are there.
-    """
+    """Copy rows ``[n, 1]`` of 576 numbers, and tell the barrier."""
     layout: gl.constexpr = rows.type.layout
     d = gl.arange(0, RANK, layout=gl.SliceLayout(0, layout))[None, :]
     r = gl.arange(0, ROPE, layout=gl.SliceLayout(0, layout))[None, :]

@@ -54,10 +54,7 @@ STORED = gl.constexpr(
 
 @gluon.jit
 def _score(ring, t, stage, phase, word_row, row_ok, start, end, prefix_len):
-    """Compute the logits of the tile at key ``start``.
-
-    What a row does not see is masked.
-    """
+    """Compute the logits of the tile at key ``start``, masked by visibility."""
     first = start - prefix_len
     word = row_ok.to(gl.uint64) * 0
     next_word = word
@@ -98,10 +95,7 @@ def _score(ring, t, stage, phase, word_row, row_ok, start, end, prefix_len):
 
 @gluon.jit
 def _soften(s, top, total, base2):
-    """Do one step of the online softmax.
-
-    Returns the weights, the factor on what is accumulated, the maxima and the sums.
-    """
+    """Return an online-softmax step's weights, fade, maxima and sums."""
     new_top = gl.maximum(top, gl.max(s, 1))
     fade = gl.exp2((top - new_top) * base2)
     p = gl.exp2(s * base2 - (new_top * base2)[:, None])
@@ -110,10 +104,7 @@ def _soften(s, top, total, base2):
 
 @gluon.jit
 def _weights_of(rotated):
-    """Return the weights ``[BM, BN]`` of a tile.
-
-    They take the place of its rotated keys ``[BN, ROPE]``.
-    """
+    """Return a tile's weights ``[BM, BN]``, in place of its rotated keys."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BN], rotated.dtype)
     return rotated._reinterpret(rotated.dtype, [BM, BN], layout)
 
@@ -133,10 +124,7 @@ def _store(
     stride_out_head,
     SIDE: gl.constexpr,
 ):
-    """Store value columns ``256 * SIDE`` and on.
-
-    They are results, or partial ``partial``.
-    """
+    """Store value columns from ``256 * SIDE`` on: results, or partial ``partial``."""
     rows: gl.constexpr = gl.SliceLayout(1, VALUES)
     seen = total > 0.0
     inverse = gl.where(seen, 1.0 / gl.where(seen, total, 1.0), 0.0)
@@ -204,10 +192,7 @@ def _attend_left(
     stride_words,
     stride_words_q,
 ):
-    """Compute the weights and keep value columns 0 to 255.
-
-    The weights are left to `_attend_right`.
-    """
+    """Compute the weights, for `_attend_right` too; keep value columns 0 to 255."""
     rows: gl.constexpr = gl.SliceLayout(1, SCORES)
     operand: gl.constexpr = gl.DotOperandLayout(0, VALUES, 2)
     packed = work.m_tile * BM + gl.arange(0, BM, layout=rows)

@@ -22,13 +22,12 @@ MERGE = MergeTile(8, partials=8, many=16, span=128)
 
 
 def mla_tile_config(rows: int, dtype: torch.dtype, limits: DeviceLimits = HOPPER) -> TileConfig:
-    """Choose the tile by packed rows (query tokens × heads).
+    """Choose the tile by packed rows (tokens × heads), as `tile_config` does.
 
-    It works as `tile_config` does; BN is at most 64.
-
-    An accumulator of 512 columns sets the limits, above 32 rows with the queries in shared memory.
-    The 16-bit tile up to 16 rows was the best of a prototype on an H200; the others were chosen
-    by what compiles without spills in the loop over full tiles, or with few, and not yet timed.
+    BN is at most 64. An accumulator of 512 columns sets the limits, above 32 rows with the queries
+    in shared memory. The 16-bit tile up to 16 rows was the best of a prototype on an H200; the
+    others were chosen by what compiles without spills in the loop over full tiles, or with few, and
+    not yet timed.
     """
     if limits.major != HOPPER.major and dtype != torch.float32:
         # not yet timed, either; tensor memory would want each tile several times in shared memory

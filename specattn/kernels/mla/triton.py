@@ -1,6 +1,4 @@
-"""Launches of the latent kernels.
-
-Plan and merge are those of `attention.triton`; a kernel runs between them.
+"""Launches of the latent kernels between `attention.triton`'s plan and merge.
 
 The kernel (`triton_tree`, or `gluon_tree` where the tile says so) reads the row of a token once,
 as key and as value, for all heads.
@@ -60,10 +58,7 @@ class LatentKernels(TreeKernels):
         tensors: tuple[Tensor | None, ...],
         strides: tuple[int, ...],
     ) -> None:
-        """Launch the kernel of the tile.
-
-        Where Gluon's cannot copy the rows, it is Triton's.
-        """
+        """Launch the tile's kernel; Triton's, where Gluon's cannot copy the rows."""
         grid, tile = self.grid, self.grid.tile
         if isinstance(tile, GluonTile) and copies_16_bytes(q, k_cache):
             launch_latent(self, tile, bucket, q, k_cache, out, lse, indices, tensors, strides)

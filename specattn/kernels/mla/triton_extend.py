@@ -1,7 +1,4 @@
-"""Device code of latent prompt attention.
-
-Ragged new tokens attend to a cached prefix and, causally, to each other.
-"""
+"""Latent prompt attention: ragged new tokens, causally, over a cached prefix."""
 
 from __future__ import annotations
 
@@ -92,10 +89,7 @@ def mla_extend_kernel(
     BN: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Attend with one tile of packed rows.
-
-    There is one CTA per (tile of packed rows, request). A row is (token, head).
-    """
+    """Attend packed (token, head) rows: one CTA per (tile, request)."""
     req = tl.program_id(1)
     q_begin = tl.load(qo_indptr + req)
     q_len = tl.load(qo_indptr + req + 1) - q_begin

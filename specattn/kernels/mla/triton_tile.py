@@ -1,6 +1,4 @@
-"""One online-softmax step over a tile of latent rows.
-
-The latent attention kernels share it.
+"""The online-softmax step over a tile of latent rows that kernels share.
 
 Absorbed multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1.2): all heads
 read one row per token, of RANK latent and ROPE rotated numbers. The whole row is the key and its
@@ -24,10 +22,7 @@ def load_latent_query(
     RANK_PAD: tl.constexpr,
     ROPE_PAD: tl.constexpr,
 ):
-    """Load query rows as their latent and rotated parts.
-
-    The parts are ``[BM, RANK_PAD]`` and ``[BM, ROPE_PAD]``.
-    """
+    """Load query rows as latent ``[BM, RANK_PAD]`` and rotated ``[BM, ROPE_PAD]``."""
     latent = load_query(rows, row_ok, RANK, RANK_PAD)
     rotated = load_query(rows + RANK, row_ok, ROPE, ROPE_PAD)
     return latent, rotated
@@ -35,10 +30,7 @@ def load_latent_query(
 
 @triton.jit
 def _load_columns(rows, WIDTH: tl.constexpr, PAD: tl.constexpr):
-    """Load the first ``WIDTH`` numbers of every row.
-
-    Where nothing is padded, the loads are unmasked.
-    """
+    """Load ``WIDTH`` numbers of every row, unmasked where nothing is padded."""
     d = tl.arange(0, PAD)[None, :]  # [1, PAD]
     if PAD == WIDTH:
         return tl.load(rows[:, None] + d)

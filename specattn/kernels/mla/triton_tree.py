@@ -1,9 +1,7 @@
-"""Device code of latent tree attention.
-
-Splits of latent rows meet packed query rows.
+"""Device code of latent tree attention: splits of rows against packed queries.
 
 The splits, the clamped loads and the visibility bits are those of `attention.triton_tree`; there is
-one KV head, and a tile is key and value at once. `tree` is the host side.
+one KV head, and a tile is key and value at once.
 """
 
 from __future__ import annotations
@@ -55,11 +53,9 @@ def _masked_tiles(
     BN: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Attend to the tiles of ``[begin, end)`` under masks.
+    """Attend to tiles of ``[begin, end)``, of at most 64 keys, masked.
 
-    The masks are bounds and tail bits. A tile has at most 64 keys.
-
-    What the next tile needs is loaded a tile ahead, raw; see `attention.triton_tree._masked_tiles`.
+    What the next tile needs is loaded as in `attention.triton_tree._masked_tiles`.
     """
     r = tl.arange(0, BN)  # [BN]
     for start in tl.range(begin, end, BN, num_stages=STAGES):

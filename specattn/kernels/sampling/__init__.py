@@ -212,10 +212,7 @@ def draw_tokens(weights: Tensor, coins: Tensor) -> Tensor:
 
 
 def _check_topk(logits: Tensor, topk: int, target_ids: Tensor | None) -> None:
-    """Raise ValueError if ``topk`` or the target ids do not fit.
-
-    Every row needs at least ``topk`` tokens, and every token a target id.
-    """
+    """Raise ValueError unless rows have ``topk`` tokens, and tokens a target id."""
     vocab = logits.shape[1]
     if not 1 <= topk <= vocab:
         raise ValueError(f"topk must be in 1..{vocab}, the vocabulary, got {topk}")

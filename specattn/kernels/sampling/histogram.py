@@ -1,7 +1,4 @@
-"""Count a row's tokens by their distance from the peak.
-
-A second kernel lists the tokens among which top-k and top-p find their thresholds.
-"""
+"""Count tokens by distance from the peak; list those near thresholds."""
 
 from __future__ import annotations
 
@@ -50,10 +47,7 @@ def _scale_of(
     BINS: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """Return the number of bins per unit of distance.
-
-    Bins are fine where thresholds are likely.
-    """
+    """Return bins per unit of distance, fine where thresholds are likely."""
     split = tl.arange(0, BLOCK_P)  # [BLOCK_P]
     level = tl.load(levels + row * splits + split, mask=split < splits, other=-float("inf"))
     known = level > -float("inf")
@@ -85,10 +79,7 @@ def count_kernel(
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Count each split's tokens by their distance from the peak.
-
-    A row that top-k and top-p leave whole is not counted.
-    """
+    """Count each split's tokens by distance, unless the row is kept whole."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     splits = tl.num_programs(1)
     inv_temperature, peak, total, _, _, share, by_count, by_mass = settings_of(
@@ -134,10 +125,8 @@ def count_kernel(
 
 @triton.jit
 def _bins_of_cuts(count, total, fineness, few, share, by_count, by_mass, BINS: tl.constexpr):
-    """Return the bins that hold, or may hold, the thresholds.
+    """Return the bin of the threshold by number, and two by mass.
 
-    The first result is the bin of the threshold by number. The others are the first and the last
-    bin that may hold the threshold by mass.
     The weights of bins are known within bounds, those of their edges, and so is where a mass is
     reached: counted from the peak, or from the far end, whichever says more.
     """
@@ -199,10 +188,7 @@ def gather_kernel(
     KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """List the tokens of the bins that hold a threshold.
-
-    The kernel also weighs the tokens nearer to the peak.
-    """
+    """List the tokens of the bins that hold thresholds; weigh nearer ones."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     splits = tl.num_programs(1)
     inv_temperature, peak, total, _, few, share, by_count, by_mass = settings_of(

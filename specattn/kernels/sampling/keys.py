@@ -8,10 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def score_key(score):
-    """Map float32 scores to int32 keys of the same order.
-
-    NaN comes below everything, and -0 equals 0.
-    """
+    """Map float32 to int32 in the same order; NaN is lowest."""
     bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
     key = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
     return tl.where(score == score, key, -0x80000000)
@@ -19,10 +16,7 @@ def score_key(score):
 
 @triton.jit
 def load_scores(row, token, vocab):
-    """Load logits as float32, with -inf for invalid ones.
-
-    NaN and tokens past the vocabulary are invalid.
-    """
+    """Load logits as float32, -inf for NaN and past the vocabulary."""
     score = tl.load(row + token, mask=token < vocab, other=-float("inf")).to(tl.float32)
     return tl.where(score == score, score, -float("inf"))
 
@@ -36,10 +30,7 @@ def load_flagged(row, token, vocab):
 
 @triton.jit
 def ranked(score, token):
-    """Pack scores and tokens into int64 keys.
-
-    The larger score comes first, then the lower token.
-    """
+    """Pack scores and tokens into int64 keys; lower tokens win ties."""
     return (score_key(score).to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
 
 
@@ -58,17 +49,11 @@ def score_of(key):
 
 @triton.jit
 def is_sound(peak):
-    """Return whether a row's largest logit allows a choice.
-
-    ``peak`` is the largest logit as `load_flagged` has it.
-    """
+    """Whether a row may choose, by its largest logit from `load_flagged`."""
     return (peak > -float("inf")) & (peak < float("inf"))
 
 
 @triton.jit
 def finite(peak):
-    """Return ``peak``, with a finite number in place of -inf.
-
-    That number is below all other logits.
-    """
+    """Return ``peak``, with a number below all other logits for -inf."""
     return tl.maximum(peak, -3.0e38)

@@ -30,10 +30,7 @@ def argmax_tokens(logits: Tensor) -> Tensor:
 
 
 def _is_sound(logits: Tensor) -> Tensor:
-    """Return which rows have a finite largest logit.
-
-    Such a row has no NaN, no infinity but -inf, and not -inf alone.
-    """
+    """Return which rows have a finite largest logit, and so no NaN."""
     return logits.amax(1).isfinite()
 
 
@@ -111,10 +108,7 @@ def draw_tokens(weights: Tensor, coins: Tensor) -> Tensor:
 
 
 def sample_weights(weights: Tensor, coins: Tensor) -> Tensor:
-    """Draw one token per row.
-
-    The token is -1 for a row without weight, or with one that is not finite.
-    """
+    """Draw a token per row; -1 unless its weight is positive, finite."""
     possible = weights > 0
     reached = weights.clamp(min=0).double().cumsum(1)
     sound = possible.any(1) & reached[:, -1].isfinite()

@@ -10,20 +10,13 @@ from specattn.kernels.sampling.keys import finite, is_sound, score_of, token_of
 
 @triton.jit
 def inv_temperature_of(temperature):
-    """Return the factor of logits before exp2.
-
-    The factor is finite at a temperature of 0.
-    """
+    """Return the factor of logits before exp2, finite at temperature 0."""
     return tl.minimum(tl.maximum(1.4426950408889634 / temperature, 1e-37), 3e38)
 
 
 @triton.jit
 def merge_splits(keys, masses, row, splits, inv_temperature, BLOCK_P: tl.constexpr):
-    """Merge the results of a row's splits.
-
-    Returns the most probable token, its logit, the row's whole weight, and the lowest peak of a
-    split.
-    """
+    """Return a row's best token, its logit, whole weight, lowest split peak."""
     split = tl.arange(0, BLOCK_P)  # [BLOCK_P]
     live = split < splits
     key = tl.load(keys + row * splits + split, mask=live, other=-0x8000000000000000)
@@ -53,7 +46,7 @@ def settings_of(
 ):
     """Return the settings of a row's distribution.
 
-    Returns the inverse temperature, the peak, the whole weight, the lowest peak of a split, top-k,
+    They are the inverse temperature, the peak, the whole weight, the lowest peak of a split, top-k,
     top-p, and whether each of the two removes tokens.
     """
     req = row // rows_per_req
@@ -85,9 +78,6 @@ def as_bits(distance):
 
 @triton.jit
 def reach_of(share, mass, vocab, inv_temperature):
-    """Return a distance that is far enough for top-p.
-
-    All tokens past it together weigh less than what top-p leaves out.
-    """
+    """Return a distance past which tokens weigh less than top-p leaves out."""
     spare = tl.maximum((1 - share) * mass / vocab, 1e-37)
     return tl.maximum(-tl.log2(spare), 0.0) / inv_temperature

@@ -1,7 +1,4 @@
-"""Find the thresholds of top-k and top-p.
-
-The search goes through a list of few tokens, or counts all tokens.
-"""
+"""Find the thresholds of top-k and top-p in lists, or by counting."""
 
 from __future__ import annotations
 
@@ -14,10 +11,7 @@ from specattn.kernels.sampling.thresholds import as_bits, as_float, reach_of, se
 
 @triton.jit
 def _within(row, vocab, peak, inv_temperature, limit, BLOCK: tl.constexpr):
-    """Return the number and the weight of tokens near the peak.
-
-    Those tokens are at most ``limit`` below the peak.
-    """
+    """Return number and weight of tokens at most ``limit`` below the peak."""
     count = tl.zeros([BLOCK], tl.int32)
     mass = tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocab, BLOCK):
@@ -44,10 +38,7 @@ def _keep(row, vocab, peak, low, high, kept, BLOCK: tl.constexpr):
 
 @triton.jit
 def _guess(round, first, low, high):
-    """Return the next distance to try between two bounds.
-
-    Distances are given and returned as bits.
-    """
+    """Return the next distance to try between two bounds, all as bits."""
     near = tl.where(low < 0, 0.0, as_float(low))
     far = as_float(high)
     # all finite logits if the first is too near; later steps that double
@@ -61,10 +52,7 @@ def _guess(round, first, low, high):
 
 @triton.jit
 def _closer(at, n, m, goal, by_mass, low, high, within, count, mass):
-    """Return the bounds of a search after one more count.
-
-    The count found ``n`` tokens of weight ``m`` up to ``at``.
-    """
+    """Narrow a search after ``n`` tokens of weight ``m`` up to ``at``."""
     enough = tl.where(by_mass, m, n.to(tl.float64)) >= goal
     high = tl.where(enough, at, high)
     within = tl.where(enough, n, within)
@@ -102,10 +90,7 @@ def _listed(listed, size, row, vocab, peak, KEPT: tl.constexpr):
 def _among(
     listed, note, row, vocab, peak, inv_temperature, goal, by_mass, high, within, KEPT: tl.constexpr
 ):
-    """Do as `_search` in a list of tokens.
-
-    The last result says whether the list holds the threshold.
-    """
+    """Do as `_search` in a list; tell if it holds the threshold."""
     nearer = tl.load(note + 2).to(tl.int32)
     size = tl.load(note + 3).to(tl.int32)
     lighter = tl.load(note).to(tl.float64) / 2.0**40
@@ -129,10 +114,7 @@ def _among(
 
 @triton.jit
 def _nth_listed(listed, note, row, vocab, peak, threshold, nth, KEPT: tl.constexpr):
-    """Do as `_nth_at` in a list of tokens.
-
-    The list holds all tokens at the threshold.
-    """
+    """Do as `_nth_at` in a list of all tokens at the threshold."""
     size = tl.load(note + 3).to(tl.int32)
     token, distance = _listed(listed, size, row, vocab, peak, KEPT)
     equal = distance == threshold
@@ -161,9 +143,8 @@ def _search(
     KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Find the least distance that reaches a goal.
+    """Find the least distance within which are ``goal`` tokens, or that weight.
 
-    Within it are ``goal`` tokens, or as much weight if ``by_mass``.
     Returns its bits, the tokens up to it, and tokens and weight strictly nearer. ``high`` and
     ``within`` are a distance that is far enough, and the tokens up to it.
     """
@@ -234,10 +215,7 @@ def threshold_kernel(
     KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Find the tokens that each row keeps.
-
-    A row keeps all tokens nearer than a distance, and at that distance all up to a token.
-    """
+    """Find the distance, and the last token there, that rows keep."""
     row = tl.program_id(0).to(tl.int64)
     inv_temperature, peak, total, lowest, few, share, by_count, by_mass = settings_of(
         temperature,

@@ -1,7 +1,4 @@
-"""Find the best tokens of rows.
-
-Programs search the splits of each row, and their best tokens are merged.
-"""
+"""Find the best tokens of rows: of splits by programs, then merged."""
 
 from __future__ import annotations
 
@@ -23,10 +20,7 @@ from specattn.kernels.sampling.keys import (
 
 @triton.jit
 def _best(key, LEAST: tl.constexpr, TOPK: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return the ``TOPK`` largest of distinct keys in falling order.
-
-    ``LEAST`` stands where there are no more keys.
-    """
+    """Return the ``TOPK`` largest of distinct keys in order, then ``LEAST``."""
     rank = tl.arange(0, BLOCK_K)  # [BLOCK_K]
     best = tl.full([BLOCK_K], LEAST, key.dtype)
     for nth in range(TOPK):
@@ -116,10 +110,7 @@ def top_merge_kernel(
 
 @triton.jit
 def _sound_token(key):
-    """Return the token of a row's best key.
-
-    The token is -1 for a row that allows no choice.
-    """
+    """Return a best key's token; -1 if its row allows none."""
     return tl.where(is_sound(score_of(key)), token_of(key), -1)
 
 

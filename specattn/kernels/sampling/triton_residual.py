@@ -22,16 +22,12 @@ def _weights(
     SEGMENT: tl.constexpr,
     HAS_Q: tl.constexpr,
 ):
-    """Return the weights of the target's residual.
-
-    They are the target's probabilities less q, at least 0, without the refused tokens. NaN stays.
-    """
+    """Return max(p - q, 0) without the refused tokens; NaN stays."""
     lane = tl.arange(0, SEGMENT)  # [SEGMENT]
     token = segment[:, None] * SEGMENT + lane[None, :]  # [ROWS, SEGMENT]
     rest = tl.load(p_row + token, mask=token < vocab, other=0)
     if HAS_Q:
         rest -= tl.load(q_row + token, mask=(token < vocab) & q_on, other=0)
-    # NaN stays
     rest = tl.where(rest < 0, 0.0, rest)
     for first in range(0, num_refused, 32):
         # a token is refused where its row and its column name the same entry of the list
@@ -59,10 +55,7 @@ def sample_weights(
     TILES: tl.constexpr,
     HAS_Q: tl.constexpr,
 ):
-    """Draw a token by inverting the distribution function.
-
-    It is the first token whose cumulative weight exceeds coin * total; -1 if there is none.
-    """
+    """Return the first token to exceed coin * total; -1 for none."""
     row = tl.arange(0, ROWS)  # [ROWS]
     tile = tl.arange(0, TILES)[:, None]  # [TILES, 1]
     masses = tl.zeros([TILES, ROWS], tl.float32)
@@ -107,10 +100,7 @@ def sample_residual(
     TILES: tl.constexpr,
     HAS_Q: tl.constexpr,
 ):
-    """Draw a token from the residual.
-
-    A residual without mass gives way to the target itself. The token is -1 if neither has mass.
-    """
+    """Draw from the residual; without mass from the target; else -1."""
     token = tl.full([], -1, tl.int32)
     tries = 0
     while (token < 0) & (tries < 2):
@@ -133,10 +123,7 @@ def sample_residual(
 
 
 def vocab_tiles(vocab: int, most_rows: int) -> dict[str, int]:
-    """Return launch options for tiles of the vocabulary.
-
-    A tile has ``ROWS`` segments, whose loads are all under way together.
-    """
+    """Return launch options of vocabulary tiles, ``ROWS`` segments loaded together."""
     segments = triton.cdiv(vocab, SEGMENT)
     rows = min(most_rows, triton.next_power_of_2(segments))
     tiles = triton.next_power_of_2(triton.cdiv(segments, rows))

@@ -1,7 +1,4 @@
-"""Begin and end a speculative step on the device.
-
-The step's output is written to the host.
-"""
+"""Begin and end a speculative step on the device."""
 
 from __future__ import annotations
 
@@ -260,10 +257,7 @@ def write_output(packed: Tensor, buffer: Tensor, turn: Tensor) -> None:
 
 
 def _check_copies(batch: int, tables: Sequence[Tensor], parts: Sequence[Tensor], name: str) -> None:
-    """Raise ValueError unless each part fits its table.
-
-    ``parts``, called ``name``, go with the tables of the same index.
-    """
+    """Raise ValueError unless each of ``parts``, called ``name``, fits its table."""
     if len(tables) != len(parts):
         raise ValueError(f"{name} must be one per table, {len(tables)}, got {len(parts)}")
     for at, (table, part) in enumerate(zip(tables, parts, strict=True)):

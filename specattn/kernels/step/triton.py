@@ -36,7 +36,7 @@ OUTPUT_BLOCK = 1024
 def _split(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[list[Any], int, int, int]:
     """Return the kernels' tables in two groups by width.
 
-    Returns ten tuples, the numbers of narrow and of wide tables, and the number of wide blocks.
+    That is ten tuples, the numbers of narrow and of wide tables, and the number of wide blocks.
     """
     pairs = [(as_columns(s), as_columns(t)) for s, t in zip(sources, targets, strict=True)]
     # tables may be wider than what is read or written of them

@@ -21,10 +21,7 @@ def _copy_narrow(
     COUNT: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Copy one row of every narrow table.
-
-    All loads are under way before the first store.
-    """
+    """Copy a row of every narrow table; all loads precede the stores."""
     column = tl.arange(0, SIZE)  # [SIZE]
     values = ()
     for i in tl.static_range(COUNT):
@@ -60,10 +57,7 @@ def _copy_block(
     COUNT: tl.constexpr,
     BYTES: tl.constexpr,
 ):
-    """Copy one block of a row of all wide tables.
-
-    The tables are laid end to end, and ``block`` numbers the block.
-    """
+    """Copy block ``block`` of a row of all wide tables in turn."""
     for i in tl.static_range(COUNT):
         blocks = tl.cdiv(widths[i], BYTES * 8 // sources[i].dtype.element_ty.primitive_bitwidth)
         if (block >= 0) & (block < blocks):
@@ -200,10 +194,7 @@ def end_step_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write a request's state back to its tables.
-
-    The request's first program packs what the host reads.
-    """
+    """Write a request's state back; its first program packs the output."""
     enter(PDL)
     req = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + req)

@@ -11,10 +11,6 @@ from specattn.kernels.tree import naive
 if TYPE_CHECKING:
     from torch import Tensor
 
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 # candidates that one program holds in registers; wider tables are sorted by torch
 MAX_CANDIDATES = 16384
 
@@ -377,13 +373,7 @@ def accept_rejection(
 def _candidate_offset(
     step: int, child_probs: Tensor, candidate_scores: Tensor, candidate_parents: Tensor
 ) -> int:
-    """Return the flat index of the first candidate of ``step``.
-
-    Raises
-    ------
-    ValueError
-        If the number of beams is wrong for the step, or the candidates have no room for it.
-    """
+    """Return the first candidate's flat index; raise ValueError for lack of room."""
     _, beams, topk = child_probs.shape
     if beams != (topk if step else 1):
         raise ValueError(
@@ -401,10 +391,7 @@ def _candidate_offset(
 def _check_beams(
     step: int, child_probs: Tensor, candidate_parents: Tensor, words_out: Tensor
 ) -> None:
-    """Raise ValueError if a step's beams are invalid.
-
-    ``step`` must not be the last, which has no beams, and its words must fit.
-    """
+    """Raise ValueError at the last step, or if words do not fit."""
     nodes = (step + 1) * child_probs.shape[2]
     if candidate_parents.shape[1] < 1 + nodes:
         raise ValueError(
@@ -415,15 +402,7 @@ def _check_beams(
 
 
 def _tree_steps(scores: Tensor, parents: Tensor, topk: int, num_draft_tokens: int) -> int:
-    """Return the tree's depth below the root.
-
-    The candidates' shapes tell it.
-
-    Raises
-    ------
-    ValueError
-        If scores and parents do not describe the same steps, or the candidates are too few.
-    """
+    """Return the tree's depth by its candidates' shapes; raise ValueError if unfit."""
     count, groups = scores.shape[1], parents.shape[1]
     if not count and num_draft_tokens == 1:
         return 0

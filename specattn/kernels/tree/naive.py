@@ -77,10 +77,7 @@ def select_beams(
 
 
 def _path_scores(child_probs: Tensor, path_scores: Tensor | None) -> Tensor:
-    """Return the scores of the paths down to all children.
-
-    They have the shape ``[B, beams * topk]``.
-    """
+    """Return scores ``[B, beams * topk]`` of paths down to all children."""
     above = 1.0 if path_scores is None else path_scores[:, :, None]
     return (child_probs * above).flatten(1)
 
@@ -119,10 +116,7 @@ def build_tree(
 
 
 def _parent_candidates(parents: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    """Return every candidate's parent, and which candidates are orphans.
-
-    Parents are ``[B, C + 1]``, where C stands for the root; orphans are ``[B, C]``.
-    """
+    """Return parents ``[B, C + 1]``, C for the root, and orphans."""
     batch, groups = parents.shape
     count = groups * topk
     group = torch.arange(groups, device=parents.device)
@@ -239,10 +233,7 @@ def accept_rejection(
 
 
 class _Walk:
-    """A walk down every tree of the batch at once.
-
-    ``none`` stands for a missing child.
-    """
+    """A walk down all trees at once; ``none`` is a missing child."""
 
     def __init__(self, next_token: Tensor, next_sibling: Tensor) -> None:
         batch, self.none = next_token.shape
@@ -268,17 +259,13 @@ class _Walk:
         return stopping
 
     def path(self) -> Tensor:
-        """Return the nodes of each path from the root.
-
-        They are ``[B, depth + 1]``, -1 past the end.
-        """
+        """Return paths ``[B, depth + 1]`` of nodes; -1 past the end."""
         return torch.stack(self._path, dim=1)
 
 
 def _child_lists(next_token: Tensor, next_sibling: Tensor) -> Tensor:
-    """Return the children of every node in link order.
+    """Return children ``[B, n, S]`` in link order; n for none.
 
-    Lists are ``[B, n, S]``, with n where there are no more children.
     Links outside the row end a list, and lists are bounded, so malformed links do no harm.
     """
     n = next_token.shape[1]
@@ -296,10 +283,7 @@ def _at(tokens: Tensor, nodes: Tensor) -> Tensor:
 
 
 def _repeats(token: Tensor) -> Tensor:
-    """Mark entries that an earlier entry of the row equals.
-
-    Entries are ``[B, S]``.
-    """
+    """Mark entries ``[B, S]`` that an earlier entry of the row equals."""
     return (token[:, :, None] == token[:, None, :]).tril(-1).any(2)
 
 
@@ -321,19 +305,15 @@ def _emit(
 
 
 def _node_bits(nodes: Tensor, num_words: int) -> Tensor:
-    """Return words with just the bit of each node set.
-
-    Words are ``[..., num_words]`` int64.
-    """
+    """Return words ``[..., num_words]`` with just each node's bit."""
     words = torch.arange(num_words, device=nodes.device)
     bits = torch.ones_like(nodes) << nodes % 64
     return torch.where(words == nodes[..., None] // 64, bits[..., None], 0)
 
 
 def _ancestors(parent: Tensor, num_words: int, depth_limit: int) -> tuple[Tensor, Tensor]:
-    """Return the ancestor words and the depths of all nodes.
+    """Return ancestor words ``[B, n, W]`` and depths ``[B, n]`` of parents.
 
-    Words are ``[B, n, W]`` and depths ``[B, n]``, of parent tables ``[B, n]``.
     Node 0 is the root, of parent -1; no node is deeper than ``depth_limit``.
     """
     nodes = torch.arange(parent.shape[1], device=parent.device)

@@ -142,10 +142,7 @@ def build_tree(
 
 
 def _warps(count: int, nodes: int) -> int:
-    """Return the number of warps per request.
-
-    One warp alone waits at no barrier, but is slow on wide tables.
-    """
+    """Return warps per request: one avoids barriers, wide tables want more."""
     if count <= 128 and nodes <= 64:
         return 1
     return 4 if count <= 2048 else 16

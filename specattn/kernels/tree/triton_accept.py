@@ -11,10 +11,7 @@ from specattn.kernels.sampling.triton_residual import sample_residual
 
 @triton.jit
 def _matching_child(token, next_token, next_sibling, want, n):
-    """Return each node's first child of the wanted token.
-
-    First means first in link order; -1 stands for none.
-    """
+    """Return each node's first child of the wanted token; -1 for none."""
     child = next_token  # [BLOCK_N]
     found = tl.full(child.shape, -1, tl.int32)
     walking = child >= 0
@@ -46,10 +43,7 @@ def accept_greedy_kernel(
     BLOCK_S: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Accept the path that the target's own choices take.
-
-    All nodes step to their children at once, and the path is read off by doubling.
-    """
+    """Step all nodes to the target's choices; double steps into paths."""
     req = tl.program_id(0).to(tl.int64)
     enter(PDL)
     # All nodes at once: every row is read once, and all rows together.
@@ -95,9 +89,8 @@ def _note_children(
     stride_node,
     BLOCK_N: tl.constexpr,
 ):
-    """Write what the walk asks of every node.
+    """Note each node's p, parent, and first node of its token.
 
-    That is p as its parent's child, its parent, and the first node of the same token.
     The probabilities of all nodes arrive together; one by one, the walk would wait for each.
     """
     node = tl.arange(0, BLOCK_N)  # [BLOCK_N]
@@ -153,10 +146,7 @@ def accept_sampled_kernel(
     SEGMENT: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Accept a path depth by depth, with coins.
-
-    At each depth a coin walks a node's children. The last node's residual gives the bonus.
-    """
+    """Walk children by a coin per depth; draw the bonus."""
     req = tl.program_id(0).to(tl.int64)
     tokens += req * n
     next_token += req * n
@@ -265,10 +255,7 @@ def accept_rejection_kernel(
     SEGMENT: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Judge all tokens of a chain at once.
-
-    The first refusal, or the end of the chain, gives the bonus.
-    """
+    """Judge a chain's tokens at once; the first refusal gives the bonus."""
     req = tl.program_id(0).to(tl.int64)
     tokens += req * n
     draft_probs += req * stride_draft_req

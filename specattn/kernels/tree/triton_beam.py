@@ -25,10 +25,7 @@ def _record_children(
     TOPK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write all beams' children to this step's candidate columns.
-
-    Returns the children.
-    """
+    """Write all beams' children to this step's candidate columns; return them."""
     flat = tl.arange(0, BLOCK)  # [BLOCK]
     live = flat < BEAMS * TOPK
     child = req * BEAMS * TOPK + flat
@@ -81,10 +78,7 @@ def append_kernel(
 
 @triton.jit
 def _rank_all(key, BLOCK: tl.constexpr):
-    """Count the keys that come before each key.
-
-    Larger keys come before it, and equal keys of a lower index.
-    """
+    """Count the keys before each: larger, or equal of lower index."""
     flat = tl.arange(0, BLOCK)
     # columns are ranked, so that the sums stay within threads
     larger = key[:, None] > key[None, :]  # [BLOCK, BLOCK]
@@ -94,10 +88,7 @@ def _rank_all(key, BLOCK: tl.constexpr):
 
 @triton.jit
 def _rank_best(key, keep, BLOCK: tl.constexpr):
-    """Rank the ``keep`` first keys, one after the other.
-
-    The rest get the rank ``keep``.
-    """
+    """Rank the ``keep`` first keys in turn; the rest get ``keep``."""
     flat = tl.arange(0, BLOCK)
     # the low half makes keys distinct and prefers the lower index
     key = key.to(tl.int64) * 4294967296 + (BLOCK - flat)
@@ -135,10 +126,7 @@ def select_kernel(
     BLOCK_W: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Record the children of all beams and rank them.
-
-    One program serves one request.
-    """
+    """Record and rank the children of all beams, a request per program."""
     req = tl.program_id(0).to(tl.int64)
     enter(PDL)
     flat = tl.arange(0, BLOCK)  # [BLOCK]

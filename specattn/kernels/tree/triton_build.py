@@ -1,7 +1,4 @@
-"""Select, number, link and mask the nodes of a tree.
-
-One program serves one request.
-"""
+"""Select, number, link and mask a tree's nodes, a request per program."""
 
 from __future__ import annotations
 
@@ -22,9 +19,8 @@ def _gather_pair(first, second, index):
 
 @triton.jit
 def _group_floors(scores, parents, num_groups, rounds, TOPK: tl.constexpr, BLOCK_G: tl.constexpr):
-    """Return each group's parent candidate and lowest key.
+    """Return groups' parent candidates, -1 for none, and lowest keys above.
 
-    The parent candidate is -1 if there is none. The lowest key is that of the path from there up.
     Every round of pointer doubling looks twice as far up.
     """
     group = tl.arange(0, BLOCK_G)  # [BLOCK_G]
@@ -44,9 +40,8 @@ def _group_floors(scores, parents, num_groups, rounds, TOPK: tl.constexpr, BLOCK
 
 @triton.jit
 def _number_best(key, live, keep):
-    """Number the ``keep`` largest keys from 1 in order.
+    """Number the ``keep`` largest keys from 1 in order, lower indices first.
 
-    The lower index comes first among equal keys.
     The threshold is sought by thirds between the extremes, and found once it parts the keys as
     wanted: distinct keys take about log3 of their number in steps, equal ones at most 21.
     """
@@ -135,10 +130,7 @@ def build_tree_kernel(
     BLOCK_S: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Build a request's tree from its best candidates.
-
-    The kernel keeps the best candidates, then links and masks them.
-    """
+    """Keep a request's best candidates; link and mask them."""
     req = tl.program_id(0).to(tl.int64)
     enter(PDL)
     scores += req * stride_scores
