@@ -2,7 +2,7 @@
 
     python docs/examples/own_loop.py
 
-from the project's root, after `pip install .` there; with only the dependencies installed, put
+from the project's root, after `pip install '.[models]'` there; with only its dependencies, put
 `PYTHONPATH=.` before it.
 """
 

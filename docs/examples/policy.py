@@ -5,7 +5,7 @@ decoding all the same.
 
     python docs/examples/policy.py
 
-from the project's root, after `pip install .` there; with only the dependencies installed, put
+from the project's root, after `pip install '.[models]'` there; with only its dependencies, put
 `PYTHONPATH=.` before it.
 """
 

@@ -22,6 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specattn.kernels.attention.triton_tile import EMPTY, FLOOR, LN2, MASKED
 from specattn.kernels.attention.triton_tree import load_request, load_word, row_bits, spread
+from specattn.kernels.gluon_names import barrier
 from specattn.kernels.mla.gluon_ring import (
     BM,
     BN,
@@ -218,12 +219,12 @@ def _attend_left(
             p, fade, top, total = _soften(s, top, total, base2)
             weights = p.to(ring.latent.dtype)
             # all warps are done with the rotated keys: the weights take their place
-            gl.thread_barrier()
+            barrier()
             _weights_of(ring.rotated.index(stage)).store(weights)
             ring.fades.index(stage).store(fade)
             ring.totals.index(stage).store(total)
             fence_async_shared()
-            gl.thread_barrier()
+            barrier()
             mbarrier.arrive(ring.scored.index(stage), count=1)
             acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, VALUES))[:, None]
             values = ring.latent.index(stage).slice(0, COLUMNS, dim=1)
