@@ -268,19 +268,8 @@ class KVPool(ReadOnly):
     def commit(self, tail_slots: Tensor, accepted: AcceptResult) -> None:
         """Move the accepted path's KV to the front of each request's tail.
 
-        Sources and targets may overlap.
-
-        Parameters
-        ----------
-        tail_slots : Tensor
-            ``[B, n]`` int32, the slots that verification wrote.
-        accepted : AcceptResult
-            The nodes to keep.
-
-        Raises
-        ------
-        ValueError
-            Before anything moves: if a tensor is not int32, or the two differ in requests.
+        ``tail_slots``, ``[B, n]`` int32, are what verification wrote; they and the nodes kept may
+        overlap. A ValueError comes before anything moves.
         """
         path, device = accepted.accept_index, self.device
         expect("tail_slots", tail_slots, (len(path), tail_slots.shape[-1]), torch.int32, device)
@@ -330,10 +319,10 @@ def _columns(caches: Caches, which: slice) -> Caches:
 
 
 def _offsets(k: Caches, v: Caches) -> tuple[Tensor | None, int]:
-    """Return where layers begin, ``[2, layers]`` int64, and the unit.
+    """Return where layers begin, ``[2, layers]`` int64, in units of elements.
 
-    The unit is a number of elements. Offsets count from the beginning of the first layer's keys,
-    and of its values. Evenly spaced layers need none.
+    Offsets count from the beginning of the first layer's keys, and of its values. Evenly spaced
+    layers need none.
     """
     if isinstance(k, Tensor) and isinstance(v, Tensor):
         return None, 1

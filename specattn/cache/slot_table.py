@@ -32,10 +32,7 @@ _INTS = frozenset([int])
 
 
 class RequestTable(Protocol):
-    """Steps read this much of a slot table; see `SlotTable`.
-
-    It does not matter to them who keeps the table's books.
-    """
+    """What steps read of a slot table, whoever keeps its books."""
 
     @property
     def req_to_token(self) -> Tensor:
@@ -59,17 +56,9 @@ class RequestTable(Protocol):
 
 
 def count_pages(num_slots: int, page_size: int) -> int:
-    """Return the number of whole pages in a pool.
-
-    Raises
-    ------
-    ValueError
-        If the page size is no power of two, or no request could have a page: page 0 is padding.
-    """
-    num_slots, page_size = (
-        whole_number("num_slots", num_slots),
-        whole_number("page_size", page_size),
-    )
+    """Return a pool's whole pages; a ValueError unless there are two."""
+    num_slots = whole_number("num_slots", num_slots)
+    page_size = whole_number("page_size", page_size)
     if page_size < 1 or page_size & (page_size - 1):
         raise ValueError(f"page_size must be a power of two, got {page_size}")
     if num_slots < 2 * page_size:
@@ -152,10 +141,9 @@ class SlotTable(ReadOnly):
         check_current(self.req_to_token.device)
 
     def clear(self) -> None:
-        """Free every row, whatever state an error left the books in.
+        """Free every row, whatever an error or interrupt left in the books.
 
-        An interrupt may have left them so, too. No step may be between its parts (`holding`).
-        Steps in flight still find their slots.
+        No step may be between its parts (`holding`). Steps in flight still find their slots.
         """
         self._changing = True
         rows = len(self.reserved)
@@ -187,10 +175,7 @@ class SlotTable(ReadOnly):
 
     @property
     def changing(self) -> bool:
-        """Whether a change of the books has begun and not ended.
-
-        Only `clear` helps then.
-        """
+        """Whether a change has begun and not ended: only `clear` helps."""
         return self._changing
 
     @property
@@ -204,13 +189,7 @@ class SlotTable(ReadOnly):
         return self._num_free * self.page_size
 
     def pages(self, row: int) -> tuple[int, ...]:
-        """Return the pages of a row, in the order of its tokens.
-
-        Raises
-        ------
-        ValueError
-            If the row is not allocated.
-        """
+        """Return an allocated row's pages, in the order of its tokens."""
         return tuple(self._pages[self._known(row)])
 
     @property
@@ -219,13 +198,7 @@ class SlotTable(ReadOnly):
         return len(self._free_rows)
 
     def committed(self, row: int) -> int:
-        """Return the committed length of ``row``, in tokens.
-
-        Raises
-        ------
-        ValueError
-            If the row is not allocated.
-        """
+        """Return the committed length, in tokens, of an allocated row."""
         return self._committed[self._known(row)]
 
     def allocate(self, *, share: int = 0, share_len: int = 0) -> int:
@@ -322,10 +295,7 @@ class SlotTable(ReadOnly):
         return missing
 
     def _grow(self, rows: Rows, need: Rows) -> None:
-        """Give every row its missing pages.
-
-        Rows get pages ahead of what they need, too, while enough are free for all of them.
-        """
+        """Give rows missing pages, and more ahead while there are enough."""
         check_current(self.req_to_token.device)
         ahead = self._missing(rows, np.minimum(need + self._AHEAD, self.max_context_len))
         if ahead.sum() <= self._num_free:
@@ -340,9 +310,9 @@ class SlotTable(ReadOnly):
         self._append(np.concatenate([rows[growing], trimmed]), counts)
 
     def _take_back(self, rows: Rows, need: Rows, wanted: int) -> Rows:
-        """Free the pages that rows hold ahead of what they need.
+        """Free pages that rows hold ahead of need; return those rows.
 
-        Returns those rows. Raises `CapacityError` if ``wanted`` pages would still not be free.
+        Raises `CapacityError` if ``wanted`` pages would still not be free.
         """
         needed = self._needed.copy()
         needed[rows] = np.maximum(needed[rows], need)
@@ -364,10 +334,7 @@ class SlotTable(ReadOnly):
         return trimmed
 
     def _append(self, rows: Rows, counts: Rows) -> None:
-        """Give ``counts`` pages to ``rows``, and tell the device.
-
-        A row that only shrank has a count of 0.
-        """
+        """Give ``counts`` pages to ``rows``, 0 if shrunk; tell the device."""
         self._changing = True
         total = int(counts.sum())
         pages = self._free_pages[self._num_free - total : self._num_free][::-1].copy()
@@ -420,16 +387,7 @@ class SlotTable(ReadOnly):
 
     @contextmanager
     def holding(self, rows: Collection[int]) -> Iterator[None]:
-        """Refuse to free these rows until the block ends.
-
-        Only then is a step that reads and writes them launched as a whole. Rows that are held
-        already stay so.
-
-        Parameters
-        ----------
-        rows : collection of int
-            Rows; 0 does not matter.
-        """
+        """Refuse to free rows until their step is launched as a whole."""
         before = self._holding
         try:
             self._holding = before.union(rows)
@@ -462,10 +420,7 @@ class SlotTable(ReadOnly):
             self.reserved[row].zero_()
 
     def _leave(self, pages: Sequence[int]) -> None:
-        """Count one user less of these pages; free those without any.
-
-        The first page freed is the first to be given out again.
-        """
+        """Count one user less of these pages; free those without any."""
         left = np.asarray(pages, dtype=np.int64)
         self._users[left] -= 1
         left = left[self._users[left] == 0][::-1]
@@ -475,8 +430,7 @@ class SlotTable(ReadOnly):
     def check(self) -> None:
         """Assert that every page is free or counted once per row.
 
-        A page that several rows share is counted once for each of them. Waits for the device, to
-        compare ``reserved``.
+        Waits for the device, to compare ``reserved``.
         """
         counts = np.zeros_like(self._held)
         for row, pages in self._pages.items():

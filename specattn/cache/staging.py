@@ -20,15 +20,6 @@ class StagingRing:
     An upload neither allocates nor waits, unless ``depth`` uploads are underway: then it waits for
     the oldest. Make all calls on one stream, or on streams that wait for each other. Without CUDA,
     a buffer and its device copy are the same memory.
-
-    Parameters
-    ----------
-    size : int
-        Numbers that an upload can hold.
-    device : torch.device
-        Where the numbers go.
-    depth : int
-        Uploads that may be underway at once.
     """
 
     def __init__(self, size: int, device: torch.device | str, depth: int = 4) -> None:
@@ -46,23 +37,10 @@ class StagingRing:
         self._left = [torch.cuda.Event() for _ in self._host] if self._cuda else []
 
     def send(self, *parts: npt.NDArray[np.integer]) -> Tensor:
-        """Copy numbers to the device, one part after the other.
+        """Copy integers to the device, one flattened part after the other.
 
-        Parameters
-        ----------
-        *parts : ndarray
-            Integers within int32, at most ``size`` of them; they are flattened.
-
-        Returns
-        -------
-        Tensor
-            ``[sum of sizes]`` int32 on the device, a view that is valid until ``depth`` further
-            calls.
-
-        Raises
-        ------
-        ValueError
-            If there are more than ``size``; nothing is sent then.
+        Returns ``[sum of sizes]`` int32 on the device, a view that is valid until ``depth`` further
+        calls. A ValueError refuses more than ``size`` numbers.
         """
         total = sum(part.size for part in parts)
         if total > self.size:

@@ -1,7 +1,4 @@
-"""The speculative configs of an engine, and what their steps gained.
-
-A policy chooses the config of the next step among them.
-"""
+"""An engine's speculative configs, and what their steps gained."""
 
 from __future__ import annotations
 
@@ -25,30 +22,15 @@ _WINDOW = 256
 
 
 class SpeculativeConfigs:
-    """A policy chooses one of these configs for every step.
+    """The configs that a policy chooses from for every step.
 
-    The configs share buffers. Acceptance is measured over a window of the latest steps.
-
-    Parameters
-    ----------
-    configs : sequence of SpecConfig
-        At least one; the first is the one to begin with.
-    policy : Policy, optional
-        Chooses among several; a `GoodputPolicy` by default.
-    buckets : sequence of int
-        Captured batch sizes.
-    window : int
-        Steps that acceptance is measured over.
-
-    Raises
-    ------
-    ValueError
-        If they differ in more than the shape of the tree, or a policy has nothing to choose from.
+    They share buffers, and differ in the tree alone. Acceptance is measured over a window of the
+    latest steps.
 
     Attributes
     ----------
     all : tuple of SpecConfig
-        The configs, each once.
+        The configs, each once; the first is the one to begin with.
     adaptive : bool
         Whether there are several.
     current : SpecConfig
@@ -106,17 +88,8 @@ class SpeculativeConfigs:
     def choose(self, batch: int, room: int) -> SpecConfig:
         """Ask the policy for the config of the next step.
 
-        Parameters
-        ----------
-        batch : int
-            Requests that take part.
-        room : int
-            Slots that the context of the shortest request has left.
-
-        Raises
-        ------
-        ValueError
-            If the policy returns a config that it was not given.
+        ``room`` is how many slots the context of the shortest request has left. A ValueError
+        refuses a config that the policy was not given.
         """
         fitting = self._fitting(room)
         if not fitting:
@@ -131,8 +104,8 @@ class SpeculativeConfigs:
     def fit(self, chosen: SpecConfig, room: int) -> SpecConfig:
         """Return the config for a request with ``room`` slots left.
 
-        The context has at least 1 slot left. Its request gets the chosen config if there is room
-        for it, else the deepest config that fits, else plain decoding.
+        That is the chosen config if there is room for it, else the deepest that fits, else plain
+        decoding, which needs one slot.
         """
         if chosen.reserve_len <= room:
             return chosen
@@ -150,19 +123,10 @@ class SpeculativeConfigs:
     ) -> None:
         """Count a step of one config, and what its requests gained.
 
-        A step in which no request gained anything is not counted, nor one of a config that is not
+        ``gained`` has a number of tokens per request of the step, 0 for one that had ended before;
+        ``handed_out`` counts those within their requests' ends; ``seconds`` is None if unknown. A
+        step in which no request gained anything is not counted, nor one of a config that is not
         among these.
-
-        Parameters
-        ----------
-        config : SpecConfig
-            The config of the step.
-        gained : sequence of int
-            Tokens, a number per request of the step: 0 for one that had ended before.
-        handed_out : int
-            Tokens of all requests that lie within their ends.
-        seconds : float or None
-            How long the step took, if that is known.
         """
         found = self.acceptance.get(config)
         kept = [tokens for tokens in gained if tokens]
@@ -187,10 +151,9 @@ class SpeculativeConfigs:
 
 
 def smaller_configs(config: SpecConfig) -> tuple[SpecConfig, ...]:
-    """Return a config and a few that cost less.
+    """Return a config, half of it, its chain, and plain decoding.
 
-    These are half of it, its chain, and plain decoding. None of them needs more slots per step.
-    Plain decoding returns itself alone.
+    None of them needs more slots per step. Plain decoding returns itself alone.
     """
     if not config.num_steps:
         return (config,)
@@ -207,9 +170,6 @@ def smaller_configs(config: SpecConfig) -> tuple[SpecConfig, ...]:
 
 
 def powers_of_two(largest: int) -> list[int]:
-    """Return the batch sizes that are captured by default.
-
-    These are the powers of two below the largest batch, and the largest batch itself.
-    """
+    """Return the powers of two below the largest batch, and that."""
     sizes = [1 << bit for bit in range(largest.bit_length()) if 1 << bit < largest]
     return [*sizes, largest]

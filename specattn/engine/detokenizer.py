@@ -1,7 +1,4 @@
-"""A text stream turns tokens into text as they arrive.
-
-It gives whole characters only, and nothing past a stop string.
-"""
+"""Text streams give whole characters of text, up to a stop string."""
 
 from __future__ import annotations
 
@@ -82,10 +79,7 @@ class TextStream:
         return text
 
     def _could_begin_a_stop(self, text: str) -> int:
-        """Return the length of the longest end that begins a stop string.
-
-        The end is that of ``text``; the length is 0 where no stop string begins so.
-        """
+        """Return the length of the longest end that begins a stop string."""
         longest = max((len(stop) for stop in self._stop), default=1) - 1
         for length in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self._stop):

@@ -1,7 +1,4 @@
-"""An engine decodes a batch of requests, from prompts to tokens.
-
-Requests that end give their slots back.
-"""
+"""An engine decodes a batch of requests, from prompts to tokens."""
 
 from __future__ import annotations
 
@@ -61,10 +58,7 @@ def _eager_if_it_fails(decoder: StepDecoder) -> Iterator[None]:
 
 
 class _LateDecoder(StepDecoder):
-    """A late decoder is made while requests run.
-
-    None of these requests may end because a capture of the decoder fails.
-    """
+    """Made while requests run, which no failing capture may end."""
 
     def capture(self, *, sampled: bool = False) -> None:
         """Capture what is not captured yet; what cannot be captured runs eagerly."""
@@ -450,25 +444,15 @@ class Engine:
 
     @property
     def decoders(self) -> tuple[StepDecoder, ...]:
-        """Decoders of the engine's configs, in their order.
-
-        That of plain decoding comes last if it was asked for and is no config of the engine.
-        """
+        """The configs' decoders, then any that `decoder` made for plain decoding."""
         return tuple(self._decoders.values())
 
     def graphs(self) -> dict[SpecConfig, tuple[GraphReport, ...]]:
-        """Return what capturing took, by config and bucket.
-
-        The configs are those of the engine, and plain decoding if a request that came near its
-        context's end has asked for it.
-        """
+        """Return what capturing took, by the config of each decoder, and bucket."""
         return {config: decoder.report() for config, decoder in self._decoders.items()}
 
     def _acquire(self) -> RLock:
-        """Lock the engine for this thread.
-
-        Raises a ValueError while a call of another thread has not returned.
-        """
+        """Lock the engine for this thread, or raise a ValueError at once."""
         lock = self._lock
         if not lock.acquire(blocking=False):
             raise ValueError(
@@ -487,10 +471,7 @@ class Engine:
 
     @contextmanager
     def _change(self) -> Iterator[None]:
-        """Note that the books change while the block runs.
-
-        After an interrupt that nothing undoes, the note stays.
-        """
+        """Note that the books change; the note outlives an interrupt."""
         lock = self._acquire()
         try:
             if self._changing:
@@ -518,9 +499,8 @@ class Engine:
     def _admit_waiting(self) -> list[RequestOutput]:
         """Admit as many waiting requests as have slots to their ends.
 
-        The requests that run count, too. Those that wait are admitted in their order. Requests
-        that run keep their slots, so one that would take what they grow into waits for them to
-        end. One for whose longest text there are no slots at all runs by itself.
+        They come in their order, and those that run keep what they may grow into. One for whose
+        longest text there are no slots at all runs by itself.
         """
         scheduler = self.scheduler
         admitted: list[RequestOutput] = []
@@ -543,10 +523,7 @@ class Engine:
         return admitted
 
     def _admit(self, requests: Sequence[Request], *, whole: bool) -> list[RequestOutput]:
-        """Run the prompts of requests and draw their first tokens.
-
-        All of the requests run then, or none.
-        """
+        """Run the prompts and draw first tokens, of all requests or none."""
         with self._change():
             running, rows = list(self.running), self.table.rows
             try:
@@ -586,10 +563,7 @@ class Engine:
         self.scheduler.remove_ended()
 
     def _capture_sampled(self) -> None:
-        """Capture all decoders for requests that draw, too.
-
-        This is tried once per decoder, whether it fails or not.
-        """
+        """Try once per decoder to capture it for requests that draw, too."""
         for config, decoder in self._decoders.items():
             if config not in self._drawing:
                 with _eager_if_it_fails(decoder):
@@ -597,10 +571,7 @@ class Engine:
                 self._drawing.add(config)
 
     def _launch(self, groups: Groups) -> None:
-        """Launch a step of every group.
-
-        If a launch fails, its error is raised after the other groups' steps are launched.
-        """
+        """Launch a step of every group; errors are raised after that."""
         failed: Exception | None = None
         for config, group in groups.items():
             try:
@@ -611,10 +582,7 @@ class Engine:
             raise failed
 
     def _launch_ahead(self) -> list[LaunchedStep]:
-        """Launch the step after the one in flight, if it surely fits.
-
-        It fits if there is room in the contexts and there are slots for both steps.
-        """
+        """Launch the step after the one in flight, if both surely fit."""
         if self._kept or self._plans_on_host or len(self._steps) != 1:
             return []
         (step,) = self._steps
@@ -679,13 +647,7 @@ class Engine:
 def _model_slot(
     page_size: int, backend: str | BackendFactory, model: Any, pool: KVPool, *, deterministic: bool
 ) -> ModelSlot[Any]:
-    """Return a model over its pool, with a backend for its pages.
-
-    Raises
-    ------
-    UnsupportedError
-        If the backend does not serve pages of this size.
-    """
+    """Return a model over its pool, with a backend for its pages."""
     slot: ModelSlot[Any] = ModelSlot.of(model, pool, backend, deterministic=deterministic)
     slot.backend.check_pages(page_size)
     return slot

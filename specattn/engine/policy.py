@@ -1,7 +1,4 @@
-"""Policies choose the config of an engine's next step.
-
-They go by what recent steps gained and cost.
-"""
+"""Policies choose the next step's config by what recent ones gained."""
 
 from __future__ import annotations
 
@@ -24,14 +21,7 @@ _TIMES = 15
 
 
 class Acceptance:
-    """Acceptance counts what the recent steps of one config gained.
-
-    It notes how long they took, too.
-
-    Parameters
-    ----------
-    config : SpecConfig
-        The config.
+    """What recent steps of one config gained, and their times.
 
     Attributes
     ----------
@@ -48,10 +38,7 @@ class Acceptance:
         self._times: dict[int, deque[float]] = {}
 
     def add(self, gained: Sequence[int], sign: int = 1) -> None:
-        """Count the gains of a step, or take them out again.
-
-        Every gain is at least 1, the bonus token. A ``sign`` of -1 takes them out.
-        """
+        """Count gains of at least 1; ``sign`` -1 undoes it."""
         self.steps += sign
         for tokens in gained:
             for depth in range(tokens):
@@ -63,26 +50,17 @@ class Acceptance:
 
     @property
     def mean(self) -> float:
-        """Mean tokens per request and step, the bonus token included.
-
-        It is 0 where nothing was measured.
-        """
+        """Mean tokens per request and step, bonus included; 0 if none."""
         return sum(self.reached) / self.reached[0] if self.reached[0] else 0.0
 
     @property
     def by_depth(self) -> tuple[float, ...]:
-        """Shares of steps that kept a draft token at each depth.
-
-        ``[num_steps]``: the shares that kept at least 1, 2, ... draft tokens.
-        """
+        """Shares of steps that kept at least 1, 2, ... draft tokens."""
         counted = max(self.reached[0], 1)
         return tuple(count / counted for count in self.reached[1:])
 
     def seconds(self, bucket: int) -> float | None:
-        """Return the median time of the last steps in a bucket.
-
-        It is None where there was no step.
-        """
+        """Return the median time of a bucket's last steps, None without any."""
         times = self._times.get(bucket)
         return median(times) if times else None
 
@@ -198,13 +176,7 @@ class GoodputPolicy:
         return chosen
 
     def goodput(self, observed: Observed) -> dict[SpecConfig, float]:
-        """Return tokens per request and second (or unit of ``cost``), by config.
-
-        Raises
-        ------
-        ValueError
-            If ``cost`` returns what is not above 0.
-        """
+        """Return tokens per request and second (or unit of ``cost``), by config."""
         costs = self._costs(observed)
         return {
             config: expected_tokens(observed.acceptance, config, self.prior) / costs[config]
@@ -230,9 +202,7 @@ class GoodputPolicy:
 def expected_tokens(
     acceptance: Mapping[SpecConfig, Acceptance], config: SpecConfig, prior: float = 4.0
 ) -> float:
-    """Return the expected number of tokens per request and step.
-
-    The bonus token is included.
+    """Return the expected tokens per request and step, bonus included.
 
     ``1 + sum_d q_1 q_2 ... q_d`` over the depths, where q_d is the chance that depth d is kept
     given that depth d - 1 was: Leviathan et al. (arXiv:2211.17192, equation 1) with a rate per

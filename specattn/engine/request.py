@@ -113,23 +113,10 @@ class RequestOutput:
 def check_requests(
     requests: Sequence[Request], limit: int, vocab_size: int, *, stop_strings: bool
 ) -> list[Request]:
-    """Return requests as a list, after checking that each can run.
+    """Return requests as a list, or raise a ValueError.
 
-    Parameters
-    ----------
-    requests : sequence of Request
-        Any number.
-    limit : int
-        Tokens that a context holds.
-    vocab_size : int
-        Tokens of the target's vocabulary.
-    stop_strings : bool
-        Whether there is text to look for stop strings in.
-
-    Raises
-    ------
-    ValueError
-        If one cannot run in contexts of ``limit`` tokens.
+    Each must run in contexts of ``limit`` tokens; ``stop_strings`` says whether there is text to
+    look for them in.
     """
     if isinstance(requests, Request):
         raise ValueError(f"requests must be a sequence of Request, got the one {requests!r}")

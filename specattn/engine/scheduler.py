@@ -1,7 +1,4 @@
-"""A scheduler decides which requests run and take the next step.
-
-It keeps the slots that they hold, too.
-"""
+"""A scheduler decides which requests run, and keeps their slots."""
 
 from __future__ import annotations
 
@@ -26,22 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class RunningRequest:
-    """A request that has a row.
+    """A request that has a row of the table.
 
-    Parameters
-    ----------
-    request : Request
-        What was asked for.
-    result : RequestOutput
-        What it has got so far.
-    row : int
-        Its row of the table.
-    length : int
-        Tokens that hold KV, as far as the host knows.
-    eos : collection of int
-        Tokens that end it.
-    stream : TextStream or None
-        Its text, where stop strings are looked for.
+    ``length`` counts the tokens that hold KV, as far as the host knows; tokens of ``eos`` end it;
+    ``stream`` is its text, where stop strings are looked for.
     """
 
     request: Request
@@ -53,35 +38,19 @@ class RunningRequest:
 
     @property
     def text(self) -> list[int]:
-        """Tokens of the prompt and all tokens since.
-
-        First come those that hold KV, then the bonus token.
-        """
+        """All its tokens; the bonus token, last, holds no KV."""
         return [*self.request.prompt, *self.result.tokens]
 
     @property
-    def bonus(self) -> int:
-        """Its newest token, whose KV is not there yet."""
-        return self.result.tokens[-1]
-
-    @property
     def goes_on(self) -> bool:
-        """Whether the request may be unfinished after the step in flight.
-
-        Every step gains at least one token.
-        """
+        """Whether it may go on after the step in flight."""
         return len(self.result.tokens) + 1 < self.request.max_new_tokens
 
     def append(self, tokens: Sequence[int], limit: int) -> list[int]:
         """Append tokens up to whatever ends the request; returns those kept.
 
-        Parameters
-        ----------
-        tokens : sequence of int
-            What a prompt or a step gained. A last token of -1 is none: the target's logits were
-            not finite there.
-        limit : int
-            Tokens that a context holds.
+        A last token of -1 is none: the target's logits were not finite there. A context holds
+        ``limit`` tokens.
         """
         result, kept = self.result, []
         for token in tokens:
@@ -118,20 +87,7 @@ class RunningRequest:
 
 
 class Scheduler:
-    """A scheduler keeps the requests that wait and those that run.
-
-    Those that run hold slots of its table.
-
-    Parameters
-    ----------
-    table : SlotTable
-        Rows and slots.
-    configs : SpeculativeConfigs
-        What a step may run with.
-    eos : collection of int
-        End-of-text tokens.
-    detokenize : callable or None
-        Maps token ids to text, for stop strings.
+    """The requests that wait, and those that run and hold slots.
 
     Attributes
     ----------
@@ -166,10 +122,7 @@ class Scheduler:
         self.waiting, self.full = list(requests), self._rows
 
     def wave(self, items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
-        """Split requests into those whose prompts run now and the rest.
-
-        The rest wait to share a prompt that runs now.
-        """
+        """Split off the requests that wait to share a prompt of others."""
         now: list[Item] = []
         later: list[Item] = []
         for item in items:
@@ -180,20 +133,10 @@ class Scheduler:
         return now, later
 
     def admit(self, items: Sequence[Item], *, whole: bool) -> list[RunningRequest]:
-        """Let requests run: each gets a row and slots.
+        """Let requests run: each gets a row and slots for its prompt.
 
-        Parameters
-        ----------
-        items : sequence of (Request, RequestOutput)
-            Who comes.
-        whole : bool
-            Whether there must be slots for all the steps of all that run then, and not for these
-            prompts alone.
-
-        Raises
-        ------
-        CapacityError
-            If rows or slots run out. Rows that were given are not taken back: see `roll_back`.
+        With ``whole``, there are slots for all steps of all that run then. Rows that were given
+        before a CapacityError are not taken back: see `roll_back`.
         """
         admitted = []
         for request, result in items:
@@ -213,10 +156,7 @@ class Scheduler:
         return admitted
 
     def roll_back(self, running: Sequence[RunningRequest], rows: frozenset[int]) -> None:
-        """Undo what `admit` has done since a given state.
-
-        ``running`` are the requests that ran then, ``rows`` the rows that were taken then.
-        """
+        """Go back to requests that ran, and rows taken, before `admit`."""
         for row in self.table.rows - rows:
             self.table.free(row)
         self.running = list(running)
@@ -225,12 +165,7 @@ class Scheduler:
         """Reserve slots for the next step; return its requests by config.
 
         Every request steps with the chosen config, if its context has room for that. Requests for
-        whose group slots run out sit the step out.
-
-        Raises
-        ------
-        CapacityError
-            If no group has slots.
+        whose group slots run out sit the step out; a CapacityError if all do.
         """
         groups: Groups = {}
         rooms = [self.table.max_context_len - one.length for one in self.running]
@@ -255,14 +190,8 @@ class Scheduler:
         """Return the requests of the step after one in flight, by config.
 
         Slots are reserved for both steps. No request takes it unless all that run take part in the
-        step in flight, and all that may go on have room and slots for both steps.
-
-        Parameters
-        ----------
-        config : SpecConfig
-            The config of the step in flight.
-        group : sequence of RunningRequest
-            The requests that take part in it.
+        step in flight, ``config`` of ``group``, and all that may go on have room and slots for
+        both.
         """
         going = [one for one in self.running if one.goes_on]
         if not going or not set(group).issuperset(self.running):
@@ -279,19 +208,13 @@ class Scheduler:
         return {following: going}
 
     def _choose(self, rooms: Sequence[int]) -> SpecConfig:
-        """Return the config of the next step, given every context's room.
-
-        ``rooms`` holds the free slots of every request's context.
-        """
+        """Return the next step's config, given the contexts' free slots."""
         if not self.configs.adaptive:
             return self.configs.current
         return self.configs.choose(len(rooms), max(rooms, default=0))
 
     def _reserve(self, config: SpecConfig, group: Sequence[RunningRequest], in_flight: int) -> None:
-        """Reserve slots for a step of a group.
-
-        The host does not know up to ``in_flight`` of the tokens yet.
-        """
+        """Reserve a step's slots; ``in_flight`` more tokens may come before."""
         need = in_flight + config.reserve_len
         self.table.reserve([one.row for one in group], [one.length + need for one in group])
         # plain decoding at a context's end may be no config of the engine
@@ -299,10 +222,7 @@ class Scheduler:
             self.configs.current = config
 
     def append(self, one: RunningRequest, tokens: Sequence[int]) -> list[int]:
-        """Append tokens that have slots, and return those kept.
-
-        A request that ends gives its row back.
-        """
+        """Append tokens that have slots, free who ends; return those kept."""
         self.table.commit(one.row, one.length)
         kept = one.append(tokens, self.table.max_context_len)
         if one.result.finish_reason:
@@ -314,13 +234,7 @@ class Scheduler:
         self.running = [one for one in self.running if not one.result.finish_reason]
 
     def drop(self, result: RequestOutput) -> None:
-        """End one running request; in the step in flight it rides along.
-
-        Raises
-        ------
-        ValueError
-            If no running request has this result, or its row cannot be freed now.
-        """
+        """End one running request; a ValueError if there is none."""
         for one in self.running:
             if one.result is result:
                 # first, for it may be refused
@@ -350,10 +264,7 @@ class Scheduler:
         return min(longest + self.configs.reserve_len, self.table.max_context_len)
 
     def _donor(self, prompt: Sequence[int]) -> tuple[int, int]:
-        """Return the row that shares most of a prompt.
-
-        The second number is how many tokens it shares. Both are 0 if no row shares any.
-        """
+        """Return the row that shares most of a prompt, and how much."""
         best = (0, 0)
         for one in self.running:
             # only what holds KV is shared, and the token after it is known

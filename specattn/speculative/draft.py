@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,20 +27,9 @@ def propose(
 ) -> Candidates:
     """Grow the beams: every draft forward proposes children of topk nodes.
 
-    The dynamic draft tree of EAGLE-2 (arXiv:2406.16858); with topk 1 a chain.
-
-    Parameters
-    ----------
-    draft : DraftModel
-        The draft head.
-    attention : BoundMultiStep
-        Its attention for all ``num_steps - 1`` forwards; slots and positions are filled.
-    state : DraftState
-        The depth-1 proposals, and the hidden state they came from.
-    config : SpecConfig
-        Depth, branches and ``draft_sampling``.
-    draws : Draws
-        How each request draws; read with ``draft_sampling`` only.
+    The dynamic draft tree of EAGLE-2 (arXiv:2406.16858); with topk 1 a chain. ``state`` has the
+    depth-1 proposals, and the hidden state they came from. Slots and positions of ``attention`` are
+    filled. ``draws`` is read with ``config.draft_sampling`` only.
     """
     inputs = attention.plan.inputs
     tables = _candidates(state.topk_probs, config)
@@ -55,7 +43,9 @@ def propose(
     # all forwards' at once: one's own are not dense for more than one request
     positions = inputs.positions.transpose(0, 1).contiguous().flatten(1)  # [steps, B * K]
     for step, attend in enumerate(attention.steps):
-        beams = _Beams.empty(state.topk_tokens)
+        # the nodes of this forward: path scores, tokens, extended rows
+        paths = torch.empty_like(state.topk_tokens, dtype=torch.float32)
+        nodes, rows = torch.empty_like(state.topk_tokens), torch.empty_like(state.topk_tokens)
         select_beams(
             step,
             probs,
@@ -63,45 +53,26 @@ def propose(
             scores,
             words,
             **named,
-            scores_out=beams.scores,
-            tokens_out=beams.tokens,
-            rows_out=beams.rows,
+            scores_out=paths,
+            tokens_out=nodes,
+            rows_out=rows,
             words_out=inputs.words[:, step],
         )
         attention.fill_ancestors(step)
         at = positions[step]
-        out = draft.forward(
-            beams.tokens.flatten(), hidden, at, attend, sources=beams.rows.flatten()
-        )
+        out = draft.forward(nodes.flatten(), hidden, at, attend, sources=rows.flatten())
         # drafts run one position behind the target
         chosen = (
             choose_tokens(draft, out.logits, config.topk, draws, at + 1)
             if config.draft_sampling
             else choose_tokens(draft, out.logits, config.topk, None, at)
         )
-        probs = chosen.probs.unflatten(0, beams.tokens.shape)
-        tokens = chosen.tokens.unflatten(0, beams.tokens.shape)
-        drawn_from.append(chosen.draft_probs.unflatten(0, beams.tokens.shape)[:, 0])
-        hidden, scores, words = out.hidden_states, beams.scores, inputs.words[:, step]
+        probs = chosen.probs.unflatten(0, nodes.shape)
+        tokens = chosen.tokens.unflatten(0, nodes.shape)
+        drawn_from.append(chosen.draft_probs.unflatten(0, nodes.shape)[:, 0])
+        hidden, scores, words = out.hidden_states, paths, inputs.words[:, step]
     append_candidates(len(attention.steps), probs, tokens, scores, **named)
     return Candidates(**tables, draft_probs=torch.stack(drawn_from, 1))
-
-
-@dataclass(frozen=True)
-class _Beams:
-    """The nodes of a draft forward: path scores, tokens, extended rows."""
-
-    scores: Tensor
-    tokens: Tensor
-    rows: Tensor
-
-    @classmethod
-    def empty(cls, like: Tensor) -> _Beams:
-        return cls(
-            torch.empty_like(like, dtype=torch.float32),
-            torch.empty_like(like),
-            torch.empty_like(like),
-        )
 
 
 def _candidates(probs: Tensor, config: SpecConfig) -> dict[str, Tensor]:

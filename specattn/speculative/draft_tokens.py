@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 class DraftTokens:
     """Proposed tokens: probs and target ids ``[R, K]``.
 
-    ``draft_probs`` is the ``[R, Vd]`` that they were drawn from.
-
-    The last one is ``[R, 0]`` unless tokens are drawn.
+    ``draft_probs`` is the ``[R, Vd]`` that they were drawn from; ``[R, 0]`` unless they are drawn.
     """
 
     probs: Tensor
@@ -29,10 +27,7 @@ class DraftTokens:
 
 
 class Draws(Protocol):
-    """Temperature and seed of each request, ``[R]`` each.
-
-    float32 and int64; temperature 0 is greedy.
-    """
+    """Each request's temperature (0 is greedy) and seed, ``[R]`` each."""
 
     @property
     def temperature(self) -> Tensor:
@@ -46,9 +41,7 @@ class Draws(Protocol):
 def choose_tokens(
     draft: DraftModel, logits: Tensor, topk: int, draws: Draws | None, positions: Tensor
 ) -> DraftTokens:
-    """Choose each row's draft tokens.
-
-    They are the most probable ``topk``, or one that is drawn.
+    """Choose each row's draft tokens: the most probable, or a drawn one.
 
     Among equal logits the lower draft token comes first.
 

@@ -1,7 +1,4 @@
-"""How a step finds its rows, and its tokens the host.
-
-Nothing is copied, and nobody waits.
-"""
+"""How steps find rows, and the host tokens, without copy or wait."""
 
 from __future__ import annotations
 
@@ -51,19 +48,13 @@ class HostBuffers:
         return HostBuffers(self.rows[:, begin:end], self.packed[:, begin:end], self.turn)
 
     def align(self, turn: int) -> None:
-        """Wait for the steps of this stream, then set the turn.
-
-        Until they are through, nobody knows which entry they read and write.
-        """
+        """Wait for this stream's steps, whose entries are unknown; set the turn."""
         if self.turn.is_cuda:
             torch.cuda.current_stream(self.turn.device).synchronize()
         self.turn.fill_(turn)
 
     def write_output(self, packed: Tensor) -> None:
-        """Write a step's ``packed`` to its entry; pass the turn on.
-
-        ``[b, width]``; capturable.
-        """
+        """Write ``packed [b, width]``; pass the turn on; capturable."""
         write_output(packed, self.packed, self.turn)
 
 
@@ -119,13 +110,7 @@ class PendingStep:
 
 
 class InFlight:
-    """Launched steps, by the entry of the host buffers they use.
-
-    Parameters
-    ----------
-    host : HostBuffers
-        Whose turn the device counts, too.
-    """
+    """Launched steps, by the entry of the host buffers they use."""
 
     def __init__(self, host: HostBuffers) -> None:
         self.host = host
@@ -147,13 +132,7 @@ class InFlight:
         return [step for step in self._steps if step is not None and not step.waited]
 
     def begin(self) -> None:
-        """Make sure that the next step's entry is free.
-
-        Raises
-        ------
-        ValueError
-            If the step that used it has not been waited for.
-        """
+        """Raise a ValueError unless the next step's entry is free."""
         if not self._aligned:
             # nobody may have been handed the step that a failed launch has noted
             self.settle()
@@ -163,13 +142,7 @@ class InFlight:
             raise ValueError(f"{len(self._steps)} steps are in flight: wait for the first of them")
 
     def write_rows(self, rows: Sequence[int], bucket: int) -> None:
-        """Write a bucket of rows, padded with row 0.
-
-        Raises
-        ------
-        ValueError
-            If a row is no whole number.
-        """
+        """Write whole numbers as a bucket of rows, padded with row 0."""
         padding = [0] * (bucket - len(rows))
         try:
             _packer(bucket)(self._rows[self._next], 0, *rows, *padding)

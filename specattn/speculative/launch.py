@@ -33,18 +33,8 @@ if TYPE_CHECKING:
 class StepLaunch:
     """A part of a step, for a batch or its two halves.
 
-    Parameters
-    ----------
-    part : StepPart
-        The whole step, or what one model runs of it.
-    steps : tuple of Step
-        One; or, for two-batch overlap, one per half that has requests (see `halves`).
-    host : HostBuffers
-        Of the whole batch.
-    packed : Tensor
-        ``[B, N + 2]`` int64, what the host is told; the steps write views of it.
-    tbo : bool
-        Whether batches are split.
+    ``steps`` is one; or, for two-batch overlap (``tbo``), one per half that has requests (see
+    `halves`), which write views of ``packed``, ``[B, N + 2]`` int64: what the host is told.
     """
 
     part: StepPart

@@ -54,12 +54,8 @@ class Attend(Protocol):
 class TargetOutput:
     """What a target forward returns.
 
-    Parameters
-    ----------
-    logits : Tensor
-        ``[R, V]``.
-    hidden_states : Tensor or None
-        ``[T, F]``, the features a draft reads; None if no draft asked for any.
+    ``logits`` are ``[R, V]``; ``hidden_states`` ``[T, F]`` are the features a draft reads, None if
+    no draft asked for any.
     """
 
     logits: Tensor
@@ -70,12 +66,7 @@ class TargetOutput:
 class DraftOutput:
     """What a draft forward returns.
 
-    Parameters
-    ----------
-    logits : Tensor
-        ``[R, Vd]``.
-    hidden_states : Tensor
-        ``[R, H]``, the next draft step's input.
+    ``logits`` are ``[R, Vd]``; ``hidden_states`` ``[R, H]`` are the next draft step's input.
     """
 
     logits: Tensor
@@ -191,9 +182,7 @@ class DraftModel(Protocol):
 
     @property
     def target_ids(self) -> Tensor | None:
-        """The table of `to_target`, if it is one.
-
-        Contiguous ``[Vd]`` int64 on the device.
+        """The table of `to_target`, contiguous ``[Vd]`` int64, if it is one.
 
         The kernel that chooses tokens reads it, and saves a launch.
         """
@@ -209,13 +198,7 @@ class ContextModel(Protocol):
     """A model that must know the longest context before it runs."""
 
     def for_context(self, max_context_len: int) -> Self:
-        """Return this model for contexts of up to ``max_context_len`` tokens.
-
-        Raises
-        ------
-        ModelError
-            If it computes contexts of that length in another way than shorter ones.
-        """
+        """Return the model for such contexts, or raise a ModelError."""
         ...
 
 
@@ -229,16 +212,9 @@ def for_context(model: Model, max_context_len: int) -> Model:
 
 @dataclass(frozen=True)
 class ModelSlot(Generic[Model]):
-    """A model with its paged KV and its attention.
+    """A model with its paged KV, and its attention over that pool.
 
-    Parameters
-    ----------
-    model : TargetModel or DraftModel
-        The model.
-    pool : KVPool
-        Its keys and values; target and draft pools share slot numbers.
-    backend : LayeredBackend
-        Its attention over that pool.
+    Target and draft pools share slot numbers.
     """
 
     model: Model
@@ -257,11 +233,6 @@ class ModelSlot(Generic[Model]):
         """Choose the attention backend of ``model``, over ``pool``; see `choose_backend`.
 
         ``deterministic`` asks for it in every layer, whatever the layers say.
-
-        Raises
-        ------
-        UnsupportedError
-            If the backend cannot serve one of the layers.
         """
         layers = [
             replace(layer, deterministic=layer.deterministic or deterministic)

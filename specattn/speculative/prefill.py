@@ -45,14 +45,9 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PrefillResult:
-    """The first token of every prompt, and where drafting starts.
+    """Every prompt's first token, ``[B]`` int64, and where drafting starts.
 
-    Parameters
-    ----------
-    bonus_tokens : Tensor
-        ``[B]`` int64.
-    state : DraftState or None
-        None without a draft model.
+    ``state`` is None without a draft model.
     """
 
     bonus_tokens: Tensor

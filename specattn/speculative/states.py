@@ -23,14 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StateDims:
-    """The widths of `RequestStates`.
+    """The widths of `RequestStates`, and the dtype of hidden states.
 
-    Parameters
-    ----------
-    topk, hidden, vocab : int
-        Proposals kept, the draft's hidden size, and its vocabulary if it draws (else 0).
-    dtype : torch.dtype
-        Of hidden states.
+    These are the proposals kept, the draft's hidden size, and its vocabulary if it draws (else 0).
     """
 
     topk: int = 1

@@ -58,13 +58,8 @@ class Acceptor(Protocol):
 class StepPart(NamedTuple):
     """What one CUDA graph records: a whole step or a part.
 
-    Parameters
-    ----------
-    mode : ForwardMode or None
-        None for the whole step, or one of ``DRAFT_DECODE``, ``TARGET_VERIFY`` and
-        ``DRAFT_EXTEND``.
-    sampled : bool
-        Whether requests may draw; without, the target's distributions are not computed.
+    ``mode`` is None for the whole step, or ``DRAFT_DECODE``, ``TARGET_VERIFY`` or ``DRAFT_EXTEND``.
+    Without ``sampled``, no request may draw, and the target's distributions are not computed.
     """
 
     mode: ForwardMode | None = None
@@ -98,10 +93,8 @@ class Step:
 
     Parameters
     ----------
-    target : ModelSlot
-        The target model.
-    draft_model : ModelSlot or None
-        The draft model.
+    target, draft_model : ModelSlot
+        The models; ``draft_model`` may be None.
     config : SpecConfig
         Tree width and depth.
     table : RequestTable
@@ -272,12 +265,8 @@ class Step:
     def verify(self, tree: DraftTree) -> tuple[Tensor, Tensor]:
         """Run the target over all nodes at once.
 
-        Returns
-        -------
-        logits : Tensor
-            ``[B, n, V]``, the target's logits after every node.
-        features : Tensor
-            ``[B, n, F]``, the hidden states that the draft reads; F is 0 without a draft.
+        Returns its logits after every node, ``[B, n, V]``, and the hidden states that the draft
+        reads, ``[B, n, F]``; F is 0 without a draft.
         """
         # what reads the tree waits for it
         fill_all(by_lengths_alone([self.verify_attention])[1])
@@ -324,9 +313,7 @@ class Step:
         )
 
     def extend(self, accepted: AcceptResult) -> DraftState | None:
-        """Run the draft over the accepted path.
-
-        Returns where the next proposal starts.
+        """Run the draft over the accepted path; return where drafting goes on.
 
         Row i reads the token that follows path node i, with the target's features at that node.
         Only the last accepted row reaches ``lm_head``.
@@ -366,8 +353,7 @@ class Step:
     def pad(self) -> None:
         """Turn all requests into padding, whichever part runs.
 
-        A part that is captured late would else write to slots of the last step, whose they are by
-        now.
+        A part captured late would else write to slots of the last step, whose they are by now.
         """
         self.host.rows.zero_()
         self._gather()

@@ -11,6 +11,7 @@ from torch import Tensor
 from specattn.batch import AcceptResult, DraftState, ForwardMode
 from specattn.buffers import BufferSet, buf
 from specattn.plan import causal_words, mask_words
+from specattn.speculative.states import StateDims
 
 if TYPE_CHECKING:
     from specattn.config import SpecConfig
@@ -21,36 +22,23 @@ if TYPE_CHECKING:
 class StepDims:
     """The dimensions of `StepBuffers`.
 
-    Parameters
-    ----------
-    config : SpecConfig
-        Tree width and depth.
-    topk, hidden, vocab : int
-        Proposals that a draft starts from, the draft's hidden size, and its vocabulary where it
-        draws; all 0 where the step does not draft.
-    features : int
-        Width of the target features that the draft reads.
-    dtype : torch.dtype
-        Of hidden states and features.
+    ``state`` is what a draft starts from, of width 0 where the step does not draft; ``features``
+    and ``dtype`` are those of the target features that the draft reads.
     """
 
     config: SpecConfig
-    topk: int = 0
-    hidden: int = 0
-    vocab: int = 0
+    state: StateDims
     features: int = 0
     dtype: torch.dtype = torch.float32
 
     @classmethod
     def of(cls, config: SpecConfig, draft: DraftModel | None) -> Self:
         """Return the dimensions of a step over a draft model, if any."""
+        drafting = draft if config.num_steps else None
+        state = StateDims.of(drafting, config.topk, draft_sampling=config.draft_sampling)
         if draft is None:
-            return cls(config)
-        found = cls(config, features=draft.feature_size, dtype=draft.layers[0].dtype)
-        if not config.num_steps:
-            return found
-        vocab = draft.vocab_size if config.draft_sampling else 0
-        return cls(config, config.topk, draft.hidden_size, vocab, found.features, found.dtype)
+            return cls(config, state)
+        return cls(config, state, draft.feature_size, draft.layers[0].dtype)
 
 
 def _no_node(dims: StepDims) -> Tensor:
@@ -68,9 +56,7 @@ def _extend_words(dims: StepDims) -> Tensor:
 
 @dataclass(frozen=True)
 class StepBuffers(BufferSet):
-    """What the phases of a step read and write.
-
-    A row per request; the dimensions are `StepDims`.
+    """What a step's phases read and write, a row per request.
 
     Shapes: n nodes, N draft steps, K branches, W ancestor words. The first kernel of a step writes
     the first two groups from the `RequestStates`; every later group is written by one phase.
@@ -111,10 +97,10 @@ class StepBuffers(BufferSet):
     top_p: Tensor = buf(lambda _: (), torch.float32, lambda _: torch.ones(()))
     seeds: Tensor = buf(lambda _: (), torch.int64)
 
-    topk_probs: Tensor = buf(lambda d: (d.topk,), torch.float32)
-    topk_tokens: Tensor = buf(lambda d: (d.topk,), torch.int64)
-    hidden_states: Tensor = buf(lambda d: (d.hidden,), lambda d: d.dtype)
-    draft_probs: Tensor = buf(lambda d: (d.vocab,), torch.float32)
+    topk_probs: Tensor = buf(lambda d: (d.state.topk,), torch.float32)
+    topk_tokens: Tensor = buf(lambda d: (d.state.topk,), torch.int64)
+    hidden_states: Tensor = buf(lambda d: (d.state.hidden,), lambda d: d.dtype)
+    draft_probs: Tensor = buf(lambda d: (d.state.vocab,), torch.float32)
 
     tokens: Tensor = buf(lambda d: (d.config.num_draft_tokens,), torch.int64)
     tree_positions: Tensor = buf(lambda d: (d.config.num_draft_tokens,), torch.int64)
@@ -126,7 +112,7 @@ class StepBuffers(BufferSet):
     next_token: Tensor = buf(lambda d: (d.config.num_draft_tokens,), torch.int64, _no_node)
     next_sibling: Tensor = buf(lambda d: (d.config.num_draft_tokens,), torch.int64, _no_node)
     tree_probs: Tensor = buf(
-        lambda d: (d.config.num_steps, d.vocab) if d.vocab else (0, 0), torch.float32
+        lambda d: (d.config.num_steps, d.state.vocab) if d.state.vocab else (0, 0), torch.float32
     )
 
     accept_index: Tensor = buf(lambda d: (d.config.num_steps + 1,), torch.int32)

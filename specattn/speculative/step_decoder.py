@@ -236,13 +236,7 @@ class StepDecoder(ReadOnly):
     def step(
         self, rows: Sequence[int], *, sampled: bool = False, seq_lens_cpu: Tensor | None = None
     ) -> list[list[int]]:
-        """Advance requests and wait: `step_async` of the same arguments, then `PendingStep.wait`.
-
-        Returns
-        -------
-        list of list of int
-            Each request's new tokens, bonus last, in the order of ``rows``.
-        """
+        """Advance requests and wait: `step_async`, then `PendingStep.wait`."""
         return self.step_async(rows, sampled=sampled, seq_lens_cpu=seq_lens_cpu).wait()
 
     def step_async(
@@ -329,19 +323,11 @@ class StepDecoder(ReadOnly):
     def phases(self, rows: Sequence[int], *, seq_lens_cpu: Tensor | None = None) -> Step:
         """Return the step of these rows, to run phase by phase.
 
-        It runs eagerly, over buffers of its own.
-
-        `Step.run` shows the order of the phases. Each may be looked at, or replaced: what it
-        returns is what the next one takes. Run them under ``torch.no_grad()``, and let no other
-        step of these rows be in flight. The last phase, `Step.advance`, writes the tokens to
-        `Step.packed`.
-
-        Parameters
-        ----------
-        rows : sequence of int
-            Table rows of the requests, as in `step_async`; at least one.
-        seq_lens_cpu : Tensor, optional
-            As in `step_async`.
+        It runs eagerly, over buffers of its own. `Step.run` shows the order of the phases. Each may
+        be looked at, or replaced: what it returns is what the next one takes. Run them under
+        ``torch.no_grad()``, and let no other step of these rows be in flight. The last phase,
+        `Step.advance`, writes the tokens to `Step.packed`. The arguments are those of `step_async`,
+        with at least one row.
         """
         self._check_free()
         rows = tuple(rows)
@@ -370,10 +356,7 @@ class StepDecoder(ReadOnly):
         seq_lens_cpu: Tensor | None,
         sampled: bool,
     ) -> TakingPart | None:
-        """Check what graphs baked in and what the step will find.
-
-        Waits for the device.
-        """
+        """Check what graphs baked in and steps find; waits for the device."""
         for captured in ready:
             captured.compare()
         slots = self.target.pool.num_slots
@@ -382,10 +365,7 @@ class StepDecoder(ReadOnly):
         )
 
     def _check_tree(self, captured: Captured, found: TakingPart) -> None:
-        """Check the tree of the requests that take part.
-
-        Waits for the device.
-        """
+        """Check the tree of who takes part; waits for the device."""
         assert isinstance(captured.program, StepLaunch)
         (step,) = captured.program.steps
         tree = DraftTree(*(value[found.at] for value in vars(step.tree).values()))
@@ -430,10 +410,7 @@ class StepDecoder(ReadOnly):
                 )
 
     def _launch_of(self, part: StepPart, batch: int) -> StepLaunch:
-        """Return what runs a part for a batch size.
-
-        Parts and buckets share buffers.
-        """
+        """Return what runs a part for a batch size, over shared buffers."""
         if batch not in self._launches:
             buckets = self.runner.buckets
             largest = self._launches.get(buckets[-1])

@@ -50,12 +50,9 @@ def build_tree(candidates: Candidates, batch: SpecBatch, config: SpecConfig) -> 
 def fill_tree(
     candidates: Candidates, roots: Tensor, seq_lens: Tensor, config: SpecConfig, tree: DraftTree
 ) -> None:
-    """Write the tree of `build_tree` into tensors that are there; ``draft_probs`` stay.
+    """Write `build_tree`'s tree into given tensors; ``draft_probs`` stay.
 
-    Parameters
-    ----------
-    roots, seq_lens : Tensor
-        ``[B]`` int64 and int32, bonus tokens and their positions.
+    ``roots`` and ``seq_lens`` are ``[B]`` int64 and int32: bonus tokens and their positions.
     """
     tree_ops.build_tree(
         candidates.scores,

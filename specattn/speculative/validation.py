@@ -105,10 +105,7 @@ def check_tables(
 
 
 def check_draft_tokens(draft: DraftModel, vocab_size: int, device: torch.device) -> None:
-    """Refuse a draft whose tokens the target has not.
-
-    Waits for the device.
-    """
+    """Refuse drafts whose tokens the target has not; waits for the device."""
     ids = draft.to_target(torch.arange(draft.vocab_size, device=device))
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if outside.numel():
@@ -132,10 +129,7 @@ def check_rows(rows: Sequence[int], known: frozenset[int], most: int) -> None:
 
 
 def check_greedy(temperature: Tensor, rows: Tensor) -> None:
-    """Refuse requests that draw in a step without ``sampled``.
-
-    Waits for the device.
-    """
+    """Refuse requests that draw unless ``sampled``; waits for the device."""
     drawing = rows[temperature[rows] > 0].tolist()
     if drawing:
         raise ValueError(f"sampled must be True: rows {drawing} have a temperature above 0")
@@ -158,17 +152,9 @@ def taking_part(
     *,
     sampled: bool,
 ) -> TakingPart | None:
-    """Check what a step will find on the device. Waits for it.
+    """Check what a step will find on the device; waits for it.
 
-    Returns
-    -------
-    TakingPart or None
-        The rows that do not sit the step out; None if all of them do.
-
-    Raises
-    ------
-    ValueError
-        As `check_contents` and, unless the step is ``sampled``, `check_greedy`.
+    Returns the rows that do not sit the step out, or None if all of them do.
     """
     where = torch.tensor(rows, dtype=torch.int64, device=table.req_to_token.device)
     lens = states.seq_lens[where]
@@ -233,12 +219,10 @@ def _check_pages(row: int, slots: list[int], page: int) -> None:
 
 
 def check_tree(tree: DraftTree, batch: SpecBatch, config: SpecConfig, vocab_size: int) -> None:
-    """Refuse a tree by its defect.
+    """Refuse a tree by its defect; waits for the device.
 
-    Waits for the device. A `TreeError` is about links, a ValueError about tokens and positions.
-
-    Links, words and positions describe one tree (`specattn.interop.validate_tree`), whose tokens
-    are in the vocabulary.
+    A `TreeError` is about links and words (`specattn.interop.validate_tree`), a ValueError about
+    tokens outside the vocabulary and positions.
     """
     validate_tree(
         tree.retrieve_next_token, tree.retrieve_next_sibling, tree.words, config.num_steps

@@ -81,10 +81,7 @@ def accept(
 
 
 def over_target_vocabulary(draft: DraftModel, probs: Tensor, vocab_size: int) -> Tensor:
-    """Write probs over the draft's vocabulary as probs over the target's.
-
-    ``[..., Vd]`` becomes ``[..., V]``.
-    """
+    """Map probs over the draft's vocabulary, ``[..., Vd]``, to ``[..., V]``."""
     ids = draft.to_target(torch.arange(probs.shape[-1], device=probs.device))
     return probs.new_zeros(*probs.shape[:-1], vocab_size).index_copy_(-1, ids, probs)
 
