@@ -1,4 +1,4 @@
-"""Names of Gluon that Triton's versions write differently, each by one of its own."""
+"""Names of Gluon that Triton's versions write differently."""
 
 from __future__ import annotations
 
