@@ -156,10 +156,7 @@ def _list(parts: list[Any]) -> None:
 
 
 def _warm(workers: int | None) -> None:
-    """Compile Triton kernels in parallel processes.
-
-    Each process compiles for a share of the cells.
-    """
+    """Compile Triton kernels in parallel processes, a share of cells each."""
     count = min(12, (os.cpu_count() or 1) - 2) if workers is None else workers
     if count < 2:
         return

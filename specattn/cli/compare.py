@@ -23,15 +23,9 @@ if TYPE_CHECKING:
 class Difference:
     """Where a request's tokens first differ.
 
-    Parameters
-    ----------
-    request, position : int
-        The request, and the number of its generated token, from 0.
-    token, plain_token : int or None
-        With speculation and without; None where that text had already ended.
-    plain_margin : float or None
-        The difference of the target's two best logits at that position of the plain text. Rounding
-        can only change a token where it is small. None where the plain text had ended.
+    ``position`` counts generated tokens from 0. A token, or the margin, is None where its text had
+    already ended. The margin is the difference of the target's two best logits at that position of
+    the plain text: rounding can only change a token where it is small.
     """
 
     request: int
@@ -45,16 +39,9 @@ class Difference:
 class Comparison:
     """A run of plain decoding, and where the speculative run differs.
 
-    Parameters
-    ----------
-    plain : Outcome
-        Plain decoding with the same models and backend.
-    differences : tuple of Difference or None
-        The first difference of every request.
-    speed_up : float
-        Tokens per second with speculation over those without.
-    exact : bool
-        Whether all requests are greedy: sampled tokens agree in distribution, not one by one.
+    ``differences`` has every request's first; ``speed_up`` is tokens per second with speculation
+    over those without; ``exact`` says that all requests are greedy: sampled tokens agree in
+    distribution, not one by one.
     """
 
     plain: Outcome

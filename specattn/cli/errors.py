@@ -47,15 +47,7 @@ _ParserError: Any = typer.BadParameter.__mro__[2]
 
 
 class ArgumentError(SpecAttnError):
-    """The user gave a command line argument that the command cannot use.
-
-    Parameters
-    ----------
-    argument : str
-        As the user writes it, e.g. ``"--topk"``.
-    message : str
-        What is wrong with it and what would be right.
-    """
+    """The user gave an ``argument``, as it is written, that cannot be used."""
 
     def __init__(self, argument: str, message: str) -> None:
         self.argument = argument
@@ -86,10 +78,7 @@ def naming_options() -> Iterator[None]:
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Flush standard output; give expected errors an exit code.
-
-    Such an error becomes a line as well.
-    """
+    """Flush standard output; turn expected errors into a line and a code."""
     streams = sys.stdout, sys.stderr  # the command line parser may wrap them
     try:
         yield
@@ -106,10 +95,7 @@ def exit_codes() -> Iterator[None]:
 
 
 def _code_and_line(error: BaseException) -> tuple[int, str]:
-    """Return the exit code and the line of an error.
-
-    An unexpected error is raised.
-    """
+    """Return the exit code and line of an error that is expected."""
     match error:
         case KeyboardInterrupt() | typer.Abort():
             return INTERRUPTED, ""
@@ -158,10 +144,7 @@ def _usage_line(error: Any) -> str:
 
 
 def _discard_what_cannot_be_written(stream: TextIO) -> None:
-    """Drop what a stream holds if it cannot be written.
-
-    Its pipe may be closed, or its disk full.
-    """
+    """Drop what a closed pipe or a full disk cannot take."""
     # else the interpreter's last flush fails, with a traceback and exit code 120
     try:
         stream.flush()

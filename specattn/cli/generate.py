@@ -163,10 +163,7 @@ def _requests(
     *,
     ignore_eos: bool,
 ) -> tuple[Request, ...]:
-    """Return a request per prompt.
-
-    Their seeds count up, within 64 bits.
-    """
+    """Return a request per prompt; seeds count up, within 64 bits."""
     from specattn.engine.request import Request
 
     def seed(index: int) -> int:

@@ -124,14 +124,7 @@ def _object(captures: Sequence[GraphReport], seconds: float, device: str) -> dic
 def show(captures: Sequence[GraphReport], seconds: float, device: str) -> None:
     """Print a table of captures and their totals.
 
-    Parameters
-    ----------
-    captures : sequence of GraphReport
-        In the order in which they were captured.
-    seconds : float
-        For all of them with KV pools and buffers.
-    device : str
-        Where.
+    ``seconds`` is for all of them with KV pools and buffers.
     """
     from rich.console import Console
     from rich.table import Table

@@ -60,16 +60,8 @@ def _first_step(
 ) -> tuple[DraftTree, Tensor, AcceptResult, SlotTable]:
     """Run a prompt, draft a tree and verify it greedily; commit nothing.
 
-    Returns
-    -------
-    tree : DraftTree
-        Of one request.
-    scores : Tensor
-        ``[1, n]``, path probabilities.
-    accepted : AcceptResult
-        What greedy verification keeps.
-    table : SlotTable
-        Where the KV is.
+    Returns the tree of one request, its nodes' path probabilities ``[1, n]``, what greedy
+    verification keeps, and where the KV is.
     """
     import torch
 

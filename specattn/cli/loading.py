@@ -38,14 +38,7 @@ _SHARED_FROM = 1024
 class Models:
     """A target, the draft head made for it, and their tokenizer.
 
-    Parameters
-    ----------
-    target : TargetModel
-        Returns the features that ``draft`` reads.
-    draft : DraftModel or None
-        None for plain decoding.
-    tokenizer : object
-        A transformers tokenizer.
+    The target returns the features that the draft reads; without a draft, decoding is plain.
     """
 
     target: TargetModel
@@ -72,13 +65,7 @@ def models_for(
     speculative: bool,
     fused: bool = True,
 ) -> Models:
-    """Check a command's dtype and backend on ``place``; load its models.
-
-    Raises
-    ------
-    ArgumentError, ModelError
-        If the dtype or the backend cannot be had, or as `load_models`.
-    """
+    """Check a command's dtype and backend on ``place``; load its models."""
     weights = pick_dtype(dtype, place)
     check_backend(backend, place, from_environment=from_environment(ctx, "backend"))
     return load_models(
@@ -97,21 +84,9 @@ def load_models(
 ) -> Models:
     """Load a target and its draft, by default the shipped pair.
 
-    Parameters
-    ----------
-    target, draft : str or None
-        Folders or names on the Hub.
-    speculative : bool
-        Whether a draft is needed at all.
-    dtype, device
-        Of the weights.
-    fused : bool
-        Whether to fuse each model that has a fused form (`specattn.models.fuse`).
-
-    Raises
-    ------
-    ArgumentError, ModelError
-        If a model is missing, broken, or does not fit the other.
+    Models are folders or names on the Hub; ``dtype`` and ``device`` are those of the weights, and
+    ``fused`` says whether to fuse each model that has a fused form (`specattn.models.fuse`). An
+    ArgumentError or a ModelError names one that is missing, broken, or does not fit the other.
     """
     if speculative and target is not None and draft is None:
         raise ArgumentError("--draft", "is needed with --target (or --steps 0 for plain decoding)")
@@ -129,13 +104,7 @@ def load_models(
 
 
 def shipped(part: str) -> str:
-    """Return the folder of the shipped ``target`` or ``draft``.
-
-    Raises
-    ------
-    ArgumentError
-        If this installation lacks it.
-    """
+    """Return the folder of the shipped ``target`` or ``draft``, if any."""
     folder = Path(str(files("specattn"))) / "pair" / part
     if not (folder / "config.json").is_file():
         raise ArgumentError(f"--{part}", f"is needed: this installation has no model in {folder}")
@@ -143,14 +112,9 @@ def shipped(part: str) -> str:
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the device ``name``.
+    """Return the device ``name``, which becomes the current one on CUDA.
 
-    ``auto`` is CUDA where there is one, else the CPU. A CUDA device becomes the current one.
-
-    Raises
-    ------
-    ArgumentError
-        If this machine has no such device.
+    ``auto`` is CUDA where there is one, else the CPU.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -178,13 +142,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype ``name``; ``auto`` is bfloat16 on CUDA, else float32.
-
-    Raises
-    ------
-    ArgumentError
-        If the name is unknown.
-    """
+    """Return the dtype ``name``; ``auto`` is bfloat16 on CUDA, else float32."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if name not in _DTYPES:
@@ -193,13 +151,7 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def pick_kv_dtype(name: str) -> torch.dtype | None:
-    """Return the dtype of the KV cache, None for the model's.
-
-    Raises
-    ------
-    ArgumentError
-        If the name is unknown.
-    """
+    """Return the dtype of the KV cache, None for the model's."""
     if name == "auto":
         return None
     if name not in _FLOAT8:

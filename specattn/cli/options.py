@@ -90,14 +90,7 @@ def speculation(
     draft_sampling: bool = False,
     adaptive: bool = False,
 ) -> SpecConfig:
-    """Return the speculative config of options; missing ones follow from the others.
-
-    Raises
-    ------
-    ArgumentError
-        With the option and its limit, if they describe no tree, or if plain decoding ignores
-        an option.
-    """
+    """Return the speculative config of options; missing ones follow from the others."""
     from specattn.config import SpecConfig
 
     if steps is None:
@@ -136,13 +129,7 @@ def _default_nodes(topk: int, steps: int) -> int:
 
 
 def check_backend(name: str, device: torch.device, *, from_environment: bool) -> None:
-    """Refuse a backend that is unknown or cannot run on ``device``.
-
-    Raises
-    ------
-    ArgumentError
-        Naming the option or the environment variable.
-    """
+    """Refuse a backend that is unknown or cannot run on ``device``."""
     from specattn.backends import available, backend_names, load_backend
     from specattn.config import AttnConfig
 
@@ -165,13 +152,7 @@ def check_backend(name: str, device: torch.device, *, from_environment: bool) ->
 
 
 def pick_cudagraph(name: str) -> CudagraphMode | None:
-    """Return how steps are recorded; None lets the engine choose.
-
-    Raises
-    ------
-    ArgumentError
-        If the name is unknown.
-    """
+    """Return how steps are recorded; None lets the engine choose."""
     known: dict[str, CudagraphMode | None] = {
         "auto": None,
         "full": "full",

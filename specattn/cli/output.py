@@ -25,20 +25,9 @@ if TYPE_CHECKING:
 
 
 class TextOutput:
-    """The texts of a batch, written in order.
+    """The texts of a batch, written in order, each as early as possible.
 
-    Each is written as early as possible.
-
-    Parameters
-    ----------
-    models : Models
-        For the tokenizer and the end-of-text tokens.
-    requests : sequence of Request
-        What runs.
-    prompts : sequence of str
-        Their prompts, shown before their texts on a terminal.
-    live : bool
-        Whether to write to standard output; without, the texts are only collected.
+    Prompts are shown before their texts on a terminal. Without ``live``, texts are only collected.
     """
 
     def __init__(
@@ -125,8 +114,8 @@ class TextOutput:
 def writes_to_file() -> bool:
     """Return whether standard output is a file.
 
-    On a screen, or a pipe that may lead to one, the text itself shows the progress, and a bar
-    would get between its lines.
+    On a screen, or a pipe that may lead to one, the text itself shows the progress, and a bar would
+    get between its lines.
     """
     try:
         return stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode)

@@ -20,15 +20,7 @@ PROMPT, PROMPTS = "PROMPT", "--prompts"
 
 @dataclass(frozen=True)
 class Prompts:
-    """Texts to continue, none of them empty.
-
-    Parameters
-    ----------
-    texts : tuple of str
-        At least one.
-    batch : bool
-        Whether they came from a file of prompts.
-    """
+    """Texts to continue, none of them empty, perhaps from a file of them."""
 
     texts: tuple[str, ...]
     batch: bool
@@ -42,11 +34,8 @@ class Prompts:
     def encode(self, tokenizer: Any, vocab_size: int, limit: int) -> list[list[int]]:
         """Return the token ids of every prompt.
 
-        Raises
-        ------
-        ArgumentError
-            If a prompt does not fit into ``limit`` tokens, or one is not of the target's
-            ``vocab_size`` tokens: tokenizers may know more of them.
+        A prompt must fit into ``limit`` tokens, and have none but the target's ``vocab_size``:
+        tokenizers may know more of them.
         """
         encoded = [list(tokenizer(text).input_ids) for text in self.texts]
         for index, ids in enumerate(encoded):
@@ -63,13 +52,7 @@ class Prompts:
         return encoded
 
     def check_finite(self, results: Sequence[RequestOutput]) -> None:
-        """Raise an error if the target's logits have ended a request.
-
-        Raises
-        ------
-        NotFiniteError
-            Naming the prompts.
-        """
+        """Raise an error that names prompts which the target's logits ended."""
         broken = [at for at, one in enumerate(results, 1) if one.finish_reason == "nonfinite"]
         if broken:
             which = f"after prompt {', '.join(map(str, broken))} " if self.batch else ""
@@ -82,11 +65,6 @@ def read_prompts(prompt: str | None, file: Path | None) -> Prompts:
     """Return the prompts of an argument, standard input or a file.
 
     Standard input loses one final newline, so that ``echo x |`` and ``x`` mean the same.
-
-    Raises
-    ------
-    ArgumentError
-        If there is no prompt, two sources, an empty prompt, or bytes that are not UTF-8.
     """
     if file is not None:
         if prompt is not None:

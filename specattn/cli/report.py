@@ -22,17 +22,7 @@ _MOST_ROWS = 24
 
 @dataclass(frozen=True)
 class Report:
-    """A finished run with its texts, for people and for programs.
-
-    Parameters
-    ----------
-    outcome : Outcome
-        The run.
-    texts : tuple of str
-        One per request.
-    comparison : Comparison, optional
-        With plain decoding.
-    """
+    """A finished run with its texts, for people and for programs."""
 
     outcome: Outcome
     texts: tuple[str, ...]

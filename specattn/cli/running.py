@@ -31,30 +31,8 @@ _WARM_UP_TOKENS = 16
 class Setup:
     """What an engine is built from besides its speculative config.
 
-    Parameters
-    ----------
-    models : Models
-        The target and its draft.
-    requests : tuple of Request
-        The prompts, and how to continue them; none to capture graphs alone.
-    max_context_len, batch_size : int
-        Longest context, and requests decoded at once.
-    backend : str
-        Name of the attention backend, or ``"auto"``.
-    graphs : bool
-        Whether to record CUDA graphs.
-    warm_up : bool
-        Whether `prepare` decodes a few tokens, so that compiling kernels is not measured.
-    kv_dtype : torch.dtype, optional
-        Of the KV cache, if not the models'.
-    deterministic : bool
-        Whether attention gives a token the same bits in any batch and mode.
-    cudagraph : {"full", "piecewise"}, optional
-        How steps are recorded.
-    adaptive : bool
-        Whether steps may take smaller speculative configs, too.
-    buckets : tuple of int, optional
-        Batch sizes to capture; powers of two by default.
+    ``requests`` may be none, to capture graphs alone. With ``warm_up``, `prepare` decodes a few
+    tokens, so that compiling kernels is not measured.
     """
 
     models: Models
@@ -128,17 +106,9 @@ class Setup:
 class ModeReport:
     """How the forwards of one mode were served.
 
-    Parameters
-    ----------
-    mode, backend : str
-        Names.
-    replayed : int
-        Replays of recorded CUDA graphs.
-    unrecorded : int
-        Forwards over the same static buffers where nothing is recorded (no CUDA, ``--no-graphs``,
-        a backend that cannot be recorded).
-    fallbacks : int
-        Batches that ran eagerly because no captured bucket held them.
+    ``unrecorded`` counts forwards over the same static buffers where nothing is recorded (no CUDA,
+    ``--no-graphs``, a backend that cannot be recorded), ``fallbacks`` batches that ran eagerly
+    because no captured bucket held them.
     """
 
     mode: str
@@ -152,14 +122,8 @@ class ModeReport:
 class ConfigReport:
     """How often steps took a speculative config.
 
-    Parameters
-    ----------
-    num_steps, topk, num_draft_tokens : int
-        The config's tree.
-    steps : int
-        Steps of the batch with this config that gave some request a token.
-    accepted_per_step : float
-        Tokens per request and step, bonus included; 0 without steps.
+    ``steps`` counts those that gave some request a token; ``accepted_per_step`` is tokens per
+    request and step, bonus included; 0 without steps.
     """
 
     num_steps: int
@@ -171,20 +135,10 @@ class ConfigReport:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A finished run.
+    """A finished run, timed with its prompts.
 
-    Parameters
-    ----------
-    results : tuple of RequestOutput
-        In the order of the requests.
-    seconds : float
-        For all of them together, prompts included.
-    modes : tuple of ModeReport
-        In the order in which a step runs them.
-    fused : tuple of str
-        The models that are fused: "target", "draft".
-    configs : tuple of ConfigReport
-        Those of an adaptive run, the given one first; else none.
+    ``modes`` come in the order in which a step runs them, ``configs``, of adaptive runs alone, with
+    the given one first.
     """
 
     results: tuple[RequestOutput, ...]

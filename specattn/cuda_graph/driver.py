@@ -1,7 +1,6 @@
 """The CUDA driver, for what torch has no call for.
 
-What is called here is told at
-https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__GRAPH.html.
+See https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__GRAPH.html.
 """
 
 from __future__ import annotations
@@ -18,14 +17,9 @@ def has(name: str) -> bool:
 
 
 def call(name: str, *args: Any) -> None:
-    """Call the driver; whole numbers are handles or sizes.
+    """Call the driver; whole numbers are handles or sizes, of 8 bytes.
 
-    All have 8 bytes.
-
-    Raises
-    ------
-    RuntimeError
-        If the driver refuses, with its number for the reason (`CUresult` of cuda.h).
+    A RuntimeError has the driver's number for a refusal (`CUresult` of cuda.h).
     """
     sized = [c_uint64(arg) if isinstance(arg, int) else arg for arg in args]
     code = getattr(_driver(), name)(*sized)

@@ -91,19 +91,9 @@ class Recorder:
 
 
 def instantiate(graph: torch.cuda.CUDAGraph) -> None:
-    """Instantiate a recorded graph and bring it to the device.
+    """Instantiate a graph made with ``keep_graph=True``, and upload it.
 
     Else its first launch would, while its caller waits for a step.
-
-    Parameters
-    ----------
-    graph : torch.cuda.CUDAGraph
-        Made with ``keep_graph=True``; may have been instantiated before.
-
-    Raises
-    ------
-    RuntimeError
-        If CUDA refuses, as it does where memory is short.
     """
     graph.instantiate()
     stream = torch.cuda.current_stream().cuda_stream
@@ -118,19 +108,12 @@ def is_recording(device: torch.device) -> bool:
 def side_by_side(device: torch.device, *calls: Callable[[], object]) -> None:
     """Record up to two calls, neither of which waits.
 
-    The last of two is recorded on a stream that leaves the current one here and joins it again at
-    the end. Memory that a call frees is reused by what is recorded later on the same stream alone
-    (torch's allocator keeps free blocks by stream, also in the pool of a graph), and so in order;
-    that holds as long as a call neither returns nor is handed tensors that are allocated while
-    recording. The stream is the same for all recordings, which may then reuse each other's blocks.
-
-    Parameters
-    ----------
-    device : torch.device
-        Where both work.
-    *calls : callable
-        One or two; they write different memory, and what one of them writes the other does not
-        read.
+    They write different memory, and what one of them writes the other does not read. The last of
+    two is recorded on a stream that leaves the current one here and joins it again at the end.
+    Memory that a call frees is reused by what is recorded later on the same stream alone (torch's
+    allocator keeps free blocks by stream, also in the pool of a graph), and so in order; that holds
+    as long as a call neither returns nor is handed tensors that are allocated while recording. The
+    stream is the same for all recordings, which may then reuse each other's blocks.
     """
     first, *others = calls
     if not others:
@@ -213,10 +196,7 @@ def _clear(pool: Any) -> None:
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Keep Python from collecting garbage during a capture.
-
-    To destroy another graph would end it.
-    """
+    """Keep Python from destroying a graph, which would end a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -61,10 +61,7 @@ class Program(Protocol):
         """Run: no sync, no argument, capturable."""
 
     def holders(self) -> Sequence[Iterable[Tensor]]:
-        """Return what holds the tensors that others can reach.
-
-        Their addresses are read before every replay.
-        """
+        """Return what holds tensors whose addresses every replay compares."""
 
     def fingerprint(self) -> Fingerprint:
         """Describe every tensor and scalar that a recording of ``run`` bakes in."""
@@ -302,13 +299,7 @@ class GraphRunner(Generic[Key]):
 
         That is the smallest bucket which every one of them has captured. Where none holds the
         requests, all modes run eagerly. The caller fills their inputs, schedules and replays.
-
-        Raises
-        ------
-        NotCapturedError
-            If a mode was never captured.
-        CaptureMismatch
-            If tensors that a graph baked in have moved; nothing has run then.
+        Nothing has run when a NotCapturedError or a CaptureMismatch is raised.
         """
         found = self._found.get((modes, count))
         if found is None:

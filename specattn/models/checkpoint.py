@@ -27,21 +27,11 @@ _FETCHED = ["*.json", "*.safetensors", "pytorch_model*.bin"]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A draft checkpoint as it was read.
+    """A draft checkpoint as it was read, not checked against a target.
 
-    Nothing in it is checked against a target.
-
-    Parameters
-    ----------
-    name : str
-        The folder or Hub id, for messages.
-    settings : dict
-        ``config.json``. What is nested in its ``eagle_config`` wins over it, and it wins over
-        what is nested in its ``transformer_layer_config`` (of vLLM's speculators).
-    tensors : dict of str to Tensor
-        The weights, under the names that `EagleWeights` and `Eagle3Weights` use.
-    is_eagle3 : bool
-        Whether it is an EAGLE-3 head; else it is one of EAGLE or EAGLE-2.
+    ``settings`` is ``config.json``: what is nested in its ``eagle_config`` wins over it, and it
+    wins over what is nested in its ``transformer_layer_config`` (of vLLM's speculators).
+    ``tensors`` have the names that `EagleWeights` and `Eagle3Weights` use.
     """
 
     name: str
@@ -55,13 +45,7 @@ class Checkpoint:
 
 
 def read_checkpoint(path_or_id: str | Path) -> Checkpoint:
-    """Read a draft's configuration and weights.
-
-    Raises
-    ------
-    ModelError
-        If a file is missing or corrupt, or this is no EAGLE head of plain weights.
-    """
+    """Read a draft's configuration and weights."""
     folder, name = fetch("draft", path_or_id, _FETCHED), str(path_or_id)
     with blaming("draft", name):
         settings = _read_settings(folder, name)
@@ -77,11 +61,7 @@ def read_checkpoint(path_or_id: str | Path) -> Checkpoint:
 
 
 def _read_settings(folder: Path, name: str) -> dict[str, Any]:
-    """Read ``config.json``, and refuse unsupported heads.
-
-    A head of another kind, or with quantised weights, is refused. Settings of ``eagle_config`` win
-    over those beside it, and these over the nested layer's.
-    """
+    """Read ``config.json``; refuse heads of another kind or quantised."""
     if not (folder / "config.json").is_file():
         raise ModelError("draft", f"{name} has no config.json")
     settings = _read_object(folder / "config.json", name)

@@ -157,10 +157,7 @@ def _llama_config(checkpoint: Checkpoint, target: Target) -> LlamaConfig:
 
 
 def _features(checkpoint: Checkpoint, num_layers: int) -> FeatureSpec:
-    """Return the hidden states that an EAGLE-3 head reads.
-
-    The default is that of SGLang.
-    """
+    """Return the states that an EAGLE-3 head reads, SGLang's by default."""
     if checkpoint.settings.get("use_aux_hidden_state") is False:
         return FeatureSpec((num_layers,))
     ids = checkpoint.settings.get("eagle_aux_hidden_state_layer_ids")
@@ -187,10 +184,7 @@ def _features(checkpoint: Checkpoint, num_layers: int) -> FeatureSpec:
 
 
 def _target_ids(checkpoint: Checkpoint, vocab_size: int) -> Tensor:
-    """Return the target token id of each draft token id.
-
-    The result is ``[Vd]`` int64; d2t holds differences.
-    """
+    """Return each draft token's target id, ``[Vd]``; d2t holds differences."""
     d2t = checkpoint.tensors.get("d2t", torch.zeros(0, dtype=torch.int64))
     draft_size = checkpoint.settings.get("draft_vocab_size") or d2t.numel() or vocab_size
     if "d2t" not in checkpoint.tensors:
@@ -218,10 +212,7 @@ def _target_ids(checkpoint: Checkpoint, vocab_size: int) -> Tensor:
 def _fill(
     checkpoint: Checkpoint, weights: HeadWeights, dtype: torch.dtype, device: torch.device | str
 ) -> None:
-    """Fill a module on the meta device with the checkpoint's weights.
-
-    It takes all of them and no others.
-    """
+    """Fill a module on the meta device with all checkpoint weights."""
     found = {key: tensor for key, tensor in checkpoint.tensors.items() if key != "d2t"}
     # Any projection may have a bias, as those of heads for Qwen2 have.
     for name, part in weights.named_modules():
@@ -249,10 +240,7 @@ def _ends(
     hidden_size: int,
     draft_vocab_size: int,
 ) -> tuple[nn.Embedding, nn.Linear]:
-    """Return the embedding and the output projection of a head.
-
-    They are the target's if the head has none.
-    """
+    """Return a head's embedding and output projection, or the target's."""
     embed_tokens, lm_head = weights.embed_tokens, weights.lm_head
     if embed_tokens is None:
         embed_tokens = target.embed_tokens

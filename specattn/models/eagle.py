@@ -34,17 +34,7 @@ Rope = tuple[Tensor, Tensor]  # cosines and sines, [T, D] each
 
 
 class DraftAttention(nn.Module):
-    """The projections and the position embedding around ``attend``.
-
-    Parameters
-    ----------
-    config : LlamaConfig
-        The draft's configuration.
-    layer : int
-        The layer's index, which ``attend`` gets.
-    input_size : int
-        The width of the input, ``2 * hidden_size`` in EAGLE-3.
-    """
+    """The projections and the position embedding around ``attend``."""
 
     def __init__(self, config: LlamaConfig, layer: int, input_size: int) -> None:
         super().__init__()
@@ -68,10 +58,7 @@ class DraftAttention(nn.Module):
 
 
 class EagleLayer(nn.Module):
-    """A Llama decoder layer of an EAGLE head.
-
-    A head's first layer is published without its input norm.
-    """
+    """A Llama decoder layer; a head's first lacks the input norm."""
 
     def __init__(self, config: LlamaConfig, layer: int, *, input_norm: bool) -> None:
         super().__init__()
@@ -88,10 +75,9 @@ class EagleLayer(nn.Module):
 
 
 class Eagle3Layer(nn.Module):
-    """The decoder layer of EAGLE-3.
+    """The decoder layer of EAGLE-3, over embedding and hidden state.
 
-    It attends with embedding and hidden state side by side. Its residual stream begins with the
-    hidden state, or with the norm of the hidden state (``norm_before_residual``).
+    Its residual stream begins with the hidden state, or with its norm (``norm_before_residual``).
     """
 
     def __init__(self, config: LlamaConfig, *, norm_before_residual: bool) -> None:
@@ -106,10 +92,7 @@ class Eagle3Layer(nn.Module):
     def forward(
         self, embeds: Tensor, x: Tensor, rope: Rope, attend: Attend, rows: Tensor | None
     ) -> Tensor:
-        """Map ``embeds`` and the residual stream ``x`` to ``[R, H]``.
-
-        Both are ``[T, H]``.
-        """
+        """Map ``embeds`` and the stream ``x``, ``[T, H]`` each, to ``[R, H]``."""
         normed = self.hidden_norm(x)
         both = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
         stream = normed if self.norm_before_residual else x
@@ -117,18 +100,10 @@ class Eagle3Layer(nn.Module):
 
 
 class HeadWeights(nn.Module):
-    """The embedding and output projection of a head with its own.
+    """The embedding and output projection of heads with their own.
 
-    Other heads share those of the target.
-
-    Parameters
-    ----------
-    config : LlamaConfig
-        The draft's configuration, with the target's ``vocab_size``.
-    names : set of str
-        The names of the checkpoint's tensors, which tell the optional parts that it has.
-    draft_vocab_size : int
-        Vd, the number of tokens that the draft predicts.
+    ``config`` has the target's ``vocab_size``; ``names``, those of the checkpoint's tensors, tell
+    the optional parts; ``draft_vocab_size`` is Vd.
     """
 
     def __init__(self, config: LlamaConfig, names: set[str], draft_vocab_size: int) -> None:
@@ -163,14 +138,8 @@ EAGLE3_NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_outpu
 class Eagle3Weights(HeadWeights):
     """The weights of an EAGLE-3 checkpoint, under its names.
 
-    Parameters
-    ----------
-    config, names, draft_vocab_size
-        See `HeadWeights`.
-    features : sequence of int
-        The widths of the hidden states that are mixed, which add up to F.
-    norms : set of str
-        The norms of `EAGLE3_NORMS` that the head has.
+    ``features`` are the widths of the hidden states that are mixed, which add up to F; ``norms``
+    are those of `EAGLE3_NORMS` that the head has.
     """
 
     def __init__(
@@ -253,10 +222,7 @@ class DraftHead:
 
 @dataclass(frozen=True, eq=False)
 class EagleHead(DraftHead):
-    """The draft of EAGLE-1 and EAGLE-2.
-
-    It continues the target's last hidden state.
-    """
+    """The draft of EAGLE-1 and EAGLE-2, over the target's last state."""
 
     weights: EagleWeights
 
@@ -299,16 +265,9 @@ class EagleHead(DraftHead):
 
 @dataclass(frozen=True, eq=False)
 class Eagle3Head(DraftHead):
-    """The draft of EAGLE-3.
+    """The draft of EAGLE-3, over a mix of several target layers.
 
-    It continues a mix of several of the target's layers.
-
-    Parameters
-    ----------
-    weights : Eagle3Weights
-        The checkpoint's weights.
-    target_ids : Tensor
-        ``[Vd]`` int64, the target token id of each draft token id.
+    ``target_ids`` is ``[Vd]`` int64, the target token id of each draft token id.
     """
 
     weights: Eagle3Weights
@@ -350,10 +309,7 @@ def _norm(config: LlamaConfig, size: int | None = None) -> Any:
 
 
 def _feed_forward(layer: EagleLayer | Eagle3Layer, x: Tensor, rows: Tensor | None) -> Tensor:
-    """Finish a layer for the wanted rows.
-
-    Only attention needs the other tokens.
-    """
+    """Finish a layer for wanted rows: only attention needs the others."""
     if rows is not None:
         x = x[rows]
     out: Tensor = x + layer.mlp(layer.post_attention_layernorm(x))

@@ -1,7 +1,4 @@
-"""Find and read model folders, local or on the Hugging Face Hub.
-
-Errors have one line.
-"""
+"""Model folders, local or on the Hub; errors of one line."""
 
 from __future__ import annotations
 
@@ -26,10 +23,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence warnings and progress bars of transformers and the Hub.
-
-    They are silent within the context only.
-    """
+    """Silence warnings and progress bars of transformers and the Hub."""
     bars = hf_logging.is_progress_bar_enabled()
     levels = hf_logging.get_verbosity(), hub_logging.get_verbosity()
     hf_logging.disable_progress_bar()
@@ -60,13 +54,7 @@ def blaming(argument: str, name: str) -> Iterator[None]:
 
 
 def locate(argument: str, path_or_id: str | Path) -> str:
-    """Return a model folder's path or a Hub model's name.
-
-    Raises
-    ------
-    ModelError
-        If the path is a file, or is a path and does not exist.
-    """
+    """Return a model's folder or name on the Hub, or blame ``argument``."""
     name = str(path_or_id)
     path = Path(name).expanduser()
     if path.is_dir():
@@ -79,15 +67,7 @@ def locate(argument: str, path_or_id: str | Path) -> str:
 
 
 def fetch(argument: str, path_or_id: str | Path, patterns: list[str]) -> Path:
-    """Return a model's folder, fetched if it is on the Hub.
-
-    From the Hub come the files of these patterns.
-
-    Raises
-    ------
-    ModelError
-        If there is neither such a folder nor a repository that can be reached.
-    """
+    """Return a model's folder, with its ``patterns`` fetched from the Hub."""
     name = locate(argument, path_or_id)
     if Path(name).is_dir():
         return Path(name)
@@ -98,8 +78,7 @@ def fetch(argument: str, path_or_id: str | Path, patterns: list[str]) -> Path:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type.
 
-    The type stands in for an empty message. A first line that ends in a colon announces the others:
-    all of them are returned then.
+    A first line that ends in a colon announces the others: all of them are returned then.
     """
     if isinstance(error, KeyError):
         return f"there is no {error}"
@@ -116,10 +95,7 @@ def count_from_first(names: Collection[str]) -> str:
 
 
 def _cause(error: BaseException) -> str:
-    """Say in one line why a load failed.
-
-    The first known error of the chain decides.
-    """
+    """Say why a load failed, by the chain's first known error."""
     link: BaseException | None = error
     while link is not None:
         for kinds, text in _CAUSES:

@@ -41,19 +41,8 @@ _CLOSE = {2: 2e-2, 4: 1e-4, 8: 1e-8}
 def probe_layers(module: nn.Module, config: Any) -> tuple[AttnConfig, ...]:
     """Return every attention layer's geometry, in the order of ``layer_idx``.
 
-    From then on, the model's attention is the ``specattn_attention`` of its call.
-
-    Parameters
-    ----------
-    module : nn.Module
-        A causal language model of transformers.
-    config : PretrainedConfig
-        The configuration of its text part.
-
-    Raises
-    ------
-    ModelError
-        Naming what it computes that paged attention over flattened tokens does not.
+    From then on, the model's attention is the ``specattn_attention`` of its call. A ModelError
+    names what it computes that paged attention over flattened tokens does not.
     """
     _check_config(module, config)
     order = torch.tensor(_ORDER, device=next(module.parameters()).device)
@@ -76,10 +65,7 @@ def probe_layers(module: nn.Module, config: Any) -> tuple[AttnConfig, ...]:
 
 
 def _run(module: Any, config: Any, interface: str, **inputs: Tensor) -> _Probe:
-    """Run the model with a new probe as its attention.
-
-    The probe is returned.
-    """
+    """Run the model with a new probe as its attention; return that."""
     probe = _Probe(config)
     try:
         with quiet(), torch.no_grad():
@@ -129,10 +115,7 @@ def _unsupported(config: Any, reason: str) -> ModelError:
 
 
 class _Probe:
-    """A probe takes the place of attention in one forward.
-
-    It records what each layer asks for.
-    """
+    """What takes attention's place in a forward, and records the layers."""
 
     def __init__(self, config: Any) -> None:
         self._config = config
@@ -215,10 +198,7 @@ def _mask(
     device: torch.device,
     **_: Any,
 ) -> Tensor:
-    """Stand in for a mask, and keep its function.
-
-    The function tells which tokens see which.
-    """
+    """Stand in for a mask, and keep what it comes from."""
     mask = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device)
     _MASKS[mask] = mask_function
     return mask
@@ -227,10 +207,7 @@ def _mask(
 def _window_of(
     mask_function: Callable[..., Tensor], length: int, device: torch.device
 ) -> int | None:
-    """Return a causal mask's window, None for other masks.
-
-    The window is 0 if the mask has none within ``length``.
-    """
+    """Return a causal mask's window, 0 for none within ``length``, else None."""
     keys = torch.arange(length + 2, device=device)
     zero, window = keys.new_zeros(()), length + 2
     # The last row tells the window. It must be that of the row before it, which it is not where a

@@ -1,7 +1,4 @@
-"""Checks of what a backend declares.
-
-What it does not offer it refuses; what it offers on CUDA it does.
-"""
+"""Checks of what a backend declares: it refuses the rest."""
 
 from __future__ import annotations
 
@@ -60,10 +57,7 @@ def refusals(setting: Setting) -> None:
 
 
 def host_mirror(setting: Setting) -> None:
-    """Check that host planning without lengths is an error.
-
-    The error has their name; other backends need none.
-    """
+    """Host planning without lengths is an error of that name."""
     planned = setting.factory.capabilities.host_plan
     session = setting.session(setting.case(MODES["decode"], [33, 5]))
     try:
@@ -138,10 +132,7 @@ def graphs(setting: Setting, mode: Mode) -> None:
 
 
 def bad_input(setting: Setting, mode: Mode) -> None:
-    """Check that a wrong tensor is a ValueError with its name.
-
-    The error comes before anything is written.
-    """
+    """A wrong tensor is a ValueError of its name, before any write."""
     session = setting.session(setting.case(mode, [33, 5, 0]))
     session.schedule()
     session.bound.fill()
@@ -164,10 +155,7 @@ def bad_input(setting: Setting, mode: Mode) -> None:
 
 
 def _bad(live: Case, *, lse: bool) -> Iterator[tuple[str, Any, str]]:
-    """Yield argument, wrong tensor, and whom to blame.
-
-    Of q and out, either may be too short.
-    """
+    """Yield argument, wrong tensor, and whom to blame."""
     other = torch.float16 if live.q.dtype == torch.float32 else torch.float32
     yield "q", live.q[:-1], "q|out"
     yield "q", live.q[..., :-1], "q|k_cache"

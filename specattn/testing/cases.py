@@ -1,7 +1,4 @@
-"""Random forwards to hold a backend to.
-
-Slots are permuted, and all memory not in use holds NaN.
-"""
+"""Random forwards over permuted slots, with NaN in unused memory."""
 
 from __future__ import annotations
 
@@ -75,12 +72,11 @@ class Form:
 def make_words(
     mode: str, q_len: int, tail_len: int, rng: random.Random
 ) -> tuple[list[int], list[int], list[int]]:
-    """Draw bit sets and depths.
+    """Draw bits and depths of each query, and depths of tail keys.
 
-    Return ``(bits of each query, depth of each query, depth of each tail key)``. ``chain``: causal,
-    query i is tail key i. ``tree``: a random tree over the tail, the queries being its last nodes.
-    ``draft``: ``q_len`` branches, the tail step-major. ``alone``: every query sees its own key
-    only. ``any``: random bits, some rows empty, all bits past the tail set.
+    ``chain``: causal, query i is tail key i. ``tree``: a random tree over the tail, the queries
+    being its last nodes. ``draft``: ``q_len`` branches, the tail step-major. ``alone``: every query
+    sees its own key only. ``any``: random bits, some rows empty, all bits past the tail set.
     """
     shift = tail_len - q_len
     if mode == "any":
@@ -114,7 +110,7 @@ def _words(rows: list[int], tail_len: int) -> list[list[int]]:
 
 
 def _own(lengths: list[int], form: Form, rng: random.Random) -> tuple[list[list[int]], int]:
-    """Distinct slots for every request, by shuffled pages; also the slot count.
+    """Return every request's slots, by shuffled pages, and how many there are.
 
     The first page is padding's; the last is nobody's, so that its slots always hold NaN.
     """
@@ -132,10 +128,7 @@ def _own(lengths: list[int], form: Form, rng: random.Random) -> tuple[list[list[
 
 
 def _used(case: Case, form: Form) -> set[int]:
-    """Return the slots that hold numbers.
-
-    They are keys that some query sees, and without eviction that it saw.
-    """
+    """Return the slots of keys that some query sees (without eviction: saw)."""
     seen = case if form.evict else replace(case, window_left=-1)
     used = {slot for row in visible_slots(seen) for slot in row}
     if form.whole_pages:
@@ -145,10 +138,7 @@ def _used(case: Case, form: Form) -> set[int]:
 
 
 def _pools(used: set[int], slots: int, form: Form) -> tuple[Tensor, Tensor]:
-    """Return K and V pools with NaN where nothing is used.
-
-    That is every slot not in use, and the columns past the heads.
-    """
+    """Return K and V pools with NaN in unused slots and columns."""
     unused = torch.ones(slots, dtype=torch.bool)
     unused[sorted(used)] = False
     pools = []
@@ -215,20 +205,9 @@ def make_tree_case(
 ) -> Case:
     """Build a random batch of a tree mode.
 
-    Parameters
-    ----------
-    lengths : list of int
-        Prefix length of every request.
-    mode, q_len, tail_len
-        See `make_words`; without ``tail_len`` the tail is the query tokens.
-    pads : int
-        Padding requests at the end.
-    width : int
-        Columns of the table; as many as needed if 0.
-    phase : Phase
-        Of the layout.
-    **form
-        The fields of `Form`.
+    See `make_words` for ``mode``, ``q_len`` and ``tail_len``; without the last, the tail is the
+    query tokens. ``pads`` counts padding requests at the end, ``width`` the table's columns (as
+    many as needed if 0). The remaining arguments are fields of `Form`.
     """
     look, tail = Form(**form), q_len if tail_len is None else tail_len
     args, slots = _tree(lengths, mode, (q_len, tail), pads, width, look)
@@ -288,20 +267,14 @@ def _tree(
 
 
 def _idle_bits(mode: str, q_len: int, tail_len: int) -> list[int]:
-    """Return the bits of a padding request.
-
-    Draft branches see themselves, other queries are causal.
-    """
+    """Return a padding request's bits: causal, or each draft branch alone."""
     first = tail_len - q_len
     own = [1 << first + i for i in range(q_len)]
     return own if mode == "draft" else [sum(own[: i + 1]) for i in range(q_len)]
 
 
 def make_extend_case(lengths: list[tuple[int, int]], **form: Any) -> Case:
-    """Build a ragged extend of ``(prefix, new tokens)`` pairs.
-
-    The remaining arguments are fields of `Form`.
-    """
+    """Build ``(prefix, new tokens)`` pairs, a ragged extend, in a `Form`."""
     look = Form(**form)
     rng = random.Random(look.seed)
     totals = [prefix + new for prefix, new in lengths]
@@ -335,10 +308,7 @@ def make_extend_case(lengths: list[tuple[int, int]], **form: Any) -> Case:
 
 
 def make_csr_case(lengths: list[int], **form: Any) -> Case:
-    """Build index lists of these lengths, one query token each.
-
-    The remaining arguments are fields of `Form`.
-    """
+    """Build index lists of these lengths, one query each, in a `Form`."""
     look = Form(**form)
     owned, slots = _own(lengths, look, random.Random(look.seed))
     case = _case(
@@ -361,24 +331,11 @@ def make_lists_case(
     begin: int = 0,
     **form: Any,
 ) -> Case:
-    """Build draft step ``step`` as index lists.
+    """Build draft step ``step``: branches list prefix, ancestors and themselves.
 
-    Every branch lists prefix, ancestors and itself.
-
-    Parameters
-    ----------
-    lengths : list of int
-        Prefix length of every request.
-    topk, step : int
-        Branches, and steps before this one.
-    pads : int
-        Padding requests at the end; their branches list slot 0.
-    width : int
-        Entries of ``kv_indices``; a few more than needed if 0.
-    begin : int
-        Entries of others before the first list.
-    **form
-        The fields of `Form`.
+    ``pads`` counts padding requests at the end, whose branches list slot 0; ``width`` the entries
+    of ``kv_indices`` (a few more than needed if 0); ``begin`` the entries of others before the
+    first list. The remaining arguments are fields of `Form`.
     """
     tree = make_tree_case(
         lengths,
@@ -399,7 +356,7 @@ def make_lists_case(
 
 
 def _csr(lists: list[list[int]], stale: int, width: int, begin: int = 0) -> dict[str, Tensor]:
-    """Lists as ``kv_indptr`` and ``kv_indices``; entries past the last are stale.
+    """Return ``kv_indptr`` and ``kv_indices`` of lists; later entries are stale.
 
     Those before the first are others' keys, as in the second half of a batch.
     """

@@ -1,7 +1,4 @@
-"""Checks of what a deterministic backend gives bit for bit.
-
-A text has the same bits in other company.
-"""
+"""Checks that a text has the same bits in other company."""
 
 from __future__ import annotations
 
@@ -32,10 +29,7 @@ LENGTHS = [126, 0, 140]
 
 
 def picked(case: Case, requests: list[int], *, pads: int = 0, seed: int = 0) -> Case:
-    """Take requests of a tree case, in this order.
-
-    They get other table rows and pages, and padding.
-    """
+    """Take some requests, in other table rows and pages, with padding."""
     rng, a, page = torch.Generator().manual_seed(seed), case.args, case.page_size
     device, at = case.q.device, torch.tensor(requests)
     # page 0 is padding's
@@ -75,10 +69,7 @@ def _padded(tensor: Tensor, pads: int) -> Tensor:
 
 
 def as_decode(case: Case, rows: list[int], seed: int = 0) -> Case:
-    """Decode query tokens of a tree case, each as a request.
-
-    Each stands at the end of its path.
-    """
+    """Decode a tree's query tokens as requests at their paths' ends."""
     lists, case = _paths(case, rows)
     rng, device = random.Random(seed), case.q.device
     table = torch.full((len(lists) + 1, max(map(len, lists)) + seed), len(case.k_cache) - 1)
@@ -121,10 +112,7 @@ def as_lists(case: Case, rows: list[int]) -> Case:
 
 
 def _paths(case: Case, rows: list[int]) -> tuple[list[list[int]], Case]:
-    """Return what query tokens see, and the case with only their rows.
-
-    The lists ignore windows.
-    """
+    """Return what query tokens see without windows, and their rows' case."""
     lists = tree_lists(replace(case, window_left=-1))
     return [lists[row] for row in rows], replace(
         case,
@@ -136,11 +124,7 @@ def _paths(case: Case, rows: list[int]) -> tuple[list[list[int]], Case]:
 
 
 def resumed(case: Case, cuts: list[int]) -> list[tuple[Case, Tensor]]:
-    """Run every prompt of an extend case in two pieces.
-
-    The first piece has ``cuts`` tokens. Returns the two extends, each with the rows of the whole
-    that are its own.
-    """
+    """Cut prompts in two; return both extends, and their rows."""
     a, pieces = case.args, []
     begins = a["qo_indptr"][:-1].tolist()
     news = a["qo_indptr"].diff().tolist()
@@ -180,10 +164,7 @@ def resumed(case: Case, cuts: list[int]) -> list[tuple[Case, Tensor]]:
 
 
 def same_paths(setting: Setting, mode: Mode) -> None:
-    """Check that every row has the bits of decoding its path.
-
-    The row stands at the path's end, and the path is decoded as a request and as a list.
-    """
+    """Every row has the bits of decoding its path, or its list."""
     case = setting.case(mode, LENGTHS)
     backend = setting.backend(case)
     wanted, rows = _bits(setting, backend, case), list(range(len(case.q)))
@@ -193,10 +174,7 @@ def same_paths(setting: Setting, mode: Mode) -> None:
 
 
 def same_batches(setting: Setting, mode: Mode) -> None:
-    """Check that a request has the same bits in any batch.
-
-    It has them alone, in any order, beside padding, wherever its keys are.
-    """
+    """A request has the same bits alone, in any order, and padded."""
     case = setting.case(mode, LENGTHS)
     backend, q_len = setting.backend(case), len(case.q) // len(LENGTHS)
     wanted = _bits(setting, backend, case)

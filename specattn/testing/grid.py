@@ -27,24 +27,10 @@ TREES = ("decode", "tree_verify", "draft_lists", "prompt_extend")
 
 @dataclass(frozen=True)
 class Scenario:
-    """One forward.
+    """One forward of a mode, from a level on.
 
-    Parameters
-    ----------
-    name : str
-        ``"mode-option"``.
-    broken : str
-        The property to blame.
-    mode : Mode
-        What runs.
-    level : int
-        From which level on.
-    needs : tuple of str
-        Capabilities it takes, the mode's included.
-    lengths : list of int
-        Prefixes.
-    options : dict
-        Of `Setting.case`.
+    ``broken`` is the property to blame, ``needs`` the capabilities it takes, the mode's included;
+    ``options`` are those of `Setting.case`.
     """
 
     name: str
@@ -69,10 +55,7 @@ class LargeLogits(Scenario):
     """
 
     def __call__(self, setting: Setting) -> None:
-        """Run it over memory of numbers.
-
-        What is not finite is the backend's doing.
-        """
+        """Run it over numbers: what is not finite is the backend's."""
         case = setting.case(self.mode, self.lengths, **self.options)
         # logits of some 7,000 whatever the heads' width; libraries mask with -50,000
         case.sm_scale = 7e3 * case.q.shape[2] ** -0.5
@@ -207,10 +190,7 @@ def _stored(declared: Capabilities, page: int) -> Iterator[Scenario]:
 
 
 def _pages(least: int) -> Iterator[Scenario]:
-    """Yield page sizes for a backend, and prefixes around them.
-
-    The backend needs ``least`` slots together.
-    """
+    """Yield page sizes for a backend of ``least``, and prefixes around them."""
     swept = {page for page in (4, 16, 64) if not page % least}
     if least > 1:
         swept |= {least, 2 * least}
@@ -297,10 +277,7 @@ def _trees() -> Iterator[Scenario]:
 
 
 def _edges() -> Iterator[Scenario]:
-    """Yield what a backend may get right by luck.
-
-    That is lists that begin later, and edges of numbers.
-    """
+    """Yield luck's cases: lists that begin later, and edges of numbers."""
     later = Mode("lists", {"topk": 3, "step": 2, "begin": 29})
     yield Scenario("draft_lists-later", "index lists", later, QUICK, later.needs)
     # positions of any bits are random, so some visible bits are of later positions

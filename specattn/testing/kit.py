@@ -202,10 +202,7 @@ def _bodies(
 
 
 def _determinism(setting: Setting) -> Iterator[tuple[int, str, str, Callable[[], None]]]:
-    """Yield what must be the same bit for bit.
-
-    Replays of deterministic forwards are among it.
-    """
+    """Yield what must be the same bit for bit, replays among it."""
     setting = replace(setting, deterministic=True)
     modes = setting.modes()
     for name, mode in modes.items():

@@ -1,7 +1,6 @@
-"""Attention in float64 over explicit lists of visible keys.
+"""Attention in float64, row by row over lists of visible keys.
 
-It goes one row at a time, and the verdict is here too. Nothing here is shared with the backends:
-the oracle is what they are held to.
+Nothing here is shared with the backends: the oracle is what they are held to.
 """
 
 from __future__ import annotations
@@ -151,10 +150,7 @@ def _row(
     cap: float,
     kv_scales: tuple[float, float],
 ) -> tuple[Tensor, Tensor]:
-    """Attend one query token ``[Hq, D]`` over the listed slots.
-
-    Return ``[Hq, Dv]`` and ``[Hq]``.
-    """
+    """Attend ``[Hq, D]`` over listed slots; return ``[Hq, Dv]``, ``[Hq]``."""
     heads, kv_heads = q.shape[0], k.shape[1]
     if not slots:
         zeros = torch.zeros(heads, v.shape[2], dtype=torch.float64)
@@ -278,11 +274,8 @@ def check(
 ) -> None:
     """Hold ``case.out`` (and ``case.lse``) to the oracle's; rows without keys exactly.
 
-    Raises
-    ------
-    ConformanceError
-        Naming what is broken: outputs that were not written, NaN from unused memory, rows without
-        keys, the lse, or else ``broken``.
+    A `ConformanceError` names what is broken: outputs that were not written, NaN from unused
+    memory, rows without keys, the lse, or else ``broken``.
     """
     allowed = tolerances or Tolerances()
     want, want_lse = expected

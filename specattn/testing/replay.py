@@ -1,7 +1,4 @@
-"""Checks of what must hold from one forward to the next.
-
-One bind serves every batch of its bucket.
-"""
+"""Checks that one bind serves every batch of its bucket."""
 
 from __future__ import annotations
 
@@ -40,20 +37,14 @@ _REQUESTS = (
 
 
 def replays(setting: Setting, mode: Mode, batches: list[list[int]]) -> Iterator[Case]:
-    """Draw a batch of padding, then ``batches``.
-
-    All are of one bucket and one set of shapes.
-    """
+    """Draw a batch of padding, then ``batches``, of one bucket's shapes."""
     for seed, lengths in enumerate([[], *batches]):
         pads = BUCKET - len(lengths)
         yield setting.case(mode, lengths, pads=pads, seed=seed, **ROOM)
 
 
 def growth(setting: Setting, mode: Mode) -> None:
-    """Bind on padding, then run longer and shorter batches.
-
-    Nothing of an earlier batch stays.
-    """
+    """Bind on padding, then run longer and shorter batches."""
     padding, *cases = replays(setting, mode, BATCHES)
     session = setting.session(padding)
     for case in [padding, *cases]:
@@ -99,10 +90,7 @@ def interleaved_modes(setting: Setting) -> None:
 
 
 def steps(setting: Setting, kind: str) -> None:
-    """Schedule draft steps, then fill, then run them.
-
-    Ancestors become known in between.
-    """
+    """Schedule draft steps, then fill; ancestors come before each runs."""
     sessions: list[Session] = []
     for step in range(3):
         options = {"mode": "draft", "q_len": 3, "tail_len": 3 * (step + 1)}
@@ -124,8 +112,7 @@ def steps(setting: Setting, kind: str) -> None:
 def _forget_ancestors(live: Case) -> tuple[Tensor, Tensor]:
     """Leave every branch of a draft step its own node only.
 
-    So it is before the steps have run. Returns the tensor that names ancestors, and what it has to
-    hold when the step runs.
+    Returns the tensor that names ancestors, and what it has to hold when the step runs.
     """
     assert live.layout is not None
     branches, tail = live.layout.q_len, live.layout.tail
@@ -173,10 +160,7 @@ def scaled_layers(setting: Setting, mode: Mode) -> None:
 
 
 def _stored(setting: Setting, mode: Mode) -> Session:
-    """Bind to a pool of the first stored dtype.
-
-    The queries have the first declared dtype that may read it.
-    """
+    """Bind to a readable pool of the first stored dtype."""
     declared = setting.factory.capabilities
     refused = UnsupportedError("this check", ["no dtype is declared"])
     for dtype in declared.dtypes:
@@ -215,10 +199,7 @@ def inputs_unchanged(setting: Setting, mode: Mode) -> None:
 
 
 def permuted_slots(setting: Setting, mode: Mode) -> None:
-    """Check that slots are where the tables say.
-
-    Numbers are everywhere, so that a wrong slot is no NaN.
-    """
+    """Slots are where tables say; numbers elsewhere hide no wrong one."""
     case = setting.case(mode, [33, 5, 0])
     for pool in (case.k_cache, case.v_cache):
         pool.nan_to_num_(0.5)
@@ -240,10 +221,7 @@ def poisoned_padding(setting: Setting, mode: Mode) -> None:
 
 
 def idle(setting: Setting) -> None:
-    """Check a batch without requests in every mode.
-
-    The outputs are empty, and the pool stays as it is.
-    """
+    """A batch without requests has empty outputs and writes nothing."""
     config = config_of(setting.case(MODES["decode"], [1]))
     pool = KVPool([config], 8, setting.device)
     layered = LayeredBackend(setting.factory, [config], pool, setting.device)

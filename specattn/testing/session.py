@@ -1,7 +1,4 @@
-"""A backend bound once, and fed forward after forward.
-
-A graph's replays feed it in the same way.
-"""
+"""A backend bound once, and fed forwards as a graph's replays are."""
 
 from __future__ import annotations
 
@@ -64,10 +61,7 @@ def plan_of(case: Case) -> Plan:
 
 
 def _buffer(name: str, value: Tensor, strided: bool) -> Tensor:
-    """Return a static buffer for ``value``.
-
-    If ``strided``, there is junk between the rows.
-    """
+    """Return a static buffer, with junk between rows if ``strided``."""
     if not strided or name not in _STRIDED:
         return torch.empty_like(value, memory_format=torch.contiguous_format)
     wide = value.new_full((len(value), value[0].numel() + 3), _STRIDED[name])
@@ -82,16 +76,8 @@ def _dense(value: Tensor) -> tuple[int, ...]:
 class Session:
     """One bound plan over static buffers.
 
-    Parameters
-    ----------
-    backend : AttentionBackend
-        Of the case's geometry.
-    case : Case
-        Gives the shapes; cases that are loaded later have the same.
-    tolerances : Tolerances
-        How far results may be from the oracle.
-    within : Session, optional
-        A session of a larger bucket whose storage this one views (a smaller bucket of a graph).
+    ``case`` gives the shapes; cases that are loaded later have the same. ``within`` is a session of
+    a larger bucket whose storage this one views (a smaller bucket of a graph).
     """
 
     def __init__(
@@ -141,28 +127,16 @@ class Session:
         self.bound.schedule(torch.tensor(self.live.prefix_lens, dtype=torch.int32))
 
     def run(self, *, lse: bool | None = None) -> None:
-        """Run over fresh outputs, with an lse if offered.
-
-        There is none if the backend does not offer it or ``lse`` is False.
-        """
+        """Run over fresh outputs, with an lse if offered and not refused."""
         live = self.live
         live.clear()
         wanted = self.lse if lse is None else lse
         self.layer.run(live.q, live.k_cache, live.v_cache, live.out, live.lse if wanted else None)
 
     def verdict(self, broken: str, *, lse: bool | None = None, padding: bool = True) -> None:
-        """Hold the outputs to the oracle.
+        """Hold the outputs to the oracle, or blame ``broken``.
 
-        Padding rows need only be written and finite.
-
-        Parameters
-        ----------
-        broken : str
-            The property to blame if the numbers are off.
-        lse : bool, optional
-            Whether the lse was asked for.
-        padding : bool
-            Whether padding rows are looked at.
+        Padding rows, if looked at, need only be written and finite.
         """
         case, expected = head(self.live, self.live.expected())
         wanted = self.lse if lse is None else lse

@@ -25,12 +25,7 @@ Kind = Literal["tree", "lists", "extend"]
 class Mode:
     """A forward mode, as the numbers a backend sees.
 
-    Parameters
-    ----------
-    kind : {"tree", "lists", "extend"}
-        Which plan.
-    options : dict
-        Of the case's builder.
+    ``options`` are those of the builder of ``kind``.
     """
 
     kind: Kind
@@ -88,24 +83,10 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Setting:
-    """A backend under test.
+    """A backend under test, by its class or as a composite.
 
-    Parameters
-    ----------
-    factory : BackendFactory
-        The backend's class, or a composite.
-    device : torch.device
-        Where it runs.
-    tolerances : Tolerances
-        How far it may be from the oracle.
-    geometry : Geometry
-        A layer it serves.
-    dtypes : tuple of torch.dtype
-        Those to test; all that are declared if empty.
-    whole_pages : bool
-        As in `specattn.testing.conformance`.
-    deterministic : bool
-        Whether forwards are.
+    ``geometry`` is a layer it serves; ``dtypes`` are those to test, all that are declared if empty;
+    ``whole_pages`` is as in `specattn.testing.conformance`.
     """
 
     factory: BackendFactory
@@ -165,13 +146,7 @@ class Setting:
         return make_tree_case(lengths, width=width, **options, **form)
 
     def backend(self, case: Case) -> AttentionBackend:
-        """Make the backend of a case's geometry.
-
-        Raises
-        ------
-        UnsupportedError
-            With the backend's own reasons.
-        """
+        """Make the backend of a case's geometry, or raise its own reasons."""
         config = config_of(case)
         reasons = reasons_of(self.factory, config, self.device)
         if reasons:
@@ -181,10 +156,7 @@ class Setting:
     def session(
         self, case: Case, backend: AttentionBackend | None = None, within: Session | None = None
     ) -> Session:
-        """Bind a backend to a case's shapes.
-
-        The backend is new unless ``backend`` is given.
-        """
+        """Bind a backend, a new one by default, to a case's shapes."""
         return Session(backend or self.backend(case), case, self.tolerances, within)
 
     def modes(self) -> dict[str, Mode]:

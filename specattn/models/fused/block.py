@@ -38,15 +38,7 @@ _PLAIN = {"_proj": nn.Linear, "lm_head": nn.Linear, "embed_tokens": nn.Embedding
 
 @dataclass(frozen=True, eq=False)
 class RotaryTable:
-    """The rotation angles of a context's positions, computed by transformers' module.
-
-    Parameters
-    ----------
-    rotary : nn.Module
-        Maps positions to cosines and sines; it depends on nothing else.
-    length : int
-        L, the number of positions.
-    """
+    """Rotation angles of L positions, by a module of nothing else."""
 
     rotary: nn.Module
     length: int
@@ -62,10 +54,7 @@ class RotaryTable:
         return torch.cat([cosine[0, :, :half], sine[0, :, :half]], dim=-1)
 
     def of_length(self, length: int) -> RotaryTable:
-        """Return the table of ``length`` positions, computed now.
-
-        A table that has as many returns itself.
-        """
+        """Return the table of ``length`` positions, itself if it has them."""
         length = -(-length // _TABLE_STEP) * _TABLE_STEP
         table = self if length == self.length else RotaryTable(self.rotary, length)
         _ = table.rows
@@ -113,10 +102,7 @@ class Block:
     def of_layer(
         cls, layer: nn.Module, rotary: RotaryTable, geometry: AttnConfig, eps: float
     ) -> Self:
-        """Pack the weights of a transformers layer.
-
-        The layer's own weights become views of the packed ones.
-        """
+        """Pack a transformers layer's weights, which become views of that."""
         parts: Any = layer
         attention, mlp = parts.self_attn, parts.mlp
         norms = None
@@ -145,10 +131,7 @@ class Block:
         *,
         input_size: int | None = None,
     ) -> Self:
-        """Make a layer of random weights.
-
-        ``input_size`` is that of the attention, H if None.
-        """
+        """Make a layer of random weights; attention's input is H by default."""
         size, dim = config.hidden_size, config.head_dim
         geometry = AttnConfig(
             config.num_attention_heads, config.num_key_value_heads, dim, dtype=dtype
@@ -187,14 +170,9 @@ class Block:
         attend: Attend,
         rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Attend with the normed ``x``, and update the residual stream.
+        """Attend with the normed ``x``, and add the result to the stream.
 
-        The result of attention is added to the stream.
-
-        Returns
-        -------
-        x, stream : Tensor
-            ``[R, H]`` each: the norm of the new stream, and the stream.
+        Returns the norm of the new stream, and the stream, ``[R, H]`` each.
         """
         parts = project(x, self.qkv)
         if isinstance(attend, PackedAttend):
@@ -207,20 +185,14 @@ class Block:
         return result
 
     def feed(self, x: Tensor) -> Tensor:
-        """Run the feed-forward part on the normed ``x [T, H]``.
-
-        It returns ``parts [S, T, H]``.
-        """
+        """Feed ``x [T, H]`` forward; returns ``parts [S, T, H]``."""
         if streams(x, self.gate_up, gated=True):
             return project(stream_gated(x, self.gate_up), self.down)
         gated = silu_mul(project(x, self.gate_up), x.dtype)
         return project(gated, self.down)
 
     def _heads(self, parts: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the rotated heads for an `Attend`.
-
-        The `Attend` stores keys and values itself.
-        """
+        """Return the rotated heads, for an `Attend` that stores them itself."""
         shape, count = self.geometry, len(positions)
         q, k, v = (
             parts.new_empty(count, heads, shape.head_dim, dtype=shape.dtype)
@@ -232,10 +204,7 @@ class Block:
 
 
 def project(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply ``x [T, in]`` by ``weight [out, in]``.
-
-    The result is ``[S, T, out]``, whose sum over S is the product.
-    """
+    """Multiply by ``weight [out, in]`` in S parts of the product."""
     if streams(x, weight):
         return stream_linear(x, weight)
     return nn.functional.linear(x, weight)[None]
@@ -259,10 +228,7 @@ def random_linear(
 
 
 def _pack(*projections: nn.Linear) -> Tensor:
-    """Stack the weights of modules in one tensor.
-
-    The modules keep views of it.
-    """
+    """Stack the weights of modules, which keep views, in one tensor."""
     packed = torch.cat([part.weight.detach() for part in projections])
     pieces = packed.split([part.out_features for part in projections])
     for part, piece in zip(projections, pieces, strict=True):
@@ -275,21 +241,8 @@ def refuse_unless_fused(
 ) -> None:
     """Refuse a model that the kernels do not compute.
 
-    Parameters
-    ----------
-    argument : str
-        ``"target"`` or ``"draft"``.
-    config : PretrainedConfig
-        The model's configuration, of Llama or a model like it.
-    parts : iterable of (str, nn.Module)
-        The modules by name.
-    *others : str
-        Reasons that the caller knows already.
-
-    Raises
-    ------
-    ModelError
-        With all reasons in one line.
+    ``config`` is of Llama or a model like it, ``parts`` are the modules by name, ``others`` the
+    reasons that the caller knows. A ModelError has all reasons in one line.
     """
     reasons = list(others)
     if not others and config.hidden_act != "silu":
@@ -305,10 +258,7 @@ def refuse_unless_fused(
 
 
 def _oddity(name: str, part: nn.Module) -> str:
-    """Say what a module computes besides the product with its weight.
-
-    The answer is "" if there is nothing else.
-    """
+    """Say what a module computes besides its product, or nothing."""
     if getattr(part, "bias", None) is not None:
         return f"{name} has a bias"
     for suffix, plain in _PLAIN.items():

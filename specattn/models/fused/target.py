@@ -167,9 +167,7 @@ class FusedTarget:
         )
 
     def with_features(self, features: FeatureSpec) -> Self:
-        """Return a target of the same weights with other ``features``.
-
-        It gives these features as hidden states.
+        """Return a target of the same weights that gives other ``features``.
 
         Raises
         ------
@@ -213,13 +211,7 @@ class FusedTarget:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer next to the model, loaded on first use.
-
-        Raises
-        ------
-        ModelError
-            If there is none.
-        """
+        """The tokenizer next to the model, loaded on first use."""
         return tokenizer_of(self.name)
 
     @torch.no_grad()
@@ -261,10 +253,7 @@ class FusedTarget:
         return TargetOutput(product(x, self.lm_head.weight), states)
 
     def _states(self, count: int) -> tuple[Tensor | None, dict[int, Tensor]]:
-        """Allocate the features, and return each hidden state's part of them.
-
-        The features are ``[T, F]``.
-        """
+        """Allocate features ``[T, F]``; return each hidden state's part, too."""
         wanted = tuple(dict.fromkeys(self.features.hidden_states))
         if not wanted:
             return None, {}
