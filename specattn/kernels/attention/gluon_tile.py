@@ -16,7 +16,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -25,6 +24,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from specattn.kernels.attention.triton_tile import FLOOR, MASKED
 from specattn.kernels.attention.triton_tree import load_word, row_bits, spread
+from specattn.kernels.gluon_names import async_load, tma_load
 
 
 def record(cls: Any) -> Any:
@@ -185,11 +185,9 @@ def _fill_by_pages(desc, tile, full, free, phase, slots, column, t):
     mbarrier.expect(full, t.BN * t.HEAD_DIM * 2)
     for z in gl.static_range(t.BN // BOX):
         if BOX == t.BN:
-            tma.async_copy_global_to_shared(desc, [slots[z], column], full, tile)
+            tma_load(desc, [slots[z], column], full, tile)
         else:
-            tma.async_copy_global_to_shared(
-                desc, [slots[z], column], full, tile.slice(z * BOX, BOX)
-            )
+            tma_load(desc, [slots[z], column], full, tile.slice(z * BOX, BOX))
 
 
 @gluon.jit
@@ -274,14 +272,10 @@ def produce(
                 if (start < first_key) | (start + BN > prefix_len):
                     gdc_wait()
             mbarrier.wait(ring.k_free.index(stage), phase)
-            async_copy.async_copy_global_to_shared(
-                ring.k.index(stage), k_head + rows * pools.K_SLOT
-            )
+            async_load(ring.k.index(stage), k_head + rows * pools.K_SLOT)
             async_copy.mbarrier_arrive(ring.k_full.index(stage), increment_count=False)
             mbarrier.wait(ring.v_free.index(stage), phase)
-            async_copy.async_copy_global_to_shared(
-                ring.v.index(stage), v_head + rows * pools.V_SLOT
-            )
+            async_load(ring.v.index(stage), v_head + rows * pools.V_SLOT)
             async_copy.mbarrier_arrive(ring.v_full.index(stage), increment_count=False)
             stage, phase = _advance(stage, phase, t)
     else:
@@ -309,10 +303,10 @@ def produce(
                     gdc_wait()
                 rows = rows.to(gl.int64)[:, None]  # [BN, 1]
                 mbarrier.wait(ring.k_free.index(stage), phase)
-                async_copy.async_copy_global_to_shared(k_tile, k_head + rows * pools.K_SLOT)
+                async_load(k_tile, k_head + rows * pools.K_SLOT)
                 async_copy.commit_group()
                 mbarrier.wait(ring.v_free.index(stage), phase)
-                async_copy.async_copy_global_to_shared(v_tile, v_head + rows * pools.V_SLOT)
+                async_load(v_tile, v_head + rows * pools.V_SLOT)
                 async_copy.commit_group()
                 # the barriers count one arrival, TMA's or this one
                 async_copy.wait_group(1)

@@ -11,26 +11,25 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from specattn.kernels.gluon_names import tma_load
 
 
 @gluon.jit
 def _bring_weights(w32, w16, w8, w, barrier, half, row, k, STEP: gl.constexpr):
     """Bring ``STEP`` rows of weights by TMA, in three boxes."""
     for z in gl.static_range(STEP // 32):
-        tma.async_copy_global_to_shared(
-            w32, [row + z * 32, k], barrier, w.index(half).slice(z * 32, 32)
-        )
+        tma_load(w32, [row + z * 32, k], barrier, w.index(half).slice(z * 32, 32))
     if STEP % 32 >= 16:
         at: gl.constexpr = STEP // 32 * 32
-        tma.async_copy_global_to_shared(w16, [row + at, k], barrier, w.index(half).slice(at, 16))
+        tma_load(w16, [row + at, k], barrier, w.index(half).slice(at, 16))
     if STEP % 16 >= 8:
         last: gl.constexpr = STEP // 16 * 16
-        tma.async_copy_global_to_shared(w8, [row + last, k], barrier, w.index(half).slice(last, 8))
+        tma_load(w8, [row + last, k], barrier, w.index(half).slice(last, 8))
 
 
 @gluon.jit
@@ -127,9 +126,7 @@ def _produce_rows(
             at = step % count
         k = (begin + at) * BK
         for z in gl.static_range(BOXES):
-            tma.async_copy_global_to_shared(
-                rows, [z * BOX, k], barrier, x.index(stage).slice(z * BOX, BOX)
-            )
+            tma_load(rows, [z * BOX, k], barrier, x.index(stage).slice(z * BOX, BOX))
 
 
 @gluon.jit

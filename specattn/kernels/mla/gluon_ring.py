@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from specattn.kernels.attention.gluon_tile import record
 from specattn.kernels.attention.triton_tree import load_request
+from specattn.kernels.gluon_names import async_load
 
 RANK = gl.constexpr(512)
 ROPE = gl.constexpr(64)
@@ -134,8 +135,8 @@ def _copy_rows(rows, mask, latent, rotated, full):
     layout: gl.constexpr = rows.type.layout
     d = gl.arange(0, RANK, layout=gl.SliceLayout(0, layout))[None, :]
     r = gl.arange(0, ROPE, layout=gl.SliceLayout(0, layout))[None, :]
-    async_copy.async_copy_global_to_shared(rotated, rows + RANK + r, mask=mask)
-    async_copy.async_copy_global_to_shared(latent, rows + d, mask=mask)
+    async_load(rotated, rows + RANK + r, mask=mask)
+    async_load(latent, rows + d, mask=mask)
     async_copy.mbarrier_arrive(full, increment_count=False)
 
 

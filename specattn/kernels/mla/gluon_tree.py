@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specattn.kernels.attention.triton_tile import EMPTY, FLOOR, LN2, MASKED
 from specattn.kernels.attention.triton_tree import load_request, load_word, row_bits, spread
-from specattn.kernels.gluon_names import barrier
+from specattn.kernels.gluon_names import barrier, reinterpret
 from specattn.kernels.mla.gluon_ring import (
     BM,
     BN,
@@ -107,7 +107,7 @@ def _soften(s, top, total, base2):
 def _weights_of(rotated):
     """Return a tile's weights ``[BM, BN]``, in place of its rotated keys."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BN], rotated.dtype)
-    return rotated._reinterpret(rotated.dtype, [BM, BN], layout)
+    return reinterpret(rotated, rotated.dtype, [BM, BN], layout)
 
 
 @gluon.jit
