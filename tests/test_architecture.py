@@ -25,6 +25,7 @@ LAYERS = [
     "cache",
     "inspect",
     "backends",
+    "attention",
     "speculative",
     "engine",
     "models",

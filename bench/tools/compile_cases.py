@@ -16,6 +16,7 @@ from bench.tools.compile_attention import (
 from bench.tools.compile_offline import BF16, F16, F32, FLOAT8
 from bench.tools.compile_small import (
     accepts,
+    adoptions,
     beams,
     build_tree,
     choices,
@@ -53,6 +54,7 @@ QUICK: dict[str, Callable[[], None]] = {
     "tree": build_tree,
     "beams": beams,
     "accept": accepts,
+    "adopt": adoptions,
     "choose": choices,
     "kv": kv_operations,
     "glue": glue_kernels,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from bench.tools.compile_offline import BATCH, BF16, CONTEXT, F32, I32, zeros
+from specattn.kernels import adopt, fused, indices, sampling, step, tree
 from specattn.kernels import cache as caches
-from specattn.kernels import fused, indices, sampling, step, tree
 from specattn.kernels.attention import triton as attention_triton
 
 
@@ -50,6 +50,54 @@ def beams(topk: int = 8, steps: int = 7) -> None:
     tree.select_beams(1, *children, zeros(BATCH, topk, 1), **candidates, **outs)
     roots = [child[:, :1].contiguous() for child in children[:2]]
     tree.select_beams(0, *roots, None, None, **candidates, **outs)
+    tree.grow_words(zeros(BATCH, steps, topk, 1), 2, zeros(BATCH, topk), flat=True)
+
+
+def adoptions(n: int = 100, topk: int = 8, steps: int = 7) -> None:
+    """What an engine's tensors become, with masks of all kinds."""
+    table, rows, lens = zeros(2, CONTEXT, dtype=I32), zeros(BATCH), zeros(BATCH, dtype=I32)
+    outs = {"req_to_token": table, "rows_out": rows, "seq_lens_out": lens}
+    slots, words = zeros(BATCH, n, dtype=I32), zeros(BATCH, n, -(-n // 64))
+    mask = zeros(BATCH, n * n, dtype=torch.uint8)
+    for kind in adopt.KINDS:
+        own = None if kind == "prefix" else zeros(BATCH, n)
+        adopt.adopt_rows(
+            rows,
+            rows if own is None else lens,
+            own,
+            own,
+            None if own is None else mask,
+            kind=kind,
+            counted=n,
+            slots_out=slots,
+            store_out=slots,
+            positions_out=zeros(BATCH, n),
+            words_out=words,
+            **outs,
+        )
+    for width in (1, topk):
+        nodes = zeros(BATCH, steps, width, dtype=I32)
+        adopt.adopt_steps(
+            rows,
+            lens,
+            nodes if width > 1 else None,
+            counted=0,
+            slots_out=nodes,
+            store_out=nodes,
+            positions_out=nodes.long(),
+            words_out=zeros(BATCH, steps, width, 1),
+            **outs,
+        )
+    adopt.adopt_prompts(
+        rows,
+        lens,
+        lens,
+        slots[0],
+        rows_out=rows,
+        seq_lens_out=lens,
+        indptr_out=zeros(BATCH + 1, dtype=I32),
+        slots_out=slots[0],
+    )
 
 
 def accepts(n: int = 64, steps: int = 7, vocab: int = 32000) -> None:

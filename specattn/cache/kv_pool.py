@@ -171,7 +171,8 @@ class KVPool(ReadOnly):
         layer : int
             Layer index.
         slots : Tensor
-            ``[B, q]`` int32 with B q = T; may be a view with a row stride.
+            ``[B, q]`` int32 with B q = T; may be a view with a row stride. Those below 0 are
+            skipped.
         k, v : Tensor
             ``[T, num_kv_heads, head_dim]`` and ``[T, num_kv_heads, v_head_dim]`` of the layers'
             ``dtype``, dense in their last axis. ``v`` of ``latent`` layers is

@@ -32,7 +32,7 @@ def store_kv(
     k_cache, v_cache : Tensor
         ``[slots, Hkv, D]`` and ``[slots, Hkv, Dv]``, written at ``slots``.
     slots : Tensor
-        ``[B, q]`` int32 with B q = T; may have a row stride.
+        ``[B, q]`` int32 or int64 with B q = T; may have a row stride. Slots below 0 are skipped.
     k_scale, v_scale : float
         Into float8 (e4m3) caches go ``k / k_scale`` and ``v / v_scale``, rounded to nearest and
         cut at +-448. Other caches ignore the scales.
@@ -55,8 +55,8 @@ def commit_kv(
 
     In every layer the KV of node ``accept_index[b, i]`` goes to slot ``tail_slots[b, i]``. Sources
     and targets may overlap (the path 0, 2, 5 reads slot 2 for rank 1 and writes it for rank 2): a
-    program reads all rows of its columns before it writes one. Entries of -1, and nodes that are in
-    place already, are skipped, so padding touches nothing.
+    program reads all rows of its columns before it writes one. Entries of -1, nodes that are in
+    place already, and slots below 0 are skipped, so padding touches nothing.
 
     Parameters
     ----------

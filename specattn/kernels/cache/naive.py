@@ -33,9 +33,10 @@ def store_kv(
     v_scale: float,
 ) -> None:
     index = slots.reshape(-1).long()
+    kept = index >= 0
     for new, scale, cache in ((k, k_scale, k_cache), (v, v_scale, v_cache)):
         # float8 has no index_copy_
-        cache[index] = _as_stored(new, scale, cache.dtype)
+        cache[index[kept]] = _as_stored(new[kept], scale, cache.dtype)
 
 
 def commit_kv(
@@ -51,9 +52,10 @@ def commit_kv(
     node = accept_index[:, :width].long()
     known = (node >= 0) & (node < n)
     source = tail_slots.long().gather(1, node.clamp(0, n - 1))
+    target = tail_slots[:, :width].long()
+    known &= (source >= 0) & (target >= 0)
     # what is skipped copies slot 0, which belongs to padding, onto itself
-    source = torch.where(known, source, 0).flatten()
-    target = torch.where(known, tail_slots[:, :width].long(), 0).flatten()
+    source, target = (torch.where(known, slot, 0).flatten() for slot in (source, target))
     for pool in (k_pool, v_pool):
         for layer in pool:
             layer[target] = layer[source]

@@ -37,7 +37,7 @@ def _store_kernel(
     v,  # [T, heads, v_dim]
     k_cache,  # [slots, heads, k_dim], out
     v_cache,  # [slots, heads, v_dim], out
-    slots,  # [B, Q_LEN] int32
+    slots,  # [B, Q_LEN]; those below 0 are skipped
     k_factor,
     v_factor,
     stride_slot,
@@ -64,13 +64,15 @@ def _store_kernel(
     head, dim = flat // K_DIM, flat % K_DIM
     values = tl.load(k + token * stride_kt + head * stride_kh + dim, mask=flat < K_SIZE, other=0)
     values = as_stored(values, k_factor, k_cache)
-    tl.store(k_cache + slot * stride_kc + head * stride_kch + dim, values, mask=flat < K_SIZE)
+    stored = (flat < K_SIZE) & (slot >= 0)
+    tl.store(k_cache + slot * stride_kc + head * stride_kch + dim, values, mask=stored)
 
     flat = tl.arange(0, V_BLOCK)  # [V_BLOCK]
     head, dim = flat // V_DIM, flat % V_DIM
     values = tl.load(v + token * stride_vt + head * stride_vh + dim, mask=flat < V_SIZE, other=0)
     values = as_stored(values, v_factor, v_cache)
-    tl.store(v_cache + slot * stride_vc + head * stride_vch + dim, values, mask=flat < V_SIZE)
+    stored = (flat < V_SIZE) & (slot >= 0)
+    tl.store(v_cache + slot * stride_vc + head * stride_vch + dim, values, mask=stored)
 
 
 def store_kv(
@@ -172,7 +174,7 @@ def _commit_kv_kernel(
     tail = tail_slots + req * stride_tail
     source = tl.load(tail + node, mask=known, other=0).to(tl.int64)
     target = tl.load(tail + rank, mask=known, other=0).to(tl.int64)
-    moving = known & (source != target)
+    moving = known & (source != target) & (source >= 0) & (target >= 0)
     k_blocks = tl.cdiv(K_SIZE, BLOCK)
     if block < k_blocks:
         offset = tl.load(offsets + layer) * UNIT if UNIT else layer * stride_kl

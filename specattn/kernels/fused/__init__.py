@@ -188,7 +188,8 @@ def qk_norm_rope_store_kv(
     k_cache, v_cache : Tensor
         ``[slots, Hkv, D]``; written at ``slots``.
     slots : Tensor, optional
-        ``[B, q]`` int32 with B q = T, may have a row stride; row i for token i if None.
+        ``[B, q]`` int32 or int64 with B q = T, may have a row stride; those below 0 are skipped.
+        Row i for token i if None.
     k_scale, v_scale : float
         Of float8 caches; see `specattn.kernels.cache.store_kv`.
     prefetch : bool

@@ -46,7 +46,7 @@ def qk_norm_rope_store_kernel(
     q,  # [T, Q_HEADS, DIM], out
     k_cache,  # [slots, KV_HEADS, DIM], out
     v_cache,  # [slots, KV_HEADS, DIM], out
-    slots,  # [B, Q_LEN] int32, or None: token i goes to row i
+    slots,  # [B, Q_LEN], below 0 skipped; or None: token i goes to row i
     eps,
     k_factor,
     v_factor,
@@ -107,10 +107,12 @@ def qk_norm_rope_store_kernel(
         k_head = (head - Q_HEADS)[:, None] * stride_kch
         # a float8 pool stores what the model's dtype holds, as `store_kv` does
         k_to = k_cache + slot * stride_kc + k_head + dim[None, :]
+        ok &= slot >= 0
         tl.store(k_to, as_stored(low.to(q.dtype.element_ty), k_factor, k_cache), mask=ok)
         tl.store(k_to + HALF, as_stored(high.to(q.dtype.element_ty), k_factor, k_cache), mask=ok)
     else:
         v_head = (head - (Q_HEADS + KV_HEADS))[:, None] * stride_vch
         v_to = v_cache + slot * stride_vc + v_head + dim[None, :]
+        ok &= slot >= 0
         tl.store(v_to, as_stored(low.to(q.dtype.element_ty), v_factor, v_cache), mask=ok)
         tl.store(v_to + HALF, as_stored(high.to(q.dtype.element_ty), v_factor, v_cache), mask=ok)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from specattn.kernels import implementation
 from specattn.kernels.checks import require_dense, require_rows
 from specattn.kernels.tree import naive
@@ -120,6 +122,54 @@ def select_beams(
         words_out,
         start,
     )
+
+
+def grow_words(words: Tensor, step: int, parents: Tensor | None, *, flat: bool = False) -> None:
+    """Write a draft step's ancestor words from those of its parents.
+
+    It is what `select_beams` does to words, for drafts whose branches others choose. One launch,
+    which can be recorded in a CUDA graph.
+
+    Parameters
+    ----------
+    words : Tensor
+        ``[B, steps, topk, W]`` int64, in place: row ``step`` is written, the row before is read.
+        Bit ``s * topk + k`` is branch k of step s. May have a stride between requests.
+    step : int
+        From 0. The branches of step 0 hang below the root, which is no node: they get their own
+        bits.
+    parents : Tensor or None
+        ``[B, topk]`` int32 or int64, the branch of the step before that each branch extends; cut
+        to 0..topk - 1. Any strides. Not read at step 0.
+    flat : bool
+        Whether ``parents`` are the branches' own flat indices among all candidates, as in
+        `specattn.batch.Candidates` and in EAGLE's code, from which their parents follow.
+
+    Raises
+    ------
+    ValueError
+        If the step is outside ``words``, or a tensor has another shape or dtype.
+    """
+    shape = tuple(words.shape)
+    if len(shape) != 4 or words.dtype != torch.int64 or shape[3] * 64 < shape[1] * shape[2]:
+        raise ValueError(
+            f"words must be [B, steps, topk, at least ceil(steps * topk / 64)] {torch.int64}, "
+            f"got {list(shape)} {words.dtype}"
+        )
+    if not 0 <= step < shape[1]:
+        raise ValueError(f"step must be 0..{shape[1] - 1}, got {step}")
+    require_dense(words=words[:1])
+    if step:
+        wanted = f"[{shape[0]}, {shape[2]}] int32 or int64"
+        if parents is None:
+            raise ValueError(f"parents must be {wanted} after step 0, got None")
+        kinds = (torch.int32, torch.int64)
+        if tuple(parents.shape) != (shape[0], shape[2]) or parents.dtype not in kinds:
+            raise ValueError(f"parents must be {wanted}, got {list(parents.shape)} {parents.dtype}")
+    if not words.numel():
+        return
+    above = parents if step else None
+    implementation(naive.grow_words, words.device)(words, step, above, flat)
 
 
 def build_tree(

@@ -76,6 +76,18 @@ def select_beams(
     words_out.copy_(own | above)
 
 
+def grow_words(words: Tensor, step: int, parents: Tensor | None, flat: bool) -> None:
+    topk, count = words.shape[2:]
+    own = _node_bits(step * topk + torch.arange(topk, device=words.device), count)
+    if parents is None:
+        words[:, step] = own
+        return
+    if flat:
+        parents = (parents - topk - (step - 1) * topk**2).div(topk, rounding_mode="floor")
+    index = parents.long().clamp(0, topk - 1)[:, :, None].expand(-1, -1, count)
+    words[:, step] = own | words[:, step - 1].gather(1, index)
+
+
 def _path_scores(child_probs: Tensor, path_scores: Tensor | None) -> Tensor:
     """Return scores ``[B, beams * topk]`` of paths down to all children."""
     above = 1.0 if path_scores is None else path_scores[:, :, None]

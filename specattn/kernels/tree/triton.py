@@ -13,7 +13,7 @@ from specattn.kernels.tree.triton_accept import (
     accept_rejection_kernel,
     accept_sampled_kernel,
 )
-from specattn.kernels.tree.triton_beam import append_kernel, select_kernel
+from specattn.kernels.tree.triton_beam import append_kernel, grow_words_kernel, select_kernel
 from specattn.kernels.tree.triton_build import build_tree_kernel
 
 
@@ -89,6 +89,24 @@ def select_beams(
         BLOCK_W=triton.next_power_of_2(num_words),
         num_warps=1 if block <= 16 else 4 if block <= 128 else 8,
         **launch_options(child_probs.device),
+    )
+
+
+def grow_words(words: Tensor, step: int, parents: Tensor | None, flat: bool) -> None:
+    batch, _, topk, count = words.shape
+    grow_words_kernel[(batch,)](
+        words,
+        parents,
+        step,
+        words.stride(0),
+        *((0, 0) if parents is None else parents.stride()),
+        FLAT=flat,
+        TOPK=topk,
+        W=count,
+        BLOCK=triton.next_power_of_2(topk),
+        BLOCK_W=triton.next_power_of_2(count),
+        num_warps=1,
+        **launch_options(words.device),
     )
 
 

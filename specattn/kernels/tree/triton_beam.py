@@ -168,3 +168,39 @@ def select_kernel(
     bits = tl.where(word[None, :] == (node // 64)[:, None], bits | own, bits)
     cell = words_out + req * stride_words + rank[:, None] * W + word[None, :]
     tl.store(cell, bits, mask=chosen[:, None] & (word < W)[None, :])
+
+
+@triton.jit
+def grow_words_kernel(
+    words,  # [B, steps, TOPK, W] int64, in place
+    parents,  # [B, TOPK], or None: the root's children
+    step,
+    stride_words,
+    stride_parent,
+    stride_parent_k,
+    FLAT: tl.constexpr,
+    TOPK: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Write one step's words of a request."""
+    enter(PDL)
+    req = tl.program_id(0).to(tl.int64)
+    branch = tl.arange(0, BLOCK)  # [BLOCK]
+    word = tl.arange(0, BLOCK_W)[None, :]  # [1, BLOCK_W]
+    mine = (branch < TOPK)[:, None] & (word < W)
+    node = step * TOPK + branch
+    own = tl.full([BLOCK, BLOCK_W], 1, tl.int64) << (node % 64)[:, None]
+    bits = tl.where(word == (node // 64)[:, None], own, 0)
+    if parents is not None:
+        at = parents + req * stride_parent + branch * stride_parent_k
+        parent = tl.load(at, mask=branch < TOPK, other=0)
+        if FLAT:
+            first = TOPK + (step - 1) * TOPK * TOPK
+            parent = tl.maximum(parent - first, 0) // TOPK
+        parent = tl.minimum(tl.maximum(parent, 0), TOPK - 1)
+        above = words + req * stride_words + ((step - 1) * TOPK + parent[:, None]) * W + word
+        bits |= tl.load(above, mask=mine, other=0)
+    tl.store(words + req * stride_words + node[:, None] * W + word, bits, mask=mine)

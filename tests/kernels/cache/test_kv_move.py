@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from specattn.kernels.cache import commit_kv
+from specattn.kernels.cache import commit_kv, store_kv
 from tests.caches import scattered
 from tests.kernels.tree_oracle import DEVICE, random_tree
 
@@ -17,7 +17,7 @@ def expected_pool(pool, tail_slots, accept_index):
     before, after = pool.clone(), pool.clone()
     for tail, path in zip(tail_slots, accept_index, strict=True):
         for rank, node in enumerate(path[: len(tail)]):
-            if 0 <= node < len(tail):
+            if 0 <= node < len(tail) and min(tail[rank], tail[node]) >= 0:
                 after[:, tail[rank]] = before[:, tail[node]]
     return after
 
@@ -90,6 +90,34 @@ def test_padding_touches_only_slot_zero(implementation):
 
 def test_nodes_outside_the_row_are_skipped(implementation):
     check(*pools(1, 9, 1, 4, 4), [[3, 1, 8]], [[0, 3, 2, 1]])
+
+
+def test_slots_below_zero_are_neither_read_nor_written(implementation):
+    """The pools are views within others, so that a slot before the first is somebody's."""
+    whole = pools(2, 12, 1, 4, 4)
+    k_pool, v_pool = (pool[:, 3:] for pool in whole)
+    before = [pool[:, :3].clone() for pool in whole]
+    check(k_pool, v_pool, [[3, -1, 8], [-1, 5, 2]], [[0, 2, 1], [0, 2, -1]])
+    for pool, kept in zip(whole, before, strict=True):
+        assert torch.equal(pool[:, :3], kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("stored", [torch.float32, torch.float8_e4m3fn])
+def test_a_store_skips_slots_below_zero(implementation, dtype, stored):
+    """Engines pad with -1; what is not written keeps its NaN, before the first slot, too."""
+    whole = torch.full((2, 14, 2, 8), torch.nan, device=DEVICE).to(stored)
+    k_cache, v_cache = whole[0, 4:], whole[1, 4:, :, :5]
+    wide = torch.tensor([[3, -1, 9, 0], [-2, 7, -1, 0]], dtype=dtype, device=DEVICE)
+    slots = wide[:, :3]
+    # numbers that float8 has
+    k, v = (torch.randint(-8, 9, (6, 2, size), device=DEVICE).float() for size in (8, 5))
+    store_kv(k, v, k_cache, v_cache, slots)
+    to, tokens = [3, 9, 7], [0, 2, 4]
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        assert torch.equal(cache[to].float(), new[tokens])
+    kept = [slot for slot in range(14) if slot - 4 not in to]
+    assert whole.float()[:, kept].isnan().all()
 
 
 @pytest.mark.parametrize("path", [[0, 2], [0, 1], [0, -1]])

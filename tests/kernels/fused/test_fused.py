@@ -138,6 +138,23 @@ def test_rotation_and_store(
     assert caches[:, kept].isnan().all()
 
 
+def test_slots_below_zero_are_skipped(implementation) -> None:
+    """Their queries are computed all the same."""
+    partials = random_partials(1, 4, (2 + 2 * 2) * 16, dtype=torch.float32)
+    table = torch.cat([torch.ones(1, 8), torch.zeros(1, 8)], dim=-1).to(DEVICE)  # turns nothing
+    positions = torch.zeros(4, dtype=torch.int64, device=DEVICE)
+    slots = torch.tensor([[3, -1], [-1, 1]], device=DEVICE)
+    q = torch.full((4, 2, 16), torch.nan, device=DEVICE)
+    whole = torch.full((2, 9, 2, 16), torch.nan, device=DEVICE)
+    k_cache, v_cache = whole[0, 4:], whole[1, 4:]
+    qk_norm_rope_store_kv(partials, positions, table, None, EPS, q, k_cache, v_cache, slots)
+    want_q, want_k, want_v = partials[0].unflatten(-1, (6, 16)).split(2, dim=1)
+    assert torch.equal(q, want_q)
+    assert torch.equal(k_cache[[3, 1]], want_k[[0, 3]])
+    assert torch.equal(v_cache[[3, 1]], want_v[[0, 3]])
+    assert whole[:, [0, 1, 2, 3, 4, 6, 8]].isnan().all()
+
+
 def test_a_float8_pool_gets_what_the_store_kernel_writes(implementation) -> None:
     half = torch.float16
     partials = random_partials(1, 4, (2 + 2) * 16, dtype=half)

@@ -1,0 +1,256 @@
+"""Adopt an engine's tensors into the inputs of a plan.
+
+Each function is one launch, which neither waits for the device nor allocates on it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from specattn.kernels import implementation
+from specattn.kernels.adopt import naive
+from specattn.kernels.checks import require_dense, require_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: How a mask lies in memory, by the name that `adopt_rows` takes.
+KINDS = ("qlen", "qlen_bits", "full", "full_bits", "prefix")
+
+
+def adopt_rows(
+    rows: Tensor,
+    seq_lens: Tensor,
+    slots: Tensor | None,
+    positions: Tensor | None,
+    mask: Tensor | None,
+    *,
+    kind: str,
+    counted: int,
+    req_to_token: Tensor,
+    rows_out: Tensor,
+    seq_lens_out: Tensor,
+    slots_out: Tensor,
+    store_out: Tensor,
+    positions_out: Tensor,
+    words_out: Tensor,
+) -> None:
+    """Adopt n rows per request: decode, verify or draft extend.
+
+    Integers may be int32 or int64. What is of shape ``[B, n]`` may have any strides if it is read,
+    and a row stride if it is written.
+
+    Parameters
+    ----------
+    rows, seq_lens : Tensor
+        ``[B]``: table rows, and lengths.
+    slots : Tensor or None
+        ``[B, n]`` slots of the new tokens, below 0 where there is none. Without, they come from the
+        table's columns after the prefix; 0 beyond the table.
+    positions : Tensor or None
+        ``[B, n]``; without, the prefix plus how many other keys of the tail a row sees.
+    mask : Tensor or None
+        Flat bool or uint8; what is not 0 is visible. Without, rows are causal. A row always sees
+        itself, unless the kind is ``"prefix"``.
+    kind : str
+        ``"qlen"``: ``[B, n, n]``. ``"qlen_bits"``: ``[B, n, bytes]``, the lowest bit first.
+        ``"full"``: per request n rows of prefix and n cells, of which the last n are read.
+        ``"full_bits"``: the same in bits, every request from a whole byte on. ``"prefix"``: rows
+        see the prefix alone, and no mask is given.
+    counted : int
+        New tokens that ``seq_lens`` count; the prefix is the rest, at least 0.
+    req_to_token : Tensor
+        ``[R, context]`` int32; dense last axis.
+    rows_out, seq_lens_out : Tensor
+        ``[B]`` int64 and int32.
+    slots_out, store_out : Tensor
+        ``[B, n]`` int32: slots to read, 0 where there is none, and slots to write, as given.
+    positions_out : Tensor
+        ``[B, n]`` int64.
+    words_out : Tensor
+        ``[B, n, ceil(n / 64)]`` int64.
+
+    Raises
+    ------
+    ValueError
+        Before anything is written: if a tensor has another shape or dtype.
+    """
+    batch, n = slots_out.shape
+    _check_requests(batch, rows=rows, seq_lens=seq_lens)
+    _check_tokens((batch, n), slots=slots, positions=positions)
+    row_bytes = _check_mask(mask, kind, batch, n)
+    require_rows(req_to_token=req_to_token, slots_out=slots_out, store_out=store_out)
+    require_rows(positions_out=positions_out)
+    require_dense(rows_out=rows_out, seq_lens_out=seq_lens_out, words_out=words_out)
+    if not batch:
+        return
+    implementation(naive.adopt_rows, req_to_token.device)(
+        rows,
+        seq_lens,
+        slots,
+        positions,
+        mask,
+        kind,
+        counted,
+        req_to_token,
+        rows_out,
+        seq_lens_out,
+        slots_out,
+        store_out,
+        positions_out,
+        words_out,
+        row_bytes,
+    )
+
+
+def adopt_steps(
+    rows: Tensor,
+    seq_lens: Tensor,
+    slots: Tensor | None,
+    *,
+    counted: int,
+    req_to_token: Tensor,
+    rows_out: Tensor,
+    seq_lens_out: Tensor,
+    slots_out: Tensor,
+    store_out: Tensor,
+    positions_out: Tensor,
+    words_out: Tensor,
+) -> None:
+    """Adopt all steps of a draft.
+
+    Parameters
+    ----------
+    rows, seq_lens, counted, req_to_token, rows_out, seq_lens_out
+        As in `adopt_rows`.
+    slots : Tensor or None
+        ``[B, steps, topk]``, any strides: slots of all branches. Without, those of the table's
+        columns after the prefix, step by step.
+    slots_out, store_out : Tensor
+        ``[B, steps, topk]`` int32, dense: slots to read and to write, as in `adopt_rows`.
+    positions_out : Tensor
+        ``[B, steps, topk]`` int64, dense: the prefix plus the step.
+    words_out : Tensor
+        ``[B, steps, topk, W]`` int64, dense: of a chain (topk 1) all steps before and the step
+        itself, else the node's own bit, to which `specattn.kernels.tree.grow_words` adds.
+
+    Raises
+    ------
+    ValueError
+        Before anything is written: if a tensor has another shape or dtype.
+    """
+    batch = len(slots_out)
+    _check_requests(batch, rows=rows, seq_lens=seq_lens)
+    _check_tokens(tuple(slots_out.shape), slots=slots)
+    require_rows(req_to_token=req_to_token)
+    require_dense(
+        rows_out=rows_out,
+        seq_lens_out=seq_lens_out,
+        slots_out=slots_out,
+        store_out=store_out,
+        positions_out=positions_out,
+        words_out=words_out,
+    )
+    if not slots_out.numel():
+        return
+    implementation(naive.adopt_steps, req_to_token.device)(
+        rows,
+        seq_lens,
+        slots,
+        counted,
+        req_to_token,
+        rows_out,
+        seq_lens_out,
+        slots_out,
+        store_out,
+        positions_out,
+        words_out,
+    )
+
+
+def adopt_prompts(
+    rows: Tensor,
+    prefix_lens: Tensor,
+    new_lens: Tensor,
+    slots: Tensor,
+    *,
+    rows_out: Tensor,
+    seq_lens_out: Tensor,
+    indptr_out: Tensor,
+    slots_out: Tensor,
+) -> None:
+    """Adopt ragged prompts.
+
+    Parameters
+    ----------
+    rows, prefix_lens, new_lens : Tensor
+        ``[B]`` int32 or int64: table rows, cached tokens, and new ones.
+    slots : Tensor
+        ``[T]`` int32 or int64, slots of the new tokens.
+    rows_out, seq_lens_out : Tensor
+        ``[B]`` int64 and int32.
+    indptr_out : Tensor
+        ``[B + 1]`` int32, offsets of the requests' new tokens.
+    slots_out : Tensor
+        ``[T]`` int32.
+
+    Raises
+    ------
+    ValueError
+        Before anything is written: if a tensor has another shape or dtype.
+    """
+    _check_requests(len(rows_out), rows=rows, prefix_lens=prefix_lens, new_lens=new_lens)
+    _check_tokens(tuple(slots_out.shape), slots=slots)
+    implementation(naive.adopt_prompts, rows_out.device)(
+        rows, prefix_lens, new_lens, slots, rows_out, seq_lens_out, indptr_out, slots_out
+    )
+
+
+def _check_requests(batch: int, **tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        _check_integers(name, tensor, (batch,))
+    require_dense(**tensors)
+
+
+def _check_tokens(shape: tuple[int, ...], **tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            _check_integers(name, tensor, shape)
+
+
+def _check_integers(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape or tensor.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"{name} must be {list(shape)} int32 or int64, got {list(tensor.shape)} {tensor.dtype}"
+        )
+
+
+def _check_mask(mask: Tensor | None, kind: str, batch: int, n: int) -> int:
+    """Check a mask; return the bytes of a row of ``"qlen_bits"``."""
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    if mask is None:
+        return 0
+    if kind == "prefix":
+        raise ValueError("mask must be None with kind 'prefix', whose rows see no tail")
+    bits = kind.endswith("bits")
+    if mask.dtype != torch.uint8 and (bits or mask.dtype != torch.bool):
+        wanted = torch.uint8 if bits else f"{torch.bool} or {torch.uint8}"
+        raise ValueError(f"mask must be {wanted} with kind {kind!r}, got {mask.dtype}")
+    require_dense(mask=mask)
+    row_bytes = -(-n // 8)
+    if kind == "qlen_bits":
+        if mask.dim() == 3:
+            row_bytes = mask.shape[2]
+        least = batch * n * max(row_bytes, -(-n // 8))
+    else:
+        # the prefixes of "full" are known on the device alone
+        least = batch * (-(-n * n // 8) if bits else n * n)
+    if mask.numel() < least:
+        raise ValueError(
+            f"mask of kind {kind!r} must have at least {least} numbers for {batch} requests of "
+            f"{n} rows, got {list(mask.shape)}"
+        )
+    return row_bytes

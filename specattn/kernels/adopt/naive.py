@@ -1,0 +1,127 @@
+"""Inputs of plans from an engine's tensors, in torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def adopt_rows(
+    rows: Tensor,
+    seq_lens: Tensor,
+    slots: Tensor | None,
+    positions: Tensor | None,
+    mask: Tensor | None,
+    kind: str,
+    counted: int,
+    req_to_token: Tensor,
+    rows_out: Tensor,
+    seq_lens_out: Tensor,
+    slots_out: Tensor,
+    store_out: Tensor,
+    positions_out: Tensor,
+    words_out: Tensor,
+    row_bytes: int,
+) -> None:
+    n = slots_out.shape[1]
+    prefix = (seq_lens.long() - counted).clamp(min=0)
+    rows_out.copy_(rows)
+    seq_lens_out.copy_(prefix)
+    _write_slots(rows_out, prefix, slots, req_to_token, slots_out, store_out)
+    node = torch.arange(n, device=rows.device)
+    if mask is None:
+        seen = (node <= node[:, None]).expand(len(rows), n, n)
+    else:
+        seen = _visible(mask, kind, prefix, n, row_bytes) | torch.eye(n, device=rows.device).bool()
+    if kind == "prefix":
+        seen = torch.zeros_like(seen)
+    words_out.copy_(_words(seen, words_out.shape[2]))
+    if positions is None:
+        positions = prefix[:, None] + (seen.sum(2) - 1).clamp(min=0)
+    positions_out.copy_(positions)
+
+
+def adopt_steps(
+    rows: Tensor,
+    seq_lens: Tensor,
+    slots: Tensor | None,
+    counted: int,
+    req_to_token: Tensor,
+    rows_out: Tensor,
+    seq_lens_out: Tensor,
+    slots_out: Tensor,
+    store_out: Tensor,
+    positions_out: Tensor,
+    words_out: Tensor,
+) -> None:
+    steps, topk = slots_out.shape[1:]
+    prefix = (seq_lens.long() - counted).clamp(min=0)
+    rows_out.copy_(rows)
+    seq_lens_out.copy_(prefix)
+    given = None if slots is None else slots.flatten(1)
+    _write_slots(rows_out, prefix, given, req_to_token, slots_out.flatten(1), store_out.flatten(1))
+    step = torch.arange(steps, device=rows.device)
+    positions_out.copy_((prefix[:, None] + step)[:, :, None])
+    node = torch.arange(steps * topk, device=rows.device)
+    seen = node <= node[:, None] if topk == 1 else node == node[:, None]
+    words_out.copy_(_words(seen[None], words_out.shape[3]).view(1, *words_out.shape[1:]))
+
+
+def adopt_prompts(
+    rows: Tensor,
+    prefix_lens: Tensor,
+    new_lens: Tensor,
+    slots: Tensor,
+    rows_out: Tensor,
+    seq_lens_out: Tensor,
+    indptr_out: Tensor,
+    slots_out: Tensor,
+) -> None:
+    rows_out.copy_(rows)
+    seq_lens_out.copy_(prefix_lens)
+    indptr_out[0] = 0
+    indptr_out[1:] = new_lens.cumsum(0)
+    slots_out.copy_(slots)
+
+
+def _write_slots(
+    rows: Tensor,
+    prefix: Tensor,
+    slots: Tensor | None,
+    req_to_token: Tensor,
+    slots_out: Tensor,
+    store_out: Tensor,
+) -> None:
+    if slots is None:
+        columns = prefix[:, None] + torch.arange(slots_out.shape[1], device=rows.device)
+        context = req_to_token.shape[1]
+        found = req_to_token[rows[:, None], columns.clamp(max=context - 1)]
+        slots = torch.where(columns < context, found, 0)
+    store_out.copy_(slots)
+    slots_out.copy_(slots.clamp(min=0))
+
+
+def _visible(mask: Tensor, kind: str, prefix: Tensor, n: int, row_bytes: int) -> Tensor:
+    """Return ``[B, n, n]`` bool: what the mask says of the tail."""
+    flat, node = mask.flatten(), torch.arange(n, device=mask.device)
+    bits = kind.endswith("bits")
+    if kind.startswith("qlen"):
+        request = torch.arange(len(prefix), device=mask.device)[:, None, None]
+        row = request * n + node[:, None]
+        start, cell = row * (row_bytes if bits else n), node
+    else:
+        cells = n * (prefix + n)
+        sizes = (cells + 7) // 8 if bits else cells
+        start = (sizes.cumsum(0) - sizes)[:, None, None]
+        cell = node[:, None] * (prefix + n)[:, None, None] + prefix[:, None, None] + node
+    at = start + (cell // 8 if bits else cell)
+    found = torch.where(at < len(flat), flat[at.clamp(max=len(flat) - 1)].long(), 0)
+    return (found >> cell % 8 & 1 if bits else found) != 0
+
+
+def _words(seen: Tensor, count: int) -> Tensor:
+    """Write ``[B, n, n]`` bool as ``[B, n, count]`` words."""
+    node = torch.arange(seen.shape[2], device=seen.device)
+    words = torch.zeros(*seen.shape[:2], count, dtype=torch.int64, device=seen.device)
+    # distinct bits: their sum is their union, and the sign bit wraps into place
+    return words.index_add_(2, node // 64, seen.long() << node % 64)

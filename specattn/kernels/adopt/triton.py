@@ -1,0 +1,370 @@
+"""Inputs of plans from an engine's tensors: one launch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from specattn.kernels.launch import enter, launch_options
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@triton.jit
+def _adopt_request(
+    req, rows, seq_lens, counted, rows_out, seq_lens_out, writes, TABLE: tl.constexpr
+):
+    """Return a request's prefix and, with ``TABLE``, its table row."""
+    prefix = tl.maximum(tl.load(seq_lens + req).to(tl.int64) - counted, 0)
+    row = tl.zeros([], tl.int64)
+    if TABLE or writes:
+        row = tl.load(rows + req).to(tl.int64)
+    if writes:
+        tl.store(rows_out + req, row)
+        tl.store(seq_lens_out + req, prefix.to(tl.int32))
+    return prefix, row
+
+
+@triton.jit
+def _from_table(req_to_token, row, stride_table, column, context, ok):
+    return tl.load(
+        req_to_token + row * stride_table + column, mask=ok & (column < context), other=0
+    )
+
+
+@triton.jit
+def _mask_start(seq_lens, counted, req, n, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Count the cells, or bytes, of earlier requests' masks."""
+    start = tl.zeros([], tl.int64)
+    for first in range(0, req, BLOCK):
+        other = first + tl.arange(0, BLOCK)  # [BLOCK]
+        length = tl.load(seq_lens + other, mask=other < req, other=0).to(tl.int64)
+        cells = n * (tl.maximum(length - counted, 0) + n)
+        if BITS:
+            cells = (cells + 7) // 8
+        start += tl.sum(tl.where(other < req, cells, 0), 0)
+    return start
+
+
+@triton.jit
+def adopt_rows_kernel(
+    rows,  # [B]
+    seq_lens,  # [B]
+    slots,  # [B, n], or None
+    positions,  # [B, n], or None
+    mask,  # flat uint8, or None
+    req_to_token,  # [R, context] int32
+    rows_out,  # [B] int64, out
+    seq_lens_out,  # [B] int32, out
+    slots_out,  # [B, n] int32, out
+    store_out,  # [B, n] int32, out
+    positions_out,  # [B, n] int64, out
+    words_out,  # [B, n, W] int64, out
+    n,
+    counted,
+    context,
+    mask_size,
+    row_bytes,
+    stride_table,
+    stride_slot,
+    stride_slot_n,
+    stride_position,
+    stride_position_n,
+    stride_slots_out,
+    stride_store_out,
+    stride_positions_out,
+    PREFIX: tl.constexpr,
+    FULL: tl.constexpr,
+    BITS: tl.constexpr,
+    W: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Adopt some rows of one request."""
+    enter(PDL)
+    req = tl.program_id(0).to(tl.int64)
+    prefix, row = _adopt_request(
+        req,
+        rows,
+        seq_lens,
+        counted,
+        rows_out,
+        seq_lens_out,
+        tl.program_id(1) == 0,
+        TABLE=slots is None,
+    )
+    node = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    ok = node < n
+    if slots is None:
+        slot = _from_table(req_to_token, row, stride_table, prefix + node, context, ok)
+    else:
+        slot = tl.load(slots + req * stride_slot + node * stride_slot_n, mask=ok, other=0)
+    tl.store(store_out + req * stride_store_out + node, slot.to(tl.int32), mask=ok)
+    slot = tl.maximum(slot, 0).to(tl.int32)
+    tl.store(slots_out + req * stride_slots_out + node, slot, mask=ok)
+
+    start = tl.zeros([], tl.int64)
+    if FULL:
+        start = _mask_start(seq_lens, counted, req, n, BITS, BLOCK_B)
+    depth = tl.zeros([ROWS], tl.int64)
+    for word in range(W):
+        key = word * 64 + tl.arange(0, 64)[None, :]  # [1, 64]
+        seen = key <= node[:, None]  # [ROWS, 64]
+        if mask is not None:
+            if FULL:
+                cell = node[:, None] * (prefix + n) + prefix + key
+                at = start + (cell // 8 if BITS else cell)
+            elif BITS:
+                cell = tl.broadcast_to(key, [ROWS, 64])
+                at = (req * n + node[:, None]) * row_bytes + cell // 8
+            else:
+                cell = (req * n + node[:, None]) * n + key
+                at = cell
+            inside = ok[:, None] & (key < n) & (at < mask_size)
+            found = tl.load(mask + at, mask=inside, other=0).to(tl.int32)
+            if BITS:
+                found = (found >> (cell % 8).to(tl.int32)) & 1
+            seen = (found != 0) | (key == node[:, None])
+        bits = tl.where(seen, tl.full([ROWS, 64], 1, tl.int64), 0)
+        if PREFIX:
+            bits = tl.zeros([ROWS, 64], tl.int64)
+        depth += tl.sum(bits, 1)
+        # distinct bits: their sum is their union
+        bits = tl.sum(bits << (key % 64), 1)
+        tl.store(words_out + (req * n + node) * W + word, bits, mask=ok)
+    if positions is None:
+        position = prefix + tl.maximum(depth - 1, 0)
+    else:
+        at = req * stride_position + node * stride_position_n
+        position = tl.load(positions + at, mask=ok, other=0).to(tl.int64)
+    tl.store(positions_out + req * stride_positions_out + node, position, mask=ok)
+
+
+def adopt_rows(
+    rows: Tensor,
+    seq_lens: Tensor,
+    slots: Tensor | None,
+    positions: Tensor | None,
+    mask: Tensor | None,
+    kind: str,
+    counted: int,
+    req_to_token: Tensor,
+    rows_out: Tensor,
+    seq_lens_out: Tensor,
+    slots_out: Tensor,
+    store_out: Tensor,
+    positions_out: Tensor,
+    words_out: Tensor,
+    row_bytes: int,
+) -> None:
+    batch, n = slots_out.shape
+    per_program = min(32, triton.next_power_of_2(n))
+    adopt_rows_kernel[(batch, triton.cdiv(n, per_program))](
+        rows,
+        seq_lens,
+        slots,
+        positions,
+        None if mask is None else mask.view(torch.uint8),
+        req_to_token,
+        rows_out,
+        seq_lens_out,
+        slots_out,
+        store_out,
+        positions_out,
+        words_out,
+        n,
+        counted,
+        req_to_token.shape[1],
+        0 if mask is None else mask.numel(),
+        row_bytes,
+        req_to_token.stride(0),
+        *_strides(slots),
+        *_strides(positions),
+        slots_out.stride(0),
+        store_out.stride(0),
+        positions_out.stride(0),
+        PREFIX=kind == "prefix",
+        FULL=kind.startswith("full") and mask is not None,
+        BITS=kind.endswith("bits"),
+        W=words_out.shape[2],
+        ROWS=per_program,
+        BLOCK_B=128,
+        num_warps=4,
+        **launch_options(rows_out.device),
+    )
+
+
+@triton.jit
+def adopt_steps_kernel(
+    rows,  # [B]
+    seq_lens,  # [B]
+    slots,  # [B, steps, TOPK], or None
+    req_to_token,  # [R, context] int32
+    rows_out,  # [B] int64, out
+    seq_lens_out,  # [B] int32, out
+    slots_out,  # [B, steps, TOPK] int32, out
+    store_out,  # [B, steps, TOPK] int32, out
+    positions_out,  # [B, steps, TOPK] int64, out
+    words_out,  # [B, steps, TOPK, W] int64, out
+    nodes,
+    counted,
+    context,
+    stride_table,
+    stride_slot,
+    stride_step,
+    stride_branch,
+    TOPK: tl.constexpr,
+    W: tl.constexpr,
+    NODES: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Adopt some nodes of one request's draft."""
+    enter(PDL)
+    req = tl.program_id(0).to(tl.int64)
+    prefix, row = _adopt_request(
+        req,
+        rows,
+        seq_lens,
+        counted,
+        rows_out,
+        seq_lens_out,
+        tl.program_id(1) == 0,
+        TABLE=slots is None,
+    )
+    node = tl.program_id(1) * NODES + tl.arange(0, NODES)  # [NODES]
+    ok = node < nodes
+    step, branch = node // TOPK, node % TOPK
+    if slots is None:
+        slot = _from_table(req_to_token, row, stride_table, prefix + node, context, ok)
+    else:
+        at = req * stride_slot + step * stride_step + branch * stride_branch
+        slot = tl.load(slots + at, mask=ok, other=0)
+    to = req * nodes + node
+    tl.store(store_out + to, slot.to(tl.int32), mask=ok)
+    tl.store(slots_out + to, tl.maximum(slot, 0).to(tl.int32), mask=ok)
+    tl.store(positions_out + to, prefix + step, mask=ok)
+    word = tl.arange(0, BLOCK_W)[None, :]  # [1, BLOCK_W]
+    own = tl.full([NODES, BLOCK_W], 1, tl.int64) << (node % 64)[:, None]
+    last = (node // 64)[:, None]
+    bits = tl.where(word == last, own, 0)
+    if TOPK == 1:
+        # all before and itself; of bit 63 the sum wraps into place
+        bits = tl.where(word < last, -1, tl.where(word == last, own + (own - 1), 0))
+    cell = to[:, None] * W + word
+    tl.store(words_out + cell, bits.to(tl.int64), mask=ok[:, None] & (word < W))
+
+
+def adopt_steps(
+    rows: Tensor,
+    seq_lens: Tensor,
+    slots: Tensor | None,
+    counted: int,
+    req_to_token: Tensor,
+    rows_out: Tensor,
+    seq_lens_out: Tensor,
+    slots_out: Tensor,
+    store_out: Tensor,
+    positions_out: Tensor,
+    words_out: Tensor,
+) -> None:
+    batch, steps, topk, words = words_out.shape
+    nodes = steps * topk
+    per_program = min(64, triton.next_power_of_2(nodes))
+    adopt_steps_kernel[(batch, triton.cdiv(nodes, per_program))](
+        rows,
+        seq_lens,
+        slots,
+        req_to_token,
+        rows_out,
+        seq_lens_out,
+        slots_out,
+        store_out,
+        positions_out,
+        words_out,
+        nodes,
+        counted,
+        req_to_token.shape[1],
+        req_to_token.stride(0),
+        *((0, 0, 0) if slots is None else slots.stride()),
+        TOPK=topk,
+        W=words,
+        NODES=per_program,
+        BLOCK_W=triton.next_power_of_2(words),
+        num_warps=2,
+        **launch_options(rows_out.device),
+    )
+
+
+@triton.jit
+def adopt_prompts_kernel(
+    rows,  # [B]
+    prefix_lens,  # [B]
+    new_lens,  # [B]
+    slots,  # [T]
+    rows_out,  # [B] int64, out
+    seq_lens_out,  # [B] int32, out
+    indptr_out,  # [B + 1] int32, out
+    slots_out,  # [T] int32, out
+    batch,
+    tokens,
+    stride_slot,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Adopt a block of requests, and a block of their tokens."""
+    enter(PDL)
+    begin = tl.program_id(0).to(tl.int64) * BLOCK
+    at = begin + tl.arange(0, BLOCK)  # [BLOCK]
+    slot = tl.load(slots + at * stride_slot, mask=at < tokens, other=0)
+    tl.store(slots_out + at, slot.to(tl.int32), mask=at < tokens)
+    if begin < batch:
+        earlier = tl.zeros([], tl.int64)
+        for first in range(0, begin, BLOCK):
+            earlier += tl.sum(tl.load(new_lens + first + tl.arange(0, BLOCK)).to(tl.int64), 0)
+        ok = at < batch
+        tl.store(rows_out + at, tl.load(rows + at, mask=ok, other=0).to(tl.int64), mask=ok)
+        prefix = tl.load(prefix_lens + at, mask=ok, other=0)
+        tl.store(seq_lens_out + at, prefix.to(tl.int32), mask=ok)
+        new = tl.load(new_lens + at, mask=ok, other=0).to(tl.int64)
+        tl.store(indptr_out + 1 + at, (earlier + tl.cumsum(new, 0)).to(tl.int32), mask=ok)
+    if begin == 0:
+        tl.store(indptr_out, 0)
+
+
+def adopt_prompts(
+    rows: Tensor,
+    prefix_lens: Tensor,
+    new_lens: Tensor,
+    slots: Tensor,
+    rows_out: Tensor,
+    seq_lens_out: Tensor,
+    indptr_out: Tensor,
+    slots_out: Tensor,
+) -> None:
+    batch, tokens, block = len(rows), len(slots), 256
+    adopt_prompts_kernel[(max(1, triton.cdiv(max(batch, tokens), block)),)](
+        rows,
+        prefix_lens,
+        new_lens,
+        slots,
+        rows_out,
+        seq_lens_out,
+        indptr_out,
+        slots_out,
+        batch,
+        tokens,
+        slots.stride(0),
+        BLOCK=block,
+        num_warps=4,
+        **launch_options(rows_out.device),
+    )
+
+
+def _strides(tensor: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if tensor is None else (tensor.stride(0), tensor.stride(1))

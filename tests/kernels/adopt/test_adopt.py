@@ -1,0 +1,332 @@
+"""An engine's rows, lengths, slots and masks as a plan's inputs, against plain Python."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from specattn.interop import full_mask, packed_mask, qlen_mask
+from specattn.kernels.adopt import adopt_prompts, adopt_rows, adopt_steps
+from tests.kernels.tree_oracle import DEVICE, POISON, poisoned, random_tree, to_word
+from tests.recordings import recorded
+
+CONTEXT = 60
+INTS = [torch.int32, torch.int64]
+
+
+def tensor(values, dtype=torch.int64):
+    return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+
+class Host:
+    """Requests of an engine; request 1 is padding, and the last one ends at its table's end."""
+
+    def __init__(self, batch: int, n: int, seed: int = 0, context: int = CONTEXT) -> None:
+        rng = random.Random(seed)
+        self.batch, self.n = batch, n
+        self.table = poisoned(batch + 2, context, dtype=torch.int32, gap=3)
+        numbers = torch.randperm(1 << 16, device=DEVICE)[: self.table.numel()]
+        self.table.copy_(numbers.view(self.table.shape))
+        self.rows = rng.sample(range(1, batch + 2), batch)
+        self.prefix = [rng.randrange(context - n + 1) for _ in range(batch)]
+        if batch > 1:
+            self.rows[1] = self.prefix[1] = 0
+            self.prefix[-1] = context - n + 1
+        self.trees = [random_tree(rng, n, 9) for _ in range(batch)]
+        slots = rng.sample(range(1 << 16), batch * n)
+        self.slots = [slots[b * n : (b + 1) * n] for b in range(batch)]
+        self.outs = {
+            "rows_out": poisoned(batch),
+            "seq_lens_out": poisoned(batch, dtype=torch.int32),
+            "slots_out": poisoned(batch, n, dtype=torch.int32, gap=2),
+            "store_out": poisoned(batch, n, dtype=torch.int32, gap=1),
+            "positions_out": poisoned(batch, n, gap=4),
+            "words_out": poisoned(batch, n, -(-n // 64)),
+        }
+
+    @property
+    def words(self) -> torch.Tensor:
+        return tensor([tree.words(-(-self.n // 64)) for tree in self.trees])
+
+    def mask(self, kind: str) -> torch.Tensor:
+        """The trees' masks, by the library's own writer of them."""
+        lens = tensor(self.prefix, torch.int32)
+        if kind == "qlen":
+            return qlen_mask(self.words)
+        if kind == "qlen_bits":
+            return self.words.view(torch.uint8)
+        return (full_mask if kind == "full" else packed_mask)(self.words, lens)
+
+    def adopt(self, mask=None, kind="qlen", counted=0, dtype=torch.int64, **changes):
+        given = {
+            "rows": tensor(self.rows, dtype),
+            "seq_lens": tensor([length + counted for length in self.prefix], dtype),
+            "slots": tensor(self.slots, dtype).view(self.batch, self.n),
+            "positions": None,
+            "mask": mask,
+            "kind": kind,
+            "counted": counted,
+            "req_to_token": self.table,
+        }
+        adopt_rows(**given | self.outs | changes)
+
+    def check(self, words=None, depths=None, slots=None):
+        found = {name: out.tolist() for name, out in self.outs.items()}
+        assert found["rows_out"] == self.rows
+        assert found["seq_lens_out"] == self.prefix
+        slots = self.slots if slots is None else slots
+        assert found["store_out"] == slots
+        assert found["slots_out"] == [[max(slot, 0) for slot in row] for row in slots]
+        assert found["words_out"] == (self.words.tolist() if words is None else words)
+        depths = [tree.depths() for tree in self.trees] if depths is None else depths
+        assert found["positions_out"] == [
+            [length + depth for depth in row]
+            for length, row in zip(self.prefix, depths, strict=True)
+        ]
+        for out in self.outs.values():
+            if out._base is not None and out.dim() == 2:
+                assert (out._base[:, self.n :] == POISON).all()
+
+
+def chain(n: int) -> list[list[int]]:
+    return [
+        [to_word((2 << i) - 1 >> 64 * w & 2**64 - 1) for w in range(-(-n // 64))] for i in range(n)
+    ]
+
+
+SIZES = [(1, 1), (3, 5), (2, 8), (4, 17), (5, 33)]
+KINDS = ["qlen", "qlen_bits", "full", "full_bits"]
+
+
+@pytest.mark.parametrize(("batch", "n"), SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_trees_come_from_masks_of_every_kind(implementation, batch, n, kind):
+    host = Host(batch, n, seed=n)
+    host.adopt(host.mask(kind), kind)
+    host.check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trees_of_several_words(implementation, kind):
+    for batch, n in ((3, 64), (2, 100), (1, 130)):
+        host = Host(batch, n, seed=n, context=200)
+        host.adopt(host.mask(kind), kind)
+        host.check()
+
+
+@pytest.mark.parametrize("kind", ["full", "full_bits"])
+def test_masks_of_many_requests_begin_where_the_one_before_ends(implementation, kind):
+    host = Host(300, 2)
+    host.adopt(host.mask(kind), kind)
+    host.check()
+
+
+@pytest.mark.parametrize("dtype", INTS)
+@pytest.mark.parametrize("counted", [0, 1, 5])
+@pytest.mark.parametrize("kind", ["qlen", "full"])
+def test_lengths_of_any_kind(implementation, dtype, counted, kind):
+    host = Host(4, 5)
+    host.adopt(host.mask(kind), kind, counted, dtype)
+    host.check()
+
+
+@pytest.mark.parametrize("counted", [0, 3])
+def test_without_a_mask_rows_are_causal(implementation, counted):
+    for n in (1, 3, 40, 70):
+        host = Host(2, n, context=99)
+        host.adopt(None, "full", counted)
+        host.check([chain(n)] * 2, [range(n)] * 2)
+
+
+def test_padding_shorter_than_its_new_tokens_has_no_prefix(implementation):
+    host = Host(3, 4)
+    host.prefix = [5, 0, 0]
+    host.adopt(counted=4, seq_lens=tensor([9, 1, 0]))
+    host.check([chain(4)] * 3, [range(4)] * 3)
+
+
+def test_rows_that_see_the_prefix_alone(implementation):
+    host = Host(3, 4)
+    host.adopt(kind="prefix")
+    host.check([[[0]] * 4] * 3, [[0] * 4] * 3)
+
+
+@pytest.mark.parametrize("dtype", INTS)
+def test_positions_and_slots_of_any_strides(implementation, dtype):
+    """Transposed, as an order branch by branch is; slots below 0 read padding."""
+    host = Host(3, 6)
+    host.slots[2][1:4] = -1, -5, -1
+    places = [[7 * b + i for i in range(6)] for b in range(3)]
+    columns = tensor(host.slots, dtype).T.contiguous()
+    host.adopt(slots=columns.T, positions=tensor(places, dtype).T.contiguous().T)
+    depths = [[at - host.prefix[b] for at in row] for b, row in enumerate(places)]
+    host.check([chain(6)] * 3, depths)
+
+
+def test_without_slots_they_are_the_tables(implementation):
+    host = Host(4, 5)
+    host.adopt(slots=None)
+    held = host.table.tolist()
+    slots = [
+        (held[row] + [0] * 5)[length : length + 5]
+        for row, length in zip(host.rows, host.prefix, strict=True)
+    ]
+    host.check([chain(5)] * 4, [range(5)] * 4, slots)
+
+
+def test_a_row_sees_itself_whatever_the_mask_says(implementation):
+    host = Host(2, 3)
+    host.adopt(torch.zeros(2 * 3 * 3 + 50, dtype=torch.bool, device=DEVICE))
+    host.check([[[1], [2], [4]]] * 2, [[0] * 3] * 2)
+
+
+def test_any_number_is_visible(implementation):
+    """A mask of bytes; bits past the nodes mean nothing."""
+    host = Host(2, 5)
+    host.adopt(host.mask("qlen").to(torch.uint8) * 7)
+    host.check()
+    bits = host.mask("qlen_bits")[..., :1] | 0b11100000
+    host.adopt(bits, "qlen_bits")
+    host.check()
+
+
+def test_a_mask_that_ends_early_hides_what_is_not_there(implementation):
+    """Lengths of padding may point past the buffer: nothing is read there."""
+    host = Host(2, 3)
+    host.prefix = [4, 50]
+    mask = torch.ones(60, dtype=torch.bool, device=DEVICE)
+    host.adopt(mask, "full", slots=tensor(host.slots))
+    # of request 1, whose rows begin at 21 and 53 cells apart, no cell is there
+    host.check([[[7]] * 3, [[1], [2], [4]]], [[2] * 3, [0] * 3])
+
+
+def test_a_recorded_adoption_follows_its_tensors():
+    first = Host(3, 7)
+    given = {
+        "rows": tensor(first.rows),
+        "seq_lens": tensor(first.prefix),
+        "slots": tensor(first.slots),
+    }
+    mask = torch.zeros(3 * 7 * (CONTEXT + 7), dtype=torch.bool, device=DEVICE)
+    replay = recorded(lambda: first.adopt(mask, "full", **given))
+    for seed in range(3):
+        host = Host(3, 7, seed)
+        host.outs = first.outs
+        for name, value in (
+            ("rows", host.rows),
+            ("seq_lens", host.prefix),
+            ("slots", host.slots),
+        ):
+            given[name].copy_(tensor(value))
+        drawn = host.mask("full")
+        mask[: len(drawn)] = drawn
+        replay()
+        host.check()
+
+
+def test_no_request_is_nothing_to_do(implementation):
+    host = Host(0, 3)
+    host.adopt()
+    steps = torch.zeros(0, 2, 3, dtype=torch.int32, device=DEVICE)
+    adopt_steps(
+        tensor([]),
+        tensor([]),
+        None,
+        counted=0,
+        req_to_token=host.table,
+        rows_out=tensor([]),
+        seq_lens_out=tensor([], torch.int32),
+        slots_out=steps,
+        store_out=steps,
+        positions_out=steps.long(),
+        words_out=steps[..., None].long(),
+    )
+
+
+def test_others_are_refused_by_name(implementation):
+    host = Host(2, 3)
+    cells = torch.zeros(18, dtype=torch.bool, device=DEVICE)
+    for message, changes in (
+        ("rows must be", {"rows": tensor([1])}),
+        ("seq_lens must be", {"seq_lens": tensor([1.0, 2.0], torch.float32)}),
+        ("seq_lens must be", {"seq_lens": tensor([1, 2], torch.int16)}),
+        ("slots must be", {"slots": tensor(host.slots)[:, :2]}),
+        ("positions must be", {"positions": tensor(host.slots, torch.float32)}),
+        ("kind must be one of", {"kind": "dense"}),
+        ("mask must be None with kind 'prefix'", {"kind": "prefix", "mask": cells}),
+        ("mask must be torch.bool or torch.uint8", {"mask": cells.int()}),
+        ("mask must be torch.uint8", {"mask": cells, "kind": "full_bits"}),
+        ("at least 18 numbers", {"mask": cells[:17]}),
+        ("at least 18 numbers", {"mask": cells[:17], "kind": "full"}),
+        ("mask must be contiguous", {"mask": cells.view(2, 9).T}),
+        ("words_out must be contiguous", {"words_out": poisoned(2, 3, 2)[..., ::2]}),
+        ("slots_out must be dense", {"slots_out": poisoned(2, 6, dtype=torch.int32)[:, ::2]}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            host.adopt(**{"kind": "qlen", "mask": None} | changes)
+    assert all((out == POISON).all() for out in host.outs.values())
+
+
+STEPS = [(1, 1, 1), (3, 4, 1), (2, 3, 4), (3, 5, 16), (2, 70, 1)]
+
+
+@pytest.mark.parametrize(("batch", "steps", "topk"), STEPS)
+@pytest.mark.parametrize("dtype", INTS)
+@pytest.mark.parametrize("order", ["branch", "step", "table"])
+def test_all_steps_of_a_draft(implementation, batch, steps, topk, dtype, order):
+    rng, nodes = random.Random(steps), steps * topk
+    count = -(-nodes // 64)
+    table = poisoned(batch + 1, 128, dtype=torch.int32)
+    table.copy_(torch.randperm(table.numel(), device=DEVICE).view(table.shape))
+    rows, prefix = list(range(batch, 0, -1)), [rng.randrange(40) for _ in range(batch)]
+    drawn = torch.randint(-2, 999, (batch, steps, topk), device=DEVICE)
+    slots = drawn.to(dtype)
+    if order == "branch":
+        slots = slots.transpose(1, 2).contiguous().transpose(1, 2)
+    if order == "table":
+        slots, held = None, table.tolist()
+        drawn = tensor([held[r][p : p + nodes] for r, p in zip(rows, prefix, strict=True)])
+        drawn = drawn.view(batch, steps, topk)
+    outs = {
+        "rows_out": poisoned(batch),
+        "seq_lens_out": poisoned(batch, dtype=torch.int32),
+        "slots_out": poisoned(batch, steps, topk, dtype=torch.int32),
+        "store_out": poisoned(batch, steps, topk, dtype=torch.int32),
+        "positions_out": poisoned(batch, steps, topk),
+        "words_out": poisoned(batch, steps, topk, count),
+    }
+    lens = tensor([length + 2 for length in prefix], dtype)
+    adopt_steps(tensor(rows, dtype), lens, slots, counted=2, req_to_token=table, **outs)
+    assert outs["rows_out"].tolist() == rows
+    assert outs["seq_lens_out"].tolist() == prefix
+    assert torch.equal(outs["store_out"].long(), drawn)
+    assert torch.equal(outs["slots_out"].long(), drawn.clamp(min=0))
+    assert outs["positions_out"].tolist() == [
+        [[length + step] * topk for step in range(steps)] for length in prefix
+    ]
+    own = [[to_word((1 << j) >> 64 * w & 2**64 - 1) for w in range(count)] for j in range(nodes)]
+    words = chain(nodes) if topk == 1 else own
+    assert outs["words_out"].view(batch, nodes, count).tolist() == [words] * batch
+
+
+@pytest.mark.parametrize("dtype", INTS)
+@pytest.mark.parametrize(("batch", "most"), [(1, 5), (4, 9), (3, 400), (700, 2)])
+def test_prompts(implementation, dtype, batch, most):
+    rng = random.Random(most)
+    new = [rng.randrange(most + 1) for _ in range(batch)]
+    prefix = [rng.randrange(99) for _ in range(batch)]
+    rows = [rng.randrange(99) for _ in range(batch)]
+    slots = [rng.randrange(-1, 1 << 20) for _ in range(sum(new))]
+    outs = {
+        "rows_out": poisoned(batch),
+        "seq_lens_out": poisoned(batch, dtype=torch.int32),
+        "indptr_out": poisoned(batch + 1, dtype=torch.int32),
+        "slots_out": poisoned(len(slots), dtype=torch.int32),
+    }
+    adopt_prompts(*(tensor(x, dtype) for x in (rows, prefix, new, slots)), **outs)
+    assert outs["rows_out"].tolist() == rows
+    assert outs["seq_lens_out"].tolist() == prefix
+    assert outs["indptr_out"].tolist() == [sum(new[:b]) for b in range(batch + 1)]
+    assert outs["slots_out"].tolist() == slots
