@@ -325,6 +325,19 @@ def reasons_of(
     return found
 
 
+def undeclared(config: AttnConfig, declared: Capabilities) -> list[str]:
+    """Name a dtype, a window and a cap that are not ``declared``."""
+    found = []
+    if config.dtype not in declared.dtypes:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in declared.dtypes)
+        found.append(f"dtype must be {names}, got {config.dtype}")
+    if config.window_left >= 0 and not declared.window:
+        found.append(f"window_left is not served, got {config.window_left}")
+    if config.logit_cap and not declared.cap:
+        found.append(f"logit_cap is not served, got {config.logit_cap}")
+    return found
+
+
 def lists_refused(backend: str) -> UnsupportedError:
     """Return the error of a backend that serves no index lists."""
     return UnsupportedError(

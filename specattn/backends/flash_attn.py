@@ -23,7 +23,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from specattn.backends.base import BoundAttention, Capabilities, imported, lists_refused
+from specattn.backends.base import (
+    BoundAttention,
+    Capabilities,
+    imported,
+    lists_refused,
+    undeclared,
+)
 from specattn.backends.paged import BlockTable, whole_pages
 from specattn.buffers import ReadOnly
 from specattn.errors import UnsupportedError
@@ -78,8 +84,7 @@ class Fa3Backend(ReadOnly):
             return found
         if config.latent:
             return [*found, "latent layers are not served"]
-        if config.dtype not in Fa3Backend.capabilities.dtypes:
-            found.append(f"dtype must be float16 or bfloat16, got {config.dtype}")
+        found += undeclared(config, Fa3Backend.capabilities)
         if config.head_dim not in HEAD_DIMS:
             found.append(f"head_dim must be 64 or 128, got {config.head_dim}")
         if config.v_head_dim != config.head_dim:

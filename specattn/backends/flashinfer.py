@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from specattn.backends.base import BoundAttention, Capabilities
+from specattn.backends.base import BoundAttention, Capabilities, undeclared
 from specattn.backends.flashinfer_plan import (
     BranchLists,
     FlashInferLayer,
@@ -69,8 +69,7 @@ class FlashInferBackend(FlashInferLayer):
             return found
         if config.latent:
             return [*found, "latent layers are flashinfer_mla's"]
-        if config.dtype not in FlashInferBackend.capabilities.dtypes:
-            found.append(f"dtype must be float16 or bfloat16, got {config.dtype}")
+        found += undeclared(config, FlashInferBackend.capabilities)
         if config.head_dim not in HEAD_DIMS:
             found.append(f"head_dim must be 64, 128 or 256, got {config.head_dim}")
         if config.v_head_dim != config.head_dim:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from specattn.backends.base import BoundAttention, Capabilities
+from specattn.backends.base import BoundAttention, Capabilities, undeclared
 from specattn.backends.flashinfer_plan import (
     BranchLists,
     FlashInferLayer,
@@ -86,16 +86,10 @@ def _geometry(config: AttnConfig) -> list[str]:
             f"head_dim and v_head_dim must be {RANK + ROPE} and {RANK}, "
             f"got {config.head_dim} and {config.v_head_dim}"
         )
-    if config.dtype != torch.bfloat16:
-        found.append(f"dtype must be bfloat16, got {config.dtype}")
     if TILE % config.num_qo_heads:
         found.append(f"num_qo_heads must divide {TILE}, got {config.num_qo_heads}")
-    found += scale_reasons(config)
-    if config.window_left >= 0:
-        found.append(f"window_left is not served, got {config.window_left}")
-    if config.logit_cap:
-        found.append(f"logit_cap is not served, got {config.logit_cap}")
-    return found
+    found += undeclared(config, FlashInferMlaBackend.capabilities)
+    return found + scale_reasons(config)
 
 
 class MlaAttention(Planned):

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from specattn.backends.base import BoundAttention, Capabilities, imported, installed
+from specattn.backends.base import (
+    BoundAttention,
+    Capabilities,
+    imported,
+    installed,
+    undeclared,
+)
 from specattn.buffers import ReadOnly
 from specattn.errors import UnsupportedError
 from specattn.kernels.indices import fill_block_table
@@ -90,14 +96,7 @@ class PagedBackend(ReadOnly, ABC):
             found.append(f"page_size must be one of {sizes}, got {cls.page_size}")
         if config is None:
             return found
-        if config.dtype not in cls.capabilities.dtypes:
-            names = " or ".join(str(dtype).split(".")[1] for dtype in cls.capabilities.dtypes)
-            found.append(f"dtype must be {names}, got {config.dtype}")
-        if config.window_left >= 0 and not cls.capabilities.window:
-            found.append(f"window_left is not served, got {config.window_left}")
-        if config.logit_cap and not cls.capabilities.cap:
-            found.append(f"logit_cap is not served, got {config.logit_cap}")
-        return found + cls.geometry(config)
+        return found + undeclared(config, cls.capabilities) + cls.geometry(config)
 
     @staticmethod
     @abstractmethod

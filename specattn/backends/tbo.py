@@ -140,11 +140,12 @@ def split(plan: AttnPlan | CsrPlan) -> tuple[AttnPlan | CsrPlan, AttnPlan | CsrP
 
     The second part's ``kv_indptr`` starts where the first one's ends, not at 0.
     """
-    first, second = (_requests(plan, half) for half in halves(len(plan.out_slots)))
+    first, second = (some_requests(plan, half) for half in halves(len(plan.out_slots)))
     return first, second
 
 
-def _requests(plan: AttnPlan | CsrPlan, which: slice) -> AttnPlan | CsrPlan:
+def some_requests(plan: AttnPlan | CsrPlan, which: slice) -> AttnPlan | CsrPlan:
+    """Return the plan of some requests, over the same memory."""
     if isinstance(plan, CsrPlan):
         branches = plan.layout.q_len
         offsets = plan.kv_indptr[which.start * branches : which.stop * branches + 1]

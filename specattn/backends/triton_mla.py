@@ -8,9 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from specattn.backends.base import BoundAttention, Capabilities, FunctionAttention, lists_refused
-from specattn.backends.triton import TritonBackend, bucket, prompts
-from specattn.backends.triton_bound import platform_reasons
+from specattn.backends.base import (
+    BoundAttention,
+    Capabilities,
+    FunctionAttention,
+    lists_refused,
+    undeclared,
+)
+from specattn.backends.triton import TritonBackend, bucket, platform_reasons, prompts
 from specattn.kernels.mla import MlaAttention, mla_extend
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
 
@@ -70,8 +75,4 @@ def _geometry(config: AttnConfig) -> list[str]:
     rope = config.head_dim - config.v_head_dim
     if rope > MAX_ROPE:
         found.append(f"head_dim - v_head_dim is limited to {MAX_ROPE}, got {rope}")
-    if config.window_left >= 0:
-        found.append(f"window_left is not served, got {config.window_left}")
-    if config.logit_cap:
-        found.append(f"logit_cap is not served, got {config.logit_cap}")
-    return found
+    return found + undeclared(config, TritonMlaBackend.capabilities)

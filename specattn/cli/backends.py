@@ -26,20 +26,20 @@ def backends(
         print(json.dumps(rows))
         return
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("backend", "device", "runs here", "CUDA graphs", "why not"):
-        table.add_column(column)
+    from specattn.cli.report import table
+
+    columns = ("backend", "device", "runs here", "CUDA graphs", "why not")
+    shown = table(*columns, left=columns)
     for row in rows:
-        table.add_row(
+        shown.add_row(
             row["backend"],
             row["device"],
             "yes" if row["available"] else "no",
             "yes" if row["graphs"] else "no",
             "; ".join(row["reasons"]),
         )
-    Console(highlight=False).print(table)
+    Console(highlight=False).print(shown)
 
 
 def _row(name: str, device: torch.device) -> dict[str, Any]:

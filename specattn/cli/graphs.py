@@ -127,14 +127,13 @@ def show(captures: Sequence[GraphReport], seconds: float, device: str) -> None:
     ``seconds`` is for all of them with KV pools and buffers.
     """
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("order", "part", "bucket", "time", "memory", "graph", "fingerprint"):
-        left = name in ("part", "graph", "fingerprint")
-        table.add_column(name, justify="left" if left else "right")
+    from specattn.cli.report import table
+
+    columns = ("order", "part", "bucket", "time", "memory", "graph", "fingerprint")
+    shown = table(*columns, left=("part", "graph", "fingerprint"))
     for one in captures:
-        table.add_row(
+        shown.add_row(
             str(one.order),
             one.part,
             str(one.bucket),
@@ -144,7 +143,7 @@ def show(captures: Sequence[GraphReport], seconds: float, device: str) -> None:
             one.digest,
         )
     console = Console(highlight=False)
-    console.print(table)
+    console.print(shown)
     console.print()
     console.print(_totals(_object(captures, seconds, device)), soft_wrap=True)
 

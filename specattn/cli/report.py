@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from rich.console import Console
 
@@ -116,12 +116,12 @@ def _numbers(result: RequestOutput) -> dict[str, Any]:
 
 
 def _requests(outcome: Outcome) -> Table:
-    table = _table("prompt", "tokens", "steps", "accepted/step", "tokens/s", "first token", "end")
-    many = len(outcome.results) > 1
+    columns = ("prompt", "tokens", "steps", "accepted/step", "tokens/s", "first token", "end")
+    shown = table(*columns, left=("prompt", "end"))
     if len(outcome.results) <= _MOST_ROWS:
         for index, result in enumerate(outcome.results):
             n = _numbers(result)
-            table.add_row(
+            shown.add_row(
                 str(index + 1),
                 str(n["num_tokens"]),
                 str(n["steps"]),
@@ -130,10 +130,10 @@ def _requests(outcome: Outcome) -> Table:
                 f"{1000 * n['time_to_first_token']:.0f} ms",
                 n["finish_reason"],
             )
-    if many:
+    if len(outcome.results) > 1:
         steps = sum(result.steps for result in outcome.results)
         gained = sum(sum(result.accept_lens) for result in outcome.results)
-        table.add_row(
+        shown.add_row(
             f"all {len(outcome.results)}",
             str(outcome.num_tokens),
             str(steps),
@@ -142,34 +142,28 @@ def _requests(outcome: Outcome) -> Table:
             "",
             "",
         )
-    return table
+    return shown
 
 
 def _modes(modes: Sequence[ModeReport]) -> Table:
-    table = _table("mode", "backend", "graphs replayed", "not recorded", "eager fallbacks")
+    columns = ("mode", "backend", "graphs replayed", "not recorded", "eager fallbacks")
+    shown = table(*columns, left=("mode", "backend"))
     for mode in modes:
-        table.add_row(
-            mode.mode, mode.backend, str(mode.replayed), str(mode.unrecorded), str(mode.fallbacks)
-        )
-    return table
+        shown.add_row(*map(str, asdict(mode).values()))
+    return shown
 
 
 def _configs(configs: Sequence[ConfigReport]) -> Table:
-    table = _table("depth", "topk", "nodes", "steps", "accepted/step")
+    shown = table("depth", "topk", "nodes", "steps", "accepted/step", left=("depth",))
     for one in configs:
-        table.add_row(
-            str(one.num_steps),
-            str(one.topk),
-            str(one.num_draft_tokens),
-            str(one.steps),
-            f"{one.accepted_per_step:.2f}",
-        )
-    return table
+        *counts, accepted = asdict(one).values()
+        shown.add_row(*map(str, counts), f"{accepted:.2f}")
+    return shown
 
 
-def _table(first: str, *rest: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column(first)
-    for name in rest:
-        table.add_column(name, justify="left" if name in ("backend", "end") else "right")
-    return table
+def table(*columns: str, left: Collection[str]) -> Table:
+    """Return an empty table, of whose columns some are aligned to the left."""
+    made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name in columns:
+        made.add_column(name, justify="left" if name in left else "right")
+    return made

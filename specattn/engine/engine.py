@@ -24,7 +24,7 @@ from specattn.speculative.model import ModelSlot, for_context
 from specattn.speculative.prefill import Prefill, Prompt
 from specattn.speculative.sampling import SamplingBatch
 from specattn.speculative.states import RequestStates, StateDims
-from specattn.speculative.step_decoder import StepDecoder
+from specattn.speculative.step_decoder import StepDecoder, plans_on_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -202,9 +202,7 @@ class Engine:
         if self.configs.speculative and draft is not None:
             draft = for_context(draft, config.max_context_len)
             self.draft = slot(draft, pool(draft.layers, scales=kv_scales[1]))
-        self._plans_on_host = any(
-            one.backend.host_plan for one in (self.target, self.draft) if one is not None
-        )
+        self._plans_on_host = plans_on_host(self.target, self.draft)
         widest = self.configs.widest
         dims = StateDims.of(
             draft if self.draft else None, widest.topk, draft_sampling=config.draft_sampling

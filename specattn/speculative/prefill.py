@@ -11,7 +11,7 @@ from torch import Tensor
 from specattn.batch import DraftState, SpecBatch
 from specattn.config import SpecConfig
 from specattn.plan import ExtendPlan
-from specattn.speculative.draft_tokens import choose_tokens
+from specattn.speculative.draft import choose_tokens
 from specattn.speculative.tree import root_tree
 from specattn.speculative.validation import check_logits, check_prompts
 from specattn.speculative.verify import accept

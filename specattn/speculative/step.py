@@ -18,8 +18,7 @@ from specattn.backends.multi_step import MultiStepDraftBackend
 from specattn.batch import AcceptResult, DraftState, DraftTree, ForwardMode
 from specattn.kernels.step import begin_step, end_step, gather_path
 from specattn.plan import AttnInputs, AttnPlan
-from specattn.speculative.draft import propose
-from specattn.speculative.draft_tokens import choose_tokens
+from specattn.speculative.draft import choose_tokens, propose
 from specattn.speculative.sampling import SamplingBatch
 from specattn.speculative.step_buffers import StepBuffers, StepDims
 from specattn.speculative.tree import fill_tree

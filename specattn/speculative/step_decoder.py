@@ -150,7 +150,7 @@ class StepDecoder(ReadOnly):
             raise ValueError(
                 "validate='debug' looks between graphs, so it needs cudagraph='piecewise'"
             )
-        if cudagraph == "full" and _plans_on_host(target, draft):
+        if cudagraph == "full" and plans_on_host(target, draft):
             raise ValueError("a backend that plans on the host needs cudagraph='piecewise'")
         if validate == "debug" and tbo:
             raise ValueError("validate='debug' looks at a whole batch's tree, which tbo splits")
@@ -167,7 +167,7 @@ class StepDecoder(ReadOnly):
         self.indices, self.accept = indices, accept
         self.validate, self.tbo = validate, tbo
         device = table.req_to_token.device
-        self._plans = _plans_on_host(target, draft)
+        self._plans = plans_on_host(target, draft)
         piecewise = cudagraph == "piecewise"
         self._parts = [
             StepPart.of(config, piecewise=piecewise, sampled=drawn) for drawn in (False, True)
@@ -436,5 +436,6 @@ class StepDecoder(ReadOnly):
         )
 
 
-def _plans_on_host(*slots: ModelSlot[Any] | None) -> bool:
+def plans_on_host(*slots: ModelSlot[Any] | None) -> bool:
+    """Return whether the backend of any model plans on the host."""
     return any(slot.backend.host_plan for slot in slots if slot is not None)

@@ -220,13 +220,8 @@ def csr_lists(case: Case) -> list[list[int]]:
     lists = []
     for begin, end in pairwise(indptr):
         last = end - begin - 1
-        lists.append(
-            [
-                slot
-                for p, slot in enumerate(indices[begin:end])
-                if _visible(last, p, case.window_left)
-            ]
-        )
+        found = enumerate(indices[begin:end])
+        lists.append([slot for p, slot in found if _visible(last, p, case.window_left)])
     return lists
 
 
@@ -234,21 +229,6 @@ def visible_slots(case: Case) -> list[list[int]]:
     """Visible slots of every query row."""
     found = {"tree": tree_lists, "lists": csr_lists, "extend": extend_lists}
     return found[case.kind](case)
-
-
-def oracle_tree(case: Case) -> tuple[Tensor, Tensor]:
-    """Return output and lse of a tree case."""
-    return _rows(case, tree_lists(case))
-
-
-def oracle_extend(case: Case) -> tuple[Tensor, Tensor]:
-    """Return output and lse of a ragged extend."""
-    return _rows(case, extend_lists(case))
-
-
-def oracle_csr(case: Case) -> tuple[Tensor, Tensor]:
-    """Return output and lse of index lists."""
-    return _rows(case, csr_lists(case))
 
 
 def unwritten(tensor: Tensor) -> Tensor:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from specattn.backends.layers import LayeredBackend
+from specattn.backends.tbo import some_requests
 from specattn.cache.kv_pool import KVPool
 from specattn.errors import UnsupportedError
-from specattn.plan import CsrPlan, ExtendPlan, Plan
+from specattn.plan import ExtendPlan, Plan
 from specattn.testing.oracle import NAN, ConformanceError
 from specattn.testing.session import Session, config_of, plan_of, tensors_of
 from specattn.testing.setting import MODES, Mode, Setting
@@ -26,14 +27,6 @@ BUCKET = 4
 BATCHES: list[list[int]] = [[3, 40, 0], [90, 90, 90, 90], [1], [64, 65, 63, 70], [0, 0, 0, 0]]
 # sizes that hold any of them
 ROOM = {"width": 128, "slots": 768}
-_REQUESTS = (
-    "req_pool_indices",
-    "seq_lens",
-    "positions",
-    "tail_slots",
-    "tail_positions",
-    "tail_words",
-)
 
 
 def replays(setting: Setting, mode: Mode, batches: list[list[int]]) -> Iterator[Case]:
@@ -255,6 +248,4 @@ def _empty(setting: Setting, mode: Mode) -> Plan:
             max_q_len=0,
             max_seq_len=0,
         )
-    if isinstance(plan, CsrPlan):
-        return replace(plan, kv_indptr=plan.kv_indptr[:1], out_slots=plan.out_slots[:0])
-    return replace(plan, **{name: getattr(plan, name)[:0] for name in _REQUESTS})
+    return some_requests(plan, slice(0, 0))

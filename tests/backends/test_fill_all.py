@@ -18,8 +18,7 @@ from specattn.backends.hybrid import hybrid
 from specattn.backends.layers import LayeredBackend
 from specattn.backends.multi_step import MultiStepDraftBackend
 from specattn.backends.tbo import tbo
-from specattn.backends.triton import TritonBackend
-from specattn.backends.triton_bound import TritonTree
+from specattn.backends.triton import TritonBackend, TritonTree
 from specattn.backends.triton_mla import TritonMlaBackend
 from specattn.batch import ForwardMode
 from specattn.cache.kv_pool import KVPool

@@ -10,7 +10,7 @@ import torch
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.kernels.sampling import DRAFT, target_probs
-from specattn.speculative import draft_tokens, verify
+from specattn.speculative import draft, verify
 from specattn.speculative.sampling import SamplingParams
 from tests.speculative import laws
 from tests.speculative.laws import PROMPT, SETTINGS, TEMPERATURE, TOP_K
@@ -86,14 +86,14 @@ def test_the_law_is_that_of_target_probs():
 
 def test_every_draft_token_of_a_step_is_drawn_with_a_coin_of_its_own(models, monkeypatch):
     """By the position of the token before it: the last step's accepted ones are behind."""
-    used, honest = [], draft_tokens.uniform
+    used, honest = [], draft.uniform
 
     def noted(seeds, positions, draw):
         if draw == DRAFT:
             used.append(positions.flatten().tolist())
         return honest(seeds, positions, draw)
 
-    monkeypatch.setattr(draft_tokens, "uniform", noted)
+    monkeypatch.setattr(draft, "uniform", noted)
     config = SpecConfig(3, 1, 4, 64, 1, draft_sampling=True)
     run = Engine(*models, config, buckets=[1], graphs=False)
     run.decoder(config).capture(sampled=True)

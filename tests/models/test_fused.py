@@ -19,7 +19,7 @@ from specattn.models import (
     fuse,
     load_draft,
 )
-from specattn.speculative.draft_tokens import choose_tokens
+from specattn.speculative.draft import choose_tokens
 from tests.implementations import using
 from tests.models.heads import (
     HT,

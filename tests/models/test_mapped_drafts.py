@@ -10,7 +10,7 @@ import torch
 
 from specattn.engine.engine import Engine, Request
 from specattn.models import FusedEagle3, load_draft
-from specattn.speculative.draft_tokens import choose_tokens
+from specattn.speculative.draft import choose_tokens
 from specattn.speculative.sampling import SamplingBatch, SamplingParams
 from specattn.speculative.verify import over_target_vocabulary
 from tests.models.heads import VD, V, eagle3_tensors, write
