@@ -1,0 +1,83 @@
+"""Whole engines beside each other: SGLang with its own attention and with ours, and `Engine`.
+
+A Llama of 8B and its EAGLE-3 head, random weights, and every step made to gain the same number of
+tokens. First the tokens of the shipped pair are compared, which nothing is forced for. It needs a
+GPU and SGLang 0.5.15; `make_bundle` packs that for a machine without a package index.
+
+    python -m bench.engines --smoke --seconds 240 --out FOLDER    # does everything start?
+    python -m bench.engines --tokens --seconds 120 --out FOLDER   # the tokens alone
+    python -m bench.engines --seconds 400 --out FOLDER            # the measurements
+    python -m bench.engines --table FOLDER/engines.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bench.engines import cells, report
+from bench.engines.processes import run
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bench.engines.cells import Job
+
+
+def chosen(options: argparse.Namespace) -> list[Job]:
+    """Return the jobs that are asked for."""
+    if options.tokens:
+        jobs = cells.tokens_jobs()
+    elif options.smoke:
+        jobs = cells.smoke_jobs()
+    else:
+        jobs = cells.bench_jobs()
+    sides, settings = options.sides.split(","), options.settings.split(",")
+    return [
+        job
+        for job in jobs
+        if (not options.sides or job.side in sides)
+        and (not options.settings or job.setting in settings)
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="folder of results and logs")
+    parser.add_argument("--seconds", type=float, default=400.0, help="what all may take")
+    parser.add_argument("--sides", default="", help="fa3, specattn, own, triton, flashinfer")
+    parser.add_argument("--settings", default="", help="tree, chain, plain")
+    parser.add_argument("--together", type=int, default=1, help="processes that start together")
+    parser.add_argument("--smoke", action="store_true", help="a short model, a few steps")
+    parser.add_argument("--tokens", action="store_true", help="compare the shipped pair's tokens")
+    parser.add_argument("--table", type=Path, help="print the table of results")
+    options = parser.parse_args(arguments)
+    if options.table:
+        print(report.table(report.read(options.table)))
+        return
+    if options.out is None:
+        parser.error("--out is needed")
+    options.out.mkdir(parents=True, exist_ok=True)
+    begin = time.time()
+    timed = not (options.smoke or options.tokens)
+    name = "engines" if timed else "tokens" if options.tokens else "smoke"
+    lines = []
+    with (options.out / f"{name}.jsonl").open("a") as file:
+        jobs = chosen(options)
+        together = options.together
+        for job, found in run(jobs, options.out, options.seconds, together=together, in_turn=timed):
+            for line in found:
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+                shown = {key: value for key, value in line.items() if key != "tokens"}
+                print(f"{time.time() - begin:6.1f} s {job.name} {json.dumps(shown)}", flush=True)
+            lines += found
+    if options.tokens:
+        print("\n".join(report.compared(lines)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""What is measured: sides, settings and places, in the order of their importance."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+#: Steps, topk and nodes, as SGLang names them, and the tokens that every step is made to gain.
+SETTINGS = {"plain": (0, 1, 1, 1), "chain": (3, 1, 4, 3), "tree": (4, 5, 16, 4)}
+#: Batch and context, the most telling first.
+PLACES = ((16, 4096), (1, 32768), (1, 4096), (64, 4096))
+OWN = "own"
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+DRAFT_VOCAB = 32000
+
+
+@dataclass(frozen=True)
+class Job:
+    """One process: a side and a setting, and the places it is measured at.
+
+    Parameters
+    ----------
+    side : str
+        SGLang's attention backend, or ``own`` for this library's `Engine`.
+    setting : str
+        A key of `SETTINGS`.
+    places : tuple of (int, int)
+        Batches and contexts, in order.
+    kind : str
+        ``bench`` with forced lengths; ``smoke`` with forced lengths on a short model; ``tokens``
+        for the tokens of the shipped pair.
+    steps : int
+        How many steps are timed at each place.
+    seconds : float
+        What the process may take.
+    """
+
+    side: str
+    setting: str
+    places: tuple[tuple[int, int], ...] = PLACES
+    kind: str = "bench"
+    steps: int = 96
+    seconds: float = 170.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}-{self.side}-{self.setting}"
+
+    def room(self, gained: int) -> int:
+        """Return the KV tokens of the largest place, with what its steps gain."""
+        extra = (self.steps + WARM) * gained + SPARE
+        return max(batch * (context + extra) for batch, context in self.places)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Job:
+        found = json.loads(text)
+        found["places"] = tuple((batch, context) for batch, context in found["places"])
+        return Job(**found)
+
+
+# steps before those that are timed, and slots that an engine reserves for steps in flight
+WARM, SPARE = 16, 256
+# prompt tokens per second, to tell whether a place still fits into the time
+PROMPT_SPEED, PLACE_SECONDS = 15000.0, 6.0
+
+
+def seconds_for(batch: int, context: int) -> float:
+    """Estimate what a place takes."""
+    return batch * context / PROMPT_SPEED + PLACE_SECONDS
+
+
+def bench_jobs() -> list[Job]:
+    """Return all measurements; the first ones matter most."""
+    return [
+        Job(side, setting)
+        for setting in ("tree", "chain")
+        for side in ("fa3", "specattn", OWN, "triton")
+    ] + [Job("flashinfer", setting, PLACES[:2]) for setting in ("tree", "chain")]
+
+
+def smoke_jobs() -> list[Job]:
+    """Return short runs of everything that the measurements need."""
+    places = ((2, 256),)
+    jobs = [
+        Job(side, setting, places, "smoke", steps=24, seconds=150.0)
+        for setting in ("tree", "chain", "plain")
+        for side in ("fa3", "specattn", "triton")
+    ]
+    return [*jobs, Job(OWN, "tree", places, "smoke", steps=24, seconds=150.0)]
+
+
+def tokens_jobs() -> list[Job]:
+    """Return the runs whose tokens are compared: plain decoding, and every side's speculation."""
+    jobs = [Job("triton", "plain", (), "tokens", seconds=150.0)]
+    return jobs + [
+        Job(side, setting, (), "tokens", seconds=150.0)
+        for setting in ("tree", "chain")
+        for side in ("fa3", "specattn", "triton")
+    ]
+
+
+def write_models(folder: Path, layers: int) -> tuple[Path, Path]:
+    """Write the configurations of a target and of its EAGLE-3 head; returns their folders."""
+    target = LLAMA_8B | {"num_hidden_layers": layers}
+    head = LLAMA_8B | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": DRAFT_VOCAB,
+    }
+    paths = folder / "target", folder / "head"
+    for path, config in zip(paths, (target, head), strict=True):
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "config.json").write_text(json.dumps(config))
+    return paths

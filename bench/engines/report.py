@@ -1,0 +1,83 @@
+"""What the results say: a table of measurements, and whether tokens are equal."""
+
+from __future__ import annotations
+
+import json
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Line = dict[str, Any]
+SIDES = ("fa3", "triton", "flashinfer", "specattn", "own")
+OURS = "specattn"
+HEADS = {
+    "fa3": "SGLang fa3",
+    "triton": "SGLang triton",
+    "flashinfer": "SGLang flashinfer",
+    "specattn": "SGLang specattn",
+    "own": "our `Engine`",
+}
+
+
+def read(path: Path) -> list[Line]:
+    """Return the lines of a file of results."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def table(lines: list[Line]) -> str:
+    """Return the measurements as Markdown: milliseconds per step, and tokens per second."""
+    cells: dict[tuple[str, int, int], dict[str, Line]] = {}
+    for line in lines:
+        if "ms" in line:
+            place = line["setting"], line["batch"], line["context"]
+            cells.setdefault(place, {})[line["side"]] = line
+    sides = [side for side in SIDES if any(side in cell for cell in cells.values())]
+    heads = [*(HEADS[side] for side in sides), "SGLang's best / ours"]
+    rows = [
+        "| setting | batch x context | " + " | ".join(heads) + " |",
+        "|" + "---|" * (len(heads) + 2),
+    ]
+    for (setting, batch, context), cell in sorted(cells.items()):
+        texts = [_cell(cell.get(side)) for side in sides]
+        row = [setting, f"{batch} x {context}", *texts, _gain(cell)]
+        rows.append("| " + " | ".join(row) + " |")
+    return "\n".join(rows)
+
+
+def _cell(line: Line | None) -> str:
+    return "" if line is None else f"{line['ms']:.2f} ms, {line['tokens_per_s']:.0f}/s"
+
+
+def _gain(cell: dict[str, Line]) -> str:
+    others = [line["ms"] for side, line in cell.items() if side not in (OURS, "own")]
+    if OURS not in cell or not others:
+        return ""
+    return f"{min(others) / cell[OURS]['ms']:.2f}"
+
+
+def compared(lines: list[Line]) -> list[str]:
+    """Compare texts with plain decoding's, line by line; verified steps beside them.
+
+    Sums of another order flip near ties in bfloat16, so a text may leave the other one late.
+    """
+    found = {(line["side"], line["setting"]): line for line in lines if "tokens" in line}
+    plain = next((line for (_, setting), line in found.items() if setting == "plain"), None)
+    if plain is None:
+        return ["plain decoding gave no tokens: nothing to compare with"]
+    rows = []
+    for (side, setting), line in found.items():
+        if line is plain:
+            continue
+        same = [_common(a, b) for a, b in zip(plain["tokens"], line["tokens"], strict=True)]
+        whole = sum(n == len(text) for n, text in zip(same, plain["tokens"], strict=True))
+        rows.append(
+            f"{side} {setting}: {whole} of {len(same)} texts equal, common tokens {same}, "
+            f"verified {line['verified']}"
+        )
+    return rows
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

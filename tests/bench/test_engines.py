@@ -1,0 +1,241 @@
+"""The driver that sets whole engines beside each other, without SGLang and without a GPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from bench.engines import cells, report
+from bench.engines.cells import OWN, PLACES, SETTINGS, WARM, Job
+from bench.engines.child import Turn
+from bench.engines.decode_log import intervals, steady, summary
+from bench.engines.own_side import make, measure
+from bench.engines.processes import run
+from bench.engines.sglang_side import options, random_prompts
+from bench.step_world import Shape
+
+LOG = (
+    "[2026-01-01 00:00:00] Decode batch, #running-req: {running}, #token: 4100, token usage: 0.10, "
+    "accept len: {length:.2f}, accept rate: 0.20, cuda graph: {graph}, "
+    "gen throughput (token/s): {speed:.2f}, #queue-req: 0"
+)
+PROMPT = "[2026-01-01 00:00:00] Prefill batch, #new-seq: 2, #new-token: 8192, #running-req: 14"
+CHILD = """
+import json, pathlib, sys, time
+job, out = json.loads(sys.argv[1]), pathlib.Path(sys.argv[2])
+name = f"{job['kind']}-{job['side']}-{job['setting']}"
+print("started", name, flush=True)
+if job["side"] == "crash":
+    raise SystemExit("it fell over")
+(out / f"{name}.ready").touch()
+while not (out / f"{name}.go").exists():
+    time.sleep(0.01)
+with (out / "order").open("a") as file:
+    file.write(f"begin {job['side']}\\n")
+if job["side"] == "hangs":
+    time.sleep(600)
+line = {"side": job["side"], "setting": job["setting"], "ms": 1.0}
+(out / f"{name}.jsonl").write_text(json.dumps(line) + "\\n")
+with (out / "order").open("a") as file:
+    file.write(f"end {job['side']}\\n")
+"""
+
+
+def log(*found: tuple[int, float, float], graph: bool = True) -> str:
+    lines = [
+        LOG.format(running=running, length=length, speed=speed, graph=graph)
+        for running, length, speed in found
+    ]
+    return "\n".join([PROMPT, *lines, PROMPT])
+
+
+def test_intervals_of_a_log():
+    found = intervals(log((16, 4.0, 3200.0), (3, 2.5, 750.0)))
+    assert [(one.running, one.length, one.graph) for one in found] == [
+        (16, 4, True),
+        (3, 2.5, True),
+    ]
+    assert [one.ms for one in found] == [pytest.approx(20.0), pytest.approx(10.0)]
+
+
+def test_a_log_without_speculation():
+    line = LOG.format(running=2, length=1, graph=True, speed=100.0)
+    (found,) = intervals(line.replace("accept len: 1.00, accept rate: 0.20, ", ""))
+    assert found.length == 1
+    assert found.ms == pytest.approx(20.0)
+
+
+def test_steady_steps_leave_prompts_and_ends_out():
+    text = log((4, 4, 1.0), (16, 4, 2.0), (16, 4, 3.0), (16, 4, 4.0), (16, 4, 5.0), (9, 4, 6.0))
+    assert [one.speed for one in steady(intervals(text), 16)] == [3.0, 4.0]
+
+
+def test_summary_is_the_median():
+    text = log(*((16, 4, speed) for speed in (1.0, 3200.0, 6400.0, 1600.0, 1.0)))
+    found = summary(text, 16, 4)
+    assert found["ms"] == pytest.approx(20.0)
+    assert (found["least_ms"], found["most_ms"]) == (pytest.approx(10.0), pytest.approx(40.0))
+    assert found["tokens_per_s"] == pytest.approx(3200.0)
+    assert found["intervals"] == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (log((16, 4, 1.0)), "no steady steps of 16 requests in 1 lines"),
+        (log(*[(16, 4, 1.0)] * 3, graph=False), "without a CUDA graph"),
+        (log(*[(16, 2.5, 1.0)] * 3), r"gained \[2.5\] tokens, not 4"),
+    ],
+)
+def test_what_a_log_must_hold(text, message):
+    with pytest.raises(ValueError, match=message):
+        summary(text, 16, 4)
+
+
+def test_the_most_telling_job_comes_first():
+    jobs = cells.bench_jobs()
+    assert [(job.side, job.setting) for job in jobs[:3]] == [
+        ("fa3", "tree"),
+        ("specattn", "tree"),
+        (OWN, "tree"),
+    ]
+    assert jobs[0].places[0] == (16, 4096)
+    assert len({job.name for job in (*jobs, *cells.smoke_jobs(), *cells.tokens_jobs())}) == len(
+        [*jobs, *cells.smoke_jobs(), *cells.tokens_jobs()]
+    )
+
+
+def test_a_job_travels_as_text():
+    job = Job("fa3", "tree", ((2, 16), (1, 32)), "smoke", steps=3, seconds=5.0)
+    assert Job.from_json(job.to_json()) == job
+
+
+def test_room_holds_the_largest_place():
+    job = Job("fa3", "tree")
+    gained = SETTINGS["tree"][3]
+    assert job.room(gained) >= max(b * (c + (job.steps + WARM) * gained) for b, c in PLACES)
+
+
+def test_all_backends_get_the_same_options(tmp_path):
+    models = cells.write_models(tmp_path, 2)
+    one, other = (options(Job(side, "tree"), models) for side in ("fa3", "specattn"))
+    differ = {name for name in one if one[name] != other[name]}
+    assert differ == {"attention_backend", "port", "nccl_port"}
+    assert one["speculative_num_draft_tokens"] == 16
+    assert one["max_total_tokens"] >= 64 * 4096
+    assert "speculative_algorithm" not in options(Job("fa3", "plain"), models)
+
+
+def test_models_are_written(tmp_path):
+    target, head = cells.write_models(tmp_path, 2)
+    assert json.loads((target / "config.json").read_text())["num_hidden_layers"] == 2
+    found = json.loads((head / "config.json").read_text())
+    assert found["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert found["num_hidden_layers"] == 1
+
+
+def test_prompts_share_nothing_and_are_the_same_again():
+    prompts = random_prompts(3, 40)
+    assert prompts == random_prompts(3, 40)
+    assert len({tuple(prompt[:4]) for prompt in prompts}) == 3
+
+
+@pytest.fixture
+def command(tmp_path):
+    path = tmp_path / "child.py"
+    path.write_text(CHILD)
+    return [sys.executable, str(path)]
+
+
+def test_jobs_that_start_together_take_turns(tmp_path, command):
+    jobs = [Job("a", "tree"), Job("b", "tree"), Job("crash", "tree"), Job("c", "tree")]
+    found = list(run(jobs, tmp_path, 100.0, together=2, command=command))
+    assert [job for job, _ in found] == jobs
+    assert [lines[0].get("ms") for _, lines in found] == [1.0, 1.0, None, 1.0]
+    assert found[2][1][0]["error"] == "exit status 1"
+    order = (tmp_path / "order").read_text().splitlines()
+    assert order == [f"{what} {side}" for side in "abc" for what in ("begin", "end")]
+
+
+def test_a_job_that_takes_too_long_is_ended(tmp_path, command):
+    jobs = [Job("hangs", "tree", seconds=2.0), Job("a", "tree")]
+    found = list(run(jobs, tmp_path, 100.0, command=command))
+    assert found[0][1][0]["error"] == "out of time"
+    assert found[1][1][0]["ms"] == 1.0
+
+
+def test_nothing_starts_without_time(tmp_path, command):
+    ((_, lines),) = run([Job("a", "tree")], tmp_path, 1.0, command=command)
+    assert lines[0]["error"] == "no time left"
+    assert not (tmp_path / "order").exists()
+
+
+def test_places_without_time_are_recorded(tmp_path):
+    turn = Turn(Job("fa3", "tree"), tmp_path, time.time() + 20.0)
+    (tmp_path / "bench-fa3-tree.go").touch()
+    turn.wait()
+    assert (64, 4096) not in list(turn.places())
+    lines = report.read(tmp_path / "bench-fa3-tree.jsonl")
+    assert [line["error"] for line in lines] == ["no time left"]
+    assert lines[0]["batch"] == 64
+
+
+def test_table_and_gain():
+    lines = [
+        {"side": side, "setting": "tree", "batch": 16, "context": 4096, "ms": ms, "tokens_per_s": 9}
+        for side, ms in (("fa3", 12.0), ("triton", 15.0), ("specattn", 10.0), ("own", 8.0))
+    ]
+    text = report.table([*lines, {"side": "fa3", "setting": "chain", "error": "out of time"}])
+    assert text.splitlines()[-1] == (
+        "| tree | 16 x 4096 | 12.00 ms, 9/s | 15.00 ms, 9/s | 10.00 ms, 9/s | 8.00 ms, 9/s | 1.20 |"
+    )
+    assert len(text.splitlines()) == 3
+
+
+def test_tokens_are_compared_with_plain_ones():
+    def line(side, setting, tokens):
+        return {"side": side, "setting": setting, "tokens": tokens, "verified": [2, 3]}
+
+    found = report.compared(
+        [
+            line("triton", "plain", [[1, 2, 3], [4, 5, 6]]),
+            line("fa3", "tree", [[1, 2, 3], [4, 7, 6]]),
+            {"side": "specattn", "setting": "tree", "error": "exit status 1"},
+        ]
+    )
+    assert found == ["fa3 tree: 1 of 2 texts equal, common tokens [3, 1], verified [2, 3]"]
+    assert "nothing to compare" in report.compared([])[0]
+
+
+@pytest.mark.parametrize("setting", ["chain", "tree"])
+def test_our_engine_gains_what_is_forced(setting):
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 96,
+        "max_position_embeddings": 512,
+    }
+    shape = Shape(
+        "tiny",
+        LlamaConfig(**sizes, num_hidden_layers=6),
+        LlamaConfig(**sizes, num_hidden_layers=1),
+        draft_vocab=48,
+    )
+    job = Job(OWN, setting, ((2, 12),), steps=4)
+    torch.manual_seed(0)
+    engine, forced = make(job, shape, torch.device("cpu"), torch.float32)
+    gained = SETTINGS[setting][3]
+    found = measure(engine, random_prompts(2, 12, 96), job.steps, gained)
+    assert found["intervals"] >= job.steps - 2
+    # steps of trees that were not so deep gain less, and the last one is cut
+    if not int(forced.shallow.sum()):
+        assert found["gained"] == pytest.approx(gained, abs=0.2)
+    assert found["tokens_per_s"] == pytest.approx(2e3 * found["gained"] / found["ms"], rel=0.01)
