@@ -567,7 +567,7 @@ class DraftForwards:
         adopt_steps(
             rows,
             seq_lens,
-            None if slots is None else self._by_step(slots, order),
+            None if slots is None or not len(self._store) else self._by_step(slots, order),
             counted=counted,
             req_to_token=plan.req_to_token,
             rows_out=inputs.req_pool_indices,
@@ -583,8 +583,8 @@ class DraftForwards:
     def _by_step(self, slots: Tensor, order: str) -> Tensor:
         """View slots as ``[B, steps, topk]``."""
         dims, batch = self.plan.dims, len(self._store)
-        width = slots.numel() // max(batch * dims.topk, 1)
-        if slots.numel() != batch * dims.topk * width or (batch and width < dims.steps):
+        width = slots.numel() // (batch * dims.topk)
+        if slots.numel() != batch * dims.topk * width or width < dims.steps:
             raise ValueError(
                 f"slots must be those of {batch} requests, {dims.topk} branches and at least "
                 f"{dims.steps} steps, got {list(slots.shape)}"

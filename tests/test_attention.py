@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import random
+import subprocess
+import sys
+from itertools import accumulate
 
 import pytest
 import torch
 
 from specattn.attention import (
+    FLOAT8,
     Attention,
     AttnConfig,
     KVScales,
@@ -15,10 +20,12 @@ from specattn.attention import (
     Phase,
     RowLayout,
 )
+from specattn.errors import UnsupportedError
 from specattn.interop import full_mask, packed_mask, qlen_mask
 from tests.implementations import using
 from tests.kernels.tree_oracle import DEVICE, random_tree
 from tests.oracle import Case, check
+from tests.recordings import recorded
 
 CONTEXT = 192
 GQA = AttnConfig(4, 2, 16)
@@ -101,7 +108,7 @@ class Host:
     def case(self, q, *, slots, positions, words, scales=(1.0, 1.0)) -> Case:
         """What was asked for, from the host's own lists."""
         config = self.config
-        rows = sum(map(len, slots))
+        rows = q.numel() // (config.num_qo_heads * config.head_dim)
         return Case(
             q=q.reshape(rows, config.num_qo_heads, config.head_dim),
             k_cache=self.caches[0],
@@ -197,3 +204,398 @@ def test_latent_layers(store):
 
 def test_what_the_host_stored_itself_is_read(backend):
     verify(Host(3), backend, 12, store=False)
+
+
+@pytest.mark.parametrize("scales", [None, KVScales(0.5, 2.0)], ids=str)
+def test_float8_caches_with_a_layers_scales(backend, scales):
+    config = AttnConfig(4, 2, 16, dtype=torch.float16, kv_dtype=FLOAT8)
+    host = Host(2, config)
+    attention = Attention(host.table, max_batch=2, backend=backend)
+    layer = host.layer(attention, scales)
+    forward = attention.forward(RowLayout(3, 3, Phase.VERIFY), 2)
+    forward.adopt(tensor(host.rows), tensor(host.lens))
+    slots = host.after(3)
+    q, k, v = host.new(6)
+    # numbers that float8 has, also with the scales
+    k, v = (torch.randint(-3, 4, x.shape, device=DEVICE).to(x.dtype) for x in (k, v))
+    case = host.case(
+        q,
+        slots=slots,
+        positions=places(host, [[0, 1, 2]] * 2),
+        words=[[[1], [3], [7]]] * 2,
+        scales=(layer.scales.k, layer.scales.v),
+    )
+    case.clear()
+    forward.attend(layer, q, k, v, out=case.out, lse=case.lse)
+    stored = layer.k_cache[slots[0]].float() * layer.scales.k
+    assert torch.equal(stored, k.view(2, 3, 2, 16)[0].float())
+    check(case, case.expected())
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("n", [1, 4])
+def test_decode_and_extend_count_their_new_tokens(backend, n, dtype):
+    """Causal layouts over pages; nothing but rows and lengths is given."""
+    host = Host(3, page=16)
+    attention = Attention(host.table, max_batch=8, backend=backend)
+    layer = host.layer(attention)
+    forward = attention.forward(RowLayout(n, n, Phase.DECODE, causal=True, page_size=16), 3)
+    forward.adopt(
+        tensor(host.rows, dtype), tensor([length + n for length in host.lens], dtype), counted=n
+    )
+    q, k, v = host.new(3 * n)
+    words = [[[(2 << i) - 1] for i in range(n)]] * 3
+    case = host.case(
+        q, slots=host.after(n), positions=places(host, [list(range(n))] * 3), words=words
+    )
+    case.clear()
+    found = forward.attend(layer, q.view(3 * n, 4, 16), k, v, lse=case.lse)
+    assert found.shape == (3 * n, 4, 16)
+    case.out = found
+    check(case, case.expected())
+
+
+def test_rows_may_see_the_prefix_alone(backend):
+    """A frozen cache: nothing is stored, and no new key is seen."""
+    host = Host(3)
+    attention = Attention(host.table, max_batch=3, backend=backend)
+    layer = host.layer(attention)
+    forward = attention.forward(RowLayout(2, 2, Phase.VERIFY), 3)
+    forward.adopt(tensor(host.rows), tensor(host.lens), kind="prefix")
+    q, _, _ = host.new(6)
+    first = places(host, [[0, 0]] * 3)
+    case = host.case(q, slots=host.after(2), positions=first, words=[[[0]] * 2] * 3)
+    case.clear()
+    forward.attend(layer, q, out=case.out, lse=case.lse)
+    check(case, case.expected())
+
+
+def test_slots_below_zero_are_not_stored(backend):
+    """Their tokens read padding's slot; all others are as they would be."""
+    host = Host(3)
+    attention = Attention(host.table, max_batch=3, backend=backend)
+    layer = host.layer(attention)
+    forward = attention.forward(RowLayout(4, 4, Phase.VERIFY), 3)
+    slots = host.after(4)
+    slots[2][2:] = [-1, -1]
+    forward.adopt(tensor(host.rows), tensor(host.lens), tensor(slots))
+    before = [cache.clone() for cache in host.caches]
+    q, k, v = host.new(12)
+    k[10:], v[10:] = torch.nan, torch.nan
+    case = host.case(
+        q,
+        slots=[[max(slot, 0) for slot in row] for row in slots],
+        positions=places(host, [[0, 1, 2, 3]] * 3),
+        words=[[[1], [3], [7], [15]]] * 3,
+    )
+    case.clear()
+    forward.attend(layer, q, k, v, out=case.out, lse=case.lse)
+    check(case, case.expected())
+    written = [slot for row in slots for slot in row if slot >= 0]
+    for cache, old in zip(host.caches, before, strict=True):
+        old[written] = cache[written]
+        torch.testing.assert_close(cache, old, rtol=0, atol=0, equal_nan=True)
+
+
+DRAFTS = [(3, 1, "branch"), (4, 4, "branch"), (3, 16, "step"), (5, 3, None)]
+
+
+@pytest.mark.parametrize(("steps", "topk", "order"), DRAFTS)
+def test_draft_steps_read_their_true_ancestors(backend, steps, topk, order):
+    """Against each branch's own path as a list of slots; a flat host may have a step too many."""
+    host, rng = Host(2), random.Random(topk)
+    attention = Attention(host.table, max_batch=4, backend=backend)
+    layer = host.layer(attention)
+    draft = attention.draft(steps, topk, 2)
+    spread = steps + (order == "branch")
+    slots = tensor(host.after(topk * spread)).view(2, spread, topk)
+    given = {"order": order} if order else {}
+    given["slots"] = {"branch": slots.transpose(1, 2), "step": slots, None: None}[order]
+    if order == "branch":
+        given["slots"] = given["slots"].flatten()
+    draft.adopt(tensor(host.rows), tensor(host.lens), **given)
+    paths = [[[] for _ in range(topk)] for _ in range(2)]
+    for step in range(steps):
+        parents = [[rng.randrange(topk) for _ in range(topk)] for _ in range(2)]
+        draft.grow(step, tensor(parents) if step else None)
+        paths = [
+            [
+                [*(paths[b][up] if step else []), slots[b, step, k].item()]
+                for k, up in enumerate(parents[b])
+            ]
+            for b in range(2)
+        ]
+        q, k, v = host.new(2 * topk)
+        # the host's own lists: every branch sees all of its path
+        own = [[slot for path in request for slot in path] for request in paths]
+        words = [
+            [
+                word_of(range(branch * (step + 1), (branch + 1) * (step + 1)), len(own[0]))
+                for branch in range(topk)
+            ]
+            for _ in range(2)
+        ]
+        case = host.case(q, slots=own, positions=[[0] * len(own[0])] * 2, words=words)
+        case.args["positions"] = tensor([[n + step] * topk for n in host.lens])
+        case.clear()
+        draft.steps[step].attend(layer, q, k, v, out=case.out, lse=case.lse)
+        check(case, case.expected())
+
+
+def word_of(keys: range, count: int) -> list[int]:
+    bits = sum(1 << key for key in keys)
+    words = [bits >> 64 * w & 2**64 - 1 for w in range(-(-count // 64))]
+    return [word - 2**64 if word >> 63 else word for word in words]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_prompts_over_cached_prefixes(backend, dtype):
+    host, new = Host(3, page=16), [5, 0, 17]
+    attention = Attention(host.table, max_batch=3, backend=backend)
+    layer = host.layer(attention)
+    slots = [
+        slot
+        for row, length, count in zip(host.rows, host.lens, new, strict=True)
+        for slot in host.held[row][length : length + count]
+    ]
+    given = (tensor(x, dtype) for x in (host.rows, host.lens, new, slots))
+    forward = attention.prompts(*given, max_q_len=17, page_size=16)
+    q, k, v = host.new(sum(new))
+    case = host.case(q, slots=[[]] * 3, positions=[[]] * 3, words=[[]] * 3)
+    case.kind = "extend"
+    case.args = {
+        "req_to_token": host.table,
+        "req_pool_indices": tensor(host.rows),
+        "seq_lens": tensor(host.lens),
+        "qo_indptr": tensor([0, *accumulate(new)]),
+    }
+    case.clear()
+    forward.attend(layer, q, k, v, out=case.out, lse=case.lse)
+    check(case, case.expected())
+    with pytest.raises(ValueError, match=r"Attention\.prompts"):
+        forward.adopt(tensor(host.rows), tensor(host.lens))
+
+
+def test_latent_parts_are_their_whole():
+    host = Host(2, LATENT)
+    attention = Attention(host.table, max_batch=2, backend="torch_native")
+    layer = host.layer(attention)
+    forward = attention.forward(RowLayout(3, 3, Phase.VERIFY), 2)
+    forward.adopt(tensor(host.rows), tensor(host.lens))
+    q, k, _ = host.new(6)
+    q, k = q.view(6, 4, 48), k.view(6, 1, 48)
+    whole = forward.attend(layer, q, k)
+    assert whole.isfinite().all()
+    host.caches[0][host.after(3)] = torch.nan
+    parts = forward.attend(layer, (q[..., :32], q[..., 32:]), (k[..., :32], k[..., 32:]))
+    assert torch.equal(parts, whole)
+
+
+def test_a_forward_is_two_launches(plan_launches, monkeypatch):
+    """One adopts, one plans the work of all geometries; of all steps of a draft, too."""
+    from specattn.kernels.adopt import triton as kernels
+
+    adopted = []
+
+    class Counted:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            adopted.append(grid)
+            return self.kernel[grid]
+
+    for name in ("adopt_rows_kernel", "adopt_steps_kernel"):
+        monkeypatch.setattr(kernels, name, Counted(getattr(kernels, name)))
+    with using("triton"):
+        host = Host(3)
+        attention = Attention(host.table, max_batch=3, backend="triton")
+        host.layer(attention)
+        for config in (CAPPED, WIDE):
+            attention.layer(config, *host.cache(config))
+        forward = attention.forward(RowLayout(4, 4, Phase.VERIFY), 3)
+        draft = attention.draft(4, 4, 3)
+        for made in (forward, draft):
+            del plan_launches[:], adopted[:]
+            made.adopt(tensor(host.rows), tensor(host.lens))
+            assert len(adopted) == len(plan_launches) == 1
+
+
+def test_a_recorded_forward_follows_the_host(backend):
+    """One recording, and other rows, lengths, trees and tokens at each replay."""
+    host, n = Host(3), 6
+    attention = Attention(host.table, max_batch=3, backend=backend)
+    layers = [host.layer(attention) for _ in range(2)]
+    forward = attention.forward(RowLayout(n, n, Phase.VERIFY), 3)
+    if DEVICE == "cuda" and not forward.graphs:
+        pytest.skip("this backend's attention cannot be recorded")
+    static = {
+        "rows": tensor(host.rows),
+        "lens": tensor(host.lens),
+        "slots": tensor(host.after(n)),
+        "mask": torch.zeros(3, n, n, dtype=torch.bool, device=DEVICE),
+    }
+    q, k, v = (x.contiguous() for x in host.new(3 * n))
+    out = torch.empty(3 * n, 4, 16, device=DEVICE)
+
+    def step() -> None:
+        forward.adopt(static["rows"], static["lens"], static["slots"], mask=static["mask"])
+        for layer in layers:
+            forward.attend(layer, q, k, v, out=out)
+
+    replay = recorded(step)
+    for seed in range(3):
+        other = Host(3, seed=seed)
+        rng = random.Random(seed)
+        trees = [random_tree(rng, n, 4) for _ in range(3)]
+        words = [tree.words(1) for tree in trees]
+        host.held, host.rows, host.lens = other.held, other.rows, other.lens
+        host.table.copy_(other.table)
+        for mine, theirs in zip(host.caches, other.caches, strict=True):
+            mine.copy_(theirs)
+        static["rows"].copy_(tensor(host.rows))
+        static["lens"].copy_(tensor(host.lens))
+        static["slots"].copy_(tensor(host.after(n)))
+        static["mask"].copy_(qlen_mask(tensor(words)))
+        for value, drawn in zip((q, k, v), host.new(3 * n), strict=True):
+            value.copy_(drawn)
+        case = host.case(
+            q,
+            slots=host.after(n),
+            positions=places(host, [tree.depths() for tree in trees]),
+            words=words,
+        )
+        case.out = out
+        case.clear()
+        replay()
+        check(case, case.expected(), lse=False)
+
+
+def test_a_geometry_that_comes_late_is_bound_before_a_capture(backend, monkeypatch):
+    host = Host(2, CAPPED)
+    attention = Attention(host.table, max_batch=2, backend=backend)
+    forward = attention.forward(RowLayout(3, 3, Phase.VERIFY), 2)
+    forward.adopt(tensor(host.rows), tensor(host.lens))
+    layer = host.layer(attention)
+    q, k, v = host.new(6)
+    monkeypatch.setattr("specattn.attention.is_recording", lambda _: True)
+    with pytest.raises(ValueError, match=r"before a capture.*window_left=20"):
+        forward.attend(layer, q, k, v)
+    monkeypatch.undo()
+    with using("triton" if backend == "triton" else "naive"):
+        late = forward.attend(layer, q, k, v)
+        again = attention.forward(RowLayout(3, 3, Phase.VERIFY), 2)
+        assert again is forward
+        assert torch.equal(again.attend(layer, q, k, v), late)
+
+
+def test_batches_share_inputs(backend):
+    host = Host(3)
+    attention = Attention(host.table, max_batch=5, backend=backend)
+    layout = RowLayout(2, 2, Phase.VERIFY)
+    small, large = attention.forward(layout, 2), attention.forward(layout, 5)
+    assert small.plan.seq_lens.data_ptr() == large.plan.seq_lens.data_ptr()
+    assert attention.forward(layout, 2) is small
+    assert attention.draft(2, 3, 4) is attention.draft(2, 3, 4)
+
+
+def test_nobody_is_nothing_to_do(backend):
+    host = Host(1)
+    attention = Attention(host.table, max_batch=2, backend=backend)
+    layer = host.layer(attention)
+    none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
+    q, k, v = host.new(0)
+    forward = attention.forward(RowLayout(3, 3, Phase.VERIFY), 0)
+    forward.adopt(none, none, none, none)
+    assert forward.attend(layer, q, k, v).shape == (0, 64)
+    draft = attention.draft(2, 3, 0)
+    draft.adopt(none, none, none)
+    draft.grow(1, none.view(0, 3))
+    assert draft.steps[1].attend(layer, q, k, v).shape == (0, 64)
+    prompts = attention.prompts(none, none, none, none, max_q_len=1)
+    assert prompts.attend(layer, q, k, v).shape == (0, 64)
+
+
+def test_others_are_refused_by_name(backend):
+    host = Host(2)
+    attention = Attention(host.table, max_batch=2, backend=backend)
+    layer = host.layer(attention)
+    forward = attention.forward(RowLayout(3, 3, Phase.VERIFY), 2)
+    chain = attention.forward(RowLayout(3, 3, Phase.VERIFY, causal=True), 2)
+    draft = attention.draft(2, 3, 2)
+    rows, lens = tensor(host.rows), tensor(host.lens)
+    q, k, v = host.new(6)
+    mask = torch.zeros(18, dtype=torch.bool, device=DEVICE)
+    for message, call in (
+        ("req_to_token must be", lambda: Attention(host.table.long(), max_batch=1)),
+        ("req_to_token must be", lambda: Attention(host.table[0], max_batch=1)),
+        ("max_batch must be", lambda: Attention(host.table, max_batch=0)),
+        (r"k\[0\] must be", lambda: attention.layer(WIDE, *host.caches)),
+        ("v must be given", lambda: attention.layer(GQA, host.caches[0])),
+        ("scales are those of float8", lambda: host.layer(attention, KVScales())),
+        ("batch must be 0..2", lambda: attention.forward(RowLayout(1, 1, Phase.VERIFY), 3)),
+        ("tail must be q_len", lambda: attention.forward(RowLayout(1, 2, Phase.VERIFY), 2)),
+        ("batch must be 0..2", lambda: attention.draft(2, 2, 3)),
+        ("steps must be", lambda: attention.draft(0, 2, 2)),
+        ("rows must be", lambda: forward.adopt(rows[:1], lens)),
+        ("slots must have 2 x 3", lambda: forward.adopt(rows, lens, rows)),
+        ("positions must be", lambda: forward.adopt(rows, lens, positions=mask.view(2, 9))),
+        ("counted must be", lambda: forward.adopt(rows, lens, counted=-1)),
+        ("mask must be None with a causal", lambda: chain.adopt(rows, lens, mask=mask)),
+        ("mask must be None with a causal", lambda: chain.adopt(rows, lens, kind="prefix")),
+        ("order must be", lambda: draft.adopt(rows, lens, rows, order="beam")),
+        ("slots must be those of 2 requests", lambda: draft.adopt(rows, lens, mask[:17])),
+        ("slots must be those of 2 requests", lambda: draft.adopt(rows, lens, mask[:6])),
+        ("slots must be .* int32 or int64", lambda: draft.adopt(rows, lens, mask)),
+        ("q must be", lambda: forward.attend(layer, q[:5])),
+        ("q must be", lambda: forward.attend(layer, q.double())),
+        ("k must be", lambda: forward.attend(layer, q, k[:, :9], v)),
+        ("v must be", lambda: forward.attend(layer, q, k, v[:5])),
+        ("k and v must be", lambda: forward.attend(layer, q, k)),
+        ("out must be", lambda: forward.attend(layer, q, k, v, out=q.double())),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert not any(cache[host.after(3)].isfinite().any() for cache in host.caches)
+
+
+def test_backends_that_plan_on_the_host_are_refused():
+    from specattn.backends.base import Capabilities
+    from specattn.backends.torch_native import TorchNativeBackend
+
+    class Planned(TorchNativeBackend):
+        name = "planned"
+        capabilities = Capabilities(host_plan=True)
+
+    class Paged(TorchNativeBackend):
+        name = "paged"
+        capabilities = Capabilities(page_size=16)
+
+    host = Host(1)
+    with pytest.raises(UnsupportedError, match="'planned': it plans on the host"):
+        host.layer(Attention(host.table, max_batch=1, backend=Planned))
+    attention = Attention(host.table, max_batch=1, backend=Paged)
+    host.layer(attention)
+    with pytest.raises(UnsupportedError, match="'paged': page_size must be a multiple of 16"):
+        attention.forward(RowLayout(1, 1, Phase.DECODE, page_size=8), 1)
+
+
+def test_nothing_of_models_is_imported():
+    """An engine has versions of its own of all of these."""
+    code = (
+        "import sys\n"
+        "for name in ('transformers', 'safetensors', 'typer', 'rich', 'triton'):\n"
+        "    sys.modules[name] = None\n"
+        "import torch\n"
+        "from specattn.attention import *\n"
+        "attention = Attention(torch.zeros(2, 8, dtype=torch.int32), max_batch=1)\n"
+        "pool = torch.zeros(2, 9, 1, 16)\n"
+        "layer = attention.layer(AttnConfig(1, 1, 16), *pool)\n"
+        "forward = attention.forward(RowLayout(1, 1, Phase.DECODE), 1)\n"
+        "forward.adopt(torch.tensor([1]), torch.tensor([3]), torch.tensor([5]))\n"
+        "print(forward.attend(layer, *torch.ones(3, 1, 16)).sum().item())\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    # of four keys of equal weight, three are 0
+    assert float(run.stdout) == pytest.approx(16 * math.e**4 / (math.e**4 + 3))

@@ -66,7 +66,8 @@ def adopt_rows(
     rows_out, seq_lens_out : Tensor
         ``[B]`` int64 and int32.
     slots_out, store_out : Tensor
-        ``[B, n]`` int32: slots to read, 0 where there is none, and slots to write, as given.
+        ``[B, n]`` int32: slots to read, 0 where there is none and with ``"prefix"``, and slots to
+        write, as given.
     positions_out : Tensor
         ``[B, n]`` int64.
     words_out : Tensor

@@ -35,6 +35,7 @@ def adopt_rows(
         seen = _visible(mask, kind, prefix, n, row_bytes) | torch.eye(n, device=rows.device).bool()
     if kind == "prefix":
         seen = torch.zeros_like(seen)
+        slots_out.zero_()
     words_out.copy_(_words(seen, words_out.shape[2]))
     if positions is None:
         positions = prefix[:, None] + (seen.sum(2) - 1).clamp(min=0)

@@ -105,7 +105,8 @@ def adopt_rows_kernel(
     else:
         slot = tl.load(slots + req * stride_slot + node * stride_slot_n, mask=ok, other=0)
     tl.store(store_out + req * stride_store_out + node, slot.to(tl.int32), mask=ok)
-    slot = tl.maximum(slot, 0).to(tl.int32)
+    # nobody sees the tail of "prefix", whose slots may hold anything
+    slot = tl.zeros([ROWS], tl.int32) if PREFIX else tl.maximum(slot, 0).to(tl.int32)
     tl.store(slots_out + req * stride_slots_out + node, slot, mask=ok)
 
     start = tl.zeros([], tl.int64)
