@@ -50,6 +50,11 @@ def test_ones_own_loop_writes_what_plain_decoding_writes():
         assert runpy.run_path(str(folder / other))["main"](24) == texts, other
 
 
+def test_attention_alone_sees_a_tree_as_its_paths():
+    example = runpy.run_path(str(ROOT / "docs" / "examples" / "own_attention.py"))
+    assert example["main"]() < 2e-5
+
+
 def test_a_policy_of_ones_own_writes_what_plain_decoding_writes():
     example = runpy.run_path(str(ROOT / "docs" / "examples" / "policy.py"))
     assert example["main"](20) == plain_texts(example["PROMPTS"], 20)
