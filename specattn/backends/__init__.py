@@ -90,20 +90,22 @@ def _registered() -> dict[str, str]:
     return _BACKENDS | found | _BACKENDS
 
 
-def load_backend(name: str) -> BackendFactory:
+def load_backend(name: str | BackendFactory) -> BackendFactory:
     """Import a backend, or compose one of several.
 
     Parameters
     ----------
-    name : str
+    name : str or BackendFactory
         A backend; or ``"prefill,decode"`` or ``"prefill,decode,verify"``, see
-        `specattn.backends.hybrid.hybrid`.
+        `specattn.backends.hybrid.hybrid`. What is no name is returned as it is.
 
     Raises
     ------
     UnsupportedError
         If there is no backend of that name, or it cannot be imported.
     """
+    if not isinstance(name, str):
+        return name
     if "," in name:
         return _load_hybrid(name)
     registered = _registered()
@@ -137,11 +139,7 @@ def available(
     UnsupportedError
         If there is no backend of that name, or it cannot be imported.
     """
-    return reasons_of(_loaded(backend), config, device)
-
-
-def _loaded(backend: str | BackendFactory) -> BackendFactory:
-    return load_backend(backend) if isinstance(backend, str) else backend
+    return reasons_of(load_backend(backend), config, device)
 
 
 #: What ``auto`` tries, first to last, and why; docs/backends.md has the numbers.
@@ -179,7 +177,7 @@ def choose_backend(
     """
     if backend == "auto":
         return _choose(configs, device)
-    chosen = _loaded(backend)
+    chosen = load_backend(backend)
     reasons = _all_reasons(chosen, configs, device)
     if reasons:
         raise UnsupportedError(f"backend {chosen.name!r} on {device}", reasons)

@@ -39,11 +39,8 @@ def hybrid(
     UnsupportedError
         If there is no backend of one of the names.
     """
-    parts = [
-        load_backend(part) if isinstance(part, str) else part
-        for part in (prefill, decode, decode if verify is None else verify)
-    ]
-    return HybridBackend(*parts)
+    parts = (prefill, decode, decode if verify is None else verify)
+    return HybridBackend(*map(load_backend, parts))
 
 
 @dataclass(frozen=True)

@@ -42,10 +42,7 @@ def tbo(
     UnsupportedError
         If there is no backend of one of the names.
     """
-    first, *others = (
-        load_backend(part) if isinstance(part, str) else part
-        for part in (primary, *(children or (primary, primary)))
-    )
+    first, *others = map(load_backend, (primary, *(children or (primary, primary))))
     return TboBackend(first, tuple(others))
 
 

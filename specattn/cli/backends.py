@@ -21,7 +21,9 @@ def backends(
     if markdown:
         print(capability_table())
         return
-    rows = [_row(name, device) for device in _devices() for name in _names()]
+    from specattn.backends import backend_names
+
+    rows = [_row(name, device) for device in _devices() for name in backend_names()]
     if as_json:
         print(json.dumps(rows))
         return
@@ -63,7 +65,7 @@ def _row(name: str, device: torch.device) -> dict[str, Any]:
 
 def capability_table() -> str:
     """Return a Markdown table of what every backend can do."""
-    from specattn.backends import load_backend
+    from specattn.backends import backend_names, load_backend
 
     columns = {
         "CUDA graphs": "graphs",
@@ -79,7 +81,7 @@ def capability_table() -> str:
         f"| backend | plans on | {' | '.join(columns)} | pages of | dtypes | also stored as |",
         "|---" * (len(columns) + 5) + "|",
     ]
-    for name in _names():
+    for name in backend_names():
         found = load_backend(name).capabilities
         marks = ["yes" if getattr(found, item) else "no" for item in columns.values()]
         dtypes, stored = (
@@ -91,12 +93,6 @@ def capability_table() -> str:
         marks += [pages, dtypes, stored]
         lines.append(f"| `{name}` | {plans} | {' | '.join(marks)} |")
     return "\n".join(lines)
-
-
-def _names() -> tuple[str, ...]:
-    from specattn.backends import backend_names
-
-    return backend_names()
 
 
 def _devices() -> list[torch.device]:

@@ -82,7 +82,8 @@ def read_prompts(prompt: str | None, file: Path | None) -> Prompts:
 
 
 def _read_one(prompt: str | None) -> str:
-    if prompt is None and (_stdin_is_closed() or sys.stdin.isatty()):
+    # Python sets standard input to None where it starts without one
+    if prompt is None and (not sys.stdin or sys.stdin.isatty()):
         raise ArgumentError(
             PROMPT, "is missing; give a text, - to read standard input, or --prompts FILE"
         )
@@ -115,14 +116,9 @@ def _read_many(file: Path) -> Sequence[str]:
 
 
 def _read_stdin(argument: str) -> bytes:
-    if _stdin_is_closed():
+    if not sys.stdin:
         raise ArgumentError(argument, "standard input is closed")
     return sys.stdin.buffer.read()
-
-
-def _stdin_is_closed() -> bool:
-    """Return whether Python started without a standard input."""
-    return not sys.stdin
 
 
 def _list_or_lines(text: str) -> list[str]:

@@ -220,22 +220,10 @@ def _mode_reports(engine: Engine, before: dict[str, Counter[str]]) -> tuple[Mode
     reports = []
     for mode, counts in _forwards(engine).items():
         since = counts - before.get(mode, Counter())
-        reports.append(
-            ModeReport(
-                mode,
-                _backend_name(engine, mode),
-                since["replayed"],
-                since["unrecorded"],
-                since["fallbacks"],
-            )
-        )
+        slot = engine.draft if mode.startswith("draft") and engine.draft else engine.target
+        served = [since[how] for how in ("replayed", "unrecorded", "fallbacks")]
+        reports.append(ModeReport(mode, slot.backend.name, *served))
     return tuple(reports)
-
-
-def _backend_name(engine: Engine, mode: str) -> str:
-    """Return the name of the backend that serves a mode."""
-    slot = engine.draft if mode.startswith("draft") and engine.draft else engine.target
-    return slot.backend.name
 
 
 def _fused(engine: Engine) -> tuple[str, ...]:

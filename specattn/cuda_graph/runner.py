@@ -49,7 +49,6 @@ class Program(Protocol):
     @property
     def graphs(self) -> bool:
         """Whether ``run`` may be recorded in a CUDA graph."""
-        ...
 
     def pad(self) -> None:
         """Turn all requests into padding."""

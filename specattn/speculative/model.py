@@ -47,7 +47,6 @@ class Attend(Protocol):
         Tensor
             ``[T, Hq, Dv]``.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -79,32 +78,26 @@ class TargetModel(Protocol):
     @property
     def layers(self) -> tuple[AttnConfig, ...]:
         """The attention geometry of every layer, in the order ``attend`` numbers them."""
-        ...
 
     @property
     def vocab_size(self) -> int:
         """Width of the logits."""
-        ...
 
     @property
     def max_context_len(self) -> int:
         """Tokens up to which positions mean what they did in training."""
-        ...
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """Tokens that end a text; may be empty."""
-        ...
 
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        ...
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the weights and of the hidden states."""
-        ...
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
@@ -120,7 +113,6 @@ class TargetModel(Protocol):
         rows : Tensor, optional
             ``[R]`` int64 indices of the tokens whose logits are wanted; all if None.
         """
-        ...
 
 
 class DraftModel(Protocol):
@@ -129,26 +121,21 @@ class DraftModel(Protocol):
     @property
     def layers(self) -> tuple[AttnConfig, ...]:
         """The attention geometry of every layer, in the order ``attend`` numbers them."""
-        ...
 
     @property
     def hidden_size(self) -> int:
         """H, the width of the states between draft steps."""
-        ...
 
     @property
     def vocab_size(self) -> int:
         """Vd, the width of the draft's logits."""
-        ...
 
     @property
     def feature_size(self) -> int:
         """F, the width of the target features that `combine` reads."""
-        ...
 
     def combine(self, hidden_states: Tensor) -> Tensor:
         """Map the target's features ``[T, F]`` to draft hidden states ``[T, H]``."""
-        ...
 
     def forward(
         self,
@@ -178,7 +165,6 @@ class DraftModel(Protocol):
         sources : Tensor, optional
             ``[T]`` int64, each token's row of ``hidden_states``; row i for token i if None.
         """
-        ...
 
     @property
     def target_ids(self) -> Tensor | None:
@@ -186,11 +172,9 @@ class DraftModel(Protocol):
 
         The kernel that chooses tokens reads it, and saves a launch.
         """
-        ...
 
     def to_target(self, token_ids: Tensor) -> Tensor:
         """Map draft token ids, int64 of any shape, to target token ids."""
-        ...
 
 
 @runtime_checkable
@@ -199,7 +183,6 @@ class ContextModel(Protocol):
 
     def for_context(self, max_context_len: int) -> Self:
         """Return the model for such contexts, or raise a ModelError."""
-        ...
 
 
 Model = TypeVar("Model", TargetModel, DraftModel)

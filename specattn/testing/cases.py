@@ -15,56 +15,24 @@ from specattn.testing.oracle import NAN, Case, tree_lists, visible_slots
 
 @dataclass(frozen=True)
 class Form:
-    """What a case looks like, whatever its kind.
+    """What a case looks like, whatever its kind; names are those of `AttnConfig`."""
 
-    Parameters
-    ----------
-    heads : tuple of int
-        Query and KV heads.
-    head_dim, v_head_dim : int
-        Widths; ``v_head_dim`` 0 means ``head_dim``.
-    dtype : torch.dtype
-        Of q, k, v and out.
-    window_left, logit_cap
-        As in `specattn.config.AttnConfig`.
-    scale : float
-        Factor on the usual ``head_dim ** -0.5``.
-    page_size : int
-        Pages are permuted; the slots of a page are in order.
-    slots : int
-        Slots of the pools; as many as needed if 0.
-    pool_pad : int
-        Columns past the heads that make the pools views.
-    latent : bool
-        Whether values are the first columns of the keys, see `specattn.config.AttnConfig`.
-    evict : bool
-        Whether keys outside every window hold NaN.
-    whole_pages : bool
-        Whether all slots of a page in use hold numbers, not only those of keys.
-    deterministic : bool
-        As in `specattn.config.AttnConfig`.
-    kv_dtype, kv_scales
-        Of stored keys and values, if not ``dtype``; and what they are to be multiplied by.
-    device, seed
-        Where the tensors live, and what they are drawn from.
-    """
-
-    heads: tuple[int, int] = (4, 2)
+    heads: tuple[int, int] = (4, 2)  # query and KV heads
     head_dim: int = 32
-    v_head_dim: int = 0
-    dtype: torch.dtype = torch.float32
+    v_head_dim: int = 0  # 0 means head_dim
+    dtype: torch.dtype = torch.float32  # of q, k, v and out
     window_left: int = -1
     logit_cap: float = 0.0
-    scale: float = 1.0
-    page_size: int = 1
-    slots: int = 0
-    pool_pad: int = 0
+    scale: float = 1.0  # factor on the usual head_dim ** -0.5
+    page_size: int = 1  # pages are permuted; the slots of a page are in order
+    slots: int = 0  # of the pools; as many as needed if 0
+    pool_pad: int = 0  # columns past the heads that make the pools views
     latent: bool = False
-    evict: bool = True
-    whole_pages: bool = False
+    evict: bool = True  # whether keys outside every window hold NaN
+    whole_pages: bool = False  # whether all slots of a page in use hold numbers
     deterministic: bool = False
     kv_dtype: torch.dtype | None = None
-    kv_scales: tuple[float, float] = (1.0, 1.0)
+    kv_scales: tuple[float, float] = (1.0, 1.0)  # what stored keys and values are multiplied by
     device: str | torch.device = "cpu"
     seed: int = 0
 

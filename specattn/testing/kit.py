@@ -118,7 +118,7 @@ def conformance(
     UnsupportedError
         If the backend cannot run on the device at all, with its reasons.
     """
-    factory = load_backend(backend) if isinstance(backend, str) else backend
+    factory = load_backend(backend)
     device = torch.device(device)
     reasons = factory.reasons(None, device)
     if reasons:

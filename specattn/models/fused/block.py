@@ -63,40 +63,18 @@ class RotaryTable:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """The weights of a decoder layer, each ``[out, in]``.
-
-    Parameters
-    ----------
-    geometry : AttnConfig
-        The layer's attention.
-    rotary : RotaryTable
-        The position embedding, which layers share.
-    head_norms : tuple of Tensor or None
-        ``[D]`` each: weights of the norms of query heads and of key heads, if it has them.
-    eps : float
-        The epsilon of every norm.
-    input_norm, post_norm : Tensor
-        ``[H]``: weights of the norms before attention and before the feed-forward part.
-    qkv : Tensor
-        ``[(Hq + 2 Hkv) D, H]``: queries, keys and values.
-    o : Tensor
-        ``[H, Hq D]``, the output projection.
-    gate_up : Tensor
-        ``[2 I, H]``: gates, then the values they gate.
-    down : Tensor
-        ``[H, I]``, the projection back to the hidden size.
-    """
+    """The weights of a decoder layer, each ``[out, in]``."""
 
     geometry: AttnConfig
-    rotary: RotaryTable
-    head_norms: tuple[Tensor, Tensor] | None
-    eps: float
-    input_norm: Tensor
-    post_norm: Tensor
-    qkv: Tensor
-    o: Tensor
-    gate_up: Tensor
-    down: Tensor
+    rotary: RotaryTable  # which layers share
+    head_norms: tuple[Tensor, Tensor] | None  # [D] each: of query heads and of key heads
+    eps: float  # of every norm
+    input_norm: Tensor  # [H], before attention
+    post_norm: Tensor  # [H], before the feed-forward part
+    qkv: Tensor  # [(Hq + 2 Hkv) D, H]: queries, keys and values
+    o: Tensor  # [H, Hq D], the output projection
+    gate_up: Tensor  # [2 I, H]: gates, then the values they gate
+    down: Tensor  # [H, I]
 
     @classmethod
     def of_layer(
