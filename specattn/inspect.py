@@ -101,7 +101,7 @@ def _walk(tree: DraftTree, request: int) -> Iterator[tuple[str, int, int]]:
 
 
 def path_scores(candidates: Candidates, config: SpecConfig) -> Tensor:
-    """Return the path probability of every node that `build_tree` keeps.
+    """Return the path probability of every node that a step's tree keeps.
 
     Parameters
     ----------

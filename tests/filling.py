@@ -4,12 +4,45 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
+from specattn.batch import DraftTree
+from specattn.kernels.tree import build_tree
+from specattn.plan import mask_words
+
 if TYPE_CHECKING:
     from typing import Any
 
     from torch import Tensor
 
+    from specattn.batch import Candidates
     from specattn.buffers import BufferSet
+    from specattn.config import SpecConfig
+
+
+def built_tree(
+    candidates: Candidates, roots: Tensor, seq_lens: Tensor, config: SpecConfig
+) -> DraftTree:
+    """Return the tree that a step builds of candidates."""
+    size, nodes = len(roots), config.num_draft_tokens
+    tokens, positions, first, sibling = roots.new_empty(4, size, nodes)
+    words = roots.new_empty(size, nodes, mask_words(nodes))
+    build_tree(
+        candidates.scores,
+        candidates.tokens,
+        candidates.parents,
+        roots,
+        seq_lens,
+        topk=config.topk,
+        num_draft_tokens=nodes,
+        tokens_out=tokens,
+        positions_out=positions,
+        words_out=words,
+        next_token_out=first,
+        next_sibling_out=sibling,
+    )
+    index = torch.arange(size * nodes, device=roots.device).view(size, nodes)
+    return DraftTree(tokens, positions, words, index, first, sibling, candidates.draft_probs)
 
 
 def put(buffers: BufferSet, dims: Any, **values: Tensor) -> None:

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from specattn import inspect
-from specattn.batch import AcceptResult, Candidates, DraftTree, ForwardMode, SpecBatch
+from specattn.batch import AcceptResult, Candidates, DraftTree, ForwardMode
 from specattn.cache.slot_table import SlotTable
 from specattn.config import SpecConfig
 from specattn.errors import NotCapturedError, TreeError
 from specattn.speculative.step import StepPart
-from specattn.speculative.tree import build_tree
+from tests.filling import built_tree
 from tests.worlds import world
 
 # K = 2, S = 3, n = 6: in request 0 both beams of the last step come from one, in 1 they cross
@@ -105,8 +105,7 @@ def test_path_scores_name_the_nodes_that_are_built():
         scores, torch.arange(10)[None] + 50, torch.tensor([[-1, 0, 1, 2, 3]]), torch.zeros(1, 3, 0)
     )
     lens = torch.tensor([7], dtype=torch.int32)
-    batch = SpecBatch(torch.tensor([1]), lens, lens, torch.tensor([9]))
-    tree = build_tree(candidates, batch, config)
+    tree = built_tree(candidates, torch.tensor([9]), lens, config)
     paths = inspect.path_scores(candidates, config)
     assert paths.shape == (1, 6)
     assert paths[0, 0] == 1

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from specattn.batch import DraftState, SpecBatch
+from specattn.batch import DraftState, DraftTree
 from specattn.config import SpecConfig
 from specattn.plan import ExtendPlan
 from specattn.speculative.draft import choose_tokens
-from specattn.speculative.tree import root_tree
 from specattn.speculative.validation import check_logits, check_prompts
 from specattn.speculative.verify import accept
 
@@ -229,10 +228,13 @@ def _positions(pieces: Sequence[_Piece], device: torch.device) -> Tensor:
 
 def _first_tokens(logits: Tensor, lens: Tensor, sampling: SamplingBatch) -> Tensor:
     """Draw first tokens from ``logits [R, V]``, as a step would."""
-    batch = SpecBatch(lens, lens.to(torch.int32), lens, torch.zeros_like(lens))
-    tree = root_tree(batch)
+    root = torch.zeros_like(lens)[:, None]
+    none, index = torch.full_like(root, -1), torch.arange(len(root), device=root.device)[:, None]
+    probs = torch.empty(len(root), 0, 0, device=root.device)
+    words = torch.ones_like(root)[:, :, None]
+    tree = DraftTree(root, lens[:, None], words, index, none, none, probs)
     plain = SpecConfig(num_steps=0, num_draft_tokens=1)
-    return accept(tree, logits[:, None], batch.seq_lens, plain, sampling).bonus_tokens
+    return accept(tree, logits[:, None], lens.to(torch.int32), plain, sampling).bonus_tokens
 
 
 def _pick(sampling: SamplingBatch, which: Tensor) -> SamplingBatch:

@@ -17,11 +17,11 @@ from specattn.backends.base import by_lengths_alone, fill_all
 from specattn.backends.multi_step import MultiStepDraftBackend
 from specattn.batch import AcceptResult, DraftState, DraftTree, ForwardMode
 from specattn.kernels.step import begin_step, end_step, gather_path
+from specattn.kernels.tree import build_tree
 from specattn.plan import AttnInputs, AttnPlan
 from specattn.speculative.draft import choose_tokens, propose
 from specattn.speculative.sampling import SamplingBatch
 from specattn.speculative.step_buffers import StepBuffers, StepDims
-from specattn.speculative.tree import fill_tree
 from specattn.speculative.validation import check_features, check_logits
 from specattn.speculative.verify import accept, over_target_vocabulary
 
@@ -254,12 +254,30 @@ class Step:
         return propose(model, self.draft_attention, state, self.config, buffers)
 
     def build_tree(self, candidates: Candidates) -> DraftTree:
-        """Keep the best candidates as nodes."""
-        buffers = self.buffers
-        fill_tree(candidates, buffers.roots, buffers.seq_lens, self.config, self.tree)
-        if self.config.draft_sampling:
-            self.tree.draft_probs.copy_(candidates.draft_probs)
-        return self.tree
+        """Keep the best candidates below the bonus token; link them.
+
+        The dynamic tree of EAGLE-2 (arXiv:2406.16858): candidates are ranked by the probability of
+        their path, ties going to the lower flat index and NaN ranking last; a kept node's ancestors
+        are kept too. Children are linked in ascending node id.
+        """
+        buffers, config, tree = self.buffers, self.config, self.tree
+        build_tree(
+            candidates.scores,
+            candidates.tokens,
+            candidates.parents,
+            buffers.roots,
+            buffers.seq_lens,
+            topk=config.topk,
+            num_draft_tokens=config.num_draft_tokens,
+            tokens_out=tree.tokens,
+            positions_out=tree.positions,
+            words_out=tree.words,
+            next_token_out=tree.retrieve_next_token,
+            next_sibling_out=tree.retrieve_next_sibling,
+        )
+        if config.draft_sampling:
+            tree.draft_probs.copy_(candidates.draft_probs)
+        return tree
 
     def verify(self, tree: DraftTree) -> tuple[Tensor, Tensor]:
         """Run the target over all nodes at once.

@@ -15,7 +15,7 @@ from specattn.testing.oracle import NAN, Case, tree_lists, visible_slots
 
 @dataclass(frozen=True)
 class Form:
-    """What a case looks like, whatever its kind; names are those of `AttnConfig`."""
+    """What a case looks like, by the names of `AttnConfig`."""
 
     heads: tuple[int, int] = (4, 2)  # query and KV heads
     head_dim: int = 32

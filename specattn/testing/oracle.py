@@ -138,7 +138,11 @@ class Case:
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """Return what ``out`` and ``lse`` must be, in float64."""
-        return _rows(self, visible_slots(self))
+        q, k, v = self.q.cpu(), self.k_cache.cpu(), self.v_cache.cpu()
+        settings = self.sm_scale, self.logit_cap, self.kv_scales
+        rows = enumerate(visible_slots(self))
+        pairs = [_row(q[i], k, v, slots, *settings) for i, slots in rows]
+        return torch.stack([p[0] for p in pairs]), torch.stack([p[1] for p in pairs])
 
 
 def _row(
@@ -168,13 +172,6 @@ def _row(
     grouped = weights.unflatten(1, (kv_heads, -1))
     out = torch.einsum("nhg,nhd->hgd", grouped, values).flatten(0, 1) / total[:, None]
     return out, top + torch.log(total)
-
-
-def _rows(case: Case, lists: list[list[int]]) -> tuple[Tensor, Tensor]:
-    q, k, v = case.q.cpu(), case.k_cache.cpu(), case.v_cache.cpu()
-    settings = case.sm_scale, case.logit_cap, case.kv_scales
-    pairs = [_row(q[i], k, v, slots, *settings) for i, slots in enumerate(lists)]
-    return torch.stack([p[0] for p in pairs]), torch.stack([p[1] for p in pairs])
 
 
 def _visible(pos_q: int, pos_k: int, window_left: int) -> bool:

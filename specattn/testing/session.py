@@ -66,11 +66,8 @@ def _buffer(name: str, value: Tensor, strided: bool) -> Tensor:
         return torch.empty_like(value, memory_format=torch.contiguous_format)
     wide = value.new_full((len(value), value[0].numel() + 3), _STRIDED[name])
     rows = wide[:, : value[0].numel()]
-    return rows.as_strided(value.shape, (rows.stride(0), *_dense(value)[1:]))
-
-
-def _dense(value: Tensor) -> tuple[int, ...]:
-    return tuple(torch.empty(value.shape, device="meta").stride())
+    dense = torch.empty(value.shape, device="meta").stride()
+    return rows.as_strided(value.shape, (rows.stride(0), *dense[1:]))
 
 
 class Session:

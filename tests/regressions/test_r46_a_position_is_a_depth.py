@@ -14,8 +14,8 @@ import random
 import pytest
 import torch
 
-from specattn.batch import Candidates, ForwardMode, SpecBatch
-from specattn.speculative.tree import build_tree
+from specattn.batch import Candidates, ForwardMode
+from tests.filling import built_tree
 from tests.kernels.tree_oracle import random_candidates
 from tests.worlds import BACKENDS, CONFIG, DEVICE, tree_of, world
 
@@ -45,7 +45,7 @@ def test_the_builder_gives_depths():
     )
     lens = torch.tensor([LENGTH, 0], dtype=torch.int32)
     bonus = torch.tensor([1, 2], device=DEVICE)
-    tree = build_tree(made, SpecBatch(bonus, lens.to(DEVICE), lens, bonus), CONFIG)
+    tree = built_tree(made, bonus, lens.to(DEVICE), CONFIG)
     depths = [[int(word).bit_count() - 1 for word in words] for words in tree.words[:, :, 0]]
     assert (tree.positions.cpu() - lens[:, None]).tolist() == depths
     assert depths[0] != list(range(CONFIG.num_draft_tokens)), "a chain shows nothing"
