@@ -1,0 +1,162 @@
+"""SGLang's attention backend ``specattn``: ``--attention-backend specattn``.
+
+SGLang finds `register` by its entry point group ``sglang.srt.plugins``. Nothing needs to be
+imported.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from specattn.errors import UnsupportedError
+from specattn.integrations.sglang import names
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["is_active", "reasons", "register"]
+
+
+def register() -> None:
+    """Register backend and hooks; SGLang calls this in each of its processes.
+
+    In an SGLang that it does not fit, the backend's name stays, and choosing it is an
+    `UnsupportedError` with the reasons. SGLang itself would swallow an error here.
+    """
+    from sglang.srt import server_args
+    from sglang.srt.layers.attention import attention_registry as registry
+
+    if names.NAME in registry.ATTENTION_BACKENDS:
+        return
+    problems = names.problems()
+
+    def make(runner: Any) -> Any:
+        if problems:
+            raise UnsupportedError(f"SGLang backend {names.NAME!r}", problems)
+        from specattn.integrations.sglang.backend import SpecAttnBackend
+
+        return SpecAttnBackend(runner)
+
+    registry.register_attention_backend(names.NAME)(make)
+    server_args.add_attention_backend_choices([names.NAME])
+    # newer releases have a list of their own for drafts
+    if hasattr(server_args, "add_draft_attention_backend_choices"):
+        server_args.add_draft_attention_backend_choices([names.NAME])
+    if not problems:
+        _serve_latent()
+        _hook()
+
+
+def reasons() -> list[str]:
+    """Say why the backend is not active in this process; empty if it is."""
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    found = names.problems()
+    if names.NAME not in ATTENTION_BACKENDS:
+        found.append("SGLang has not run the plug-in (sglang.srt.plugins.load_plugins)")
+    return found + [
+        f"SGLang has not applied the hook on {path}"
+        for path, _ in HOOKS
+        if path not in HookRegistry._patched
+    ]
+
+
+def is_active() -> bool:
+    """Whether SGLang of this process can use the backend, with all its hooks."""
+    return not reasons()
+
+
+def _serve_latent() -> None:
+    """Let models with latent attention attend in its absorbed form, prompts too."""
+    from sglang.srt.model_executor.model_runner import add_mla_attention_backend
+    from sglang.srt.models.deepseek_common import attention_backend_handler as handler
+
+    add_mla_attention_backend(names.NAME)
+    handler.AttentionBackendRegistry.register(names.NAME, handler._dispatch_mla_subtype)
+
+
+def _hook() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for path, hook in HOOKS:
+        HookRegistry.register(path, hook, HookType.AROUND)
+
+
+def _create(original: Callable[..., Any], factory: Any, *args: Any, **options: Any) -> Any:
+    """Add this backend to those that draft workers may choose."""
+    name, known, template, *rest = args
+    decodes = known["triton"].__name__ == "_create_triton_decode_backend"
+
+    def make() -> Any:
+        from specattn.integrations.sglang import backend
+
+        runner = factory.draft_model_runner
+        if decodes:
+            made: Any = backend.SpecAttnDraft(runner, factory.topk, factory.speculative_num_steps)
+        else:
+            made = backend.SpecAttnBackend(runner)
+        # newer releases stamp what they made with its name
+        return (names.NAME, made) if names.release() > (0, 5, 15) else made
+
+    return original(factory, name, {**known, names.NAME: make}, template, *rest, **options)
+
+
+def _choose_masks(original: Callable[..., Any], worker: Any) -> None:
+    """Have verify masks of the tree alone: the fill does not grow with the context."""
+    from sglang.srt.speculative.eagle_utils import TreeMaskMode
+
+    from specattn.integrations.sglang.backend import VerifyBuffers
+
+    original(worker)
+    target = worker.target_worker.model_runner.attn_backend
+    # newer releases read the kind from the backend's `verify_mask`
+    if names.release() == (0, 5, 15) and isinstance(
+        target.get_verify_buffers_to_fill_after_draft(), VerifyBuffers
+    ):
+        worker.tree_mask_mode = TreeMaskMode.QLEN_ONLY
+
+
+def _capture(original: Callable[..., Any], worker: Any) -> None:
+    """Capture the draft extend, too, which SGLang does for backends that it knows."""
+    from sglang.srt.speculative import eagle_draft_extend_cuda_graph_runner as extend
+
+    from specattn.integrations.sglang.backend import SpecAttnBackend
+
+    original(worker)
+    if (
+        worker.cuda_graph_runner is not None
+        and worker.cuda_graph_runner_for_draft_extend is None
+        and isinstance(worker.draft_extend_attn_backend, SpecAttnBackend)
+    ):
+        runner = extend.EAGLEDraftExtendCudaGraphRunner(worker)
+        worker.cuda_graph_runner_for_draft_extend = runner
+
+
+def _allow_pages(original: Callable[..., Any], server_args: Any) -> None:
+    """Allow trees over pages of more than one slot; this is the last check of ``original``."""
+    try:
+        original(server_args)
+    except ValueError as error:
+        ours = f"attention_backend={names.NAME!r}" in str(error)
+        if not (ours and "page_size > 1 is only supported" in str(error)):
+            raise
+
+
+def _select(original: Callable[..., Any], i: int, *args: Any) -> Any:
+    """Tell the draft which branch each of a step's branches extends."""
+    out = original(i, *args)
+    from specattn.integrations.sglang.backend import SpecAttnDraft
+
+    if SpecAttnDraft.running is not None:
+        SpecAttnDraft.running.grow(i, out[3][2])
+    return out
+
+
+HOOKS: tuple[tuple[str, Callable[..., Any]], ...] = (
+    (names.CREATE, _create),
+    (f"{names.WORKER}.init_attention_backend", _choose_masks),
+    (f"{names.WORKER}._capture_cuda_graphs", _capture),
+    (names.ARGUMENTS, _allow_pages),
+    (names.SELECT, _select),
+)

@@ -1,0 +1,289 @@
+"""SGLang's attention interface over `specattn.attention`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+from specattn.attention import Phase, RowLayout
+from specattn.integrations.sglang.layers import Layers
+from specattn.integrations.sglang.masks import copy_full
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specattn.attention import DraftForwards, Forward
+
+
+class VerifyBuffers(list[Any]):
+    """What SGLang fills after a draft: a mask of the tree alone, and no positions."""
+
+
+class _Attends(AttentionBackend):
+    """What SGLang calls once per layer."""
+
+    #: nothing here reads a length on the host
+    needs_cpu_seq_lens = False
+    layers: Layers
+    forward_metadata: Forward | None = None
+
+    def forward_decode(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **options: Any,
+    ) -> Tensor:
+        """Store new keys and values if ``save_kv_cache``, and attend."""
+        if any(value is not None for value in options.values()):
+            raise NotImplementedError(f"specattn does not serve {', '.join(sorted(options))}")
+        forward = self.forward_metadata
+        assert forward is not None
+        if not save_kv_cache:
+            k = v = None
+        elif self.layers.latent:
+            v = None
+        count, rows = forward.store_slots.numel(), q.shape[0]
+        q = q.reshape(rows, -1)
+        if rows == count:
+            return forward.attend(self.layers.of(layer), q, _rows(k, count), _rows(v, count))
+        # a prompt padded to a captured number of tokens
+        out = q.new_zeros(rows, layer.tp_q_head_num * layer.v_head_dim)
+        forward.attend(
+            self.layers.of(layer), q[:count], _rows(k, count), _rows(v, count), out=out[:count]
+        )
+        return out
+
+    forward_extend = forward_decode
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Length of a request that pads a captured batch."""
+        return 1
+
+
+class SpecAttnBackend(_Attends):
+    """Attention of a target or a draft, in every mode but draft decode.
+
+    Decode, verify and draft extend adopt SGLang's tensors inside its graphs, in one launch, and
+    fill the plans of all layers in a second one. Prompts run eagerly.
+
+    Parameters
+    ----------
+    runner : ModelRunner
+        SGLang's.
+
+    Raises
+    ------
+    UnsupportedError
+        In one line, naming all that is not served.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+        self.layers = Layers(runner)
+        self.max_context_len = runner.model_config.context_len
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self.req_to_token_pool = runner.req_to_token_pool
+        self._nodes = runner.server_args.speculative_num_draft_tokens or 0
+        self._draft = runner.is_draft_worker
+        self._alloc_mask()
+
+    def _alloc_mask(self) -> None:
+        attention = self.layers.attention
+        nodes = 0 if self._draft else self._nodes
+        self._mask = torch.ones(
+            attention.max_batch * nodes * nodes, dtype=torch.bool, device=attention.device
+        )
+
+    # --- verify masks -----------------------------------------------------------------------
+
+    def get_verify_buffers_to_fill_after_draft(self) -> VerifyBuffers:
+        """Return the mask that SGLang 0.5.15 writes after the draft: ``QLEN_ONLY``."""
+        return VerifyBuffers([self._mask if len(self._mask) else None, None])
+
+    @property
+    def verify_mask(self) -> Any:
+        """The same as newer releases ask for it."""
+        from sglang.srt.layers.attention.verify_mask import VerifyMask
+        from sglang.srt.speculative.eagle_utils import TreeMaskMode
+
+        if not len(self._mask):
+            return None
+        most = self.layers.attention.max_batch
+        return VerifyMask(buffer=self._mask, mode=TreeMaskMode.QLEN_ONLY, max_bs=most)
+
+    def update_verify_buffers_to_fill_after_draft(
+        self, spec_info: Any, cuda_graph_bs: int | None
+    ) -> None:
+        """Do nothing: the mask is read in the forward."""
+
+    # --- metadata ---------------------------------------------------------------------------
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Make room for captured batches that are larger than the request table."""
+        if max_bs > self.layers.attention.max_batch:
+            self.layers.resize(max_bs)
+            self._alloc_mask()
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Make what a capture needs; copy a mask that SGLang wrote elsewhere."""
+        if forward_batch.forward_mode.is_idle():
+            return
+        layout, _ = self._layout(forward_batch)
+        if layout is None:
+            return
+        self.forward_metadata = self.layers.attention.forward(layout, forward_batch.batch_size)
+        if layout.causal or layout.phase != Phase.VERIFY or in_capture:
+            return
+        mask = forward_batch.spec_info.custom_mask
+        if mask is not None and mask.data_ptr() != self._mask.data_ptr():
+            copy_full(mask, forward_batch.seq_lens, layout.q_len, out=self._mask)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Adopt rows, lengths, slots, positions and mask, and fill all plans: two launches."""
+        if forward_batch.forward_mode.is_idle():
+            return
+        layout, counted = self._layout(forward_batch)
+        if layout is None:
+            self.forward_metadata = self._prompts(forward_batch)
+            return
+        batch, rows = forward_batch, forward_batch.batch_size
+        tokens = rows * layout.q_len
+        forward = self.forward_metadata = self.layers.attention.forward(layout, rows)
+        forward.adopt(
+            batch.req_pool_indices[:rows],
+            batch.seq_lens[:rows],
+            batch.out_cache_loc[:tokens],
+            batch.positions[:tokens],
+            None if layout.causal else self._mask,
+            counted=counted,
+        )
+
+    def _layout(self, forward_batch: Any) -> tuple[RowLayout | None, int]:
+        """Return a forward's layout, and how many new tokens its lengths count.
+
+        Prompts have none: their requests differ in rows.
+        """
+        mode, page = forward_batch.forward_mode, self.layers.page_size
+        if mode.is_decode():
+            return RowLayout(1, 1, Phase.DECODE, True, page), 1
+        if mode.is_target_verify():
+            spec = forward_batch.spec_info
+            n = spec.draft_token_num
+            # masks of n-gram trees are trees whatever topk says; they have none
+            chain = spec.custom_mask is None or getattr(spec, "topk", 0) == 1
+            return RowLayout(n, n, Phase.VERIFY, chain, page), 0
+        if mode.is_draft_extend_v2():
+            n = forward_batch.input_ids.numel() // forward_batch.batch_size
+            return RowLayout(n, n, Phase.PREFILL, True, page), n
+        return None, 0
+
+    def _prompts(self, forward_batch: Any) -> Forward:
+        new = forward_batch.extend_seq_lens_cpu
+        return self.layers.attention.prompts(
+            forward_batch.req_pool_indices,
+            forward_batch.extend_prefix_lens,
+            forward_batch.extend_seq_lens,
+            forward_batch.out_cache_loc[: sum(new)],
+            max_q_len=max(new),
+            page_size=self.layers.page_size,
+        )
+
+
+class _Step(_Attends):
+    """One step of a draft, as SGLang calls it."""
+
+    def __init__(self, layers: Layers, runner: Any) -> None:
+        super().__init__()
+        self.layers = layers
+        self.max_context_len = runner.model_config.context_len
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self.req_to_token_pool = runner.req_to_token_pool
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Do nothing: `SpecAttnDraft` has the state of all steps."""
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Do nothing: `SpecAttnDraft` fills all steps before the first."""
+
+
+class SpecAttnDraft:
+    """Draft decode of several steps, whose branches attend to their true ancestors.
+
+    Parameters
+    ----------
+    runner : ModelRunner
+        SGLang's, of the draft.
+    topk, num_steps : int
+        Branches, and steps; the last one's tokens are never run.
+
+    Raises
+    ------
+    UnsupportedError
+        As in `SpecAttnBackend`.
+    """
+
+    needs_cpu_seq_lens = False
+    #: The draft whose steps run: SGLang chooses branches in a function that knows no backend.
+    running: ClassVar[SpecAttnDraft | None] = None
+
+    def __init__(self, runner: Any, topk: int, num_steps: int) -> None:
+        self.topk, self.num_steps = topk, num_steps
+        self.layers = Layers(runner)
+        self.attn_backends = [_Step(self.layers, runner) for _ in range(num_steps - 1)]
+        self._forwards: DraftForwards | None = None
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Make room for captured batches that are larger than the request table."""
+        if max_bs > self.layers.attention.max_batch:
+            self.layers.resize(max_bs)
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Adopt all steps, eagerly."""
+        self.init_forward_metadata_out_graph(forward_batch)
+        self.init_forward_metadata_in_graph(forward_batch)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Make what a capture needs."""
+        self._made(forward_batch.batch_size)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Adopt rows, lengths, slots and positions of all steps: two launches."""
+        batch, rows = forward_batch, forward_batch.batch_size
+        forwards = self._forwards = self._made(rows)
+        forwards.adopt(
+            batch.req_pool_indices[:rows],
+            batch.seq_lens[:rows],
+            batch.out_cache_loc[: rows * self.topk * self.num_steps],
+        )
+        for step, forward in zip(self.attn_backends, forwards.steps, strict=True):
+            step.forward_metadata = forward
+        SpecAttnDraft.running = self
+
+    def _made(self, rows: int) -> DraftForwards:
+        return self.layers.attention.draft(
+            self.num_steps - 1, self.topk, rows, page_size=self.layers.page_size
+        )
+
+    def grow(self, step: int, chosen: Tensor) -> None:
+        """Write the ancestor words of a step's branches; one launch.
+
+        Parameters
+        ----------
+        step : int
+            From 0 on; the last, which is never run, is ignored.
+        chosen : Tensor
+            ``[B, topk]`` int64, SGLang's flat index of each branch among all candidates.
+        """
+        if self._forwards is not None and step < self.num_steps - 1:
+            self._forwards.grow(step, chosen, flat=True)
+
+
+def _rows(tensor: Tensor | None, count: int) -> Tensor | None:
+    """View keys or values as ``[T, heads * size]``."""
+    return None if tensor is None else tensor.reshape(tensor.shape[0], -1)[:count]

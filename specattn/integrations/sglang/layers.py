@@ -1,0 +1,147 @@
+"""SGLang's layers and pools as specattn's, and what is refused at start."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+
+from specattn.attention import Attention, AttnConfig, KVScales
+from specattn.errors import UnsupportedError
+from specattn.integrations.sglang.names import NAME
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specattn.attention import Layer
+
+log = logging.getLogger(__name__)
+
+#: Names another backend of specattn, for tests and comparisons.
+BACKEND_VARIABLE = "SPECATTN_SGLANG_BACKEND"
+POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
+PAGE_SIZES = (1, 16, 32, 64, 128)
+ALGORITHMS = (None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
+
+
+def refusals(runner: Any) -> list[str]:
+    """Say what of SGLang's setting the plug-in does not serve.
+
+    Parameters
+    ----------
+    runner : ModelRunner
+        SGLang's, with its model and pools.
+    """
+    args, pool, found = runner.server_args, runner.token_to_kv_pool, []
+    if type(pool).__name__ not in POOLS:
+        found.append(f"KV pool {type(pool).__name__} (served: {', '.join(POOLS)})")
+    if runner.page_size not in PAGE_SIZES:
+        found.append(f"page_size {runner.page_size} (served: {', '.join(map(str, PAGE_SIZES))})")
+    if args.speculative_algorithm not in ALGORITHMS:
+        found.append(f"speculative_algorithm {args.speculative_algorithm}")
+    for option in ("enable_multi_layer_eagle", "enable_deterministic_inference"):
+        if getattr(args, option):
+            found.append(option)
+    for module in _modules(runner):
+        if getattr(module, "sinks", None) is not None:
+            found.append(f"attention sinks ({type(module).__name__})")
+            break
+    for layer in attention_layers(runner):
+        found += layer_refusals(layer)
+    return list(dict.fromkeys(found))
+
+
+def layer_refusals(layer: Any) -> list[str]:
+    """Say what of a layer the plug-in does not serve."""
+    tests = {
+        "cross attention": layer.is_cross_attention,
+        f"attention type {layer.attn_type}": layer.attn_type != AttentionType.DECODER,
+        "xai_temperature_len": layer.xai_temperature_len > 0,
+        f"logit_capping_method {layer.logit_capping_method}": layer.logit_cap > 0
+        and layer.logit_capping_method != "tanh",
+    }
+    return [name for name, refused in tests.items() if refused]
+
+
+def _modules(runner: Any) -> list[Any]:
+    # SGLang's test kit has no model
+    model = getattr(runner, "model", None)
+    return [] if model is None else list(model.modules())
+
+
+def attention_layers(runner: Any) -> list[Any]:
+    """Return the layers that attend, in the model's order.
+
+    A layer of latent attention has a second one for expanded heads, over the same keys; the
+    plug-in has SGLang attend in the absorbed form alone.
+    """
+    layers = [module for module in _modules(runner) if isinstance(module, RadixAttention)]
+    if runner.use_mla_backend:
+        layers = [layer for layer in layers if layer.tp_k_head_num == 1]
+    return layers
+
+
+class Layers:
+    """SGLang's layers over its pool and table.
+
+    Parameters
+    ----------
+    runner : ModelRunner
+        SGLang's, of a target or a draft.
+
+    Raises
+    ------
+    UnsupportedError
+        In one line, naming all that is not served.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self.pool, self.page_size = runner.token_to_kv_pool, runner.page_size
+        self.latent, self.dtype = runner.use_mla_backend, runner.dtype
+        if found := refusals(runner):
+            raise UnsupportedError(f"SGLang backend {NAME!r}", [f"not served: {x}" for x in found])
+        self._table = runner.req_to_token_pool.req_to_token
+        self._known = attention_layers(runner)
+        self.resize(len(self._table))
+
+    def resize(self, max_batch: int) -> None:
+        """Make attention over batches of up to ``max_batch``, and all known layers."""
+        name = os.environ.get(BACKEND_VARIABLE, "auto")
+        self.attention = Attention(self._table, max_batch=max_batch, backend=name)
+        self._layers: dict[int, Layer] = {}
+        for layer in self._known:
+            self.of(layer)
+
+    def of(self, layer: Any) -> Layer:
+        """Return SGLang's ``layer`` as specattn's."""
+        if layer.layer_id not in self._layers:
+            self._layers[layer.layer_id] = self._made(layer)
+        return self._layers[layer.layer_id]
+
+    def _made(self, layer: Any) -> Layer:
+        found = layer_refusals(layer)
+        k_cache: Tensor = self.pool.get_key_buffer(layer.layer_id)
+        if k_cache.dim() != 3 or k_cache.shape[1:] != (layer.tp_k_head_num, layer.qk_head_dim):
+            found.append(f"a pool of {list(k_cache.shape)} (it must be [slots, heads, size])")
+        if found:
+            raise UnsupportedError(f"SGLang backend {NAME!r}", [f"not served: {x}" for x in found])
+        window = layer.sliding_window_size
+        config = AttnConfig(
+            layer.tp_q_head_num,
+            layer.tp_k_head_num,
+            layer.qk_head_dim,
+            layer.v_head_dim,
+            dtype=self.dtype,
+            sm_scale=layer.scaling,
+            window_left=-1 if window is None else window,
+            logit_cap=layer.logit_cap,
+            latent=self.latent,
+        )
+        scales = None
+        if k_cache.dtype == torch.float8_e4m3fn:
+            scales = KVScales(layer.k_scale_float or 1.0, layer.v_scale_float or 1.0)
+        v_cache = None if self.latent else self.pool.get_value_buffer(layer.layer_id)
+        return self.attention.layer(config, k_cache, v_cache, scales)
