@@ -48,7 +48,7 @@ def register() -> None:
 
 
 def reasons() -> list[str]:
-    """Say why the backend is not active in this process; empty if it is."""
+    """Say why the backend is not active in this process."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -63,7 +63,7 @@ def reasons() -> list[str]:
 
 
 def is_active() -> bool:
-    """Whether SGLang of this process can use the backend, with all its hooks."""
+    """Whether SGLang can use the backend, with all its hooks."""
     return not reasons()
 
 
@@ -103,7 +103,7 @@ def _create(original: Callable[..., Any], factory: Any, *args: Any, **options: A
 
 
 def _choose_masks(original: Callable[..., Any], worker: Any) -> None:
-    """Have verify masks of the tree alone: the fill does not grow with the context."""
+    """Have masks of trees alone, which do not grow with contexts."""
     from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
     from specattn.integrations.sglang.backend import VerifyBuffers
@@ -118,7 +118,7 @@ def _choose_masks(original: Callable[..., Any], worker: Any) -> None:
 
 
 def _capture(original: Callable[..., Any], worker: Any) -> None:
-    """Capture the draft extend, too, which SGLang does for backends that it knows."""
+    """Capture the draft extend, as SGLang does for its own backends."""
     from sglang.srt.speculative import eagle_draft_extend_cuda_graph_runner as extend
 
     from specattn.integrations.sglang.backend import SpecAttnBackend
@@ -134,7 +134,10 @@ def _capture(original: Callable[..., Any], worker: Any) -> None:
 
 
 def _allow_pages(original: Callable[..., Any], server_args: Any) -> None:
-    """Allow trees over pages of more than one slot; this is the last check of ``original``."""
+    """Allow trees over pages of several slots.
+
+    It is the last of what ``original`` checks.
+    """
     try:
         original(server_args)
     except ValueError as error:

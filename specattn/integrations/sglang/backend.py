@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class VerifyBuffers(list[Any]):
-    """What SGLang fills after a draft: a mask of the tree alone, and no positions."""
+    """What SGLang fills after a draft: masks of trees alone."""
 
 
 class _Attends(AttentionBackend):
@@ -67,7 +67,7 @@ class _Attends(AttentionBackend):
 
 
 class SpecAttnBackend(_Attends):
-    """Attention of a target or a draft, in every mode but draft decode.
+    """Attention in every mode but draft decode.
 
     Decode, verify and draft extend adopt SGLang's tensors inside its graphs, in one launch, and
     fill the plans of all layers in a second one. Prompts run eagerly.
@@ -145,7 +145,7 @@ class SpecAttnBackend(_Attends):
             copy_full(mask, forward_batch.seq_lens, layout.q_len, out=self._mask)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Adopt rows, lengths, slots, positions and mask, and fill all plans: two launches."""
+        """Adopt the forward and fill all plans, in two launches."""
         if forward_batch.forward_mode.is_idle():
             return
         layout, counted = self._layout(forward_batch)
@@ -253,7 +253,7 @@ class SpecAttnDraft:
         self._made(forward_batch.batch_size)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Adopt rows, lengths, slots and positions of all steps: two launches."""
+        """Adopt all steps, in two launches."""
         batch, rows = forward_batch, forward_batch.batch_size
         forwards = self._forwards = self._made(rows)
         forwards.adopt(

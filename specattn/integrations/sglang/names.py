@@ -1,4 +1,4 @@
-"""Every private name of SGLang that the plug-in uses, in one table, and the releases it fits."""
+"""The private names of SGLang that the plug-in uses, and tested releases."""
 
 from __future__ import annotations
 
@@ -75,7 +75,9 @@ def release() -> tuple[int, ...]:
 
 
 def problems() -> list[str]:
-    """Say why the plug-in does not fit the installed SGLang; empty if it does."""
+    """Say why the plug-in does not fit the installed SGLang.
+
+    Empty if it does."""
     have = release()
     if not TESTED[0] <= have <= TESTED[1]:
         first, last = (".".join(map(str, tested)) for tested in TESTED)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import unittest
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -11,12 +10,8 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
-
-# modules of linear attention, which the kit imports, name these at import
-for _operator in ("fused_gdn_gating_cpu", "fused_sigmoid_gating_delta_rule_update_cpu"):
-    setattr(torch.ops.sgl_kernel, _operator, None)
-
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_context import forward_context, get_forward_context
 from sglang.test.kits.attention_unittest.attention_methods import dense_attention as dense
 from sglang.test.kits.attention_unittest.attention_methods import mla_attention as mla
 from sglang.test.kits.attention_unittest.runner_modes import (
@@ -29,13 +24,18 @@ from sglang.test.kits.attention_unittest.runner_modes import speculative_draft_r
 from sglang.test.kits.attention_unittest.runner_modes import (
     speculative_target_verify_runner as verify,
 )
-from sglang.test.kits.attention_unittest.runner_modes import split_op_runner as split
 
 if TYPE_CHECKING:
+    import unittest
     from collections.abc import Callable, Iterator
 
 NAME = "specattn"
 CPU = {"device": "cpu", "dtype": torch.float32}
+#: Cells of the kit that a CPU cannot run, and why.
+NOT_RUN = {
+    "split_op_runner": "SGLang registers the operator of split prompts for CUDA alone",
+    "run_dense_frozen_kv_mtp_cuda_graph_runner_case": "the algorithm is refused at start",
+}
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class RunAgain:
     """
 
     def __init__(self, runner: Any = None) -> None:
-        self.captured: dict[Any, Callable[[], Any]] = {}
+        self.captured: dict[Any, tuple[Any, Callable[[], Any]]] = {}
 
     @contextmanager
     def capture_session(self, *args: Any, **options: Any) -> Iterator[None]:
@@ -69,15 +69,24 @@ class RunAgain:
         run_once()
         if hook := options.get("post_warmup_hook"):
             hook()
-        self.captured[key] = run_once
+        self.captured[key] = get_forward_context(), run_once
 
     def replay(self, key: Any, *args: Any, **options: Any) -> Any:
-        return self.captured[key]()
+        context, run_once = self.captured[key]
+        with forward_context(context):
+            return run_once()
 
 
 @contextmanager
-def on_cpu() -> Iterator[None]:
-    """Patch what the kit's graph runners take from CUDA."""
+def on_cpu(*, contiguous: bool = False) -> Iterator[None]:
+    """Patch what the kit's graph runners take from CUDA.
+
+    Parameters
+    ----------
+    contiguous : bool
+        Lay slots in the order of positions. The kit's verify cells write prefixes there again, over
+        pages that another order has given to other positions.
+    """
     runners = "sglang.srt.model_executor.runner.decode_cuda_graph_runner"
     with ExitStack() as stack:
         for module in (
@@ -94,6 +103,11 @@ def on_cpu() -> Iterator[None]:
         stack.enter_context(patch("torch.cuda.set_rng_state", lambda state, device: None))
         with_window = dense._SWA_DECODE_EXTEND_WINDOW | {NAME}
         stack.enter_context(patch.object(dense, "_SWA_DECODE_EXTEND_WINDOW", with_window))
+        if contiguous:
+            real = dense.make_loc_fn
+            stack.enter_context(
+                patch.object(dense, "make_loc_fn", lambda layout, **kw: real("contiguous", **kw))
+            )
         yield
 
 
@@ -107,7 +121,7 @@ def _cell(name: str, run: Callable[..., None], case: Any, **options: Any) -> Cel
 
 
 def _run(run: Callable[..., None], case: Any, options: dict[str, Any], testcase: Any) -> None:
-    with on_cpu():
+    with on_cpu(contiguous="verify" in run.__name__ and "graph" in run.__name__):
         run(testcase, case, **options)
 
 
@@ -127,7 +141,9 @@ def _dense() -> Iterator[Cell]:
     )
     for case in (*cases, *windows, window):
         for layout in ("shuffled_pages", "interleaved_pages"):
-            yield _cell(f"{case.name}-{layout}", dense.run_dense_attention_case, case, loc_layout=layout)
+            yield _cell(
+                f"{case.name}-{layout}", dense.run_dense_attention_case, case, loc_layout=layout
+            )
         if case.page_size == 1:
             yield _cell(
                 f"{case.name}-scattered",
@@ -142,15 +158,6 @@ def _dense() -> Iterator[Cell]:
                 case,
                 cuda_graph_capture_batch_size=len(case.prefix_lens) + 1,
             )
-        else:
-            for breakable in (False, True):
-                yield _cell(
-                    f"{case.name}-split{'-breakable' * breakable}",
-                    split.run_dense_split_op_extend_case,
-                    case,
-                    breakable=breakable,
-                    static_num_tokens=case.num_input_tokens + 3,
-                )
 
 
 def _verify_case(page: int, window: int | None = None, n: int = 3, kv: int = 2) -> Any:
@@ -220,11 +227,16 @@ def _draft() -> Iterator[Cell]:
         )
 
 
+#: The kit's own cells have no rotated part, which no model with latent attention lacks.
+LATENT = {"kv_lora_rank": 32, "qk_rope_head_dim": 16}
+_latent = functools.partial(_cell, **LATENT)
+
+
 def _mla() -> Iterator[Cell]:
     for case in mla.make_mla_cases(NAME):
-        yield _cell(case.name, mla.run_mla_attention_case, case)
+        yield _latent(case.name, mla.run_mla_attention_case, case)
         if case.forward_mode.is_decode():
-            yield _cell(
+            yield _latent(
                 f"{case.name}-graph",
                 decode.run_mla_cuda_graph_decode_case,
                 case,
@@ -241,10 +253,10 @@ def _mla() -> Iterator[Cell]:
             extend_lens=(3,) * 3,
         )
         for topk in (1, 2):
-            yield _cell(
+            yield _latent(
                 f"{case.name}-topk{topk}", verify.run_mla_eagle_verify_case, case, topk=topk
             )
-            yield _cell(
+            yield _latent(
                 f"{case.name}-topk{topk}-graph",
                 verify.run_mla_eagle_verify_cuda_graph_case,
                 case,
@@ -253,8 +265,8 @@ def _mla() -> Iterator[Cell]:
         case = replace(
             case, forward_mode=ForwardMode.DRAFT_EXTEND_V2, name=f"mla_extend_page{page}"
         )
-        yield _cell(case.name, extend.run_mla_draft_extend_v2_cuda_graph_case, case)
-        yield _cell(
+        yield _latent(case.name, extend.run_mla_draft_extend_v2_cuda_graph_case, case)
+        yield _latent(
             f"{case.name}-runner",
             extend.run_mla_eagle_draft_extend_v2_cuda_graph_runner_case,
             case,
@@ -268,7 +280,7 @@ def _mla() -> Iterator[Cell]:
             page_size=1,
             prefix_lens=(2, 15, 16),
         )
-        yield _cell(
+        yield _latent(
             f"mla_draft-topk{topk}-runner",
             draft.run_mla_eagle_draft_cuda_graph_runner_case,
             case,
