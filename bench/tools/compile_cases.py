@@ -24,6 +24,7 @@ from bench.tools.compile_small import (
     index_lists,
     kv_operations,
     laws,
+    products,
     step_ends,
     windows,
 )
@@ -51,6 +52,7 @@ QUICK: dict[str, Callable[[], None]] = {
     "gluon, prompt, bf16": partial(prompt, BF16, gluon=True),
     "gluon, prompt, float8 keys, bf16": partial(prompt, BF16, gluon=True, stored=FLOAT8),
     "gluon, latent, 64 rows, bf16": partial(attend_latent, 4, 4, BF16, gluon=True),
+    "gluon, products, bf16": partial(products, BF16),
     "tree": build_tree,
     "beams": beams,
     "accept": accepts,
@@ -111,5 +113,6 @@ CASES = QUICK | {
     "tree, 4 x 5, 16 nodes": partial(build_tree, 4, 5, 16),
     "laws, f32": partial(laws, F32, 151936),
     "choose 64, f32": partial(choices, F32, 64, 151936),
+    "gluon, products, f16": partial(products, F16),
     "kv, f32": partial(kv_operations, F32),
 }

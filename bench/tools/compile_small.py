@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
 
-from bench.tools.compile_offline import BATCH, BF16, CONTEXT, F32, I32, zeros
+from bench.tools.compile_offline import BATCH, BF16, CONTEXT, F32, I32, LIMITS, zeros
 from specattn.kernels import adopt, fused, indices, sampling, step, tree
 from specattn.kernels import cache as caches
 from specattn.kernels.attention import triton as attention_triton
+from specattn.kernels.fused.stream import stream_gated, stream_linear
 
 
 def build_tree(topk: int = 8, steps: int = 7, nodes: int = 64) -> None:
@@ -277,3 +280,16 @@ def step_ends(topk: int = 4, depth: int = 6, dtype: torch.dtype = BF16) -> None:
         after_out=rows,
     )
     step.write_output(zeros(BATCH, 1 + depth), zeros(2, BATCH, 1 + depth), zeros(1))
+
+
+def products(dtype: torch.dtype) -> None:
+    """The smallest and the largest tile of products whose weights are streamed."""
+    multiprocessors = mock.patch(
+        "specattn.kernels.fused.stream._multiprocessors", return_value=LIMITS[90].sms
+    )
+    weight = zeros(2048, 1024, dtype=dtype)
+    with multiprocessors:
+        for rows in (8, 100):
+            x = zeros(rows, 1024, dtype=dtype)
+            stream_linear(x, weight)
+            stream_gated(x, weight)
