@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.implementations import IMPLEMENTATIONS, using
-from tests.interpreter import multiply_by_row, patch_once, without_idle_checks
+from tests.interpreter import multiply_by_row, patch_once, spread_bits, without_idle_checks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,6 +31,7 @@ if not CUDA:
         patch_once()
         without_idle_checks()
         multiply_by_row()
+        spread_bits()
 
 ROOT = Path(__file__).parent.parent
 # what the lane for each edit (`-m "not slow"`) leaves out, besides single tests that are marked

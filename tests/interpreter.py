@@ -65,3 +65,22 @@ def multiply_by_row() -> None:
         return TensorHandle(found.data.squeeze(-2), d.dtype.scalar)
 
     InterpreterBuilder.create_dot = create_dot
+
+
+def spread_bits() -> None:
+    """Let a comparison of scalars be bits once it is spread over a block.
+
+    The interpreter of Triton 3.9 makes numbers of the compared kind of it, and refuses them as the
+    mask of a load.
+    """
+    from triton.language import int1
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    spread = InterpreterBuilder.create_splat
+
+    def create_splat(builder: Any, kind: Any, scalar: Any) -> Any:
+        if scalar.data.dtype == bool:
+            scalar = TensorHandle(scalar.data, int1)
+        return spread(builder, kind, scalar)
+
+    InterpreterBuilder.create_splat = create_splat

@@ -37,7 +37,9 @@ for found in pkgutil.walk_packages(specattn.__path__, "specattn."):
 ATTENDS = """
 import torch
 from specattn.testing import conformance
+from tests.interpreter import spread_bits
 torch.set_num_threads(1)
+spread_bits()
 for backend in ("torch_native", "triton"):
     checks = [check for check in conformance(backend, "cpu", "smoke") if "tree" in check.name]
     for check in checks[:4]:
