@@ -1,14 +1,14 @@
-"""Decide whether a Gluon kernel may be used, as each proves itself."""
+"""What Gluon kernels share: a check of their own, and TMA boxes."""
 
 from __future__ import annotations
 
+import importlib
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from torch import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -17,18 +17,10 @@ _PROVEN: dict[tuple[str, int], bool] = {}
 
 
 def gluon_ok(kernel_name: str, check: Callable[[torch.device], None], device: torch.device) -> bool:
-    """Return whether ``kernel_name`` works on ``device``; the first call there finds out.
+    """Return whether ``kernel_name`` works on ``device``; the first call finds out.
 
-    It compiles and runs, so it must not be made while a CUDA graph is captured.
-
-    Parameters
-    ----------
-    kernel_name : str
-        What the result is remembered, and a failure logged, by.
-    check : callable
-        Imports the kernel, runs a small problem on the device and raises if anything is off.
-    device : torch.device
-        The device; anything but a Hopper GPU is refused without a check.
+    ``check`` then compiles and runs the kernel and raises if anything is off, so that call must not
+    be made while a CUDA graph is captured. Anything but a Hopper GPU is refused without it.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return False
@@ -48,3 +40,12 @@ def gluon_ok(kernel_name: str, check: Callable[[torch.device], None], device: to
             )
             _PROVEN[kernel_name, index] = False
     return _PROVEN[kernel_name, index]
+
+
+def tma_boxes(matrix: Tensor, rows: int, columns: int) -> Any:
+    """Describe a 16-bit matrix to TMA, which copies boxes of it."""
+    gl = importlib.import_module("triton.experimental.gluon.language")
+    hopper = importlib.import_module("triton.experimental.gluon.nvidia.hopper")
+    dtype = gl.float16 if matrix.dtype == torch.float16 else gl.bfloat16
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
+    return hopper.TensorDescriptor.from_tensor(matrix, [rows, columns], layout)

@@ -6,19 +6,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from specattn.kernels import implementation
 from specattn.kernels.attention import naive
-from specattn.kernels.attention.tiles import FLOAT8, logit_factors
+from specattn.kernels.attention.tiles import FLOAT8, TileConfig, logit_factors
 from specattn.kernels.attention.tree import DeterministicSplits, TreeAttention, check_lse
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from specattn.kernels.attention.tiles import TileConfig
 
 __all__ = ["DeterministicSplits", "TreeAttention", "extend_attention", "merge_lse"]
 

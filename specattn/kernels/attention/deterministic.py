@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from specattn.kernels.attention.tiles import (
     FLOAT8,
@@ -26,7 +27,7 @@ from specattn.kernels.attention.tiles import (
     next_power_of_2,
     padded,
 )
-from specattn.kernels.attention.tree import Grid, row_strides
+from specattn.kernels.attention.tree import DeterministicSplits, Grid, TreeAttention, row_strides
 from specattn.kernels.attention.triton import TreeKernels, head_constants, tile_options
 from specattn.kernels.attention.triton_deterministic import (
     deterministic_attention_kernel,
@@ -36,9 +37,6 @@ from specattn.kernels.attention.triton_deterministic_plan import DeterministicPl
 from specattn.kernels.launch import launch_options
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from specattn.kernels.attention.tree import DeterministicSplits, TreeAttention
     from specattn.kernels.attention.triton_plan import PlanRequest
 
 # of the merge; neither changes a result
@@ -68,7 +66,7 @@ class DeterministicKernels(TreeKernels):
         self.kept_slots = max(kept, 1)
         # the tokens whose rows share a tile take turns at its end
         self.extra = min(bucket.q_len, cdiv(tile.block_m, bucket.group)) - 1
-        self.tables = DeterministicPlan.alloc(
+        self.tables = DeterministicPlan(
             batch=bucket.batch,
             max_splits=grid.splits,
             q_len=bucket.q_len,

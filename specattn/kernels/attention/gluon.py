@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from specattn.kernels.attention.tiles import FLOAT8, cdiv, gluon_tile_config
+from specattn.kernels.attention.tiles import FLOAT8, GluonTile, cdiv, gluon_tile_config
 from specattn.kernels.attention.tree import TreeAttention, row_strides
-from specattn.kernels.gluon_guard import gluon_ok
+from specattn.kernels.gluon_guard import gluon_ok, tma_boxes
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from specattn.kernels.attention.tiles import GluonTile
     from specattn.kernels.attention.triton import TreeKernels
 
 # converters take the registers that consumers of heads of 256 would need
@@ -245,14 +242,6 @@ def _pages(
     ):
         return 1, k_cache, v_cache
     box = min(page_size, tile.block_n)
-    return page_size, _rows(k_cache, box), _rows(v_cache, box)
-
-
-def _rows(cache: Tensor, box: int) -> object:
-    """Describe ``[slots, NUM_KV * HEAD_DIM]`` to TMA; copies take ``box`` rows."""
-    gl = importlib.import_module("triton.experimental.gluon.language")
-    hopper = importlib.import_module("triton.experimental.gluon.nvidia.hopper")
-    dtype = gl.float16 if cache.dtype == torch.float16 else gl.bfloat16
-    block = [box, cache.shape[2]]
-    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
-    return hopper.TensorDescriptor.from_tensor(cache.flatten(1), block, layout)
+    # one copy brings ``box`` rows of one head
+    k_pages, v_pages = (tma_boxes(cache.flatten(1), box, dim) for cache in (k_cache, v_cache))
+    return page_size, k_pages, v_pages

@@ -25,17 +25,17 @@ def _attend(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
     slots: Tensor,
     visible: Tensor,
     sm_scale: float,
     logit_cap: float,
     scales: tuple[float, float],
-    want_lse: bool,
-) -> tuple[Tensor, Tensor | None]:
+) -> None:
     """Attend ``q [B, T, Hq, D]`` to ``slots [B, N]``, masked.
 
-    The mask is ``visible [B, T, N]``. Returns ``[B, T, Hq, Dv]`` and, on request, the log-sum-exp
-    ``[B, T, Hq]``.
+    The mask is ``visible [B, T, N]``; ``out`` and ``lse`` have ``B * T`` rows.
     """
     batch, q_len, heads, _ = q.shape
     kv_heads = k_cache.shape[1]
@@ -43,34 +43,31 @@ def _attend(
     k = _gather(k_cache, slots, seen, scales[0])  # [B, Hkv, N, D]
     v = _gather(v_cache, slots, seen, scales[1])  # [B, Hkv, N, Dv]
     queries = q.to(k.dtype).transpose(1, 2)  # [B, Hq, T, D]
-    if not want_lse and not logit_cap and slots.shape[1]:
-        out = scaled_dot_product_attention(
+    if lse is None and not logit_cap and slots.shape[1]:
+        values = scaled_dot_product_attention(
             queries, k, v, attn_mask=visible[:, None], scale=sm_scale, enable_gqa=True
         )
         blind = ~visible.any(2)[:, None, :, None]  # [B, 1, T, 1]
-        return out.masked_fill(blind, 0).transpose(1, 2), None
+        out.copy_(values.masked_fill(blind, 0).transpose(1, 2).reshape(out.shape))
+        return
 
     grouped = queries.reshape(batch, kv_heads, heads // kv_heads, q_len, -1)
     logits = grouped @ k[:, :, None].transpose(-1, -2) * sm_scale  # [B, Hkv, G, T, N]
     if logit_cap:
         logits = logit_cap * torch.tanh(logits / logit_cap)
     logits = logits.masked_fill(~visible[:, None, None], float("-inf"))
-    lse = torch.logsumexp(logits, -1, keepdim=True)
-    weights = torch.exp(logits - lse.masked_fill(lse == float("-inf"), 0))
-    out = (weights @ v[:, :, None]).reshape(batch, heads, q_len, -1)
-    return out.transpose(1, 2), lse.reshape(batch, heads, q_len).transpose(1, 2)
+    sums = torch.logsumexp(logits, -1, keepdim=True)
+    weights = torch.exp(logits - sums.masked_fill(sums == float("-inf"), 0))
+    values = (weights @ v[:, :, None]).reshape(batch, heads, q_len, -1)
+    out.copy_(values.transpose(1, 2).reshape(out.shape))
+    if lse is not None:
+        lse.copy_(sums.reshape(batch, heads, q_len).transpose(1, 2).reshape(lse.shape))
 
 
 def _in_window(pos_q: Tensor, pos_k: Tensor, window_left: int) -> Tensor:
     """Return ``[B, T, N]``: whether ``pos_k [B, N]`` is in ``pos_q``'s window."""
     distance = pos_q[:, :, None] - pos_k[:, None, :]
     return (distance >= 0) & (distance <= window_left)
-
-
-def _put(out: Tensor, lse: Tensor | None, values: Tensor, sums: Tensor | None) -> None:
-    out.copy_(values.reshape(out.shape))
-    if lse is not None and sums is not None:
-        lse.copy_(sums.reshape(lse.shape))
 
 
 def tree_attention(
@@ -115,20 +112,17 @@ def tree_attention(
             raise ValueError("positions and tail_positions must be given with a window")
         pos_k = torch.cat([place.expand(batch, -1), tail_positions], 1)
         visible = visible & _in_window(positions, pos_k, window_left)
-    _put(
+    _attend(
+        q.view(batch, q_len, *q.shape[1:]),
+        k_cache,
+        v_cache,
         out,
         lse,
-        *_attend(
-            q.view(batch, q_len, *q.shape[1:]),
-            k_cache,
-            v_cache,
-            slots,
-            visible,
-            sm_scale,
-            logit_cap,
-            (k_scale, v_scale),
-            lse is not None,
-        ),
+        slots,
+        visible,
+        sm_scale,
+        logit_cap,
+        (k_scale, v_scale),
     )
 
 
@@ -159,20 +153,17 @@ def csr_attention(
     if window_left >= 0:
         visible = visible & (lens - 1 - place <= window_left)
     slots = kv_indices[(begin + place).masked_fill(~visible, 0)] if len(place) else begin[:, :0]
-    _put(
+    _attend(
+        q[:, None],
+        k_cache,
+        v_cache,
         out,
         lse,
-        *_attend(
-            q[:, None],
-            k_cache,
-            v_cache,
-            slots,
-            visible[:, None],
-            sm_scale,
-            logit_cap,
-            (k_scale, v_scale),
-            lse is not None,
-        ),
+        slots,
+        visible[:, None],
+        sm_scale,
+        logit_cap,
+        (k_scale, v_scale),
     )
 
 
@@ -205,20 +196,17 @@ def extend_attention(
         causal = _in_window(
             place[None, prefix:], place[None], window_left if window_left >= 0 else kv_len
         )
-        _put(
+        _attend(
+            q[None, rows],
+            k_cache,
+            v_cache,
             out[rows],
             None if lse is None else lse[rows],
-            *_attend(
-                q[None, rows],
-                k_cache,
-                v_cache,
-                req_to_token[req_pool_indices[b], None, :kv_len],
-                causal,
-                sm_scale,
-                logit_cap,
-                (k_scale, v_scale),
-                lse is not None,
-            ),
+            req_to_token[req_pool_indices[b], None, :kv_len],
+            causal,
+            sm_scale,
+            logit_cap,
+            (k_scale, v_scale),
         )
 
 

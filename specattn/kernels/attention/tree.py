@@ -8,19 +8,17 @@ the group) share a tile, so the prefix is read once per request whatever the wid
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
-from specattn.kernels.attention.tiles import FLOAT8, DeviceLimits, cdiv, logit_factors
+from specattn.kernels.attention.tiles import FLOAT8, DeviceLimits, TileConfig, cdiv, logit_factors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from specattn.config import KVScales
-    from specattn.kernels.attention.tiles import TileConfig
     from specattn.kernels.attention.triton import TreeKernels
     from specattn.kernels.attention.triton_plan import PlanRequest
 

@@ -7,9 +7,10 @@ A bucket takes three launches: a plan (`triton_plan`, once per step), the kernel
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from specattn.kernels.attention import gluon
 from specattn.kernels.attention.tiles import (
@@ -27,28 +28,18 @@ from specattn.kernels.attention.tiles import (
     padded,
     tile_config,
 )
-from specattn.kernels.attention.tree import Grid, row_strides
+from specattn.kernels.attention.tree import Grid, TreeAttention, row_strides
 from specattn.kernels.attention.triton_extend import extend_kernel
 from specattn.kernels.attention.triton_merge import merge_kernel, merge_lse_kernel
 from specattn.kernels.attention.triton_plan import PlanRequest, TreePlan, fill_plans
 from specattn.kernels.attention.triton_tree import tree_attention_kernel
 from specattn.kernels.launch import launch_options
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from specattn.kernels.attention.tree import TreeAttention
-
 
 class TreeKernels:
-    """Tables and launches of one bucket.
+    """Tables and launches of one bucket; ``tile`` overrides the tile table.
 
-    Parameters
-    ----------
-    bucket : TreeAttention
-        The bucket; what changes from layer to layer is read from the one that a call is given.
-    tile : TileConfig, optional
-        Overrides the tile table.
+    What changes from layer to layer is read from the bucket that a call is given.
     """
 
     tables: Any
@@ -57,7 +48,7 @@ class TreeKernels:
     def __init__(self, bucket: TreeAttention, tile: TileConfig | None) -> None:
         self.grid = grid = Grid.of(bucket, tile or self.choose_tile(bucket))
         self.merge_tile = merge_tile(bucket.batch)
-        self.tables = TreePlan.alloc(
+        self.tables = TreePlan(
             batch=bucket.batch,
             max_splits=grid.splits,
             tail_len=bucket.tail_len,

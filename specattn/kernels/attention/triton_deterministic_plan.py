@@ -8,14 +8,12 @@ device, once per step: that does not show.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from specattn.kernels.attention.triton_plan import ALIGN_SLACK, request_tiles
+from specattn.kernels.attention.triton_plan import align_splits, request_tiles
 
 # numbers of a request, and of a split, which repeats those of its first request
 REQUEST_FIELDS = tl.constexpr(6)
@@ -78,7 +76,6 @@ def _deterministic_plan_kernel(
 ):
     # as in `triton_plan`, but that splits end where partials do, and that a request's last partial
     # is worth EXTRA more tiles: the paths of all its query tokens
-    GROUPS: tl.constexpr = B // ((B + SPLITS - 1) // SPLITS)
     big: tl.constexpr = tl.int64 if WIDE else tl.int32
     lane = tl.arange(0, B_BLOCK)  # [B_BLOCK]
     total = 0
@@ -93,14 +90,7 @@ def _deterministic_plan_kernel(
         longest = tl.maximum(longest, tl.max(work, 0))
 
     num_splits = tl.minimum(total, SPLITS)
-    if B <= SPLITS:
-        aligned = num_splits // B * B
-        fits = longest * B == total
-    else:
-        aligned = num_splits * 0 + GROUPS
-        fits = (longest * B == total) & (B % GROUPS == 0)
-    fits &= (total + aligned - 1) // aligned <= (total + num_splits - 1) // num_splits + ALIGN_SLACK
-    num_splits = tl.where(fits, aligned, num_splits)
+    num_splits = align_splits(num_splits, total, longest, B, SPLITS)
     cuts = num_splits.to(big)
 
     work_before = 0
@@ -234,7 +224,6 @@ def _path_kernel(
     tl.store(path_lens + query, length)
 
 
-@dataclass(frozen=True)
 class DeterministicPlan:
     """The tables of one bucket, and the launches that fill them.
 
@@ -242,7 +231,7 @@ class DeterministicPlan:
     *path* is what a query token reads from the last full tile of the prefix on: the rest of the
     prefix, then the tail keys it sees, in their order, as if they followed the prefix.
 
-    Parameters
+    Attributes
     ----------
     tile_ends : Tensor
         ``[batch]`` int32, work of a request and all before it, in tiles.
@@ -262,23 +251,8 @@ class DeterministicPlan:
         ``[batch * q_len]`` int32.
     """
 
-    tile_ends: Tensor
-    requests: Tensor
-    splits: Tensor
-    merges: Tensor
-    paths: Tensor
-    path_lens: Tensor
-    q_len: int
-    tail_len: int
-    window_left: int
-    block_n: int
-    partial_tiles: int
-    extra: int
-    csr: bool
-
-    @classmethod
-    def alloc(
-        cls,
+    def __init__(
+        self,
         *,
         batch: int,
         max_splits: int,
@@ -290,28 +264,19 @@ class DeterministicPlan:
         extra: int,
         csr: bool,
         device: torch.device,
-    ) -> DeterministicPlan:
-        """Allocate the tables of a bucket of ``batch`` requests."""
-
+    ) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        width = (1 + triton.cdiv(tail_len, block_n)) * block_n
-        return cls(
-            zeros(batch),
-            zeros(batch, REQUEST_FIELDS.value, dtype=torch.int64),
-            zeros(max_splits, SPLIT_FIELDS.value, dtype=torch.int64),
-            zeros(1 + max_splits, 4),
-            zeros(batch * q_len, width),
-            zeros(batch * q_len),
-            q_len,
-            tail_len,
-            window_left,
-            block_n,
-            partial_tiles,
-            extra,
-            csr,
-        )
+        self.tile_ends = zeros(batch)
+        self.requests = zeros(batch, REQUEST_FIELDS.value, dtype=torch.int64)
+        self.splits = zeros(max_splits, SPLIT_FIELDS.value, dtype=torch.int64)
+        self.merges = zeros(1 + max_splits, 4)
+        self.paths = zeros(batch * q_len, (1 + triton.cdiv(tail_len, block_n)) * block_n)
+        self.path_lens = zeros(batch * q_len)
+        self.q_len, self.tail_len, self.window_left = q_len, tail_len, window_left
+        self.block_n, self.partial_tiles = block_n, partial_tiles
+        self.extra, self.csr = extra, csr
 
     def fill(self, seq_lens: Tensor, rows: Tensor | None, row_stride: int) -> None:
         """Cut the work of these lengths; ``seq_lens`` is ``kv_indptr`` where ``csr``."""

@@ -11,16 +11,13 @@ cuts them in one launch, a CTA each.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 # plans of one launch: a program chooses each of its arguments among as many
 MOST_PLANS = 32
@@ -58,6 +55,21 @@ def request_tiles(
     # at least one tile: a request without keys has an output to write, too
     tiles = tl.maximum(((prefix + tail - 1) >> shift) + 1 - first, 1)
     return prefix, base, first, tl.where(ok, tiles, 0)
+
+
+@triton.jit
+def align_splits(num_splits, total, longest, batch, most):
+    """Return the number of splits that cuts at requests, if their work is equal."""
+    # whole splits per request, or, if there are more requests than splits, whole requests per split
+    fits = longest * batch == total
+    if batch <= most:
+        aligned = num_splits // batch * batch
+    else:
+        groups = batch // ((batch + most - 1) // most)
+        aligned = num_splits * 0 + groups
+        fits &= batch % groups == 0
+    fits &= (total + aligned - 1) // aligned <= (total + num_splits - 1) // num_splits + ALIGN_SLACK
+    return tl.where(fits, aligned, num_splits)
 
 
 @triton.jit
@@ -106,8 +118,6 @@ def _plan_kernel(
     min_tiles = _pick(MIN_TILES, nth)
     csr = _pick(CSR, nth)
 
-    # requests that share a split when there are more of them than splits
-    groups = batch // ((batch + most - 1) // most)
     big: tl.constexpr = tl.int64 if WIDE else tl.int32
     lane = tl.arange(0, B_BLOCK)  # [B_BLOCK]
     total = 0
@@ -122,15 +132,7 @@ def _plan_kernel(
 
     # short splits cost more to merge than they save; a request has a split while there are any
     num_splits = tl.minimum(tl.maximum((total + min_tiles - 1) // min_tiles, batch), most)
-    # equal lengths: whole splits per request, or whole requests per split
-    fits = longest * batch == total
-    if batch <= most:
-        aligned = num_splits // batch * batch
-    else:
-        aligned = num_splits * 0 + groups
-        fits &= batch % groups == 0
-    fits &= (total + aligned - 1) // aligned <= (total + num_splits - 1) // num_splits + ALIGN_SLACK
-    num_splits = tl.where(fits, aligned, num_splits)
+    num_splits = align_splits(num_splits, total, longest, batch, most)
     cuts = num_splits.to(big)
 
     tiles_before = 0
@@ -188,11 +190,12 @@ def _plan_kernel(
         tl.store(entry + 3 + field, tl.load(owner + field, mask=ok, other=0), mask=ok)
 
 
-@dataclass(frozen=True)
 class TreePlan:
-    """The tables of one bucket, which `fill_plans` fills.
+    """The tables of a bucket of ``batch`` requests, which `fill_plans` fills.
 
-    Parameters
+    A request has no more splits than leave them ``min_tiles`` key tiles each.
+
+    Attributes
     ----------
     requests : Tensor
         ``[batch, 8]`` int64: start in the index table, prefix length, first tile (above 0 under
@@ -205,18 +208,8 @@ class TreePlan:
         the partial results, and their number. Result p of a request is at first slot + p.
     """
 
-    requests: Tensor
-    splits: Tensor
-    merges: Tensor
-    tail_len: int
-    window_left: int
-    block_n: int
-    csr: bool
-    min_tiles: int
-
-    @classmethod
-    def alloc(
-        cls,
+    def __init__(
+        self,
         *,
         batch: int,
         max_splits: int,
@@ -226,21 +219,12 @@ class TreePlan:
         csr: bool,
         device: torch.device,
         min_tiles: int = 1,
-    ) -> TreePlan:
-        """Allocate the tables of a bucket of ``batch`` requests.
-
-        A request has no more splits than leave them ``min_tiles`` key tiles each.
-        """
-        return cls(
-            requests=torch.zeros(batch, 8, dtype=torch.int64, device=device),
-            splits=torch.zeros(max_splits, 8, dtype=torch.int64, device=device),
-            merges=torch.zeros(1 + max_splits, 4, dtype=torch.int32, device=device),
-            tail_len=tail_len,
-            window_left=window_left,
-            block_n=block_n,
-            csr=csr,
-            min_tiles=min_tiles,
-        )
+    ) -> None:
+        self.requests = torch.zeros(batch, 8, dtype=torch.int64, device=device)
+        self.splits = torch.zeros(max_splits, 8, dtype=torch.int64, device=device)
+        self.merges = torch.zeros(1 + max_splits, 4, dtype=torch.int32, device=device)
+        self.tail_len, self.window_left, self.block_n = tail_len, window_left, block_n
+        self.csr, self.min_tiles = csr, min_tiles
 
 
 class PlanRequest(NamedTuple):

@@ -11,14 +11,12 @@ weights of its norm before it waits.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from specattn.kernels import implementation
 from specattn.kernels.fused import naive
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,19 +6,15 @@ else, and for more rows, torch's product takes its place.
 
 from __future__ import annotations
 
-import importlib
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from specattn.kernels.gluon_guard import gluon_ok
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from specattn.kernels.gluon_guard import gluon_ok, tma_boxes
 
 MAX_ROWS = 128
 # rows of weights per half of a CTA; 64 is the whole of a matrix instruction
@@ -182,8 +178,8 @@ def _launch(
     # as many CTAs as run at once: a further one would begin to read when another has ended
     most = _multiprocessors(x.device) * tile.ctas_per_sm
     gluon_linear_kernel[(min(tiles * split, most),)](
-        *(_boxes(weight, rows, tile.block_k) for rows in (32, 16, 8)),
-        _boxes(x.contiguous(), BOX, tile.block_k),
+        *(tma_boxes(weight, rows, tile.block_k) for rows in (32, 16, 8)),
+        tma_boxes(x.contiguous(), BOX, tile.block_k),
         out,
         len(x),
         width,
@@ -217,15 +213,6 @@ def _pace(tile: StreamTile, steps: int, split: int, nbytes: int) -> int:
     if nbytes < SHORT:
         return tile.stages
     return 1 if 4 * tile.stages * split >= 3 * steps else tile.pace
-
-
-def _boxes(matrix: Tensor, rows: int, columns: int) -> Any:
-    gl = importlib.import_module("triton.experimental.gluon.language")
-    hopper = importlib.import_module("triton.experimental.gluon.nvidia.hopper")
-    dtype = gl.float16 if matrix.dtype == torch.float16 else gl.bfloat16
-    block = [rows, columns]
-    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
-    return hopper.TensorDescriptor.from_tensor(matrix, block, layout)
 
 
 @cache

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
+import torch
 import triton
+from torch import Tensor
 
 from specattn.kernels.fused.triton_norm import (
     add_norm_kernel,
@@ -15,10 +17,6 @@ from specattn.kernels.fused.triton_norm import (
 )
 from specattn.kernels.fused.triton_rope import qk_norm_rope_store_kernel
 from specattn.kernels.launch import launch_options
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 # columns per program of the activation and of the sum
 SPAN = 512
@@ -122,17 +120,27 @@ def embed_norm_pair(
 
 
 def silu_mul(partials: Tensor, dtype: torch.dtype) -> Tensor:
-    split, count, both = partials.shape
-    out = partials.new_empty(count, both // 2, dtype=dtype)
+    _, count, both = partials.shape
+    return _by_columns(silu_mul_kernel, partials, partials.new_empty(count, both // 2, dtype=dtype))
+
+
+def split_k_reduce(partials: Tensor, dtype: torch.dtype) -> Tensor:
+    out = partials.new_empty(partials.shape[1:], dtype=dtype)
+    return _by_columns(split_k_reduce_kernel, partials, out)
+
+
+def _by_columns(kernel: Any, partials: Tensor, out: Tensor) -> Tensor:
+    """Launch a kernel that fills ``out`` row by row, `SPAN` columns per program."""
+    count, size = out.shape
     if count:
-        silu_mul_kernel[(count, triton.cdiv(both // 2, SPAN))](
+        kernel[(count, triton.cdiv(size, SPAN))](
             partials,
             out,
             partials.stride(0),
             partials.stride(1),
-            SIZE=both // 2,
+            SIZE=size,
             BLOCK=SPAN,
-            SPLIT=split,
+            SPLIT=len(partials),
             num_warps=2,
             **launch_options(partials.device),
         )
@@ -195,21 +203,3 @@ def qk_norm_rope_store_kv(
 def _warps(size: int) -> int:
     """Return as many warps as a whole row takes: they await memory."""
     return max(1, min(32, int(triton.next_power_of_2(size)) // 128))
-
-
-def split_k_reduce(partials: Tensor, dtype: torch.dtype) -> Tensor:
-    split, count, size = partials.shape
-    out = partials.new_empty(count, size, dtype=dtype)
-    if count:
-        split_k_reduce_kernel[(count, triton.cdiv(size, SPAN))](
-            partials,
-            out,
-            partials.stride(0),
-            partials.stride(1),
-            SIZE=size,
-            BLOCK=SPAN,
-            SPLIT=split,
-            num_warps=2,
-            **launch_options(partials.device),
-        )
-    return out

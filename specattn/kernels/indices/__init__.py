@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import Tensor
 
 from specattn.kernels import implementation
 from specattn.kernels.checks import require_dense, require_rows
 from specattn.kernels.indices import naive
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def fill_window(
@@ -167,10 +164,8 @@ def fill_block_table(
 
     Parameters
     ----------
-    req_to_token : Tensor
-        ``[rows, max_len]`` int32, slot of every prefix token; dense last axis.
-    req_pool_indices, seq_lens : Tensor
-        ``[B]`` int64 and int32: each request's row, and its prefix length.
+    req_to_token, req_pool_indices, seq_lens : Tensor
+        As in `fill_lists`: slots, rows and prefix lengths.
     tail_slots : Tensor
         ``[B, tail]`` int32, tail at least ``lists``; may have a row stride.
     table : Tensor
@@ -247,10 +242,8 @@ def fill_page_table(
 
     Parameters
     ----------
-    req_to_token : Tensor
-        ``[rows, max_len]`` int32, slot of every prefix token; dense last axis.
-    req_pool_indices, seq_lens : Tensor
-        ``[B]`` int64 and int32: each request's row, and its prefix length.
+    req_to_token, req_pool_indices, seq_lens : Tensor
+        As in `fill_lists`: slots, rows and prefix lengths.
     tail_slots : Tensor
         ``[B, tail]`` int32, tail at least 1; may have a row stride.
     table : Tensor
@@ -308,10 +301,8 @@ def fill_draft_kv(
 
     Parameters
     ----------
-    req_to_token : Tensor
-        ``[rows, max_len]`` int32, slot of every prefix token; dense last axis.
-    req_pool_indices, seq_lens : Tensor
-        ``[B]`` int64 and int32: each request's row, and its prefix length.
+    req_to_token, req_pool_indices, seq_lens : Tensor
+        As in `fill_lists`: slots, rows and prefix lengths.
     branch_slots : Tensor
         ``[B, steps, topk]`` int32, slot of every draft node; may have a stride between requests.
     words : Tensor

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
+from torch import Tensor
 
 from specattn.kernels.indices.triton_list import (
     fill_draft_kv_kernel,
@@ -20,9 +19,6 @@ from specattn.kernels.indices.triton_table import (
     fill_window_kernel,
 )
 from specattn.kernels.launch import launch_options, programs_per_row
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def fill_window(

@@ -6,20 +6,17 @@ first ``v_head_dim`` numbers are its value, too.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
 from specattn.kernels.attention import check_extend
-from specattn.kernels.attention.tiles import logit_factors
-from specattn.kernels.attention.tree import TreeAttention
+from specattn.kernels.attention.tiles import MergeTile, TileConfig, logit_factors
+from specattn.kernels.attention.tree import DeterministicSplits, TreeAttention
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
-    from torch import Tensor
-
-    from specattn.kernels.attention.tiles import MergeTile, TileConfig
-    from specattn.kernels.attention.tree import DeterministicSplits
     from specattn.kernels.attention.triton import TreeKernels
 
 __all__ = ["MlaAttention", "mla_extend"]
@@ -41,7 +38,7 @@ class MlaAttention(TreeAttention):
         Overrides `choose_mla_tile`.
     merge : MergeTile, optional
         Overrides `MERGE`.
-    batch, q_len, tail_len, dtype, device, sm_scale, csr, workspace
+    batch, q_len, tail_len, dtype, device, sm_scale, workspace
         See `TreeAttention`.
 
     Raises
@@ -62,13 +59,14 @@ class MlaAttention(TreeAttention):
         dtype: torch.dtype,
         device: torch.device | str,
         sm_scale: float,
-        csr: bool = False,
         workspace: Callable[[int], Tensor] | None = None,
         tile: TileConfig | None = None,
         merge: MergeTile | None = None,
     ) -> None:
         if not v_head_dim < head_dim:
             raise ValueError(f"v_head_dim must be below {head_dim}, got {v_head_dim}")
+        if tail_len < 1:
+            raise ValueError(f"tail_len must be above 0, got {tail_len}")
         self._merge = merge
         super().__init__(
             batch=batch,
@@ -81,7 +79,6 @@ class MlaAttention(TreeAttention):
             dtype=dtype,
             device=device,
             sm_scale=sm_scale,
-            csr=csr,
             workspace=workspace,
             tile=tile,
         )

@@ -5,18 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from specattn.kernels.attention.tiles import DeviceLimits
-from specattn.kernels.attention.tree import row_strides
+from specattn.kernels.attention.tiles import DeviceLimits, GluonTile, TileConfig
+from specattn.kernels.attention.tree import TreeAttention, row_strides
 from specattn.kernels.gluon_guard import gluon_ok
 from specattn.kernels.mla.tiles import GLUON, mla_tile_config
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from specattn.kernels.attention.tiles import GluonTile, TileConfig
-    from specattn.kernels.attention.tree import TreeAttention
-    from specattn.kernels.mla.triton import LatentKernels
+    from specattn.kernels.attention.triton import TreeKernels
 
 
 def choose_mla_tile(
@@ -44,7 +41,7 @@ def copies_16_bytes(*tensors: Tensor) -> bool:
 
 
 def launch_latent(
-    kernels: LatentKernels,
+    kernels: TreeKernels,
     tile: GluonTile,
     bucket: TreeAttention,
     q: Tensor,

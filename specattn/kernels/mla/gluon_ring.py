@@ -120,13 +120,8 @@ def bounds(tile, left, prefix_len, t):
 def _load_slots(index_row, tail_row, pos, prefix_len, t):
     """Load slots of key positions; those past the last repeat it."""
     pos = gl.minimum(pos, prefix_len + t.TAIL - 1)
-    if t.TAIL > 0:
-        slots = gl.load(index_row + pos, mask=pos < prefix_len, other=0)
-        tail = gl.load(tail_row + (pos - prefix_len), mask=pos >= prefix_len, other=0)
-        slots = slots + tail
-    else:
-        slots = gl.load(index_row + pos)
-    return slots
+    slots = gl.load(index_row + pos, mask=pos < prefix_len, other=0)
+    return slots + gl.load(tail_row + (pos - prefix_len), mask=pos >= prefix_len, other=0)
 
 
 @gluon.jit
@@ -166,9 +161,7 @@ def produce(
     while left > 0:
         begin, end, count = bounds(tile, left, prefix_len, t)
         index_row = indices + base
-        tail_row = tail_slots
-        if t.TAIL > 0:
-            tail_row = tail_slots + req.to(gl.int64) * stride_tail
+        tail_row = tail_slots + req.to(gl.int64) * stride_tail
         if begin < end:
             slots = _load_slots(index_row, tail_row, begin + r, prefix_len, t)
             for start in range(begin, end, BN):

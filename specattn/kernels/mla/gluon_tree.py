@@ -59,11 +59,10 @@ def _score(ring, t, stage, phase, word_row, row_ok, start, end, prefix_len):
     first = start - prefix_len
     word = row_ok.to(gl.uint64) * 0
     next_word = word
-    if t.TAIL > 0:  # noqa: SIM102, a constant and a value do not mix
-        if first + BN > 0:
-            # ahead of the wait for the tile
-            word = load_word(word_row, row_ok, first, 0, t.WORDS)
-            next_word = load_word(word_row, row_ok, first, 1, t.WORDS)
+    if first + BN > 0:
+        # ahead of the wait for the tile
+        word = load_word(word_row, row_ok, first, 0, t.WORDS)
+        next_word = load_word(word_row, row_ok, first, 1, t.WORDS)
     # always 0, which the compiler cannot know: the addresses of the 36 query operands are made
     # from one again rather than kept in registers, most of them spilled
     zero = start >> 30
@@ -86,11 +85,8 @@ def _score(ring, t, stage, phase, word_row, row_ok, start, end, prefix_len):
         mbarrier.arrive(ring.q_empty.index(0), count=1)
     if first + BN > 0:
         r = gl.arange(0, BN, layout=gl.SliceLayout(0, SCORES))
-        if t.TAIL > 0:
-            bits = row_bits(word, next_word, first, end - start)
-            s = gl.where(spread(bits, None, r[None, :], BN), s, MASKED)
-        else:
-            s = gl.where((r < end - start)[None, :], s, MASKED)
+        bits = row_bits(word, next_word, first, end - start)
+        s = gl.where(spread(bits, None, r[None, :], BN), s, MASKED)
     return s
 
 
@@ -204,10 +200,8 @@ def _attend_left(
     q_phase = 0
     while left > 0:
         begin, end, count = bounds(tile, left, prefix_len, t)
-        word_row = tail_words
-        if t.TAIL > 0:
-            word_row = tail_words + req.to(gl.int64) * stride_words
-            word_row = word_row + (packed // t.HEADS) * stride_words_q
+        word_row = tail_words + req.to(gl.int64) * stride_words
+        word_row = word_row + (packed // t.HEADS) * stride_words_q
         top = gl.full([BM], FLOOR, gl.float32, rows)
         total = gl.full([BM], 0.0, gl.float32, rows)
         acc = gl.zeros([BM, COLUMNS], gl.float32, VALUES)

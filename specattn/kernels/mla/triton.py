@@ -6,21 +6,22 @@ as key and as value, for all heads.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import Tensor
 
-from specattn.kernels.attention.tiles import DeviceLimits, GluonTile, cdiv, padded
-from specattn.kernels.attention.tree import row_strides
+from specattn.kernels.attention.tiles import (
+    DeviceLimits,
+    GluonTile,
+    MergeTile,
+    TileConfig,
+    cdiv,
+    padded,
+)
+from specattn.kernels.attention.tree import TreeAttention, row_strides
 from specattn.kernels.attention.triton import TreeKernels, tile_options
 from specattn.kernels.mla.gluon import choose_mla_tile, copies_16_bytes, launch_latent
 from specattn.kernels.mla.tiles import MERGE, mla_extend_tile_config
 from specattn.kernels.mla.triton_extend import mla_extend_kernel
 from specattn.kernels.mla.triton_tree import mla_attention_kernel
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from specattn.kernels.attention.tiles import MergeTile, TileConfig
-    from specattn.kernels.attention.tree import TreeAttention
 
 
 class LatentKernels(TreeKernels):

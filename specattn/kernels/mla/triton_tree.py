@@ -31,7 +31,7 @@ def _masked_tiles(
     total,
     begin,
     end,  # first key of the first tile; end of the keys
-    # of the first tile; None where there is no tail
+    # of the first tile
     raw_index,  # [BN] int32, index entries
     raw_tail,  # [BN] int32, tail slots
     word0,  # [BM] uint64, tail bits
@@ -62,16 +62,13 @@ def _masked_tiles(
         pos = start + r
         slots = raw_index
         raw_index = _load_index(index_row, pos + BN, 0, prefix_len)
-        if TAIL > 0:
-            slots = tl.where(pos < prefix_len, slots, raw_tail)
-            raw_tail = _load_tail(tail_row, pos + BN, prefix_len, TAIL, 1)
-            first = start - prefix_len
-            visible = spread(row_bits(word0, word1, first, end - start), None, r[None, :], BN)
-            if start + BN < end:
-                word0 = load_word(word_row, row_ok, first + BN, 0, WORDS)
-                word1 = load_word(word_row, row_ok, first + BN, 1, WORDS)
-        else:
-            visible = (pos < end)[None, :]
+        slots = tl.where(pos < prefix_len, slots, raw_tail)
+        raw_tail = _load_tail(tail_row, pos + BN, prefix_len, TAIL, 1)
+        first = start - prefix_len
+        visible = spread(row_bits(word0, word1, first, end - start), None, r[None, :], BN)
+        if start + BN < end:
+            word0 = load_word(word_row, row_ok, first + BN, 0, WORDS)
+            word1 = load_word(word_row, row_ok, first + BN, 1, WORDS)
         acc, top, total = attend_latent_tile(
             q_latent,
             q_rotated,
@@ -162,19 +159,13 @@ def mla_attention_kernel(
         q_latent, q_rotated = load_latent_query(
             q + q_row * stride_q + head * stride_q_head, row_ok, RANK, ROPE, RANK_PAD, ROPE_PAD
         )
-        tail_row = tail_slots
-        word_row = tail_words
+        tail_row = tail_slots + req.to(tl.int64) * stride_tail
+        word_row = tail_words + req.to(tl.int64) * stride_words + token * stride_words_q  # [BM]
         # what both loops read first, before either starts: the latencies overlap
         raw_index = _load_index(index_row, full_end + r, 0, prefix_len)
-        raw_tail = None
-        word0 = None
-        word1 = None
-        if TAIL > 0:
-            tail_row += req.to(tl.int64) * stride_tail
-            word_row += req.to(tl.int64) * stride_words + token * stride_words_q  # [BM]
-            raw_tail = _load_tail(tail_row, full_end + r, prefix_len, TAIL, 1)
-            word0 = load_word(word_row, row_ok, full_end - prefix_len, 0, WORDS)
-            word1 = load_word(word_row, row_ok, full_end - prefix_len, 1, WORDS)
+        raw_tail = _load_tail(tail_row, full_end + r, prefix_len, TAIL, 1)
+        word0 = load_word(word_row, row_ok, full_end - prefix_len, 0, WORDS)
+        word1 = load_word(word_row, row_ok, full_end - prefix_len, 1, WORDS)
         raw_full = _load_index(index_row, begin + r, 0, prefix_len)
         top = tl.full([BM], FLOOR, tl.float32)
         total = tl.zeros([BM], tl.float32)

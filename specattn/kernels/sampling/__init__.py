@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from specattn.kernels import implementation
 from specattn.kernels.checks import require_dense, require_rows
 from specattn.kernels.sampling import naive
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 # what a coin decides: the draw index of `uniform`
 ACCEPT, FINAL, DRAFT = 0, 1, 2
@@ -49,7 +44,18 @@ def top_tokens(
     ValueError
         If V is smaller than ``topk``, or a layout does not fit.
     """
-    _check_topk(logits, topk, target_ids)
+    vocab = logits.shape[1]
+    if not 1 <= topk <= vocab:
+        raise ValueError(f"topk must be in 1..{vocab}, the vocabulary, got {topk}")
+    if target_ids is not None and (
+        target_ids.dtype != torch.int64
+        or target_ids.shape != (vocab,)
+        or not target_ids.is_contiguous()
+    ):
+        raise ValueError(
+            f"target_ids must be contiguous int64 [{vocab}], "
+            f"got {target_ids.dtype} {list(target_ids.shape)}"
+        )
     require_rows(logits=logits)
     require_dense(probs_out=probs_out, ids_out=ids_out)
     if not len(logits):
@@ -209,18 +215,3 @@ def draw_tokens(weights: Tensor, coins: Tensor) -> Tensor:
     require_dense(coins=coins)
     require_rows(weights=weights)
     return implementation(naive.draw_tokens, weights.device)(weights, coins)
-
-
-def _check_topk(logits: Tensor, topk: int, target_ids: Tensor | None) -> None:
-    """Raise ValueError unless rows have ``topk`` tokens, and tokens a target id."""
-    vocab = logits.shape[1]
-    if not 1 <= topk <= vocab:
-        raise ValueError(f"topk must be in 1..{vocab}, the vocabulary, got {topk}")
-    if target_ids is None:
-        return
-    named = target_ids.dtype == torch.int64 and target_ids.shape == (vocab,)
-    if not named or not target_ids.is_contiguous():
-        raise ValueError(
-            f"target_ids must be contiguous int64 [{vocab}], "
-            f"got {target_ids.dtype} {list(target_ids.shape)}"
-        )

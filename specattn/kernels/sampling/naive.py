@@ -16,13 +16,18 @@ def top_tokens(
     scores = _numbers(logits)
     # distinct keys: no tie is left to the library
     falling = torch.arange(logits.shape[1], 0, -1, device=logits.device)
-    bits = scores.view(torch.int32)
-    keys = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).long() * 2**32 + falling
-    ids_out.copy_(keys.topk(topk).indices)
+    ids_out.copy_((score_key(scores).long() * 2**32 + falling).topk(topk).indices)
     empty = scores.amax(1, keepdim=True) == -torch.inf
     probs_out.copy_(scores.softmax(1).masked_fill(empty, 0).gather(1, ids_out))
     if target_ids is not None:
         ids_out.copy_(target_ids[ids_out])
+
+
+def score_key(scores: Tensor) -> Tensor:
+    """Map float32 to ordered int32 keys; NaN is lowest, -0 is 0."""
+    bits = torch.where(scores == 0, 0.0, scores).view(torch.int32)
+    keys = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
+    return keys.masked_fill(scores.isnan(), -(2**31))
 
 
 def argmax_tokens(logits: Tensor) -> Tensor:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+
+from torch import Tensor
 
 from specattn.kernels import implementation
 from specattn.kernels.checks import as_columns, require_dense
 from specattn.kernels.step import naive
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
 
 
 def begin_step(
@@ -151,7 +148,10 @@ def end_step(
         Before anything is written: if a source does not fit its table, or ``packed_out``
         or a stride is another.
     """
-    _check_end(accept_tokens, packed_out, tables, sources)
+    batch, depth = accept_tokens.shape
+    if packed_out.shape != (batch, 1 + depth):
+        raise ValueError(f"packed_out must be [{batch}, {1 + depth}], got {list(packed_out.shape)}")
+    _check_copies(batch, tables, sources, "sources")
     require_dense(
         rows=rows,
         seq_lens=seq_lens,
@@ -213,7 +213,12 @@ def gather_path(
     ValueError
         Before anything is written: if the shape of ``features_out`` or a stride is another.
     """
-    _check_path(features, accept_index, features_out)
+    wanted = (*accept_index.shape, features.shape[2])
+    if features_out.shape != wanted or len(features) != len(accept_index):
+        raise ValueError(
+            f"features_out must be {list(wanted)} for features of {len(accept_index)} requests, "
+            f"got {list(features_out.shape)} and {len(features)}"
+        )
     require_dense(
         features=features[:1, :1],
         features_out=features_out[:1, :1],
@@ -252,7 +257,13 @@ def write_output(packed: Tensor, buffer: Tensor, turn: Tensor) -> None:
     ValueError
         Before anything is written: if the buffer has another width, or fewer rows.
     """
-    _check_buffer(packed, buffer)
+    rows, width = packed.shape
+    dense = buffer.stride()[1:] == (width, 1)
+    if buffer.shape[2] != width or buffer.shape[1] < rows or not dense:
+        raise ValueError(
+            f"buffer must be [S, at least {rows}, {width}], dense but for its first axis, "
+            f"got {list(buffer.shape)} with strides {buffer.stride()}"
+        )
     implementation(naive.write_output, packed.device)(packed, buffer, turn)
 
 
@@ -297,34 +308,3 @@ def _check_begin(
             f"window_out must be [{batch}, {reserve_len}], got {list(outs['window_out'].shape)}"
         )
     _check_copies(batch, tables, copies, "outs")
-
-
-def _check_end(
-    accept_tokens: Tensor, packed_out: Tensor, tables: Sequence[Tensor], sources: Sequence[Tensor]
-) -> None:
-    """Raise ValueError, before anything is written, unless sources and output fit."""
-    batch, depth = accept_tokens.shape
-    if packed_out.shape != (batch, 1 + depth):
-        raise ValueError(f"packed_out must be [{batch}, {1 + depth}], got {list(packed_out.shape)}")
-    _check_copies(batch, tables, sources, "sources")
-
-
-def _check_path(features: Tensor, accept_index: Tensor, features_out: Tensor) -> None:
-    """Raise ValueError, before anything is written, unless the output fits."""
-    wanted = (*accept_index.shape, features.shape[2])
-    if features_out.shape != wanted or len(features) != len(accept_index):
-        raise ValueError(
-            f"features_out must be {list(wanted)} for features of {len(accept_index)} requests, "
-            f"got {list(features_out.shape)} and {len(features)}"
-        )
-
-
-def _check_buffer(packed: Tensor, buffer: Tensor) -> None:
-    """Raise ValueError unless the buffer holds such tokens."""
-    rows, width = packed.shape
-    dense = buffer.stride()[1:] == (width, 1)
-    if buffer.shape[2] != width or buffer.shape[1] < rows or not dense:
-        raise ValueError(
-            f"buffer must be [S, at least {rows}, {width}], dense but for its first axis, "
-            f"got {list(buffer.shape)} with strides {buffer.stride()}"
-        )

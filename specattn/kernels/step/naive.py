@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from specattn.kernels.checks import as_columns
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def begin_step(

@@ -1,24 +1,16 @@
-"""Launches of the kernels that begin and end a step."""
+"""Kernels that begin and end a step, and their launches."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import triton
+import triton.language as tl
+from torch import Tensor
 
 from specattn.kernels.checks import as_columns
-from specattn.kernels.launch import launch_options
-from specattn.kernels.step.triton_step import (
-    begin_step_kernel,
-    end_step_kernel,
-    gather_path_kernel,
-    write_output_kernel,
-)
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
+from specattn.kernels.launch import enter, launch_options
 
 # columns of a table that the request's first program copies beside its metadata
 NARROW = 32
@@ -31,6 +23,300 @@ BLOCK = 2048
 
 # numbers that the one program of `write_output` has under way at a time
 OUTPUT_BLOCK = 1024
+
+
+@triton.jit
+def _copy_narrow(
+    sources,
+    targets,
+    source_strides,
+    target_strides,
+    widths,
+    source_row,
+    target_row,
+    live,
+    COUNT: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Copy a row of every narrow table; all loads precede the stores."""
+    column = tl.arange(0, SIZE)  # [SIZE]
+    values = ()
+    for i in tl.static_range(COUNT):
+        ptr = sources[i] + source_row * source_strides[i] + column
+        value = tl.load(ptr, mask=live & (column < widths[i]))
+        # Triton knows tuple addition, not unpacking; mypy knows empty tuples by length
+        values = values + (value,)  # type: ignore[assignment]  # noqa: RUF005
+    for i in tl.static_range(COUNT):
+        ptr = targets[i] + target_row * target_strides[i] + column
+        tl.store(ptr, values[i], mask=live & (column < widths[i]))
+
+
+@triton.jit
+def _copy_part(source, target, block, width, live, BYTES: tl.constexpr):
+    # blocks of equal bytes differ in length by dtype, so that no dtype is given another's layout
+    SIZE: tl.constexpr = BYTES * 8 // source.dtype.element_ty.primitive_bitwidth
+    column = block * SIZE + tl.arange(0, SIZE)  # [SIZE]
+    ok = live & (column < width)
+    tl.store(target + column, tl.load(source + column, mask=ok), mask=ok)
+
+
+@triton.jit
+def _copy_block(
+    sources,
+    targets,
+    source_strides,
+    target_strides,
+    widths,
+    source_row,
+    target_row,
+    live,
+    block,
+    COUNT: tl.constexpr,
+    BYTES: tl.constexpr,
+):
+    """Copy block ``block`` of a row of all wide tables in turn."""
+    for i in tl.static_range(COUNT):
+        blocks = tl.cdiv(widths[i], BYTES * 8 // sources[i].dtype.element_ty.primitive_bitwidth)
+        if (block >= 0) & (block < blocks):
+            _copy_part(
+                sources[i] + source_row * source_strides[i],
+                targets[i] + target_row * target_strides[i],
+                block,
+                widths[i],
+                live,
+                BYTES,
+            )
+        block -= blocks
+
+
+@triton.jit
+def begin_step_kernel(
+    rows,  # [S, B] int64, in the host's memory
+    turn,  # [1] int64
+    seq_lens,  # [R] int32
+    reserved,  # [R] int32
+    req_to_token,  # [R, context] int32
+    rows_out,  # [B] int64, out
+    seq_lens_out,  # [B] int32, out
+    window_out,  # [B, reserve_len] int32, out
+    positions_out,  # [B, depth] int64, out
+    draft_positions_out,  # [B, steps, topk] int64, out
+    narrow_tables,
+    narrow_outs,
+    narrow_strides,
+    narrow_out_strides,
+    narrow_widths,
+    wide_tables,
+    wide_outs,
+    wide_strides,
+    wide_out_strides,
+    wide_widths,
+    context,
+    reserve_len,
+    depth,
+    drafts,
+    topk,
+    stride_rows,
+    stride_table,
+    stride_window,
+    stride_positions,
+    stride_draft,
+    stride_step,
+    NARROWS: tl.constexpr,
+    WIDES: tl.constexpr,
+    NARROW: tl.constexpr,
+    BYTES: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Gather a request's state; its first program derives what all phases read."""
+    req = tl.program_id(0).to(tl.int64)
+    # no cache modifier: all warps of a multiprocessor share what comes over PCIe
+    row = tl.load(rows + tl.load(turn) * stride_rows + req)
+    length = tl.load(seq_lens + row).to(tl.int64)
+    room = tl.minimum(tl.load(reserved + row), context)
+    fits = (row != 0) & (length + reserve_len <= room)
+    row = tl.where(fits, row, 0)
+    length = tl.where(fits, length, 0)
+    if tl.program_id(1) == 0:
+        column = tl.arange(0, BLOCK_W)  # [BLOCK_W]
+        inside = column < reserve_len
+        slots = req_to_token + row * stride_table + length + column
+        slot = tl.load(slots, mask=inside & fits, other=0)
+        _copy_narrow(
+            narrow_tables,
+            narrow_outs,
+            narrow_strides,
+            narrow_out_strides,
+            narrow_widths,
+            row,
+            req,
+            True,
+            NARROWS,
+            NARROW,
+        )
+        tl.store(window_out + req * stride_window + column, slot, mask=inside)
+        tl.store(rows_out + req, row)
+        tl.store(seq_lens_out + req, length.to(tl.int32))
+        ahead = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+        tl.store(positions_out + req * stride_positions + ahead, length + ahead, mask=ahead < depth)
+        draft = tl.arange(0, BLOCK_S)  # [BLOCK_S]
+        step = draft // topk
+        ptr = draft_positions_out + req * stride_draft + step * stride_step + draft % topk
+        tl.store(ptr, length + step, mask=draft < drafts)
+    else:
+        _copy_block(
+            wide_tables,
+            wide_outs,
+            wide_strides,
+            wide_out_strides,
+            wide_widths,
+            row,
+            req,
+            True,
+            tl.program_id(1) - 1,
+            WIDES,
+            BYTES,
+        )
+
+
+@triton.jit
+def end_step_kernel(
+    rows,  # [B] int64
+    seq_lens,  # [B] int32
+    accept_lens,  # [B] int32
+    accept_tokens,  # [B, depth] int64
+    bonus_tokens,  # [B] int64, -1 for none
+    seq_lens_table,  # [R] int32, out
+    bonus_table,  # [R] int64, out
+    packed_out,  # [B, 1 + depth] int64, out
+    narrow_sources,
+    narrow_tables,
+    narrow_strides,
+    narrow_table_strides,
+    narrow_widths,
+    wide_sources,
+    wide_tables,
+    wide_strides,
+    wide_table_strides,
+    wide_widths,
+    depth,
+    stride_tokens,
+    stride_packed,
+    NARROWS: tl.constexpr,
+    WIDES: tl.constexpr,
+    NARROW: tl.constexpr,
+    BYTES: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Write a request's state back; its first program packs the output."""
+    enter(PDL)
+    req = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + req)
+    live = row != 0
+    if tl.program_id(1) == 0:
+        count = tl.load(accept_lens + req)
+        length = tl.load(seq_lens + req) + count
+        rank = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+        token = tl.load(accept_tokens + req * stride_tokens + rank, mask=rank < depth, other=0)
+        bonus = tl.load(bonus_tokens + req)
+        _copy_narrow(
+            narrow_sources,
+            narrow_tables,
+            narrow_strides,
+            narrow_table_strides,
+            narrow_widths,
+            req,
+            row,
+            live,
+            NARROWS,
+            NARROW,
+        )
+        tl.store(seq_lens_table + row, length, mask=live)
+        # a root that the target did not choose is embedded, too
+        tl.store(bonus_table + row, tl.maximum(bonus, 0), mask=live)
+        token = tl.where((bonus < 0) & (rank == count - 1), -1, token)
+        packed = packed_out + req * stride_packed
+        tl.store(packed, tl.where(live, count, 0).to(tl.int64))
+        tl.store(packed + 1 + rank, tl.where(live, token, 0), mask=rank < depth)
+    else:
+        _copy_block(
+            wide_sources,
+            wide_tables,
+            wide_strides,
+            wide_table_strides,
+            wide_widths,
+            req,
+            row,
+            live,
+            tl.program_id(1) - 1,
+            WIDES,
+            BYTES,
+        )
+
+
+@triton.jit
+def gather_path_kernel(
+    features,  # [B, n, width]
+    accept_index,  # [B, depth] int32
+    accept_lens,  # [B] int32
+    seq_lens,  # [B] int32
+    features_out,  # [B, depth, width], out
+    last_rows_out,  # [B] int64, out
+    after_out,  # [B] int64, out
+    depth,
+    width,
+    stride_req,
+    stride_node,
+    stride_index,
+    stride_out_req,
+    stride_out,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Copy the features of one node of an accepted path."""
+    enter(PDL)
+    req = (tl.program_id(0) // depth).to(tl.int64)
+    rank = tl.program_id(0) % depth
+    node = tl.maximum(tl.load(accept_index + req * stride_index + rank), 0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    ok = column < width
+    value = tl.load(features + req * stride_req + node * stride_node + column, mask=ok)
+    ptr = features_out + req * stride_out_req + rank.to(tl.int64) * stride_out + column
+    tl.store(ptr, value.to(features_out.dtype.element_ty), mask=ok)
+    if (rank == 0) & (tl.program_id(1) == 0):
+        count = tl.load(accept_lens + req)
+        after = tl.load(seq_lens + req).to(tl.int64) + count
+        tl.store(last_rows_out + req, req * depth + tl.maximum(count, 1) - 1)
+        tl.store(after_out + req, after)
+
+
+@triton.jit
+def write_output_kernel(
+    packed,  # [B, width] int64
+    buffer,  # [S, B', width] int64, out, in the host's memory
+    turn,  # [1] int64, in place
+    numbers,
+    width,
+    slots,
+    stride_packed,
+    stride_buffer,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Write the packed tokens to their turn, and count the turn."""
+    enter(PDL)
+    at = tl.load(turn)
+    for start in tl.range(0, numbers, BLOCK):
+        number = start + tl.arange(0, BLOCK)  # [BLOCK]
+        ok = number < numbers
+        value = tl.load(packed + number // width * stride_packed + number % width, mask=ok)
+        tl.store(buffer + at * stride_buffer + number, value, mask=ok)
+    # every thread has read it
+    tl.debug_barrier()
+    tl.store(turn, (at + 1) % slots)
 
 
 def _split(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[list[Any], int, int, int]:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import Tensor
 
 import torch
 
 from specattn.kernels import implementation
 from specattn.kernels.checks import require_dense, require_rows
 from specattn.kernels.tree import naive
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # candidates that one program holds in registers; wider tables are sorted by torch
 MAX_CANDIDATES = 16384
@@ -94,7 +91,13 @@ def select_beams(
         If the candidates have no room for this step, or a tensor is not laid out as above.
     """
     start = _candidate_offset(step, child_probs, candidate_scores, candidate_parents)
-    _check_beams(step, child_probs, candidate_parents, words_out)
+    nodes = (step + 1) * child_probs.shape[2]
+    if candidate_parents.shape[1] < 1 + nodes:
+        raise ValueError(
+            f"step {step} has no beams to pick: candidates have {candidate_parents.shape[1]} groups"
+        )
+    if words_out.shape[2] * 64 < nodes:
+        raise ValueError(f"words_out must have a bit for each of {nodes} nodes")
     require_dense(
         child_probs=child_probs,
         child_tokens=child_tokens,
@@ -436,19 +439,6 @@ def _candidate_offset(
             f"({start}..{start + beams * topk - 1})"
         )
     return start
-
-
-def _check_beams(
-    step: int, child_probs: Tensor, candidate_parents: Tensor, words_out: Tensor
-) -> None:
-    """Raise ValueError at the last step, or if words do not fit."""
-    nodes = (step + 1) * child_probs.shape[2]
-    if candidate_parents.shape[1] < 1 + nodes:
-        raise ValueError(
-            f"step {step} has no beams to pick: candidates have {candidate_parents.shape[1]} groups"
-        )
-    if words_out.shape[2] * 64 < nodes:
-        raise ValueError(f"words_out must have a bit for each of {nodes} nodes")
 
 
 def _tree_steps(scores: Tensor, parents: Tensor, topk: int, num_draft_tokens: int) -> int:

@@ -5,17 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specattn.kernels.sampling.naive import sample_weights
-
-
-def score_key(scores: Tensor) -> Tensor:
-    """Map float32 scores to int32 keys of the same order.
-
-    NaN comes below everything, and -0 equals 0.
-    """
-    bits = torch.where(scores == 0, 0.0, scores).view(torch.int32)
-    keys = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
-    return keys.masked_fill(scores.isnan(), -(2**31))
+from specattn.kernels.sampling.naive import sample_weights, score_key
 
 
 def append_candidates(
@@ -167,9 +157,8 @@ def accept_greedy(
         children = walk.children()
         want = target_argmax.gather(1, walk.node[:, None])
         walk.descend(children, (_at(tokens, children) == want) & (want >= 0))
-    bonus = target_argmax.gather(1, walk.node[:, None])[:, 0]
-    _emit(walk.path(), tokens, bonus, accept_index_out, accept_tokens_out, accept_lens_out)
-    bonus_out.copy_(bonus)
+    bonus, path = target_argmax.gather(1, walk.node[:, None])[:, 0], walk.path()
+    _emit(path, tokens, bonus, accept_index_out, accept_tokens_out, accept_lens_out, bonus_out)
 
 
 def accept_sampled(
@@ -205,11 +194,8 @@ def accept_sampled(
     allowed = torch.ones(batch, vocab + 1, dtype=torch.bool, device=tokens.device)
     residual = weights * allowed.scatter_(1, refused, value=False)[:, :vocab]
     path = walk.path()
-    coin = final_coins.gather(1, (path >= 0).sum(1, keepdim=True) - 1)[:, 0]
-    bonus = sample_weights(residual, coin)
-    bonus = torch.where(bonus < 0, sample_weights(weights, coin), bonus)
-    _emit(path, tokens, bonus, accept_index_out, accept_tokens_out, accept_lens_out)
-    bonus_out.copy_(bonus)
+    bonus = _draw_bonus(path, residual, weights, final_coins)
+    _emit(path, tokens, bonus, accept_index_out, accept_tokens_out, accept_lens_out, bonus_out)
 
 
 def accept_rejection(
@@ -236,12 +222,16 @@ def accept_rejection(
     if steps:
         refuted = draft_probs[rows, taken.clamp(max=steps - 1)]
         residual = weights - torch.where(taken[:, None] < steps, refuted, 0.0)
-    coin = final_coins.gather(1, taken[:, None])[:, 0]
-    bonus = sample_weights(residual, coin)
-    bonus = torch.where(bonus < 0, sample_weights(weights, coin), bonus)
     path = torch.where(depth <= taken[:, None], depth, -1)
-    _emit(path, tokens, bonus, accept_index_out, accept_tokens_out, accept_lens_out)
-    bonus_out.copy_(bonus)
+    bonus = _draw_bonus(path, residual, weights, final_coins)
+    _emit(path, tokens, bonus, accept_index_out, accept_tokens_out, accept_lens_out, bonus_out)
+
+
+def _draw_bonus(path: Tensor, residual: Tensor, weights: Tensor, final_coins: Tensor) -> Tensor:
+    """Draw from the residual with the path's last coin; without mass from ``weights``."""
+    coin = final_coins.gather(1, (path >= 0).sum(1, keepdim=True) - 1)[:, 0]
+    bonus = sample_weights(residual, coin)
+    return torch.where(bonus < 0, sample_weights(weights, coin), bonus)
 
 
 class _Walk:
@@ -306,6 +296,7 @@ def _emit(
     accept_index_out: Tensor,
     accept_tokens_out: Tensor,
     accept_lens_out: Tensor,
+    bonus_out: Tensor,
 ) -> None:
     length = (path >= 0).sum(1)
     following = torch.cat([path[:, 1:], torch.full_like(path[:, :1], -1)], dim=1)
@@ -314,6 +305,7 @@ def _emit(
     accept_index_out.copy_(path)
     accept_tokens_out.copy_(torch.where(last, bonus[:, None].clamp(min=0), taken))
     accept_lens_out.copy_(length)
+    bonus_out.copy_(bonus)
 
 
 def _node_bits(nodes: Tensor, num_words: int) -> Tensor:

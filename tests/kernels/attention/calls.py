@@ -38,12 +38,12 @@ def make_kernel(case: Case, *, ctas: int = 0, **options: Any) -> TreeAttention:
         "dtype": case.q.dtype,
         "device": case.q.device,
         "sm_scale": case.sm_scale,
-        "csr": csr,
     }
     kind: Any = MlaAttention
     if not case.latent:
         kind = TreeAttention
         shape |= {
+            "csr": csr,
             "num_kv_heads": case.k_cache.shape[1],
             "kv_dtype": case.kv_dtype,
             "page_size": case.page_size,

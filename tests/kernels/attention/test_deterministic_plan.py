@@ -69,7 +69,7 @@ def make(
     extra: int = 2,
     stride: int = 5000,
 ) -> Work:
-    plan = DeterministicPlan.alloc(
+    plan = DeterministicPlan(
         batch=len(lengths),
         max_splits=splits,
         q_len=1,
@@ -199,7 +199,7 @@ def test_a_path_is_the_rest_of_the_prefix_and_the_ancestors(
         [0, 15, 16, 37], mode=mode, q_len=q_len, tail_len=tail, window_left=window, device=DEVICE
     )
     a = case.args
-    plan = DeterministicPlan.alloc(
+    plan = DeterministicPlan(
         batch=4,
         max_splits=2,
         q_len=q_len,

@@ -69,7 +69,7 @@ def prepare(
     block: int = BN,
 ) -> Work:
     """Work whose tables are poisoned, and not filled."""
-    plan = TreePlan.alloc(
+    plan = TreePlan(
         batch=len(lengths),
         max_splits=splits,
         tail_len=tail,

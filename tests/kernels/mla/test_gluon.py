@@ -16,8 +16,8 @@ from specattn.kernels.attention.tiles import MergeTile
 from specattn.kernels.mla.gluon import check_mla_gluon, choose_mla_tile
 from specattn.kernels.mla.tiles import GLUON, MERGE, mla_tile_config
 from tests.kernels.attention.calls import attend, make_kernel
-from tests.kernels.mla.test_mla import form, tree_case
-from tests.oracle import check, make_csr_case, oracle_csr, oracle_tree
+from tests.kernels.mla.test_mla import tree_case
+from tests.oracle import check, oracle_tree
 
 F16, BF16 = torch.float16, torch.bfloat16
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -80,14 +80,6 @@ def test_splits_of_several_tiles() -> None:
     case = tree_case([3000], **DEEPSEEK)
     attend(make_kernel(case, tile=replace(GLUON, min_tiles=4)), case)
     check(case, oracle_tree(case))
-
-
-@pytest.mark.gpu
-@hopper
-def test_index_lists() -> None:
-    case = make_csr_case([65, 1, 0, 3000, 64], **form(16, 512, 64), dtype=BF16)
-    attend(make_kernel(case, tile=GLUON), case)
-    check(case, oracle_csr(case))
 
 
 @pytest.mark.gpu

@@ -19,10 +19,8 @@ from tests.oracle import (
     NAN,
     Case,
     check,
-    make_csr_case,
     make_extend_case,
     make_tree_case,
-    oracle_csr,
     oracle_extend,
     oracle_tree,
 )
@@ -158,26 +156,6 @@ def test_one_graph_serves_every_length() -> None:
         check(live, oracle_tree(live))
 
 
-LISTS = {
-    "ragged": ([65, 1, 130, 33], {}),
-    "empty_lists": ([0, 40, 0, 0], {}),
-    "all_empty": ([0, 0], {}),
-    "many_f16": ([(5 * i) % 37 for i in range(21)], {"dtype": F16}),
-}
-
-
-@pytest.mark.parametrize("name", LISTS)
-def test_index_lists(name: str) -> None:
-    lengths, options = LISTS[name]
-    case = make_csr_case(lengths, **form(3, 64, 16), **options)
-    expected = oracle_csr(case)
-    attend(make_kernel(case), case)
-    check(case, expected)
-    case.clear()
-    run_naive(case)
-    check(case, expected)
-
-
 # (cached prefix, new tokens) pairs, and what differs from 3 heads, rows of 64 + 16, float32
 EXTEND: dict[str, tuple[list[tuple[int, int]], dict[str, Any]]] = {
     "fresh": ([(0, 1), (0, 33)], {}),
@@ -264,6 +242,8 @@ def test_bad_geometry_is_refused() -> None:
     case = tree_case([5, 6])
     with pytest.raises(ValueError, match="block_n must be at most 64, got 128"):
         make_kernel(case, tile=replace(mla_tile_config(8, F32), block_n=128))
+    with pytest.raises(ValueError, match="tail_len must be above 0, got 0"):
+        make_kernel(case, tail_len=0)
     with pytest.raises(ValueError, match="v_head_dim must be below 80, got 80"):
         make_kernel(replace(case, out=case.q))
     case = make_extend_case([(5, 6)], **form(4, 64, 16) | {"heads": (4, 2)})
