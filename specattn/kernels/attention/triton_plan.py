@@ -59,7 +59,7 @@ def request_tiles(
 
 @triton.jit
 def align_splits(num_splits, total, longest, batch, most):
-    """Return the number of splits that cuts at requests, if their work is equal."""
+    """Return how many splits cut at requests, where their work is equal."""
     # whole splits per request, or, if there are more requests than splits, whole requests per split
     fits = longest * batch == total
     if batch <= most:

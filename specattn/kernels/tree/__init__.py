@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 import torch
+from torch import Tensor
 
 from specattn.kernels import implementation
 from specattn.kernels.checks import require_dense, require_rows

@@ -228,7 +228,7 @@ def accept_rejection(
 
 
 def _draw_bonus(path: Tensor, residual: Tensor, weights: Tensor, final_coins: Tensor) -> Tensor:
-    """Draw from the residual with the path's last coin; without mass from ``weights``."""
+    """Draw by the last coin; from ``weights`` if the residual is empty."""
     coin = final_coins.gather(1, (path >= 0).sum(1, keepdim=True) - 1)[:, 0]
     bonus = sample_weights(residual, coin)
     return torch.where(bonus < 0, sample_weights(weights, coin), bonus)
