@@ -87,6 +87,25 @@ class ModelError(SpecAttnError):
         super().__init__(message)
 
 
+class RankError(SpecAttnError):
+    """Ranks that share a target's weights were given different things to do.
+
+    Parameters
+    ----------
+    what : str
+        What has to be the same on all ranks.
+    ranks : sequence of int
+        The ranks where it is not what it is on rank 0.
+    """
+
+    def __init__(self, what: str, ranks: list[int]) -> None:
+        self.what, self.ranks = what, ranks
+        super().__init__(
+            f"{what} must be the same on all ranks of a sharded target, but on "
+            f"rank {', '.join(map(str, ranks))} they are not those of rank 0"
+        )
+
+
 class NotCapturedError(SpecAttnError):
     """A forward mode should replay that was never captured.
 

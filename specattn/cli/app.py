@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from specattn.cli import backends, bench, generate, graphs, inspect
 from specattn.cli.errors import exit_codes, logging_to_stderr
+from specattn.cli.torchrun import one_output, world_size
 
 
 class _Commands(TyperGroup):
@@ -25,8 +26,12 @@ class _Commands(TyperGroup):
             if isinstance(stream, io.TextIOWrapper):
                 # text that the terminal's encoding lacks must not end a run
                 stream.reconfigure(errors="replace")
-        with exit_codes(), logging_to_stderr():
+        with exit_codes(), logging_to_stderr(), one_output():
             code = super().main(*args, **extra | {"standalone_mode": False})
+        if world_size() > 1:
+            # a thread of gloo that frees a tensor while Python shuts down aborts the process
+            sys.stderr.flush()
+            os._exit(code or 0)
         sys.exit(code or 0)
 
 

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from specattn.cli.torchrun import rank
 from specattn.errors import ModelError, SpecAttnError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class NotFiniteError(SpecAttnError):
 @cache
 def stderr() -> Console:
     """Return the console for everything but the text: progress, warnings and tables."""
-    return Console(stderr=True, highlight=False)
+    return Console(stderr=True, highlight=False, quiet=rank() > 0)
 
 
 @contextmanager
@@ -86,7 +87,8 @@ def exit_codes() -> Iterator[None]:
     # a SystemExit may come from a library that met a closed pipe
     except BaseException as error:
         code, line = _code_and_line(error)
-        if line:
+        # every rank finds the same mistake
+        if line and not (code == MISTAKE and rank()):
             with suppress(OSError):  # standard error may be full or closed, too
                 print(f"specattn: error: {' '.join(line.split())}", file=sys.stderr, flush=True)
         for stream in streams:

@@ -11,6 +11,7 @@ import torch
 
 from specattn.cli.errors import ArgumentError, stderr
 from specattn.cli.options import check_backend, from_environment
+from specattn.cli.torchrun import local_rank, world_size
 from specattn.config import FLOAT8
 
 if TYPE_CHECKING:
@@ -93,7 +94,12 @@ def load_models(
     with stderr().status("loading models"):
         from specattn.models import HFTarget, fuse, load_draft
 
-        found = HFTarget.from_pretrained(target or shipped("target"), dtype=dtype, device=device)
+        found = HFTarget.from_pretrained(
+            target or shipped("target"),
+            dtype=dtype,
+            device=device,
+            tp_plan="auto" if world_size() > 1 else None,
+        )
         if device.type == "cpu" and found.hidden_size < _SHARED_FROM:
             torch.set_num_threads(1)
         head = None
@@ -114,8 +120,11 @@ def shipped(part: str) -> str:
 def pick_device(name: str) -> torch.device:
     """Return the device ``name``, which becomes the current one on CUDA.
 
-    ``auto`` is CUDA where there is one, else the CPU.
+    ``auto`` is CUDA where there is one, else the CPU. Under ``torchrun`` every rank has a GPU of
+    its own.
     """
+    if world_size() > 1:
+        name = _device_of_rank(name)
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -139,6 +148,14 @@ def pick_device(name: str) -> torch.device:
     except Exception as error:
         raise ArgumentError("--device", f"{name} is not available here") from error
     return device
+
+
+def _device_of_rank(name: str) -> str:
+    """Return the name of the device where transformers places a rank's shard."""
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in ("auto", kind):
+        raise ArgumentError("--device", f"must be auto or {kind} under torchrun, got {name!r}")
+    return f"cuda:{local_rank()}" if kind == "cuda" else kind
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:

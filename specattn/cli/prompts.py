@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from specattn.cli.errors import ArgumentError, NotFiniteError
+from specattn.cli.torchrun import world_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -118,6 +119,8 @@ def _read_many(file: Path) -> Sequence[str]:
 def _read_stdin(argument: str) -> bytes:
     if not sys.stdin:
         raise ArgumentError(argument, "standard input is closed")
+    if world_size() > 1:
+        raise ArgumentError(argument, "cannot be standard input under torchrun: ranks share it")
     return sys.stdin.buffer.read()
 
 

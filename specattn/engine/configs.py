@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 from collections import Counter, deque
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from specattn.engine.policy import Acceptance, GoodputPolicy, Observed
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
     from specattn.config import SpecConfig
     from specattn.engine.policy import Policy
+    from specattn.engine.ranks import Ranks
 
 # what must be one for all: the sizes of tables and pools, and what a draft state holds
 _SHARED = ("max_context_len", "max_num_reqs", "page_size", "draft_sampling")
@@ -25,7 +27,7 @@ class SpeculativeConfigs:
     """The configs that a policy chooses from for every step.
 
     They share buffers, and differ in the tree alone. Acceptance is measured over a window of the
-    latest steps.
+    latest steps. The policy of rank 0 chooses for all ``ranks``, whose measured times differ.
 
     Attributes
     ----------
@@ -50,6 +52,8 @@ class SpeculativeConfigs:
         policy: Policy | None,
         buckets: Sequence[int],
         window: int = _WINDOW,
+        *,
+        ranks: Ranks | None = None,
     ) -> None:
         self.all = tuple(dict.fromkeys(configs))
         for name in _SHARED:
@@ -65,6 +69,7 @@ class SpeculativeConfigs:
                 "policy has nothing to choose from: configs must hold other configs than config"
             )
         self.policy = GoodputPolicy() if policy is None else policy
+        self._ranks = ranks
         self.current = self.all[0]
         self.reserve_len = max(config.reserve_len for config in self.all)
         self.acceptance = {config: Acceptance(config) for config in self.all}
@@ -94,9 +99,9 @@ class SpeculativeConfigs:
         fitting = self._fitting(room)
         if not fitting:
             return self.current
-        config = self.policy(
-            Observed(batch, self._bucket(batch), self.current, fitting, self.acceptance)
-        )
+        observed = Observed(batch, self._bucket(batch), self.current, fitting, self.acceptance)
+        choose = partial(self.policy, observed)
+        config = choose() if self._ranks is None else self._ranks.decide(choose)
         if config not in fitting:
             raise ValueError(f"policy must return one of the configs it is given, got {config}")
         return config

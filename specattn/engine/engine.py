@@ -17,6 +17,7 @@ from specattn.cache.slot_table import SlotTable
 from specattn.checks import whole_numbers
 from specattn.cuda_graph.recorder import Recorder
 from specattn.engine.configs import SpeculativeConfigs, powers_of_two
+from specattn.engine.ranks import Ranks
 from specattn.engine.request import Request, RequestOutput, check_requests
 from specattn.engine.scheduler import RunningRequest, Scheduler
 from specattn.errors import CapacityError, CaptureError
@@ -147,6 +148,9 @@ class Engine:
         ``kv_dtype`` and ``kv_scales`` not those of a `KVPool`, ``configs`` differ in more than the
         tree, or there is a ``policy`` and nothing in ``configs`` but ``config``. Of every call: if
         another thread's has not returned, or an interrupted one asks for `clear`.
+    RankError
+        If the target's weights are sharded, and its ranks make different engines. Of `generate` and
+        `add`: if they are given different requests, or requests gained different tokens.
     CaptureError
         If a capture fails that is made now. What is captured later, while requests run, runs
         eagerly if that fails, and a warning is logged; so it is where memory runs out.
@@ -177,7 +181,10 @@ class Engine:
         self.config, self._detokenize = config, detokenize
         self.buckets = powers_of_two(config.max_num_reqs) if buckets is None else list(buckets)
         whole_numbers("every bucket", self.buckets)
-        self.configs = SpeculativeConfigs((config, *configs), policy, self.buckets)
+        self._ranks = Ranks(target)
+        self.configs = SpeculativeConfigs(
+            (config, *configs), policy, self.buckets, ranks=self._ranks
+        )
         target = for_context(target, config.max_context_len)
         if config.max_context_len > target.max_context_len:
             log.warning(
@@ -222,6 +229,14 @@ class Engine:
             "tbo": tbo,
             "cudagraph": cudagraph or ("piecewise" if between else "full"),
         }
+        self._ranks.agree(
+            "the settings of an Engine",
+            [
+                *(self.configs.all, self.buckets, slots, kv_dtype, self.target.backend.name),
+                *(self._options["cudagraph"], graphs, sampled, indices),
+                *(validate, deterministic, tbo, draft is not None),
+            ],
+        )
         options = self._options | {"buckets": self.buckets, "sampled": sampled}
         self._decoders = {
             one: StepDecoder(self.target, self.draft, one, **options) for one in self.configs.all
@@ -306,7 +321,9 @@ class Engine:
                 self.clear()
         # `on_tokens` may have cleared the engine while requests waited
         missing = len(requests) - len(results)
-        return [*results, *(RequestOutput(finish_reason="dropped") for _ in range(missing))]
+        results += [RequestOutput(finish_reason="dropped") for _ in range(missing)]
+        self._ranks.agree("the tokens of requests", [one.tokens for one in results])
+        return results
 
     def add(self, requests: Sequence[Request]) -> list[RequestOutput]:
         """Run the prompts of requests and draw their first tokens.
@@ -487,12 +504,16 @@ class Engine:
             lock.release()
 
     def _checked(self, requests: Sequence[Request]) -> list[Request]:
-        return check_requests(
+        checked = check_requests(
             requests,
             self.config.max_context_len,
             self.target.model.vocab_size,
             stop_strings=self._detokenize is not None,
         )
+        # what runs already has to be the same, too
+        tokens = [one.result.tokens for one in self.running]
+        self._ranks.agree("requests, their seeds included,", (checked, tokens))
+        return checked
 
     def _admit_waiting(self) -> list[RequestOutput]:
         """Admit as many waiting requests as have slots to their ends.

@@ -20,10 +20,12 @@ from transformers.quantizers import AutoHfQuantizer
 from specattn.errors import ModelError
 from specattn.models.hub import blaming, count_from_first, locate
 from specattn.models.probe import probe_layers
+from specattn.models.shards import check_heads, process_group
 from specattn.speculative.model import TargetOutput
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.distributed import ProcessGroup
 
     from specattn.config import AttnConfig
     from specattn.speculative.model import Attend
@@ -81,6 +83,7 @@ class HFTarget:
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
+        tp_plan: str | dict[str, str] | None = None,
     ) -> Self:
         """Load a model from a folder or from the Hub.
 
@@ -91,7 +94,10 @@ class HFTarget:
         dtype : torch.dtype, optional
             The dtype of the weights; the checkpoint's own if None.
         device : torch.device or str
-            The device of the weights.
+            The device of the weights; of shards, transformers chooses it.
+        tp_plan : str or dict, optional
+            How transformers shards the weights over the processes of ``torchrun``; ``"auto"`` is
+            the model's own plan. See docs/tensor_parallel.md.
 
         Raises
         ------
@@ -115,9 +121,11 @@ class HFTarget:
                 # initialise what is missing at random.
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
+                **_distributed(tp_plan),
             )
             _check_complete(name, info)
-            module = module.to(device)
+            if process_group(module) is None:
+                module = module.to(device)
         return cls.from_model(module, name=name)
 
     @classmethod
@@ -132,8 +140,9 @@ class HFTarget:
             If this library does not compute the model's attention.
         """
         module.eval().requires_grad_(False)
-        layers = probe_layers(module, module.config.get_text_config(decoder=True))
-        return cls(module, name or module.name_or_path, layers)
+        name, config = name or module.name_or_path, module.config.get_text_config(decoder=True)
+        check_heads(name, module, config)
+        return cls(module, name, probe_layers(module, config))
 
     def with_features(self, features: FeatureSpec) -> Self:
         """Return a target of the same weights that gives other ``features``.
@@ -206,6 +215,11 @@ class HFTarget:
             eos = getattr(source, "eos_token_id", None)
             ids.update([] if eos is None else [eos] if isinstance(eos, int) else eos)
         return frozenset(ids)
+
+    @cached_property
+    def process_group(self) -> ProcessGroup | None:
+        """The ranks that share the weights, if they are sharded."""
+        return process_group(self.module)
 
     @property
     def device(self) -> torch.device:
@@ -283,6 +297,15 @@ def _attention(
     """Call ``attend`` with ``[1, heads, T, D]``; return ``[1, T, heads, Dv]``."""
     q, k, v = (heads[0].transpose(0, 1).contiguous() for heads in (query, key, value))
     return attend(module.layer_idx, q, k, v)[None]
+
+
+def _distributed(tp_plan: str | dict[str, str] | None) -> dict[str, Any]:
+    """Return the arguments of transformers' ``from_pretrained`` that shard a model."""
+    if tp_plan is None:
+        return {}
+    from transformers.distributed import DistributedConfig
+
+    return {"distributed_config": DistributedConfig(tp_plan=tp_plan)}
 
 
 def _check_causal(name: str, config: Any) -> None:

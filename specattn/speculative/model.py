@@ -19,6 +19,7 @@ from specattn.backends.layers import LayeredBackend
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
     from specattn.backends.base import BackendFactory
     from specattn.cache.kv_pool import KVPool
@@ -183,6 +184,20 @@ class ContextModel(Protocol):
 
     def for_context(self, max_context_len: int) -> Self:
         """Return the model for such contexts, or raise a ModelError."""
+
+
+@runtime_checkable
+class ShardedModel(Protocol):
+    """A model whose weights may be sharded over ranks.
+
+    Each rank has heads of its own. Forwards contain collectives, so that all ranks have to run the
+    same ones.
+    """
+
+    @property
+    def process_group(self) -> ProcessGroup | None:
+        """The ranks that hold the shards; None if there is one."""
+        ...
 
 
 Model = TypeVar("Model", TargetModel, DraftModel)

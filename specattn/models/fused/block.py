@@ -20,6 +20,7 @@ from specattn.kernels.fused import (
     split_k_reduce,
 )
 from specattn.kernels.fused.stream import stream_gated, stream_linear, streams
+from specattn.models.shards import is_sharded
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -237,6 +238,8 @@ def refuse_unless_fused(
 
 def _oddity(name: str, part: nn.Module) -> str:
     """Say what a module computes besides its product, or nothing."""
+    if is_sharded(part, recurse=False):
+        return f"{name} is sharded over ranks"
     if getattr(part, "bias", None) is not None:
         return f"{name} has a bias"
     for suffix, plain in _PLAIN.items():
