@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-import torch
-
 from specattn.cli.running import run
 from specattn.config import SpecConfig
-from specattn.plan import ExtendPlan
+from specattn.speculative.prefill import Prefill, Prompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -84,33 +82,14 @@ def compare_plain(
 
 def top2_margin(engine: Engine, tokens: Sequence[int]) -> float:
     """Return the difference of the two best logits for the next token."""
-    table, target, device = engine.table, engine.target, engine.table.req_to_token.device
-    length = len(tokens)
-    row = table.allocate()
+    table, row = engine.table, engine.table.allocate()
     try:
-        table.reserve([row], [length])
-        plan = ExtendPlan(
-            req_to_token=table.req_to_token,
-            req_pool_indices=torch.tensor([row], device=device),
-            seq_lens=torch.zeros(1, dtype=torch.int32, device=device),
-            qo_indptr=torch.tensor([0, length], dtype=torch.int32, device=device),
-            out_slots=table.req_to_token[row : row + 1, :length].contiguous(),
-            max_q_len=length,
-            max_seq_len=length,
-            page_size=table.page_size,
-        )
-        attend = target.backend.bind(plan)
-        attend.schedule(torch.zeros(1, dtype=torch.int32))
-        attend.fill()
-        out = target.model.forward(
-            torch.tensor(tokens, device=device),
-            torch.arange(length, device=device),
-            attend,
-            torch.tensor([length - 1], device=device),
-        )
+        table.reserve([row], [len(tokens)])
+        prefill = Prefill(engine.target, None, table.req_to_token, engine.config)
+        logits = prefill.last_logits(Prompt(row, tokens))
     finally:
         table.free(row)
-    best, second = out.logits[0].float().topk(2).values.tolist()
+    best, second = logits.float().topk(2).values.tolist()
     return float(best - second)
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from specattn.batch import AcceptResult, DraftTree
     from specattn.cache.slot_table import SlotTable
     from specattn.cli.loading import Models
+    from specattn.cli.prompts import Prompts
     from specattn.config import SpecConfig
 
 
@@ -46,7 +47,7 @@ def inspect(
     models = models_for(ctx, pick_device(device), target, draft, dtype, backend, speculative=True)
     limit = max(models.target.max_context_len - config.reserve_len, 0)
     (ids,) = found.encode(models.tokenizer, models.target.vocab_size, limit)
-    tree, scores, accepted, table = _first_step(models, ids, config, backend)
+    tree, scores, accepted, table = _first_step(models, found, ids, config, backend)
     print(f"tree of {config.num_draft_tokens} nodes after {len(ids)} tokens (* accepted)")
     print(pictures.tree(tree, models.tokenizer, scores=scores, accepted=accepted))
     print("\nmask: row i sees tail key j (#) where node j is i or an ancestor of i")
@@ -56,7 +57,7 @@ def inspect(
 
 
 def _first_step(
-    models: Models, ids: list[int], config: SpecConfig, backend: str
+    models: Models, prompt: Prompts, ids: list[int], config: SpecConfig, backend: str
 ) -> tuple[DraftTree, Tensor, AcceptResult, SlotTable]:
     """Run a prompt, draft a tree and verify it greedily; commit nothing.
 
@@ -65,44 +66,22 @@ def _first_step(
     """
     import torch
 
-    from specattn.cache.kv_pool import KVPool
-    from specattn.cache.slot_table import SlotTable
+    from specattn.engine.engine import Engine
+    from specattn.engine.request import Request
     from specattn.inspect import path_scores
-    from specattn.speculative.model import ModelSlot
-    from specattn.speculative.prefill import Prefill, Prompt
-    from specattn.speculative.sampling import SamplingBatch, SamplingParams
-    from specattn.speculative.states import RequestStates, StateDims
-    from specattn.speculative.step_decoder import StepDecoder
 
-    assert models.draft is not None
-    length, device = len(ids), models.target.device
-    context = length + config.reserve_len
+    context = len(ids) + config.reserve_len
     config = replace(config, max_context_len=context, max_num_reqs=1)
-    num_slots = (-(-context // config.page_size) + 1) * config.page_size
-    table = SlotTable(
-        max_num_reqs=1,
-        max_context_len=context,
-        num_slots=num_slots,
-        page_size=config.page_size,
-        device=device,
-    )
-    target = ModelSlot.of(models.target, KVPool(models.target.layers, num_slots, device), backend)
-    draft = ModelSlot.of(models.draft, KVPool(models.draft.layers, num_slots, device), backend)
-    states = RequestStates.alloc(
-        2, StateDims.of(models.draft, config.topk, draft_sampling=False), device
-    )
-    decoder = StepDecoder(target, draft, config, table, states, record=False)
-    row, greedy = table.allocate(), SamplingBatch.of([SamplingParams()], device)
-    table.reserve([row], [context])
-    start = Prefill(target, draft, table.req_to_token, config).run([Prompt(row, ids)], greedy)
-    table.commit(row, length)
-    rows, lens = torch.tensor([row], device=device), torch.tensor([length], dtype=torch.int32)
-    states.admit(rows, lens.to(device), start.bonus_tokens, start.state, greedy)
+    engine = Engine(models.target, models.draft, config, backend=backend, graphs=False)
+    prompt.check_finite(engine.add([Request(ids, max_new_tokens=2, ignore_eos=True)]))
+    (one,) = engine.running
+    engine.table.reserve([one.row], [context])
+    lens = torch.tensor([one.length], dtype=torch.int32)
     with torch.no_grad():
-        step = decoder.phases([row], seq_lens_cpu=lens)
+        step = engine.decoder(config).phases([one.row], seq_lens_cpu=lens)
         step.begin()
         candidates = step.propose()
         tree = step.build_tree(candidates)
         logits, _ = step.verify(tree)
         accepted = step.accept(tree, logits)
-    return tree, path_scores(candidates, config), accepted, table
+    return tree, path_scores(candidates, config), accepted, engine.table

@@ -137,6 +137,13 @@ class Prefill:
                 )
         return PrefillResult(bonus, _join(states) if self.draft is not None else None)
 
+    def last_logits(self, prompt: Prompt) -> Tensor:
+        """Fill the target's KV of one prompt, at once; return its last logits ``[V]``."""
+        pieces = [_Piece(0, prompt.cached, len(prompt.tokens))]
+        plan = self._plan([prompt], pieces)
+        last = plan.qo_indptr[1:].long() - 1
+        return self._forward_target([prompt], pieces, plan, last).logits[0]
+
     def _chunks(self, prompts: Sequence[Prompt]) -> Iterator[list[_Piece]]:
         """Cut the prompts into forwards of at most ``chunk`` tokens, in order."""
         pieces: list[_Piece] = []

@@ -158,3 +158,6 @@ def test_a_target_of_nan_ends_the_prompts_that_come_to_it(shape, tmp_path, monke
     assert result.stderr.endswith(
         "\nspecattn: error: the target's logits are NaN or infinite; the text ends there\n"
     )
+    if shape[0]:
+        result = run("inspect", *ON_CPU, *options[:4], prompts[1])
+        assert (result.exit_code, result.stdout) == (4, "")
