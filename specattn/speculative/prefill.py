@@ -138,7 +138,7 @@ class Prefill:
         return PrefillResult(bonus, _join(states) if self.draft is not None else None)
 
     def last_logits(self, prompt: Prompt) -> Tensor:
-        """Fill the target's KV of one prompt, at once; return its last logits ``[V]``."""
+        """Fill the target's KV of one prompt; return the last logits ``[V]``."""
         pieces = [_Piece(0, prompt.cached, len(prompt.tokens))]
         plan = self._plan([prompt], pieces)
         last = plan.qo_indptr[1:].long() - 1
