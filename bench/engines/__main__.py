@@ -1,12 +1,12 @@
 """Whole engines beside each other: SGLang with its own attention and with ours, and `Engine`.
 
 A Llama of 8B and its EAGLE-3 head, random weights, and every step made to gain the same number of
-tokens. First the tokens of the shipped pair are compared, which nothing is forced for. It needs a
-GPU and SGLang 0.5.15; `make_bundle` packs that for a machine without a package index.
+tokens. With ``--smoke`` everything starts once, with a short model, and the tokens of the shipped
+pair are compared, which nothing is forced for. It needs a GPU and SGLang 0.5.15; `make_bundle`
+packs that for a machine without a package index.
 
-    python -m bench.engines --smoke --seconds 240 --out FOLDER    # does everything start?
-    python -m bench.engines --tokens --seconds 120 --out FOLDER   # the tokens alone
-    python -m bench.engines --seconds 400 --out FOLDER            # the measurements
+    python -m bench.engines --smoke --together 6 --seconds 180 --out FOLDER
+    python -m bench.engines --together 2 --seconds 400 --out FOLDER
     python -m bench.engines --table FOLDER/engines.jsonl
 """
 
@@ -29,12 +29,7 @@ if TYPE_CHECKING:
 
 def chosen(options: argparse.Namespace) -> list[Job]:
     """Return the jobs that are asked for."""
-    if options.tokens:
-        jobs = cells.tokens_jobs()
-    elif options.smoke:
-        jobs = cells.smoke_jobs()
-    else:
-        jobs = cells.bench_jobs()
+    jobs = cells.smoke_jobs() if options.smoke else cells.bench_jobs()
     sides, settings = options.sides.split(","), options.settings.split(",")
     return [
         job
@@ -51,8 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sides", default="", help="fa3, specattn, own, triton, flashinfer")
     parser.add_argument("--settings", default="", help="tree, chain, plain")
     parser.add_argument("--together", type=int, default=1, help="processes that start together")
-    parser.add_argument("--smoke", action="store_true", help="a short model, a few steps")
-    parser.add_argument("--tokens", action="store_true", help="compare the shipped pair's tokens")
+    parser.add_argument("--smoke", action="store_true", help="start everything; compare tokens")
     parser.add_argument("--table", type=Path, help="print the table of results")
     options = parser.parse_args(arguments)
     if options.table:
@@ -62,8 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--out is needed")
     options.out.mkdir(parents=True, exist_ok=True)
     begin = time.time()
-    timed = not (options.smoke or options.tokens)
-    name = "engines" if timed else "tokens" if options.tokens else "smoke"
+    timed = not options.smoke
+    name = "engines" if timed else "smoke"
     lines = []
     with (options.out / f"{name}.jsonl").open("a") as file:
         jobs = chosen(options)
@@ -75,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 shown = {key: value for key, value in line.items() if key != "tokens"}
                 print(f"{time.time() - begin:6.1f} s {job.name} {json.dumps(shown)}", flush=True)
             lines += found
-    if options.tokens:
+    if options.smoke:
         print("\n".join(report.compared(lines)))
 
 

@@ -104,23 +104,16 @@ def bench_jobs() -> list[Job]:
 
 
 def smoke_jobs() -> list[Job]:
-    """Return short runs of everything that the measurements need."""
+    """Return short runs of what is measured, and those whose tokens are compared."""
     places = ((2, 256),)
-    jobs = [
-        Job(side, setting, places, "smoke", steps=24, seconds=150.0)
-        for setting in ("tree", "chain", "plain")
-        for side in ("fa3", "specattn", "triton")
-    ]
-    return [*jobs, Job(OWN, "tree", places, "smoke", steps=24, seconds=150.0)]
-
-
-def tokens_jobs() -> list[Job]:
-    """Return the runs whose tokens are compared: plain decoding, and every side's speculation."""
-    jobs = [Job("triton", "plain", (), "tokens", seconds=150.0)]
-    return jobs + [
-        Job(side, setting, (), "tokens", seconds=150.0)
-        for setting in ("tree", "chain")
-        for side in ("fa3", "specattn", "triton")
+    short = [("specattn", "tree"), ("fa3", "tree"), (OWN, "tree"), ("triton", "tree")]
+    short += [("specattn", "chain"), ("fa3", "chain"), ("specattn", "plain")]
+    told = [("triton", "plain"), ("specattn", "tree"), ("fa3", "tree"), ("triton", "tree")]
+    told += [("specattn", "chain")]
+    return [
+        *(Job(side, setting, places, "smoke", 24, 150.0) for side, setting in short[:3]),
+        *(Job(side, setting, (), "tokens", seconds=150.0) for side, setting in told),
+        *(Job(side, setting, places, "smoke", 24, 150.0) for side, setting in short[3:]),
     ]
 
 

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from bench.engines.cells import Job
 
-# a job that has less than this left is not started; how often jobs are looked after; seconds that
-# are left for the next one when a job is stopped
-LEAST, PAUSE, TAIL = 40.0, 0.1, 4.0
+# a job that has less than this left is not started; what a start may take; how often jobs are
+# looked after
+LEAST, START, PAUSE = 40.0, 110.0, 0.1
 # lines of a failed job's log that are printed
 SHOWN = 60
 
@@ -66,8 +66,6 @@ class Child:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.log.close()
-        for path in (self.ready, self.go):
-            path.unlink(missing_ok=True)
 
     def found(self) -> list[dict[str, Any]]:
         """Return its results, and a line of how it ended if that was early."""
@@ -96,11 +94,6 @@ def groups(jobs: Sequence[Job], size: int) -> Iterator[list[Job]]:
     """Cut jobs into groups that start together."""
     for at in range(0, len(jobs), size):
         yield list(jobs[at : at + size])
-
-
-def command() -> list[str]:
-    """Return how a job is run."""
-    return [sys.executable, "-m", "bench.engines.child"]
 
 
 def run(
@@ -135,25 +128,39 @@ def run(
         What a job found. A job that there was no time for has one line that says so.
     """
     until = time.time() + seconds
-    start = list(command or globals()["command"]())
+    command = command or (sys.executable, "-m", "bench.engines.child")
     for group in groups(jobs, together):
         if until - time.time() < LEAST:
             for job in group:
                 yield job, [{"side": job.side, "setting": job.setting, "error": "no time left"}]
             continue
-        children = [Child(job, out, until, start) for job in group]
+        children = [Child(job, out, until, command) for job in group]
         try:
-            wait(lambda: all(one.ready.exists() or one.over for one in children))  # noqa: B023
+            started(children)
             if not in_turn:
                 for child in children:
                     child.go.touch()
             for child in children:
-                child.go.touch()
-                wait(lambda: child.over)  # noqa: B023
-                child.stop()
-                yield child.job, child.found()
-                if child.process.returncode:
-                    print(f"==== {child.job.name}\n{child.tail()}", flush=True)
+                yield child.job, finished(child)
         finally:
             for child in children:
                 child.stop()
+
+
+def started(children: Sequence[Child]) -> None:
+    """Wait until all are ready; those that are not after `START` seconds are ended."""
+    late = time.time() + START
+    wait(lambda: time.time() > late or all(one.ready.exists() or one.over for one in children))
+    for child in children:
+        if not child.ready.exists():
+            child.stop()
+
+
+def finished(child: Child) -> list[dict[str, Any]]:
+    """Give a job its turn, and return what it found; the log of one that failed is printed."""
+    child.go.touch()
+    wait(lambda: child.over)
+    child.stop()
+    if child.process.returncode:
+        print(f"==== {child.job.name}\n{child.tail()}", flush=True)
+    return child.found()

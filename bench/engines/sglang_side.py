@@ -63,7 +63,7 @@ def options(job: Job, models: tuple[Path, Path]) -> dict[str, Any]:
             "max_total_tokens": job.room(gained) + most * SPARE,
             "max_running_requests": most,
             "cuda_graph_bs_decode": sorted({batch for batch, _ in job.places}),
-            "mem_fraction_static": 0.85,
+            "mem_fraction_static": 0.93,
         }
     if steps:
         found |= {
