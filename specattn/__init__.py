@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from specattn.engine.policy import GoodputPolicy
     from specattn.engine.request import Request, RequestOutput
     from specattn.errors import SpecAttnError
+    from specattn.integrations.transformers import generate
     from specattn.speculative.model import ModelSlot
     from specattn.speculative.prefill import Prefill, Prompt
     from specattn.speculative.sampling import SamplingBatch, SamplingParams
@@ -49,6 +50,7 @@ _HOME_OF = {
     "StepDecoder": "speculative.step_decoder",
     "available": "backends",
     "choose_backend": "backends",
+    "generate": "integrations.transformers",
     "register_backend": "backends",
 }
 
@@ -74,6 +76,7 @@ __all__ = [
     "StepDecoder",
     "available",
     "choose_backend",
+    "generate",
     "register_backend",
 ]
 

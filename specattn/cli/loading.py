@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.resources import files
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -111,7 +109,9 @@ def load_models(
 
 def shipped(part: str) -> str:
     """Return the folder of the shipped ``target`` or ``draft``, if any."""
-    folder = Path(str(files("specattn"))) / "pair" / part
+    from specattn.models.hub import PAIR
+
+    folder = PAIR / part
     if not (folder / "config.json").is_file():
         raise ArgumentError(f"--{part}", f"is needed: this installation has no model in {folder}")
     return str(folder)

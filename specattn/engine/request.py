@@ -9,7 +9,7 @@ from specattn.checks import flag, whole_number
 from specattn.speculative.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,16 @@ class Request:
         a tuple, too.
     ignore_eos : bool
         Go on past end-of-text tokens.
+    stop_token_ids : sequence of int
+        Tokens that end the generation as the target's end-of-text tokens do; they end it with
+        ``ignore_eos``, too. Kept as a frozenset.
 
     Raises
     ------
     ValueError
         If the prompt's tokens or ``max_new_tokens`` are no whole numbers, ``sampling`` is no
-        `SamplingParams`, ``ignore_eos`` no bool, ``stop`` a single text, or one of its texts empty.
+        `SamplingParams`, ``ignore_eos`` no bool, ``stop`` a single text, one of its texts empty, or
+        ``stop_token_ids`` no whole numbers.
     """
 
     prompt: Sequence[int]
@@ -43,6 +47,7 @@ class Request:
     sampling: SamplingParams = SamplingParams()
     stop: Sequence[str] = ()
     ignore_eos: bool = False
+    stop_token_ids: Collection[int] = ()
 
     def __post_init__(self) -> None:
         try:
@@ -57,6 +62,8 @@ class Request:
         if not isinstance(self.sampling, SamplingParams):
             raise ValueError(f"sampling must be SamplingParams, got {self.sampling!r}")
         flag("ignore_eos", self.ignore_eos)
+        ends = frozenset(whole_number("every stop token", id_) for id_ in self.stop_token_ids)
+        object.__setattr__(self, "stop_token_ids", ends)
         self._keep_stop()
 
     def _keep_stop(self) -> None:

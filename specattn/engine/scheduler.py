@@ -143,6 +143,7 @@ class Scheduler:
             donor, shared = self._donor(request.prompt)
             row = self.table.allocate(share=donor, share_len=shared)
             eos: Collection[int] = () if request.ignore_eos else self._eos
+            eos = {*eos, *request.stop_token_ids}
             stream = None
             if request.stop and self._detokenize is not None:
                 stream = TextStream(self._detokenize, request.prompt, request.stop)

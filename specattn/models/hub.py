@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import warnings
 from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,9 @@ from specattn.errors import ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
+
+#: The folder of the pair that comes with the package; an installation may lack it.
+PAIR = Path(str(files("specattn"))) / "pair"
 
 
 @contextmanager

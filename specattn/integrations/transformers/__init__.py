@@ -1,0 +1,278 @@
+"""Speculative decoding inside transformers: ``custom_generate=specattn.generate``.
+
+transformers prepares a call (its settings, processors, stopping criteria and inputs), an `Engine`
+decodes it, and this module translates between the two. What it would not do as transformers does,
+it refuses by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from itertools import compress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import GenerationMixin, StoppingCriteriaList
+from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteria
+
+from specattn.engine.request import Request
+from specattn.errors import ModelError, SpecAttnError, UnsupportedError
+from specattn.integrations.transformers.serving import SERVED, Served, attending, tree_of
+from specattn.integrations.transformers.settings import Ends, refuse, sampling_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from specattn.config import SpecConfig
+    from specattn.engine.engine import Engine
+    from specattn.engine.request import RequestOutput
+    from specattn.speculative.sampling import SamplingParams
+
+__all__ = ["generate", "release"]
+
+# The code and the local names of transformers' `generate` that `_call_of` reads.
+_GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
+_LOCALS = {"generation_config", "streamer", "assistant_model", "synced_gpus", "kwargs"}
+if missing := _LOCALS - {*_GENERATE.co_varnames, *_GENERATE.co_cellvars}:
+    raise ImportError(f"this version of transformers has no {sorted(missing)} in its generate")
+
+
+def generate(
+    model: Any,
+    input_ids: Tensor | None = None,
+    logits_processor: Any = None,
+    stopping_criteria: Any = None,
+    generation_config: Any = None,
+    *,
+    streamer: Any = None,
+    draft: Any = None,
+    spec_config: SpecConfig | None = None,
+    backend: str = "auto",
+    **kwargs: Any,
+) -> Any:
+    """Generate as ``model.generate`` does, with speculative decoding.
+
+    It is called by itself, ``specattn.generate(model, **inputs, draft=...)``, with the arguments of
+    ``model.generate``; or by transformers,
+    ``model.generate(**inputs, custom_generate=specattn.generate, draft=...)``. The tokens are those
+    of transformers, or have their distribution. The model keeps its weights, and gets its attention
+    back when the call ends in any way. KV pools and CUDA graphs are kept for the next call, see
+    `release`.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        A causal language model that `HFTarget` serves.
+    input_ids : Tensor, optional
+        ``[B, L]`` int64. Padding is where ``attention_mask`` is 0, on any side; every row goes on
+        after its last token.
+    logits_processor, stopping_criteria, generation_config, streamer : optional
+        As in transformers. Of the processors, temperature, top-k and top-p are served.
+    draft : str, Path or DraftModel, optional
+        An EAGLE head: its folder or Hub id, ``"shipped"`` for that of the shipped pair, or one that
+        `load_draft` has loaded. Without one, decoding is plain.
+    spec_config : SpecConfig, optional
+        The tree; a chain of 5 by default. The call itself decides ``max_context_len`` and
+        ``max_num_reqs``.
+    backend : str
+        Attention backend; see `choose_backend`.
+    **kwargs
+        More arguments of ``model.generate``.
+
+    Returns
+    -------
+    Tensor or GenerateDecoderOnlyOutput
+        ``[B, L + new]`` int64, the prompts and what was generated, padded as transformers pads; or
+        that as ``sequences``, with ``return_dict_in_generate``.
+
+    Raises
+    ------
+    UnsupportedError
+        Naming every setting, processor and argument that is not served.
+    ModelError
+        If the model's attention is not served, or the draft is missing or does not fit.
+    SpecAttnError
+        If the target's logits are not finite where a token is to be chosen.
+    ValueError
+        If another call for the same model has not returned.
+    """
+    own: dict[str, Any] = {
+        "logits_processor": logits_processor,
+        "stopping_criteria": stopping_criteria,
+        "generation_config": generation_config,
+        "streamer": streamer,
+        "draft": draft,
+        "spec_config": spec_config,
+        "backend": backend,
+    }
+    if _call_of(generation_config) is not None:
+        return _decode(model, input_ids, **own, **kwargs)
+    tokenizer, stop_strings = kwargs.get("tokenizer"), kwargs.get("stop_strings")
+    # transformers loses the tokenizer on its way to a function
+    if tokenizer is not None and stop_strings is not None:
+        del kwargs["tokenizer"], kwargs["stop_strings"]
+        stop = StopStringCriteria(tokenizer, stop_strings)
+        own["stopping_criteria"] = StoppingCriteriaList([*(stopping_criteria or ()), stop])
+    return model.generate(input_ids, custom_generate=_decode, **own, **kwargs)
+
+
+def release(model: Any) -> None:
+    """Free the pools, graphs and drafts kept for a model.
+
+    A model keeps those of the last two settings (draft, tree, backend) until it is released, is
+    collected, or has other weights.
+    """
+    SERVED.pop(model, None)
+
+
+def _decode(
+    model: Any,
+    input_ids: Any,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    *,
+    streamer: Any = None,
+    draft: Any = None,
+    spec_config: SpecConfig | None = None,
+    backend: str = "auto",
+    **model_kwargs: Any,
+) -> Any:
+    """Run the decoding loop of a call that transformers has prepared."""
+    call = _call_of(generation_config)
+    if call is None:
+        raise UnsupportedError("generate", [f"{type(model).__name__} has a generate of its own"])
+    refuse(generation_config, logits_processor, call, model_kwargs)
+    if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
+        raise ModelError("target", "a model on several devices is not served")
+    spec = tree_of(draft, spec_config)
+    ends = Ends.of(stopping_criteria, generation_config, input_ids.shape[1])
+    sampling = sampling_of(generation_config, logits_processor)
+    requests = _requests(input_ids, model_kwargs.get("attention_mask"), sampling, ends)
+    served = SERVED.setdefault(model, Served())
+    if not served.lock.acquire(blocking=False):
+        raise ValueError("another call of generate for this model has not returned")
+    try:
+        with attending(model):
+            head = draft if spec.num_steps else None
+            engine = served.engine(model, head, spec, backend, len(requests), ends.max_length)
+            ids = _run(engine, requests, _Columns(input_ids, ends, streamer or call["streamer"]))
+    finally:
+        served.lock.release()
+    if generation_config.return_dict_in_generate:
+        return GenerateDecoderOnlyOutput(sequences=ids)
+    return ids
+
+
+def _call_of(generation_config: Any) -> dict[str, Any] | None:
+    """Return the variables of the `generate` that prepared this call.
+
+    It keeps the streamer and the assistant to itself where it calls a function, and tells which
+    arguments are the user's.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and generation_config is not None:
+        if frame.f_code is _GENERATE and frame.f_locals["generation_config"] is generation_config:
+            return frame.f_locals
+        frame = frame.f_back
+    return None
+
+
+def _requests(input_ids: Tensor, mask: Any, sampling: SamplingParams, ends: Ends) -> list[Request]:
+    """Return a request per row, without its padding.
+
+    Seeds come from torch's default generator on the CPU, so ``torch.manual_seed`` repeats a call.
+    """
+    rows = input_ids.tolist()
+    if mask is not None:
+        kept = (mask != 0).tolist()
+        rows = [list(compress(row, keep)) for row, keep in zip(rows, kept, strict=True)]
+    seeds = [0] * len(rows)
+    if sampling.temperature:
+        seeds = torch.randint(2**63 - 1, (len(rows),)).tolist()
+    return [
+        Request(
+            row,
+            ends.max_length - input_ids.shape[1],
+            replace(sampling, seed=seed),
+            ignore_eos=True,
+            stop_token_ids=ends.eos,
+        )
+        for row, seed in zip(rows, seeds, strict=True)
+    ]
+
+
+class _Columns:
+    """Rows become columns, a token of each row, as transformers makes them.
+
+    A row that is ahead of others waits for them. So streamers and stopping criteria see what they
+    would see in transformers.
+    """
+
+    def __init__(self, input_ids: Tensor, ends: Ends, streamer: Any) -> None:
+        self._ends, self._streamer = ends, streamer
+        self._prompt_len = self._len = input_ids.shape[1]
+        self._ids = input_ids.new_zeros(len(input_ids), ends.max_length)
+        self._ids[:, : self._len] = input_ids
+        self.ended = [False] * len(input_ids)
+
+    def take(self, results: Sequence[RequestOutput]) -> bool:
+        """Hand on whole columns; returns whether all rows have ended."""
+        while not all(self.ended):
+            column = [self._token(*row) for row in zip(results, self.ended, strict=True)]
+            if None in column:
+                return False
+            tokens = self._ids.new_tensor(column)
+            self._ids[:, self._len] = tokens
+            self._len += 1
+            if self._streamer is not None:
+                self._streamer.put(tokens.cpu())
+            ids = self._ids[:, : self._len]
+            stops = self._ends.others(ids, None).tolist() if self._ends.others else self.ended
+            full = self._len >= self._ends.max_length
+            self.ended = [
+                full or ended or stop or token in self._ends.eos
+                for ended, stop, token in zip(self.ended, stops, column, strict=True)
+            ]
+        return True
+
+    def _token(self, result: RequestOutput, ended: bool) -> int | None:
+        """Return a row's next token, None if it is not there yet."""
+        at = self._len - self._prompt_len
+        if ended and self._ends.pad is not None:
+            return self._ends.pad
+        if at < len(result.tokens):
+            return result.tokens[at]
+        if result.finish_reason == "nonfinite":
+            raise SpecAttnError("the target's logits are NaN or infinite where a token is chosen")
+        return None
+
+    def unwanted(self, results: Sequence[RequestOutput]) -> list[RequestOutput]:
+        """Return the running requests whose rows are padding now."""
+        if self._ends.pad is None:
+            return []
+        rows = zip(results, self.ended, strict=True)
+        return [result for result, ended in rows if ended and not result.finish_reason]
+
+    def finish(self) -> Tensor:
+        """Return the ids, and tell the streamer that they are all."""
+        if self._streamer is not None:
+            self._streamer.end()
+        return self._ids[:, : self._len]
+
+
+def _run(engine: Engine, requests: Sequence[Request], columns: _Columns) -> Tensor:
+    """Decode until all rows have ended; what runs then is dropped."""
+    try:
+        results = engine.add(requests)
+        while not columns.take(results):
+            for result in columns.unwanted(results):
+                engine.drop(result)
+            assert engine.running, "a row has ended for the engine alone"
+            engine.step(ahead=True)
+        return columns.finish()
+    finally:
+        engine.clear()

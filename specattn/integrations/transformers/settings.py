@@ -1,0 +1,195 @@
+"""What a call of transformers' ``generate`` asks for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Self
+
+from transformers import GenerationConfig, StoppingCriteriaList
+from transformers.generation import (
+    EosTokenCriteria,
+    LogitNormalization,
+    MaxLengthCriteria,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from specattn.errors import UnsupportedError
+from specattn.speculative.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+#: This library applies the setting, or transformers does before or after it.
+SERVED = "served"
+#: The setting means nothing to transformers without beams, an assistant or a cache of its own.
+IDLE = "idle"
+#: What becomes of every setting of a `GenerationConfig`. A tuple has the values that change
+#: nothing; any other value is refused.
+SETTINGS: dict[str, str | tuple[object, ...]] = {
+    # where the keys lie; a quantized cache would change tokens
+    "cache_implementation": (
+        *("hybrid", "hybrid_chunked", "sliding_window", "offloaded", "offloaded_hybrid"),
+        *("static", "offloaded_static", "dynamic", "dynamic_full", None),
+    ),
+}
+for _becomes, _names in (
+    (
+        SERVED,
+        "max_length max_new_tokens max_time stop_strings do_sample temperature top_k top_p "
+        "renormalize_logits num_return_sequences bos_token_id eos_token_id pad_token_id "
+        "return_dict_in_generate",
+    ),
+    (
+        IDLE,
+        "early_stopping length_penalty num_assistant_tokens num_assistant_tokens_schedule "
+        "assistant_confidence_threshold assistant_lookbehind target_lookbehind "
+        "assistant_ensemble_weight max_matching_ngram_size speculation_type is_assistant "
+        "decoder_start_token_id use_cache max_cache_len disable_compile transformers_version",
+    ),
+    (
+        (False, None),
+        "use_mtp min_p top_h bad_words_ids forced_bos_token_id forced_eos_token_id constraints "
+        "force_words_ids remove_invalid_values exponential_decay_length_penalty suppress_tokens "
+        "begin_suppress_tokens sequence_bias token_healing watermarking_config output_attentions "
+        "output_hidden_states output_scores output_logits prompt_lookup_num_tokens "
+        "assistant_early_exit cache_config compile_config continuous_batching_config low_memory "
+        "dola_layers prefill_chunk_size",
+    ),
+    (
+        (0, None),
+        "min_length min_new_tokens no_repeat_ngram_size encoder_no_repeat_ngram_size "
+        "epsilon_cutoff eta_cutoff penalty_alpha diversity_penalty",
+    ),
+    (
+        (1, None),
+        "num_beams num_beam_groups typical_p repetition_penalty encoder_repetition_penalty "
+        "guidance_scale",
+    ),
+):
+    SETTINGS.update(dict.fromkeys(_names.split(), _becomes))
+
+# What transformers' `generate` adds to a model's arguments; only the mask is read.
+_PREPARED = {
+    "attention_mask",
+    "cache_position",
+    "logits_to_keep",
+    "past_key_values",
+    "position_ids",
+    "use_cache",
+}
+# Of these, what a call may not give: the rest of the prompt's state is transformers' own.
+_PREPARED_ONLY = _PREPARED - {"attention_mask", "use_cache"}
+_WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, LogitNormalization)
+_UNCLASSIFIED = {name for name in vars(GenerationConfig()) if name[0] != "_"} - SETTINGS.keys()
+
+
+def refuse(
+    config: Any, processors: Sequence[Any], call: dict[str, Any], arguments: dict[str, Any]
+) -> None:
+    """Name whatever is not served.
+
+    Parameters
+    ----------
+    config : GenerationConfig
+        The settings, as transformers has prepared them.
+    processors : sequence of LogitsProcessor
+        Those of the user and those that follow from the settings.
+    call : dict
+        What transformers' `generate` was called with.
+    arguments : dict
+        What it would give to the model's forward besides the tokens.
+
+    Raises
+    ------
+    UnsupportedError
+        If there is anything.
+    """
+    reasons = []
+    for name, allowed in SETTINGS.items():
+        value = getattr(config, name, None)
+        if isinstance(allowed, tuple) and value not in allowed:
+            reasons.append(f"{name} must be {' or '.join(map(str, allowed))}, got {value!r}")
+    new = [name for name in _UNCLASSIFIED if getattr(config, name, None) is not None]
+    reasons += [f"{name} is a setting that this version does not know" for name in sorted(new)]
+    kinds = [type(one) for one in processors]
+    unknown = [kind.__name__ for kind in kinds if kind not in _WARPERS]
+    reasons += [f"the logits processor {name} is not served" for name in unknown]
+    if not unknown and kinds != [kind for kind in _WARPERS if kind in kinds]:
+        reasons.append(
+            "logits processors must come as temperature, top-k, top-p, each at most once"
+        )
+    if any(one.min_tokens_to_keep > 1 for one in processors if type(one) is TopPLogitsWarper):
+        reasons.append("min_tokens_to_keep must be 1")
+    given = {name for name in ("assistant_model", "synced_gpus") if call[name]}
+    given |= {name for name in _PREPARED_ONLY if call["kwargs"].get(name) is not None}
+    given |= {name for name, value in arguments.items() if value is not None} - _PREPARED
+    reasons += [f"the argument {name} is not served" for name in sorted(given)]
+    if reasons:
+        raise UnsupportedError("generate", reasons)
+
+
+def sampling_of(config: Any, processors: Any) -> SamplingParams:
+    """Return how every row draws; without ``do_sample`` the processors change nothing."""
+    if not config.do_sample:
+        return SamplingParams()
+    found = {type(one): one for one in processors}
+    temperature, top_k, top_p = (found.get(kind) for kind in _WARPERS[:3])
+    return SamplingParams(
+        temperature=temperature.temperature if temperature else 1.0,
+        top_k=top_k.top_k if top_k else 0,
+        top_p=top_p.top_p if top_p else 1.0,
+    )
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Where rows end.
+
+    Parameters
+    ----------
+    max_length : int
+        Tokens of a row, its prompt and padding included.
+    eos : frozenset of int
+        Tokens that end a row.
+    others : StoppingCriteriaList
+        The criteria that are neither of these.
+    pad : int or None
+        What follows in a row that has ended. None if it goes on until all have ended, as
+        transformers does without end-of-text tokens.
+    """
+
+    max_length: int
+    eos: frozenset[int]
+    others: Any
+    pad: int | None
+
+    @classmethod
+    def of(cls, criteria: Sequence[Any], config: Any, prompt_len: int) -> Self:
+        """Sort the stopping criteria of a call.
+
+        Raises
+        ------
+        ValueError
+            If rows that have ended need padding and there is no such token.
+        """
+        lengths = [one.max_length for one in criteria if type(one) is MaxLengthCriteria]
+        eos = [one.eos_token_id.tolist() for one in criteria if type(one) is EosTokenCriteria]
+        own = (MaxLengthCriteria, EosTokenCriteria)
+        pad = None
+        if any(hasattr(one, "eos_token_id") for one in criteria):
+            pad = config.pad_token_id
+            if pad is None:
+                found = config.eos_token_id
+                pad = found[0] if isinstance(found, list | tuple) else found
+            if pad is None:
+                raise ValueError("pad_token_id must be given with stopping criteria for eos tokens")
+        return cls(
+            # transformers looks at a row's length once it has a new token
+            max(min(lengths, default=config.max_length), prompt_len + 1),
+            frozenset(chain.from_iterable(eos)),
+            StoppingCriteriaList(one for one in criteria if type(one) not in own),
+            pad,
+        )

@@ -1,0 +1,494 @@
+"""``custom_generate=specattn.generate`` writes what transformers' own ``generate`` writes."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.generation import BaseStreamer, StoppingCriteria
+
+import specattn
+from specattn import SpecConfig
+from specattn.errors import ModelError, SpecAttnError
+from specattn.integrations.transformers import release, serving
+from specattn.models import HFTarget, load_draft
+from specattn.models.hub import PAIR
+from tests.models import heads
+from tests.models.conftest import TINY
+from tests.speculative import laws
+
+MODELS = {
+    "llama": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 5},
+    "gemma2": {"sliding_window": 7, "query_pre_attn_scalar": 40, "attn_logit_softcapping": 3.0},
+    "gemma3_text": {"sliding_window": 4},
+}
+# few tokens, so that a random head is right at times and texts end of themselves
+VOCAB, DRAFT_VOCAB, EOS, PAD = 23, 17, 2, 0
+TREE = SpecConfig(num_steps=3, topk=4, num_draft_tokens=12)
+CHAIN = SpecConfig(num_steps=2, topk=1, num_draft_tokens=3)
+NEW = 14
+# what the head proposes after it is often among what the target may draw, and often refused
+PROMPT = [20, 20, 3]
+
+
+def build(model_type: str = "llama", **changes: object):
+    torch.manual_seed(0)
+    settings = TINY | {"vocab_size": VOCAB, "num_hidden_layers": 4} | MODELS[model_type] | changes
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+@pytest.fixture
+def model():
+    return build()
+
+
+@pytest.fixture(scope="session")
+def head(tmp_path_factory):
+    """The folder of a random EAGLE-3 head."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heads, "V", VOCAB)
+        patch.setattr(heads, "VD", DRAFT_VOCAB)
+        tensors = heads.eagle3_tensors()
+    sizes = {"vocab_size": VOCAB, "draft_vocab_size": DRAFT_VOCAB}
+    return heads.write(tmp_path_factory.mktemp("draft") / "head", tensors, **sizes)
+
+
+def prompts(rows: int, side: str = "left", seed: int = 3) -> dict[str, torch.Tensor]:
+    """Ragged prompts with padding on one side; one row has none."""
+    generator = torch.Generator().manual_seed(seed)
+    lens = [9, *torch.randint(1, 9, (rows - 1,), generator=generator).tolist()]
+    ids, mask = torch.full((rows, 9), PAD), torch.zeros(rows, 9, dtype=torch.long)
+    for row, length in enumerate(lens):
+        at = slice(9 - length, 9) if side == "left" else slice(0, length)
+        # the tokens of a row do not depend on the side
+        own = torch.Generator().manual_seed(seed + row)
+        ids[row, at] = torch.randint(3, VOCAB, (length,), generator=own)
+        mask[row, at] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def ours(model, inputs, **options):
+    return model.generate(**inputs, custom_generate=specattn.generate, **options)
+
+
+@pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
+@pytest.mark.parametrize("model_type", MODELS)
+def test_greedy_tokens_are_those_of_transformers(model_type, drafted, head):
+    model, ended = build(model_type, eos_token_id=None), 0
+    drafts = {"draft": head, "spec_config": TREE} if drafted else {}
+    for rows in (1, 3, 8):
+        free = model.generate(**prompts(rows), max_new_tokens=NEW)
+        options = {"max_new_tokens": NEW, "eos_token_id": int(free[0, 9 + 6])}
+        want = model.generate(**prompts(rows), **options)
+        assert torch.equal(ours(model, prompts(rows), **options, **drafts), want)
+        # transformers goes on after the padding there; from a row's last token, the side is nothing
+        right = ours(model, prompts(rows, "right"), **options, **drafts)
+        assert torch.equal(right[:, 9:], want[:, 9:])
+        ended += int((want[:, -1] == PAD).sum())
+    assert ended, "no row ended before another"
+
+
+def test_drafts_are_accepted_at_times(model, head, monkeypatch):
+    """Else the tests above would pass without speculation."""
+    seen = []
+    step = serving.Engine.step
+    monkeypatch.setattr(
+        serving.Engine, "step", lambda *a, **k: (gained := step(*a, **k), seen.extend(gained))[0]
+    )
+    ours(model, prompts(8), max_new_tokens=NEW, draft=head, spec_config=TREE)
+    assert max(len(new) for _, new in seen) > 1
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def code():
+    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target", padding_side="left")
+    tokenizer.pad_token = tokenizer.decode([0])
+    texts = ["def f(x):", "class Point:\n    def __init__(", "import os\nimport sys\n\n"]
+    inputs = tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False)
+    return tokenizer, inputs
+
+
+@pytest.mark.parametrize("tree", [None, SpecConfig(5, 4, 16)], ids=["default", "tree"])
+def test_the_shipped_pair(pair, code, tree):
+    _, inputs = code
+    want = pair.generate(**inputs, max_new_tokens=40)
+    found = ours(pair, inputs, max_new_tokens=40, draft="shipped", spec_config=tree)
+    assert torch.equal(found, want)
+
+
+def test_stop_strings(pair, code):
+    tokenizer, inputs = code
+    stop = {"stop_strings": ["return", ")"], "tokenizer": tokenizer, "max_new_tokens": 40}
+    want = pair.generate(**inputs, **stop)
+    assert want.shape[1] < inputs["input_ids"].shape[1] + 40
+    assert torch.equal(specattn.generate(pair, **inputs, **stop, draft="shipped"), want)
+
+
+class Streamed(BaseStreamer):
+    def __init__(self) -> None:
+        self.given: list[list] = []
+
+    def put(self, value) -> None:
+        assert value.device.type == "cpu"
+        self.given.append(value.tolist())
+
+    def end(self) -> None:
+        self.given.append(["end"])
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_streamer_gets_what_transformers_gives_it(model, head, rows):
+    want, found, partly, itself = (Streamed() for _ in range(4))
+    options = {"max_new_tokens": NEW, "draft": head, "spec_config": TREE}
+    model.generate(**prompts(rows), max_new_tokens=NEW, streamer=want)
+    ours(model, prompts(rows), streamer=found, **options)
+    specattn.generate(model, **prompts(rows), streamer=itself, **options)
+    own = functools.partial(specattn.generate, draft=head, spec_config=TREE)
+    model.generate(
+        **prompts(rows),
+        custom_generate=lambda *a, **k: own(*a, **k),
+        max_new_tokens=NEW,
+        streamer=partly,
+    )
+    assert want.given[-1] == ["end"]
+    assert found.given == want.given
+    assert itself.given == want.given
+    assert partly.given == want.given
+
+
+class Holds(StoppingCriteria):
+    """A row ends once it holds a token so many times; all rows do, if they are told to."""
+
+    def __init__(self, token: int, times: int, *, together: bool) -> None:
+        self.token, self.times, self.together = token, times, together
+
+    def __call__(self, input_ids, scores, **_):
+        assert scores is None
+        held = (input_ids == self.token).sum(1) >= self.times
+        return held.any().expand(len(held)) if self.together else held
+
+
+@pytest.mark.parametrize("eos", [EOS, None], ids=["eos", "no eos"])
+@pytest.mark.parametrize("together", [False, True])
+def test_stopping_criteria(head, eos, together):
+    model = build(eos_token_id=eos)
+    own = model.generate(**prompts(3), max_new_tokens=NEW)
+    common = int(own[:, 9:].flatten().mode().values)
+    for token, times in ((common, 2), (common, 4), (5, 2)):
+        stop = {"stopping_criteria": [Holds(token, times, together=together)]}
+        want = model.generate(**prompts(3), max_new_tokens=NEW, **stop)
+        found = ours(model, prompts(3), max_new_tokens=NEW, **stop, draft=head, spec_config=TREE)
+        assert torch.equal(found, want)
+
+
+def test_a_time_that_is_over_ends_after_one_token(model, head):
+    found = ours(model, prompts(3), max_new_tokens=NEW, max_time=1e-9, draft=head)
+    assert torch.equal(found, model.generate(**prompts(3), max_new_tokens=1))
+
+
+def test_several_ends_pad_token_and_lengths(model, head):
+    drafted = {"draft": head, "spec_config": TREE}
+    text = build(eos_token_id=None).generate(**prompts(3), max_new_tokens=NEW)[:, 9:]
+    ends = sorted({int(text[0, 5]), int(text[1, 3])})
+    for options in (
+        {"eos_token_id": ends, "max_new_tokens": NEW},
+        {"eos_token_id": ends, "max_new_tokens": NEW, "pad_token_id": 21},
+        {"eos_token_id": ends[0], "max_length": 9 + NEW},
+        {"max_new_tokens": 1},
+        {},
+    ):
+        want = model.generate(**prompts(3), **options)
+        assert torch.equal(ours(model, prompts(3), **options, **drafted), want)
+    no_pad = build(pad_token_id=None)
+    want = no_pad.generate(**prompts(3), max_new_tokens=NEW)
+    assert torch.equal(ours(no_pad, prompts(3), max_new_tokens=NEW, **drafted), want)
+
+
+def test_a_dict_is_returned_where_it_is_asked_for(model):
+    options = {"max_new_tokens": 5, "return_dict_in_generate": True}
+    want = model.generate(**prompts(3), **options)
+    found = ours(model, prompts(3), **options)
+    assert type(found) is type(want)
+    assert torch.equal(found.sequences, want.sequences)
+
+
+def test_without_a_prompt_it_starts_from_bos(model):
+    want = model.generate(max_new_tokens=5)
+    assert torch.equal(specattn.generate(model, max_new_tokens=5), want)
+
+
+def test_a_row_without_tokens_is_refused(model):
+    inputs = prompts(3)
+    inputs["attention_mask"][1] = 0
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        ours(model, inputs, max_new_tokens=5)
+
+
+# -- drawing
+
+
+def draw(model, calls: int, head, **options) -> list[tuple[int, ...]]:
+    """Three tokens of 60 texts a call."""
+    return [path for _ in range(calls) for path in _draw(model, head, **options)]
+
+
+def _draw(model, head, **options) -> list[tuple[int, ...]]:
+    drawn = ours(
+        model,
+        {"input_ids": torch.tensor([PROMPT])},
+        do_sample=True,
+        temperature=laws.TEMPERATURE,
+        top_k=laws.TOP_K,
+        max_new_tokens=3,
+        num_return_sequences=60,
+        draft=head,
+        **options,
+    )
+    return [tuple(row) for row in drawn[:, len(PROMPT) :].tolist()]
+
+
+def law_of_three(model) -> laws.Law:
+    """The probability of every three tokens, by the model's own forward in float64."""
+    exact = build(eos_token_id=None).double()
+    exact.load_state_dict(model.state_dict())
+    paths: laws.Law = {(): 1.0}
+    for _ in range(3):
+        longer: laws.Law = {}
+        for path, mass in paths.items():
+            with torch.no_grad():
+                logits = exact(torch.tensor([[*PROMPT, *path]])).logits[0, -1]
+            kept = logits.topk(laws.TOP_K)
+            probs = torch.softmax(kept.values / laws.TEMPERATURE, -1).tolist()
+            longer |= {
+                (*path, token): mass * p
+                for token, p in zip(kept.indices.tolist(), probs, strict=True)
+            }
+        paths = longer
+    return paths
+
+
+@pytest.mark.parametrize("tree", [CHAIN, TREE], ids=["chain", "tree"])
+def test_drawn_tokens_have_the_law_of_the_target(head, tree, monkeypatch):
+    model = build(eos_token_id=None)
+    law = law_of_three(model)
+    torch.manual_seed(7)
+    assert laws.p_value(law, draw(model, 12, head, spec_config=tree)) > 1e-3
+    laws.accept_every_draft(monkeypatch)
+    spoilt = laws.p_value(law, draw(model, 5, head, spec_config=tree))
+    assert spoilt < 1e-6, "the test would not see a wrong law"
+
+
+def test_top_p_keeps_what_transformers_keeps(model, head):
+    """With top-p below every largest probability, what is drawn is what is most probable."""
+    options = {"max_new_tokens": NEW, "draft": head, "spec_config": TREE}
+    drawn = ours(model, prompts(3), do_sample=True, top_p=1e-4, **options)
+    assert torch.equal(drawn, ours(model, prompts(3), **options))
+
+
+def test_manual_seed_repeats_a_call(model, head):
+    def text(seed: int) -> list[list[int]]:
+        torch.manual_seed(seed)
+        options = {"do_sample": True, "temperature": 2.0, "max_new_tokens": NEW}
+        return ours(model, prompts(3), **options, draft=head).tolist()
+
+    assert text(1) == text(1) != text(2)
+    state = torch.get_rng_state()
+    ours(model, prompts(3), max_new_tokens=3)
+    assert torch.equal(torch.get_rng_state(), state), "greedy decoding draws no seeds"
+
+
+# -- the model is used as it is
+
+
+class Fails(BaseStreamer):
+    def __init__(self, error: BaseException) -> None:
+        self.error, self.left = error, 4
+
+    def put(self, value) -> None:
+        self.left -= 1
+        if not self.left:
+            raise self.error
+
+    def end(self) -> None: ...
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("x"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+def test_a_model_is_left_as_it_was(model_type, head, error):
+    model = build(model_type)
+    want = model.generate(**prompts(3), max_new_tokens=NEW)
+    model.set_attn_implementation("eager")
+    model.model.layers[1].mlp.train()
+    before = model.config.to_dict()
+    modes = [module.training for module in model.modules()]
+    grads = [one.requires_grad for one in model.parameters()]
+    for _ in range(2):
+        streamer = None if error is None else Fails(error)
+        options = {"draft": head, "max_new_tokens": NEW, "streamer": streamer}
+        if error is None:
+            ours(model, prompts(3), **options)
+        else:
+            with pytest.raises(type(error)):
+                ours(model, prompts(3), **options)
+        assert model.config._attn_implementation == "eager"
+        assert model.config.to_dict() == before
+        assert [module.training for module in model.modules()] == modes
+        assert [one.requires_grad for one in model.parameters()] == grads
+    assert torch.equal(ours(model, prompts(3), max_new_tokens=NEW, draft=head), want)
+    assert torch.equal(model.generate(**prompts(3), max_new_tokens=NEW), want)
+
+
+def test_a_model_that_is_refused_is_left_as_it_was():
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("bloom", vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=2)
+    ).eval()
+    before = model.config._attn_implementation
+    with pytest.raises(ModelError, match="bloom"):
+        ours(model, {"input_ids": torch.tensor([[5, 6]])}, max_new_tokens=3)
+    assert model.config._attn_implementation == before
+
+
+def test_no_weight_is_copied(model, head):
+    with torch.no_grad():  # other tests have models of this seed
+        for parameter in model.parameters():
+            parameter.mul_(1.0173)
+    weights = {name: one.data_ptr() for name, one in model.named_parameters()}
+    ours(model, prompts(3), max_new_tokens=5, draft=head)
+    assert {name: one.data_ptr() for name, one in model.named_parameters()} == weights
+    others = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+    for name, weight in model.named_parameters():
+        for other in others:
+            if other.shape == weight.shape and other.data_ptr() != weight.data_ptr():
+                assert not torch.equal(other, weight), name
+
+
+def test_logits_that_are_not_finite_end_the_call(model):
+    with torch.no_grad():
+        model.model.norm.weight.fill_(torch.nan)
+    with pytest.raises(SpecAttnError, match="NaN"):
+        ours(model, prompts(2), max_new_tokens=3)
+    assert model.config._attn_implementation == "sdpa"
+
+
+# -- what is kept from call to call
+
+
+@pytest.fixture
+def made(monkeypatch) -> list[SpecConfig]:
+    """The settings of all engines that are built from here on."""
+    settings: list[SpecConfig] = []
+
+    class Counted(serving.Engine):
+        def __init__(self, target, draft, config, **options) -> None:
+            settings.append(config)
+            super().__init__(target, draft, config, **options)
+
+    monkeypatch.setattr(serving, "Engine", Counted)
+    return settings
+
+
+def test_a_second_call_reuses_the_engine(model, head, made):
+    for rows, new in ((3, NEW), (4, NEW), (1, 40), (3, 3)):
+        want = model.generate(**prompts(rows), max_new_tokens=new)
+        assert torch.equal(ours(model, prompts(rows), max_new_tokens=new, draft=head), want)
+    assert len(made) == 1 or [config.max_num_reqs for config in made] == [4, 4]
+    had = len(made)
+    want = model.generate(**prompts(8), max_new_tokens=NEW)
+    for _ in range(2):
+        assert torch.equal(ours(model, prompts(8), max_new_tokens=NEW, draft=head), want)
+    assert len(made) == had + 1
+    ours(model, prompts(1), max_new_tokens=NEW, draft=head)
+    assert len(made) == had + 1
+    release(model)
+    ours(model, prompts(1), max_new_tokens=NEW, draft=head)
+    assert len(made) == had + 2
+
+
+def test_no_more_than_two_settings_are_kept(model, head, made):
+    settings = [{}, {"draft": head}, {"draft": head, "spec_config": TREE}]
+    for options in (*settings, *settings[1:], settings[0]):
+        ours(model, prompts(1), max_new_tokens=3, **options)
+    assert len(made) == 4
+    assert len(serving.SERVED[model].engines) == 2
+
+
+def test_nothing_keeps_a_model(head):
+    model = build()
+    ours(model, prompts(3), max_new_tokens=5, draft=head)
+    watch = weakref.ref(model), weakref.ref(model.lm_head)
+    gc.collect()  # models of other tests
+    kept = len(serving.SERVED)
+    del model
+    gc.collect()
+    assert [one() for one in watch] == [None, None]
+    assert len(serving.SERVED) == kept - 1
+
+
+def test_other_weights_are_seen(model, head):
+    ours(model, prompts(3), max_new_tokens=NEW, draft=head)
+    other = {name: one.flip(0).clone() for name, one in model.state_dict().items()}
+    model.load_state_dict(other, assign=True)
+    want = model.generate(**prompts(3), max_new_tokens=NEW)
+    assert torch.equal(ours(model, prompts(3), max_new_tokens=NEW, draft=head), want)
+
+
+def test_inference_mode_may_come_and_go(model, head):
+    want = model.generate(**prompts(3), max_new_tokens=NEW)
+    for mode in (True, False, True):
+        with torch.inference_mode(mode):
+            assert torch.equal(ours(model, prompts(3), max_new_tokens=NEW, draft=head), want)
+
+
+def test_a_call_inside_a_call_is_refused(model):
+    class Asks(Streamed):
+        def put(self, value) -> None:
+            super().put(value)
+            if len(self.given) == 2:
+                with pytest.raises(ValueError, match="another call"):
+                    specattn.generate(model, **prompts(1), max_new_tokens=3)
+
+    asks = Asks()
+    ours(model, prompts(1), max_new_tokens=3, streamer=asks)
+    assert len(asks.given) == 5
+    assert model.config._attn_implementation == "sdpa"
+
+
+# -- drafts
+
+
+def test_a_draft_is_a_folder_or_a_loaded_head(model, head):
+    want = model.generate(**prompts(3), max_new_tokens=NEW)
+    loaded = load_draft(head, HFTarget.from_model(build()))
+    for draft in (head, str(head), loaded):
+        assert torch.equal(ours(model, prompts(3), max_new_tokens=NEW, draft=draft), want)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"draft": "shipped"}, ModelError, "the shipped draft"),
+        ({"draft": "no/such/folder"}, ModelError, "no such folder|cannot be reached"),
+        ({"draft": 3}, ModelError, "draft must be"),
+        ({"spec_config": CHAIN}, ValueError, "draft must be given"),
+        ({"draft": "x", "backend": "no"}, Exception, "x|no"),
+    ],
+)
+def test_a_wrong_draft_is_named(model, options, error, match):
+    with pytest.raises(error, match=match):
+        ours(model, prompts(1), max_new_tokens=3, **options)
+    assert model.config._attn_implementation == "sdpa"
