@@ -280,6 +280,16 @@ class MultiStepPlan:
     inputs: MultiStepInputs
     layouts: tuple[RowLayout, ...]
 
+    @property
+    def seq_lens(self) -> Tensor:
+        """``[B]`` int32 prefix lengths."""
+        return self.inputs.seq_lens
+
+    @property
+    def req_pool_indices(self) -> Tensor:
+        """``[B]`` int64 table rows."""
+        return self.inputs.req_pool_indices
+
     def step(self, index: int) -> AttnPlan:
         """Return the plan of step ``index``: views, nothing is copied."""
         layout, inputs = self.layouts[index], self.inputs
