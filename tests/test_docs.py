@@ -55,6 +55,13 @@ def test_attention_alone_sees_a_tree_as_its_paths():
     assert example["main"]() < 2e-5
 
 
+def test_generating_inside_transformers_writes_what_plain_decoding_writes(capsys):
+    path = ROOT / "docs" / "examples" / "transformers_generate.py"
+    example = runpy.run_path(str(path))
+    assert example["main"](20) == plain_texts(example["PROMPTS"], 20)
+    assert capsys.readouterr().out.startswith(example["PROMPTS"][0])
+
+
 def test_a_policy_of_ones_own_writes_what_plain_decoding_writes():
     example = runpy.run_path(str(ROOT / "docs" / "examples" / "policy.py"))
     assert example["main"](20) == plain_texts(example["PROMPTS"], 20)

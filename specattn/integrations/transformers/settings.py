@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Self
@@ -123,6 +124,9 @@ def refuse(
         )
     if any(one.min_tokens_to_keep > 1 for one in processors if type(one) is TopPLogitsWarper):
         reasons.append("min_tokens_to_keep must be 1")
+    cut = (TopKLogitsWarper, TopPLogitsWarper)
+    if any(one.filter_value > -math.inf for one in processors if type(one) in cut):
+        reasons.append("filter_value must be -inf")
     given = {name for name in ("assistant_model", "synced_gpus") if call[name]}
     given |= {name for name in _PREPARED_ONLY if call["kwargs"].get(name) is not None}
     given |= {name for name, value in arguments.items() if value is not None} - _PREPARED

@@ -1,0 +1,165 @@
+"""What a call of transformers' ``generate`` asks for is served, or refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache, GenerationConfig
+from transformers.generation import (
+    LogitNormalization,
+    LogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+import specattn
+from specattn.errors import UnsupportedError
+from specattn.integrations.transformers.settings import (
+    IDLE,
+    SERVED,
+    SETTINGS,
+    refuse,
+    sampling_of,
+)
+from specattn.speculative.sampling import SamplingParams
+from tests.integrations.test_transformers import NEW, build, ours, prompts
+
+CALL = {"assistant_model": None, "synced_gpus": None, "kwargs": {}}
+REFUSED = sorted(name for name, becomes in SETTINGS.items() if isinstance(becomes, tuple))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build()
+
+
+def test_every_setting_of_this_transformers_is_classified():
+    """A newer release with a new setting fails here: say what becomes of it."""
+    settings = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    assert settings - SETTINGS.keys() == set()
+    assert {becomes for becomes in SETTINGS.values() if isinstance(becomes, str)} == {SERVED, IDLE}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_setting_is_refused_by_name(name):
+    config = GenerationConfig()
+    for value in SETTINGS[name]:
+        setattr(config, name, value)
+        refuse(config, [], CALL, {})
+    setattr(config, name, 7)
+    with pytest.raises(UnsupportedError, match=f"{name} must be .*, got 7"):
+        refuse(config, [], CALL, {})
+
+
+def test_the_defaults_of_transformers_are_served(model):
+    config, _ = model._prepare_generation_config(None)
+    refuse(config, [], CALL, {})
+
+
+def test_a_setting_that_nobody_classified_is_refused(monkeypatch):
+    from specattn.integrations.transformers import settings
+
+    monkeypatch.setattr(settings, "_UNCLASSIFIED", {"dreaminess"})
+    config = GenerationConfig(dreaminess=3)
+    with pytest.raises(UnsupportedError, match="dreaminess is a setting"):
+        refuse(config, [], CALL, {})
+
+
+class Own(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"num_beams": 2}, "num_beams must be 1 or None, got 2"),
+        ({"repetition_penalty": 1.2}, "repetition_penalty .* RepetitionPenaltyLogitsProcessor"),
+        ({"sequence_bias": {(5,): 2.0}}, "sequence_bias"),
+        ({"bad_words_ids": [[5]]}, "bad_words_ids"),
+        ({"min_new_tokens": 4}, "min_new_tokens"),
+        ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size"),
+        ({"do_sample": True, "min_p": 0.1}, "min_p"),
+        ({"do_sample": True, "typical_p": 0.5}, "typical_p"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
+        ({"assistant_model": "itself"}, "the argument assistant_model"),
+        ({"synced_gpus": True}, "the argument synced_gpus"),
+        ({"past_key_values": DynamicCache()}, "the argument past_key_values"),
+        ({"position_ids": torch.arange(9)[None]}, "the argument position_ids"),
+        ({"inputs_embeds": torch.zeros(1, 9, 64)}, "the argument inputs_embeds"),
+        ({"logits_processor": [Own()]}, "the logits processor Own"),
+        (
+            {"prefix_allowed_tokens_fn": lambda *_: [5]},
+            "the logits processor PrefixConstrainedLogitsProcessor",
+        ),
+        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
+    ],
+    ids=lambda one: next(iter(one)) if isinstance(one, dict) else "",
+)
+@pytest.mark.parametrize("itself", [False, True], ids=["custom_generate", "itself"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_call_is_refused_by_name(model, options, match, itself):
+    if "assistant_model" in options:
+        options = {"assistant_model": model}
+    call = specattn.generate if itself else ours
+    inputs = prompts(1) if itself else {"inputs": prompts(1)["input_ids"]}
+    arguments = (model,) if itself else (model, inputs)
+    with pytest.raises(UnsupportedError, match=match):
+        call(*arguments, **(inputs if itself else {}), max_new_tokens=NEW, **options)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_generate_of_a_models_own_is_refused():
+    class Other(torch.nn.Module):
+        def generate(self, input_ids, custom_generate, **_):
+            return custom_generate(self, input_ids, None, None, None)
+
+    with pytest.raises(UnsupportedError, match="Other has a generate of its own"):
+        specattn.generate(Other())
+
+
+# -- processors
+
+WARPERS = [TemperatureLogitsWarper(0.7), TopKLogitsWarper(5), TopPLogitsWarper(0.9)]
+
+
+def test_warpers_are_read():
+    config = GenerationConfig(do_sample=True)
+    assert sampling_of(config, []) == SamplingParams(1.0)
+    assert sampling_of(config, WARPERS) == SamplingParams(0.7, 5, 0.9)
+    assert sampling_of(config, [WARPERS[1]]) == SamplingParams(1.0, 5)
+    refuse(config, [*WARPERS, LogitNormalization()], CALL, {})
+    # without drawing they change no tokens
+    assert sampling_of(GenerationConfig(), WARPERS) == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    "processors",
+    [
+        WARPERS[::-1],
+        [WARPERS[1], WARPERS[0]],
+        [WARPERS[0], WARPERS[0]],
+        [LogitNormalization(), *WARPERS],
+    ],
+    ids=["reversed", "top-k first", "twice", "normalised first"],
+)
+def test_warpers_in_another_order_are_refused(processors):
+    with pytest.raises(UnsupportedError, match="temperature, top-k, top-p"):
+        refuse(GenerationConfig(do_sample=True), processors, CALL, {})
+
+
+def test_a_subclass_of_a_warper_is_refused():
+    class Hotter(TemperatureLogitsWarper):
+        pass
+
+    with pytest.raises(UnsupportedError, match="the logits processor Hotter"):
+        refuse(GenerationConfig(), [Hotter(0.7)], CALL, {})
+
+
+@pytest.mark.parametrize(
+    "warper", [TopKLogitsWarper(5, filter_value=-1.0), TopPLogitsWarper(0.9, min_tokens_to_keep=2)]
+)
+def test_warpers_with_other_settings_are_refused(warper):
+    with pytest.raises(UnsupportedError, match=r"filter_value|min_tokens_to_keep"):
+        refuse(GenerationConfig(), [warper], CALL, {})
