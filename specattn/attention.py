@@ -8,7 +8,8 @@ a capture can be recorded in it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,7 +24,7 @@ from specattn.config import FLOAT8, AttnConfig, KVScales
 from specattn.cuda_graph.recorder import is_recording
 from specattn.errors import UnsupportedError
 from specattn.interop import words_from_mask
-from specattn.kernels.adopt import adopt_prompts, adopt_rows, adopt_steps
+from specattn.kernels.adopt import Window, adopt_prompts, adopt_rows, adopt_steps
 from specattn.kernels.cache import store_kv
 from specattn.kernels.tree import grow_words
 from specattn.plan import (
@@ -58,12 +59,30 @@ __all__ = [
     "MultiStepPlan",
     "Phase",
     "RowLayout",
+    "WindowPool",
     "causal_words",
     "fill_all",
     "grow_words",
     "store_kv",
     "words_from_mask",
 ]
+
+
+@dataclass(frozen=True)
+class WindowPool:
+    """A pool of their own that an engine's sliding-window layers have.
+
+    Parameters
+    ----------
+    slot_map : Tensor
+        ``[slots]`` int32 or int64: for every slot that the request table names, the one in that
+        pool; below 0 for none. Only the last ``window_left`` tokens of a request need one.
+    window_left : int
+        The largest of these layers, at least 0.
+    """
+
+    slot_map: Tensor
+    window_left: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +142,8 @@ class Attention:
         Most requests of a forward; inputs are allocated once, for so many.
     backend : str or BackendFactory
         What `specattn.choose_backend` takes.
+    window_pool : WindowPool, optional
+        That of layers with a window, if they have one of their own.
 
     Raises
     ------
@@ -131,7 +152,12 @@ class Attention:
     """
 
     def __init__(
-        self, req_to_token: Tensor, *, max_batch: int, backend: str | BackendFactory = "auto"
+        self,
+        req_to_token: Tensor,
+        *,
+        max_batch: int,
+        backend: str | BackendFactory = "auto",
+        window_pool: WindowPool | None = None,
     ) -> None:
         shape = tuple(req_to_token.shape)
         if len(shape) != 2:
@@ -140,9 +166,17 @@ class Attention:
         self.req_to_token, self.device = req_to_token, req_to_token.device
         self.max_batch = whole_number("max_batch", max_batch, 1)
         self._backend = backend
-        self._backends: dict[AttnConfig, AttentionBackend] = {}
+        if window_pool is not None:
+            whole_number("window_left", window_pool.window_left, 0)
+        self.window_pool = window_pool
+        self._backends: dict[tuple[AttnConfig, bool], AttentionBackend] = {}
         self._made_by: dict[AttentionBackend, BackendFactory] = {}
-        self._inputs: dict[RowLayout, tuple[AttnInputs, Tensor]] = {}
+        self._windowed: set[AttentionBackend] = set()
+        # a request's row of a window table
+        most = max(self.max_batch, len(req_to_token)) if window_pool is not None else 0
+        self._order = torch.arange(most, device=self.device)
+        self._tables: dict[int, Tensor] = {}
+        self._inputs: dict[RowLayout, tuple[AttnInputs, Tensor, Window | None]] = {}
         self._forwards: dict[tuple[RowLayout, int], Forward] = {}
         self._draft_inputs: dict[MultiStepDims, tuple[MultiStepInputs, Tensor]] = {}
         self._drafts: dict[tuple[MultiStepDims, int, int], DraftForwards] = {}
@@ -153,6 +187,8 @@ class Attention:
         k_cache: Tensor,
         v_cache: Tensor | None = None,
         scales: KVScales | None = None,
+        *,
+        windowed: bool = False,
     ) -> Layer:
         """Return a layer over its caches, as layers come.
 
@@ -166,11 +202,13 @@ class Attention:
             `specattn.cache.external.as_slots`.
         scales : KVScales, optional
             Of float8 caches.
+        windowed : bool
+            Whether the caches are those of ``window_pool``.
 
         Raises
         ------
         ValueError
-            If a cache is not as described.
+            If a cache is not as described, or the pool's window is smaller than the layer's.
         UnsupportedError
             If the backend cannot serve the layer, or plans on the host.
         """
@@ -182,16 +220,54 @@ class Attention:
         )
         (config,) = pool.layers
         stored = pool.scales[0] if config.kv_dtype is not None else None
-        return Layer(self._backend_of(config), pool.k[0], pool.v[0], stored)
+        return Layer(self._backend_of(config, windowed), pool.k[0], pool.v[0], stored)
 
-    def _backend_of(self, config: AttnConfig) -> AttentionBackend:
-        if config not in self._backends:
+    def _backend_of(self, config: AttnConfig, windowed: bool) -> AttentionBackend:
+        most = -1 if self.window_pool is None else self.window_pool.window_left
+        if windowed and not 0 <= config.window_left <= most:
+            raise ValueError(
+                f"window_left must be 0..{most} (that of window_pool), got {config.window_left}"
+            )
+        if (config, windowed) not in self._backends:
             chosen = choose_backend(self._backend, [config], self.device)
             if chosen.capabilities.host_plan:
                 raise UnsupportedError(f"backend {chosen.name!r}", ["it plans on the host"])
-            backend = self._backends[config] = chosen(config, self.device)
+            backend = self._backends[config, windowed] = chosen(config, self.device)
             self._made_by[backend] = chosen
-        return self._backends[config]
+            if windowed:
+                self._windowed.add(backend)
+        return self._backends[config, windowed]
+
+    def _window(
+        self, batch: int, tokens: tuple[int, ...], page_size: int, columns: int
+    ) -> Window | None:
+        """Return what forwards write for layers of the window pool.
+
+        With ``columns``, those of new tokens, the table is not shared.
+        """
+        if self.window_pool is None:
+            return None
+        keys, n = self.window_pool.window_left, math.prod(tokens)
+        # zeros are padding
+        whole = torch.zeros(tokens, dtype=torch.int64, device=self.device)
+        width = max(keys + page_size - 1 + columns, 1)
+        table = None if columns else self._tables.get(page_size)
+        if table is None:
+            table = self.req_to_token.new_zeros(batch, width)
+        if not columns:
+            # every forward adopts before it attends, so that layouts share one
+            self._tables[page_size] = table
+        lens, slots, store = self.req_to_token.new_zeros(batch + 2 * n).split([batch, n, n])
+        return Window(
+            self.window_pool.slot_map,
+            keys,
+            page_size,
+            table,
+            lens,
+            slots.view(tokens),
+            store.view(tokens),
+            whole,
+        )
 
     def forward(self, layout: RowLayout, batch: int) -> Forward:
         """Return the forward of ``q_len`` rows per request of ``batch`` requests.
@@ -217,10 +293,14 @@ class Attention:
             whole_number("batch", batch, 0, self.max_batch)
             if layout not in self._inputs:
                 inputs = AttnInputs.alloc(self.max_batch, layout, self.device)
-                self._inputs[layout] = inputs, torch.zeros_like(inputs.tail_slots)
-            inputs, store = self._inputs[layout]
+                shape = tuple(inputs.tail_slots.shape)
+                window = self._window(self.max_batch, shape, layout.page_size, 0)
+                self._inputs[layout] = inputs, torch.zeros_like(inputs.tail_slots), window
+            inputs, store, window = self._inputs[layout]
             plan = AttnPlan.over(layout, self.req_to_token, inputs.bind(batch))
-            self._forwards[layout, batch] = Forward(self, plan, store[:batch])
+            self._forwards[layout, batch] = Forward(
+                self, plan, store[:batch], None if window is None else window.first(batch)
+            )
         return self._forwards[layout, batch]
 
     def draft(self, steps: int, topk: int, batch: int, *, page_size: int = 1) -> DraftForwards:
@@ -288,11 +368,14 @@ class Attention:
         whole = torch.empty(batch, dtype=torch.int64, device=self.device)
         numbers = torch.empty(2 * batch + 1 + tokens, dtype=torch.int32, device=self.device)
         lens, indptr, out_slots = numbers.split([batch, batch + 1, tokens])
+        window = self._window(batch, (1, tokens), page_size, max_q_len)
         adopt_prompts(
             rows,
             prefix_lens,
             new_lens,
             slots,
+            req_to_token=self.req_to_token,
+            window=window,
             rows_out=whole,
             seq_lens_out=lens,
             indptr_out=indptr,
@@ -308,7 +391,7 @@ class Attention:
             max_seq_len=self.req_to_token.shape[1],
             page_size=page_size,
         )
-        forward = Forward(self, plan, plan.out_slots)
+        forward = Forward(self, plan, plan.out_slots, window)
         forward.fill()
         return forward
 
@@ -325,22 +408,44 @@ class Forward:
         Its inputs.
     store_slots : Tensor
         ``[B, q_len]`` int32: where `attend` stores, skipping what is below 0.
+    window : Window, optional
+        What layers of the window pool read.
     """
 
     attention: Attention
     plan: AttnPlan | ExtendPlan
     store_slots: Tensor
+    window: Window | None = None
     _bound: dict[AttentionBackend, BoundAttention] = field(default_factory=dict)
-    _of_layer: dict[tuple[Layer, bool], BoundAttention] = field(default_factory=dict)
+    _of_layer: dict[tuple[Layer, bool], tuple[BoundAttention, Tensor]] = field(default_factory=dict)
     _ran: set[AttentionBackend] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         check_plan(self.plan, self.attention.device)
         for backend in self.attention._made_by:
-            self._bind(backend)
+            # a draft has no layers of a window pool, though its target may
+            if self.window is not None or backend not in self.attention._windowed:
+                self._bind(backend)
+
+    def _plan_of(self, backend: AttentionBackend) -> AttnPlan | ExtendPlan:
+        plan, window = self.plan, self.window
+        if backend not in self.attention._windowed:
+            return plan
+        if window is None:
+            raise UnsupportedError("draft steps", ["a window pool of their own is not served"])
+        plan = replace(
+            plan,
+            req_to_token=window.table,
+            req_pool_indices=self.attention._order[: len(window.table)],
+            seq_lens=window.seq_lens,
+        )
+        if isinstance(plan, ExtendPlan):
+            return replace(plan, out_slots=window.store, max_seq_len=window.table.shape[1])
+        where = window.positions
+        return replace(plan, tail_slots=window.slots, positions=where, tail_positions=where)
 
     def _bind(self, backend: AttentionBackend) -> BoundAttention:
-        plan, made_by = self.plan, self.attention._made_by[backend]
+        plan, made_by = self._plan_of(backend), self.attention._made_by[backend]
         if is_recording(self.attention.device):
             raise ValueError(
                 "a forward must meet a geometry before a capture: make the layer, then the "
@@ -424,6 +529,7 @@ class Forward:
             store_out=self.store_slots,
             positions_out=plan.positions,
             words_out=plan.tail_words,
+            window=self.window,
         )
         if fill:
             self.fill()
@@ -490,9 +596,10 @@ class Forward:
         if out is None:
             shape = (count, heads, size) if q.dim() == 3 else (count, heads * size)
             out = q.new_empty(shape)
+        bound, slots = self._bound_of(layer)
         if k is not None:
-            layer.store(self.store_slots, k, v)
-        self._bound_of(layer).run(
+            layer.store(slots, k, v)
+        bound.run(
             _heads("q", q, count, heads, config.head_dim, config.dtype),
             layer.k_cache,
             layer.v_cache,
@@ -501,8 +608,8 @@ class Forward:
         )
         return out
 
-    def _bound_of(self, layer: Layer) -> BoundAttention:
-        """Return the layer's attention, bound now if its geometry came late."""
+    def _bound_of(self, layer: Layer) -> tuple[BoundAttention, Tensor]:
+        """Return the layer's attention, bound now if it came late, and where it stores."""
         backend = layer.backend
         if backend not in self._bound:
             self._bind(backend).fill()
@@ -510,7 +617,10 @@ class Forward:
         self._ran.add(backend)
         if (layer, prefetch) not in self._of_layer:
             bound = self._bound[backend].for_layer(layer.scales, prefetch=prefetch)
-            self._of_layer[layer, prefetch] = bound
+            slots = self.store_slots
+            if self.window is not None and backend in self.attention._windowed:
+                slots = self.window.store
+            self._of_layer[layer, prefetch] = bound, slots
         return self._of_layer[layer, prefetch]
 
 

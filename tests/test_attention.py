@@ -6,6 +6,7 @@ import math
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -19,6 +20,7 @@ from specattn.attention import (
     Layer,
     Phase,
     RowLayout,
+    WindowPool,
 )
 from specattn.errors import UnsupportedError
 from specattn.interop import full_mask, packed_mask, qlen_mask
@@ -392,7 +394,7 @@ def test_latent_parts_are_their_whole():
 
 
 def test_a_forward_is_two_launches(plan_launches, monkeypatch):
-    """One adopts, one plans the work of all geometries; of all steps of a draft, too."""
+    """One adopts, one plans the work of all geometries and pools; of all steps of a draft, too."""
     from specattn.kernels.adopt import triton as kernels
 
     adopted = []
@@ -408,11 +410,12 @@ def test_a_forward_is_two_launches(plan_launches, monkeypatch):
     for name in ("adopt_rows_kernel", "adopt_steps_kernel"):
         monkeypatch.setattr(kernels, name, Counted(getattr(kernels, name)))
     with using("triton"):
-        host = Host(3)
-        attention = Attention(host.table, max_batch=3, backend="triton")
+        host = TwoPools(3)
+        attention = host.attention("triton")
         host.layer(attention)
-        for config in (CAPPED, WIDE):
+        for config in (GQA, WIDE):
             attention.layer(config, *host.cache(config))
+        attention.layer(CAPPED, *host.caches, windowed=True)
         forward = attention.forward(RowLayout(4, 4, Phase.VERIFY), 3)
         draft = attention.draft(4, 4, 3)
         for made in (forward, draft):
@@ -599,3 +602,110 @@ def test_nothing_of_models_is_imported():
     assert run.returncode == 0, run.stderr
     # of four keys of equal weight, three are 0
     assert float(run.stdout) == pytest.approx(16 * math.e**4 / (math.e**4 + 3))
+
+
+class TwoPools(Host):
+    """Its layers with a window have a pool of their own, of the last tokens alone."""
+
+    def __init__(self, batch: int, *, page: int = 1, seed: int = 0):
+        super().__init__(batch, CAPPED, page=page, seed=seed)
+        self.full_held, self.full_table = self.held, self.table
+        order = random.Random(seed).sample(range(1, self.slots // page), self.slots // page - 1)
+        other = [0, *order]
+        # slots are of the other pool from here on, the map's keys of the first one
+        self.held = [[other[s // page] * page + s % page for s in row] for row in self.held]
+        self.held[0] = [0] * CONTEXT
+        self.table = tensor(self.held, torch.int32)
+        # what lies before a window has no slot there any more
+        self.map = torch.full((self.slots,), -1, device=DEVICE)
+        for cache in self.caches:
+            cache[page:] = torch.nan
+        for row, length in zip(self.rows, self.lens, strict=True):
+            kept = slice(max(length - CAPPED.window_left, 0), None)
+            self.map[self.full_held[row][kept]] = tensor(self.held[row][kept])
+            self.put(self.held[row][kept][: length - kept.start])
+
+    def attention(self, backend: str) -> Attention:
+        pool = WindowPool(self.map, CAPPED.window_left + 3)
+        return Attention(
+            self.full_table, max_batch=self.batch + 1, backend=backend, window_pool=pool
+        )
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("given", [True, False])
+def test_layers_with_a_window_may_have_a_pool_of_their_own(backend, page, given):
+    """Beside layers without: trees over both pools, in two launches' time."""
+    host, n = TwoPools(4, page=page), 9
+    whole = Host(4, page=page)
+    attention = host.attention(backend)
+    layer = attention.layer(CAPPED, *host.caches, windowed=True)
+    other = whole.layer(attention)
+    forward = attention.forward(RowLayout(n, n, Phase.VERIFY, page_size=page), 4)
+    trees = [random_tree(random.Random(n), n, 5) for _ in range(4)]
+    words = [tree.words(1) for tree in trees]
+    slots = whole.after(n)
+    if given:
+        slots[2][-1] = -1
+    forward.adopt(
+        tensor(host.rows),
+        tensor(host.lens),
+        tensor(slots) if given else None,
+        mask=qlen_mask(tensor(words)),
+    )
+    positions = places(host, [tree.depths() for tree in trees])
+    for each, of in ((layer, host), (other, whole), (layer, host)):
+        own = [[max(slot, 0) for slot in row] for row in of.after(n)]
+        if given:
+            own[2][-1] = 0
+        q, k, v = of.new(4 * n)
+        case = of.case(q, slots=own, positions=positions, words=words)
+        case.clear()
+        forward.attend(each, q, k, v, out=case.out, lse=case.lse)
+        check(case, case.expected())
+
+
+@pytest.mark.parametrize("page", [1, 16])
+def test_prompts_over_a_pool_of_their_own(backend, page):
+    host, new = TwoPools(3, page=page), [25, 3, 40]
+    attention = host.attention(backend)
+    layer = attention.layer(CAPPED, *host.caches, windowed=True)
+    slots = [
+        slot
+        for row, length, count in zip(host.rows, host.lens, new, strict=True)
+        for slot in host.full_held[row][length : length + count]
+    ]
+    given = (tensor(x) for x in (host.rows, host.lens, new, slots))
+    forward = attention.prompts(*given, max_q_len=40, page_size=page)
+    q, k, v = host.new(sum(new))
+    case = host.case(q, slots=[[]] * 3, positions=[[]] * 3, words=[[]] * 3)
+    case.kind = "extend"
+    case.args = {
+        "req_to_token": host.table,
+        "req_pool_indices": tensor(host.rows),
+        "seq_lens": tensor(host.lens),
+        "qo_indptr": tensor([0, *accumulate(new)]),
+    }
+    case.clear()
+    forward.attend(layer, q, k, v, out=case.out, lse=case.lse)
+    check(case, case.expected())
+
+
+def test_window_pools_are_refused_where_they_do_not_fit(backend):
+    host = TwoPools(2)
+    attention = host.attention(backend)
+    wider = replace(CAPPED, window_left=24)
+    for config in (wider, replace(CAPPED, window_left=-1)):
+        with pytest.raises(ValueError, match=r"window_left must be 0\.\.23"):
+            attention.layer(config, *host.caches, windowed=True)
+    with pytest.raises(ValueError, match="window_left must be at least 0"):
+        Attention(host.table, max_batch=1, window_pool=WindowPool(host.map, -1))
+    layer = attention.layer(CAPPED, *host.caches, windowed=True)
+    draft = attention.draft(2, 2, 2)
+    draft.adopt(tensor(host.rows), tensor(host.lens))
+    with pytest.raises(UnsupportedError, match="window pool of their own"):
+        draft.steps[0].attend(layer, host.new(4)[0])
+    attention.window_pool = WindowPool(host.map.float(), 23)
+    forward = attention.forward(RowLayout(2, 2, Phase.DECODE), 2)
+    with pytest.raises(ValueError, match="slot_map must be"):
+        forward.adopt(tensor(host.rows), tensor(host.lens))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest import mock
 
 import torch
@@ -61,6 +62,7 @@ def adoptions(n: int = 100, topk: int = 8, steps: int = 7) -> None:
     table, rows, lens = zeros(2, CONTEXT, dtype=I32), zeros(BATCH), zeros(BATCH, dtype=I32)
     outs = {"req_to_token": table, "rows_out": rows, "seq_lens_out": lens}
     slots, words = zeros(BATCH, n, dtype=I32), zeros(BATCH, n, -(-n // 64))
+    window = adopt.Window(rows, 99, 16, zeros(BATCH, 2048, dtype=I32), lens, slots, slots, words)
     mask = zeros(BATCH, n * n, dtype=torch.uint8)
     for kind in adopt.KINDS:
         own = None if kind == "prefix" else zeros(BATCH, n)
@@ -76,6 +78,7 @@ def adoptions(n: int = 100, topk: int = 8, steps: int = 7) -> None:
             store_out=slots,
             positions_out=zeros(BATCH, n),
             words_out=words,
+            window=None if own is None else window,
             **outs,
         )
     for width in (1, topk):
@@ -96,6 +99,8 @@ def adoptions(n: int = 100, topk: int = 8, steps: int = 7) -> None:
         lens,
         lens,
         slots[0],
+        req_to_token=table,
+        window=replace(window, store=slots[:1]),
         rows_out=rows,
         seq_lens_out=lens,
         indptr_out=zeros(BATCH + 1, dtype=I32),

@@ -11,10 +11,13 @@ import torch
 
 from specattn.kernels import implementation
 from specattn.kernels.adopt import naive
+from specattn.kernels.adopt.window import Window
 from specattn.kernels.checks import require_dense, require_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+__all__ = ["KINDS", "Window", "adopt_prompts", "adopt_rows", "adopt_steps"]
 
 #: How a mask lies in memory, by the name that `adopt_rows` takes.
 KINDS = ("qlen", "qlen_bits", "full", "full_bits", "prefix")
@@ -36,6 +39,7 @@ def adopt_rows(
     store_out: Tensor,
     positions_out: Tensor,
     words_out: Tensor,
+    window: Window | None = None,
 ) -> None:
     """Adopt n rows per request: decode, verify or draft extend.
 
@@ -72,6 +76,8 @@ def adopt_rows(
         ``[B, n]`` int64.
     words_out : Tensor
         ``[B, n, ceil(n / 64)]`` int64.
+    window : Window, optional
+        What layers with a window and a pool of their own read, whose words are the same.
 
     Raises
     ------
@@ -85,6 +91,8 @@ def adopt_rows(
     require_rows(req_to_token=req_to_token, slots_out=slots_out, store_out=store_out)
     require_rows(positions_out=positions_out)
     require_dense(rows_out=rows_out, seq_lens_out=seq_lens_out, words_out=words_out)
+    if window is not None:
+        window.check(batch, (batch, n))
     if not batch:
         return
     implementation(naive.adopt_rows, req_to_token.device)(
@@ -102,6 +110,7 @@ def adopt_rows(
         store_out,
         positions_out,
         words_out,
+        window,
         row_bytes,
     )
 
@@ -177,10 +186,12 @@ def adopt_prompts(
     new_lens: Tensor,
     slots: Tensor,
     *,
+    req_to_token: Tensor,
     rows_out: Tensor,
     seq_lens_out: Tensor,
     indptr_out: Tensor,
     slots_out: Tensor,
+    window: Window | None = None,
 ) -> None:
     """Adopt ragged prompts.
 
@@ -190,12 +201,16 @@ def adopt_prompts(
         ``[B]`` int32 or int64: table rows, cached tokens, and new ones.
     slots : Tensor
         ``[T]`` int32 or int64, slots of the new tokens.
+    req_to_token : Tensor
+        ``[R, context]`` int32; read for a window alone.
     rows_out, seq_lens_out : Tensor
         ``[B]`` int64 and int32.
     indptr_out : Tensor
         ``[B + 1]`` int32, offsets of the requests' new tokens.
     slots_out : Tensor
         ``[T]`` int32.
+    window : Window, optional
+        As in `adopt_rows`; its table gets the new tokens, too.
 
     Raises
     ------
@@ -204,8 +219,19 @@ def adopt_prompts(
     """
     _check_requests(len(rows_out), rows=rows, prefix_lens=prefix_lens, new_lens=new_lens)
     _check_tokens(tuple(slots_out.shape), slots=slots)
+    if window is not None:
+        window.check(len(rows), (1, len(slots)))
     implementation(naive.adopt_prompts, rows_out.device)(
-        rows, prefix_lens, new_lens, slots, rows_out, seq_lens_out, indptr_out, slots_out
+        rows,
+        prefix_lens,
+        new_lens,
+        slots,
+        req_to_token,
+        rows_out,
+        seq_lens_out,
+        indptr_out,
+        slots_out,
+        window,
     )
 
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from specattn.kernels.adopt.window import Window
 
 
 def adopt_rows(
@@ -21,6 +26,7 @@ def adopt_rows(
     store_out: Tensor,
     positions_out: Tensor,
     words_out: Tensor,
+    window: Window | None,
     row_bytes: int,
 ) -> None:
     n = slots_out.shape[1]
@@ -40,6 +46,11 @@ def adopt_rows(
     if positions is None:
         positions = prefix[:, None] + (seen.sum(2) - 1).clamp(min=0)
     positions_out.copy_(positions)
+    if window is not None:
+        start = _write_window(rows_out, prefix, None, req_to_token, window)
+        window.positions.copy_(positions_out - start[:, None])
+        window.store.copy_(_mapped(window.slot_map, store_out))
+        window.slots.copy_(0 * slots_out if kind == "prefix" else window.store.clamp(min=0))
 
 
 def adopt_steps(
@@ -73,16 +84,45 @@ def adopt_prompts(
     prefix_lens: Tensor,
     new_lens: Tensor,
     slots: Tensor,
+    req_to_token: Tensor,
     rows_out: Tensor,
     seq_lens_out: Tensor,
     indptr_out: Tensor,
     slots_out: Tensor,
+    window: Window | None,
 ) -> None:
     rows_out.copy_(rows)
     seq_lens_out.copy_(prefix_lens)
     indptr_out[0] = 0
     indptr_out[1:] = new_lens.cumsum(0)
     slots_out.copy_(slots)
+    if window is not None:
+        _write_window(rows_out, prefix_lens.long(), new_lens, req_to_token, window)
+        window.store.copy_(_mapped(window.slot_map, slots))
+
+
+def _mapped(slot_map: Tensor, slots: Tensor) -> Tensor:
+    return torch.where(slots < 0, -1, slot_map[slots.clamp(min=0).long()])
+
+
+def _write_window(
+    rows: Tensor,
+    prefix: Tensor,
+    new_lens: Tensor | None,
+    req_to_token: Tensor,
+    window: Window,
+) -> Tensor:
+    """Write the table and its lengths; return where each request's begins."""
+    page, context = window.page_size, req_to_token.shape[1]
+    start = (prefix - window.keys).clamp(min=0) // page * page
+    window.seq_lens.copy_(prefix - start)
+    end = (prefix if new_lens is None else prefix + new_lens)[:, None]
+    columns = start[:, None] + torch.arange(window.table.shape[1], device=rows.device)
+    slots = req_to_token[rows[:, None], columns.clamp(max=context - 1)]
+    slots = torch.where(columns < context, slots, 0)
+    found = _mapped(window.slot_map, slots).clamp(min=0).to(torch.int32)
+    window.table.copy_(torch.where(columns < end, found, window.table))
+    return start
 
 
 def _write_slots(

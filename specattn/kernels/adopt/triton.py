@@ -13,6 +13,11 @@ from specattn.kernels.launch import enter, launch_options
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from specattn.kernels.adopt.window import Window
+
+# columns of a window table that a program writes at a time
+TABLE_BLOCK = tl.constexpr(1024)
+
 
 @triton.jit
 def _adopt_request(
@@ -34,6 +39,45 @@ def _from_table(req_to_token, row, stride_table, column, context, ok):
     return tl.load(
         req_to_token + row * stride_table + column, mask=ok & (column < context), other=0
     )
+
+
+@triton.jit
+def _mapped(slot_map, slot, ok):
+    """Return slots of the window layers' pool, below 0 for none."""
+    found = tl.load(slot_map + tl.maximum(slot, 0), mask=ok & (slot >= 0), other=-1)
+    return found.to(tl.int32)
+
+
+@triton.jit
+def _window_row(
+    req,
+    row,
+    prefix,
+    new,
+    req_to_token,
+    slot_map,
+    window_table,  # [B, columns] int32, out
+    window_lens,  # [B] int32, out
+    keys,
+    context,
+    stride_table,
+    stride_window,
+    first,
+    step,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write some blocks of a request's window table; return where it begins."""
+    start = tl.maximum(prefix - keys, 0) // PAGE * PAGE
+    if first == 0:
+        tl.store(window_lens + req, (prefix - start).to(tl.int32))
+    for begin in range(first, prefix - start + new, step):
+        at = begin + tl.arange(0, BLOCK)  # [BLOCK]
+        ok = at < prefix - start + new
+        slot = _from_table(req_to_token, row, stride_table, start + at, context, ok)
+        slot = tl.maximum(_mapped(slot_map, slot, ok), 0)
+        tl.store(window_table + req * stride_window + at, slot, mask=ok)
+    return start
 
 
 @triton.jit
@@ -64,6 +108,12 @@ def adopt_rows_kernel(
     store_out,  # [B, n] int32, out
     positions_out,  # [B, n] int64, out
     words_out,  # [B, n, W] int64, out
+    slot_map,  # [slots], or None: no layer has a window pool
+    window_table,  # [B, columns] int32, out
+    window_lens,  # [B] int32, out
+    window_slots,  # [B, n] int32, out
+    window_store,  # [B, n] int32, out
+    window_positions,  # [B, n] int64, out
     n,
     counted,
     context,
@@ -77,6 +127,9 @@ def adopt_rows_kernel(
     stride_slots_out,
     stride_store_out,
     stride_positions_out,
+    stride_window,
+    window_keys,
+    PAGE: tl.constexpr,
     PREFIX: tl.constexpr,
     FULL: tl.constexpr,
     BITS: tl.constexpr,
@@ -96,17 +149,17 @@ def adopt_rows_kernel(
         rows_out,
         seq_lens_out,
         tl.program_id(1) == 0,
-        TABLE=slots is None,
+        TABLE=slots is None or slot_map is not None,
     )
     node = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     ok = node < n
     if slots is None:
-        slot = _from_table(req_to_token, row, stride_table, prefix + node, context, ok)
+        given = _from_table(req_to_token, row, stride_table, prefix + node, context, ok)
     else:
-        slot = tl.load(slots + req * stride_slot + node * stride_slot_n, mask=ok, other=0)
-    tl.store(store_out + req * stride_store_out + node, slot.to(tl.int32), mask=ok)
+        given = tl.load(slots + req * stride_slot + node * stride_slot_n, mask=ok, other=0)
+    tl.store(store_out + req * stride_store_out + node, given.to(tl.int32), mask=ok)
     # nobody sees the tail of "prefix", whose slots may hold anything
-    slot = tl.zeros([ROWS], tl.int32) if PREFIX else tl.maximum(slot, 0).to(tl.int32)
+    slot = tl.zeros([ROWS], tl.int32) if PREFIX else tl.maximum(given, 0).to(tl.int32)
     tl.store(slots_out + req * stride_slots_out + node, slot, mask=ok)
 
     start = tl.zeros([], tl.int64)
@@ -144,6 +197,32 @@ def adopt_rows_kernel(
         at = req * stride_position + node * stride_position_n
         position = tl.load(positions + at, mask=ok, other=0).to(tl.int64)
     tl.store(positions_out + req * stride_positions_out + node, position, mask=ok)
+    if slot_map is not None:
+        block = tl.program_id(1) * TABLE_BLOCK
+        step = tl.num_programs(1) * TABLE_BLOCK
+        start = _window_row(
+            req,
+            row,
+            prefix,
+            0,
+            req_to_token,
+            slot_map,
+            window_table,
+            window_lens,
+            window_keys,
+            context,
+            stride_table,
+            stride_window,
+            block,
+            step,
+            PAGE,
+            TABLE_BLOCK,
+        )
+        tl.store(window_positions + req * n + node, position - start, mask=ok)
+        slot = _mapped(slot_map, given, ok)
+        tl.store(window_store + req * n + node, slot, mask=ok)
+        slot = tl.zeros([ROWS], tl.int32) if PREFIX else tl.maximum(slot, 0)
+        tl.store(window_slots + req * n + node, slot, mask=ok)
 
 
 def adopt_rows(
@@ -161,11 +240,15 @@ def adopt_rows(
     store_out: Tensor,
     positions_out: Tensor,
     words_out: Tensor,
+    window: Window | None,
     row_bytes: int,
 ) -> None:
     batch, n = slots_out.shape
     per_program = min(32, triton.next_power_of_2(n))
-    adopt_rows_kernel[(batch, triton.cdiv(n, per_program))](
+    programs = triton.cdiv(n, per_program)
+    if window is not None:
+        programs = max(programs, min(triton.cdiv(window.table.shape[1], TABLE_BLOCK.value), 8))
+    adopt_rows_kernel[(batch, programs)](
         rows,
         seq_lens,
         slots,
@@ -178,6 +261,7 @@ def adopt_rows(
         store_out,
         positions_out,
         words_out,
+        *((None,) * 6 if window is None else window.tensors()),
         n,
         counted,
         req_to_token.shape[1],
@@ -189,6 +273,7 @@ def adopt_rows(
         slots_out.stride(0),
         store_out.stride(0),
         positions_out.stride(0),
+        *((0, 0, 1) if window is None else window.numbers()),
         PREFIX=kind == "prefix",
         FULL=kind.startswith("full") and mask is not None,
         BITS=kind.endswith("bits"),
@@ -312,9 +397,19 @@ def adopt_prompts_kernel(
     seq_lens_out,  # [B] int32, out
     indptr_out,  # [B + 1] int32, out
     slots_out,  # [T] int32, out
+    req_to_token,  # [R, context] int32
+    slot_map,  # [slots], or None
+    window_table,  # [B, columns] int32, out
+    window_lens,  # [B] int32, out
+    window_store,  # [T] int32, out
     batch,
     tokens,
+    context,
     stride_slot,
+    stride_table,
+    stride_window,
+    window_keys,
+    PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -324,6 +419,28 @@ def adopt_prompts_kernel(
     at = begin + tl.arange(0, BLOCK)  # [BLOCK]
     slot = tl.load(slots + at * stride_slot, mask=at < tokens, other=0)
     tl.store(slots_out + at, slot.to(tl.int32), mask=at < tokens)
+    if slot_map is not None:
+        tl.store(window_store + at, _mapped(slot_map, slot, at < tokens), mask=at < tokens)
+        req = tl.program_id(0).to(tl.int64)
+        if req < batch:
+            _window_row(
+                req,
+                tl.load(rows + req).to(tl.int64),
+                tl.load(prefix_lens + req).to(tl.int64),
+                tl.load(new_lens + req).to(tl.int64),
+                req_to_token,
+                slot_map,
+                window_table,
+                window_lens,
+                window_keys,
+                context,
+                stride_table,
+                stride_window,
+                0,
+                TABLE_BLOCK,
+                PAGE,
+                TABLE_BLOCK,
+            )
     if begin < batch:
         earlier = tl.zeros([], tl.int64)
         for first in range(0, begin, BLOCK):
@@ -343,13 +460,20 @@ def adopt_prompts(
     prefix_lens: Tensor,
     new_lens: Tensor,
     slots: Tensor,
+    req_to_token: Tensor,
     rows_out: Tensor,
     seq_lens_out: Tensor,
     indptr_out: Tensor,
     slots_out: Tensor,
+    window: Window | None,
 ) -> None:
     batch, tokens, block = len(rows), len(slots), 256
-    adopt_prompts_kernel[(max(1, triton.cdiv(max(batch, tokens), block)),)](
+    programs = triton.cdiv(max(batch, tokens, 1), block)
+    # of a window table every request's row has a program
+    programs = programs if window is None else max(programs, batch)
+    table, lens, _, store, _ = (None,) * 5 if window is None else window.tensors()[1:]
+    stride_window, keys, page_size = (0, 0, 1) if window is None else window.numbers()
+    adopt_prompts_kernel[(programs,)](
         rows,
         prefix_lens,
         new_lens,
@@ -358,9 +482,19 @@ def adopt_prompts(
         seq_lens_out,
         indptr_out,
         slots_out,
+        req_to_token,
+        None if window is None else window.slot_map,
+        table,
+        lens,
+        store,
         batch,
         tokens,
+        req_to_token.shape[1],
         slots.stride(0),
+        req_to_token.stride(0),
+        stride_window,
+        keys,
+        PAGE=page_size,
         BLOCK=block,
         num_warps=4,
         **launch_options(rows_out.device),

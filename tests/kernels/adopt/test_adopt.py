@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from specattn.interop import full_mask, packed_mask, qlen_mask
-from specattn.kernels.adopt import adopt_prompts, adopt_rows, adopt_steps
+from specattn.kernels.adopt import Window, adopt_prompts, adopt_rows, adopt_steps
 from tests.kernels.tree_oracle import DEVICE, POISON, poisoned, random_tree, to_word
 from tests.recordings import recorded
 
@@ -326,8 +327,105 @@ def test_prompts(implementation, dtype, batch, most):
         "indptr_out": poisoned(batch + 1, dtype=torch.int32),
         "slots_out": poisoned(len(slots), dtype=torch.int32),
     }
-    adopt_prompts(*(tensor(x, dtype) for x in (rows, prefix, new, slots)), **outs)
+    given = (tensor(x, dtype) for x in (rows, prefix, new, slots))
+    table = poisoned(100, 9, dtype=torch.int32)
+    adopt_prompts(*given, req_to_token=table, **outs)
     assert outs["rows_out"].tolist() == rows
     assert outs["seq_lens_out"].tolist() == prefix
     assert outs["indptr_out"].tolist() == [sum(new[:b]) for b in range(batch + 1)]
     assert outs["slots_out"].tolist() == slots
+
+
+class OtherPool:
+    """What `Window` is written to; a map of every slot, some of which have none."""
+
+    def __init__(self, batch: int, tokens: tuple[int, ...], keys: int, page: int, columns: int):
+        self.map = torch.randint(-3, 1 << 16, (1 << 16,), device=DEVICE)
+        self.keys, self.page = keys, page
+        self.window = Window(
+            self.map,
+            keys,
+            page,
+            poisoned(batch, keys + page - 1 + columns, dtype=torch.int32, gap=2),
+            poisoned(batch, dtype=torch.int32),
+            poisoned(*tokens, dtype=torch.int32),
+            poisoned(*tokens, dtype=torch.int32),
+            poisoned(*tokens),
+        )
+
+    def check(self, held: list[list[int]], rows: list[int], prefix: list[int], new: list[int]):
+        """Check the table and its lengths; return where requests begin."""
+        other = self.map.tolist()
+        starts = [max(length - self.keys, 0) // self.page * self.page for length in prefix]
+        kept = [length - start for length, start in zip(prefix, starts, strict=True)]
+        assert self.window.seq_lens.tolist() == kept
+        for b, row in enumerate(self.window.table.tolist()):
+            slots = held[rows[b]][starts[b] : prefix[b] + new[b]]
+            want = [max(other[slot], 0) for slot in slots]
+            assert row == want + [POISON] * (len(row) - len(want))
+        return starts
+
+
+@pytest.mark.parametrize("page", [1, 4, 16])
+@pytest.mark.parametrize("keys", [0, 7, 40])
+def test_window_layers_get_a_table_of_their_own(implementation, page, keys):
+    host = Host(5, 6)
+    host.slots[2][1:3] = -1, -4
+    pool = OtherPool(5, (5, 6), keys, page, 0)
+    host.adopt(host.mask("qlen"), window=pool.window)
+    host.check()
+    starts = pool.check(host.table.tolist(), host.rows, host.prefix, [0] * 5)
+    other = pool.map.tolist()
+    stored = [[other[slot] if slot >= 0 else -1 for slot in row] for row in host.slots]
+    # below 0 is below 0
+    assert pool.window.store.clamp(min=-1).tolist() == [[max(s, -1) for s in x] for x in stored]
+    assert pool.window.slots.tolist() == [[max(slot, 0) for slot in row] for row in stored]
+    assert pool.window.positions.tolist() == [
+        [place - start for place in row]
+        for row, start in zip(host.outs["positions_out"].tolist(), starts, strict=True)
+    ]
+    host.adopt(kind="prefix", window=pool.window)
+    assert not pool.window.slots.any()
+
+
+def test_a_window_of_many_columns(implementation):
+    """More than a program writes at a time."""
+    host = Host(2, 3, context=4000)
+    host.prefix = [3990, 2500]
+    pool = OtherPool(2, (2, 3), 3000, 1, 0)
+    host.adopt(window=pool.window)
+    pool.check(host.table.tolist(), host.rows, host.prefix, [0, 0])
+
+
+@pytest.mark.parametrize("page", [1, 16])
+def test_prompts_of_window_layers(implementation, page):
+    host, new = Host(4, 1), [9, 0, 20, 3]
+    host.prefix = [30, 0, 12, 50]
+    slots = [slot for row in range(4) for slot in range(row * 100, row * 100 + new[row])]
+    pool = OtherPool(4, (1, sum(new)), 11, page, 20)
+    adopt_prompts(
+        *(tensor(x) for x in (host.rows, host.prefix, new, slots)),
+        req_to_token=host.table,
+        rows_out=poisoned(4),
+        seq_lens_out=poisoned(4, dtype=torch.int32),
+        indptr_out=poisoned(5, dtype=torch.int32),
+        slots_out=poisoned(sum(new), dtype=torch.int32),
+        window=pool.window,
+    )
+    pool.check(host.table.tolist(), host.rows, host.prefix, new)
+    stored = pool.map[slots].clamp(min=-1).tolist()
+    assert pool.window.store[0].clamp(min=-1).tolist() == stored
+
+
+def test_windows_that_do_not_fit_are_refused(implementation):
+    host = Host(2, 3)
+    for message, changes in (
+        ("slot_map must be", {"slot_map": torch.zeros(9, device=DEVICE)}),
+        (r"table must be \[2, at least 12\]", {"table": poisoned(2, 11, dtype=torch.int32)}),
+        ("store must be", {"store": poisoned(2, 4, dtype=torch.int32)}),
+        ("positions must be contiguous", {"positions": poisoned(2, 6)[:, ::2]}),
+    ):
+        window = replace(OtherPool(2, (2, 3), 9, 4, 0).window, **changes)
+        with pytest.raises(ValueError, match=message):
+            host.adopt(window=window)
+    assert all((out == POISON).all() for out in host.outs.values())

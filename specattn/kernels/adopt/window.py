@@ -1,0 +1,95 @@
+"""The pool of sliding-window layers, which has slots of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from specattn.kernels.checks import require_dense, require_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Window:
+    """What is adopted for layers with a window and a pool of their own.
+
+    Of each prefix a table gets the last keys, by their slots in that pool. A prefix is cut where a
+    page begins, and positions count from there.
+
+    Parameters
+    ----------
+    slot_map : Tensor
+        ``[slots]`` int32 or int64, dense: for every slot that the request table names, the one in
+        the other pool; below 0 for none.
+    keys : int
+        Keys of a prefix that a row may see.
+    page_size : int
+        Slots of a page, in both pools.
+    table : Tensor
+        ``[B, columns]`` int32, written: at least ``keys + page_size - 1`` columns, and the new
+        tokens' in the case of prompts.
+    seq_lens : Tensor
+        ``[B]`` int32, written: keys of the prefix in the table.
+    slots, store : Tensor
+        ``[B, n]`` int32, written: slots of the new tokens to read, and to write. For prompts they
+        are ``[1, T]``, and ``slots`` is not written.
+    positions : Tensor
+        ``[B, n]`` int64, written, but for prompts: positions in the table.
+    """
+
+    slot_map: Tensor
+    keys: int
+    page_size: int
+    table: Tensor
+    seq_lens: Tensor
+    slots: Tensor
+    store: Tensor
+    positions: Tensor
+
+    def check(self, batch: int, tokens: tuple[int, ...]) -> None:
+        """Raise a ValueError unless all is as described."""
+        if self.slot_map.dim() != 1 or self.slot_map.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                "slot_map must be [slots] int32 or int64, "
+                f"got {list(self.slot_map.shape)} {self.slot_map.dtype}"
+            )
+        columns = self.keys + self.page_size - 1
+        if len(self.table) != batch or self.table.shape[1] < columns:
+            raise ValueError(
+                f"table must be [{batch}, at least {columns}], got {list(self.table.shape)}"
+            )
+        if self.store.shape != tokens:
+            raise ValueError(f"store must be {list(tokens)}, got {list(self.store.shape)}")
+        require_rows(table=self.table)
+        require_dense(
+            slot_map=self.slot_map,
+            seq_lens=self.seq_lens,
+            slots=self.slots,
+            store=self.store,
+            positions=self.positions,
+        )
+
+    def first(self, batch: int) -> Window:
+        """Return views of the first ``batch`` requests."""
+        written = self.table, self.seq_lens, self.slots, self.store, self.positions
+        views = (tensor[:batch] for tensor in written)
+        return Window(self.slot_map, self.keys, self.page_size, *views)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the map and what is written, as kernels take it."""
+        return (
+            self.slot_map,
+            self.table,
+            self.seq_lens,
+            self.slots,
+            self.store,
+            self.positions,
+        )
+
+    def numbers(self) -> tuple[int, int, int]:
+        """Return the table's row stride, the keys and the page size."""
+        return self.table.stride(0), self.keys, self.page_size
