@@ -609,7 +609,7 @@ class Forward:
         return out
 
     def _bound_of(self, layer: Layer) -> tuple[BoundAttention, Tensor]:
-        """Return the layer's attention, bound now if it came late, and where it stores."""
+        """Return the attention of a layer, and where it stores."""
         backend = layer.backend
         if backend not in self._bound:
             self._bind(backend).fill()

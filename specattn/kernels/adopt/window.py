@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Window:
-    """What is adopted for layers with a window and a pool of their own.
+    """What is adopted for window layers with a pool of their own.
 
     Of each prefix a table gets the last keys, by their slots in that pool. A prefix is cut where a
     page begins, and positions count from there.
