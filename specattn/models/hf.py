@@ -20,7 +20,7 @@ from transformers.quantizers import AutoHfQuantizer
 from specattn.errors import ModelError
 from specattn.models.hub import blaming, count_from_first, locate
 from specattn.models.probe import probe_layers
-from specattn.models.shards import check_heads, process_group
+from specattn.models.shards import check_heads, process_group, too_old
 from specattn.speculative.model import TargetOutput
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class HFTarget:
                 # initialise what is missing at random.
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
-                **_distributed(tp_plan),
+                **_distributed(name, tp_plan),
             )
             _check_complete(name, info)
             if process_group(module) is None:
@@ -299,12 +299,14 @@ def _attention(
     return attend(module.layer_idx, q, k, v)[None]
 
 
-def _distributed(tp_plan: str | dict[str, str] | None) -> dict[str, Any]:
+def _distributed(name: str, tp_plan: str | dict[str, str] | None) -> dict[str, Any]:
     """Return the arguments of transformers' ``from_pretrained`` that shard a model."""
     if tp_plan is None:
         return {}
     from transformers.distributed import DistributedConfig
 
+    if "tp_plan" not in DistributedConfig.__dataclass_fields__:
+        raise too_old(name)
     return {"distributed_config": DistributedConfig(tp_plan=tp_plan)}
 
 

@@ -29,14 +29,17 @@ def process_group(module: nn.Module) -> ProcessGroup | None:
     return None
 
 
+def too_old(name: str) -> ModelError:
+    """Return the error where transformers keeps no record of shards."""
+    return ModelError("target", f"{name} cannot be sharded: that needs transformers 5.17 or newer")
+
+
 def check_heads(name: str, module: Any, config: Any) -> None:
     """Raise a ModelError unless ranks can share the heads evenly."""
     group = process_group(module)
     if group is None:
         if (module.tp_size or 1) > 1:
-            raise ModelError(
-                "target", f"{name} is sharded by a transformers older than 5.17, which is too old"
-            )
+            raise too_old(name)
         return
     layers = (part for key, part in module.named_modules() if key.endswith("attn"))
     if not any(is_sharded(part) for part in layers):

@@ -12,11 +12,13 @@ import torch
 
 from specattn.cli.loading import pick_device
 from tests.cli.command import PROMPT, ROOT, plain_tokens, run
+from tests.ranks import needs_shards
 
 RANK_1 = {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
 RANK_0 = RANK_1 | {"RANK": "0", "LOCAL_RANK": "0"}
 
 
+@needs_shards
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its ranks would need two GPUs")
 def test_two_ranks_write_one_text():

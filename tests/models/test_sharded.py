@@ -13,10 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specattn import Engine, Request, SamplingParams, SpecConfig
 from specattn.errors import ModelError, RankError
 from specattn.models import FusedTarget, HFTarget, fuse, load_draft
-from tests.ranks import LIMIT, PAIR, SIZE, on_ranks
+from tests.ranks import LIMIT, PAIR, SIZE, needs_shards, on_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "tensor_parallel.md"
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * LIMIT)]
+pytestmark = [needs_shards, pytest.mark.slow, pytest.mark.timeout(2 * LIMIT)]
 
 TEXTS = ["def read_config(path):", "import os\n", "class Point:\n    def", "for name in sorted("]
 LIMITS = {"max_context_len": 256, "max_num_reqs": 2}
