@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import hashlib
 import json
 import os
 import platform
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from bench.compat import source_digest
 from tests.implementations import IMPLEMENTATIONS, using
 from tests.interpreter import multiply_by_row, patch_once, spread_bits, without_idle_checks
 
@@ -33,7 +33,6 @@ if not CUDA:
         multiply_by_row()
         spread_bits()
 
-ROOT = Path(__file__).parent.parent
 # what the lane for each edit (`-m "not slow"`) leaves out, besides single tests that are marked
 SLOW = (
     "tests/bench/",
@@ -96,15 +95,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         )
         + "\n"
     )
-
-
-def source_digest() -> str:
-    """Digest of the library's source: paths and contents, in order."""
-    digest = hashlib.sha256()
-    for path in sorted((ROOT / "specattn").rglob("*.py")):
-        digest.update(path.relative_to(ROOT).as_posix().encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,121 @@
+"""Write docs/compatibility.md from the records of tests under other versions.
+
+`python -m bench.compat` writes the record of environments without a GPU, `pytest -m gpu
+--gpu-record` that of a GPU, the tests of SGLang's plug-in that of its modes.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parent
+TESTS = DOCS.parent / "tests"
+HEAD = """# Compatibility
+
+The package allows Python 3.11 or newer, torch 2.11 or newer, triton 3.6 or newer, and for models
+transformers 5.12 or newer. What was run is below; [Contributing](../CONTRIBUTING.md#versions) says
+how to install each.
+
+This page is written by `python docs/make_compatibility.py` from the records of
+`python -m bench.compat` and of the [GPU suite](../CONTRIBUTING.md#tests).
+
+## Versions
+
+Without a GPU, Triton's kernels run in its interpreter. An environment runs the tests that need
+nothing else than what is installed there.
+
+"""
+COLUMNS = ("torch", "triton", "numpy", "transformers", "sglang")
+TRITON = """
+- **Triton 3.7, 3.8 and 3.9** renamed names of Gluon: `specattn.kernels.gluon_names` has one of
+  each. No kernel ran on a GPU with a Triton newer than the GPU suite's. Each Gluon kernel proves
+  itself at its first use; where it fails, a Triton kernel takes its place, with a warning.
+- **Triton 3.9** warns once that it fuses multiplications and additions by default, which 3.10 will
+  not. `TRITON_DEFAULT_FP_FUSION=1` keeps that, and what this documentation measured.
+- **vLLM** verifies no trees, so there is no plug-in for it. A backend could serve its chains and
+  its drafts; its pins of torch, triton and transformers are within this package's.
+"""
+
+
+def table(head: list[str], rows: list[list[Any]]) -> str:
+    """Return a Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+
+
+def environments(record: dict[str, Any], gpu: dict[str, Any]) -> str:
+    """Return what ran in which environment."""
+    runs = {
+        f"`{name}`": run | {"device": "CPU"} for name, run in record.items() if "counts" in run
+    } | {"GPU suite": gpu}
+    rows = [
+        [
+            name,
+            run["device"],
+            *(run["versions"].get(column, "") for column in COLUMNS),
+            *(run["counts"][kind] for kind in ("passed", "failed", "skipped")),
+            run["date"],
+        ]
+        for name, run in runs.items()
+    ]
+    return table(
+        ["environment", "device", *COLUMNS, "passed", "failed", "skipped", "date"], rows
+    ) + "".join(
+        f"\nFailed in `{name}`: {', '.join(f'`{test}`' for test in run['failures'])}.\n"
+        for name, run in record.items()
+        if run.get("failures")
+    )
+
+
+def compiled(record: dict[str, Any]) -> str:
+    """Return what ahead-of-time compilation gave."""
+    lines = []
+    for run in record.values():
+        if made := run.get("compiled"):
+            spills = made["spills"]
+            lines.append(
+                f"Triton {run['versions']['triton']} compiles all {made['variants']} variants of "
+                f"the kernels for {made['target']}; {len(spills)} of them spill registers, "
+                f"{max(spills.values(), default=0)} bytes at most.\n"
+            )
+    return "\n" + "\n".join(lines) if lines else ""
+
+
+def engines(record: dict[str, Any]) -> str:
+    """Return what is installed beside an engine."""
+    chosen = record["resolve"]["versions"]
+    columns = [column for column in COLUMNS if column != "sglang"]
+    rows = [[f"`{name}`", *(of[column] for column in columns)] for name, of in chosen.items()]
+    return (
+        "\n## Beside an engine\n\n`pip install .` in an engine's environment leaves its versions "
+        "as they are. What pip resolves for both:\n\n" + table(["engine", *columns], rows)
+    )
+
+
+def modes(path: Path) -> str:
+    """Return which modes of SGLang were run, and which are refused."""
+    if not path.exists():
+        return ""
+    keys = ["version", "mode", "page", "dtype", "outcome"]
+    rows = [[cell[key] for key in keys] for cell in json.loads(path.read_text())["cells"]]
+    return "\n## Modes of SGLang\n\n" + table(keys, rows)
+
+
+def page() -> str:
+    """Return the page."""
+    record = json.loads((TESTS / "compat_record.json").read_text())
+    gpu = json.loads((TESTS / "gpu_record.json").read_text())
+    return (
+        HEAD
+        + environments(record, gpu)
+        + compiled(record)
+        + TRITON
+        + engines(record)
+        + modes(TESTS / "sglang_record.json")
+    )
+
+
+if __name__ == "__main__":
+    (DOCS / "compatibility.md").write_text(page())
