@@ -531,14 +531,16 @@ class Forward:
             words_out=plan.tail_words,
             window=self.window,
         )
+        bounds = self._start()
         if fill:
-            self.fill()
+            fill_all(bounds)
 
     def fill(self) -> None:
         """Fill the backends' own plans, in one launch where they allow it."""
         fill_all(self._start())
 
     def _start(self) -> Iterable[BoundAttention]:
+        """Begin a forward; return what is to be filled."""
         self._ran.clear()
         return self._bound.values()
 
@@ -582,8 +584,8 @@ class Forward:
         Raises
         ------
         ValueError
-            If a tensor has another shape or dtype, or the layer's geometry is seen first in a
-            capture.
+            Before anything is written: if a tensor has another shape or dtype, or the layer's
+            geometry is seen first in a capture.
         """
         config, count = layer.backend.config, self.store_slots.numel()
         heads, size = config.num_qo_heads, config.v_head_dim
@@ -596,16 +598,12 @@ class Forward:
         if out is None:
             shape = (count, heads, size) if q.dim() == 3 else (count, heads * size)
             out = q.new_empty(shape)
+        queries = _heads("q", q, count, heads, config.head_dim, config.dtype)
+        found = _heads("out", out, count, heads, size, config.dtype)
         bound, slots = self._bound_of(layer)
         if k is not None:
             layer.store(slots, k, v)
-        bound.run(
-            _heads("q", q, count, heads, config.head_dim, config.dtype),
-            layer.k_cache,
-            layer.v_cache,
-            _heads("out", out, count, heads, size, config.dtype),
-            lse,
-        )
+        bound.run(queries, layer.k_cache, layer.v_cache, found, lse)
         return out
 
     def _bound_of(self, layer: Layer) -> tuple[BoundAttention, Tensor]:
@@ -687,8 +685,9 @@ class DraftForwards:
             positions_out=inputs.positions,
             words_out=inputs.words,
         )
+        bounds = self._start()
         if fill:
-            self.fill()
+            fill_all(bounds)
 
     def _by_step(self, slots: Tensor, order: str) -> Tensor:
         """View slots as ``[B, steps, topk]``."""
@@ -714,7 +713,10 @@ class DraftForwards:
 
     def fill(self) -> None:
         """Fill all steps' plans, in one launch where backends allow it."""
-        fill_all([bound for step in self.steps for bound in step._start()])
+        fill_all(self._start())
+
+    def _start(self) -> Iterable[BoundAttention]:
+        return [bound for step in self.steps for bound in step._start()]
 
 
 def _by_request(name: str, tensor: Tensor | None, shape: Sequence[int]) -> Tensor | None:
