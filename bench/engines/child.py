@@ -72,6 +72,9 @@ def main() -> None:
     job, out, until = Job.from_json(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
     side = "own_side" if job.side == OWN else "sglang_side"
     import_module(f"bench.engines.{side}").run(Turn(job, out, until))
+    sys.stdout.flush()
+    # an engine's threads may outlive it
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,12 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 CACHE = Path(os.environ.get("SGL_BUNDLE_CACHE", Path.home() / ".cache" / "sgl-bundle"))
 WHEELS = {
@@ -157,9 +161,10 @@ def unpack(wheel: Path, site: Path, *dropped: str) -> None:
 
 
 def keep_images(path: Path, kept: set[int] | None = None, count: int | None = None) -> None:
-    """Zero a library's device code but for SM90's, and but for the images numbered in ``kept``.
+    """Take a library's device code away but for SM90's, and but for images numbered in ``kept``.
 
-    Host code stays as it is. A launch of code that is gone is an error of CUDA's.
+    An image keeps its place and its header. Host code stays as it is. A launch of code that is gone
+    is an error of CUDA's.
     """
     sections = subprocess.run(
         ["readelf", "-SW", str(path)], check=True, capture_output=True, text=True
@@ -170,24 +175,38 @@ def keep_images(path: Path, kept: set[int] | None = None, count: int | None = No
     with path.open("r+b") as library:
         while at < end:
             library.seek(at)
-            magic, _, header, length = struct.unpack("<IHHQ", library.read(16))
+            magic, version, header, length = struct.unpack("<IHHQ", library.read(16))
             if magic != 0xBA55ED50:
                 at += 8
                 continue
             image += 1
-            entry, stop = at + header, at + header + length
-            while entry < stop:
-                library.seek(entry)
-                fields = library.read(32)
-                head, body = struct.unpack("<IQ", fields[4:16])
-                arch = struct.unpack("<I", fields[28:32])[0]
-                if arch != SM90 or (kept is not None and image not in kept):
-                    library.seek(entry + head)
-                    library.write(b"\0" * body)
-                entry += head + body
-            at = stop
+            library.seek(at + header)
+            body = library.read(length)
+            if kept is None or image in kept:
+                code = b"".join(entry for entry, arch in entries(body) if arch == SM90)
+                library.seek(at)
+                library.write(struct.pack("<IHHQ", magic, version, header, len(code)))
+            else:
+                # entries without code
+                code = b"".join(
+                    entry[: struct.unpack("<I", entry[4:8])[0]].ljust(len(entry), b"\0")
+                    for entry, _ in entries(body)
+                )
+            library.seek(at + header)
+            library.write(code.ljust(length, b"\0"))
+            at += header + length
     if count is not None and image != count:
         raise SystemExit(f"{path.name} has {image} device images, not {count}: another version?")
+
+
+def entries(body: bytes) -> Iterator[tuple[bytes, int]]:
+    """Yield the entries of an image, each with the architecture it is for."""
+    at = 0
+    while at < len(body):
+        header, size = struct.unpack("<IQ", body[at + 4 : at + 16])
+        (arch,) = struct.unpack("<I", body[at + 28 : at + 32])
+        yield body[at : at + header + size], arch
+        at += header + size
 
 
 def sglang(site: Path, wheels: Path) -> None:
@@ -283,7 +302,7 @@ def pack(site: Path, out: Path, part_mib: int) -> None:
     with tarfile.open(whole, "w") as tar:
         for path in sorted(site.iterdir()):
             tar.add(path, arcname=path.name)
-    xz = subprocess.Popen(["xz", "-T0", "-8e", "-c", str(whole)], stdout=subprocess.PIPE)
+    xz = subprocess.Popen(["xz", "-T0", "-7", "-c", str(whole)], stdout=subprocess.PIPE)
     assert xz.stdout is not None
     subprocess.run(
         ["split", "-d", "-b", f"{part_mib}M", "-", str(out / "site.tar.xz.")],
