@@ -75,6 +75,7 @@ for _becomes, _names in (
 # What transformers' `generate` adds to a model's arguments; only the mask is read.
 _PREPARED = {
     "attention_mask",
+    "cache",  # called past_key_values before transformers 5.24
     "cache_position",
     "logits_to_keep",
     "past_key_values",
