@@ -24,7 +24,7 @@ from specattn.config import FLOAT8, AttnConfig, KVScales
 from specattn.cuda_graph.recorder import is_recording
 from specattn.errors import UnsupportedError
 from specattn.interop import words_from_mask
-from specattn.kernels.adopt import Window, adopt_prompts, adopt_rows, adopt_steps
+from specattn.kernels.adopt import Adopted, Window, adopt_prompts, adopt_rows, adopt_steps
 from specattn.kernels.cache import store_kv
 from specattn.kernels.tree import grow_words
 from specattn.plan import (
@@ -523,12 +523,14 @@ class Forward:
             kind=kind,
             counted=counted,
             req_to_token=plan.req_to_token,
-            rows_out=plan.req_pool_indices,
-            seq_lens_out=plan.seq_lens,
-            slots_out=plan.tail_slots,
-            store_out=self.store_slots,
-            positions_out=plan.positions,
-            words_out=plan.tail_words,
+            out=Adopted(
+                plan.req_pool_indices,
+                plan.seq_lens,
+                plan.tail_slots,
+                self.store_slots,
+                plan.positions,
+                plan.tail_words,
+            ),
             window=self.window,
         )
         bounds = self._start()
@@ -678,12 +680,14 @@ class DraftForwards:
             None if slots is None or not len(self._store) else self._by_step(slots, order),
             counted=counted,
             req_to_token=plan.req_to_token,
-            rows_out=inputs.req_pool_indices,
-            seq_lens_out=inputs.seq_lens,
-            slots_out=inputs.branch_slots,
-            store_out=self._store,
-            positions_out=inputs.positions,
-            words_out=inputs.words,
+            out=Adopted(
+                inputs.req_pool_indices,
+                inputs.seq_lens,
+                inputs.branch_slots,
+                self._store,
+                inputs.positions,
+                inputs.words,
+            ),
         )
         bounds = self._start()
         if fill:

@@ -60,7 +60,6 @@ def beams(topk: int = 8, steps: int = 7) -> None:
 def adoptions(n: int = 100, topk: int = 8, steps: int = 7) -> None:
     """What an engine's tensors become, with masks of all kinds."""
     table, rows, lens = zeros(2, CONTEXT, dtype=I32), zeros(BATCH), zeros(BATCH, dtype=I32)
-    outs = {"req_to_token": table, "rows_out": rows, "seq_lens_out": lens}
     slots, words = zeros(BATCH, n, dtype=I32), zeros(BATCH, n, -(-n // 64))
     window = adopt.Window(rows, 99, 16, zeros(BATCH, 2048, dtype=I32), lens, slots, slots, words)
     mask = zeros(BATCH, n * n, dtype=torch.uint8)
@@ -74,12 +73,9 @@ def adoptions(n: int = 100, topk: int = 8, steps: int = 7) -> None:
             None if own is None else mask,
             kind=kind,
             counted=n,
-            slots_out=slots,
-            store_out=slots,
-            positions_out=zeros(BATCH, n),
-            words_out=words,
+            req_to_token=table,
+            out=adopt.Adopted(rows, lens, slots, slots, zeros(BATCH, n), words),
             window=None if own is None else window,
-            **outs,
         )
     for width in (1, topk):
         nodes = zeros(BATCH, steps, width, dtype=I32)
@@ -88,11 +84,10 @@ def adoptions(n: int = 100, topk: int = 8, steps: int = 7) -> None:
             lens,
             nodes if width > 1 else None,
             counted=0,
-            slots_out=nodes,
-            store_out=nodes,
-            positions_out=nodes.long(),
-            words_out=zeros(BATCH, steps, width, 1),
-            **outs,
+            req_to_token=table,
+            out=adopt.Adopted(
+                rows, lens, nodes, nodes, nodes.long(), zeros(BATCH, steps, width, 1)
+            ),
         )
     adopt.adopt_prompts(
         rows,

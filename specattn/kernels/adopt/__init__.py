@@ -11,13 +11,13 @@ import torch
 
 from specattn.kernels import implementation
 from specattn.kernels.adopt import naive
-from specattn.kernels.adopt.window import Window
+from specattn.kernels.adopt.outputs import Adopted, Window
 from specattn.kernels.checks import require_dense, require_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["KINDS", "Window", "adopt_prompts", "adopt_rows", "adopt_steps"]
+__all__ = ["KINDS", "Adopted", "Window", "adopt_prompts", "adopt_rows", "adopt_steps"]
 
 #: How a mask lies in memory, by the name that `adopt_rows` takes.
 KINDS = ("qlen", "qlen_bits", "full", "full_bits", "prefix")
@@ -33,12 +33,7 @@ def adopt_rows(
     kind: str,
     counted: int,
     req_to_token: Tensor,
-    rows_out: Tensor,
-    seq_lens_out: Tensor,
-    slots_out: Tensor,
-    store_out: Tensor,
-    positions_out: Tensor,
-    words_out: Tensor,
+    out: Adopted,
     window: Window | None = None,
 ) -> None:
     """Adopt n rows per request: decode, verify or draft extend.
@@ -67,15 +62,8 @@ def adopt_rows(
         New tokens that ``seq_lens`` count; the prefix is the rest, at least 0.
     req_to_token : Tensor
         ``[R, context]`` int32; dense last axis.
-    rows_out, seq_lens_out : Tensor
-        ``[B]`` int64 and int32.
-    slots_out, store_out : Tensor
-        ``[B, n]`` int32: slots to read, 0 where there is none and with ``"prefix"``, and slots to
-        write, as given.
-    positions_out : Tensor
-        ``[B, n]`` int64.
-    words_out : Tensor
-        ``[B, n, ceil(n / 64)]`` int64.
+    out : Adopted
+        What is written; rows may have a stride, but for words.
     window : Window, optional
         What layers with a window and a pool of their own read, whose words are the same.
 
@@ -84,13 +72,13 @@ def adopt_rows(
     ValueError
         Before anything is written: if a tensor has another shape or dtype.
     """
-    batch, n = slots_out.shape
+    batch, n = out.slots.shape
     _check_requests(batch, rows=rows, seq_lens=seq_lens)
     _check_tokens((batch, n), slots=slots, positions=positions)
     row_bytes = _check_mask(mask, kind, batch, n)
-    require_rows(req_to_token=req_to_token, slots_out=slots_out, store_out=store_out)
-    require_rows(positions_out=positions_out)
-    require_dense(rows_out=rows_out, seq_lens_out=seq_lens_out, words_out=words_out)
+    require_rows(req_to_token=req_to_token, slots=out.slots, store=out.store)
+    require_rows(positions=out.positions)
+    require_dense(rows=out.rows, seq_lens=out.seq_lens, words=out.words)
     if window is not None:
         window.check(batch, (batch, n))
     if not batch:
@@ -104,12 +92,7 @@ def adopt_rows(
         kind,
         counted,
         req_to_token,
-        rows_out,
-        seq_lens_out,
-        slots_out,
-        store_out,
-        positions_out,
-        words_out,
+        out,
         window,
         row_bytes,
     )
@@ -122,48 +105,32 @@ def adopt_steps(
     *,
     counted: int,
     req_to_token: Tensor,
-    rows_out: Tensor,
-    seq_lens_out: Tensor,
-    slots_out: Tensor,
-    store_out: Tensor,
-    positions_out: Tensor,
-    words_out: Tensor,
+    out: Adopted,
 ) -> None:
     """Adopt all steps of a draft.
 
     Parameters
     ----------
-    rows, seq_lens, counted, req_to_token, rows_out, seq_lens_out
+    rows, seq_lens, counted, req_to_token
         As in `adopt_rows`.
     slots : Tensor or None
         ``[B, steps, topk]``, any strides: slots of all branches. Without, those of the table's
         columns after the prefix, step by step.
-    slots_out, store_out : Tensor
-        ``[B, steps, topk]`` int32, dense: slots to read and to write, as in `adopt_rows`.
-    positions_out : Tensor
-        ``[B, steps, topk]`` int64, dense: the prefix plus the step.
-    words_out : Tensor
-        ``[B, steps, topk, W]`` int64, dense: of a chain (topk 1) all steps before and the step
-        itself, else the node's own bit, to which `specattn.kernels.tree.grow_words` adds.
+    out : Adopted
+        What is written, of ``[B, steps, topk]``, dense. Words are those of a chain (topk 1): all
+        steps before and the step itself. Else they are the node's own bit, to which
+        `specattn.kernels.tree.grow_words` adds.
 
     Raises
     ------
     ValueError
         Before anything is written: if a tensor has another shape or dtype.
     """
-    batch = len(slots_out)
-    _check_requests(batch, rows=rows, seq_lens=seq_lens)
-    _check_tokens(tuple(slots_out.shape), slots=slots)
+    _check_requests(len(out.slots), rows=rows, seq_lens=seq_lens)
+    _check_tokens(tuple(out.slots.shape), slots=slots)
     require_rows(req_to_token=req_to_token)
-    require_dense(
-        rows_out=rows_out,
-        seq_lens_out=seq_lens_out,
-        slots_out=slots_out,
-        store_out=store_out,
-        positions_out=positions_out,
-        words_out=words_out,
-    )
-    if not slots_out.numel():
+    require_dense(**vars(out))
+    if not out.slots.numel():
         return
     implementation(naive.adopt_steps, req_to_token.device)(
         rows,
@@ -171,12 +138,7 @@ def adopt_steps(
         slots,
         counted,
         req_to_token,
-        rows_out,
-        seq_lens_out,
-        slots_out,
-        store_out,
-        positions_out,
-        words_out,
+        out,
     )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from specattn.kernels.adopt.window import Window
+    from specattn.kernels.adopt.outputs import Adopted, Window
 
 
 def adopt_rows(
@@ -20,20 +20,15 @@ def adopt_rows(
     kind: str,
     counted: int,
     req_to_token: Tensor,
-    rows_out: Tensor,
-    seq_lens_out: Tensor,
-    slots_out: Tensor,
-    store_out: Tensor,
-    positions_out: Tensor,
-    words_out: Tensor,
+    out: Adopted,
     window: Window | None,
     row_bytes: int,
 ) -> None:
-    n = slots_out.shape[1]
+    n = out.slots.shape[1]
     prefix = (seq_lens.long() - counted).clamp(min=0)
-    rows_out.copy_(rows)
-    seq_lens_out.copy_(prefix)
-    _write_slots(rows_out, prefix, slots, req_to_token, slots_out, store_out)
+    out.rows.copy_(rows)
+    out.seq_lens.copy_(prefix)
+    _write_slots(out.rows, prefix, slots, req_to_token, out.slots, out.store)
     node = torch.arange(n, device=rows.device)
     if mask is None:
         seen = (node <= node[:, None]).expand(len(rows), n, n)
@@ -41,16 +36,16 @@ def adopt_rows(
         seen = _visible(mask, kind, prefix, n, row_bytes) | torch.eye(n, device=rows.device).bool()
     if kind == "prefix":
         seen = torch.zeros_like(seen)
-        slots_out.zero_()
-    words_out.copy_(_words(seen, words_out.shape[2]))
+        out.slots.zero_()
+    out.words.copy_(_words(seen, out.words.shape[2]))
     if positions is None:
         positions = prefix[:, None] + (seen.sum(2) - 1).clamp(min=0)
-    positions_out.copy_(positions)
+    out.positions.copy_(positions)
     if window is not None:
-        start = _write_window(rows_out, prefix, None, req_to_token, window)
-        window.positions.copy_(positions_out - start[:, None])
-        window.store.copy_(_mapped(window.slot_map, store_out))
-        window.slots.copy_(0 * slots_out if kind == "prefix" else window.store.clamp(min=0))
+        start = _write_window(out.rows, prefix, None, req_to_token, window)
+        window.positions.copy_(out.positions - start[:, None])
+        window.store.copy_(_mapped(window.slot_map, out.store))
+        window.slots.copy_(0 * out.slots if kind == "prefix" else window.store.clamp(min=0))
 
 
 def adopt_steps(
@@ -59,24 +54,19 @@ def adopt_steps(
     slots: Tensor | None,
     counted: int,
     req_to_token: Tensor,
-    rows_out: Tensor,
-    seq_lens_out: Tensor,
-    slots_out: Tensor,
-    store_out: Tensor,
-    positions_out: Tensor,
-    words_out: Tensor,
+    out: Adopted,
 ) -> None:
-    steps, topk = slots_out.shape[1:]
+    steps, topk = out.slots.shape[1:]
     prefix = (seq_lens.long() - counted).clamp(min=0)
-    rows_out.copy_(rows)
-    seq_lens_out.copy_(prefix)
+    out.rows.copy_(rows)
+    out.seq_lens.copy_(prefix)
     given = None if slots is None else slots.flatten(1)
-    _write_slots(rows_out, prefix, given, req_to_token, slots_out.flatten(1), store_out.flatten(1))
+    _write_slots(out.rows, prefix, given, req_to_token, out.slots.flatten(1), out.store.flatten(1))
     step = torch.arange(steps, device=rows.device)
-    positions_out.copy_((prefix[:, None] + step)[:, :, None])
+    out.positions.copy_((prefix[:, None] + step)[:, :, None])
     node = torch.arange(steps * topk, device=rows.device)
     seen = node <= node[:, None] if topk == 1 else node == node[:, None]
-    words_out.copy_(_words(seen[None], words_out.shape[3]).view(1, *words_out.shape[1:]))
+    out.words.copy_(_words(seen[None], out.words.shape[3]).view(1, *out.words.shape[1:]))
 
 
 def adopt_prompts(

@@ -13,7 +13,7 @@ from specattn.kernels.launch import enter, launch_options
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specattn.kernels.adopt.window import Window
+    from specattn.kernels.adopt.outputs import Adopted, Window
 
 # columns of a window table that a program writes at a time
 TABLE_BLOCK = tl.constexpr(1024)
@@ -234,16 +234,11 @@ def adopt_rows(
     kind: str,
     counted: int,
     req_to_token: Tensor,
-    rows_out: Tensor,
-    seq_lens_out: Tensor,
-    slots_out: Tensor,
-    store_out: Tensor,
-    positions_out: Tensor,
-    words_out: Tensor,
+    out: Adopted,
     window: Window | None,
     row_bytes: int,
 ) -> None:
-    batch, n = slots_out.shape
+    batch, n = out.slots.shape
     per_program = min(32, triton.next_power_of_2(n))
     programs = triton.cdiv(n, per_program)
     if window is not None:
@@ -255,12 +250,7 @@ def adopt_rows(
         positions,
         None if mask is None else mask.view(torch.uint8),
         req_to_token,
-        rows_out,
-        seq_lens_out,
-        slots_out,
-        store_out,
-        positions_out,
-        words_out,
+        *out.tensors(),
         *((None,) * 6 if window is None else window.tensors()),
         n,
         counted,
@@ -270,18 +260,18 @@ def adopt_rows(
         req_to_token.stride(0),
         *_strides(slots),
         *_strides(positions),
-        slots_out.stride(0),
-        store_out.stride(0),
-        positions_out.stride(0),
+        out.slots.stride(0),
+        out.store.stride(0),
+        out.positions.stride(0),
         *((0, 0, 1) if window is None else window.numbers()),
         PREFIX=kind == "prefix",
         FULL=kind.startswith("full") and mask is not None,
         BITS=kind.endswith("bits"),
-        W=words_out.shape[2],
+        W=out.words.shape[2],
         ROWS=per_program,
         BLOCK_B=128,
         num_warps=4,
-        **launch_options(rows_out.device),
+        **launch_options(out.rows.device),
     )
 
 
@@ -352,14 +342,9 @@ def adopt_steps(
     slots: Tensor | None,
     counted: int,
     req_to_token: Tensor,
-    rows_out: Tensor,
-    seq_lens_out: Tensor,
-    slots_out: Tensor,
-    store_out: Tensor,
-    positions_out: Tensor,
-    words_out: Tensor,
+    out: Adopted,
 ) -> None:
-    batch, steps, topk, words = words_out.shape
+    batch, steps, topk, words = out.words.shape
     nodes = steps * topk
     per_program = min(64, triton.next_power_of_2(nodes))
     adopt_steps_kernel[(batch, triton.cdiv(nodes, per_program))](
@@ -367,12 +352,7 @@ def adopt_steps(
         seq_lens,
         slots,
         req_to_token,
-        rows_out,
-        seq_lens_out,
-        slots_out,
-        store_out,
-        positions_out,
-        words_out,
+        *out.tensors(),
         nodes,
         counted,
         req_to_token.shape[1],
@@ -383,7 +363,7 @@ def adopt_steps(
         NODES=per_program,
         BLOCK_W=triton.next_power_of_2(words),
         num_warps=2,
-        **launch_options(rows_out.device),
+        **launch_options(out.rows.device),
     )
 
 

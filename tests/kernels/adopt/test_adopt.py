@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specattn.interop import full_mask, packed_mask, qlen_mask
-from specattn.kernels.adopt import Window, adopt_prompts, adopt_rows, adopt_steps
+from specattn.kernels.adopt import Adopted, Window, adopt_prompts, adopt_rows, adopt_steps
 from tests.kernels.tree_oracle import DEVICE, POISON, poisoned, random_tree, to_word
 from tests.recordings import recorded
 
@@ -39,12 +39,12 @@ class Host:
         slots = rng.sample(range(1 << 16), batch * n)
         self.slots = [slots[b * n : (b + 1) * n] for b in range(batch)]
         self.outs = {
-            "rows_out": poisoned(batch),
-            "seq_lens_out": poisoned(batch, dtype=torch.int32),
-            "slots_out": poisoned(batch, n, dtype=torch.int32, gap=2),
-            "store_out": poisoned(batch, n, dtype=torch.int32, gap=1),
-            "positions_out": poisoned(batch, n, gap=4),
-            "words_out": poisoned(batch, n, -(-n // 64)),
+            "rows": poisoned(batch),
+            "seq_lens": poisoned(batch, dtype=torch.int32),
+            "slots": poisoned(batch, n, dtype=torch.int32, gap=2),
+            "store": poisoned(batch, n, dtype=torch.int32, gap=1),
+            "positions": poisoned(batch, n, gap=4),
+            "words": poisoned(batch, n, -(-n // 64)),
         }
 
     @property
@@ -71,19 +71,21 @@ class Host:
             "counted": counted,
             "req_to_token": self.table,
         }
-        adopt_rows(**given | self.outs | changes)
+        outs = {name: changes.pop(name) for name in [*changes] if name.startswith("out_")}
+        outs = self.outs | {name[4:]: value for name, value in outs.items()}
+        adopt_rows(**given | {"out": Adopted(**outs)} | changes)
 
     def check(self, words=None, depths=None, slots=None, reads=None):
         found = {name: out.tolist() for name, out in self.outs.items()}
-        assert found["rows_out"] == self.rows
-        assert found["seq_lens_out"] == self.prefix
+        assert found["rows"] == self.rows
+        assert found["seq_lens"] == self.prefix
         slots = self.slots if slots is None else slots
-        assert found["store_out"] == slots
+        assert found["store"] == slots
         reads = [[max(slot, 0) for slot in row] for row in slots] if reads is None else reads
-        assert found["slots_out"] == reads
-        assert found["words_out"] == (self.words.tolist() if words is None else words)
+        assert found["slots"] == reads
+        assert found["words"] == (self.words.tolist() if words is None else words)
         depths = [tree.depths() for tree in self.trees] if depths is None else depths
-        assert found["positions_out"] == [
+        assert found["positions"] == [
             [length + depth for depth in row]
             for length, row in zip(self.prefix, depths, strict=True)
         ]
@@ -238,12 +240,14 @@ def test_no_request_is_nothing_to_do(implementation):
         None,
         counted=0,
         req_to_token=host.table,
-        rows_out=tensor([]),
-        seq_lens_out=tensor([], torch.int32),
-        slots_out=steps,
-        store_out=steps,
-        positions_out=steps.long(),
-        words_out=steps[..., None].long(),
+        out=Adopted(
+            tensor([]),
+            tensor([], torch.int32),
+            steps,
+            steps,
+            steps.long(),
+            steps[..., None].long(),
+        ),
     )
 
 
@@ -263,8 +267,8 @@ def test_others_are_refused_by_name(implementation):
         ("at least 18 numbers", {"mask": cells[:17]}),
         ("at least 18 numbers", {"mask": cells[:17], "kind": "full"}),
         ("mask must be contiguous", {"mask": cells.view(2, 9).T}),
-        ("words_out must be contiguous", {"words_out": poisoned(2, 3, 2)[..., ::2]}),
-        ("slots_out must be dense", {"slots_out": poisoned(2, 6, dtype=torch.int32)[:, ::2]}),
+        ("words must be contiguous", {"out_words": poisoned(2, 3, 2)[..., ::2]}),
+        ("slots must be dense", {"out_slots": poisoned(2, 6, dtype=torch.int32)[:, ::2]}),
     ):
         with pytest.raises(ValueError, match=message):
             host.adopt(**{"kind": "qlen", "mask": None} | changes)
@@ -292,25 +296,27 @@ def test_all_steps_of_a_draft(implementation, batch, steps, topk, dtype, order):
         drawn = tensor([held[r][p : p + nodes] for r, p in zip(rows, prefix, strict=True)])
         drawn = drawn.view(batch, steps, topk)
     outs = {
-        "rows_out": poisoned(batch),
-        "seq_lens_out": poisoned(batch, dtype=torch.int32),
-        "slots_out": poisoned(batch, steps, topk, dtype=torch.int32),
-        "store_out": poisoned(batch, steps, topk, dtype=torch.int32),
-        "positions_out": poisoned(batch, steps, topk),
-        "words_out": poisoned(batch, steps, topk, count),
+        "rows": poisoned(batch),
+        "seq_lens": poisoned(batch, dtype=torch.int32),
+        "slots": poisoned(batch, steps, topk, dtype=torch.int32),
+        "store": poisoned(batch, steps, topk, dtype=torch.int32),
+        "positions": poisoned(batch, steps, topk),
+        "words": poisoned(batch, steps, topk, count),
     }
     lens = tensor([length + 2 for length in prefix], dtype)
-    adopt_steps(tensor(rows, dtype), lens, slots, counted=2, req_to_token=table, **outs)
-    assert outs["rows_out"].tolist() == rows
-    assert outs["seq_lens_out"].tolist() == prefix
-    assert torch.equal(outs["store_out"].long(), drawn)
-    assert torch.equal(outs["slots_out"].long(), drawn.clamp(min=0))
-    assert outs["positions_out"].tolist() == [
+    adopt_steps(
+        tensor(rows, dtype), lens, slots, counted=2, req_to_token=table, out=Adopted(**outs)
+    )
+    assert outs["rows"].tolist() == rows
+    assert outs["seq_lens"].tolist() == prefix
+    assert torch.equal(outs["store"].long(), drawn)
+    assert torch.equal(outs["slots"].long(), drawn.clamp(min=0))
+    assert outs["positions"].tolist() == [
         [[length + step] * topk for step in range(steps)] for length in prefix
     ]
     own = [[to_word((1 << j) >> 64 * w & 2**64 - 1) for w in range(count)] for j in range(nodes)]
     words = chain(nodes) if topk == 1 else own
-    assert outs["words_out"].view(batch, nodes, count).tolist() == [words] * batch
+    assert outs["words"].view(batch, nodes, count).tolist() == [words] * batch
 
 
 @pytest.mark.parametrize("dtype", INTS)
@@ -382,7 +388,7 @@ def test_window_layers_get_a_table_of_their_own(implementation, page, keys):
     assert pool.window.slots.tolist() == [[max(slot, 0) for slot in row] for row in stored]
     assert pool.window.positions.tolist() == [
         [place - start for place in row]
-        for row, start in zip(host.outs["positions_out"].tolist(), starts, strict=True)
+        for row, start in zip(host.outs["positions"].tolist(), starts, strict=True)
     ]
     host.adopt(kind="prefix", window=pool.window)
     assert not pool.window.slots.any()

@@ -1,4 +1,4 @@
-"""The pool of sliding-window layers, which has slots of its own."""
+"""What an adoption writes, for one pool or for two."""
 
 from __future__ import annotations
 
@@ -11,6 +11,35 @@ from specattn.kernels.checks import require_dense, require_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """The inputs of a plan.
+
+    Parameters
+    ----------
+    rows, seq_lens : Tensor
+        ``[B]`` int64 and int32: table rows and prefix lengths.
+    slots, store : Tensor
+        ``[B, n]`` int32: slots of the new tokens to read, 0 where there is none and with
+        ``"prefix"``, and slots to write, as given.
+    positions : Tensor
+        ``[B, n]`` int64.
+    words : Tensor
+        ``[B, n, W]`` int64 ancestor words.
+    """
+
+    rows: Tensor
+    seq_lens: Tensor
+    slots: Tensor
+    store: Tensor
+    positions: Tensor
+    words: Tensor
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return all, as kernels take them."""
+        return self.rows, self.seq_lens, self.slots, self.store, self.positions, self.words
 
 
 @dataclass(frozen=True)
