@@ -75,7 +75,7 @@ def adoptions(n: int = 100, topk: int = 8, steps: int = 7) -> None:
             counted=n,
             req_to_token=table,
             out=adopt.Adopted(rows, lens, slots, slots, zeros(BATCH, n), words),
-            window=None if own is None else window,
+            window=window if kind.startswith("full") else None,
         )
     for width in (1, topk):
         nodes = zeros(BATCH, steps, width, dtype=I32)
