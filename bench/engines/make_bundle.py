@@ -69,7 +69,7 @@ PLATFORMS = ("2014", "_2_17", "_2_27", "_2_28", "_2_34")
 DROP = ("multimodal_gen", "test", "benchmark", "eval", "srt/grpc", "jit_kernel/tests")
 MODELS = {
     *("__init__.py", "registry.py", "utils.py", "llama.py", "llama_eagle.py", "llama_eagle3.py"),
-    *("qwen2.py", "qwen3.py"),
+    *("qwen2.py", "qwen3.py", "deepseek_common"),
 }
 # device images of FA3: its scheduler and merge, and head_dim 128 and 64 in bfloat16 without a cap
 FA3_IMAGES, FA3_KEPT = 372, {1, 2, 3, 4, 6, 8, 11, 63, 64, 66, 68, 71}
@@ -106,7 +106,7 @@ ENV = """# source this in the repository's root
 site=${SGL_SITE:-$HOME/.sgl-site}
 if [ ! -d "$site" ]; then
   mkdir -p "$site.part" && cat "$(dirname "${BASH_SOURCE[0]}")"/site.tar.xz.* | xz -dc -T0 |
-    tar xf - -C "$site.part" && mv "$site.part" "$site"
+    tar xif - -C "$site.part" && mv "$site.part" "$site"
 fi
 # what an installation of this library would leave: its entry points
 python3 - "$site" <<'PY'
