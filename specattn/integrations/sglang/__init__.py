@@ -6,6 +6,7 @@ imported.
 
 from __future__ import annotations
 
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from specattn.errors import UnsupportedError
@@ -69,10 +70,10 @@ def is_active() -> bool:
 
 def _serve_latent() -> None:
     """Let models with latent attention attend in its absorbed form, prompts too."""
-    from sglang.srt.model_executor.model_runner import add_mla_attention_backend
     from sglang.srt.models.deepseek_common import attention_backend_handler as handler
 
-    add_mla_attention_backend(names.NAME)
+    if names.release() <= (0, 5, 15):
+        resolve_name(names.ADD_LATENT)(names.NAME)
     handler.AttentionBackendRegistry.register(names.NAME, handler._dispatch_mla_subtype)
 
 

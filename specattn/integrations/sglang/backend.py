@@ -8,6 +8,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from specattn.attention import Phase, RowLayout
+from specattn.integrations.sglang import names
 from specattn.integrations.sglang.layers import Layers
 from specattn.integrations.sglang.masks import copy_full
 
@@ -89,13 +90,11 @@ class SpecAttnBackend(_Attends):
         self.max_context_len = runner.model_config.context_len
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.req_to_token_pool = runner.req_to_token_pool
-        self._nodes = runner.server_args.speculative_num_draft_tokens or 0
-        self._draft = runner.is_draft_worker
-        self._alloc_mask()
+        # a draft verifies nothing
+        self._alloc_mask(0 if runner.is_draft_worker else names.num_draft_tokens(runner))
 
-    def _alloc_mask(self) -> None:
-        attention = self.layers.attention
-        nodes = 0 if self._draft else self._nodes
+    def _alloc_mask(self, nodes: int) -> None:
+        attention, self._nodes = self.layers.attention, nodes
         self._mask = torch.ones(
             attention.max_batch * nodes * nodes, dtype=torch.bool, device=attention.device
         )
@@ -128,7 +127,7 @@ class SpecAttnBackend(_Attends):
         """Make room for captured batches that are larger than the request table."""
         if max_bs > self.layers.attention.max_batch:
             self.layers.resize(max_bs)
-            self._alloc_mask()
+            self._alloc_mask(self._nodes)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Make what a capture needs; copy a mask that SGLang wrote elsewhere."""
@@ -138,7 +137,11 @@ class SpecAttnBackend(_Attends):
         if layout is None:
             return
         self.forward_metadata = self.layers.attention.forward(layout, forward_batch.batch_size)
-        if layout.causal or layout.phase != Phase.VERIFY or in_capture:
+        if layout.causal:
+            return
+        if layout.q_len > self._nodes:
+            self._alloc_mask(layout.q_len)
+        if in_capture:
             return
         mask = forward_batch.spec_info.custom_mask
         if mask is not None and mask.data_ptr() != self._mask.data_ptr():

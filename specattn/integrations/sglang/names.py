@@ -6,16 +6,19 @@ import inspect
 from dataclasses import dataclass
 from importlib.metadata import version
 from pkgutil import resolve_name
+from typing import Any
 
 #: The command-line name of the backend.
 NAME = "specattn"
-#: Releases that tests have run with: from the first to the last, both included.
+#: The releases that the tests run with. Those between differ in what the plug-in uses.
 TESTED = (0, 5, 15), (0, 5, 23)
 
 REGISTRY = "sglang.srt.layers.attention.attention_registry"
+ADD_LATENT = "sglang.srt.model_executor.model_runner.add_mla_attention_backend"
 WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker"
 CREATE = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
 ARGUMENTS = "sglang.srt.arg_groups.speculative_hook._handle_eagle_family"
+SPEC = "sglang.srt.runtime_context.get_spec"
 SELECT = "sglang.srt.speculative.spec_utils.select_top_k_tokens"
 
 
@@ -29,19 +32,22 @@ class Name:
         Dotted, from the module on.
     takes : tuple of str
         Parameters that a call or a hook counts on.
+    only : tuple of int, optional
+        The one release of `TESTED` that has and needs it.
     """
 
     path: str
     takes: tuple[str, ...] = ()
+    only: tuple[int, ...] = ()
 
 
-#: What every release must have.
+#: What a release must have.
 NAMES = (
     Name(f"{REGISTRY}.ATTENTION_BACKENDS"),
     Name(f"{REGISTRY}.register_attention_backend", ("name",)),
     Name("sglang.srt.server_args.ATTENTION_BACKEND_CHOICES"),
     Name("sglang.srt.server_args.add_attention_backend_choices"),
-    Name("sglang.srt.model_executor.model_runner.add_mla_attention_backend", ("backend_name",)),
+    Name(ADD_LATENT, ("backend_name",), only=(0, 5, 15)),
     Name(
         "sglang.srt.models.deepseek_common.attention_backend_handler"
         ".AttentionBackendRegistry.register",
@@ -60,12 +66,19 @@ NAMES = (
         ("eagle_worker",),
     ),
     Name("sglang.srt.mem_cache.swa_memory_pool.SWAKVPool.translate_loc_from_full_to_swa"),
+    Name(SPEC, only=(0, 5, 23)),
     Name(CREATE, ("backend_name", "backend_map", "error_template")),
     Name(f"{WORKER}.init_attention_backend"),
     Name(f"{WORKER}._capture_cuda_graphs"),
     Name(ARGUMENTS, ("server_args",)),
     Name(SELECT, ("i", "topk_p", "topk_index", "hidden_states", "scores", "topk")),
 )
+
+
+def num_draft_tokens(runner: Any) -> int:
+    """Return how many nodes a tree has, 0 without speculation."""
+    source = runner.server_args if release() == TESTED[0] else resolve_name(SPEC)()
+    return source.speculative_num_draft_tokens or 0
 
 
 def release() -> tuple[int, ...]:
@@ -79,10 +92,10 @@ def problems() -> list[str]:
 
     Empty if it does."""
     have = release()
-    if not TESTED[0] <= have <= TESTED[1]:
-        first, last = (".".join(map(str, tested)) for tested in TESTED)
-        return [f"SGLang must be {first} to {last}, got {'.'.join(map(str, have))}"]
-    return [reason for name in NAMES if (reason := _reason(name))]
+    if have not in TESTED:
+        served = " or ".join(".".join(map(str, tested)) for tested in TESTED)
+        return [f"SGLang must be {served}, got {'.'.join(map(str, have))}"]
+    return [reason for name in NAMES if name.only in ((), have) and (reason := _reason(name))]
 
 
 def _reason(name: Name) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -33,3 +36,26 @@ def active() -> None:
 
     load_plugins()
     assert sglang.reasons() == []
+
+
+OUTCOMES: dict[str, str] = {}
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    inside = report.nodeid.startswith("tests/integrations/sglang/")
+    if inside and (report.when == "call" or report.outcome != "passed"):
+        OUTCOMES[report.nodeid.removeprefix("tests/integrations/sglang/")] = report.outcome
+
+
+def pytest_sessionfinish() -> None:
+    """Add what ran to the record that ``SGLANG_RECORD`` names."""
+    path = os.environ.get("SGLANG_RECORD")
+    if not path or not OUTCOMES:
+        return
+    file = Path(path)
+    record = json.loads(file.read_text()) if file.exists() else {}
+    entry = record.setdefault(version("sglang"), {"tests": {}})
+    entry["with"] = {name: version(name) for name in ("torch", "triton", "transformers")}
+    entry["device"] = "cpu"
+    entry["tests"] = dict(sorted((entry["tests"] | OUTCOMES).items()))
+    file.write_text(json.dumps(dict(sorted(record.items())), indent=1) + "\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -95,10 +96,14 @@ def on_cpu(*, contiguous: bool = False) -> Iterator[None]:
         ):
             stack.enter_context(patch(f"{module}.resolve_decode_backend", RunAgain))
         stream = SimpleNamespace(stream=None)
-        capture = contextmanager(lambda: iter([stream]))
+        capture = contextmanager(lambda **options: iter([stream]))
         stack.enter_context(patch.object(draft, "_single_rank_graph_capture", capture))
         stack.enter_context(patch.object(extend, "_single_rank_graph_capture", capture))
         stack.enter_context(patch(f"{runners}.graph_capture", capture))
+        if hasattr(resolve_name(runners), "get_or_create_global_graph_capture_stream"):
+            stack.enter_context(
+                patch(f"{runners}.get_or_create_global_graph_capture_stream", lambda: None)
+            )
         stack.enter_context(patch("torch.cuda.get_rng_state", lambda device: None))
         stack.enter_context(patch("torch.cuda.set_rng_state", lambda state, device: None))
         with_window = dense._SWA_DECODE_EXTEND_WINDOW | {NAME}
@@ -121,7 +126,7 @@ def _cell(name: str, run: Callable[..., None], case: Any, **options: Any) -> Cel
 
 
 def _run(run: Callable[..., None], case: Any, options: dict[str, Any], testcase: Any) -> None:
-    with on_cpu(contiguous="verify" in run.__name__ and "graph" in run.__name__):
+    with torch.no_grad(), on_cpu(contiguous="verify" in run.__name__ and "graph" in run.__name__):
         run(testcase, case, **options)
 
 

@@ -8,11 +8,7 @@ from importlib.util import find_spec
 import pytest
 
 if find_spec("sglang") is not None:
-    import torch
-
-    # modules of linear attention, which the kit imports, name these at import
-    for operator in ("fused_gdn_gating_cpu", "fused_sigmoid_gating_delta_rule_update_cpu"):
-        setattr(torch.ops.sgl_kernel, operator, None)
+    from tests.integrations.sglang import operators  # noqa: F401, I001
     from tests.integrations.sglang.kit import cells
 
     CELLS = cells()

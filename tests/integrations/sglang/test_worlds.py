@@ -1,0 +1,116 @@
+"""Random trees and drafts against recomputed attention, and mutants that must fail."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from unittest.mock import patch
+
+import pytest
+import torch
+
+if find_spec("sglang") is not None:
+    from tests.integrations.sglang import operators  # noqa: F401, I001
+    from tests.integrations.sglang import worlds
+    from specattn.attention import DraftForwards, Forward, Layer
+    from specattn.integrations.sglang import backend
+
+pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("active")]
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("n", [8, 26, 60, 100])
+def test_random_trees(n, graph):
+    worlds.check_tree(n, graph=graph, page=16 if n == 26 else 1, seed=n)
+
+
+@pytest.mark.parametrize("steps", [3, 4, 6])
+@pytest.mark.parametrize("topk", [1, 2, 5, 8])
+def test_draft_steps_see_their_true_ancestors(topk, steps):
+    worlds.check_draft(topk, steps, seed=topk * steps)
+
+
+@pytest.mark.parametrize("page", [1, 16])
+def test_decode(page):
+    worlds.check_decode(page=page)
+
+
+def without(name):
+    """Return `Forward.adopt` without one of its arguments."""
+    real = Forward.adopt
+
+    def adopt(self, *args, **options):
+        args = list(args)
+        if name == "mask":
+            args[4] = None
+        else:
+            options[name] = 0
+        real(self, *args, **options)
+
+    return adopt
+
+
+def step_major(self, rows, seq_lens, slots):
+    real(self, rows, seq_lens, slots, order="step")
+
+
+if find_spec("sglang") is not None:
+    real = DraftForwards.adopt
+    grow = DraftForwards.grow
+    in_graph = backend.SpecAttnBackend.init_forward_metadata_in_graph
+
+
+def as_qlen(mask, seq_lens, n, *, out):
+    cells = len(seq_lens) * n * n
+    out[:cells] = mask[:cells]
+
+
+def own_branch(self, step, parents, *, flat=False):
+    batch, topk = parents.shape
+    grow(self, step, torch.arange(topk).expand(batch, topk))
+
+
+def stale(self, batch):
+    # the captured batch is the only one whose slots are all padding
+    if not batch.out_cache_loc.any():
+        in_graph(self, batch)
+
+
+#: What each mutant replaces, by what, and the check that must fail with it.
+MUTANTS = {
+    "causal words in verify": lambda: (
+        patch.object(Forward, "adopt", without("mask")),
+        lambda: worlds.check_tree(8),
+    ),
+    "FULL read as QLEN_ONLY": lambda: (
+        patch.object(backend, "copy_full", as_qlen),
+        lambda: worlds.check_tree(8),
+    ),
+    "stale metadata at replay": lambda: (
+        patch.object(backend.SpecAttnBackend, "init_forward_metadata_in_graph", stale),
+        lambda: worlds.check_tree(8, graph=True),
+    ),
+    "lengths off by one": lambda: (
+        patch.object(Forward, "adopt", without("counted")),
+        lambda: worlds.check_decode(),
+    ),
+    "KV not stored": lambda: (
+        patch.object(Layer, "store", lambda self, slots, k, v: None),
+        lambda: worlds.check_tree(8),
+    ),
+    "own-branch words": lambda: (
+        patch.object(DraftForwards, "grow", own_branch),
+        lambda: worlds.check_draft(4, 4),
+    ),
+    "slots in another order": lambda: (
+        patch.object(DraftForwards, "adopt", step_major),
+        lambda: worlds.check_draft(4, 4),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_fails(name):
+    mutant, check = MUTANTS[name]()
+    check()
+    with mutant, pytest.raises(AssertionError):
+        check()
