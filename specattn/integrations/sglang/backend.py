@@ -136,7 +136,7 @@ class SpecAttnBackend(_Attends):
         layout, _ = self._layout(forward_batch)
         if layout is None:
             return
-        self.forward_metadata = self.layers.attention.forward(layout, forward_batch.batch_size)
+        self.forward_metadata = self.layers.forward(layout, forward_batch.batch_size)
         if layout.causal:
             return
         if layout.q_len > self._nodes:
@@ -157,7 +157,7 @@ class SpecAttnBackend(_Attends):
             return
         batch, rows = forward_batch, forward_batch.batch_size
         tokens = rows * layout.q_len
-        forward = self.forward_metadata = self.layers.attention.forward(layout, rows)
+        forward = self.forward_metadata = self.layers.forward(layout, rows)
         forward.adopt(
             batch.req_pool_indices[:rows],
             batch.seq_lens[:rows],
@@ -269,9 +269,7 @@ class SpecAttnDraft:
         SpecAttnDraft.running = self
 
     def _made(self, rows: int) -> DraftForwards:
-        return self.layers.attention.draft(
-            self.num_steps - 1, self.topk, rows, page_size=self.layers.page_size
-        )
+        return self.layers.draft(self.num_steps - 1, self.topk, rows)
 
     def grow(self, step: int, chosen: Tensor) -> None:
         """Write the ancestor words of a step's branches; one launch.

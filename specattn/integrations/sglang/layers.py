@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
-from specattn.attention import Attention, AttnConfig, KVScales
+from specattn.attention import Attention, AttnConfig, KVScales, WindowPool
 from specattn.errors import UnsupportedError
 from specattn.integrations.sglang.names import NAME
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
-    from specattn.attention import Layer
+    from specattn.attention import DraftForwards, Forward, Layer, RowLayout
 
 log = logging.getLogger(__name__)
 
 #: Names another backend of specattn, for tests and comparisons.
 BACKEND_VARIABLE = "SPECATTN_SGLANG_BACKEND"
-POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
+POOLS = ("MHATokenToKVPool", "MLATokenToKVPool", "SWAKVPool")
 PAGE_SIZES = (1, 16, 32, 64, 128)
 ALGORITHMS = (None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
 
@@ -105,15 +108,39 @@ class Layers:
             raise UnsupportedError(f"SGLang backend {NAME!r}", [f"not served: {x}" for x in found])
         self._table = runner.req_to_token_pool.req_to_token
         self._known = attention_layers(runner)
+        self._window = _window_pool(runner, self._known)
         self.resize(len(self._table))
 
     def resize(self, max_batch: int) -> None:
         """Make attention over batches of up to ``max_batch``, and all known layers."""
         name = os.environ.get(BACKEND_VARIABLE, "auto")
-        self.attention = Attention(self._table, max_batch=max_batch, backend=name)
+        self.attention = Attention(
+            self._table, max_batch=max_batch, backend=name, window_pool=self._window
+        )
         self._layers: dict[int, Layer] = {}
         for layer in self._known:
             self.of(layer)
+
+    def forward(self, layout: RowLayout, batch: int) -> Forward:
+        """Return `Attention.forward`; log the memory that a new one takes."""
+        with self._logged(f"{layout.phase.value} of {batch} x {layout.q_len}"):
+            return self.attention.forward(layout, batch)
+
+    def draft(self, steps: int, topk: int, batch: int) -> DraftForwards:
+        """Return `Attention.draft`; log the memory that a new one takes."""
+        with self._logged(f"draft of {batch} x {topk}, {steps} steps"):
+            return self.attention.draft(steps, topk, batch, page_size=self.page_size)
+
+    @contextmanager
+    def _logged(self, what: str) -> Iterator[None]:
+        before = self._allocated()
+        yield
+        if (grown := self._allocated() - before) > 0:
+            log.info("specattn: %.1f MiB for %s", grown / 2**20, what)
+
+    def _allocated(self) -> int:
+        cuda = self._table.device.type == "cuda"
+        return torch.cuda.memory_allocated(self._table.device) if cuda else 0
 
     def of(self, layer: Any) -> Layer:
         """Return SGLang's ``layer`` as specattn's."""
@@ -144,4 +171,17 @@ class Layers:
         if k_cache.dtype == torch.float8_e4m3fn:
             scales = KVScales(layer.k_scale_float or 1.0, layer.v_scale_float or 1.0)
         v_cache = None if self.latent else self.pool.get_value_buffer(layer.layer_id)
-        return self.attention.layer(config, k_cache, v_cache, scales)
+        windowed = self._window is not None and self.pool.layers_mapping[layer.layer_id][1]
+        return self.attention.layer(config, k_cache, v_cache, scales, windowed=windowed)
+
+
+def _window_pool(runner: Any, layers: list[Any]) -> WindowPool | None:
+    """Return the pool that only sliding-window layers have, if any."""
+    pool = runner.token_to_kv_pool
+    if type(pool).__name__ != "SWAKVPool":
+        return None
+    lefts = [
+        layer.sliding_window_size for layer in layers if pool.layers_mapping[layer.layer_id][1]
+    ]
+    slot_map = pool.full_to_swa_index_mapping
+    return WindowPool(slot_map, max(lefts, default=runner.sliding_window_size or 0))

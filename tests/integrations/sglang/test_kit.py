@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 
 if find_spec("sglang") is not None:
-    from tests.integrations.sglang import operators  # noqa: F401, I001
+    from tests.integrations.sglang import operators  # noqa: F401
     from tests.integrations.sglang.kit import cells
 
     CELLS = cells()

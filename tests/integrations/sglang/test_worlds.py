@@ -12,6 +12,7 @@ if find_spec("sglang") is not None:
     from tests.integrations.sglang import operators  # noqa: F401, I001
     from tests.integrations.sglang import worlds
     from specattn.attention import DraftForwards, Forward, Layer
+    from specattn.errors import UnsupportedError
     from specattn.integrations.sglang import backend
 
 pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("active")]
@@ -32,6 +33,49 @@ def test_draft_steps_see_their_true_ancestors(topk, steps):
 @pytest.mark.parametrize("page", [1, 16])
 def test_decode(page):
     worlds.check_decode(page=page)
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("mode", ["DECODE", "EXTEND"])
+def test_window_layers_with_a_pool_of_their_own(mode, page):
+    worlds.check_window_pool(worlds.ForwardMode[mode], page=page)
+
+
+def test_a_float8_pool():
+    """Keys and values are rounded to e4m3, which is coarse; without scales."""
+    worlds.check_float8()
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"page_size": 4}, "page_size 4"),
+        ({"token_to_kv_pool": object()}, "KV pool object"),
+        ({"model": "sinks"}, "attention sinks"),
+        ({"speculative_algorithm": "DFLASH"}, "speculative_algorithm DFLASH"),
+        ({"enable_multi_layer_eagle": True}, "enable_multi_layer_eagle"),
+        ({"enable_deterministic_inference": True}, "enable_deterministic_inference"),
+    ],
+)
+def test_what_is_refused_at_start(change, named):
+    runner = worlds.fixture(worlds.ForwardMode.DECODE, (3,), 1, 1).runner
+    for name, value in change.items():
+        if value == "sinks":
+            value = torch.nn.Module()
+            value.sinks = torch.zeros(4)
+        setattr(
+            runner if hasattr(runner, name) or name == "model" else runner.server_args, name, value
+        )
+    with pytest.raises(UnsupportedError, match=named) as error:
+        backend.SpecAttnBackend(runner)
+    assert "\n" not in str(error.value)
+
+
+def test_a_head_that_no_kernel_serves_is_refused(monkeypatch):
+    monkeypatch.setenv("SPECATTN_SGLANG_BACKEND", "triton")
+    world = worlds.fixture(worlds.ForwardMode.DECODE, (3,), 1, 1, size=320)
+    with pytest.raises(UnsupportedError, match="head_dim is limited to 256, got 320"):
+        world.backend.layers.of(world.actual_module.attn)
 
 
 def without(name):
