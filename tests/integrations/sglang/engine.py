@@ -27,7 +27,7 @@ SETTINGS: dict[str, tuple[str | None, int, int, int, int]] = {
     "full": ("EAGLE3", 4, 2, 8, 1),
 }
 #: Tokens that a pool holds; in the setting "full" it runs out.
-POOL = {"full": 150}
+POOL = {"full": 96}
 TEXTS = (
     "def fibonacci(n):",
     "import os\nclass Reader:",
