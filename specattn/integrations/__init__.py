@@ -1,1 +1,1 @@
-"""Plug-ins for inference engines; none yet."""
+"""This library inside other engines."""
