@@ -2,9 +2,10 @@
 
     python -m bench.compat FOLDER [--only NAME ...] [--record tests/compat_record.json]
 
-Environments that FOLDER has already are used as they are. The newest torch and SGLang take some
-8 GB each, with the CUDA libraries that their wheels bring; no GPU is needed. The record keeps what
-other runs gave for other environments. `python docs/make_compatibility.py` makes the page of it.
+Environments that FOLDER has already are used as they are. The newest torch and the newest SGLang
+take some 6 GB each, with the CUDA libraries that their wheels bring; no GPU is needed. The record
+keeps what other runs gave for other environments; SGLang's tests write one of their own as well.
+`python docs/make_compatibility.py` makes the page of both.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class Environment:
         Arguments of pytest.
     extra : str
         Of this project.
+    no_deps : tuple of str
+        What is installed without its requirements, as is this project then.
     stubs : str
         A folder of modules that go before the installed ones.
     variables : dict
@@ -54,12 +57,18 @@ class Environment:
     installs: tuple[str, ...]
     tests: tuple[str, ...]
     extra: str = "[models]"
+    no_deps: tuple[str, ...] = ()
     stubs: str = ""
     variables: dict[str, str] = field(default_factory=dict)
     compiles: bool = False
 
 
-ENGINE = {"SGLANG_USE_CPU_ENGINE": "1", "TRITON_INTERPRET": "1"}
+OF_SGLANG = ("-r", f"{ROOT}/{SGLANG}/requirements.txt")
+ENGINE = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "TRITON_INTERPRET": "1",
+    "SGLANG_RECORD": str(ROOT / "tests" / "sglang_record.json"),
+}
 ENVIRONMENTS = {
     "newest": Environment(
         ("--upgrade", "torch", "transformers", *TOOLS), EVERY_EDIT, compiles=True
@@ -73,9 +82,19 @@ ENVIRONMENTS = {
         (*SMALL, "transformers==5.12.1", *TOOLS),
         ("tests/models", "tests/cli", "tests/engine", "tests/test_docs.py", *EVERY_EDIT),
     ),
-    "sglang0515": Environment(("sglang==0.5.15", *TOOLS), (SGLANG,), "", f"{SGLANG}/stubs", ENGINE),
+    "sglang0515": Environment(
+        ("torch==2.13.0", "triton==3.6.0", "numpy<2.4", "transformers==5.12.1", *OF_SGLANG),
+        (SGLANG,),
+        no_deps=("sglang==0.5.15", "-r", f"{ROOT}/{SGLANG}/no_deps.txt"),
+        stubs=f"{SGLANG}/stubs",
+        variables=ENGINE,
+    ),
     "sglangnew": Environment(
-        ("--upgrade", "sglang", *TOOLS), (SGLANG,), "", f"{SGLANG}/stubs", ENGINE
+        ("torch==2.14.1", "torchvision==0.29.1", "transformers==5.19.0", *OF_SGLANG),
+        (SGLANG,),
+        no_deps=("sglang==0.5.23", "-r", f"{ROOT}/{SGLANG}/no_deps.txt"),
+        stubs=f"{SGLANG}/stubs",
+        variables=ENGINE,
     ),
 }
 #: What engines pin, which a plain ``pip install`` of this project must leave alone.
@@ -105,7 +124,11 @@ def make(name: str, folder: Path) -> Path:
         wanted = ENVIRONMENTS[name]
         venv.create(home, with_pip=True)
         pip = [str(python), "-m", "pip", "install", "--quiet"]
-        subprocess.run([*pip, *wanted.installs, f"{ROOT}{wanted.extra}"], check=True)
+        if wanted.no_deps:
+            subprocess.run([*pip, *wanted.installs], check=True)
+            subprocess.run([*pip, "--no-deps", *wanted.no_deps, str(ROOT)], check=True)
+        else:
+            subprocess.run([*pip, *wanted.installs, f"{ROOT}{wanted.extra}"], check=True)
     return python
 
 

@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,16 @@ TRITON = """
   not. `TRITON_DEFAULT_FP_FUSION=1` keeps that, and what this documentation measured.
 - **vLLM** verifies no trees, so there is no plug-in for it. A backend could serve its chains and
   its drafts; its pins of torch, triton and transformers are within this package's.
+"""
+
+
+MODES = """
+## Inside SGLang
+
+The [plug-in's](sglang.md) tests in the environments of two releases, on a CPU; *kit* is SGLang's
+own attention kit. A page size is given where a test's name has one. A test of an empty cell did not
+run there. What is refused is [listed there](sglang.md#what-is-refused).
+
 """
 
 
@@ -94,13 +106,32 @@ def engines(record: dict[str, Any]) -> str:
     )
 
 
+def mode(test: str) -> tuple[str, str]:
+    """Return what a test of SGLang's plug-in is about, and the page size that its name tells."""
+    name, _, case = test.split("::")[1].rstrip("]").partition("[")
+    if "attention_kit" not in name:
+        return name.removeprefix("test_").replace("_", " "), ""
+    found = re.match(r"(\w+?)_page(\d+)\b(?!_)|(\w+?)_page(\d+)_kv", case)
+    if found:
+        return f"kit: {(found[1] or found[3]).replace('_', ' ')}", found[2] or found[4]
+    return f"kit: {' '.join(case.split('_')[:2]).partition('-')[0]}", ""
+
+
 def modes(path: Path) -> str:
-    """Return which modes of SGLang were run, and which are refused."""
-    if not path.exists():
-        return ""
-    keys = ["version", "mode", "page", "dtype", "outcome"]
-    rows = [[cell[key] for key in keys] for cell in json.loads(path.read_text())["cells"]]
-    return "\n## Modes of SGLang\n\n" + table(keys, rows)
+    """Return how many tests of SGLang's plug-in ran, by mode."""
+    record = json.loads(path.read_text())
+    counts = {
+        version: Counter((*mode(test), outcome) for test, outcome in run["tests"].items())
+        for version, run in record.items()
+    }
+    rows = []
+    for what, pages in sorted({key[:2] for of in counts.values() for key in of}):
+        outcomes = [
+            ", ".join(f"{of[key]} {key[2]}" for key in sorted(of) if key[:2] == (what, pages))
+            for of in counts.values()
+        ]
+        rows.append([what, pages, *outcomes])
+    return MODES + table(["tests", "page", *record], rows)
 
 
 def page() -> str:
