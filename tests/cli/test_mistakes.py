@@ -259,7 +259,7 @@ def test_a_tokenizer_of_more_tokens_than_the_target(monkeypatch, command):
 
 def test_an_installation_without_the_pair(monkeypatch, tmp_path):
     monkeypatch.setattr(loading, "load_models", load_models)
-    monkeypatch.setattr(loading, "files", lambda package: tmp_path)
+    monkeypatch.setattr("specattn.models.hub.PAIR", tmp_path)
     result = run("generate", *ON_CPU, "p")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("specattn: error: --target: is needed: this installation")
