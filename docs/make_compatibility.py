@@ -86,11 +86,10 @@ def compiled(record: dict[str, Any]) -> str:
     lines = []
     for run in record.values():
         if made := run.get("compiled"):
-            spills = made["spills"]
             lines.append(
                 f"Triton {run['versions']['triton']} compiles all {made['variants']} variants of "
-                f"the kernels for {made['target']}; {len(spills)} of them spill registers, "
-                f"{max(spills.values(), default=0)} bytes at most.\n"
+                f"the kernels for {made['target']}; {made['spilling']} of them spill registers, "
+                f"{made['most_spilled']} bytes at most.\n"
             )
     return "\n" + "\n".join(lines) if lines else ""
 

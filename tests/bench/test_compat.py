@@ -101,6 +101,13 @@ def test_a_report_is_counted(tmp_path):
     }
 
 
+def test_spills_are_counted(tmp_path):
+    out = tmp_path / "compiled.json"
+    out.write_text(json.dumps({"records": [{"stack": 8}, {"stack": 0}, {"stack": 40}]}))
+    found = compat.read_compiled(out)
+    assert (found["variants"], found["spilling"], found["most_spilled"]) == (3, 2, 40)
+
+
 def test_a_run_keeps_what_others_recorded(tmp_path, monkeypatch, capsys):
     """With an environment that is there already: this one."""
     home = tmp_path / "core" / "bin"
