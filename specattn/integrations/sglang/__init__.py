@@ -58,7 +58,7 @@ def reasons() -> list[str]:
         found.append("SGLang has not run the plug-in (sglang.srt.plugins.load_plugins)")
     return found + [
         f"SGLang has not applied the hook on {path}"
-        for path, _ in HOOKS
+        for path, _ in _hooks()
         if path not in HookRegistry._patched
     ]
 
@@ -80,8 +80,13 @@ def _serve_latent() -> None:
 def _hook() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for path, hook in HOOKS:
+    for path, hook in _hooks():
         HookRegistry.register(path, hook, HookType.AROUND)
+
+
+def _hooks() -> list[tuple[str, Callable[..., Any]]]:
+    """Return the hooks of the installed release."""
+    return [*HOOKS, *OLD_HOOKS] if names.release() == (0, 5, 15) else list(HOOKS)
 
 
 def _create(original: Callable[..., Any], factory: Any, *args: Any, **options: Any) -> Any:
@@ -157,6 +162,20 @@ def _select(original: Callable[..., Any], i: int, *args: Any) -> Any:
     return out
 
 
+def _fence(original: Callable[..., Any], runner: Any, *args: Any, **options: Any) -> Any:
+    """Have the scheduler wait for the whole forward before it writes.
+
+    SGLang 0.5.15 lets it write once metadata have been prepared, but the layers read the request
+    table itself. Newer releases ask the backend (`SpecAttnBackend.shared_read_ends`).
+    """
+    from specattn.integrations.sglang.backend import SpecAttnBackend
+
+    out = original(runner, *args, **options)
+    if isinstance(runner.attn_backend, SpecAttnBackend):
+        runner.model_runner.war_fastpath_read_done_event = None
+    return out
+
+
 HOOKS: tuple[tuple[str, Callable[..., Any]], ...] = (
     (names.CREATE, _create),
     (f"{names.WORKER}.init_attention_backend", _choose_masks),
@@ -164,3 +183,4 @@ HOOKS: tuple[tuple[str, Callable[..., Any]], ...] = (
     (names.ARGUMENTS, _allow_pages),
     (names.SELECT, _select),
 )
+OLD_HOOKS = tuple((path, _fence) for path in names.RUNNERS)

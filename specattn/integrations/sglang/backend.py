@@ -116,6 +116,12 @@ class SpecAttnBackend(_Attends):
         most = self.layers.attention.max_batch
         return VerifyMask(buffer=self._mask, mode=TreeMaskMode.QLEN_ONLY, max_bs=most)
 
+    def shared_read_ends(self, fm: Any) -> Any:
+        """Say that layers read the request table until a forward ends."""
+        from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
+
+        return SharedReadEnds.POST_REPLAY
+
     def update_verify_buffers_to_fill_after_draft(
         self, spec_info: Any, cuda_graph_bs: int | None
     ) -> None:

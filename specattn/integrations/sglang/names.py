@@ -18,6 +18,11 @@ ADD_LATENT = "sglang.srt.model_executor.model_runner.add_mla_attention_backend"
 WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker"
 CREATE = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
 ARGUMENTS = "sglang.srt.arg_groups.speculative_hook._handle_eagle_family"
+RUNNERS = (
+    "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.execute",
+    "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner"
+    ".EAGLEDraftExtendCudaGraphRunner.execute",
+)
 SPEC = "sglang.srt.runtime_context.get_spec"
 SELECT = "sglang.srt.speculative.spec_utils.select_top_k_tokens"
 
@@ -67,6 +72,10 @@ NAMES = (
     ),
     Name("sglang.srt.mem_cache.swa_memory_pool.SWAKVPool.translate_loc_from_full_to_swa"),
     Name(SPEC, only=(0, 5, 23)),
+    Name(
+        "sglang.srt.layers.attention.base_attn_backend.SharedReadEnds.POST_REPLAY", only=(0, 5, 23)
+    ),
+    *(Name(path, ("forward_batch",), only=(0, 5, 15)) for path in RUNNERS),
     Name(CREATE, ("backend_name", "backend_map", "error_template")),
     Name(f"{WORKER}.init_attention_backend"),
     Name(f"{WORKER}._capture_cuda_graphs"),

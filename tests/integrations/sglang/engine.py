@@ -66,9 +66,9 @@ def options(setting: str, backend: str) -> dict[str, Any]:
     return found
 
 
-def generate(engine: Any, prompts: list[list[int]], new: int = NEW) -> list[dict[str, Any]]:
+def generate(engine: Any, prompts: list[list[int]]) -> list[dict[str, Any]]:
     """Return each prompt's tokens and how many verify forwards they took."""
-    sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
+    sampling = {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True}
     outputs = engine.generate(input_ids=prompts, sampling_params=sampling)
     return [
         {
@@ -80,16 +80,19 @@ def generate(engine: Any, prompts: list[list[int]], new: int = NEW) -> list[dict
     ]
 
 
-def abort(engine: Any, prompts: list[list[int]]) -> None:
-    """Start long requests, and abort them."""
-    thread = threading.Thread(
-        target=lambda: time.sleep(2) or engine.abort_request(abort_all=True), daemon=True
-    )
+def abort(engine: Any, prompts: list[list[int]]) -> list[str]:
+    """Start long requests, abort them, and return how they ended."""
+
+    def stop() -> None:
+        time.sleep(2)
+        engine.tokenizer_manager.abort_request(abort_all=True)
+
+    thread = threading.Thread(target=stop, daemon=True)
     thread.start()
-    try:
-        generate(engine, prompts, new=60)
-    finally:
-        thread.join()
+    sampling = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
+    outputs = engine.generate(input_ids=prompts, sampling_params=sampling)
+    thread.join()
+    return [output["meta_info"]["finish_reason"]["type"] for output in outputs]
 
 
 def prompts() -> list[list[int]]:
@@ -109,7 +112,7 @@ def main(setting: str, backend: str) -> None:
         first = generate(engine, prompts())
         found: dict[str, Any] = {"first": first}
         if setting == "4-2-8":
-            abort(engine, prompts())
+            found["aborted"] = abort(engine, prompts())
             found["after abort"] = generate(engine, prompts())
     finally:
         engine.shutdown()

@@ -56,6 +56,7 @@ def test_plain_tokens_are_those_of_sglangs_own_backend():
 
 def test_tokens_after_others_were_aborted():
     """The radix cache has the prompts by then."""
+    assert "abort" in run("4-2-8")["aborted"]
     after = run("4-2-8")["after abort"]
     assert tokens(after) == tokens(run("plain")["first"])
     assert all(result["cached"] for result in after)

@@ -67,4 +67,6 @@ def test_names_that_are_missing_or_take_other_parameters(monkeypatch):
 
 
 def test_every_hook_is_in_the_table():
-    assert {path for path, _ in sglang.HOOKS} <= {name.path for name in names.NAMES}
+    assert {path for path, _ in (*sglang.HOOKS, *sglang.OLD_HOOKS)} <= {
+        name.path for name in names.NAMES
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -59,13 +60,19 @@ def test_a_float8_pool():
 )
 def test_what_is_refused_at_start(change, named):
     runner = worlds.fixture(worlds.ForwardMode.DECODE, (3,), 1, 1).runner
-    for name, value in change.items():
-        if value == "sinks":
-            value = torch.nn.Module()
-            value.sinks = torch.zeros(4)
-        setattr(
-            runner if hasattr(runner, name) or name == "model" else runner.server_args, name, value
-        )
+    options = {
+        "speculative_algorithm": None,
+        "enable_multi_layer_eagle": False,
+        "enable_deterministic_inference": False,
+    }
+    runner.server_args = SimpleNamespace(
+        **{name: change.get(name, options[name]) for name in options}
+    )
+    if "model" in change:
+        runner.model = torch.nn.Module()
+        runner.model.sinks = torch.zeros(4)
+    for name in {"page_size", "token_to_kv_pool"} & change.keys():
+        setattr(runner, name, change[name])
     with pytest.raises(UnsupportedError, match=named) as error:
         backend.SpecAttnBackend(runner)
     assert "\n" not in str(error.value)

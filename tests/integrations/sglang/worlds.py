@@ -37,6 +37,7 @@ def random_tree(n: int, generator: torch.Generator) -> tuple[torch.Tensor, torch
     return see, depth
 
 
+@torch.no_grad()
 def fixture(
     mode: ForwardMode,
     prefix: tuple[int, ...],

@@ -1,20 +1,34 @@
 """A plug-in of SGLang for tests: what its speculative workers lack on a CPU."""
 
+from importlib import import_module
+
+#: Modules of SGLang 0.5.15, then of 0.5.23, that call sgl_kernel on a CPU and Triton on an XPU.
+MODULES = {
+    (0, 5, 15): (
+        "sglang.srt.speculative.eagle_utils",
+        "sglang.srt.speculative.triton_ops.cache_locs",
+    ),
+    (0, 5, 23): (
+        "sglang.kernels.ops.kvcache.cache_move",
+        "sglang.srt.mem_cache.allocation",
+        "sglang.kernels.ops.speculative.cache_locs",
+        "sglang.kernels.ops.speculative.eagle",
+        "sglang.kernels.ops.speculative.spec_tree",
+    ),
+}
+
 
 def register():
     """Patch SGLang; it calls this in each of its processes."""
     import torch
 
+    from specattn.integrations.sglang.names import release
+
     # events and streams that only CUDA has
     torch.Tensor.record_stream = lambda self, stream: None
     torch.cuda.synchronize = torch.cuda.empty_cache = lambda *args, **options: None
 
-    from sglang.srt.speculative import eagle_utils
-
     # SGLang's own Triton kernels, in the interpreter, in place of sgl_kernel's
-    eagle_utils._is_xpu = True
-    try:
-        from sglang.srt.speculative.triton_ops import cache_locs
-    except ImportError:
-        from sglang.kernels.ops.speculative import cache_locs
-    cache_locs._is_xpu = True
+    for name in MODULES[release()]:
+        module = import_module(name)
+        module._is_cpu, module._is_xpu = False, True
