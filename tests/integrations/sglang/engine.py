@@ -7,10 +7,9 @@ ones, no streams) and ``sitecustomize`` (stand-ins of packages that are never ca
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
-import threading
-import time
 from importlib.resources import files
 from typing import Any
 
@@ -82,16 +81,21 @@ def generate(engine: Any, prompts: list[list[int]]) -> list[dict[str, Any]]:
 
 def abort(engine: Any, prompts: list[list[int]]) -> list[str]:
     """Start long requests, abort them, and return how they ended."""
-
-    def stop() -> None:
-        time.sleep(2)
-        engine.tokenizer_manager.abort_request(abort_all=True)
-
-    thread = threading.Thread(target=stop, daemon=True)
-    thread.start()
     sampling = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
-    outputs = engine.generate(input_ids=prompts, sampling_params=sampling)
-    thread.join()
+
+    async def run() -> list[dict[str, Any]]:
+        started = [
+            asyncio.create_task(
+                engine.async_generate(input_ids=prompt, sampling_params=sampling, rid=f"long-{at}")
+            )
+            for at, prompt in enumerate(prompts)
+        ]
+        await asyncio.sleep(4)
+        for at in range(len(prompts)):
+            engine.tokenizer_manager.abort_request(rid=f"long-{at}")
+        return await asyncio.gather(*started)
+
+    outputs = engine.loop.run_until_complete(run())
     return [output["meta_info"]["finish_reason"]["type"] for output in outputs]
 
 
