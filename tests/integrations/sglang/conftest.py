@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests.integrations.sglang import INSTALLED
 
 NEEDS = "sglang"
 REASON = "needs SGLang's environment (tests/integrations/sglang/README.md)"
@@ -19,7 +20,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if find_spec("sglang") is not None:
+    if INSTALLED:
         os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
         return
     for item in items:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import unittest
-from importlib.util import find_spec
 
 import pytest
 
-if find_spec("sglang") is not None:
+from tests.integrations.sglang import INSTALLED
+
+if INSTALLED:
     from tests.integrations.sglang import operators  # noqa: F401
     from tests.integrations.sglang.kit import cells
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 
-if find_spec("sglang") is not None:
+from tests.integrations.sglang import INSTALLED
+
+if INSTALLED:
     from tests.integrations.sglang import operators  # noqa: F401, I001
     from tests.integrations.sglang import worlds
     from specattn.attention import DraftForwards, Forward, Layer
@@ -104,7 +105,7 @@ def step_major(self, rows, seq_lens, slots):
     real(self, rows, seq_lens, slots, order="step")
 
 
-if find_spec("sglang") is not None:
+if INSTALLED:
     real = DraftForwards.adopt
     grow = DraftForwards.grow
     in_graph = backend.SpecAttnBackend.init_forward_metadata_in_graph

@@ -61,10 +61,13 @@ class Host:
         return (full_mask if kind == "full" else packed_mask)(self.words, lens)
 
     def adopt(self, mask=None, kind="qlen", counted=0, dtype=torch.int64, **changes):
-        given = {
-            "rows": tensor(self.rows, dtype),
-            "seq_lens": tensor([length + counted for length in self.prefix], dtype),
-            "slots": tensor(self.slots, dtype).view(self.batch, self.n),
+        made = {
+            "rows": lambda: tensor(self.rows, dtype),
+            "seq_lens": lambda: tensor([length + counted for length in self.prefix], dtype),
+            "slots": lambda: tensor(self.slots, dtype).view(self.batch, self.n),
+        }
+        given = {name: make() for name, make in made.items() if name not in changes}
+        given |= {
             "positions": None,
             "mask": mask,
             "kind": kind,
