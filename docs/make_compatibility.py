@@ -46,7 +46,9 @@ MODES = """
 
 The [plug-in's](sglang.md) tests in the environments of two releases, on a CPU; *kit* is SGLang's
 own attention kit. A page size is given where a test's name has one. A test of an empty cell did not
-run there. What is refused is [listed there](sglang.md#what-is-refused).
+run there. What is refused is [listed there](sglang.md#what-is-refused). Not every cell is from one
+whole run: some runs were broken off and continued, and small changes of the plug-in came after some
+of them.
 
 """
 
