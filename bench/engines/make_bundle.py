@@ -251,6 +251,16 @@ def stub_ipython(site: Path) -> None:
     (folder / "display.py").write_text("HTML = display = clear_output = lambda *a, **k: None\n")
 
 
+def stub_sparse_attention(site: Path) -> None:
+    """Stand in for DeepSeek's sparse attention, which imports the CUTLASS DSL (200 MB).
+
+    SGLang asks whether a backend is one of these before it captures draft extends.
+    """
+    names = "DeepseekSparseAttnBackend", "DeepseekSparseAttnMultiStepBackend"
+    path = site / "sglang" / "srt" / "layers" / "attention" / "dsa_backend.py"
+    path.write_text("\n\n".join(f"class {name}:\n    pass\n" for name in names))
+
+
 def build(site: Path, wheels: Path) -> None:
     """Compile what would be compiled at first use; headers come from the whole FlashInfer."""
     work = CACHE / "build"
@@ -329,6 +339,7 @@ def main() -> None:
         unpack(download(requirement, wheels), site)
     sglang(site, wheels)
     stub_ipython(site)
+    stub_sparse_attention(site)
     build(site, wheels)
     for folder in (*site.rglob("__pycache__"), *site.rglob("tests")):
         shutil.rmtree(folder, ignore_errors=True)
