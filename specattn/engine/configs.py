@@ -27,12 +27,30 @@ class SpeculativeConfigs:
     """The configs that a policy chooses from for every step.
 
     They share buffers, and differ in the tree alone. Acceptance is measured over a window of the
-    latest steps. The policy of rank 0 chooses for all ``ranks``, whose measured times differ.
+    latest steps.
+
+    Parameters
+    ----------
+    configs : sequence of SpecConfig
+        At least one; the first is the one to begin with.
+    policy : Policy or None
+        Chooses among several; None is a `GoodputPolicy`.
+    buckets : sequence of int
+        Captured batch sizes.
+    window : int
+        Steps that acceptance is measured over.
+    ranks : Ranks, optional
+        The ranks of a sharded target, whose measured times differ: rank 0's policy chooses for all.
+
+    Raises
+    ------
+    ValueError
+        If the configs differ in more than the tree, or there is a policy for one config alone.
 
     Attributes
     ----------
     all : tuple of SpecConfig
-        The configs, each once; the first is the one to begin with.
+        The configs, each once.
     adaptive : bool
         Whether there are several.
     current : SpecConfig
@@ -93,8 +111,18 @@ class SpeculativeConfigs:
     def choose(self, batch: int, room: int) -> SpecConfig:
         """Ask the policy for the config of the next step.
 
-        ``room`` is how many slots the context of the shortest request has left. A ValueError
-        refuses a config that the policy was not given.
+        Parameters
+        ----------
+        batch : int
+            Requests that take part.
+        room : int
+            Slots that the context of the shortest request has left. Where no config fits, the
+            current one is returned, and the policy is not asked.
+
+        Raises
+        ------
+        ValueError
+            If the policy returns a config that it was not given.
         """
         fitting = self._fitting(room)
         if not fitting:
@@ -128,10 +156,19 @@ class SpeculativeConfigs:
     ) -> None:
         """Count a step of one config, and what its requests gained.
 
-        ``gained`` has a number of tokens per request of the step, 0 for one that had ended before;
-        ``handed_out`` counts those within their requests' ends; ``seconds`` is None if unknown. A
-        step in which no request gained anything is not counted, nor one of a config that is not
+        A step in which no request gained anything is not counted, nor one of a config that is not
         among these.
+
+        Parameters
+        ----------
+        config : SpecConfig
+            The config of the step.
+        gained : sequence of int
+            Tokens, a number per request of the step: 0 for one that had ended before.
+        handed_out : int
+            Tokens of all requests that lie within their ends.
+        seconds : float or None
+            How long the step took, if that is known.
         """
         found = self.acceptance.get(config)
         kept = [tokens for tokens in gained if tokens]

@@ -23,6 +23,11 @@ _TIMES = 15
 class Acceptance:
     """What recent steps of one config gained, and their times.
 
+    Parameters
+    ----------
+    config : SpecConfig
+        The config.
+
     Attributes
     ----------
     steps : int
@@ -176,7 +181,18 @@ class GoodputPolicy:
         return chosen
 
     def goodput(self, observed: Observed) -> dict[SpecConfig, float]:
-        """Return tokens per request and second (or unit of ``cost``), by config."""
+        """Return tokens per request and second (or unit of ``cost``), by config.
+
+        Parameters
+        ----------
+        observed : Observed
+            What recent steps gained, and the configs that may be chosen: those get a number.
+
+        Raises
+        ------
+        ValueError
+            If ``cost`` returns what is not above 0.
+        """
         costs = self._costs(observed)
         return {
             config: expected_tokens(observed.acceptance, config, self.prior) / costs[config]

@@ -120,10 +120,25 @@ class RequestOutput:
 def check_requests(
     requests: Sequence[Request], limit: int, vocab_size: int, *, stop_strings: bool
 ) -> list[Request]:
-    """Return requests as a list, or raise a ValueError.
+    """Return requests as a list, after checking that each can run.
 
-    Each must run in contexts of ``limit`` tokens; ``stop_strings`` says whether there is text to
-    look for them in.
+    Parameters
+    ----------
+    requests : sequence of Request
+        Any number.
+    limit : int
+        Tokens that a context holds.
+    vocab_size : int
+        Tokens of the target's vocabulary.
+    stop_strings : bool
+        Whether there is text to look for stop strings in.
+
+    Raises
+    ------
+    ValueError
+        If there is something else than a `Request` among them; if a prompt is empty, longer than
+        ``limit`` or has tokens outside the vocabulary; if ``max_new_tokens`` is below 1; if one has
+        stop strings, and there is no text.
     """
     if isinstance(requests, Request):
         raise ValueError(f"requests must be a sequence of Request, got the one {requests!r}")

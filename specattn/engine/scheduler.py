@@ -25,8 +25,20 @@ if TYPE_CHECKING:
 class RunningRequest:
     """A request that has a row of the table.
 
-    ``length`` counts the tokens that hold KV, as far as the host knows; tokens of ``eos`` end it;
-    ``stream`` is its text, where stop strings are looked for.
+    Parameters
+    ----------
+    request : Request
+        What was asked for.
+    result : RequestOutput
+        What it has got so far.
+    row : int
+        Its row of the table.
+    length : int
+        Tokens that hold KV, as far as the host knows.
+    eos : collection of int
+        Tokens that end it.
+    stream : TextStream or None
+        Its text, where stop strings are looked for.
     """
 
     request: Request
@@ -89,6 +101,17 @@ class RunningRequest:
 class Scheduler:
     """The requests that wait, and those that run and hold slots.
 
+    Parameters
+    ----------
+    table : SlotTable
+        Rows and slots. As many requests may run as it has free rows now.
+    configs : SpeculativeConfigs
+        What a step may run with.
+    eos : collection of int
+        The target's end-of-text tokens.
+    detokenize : callable or None
+        Maps token ids to text, for stop strings.
+
     Attributes
     ----------
     waiting : list of Request
@@ -135,8 +158,23 @@ class Scheduler:
     def admit(self, items: Sequence[Item], *, whole: bool) -> list[RunningRequest]:
         """Let requests run: each gets a row and slots for its prompt.
 
-        With ``whole``, there are slots for all steps of all that run then. Rows that were given
-        before a CapacityError are not taken back: see `roll_back`.
+        Parameters
+        ----------
+        items : sequence of (Request, RequestOutput)
+            The requests, and where their tokens go.
+        whole : bool
+            Whether there must be slots for all steps of all requests that run then, not for these
+            prompts alone.
+
+        Returns
+        -------
+        list of RunningRequest
+            In the order of ``items``; they are among ``running``, too.
+
+        Raises
+        ------
+        CapacityError
+            If rows or slots run out. Rows that were given are not taken back: see `roll_back`.
         """
         admitted = []
         for request, result in items:
@@ -166,7 +204,19 @@ class Scheduler:
         """Reserve slots for the next step; return its requests by config.
 
         Every request steps with the chosen config, if its context has room for that. Requests for
-        whose group slots run out sit the step out; a CapacityError if all do.
+        whose group slots run out sit the step out.
+
+        Returns
+        -------
+        dict
+            By config, in the order of their ``reserve_len``: a list of `RunningRequest`.
+
+        Raises
+        ------
+        CapacityError
+            If no group has slots.
+        ValueError
+            From `SpeculativeConfigs.choose`.
         """
         groups: Groups = {}
         rooms = [self.table.max_context_len - one.length for one in self.running]
@@ -191,8 +241,14 @@ class Scheduler:
         """Return the requests of the step after one in flight, by config.
 
         Slots are reserved for both steps. No request takes it unless all that run take part in the
-        step in flight, ``config`` of ``group``, and all that may go on have room and slots for
-        both.
+        step in flight, and all that may go on have room and slots for both.
+
+        Parameters
+        ----------
+        config : SpecConfig
+            The config of the step in flight.
+        group : sequence of RunningRequest
+            The requests that take part in it.
         """
         going = [one for one in self.running if one.goes_on]
         if not going or not set(group).issuperset(self.running):
@@ -235,7 +291,19 @@ class Scheduler:
         self.running = [one for one in self.running if not one.result.finish_reason]
 
     def drop(self, result: RequestOutput) -> None:
-        """End one running request; a ValueError if there is none."""
+        """End one running request, and free its row.
+
+        Parameters
+        ----------
+        result : RequestOutput
+            The request's own.
+
+        Raises
+        ------
+        ValueError
+            If no running request has this result, or its row takes part in a step that is being
+            launched.
+        """
         for one in self.running:
             if one.result is result:
                 # first, for it may be refused

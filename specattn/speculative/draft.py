@@ -87,9 +87,25 @@ def propose(
 ) -> Candidates:
     """Grow the beams: every draft forward proposes children of topk nodes.
 
-    The dynamic draft tree of EAGLE-2 (arXiv:2406.16858); with topk 1 a chain. ``state`` has the
-    depth-1 proposals, and the hidden state they came from. Slots and positions of ``attention`` are
-    filled. ``draws`` is read with ``config.draft_sampling`` only.
+    The dynamic draft tree of EAGLE-2 (arXiv:2406.16858); with topk 1 a chain.
+
+    Parameters
+    ----------
+    draft : DraftModel
+        The draft head.
+    attention : BoundMultiStep
+        Its attention for all ``num_steps - 1`` forwards; slots and positions are filled.
+    state : DraftState
+        The depth-1 proposals, and the hidden state they came from.
+    config : SpecConfig
+        Depth, branches and ``draft_sampling``.
+    draws : Draws
+        How each request draws; read with ``draft_sampling`` only.
+
+    Returns
+    -------
+    Candidates
+        Every token that the draft looked at, on the device.
     """
     inputs = attention.plan.inputs
     tables = _candidates(state.topk_probs, config)

@@ -54,8 +54,12 @@ class Attend(Protocol):
 class TargetOutput:
     """What a target forward returns.
 
-    ``logits`` are ``[R, V]``; ``hidden_states`` ``[T, F]`` are the features a draft reads, None if
-    no draft asked for any.
+    Parameters
+    ----------
+    logits : Tensor
+        ``[R, V]``.
+    hidden_states : Tensor or None
+        ``[T, F]``, the features that a draft reads; None if no draft asked for any.
     """
 
     logits: Tensor
@@ -66,7 +70,12 @@ class TargetOutput:
 class DraftOutput:
     """What a draft forward returns.
 
-    ``logits`` are ``[R, Vd]``; ``hidden_states`` ``[R, H]`` are the next draft step's input.
+    Parameters
+    ----------
+    logits : Tensor
+        ``[R, Vd]``.
+    hidden_states : Tensor
+        ``[R, H]``, the next draft step's input.
     """
 
     logits: Tensor
@@ -183,7 +192,13 @@ class ContextModel(Protocol):
     """A model that must know the longest context before it runs."""
 
     def for_context(self, max_context_len: int) -> Self:
-        """Return the model for such contexts, or raise a ModelError."""
+        """Return the model for contexts of up to ``max_context_len`` tokens.
+
+        Raises
+        ------
+        ModelError
+            If it computes contexts of that length in another way than shorter ones.
+        """
 
 
 @runtime_checkable
@@ -204,7 +219,15 @@ Model = TypeVar("Model", TargetModel, DraftModel)
 
 
 def for_context(model: Model, max_context_len: int) -> Model:
-    """Return ``model`` for contexts of ``max_context_len`` tokens; see `ContextModel`."""
+    """Return ``model`` for contexts of ``max_context_len`` tokens; see `ContextModel`.
+
+    A model that is no `ContextModel` is returned as it is.
+
+    Raises
+    ------
+    ModelError
+        If the model refuses contexts of that length.
+    """
     return model.for_context(max_context_len) if isinstance(model, ContextModel) else model
 
 
@@ -212,7 +235,14 @@ def for_context(model: Model, max_context_len: int) -> Model:
 class ModelSlot(Generic[Model]):
     """A model with its paged KV, and its attention over that pool.
 
-    Target and draft pools share slot numbers.
+    Parameters
+    ----------
+    model : TargetModel or DraftModel
+        The model.
+    pool : KVPool
+        Its keys and values; target and draft pools share slot numbers.
+    backend : LayeredBackend
+        Its attention over that pool.
     """
 
     model: Model
@@ -228,9 +258,23 @@ class ModelSlot(Generic[Model]):
         *,
         deterministic: bool = False,
     ) -> ModelSlot[Model]:
-        """Choose the attention backend of ``model``, over ``pool``; see `choose_backend`.
+        """Choose the attention backend of ``model``, over ``pool``.
 
-        ``deterministic`` asks for it in every layer, whatever the layers say.
+        Parameters
+        ----------
+        model : TargetModel or DraftModel
+            The model.
+        pool : KVPool
+            Its keys and values; the geometry of every layer and the device are the pool's.
+        backend : str or BackendFactory
+            What `choose_backend` takes: a name, or a backend or composite itself.
+        deterministic : bool
+            Ask for deterministic attention in every layer, whatever the layers say.
+
+        Raises
+        ------
+        UnsupportedError
+            If the backend cannot serve one of the layers.
         """
         layers = [
             replace(layer, deterministic=layer.deterministic or deterministic)

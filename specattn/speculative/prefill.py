@@ -44,9 +44,14 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PrefillResult:
-    """Every prompt's first token, ``[B]`` int64, and where drafting starts.
+    """Every prompt's first token, and where drafting starts.
 
-    ``state`` is None without a draft model.
+    Parameters
+    ----------
+    bonus_tokens : Tensor
+        ``[B]`` int64, in the order of the prompts.
+    state : DraftState or None
+        What the next step drafts from; None without a draft model.
     """
 
     bonus_tokens: Tensor

@@ -25,7 +25,16 @@ if TYPE_CHECKING:
 class StateDims:
     """The widths of `RequestStates`, and the dtype of hidden states.
 
-    These are the proposals kept, the draft's hidden size, and its vocabulary if it draws (else 0).
+    Parameters
+    ----------
+    topk : int
+        Proposals kept.
+    hidden : int
+        The draft's hidden size.
+    vocab : int
+        The draft's vocabulary if it draws; else 0.
+    dtype : torch.dtype
+        Of hidden states.
     """
 
     topk: int = 1

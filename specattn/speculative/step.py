@@ -57,8 +57,12 @@ class Acceptor(Protocol):
 class StepPart(NamedTuple):
     """What one CUDA graph records: a whole step or a part.
 
-    ``mode`` is None for the whole step, or ``DRAFT_DECODE``, ``TARGET_VERIFY`` or ``DRAFT_EXTEND``.
-    Without ``sampled``, no request may draw, and the target's distributions are not computed.
+    Parameters
+    ----------
+    mode : ForwardMode or None
+        None for the whole step, or ``DRAFT_DECODE``, ``TARGET_VERIFY`` or ``DRAFT_EXTEND``.
+    sampled : bool
+        Whether requests may draw; without, the target's distributions are not computed.
     """
 
     mode: ForwardMode | None = None
@@ -282,8 +286,22 @@ class Step:
     def verify(self, tree: DraftTree) -> tuple[Tensor, Tensor]:
         """Run the target over all nodes at once.
 
-        Returns its logits after every node, ``[B, n, V]``, and the hidden states that the draft
-        reads, ``[B, n, F]``; F is 0 without a draft.
+        Parameters
+        ----------
+        tree : DraftTree
+            The nodes, of this step's batch size and tree width.
+
+        Returns
+        -------
+        logits : Tensor
+            ``[B, n, V]``, the target's logits after every node.
+        features : Tensor
+            ``[B, n, F]``, the hidden states that the draft reads; F is 0 without a draft.
+
+        Raises
+        ------
+        ValueError
+            If the target returns logits of another shape.
         """
         # what reads the tree waits for it
         fill_all(by_lengths_alone([self.verify_attention])[1])

@@ -236,7 +236,23 @@ class StepDecoder(ReadOnly):
     def step(
         self, rows: Sequence[int], *, sampled: bool = False, seq_lens_cpu: Tensor | None = None
     ) -> list[list[int]]:
-        """Advance requests and wait: `step_async`, then `PendingStep.wait`."""
+        """Advance requests and wait: `step_async`, then `PendingStep.wait`.
+
+        Parameters
+        ----------
+        rows, sampled, seq_lens_cpu
+            As in `step_async`.
+
+        Returns
+        -------
+        list of list of int
+            Each request's new tokens, bonus last, in the order of ``rows``.
+
+        Raises
+        ------
+        ValueError, CaptureMismatch, NotCapturedError, TreeError
+            As `step_async`.
+        """
         return self.step_async(rows, sampled=sampled, seq_lens_cpu=seq_lens_cpu).wait()
 
     def step_async(
@@ -277,9 +293,10 @@ class StepDecoder(ReadOnly):
         ------
         ValueError
             If the step before the last one has not been waited for, or, with a backend that plans
-            on the host, any of this decoder's that one of these requests takes part in; if
-            ``seq_lens_cpu`` is of another shape, dtype or device; if there is nothing to come
-            ``between``, or it is there that the step is asked for.
+            on the host, any of this decoder's that one of these requests takes part in; if a row is
+            not the table's, or named twice (but for 0); if ``seq_lens_cpu`` is of another shape,
+            dtype or device; if there is nothing to come ``between``, or it is there that the step
+            is asked for.
         CaptureMismatch
             If the table, the states or the pools are elsewhere than when the graphs were captured.
             ``validate="debug"`` compares everything that they have baked in.
@@ -326,8 +343,20 @@ class StepDecoder(ReadOnly):
         It runs eagerly, over buffers of its own. `Step.run` shows the order of the phases. Each may
         be looked at, or replaced: what it returns is what the next one takes. Run them under
         ``torch.no_grad()``, and let no other step of these rows be in flight. The last phase,
-        `Step.advance`, writes the tokens to `Step.packed`. The arguments are those of `step_async`,
-        with at least one row.
+        `Step.advance`, writes the tokens to `Step.packed`.
+
+        Parameters
+        ----------
+        rows : sequence of int
+            Table rows of the requests, as in `step_async`; at least one.
+        seq_lens_cpu : Tensor, optional
+            ``[len(rows)]`` int32, as in `step_async`.
+
+        Raises
+        ------
+        ValueError
+            If a row is not the table's, or named twice (but for 0), or ``seq_lens_cpu`` is of
+            another shape, dtype or device; from ``between`` the parts of a step of this decoder.
         """
         self._check_free()
         rows = tuple(rows)
