@@ -34,9 +34,15 @@ def buf(
 ) -> Any:
     """Declare a buffer as a field of a `BufferSet`.
 
-    ``shape`` maps the set's dimensions to the shape of one request's row, to which
-    `BufferSet.alloc` adds the batch axis; ``dtype`` may be a function of them, too, and ``pad``
-    maps them to one row of padding, zeros if omitted.
+    Parameters
+    ----------
+    shape : callable
+        Maps the set's dimensions to the shape of one request's row. `BufferSet.alloc` puts the
+        batch axis before it.
+    dtype : torch.dtype or callable
+        Element type, or a function of the dimensions.
+    pad : callable, optional
+        Maps the dimensions to one row of padding; zeros if omitted.
     """
     typed = dtype if callable(dtype) else lambda _: dtype
     return field(metadata={"spec": Spec(shape, typed, pad)})
@@ -59,15 +65,26 @@ class BufferSet:
         return cls(**tensors)
 
     def bind(self, batch: int) -> Self:
-        """Return views of the first rows; a ValueError if there are fewer."""
+        """Return views of the first ``batch`` rows.
+
+        Raises
+        ------
+        ValueError
+            If the set has fewer rows, or ``batch`` is negative or no whole number.
+        """
         size = len(next(iter(self.tensors().values())))
         batch = whole_number("batch", batch, 0, size)
         return type(self)(**{name: tensor[:batch] for name, tensor in self.tensors().items()})
 
     def sharing(self, others: dict[str, Tensor]) -> Self:
-        """Return the set with those tensors of ``others`` that it has.
+        """Return the set with tensors of ``others`` in place of its own.
 
-        A ValueError names one that is not of its field's shape, dtype and device.
+        Tensors are matched by field name; ``others`` may hold more.
+
+        Raises
+        ------
+        ValueError
+            If one is not of its field's shape, dtype and device.
         """
         taken = {name: others[name] for name in self.tensors().keys() & others.keys()}
         for name, value in taken.items():
@@ -98,8 +115,18 @@ Fingerprint = tuple[tuple[str, object], ...]
 def fingerprint(**parts: object) -> Fingerprint:
     """Describe what a graph bakes in, in parts with names.
 
-    A part is a tensor, of which that is the address, shape, strides and dtype, a `BufferSet`
-    (described field by field), a tuple of tensors (one by one), or a value to compare.
+    Of a tensor that is its address, shape, strides and dtype.
+
+    Parameters
+    ----------
+    **parts : object
+        Tensors, a `BufferSet` (described field by field), tuples of tensors (one by one), or values
+        to compare.
+
+    Returns
+    -------
+    tuple
+        Pairs of a name and what it describes, to compare by ``==``.
     """
     found: list[tuple[str, object]] = []
     for name, part in parts.items():

@@ -33,7 +33,17 @@ def mask_words(keys: int) -> int:
 def words_of(sets: Sequence[int], keys: int) -> Tensor:
     """Return bit sets, one Python int each, as ancestor words.
 
-    Bit j is tail key j. The words are ``[len(sets), ceil(keys / 64)]`` int64 on the host.
+    Parameters
+    ----------
+    sets : sequence of int
+        Bit j is tail key j.
+    keys : int
+        Tail keys that the words cover.
+
+    Returns
+    -------
+    Tensor
+        ``[len(sets), ceil(keys / 64)]`` int64 on the host.
     """
     count = mask_words(keys)
     # bytes put bit 63 where the sign of an int64 is
@@ -44,8 +54,17 @@ def words_of(sets: Sequence[int], keys: int) -> Tensor:
 def causal_words(layout: RowLayout) -> Tensor:
     """Return words by which query i sees the queries up to itself.
 
-    The query tokens are the last ``q_len`` keys of the tail; earlier tail keys are not seen. The
-    words are ``[q_len, W]`` int64 on the host.
+    The query tokens are the last ``q_len`` keys of the tail; earlier tail keys are not seen.
+
+    Parameters
+    ----------
+    layout : RowLayout
+        Query tokens and tail length.
+
+    Returns
+    -------
+    Tensor
+        ``[q_len, ceil(tail / 64)]`` int64 on the host.
     """
     first = layout.tail - layout.q_len
     return words_of([(2 << row) - 1 << first for row in range(layout.q_len)], layout.tail)
@@ -272,7 +291,16 @@ class MultiStepInputs(BufferSet):
 class MultiStepPlan:
     """All draft decode steps of a bucket over one set of buffers.
 
-    ``req_to_token`` is ``[rows, max_context_len]`` int32; ``layouts`` has one layout per step.
+    Parameters
+    ----------
+    dims : MultiStepDims
+        Steps and branches.
+    req_to_token : Tensor
+        ``[rows, max_context_len]`` int32.
+    inputs : MultiStepInputs
+        The shared tensors, bound to the bucket.
+    layouts : tuple of RowLayout
+        One per step.
     """
 
     dims: MultiStepDims

@@ -269,8 +269,20 @@ class KVPool(ReadOnly):
     def commit(self, tail_slots: Tensor, accepted: AcceptResult) -> None:
         """Move the accepted path's KV to the front of each request's tail.
 
-        ``tail_slots``, ``[B, n]`` int32, are what verification wrote; they and the nodes kept may
-        overlap. A ValueError comes before anything moves.
+        Sources and targets may overlap.
+
+        Parameters
+        ----------
+        tail_slots : Tensor
+            ``[B, n]`` int32, the slots that verification wrote.
+        accepted : AcceptResult
+            The nodes to keep.
+
+        Raises
+        ------
+        ValueError
+            Before anything moves: if a tensor is not int32 or not on the pool's device, or the two
+            differ in requests.
         """
         path, device = accepted.accept_index, self.device
         expect("tail_slots", tail_slots, (len(path), tail_slots.shape[-1]), torch.int32, device)

@@ -56,7 +56,13 @@ class RequestTable(Protocol):
 
 
 def count_pages(num_slots: int, page_size: int) -> int:
-    """Return a pool's whole pages; a ValueError unless there are two."""
+    """Return the number of whole pages in a pool.
+
+    Raises
+    ------
+    ValueError
+        If the page size is no power of two, or there are less than two pages: page 0 is padding.
+    """
     num_slots = whole_number("num_slots", num_slots)
     page_size = whole_number("page_size", page_size)
     if page_size < 1 or page_size & (page_size - 1):
@@ -189,7 +195,13 @@ class SlotTable(ReadOnly):
         return self._num_free * self.page_size
 
     def pages(self, row: int) -> tuple[int, ...]:
-        """Return an allocated row's pages, in the order of its tokens."""
+        """Return an allocated row's pages, in the order of its tokens.
+
+        Raises
+        ------
+        ValueError
+            If the row is not allocated.
+        """
         return tuple(self._pages[self._known(row)])
 
     @property
@@ -198,7 +210,13 @@ class SlotTable(ReadOnly):
         return len(self._free_rows)
 
     def committed(self, row: int) -> int:
-        """Return the committed length, in tokens, of an allocated row."""
+        """Return the committed length of a row, in tokens.
+
+        Raises
+        ------
+        ValueError
+            If the row is not allocated.
+        """
         return self._committed[self._known(row)]
 
     def allocate(self, *, share: int = 0, share_len: int = 0) -> int:
@@ -387,7 +405,16 @@ class SlotTable(ReadOnly):
 
     @contextmanager
     def holding(self, rows: Collection[int]) -> Iterator[None]:
-        """Refuse to free rows until their step is launched as a whole."""
+        """Refuse to free these rows until the block ends.
+
+        A step that reads and writes them is launched as a whole only then. Rows that are held
+        already stay so.
+
+        Parameters
+        ----------
+        rows : collection of int
+            Rows; 0 does not matter.
+        """
         before = self._holding
         try:
             self._holding = before.union(rows)

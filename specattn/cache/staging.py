@@ -20,6 +20,20 @@ class StagingRing:
     An upload neither allocates nor waits, unless ``depth`` uploads are underway: then it waits for
     the oldest. Make all calls on one stream, or on streams that wait for each other. Without CUDA,
     a buffer and its device copy are the same memory.
+
+    Parameters
+    ----------
+    size : int
+        Most numbers of one upload.
+    device : torch.device or str
+        Where the numbers go.
+    depth : int
+        Uploads that may be underway at once.
+
+    Raises
+    ------
+    ValueError
+        If ``size`` or ``depth`` is below 1.
     """
 
     def __init__(self, size: int, device: torch.device | str, depth: int = 4) -> None:
@@ -39,8 +53,21 @@ class StagingRing:
     def send(self, *parts: npt.NDArray[np.integer]) -> Tensor:
         """Copy integers to the device, one flattened part after the other.
 
-        Returns ``[sum of sizes]`` int32 on the device, a view that is valid until ``depth`` further
-        calls. A ValueError refuses more than ``size`` numbers.
+        Parameters
+        ----------
+        *parts : ndarray
+            Integers within int32, at most ``size`` of them.
+
+        Returns
+        -------
+        Tensor
+            ``[sum of sizes]`` int32 on the device, a view that is valid until ``depth`` further
+            calls.
+
+        Raises
+        ------
+        ValueError
+            If there are more than ``size``; nothing is sent then.
         """
         total = sum(part.size for part in parts)
         if total > self.size:

@@ -61,10 +61,23 @@ class _Edge(ctypes.Structure):
 
 
 def replace_memsets(graph: torch.cuda.CUDAGraph) -> int:
-    """Replace memset nodes of a recorded graph by kernels; return how many.
+    """Replace memset nodes of a recorded graph by kernels.
 
-    The graph is made with ``keep_graph=True``, and not instantiated yet. Memsets of several rows
-    (`cudaMemset2DAsync`) are left, and so is everything where the driver is older than CUDA 12.3.
+    Parameters
+    ----------
+    graph : torch.cuda.CUDAGraph
+        Made with ``keep_graph=True``, recorded, and not instantiated yet.
+
+    Returns
+    -------
+    int
+        How many nodes were replaced. Memsets of several rows (`cudaMemset2DAsync`) are left, and
+        so is everything where the driver is older than CUDA 12.3.
+
+    Raises
+    ------
+    RuntimeError
+        If the driver refuses a call, or the graph keeps no nodes.
     """
     raw, made, replaced = graph.raw_cuda_graph(), {}, 0
     if not driver.has("cuGraphAddDependencies_v2"):

@@ -298,7 +298,13 @@ class GraphRunner(Generic[Key]):
 
         That is the smallest bucket which every one of them has captured. Where none holds the
         requests, all modes run eagerly. The caller fills their inputs, schedules and replays.
-        Nothing has run when a NotCapturedError or a CaptureMismatch is raised.
+
+        Raises
+        ------
+        NotCapturedError
+            If a mode was never captured.
+        CaptureMismatch
+            If tensors that a graph baked in have moved; nothing has run then.
         """
         found = self._found.get((modes, count))
         if found is None:

@@ -23,13 +23,31 @@ def implementation(naive: Callable[P, T], device: torch.device) -> Callable[P, T
     """Return the function of ``naive``'s name that runs on ``device``.
 
     That is the one in the module ``triton`` beside ``naive``'s own where `uses_triton` says so,
-    and ``naive`` elsewhere. Both take the same arguments. Raises as `check_current` does.
+    and ``naive`` elsewhere. Both take the same arguments.
+
+    Parameters
+    ----------
+    naive : callable
+        A function of a module ``specattn.kernels.<op>.naive``.
+    device : torch.device
+        Where its tensors are.
+
+    Raises
+    ------
+    ValueError
+        As `check_current` does, if Triton is to launch.
     """
     return _triton_of(naive) if uses_triton(device) else naive
 
 
 def uses_triton(device: torch.device) -> bool:
-    """Whether Triton kernels run on a device; raises as `check_current` does."""
+    """Whether Triton kernels run on a device: CUDA, with Triton installed.
+
+    Raises
+    ------
+    ValueError
+        As `check_current` does, if they would.
+    """
     if device.type != "cuda" or not _triton_is_installed():
         return False
     check_current(device)
