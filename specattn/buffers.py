@@ -54,7 +54,17 @@ class BufferSet:
 
     @classmethod
     def alloc(cls, batch: int, dims: Any, device: torch.device) -> Self:
-        """Allocate every buffer for ``batch`` rows of padding."""
+        """Allocate every buffer for ``batch`` rows of padding.
+
+        Parameters
+        ----------
+        batch : int
+            Rows: those of the largest bucket.
+        dims : object
+            The set's dimensions, as the functions given to `buf` take them.
+        device : torch.device
+            Where the buffers live.
+        """
         tensors = {}
         for item in fields(cls):
             spec: Spec = item.metadata["spec"]

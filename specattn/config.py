@@ -302,7 +302,15 @@ class SpecConfig:
         return max(self.num_draft_tokens, self.topk * self.num_draft_forwards, self.num_steps + 1)
 
     def layout(self, mode: ForwardMode, step: int = 0) -> RowLayout:
-        """Return a mode's row layout; ``step`` counts draft forwards from 0."""
+        """Return a mode's row layout.
+
+        Parameters
+        ----------
+        mode : ForwardMode
+            Any but ``EXTEND``, whose rows are ragged.
+        step : int
+            The draft forward, from 0; of ``DRAFT_DECODE`` only.
+        """
         topk, nodes, depth = self.topk, self.num_draft_tokens, self.num_steps + 1
         chain = topk == 1
         table = {

@@ -140,7 +140,23 @@ def full_mask(words: Tensor, seq_lens: Tensor) -> Tensor:
 
 
 def packed_indptr(seq_lens: Tensor, num_draft_tokens: int) -> Tensor:
-    """Return where each request's bytes start in `packed_mask`; see `mask_indptr`."""
+    """Return where each request's bytes start in `packed_mask`.
+
+    Parameters
+    ----------
+    seq_lens, num_draft_tokens
+        As in `mask_indptr`.
+
+    Returns
+    -------
+    Tensor
+        ``[B + 1]`` int64, in bytes.
+
+    Raises
+    ------
+    ValueError
+        As `mask_indptr`.
+    """
     return _offsets((_cells(seq_lens, num_draft_tokens) + 7) // 8)
 
 

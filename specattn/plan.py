@@ -75,6 +75,11 @@ class AttnInputs(BufferSet):
     """The per-request tensors of an `AttnPlan`, sized by a `RowLayout`.
 
     A padding row has causal words, so that no softmax row is empty.
+
+    Parameters
+    ----------
+    req_pool_indices, seq_lens, positions, tail_slots, tail_words : Tensor
+        As in `AttnPlan`.
     """
 
     req_pool_indices: Tensor = buf(lambda _: (), torch.int64)
@@ -130,7 +135,17 @@ class AttnPlan:
 
     @classmethod
     def over(cls, layout: RowLayout, req_to_token: Tensor, inputs: AttnInputs) -> AttnPlan:
-        """Plan a forward whose tail is its own query tokens."""
+        """Plan a forward whose tail is its own query tokens.
+
+        Parameters
+        ----------
+        layout : RowLayout
+            Query tokens; its ``tail`` must be its ``q_len``.
+        req_to_token : Tensor
+            ``[rows, max_context_len]`` int32.
+        inputs : AttnInputs
+            The other tensors; tail keys have the positions of the query tokens.
+        """
         assert layout.tail == layout.q_len
         return cls(
             layout=layout,
@@ -217,9 +232,21 @@ Plan = AttnPlan | CsrPlan | ExtendPlan
 
 
 def check_plan(plan: Plan, device: torch.device) -> None:
-    """Raise a ValueError that names a plan's first wrong tensor.
+    """Check the shapes, dtypes, devices and strides of a plan's tensors.
 
-    The check reads shapes, dtypes, devices and strides, but no element.
+    No element is read.
+
+    Parameters
+    ----------
+    plan : AttnPlan, CsrPlan or ExtendPlan
+        The plan.
+    device : torch.device
+        Where its tensors must be.
+
+    Raises
+    ------
+    ValueError
+        It names the first wrong tensor.
     """
     for name, (shape, dtype) in _expected(plan).items():
         expect(name, getattr(plan, name), shape, dtype, device)
@@ -258,7 +285,15 @@ def _expected(plan: Plan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
 
 @dataclass(frozen=True)
 class MultiStepDims:
-    """The dimensions of `MultiStepInputs`."""
+    """The dimensions of `MultiStepInputs`.
+
+    Parameters
+    ----------
+    steps : int
+        Draft forwards.
+    topk : int
+        Branches of each.
+    """
 
     steps: int
     topk: int
@@ -278,7 +313,18 @@ def _own_bits(dims: MultiStepDims) -> Tensor:
 
 @dataclass(frozen=True)
 class MultiStepInputs(BufferSet):
-    """What all draft steps share; step s reads branches of 0..s."""
+    """What all draft steps share; step s reads branches of 0..s.
+
+    Parameters
+    ----------
+    req_pool_indices, seq_lens : Tensor
+        ``[B]`` int64 and int32, as in `AttnPlan`.
+    branch_slots, positions : Tensor
+        ``[B, steps, topk]`` int32 and int64: slot and position of every branch's token.
+    words : Tensor
+        ``[B, steps, topk, ceil(steps * topk / 64)]`` int64; bit ``s * topk + k`` is set iff branch
+        k of step s is this one or an ancestor of it. In a padding row each sees itself alone.
+    """
 
     req_pool_indices: Tensor = buf(lambda _: (), torch.int64)
     seq_lens: Tensor = buf(lambda _: (), torch.int32)

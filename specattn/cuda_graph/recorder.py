@@ -21,7 +21,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Recording(Generic[T]):
-    """A graph, what its call returned, and its bytes."""
+    """A graph, what its call returned, and its bytes.
+
+    Parameters
+    ----------
+    graph : torch.cuda.CUDAGraph
+        Instantiated, and ready to replay.
+    outputs : object
+        What the recorded call returned.
+    nbytes : int
+        Bytes that the memory pool grew by.
+    """
 
     graph: torch.cuda.CUDAGraph
     outputs: T
@@ -39,8 +49,13 @@ class Recorder:
     def record(self, step: Callable[[], T]) -> Recording[T]:
         """Run ``step`` (the first one twice) and record it.
 
-        If it fails, what failed first is raised; eager calls, earlier graphs and later recordings
-        (in a pool of their own) work.
+        After an error, eager calls, earlier graphs and later recordings (in a pool of their own)
+        work.
+
+        Raises
+        ------
+        Exception
+            Whatever failed first, in ``step`` or in CUDA.
         """
         self._warm_up(step)
         graph = torch.cuda.CUDAGraph(keep_graph=True)

@@ -156,7 +156,15 @@ class GraphReport:
 
 @dataclass
 class GraphStats(Generic[Key]):
-    """How many batches were served, by mode."""
+    """How many batches were served, by mode.
+
+    Parameters
+    ----------
+    replays : Counter
+        Batches that a bucket served.
+    eager : Counter
+        Batches that no captured bucket held.
+    """
 
     replays: Counter[Key] = field(default_factory=Counter)
     eager: Counter[Key] = field(default_factory=Counter)

@@ -139,6 +139,13 @@ class SpeculativeConfigs:
 
         That is the chosen config if there is room for it, else the deepest that fits, else plain
         decoding, which needs one slot.
+
+        Parameters
+        ----------
+        chosen : SpecConfig
+            What `choose` returned.
+        room : int
+            Slots that the request's context has left.
         """
         if chosen.reserve_len <= room:
             return chosen

@@ -226,6 +226,15 @@ def expected_tokens(
     ``prior`` requests had said so; theirs at a depth is shrunk towards theirs at the depth before.
     So a config that ran little is judged by the others, and depths that nobody reached by those
     that somebody did.
+
+    Parameters
+    ----------
+    acceptance : mapping
+        By config, as in `Observed`.
+    config : SpecConfig
+        One of those.
+    prior : float
+        Requests' worth of trust in what other configs say; above 0.
     """
     total, path, pooled = 1.0, 1.0, 0.5
     own = acceptance[config].reached
@@ -247,6 +256,13 @@ def rough_cost(config: SpecConfig, batch: int) -> float:
     It serves until there is a measurement. A target forward reads its weights once, whatever the
     rows, up to some hundred of them; then it costs by the row. A forward of an EAGLE head costs
     about a tenth.
+
+    Parameters
+    ----------
+    config : SpecConfig
+        The config of the step.
+    batch : int
+        Its requests.
     """
     rows = batch * config.num_draft_tokens
     return max(1.0, rows / 256) + 0.1 * config.num_steps

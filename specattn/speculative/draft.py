@@ -20,9 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DraftTokens:
-    """Proposed tokens: probs and target ids ``[R, K]``.
+    """Proposed tokens, and what they were drawn from.
 
-    ``draft_probs`` is the ``[R, Vd]`` that they were drawn from; ``[R, 0]`` unless they are drawn.
+    Parameters
+    ----------
+    probs, tokens : Tensor
+        ``[R, K]`` float32 and int64: the draft's probabilities, and target token ids.
+    draft_probs : Tensor
+        ``[R, Vd]`` float32, the distribution that they were drawn from; ``[R, 0]`` unless they are
+        drawn.
     """
 
     probs: Tensor

@@ -82,7 +82,15 @@ class SamplingBatch:
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], device: torch.device) -> SamplingBatch:
-        """Gather the parameters of the requests of a batch."""
+        """Gather the parameters of the requests of a batch.
+
+        Parameters
+        ----------
+        params : sequence of SamplingParams
+            One per request.
+        device : torch.device
+            Where the tensors go.
+        """
 
         def column(name: str, dtype: torch.dtype) -> Tensor:
             return torch.tensor([getattr(p, name) for p in params], dtype=dtype, device=device)

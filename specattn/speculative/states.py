@@ -44,7 +44,17 @@ class StateDims:
 
     @classmethod
     def of(cls, draft: DraftModel | None, topk: int, *, draft_sampling: bool) -> Self:
-        """Return the widths for a draft model; 0 without one."""
+        """Return the widths for a draft model; 0 without one.
+
+        Parameters
+        ----------
+        draft : DraftModel or None
+            The draft model.
+        topk : int
+            Proposals to keep: the most of any config over these states.
+        draft_sampling : bool
+            Whether drafts are drawn, as in `SpecConfig`.
+        """
         if draft is None:
             return cls(0)
         vocab = draft.vocab_size if draft_sampling else 0

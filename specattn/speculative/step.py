@@ -62,7 +62,8 @@ class StepPart(NamedTuple):
     mode : ForwardMode or None
         None for the whole step, or ``DRAFT_DECODE``, ``TARGET_VERIFY`` or ``DRAFT_EXTEND``.
     sampled : bool
-        Whether requests may draw; without, the target's distributions are not computed.
+        Whether requests may draw; without, the target's distributions are computed with
+        ``draft_sampling`` only.
     """
 
     mode: ForwardMode | None = None
@@ -316,7 +317,23 @@ class Step:
         return out.logits.unflatten(0, (batch, nodes)), features.unflatten(0, (batch, nodes))
 
     def accept(self, tree: DraftTree, logits: Tensor, *, sampled: bool = False) -> AcceptResult:
-        """Decide how much of the tree is kept."""
+        """Decide how much of the tree is kept.
+
+        Parameters
+        ----------
+        tree : DraftTree
+            The nodes that were verified.
+        logits : Tensor
+            ``[B, n, V]``, the target's, from `verify`.
+        sampled : bool
+            Whether requests may draw; without, all are taken to be greedy, and only
+            ``draft_sampling`` has the target's distributions computed.
+
+        Returns
+        -------
+        AcceptResult
+            What the acceptor returns: by default, over the step's buffers.
+        """
         buffers = self.buffers
         if self.config.draft_sampling and self.draft_model is not None and self.config.num_steps:
             probs = over_target_vocabulary(
@@ -331,7 +348,22 @@ class Step:
         )
 
     def commit(self, accepted: AcceptResult, features: Tensor) -> None:
-        """Move the kept path's KV and features to the front."""
+        """Move the kept path's KV and features to the front.
+
+        Without a draft model there is nothing to move: one token was verified.
+
+        Parameters
+        ----------
+        accepted : AcceptResult
+            The nodes to keep.
+        features : Tensor
+            ``[B, n, F]``, from `verify`.
+
+        Raises
+        ------
+        ValueError
+            If the target gives features of another width than the draft reads.
+        """
         buffers = self.buffers
         if self.extend_attention is None:
             return
@@ -370,7 +402,15 @@ class Step:
         return DraftState(chosen.probs, chosen.tokens, out.hidden_states, chosen.draft_probs)
 
     def advance(self, accepted: AcceptResult, state: DraftState | None) -> None:
-        """Advance the requests: write their states and what the host reads."""
+        """Advance the requests: write their states and what the host reads.
+
+        Parameters
+        ----------
+        accepted : AcceptResult
+            The tokens that they gained.
+        state : DraftState or None
+            Where drafting goes on, from `extend`.
+        """
         buffers, states = self.buffers, self.states
         end_step(
             buffers.req_pool_indices,

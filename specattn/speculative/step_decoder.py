@@ -272,7 +272,7 @@ class StepDecoder(ReadOnly):
             gains nothing. Without rows the smallest bucket runs on padding alone.
         sampled : bool
             Whether any of them draws; greedy requests stay greedy either way. Without, all are
-            greedy, whatever their temperature: only ``validate="debug"`` looks at that.
+            taken to be greedy, and only ``validate="debug"`` checks that.
         seq_lens_cpu : Tensor, optional
             ``[len(rows)]`` int32, the committed lengths, for backends that plan on the host.
         between : callable, optional
