@@ -152,8 +152,14 @@ class BoundAttention(ABC):
 class FunctionAttention(BoundAttention):
     """Attention by one function over a plan's tensors; nothing to fill.
 
-    ``function`` takes what `BoundAttention.run` takes, and ``options`` by name, with the scales of
-    a layer added as ``k_scale`` and ``v_scale``.
+    Parameters
+    ----------
+    plan : Plan
+        What it is bound to.
+    function : callable
+        Takes what `BoundAttention.run` takes, and ``options`` by name.
+    options : mapping
+        With the scales of a layer added as ``k_scale`` and ``v_scale``.
     """
 
     plan: Plan

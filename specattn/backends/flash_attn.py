@@ -57,6 +57,18 @@ class Fa3Backend(ReadOnly):
 
     `bind` refuses trees under a window (any layout that is not causal, with ``window_left`` of 0 or
     more); every other combination of the capabilities is served.
+
+    Parameters
+    ----------
+    config : AttnConfig
+        The layer geometry.
+    device : torch.device
+        A CUDA device of compute capability 9.0.
+
+    Raises
+    ------
+    UnsupportedError
+        If ``sgl_kernel`` cannot be imported.
     """
 
     name: ClassVar[str] = "fa3"
@@ -94,7 +106,14 @@ class Fa3Backend(ReadOnly):
         return found
 
     def bind(self, plan: Plan) -> BoundAttention:
-        """Bind to the plan's kind; refuse lists, trees under windows, huge tables."""
+        """Bind to the plan's kind.
+
+        Raises
+        ------
+        UnsupportedError
+            For index lists, for a tree under a window, and for prompts that are read slot by slot
+            through a table of 2^31 entries or more.
+        """
         window = self.config.window_left
         if isinstance(plan, CsrPlan):
             raise lists_refused(self.name)
@@ -153,9 +172,18 @@ class Fa3Backend(ReadOnly):
 class Keys:
     """Where FA3 finds every request's keys, in its own words.
 
-    ``page_table`` is ``[rows, width]`` int32, pages of a request's keys; ``cache_seqlens`` ``[B]``
-    int32, keys of every request; ``cache_batch_idx`` ``[B]`` int32, every request's row of the
-    table, None where request b has row b. ``fill`` writes all of it, on the device.
+    Parameters
+    ----------
+    page_table : Tensor
+        ``[rows, width]`` int32, pages of a request's keys.
+    cache_seqlens : Tensor
+        ``[B]`` int32, keys of every request.
+    fill : callable
+        Writes all of it, on the device.
+    page_size : int
+        Slots of a page.
+    cache_batch_idx : Tensor or None
+        ``[B]`` int32, every request's row of the table; None where request b has row b.
     """
 
     page_table: Tensor

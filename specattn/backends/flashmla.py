@@ -41,7 +41,13 @@ class FlashMlaBackend(PagedBackend):
         return latent_reasons(config, [(RANK, ROPE)])
 
     def bind_causal(self, plan: AttnPlan) -> BoundAttention:
-        """Bind; an UnsupportedError if its kernels cannot be loaded."""
+        """Bind to decode, chain verify, draft extend and chain draft steps.
+
+        Raises
+        ------
+        UnsupportedError
+            If the library's kernels cannot be loaded.
+        """
         blocks = BlockTable.over(plan, self.page_size)
         try:
             # the shapes of the plan depend on the device, the batch and the query rows

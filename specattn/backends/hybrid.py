@@ -47,7 +47,10 @@ def hybrid(
 class HybridBackend:
     """Backends by phase, over one pool, as `hybrid` makes it.
 
-    A backend given twice is made once.
+    Parameters
+    ----------
+    prefill, decode, verify : BackendFactory
+        See `hybrid`. A backend given twice is made once.
     """
 
     prefill: BackendFactory
@@ -115,6 +118,12 @@ class HybridLayer(CompositeBackend):
         return (self.phases[phase],)
 
     def bind(self, plan: Plan) -> BoundAttention:
-        """Bind the backend of the plan's phase."""
+        """Bind the backend of the plan's phase.
+
+        Raises
+        ------
+        UnsupportedError
+            If that backend refuses the plan.
+        """
         (backend,) = self.serving(plan)
         return backend.bind(plan)

@@ -51,6 +51,15 @@ class LayeredBackend:
         If the backend cannot serve one of the layers.
     ValueError
         If the layers and the pool differ in ``kv_dtype``.
+
+    Attributes
+    ----------
+    name : str
+        The chosen backend's name.
+    host_plan : bool
+        Whether the backend plans on the host (`BoundAttention.schedule`).
+    backends : tuple of AttentionBackend
+        One per distinct configuration, in the order of their first layers.
     """
 
     def __init__(
@@ -80,7 +89,13 @@ class LayeredBackend:
         return LayeredBackend(backend, layers, self.pool, self.pool.device)
 
     def check_pages(self, page_size: int) -> None:
-        """Raise an UnsupportedError for pages that the backend does not read."""
+        """Refuse pools whose pages are not those the backend reads.
+
+        Raises
+        ------
+        UnsupportedError
+            If ``page_size`` is not a multiple of what the backend needs (`Capabilities.page_size`).
+        """
         if page_size % self._page_size:
             raise UnsupportedError(
                 f"backend {self.name!r}",
@@ -88,13 +103,31 @@ class LayeredBackend:
             )
 
     def check_indices(self, indices: str) -> None:
-        """Refuse an unknown word, and lists if the backend serves none."""
+        """Refuse what draft steps cannot read; see `MultiStepDraftBackend`.
+
+        Raises
+        ------
+        ValueError
+            If ``indices`` is neither ``"table"`` nor ``"csr"``.
+        UnsupportedError
+            If ``indices`` is ``"csr"`` and the backend serves no index lists.
+        """
         one_of("indices", indices, "table", "csr")
         if indices == "csr" and not self._lists:
             raise lists_refused(self.name)
 
     def bind(self, plan: Plan) -> BoundLayers:
-        """Check ``plan`` and bind every distinct configuration to it."""
+        """Check ``plan`` and bind every distinct configuration to it.
+
+        An idle plan needs no kernel.
+
+        Raises
+        ------
+        ValueError
+            If a tensor of the plan is not as its class documents it.
+        UnsupportedError
+            If the backend refuses the plan.
+        """
         check_plan(plan, self.pool.device)
         bounds: list[BoundAttention] = [
             IdleAttention() if plan.idle else backend.bind(plan) for backend in self.backends

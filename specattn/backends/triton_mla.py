@@ -29,7 +29,15 @@ MAX_RANK, MAX_ROPE = 512, 64
 
 
 class TritonMlaBackend(TritonBackend):
-    """The library's own kernels for ``latent`` layers."""
+    """The library's own kernels for ``latent`` layers.
+
+    Parameters
+    ----------
+    config : AttnConfig
+        The layer geometry, ``latent``.
+    device : torch.device
+        A CUDA device, or the CPU, for which Triton's interpreter is switched on.
+    """
 
     name: ClassVar[str] = "triton_mla"
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -43,7 +51,13 @@ class TritonMlaBackend(TritonBackend):
         return found if config is None else found + _geometry(config)
 
     def bind(self, plan: Plan) -> BoundAttention:
-        """Bind to the plan's kind; an UnsupportedError for index lists."""
+        """Bind to the plan's kind.
+
+        Raises
+        ------
+        UnsupportedError
+            For index lists.
+        """
         if isinstance(plan, CsrPlan):
             raise lists_refused(self.name)
         return super().bind(plan)

@@ -173,9 +173,20 @@ def make_tree_case(
 ) -> Case:
     """Build a random batch of a tree mode.
 
-    See `make_words` for ``mode``, ``q_len`` and ``tail_len``; without the last, the tail is the
-    query tokens. ``pads`` counts padding requests at the end, ``width`` the table's columns (as
-    many as needed if 0). The remaining arguments are fields of `Form`.
+    Parameters
+    ----------
+    lengths : list of int
+        Prefix length of every request.
+    mode, q_len, tail_len
+        See `make_words`; without ``tail_len`` the tail is the query tokens.
+    pads : int
+        Padding requests at the end.
+    width : int
+        Columns of the table; as many as needed if 0.
+    phase : Phase
+        Of the layout.
+    **form
+        The fields of `Form`.
     """
     look, tail = Form(**form), q_len if tail_len is None else tail_len
     args, slots = _tree(lengths, mode, (q_len, tail), pads, width, look)
@@ -242,7 +253,15 @@ def _idle_bits(mode: str, q_len: int, tail_len: int) -> list[int]:
 
 
 def make_extend_case(lengths: list[tuple[int, int]], **form: Any) -> Case:
-    """Build ``(prefix, new tokens)`` pairs, a ragged extend, in a `Form`."""
+    """Build a random ragged extend of prompts.
+
+    Parameters
+    ----------
+    lengths : list of (int, int)
+        Prefix length and new tokens of every request.
+    **form
+        The fields of `Form`.
+    """
     look = Form(**form)
     rng = random.Random(look.seed)
     totals = [prefix + new for prefix, new in lengths]
@@ -276,7 +295,15 @@ def make_extend_case(lengths: list[tuple[int, int]], **form: Any) -> Case:
 
 
 def make_csr_case(lengths: list[int], **form: Any) -> Case:
-    """Build index lists of these lengths, one query each, in a `Form`."""
+    """Build a random batch of index lists, one query token each.
+
+    Parameters
+    ----------
+    lengths : list of int
+        Keys of every list.
+    **form
+        The fields of `Form`.
+    """
     look = Form(**form)
     owned, slots = _own(lengths, look, random.Random(look.seed))
     case = _case(
@@ -301,9 +328,20 @@ def make_lists_case(
 ) -> Case:
     """Build draft step ``step``: branches list prefix, ancestors and themselves.
 
-    ``pads`` counts padding requests at the end, whose branches list slot 0; ``width`` the entries
-    of ``kv_indices`` (a few more than needed if 0); ``begin`` the entries of others before the
-    first list. The remaining arguments are fields of `Form`.
+    Parameters
+    ----------
+    lengths : list of int
+        Prefix length of every request.
+    topk, step : int
+        Branches, and steps before this one.
+    pads : int
+        Padding requests at the end; their branches list slot 0.
+    width : int
+        Entries of ``kv_indices``; a few more than needed if 0.
+    begin : int
+        Entries of others before the first list.
+    **form
+        The fields of `Form`.
     """
     tree = make_tree_case(
         lengths,

@@ -29,8 +29,22 @@ TREES = ("decode", "tree_verify", "draft_lists", "prompt_extend")
 class Scenario:
     """One forward of a mode, from a level on.
 
-    ``broken`` is the property to blame, ``needs`` the capabilities it takes, the mode's included;
-    ``options`` are those of `Setting.case`.
+    Parameters
+    ----------
+    name : str
+        ``"mode-option"``.
+    broken : str
+        The property to blame.
+    mode : Mode
+        What runs.
+    level : int
+        From which level on: 0 is smoke, 1 quick and 2 full.
+    needs : tuple of str
+        Capabilities it takes, the mode's included.
+    lengths : list of int
+        Prefix length of every request.
+    options : dict
+        Of `Setting.case`.
     """
 
     name: str

@@ -251,8 +251,11 @@ def check(
 ) -> None:
     """Hold ``case.out`` (and ``case.lse``) to the oracle's; rows without keys exactly.
 
-    A `ConformanceError` names what is broken: outputs that were not written, NaN from unused
-    memory, rows without keys, the lse, or else ``broken``.
+    Raises
+    ------
+    ConformanceError
+        Naming what is broken: outputs that were not written, NaN from unused memory, rows without
+        keys, the lse, or else ``broken``.
     """
     allowed = tolerances or Tolerances()
     want, want_lse = expected

@@ -73,8 +73,21 @@ def _buffer(name: str, value: Tensor, strided: bool) -> Tensor:
 class Session:
     """One bound plan over static buffers.
 
-    ``case`` gives the shapes; cases that are loaded later have the same. ``within`` is a session of
-    a larger bucket whose storage this one views (a smaller bucket of a graph).
+    Parameters
+    ----------
+    backend : AttentionBackend
+        Of the case's geometry.
+    case : Case
+        Gives the shapes; cases that are loaded later have the same.
+    tolerances : Tolerances
+        How far results may be from the oracle.
+    within : Session, optional
+        A session of a larger bucket whose storage this one views (a smaller bucket of a graph).
+
+    Raises
+    ------
+    UnsupportedError
+        If the backend refuses the plan.
     """
 
     def __init__(
@@ -131,9 +144,23 @@ class Session:
         self.layer.run(live.q, live.k_cache, live.v_cache, live.out, live.lse if wanted else None)
 
     def verdict(self, broken: str, *, lse: bool | None = None, padding: bool = True) -> None:
-        """Hold the outputs to the oracle, or blame ``broken``.
+        """Hold the outputs to the oracle.
 
-        Padding rows, if looked at, need only be written and finite.
+        Padding rows need only be written and finite.
+
+        Parameters
+        ----------
+        broken : str
+            The property to blame if the numbers are off.
+        lse : bool, optional
+            Whether the lse was asked for; if omitted, whether the backend offers it.
+        padding : bool
+            Whether padding rows are looked at.
+
+        Raises
+        ------
+        ConformanceError
+            Naming what is broken; see `check`.
         """
         case, expected = head(self.live, self.live.expected())
         wanted = self.lse if lse is None else lse

@@ -25,7 +25,12 @@ Kind = Literal["tree", "lists", "extend"]
 class Mode:
     """A forward mode, as the numbers a backend sees.
 
-    ``options`` are those of the builder of ``kind``.
+    Parameters
+    ----------
+    kind : {"tree", "lists", "extend"}
+        Which plan.
+    options : dict
+        Of the case's builder.
     """
 
     kind: Kind
@@ -85,8 +90,22 @@ class Geometry:
 class Setting:
     """A backend under test, by its class or as a composite.
 
-    ``geometry`` is a layer it serves; ``dtypes`` are those to test, all that are declared if empty;
-    ``whole_pages`` is as in `specattn.testing.conformance`.
+    Parameters
+    ----------
+    factory : BackendFactory
+        The backend's class, or a composite.
+    device : torch.device
+        Where it runs.
+    tolerances : Tolerances
+        How far it may be from the oracle.
+    geometry : Geometry
+        A layer it serves.
+    dtypes : tuple of torch.dtype
+        Those to test; all that are declared if empty.
+    whole_pages : bool
+        As in `specattn.testing.conformance`.
+    deterministic : bool
+        Whether forwards are.
     """
 
     factory: BackendFactory
@@ -146,7 +165,13 @@ class Setting:
         return make_tree_case(lengths, width=width, **options, **form)
 
     def backend(self, case: Case) -> AttentionBackend:
-        """Make the backend of a case's geometry, or raise its own reasons."""
+        """Make the backend of a case's geometry.
+
+        Raises
+        ------
+        UnsupportedError
+            With the backend's own reasons.
+        """
         config = config_of(case)
         reasons = reasons_of(self.factory, config, self.device)
         if reasons:
