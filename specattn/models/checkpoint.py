@@ -29,9 +29,17 @@ _FETCHED = ["*.json", "*.safetensors", "pytorch_model*.bin"]
 class Checkpoint:
     """A draft checkpoint as it was read, not checked against a target.
 
-    ``settings`` is ``config.json``: what is nested in its ``eagle_config`` wins over it, and it
-    wins over what is nested in its ``transformer_layer_config`` (of vLLM's speculators).
-    ``tensors`` have the names that `EagleWeights` and `Eagle3Weights` use.
+    Parameters
+    ----------
+    name : str
+        The folder or Hub id, for messages.
+    settings : dict
+        ``config.json``. What is nested in its ``eagle_config`` wins over it, and it wins over what
+        is nested in its ``transformer_layer_config`` (of vLLM's speculators).
+    tensors : dict of str to Tensor
+        The weights, under the names that `EagleWeights` and `Eagle3Weights` use.
+    is_eagle3 : bool
+        Whether it is an EAGLE-3 head; else it is one of EAGLE or EAGLE-2.
     """
 
     name: str
@@ -45,7 +53,13 @@ class Checkpoint:
 
 
 def read_checkpoint(path_or_id: str | Path) -> Checkpoint:
-    """Read a draft's configuration and weights."""
+    """Read a draft's configuration and weights.
+
+    Raises
+    ------
+    ModelError
+        If a file is missing or corrupt, or this is no EAGLE head of plain weights.
+    """
     folder, name = fetch("draft", path_or_id, _FETCHED), str(path_or_id)
     with blaming("draft", name):
         settings = _read_settings(folder, name)

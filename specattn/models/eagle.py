@@ -34,7 +34,17 @@ Rope = tuple[Tensor, Tensor]  # cosines and sines, [T, D] each
 
 
 class DraftAttention(nn.Module):
-    """The projections and the position embedding around ``attend``."""
+    """The projections and the position embedding around ``attend``.
+
+    Parameters
+    ----------
+    config : LlamaConfig
+        The draft's configuration.
+    layer : int
+        The layer's index, which ``attend`` gets.
+    input_size : int
+        The width of the input, ``2 * hidden_size`` in EAGLE-3.
+    """
 
     def __init__(self, config: LlamaConfig, layer: int, input_size: int) -> None:
         super().__init__()
@@ -102,8 +112,16 @@ class Eagle3Layer(nn.Module):
 class HeadWeights(nn.Module):
     """The embedding and output projection of heads with their own.
 
-    ``config`` has the target's ``vocab_size``; ``names``, those of the checkpoint's tensors, tell
-    the optional parts; ``draft_vocab_size`` is Vd.
+    Other heads share those of the target.
+
+    Parameters
+    ----------
+    config : LlamaConfig
+        The draft's configuration, with the target's ``vocab_size``.
+    names : set of str
+        The names of the checkpoint's tensors, which tell the optional parts that it has.
+    draft_vocab_size : int
+        Vd, the number of tokens that the draft predicts.
     """
 
     def __init__(self, config: LlamaConfig, names: set[str], draft_vocab_size: int) -> None:
@@ -118,7 +136,13 @@ class HeadWeights(nn.Module):
 
 
 class EagleWeights(HeadWeights):
-    """The weights of an EAGLE-1 or EAGLE-2 checkpoint, under its names."""
+    """The weights of an EAGLE-1 or EAGLE-2 checkpoint, under its names.
+
+    Parameters
+    ----------
+    config, names
+        See `HeadWeights`; the draft predicts the target's whole vocabulary.
+    """
 
     def __init__(self, config: LlamaConfig, names: set[str]) -> None:
         super().__init__(config, names, config.vocab_size)
@@ -138,8 +162,14 @@ EAGLE3_NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_outpu
 class Eagle3Weights(HeadWeights):
     """The weights of an EAGLE-3 checkpoint, under its names.
 
-    ``features`` are the widths of the hidden states that are mixed, which add up to F; ``norms``
-    are those of `EAGLE3_NORMS` that the head has.
+    Parameters
+    ----------
+    config, names, draft_vocab_size
+        See `HeadWeights`.
+    features : sequence of int
+        The widths of the hidden states that are mixed, which add up to F.
+    norms : set of str
+        The norms of `EAGLE3_NORMS` that the head has.
     """
 
     def __init__(
@@ -222,7 +252,13 @@ class DraftHead:
 
 @dataclass(frozen=True, eq=False)
 class EagleHead(DraftHead):
-    """The draft of EAGLE-1 and EAGLE-2, over the target's last state."""
+    """The draft of EAGLE-1 and EAGLE-2, over the target's last state.
+
+    Parameters
+    ----------
+    weights : EagleWeights
+        The checkpoint's weights; the other parts are those of `DraftHead`.
+    """
 
     weights: EagleWeights
 
@@ -267,7 +303,12 @@ class EagleHead(DraftHead):
 class Eagle3Head(DraftHead):
     """The draft of EAGLE-3, over a mix of several target layers.
 
-    ``target_ids`` is ``[Vd]`` int64, the target token id of each draft token id.
+    Parameters
+    ----------
+    weights : Eagle3Weights
+        The checkpoint's weights; the other parts are those of `DraftHead`.
+    target_ids : Tensor
+        ``[Vd]`` int64, the target token id of each draft token id.
     """
 
     weights: Eagle3Weights

@@ -245,7 +245,13 @@ class HFTarget:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer next to the model, loaded on first use; see `tokenizer_of`."""
+        """The tokenizer next to the model, loaded on first use.
+
+        Raises
+        ------
+        ModelError
+            If there is none.
+        """
         return tokenizer_of(self.name)
 
     @torch.no_grad()
@@ -281,7 +287,13 @@ _TOKENIZER_FILES = ("*token*", "*vocab*", "*.model")
 
 
 def tokenizer_of(name: str) -> Any:
-    """Load the tokenizer of a model; a ModelError if it has none."""
+    """Load the tokenizer of a model folder or Hub id.
+
+    Raises
+    ------
+    ModelError
+        If there is none, or ``name`` is empty: a model built in memory has none.
+    """
     if not name:
         raise ModelError("target", "a model built in memory has no tokenizer")
     files = Path(name)

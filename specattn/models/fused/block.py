@@ -39,7 +39,15 @@ _PLAIN = {"_proj": nn.Linear, "lm_head": nn.Linear, "embed_tokens": nn.Embedding
 
 @dataclass(frozen=True, eq=False)
 class RotaryTable:
-    """Rotation angles of L positions, by a module of nothing else."""
+    """Rotation angles of L positions, computed by transformers' module.
+
+    Parameters
+    ----------
+    rotary : nn.Module
+        Maps positions to cosines and sines; it depends on nothing else.
+    length : int
+        L, the number of positions.
+    """
 
     rotary: nn.Module
     length: int
@@ -151,7 +159,23 @@ class Block:
     ) -> tuple[Tensor, Tensor]:
         """Attend with the normed ``x``, and add the result to the stream.
 
-        Returns the norm of the new stream, and the stream, ``[R, H]`` each.
+        Parameters
+        ----------
+        x, stream : Tensor
+            ``[T, H]`` each: the layer's normed input, and the residual stream.
+        layer : int
+            The layer's index, which ``attend`` gets.
+        positions : Tensor
+            ``[T]`` int64.
+        attend : Attend
+            Stores keys and values, and attends; a `PackedAttend` also norms and rotates the heads.
+        rows : Tensor, optional
+            ``[R]``, the tokens whose results are wanted; all if omitted.
+
+        Returns
+        -------
+        x, stream : Tensor
+            ``[R, H]`` each: the norm of the new stream, and the stream.
         """
         parts = project(x, self.qkv)
         if isinstance(attend, PackedAttend):
@@ -220,8 +244,21 @@ def refuse_unless_fused(
 ) -> None:
     """Refuse a model that the kernels do not compute.
 
-    ``config`` is of Llama or a model like it, ``parts`` are the modules by name, ``others`` the
-    reasons that the caller knows. A ModelError has all reasons in one line.
+    Parameters
+    ----------
+    argument : str
+        ``"target"`` or ``"draft"``.
+    config : PretrainedConfig
+        The model's configuration, of Llama or a model like it.
+    parts : iterable of (str, nn.Module)
+        The modules by name.
+    *others : str
+        Reasons that the caller knows already.
+
+    Raises
+    ------
+    ModelError
+        With all reasons in one line.
     """
     reasons = list(others)
     if not others and config.hidden_act != "silu":

@@ -211,7 +211,13 @@ class FusedTarget:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer next to the model, loaded on first use."""
+        """The tokenizer next to the model, loaded on first use.
+
+        Raises
+        ------
+        ModelError
+            If there is none.
+        """
         return tokenizer_of(self.name)
 
     @torch.no_grad()
