@@ -106,9 +106,22 @@ class Layer:
     scales: KVScales | None
 
     def store(self, slots: Tensor, k: Tensor | tuple[Tensor, Tensor], v: Tensor | None) -> None:
-        """Write keys and values; see `Forward.attend`.
+        """Write keys and values, as `Forward.attend` takes them.
 
-        ``slots`` are ``[B, q]`` int32 or int64; those below 0 are skipped.
+        Parameters
+        ----------
+        slots : Tensor
+            ``[B, q]`` int32 or int64; those below 0 are skipped.
+        k : Tensor or tuple of Tensor
+            ``[T, Hkv, D]``, T being ``B * q``; of latent layers also the latent and the rotated
+            part, ``[T, 1, Dv]`` and ``[T, 1, D - Dv]``.
+        v : Tensor or None
+            ``[T, Hkv, Dv]``; None if ``latent``.
+
+        Raises
+        ------
+        ValueError
+            Before anything is written: if ``v`` is missing, or a tensor has another shape or dtype.
         """
         config, k_cache, count = self.backend.config, self.k_cache, slots.numel()
         if config.latent:
@@ -286,6 +299,8 @@ class Attention:
         ------
         ValueError
             If the tail is another, or the batch is out of range.
+        UnsupportedError
+            If the backend of a layer refuses the layout, by its pages or its tree.
         """
         if (layout, batch) not in self._forwards:
             if layout.tail != layout.q_len:
@@ -319,6 +334,8 @@ class Attention:
         ------
         ValueError
             If a number is out of range.
+        UnsupportedError
+            If the backend of a layer refuses the layout, by its pages or its tree.
         """
         dims = MultiStepDims(whole_number("steps", steps, 1), whole_number("topk", topk, 1))
         key = dims, batch, page_size
@@ -627,10 +644,17 @@ class Forward:
 class DraftForwards:
     """The forwards of all steps of a draft, over shared inputs.
 
-    Attributes
+    Parameters
     ----------
+    attention : Attention
+        Whose geometries they are bound for.
     plan : MultiStepPlan
         All steps.
+    store : Tensor
+        ``[B, steps, topk]`` int32: where branches store, skipping what is below 0.
+
+    Attributes
+    ----------
     steps : tuple of Forward
         One per step; only their `Forward.attend` is needed.
     """

@@ -268,6 +268,11 @@ class AttentionBackend(Protocol):
         """Return attention over the plan's tensors.
 
         Only this method looks at a plan's type.
+
+        Raises
+        ------
+        UnsupportedError
+            For a plan that the backend does not serve.
         """
 
 
@@ -289,7 +294,17 @@ class BackendFactory(Protocol):
     def reasons(self, config: AttnConfig | None, device: torch.device) -> list[str]:
         """Say why it cannot serve ``config`` on ``device``; empty means it can.
 
-        ``config=None`` asks about the device and the installed libraries alone.
+        Parameters
+        ----------
+        config : AttnConfig or None
+            The layer geometry; None asks about the device and the installed libraries alone.
+        device : torch.device
+            Where the layer's KV lives.
+
+        Returns
+        -------
+        list of str
+            One reason each, for messages.
         """
 
     def __call__(self, config: AttnConfig, device: torch.device) -> AttentionBackend:

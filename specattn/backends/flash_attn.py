@@ -145,10 +145,29 @@ class Fa3Backend(ReadOnly):
         window_left: int = -1,
         **ragged: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Call FA3; returns ``out`` and the natural lse.
+        """Call FA3 over every request's keys.
 
-        q is ``[B, q_len, Hq, D]`` and the lse ``[B, Hq, q_len]``. With ``ragged``, which is
-        ``cu_seqlens_q`` and ``max_seqlen_q``, they are ``[T, Hq, D]`` and ``[Hq, T]``.
+        Parameters
+        ----------
+        q : Tensor
+            ``[B, q_len, Hq, D]``, or ``[T, Hq, D]`` with ``ragged``.
+        k_cache, v_cache : Tensor
+            ``[num_slots, Hkv, D]``.
+        out : Tensor or None
+            Like q, where to write; a new tensor if None.
+        keys : Keys
+            Which slots each request reads.
+        causal : bool
+            Whether the keys end with the query tokens, which see those before them.
+        window_left : int
+            Keys before a query token that it sees, by entries of its list; -1 is no window.
+        **ragged
+            ``cu_seqlens_q`` and ``max_seqlen_q``, for query tokens of several lengths.
+
+        Returns
+        -------
+        tuple of Tensor
+            ``out``, and the natural lse: ``[B, Hq, q_len]``, or ``[Hq, T]`` with ``ragged``.
         """
         result: tuple[Tensor, ...] = self.library.flash_attn_with_kvcache(
             q,

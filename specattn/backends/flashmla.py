@@ -70,7 +70,13 @@ class FlashMlaBackend(PagedBackend):
     def attend(
         self, bound: BoundPages, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None
     ) -> None:
-        """Attend in one causal call over prefix and tail."""
+        """Attend in one causal call over prefix and tail.
+
+        Raises
+        ------
+        ValueError
+            If ``v`` is no view of ``k``: values are the first columns of the keys.
+        """
         if v.data_ptr() != k.data_ptr() or v.stride() != k.stride():
             raise ValueError(f"v_cache must be k_cache[..., :{RANK}], a view")
         blocks, shape = bound.blocks, bound.shape

@@ -181,7 +181,20 @@ class PackedAttend(ABC):
 class BoundLayers(CompositeAttention, PackedAttend):
     """The `Attend` of a model: it stores new KV, then attends.
 
-    ``graphs`` says whether all that is bound here may be recorded in a CUDA graph.
+    Parameters
+    ----------
+    backends : tuple of AttentionBackend
+        One per distinct configuration.
+    bounds : tuple of BoundAttention
+        What each of them has bound.
+    layers : tuple of (BoundAttention, AttnConfig)
+        One per layer of the model, with its scales.
+    pool : KVPool
+        Where the layers keep their KV.
+    plan : Plan
+        What all are bound to.
+    graphs : bool
+        Whether all that is bound here may be recorded in a CUDA graph.
     """
 
     backends: tuple[AttentionBackend, ...]

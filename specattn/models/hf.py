@@ -46,7 +46,13 @@ class FeatureSpec:
     hidden_states: tuple[int, ...] = ()
 
     def check(self, layers: int) -> None:
-        """Raise a ValueError unless a target of ``layers`` layers has these."""
+        """Refuse a target of ``layers`` layers that lacks one of the states.
+
+        Raises
+        ------
+        ValueError
+            If an index is not in ``0..layers``.
+        """
         if any(not 0 <= index <= layers for index in self.hidden_states):
             raise ValueError(f"hidden_states must be 0..{layers}, got {self.hidden_states}")
 
@@ -292,7 +298,7 @@ def tokenizer_of(name: str) -> Any:
     Raises
     ------
     ModelError
-        If there is none, or ``name`` is empty: a model built in memory has none.
+        If there is none, or it cannot be loaded; a model built in memory, with no name, has none.
     """
     if not name:
         raise ModelError("target", "a model built in memory has no tokenizer")

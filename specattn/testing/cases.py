@@ -15,24 +15,54 @@ from specattn.testing.oracle import NAN, Case, tree_lists, visible_slots
 
 @dataclass(frozen=True)
 class Form:
-    """What a case looks like, by the names of `AttnConfig`."""
+    """What a case looks like, whatever its kind.
 
-    heads: tuple[int, int] = (4, 2)  # query and KV heads
+    Parameters
+    ----------
+    heads : tuple of int
+        Query and KV heads.
+    head_dim, v_head_dim : int
+        Widths; ``v_head_dim`` 0 means ``head_dim``.
+    dtype : torch.dtype
+        Of q, k, v and out.
+    window_left, logit_cap, latent, deterministic
+        As in `specattn.config.AttnConfig`.
+    scale : float
+        Factor on the usual ``head_dim ** -0.5``.
+    page_size : int
+        Pages are permuted; the slots of a page are in order.
+    slots : int
+        Slots of the pools; as many as needed if 0.
+    pool_pad : int
+        Columns past the heads that make the pools views.
+    evict : bool
+        Whether keys outside every window hold NaN.
+    whole_pages : bool
+        Whether all slots of a page in use hold numbers, not only those of keys.
+    kv_dtype : torch.dtype or None
+        Of stored keys and values, if not ``dtype``.
+    kv_scales : tuple of float
+        What stored keys and values are multiplied by.
+    device, seed
+        Where the tensors live, and what they are drawn from.
+    """
+
+    heads: tuple[int, int] = (4, 2)
     head_dim: int = 32
-    v_head_dim: int = 0  # 0 means head_dim
-    dtype: torch.dtype = torch.float32  # of q, k, v and out
+    v_head_dim: int = 0
+    dtype: torch.dtype = torch.float32
     window_left: int = -1
     logit_cap: float = 0.0
-    scale: float = 1.0  # factor on the usual head_dim ** -0.5
-    page_size: int = 1  # pages are permuted; the slots of a page are in order
-    slots: int = 0  # of the pools; as many as needed if 0
-    pool_pad: int = 0  # columns past the heads that make the pools views
+    scale: float = 1.0
+    page_size: int = 1
+    slots: int = 0
+    pool_pad: int = 0
     latent: bool = False
-    evict: bool = True  # whether keys outside every window hold NaN
-    whole_pages: bool = False  # whether all slots of a page in use hold numbers
+    evict: bool = True
+    whole_pages: bool = False
     deterministic: bool = False
     kv_dtype: torch.dtype | None = None
-    kv_scales: tuple[float, float] = (1.0, 1.0)  # what stored keys and values are multiplied by
+    kv_scales: tuple[float, float] = (1.0, 1.0)
     device: str | torch.device = "cpu"
     seed: int = 0
 
@@ -42,9 +72,22 @@ def make_words(
 ) -> tuple[list[int], list[int], list[int]]:
     """Draw bits and depths of each query, and depths of tail keys.
 
-    ``chain``: causal, query i is tail key i. ``tree``: a random tree over the tail, the queries
-    being its last nodes. ``draft``: ``q_len`` branches, the tail step-major. ``alone``: every query
-    sees its own key only. ``any``: random bits, some rows empty, all bits past the tail set.
+    Parameters
+    ----------
+    mode : {"chain", "tree", "draft", "alone", "any"}
+        ``chain``: causal, query i is tail key i. ``tree``: a random tree over the tail, the queries
+        being its last nodes. ``draft``: ``q_len`` branches, the tail step-major. ``alone``: every
+        query sees its own key only. ``any``: random bits, some rows empty, all bits past the tail
+        set.
+    q_len, tail_len : int
+        Query tokens, and tail keys.
+    rng : random.Random
+        What they are drawn from.
+
+    Returns
+    -------
+    tuple of list
+        ``q_len`` bit sets, ``q_len`` depths, and ``tail_len`` depths.
     """
     shift = tail_len - q_len
     if mode == "any":

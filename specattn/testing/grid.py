@@ -85,7 +85,12 @@ class LargeLogits(Scenario):
 def scenarios(declared: Capabilities, *, evicts: bool) -> Iterator[Scenario]:
     """Yield every scenario of a backend's dtypes and pages.
 
-    With ``evicts``, also those in which keys outside every window are gone.
+    Parameters
+    ----------
+    declared : Capabilities
+        Those of the backend.
+    evicts : bool
+        Whether to yield those in which keys outside every window are gone, too.
     """
     for name, mode in MODES.items():
         level = SMOKE if name in ("decode", "tree_verify", "prompt_extend") else QUICK

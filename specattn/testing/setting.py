@@ -138,7 +138,23 @@ class Setting:
     ) -> Case:
         """Draw a forward of ``mode`` over prefixes of ``lengths``.
 
-        ``width`` fixes the table's columns, and with them the entries of index lists.
+        Parameters
+        ----------
+        mode : Mode
+            What runs.
+        lengths : list of int
+            Prefix length of every request.
+        pads : int
+            Padding requests at the end; not of prompts.
+        width : int
+            Fixes the table's columns, and with them the entries of index lists, if not 0.
+        **form
+            The fields of `specattn.testing.cases.Form` that differ from the setting's.
+
+        Raises
+        ------
+        UnsupportedError
+            For latent layers, if KV has another dtype or values are as wide as keys.
         """
         form = {
             "device": self.device,
@@ -181,7 +197,13 @@ class Setting:
     def session(
         self, case: Case, backend: AttentionBackend | None = None, within: Session | None = None
     ) -> Session:
-        """Bind a backend, a new one by default, to a case's shapes."""
+        """Bind a backend, a new one by default, to a case's shapes.
+
+        Raises
+        ------
+        UnsupportedError
+            If the backend cannot serve the geometry, or refuses the plan.
+        """
         return Session(backend or self.backend(case), case, self.tolerances, within)
 
     def modes(self) -> dict[str, Mode]:

@@ -78,6 +78,24 @@ class Served:
         """Return an engine for ``rows`` texts of ``length`` tokens.
 
         It is the one that such a call left, unless that is too small.
+
+        Parameters
+        ----------
+        model : PreTrainedModel
+            The target.
+        draft : str, PathLike, head or None
+            As `generate` takes it.
+        spec : SpecConfig
+            The tree; the room is found here.
+        backend : str
+            As `specattn.choose_backend` takes it.
+        rows, length : int
+            Texts, and tokens of the longest, its prompt included.
+
+        Raises
+        ------
+        ModelError
+            If the model cannot be served, or there is no such draft for it.
         """
         weights = [
             (one.data_ptr(), one.dtype) for one in chain(model.parameters(), model.buffers())
@@ -137,7 +155,13 @@ def _engine(
 
 
 def tree_of(draft: Any, spec: SpecConfig | None) -> SpecConfig:
-    """Return the tree alone, with the default for other numbers."""
+    """Return the tree alone, with the default for other numbers.
+
+    Raises
+    ------
+    ValueError
+        If ``spec`` has steps and there is no ``draft``.
+    """
     if spec is None:
         spec = SpecConfig() if draft is not None else SpecConfig().plain()
     if draft is None and spec.num_steps:
