@@ -232,21 +232,9 @@ Plan = AttnPlan | CsrPlan | ExtendPlan
 
 
 def check_plan(plan: Plan, device: torch.device) -> None:
-    """Check the shapes, dtypes, devices and strides of a plan's tensors.
+    """Raise a ValueError that names a plan's first wrong tensor.
 
-    No element is read.
-
-    Parameters
-    ----------
-    plan : AttnPlan, CsrPlan or ExtendPlan
-        The plan.
-    device : torch.device
-        Where its tensors must be.
-
-    Raises
-    ------
-    ValueError
-        It names the first wrong tensor.
+    The check reads shapes, dtypes, devices and strides, but no element.
     """
     for name, (shape, dtype) in _expected(plan).items():
         expect(name, getattr(plan, name), shape, dtype, device)
@@ -285,15 +273,7 @@ def _expected(plan: Plan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
 
 @dataclass(frozen=True)
 class MultiStepDims:
-    """The dimensions of `MultiStepInputs`.
-
-    Parameters
-    ----------
-    steps : int
-        Draft forwards.
-    topk : int
-        Branches of each.
-    """
+    """The dimensions of `MultiStepInputs`."""
 
     steps: int
     topk: int
@@ -313,18 +293,7 @@ def _own_bits(dims: MultiStepDims) -> Tensor:
 
 @dataclass(frozen=True)
 class MultiStepInputs(BufferSet):
-    """What all draft steps share; step s reads branches of 0..s.
-
-    Parameters
-    ----------
-    req_pool_indices, seq_lens : Tensor
-        ``[B]`` int64 and int32, as in `AttnPlan`.
-    branch_slots, positions : Tensor
-        ``[B, steps, topk]`` int32 and int64: slot and position of every branch's token.
-    words : Tensor
-        ``[B, steps, topk, ceil(steps * topk / 64)]`` int64; bit ``s * topk + k`` is set iff branch
-        k of step s is this one or an ancestor of it. In a padding row each sees itself alone.
-    """
+    """What all draft steps share; step s reads branches of 0..s."""
 
     req_pool_indices: Tensor = buf(lambda _: (), torch.int64)
     seq_lens: Tensor = buf(lambda _: (), torch.int32)

@@ -152,14 +152,8 @@ class BoundAttention(ABC):
 class FunctionAttention(BoundAttention):
     """Attention by one function over a plan's tensors; nothing to fill.
 
-    Parameters
-    ----------
-    plan : Plan
-        What it is bound to.
-    function : callable
-        Takes what `BoundAttention.run` takes, and ``options`` by name.
-    options : mapping
-        With the scales of a layer added as ``k_scale`` and ``v_scale``.
+    ``function`` takes what `BoundAttention.run` takes, and ``options`` by name, with the scales of
+    a layer added as ``k_scale`` and ``v_scale``.
     """
 
     plan: Plan
@@ -294,17 +288,7 @@ class BackendFactory(Protocol):
     def reasons(self, config: AttnConfig | None, device: torch.device) -> list[str]:
         """Say why it cannot serve ``config`` on ``device``; empty means it can.
 
-        Parameters
-        ----------
-        config : AttnConfig or None
-            The layer geometry; None asks about the device and the installed libraries alone.
-        device : torch.device
-            Where the layer's KV lives.
-
-        Returns
-        -------
-        list of str
-            One reason each, for messages.
+        ``config=None`` asks about the device and the installed libraries alone.
         """
 
     def __call__(self, config: AttnConfig, device: torch.device) -> AttentionBackend:

@@ -135,13 +135,7 @@ class CutlassMlaBackend(PagedBackend):
     def attend(
         self, bound: BoundPages, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None
     ) -> None:
-        """Attend in one call in which every query token is a request.
-
-        Raises
-        ------
-        UnsupportedError
-            If an lse is asked for: the library returns none.
-        """
+        """Attend in one call in which every query token is a request."""
         if lse is not None:
             raise UnsupportedError("backend 'cutlass_mla'", ["the library returns no lse"])
         rank = self.config.v_head_dim

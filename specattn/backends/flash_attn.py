@@ -57,18 +57,6 @@ class Fa3Backend(ReadOnly):
 
     `bind` refuses trees under a window (any layout that is not causal, with ``window_left`` of 0 or
     more); every other combination of the capabilities is served.
-
-    Parameters
-    ----------
-    config : AttnConfig
-        The layer geometry.
-    device : torch.device
-        A CUDA device of compute capability 9.0.
-
-    Raises
-    ------
-    UnsupportedError
-        If ``sgl_kernel`` cannot be imported.
     """
 
     name: ClassVar[str] = "fa3"
@@ -145,29 +133,10 @@ class Fa3Backend(ReadOnly):
         window_left: int = -1,
         **ragged: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Call FA3 over every request's keys.
+        """Call FA3; returns ``out`` and the natural lse.
 
-        Parameters
-        ----------
-        q : Tensor
-            ``[B, q_len, Hq, D]``, or ``[T, Hq, D]`` with ``ragged``.
-        k_cache, v_cache : Tensor
-            ``[num_slots, Hkv, D]``.
-        out : Tensor or None
-            Like q, where to write; a new tensor if None.
-        keys : Keys
-            Which slots each request reads.
-        causal : bool
-            Whether the keys end with the query tokens, which see those before them.
-        window_left : int
-            Keys before a query token that it sees, by entries of its list; -1 is no window.
-        **ragged
-            ``cu_seqlens_q`` and ``max_seqlen_q``, for query tokens of several lengths.
-
-        Returns
-        -------
-        tuple of Tensor
-            ``out``, and the natural lse: ``[B, Hq, q_len]``, or ``[Hq, T]`` with ``ragged``.
+        q is ``[B, q_len, Hq, D]`` and the lse ``[B, Hq, q_len]``. With ``ragged``, which is
+        ``cu_seqlens_q`` and ``max_seqlen_q``, they are ``[T, Hq, D]`` and ``[Hq, T]``.
         """
         result: tuple[Tensor, ...] = self.library.flash_attn_with_kvcache(
             q,
@@ -191,18 +160,9 @@ class Fa3Backend(ReadOnly):
 class Keys:
     """Where FA3 finds every request's keys, in its own words.
 
-    Parameters
-    ----------
-    page_table : Tensor
-        ``[rows, width]`` int32, pages of a request's keys.
-    cache_seqlens : Tensor
-        ``[B]`` int32, keys of every request.
-    fill : callable
-        Writes all of it, on the device.
-    page_size : int
-        Slots of a page.
-    cache_batch_idx : Tensor or None
-        ``[B]`` int32, every request's row of the table; None where request b has row b.
+    ``page_table`` is ``[rows, width]`` int32, pages of a request's keys; ``cache_seqlens`` ``[B]``
+    int32, keys of every request; ``cache_batch_idx`` ``[B]`` int32, every request's row of the
+    table, None where request b has row b. ``fill`` writes all of it, on the device.
     """
 
     page_table: Tensor

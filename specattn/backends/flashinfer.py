@@ -46,13 +46,6 @@ NO_KEYS = -3e4
 class FlashInferBackend(FlashInferLayer):
     """FlashInfer's decode and prefill wrappers.
 
-    Parameters
-    ----------
-    config : AttnConfig
-        The layer geometry.
-    device : torch.device
-        A CUDA device of compute capability 8.0 or higher.
-
     Attributes
     ----------
     two_passes_from : int or None
@@ -191,20 +184,8 @@ class FlashInferDecode(_Wrapper):
 class FlashInferPrefill(_Wrapper):
     """Attention of several query tokens per request over lists of keys.
 
-    Parameters
-    ----------
-    backend : FlashInferLayer
-        Whose geometry it serves.
-    lists : Lists
-        The keys.
-    grid : Grid
-        How the work is cut.
-    q_len : int
-        The most query tokens of a request.
-    causal : bool
-        Whether the keys end with the query tokens, which see those before them.
-    masks : PackedMasks, optional
-        Who sees what, if not ``causal``; all keys if omitted.
+    It is under ``masks``, or ``causal``: the keys end with the query tokens, which see those before
+    them; or neither. ``q_len`` is the most query tokens of a request.
     """
 
     def __init__(

@@ -44,17 +44,7 @@ FLOAT_BYTES = 64 << 20
 
 
 class FlashInferMlaBackend(FlashInferLayer):
-    """FlashInfer's MLA wrapper: causal ``latent`` layers in bfloat16.
-
-    Rows have 512 + 64 columns. Trees (any layout that is not causal) are refused at `bind`.
-
-    Parameters
-    ----------
-    config : AttnConfig
-        The layer geometry, ``latent``.
-    device : torch.device
-        A CUDA device of compute capability 8.0 or higher.
-    """
+    """FlashInfer's MLA wrapper: causal ``latent`` layers in bfloat16."""
 
     name: ClassVar[str] = "flashinfer_mla"
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -73,14 +63,7 @@ class FlashInferMlaBackend(FlashInferLayer):
         return found if config is None else found + _geometry(config)
 
     def bind(self, plan: Plan) -> BoundAttention:
-        """Bind to the plan's kind.
-
-        Raises
-        ------
-        UnsupportedError
-            For a tree, and for more query tokens or keys than FlashInfer can plan. Prompts, whose
-            lengths are read later, are refused when they are planned.
-        """
+        """Bind to a causal plan that FlashInfer can plan; refuse others."""
         if isinstance(plan, CsrPlan):
             return MlaBranches(self, plan)
         if isinstance(plan, ExtendPlan):
@@ -112,18 +95,8 @@ def _geometry(config: AttnConfig) -> list[str]:
 class MlaAttention(Planned):
     """One causal call over a list per request.
 
-    Prompts are eager, all else is planned into buffers that a graph may have recorded.
-
-    Parameters
-    ----------
-    backend : FlashInferMlaBackend
-        Whose geometry it serves.
-    lists : Lists
-        The keys.
-    q_len : int
-        Query tokens of a request; the most, for prompts.
-    indices : Tensor, optional
-        Where FlashInfer reads the slots; ``lists.indices`` if omitted.
+    Prompts are eager, all else is planned into buffers that a graph may have recorded. ``indices``
+    is where FlashInfer reads the slots, ``lists.indices`` by default.
     """
 
     def __init__(

@@ -120,16 +120,8 @@ class Grid:
     request that the rows could hold beside ``requests - 1`` others of one row. Requests without
     rows take that worst case down to the ``q_len`` all requests really have.
 
-    Parameters
-    ----------
-    requests : int
-        Requests to plan for, those past the batch being without rows.
-    tile : int
-        Query rows (times group) of a tile.
-    ctas : int
-        Thread blocks per KV head, which bounds all partial results.
-    float_bytes, int_bytes : int
-        Workspace.
+    ``tile`` counts query rows (times group), ``ctas`` thread blocks per KV head, which bounds all
+    partial results.
     """
 
     requests: int
@@ -187,15 +179,7 @@ def _tile(rows: int, head_dim: int) -> int:
 
 
 def host_lens(seq_lens_cpu: Tensor | None, batch: int, longest: int, backend: str) -> Tensor:
-    """Check the host's prefix lengths: everything after this trusts them.
-
-    Raises
-    ------
-    UnsupportedError
-        If there are none.
-    ValueError
-        If they are not ``[batch]`` on the host, or one is not in ``0..longest``.
-    """
+    """Check the host's prefix lengths: everything after this trusts them."""
     if seq_lens_cpu is None:
         raise UnsupportedError(
             f"backend {backend!r}", ["it plans on the host and needs seq_lens_cpu, got None"]
@@ -231,25 +215,9 @@ class RequestLists:
     """A list per request: the prefix through the table, then the tail.
 
     Like the other lists here it has ``rows``, where every request's query tokens begin, on the
-    host, and ``indptr`` and ``indices``, which FlashInfer reads on the device.
-
-    Parameters
-    ----------
-    plan : AttnPlan
-        What is listed.
-    requests : int
-        Lists, those past the batch being empty.
-    window_left : int
-        Keys before any query's window are not listed; -1 is no window.
-    backend : str
-        Who lists, for errors.
-    prefix_only : bool
-        Leave the tail out; not with a window.
-
-    Attributes
-    ----------
-    longest : int
-        The most keys a list can have.
+    host, and ``indptr`` and ``indices``, which FlashInfer reads on the device. Lists past the batch
+    are empty, and keys before any query's window are not listed. ``longest`` is the most keys that
+    a list can have.
     """
 
     def __init__(
@@ -393,21 +361,8 @@ class PackedMasks:
     """A bit per query token and listed key, where FlashInfer reads it.
 
     Its own windows count list entries, ours positions: siblings share one. So a window is a part of
-    the mask.
-
-    Parameters
-    ----------
-    plan : AttnPlan
-        Of the query tokens.
-    lists : RequestLists or TailLists
-        The keys.
-    backend : str
-        Who reads the masks, for errors.
-
-    Attributes
-    ----------
-    late : bool
-        Whether the words name ancestors of earlier draft steps, which become known after ``fill``.
+    the mask. ``late`` says that the words name ancestors of earlier draft steps, which become known
+    after ``fill``.
     """
 
     def __init__(self, plan: AttnPlan, lists: RequestLists | TailLists, backend: str) -> None:

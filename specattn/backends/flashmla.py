@@ -41,13 +41,7 @@ class FlashMlaBackend(PagedBackend):
         return latent_reasons(config, [(RANK, ROPE)])
 
     def bind_causal(self, plan: AttnPlan) -> BoundAttention:
-        """Bind to decode, chain verify, draft extend and chain draft steps.
-
-        Raises
-        ------
-        UnsupportedError
-            If the library's kernels cannot be loaded.
-        """
+        """Bind; an UnsupportedError if its kernels cannot be loaded."""
         blocks = BlockTable.over(plan, self.page_size)
         try:
             # the shapes of the plan depend on the device, the batch and the query rows
@@ -70,13 +64,7 @@ class FlashMlaBackend(PagedBackend):
     def attend(
         self, bound: BoundPages, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None
     ) -> None:
-        """Attend in one causal call over prefix and tail.
-
-        Raises
-        ------
-        ValueError
-            If ``v`` is no view of ``k``: values are the first columns of the keys.
-        """
+        """Attend in one causal call over prefix and tail."""
         if v.data_ptr() != k.data_ptr() or v.stride() != k.stride():
             raise ValueError(f"v_cache must be k_cache[..., :{RANK}], a view")
         blocks, shape = bound.blocks, bound.shape

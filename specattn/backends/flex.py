@@ -48,17 +48,7 @@ HEAD = 10
 class FlexBackend(ReadOnly):
     """FlexAttention; no graphs, because it sizes its gather by the lengths.
 
-    Parameters
-    ----------
-    config : AttnConfig
-        The layer geometry.
-    device : torch.device
-        The CPU or a CUDA device.
-
-    Attributes
-    ----------
-    compiled : bool
-        Whether to compile where that is possible; subclass with False to run eagerly everywhere.
+    It compiles where that is possible; subclass with ``compiled`` False to run eagerly everywhere.
     """
 
     name: ClassVar[str] = "flex"
@@ -87,13 +77,7 @@ class FlexBackend(ReadOnly):
         return found
 
     def bind(self, plan: Plan) -> BoundAttention:
-        """Bind to the plan's kind.
-
-        Raises
-        ------
-        UnsupportedError
-            For index lists.
-        """
+        """Bind to the plan's kind; an UnsupportedError for index lists."""
         if isinstance(plan, CsrPlan):
             raise lists_refused(self.name)
         return FunctionAttention(plan, self.run, {"plan": plan})

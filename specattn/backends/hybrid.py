@@ -47,10 +47,7 @@ def hybrid(
 class HybridBackend:
     """Backends by phase, over one pool, as `hybrid` makes it.
 
-    Parameters
-    ----------
-    prefill, decode, verify : BackendFactory
-        See `hybrid`. A backend given twice is made once.
+    A backend given twice is made once.
     """
 
     prefill: BackendFactory
@@ -118,12 +115,6 @@ class HybridLayer(CompositeBackend):
         return (self.phases[phase],)
 
     def bind(self, plan: Plan) -> BoundAttention:
-        """Bind the backend of the plan's phase.
-
-        Raises
-        ------
-        UnsupportedError
-            If that backend refuses the plan.
-        """
+        """Bind the backend of the plan's phase."""
         (backend,) = self.serving(plan)
         return backend.bind(plan)

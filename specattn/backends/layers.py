@@ -51,15 +51,6 @@ class LayeredBackend:
         If the backend cannot serve one of the layers.
     ValueError
         If the layers and the pool differ in ``kv_dtype``.
-
-    Attributes
-    ----------
-    name : str
-        The chosen backend's name.
-    host_plan : bool
-        Whether the backend plans on the host (`BoundAttention.schedule`).
-    backends : tuple of AttentionBackend
-        One per distinct configuration, in the order of their first layers.
     """
 
     def __init__(
@@ -89,13 +80,7 @@ class LayeredBackend:
         return LayeredBackend(backend, layers, self.pool, self.pool.device)
 
     def check_pages(self, page_size: int) -> None:
-        """Refuse pools whose pages are not those the backend reads.
-
-        Raises
-        ------
-        UnsupportedError
-            If ``page_size`` is not a multiple of what the backend needs (`Capabilities.page_size`).
-        """
+        """Raise an UnsupportedError for pages that the backend does not read."""
         if page_size % self._page_size:
             raise UnsupportedError(
                 f"backend {self.name!r}",
@@ -103,31 +88,13 @@ class LayeredBackend:
             )
 
     def check_indices(self, indices: str) -> None:
-        """Refuse what draft steps cannot read; see `MultiStepDraftBackend`.
-
-        Raises
-        ------
-        ValueError
-            If ``indices`` is neither ``"table"`` nor ``"csr"``.
-        UnsupportedError
-            If ``indices`` is ``"csr"`` and the backend serves no index lists.
-        """
+        """Refuse an unknown word, and lists if the backend serves none."""
         one_of("indices", indices, "table", "csr")
         if indices == "csr" and not self._lists:
             raise lists_refused(self.name)
 
     def bind(self, plan: Plan) -> BoundLayers:
-        """Check ``plan`` and bind every distinct configuration to it.
-
-        An idle plan needs no kernel.
-
-        Raises
-        ------
-        ValueError
-            If a tensor of the plan is not as its class documents it.
-        UnsupportedError
-            If the backend refuses the plan.
-        """
+        """Check ``plan`` and bind every distinct configuration to it."""
         check_plan(plan, self.pool.device)
         bounds: list[BoundAttention] = [
             IdleAttention() if plan.idle else backend.bind(plan) for backend in self.backends
@@ -181,20 +148,7 @@ class PackedAttend(ABC):
 class BoundLayers(CompositeAttention, PackedAttend):
     """The `Attend` of a model: it stores new KV, then attends.
 
-    Parameters
-    ----------
-    backends : tuple of AttentionBackend
-        One per distinct configuration.
-    bounds : tuple of BoundAttention
-        What each of them has bound.
-    layers : tuple of (BoundAttention, AttnConfig)
-        One per layer of the model, with its scales.
-    pool : KVPool
-        Where the layers keep their KV.
-    plan : Plan
-        What all are bound to.
-    graphs : bool
-        Whether all that is bound here may be recorded in a CUDA graph.
+    ``graphs`` says whether all that is bound here may be recorded in a CUDA graph.
     """
 
     backends: tuple[AttentionBackend, ...]

@@ -105,21 +105,7 @@ class MultiStepDraftBackend:
 
 @dataclass(frozen=True)
 class BoundMultiStep:
-    """All draft decode steps of a bucket.
-
-    Parameters
-    ----------
-    plan : MultiStepPlan
-        All steps, over the bucket's rows of the shared inputs.
-    steps : tuple of BoundLayers
-        The draft's attention, one per step.
-    indices : {"table", "csr"}
-        What the steps read.
-    kv_indptr : Tensor
-        ``[steps, batch * topk + 1]`` int32; no columns unless ``indices="csr"``.
-    kv_indices : Tensor
-        ``[steps, width]`` int32, as `MultiStepDraftBackend` has them.
-    """
+    """All draft decode steps of a bucket."""
 
     plan: MultiStepPlan
     steps: tuple[BoundLayers, ...]

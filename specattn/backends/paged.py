@@ -104,13 +104,7 @@ class PagedBackend(ReadOnly, ABC):
         """Say which head counts and widths stand in the way."""
 
     def bind(self, plan: Plan) -> BoundAttention:
-        """Bind to a causal plan of whole pages.
-
-        Raises
-        ------
-        UnsupportedError
-            For trees, index lists and prompts, and for pages that are no multiple of ``page_size``.
-        """
+        """Bind to a causal plan of whole pages; refuse others by name."""
         if isinstance(plan, AttnPlan) and plan.layout.causal:
             if plan.layout.page_size % self.page_size == 0:
                 return self.bind_causal(plan)

@@ -160,16 +160,10 @@ def some_requests(plan: AttnPlan | CsrPlan, which: slice) -> AttnPlan | CsrPlan:
 
 @dataclass(frozen=True)
 class BoundTbo(CompositeAttention, BoundAttention):
-    """Attention over both halves of a batch.
+    """Attention over both halves of a batch, the ``children``'s.
 
-    Parameters
-    ----------
-    plans : tuple of two AttnPlan or CsrPlan
-        What the children are bound to.
-    children : tuple of two BoundAttention
-        The halves' attention. ``fill`` and ``schedule`` here serve both; then an engine may call
-        `run` with all rows, or each child's ``run`` with the rows of its half, ``q[rows]`` for
-        ``rows`` in `rows`.
+    ``fill`` and ``schedule`` here serve both; then an engine may call `run` with all rows, or each
+    child's ``run`` with the rows of its half, ``q[rows]`` for ``rows`` in `rows`.
     """
 
     plans: tuple[AttnPlan | CsrPlan, AttnPlan | CsrPlan]

@@ -17,15 +17,7 @@ if TYPE_CHECKING:
 
 
 class TorchNativeBackend(ReadOnly):
-    """Torch functions; eager, because gathers are sized by the lengths.
-
-    Parameters
-    ----------
-    config : AttnConfig
-        The layer geometry.
-    device : torch.device
-        Any.
-    """
+    """Torch functions; eager, because gathers are sized by the lengths."""
 
     name: ClassVar[str] = "torch_native"
     capabilities: ClassVar[Capabilities] = Capabilities(kv_dtypes=(FLOAT8,))

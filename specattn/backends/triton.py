@@ -85,15 +85,7 @@ def interpret() -> None:
 
 
 class TritonBackend(ReadOnly):
-    """The library's own kernels, on CUDA or in the interpreter on CPUs.
-
-    Parameters
-    ----------
-    config : AttnConfig
-        The layer geometry.
-    device : torch.device
-        A CUDA device, or the CPU, for which Triton's interpreter is switched on.
-    """
+    """The library's own kernels, on CUDA or in the interpreter on CPUs."""
 
     name: ClassVar[str] = "triton"
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -188,16 +180,7 @@ def prompts(plan: ExtendPlan) -> dict[str, Any]:
 class TritonBound(BoundAttention):
     """Attention over one plan.
 
-    Parameters
-    ----------
-    plan : AttnPlan or CsrPlan
-        What it is bound to.
-    kernel : TreeAttention
-        The kernels of the plan's bucket.
-    request : PlanRequest
-        What fills the kernels' own plan.
-    inputs : mapping
-        The tensors that `TreeAttention.run` takes by name.
+    ``request`` fills the kernels' own plan; ``inputs`` are tensors that `TreeAttention.run` takes.
     """
 
     plan: AttnPlan | CsrPlan

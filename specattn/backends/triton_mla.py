@@ -29,15 +29,7 @@ MAX_RANK, MAX_ROPE = 512, 64
 
 
 class TritonMlaBackend(TritonBackend):
-    """The library's own kernels for ``latent`` layers.
-
-    Parameters
-    ----------
-    config : AttnConfig
-        The layer geometry, ``latent``.
-    device : torch.device
-        A CUDA device, or the CPU, for which Triton's interpreter is switched on.
-    """
+    """The library's own kernels for ``latent`` layers."""
 
     name: ClassVar[str] = "triton_mla"
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -51,13 +43,7 @@ class TritonMlaBackend(TritonBackend):
         return found if config is None else found + _geometry(config)
 
     def bind(self, plan: Plan) -> BoundAttention:
-        """Bind to the plan's kind.
-
-        Raises
-        ------
-        UnsupportedError
-            For index lists.
-        """
+        """Bind to the plan's kind; an UnsupportedError for index lists."""
         if isinstance(plan, CsrPlan):
             raise lists_refused(self.name)
         return super().bind(plan)

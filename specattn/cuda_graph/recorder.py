@@ -21,17 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Recording(Generic[T]):
-    """A graph, what its call returned, and its bytes.
-
-    Parameters
-    ----------
-    graph : torch.cuda.CUDAGraph
-        Instantiated, and ready to replay.
-    outputs : object
-        What the recorded call returned.
-    nbytes : int
-        Bytes that the memory pool grew by.
-    """
+    """A graph, what its call returned, and its bytes."""
 
     graph: torch.cuda.CUDAGraph
     outputs: T

@@ -156,15 +156,7 @@ class GraphReport:
 
 @dataclass
 class GraphStats(Generic[Key]):
-    """How many batches were served, by mode.
-
-    Parameters
-    ----------
-    replays : Counter
-        Batches that a bucket served.
-    eager : Counter
-        Batches that no captured bucket held.
-    """
+    """How many batches were served, by mode."""
 
     replays: Counter[Key] = field(default_factory=Counter)
     eager: Counter[Key] = field(default_factory=Counter)

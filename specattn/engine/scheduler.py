@@ -25,20 +25,8 @@ if TYPE_CHECKING:
 class RunningRequest:
     """A request that has a row of the table.
 
-    Parameters
-    ----------
-    request : Request
-        What was asked for.
-    result : RequestOutput
-        What it has got so far.
-    row : int
-        Its row of the table.
-    length : int
-        Tokens that hold KV, as far as the host knows.
-    eos : collection of int
-        Tokens that end it.
-    stream : TextStream or None
-        Its text, where stop strings are looked for.
+    ``length`` counts the tokens that hold KV, as far as the host knows; tokens of ``eos`` end it;
+    ``stream`` is its text, where stop strings are looked for.
     """
 
     request: Request
@@ -241,14 +229,8 @@ class Scheduler:
         """Return the requests of the step after one in flight, by config.
 
         Slots are reserved for both steps. No request takes it unless all that run take part in the
-        step in flight, and all that may go on have room and slots for both.
-
-        Parameters
-        ----------
-        config : SpecConfig
-            The config of the step in flight.
-        group : sequence of RunningRequest
-            The requests that take part in it.
+        step in flight, ``config`` of ``group``, and all that may go on have room and slots for
+        both.
         """
         going = [one for one in self.running if one.goes_on]
         if not going or not set(group).issuperset(self.running):

@@ -34,17 +34,7 @@ Rope = tuple[Tensor, Tensor]  # cosines and sines, [T, D] each
 
 
 class DraftAttention(nn.Module):
-    """The projections and the position embedding around ``attend``.
-
-    Parameters
-    ----------
-    config : LlamaConfig
-        The draft's configuration.
-    layer : int
-        The layer's index, which ``attend`` gets.
-    input_size : int
-        The width of the input, ``2 * hidden_size`` in EAGLE-3.
-    """
+    """The projections and the position embedding around ``attend``."""
 
     def __init__(self, config: LlamaConfig, layer: int, input_size: int) -> None:
         super().__init__()
@@ -136,13 +126,7 @@ class HeadWeights(nn.Module):
 
 
 class EagleWeights(HeadWeights):
-    """The weights of an EAGLE-1 or EAGLE-2 checkpoint, under its names.
-
-    Parameters
-    ----------
-    config, names
-        See `HeadWeights`; the draft predicts the target's whole vocabulary.
-    """
+    """The weights of an EAGLE-1 or EAGLE-2 checkpoint, under its names."""
 
     def __init__(self, config: LlamaConfig, names: set[str]) -> None:
         super().__init__(config, names, config.vocab_size)
@@ -252,13 +236,7 @@ class DraftHead:
 
 @dataclass(frozen=True, eq=False)
 class EagleHead(DraftHead):
-    """The draft of EAGLE-1 and EAGLE-2, over the target's last state.
-
-    Parameters
-    ----------
-    weights : EagleWeights
-        The checkpoint's weights; the other parts are those of `DraftHead`.
-    """
+    """The draft of EAGLE-1 and EAGLE-2, over the target's last state."""
 
     weights: EagleWeights
 

@@ -58,13 +58,7 @@ def blaming(argument: str, name: str) -> Iterator[None]:
 
 
 def locate(argument: str, path_or_id: str | Path) -> str:
-    """Return a model folder's path or a Hub model's name.
-
-    Raises
-    ------
-    ModelError
-        If the path is a file, or is a path and does not exist; it blames ``argument``.
-    """
+    """Return a model's folder or name on the Hub, or blame ``argument``."""
     name = str(path_or_id)
     path = Path(name).expanduser()
     if path.is_dir():
@@ -77,13 +71,7 @@ def locate(argument: str, path_or_id: str | Path) -> str:
 
 
 def fetch(argument: str, path_or_id: str | Path, patterns: list[str]) -> Path:
-    """Return a model's folder, with its ``patterns`` fetched from the Hub.
-
-    Raises
-    ------
-    ModelError
-        If there is neither such a folder nor a repository that can be reached.
-    """
+    """Return a model's folder, with its ``patterns`` fetched from the Hub."""
     name = locate(argument, path_or_id)
     if Path(name).is_dir():
         return Path(name)

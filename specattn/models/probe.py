@@ -41,19 +41,8 @@ _CLOSE = {2: 2e-2, 4: 1e-4, 8: 1e-8}
 def probe_layers(module: nn.Module, config: Any) -> tuple[AttnConfig, ...]:
     """Return every attention layer's geometry, in the order of ``layer_idx``.
 
-    From then on, the model's attention is the ``specattn_attention`` of its call.
-
-    Parameters
-    ----------
-    module : nn.Module
-        A causal language model of transformers.
-    config : PretrainedConfig
-        The configuration of its text part.
-
-    Raises
-    ------
-    ModelError
-        Naming what it computes that paged attention over flattened tokens does not.
+    From then on, the model's attention is the ``specattn_attention`` of its call. A ModelError
+    names what it computes that paged attention over flattened tokens does not.
     """
     _check_config(module, config)
     order = torch.tensor(_ORDER, device=next(module.parameters()).device)

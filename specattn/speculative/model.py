@@ -219,15 +219,7 @@ Model = TypeVar("Model", TargetModel, DraftModel)
 
 
 def for_context(model: Model, max_context_len: int) -> Model:
-    """Return ``model`` for contexts of ``max_context_len`` tokens; see `ContextModel`.
-
-    A model that is no `ContextModel` is returned as it is.
-
-    Raises
-    ------
-    ModelError
-        If the model refuses contexts of that length.
-    """
+    """Return ``model`` for contexts of ``max_context_len`` tokens; see `ContextModel`."""
     return model.for_context(max_context_len) if isinstance(model, ContextModel) else model
 
 

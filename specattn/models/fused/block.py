@@ -39,15 +39,7 @@ _PLAIN = {"_proj": nn.Linear, "lm_head": nn.Linear, "embed_tokens": nn.Embedding
 
 @dataclass(frozen=True, eq=False)
 class RotaryTable:
-    """Rotation angles of L positions, computed by transformers' module.
-
-    Parameters
-    ----------
-    rotary : nn.Module
-        Maps positions to cosines and sines; it depends on nothing else.
-    length : int
-        L, the number of positions.
-    """
+    """Rotation angles of L positions, by a module of nothing else."""
 
     rotary: nn.Module
     length: int
@@ -159,23 +151,7 @@ class Block:
     ) -> tuple[Tensor, Tensor]:
         """Attend with the normed ``x``, and add the result to the stream.
 
-        Parameters
-        ----------
-        x, stream : Tensor
-            ``[T, H]`` each: the layer's normed input, and the residual stream.
-        layer : int
-            The layer's index, which ``attend`` gets.
-        positions : Tensor
-            ``[T]`` int64.
-        attend : Attend
-            Stores keys and values, and attends; a `PackedAttend` also norms and rotates the heads.
-        rows : Tensor, optional
-            ``[R]``, the tokens whose results are wanted; all if omitted.
-
-        Returns
-        -------
-        x, stream : Tensor
-            ``[R, H]`` each: the norm of the new stream, and the stream.
+        Returns the norm of the new stream, and the stream, ``[R, H]`` each.
         """
         parts = project(x, self.qkv)
         if isinstance(attend, PackedAttend):
