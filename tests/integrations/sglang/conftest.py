@@ -40,12 +40,17 @@ def active() -> None:
 
 
 OUTCOMES: dict[str, str] = {}
+#: Verify forwards of each prompt, by setting and backend.
+VERIFIED: dict[str, dict[str, list[int]]] = {}
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     inside = report.nodeid.startswith("tests/integrations/sglang/")
     if inside and (report.when == "call" or report.outcome != "passed"):
         OUTCOMES[report.nodeid.removeprefix("tests/integrations/sglang/")] = report.outcome
+        for name, counts in report.user_properties:
+            if name == "verified":
+                VERIFIED.update(counts)
 
 
 def pytest_sessionfinish() -> None:
@@ -58,5 +63,6 @@ def pytest_sessionfinish() -> None:
     entry = record.setdefault(version("sglang"), {"tests": {}})
     entry["with"] = {name: version(name) for name in ("torch", "triton", "transformers")}
     entry["device"] = "cpu"
+    entry["verified"] = dict(sorted((entry.get("verified", {}) | VERIFIED).items()))
     entry["tests"] = dict(sorted((entry["tests"] | OUTCOMES).items()))
     file.write_text(json.dumps(dict(sorted(record.items())), indent=1) + "\n")

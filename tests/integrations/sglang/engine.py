@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from importlib.resources import files
 from typing import Any
@@ -24,9 +25,12 @@ SETTINGS: dict[str, tuple[str | None, int, int, int, int]] = {
     "4-2-8 pages": ("EAGLE3", 4, 2, 8, 16),
     "standalone": ("STANDALONE", 3, 2, 6, 1),
     "full": ("EAGLE3", 4, 2, 8, 1),
+    "two ranks": ("EAGLE3", 4, 2, 8, 1),
 }
 #: Tokens that a pool holds; in the setting "full" it runs out.
 POOL = {"full": 96}
+#: Processes that share the heads, over gloo.
+RANKS = {"two ranks": 2}
 TEXTS = (
     "def fibonacci(n):",
     "import os\nclass Reader:",
@@ -49,6 +53,7 @@ def options(setting: str, backend: str) -> dict[str, Any]:
         "max_total_tokens": POOL.get(setting, 2048),
         "max_running_requests": 4,
         "page_size": page,
+        "tp_size": RANKS.get(setting, 1),
         "skip_server_warmup": True,
         "log_level": "error",
     }
@@ -111,6 +116,8 @@ def main(setting: str, backend: str) -> None:
     """Run one setting: all prompts, and again after others were aborted."""
     import sglang
 
+    # SGLang wants a core named for each rank where they share a memory node
+    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(RANKS.get(setting, 1))))
     engine = sglang.Engine(**options(setting, backend))
     try:
         first = generate(engine, prompts())

@@ -23,6 +23,10 @@ def register():
     import torch
 
     from specattn.integrations.sglang.names import release
+    from tests.interpreter import patch_once, without_idle_checks
+
+    patch_once()
+    without_idle_checks()
 
     # events and streams that only CUDA has
     torch.Tensor.record_stream = lambda self, stream: None
