@@ -24,6 +24,7 @@ from bench.tools.compile_small import (
     index_lists,
     kv_operations,
     laws,
+    log_probs,
     products,
     step_ends,
     windows,
@@ -64,6 +65,7 @@ QUICK: dict[str, Callable[[], None]] = {
     "windows": windows,
     "step": step_ends,
     "laws": laws,
+    "log-probabilities": log_probs,
 }
 CASES = QUICK | {
     "16 rows, bf16": partial(attend, 4, 4, BF16),

@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 
 from bench.tools.compile_offline import BATCH, BF16, CONTEXT, F32, I32, LIMITS, zeros
-from specattn.kernels import adopt, fused, indices, sampling, step, tree
+from specattn.kernels import adopt, fused, indices, logprobs, sampling, step, tree
 from specattn.kernels import cache as caches
 from specattn.kernels.attention import triton as attention_triton
 from specattn.kernels.fused.stream import stream_gated, stream_linear
@@ -139,6 +139,15 @@ def laws(dtype: torch.dtype = BF16, vocab: int = 32000) -> None:
     sampling.target_probs(many, values, None, values, 4)
     sampling.path_coins(zeros(BATCH), values.int(), 4, 2)
     sampling.draw_tokens(logits.float(), values)
+
+
+def log_probs(dtype: torch.dtype = BF16, vocab: int = 128256, depth: int = 6) -> None:
+    logits, law = zeros(BATCH, 16, vocab, dtype=dtype), zeros(BATCH, 16, vocab, dtype=F32)
+    path, lens, rows = zeros(BATCH, depth), zeros(BATCH, dtype=I32), zeros(BATCH)
+    for most, more in ((20, {"processed": law, "probs": law}), (0, {})):
+        out = zeros(2, BATCH, depth, 1 + most)
+        tables = {"counts": lens, "kinds": lens, "values_out": out.float(), "ids_out": out}
+        logprobs.path_logprobs(logits, path.int(), path, lens, rows, zeros(1), **tables, **more)
 
 
 def kv_operations(dtype: torch.dtype = BF16, stored: torch.dtype | None = None) -> None:

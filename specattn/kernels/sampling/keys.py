@@ -57,3 +57,15 @@ def is_sound(peak):
 def finite(peak):
     """Return ``peak``, with a number below all other logits for -inf."""
     return tl.maximum(peak, -3.0e38)
+
+
+@triton.jit
+def best_keys(key, LEAST: tl.constexpr, count, BLOCK_K: tl.constexpr):
+    """Return the ``count`` largest of distinct keys in order, then ``LEAST``."""
+    rank = tl.arange(0, BLOCK_K)  # [BLOCK_K]
+    best = tl.full([BLOCK_K], LEAST, key.dtype)
+    for nth in range(count):
+        top = tl.max(key, 0)
+        best = tl.where(rank == nth, top, best)
+        key = tl.where(key == top, LEAST, key)
+    return best

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from specattn.kernels.launch import enter
 from specattn.kernels.sampling.keys import (
+    best_keys,
     finite,
     is_sound,
     load_flagged,
@@ -16,18 +17,6 @@ from specattn.kernels.sampling.keys import (
     score_of,
     token_of,
 )
-
-
-@triton.jit
-def _best(key, LEAST: tl.constexpr, TOPK: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return the ``TOPK`` largest of distinct keys in order, then ``LEAST``."""
-    rank = tl.arange(0, BLOCK_K)  # [BLOCK_K]
-    best = tl.full([BLOCK_K], LEAST, key.dtype)
-    for nth in range(TOPK):
-        top = tl.max(key, 0)
-        best = tl.where(rank == nth, top, best)
-        key = tl.where(key == top, LEAST, key)
-    return best
 
 
 @triton.jit
@@ -56,7 +45,7 @@ def top_splits_kernel(
         # 16 bits of a bfloat16, and the lane in the 16 that it leaves free: half the work
         key = (score_key(score) & -0x10000) | (0xFFFF - lane)
         key = tl.where(live, key, -0x80000000)
-        best = _best(key, -0x80000000, TOPK, BLOCK_K)  # [BLOCK_K]
+        best = best_keys(key, -0x80000000, TOPK, BLOCK_K)  # [BLOCK_K]
         token = split * BLOCK + 0xFFFF - (best & 0xFFFF)
         bits = tl.where(best >= 0, best & -0x10000, best | 0xFFFF)
         none = best < -0x7FFF0000
@@ -65,7 +54,7 @@ def top_splits_kernel(
     else:
         key = ranked(score, split * BLOCK + lane)
         key = tl.where(live, key, -0x8000000000000000)
-        best = _best(key, -0x8000000000000000, TOPK, BLOCK_K)
+        best = best_keys(key, -0x8000000000000000, TOPK, BLOCK_K)
     rank = tl.arange(0, BLOCK_K)
     tl.store(keys + cell * TOPK + rank, best, mask=rank < TOPK)
 
@@ -98,7 +87,7 @@ def top_merge_kernel(
     key = tl.load(
         keys + row * splits * TOPK + flat, mask=flat < splits * TOPK, other=-0x8000000000000000
     )
-    best = _best(key, -0x8000000000000000, TOPK, BLOCK_K)  # [BLOCK_K]
+    best = best_keys(key, -0x8000000000000000, TOPK, BLOCK_K)  # [BLOCK_K]
     prob = tl.exp(score_of(best) - top) / tl.maximum(total, 1e-30)
     rank = tl.arange(0, BLOCK_K)
     tl.store(probs_out + row * TOPK + rank, prob, mask=rank < TOPK)
