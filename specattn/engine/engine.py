@@ -23,6 +23,7 @@ from specattn.engine.scheduler import RunningRequest, Scheduler
 from specattn.errors import CapacityError, CaptureError
 from specattn.speculative.model import ModelSlot, for_context
 from specattn.speculative.prefill import Prefill, Prompt
+from specattn.speculative.processors import ProcessorStates
 from specattn.speculative.sampling import SamplingBatch
 from specattn.speculative.states import RequestStates, StateDims
 from specattn.speculative.step_decoder import StepDecoder, plans_on_host
@@ -61,10 +62,10 @@ def _eager_if_it_fails(decoder: StepDecoder) -> Iterator[None]:
 class _LateDecoder(StepDecoder):
     """Made while requests run, which no failing capture may end."""
 
-    def capture(self, *, sampled: bool = False) -> None:
+    def capture(self, *, sampled: bool = False, processors: ProcessorStates | None = None) -> None:
         """Capture what is not captured yet; what cannot be captured runs eagerly."""
         with _eager_if_it_fails(self):
-            super().capture(sampled=sampled)
+            super().capture(sampled=sampled, processors=processors)
 
 
 @dataclass(eq=False)
@@ -120,6 +121,9 @@ class Engine:
     sampled : bool
         Whether to capture steps for requests that draw, too; otherwise the first such request to be
         added, and all that run then, wait for that.
+    processed : bool
+        The same for requests with logits processors; the states that these need are allocated then,
+        too (`ProcessorStates`).
     indices : {"table", "csr"}
         What draft steps read; see `MultiStepDraftBackend`.
     validate : {"off", "debug"}
@@ -170,6 +174,7 @@ class Engine:
         graphs: bool = True,
         cudagraph: CudagraphMode | None = None,
         sampled: bool = False,
+        processed: bool = False,
         indices: Indices = "table",
         validate: Validate = "off",
         deterministic: bool = False,
@@ -233,16 +238,21 @@ class Engine:
             "the settings of an Engine",
             [
                 *(self.configs.all, self.buckets, slots, kv_dtype, self.target.backend.name),
-                *(self._options["cudagraph"], graphs, sampled, indices),
+                *(self._options["cudagraph"], graphs, sampled, processed, indices),
                 *(validate, deterministic, tbo, draft is not None),
             ],
         )
-        options = self._options | {"buckets": self.buckets, "sampled": sampled}
+        # what requests ask of their logits; None until one asks for anything
+        self._processors = self._alloc_processors() if processed else None
+        levels = {"sampled": sampled, "processors": self._processors}
+        options = self._options | levels | {"buckets": self.buckets}
         self._decoders = {
             one: StepDecoder(self.target, self.draft, one, **options) for one in self.configs.all
         }
-        # configs whose captures for requests that draw were tried while requests ran
+        # configs whose captures for requests that draw, or have processors, were tried while
+        # requests ran
         self._drawing: set[SpecConfig] = set()
+        self._processing: set[SpecConfig] = set()
         # launched and not handed out: the groups of one step
         self._steps: list[LaunchedStep] = []
         # whether they are still here because another launch failed
@@ -451,10 +461,13 @@ class Engine:
                 raise ValueError(f"config must be one of the engine's configs, got {config}")
             sampled = any(decoder.sampled for decoder in self._decoders.values())
             # the largest bucket holds whatever batch the others hold
-            options = self._options | {"buckets": [max(self.buckets)], "sampled": sampled}
+            levels = {"sampled": sampled, "processors": self._processors}
+            options = self._options | levels | {"buckets": [max(self.buckets)]}
             found = self._decoders[config] = _LateDecoder(self.target, None, config, **options)
             if sampled:
                 self._drawing.add(config)
+            if self._processors is not None:
+                self._processing.add(config)
         return found
 
     @property
@@ -548,6 +561,8 @@ class Engine:
             try:
                 if any(request.sampling.temperature for request in requests):
                     self._capture_sampled()
+                if any(request.processed for request in requests):
+                    self._capture_processed()
                 results = [RequestOutput(started_at=time.perf_counter()) for _ in requests]
                 items = list(zip(requests, results, strict=True))
                 self._untimed()
@@ -571,7 +586,8 @@ class Engine:
         if self._sampling is None or self._sampling[0] != params:
             self._sampling = params, SamplingBatch.of(params, device)
         sampling = self._sampling[1]
-        out = self._prefill.run(prompts, sampling)
+        self._admit_processors(admitted)
+        out = self._prefill.run(prompts, sampling, self._processors)
         lens = torch.tensor([len(prompt.tokens) for prompt in prompts], dtype=torch.int32)
         rows = torch.tensor([prompt.row for prompt in prompts])
         self.states.admit(rows.to(device), lens.to(device), out.bonus_tokens, out.state, sampling)
@@ -588,6 +604,34 @@ class Engine:
                 with _eager_if_it_fails(decoder):
                     decoder.capture(sampled=True)
                 self._drawing.add(config)
+
+    def _capture_processed(self) -> None:
+        """Try once per decoder to capture it for requests with processors, too."""
+        if self._processors is None:
+            self._processors = self._alloc_processors()
+        for config, decoder in self._decoders.items():
+            if config not in self._processing:
+                with _eager_if_it_fails(decoder):
+                    decoder.capture(processors=self._processors)
+                self._processing.add(config)
+
+    def _alloc_processors(self) -> ProcessorStates:
+        rows, vocab = len(self.table.req_to_token), self.target.model.vocab_size
+        return ProcessorStates.alloc(rows, vocab, self.table.req_to_token.device)
+
+    def _admit_processors(self, admitted: Sequence[RunningRequest]) -> None:
+        """Write what requests ask of their logits, once any request has asked."""
+        if self._processors is None:
+            return
+        for one in admitted:
+            request = one.request
+            self._processors.admit(
+                one.row,
+                request.sampling,
+                request.prompt,
+                min_new_tokens=request.min_new_tokens,
+                end_ids=one.eos,
+            )
 
     def _launch(self, groups: Groups) -> None:
         """Launch a step of every group; errors are raised after that."""
@@ -614,8 +658,9 @@ class Engine:
             lens = torch.tensor([one.length for one in group], dtype=torch.int32)
         decoder, rows = self.decoder(config), [one.row for one in group]
         sampled = any(one.request.sampling.temperature for one in group)
+        processed = any(one.request.processed for one in group)
         began = time.perf_counter()
-        pending = decoder.step_async(rows, sampled=sampled, seq_lens_cpu=lens)
+        pending = decoder.step_async(rows, sampled=sampled, processed=processed, seq_lens_cpu=lens)
         return LaunchedStep(config, group, pending, began)
 
     def _collect(self, steps: Sequence[LaunchedStep]) -> list[Gain]:

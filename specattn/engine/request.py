@@ -33,11 +33,14 @@ class Request:
     stop_token_ids : sequence of int
         Tokens that end the generation as the target's end-of-text tokens do; they end it with
         ``ignore_eos``, too. Kept as a frozenset.
+    min_new_tokens : int
+        Tokens that are generated before one that ends the generation is possible; 0 is off.
 
     Raises
     ------
     ValueError
-        If the prompt's tokens or ``max_new_tokens`` are no whole numbers, ``sampling`` is no
+        If the prompt's tokens, ``max_new_tokens`` or ``min_new_tokens`` are no whole numbers, the
+        last is below 0, ``sampling`` is no
         `SamplingParams`, ``ignore_eos`` no bool, ``stop`` a single text, one of its texts empty, or
         ``stop_token_ids`` no whole numbers.
     """
@@ -48,6 +51,7 @@ class Request:
     stop: Sequence[str] = ()
     ignore_eos: bool = False
     stop_token_ids: Collection[int] = ()
+    min_new_tokens: int = 0
 
     def __post_init__(self) -> None:
         try:
@@ -59,12 +63,18 @@ class Request:
         prompt = tuple(whole_number("every prompt token", token) for token in tokens)
         object.__setattr__(self, "prompt", prompt)
         whole_number("max_new_tokens", self.max_new_tokens)
+        whole_number("min_new_tokens", self.min_new_tokens, 0)
         if not isinstance(self.sampling, SamplingParams):
             raise ValueError(f"sampling must be SamplingParams, got {self.sampling!r}")
         flag("ignore_eos", self.ignore_eos)
         ends = frozenset(whole_number("every stop token", id_) for id_ in self.stop_token_ids)
         object.__setattr__(self, "stop_token_ids", ends)
         self._keep_stop()
+
+    @property
+    def processed(self) -> bool:
+        """Whether its steps have to be processed ones."""
+        return self.sampling.processed or self.min_new_tokens > 0
 
     def _keep_stop(self) -> None:
         # each character of a single text would end the generation
@@ -137,8 +147,9 @@ def check_requests(
     ------
     ValueError
         If there is something else than a `Request` among them; if a prompt is empty, longer than
-        ``limit`` or has tokens outside the vocabulary; if ``max_new_tokens`` is below 1; if one has
-        stop strings, and there is no text.
+        ``limit`` or has tokens outside the vocabulary; if ``max_new_tokens`` is below 1; if
+        tokens of ``sampling`` lie outside the vocabulary; if one has stop strings, and there is no
+        text.
     """
     if isinstance(requests, Request):
         raise ValueError(f"requests must be a sequence of Request, got the one {requests!r}")
@@ -160,6 +171,7 @@ def check_requests(
             raise ValueError(f"prompt tokens must be 0..{vocab_size - 1}, got {low}..{high}")
         if request.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {request.max_new_tokens}")
+        request.sampling.check_tokens(vocab_size)
         if request.stop and not stop_strings:
             raise ValueError("stop strings need detokenize")
     return checked

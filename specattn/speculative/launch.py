@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,16 +15,17 @@ from specattn.cuda_graph.recorder import is_recording, side_by_side
 from specattn.speculative.step import Step, StepPart
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch import Tensor
 
     from specattn.backends.multi_step import Indices
-    from specattn.buffers import Fingerprint
+    from specattn.buffers import BufferSet, Fingerprint
     from specattn.cache.slot_table import RequestTable
     from specattn.config import SpecConfig
     from specattn.speculative.host_buffers import HostBuffers
     from specattn.speculative.model import DraftModel, ModelSlot, TargetModel
+    from specattn.speculative.processors import ProcessorStates
     from specattn.speculative.states import RequestStates
     from specattn.speculative.step import Acceptor
 
@@ -89,6 +90,18 @@ class StepLaunch:
         )
         return StepLaunch(self.part, steps, host, packed, self.tbo)
 
+    def processing(self, processors: ProcessorStates, bitmask: Tensor) -> StepLaunch:
+        """Return the launch for requests with processors, over the same buffers.
+
+        ``bitmask`` has at least a row per request.
+        """
+        split = _split(len(self.packed), self.tbo)
+        steps = tuple(
+            step.processing(processors, bitmask[rows])
+            for step, rows in zip(self.steps, split, strict=True)
+        )
+        return replace(self, steps=steps)
+
     @property
     def graphs(self) -> bool:
         """Whether the attention of the part may be recorded."""
@@ -116,7 +129,7 @@ class StepLaunch:
         elif len(runs) == 1:
             runs[0]()
         else:
-            with _all_or_none(self.steps[0].states):
+            with _all_or_none(self._states()):
                 for run in runs:
                     run()
         if self.part.has(ForwardMode.DRAFT_EXTEND):
@@ -127,10 +140,15 @@ class StepLaunch:
         step = self.steps[0]
         pools = [slot.pool for slot in (step.target, step.draft_model) if slot is not None]
         return (
-            vars(step.states).values(),
+            *(vars(states).values() for states in self._states()),
             (step.table.req_to_token, step.table.reserved),
             *(_tensors(cache) for pool in pools for cache in (pool.k, pool.v)),
         )
+
+    def _states(self) -> tuple[BufferSet, ...]:
+        """Return what steps leave for each other."""
+        step = self.steps[0]
+        return (step.states, *((step.processors,) if step.processors is not None else ()))
 
     def fingerprint(self) -> Fingerprint:
         """Describe the buffers, tables, states, pools and configs of the step."""
@@ -144,6 +162,8 @@ class StepLaunch:
                 states=step.states,
                 buffers=step.buffers,
             )
+            if step.processors is not None:
+                found += fingerprint(processors=step.processors, bitmask=step.bitmask)
             if step.draft_attention is not None:
                 drafts = step.draft_attention
                 found += fingerprint(
@@ -162,9 +182,9 @@ def _tensors(caches: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 @contextmanager
-def _all_or_none(states: RequestStates) -> Iterator[None]:
+def _all_or_none(states: Sequence[BufferSet]) -> Iterator[None]:
     """Put the states back if anything fails."""
-    tensors = states.tensors().values()
+    tensors = [tensor for one in states for tensor in one.tensors().values()]
     before = [tensor.clone() for tensor in tensors]
     try:
         yield

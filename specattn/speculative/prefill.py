@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from specattn.backends.layers import BoundLayers, LayeredBackend
     from specattn.speculative.model import DraftModel, ModelSlot, TargetModel, TargetOutput
+    from specattn.speculative.processors import ProcessorStates
     from specattn.speculative.sampling import SamplingBatch
 
 
@@ -101,7 +102,12 @@ class Prefill:
             raise ValueError(f"chunk must be at least 1, got {self.chunk}")
 
     @torch.no_grad()
-    def run(self, prompts: Sequence[Prompt], sampling: SamplingBatch) -> PrefillResult:
+    def run(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingBatch,
+        processors: ProcessorStates | None = None,
+    ) -> PrefillResult:
         """Fill the KV of both models and draw each prompt's first token.
 
         Parameters
@@ -110,6 +116,8 @@ class Prefill:
             At least one.
         sampling : SamplingBatch
             How each request draws, in the order of the prompts.
+        processors : ProcessorStates, optional
+            What requests ask of their logits; all of them are admitted to it.
 
         Raises
         ------
@@ -130,7 +138,8 @@ class Prefill:
             which = torch.tensor([p.index for p in done], device=bonus.device, dtype=torch.int64)
             if done:
                 lens = torch.tensor([p.stop - 1 for p in done], device=bonus.device)
-                first = _first_tokens(out.logits, lens, _pick(sampling, which))
+                rows = torch.tensor([prompts[p.index].row for p in done], device=bonus.device)
+                first = _first_tokens(out.logits, lens, _pick(sampling, which), rows, processors)
                 bonus[which] = first
             if self.draft is not None and out.hidden_states is not None:
                 tokens = self._next_tokens(prompts, pieces, last, bonus[which])
@@ -238,7 +247,13 @@ def _positions(pieces: Sequence[_Piece], device: torch.device) -> Tensor:
     return torch.cat([torch.arange(p.start, p.stop) for p in pieces]).to(device)
 
 
-def _first_tokens(logits: Tensor, lens: Tensor, sampling: SamplingBatch) -> Tensor:
+def _first_tokens(
+    logits: Tensor,
+    lens: Tensor,
+    sampling: SamplingBatch,
+    rows: Tensor,
+    processors: ProcessorStates | None,
+) -> Tensor:
     """Draw first tokens from ``logits [R, V]``, as a step would."""
     root = torch.zeros_like(lens)[:, None]
     none, index = torch.full_like(root, -1), torch.arange(len(root), device=root.device)[:, None]
@@ -246,7 +261,13 @@ def _first_tokens(logits: Tensor, lens: Tensor, sampling: SamplingBatch) -> Tens
     words = torch.ones_like(root)[:, :, None]
     tree = DraftTree(root, lens[:, None], words, index, none, none, probs)
     plain = SpecConfig(num_steps=0, num_draft_tokens=1)
-    return accept(tree, logits[:, None], lens.to(torch.int32), plain, sampling).bonus_tokens
+    nodes = logits[:, None]
+    if processors is not None:
+        nodes = processors.process(tree, nodes, rows)
+    accepted = accept(tree, nodes, lens.to(torch.int32), plain, sampling)
+    if processors is not None:
+        processors.note(rows, accepted.accept_tokens, accepted.accept_lens)
+    return accepted.bonus_tokens
 
 
 def _pick(sampling: SamplingBatch, which: Tensor) -> SamplingBatch:

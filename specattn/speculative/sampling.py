@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from math import isfinite
 
 import torch
 from torch import Tensor
 
 from specattn.checks import number, whole_number
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+#: Tokens with a bias, sequences that are bad words, and tokens of each, that a request may have.
+MAX_BIAS, MAX_BAD_WORDS, MAX_BAD_WORD = 512, 64, 16
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How one request draws its tokens.
+
+    Requests with one of the last seven need steps of the level "processed"; see
+    docs/requests.md for their laws.
 
     Parameters
     ----------
@@ -29,6 +33,22 @@ class SamplingParams:
     seed : int
         Names the request's random numbers. Each is a function of seed, position and draw, so that
         a request's tokens do not depend on the batch it runs in.
+    min_p : float
+        Keep tokens at least ``min_p`` times as probable as the most probable one, in [0, 1]; 0
+        keeps all.
+    repetition_penalty : float
+        Above 0: divides positive logits of tokens of prompt and output, multiplies negative ones; 1
+        is off.
+    presence_penalty, frequency_penalty : float
+        In [-2, 2]: subtracted from the logits of the output's tokens, once, and once per time that
+        they are there; 0 is off.
+    logit_bias : mapping of int to float
+        Finite numbers added to the logits of at most 512 tokens; kept as a tuple of pairs.
+    bad_words : sequence of sequence of int
+        At most 64 sequences of 1 to 16 tokens, which the text must not have: the token that would
+        complete one is impossible. Kept as tuples.
+    allowed_tokens : collection of int, optional
+        The only possible tokens, at least one; kept as a frozenset. None allows all.
 
     Raises
     ------
@@ -40,6 +60,13 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
+    bad_words: Sequence[Sequence[int]] = ()
+    allowed_tokens: Collection[int] | None = None
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p"):
@@ -55,6 +82,90 @@ class SamplingParams:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed must fit into 64 bits, got {self.seed}")
+        self._check_penalties()
+        self._keep_lists()
+
+    def _check_penalties(self) -> None:
+        for name in ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            number(name, getattr(self, name))
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be 0 (off) to 1, got {self.min_p}")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2 <= getattr(self, name) <= 2:
+                raise ValueError(f"{name} must be -2 to 2, got {getattr(self, name)}")
+
+    def _keep_lists(self) -> None:
+        object.__setattr__(self, "logit_bias", tuple(self._biases().items()))
+        words = tuple(
+            _token_ids("bad_words", word) for word in _listed("bad_words", self.bad_words)
+        )
+        if len(words) > MAX_BAD_WORDS:
+            raise ValueError(
+                f"bad_words must be at most {MAX_BAD_WORDS} sequences, got {len(words)}"
+            )
+        if not all(1 <= len(word) <= MAX_BAD_WORD for word in words):
+            raise ValueError(f"bad_words must have 1 to {MAX_BAD_WORD} tokens each, got {words}")
+        object.__setattr__(self, "bad_words", words)
+        if self.allowed_tokens is not None:
+            allowed = frozenset(_token_ids("allowed_tokens", self.allowed_tokens))
+            if not allowed:
+                raise ValueError("allowed_tokens must be at least one token, got none")
+            object.__setattr__(self, "allowed_tokens", allowed)
+
+    def _biases(self) -> dict[int, float]:
+        try:
+            pairs = dict(self.logit_bias)
+        except (TypeError, ValueError) as problem:
+            raise ValueError(
+                f"logit_bias must map tokens to numbers, got {self.logit_bias!r}"
+            ) from problem
+        bias = {
+            whole_number("every token of logit_bias", token): number("every logit_bias", value)
+            for token, value in pairs.items()
+        }
+        if len(bias) > MAX_BIAS:
+            raise ValueError(f"logit_bias must have at most {MAX_BIAS} tokens, got {len(bias)}")
+        if not all(map(isfinite, bias.values())):
+            raise ValueError(f"every logit_bias must be finite, got {bias}")
+        return bias
+
+    @property
+    def penalised(self) -> bool:
+        """Whether a penalty is on."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    @property
+    def processed(self) -> bool:
+        """Whether steps of the request have to be processed ones."""
+        lists = bool(self.logit_bias or self.bad_words) or self.allowed_tokens is not None
+        return lists or self.penalised or self.min_p > 0
+
+    def check_tokens(self, vocab_size: int) -> None:
+        """Raise a ValueError that names a field with tokens outside the vocabulary."""
+        named = {
+            "logit_bias": dict(self.logit_bias),
+            "bad_words": {token for word in self.bad_words for token in word},
+            "allowed_tokens": self.allowed_tokens or (),
+        }
+        for name, tokens in named.items():
+            if tokens and (min(tokens) < 0 or max(tokens) >= vocab_size):
+                raise ValueError(
+                    f"tokens of {name} must be 0..{vocab_size - 1}, "
+                    f"got {min(tokens)}..{max(tokens)}"
+                )
+
+
+def _listed(name: str, values: object) -> tuple[object, ...]:
+    """Return what a sequence holds; a text is none."""
+    if isinstance(values, Collection) and not isinstance(values, str | bytes | Mapping):
+        return tuple(values)
+    raise ValueError(f"{name} must be sequences of token ids, got {values!r}")
+
+
+def _token_ids(name: str, values: object) -> tuple[int, ...]:
+    return tuple(whole_number(f"every token of {name}", one) for one in _listed(name, values))  # type: ignore[arg-type]  # whole_number refuses others
 
 
 @dataclass(frozen=True)
@@ -72,6 +183,8 @@ class SamplingBatch:
         ``[B]`` int32 and float32; None if no request of the batch uses it.
     seeds : Tensor
         ``[B]`` int64.
+    min_p : Tensor or None
+        ``[B]`` float32; None if no request of the batch uses it.
     """
 
     greedy: bool
@@ -79,6 +192,7 @@ class SamplingBatch:
     top_k: Tensor | None
     top_p: Tensor | None
     seeds: Tensor
+    min_p: Tensor | None = None
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], device: torch.device) -> SamplingBatch:
@@ -101,4 +215,5 @@ class SamplingBatch:
             top_k=column("top_k", torch.int32) if any(p.top_k for p in params) else None,
             top_p=column("top_p", torch.float32) if any(p.top_p < 1 for p in params) else None,
             seeds=column("seed", torch.int64),
+            min_p=column("min_p", torch.float32) if any(p.min_p for p in params) else None,
         )

@@ -1,4 +1,4 @@
-"""One speculative step: draft, verify, accept, commit, extend, advance.
+"""One speculative step: draft, verify, process, accept, commit, extend, advance.
 
 `Step.run` is what an engine runs, what CUDA graphs record (whole, or in three parts), and what
 runs line by line under a debugger on a CPU. Its only input are the table rows that take part. What
@@ -8,6 +8,7 @@ reads; the host gets a copy of the accepted tokens.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from specattn.config import SpecConfig
     from specattn.speculative.host_buffers import HostBuffers
     from specattn.speculative.model import DraftModel, ModelSlot, TargetModel
+    from specattn.speculative.processors import ProcessorStates
     from specattn.speculative.states import RequestStates
 
 
@@ -64,15 +66,20 @@ class StepPart(NamedTuple):
     sampled : bool
         Whether requests may draw; without, the target's distributions are computed with
         ``draft_sampling`` only.
+    processed : bool
+        Whether requests may have logits processors (`ProcessorStates`).
     """
 
     mode: ForwardMode | None = None
     sampled: bool = False
+    processed: bool = False
 
     @property
     def value(self) -> str:
         """Its name in messages and reports."""
         name = "step" if self.mode is None else self.mode.value
+        if self.processed:
+            return f"{name} (processed)"
         return f"{name} (sampled)" if self.sampled else name
 
     def has(self, mode: ForwardMode) -> bool:
@@ -80,12 +87,19 @@ class StepPart(NamedTuple):
         return self.mode in (None, mode)
 
     @classmethod
-    def of(cls, config: SpecConfig, *, piecewise: bool, sampled: bool) -> tuple[StepPart, ...]:
-        """Return the parts of a step in the order they run."""
+    def of(
+        cls, config: SpecConfig, *, piecewise: bool, sampled: bool, processed: bool = False
+    ) -> tuple[StepPart, ...]:
+        """Return the parts of a step in the order they run.
+
+        Steps of requests with processors serve those that draw, too.
+        """
+        sampled |= processed
         if not piecewise or not config.num_steps:
-            return (cls(None, sampled),)
-        verify = cls(ForwardMode.TARGET_VERIFY, sampled)
-        return cls(ForwardMode.DRAFT_DECODE), verify, cls(ForwardMode.DRAFT_EXTEND)
+            return (cls(None, sampled, processed),)
+        verify = cls(ForwardMode.TARGET_VERIFY, sampled, processed)
+        extend = cls(ForwardMode.DRAFT_EXTEND, processed=processed)
+        return cls(ForwardMode.DRAFT_DECODE), verify, extend
 
 
 #: All phases, for requests that are greedy.
@@ -122,6 +136,11 @@ class Step:
     ----------
     tree : DraftTree
         The nodes that the target verifies, over the buffers.
+    processors : ProcessorStates or None
+        What requests ask of their logits; None where nobody asks for anything.
+    bitmask : Tensor or None
+        ``[B, n, ceil(V / 32)]`` int32: which tokens may follow each node of requests with a
+        grammar; None without ``processors``.
     """
 
     def __init__(
@@ -140,6 +159,8 @@ class Step:
         self.target, self.draft_model, self.config = target, draft_model, config
         self.table, self.states, self.host, self.packed = table, states, host, packed
         self.buffers, self.drafting, self.acceptor = buffers, drafting, acceptor
+        self.processors: ProcessorStates | None = None
+        self.bitmask: Tensor | None = None
         self.tree = self._tree()
         mode = ForwardMode.TARGET_VERIFY if config.num_steps else ForwardMode.DECODE
         self.verify_plan = self._plan(mode, self.tree.positions, self.tree.words)
@@ -200,6 +221,12 @@ class Step:
             self.acceptor,
         )
 
+    def processing(self, processors: ProcessorStates, bitmask: Tensor) -> Step:
+        """Return the step over the same buffers, for requests with processors."""
+        step = copy(self)
+        step.processors, step.bitmask = processors, bitmask
+        return step
+
     def _tree(self) -> DraftTree:
         buffers, drafts = self.buffers, self.config.num_steps > 0
         size, nodes = buffers.tokens.shape
@@ -231,6 +258,7 @@ class Step:
             tree = self.draft()
         if part.has(ForwardMode.TARGET_VERIFY):
             logits, features = self.verify(tree)
+            logits = self.process(tree, logits)
             accepted = self.accept(tree, logits, sampled=part.sampled)
             self.commit(accepted, features)
         if part.has(ForwardMode.DRAFT_EXTEND):
@@ -316,6 +344,26 @@ class Step:
             features = out.logits.new_empty(batch * nodes, 0)
         return out.logits.unflatten(0, (batch, nodes)), features.unflatten(0, (batch, nodes))
 
+    def process(self, tree: DraftTree, logits: Tensor) -> Tensor:
+        """Return the logits that requests draw from, by each node's history.
+
+        Parameters
+        ----------
+        tree : DraftTree
+            The nodes that were verified.
+        logits : Tensor
+            ``[B, n, V]``, the target's, from `verify`.
+
+        Returns
+        -------
+        Tensor
+            ``[B, n, V]``: in float32 and of its own where requests may have processors
+            (`process_logits`), else ``logits``.
+        """
+        if self.processors is None:
+            return logits
+        return self.processors.process(tree, logits, self.buffers.req_pool_indices, self.bitmask)
+
     def accept(self, tree: DraftTree, logits: Tensor, *, sampled: bool = False) -> AcceptResult:
         """Decide how much of the tree is kept.
 
@@ -324,7 +372,7 @@ class Step:
         tree : DraftTree
             The nodes that were verified.
         logits : Tensor
-            ``[B, n, V]``, the target's, from `verify`.
+            ``[B, n, V]``, from `process`.
         sampled : bool
             Whether requests may draw; without, all are taken to be greedy, and only
             ``draft_sampling`` has the target's distributions computed.
@@ -334,14 +382,16 @@ class Step:
         AcceptResult
             What the acceptor returns: by default, over the step's buffers.
         """
-        buffers = self.buffers
+        buffers, min_p = self.buffers, None
+        if self.processors is not None:
+            min_p = self.processors.min_p[buffers.req_pool_indices]
         if self.config.draft_sampling and self.draft_model is not None and self.config.num_steps:
             probs = over_target_vocabulary(
                 self.draft_model.model, tree.draft_probs, self.target.model.vocab_size
             )
             tree = replace(tree, draft_probs=probs)
         sampling = SamplingBatch(
-            not sampled, buffers.temperature, buffers.top_k, buffers.top_p, buffers.seeds
+            not sampled, buffers.temperature, buffers.top_k, buffers.top_p, buffers.seeds, min_p
         )
         return self.acceptor(
             tree, logits, buffers.seq_lens, self.config, sampling, buffers.accepted
@@ -424,6 +474,9 @@ class Step:
             tables=states.drafting if state is not None else (),
             packed_out=self.packed,
         )
+        if self.processors is not None:
+            rows = buffers.req_pool_indices
+            self.processors.note(rows, accepted.accept_tokens, accepted.accept_lens)
 
     def pad(self) -> None:
         """Turn all requests into padding, whichever part runs.

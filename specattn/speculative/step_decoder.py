@@ -16,12 +16,14 @@ from specattn.cache.slot_table import SlotTable
 from specattn.checks import one_of
 from specattn.cuda_graph import GraphRunner
 from specattn.errors import CapacityError, CaptureMismatch
+from specattn.kernels.processors import bitmask_words
 from specattn.speculative.host_buffers import HostBuffers, InFlight, PendingStep
 from specattn.speculative.launch import StepLaunch
 from specattn.speculative.step import StepPart
 from specattn.speculative.validation import (
     check_draft_tokens,
     check_lens,
+    check_processors,
     check_rows,
     check_tables,
     check_tree,
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from specattn.cuda_graph.recorder import Recorder
     from specattn.cuda_graph.runner import Captured
     from specattn.speculative.model import DraftModel, ModelSlot, TargetModel
+    from specattn.speculative.processors import ProcessorStates
     from specattn.speculative.states import RequestStates
     from specattn.speculative.step import Acceptor, Step
     from specattn.speculative.validation import TakingPart, Validate
@@ -89,6 +92,9 @@ class StepDecoder(ReadOnly):
         for the draft extend, with the host free to plan (`BoundAttention.schedule`) in between.
     sampled : bool
         Whether to capture steps for requests that draw, too.
+    processors : ProcessorStates, optional
+        What requests ask of their logits, if steps for such requests are to be captured, too;
+        decoders of several configs may share them.
     indices : {"table", "csr"}
         What the draft steps read; see `MultiStepDraftBackend`.
     recorder : Recorder, optional
@@ -135,6 +141,7 @@ class StepDecoder(ReadOnly):
         record: bool = True,
         cudagraph: CudagraphMode = "full",
         sampled: bool = False,
+        processors: ProcessorStates | None = None,
         indices: Indices = "table",
         recorder: Recorder | None = None,
         accept: Acceptor = accept,
@@ -170,7 +177,8 @@ class StepDecoder(ReadOnly):
         self._plans = plans_on_host(target, draft)
         piecewise = cudagraph == "piecewise"
         self._parts = [
-            StepPart.of(config, piecewise=piecewise, sampled=drawn) for drawn in (False, True)
+            StepPart.of(config, piecewise=piecewise, sampled=level > 0, processed=level > 1)
+            for level in range(3)
         ]
         self.runner = GraphRunner(
             self._launch_of,
@@ -189,37 +197,55 @@ class StepDecoder(ReadOnly):
         self._good: tuple[int, ...] | None = None
         self._launching = False
         self._sampled = False
-        self.capture(sampled=sampled)
+        self._processors: ProcessorStates | None = None
+        # which tokens may follow the nodes of requests with a grammar, of the largest bucket
+        self._bitmask: Tensor | None = None
+        self.capture(sampled=sampled, processors=processors)
 
-    def parts(self, *, sampled: bool) -> tuple[StepPart, ...]:
+    def parts(self, *, sampled: bool, processed: bool = False) -> tuple[StepPart, ...]:
         """Return what a step consists of, in order."""
-        return self._parts[sampled]
+        return self._parts[2 if processed else sampled]
 
     @property
     def modes(self) -> tuple[StepPart, ...]:
         """Every part that `capture` was asked for."""
-        parts = (*self.parts(sampled=False), *(self.parts(sampled=True) if self._sampled else ()))
-        return tuple(dict.fromkeys(parts))
+        levels = (True, self._sampled, self._processors is not None)
+        asked = [parts for parts, wanted in zip(self._parts, levels, strict=True) if wanted]
+        return tuple(dict.fromkeys(part for parts in asked for part in parts))
 
     @property
     def sampled(self) -> bool:
         """Whether steps for requests that draw are captured, too."""
         return self._sampled
 
-    def capture(self, *, sampled: bool = False) -> None:
-        """Capture every bucket, for greedy requests and, if ``sampled``, for drawing ones.
+    @property
+    def processors(self) -> ProcessorStates | None:
+        """What processed steps read; None if there are no such steps."""
+        return self._processors
 
-        Parts of which a bucket is captured already stay as they are.
+    def capture(self, *, sampled: bool = False, processors: ProcessorStates | None = None) -> None:
+        """Capture every bucket, for greedy requests and what is asked for.
+
+        Those are requests that draw, if ``sampled``, and requests with processors, if there are
+        ``processors``; steps of the latter serve all requests. Parts of which a bucket is captured
+        already stay as they are.
 
         Raises
         ------
         ValueError
-            From ``between`` the parts of a step of this decoder.
+            From ``between`` the parts of a step of this decoder; if ``processors`` have rows of
+            another table or another vocabulary, or are others than before.
         CaptureError
             If a capture fails.
         """
         self._check_free()
         self._sampled |= sampled
+        if processors is not None and processors is not self._processors:
+            if self._processors is not None:
+                raise ValueError("processors must be those that were captured, got others")
+            size = (len(self.table.req_to_token), self.target.model.vocab_size)
+            check_processors(processors, size, self.table.req_to_token.device)
+            self._processors = processors
         for part in self.modes:
             if self.runner.captured(part):
                 continue
@@ -234,13 +260,18 @@ class StepDecoder(ReadOnly):
         return self.runner.reports()
 
     def step(
-        self, rows: Sequence[int], *, sampled: bool = False, seq_lens_cpu: Tensor | None = None
+        self,
+        rows: Sequence[int],
+        *,
+        sampled: bool = False,
+        processed: bool = False,
+        seq_lens_cpu: Tensor | None = None,
     ) -> list[list[int]]:
         """Advance requests and wait: `step_async`, then `PendingStep.wait`.
 
         Parameters
         ----------
-        rows, sampled, seq_lens_cpu
+        rows, sampled, processed, seq_lens_cpu
             As in `step_async`.
 
         Returns
@@ -253,13 +284,16 @@ class StepDecoder(ReadOnly):
         ValueError, CaptureMismatch, NotCapturedError, TreeError
             As `step_async`.
         """
-        return self.step_async(rows, sampled=sampled, seq_lens_cpu=seq_lens_cpu).wait()
+        return self.step_async(
+            rows, sampled=sampled, processed=processed, seq_lens_cpu=seq_lens_cpu
+        ).wait()
 
     def step_async(
         self,
         rows: Sequence[int],
         *,
         sampled: bool = False,
+        processed: bool = False,
         seq_lens_cpu: Tensor | None = None,
         between: Callable[[StepPart], object] | None = None,
     ) -> PendingStep:
@@ -301,7 +335,7 @@ class StepDecoder(ReadOnly):
             If the table, the states or the pools are elsewhere than when the graphs were captured.
             ``validate="debug"`` compares everything that they have baked in.
         NotCapturedError
-            If ``sampled`` and such steps were not captured.
+            If ``sampled`` or ``processed``, and such steps were not captured.
         TreeError
             With ``validate="debug"``, if the tree is malformed; the target has not run then.
         """
@@ -321,9 +355,11 @@ class StepDecoder(ReadOnly):
         if self._good != rows:
             check_rows(rows, self._known, steps.host.rows.shape[1])
             self._good = rows
-        parts = self._parts[sampled]
+        parts = self._parts[2 if processed else sampled]
         ready = self.runner.ready(parts, len(rows))
-        found = self._look(ready, rows, seq_lens_cpu, sampled) if self.validate == "debug" else None
+        found = None
+        if self.validate == "debug":
+            found = self._look(ready, rows, seq_lens_cpu, sampled or processed)
         steps.moved()
         for part, captured in zip(parts, ready, strict=True):
             if part is parts[0]:
@@ -343,7 +379,8 @@ class StepDecoder(ReadOnly):
         It runs eagerly, over buffers of its own. `Step.run` shows the order of the phases. Each may
         be looked at, or replaced: what it returns is what the next one takes. Run them under
         ``torch.no_grad()``, and let no other step of these rows be in flight. The last phase,
-        `Step.advance`, writes the tokens to `Step.packed`.
+        `Step.advance`, writes the tokens to `Step.packed`. If the decoder has ``processors``, the
+        step processes logits.
 
         Parameters
         ----------
@@ -364,7 +401,10 @@ class StepDecoder(ReadOnly):
         check_rows(rows, self._known, self._in_flight.host.rows.shape[1])
         host = HostBuffers.alloc(1, len(rows), self._width, self._in_flight.host.turn.device)
         host.rows[0] = torch.tensor(rows)
-        (step,) = self._alloc(len(rows), host).steps
+        launch = self._alloc(len(rows), host)
+        if self._processors is not None:
+            launch = launch.processing(self._processors, self._bitmask_of(len(rows), own=True))
+        (step,) = launch.steps
         for attention in step.attention(None):
             attention.schedule(seq_lens_cpu)
         return step
@@ -448,7 +488,24 @@ class StepDecoder(ReadOnly):
             # of batches beyond the buckets, which have buffers of their own, the last one's stay
             kept = {size: one for size, one in self._launches.items() if size in buckets}
             self._launches = kept | {batch: launch}
-        return replace(self._launches[batch], part=part)
+        launch = replace(self._launches[batch], part=part)
+        if part.processed and self._processors is not None:
+            launch = launch.processing(self._processors, self._bitmask_of(batch))
+        return launch
+
+    def _bitmask_of(self, batch: int, *, own: bool = False) -> Tensor:
+        """Return a bitmask of its own, or of what buckets share."""
+        most = self.runner.buckets[-1]
+        if self._bitmask is not None and batch <= most and not own:
+            return self._bitmask[:batch]
+        size = batch if own else max(batch, most)
+        vocab = self.target.model.vocab_size
+        shape = size, self.config.num_draft_tokens, bitmask_words(vocab)
+        device = self.table.req_to_token.device
+        bitmask = torch.full(shape, -1, dtype=torch.int32, device=device)
+        if size == most and not own:
+            self._bitmask = bitmask
+        return bitmask[:batch]
 
     def _alloc(self, batch: int, host: HostBuffers | None = None) -> StepLaunch:
         return StepLaunch.alloc(

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from specattn.config import SpecConfig
     from specattn.speculative.model import DraftModel, ModelSlot
     from specattn.speculative.prefill import Prompt
+    from specattn.speculative.processors import ProcessorStates
     from specattn.speculative.sampling import SamplingBatch
     from specattn.speculative.states import RequestStates
 
@@ -102,6 +103,13 @@ def check_tables(
     for pool in pools:
         if pool.num_slots < slots:
             raise ValueError(f"pools must have the table's {slots} slots, got {pool.num_slots}")
+
+
+def check_processors(
+    processors: ProcessorStates, size: tuple[int, int], device: torch.device
+) -> None:
+    """Refuse processors that have not a table's rows and a vocabulary."""
+    expect("processors.history", processors.history, size, torch.int32, device)
 
 
 def check_draft_tokens(draft: DraftModel, vocab_size: int, device: torch.device) -> None:

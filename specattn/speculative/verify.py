@@ -40,7 +40,8 @@ def accept(
     tree : DraftTree
         The verified nodes.
     logits : Tensor
-        ``[B, n, V]``, the target's logits after every node.
+        ``[B, n, V]``, the target's logits after every node, processed where requests have
+        processors.
     seq_lens : Tensor
         ``[B]`` int32, lengths before the commit; with depth they give each coin its position.
     config : SpecConfig
@@ -70,6 +71,7 @@ def accept(
         sampling.top_k,
         sampling.top_p,
         rows_per_req=logits.shape[1],
+        min_p=sampling.min_p,
     )
     by_draw = path_coins(sampling.seeds, seq_lens, config.num_steps + 1, 2)
     coins = by_draw[ACCEPT], by_draw[FINAL]

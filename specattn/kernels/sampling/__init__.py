@@ -94,12 +94,13 @@ def target_probs(
     top_k: Tensor | None,
     top_p: Tensor | None,
     rows_per_req: int,
+    min_p: Tensor | None = None,
 ) -> Tensor:
     """Return the distributions that sampling with these settings draws from.
 
-    Temperature comes first, then top-k, then top-p on what top-k left, as in Hugging Face. Tokens
-    tie if their logits are equally far below the largest, in float32. A row with NaN or +inf, or of
-    -inf alone, has no distribution: all its probabilities are NaN.
+    Temperature comes first, then top-k, then top-p on what top-k left, then min-p, as in Hugging
+    Face. Tokens tie if their logits are equally far below the largest, in float32. A row with NaN
+    or +inf, or of -inf alone, has no distribution: all its probabilities are NaN.
 
     Parameters
     ----------
@@ -115,6 +116,10 @@ def target_probs(
         of them from 1 on. None switches it off for the batch; without top-k too, two launches do.
     rows_per_req : int
         Consecutive rows that share a request's settings.
+    min_p : Tensor, optional
+        ``[B]`` float32: of what the others left, keep tokens at least that many times as probable
+        as the most probable one; all of them if 0. None switches it off for the batch; else one
+        launch more reads the rows of requests that use it.
 
     Returns
     -------
@@ -128,7 +133,7 @@ def target_probs(
     """
     require_rows(logits=logits)
     return implementation(naive.target_probs, logits.device)(
-        logits, temperature, top_k, top_p, rows_per_req
+        logits, temperature, top_k, top_p, rows_per_req, min_p
     )
 
 

@@ -50,6 +50,7 @@ def target_probs(
     top_k: Tensor | None,
     top_p: Tensor | None,
     rows_per_req: int,
+    min_p: Tensor | None,
 ) -> Tensor:
     logits = logits.float()
     sound = _is_sound(logits)[:, None]  # [R, 1]
@@ -59,6 +60,10 @@ def target_probs(
     scaled = -below / torch.where(temp == 0, 1.0, temp)
     if top_k is not None or top_p is not None:
         scaled = _truncate(below, scaled, top_k, top_p, rows_per_req)
+    if min_p is not None:
+        # the most probable token is never cut, and has the weight 1
+        least = min_p.repeat_interleave(rows_per_req)[:, None]
+        scaled = scaled.masked_fill(scaled.exp() < least, -torch.inf)
     probs = scaled.softmax(1)
     best = torch.zeros_like(probs).scatter_(1, logits.argmax(1, keepdim=True), 1.0)
     return torch.where(sound, torch.where(temp == 0, best, probs), torch.nan)

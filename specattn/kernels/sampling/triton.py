@@ -15,7 +15,12 @@ from specattn.kernels.sampling.triton_choose import (
     top_merge_kernel,
     top_splits_kernel,
 )
-from specattn.kernels.sampling.triton_probs import coins_kernel, peaks_kernel, probs_kernel
+from specattn.kernels.sampling.triton_probs import (
+    coins_kernel,
+    min_p_kernel,
+    peaks_kernel,
+    probs_kernel,
+)
 from specattn.kernels.sampling.triton_residual import draw_kernel, vocab_tiles
 
 # tokens that a program reads at a time
@@ -110,6 +115,7 @@ def target_probs(
     top_k: Tensor | None,
     top_p: Tensor | None,
     rows_per_req: int,
+    min_p: Tensor | None,
 ) -> Tensor:
     rows, vocab = logits.shape
     probs = torch.empty(rows, vocab, dtype=torch.float32, device=logits.device)
@@ -190,18 +196,14 @@ def target_probs(
             BLOCK=THRESHOLD_BLOCK,
             num_warps=16,
         )
+    kept = logits, temperature, keys, masses, thresholds, lasts
+    tiles = {"TRUNCATE": truncate, "BLOCK_P": block_p, "BLOCK": BLOCK}
+    left = masses
+    if min_p is not None:
+        left = torch.empty_like(masses)
+        min_p_kernel[(rows, splits)](*kept, min_p, left, *common, **tiles)
     probs_kernel[(rows, splits)](
-        logits,
-        temperature,
-        keys,
-        masses,
-        thresholds,
-        lasts,
-        probs,
-        *common,
-        TRUNCATE=truncate,
-        BLOCK_P=block_p,
-        BLOCK=BLOCK,
+        *kept, min_p, left, probs, *common, HAS_M=min_p is not None, **tiles
     )
     return probs
 

@@ -57,6 +57,52 @@ def peaks_kernel(
 
 
 @triton.jit
+def _is_kept(distance, token, thresholds, lasts, row, TRUNCATE: tl.constexpr):
+    """Return which tokens top-k and top-p keep."""
+    kept = token >= 0
+    if TRUNCATE:
+        threshold = tl.load(thresholds + row * 2)
+        last = tl.load(lasts + row)
+        kept = (distance < threshold) | ((distance == threshold) & (token <= last))
+    return kept
+
+
+@triton.jit
+def min_p_kernel(
+    logits,  # [R, V]
+    temperature,  # [B] float32
+    keys,  # [R, splits] int64
+    masses,  # [R, splits] float32
+    thresholds,  # [R, 2] float32
+    lasts,  # [R] int32
+    min_p,  # [B] float32
+    left,  # [R, splits] float32, out: weights that min-p leaves, relative to the row's best token
+    vocab,
+    stride,
+    rows_per_req,
+    TRUNCATE: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sum the weights that min-p leaves to one split of a row."""
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    splits = tl.num_programs(1)
+    least = tl.load(min_p + row // rows_per_req)
+    temp = tl.load(temperature + row // rows_per_req)
+    inv_temperature = inv_temperature_of(temp)
+    _, peak, _, _ = merge_splits(keys, masses, row, splits, inv_temperature, BLOCK_P)
+    mass = tl.zeros([BLOCK], tl.float32)
+    end = tl.where((least > 0) & (temp > 0), tl.cdiv(vocab, BLOCK), 0)
+    for i in range(split, end, splits):
+        token = i * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+        distance = finite(peak) - load_scores(logits + row * stride, token, vocab)
+        weight = tl.exp2(-distance * inv_temperature)
+        kept = _is_kept(distance, token, thresholds, lasts, row, TRUNCATE) & (weight >= least)
+        mass += tl.where(kept & (token < vocab), weight, 0.0)
+    tl.store(left + row * splits + split, tl.sum(mass, 0))
+
+
+@triton.jit
 def probs_kernel(
     logits,  # [R, V]
     temperature,  # [B] float32
@@ -64,10 +110,13 @@ def probs_kernel(
     masses,  # [R, splits] float32
     thresholds,  # [R, 2] float32
     lasts,  # [R] int32
+    min_p,  # [B] float32, or None
+    left,  # [R, splits] float32: see `min_p_kernel`
     probs,  # [R, V] float32, out
     vocab,
     stride,
     rows_per_req,
+    HAS_M: tl.constexpr,
     TRUNCATE: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -81,20 +130,24 @@ def probs_kernel(
     sound = is_sound(peak)
     one = (temp == 0) | (sound == 0)
     if TRUNCATE:
-        threshold = tl.load(thresholds + row * 2)
         total = tl.load(thresholds + row * 2 + 1)
-        last = tl.load(lasts + row)
+    if HAS_M:
+        least = tl.load(min_p + row // rows_per_req)
+        part = tl.arange(0, BLOCK_P)
+        rest = tl.sum(tl.load(left + row * splits + part, mask=part < splits, other=0), 0)
+        total = tl.where((least > 0) & (temp > 0), rest, total)
     scale = 1 / total
     for i in range(split, tl.cdiv(vocab, BLOCK), splits):
         token = i * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
         # only its place matters to a row of one token
         score = load_scores(logits + row * stride, token, tl.where(one, 0, vocab))
         distance = finite(peak) - score
-        prob = tl.exp2(-distance * inv_temperature) * scale
+        weight = tl.exp2(-distance * inv_temperature)
+        prob = weight * scale
         if TRUNCATE:
-            prob = tl.where(
-                (distance < threshold) | ((distance == threshold) & (token <= last)), prob, 0.0
-            )
+            prob = tl.where(_is_kept(distance, token, thresholds, lasts, row, TRUNCATE), prob, 0.0)
+        if HAS_M:
+            prob = tl.where(weight >= least, prob, 0.0)
         prob = tl.where(one, (token == best).to(tl.float32), prob)
         prob = tl.where(sound, prob, float("nan"))
         tl.store(probs + row * vocab + token, prob, mask=token < vocab)

@@ -1,0 +1,168 @@
+"""What requests ask of their logits, a row per request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from specattn.buffers import BufferSet, buf
+from specattn.kernels.processors import (
+    ALLOWED,
+    BAD_WORDS,
+    BIAS,
+    BITMASK,
+    ENDS,
+    PENALTIES,
+    bitmask_words,
+    note_tokens,
+    process_logits,
+)
+from specattn.speculative.sampling import MAX_BAD_WORD, MAX_BAD_WORDS, MAX_BIAS
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from specattn.batch import DraftTree
+    from specattn.speculative.sampling import SamplingParams
+
+#: Tokens that a request may end with and that ``min_new_tokens`` makes impossible.
+MAX_END_IDS = 64
+
+
+def _neutral(_: int) -> Tensor:
+    return torch.tensor([1.0, 0.0, 0.0])
+
+
+@dataclass(frozen=True)
+class ProcessorStates(BufferSet):
+    """Every request's logits processors, and the history that they read.
+
+    ``ProcessorStates.alloc(len(states.seq_lens), vocab_size, device)`` has a row per row of
+    `RequestStates`. Row 0 belongs to padding and stays neutral. A row takes ``4.125 V + 8532``
+    bytes: 0.51 MiB for a vocabulary of 128 256, so that 65 rows take 33 MiB. Until a request is
+    admitted to it, and after a request without processors was, a row changes nothing.
+
+    Parameters
+    ----------
+    kinds, history, penalties, bias_ids, bias_values, bad_words, recent, allowed : Tensor
+        As in `process_logits`.
+    end_ids, ends_from : Tensor
+        As in `process_logits`.
+    min_p : Tensor
+        ``[R]`` float32, 0 is off.
+    """
+
+    kinds: Tensor = buf(lambda _: (), torch.int32)
+    history: Tensor = buf(lambda vocab: (vocab,), torch.int32)
+    penalties: Tensor = buf(lambda _: (3,), torch.float32, _neutral)
+    bias_ids: Tensor = buf(lambda _: (MAX_BIAS,), torch.int32)
+    bias_values: Tensor = buf(lambda _: (MAX_BIAS,), torch.float32)
+    bad_words: Tensor = buf(lambda _: (MAX_BAD_WORDS, MAX_BAD_WORD), torch.int32)
+    recent: Tensor = buf(lambda _: (MAX_BAD_WORD - 1,), torch.int32)
+    allowed: Tensor = buf(lambda vocab: (bitmask_words(vocab),), torch.int32)
+    end_ids: Tensor = buf(lambda _: (MAX_END_IDS,), torch.int32)
+    ends_from: Tensor = buf(lambda _: (), torch.int32)
+    min_p: Tensor = buf(lambda _: (), torch.float32)
+
+    def admit(
+        self,
+        row: int,
+        sampling: SamplingParams,
+        prompt: Sequence[int],
+        *,
+        min_new_tokens: int = 0,
+        end_ids: Collection[int] = (),
+        bitmask: bool = False,
+    ) -> None:
+        """Write a request's row, before its prompt runs.
+
+        Every request has to be admitted here, those without processors too: the row may hold those
+        of the request before.
+
+        Parameters
+        ----------
+        row : int
+            The request's row of the table, not 0.
+        sampling : SamplingParams
+            What it asks for; its tokens lie in the vocabulary.
+        prompt : sequence of int
+            The prompt's tokens.
+        min_new_tokens : int
+            Tokens before which ``end_ids`` are impossible.
+        end_ids : collection of int
+            Different tokens, at most `MAX_END_IDS` of them if ``min_new_tokens`` is above 0.
+        bitmask : bool
+            Whether every step brings a bitmask for the request.
+        """
+        kinds = {
+            PENALTIES: sampling.penalised,
+            BIAS: bool(sampling.logit_bias),
+            BAD_WORDS: bool(sampling.bad_words),
+            ALLOWED: sampling.allowed_tokens is not None,
+            BITMASK: bitmask,
+            ENDS: min_new_tokens > 0 and bool(end_ids),
+        }
+        self.kinds[row] = sum(bit for bit, asked in kinds.items() if asked)
+        self.min_p[row] = sampling.min_p
+        if kinds[PENALTIES]:
+            self._admit_penalties(row, sampling, prompt)
+        if kinds[BIAS]:
+            bias = dict(sampling.logit_bias)
+            self._write(self.bias_ids[row], list(bias))
+            self._write(self.bias_values[row], list(bias.values()), 0)
+        if kinds[BAD_WORDS]:
+            self._admit_bad_words(row, sampling.bad_words, prompt)
+        if sampling.allowed_tokens is not None:
+            self.allowed[row] = _bitmask(sampling.allowed_tokens, self.history.shape[1])
+        if kinds[ENDS]:
+            self._write(self.end_ids[row], sorted(end_ids))
+            self.ends_from[row] = len(prompt) + min_new_tokens
+
+    def _admit_penalties(self, row: int, sampling: SamplingParams, prompt: Sequence[int]) -> None:
+        three = (
+            sampling.repetition_penalty,
+            sampling.frequency_penalty,
+            sampling.presence_penalty,
+        )
+        self.penalties[row] = torch.tensor(three)
+        self.history[row] = 0
+        self.history[row, torch.tensor(prompt).to(self.history.device)] = 1
+
+    def _admit_bad_words(
+        self, row: int, bad_words: Sequence[Sequence[int]], prompt: Sequence[int]
+    ) -> None:
+        words = torch.full(self.bad_words.shape[1:], -1, dtype=torch.int32)
+        for at, word in enumerate(bad_words):
+            words[at, -len(word) :] = torch.tensor(word)
+        self.bad_words[row] = words
+        self._write(self.recent[row], list(prompt[::-1][: self.recent.shape[1]]), -2)
+
+    @staticmethod
+    def _write(out: Tensor, values: Sequence[float], pad: float = -1) -> None:
+        """Write a list of numbers, padded to the row's width."""
+        padding = [pad] * (len(out) - len(values))
+        out.copy_(torch.tensor([*values, *padding], dtype=out.dtype))
+
+    def process(
+        self, tree: DraftTree, logits: Tensor, rows: Tensor, bitmask: Tensor | None = None
+    ) -> Tensor:
+        """Return processed logits ``[B, n, V]`` float32; see `process_logits`."""
+        columns = {name: value for name, value in self.tensors().items() if name != "min_p"}
+        nodes = tree.tokens, tree.words, tree.positions
+        return process_logits(logits, *nodes, rows, bitmask, **columns)
+
+    def note(self, rows: Tensor, tokens: Tensor, lens: Tensor) -> None:
+        """Add emitted tokens to the history; see `note_tokens`."""
+        note_tokens(rows, tokens, lens, kinds=self.kinds, history=self.history, recent=self.recent)
+
+
+def _bitmask(tokens: Collection[int], vocab: int) -> Tensor:
+    """Return the bitmask ``[ceil(V / 32)]`` int32 of tokens."""
+    bits = torch.zeros(bitmask_words(vocab) * 32, dtype=torch.int64)
+    bits[list(tokens)] = 1
+    words = (bits.view(-1, 32) << torch.arange(32)).sum(1)
+    # the 32nd bit is int32's sign
+    return torch.where(words < 2**31, words, words - 2**32).to(torch.int32)

@@ -1,0 +1,95 @@
+"""Requests with logits processors: plain decoding's tokens, in any batch, tree and kind of step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from specattn.config import SpecConfig
+from specattn.cuda_graph import GraphRunner
+from specattn.engine.engine import Engine, Request
+from specattn.speculative.sampling import SamplingParams
+from tests.processors import GREEDY, greedy_text
+from tests.tiny import TinyDraft, TinyTarget
+from tests.worlds import DEVICE
+
+CONFIGS = {
+    "plain": SpecConfig(0, 1, 1, 64, 4),
+    "chain": SpecConfig(3, 1, 4, 64, 4),
+    "tree": SpecConfig(3, 3, 9, 64, 4),
+}
+PROMPTS = ([3, 14, 15, 9, 14], [35], [2, 7, 1, 8, 2, 8])
+COUNT = 30
+
+
+def engine(config: SpecConfig, **options) -> Engine:
+    models = TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
+    return Engine(*models, config, buckets=(2, 4), **options)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("name", GREEDY)
+def test_greedy_texts_are_those_of_plain_decoding(name, config):
+    """Beside a request without processors, whose text is as without the others."""
+    target, params = TinyTarget(device=DEVICE), GREEDY[name]
+    requests = [Request(prompt, COUNT, params) for prompt in PROMPTS]
+    requests.insert(1, Request([5, 5], COUNT))
+    outs = engine(CONFIGS[config]).generate(requests)
+    for request, out in zip(requests, outs, strict=True):
+        want = greedy_text(target, list(request.prompt), COUNT, request.sampling)
+        assert out.tokens == want
+        unprocessed = greedy_text(target, list(request.prompt), COUNT, SamplingParams())
+        assert (out.tokens == unprocessed) == (not request.processed)
+    if config != "plain":
+        assert max(n for out in outs for n in out.accept_lens) > 2
+
+
+@pytest.mark.parametrize("cudagraph", ["full", "piecewise"])
+def test_rows_are_reused_by_requests_of_every_kind(cudagraph):
+    """More requests than rows: none reads what the request before it has left."""
+    kinds = [*GREEDY.values(), SamplingParams()]
+    requests = [Request(PROMPTS[i % 3], 9 + i % 4, kinds[i % len(kinds)]) for i in range(16)]
+    outs = engine(CONFIGS["tree"], cudagraph=cudagraph).generate(requests)
+    target = TinyTarget(device=DEVICE)
+    for request, out in zip(requests, outs, strict=True):
+        count = request.max_new_tokens
+        assert out.tokens == greedy_text(target, list(request.prompt), count, request.sampling)
+
+
+def test_ends_come_after_the_least_number_of_tokens():
+    run, target = engine(CONFIGS["tree"]), TinyTarget(device=DEVICE)
+    (free,) = run.generate([Request(PROMPTS[0], COUNT)])
+    ends = (free.tokens[2], free.tokens[0])
+    for least in (0, 1, 3, 8):
+        (out,) = run.generate(
+            [Request(PROMPTS[0], COUNT, min_new_tokens=least, stop_token_ids=ends)]
+        )
+        text = greedy_text(
+            target, PROMPTS[0], COUNT, SamplingParams(), min_new_tokens=least, ends=ends
+        )
+        stop = min((at for at, token in enumerate(text) if token in ends), default=COUNT - 1)
+        assert out.tokens == text[: stop + 1]
+        assert len(out.tokens) >= max(least, 1)
+
+
+def test_without_processors_nothing_is_captured_or_allocated(monkeypatch):
+    parts, capture = [], GraphRunner.capture
+    monkeypatch.setattr(
+        GraphRunner,
+        "capture",
+        lambda runner, part: (parts.append(part.value), capture(runner, part))[1],
+    )
+    run = engine(CONFIGS["chain"])
+    (before,) = run.generate([Request(PROMPTS[0], COUNT)])
+    assert parts == ["step"]
+    run.generate([Request(PROMPTS[0], COUNT, GREEDY["bias"])])
+    assert parts == ["step", "step (processed)"]
+    (after,) = run.generate([Request(PROMPTS[0], COUNT)])
+    assert after.tokens == before.tokens
+    assert parts == ["step", "step (processed)"]
+    parts.clear()
+    engine(CONFIGS["chain"], processed=True).generate(
+        [Request(PROMPTS[0], 5, replace(GREEDY["bias"], temperature=0.5))]
+    )
+    assert parts[:2] == ["step", "step (processed)"]
