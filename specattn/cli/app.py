@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import sys
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 import typer
@@ -49,20 +51,37 @@ app.command("backends")(backends.backends)
 app.command("bench")(bench.bench)
 
 
-def _print_version(wanted: bool) -> None:
+def _print_versions(wanted: bool) -> None:
     if wanted:
-        from specattn import __version__
-
-        print(f"specattn {__version__}")
+        print("\n".join(_versions()))
         raise typer.Exit
+
+
+def _versions() -> list[str]:
+    """Return the versions of what is installed, and the backends that run here."""
+    from specattn import __version__
+    from specattn.cli.backends import found
+
+    lines = [f"specattn {__version__}"]
+    for name in ("torch", "triton", "transformers"):
+        with suppress(PackageNotFoundError):
+            lines.append(f"{name} {version(name)}")
+    return lines + [
+        f"backends on {device}: {', '.join(names)}" for device, names in found().items()
+    ]
 
 
 @app.callback(invoke_without_command=True)
 def _specattn(
     ctx: typer.Context,
-    version: Annotated[
+    versions: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+        typer.Option(
+            "--version",
+            callback=_print_versions,
+            is_eager=True,
+            help="Show versions, and the backends.",
+        ),
     ] = False,
 ) -> None:
     """Exact speculative decoding: a draft proposes a tree, the target verifies it."""

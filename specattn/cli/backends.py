@@ -44,6 +44,16 @@ def backends(
     Console(highlight=False).print(shown)
 
 
+def found() -> dict[str, list[str]]:
+    """Return the names of the backends that run here, by device."""
+    from specattn.backends import backend_names
+
+    return {
+        str(device): [name for name in backend_names() if _row(name, device)["available"]]
+        for device in _devices()
+    }
+
+
 def _row(name: str, device: torch.device) -> dict[str, Any]:
     from specattn.backends import load_backend
     from specattn.errors import UnsupportedError

@@ -34,6 +34,8 @@ def generate(
     ctx: typer.Context,
     prompt: options.PromptArgument = None,
     prompts: options.PromptsOption = None,
+    chat: options.ChatOption = False,
+    system: options.SystemOption = None,
     target: options.TargetOption = None,
     draft: options.DraftOption = None,
     device: options.DeviceOption = "auto",
@@ -67,7 +69,7 @@ def generate(
     as_json: options.JsonOption = False,
 ) -> None:
     """Continue a prompt: text on standard output, everything else on standard error."""
-    found = read_prompts(prompt, prompts)
+    found = read_prompts(prompt, prompts, chat=chat, system=system)
     config = options.speculation(
         topk,
         steps,

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from specattn.cli.errors import ArgumentError, stderr
 from specattn.cli.options import check_backend, from_environment
@@ -13,7 +22,7 @@ from specattn.cli.torchrun import local_rank, world_size
 from specattn.config import FLOAT8
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import typer
 
@@ -72,6 +81,38 @@ def models_for(
     )
 
 
+@contextmanager
+def loading_bar() -> Iterator[None]:
+    """Show on a terminal how many of the weights are loaded."""
+    from transformers.utils import logging as transformers_logging
+
+    console = stderr()
+    bar = Progress(
+        SpinnerColumn(),
+        TextColumn("loading models"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    task = bar.add_task("loading models", total=None)
+
+    def follow(make: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Count here what transformers would show a bar of its own for."""
+        if args:
+            args = bar.track(args[0], task_id=task), *args[1:]
+        return make(*args, **options)
+
+    with bar:
+        before = transformers_logging.set_tqdm_hook(follow)
+        try:
+            yield
+        finally:
+            transformers_logging.set_tqdm_hook(before)
+
+
 def load_models(
     target: str | None,
     draft: str | None,
@@ -89,7 +130,7 @@ def load_models(
     """
     if speculative and target is not None and draft is None:
         raise ArgumentError("--draft", "is needed with --target (or --steps 0 for plain decoding)")
-    with stderr().status("loading models"):
+    with loading_bar():
         from specattn.models import HFTarget, fuse, load_draft
 
         found = HFTarget.from_pretrained(

@@ -37,6 +37,11 @@ PromptsOption = Annotated[
         'objects with a "prompt"; - for stdin.',
     ),
 ]
+_CHAT = "Take each prompt as a message of the target's chat template."
+ChatOption = Annotated[bool, typer.Option("--chat", help=_CHAT)]
+SystemOption = Annotated[
+    str | None, typer.Option("--system", metavar="TEXT", help="With --chat: the system message.")
+]
 _TARGET = (
     "Target: a folder or the name of a model on the Hugging Face Hub. "
     "Default: the pair that comes with specattn."

@@ -17,14 +17,20 @@ if TYPE_CHECKING:
     from specattn.engine.request import RequestOutput
 
 PROMPT, PROMPTS = "PROMPT", "--prompts"
+CHAT, SYSTEM = "--chat", "--system"
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Texts to continue, none of them empty, perhaps from a file of them."""
+    """Texts to continue, none of them empty, perhaps from a file of them.
+
+    With ``chat`` they are messages to answer, after the message ``system`` if there is one.
+    """
 
     texts: tuple[str, ...]
     batch: bool
+    chat: bool = False
+    system: str | None = None
 
     def blame(self, index: int, what: str) -> ArgumentError:
         """Return the error that says ``what`` is wrong with prompt ``index``."""
@@ -38,7 +44,10 @@ class Prompts:
         A prompt must fit into ``limit`` tokens, and have none but the target's ``vocab_size``:
         tokenizers may know more of them.
         """
-        encoded = [list(tokenizer(text).input_ids) for text in self.texts]
+        if self.chat and not tokenizer.chat_template:
+            raise ArgumentError(CHAT, "the target's tokenizer has no chat template")
+        encode = self._as_chat if self.chat else _as_text
+        encoded = [encode(tokenizer, text) for text in self.texts]
         for index, ids in enumerate(encoded):
             if not ids:
                 raise self.blame(index, "has no tokens")
@@ -52,6 +61,21 @@ class Prompts:
                 )
         return encoded
 
+    def _as_chat(self, tokenizer: Any, text: str) -> list[int]:
+        """Return the token ids of a chat up to where the answer begins."""
+        messages = [{"role": "user", "content": text}]
+        if self.system is not None:
+            messages.insert(0, {"role": "system", "content": self.system})
+        try:
+            found = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=True
+            )
+        # a template is a program of the tokenizer's: it raises what it likes
+        except Exception as error:
+            argument = CHAT if self.system is None else SYSTEM
+            raise ArgumentError(argument, f"the target's chat template fails: {error}") from error
+        return list(found["input_ids"])
+
     def check_finite(self, results: Sequence[RequestOutput]) -> None:
         """Raise an error that names prompts which the target's logits ended."""
         broken = [at for at, one in enumerate(results, 1) if one.finish_reason == "nonfinite"]
@@ -62,17 +86,23 @@ class Prompts:
             )
 
 
-def read_prompts(prompt: str | None, file: Path | None) -> Prompts:
+def read_prompts(
+    prompt: str | None, file: Path | None, *, chat: bool = False, system: str | None = None
+) -> Prompts:
     """Return the prompts of an argument, standard input or a file.
 
     Standard input loses one final newline, so that ``echo x |`` and ``x`` mean the same.
     """
+    if system is not None:
+        if not chat:
+            raise ArgumentError(SYSTEM, "needs --chat: a text to continue has no system message")
+        system = _argument(SYSTEM, system)
     if file is not None:
         if prompt is not None:
             raise ArgumentError(PROMPTS, "cannot be combined with a prompt argument")
-        found = Prompts(tuple(_read_many(file)), batch=True)
+        found = Prompts(tuple(_read_many(file)), True, chat, system)
     else:
-        found = Prompts((_read_one(prompt),), batch=False)
+        found = Prompts((_read_one(prompt),), False, chat, system)
     for index, text in enumerate(found.texts):
         if not text:
             raise found.blame(index, "is empty")
@@ -80,6 +110,11 @@ def read_prompts(prompt: str | None, file: Path | None) -> Prompts:
         if lone := next((sign for sign in text if "\ud800" <= sign <= "\udfff"), ""):
             raise found.blame(index, f"is no text: it has half of a character, {lone!a}")
     return found
+
+
+def _as_text(tokenizer: Any, text: str) -> list[int]:
+    """Return the token ids of a text to continue."""
+    return list(tokenizer(text).input_ids)
 
 
 def _read_one(prompt: str | None) -> str:
@@ -91,8 +126,13 @@ def _read_one(prompt: str | None) -> str:
     if prompt is None or prompt == "-":
         text = _decode(PROMPT, _read_stdin(PROMPT))
         return text.removesuffix("\n").removesuffix("\r")
+    return _argument(PROMPT, prompt)
+
+
+def _argument(name: str, text: str) -> str:
+    """Return an argument's text, which has to be UTF-8."""
     # Python keeps an argument's undecodable bytes as lone surrogates
-    return _decode(PROMPT, prompt.encode("utf-8", "surrogateescape"))
+    return _decode(name, text.encode("utf-8", "surrogateescape"))
 
 
 def _read_many(file: Path) -> Sequence[str]:

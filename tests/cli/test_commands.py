@@ -6,6 +6,8 @@ import json
 import re
 
 import pytest
+import torch
+import transformers
 
 from tests.cli.command import ON_CPU, PROMPT, plain_tokens, run, tokenizer
 
@@ -80,7 +82,12 @@ def test_inspect_refuses_plain_decoding():
 
 
 def test_version_help_and_unknown_commands():
-    assert re.fullmatch(r"specattn \d+\.\d+\.\d+\n", run("--version").stdout)
+    shown = run("--version").stdout.splitlines()
+    assert re.fullmatch(r"specattn \d+\.\d+\.\d+", shown[0])
+    assert f"torch {torch.__version__}" in shown
+    assert f"transformers {transformers.__version__}" in shown
+    (on_cpu,) = (line for line in shown if line.startswith("backends on cpu: "))
+    assert "torch_native" in on_cpu.removeprefix("backends on cpu: ").split(", ")
     for args in ((), ("--help",), ("-h",)):
         result = run(*args)
         assert result.exit_code == 0

@@ -1,0 +1,79 @@
+"""Prompts as messages of the tokenizer's chat template."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from specattn.cli import loading
+from tests.cli.command import (
+    ON_CPU,
+    OTHERS,
+    PROMPT,
+    generate,
+    generated,
+    loaded,
+    plain_tokens,
+    run,
+    tokenizer,
+)
+
+TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m.role == 'system' and m.content == 'no' %}{{ raise_exception('no system') }}{% endif %}"
+    "# {{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}# answer:{% endif %}"
+)
+
+
+@pytest.fixture
+def template(monkeypatch):
+    """The pair, whose tokenizer has a chat template."""
+    device = torch.device("cpu")
+    models = loaded(None, None, speculative=True, dtype=torch.float32, device=device)
+    chatty = copy.deepcopy(models.tokenizer)
+    chatty.chat_template = TEMPLATE
+    monkeypatch.setattr(
+        loading, "load_models", lambda *args, **kwargs: replace(models, tokenizer=chatty)
+    )
+
+
+def test_a_prompt_is_a_message(template):
+    found = generated("--chat", PROMPT)
+    assert found["tokens"] == plain_tokens(f"# user: {PROMPT}\n# answer:", 24)
+    assert found["tokens"] != plain_tokens(PROMPT, 24)
+
+
+def test_a_system_message_comes_first(template, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(text.strip() for text in OTHERS))
+    found = generated("--chat", "--system", "be brief", "--prompts", str(file), count=8)
+    for one, text in zip(found, OTHERS, strict=True):
+        asked = f"# system: be brief\n# user: {text.strip()}\n# answer:"
+        assert one["tokens"] == plain_tokens(asked, 8)
+
+
+def test_without_chat_the_template_is_not_used(template):
+    assert generated(PROMPT)["tokens"] == plain_tokens(PROMPT, 24)
+
+
+def test_a_template_that_refuses_a_message(template):
+    result = run("generate", *ON_CPU, "--chat", "--system", "no", "p")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == (
+        "specattn: error: --system: the target's chat template fails: no system\n"
+    )
+
+
+def test_a_long_chat_is_refused(template):
+    used = len(tokenizer()(f"# user: {PROMPT}\n# answer:").input_ids)
+    result = run("generate", *ON_CPU, "--chat", "--max-context", str(used - 1), PROMPT)
+    assert result.exit_code == 2
+    assert f"PROMPT: the prompt has {used} tokens, the context holds {used - 1}" in result.stderr
+
+
+def test_the_text_is_the_answer_alone(template):
+    assert "# user" not in generate("--chat", "x = 1", count=4).stdout
