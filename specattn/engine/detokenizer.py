@@ -27,6 +27,8 @@ class TextStream:
         The tokens that are continued.
     stop : sequence of str
         The text ends before the first of them.
+    min_new_tokens : int
+        In the text of so many tokens, ``stop`` is not looked for.
     """
 
     def __init__(
@@ -34,8 +36,11 @@ class TextStream:
         detokenize: Callable[[list[int]], str],
         prompt: Sequence[int],
         stop: Sequence[str] = (),
+        *,
+        min_new_tokens: int = 0,
     ) -> None:
         self._detokenize, self._stop = detokenize, tuple(stop)
+        self._unstopped = min_new_tokens
         self._context = list(prompt[-_CONTEXT:])
         self._pending: list[int] = []
         self._taken = 0
@@ -45,13 +50,17 @@ class TextStream:
 
     def feed(self, tokens: Sequence[int]) -> str:
         """Take new tokens; return the text that has become certain."""
+        if 0 < (first := self._unstopped) < len(tokens):
+            return self.feed(tokens[:first]) + self.feed(tokens[first:])
         self._pending += tokens
         new = self._new()
         whole = new.rstrip(_REPLACEMENT)
         fresh, self._taken = whole[self._taken :], max(len(whole), self._taken)
         if new and whole == new:
             self._context, self._pending, self._taken = self._pending, [], 0
-        return self._emit(fresh)
+        text = self._emit(fresh)
+        self._unstopped -= len(tokens)
+        return text
 
     def finish(self) -> str:
         """Return what was held back; no tokens follow."""
@@ -70,6 +79,9 @@ class TextStream:
     def _emit(self, fresh: str) -> str:
         if self.stopped:
             return ""
+        if self._unstopped > 0:
+            self.text += fresh
+            return fresh
         text = self._held + fresh
         ends = [at for at in map(text.find, self._stop) if at >= 0]
         self.stopped = bool(ends)

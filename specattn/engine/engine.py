@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from specattn.config import KVScales, SpecConfig
     from specattn.cuda_graph import GraphReport
     from specattn.engine.policy import Policy
-    from specattn.engine.scheduler import Groups
+    from specattn.engine.scheduler import Groups, Item
     from specattn.speculative.host_buffers import PendingStep
     from specattn.speculative.model import DraftModel, TargetModel
     from specattn.speculative.sampling import SamplingParams
@@ -308,8 +308,7 @@ class Engine:
             every running request is dropped then.
         """
         requests = self._checked(requests)
-        scheduler, order = self.scheduler, dict[int, int]()
-        results: list[RequestOutput] = []
+        scheduler, results = self.scheduler, list[RequestOutput]()
         with self._one_thread():
             if scheduler.waiting:
                 raise ValueError(
@@ -317,11 +316,10 @@ class Engine:
                     "call clear()"
                 )
             try:
-                scheduler.wait(requests)
+                results = scheduler.wait(requests)
+                order = {id(result): at for at, result in enumerate(results)}
                 while scheduler.waiting or scheduler.running:
                     for result in self._admit_waiting():
-                        order[id(result)] = len(results)
-                        results.append(result)
                         if on_tokens:
                             on_tokens(order[id(result)], list(result.tokens))
                     for result, new in self.step(ahead=not scheduler.waiting):
@@ -329,9 +327,6 @@ class Engine:
                             on_tokens(order[id(result)], new)
             finally:
                 self.clear()
-        # `on_tokens` may have cleared the engine while requests waited
-        missing = len(requests) - len(results)
-        results += [RequestOutput(finish_reason="dropped") for _ in range(missing)]
         self._ranks.agree("the tokens of requests", [one.tokens for one in results])
         return results
 
@@ -356,10 +351,12 @@ class Engine:
             If a prompt is empty, longer than the context or not of the vocabulary; nothing has
             run then.
         CapacityError
-            If rows or slots run out. Whatever is raised, none of the requests runs then, and those
-            that ran before still do, unless an interrupt asks for `clear`.
+            If there are more requests than free rows, or slots run out. Whatever is raised, none of
+            the requests runs then, and those that ran before still do, unless an interrupt asks for
+            `clear`.
         """
-        return self._admit(self._checked(requests), whole=False)
+        items = [(request, RequestOutput()) for request in self._checked(requests)]
+        return self._admit(items, whole=False)
 
     def step(self, *, ahead: bool = False) -> list[Gain]:
         """Advance the running requests; returns what each of them gained.
@@ -411,7 +408,7 @@ class Engine:
                 raise
 
     def drop(self, result: RequestOutput) -> None:
-        """End a running request at once.
+        """End a request at once, be it running or waiting.
 
         Nobody wants its text any more, or other requests need its slots. Its ``finish_reason`` is
         ``"dropped"``, it keeps the tokens that it has, and its row and slots are free. A step that
@@ -554,17 +551,23 @@ class Engine:
         scheduler.full = len(scheduler.running)
         return admitted
 
-    def _admit(self, requests: Sequence[Request], *, whole: bool) -> list[RequestOutput]:
+    def _admit(self, items: Sequence[Item], *, whole: bool) -> list[RequestOutput]:
         """Run the prompts and draw first tokens, of all requests or none."""
         with self._change():
+            if len(items) > (free := self.table.num_free_rows):
+                raise CapacityError(
+                    f"requests must be at most {free}, as many as rows are free, got {len(items)}"
+                )
             running, rows = list(self.running), self.table.rows
+            results = [result for _, result in items]
             try:
-                if any(request.sampling.temperature for request in requests):
+                if any(request.sampling.temperature for request, _ in items):
                     self._capture_sampled()
-                if any(request.processed for request in requests):
+                if any(request.processed for request, _ in items):
                     self._capture_processed()
-                results = [RequestOutput(started_at=time.perf_counter()) for _ in requests]
-                items = list(zip(requests, results, strict=True))
+                started_at = time.perf_counter()
+                for result in results:
+                    result.started_at = started_at
                 self._untimed()
                 while items:
                     # prompts that run now, and those that wait to share them
@@ -572,7 +575,7 @@ class Engine:
                     self._run_prompts(self.scheduler.admit(wave, whole=whole))
             except BaseException:
                 if not self.table.changing:
-                    self.scheduler.roll_back(running, rows)
+                    self.scheduler.roll_back(running, rows, results)
                     self._changing = False
                 raise
             return results
@@ -630,7 +633,7 @@ class Engine:
                 request.sampling,
                 request.prompt,
                 min_new_tokens=request.min_new_tokens,
-                end_ids=one.eos,
+                end_ids=one.end_ids,
             )
 
     def _launch(self, groups: Groups) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Self
 
 from specattn.checks import flag, whole_number
 from specattn.speculative.sampling import SamplingParams
@@ -31,17 +31,18 @@ class Request:
     ignore_eos : bool
         Go on past end-of-text tokens.
     stop_token_ids : sequence of int
-        Tokens that end the generation as the target's end-of-text tokens do; they end it with
-        ``ignore_eos``, too. Kept as a frozenset.
+        Tokens that end the generation, with ``ignore_eos``, too; the one that does is the last
+        token. Kept as a frozenset.
     min_new_tokens : int
-        Tokens that are generated before one that ends the generation is possible; 0 is off.
+        Before so many tokens, neither an end-of-text nor a stop token is drawn, and in their text
+        no stop string is looked for. 0 is off.
 
     Raises
     ------
     ValueError
-        If the prompt's tokens, ``max_new_tokens`` or ``min_new_tokens`` are no whole numbers, the
-        last is below 0, ``sampling`` is no
-        `SamplingParams`, ``ignore_eos`` no bool, ``stop`` a single text, one of its texts empty, or
+        If the prompt's tokens, ``max_new_tokens`` or ``min_new_tokens`` are no whole numbers,
+        ``min_new_tokens`` not in 0..``max_new_tokens``, ``sampling`` is no `SamplingParams`,
+        ``ignore_eos`` no bool, ``stop`` a single text, one of its texts empty, or
         ``stop_token_ids`` no whole numbers.
     """
 
@@ -63,7 +64,8 @@ class Request:
         prompt = tuple(whole_number("every prompt token", token) for token in tokens)
         object.__setattr__(self, "prompt", prompt)
         whole_number("max_new_tokens", self.max_new_tokens)
-        whole_number("min_new_tokens", self.min_new_tokens, 0)
+        if whole_number("min_new_tokens", self.min_new_tokens):
+            whole_number("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens)
         if not isinstance(self.sampling, SamplingParams):
             raise ValueError(f"sampling must be SamplingParams, got {self.sampling!r}")
         flag("ignore_eos", self.ignore_eos)
@@ -75,6 +77,28 @@ class Request:
     def processed(self) -> bool:
         """Whether its steps have to be processed ones."""
         return self.sampling.processed or self.min_new_tokens > 0
+
+    def samples(self, n: int) -> list[Self]:
+        """Return requests for samples of this one, with consecutive seeds.
+
+        Their tokens are those of ``n`` requests by themselves. In one engine, they share the KV of
+        whole pages of the prompt.
+
+        Parameters
+        ----------
+        n : int
+            At least 1.
+
+        Raises
+        ------
+        ValueError
+            If ``n`` is no such number, or a seed does not fit into 64 bits.
+        """
+        seed = self.sampling.seed
+        return [
+            replace(self, sampling=replace(self.sampling, seed=seed + at))
+            for at in range(whole_number("n", n, 1))
+        ]
 
     def _keep_stop(self) -> None:
         # each character of a single text would end the generation
@@ -96,9 +120,10 @@ class RequestOutput:
     Parameters
     ----------
     tokens : list of int
-        Generated tokens, never more than ``max_new_tokens``; an end-of-text token is the last.
+        Generated tokens, never more than ``max_new_tokens``; one that ends the text is the last.
     finish_reason : str
-        ``""`` while the request runs or waits. Then ``"eos"``, ``"stop"``, ``"length"``
+        ``""`` while the request runs or waits. Then ``"eos"`` (an end-of-text token of the target),
+        ``"stop"`` (a stop token or a stop string of the request), ``"length"``
         (``max_new_tokens``), ``"context"`` (the context is full), ``"nonfinite"`` (the target's
         logits held NaN or infinity where the next token was to be chosen; the tokens before it are
         kept) or ``"dropped"`` (by the caller, or where an error or an interrupt has cost the engine
@@ -106,7 +131,7 @@ class RequestOutput:
     accept_lens : list of int
         Tokens that each step added, bonus included; those past the end are not counted.
     started_at, first_token_at, finished_at : float
-        `time.perf_counter` readings, in seconds: when it was added, after its prompt, at its end.
+        `time.perf_counter` readings, in seconds: at its admission, after its prompt, at its end.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -147,8 +172,8 @@ def check_requests(
     ------
     ValueError
         If there is something else than a `Request` among them; if a prompt is empty, longer than
-        ``limit`` or has tokens outside the vocabulary; if ``max_new_tokens`` is below 1; if
-        tokens of ``sampling`` lie outside the vocabulary; if one has stop strings, and there is no
+        ``limit`` or has tokens outside the vocabulary; if stop tokens or tokens of ``sampling``
+        lie outside it; if ``max_new_tokens`` is below 1; if one has stop strings, and there is no
         text.
     """
     if isinstance(requests, Request):
@@ -166,9 +191,10 @@ def check_requests(
             raise ValueError(
                 f"the prompt has {len(request.prompt)} tokens, the context holds {limit}"
             )
-        low, high = min(request.prompt), max(request.prompt)
-        if low < 0 or high >= vocab_size:
-            raise ValueError(f"prompt tokens must be 0..{vocab_size - 1}, got {low}..{high}")
+        for name, ids in (("prompt", request.prompt), ("stop", request.stop_token_ids)):
+            low, high = min(ids, default=0), max(ids, default=0)
+            if low < 0 or high >= vocab_size:
+                raise ValueError(f"{name} tokens must be 0..{vocab_size - 1}, got {low}..{high}")
         if request.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {request.max_new_tokens}")
         request.sampling.check_tokens(vocab_size)

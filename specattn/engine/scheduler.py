@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from specattn.engine.detokenizer import TextStream
+from specattn.engine.request import RequestOutput
 from specattn.errors import CapacityError
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from specattn.cache.slot_table import SlotTable
     from specattn.config import SpecConfig
     from specattn.engine.configs import SpeculativeConfigs
-    from specattn.engine.request import Request, RequestOutput
+    from specattn.engine.request import Request
 
     Item = tuple[Request, RequestOutput]
     Groups = dict[SpecConfig, list["RunningRequest"]]
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
 class RunningRequest:
     """A request that has a row of the table.
 
-    ``length`` counts the tokens that hold KV, as far as the host knows; tokens of ``eos`` end it;
-    ``stream`` is its text, where stop strings are looked for.
+    ``length`` counts the tokens that hold KV, as far as the host knows. The target's end-of-text
+    tokens, ``eos``, may end it; ``end_ids`` are these and its own stop tokens. ``stream`` is its
+    text, where stop strings are looked for.
     """
 
     request: Request
@@ -35,6 +37,10 @@ class RunningRequest:
     length: int
     eos: Collection[int] = ()
     stream: TextStream | None = None
+    end_ids: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.end_ids = frozenset(self.eos).union(self.request.stop_token_ids)
 
     @property
     def text(self) -> list[int]:
@@ -59,8 +65,8 @@ class RunningRequest:
                 break
             kept.append(token)
             result.tokens.append(token)
-            if token in self.eos:
-                result.finish_reason = "eos"
+            if token in self.end_ids:
+                result.finish_reason = "eos" if token in self.eos else "stop"
             elif self.stream is not None and self._stops(token):
                 result.finish_reason = "stop"
             elif len(result.tokens) >= self.request.max_new_tokens:
@@ -79,12 +85,6 @@ class RunningRequest:
         self.stream.feed([token])
         return self.stream.stopped
 
-    def drop(self) -> None:
-        """End it, unless it has ended."""
-        if not self.result.finish_reason:
-            self.result.finish_reason = "dropped"
-            self.result.finished_at = time.perf_counter()
-
 
 class Scheduler:
     """The requests that wait, and those that run and hold slots.
@@ -102,7 +102,7 @@ class Scheduler:
 
     Attributes
     ----------
-    waiting : list of Request
+    waiting : list of (Request, RequestOutput)
         Requests without a row, in their order.
     running : list of RunningRequest
         Requests with a row that have not ended.
@@ -119,7 +119,7 @@ class Scheduler:
     ) -> None:
         self.table, self.configs = table, configs
         self._eos, self._detokenize = eos, detokenize
-        self.waiting: list[Request] = []
+        self.waiting: list[Item] = []
         self.running: list[RunningRequest] = []
         self._rows = self.full = table.num_free_rows
 
@@ -128,9 +128,13 @@ class Scheduler:
         """Requests that may run besides those that do."""
         return self._rows - len(self.running)
 
-    def wait(self, requests: Sequence[Request]) -> None:
-        """Let requests wait for rows and slots."""
-        self.waiting, self.full = list(requests), self._rows
+    def wait(self, requests: Sequence[Request]) -> list[RequestOutput]:
+        """Let requests wait for rows and slots; return their results."""
+        if not self.waiting:
+            self.full = self._rows
+        results = [RequestOutput() for _ in requests]
+        self.waiting += zip(requests, results, strict=True)
+        return results
 
     def wave(self, items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
         """Split off the requests that wait to share a prompt of others."""
@@ -169,10 +173,14 @@ class Scheduler:
             donor, shared = self._donor(request.prompt)
             row = self.table.allocate(share=donor, share_len=shared)
             eos: Collection[int] = () if request.ignore_eos else self._eos
-            eos = {*eos, *request.stop_token_ids}
             stream = None
             if request.stop and self._detokenize is not None:
-                stream = TextStream(self._detokenize, request.prompt, request.stop)
+                stream = TextStream(
+                    self._detokenize,
+                    request.prompt,
+                    request.stop,
+                    min_new_tokens=request.min_new_tokens,
+                )
             admitted.append(RunningRequest(request, result, row, shared, eos, stream))
             self.running.append(admitted[-1])
         holders = self.running if whole else admitted
@@ -182,11 +190,21 @@ class Scheduler:
         )
         return admitted
 
-    def roll_back(self, running: Sequence[RunningRequest], rows: frozenset[int]) -> None:
-        """Go back to requests that ran, and rows taken, before `admit`."""
+    def roll_back(
+        self,
+        running: Sequence[RunningRequest],
+        rows: frozenset[int],
+        results: Sequence[RequestOutput] = (),
+    ) -> None:
+        """Go back to requests that ran, and rows taken, before `admit`.
+
+        ``results`` are those of the requests that were to run; they hold nothing then.
+        """
         for row in self.table.rows - rows:
             self.table.free(row)
         self.running = list(running)
+        for result in results:
+            vars(result).update(vars(RequestOutput()))
 
     def schedule(self) -> Groups:
         """Reserve slots for the next step; return its requests by config.
@@ -273,7 +291,7 @@ class Scheduler:
         self.running = [one for one in self.running if not one.result.finish_reason]
 
     def drop(self, result: RequestOutput) -> None:
-        """End one running request, and free its row.
+        """End a request: free its row, or let it wait no more.
 
         Parameters
         ----------
@@ -283,27 +301,36 @@ class Scheduler:
         Raises
         ------
         ValueError
-            If no running request has this result, or its row takes part in a step that is being
+            If no such request has this result, or its row takes part in a step that is being
             launched.
         """
         for one in self.running:
             if one.result is result:
                 # first, for it may be refused
                 self.table.free(one.row)
-                one.drop()
+                _drop(result)
                 self.remove_ended()
                 return
-        raise ValueError("result must be that of a request which runs in this engine")
+        for at, (_, waits) in enumerate(self.waiting):
+            if waits is result:
+                del self.waiting[at]
+                _drop(result)
+                # those after it may need less
+                self.full = self._rows
+                return
+        raise ValueError("result must be that of a request which runs in this engine, or waits")
 
     def clear(self, *, table: bool) -> None:
         """Drop every request; with ``table``, free every row, whoever took it."""
+        for _, result in self.waiting:
+            _drop(result)
         self.waiting.clear()
         if table:
             self.table.clear()
         for one in self.running:
             if not table and not one.result.finish_reason:
                 self.table.free(one.row)
-            one.drop()
+            _drop(one.result)
         self.running = []
 
     def _last_slot(self, request: Request) -> int:
@@ -334,6 +361,13 @@ class Scheduler:
         """
         page = self.table.page_size
         return (min(common, len(prompt)) - 1) // page * page if common else 0
+
+
+def _drop(result: RequestOutput) -> None:
+    """End a request, unless it has ended."""
+    if not result.finish_reason:
+        result.finish_reason = "dropped"
+        result.finished_at = time.perf_counter()
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

@@ -39,11 +39,13 @@ def unharmed(run: Engine, rows: int = 3) -> None:
 
 
 def test_requests_that_come_together_come_all_or_not_at_all(models):
-    """The second shares the first one's prompt, so that it runs when the first one has; no row."""
-    run, shared = engine(models), list(range(1, 30))
+    """The second shares the first one's prompt, so that it runs when the first one has; no slot."""
+    shared = list(range(1, 30))
+    # padding, who runs, the first prompt, and one of the two tokens that the second has by itself
+    run = engine(models, num_slots=1 + len(PROMPTS[0]) + 30 + 1)
     run.add([Request(PROMPTS[0], 12), Request([7], 1)])
-    with pytest.raises(CapacityError, match="rows are taken"):
-        run.add([Request([*shared, more], 9) for more in (31, 32, 33)])
+    with pytest.raises(CapacityError, match="more pages of 1 KV slots are needed"):
+        run.add([Request([*shared, more], 9) for more in (31, 32)])
     assert run.table.num_free_rows == 2
     run.table.check()
     result = run.running[0].result

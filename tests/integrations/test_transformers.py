@@ -209,6 +209,7 @@ def test_several_ends_pad_token_and_lengths(model, head):
         {"eos_token_id": ends, "max_new_tokens": NEW},
         {"eos_token_id": ends, "max_new_tokens": NEW, "pad_token_id": 21},
         {"eos_token_id": ends[0], "max_length": 9 + NEW},
+        {"eos_token_id": [*ends, VOCAB, VOCAB + 9], "max_new_tokens": NEW},
         {"max_new_tokens": 1},
         {},
     ):

@@ -266,6 +266,12 @@ class _Columns:
 
 def _run(engine: Engine, requests: Sequence[Request], columns: _Columns) -> Tensor:
     """Decode until all rows have ended; what runs then is dropped."""
+    # settings name end tokens that some models cannot write
+    known = range(engine.target.model.vocab_size)
+    requests = [
+        replace(one, stop_token_ids=[id_ for id_ in one.stop_token_ids if id_ in known])
+        for one in requests
+    ]
     try:
         results = engine.add(requests)
         while not columns.take(results):
