@@ -25,6 +25,7 @@ from bench.tools.compile_small import (
     kv_operations,
     laws,
     log_probs,
+    processing,
     products,
     step_ends,
     windows,
@@ -66,6 +67,7 @@ QUICK: dict[str, Callable[[], None]] = {
     "step": step_ends,
     "laws": laws,
     "log-probabilities": log_probs,
+    "logits processors": processing,
 }
 CASES = QUICK | {
     "16 rows, bf16": partial(attend, 4, 4, BF16),

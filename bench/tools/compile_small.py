@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 
 from bench.tools.compile_offline import BATCH, BF16, CONTEXT, F32, I32, LIMITS, zeros
-from specattn.kernels import adopt, fused, indices, logprobs, sampling, step, tree
+from specattn.kernels import adopt, fused, indices, logprobs, processors, sampling, step, tree
 from specattn.kernels import cache as caches
 from specattn.kernels.attention import triton as attention_triton
 from specattn.kernels.fused.stream import stream_gated, stream_linear
@@ -137,8 +137,38 @@ def laws(dtype: torch.dtype = BF16, vocab: int = 32000) -> None:
     many = logits.repeat(4, 1)
     sampling.target_probs(many, values, values.int(), None, 4)
     sampling.target_probs(many, values, None, values, 4)
+    sampling.target_probs(logits, values, values.int(), values, 1, values)
+    sampling.target_probs(many, values, None, None, 4, values)
     sampling.path_coins(zeros(BATCH), values.int(), 4, 2)
     sampling.draw_tokens(logits.float(), values)
+
+
+def processing(dtype: torch.dtype = BF16, vocab: int = 128256, nodes: int = 16) -> None:
+    tokens, rows, counts = zeros(BATCH, nodes), zeros(BATCH), zeros(BATCH, dtype=I32)
+    wide = processors.bitmask_words(vocab)
+    history, recent = zeros(BATCH, vocab, dtype=I32), zeros(BATCH, 15, dtype=I32)
+    for bitmask in (None, zeros(BATCH, nodes, wide, dtype=I32)):
+        processors.process_logits(
+            zeros(BATCH, nodes, vocab, dtype=dtype),
+            tokens,
+            zeros(BATCH, nodes, 1),
+            tokens,
+            rows,
+            bitmask,
+            kinds=counts,
+            history=history,
+            penalties=zeros(BATCH, 3, dtype=F32),
+            bias_ids=zeros(BATCH, 512, dtype=I32),
+            bias_values=zeros(BATCH, 512, dtype=F32),
+            bad_words=zeros(BATCH, 64, 16, dtype=I32),
+            recent=recent,
+            allowed=zeros(BATCH, wide, dtype=I32),
+            end_ids=zeros(BATCH, 64, dtype=I32),
+            ends_from=counts,
+        )
+    processors.note_tokens(
+        rows, tokens[:, :6], counts, kinds=counts, history=history, recent=recent
+    )
 
 
 def log_probs(dtype: torch.dtype = BF16, vocab: int = 128256, depth: int = 6) -> None:

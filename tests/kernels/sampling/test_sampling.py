@@ -34,8 +34,8 @@ def small(monkeypatch):
         monkeypatch.setattr(f"{TRITON}.{name}", size)
 
 
-def law(logits, temperature, top_k, top_p):
-    """Temperature, then top-k, then top-p, in float64."""
+def law(logits, temperature, top_k, top_p, min_p=0.0):
+    """Temperature, then top-k, then top-p, then min-p, in float64."""
     vocab = len(logits)
     if not math.isfinite(max(logits)):
         return [math.nan] * vocab
@@ -54,10 +54,12 @@ def law(logits, temperature, top_k, top_p):
             prefix.append(token)
             mass += weight[token]
         kept, total = prefix, sum(weight[t] for t in prefix)
+    kept = [t for t in kept if weight[t] >= min_p * weight[ranked[0]]]
+    total = sum(weight[t] for t in kept)
     return [weight[t] / total if t in kept else 0.0 for t in range(vocab)]
 
 
-def probs_of(logits, temperature, top_k, top_p, rows_per_req):
+def probs_of(logits, temperature, top_k, top_p, rows_per_req, min_p=None):
     # rows lie apart
     wide = torch.full((len(logits), len(logits[0]) + 3), math.nan, device=DEVICE)
     wide[:, : len(logits[0])] = torch.tensor(logits, device=DEVICE)
@@ -67,6 +69,7 @@ def probs_of(logits, temperature, top_k, top_p, rows_per_req):
         None if top_k is None else torch.tensor(top_k, dtype=torch.int32, device=DEVICE),
         None if top_p is None else torch.tensor(top_p, dtype=torch.float32, device=DEVICE),
         rows_per_req,
+        None if min_p is None else torch.tensor(min_p, dtype=torch.float32, device=DEVICE),
     )
 
 
@@ -92,6 +95,41 @@ def test_target_probs(implementation, vocab, small):
     logits = rows_of(rng, vocab, lambda rng, t: rng.randrange(-12, 13) / 4)
     got = probs_of(logits, *zip(*SETTINGS, strict=True), rows_per_req=1)
     check(got, [law(row, *setting) for row, setting in zip(logits, SETTINGS, strict=True)])
+
+
+@pytest.mark.parametrize("cuts", ["none", "top-k", "top-p", "both"])
+def test_min_p_cuts_what_the_others_leave(implementation, cuts, small):
+    """Rows without it beside, and greedy ones; two rows share a setting."""
+    rng = random.Random(cuts)
+    settings = [(0.0, 3, 0.9, 0.5), (1.0, 0, 1.0, 0.0), (0.7, 5, 0.95, 0.13), (2.0, 30, 0.7, 0.31)]
+    settings += [(1.3, 9, 0.99, 1.0), (1.0, 0, 0.4, 1e-4)]
+    temperature, top_k, top_p, min_p = zip(*settings, strict=True)
+    top_k = top_k if cuts in ("top-k", "both") else None
+    top_p = top_p if cuts in ("top-p", "both") else None
+    logits = torch.tensor([[rng.gauss(0, 3) for _ in range(90)] for _ in range(12)]).tolist()
+    got = probs_of(logits, temperature, top_k, top_p, 2, min_p)
+    want = [
+        law(
+            row,
+            temperature[i // 2],
+            top_k[i // 2] if top_k else 0,
+            top_p[i // 2] if top_p else 1.0,
+            min_p[i // 2],
+        )
+        for i, row in enumerate(logits)
+    ]
+    check(got, want)
+    without = probs_of(logits, temperature, top_k, top_p, 2)
+    assert torch.equal(got[2:4], without[2:4]), "requests without it keep their bits"
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf])
+def test_min_p_of_rows_without_a_distribution(implementation, odd, small):
+    rows = [[0.0, 1.0, -math.inf, 2.0] * 10 for _ in range(2)]
+    rows[0][7] = odd
+    got = probs_of(rows, [1.0, 1.0], None, None, 1, [0.3, 0.3])
+    assert got[0].isnan().all()
+    check(got[1:], [law(rows[1], 1.0, 0, 1.0, 0.3)])
 
 
 ODD = {
@@ -212,16 +250,20 @@ def test_whole_vocabularies(dtype):
     temperature = torch.tensor([0.0, 0.7, 1.0, 1.0], device=DEVICE)
     top_k = torch.tensor([0, 50, 0, 4000], dtype=torch.int32, device=DEVICE)
     top_p = torch.tensor([1.0, 1.0, 0.95, 0.9], device=DEVICE)
-    for k, p in ((None, None), (top_k, None), (None, top_p), (top_k, top_p)):
+    min_p = torch.tensor([0.2, 0.01, 0.0, 0.05], device=DEVICE)
+    for k, p, m in (
+        *((None, None, None), (top_k, None, None), (None, top_p, None), (top_k, top_p, None)),
+        *((None, None, min_p), (top_k, top_p, min_p)),
+    ):
         with using("triton"):
-            got = target_probs(logits, temperature, k, p, 6)
+            got = target_probs(logits, temperature, k, p, 6, m)
         with using("naive"):
-            expect = target_probs(logits, temperature, k, p, 6)
+            expect = target_probs(logits, temperature, k, p, 6, m)
         # a probability that is no normal number may be flushed to 0
         tiny = torch.finfo(torch.float32).tiny
         lost, gained = (got == 0) & (expect >= tiny), (got >= tiny) & (expect == 0)
         moved = (lost | gained).sum(1)
-        assert (moved <= (2 if p is not None else 0)).all(), moved
+        assert (moved <= (2 if p is not None or m is not None else 0)).all(), moved
         torch.testing.assert_close(got.sum(1), torch.ones(24, device=DEVICE))
         torch.testing.assert_close(got, expect, rtol=1e-4, atol=1e-5)
 
