@@ -118,6 +118,10 @@ def main(setting: str, backend: str) -> None:
 
     # SGLang wants a core named for each rank where they share a memory node
     os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(RANKS.get(setting, 1))))
+    # compiling a few small functions takes longer than all that they do here
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"
+    # a torch for CUDA brings NCCL, which ranks on a CPU would start
+    os.environ["SGLANG_NCCL_SO_PATH"] = "none"
     engine = sglang.Engine(**options(setting, backend))
     try:
         first = generate(engine, prompts())
