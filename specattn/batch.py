@@ -182,12 +182,16 @@ class AcceptResult:
     bonus_tokens : Tensor
         ``[B]`` int64, the last token gained; -1 where the target's logits are not finite, and then
         ``accept_tokens`` holds token 0 in its place.
+    probs : Tensor, optional
+        ``[B, n, V]`` float32, contiguous: what tokens were drawn from after each node; None where
+        no distribution was computed.
     """
 
     accept_index: Tensor
     accept_tokens: Tensor
     accept_lens: Tensor
     bonus_tokens: Tensor
+    probs: Tensor | None = None
 
 
 def halves(batch: int) -> tuple[slice, slice]:

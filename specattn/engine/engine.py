@@ -594,10 +594,17 @@ class Engine:
         lens = torch.tensor([len(prompt.tokens) for prompt in prompts], dtype=torch.int32)
         rows = torch.tensor([prompt.row for prompt in prompts])
         self.states.admit(rows.to(device), lens.to(device), out.bonus_tokens, out.state, sampling)
-        for one, token in zip(admitted, out.bonus_tokens.tolist(), strict=True):
+        firsts = out.bonus_tokens.tolist()
+        scored = None
+        if out.logprobs is not None and any(p.logprobs is not None for p in params):
+            scored = out.logprobs.entry(0, len(admitted))
+        for at, (one, token) in enumerate(zip(admitted, firsts, strict=True)):
             one.length = len(one.request.prompt)
             one.result.first_token_at = time.perf_counter()
-            self.scheduler.append(one, [token])
+            kept = self.scheduler.append(one, [token])
+            count = one.request.sampling.logprobs
+            if count is not None and scored is not None:
+                one.result.logprobs += scored.read(at, len(kept), count)
         self.scheduler.remove_ended()
 
     def _capture_sampled(self) -> None:
@@ -692,6 +699,9 @@ class Engine:
             counts[at] = len(tokens) - (bool(tokens) and tokens[-1] < 0)
             kept = self.scheduler.append(one, tokens)
             one.result.accept_lens.append(len(kept))
+            count = one.request.sampling.logprobs
+            if count is not None:
+                one.result.logprobs += step.pending.logprobs(at, count)[: len(kept)]
             gains.append((one.result, kept))
         self.configs.count(step.config, counts, sum(len(kept) for _, kept in gains), seconds)
         return gains

@@ -11,6 +11,8 @@ from specattn.speculative.sampling import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
+    from specattn.speculative.logprobs import TokenLogprobs
+
 
 @dataclass(frozen=True)
 class Request:
@@ -130,6 +132,8 @@ class RequestOutput:
         a step's tokens).
     accept_lens : list of int
         Tokens that each step added, bonus included; those past the end are not counted.
+    logprobs : list of TokenLogprobs
+        One per token if ``SamplingParams.logprobs`` asked for them; else none.
     started_at, first_token_at, finished_at : float
         `time.perf_counter` readings, in seconds: at its admission, after its prompt, at its end.
     """
@@ -137,6 +141,7 @@ class RequestOutput:
     tokens: list[int] = field(default_factory=list)
     finish_reason: str = ""
     accept_lens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     started_at: float = 0.0
     first_token_at: float = 0.0
     finished_at: float = 0.0

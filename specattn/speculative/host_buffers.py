@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +14,8 @@ from specattn.kernels.step import write_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from specattn.speculative.logprobs import LogprobBuffers, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -71,13 +73,22 @@ class PendingStep:
         Requests.
     rows : tuple of int
         The table rows that took part.
+    logprobs : callable, optional
+        Copies what a processed step has written of log-probabilities.
     """
 
     def __init__(
-        self, packed: Tensor, done: torch.Event | None, count: int, rows: tuple[int, ...]
+        self,
+        packed: Tensor,
+        done: torch.Event | None,
+        count: int,
+        rows: tuple[int, ...],
+        logprobs: Callable[[int], LogprobBuffers] | None = None,
     ) -> None:
         self._packed, self._done, self._count, self.rows = packed, done, count, rows
         self._gained: list[list[int]] | None = None
+        self._copy = logprobs
+        self._logprobs: LogprobBuffers | None = None
 
     def wait(self) -> list[list[int]]:
         """Wait for the step and return each request's new tokens, bonus last.
@@ -95,8 +106,35 @@ class PendingStep:
             if self._done is not None:
                 self._done.synchronize()
             found = self._packed[: self._count].tolist()
+            if self._copy is not None:
+                self._logprobs = self._copy(self._count)
             self._gained = [tokens[:gained] for gained, *tokens in found]
         return self._gained
+
+    def logprobs(self, at: int, count: int) -> list[TokenLogprobs]:
+        """Return log-probabilities of a request's new tokens; waits as `wait` does.
+
+        Parameters
+        ----------
+        at : int
+            The request's place among the rows that were given to the step.
+        count : int
+            Alternatives per token, at most what its ``SamplingParams.logprobs`` asked for.
+
+        Returns
+        -------
+        list of TokenLogprobs
+            One per token of `wait`. A last token of -1 has NaN.
+
+        Raises
+        ------
+        ValueError
+            If the step was not a processed one.
+        """
+        gained = len(self.wait()[at])
+        if self._logprobs is None:
+            raise ValueError("log-probabilities need a step with processed=True")
+        return self._logprobs.read(at, gained, count)
 
     @property
     def ready(self) -> bool:
@@ -119,6 +157,8 @@ class InFlight:
         # of all events the one that costs the host least
         self._done = [torch.Event(device) if host.turn.is_cuda else None for _ in host.rows]
         self._packed = list(host.packed)
+        #: Where processed steps write log-probabilities; None until there are such steps.
+        self.logprobs: LogprobBuffers | None = None
         # numpy takes several times as long to look at a list's numbers
         self._rows = [rows.numpy().data.cast("B") for rows in host.rows]
         self._steps: list[PendingStep | None] = [None] * len(self._packed)
@@ -153,14 +193,19 @@ class InFlight:
         """Note that later launches move the device's turn on."""
         self._aligned = False
 
-    def launched(self, count: int, rows: tuple[int, ...]) -> PendingStep:
+    def launched(
+        self, count: int, rows: tuple[int, ...], *, processed: bool = False
+    ) -> PendingStep:
         """Note that the step of the next entry was launched."""
         at = self._next
         done = self._done[at]
         if done is not None:
             # of the steps' device, which need not be the current one
             done.record(torch.accelerator.current_stream(self._device))
-        step = self._steps[at] = PendingStep(self._packed[at], done, count, rows)
+        copy = None
+        if processed and self.logprobs is not None:
+            copy = partial(self.logprobs.entry, at)
+        step = self._steps[at] = PendingStep(self._packed[at], done, count, rows, copy)
         self._next = (at + 1) % len(self._steps)
         self._aligned = True
         return step

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from specattn.cache.slot_table import RequestTable
     from specattn.config import SpecConfig
     from specattn.speculative.host_buffers import HostBuffers
+    from specattn.speculative.logprobs import LogprobBuffers
     from specattn.speculative.model import DraftModel, ModelSlot, TargetModel
     from specattn.speculative.processors import ProcessorStates
     from specattn.speculative.states import RequestStates
@@ -90,14 +91,16 @@ class StepLaunch:
         )
         return StepLaunch(self.part, steps, host, packed, self.tbo)
 
-    def processing(self, processors: ProcessorStates, bitmask: Tensor) -> StepLaunch:
+    def processing(
+        self, processors: ProcessorStates, bitmask: Tensor, logprobs: LogprobBuffers
+    ) -> StepLaunch:
         """Return the launch for requests with processors, over the same buffers.
 
-        ``bitmask`` has at least a row per request.
+        ``bitmask`` and ``logprobs`` have at least a row per request.
         """
         split = _split(len(self.packed), self.tbo)
         steps = tuple(
-            step.processing(processors, bitmask[rows])
+            step.processing(processors, bitmask[rows], logprobs.of(rows))
             for step, rows in zip(self.steps, split, strict=True)
         )
         return replace(self, steps=steps)
@@ -164,6 +167,8 @@ class StepLaunch:
             )
             if step.processors is not None:
                 found += fingerprint(processors=step.processors, bitmask=step.bitmask)
+            if step.logprobs is not None:
+                found += fingerprint(values=step.logprobs.values, ids=step.logprobs.ids)
             if step.draft_attention is not None:
                 drafts = step.draft_attention
                 found += fingerprint(

@@ -12,6 +12,7 @@ from specattn.batch import DraftState, DraftTree
 from specattn.config import SpecConfig
 from specattn.plan import ExtendPlan
 from specattn.speculative.draft import choose_tokens
+from specattn.speculative.logprobs import LogprobBuffers
 from specattn.speculative.validation import check_logits, check_prompts
 from specattn.speculative.verify import accept
 
@@ -53,10 +54,13 @@ class PrefillResult:
         ``[B]`` int64, in the order of the prompts.
     state : DraftState or None
         What the next step drafts from; None without a draft model.
+    logprobs : LogprobBuffers or None
+        One step's, of one token per request; None without processors.
     """
 
     bonus_tokens: Tensor
     state: DraftState | None
+    logprobs: LogprobBuffers | None = None
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,7 @@ class Prefill:
         check_prompts(prompts, sampling, self.req_to_token)
         bonus = torch.zeros(len(prompts), dtype=torch.int64, device=self.req_to_token.device)
         states: list[DraftState] = []
+        scored: list[LogprobBuffers] = []
         for pieces in self._chunks(prompts):
             done = [p for p in pieces if p.stop == len(prompts[p.index].tokens)]
             plan = self._plan(prompts, pieces)
@@ -139,7 +144,8 @@ class Prefill:
             if done:
                 lens = torch.tensor([p.stop - 1 for p in done], device=bonus.device)
                 rows = torch.tensor([prompts[p.index].row for p in done], device=bonus.device)
-                first = _first_tokens(out.logits, lens, _pick(sampling, which), rows, processors)
+                drawing = _pick(sampling, which)
+                first = _first_tokens(out.logits, lens, drawing, rows, processors, scored)
                 bonus[which] = first
             if self.draft is not None and out.hidden_states is not None:
                 tokens = self._next_tokens(prompts, pieces, last, bonus[which])
@@ -149,7 +155,9 @@ class Prefill:
                         self.draft, pieces, plan, tokens, out.hidden_states, last, drawing
                     )
                 )
-        return PrefillResult(bonus, _join(states) if self.draft is not None else None)
+        joined = _join(states) if self.draft is not None else None
+        # prompts finish in order
+        return PrefillResult(bonus, joined, LogprobBuffers.join(scored) if scored else None)
 
     def last_logits(self, prompt: Prompt) -> Tensor:
         """Fill the target's KV of one prompt; return the last logits ``[V]``."""
@@ -253,19 +261,26 @@ def _first_tokens(
     sampling: SamplingBatch,
     rows: Tensor,
     processors: ProcessorStates | None,
+    scored: list[LogprobBuffers],
 ) -> Tensor:
-    """Draw first tokens from ``logits [R, V]``, as a step would."""
+    """Draw first tokens from ``logits [R, V]``, as a step would.
+
+    With processors, their log-probabilities are appended to ``scored``.
+    """
     root = torch.zeros_like(lens)[:, None]
     none, index = torch.full_like(root, -1), torch.arange(len(root), device=root.device)[:, None]
     probs = torch.empty(len(root), 0, 0, device=root.device)
     words = torch.ones_like(root)[:, :, None]
     tree = DraftTree(root, lens[:, None], words, index, none, none, probs)
     plain = SpecConfig(num_steps=0, num_draft_tokens=1)
-    nodes = logits[:, None]
+    raw = nodes = logits[:, None]
     if processors is not None:
-        nodes = processors.process(tree, nodes, rows)
+        nodes = processors.process(tree, raw, rows)
     accepted = accept(tree, nodes, lens.to(torch.int32), plain, sampling)
     if processors is not None:
+        scored.append(LogprobBuffers.alloc(1, len(root), 1, root.device))
+        turn = torch.zeros(1, dtype=torch.int64, device=root.device)
+        scored[-1].write(accepted, raw, nodes, rows, turn, processors)
         processors.note(rows, accepted.accept_tokens, accepted.accept_lens)
     return accepted.bonus_tokens
 

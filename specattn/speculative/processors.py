@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specattn.buffers import BufferSet, buf
+from specattn.kernels.logprobs import DRAWN, PROCESSED, RAW
 from specattn.kernels.processors import (
     ALLOWED,
     BAD_WORDS,
@@ -53,6 +54,8 @@ class ProcessorStates(BufferSet):
         As in `process_logits`.
     min_p : Tensor
         ``[R]`` float32, 0 is off.
+    logprobs, logprobs_of : Tensor
+        ``[R]`` int32, as ``counts`` and ``kinds`` in `path_logprobs`.
     """
 
     kinds: Tensor = buf(lambda _: (), torch.int32)
@@ -66,6 +69,8 @@ class ProcessorStates(BufferSet):
     end_ids: Tensor = buf(lambda _: (MAX_END_IDS,), torch.int32)
     ends_from: Tensor = buf(lambda _: (), torch.int32)
     min_p: Tensor = buf(lambda _: (), torch.float32)
+    logprobs: Tensor = buf(lambda _: (), torch.int32, lambda _: torch.tensor(-1))
+    logprobs_of: Tensor = buf(lambda _: (), torch.int32)
 
     def admit(
         self,
@@ -107,6 +112,9 @@ class ProcessorStates(BufferSet):
         }
         self.kinds[row] = sum(bit for bit, asked in kinds.items() if asked)
         self.min_p[row] = sampling.min_p
+        self.logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
+        drawn = DRAWN if sampling.temperature else PROCESSED
+        self.logprobs_of[row] = RAW if sampling.logprobs_of == "raw" else drawn
         if kinds[PENALTIES]:
             self._admit_penalties(row, sampling, prompt)
         if kinds[BIAS]:
@@ -150,7 +158,8 @@ class ProcessorStates(BufferSet):
         self, tree: DraftTree, logits: Tensor, rows: Tensor, bitmask: Tensor | None = None
     ) -> Tensor:
         """Return processed logits ``[B, n, V]`` float32; see `process_logits`."""
-        columns = {name: value for name, value in self.tensors().items() if name != "min_p"}
+        others = ("min_p", "logprobs", "logprobs_of")
+        columns = {name: value for name, value in self.tensors().items() if name not in others}
         nodes = tree.tokens, tree.words, tree.positions
         return process_logits(logits, *nodes, rows, bitmask, **columns)
 

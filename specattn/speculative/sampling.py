@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from specattn.checks import number, whole_number
+from specattn.checks import number, one_of, whole_number
+from specattn.kernels.logprobs import MAX_LOGPROBS
 
 #: Tokens with a bias, sequences that are bad words, and tokens of each, that a request may have.
 MAX_BIAS, MAX_BAD_WORDS, MAX_BAD_WORD = 512, 64, 16
@@ -19,7 +21,7 @@ MAX_BIAS, MAX_BAD_WORDS, MAX_BAD_WORD = 512, 64, 16
 class SamplingParams:
     """How one request draws its tokens.
 
-    Requests with one of the last seven need steps of the level "processed"; see
+    Requests with one of the last nine need steps of the level "processed"; see
     docs/requests.md for their laws.
 
     Parameters
@@ -49,6 +51,12 @@ class SamplingParams:
         complete one is impossible. Kept as tuples.
     allowed_tokens : collection of int, optional
         The only possible tokens, at least one; kept as a frozenset. None allows all.
+    logprobs : int, optional
+        With each token, its log-probability and those of the ``logprobs`` most probable tokens, at
+        most 20; 0 is the token's alone, None nothing.
+    logprobs_of : {"raw", "processed"}
+        Of which law: the softmax of the target's logits, or what the token was drawn from, which is
+        the softmax of processed logits where decoding is greedy.
 
     Raises
     ------
@@ -67,6 +75,8 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
     bad_words: Sequence[Sequence[int]] = ()
     allowed_tokens: Collection[int] | None = None
+    logprobs: int | None = None
+    logprobs_of: Literal["raw", "processed"] = "raw"
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p"):
@@ -82,6 +92,9 @@ class SamplingParams:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed must fit into 64 bits, got {self.seed}")
+        if self.logprobs is not None:
+            whole_number("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        one_of("logprobs_of", self.logprobs_of, "raw", "processed")
         self._check_penalties()
         self._keep_lists()
 
@@ -140,7 +153,7 @@ class SamplingParams:
     def processed(self) -> bool:
         """Whether steps of the request have to be processed ones."""
         lists = bool(self.logit_bias or self.bad_words) or self.allowed_tokens is not None
-        return lists or self.penalised or self.min_p > 0
+        return lists or self.penalised or self.min_p > 0 or self.logprobs is not None
 
     def check_tokens(self, vocab_size: int) -> None:
         """Raise a ValueError that names a field with tokens outside the vocabulary."""

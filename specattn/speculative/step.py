@@ -1,4 +1,4 @@
-"""One speculative step: draft, verify, process, accept, commit, extend, advance.
+"""One speculative step: draft, verify, process, accept, score, commit, extend, advance.
 
 `Step.run` is what an engine runs, what CUDA graphs record (whole, or in three parts), and what
 runs line by line under a debugger on a CPU. Its only input are the table rows that take part. What
@@ -17,6 +17,7 @@ import torch
 from specattn.backends.base import by_lengths_alone, fill_all
 from specattn.backends.multi_step import MultiStepDraftBackend
 from specattn.batch import AcceptResult, DraftState, DraftTree, ForwardMode
+from specattn.kernels.sampling import target_probs
 from specattn.kernels.step import begin_step, end_step, gather_path
 from specattn.kernels.tree import build_tree
 from specattn.plan import AttnInputs, AttnPlan
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from specattn.cache.slot_table import RequestTable
     from specattn.config import SpecConfig
     from specattn.speculative.host_buffers import HostBuffers
+    from specattn.speculative.logprobs import LogprobBuffers
     from specattn.speculative.model import DraftModel, ModelSlot, TargetModel
     from specattn.speculative.processors import ProcessorStates
     from specattn.speculative.states import RequestStates
@@ -141,6 +143,8 @@ class Step:
     bitmask : Tensor or None
         ``[B, n, ceil(V / 32)]`` int32: which tokens may follow each node of requests with a
         grammar; None without ``processors``.
+    logprobs : LogprobBuffers or None
+        Where log-probabilities go; None without ``processors``.
     """
 
     def __init__(
@@ -161,6 +165,7 @@ class Step:
         self.buffers, self.drafting, self.acceptor = buffers, drafting, acceptor
         self.processors: ProcessorStates | None = None
         self.bitmask: Tensor | None = None
+        self.logprobs: LogprobBuffers | None = None
         self.tree = self._tree()
         mode = ForwardMode.TARGET_VERIFY if config.num_steps else ForwardMode.DECODE
         self.verify_plan = self._plan(mode, self.tree.positions, self.tree.words)
@@ -221,10 +226,12 @@ class Step:
             self.acceptor,
         )
 
-    def processing(self, processors: ProcessorStates, bitmask: Tensor) -> Step:
+    def processing(
+        self, processors: ProcessorStates, bitmask: Tensor, logprobs: LogprobBuffers
+    ) -> Step:
         """Return the step over the same buffers, for requests with processors."""
         step = copy(self)
-        step.processors, step.bitmask = processors, bitmask
+        step.processors, step.bitmask, step.logprobs = processors, bitmask, logprobs
         return step
 
     def _tree(self) -> DraftTree:
@@ -258,8 +265,9 @@ class Step:
             tree = self.draft()
         if part.has(ForwardMode.TARGET_VERIFY):
             logits, features = self.verify(tree)
-            logits = self.process(tree, logits)
-            accepted = self.accept(tree, logits, sampled=part.sampled)
+            processed = self.process(tree, logits)
+            accepted = self.accept(tree, processed, sampled=part.sampled)
+            self.score(accepted, logits, processed)
             self.commit(accepted, features)
         if part.has(ForwardMode.DRAFT_EXTEND):
             state = self.extend(accepted)
@@ -382,20 +390,45 @@ class Step:
         AcceptResult
             What the acceptor returns: by default, over the step's buffers.
         """
-        buffers, min_p = self.buffers, None
-        if self.processors is not None:
-            min_p = self.processors.min_p[buffers.req_pool_indices]
         if self.config.draft_sampling and self.draft_model is not None and self.config.num_steps:
             probs = over_target_vocabulary(
                 self.draft_model.model, tree.draft_probs, self.target.model.vocab_size
             )
             tree = replace(tree, draft_probs=probs)
-        sampling = SamplingBatch(
-            not sampled, buffers.temperature, buffers.top_k, buffers.top_p, buffers.seeds, min_p
-        )
+        buffers, sampling = self.buffers, self._sampling(sampled=sampled)
         return self.acceptor(
             tree, logits, buffers.seq_lens, self.config, sampling, buffers.accepted
         )
+
+    def _sampling(self, *, sampled: bool) -> SamplingBatch:
+        """Return how the requests draw; greedily, unless ``sampled``."""
+        buffers, min_p = self.buffers, None
+        if self.processors is not None:
+            min_p = self.processors.min_p[buffers.req_pool_indices]
+        return SamplingBatch(
+            not sampled, buffers.temperature, buffers.top_k, buffers.top_p, buffers.seeds, min_p
+        )
+
+    def score(self, accepted: AcceptResult, logits: Tensor, processed: Tensor) -> None:
+        """Write the log-probabilities of accepted tokens for the host.
+
+        Parameters
+        ----------
+        accepted : AcceptResult
+            What is kept, from `accept`.
+        logits, processed : Tensor
+            ``[B, n, V]``, from `verify` and `process`.
+        """
+        if self.processors is None or self.logprobs is None:
+            return
+        if accepted.probs is None:
+            sampling = self._sampling(sampled=True)
+            laws = sampling.temperature, sampling.top_k, sampling.top_p
+            rows, nodes = processed.flatten(0, 1), processed.shape[1]
+            probs = target_probs(rows, *laws, nodes, sampling.min_p)
+            accepted = replace(accepted, probs=probs.view(processed.shape))
+        rows, turn = self.buffers.req_pool_indices, self.host.turn
+        self.logprobs.write(accepted, logits, processed, rows, turn, self.processors)
 
     def commit(self, accepted: AcceptResult, features: Tensor) -> None:
         """Move the kept path's KV and features to the front.

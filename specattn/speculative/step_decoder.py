@@ -19,6 +19,7 @@ from specattn.errors import CapacityError, CaptureMismatch
 from specattn.kernels.processors import bitmask_words
 from specattn.speculative.host_buffers import HostBuffers, InFlight, PendingStep
 from specattn.speculative.launch import StepLaunch
+from specattn.speculative.logprobs import LogprobBuffers
 from specattn.speculative.step import StepPart
 from specattn.speculative.validation import (
     check_draft_tokens,
@@ -246,6 +247,10 @@ class StepDecoder(ReadOnly):
             size = (len(self.table.req_to_token), self.target.model.vocab_size)
             check_processors(processors, size, self.table.req_to_token.device)
             self._processors = processors
+            steps, batch = self._in_flight.host.rows.shape
+            self._in_flight.logprobs = LogprobBuffers.alloc(
+                steps, batch, self.config.num_steps + 1, processors.kinds.device, pinned=True
+            )
         for part in self.modes:
             if self.runner.captured(part):
                 continue
@@ -371,7 +376,7 @@ class StepDecoder(ReadOnly):
             self.runner.replay(part, captured)
             if found is not None and part.mode is ForwardMode.DRAFT_DECODE:
                 self._check_tree(captured, found)
-        return steps.launched(asked, rows)
+        return steps.launched(asked, rows, processed=processed)
 
     def phases(self, rows: Sequence[int], *, seq_lens_cpu: Tensor | None = None) -> Step:
         """Return the step of these rows, to run phase by phase.
@@ -380,7 +385,7 @@ class StepDecoder(ReadOnly):
         be looked at, or replaced: what it returns is what the next one takes. Run them under
         ``torch.no_grad()``, and let no other step of these rows be in flight. The last phase,
         `Step.advance`, writes the tokens to `Step.packed`. If the decoder has ``processors``, the
-        step processes logits.
+        step processes logits, and `Step.logprobs` gets log-probabilities.
 
         Parameters
         ----------
@@ -403,7 +408,10 @@ class StepDecoder(ReadOnly):
         host.rows[0] = torch.tensor(rows)
         launch = self._alloc(len(rows), host)
         if self._processors is not None:
-            launch = launch.processing(self._processors, self._bitmask_of(len(rows), own=True))
+            device = host.turn.device
+            logprobs = LogprobBuffers.alloc(1, len(rows), self.config.num_steps + 1, device)
+            bitmask = self._bitmask_of(len(rows), own=True)
+            launch = launch.processing(self._processors, bitmask, logprobs)
         (step,) = launch.steps
         for attention in step.attention(None):
             attention.schedule(seq_lens_cpu)
@@ -490,7 +498,10 @@ class StepDecoder(ReadOnly):
             self._launches = kept | {batch: launch}
         launch = replace(self._launches[batch], part=part)
         if part.processed and self._processors is not None:
-            launch = launch.processing(self._processors, self._bitmask_of(batch))
+            assert self._in_flight.logprobs is not None
+            launch = launch.processing(
+                self._processors, self._bitmask_of(batch), self._in_flight.logprobs
+            )
         return launch
 
     def _bitmask_of(self, batch: int, *, own: bool = False) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -73,13 +74,14 @@ def accept(
         rows_per_req=logits.shape[1],
         min_p=sampling.min_p,
     )
+    probs = probs.view(logits.shape)
     by_draw = path_coins(sampling.seeds, seq_lens, config.num_steps + 1, 2)
     coins = by_draw[ACCEPT], by_draw[FINAL]
     if rejecting:
-        accept_rejection(tree.tokens, tree.draft_probs, probs.view(logits.shape), *coins, **outs)
+        accept_rejection(tree.tokens, tree.draft_probs, probs, *coins, **outs)
     else:
-        accept_sampled(*links, probs.view(logits.shape), *coins, 1.0, 1.0, **outs)
-    return result
+        accept_sampled(*links, probs, *coins, 1.0, 1.0, **outs)
+    return replace(result, probs=probs)
 
 
 def over_target_vocabulary(draft: DraftModel, probs: Tensor, vocab_size: int) -> Tensor:

@@ -110,8 +110,8 @@ def test_a_launch_that_is_interrupted_loses_no_tokens_in_silence(models, monkeyp
     run, launches, launched = engine(models), [], InFlight.launched
     run.add([Request(prompt, 30) for prompt in PROMPTS])
 
-    def stop(*step):
-        pending = launched(*step)
+    def stop(*step, **kind):
+        pending = launched(*step, **kind)
         launches.append(1)
         if len(launches) == 3:
             raise KeyboardInterrupt

@@ -163,7 +163,7 @@ def test_rows_that_were_checked_stay_what_they_were():
     told_of_itself(run, decoder, rows)
 
 
-def interrupt(*_arguments) -> None:
+def interrupt(*_arguments, **_options) -> None:
     raise KeyboardInterrupt
 
 
