@@ -21,15 +21,19 @@ from specattn.engine.ranks import Ranks
 from specattn.engine.request import Request, RequestOutput, check_requests
 from specattn.engine.scheduler import RunningRequest, Scheduler
 from specattn.errors import CapacityError, CaptureError
+from specattn.kernels.processors import bitmask_words
+from specattn.speculative.grammar import bitmask_of
 from specattn.speculative.model import ModelSlot, for_context
 from specattn.speculative.prefill import Prefill, Prompt
-from specattn.speculative.processors import ProcessorStates
+from specattn.speculative.processors import MAX_END_IDS, ProcessorStates
 from specattn.speculative.sampling import SamplingBatch
 from specattn.speculative.states import RequestStates, StateDims
 from specattn.speculative.step_decoder import StepDecoder, plans_on_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
 
     from specattn.backends.base import BackendFactory
     from specattn.backends.multi_step import Indices
@@ -62,10 +66,16 @@ def _eager_if_it_fails(decoder: StepDecoder) -> Iterator[None]:
 class _LateDecoder(StepDecoder):
     """Made while requests run, which no failing capture may end."""
 
-    def capture(self, *, sampled: bool = False, processors: ProcessorStates | None = None) -> None:
+    def capture(
+        self,
+        *,
+        sampled: bool = False,
+        processors: ProcessorStates | None = None,
+        constrained: bool = False,
+    ) -> None:
         """Capture what is not captured yet; what cannot be captured runs eagerly."""
         with _eager_if_it_fails(self):
-            super().capture(sampled=sampled, processors=processors)
+            super().capture(sampled=sampled, processors=processors, constrained=constrained)
 
 
 @dataclass(eq=False)
@@ -249,10 +259,8 @@ class Engine:
         self._decoders = {
             one: StepDecoder(self.target, self.draft, one, **options) for one in self.configs.all
         }
-        # configs whose captures for requests that draw, or have processors, were tried while
-        # requests ran
-        self._drawing: set[SpecConfig] = set()
-        self._processing: set[SpecConfig] = set()
+        # levels of steps whose captures were tried while requests ran, by config
+        self._tried: set[tuple[SpecConfig, str]] = set()
         # launched and not handed out: the groups of one step
         self._steps: list[LaunchedStep] = []
         # whether they are still here because another launch failed
@@ -461,10 +469,8 @@ class Engine:
             levels = {"sampled": sampled, "processors": self._processors}
             options = self._options | levels | {"buckets": [max(self.buckets)]}
             found = self._decoders[config] = _LateDecoder(self.target, None, config, **options)
-            if sampled:
-                self._drawing.add(config)
-            if self._processors is not None:
-                self._processing.add(config)
+            tried = {"sampled": sampled, "processed": self._processors is not None}
+            self._tried.update((config, level) for level, asked in tried.items() if asked)
         return found
 
     @property
@@ -520,10 +526,20 @@ class Engine:
             self.target.model.vocab_size,
             stop_strings=self._detokenize is not None,
         )
+        for request in checked:
+            self._check_ends(request)
         # what runs already has to be the same, too
         tokens = [one.result.tokens for one in self.running]
         self._ranks.agree("requests, their seeds included,", (checked, tokens))
         return checked
+
+    def _check_ends(self, request: Request) -> None:
+        ends = self.target.model.eos_token_ids | request.stop_token_ids  # type: ignore[operator]  # it is a frozenset by now
+        if request.min_new_tokens and len(ends) > MAX_END_IDS:
+            raise ValueError(
+                f"tokens that end a request with min_new_tokens must be at most {MAX_END_IDS}, "
+                f"got {len(ends)}"
+            )
 
     def _admit_waiting(self) -> list[RequestOutput]:
         """Admit as many waiting requests as have slots to their ends.
@@ -561,10 +577,7 @@ class Engine:
             running, rows = list(self.running), self.table.rows
             results = [result for _, result in items]
             try:
-                if any(request.sampling.temperature for request, _ in items):
-                    self._capture_sampled()
-                if any(request.processed for request, _ in items):
-                    self._capture_processed()
+                self._capture_for([request for request, _ in items])
                 started_at = time.perf_counter()
                 for result in results:
                     result.started_at = started_at
@@ -590,7 +603,8 @@ class Engine:
             self._sampling = params, SamplingBatch.of(params, device)
         sampling = self._sampling[1]
         self._admit_processors(admitted)
-        out = self._prefill.run(prompts, sampling, self._processors)
+        bitmask = self._first_bitmask(admitted)
+        out = self._prefill.run(prompts, sampling, self._processors, bitmask)
         lens = torch.tensor([len(prompt.tokens) for prompt in prompts], dtype=torch.int32)
         rows = torch.tensor([prompt.row for prompt in prompts])
         self.states.admit(rows.to(device), lens.to(device), out.bonus_tokens, out.state, sampling)
@@ -607,23 +621,24 @@ class Engine:
                 one.result.logprobs += scored.read(at, len(kept), count)
         self.scheduler.remove_ended()
 
-    def _capture_sampled(self) -> None:
-        """Try once per decoder to capture it for requests that draw, too."""
-        for config, decoder in self._decoders.items():
-            if config not in self._drawing:
-                with _eager_if_it_fails(decoder):
-                    decoder.capture(sampled=True)
-                self._drawing.add(config)
+    def _capture_for(self, requests: Sequence[Request]) -> None:
+        """Capture the levels of steps that requests need, unless that was tried."""
+        if any(request.sampling.temperature for request in requests):
+            self._capture_late("sampled", sampled=True)
+        if any(request.processed for request in requests):
+            if self._processors is None:
+                self._processors = self._alloc_processors()
+            self._capture_late("processed", processors=self._processors)
+        if any(request.grammar is not None for request in requests):
+            self._capture_late("constrained", constrained=True)
 
-    def _capture_processed(self) -> None:
-        """Try once per decoder to capture it for requests with processors, too."""
-        if self._processors is None:
-            self._processors = self._alloc_processors()
+    def _capture_late(self, level: str, **asked: Any) -> None:
+        """Try once per decoder to capture a level of its steps."""
         for config, decoder in self._decoders.items():
-            if config not in self._processing:
+            if (config, level) not in self._tried:
                 with _eager_if_it_fails(decoder):
-                    decoder.capture(processors=self._processors)
-                self._processing.add(config)
+                    decoder.capture(**asked)
+                self._tried.add((config, level))
 
     def _alloc_processors(self) -> ProcessorStates:
         rows, vocab = len(self.table.req_to_token), self.target.model.vocab_size
@@ -641,7 +656,20 @@ class Engine:
                 request.prompt,
                 min_new_tokens=request.min_new_tokens,
                 end_ids=one.end_ids,
+                bitmask=one.grammar is not None,
             )
+
+    def _first_bitmask(self, admitted: Sequence[RunningRequest]) -> Tensor | None:
+        """Return which first tokens grammars allow, ``[B, 1, ceil(V / 32)]``."""
+        if all(one.grammar is None for one in admitted):
+            return None
+        vocab, device = self.target.model.vocab_size, self.table.req_to_token.device
+        masks = torch.full((len(admitted), 1, bitmask_words(vocab)), -1, dtype=torch.int32)
+        for at, one in enumerate(admitted):
+            if one.grammar is not None:
+                last = one.request.prompt[-1:]
+                masks[at] = bitmask_of(one.grammar, last, [-1], vocab, pin=False)
+        return masks.to(device)
 
     def _launch(self, groups: Groups) -> None:
         """Launch a step of every group; errors are raised after that."""
@@ -659,6 +687,9 @@ class Engine:
         if self._kept or self._plans_on_host or len(self._steps) != 1:
             return []
         (step,) = self._steps
+        if any(one.grammar is not None for one in step.group):
+            # a grammar has to know the tokens of the step before
+            return []
         groups = self.scheduler.schedule_ahead(step.config, step.group)
         return [self._launch_group(config, group) for config, group in groups.items()]
 
@@ -669,8 +700,16 @@ class Engine:
         decoder, rows = self.decoder(config), [one.row for one in group]
         sampled = any(one.request.sampling.temperature for one in group)
         processed = any(one.request.processed for one in group)
+        grammars = [one.grammar for one in group]
+        asked = any(grammar is not None for grammar in grammars)
         began = time.perf_counter()
-        pending = decoder.step_async(rows, sampled=sampled, processed=processed, seq_lens_cpu=lens)
+        pending = decoder.step_async(
+            rows,
+            sampled=sampled,
+            processed=processed,
+            seq_lens_cpu=lens,
+            grammars=grammars if asked else None,
+        )
         return LaunchedStep(config, group, pending, began)
 
     def _collect(self, steps: Sequence[LaunchedStep]) -> list[Gain]:

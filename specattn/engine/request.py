@@ -9,8 +9,9 @@ from specattn.checks import flag, whole_number
 from specattn.speculative.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
+    from specattn.speculative.grammar import Grammar
     from specattn.speculative.logprobs import TokenLogprobs
 
 
@@ -38,14 +39,18 @@ class Request:
     min_new_tokens : int
         Before so many tokens, neither an end-of-text nor a stop token is drawn, and in their text
         no stop string is looked for. 0 is off.
+    grammar : callable, optional
+        Makes the `Grammar` that the text must match, for every run of the request; the tokens that
+        end the text are among those it allows. Steps of a batch with a grammar wait for the host,
+        which asks it along the trees (docs/requests.md).
 
     Raises
     ------
     ValueError
         If the prompt's tokens, ``max_new_tokens`` or ``min_new_tokens`` are no whole numbers,
         ``min_new_tokens`` not in 0..``max_new_tokens``, ``sampling`` is no `SamplingParams`,
-        ``ignore_eos`` no bool, ``stop`` a single text, one of its texts empty, or
-        ``stop_token_ids`` no whole numbers.
+        ``ignore_eos`` no bool, ``grammar`` no callable, ``stop`` a single text, one of its texts
+        empty, or ``stop_token_ids`` no whole numbers.
     """
 
     prompt: Sequence[int]
@@ -55,6 +60,7 @@ class Request:
     ignore_eos: bool = False
     stop_token_ids: Collection[int] = ()
     min_new_tokens: int = 0
+    grammar: Callable[[], Grammar] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         try:
@@ -71,6 +77,8 @@ class Request:
         if not isinstance(self.sampling, SamplingParams):
             raise ValueError(f"sampling must be SamplingParams, got {self.sampling!r}")
         flag("ignore_eos", self.ignore_eos)
+        if self.grammar is not None and not callable(self.grammar):
+            raise ValueError(f"grammar must make a Grammar when it is called, got {self.grammar!r}")
         ends = frozenset(whole_number("every stop token", id_) for id_ in self.stop_token_ids)
         object.__setattr__(self, "stop_token_ids", ends)
         self._keep_stop()
@@ -78,7 +86,8 @@ class Request:
     @property
     def processed(self) -> bool:
         """Whether its steps have to be processed ones."""
-        return self.sampling.processed or self.min_new_tokens > 0
+        asked = self.min_new_tokens > 0 or self.grammar is not None
+        return self.sampling.processed or asked
 
     def samples(self, n: int) -> list[Self]:
         """Return requests for samples of this one, with consecutive seeds.

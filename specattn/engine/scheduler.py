@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from specattn.config import SpecConfig
     from specattn.engine.configs import SpeculativeConfigs
     from specattn.engine.request import Request
+    from specattn.speculative.grammar import Grammar
 
     Item = tuple[Request, RequestOutput]
     Groups = dict[SpecConfig, list["RunningRequest"]]
@@ -28,7 +29,7 @@ class RunningRequest:
 
     ``length`` counts the tokens that hold KV, as far as the host knows. The target's end-of-text
     tokens, ``eos``, may end it; ``end_ids`` are these and its own stop tokens. ``stream`` is its
-    text, where stop strings are looked for.
+    text, where stop strings are looked for; ``grammar`` is what its text must match.
     """
 
     request: Request
@@ -38,8 +39,11 @@ class RunningRequest:
     eos: Collection[int] = ()
     stream: TextStream | None = None
     end_ids: frozenset[int] = field(init=False)
+    grammar: Grammar | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
+        if self.request.grammar is not None:
+            self.grammar = self.request.grammar()
         self.end_ids = frozenset(self.eos).union(self.request.stop_token_ids)
 
     @property
@@ -73,6 +77,8 @@ class RunningRequest:
                 result.finish_reason = "length"
             if result.finish_reason:
                 break
+        if self.grammar is not None:
+            self.grammar.accept(kept)
         if not result.finish_reason and self.length >= limit:
             result.finish_reason = "context"
         if result.finish_reason:

@@ -92,7 +92,7 @@ class StepLaunch:
         return StepLaunch(self.part, steps, host, packed, self.tbo)
 
     def processing(
-        self, processors: ProcessorStates, bitmask: Tensor, logprobs: LogprobBuffers
+        self, processors: ProcessorStates, bitmask: Tensor | None, logprobs: LogprobBuffers
     ) -> StepLaunch:
         """Return the launch for requests with processors, over the same buffers.
 
@@ -100,7 +100,9 @@ class StepLaunch:
         """
         split = _split(len(self.packed), self.tbo)
         steps = tuple(
-            step.processing(processors, bitmask[rows], logprobs.of(rows))
+            step.processing(
+                processors, None if bitmask is None else bitmask[rows], logprobs.of(rows)
+            )
             for step, rows in zip(self.steps, split, strict=True)
         )
         return replace(self, steps=steps)

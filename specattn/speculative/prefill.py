@@ -111,6 +111,7 @@ class Prefill:
         prompts: Sequence[Prompt],
         sampling: SamplingBatch,
         processors: ProcessorStates | None = None,
+        bitmask: Tensor | None = None,
     ) -> PrefillResult:
         """Fill the KV of both models and draw each prompt's first token.
 
@@ -122,6 +123,9 @@ class Prefill:
             How each request draws, in the order of the prompts.
         processors : ProcessorStates, optional
             What requests ask of their logits; all of them are admitted to it.
+        bitmask : Tensor, optional
+            ``[B, 1, ceil(V / 32)]`` int32, in the order of the prompts: which first tokens are
+            possible for requests with a grammar.
 
         Raises
         ------
@@ -144,8 +148,9 @@ class Prefill:
             if done:
                 lens = torch.tensor([p.stop - 1 for p in done], device=bonus.device)
                 rows = torch.tensor([prompts[p.index].row for p in done], device=bonus.device)
+                masks = None if bitmask is None else bitmask[which]
                 drawing = _pick(sampling, which)
-                first = _first_tokens(out.logits, lens, drawing, rows, processors, scored)
+                first = _first_tokens(out.logits, lens, drawing, rows, processors, masks, scored)
                 bonus[which] = first
             if self.draft is not None and out.hidden_states is not None:
                 tokens = self._next_tokens(prompts, pieces, last, bonus[which])
@@ -261,6 +266,7 @@ def _first_tokens(
     sampling: SamplingBatch,
     rows: Tensor,
     processors: ProcessorStates | None,
+    bitmask: Tensor | None,
     scored: list[LogprobBuffers],
 ) -> Tensor:
     """Draw first tokens from ``logits [R, V]``, as a step would.
@@ -275,7 +281,7 @@ def _first_tokens(
     plain = SpecConfig(num_steps=0, num_draft_tokens=1)
     raw = nodes = logits[:, None]
     if processors is not None:
-        nodes = processors.process(tree, raw, rows)
+        nodes = processors.process(tree, raw, rows, bitmask)
     accepted = accept(tree, nodes, lens.to(torch.int32), plain, sampling)
     if processors is not None:
         scored.append(LogprobBuffers.alloc(1, len(root), 1, root.device))

@@ -142,7 +142,7 @@ class Step:
         What requests ask of their logits; None where nobody asks for anything.
     bitmask : Tensor or None
         ``[B, n, ceil(V / 32)]`` int32: which tokens may follow each node of requests with a
-        grammar; None without ``processors``.
+        grammar; None without ``processors``, and where the host cannot write it.
     logprobs : LogprobBuffers or None
         Where log-probabilities go; None without ``processors``.
     """
@@ -227,7 +227,7 @@ class Step:
         )
 
     def processing(
-        self, processors: ProcessorStates, bitmask: Tensor, logprobs: LogprobBuffers
+        self, processors: ProcessorStates, bitmask: Tensor | None, logprobs: LogprobBuffers
     ) -> Step:
         """Return the step over the same buffers, for requests with processors."""
         step = copy(self)

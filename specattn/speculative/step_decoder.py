@@ -17,6 +17,7 @@ from specattn.checks import one_of
 from specattn.cuda_graph import GraphRunner
 from specattn.errors import CapacityError, CaptureMismatch
 from specattn.kernels.processors import bitmask_words
+from specattn.speculative.grammar import fill_bitmasks
 from specattn.speculative.host_buffers import HostBuffers, InFlight, PendingStep
 from specattn.speculative.launch import StepLaunch
 from specattn.speculative.logprobs import LogprobBuffers
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from specattn.cuda_graph import GraphReport
     from specattn.cuda_graph.recorder import Recorder
     from specattn.cuda_graph.runner import Captured
+    from specattn.speculative.grammar import Grammar
     from specattn.speculative.model import DraftModel, ModelSlot, TargetModel
     from specattn.speculative.processors import ProcessorStates
     from specattn.speculative.states import RequestStates
@@ -181,6 +183,8 @@ class StepDecoder(ReadOnly):
             StepPart.of(config, piecewise=piecewise, sampled=level > 0, processed=level > 1)
             for level in range(3)
         ]
+        # the host works between the draft and the target, whatever the others do
+        self._parts.append(StepPart.of(config, piecewise=True, sampled=True, processed=True))
         self.runner = GraphRunner(
             self._launch_of,
             buckets,
@@ -199,6 +203,7 @@ class StepDecoder(ReadOnly):
         self._launching = False
         self._sampled = False
         self._processors: ProcessorStates | None = None
+        self._constrained = False
         # which tokens may follow the nodes of requests with a grammar, of the largest bucket
         self._bitmask: Tensor | None = None
         self.capture(sampled=sampled, processors=processors)
@@ -210,7 +215,7 @@ class StepDecoder(ReadOnly):
     @property
     def modes(self) -> tuple[StepPart, ...]:
         """Every part that `capture` was asked for."""
-        levels = (True, self._sampled, self._processors is not None)
+        levels = (True, self._sampled, self._processors is not None, self._constrained)
         asked = [parts for parts, wanted in zip(self._parts, levels, strict=True) if wanted]
         return tuple(dict.fromkeys(part for parts in asked for part in parts))
 
@@ -224,18 +229,26 @@ class StepDecoder(ReadOnly):
         """What processed steps read; None if there are no such steps."""
         return self._processors
 
-    def capture(self, *, sampled: bool = False, processors: ProcessorStates | None = None) -> None:
+    def capture(
+        self,
+        *,
+        sampled: bool = False,
+        processors: ProcessorStates | None = None,
+        constrained: bool = False,
+    ) -> None:
         """Capture every bucket, for greedy requests and what is asked for.
 
         Those are requests that draw, if ``sampled``, and requests with processors, if there are
-        ``processors``; steps of the latter serve all requests. Parts of which a bucket is captured
-        already stay as they are.
+        ``processors``; steps of the latter serve all requests. If ``constrained``, which needs
+        them, steps for requests with a grammar are captured, too: in parts, whatever ``cudagraph``
+        says. Parts of which a bucket is captured already stay as they are.
 
         Raises
         ------
         ValueError
             From ``between`` the parts of a step of this decoder; if ``processors`` have rows of
-            another table or another vocabulary, or are others than before.
+            another table or another vocabulary, or are others than before, or if there are none
+            and ``constrained``.
         CaptureError
             If a capture fails.
         """
@@ -251,6 +264,9 @@ class StepDecoder(ReadOnly):
             self._in_flight.logprobs = LogprobBuffers.alloc(
                 steps, batch, self.config.num_steps + 1, processors.kinds.device, pinned=True
             )
+        if constrained and self._processors is None:
+            raise ValueError("constrained needs processors")
+        self._constrained |= constrained
         for part in self.modes:
             if self.runner.captured(part):
                 continue
@@ -301,8 +317,11 @@ class StepDecoder(ReadOnly):
         processed: bool = False,
         seq_lens_cpu: Tensor | None = None,
         between: Callable[[StepPart], object] | None = None,
+        grammars: Sequence[Grammar | None] | None = None,
     ) -> PendingStep:
         """Launch a step and return at once; nothing waits for the device.
+
+        With ``grammars``, the launch waits for the drafts, whose tree the host reads.
 
         Parameters
         ----------
@@ -322,6 +341,12 @@ class StepDecoder(ReadOnly):
             free them here; tables of others must not give them, or their slots, to anybody,
             and a decoder of another config must not step them. If it
             raises, the requests are where they were before the step.
+        grammars : sequence of Grammar or None, optional
+            What the texts of requests must match, one per row, None for those without; each request
+            with one has been admitted to the ``processors`` with ``bitmask=True``, and its grammar
+            knows the tokens of every step before. They are asked between the draft and the target,
+            or before a step of plain decoding. The step is a processed one. If one raises, the
+            requests are where they were before the step.
 
         Returns
         -------
@@ -340,7 +365,7 @@ class StepDecoder(ReadOnly):
             If the table, the states or the pools are elsewhere than when the graphs were captured.
             ``validate="debug"`` compares everything that they have baked in.
         NotCapturedError
-            If ``sampled`` or ``processed``, and such steps were not captured.
+            If ``sampled``, ``processed`` or ``grammars``, and such steps were not captured.
         TreeError
             With ``validate="debug"``, if the tree is malformed; the target has not run then.
         """
@@ -355,22 +380,28 @@ class StepDecoder(ReadOnly):
             raise ValueError(
                 "nothing comes between the parts of one graph; see cudagraph='piecewise'"
             )
+        if grammars is not None and len(grammars) != asked:
+            raise ValueError(f"grammars must be one per row, {asked}, got {len(grammars)}")
         if self._plans:
             self._check_read(rows)
         if self._good != rows:
             check_rows(rows, self._known, steps.host.rows.shape[1])
             self._good = rows
-        parts = self._parts[2 if processed else sampled]
+        parts = self._parts[3 if grammars is not None else 2 if processed else sampled]
         ready = self.runner.ready(parts, len(rows))
         found = None
         if self.validate == "debug":
-            found = self._look(ready, rows, seq_lens_cpu, sampled or processed)
+            found = self._look(
+                ready, rows, seq_lens_cpu, sampled or processed or grammars is not None
+            )
         steps.moved()
         for part, captured in zip(parts, ready, strict=True):
             if part is parts[0]:
                 steps.write_rows(rows, captured.bucket)
             elif between is not None:
                 self._leave(rows, partial(between, part))
+            if grammars and part.has(ForwardMode.TARGET_VERIFY):
+                self._leave(rows, partial(self._constrain, captured, rows, grammars))
             if self._plans:
                 captured.schedule(seq_lens_cpu)
             self.runner.replay(part, captured)
@@ -448,6 +479,17 @@ class StepDecoder(ReadOnly):
         tree = DraftTree(*(value[found.at] for value in vars(step.tree).values()))
         check_tree(tree, found.batch, self.config, self.target.model.vocab_size)
 
+    def _constrain(
+        self, captured: Captured, rows: tuple[int, ...], grammars: Sequence[Grammar | None]
+    ) -> None:
+        """Fill the bitmasks of requests with a grammar; waits for the trees."""
+        assert isinstance(captured.program, StepLaunch)
+        begin = 0
+        for step in captured.program.steps:
+            end = begin + len(step.packed)
+            fill_bitmasks(step, rows[begin:end], grammars[begin:end])
+            begin = end
+
     def _leave(self, rows: tuple[int, ...], work: Callable[[], object]) -> None:
         """Let others work between two parts; the rows stay the step's."""
         table, self._launching = self.table, True
@@ -499,9 +541,10 @@ class StepDecoder(ReadOnly):
         launch = replace(self._launches[batch], part=part)
         if part.processed and self._processors is not None:
             assert self._in_flight.logprobs is not None
-            launch = launch.processing(
-                self._processors, self._bitmask_of(batch), self._in_flight.logprobs
-            )
+            # the host cannot write between the phases of one graph, but of plain decoding before
+            pieces = part.mode is not None or not self.config.num_steps
+            bitmask = self._bitmask_of(batch) if pieces else None
+            launch = launch.processing(self._processors, bitmask, self._in_flight.logprobs)
         return launch
 
     def _bitmask_of(self, batch: int, *, own: bool = False) -> Tensor:

@@ -1,0 +1,98 @@
+"""Grammars: which tokens may follow each node of a tree."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from specattn.kernels.processors import bitmask_words
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from specattn.speculative.step import Step
+
+
+class Grammar(Protocol):
+    """What the text of one request must match, and its state."""
+
+    def fill(self, tokens: Sequence[int], parents: Sequence[int], bitmask: Tensor) -> None:
+        """Say which tokens may follow each node; change nothing else.
+
+        Parameters
+        ----------
+        tokens : sequence of int
+            The nodes. The first is the newest token of the text, which `accept` knows already.
+        parents : sequence of int
+            Each node's parent, an earlier node; -1 for the first. Nodes that the grammar does not
+            allow may be among them: what their rows say does not matter, nor what those of their
+            descendants do.
+        bitmask : Tensor
+            ``[n, ceil(V / 32)]`` int32 on the host, contiguous, all bits set: clear bit v % 32 of
+            word v // 32 of a node that token v must not follow (the layout of xgrammar and
+            llguidance). At least one token must be left to a node that the grammar allows.
+        """
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Note that the text goes on with these allowed tokens."""
+
+
+def fill_bitmasks(step: Step, rows: Sequence[int], grammars: Sequence[Grammar | None]) -> None:
+    """Ask grammars along a step's trees; waits for the trees.
+
+    Comes between `Step.draft` and `Step.verify`.
+
+    Parameters
+    ----------
+    step : Step
+        A step of a decoder with ``processors``.
+    rows : sequence of int
+        The requests' rows of the table.
+    grammars : sequence of Grammar or None
+        One per row; those of other requests are None.
+
+    Raises
+    ------
+    ValueError
+        If the step has no bitmask.
+    """
+    if step.bitmask is None:
+        raise ValueError("grammars need a step of a decoder with processors, got one without")
+    asked = [(at, grammar) for at, grammar in enumerate(grammars) if grammar is not None]
+    if not asked:
+        return
+    tree, where = step.tree, torch.tensor(rows, device=step.bitmask.device)
+    if step.config.num_steps:
+        links = tree.tokens, tree.retrieve_next_token, tree.retrieve_next_sibling
+        nodes, children, siblings = (one[: len(rows)].tolist() for one in links)
+    else:  # of plain decoding, whose root is gathered later
+        nodes = step.states.bonus_tokens[where][:, None].tolist()
+        children = siblings = [[-1]] * len(rows)
+    vocab = step.target.model.vocab_size
+    for at, grammar in asked:
+        parents = _parents(children[at], siblings[at])
+        mask = bitmask_of(grammar, nodes[at], parents, vocab, pin=where.is_cuda)
+        step.bitmask[at].copy_(mask, non_blocking=True)
+
+
+def bitmask_of(
+    grammar: Grammar, tokens: Sequence[int], parents: Sequence[int], vocab: int, *, pin: bool
+) -> Tensor:
+    """Return a grammar's bitmask ``[n, ceil(V / 32)]`` on the host."""
+    shape = len(tokens), bitmask_words(vocab)
+    mask = torch.full(shape, -1, dtype=torch.int32, pin_memory=pin)
+    grammar.fill(tokens, parents, mask)
+    return mask
+
+
+def _parents(children: Sequence[int], siblings: Sequence[int]) -> list[int]:
+    """Return parents from first children and next siblings; -1 is none."""
+    parents = [-1] * len(children)
+    for node, child in enumerate(children):
+        while child >= 0:
+            parents[child] = node
+            child = siblings[child]
+    return parents

@@ -1,0 +1,106 @@
+"""Requests with a grammar: plain constrained decoding's tokens, beside any others."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from specattn.engine.engine import Request
+from specattn.speculative.sampling import SamplingParams
+from tests.engine.test_processors import CONFIGS, COUNT, PROMPTS, engine
+from tests.grammars import Remainders, constrained_logits
+from tests.processors import GREEDY, greedy_text
+from tests.tiny import TinyTarget
+from tests.worlds import DEVICE
+
+
+def constrained_text(target, prompt, count, params) -> list[int]:
+    output = []
+    for _ in range(count):
+        scores = constrained_logits(target, prompt, output, params)
+        output.append(scores.index(max(scores)))
+    return output
+
+
+def steps(run, until) -> None:
+    while not until.finish_reason:
+        run.step(ahead=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"cudagraph": "piecewise"}, {"tbo": True}], ids=str)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_greedy_texts_are_those_of_plain_constrained_decoding(config, options):
+    """Beside one with penalties too, one with penalties alone, and one that asks for nothing."""
+    target, none = TinyTarget(device=DEVICE), SamplingParams()
+    kinds = [(none, True), (none, False), (GREEDY["three"], True), (GREEDY["three"], False)]
+    requests = [
+        Request(
+            PROMPTS[at % 3],
+            COUNT - at,
+            params,
+            grammar=partial(Remainders, PROMPTS[at % 3]) if has else None,
+        )
+        for at, (params, has) in enumerate(kinds)
+    ]
+    outs = engine(CONFIGS[config], **options).generate(requests)
+    for request, out in zip(requests, outs, strict=True):
+        text = constrained_text if request.grammar else greedy_text
+        want = text(target, list(request.prompt), request.max_new_tokens, request.sampling)
+        assert out.tokens == want
+    if config != "plain":
+        assert max(n for out in outs for n in out.accept_lens) > 2
+
+
+def test_a_grammar_is_told_every_token_once():
+    made = []
+
+    def make():
+        made.append(Remainders(PROMPTS[0]))
+        return made[-1]
+
+    (out,) = engine(CONFIGS["tree"]).generate([Request(PROMPTS[0], COUNT, grammar=make)])
+    (grammar,) = made
+    assert grammar.accepted == len(out.tokens) == COUNT
+    assert grammar.last == out.tokens[-1]
+
+
+def test_later_requests_of_a_row_are_free_of_its_grammar():
+    run, target = engine(CONFIGS["tree"]), TinyTarget(device=DEVICE)
+    grammar = partial(Remainders, PROMPTS[0])
+    run.generate([Request(PROMPTS[0], 9, grammar=grammar) for _ in range(6)])
+    for params in (SamplingParams(), GREEDY["bias"]):
+        (out,) = run.generate([Request(PROMPTS[0], COUNT, params)])
+        assert out.tokens == greedy_text(target, PROMPTS[0], COUNT, params)
+
+
+def test_what_a_grammar_raises_loses_no_request():
+    """It comes between the parts of a step: the others go on where they were."""
+
+    class Failing(Remainders):
+        def fill(self, tokens, parents, bitmask):
+            if self.accepted > 3:
+                raise RuntimeError("no more")
+            super().fill(tokens, parents, bitmask)
+
+    run, target = engine(CONFIGS["tree"]), TinyTarget(device=DEVICE)
+    bad, good = run.add(
+        [
+            Request(PROMPTS[0], COUNT, grammar=partial(Failing, PROMPTS[0])),
+            Request(PROMPTS[2], COUNT, GREEDY["three"]),
+        ]
+    )
+    with pytest.raises(RuntimeError, match="no more"):
+        steps(run, bad)
+    run.drop(bad)
+    steps(run, good)
+    assert good.tokens == greedy_text(target, PROMPTS[2], COUNT, GREEDY["three"])
+    want = constrained_text(target, PROMPTS[0], COUNT, SamplingParams())
+    assert bad.tokens == want[: len(bad.tokens)]
+    assert len(bad.tokens) > 3
+    run.table.check()
+
+
+def test_what_is_no_grammar_is_refused():
+    with pytest.raises(ValueError, match="grammar must make a Grammar when it is called, got"):
+        Request(PROMPTS[0], grammar=Remainders(PROMPTS[0]))

@@ -1,0 +1,44 @@
+"""A grammar over the tiny models' tokens, and texts decoded under it without trees."""
+
+from __future__ import annotations
+
+import math
+
+from tests.processors import dense_logits, processed
+
+#: Remainders by 5 of the tokens that may follow one of each remainder.
+FOLLOWING = {0: (1, 2), 1: (0, 3), 2: (4,), 3: (3, 1, 2), 4: (0, 4)}
+
+
+class Remainders:
+    """Each token's remainder by 5 follows from that of the token before."""
+
+    def __init__(self, prompt: list[int], vocab: int = 61) -> None:
+        self.last, self.vocab, self.accepted = prompt[-1], vocab, 0
+
+    def allowed(self, token: int) -> set[int]:
+        return {t for t in range(self.vocab) if t % 5 in FOLLOWING[token % 5]}
+
+    def fill(self, tokens, parents, bitmask) -> None:
+        assert tokens[0] == self.last, "the root is the newest token"
+        assert list(parents[:1]) == [-1]
+        assert (bitmask == -1).all()
+        for node, token in enumerate(tokens):
+            assert node == 0 or 0 <= parents[node] < node
+            for other in set(range(self.vocab)) - self.allowed(token):
+                word, bit = int(bitmask[node, other // 32]), other % 32
+                cleared = word & ~(1 << bit) & 0xFFFFFFFF
+                bitmask[node, other // 32] = cleared - (1 << 32) if cleared >> 31 else cleared
+
+    def accept(self, tokens) -> None:
+        for token in tokens:
+            assert token in self.allowed(self.last)
+            self.last = token
+            self.accepted += 1
+
+
+def constrained_logits(target, prompt: list[int], output: list[int], params) -> list[float]:
+    """The logits after a text, by params and the grammar above."""
+    scores = processed(dense_logits(target, [*prompt, *output]), prompt, output, params)
+    allowed = Remainders(prompt).allowed([*prompt, *output][-1])
+    return [x if t in allowed else -math.inf for t, x in enumerate(scores)]
