@@ -25,6 +25,7 @@ from specattn.cuda_graph.recorder import is_recording
 from specattn.errors import UnsupportedError
 from specattn.interop import words_from_mask
 from specattn.kernels.adopt import Adopted, Window, adopt_prompts, adopt_rows, adopt_steps
+from specattn.kernels.attention import check_sinks
 from specattn.kernels.cache import store_kv
 from specattn.kernels.tree import grow_words
 from specattn.plan import (
@@ -98,12 +99,15 @@ class Layer:
         layers ``v_cache`` is a view of ``k_cache``.
     scales : KVScales or None
         Of float8 caches.
+    sinks : Tensor or None
+        ``[num_qo_heads]`` floats, if the layer has sinks.
     """
 
     backend: AttentionBackend
     k_cache: Tensor
     v_cache: Tensor
     scales: KVScales | None
+    sinks: Tensor | None
 
     def store(self, slots: Tensor, k: Tensor | tuple[Tensor, Tensor], v: Tensor | None) -> None:
         """Write keys and values, as `Forward.attend` takes them.
@@ -202,6 +206,7 @@ class Attention:
         scales: KVScales | None = None,
         *,
         windowed: bool = False,
+        sinks: Tensor | None = None,
     ) -> Layer:
         """Return a layer over its caches, as layers come.
 
@@ -217,11 +222,15 @@ class Attention:
             Of float8 caches.
         windowed : bool
             Whether the caches are those of ``window_pool``.
+        sinks : Tensor, optional
+            ``[num_qo_heads]`` float32, float16 or bfloat16, see `BoundAttention.with_sinks`. They
+            make the geometry one with ``sinks``.
 
         Raises
         ------
         ValueError
-            If a cache is not as described, or the pool's window is smaller than the layer's.
+            If a cache or the sinks are not as described, or missing, or the pool's window is
+            smaller than the layer's.
         UnsupportedError
             If the backend cannot serve the layer, or plans on the host.
         """
@@ -233,7 +242,12 @@ class Attention:
         )
         (config,) = pool.layers
         stored = pool.scales[0] if config.kv_dtype is not None else None
-        return Layer(self._backend_of(config, windowed), pool.k[0], pool.v[0], stored)
+        if sinks is not None:
+            check_sinks(sinks, config.num_qo_heads, self.device)
+            config = replace(config, sinks=True)
+        elif config.sinks:
+            raise ValueError(f"sinks must be [{config.num_qo_heads}] floats, got None")
+        return Layer(self._backend_of(config, windowed), pool.k[0], pool.v[0], stored, sinks)
 
     def _backend_of(self, config: AttnConfig, windowed: bool) -> AttentionBackend:
         most = -1 if self.window_pool is None else self.window_pool.window_left
@@ -634,6 +648,8 @@ class Forward:
         self._ran.add(backend)
         if (layer, prefetch) not in self._of_layer:
             bound = self._bound[backend].for_layer(layer.scales, prefetch=prefetch)
+            if layer.sinks is not None:
+                bound = bound.with_sinks(layer.sinks)
             slots = self.store_slots
             if self.window is not None and backend in self.attention._windowed:
                 slots = self.window.store

@@ -60,6 +60,9 @@ class AttnConfig:
     split_keys : int
         Keys that a deterministic backend sums up before it merges, a multiple of 128. Different
         values give results that differ in the last bits.
+    sinks : bool
+        Whether every query head has a learned logit that joins the softmax's sum and has no value
+        (gpt-oss). The tensor comes with the call, see `BoundAttention.with_sinks`.
 
     Raises
     ------
@@ -80,6 +83,7 @@ class AttnConfig:
     kv_dtype: torch.dtype | None = None
     deterministic: bool = False
     split_keys: int = 1024
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -110,7 +114,7 @@ class AttnConfig:
             _set(self, name, whole_number(name, getattr(self, name)))
         for name in ("sm_scale", "logit_cap"):
             _set(self, name, number(name, getattr(self, name)))
-        for name in ("latent", "deterministic"):
+        for name in ("latent", "deterministic", "sinks"):
             flag(name, getattr(self, name))
         if self.v_head_dim < 0:
             raise ValueError(f"v_head_dim must be 0 (head_dim) or more, got {self.v_head_dim}")

@@ -234,6 +234,28 @@ def test_float8_caches_with_a_layers_scales(backend, scales):
     check(case, case.expected())
 
 
+def test_layers_with_sinks_and_without_share_a_forward(backend):
+    host = Host(2)
+    attention = Attention(host.table, max_batch=2, backend=backend)
+    forward = attention.forward(RowLayout(3, 3, Phase.VERIFY), 2)
+    forward.adopt(tensor(host.rows), tensor(host.lens))
+    q, k, v = host.new(6)
+    case = host.case(
+        q,
+        slots=host.after(3),
+        positions=places(host, [[0, 1, 2]] * 2),
+        words=[[[1], [3], [7]]] * 2,
+    )
+    drawn = [torch.randn(4, device=DEVICE) * 3 for _ in range(2)]
+    for sinks in (drawn[0], drawn[1].bfloat16(), None):
+        layer = attention.layer(GQA, *host.caches, sinks=sinks)
+        assert layer.backend.config.sinks == (sinks is not None)
+        case.sinks = sinks
+        case.clear()
+        forward.attend(layer, q, k, v, out=case.out, lse=case.lse)
+        check(case, case.expected())
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("n", [1, 4])
 def test_decode_and_extend_count_their_new_tokens(backend, n, dtype):
@@ -536,6 +558,8 @@ def test_others_are_refused_by_name(backend):
         ("max_batch must be", lambda: Attention(host.table, max_batch=0)),
         (r"k\[0\] must be", lambda: attention.layer(WIDE, *host.caches)),
         ("v must be given", lambda: attention.layer(GQA, host.caches[0])),
+        ("sinks must be", lambda: attention.layer(GQA, *host.caches, sinks=torch.zeros(2))),
+        ("sinks must be", lambda: attention.layer(replace(GQA, sinks=True), *host.caches)),
         ("scales are those of float8", lambda: host.layer(attention, KVScales())),
         ("batch must be 0..2", lambda: attention.forward(RowLayout(1, 1, Phase.VERIFY), 3)),
         ("tail must be q_len", lambda: attention.forward(RowLayout(1, 2, Phase.VERIFY), 2)),

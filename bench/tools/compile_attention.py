@@ -30,6 +30,7 @@ def attend(
     page: int = 1,
     gluon: bool = False,
     prefetch: bool = False,
+    sinks: torch.dtype | None = None,
 ) -> None:
     rows, kept = q_len * heads[0] // heads[1], stored or dtype
     # of few requests, which is where later layers prefetch
@@ -54,6 +55,8 @@ def attend(
     )
     cache = zeros(2, heads[1], dim, dtype=kept)
     kernel = kernel.for_layer(None, prefetch=prefetch)
+    if sinks is not None:
+        kernel = kernel.with_sinks(zeros(heads[0], dtype=sinks))
     _launch(kernel, dtype, cache, cache.clone(), lse)
 
 
@@ -95,6 +98,7 @@ def attend_deterministic(
     dim: int = 128,
     window: int = -1,
     cap: float = 0.0,
+    sinks: torch.dtype | None = None,
 ) -> None:
     kernel = TreeAttention(
         batch=BATCH,
@@ -112,6 +116,8 @@ def attend_deterministic(
         deterministic=DeterministicSplits(CONTEXT),
     )
     cache = zeros(2, heads[1], dim, dtype=dtype)
+    if sinks is not None:
+        kernel = kernel.with_sinks(zeros(heads[0], dtype=sinks))
     _launch(kernel, dtype, cache, cache.clone(), lse=False)
 
 
@@ -170,6 +176,7 @@ def prompt(
     lse: bool = False,
     stored: torch.dtype | None = None,
     gluon: bool = False,
+    sinks: torch.dtype | None = None,
 ) -> None:
     cache = zeros(2, 8, dim, dtype=stored or dtype)
     q = zeros(64, 32, dim, dtype=dtype)
@@ -182,6 +189,7 @@ def prompt(
         **_prompt_arguments(),
         window_left=window,
         logit_cap=cap,
+        sinks=None if sinks is None else zeros(32, dtype=sinks),
         tile=gluon_extend_tile(dim, 1, stored or dtype) if gluon else None,
     )
 

@@ -114,6 +114,29 @@ CASES = QUICK | {
     "latent, 512 rows, bf16": partial(attend_latent, 4, 4, BF16, heads=128),
     "latent, 16 rows, f32": partial(attend_latent, 1, 1, F32),
     "latent prompt, f32": partial(prompt_latent, F32),
+    "sinks, 64 rows, window, lse, bf16": partial(
+        attend, 8, 8, BF16, window=127, lse=True, sinks=BF16
+    ),
+    "sinks, 32 rows, cap, f32": partial(attend, 8, 8, F32, cap=30.0, sinks=F32),
+    "sinks, 16 rows, index lists, bf16": partial(attend, 1, 0, BF16, csr=True, sinks=F32),
+    "sinks, deterministic, 64 rows, bf16": partial(attend_deterministic, 8, 8, BF16, sinks=BF16),
+    "sinks, prompt, bf16": partial(prompt, BF16, sinks=BF16),
+    "sinks, gluon, 64 rows, lse, bf16": partial(
+        attend, 8, 8, BF16, gluon=True, lse=True, sinks=BF16
+    ),
+    "sinks, gluon, 64 rows, head 64, window, bf16": partial(
+        attend, 8, 8, BF16, dim=64, heads=(64, 8), gluon=True, window=127, sinks=BF16
+    ),
+    "sinks, gluon, 256 rows of pages, bf16": partial(
+        attend, 64, 64, BF16, gluon=True, page=16, sinks=F32
+    ),
+    "sinks, gluon, 64 rows, float8 keys, bf16": partial(
+        attend, 8, 8, BF16, gluon=True, stored=FLOAT8, sinks=F32
+    ),
+    "sinks, gluon, later layer, cap, f16": partial(
+        attend, 1, 1, F16, gluon=True, cap=30.0, prefetch=True, sinks=F16
+    ),
+    "sinks, gluon, prompt, bf16": partial(prompt, BF16, gluon=True, sinks=BF16),
     "tree, 4 x 5, 16 nodes": partial(build_tree, 4, 5, 16),
     "laws, f32": partial(laws, F32, 151936),
     "choose 64, f32": partial(choices, F32, 64, 151936),

@@ -50,6 +50,8 @@ class Capabilities:
         Of stored keys and values, besides that of q; see `BoundAttention.for_layer`.
     deterministic : bool
         ``deterministic`` is served.
+    sinks : bool
+        ``sinks`` are served; see `BoundAttention.with_sinks`.
     """
 
     graphs: bool = False
@@ -64,6 +66,7 @@ class Capabilities:
     page_size: int = 1
     kv_dtypes: tuple[torch.dtype, ...] = ()
     deterministic: bool = False
+    sinks: bool = False
 
     @classmethod
     def merged(cls, parts: Sequence[Capabilities]) -> Capabilities:
@@ -147,13 +150,33 @@ class BoundAttention(ABC):
             raise NotImplementedError(f"{type(self).__name__} takes no scales of keys and values")
         return self
 
+    def with_sinks(self, sinks: Tensor) -> BoundAttention:
+        """Return this attention with a layer's sinks.
+
+        It neither allocates nor launches, so it may be called in every forward, and be recorded.
+        A sink is a logit of its head that every query sees and that has no value: with it,
+        ``out = sum(exp(s_j) v_j) / (exp(sink) + sum(exp(s_j)))``, and the lse is the log of that
+        sum. Neither scale nor cap applies to it.
+
+        Parameters
+        ----------
+        sinks : Tensor
+            ``[num_qo_heads]`` float32, float16 or bfloat16, contiguous; -inf is none.
+
+        Raises
+        ------
+        NotImplementedError
+            If the backend does not declare ``sinks``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} takes no sinks")
+
 
 @dataclass(frozen=True)
 class FunctionAttention(BoundAttention):
     """Attention by one function over a plan's tensors; nothing to fill.
 
     ``function`` takes what `BoundAttention.run` takes, and ``options`` by name, with the scales of
-    a layer added as ``k_scale`` and ``v_scale``.
+    a layer added as ``k_scale`` and ``v_scale``, and its sinks as ``sinks``.
     """
 
     plan: Plan
@@ -165,6 +188,10 @@ class FunctionAttention(BoundAttention):
         if scales is None:
             return self
         return replace(self, options={**self.options, "k_scale": scales.k, "v_scale": scales.v})
+
+    def with_sinks(self, sinks: Tensor) -> Self:
+        """Return the same with a layer's sinks; see `BoundAttention.with_sinks`."""
+        return replace(self, options={**self.options, "sinks": sinks})
 
     def run(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
@@ -246,6 +273,10 @@ class IdleAttention(BoundAttention):
         """Return itself."""
         return self
 
+    def with_sinks(self, sinks: Tensor) -> BoundAttention:
+        """Return itself."""
+        return self
+
 
 class AttentionBackend(Protocol):
     """Attention for one layer geometry on one device."""
@@ -316,7 +347,7 @@ def reasons_of(
     """Say why ``backend`` cannot serve ``config``.
 
     The reasons are its own, and what it does not declare: few backends store keys and values in a
-    dtype of their own, or are deterministic, and the others need not know of it.
+    dtype of their own, are deterministic or have sinks, and the others need not know of it.
     """
     found = backend.reasons(config, device)
     if config is None:
@@ -327,6 +358,8 @@ def reasons_of(
         found = [*found, f"kv_dtype must be {served}, got {config.kv_dtype}"]
     if config.deterministic and not backend.capabilities.deterministic:
         found = [*found, "it has no deterministic mode"]
+    if config.sinks and not backend.capabilities.sinks:
+        found = [*found, "it has no attention sinks"]
     return found
 
 

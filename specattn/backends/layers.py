@@ -13,6 +13,7 @@ from specattn.backends.base import CompositeAttention, IdleAttention, lists_refu
 from specattn.buffers import Fingerprint, fingerprint
 from specattn.checks import expect, one_of
 from specattn.errors import UnsupportedError
+from specattn.kernels.attention import check_sinks
 from specattn.plan import check_plan
 
 if TYPE_CHECKING:
@@ -119,7 +120,9 @@ class PackedAttend(ABC):
     """An `Attend` that also takes heads as one matrix product leaves them."""
 
     @abstractmethod
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         """Attend as `specattn.speculative.model.Attend` does."""
 
     @abstractmethod
@@ -177,18 +180,21 @@ class BoundLayers(CompositeAttention, PackedAttend):
         for bound in self.bounds:
             bound.schedule(seq_lens_cpu)
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         """Attend in ``layer``.
 
-        The shapes are q ``[T, Hq, D]``, k ``[T, Hkv, D]`` and v ``[T, Hkv, Dv]``. Layers come in
-        their order, on one stream.
+        The shapes are q ``[T, Hq, D]``, k ``[T, Hkv, D]`` and v ``[T, Hkv, Dv]``, and ``[Hq]`` of
+        sinks, which a layer has or has not. Layers come in their order, on one stream.
 
         Raises
         ------
         ValueError
-            Before anything is written: if one of them is of another shape, dtype or device.
+            Before anything is written: if one of them is of another shape, dtype or device, or
+            sinks are missing or too many.
         """
-        bound, config = self.layers[layer]
+        bound, config = self._layer(layer, sinks)
         rows, device = self.plan.out_slots.numel(), self.pool.device
         expect("q", q, (rows, config.num_qo_heads, config.head_dim), config.dtype, device)
         self.pool.store(layer, self.plan.out_slots, k, v)
@@ -196,9 +202,20 @@ class BoundLayers(CompositeAttention, PackedAttend):
         bound.run(q, self.pool.k[layer], self.pool.v[layer], out)
         return out
 
+    def _layer(self, layer: int, sinks: Tensor | None) -> tuple[BoundAttention, AttnConfig]:
+        """Return a layer's attention with the sinks it must have, if any."""
+        bound, config = self.layers[layer]
+        if config.sinks != (sinks is not None):
+            wanted = f"[{config.num_qo_heads}] floats" if config.sinks else "None"
+            raise ValueError(f"sinks must be {wanted} in layer {layer}, got {sinks}")
+        if sinks is None:
+            return bound, config
+        check_sinks(sinks, config.num_qo_heads, self.pool.device)
+        return bound.with_sinks(sinks), config
+
     def packed(self, layer: int, parts: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
         """Attend in ``layer`` with heads that are not rotated yet; see `PackedAttend.packed`."""
-        attention, config = self.layers[layer]
+        attention, config = self._layer(layer, None)
         q = self.pool.store_packed(
             layer,
             self.plan.out_slots,

@@ -194,6 +194,11 @@ class BoundTbo(CompositeAttention, BoundAttention):
         first, second = (child.for_layer(scales, prefetch=False) for child in self.children)
         return replace(self, children=(first, second))
 
+    def with_sinks(self, sinks: Tensor) -> Self:
+        """Return the same with a layer's sinks, in both halves."""
+        first, second = (child.with_sinks(sinks) for child in self.children)
+        return replace(self, children=(first, second))
+
     def run(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
     ) -> None:

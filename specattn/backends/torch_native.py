@@ -20,7 +20,7 @@ class TorchNativeBackend(ReadOnly):
     """Torch functions; eager, because gathers are sized by the lengths."""
 
     name: ClassVar[str] = "torch_native"
-    capabilities: ClassVar[Capabilities] = Capabilities(kv_dtypes=(FLOAT8,))
+    capabilities: ClassVar[Capabilities] = Capabilities(kv_dtypes=(FLOAT8,), sinks=True)
 
     def __init__(self, config: AttnConfig, device: torch.device) -> None:
         self.config = config

@@ -89,7 +89,7 @@ class TritonBackend(ReadOnly):
 
     name: ClassVar[str] = "triton"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        graphs=True, kv_dtypes=(FLOAT8,), deterministic=True
+        graphs=True, kv_dtypes=(FLOAT8,), deterministic=True, sinks=True
     )
 
     def __init__(self, config: AttnConfig, device: torch.device) -> None:
@@ -193,6 +193,10 @@ class TritonBound(BoundAttention):
         if scales is None and not self.prefetches:
             return self
         return replace(self, kernel=self.kernel.for_layer(scales, prefetch=prefetch))
+
+    def with_sinks(self, sinks: Tensor) -> Self:
+        """Return the same with a layer's sinks; see `BoundAttention.with_sinks`."""
+        return replace(self, kernel=self.kernel.with_sinks(sinks))
 
     def run(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None

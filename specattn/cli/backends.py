@@ -86,6 +86,7 @@ def capability_table() -> str:
         "cap": "cap",
         "lse": "lse",
         "deterministic": "deterministic",
+        "sinks": "sinks",
     }
     lines = [
         f"| backend | plans on | {' | '.join(columns)} | pages of | dtypes | also stored as |",

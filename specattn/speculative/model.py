@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 class Attend(Protocol):
     """One layer's attention, bound to a step's rows and KV slots."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         """Store ``k`` and ``v`` in layer ``layer``'s slots, then attend.
 
         Parameters
@@ -42,6 +44,9 @@ class Attend(Protocol):
             ``[T, Hkv, D]``, contiguous, position embedding applied.
         v : Tensor
             ``[T, Hkv, Dv]``, contiguous.
+        sinks : Tensor, optional
+            ``[Hq]`` floats, a logit per head without a value; for layers whose ``AttnConfig`` says
+            so, and for them alone.
 
         Returns
         -------

@@ -40,6 +40,7 @@ def refusals(setting: Setting) -> None:
         "window": lambda: setting.case(chain, [9], window_left=3),
         "cap": lambda: setting.case(chain, [9], logit_cap=2.0),
         "deterministic": lambda: setting.case(chain, [9], deterministic=True),
+        "sinks": lambda: setting.case(chain, [9], sinks=torch.float32),
     }
     undeclared |= {name: make for name, make in cases.items() if not getattr(declared, name)}
     if declared.page_size > 1:

@@ -43,6 +43,8 @@ class Form:
         Of stored keys and values, if not ``dtype``.
     kv_scales : tuple of float
         What stored keys and values are multiplied by.
+    sinks : torch.dtype or None
+        Of sinks, if the layer has them.
     device, seed
         Where the tensors live, and what they are drawn from.
     """
@@ -63,6 +65,7 @@ class Form:
     deterministic: bool = False
     kv_dtype: torch.dtype | None = None
     kv_scales: tuple[float, float] = (1.0, 1.0)
+    sinks: torch.dtype | None = None
     device: str | torch.device = "cpu"
     seed: int = 0
 
@@ -190,8 +193,11 @@ def _finish(case: Case, used: set[int], slots: int, rows: int, form: Form) -> Ca
     case.k_cache, case.v_cache = _pools(used, slots, form)
     case.out = torch.empty(rows, form.heads[0], width, dtype=form.dtype)
     case.lse = torch.empty(rows, form.heads[0])
+    if form.sinks is not None:
+        # some below all logits, some above
+        case.sinks = (4 * torch.randn(form.heads[0])).to(form.sinks)
     case.clear()
-    for name in ("q", "k_cache", "v_cache", "out", "lse", "out_slots"):
+    for name in ("q", "k_cache", "v_cache", "out", "lse", "out_slots", "sinks"):
         tensor = getattr(case, name)
         setattr(case, name, None if tensor is None else tensor.to(form.device))
     if form.latent:

@@ -163,9 +163,9 @@ def resumed(case: Case, cuts: list[int]) -> list[tuple[Case, Tensor]]:
     return pieces
 
 
-def same_paths(setting: Setting, mode: Mode) -> None:
+def same_paths(setting: Setting, mode: Mode, **form: Any) -> None:
     """Every row has the bits of decoding its path, or its list."""
-    case = setting.case(mode, LENGTHS)
+    case = setting.case(mode, LENGTHS, **form)
     backend = setting.backend(case)
     wanted, rows = _bits(setting, backend, case), list(range(len(case.q)))
     _compare(wanted, _bits(setting, backend, as_decode(case, rows)), "decoding")
@@ -173,9 +173,9 @@ def same_paths(setting: Setting, mode: Mode) -> None:
         _compare(wanted, _bits(setting, backend, as_lists(case, rows)), "an index list")
 
 
-def same_batches(setting: Setting, mode: Mode) -> None:
+def same_batches(setting: Setting, mode: Mode, **form: Any) -> None:
     """A request has the same bits alone, in any order, and padded."""
-    case = setting.case(mode, LENGTHS)
+    case = setting.case(mode, LENGTHS, **form)
     backend, q_len = setting.backend(case), len(case.q) // len(LENGTHS)
     wanted = _bits(setting, backend, case)
     for seed, (requests, pads) in enumerate([([2], 0), ([0], 3), ([1, 2, 0], 1)]):
@@ -186,9 +186,9 @@ def same_batches(setting: Setting, mode: Mode) -> None:
         )
 
 
-def same_prompts(setting: Setting, mode: Mode) -> None:
+def same_prompts(setting: Setting, mode: Mode, **form: Any) -> None:
     """A prompt has the same bits whole and in pieces."""
-    case = setting.case(mode, LENGTHS)
+    case = setting.case(mode, LENGTHS, **form)
     backend = setting.backend(case)
     wanted = _bits(setting, backend, case)
     for piece, rows in resumed(case, [2, 5, 1]):

@@ -97,6 +97,7 @@ def scenarios(declared: Capabilities, *, evicts: bool) -> Iterator[Scenario]:
         yield Scenario(name, "modes", mode, level, mode.needs)
     yield from _options(declared.dtypes, max(16, declared.page_size))
     yield from _stored(declared, max(16, declared.page_size))
+    yield from _sinks(declared.dtypes)
     if evicts:
         yield from _sweep(
             "unused memory",
@@ -206,6 +207,29 @@ def _stored(declared: Capabilities, page: int) -> Iterator[Scenario]:
             },
             needs=("window",),
         )
+
+
+def _sinks(dtypes: tuple[torch.dtype, ...]) -> Iterator[Scenario]:
+    sinks: dict[str, Any] = {"sinks": torch.float32}
+    yield from _sweep("sinks", {"sinks": (SMOKE, sinks)}, needs=("sinks",))
+    yield from _sweep(
+        "sinks",
+        {
+            f"sinks_{str(dtype).removeprefix('torch.')}": (QUICK, {"dtype": dtype, "sinks": dtype})
+            for dtype in dtypes
+        },
+        modes=TREES,
+        needs=("sinks",),
+    )
+    yield from _sweep(
+        "sinks", {"sinks_cap": (FULL, sinks | {"logit_cap": 1.5})}, needs=("sinks", "cap")
+    )
+    yield from _sweep(
+        "sinks",
+        {"sinks_window": (QUICK, sinks | {"window_left": 9, "evict": False})},
+        needs=("sinks", "window"),
+    )
+    yield from _sweep("sinks", {"sinks_long": (FULL, sinks)}, needs=("sinks",), lengths=[2500, 64])
 
 
 def _pages(least: int) -> Iterator[Scenario]:

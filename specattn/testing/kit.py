@@ -186,6 +186,9 @@ def _bodies(
     if declared.kv_dtypes:
         per_mode["scaled_layers"] = ("stored dtypes", replay.scaled_layers)
         everywhere.add("scaled_layers")
+    if declared.sinks:
+        per_mode["sink_layers"] = ("sinks", replay.sink_layers)
+        everywhere.add("sink_layers")
     if declared.lse:
         per_mode["no_lse"] = ("lse", replay.without_lse)
         everywhere.add("no_lse")
@@ -203,10 +206,13 @@ def _bodies(
 
 def _determinism(setting: Setting) -> Iterator[tuple[int, str, str, Callable[[], None]]]:
     """Yield what must be the same bit for bit, replays among it."""
-    setting = replace(setting, deterministic=True)
+    setting, declared = replace(setting, deterministic=True), setting.factory.capabilities
     modes = setting.modes()
     for name, mode in modes.items():
-        bodies = {"batches": determinism.same_batches, "paths": determinism.same_paths}
+        bodies: dict[str, Callable[..., None]] = {
+            "batches": determinism.same_batches,
+            "paths": determinism.same_paths,
+        }
         if mode.kind == "extend":
             bodies = {"pieces": determinism.same_prompts}
         elif mode.kind == "lists":
@@ -214,6 +220,9 @@ def _determinism(setting: Setting) -> Iterator[tuple[int, str, str, Callable[[],
         for option, body in bodies.items():
             level = SMOKE if (name, option) == ("tree_verify", "paths") else QUICK
             yield level, f"{name}-same_{option}", "deterministic", partial(body, setting, mode)
+            if declared.sinks:
+                sinks = partial(body, setting, mode, sinks=torch.float32)
+                yield QUICK, f"{name}-same_{option}_sinks", "deterministic", sinks
     replayed = {"growth": ("growth", replay.growth), "layers": ("layers", replay.layers)}
     if setting.device.type == "cuda":
         replayed["no_sync"] = ("host sync", capabilities.no_sync)

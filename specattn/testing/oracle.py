@@ -81,6 +81,8 @@ class Case:
         As in `specattn.config.AttnConfig`.
     deterministic : bool
         As in `specattn.config.AttnConfig`.
+    sinks : Tensor, optional
+        ``[Hq]`` logits without values.
     kv_scales : tuple of float
         What keys and values are to be multiplied by.
     kind : {"tree", "lists", "extend"}
@@ -115,6 +117,7 @@ class Case:
     page_size: int = 1
     kv_scales: tuple[float, float] = (1.0, 1.0)
     deterministic: bool = False
+    sinks: Tensor | None = None
 
     @property
     def kv_dtype(self) -> torch.dtype | None:
@@ -139,7 +142,8 @@ class Case:
     def expected(self) -> tuple[Tensor, Tensor]:
         """Return what ``out`` and ``lse`` must be, in float64."""
         q, k, v = self.q.cpu(), self.k_cache.cpu(), self.v_cache.cpu()
-        settings = self.sm_scale, self.logit_cap, self.kv_scales
+        sinks = None if self.sinks is None else self.sinks.cpu().double()
+        settings = self.sm_scale, self.logit_cap, self.kv_scales, sinks
         rows = enumerate(visible_slots(self))
         pairs = [_row(q[i], k, v, slots, *settings) for i, slots in rows]
         return torch.stack([p[0] for p in pairs]), torch.stack([p[1] for p in pairs])
@@ -153,12 +157,14 @@ def _row(
     sm_scale: float,
     cap: float,
     kv_scales: tuple[float, float],
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Attend ``[Hq, D]`` over listed slots; return ``[Hq, Dv]``, ``[Hq]``."""
     heads, kv_heads = q.shape[0], k.shape[1]
     if not slots:
         zeros = torch.zeros(heads, v.shape[2], dtype=torch.float64)
-        return zeros, torch.full((heads,), -math.inf, dtype=torch.float64)
+        nothing = torch.full((heads,), -math.inf, dtype=torch.float64)
+        return zeros, nothing if sinks is None else sinks
     keys = k[slots].double() * kv_scales[0]  # [N, Hkv, D]
     values = v[slots].double() * kv_scales[1]  # [N, Hkv, Dv]
     # consecutive query heads share a KV head
@@ -167,8 +173,12 @@ def _row(
     if cap:
         logits = cap * torch.tanh(logits / cap)
     top = logits.amax(0)
+    if sinks is not None:
+        top = torch.maximum(top, sinks)
     weights = torch.exp(logits - top)
     total = weights.sum(0)
+    if sinks is not None:
+        total = total + torch.exp(sinks - top)
     grouped = weights.unflatten(1, (kv_heads, -1))
     out = torch.einsum("nhg,nhd->hgd", grouped, values).flatten(0, 1) / total[:, None]
     return out, top + torch.log(total)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -150,6 +151,17 @@ def scaled_layers(setting: Setting, mode: Mode) -> None:
         session.scale(scales)
         session.run()
         session.verdict("stored dtypes")
+
+
+def sink_layers(setting: Setting, mode: Mode) -> None:
+    """One fill serves layers with other sinks."""
+    session = setting.session(setting.case(mode, [33, 5, 0], sinks=torch.float32))
+    session.forward(None, "sinks")
+    for drawn in (-math.inf, 3.0, 50.0):
+        session.live.sinks = torch.full_like(session.live.lse[0], drawn)
+        session.scale(session.live.kv_scales)
+        session.run()
+        session.verdict("sinks")
 
 
 def _stored(setting: Setting, mode: Mode) -> Session:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from specattn.backends.base import AttentionBackend, BoundAttention
 
 # all other tensors of a case have the batch first
-_SHARED = ("req_to_token", "kv_indices", "k_cache", "v_cache")
+_SHARED = ("req_to_token", "kv_indices", "k_cache", "v_cache", "sinks")
 _STRIDED = {
     "positions": 1 << 40,
     "tail_slots": 1 << 30,
@@ -38,6 +38,7 @@ def config_of(case: Case) -> AttnConfig:
         latent=case.latent,
         kv_dtype=case.kv_dtype,
         deterministic=case.deterministic,
+        sinks=case.sinks is not None,
         **split,
         **case.settings,
     )
@@ -123,6 +124,8 @@ class Session:
         self.live.kv_scales = kv_scales
         scales = None if self.live.kv_dtype is None else KVScales(*kv_scales)
         self.layer = self.bound.for_layer(scales, prefetch=False)
+        if self.live.sinks is not None:
+            self.layer = self.layer.with_sinks(self.live.sinks)
 
     def load(self, case: Case) -> None:
         """Copy another forward into the buffers the backend is bound to."""
@@ -187,6 +190,7 @@ def tensors_of(case: Case) -> dict[str, Tensor]:
         "out": case.out,
         "lse": case.lse,
         "out_slots": case.out_slots,
+        "sinks": case.sinks,
         **case.args,
     }
     return {name: value for name, value in found.items() if isinstance(value, Tensor)}

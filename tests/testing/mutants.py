@@ -20,7 +20,7 @@ class Bound(BoundAttention):
     """What torch_native bound, for a mutant to get wrong."""
 
     def __init__(self, backend: Mutant, plan: Any) -> None:
-        self.backend, self.scales = backend, KVScales()
+        self.backend, self.scales, self.sinks = backend, KVScales(), None
         self.given = self.plan = plan
 
     def fill(self) -> None:
@@ -32,6 +32,8 @@ class Bound(BoundAttention):
         bound = honest.bind(backend.seen(self.plan)).for_layer(
             backend.rescaled(self.scales), prefetch=False
         )
+        if self.sinks is not None and (sinks := backend.sunk(self.sinks)) is not None:
+            bound = bound.with_sinks(sinks)
         backend.attend(bound.run, q, k_cache, v_cache, out, lse)
 
     def for_layer(self, scales: KVScales | None, *, prefetch: bool) -> Any:
@@ -39,6 +41,11 @@ class Bound(BoundAttention):
             return self
         other = copy.copy(self)
         other.scales = scales
+        return other
+
+    def with_sinks(self, sinks: torch.Tensor) -> Any:
+        other = copy.copy(self)
+        other.sinks = sinks
         return other
 
 
@@ -65,6 +72,9 @@ class Mutant(TorchNativeBackend):
 
     def rescaled(self, scales: KVScales) -> KVScales:
         return scales
+
+    def sunk(self, sinks: torch.Tensor) -> Any:
+        return sinks
 
     def attend(self, run, q, k_cache, v_cache, out, lse) -> None:
         run(q, k_cache, v_cache, out, lse)
@@ -394,6 +404,50 @@ class DependsOnTheBatch(Mutant):
         out.mul_(1 + self.noise)
 
 
+class ForgetsTheSinks(Mutant):
+    def sunk(self, sinks):
+        return None
+
+
+class AddsTheSinksPerSplit(Mutant):
+    """Once per 64 keys of the longest request, in place of once."""
+
+    def seen(self, plan):
+        lens = plan.kv_indptr.diff() if isinstance(plan, CsrPlan) else plan.seq_lens
+        self.splits = max(1, -(-int(lens.max()) // 64)) if len(lens) else 1
+        return plan
+
+    def sunk(self, sinks):
+        return sinks + math.log(self.splits)
+
+
+class KeepsTheFirstSinks(Mutant):
+    """As what is bound once for all layers does."""
+
+    def bind(self, plan):
+        self.first = None
+        return super().bind(plan)
+
+    def sunk(self, sinks):
+        self.first = sinks if self.first is None else self.first
+        return self.first
+
+
+class LeavesTheSinksOutOfTheLse(Mutant):
+    def attend(self, run, q, k_cache, v_cache, out, lse):
+        run(q, k_cache, v_cache, out, lse)
+        if lse is not None and self.drawn is not None:
+            lse.copy_(torch.log(torch.exp(lse.double()) - torch.exp(self.drawn.double())))
+
+    def seen(self, plan):
+        self.drawn = None
+        return plan
+
+    def sunk(self, sinks):
+        self.drawn = sinks
+        return sinks
+
+
 class StartsListsAtZero(Mutant):
     """A half batch's lists begin where the other half's end."""
 
@@ -490,7 +544,7 @@ class OwnSoftmax(Mutant):
 
     def attend(self, run, q, k_cache, v_cache, out, lse):
         plan, config = self.plan, self.config
-        if not isinstance(plan, AttnPlan) or k_cache.dtype != q.dtype:
+        if not isinstance(plan, AttnPlan) or k_cache.dtype != q.dtype or config.sinks:
             run(q, k_cache, v_cache, out, lse)
             return
         n, node, group = plan.layout.q_len, torch.arange(plan.layout.tail), q.shape[1]

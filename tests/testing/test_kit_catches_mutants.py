@@ -40,6 +40,10 @@ MUTANTS = [
     (m.DependsOnTheBatch, "deterministic", "modes"),
     (m.IgnoresTheValuesScale, "stored dtypes", "dtypes"),
     (m.KeepsTheFirstScales, "stored dtypes", "layers"),
+    (m.ForgetsTheSinks, "sinks", "modes"),
+    (m.AddsTheSinksPerSplit, "sinks", "modes"),
+    (m.KeepsTheFirstSinks, "sinks", "layers"),
+    (m.LeavesTheSinksOutOfTheLse, "lse", "modes"),
     (m.CachesTheFirstLayer, "layers", "modes"),
     (m.WritesToThePool, "inputs unchanged", "modes"),
     (m.WritesToThePlan, "inputs unchanged", "modes"),
@@ -73,7 +77,7 @@ def failures(mutant: type, about: str) -> list[ConformanceError]:
     anywhere = about in ("unused memory", "written outputs", "lse")
     found = []
     for check in conformance(mutant, "cpu", validates=about == "bad input", evicts=True):
-        if check.broken == about or (anywhere and check.broken == "modes"):
+        if check.broken == about or (anywhere and check.broken in ("modes", "sinks")):
             try:
                 check()
             except ConformanceError as error:

@@ -12,9 +12,14 @@ from torch import Tensor
 from specattn.kernels import implementation
 from specattn.kernels.attention import naive
 from specattn.kernels.attention.tiles import FLOAT8, TileConfig, logit_factors
-from specattn.kernels.attention.tree import DeterministicSplits, TreeAttention, check_lse
+from specattn.kernels.attention.tree import (
+    DeterministicSplits,
+    TreeAttention,
+    check_lse,
+    check_sinks,
+)
 
-__all__ = ["DeterministicSplits", "TreeAttention", "extend_attention", "merge_lse"]
+__all__ = ["DeterministicSplits", "TreeAttention", "check_sinks", "extend_attention", "merge_lse"]
 
 
 def extend_attention(
@@ -36,6 +41,7 @@ def extend_attention(
     v_scale: float = 1.0,
     page_size: int = 1,
     deterministic: bool = False,
+    sinks: Tensor | None = None,
     tile: TileConfig | None = None,
 ) -> None:
     """Attend ragged new tokens, causally, to their request's cached prefix and themselves.
@@ -69,6 +75,8 @@ def extend_attention(
     deterministic : bool
         Give a token the same bits however its text is cut into extends, and whatever else is in
         the batch.
+    sinks : Tensor, optional
+        ``[Hq]``, as in `TreeAttention.with_sinks`.
     tile : TileConfig, optional
         Overrides the tile table.
 
@@ -78,6 +86,8 @@ def extend_attention(
         If a shape or dtype disagrees with the above.
     """
     check_extend(q, k_cache, v_cache, out, lse)
+    if sinks is not None:
+        check_sinks(sinks, q.shape[1], q.device)
     if not len(q):
         return
     from specattn.kernels.attention import triton
@@ -99,6 +109,7 @@ def extend_attention(
         v_scale=v_scale,
         page_size=page_size,
         deterministic=deterministic,
+        sinks=sinks,
         tile=tile,
     )
 

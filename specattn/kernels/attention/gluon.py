@@ -124,6 +124,7 @@ def launch_tree(
         kernels.tables.splits,
         partial_out,
         partial_lse,
+        bucket.sinks,
         k_pages,
         v_pages,
         *bucket.factors,
@@ -155,6 +156,7 @@ def launch_extend(
     window_left: int,
     factors: tuple[float, float, float],
     v_scale: float,
+    sinks: Tensor | None,
 ) -> None:
     """Launch prompt attention; arguments as `extend_attention` has checked them."""
     from specattn.kernels.attention.gluon_extend import gluon_extend_kernel
@@ -171,6 +173,7 @@ def launch_extend(
         out,
         seq_lens if lse is None else lse,
         *requests,
+        sinks,
         k_pages,
         v_pages,
         *factors,

@@ -17,6 +17,7 @@ from specattn.kernels.attention.gluon_tile import (
     make_ring,
     produce,
     record,
+    start,
 )
 from specattn.kernels.attention.triton_tile import LN2
 
@@ -98,7 +99,7 @@ def _convert(raw, ring, raw_t, t, c, place, WARPS: gl.constexpr, VALUES: gl.cons
 
 
 @gluon.jit
-def _consume(ring, t, c, place, q, out, lse, factors, WG: gl.constexpr):
+def _consume(ring, t, c, place, q, out, lse, sinks, factors, WG: gl.constexpr):
     """Attend with 64 packed rows: (token, head of the group)."""
     HEAD_DIM: gl.constexpr = t.HEAD_DIM
     GROUP: gl.constexpr = c.GROUP
@@ -125,6 +126,7 @@ def _consume(ring, t, c, place, q, out, lse, factors, WG: gl.constexpr):
         clear_from = 0
         if t.WINDOW >= 0:
             clear_from = last_pos - t.WINDOW
+        top, total = start(sinks, place.head * GROUP + s_row % GROUP, True, factors, t)
         acc, _total, log2_sum, _, _ = attend(
             ring,
             t,
@@ -140,6 +142,8 @@ def _consume(ring, t, c, place, q, out, lse, factors, WG: gl.constexpr):
             place.seq_lens,
             pos_q,
             factors,
+            top,
+            total,
             gl.to_tensor(0),
             gl.to_tensor(0),
         )
@@ -168,6 +172,7 @@ def gluon_extend_kernel(
     seq_lens,  # [B] int32
     req_pool_indices,  # [B] int64
     req_to_token,  # [rows, C] int32
+    sinks,  # [Hq] natural logits, or None
     k_pages,  # descriptors of [slots, NUM_KV * HEAD_DIM] with PAGE > 1, or anything
     v_pages,
     base2,
@@ -224,8 +229,8 @@ def gluon_extend_kernel(
         raw = make_raw_ring(k_cache.dtype.element_ty, raw_t)
         gl.warp_specialize(
             [
-                (_consume, (ring, t, c, place, q, out, lse, factors, 0)),
-                (_consume, (ring, t, c, place, q, out, lse, factors, 1)),
+                (_consume, (ring, t, c, place, q, out, lse, sinks, factors, 0)),
+                (_consume, (ring, t, c, place, q, out, lse, sinks, factors, 1)),
                 (_convert, (raw, ring, raw_t, t, c, place, CONVERTERS, False)),
                 (_convert, (raw, ring, raw_t, t, c, place, CONVERTERS, True)),
                 (_produce, (raw, raw_t, c, place, pools, table_row)),
@@ -237,8 +242,8 @@ def gluon_extend_kernel(
         ring = make_ring(k_cache.dtype.element_ty, t, PRODUCERS * 32 if PAGE == 1 else 1)
         gl.warp_specialize(
             [
-                (_consume, (ring, t, c, place, q, out, lse, factors, 0)),
-                (_consume, (ring, t, c, place, q, out, lse, factors, 1)),
+                (_consume, (ring, t, c, place, q, out, lse, sinks, factors, 0)),
+                (_consume, (ring, t, c, place, q, out, lse, sinks, factors, 1)),
                 (_produce, (ring, t, c, place, pools, table_row)),
             ],
             [4, PRODUCERS],

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 from triton.language.extra.cuda import gdc_wait
 
-from specattn.kernels.attention.triton_tile import FLOOR, MASKED
+from specattn.kernels.attention.triton_tile import FLOOR, MASKED, start_from_sinks
 from specattn.kernels.attention.triton_tree import load_word, row_bits, spread
 from specattn.kernels.gluon_names import async_load, tma_load
 
@@ -387,6 +387,22 @@ def _cap(s, factors, t):
 
 
 @gluon.jit
+def start(sinks, heads, first, factors, t):
+    """Return running maximum and sum of 64 rows before their keys.
+
+    That is nothing, or with ``sinks``, a pointer or None, each row's own: see `start_from_sinks`.
+    """
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, t.BN, 16])
+    by_score: gl.constexpr = gl.SliceLayout(1, scores)
+    if sinks is None:
+        top = gl.full([64], FLOOR, gl.float32, by_score)
+        total = gl.full([64], 0.0, gl.float32, by_score)
+    else:
+        top, total = start_from_sinks(sinks + heads, first, factors.base2, t.HAS_CAP)
+    return top, total
+
+
+@gluon.jit
 def attend(
     ring,
     t,
@@ -402,6 +418,8 @@ def attend(
     tail_pos_row,
     pos_q,
     factors,
+    top,
+    total,  # what `start` returned
     stage,
     phase,
 ):
@@ -415,11 +433,8 @@ def attend(
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     values: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     weights: gl.constexpr = gl.DotOperandLayout(0, values, 2)
-    by_score: gl.constexpr = gl.SliceLayout(1, scores)
     by_value: gl.constexpr = gl.SliceLayout(1, values)
     r = gl.arange(0, BN, layout=gl.SliceLayout(0, scores))
-    top = gl.full([64], FLOOR, gl.float32, by_score)
-    total = gl.full([64], 0.0, gl.float32, by_score)
     acc = gl.zeros([64, HEAD_DIM], gl.float32, values)
     nothing = gl.zeros([64, BN], gl.float32, scores)
     masked = (begin < clear_from) | (begin + BN > clear_to)

@@ -48,6 +48,7 @@ from specattn.kernels.attention.gluon_tile import (
     make_ring,
     produce,
     record,
+    start,
 )
 from specattn.kernels.attention.triton_tile import EMPTY, LN2
 
@@ -79,6 +80,7 @@ class Rows:
     lse: gl.tensor
     partial_out: gl.tensor
     partial_lse: gl.tensor
+    sinks: object  # a pointer to [Hq] natural logits, or None
 
 
 @record
@@ -258,6 +260,7 @@ def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
             else:
                 pos_row = work.positions + req.to(gl.int64) * work.stride_pos
                 pos_q = gl.load(pos_row + gl.minimum(token, c.Q_LEN - 1)).to(gl.int32)
+        top, total = start(rows.sinks, work.head * GROUP + s_row % GROUP, tile == 0, factors, t)
         acc, total, log2_sum, stage, phase = attend(
             ring,
             t,
@@ -273,6 +276,8 @@ def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
             tail_pos_row,
             pos_q,
             factors,
+            top,
+            total,
             stage,
             phase,
         )
@@ -337,6 +342,7 @@ def gluon_tree_kernel(
     splits,  # [SPLITS, 8] int64
     partial_out,  # [slots, NUM_KV, MT, GROUPS * 64, HEAD_DIM]
     partial_lse,  # [slots, NUM_KV, MT, GROUPS * 64] float32, base 2
+    sinks,  # [Hq] natural logits, or None
     k_pages,  # descriptors of [slots, NUM_KV * HEAD_DIM] with PAGE > 1, or anything
     v_pages,
     base2,
@@ -414,7 +420,7 @@ def gluon_tree_kernel(
         LSE_TOKEN,
         LSE_HEAD,
     )
-    rows = Rows(q, out, lse, partial_out, partial_lse)
+    rows = Rows(q, out, lse, partial_out, partial_lse, sinks)
     pools = Pools(k_cache, v_cache, k_pages, v_pages, K_SLOT, K_HEAD, V_SLOT, V_HEAD)
     factors = Factors(base2, cap_in, cap_out, v_scale, FLOAT8)
     if FLOAT8:

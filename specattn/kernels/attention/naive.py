@@ -32,6 +32,7 @@ def _attend(
     sm_scale: float,
     logit_cap: float,
     scales: tuple[float, float],
+    sinks: Tensor | None,
 ) -> None:
     """Attend ``q [B, T, Hq, D]`` to ``slots [B, N]``, masked.
 
@@ -43,7 +44,7 @@ def _attend(
     k = _gather(k_cache, slots, seen, scales[0])  # [B, Hkv, N, D]
     v = _gather(v_cache, slots, seen, scales[1])  # [B, Hkv, N, Dv]
     queries = q.to(k.dtype).transpose(1, 2)  # [B, Hq, T, D]
-    if lse is None and not logit_cap and slots.shape[1]:
+    if lse is None and not logit_cap and sinks is None and slots.shape[1]:
         values = scaled_dot_product_attention(
             queries, k, v, attn_mask=visible[:, None], scale=sm_scale, enable_gqa=True
         )
@@ -57,6 +58,9 @@ def _attend(
         logits = logit_cap * torch.tanh(logits / logit_cap)
     logits = logits.masked_fill(~visible[:, None, None], float("-inf"))
     sums = torch.logsumexp(logits, -1, keepdim=True)
+    if sinks is not None:
+        # a logit of each head that has no value: [Hkv, G, 1, 1]
+        sums = torch.logaddexp(sums, sinks.to(sums.dtype).view(kv_heads, -1, 1, 1))
     weights = torch.exp(logits - sums.masked_fill(sums == float("-inf"), 0))
     values = (weights @ v[:, :, None]).reshape(batch, heads, q_len, -1)
     out.copy_(values.transpose(1, 2).reshape(out.shape))
@@ -90,12 +94,14 @@ def tree_attention(
     max_prefix_len: int | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attend query tokens to their request's prefix and tail.
 
     The arguments are those of `TreeAttention` and of its ``plan`` and ``run``. Prefixes are read
     from ``req_to_token [rows, C]``; ``max_prefix_len`` bounds ``seq_lens``, and without it the
-    longest is read from the device. ``k_scale`` and ``v_scale`` multiply the caches' contents.
+    longest is read from the device. ``k_scale`` and ``v_scale`` multiply the caches' contents;
+    ``sinks [Hq]`` are those of `TreeAttention.with_sinks`.
     """
     batch, tail_len = tail_slots.shape
     q_len = q.shape[0] // batch
@@ -123,6 +129,7 @@ def tree_attention(
         sm_scale,
         logit_cap,
         (k_scale, v_scale),
+        sinks,
     )
 
 
@@ -140,6 +147,7 @@ def csr_attention(
     logit_cap: float = 0.0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attend each query row to its own index list.
 
@@ -164,6 +172,7 @@ def csr_attention(
         sm_scale,
         logit_cap,
         (k_scale, v_scale),
+        sinks,
     )
 
 
@@ -184,6 +193,7 @@ def extend_attention(
     logit_cap: float = 0.0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    sinks: Tensor | None = None,
 ) -> None:
     """See `specattn.kernels.attention.extend_attention`."""
     ends, prefixes = qo_indptr.tolist(), seq_lens.tolist()
@@ -207,6 +217,7 @@ def extend_attention(
             sm_scale,
             logit_cap,
             (k_scale, v_scale),
+            sinks,
         )
 
 

@@ -167,6 +167,7 @@ class TreeAttention:
         self.factors = logit_factors(sm_scale, logit_cap)
         self.v_scale = 1.0
         self.prefetch = False
+        self.sinks: Tensor | None = None
         self.kernels = self._kernels(tile, deterministic)
         self.workspace = _carve(self.kernels.workspace(self), workspace, self.device)
 
@@ -227,6 +228,29 @@ class TreeAttention:
         base2, cap_in, cap_out = self.factors
         other.factors = (base2 * scales.k, cap_in * scales.k, cap_out)
         other.v_scale = scales.v
+        return other
+
+    def with_sinks(self, sinks: Tensor) -> Self:
+        """Return this bucket with a layer's sinks.
+
+        They join the sum in the share that holds a request's first keys, or, where that would
+        depend on the batch (deterministic attention), after all keys. Partial results are
+        otherwise as without, and so is their merge.
+
+        Parameters
+        ----------
+        sinks : Tensor
+            ``[Hq]`` float32, float16 or bfloat16, contiguous; logits that no scale and no cap
+            applies to.
+
+        Raises
+        ------
+        ValueError
+            If it is of another shape, dtype or device.
+        """
+        check_sinks(sinks, self.num_qo_heads, self.device)
+        other = copy.copy(self)
+        other.sinks = sinks
         return other
 
     def plan(self, seq_lens: Tensor, req_pool_indices: Tensor, row_stride: int) -> None:
@@ -392,6 +416,20 @@ def check_lse(lse: Tensor | None, rows: int, heads: int) -> None:
     """Raise a ValueError unless ``lse`` is None or float32 ``[rows, heads]``."""
     if lse is not None and (lse.shape != (rows, heads) or lse.dtype != torch.float32):
         raise ValueError(f"lse must be float32 {[rows, heads]}, got {lse.dtype} {list(lse.shape)}")
+
+
+def check_sinks(sinks: Tensor, heads: int, device: torch.device) -> None:
+    """Raise a ValueError unless ``sinks`` are ``[heads]`` floats, in a row."""
+    if (
+        sinks.shape != (heads,)
+        or sinks.dtype not in (torch.float32, torch.float16, torch.bfloat16)
+        or sinks.device.type != device.type
+        or not sinks.is_contiguous()
+    ):
+        raise ValueError(
+            f"sinks must be {[heads]} float32, float16 or bfloat16, contiguous, on {device}, got "
+            f"{list(sinks.shape)} {sinks.dtype} on {sinks.device}"
+        )
 
 
 def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -149,6 +149,7 @@ class TreeKernels:
             self.tables.requests,
             self.tables.splits,
             *bucket.workspace,
+            bucket.sinks,
             *bucket.factors,
             bucket.v_scale if bucket.kv_dtype == FLOAT8 else None,
             *row_strides(q),
@@ -243,6 +244,7 @@ def extend_attention(
     v_scale: float,
     page_size: int,
     deterministic: bool,
+    sinks: Tensor | None,
     tile: TileConfig | None,
 ) -> None:
     """Launch prompt attention; arguments as `specattn.kernels.attention` has checked them."""
@@ -269,6 +271,7 @@ def extend_attention(
             window_left,
             factors,
             v_scale,
+            sinks,
         )
         return
     tile = tile or extend_tile_config(
@@ -281,6 +284,7 @@ def extend_attention(
         out,
         lse,
         *requests,
+        sinks,
         *factors,
         v_scale if k_cache.dtype == FLOAT8 else None,
         req_to_token.stride(0),

@@ -16,6 +16,7 @@ from specattn.kernels.attention.triton_tile import (
     EMPTY,
     FLOOR,
     LN2,
+    LOG2E,
     as_factor,
     attend_tile,
     load_query,
@@ -33,6 +34,16 @@ def _fold(values, top, weight, partial, log):
     gain = tl.exp2(log - new_top)
     values = tl.fma(partial, gain[:, None], values * fade[:, None])
     return values, new_top, tl.fma(weight, fade, gain)
+
+
+@triton.jit
+def _fold_sinks(values, top, weight, sinks):
+    """Add the sinks, ``[ROWS]`` pointers, as a last partial without values.
+
+    Last, because which partial is the first that a row shares depends on the others' windows.
+    """
+    log = tl.load(sinks).to(tl.float32) * LOG2E
+    return _fold(values, top, weight, tl.zeros_like(values), log)
 
 
 @triton.jit
@@ -208,6 +219,7 @@ def deterministic_attention_kernel(
     partial_lse,  # [slots, NUM_KV, ROWS] float32, out, base 2
     fold_out,  # [SPLITS, NUM_KV, ROWS, V_DIM] float32, out
     fold_scale,  # [SPLITS, NUM_KV, ROWS, 2] float32, out: top and weight
+    sinks,  # [Hq] natural logits, or None
     base2,
     cap_in,
     cap_out,
@@ -386,6 +398,8 @@ def deterministic_attention_kernel(
                 tl.debug_barrier()
                 values, log, weight = _fold(before, before_top, before_weight, values, log)
             if nth + 1 == partials:
+                if sinks is not None:
+                    values, log, weight = _fold_sinks(values, log, weight, sinks + q_head)
                 lse_at = None
                 if lse is not None:
                     lse_at = lse + q_row * stride_lse + q_head * stride_lse_head
@@ -421,6 +435,7 @@ def deterministic_merge_kernel(
     fold_scale,  # [SPLITS, NUM_KV, ROWS, 2] float32
     out,  # [B * Q_LEN, Hq, V_DIM], out
     lse,  # [B * Q_LEN, Hq] float32, out, or None
+    sinks,  # [Hq] natural logits, or None
     stride_out,
     stride_out_head,
     stride_lse,
@@ -477,6 +492,8 @@ def deterministic_merge_kernel(
 
         q_row = (req * Q_LEN + packed // GROUP).to(tl.int64)
         q_head = head * GROUP + packed % GROUP
+        if sinks is not None:
+            values, top, weight = _fold_sinks(values, top, weight, sinks + q_head)
         lse_at = None
         if lse is not None:
             lse_at = lse + q_row * stride_lse + q_head * stride_lse_head

@@ -11,6 +11,7 @@ from specattn.kernels.attention.triton_tile import (
     as_factor,
     attend_tile,
     load_query,
+    start_from_sinks,
     store_rows,
 )
 
@@ -100,6 +101,7 @@ def extend_kernel(
     seq_lens,  # [B] int32
     req_pool_indices,  # [B] int64
     req_to_token,  # [rows, C] int32
+    sinks,  # [Hq] natural logits, or None
     base2,
     cap_in,
     cap_out,
@@ -166,6 +168,8 @@ def extend_kernel(
         raw_last = load_slots(table_row, tl.maximum(full_end + r, first_key), last_pos)
         top = tl.full([BM], FLOOR, tl.float32)
         total = tl.zeros([BM], tl.float32)
+        if sinks is not None:
+            top, total = start_from_sinks(sinks + q_head, True, base2, HAS_CAP)
         acc = tl.zeros([BM, V_PAD], tl.float32)
         if WINDOW >= 0:
             raw = load_slots(table_row, tl.maximum(begin + r, first_key), last_pos)

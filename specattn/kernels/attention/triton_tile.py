@@ -16,6 +16,7 @@ FLOOR = tl.constexpr(-1.0e20)
 # base-2 log-sum-exp of a row that saw no key, in partial results
 EMPTY = tl.constexpr(-3.0e38)
 LN2 = tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -31,6 +32,26 @@ def tanh(x):
     p = -0.33333298001498013 + p * s
     t = tl.where(a < 0.6, a + a * s * p, far)
     return tl.where(x < 0.0, -t, t)
+
+
+@triton.jit
+def start_from_sinks(sinks, first, base2, HAS_CAP: tl.constexpr):
+    """Return running maximum and sum of rows before their first key.
+
+    Parameters
+    ----------
+    sinks
+        ``[BM]`` pointers to natural logits.
+    first
+        Whether the rows' first keys follow: a request's sink joins one of its partial results.
+    base2
+        As in `attend_tile`: it will multiply the maximum, unless there is a cap.
+    """
+    sink = tl.load(sinks).to(tl.float32) * LOG2E
+    if not HAS_CAP:
+        sink = sink / base2
+    met = first & (sink > FLOOR)
+    return tl.where(met, sink, FLOOR), tl.where(met, 1.0, 0.0)
 
 
 @triton.jit

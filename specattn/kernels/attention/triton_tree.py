@@ -13,6 +13,7 @@ from specattn.kernels.attention.triton_tile import (
     as_factor,
     attend_tile,
     load_query,
+    start_from_sinks,
     store_rows,
 )
 
@@ -211,6 +212,7 @@ def tree_attention_kernel(
     splits,  # [SPLITS, 8] int64
     partial_out,  # [partials, NUM_KV, MT, BM, V_DIM], out
     partial_lse,  # [partials, NUM_KV, MT, BM] float32, out, base 2
+    sinks,  # [Hq] natural logits, or None
     base2,
     cap_in,
     cap_out,
@@ -323,6 +325,8 @@ def tree_attention_kernel(
                 raw_pos = _load_tail(tail_pos_row, full_end + r, prefix_len, TAIL, 2)
         top = tl.full([BM], FLOOR, tl.float32)
         total = tl.zeros([BM], tl.float32)
+        if sinks is not None:
+            top, total = start_from_sinks(sinks + q_head, tile == 0, base2, HAS_CAP)
         acc = tl.zeros([BM, V_PAD], tl.float32)
         if WINDOW < 0:
             raw_full = _load_index(index_row, begin + r, 0, prefix_len)

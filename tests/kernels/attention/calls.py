@@ -73,13 +73,15 @@ def plan(kernel: TreeAttention, case: Case) -> None:
 
 
 def run(kernel: TreeAttention, case: Case, *, lse: bool = True) -> None:
-    """Attend on the last plan, with the scales of a float8 case."""
+    """Attend on the last plan, with the scales of a float8 case, and its sinks."""
     a = case.args
     inputs = {"indices": a["kv_indices" if kernel.csr else "req_to_token"]}
     inputs |= {name: a[name] for name in TAIL if name in a}
     layer = kernel
     if kernel.kv_dtype != kernel.dtype:
         layer = kernel.for_layer(KVScales(*case.kv_scales), prefetch=False)
+    if case.sinks is not None:
+        layer = layer.with_sinks(case.sinks)
     kernel.trace(**inputs)
     layer.run(case.q, case.k_cache, case.v_cache, case.out, case.lse if lse else None, **inputs)
 
@@ -126,12 +128,13 @@ def run_naive(case: Case, *, lse: bool = True) -> None:
         **case.args,
         **case.settings,
         **scales(case),
+        sinks=case.sinks,
     )
 
 
 def run_extend(case: Case, *, lse: bool = True, **options: Any) -> None:
     """Attend with the prompt kernel."""
-    function, settings = extend_attention, case.settings | scales(case)
+    function, settings = extend_attention, case.settings | scales(case) | {"sinks": case.sinks}
     if case.latent:
         function, settings = mla_extend, {"sm_scale": case.sm_scale}  # type: ignore[assignment]
     function(
