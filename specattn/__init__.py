@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from specattn.engine.engine import Engine
     from specattn.engine.policy import GoodputPolicy
     from specattn.engine.request import Request, RequestOutput
+    from specattn.engine.serving import AsyncEngine
     from specattn.errors import SpecAttnError
     from specattn.integrations.transformers import generate
     from specattn.speculative.model import ModelSlot
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME_OF = {
+    "AsyncEngine": "engine.serving",
     "AttnConfig": "config",
     "Engine": "engine.engine",
     "ExternalTable": "cache.external",
@@ -55,6 +57,7 @@ _HOME_OF = {
 }
 
 __all__ = [
+    "AsyncEngine",
     "AttnConfig",
     "Engine",
     "ExternalTable",

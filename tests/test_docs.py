@@ -67,6 +67,12 @@ def test_a_policy_of_ones_own_writes_what_plain_decoding_writes():
     assert example["main"](20) == plain_texts(example["PROMPTS"], 20)
 
 
+def test_streams_write_what_plain_decoding_writes(capsys):
+    example = runpy.run_path(str(ROOT / "docs" / "examples" / "streaming.py"))
+    assert example["main"](20) == plain_texts(example["PROMPTS"], 20)
+    assert "a thread: " in capsys.readouterr().out
+
+
 def test_the_program_of_the_quick_start_runs(capsys):
     page = (ROOT / "docs" / "quick_start.md").read_text()
     (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

@@ -36,7 +36,6 @@ class TextStream:
         detokenize: Callable[[list[int]], str],
         prompt: Sequence[int],
         stop: Sequence[str] = (),
-        *,
         min_new_tokens: int = 0,
     ) -> None:
         self._detokenize, self._stop = detokenize, tuple(stop)

@@ -193,7 +193,7 @@ class Engine:
         kv_dtype: torch.dtype | None = None,
         kv_scales: tuple[Scales, Scales] = (None, None),
     ) -> None:
-        self.config, self._detokenize = config, detokenize
+        self.config = config
         self.buckets = powers_of_two(config.max_num_reqs) if buckets is None else list(buckets)
         whole_numbers("every bucket", self.buckets)
         self._ranks = Ranks(target)
@@ -443,10 +443,14 @@ class Engine:
         the table is free.
         """
         with self._one_thread():
-            interrupted, self._changing = self._changing or self.table.changing, True
-            self._drop_all(table=interrupted)
+            self._forget()
             # an interrupt may have come between taking the lock and noting it
             self._lock = RLock()
+
+    def _forget(self) -> None:
+        """Drop every request, whatever an error or an interrupt has left."""
+        interrupted, self._changing = self._changing or self.table.changing, True
+        self._drop_all(table=interrupted)
 
     def decoder(self, config: SpecConfig) -> StepDecoder:
         """Return the decoder of a config of the engine.
@@ -524,7 +528,7 @@ class Engine:
             requests,
             self.config.max_context_len,
             self.target.model.vocab_size,
-            stop_strings=self._detokenize is not None,
+            stop_strings=self.scheduler.detokenize is not None,
         )
         for request in checked:
             self._check_ends(request)

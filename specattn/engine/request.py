@@ -145,6 +145,9 @@ class RequestOutput:
         One per token if ``SamplingParams.logprobs`` asked for them; else none.
     started_at, first_token_at, finished_at : float
         `time.perf_counter` readings, in seconds: at its admission, after its prompt, at its end.
+    text : str
+        Of outputs of a `specattn.engine.serving.RequestStream`, the text of the tokens, up to a
+        stop string. An engine by itself makes no text, and it is ``""``.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -154,6 +157,7 @@ class RequestOutput:
     started_at: float = 0.0
     first_token_at: float = 0.0
     finished_at: float = 0.0
+    text: str = ""
 
     @property
     def steps(self) -> int:

@@ -124,7 +124,7 @@ class Scheduler:
         detokenize: Callable[[list[int]], str] | None,
     ) -> None:
         self.table, self.configs = table, configs
-        self._eos, self._detokenize = eos, detokenize
+        self._eos, self.detokenize = eos, detokenize
         self.waiting: list[Item] = []
         self.running: list[RunningRequest] = []
         self._rows = self.full = table.num_free_rows
@@ -180,12 +180,9 @@ class Scheduler:
             row = self.table.allocate(share=donor, share_len=shared)
             eos: Collection[int] = () if request.ignore_eos else self._eos
             stream = None
-            if request.stop and self._detokenize is not None:
+            if request.stop and self.detokenize is not None:
                 stream = TextStream(
-                    self._detokenize,
-                    request.prompt,
-                    request.stop,
-                    min_new_tokens=request.min_new_tokens,
+                    self.detokenize, request.prompt, request.stop, request.min_new_tokens
                 )
             admitted.append(RunningRequest(request, result, row, shared, eos, stream))
             self.running.append(admitted[-1])

@@ -1,0 +1,299 @@
+"""One engine serves the requests of many threads and asyncio tasks."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread
+from typing import TYPE_CHECKING, Self
+
+import torch
+
+from specattn.engine.detokenizer import TextStream
+from specattn.engine.request import RequestOutput
+from specattn.errors import CapacityError, UnsupportedError
+from specattn.speculative.model import ShardedModel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from specattn.engine.engine import Engine
+    from specattn.engine.request import Request
+
+
+@dataclass(eq=False)
+class _Feed:
+    """What the engine's thread has told the consumer of a request.
+
+    The consumer reads the engine's ``result`` up to what was ``told``: tokens, steps, and why it
+    ended. So outputs that nobody reads take no memory of their own.
+    """
+
+    request: Request
+    result: RequestOutput = field(default_factory=RequestOutput)
+    told: tuple[int, int, str] = (0, 0, "")
+    read: tuple[int, int, str] = (0, 0, "")
+    error: BaseException | None = None
+    waiter: Future[None] | None = None
+    lock: Lock = field(default_factory=Lock)
+
+    def tell(self, error: BaseException | None = None) -> None:
+        """Let the consumer read what there is now, or raise an error."""
+        result = self.result
+        with self.lock:
+            self.told = len(result.tokens), len(result.accept_lens), result.finish_reason
+            self.error = error
+            waiter, self.waiter = self.waiter, None
+        # a task that was cancelled has cancelled it
+        if waiter is not None and waiter.set_running_or_notify_cancel():
+            waiter.set_result(None)
+
+    def news(self) -> Future[None]:
+        """Return a future that is done when there is something to read."""
+        found: Future[None] = Future()
+        with self.lock:
+            if self.told != self.read or self.error is not None:
+                found.set_result(None)
+            else:
+                self.waiter = found
+        return found
+
+    def take(self) -> RequestOutput:
+        """Return what has been told and not read."""
+        result, (tokens, steps, _) = self.result, self.read
+        with self.lock:
+            self.read, error = self.told, self.error
+        if error is not None:
+            raise error
+        last, last_step, reason = self.read
+        return RequestOutput(
+            tokens=result.tokens[tokens:last],
+            finish_reason=reason,
+            accept_lens=result.accept_lens[steps:last_step],
+            started_at=result.started_at,
+            first_token_at=result.first_token_at,
+            finished_at=result.finished_at if reason else 0.0,
+            logprobs=result.logprobs[tokens:last],
+        )
+
+
+class RequestStream:
+    """The outputs of one request as they come, for one consumer.
+
+    It is read with ``for`` on a thread, or with ``async for`` in asyncio. Each `RequestOutput` has
+    what is new since the one before: tokens, their ``text``, steps; times are the request's. The
+    last one has the ``finish_reason``. What comes while nobody reads is merged into one output.
+
+    A request whose stream is closed or deleted, or whose reader is cancelled or interrupted, is
+    dropped: its row and slots are free when the step under way has ended. What the engine raises,
+    the stream raises.
+    """
+
+    def __init__(self, feed: _Feed, commands: SimpleQueue[_Feed | None], engine: Engine) -> None:
+        self._feed, self._commands, self._over = feed, commands, False
+        text, one = engine.scheduler.detokenize, feed.request
+        self._text = text and TextStream(text, one.prompt, one.stop, one.min_new_tokens)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> RequestOutput:
+        if self._over:
+            raise StopIteration
+        try:
+            self._feed.news().result()
+            return self._take()
+        except BaseException:
+            self.close()
+            raise
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._over:
+            raise StopAsyncIteration
+        try:
+            await asyncio.wrap_future(self._feed.news())
+            return self._take()
+        except BaseException:
+            self.close()
+            raise
+
+    def _take(self) -> RequestOutput:
+        output = self._feed.take()
+        self._over = bool(output.finish_reason)
+        if self._text is not None:
+            output.text = self._text.feed(output.tokens)
+            if self._over:
+                output.text += self._text.finish()
+        return output
+
+    def close(self) -> None:
+        """Drop the request, unless it has ended; the stream ends."""
+        if not self._over:
+            self._over = True
+            # `__del__` may come in the midst of anything: a `SimpleQueue` allows that
+            self._commands.put(self._feed)
+
+    __del__ = close
+
+
+class AsyncEngine:
+    """Serves requests of other threads, and of asyncio, with one engine.
+
+    A thread of its own calls the engine until `close`: it admits requests in their order, as rows
+    and slots become free, and launches steps ahead. Tokens are those of `Engine.generate`. No
+    consumer waits for another one. How many requests wait is up to the caller.
+
+    On a GPU, make the engine with ``sampled`` and ``processed`` where requests will ask for that:
+    while something is captured, other threads may not allocate there.
+
+    Parameters
+    ----------
+    engine : Engine
+        Without requests. Its own calls are refused until `close`.
+
+    Raises
+    ------
+    UnsupportedError
+        If the target's weights are sharded.
+    ValueError
+        If the engine has requests, or a call of another thread has not returned.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        model, device = engine.target.model, engine.table.req_to_token.device
+        if isinstance(model, ShardedModel) and model.process_group is not None:
+            why = "the target's weights are sharded, and all ranks must take the same requests"
+            raise UnsupportedError("AsyncEngine", [why])
+        self._engine, self._scheduler = engine, engine.scheduler
+        # a request comes, then perhaps is closed; None ends the thread
+        self._commands: SimpleQueue[_Feed | None] = SimpleQueue()
+        # of requests in the engine, by their results
+        self._feeds: dict[int, _Feed] = {}
+        self._lock, self._closed = Lock(), False
+        self._error: BaseException | None = None
+        # where the engine has launched so far; a new thread has another one
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        started: Future[None] = Future()
+        self._thread = Thread(target=self._own, args=[started], name="specattn", daemon=True)
+        self._thread.start()
+        started.result()
+
+    def stream(self, request: Request) -> RequestStream:
+        """Submit a request, from any thread; return its outputs as they come.
+
+        Raises
+        ------
+        ValueError
+            If the request cannot run, as from `Engine.add`, or this is closed.
+        """
+        (request,) = self._engine._checked([request])
+        feed = _Feed(request)
+        with self._lock:
+            if self._closed:
+                raise ValueError("this AsyncEngine is closed") from self._error
+            self._commands.put(feed)
+        return RequestStream(feed, self._commands, self._engine)
+
+    def close(self) -> None:
+        """Drop every request, end the thread, and let the engine go.
+
+        Streams of requests that had not ended get what there is, and the reason ``"dropped"``.
+        """
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._commands.put(None)
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _own(self, started: Future[None]) -> None:
+        """Call the engine until `close`, or until it is lost."""
+        error: BaseException | None = None
+        try:
+            if self._stream is not None:
+                torch.cuda.set_stream(self._stream)
+            with self._engine._one_thread():
+                if self._busy:
+                    raise ValueError("engine must have no requests")
+                started.set_result(None)
+                self._serve()
+                self._engine._forget()
+        except BaseException as caught:
+            error = caught
+            if not started.done():
+                started.set_exception(error)
+        with self._lock:
+            self._closed, self._error = True, error
+        while not self._commands.empty():
+            if (feed := self._commands.get()) is not None:
+                self._feeds[id(feed.result)] = feed
+        for feed in self._feeds.values():
+            feed.tell(error)
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._scheduler.running or self._scheduler.waiting)
+
+    def _serve(self) -> None:
+        """Admit requests, step and hand out tokens, until `close`."""
+        while self._receive():
+            try:
+                self._tell(self._engine._admit_waiting())
+                if self._scheduler.running:
+                    gains = self._engine.step(ahead=not self._scheduler.waiting)
+                    self._tell(result for result, _ in gains)
+            except Exception as error:
+                self._fail(error)
+
+    def _receive(self) -> bool:
+        """Take requests that come or are closed; False at `close`.
+
+        Without anything to do, wait for the first.
+        """
+        while True:
+            try:
+                feed = self._commands.get(block=not self._busy)
+            except Empty:
+                return True
+            if feed is None:
+                return False
+            if self._feeds.pop(id(feed.result), None) is not None:
+                self._engine.drop(feed.result)
+                feed.tell()
+            # else it comes, unless it was closed after its end
+            elif not feed.result.finish_reason and feed.error is None:
+                (feed.result,) = self._scheduler.wait([feed.request])
+                self._feeds[id(feed.result)] = feed
+
+    def _tell(self, results: Iterable[RequestOutput]) -> None:
+        """Let consumers read what their requests have gained."""
+        for result in results:
+            feed = self._feeds[id(result)]
+            if result.finish_reason:
+                del self._feeds[id(result)]
+            feed.tell()
+
+    def _fail(self, error: Exception) -> None:
+        """Drop the requests that an error concerns; their streams raise it."""
+        lost = list(self._feeds)
+        if isinstance(error, CapacityError):
+            # of one that runs by itself, or was to: the others have their slots
+            waiting = [result for _, result in self._scheduler.waiting[:1]]
+            results = [one.result for one in self._scheduler.running] or waiting
+            lost = [id(result) for result in results]
+            for result in results:
+                self._engine.drop(result)
+        else:
+            self._engine._forget()
+        for key in lost:
+            self._feeds.pop(key).tell(error)
