@@ -40,6 +40,11 @@ _OPTIONS = {
     "temperature": "--temperature",
     "top_k": "--top-k",
     "top_p": "--top-p",
+    "min_p": "--min-p",
+    "repetition_penalty": "--repetition-penalty",
+    "presence_penalty": "--presence-penalty",
+    "frequency_penalty": "--frequency-penalty",
+    "logprobs": "--logprobs",
     "seed": "--seed",
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer  # noqa: TC002 - Typer evaluates annotations
 
@@ -22,8 +22,14 @@ if TYPE_CHECKING:
     from specattn.engine.request import Request
     from specattn.speculative.sampling import SamplingParams
 
+_MIN_P = "Keep tokens at least that many times as probable as the most probable one; 0 is off."
+_REPETITION = "Divide positive logits of tokens in the text, multiply negative ones; 1 is off."
+_PRESENCE = "Subtract from the logits of tokens that were generated; 0 is off."
+_FREQUENCY = "The same for each time that a token was generated."
+_N = "Texts per prompt, which share its KV; needs a temperature."
+_LOGPROBS = "Show each token's log-probability, and those of the k most probable tokens."
 _SEED = (
-    "Of the first prompt; each further prompt of a batch has the next one. The same seed gives "
+    "Of the first text; each further text of a batch has the next one. The same seed gives "
     "the same tokens up to rounding, which in 16 bits can change with the batch (not with "
     "--adaptive)."
 )
@@ -48,6 +54,11 @@ def generate(
     temperature: Annotated[float, option(SAMPLING, "0 is greedy decoding.")] = 0.0,
     top_k: Annotated[int, option(SAMPLING, "Keep the k most probable; 0 is off.")] = 0,
     top_p: Annotated[float, option(SAMPLING, "Keep the most probable mass.")] = 1.0,
+    min_p: Annotated[float, option(SAMPLING, _MIN_P)] = 0.0,
+    repetition_penalty: Annotated[float, option(SAMPLING, _REPETITION)] = 1.0,
+    presence_penalty: Annotated[float, option(SAMPLING, _PRESENCE)] = 0.0,
+    frequency_penalty: Annotated[float, option(SAMPLING, _FREQUENCY)] = 0.0,
+    n: Annotated[int, option(SAMPLING, _N, "--n", min=1)] = 1,
     seed: Annotated[int, option(SAMPLING, _SEED)] = 0,
     max_new_tokens: Annotated[int, option(RUNNING, "Most tokens per prompt.", min=1)] = 96,
     stop: Annotated[
@@ -66,10 +77,11 @@ def generate(
     no_fused: options.NoFusedOption = False,
     no_graphs: Annotated[bool, option(RUNNING, "Record no CUDA graphs.", "--no-graphs")] = False,
     compare: Annotated[bool, option(OUTPUT, _COMPARE, "--compare")] = False,
+    logprobs: Annotated[int | None, option(OUTPUT, _LOGPROBS, metavar="K")] = None,
     as_json: options.JsonOption = False,
 ) -> None:
     """Continue a prompt: text on standard output, everything else on standard error."""
-    found = read_prompts(prompt, prompts, chat=chat, system=system)
+    found = read_prompts(prompt, prompts, chat=chat, system=system, samples=n)
     config = options.speculation(
         topk,
         steps,
@@ -78,7 +90,20 @@ def generate(
         draft_sampling=draft_sampling,
         adaptive=adaptive,
     )
-    sampling = _sampling(temperature, top_k, top_p, seed, draft_sampling=draft_sampling)
+    sampling = _sampling(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logprobs=logprobs,
+    )
+    _check_drawn(sampling, {"--draft-sampling": draft_sampling, "--n": n > 1})
+    if n > batch_size:
+        raise ArgumentError("--n", f"must be at most --batch-size, {batch_size}, got {n}")
     stops, recorded = _stops(stop or []), options.pick_cudagraph(cudagraph)
 
     from specattn.cli.loading import models_for, pick_device, pick_kv_dtype
@@ -100,9 +125,9 @@ def generate(
     needed = max(map(len, prompt_ids)) + max_new_tokens + config.reserve_len
     setup = Setup(
         models,
-        _requests(prompt_ids, sampling, max_new_tokens, stops, ignore_eos=ignore_eos),
+        _requests(prompt_ids, sampling, max_new_tokens, stops, samples=n, ignore_eos=ignore_eos),
         max_context_len=max_context or min(limit, needed),
-        batch_size=min(batch_size, len(prompt_ids)),
+        batch_size=min(batch_size, len(prompt_ids) * n),
         backend=backend,
         graphs=not no_graphs,
         # compiling must not be measured; in Triton's interpreter there is nothing to compile
@@ -115,27 +140,28 @@ def generate(
     report = _decode(setup, config, found, compare=compare, live=not as_json)
     if as_json:
         objects = report.objects()
-        print(json.dumps(objects if found.batch else objects[0]))
+        print(json.dumps(objects if found.batch or n > 1 else objects[0]))
     else:
         report.show(stderr())
     found.check_finite(report.outcome.results)
 
 
-def _sampling(
-    temperature: float, top_k: int, top_p: float, seed: int, *, draft_sampling: bool
-) -> SamplingParams:
-    """Return how tokens are drawn; refuse options that greedy decoding would ignore."""
+def _sampling(**fields: Any) -> SamplingParams:
+    """Return how tokens are drawn."""
     from specattn.speculative.sampling import SamplingParams
 
     with naming_options():
-        params = SamplingParams(temperature, top_k, top_p, seed)
-    given = {"--top-k": top_k != 0, "--top-p": top_p != 1, "--draft-sampling": draft_sampling}
-    for name, is_given in given.items():
-        if is_given and not temperature:
+        return SamplingParams(**fields)
+
+
+def _check_drawn(params: SamplingParams, more: dict[str, bool]) -> None:
+    """Refuse options that greedy decoding would ignore, and ``more`` that are given."""
+    given = {"--top-k": params.top_k != 0, "--top-p": params.top_p != 1, "--min-p": params.min_p}
+    for name, is_given in (given | more).items():
+        if is_given and not params.temperature:
             raise ArgumentError(
                 name, "needs --temperature above 0, got 0, which is greedy decoding"
             )
-    return params
 
 
 def _stops(texts: list[str]) -> tuple[str, ...]:
@@ -163,18 +189,21 @@ def _requests(
     max_new_tokens: int,
     stops: tuple[str, ...],
     *,
+    samples: int,
     ignore_eos: bool,
 ) -> tuple[Request, ...]:
-    """Return a request per prompt; seeds count up, within 64 bits."""
+    """Return the requests of every prompt; seeds count up, within 64 bits."""
     from specattn.engine.request import Request
 
     def seed(index: int) -> int:
         return (sampling.seed + index + 2**63) % 2**64 - 2**63
 
-    return tuple(
-        Request(ids, max_new_tokens, replace(sampling, seed=seed(index)), stops, ignore_eos)
-        for index, ids in enumerate(prompts)
-    )
+    first = [
+        Request(ids, max_new_tokens, replace(sampling, seed=seed(at * samples)), stops, ignore_eos)
+        for at, ids in enumerate(prompts)
+    ]
+    with naming_options():
+        return tuple(sample for request in first for sample in request.samples(samples))
 
 
 def _decode(
@@ -182,6 +211,7 @@ def _decode(
 ) -> Report:
     """Run the requests, and once more without speculation if asked to."""
     from specattn.cli.compare import compare_plain
+    from specattn.cli.loading import spelling
     from specattn.cli.output import TextOutput, progress, writes_to_file
     from specattn.cli.report import Report
     from specattn.cli.running import run
@@ -189,11 +219,14 @@ def _decode(
     with stderr().status("preparing buffers and graphs"):
         engine = setup.engine(config)
         setup.prepare(engine)
-    output = TextOutput(setup.models, setup.requests, prompts.texts, live=live)
+    output = TextOutput(setup.models, setup.requests, prompts, live=live)
     with progress("decoding", setup.requests, hidden=live and not writes_to_file()) as advance:
         outcome = run(engine, setup.requests, output.take, advance)
     output.finish()
+    report = Report(prompts, outcome, output.texts)
+    if setup.requests[0].sampling.logprobs is not None:
+        report = replace(report, spell=lambda token: spelling(setup.models.tokenizer, token))
     if not compare:
-        return Report(outcome, output.texts)
+        return report
     with progress("plain decoding", setup.requests) as advance:
-        return Report(outcome, output.texts, compare_plain(outcome, setup, config, advance))
+        return replace(report, comparison=compare_plain(outcome, setup, config, advance))

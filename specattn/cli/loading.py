@@ -62,6 +62,12 @@ def decode(tokenizer: Any, ids: Sequence[int]) -> str:
     return text
 
 
+def spelling(tokenizer: Any, token: int) -> str:
+    """Return the text of one token, special ones included."""
+    text: str = tokenizer.decode([token], clean_up_tokenization_spaces=False)
+    return text
+
+
 def models_for(
     ctx: typer.Context,
     place: torch.device,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from specattn.cli.loading import Models
+    from specattn.cli.prompts import Prompts
     from specattn.engine.request import Request
 
 
@@ -31,7 +32,7 @@ class TextOutput:
     """
 
     def __init__(
-        self, models: Models, requests: Sequence[Request], prompts: Sequence[str], *, live: bool
+        self, models: Models, requests: Sequence[Request], prompts: Prompts, *, live: bool
     ) -> None:
         self._requests, self._prompts, self._live = requests, prompts, live
         self._eos = models.target.eos_token_ids
@@ -97,9 +98,10 @@ class TextOutput:
         if self._at:
             self._end_line()
         if len(self._requests) > 1:
-            sys.stdout.write(f"{chr(10) if self._at else ''}==> {self._at + 1} <==\n")
+            label = self._prompts.label(self._at)
+            sys.stdout.write(f"{chr(10) if self._at else ''}==> {label} <==\n")
         if sys.stdout.isatty():
-            prompt = self._prompts[self._at]
+            prompt = self._prompts.texts[self._at // self._prompts.samples]
             Console(file=sys.stdout, highlight=False).print(
                 Text(prompt, style="dim"), end="", soft_wrap=True
             )

@@ -24,13 +24,20 @@ CHAT, SYSTEM = "--chat", "--system"
 class Prompts:
     """Texts to continue, none of them empty, perhaps from a file of them.
 
-    With ``chat`` they are messages to answer, after the message ``system`` if there is one.
+    With ``chat`` they are messages to answer, after the message ``system`` if there is one. Each
+    has ``samples`` requests, one after the other.
     """
 
     texts: tuple[str, ...]
     batch: bool
     chat: bool = False
     system: str | None = None
+    samples: int = 1
+
+    def label(self, request: int) -> str:
+        """Return the number of a request's prompt, and of its sample."""
+        number, sample = divmod(request, self.samples)
+        return f"{number + 1}.{sample + 1}" if self.samples > 1 else f"{number + 1}"
 
     def blame(self, index: int, what: str) -> ArgumentError:
         """Return the error that says ``what`` is wrong with prompt ``index``."""
@@ -78,16 +85,22 @@ class Prompts:
 
     def check_finite(self, results: Sequence[RequestOutput]) -> None:
         """Raise an error that names prompts which the target's logits ended."""
-        broken = [at for at, one in enumerate(results, 1) if one.finish_reason == "nonfinite"]
+        ends = [one.finish_reason for one in results]
+        broken = [self.label(at) for at, end in enumerate(ends) if end == "nonfinite"]
         if broken:
-            which = f"after prompt {', '.join(map(str, broken))} " if self.batch else ""
+            which = f"after prompt {', '.join(broken)} " if len(ends) > 1 or self.batch else ""
             raise NotFiniteError(
                 f"the target's logits {which}are NaN or infinite; the text ends there"
             )
 
 
 def read_prompts(
-    prompt: str | None, file: Path | None, *, chat: bool = False, system: str | None = None
+    prompt: str | None,
+    file: Path | None,
+    *,
+    chat: bool = False,
+    system: str | None = None,
+    samples: int = 1,
 ) -> Prompts:
     """Return the prompts of an argument, standard input or a file.
 
@@ -100,9 +113,9 @@ def read_prompts(
     if file is not None:
         if prompt is not None:
             raise ArgumentError(PROMPTS, "cannot be combined with a prompt argument")
-        found = Prompts(tuple(_read_many(file)), True, chat, system)
+        found = Prompts(tuple(_read_many(file)), True, chat, system, samples)
     else:
-        found = Prompts((_read_one(prompt),), False, chat, system)
+        found = Prompts((_read_one(prompt),), False, chat, system, samples)
     for index, text in enumerate(found.texts):
         if not text:
             raise found.blame(index, "is empty")

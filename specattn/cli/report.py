@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from rich.console import Console
 
     from specattn.cli.compare import Comparison, Difference
+    from specattn.cli.prompts import Prompts
     from specattn.cli.running import ConfigReport, ModeReport, Outcome
     from specattn.engine.request import RequestOutput
 
@@ -22,11 +25,16 @@ _MOST_ROWS = 24
 
 @dataclass(frozen=True)
 class Report:
-    """A finished run with its texts, for people and for programs."""
+    """A finished run with its texts, for people and for programs.
 
+    ``spell`` returns the text of a token; without it no log-probabilities are shown.
+    """
+
+    prompts: Prompts
     outcome: Outcome
     texts: tuple[str, ...]
     comparison: Comparison | None = None
+    spell: Callable[[int], str] | None = None
 
     def objects(self) -> list[dict[str, Any]]:
         """Return one JSON object per request; each repeats what concerns the run."""
@@ -38,11 +46,33 @@ class Report:
         if self.outcome.configs:
             shared["configs"] = [asdict(config) for config in self.outcome.configs]
         return [
-            {"text": text, **_numbers(result), **shared, **self._compared(index)}
+            {
+                "text": text,
+                **_numbers(result),
+                **self._scored(result),
+                **shared,
+                **self._compared(index),
+            }
             for index, (text, result) in enumerate(
                 zip(self.texts, self.outcome.results, strict=True)
             )
         ]
+
+    def _scored(self, result: RequestOutput) -> dict[str, Any]:
+        """Return the log-probabilities of a request's tokens and their alternatives."""
+        if self.spell is None:
+            return {}
+
+        def entry(token: int, value: float) -> dict[str, Any]:
+            assert self.spell is not None
+            return {"token": token, "text": self.spell(token), "logprob": value}
+
+        return {
+            "logprobs": [
+                {**entry(token, found.value), "top": [*starmap(entry, found.alternatives.items())]}
+                for token, found in zip(result.tokens, result.logprobs, strict=True)
+            ]
+        }
 
     def _compared(self, index: int) -> dict[str, Any]:
         comparison = self.comparison
@@ -59,7 +89,10 @@ class Report:
     def show(self, console: Console) -> None:
         """Print the tables and what the comparison found."""
         console.print()
-        console.print(_requests(self.outcome))
+        console.print(_requests(self.outcome, self.prompts))
+        if self.spell is not None:
+            console.print()
+            console.print(*_logprobs(self.outcome, self.prompts, self.spell), sep="\n")
         console.print()
         console.print(_modes(self.outcome.modes))
         if self.outcome.configs:
@@ -115,14 +148,14 @@ def _numbers(result: RequestOutput) -> dict[str, Any]:
     }
 
 
-def _requests(outcome: Outcome) -> Table:
+def _requests(outcome: Outcome, prompts: Prompts) -> Table:
     columns = ("prompt", "tokens", "steps", "accepted/step", "tokens/s", "first token", "end")
     shown = table(*columns, left=("prompt", "end"))
     if len(outcome.results) <= _MOST_ROWS:
         for index, result in enumerate(outcome.results):
             n = _numbers(result)
             shown.add_row(
-                str(index + 1),
+                prompts.label(index),
                 str(n["num_tokens"]),
                 str(n["steps"]),
                 f"{n['accepted_per_step']:.2f}",
@@ -143,6 +176,19 @@ def _requests(outcome: Outcome) -> Table:
             "",
         )
     return shown
+
+
+def _logprobs(outcome: Outcome, prompts: Prompts, spell: Callable[[int], str]) -> list[Any]:
+    """Return a table of the first tokens, and a line that counts the others."""
+    shown = table("prompt", "token", "logprob", "top", left=("prompt", "token", "top"))
+    for index, result in enumerate(outcome.results):
+        for token, found in zip(result.tokens, result.logprobs, strict=True):
+            if shown.row_count < _MOST_ROWS:
+                best = (f"{spell(one)!r} {x:.2f}" for one, x in found.alternatives.items())
+                row = repr(spell(token)), f"{found.value:.2f}", "  ".join(best)
+                shown.add_row(*map(Text, (prompts.label(index), *row)))
+    rest = outcome.num_tokens - shown.row_count
+    return [shown, f"and {rest} more, which --json has"] if rest else [shown]
 
 
 def _modes(modes: Sequence[ModeReport]) -> Table:

@@ -58,6 +58,31 @@ REFUSED = {
         "--top-p: needs --temperature above 0, got 0, which is greedy decoding",
     ),
     "greedy_top_k": (["--top-k", "5", "p"], "--top-k: needs --temperature above 0, got 0"),
+    "min_p": (["--min-p", "2", "p"], "--min-p: must be 0 (off) to 1, got 2.0"),
+    "greedy_min_p": (["--min-p", "0.1", "p"], "--min-p: needs --temperature above 0, got 0"),
+    "repetition_penalty": (
+        ["--repetition-penalty", "0", "p"],
+        "--repetition-penalty: must be above 0, got 0.0",
+    ),
+    "presence_penalty": (
+        ["--presence-penalty", "3", "p"],
+        "--presence-penalty: must be -2 to 2, got 3.0",
+    ),
+    "frequency_penalty": (
+        ["--frequency-penalty", "-3", "p"],
+        "--frequency-penalty: must be -2 to 2, got -3.0",
+    ),
+    "logprobs": (["--logprobs", "21", "p"], "--logprobs: must be 0..20, got 21"),
+    "no_samples": (["--n", "0", "p"], "--n: "),
+    "greedy_samples": (["--n", "2", "p"], "--n: needs --temperature above 0, got 0"),
+    "samples": (
+        ["--n", "5", "--batch-size", "4", "--temperature", "1", "p"],
+        "--n: must be at most --batch-size, 4, got 5",
+    ),
+    "seeds_of_samples": (
+        ["--n", "2", "--seed", str(2**63 - 1), "--temperature", "1", "p"],
+        f"--seed: must fit into 64 bits, got {2**63}",
+    ),
     "greedy_drafts": (
         ["--draft-sampling", "p"],
         "--draft-sampling: needs --temperature above 0, got 0",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from specattn.cli.output import TextOutput
+from specattn.cli.prompts import Prompts
 from specattn.engine.request import Request
 from tests.cli.command import loaded, tokenizer
 
@@ -17,7 +18,7 @@ def test_a_batch_is_written_in_order_as_early_as_possible(capsys):
         Request([1], len(words[1]) + len(words[2])),
         Request([1], 99, stop=["f~"]),  # "f" may be its beginning, until the text ends
     ]
-    output = TextOutput(models, requests, ["p"] * 3, live=True)
+    output = TextOutput(models, requests, Prompts(("p",) * 3, batch=True), live=True)
     for index, tokens, written in (
         (1, words[1], "==> 1 <==\n"),
         (0, words[0], "a b c"),
