@@ -325,9 +325,6 @@ class Scheduler:
 
     def clear(self, *, table: bool) -> None:
         """Drop every request; with ``table``, free every row, whoever took it."""
-        for _, result in self.waiting:
-            _drop(result)
-        self.waiting.clear()
         if table:
             self.table.clear()
         for one in self.running:
@@ -335,6 +332,10 @@ class Scheduler:
                 self.table.free(one.row)
             _drop(one.result)
         self.running = []
+        # last: after an interrupt, one that runs may still be among them
+        for _, result in self.waiting:
+            _drop(result)
+        self.waiting.clear()
 
     def _last_slot(self, request: Request) -> int:
         """Return how many positions of a request may ever need slots.

@@ -179,3 +179,23 @@ def test_who_ended_at_once_is_told_before_the_next_one_is_an_error(models):
             [Request([3], 1), Request(PROMPTS[1], 5)], lambda index, new: told.append((index, new))
         )
     assert told == [(0, dense_greedy(models[0], [3], 1))]
+
+
+def test_who_waits_may_be_dropped_and_lets_others_by(models, greedy):
+    small = Request(PROMPTS[2][:5], 3)
+    run = engine(models, WHOLE + 5 + 3 - 2 + RESERVE)
+    (running,) = run.add([Request(PROMPTS[0], NEW)])
+    large, next_one = run.scheduler.wait([Request(PROMPTS[1], NEW), small])
+    for _ in range(2):
+        assert run._admit_waiting() == [], "the first one that waits does not fit"
+    run.drop(large)
+    assert (large.tokens, large.finish_reason) == ([], "dropped")
+    with pytest.raises(ValueError, match="which runs in this engine, or waits"):
+        run.drop(large)
+    assert run._admit_waiting() == [next_one]
+    while run.num_running:
+        run.step(ahead=True)
+    assert running.tokens == greedy[0][:NEW]
+    assert next_one.tokens == dense_greedy(models[0], small.prompt, 3)
+    run.table.check()
+    assert run.table.num_free_rows == ROWS
