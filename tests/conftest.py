@@ -41,6 +41,7 @@ SLOW = (
     "tests/engine/test_drop.py",
     "tests/engine/test_engine_laws.py",
     "tests/engine/test_nonfinite.py",
+    "tests/engine/test_processor_laws.py",
     "tests/kernels/attention/test_deterministic.py",
     "tests/kernels/test_compile_targets.py",
     "tests/regressions/test_r48_verify_has_the_bits_of_decode.py",

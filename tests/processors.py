@@ -66,3 +66,30 @@ def greedy_text(target, prompt: list[int], count: int, params: SamplingParams, *
         scores = processed(logits, prompt, output, params, **ends)
         output.append(scores.index(max(scores)))
     return output
+
+
+def no_path(words, nodes: int):
+    """Replaces what finds the nodes' paths, in controls."""
+    return torch.zeros(*words.shape[:2], nodes, dtype=torch.bool)
+
+
+def drawn_from(scores: list[float], params: SamplingParams) -> list[float]:
+    """The distribution of a token: temperature, then top-k, then min-p."""
+    best = max(scores)
+    weights = {t: math.exp((x - best) / params.temperature) for t, x in enumerate(scores)}
+    kept = sorted(weights, key=lambda t: (-weights[t], t))[: params.top_k or None]
+    kept = [t for t in kept if weights[t] > 0 and weights[t] >= params.min_p]
+    total = sum(weights[t] for t in kept)
+    return [weights[t] / total if t in kept else 0.0 for t in range(len(scores))]
+
+
+def joint_law(next_logits, params: SamplingParams, count: int = 3) -> dict[tuple[int, ...], float]:
+    """The probability of every ``count`` tokens; ``next_logits`` maps a text's output to logits."""
+    paths: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(count):
+        longer = {}
+        for path, mass in paths.items():
+            probs = drawn_from(next_logits(list(path)), params)
+            longer |= {(*path, t): mass * p for t, p in enumerate(probs) if p > 0}
+        paths = longer
+    return paths

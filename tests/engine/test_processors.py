@@ -9,8 +9,9 @@ import pytest
 from specattn.config import SpecConfig
 from specattn.cuda_graph import GraphRunner
 from specattn.engine.engine import Engine, Request
+from specattn.kernels.processors import naive
 from specattn.speculative.sampling import SamplingParams
-from tests.processors import GREEDY, greedy_text
+from tests.processors import GREEDY, greedy_text, no_path
 from tests.tiny import TinyDraft, TinyTarget
 from tests.worlds import DEVICE
 
@@ -43,6 +44,27 @@ def test_greedy_texts_are_those_of_plain_decoding(name, config):
         assert (out.tokens == unprocessed) == (not request.processed)
     if config != "plain":
         assert max(n for out in outs for n in out.accept_lens) > 2
+
+
+def test_repeats_within_one_steps_path(monkeypatch):
+    """Tokens that a step itself emits count in that step; without the path the text differs."""
+    monkeypatch.setattr("specattn.kernels.uses_triton", lambda device: False)
+    target, params, count = TinyTarget(), SamplingParams(frequency_penalty=0.2), 60
+
+    def text():
+        run = Engine(target, TinyDraft(), SpecConfig(7, 1, 8, 128, 2), buckets=[1])
+        (out,) = run.generate([Request(PROMPTS[0], count, params)])
+        return out
+
+    out, at, repeats = text(), 1, 0
+    for kept in out.accept_lens:
+        step = out.tokens[at : at + kept]
+        at += kept
+        repeats += len(set(step)) < len(step)
+    assert repeats
+    assert out.tokens == greedy_text(target, PROMPTS[0], count, params)
+    monkeypatch.setattr(naive, "_path", no_path)
+    assert text().tokens != out.tokens
 
 
 @pytest.mark.parametrize("cudagraph", ["full", "piecewise"])
