@@ -12,6 +12,7 @@ from specattn.cli import options
 from specattn.cli.errors import ArgumentError, naming_options, stderr
 from specattn.cli.options import OUTPUT, RUNNING, SAMPLING, option
 from specattn.cli.prompts import read_prompts
+from specattn.cli.schema import compile_schema, read_schema
 
 if TYPE_CHECKING:
     from specattn.cli.loading import Models
@@ -27,6 +28,7 @@ _REPETITION = "Divide positive logits of tokens in the text, multiply negative o
 _PRESENCE = "Subtract from the logits of tokens that were generated; 0 is off."
 _FREQUENCY = "The same for each time that a token was generated."
 _N = "Texts per prompt, which share its KV; needs a temperature."
+_SCHEMA = "Write JSON that matches this schema, a file or the JSON itself; needs xgrammar."
 _LOGPROBS = "Show each token's log-probability, and those of the k most probable tokens."
 _SEED = (
     "Of the first text; each further text of a batch has the next one. The same seed gives "
@@ -65,6 +67,7 @@ def generate(
         list[str] | None, option(RUNNING, "End before this text; may be repeated.")
     ] = None,
     ignore_eos: Annotated[bool, option(RUNNING, "Go on past the end.", "--ignore-eos")] = False,
+    json_schema: Annotated[str | None, option(RUNNING, _SCHEMA, metavar="FILE|JSON")] = None,
     backend: options.BackendOption = "auto",
     page_size: options.PageSizeOption = 1,
     kv_cache_dtype: options.KvDtypeOption = "auto",
@@ -105,9 +108,11 @@ def generate(
     if n > batch_size:
         raise ArgumentError("--n", f"must be at most --batch-size, {batch_size}, got {n}")
     stops, recorded = _stops(stop or []), options.pick_cudagraph(cudagraph)
+    schema = None if json_schema is None else read_schema(json_schema, ignore_eos=ignore_eos)
 
     from specattn.cli.loading import models_for, pick_device, pick_kv_dtype
     from specattn.cli.running import Setup
+    from specattn.engine.request import Request
 
     place, stored = pick_device(device), pick_kv_dtype(kv_cache_dtype)
     models = models_for(
@@ -121,11 +126,16 @@ def generate(
         fused=not no_fused,
     )
     limit = _context_limit(models, config, max_context)
+    grammar = None if schema is None else compile_schema(schema, models)
     prompt_ids = found.encode(models.tokenizer, models.target.vocab_size, limit)
     needed = max(map(len, prompt_ids)) + max_new_tokens + config.reserve_len
     setup = Setup(
         models,
-        _requests(prompt_ids, sampling, max_new_tokens, stops, samples=n, ignore_eos=ignore_eos),
+        _requests(
+            prompt_ids,
+            Request((), max_new_tokens, sampling, stops, ignore_eos, grammar=grammar),
+            samples=n,
+        ),
         max_context_len=max_context or min(limit, needed),
         batch_size=min(batch_size, len(prompt_ids) * n),
         backend=backend,
@@ -183,27 +193,19 @@ def _context_limit(models: Models, config: SpecConfig, asked: int | None) -> int
     return asked or most
 
 
-def _requests(
-    prompts: list[list[int]],
-    sampling: SamplingParams,
-    max_new_tokens: int,
-    stops: tuple[str, ...],
-    *,
-    samples: int,
-    ignore_eos: bool,
-) -> tuple[Request, ...]:
+def _requests(prompts: list[list[int]], request: Request, *, samples: int) -> tuple[Request, ...]:
     """Return the requests of every prompt; seeds count up, within 64 bits."""
-    from specattn.engine.request import Request
 
-    def seed(index: int) -> int:
-        return (sampling.seed + index + 2**63) % 2**64 - 2**63
+    def seeded(index: int) -> SamplingParams:
+        seed = (request.sampling.seed + index + 2**63) % 2**64 - 2**63
+        return replace(request.sampling, seed=seed)
 
     first = [
-        Request(ids, max_new_tokens, replace(sampling, seed=seed(at * samples)), stops, ignore_eos)
+        replace(request, prompt=ids, sampling=seeded(at * samples))
         for at, ids in enumerate(prompts)
     ]
     with naming_options():
-        return tuple(sample for request in first for sample in request.samples(samples))
+        return tuple(sample for one in first for sample in one.samples(samples))
 
 
 def _decode(

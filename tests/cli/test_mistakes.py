@@ -95,6 +95,12 @@ REFUSED = {
     "system_of_no_chat": (["--system", "s", "p"], "--system: needs --chat: a text to continue"),
     "system": (["--chat", "--system", "\udcff", "p"], "--system: is not UTF-8 (byte 0xff at"),
     "chat": (["--chat", "p"], "--chat: the target's tokenizer has no chat template"),
+    "schema": (["--json-schema", "{", "p"], "--json-schema: is not JSON: Expecting property"),
+    "schema_file": (["--json-schema", "/no/such", "p"], "--json-schema: cannot read /no/such: No"),
+    "schema_of_no_end": (
+        ["--json-schema", "{}", "--ignore-eos", "p"],
+        "--json-schema: cannot be combined with --ignore-eos: a value has an end",
+    ),
     "two_prompts": (["p", "q"], "got unexpected extra argument"),
     "prompt_and_file": (["--prompts", "f", "p"], "--prompts: cannot be combined"),
     "empty_prompt": ([""], "PROMPT: the prompt is empty"),
@@ -282,6 +288,24 @@ def test_a_tokenizer_of_more_tokens_than_the_target(monkeypatch, command):
     assert result.stderr == (
         f"specattn: error: PROMPT: the prompt has the token {size} by the target's tokenizer; "
         f"the target has {size} tokens\n"
+    )
+
+
+@pytest.mark.parametrize(("text", "kind"), [("[1]", "list"), ("true", "bool"), ('"{}"', "str")])
+def test_a_schema_that_is_no_object(tmp_path, text, kind):
+    file = tmp_path / "schema.json"
+    file.write_text(text)
+    result = run("generate", "--json-schema", str(file), "p")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == (f"specattn: error: --json-schema: must be a JSON object, got {kind}\n")
+
+
+def test_a_schema_needs_an_extra(monkeypatch):
+    monkeypatch.setattr("specattn.cli.schema.find_spec", lambda name: None)
+    result = run("generate", "--json-schema", "{}", "p")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == (
+        "specattn: error: --json-schema: needs xgrammar (pip install 'specattn[grammar]')\n"
     )
 
 

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 import re
+from importlib.util import find_spec
 
 import pytest
 import torch
 
 from tests.cli.command import (
+    ON_CPU,
     OTHERS,
     PROMPT,
     generate,
     generated,
     plain_model,
     plain_tokens,
+    run,
     tokenizer,
+)
+
+needs_xgrammar = pytest.mark.skipif(
+    find_spec("xgrammar") is None, reason="the extra `grammar` is not installed"
 )
 
 
@@ -86,3 +93,41 @@ def test_a_table_shows_the_first_logprobs():
     assert re.search(rf"^1 +{re.escape(repr(first))} +-\d\.\d\d +", shown, re.MULTILINE)
     assert "and 6 more, which --json has\n" in shown
     assert "logprob" not in generate(PROMPT).stderr
+
+
+@needs_xgrammar
+@pytest.mark.parametrize("options", [["--topk", "4"], ["--temperature", "1", "--n", "3"]])
+def test_a_text_matches_a_schema(tmp_path, options):
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 9}, "n": {"type": "integer"}},
+        "required": ["name", "n"],
+    }
+    file = tmp_path / "schema.json"
+    file.write_text(json.dumps(schema))
+    for given in (str(file), f" {json.dumps(schema)}"):
+        found = generated("--json-schema", given, "--logprobs", "1", *options, PROMPT, count=70)
+        for one in found if "--n" in options else [found]:
+            assert one["finish_reason"] == "eos"
+            value = json.loads(one["text"])
+            assert set(value) == {"name", "n"}
+            assert isinstance(value["n"], int)
+            assert len(one["logprobs"]) == one["num_tokens"]
+
+
+@needs_xgrammar
+def test_a_schema_that_does_not_compile():
+    result = run("generate", *ON_CPU, "--json-schema", '{"type": "no"}', "p")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == (
+        "specattn: error: --json-schema: must be one that xgrammar compiles: "
+        'Unsupported type "no"\n'
+    )
+
+
+@needs_xgrammar
+def test_a_schema_writes_what_plain_decoding_writes():
+    schema = '{"type": "array", "items": {"enum": ["x", "self"]}, "maxItems": 6}'
+    found = generated("--json-schema", schema, "--topk", "2", "--compare", PROMPT, count=40)
+    assert found["identical"] is True
+    assert set(json.loads(found["text"])) <= {"x", "self"}
