@@ -14,6 +14,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    Mxfp4Config,
 )
 from transformers.quantizers import AutoHfQuantizer
 
@@ -128,6 +129,7 @@ class HFTarget:
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
                 **_distributed(name, tp_plan),
+                **_dequantised(config),
             )
             _check_complete(name, info)
             if process_group(module) is None:
@@ -310,11 +312,21 @@ def tokenizer_of(name: str) -> Any:
 
 
 def _attention(
-    attend: Attend, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any
+    attend: Attend,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    *,
+    s_aux: Tensor | None = None,
+    **_: Any,
 ) -> Tensor:
     """Call ``attend`` with ``[1, heads, T, D]``; return ``[1, T, heads, Dv]``."""
     q, k, v = (heads[0].transpose(0, 1).contiguous() for heads in (query, key, value))
-    return attend(module.layer_idx, q, k, v)[None]
+    # an `attend` of one's own need not know of sinks that a model does not have
+    sinks = {} if s_aux is None else {"sinks": s_aux}
+    return attend(module.layer_idx, q, k, v, **sinks)[None]
 
 
 def _distributed(name: str, tp_plan: str | dict[str, str] | None) -> dict[str, Any]:
@@ -341,6 +353,17 @@ def _check_quantised(name: str, config: Any) -> None:
     if quantised and not AutoHfQuantizer.supports_quant_method(quantised):
         method = quantised.get("quant_method")
         raise ModelError("target", f"{name} has quant_method {method!r}, unknown to transformers")
+
+
+def _dequantised(config: Any) -> dict[str, Any]:
+    """Return the arguments that load MXFP4 weights (gpt-oss) as plain ones.
+
+    Kernels for them as they are come from the Hub, on some machines; nothing here has run them.
+    """
+    quantised = getattr(config, "quantization_config", None) or {}
+    if quantised.get("quant_method") != "mxfp4":
+        return {}
+    return {"quantization_config": Mxfp4Config(dequantize=True)}
 
 
 def _check_complete(name: str, info: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -22,8 +22,6 @@ from specattn.models.hub import first_line, quiet
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import nn
-
 #: Attention of this name is whatever callable the model was called with.
 INTERFACE = "specattn"
 # The same, with masks. Serving has none: with a mask function of its name, transformers looks at
@@ -33,6 +31,8 @@ _WITH_MASKS = "specattn_probe"
 _KINDS = {"full_attention", "sliding_attention"}
 # Tensors a layer may pass along that do not change what attention computes.
 _HARMLESS = {"position_ids", "cache_position"}
+# What transformers calls the sinks of a layer's heads, a logit each.
+_SINKS = "s_aux"
 _ORDER = (2, 0, 3, 1)
 # Relative L2 distance of the two forwards, by bytes of an element.
 _CLOSE = {2: 2e-2, 4: 1e-4, 8: 1e-8}
@@ -131,6 +131,7 @@ class _Probe:
             raise _unsupported(self._config, f"runs attention layer {index} twice")
         self.heads[index] = query, key, value
         self._refuse(module, asked)
+        self._check_sinks(index, asked.get(_SINKS), query.shape[1])
         try:
             self._layers[index] = AttnConfig(
                 num_qo_heads=query.shape[1],
@@ -141,6 +142,7 @@ class _Probe:
                 sm_scale=float(asked.get("scaling") or 0.0),
                 window_left=self._window(index, mask, asked.get("sliding_window")) - 1,
                 logit_cap=float(asked.get("softcap") or 0.0),
+                sinks=asked.get(_SINKS) is not None,
             )
         except ValueError as error:
             raise _unsupported(self._config, f"in layer {index}: {error}") from error
@@ -163,9 +165,18 @@ class _Probe:
         if not (getattr(module, "is_causal", True) if causal is None else causal):
             raise _unsupported(self._config, "has bidirectional attention; it is no causal LM")
         for name, value in asked.items():
-            if isinstance(value, Tensor) and name not in _HARMLESS:
-                known = " (attention sinks)" if name == "s_aux" else ""
-                raise _unsupported(self._config, f"gives attention an argument {name!r}{known}")
+            if isinstance(value, Tensor) and name not in {_SINKS, *_HARMLESS}:
+                raise _unsupported(self._config, f"gives attention an argument {name!r}")
+
+    def _check_sinks(self, index: int, sinks: Tensor | None, heads: int) -> None:
+        """Refuse sinks that are not one parameter per head."""
+        if sinks is None or (isinstance(sinks, nn.Parameter) and sinks.shape == (heads,)):
+            return
+        raise _unsupported(
+            self._config,
+            f"gives attention layer {index} sinks ({_SINKS!r}) that are no parameter of {heads} "
+            "numbers, one per head",
+        )
 
     def _window(self, index: int, mask: Any, asked: int | None) -> int:
         """Return the layer's Hugging Face window, 0 if it has none.

@@ -27,6 +27,7 @@ MODELS = {
     "mistral": {"sliding_window": 5},
     "gemma2": {"sliding_window": 7, "query_pre_attn_scalar": 40, "attn_logit_softcapping": 3.0},
     "gemma3_text": {"sliding_window": 4},
+    "gpt_oss": {"sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 # few tokens, so that a random head is right at times and texts end of themselves
 VOCAB, DRAFT_VOCAB, EOS, PAD = 23, 17, 2, 0

@@ -44,9 +44,15 @@ class DenseAttend:
         return self
 
     def __call__(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         config, stored = self.layers[layer], self.stored[layer]
+        assert config.sinks == (sinks is not None)
         assert q.shape[1:] == (config.num_qo_heads, config.head_dim)
         assert k.shape[1:] == (config.num_kv_heads, config.head_dim)
         assert v.shape[1:] == (config.num_kv_heads, config.v_head_dim)
@@ -62,7 +68,10 @@ class DenseAttend:
             logits = torch.einsum("hd,nhd->hn", q[row].double(), keys) * config.sm_scale
             if config.logit_cap:
                 logits = config.logit_cap * torch.tanh(logits / config.logit_cap)
-            out[row] = torch.einsum("hn,nhd->hd", logits.softmax(-1), values).to(q.dtype)
+            if sinks is not None:
+                logits = torch.cat([logits, sinks.double()[:, None]], dim=1)
+            weights = logits.softmax(-1)[:, : len(seen)]
+            out[row] = torch.einsum("hn,nhd->hd", weights, values).to(q.dtype)
         return out
 
 

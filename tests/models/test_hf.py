@@ -35,6 +35,7 @@ MODELS = {
     # its window is in the mask alone
     "phimoe": {"sliding_window": 6, "num_local_experts": 4},
     "gpt2": {"n_positions": 128},
+    "gpt_oss": {"sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v3": {
         "q_lora_rank": 24,
         "kv_lora_rank": 16,
@@ -142,6 +143,9 @@ def test_probe_reports_every_layer(tiny) -> None:
     qwen = HFTarget.from_model(tiny("qwen2", **MODELS["qwen2_windowed"]).to(torch.bfloat16))
     assert [layer.window_left for layer in qwen.layers] == [-1, 5, 5]
     assert {layer.dtype for layer in qwen.layers} == {torch.bfloat16} == {qwen.dtype}
+    oss = HFTarget.from_model(tiny("gpt_oss", **MODELS["gpt_oss"]))
+    assert [layer.window_left for layer in oss.layers] == [5, -1, 5]
+    assert all(layer.sinks for layer in oss.layers)
     mistral = HFTarget.from_model(tiny("mistral", sliding_window=None))
     assert mistral.layers == (AttnConfig(4, 2, 24),) * 3
     deepseek = HFTarget.from_model(tiny("deepseek_v3", **MODELS["deepseek_v3"]))
@@ -195,11 +199,6 @@ def test_forward_never_looks_at_positions_on_the_host(tiny, dense, monkeypatch) 
 @pytest.mark.parametrize(
     ("model_type", "changes", "reason"),
     [
-        (
-            "gpt_oss",
-            {"num_local_experts": 2},
-            r"gives attention an argument 's_aux' \(attention sinks\)",
-        ),
         ("llama4_text", {"intermediate_size_mlp": 32}, "has layers of kind chunked_attention"),
         ("falcon_h1", {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8}, "has recurrent"),
         ("mamba", {}, "has recurrent"),
