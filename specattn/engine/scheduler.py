@@ -63,17 +63,18 @@ class RunningRequest:
         ``limit`` tokens.
         """
         result, kept = self.result, []
+        ends, most = self.end_ids, self.request.max_new_tokens
         for token in tokens:
             if token < 0:
                 result.finish_reason = "nonfinite"
                 break
             kept.append(token)
             result.tokens.append(token)
-            if token in self.end_ids:
+            if token in ends:
                 result.finish_reason = "eos" if token in self.eos else "stop"
             elif self.stream is not None and self._stops(token):
                 result.finish_reason = "stop"
-            elif len(result.tokens) >= self.request.max_new_tokens:
+            elif len(result.tokens) >= most:
                 result.finish_reason = "length"
             if result.finish_reason:
                 break

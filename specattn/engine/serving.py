@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -79,7 +80,7 @@ class _Feed:
         )
 
 
-class RequestStream:
+class RequestStream(Iterator[RequestOutput], AsyncIterator[RequestOutput]):
     """The outputs of one request as they come, for one consumer.
 
     It is read with ``for`` on a thread, or with ``async for`` in asyncio. Each `RequestOutput` has
@@ -96,9 +97,6 @@ class RequestStream:
         text, one = engine.scheduler.detokenize, feed.request
         self._text = text and TextStream(text, one.prompt, one.stop, one.min_new_tokens)
 
-    def __iter__(self) -> Self:
-        return self
-
     def __next__(self) -> RequestOutput:
         if self._over:
             raise StopIteration
@@ -108,9 +106,6 @@ class RequestStream:
         except BaseException:
             self.close()
             raise
-
-    def __aiter__(self) -> Self:
-        return self
 
     async def __anext__(self) -> RequestOutput:
         if self._over:

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event
 
 import pytest
+import torch
 
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
@@ -414,3 +415,19 @@ def test_sharded_weights_are_refused_by_name(models):
     models[0].process_group = object()
     with pytest.raises(UnsupportedError, match=r"AsyncEngine.*weights are sharded"):
         AsyncEngine(engine)
+
+
+@pytest.mark.gpu
+def test_a_thread_replays_what_another_has_captured(models):
+    """On the stream that was current there, be it no default one."""
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        engine = make(models, backend="triton", sampled=True, processed=True, buckets=(1, 3))
+        expected = [result.tokens for result in engine.generate(REQUESTS)]
+        stats = engine.decoder(engine.config).runner.stats
+        before = sum(stats.replays.values())
+        with AsyncEngine(engine) as server, ThreadPoolExecutor(6) as threads:
+            streams = [server.stream(request) for request in REQUESTS]
+            assert list(threads.map(collect, streams)) == expected
+        assert sum(stats.replays.values()) > before
+        assert not stats.eager
