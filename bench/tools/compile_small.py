@@ -171,13 +171,18 @@ def processing(dtype: torch.dtype = BF16, vocab: int = 128256, nodes: int = 16) 
     )
 
 
-def log_probs(dtype: torch.dtype = BF16, vocab: int = 128256, depth: int = 6) -> None:
-    logits, law = zeros(BATCH, 16, vocab, dtype=dtype), zeros(BATCH, 16, vocab, dtype=F32)
+def log_probs(
+    dtype: torch.dtype = BF16, vocab: int = 128256, depth: int = 6, nodes: int = 16
+) -> None:
+    logits, law = zeros(BATCH, nodes, vocab, dtype=dtype), zeros(BATCH, nodes, vocab, dtype=F32)
     path, lens, rows = zeros(BATCH, depth), zeros(BATCH, dtype=I32), zeros(BATCH)
     for most, more in ((20, {"processed": law, "probs": law}), (0, {})):
         out = zeros(2, BATCH, depth, 1 + most)
         tables = {"counts": lens, "kinds": lens, "values_out": out.float(), "ids_out": out}
         logprobs.path_logprobs(logits, path.int(), path, lens, rows, zeros(1), **tables, **more)
+    # of one node, as after a prompt, and one token
+    if vocab > 1:
+        log_probs(dtype, vocab=1, depth=1, nodes=1)
 
 
 def kv_operations(dtype: torch.dtype = BF16, stored: torch.dtype | None = None) -> None:

@@ -200,6 +200,36 @@ def choices(vocab: int, dtype: torch.dtype) -> None:
     same("argmax of many rows", argmax_tokens(many), put([vocab - 1] * 150, torch.int64))
 
 
+def log_probs(vocab: int, dtype: torch.dtype) -> None:
+    """Log-probabilities of paths into the second of two turns; the last node's row ends memory."""
+    from specattn.kernels.logprobs import path_logprobs
+
+    batch, nodes, depth, most = 3, 4, 3, 5
+    logits = noise(batch, nodes, vocab, dtype=dtype)
+    processed, probs = logits.float() / 2, logits.float().softmax(2)
+    shape = 2, batch + 1, depth, 1 + most
+    values, ids = poison(*shape), poison(*shape, dtype=torch.int64)
+    lens = [3, 1, 2]
+    path_logprobs(
+        logits,
+        put([[0, 2, 3], [1, -1, -1], [0, 3, -1]]),
+        put([[vocab - 1] * depth] * batch, torch.int64),
+        put(lens),
+        put([2, 1, 3], torch.int64),
+        put([1], torch.int64),
+        counts=put([-1, most, 0, 2]),
+        kinds=put([0, 1, 0, 2]),
+        values_out=values,
+        ids_out=ids,
+        processed=processed,
+        probs=probs,
+    )
+    few = min(most, vocab)
+    finite(values[1, 0, :3, 0], values[1, 1, 0, : 1 + few], values[1, 2, :2, : 1 + min(2, few)])
+    same("what nobody wants", ids[0], poison(*shape[1:], dtype=torch.int64))
+    same("past a path's end", ids[1, 1, 1:], poison(2, 1 + most, dtype=torch.int64))
+
+
 def draws(vocab: int, dtype: torch.dtype) -> None:
     """Distributions with and without cuts, coins, and draws: all rows of all kinds of settings."""
     from specattn.kernels.sampling import draw_tokens, path_coins, target_probs, uniform
@@ -313,6 +343,8 @@ STEP: dict[str, Callable[[], None]] = {
     "1 token": partial(choices, 1, F32),
     "1201 tokens, f16": partial(choices, 1201, F16),
     "9001 tokens, bf16": partial(choices, 9001, BF16),
+    "log-probabilities of 1": partial(log_probs, 1, F32),
+    "log-probabilities of 9001, bf16": partial(log_probs, 9001, BF16),
     "draws of 1": partial(draws, 1, F32),
     "draws of 701, f16": partial(draws, 701, F16),
     "draws of 9001, bf16": partial(draws, 9001, BF16),

@@ -39,11 +39,22 @@ def test_cases_run(call):
         lambda: sanitize_step.path(F32, F16),
         lambda: sanitize_step.plans(5),
         lambda: sanitize_step.choices(33, F16),
+        lambda: sanitize_step.log_probs(33, F16),
         lambda: sanitize_step.draws(33, F16),
         lambda: sanitize_step.layer(3, F16),
         lambda: sanitize_step.rotation(6, 1, 24, 3, F16),
     ],
-    ids=["dtypes", "states", "path", "plans", "choices", "draws", "layer", "rotation"],
+    ids=[
+        "dtypes",
+        "states",
+        "path",
+        "plans",
+        "choices",
+        "log-probabilities",
+        "draws",
+        "layer",
+        "rotation",
+    ],
 )
 # what is infinitely far below the largest logit overflows, as it should
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
