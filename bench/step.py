@@ -7,6 +7,7 @@ forced, or less where its tree was not so deep. Plain decoding in one graph runs
 
     python -m bench.step [--models Llama-3.1-8B] [--batch 1,4] [--context 1024] [--out FILE]
     python -m bench.step --compile I/N   # share I of N of the settings, compiled, not timed
+    python -m bench.step --processors    # what logits processors and log-probabilities add
     python -m bench.step --picture       # docs/img/step_timeline.svg, of the recorded step
 """
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 RESULTS = Path(__file__).parent / "results"
 OUT, TRACE = RESULTS / "step_h200.json", RESULTS / "step_trace_h200.json"
+PROCESSED = RESULTS / "step_processors_h200.json"
 PICTURE = Path(__file__).parent.parent / "docs" / "img" / "step_timeline.svg"
 BATCHES, CONTEXTS = (1, 4, 16, 64), (1024, 4096, 32768)
 # tokens of context whose keys and values fit beside the weights
@@ -321,6 +323,11 @@ def main() -> None:
     parser.add_argument("--no-trace", dest="trace", action="store_false")
     parser.add_argument("--compile", metavar="I/N")
     parser.add_argument("--picture", action="store_true")
+    parser.add_argument(
+        "--processors",
+        action="store_true",
+        help="time a tree's steps with penalties, min-p and log-probabilities, and without",
+    )
     parser.add_argument("--commit", help="what the results call this version")
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--trace-out", type=Path, default=TRACE)
@@ -331,6 +338,9 @@ def main() -> None:
             parser.error(f"--models: {name!r} is none of {', '.join(known)}")
     if options.picture:
         draw(options.trace_out)
+        return
+    if options.processors:
+        processed(options)
         return
     numbers = (list(map(int, text.split(","))) for text in (options.batch, options.context))
     options.places = places(*numbers)
@@ -360,6 +370,31 @@ def main() -> None:
     if options.trace:
         for _ in trace_all(models, make, options, record["cells"]):
             write(record, options.out)
+
+
+def processed(options: argparse.Namespace) -> None:
+    """Time what processors add, with the first of the models; see `bench.step_processed`."""
+    from bench.step_processed import BATCHES, CONTEXT, SETTING, measure
+
+    name, context = options.models.split(",")[0], CONTEXT
+    lens = [context] * max(BATCHES)
+    world = World(shapes(context + 128)[name], lens, torch.device("cuda"))
+    cells = measure(
+        world,
+        SETTING,
+        BATCHES,
+        context,
+        length=min(SETTING.steps + 1, options.length),
+        rounds=options.rounds,
+    )
+    record = {
+        "format": 1,
+        "machine": machine(options.commit),
+        "rounds": options.rounds,
+        "model": name,
+        "cells": list(cells),
+    }
+    write(record, PROCESSED if options.out == OUT else options.out)
 
 
 def draw(path: Path) -> None:

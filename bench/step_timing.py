@@ -7,6 +7,7 @@ import os
 import statistics
 import time
 from contextlib import contextmanager
+from functools import partial
 from operator import add, itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -42,10 +43,15 @@ class Stepper:
         Those that take part.
     accept : Forced
         The decoder's.
+    **level : bool
+        What `StepDecoder.step_async` is told of the requests.
     """
 
-    def __init__(self, decoder: StepDecoder, rows: list[int], accept: Forced) -> None:
+    def __init__(
+        self, decoder: StepDecoder, rows: list[int], accept: Forced, **level: bool
+    ) -> None:
         self.decoder, self.rows, self.accept = decoder, rows, accept
+        self._launch = partial(decoder.step_async, rows, **level)
         self.lens = decoder.states.seq_lens.clone()
         self.length = 1
         # steps that gained less, and trees so far that could not give more, by place
@@ -63,9 +69,13 @@ class Stepper:
         """Put lengths back."""
         self.decoder.states.seq_lens.copy_(self.lens)
 
+    def launch(self) -> PendingStep:
+        """Launch a step."""
+        return self._launch()
+
     def step(self) -> None:
         """Launch a step, then wait for the one before, so that the device never waits."""
-        pending = self.decoder.step_async(self.rows)
+        pending = self.launch()
         self.finish()
         self._before = pending
 
@@ -130,7 +140,7 @@ def timed(stepper: Stepper, rounds: int) -> dict[str, float]:
         for _ in range(WARM + rounds):
             stepper.reset()
             begin, at = mark(device), time.perf_counter_ns()
-            pending = stepper.decoder.step_async(stepper.rows)
+            pending = stepper.launch()
             hosts.append((time.perf_counter_ns() - at) / 1e3)
             spans.append((begin, mark(device)))
             loops.append(loop())
@@ -242,7 +252,7 @@ def launched(stepper: Stepper, rounds: int) -> dict[str, float]:
             if stepper.lens.is_cuda:
                 torch.cuda.synchronize()
             at = time.perf_counter_ns()
-            stepper._before = stepper.decoder.step_async(stepper.rows)
+            stepper._before = stepper.launch()
             times.append((time.perf_counter_ns() - at) / 1e3)
             stepper.finish()
     finally:

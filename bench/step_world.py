@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from specattn.speculative.model import DraftModel, TargetModel
+    from specattn.speculative.processors import ProcessorStates
 
 DRAFT_VOCAB = 32000
 # logits of random weights have a spread of 1, which no tree of this size would go deep for
@@ -155,7 +156,14 @@ class World:
             row.copy_(order[row.long()])
 
     def decoder(
-        self, setting: Setting, buckets: Sequence[int], accept: Forced, *, record: bool = True
+        self,
+        setting: Setting,
+        buckets: Sequence[int],
+        accept: Forced,
+        *,
+        record: bool = True,
+        sampled: bool = False,
+        processors: ProcessorStates | None = None,
     ) -> StepDecoder:
         """Capture a setting."""
         config = setting.config(self.longest, len(self.rows))
@@ -175,6 +183,8 @@ class World:
             record=record,
             recorder=self._recorder,
             accept=accept,
+            sampled=sampled,
+            processors=processors,
         )
 
     def forced(self, length: int, kind: type[Forced] = Forced) -> Forced:
@@ -182,14 +192,26 @@ class World:
         lens = torch.full((len(self.rows),), length, dtype=torch.int32, device=self.device)
         return kind(lens, self.head.vocab_size)
 
-    def admit(self, decoder: StepDecoder, batch: int, context: int) -> list[int]:
+    def admit(
+        self,
+        decoder: StepDecoder,
+        batch: int,
+        context: int,
+        sampling: SamplingParams = SamplingParams(),
+    ) -> list[int]:
         """Put ``batch`` requests of ``context`` tokens in mid-decode; returns their rows."""
         rows = self.rows[:batch]
         assert max(context, 1) <= min(self.rooms[:batch])
-        self.put(decoder, rows, context)
+        self.put(decoder, rows, context, sampling)
         return rows
 
-    def put(self, decoder: StepDecoder, rows: list[int], context: int) -> None:
+    def put(
+        self,
+        decoder: StepDecoder,
+        rows: list[int],
+        context: int,
+        sampling: SamplingParams = SamplingParams(),
+    ) -> None:
         """Leave on rows what prompts of ``context`` tokens would, but for their KV."""
         count, topk = len(rows), decoder.config.topk
         vocab, dims = self.head.vocab_size, decoder.states.hidden_states
@@ -209,7 +231,7 @@ class World:
             torch.full((count,), context, dtype=torch.int32, device=self.device),
             torch.randint(1, vocab, (count,), device=self.device),
             state,
-            SamplingBatch.of([SamplingParams()] * count, self.device),
+            SamplingBatch.of([sampling] * count, self.device),
         )
 
     def read_bytes(self, setting: Setting, batch: int, context: int) -> dict[str, int]:

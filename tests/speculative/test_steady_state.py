@@ -8,6 +8,7 @@ not, and launching waits for nothing. A joining request's prompt is excepted.
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -18,7 +19,8 @@ from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.speculative.host_buffers import PendingStep
 from specattn.speculative.sampling import SamplingParams
-from tests.tiny import TinyDraft, TinyTarget, dense_greedy
+from tests.processors import GREEDY, greedy_text
+from tests.tiny import TinyDraft, TinyTarget
 
 pytestmark = pytest.mark.gpu
 
@@ -29,6 +31,13 @@ KINDS = [
     Request([8, 9, 7], 60),
     Request([3, 14, 15, 2], 90, SamplingParams(1.2, 20, seed=3)),
     Request([6, 1], 150),
+]
+# beside them, each processor alone and with draws, and log-probabilities
+PROCESSED = [
+    *KINDS,
+    *(Request([3, 14, 15, at], 60 + at, params) for at, params in enumerate(GREEDY.values())),
+    Request([9, 26], 70, replace(GREEDY["three"], temperature=0.9, min_p=0.1, logprobs=3)),
+    Request([5, 35], 50, SamplingParams(logprobs=0)),
 ]
 COUNTERS = (
     "allocation.all.allocated",
@@ -98,9 +107,11 @@ class Steady:
 
 
 RUNS = {
-    "full": (1000, {"cudagraph": "full"}, []),
-    "piecewise": (300, {"cudagraph": "piecewise"}, []),
-    "switching": (300, {"policy": Dice(2)}, [(2, 1, 3), (0, 1, 1)]),
+    "full": (1000, {"cudagraph": "full"}, [], KINDS),
+    "piecewise": (300, {"cudagraph": "piecewise"}, [], KINDS),
+    "switching": (300, {"policy": Dice(2)}, [(2, 1, 3), (0, 1, 1)], KINDS),
+    "processed": (500, {"cudagraph": "full", "processed": True}, [], PROCESSED),
+    "processed parts": (300, {"cudagraph": "piecewise", "processed": True}, [], PROCESSED),
 }
 
 
@@ -113,8 +124,8 @@ def engine(others, options, device="cuda", backend="triton") -> Engine:
     return Engine(*models, config, configs=more, backend=backend, buckets=[2, 6], **options)
 
 
-@pytest.mark.parametrize(("steps", "options", "others"), RUNS.values(), ids=RUNS)
-def test_steps_neither_wait_nor_allocate(monkeypatch, steps, options, others):
+@pytest.mark.parametrize(("steps", "options", "others", "kinds"), RUNS.values(), ids=RUNS)
+def test_steps_neither_wait_nor_allocate(monkeypatch, steps, options, others, kinds):
     run = engine(others, options)
     paused = []
 
@@ -127,7 +138,7 @@ def test_steps_neither_wait_nor_allocate(monkeypatch, steps, options, others):
             paused[-1] = steady.watching()
             paused[-1].__enter__()
 
-    churn = Churn(run, KINDS, 5, joining)
+    churn = Churn(run, kinds, 5, joining)
     steady = Steady(monkeypatch)
     steady.launches_of(run, monkeypatch)
     ended = []
@@ -153,8 +164,8 @@ def test_steps_neither_wait_nor_allocate(monkeypatch, steps, options, others):
         assert not decoder.runner.stats.eager
     assert {result.finish_reason for _, result in ended} == {"length"}
     greedy = {
-        at: dense_greedy(run.target.model, kind.prompt, kind.max_new_tokens)
-        for at, kind in enumerate(KINDS)
+        at: greedy_text(run.target.model, list(kind.prompt), kind.max_new_tokens, kind.sampling)
+        for at, kind in enumerate(kinds)
         if not kind.sampling.temperature
     }
     for kind, result in ended:
