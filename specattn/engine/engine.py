@@ -132,8 +132,8 @@ class Engine:
         Whether to capture steps for requests that draw, too; otherwise the first such request to be
         added, and all that run then, wait for that.
     processed : bool
-        The same for requests with logits processors; the states that these need are allocated then,
-        too (`ProcessorStates`).
+        The same for requests with logits processors, or that want log-probabilities; the states
+        that these need are allocated then, too (`ProcessorStates`).
     indices : {"table", "csr"}
         What draft steps read; see `MultiStepDraftBackend`.
     validate : {"off", "debug"}

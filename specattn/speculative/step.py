@@ -396,9 +396,11 @@ class Step:
             )
             tree = replace(tree, draft_probs=probs)
         buffers, sampling = self.buffers, self._sampling(sampled=sampled)
-        return self.acceptor(
+        result = self.acceptor(
             tree, logits, buffers.seq_lens, self.config, sampling, buffers.accepted
         )
+        # a graph's memory would hold them until the step ends
+        return result if self.logprobs is not None else replace(result, probs=None)
 
     def _sampling(self, *, sampled: bool) -> SamplingBatch:
         """Return how the requests draw; greedily, unless ``sampled``."""
