@@ -136,6 +136,10 @@ class Batch:
         self.out = torch.empty(
             rows, case.heads[0], case.v_dim, dtype=self.dtype, device=self.device
         )
+        self.sinks = None
+        if case.sinks:
+            # of the size of the largest logits, so that they weigh
+            self.sinks = 4 + torch.randn(case.heads[0], dtype=self.dtype, device=self.device)
         self.lse = torch.empty(rows, case.heads[0], device=self.device) if case.lse else None
         self.scale = (192 if case.latent else case.head_dim) ** -0.5
 

@@ -30,6 +30,8 @@ class Case:
         Absorbed MLA: keys of ``head_dim`` = 576, values their first 512 columns.
     window_left, logit_cap, lse
         As in `specattn.config.AttnConfig`; whether the log-sum-exp is written, too.
+    sinks : bool
+        A logit per query head that joins the sum, in ``dtype``.
     stored : str
         Dtype of keys and values, if not ``dtype``: ``float8_e4m3fn``, with scales.
     fixed : bool
@@ -50,6 +52,7 @@ class Case:
     window_left: int = -1
     logit_cap: float = 0.0
     lse: bool = False
+    sinks: bool = False
     stored: str = ""
     fixed: bool = False
     knobs: tuple[tuple[str, Any], ...] = ()
@@ -125,6 +128,8 @@ class Case:
             found.append("cap")
         if self.lse:
             found.append("lse")
+        if self.sinks:
+            found.append("sinks")
         return found + [f"{name}={value}" for name, value in self.knobs]
 
 
@@ -209,6 +214,10 @@ def with_page(case: Case, size: int) -> Case:
 
 def float8(case: Case) -> Case:
     return replace(case, stored="float8_e4m3fn")
+
+
+def sinks(case: Case) -> Case:
+    return replace(case, sinks=True)
 
 
 def fixed(case: Case) -> Case:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from .cases import (
     Case,
@@ -18,6 +19,7 @@ from .cases import (
     mla,
     prompt,
     ragged,
+    sinks,
     tree,
     with_page,
 )
@@ -312,6 +314,43 @@ def _fixed() -> list[Cell]:
     ]
 
 
+def _sinks() -> list[Cell]:
+    """With sinks and without in turn: the 8B shape, and gpt-oss's with its window and without."""
+    oss: dict[str, Any] = {"heads": (64, 8), "head_dim": 64}
+    cases = [
+        chain(even(1, 8 * K)),
+        chain(even(32, 4 * K)),
+        tree(even(1, 4 * K), *SMALL),
+        tree(even(8, 8 * K), *MEDIUM),
+        tree(even(32, 4 * K), *SMALL),
+        tree(even(8, 8 * K), *LARGE),
+        draft(even(32, 4 * K), 8, 2),
+        prompt(even(8, 8 * K), 512),
+        fixed(tree(even(8, 8 * K), *MEDIUM)),
+        float8(tree(even(32, 4 * K), *SMALL)),
+        prompt(even(8, 8 * K), 512, **oss),
+        *(
+            case
+            for window in (-1, 127)
+            for case in (
+                chain(even(32, 4 * K), window_left=window, **oss),
+                tree(even(8, 8 * K), *MEDIUM, window_left=window, **oss),
+                tree(even(64, 4 * K), *MEDIUM, window_left=window, **oss),
+            )
+        ),
+    ]
+    return [
+        Cell(
+            case,
+            (("sinks", sinks(case)),),
+            peers=False,
+            quick=case == cases[4],
+            title=f"{case.name}, sinks",
+        )
+        for case in cases
+    ]
+
+
 def parts() -> dict[str, Part]:
     """Return the full set."""
     found = [
@@ -325,6 +364,7 @@ def parts() -> dict[str, Part]:
         Part("latent", "Latent attention (MLA)", _latent()),
         Part("float8", "Keys and values in float8", _float8()),
         Part("fixed", "Deterministic mode", _fixed()),
+        Part("sinks", "Attention sinks", _sinks()),
     ]
     return {part.name: part for part in found}
 

@@ -57,6 +57,8 @@ def answer(batch: Batch, b: int) -> Answer:
         seen &= (distance >= 0) & (distance <= case.window_left)
     logits.masked_fill_(~seen[:, None, None], -math.inf)
     lse = logits.logsumexp(-1)
+    if batch.sinks is not None:
+        lse = torch.logaddexp(lse, batch.sinks.double().view(1, case.heads[1], group))
     out = torch.einsum("thgn,nhd->thgd", logits.sub_(lse[..., None]).exp_(), v)
     return Answer(b, first, out.flatten(1, 2), lse.flatten(1, 2))
 

@@ -117,6 +117,7 @@ class HFTarget:
             config = AutoConfig.from_pretrained(name, trust_remote_code=False)
             _check_causal(name, config)
             _check_quantised(name, config)
+            plain = _dequantised(config)
             module, info = AutoModelForCausalLM.from_pretrained(
                 name,
                 config=config,
@@ -129,9 +130,11 @@ class HFTarget:
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
                 **_distributed(name, tp_plan),
-                **_dequantised(config),
+                **plain,
             )
             _check_complete(name, info)
+            if dtype is not None and plain:
+                _convert_experts(module, dtype)
             if process_group(module) is None:
                 module = module.to(device)
         return cls.from_model(module, name=name)
@@ -364,6 +367,13 @@ def _dequantised(config: Any) -> dict[str, Any]:
     if quantised.get("quant_method") != "mxfp4":
         return {}
     return {"quantization_config": Mxfp4Config(dequantize=True)}
+
+
+def _convert_experts(module: nn.Module, dtype: torch.dtype) -> None:
+    """Convert what some releases of transformers dequantise to bfloat16 always."""
+    for parameter in module.parameters():
+        if parameter.dtype == torch.bfloat16:
+            parameter.data = parameter.data.to(dtype)
 
 
 def _check_complete(name: str, info: dict[str, Any]) -> None:

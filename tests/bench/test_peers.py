@@ -72,6 +72,29 @@ def test_everybody_computes_the_same(case):
         assert oracle.error(batch, expected, *contestant.result()) < 1e-3, kind.name
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        cases.tree((5, 70, 33), 4, 3, 8, window_left=20, **SHAPE),
+        cases.draft((20, 41), 4, 2, lse=True, **SHAPE),
+        cases.prompt((30, 9), 17, lse=True, **SHAPE),
+        cases.fixed(cases.tree((5, 70, 33), 4, 3, 8, **SHAPE)),
+        cases.float8(cases.chain((30, 47), **SHAPE)),
+    ],
+    ids=lambda case: case.name,
+)
+def test_our_kernels_with_sinks(case):
+    case = replace(case, dtype="float16", sinks=True)
+    batch = fresh(case)
+    contestant = own(case)(batch)
+    contestant.plan()
+    contestant.out.fill_(torch.nan)
+    contestant.run(0)
+    assert oracle.error(batch, oracle.answers(batch), *contestant.result()) < 1e-3
+    batch.sinks = None
+    assert oracle.error(batch, oracle.answers(batch), *contestant.result()) > 1e-2
+
+
 def test_every_peer_is_tried():
     """All but SGLang's, which need a device to be imported."""
     names = {kind.name for case in CASES for kind in served(replace(case, dtype="float16"))}

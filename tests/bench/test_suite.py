@@ -38,6 +38,7 @@ def test_the_matrix_is_what_was_asked_for():
     assert {case.dtype for case in every} == {"bfloat16", "float16"}
     assert {case.mode for case in every if case.stored} == {"tree", "chain", "draft", "prompt"}
     assert {case.mode for case in every if case.fixed} == {"tree", "chain", "draft", "extend"}
+    assert {case.mode for case in every if case.sinks} == {"tree", "chain", "draft", "prompt"}
 
 
 def test_drafts_take_every_step():
@@ -196,7 +197,7 @@ def test_the_command_lists_what_it_would_run():
         (
             ["--part", "tree"],
             "--part: must be one of trees, shapes, pages, chains, drafts, extends, "
-            "options, latent, float8, fixed or quick, got 'tree'",
+            "options, latent, float8, fixed, sinks or quick, got 'tree'",
         ),
         (["--only", "zebra"], "--only: no cell's name contains 'zebra'"),
     ],

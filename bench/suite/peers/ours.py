@@ -88,6 +88,8 @@ class Ours(_Planned):
             self.layer = self.kernel.for_layer(
                 KVScales(batch.kv_scale, batch.kv_scale), prefetch=False
             )
+        if batch.sinks is not None:
+            self.layer = self.layer.with_sinks(batch.sinks)
 
     @classmethod
     def refuses(cls, case: Case) -> str | None:
@@ -105,6 +107,7 @@ class OursFixed(_Planned):
         super().__init__(batch)
         splits = DeterministicSplits(max(batch.case.lengths))
         self.kernel = TreeAttention(deterministic=splits, **self.options(), **self.shared(tile))
+        self.layer = self.kernel if batch.sinks is None else self.kernel.with_sinks(batch.sinks)
 
     @classmethod
     def refuses(cls, case: Case) -> str | None:
@@ -117,7 +120,7 @@ class OursFixed(_Planned):
 
     def run(self, pool: int) -> None:
         batch = self.batch
-        self.kernel.run(
+        self.layer.run(
             self.q,
             batch.k(pool),
             batch.v(pool),
@@ -161,5 +164,6 @@ class OursPrompt(Contestant):
             page_size=case.page_size,
             k_scale=batch.kv_scale,
             v_scale=batch.kv_scale,
+            sinks=batch.sinks,
             tile=self.tile,
         )
