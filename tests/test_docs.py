@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import runpy
@@ -20,6 +21,7 @@ from specattn.cli.app import app
 from specattn.cuda_graph import GraphReport
 from specattn.models import HFTarget
 from tests.test_inspect import TREE
+from tests.tiny import TinyTarget
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -71,6 +73,28 @@ def test_streams_write_what_plain_decoding_writes(capsys):
     example = runpy.run_path(str(ROOT / "docs" / "examples" / "streaming.py"))
     assert example["main"](20) == plain_texts(example["PROMPTS"], 20)
     assert "a thread: " in capsys.readouterr().out
+
+
+def test_the_programs_of_the_requests_page_run(capsys):
+    page = (ROOT / "docs" / "requests.md").read_text()
+    engine = Engine(
+        TinyTarget(),
+        None,
+        SpecConfig(0, 1, 1, 64, 2),
+        detokenize=lambda tokens: "".join(f"{token} " for token in tokens),
+    )
+    names = {"prompt": [3, 1, 4], "engine": engine, "request": Request([3, 1, 4], 5)}
+    programs = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(programs) == 2
+    for program in programs:
+        exec(compile(program, "requests.md", "exec"), names)
+    text = capsys.readouterr().out
+
+    async def collect(server):
+        return [piece async for piece in names["answer"](server, names["request"])]
+
+    with names["AsyncEngine"](engine) as server:
+        assert "".join(asyncio.run(collect(server))) == text != ""
 
 
 def test_the_program_of_the_quick_start_runs(capsys):

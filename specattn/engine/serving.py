@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -139,9 +140,9 @@ class RequestStream(Iterator[RequestOutput], AsyncIterator[RequestOutput]):
 class AsyncEngine:
     """Serves requests of other threads, and of asyncio, with one engine.
 
-    A thread of its own calls the engine until `close`: it admits requests in their order, as rows
-    and slots become free, and launches steps ahead. Tokens are those of `Engine.generate`. No
-    consumer waits for another one. How many requests wait is up to the caller.
+    A thread of its own calls the engine until `close`, or Python's exit: it admits requests in
+    their order, as rows and slots become free, and launches steps ahead. Tokens are those of
+    `Engine.generate`. No consumer waits for another. How many requests wait is up to the caller.
 
     On a GPU, make the engine with ``sampled`` and ``processed`` where requests will ask for that:
     while something is captured, other threads may not allocate there.
@@ -177,6 +178,8 @@ class AsyncEngine:
         self._thread = Thread(target=self._own, args=[started], name="specattn", daemon=True)
         self._thread.start()
         started.result()
+        # Python stops such a thread anywhere when it exits
+        atexit.register(self.close)
 
     def stream(self, request: Request) -> RequestStream:
         """Submit a request, from any thread; return its outputs as they come.
@@ -204,6 +207,7 @@ class AsyncEngine:
                 self._closed = True
                 self._commands.put(None)
         self._thread.join()
+        atexit.unregister(self.close)
 
     def __enter__(self) -> Self:
         return self

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
+import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event
 
@@ -375,6 +377,26 @@ def test_closing_ends_what_runs_and_waits(models, monkeypatch):
     assert (output.tokens, output.finish_reason) == ([], "dropped")
     monkeypatch.undo()
     unharmed(engine, rows=1)
+
+
+AT_EXIT = """
+import atexit
+from specattn.engine.serving import AsyncEngine
+from tests.engine.test_serving import LONG, TinyDraft, TinyTarget, make
+
+atexit.register(lambda: print(len(stream._feed.result.tokens), stream._feed.result.finish_reason))
+server = AsyncEngine(make((TinyTarget(), TinyDraft())))
+server._engine.step = lambda **_: []  # it never ends by itself
+stream = server.stream(LONG)
+next(stream)
+"""
+
+
+def test_a_program_that_forgets_to_close_ends():
+    """What Python is told first at its exit, it does last: the request has been dropped by then."""
+    run = [sys.executable, "-c", AT_EXIT]
+    done = subprocess.run(run, capture_output=True, text=True, check=False, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "1 dropped\n"), done.stderr
 
 
 def test_an_engine_has_one_owner(models):

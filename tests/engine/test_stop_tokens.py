@@ -73,6 +73,23 @@ def test_a_least_length_is_at_most_the_longest(count):
         Request(PROMPT, NEW, min_new_tokens=count)
 
 
+@pytest.mark.parametrize("least", [0, 3, 9])
+def test_stop_strings_are_looked_for_after_the_least_length(target, least):
+    """Steps of several tokens straddle it."""
+    tokens = dense_greedy(target, PROMPT, NEW)
+    engine = Engine(
+        target,
+        TinyDraft(device=DEVICE),
+        SpecConfig(3, 2, 6, 64, 2),
+        detokenize=lambda ids: "".join(f"<{id_}>" for id_ in ids),
+    )
+    # every token is a stop string
+    stops = [f"<{id_}>" for id_ in set(tokens)]
+    (result,) = engine.generate([Request(PROMPT, NEW, stop=stops, min_new_tokens=least)])
+    assert result.tokens == tokens[: least + 1]
+    assert result.finish_reason == "stop"
+
+
 @pytest.mark.parametrize("sizes", [[1] * 8, [8], [3, 5], [2, 4, 2]])
 def test_no_stop_string_is_looked_for_in_a_texts_first_tokens(sizes):
     """Nor one that begins there."""
