@@ -64,6 +64,19 @@ def test_generating_inside_transformers_writes_what_plain_decoding_writes(capsys
     assert capsys.readouterr().out.startswith(example["PROMPTS"][0])
 
 
+def test_drawn_texts_under_a_schema_are_values_of_it(capsys):
+    pytest.importorskip("xgrammar", reason="the extra `grammar` is not installed")
+    example = runpy.run_path(str(ROOT / "docs" / "examples" / "grammars.py"))
+    found = example["main"](4)
+    assert len({json.dumps(value) for value in found}) > 1
+    for value in found:
+        assert set(value) == {"name", "public", "versions"}
+        assert isinstance(value["name"], str)
+        assert isinstance(value["public"], bool)
+        assert set(value["versions"]) <= {"3.11", "3.12", "3.13"}
+    assert capsys.readouterr().out.count("\n") == 5
+
+
 def test_a_policy_of_ones_own_writes_what_plain_decoding_writes():
     example = runpy.run_path(str(ROOT / "docs" / "examples" / "policy.py"))
     assert example["main"](20) == plain_texts(example["PROMPTS"], 20)
