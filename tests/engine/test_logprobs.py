@@ -110,7 +110,9 @@ def test_they_are_those_of_a_plain_forward(config, of):
     assert outs[3].tokens == outs[2].tokens
 
 
-@pytest.mark.parametrize("options", [{"cudagraph": "piecewise"}, {"tbo": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"cudagraph": "piecewise"}, {"tbo": True}, {"validate": "debug"}], ids=str
+)
 def test_steps_of_any_kind_have_them(options):
     requests = [
         Request(prompt, 9 + at, replace(DRAWN, logprobs=at, logprobs_of="processed"))
@@ -136,6 +138,24 @@ def test_a_text_that_ends_within_a_step_has_as_many():
     assert out.finish_reason == "stop"
     assert 0 < len(out.tokens) < COUNT
     check(request, out)
+
+
+def test_a_text_that_fills_its_context_has_them_to_the_end():
+    """Its last tokens come from decoders of other configs, one of them made for that."""
+    run = engine(configs=[CONFIGS["chain"]])
+    request = Request(PROMPTS[0], 90, SamplingParams(logprobs=2))
+    (out,) = run.generate([request])
+    assert out.finish_reason == "context"
+    assert len(run.decoders) == 3
+    check(request, out)
+
+
+def test_prompts_that_run_in_chunks_have_their_own():
+    run = engine()
+    run._prefill = replace(run._prefill, chunk=4)
+    requests = [Request(prompt, 3, SamplingParams(logprobs=3)) for prompt in PROMPTS]
+    for request, out in zip(requests, run.generate(requests), strict=True):
+        check(request, out)
 
 
 def test_two_steps_in_flight_keep_theirs_apart():
