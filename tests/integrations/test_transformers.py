@@ -99,6 +99,40 @@ def test_greedy_tokens_are_those_of_transformers(model_type, drafted, head):
     assert ended, "no row ended before another"
 
 
+@pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"repetition_penalty": 1.4},
+        {"repetition_penalty": 0.7},
+        {"bad_words_ids": [[5], [7, 8], [20, 3], [EOS], *([t, 11] for t in range(3, 20))]},
+        {"min_new_tokens": 9},
+        {"min_length": 16},
+        {"repetition_penalty": 1.2, "bad_words_ids": [[5], [9, 4]], "min_new_tokens": 12},
+    ],
+    ids=["repetition", "repetition below 1", "bad words", "min_new_tokens", "min_length", "three"],
+)
+def test_greedy_tokens_under_processors_are_those_of_transformers(asked, drafted, head):
+    """Rows with padding too: penalties and sequences do not see it."""
+    model, drafts = build(), {"draft": head, "spec_config": TREE} if drafted else {}
+    changed = 0
+    for rows, seed in ((1, 3), (4, 3), (8, 5)):
+        options = {"max_new_tokens": NEW, "eos_token_id": [EOS, 9, 14]}
+        inputs = prompts(rows, seed=seed)
+        want = model.generate(**inputs, **options, **asked)
+        assert torch.equal(ours(model, inputs, **options, **asked, **drafts), want)
+        free = model.generate(**inputs, **options)
+        changed += free.shape != want.shape or not torch.equal(free, want)
+    assert changed
+
+
+def test_min_p_keeps_what_transformers_keeps(model, head):
+    """With a min-p of nearly 1, what is drawn is what is most probable."""
+    options = {"max_new_tokens": NEW, "draft": head, "spec_config": TREE}
+    drawn = ours(model, prompts(3), do_sample=True, min_p=0.9999, **options)
+    assert torch.equal(drawn, ours(model, prompts(3), **options))
+
+
 def test_drafts_are_accepted_at_times(model, head, monkeypatch):
     """Else the tests above would pass without speculation."""
     seen = []

@@ -8,6 +8,11 @@ from transformers import DynamicCache, GenerationConfig
 from transformers.generation import (
     LogitNormalization,
     LogitsProcessor,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -19,6 +24,7 @@ from specattn.integrations.transformers.settings import (
     IDLE,
     SERVED,
     SETTINGS,
+    min_new_tokens_of,
     refuse,
     sampling_of,
 )
@@ -75,12 +81,8 @@ class Own(LogitsProcessor):
     ("options", "match"),
     [
         ({"num_beams": 2}, "num_beams must be 1 or None, got 2"),
-        ({"repetition_penalty": 1.2}, "repetition_penalty .* RepetitionPenaltyLogitsProcessor"),
         ({"sequence_bias": {(5,): 2.0}}, "sequence_bias"),
-        ({"bad_words_ids": [[5]]}, "bad_words_ids"),
-        ({"min_new_tokens": 4}, "min_new_tokens"),
         ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size"),
-        ({"do_sample": True, "min_p": 0.1}, "min_p"),
         ({"do_sample": True, "typical_p": 0.5}, "typical_p"),
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
         ({"assistant_model": "itself"}, "the argument assistant_model"),
@@ -146,6 +148,40 @@ def test_warpers_are_read():
 )
 def test_warpers_in_another_order_are_refused(processors):
     with pytest.raises(UnsupportedError, match="temperature, top-k, top-p"):
+        refuse(GenerationConfig(do_sample=True), processors, CALL, {})
+
+
+def test_processors_are_read():
+    """They change greedy tokens, too; a single end token is no bad word."""
+    processors = [
+        RepetitionPenaltyLogitsProcessor(1.3),
+        NoBadWordsLogitsProcessor([[5], [2], [3, 4]], 2),
+        MinLengthLogitsProcessor(15, 2),
+        MinNewTokensLengthLogitsProcessor(9, 4, 2),
+    ]
+    read = {"repetition_penalty": 1.3, "bad_words": [[5], [3, 4]]}
+    refuse(GenerationConfig(), processors, CALL, {})
+    assert sampling_of(GenerationConfig(), processors) == SamplingParams(**read)
+    drawn = [*processors, *WARPERS, MinPLogitsWarper(0.2)]
+    config = GenerationConfig(do_sample=True)
+    refuse(config, drawn, CALL, {})
+    assert sampling_of(config, drawn) == SamplingParams(0.7, 5, 0.9, min_p=0.2, **read)
+    assert [min_new_tokens_of(drawn, length) for length in (9, 12, 20)] == [6, 4, 4]
+    assert min_new_tokens_of(WARPERS, 9) == 0
+
+
+@pytest.mark.parametrize(
+    ("processors", "match"),
+    [
+        ([MinPLogitsWarper(0.2), WARPERS[0]], "top-p, min-p, each at most once"),
+        ([WARPERS[0], RepetitionPenaltyLogitsProcessor(1.3)], "repetition penalty, bad words"),
+        ([MinPLogitsWarper(0.2, min_tokens_to_keep=2)], "min_tokens_to_keep must be 1"),
+        ([RepetitionPenaltyLogitsProcessor(1.3, 4)], "prompt_ignore_length must be None"),
+    ],
+    ids=["min-p first", "penalty last", "kept", "ignored"],
+)
+def test_processors_that_would_do_something_else_are_refused(processors, match):
+    with pytest.raises(UnsupportedError, match=match):
         refuse(GenerationConfig(do_sample=True), processors, CALL, {})
 
 

@@ -35,7 +35,7 @@ KINDS = [
 # beside them, each processor alone and with draws, and log-probabilities
 PROCESSED = [
     *KINDS,
-    *(Request([3, 14, 15, at], 60 + at, params) for at, params in enumerate(GREEDY.values())),
+    *(Request([3, 14, 15, at], 150 - at, params) for at, params in enumerate(GREEDY.values())),
     Request([9, 26], 70, replace(GREEDY["three"], temperature=0.9, min_p=0.1, logprobs=3)),
     Request([5, 35], 50, SamplingParams(logprobs=0)),
 ]
@@ -157,7 +157,8 @@ def test_steps_neither_wait_nor_allocate(monkeypatch, steps, options, others, ki
     assert not steady.launch_waits
     assert steady.waits <= steps
     assert len(ended) > steps // 20, f"only {len(ended)} requests ended"
-    assert churn.sizes == {1, 2, 3, 4, 5, 6}
+    # the longer ones seldom run all at once
+    assert churn.sizes >= set(range(1, 7 if kinds is KINDS else 6))
     for decoder in run.decoders:
         assert decoder.config in run.configs.all
         assert all(map(decoder.runner.recorded, decoder.modes))

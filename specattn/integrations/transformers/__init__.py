@@ -19,7 +19,12 @@ from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteri
 from specattn.engine.request import Request
 from specattn.errors import ModelError, SpecAttnError, UnsupportedError
 from specattn.integrations.transformers.serving import SERVED, Served, attending, tree_of
-from specattn.integrations.transformers.settings import Ends, refuse, sampling_of
+from specattn.integrations.transformers.settings import (
+    Ends,
+    min_new_tokens_of,
+    refuse,
+    sampling_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,7 +75,8 @@ def generate(
         ``[B, L]`` int64. Padding is where ``attention_mask`` is 0, on any side; every row goes on
         after its last token.
     logits_processor, stopping_criteria, generation_config, streamer : optional
-        As in transformers. Of the processors, temperature, top-k and top-p are served.
+        As in transformers. Of the processors, temperature, top-k, top-p, min-p,
+        the repetition penalty, bad words, ``min_length`` and ``min_new_tokens`` are served.
     draft : str, Path or DraftModel, optional
         An EAGLE head: its folder or Hub id, ``"shipped"`` for that of the shipped pair, or one that
         `load_draft` has loaded. Without one, decoding is plain.
@@ -151,7 +157,8 @@ def _decode(
     spec = tree_of(draft, spec_config)
     ends = Ends.of(stopping_criteria, generation_config, input_ids.shape[1])
     sampling = sampling_of(generation_config, logits_processor)
-    requests = _requests(input_ids, model_kwargs.get("attention_mask"), sampling, ends)
+    least = min_new_tokens_of(logits_processor, input_ids.shape[1])
+    requests = _requests(input_ids, model_kwargs.get("attention_mask"), sampling, ends, least)
     served = SERVED.setdefault(model, Served())
     if not served.lock.acquire(blocking=False):
         raise ValueError("another call of generate for this model has not returned")
@@ -181,7 +188,9 @@ def _call_of(generation_config: Any) -> dict[str, Any] | None:
     return None
 
 
-def _requests(input_ids: Tensor, mask: Any, sampling: SamplingParams, ends: Ends) -> list[Request]:
+def _requests(
+    input_ids: Tensor, mask: Any, sampling: SamplingParams, ends: Ends, least: int
+) -> list[Request]:
     """Return a request per row, without its padding.
 
     Seeds come from torch's default generator on the CPU, so ``torch.manual_seed`` repeats a call.
@@ -190,16 +199,17 @@ def _requests(input_ids: Tensor, mask: Any, sampling: SamplingParams, ends: Ends
     if mask is not None:
         kept = (mask != 0).tolist()
         rows = [list(compress(row, keep)) for row, keep in zip(rows, kept, strict=True)]
-    seeds = [0] * len(rows)
+    most, seeds = ends.max_length - input_ids.shape[1], [0] * len(rows)
     if sampling.temperature:
         seeds = torch.randint(2**63 - 1, (len(rows),)).tolist()
     return [
         Request(
             row,
-            ends.max_length - input_ids.shape[1],
+            most,
             replace(sampling, seed=seed),
             ignore_eos=True,
             stop_token_ids=ends.eos,
+            min_new_tokens=min(least, most),
         )
         for row, seed in zip(rows, seeds, strict=True)
     ]

@@ -12,6 +12,11 @@ from transformers.generation import (
     EosTokenCriteria,
     LogitNormalization,
     MaxLengthCriteria,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -39,7 +44,8 @@ SETTINGS: dict[str, str | tuple[object, ...]] = {
 for _becomes, _names in (
     (
         SERVED,
-        "max_length max_new_tokens max_time stop_strings do_sample temperature top_k top_p "
+        "max_length max_new_tokens min_length min_new_tokens max_time stop_strings do_sample "
+        "temperature top_k top_p min_p repetition_penalty bad_words_ids "
         "renormalize_logits num_return_sequences bos_token_id eos_token_id pad_token_id "
         "return_dict_in_generate",
     ),
@@ -52,7 +58,7 @@ for _becomes, _names in (
     ),
     (
         (False, None),
-        "use_mtp min_p top_h bad_words_ids forced_bos_token_id forced_eos_token_id constraints "
+        "use_mtp top_h forced_bos_token_id forced_eos_token_id constraints "
         "force_words_ids remove_invalid_values exponential_decay_length_penalty suppress_tokens "
         "begin_suppress_tokens sequence_bias token_healing watermarking_config output_attentions "
         "output_hidden_states output_scores output_logits prompt_lookup_num_tokens "
@@ -61,13 +67,12 @@ for _becomes, _names in (
     ),
     (
         (0, None),
-        "min_length min_new_tokens no_repeat_ngram_size encoder_no_repeat_ngram_size "
+        "no_repeat_ngram_size encoder_no_repeat_ngram_size "
         "epsilon_cutoff eta_cutoff penalty_alpha diversity_penalty",
     ),
     (
         (1, None),
-        "num_beams num_beam_groups typical_p repetition_penalty encoder_repetition_penalty "
-        "guidance_scale",
+        "num_beams num_beam_groups typical_p encoder_repetition_penalty guidance_scale",
     ),
 ):
     SETTINGS.update(dict.fromkeys(_names.split(), _becomes))
@@ -84,7 +89,21 @@ _PREPARED = {
 }
 # Of these, what a call may not give: the rest of the prompt's state is transformers' own.
 _PREPARED_ONLY = _PREPARED - {"attention_mask", "use_cache"}
-_WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, LogitNormalization)
+# What is served, in the order in which transformers applies it; the warpers only to draws.
+_WARPERS = (
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    MinPLogitsWarper,
+    LogitNormalization,
+)
+_PROCESSORS = (
+    RepetitionPenaltyLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    *_WARPERS,
+)
 _UNCLASSIFIED = {name for name in vars(GenerationConfig()) if name[0] != "_"} - SETTINGS.keys()
 
 
@@ -117,17 +136,23 @@ def refuse(
     new = [name for name in _UNCLASSIFIED if getattr(config, name, None) is not None]
     reasons += [f"{name} is a setting that this version does not know" for name in sorted(new)]
     kinds = [type(one) for one in processors]
-    unknown = [kind.__name__ for kind in kinds if kind not in _WARPERS]
+    unknown = [kind.__name__ for kind in kinds if kind not in _PROCESSORS]
     reasons += [f"the logits processor {name} is not served" for name in unknown]
-    if not unknown and kinds != [kind for kind in _WARPERS if kind in kinds]:
+    if not unknown and kinds != [kind for kind in _PROCESSORS if kind in kinds]:
         reasons.append(
-            "logits processors must come as temperature, top-k, top-p, each at most once"
+            "logits processors must come as repetition penalty, bad words, least length, least new "
+            "tokens, temperature, top-k, top-p, min-p, each at most once"
         )
-    if any(one.min_tokens_to_keep > 1 for one in processors if type(one) is TopPLogitsWarper):
+    by_mass = (TopPLogitsWarper, MinPLogitsWarper)
+    if any(one.min_tokens_to_keep > 1 for one in processors if type(one) in by_mass):
         reasons.append("min_tokens_to_keep must be 1")
-    cut = (TopKLogitsWarper, TopPLogitsWarper)
+    cut = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
     if any(one.filter_value > -math.inf for one in processors if type(one) in cut):
         reasons.append("filter_value must be -inf")
+    ignored = [getattr(one, "prompt_ignore_length", None) for one in processors]
+    # transformers itself leaves out the padding of each row
+    if any(isinstance(length, int) for length in ignored):
+        reasons.append("prompt_ignore_length must be None")
     given = {name for name in ("assistant_model", "synced_gpus") if call[name]}
     given |= {name for name in _PREPARED_ONLY if call["kwargs"].get(name) is not None}
     given |= {name for name, value in arguments.items() if value is not None} - _PREPARED
@@ -137,16 +162,34 @@ def refuse(
 
 
 def sampling_of(config: Any, processors: Any) -> SamplingParams:
-    """Return how every row draws; without ``do_sample`` the processors change nothing."""
-    if not config.do_sample:
-        return SamplingParams()
+    """Return how every row draws; without ``do_sample`` the warpers change nothing."""
     found = {type(one): one for one in processors}
-    temperature, top_k, top_p = (found.get(kind) for kind in _WARPERS[:3])
+    penalty, bad_words, _, _, temperature, top_k, top_p, min_p, _ = map(found.get, _PROCESSORS)
+    asked: dict[str, Any] = {}
+    if penalty:
+        asked["repetition_penalty"] = penalty.penalty
+    if bad_words:
+        # but for single end tokens
+        asked["bad_words"] = list(bad_words.sequence_bias)
+    if not config.do_sample:
+        return SamplingParams(**asked)
     return SamplingParams(
         temperature=temperature.temperature if temperature else 1.0,
         top_k=top_k.top_k if top_k else 0,
         top_p=top_p.top_p if top_p else 1.0,
+        min_p=min_p.min_p if min_p else 0.0,
+        **asked,
     )
+
+
+def min_new_tokens_of(processors: Any, prompt_len: int) -> int:
+    """Return how many tokens come before an end-of-text token.
+
+    transformers counts a row's padding among ``prompt_len``, and among the least length.
+    """
+    found = {type(one): one for one in processors}
+    length, new = found.get(MinLengthLogitsProcessor), found.get(MinNewTokensLengthLogitsProcessor)
+    return max(length.min_length - prompt_len if length else 0, new.min_new_tokens if new else 0, 0)
 
 
 @dataclass(frozen=True)
