@@ -151,3 +151,40 @@ def test_a_target_without_an_end_is_refused(pair):
 
     with pytest.raises(ValueError, match="needs a target with an end-of-text token"):
         XGrammarCompiler(pair[0].tokenizer, Endless())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(5))
+@pytest.mark.parametrize("kind", ["schema", "pattern"])
+def test_drawn_texts_always_match(pair, compiler, kind, part):
+    """200 of them in ten runs, twenty at a time; all end of themselves."""
+    target, draft = pair
+    run = Engine(target, draft, SpecConfig(3, 2, 8, 256, 20), buckets=(20,))
+    grammar = compiler.json_schema(SCHEMA) if kind == "schema" else compiler.regex(PATTERN)
+    prompts = [target.tokenizer(text).input_ids for text in ("#", "def f", "value = ", "\n\n")]
+    requests = [
+        Request(
+            prompts[at % 4],
+            200,
+            SamplingParams(temperature=(0.7, 1.0, 1.5)[at % 3], seed=100 * part + at),
+            grammar=grammar,
+        )
+        for at in range(20)
+    ]
+    outs = run.generate(requests)
+    assert {out.finish_reason for out in outs} == {"eos"}
+    texts = [target.tokenizer.decode(out.tokens, skip_special_tokens=True) for out in outs]
+    assert len(set(texts)) > 10
+    for text in texts:
+        if kind == "pattern":
+            assert re.fullmatch(PATTERN, text)
+            continue
+        found = json.loads(text)
+        assert set(found) == set(SCHEMA["required"])
+        assert isinstance(found["name"], str)
+        assert len(found["name"]) <= 8
+        assert isinstance(found["n"], int)
+        assert 0 <= found["n"] <= 999
+        assert set(found["tags"]) <= {"a", "bc"}
+        assert len(found["tags"]) <= 3
+    assert max(n for out in outs for n in out.accept_lens) > 1
