@@ -85,6 +85,8 @@ class LaunchedStep:
     config: SpecConfig
     group: list[RunningRequest]
     pending: PendingStep
+    # whether a grammar is among them
+    constrained: bool
     # seconds, by `time.perf_counter`; None if something else ran since
     launched_at: float | None
 
@@ -627,13 +629,14 @@ class Engine:
 
     def _capture_for(self, requests: Sequence[Request]) -> None:
         """Capture the levels of steps that requests need, unless that was tried."""
-        if any(request.sampling.temperature for request in requests):
+        asked = set[str]().union(*[request.levels for request in requests])
+        if "sampled" in asked:
             self._capture_late("sampled", sampled=True)
-        if any(request.processed for request in requests):
+        if "processed" in asked:
             if self._processors is None:
                 self._processors = self._alloc_processors()
             self._capture_late("processed", processors=self._processors)
-        if any(request.grammar is not None for request in requests):
+        if "constrained" in asked:
             self._capture_late("constrained", constrained=True)
 
     def _capture_late(self, level: str, **asked: Any) -> None:
@@ -691,7 +694,7 @@ class Engine:
         if self._kept or self._plans_on_host or len(self._steps) != 1:
             return []
         (step,) = self._steps
-        if any(one.grammar is not None for one in step.group):
+        if step.constrained:
             # a grammar has to know the tokens of the step before
             return []
         groups = self.scheduler.schedule_ahead(step.config, step.group)
@@ -702,19 +705,17 @@ class Engine:
         if self._plans_on_host:
             lens = torch.tensor([one.length for one in group], dtype=torch.int32)
         decoder, rows = self.decoder(config), [one.row for one in group]
-        sampled = any(one.request.sampling.temperature for one in group)
-        processed = any(one.request.processed for one in group)
-        grammars = [one.grammar for one in group]
-        asked = any(grammar is not None for grammar in grammars)
+        asked = set[str]().union(*[one.levels for one in group])
+        constrained = "constrained" in asked
         began = time.perf_counter()
         pending = decoder.step_async(
             rows,
-            sampled=sampled,
-            processed=processed,
+            sampled="sampled" in asked,
+            processed="processed" in asked,
             seq_lens_cpu=lens,
-            grammars=grammars if asked else None,
+            grammars=[one.grammar for one in group] if constrained else None,
         )
-        return LaunchedStep(config, group, pending, began)
+        return LaunchedStep(config, group, pending, constrained, began)
 
     def _collect(self, steps: Sequence[LaunchedStep]) -> list[Gain]:
         """Hand out what steps gained; requests that had ended before get nothing."""

@@ -84,10 +84,15 @@ class Request:
         self._keep_stop()
 
     @property
-    def processed(self) -> bool:
-        """Whether its steps have to be processed ones."""
-        asked = self.min_new_tokens > 0 or self.grammar is not None
-        return self.sampling.processed or asked
+    def levels(self) -> frozenset[str]:
+        """Kinds of steps that it needs, of ``sampled``, ``processed``, ``constrained``."""
+        constrained = self.grammar is not None
+        asked = {
+            "sampled": self.sampling.temperature > 0,
+            "processed": self.sampling.processed or self.min_new_tokens > 0 or constrained,
+            "constrained": constrained,
+        }
+        return frozenset(level for level, needed in asked.items() if needed)
 
     def samples(self, n: int) -> list[Self]:
         """Return requests for samples of this one, with consecutive seeds.

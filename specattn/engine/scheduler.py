@@ -29,7 +29,8 @@ class RunningRequest:
 
     ``length`` counts the tokens that hold KV, as far as the host knows. The target's end-of-text
     tokens, ``eos``, may end it; ``end_ids`` are these and its own stop tokens. ``stream`` is its
-    text, where stop strings are looked for; ``grammar`` is what its text must match.
+    text, where stop strings are looked for; ``grammar`` is what its text must match;
+    ``levels`` are the kinds of steps that it needs.
     """
 
     request: Request
@@ -40,8 +41,11 @@ class RunningRequest:
     stream: TextStream | None = None
     end_ids: frozenset[int] = field(init=False)
     grammar: Grammar | None = field(init=False, default=None)
+    levels: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
+        # once, not in every step
+        self.levels = self.request.levels
         if self.request.grammar is not None:
             self.grammar = self.request.grammar()
         self.end_ids = frozenset(self.eos).union(self.request.stop_token_ids)

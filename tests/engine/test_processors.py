@@ -41,7 +41,7 @@ def test_greedy_texts_are_those_of_plain_decoding(name, config):
         want = greedy_text(target, list(request.prompt), COUNT, request.sampling)
         assert out.tokens == want
         unprocessed = greedy_text(target, list(request.prompt), COUNT, SamplingParams())
-        assert (out.tokens == unprocessed) == (not request.processed)
+        assert (out.tokens == unprocessed) == (not request.levels)
     if config != "plain":
         assert max(n for out in outs for n in out.accept_lens) > 2
 
