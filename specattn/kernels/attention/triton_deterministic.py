@@ -43,7 +43,11 @@ def _fold_sinks(values, top, weight, sinks):
     Last, because which partial is the first that a row shares depends on the others' windows.
     """
     log = tl.load(sinks).to(tl.float32) * LOG2E
-    return _fold(values, top, weight, tl.zeros_like(values), log)
+    new_top = tl.maximum(top, log)
+    fade = tl.exp2(top - new_top)
+    # not of a difference: a compiler may leave its product unrounded, and the maximum is rounded
+    gain = tl.where(log >= top, 1.0, tl.exp2(log - new_top))
+    return values * fade[:, None], new_top, tl.fma(weight, fade, gain)
 
 
 @triton.jit

@@ -55,6 +55,7 @@ class Case:
         rng = random.Random(seed + vocab)
         self.batch, self.nodes, self.vocab = batch, nodes, vocab
         self.rows = [*rng.sample(range(1, batch + 4), batch - 1), 0]
+        self.at = torch.tensor(self.rows, device=DEVICE)
         self.states = ProcessorStates.alloc(batch + 4, vocab, DEVICE)
         self.states.history.fill_(2)  # of others, and never read
         few = range(min(vocab, 7))  # so that texts and paths repeat
@@ -110,7 +111,7 @@ class Case:
             width = max(map(len, parts))
             padded = [one + [0] * (width - len(one)) for one in parts]
             self.states.note(
-                torch.tensor(self.rows, device=DEVICE),
+                self.at,
                 torch.tensor(padded, device=DEVICE),
                 torch.tensor([len(one) for one in parts], dtype=torch.int32, device=DEVICE),
             )
@@ -118,9 +119,7 @@ class Case:
     def run(self):
         blank = torch.empty(0, device=DEVICE)
         tree = DraftTree(self.tokens, self.positions, self.words, *[blank] * 4)
-        return self.states.process(
-            tree, self.logits, torch.tensor(self.rows, device=DEVICE), self.bitmask
-        )
+        return self.states.process(tree, self.logits, self.at, self.bitmask)
 
     def expect(self):
         tokens, logits = self.tokens.tolist(), self.logits.double().tolist()
@@ -204,8 +203,9 @@ def test_a_bitmask_of_another_width_is_refused():
 
 def test_shapes_are_checked():
     case = Case(3, 2, 70)
-    columns = {n: t for n, t in case.states.tensors().items() if n != "min_p"}
-    rows, nodes = torch.tensor(case.rows, device=DEVICE), (case.words, case.positions)
+    others = "min_p", "logprobs", "logprobs_of"
+    columns = {n: t for n, t in case.states.tensors().items() if n not in others}
+    rows, nodes = case.at, (case.words, case.positions)
     with pytest.raises(ValueError, match=r"tokens and positions must be \[3, 2\]"):
         process_logits(case.logits, case.tokens[:, :1], *nodes, rows, **columns)
     with pytest.raises(ValueError, match="history must have 69 columns, got 70"):
@@ -234,11 +234,10 @@ def test_replays_of_a_graph(dtype):
             ):
                 mine.copy_(theirs)
             # rows are baked in; those of the other case become these
-            order = torch.tensor(case.rows, device=DEVICE)
             for mine, theirs in zip(
                 case.states.tensors().values(), other.states.tensors().values(), strict=True
             ):
-                mine[order] = theirs[torch.tensor(other.rows, device=DEVICE)]
+                mine[case.at] = theirs[other.at]
             graph.replay()
             with using("naive"):
                 want = other.run()
