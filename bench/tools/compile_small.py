@@ -143,11 +143,13 @@ def laws(dtype: torch.dtype = BF16, vocab: int = 32000) -> None:
     sampling.draw_tokens(logits.float(), values)
 
 
-def processing(dtype: torch.dtype = BF16, vocab: int = 128256, nodes: int = 16) -> None:
-    tokens, rows, counts = zeros(BATCH, nodes), zeros(BATCH), zeros(BATCH, dtype=I32)
+def processing(dtype: torch.dtype = BF16, vocab: int = 128256) -> None:
+    rows, counts = zeros(BATCH), zeros(BATCH, dtype=I32)
     wide = processors.bitmask_words(vocab)
     history, recent = zeros(BATCH, vocab, dtype=I32), zeros(BATCH, 15, dtype=I32)
-    for bitmask in (None, zeros(BATCH, nodes, wide, dtype=I32)):
+    # plain decoding has one node, a number that kernels are compiled for
+    for nodes, bitmask in ((16, None), (16, zeros(BATCH, 16, wide, dtype=I32)), (1, None)):
+        tokens = zeros(BATCH, nodes)
         processors.process_logits(
             zeros(BATCH, nodes, vocab, dtype=dtype),
             tokens,
@@ -166,9 +168,11 @@ def processing(dtype: torch.dtype = BF16, vocab: int = 128256, nodes: int = 16) 
             end_ids=zeros(BATCH, 64, dtype=I32),
             ends_from=counts,
         )
-    processors.note_tokens(
-        rows, tokens[:, :6], counts, kinds=counts, history=history, recent=recent
-    )
+    if vocab > 1:
+        processing(dtype, vocab=1)
+    for depth in (6, 1):
+        emitted = zeros(BATCH, depth)
+        processors.note_tokens(rows, emitted, counts, kinds=counts, history=history, recent=recent)
 
 
 def log_probs(

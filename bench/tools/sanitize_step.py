@@ -200,6 +200,44 @@ def choices(vocab: int, dtype: torch.dtype) -> None:
     same("argmax of many rows", argmax_tokens(many), put([vocab - 1] * 150, torch.int64))
 
 
+def processing(vocab: int, dtype: torch.dtype) -> None:
+    """Requests with every processor, with none, and padding; the last node's row ends memory."""
+    from specattn.kernels.processors import naive, note_tokens, process_logits
+
+    batch, nodes, last, many = 3, 4, vocab - 1, 512
+    kinds, wide = put([0, 63, 0]), -(-vocab // 32)
+    few = min(many, vocab)
+    state = {
+        "history": put([[last] * vocab] * 3),
+        "penalties": put([[1.5, 0.3, 0.2]] * 3, F32),
+        "bias_ids": put([[last - at if at < few else -1 for at in range(many)]] * 3),
+        "bias_values": put([[2.0] * many] * 3, F32),
+        "bad_words": put([[[-1] * 14 + [last, last]] * 64] * 3),
+        "recent": put([[last] * 15] * 3),
+        "allowed": put([[-1] * wide] * 3),
+        "end_ids": put([[last] + [-1] * 63] * 3),
+        "ends_from": put([9] * 3),
+    }
+    tree = [
+        put([[last] * nodes] * batch, torch.int64),
+        put([[[1], [3], [5], [11]]] * batch, torch.int64),
+        put([[4, 5, 5, 6]] * batch, torch.int64),
+        put([1, 0, 2], torch.int64),
+    ]
+    logits = noise(batch, nodes, vocab, dtype=dtype)
+    for bitmask in (None, put([[[-1] * wide] * nodes] * batch)):
+        got = process_logits(logits, *tree, bitmask, kinds=kinds, **state)
+        want = naive.process_logits(logits, *tree, bitmask, kinds, **state)
+        if not torch.allclose(got, want, rtol=1e-5, atol=1e-5):
+            raise ArithmeticError("processed logits differ")
+    rows, lens = put([1, 0, 2], torch.int64), put([2, 1, 2])
+    before = {name: state[name].clone() for name in ("history", "recent")}
+    note_tokens(rows, tree[0], lens, kinds=kinds, history=state["history"], recent=state["recent"])
+    naive.note_tokens(rows, tree[0], lens, kinds, **before)
+    for name, want in before.items():
+        same(name, state[name], want)
+
+
 def log_probs(vocab: int, dtype: torch.dtype) -> None:
     """Log-probabilities of paths into the second of two turns; the last node's row ends memory."""
     from specattn.kernels.logprobs import path_logprobs
@@ -343,6 +381,8 @@ STEP: dict[str, Callable[[], None]] = {
     "1 token": partial(choices, 1, F32),
     "1201 tokens, f16": partial(choices, 1201, F16),
     "9001 tokens, bf16": partial(choices, 9001, BF16),
+    "logits processors of 1": partial(processing, 1, F32),
+    "logits processors of 9001, bf16": partial(processing, 9001, BF16),
     "log-probabilities of 1": partial(log_probs, 1, F32),
     "log-probabilities of 9001, bf16": partial(log_probs, 9001, BF16),
     "draws of 1": partial(draws, 1, F32),

@@ -95,6 +95,16 @@ def test_ends_come_after_the_least_number_of_tokens():
         assert len(out.tokens) >= max(least, 1)
 
 
+def test_more_ends_than_a_row_holds_are_refused(monkeypatch):
+    """Only where they are to be made impossible."""
+    monkeypatch.setattr("specattn.engine.engine.MAX_END_IDS", 3)
+    run = engine(CONFIGS["chain"])
+    ends = {"stop_token_ids": [5, 6, 7, 8]}
+    with pytest.raises(ValueError, match="with min_new_tokens must be at most 3, got 4"):
+        run.add([Request(PROMPTS[0], COUNT, min_new_tokens=2, **ends)])
+    run.generate([Request(PROMPTS[0], 5, **ends)])
+
+
 def test_without_processors_nothing_is_captured_or_allocated(monkeypatch):
     parts, capture = [], GraphRunner.capture
     monkeypatch.setattr(
