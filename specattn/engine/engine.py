@@ -629,7 +629,7 @@ class Engine:
 
     def _capture_for(self, requests: Sequence[Request]) -> None:
         """Capture the levels of steps that requests need, unless that was tried."""
-        asked = set[str]().union(*[request.levels for request in requests])
+        asked: set[str] = set().union(*[request.levels for request in requests])
         if "sampled" in asked:
             self._capture_late("sampled", sampled=True)
         if "processed" in asked:
@@ -705,7 +705,7 @@ class Engine:
         if self._plans_on_host:
             lens = torch.tensor([one.length for one in group], dtype=torch.int32)
         decoder, rows = self.decoder(config), [one.row for one in group]
-        asked = set[str]().union(*[one.levels for one in group])
+        asked: set[str] = set().union(*[one.levels for one in group])
         constrained = "constrained" in asked
         began = time.perf_counter()
         pending = decoder.step_async(
