@@ -6,7 +6,7 @@ import asyncio
 import atexit
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, Self
@@ -19,10 +19,11 @@ from specattn.errors import CapacityError, UnsupportedError
 from specattn.speculative.model import ShardedModel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from specattn.engine.engine import Engine
     from specattn.engine.request import Request
+    from specattn.speculative.grammar import Grammar
 
 
 @dataclass(eq=False)
@@ -184,12 +185,18 @@ class AsyncEngine:
     def stream(self, request: Request) -> RequestStream:
         """Submit a request, from any thread; return its outputs as they come.
 
+        Its grammar is made here, so that no other request waits for that.
+
         Raises
         ------
         ValueError
             If the request cannot run, as from `Engine.add`, or this is closed.
+        Exception
+            What making its grammar raises.
         """
         (request,) = self._engine._checked([request])
+        if request.grammar is not None:
+            request = replace(request, grammar=_made(request.grammar))
         feed = _Feed(request)
         with self._lock:
             if self._closed:
@@ -296,3 +303,9 @@ class AsyncEngine:
             self._engine._forget()
         for key in lost:
             self._feeds.pop(key).tell(error)
+
+
+def _made(make: Callable[[], Grammar]) -> Callable[[], Grammar]:
+    """Make a grammar now, for the first run of a request."""
+    made = [make()]
+    return lambda: made.pop() if made else make()

@@ -7,7 +7,7 @@ import gc
 import subprocess
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Event
+from threading import Event, current_thread
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from specattn.engine.engine import Engine, Request
 from specattn.engine.serving import AsyncEngine
 from specattn.errors import CapacityError, UnsupportedError
 from specattn.speculative.sampling import SamplingParams
+from tests.grammars import Remainders
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import DEVICE
 
@@ -131,6 +132,30 @@ def test_log_probabilities_come_with_their_tokens(models):
     assert all(len(output.logprobs) == len(output.tokens) for output in outputs)
     assert [one for output in outputs for one in output.logprobs] == whole.logprobs
     assert len(whole.logprobs) == request.max_new_tokens
+
+
+def test_a_grammar_is_made_where_its_request_is_submitted(models):
+    """Nobody else waits for it, or for its error."""
+    engine, prompt, makers = make(models), list(LONG.prompt), []
+
+    def grammar():
+        makers.append(current_thread())
+        return Remainders(prompt)
+
+    def broken():
+        raise RuntimeError("no such schema")
+
+    constrained = Request(prompt, 20, grammar=grammar)
+    (whole,) = engine.generate([constrained])
+    with AsyncEngine(engine) as server:
+        makers.clear()
+        beside, stream = server.stream(REQUESTS[2]), server.stream(constrained)
+        with pytest.raises(RuntimeError, match="no such schema"):
+            server.stream(Request(prompt, grammar=broken))
+        assert collect(stream) == whole.tokens != dense_greedy(models[0], prompt, 20)
+        assert collect(beside) == dense_greedy(models[0], PROMPTS[2], 17)
+    assert makers == [current_thread()]
+    unharmed(engine)
 
 
 def test_one_thread_may_read_many_streams(models, expected):
