@@ -207,7 +207,8 @@ class BoundLayers(CompositeAttention, PackedAttend):
         bound, config = self.layers[layer]
         if config.sinks != (sinks is not None):
             wanted = f"[{config.num_qo_heads}] floats" if config.sinks else "None"
-            raise ValueError(f"sinks must be {wanted} in layer {layer}, got {sinks}")
+            got = None if sinks is None else list(sinks.shape)
+            raise ValueError(f"sinks must be {wanted} in layer {layer}, got {got}")
         if sinks is None:
             return bound, config
         check_sinks(sinks, config.num_qo_heads, self.pool.device)
