@@ -102,8 +102,9 @@ class Engine:
     first request comes to it: once, and captured for the largest bucket alone. So the last
     ``reserve_len - 1`` tokens of a context come one by one, unless ``configs`` hold a smaller tree.
 
-    One thread at a time calls an engine. After an interrupt (`KeyboardInterrupt`), the books of the
-    engine are right, or its next call is refused until `clear` was called.
+    One thread at a time calls an engine; `specattn.engine.serving.AsyncEngine` takes the requests
+    of many. After an interrupt (`KeyboardInterrupt`), the books of the engine are right, or its
+    next call is refused until `clear` was called.
 
     Parameters
     ----------

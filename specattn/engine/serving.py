@@ -97,7 +97,9 @@ class RequestStream(Iterator[RequestOutput], AsyncIterator[RequestOutput]):
     def __init__(self, feed: _Feed, commands: SimpleQueue[_Feed | None], engine: Engine) -> None:
         self._feed, self._commands, self._over = feed, commands, False
         text, one = engine.scheduler.detokenize, feed.request
-        self._text = text and TextStream(text, one.prompt, one.stop, one.min_new_tokens)
+        self._text = None
+        if text is not None:
+            self._text = TextStream(text, one.prompt, one.stop, one.min_new_tokens)
 
     def __next__(self) -> RequestOutput:
         if self._over:
@@ -207,7 +209,8 @@ class AsyncEngine:
     def close(self) -> None:
         """Drop every request, end the thread, and let the engine go.
 
-        Streams of requests that had not ended get what there is, and the reason ``"dropped"``.
+        Waits for the step under way. Streams of requests that had not ended get what there is, and
+        the reason ``"dropped"``.
         """
         with self._lock:
             if not self._closed:
