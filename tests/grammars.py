@@ -37,6 +37,15 @@ class Remainders:
             self.accepted += 1
 
 
+def constrained_text(target, prompt: list[int], count: int, params) -> list[int]:
+    """What plain greedy decoding writes under params and the grammar above."""
+    output: list[int] = []
+    for _ in range(count):
+        scores = constrained_logits(target, prompt, output, params)
+        output.append(scores.index(max(scores)))
+    return output
+
+
 def constrained_logits(target, prompt: list[int], output: list[int], params) -> list[float]:
     """The logits after a text, by params and the grammar above."""
     scores = processed(dense_logits(target, [*prompt, *output]), prompt, output, params)

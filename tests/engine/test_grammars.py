@@ -9,18 +9,10 @@ import pytest
 from specattn.engine.engine import Request
 from specattn.speculative.sampling import SamplingParams
 from tests.engine.test_processors import CONFIGS, COUNT, PROMPTS, engine
-from tests.grammars import Remainders, constrained_logits
+from tests.grammars import Remainders, constrained_text
 from tests.processors import GREEDY, greedy_text
 from tests.tiny import TinyTarget
 from tests.worlds import DEVICE
-
-
-def constrained_text(target, prompt, count, params) -> list[int]:
-    output = []
-    for _ in range(count):
-        scores = constrained_logits(target, prompt, output, params)
-        output.append(scores.index(max(scores)))
-    return output
 
 
 def steps(run, until) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from specattn.cuda_graph import GraphRunner
 from specattn.engine.engine import Engine, Request
 from specattn.kernels.processors import naive
 from specattn.speculative.sampling import SamplingParams
+from tests.grammars import Remainders, constrained_text
 from tests.processors import GREEDY, greedy_text, no_path
 from tests.tiny import TinyDraft, TinyTarget
 from tests.worlds import DEVICE
@@ -77,6 +79,45 @@ def test_rows_are_reused_by_requests_of_every_kind(cudagraph):
     for request, out in zip(requests, outs, strict=True):
         count = request.max_new_tokens
         assert out.tokens == greedy_text(target, list(request.prompt), count, request.sampling)
+
+
+@pytest.mark.parametrize("constrained", [False, True])
+def test_processors_hold_to_the_contexts_end_and_across_configs(constrained):
+    """The last tokens come by plain decoding, whose decoder is made late; trees change before."""
+    rng, target = random.Random(5), TinyTarget(device=DEVICE)
+    run = engine(
+        CONFIGS["tree"],
+        configs=[CONFIGS["chain"]],
+        policy=lambda observed: rng.choice(observed.configs),
+    )
+    prompt, params = PROMPTS[2], GREEDY["three"]
+    grammar = (lambda: Remainders(prompt)) if constrained else None
+    (out,) = run.generate([Request(prompt, 99, params, grammar=grammar)])
+    assert out.finish_reason == "context"
+    assert len(run.decoders) == 3
+    text = constrained_text if constrained else greedy_text
+    assert out.tokens == text(target, prompt, len(out.tokens), params)
+
+
+def test_processors_that_leave_no_token_end_a_request_as_logits_that_are_not_finite():
+    beside = Request(PROMPTS[1], 9)
+    run, allowed = engine(CONFIGS["tree"]), SamplingParams(allowed_tokens=[4, 14])
+    (free,) = run.generate([Request(PROMPTS[1], 9)])
+    stuck = replace(allowed, bad_words=[[4, 4], [4, 14], [14, 4], [14, 14, 14]])
+    out, other = run.generate([Request(PROMPTS[0], 9, stuck), beside])
+    assert out.finish_reason == "nonfinite"
+    assert 1 <= len(out.tokens) <= 3
+    assert other.tokens == free.tokens
+
+
+def test_steps_that_are_checked_write_the_same():
+    run, target = engine(CONFIGS["tree"], validate="debug"), TinyTarget(device=DEVICE)
+    requests = [
+        Request(PROMPTS[0], COUNT, GREEDY["three"]),
+        Request(PROMPTS[1], COUNT, replace(GREEDY["three"], temperature=1.0, min_p=0.2)),
+    ]
+    out, _ = run.generate(requests)
+    assert out.tokens == greedy_text(target, PROMPTS[0], COUNT, GREEDY["three"])
 
 
 def test_ends_come_after_the_least_number_of_tokens():

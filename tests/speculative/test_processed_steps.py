@@ -10,7 +10,7 @@ from specattn.errors import NotCapturedError
 from specattn.speculative.grammar import fill_bitmasks
 from specattn.speculative.processors import ProcessorStates
 from specattn.speculative.sampling import SamplingParams
-from tests.grammars import Remainders, constrained_logits
+from tests.grammars import Remainders, constrained_text
 from tests.processors import GREEDY, greedy_text
 from tests.speculative.stepping import PROMPTS, SETTINGS, admitted, engine
 from tests.worlds import DEVICE
@@ -39,17 +39,9 @@ def maker(prompt):
 
 def expected(run, count: int, *, constrained=False) -> list[list[int]]:
     target = run.target.model
-    if not constrained:
-        pairs = zip(PROMPTS, KINDS, strict=True)
-        return [greedy_text(target, list(prompt), count, params) for prompt, params in pairs]
-    found = []
-    for prompt, params in zip(PROMPTS, KINDS, strict=True):
-        output: list[int] = []
-        for _ in range(count):
-            scores = constrained_logits(target, list(prompt), output, params)
-            output.append(scores.index(max(scores)))
-        found.append(output)
-    return found
+    text = constrained_text if constrained else greedy_text
+    pairs = zip(PROMPTS, KINDS, strict=True)
+    return [text(target, list(prompt), count, params) for prompt, params in pairs]
 
 
 def phase_by_phase(decoder, rows, grammars=None) -> list[list[int]]:
