@@ -57,14 +57,9 @@ def peaks_kernel(
 
 
 @triton.jit
-def _is_kept(distance, token, thresholds, lasts, row, TRUNCATE: tl.constexpr):
+def _is_kept(distance, token, threshold, last):
     """Return which tokens top-k and top-p keep."""
-    kept = token >= 0
-    if TRUNCATE:
-        threshold = tl.load(thresholds + row * 2)
-        last = tl.load(lasts + row)
-        kept = (distance < threshold) | ((distance == threshold) & (token <= last))
-    return kept
+    return (distance < threshold) | ((distance == threshold) & (token <= last))
 
 
 @triton.jit
@@ -91,14 +86,19 @@ def min_p_kernel(
     temp = tl.load(temperature + row // rows_per_req)
     inv_temperature = inv_temperature_of(temp)
     _, peak, _, _ = merge_splits(keys, masses, row, splits, inv_temperature, BLOCK_P)
+    if TRUNCATE:
+        threshold = tl.load(thresholds + row * 2)
+        last = tl.load(lasts + row)
     mass = tl.zeros([BLOCK], tl.float32)
     end = tl.where((least > 0) & (temp > 0), tl.cdiv(vocab, BLOCK), 0)
     for i in range(split, end, splits):
         token = i * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
         distance = finite(peak) - load_scores(logits + row * stride, token, vocab)
         weight = tl.exp2(-distance * inv_temperature)
-        kept = _is_kept(distance, token, thresholds, lasts, row, TRUNCATE) & (weight >= least)
-        mass += tl.where(kept & (token < vocab), weight, 0.0)
+        kept = (token < vocab) & (weight >= least)
+        if TRUNCATE:
+            kept = kept & _is_kept(distance, token, threshold, last)
+        mass += tl.where(kept, weight, 0.0)
     tl.store(left + row * splits + split, tl.sum(mass, 0))
 
 
@@ -130,7 +130,9 @@ def probs_kernel(
     sound = is_sound(peak)
     one = (temp == 0) | (sound == 0)
     if TRUNCATE:
+        threshold = tl.load(thresholds + row * 2)
         total = tl.load(thresholds + row * 2 + 1)
+        last = tl.load(lasts + row)
     if HAS_M:
         least = tl.load(min_p + row // rows_per_req)
         part = tl.arange(0, BLOCK_P)
@@ -145,7 +147,7 @@ def probs_kernel(
         weight = tl.exp2(-distance * inv_temperature)
         prob = weight * scale
         if TRUNCATE:
-            prob = tl.where(_is_kept(distance, token, thresholds, lasts, row, TRUNCATE), prob, 0.0)
+            prob = tl.where(_is_kept(distance, token, threshold, last), prob, 0.0)
         if HAS_M:
             prob = tl.where(weight >= least, prob, 0.0)
         prob = tl.where(one, (token == best).to(tl.float32), prob)
