@@ -14,6 +14,8 @@ MODULES = {
         "sglang.kernels.ops.speculative.cache_locs",
         "sglang.kernels.ops.speculative.eagle",
         "sglang.kernels.ops.speculative.spec_tree",
+        # the layout of masks that its Triton backend reads
+        "sglang.srt.speculative.eagle_utils",
     ),
 }
 
