@@ -13,6 +13,8 @@ from specattn.speculative.sampling import SamplingParams
 from tests.grammars import Remainders, constrained_text
 from tests.processors import GREEDY, greedy_text
 from tests.speculative.stepping import PROMPTS, SETTINGS, admitted, engine
+from tests.speculative.test_tbo_step import Counted
+from tests.tiny import TinyDraft
 from tests.worlds import DEVICE
 
 COUNT = 20
@@ -137,3 +139,25 @@ def test_padding_is_never_noted():
     decoder.step([*rows[:1], 0, 0], processed=True)
     for name, tensor in decoder.processors.tensors().items():
         assert torch.equal(tensor[0], before[name]), name
+
+
+@pytest.mark.parametrize("cudagraph", ["full", "piecewise"])
+def test_nothing_is_noted_where_the_second_half_fails(cudagraph, monkeypatch):
+    """Of two-batch overlap outside a recording: the draft's extend of the last request."""
+    counted = Counted(TinyDraft, monkeypatch)
+    run, decoder, rows, texts = prepared("tree", tbo=True, cudagraph=cudagraph, graphs=False)
+    began, gained = counted.count, [decoder.step(rows, processed=True)]
+    states = decoder.processors.tensors()
+    before = {name: tensor.clone() for name, tensor in states.items()}
+    counted.fails = 2 * counted.count - began
+    with pytest.raises(KeyError, match="a forward failed"):
+        decoder.step(rows, processed=True)
+    for name, tensor in states.items():
+        assert torch.equal(tensor, before[name]), name
+    gained += [decoder.step(rows, processed=True) for _ in range(3)]
+    assert not torch.equal(states["history"], before["history"])
+    for text, news in zip(texts, zip(*gained, strict=True), strict=True):
+        for new in news:
+            text += new
+    count = min(map(len, texts))
+    assert [text[:count] for text in texts] == expected(run, count)
