@@ -191,6 +191,19 @@ def test_text_ends_before_a_stop_string(models):
     assert outputs[-1].finish_reason == "stop"
 
 
+def test_the_text_of_the_least_length_is_whole(models):
+    """Though every token would be a stop string."""
+    tokens = dense_greedy(models[0], LONG.prompt, 10)
+    request = Request(
+        LONG.prompt, 30, stop=[f"<{token}>" for token in set(tokens)], min_new_tokens=9
+    )
+    engine = make(models, detokenize=lambda ids: "".join(f"<{token}>" for token in ids))
+    with AsyncEngine(engine) as server:
+        outputs = list(server.stream(request))
+    assert [token for output in outputs for token in output.tokens] == tokens
+    assert "".join(output.text for output in outputs) == "".join(f"<{t}>" for t in tokens[:9])
+
+
 def test_without_detokenize_there_is_no_text(models):
     with AsyncEngine(make(models, detokenize=None)) as server:
         outputs = list(server.stream(REQUESTS[0]))
