@@ -42,7 +42,7 @@ class ProcessorStates(BufferSet):
     """Every request's logits processors, and the history that they read.
 
     ``ProcessorStates.alloc(len(states.seq_lens), vocab_size, device)`` has a row per row of
-    `RequestStates`. Row 0 belongs to padding and stays neutral. A row takes ``4.125 V + 8532``
+    `RequestStates`. Row 0 belongs to padding and stays neutral. A row takes ``4.125 V + 8540``
     bytes: 0.51 MiB for a vocabulary of 128 256, so that 65 rows take 33 MiB. Until a request is
     admitted to it, and after a request without processors was, a row changes nothing.
 
