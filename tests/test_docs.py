@@ -196,7 +196,12 @@ def test_names_that_pages_give_exist(page):
         found, at = import_module("specattn"), "specattn"
         for part in name.strip(".").split("."):
             at = f"{at}.{part}"
-            found = getattr(found, part, None) or import_module(at)
+            try:
+                found = getattr(found, part, None) or import_module(at)
+            except ModuleNotFoundError as missing:
+                if missing.name != "xgrammar":  # an extra need not be installed
+                    raise
+                break
 
 
 def test_the_reference_lists_the_names_at_the_top():
