@@ -512,8 +512,8 @@ def test_a_geometry_that_comes_late_is_bound_before_a_capture(backend, monkeypat
         late = forward.attend(layer, q, k, v)
         again = attention.forward(RowLayout(3, 3, Phase.VERIFY), 2)
         assert again is forward
-        # matrix products of other shapes of memory may round otherwise
-        torch.testing.assert_close(again.attend(layer, q, k, v), late, rtol=3e-6, atol=3e-6)
+        # padding's tokens, the others, are stored in one slot: any of them may be the last
+        assert torch.equal(again.attend(layer, q, k, v)[:3], late[:3])
 
 
 def test_batches_share_inputs(backend):
