@@ -34,15 +34,11 @@ FAMILIES = {
 }
 FAMILIES["others"] = [n for n in QUICK if not any(n in names for names in FAMILIES.values())]
 # Hopper's on every run. Triton makes the same of a kernel for SM89 as for SM86, but float8.
-TARGETS = [
-    pytest.param(family, target, id=f"{family}-sm_{target}", marks=[pytest.mark.slow] * slow)
+OTHERS = {"gluon": (), "float8": (89, 100)}
+TARGETS = [pytest.param(family, (90,), id=f"{family}-sm_90") for family in FAMILIES] + [
+    pytest.param(family, targets, id=f"{family}-others", marks=pytest.mark.slow)
     for family in FAMILIES
-    for target, slow in ((90, False), (80, True), (86, True), (100, True))
-    if family not in ("gluon", "float8") or target == 90
-]
-TARGETS += [
-    pytest.param("float8", target, id=f"float8-sm_{target}", marks=pytest.mark.slow)
-    for target in (89, 100)
+    if (targets := OTHERS.get(family, (80, 86, 100)))
 ]
 
 
@@ -81,12 +77,12 @@ def test_every_kernel_is_among_the_cases() -> None:
 
 
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize(("family", "target"), TARGETS)
-def test_it_compiles(tmp_path: Path, family: str, target: int) -> None:
+@pytest.mark.parametrize(("family", "targets"), TARGETS)
+def test_it_compiles(tmp_path: Path, family: str, targets: tuple[int, ...]) -> None:
     """By Triton and ptxas, in a process of its own: here Triton may be interpreting."""
     out = tmp_path / "records.json"
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    options = ["--quick", "--targets", str(target), "--out", str(out)]
+    options = ["--quick", "--targets", ",".join(map(str, targets)), "--out", str(out)]
     for name in FAMILIES[family]:
         options += ["--case", name]
     run = subprocess.run(
@@ -99,7 +95,8 @@ def test_it_compiles(tmp_path: Path, family: str, target: int) -> None:
     )
     assert run.returncode == 0, run.stderr[-3000:]
     records = json.loads(out.read_text())["records"]
-    assert {record["case"] for record in records} == set(FAMILIES[family])
+    compiled = {(record["case"], record["target"]) for record in records}
+    assert compiled == {(name, target) for name in FAMILIES[family] for target in targets}
     for record in records:
         assert record["shared"] <= SHARED[record["target"]], record
         assert record["stack"] <= MOST_SPILLED, record
