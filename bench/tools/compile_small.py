@@ -32,6 +32,21 @@ def build_tree(topk: int = 8, steps: int = 7, nodes: int = 64) -> None:
     )
 
 
+def best_first_tree(nodes: int = 128) -> None:
+    tree.best_first_tree(
+        zeros(BATCH, 15, 8, dtype=F32),
+        zeros(BATCH, 15, 8),
+        zeros(BATCH),
+        zeros(BATCH, dtype=I32),
+        tokens_out=zeros(BATCH, nodes),
+        positions_out=zeros(BATCH, nodes),
+        words_out=zeros(BATCH, nodes, -(-nodes // 64)),
+        next_token_out=zeros(BATCH, nodes),
+        next_sibling_out=zeros(BATCH, nodes),
+        scores_out=zeros(BATCH, nodes, dtype=F32),
+    )
+
+
 def beams(topk: int = 8, steps: int = 7) -> None:
     count = topk + (steps - 1) * topk**2
     candidates = {

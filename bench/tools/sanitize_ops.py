@@ -12,8 +12,13 @@ HIDDEN = 4096
 
 
 def trees(s: Step) -> list[Op]:
-    list(s.tree.values())
-    return [Op("tree", lambda ops, _: s.build(ops))]
+    logits = torch.randn(s.batch, 15, 64, device=s.device, generator=s.generator)
+    log_probs, ranks = logits.log_softmax(-1).topk(8)
+    best = {name: torch.empty_like(tensor) for name, tensor in s.tree.items()}
+    return [
+        Op("tree", lambda ops, _: s.build(ops)),
+        Op("tree", lambda ops, _: ops.best_first_tree(log_probs, ranks, s.bonus, s.lens, **best)),
+    ]
 
 
 def beams(s: Step) -> list[Op]:

@@ -11,6 +11,8 @@ from specattn.kernels.tree import naive
 
 # candidates that one program holds in registers; wider tables are sorted by torch
 MAX_CANDIDATES = 16384
+# nodes, positions and ranks that a byte can number
+MAX_NODES = 256
 
 
 def append_candidates(
@@ -247,6 +249,80 @@ def build_tree(
     )
 
 
+def best_first_tree(
+    log_probs: Tensor,
+    tokens: Tensor,
+    bonus_tokens: Tensor,
+    seq_lens: Tensor,
+    *,
+    tokens_out: Tensor,
+    positions_out: Tensor,
+    words_out: Tensor,
+    next_token_out: Tensor,
+    next_sibling_out: Tensor,
+    scores_out: Tensor | None = None,
+) -> None:
+    """Build each request's tree of most probable prefixes, by a block's marginals.
+
+    A draft that writes a whole block in one forward gives a distribution per position. If the
+    positions are taken as independent, a prefix has the product of its tokens' probabilities. The
+    tree holds the root and the n - 1 prefixes of the highest products, best first, as in DDTree.
+    So the first m nodes are the best tree of m nodes.
+
+    Among equal products the shorter prefix comes first, then the one whose parent comes first,
+    then the one of the lower rank. Log-probabilities are added up in float32 from the root down.
+    A number above 0 counts as 0, and NaN and what is below -1e30 as -1e30.
+
+    One launch, which can be recorded in a CUDA graph.
+
+    Parameters
+    ----------
+    log_probs : Tensor
+        ``[B, L, K]`` float32, of the K most probable tokens at each of L positions, descending.
+        Requests may have a stride.
+    tokens : Tensor
+        ``[B, L, K]`` int64, those tokens. Requests may have a stride.
+    bonus_tokens, seq_lens : Tensor
+        ``[B]`` int64 and int32: the root's token and position.
+    tokens_out, positions_out, next_token_out, next_sibling_out : Tensor
+        ``[B, n]`` int64, dense: the `specattn.batch.DraftTree`, n of 1 to 256.
+    words_out : Tensor
+        ``[B, n, W]`` int64, dense: its ancestor words.
+    scores_out : Tensor, optional
+        ``[B, n]`` float32, dense: the log-probability of the prefix down to each node.
+
+    Raises
+    ------
+    ValueError
+        If the block has fewer prefixes than the tree nodes, or more than 255 positions or ranks;
+        or if a tensor of the block is of another shape or dtype, or one is not dense.
+    """
+    _check_marginals(log_probs, tokens, tokens_out.shape[1])
+    require_dense(log_probs=log_probs[:1], tokens=tokens[:1])
+    require_dense(
+        tokens_out=tokens_out,
+        positions_out=positions_out,
+        words_out=words_out,
+        next_token_out=next_token_out,
+        next_sibling_out=next_sibling_out,
+        scores_out=scores_out,
+    )
+    if not len(log_probs):
+        return
+    implementation(naive.best_first_tree, log_probs.device)(
+        log_probs,
+        tokens,
+        bonus_tokens,
+        seq_lens,
+        tokens_out,
+        positions_out,
+        words_out,
+        next_token_out,
+        next_sibling_out,
+        scores_out,
+    )
+
+
 def accept_greedy(
     tokens: Tensor,
     next_token: Tensor,
@@ -453,6 +529,31 @@ def _tree_steps(scores: Tensor, parents: Tensor, topk: int, num_draft_tokens: in
     if not 1 <= num_draft_tokens <= count + 1:
         raise ValueError(f"num_draft_tokens must be 1..{count + 1}, got {num_draft_tokens}")
     return (groups - 1) // topk + 1
+
+
+def _check_marginals(log_probs: Tensor, tokens: Tensor, nodes: int) -> None:
+    """Raise ValueError unless they give so many nodes."""
+    if log_probs.dim() != 3 or log_probs.dtype != torch.float32:
+        raise ValueError(
+            f"log_probs must be [B, L, K] {torch.float32}, got {list(log_probs.shape)} "
+            f"{log_probs.dtype}"
+        )
+    if tokens.shape != log_probs.shape or tokens.dtype != torch.int64:
+        raise ValueError(
+            f"tokens must be {list(log_probs.shape)} {torch.int64}, got {list(tokens.shape)} "
+            f"{tokens.dtype}"
+        )
+    _, length, ranks = log_probs.shape
+    if length >= MAX_NODES or ranks >= MAX_NODES:
+        raise ValueError(
+            f"log_probs must have at most {MAX_NODES - 1} positions and ranks, got {length} and "
+            f"{ranks}"
+        )
+    prefixes = 0
+    for depth in range(1, length + 1):
+        prefixes = min(prefixes + ranks**depth, MAX_NODES)
+    if not 1 <= nodes <= min(prefixes + 1, MAX_NODES):
+        raise ValueError(f"the tree must have 1..{min(prefixes + 1, MAX_NODES)} nodes, got {nodes}")
 
 
 def _check_sampled(

@@ -142,6 +142,52 @@ def _keep_best(scores: Tensor, upper: Tensor, orphan: Tensor, steps: int, keep: 
     return order[:, :keep].sort(dim=1).values
 
 
+def best_first_tree(
+    log_probs: Tensor,
+    tokens: Tensor,
+    bonus_tokens: Tensor,
+    seq_lens: Tensor,
+    tokens_out: Tensor,
+    positions_out: Tensor,
+    words_out: Tensor,
+    next_token_out: Tensor,
+    next_sibling_out: Tensor,
+    scores_out: Tensor | None,
+) -> None:
+    batch, length, ranks = log_probs.shape
+    nodes, device = words_out.shape[1], log_probs.device
+    log_probs = log_probs.nan_to_num(nan=-1e30).clamp(-1e30, 0)
+    score = log_probs.new_zeros(batch, 1)
+    first, width = 0, 1  # of the prefixes one shorter
+    scores, parents, drafted = [score], [torch.full((batch, 1), -1, device=device)], []
+    for position in range(length):
+        # prefixes of a length, in the order of their parents and ranks: the sort keeps it
+        longer = (score[:, :, None] + log_probs[:, position, None]).flatten(1)
+        score, order = longer.sort(dim=1, descending=True, stable=True)
+        score, order = score[:, : nodes - 1], order[:, : nodes - 1]
+        scores.append(score)
+        parents.append(first + order // ranks)
+        drafted.append(tokens[:, position].gather(1, order % ranks))
+        first, width = first + width, order.shape[1]
+    # shorter prefixes come first among equals
+    score, order = torch.cat(scores, 1).sort(dim=1, descending=True, stable=True)
+    score, order = score[:, :nodes], order[:, :nodes]  # the empty prefix, the root, is best
+    number = torch.zeros(batch, first + width, dtype=torch.long, device=device)
+    number.scatter_(1, order, torch.arange(nodes, device=device).expand_as(order))
+    parent = number.gather(1, torch.cat(parents, 1).gather(1, order).clamp(min=0))
+    parent[:, 0] = -1
+
+    tokens_out.copy_(torch.cat([bonus_tokens[:, None], *drafted], 1).gather(1, order))
+    words, depth = _ancestors(parent, words_out.shape[2], length)
+    words_out.copy_(words)
+    positions_out.copy_(seq_lens[:, None] + depth)
+    next_token, next_sibling = _child_links(parent)
+    next_token_out.copy_(next_token)
+    next_sibling_out.copy_(next_sibling)
+    if scores_out is not None:
+        scores_out.copy_(score)
+
+
 def accept_greedy(
     tokens: Tensor,
     next_token: Tensor,

@@ -14,6 +14,7 @@ from specattn.kernels.tree.triton_accept import (
     accept_sampled_kernel,
 )
 from specattn.kernels.tree.triton_beam import append_kernel, grow_words_kernel, select_kernel
+from specattn.kernels.tree.triton_best_first import best_first_kernel
 from specattn.kernels.tree.triton_build import build_tree_kernel
 
 
@@ -164,6 +165,46 @@ def _warps(count: int, nodes: int) -> int:
     if count <= 128 and nodes <= 64:
         return 1
     return 4 if count <= 2048 else 16
+
+
+def best_first_tree(
+    log_probs: Tensor,
+    tokens: Tensor,
+    bonus_tokens: Tensor,
+    seq_lens: Tensor,
+    tokens_out: Tensor,
+    positions_out: Tensor,
+    words_out: Tensor,
+    next_token_out: Tensor,
+    next_sibling_out: Tensor,
+    scores_out: Tensor | None,
+) -> None:
+    batch, length, ranks = log_probs.shape
+    nodes, num_words = words_out.shape[1:]
+    best_first_kernel[(batch,)](
+        log_probs,
+        tokens,
+        bonus_tokens,
+        seq_lens,
+        tokens_out,
+        positions_out,
+        words_out,
+        next_token_out,
+        next_sibling_out,
+        scores_out,
+        length.bit_length(),
+        log_probs.stride(0),
+        tokens.stride(0),
+        N=nodes,
+        L=length,
+        K=ranks,
+        W=num_words,
+        BLOCK_N=triton.next_power_of_2(nodes),
+        BLOCK_W=triton.next_power_of_2(num_words),
+        # nodes are found one by one, and between warps every reduction would wait for a barrier
+        num_warps=1,
+        **launch_options(log_probs.device),
+    )
 
 
 def accept_greedy(

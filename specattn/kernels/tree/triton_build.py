@@ -70,7 +70,7 @@ def _number_best(key, live, keep):
 
 
 @triton.jit
-def _ancestors(parent, node, rounds, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr):
+def ancestors(parent, node, rounds, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr):
     """Return each node's ancestor words and depth by pointer doubling."""
     word = tl.arange(0, BLOCK_W)  # [BLOCK_W]
     bit = tl.full([BLOCK_N, BLOCK_W], 1, tl.int64) << (node % 64)[:, None].to(tl.int64)
@@ -164,7 +164,7 @@ def build_tree_kernel(
     inside = node < N
     parent = tl.load(next_sibling_out + node, mask=inside, other=-2).to(tl.int32)
     next_token, next_sibling = _child_links(parent, node, N, BLOCK_N, BLOCK_S)
-    words, depth = _ancestors(parent, node, node_rounds, BLOCK_N, BLOCK_W)
+    words, depth = ancestors(parent, node, node_rounds, BLOCK_N, BLOCK_W)
     tl.debug_barrier()
 
     tl.store(next_token_out + req * N + node, next_token, mask=inside)
