@@ -3,18 +3,22 @@
 The package imports transformers, so ``import specattn`` does not import it.
 """
 
-from specattn.models.draft import load_draft
+from specattn.models.dflash import DFlashHead
+from specattn.models.draft import load_dflash, load_draft
 from specattn.models.eagle import Eagle3Head, EagleHead
-from specattn.models.fused import FusedEagle3, FusedTarget, fuse
+from specattn.models.fused import FusedDFlash, FusedEagle3, FusedTarget, fuse
 from specattn.models.hf import FeatureSpec, HFTarget
 
 __all__ = [
+    "DFlashHead",
     "Eagle3Head",
     "EagleHead",
     "FeatureSpec",
+    "FusedDFlash",
     "FusedEagle3",
     "FusedTarget",
     "HFTarget",
     "fuse",
+    "load_dflash",
     "load_draft",
 ]

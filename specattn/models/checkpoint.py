@@ -1,4 +1,4 @@
-"""Reads published EAGLE checkpoints: ``config.json``, and safetensors or ``.bin`` weights."""
+"""Reads draft checkpoints: ``config.json``, and safetensors or ``.bin`` weights."""
 
 from __future__ import annotations
 
@@ -34,18 +34,21 @@ class Checkpoint:
     name : str
         The folder or Hub id, for messages.
     settings : dict
-        ``config.json``. What is nested in its ``eagle_config`` wins over it, and it wins over what
-        is nested in its ``transformer_layer_config`` (of vLLM's speculators).
+        ``config.json``. What is nested in its ``eagle_config`` or ``dflash_config`` wins over it,
+        and it wins over what is nested in its ``transformer_layer_config`` (of vLLM's speculators).
     tensors : dict of str to Tensor
-        The weights, under the names that `EagleWeights` and `Eagle3Weights` use.
-    is_eagle3 : bool
-        Whether it is an EAGLE-3 head; else it is one of EAGLE or EAGLE-2.
+        The weights, under the names that `EagleWeights`, `Eagle3Weights` and `DFlashWeights` use.
+    kind : str
+        ``"eagle"`` (EAGLE or EAGLE-2), ``"eagle3"`` or ``"dflash"``.
+    weights : str
+        The name of the file that holds or lists the weights, for messages.
     """
 
     name: str
     settings: dict[str, Any]
     tensors: dict[str, Tensor]
-    is_eagle3: bool
+    kind: str
+    weights: str
 
     def wrong(self, message: str) -> ModelError:
         """Return the error that tells what is wrong with this draft."""
@@ -58,15 +61,16 @@ def read_checkpoint(path_or_id: str | Path) -> Checkpoint:
     Raises
     ------
     ModelError
-        If a file is missing or corrupt, or this is no EAGLE head of plain weights.
+        If a file is missing or corrupt, or this is no EAGLE or DFlash head of plain weights.
     """
     folder, name = fetch("draft", path_or_id, _FETCHED), str(path_or_id)
     with blaming("draft", name):
         settings = _read_settings(folder, name)
         tensors = _read_tensors(folder, name)
-        is_eagle3 = _is_eagle3(settings, tensors)
-        checkpoint = Checkpoint(name, settings, _rename(tensors, name, is_eagle3), is_eagle3)
-        if not is_eagle3 and "fc.weight" not in checkpoint.tensors:
+        kind = _kind(settings, tensors, name)
+        weights = next(file for pair in _FILES for file in pair if (folder / file).is_file())
+        checkpoint = Checkpoint(name, settings, _rename(tensors, name, kind), kind, weights)
+        if kind == "eagle" and "fc.weight" not in checkpoint.tensors:
             raise checkpoint.wrong(
                 "is no EAGLE head: it has no tensor fc.weight, as a whole model or a Medusa head; "
                 "give a head that was trained for this target"
@@ -79,13 +83,19 @@ def _read_settings(folder: Path, name: str) -> dict[str, Any]:
     if not (folder / "config.json").is_file():
         raise ModelError("draft", f"{name} has no config.json")
     settings = _read_object(folder / "config.json", name)
-    for nested in ("transformer_layer_config", "eagle_config", "quantization_config"):
+    for nested in (
+        "transformer_layer_config",
+        "eagle_config",
+        "dflash_config",
+        "quantization_config",
+    ):
         if not isinstance(settings.get(nested) or {}, dict):
             raise ModelError(
                 "draft", f"{name} has {nested} {settings[nested]!r}; expected an object"
             )
     settings = (settings.get("transformer_layer_config") or {}) | settings
     settings |= settings.get("eagle_config") or {}
+    settings |= settings.get("dflash_config") or {}
     if any("medusa" in key for key in settings):
         raise ModelError("draft", f"{name} is a Medusa head, no EAGLE head")
     if quantized := settings.get("quantization_config"):
@@ -138,19 +148,32 @@ def _weight_files(folder: Path, name: str) -> list[Path]:
     raise ModelError("draft", f"{name} has neither model.safetensors nor pytorch_model.bin")
 
 
-def _is_eagle3(settings: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
-    architectures = " ".join(settings.get("architectures") or ())
-    return "eagle3" in architectures.lower() or any(
-        mark in key for key in tensors for mark in ("midlayer.", ".hidden_norm.", "d2t")
-    )
+def _kind(settings: dict[str, Any], tensors: dict[str, Tensor], name: str) -> str:
+    """Return the head's kind, by its settings or its tensors' names."""
+    architectures = " ".join(settings.get("architectures") or ()).lower()
+    stated = settings.get("speculators_model_type")
+    if stated not in (None, "eagle", "eagle3", "dflash"):
+        raise ModelError(
+            "draft",
+            f"{name} has speculators_model_type {stated!r} in config.json; known are 'eagle', "
+            "'eagle3' and 'dflash'",
+        )
+    # newer layouts have at the top level what others nest in dflash_config
+    nested = "dflash_config" in settings or {"block_size", "mask_token_id"} <= settings.keys()
+    if stated == "dflash" or nested or "dflash" in architectures:
+        return "dflash"
+    marks = ("midlayer.", ".hidden_norm.", "d2t")
+    if "eagle3" in architectures or any(mark in key for key in tensors for mark in marks):
+        return "eagle3"
+    return "eagle"
 
 
-def _rename(tensors: dict[str, Tensor], name: str, is_eagle3: bool) -> dict[str, Tensor]:
+def _rename(tensors: dict[str, Tensor], name: str, kind: str) -> dict[str, Tensor]:
     """Give the tensors of published checkpoints one spelling."""
     renamed: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         short = key.removeprefix("model.")
-        if is_eagle3 and short.startswith("layers.0."):
+        if kind == "eagle3" and short.startswith("layers.0."):
             short = "midlayer." + short.removeprefix("layers.0.")
         if short in renamed:
             raise ModelError("draft", f"{name} holds the tensor {short} twice")

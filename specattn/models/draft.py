@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specattn.config import AttnConfig
 from specattn.models.checkpoint import Checkpoint, read_checkpoint
+from specattn.models.dflash import DFlashHead, DFlashSettings, DFlashWeights
 from specattn.models.eagle import (
     EAGLE3_NORMS,
     Eagle3Head,
@@ -83,7 +85,9 @@ def load_draft(
     """
     checkpoint = read_checkpoint(path_or_id)
     with blaming("draft", checkpoint.name):
-        build = _eagle3 if checkpoint.is_eagle3 else _eagle
+        if checkpoint.kind == "dflash":
+            raise checkpoint.wrong("is a DFlash head, no EAGLE head")
+        build = _eagle3 if checkpoint.kind == "eagle3" else _eagle
         return build(checkpoint, target, dtype or target.dtype, device or target.device)
 
 
@@ -127,6 +131,59 @@ def _eagle3(
     rope, layer = _geometry(config, dtype, device)
     target_ids = target_ids.to(device)
     return Eagle3Head(*ends, rope, (layer,), features, sum(widths), weights, target_ids)
+
+
+def load_dflash(
+    path_or_id: str | Path,
+    target: Target,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> DFlashHead:
+    """Load a DFlash head for a target.
+
+    The layout is z-lab's or that of vLLM's speculators. The head reads the hidden states of its
+    ``features``: run the target with them.
+
+    Parameters
+    ----------
+    path_or_id, target, dtype, device
+        As in `load_draft`.
+
+    Raises
+    ------
+    ModelError
+        If the checkpoint is broken, of another kind, or made for another target. The line names
+        the file, and the setting or the tensor; ``argument`` is "draft".
+    """
+    checkpoint = read_checkpoint(path_or_id)
+    with blaming("draft", checkpoint.name):
+        if checkpoint.kind != "dflash":
+            raise checkpoint.wrong(
+                "is no DFlash head: config.json has no dflash_config and no block_size"
+            )
+        return _dflash(checkpoint, target, dtype or target.dtype, device or target.device)
+
+
+def _dflash(
+    checkpoint: Checkpoint, target: Target, dtype: torch.dtype, device: torch.device | str
+) -> DFlashHead:
+    config = _llama_config(checkpoint, target)
+    settings = DFlashSettings.of(
+        checkpoint, config.num_hidden_layers, len(target.layers), target.vocab_size
+    )
+    target_ids = _target_ids(checkpoint, target.vocab_size)
+    feature_size = target.hidden_size * len(settings.features.hidden_states)
+    with torch.device("meta"):
+        weights = DFlashWeights(config, set(checkpoint.tensors), len(target_ids), feature_size)
+    _fill(checkpoint, weights, dtype, device, f" in {checkpoint.weights}")
+    ends = _ends(checkpoint, weights, target, config.hidden_size, len(target_ids))
+    rope, layer = _geometry(config, dtype, device)
+    layers = tuple(replace(layer, window_left=window) for window in settings.windows)
+    mapped = target_ids.to(device) if "d2t" in checkpoint.tensors else None
+    return DFlashHead(
+        *ends, rope, layers, settings.features, feature_size, weights, settings.block, mapped
+    )
 
 
 def _llama_config(checkpoint: Checkpoint, target: Target) -> LlamaConfig:
@@ -210,9 +267,13 @@ def _target_ids(checkpoint: Checkpoint, vocab_size: int) -> Tensor:
 
 
 def _fill(
-    checkpoint: Checkpoint, weights: HeadWeights, dtype: torch.dtype, device: torch.device | str
+    checkpoint: Checkpoint,
+    weights: HeadWeights,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    where: str = "",
 ) -> None:
-    """Fill a module on the meta device with all checkpoint weights."""
+    """Fill a module with all checkpoint weights; ``where`` ends errors."""
     found = {key: tensor for key, tensor in checkpoint.tensors.items() if key != "d2t"}
     # Any projection may have a bias, as those of heads for Qwen2 have.
     for name, part in weights.named_modules():
@@ -220,14 +281,14 @@ def _fill(
             part.bias = nn.Parameter(torch.empty(part.out_features, device="meta"))
     wanted = weights.state_dict()
     if missing := wanted.keys() - found.keys():
-        raise checkpoint.wrong(f"lacks the tensor {count_from_first(missing)}")
+        raise checkpoint.wrong(f"lacks the tensor {count_from_first(missing)}{where}")
     if unknown := found.keys() - wanted.keys():
-        raise checkpoint.wrong(f"has an unknown tensor {count_from_first(unknown)}")
+        raise checkpoint.wrong(f"has an unknown tensor {count_from_first(unknown)}{where}")
     for key, tensor in found.items():
         if tensor.shape != wanted[key].shape or not tensor.is_floating_point():
             raise checkpoint.wrong(
-                f"has a tensor {key} of {tensor.dtype} {list(tensor.shape)}; expected floating "
-                f"point {list(wanted[key].shape)}"
+                f"has a tensor {key} of {tensor.dtype} {list(tensor.shape)}{where}; expected "
+                f"floating point {list(wanted[key].shape)}"
             )
     weights.load_state_dict(found, assign=True)
     weights.requires_grad_(False).eval().to(device=device, dtype=dtype)

@@ -46,26 +46,58 @@ class DraftAttention(nn.Module):
         self.v_proj = nn.Linear(input_size, kv_size, bias=False)
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
 
+    def query(self, x: Tensor) -> Tensor:
+        """Return queries ``[T, Hq, D]``, not rotated."""
+        heads: Tensor = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
+        return heads
+
+    def key(self, x: Tensor) -> Tensor:
+        """Return keys ``[T, Hkv, D]``, not rotated."""
+        heads: Tensor = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
+        return heads
+
+    def value(self, x: Tensor) -> Tensor:
+        """Return values ``[T, Hkv, D]``."""
+        heads: Tensor = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        return heads
+
     def forward(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
         """Map ``[T, input_size]`` to ``[T, H]``."""
-        q, k, v = (
-            project(x).unflatten(-1, (-1, self.head_dim))
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q, k = apply_rotary_pos_emb(q, k, *rope, unsqueeze_dim=1)
-        out: Tensor = self.o_proj(attend(self.layer, q, k, v).flatten(-2))
+        q, k = apply_rotary_pos_emb(self.query(x), self.key(x), *rope, unsqueeze_dim=1)
+        out: Tensor = self.o_proj(attend(self.layer, q, k, self.value(x)).flatten(-2))
         return out
+
+
+class NormedAttention(DraftAttention):
+    """Attention as in Qwen3, which norms every query and key."""
+
+    def __init__(self, config: LlamaConfig, layer: int, input_size: int) -> None:
+        super().__init__(config, layer, input_size)
+        self.q_norm = rms_norm(config, config.head_dim)
+        self.k_norm = rms_norm(config, config.head_dim)
+
+    def query(self, x: Tensor) -> Tensor:
+        """Return queries ``[T, Hq, D]``, normed and not rotated."""
+        normed: Tensor = self.q_norm(super().query(x))
+        return normed
+
+    def key(self, x: Tensor) -> Tensor:
+        """Return keys ``[T, Hkv, D]``, normed and not rotated."""
+        normed: Tensor = self.k_norm(super().key(x))
+        return normed
 
 
 class EagleLayer(nn.Module):
     """A Llama decoder layer; a head's first lacks the input norm."""
 
-    def __init__(self, config: LlamaConfig, layer: int, *, input_norm: bool) -> None:
+    def __init__(
+        self, config: LlamaConfig, layer: int, *, input_norm: bool, head_norms: bool = False
+    ) -> None:
         super().__init__()
-        size = config.hidden_size
-        self.input_layernorm = _norm(config) if input_norm else nn.Identity()
-        self.self_attn = DraftAttention(config, layer, size)
-        self.post_attention_layernorm = _norm(config)
+        size, attention = config.hidden_size, NormedAttention if head_norms else DraftAttention
+        self.input_layernorm = rms_norm(config) if input_norm else nn.Identity()
+        self.self_attn = attention(config, layer, size)
+        self.post_attention_layernorm = rms_norm(config)
         self.mlp = LlamaMLP(config)
 
     def forward(self, x: Tensor, rope: Rope, attend: Attend, rows: Tensor | None) -> Tensor:
@@ -80,13 +112,16 @@ class Eagle3Layer(nn.Module):
     Its residual stream begins with the hidden state, or with its norm (``norm_before_residual``).
     """
 
-    def __init__(self, config: LlamaConfig, *, norm_before_residual: bool) -> None:
+    def __init__(
+        self, config: LlamaConfig, *, norm_before_residual: bool, head_norms: bool
+    ) -> None:
         super().__init__()
+        attention = NormedAttention if head_norms else DraftAttention
         self.norm_before_residual = norm_before_residual
-        self.input_layernorm = _norm(config)
-        self.hidden_norm = _norm(config)
-        self.self_attn = DraftAttention(config, 0, 2 * config.hidden_size)
-        self.post_attention_layernorm = _norm(config)
+        self.input_layernorm = rms_norm(config)
+        self.hidden_norm = rms_norm(config)
+        self.self_attn = attention(config, 0, 2 * config.hidden_size)
+        self.post_attention_layernorm = rms_norm(config)
         self.mlp = LlamaMLP(config)
 
     def forward(
@@ -166,15 +201,19 @@ class Eagle3Weights(HeadWeights):
     ) -> None:
         super().__init__(config, names, draft_vocab_size)
         size, feature_size = config.hidden_size, sum(features)
-        self.input_norm = _norm(config, feature_size) if "norm_before_fc" in norms else None
+        self.input_norm = rms_norm(config, feature_size) if "norm_before_fc" in norms else None
         self.fc_norm: nn.ModuleList | None = None
         if "fc_norm" in norms:
-            self.fc_norm = nn.ModuleList(_norm(config, width) for width in features)
+            self.fc_norm = nn.ModuleList(rms_norm(config, width) for width in features)
         # A head that reads one hidden state of its own size has nothing to mix.
         mixes = "fc.weight" in names or feature_size != size
         self.fc = nn.Linear(feature_size, size, bias=False) if mixes else nn.Identity()
-        self.midlayer = Eagle3Layer(config, norm_before_residual="norm_before_residual" in norms)
-        self.norm = _norm(config)
+        self.midlayer = Eagle3Layer(
+            config,
+            norm_before_residual="norm_before_residual" in norms,
+            head_norms="midlayer.self_attn.q_norm.weight" in names,
+        )
+        self.norm = rms_norm(config)
         self.norm_output = "norm_output" in norms
 
     def norm_features(self, states: Tensor) -> Tensor:
@@ -188,7 +227,7 @@ class Eagle3Weights(HeadWeights):
 
 @dataclass(frozen=True, eq=False)
 class DraftHead:
-    """The parts that the heads of all EAGLE versions have.
+    """The parts that the heads of EAGLE and DFlash have.
 
     Parameters
     ----------
@@ -226,8 +265,11 @@ class DraftHead:
     def _inputs(self, input_ids: Tensor, positions: Tensor) -> tuple[Tensor, Rope]:
         """Return the embeddings ``[T, H]``, in the draft's dtype, and the rotations."""
         embeds = self.embed_tokens(input_ids).to(self.layers[0].dtype)
-        cos, sin = self.rope(embeds, positions[None])  # [1, T, D]
-        return embeds, (cos[0], sin[0])
+        return embeds, self._rotations(embeds, positions)
+
+    def _rotations(self, states: Tensor, positions: Tensor) -> Rope:
+        cos, sin = self.rope(states, positions[None])  # [1, T, D]
+        return cos[0], sin[0]
 
     def _logits(self, x: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(x.to(self.lm_head.weight.dtype))
@@ -323,7 +365,8 @@ class Eagle3Head(DraftHead):
         return self.target_ids[token_ids]
 
 
-def _norm(config: LlamaConfig, size: int | None = None) -> Any:
+def rms_norm(config: LlamaConfig, size: int | None = None) -> Any:
+    """Return a head's norm, of its hidden size by default."""
     return LlamaRMSNorm(size or config.hidden_size, eps=config.rms_norm_eps)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from specattn.errors import ModelError
 from specattn.models.eagle import Eagle3Head
+from specattn.models.fused.dflash import FusedDFlash
 from specattn.models.fused.draft import FusedEagle3
 from specattn.models.fused.target import FusedTarget
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from specattn.models.eagle import EagleHead
     from specattn.models.hf import HFTarget
 
-__all__ = ["FusedEagle3", "FusedTarget", "fuse"]
+__all__ = ["FusedDFlash", "FusedEagle3", "FusedTarget", "fuse"]
 
 
 def fuse(

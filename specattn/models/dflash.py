@@ -1,0 +1,239 @@
+"""DFlash heads draft a whole block in one forward.
+
+Their layers are those of Qwen3. Keys and values of the context are projections of the target's
+features at several layers; those of the block come from the bonus token and mask tokens (DFlash,
+arXiv:2602.06036). Module names are those of z-lab's checkpoints and of vLLM's speculators;
+`specattn.models.load_dflash` builds the heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from specattn.models.eagle import DraftHead, EagleLayer, HeadWeights, rms_norm
+from specattn.models.hf import FeatureSpec
+from specattn.speculative.block import BlockShape, BlockView
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
+    from specattn.models.checkpoint import Checkpoint
+    from specattn.speculative.block import ContextStore
+    from specattn.speculative.model import Attend
+
+#: The most tokens of a block: as many as the widest tree has nodes.
+MAX_BLOCK = 256
+# Parts of other block drafts, and the value without them.
+_UNSERVED = {
+    "attention_sink_bias": False,
+    "attention_value_scale": None,
+    "conv_kernel_size": 0,
+    "final_logit_softcapping": 0,
+    "output_multiplier": 1.0,
+    "partial_rotary_factor": 1.0,
+    "projector_type": None,
+    "rope_is_neox_style": True,
+    "selector_rank": 0,
+    "use_gemma_norm": False,
+}
+
+
+@dataclass(frozen=True)
+class DFlashSettings:
+    """What ``config.json`` says of a DFlash head besides its layers' shapes.
+
+    Parameters
+    ----------
+    block : BlockShape
+        What the head fills in one forward.
+    features : FeatureSpec
+        The hidden states that the target must give.
+    windows : tuple of int
+        ``AttnConfig.window_left`` of every layer.
+    """
+
+    block: BlockShape
+    features: FeatureSpec
+    windows: tuple[int, ...]
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, layers: int, target_layers: int, vocab_size: int) -> Self:
+        """Read and check the settings.
+
+        Parameters
+        ----------
+        checkpoint : Checkpoint
+            The head's.
+        layers, target_layers : int
+            Layers of the draft and of the target.
+        vocab_size : int
+            Tokens that the embedding knows.
+
+        Raises
+        ------
+        ModelError
+            In one line, for a setting that is missing, out of range or not served.
+        """
+        settings = checkpoint.settings
+        for key, plain in _UNSERVED.items():
+            if settings.get(key) not in (None, plain):
+                raise checkpoint.wrong(
+                    f"has {key} {settings[key]!r} in config.json, which no DFlash head here has"
+                )
+        from_anchor = bool(settings.get("sample_from_anchor"))
+        size = _number(checkpoint, "block_size", 1 if from_anchor else 2, MAX_BLOCK)
+        mask = _number(checkpoint, "mask_token_id", 0, vocab_size - 1)
+        views, windows = _attention(checkpoint, layers)
+        block = BlockShape(size, mask, 0 if from_anchor else 1, views)
+        return cls(block, _features(checkpoint, target_layers), windows)
+
+
+def _number(checkpoint: Checkpoint, key: str, least: int, most: int) -> int:
+    """Return a whole number of ``config.json`` in a range."""
+    found = checkpoint.settings.get(key)
+    if found is None:
+        raise checkpoint.wrong(f"has no {key} in config.json")
+    if type(found) is not int or not least <= found <= most:
+        raise checkpoint.wrong(
+            f"has {key} {found!r} in config.json; expected a whole number of {least}..{most}"
+        )
+    return found
+
+
+def _features(checkpoint: Checkpoint, target_layers: int) -> FeatureSpec:
+    """Return the target's states that the head reads.
+
+    speculators counts the states that enter a layer, z-lab those that leave one.
+    """
+    settings = checkpoint.settings
+    entering = "speculators_model_type" in settings
+    key = "aux_hidden_state_layer_ids" if entering else "target_layer_ids"
+    made_for = settings.get("num_target_layers")
+    if made_for not in (None, target_layers):
+        raise checkpoint.wrong(
+            f"has num_target_layers {made_for!r} in config.json; the target has {target_layers}"
+        )
+    ids = settings.get(key)
+    if ids is None:
+        raise checkpoint.wrong(f"has no {key} in config.json")
+    if not isinstance(ids, list) or not ids or any(type(index) is not int for index in ids):
+        raise checkpoint.wrong(
+            f"has {key} {ids!r} in config.json; expected a list of whole numbers"
+        )
+    if not all(0 <= index < target_layers for index in ids):
+        raise checkpoint.wrong(
+            f"has {key} {ids} in config.json; the target has the layers 0..{target_layers - 1}"
+        )
+    return FeatureSpec(tuple(index if entering else index + 1 for index in ids))
+
+
+def _attention(
+    checkpoint: Checkpoint, layers: int
+) -> tuple[tuple[BlockView, ...], tuple[int, ...]]:
+    """Return the layers' views and windows.
+
+    Layers with a window are causal unless the settings say otherwise, and others are not. In
+    z-lab's layout ``causal`` or ``is_causal`` decides for all. speculators' windows are those of
+    the block's first token, which sees as many tokens before itself as the window is wide.
+    """
+    settings = checkpoint.settings
+    by_speculators = "speculators_model_type" in settings
+    types = settings.get("layer_types") or ["full_attention"] * layers
+    known = ("full_attention", "sliding_attention")
+    if len(types) != layers or any(kind not in known for kind in types):
+        raise checkpoint.wrong(
+            f"has layer_types {types!r} in config.json; expected {layers} of {' and '.join(known)}"
+        )
+    window = -1
+    if "sliding_attention" in types:
+        window = _number(checkpoint, "sliding_window", 1, 2**31 - 1) - (not by_speculators)
+    stated = settings.get("causal", settings.get("is_causal"))
+    views, windows = [], []
+    for kind in types:
+        sliding = causal = kind == "sliding_attention"
+        if by_speculators:
+            causal = sliding and not settings.get("sliding_window_non_causal")
+        elif stated is not None:
+            causal = bool(stated)
+        views.append(BlockView(causal, anchored=by_speculators or not causal))
+        windows.append(window if sliding else -1)
+    return tuple(views), tuple(windows)
+
+
+class DFlashWeights(HeadWeights):
+    """The weights of a DFlash checkpoint, under its names.
+
+    Parameters
+    ----------
+    config, names, draft_vocab_size
+        See `HeadWeights`.
+    feature_size : int
+        F, the width of the hidden states that are mixed.
+    """
+
+    def __init__(
+        self, config: LlamaConfig, names: set[str], draft_vocab_size: int, feature_size: int
+    ) -> None:
+        super().__init__(config, names, draft_vocab_size)
+        self.fc = nn.Linear(feature_size, config.hidden_size, bias=False)
+        self.hidden_norm = rms_norm(config)
+        self.layers = nn.ModuleList(
+            EagleLayer(config, layer, input_norm=True, head_norms=True)
+            for layer in range(config.num_hidden_layers)
+        )
+        self.norm = rms_norm(config)
+
+
+@dataclass(frozen=True, eq=False)
+class DFlashHead(DraftHead):
+    """The block draft of DFlash.
+
+    Parameters
+    ----------
+    weights : DFlashWeights
+        The checkpoint's weights; the other parts are those of `DraftHead`.
+    block : BlockShape
+        What the head fills in one forward.
+    target_ids : Tensor or None
+        ``[Vd]`` int64, the target token id of each draft token id; None if both are the same.
+    """
+
+    weights: DFlashWeights
+    block: BlockShape
+    target_ids: Tensor | None
+
+    def combine(self, hidden_states: Tensor) -> Tensor:
+        """Mix the target's features ``[T, F]`` into the draft's context ``[T, H]``."""
+        weights = self.weights
+        mixed: Tensor = weights.hidden_norm(weights.fc(hidden_states.to(self.layers[0].dtype)))
+        return mixed
+
+    @torch.no_grad()
+    def write_context(self, states: Tensor, positions: Tensor, store: ContextStore) -> None:
+        """Store every layer's keys and values; see `BlockDraftModel.write_context`."""
+        rope = self._rotations(states, positions)
+        for layer, part in enumerate(self.weights.layers):
+            attention: Any = part.self_attn
+            key = attention.key(states)
+            _, key = apply_rotary_pos_emb(key[:, :0], key, *rope, unsqueeze_dim=1)
+            store(layer, key, attention.value(states))
+
+    @torch.no_grad()
+    def forward_block(
+        self, input_ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
+    ) -> Tensor:
+        """Run the draft over blocks; see `BlockDraftModel.forward_block`."""
+        x, rope = self._inputs(input_ids, positions)
+        *first, last = self.weights.layers
+        for layer in first:
+            x = layer(x, rope, attend, None)
+        return self._logits(self.weights.norm(last(x, rope, attend, rows)))
+
+    def to_target(self, token_ids: Tensor) -> Tensor:
+        """Map draft token ids, int64 of any shape, to target token ids."""
+        return token_ids if self.target_ids is None else self.target_ids[token_ids]

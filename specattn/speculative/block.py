@@ -1,0 +1,248 @@
+"""What a step asks of a draft that writes whole blocks.
+
+A block is the bonus token and mask tokens behind it, at the positions after the committed ones. All
+its tokens see the prefix. Which of the block they see, is the layer's: all of it, or what comes
+before. The prefix holds no keys and values of a draft's own tokens: they are projections of the
+target's features (DFlash, arXiv:2602.06036).
+
+Shapes: B requests, n tokens of a block, T tokens of all requests, H the draft's hidden size, F the
+width of the target's features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from specattn.backends.base import CompositeAttention
+from specattn.backends.layers import PackedAttend
+from specattn.batch import Phase, RowLayout
+from specattn.plan import AttnInputs, AttnPlan, causal_words, words_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from specattn.backends.layers import BoundLayers, LayeredBackend
+    from specattn.cache.kv_pool import KVPool
+    from specattn.config import AttnConfig
+    from specattn.kernels.fused import Rotation
+    from specattn.speculative.model import Attend
+
+
+@dataclass(frozen=True)
+class ContextStore:
+    """Where keys and values of committed tokens go, layer by layer.
+
+    Parameters
+    ----------
+    pool : KVPool
+        The draft's.
+    slots : Tensor
+        ``[B, q]`` int32 with B q = T; may have a row stride.
+    """
+
+    pool: KVPool
+    slots: Tensor
+
+    def __call__(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store ``[T, Hkv, D]`` and ``[T, Hkv, Dv]``, position embedding applied."""
+        self.pool.store(layer, self.slots, k, v)
+
+    def packed(self, layer: int, parts: Tensor, positions: Tensor, rotation: Rotation) -> None:
+        """Norm and rotate keys, and store them with values.
+
+        Parameters
+        ----------
+        layer : int
+            Index into the draft's ``layers``.
+        parts : Tensor
+            ``[S, T, 2 Hkv D]``, of any dtype: they add up to keys and values.
+        positions : Tensor
+            ``[T]`` int64.
+        rotation : Rotation
+            The position embedding, and the norms before it.
+        """
+        self.pool.store_packed(layer, self.slots, parts, positions, rotation, 0)
+
+
+@dataclass(frozen=True)
+class BlockView:
+    """What the tokens of a block see in a layer.
+
+    Parameters
+    ----------
+    causal : bool
+        Whether a token sees the block up to itself; else it sees all of it.
+    anchored : bool
+        Whether a window is that of the block's first token for all its tokens, as speculators
+        trains it; else each token has its own, which goes with ``causal`` only.
+    """
+
+    causal: bool
+    anchored: bool
+
+    def words(self, size: int) -> Tensor:
+        """Return ancestor words ``[n, ceil(n / 64)]`` int64, on the host."""
+        if self.causal:
+            return causal_words(RowLayout(size, size, Phase.DRAFT))
+        return words_of([(1 << size) - 1] * size, size)
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """A draft's block, and who sees what of it.
+
+    Parameters
+    ----------
+    size : int
+        n, the bonus token included.
+    mask_token_id : int
+        The token at the places that are to be filled.
+    first_draft : int
+        The place whose logits are the first drafted token's: 0 or 1.
+    views : tuple of BlockView
+        One per layer.
+    """
+
+    size: int
+    mask_token_id: int
+    first_draft: int
+    views: tuple[BlockView, ...]
+
+
+class BlockDraftModel(Protocol):
+    """A model that proposes a block of tokens in one forward."""
+
+    @property
+    def layers(self) -> tuple[AttnConfig, ...]:
+        """The attention geometry of every layer, in the order ``attend`` numbers them."""
+
+    @property
+    def block(self) -> BlockShape:
+        """What it fills in one forward."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Vd, the width of the logits."""
+
+    @property
+    def feature_size(self) -> int:
+        """F, the width of the target features that `combine` reads."""
+
+    def combine(self, hidden_states: Tensor) -> Tensor:
+        """Map the target's features ``[T, F]`` to the draft's context ``[T, H]``."""
+
+    def write_context(self, states: Tensor, positions: Tensor, store: ContextStore) -> None:
+        """Store every layer's keys and values of committed tokens.
+
+        Parameters
+        ----------
+        states : Tensor
+            ``[T, H]``, from `combine`.
+        positions : Tensor
+            ``[T]`` int64.
+        store : ContextStore
+            Called once per layer.
+        """
+
+    def forward_block(
+        self, input_ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
+    ) -> Tensor:
+        """Run the draft over blocks; return logits ``[R, Vd]``.
+
+        Parameters
+        ----------
+        input_ids, positions : Tensor
+            ``[B * n]`` int64: each request's bonus token and masks.
+        attend : Attend
+            Called once per layer.
+        rows : Tensor, optional
+            ``[R]`` int64 indices of the tokens whose logits are wanted; all if None.
+        """
+
+    @property
+    def target_ids(self) -> Tensor | None:
+        """The table of `to_target`, contiguous ``[Vd]`` int64, if it is one."""
+
+    def to_target(self, token_ids: Tensor) -> Tensor:
+        """Map draft token ids, int64 of any shape, to target token ids."""
+
+
+@dataclass(frozen=True)
+class BlockAttention(CompositeAttention, PackedAttend):
+    """The `Attend` of a block draft: a plan per view.
+
+    `bind` makes one.
+    """
+
+    bounds: tuple[BoundLayers, ...]
+    kinds: tuple[int, ...]
+
+    @classmethod
+    def bind(
+        cls,
+        backend: LayeredBackend,
+        views: Sequence[BlockView],
+        req_to_token: Tensor,
+        *,
+        req_pool_indices: Tensor,
+        seq_lens: Tensor,
+        positions: Tensor,
+        anchors: Tensor,
+        slots: Tensor,
+        page_size: int = 1,
+    ) -> BlockAttention:
+        """Plan a bucket's forward, and bind the layers to it.
+
+        Parameters
+        ----------
+        backend : LayeredBackend
+            The draft's attention over its pool.
+        views : sequence of BlockView
+            One per layer.
+        req_to_token : Tensor
+            ``[rows, max_context_len]`` int32.
+        req_pool_indices, seq_lens : Tensor
+            ``[B]`` int64 and int32.
+        positions, anchors : Tensor
+            ``[B, n]`` int64, of the block's tokens, and of the block's first token for each of
+            them; may have a row stride. Read under windows only.
+        slots : Tensor
+            ``[B, n]`` int32, where the block's keys and values go; may have a row stride.
+        page_size : int
+            As in `RowLayout`.
+
+        Raises
+        ------
+        ValueError
+            If a view that is not causal has windows of its own: no backend looks ahead by position.
+        """
+        if any(not (view.causal or view.anchored) for view in views):
+            raise ValueError("a view must be causal or anchored: no window looks ahead")
+        windowed = any(layer.window_left >= 0 for layer in backend.pool.layers)
+        distinct, (batch, size), bounds = list(dict.fromkeys(views)), positions.shape, []
+        for view in distinct:
+            # causal kernels have windows of their own
+            causal = view.causal and not (view.anchored and windowed)
+            layout = RowLayout(size, size, Phase.DRAFT, causal, page_size)
+            words = view.words(size).to(positions.device).repeat(batch, 1, 1)
+            seen = anchors if view.anchored else positions
+            inputs = AttnInputs(req_pool_indices, seq_lens, seen, slots, words)
+            bounds.append(backend.bind(AttnPlan.over(layout, req_to_token, inputs)))
+        return cls(tuple(bounds), tuple(map(distinct.index, views)))
+
+    def parts(self) -> tuple[BoundLayers, ...]:
+        """Return the plans' attentions."""
+        return self.bounds
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Attend in ``layer``, by the plan of its view; see `Attend`."""
+        return self.bounds[self.kinds[layer]](layer, q, k, v, sinks)
+
+    def packed(self, layer: int, parts: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
+        """Attend with heads that are not rotated yet; see `PackedAttend.packed`."""
+        return self.bounds[self.kinds[layer]].packed(layer, parts, positions, rotation)
