@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import pickle
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -42,6 +44,8 @@ class Checkpoint:
         ``"eagle"`` (EAGLE or EAGLE-2), ``"eagle3"`` or ``"dflash"``.
     weights : str
         The name of the file that holds or lists the weights, for messages.
+    folder : Path
+        Where its files are.
     """
 
     name: str
@@ -49,6 +53,7 @@ class Checkpoint:
     tensors: dict[str, Tensor]
     kind: str
     weights: str
+    folder: Path
 
     def wrong(self, message: str) -> ModelError:
         """Return the error that tells what is wrong with this draft."""
@@ -69,11 +74,12 @@ def read_checkpoint(path_or_id: str | Path) -> Checkpoint:
         tensors = _read_tensors(folder, name)
         kind = _kind(settings, tensors, name)
         weights = next(file for pair in _FILES for file in pair if (folder / file).is_file())
-        checkpoint = Checkpoint(name, settings, _rename(tensors, name, kind), kind, weights)
+        checkpoint = Checkpoint(name, settings, {}, kind, weights, folder)
+        checkpoint = replace(checkpoint, tensors=_rename(tensors, checkpoint))
         if kind == "eagle" and "fc.weight" not in checkpoint.tensors:
             raise checkpoint.wrong(
-                "is no EAGLE head: it has no tensor fc.weight, as a whole model or a Medusa head; "
-                "give a head that was trained for this target"
+                f"is no EAGLE head: it has no tensor fc.weight in {weights}, as a whole model or "
+                "a Medusa head; give a head that was trained for this target"
             )
         return checkpoint
 
@@ -91,7 +97,8 @@ def _read_settings(folder: Path, name: str) -> dict[str, Any]:
     ):
         if not isinstance(settings.get(nested) or {}, dict):
             raise ModelError(
-                "draft", f"{name} has {nested} {settings[nested]!r}; expected an object"
+                "draft",
+                f"{name} has {nested} {settings[nested]!r} in config.json; expected an object",
             )
     settings = (settings.get("transformer_layer_config") or {}) | settings
     settings |= settings.get("eagle_config") or {}
@@ -109,7 +116,10 @@ def _read_settings(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _read_object(path: Path, name: str) -> dict[str, Any]:
-    found = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError("draft", f"{name} has a corrupt {path.name}: {error}") from error
     if not isinstance(found, dict):
         kind = type(found).__name__
         raise ModelError("draft", f"{name} has a {kind} in {path.name}; expected an object")
@@ -121,10 +131,17 @@ def _read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
     for path in _weight_files(folder, name):
         if not path.is_file():
             raise ModelError("draft", f"{name} lacks the file {path.name}")
-        if path.suffix == ".safetensors":
-            tensors |= load_file(path)
-            continue
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            if path.suffix == ".safetensors":
+                tensors |= load_file(path)
+                continue
+            found = torch.load(path, map_location="cpu", weights_only=True)
+        except (SafetensorError, EOFError) as error:
+            raise ModelError("draft", f"{name} has a corrupt {path.name}") from error
+        except pickle.UnpicklingError as error:
+            raise ModelError(
+                "draft", f"{name} has a {path.name} that is corrupt or holds more than tensors"
+            ) from error
         if not isinstance(found, dict) or not all(
             isinstance(key, str) and isinstance(value, Tensor) for key, value in found.items()
         ):
@@ -168,15 +185,15 @@ def _kind(settings: dict[str, Any], tensors: dict[str, Tensor], name: str) -> st
     return "eagle"
 
 
-def _rename(tensors: dict[str, Tensor], name: str, kind: str) -> dict[str, Tensor]:
+def _rename(tensors: dict[str, Tensor], checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Give the tensors of published checkpoints one spelling."""
     renamed: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         short = key.removeprefix("model.")
-        if kind == "eagle3" and short.startswith("layers.0."):
+        if checkpoint.kind == "eagle3" and short.startswith("layers.0."):
             short = "midlayer." + short.removeprefix("layers.0.")
         if short in renamed:
-            raise ModelError("draft", f"{name} holds the tensor {short} twice")
+            raise checkpoint.wrong(f"holds the tensor {short} twice in {checkpoint.weights}")
         # The configuration tells the one, d2t the other.
         if not short.endswith("rotary_emb.inv_freq") and short != "t2d":
             renamed[short] = tensor

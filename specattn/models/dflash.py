@@ -145,7 +145,8 @@ def _attention(
     by_speculators = "speculators_model_type" in settings
     types = settings.get("layer_types") or ["full_attention"] * layers
     known = ("full_attention", "sliding_attention")
-    if len(types) != layers or any(kind not in known for kind in types):
+    fits = isinstance(types, list) and len(types) == layers
+    if not fits or any(kind not in known for kind in types):
         raise checkpoint.wrong(
             f"has layer_types {types!r} in config.json; expected {layers} of {' and '.join(known)}"
         )

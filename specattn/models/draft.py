@@ -24,7 +24,8 @@ from specattn.models.eagle import (
     HeadWeights,
 )
 from specattn.models.hf import FeatureSpec
-from specattn.models.hub import blaming, count_from_first
+from specattn.models.hub import blaming, count_from_first, first_line
+from specattn.models.vocabulary import check_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -87,6 +88,7 @@ def load_draft(
     with blaming("draft", checkpoint.name):
         if checkpoint.kind == "dflash":
             raise checkpoint.wrong("is a DFlash head, no EAGLE head")
+        check_tokenizer(checkpoint.folder, checkpoint.name, target)
         build = _eagle3 if checkpoint.kind == "eagle3" else _eagle
         return build(checkpoint, target, dtype or target.dtype, device or target.device)
 
@@ -97,8 +99,8 @@ def _eagle(
     config = _llama_config(checkpoint, target)
     if config.hidden_size != target.hidden_size:
         raise checkpoint.wrong(
-            f"has hidden_size {config.hidden_size}, but EAGLE continues the target's hidden "
-            f"states, which have {target.hidden_size}"
+            f"has hidden_size {config.hidden_size} in config.json, but EAGLE continues the "
+            f"target's hidden states, which have {target.hidden_size}"
         )
     with torch.device("meta"):
         weights = EagleWeights(config, set(checkpoint.tensors))
@@ -115,11 +117,14 @@ def _eagle3(
 ) -> Eagle3Head:
     norms = {setting for setting in EAGLE3_NORMS if checkpoint.settings.get(setting)}
     if {"norm_before_fc", "fc_norm"} <= norms:
-        raise checkpoint.wrong("sets norm_before_fc and fc_norm, of which a head has one at most")
+        raise checkpoint.wrong(
+            "sets norm_before_fc and fc_norm in config.json, of which a head has one at most"
+        )
     config = _llama_config(checkpoint, target)
     if config.num_hidden_layers != 1:
         raise checkpoint.wrong(
-            f"has num_hidden_layers {config.num_hidden_layers}; an EAGLE-3 head has 1"
+            f"has num_hidden_layers {config.num_hidden_layers} in config.json; "
+            "an EAGLE-3 head has 1"
         )
     features = _features(checkpoint, len(target.layers))
     widths = [target.hidden_size] * len(features.hidden_states)
@@ -162,6 +167,7 @@ def load_dflash(
             raise checkpoint.wrong(
                 "is no DFlash head: config.json has no dflash_config and no block_size"
             )
+        check_tokenizer(checkpoint.folder, checkpoint.name, target)
         return _dflash(checkpoint, target, dtype or target.dtype, device or target.device)
 
 
@@ -176,7 +182,7 @@ def _dflash(
     feature_size = target.hidden_size * len(settings.features.hidden_states)
     with torch.device("meta"):
         weights = DFlashWeights(config, set(checkpoint.tensors), len(target_ids), feature_size)
-    _fill(checkpoint, weights, dtype, device, f" in {checkpoint.weights}")
+    _fill(checkpoint, weights, dtype, device)
     ends = _ends(checkpoint, weights, target, config.hidden_size, len(target_ids))
     rope, layer = _geometry(config, dtype, device)
     layers = tuple(replace(layer, window_left=window) for window in settings.windows)
@@ -194,21 +200,32 @@ def _llama_config(checkpoint: Checkpoint, target: Target) -> LlamaConfig:
     for key in _COUNTS:
         count = settings.get(key)
         if count is not None and (type(count) is not int or count < 1):
-            raise checkpoint.wrong(f"has {key} {count!r}; expected a whole number of at least 1")
+            raise checkpoint.wrong(
+                f"has {key} {count!r} in config.json; expected a whole number of at least 1"
+            )
     act = settings.get("hidden_act")
     if act is not None and act not in ACT2FN:
-        raise checkpoint.wrong(f"has hidden_act {act!r}, which transformers does not know")
+        raise checkpoint.wrong(
+            f"has hidden_act {act!r} in config.json, which transformers does not know"
+        )
     vocab_size = settings.get("vocab_size") or target.vocab_size
     if vocab_size != target.vocab_size:
         raise checkpoint.wrong(
-            f"was made for a vocabulary of {vocab_size} tokens; the target has {target.vocab_size}"
+            f"has vocab_size {vocab_size} in config.json; the target has {target.vocab_size} tokens"
         )
     known = {key: settings[key] for key in _REQUIRED + _OPTIONAL if settings.get(key) is not None}
-    config = LlamaConfig(**{"num_hidden_layers": 1} | known | {"vocab_size": vocab_size})
+    try:
+        config = LlamaConfig(**{"num_hidden_layers": 1} | known | {"vocab_size": vocab_size})
+    # transformers checks settings with types of another library
+    except Exception as error:
+        raise checkpoint.wrong(
+            f"has a config.json that transformers refuses: {first_line(error)}"
+        ) from error
     rope = config.rope_parameters["rope_type"]
     if rope not in ("default", *ROPE_INIT_FUNCTIONS):
         raise checkpoint.wrong(
-            f"asks for the rope type {rope!r}; known are default, {', '.join(ROPE_INIT_FUNCTIONS)}"
+            f"asks for the rope type {rope!r} in config.json; known are default, "
+            f"{', '.join(ROPE_INIT_FUNCTIONS)}"
         )
     return config
 
@@ -217,12 +234,13 @@ def _features(checkpoint: Checkpoint, num_layers: int) -> FeatureSpec:
     """Return the states that an EAGLE-3 head reads, SGLang's by default."""
     if checkpoint.settings.get("use_aux_hidden_state") is False:
         return FeatureSpec((num_layers,))
-    ids = checkpoint.settings.get("eagle_aux_hidden_state_layer_ids")
+    key = "eagle_aux_hidden_state_layer_ids"
+    ids = checkpoint.settings.get(key)
     if ids is not None and (
         not isinstance(ids, list) or any(type(index) is not int for index in ids)
     ):
         raise checkpoint.wrong(
-            f"has eagle_aux_hidden_state_layer_ids {ids!r}; expected a list of whole numbers"
+            f"has {key} {ids!r} in config.json; expected a list of whole numbers"
         )
     if not ids:
         entering = (2, num_layers // 2, num_layers - 3)
@@ -234,46 +252,46 @@ def _features(checkpoint: Checkpoint, num_layers: int) -> FeatureSpec:
     # Transformers shows what leaves the last layer only after the final norm.
     if not all(first <= i < num_layers for i in entering):
         raise checkpoint.wrong(
-            f"reads the target {where} layers {ids} (eagle_aux_hidden_state_layer_ids); "
-            f"0..{num_layers - 1 - first} can be read"
+            f"has {key} {ids} in config.json; the target can be read {where} the layers "
+            f"0..{num_layers - 1 - first}"
         )
     return FeatureSpec(entering)
 
 
 def _target_ids(checkpoint: Checkpoint, vocab_size: int) -> Tensor:
     """Return each draft token's target id, ``[Vd]``; d2t holds differences."""
+    file = checkpoint.weights
     d2t = checkpoint.tensors.get("d2t", torch.zeros(0, dtype=torch.int64))
     draft_size = checkpoint.settings.get("draft_vocab_size") or d2t.numel() or vocab_size
     if "d2t" not in checkpoint.tensors:
         if draft_size != vocab_size:
             raise checkpoint.wrong(
-                f"has {draft_size} tokens and no tensor d2t that maps them to the target's "
-                f"{vocab_size}"
+                f"has draft_vocab_size {draft_size} in config.json, and no tensor d2t in {file} "
+                f"that maps these tokens to the target's {vocab_size}"
             )
         d2t = torch.zeros(draft_size, dtype=torch.int64)
     if d2t.shape != (draft_size,) or d2t.dtype not in (torch.int32, torch.int64):
         raise checkpoint.wrong(
-            f"has a tensor d2t of {d2t.dtype} {list(d2t.shape)}; expected integers [{draft_size}]"
+            f"has a tensor d2t of {d2t.dtype} {list(d2t.shape)} in {file}; expected integers "
+            f"[{draft_size}]"
         )
     ids = torch.arange(draft_size) + d2t
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if outside.numel():
         raise checkpoint.wrong(
-            f"maps a draft token to {int(outside[0])} by d2t; the target has {vocab_size} tokens"
+            f"maps a draft token to {int(outside[0])} by d2t in {file}; the target has "
+            f"{vocab_size} tokens"
         )
     if ids.unique().numel() != draft_size:
-        raise checkpoint.wrong("maps two draft tokens to one target token by d2t")
+        raise checkpoint.wrong(f"maps two draft tokens to one target token by d2t in {file}")
     return ids
 
 
 def _fill(
-    checkpoint: Checkpoint,
-    weights: HeadWeights,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    where: str = "",
+    checkpoint: Checkpoint, weights: HeadWeights, dtype: torch.dtype, device: torch.device | str
 ) -> None:
-    """Fill a module with all checkpoint weights; ``where`` ends errors."""
+    """Fill a module with all weights of the checkpoint."""
+    file = checkpoint.weights
     found = {key: tensor for key, tensor in checkpoint.tensors.items() if key != "d2t"}
     # Any projection may have a bias, as those of heads for Qwen2 have.
     for name, part in weights.named_modules():
@@ -281,13 +299,13 @@ def _fill(
             part.bias = nn.Parameter(torch.empty(part.out_features, device="meta"))
     wanted = weights.state_dict()
     if missing := wanted.keys() - found.keys():
-        raise checkpoint.wrong(f"lacks the tensor {count_from_first(missing)}{where}")
+        raise checkpoint.wrong(f"lacks the tensor {count_from_first(missing)} in {file}")
     if unknown := found.keys() - wanted.keys():
-        raise checkpoint.wrong(f"has an unknown tensor {count_from_first(unknown)}{where}")
+        raise checkpoint.wrong(f"has an unknown tensor {count_from_first(unknown)} in {file}")
     for key, tensor in found.items():
         if tensor.shape != wanted[key].shape or not tensor.is_floating_point():
             raise checkpoint.wrong(
-                f"has a tensor {key} of {tensor.dtype} {list(tensor.shape)}{where}; expected "
+                f"has a tensor {key} of {tensor.dtype} {list(tensor.shape)} in {file}; expected "
                 f"floating point {list(wanted[key].shape)}"
             )
     weights.load_state_dict(found, assign=True)
@@ -307,15 +325,17 @@ def _ends(
         embed_tokens = target.embed_tokens
         if embed_tokens.embedding_dim != hidden_size:
             raise checkpoint.wrong(
-                f"has no embed_tokens.weight, and its hidden_size {hidden_size} is not the "
-                f"target's {embed_tokens.embedding_dim}, so the two cannot share one"
+                f"has no embed_tokens.weight in {checkpoint.weights}, and its hidden_size "
+                f"{hidden_size} is not the target's {embed_tokens.embedding_dim}, so the two "
+                "cannot share one"
             )
     if lm_head is None:
         lm_head = target.lm_head
         if tuple(lm_head.weight.shape) != (draft_vocab_size, hidden_size):
             raise checkpoint.wrong(
-                f"has no lm_head.weight, and the target's {list(lm_head.weight.shape)} is not "
-                f"[{draft_vocab_size}, {hidden_size}], so the two cannot share one"
+                f"has no lm_head.weight in {checkpoint.weights}, and the target's "
+                f"{list(lm_head.weight.shape)} is not [{draft_vocab_size}, {hidden_size}], so the "
+                "two cannot share one"
             )
     return embed_tokens, lm_head
 

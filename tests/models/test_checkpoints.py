@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from specattn.errors import ModelError
-from specattn.models import HFTarget, load_draft
+from specattn.models import FusedTarget, HFTarget, load_dflash, load_draft
 
 if TYPE_CHECKING:
     from pathlib import Path
+from tests.models import test_dflash as dflash
 from tests.models.heads import CONFIG, HT, VD, V, eagle3_tensors, eagle_tensors, rand, write
 
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -41,12 +45,14 @@ def test_missing_files(target, tmp_path) -> None:
 def test_corrupt_files(target, tmp_path) -> None:
     write(tmp_path, eagle3_tensors())
     (tmp_path / "model.safetensors").write_bytes(b"x" * 100)
-    assert refusal(tmp_path, target) == "has corrupt weight files"
+    assert refusal(tmp_path, target) == "has a corrupt model.safetensors"
     (tmp_path / "model.safetensors").unlink()
     torch.save({"fc.weight": HFTarget}, tmp_path / "pytorch_model.bin")  # a class: code, in effect
-    assert "corrupt or hold more than tensors" in refusal(tmp_path, target)
+    assert refusal(tmp_path, target) == (
+        "has a pytorch_model.bin that is corrupt or holds more than tensors"
+    )
     (tmp_path / "config.json").write_text("{")
-    assert refusal(tmp_path, target).startswith("cannot be loaded: Expecting property name")
+    assert refusal(tmp_path, target).startswith("has a corrupt config.json: Expecting property")
 
 
 def test_files_that_hold_something_else(target, tmp_path) -> None:
@@ -70,7 +76,7 @@ def test_files_that_hold_something_else(target, tmp_path) -> None:
 def test_what_is_no_eagle_head(target, tmp_path) -> None:
     target.module.save_pretrained(tmp_path / "whole")
     assert refusal(tmp_path / "whole", target).startswith(
-        "is no EAGLE head: it has no tensor fc.weight, as a whole model or a Medusa head;"
+        "is no EAGLE head: it has no tensor fc.weight in model.safetensors, as a whole model or a"
     )
     medusa = write(tmp_path / "medusa", {"0.0.linear.weight": rand(HT, HT)}, medusa_num_heads=4)
     assert refusal(medusa, target) == "is a Medusa head, no EAGLE head"
@@ -81,18 +87,28 @@ def test_what_is_no_eagle_head(target, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"num_attention_heads": 0}, "num_attention_heads 0; expected a whole number of at least"),
-        ({"num_key_value_heads": 0}, "num_key_value_heads 0; expected a whole number of at least"),
-        ({"head_dim": -24}, "head_dim -24; expected a whole number of at least 1"),
-        ({"hidden_size": "64"}, "hidden_size '64'; expected a whole number of at least 1"),
-        ({"num_key_value_heads": True}, "num_key_value_heads True; expected a whole number"),
-        ({"draft_vocab_size": 37.0}, "draft_vocab_size 37.0; expected a whole number"),
-        ({"hidden_act": "foo"}, "hidden_act 'foo', which transformers does not know"),
-        ({"num_hidden_layers": 2}, "num_hidden_layers 2; an EAGLE-3 head has 1"),
-        ({"eagle_config": [1]}, "eagle_config [1]; expected an object"),
-        ({"transformer_layer_config": "x"}, "transformer_layer_config 'x'; expected an object"),
+        ({"num_attention_heads": 0}, "num_attention_heads 0 in config.json; expected a whole numb"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads 0 in config.json; expected a whole numb"),
+        ({"head_dim": -24}, "head_dim -24 in config.json; expected a whole number of at least 1"),
+        ({"hidden_size": "64"}, "hidden_size '64' in config.json; expected a whole number of at"),
+        ({"num_key_value_heads": True}, "num_key_value_heads True in config.json; expected a who"),
+        ({"draft_vocab_size": 37.0}, "draft_vocab_size 37.0 in config.json; expected a whole"),
+        (
+            {"hidden_act": "foo"},
+            "hidden_act 'foo' in config.json, which transformers does not know",
+        ),
+        ({"num_hidden_layers": 2}, "num_hidden_layers 2 in config.json; an EAGLE-3 head has 1"),
+        ({"eagle_config": [1]}, "eagle_config [1] in config.json; expected an object"),
+        (
+            {"transformer_layer_config": "x"},
+            "transformer_layer_config 'x' in config.json; expected",
+        ),
+        ({"num_attention_heads": 5}, "a config.json that transformers refuses: "),
         *(
-            ({"eagle_config": {IDS: ids}}, f"{IDS} {ids!r}; expected a list of whole numbers")
+            (
+                {"eagle_config": {IDS: ids}},
+                f"{IDS} {ids!r} in config.json; expected a list of whole",
+            )
             for ids in ("123", 3, [0, 1.5, 2], [True, 1, 2], ["1"], {"1": 2})
         ),
     ],
@@ -117,16 +133,27 @@ def test_every_wrong_tensor_is_named(target, tmp_path) -> None:
         return refusal(write(tmp_path, kept), target)
 
     up, gate = "midlayer.mlp.up_proj.weight", "midlayer.mlp.gate_proj.weight"
-    assert message(**{up: None}) == f"lacks the tensor {up}"
-    assert message(**{up: None, gate: None}) == f"lacks the tensor {gate} and 1 more"
-    assert message(**{"layers.1.x": rand(3)}) == "has an unknown tensor layers.1.x"
-    assert message(**{"model.norm.weight": rand(3)}) == "holds the tensor norm.weight twice"
+    assert message(**{up: None}) == f"lacks the tensor {up} in model.safetensors"
+    assert (
+        message(**{up: None, gate: None})
+        == f"lacks the tensor {gate} and 1 more in model.safetensors"
+    )
+    assert (
+        message(**{"layers.1.x": rand(3)})
+        == "has an unknown tensor layers.1.x in model.safetensors"
+    )
+    assert (
+        message(**{"model.norm.weight": rand(3)})
+        == "holds the tensor norm.weight twice in model.safetensors"
+    )
     assert message(**{up: rand(80, 65)}) == (
-        f"has a tensor {up} of torch.float32 [80, 65]; expected floating point [80, 64]"
+        f"has a tensor {up} of torch.float32 [80, 65] in model.safetensors; expected floating "
+        "point [80, 64]"
     )
     assert up in message(**{up: torch.zeros(80, 64, dtype=torch.int8)})
-    assert "fc.weight of torch.float32 [64, 128]; expected floating point [64, 192]" in message(
-        **{"fc.weight": rand(64, 128)}
+    assert (
+        "fc.weight of torch.float32 [64, 128] in model.safetensors; expected floating point [64, "
+        in message(**{"fc.weight": rand(64, 128)})
     )
     assert "lm_head.weight" in message(**{"lm_head.weight": rand(V, HT)})
 
@@ -141,52 +168,98 @@ def test_vocabulary_and_d2t_are_checked(target, tmp_path) -> None:
     good = tensors["d2t"]
     beyond, twice = good.clone(), good.clone()
     beyond[-1], twice[1] = V - (VD - 1), good[0] - 1
-    assert message(beyond) == f"maps a draft token to {V} by d2t; the target has {V} tokens"
+    assert message(beyond) == (
+        f"maps a draft token to {V} by d2t in model.safetensors; the target has {V} tokens"
+    )
     assert "maps a draft token to -1" in message(torch.full((VD,), -1))
-    assert message(twice) == "maps two draft tokens to one target token by d2t"
+    assert message(twice) == (
+        "maps two draft tokens to one target token by d2t in model.safetensors"
+    )
     assert "d2t of torch.float32 [37]" in message(good.float())
-    assert "d2t of torch.bool [37]; expected integers" in message(good.bool())
-    assert "d2t of torch.int64 [37]; expected integers [36]" in message(good, draft_vocab_size=36)
+    assert "d2t of torch.bool [37] in model.safetensors; expected integers" in message(good.bool())
+    assert "[37] in model.safetensors; expected integers [36]" in message(good, draft_vocab_size=36)
     assert message(None, draft_vocab_size=VD) == (
-        f"has {VD} tokens and no tensor d2t that maps them to the target's {V}"
+        f"has draft_vocab_size {VD} in config.json, and no tensor d2t in model.safetensors that "
+        f"maps these tokens to the target's {V}"
     )
     assert message(good, vocab_size=90) == (
-        f"was made for a vocabulary of 90 tokens; the target has {V}"
+        f"has vocab_size 90 in config.json; the target has {V} tokens"
     )
     eagle = write(tmp_path, eagle_tensors(), vocab_size=90)
-    assert "vocabulary of 90 tokens" in refusal(eagle, target)
+    assert "has vocab_size 90 in config.json" in refusal(eagle, target)
 
 
 def test_heads_that_do_not_fit_the_target(target, tmp_path) -> None:
     folder = write(tmp_path, eagle_tensors(), hidden_size=48)
-    assert "has hidden_size 48, but EAGLE continues the target's" in refusal(folder, target)
+    assert "has hidden_size 48 in config.json, but EAGLE continues the target's" in refusal(
+        folder, target
+    )
     tensors = eagle3_tensors(48)
     folder = write(tmp_path, tensors, hidden_size=48)
-    assert "has no embed_tokens.weight, and its hidden_size 48" in refusal(folder, target)
+    assert "has no embed_tokens.weight in model.safetensors, and its hidden_size 48" in refusal(
+        folder, target
+    )
     del tensors["lm_head.weight"]
     tensors["embed_tokens.weight"] = rand(V, 48)
     folder = write(tmp_path, tensors, hidden_size=48)
     assert refusal(folder, target) == (
-        f"has no lm_head.weight, and the target's [{V}, {HT}] is not [{VD}, 48], "
-        "so the two cannot share one"
+        f"has no lm_head.weight in model.safetensors, and the target's [{V}, {HT}] is not "
+        f"[{VD}, 48], so the two cannot share one"
     )
     ids = {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}
     folder = write(tmp_path, eagle3_tensors(), eagle_config=ids)
-    assert refusal(folder, target).endswith("(eagle_aux_hidden_state_layer_ids); 0..3 can be read")
+    assert refusal(folder, target) == (
+        f"has {IDS} [1, 2, 4] in config.json; the target can be read after the layers 0..3"
+    )
     changes = {"speculators_model_type": "eagle3", "eagle_aux_hidden_state_layer_ids": [1, 2, 5]}
     folder = write(tmp_path, eagle3_tensors(), **changes)
-    assert "before layers [1, 2, 5] (eagle_aux_hidden_state_layer_ids); 0..4 can be read" in (
-        refusal(folder, target)
+    assert refusal(folder, target) == (
+        f"has {IDS} [1, 2, 5] in config.json; the target can be read before the layers 0..4"
     )
     folder = write(tmp_path, eagle3_tensors(), norm_before_fc=True)
-    assert refusal(folder, target) == "lacks the tensor input_norm.weight"
+    assert refusal(folder, target) == "lacks the tensor input_norm.weight in model.safetensors"
     folder = write(tmp_path, eagle3_tensors(), norm_before_fc=True, fc_norm=True)
-    assert refusal(folder, target).startswith("sets norm_before_fc and fc_norm")
+    assert refusal(folder, target).startswith("sets norm_before_fc and fc_norm in config.json, ")
     folder = write(tmp_path, eagle3_tensors(), intermediate_size=None)
     assert refusal(folder, target) == "has no intermediate_size in config.json"
     folder = write(tmp_path, eagle3_tensors(), rope_scaling={"type": "mrope"})
-    assert refusal(folder, target).startswith("asks for the rope type 'mrope'; known are default, ")
-    folder = write(tmp_path, eagle3_tensors(), num_attention_heads=5)
-    assert "hidden size (64) is not a multiple of the number of att" in refusal(folder, target)
+    assert refusal(folder, target).startswith(
+        "asks for the rope type 'mrope' in config.json; known are default, "
+    )
     folder = write(tmp_path, eagle3_tensors(), num_key_value_heads=3)
     assert "midlayer.self_attn.k_proj.weight" in refusal(folder, target)
+
+
+def save_tokenizer(folder: Path, vocabulary: dict[str, int]) -> None:
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "dflash"])
+def test_another_tokenizer(target, tmp_path, kind) -> None:
+    """One that calls a token otherwise is another one; one that knows more tokens is not."""
+    own, head = tmp_path / "target", tmp_path / "head"
+    target.module.save_pretrained(own)
+    save_tokenizer(own, {"a": 0, "b": 1, "c": 2})
+    targets = [HFTarget.from_pretrained(own)]
+    targets.append(FusedTarget.from_target(targets[0]))
+    if kind == "dflash":
+        dflash.write(head, dflash.dflash_tensors())
+    else:
+        write(head, eagle_tensors() if kind == "eagle" else eagle3_tensors())
+    load = load_dflash if kind == "dflash" else load_draft
+    for same in ({"a": 0, "b": 1, "c": 2}, {"a": 0, "b": 1, "c": 2, "d": 3}, {"a": 0, "b": 1}):
+        save_tokenizer(head, same)
+        load(head, targets[0])
+    save_tokenizer(head, {"a": 0, "c": 1, "b": 2})
+    for one in targets:
+        with pytest.raises(ModelError) as caught:
+            load(head, one)
+        assert str(caught.value) == (
+            f"{head} has another tokenizer than the target: tokenizer.json has 'c' as token 1, the "
+            "target has 'b'"
+        )
+    load(head, target)  # a target built in memory has none
+    (head / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match=r"head has a corrupt tokenizer\.json: "):
+        load(head, targets[0])
