@@ -97,6 +97,7 @@ for spec in (
     jit.norm.gen_norm_module(),
     jit.gen_batch_decode_module(*head),
     jit.gen_batch_prefill_module("fa2", *head, False),
+    jit.gen_batch_prefill_module("fa3", *head, False),
 ):
     if not spec.is_aot:
         spec.build(verbose=False)
