@@ -8,7 +8,17 @@ from unittest import mock
 import torch
 
 from bench.tools.compile_offline import BATCH, BF16, CONTEXT, F32, I32, LIMITS, zeros
-from specattn.kernels import adopt, fused, indices, logprobs, processors, sampling, step, tree
+from specattn.kernels import (
+    adopt,
+    fused,
+    indices,
+    logprobs,
+    lookup,
+    processors,
+    sampling,
+    step,
+    tree,
+)
 from specattn.kernels import cache as caches
 from specattn.kernels.attention import triton as attention_triton
 from specattn.kernels.fused.stream import stream_gated, stream_linear
@@ -45,6 +55,37 @@ def best_first_tree(nodes: int = 128) -> None:
         next_sibling_out=zeros(BATCH, nodes),
         scores_out=zeros(BATCH, nodes, dtype=F32),
     )
+
+
+def lookups(matches: int = 8, steps: int = 7, nodes: int = 64) -> None:
+    """Trees out of text, their links, and what is written behind the text."""
+    text, rows, lens = zeros(BATCH, CONTEXT, dtype=I32), zeros(BATCH), zeros(BATCH, dtype=I32)
+    tokens, parents = zeros(BATCH, nodes), zeros(BATCH, nodes)
+    lookup.lookup_tree(
+        text,
+        rows,
+        lens,
+        matches=matches,
+        min_ngram=2,
+        max_ngram=5,
+        num_steps=steps,
+        tokens_out=tokens,
+        parents_out=parents,
+        ngrams_out=lens,
+    )
+    for chosen in (None, lens):
+        tree.link_tree(
+            tokens,
+            parents,
+            lens,
+            chosen,
+            tokens_out=tokens,
+            positions_out=tokens,
+            words_out=zeros(BATCH, nodes, -(-nodes // 64)),
+            next_token_out=tokens,
+            next_sibling_out=tokens,
+        )
+    lookup.append_text(text, rows, lens, zeros(BATCH, steps + 1), lens)
 
 
 def beams(topk: int = 8, steps: int = 7) -> None:

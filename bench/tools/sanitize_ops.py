@@ -21,6 +21,22 @@ def trees(s: Step) -> list[Op]:
     ]
 
 
+def lookups(s: Step) -> list[Op]:
+    """Trees out of a text that repeats itself, their links, and what is written behind it."""
+    text = s.ints(5, s.batch, s.table.shape[1]).int()
+    tokens, parents = s.empty(s.batch, s.nodes), s.empty(s.batch, s.nodes)
+    ngrams, emitted = s.empty(s.batch).int(), s.ints(s.vocab, s.batch, s.steps + 1)
+    lens = torch.full_like(ngrams, s.steps)
+    numbers = {"matches": s.topk, "min_ngram": 2, "max_ngram": 5, "num_steps": s.steps}
+    out = {"tokens_out": tokens, "parents_out": parents, "ngrams_out": ngrams}
+    linked = {name: torch.empty_like(tensor) for name, tensor in s.tree.items()}
+    return [
+        Op("lookup", lambda ops, _: ops.lookup_tree(text, s.rows, s.lens, **numbers, **out)),
+        Op("tree", lambda ops, _: ops.link_tree(tokens, parents, s.lens, ngrams, **linked)),
+        Op("lookup", lambda ops, _: ops.append_text(text, s.rows, s.lens, emitted, lens)),
+    ]
+
+
 def beams(s: Step) -> list[Op]:
     """The step between two draft forwards, and the last one, which picks nothing."""
     batch, topk, step = s.batch, s.topk, s.steps - 2
@@ -255,4 +271,4 @@ def ends(s: Step) -> list[Op]:
     ]
 
 
-GROUPS = (trees, beams, accepts, kv, lists, ends)
+GROUPS = (trees, lookups, beams, accepts, kv, lists, ends)

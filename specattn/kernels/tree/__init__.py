@@ -323,6 +323,75 @@ def best_first_tree(
     )
 
 
+def link_tree(
+    tokens: Tensor,
+    parents: Tensor,
+    seq_lens: Tensor,
+    chosen: Tensor | None = None,
+    *,
+    tokens_out: Tensor,
+    positions_out: Tensor,
+    words_out: Tensor,
+    next_token_out: Tensor,
+    next_sibling_out: Tensor,
+) -> None:
+    """Make draft trees of nodes and their parents.
+
+    Node 0 is the root. A node whose parent is not a node before it is padding: it hangs below the
+    root without a link, so that nothing walks to it. Children are linked in ascending order.
+
+    One launch, which can be recorded in a CUDA graph.
+
+    Parameters
+    ----------
+    tokens, parents : Tensor
+        ``[B, n]`` int64, dense, n of 1 to 256: every node's token, and its parent.
+    seq_lens : Tensor
+        ``[B]`` int32, the position of each request's root.
+    chosen : Tensor, optional
+        ``[B]`` int32: the outputs of requests with a 0 stay as they are.
+    tokens_out, positions_out, next_token_out, next_sibling_out : Tensor
+        ``[B, n]`` int64, dense: the `specattn.batch.DraftTree`. ``tokens_out`` may be ``tokens``.
+    words_out : Tensor
+        ``[B, n, W]`` int64, dense: its ancestor words.
+
+    Raises
+    ------
+    ValueError
+        If the trees have more than 256 nodes, or a tensor is of another shape, dtype or layout.
+    """
+    shape = tuple(tokens.shape)
+    if len(shape) != 2 or not 1 <= shape[1] <= MAX_NODES:
+        raise ValueError(f"tokens must be [B, 1..{MAX_NODES}], got {list(shape)}")
+    given = {"tokens": tokens, "parents": parents}
+    given |= {"tokens_out": tokens_out, "positions_out": positions_out}
+    given |= {"next_token_out": next_token_out, "next_sibling_out": next_sibling_out}
+    for name, tensor in given.items():
+        if tensor.shape != shape or tensor.dtype != torch.int64:
+            raise ValueError(
+                f"{name} must be {list(shape)} {torch.int64}, got {list(tensor.shape)} "
+                f"{tensor.dtype}"
+            )
+    if words_out.shape[:2] != shape or words_out.shape[2] * 64 < shape[1]:
+        raise ValueError(
+            f"words_out must be {[*shape, -(-shape[1] // 64)]}, got {list(words_out.shape)}"
+        )
+    require_dense(**given, words_out=words_out, seq_lens=seq_lens, chosen=chosen)
+    if not len(tokens):
+        return
+    implementation(naive.link_tree, tokens.device)(
+        tokens,
+        parents,
+        seq_lens,
+        chosen,
+        tokens_out,
+        positions_out,
+        words_out,
+        next_token_out,
+        next_sibling_out,
+    )
+
+
 def accept_greedy(
     tokens: Tensor,
     next_token: Tensor,

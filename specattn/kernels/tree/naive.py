@@ -188,6 +188,34 @@ def best_first_tree(
         scores_out.copy_(score)
 
 
+def link_tree(
+    tokens: Tensor,
+    parents: Tensor,
+    seq_lens: Tensor,
+    chosen: Tensor | None,
+    tokens_out: Tensor,
+    positions_out: Tensor,
+    words_out: Tensor,
+    next_token_out: Tensor,
+    next_sibling_out: Tensor,
+) -> None:
+    count = parents.shape[1]
+    node = torch.arange(count, device=parents.device)
+    known = (parents >= 0) & (parents < node)
+    above = torch.where(known, parents, 0)
+    above[:, 0] = -1
+    words, depth = _ancestors(above, words_out.shape[2], count - 1)
+    # no two nodes of padding are siblings
+    next_token, next_sibling = _child_links(torch.where(known, parents, -1 - node))
+    made = (tokens, seq_lens[:, None] + depth, words, next_token, next_sibling)
+    outs = (tokens_out, positions_out, words_out, next_token_out, next_sibling_out)
+    for new, out in zip(made, outs, strict=True):
+        if chosen is not None:
+            taken = (chosen != 0).view(-1, *(1,) * (out.dim() - 1))
+            new = torch.where(taken, new, out)
+        out.copy_(new)
+
+
 def accept_greedy(
     tokens: Tensor,
     next_token: Tensor,

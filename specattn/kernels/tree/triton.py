@@ -15,7 +15,7 @@ from specattn.kernels.tree.triton_accept import (
 )
 from specattn.kernels.tree.triton_beam import append_kernel, grow_words_kernel, select_kernel
 from specattn.kernels.tree.triton_best_first import best_first_kernel
-from specattn.kernels.tree.triton_build import build_tree_kernel
+from specattn.kernels.tree.triton_build import build_tree_kernel, link_tree_kernel
 
 
 def append_candidates(
@@ -204,6 +204,40 @@ def best_first_tree(
         # nodes are found one by one, and between warps every reduction would wait for a barrier
         num_warps=1,
         **launch_options(log_probs.device),
+    )
+
+
+def link_tree(
+    tokens: Tensor,
+    parents: Tensor,
+    seq_lens: Tensor,
+    chosen: Tensor | None,
+    tokens_out: Tensor,
+    positions_out: Tensor,
+    words_out: Tensor,
+    next_token_out: Tensor,
+    next_sibling_out: Tensor,
+) -> None:
+    batch, nodes, num_words = words_out.shape
+    block_n = triton.next_power_of_2(nodes)
+    link_tree_kernel[(batch,)](
+        tokens,
+        parents,
+        seq_lens,
+        chosen,
+        tokens_out,
+        positions_out,
+        words_out,
+        next_token_out,
+        next_sibling_out,
+        (nodes - 1).bit_length(),
+        N=nodes,
+        W=num_words,
+        BLOCK_N=block_n,
+        BLOCK_W=triton.next_power_of_2(num_words),
+        BLOCK_S=min(block_n, 64),
+        num_warps=1 if nodes <= 64 else 4,
+        **launch_options(tokens.device),
     )
 
 

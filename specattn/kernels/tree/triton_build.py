@@ -173,3 +173,49 @@ def build_tree_kernel(
     word = tl.arange(0, BLOCK_W)  # [BLOCK_W]
     cell = (req * N + node)[:, None] * W + word[None, :]
     tl.store(words_out + cell, words, mask=inside[:, None] & (word < W)[None, :])
+
+
+@triton.jit
+def link_tree_kernel(
+    tokens,  # [B, N] int64
+    parents,  # [B, N] int64
+    seq_lens,  # [B] int32
+    chosen,  # [B] int32, or None
+    tokens_out,  # [B, N] int64, out
+    positions_out,  # [B, N] int64, out
+    words_out,  # [B, N, W] int64, out
+    next_token_out,  # [B, N] int64, out
+    next_sibling_out,  # [B, N] int64, out
+    node_rounds,
+    N: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Link and mask a request's nodes."""
+    req = tl.program_id(0).to(tl.int64)
+    enter(PDL)
+    node = tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    inside = node < N
+    if chosen is not None:
+        inside = inside & (tl.load(chosen + req) != 0)
+    at = req * N + node
+    parent = tl.load(parents + at, mask=inside, other=-1)
+    known = (parent >= 0) & (parent < node)
+    parent = tl.where(known, parent, -1).to(tl.int32)
+    # no two nodes of padding are siblings
+    next_token, next_sibling = _child_links(
+        tl.where(known, parent, -1 - node), node, N, BLOCK_N, BLOCK_S
+    )
+    above = tl.where(node == 0, -1, tl.maximum(parent, 0))
+    words, depth = ancestors(above, node, node_rounds, BLOCK_N, BLOCK_W)
+
+    tl.store(tokens_out + at, tl.load(tokens + at, mask=inside, other=0), mask=inside)
+    tl.store(positions_out + at, tl.load(seq_lens + req) + depth, mask=inside)
+    tl.store(next_token_out + at, next_token, mask=inside)
+    tl.store(next_sibling_out + at, next_sibling, mask=inside)
+    word = tl.arange(0, BLOCK_W)  # [BLOCK_W]
+    cell = at[:, None] * W + word[None, :]
+    tl.store(words_out + cell, words, mask=inside[:, None] & (word < W)[None, :])

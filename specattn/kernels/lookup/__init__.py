@@ -1,0 +1,152 @@
+"""Prompt lookup: drafts out of the requests' own text, on the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specattn.kernels import implementation
+from specattn.kernels.checks import require_dense, require_rows
+from specattn.kernels.lookup import naive
+
+#: Most tokens of a text: a match's length and place are one int32.
+MAX_CONTEXT = 2**24
+#: Most tokens of a match, and most matches of a tree.
+MAX_NGRAM, MAX_MATCHES = 64, 32
+# nodes of a draft tree
+_MAX_NODES = 256
+
+
+def lookup_tree(
+    text: Tensor,
+    rows: Tensor,
+    seq_lens: Tensor,
+    *,
+    matches: int,
+    min_ngram: int,
+    max_ngram: int,
+    num_steps: int,
+    tokens_out: Tensor,
+    parents_out: Tensor,
+    ngrams_out: Tensor,
+) -> None:
+    """Find each text's last tokens earlier on; merge what followed.
+
+    It is prompt lookup (Saxena, 2023; n-gram speculation in vLLM) with several matches. A place of
+    the text matches by the most last tokens, up to ``max_ngram``, that it has in common with the
+    text's end, and not at all below ``min_ngram``. A longer match comes before a shorter one, and a
+    later one before an earlier one of the same length. The first ``matches`` of them count.
+
+    A match proposes the ``num_steps`` tokens that followed it. Where they reach the end of the
+    text, they go on as from the match: a text that repeats itself goes on repeating itself.
+
+    The proposals become one tree of shared prefixes. Node 0 is the newest token. Proposals are
+    inserted in the order of their matches, token by token, as long as there is room: so the first
+    one is nodes 1, 2, 3, and one match gives a chain. Nodes that are not needed have token 0 and
+    parent -1.
+
+    Two launches, which can be recorded in a CUDA graph.
+
+    Parameters
+    ----------
+    text : Tensor
+        ``[R, context]`` int32, each request's tokens by position; rows may have a stride.
+    rows : Tensor
+        ``[B]`` int64, rows of ``text``.
+    seq_lens : Tensor
+        ``[B]`` int32, the position of each request's newest token, inside ``text``.
+    matches : int
+        Most matches, 1 to 32.
+    min_ngram, max_ngram : int
+        Fewest and most tokens of a match, 1 to 64.
+    num_steps : int
+        Tokens that a match proposes, and so the depth of the tree: 1 to 255.
+    tokens_out, parents_out : Tensor
+        ``[B, n]`` int64, dense: a node's token, and its parent, which comes before it; -1 for the
+        root and for nodes that are not needed. n is 1 to 256.
+    ngrams_out : Tensor
+        ``[B]`` int32, the tokens of each request's first match; 0 without one.
+
+    Raises
+    ------
+    ValueError
+        If a number is outside its range, or a tensor of another shape, dtype or layout.
+    """
+    _check_range("matches", matches, 1, MAX_MATCHES)
+    _check_range("max_ngram", max_ngram, 1, MAX_NGRAM)
+    _check_range("min_ngram", min_ngram, 1, max_ngram)
+    _check_range("num_steps", num_steps, 1, _MAX_NODES - 1)
+    _check_text(text, rows, seq_lens)
+    _check_range("nodes", tokens_out.shape[1], 1, _MAX_NODES)
+    for name, out in (("tokens_out", tokens_out), ("parents_out", parents_out)):
+        _check_tensor(name, out, (len(rows), tokens_out.shape[1]), torch.int64)
+    _check_tensor("ngrams_out", ngrams_out, (len(rows),), torch.int32)
+    require_dense(tokens_out=tokens_out, parents_out=parents_out, ngrams_out=ngrams_out)
+    if not len(rows):
+        return
+    implementation(naive.lookup_tree, text.device)(
+        text,
+        rows,
+        seq_lens,
+        matches,
+        min_ngram,
+        max_ngram,
+        num_steps,
+        tokens_out,
+        parents_out,
+        ngrams_out,
+    )
+
+
+def append_text(text: Tensor, rows: Tensor, seq_lens: Tensor, tokens: Tensor, lens: Tensor) -> None:
+    """Write each request's new tokens behind its newest one; one launch.
+
+    Parameters
+    ----------
+    text : Tensor
+        ``[R, context]`` int32, in place; rows may have a stride.
+    rows : Tensor
+        ``[B]`` int64, all different but for 0, which is padding and is not written.
+    seq_lens : Tensor
+        ``[B]`` int32, the position of each request's newest token before these.
+    tokens : Tensor
+        ``[B, D]`` int64; may have a row stride.
+    lens : Tensor
+        ``[B]`` int32, how many of them are new. What lies past the context is dropped.
+
+    Raises
+    ------
+    ValueError
+        If a tensor is of another shape, dtype or layout.
+    """
+    _check_text(text, rows, seq_lens)
+    _check_tensor("tokens", tokens, (len(rows), tokens.shape[-1]), torch.int64)
+    _check_tensor("lens", lens, (len(rows),), torch.int32)
+    require_rows(tokens=tokens)
+    require_dense(lens=lens)
+    if not tokens.numel():
+        return
+    implementation(naive.append_text, text.device)(text, rows, seq_lens, tokens, lens)
+
+
+def _check_text(text: Tensor, rows: Tensor, seq_lens: Tensor) -> None:
+    if text.dim() != 2 or text.dtype != torch.int32 or not 1 <= text.shape[1] <= MAX_CONTEXT:
+        raise ValueError(
+            f"text must be [R, 1..{MAX_CONTEXT}] {torch.int32}, got {list(text.shape)} {text.dtype}"
+        )
+    _check_tensor("rows", rows, (len(rows),), torch.int64)
+    _check_tensor("seq_lens", seq_lens, (len(rows),), torch.int32)
+    require_rows(text=text)
+    require_dense(rows=rows, seq_lens=seq_lens)
+
+
+def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if tensor.shape != shape or tensor.dtype != dtype:
+        raise ValueError(
+            f"{name} must be {list(shape)} {dtype}, got {list(tensor.shape)} {tensor.dtype}"
+        )
+
+
+def _check_range(name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise ValueError(f"{name} must be {least}..{most}, got {value}")

@@ -1,0 +1,92 @@
+"""link_tree against trees in plain Python."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from specattn.kernels.tree import link_tree
+from tests.kernels.tree_oracle import DEVICE, POISON, Tree, poisoned, random_tree
+
+
+def outputs(batch, n):
+    names = ("tokens_out", "positions_out", "next_token_out", "next_sibling_out")
+    return {name: poisoned(batch, n) for name in names} | {
+        "words_out": poisoned(batch, n, -(-n // 64))
+    }
+
+
+def link(tokens, parents, seq_lens, chosen=None):
+    out = outputs(*tokens.shape)
+    if chosen is not None:
+        chosen = torch.tensor(chosen, dtype=torch.int32, device=DEVICE)
+    lens = torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE)
+    link_tree(tokens, parents, lens, chosen, **out)
+    return {name.removesuffix("_out"): value.tolist() for name, value in out.items()}
+
+
+def some_trees(rng, n, batch):
+    """Trees, and their parent tables."""
+    trees = [random_tree(rng, n, max_depth=rng.choice([1, 3, n])) for _ in range(batch)]
+    tokens = torch.tensor([[rng.randrange(9999) for _ in range(n)] for _ in trees], device=DEVICE)
+    return trees, tokens, torch.tensor([tree.parent for tree in trees], device=DEVICE)
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 16, 63, 65, 100, 256])
+def test_any_tree(implementation, n):
+    trees, tokens, parents = some_trees(random.Random(n), n, 3)
+    seq_lens = [0, 17, 4000]
+    got = link(tokens, parents, seq_lens)
+    assert got["tokens"] == tokens.tolist()
+    for i, tree in enumerate(trees):
+        assert got["positions"][i] == [seq_lens[i] + depth for depth in tree.depths()]
+        assert got["words"][i] == tree.words(-(-n // 64))
+        assert got["next_token"][i] == tree.next_token()
+        assert got["next_sibling"][i] == tree.next_sibling()
+
+
+@pytest.mark.parametrize("broken", [-1, -2, 3, 4, 2**40])
+def test_nodes_without_a_parent_before_them_are_padding(implementation, broken):
+    """Nodes 2, 3 and 5: below the root, and nothing leads there."""
+    parents = torch.tensor([[-1, 0, -1, broken, 1, -1]], device=DEVICE)
+    got = link(torch.arange(6, device=DEVICE)[None], parents, [10])
+    assert got["next_token"] == [[1, 4, -1, -1, -1, -1]]
+    assert got["next_sibling"] == [[-1] * 6]
+    assert got["words"][0] == Tree([], [-1, 0, 0, 0, 1, 0]).words(1)
+    assert got["positions"] == [[10, 11, 11, 11, 12, 11]]
+
+
+def test_only_chosen_requests_are_written(implementation):
+    _, tokens, parents = some_trees(random.Random(1), 70, 4)
+    chosen = [0, 3, 0, 1]
+    got = link(tokens, parents, [5] * 4, chosen)
+    whole = link(tokens, parents, [5] * 4)
+    for name, rows in got.items():
+        for i, taken in enumerate(chosen):
+            if taken:
+                assert rows[i] == whole[name][i]
+            else:
+                assert set(torch.tensor(rows[i]).flatten().tolist()) == {POISON}
+
+
+def test_tokens_may_stay_where_they_are(implementation):
+    _, tokens, parents = some_trees(random.Random(2), 9, 2)
+    out = outputs(2, 9) | {"tokens_out": tokens}
+    before = tokens.tolist()
+    link_tree(tokens, parents, torch.zeros(2, dtype=torch.int32, device=DEVICE), **out)
+    assert tokens.tolist() == before
+    assert POISON not in out["next_token_out"].flatten().tolist()
+
+
+def test_tensors_of_another_kind_are_named(implementation):
+    _, tokens, parents = some_trees(random.Random(3), 5, 2)
+    lens, out = torch.zeros(2, dtype=torch.int32, device=DEVICE), outputs(2, 5)
+    with pytest.raises(ValueError, match=r"tokens must be \[B, 1..256\]"):
+        link_tree(poisoned(2, 257), parents, lens, **out)
+    with pytest.raises(ValueError, match=r"parents must be \[2, 5\]"):
+        link_tree(tokens, parents[:, :4], lens, **out)
+    with pytest.raises(ValueError, match="words_out must be"):
+        link_tree(tokens, parents, lens, **out | {"words_out": poisoned(2, 5, 0)})
+    link_tree(tokens[:0], parents[:0], lens[:0], **outputs(0, 5))
