@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bench.step_forced import Forced
-from specattn.batch import DraftState
 from specattn.cache.kv_pool import KVPool
 from specattn.cache.slot_table import SlotTable
 from specattn.config import SpecConfig
@@ -214,18 +213,18 @@ class World:
     ) -> None:
         """Leave on rows what prompts of ``context`` tokens would, but for their KV."""
         count, topk = len(rows), decoder.config.topk
-        vocab, dims = self.head.vocab_size, decoder.states.hidden_states
+        vocab = self.head.vocab_size
         state = None
         if decoder.draft is not None:
             first = torch.rand(count, vocab, device=self.device).topk(topk, dim=1).indices
-            state = DraftState(
-                torch.tensor([FIRST * NEXT**i for i in range(topk)], device=self.device).expand(
-                    count, topk
-                ),
-                first,
-                torch.randn(count, dims.shape[1], device=self.device).to(dims.dtype),
-                torch.empty(count, 0, device=self.device),
-            )
+            probs = torch.tensor([FIRST * NEXT**i for i in range(topk)], device=self.device)
+            hidden = decoder.states.drafting["hidden_states"]
+            state = {
+                "topk_probs": probs.expand(count, topk),
+                "topk_tokens": first,
+                "hidden_states": torch.randn(count, hidden.shape[1], device=self.device).to(hidden),
+                "draft_probs": torch.empty(count, 0, device=self.device),
+            }
         decoder.states.admit(
             torch.tensor(rows, device=self.device),
             torch.full((count,), context, dtype=torch.int32, device=self.device),

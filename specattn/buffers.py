@@ -26,6 +26,13 @@ class Spec:
     dtype: Callable[[Any], torch.dtype]
     pad: Callable[[Any], Tensor] | None
 
+    def alloc(self, batch: int, dims: Any, device: torch.device) -> Tensor:
+        """Allocate ``batch`` rows of padding."""
+        row = torch.zeros(self.shape(dims), dtype=self.dtype(dims), device=device)
+        if self.pad is not None:
+            row.copy_(self.pad(dims))
+        return row.expand(batch, *row.shape).contiguous()
+
 
 def buf(
     shape: Callable[[Any], tuple[int, ...]],
@@ -65,14 +72,8 @@ class BufferSet:
         device : torch.device
             Where the buffers live.
         """
-        tensors = {}
-        for item in fields(cls):
-            spec: Spec = item.metadata["spec"]
-            row = torch.zeros(spec.shape(dims), dtype=spec.dtype(dims), device=device)
-            if spec.pad is not None:
-                row.copy_(spec.pad(dims))
-            tensors[item.name] = row.expand(batch, *row.shape).contiguous()
-        return cls(**tensors)
+        specs: dict[str, Spec] = {item.name: item.metadata["spec"] for item in fields(cls)}
+        return cls(**{name: spec.alloc(batch, dims, device) for name, spec in specs.items()})
 
     def bind(self, batch: int) -> Self:
         """Return views of the first ``batch`` rows.

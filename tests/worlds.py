@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BACKENDS = ["torch_native", "triton"] if DEVICE.type == "cuda" else ["torch_native"]
-_DRAFT_STATE = ("topk_probs", "topk_tokens", "hidden_states", "draft_probs")
+_DRAFT_STATE = {"topk_probs", "topk_tokens", "hidden_states", "draft_probs"}
 MODES = [ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_DECODE, ForwardMode.DRAFT_EXTEND]
 CONFIG = SpecConfig(4, 3, 9, max_context_len=256, max_num_reqs=8, page_size=4)
 
@@ -81,9 +81,8 @@ class World:
         rows, states = self.rows[:size], decoder.states
         states.seq_lens[rows] = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
         states.bonus_tokens[rows] = 0
-        named = {n: v.to(getattr(states, n).dtype) for n, v in values.items() if n in _DRAFT_STATE}
-        for name, value in named.items():
-            getattr(states, name)[rows] = value
+        for name in _DRAFT_STATE & values.keys():
+            states.drafting[name][rows] = values[name].to(states.drafting[name].dtype)
         decoder._in_flight.write_rows(rows, captured.bucket)
         (step,) = captured.program.steps
         step.begin()
@@ -115,7 +114,7 @@ class World:
         if mode is ForwardMode.DRAFT_DECODE:
             return {name: value[:size] for name, value in vars(step.tree).items()}
         states, rows = self.decoder.states, self.rows[:size]
-        return {name: getattr(states, name)[rows] for name in (*_DRAFT_STATE, "seq_lens")}
+        return {name: states.tensors()[name][rows] for name in (*_DRAFT_STATE, "seq_lens")}
 
     def step(self, mode: ForwardMode, bucket: int) -> Step:
         """What was captured for a bucket."""
@@ -227,7 +226,14 @@ def identical(a: dict, b: dict) -> None:
         assert torch.equal(a[name], b[name]), name
 
 
+def put(states: RequestStates, name: str, tensor: torch.Tensor) -> None:
+    """Put a tensor in place of a table of the states, by force."""
+    if name in states.drafting:
+        states.drafting[name] = tensor
+    else:
+        object.__setattr__(states, name, tensor)
+
+
 def buffer_sets(step: Step) -> tuple[BufferSet, ...]:
     """Every static buffer set of a step."""
-    assert step.draft_attention is not None
-    return step.buffers, step.draft_attention.plan.inputs
+    return step.buffers, step.bound.multi_step.plan.inputs

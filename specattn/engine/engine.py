@@ -26,6 +26,7 @@ from specattn.speculative.grammar import bitmask_of
 from specattn.speculative.model import ModelSlot, for_context
 from specattn.speculative.prefill import Prefill, Prompt
 from specattn.speculative.processors import MAX_END_IDS, ProcessorStates
+from specattn.speculative.proposer import Proposer, ProposerFactory, as_proposer
 from specattn.speculative.sampling import SamplingBatch
 from specattn.speculative.states import RequestStates, StateDims
 from specattn.speculative.step_decoder import StepDecoder, plans_on_host
@@ -110,8 +111,8 @@ class Engine:
     ----------
     target : TargetModel
         The model whose tokens are wanted.
-    draft : DraftModel, optional
-        Needed unless ``config.num_steps`` is 0.
+    draft : DraftModel, Proposer or ProposerFactory, optional
+        What proposes tokens; needed unless ``config.num_steps`` is 0.
     config : SpecConfig
         Tree width, depth, page size and limits.
     configs : sequence of SpecConfig
@@ -176,7 +177,7 @@ class Engine:
     def __init__(
         self,
         target: TargetModel,
-        draft: DraftModel | None,
+        draft: DraftModel | Proposer | ProposerFactory | None,
         config: SpecConfig,
         *,
         configs: Sequence[SpecConfig] = (),
@@ -223,18 +224,22 @@ class Engine:
         pool = partial(KVPool, num_slots=slots, device=target.device, kv_dtype=kv_dtype)
         slot = partial(_model_slot, config.page_size, backend, deterministic=deterministic)
         self.target: ModelSlot[TargetModel] = slot(target, pool(target.layers, scales=kv_scales[0]))
-        self.draft: ModelSlot[DraftModel] | None = None
-        if self.configs.speculative and draft is not None:
-            draft = for_context(draft, config.max_context_len)
-            self.draft = slot(draft, pool(draft.layers, scales=kv_scales[1]))
+        self.proposer: Proposer | None = None
+        if self.configs.speculative:
+            self.proposer = _proposer(
+                draft,
+                lambda model: slot(
+                    for_context(model, config.max_context_len),
+                    pool(model.layers, scales=kv_scales[1]),
+                ),
+            )
         self._plans_on_host = plans_on_host(self.target, self.draft)
         widest = self.configs.widest
-        dims = StateDims.of(
-            draft if self.draft else None, widest.topk, draft_sampling=config.draft_sampling
-        )
+        fields = self.proposer.state_fields(widest) if self.proposer is not None else {}
+        dims = StateDims(fields)
         self.states = RequestStates.alloc(config.max_num_reqs + 1, dims, target.device)
         self.scheduler = Scheduler(self.table, self.configs, target.eos_token_ids, detokenize)
-        self._prefill = Prefill(self.target, self.draft, self.table.req_to_token, widest)
+        self._prefill = Prefill(self.target, self.proposer, self.table.req_to_token, widest)
         self._sampling: tuple[tuple[SamplingParams, ...], SamplingBatch] | None = None
         between = self._plans_on_host or validate == "debug"
         self._options: dict[str, Any] = {
@@ -260,7 +265,7 @@ class Engine:
         levels = {"sampled": sampled, "processors": self._processors}
         options = self._options | levels | {"buckets": self.buckets}
         self._decoders = {
-            one: StepDecoder(self.target, self.draft, one, **options) for one in self.configs.all
+            one: StepDecoder(self.target, self.proposer, one, **options) for one in self.configs.all
         }
         # levels of steps whose captures were tried while requests ran, by config
         self._tried: set[tuple[SpecConfig, str]] = set()
@@ -272,6 +277,11 @@ class Engine:
         self._lock = RLock()
         # whether a call changes the books; an interrupt that nothing undid leaves it so
         self._changing = False
+
+    @property
+    def draft(self) -> ModelSlot[Any] | None:
+        """The proposer's model, pool and attention, if it has any."""
+        return self.proposer.slot if self.proposer is not None else None
 
     @property
     def running(self) -> list[RunningRequest]:
@@ -773,3 +783,15 @@ def _model_slot(
     slot: ModelSlot[Any] = ModelSlot.of(model, pool, backend, deterministic=deterministic)
     slot.backend.check_pages(page_size)
     return slot
+
+
+def _proposer(
+    draft: DraftModel | Proposer | ProposerFactory | None,
+    slot: Callable[[Any], ModelSlot[Any]],
+) -> Proposer | None:
+    """Return what proposes tokens; ``slot`` gives its model a pool."""
+    if draft is None or isinstance(draft, Proposer):
+        return draft
+    if isinstance(draft, ProposerFactory):
+        return draft.make(slot)
+    return as_proposer(slot(draft))

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from specattn.config import SpecConfig
     from specattn.speculative.host_buffers import HostBuffers
     from specattn.speculative.logprobs import LogprobBuffers
-    from specattn.speculative.model import DraftModel, ModelSlot, TargetModel
+    from specattn.speculative.model import ModelSlot, TargetModel
     from specattn.speculative.processors import ProcessorStates
+    from specattn.speculative.proposer import Proposer
     from specattn.speculative.states import RequestStates
     from specattn.speculative.step import Acceptor
 
@@ -49,7 +50,7 @@ class StepLaunch:
     def alloc(
         cls,
         target: ModelSlot[TargetModel],
-        draft: ModelSlot[DraftModel] | None,
+        proposer: Proposer | None,
         config: SpecConfig,
         table: RequestTable,
         states: RequestStates,
@@ -71,11 +72,18 @@ class StepLaunch:
         for rows in _split(batch, tbo):
             if steps:
                 target = target.with_own_workspace()
-                draft = draft.with_own_workspace() if draft is not None else None
+                proposer = proposer.with_own_workspace() if proposer is not None else None
             own = host.of(rows.start, rows.stop), packed[rows]
             steps.append(
                 Step.alloc(
-                    target, draft, config, table, states, *own, indices=indices, acceptor=acceptor
+                    target,
+                    proposer,
+                    config,
+                    table,
+                    states,
+                    *own,
+                    indices=indices,
+                    acceptor=acceptor,
                 )
             )
         return cls(StepPart(), tuple(steps), host.of(0, batch), packed, tbo)
@@ -143,9 +151,10 @@ class StepLaunch:
     def holders(self) -> tuple[Iterable[Tensor], ...]:
         """Return what holds the tensors of states, table and pools."""
         step = self.steps[0]
-        pools = [slot.pool for slot in (step.target, step.draft_model) if slot is not None]
+        proposer = step.proposer.slot if step.proposer is not None else None
+        pools = [slot.pool for slot in (step.target, proposer) if slot is not None]
         return (
-            *(vars(states).values() for states in self._states()),
+            *(_Live(states) for states in self._states()),
             (step.table.req_to_token, step.table.reserved),
             *(_tensors(cache) for pool in pools for cache in (pool.k, pool.v)),
         )
@@ -171,16 +180,25 @@ class StepLaunch:
                 found += fingerprint(processors=step.processors, bitmask=step.bitmask)
             if step.logprobs is not None:
                 found += fingerprint(values=step.logprobs.values, ids=step.logprobs.ids)
-            if step.draft_attention is not None:
-                drafts = step.draft_attention
-                found += fingerprint(
-                    drafting=drafts.plan.inputs,
-                    kv_indptr=drafts.kv_indptr,
-                    kv_indices=drafts.kv_indices,
-                )
+            if step.bound is not None:
+                found += step.bound.fingerprint()
             for attention in step.attention(None):
                 found += attention.fingerprint()
         return found
+
+
+@dataclass(frozen=True)
+class _Live:
+    """The tensors of a set, whichever it holds when it is asked."""
+
+    states: BufferSet
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for value in vars(self.states).values():
+            if isinstance(value, dict):
+                yield from value.values()
+            else:
+                yield value
 
 
 def _tensors(caches: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from specattn.batch import DraftState, DraftTree
+from specattn.batch import DraftTree
 from specattn.config import SpecConfig
 from specattn.plan import ExtendPlan
-from specattn.speculative.draft import choose_tokens
 from specattn.speculative.logprobs import LogprobBuffers
+from specattn.speculative.proposer import PromptChunk, as_proposer
 from specattn.speculative.validation import check_logits, check_prompts
 from specattn.speculative.verify import accept
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from specattn.backends.layers import BoundLayers, LayeredBackend
     from specattn.speculative.model import DraftModel, ModelSlot, TargetModel, TargetOutput
     from specattn.speculative.processors import ProcessorStates
+    from specattn.speculative.proposer import Proposer
     from specattn.speculative.sampling import SamplingBatch
 
 
@@ -52,14 +54,14 @@ class PrefillResult:
     ----------
     bonus_tokens : Tensor
         ``[B]`` int64, in the order of the prompts.
-    state : DraftState or None
-        What the next step drafts from; None without a draft model.
+    state : mapping of str to Tensor, or None
+        What the next step proposes from, for `RequestStates.admit`; None without a proposer.
     logprobs : LogprobBuffers or None
         One step's, of one token per request; None without processors.
     """
 
     bonus_tokens: Tensor
-    state: DraftState | None
+    state: Mapping[str, Tensor] | None
     logprobs: LogprobBuffers | None = None
 
 
@@ -80,8 +82,8 @@ class Prefill:
     ----------
     target : ModelSlot
         The target model.
-    draft : ModelSlot or None
-        The draft model.
+    draft : ModelSlot, Proposer or None
+        The draft model, or what else proposes tokens.
     req_to_token : Tensor
         ``[rows, max_context_len]`` int32.
     config : SpecConfig
@@ -96,7 +98,7 @@ class Prefill:
     """
 
     target: ModelSlot[TargetModel]
-    draft: ModelSlot[DraftModel] | None
+    draft: ModelSlot[DraftModel] | Proposer | None
     req_to_token: Tensor
     config: SpecConfig
     chunk: int = 4096
@@ -104,6 +106,11 @@ class Prefill:
     def __post_init__(self) -> None:
         if self.chunk < 1:
             raise ValueError(f"chunk must be at least 1, got {self.chunk}")
+
+    @cached_property
+    def proposer(self) -> Proposer | None:
+        """What proposes tokens."""
+        return as_proposer(self.draft)
 
     @torch.no_grad()
     def run(
@@ -136,7 +143,7 @@ class Prefill:
         """
         check_prompts(prompts, sampling, self.req_to_token)
         bonus = torch.zeros(len(prompts), dtype=torch.int64, device=self.req_to_token.device)
-        states: list[DraftState] = []
+        states: list[Mapping[str, Tensor]] = []
         scored: list[LogprobBuffers] = []
         for pieces in self._chunks(prompts):
             done = [p for p in pieces if p.stop == len(prompts[p.index].tokens)]
@@ -152,16 +159,22 @@ class Prefill:
                 drawing = _pick(sampling, which)
                 first = _first_tokens(out.logits, lens, drawing, rows, processors, masks, scored)
                 bonus[which] = first
-            if self.draft is not None and out.hidden_states is not None:
-                tokens = self._next_tokens(prompts, pieces, last, bonus[which])
-                drawing = _pick(sampling, which)
-                states.append(
-                    self._forward_draft(
-                        self.draft, pieces, plan, tokens, out.hidden_states, last, drawing
-                    )
+            features, proposer = out.hidden_states, self.proposer
+            if proposer is not None and (features is not None or not proposer.feature_size):
+                chunk = PromptChunk(
+                    plan,
+                    self.config,
+                    tuple(prompts[p.index].tokens for p in pieces),
+                    tuple((p.start, p.stop) for p in pieces),
+                    _positions(pieces, last.device),
+                    features,
+                    last,
+                    bonus[which],
+                    _pick(sampling, which),
                 )
-        joined = _join(states) if self.draft is not None else None
+                states.append(proposer.prompt(chunk))
         # prompts finish in order
+        joined = _join(states) if self.proposer is not None else None
         return PrefillResult(bonus, joined, LogprobBuffers.join(scored) if scored else None)
 
     def last_logits(self, prompt: Prompt) -> Tensor:
@@ -218,36 +231,6 @@ class Prefill:
         check_logits(out.logits, len(last), model.vocab_size)
         return out
 
-    def _next_tokens(
-        self, prompts: Sequence[Prompt], pieces: Sequence[_Piece], last: Tensor, first: Tensor
-    ) -> Tensor:
-        """Return each position's next token; a prompt's first new one ends it."""
-        following = [(*prompts[p.index].tokens[p.start + 1 : p.stop + 1], 0) for p in pieces]
-        ids = [t for p, ts in zip(pieces, following, strict=True) for t in ts[: p.stop - p.start]]
-        tokens = torch.tensor(ids, device=last.device)
-        # -1 marks logits that were not finite; the request ends, whatever the draft reads
-        tokens[last] = first.clamp(min=0)
-        return tokens
-
-    def _forward_draft(
-        self,
-        slot: ModelSlot[DraftModel],
-        pieces: Sequence[_Piece],
-        plan: ExtendPlan,
-        tokens: Tensor,
-        features: Tensor,
-        last: Tensor,
-        drawing: SamplingBatch,
-    ) -> DraftState:
-        draft = slot.model
-        attend = _bound(slot.backend, plan, pieces)
-        positions = _positions(pieces, last.device)
-        out = draft.forward(tokens, draft.combine(features), positions, attend, last)
-        # the token proposed here follows the bonus token
-        draws = drawing if self.config.draft_sampling else None
-        chosen = choose_tokens(draft, out.logits, self.config.topk, draws, positions[last] + 1)
-        return DraftState(chosen.probs, chosen.tokens, out.hidden_states, chosen.draft_probs)
-
 
 def _bound(backend: LayeredBackend, plan: ExtendPlan, pieces: Sequence[_Piece]) -> BoundLayers:
     attend = backend.bind(plan)
@@ -298,11 +281,6 @@ def _pick(sampling: SamplingBatch, which: Tensor) -> SamplingBatch:
     return replace(sampling, **columns)
 
 
-def _join(states: Sequence[DraftState]) -> DraftState:
+def _join(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Concatenate states along the batch: prompts finish in order."""
-    return DraftState(
-        *(
-            torch.cat(parts)
-            for parts in zip(*(vars(state).values() for state in states), strict=True)
-        )
-    )
+    return {name: torch.cat([one[name] for one in states]) for name in states[0]}

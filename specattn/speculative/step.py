@@ -15,24 +15,25 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from specattn.backends.base import by_lengths_alone, fill_all
-from specattn.backends.multi_step import MultiStepDraftBackend
-from specattn.batch import AcceptResult, DraftState, DraftTree, ForwardMode
+from specattn.batch import AcceptResult, DraftTree, ForwardMode
 from specattn.kernels.sampling import target_probs
 from specattn.kernels.step import begin_step, end_step, gather_path
 from specattn.kernels.tree import build_tree
 from specattn.plan import AttnInputs, AttnPlan
-from specattn.speculative.draft import choose_tokens, propose
+from specattn.speculative.proposer import StepViews, as_proposer
 from specattn.speculative.sampling import SamplingBatch
 from specattn.speculative.step_buffers import StepBuffers, StepDims
 from specattn.speculative.validation import check_features, check_logits
 from specattn.speculative.verify import accept, over_target_vocabulary
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from specattn.backends.base import Fillable
     from specattn.backends.layers import BoundLayers
-    from specattn.backends.multi_step import BoundMultiStep, Indices
+    from specattn.backends.multi_step import Indices
     from specattn.batch import Candidates
     from specattn.cache.slot_table import RequestTable
     from specattn.config import SpecConfig
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from specattn.speculative.logprobs import LogprobBuffers
     from specattn.speculative.model import DraftModel, ModelSlot, TargetModel
     from specattn.speculative.processors import ProcessorStates
+    from specattn.speculative.proposer import BoundProposer, Proposal, Proposer
     from specattn.speculative.states import RequestStates
 
 
@@ -113,24 +115,20 @@ class Step:
 
     Parameters
     ----------
-    target, draft_model : ModelSlot
-        The models; ``draft_model`` may be None.
-    config : SpecConfig
-        Tree width and depth.
-    table : RequestTable
-        Rows and slots of the requests.
-    states : RequestStates
-        What steps leave for each other.
+    target : ModelSlot
+        The target model.
+    proposer : Proposer or None
+        What proposes tokens; None in plain decoding without one.
     host : HostBuffers
         Where the step finds its rows.
     packed : Tensor
         ``[B, N + 2]`` int64, what `advance` writes: the number of tokens gained, then those tokens
         and zeros. A row that did not take part (padding, or a request without slots for a step)
         gains 0.
-    buffers : StepBuffers
-        What phases hand each other, for B requests.
-    drafting : MultiStepDraftBackend or None
-        What all draft forwards share; None in plain decoding.
+    views : StepViews
+        Its config, table, states and buffers, as the proposer finds them.
+    bound : BoundProposer or None
+        The proposer for B requests.
     acceptor : Acceptor
         What decides how much of a tree is kept.
 
@@ -150,40 +148,30 @@ class Step:
     def __init__(
         self,
         target: ModelSlot[TargetModel],
-        draft_model: ModelSlot[DraftModel] | None,
-        config: SpecConfig,
-        table: RequestTable,
-        states: RequestStates,
+        proposer: Proposer | None,
         host: HostBuffers,
         packed: Tensor,
-        buffers: StepBuffers,
-        drafting: MultiStepDraftBackend | None,
+        views: StepViews,
+        bound: BoundProposer | None,
         acceptor: Acceptor,
     ) -> None:
-        self.target, self.draft_model, self.config = target, draft_model, config
-        self.table, self.states, self.host, self.packed = table, states, host, packed
-        self.buffers, self.drafting, self.acceptor = buffers, drafting, acceptor
+        self.target, self.proposer, self.views, self.bound = target, proposer, views, bound
+        self.config, self.table, self.states = views.config, views.table, views.states
+        self.buffers, self.host, self.packed = views.buffers, host, packed
+        self.acceptor = acceptor
         self.processors: ProcessorStates | None = None
         self.bitmask: Tensor | None = None
         self.logprobs: LogprobBuffers | None = None
         self.tree = self._tree()
-        mode = ForwardMode.TARGET_VERIFY if config.num_steps else ForwardMode.DECODE
+        mode = ForwardMode.TARGET_VERIFY if self.config.num_steps else ForwardMode.DECODE
         self.verify_plan = self._plan(mode, self.tree.positions, self.tree.words)
         self.verify_attention = target.backend.bind(self.verify_plan)
-        self.draft_attention: BoundMultiStep | None = None
-        self.extend_attention: BoundLayers | None = None
-        if drafting is not None:
-            self.draft_attention = drafting.bind(len(packed))
-        if draft_model is not None:
-            mode, words = ForwardMode.DRAFT_EXTEND, buffers.extend_words
-            plan = self._plan(mode, buffers.positions, words)
-            self.extend_attention = draft_model.backend.bind(plan)
 
     @classmethod
     def alloc(
         cls,
         target: ModelSlot[TargetModel],
-        draft: ModelSlot[DraftModel] | None,
+        draft: ModelSlot[DraftModel] | Proposer | None,
         config: SpecConfig,
         table: RequestTable,
         states: RequestStates,
@@ -194,37 +182,18 @@ class Step:
         acceptor: Acceptor = accept,
     ) -> Step:
         """Allocate buffers for the requests of ``packed``; bind the phases to them."""
-        device, batch = table.req_to_token.device, len(packed)
-        dims = StepDims.of(config, draft.model if draft is not None else None)
-        buffers, drafting = StepBuffers.alloc(batch, dims, device), None
-        if draft is not None and config.num_steps:
-            slots = buffers.window[:, : config.num_draft_forwards * config.topk]
-            drafting = MultiStepDraftBackend(
-                draft.backend,
-                config,
-                table.req_to_token,
-                batch,
-                indices,
-                req_pool_indices=buffers.req_pool_indices,
-                seq_lens=buffers.seq_lens,
-                branch_slots=slots.unflatten(1, (-1, config.topk)),
-            )
-        return cls(target, draft, config, table, states, host, packed, buffers, drafting, acceptor)
+        proposer = as_proposer(draft)
+        dims, device = StepDims.of(config, proposer), table.req_to_token.device
+        buffers = StepBuffers.alloc(len(packed), dims, device)
+        views = StepViews(config, table, states, buffers, indices)
+        bound = proposer.bind(views) if proposer is not None else None
+        return cls(target, proposer, host, packed, views, bound, acceptor)
 
     def first(self, batch: int, host: HostBuffers, packed: Tensor) -> Step:
         """Return the step for fewer requests, over the same buffers."""
-        return Step(
-            self.target,
-            self.draft_model,
-            self.config,
-            self.table,
-            self.states,
-            host,
-            packed,
-            self.buffers.bind(batch),
-            self.drafting,
-            self.acceptor,
-        )
+        views = replace(self.views, buffers=self.buffers.bind(batch))
+        bound = self.bound.first(views) if self.bound is not None else None
+        return Step(self.target, self.proposer, host, packed, views, bound, self.acceptor)
 
     def processing(
         self, processors: ProcessorStates, bitmask: Tensor | None, logprobs: LogprobBuffers
@@ -276,23 +245,18 @@ class Step:
     def begin(self) -> None:
         """Gather the requests' states and derive every phase's metadata from their lengths."""
         self._gather()
-        if self.draft_attention is not None:
-            self.draft_attention.fill_lists()
+        if self.bound is not None:
+            self.bound.begin()
         fill_all([*self.attention(ForwardMode.DRAFT_DECODE), *self._before_the_tree()])
 
     def draft(self) -> DraftTree:
         """Run the draft forwards and build the tree."""
-        if self.draft_attention is None:
-            return self.tree
-        return self.build_tree(self.propose())
+        return self.build_tree(self.propose()) if self.config.num_steps else self.tree
 
-    def propose(self) -> Candidates:
+    def propose(self) -> Proposal:
         """Run the draft forwards; returns every token that the draft looked at."""
-        assert self.draft_model is not None
-        assert self.draft_attention is not None
-        buffers = self.buffers
-        model, state = self.draft_model.model, buffers.draft_state
-        return propose(model, self.draft_attention, state, self.config, buffers)
+        assert self.bound is not None
+        return self.bound.propose()
 
     def build_tree(self, candidates: Candidates) -> DraftTree:
         """Keep the best candidates below the bonus token; link them.
@@ -390,9 +354,9 @@ class Step:
         AcceptResult
             What the acceptor returns: by default, over the step's buffers.
         """
-        if self.config.draft_sampling and self.draft_model is not None and self.config.num_steps:
+        if self.config.draft_sampling and self.proposer is not None and self.config.num_steps:
             probs = over_target_vocabulary(
-                self.draft_model.model, tree.draft_probs, self.target.model.vocab_size
+                self.proposer, tree.draft_probs, self.target.model.vocab_size
             )
             tree = replace(tree, draft_probs=probs)
         buffers, sampling = self.buffers, self._sampling(sampled=sampled)
@@ -435,7 +399,7 @@ class Step:
     def commit(self, accepted: AcceptResult, features: Tensor) -> None:
         """Move the kept path's KV and features to the front.
 
-        Without a draft model there is nothing to move: one token was verified.
+        Without a proposer there is nothing to move: one token was verified.
 
         Parameters
         ----------
@@ -450,7 +414,7 @@ class Step:
             If the target gives features of another width than the draft reads.
         """
         buffers = self.buffers
-        if self.extend_attention is None:
+        if self.bound is None:
             return
         self.target.pool.commit(self.verify_plan.tail_slots, accepted)
         check_features(features.shape[-1], buffers.features.shape[-1])
@@ -464,37 +428,35 @@ class Step:
             after_out=buffers.after,
         )
 
-    def extend(self, accepted: AcceptResult) -> DraftState | None:
-        """Run the draft over the accepted path; return where drafting goes on.
+    def extend(self, accepted: AcceptResult) -> Mapping[str, Tensor]:
+        """Tell the proposer what is kept; return where it goes on.
 
-        Row i reads the token that follows path node i, with the target's features at that node.
-        Only the last accepted row reaches ``lm_head``.
+        A draft model runs over the accepted path.
+
+        Parameters
+        ----------
+        accepted : AcceptResult
+            What is kept.
+
+        Returns
+        -------
+        mapping of str to Tensor
+            ``[B, w]``: new rows of `RequestStates.drafting`.
         """
-        if self.extend_attention is None or self.draft_model is None:
-            return None
-        fill_all(by_lengths_alone([self.extend_attention])[1])
-        buffers, draft = self.buffers, self.draft_model.model
-        out = draft.forward(
-            accepted.accept_tokens.flatten(),
-            draft.combine(buffers.features.flatten(0, 1)),
-            buffers.positions.flatten(),
-            self.extend_attention,
-            buffers.last_rows,
-        )
-        # the token proposed here follows the bonus token; steps of other configs may start from it
-        topk, draws = self.states.topk_probs.shape[1], self.config.draft_sampling
-        chosen = choose_tokens(draft, out.logits, topk, buffers if draws else None, buffers.after)
-        return DraftState(chosen.probs, chosen.tokens, out.hidden_states, chosen.draft_probs)
+        if self.bound is None:
+            return {}
+        fill_all(by_lengths_alone(self.bound.absorbing)[1])
+        return self.bound.absorb(accepted)
 
-    def advance(self, accepted: AcceptResult, state: DraftState | None) -> None:
+    def advance(self, accepted: AcceptResult, state: Mapping[str, Tensor]) -> None:
         """Advance the requests: write their states and what the host reads.
 
         Parameters
         ----------
         accepted : AcceptResult
             The tokens that they gained.
-        state : DraftState or None
-            Where drafting goes on, from `extend`.
+        state : mapping of str to Tensor
+            Where proposing goes on, from `extend`.
         """
         buffers, states = self.buffers, self.states
         end_step(
@@ -505,8 +467,8 @@ class Step:
             accepted.bonus_tokens,
             seq_lens_table=states.seq_lens,
             bonus_table=states.bonus_tokens,
-            sources=tuple(vars(state).values()) if state is not None else (),
-            tables=states.drafting if state is not None else (),
+            sources=tuple(state.values()),
+            tables=tuple(states.drafting[name] for name in state),
             packed_out=self.packed,
         )
         if self.processors is not None:
@@ -524,8 +486,8 @@ class Step:
 
     def attention(self, mode: ForwardMode | None) -> tuple[BoundLayers, ...]:
         """Return the attention of a part, or of the whole step."""
-        drafts = self.draft_attention.steps if self.draft_attention else ()
-        extends = (self.extend_attention,) if self.extend_attention else ()
+        drafts = self.bound.proposing if self.bound is not None else ()
+        extends = self.bound.absorbing if self.bound is not None else ()
         return {
             None: (*drafts, self.verify_attention, *extends),
             ForwardMode.DRAFT_DECODE: drafts,
@@ -544,10 +506,11 @@ class Step:
         tables = [getattr(states, name) for name in names]
         outs = [buffers.roots, *(getattr(buffers, name) for name in names[1:])]
         positions = buffers.positions.new_empty(len(buffers.positions), 0, 1)
-        if self.draft_attention is not None:
-            tables += states.drafting
-            outs += vars(buffers.draft_state).values()
-            positions = self.draft_attention.plan.inputs.positions
+        if self.bound is not None:
+            tables += [states.drafting[name] for name in self.bound.gathers]
+            outs += self.bound.gathers.values()
+            if self.bound.positions is not None:
+                positions = self.bound.positions
         begin_step(
             self.host.rows,
             self.host.turn,

@@ -8,37 +8,36 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
-from specattn.batch import AcceptResult, DraftState, ForwardMode
+from specattn.batch import AcceptResult, ForwardMode
 from specattn.buffers import BufferSet, buf
 from specattn.plan import causal_words, mask_words
-from specattn.speculative.states import StateDims
 
 if TYPE_CHECKING:
     from specattn.config import SpecConfig
-    from specattn.speculative.model import DraftModel
+    from specattn.speculative.proposer import Proposer
 
 
 @dataclass(frozen=True)
 class StepDims:
     """The dimensions of `StepBuffers`.
 
-    ``state`` is what a draft starts from, of width 0 where the step does not draft; ``features``
-    and ``dtype`` are those of the target features that the draft reads.
+    ``vocab`` is the width of what tokens are drawn from, 0 where none are; ``features`` and
+    ``dtype`` are those of the target features that the proposer reads.
     """
 
     config: SpecConfig
-    state: StateDims
+    vocab: int = 0
     features: int = 0
     dtype: torch.dtype = torch.float32
 
     @classmethod
-    def of(cls, config: SpecConfig, draft: DraftModel | None) -> Self:
-        """Return the dimensions of a step over a draft model, if any."""
-        drafting = draft if config.num_steps else None
-        state = StateDims.of(drafting, config.topk, draft_sampling=config.draft_sampling)
-        if draft is None:
-            return cls(config, state)
-        return cls(config, state, draft.feature_size, draft.layers[0].dtype)
+    def of(cls, config: SpecConfig, proposer: Proposer | None) -> Self:
+        """Return the dimensions of a step with a proposer, if any."""
+        if proposer is None:
+            return cls(config)
+        draws = config.draft_sampling and config.num_steps > 0
+        vocab = proposer.vocab_size if draws else 0
+        return cls(config, vocab, proposer.feature_size, proposer.dtype)
 
 
 def _no_node(dims: StepDims) -> Tensor:
@@ -50,16 +49,12 @@ def _tree_words(dims: StepDims) -> Tensor:
     return causal_words(dims.config.layout(mode))
 
 
-def _extend_words(dims: StepDims) -> Tensor:
-    return causal_words(dims.config.layout(ForwardMode.DRAFT_EXTEND))
-
-
 @dataclass(frozen=True)
 class StepBuffers(BufferSet):
     """What a step's phases read and write, a row per request.
 
     Shapes: n nodes, N draft steps, K branches, W ancestor words. The first kernel of a step writes
-    the first two groups from the `RequestStates`; every later group is written by one phase.
+    the first group from the `RequestStates`; every later group is written by one phase.
 
     Parameters
     ----------
@@ -74,8 +69,6 @@ class StepBuffers(BufferSet):
         ``[B]`` int64, bonus tokens of the step before.
     temperature, top_k, top_p, seeds : Tensor
         ``[B]``, as in `RequestStates`.
-    topk_probs, topk_tokens, hidden_states, draft_probs : Tensor
-        The `DraftState` that the draft starts from.
     tokens, tree_positions, words, next_token, next_sibling, tree_probs : Tensor
         The `DraftTree`; -1 links to no node. ``tree_probs`` is ``[B, N, Vd]``.
     accept_index, accept_tokens, accept_lens, bonus_tokens : Tensor
@@ -83,8 +76,6 @@ class StepBuffers(BufferSet):
     features, last_rows, after : Tensor
         ``[B, N + 1, F]`` target features along the accepted path, ``[B]`` int64 flat row of its
         last token, and ``[B]`` int64 the position after it.
-    extend_words : Tensor
-        ``[B, N + 1, W]`` int64, causal; never written.
     """
 
     req_pool_indices: Tensor = buf(lambda _: (), torch.int64)
@@ -97,11 +88,6 @@ class StepBuffers(BufferSet):
     top_p: Tensor = buf(lambda _: (), torch.float32, lambda _: torch.ones(()))
     seeds: Tensor = buf(lambda _: (), torch.int64)
 
-    topk_probs: Tensor = buf(lambda d: (d.state.topk,), torch.float32)
-    topk_tokens: Tensor = buf(lambda d: (d.state.topk,), torch.int64)
-    hidden_states: Tensor = buf(lambda d: (d.state.hidden,), lambda d: d.dtype)
-    draft_probs: Tensor = buf(lambda d: (d.state.vocab,), torch.float32)
-
     tokens: Tensor = buf(lambda d: (d.config.num_draft_tokens,), torch.int64)
     tree_positions: Tensor = buf(lambda d: (d.config.num_draft_tokens,), torch.int64)
     words: Tensor = buf(
@@ -112,7 +98,7 @@ class StepBuffers(BufferSet):
     next_token: Tensor = buf(lambda d: (d.config.num_draft_tokens,), torch.int64, _no_node)
     next_sibling: Tensor = buf(lambda d: (d.config.num_draft_tokens,), torch.int64, _no_node)
     tree_probs: Tensor = buf(
-        lambda d: (d.config.num_steps, d.state.vocab) if d.state.vocab else (0, 0), torch.float32
+        lambda d: (d.config.num_steps, d.vocab) if d.vocab else (0, 0), torch.float32
     )
 
     accept_index: Tensor = buf(lambda d: (d.config.num_steps + 1,), torch.int32)
@@ -123,16 +109,6 @@ class StepBuffers(BufferSet):
     features: Tensor = buf(lambda d: (d.config.num_steps + 1, d.features), lambda d: d.dtype)
     last_rows: Tensor = buf(lambda _: (), torch.int64)
     after: Tensor = buf(lambda _: (), torch.int64)
-    extend_words: Tensor = buf(
-        lambda d: (d.config.num_steps + 1, mask_words(d.config.num_steps + 1)),
-        torch.int64,
-        _extend_words,
-    )
-
-    @property
-    def draft_state(self) -> DraftState:
-        """Where the draft starts."""
-        return DraftState(self.topk_probs, self.topk_tokens, self.hidden_states, self.draft_probs)
 
     @property
     def accepted(self) -> AcceptResult:

@@ -21,6 +21,7 @@ from specattn.speculative.grammar import fill_bitmasks
 from specattn.speculative.host_buffers import HostBuffers, InFlight, PendingStep
 from specattn.speculative.launch import StepLaunch
 from specattn.speculative.logprobs import LogprobBuffers
+from specattn.speculative.proposer import as_proposer
 from specattn.speculative.step import StepPart
 from specattn.speculative.validation import (
     check_draft_tokens,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from specattn.speculative.grammar import Grammar
     from specattn.speculative.model import DraftModel, ModelSlot, TargetModel
     from specattn.speculative.processors import ProcessorStates
+    from specattn.speculative.proposer import Proposer
     from specattn.speculative.states import RequestStates
     from specattn.speculative.step import Acceptor, Step
     from specattn.speculative.validation import TakingPart, Validate
@@ -75,9 +77,9 @@ class StepDecoder(ReadOnly):
     ----------
     target : ModelSlot
         The target model.
-    draft : ModelSlot or None
-        The draft model; needed unless ``config.num_steps`` is 0, and then kept up to date, for
-        steps of other configs.
+    draft : ModelSlot, Proposer or None
+        The draft model, or what else proposes tokens; needed unless ``config.num_steps`` is 0, and
+        then kept up to date, for steps of other configs.
     config : SpecConfig
         Tree width and depth.
     table : SlotTable or ExternalTable
@@ -127,6 +129,10 @@ class StepDecoder(ReadOnly):
 
     Attributes
     ----------
+    proposer : Proposer or None
+        What proposes tokens.
+    draft : ModelSlot or None
+        Its model, pool and attention, if it has any.
     runner : GraphRunner
         Counts replays and eager fallbacks by part.
     """
@@ -134,7 +140,7 @@ class StepDecoder(ReadOnly):
     def __init__(
         self,
         target: ModelSlot[TargetModel],
-        draft: ModelSlot[DraftModel] | None,
+        draft: ModelSlot[DraftModel] | Proposer | None,
         config: SpecConfig,
         table: RequestTable,
         states: RequestStates,
@@ -160,24 +166,28 @@ class StepDecoder(ReadOnly):
             raise ValueError(
                 "validate='debug' looks between graphs, so it needs cudagraph='piecewise'"
             )
-        if cudagraph == "full" and plans_on_host(target, draft):
+        proposer = as_proposer(draft)
+        slot = proposer.slot if proposer is not None else None
+        if cudagraph == "full" and plans_on_host(target, slot):
             raise ValueError("a backend that plans on the host needs cudagraph='piecewise'")
         if validate == "debug" and tbo:
             raise ValueError("validate='debug' looks at a whole batch's tree, which tbo splits")
-        if draft is not None:
-            draft.backend.check_indices(indices)
-        check_tables(config, table, states, [s.pool for s in (target, draft) if s is not None])
+        if slot is not None:
+            slot.backend.check_indices(indices)
+        pools = [one.pool for one in (target, slot) if one is not None]
+        check_tables(config, table, states, pools, proposer)
         target = target.for_context(table.max_context_len)
-        if draft is not None:
-            draft = draft.for_context(table.max_context_len)
-            check_draft_tokens(draft.model, target.model.vocab_size, table.req_to_token.device)
-        self.target, self.draft, self.config = target, draft, config
+        if proposer is not None:
+            proposer = proposer.for_context(table.max_context_len)
+            check_draft_tokens(proposer, target.model.vocab_size, table.req_to_token.device)
+        self.target, self.proposer, self.config = target, proposer, config
+        self.draft = proposer.slot if proposer is not None else None
         self.table, self.states, self.cudagraph = table, states, cudagraph
-        self.features = feature_width(draft, features)
+        self.features = feature_width(proposer, features)
         self.indices, self.accept = indices, accept
         self.validate, self.tbo = validate, tbo
         device = table.req_to_token.device
-        self._plans = plans_on_host(target, draft)
+        self._plans = plans_on_host(target, slot)
         piecewise = cudagraph == "piecewise"
         self._parts = [
             StepPart.of(config, piecewise=piecewise, sampled=level > 0, processed=level > 1)
@@ -564,7 +574,7 @@ class StepDecoder(ReadOnly):
     def _alloc(self, batch: int, host: HostBuffers | None = None) -> StepLaunch:
         return StepLaunch.alloc(
             self.target,
-            self.draft,
+            self.proposer,
             self.config,
             self.table,
             self.states,

@@ -12,7 +12,7 @@ from specattn.checks import expect, whole_number, whole_numbers
 from specattn.interop import validate_tree
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from specattn.cache.kv_pool import KVPool
     from specattn.cache.slot_table import RequestTable
     from specattn.config import SpecConfig
-    from specattn.speculative.model import DraftModel, ModelSlot
     from specattn.speculative.prefill import Prompt
     from specattn.speculative.processors import ProcessorStates
+    from specattn.speculative.proposer import Proposer
     from specattn.speculative.sampling import SamplingBatch
-    from specattn.speculative.states import RequestStates
+    from specattn.speculative.states import RequestStates, StateField
 
 Validate = Literal["off", "debug"]
 
@@ -50,10 +50,10 @@ def check_prompts(prompts: Sequence[Prompt], sampling: SamplingBatch, table: Ten
     )
 
 
-def feature_width(draft: ModelSlot[DraftModel] | None, features: int | None) -> int:
+def feature_width(proposer: Proposer | None, features: int | None) -> int:
     """Return the width of the features; refuse another than the draft's."""
-    own = draft.model.feature_size if draft is not None else 0
-    if draft is not None and features not in (None, own):
+    own = proposer.feature_size if proposer is not None else 0
+    if proposer is not None and features not in (None, own):
         raise ValueError(f"features must be the draft's feature_size, {own}, got {features}")
     return own
 
@@ -83,7 +83,11 @@ def check_lens(seq_lens_cpu: Tensor | None, count: int) -> None:
 
 
 def check_tables(
-    config: SpecConfig, table: RequestTable, states: RequestStates, pools: Sequence[KVPool]
+    config: SpecConfig,
+    table: RequestTable,
+    states: RequestStates,
+    pools: Sequence[KVPool],
+    proposer: Proposer | None,
 ) -> None:
     """Refuse tables, states and pools that lack rows or slots."""
     if config.page_size != table.page_size:
@@ -95,14 +99,30 @@ def check_tables(
             f"max_context_len must be at least the table's, {table.max_context_len}, "
             f"got {config.max_context_len}"
         )
-    rows, width = len(table.req_to_token), states.topk_probs.shape[1]
+    rows = len(table.req_to_token)
     expect("states.seq_lens", states.seq_lens, (rows,), torch.int32, table.req_to_token.device)
-    if config.num_steps and width < config.topk:
-        raise ValueError(f"states must hold topk {config.topk} proposals, got {width}")
+    if proposer is not None and config.num_steps:
+        check_states(proposer.state_fields(config), states.drafting)
     slots = table.num_pages * table.page_size
     for pool in pools:
         if pool.num_slots < slots:
             raise ValueError(f"pools must have the table's {slots} slots, got {pool.num_slots}")
+
+
+def check_states(fields: Mapping[str, StateField], drafting: Mapping[str, Tensor]) -> None:
+    """Refuse states that lack what a proposer keeps."""
+    for name, (width, dtype) in fields.items():
+        found = drafting.get(name)
+        if found is None:
+            raise ValueError(
+                f"states must hold {name}, got {list(drafting)}: allocate them with "
+                "StateDims(proposer.state_fields(config))"
+            )
+        if found.shape[1] < width or found.dtype != dtype:
+            raise ValueError(
+                f"states must hold {name} [{len(found)}, {width}] {dtype}, "
+                f"got {list(found.shape)} {found.dtype}"
+            )
 
 
 def check_processors(
@@ -112,7 +132,7 @@ def check_processors(
     expect("processors.history", processors.history, size, torch.int32, device)
 
 
-def check_draft_tokens(draft: DraftModel, vocab_size: int, device: torch.device) -> None:
+def check_draft_tokens(draft: Proposer, vocab_size: int, device: torch.device) -> None:
     """Refuse drafts whose tokens the target has not; waits for the device."""
     ids = draft.to_target(torch.arange(draft.vocab_size, device=device))
     outside = ids[(ids < 0) | (ids >= vocab_size)]

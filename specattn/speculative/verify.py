@@ -14,7 +14,7 @@ from specattn.kernels.tree import accept_greedy, accept_rejection, accept_sample
 
 if TYPE_CHECKING:
     from specattn.config import SpecConfig
-    from specattn.speculative.model import DraftModel
+    from specattn.speculative.proposer import Proposer
     from specattn.speculative.sampling import SamplingBatch
 
 
@@ -84,7 +84,7 @@ def accept(
     return replace(result, probs=probs)
 
 
-def over_target_vocabulary(draft: DraftModel, probs: Tensor, vocab_size: int) -> Tensor:
+def over_target_vocabulary(draft: Proposer, probs: Tensor, vocab_size: int) -> Tensor:
     """Map probs over the draft's vocabulary, ``[..., Vd]``, to ``[..., V]``."""
     ids = draft.to_target(torch.arange(probs.shape[-1], device=probs.device))
     return probs.new_zeros(*probs.shape[:-1], vocab_size).index_copy_(-1, ids, probs)

@@ -98,7 +98,7 @@ def test_requests_of_one_likely_token_stay_greedy():
 
 def test_settings_share_states_pools_and_graph_memory():
     run = engine(TREES, Dice())
-    assert run.states.topk_tokens.shape[1] == 8
+    assert run.states.drafting["topk_tokens"].shape[1] == 8
     assert len(run.decoders) == len(TREES)
     for decoder in run.decoders:
         assert decoder.states is run.states

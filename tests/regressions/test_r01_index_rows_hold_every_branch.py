@@ -59,6 +59,6 @@ def test_a_row_for_one_branch_per_request_is_refused_before_launch(kind):
 
 def test_every_bucket_shares_the_one_width():
     shared = world("torch_native", [1, 8], indices="csr")
-    steps = [shared.step(ForwardMode.DRAFT_DECODE, bucket).draft_attention for bucket in (1, 8)]
+    steps = [shared.step(ForwardMode.DRAFT_DECODE, bucket).bound.multi_step for bucket in (1, 8)]
     width = draft_kv_width(8, CONFIG.topk, CONFIG.max_context_len, CONFIG.num_draft_forwards)
     assert [step.kv_indices.shape[1] for step in steps] == [width, width]

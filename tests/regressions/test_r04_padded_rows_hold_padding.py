@@ -22,7 +22,7 @@ def test_rows_after_the_batch_are_padding_after_a_larger_batch(backend):
     for lens in ([240, 3, 99, 64, 7, 200, 1, 244], [17, 200, 0]):
         one.poison(lens)
         one.run(mode, lens, inputs(mode, lens, len(lens)))
-    steps = one.step(mode, 8).draft_attention
+    steps = one.step(mode, 8).bound.multi_step
     given = steps.plan.inputs
     assert given.seq_lens.device.type == DEVICE.type
     assert not given.req_pool_indices[3:].any()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import pytest
 
 from specattn.errors import CaptureMismatch
-from tests.worlds import BACKENDS, DEVICE, MODES, inputs, part_of, world
+from tests.worlds import BACKENDS, DEVICE, MODES, inputs, part_of, put, world
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
@@ -38,7 +38,8 @@ def test_a_ragged_replay_of_a_uniform_capture_is_refused():
     mode, lens = MODES[2], [5, 9]
     one = world(BACKENDS[-1], [2])
     states = one.decoder.states
-    wide = states.topk_tokens.new_zeros(len(states.topk_tokens), states.topk_tokens.shape[1] + 1)
-    object.__setattr__(states, "topk_tokens", wide.to(DEVICE)[:, 1:])
+    tokens = states.drafting["topk_tokens"]
+    wide = tokens.new_zeros(len(tokens), tokens.shape[1] + 1)
+    put(states, "topk_tokens", wide.to(DEVICE)[:, 1:])
     with pytest.raises(CaptureMismatch, match="topk_tokens changed since capture"):
         one.run(mode, lens, inputs(mode, lens, 0))

@@ -15,16 +15,16 @@ from specattn.batch import ForwardMode
 from specattn.errors import CaptureMismatch
 from tests.backends.test_flashinfer_mla import BF16, bind, install, lens_of
 from tests.oracle import make_lists_case, make_tree_case
-from tests.worlds import BACKENDS, DEVICE, MODES, buffer_sets, inputs, part_of, world
+from tests.worlds import BACKENDS, DEVICE, MODES, buffer_sets, inputs, part_of, put, world
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_fill_writes_is_what_the_steps_read(backend):
     one = world(backend, [2, 8], indices="csr")
-    shared = one.step(ForwardMode.DRAFT_DECODE, 8).draft_attention
+    shared = one.step(ForwardMode.DRAFT_DECODE, 8).bound.multi_step
     assert shared.kv_indptr.device.type == DEVICE.type
     for bucket in (2, 8):
-        steps = one.step(ForwardMode.DRAFT_DECODE, bucket).draft_attention
+        steps = one.step(ForwardMode.DRAFT_DECODE, bucket).bound.multi_step
         for step, layers in enumerate(steps.steps):
             for name in ("kv_indptr", "kv_indices"):
                 read, filled = getattr(layers.plan, name), getattr(shared, name)[step]
@@ -40,7 +40,7 @@ def test_other_memory_is_an_error_that_names_the_buffer(backend, mode):
     for name in ("seq_lens", "bonus_tokens", "hidden_states"):
         one = world(backend, [1])
         states = one.decoder.states
-        object.__setattr__(states, name, getattr(states, name).clone())
+        put(states, name, states.tensors()[name].clone())
         with pytest.raises(CaptureMismatch, match=rf"states\.{name} changed since capture"):
             one.run(mode, lens, inputs(mode, lens, 0))
     for part in range(2):

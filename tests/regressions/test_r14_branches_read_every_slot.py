@@ -41,7 +41,7 @@ def test_a_branch_lists_the_prefix_and_its_ancestors():
     one = world("torch_native", [8], setting(4), indices="csr")
     one.poison(LENS)
     one.run(MODE, LENS, inputs(MODE, LENS, 1))
-    steps = one.step(MODE, 8).draft_attention
+    steps = one.step(MODE, 8).bound.multi_step
     words = steps.plan.inputs.words[..., 0].tolist()
     assert steps.kv_indices.device.type == DEVICE.type
     for step in range(3):

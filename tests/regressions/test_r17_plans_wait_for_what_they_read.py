@@ -53,11 +53,12 @@ def poison(run: Engine) -> None:
     """Spoil whatever a step is to write before it is read."""
     (launch,) = run.decoder(run.config)._launches.values()
     (step,) = launch.steps
-    # rows are written last by who launches; the extend's words are causal and never change
-    kept = {"req_pool_indices", "seq_lens", "window", "extend_words"}
+    # rows are written last by who launches
+    kept = {"req_pool_indices", "seq_lens", "window"}
     tensors = [tensor for name, tensor in step.buffers.tensors().items() if name not in kept]
+    tensors += step.bound.gathers.values()
     # the words of the first draft step never change: every node sees itself
-    drafts = step.draft_attention.plan.inputs
+    drafts = step.bound.multi_step.plan.inputs
     tensors += [drafts.positions, drafts.words[:, 1:], step.buffers.seq_lens, step.buffers.window]
     for tensor in tensors:
         tensor.fill_(float("nan") if tensor.is_floating_point() else POISON)

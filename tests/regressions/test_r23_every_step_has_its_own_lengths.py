@@ -27,7 +27,7 @@ def test_step_i_is_a_decode_at_its_length(backend, steps, topk, nodes):
     one = world(backend, [4], config, indices="csr")
     one.poison(LENS)
     one.run(MODE, LENS, inputs(MODE, LENS, 1, config))
-    bound = one.step(MODE, 4).draft_attention
+    bound = one.step(MODE, 4).bound.multi_step
     lens = torch.tensor(LENS).repeat_interleave(topk)
     for step in range(steps - 1):
         want = [0, *(lens + step + 1).cumsum(0).tolist()]

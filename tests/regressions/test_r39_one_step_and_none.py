@@ -33,7 +33,7 @@ def test_few_steps_decode(backend, tree, indices):
     if config.num_steps:
         (part,) = run.decoder(config).modes
         (step,) = runner._captured[part][2].program.steps
-        assert step.draft_attention.steps == ()
+        assert step.bound.multi_step.steps == ()
     for result, prompt in zip(
         run.generate([Request(p, 16) for p in PROMPTS]), PROMPTS, strict=True
     ):

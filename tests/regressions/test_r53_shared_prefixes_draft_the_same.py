@@ -29,7 +29,7 @@ def states(run: Engine, at: int) -> list[torch.Tensor]:
     """What request ``at`` drafts from: its first proposal and its draft KV."""
     live = run.running[at]
     slots = run.table.req_to_token[live.row, : live.length].long()
-    first = [getattr(run.states, name)[live.row] for name in ("topk_probs", "hidden_states")]
+    first = [run.states.drafting[name][live.row] for name in ("topk_probs", "hidden_states")]
     return [*first, run.draft.pool.k[:, slots], run.draft.pool.v[:, slots]]
 
 

@@ -89,7 +89,7 @@ def test_a_draft_reads_the_prompts_own_tokens_at_the_ends_of_pieces(chunk):
             for row, ids in zip(loop.rows, prompts, strict=True)
             for name in ("k", "v")
         ]
-        found.append([start.bonus_tokens, *vars(start.state).values(), *kv])
+        found.append([start.bonus_tokens, *start.state.values(), *kv])
     for whole, pieces in zip(*found, strict=True):
         torch.testing.assert_close(pieces, whole, rtol=1e-4, atol=1e-5)
 

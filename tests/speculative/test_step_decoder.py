@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from specattn.batch import DraftState
 from specattn.cache.external import ExternalTable
 from specattn.cache.kv_pool import KVPool
 from specattn.engine.engine import Request
@@ -68,7 +67,7 @@ def test_a_request_without_slots_sits_out(tree, cudagraph):
     assert gained[2] == []
     assert all(gained[i] for i in (0, 1, 3, 4))
     for name, before in states.items():
-        assert torch.equal(getattr(run.states, name)[held], before[held]), name
+        assert torch.equal(run.states.tensors()[name][held], before[held]), name
     slots = run.table.req_to_token[held].long()
     for pool, before in zip((run.target.pool, run.draft.pool), kv, strict=True):
         assert torch.equal(pool.k[:, slots], before[:, slots])
@@ -99,7 +98,7 @@ REACHED = {
     "req_to_token": lambda run: run.table.req_to_token,
     "reserved": lambda run: run.table.reserved,
     "states.seq_lens": lambda run: run.states.seq_lens,
-    "states.hidden_states": lambda run: run.states.hidden_states,
+    "states.hidden_states": lambda run: run.states.drafting["hidden_states"],
     "k_cache": lambda run: run.target.pool.k,
     "v_cache": lambda run: run.draft.pool.v,
 }
@@ -162,14 +161,13 @@ def test_states_of_other_widths_are_not_admitted():
     run = engine((3, 4, 9))
     rows = torch.tensor(admitted(run), device=DEVICE)
     kept = {name: value.clone() for name, value in run.states.tensors().items()}
-    drafting = dict(zip(vars(DraftState(*run.states.drafting)), run.states.drafting, strict=True))
-    narrow = {name: value[rows, :1] for name, value in drafting.items()}
+    narrow = {name: value[rows, :1] for name, value in run.states.drafting.items()}
     sampling = SamplingBatch.of([SamplingParams()] * 5, DEVICE)
     lens = torch.ones(5, dtype=torch.int32, device=DEVICE)
     with pytest.raises(ValueError, match=r"state\.topk_probs must be \[5, 4\] .* got \[5, 1\]"):
-        run.states.admit(rows, lens, lens.long(), DraftState(**narrow), sampling)
+        run.states.admit(rows, lens, lens.long(), narrow, sampling)
     for name, value in kept.items():
-        assert torch.equal(getattr(run.states, name), value), name
+        assert torch.equal(run.states.tensors()[name], value), name
 
 
 def one_for_all(value):
@@ -198,18 +196,20 @@ def test_states_of_other_requests_are_not_admitted(name, spoil):
     given = {
         "seq_lens": torch.full((5,), 77, dtype=torch.int32, device=DEVICE),
         "bonus_tokens": torch.full((5,), 66, device=DEVICE),
-        "state": DraftState(*(value[rows] + 1 for value in run.states.drafting)),
+        "state": {name: value[rows] + 1 for name, value in run.states.drafting.items()},
         "sampling": SamplingBatch.of([SamplingParams(0.5, top_k=3, top_p=0.5, seed=4)] * 5, DEVICE),
     }
     part, _, field = name.rpartition(".")
-    if part:
+    if part == "state":
+        given[part][field] = spoil(given[part][field])
+    elif part:
         given[part] = replace(given[part], **{field: spoil(getattr(given[part], field))})
     else:
         given[field] = spoil(given[field])
     with pytest.raises(ValueError, match=rf"{name} must be \[5.* got"):
         run.states.admit(rows, **given)
     for field, value in kept.items():
-        assert torch.equal(getattr(run.states, field), value), field
+        assert torch.equal(run.states.tensors()[field], value), field
 
 
 @pytest.mark.parametrize("validate", ["off", "debug"])
@@ -274,7 +274,7 @@ MISFITS = {
     ),
     "topk": (
         lambda run: changed(run, other_states(run, topk=3)),
-        "states must hold topk 4 proposals, got 3",
+        r"states must hold topk_probs \[6, 4\] .*, got \[6, 3\]",
     ),
 }
 

@@ -72,9 +72,9 @@ class Steps:
             "seq_lens": torch.tensor(LENS, dtype=i32),
             "bonus_tokens": torch.tensor([3, 14]),
         }
-        states = self.one.decoder.states
+        states = self.one.decoder.states.tensors()
         for name, value in (given | bad).items():
-            getattr(states, name)[self.rows] = value.to(DEVICE, getattr(states, name).dtype)
+            states[name][self.rows] = value.to(DEVICE, states[name].dtype)
 
     def run(self, rows=None, lens=None, **bad) -> list[list[int]]:
         """Step two requests, or other rows, told these lengths on the host."""

@@ -10,6 +10,7 @@ from specattn.batch import ForwardMode
 from specattn.errors import CaptureMismatch, NotCapturedError
 from specattn.speculative.step import StepPart
 from tests.validation.steps import Failing, same, step_of
+from tests.worlds import put
 
 
 def test_replay_before_capture(step, wanted):
@@ -63,17 +64,17 @@ def test_a_pool_that_moved_after_capture_is_a_mismatch(step, wanted, model, whic
 def test_states_that_were_replaced_after_capture_are_a_mismatch(step, wanted, name, by_force):
     """The graphs would go on with the old ones, and nobody would be told."""
     states = step.one.decoder.states
-    old = getattr(states, name)
+    old = states.tensors()[name]
     before = old.data
     step.prepare()
     if by_force:
-        object.__setattr__(states, name, old.clone())
+        put(states, name, old.clone())
     else:
         old.data = before.clone()
     with pytest.raises(CaptureMismatch, match=rf"states\.{name} changed since capture"):
         step.go()
     assert not Failing.ran
-    object.__setattr__(states, name, old)
+    put(states, name, old)
     old.data = before
     same(step.outcome(), wanted)
 
@@ -100,7 +101,7 @@ def test_debugging_compares_what_nobody_can_replace_but_by_force(wanted):
     step = step_of(validate="debug")
     Failing.ran.clear()
     (launched,) = step.one.decoder._launches[4].steps
-    sets = {"buffers": launched.buffers, "drafting": launched.draft_attention.plan.inputs}
+    sets = {"buffers": launched.buffers, "drafting": launched.bound.multi_step.plan.inputs}
     for owner, buffers in sets.items():
         for name, tensor in buffers.tensors().items():
             object.__setattr__(buffers, name, tensor.clone())

@@ -1,0 +1,212 @@
+"""EAGLE heads and their kin grow a tree forward by forward.
+
+The draft runs one position behind the target: it reads a token with the target's features at the
+token before. So its first proposals come from the extend of the step before, and N - 1 forwards
+give a tree of depth N.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self
+
+from specattn.backends.multi_step import MultiStepDraftBackend
+from specattn.batch import DraftState, ForwardMode
+from specattn.buffers import fingerprint
+from specattn.plan import AttnInputs, AttnPlan, causal_words
+from specattn.speculative.draft import choose_tokens, propose
+from specattn.speculative.proposer import BoundProposer, Proposer
+from specattn.speculative.states import StateDims
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+    from torch import Tensor
+
+    from specattn.batch import AcceptResult, Candidates
+    from specattn.buffers import Fingerprint
+    from specattn.config import SpecConfig
+    from specattn.speculative.model import DraftModel, ModelSlot
+    from specattn.speculative.proposer import PromptChunk, StepViews
+    from specattn.speculative.states import StateField
+
+
+class EagleProposer(Proposer):
+    """Proposes the beams of a draft model, by EAGLE-2 (arXiv:2406.16858).
+
+    Parameters
+    ----------
+    slot : ModelSlot
+        The draft model, with its pool and attention.
+    """
+
+    def __init__(self, slot: ModelSlot[DraftModel]) -> None:
+        self._slot = slot
+
+    @property
+    def slot(self) -> ModelSlot[DraftModel]:
+        """The draft model, with its pool and attention."""
+        return self._slot
+
+    @property
+    def model(self) -> DraftModel:
+        """The draft model."""
+        return self._slot.model
+
+    @property
+    def feature_size(self) -> int:
+        """F, the width of the features that the draft mixes."""
+        return self.model.feature_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The draft's."""
+        return self.model.layers[0].dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """Vd, the width of the draft's logits."""
+        return self.model.vocab_size
+
+    def to_target(self, token_ids: Tensor) -> Tensor:
+        """Map draft token ids, int64 of any shape, to target token ids."""
+        return self.model.to_target(token_ids)
+
+    def draft_len(self, config: SpecConfig) -> int:
+        """Return the columns of all draft forwards, or of the extend."""
+        return max(config.num_draft_forwards * config.topk, config.num_steps + 1)
+
+    def state_fields(self, config: SpecConfig) -> Mapping[str, StateField]:
+        """Return the fields of `DraftState`."""
+        return StateDims.of(self.model, config.topk, draft_sampling=config.draft_sampling).drafting
+
+    def for_context(self, max_context_len: int) -> Self:
+        """Return the proposer for contexts of that length; see `ContextModel`."""
+        return type(self)(self._slot.for_context(max_context_len))
+
+    def with_own_workspace(self) -> Self:
+        """Return the proposer with attention that may run beside this one's."""
+        return type(self)(self._slot.with_own_workspace())
+
+    def bind(self, step: StepViews) -> BoundEagle:
+        """Allocate where beams start, and what all draft forwards share."""
+        config, buffers, drafting, state = step.config, step.buffers, None, {}
+        words = causal_words(config.layout(ForwardMode.DRAFT_EXTEND)).to(step.device)
+        if config.num_steps:
+            dims = StateDims(self.state_fields(config))
+            state = dims.alloc(len(step), step.device)
+            slots = buffers.window[:, : config.num_draft_forwards * config.topk]
+            drafting = MultiStepDraftBackend(
+                self._slot.backend,
+                config,
+                step.table.req_to_token,
+                len(step),
+                step.indices,
+                req_pool_indices=buffers.req_pool_indices,
+                seq_lens=buffers.seq_lens,
+                branch_slots=slots.unflatten(1, (-1, config.topk)),
+            )
+        words = words.expand(len(step), *words.shape).contiguous()
+        return BoundEagle(self, step, state, words, drafting)
+
+    def prompt(self, chunk: PromptChunk) -> Mapping[str, Tensor]:
+        """Run the draft over the prompts, with the target's features."""
+        draft, last = self.model, chunk.last
+        assert chunk.features is not None
+        states, attend = draft.combine(chunk.features), chunk.bind(self._slot.backend)
+        out = draft.forward(chunk.next_ids, states, chunk.positions, attend, last)
+        # the token proposed here follows the bonus token
+        draws = chunk.sampling if chunk.config.draft_sampling else None
+        topk, positions = chunk.config.topk, chunk.positions[last] + 1
+        chosen = choose_tokens(draft, out.logits, topk, draws, positions)
+        state = DraftState(chosen.probs, chosen.tokens, out.hidden_states, chosen.draft_probs)
+        return vars(state)
+
+
+class BoundEagle(BoundProposer):
+    """The draft forwards of a step, and its extend.
+
+    Attributes
+    ----------
+    multi_step : BoundMultiStep or None
+        The attention of all draft forwards; None in plain decoding.
+    extend_words : Tensor
+        ``[B, N + 1, W]`` int64, causal; never written.
+    """
+
+    def __init__(
+        self,
+        proposer: EagleProposer,
+        step: StepViews,
+        state: Mapping[str, Tensor],
+        extend_words: Tensor,
+        drafting: MultiStepDraftBackend | None,
+    ) -> None:
+        self.proposer, self.step, self.extend_words = proposer, step, extend_words
+        self._drafting, self.gathers = drafting, state
+        backend, buffers = proposer.slot.backend, step.buffers
+        self.multi_step = drafting.bind(len(step)) if drafting is not None else None
+        if self.multi_step is not None:
+            self.positions = self.multi_step.plan.inputs.positions
+            self.proposing = self.multi_step.steps
+        inputs = AttnInputs(
+            buffers.req_pool_indices,
+            buffers.seq_lens,
+            buffers.positions,
+            buffers.window[:, : buffers.positions.shape[1]],
+            extend_words,
+        )
+        layout = step.config.layout(ForwardMode.DRAFT_EXTEND)
+        plan = AttnPlan.over(layout, step.table.req_to_token, inputs)
+        self.extend_attention = backend.bind(plan)
+        self.absorbing = (self.extend_attention,)
+
+    def first(self, step: StepViews) -> BoundEagle:
+        """Return the proposer for fewer requests, over the same buffers."""
+        state = {name: tensor[: len(step)] for name, tensor in self.gathers.items()}
+        words = self.extend_words[: len(step)]
+        return BoundEagle(self.proposer, step, state, words, self._drafting)
+
+    def begin(self) -> None:
+        """Fill the index lists, where the draft reads some."""
+        if self.multi_step is not None:
+            self.multi_step.fill_lists()
+
+    def propose(self) -> Candidates:
+        """Run the draft forwards; return every token that the draft looked at."""
+        assert self.multi_step is not None
+        state, step = DraftState(**self.gathers), self.step
+        return propose(self.proposer.model, self.multi_step, state, step.config, step.buffers)
+
+    def absorb(self, accepted: AcceptResult) -> dict[str, Any]:
+        """Run the draft over the accepted path; return where drafting goes on.
+
+        Row i reads the token that follows path node i, with the target's features at that node.
+        Only the last accepted row reaches ``lm_head``.
+        """
+        buffers, draft = self.step.buffers, self.proposer.model
+        out = draft.forward(
+            accepted.accept_tokens.flatten(),
+            draft.combine(buffers.features.flatten(0, 1)),
+            buffers.positions.flatten(),
+            self.extend_attention,
+            buffers.last_rows,
+        )
+        # the token proposed here follows the bonus token; steps of other configs may start from it
+        topk = self.step.states.drafting["topk_probs"].shape[1]
+        draws = buffers if self.step.config.draft_sampling else None
+        chosen = choose_tokens(draft, out.logits, topk, draws, buffers.after)
+        state = DraftState(chosen.probs, chosen.tokens, out.hidden_states, chosen.draft_probs)
+        return vars(state)
+
+    def fingerprint(self) -> Fingerprint:
+        """Describe the buffers of the draft forwards."""
+        found = super().fingerprint() + fingerprint(extend_words=self.extend_words)
+        if self.multi_step is not None:
+            drafts = self.multi_step
+            found += fingerprint(
+                drafting=drafts.plan.inputs,
+                kv_indptr=drafts.kv_indptr,
+                kv_indices=drafts.kv_indices,
+            )
+        return found

@@ -1,0 +1,311 @@
+"""What a step asks of what proposes tokens.
+
+A `Proposer` lives as long as its engine. It has a model with its pool and its attention, or none.
+For every batch size that steps run at there is a `BoundProposer`: what it does within a step, over
+static buffers.
+
+Four rules hold for every proposer.
+
+- `BoundProposer.propose` and `BoundProposer.absorb` read no value on the host, so that a CUDA graph
+  can record them, and what they allocate may lie in its memory.
+- They write keys and values to the window's first `Proposer.draft_len` columns alone, and states by
+  what they return. A field that is never returned is the proposer's to write, for its rows alone.
+- What `BoundProposer.absorb` computes past ``accept_lens`` may be garbage: it lies behind the
+  committed length and is written again.
+- A prompt in chunks, a prompt behind a cached prefix, and steps over the same text leave the same
+  keys, values and states.
+
+Shapes: B requests, n nodes of a tree, N its depth, F the width of the target's features, V and Vd
+the vocabularies of target and draft.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from specattn.buffers import fingerprint
+from specattn.speculative.model import ModelSlot
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Self
+
+    from specattn.backends.layers import BoundLayers, LayeredBackend
+    from specattn.backends.multi_step import Indices
+    from specattn.batch import AcceptResult, Candidates
+    from specattn.buffers import Fingerprint
+    from specattn.cache.slot_table import RequestTable
+    from specattn.config import SpecConfig
+    from specattn.plan import ExtendPlan
+    from specattn.speculative.model import DraftModel
+    from specattn.speculative.sampling import SamplingBatch
+    from specattn.speculative.states import RequestStates, StateField
+    from specattn.speculative.step_buffers import StepBuffers
+
+    Proposal = Candidates
+
+
+@dataclass(frozen=True)
+class StepViews:
+    """What a proposer finds in a step of B requests.
+
+    Parameters
+    ----------
+    config : SpecConfig
+        Width and depth of the tree.
+    table : RequestTable
+        Rows and slots of the requests.
+    states : RequestStates
+        What steps leave for each other.
+    buffers : StepBuffers
+        The step's: rows, lengths, the window of slots, positions, roots, how requests draw, and,
+        for `BoundProposer.absorb`, the target's features along the accepted path.
+    indices : {"table", "csr"}
+        What draft steps read; see `MultiStepDraftBackend`.
+    """
+
+    config: SpecConfig
+    table: RequestTable
+    states: RequestStates
+    buffers: StepBuffers
+    indices: Indices = "table"
+
+    def __len__(self) -> int:
+        return len(self.buffers.seq_lens)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the buffers are."""
+        return self.table.req_to_token.device
+
+
+@dataclass(frozen=True)
+class PromptChunk:
+    """Tokens of prompts that the target has just read.
+
+    A piece is what the chunk has of one prompt: P pieces of T tokens, of which E end their prompts.
+
+    Parameters
+    ----------
+    plan : ExtendPlan
+        The pieces' rows, prefixes and slots.
+    config : SpecConfig
+        The config of the engine that needs most proposals to start from.
+    prompts : tuple of sequence of int
+        The whole prompt of each piece, cached tokens included.
+    spans : tuple of (int, int)
+        The tokens of each piece: its first, and the one after its last.
+    positions : Tensor
+        ``[T]`` int64.
+    features : Tensor or None
+        ``[T, F]``, the target's; None if it gives none.
+    last : Tensor
+        ``[E]`` int64 indices of the last tokens of prompts that end here.
+    bonus_tokens : Tensor
+        ``[E]`` int64, their first new tokens; -1 for logits that were not finite.
+    sampling : SamplingBatch
+        How these E requests draw.
+    """
+
+    plan: ExtendPlan
+    config: SpecConfig
+    prompts: tuple[Sequence[int], ...]
+    spans: tuple[tuple[int, int], ...]
+    positions: Tensor
+    features: Tensor | None
+    last: Tensor
+    bonus_tokens: Tensor
+    sampling: SamplingBatch
+
+    @cached_property
+    def token_ids(self) -> Tensor:
+        """The tokens, ``[T]`` int64."""
+        pairs = zip(self.prompts, self.spans, strict=True)
+        return self._on_device([token for text, (a, b) in pairs for token in text[a:b]])
+
+    @cached_property
+    def next_ids(self) -> Tensor:
+        """Each token's next one, ``[T]`` int64; the bonus token comes last."""
+        ids: list[int] = []
+        for text, (start, stop) in zip(self.prompts, self.spans, strict=True):
+            ids += [*text[start + 1 : stop + 1], 0][: stop - start]
+        tokens = self._on_device(ids)
+        # -1 marks logits that were not finite; the request ends, whatever the draft reads
+        tokens[self.last] = self.bonus_tokens.clamp(min=0)
+        return tokens
+
+    def bind(self, backend: LayeredBackend) -> BoundLayers:
+        """Return attention over the pieces, ready to run."""
+        attend = backend.bind(self.plan)
+        attend.schedule(torch.tensor([start for start, _ in self.spans], dtype=torch.int32))
+        attend.fill()
+        return attend
+
+    def _on_device(self, ids: list[int]) -> Tensor:
+        return torch.tensor(ids, device=self.last.device)
+
+
+class Proposer(ABC):
+    """What proposes tokens, as long as an engine lives.
+
+    Whatever a proposer does not define, it does not need.
+    """
+
+    #: Whether it proposes on the host, between two parts of a piecewise step.
+    host: ClassVar[bool] = False
+
+    @property
+    def slot(self) -> ModelSlot[Any] | None:
+        """Its model, pool and attention, if it has any."""
+        return None
+
+    @property
+    def feature_size(self) -> int:
+        """F, the width of the features that it reads; may be 0."""
+        return 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which steps keep the target's features."""
+        return torch.float32
+
+    @property
+    def vocab_size(self) -> int:
+        """Vd, the width of what it draws from; may be 0."""
+        return 0
+
+    def to_target(self, token_ids: Tensor) -> Tensor:
+        """Map tokens of its vocabulary, int64 of any shape, to the target's."""
+        return token_ids
+
+    def draft_len(self, config: SpecConfig) -> int:
+        """Return the columns past the committed length that it writes at most."""
+        return 0
+
+    def state_fields(self, config: SpecConfig) -> Mapping[str, StateField]:
+        """Return the fields of `RequestStates.drafting`, by name.
+
+        Parameters
+        ----------
+        config : SpecConfig
+            The config with most branches, if several share the states.
+        """
+        return {}
+
+    @abstractmethod
+    def bind(self, step: StepViews) -> BoundProposer:
+        """Allocate what steps of so many requests need."""
+
+    def prompt(self, chunk: PromptChunk) -> Mapping[str, Tensor]:
+        """Read a chunk; return the states of prompts that end there.
+
+        It runs eagerly, after the target.
+
+        Parameters
+        ----------
+        chunk : PromptChunk
+            What the target has read.
+
+        Returns
+        -------
+        mapping of str to Tensor
+            ``[E, width]`` for every field of `state_fields`.
+        """
+        return {}
+
+    def for_context(self, max_context_len: int) -> Self:
+        """Return the proposer for contexts of that length; see `ContextModel`."""
+        return self
+
+    def with_own_workspace(self) -> Self:
+        """Return the proposer with attention that may run beside this one's."""
+        return self
+
+
+class BoundProposer(ABC):
+    """A proposer within steps of one batch size.
+
+    Attributes
+    ----------
+    gathers : mapping of str to Tensor
+        Fields of `Proposer.state_fields` and ``[B, w]`` buffers of the same dtypes: the step's
+        first launch copies each request's first columns there.
+    positions : Tensor or None
+        ``[B, S, K]`` int64, dense last axis; the same launch writes length + s.
+    proposing, absorbing : tuple of BoundLayers
+        The attention of `propose` and `absorb`, which the step schedules and fills.
+    """
+
+    gathers: Mapping[str, Tensor] = {}
+    positions: Tensor | None = None
+    proposing: tuple[BoundLayers, ...] = ()
+    absorbing: tuple[BoundLayers, ...] = ()
+
+    @abstractmethod
+    def first(self, step: StepViews) -> BoundProposer:
+        """Return the proposer for fewer requests, over the same buffers.
+
+        Parameters
+        ----------
+        step : StepViews
+            Over the first rows of the step's own buffers.
+        """
+
+    # empty on purpose: few proposers need it
+    def begin(self) -> None:  # noqa: B027
+        """Derive what the attention's ``fill`` reads, after the first launch."""
+
+    @abstractmethod
+    def propose(self) -> Proposal:
+        """Propose tokens: no sync, capturable."""
+
+    def absorb(self, accepted: AcceptResult) -> Mapping[str, Tensor]:
+        """Take in what the target kept: no sync, capturable.
+
+        It runs after the commit; the step's ``features [B, N + 1, F]``, ``last_rows`` and ``after``
+        are those of the accepted path then.
+
+        Parameters
+        ----------
+        accepted : AcceptResult
+            What is kept.
+
+        Returns
+        -------
+        mapping of str to Tensor
+            ``[B, w]``: new states, for the fields that the step's last launch is to write.
+        """
+        return {}
+
+    def fingerprint(self) -> Fingerprint:
+        """Describe the buffers, for the guard of a capture."""
+        return fingerprint(positions=self.positions, **self.gathers)
+
+
+@runtime_checkable
+class ProposerFactory(Protocol):
+    """Makes a proposer over an engine's pools."""
+
+    def make(self, slot: Callable[[Any], ModelSlot[Any]]) -> Proposer:
+        """Return the proposer.
+
+        Parameters
+        ----------
+        slot : callable
+            Gives a model a pool with the engine's slots, and the engine's attention over it; for
+            one model at most.
+        """
+        ...
+
+
+def as_proposer(draft: ModelSlot[DraftModel] | Proposer | None) -> Proposer | None:
+    """Return the proposer of a draft model, or what is one."""
+    from specattn.speculative.eagle import EagleProposer
+
+    return EagleProposer(draft) if isinstance(draft, ModelSlot) else draft
