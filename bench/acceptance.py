@@ -120,9 +120,10 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--slots", type=int, default=64, help="requests at once")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = args.device
     dtype = getattr(torch, args.dtype)
     target, draft = pair(device, dtype)
     prompts = held_out_prompts(args.prompts, target.tokenizer)
@@ -139,7 +140,7 @@ def main() -> None:
         records.append(record)
         print(f"{record['accepted_per_step']:7.3f}  {setting.name}", flush=True)
     if args.out:
-        name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+        name = torch.cuda.get_device_name() if device.startswith("cuda") else "CPU"
         found = {
             "device": name,
             "torch": torch.__version__,

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from specattn.models import HFTarget, fuse, load_draft
+from specattn.models import HFTarget, fuse, load_dflash, load_draft
+from specattn.models.hub import PAIR, PAIR_HEADS
 
 if TYPE_CHECKING:
-    import torch
+    from pathlib import Path
 
-PAIR = files("specattn") / "pair"
+    import torch
 
 
 def pair(
-    device: torch.device | str, dtype: torch.dtype | None = None, *, fused: bool = True
+    device: torch.device | str,
+    dtype: torch.dtype | None = None,
+    *,
+    fused: bool = True,
+    kind: str = "eagle3",
+    head: Path | None = None,
 ) -> tuple[Any, Any]:
-    """Load target and draft, fused or with transformers' modules; in their own dtype by default."""
+    """Load target and draft, fused or with transformers' modules; in their own dtype by default.
+
+    ``kind`` is that of the draft head, ``head`` a folder to take it from instead of the package's.
+    """
     source = HFTarget.from_pretrained(str(PAIR / "target"), dtype=dtype, device=device)
-    draft = load_draft(str(PAIR / "draft"), source, dtype=dtype, device=device)
+    load: Any = load_dflash if kind == "dflash" else load_draft
+    draft = load(head or PAIR_HEADS[kind], source, dtype=dtype, device=device)
     target = source.with_features(draft.features)
     return fuse(target, draft) if fused else (target, draft)
 

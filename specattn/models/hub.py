@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 #: The folder of the pair that comes with the package; an installation may lack it.
 PAIR = Path(str(files("specattn"))) / "pair"
+#: The folders of its draft heads by kind; a kind that is not there was not shipped.
+PAIR_HEADS = {"eagle3": PAIR / "draft", "dflash": PAIR / "dflash"}
 
 
 @contextmanager

@@ -17,10 +17,19 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from . import corpus, measure
+from .dflash import DenseDFlash
 from .head import DenseHead
-from .sizes import SIZES, PairSize
+from .sizes import SIZES
 from .target import DenseTarget, new_target
-from .train_head import frequent_tokens, head_config, new_head, on_policy_rows, train_head
+from .train_dflash import MASK_TOKEN, dflash_config, new_dflash, train_dflash
+from .train_head import (
+    OnPolicy,
+    frequent_tokens,
+    head_config,
+    new_head,
+    on_policy_rows,
+    train_head,
+)
 from .train_target import stream_nll, train_target, windows
 
 # seconds kept for the final measurements
@@ -30,13 +39,18 @@ RESERVE = 25.0
 def parse_args() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.tools.train_pair", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder for target/ and draft/")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for target/, draft/ and dflash/"
+    )
     parser.add_argument("--data", type=Path, default=Path(".train"), help="tokenised corpus")
     parser.add_argument("--stdlib", type=Path, help="default: the interpreter's own library")
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--target-minutes", type=float, default=4.0)
     parser.add_argument("--generate-minutes", type=float, default=0.5)
     parser.add_argument("--draft-minutes", type=float, default=3.3)
+    parser.add_argument("--dflash-minutes", type=float, default=1.6)
+    parser.add_argument("--dflash-rows", type=int, help="rows per step of the DFlash head")
+    parser.add_argument("--generate-rows", type=int, help="rows that the target writes at once")
     parser.add_argument("--metrics", type=Path, help="default: OUT/metrics.json; added to")
     parser.add_argument("--eval-rows", type=int, help="held-out prompts of each length")
     parser.add_argument("--stop-at", type=float, help="Unix time by which all must be done")
@@ -55,8 +69,8 @@ def save_target(model: Qwen3ForCausalLM, folder: Path) -> Qwen3ForCausalLM:
     return stored
 
 
-def save_head(head: DenseHead, size: PairSize, folder: Path) -> None:
-    """Write the head in bfloat16, in the published layout."""
+def save_head(head: torch.nn.Module, config: dict, folder: Path) -> None:
+    """Write a head in bfloat16, in the layout that ``config`` is of."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
@@ -64,7 +78,7 @@ def save_head(head: DenseHead, size: PairSize, folder: Path) -> None:
     }
     tensors = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(head_config(size), indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 class Run:
@@ -72,6 +86,8 @@ class Run:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.size = args, SIZES[args.size]
+        if args.generate_rows:
+            self.size = replace(self.size, generate_rows=args.generate_rows)
         self.start = time.time()
         data = corpus.load(args.data)
         self.facts = data.facts
@@ -79,6 +95,7 @@ class Run:
             torch.from_numpy(stream.astype("int64")).to(args.device)
             for stream in (data.train, data.held_out)
         )
+        self.written: tuple[OnPolicy, OnPolicy] | None = None
         self.metrics: dict = {"corpus": data.facts, "size": vars(self.size), "measurements": []}
         if args.metrics.exists():
             self.metrics.update(json.loads(args.metrics.read_text()))
@@ -139,20 +156,27 @@ class Run:
         """Train the head, unless ``--out`` already holds one, and return it as stored."""
         folder = self.args.out / "draft"
         if not (folder / "model.safetensors").exists():
-            save_head(self.trained_head(target), self.size, folder)
+            save_head(self.trained_head(target), head_config(self.size), folder)
         return DenseHead.from_folder(folder, target.embed)
 
+    def rows(self, target: DenseTarget) -> tuple[OnPolicy, OnPolicy]:
+        """Let the target write the training rows and those that are held out, once."""
+        if self.written is None:
+            size, seconds = self.size, self.args.generate_minutes * 60
+            rows = on_policy_rows(target, self.train, size=size, seconds=seconds)
+            # the prompts of the held-out rows are from held-out files
+            few = replace(size, generate_rows=max(1, size.draft_rows // 4))
+            held = on_policy_rows(target, self.held_out, size=few, seconds=0)
+            self.written = rows, held
+            self.record(on_policy_tokens=rows.tokens.numel())
+        return self.written
+
     def trained_head(self, target: DenseTarget) -> DenseHead:
-        """Let the target write the training rows, then train the head on them."""
+        """Train the EAGLE-3 head on rows that the target wrote."""
         size = self.size
-        seconds = self.args.generate_minutes * 60
-        rows = on_policy_rows(target, self.train, size=size, seconds=seconds)
-        # the prompts of the held-out rows are from held-out files
-        few = replace(size, generate_rows=max(1, size.draft_rows // 4))
-        held = on_policy_rows(target, self.held_out, size=few, seconds=0)
+        rows, held = (written.tokens for written in self.rows(target))
         head = new_head(size, target, frequent_tokens(rows, size.vocab, size.draft_vocab))
         self.record(
-            on_policy_tokens=rows.numel(),
             draft_vocab_coverage=head.t2d[held].float().mean().item(),
             head_parameters=sum(p.numel() for p in head.parameters()),
         )
@@ -160,19 +184,42 @@ class Run:
         self.record(head_curves=train_head(head, target, data, size=size, seconds=seconds))
         return head
 
-    def report(self, head: DenseHead, target: DenseTarget) -> None:
+    def stored_dflash(self, target: DenseTarget) -> DenseDFlash:
+        """Train the DFlash head, unless ``--out`` already holds one, and return it as stored."""
+        folder = self.args.out / "dflash"
+        if not (folder / "model.safetensors").exists():
+            mask = self.tokenizer().token_to_id(MASK_TOKEN)
+            head = new_dflash(self.size, target, mask)
+            self.record(dflash_parameters=sum(p.numel() for p in head.parameters()))
+            rows, held = self.rows(target)
+            curves = train_dflash(
+                head, target, (rows, self.train, held), size=self.size,
+                seconds=self.args.dflash_minutes * 60,
+                rows=self.args.dflash_rows or self.size.draft_rows,
+            )  # fmt: skip
+            save_head(head, dflash_config(self.size, mask), folder)
+            self.record(dflash_curves=curves)
+        return DenseDFlash.from_folder(folder, target.embed)
+
+    def tokenizer(self) -> Tokenizer:
+        """Return the corpus's tokenizer."""
+        return Tokenizer.from_file(str(self.args.data / "tokenizer" / "tokenizer.json"))
+
+    def report(self, head: DenseHead, block_head: DenseDFlash, target: DenseTarget) -> None:
         """Measure acceptance, repetition, late positions and samples with the stored weights."""
         rows = self.args.eval_rows or self.size.eval_rows
         size, begin = replace(self.size, eval_rows=rows), time.time()
         acceptance, greedy = measure.acceptance(head, target, self.held_out, size)
         repetition, sampled = measure.repetition_report(target, greedy, self.held_out, size)
         total, count = stream_nll(target, self.held_out, size.max_positions)
-        tokenizer = Tokenizer.from_file(str(self.args.data / "tokenizer" / "tokenizer.json"))
+        blocks = measure.block_acceptance(block_head, target, self.held_out, size)
+        tokenizer = self.tokenizer()
         measurement = {
             "device": device_name(self.args.device),
             "torch": torch.__version__,
             "seconds": round(time.time() - begin, 1),
             "acceptance": acceptance,
+            "dflash_acceptance": blocks,
             "repetition": repetition,
             "nats_per_token_at_full_length": total / count,
             "samples": {
@@ -199,14 +246,16 @@ def main() -> None:
     size = SIZES[args.size]
     if not (args.data / "corpus.json").exists():
         args.data.mkdir(parents=True, exist_ok=True)
-        corpus.prepare(args.data, size.vocab, size.max_positions, args.stdlib)
+        # a target that is there already knows its own tokens only
+        known = args.out / "target" / "tokenizer.json"
+        tokenizer = Tokenizer.from_file(str(known)) if known.exists() else None
+        corpus.prepare(args.data, size.vocab, size.max_positions, args.stdlib, tokenizer)
     if args.prepare_only:
         return
     args.out.mkdir(parents=True, exist_ok=True)
     run = Run(args)
     target = run.stored_target()
-    head = run.stored_head(target)
-    run.report(head, target)
+    run.report(run.stored_head(target), run.stored_dflash(target), target)
 
 
 if __name__ == "__main__":

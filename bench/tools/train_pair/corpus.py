@@ -96,15 +96,19 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
     return np.array([*ids, end], dtype=np.uint16)
 
 
-def prepare(folder: Path, vocab: int, max_length: int, root: Path | None = None) -> None:
+def prepare(
+    folder: Path, vocab: int, max_length: int, root: Path | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> None:  # fmt: skip
     """Write ``tokenizer/``, ``train.npy``, ``held_out.npy`` and ``corpus.json`` into ``folder``.
 
-    ``root`` is a standard library; by default the running interpreter's own.
+    ``root`` is a standard library; by default the running interpreter's own. Without a
+    ``tokenizer`` one is trained.
     """
     sources = read_sources(root or Path(sysconfig.get_path("stdlib")))
     train = [text for name, text in sources.items() if not is_held_out(name)]
     held_out = [text for name, text in sources.items() if is_held_out(name)]
-    tokenizer = train_tokenizer(train, vocab)
+    tokenizer = tokenizer or train_tokenizer(train, vocab)
     save_tokenizer(tokenizer, folder / "tokenizer", max_length)
     facts: dict[str, int] = {"vocab": tokenizer.get_vocab_size()}
     for name, texts in (("train", train), ("held_out", held_out)):

@@ -11,6 +11,7 @@ from torch import Tensor
 from .train_target import stream_nll, windows
 
 if TYPE_CHECKING:
+    from .dflash import DenseDFlash
     from .head import DenseHead
     from .sizes import PairSize
     from .target import DenseTarget
@@ -116,6 +117,57 @@ def acceptance(
         "steps_gaining_1_to_6": histogram.tolist(),
     }  # fmt: skip
     return report, greedy
+
+
+@torch.no_grad()
+def accepted_of_blocks(head: DenseDFlash, aux: Tensor, rows: Tensor, begin: int) -> Tensor:
+    """Return ``[B, T - block_size - begin + 1]``: how many drafts of a block match the text.
+
+    A block begins at every position from ``begin``. ``rows [B, T]`` must be the target's own
+    greedy text from there on; then this is what verification accepts.
+    """
+    size, length = head.block_size, rows.shape[1]
+    anchors = torch.arange(begin, length - size + 1, device=rows.device).expand(len(rows), -1)
+    # the blocks of a row see only themselves, so few at a time cost less
+    drafted = torch.cat(
+        [head.logits(head(rows, aux, few)).argmax(-1) for few in anchors.split(16, 1)], 1
+    )
+    text = rows.unfold(1, size, 1)[:, begin:, 1:]
+    return (drafted == text).cumprod(-1).sum(-1)
+
+
+@torch.no_grad()
+def block_acceptance(
+    head: DenseDFlash, target: DenseTarget, stream: Tensor, size: PairSize
+) -> dict:
+    """Simulate greedy decoding with whole blocks on held-out prompts of several lengths.
+
+    Means are given for the block's first ``CHAIN`` drafts, as EAGLE's, and for all of them.
+    """
+    report: dict = {"block_size": head.block_size, "by_prompt_len": {}}
+    blocks, repeated = {CHAIN: [], head.block_size - 1: []}, []
+    for prompt_len in size.prompt_lens:
+        prompts = windows(stream, size.eval_rows, prompt_len)
+        rows = target.generate(prompts, prompt_len + size.eval_new_tokens, temperature=0.0)
+        repeated += rows[:, prompt_len:].tolist()
+        accepted = torch.cat(
+            [
+                accepted_of_blocks(
+                    head, target.forward(few, aux_layers=size.block_features)[1], few, prompt_len
+                )
+                for few in rows.split(16)
+            ]
+        )
+        for most, gains in blocks.items():
+            gains += [walk(row, 0) for row in accepted.clamp(max=most).tolist()]
+        last = gains[-len(rows) :]
+        report["by_prompt_len"][str(prompt_len)] = mean([g for row in last for g in row])
+    for most, gains in blocks.items():
+        steps = [g for row in gains for g in row]
+        report[f"chain_of_{most}"] = {"steps": len(steps), "mean_tokens_per_step": mean(steps)}
+    report["by_repetition"] = by_repetition(repeated, gains)
+    report["steps_gaining"] = torch.bincount(torch.tensor(steps)).tolist()[1:]
+    return report
 
 
 def repetition_report(

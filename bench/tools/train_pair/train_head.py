@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,15 +31,27 @@ class HeadRecipe:
     eval_seconds: float = 15.0
 
 
+class OnPolicy(NamedTuple):
+    """Rows ``tokens [N, T]`` that the target wrote on from prompts.
+
+    ``prompt_lens [N]`` says where each continuation begins, ``temperatures [N]`` how it was drawn.
+    """
+
+    tokens: Tensor
+    prompt_lens: Tensor
+    temperatures: Tensor
+
+
 def on_policy_rows(
     target: DenseTarget, stream: Tensor, *, size: PairSize, seconds: float
-) -> Tensor:
-    """Return ``[N, row_len]`` prompts from ``stream`` with the target's own continuations.
+) -> OnPolicy:
+    """Return rows of ``row_len`` tokens: prompts from ``stream``, continued by the target.
 
     Greedy and temperature 1 alternate, over all prompt lengths; at least one batch of each.
     """
     deadline = time.monotonic() + seconds
     parts: list[Tensor] = []
+    prompt_lens, temperatures = [], []
     kinds = list(itertools.product(size.prompt_lens, (0.0, 1.0)))
     for index in itertools.count():
         if index >= len(kinds) and time.monotonic() > deadline:
@@ -47,10 +59,14 @@ def on_policy_rows(
         prompt_len, temperature = kinds[index % len(kinds)]
         prompts = windows(stream, size.generate_rows, prompt_len)
         parts.append(target.generate(prompts, size.row_len, temperature=temperature))
+        prompt_lens += [prompt_len] * len(prompts)
+        temperatures += [temperature] * len(prompts)
         if stream.is_cuda:
             torch.cuda.synchronize()
-    rows = torch.cat(parts)
-    return rows[torch.randperm(len(rows), device=rows.device)]
+    tokens = torch.cat(parts)
+    facts = (torch.tensor(fact, device=tokens.device) for fact in (prompt_lens, temperatures))
+    order = torch.randperm(len(tokens), device=tokens.device)
+    return OnPolicy(*(part[order] for part in (tokens, *facts)))
 
 
 def frequent_tokens(rows: Tensor, vocab: int, draft_vocab: int) -> Tensor:
