@@ -15,7 +15,13 @@ import torch
 
 from bench.compat import source_digest
 from tests.implementations import IMPLEMENTATIONS, using
-from tests.interpreter import multiply_by_row, patch_once, spread_bits, without_idle_checks
+from tests.interpreter import (
+    describe_once,
+    multiply_by_row,
+    patch_once,
+    spread_bits,
+    without_idle_checks,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,6 +35,7 @@ if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
     if find_spec("triton"):
         patch_once()
+        describe_once()
         without_idle_checks()
         multiply_by_row()
         spread_bits()
