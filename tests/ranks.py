@@ -28,7 +28,9 @@ needs_shards = pytest.mark.skipif(
 
 def on_ranks(work, folder: Path) -> tuple[list[int | None], list]:
     """Return every rank's exit code, and what ``work(rank, folder)`` returned there."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    # torch and transformers are imported once for all ranks
+    context.set_forkserver_preload([work.__module__])
     found = [context.Process(target=_run, args=(rank, work, folder)) for rank in range(SIZE)]
     for process in found:
         process.start()
