@@ -233,6 +233,9 @@ class SpecConfig:
         Draw draft tokens from the draft model's distribution and verify them by rejection
         sampling (Leviathan et al., arXiv:2211.17192). By default the draft proposes its most
         probable tokens, and only the target's distribution decides. Chains only (topk 1).
+    draft_len : int
+        Slots past the committed context that the draft may write, if it writes further than trees
+        of this shape ask for: `reserving` sets it. An engine does so for its draft.
 
     Raises
     ------
@@ -247,6 +250,7 @@ class SpecConfig:
     max_num_reqs: int = 16
     page_size: int = 1
     draft_sampling: bool = False
+    draft_len: int = 0
 
     def __post_init__(self) -> None:
         self._check_ranges()
@@ -281,6 +285,7 @@ class SpecConfig:
             "max_context_len": (1, MAX_SLOTS - 1),
             "max_num_reqs": (1, 2**20),
             "page_size": (1, 512),
+            "draft_len": (0, 2**16),
         }
         for name, (low, high) in limits.items():
             _set(self, name, whole_number(name, getattr(self, name), low, high))
@@ -303,7 +308,12 @@ class SpecConfig:
     @cached_property
     def reserve_len(self) -> int:
         """Slots that a step may write past the committed context."""
-        return max(self.num_draft_tokens, self.topk * self.num_draft_forwards, self.num_steps + 1)
+        drafts = self.topk * self.num_draft_forwards
+        return max(self.num_draft_tokens, drafts, self.num_steps + 1, self.draft_len)
+
+    def reserving(self, slots: int) -> SpecConfig:
+        """Return the config whose `reserve_len` is at least ``slots``."""
+        return self if slots <= self.reserve_len else replace(self, draft_len=slots)
 
     def layout(self, mode: ForwardMode, step: int = 0) -> RowLayout:
         """Return a mode's row layout.
@@ -327,4 +337,6 @@ class SpecConfig:
 
     def plain(self) -> SpecConfig:
         """Return plain decoding over the same tables, one token per step."""
-        return replace(self, num_steps=0, topk=1, num_draft_tokens=1, draft_sampling=False)
+        return replace(
+            self, num_steps=0, topk=1, num_draft_tokens=1, draft_sampling=False, draft_len=0
+        )

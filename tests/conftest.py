@@ -47,6 +47,8 @@ SLOW = (
     "tests/cli/test_processes.py",
     "tests/engine/test_drop.py",
     "tests/engine/test_engine_laws.py",
+    "tests/speculative/test_standalone.py::test_three_tokens",
+    "tests/speculative/test_standalone.py::test_a_lenient_rejection",
     "tests/engine/test_nonfinite.py",
     "tests/engine/test_processor_laws.py",
     "tests/kernels/attention/test_deterministic.py",

@@ -197,6 +197,8 @@ class Engine:
         kv_dtype: torch.dtype | None = None,
         kv_scales: tuple[Scales, Scales] = (None, None),
     ) -> None:
+        if isinstance(draft, (Proposer, ProposerFactory)):
+            config, *configs = (one.reserving(draft.draft_len(one)) for one in (config, *configs))
         self.config = config
         self.buckets = powers_of_two(config.max_num_reqs) if buckets is None else list(buckets)
         whole_numbers("every bucket", self.buckets)
@@ -238,7 +240,8 @@ class Engine:
         fields = self.proposer.state_fields(widest) if self.proposer is not None else {}
         dims = StateDims(fields)
         self.states = RequestStates.alloc(config.max_num_reqs + 1, dims, target.device)
-        self.scheduler = Scheduler(self.table, self.configs, target.eos_token_ids, detokenize)
+        lead = self.proposer.lead if self.proposer is not None else 0
+        self.scheduler = Scheduler(self.table, self.configs, target.eos_token_ids, detokenize, lead)
         self._prefill = Prefill(self.target, self.proposer, self.table.req_to_token, widest)
         self._sampling: tuple[tuple[SamplingParams, ...], SamplingBatch] | None = None
         between = self._plans_on_host or validate == "debug"

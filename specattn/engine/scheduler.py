@@ -110,6 +110,8 @@ class Scheduler:
         The target's end-of-text tokens.
     detokenize : callable or None
         Maps token ids to text, for stop strings.
+    lead : int
+        Slots past a prompt that running it writes: `Proposer.lead`.
 
     Attributes
     ----------
@@ -127,9 +129,10 @@ class Scheduler:
         configs: SpeculativeConfigs,
         eos: Collection[int],
         detokenize: Callable[[list[int]], str] | None,
+        lead: int = 0,
     ) -> None:
         self.table, self.configs = table, configs
-        self._eos, self.detokenize = eos, detokenize
+        self._eos, self.detokenize, self._lead = eos, detokenize, lead
         self.waiting: list[Item] = []
         self.running: list[RunningRequest] = []
         self._rows = self.full = table.num_free_rows
@@ -194,7 +197,10 @@ class Scheduler:
         holders = self.running if whole else admitted
         self.table.reserve(
             [one.row for one in holders],
-            [self._last_slot(one.request) if whole else len(one.request.prompt) for one in holders],
+            [
+                self._last_slot(one.request) if whole else self._first_slot(one.request)
+                for one in holders
+            ],
         )
         return admitted
 
@@ -341,6 +347,10 @@ class Scheduler:
         for _, result in self.waiting:
             _drop(result)
         self.waiting.clear()
+
+    def _first_slot(self, request: Request) -> int:
+        """Return how many positions running a prompt needs slots for."""
+        return min(len(request.prompt) + self._lead, self.table.max_context_len)
 
     def _last_slot(self, request: Request) -> int:
         """Return how many positions of a request may ever need slots.

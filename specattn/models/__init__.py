@@ -8,6 +8,8 @@ from specattn.models.draft import load_dflash, load_draft
 from specattn.models.eagle import Eagle3Head, EagleHead
 from specattn.models.fused import FusedDFlash, FusedEagle3, FusedTarget, fuse
 from specattn.models.hf import FeatureSpec, HFTarget
+from specattn.models.lm import load_lm_draft
+from specattn.speculative.standalone import LMDraft
 
 __all__ = [
     "DFlashHead",
@@ -18,7 +20,9 @@ __all__ = [
     "FusedEagle3",
     "FusedTarget",
     "HFTarget",
+    "LMDraft",
     "fuse",
     "load_dflash",
     "load_draft",
+    "load_lm_draft",
 ]

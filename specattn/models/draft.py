@@ -25,7 +25,7 @@ from specattn.models.eagle import (
 )
 from specattn.models.hf import FeatureSpec
 from specattn.models.hub import blaming, count_from_first, first_line
-from specattn.models.vocabulary import check_tokenizer
+from specattn.models.vocabulary import check_head_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -88,7 +88,7 @@ def load_draft(
     with blaming("draft", checkpoint.name):
         if checkpoint.kind == "dflash":
             raise checkpoint.wrong("is a DFlash head, no EAGLE head")
-        check_tokenizer(checkpoint.folder, checkpoint.name, target)
+        check_head_tokenizer(checkpoint.folder, checkpoint.name, target)
         build = _eagle3 if checkpoint.kind == "eagle3" else _eagle
         return build(checkpoint, target, dtype or target.dtype, device or target.device)
 
@@ -167,7 +167,7 @@ def load_dflash(
             raise checkpoint.wrong(
                 "is no DFlash head: config.json has no dflash_config and no block_size"
             )
-        check_tokenizer(checkpoint.folder, checkpoint.name, target)
+        check_head_tokenizer(checkpoint.folder, checkpoint.name, target)
         return _dflash(checkpoint, target, dtype or target.dtype, device or target.device)
 
 

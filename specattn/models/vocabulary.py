@@ -10,6 +10,7 @@ from specattn.errors import ModelError
 from specattn.models.hub import first_line
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from specattn.models.fused import FusedTarget
@@ -18,43 +19,71 @@ if TYPE_CHECKING:
 _FILE = "tokenizer.json"
 
 
-def check_tokenizer(folder: Path, name: str, target: HFTarget | FusedTarget) -> None:
-    """Refuse a draft whose tokenizer is not the target's.
+def check_head_tokenizer(folder: Path, name: str, target: HFTarget | FusedTarget) -> None:
+    """Refuse a head beside whose weights lies another tokenizer than the target's.
 
-    Both must give every token id that both have to the same token; either may have more. Without
-    a ``tokenizer.json`` beside the draft, or a tokenizer beside the target, there is nothing to
-    compare.
+    Without a ``tokenizer.json``, or a tokenizer of the target, there is nothing to compare.
 
     Parameters
     ----------
     folder : Path
-        Where the draft's files are.
+        Where the head's files are.
     name : str
-        The draft's folder or Hub id, for messages.
+        The head's folder or Hub id, for messages.
     target : HFTarget or FusedTarget
         The target.
 
     Raises
     ------
     ModelError
-        If the tokenizers differ, or the draft's is corrupt. The line names the file and a token.
+        If the tokenizers differ, or the head's is corrupt. The line names the file and a token.
     """
-    if not (folder / _FILE).is_file():
-        return
-    try:
-        wanted = target.tokenizer.get_vocab()
-    except ModelError:
+    wanted = vocabulary(target) if (folder / _FILE).is_file() else None
+    if wanted is None:
         return
     try:
         found = Tokenizer.from_file(str(folder / _FILE)).get_vocab()
     # the library raises plain exceptions
     except Exception as error:
         raise ModelError("draft", f"{name} has a corrupt {_FILE}: {first_line(error)}") from error
+    check_vocabulary(name, found, wanted, _FILE)
+
+
+def vocabulary(model: HFTarget | FusedTarget) -> Mapping[str, int] | None:
+    """Return a model's token ids by token; None without a tokenizer."""
+    try:
+        found: dict[str, int] = model.tokenizer.get_vocab()
+    except ModelError:
+        return None
+    return found
+
+
+def check_vocabulary(
+    name: str, found: Mapping[str, int], wanted: Mapping[str, int], where: str
+) -> None:
+    """Refuse a draft whose tokens are not the target's.
+
+    Both must give every id that both have to the same token; either may have more.
+
+    Parameters
+    ----------
+    name : str
+        The draft's folder or Hub id, for messages.
+    found, wanted : mapping of str to int
+        Ids by token, of the draft and of the target.
+    where : str
+        What gives the draft's tokens, for messages.
+
+    Raises
+    ------
+    ModelError
+        If they differ; the line names the first token that does.
+    """
     tokens = {index: token for token, index in wanted.items()}
     for token, index in sorted(found.items(), key=lambda entry: entry[1]):
         if tokens.get(index, token) != token:
             raise ModelError(
                 "draft",
-                f"{name} has another tokenizer than the target: {_FILE} has {token!r} as token "
+                f"{name} has another tokenizer than the target: {where} has {token!r} as token "
                 f"{index}, the target has {tokens[index]!r}",
             )

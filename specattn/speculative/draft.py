@@ -90,6 +90,7 @@ def propose(
     state: DraftState,
     config: SpecConfig,
     draws: Draws,
+    lead: int = 0,
 ) -> Candidates:
     """Grow the beams: every draft forward proposes children of topk nodes.
 
@@ -107,6 +108,8 @@ def propose(
         Depth, branches and ``draft_sampling``.
     draws : Draws
         How each request draws; read with ``draft_sampling`` only.
+    lead : int
+        `Proposer.lead`: 0 for a draft that runs one position behind the target.
 
     Returns
     -------
@@ -143,9 +146,9 @@ def propose(
         attention.fill_ancestors(step)
         at = positions[step]
         out = draft.forward(nodes.flatten(), hidden, at, attend, sources=rows.flatten())
-        # drafts run one position behind the target
+        # without a lead a draft runs one position behind the target
         chosen = (
-            choose_tokens(draft, out.logits, config.topk, draws, at + 1)
+            choose_tokens(draft, out.logits, config.topk, draws, at + (1 - lead))
             if config.draft_sampling
             else choose_tokens(draft, out.logits, config.topk, None, at)
         )

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
+
 from specattn.backends.multi_step import MultiStepDraftBackend
 from specattn.batch import DraftState, ForwardMode
 from specattn.buffers import fingerprint
@@ -20,7 +22,6 @@ from specattn.speculative.states import StateDims
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    import torch
     from torch import Tensor
 
     from specattn.batch import AcceptResult, Candidates
@@ -74,7 +75,7 @@ class EagleProposer(Proposer):
 
     def draft_len(self, config: SpecConfig) -> int:
         """Return the columns of all draft forwards, or of the extend."""
-        return max(config.num_draft_forwards * config.topk, config.num_steps + 1)
+        return beam_len(config, self.lead)
 
     def state_fields(self, config: SpecConfig) -> Mapping[str, StateField]:
         """Return the fields of `DraftState`."""
@@ -92,10 +93,14 @@ class EagleProposer(Proposer):
         """Allocate where beams start, and what all draft forwards share."""
         config, buffers, drafting, state = step.config, step.buffers, None, {}
         words = causal_words(config.layout(ForwardMode.DRAFT_EXTEND)).to(step.device)
+        lens, positions = buffers.seq_lens, buffers.positions
+        if self.lead:
+            lens, positions = torch.zeros_like(lens), torch.zeros_like(positions)
         if config.num_steps:
             dims = StateDims(self.state_fields(config))
             state = dims.alloc(len(step), step.device)
-            slots = buffers.window[:, : config.num_draft_forwards * config.topk]
+            width = config.num_draft_forwards * config.topk
+            slots = buffers.window[:, self.lead : self.lead + width]
             drafting = MultiStepDraftBackend(
                 self._slot.backend,
                 config,
@@ -103,11 +108,11 @@ class EagleProposer(Proposer):
                 len(step),
                 step.indices,
                 req_pool_indices=buffers.req_pool_indices,
-                seq_lens=buffers.seq_lens,
+                seq_lens=lens,
                 branch_slots=slots.unflatten(1, (-1, config.topk)),
             )
         words = words.expand(len(step), *words.shape).contiguous()
-        return BoundEagle(self, step, state, words, drafting)
+        return BoundEagle(self, step, state, words, drafting, (lens, positions))
 
     def prompt(self, chunk: PromptChunk) -> Mapping[str, Tensor]:
         """Run the draft over the prompts, with the target's features."""
@@ -141,9 +146,14 @@ class BoundEagle(BoundProposer):
         state: Mapping[str, Tensor],
         extend_words: Tensor,
         drafting: MultiStepDraftBackend | None,
+        prefix: tuple[Tensor, Tensor],
     ) -> None:
         self.proposer, self.step, self.extend_words = proposer, step, extend_words
         self._drafting, self.gathers = drafting, state
+        # of what the draft has read, and of the rows after it
+        lens, self.extend_positions = prefix
+        lead, width = proposer.lead, prefix[1].shape[1]
+        self.seq_lens = lens if lead else None
         backend, buffers = proposer.slot.backend, step.buffers
         self.multi_step = drafting.bind(len(step)) if drafting is not None else None
         if self.multi_step is not None:
@@ -151,9 +161,9 @@ class BoundEagle(BoundProposer):
             self.proposing = self.multi_step.steps
         inputs = AttnInputs(
             buffers.req_pool_indices,
-            buffers.seq_lens,
-            buffers.positions,
-            buffers.window[:, : buffers.positions.shape[1]],
+            lens,
+            self.extend_positions,
+            buffers.window[:, lead : lead + width],
             extend_words,
         )
         layout = step.config.layout(ForwardMode.DRAFT_EXTEND)
@@ -164,19 +174,26 @@ class BoundEagle(BoundProposer):
     def first(self, step: StepViews) -> BoundEagle:
         """Return the proposer for fewer requests, over the same buffers."""
         state = {name: tensor[: len(step)] for name, tensor in self.gathers.items()}
-        words = self.extend_words[: len(step)]
-        return BoundEagle(self.proposer, step, state, words, self._drafting)
+        words, buffers = self.extend_words[: len(step)], step.buffers
+        prefix = buffers.seq_lens, buffers.positions
+        if self.seq_lens is not None:
+            prefix = self.seq_lens[: len(step)], self.extend_positions[: len(step)]
+        return BoundEagle(self.proposer, step, state, words, self._drafting, prefix)
 
     def begin(self) -> None:
-        """Fill the index lists, where the draft reads some."""
+        """Fill the index lists and the positions of a lead."""
+        if self.proposer.lead:
+            torch.add(self.step.buffers.positions, self.proposer.lead, out=self.extend_positions)
         if self.multi_step is not None:
             self.multi_step.fill_lists()
 
     def propose(self) -> Candidates:
         """Run the draft forwards; return every token that the draft looked at."""
         assert self.multi_step is not None
-        state, step = DraftState(**self.gathers), self.step
-        return propose(self.proposer.model, self.multi_step, state, step.config, step.buffers)
+        state, step, proposer = DraftState(**self.gathers), self.step, self.proposer
+        return propose(
+            proposer.model, self.multi_step, state, step.config, step.buffers, proposer.lead
+        )
 
     def absorb(self, accepted: AcceptResult) -> dict[str, Any]:
         """Run the draft over the accepted path; return where drafting goes on.
@@ -188,7 +205,7 @@ class BoundEagle(BoundProposer):
         out = draft.forward(
             accepted.accept_tokens.flatten(),
             draft.combine(buffers.features.flatten(0, 1)),
-            buffers.positions.flatten(),
+            self.extend_positions.flatten(),
             self.extend_attention,
             buffers.last_rows,
         )
@@ -201,7 +218,9 @@ class BoundEagle(BoundProposer):
 
     def fingerprint(self) -> Fingerprint:
         """Describe the buffers of the draft forwards."""
-        found = super().fingerprint() + fingerprint(extend_words=self.extend_words)
+        found = super().fingerprint() + fingerprint(
+            extend_words=self.extend_words, extend_positions=self.extend_positions
+        )
         if self.multi_step is not None:
             drafts = self.multi_step
             found += fingerprint(
@@ -210,3 +229,8 @@ class BoundEagle(BoundProposer):
                 kv_indices=drafts.kv_indices,
             )
         return found
+
+
+def beam_len(config: SpecConfig, lead: int) -> int:
+    """Return the columns that draft forwards and the extend write."""
+    return lead + max(config.num_draft_forwards * config.topk, config.num_steps + 1)

@@ -130,8 +130,7 @@ class StepLaunch:
         begin = 0
         for step in self.steps:
             end = begin + len(step.packed)
-            for attention in step.attention(self.part.mode):
-                attention.schedule(None if seq_lens_cpu is None else seq_lens_cpu[begin:end])
+            step.schedule(self.part.mode, None if seq_lens_cpu is None else seq_lens_cpu[begin:end])
             begin = end
 
     def run(self) -> None:

@@ -140,9 +140,12 @@ class PromptChunk:
         tokens[self.last] = self.bonus_tokens.clamp(min=0)
         return tokens
 
-    def bind(self, backend: LayeredBackend) -> BoundLayers:
-        """Return attention over the pieces, ready to run."""
-        attend = backend.bind(self.plan)
+    def bind(self, backend: LayeredBackend, plan: ExtendPlan | None = None) -> BoundLayers:
+        """Return attention over the pieces, ready to run.
+
+        ``plan`` is another plan of the same pieces.
+        """
+        attend = backend.bind(plan or self.plan)
         attend.schedule(torch.tensor([start for start, _ in self.spans], dtype=torch.int32))
         attend.fill()
         return attend
@@ -159,6 +162,9 @@ class Proposer(ABC):
 
     #: Whether it proposes on the host, between two parts of a piecewise step.
     host: ClassVar[bool] = False
+    #: Tokens beyond the committed ones that it has read when a step begins: 1 if it has read the
+    #: bonus token, and the slot after a prompt is its own, too.
+    lead: ClassVar[int] = 0
 
     @property
     def slot(self) -> ModelSlot[Any] | None:
@@ -237,13 +243,16 @@ class BoundProposer(ABC):
         Fields of `Proposer.state_fields` and ``[B, w]`` buffers of the same dtypes: the step's
         first launch copies each request's first columns there.
     positions : Tensor or None
-        ``[B, S, K]`` int64, dense last axis; the same launch writes length + s.
+        ``[B, S, K]`` int64, dense last axis; the same launch writes length + lead + s.
+    seq_lens : Tensor or None
+        ``[B]`` int32; the same launch writes length + lead, 0 for padding.
     proposing, absorbing : tuple of BoundLayers
         The attention of `propose` and `absorb`, which the step schedules and fills.
     """
 
     gathers: Mapping[str, Tensor] = {}
     positions: Tensor | None = None
+    seq_lens: Tensor | None = None
     proposing: tuple[BoundLayers, ...] = ()
     absorbing: tuple[BoundLayers, ...] = ()
 
@@ -285,12 +294,16 @@ class BoundProposer(ABC):
 
     def fingerprint(self) -> Fingerprint:
         """Describe the buffers, for the guard of a capture."""
-        return fingerprint(positions=self.positions, **self.gathers)
+        return fingerprint(positions=self.positions, seq_lens=self.seq_lens, **self.gathers)
 
 
 @runtime_checkable
 class ProposerFactory(Protocol):
     """Makes a proposer over an engine's pools."""
+
+    def draft_len(self, config: SpecConfig) -> int:
+        """Return `Proposer.draft_len` of what it makes."""
+        ...
 
     def make(self, slot: Callable[[Any], ModelSlot[Any]]) -> Proposer:
         """Return the proposer.
@@ -308,4 +321,7 @@ def as_proposer(draft: ModelSlot[DraftModel] | Proposer | None) -> Proposer | No
     """Return the proposer of a draft model, or what is one."""
     from specattn.speculative.eagle import EagleProposer
 
-    return EagleProposer(draft) if isinstance(draft, ModelSlot) else draft
+    if not isinstance(draft, ModelSlot):
+        return draft
+    model, slot = draft.model, draft
+    return model.make(lambda _: slot) if isinstance(model, ProposerFactory) else EagleProposer(slot)

@@ -417,9 +417,11 @@ class Step:
         if self.bound is None:
             return
         self.target.pool.commit(self.verify_plan.tail_slots, accepted)
-        check_features(features.shape[-1], buffers.features.shape[-1])
+        # what nobody reads may be of any width
+        if width := buffers.features.shape[-1]:
+            check_features(features.shape[-1], width)
         gather_path(
-            features,
+            features[..., :width],
             accepted.accept_index,
             accepted.accept_lens,
             buffers.seq_lens,
@@ -495,6 +497,23 @@ class Step:
             ForwardMode.DRAFT_EXTEND: extends,
         }[mode]
 
+    def schedule(self, mode: ForwardMode | None, seq_lens_cpu: Tensor | None) -> None:
+        """Plan the attention of a part on the host.
+
+        Parameters
+        ----------
+        mode : ForwardMode or None
+            The part; None for the whole step.
+        seq_lens_cpu : Tensor or None
+            ``[B]`` int32, committed lengths, 0 for padding.
+        """
+        read = seq_lens_cpu
+        if seq_lens_cpu is not None and self.proposer is not None:
+            read = seq_lens_cpu + self.proposer.lead * (seq_lens_cpu > 0)
+        for attention in self.attention(mode):
+            own = attention is self.verify_attention
+            attention.schedule(seq_lens_cpu if own else read)
+
     def _before_the_tree(self) -> list[Fillable]:
         # the rest waits for what its part brings: the tree, or a plan made on the host
         attends = (self.verify_attention, *self.attention(ForwardMode.DRAFT_EXTEND))
@@ -505,8 +524,9 @@ class Step:
         names = ("bonus_tokens", "temperature", "top_k", "top_p", "seeds")
         tables = [getattr(states, name) for name in names]
         outs = [buffers.roots, *(getattr(buffers, name) for name in names[1:])]
-        positions = buffers.positions.new_empty(len(buffers.positions), 0, 1)
-        if self.bound is not None:
+        positions, lens, lead = buffers.positions.new_empty(len(buffers.positions), 0, 1), None, 0
+        if self.proposer is not None and self.bound is not None:
+            lens, lead = self.bound.seq_lens, self.proposer.lead
             tables += [states.drafting[name] for name in self.bound.gathers]
             outs += self.bound.gathers.values()
             if self.bound.positions is not None:
@@ -525,4 +545,6 @@ class Step:
             draft_positions_out=positions,
             tables=tuple(tables),
             outs=tuple(outs),
+            draft_lens_out=lens,
+            lead=lead,
         )

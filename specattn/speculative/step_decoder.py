@@ -175,6 +175,11 @@ class StepDecoder(ReadOnly):
         if slot is not None:
             slot.backend.check_indices(indices)
         pools = [one.pool for one in (target, slot) if one is not None]
+        if proposer is not None and (most := proposer.draft_len(config)) > config.reserve_len:
+            raise ValueError(
+                f"reserve_len must be at least {most}, what the draft writes past a context, got "
+                f"{config.reserve_len}: use config.reserving({most})"
+            )
         check_tables(config, table, states, pools, proposer)
         target = target.for_context(table.max_context_len)
         if proposer is not None:
@@ -454,8 +459,7 @@ class StepDecoder(ReadOnly):
             bitmask = self._bitmask_of(len(rows), own=True)
             launch = launch.processing(self._processors, bitmask, logprobs)
         (step,) = launch.steps
-        for attention in step.attention(None):
-            attention.schedule(seq_lens_cpu)
+        step.schedule(None, seq_lens_cpu)
         return step
 
     def settle(self) -> None:

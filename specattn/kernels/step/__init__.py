@@ -26,6 +26,8 @@ def begin_step(
     draft_positions_out: Tensor,
     tables: Sequence[Tensor],
     outs: Sequence[Tensor],
+    draft_lens_out: Tensor | None = None,
+    lead: int = 0,
 ) -> None:
     """Gather the state that all phases of a step read.
 
@@ -55,12 +57,17 @@ def begin_step(
     positions_out : Tensor
         ``[B, D]`` int64: length + d.
     draft_positions_out : Tensor
-        ``[B, S, K]`` int64: length + s; S may be 0.
+        ``[B, S, K]`` int64: length + lead + s, from 0 on for padding; S may be 0.
     tables : sequence of Tensor
         ``[R, w]`` or ``[R]`` each.
     outs : sequence of Tensor
         ``[B, w']`` or ``[B]``, w' at most w: the first columns of each request's row (padding: of
         row 0).
+    draft_lens_out : Tensor, optional
+        ``[B]`` int32, dense: length + lead, 0 for padding; for drafts that have read more of the
+        text than the target.
+    lead : int
+        Tokens that a draft has read beyond the committed ones, below ``reserve_len``.
 
     Raises
     ------
@@ -74,6 +81,8 @@ def begin_step(
         "positions_out": positions_out,
         "draft_positions_out": draft_positions_out,
     }
+    if draft_lens_out is not None:
+        named["draft_lens_out"] = draft_lens_out[:, None]
     _check_begin(rows, reserve_len, named, tables, outs)
     require_dense(
         rows=rows[:1],
@@ -83,6 +92,7 @@ def begin_step(
         req_to_token=req_to_token[:1],
         rows_out=rows_out,
         seq_lens_out=seq_lens_out,
+        draft_lens_out=draft_lens_out,
     )
     if not rows.shape[1]:
         return
@@ -100,6 +110,8 @@ def begin_step(
         draft_positions_out,
         tables,
         outs,
+        draft_lens_out,
+        lead,
     )
 
 

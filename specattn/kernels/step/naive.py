@@ -24,6 +24,8 @@ def begin_step(
     draft_positions_out: Tensor,
     tables: Sequence[Tensor],
     outs: Sequence[Tensor],
+    draft_lens_out: Tensor | None = None,
+    lead: int = 0,
 ) -> None:
     context = req_to_token.shape[1]
     rows = rows.to(seq_lens.device)[turn].flatten()
@@ -41,7 +43,10 @@ def begin_step(
     window = req_to_token[row[:, None], columns.clamp(max=context - 1)]
     window_out.copy_(torch.where(fits[:, None], window, 0))
     positions_out.copy_(length[:, None] + count(positions_out.shape[1]))
-    draft_positions_out.copy_((length[:, None] + count(draft_positions_out.shape[1]))[:, :, None])
+    drafted = length + torch.where(fits, lead, 0)
+    draft_positions_out.copy_((drafted[:, None] + count(draft_positions_out.shape[1]))[:, :, None])
+    if draft_lens_out is not None:
+        draft_lens_out.copy_(drafted)
     for table, out in zip(map(as_columns, tables), map(as_columns, outs), strict=True):
         out.copy_(table[row, : out.shape[1]])
 

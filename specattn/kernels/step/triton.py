@@ -101,6 +101,7 @@ def begin_step_kernel(
     window_out,  # [B, reserve_len] int32, out
     positions_out,  # [B, depth] int64, out
     draft_positions_out,  # [B, steps, topk] int64, out
+    draft_lens_out,  # [B] int32, out; anything if there is no lead
     narrow_tables,
     narrow_outs,
     narrow_strides,
@@ -122,6 +123,8 @@ def begin_step_kernel(
     stride_positions,
     stride_draft,
     stride_step,
+    LEAD: tl.constexpr,
+    LEADS: tl.constexpr,
     NARROWS: tl.constexpr,
     WIDES: tl.constexpr,
     NARROW: tl.constexpr,
@@ -161,6 +164,10 @@ def begin_step_kernel(
         tl.store(seq_lens_out + req, length.to(tl.int32))
         ahead = tl.arange(0, BLOCK_D)  # [BLOCK_D]
         tl.store(positions_out + req * stride_positions + ahead, length + ahead, mask=ahead < depth)
+        if LEAD:
+            length += tl.where(fits, LEAD, 0)
+        if LEADS:
+            tl.store(draft_lens_out + req, length.to(tl.int32))
         draft = tl.arange(0, BLOCK_S)  # [BLOCK_S]
         step = draft // topk
         ptr = draft_positions_out + req * stride_draft + step * stride_step + draft % topk
@@ -356,6 +363,8 @@ def begin_step(
     draft_positions_out: Tensor,
     tables: Sequence[Tensor],
     outs: Sequence[Tensor],
+    draft_lens_out: Tensor | None = None,
+    lead: int = 0,
 ) -> None:
     batch, steps, topk = draft_positions_out.shape
     copies, narrows, wides, blocks = _split(tables, outs)
@@ -371,6 +380,7 @@ def begin_step(
         window_out,
         positions_out,
         draft_positions_out,
+        seq_lens_out if draft_lens_out is None else draft_lens_out,
         *copies,
         req_to_token.shape[1],
         reserve_len,
@@ -383,6 +393,8 @@ def begin_step(
         positions_out.stride(0),
         draft_positions_out.stride(0),
         draft_positions_out.stride(1),
+        LEAD=lead,
+        LEADS=draft_lens_out is not None,
         NARROWS=narrows,
         WIDES=wides,
         NARROW=NARROW,

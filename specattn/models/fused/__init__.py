@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specattn.errors import ModelError
@@ -10,17 +11,20 @@ from specattn.models.eagle import Eagle3Head
 from specattn.models.fused.dflash import FusedDFlash
 from specattn.models.fused.draft import FusedEagle3
 from specattn.models.fused.target import FusedTarget
+from specattn.models.hf import HFTarget
+from specattn.speculative.standalone import LMDraft
 
 if TYPE_CHECKING:
     from specattn.models.eagle import EagleHead
-    from specattn.models.hf import HFTarget
+
+    Draft = EagleHead | Eagle3Head | LMDraft
 
 __all__ = ["FusedDFlash", "FusedEagle3", "FusedTarget", "fuse"]
 
 
 def fuse(
-    target: HFTarget, draft: EagleHead | Eagle3Head | None = None
-) -> tuple[HFTarget | FusedTarget, EagleHead | Eagle3Head | FusedEagle3 | None]:
+    target: HFTarget, draft: Draft | None = None
+) -> tuple[HFTarget | FusedTarget, Draft | FusedEagle3 | None]:
     """Fuse the target and the draft that the fused path computes.
 
     A model that it does not compute is returned as it is; `FusedTarget.from_target` and
@@ -30,14 +34,17 @@ def fuse(
     ----------
     target : HFTarget
         The target; the features that it gives stay the same.
-    draft : EagleHead or Eagle3Head, optional
-        A head of `load_draft` for this target.
+    draft : EagleHead, Eagle3Head or LMDraft, optional
+        A draft for this target, as it was loaded.
     """
     fused: HFTarget | FusedTarget = target
-    head: EagleHead | Eagle3Head | FusedEagle3 | None = draft
+    head: Draft | FusedEagle3 | None = draft
     with suppress(ModelError):
         fused = FusedTarget.from_target(target)
     if isinstance(draft, Eagle3Head):
         with suppress(ModelError):
             head = FusedEagle3.from_head(draft, target.max_context_len)
+    elif isinstance(draft, LMDraft) and isinstance(draft.model, HFTarget):
+        with suppress(ModelError):
+            head = replace(draft, model=FusedTarget.from_target(draft.model))
     return fused, head

@@ -53,10 +53,13 @@ def ring_of(rows, steps=3, turn=1):
 class Begin:
     """Random requests in permuted rows; some rows are padding, some have run out of slots."""
 
-    def __init__(self, seed, batch, layout, *, reserve=7, depth=4, steps=3, topk=2, gap=0):
+    def __init__(
+        self, seed, batch, layout, *, reserve=7, depth=4, steps=3, topk=2, gap=0, lead=None
+    ):
         rng = random.Random(seed)
         rows = max(batch, 1) + 3
         self.reserve, self.depth, self.steps, self.topk = reserve, depth, steps, topk
+        self.lead = lead
         self.rows = rng.sample(range(1, rows), batch)
         for at in range(batch):
             if rng.random() < 0.2:
@@ -83,6 +86,8 @@ class Begin:
             "positions_out": poisoned(batch, depth, gap=gap),
             "draft_positions_out": poisoned(batch, steps + (gap > 0), topk, gap=gap)[:, :steps],
         }
+        if lead is not None:
+            self.named["draft_lens_out"] = poisoned(batch, dtype=torch.int32)
 
     def run(self):
         begin_step(
@@ -91,6 +96,7 @@ class Begin:
             **self.named,
             tables=tuple(self.tables),
             outs=tuple(self.outs),
+            lead=self.lead or 0,
         )
 
     def check(self):
@@ -106,7 +112,10 @@ class Begin:
             window = self.slots[row][length : length + self.reserve] if row else [0] * self.reserve
             expect["window_out"].append(window)
             expect["positions_out"].append([length + d for d in range(self.depth)])
-            drafts = [[length + s] * self.topk for s in range(self.steps)]
+            read = length + ((self.lead or 0) if row else 0)
+            drafts = [[read + s] * self.topk for s in range(self.steps)]
+            if self.lead is not None:
+                expect["draft_lens_out"].append(read)
             expect["draft_positions_out"].append(drafts)
         for name, out in self.named.items():
             assert out.tolist() == expect[name], name
@@ -125,6 +134,8 @@ BEGINS = [  # batch, layout, sizes
     (3, "narrow", {"steps": 0, "reserve": 1, "depth": 1}),
     (2, "mixed", {"topk": 1, "steps": 1, "reserve": 33}),
     (0, "narrow", {}),
+    (9, "narrow", {"lead": 1}),
+    (4, "none", {"lead": 0, "steps": 0}),
     (70, "narrow", {}),
 ]
 

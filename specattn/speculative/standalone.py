@@ -1,0 +1,177 @@
+"""Whole language models as drafts: any causal LM with the target's tokenizer.
+
+Such a standalone draft (Leviathan et al., arXiv:2211.17192) reads no features of the target. It
+keeps keys and values of its own, over every token of the text and, unlike the target, over the
+bonus token, too: so it leads by one, and its first proposals come from the extend of the step
+before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor
+
+from specattn.batch import DraftState
+from specattn.speculative.draft import choose_tokens
+from specattn.speculative.eagle import EagleProposer, beam_len
+from specattn.speculative.model import DraftOutput, for_context
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from specattn.config import AttnConfig, SpecConfig
+    from specattn.plan import ExtendPlan
+    from specattn.speculative.model import Attend, ModelSlot, TargetModel
+    from specattn.speculative.proposer import PromptChunk, Proposer
+
+
+@dataclass(frozen=True, eq=False)
+class LMDraft:
+    """A causal LM that drafts for another one.
+
+    The vocabularies may differ by what pads them: a token that the draft has not is read as its
+    last one, and tokens that the target has not are never proposed.
+
+    Parameters
+    ----------
+    model : TargetModel
+        The language model.
+    target_vocab_size : int
+        V, the width of the target's logits.
+    """
+
+    model: TargetModel
+    target_vocab_size: int
+
+    @property
+    def layers(self) -> tuple[AttnConfig, ...]:
+        """The attention geometry of every layer."""
+        return self.model.layers
+
+    @property
+    def vocab_size(self) -> int:
+        """Vd, the tokens that both models have."""
+        return min(self.model.vocab_size, self.target_vocab_size)
+
+    @property
+    def hidden_size(self) -> int:
+        """0: a draft step leaves keys and values alone."""
+        return 0
+
+    @property
+    def feature_size(self) -> int:
+        """0: nothing of the target is read."""
+        return 0
+
+    @property
+    def target_ids(self) -> None:
+        """None: draft and target share a vocabulary."""
+        return None
+
+    def for_context(self, max_context_len: int) -> Self:
+        """Return the draft for contexts of that length; see `ContextModel`."""
+        model = for_context(self.model, max_context_len)
+        return self if model is self.model else replace(self, model=model)
+
+    def draft_len(self, config: SpecConfig) -> int:
+        """Return the columns past the committed length that it writes at most."""
+        return beam_len(config, StandaloneProposer.lead)
+
+    def make(self, slot: Callable[[Any], ModelSlot[Any]]) -> Proposer:
+        """Return its proposer; see `ProposerFactory`."""
+        return StandaloneProposer(slot(self))
+
+    def combine(self, hidden_states: Tensor) -> Tensor:
+        """Return the target's features ``[T, 0]``."""
+        return hidden_states
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        hidden_states: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        rows: Tensor | None = None,
+        *,
+        sources: Tensor | None = None,
+    ) -> DraftOutput:
+        """Run the model over flattened tokens; see `DraftModel.forward`.
+
+        Each token stands at its own position; the states, ``[T, 0]``, say nothing.
+        """
+        known = self.model.vocab_size
+        if known < self.target_vocab_size:
+            input_ids = input_ids.clamp(max=known - 1)
+        logits = self.model.forward(input_ids, positions, attend, rows).logits
+        states = logits.new_empty(len(logits), 0, dtype=self.layers[0].dtype)
+        return DraftOutput(logits[:, : self.vocab_size], states)
+
+    def to_target(self, token_ids: Tensor) -> Tensor:
+        """Return the ids themselves: the vocabulary is the target's."""
+        return token_ids
+
+
+class StandaloneProposer(EagleProposer):
+    """Proposes the beams of a whole language model.
+
+    Parameters
+    ----------
+    slot : ModelSlot
+        The draft, an `LMDraft`, with its pool and attention.
+    """
+
+    lead = 1
+
+    def prompt(self, chunk: PromptChunk) -> Mapping[str, Tensor]:
+        """Run the draft over prompts, and the bonus tokens after them.
+
+        The slot of a bonus token is the one after its prompt's. A prompt that fills its context has
+        none, and no step follows it.
+        """
+        plan, token_ids, positions, rows = _with_bonus(chunk)
+        out = self.model.forward(
+            token_ids, chunk.last[:0], positions, chunk.bind(self.slot.backend, plan), rows
+        )
+        # the token proposed here follows the bonus token
+        draws = chunk.sampling if chunk.config.draft_sampling else None
+        after = chunk.positions[chunk.last] + 1
+        chosen = choose_tokens(self.model, out.logits, chunk.config.topk, draws, after)
+        return vars(DraftState(chosen.probs, chosen.tokens, out.hidden_states, chosen.draft_probs))
+
+
+def _with_bonus(chunk: PromptChunk) -> tuple[ExtendPlan, Tensor, Tensor, Tensor]:
+    """Let bonus tokens follow the prompts that end in a chunk.
+
+    Returns the plan, the tokens and their positions, and ``[E]`` where each prompt ends.
+    """
+    plan, device = chunk.plan, chunk.last.device
+    sizes = torch.tensor([stop - start for start, stop in chunk.spans])
+    stops = torch.tensor([stop for _, stop in chunk.spans])
+    ended = stops == torch.tensor([len(text) for text in chunk.prompts])
+    grows = ended & (stops < plan.req_to_token.shape[1])
+    indptr = torch.cat([sizes.new_zeros(1), (sizes + grows.long()).cumsum(0)])
+    # where the tokens of the prompts go, and the bonus tokens
+    before = (grows.long().cumsum(0) - grows.long()).repeat_interleave(sizes)
+    own = (torch.arange(len(before)) + before).to(device)
+    ends = indptr[1:] - 1
+    new, stops_of = ends[grows].to(device), stops[grows].to(device)
+
+    def joined(ours: Tensor, theirs: Tensor) -> Tensor:
+        both = ours.new_empty(len(ours) + len(theirs))
+        both[own], both[new] = ours, theirs.to(ours.dtype)
+        return both
+
+    bonus = chunk.bonus_tokens[grows[ended].to(device)].clamp(min=0)
+    slots = plan.req_to_token[plan.req_pool_indices[grows.to(device)], stops_of]
+    plan = replace(
+        plan,
+        qo_indptr=indptr.to(device, torch.int32),
+        out_slots=joined(plan.out_slots[0], slots)[None],
+        max_q_len=int((sizes + grows.long()).max()),
+        max_seq_len=int((stops + grows.long()).max()),
+    )
+    tokens, positions = joined(chunk.token_ids, bonus), joined(chunk.positions, stops_of)
+    return plan, tokens, positions, ends[ended].to(device)

@@ -1,0 +1,249 @@
+"""Whole language models as drafts: what is emitted is the target's, and drafts read every token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from specattn.cache.kv_pool import KVPool
+from specattn.cache.slot_table import SlotTable
+from specattn.config import SpecConfig
+from specattn.engine.engine import Engine, Request
+from specattn.speculative.model import ModelSlot
+from specattn.speculative.prefill import Prefill, Prompt
+from specattn.speculative.sampling import SamplingBatch, SamplingParams
+from specattn.speculative.standalone import LMDraft, StandaloneProposer
+from specattn.speculative.states import RequestStates, StateDims
+from specattn.speculative.step_decoder import StepDecoder
+from tests.speculative import laws
+from tests.speculative.laws import PROMPT, TEMPERATURE, TOP_K
+from tests.speculative.test_host_plans import PlanningBackend
+from tests.tiny import VOCAB, DenseAttend, TinyTarget, dense_greedy
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PROMPTS = [[3, 14, 15, 9], [5], list(range(1, 30)), [7, 8] * 6]
+TREES = {"chain": (3, 1, 4), "tree": (3, 3, 9), "wide": (2, 4, 21), "one": (1, 1, 2)}
+NEW = 20
+
+
+@pytest.fixture(scope="module")
+def target() -> TinyTarget:
+    return TinyTarget(device=DEVICE)
+
+
+@pytest.fixture(scope="module")
+def wanted(target) -> list[list[int]]:
+    return [dense_greedy(target, prompt, NEW) for prompt in PROMPTS]
+
+
+def another() -> LMDraft:
+    """One layer more, and a window: right at times."""
+    return LMDraft(TinyTarget(layers=3, window=6, heads=(2, 1), seed=5, device=DEVICE), VOCAB)
+
+
+def poisoned(engine: Engine) -> Engine:
+    """Let unwritten KV spoil whatever reads it; slot 0 is padding's, which is read."""
+    for slot in (engine.target, engine.draft):
+        slot.pool.k[:, 1:] = torch.nan
+        slot.pool.v[:, 1:] = torch.nan
+    return engine
+
+
+def run(engine: Engine) -> list[list[int]]:
+    results = engine.generate([Request(prompt, NEW) for prompt in PROMPTS])
+    return [result.tokens for result in results]
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"backend": "torch_native"},
+        {"cudagraph": "piecewise"},
+        {"backend": PlanningBackend},
+        {"indices": "csr"},
+        {"tbo": True},
+    ],
+    ids=["default", "torch", "piecewise", "host plans", "csr", "tbo"],
+)
+def test_greedy_tokens_are_those_of_plain_decoding(target, wanted, tree, options) -> None:
+    config = SpecConfig(*TREES[tree], 64, 3)
+    engine = poisoned(Engine(target, another(), config, buckets=[1, 3], **options))
+    assert run(engine) == wanted
+    engine.table.check()
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("chunk", [4096, 5])
+def test_a_draft_like_the_target_is_always_right(target, wanted, tree, chunk) -> None:
+    """So it has read every token at its own position, the bonus token included."""
+    steps = TREES[tree][0]
+    config = SpecConfig(*TREES[tree], 64, 4)
+    engine = poisoned(Engine(target, LMDraft(target, VOCAB), config, buckets=[4]))
+    engine._prefill = replace(engine._prefill, chunk=chunk)
+    for _ in range(2):  # over slots that hold other texts the second time
+        results = engine.generate([Request(prompt, NEW) for prompt in PROMPTS])
+        assert [result.tokens for result in results] == wanted
+        for result in results:
+            if TREES[tree][1] == 1:  # a tree may lack the path of the best tokens
+                assert set(result.accept_lens[:-1]) == {steps + 1}
+            assert max(result.accept_lens) == steps + 1
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_shared_prefix_drafts_as_a_cold_one(target, page_size) -> None:
+    shared = list(range(1, 25))
+    config = SpecConfig(3, 1, 4, 96, 2, page_size)
+    engine = poisoned(Engine(target, LMDraft(target, VOCAB), config, buckets=[1, 2]))
+    engine.add([Request([*shared, 33], 40)])
+    for _ in range(3):
+        engine.step()
+    target.calls.clear()
+    (late,) = engine.add([Request([*shared, 44, 45], 13)])
+    assert 26 - 24 <= target.calls[0] < 26, "the prompt runs behind a prefix"
+    while engine.num_running:
+        engine.step()
+    assert late.tokens == dense_greedy(target, [*shared, 44, 45], 13)
+    assert set(late.accept_lens[:-1]) == {4}
+
+
+def test_a_context_ends_with_its_last_slot(target) -> None:
+    for tree in TREES.values():
+        config = SpecConfig(*tree, 33, 4)
+        engine = poisoned(Engine(target, another(), config, buckets=[4]))
+        prompts = [*PROMPTS, list(range(1, 34))]
+        results = engine.generate([Request(prompt, 99) for prompt in prompts])
+        for prompt, result in zip(prompts, results, strict=True):
+            assert result.tokens == dense_greedy(target, prompt, 34 - len(prompt))
+            assert result.finish_reason == "context"
+
+
+def test_configs_may_alternate_with_plain_decoding(target, wanted) -> None:
+    """Plain steps keep the draft up to date."""
+    main, plain = SpecConfig(3, 1, 4, 64, 4), SpecConfig(0, 1, 1, 64, 4)
+    turns = iter(range(1000))
+
+    def policy(observed):
+        return observed.configs[next(turns) % len(observed.configs)]
+
+    draft = LMDraft(target, VOCAB)
+    engine = poisoned(Engine(target, draft, main, configs=[plain], policy=policy, buckets=[4]))
+    results = engine.generate([Request(prompt, NEW) for prompt in PROMPTS])
+    assert [result.tokens for result in results] == wanted
+    for result in results:
+        assert set(result.accept_lens[:-1]) == {1, 4}
+
+
+@pytest.mark.parametrize(("own", "padded"), [(VOCAB - 6, 0), (VOCAB, 3)])
+@pytest.mark.parametrize("tree", ["chain", "tree"])
+def test_vocabularies_may_be_padded(target, wanted, tree, own, padded) -> None:
+    """Tokens that one of the two has not are read as another, and never proposed."""
+
+    class Padded(TinyTarget):
+        vocab_size = own + padded
+
+        def forward(self, input_ids, positions, attend, rows=None):
+            assert (input_ids < self.vocab_size).all() or DEVICE == "cuda"
+            out = super().forward(input_ids, positions, attend, rows)
+            wide = torch.nn.functional.pad(out.logits, (0, padded), value=99.0)
+            return replace(out, logits=wide[:, : self.vocab_size])
+
+    draft = LMDraft(Padded(device=DEVICE), VOCAB)
+    assert draft.vocab_size == own
+    config = SpecConfig(*TREES[tree], 64, 3)
+    engine = Engine(target, draft, config, buckets=[3])
+    results = engine.generate([Request(prompt, NEW) for prompt in PROMPTS])
+    assert [result.tokens for result in results] == wanted
+    assert max(n for result in results for n in result.accept_lens) == 4
+
+
+def test_a_loop_of_ones_own_reserves_what_the_draft_writes(target) -> None:
+    config = SpecConfig(3, 1, 4, 64, 2)
+    table = SlotTable(max_num_reqs=2, max_context_len=64, num_slots=200, device=target.device)
+    draft = LMDraft(target, VOCAB)
+    slot, own = (
+        ModelSlot.of(model, KVPool(model.layers, 200, target.device), "torch_native")
+        for model in (target, draft)
+    )
+    proposer = StandaloneProposer(own)
+    states = RequestStates.alloc(3, StateDims(proposer.state_fields(config)), target.device)
+    with pytest.raises(ValueError, match=r"reserve_len must be at least 5, .* got 4: use config"):
+        StepDecoder(slot, own, config, table, states)
+    config = config.reserving(draft.draft_len(config))
+    assert config.reserving(3) is config
+    decoder = StepDecoder(slot, own, config, table, states)
+    row, prompt = table.allocate(), [3, 14, 15, 9]
+    table.reserve([row], [len(prompt) + proposer.lead])
+    sampling = SamplingBatch.of((SamplingParams(),), target.device)
+    out = Prefill(slot, own, table.req_to_token, config).run([Prompt(row, prompt)], sampling)
+    where = torch.tensor([row], device=target.device)
+    lens = torch.tensor([len(prompt)], dtype=torch.int32, device=target.device)
+    states.admit(where, lens, out.bonus_tokens, out.state, sampling)
+    tokens = out.bonus_tokens.tolist()
+    while len(tokens) < NEW:
+        table.reserve([row], [len(prompt) + len(tokens) - 1 + config.reserve_len])
+        (gained,) = decoder.step([row])
+        assert len(gained) == 4
+        tokens += gained
+    assert tokens == dense_greedy(target, prompt, len(tokens))
+
+
+def test_drafts_keep_the_keys_of_every_token(target) -> None:
+    """As one forward over the whole text leaves them, up to the bonus token's."""
+    draft = another()
+    config = SpecConfig(3, 3, 9, 64, 2)
+    engine = poisoned(Engine(target, draft, config, buckets=[2]))
+    engine.add([Request([3, 14, 15, 9], 30), Request([5], 30)])
+    for _ in range(4):
+        engine.step()
+    for live in engine.running:
+        text = [*live.request.prompt, *live.result.tokens]
+        assert len(text) == live.length + 1
+        dense = DenseAttend(draft.layers)
+        ids = torch.tensor(text, device=DEVICE)
+        draft.model(ids, torch.arange(len(text), device=DEVICE), dense)
+        slots = engine.table.req_to_token[live.row, : len(text)].long()
+        for layer, (keys, values) in enumerate(dense.kv):
+            for cache, want in ((engine.draft.pool.k, keys[0]), (engine.draft.pool.v, values[0])):
+                got = cache[layer, slots]
+                assert (got - want).norm() <= 2e-5 * want.norm()
+
+
+@pytest.fixture(scope="module")
+def models() -> tuple[TinyTarget, LMDraft]:
+    return TinyTarget(device=DEVICE, sharp=1.0), LMDraft(
+        TinyTarget(device=DEVICE, sharp=6.0, seed=4), VOCAB
+    )
+
+
+def p_value(models, name: str) -> float:
+    draws = 1500
+    law = laws.joint_law(models[0], PROMPT)
+    engine = Engine(*models, laws.SETTINGS[name], buckets=[250])
+    requests = [
+        Request(PROMPT, 3, SamplingParams(TEMPERATURE, TOP_K, seed=1000 + i)) for i in range(draws)
+    ]
+    return laws.p_value(law, [tuple(result.tokens) for result in engine.generate(requests)])
+
+
+@pytest.mark.parametrize("name", ["chain", "tree", "rejection"])
+def test_three_tokens_have_the_targets_joint_law(models, name) -> None:
+    assert p_value(models, name) > 1e-3
+
+
+def test_a_lenient_rejection_fails_the_same_test(models, monkeypatch) -> None:
+    laws.accept_every_draft(monkeypatch)
+    assert p_value(models, "rejection") < 1e-30
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tree", TREES)
+def test_replays_give_what_plain_decoding_does(target, wanted, tree) -> None:
+    config = SpecConfig(*TREES[tree], 64, 4)
+    engine = Engine(target, another(), config, buckets=[4], sampled=True)
+    assert run(engine) == wanted
+    assert run(engine) == wanted
+    assert not engine.decoder(engine.config).runner.stats.eager
