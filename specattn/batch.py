@@ -140,6 +140,26 @@ class Candidates:
 
 
 @dataclass(frozen=True)
+class Linked:
+    """A tree as nodes and their parents, as `link_tree` takes them.
+
+    Parameters
+    ----------
+    tokens, parents : Tensor
+        ``[B, n]`` int64; node 0 is the root. A node is padding if its parent is no node before it.
+    chosen : Tensor, optional
+        ``[B]`` int32: requests with a 0 take the tree of ``behind``.
+    behind : Candidates or Linked, optional
+        What is proposed for these; given iff ``chosen`` is.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    chosen: Tensor | None = None
+    behind: Candidates | Linked | None = None
+
+
+@dataclass(frozen=True)
 class DraftTree:
     """The nodes sent to verification; node 0 is the bonus token.
 

@@ -321,7 +321,8 @@ def validate_tree(
     next_token, next_sibling : Tensor
         ``[B, n]`` int64 first-child and next-sibling links, -1 for none.
     words : Tensor, optional
-        ``[B, n, W]`` int64 ancestor words that have to agree with the links.
+        ``[B, n, W]`` int64 ancestor words that have to agree with the links. A node that sees
+        itself alone is padding: no link has to lead to it.
     num_steps : int, optional
         Depth the trees have to stay within.
 
@@ -347,7 +348,8 @@ def validate_tree(
         raise TreeError(f"words must be {wanted_shape}, got {list(words.shape)}")
     rows = zip(next_token.tolist(), next_sibling.tolist(), strict=True)
     for b, links in enumerate(rows):
-        paths = _paths(f"request {b}, ", _parents(f"request {b}", *links))
+        padding = _padding(words[b]) if words is not None else set()
+        paths = _paths(f"request {b}, ", _parents(f"request {b}", *links, padding))
         for node, path in enumerate(paths):
             depth = path.bit_count() - 1
             if num_steps is not None and depth > num_steps:
@@ -402,7 +404,7 @@ def _check_parents(where: str, row: list[int]) -> None:
 
 def _paths(where: str, row: list[int]) -> list[int]:
     """Return every node's path as bits: the node and its ancestors."""
-    paths = {0: 1}
+    paths = {-1: 0, 0: 1}
     for node in range(len(row)):
         below: list[int] = []
         at = node
@@ -430,8 +432,17 @@ def _links(row: list[int]) -> tuple[list[int], list[int]]:
     return first, sibling
 
 
-def _parents(where: str, next_token: list[int], next_sibling: list[int]) -> list[int]:
-    """Follow a tree's links from its root; return every node's parent."""
+def _padding(words: Tensor) -> set[int]:
+    """Return the nodes that see themselves alone, but for the root."""
+    nodes = range(len(words))
+    alone = words.cpu() == words_of([1 << node for node in nodes], len(words))
+    return {node for node in nodes if node and alone[node].all()}
+
+
+def _parents(
+    where: str, next_token: list[int], next_sibling: list[int], padding: set[int]
+) -> list[int]:
+    """Follow a tree's links; return every node's parent, -1 for none."""
     n = len(next_token)
     for name, links in (("next_token", next_token), ("next_sibling", next_sibling)):
         for node, link in enumerate(links):
@@ -453,6 +464,7 @@ def _parents(where: str, next_token: list[int], next_sibling: list[int]) -> list
             parents[child] = parent
             todo.append(child)
             child = next_sibling[child]
+    parents = dict.fromkeys(padding, -1) | parents
     missing = sorted(set(range(n)) - parents.keys())
     if missing:
         raise TreeError(f"{where}, nodes {missing}: missing parent, no link leads to them")

@@ -136,6 +136,15 @@ def test_bad_links_are_named(next_token, next_sibling, match):
         interop.validate_tree(*torch.stack([good, bad], dim=1))
 
 
+def test_a_node_that_sees_itself_alone_is_padding():
+    links = torch.tensor([[1, -1, -1, -1]]), torch.full((1, 4), -1)
+    words = torch.tensor([[[0b1], [0b11], [0b100], [0b1000]]])
+    interop.validate_tree(*links, words, num_steps=1)
+    words[0, 3] = 0b1001
+    with pytest.raises(TreeError, match=r"nodes \[3\]: missing parent"):
+        interop.validate_tree(*links, words)
+
+
 def test_words_and_depth_must_agree_with_links():
     words = words_of(GOLDEN)
     links = [

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer  # noqa: TC002 - Typer evaluates annotations
 
+from specattn.batch import Candidates
 from specattn.cli import options
 from specattn.cli.errors import ArgumentError
 from specattn.cli.options import SPECULATION, option
@@ -81,6 +82,7 @@ def _first_step(
         step = engine.decoder(config).phases([one.row], seq_lens_cpu=lens)
         step.begin()
         candidates = step.propose()
+        assert isinstance(candidates, Candidates)
         tree = step.build_tree(candidates)
         logits, _ = step.verify(tree)
         accepted = step.accept(tree, logits)

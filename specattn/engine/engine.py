@@ -26,7 +26,7 @@ from specattn.speculative.grammar import bitmask_of
 from specattn.speculative.model import ModelSlot, for_context
 from specattn.speculative.prefill import Prefill, Prompt
 from specattn.speculative.processors import MAX_END_IDS, ProcessorStates
-from specattn.speculative.proposer import Proposer, ProposerFactory, as_proposer
+from specattn.speculative.proposer import Proposer, ProposerFactory, make_proposer
 from specattn.speculative.sampling import SamplingBatch
 from specattn.speculative.states import RequestStates, StateDims
 from specattn.speculative.step_decoder import StepDecoder, plans_on_host
@@ -227,8 +227,8 @@ class Engine:
         slot = partial(_model_slot, config.page_size, backend, deterministic=deterministic)
         self.target: ModelSlot[TargetModel] = slot(target, pool(target.layers, scales=kv_scales[0]))
         self.proposer: Proposer | None = None
-        if self.configs.speculative:
-            self.proposer = _proposer(
+        if self.configs.speculative and draft is not None:
+            self.proposer = make_proposer(
                 draft,
                 lambda model: slot(
                     for_context(model, config.max_context_len),
@@ -786,15 +786,3 @@ def _model_slot(
     slot: ModelSlot[Any] = ModelSlot.of(model, pool, backend, deterministic=deterministic)
     slot.backend.check_pages(page_size)
     return slot
-
-
-def _proposer(
-    draft: DraftModel | Proposer | ProposerFactory | None,
-    slot: Callable[[Any], ModelSlot[Any]],
-) -> Proposer | None:
-    """Return what proposes tokens; ``slot`` gives its model a pool."""
-    if draft is None or isinstance(draft, Proposer):
-        return draft
-    if isinstance(draft, ProposerFactory):
-        return draft.make(slot)
-    return as_proposer(slot(draft))

@@ -89,8 +89,11 @@ def bitmask_of(
 
 
 def _parents(children: Sequence[int], siblings: Sequence[int]) -> list[int]:
-    """Return parents from first children and next siblings; -1 is none."""
-    parents = [-1] * len(children)
+    """Return parents from first children and next siblings; -1 is none.
+
+    Padding, to which no link leads, hangs below the root: nothing is made of its bits.
+    """
+    parents = [-1] + [0] * (len(children) - 1)
     for node, child in enumerate(children):
         while child >= 0:
             parents[child] = node

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from specattn.backends.layers import BoundLayers, LayeredBackend
     from specattn.backends.multi_step import Indices
-    from specattn.batch import AcceptResult, Candidates
+    from specattn.batch import AcceptResult, Candidates, Linked
     from specattn.buffers import Fingerprint
     from specattn.cache.slot_table import RequestTable
     from specattn.config import SpecConfig
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from specattn.speculative.states import RequestStates, StateField
     from specattn.speculative.step_buffers import StepBuffers
 
-    Proposal = Candidates
+    Proposal = Candidates | Linked
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class Proposer(ABC):
     host: ClassVar[bool] = False
     #: Tokens beyond the committed ones that it has read when a step begins: 1 if it has read the
     #: bonus token, and the slot after a prompt is its own, too.
-    lead: ClassVar[int] = 0
+    lead: int = 0
 
     @property
     def slot(self) -> ModelSlot[Any] | None:
@@ -325,3 +325,16 @@ def as_proposer(draft: ModelSlot[DraftModel] | Proposer | None) -> Proposer | No
         return draft
     model, slot = draft.model, draft
     return model.make(lambda _: slot) if isinstance(model, ProposerFactory) else EagleProposer(slot)
+
+
+def make_proposer(
+    draft: DraftModel | Proposer | ProposerFactory, slot: Callable[[Any], ModelSlot[Any]]
+) -> Proposer:
+    """Return what proposes tokens; ``slot`` gives its model a pool."""
+    if isinstance(draft, Proposer):
+        return draft
+    if isinstance(draft, ProposerFactory):
+        return draft.make(slot)
+    proposer = as_proposer(slot(draft))
+    assert proposer is not None
+    return proposer

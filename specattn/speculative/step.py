@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from specattn.backends.base import by_lengths_alone, fill_all
-from specattn.batch import AcceptResult, DraftTree, ForwardMode
+from specattn.batch import AcceptResult, DraftTree, ForwardMode, Linked
 from specattn.kernels.sampling import target_probs
 from specattn.kernels.step import begin_step, end_step, gather_path
-from specattn.kernels.tree import build_tree
+from specattn.kernels.tree import build_tree, link_tree
 from specattn.plan import AttnInputs, AttnPlan
 from specattn.speculative.proposer import StepViews, as_proposer
 from specattn.speculative.sampling import SamplingBatch
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from specattn.backends.base import Fillable
     from specattn.backends.layers import BoundLayers
     from specattn.backends.multi_step import Indices
-    from specattn.batch import Candidates
     from specattn.cache.slot_table import RequestTable
     from specattn.config import SpecConfig
     from specattn.speculative.host_buffers import HostBuffers
@@ -258,18 +257,20 @@ class Step:
         assert self.bound is not None
         return self.bound.propose()
 
-    def build_tree(self, candidates: Candidates) -> DraftTree:
-        """Keep the best candidates below the bonus token; link them.
+    def build_tree(self, proposal: Proposal) -> DraftTree:
+        """Make the tree of what was proposed.
 
-        The dynamic tree of EAGLE-2 (arXiv:2406.16858): candidates are ranked by the probability of
-        their path, ties going to the lower flat index and NaN ranking last; a kept node's ancestors
-        are kept too. Children are linked in ascending node id.
+        Of candidates it is the dynamic tree of EAGLE-2 (arXiv:2406.16858): they are ranked by the
+        probability of their path, ties going to the lower flat index and NaN ranking last; a kept
+        node's ancestors are kept too. Children are linked in ascending node id.
         """
+        if isinstance(proposal, Linked):
+            return self._link_tree(proposal)
         buffers, config, tree = self.buffers, self.config, self.tree
         build_tree(
-            candidates.scores,
-            candidates.tokens,
-            candidates.parents,
+            proposal.scores,
+            proposal.tokens,
+            proposal.parents,
             buffers.roots,
             buffers.seq_lens,
             topk=config.topk,
@@ -281,7 +282,24 @@ class Step:
             next_sibling_out=tree.retrieve_next_sibling,
         )
         if config.draft_sampling:
-            tree.draft_probs.copy_(candidates.draft_probs)
+            tree.draft_probs.copy_(proposal.draft_probs)
+        return tree
+
+    def _link_tree(self, proposal: Linked) -> DraftTree:
+        if proposal.behind is not None:
+            self.build_tree(proposal.behind)
+        tree = self.tree
+        link_tree(
+            proposal.tokens,
+            proposal.parents,
+            self.buffers.seq_lens,
+            proposal.chosen,
+            tokens_out=tree.tokens,
+            positions_out=tree.positions,
+            words_out=tree.words,
+            next_token_out=tree.retrieve_next_token,
+            next_sibling_out=tree.retrieve_next_sibling,
+        )
         return tree
 
     def verify(self, tree: DraftTree) -> tuple[Tensor, Tensor]:

@@ -337,8 +337,9 @@ def link_tree(
 ) -> None:
     """Make draft trees of nodes and their parents.
 
-    Node 0 is the root. A node whose parent is not a node before it is padding: it hangs below the
-    root without a link, so that nothing walks to it. Children are linked in ascending order.
+    Node 0 is the root. A node whose parent is not a node before it is padding, which has no
+    children: it is as deep as the root, sees itself alone, and no link leads to it. Children are
+    linked in ascending order.
 
     One launch, which can be recorded in a CUDA graph.
 

@@ -202,9 +202,9 @@ def link_tree(
     count = parents.shape[1]
     node = torch.arange(count, device=parents.device)
     known = (parents >= 0) & (parents < node)
-    above = torch.where(known, parents, 0)
-    above[:, 0] = -1
-    words, depth = _ancestors(above, words_out.shape[2], count - 1)
+    words, depth = _ancestors(torch.where(known, parents, -1), words_out.shape[2], count - 1)
+    words = torch.where(known[:, :, None], words, _node_bits(node, words_out.shape[2]))
+    depth = torch.where(known, depth, 0)
     # no two nodes of padding are siblings
     next_token, next_sibling = _child_links(torch.where(known, parents, -1 - node))
     made = (tokens, seq_lens[:, None] + depth, words, next_token, next_sibling)

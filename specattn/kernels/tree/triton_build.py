@@ -209,13 +209,15 @@ def link_tree_kernel(
     next_token, next_sibling = _child_links(
         tl.where(known, parent, -1 - node), node, N, BLOCK_N, BLOCK_S
     )
-    above = tl.where(node == 0, -1, tl.maximum(parent, 0))
-    words, depth = ancestors(above, node, node_rounds, BLOCK_N, BLOCK_W)
+    words, depth = ancestors(parent, node, node_rounds, BLOCK_N, BLOCK_W)
+    word = tl.arange(0, BLOCK_W)  # [BLOCK_W]
+    # padding has no ancestor, nor has the root
+    lone = (known == 0)[:, None] & (word == 0)[None, :] & (node > 0)[:, None]
+    words = tl.where(lone, words & -2, words)
 
     tl.store(tokens_out + at, tl.load(tokens + at, mask=inside, other=0), mask=inside)
     tl.store(positions_out + at, tl.load(seq_lens + req) + depth, mask=inside)
     tl.store(next_token_out + at, next_token, mask=inside)
     tl.store(next_sibling_out + at, next_sibling, mask=inside)
-    word = tl.arange(0, BLOCK_W)  # [BLOCK_W]
     cell = at[:, None] * W + word[None, :]
     tl.store(words_out + cell, words, mask=inside[:, None] & (word < W)[None, :])

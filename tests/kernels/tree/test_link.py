@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specattn.kernels.tree import link_tree
-from tests.kernels.tree_oracle import DEVICE, POISON, Tree, poisoned, random_tree
+from tests.kernels.tree_oracle import DEVICE, POISON, poisoned, random_tree
 
 
 def outputs(batch, n):
@@ -49,13 +49,13 @@ def test_any_tree(implementation, n):
 
 @pytest.mark.parametrize("broken", [-1, -2, 3, 4, 2**40])
 def test_nodes_without_a_parent_before_them_are_padding(implementation, broken):
-    """Nodes 2, 3 and 5: below the root, and nothing leads there."""
+    """Nodes 2, 3 and 5: alone, and nothing leads there."""
     parents = torch.tensor([[-1, 0, -1, broken, 1, -1]], device=DEVICE)
     got = link(torch.arange(6, device=DEVICE)[None], parents, [10])
     assert got["next_token"] == [[1, 4, -1, -1, -1, -1]]
     assert got["next_sibling"] == [[-1] * 6]
-    assert got["words"][0] == Tree([], [-1, 0, 0, 0, 1, 0]).words(1)
-    assert got["positions"] == [[10, 11, 11, 11, 12, 11]]
+    assert got["words"] == [[[0b1], [0b11], [0b100], [0b1000], [0b10011], [0b100000]]]
+    assert got["positions"] == [[10, 11, 10, 10, 12, 10]]
 
 
 def test_only_chosen_requests_are_written(implementation):

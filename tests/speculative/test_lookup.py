@@ -1,0 +1,243 @@
+"""Prompt lookup in whole steps, alone and in front of a draft: the target's tokens, and its law."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from specattn.config import SpecConfig
+from specattn.engine.engine import Engine, Request
+from specattn.speculative import lookup
+from specattn.speculative.lookup import LookupFirst, LookupProposer
+from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.standalone import LMDraft
+from tests.grammars import Remainders, constrained_text
+from tests.processors import GREEDY, greedy_text
+from tests.speculative import laws
+from tests.tiny import VOCAB, TinyDraft, TinyTarget, dense_greedy
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LOOP = [7, 8, 9, 10, 11, 7, 8, 9, 10, 12, 7, 8, 9]
+PROMPTS = [LOOP, [35], [3, 14, 15] * 9, [58, 9, 7, 9, 3]]
+TREES = {"chain": (4, 1, 5), "tree": (4, 4, 14), "few_nodes": (3, 5, 4), "past_a_word": (5, 8, 70)}
+KINDS = ("alone", "in front", "of an LM")
+
+
+@pytest.fixture(scope="module")
+def models():
+    return TinyTarget(device=DEVICE, window=9), TinyDraft(device=DEVICE)
+
+
+@pytest.fixture(scope="module")
+def expected(models):
+    """Long enough for the greedy texts to repeat themselves."""
+    return [dense_greedy(models[0], prompt, 60) for prompt in PROMPTS]
+
+
+def proposer(kind, models, *numbers):
+    alone = LookupProposer(*(numbers or (1, 4)))
+    if kind == "alone":
+        return alone
+    other = LMDraft(TinyTarget(device=DEVICE, layers=1, seed=3), VOCAB)
+    return LookupFirst(alone, models[1] if kind == "in front" else other)
+
+
+def engine(models, kind, tree, *, numbers=(), max_num_reqs=4, page_size=1, context=128, **options):
+    config = SpecConfig(*tree, context, max_num_reqs, page_size)
+    return Engine(models[0], proposer(kind, models, *numbers), config, **options)
+
+
+def texts(run, requests):
+    """The text of every request as its steps left it, and what it was told."""
+    run.add(requests)
+    live = list(run.running)
+    found = {}
+    while run.num_running:
+        for one in live:
+            if one in run.running:
+                length = int(run.states.seq_lens[one.row])
+                table = run.states.drafting[lookup.TEXT]
+                found[one.row] = one, table[one.row, : length + 1].tolist()
+        run.step()
+    return [(list(one.request.prompt) + one.result.tokens, text) for one, text in found.values()]
+
+
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_lookup_equals_greedy_decoding(models, expected, kind, tree):
+    run = engine(models, kind, tree)
+    out = run.generate([Request(p, 60 - i) for i, p in enumerate(PROMPTS)])
+    for i, (result, want) in enumerate(zip(out, expected, strict=True)):
+        assert result.tokens == want[: 60 - i]
+    assert max(n for r in out for n in r.accept_lens) > 2, "nothing was ever accepted"
+    run.table.check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chunk", [1, 5])
+def test_prompts_in_chunks_and_behind_a_prefix(models, expected, kind, chunk):
+    """The second request finds the first one's prompt cached, and has all of it as its text."""
+    run = engine(models, kind, TREES["tree"], page_size=2)
+    run._prefill = replace(run._prefill, chunk=chunk)
+    first = [Request(LOOP, 60), Request([*LOOP, 3], 30), Request([*LOOP, 3, 4], 30)]
+    for whole, text in texts(run, first):
+        assert text == whole[: len(text)]
+        assert len(text) > len(LOOP) + 5
+    out = run.generate(first)
+    assert out[0].tokens == expected[0]
+    assert out[2].tokens == dense_greedy(models[0], [*LOOP, 3, 4], 30)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_used_again(models, expected, kind):
+    """Two rows for all requests: a text begins anew, whoever had the row before."""
+    run = engine(models, kind, TREES["tree"], max_num_reqs=2)
+    out = run.generate([Request(p, 60) for p in PROMPTS])
+    assert [r.tokens for r in out] == expected
+    short = run.generate([Request(PROMPTS[1], 20), Request(PROMPTS[3], 20)])
+    assert [r.tokens for r in short] == [expected[1][:20], expected[3][:20]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_request_fills_its_context_to_the_last_slot(models, kind):
+    run = engine(models, kind, TREES["tree"], context=48)
+    out = run.generate([Request(LOOP, 99), Request(list(range(1, 45)), 99)])
+    for result, prompt in zip(out, (LOOP, list(range(1, 45))), strict=True):
+        assert result.finish_reason == "context"
+        assert result.tokens == dense_greedy(models[0], prompt, len(result.tokens))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "options", [{"cudagraph": "piecewise"}, {"validate": "debug"}, {"tbo": True}], ids=str
+)
+def test_steps_in_parts_and_debugged(models, expected, kind, options):
+    run = engine(models, kind, TREES["tree"], **options)
+    out = run.generate([Request(p, 60) for p in PROMPTS])
+    assert [r.tokens for r in out] == expected
+
+
+@pytest.mark.parametrize("tree", ["chain", "tree"])
+def test_grammars_and_processors_see_padding_as_nodes_of_no_meaning(tree):
+    target, penalised = TinyTarget(device=DEVICE), GREEDY["three"]
+    run = engine((target, None), "alone", TREES[tree], cudagraph="piecewise")
+    requests = [
+        Request(p, 30, params, grammar=partial(Remainders, p) if has else None)
+        for p, params, has in zip(
+            PROMPTS, (SamplingParams(), penalised) * 2, (1, 0, 1, 1), strict=True
+        )
+    ]
+    for request, out in zip(requests, run.generate(requests), strict=True):
+        text = constrained_text if request.grammar else greedy_text
+        assert out.tokens == text(target, list(request.prompt), 30, request.sampling)
+
+
+def test_a_loop_is_followed_to_the_end_of_the_chain(models, expected):
+    """Once the greedy text repeats itself, every step gains all it can."""
+    run = engine(models, "alone", (6, 1, 7))
+    (result,) = run.generate([Request([*LOOP, *expected[0]], 40)])
+    want = dense_greedy(models[0], [*LOOP, *expected[0]], 40)
+    assert result.tokens == want
+    assert result.accept_lens.count(7) >= 3
+
+
+def test_a_match_goes_before_the_draft_and_no_match_leaves_it(models):
+    """Step by step, against the trees that lookup and the draft propose by themselves."""
+    trees = {}
+    for kind in ("alone", "in front", "draft"):
+        draft = models[1] if kind == "draft" else proposer(kind, models, 2, 4)
+        run = Engine(models[0], draft, SpecConfig(*TREES["tree"], 128, 2))
+        # the first one's newest tokens do not matter: its text is put there
+        run.add([Request(LOOP, 9), Request([1, 2, 3], 9)])
+        rows = [one.row for one in run.running]
+        run.table.reserve(rows, [128] * 2)
+        run.states.bonus_tokens[rows[0]] = 10
+        if kind != "draft":
+            run.states.drafting[lookup.TEXT][rows[0], len(LOOP)] = 10
+        with torch.no_grad():
+            step = run.decoder(run.config).phases(rows)
+            step.begin()
+            trees[kind] = {name: one.clone() for name, one in vars(step.draft()).items()}
+    for name, tensor in trees["in front"].items():
+        assert torch.equal(tensor[0], trees["alone"][name][0]), name
+        assert torch.equal(tensor[1], trees["draft"][name][1]), name
+    assert trees["alone"]["tokens"][0, :3].tolist() == [10, 12, 7]
+    assert trees["alone"]["retrieve_next_token"][1].tolist() == [-1] * 14
+
+
+def test_several_settings_share_the_text(models, expected):
+    """Plain steps append, too; a chain and a tree go on with what they left."""
+    configs = [SpecConfig(*tree, 128, 4) for tree in ((0, 1, 1), TREES["chain"])]
+    turn = iter(range(10_000))
+    run = engine(
+        models,
+        "alone",
+        TREES["tree"],
+        configs=configs,
+        policy=lambda observed: observed.configs[next(turn) % 3],
+    )
+    out = run.generate([Request(p, 60) for p in PROMPTS])
+    assert [r.tokens for r in out] == expected
+
+
+def test_what_cannot_be_is_refused(models):
+    with pytest.raises(ValueError, match="min_ngram"):
+        LookupProposer(4, 3)
+    with pytest.raises(ValueError, match="matches"):
+        LookupProposer(1, 3, 33)
+    config = SpecConfig(2, 1, 3, 64, 2, draft_sampling=True)
+    for kind in KINDS:
+        with pytest.raises(ValueError, match="draft_sampling must be off with lookup"):
+            Engine(models[0], proposer(kind, models), config)
+
+
+def law_of(models, kind, tree, prompt, law):
+    """A p-value of drawn texts after a prompt."""
+    config = SpecConfig(*tree, 64, 250)
+    run = Engine(models[0], proposer(kind, models, 1, 3), config, buckets=[250])
+    drawn = [SamplingParams(laws.TEMPERATURE, laws.TOP_K, seed=1000 + i) for i in range(1500)]
+    out = run.generate([Request(prompt, 3, one) for one in drawn])
+    assert sum(n > 1 for r in out for n in r.accept_lens) > 100, "nothing was ever accepted"
+    return laws.p_value(law, [tuple(result.tokens) for result in out])
+
+
+@pytest.fixture(scope="module")
+def law_models():
+    return laws.make_models()
+
+
+@pytest.fixture(scope="module")
+def law(law_models):
+    """A prompt with what is probable after it, and the law of three tokens after that."""
+    likely = laws.joint_law(law_models[0], laws.PROMPT)
+    paths = sorted(likely, key=likely.get)[-9:]
+    prompt = [*(token for path in paths for token in path), *laws.PROMPT]
+    return prompt, laws.joint_law(law_models[0], prompt)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tree", [(2, 1, 3), (2, 3, 7)], ids=["chain", "tree"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_three_tokens_have_the_targets_joint_law(law_models, law, kind, tree):
+    assert law_of(law_models, kind, tree, *law) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_coin_for_both_decisions_fails_the_same_test(law_models, law, kind, monkeypatch):
+    monkeypatch.setattr(laws.verify, "FINAL", laws.verify.ACCEPT)
+    assert law_of(law_models, kind, (2, 3, 7), *law) < 1e-10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tree", [(4, 1, 5), (4, 4, 14)], ids=["chain", "tree"])
+def test_replays_search_the_text_that_is_there_then(models, expected, kind, tree):
+    """One graph per step, whatever the requests' texts are."""
+    run = engine(models, kind, tree, cudagraph="full", buckets=[1, 2, 4])
+    for prompts, wanted in ((PROMPTS, expected), (PROMPTS[::-1], expected[::-1])):
+        out = run.generate([Request(p, 60) for p in prompts])
+        assert [r.tokens for r in out] == wanted
