@@ -52,6 +52,13 @@ def test_ones_own_loop_writes_what_plain_decoding_writes():
         assert runpy.run_path(str(folder / other))["main"](24) == texts, other
 
 
+def test_a_proposer_of_ones_own_writes_what_plain_decoding_writes(capsys):
+    example = runpy.run_path(str(ROOT / "docs" / "examples" / "bigram_proposer.py"))
+    assert example["main"](24) == plain_texts(example["PROMPTS"], 24)
+    rates = [float(line.split()[0]) for line in capsys.readouterr().out.splitlines()]
+    assert min(rates) > 1.2
+
+
 def test_attention_alone_sees_a_tree_as_its_paths():
     example = runpy.run_path(str(ROOT / "docs" / "examples" / "own_attention.py"))
     assert example["main"]() < 2e-5

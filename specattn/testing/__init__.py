@@ -1,10 +1,11 @@
-"""The conformance kit: holds a backend to everything it declares.
+"""The conformance kit: holds backends and proposers to what they declare.
 
 Needs torch; the pytest side is in `specattn.testing.plugin`. See docs/conformance.md.
 """
 
 from specattn.testing.kit import Check, Level, conformance
 from specattn.testing.oracle import Case, ConformanceError, Tolerances
+from specattn.testing.proposers import proposer_conformance
 from specattn.testing.setting import Geometry
 
 __all__ = [
@@ -15,4 +16,5 @@ __all__ = [
     "Level",
     "Tolerances",
     "conformance",
+    "proposer_conformance",
 ]

@@ -43,6 +43,8 @@ class Check:
         Without arguments.
     refusable : bool
         Whether a refusal is an answer; where it is declared without conditions it is not.
+    role : str
+        What ``backend`` is, in messages.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Check:
     backend: str
     run: Callable[[], None]
     refusable: bool = True
+    role: str = "backend"
 
     def __call__(self) -> None:
         """Run the check, with random numbers of its own."""
@@ -68,7 +71,7 @@ class Check:
                 raise self._failure(self.broken, detail) from error
 
     def _failure(self, broken: str, detail: str) -> ConformanceError:
-        return ConformanceError(broken, f"backend {self.backend!r} in {self.name}: {detail}")
+        return ConformanceError(broken, f"{self.role} {self.backend!r} in {self.name}: {detail}")
 
 
 def conformance(

@@ -14,6 +14,7 @@ from specattn.backends.torch_native import TorchNativeBackend
 from specattn.config import KVScales
 from specattn.errors import UnsupportedError
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan
+from specattn.speculative.standalone import LMDraft, StandaloneProposer
 
 
 class Bound(BoundAttention):
@@ -600,3 +601,56 @@ class ReadsEverythingListed(OwnSoftmax):
 
     def prefix(self, plan, b):
         return plan.req_to_token.shape[1]
+
+
+class MutantProposer(StandaloneProposer):
+    """An honest proposer of a whole model until a subclass overrides a duty."""
+
+    @classmethod
+    def draft(cls, model: Any) -> LMDraft:
+        class Draft(LMDraft):
+            def make(self, slot):
+                return cls(slot(self))
+
+        return Draft(model, model.vocab_size)
+
+
+class CountsPositionsFromTheChunk(MutantProposer):
+    def prompt(self, chunk):
+        return super().prompt(replace(chunk, positions=chunk.positions - chunk.positions[0]))
+
+
+class ForgetsTheBonusToken(MutantProposer):
+    def prompt(self, chunk):
+        return super().prompt(replace(chunk, bonus_tokens=torch.zeros_like(chunk.bonus_tokens)))
+
+
+class ChoosesOnTheHost(MutantProposer):
+    def bind(self, step):
+        bound = super().bind(step)
+        honest = bound.propose
+
+        def propose():
+            assert int(step.buffers.seq_lens.max()) >= 0
+            return honest()
+
+        bound.propose = propose
+        return bound
+
+
+class WritesMoreThanItSays(MutantProposer):
+    def draft_len(self, config):
+        return 2
+
+
+class ReadsTheLastRow(MutantProposer):
+    def bind(self, step):
+        bound = super().bind(step)
+        honest = bound.absorb
+
+        def absorb(accepted):
+            step.buffers.last_rows.fill_(step.config.num_steps)
+            return honest(accepted)
+
+        bound.absorb = absorb
+        return bound

@@ -1,0 +1,63 @@
+"""The proposers' part of the kit: what is shipped passes, and each mutant breaks its rule."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from specattn.speculative.lookup import LookupFirst, LookupProposer
+from specattn.speculative.standalone import LMDraft
+from specattn.testing import ConformanceError, proposer_conformance
+from tests.testing import mutants as m
+from tests.tiny import VOCAB, TinyDraft, TinyTarget
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TARGET = TinyTarget(device=DEVICE)
+LM = TinyTarget(layers=3, window=6, seed=5, device=DEVICE)
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "examples"))
+from bigram_proposer import BigramProposer  # noqa: E402
+
+SHIPPED = [
+    TinyDraft(device=DEVICE),
+    LMDraft(LM, VOCAB),
+    LookupProposer(1, 3),
+    LookupFirst(LookupProposer(1, 3), LMDraft(LM, VOCAB)),
+    BigramProposer(torch.randint(VOCAB, (500,)), VOCAB, 2, DEVICE),
+]
+
+
+@pytest.mark.parametrize(
+    "check",
+    [check for draft in SHIPPED for check in proposer_conformance(draft, TARGET)],
+    ids=lambda check: f"{check.backend}-{check.name}",
+)
+def test_what_is_shipped_keeps_the_rules(check) -> None:
+    check()
+
+
+# mutant, the rules that the kit must find broken
+MUTANTS = [
+    (m.MutantProposer, set()),
+    (m.CountsPositionsFromTheChunk, {"prompts in chunks", "cached prefixes"}),
+    (m.ForgetsTheBonusToken, {"step by step"}),
+    (m.ChoosesOnTheHost, {"host reads"}),
+    (m.WritesMoreThanItSays, {"writes outside the window"}),
+    (m.ReadsTheLastRow, {"step by step", "rows past the accepted"}),
+]
+
+
+@pytest.mark.parametrize(("mutant", "rules"), MUTANTS)
+def test_a_mutant_breaks_its_rules_and_no_other(mutant, rules) -> None:
+    found = {}
+    for check in proposer_conformance(mutant.draft(LM), TARGET):
+        try:
+            check()
+        except ConformanceError as error:
+            found[error.broken] = str(error), check.name
+    assert found.keys() == rules
+    for rule, (message, name) in found.items():
+        assert message.startswith(f"{rule}: proposer 'Draft' in {name}: ")
