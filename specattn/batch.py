@@ -149,14 +149,33 @@ class Linked:
         ``[B, n]`` int64; node 0 is the root. A node is padding if its parent is no node before it.
     chosen : Tensor, optional
         ``[B]`` int32: requests with a 0 take the tree of ``behind``.
-    behind : Candidates or Linked, optional
+    behind : Candidates, Marginals or Linked, optional
         What is proposed for these; given iff ``chosen`` is.
     """
 
     tokens: Tensor
     parents: Tensor
     chosen: Tensor | None = None
-    behind: Candidates | Linked | None = None
+    behind: Candidates | Marginals | Linked | None = None
+
+
+@dataclass(frozen=True)
+class Marginals:
+    """The most probable tokens of every depth, whatever the depths before hold.
+
+    Parameters
+    ----------
+    log_probs : Tensor
+        ``[B, N, K]`` float32, descending.
+    tokens : Tensor
+        ``[B, N, K]`` int64, in the target's vocabulary.
+    draft_probs : Tensor
+        As in `Candidates`; each depth's one token was drawn from its own row.
+    """
+
+    log_probs: Tensor
+    tokens: Tensor
+    draft_probs: Tensor
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import torch
 
 from specattn.batch import ForwardMode, Phase, RowLayout
-from specattn.checks import flag, number, whole_number
+from specattn.checks import flag, number, one_of, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -209,6 +209,10 @@ class KVScales:
 UNSCALED = KVScales()
 
 
+#: How a tree is chosen of what a draft proposes.
+TreeKind = Literal["beam", "best_first"]
+
+
 @dataclass(frozen=True)
 class SpecConfig:
     """How many tokens a step drafts, in which tree.
@@ -236,6 +240,12 @@ class SpecConfig:
     draft_len : int
         Slots past the committed context that the draft may write, if it writes further than trees
         of this shape ask for: `reserving` sets it. An engine does so for its draft.
+    tree : {"beam", "best_first"}
+        How nodes are chosen: by beams of ``topk``, as EAGLE-2 does (a chain with ``topk`` 1); or
+        best first among the ``ranks`` most probable tokens of every depth, each taken to be
+        independent of the depths before it, with ``topk`` 1.
+    ranks : int
+        Most probable tokens of a depth that a best-first tree chooses from.
 
     Raises
     ------
@@ -251,16 +261,20 @@ class SpecConfig:
     page_size: int = 1
     draft_sampling: bool = False
     draft_len: int = 0
+    tree: TreeKind = "beam"
+    ranks: int = 8
 
     def __post_init__(self) -> None:
         self._check_ranges()
         if self.draft_sampling and self.topk > 1:
             raise ValueError(f"draft_sampling needs topk 1, got {self.topk}")
+        if self.tree == "best_first":
+            self._check_best_first()
         most = self.max_tree_nodes
         if not self.num_steps:
             if self.num_draft_tokens != 1 or self.topk != 1:
                 raise ValueError("num_steps 0 (plain decoding) needs topk 1 and num_draft_tokens 1")
-        elif self.topk == 1:
+        elif self.topk == 1 and self.tree == "beam":
             if self.num_draft_tokens != self.num_steps + 1:
                 raise ValueError(
                     f"num_draft_tokens must be num_steps + 1 = {self.num_steps + 1} with topk 1, "
@@ -268,7 +282,7 @@ class SpecConfig:
                 )
         elif not 2 <= self.num_draft_tokens <= most:
             raise ValueError(
-                f"num_draft_tokens must be 2..{most} with topk {self.topk} and "
+                f"num_draft_tokens must be 2..{most} with {self._width} and "
                 f"num_steps {self.num_steps}, got {self.num_draft_tokens}"
             )
         if self.reserve_len > self.max_context_len:
@@ -276,6 +290,18 @@ class SpecConfig:
                 f"max_context_len must be at least {self.reserve_len} (one step's draft slots), "
                 f"got {self.max_context_len}"
             )
+
+    def _check_best_first(self) -> None:
+        if self.topk > 1:
+            raise ValueError(f"tree='best_first' needs topk 1, got {self.topk}")
+        if self.draft_sampling:
+            raise ValueError("tree='best_first' has no chain to draw: draft_sampling must be False")
+        if not self.num_steps:
+            raise ValueError("tree='best_first' needs num_steps of at least 1, got 0")
+
+    @property
+    def _width(self) -> str:
+        return f"ranks {self.ranks}" if self.tree == "best_first" else f"topk {self.topk}"
 
     def _check_ranges(self) -> None:
         limits = {
@@ -286,19 +312,31 @@ class SpecConfig:
             "max_num_reqs": (1, 2**20),
             "page_size": (1, 512),
             "draft_len": (0, 2**16),
+            "ranks": (1, 255),
         }
         for name, (low, high) in limits.items():
             _set(self, name, whole_number(name, getattr(self, name), low, high))
         flag("draft_sampling", self.draft_sampling)
+        one_of("tree", self.tree, "beam", "best_first")
         if self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size must be a power of two, got {self.page_size}")
 
     @property
     def max_tree_nodes(self) -> int:
-        """The most nodes of a tree, from ``num_steps`` and ``topk``."""
+        """The most nodes of a tree, from its depth and width."""
         if not self.num_steps:
             return 1
+        if self.tree == "best_first":
+            prefixes = 0
+            for depth in range(1, self.num_steps + 1):
+                prefixes = min(prefixes + self.ranks**depth, 255)
+            return prefixes + 1
         return 1 + self.topk + (self.num_steps - 1) * self.topk**2
+
+    @property
+    def proposals(self) -> int:
+        """Tokens that are kept of a depth: ``ranks`` or ``topk``."""
+        return self.ranks if self.tree == "best_first" else self.topk
 
     @property
     def num_draft_forwards(self) -> int:
@@ -330,7 +368,7 @@ class SpecConfig:
         table = {
             ForwardMode.DECODE: (1, 1, Phase.DECODE, True),
             ForwardMode.DRAFT_DECODE: (topk, topk * (step + 1), Phase.DRAFT, chain),
-            ForwardMode.TARGET_VERIFY: (nodes, nodes, Phase.VERIFY, chain),
+            ForwardMode.TARGET_VERIFY: (nodes, nodes, Phase.VERIFY, chain and self.tree == "beam"),
             ForwardMode.DRAFT_EXTEND: (depth, depth, Phase.PREFILL, True),
         }
         return RowLayout(*table[mode], page_size=self.page_size)
@@ -338,5 +376,11 @@ class SpecConfig:
     def plain(self) -> SpecConfig:
         """Return plain decoding over the same tables, one token per step."""
         return replace(
-            self, num_steps=0, topk=1, num_draft_tokens=1, draft_sampling=False, draft_len=0
+            self,
+            num_steps=0,
+            topk=1,
+            num_draft_tokens=1,
+            draft_sampling=False,
+            draft_len=0,
+            tree="beam",
         )

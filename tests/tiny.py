@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from specattn.config import AttnConfig
+from specattn.speculative.block import BlockShape, BlockView
 from specattn.speculative.model import DraftOutput, TargetOutput
 
 VOCAB = 61
@@ -141,6 +142,69 @@ class TinyDraft(nn.Module):
         picked = slice(None) if rows is None else rows
         logits = self.noise * self.head(x[picked]) + self.table[input_ids[picked]]
         return DraftOutput(logits, x[picked])
+
+    def to_target(self, token_ids):
+        return token_ids
+
+
+# a layer that sees the whole block, and a causal one
+VIEWS = BlockView(False, True), BlockView(True, False)
+
+
+class TinyBlockDraft(nn.Module):
+    """Fills a block by the bigrams that follow its first token, and by attention."""
+
+    vocab_size = VOCAB
+    feature_size = 64
+    target_ids = None
+
+    def __init__(
+        self,
+        size=6,
+        *,
+        views=VIEWS,
+        windows=(-1, 5),
+        first_draft=1,
+        dtype=torch.float32,
+        device="cpu",
+        seed=2,
+        noise=0.5,
+        sharp=2.0,
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.block = BlockShape(size, VOCAB - 1, first_draft, views)
+        self.layers = tuple(AttnConfig(2, 1, 64, dtype=dtype, window_left=w) for w in windows)
+        self.embed = nn.Embedding(VOCAB, 64)
+        self.blocks = nn.ModuleList(Block(64, 64, c) for c in self.layers)
+        self.head = nn.Linear(64, VOCAB, bias=False)
+        table = bigram() * sharp
+        laws = [table]
+        for _ in range(size - 1):
+            # what follows the most probable token of the place before
+            laws.append(table[laws[-1].argmax(1)])
+        self.register_buffer("laws", torch.stack(laws, 1))  # [V, n, V]
+        self.noise = noise
+        self.to(device=device, dtype=dtype).requires_grad_(False)
+
+    def combine(self, hidden_states):
+        return hidden_states * 0.5
+
+    def write_context(self, states, positions, store):
+        for layer, block in enumerate(self.blocks):
+            x, c = nn.functional.layer_norm(states, states.shape[-1:]), block.config
+            k = rotate(2 * block.k(x).view(len(x), c.num_kv_heads, c.head_dim), positions)
+            store(layer, k, block.v(x).view(len(x), c.num_kv_heads, c.head_dim))
+
+    def forward_block(self, input_ids, positions, attend, rows=None):
+        x = self.embed(input_ids)
+        for layer, block in enumerate(self.blocks):
+            x = x + block(x, positions, layer, attend)
+        size, first = self.block.size, self.block.first_draft
+        places = torch.arange(len(x), device=x.device) if rows is None else rows
+        anchors = input_ids.view(-1, size)[places // size, 0]
+        laws = self.laws[anchors, (places % size - first).clamp(min=0)]
+        return self.noise * self.head(x[places]) + laws
 
     def to_target(self, token_ids):
         return token_ids

@@ -101,7 +101,7 @@ class SpeculativeConfigs:
     @property
     def widest(self) -> SpecConfig:
         """The config that needs most proposals to start from."""
-        return max(self.all, key=lambda config: config.topk)
+        return max(self.all, key=lambda config: config.proposals)
 
     @property
     def speculative(self) -> bool:
@@ -208,13 +208,13 @@ def smaller_configs(config: SpecConfig) -> tuple[SpecConfig, ...]:
         return (config,)
     half = max(config.num_steps // 2, 1)
     found = [config]
-    if config.topk > 1:
+    if config.topk > 1 or config.tree == "best_first":
         smaller = replace(config, num_steps=half, num_draft_tokens=2)
         nodes = min(max(config.num_draft_tokens // 2, half + 1, 2), smaller.max_tree_nodes)
         found.append(replace(smaller, num_draft_tokens=nodes))
         half = config.num_steps
-    found.append(replace(config, num_steps=half, topk=1, num_draft_tokens=half + 1))
-    found.append(replace(config, num_steps=0, topk=1, num_draft_tokens=1))
+    found.append(replace(config, num_steps=half, topk=1, num_draft_tokens=half + 1, tree="beam"))
+    found.append(replace(config, num_steps=0, topk=1, num_draft_tokens=1, tree="beam"))
     return tuple(dict.fromkeys(found))
 
 

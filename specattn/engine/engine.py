@@ -26,7 +26,7 @@ from specattn.speculative.grammar import bitmask_of
 from specattn.speculative.model import ModelSlot, for_context
 from specattn.speculative.prefill import Prefill, Prompt
 from specattn.speculative.processors import MAX_END_IDS, ProcessorStates
-from specattn.speculative.proposer import Proposer, ProposerFactory, make_proposer
+from specattn.speculative.proposer import draft_len_of, make_proposer
 from specattn.speculative.sampling import SamplingBatch
 from specattn.speculative.states import RequestStates, StateDims
 from specattn.speculative.step_decoder import StepDecoder, plans_on_host
@@ -42,8 +42,10 @@ if TYPE_CHECKING:
     from specattn.cuda_graph import GraphReport
     from specattn.engine.policy import Policy
     from specattn.engine.scheduler import Groups, Item
+    from specattn.speculative.block import BlockDraftModel
     from specattn.speculative.host_buffers import PendingStep
     from specattn.speculative.model import DraftModel, TargetModel
+    from specattn.speculative.proposer import Proposer, ProposerFactory
     from specattn.speculative.sampling import SamplingParams
     from specattn.speculative.step_decoder import CudagraphMode
     from specattn.speculative.validation import Validate
@@ -111,7 +113,7 @@ class Engine:
     ----------
     target : TargetModel
         The model whose tokens are wanted.
-    draft : DraftModel, Proposer or ProposerFactory, optional
+    draft : DraftModel, BlockDraftModel, Proposer or ProposerFactory, optional
         What proposes tokens; needed unless ``config.num_steps`` is 0.
     config : SpecConfig
         Tree width, depth, page size and limits.
@@ -177,7 +179,7 @@ class Engine:
     def __init__(
         self,
         target: TargetModel,
-        draft: DraftModel | Proposer | ProposerFactory | None,
+        draft: DraftModel | BlockDraftModel | Proposer | ProposerFactory | None,
         config: SpecConfig,
         *,
         configs: Sequence[SpecConfig] = (),
@@ -197,8 +199,7 @@ class Engine:
         kv_dtype: torch.dtype | None = None,
         kv_scales: tuple[Scales, Scales] = (None, None),
     ) -> None:
-        if isinstance(draft, (Proposer, ProposerFactory)):
-            config, *configs = (one.reserving(draft.draft_len(one)) for one in (config, *configs))
+        config, *configs = (one.reserving(draft_len_of(draft, one)) for one in (config, *configs))
         self.config = config
         self.buckets = powers_of_two(config.max_num_reqs) if buckets is None else list(buckets)
         whole_numbers("every bucket", self.buckets)
@@ -480,6 +481,8 @@ class Engine:
         ValueError
             If the config is neither.
         """
+        if self.proposer is not None and config.num_steps:
+            config = config.reserving(self.proposer.draft_len(config))
         found = self._decoders.get(config)
         if found is None:
             if config != self.config.plain():

@@ -12,7 +12,7 @@ width of the target's features.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from specattn.backends.base import CompositeAttention
 from specattn.backends.layers import PackedAttend
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from specattn.backends.layers import BoundLayers, LayeredBackend
     from specattn.cache.kv_pool import KVPool
-    from specattn.config import AttnConfig
+    from specattn.config import AttnConfig, SpecConfig
     from specattn.kernels.fused import Rotation
     from specattn.speculative.model import Attend
 
@@ -111,7 +111,12 @@ class BlockShape:
     first_draft: int
     views: tuple[BlockView, ...]
 
+    def columns(self, config: SpecConfig) -> int:
+        """Return the most columns that a step writes."""
+        return max(self.size if config.num_steps else 1, config.num_steps + 1)
 
+
+@runtime_checkable
 class BlockDraftModel(Protocol):
     """A model that proposes a block of tokens in one forward."""
 

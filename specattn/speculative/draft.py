@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from specattn.batch import Candidates, DraftState
+from specattn.batch import Candidates, DraftState, Marginals
 from specattn.kernels.sampling import DRAFT, draw_tokens, target_probs, top_tokens, uniform
 from specattn.kernels.tree import append_candidates, select_beams
+from specattn.plan import mask_words
 
 if TYPE_CHECKING:
     from specattn.backends.multi_step import BoundMultiStep
@@ -158,6 +159,67 @@ def propose(
         hidden, scores, words = out.hidden_states, paths, inputs.words[:, step]
     append_candidates(len(attention.steps), probs, tokens, scores, **named)
     return Candidates(**tables, draft_probs=torch.stack(drawn_from, 1))
+
+
+def propose_along_chain(
+    draft: DraftModel, attention: BoundMultiStep, state: DraftState, config: SpecConfig
+) -> Marginals:
+    """Follow the most probable tokens; keep the ``ranks`` best of every depth.
+
+    Tokens below the first of a depth are proposed as if they did not depend on it.
+
+    Parameters
+    ----------
+    draft, attention, state, config
+        As in `propose`, of a chain; its ancestor words are never written.
+    """
+    positions = attention.plan.inputs.positions.transpose(0, 1).contiguous().flatten(1)
+    probs, tokens, hidden = [state.topk_probs], [state.topk_tokens], state.hidden_states
+    for step, attend in enumerate(attention.steps):
+        attention.fill_ancestors(step)
+        at = positions[step]
+        out = draft.forward(tokens[-1][:, 0].contiguous(), hidden, at, attend)
+        chosen = choose_tokens(draft, out.logits, config.ranks, None, at)
+        probs.append(chosen.probs)
+        tokens.append(chosen.tokens)
+        hidden = out.hidden_states
+    laws = torch.stack(probs, 1)
+    return Marginals(laws.log_(), torch.stack(tokens, 1), laws.new_empty(*laws.shape[:2], 0))
+
+
+def beams_of(marginals: Marginals, config: SpecConfig) -> Candidates:
+    """Grow beams of ``topk`` over a block's laws."""
+    laws, names = marginals.log_probs.exp(), marginals.tokens
+    batch, depth, topk = laws.shape
+    tables = _candidates(laws, config)
+    named = {f"candidate_{name}": value for name, value in tables.items()}
+    scores: Tensor | None = None
+    words: Tensor | None = None
+    for step in range(depth):
+        beams = topk if step else 1
+        probs, tokens = (
+            x[:, step, None].expand(batch, beams, topk).contiguous() for x in (laws, names)
+        )
+        if step == depth - 1:
+            append_candidates(step, probs, tokens, scores, **named)
+            break
+        paths, width = laws.new_empty(batch, topk), mask_words((depth - 1) * topk)
+        nodes = torch.empty_like(paths, dtype=torch.int64)
+        grown = nodes.new_empty(batch, topk, width)
+        select_beams(
+            step,
+            probs,
+            tokens,
+            scores,
+            words,
+            **named,
+            scores_out=paths,
+            tokens_out=nodes,
+            rows_out=torch.empty_like(nodes),
+            words_out=grown,
+        )
+        scores, words = paths, grown
+    return Candidates(**tables, draft_probs=marginals.draft_probs)
 
 
 def _candidates(probs: Tensor, config: SpecConfig) -> dict[str, Tensor]:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from specattn.backends.multi_step import MultiStepDraftBackend
-from specattn.batch import DraftState, ForwardMode
+from specattn.batch import DraftState, ForwardMode, Phase, RowLayout
 from specattn.buffers import fingerprint
 from specattn.plan import AttnInputs, AttnPlan, causal_words
-from specattn.speculative.draft import choose_tokens, propose
+from specattn.speculative.draft import choose_tokens, propose, propose_along_chain
 from specattn.speculative.proposer import BoundProposer, Proposer
 from specattn.speculative.states import StateDims
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from specattn.batch import AcceptResult, Candidates
+    from specattn.batch import AcceptResult, Candidates, Marginals
     from specattn.buffers import Fingerprint
     from specattn.config import SpecConfig
     from specattn.speculative.model import DraftModel, ModelSlot
@@ -79,7 +79,9 @@ class EagleProposer(Proposer):
 
     def state_fields(self, config: SpecConfig) -> Mapping[str, StateField]:
         """Return the fields of `DraftState`."""
-        return StateDims.of(self.model, config.topk, draft_sampling=config.draft_sampling).drafting
+        return StateDims.of(
+            self.model, config.proposals, draft_sampling=config.draft_sampling
+        ).drafting
 
     def for_context(self, max_context_len: int) -> Self:
         """Return the proposer for contexts of that length; see `ContextModel`."""
@@ -111,6 +113,10 @@ class EagleProposer(Proposer):
                 seq_lens=lens,
                 branch_slots=slots.unflatten(1, (-1, config.topk)),
             )
+            if config.tree == "best_first":
+                # the forwards are a chain, whatever the tree is made of
+                chain = RowLayout(config.num_draft_forwards, config.num_draft_forwards, Phase.DRAFT)
+                drafting.inputs.words.copy_(causal_words(chain)[:, None])
         words = words.expand(len(step), *words.shape).contiguous()
         return BoundEagle(self, step, state, words, drafting, (lens, positions))
 
@@ -122,7 +128,7 @@ class EagleProposer(Proposer):
         out = draft.forward(chunk.next_ids, states, chunk.positions, attend, last)
         # the token proposed here follows the bonus token
         draws = chunk.sampling if chunk.config.draft_sampling else None
-        topk, positions = chunk.config.topk, chunk.positions[last] + 1
+        topk, positions = chunk.config.proposals, chunk.positions[last] + 1
         chosen = choose_tokens(draft, out.logits, topk, draws, positions)
         state = DraftState(chosen.probs, chosen.tokens, out.hidden_states, chosen.draft_probs)
         return vars(state)
@@ -187,10 +193,12 @@ class BoundEagle(BoundProposer):
         if self.multi_step is not None:
             self.multi_step.fill_lists()
 
-    def propose(self) -> Candidates:
+    def propose(self) -> Candidates | Marginals:
         """Run the draft forwards; return every token that the draft looked at."""
         assert self.multi_step is not None
         state, step, proposer = DraftState(**self.gathers), self.step, self.proposer
+        if step.config.tree == "best_first":
+            return propose_along_chain(proposer.model, self.multi_step, state, step.config)
         return propose(
             proposer.model, self.multi_step, state, step.config, step.buffers, proposer.lead
         )

@@ -15,7 +15,7 @@ import torch
 from specattn.batch import Linked
 from specattn.checks import whole_number
 from specattn.kernels.lookup import MAX_MATCHES, MAX_NGRAM, append_text, lookup_tree
-from specattn.speculative.proposer import BoundProposer, Proposer, ProposerFactory, make_proposer
+from specattn.speculative.proposer import BoundProposer, Proposer, draft_len_of, make_proposer
 from specattn.speculative.states import StateField
 
 if TYPE_CHECKING:
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from specattn.batch import AcceptResult
     from specattn.buffers import Fingerprint
     from specattn.config import SpecConfig
+    from specattn.speculative.block import BlockDraftModel
     from specattn.speculative.model import DraftModel, ModelSlot
-    from specattn.speculative.proposer import PromptChunk, StepViews
+    from specattn.speculative.proposer import PromptChunk, ProposerFactory, StepViews
 
 # the state that holds a request's tokens by position
 TEXT = "text"
@@ -164,18 +165,16 @@ class LookupFirst:
     ----------
     lookup : LookupProposer
         How to search. Its ``min_ngram`` says how long a match must be to go before the draft.
-    draft : DraftModel, Proposer or ProposerFactory
+    draft : DraftModel, BlockDraftModel, Proposer or ProposerFactory
         The other draft, as `Engine` takes it.
     """
 
     lookup: LookupProposer
-    draft: DraftModel | Proposer | ProposerFactory
+    draft: DraftModel | BlockDraftModel | Proposer | ProposerFactory
 
     def draft_len(self, config: SpecConfig) -> int:
         """Return the columns that the other draft writes at most."""
-        if isinstance(self.draft, (Proposer, ProposerFactory)):
-            return self.draft.draft_len(config)
-        return 0
+        return draft_len_of(self.draft, config)
 
     def make(self, slot: Callable[[Any], ModelSlot[Any]]) -> FrontedProposer:
         """Return the proposer; see `ProposerFactory`."""
@@ -223,6 +222,14 @@ class FrontedProposer(Proposer):
     def draft_len(self, config: SpecConfig) -> int:
         """Return the other's columns."""
         return self.behind.draft_len(config)
+
+    def ahead(self, config: SpecConfig) -> int:
+        """Return how many positions the other reads."""
+        return self.behind.ahead(config)
+
+    def check(self, config: SpecConfig) -> None:
+        """Refuse what the other refuses."""
+        self.behind.check(config)
 
     def state_fields(self, config: SpecConfig) -> Mapping[str, StateField]:
         """Return the fields of both."""

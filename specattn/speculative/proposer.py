@@ -38,17 +38,18 @@ if TYPE_CHECKING:
 
     from specattn.backends.layers import BoundLayers, LayeredBackend
     from specattn.backends.multi_step import Indices
-    from specattn.batch import AcceptResult, Candidates, Linked
+    from specattn.batch import AcceptResult, Candidates, Linked, Marginals
     from specattn.buffers import Fingerprint
     from specattn.cache.slot_table import RequestTable
     from specattn.config import SpecConfig
     from specattn.plan import ExtendPlan
+    from specattn.speculative.block import BlockDraftModel
     from specattn.speculative.model import DraftModel
     from specattn.speculative.sampling import SamplingBatch
     from specattn.speculative.states import RequestStates, StateField
     from specattn.speculative.step_buffers import StepBuffers
 
-    Proposal = Candidates | Linked
+    Proposal = Candidates | Marginals | Linked
 
 
 @dataclass(frozen=True)
@@ -194,6 +195,14 @@ class Proposer(ABC):
         """Return the columns past the committed length that it writes at most."""
         return 0
 
+    def ahead(self, config: SpecConfig) -> int:
+        """Return how many of the step's positions it reads at least."""
+        return 0
+
+    # empty on purpose: few proposers need it
+    def check(self, config: SpecConfig) -> None:  # noqa: B027
+        """Raise a ValueError for trees that it cannot propose."""
+
     def state_fields(self, config: SpecConfig) -> Mapping[str, StateField]:
         """Return the fields of `RequestStates.drafting`, by name.
 
@@ -240,8 +249,8 @@ class BoundProposer(ABC):
     Attributes
     ----------
     gathers : mapping of str to Tensor
-        Fields of `Proposer.state_fields` and ``[B, w]`` buffers of the same dtypes: the step's
-        first launch copies each request's first columns there.
+        Fields of `Proposer.state_fields`, or of `RequestStates`, and ``[B, w]`` buffers of the
+        same dtypes: the step's first launch copies each request's first columns there.
     positions : Tensor or None
         ``[B, S, K]`` int64, dense last axis; the same launch writes length + lead + s.
     seq_lens : Tensor or None
@@ -317,18 +326,34 @@ class ProposerFactory(Protocol):
         ...
 
 
-def as_proposer(draft: ModelSlot[DraftModel] | Proposer | None) -> Proposer | None:
+def as_proposer(draft: ModelSlot[Any] | Proposer | None) -> Proposer | None:
     """Return the proposer of a draft model, or what is one."""
+    from specattn.speculative.block import BlockDraftModel
+    from specattn.speculative.dflash import DFlashProposer
     from specattn.speculative.eagle import EagleProposer
 
     if not isinstance(draft, ModelSlot):
         return draft
     model, slot = draft.model, draft
-    return model.make(lambda _: slot) if isinstance(model, ProposerFactory) else EagleProposer(slot)
+    if isinstance(model, ProposerFactory):
+        return model.make(lambda _: slot)
+    return DFlashProposer(slot) if isinstance(model, BlockDraftModel) else EagleProposer(slot)
+
+
+def draft_len_of(
+    draft: DraftModel | BlockDraftModel | Proposer | ProposerFactory | None, config: SpecConfig
+) -> int:
+    """Return `Proposer.draft_len` of a draft, if above the config's own."""
+    from specattn.speculative.block import BlockDraftModel
+
+    if isinstance(draft, BlockDraftModel):
+        return draft.block.columns(config)
+    return draft.draft_len(config) if isinstance(draft, (Proposer, ProposerFactory)) else 0
 
 
 def make_proposer(
-    draft: DraftModel | Proposer | ProposerFactory, slot: Callable[[Any], ModelSlot[Any]]
+    draft: DraftModel | BlockDraftModel | Proposer | ProposerFactory,
+    slot: Callable[[Any], ModelSlot[Any]],
 ) -> Proposer:
     """Return what proposes tokens; ``slot`` gives its model a pool."""
     if isinstance(draft, Proposer):

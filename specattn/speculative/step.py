@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from specattn.backends.base import by_lengths_alone, fill_all
-from specattn.batch import AcceptResult, DraftTree, ForwardMode, Linked
+from specattn.batch import AcceptResult, DraftTree, ForwardMode, Linked, Marginals
 from specattn.kernels.sampling import target_probs
 from specattn.kernels.step import begin_step, end_step, gather_path
-from specattn.kernels.tree import build_tree, link_tree
+from specattn.kernels.tree import best_first_tree, build_tree, link_tree
 from specattn.plan import AttnInputs, AttnPlan
+from specattn.speculative.draft import beams_of
 from specattn.speculative.proposer import StepViews, as_proposer
 from specattn.speculative.sampling import SamplingBatch
 from specattn.speculative.step_buffers import StepBuffers, StepDims
@@ -209,7 +210,7 @@ class Step:
         return DraftTree(
             # plain decoding verifies the bonus token alone
             buffers.tokens if drafts else buffers.roots[:, None],
-            buffers.tree_positions if drafts else buffers.positions,
+            buffers.tree_positions if drafts else buffers.positions[:, :1],
             buffers.words,
             index,
             buffers.next_token,
@@ -262,44 +263,34 @@ class Step:
 
         Of candidates it is the dynamic tree of EAGLE-2 (arXiv:2406.16858): they are ranked by the
         probability of their path, ties going to the lower flat index and NaN ranking last; a kept
-        node's ancestors are kept too. Children are linked in ascending node id.
+        node's ancestors are kept too. Children are linked in ascending node id. Of marginals it is
+        the best-first tree, which is a chain for one token per depth, or beams over them.
         """
+        config, tree = self.config, self.tree
+        beams = config.tree == "beam" and config.topk > 1
+        if isinstance(proposal, Marginals) and beams:
+            proposal = beams_of(proposal, config)
+        outs = {
+            "tokens_out": tree.tokens,
+            "positions_out": tree.positions,
+            "words_out": tree.words,
+            "next_token_out": tree.retrieve_next_token,
+            "next_sibling_out": tree.retrieve_next_sibling,
+        }
+        roots = self.buffers.roots, self.buffers.seq_lens
         if isinstance(proposal, Linked):
-            return self._link_tree(proposal)
-        buffers, config, tree = self.buffers, self.config, self.tree
-        build_tree(
-            proposal.scores,
-            proposal.tokens,
-            proposal.parents,
-            buffers.roots,
-            buffers.seq_lens,
-            topk=config.topk,
-            num_draft_tokens=config.num_draft_tokens,
-            tokens_out=tree.tokens,
-            positions_out=tree.positions,
-            words_out=tree.words,
-            next_token_out=tree.retrieve_next_token,
-            next_sibling_out=tree.retrieve_next_sibling,
-        )
+            if proposal.behind is not None:
+                self.build_tree(proposal.behind)
+            link_tree(proposal.tokens, proposal.parents, roots[1], proposal.chosen, **outs)
+            return tree
+        if isinstance(proposal, Marginals):
+            best_first_tree(proposal.log_probs, proposal.tokens, *roots, **outs)
+        else:
+            of = proposal.scores, proposal.tokens, proposal.parents
+            nodes = config.num_draft_tokens
+            build_tree(*of, *roots, topk=config.topk, num_draft_tokens=nodes, **outs)
         if config.draft_sampling:
             tree.draft_probs.copy_(proposal.draft_probs)
-        return tree
-
-    def _link_tree(self, proposal: Linked) -> DraftTree:
-        if proposal.behind is not None:
-            self.build_tree(proposal.behind)
-        tree = self.tree
-        link_tree(
-            proposal.tokens,
-            proposal.parents,
-            self.buffers.seq_lens,
-            proposal.chosen,
-            tokens_out=tree.tokens,
-            positions_out=tree.positions,
-            words_out=tree.words,
-            next_token_out=tree.retrieve_next_token,
-            next_sibling_out=tree.retrieve_next_sibling,
-        )
         return tree
 
     def verify(self, tree: DraftTree) -> tuple[Tensor, Tensor]:
@@ -544,8 +535,8 @@ class Step:
         outs = [buffers.roots, *(getattr(buffers, name) for name in names[1:])]
         positions, lens, lead = buffers.positions.new_empty(len(buffers.positions), 0, 1), None, 0
         if self.proposer is not None and self.bound is not None:
-            lens, lead = self.bound.seq_lens, self.proposer.lead
-            tables += [states.drafting[name] for name in self.bound.gathers]
+            lens, lead, kept = self.bound.seq_lens, self.proposer.lead, states.tensors()
+            tables += [kept[name] for name in self.bound.gathers]
             outs += self.bound.gathers.values()
             if self.bound.positions is not None:
                 positions = self.bound.positions

@@ -22,13 +22,15 @@ class StepDims:
     """The dimensions of `StepBuffers`.
 
     ``vocab`` is the width of what tokens are drawn from, 0 where none are; ``features`` and
-    ``dtype`` are those of the target features that the proposer reads.
+    ``dtype`` are those of the target features that the proposer reads; ``ahead`` is the number of
+    positions that it reads.
     """
 
     config: SpecConfig
     vocab: int = 0
     features: int = 0
     dtype: torch.dtype = torch.float32
+    ahead: int = 0
 
     @classmethod
     def of(cls, config: SpecConfig, proposer: Proposer | None) -> Self:
@@ -37,7 +39,8 @@ class StepDims:
             return cls(config)
         draws = config.draft_sampling and config.num_steps > 0
         vocab = proposer.vocab_size if draws else 0
-        return cls(config, vocab, proposer.feature_size, proposer.dtype)
+        ahead = proposer.ahead(config)
+        return cls(config, vocab, proposer.feature_size, proposer.dtype, ahead)
 
 
 def _no_node(dims: StepDims) -> Tensor:
@@ -64,7 +67,8 @@ class StepBuffers(BufferSet):
         ``[B, reserve_len]`` int32, the slots after the committed tokens. Every phase writes the
         first of them: all phases start from the same length.
     positions : Tensor
-        ``[B, N + 1]`` int64, the positions after the committed tokens.
+        ``[B, N + 1]`` int64, or as many as `Proposer.ahead` asks for: the positions after the
+        committed tokens.
     roots : Tensor
         ``[B]`` int64, bonus tokens of the step before.
     temperature, top_k, top_p, seeds : Tensor
@@ -81,7 +85,7 @@ class StepBuffers(BufferSet):
     req_pool_indices: Tensor = buf(lambda _: (), torch.int64)
     seq_lens: Tensor = buf(lambda _: (), torch.int32)
     window: Tensor = buf(lambda d: (d.config.reserve_len,), torch.int32)
-    positions: Tensor = buf(lambda d: (d.config.num_steps + 1,), torch.int64)
+    positions: Tensor = buf(lambda d: (max(d.config.num_steps + 1, d.ahead),), torch.int64)
     roots: Tensor = buf(lambda _: (), torch.int64)
     temperature: Tensor = buf(lambda _: (), torch.float32)
     top_k: Tensor = buf(lambda _: (), torch.int32)

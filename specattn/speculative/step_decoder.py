@@ -27,6 +27,7 @@ from specattn.speculative.validation import (
     check_draft_tokens,
     check_lens,
     check_processors,
+    check_proposer,
     check_rows,
     check_tables,
     check_tree,
@@ -181,6 +182,8 @@ class StepDecoder(ReadOnly):
                 f"{config.reserve_len}: use config.reserving({most})"
             )
         check_tables(config, table, states, pools, proposer)
+        if proposer is not None:
+            check_proposer(proposer, config)
         target = target.for_context(table.max_context_len)
         if proposer is not None:
             proposer = proposer.for_context(table.max_context_len)

@@ -109,6 +109,17 @@ def check_tables(
             raise ValueError(f"pools must have the table's {slots} slots, got {pool.num_slots}")
 
 
+def check_proposer(proposer: Proposer, config: SpecConfig) -> None:
+    """Refuse a config that a proposer does not serve."""
+    proposer.check(config)
+    slots = proposer.draft_len(config)
+    if slots > config.reserve_len:
+        raise ValueError(
+            f"the draft writes {slots} slots past the committed context, and the config reserves "
+            f"{config.reserve_len}: use config.reserving({slots})"
+        )
+
+
 def check_states(fields: Mapping[str, StateField], drafting: Mapping[str, Tensor]) -> None:
     """Refuse states that lack what a proposer keeps."""
     for name, (width, dtype) in fields.items():

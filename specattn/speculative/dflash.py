@@ -1,0 +1,192 @@
+"""Blocks of tokens, drafted in one forward (DFlash, arXiv:2602.06036).
+
+The draft fills the places behind the bonus token, each by itself, so that it gives the step a law
+per place: a chain follows the most probable tokens, a tree several of every place. What it keeps of
+a text are projections of the target's features, which `BoundDFlash.absorb` writes for accepted
+tokens. The block's own keys and values lie behind the committed length, and are written again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from specattn.batch import Marginals
+from specattn.kernels.sampling import DRAFT, draw_tokens, target_probs, top_tokens, uniform
+from specattn.speculative.block import BlockAttention, ContextStore
+from specattn.speculative.proposer import BoundProposer, Proposer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from specattn.batch import AcceptResult
+    from specattn.config import SpecConfig
+    from specattn.speculative.block import BlockDraftModel
+    from specattn.speculative.model import ModelSlot
+    from specattn.speculative.proposer import PromptChunk, StepViews
+
+
+class DFlashProposer(Proposer):
+    """Proposes what a draft fills a block with.
+
+    Parameters
+    ----------
+    slot : ModelSlot
+        A `BlockDraftModel`, with its pool and attention.
+    """
+
+    def __init__(self, slot: ModelSlot[Any]) -> None:
+        self._slot = slot
+        self.model: BlockDraftModel = slot.model
+
+    @property
+    def slot(self) -> ModelSlot[Any]:
+        """The draft model, with its pool and attention."""
+        return self._slot
+
+    @property
+    def feature_size(self) -> int:
+        """F, the width of the features that the draft mixes."""
+        return self.model.feature_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The draft's."""
+        return self.model.layers[0].dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """Vd, the width of the draft's logits."""
+        return self.model.vocab_size
+
+    def to_target(self, token_ids: Tensor) -> Tensor:
+        """Map draft token ids, int64 of any shape, to target token ids."""
+        return self.model.to_target(token_ids)
+
+    def draft_len(self, config: SpecConfig) -> int:
+        """Return the block's columns, or the accepted path's."""
+        return self.model.block.columns(config)
+
+    def ahead(self, config: SpecConfig) -> int:
+        """Return the block's positions."""
+        return self.model.block.size if config.num_steps else 0
+
+    def check(self, config: SpecConfig) -> None:
+        """Refuse trees that are deeper than a block."""
+        block = self.model.block
+        most = block.size - block.first_draft
+        if config.num_steps > most:
+            raise ValueError(
+                f"num_steps must be at most {most}, the tokens that a block of {block.size} "
+                f"drafts, got {config.num_steps}"
+            )
+        if config.proposals > self.vocab_size:
+            raise ValueError(
+                f"topk and ranks must be at most {self.vocab_size}, the draft's vocabulary, "
+                f"got {config.proposals}"
+            )
+
+    def for_context(self, max_context_len: int) -> Self:
+        """Return the proposer for contexts of that length; see `ContextModel`."""
+        return type(self)(self._slot.for_context(max_context_len))
+
+    def with_own_workspace(self) -> Self:
+        """Return the proposer with attention that may run beside this one's."""
+        return type(self)(self._slot.with_own_workspace())
+
+    def bind(self, step: StepViews) -> BoundDFlash:
+        """Allocate the block's tokens, and the positions of its first one."""
+        block = self.model.block
+        ids = torch.full((len(step), block.size), block.mask_token_id, device=step.device)
+        return BoundDFlash(self, step, ids, torch.zeros_like(ids)[:, None])
+
+    def prompt(self, chunk: PromptChunk) -> Mapping[str, Tensor]:
+        """Write the prompts' context; nothing else is kept."""
+        assert chunk.features is not None
+        store = ContextStore(self._slot.pool, chunk.plan.out_slots)
+        self.model.write_context(self.model.combine(chunk.features), chunk.positions, store)
+        return {}
+
+
+class BoundDFlash(BoundProposer):
+    """The block forward of a step, and the writer of its context.
+
+    Attributes
+    ----------
+    block_ids : Tensor
+        ``[B, n]`` int64: bonus tokens, and masks behind them.
+    """
+
+    def __init__(
+        self, proposer: DFlashProposer, step: StepViews, block_ids: Tensor, anchors: Tensor
+    ) -> None:
+        self.proposer, self.step, self.block_ids = proposer, step, block_ids
+        model, config, buffers = proposer.model, step.config, step.buffers
+        batch, size = block_ids.shape
+        if not config.num_steps:
+            return
+        # the first launch writes the bonus token, and the length into every column of anchors
+        self.gathers, self.positions = {"bonus_tokens": block_ids[:, :1]}, anchors
+        self._attend = BlockAttention.bind(
+            proposer.slot.backend,
+            model.block.views,
+            step.table.req_to_token,
+            req_pool_indices=buffers.req_pool_indices,
+            seq_lens=buffers.seq_lens,
+            positions=buffers.positions[:, :size],
+            anchors=anchors[:, 0],
+            slots=buffers.window[:, :size],
+            page_size=config.page_size,
+        )
+        self.proposing = self._attend.parts()
+        places = torch.arange(config.num_steps, device=step.device) + model.block.first_draft
+        first = torch.arange(batch, device=step.device)[:, None] * size
+        self._rows = (first + places).flatten()
+
+    def first(self, step: StepViews) -> BoundDFlash:
+        """Return the proposer for fewer requests, over the same buffers."""
+        size = self.block_ids.shape[1]
+        anchors = self.positions
+        if anchors is None:
+            anchors = self.block_ids.new_zeros(len(step), 1, size)
+        return BoundDFlash(self.proposer, step, self.block_ids[: len(step)], anchors[: len(step)])
+
+    def propose(self) -> Marginals:
+        """Fill the block; return what each place may hold."""
+        model, config, step = self.proposer.model, self.step.config, self.step
+        size = self.block_ids.shape[1]
+        positions = step.buffers.positions[:, :size].flatten()
+        logits = model.forward_block(self.block_ids.flatten(), positions, self._attend, self._rows)
+        shape = len(step), config.num_steps, config.proposals
+        if config.draft_sampling:
+            return self._draw(logits)
+        probs = logits.new_empty(len(logits), config.proposals, dtype=torch.float32)
+        ids, named = torch.empty_like(probs, dtype=torch.int64), model.target_ids
+        top_tokens(logits, config.proposals, probs_out=probs, ids_out=ids, target_ids=named)
+        tokens = model.to_target(ids) if named is None else ids
+        nothing = probs.new_empty(*shape[:2], 0)
+        return Marginals(probs.log_().view(shape), tokens.view(shape), nothing)
+
+    def _draw(self, logits: Tensor) -> Marginals:
+        """Draw a token of every place."""
+        buffers, depth = self.step.buffers, self.step.config.num_steps
+        laws = target_probs(logits, buffers.temperature, None, None, rows_per_req=depth)
+        # by the position of the token before it, as other drafts do
+        coins = uniform(buffers.seeds, buffers.positions[:, :depth], DRAFT)
+        ids = draw_tokens(laws, coins.flatten())[:, None]
+        shape = len(self.step), depth, 1
+        probs = laws.gather(1, ids).log_().view(shape)
+        tokens = self.proposer.to_target(ids).view(shape)
+        return Marginals(probs, tokens, laws.view(*shape[:2], -1))
+
+    def absorb(self, accepted: AcceptResult) -> dict[str, Tensor]:
+        """Write the context of the accepted path; nothing else is kept."""
+        model, buffers = self.proposer.model, self.step.buffers
+        width = buffers.features.shape[1]
+        store = ContextStore(self.proposer.slot.pool, buffers.window[:, :width])
+        states = model.combine(buffers.features.flatten(0, 1))
+        model.write_context(states, buffers.positions[:, :width].flatten(), store)
+        return {}
