@@ -16,6 +16,7 @@ import torch
 from bench.compat import source_digest
 from tests.implementations import IMPLEMENTATIONS, using
 from tests.interpreter import (
+    convert_once,
     describe_once,
     multiply_by_row,
     patch_once,
@@ -32,10 +33,13 @@ CUDA = torch.cuda.is_available()
 torch.set_num_threads(1)  # tiny shapes: a second thread only waits
 # before anything imports triton
 if not CUDA:
+    # torch would note the stack of every call, for a CUDA that is started later
+    torch.manual_seed = torch.default_generator.manual_seed
     os.environ.setdefault("TRITON_INTERPRET", "1")
     if find_spec("triton"):
         patch_once()
         describe_once()
+        convert_once()
         without_idle_checks()
         multiply_by_row()
         spread_bits()

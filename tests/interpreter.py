@@ -17,8 +17,9 @@ def patch_once() -> None:
 
     For every such call, too, the interpreter looks through all of `triton.language` for operations
     to replace, in vain: that is up to half of its time. What there is to replace is looked up
-    once, and not sought again before the launch puts it back.
+    once, and replaced by the same at every launch, which puts it back at its end.
     """
+    import triton.language as tl
     from triton.language.core import is_builtin
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
@@ -43,8 +44,18 @@ def patch_once() -> None:
             for name in names:
                 scope.set_attr(package, name, interpreted(getattr(package, name), builder))
 
-    if hasattr(interpreter, "_patch_builtin") and hasattr(interpreter, "_patch_attr"):
-        interpreter._patch_builtin = patch
+    @cache
+    def languages(function: Any) -> list[Any]:
+        found = function.__globals__.values()
+        return [member for member in found if member is tl or member is tl.core]
+
+    def patch_language(function: Any) -> Any:
+        samples = [tl.tensor.__add__, *(language.load for language in languages(function))]
+        return patch_all(function) if any(map(is_builtin, samples)) else nothing
+
+    if hasattr(interpreter, "_LangPatchScope"):
+        patch_all, nothing = interpreter._patch_lang, interpreter._LangPatchScope()
+        interpreter._patch_builtin, interpreter._patch_lang = patch, patch_language
 
 
 def describe_once() -> None:
@@ -58,6 +69,7 @@ def describe_once() -> None:
     from triton.runtime import interpreter
 
     make_block, make_tuple = tl.block_type.__init__, tl.tuple.__init__
+    compare_kinds = tl.dtype.__eq__
     broadcast, kind_in_numpy = TritonSemantic.broadcast_impl_value, interpreter._get_np_dtype
     shapes: dict[Any, Any] = {}
     kinds: dict[str, Any] = {}
@@ -71,7 +83,7 @@ def describe_once() -> None:
         self.numel, self.shape = constants(tuple(type.shape) if type.is_block() else ())
 
     def init_block(self: Any, element_ty: Any, shape: Any) -> None:
-        sizes = tuple([tl._unwrap_if_constexpr(size) for size in shape])
+        sizes = tuple(shape)
         if sizes not in shapes:
             make_block(self, element_ty, shape)
             shapes[sizes] = self.shape, self.numel
@@ -98,6 +110,9 @@ def describe_once() -> None:
         same = one.type.is_block() == other.type.is_block() and one.shape is other.shape
         return (one, other) if same else broadcast(self, one, other)
 
+    def equal_kinds(self: Any, other: Any) -> bool:
+        return self is other or compare_kinds(self, other)
+
     tl.tensor.__init__, tl.block_type.__init__, tl.tuple.__init__ = (
         init_tensor,
         init_block,
@@ -107,8 +122,44 @@ def describe_once() -> None:
         lambda self: f"<{self.shape}, {self.element_ty}>", lambda *_: None
     )
     tl.tuple.type = property(tuple_type, lambda self, type: setattr(self, "_type", type))
+    tl.dtype.__eq__ = equal_kinds
     interpreter._get_np_dtype = find_kind
     TritonSemantic.broadcast_impl_value = broadcast_two
+
+
+def convert_once() -> None:
+    """Convert a number once, and nothing where both sides of an operation are of one kind."""
+    import triton.language as tl
+    from triton.language.semantic import TritonSemantic
+    from triton.runtime.interpreter import interpreter_builder
+
+    convert, make_constant = (
+        TritonSemantic.binary_op_type_checking_impl,
+        TritonSemantic.scalar_constant,
+    )
+    constants: dict[Any, Any] = {}
+    kinds = (tl.int1, tl.int32, tl.int64, tl.uint32, tl.uint64, tl.float32, tl.float64)
+    alike = {id(kind) for kind in kinds}
+
+    def convert_two(self: Any, one: Any, other: Any, *args: Any, **named: Any) -> Any:
+        if (
+            type(one) is type(other) is tl.tensor
+            and one.dtype is other.dtype
+            and id(one.dtype) in alike
+        ):
+            return self.broadcast_impl_value(one, other)
+        return convert(self, one, other, *args, **named)
+
+    def constant(self: Any, value: Any, dtype: Any) -> Any:
+        if self.builder is not interpreter_builder:
+            return make_constant(self, value, dtype)
+        key = type(value), value, dtype.name
+        if key not in constants:
+            constants[key] = make_constant(self, value, dtype)
+        return constants[key]
+
+    TritonSemantic.binary_op_type_checking_impl = convert_two
+    TritonSemantic.scalar_constant = constant
 
 
 def without_idle_checks() -> None:
