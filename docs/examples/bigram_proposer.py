@@ -33,6 +33,11 @@ class BigramProposer(Proposer):
         found = probs.to(device, torch.float32).topk(topk)
         self.probs, self.tokens = found.values, found.indices  # [V, topk]
 
+    def check(self, config):
+        """Refuse trees that are no beams: a table has no law of a depth alone."""
+        if config.tree != "beam":
+            raise ValueError(f"tree must be 'beam', got {config.tree!r}")
+
     def bind(self, step):
         """Return what steps of so many requests run; it needs no buffers of its own."""
         return BoundBigram(self, step)

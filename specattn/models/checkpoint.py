@@ -79,7 +79,8 @@ def read_checkpoint(path_or_id: str | Path) -> Checkpoint:
         if kind == "eagle" and "fc.weight" not in checkpoint.tensors:
             raise checkpoint.wrong(
                 f"is no EAGLE head: it has no tensor fc.weight in {weights}, as a whole model or "
-                "a Medusa head; give a head that was trained for this target"
+                "a Medusa head; give a head that was trained for this target, and load a whole "
+                "model by load_lm_draft"
             )
         return checkpoint
 

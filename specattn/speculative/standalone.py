@@ -138,7 +138,7 @@ class StandaloneProposer(EagleProposer):
         # the token proposed here follows the bonus token
         draws = chunk.sampling if chunk.config.draft_sampling else None
         after = chunk.positions[chunk.last] + 1
-        chosen = choose_tokens(self.model, out.logits, chunk.config.topk, draws, after)
+        chosen = choose_tokens(self.model, out.logits, chunk.config.proposals, draws, after)
         return vars(DraftState(chosen.probs, chosen.tokens, out.hidden_states, chosen.draft_probs))
 
 

@@ -15,8 +15,9 @@ import specattn
 from specattn import SpecConfig
 from specattn.errors import ModelError, SpecAttnError, UnsupportedError
 from specattn.integrations.transformers import release, serving
-from specattn.models import HFTarget, load_draft
+from specattn.models import HFTarget, LMDraft, load_draft
 from specattn.models.hub import PAIR
+from specattn.speculative.lookup import LookupProposer
 from tests.models import heads
 from tests.models.conftest import TINY
 from tests.speculative import laws
@@ -512,6 +513,15 @@ def test_a_draft_is_a_folder_or_a_loaded_head(model, head):
     loaded = load_draft(head, HFTarget.from_model(build()))
     for draft in (head, str(head), loaded):
         assert torch.equal(ours(model, prompts(3), max_new_tokens=NEW, draft=draft), want)
+
+
+@pytest.mark.parametrize("tree", [SpecConfig(3, 1, 4), SpecConfig(3, 2, 7)], ids=str)
+def test_a_whole_model_and_a_text_may_draft(model, tree):
+    want = model.generate(**prompts(3), max_new_tokens=NEW)
+    target = HFTarget.from_model(build())
+    for draft in (LMDraft(target, target.vocab_size), LookupProposer(1, 3)):
+        options = {"draft": draft, "spec_config": tree}
+        assert torch.equal(ours(model, prompts(3), max_new_tokens=NEW, **options), want)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,13 @@ from tests.tiny import VOCAB, DenseAttend, TinyTarget, dense_greedy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPTS = [[3, 14, 15, 9], [5], list(range(1, 30)), [7, 8] * 6]
-TREES = {"chain": (3, 1, 4), "tree": (3, 3, 9), "wide": (2, 4, 21), "one": (1, 1, 2)}
+TREES = {
+    "chain": SpecConfig(3, 1, 4),
+    "tree": SpecConfig(3, 3, 9),
+    "wide": SpecConfig(2, 4, 21),
+    "one": SpecConfig(1, 1, 2),
+    "best first": SpecConfig(3, 1, 12, tree="best_first", ranks=4),
+}
 NEW = 20
 
 
@@ -36,6 +42,10 @@ def target() -> TinyTarget:
 @pytest.fixture(scope="module")
 def wanted(target) -> list[list[int]]:
     return [dense_greedy(target, prompt, NEW) for prompt in PROMPTS]
+
+
+def of(tree: str, context: int, requests: int) -> SpecConfig:
+    return replace(TREES[tree], max_context_len=context, max_num_reqs=requests)
 
 
 def another() -> LMDraft:
@@ -70,7 +80,7 @@ def run(engine: Engine) -> list[list[int]]:
     ids=["default", "torch", "piecewise", "host plans", "csr", "tbo"],
 )
 def test_greedy_tokens_are_those_of_plain_decoding(target, wanted, tree, options) -> None:
-    config = SpecConfig(*TREES[tree], 64, 3)
+    config = of(tree, 64, 3)
     engine = poisoned(Engine(target, another(), config, buckets=[1, 3], **options))
     assert run(engine) == wanted
     engine.table.check()
@@ -80,15 +90,15 @@ def test_greedy_tokens_are_those_of_plain_decoding(target, wanted, tree, options
 @pytest.mark.parametrize("chunk", [4096, 5])
 def test_a_draft_like_the_target_is_always_right(target, wanted, tree, chunk) -> None:
     """So it has read every token at its own position, the bonus token included."""
-    steps = TREES[tree][0]
-    config = SpecConfig(*TREES[tree], 64, 4)
+    steps = TREES[tree].num_steps
+    config = of(tree, 64, 4)
     engine = poisoned(Engine(target, LMDraft(target, VOCAB), config, buckets=[4]))
     engine._prefill = replace(engine._prefill, chunk=chunk)
     for _ in range(2):  # over slots that hold other texts the second time
         results = engine.generate([Request(prompt, NEW) for prompt in PROMPTS])
         assert [result.tokens for result in results] == wanted
         for result in results:
-            if TREES[tree][1] == 1:  # a tree may lack the path of the best tokens
+            if tree in ("chain", "one"):  # a tree may lack the path of the best tokens
                 assert set(result.accept_lens[:-1]) == {steps + 1}
             assert max(result.accept_lens) == steps + 1
 
@@ -111,8 +121,8 @@ def test_a_shared_prefix_drafts_as_a_cold_one(target, page_size) -> None:
 
 
 def test_a_context_ends_with_its_last_slot(target) -> None:
-    for tree in TREES.values():
-        config = SpecConfig(*tree, 33, 4)
+    for tree in TREES:
+        config = of(tree, 33, 4)
         engine = poisoned(Engine(target, another(), config, buckets=[4]))
         prompts = [*PROMPTS, list(range(1, 34))]
         results = engine.generate([Request(prompt, 99) for prompt in prompts])
@@ -153,7 +163,7 @@ def test_vocabularies_may_be_padded(target, wanted, tree, own, padded) -> None:
 
     draft = LMDraft(Padded(device=DEVICE), VOCAB)
     assert draft.vocab_size == own
-    config = SpecConfig(*TREES[tree], 64, 3)
+    config = of(tree, 64, 3)
     engine = Engine(target, draft, config, buckets=[3])
     results = engine.generate([Request(prompt, NEW) for prompt in PROMPTS])
     assert [result.tokens for result in results] == wanted
@@ -219,17 +229,20 @@ def models() -> tuple[TinyTarget, LMDraft]:
     )
 
 
+SETTINGS = laws.SETTINGS | {"best first": SpecConfig(2, 1, 7, 32, 250, tree="best_first", ranks=3)}
+
+
 def p_value(models, name: str) -> float:
     draws = 1500
     law = laws.joint_law(models[0], PROMPT)
-    engine = Engine(*models, laws.SETTINGS[name], buckets=[250])
+    engine = Engine(*models, SETTINGS[name], buckets=[250])
     requests = [
         Request(PROMPT, 3, SamplingParams(TEMPERATURE, TOP_K, seed=1000 + i)) for i in range(draws)
     ]
     return laws.p_value(law, [tuple(result.tokens) for result in engine.generate(requests)])
 
 
-@pytest.mark.parametrize("name", ["chain", "tree", "rejection"])
+@pytest.mark.parametrize("name", ["chain", "tree", "best first", "rejection"])
 def test_three_tokens_have_the_targets_joint_law(models, name) -> None:
     assert p_value(models, name) > 1e-3
 
@@ -242,7 +255,7 @@ def test_a_lenient_rejection_fails_the_same_test(models, monkeypatch) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("tree", TREES)
 def test_replays_give_what_plain_decoding_does(target, wanted, tree) -> None:
-    config = SpecConfig(*TREES[tree], 64, 4)
+    config = of(tree, 64, 4)
     engine = Engine(target, another(), config, buckets=[4], sampled=True)
     assert run(engine) == wanted
     assert run(engine) == wanted

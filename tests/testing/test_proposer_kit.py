@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from specattn.config import SpecConfig
 from specattn.speculative.lookup import LookupFirst, LookupProposer
 from specattn.speculative.standalone import LMDraft
 from specattn.testing import ConformanceError, proposer_conformance
 from tests.testing import mutants as m
-from tests.tiny import VOCAB, TinyDraft, TinyTarget
+from tests.tiny import VOCAB, TinyBlockDraft, TinyDraft, TinyTarget
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TARGET = TinyTarget(device=DEVICE)
@@ -21,9 +22,11 @@ LM = TinyTarget(layers=3, window=6, seed=5, device=DEVICE)
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "examples"))
 from bigram_proposer import BigramProposer  # noqa: E402
 
+BEST_FIRST = SpecConfig(3, 1, 7, 128, 3, tree="best_first", ranks=4)
 SHIPPED = [
     TinyDraft(device=DEVICE),
     LMDraft(LM, VOCAB),
+    TinyBlockDraft(device=DEVICE),
     LookupProposer(1, 3),
     LookupFirst(LookupProposer(1, 3), LMDraft(LM, VOCAB)),
     BigramProposer(torch.randint(VOCAB, (500,)), VOCAB, 2, DEVICE),
@@ -32,7 +35,15 @@ SHIPPED = [
 
 @pytest.mark.parametrize(
     "check",
-    [check for draft in SHIPPED for check in proposer_conformance(draft, TARGET)],
+    [
+        *(check for draft in SHIPPED for check in proposer_conformance(draft, TARGET)),
+        # drafts with a law per depth
+        *(
+            check
+            for draft in SHIPPED[:3]
+            for check in proposer_conformance(draft, TARGET, configs=[BEST_FIRST])
+        ),
+    ],
     ids=lambda check: f"{check.backend}-{check.name}",
 )
 def test_what_is_shipped_keeps_the_rules(check) -> None:

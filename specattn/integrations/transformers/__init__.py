@@ -77,9 +77,10 @@ def generate(
     logits_processor, stopping_criteria, generation_config, streamer : optional
         As in transformers. Of the processors, temperature, top-k, top-p, min-p,
         the repetition penalty, bad words, ``min_length`` and ``min_new_tokens`` are served.
-    draft : str, Path or DraftModel, optional
+    draft : str, Path, loaded head, Proposer or ProposerFactory, optional
         An EAGLE head: its folder or Hub id, ``"shipped"`` for that of the shipped pair, or one that
-        `load_draft` has loaded. Without one, decoding is plain.
+        `load_draft` has loaded; a whole model (`LMDraft`), or what else proposes tokens. Without
+        one, decoding is plain.
     spec_config : SpecConfig, optional
         The tree; a chain of 5 by default. The call itself decides ``max_context_len`` and
         ``max_num_reqs``.

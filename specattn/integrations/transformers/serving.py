@@ -18,13 +18,24 @@ from transformers import PreTrainedModel
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine
 from specattn.errors import ModelError
-from specattn.models import Eagle3Head, EagleHead, FusedEagle3, HFTarget, load_draft
+from specattn.models import (
+    DFlashHead,
+    Eagle3Head,
+    EagleHead,
+    FusedDFlash,
+    FusedEagle3,
+    HFTarget,
+    load_draft,
+)
 from specattn.models.hub import PAIR
 from specattn.models.probe import INTERFACE, probe_layers
+from specattn.speculative.proposer import Proposer, ProposerFactory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+# drafts that read features of the target
+_HEADS = EagleHead | Eagle3Head | FusedEagle3 | DFlashHead | FusedDFlash
 # The last settings of a model (draft, tree, backend) for which pools and graphs are kept.
 _ENGINES_PER_MODEL = 2
 _SHORTEST_CONTEXT = 256
@@ -149,7 +160,7 @@ def _engine(
     """Build an engine of given context length, rows and slots."""
     context, rows, slots = sizes
     config = replace(spec, max_context_len=context, max_num_reqs=rows)
-    if head is not None:
+    if isinstance(head, _HEADS):
         target = target.with_features(head.features)
     return Engine(target, head, config, backend=backend, num_slots=slots)
 
@@ -178,7 +189,7 @@ def _load(draft: Any, target: HFTarget) -> Any:
     ModelError
         If there is none, or it does not fit.
     """
-    if draft is None or isinstance(draft, EagleHead | Eagle3Head | FusedEagle3):
+    if draft is None or isinstance(draft, _HEADS | Proposer | ProposerFactory):
         return draft
     if not isinstance(draft, str | PathLike):
         raise ModelError("draft", f"draft must be a folder, a name or a loaded head, got {draft!r}")
