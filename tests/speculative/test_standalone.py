@@ -156,7 +156,7 @@ def test_vocabularies_may_be_padded(target, wanted, tree, own, padded) -> None:
         vocab_size = own + padded
 
         def forward(self, input_ids, positions, attend, rows=None):
-            assert (input_ids < self.vocab_size).all() or DEVICE == "cuda"
+            assert DEVICE == "cuda" or (input_ids < self.vocab_size).all()
             out = super().forward(input_ids, positions, attend, rows)
             wide = torch.nn.functional.pad(out.logits, (0, padded), value=99.0)
             return replace(out, logits=wide[:, : self.vocab_size])
