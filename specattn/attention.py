@@ -8,7 +8,9 @@ a capture can be recorded in it.
 
 from __future__ import annotations
 
+import logging
 import math
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -40,9 +42,11 @@ from specattn.plan import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from specattn.backends.base import AttentionBackend, BackendFactory
+
+log = logging.getLogger(__name__)
 
 __all__ = [
     "FLOAT8",
@@ -320,17 +324,19 @@ class Attention:
             if layout.tail != layout.q_len:
                 raise ValueError(f"tail must be q_len, {layout.q_len}, got {layout.tail}")
             whole_number("batch", batch, 0, self.max_batch)
-            if layout not in self._inputs:
-                inputs = AttnInputs.alloc(self.max_batch, layout, self.device)
-                shape = tuple(inputs.tail_slots.shape)
-                window = self._window(self.max_batch, shape, layout.page_size, 0)
-                self._inputs[layout] = inputs, torch.zeros_like(inputs.tail_slots), window
-            inputs, store, window = self._inputs[layout]
-            plan = AttnPlan.over(layout, self.req_to_token, inputs.bind(batch))
-            self._forwards[layout, batch] = Forward(
-                self, plan, store[:batch], None if window is None else window.first(batch)
-            )
+            with self._logged(f"{layout.phase.value} of {batch} x {layout.q_len}"):
+                self._forwards[layout, batch] = self._made_forward(layout, batch)
         return self._forwards[layout, batch]
+
+    def _made_forward(self, layout: RowLayout, batch: int) -> Forward:
+        if layout not in self._inputs:
+            inputs = AttnInputs.alloc(self.max_batch, layout, self.device)
+            shape = tuple(inputs.tail_slots.shape)
+            window = self._window(self.max_batch, shape, layout.page_size, 0)
+            self._inputs[layout] = inputs, torch.zeros_like(inputs.tail_slots), window
+        inputs, store, window = self._inputs[layout]
+        plan = AttnPlan.over(layout, self.req_to_token, inputs.bind(batch))
+        return Forward(self, plan, store[:batch], None if window is None else window.first(batch))
 
     def draft(self, steps: int, topk: int, batch: int, *, page_size: int = 1) -> DraftForwards:
         """Return the forwards of all steps of a draft.
@@ -355,17 +361,34 @@ class Attention:
         key = dims, batch, page_size
         if key not in self._drafts:
             whole_number("batch", batch, 0, self.max_batch)
-            if dims not in self._draft_inputs:
-                inputs = MultiStepInputs.alloc(self.max_batch, dims, self.device)
-                self._draft_inputs[dims] = inputs, torch.zeros_like(inputs.branch_slots)
-            inputs, store = self._draft_inputs[dims]
-            layouts = tuple(
-                RowLayout(topk, topk * (step + 1), Phase.DRAFT, topk == 1, page_size)
-                for step in range(steps)
-            )
-            plan = MultiStepPlan(dims, self.req_to_token, inputs.bind(batch), layouts)
-            self._drafts[key] = DraftForwards(self, plan, store[:batch])
+            with self._logged(f"draft of {batch} x {topk}, {steps} steps"):
+                self._drafts[key] = self._made_draft(dims, batch, page_size)
         return self._drafts[key]
+
+    def _made_draft(self, dims: MultiStepDims, batch: int, page_size: int) -> DraftForwards:
+        if dims not in self._draft_inputs:
+            inputs = MultiStepInputs.alloc(self.max_batch, dims, self.device)
+            self._draft_inputs[dims] = inputs, torch.zeros_like(inputs.branch_slots)
+        inputs, store = self._draft_inputs[dims]
+        topk = dims.topk
+        layouts = tuple(
+            RowLayout(topk, topk * (step + 1), Phase.DRAFT, topk == 1, page_size)
+            for step in range(dims.steps)
+        )
+        plan = MultiStepPlan(dims, self.req_to_token, inputs.bind(batch), layouts)
+        return DraftForwards(self, plan, store[:batch])
+
+    @contextmanager
+    def _logged(self, what: str) -> Iterator[None]:
+        """Log what a new forward adds to an accelerator's memory."""
+        before = self._allocated()
+        yield
+        if (grown := self._allocated() - before) > 0:
+            log.info("specattn: %.1f MiB for %s", grown / 2**20, what)
+
+    def _allocated(self) -> int:
+        cuda = self.device.type == "cuda"
+        return torch.cuda.memory_allocated(self.device) if cuda else 0
 
     def prompts(
         self,

@@ -20,6 +20,7 @@ __all__ = [
     "mask_words",
     "packed_indptr",
     "packed_mask",
+    "qlen_from_full",
     "qlen_mask",
     "validate_tree",
     "words_from_mask",
@@ -137,6 +138,44 @@ def full_mask(words: Tensor, seq_lens: Tensor) -> Tensor:
     cell = torch.arange(int(starts[-1]), device=words.device)
     request = torch.searchsorted(starts[1:], cell, right=True)
     return _visible(words, seq_lens.long(), request, cell - starts[request])
+
+
+def qlen_from_full(mask: Tensor, seq_lens: Tensor, num_draft_tokens: int, *, out: Tensor) -> Tensor:
+    """Copy the part of a `full_mask` that concerns the tree, a `qlen_mask`.
+
+    Nothing waits for an accelerator; a few launches do it.
+
+    Parameters
+    ----------
+    mask : Tensor
+        `full_mask` as bool or uint8. One of ``B * n * n`` cells is a `qlen_mask` already.
+    seq_lens : Tensor
+        ``[B]`` int32 or int64, prefix lengths.
+    num_draft_tokens : int
+        n, nodes of each tree.
+    out : Tensor
+        ``[at least B * n * n]`` bool; what comes after is left as it is.
+
+    Returns
+    -------
+    Tensor
+        ``[B * n * n]``, a view of ``out``.
+
+    Raises
+    ------
+    ValueError
+        If ``out`` is too small, or as `mask_indptr`.
+    """
+    n, batch = num_draft_tokens, seq_lens.numel()
+    starts = mask_indptr(seq_lens, n)[:-1]
+    if out.dim() != 1 or len(out) < batch * n * n:
+        raise ValueError(f"out must be [at least {batch * n * n}], got {list(out.shape)}")
+    cells = out[: batch * n * n]
+    if mask.numel() == len(cells):
+        return cells.copy_(mask)
+    lens, node = seq_lens.long(), torch.arange(n, device=mask.device)
+    first = (starts + lens)[:, None] + node * (lens[:, None] + n)  # [B, n]
+    return cells.copy_(mask[(first[:, :, None] + node).flatten()] != 0)
 
 
 def packed_indptr(seq_lens: Tensor, num_draft_tokens: int) -> Tensor:

@@ -80,6 +80,29 @@ def test_masks_may_be_wider_than_their_rows():
     assert torch.equal(interop.qlen_mask(words, keys=70), mask)
 
 
+@pytest.mark.parametrize("n", [1, 7, 65])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
+@pytest.mark.parametrize("length", [torch.int32, torch.int64])
+def test_the_tree_of_a_full_mask(n, dtype, length):
+    seen = torch.rand(3, n, n, device=DEVICE) < 0.5
+    lens = torch.tensor([4, 0, 9], dtype=length, device=DEVICE)
+    full = interop.full_mask(interop.words_from_mask(seen), lens).to(dtype)
+    out = torch.zeros(4 * n * n, dtype=torch.bool, device=DEVICE)
+    have = interop.qlen_from_full(full, lens, n, out=out)
+    assert torch.equal(have.view(3, n, n), seen)
+    assert torch.equal(have, out[: 3 * n * n])
+    assert not out[3 * n * n :].any()
+    with pytest.raises(ValueError, match=f"out must be .at least {3 * n * n}"):
+        interop.qlen_from_full(full, lens, n, out=out[: 3 * n * n - 1])
+
+
+def test_a_mask_of_trees_alone_is_taken_as_it_is():
+    seen = torch.rand(2, 5, 5, device=DEVICE) < 0.5
+    out = torch.zeros(50, dtype=torch.bool, device=DEVICE)
+    interop.qlen_from_full(seen.flatten(), lens_of([3, 4]), 5, out=out)
+    assert torch.equal(out.view(2, 5, 5), seen)
+
+
 @pytest.mark.parametrize("n", [1, 6, 65])
 def test_trees_from_parents(n):
     rng = random.Random(n)

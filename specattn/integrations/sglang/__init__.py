@@ -15,7 +15,7 @@ from specattn.integrations.sglang import names
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["is_active", "reasons", "register"]
+__all__ = ["reasons", "register"]
 
 
 def register() -> None:
@@ -26,6 +26,7 @@ def register() -> None:
     """
     from sglang.srt import server_args
     from sglang.srt.layers.attention import attention_registry as registry
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     if names.NAME in registry.ATTENTION_BACKENDS:
         return
@@ -45,48 +46,36 @@ def register() -> None:
         server_args.add_draft_attention_backend_choices([names.NAME])
     if not problems:
         _serve_latent()
-        _hook()
+        for path, hook in _hooks().items():
+            HookRegistry.register(path, hook, HookType.AROUND)
 
 
 def reasons() -> list[str]:
-    """Say why the backend is not active in this process."""
+    """Say why the backend is not active in this process.
+
+    Empty if it is."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     found = names.problems()
     if names.NAME not in ATTENTION_BACKENDS:
         found.append("SGLang has not run the plug-in (sglang.srt.plugins.load_plugins)")
-    return found + [
-        f"SGLang has not applied the hook on {path}"
-        for path, _ in _hooks()
-        if path not in HookRegistry._patched
-    ]
-
-
-def is_active() -> bool:
-    """Whether SGLang can use the backend, with all its hooks."""
-    return not reasons()
+    unhooked = [path for path in _hooks() if path not in HookRegistry._patched]
+    return found + [f"SGLang has not applied the hook on {path}" for path in unhooked]
 
 
 def _serve_latent() -> None:
     """Let models with latent attention attend in its absorbed form, prompts too."""
     from sglang.srt.models.deepseek_common import attention_backend_handler as handler
 
-    if names.release() <= (0, 5, 15):
+    if names.release() == names.OLD:
         resolve_name(names.ADD_LATENT)(names.NAME)
     handler.AttentionBackendRegistry.register(names.NAME, handler._dispatch_mla_subtype)
 
 
-def _hook() -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    for path, hook in _hooks():
-        HookRegistry.register(path, hook, HookType.AROUND)
-
-
-def _hooks() -> list[tuple[str, Callable[..., Any]]]:
+def _hooks() -> dict[str, Callable[..., Any]]:
     """Return the hooks of the installed release."""
-    return [*HOOKS, *OLD_HOOKS] if names.release() == (0, 5, 15) else list(HOOKS)
+    return HOOKS | OLD_HOOKS if names.release() == names.OLD else HOOKS
 
 
 def _create(original: Callable[..., Any], factory: Any, *args: Any, **options: Any) -> Any:
@@ -103,30 +92,13 @@ def _create(original: Callable[..., Any], factory: Any, *args: Any, **options: A
         else:
             made = backend.SpecAttnBackend(runner)
         # newer releases stamp what they made with its name
-        return (names.NAME, made) if names.release() > (0, 5, 15) else made
+        return made if names.release() == names.OLD else (names.NAME, made)
 
     return original(factory, name, {**known, names.NAME: make}, template, *rest, **options)
 
 
-def _choose_masks(original: Callable[..., Any], worker: Any) -> None:
-    """Have masks of trees alone, which do not grow with contexts."""
-    from sglang.srt.speculative.eagle_utils import TreeMaskMode
-
-    from specattn.integrations.sglang.backend import VerifyBuffers
-
-    original(worker)
-    target = worker.target_worker.model_runner.attn_backend
-    # newer releases read the kind from the backend's `verify_mask`
-    if names.release() == (0, 5, 15) and isinstance(
-        target.get_verify_buffers_to_fill_after_draft(), VerifyBuffers
-    ):
-        worker.tree_mask_mode = TreeMaskMode.QLEN_ONLY
-
-
 def _capture(original: Callable[..., Any], worker: Any) -> None:
     """Capture the draft extend, as SGLang does for its own backends."""
-    from sglang.srt.speculative import eagle_draft_extend_cuda_graph_runner as extend
-
     from specattn.integrations.sglang.backend import SpecAttnBackend
 
     original(worker)
@@ -135,8 +107,7 @@ def _capture(original: Callable[..., Any], worker: Any) -> None:
         and worker.cuda_graph_runner_for_draft_extend is None
         and isinstance(worker.draft_extend_attn_backend, SpecAttnBackend)
     ):
-        runner = extend.EAGLEDraftExtendCudaGraphRunner(worker)
-        worker.cuda_graph_runner_for_draft_extend = runner
+        worker.cuda_graph_runner_for_draft_extend = resolve_name(names.EXTEND)(worker)
 
 
 def _allow_pages(original: Callable[..., Any], server_args: Any) -> None:
@@ -162,6 +133,21 @@ def _select(original: Callable[..., Any], i: int, *args: Any) -> Any:
     return out
 
 
+def _choose_masks(original: Callable[..., Any], worker: Any) -> None:
+    """Have masks of trees alone, which do not grow with contexts.
+
+    Newer releases read the kind from `SpecAttnBackend.verify_mask`.
+    """
+    from sglang.srt.speculative.eagle_utils import TreeMaskMode
+
+    from specattn.integrations.sglang.backend import VerifyBuffers
+
+    original(worker)
+    target = worker.target_worker.model_runner.attn_backend
+    if isinstance(target.get_verify_buffers_to_fill_after_draft(), VerifyBuffers):
+        worker.tree_mask_mode = TreeMaskMode.QLEN_ONLY
+
+
 def _fence(original: Callable[..., Any], runner: Any, *args: Any, **options: Any) -> Any:
     """Have the scheduler wait for the whole forward before it writes.
 
@@ -176,11 +162,14 @@ def _fence(original: Callable[..., Any], runner: Any, *args: Any, **options: Any
     return out
 
 
-HOOKS: tuple[tuple[str, Callable[..., Any]], ...] = (
-    (names.CREATE, _create),
-    (f"{names.WORKER}.init_attention_backend", _choose_masks),
-    (f"{names.WORKER}._capture_cuda_graphs", _capture),
-    (names.ARGUMENTS, _allow_pages),
-    (names.SELECT, _select),
-)
-OLD_HOOKS = tuple((path, _fence) for path in names.RUNNERS)
+HOOKS: dict[str, Callable[..., Any]] = {
+    names.CREATE: _create,
+    f"{names.WORKER}._capture_cuda_graphs": _capture,
+    names.ARGUMENTS: _allow_pages,
+    names.SELECT: _select,
+}
+OLD_HOOKS: dict[str, Callable[..., Any]] = {
+    f"{names.WORKER}.init_attention_backend": _choose_masks,
+    f"{names.DECODE}.execute": _fence,
+    f"{names.EXTEND}.execute": _fence,
+}

@@ -10,7 +10,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from specattn.attention import Phase, RowLayout
 from specattn.integrations.sglang import names
 from specattn.integrations.sglang.layers import Layers
-from specattn.integrations.sglang.masks import copy_full
+from specattn.interop import qlen_from_full
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,13 +22,27 @@ class VerifyBuffers(list[Any]):
     """What SGLang fills after a draft: masks of trees alone."""
 
 
-class _Attends(AttentionBackend):
-    """What SGLang calls once per layer."""
+class LayerBackend(AttentionBackend):
+    """What SGLang calls once per layer, over plans that others fill.
+
+    Parameters
+    ----------
+    runner : ModelRunner
+        SGLang's.
+    layers : Layers
+        Its layers.
+    """
 
     #: nothing here reads a length on the host
     needs_cpu_seq_lens = False
-    layers: Layers
     forward_metadata: Forward | None = None
+
+    def __init__(self, runner: Any, layers: Layers) -> None:
+        super().__init__()
+        self.layers = layers
+        self.max_context_len = runner.model_config.context_len
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self.req_to_token_pool = runner.req_to_token_pool
 
     def forward_decode(
         self,
@@ -50,13 +64,15 @@ class _Attends(AttentionBackend):
         elif self.layers.latent:
             v = None
         count, rows = forward.store_slots.numel(), q.shape[0]
-        q = q.reshape(rows, -1)
-        if rows == count:
-            return forward.attend(self.layers.of(layer), q, _rows(k, count), _rows(v, count))
-        # a prompt padded to a captured number of tokens
-        out = q.new_zeros(rows, layer.tp_q_head_num * layer.v_head_dim)
+        out = q.new_empty(rows, layer.tp_q_head_num * layer.v_head_dim)
+        # of a prompt padded to a captured number of tokens
+        out[count:].zero_()
         forward.attend(
-            self.layers.of(layer), q[:count], _rows(k, count), _rows(v, count), out=out[:count]
+            self.layers.of(layer),
+            q[:count].reshape(count, -1),
+            _rows(k, count),
+            _rows(v, count),
+            out=out[:count],
         )
         return out
 
@@ -67,7 +83,7 @@ class _Attends(AttentionBackend):
         return 1
 
 
-class SpecAttnBackend(_Attends):
+class SpecAttnBackend(LayerBackend):
     """Attention in every mode but draft decode.
 
     Decode, verify and draft extend adopt SGLang's tensors inside its graphs, in one launch, and
@@ -85,11 +101,7 @@ class SpecAttnBackend(_Attends):
     """
 
     def __init__(self, runner: Any) -> None:
-        super().__init__()
-        self.layers = Layers(runner)
-        self.max_context_len = runner.model_config.context_len
-        self.token_to_kv_pool = runner.token_to_kv_pool
-        self.req_to_token_pool = runner.req_to_token_pool
+        super().__init__(runner, Layers(runner))
         # a draft verifies nothing
         self._alloc_mask(0 if runner.is_draft_worker else names.num_draft_tokens(runner))
 
@@ -142,7 +154,7 @@ class SpecAttnBackend(_Attends):
         layout, _ = self._layout(forward_batch)
         if layout is None:
             return
-        self.forward_metadata = self.layers.forward(layout, forward_batch.batch_size)
+        self.forward_metadata = self.layers.attention.forward(layout, forward_batch.batch_size)
         if layout.causal:
             return
         if layout.q_len > self._nodes:
@@ -151,7 +163,7 @@ class SpecAttnBackend(_Attends):
             return
         mask = forward_batch.spec_info.custom_mask
         if mask is not None and mask.data_ptr() != self._mask.data_ptr():
-            copy_full(mask, forward_batch.seq_lens, layout.q_len, out=self._mask)
+            qlen_from_full(mask, forward_batch.seq_lens, layout.q_len, out=self._mask)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Adopt the forward and fill all plans, in two launches."""
@@ -163,7 +175,7 @@ class SpecAttnBackend(_Attends):
             return
         batch, rows = forward_batch, forward_batch.batch_size
         tokens = rows * layout.q_len
-        forward = self.forward_metadata = self.layers.forward(layout, rows)
+        forward = self.forward_metadata = self.layers.attention.forward(layout, rows)
         forward.adopt(
             batch.req_pool_indices[:rows],
             batch.seq_lens[:rows],
@@ -204,24 +216,7 @@ class SpecAttnBackend(_Attends):
         )
 
 
-class _Step(_Attends):
-    """One step of a draft, as SGLang calls it."""
-
-    def __init__(self, layers: Layers, runner: Any) -> None:
-        super().__init__()
-        self.layers = layers
-        self.max_context_len = runner.model_config.context_len
-        self.token_to_kv_pool = runner.token_to_kv_pool
-        self.req_to_token_pool = runner.req_to_token_pool
-
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Do nothing: `SpecAttnDraft` has the state of all steps."""
-
-    def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Do nothing: `SpecAttnDraft` fills all steps before the first."""
-
-
-class SpecAttnDraft:
+class SpecAttnDraft(AttentionBackend):
     """Draft decode of several steps, whose branches attend to their true ancestors.
 
     Parameters
@@ -242,20 +237,16 @@ class SpecAttnDraft:
     running: ClassVar[SpecAttnDraft | None] = None
 
     def __init__(self, runner: Any, topk: int, num_steps: int) -> None:
+        super().__init__()
         self.topk, self.num_steps = topk, num_steps
         self.layers = Layers(runner)
-        self.attn_backends = [_Step(self.layers, runner) for _ in range(num_steps - 1)]
+        self.attn_backends = [LayerBackend(runner, self.layers) for _ in range(num_steps - 1)]
         self._forwards: DraftForwards | None = None
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Make room for captured batches that are larger than the request table."""
         if max_bs > self.layers.attention.max_batch:
             self.layers.resize(max_bs)
-
-    def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Adopt all steps, eagerly."""
-        self.init_forward_metadata_out_graph(forward_batch)
-        self.init_forward_metadata_in_graph(forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Make what a capture needs."""
@@ -275,7 +266,8 @@ class SpecAttnDraft:
         SpecAttnDraft.running = self
 
     def _made(self, rows: int) -> DraftForwards:
-        return self.layers.draft(self.num_steps - 1, self.topk, rows)
+        page = self.layers.page_size
+        return self.layers.attention.draft(self.num_steps - 1, self.topk, rows, page_size=page)
 
     def grow(self, step: int, chosen: Tensor) -> None:
         """Write the ancestor words of a step's branches; one launch.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,13 +13,7 @@ from specattn.errors import UnsupportedError
 from specattn.integrations.sglang.names import NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
-    from specattn.attention import DraftForwards, Forward, Layer, RowLayout
-
-log = logging.getLogger(__name__)
+    from specattn.attention import Layer
 
 #: Names another backend of specattn, for tests and comparisons.
 BACKEND_VARIABLE = "SPECATTN_SGLANG_BACKEND"
@@ -69,6 +61,11 @@ def layer_refusals(layer: Any) -> list[str]:
     return [name for name, refused in tests.items() if refused]
 
 
+def _refuse(found: list[str]) -> None:
+    if found:
+        raise UnsupportedError(f"SGLang backend {NAME!r}", [f"not served: {x}" for x in found])
+
+
 def _modules(runner: Any) -> list[Any]:
     # SGLang's test kit has no model
     model = getattr(runner, "model", None)
@@ -104,8 +101,7 @@ class Layers:
     def __init__(self, runner: Any) -> None:
         self.pool, self.page_size = runner.token_to_kv_pool, runner.page_size
         self.latent, self.dtype = runner.use_mla_backend, runner.dtype
-        if found := refusals(runner):
-            raise UnsupportedError(f"SGLang backend {NAME!r}", [f"not served: {x}" for x in found])
+        _refuse(refusals(runner))
         self._table = runner.req_to_token_pool.req_to_token
         self._known = attention_layers(runner)
         self._window = _window_pool(runner, self._known)
@@ -121,27 +117,6 @@ class Layers:
         for layer in self._known:
             self.of(layer)
 
-    def forward(self, layout: RowLayout, batch: int) -> Forward:
-        """Return `Attention.forward`; log the memory that a new one takes."""
-        with self._logged(f"{layout.phase.value} of {batch} x {layout.q_len}"):
-            return self.attention.forward(layout, batch)
-
-    def draft(self, steps: int, topk: int, batch: int) -> DraftForwards:
-        """Return `Attention.draft`; log the memory that a new one takes."""
-        with self._logged(f"draft of {batch} x {topk}, {steps} steps"):
-            return self.attention.draft(steps, topk, batch, page_size=self.page_size)
-
-    @contextmanager
-    def _logged(self, what: str) -> Iterator[None]:
-        before = self._allocated()
-        yield
-        if (grown := self._allocated() - before) > 0:
-            log.info("specattn: %.1f MiB for %s", grown / 2**20, what)
-
-    def _allocated(self) -> int:
-        cuda = self._table.device.type == "cuda"
-        return torch.cuda.memory_allocated(self._table.device) if cuda else 0
-
     def of(self, layer: Any) -> Layer:
         """Return SGLang's ``layer`` as specattn's."""
         if layer.layer_id not in self._layers:
@@ -149,12 +124,8 @@ class Layers:
         return self._layers[layer.layer_id]
 
     def _made(self, layer: Any) -> Layer:
-        found = layer_refusals(layer)
-        k_cache: Tensor = self.pool.get_key_buffer(layer.layer_id)
-        if k_cache.dim() != 3 or k_cache.shape[1:] != (layer.tp_k_head_num, layer.qk_head_dim):
-            found.append(f"a pool of {list(k_cache.shape)} (it must be [slots, heads, size])")
-        if found:
-            raise UnsupportedError(f"SGLang backend {NAME!r}", [f"not served: {x}" for x in found])
+        _refuse(layer_refusals(layer))
+        k_cache = self.pool.get_key_buffer(layer.layer_id)
         window = layer.sliding_window_size
         config = AttnConfig(
             layer.tp_q_head_num,

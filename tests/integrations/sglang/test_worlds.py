@@ -134,7 +134,7 @@ MUTANTS = {
         lambda: worlds.check_tree(8),
     ),
     "FULL read as QLEN_ONLY": lambda: (
-        patch.object(backend, "copy_full", as_qlen),
+        patch.object(backend, "qlen_from_full", as_qlen),
         lambda: worlds.check_tree(8),
     ),
     "stale metadata at replay": lambda: (
