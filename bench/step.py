@@ -8,6 +8,7 @@ forced, or less where its tree was not so deep. Plain decoding in one graph runs
     python -m bench.step [--models Llama-3.1-8B] [--batch 1,4] [--context 1024] [--out FILE]
     python -m bench.step --compile I/N   # share I of N of the settings, compiled, not timed
     python -m bench.step --processors    # what logits processors and log-probabilities add
+    python -m bench.step --dflash        # blocks of one forward and best-first trees
     python -m bench.step --picture       # docs/img/step_timeline.svg, of the recorded step
 """
 
@@ -23,8 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bench import timeline
-from bench.step_forced import Watched
-from bench.step_oracle import tree_logits
+from bench.step_oracle import check
 from bench.step_timing import (
     Patience,
     Stepper,
@@ -45,15 +45,13 @@ if TYPE_CHECKING:
 RESULTS = Path(__file__).parent / "results"
 OUT, TRACE = RESULTS / "step_h200.json", RESULTS / "step_trace_h200.json"
 PROCESSED = RESULTS / "step_processors_h200.json"
+BLOCKS = RESULTS / "step_dflash_h200.json"
 PICTURE = Path(__file__).parent.parent / "docs" / "img" / "step_timeline.svg"
 BATCHES, CONTEXTS = (1, 4, 16, 64), (1024, 4096, 32768)
 # tokens of context whose keys and values fit beside the weights
 FITS = 16 * 32768
 # the cell of the picture, and of all forced lengths
 SHOWN = ("Llama-3.1-8B", Setting(4, 5, 16), 1, 4096)
-CHECKED = 512
-# bfloat16 through all layers, relative L2 error of the logits
-MOST_ERROR = 0.05
 TRACED = 3
 
 
@@ -67,30 +65,6 @@ def rooms(cells: list[Any]) -> list[int]:
     kept = [(batch, context) for batch, context, fits in cells if fits]
     most = max(batch for batch, _ in kept)
     return [max(context for batch, context in kept if batch > at) for at in range(most)]
-
-
-def check(world: World, setting: Setting, length: int) -> float:
-    """Run an eager step of one request; returns how far its logits are from float64.
-
-    Raises
-    ------
-    AssertionError
-        If they are too far, not finite, or the step gains other than what is forced.
-    """
-    accept = world.forced(length, Watched)
-    decoder = world.decoder(setting, [1], accept, record=False)
-    context = min(CHECKED, world.rooms[0])
-    rows = world.admit(decoder, 1, context)
-    (gained,) = decoder.step(rows)
-    assert len(gained) == length, f"{setting.name}: gained {len(gained)} of {length}"
-    assert int(decoder.states.seq_lens[rows[0]]) == context + length
-    tokens, positions, words, logits = (seen[0] for seen in accept.seen)
-    assert bool(logits.isfinite().all()), f"{setting.name}: logits are not finite"
-    slots = world.table.req_to_token[rows[0], :context]
-    want = tree_logits(world.model, world.target.pool, slots, tokens, positions, words)
-    error = float((logits.double() - want).norm() / want.norm())
-    assert error < MOST_ERROR, f"{setting.name}: logits are off by {error:.2e}"
-    return error
 
 
 def divided(found: dict[str, Any]) -> dict[str, float]:
@@ -328,6 +302,11 @@ def main() -> None:
         action="store_true",
         help="time a tree's steps with penalties, min-p and log-probabilities, and without",
     )
+    parser.add_argument(
+        "--dflash",
+        action="store_true",
+        help="time DFlash's blocks and best-first trees, beside EAGLE-3 and plain decoding in turn",
+    )
     parser.add_argument("--commit", help="what the results call this version")
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--trace-out", type=Path, default=TRACE)
@@ -341,6 +320,9 @@ def main() -> None:
         return
     if options.processors:
         processed(options)
+        return
+    if options.dflash:
+        blocks(options)
         return
     numbers = (list(map(int, text.split(","))) for text in (options.batch, options.context))
     options.places = places(*numbers)
@@ -395,6 +377,52 @@ def processed(options: argparse.Namespace) -> None:
         "cells": list(cells),
     }
     write(record, PROCESSED if options.out == OUT else options.out)
+
+
+def blocks(options: argparse.Namespace) -> None:
+    """Time DFlash's blocks, with the first of the models; see `bench.step_blocks`."""
+    from bench.step_blocks import PLACES, SETTINGS, BlockWorld, measure
+
+    name = options.models.split(",")[0]
+    settings = [one for one in SETTINGS if one == PLAIN or options.settings in one.name]
+    if options.compile:
+        index, count = map(int, options.compile.split("/"))
+        batches = dict.fromkeys(batch for batch, _ in PLACES)
+        jobs = [(name, setting, batch) for setting in reversed(settings) for batch in batches]
+        # the head reads as many states of the target as if it were whole
+        shape = shapes(2048, layers=8)[name]
+        _compile(BlockWorld(shape, [1024] * max(batches), torch.device("cuda")), jobs[index::count])
+        return
+    from bench.suite import roofs
+
+    record: dict[str, Any] = {
+        "format": 1,
+        "machine": machine(options.commit),
+        "rounds": options.rounds,
+        "model": name,
+        "roofs": roofs.measure(options.rounds),
+        "cells": [],
+    }
+    free()
+    lens = rooms([(batch, context, True) for batch, context in PLACES])
+    world = BlockWorld(shapes(max(lens) + 256)[name], lens, torch.device("cuda"))
+    out, kept = (BLOCKS if options.out == OUT else options.out), []
+    for cell, stepper in measure(
+        world,
+        settings,
+        PLACES,
+        length=options.length,
+        rounds=options.rounds,
+        copy_tb_s=record["roofs"]["copy_tb_s"],
+    ):
+        kept.append((cell, stepper))
+        record["cells"].append(cell)
+        write(record, out)
+    # after everything was timed, for a profiler slows launches for good
+    for cell, stepper in kept:
+        if options.trace and cell["tree_us"] is not None:
+            cell["trace"] = traced(stepper, None, 0)
+            write(record, out)
 
 
 def draw(path: Path) -> None:

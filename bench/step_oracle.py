@@ -7,15 +7,46 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import silu
 
+from bench.step_forced import Watched
+
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from bench.step_world import Setting, World
     from specattn.cache.kv_pool import KVPool
     from specattn.models import FusedTarget
     from specattn.models.fused.block import Block
 
 # rows of the output matrix
 PIECE = 2**14
+# tokens of context
+CHECKED = 512
+# bfloat16 through all layers, relative L2 error of the logits
+MOST_ERROR = 0.05
+
+
+def check(world: World, setting: Setting, length: int) -> float:
+    """Run an eager step of one request; returns how far its logits are from float64.
+
+    Raises
+    ------
+    AssertionError
+        If they are too far, not finite, or the step gains other than what is forced.
+    """
+    accept = world.forced(length, Watched)
+    decoder = world.decoder(setting, [1], accept, record=False)
+    context = min(CHECKED, world.rooms[0])
+    rows = world.admit(decoder, 1, context)
+    (gained,) = decoder.step(rows)
+    assert len(gained) == length, f"{setting.name}: gained {len(gained)} of {length}"
+    assert int(decoder.states.seq_lens[rows[0]]) == context + length
+    tokens, positions, words, logits = (seen[0] for seen in accept.seen)
+    assert bool(logits.isfinite().all()), f"{setting.name}: logits are not finite"
+    slots = world.table.req_to_token[rows[0], :context]
+    want = tree_logits(world.model, world.target.pool, slots, tokens, positions, words)
+    error = float((logits.double() - want).norm() / want.norm())
+    assert error < MOST_ERROR, f"{setting.name}: logits are off by {error:.2e}"
+    return error
 
 
 def tree_logits(

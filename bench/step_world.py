@@ -18,6 +18,7 @@ from specattn.config import SpecConfig
 from specattn.cuda_graph.recorder import Recorder
 from specattn.models import FusedEagle3, FusedTarget
 from specattn.speculative.model import ModelSlot
+from specattn.speculative.proposer import as_proposer
 from specattn.speculative.sampling import SamplingBatch, SamplingParams
 from specattn.speculative.states import RequestStates, StateDims
 from specattn.speculative.step_decoder import StepDecoder
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from transformers import PretrainedConfig
 
+    from specattn.models import FusedDFlash
     from specattn.speculative.model import DraftModel, TargetModel
     from specattn.speculative.processors import ProcessorStates
 
@@ -111,6 +113,8 @@ class World:
         Where, and of what.
     backend : str
         Of the attention.
+    room : int
+        Slots of a request after its longest context.
     """
 
     def __init__(
@@ -120,13 +124,14 @@ class World:
         device: torch.device,
         dtype: torch.dtype = torch.bfloat16,
         backend: str = "triton",
+        room: int = ROOM,
     ) -> None:
-        self.device, self.rooms = device, list(rooms)
+        self.device, self.rooms, self.backend = device, list(rooms), backend
         torch.manual_seed(0)
         target = FusedTarget.random(shape.target, dtype=dtype, device=device)
         draft = FusedEagle3.random(shape.draft, target, shape.draft_vocab)
         draft.lm_head.mul_(SHARPER)
-        lens = [room + ROOM for room in rooms]
+        lens = [longest + room for longest in rooms]
         slots, self.longest = sum(lens) + 1, max(lens)
         self.table = SlotTable(
             max_num_reqs=len(lens), max_context_len=self.longest, num_slots=slots, device=device
@@ -145,6 +150,8 @@ class World:
         )
         self.draft: ModelSlot[DraftModel] = ModelSlot.of(draft, pools[1], backend)
         self.model, self.head = target, draft
+        # from here on there are only tokens that no draft proposes
+        self.lowest = draft.vocab_size
         self._recorder = Recorder()
 
     def _shuffle(self, slots: int) -> None:
@@ -166,18 +173,17 @@ class World:
     ) -> StepDecoder:
         """Capture a setting."""
         config = setting.config(self.longest, len(self.rows))
-        draft = self.draft if setting.steps else None
-        dims = StateDims.of(
-            self.head if setting.steps else None, setting.topk, draft_sampling=False
-        )
+        target, draft = self.slots_of(setting)
+        proposer = as_proposer(draft)
+        dims = StateDims(proposer.state_fields(config)) if proposer is not None else StateDims()
         states = RequestStates.alloc(len(self.rows) + 1, dims, self.device)
         return StepDecoder(
-            self.target if setting.steps else self.plain,
-            draft,
+            target,
+            proposer,
             config,
             self.table,
             states,
-            features=self.head.feature_size if setting.steps else 0,
+            features=proposer.feature_size if proposer is not None else 0,
             buckets=buckets,
             record=record,
             recorder=self._recorder,
@@ -186,10 +192,14 @@ class World:
             processors=processors,
         )
 
+    def slots_of(self, setting: Setting) -> tuple[ModelSlot[TargetModel], ModelSlot[Any] | None]:
+        """Return the target and the draft of a setting."""
+        return (self.target, self.draft) if setting.steps else (self.plain, None)
+
     def forced(self, length: int, kind: type[Forced] = Forced) -> Forced:
         """Return an acceptor of ``length`` tokens everywhere."""
         lens = torch.full((len(self.rows),), length, dtype=torch.int32, device=self.device)
-        return kind(lens, self.head.vocab_size)
+        return kind(lens, self.lowest)
 
     def admit(
         self,
@@ -215,7 +225,7 @@ class World:
         count, topk = len(rows), decoder.config.topk
         vocab = self.head.vocab_size
         state = None
-        if decoder.draft is not None:
+        if decoder.states.drafting:
             first = torch.rand(count, vocab, device=self.device).topk(topk, dim=1).indices
             probs = torch.tensor([FIRST * NEXT**i for i in range(topk)], device=self.device)
             hidden = decoder.states.drafting["hidden_states"]
@@ -240,22 +250,23 @@ class World:
         context once per forward.
         """
 
-        def cached(pool: KVPool) -> int:
-            return batch * context * (pool.k[:, 0].nbytes + pool.v[:, 0].nbytes)
-
-        found = {"target weights": _size(self.model), "target KV": cached(self.target.pool)}
+        tokens = batch * context
+        found = {
+            "target weights": matrix_bytes(self.model),
+            "target KV": cached_bytes(self.target.pool, tokens),
+        }
         if setting.steps:
             assert self.head.fc is not None
             # the drafts after the first token, and the extend, which alone mixes features
             forwards = setting.steps
-            found["draft weights"] = forwards * _size(self.head) + self.head.fc.nbytes
-            found["draft KV"] = forwards * cached(self.draft.pool)
+            found["draft weights"] = forwards * matrix_bytes(self.head) + self.head.fc.nbytes
+            found["draft KV"] = forwards * cached_bytes(self.draft.pool, tokens)
         return found
 
     def operations(self, setting: Setting, batch: int) -> int:
         """Return the floating point operations of a step's matrix products, attention aside."""
         size = self.head.norm.element_size()
-        target, head = _size(self.model) // size, _size(self.head) // size
+        target, head = (matrix_bytes(model) // size for model in (self.model, self.head))
         if not setting.steps:
             return 2 * batch * target
         assert self.head.fc is not None
@@ -266,9 +277,14 @@ class World:
         return 2 * batch * (setting.nodes * target + drafted + extend)
 
 
-def _size(model: FusedTarget | FusedEagle3) -> int:
+def cached_bytes(pool: KVPool, tokens: int) -> int:
+    """Return the bytes of all layers' keys and values of so many tokens."""
+    return tokens * (pool.k[:, 0].nbytes + pool.v[:, 0].nbytes)
+
+
+def matrix_bytes(model: FusedTarget | FusedEagle3 | FusedDFlash) -> int:
     """Return the bytes of the matrices that every forward reads."""
-    blocks = model.blocks if isinstance(model, FusedTarget) else (model.block,)
-    head = model.lm_head if isinstance(model, FusedEagle3) else model.lm_head.weight
+    blocks = (model.block,) if isinstance(model, FusedEagle3) else model.blocks
+    head = model.lm_head.weight if isinstance(model, FusedTarget) else model.lm_head
     matrices = [m for block in blocks for m in (block.qkv, block.o, block.gate_up, block.down)]
     return sum(matrix.nbytes for matrix in (*matrices, head))

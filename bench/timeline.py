@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 PHASES = ("metadata", "draft", "tree", "verify", "accept", "extend")
 CLASSES = ("target GEMM", "draft GEMM", "attention", "glue", "other", "idle")
 BEGIN, END, PLAN = "begin_step", r"end_step|land_step|write_output", "_plan"
-TREE, ACCEPT = "build_tree", r"accept_(greedy|sampled|rejection)|commit_kv|gather_path"
+TREE, ACCEPT = "build_tree|best_first", r"accept_(greedy|sampled|rejection)|commit_kv|gather_path"
 ATTENTION = (
     r"tree_attention|gluon_(tree|extend)|mla_|fixed_(attention|merge)|_extend_kernel|"
     r"^merge_kernel|merge_lse|flash::|flash_fwd|FlashAttn|fmha|BatchPrefill|BatchDecode|MergeState|xqa"

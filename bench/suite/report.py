@@ -1,8 +1,8 @@
 """The tables and pictures of a documentation page, made from result files.
 
 A page says where with ``<!-- results: NAME -->`` and ``<!-- end -->``; what stands between them is
-replaced. Names are ``summary``, ``machines``, ``latency``, ``steps``, ``pair``, those of `SHOWN`.
-Cells that are not shown are in the result files and, of shown parts, in the pictures.
+replaced. Names are ``summary``, ``machines``, ``latency``, ``steps``, ``dflash``, ``pair``, those
+of `SHOWN`. Cells that are not shown are in the result files and, of shown parts, in the pictures.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from . import blocks as drafted
 from . import decode, metadata, plots, steps, summary, tables
 from .results import read
 
@@ -145,7 +146,7 @@ def blocks(folder: Path, parts: list[PartFound]) -> dict[str, str]:
     results = folder.parent
     found = {
         name: module.shown(results)
-        for name, module in (("steps", steps), ("pair", decode))
+        for name, module in (("steps", steps), ("dflash", drafted), ("pair", decode))
         if (results / module.RECORD).exists()
     }
     if not parts:

@@ -1,0 +1,85 @@
+"""What the record of `bench.step --dflash` says about blocks of one forward."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from . import tables
+from .steps import PLAIN, place
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+RECORD = "step_dflash_h200.json"
+#: What the settings of blocks begin with.
+DRAFT = "DFlash"
+Cell = dict[str, Any]
+
+
+def shown(results: Path) -> str:
+    """Return times over bytes, what building a tree takes, and from where on blocks win."""
+    found = json.loads((results / RECORD).read_text())
+    rows: dict[str, dict[str, Cell]] = {}
+    for cell in found["cells"]:
+        rows.setdefault(place(cell), {})[cell["setting"]] = cell
+    return "\n\n".join(
+        [
+            f"{found['model']}, every setting in turn, ms and ratio to the bytes at the speed of "
+            "a copy:",
+            _times(rows),
+            f"{DRAFT} against the others: building the tree, launches and graphs of a step, the "
+            "tokens per step at which it is plain decoding's equal, and how many times an EAGLE-3 "
+            "setting's tokens it must gain to be that one's:",
+            _even(rows),
+        ]
+    )
+
+
+def _settings(rows: dict[str, dict[str, Cell]]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows.values() for name in row))
+
+
+def _times(rows: dict[str, dict[str, Cell]]) -> str:
+    """A row per batch and context, a column per setting."""
+    settings = _settings(rows)
+    body = []
+    for name, row in rows.items():
+        cells = (row.get(setting) for setting in settings)
+        body.append([name, *(_time(cell) for cell in cells)])
+    return tables.table(["batch x context", *settings], body)
+
+
+def _time(cell: Cell | None) -> str:
+    if cell is None:
+        return tables.NONE
+    return f"{cell['us'] / 1e3:.2f}, {tables.times(cell['us'] / cell['floor_us'])}"
+
+
+def _even(rows: dict[str, dict[str, Cell]]) -> str:
+    """A row per place and tree of a block."""
+    others = [name for name in _settings(rows) if not name.startswith(DRAFT)]
+    head = ["batch x context", "setting", "tree, us", "of the step", "launches", "graphs"]
+    head += [f"= {name}" if name == PLAIN else f"x {name}" for name in others]
+    body = []
+    for name, row in rows.items():
+        for setting, cell in row.items():
+            if not setting.startswith(DRAFT):
+                continue
+            launches = str(cell["trace"]["kernels"]) if "trace" in cell else tables.NONE
+            body.append(
+                [
+                    name,
+                    setting,
+                    f"{cell['tree_us']:.2f}",
+                    f"{cell['tree_us'] / cell['us']:.2%}",
+                    launches,
+                    str(cell["graphs"]),
+                    *(_ratio(cell, row.get(other)) for other in others),
+                ]
+            )
+    return tables.table(head, body)
+
+
+def _ratio(cell: Cell, other: Cell | None) -> str:
+    return tables.NONE if other is None else f"{cell['us'] / other['us']:.2f}"
