@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
+from contextlib import redirect_stdout
 
 import pytest
 import torch
@@ -131,7 +133,21 @@ def test_refilled_lines_do_not_depend_on_the_formatter():
     assert shape.refilled(long) == -(-len(long) // 100) == 3
 
 
-def test_a_step_is_traced_until_its_launch_and_within():
+class Here:
+    """The program of a checkout in this process, which has imported what it needs."""
+
+    def __init__(self, tree, arguments):
+        self.program = arguments[1]
+
+    def communicate(self):
+        with redirect_stdout(io.StringIO()) as said:
+            exec(self.program, {})
+        return said.getvalue(), None
+
+
+def test_a_step_is_traced_until_its_launch_and_within(monkeypatch):
+    monkeypatch.chdir(shape.HERE)
+    monkeypatch.setattr(shape, "start", Here)
     found = shape.traced(shape.HERE)
     assert {"Step", "StepDecoder", "BoundLayers"} <= set(found["which"])
     assert "RequestStates" not in found["which"], "a record of tensors"
