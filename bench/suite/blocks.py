@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from . import tables
-from .steps import PLAIN, place
+from .steps import PLAIN, measured, over_floor, place
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,12 +21,12 @@ def shown(results: Path) -> str:
     """Return times over bytes, what building a tree takes, and from where on blocks win."""
     found = json.loads((results / RECORD).read_text())
     rows: dict[str, dict[str, Cell]] = {}
-    for cell in found["cells"]:
+    for cell in measured(found):
         rows.setdefault(place(cell), {})[cell["setting"]] = cell
     return "\n\n".join(
         [
             f"{found['model']}, every setting in turn, ms and ratio to the bytes at the speed of "
-            "a copy:",
+            "a copy (with *: to the products, where these take longer):",
             _times(rows),
             f"{DRAFT} against the others: building the tree, launches and graphs of a step, the "
             "tokens per step at which it is plain decoding's equal, and how many times an EAGLE-3 "
@@ -46,14 +46,8 @@ def _times(rows: dict[str, dict[str, Cell]]) -> str:
     body = []
     for name, row in rows.items():
         cells = (row.get(setting) for setting in settings)
-        body.append([name, *(_time(cell) for cell in cells)])
+        body.append([name, *(over_floor(cell) for cell in cells)])
     return tables.table(["batch x context", *settings], body)
-
-
-def _time(cell: Cell | None) -> str:
-    if cell is None:
-        return tables.NONE
-    return f"{cell['us'] / 1e3:.2f}, {tables.times(cell['us'] / cell['floor_us'])}"
 
 
 def _even(rows: dict[str, dict[str, Cell]]) -> str:

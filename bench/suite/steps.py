@@ -49,11 +49,15 @@ ACCEPTED = (
 
 def read(results: Path) -> list[Cell]:
     """Return the cells that were measured, each with the time of its products alone."""
-    found = json.loads((results / RECORD).read_text())
-    speed = found["roofs"]["matmul_tflops"] * 1e6
+    return measured(json.loads((results / RECORD).read_text()))
+
+
+def measured(record: dict[str, Any]) -> list[Cell]:
+    """Return a record's cells that were measured, each with the time of its products alone."""
+    speed = record["roofs"]["matmul_tflops"] * 1e6
     return [
         cell | {"products_us": cell["operations"] / speed}
-        for cell in found["cells"]
+        for cell in record["cells"]
         if "skipped" not in cell
     ]
 
@@ -87,7 +91,7 @@ def times(cells: list[Cell]) -> str:
         (
             [
                 name,
-                *(_time(row.get(setting)) for setting in settings),
+                *(over_floor(row.get(setting)) for setting in settings),
                 *(_even(row, setting) for setting in settings if setting != PLAIN),
             ]
             for name, row in rows.items()
@@ -95,7 +99,8 @@ def times(cells: list[Cell]) -> str:
     )
 
 
-def _time(cell: Cell | None) -> str:
+def over_floor(cell: Cell | None) -> str:
+    """Milliseconds, and the ratio to the bytes, or with * to the products that take longer."""
     if cell is None:
         return tables.NONE
     floor, products = cell["floor_us"], cell["products_us"]

@@ -30,6 +30,7 @@ SIZES = {
 NAMES = ("Llama-3.1-8B", "Qwen3-8B")
 SHAPE = Shape("tiny", LlamaConfig(**SIZES), LlamaConfig(**SIZES), 61)
 TREE = BlockSetting(1, 5, 9, 3)
+ROOFS = {"copy_tb_s": 4.2, "matmul_tflops": 800.0}
 SETTINGS = (PLAIN, Setting(2, 3, 6), TREE)
 
 
@@ -102,7 +103,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(step_blocks, "BlockWorld", world)
     monkeypatch.setattr(step, "shapes", lambda *_, **__: dict.fromkeys(NAMES, SHAPE))
     monkeypatch.setattr(step, "machine", lambda commit: {"commit": commit})
-    monkeypatch.setattr("bench.suite.roofs.measure", lambda rounds: {"copy_tb_s": 4.2})
+    monkeypatch.setattr("bench.suite.roofs.measure", lambda rounds: ROOFS)
 
 
 def test_a_run_leaves_a_record_after_every_cell(monkeypatch, tmp_path, tiny):
@@ -147,7 +148,7 @@ def test_shares_of_the_settings_are_compiled(monkeypatch, tiny, share):
 def test_the_table_says_what_the_record_says(tmp_path):
     def cell(setting, batch, us, **more):
         found = {"setting": setting, "batch": batch, "context": 4096, "us": us, "graphs": 1}
-        return found | {"floor_us": 4000.0, "tree_us": None} | more
+        return found | {"floor_us": 4000.0, "operations": 2e12, "tree_us": None} | more
 
     cells = [
         cell("plain", 1, 4000.0),
@@ -155,12 +156,13 @@ def test_the_table_says_what_the_record_says(tmp_path):
         cell("DFlash 15-32", 1, 4400.0, tree_us=11.0, trace={"kernels": 345}),
         # a run that was cut short
         cell("plain", 4, 4800.0),
-        cell("DFlash 15-32", 4, 6000.0, tree_us=12.0),
+        cell("DFlash 15-32", 4, 6000.0, tree_us=12.0, operations=4e12),
     ]
-    (tmp_path / report.RECORD).write_text(json.dumps({"model": "Llama", "cells": cells}))
+    record = {"model": "Llama", "cells": cells, "roofs": {"matmul_tflops": 800.0}}
+    (tmp_path / report.RECORD).write_text(json.dumps(record))
     text = report.shown(tmp_path)
     assert "| 1 x 4k | 4.00, 1.00x | 5.00, 1.25x | 4.40, 1.10x |" in text
-    assert "| 4 x 4k | 4.80, 1.20x | - | 6.00, 1.50x |" in text
+    assert "| 4 x 4k | 4.80, 1.20x | - | 6.00, 1.20x * |" in text
     assert "| 1 x 4k | DFlash 15-32 | 11.00 | 0.25% | 345 | 1 | 1.10 | 0.88 |" in text
     assert "| 4 x 4k | DFlash 15-32 | 12.00 | 0.20% | - | 1 | 1.25 | - |" in text
 
