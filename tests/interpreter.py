@@ -69,7 +69,7 @@ def describe_once() -> None:
     from triton.runtime import interpreter
 
     make_block, make_tuple = tl.block_type.__init__, tl.tuple.__init__
-    compare_kinds = tl.dtype.__eq__
+    compare_kinds, unwrap_any = tl.dtype.__eq__, tl._unwrap_if_constexpr
     broadcast, kind_in_numpy = TritonSemantic.broadcast_impl_value, interpreter._get_np_dtype
     shapes: dict[Any, Any] = {}
     kinds: dict[str, Any] = {}
@@ -106,9 +106,22 @@ def describe_once() -> None:
             kinds[kind.name] = kind_in_numpy(kind)
         return kinds[kind.name]
 
+    def spread(self: Any, scalar: Any, block: Any) -> Any:
+        kind = block.type.with_element_ty(scalar.dtype)
+        return self.tensor(self.builder.create_splat(kind, scalar.handle), kind)
+
     def broadcast_two(self: Any, one: Any, other: Any) -> Any:
-        same = one.type.is_block() == other.type.is_block() and one.shape is other.shape
-        return (one, other) if same else broadcast(self, one, other)
+        blocks = one.type.is_block(), other.type.is_block()
+        if blocks[0] == blocks[1] and one.shape is other.shape:
+            return one, other
+        if blocks[0] == blocks[1] or self.builder is not interpreter.interpreter_builder:
+            return broadcast(self, one, other)
+        return (one, spread(self, other, one)) if blocks[0] else (spread(self, one, other), other)
+
+    plain = {int, float, bool, str, type(None), tl.tensor, tl.dtype, tl.block_type}
+
+    def unwrap(value: Any) -> Any:
+        return value if type(value) in plain else unwrap_any(value)
 
     def equal_kinds(self: Any, other: Any) -> bool:
         return self is other or compare_kinds(self, other)
@@ -122,7 +135,7 @@ def describe_once() -> None:
         lambda self: f"<{self.shape}, {self.element_ty}>", lambda *_: None
     )
     tl.tuple.type = property(tuple_type, lambda self, type: setattr(self, "_type", type))
-    tl.dtype.__eq__ = equal_kinds
+    tl.dtype.__eq__, tl._unwrap_if_constexpr = equal_kinds, unwrap
     interpreter._get_np_dtype = find_kind
     TritonSemantic.broadcast_impl_value = broadcast_two
 
@@ -138,17 +151,28 @@ def convert_once() -> None:
         TritonSemantic.scalar_constant,
     )
     constants: dict[Any, Any] = {}
-    kinds = (tl.int1, tl.int32, tl.int64, tl.uint32, tl.uint64, tl.float32, tl.float64)
-    alike = {id(kind) for kind in kinds}
+    floats = (tl.float32, tl.float64)
+    alike = {id(kind) for kind in (tl.int1, tl.int32, tl.int64, tl.uint32, tl.uint64, *floats)}
+
+    def takes(one: Any, number: Any) -> bool:
+        """Whether a number beside a value gets the value's kind."""
+        if type(one) is not tl.tensor or type(number) not in (int, float):
+            return False
+        fits = type(number) is int and -(2**31) <= number < 2**31
+        return any(one.dtype is kind for kind in floats) or (fits and one.dtype is tl.int32)
 
     def convert_two(self: Any, one: Any, other: Any, *args: Any, **named: Any) -> Any:
-        if (
-            type(one) is type(other) is tl.tensor
-            and one.dtype is other.dtype
-            and id(one.dtype) in alike
-        ):
-            return self.broadcast_impl_value(one, other)
-        return convert(self, one, other, *args, **named)
+        # beside what an operation may take pointers for, nothing is asked
+        plain = len(args) <= 2 and not named
+        if plain and takes(one, other):
+            other = self.scalar_constant(other, one.dtype)
+        elif plain and takes(other, one):
+            one = self.scalar_constant(one, other.dtype)
+        if type(one) is not tl.tensor or type(other) is not tl.tensor:
+            return convert(self, one, other, *args, **named)
+        if one.dtype is not other.dtype or id(one.dtype) not in alike:
+            return convert(self, one, other, *args, **named)
+        return self.broadcast_impl_value(one, other)
 
     def constant(self: Any, value: Any, dtype: Any) -> Any:
         if self.builder is not interpreter_builder:
