@@ -270,7 +270,7 @@ def test_a_draft_of_another_target(tmp_path):
     result = run("generate", *ON_CPU, "--draft", str(tmp_path), "p")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(f"specattn: error: --draft: {tmp_path} ")
-    assert "vocabulary of 5" in result.stderr
+    assert "has vocab_size 5 in config.json; the target has 3072 tokens" in result.stderr
 
 
 @pytest.mark.parametrize("command", ["generate", "inspect"])
