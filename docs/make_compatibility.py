@@ -56,9 +56,7 @@ MODES = """
 The [plug-in's](sglang.md) tests in the environments of two releases, on a CPU; *kit* is SGLang's
 own attention kit. A page size is given where a test's name has one. A test of an empty cell did not
 run there. What is refused is [listed there](sglang.md#what-is-refused). Each column is the one
-whole run of its environment above, but for the tests beside SGLang's `triton` of 0.5.23: they
-failed, as the tests' stand-in for CUDA had SGLang write its masks in a layout that `triton` does
-not read, and passed in a second run with that mended.
+whole run of its environment above.
 
 """
 VERIFIED = """
