@@ -63,6 +63,11 @@ SLOW = (
 )
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Take a core each, four at most; `-n 16` asks for more."""
+    return min(4, os.cpu_count() or 1)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--gpu-record", metavar="FILE", help="write what a whole run of `-m gpu` covered to FILE"

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
-from specattn.models import HFTarget, load_draft
+from specattn.models import HFTarget, load_dflash, load_draft
+from specattn.models.hub import PAIR_HEADS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAIR = files("specattn") / "pair"
@@ -81,6 +82,20 @@ def test_tokens_are_those_of_transformers(pair, prompts, expected, tree, page_si
     if DEVICE == "cuda":
         assert all(d.runner.recording for d in engine.decoders)
         assert not any(d.runner.stats.eager for d in engine.decoders)
+
+
+@pytest.mark.parametrize("tree", ["chain", "best first"])
+def test_blocks_of_one_forward_draft_the_pairs_text(prompts, expected, tree):
+    target = HFTarget.from_pretrained(str(PAIR / "target"), dtype=torch.float32, device=DEVICE)
+    draft = load_dflash(PAIR_HEADS["dflash"], target, dtype=torch.float32, device=DEVICE)
+    config = {
+        "chain": SpecConfig(7, 1, 8, 256, 4),
+        "best first": SpecConfig(7, 1, 16, 256, 4, tree="best_first"),
+    }[tree]
+    engine = Engine(target.with_features(draft.features), draft, config, buckets=[4])
+    out = engine.generate([Request(prompt, NEW) for prompt in prompts])
+    assert [result.tokens for result in out] == expected
+    assert sum(sum(r.accept_lens) for r in out) / sum(r.steps for r in out) > 1.5
 
 
 @pytest.mark.gpu

@@ -24,7 +24,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -161,8 +161,6 @@ class Proposer(ABC):
     Whatever a proposer does not define, it does not need.
     """
 
-    #: Whether it proposes on the host, between two parts of a piecewise step.
-    host: ClassVar[bool] = False
     #: Tokens beyond the committed ones that it has read when a step begins: 1 if it has read the
     #: bonus token, and the slot after a prompt is its own, too.
     lead: int = 0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from importlib.metadata import version
 
 import pytest
-import torch
 import transformers
 
 from tests.cli.command import ON_CPU, PROMPT, plain_tokens, run, tokenizer
@@ -84,7 +84,7 @@ def test_inspect_refuses_plain_decoding():
 def test_version_help_and_unknown_commands():
     shown = run("--version").stdout.splitlines()
     assert re.fullmatch(r"specattn \d+\.\d+\.\d+", shown[0])
-    assert f"torch {torch.__version__}" in shown
+    assert f"torch {version('torch')}" in shown
     assert f"transformers {transformers.__version__}" in shown
     (on_cpu,) = (line for line in shown if line.startswith("backends on cpu: "))
     assert "torch_native" in on_cpu.removeprefix("backends on cpu: ").split(", ")

@@ -168,7 +168,6 @@ class Run:
             few = replace(size, generate_rows=max(1, size.draft_rows // 4))
             held = on_policy_rows(target, self.held_out, size=few, seconds=0)
             self.written = rows, held
-            self.record(on_policy_tokens=rows.tokens.numel())
         return self.written
 
     def trained_head(self, target: DenseTarget) -> DenseHead:
@@ -177,6 +176,7 @@ class Run:
         rows, held = (written.tokens for written in self.rows(target))
         head = new_head(size, target, frequent_tokens(rows, size.vocab, size.draft_vocab))
         self.record(
+            on_policy_tokens=rows.numel(),
             draft_vocab_coverage=head.t2d[held].float().mean().item(),
             head_parameters=sum(p.numel() for p in head.parameters()),
         )
@@ -190,8 +190,11 @@ class Run:
         if not (folder / "model.safetensors").exists():
             mask = self.tokenizer().token_to_id(MASK_TOKEN)
             head = new_dflash(self.size, target, mask)
-            self.record(dflash_parameters=sum(p.numel() for p in head.parameters()))
             rows, held = self.rows(target)
+            self.record(
+                dflash_on_policy_tokens=rows.tokens.numel(),
+                dflash_parameters=sum(p.numel() for p in head.parameters()),
+            )
             curves = train_dflash(
                 head, target, (rows, self.train, held), size=self.size,
                 seconds=self.args.dflash_minutes * 60,
