@@ -46,11 +46,14 @@ def generate(
     system: options.SystemOption = None,
     target: options.TargetOption = None,
     draft: options.DraftOption = None,
+    draft_kind: options.DraftKindOption = "eagle3",
     device: options.DeviceOption = "auto",
     dtype: options.DtypeOption = "auto",
     topk: options.TopkOption = None,
     steps: options.StepsOption = None,
     draft_tokens: options.DraftTokensOption = None,
+    tree: options.TreeOption = "beam",
+    ranks: options.RanksOption = None,
     draft_sampling: options.DraftSamplingOption = False,
     adaptive: options.AdaptiveOption = False,
     temperature: Annotated[float, option(SAMPLING, "0 is greedy decoding.")] = 0.0,
@@ -89,6 +92,9 @@ def generate(
         topk,
         steps,
         draft_tokens,
+        kind=draft_kind,
+        tree=tree,
+        ranks=ranks,
         page_size=page_size,
         draft_sampling=draft_sampling,
         adaptive=adaptive,
@@ -113,6 +119,7 @@ def generate(
     from specattn.cli.loading import models_for, pick_device, pick_kv_dtype
     from specattn.cli.running import Setup
     from specattn.engine.request import Request
+    from specattn.speculative.proposer import draft_len_of
 
     place, stored = pick_device(device), pick_kv_dtype(kv_cache_dtype)
     models = models_for(
@@ -123,8 +130,10 @@ def generate(
         dtype,
         backend,
         speculative=config.num_steps > 0,
+        kind=draft_kind,
         fused=not no_fused,
     )
+    config = config.reserving(draft_len_of(models.draft, config))
     limit = _context_limit(models, config, max_context)
     grammar = None if schema is None else compile_schema(schema, models)
     prompt_ids = found.encode(models.tokenizer, models.target.vocab_size, limit)
@@ -185,7 +194,8 @@ def _context_limit(models: Models, config: SpecConfig, asked: int | None) -> int
     most = models.target.max_context_len
     if asked is not None and asked > most:
         raise ArgumentError("--max-context", f"must be at most {most}, the target's, got {asked}")
-    if models.draft is not None and config.topk > models.draft.vocab_size:
+    # text alone has no vocabulary of its own
+    if models.draft is not None and 0 < models.draft.vocab_size < config.topk:
         raise ArgumentError(
             "--topk",
             f"must be at most {models.draft.vocab_size}, the draft's vocabulary, got {config.topk}",

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
     import typer
 
+    from specattn.speculative.block import BlockDraftModel
     from specattn.speculative.model import DraftModel, TargetModel
+    from specattn.speculative.proposer import Proposer
 
 _DTYPES = {
     "float32": torch.float32,
@@ -44,13 +46,13 @@ _SHARED_FROM = 1024
 
 @dataclass(frozen=True)
 class Models:
-    """A target, the draft head made for it, and their tokenizer.
+    """A target, what drafts for it, and their tokenizer.
 
     The target returns the features that the draft reads; without a draft, decoding is plain.
     """
 
     target: TargetModel
-    draft: DraftModel | None
+    draft: DraftModel | BlockDraftModel | Proposer | None
     tokenizer: Any
 
 
@@ -77,13 +79,14 @@ def models_for(
     backend: str,
     *,
     speculative: bool,
+    kind: str = "eagle3",
     fused: bool = True,
 ) -> Models:
     """Check a command's dtype and backend on ``place``; load its models."""
     weights = pick_dtype(dtype, place)
     check_backend(backend, place, from_environment=from_environment(ctx, "backend"))
     return load_models(
-        target, draft, speculative=speculative, dtype=weights, device=place, fused=fused
+        target, draft, speculative=speculative, kind=kind, dtype=weights, device=place, fused=fused
     )
 
 
@@ -126,6 +129,7 @@ def load_models(
     speculative: bool,
     dtype: torch.dtype,
     device: torch.device,
+    kind: str = "eagle3",
     fused: bool = True,
 ) -> Models:
     """Load a target and its draft, by default the shipped pair.
@@ -133,11 +137,16 @@ def load_models(
     Models are folders or names on the Hub; ``dtype`` and ``device`` are those of the weights, and
     ``fused`` says whether to fuse each model that has a fused form (`specattn.models.fuse`). An
     ArgumentError or a ModelError names one that is missing, broken, or does not fit the other.
+    ``kind`` is one of `options.DRAFT_KINDS`; lookup drafts without a model.
     """
-    if speculative and target is not None and draft is None:
+    has_head = speculative and kind != "lookup"
+    if draft is not None and kind in ("lookup", "none"):
+        raise ArgumentError("--draft", f"must not be given: --draft-kind {kind} has no model")
+    if has_head and target is not None and draft is None:
         raise ArgumentError("--draft", "is needed with --target (or --steps 0 for plain decoding)")
     with loading_bar():
-        from specattn.models import HFTarget, fuse, load_draft
+        from specattn.models import HFTarget, fuse, load_dflash, load_draft
+        from specattn.speculative.lookup import LookupProposer
 
         found = HFTarget.from_pretrained(
             target or shipped("target"),
@@ -147,20 +156,33 @@ def load_models(
         )
         if device.type == "cpu" and found.hidden_size < _SHARED_FROM:
             torch.set_num_threads(1)
-        head = None
-        if speculative:
-            head = load_draft(draft or shipped("draft"), found, dtype=dtype, device=device)
+        head: Any = None
+        if has_head:
+            load: Any = load_dflash if kind == "dflash" else load_draft
+            head = load(draft or shipped_head(kind), found, dtype=dtype, device=device)
             found = found.with_features(head.features)
-        return Models(*(fuse(found, head) if fused else (found, head)), found.tokenizer)
+        models: tuple[Any, Any] = fuse(found, head) if fused else (found, head)
+        if speculative and kind == "lookup":
+            models = models[0], LookupProposer()
+        return Models(*models, found.tokenizer)
 
 
-def shipped(part: str) -> str:
-    """Return the folder of the shipped ``target`` or ``draft``, if any."""
+def shipped_head(kind: str) -> str:
+    """Return the folder of the shipped head of a kind, if any."""
+    from specattn.models.hub import PAIR_HEADS
+
+    return shipped(PAIR_HEADS[kind].name, "draft")
+
+
+def shipped(part: str, option: str = "") -> str:
+    """Return a folder of the shipped pair; without it, ``--option`` (or ``--part``) is needed."""
     from specattn.models.hub import PAIR
 
     folder = PAIR / part
     if not (folder / "config.json").is_file():
-        raise ArgumentError(f"--{part}", f"is needed: this installation has no model in {folder}")
+        raise ArgumentError(
+            f"--{option or part}", f"is needed: this installation has no model in {folder}"
+        )
     return str(folder)
 
 

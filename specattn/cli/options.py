@@ -46,21 +46,28 @@ _TARGET = (
     "Target: a folder or the name of a model on the Hugging Face Hub. "
     "Default: the pair that comes with specattn."
 )
-_DRAFT = "Draft head for the target: an EAGLE, EAGLE-2 or EAGLE-3 checkpoint."
+_DRAFT = "Draft head for the target: an EAGLE, EAGLE-2, EAGLE-3 or DFlash checkpoint."
+_KIND = "What drafts: eagle3 (EAGLE heads), dflash, lookup (the text itself) or none."
+DRAFT_KINDS = "eagle3", "dflash", "lookup", "none"
 _DTYPE = "auto, float32, float16 or bfloat16. auto is bfloat16 on CUDA, float32 elsewhere."
 TargetOption = Annotated[str | None, option(MODELS, _TARGET, metavar="MODEL")]
 DraftOption = Annotated[str | None, option(MODELS, _DRAFT, metavar="MODEL")]
+DraftKindOption = Annotated[str, option(MODELS, _KIND, metavar="KIND")]
 DeviceOption = Annotated[str, option(MODELS, "auto, cpu, cuda or cuda:N.")]
 DtypeOption = Annotated[str, option(MODELS, _DTYPE)]
 
 _TOPK = "Branches kept at every depth. Default: 1, a chain."
 _STEPS = "Depth of the draft tree; 0 is plain decoding. Default: 5."
 _NODES = "Nodes verified at once, the root included. Default: steps + 1, or 4 per branch."
+_TREE = "beam (chains and trees of --topk), or best_first (--draft-tokens most probable nodes)."
+_RANKS = "Tokens of every depth that a best_first tree chooses from. Default: 8."
 _DRAWN = "Draw the drafts and verify by rejection sampling; chains at a temperature only."
 _ADAPTIVE = "Let every step take the given shape or a smaller one, by what drafts gain and cost."
 TopkOption = Annotated[int | None, option(SPECULATION, _TOPK)]
 StepsOption = Annotated[int | None, option(SPECULATION, _STEPS)]
 DraftTokensOption = Annotated[int | None, option(SPECULATION, _NODES)]
+TreeOption = Annotated[str, option(SPECULATION, _TREE)]
+RanksOption = Annotated[int | None, option(SPECULATION, _RANKS)]
 DraftSamplingOption = Annotated[bool, option(SPECULATION, _DRAWN, "--draft-sampling")]
 AdaptiveOption = Annotated[bool, option(SPECULATION, _ADAPTIVE, "--adaptive")]
 
@@ -84,6 +91,7 @@ JsonOption = Annotated[bool, option(OUTPUT, "Print JSON and nothing else.", "--j
 _ANY_CONTEXT = 2**20
 _DEFAULT_STEPS = 5
 _NODES_PER_BRANCH = 4
+_BEST_FIRST_NODES = 16
 
 
 def speculation(
@@ -91,6 +99,9 @@ def speculation(
     steps: int | None,
     draft_tokens: int | None,
     *,
+    kind: str = "eagle3",
+    tree: str = "beam",
+    ranks: int | None = None,
     page_size: int = 1,
     draft_sampling: bool = False,
     adaptive: bool = False,
@@ -98,13 +109,28 @@ def speculation(
     """Return the speculative config of options; missing ones follow from the others."""
     from specattn.config import SpecConfig
 
+    best_first: dict[str, Any] = {"tree": "best_first"} if _is_best_first(tree, ranks) else {}
+    if kind not in DRAFT_KINDS:
+        names = f"{', '.join(DRAFT_KINDS[:-1])} or {DRAFT_KINDS[-1]}"
+        raise ArgumentError("--draft-kind", f"must be {names}, got {kind!r}")
+    if kind == "none":
+        if steps:
+            raise ArgumentError("--steps", f"must be 0 with --draft-kind none, got {steps}")
+        steps = 0
     if steps is None:
         steps = _DEFAULT_STEPS
-        if topk in (None, 1) and draft_tokens is not None and 1 <= draft_tokens <= 65:
+        if (
+            not best_first
+            and topk in (None, 1)
+            and draft_tokens is not None
+            and 1 <= draft_tokens <= 65
+        ):
             steps = draft_tokens - 1
     topk = 1 if topk is None else topk
     if draft_tokens is None:
-        draft_tokens = _default_nodes(topk, steps)
+        draft_tokens = _BEST_FIRST_NODES if best_first else _default_nodes(topk, steps)
+    if ranks is not None:
+        best_first["ranks"] = ranks
     with naming_options():
         config = SpecConfig(
             steps,
@@ -113,6 +139,7 @@ def speculation(
             max_context_len=_ANY_CONTEXT,
             page_size=page_size,
             draft_sampling=draft_sampling and steps > 0,
+            **best_first,
         )
     for name, is_given, lacks in (
         ("--draft-sampling", draft_sampling, "drafts"),
@@ -123,6 +150,15 @@ def speculation(
                 name, f"needs --steps of at least 1, got plain decoding, which has no {lacks}"
             )
     return config
+
+
+def _is_best_first(tree: str, ranks: int | None) -> bool:
+    """Return whether trees are built best first."""
+    if tree not in ("beam", "best_first"):
+        raise ArgumentError("--tree", f"must be beam or best_first, got {tree!r}")
+    if ranks is not None and tree == "beam":
+        raise ArgumentError("--ranks", "needs --tree best_first")
+    return tree == "best_first"
 
 
 def _default_nodes(topk: int, steps: int) -> int:

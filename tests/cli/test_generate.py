@@ -8,7 +8,16 @@ import re
 import pytest
 
 from specattn.cli.loading import decode
-from tests.cli.command import OTHERS, PROMPT, generate, generated, plain_tokens, tokenizer
+from tests.cli.command import (
+    ON_CPU,
+    OTHERS,
+    PROMPT,
+    generate,
+    generated,
+    plain_tokens,
+    run,
+    tokenizer,
+)
 
 
 def test_text_is_what_transformers_generates():
@@ -179,3 +188,39 @@ def test_the_context_ends_the_text():
 def test_the_environment_names_the_backend():
     found = generated(PROMPT, count=2, env={"SPECATTN_BACKEND": "torch_native"})
     assert found["backend"] == "torch_native"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--draft-kind", "dflash"),
+        ("--draft-kind", "dflash", "--tree", "best_first", "--draft-tokens", "24", "--ranks", "4"),
+        ("--draft-kind", "dflash", "--topk", "2", "--steps", "3", "--no-fused"),
+        ("--tree", "best_first"),
+        ("--draft-kind", "lookup", "--topk", "3"),
+        ("--draft-kind", "none"),
+    ],
+    ids=" ".join,
+)
+def test_every_kind_of_draft_has_the_tokens_of_plain_decoding(options):
+    found = json.loads(generate(PROMPT, "--json", *options, count=40).stdout)
+    assert found["tokens"] == plain_tokens(PROMPT, 40)
+    drafts = options[-1] != "none"
+    # the first token is the prompt's
+    assert (found["steps"] < 39) == drafts
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--draft-kind", "medusa"), "--draft-kind: must be eagle3, dflash, lookup or none"),
+        (("--draft-kind", "none", "--steps", "2"), "--steps: must be 0 with --draft-kind none"),
+        (("--draft-kind", "lookup", "--draft", "x"), "--draft: must not be given"),
+        (("--tree", "widest"), "--tree: must be beam or best_first"),
+        (("--ranks", "4"), "--ranks: needs --tree best_first"),
+    ],
+)
+def test_kinds_and_trees_are_refused_by_name(options, said):
+    result = run("generate", *ON_CPU, PROMPT, *options)
+    assert result.exit_code == 2
+    assert said in result.stderr

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specattn.errors import ModelError
+from specattn.models.dflash import DFlashHead
 from specattn.models.eagle import Eagle3Head
 from specattn.models.fused.dflash import FusedDFlash
 from specattn.models.fused.draft import FusedEagle3
@@ -17,33 +18,37 @@ from specattn.speculative.standalone import LMDraft
 if TYPE_CHECKING:
     from specattn.models.eagle import EagleHead
 
-    Draft = EagleHead | Eagle3Head | LMDraft
+    Draft = EagleHead | Eagle3Head | DFlashHead | LMDraft
 
 __all__ = ["FusedDFlash", "FusedEagle3", "FusedTarget", "fuse"]
 
 
 def fuse(
     target: HFTarget, draft: Draft | None = None
-) -> tuple[HFTarget | FusedTarget, Draft | FusedEagle3 | None]:
+) -> tuple[HFTarget | FusedTarget, Draft | FusedEagle3 | FusedDFlash | None]:
     """Fuse the target and the draft that the fused path computes.
 
-    A model that it does not compute is returned as it is; `FusedTarget.from_target` and
-    `FusedEagle3.from_head` say why. A fused model shares the weights of the one it was made of.
+    A model that it does not compute is returned as it is; `FusedTarget.from_target`,
+    `FusedEagle3.from_head` and `FusedDFlash.from_head` say why. A fused model shares the
+    weights of the one it was made of.
 
     Parameters
     ----------
     target : HFTarget
         The target; the features that it gives stay the same.
-    draft : EagleHead, Eagle3Head or LMDraft, optional
+    draft : EagleHead, Eagle3Head, DFlashHead or LMDraft, optional
         A draft for this target, as it was loaded.
     """
     fused: HFTarget | FusedTarget = target
-    head: Draft | FusedEagle3 | None = draft
+    head: Draft | FusedEagle3 | FusedDFlash | None = draft
     with suppress(ModelError):
         fused = FusedTarget.from_target(target)
     if isinstance(draft, Eagle3Head):
         with suppress(ModelError):
             head = FusedEagle3.from_head(draft, target.max_context_len)
+    elif isinstance(draft, DFlashHead):
+        with suppress(ModelError):
+            head = FusedDFlash.from_head(draft, target.max_context_len)
     elif isinstance(draft, LMDraft) and isinstance(draft.model, HFTarget):
         with suppress(ModelError):
             head = replace(draft, model=FusedTarget.from_target(draft.model))
