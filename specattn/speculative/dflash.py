@@ -8,14 +8,14 @@ tokens. The block's own keys and values lie behind the committed length, and are
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING
 
 import torch
 
 from specattn.batch import Marginals
 from specattn.kernels.sampling import DRAFT, draw_tokens, target_probs, top_tokens, uniform
 from specattn.speculative.block import BlockAttention, ContextStore
-from specattn.speculative.proposer import BoundProposer, Proposer
+from specattn.speculative.proposer import BoundProposer, ModelProposer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,11 +25,10 @@ if TYPE_CHECKING:
     from specattn.batch import AcceptResult
     from specattn.config import SpecConfig
     from specattn.speculative.block import BlockDraftModel
-    from specattn.speculative.model import ModelSlot
     from specattn.speculative.proposer import PromptChunk, StepViews
 
 
-class DFlashProposer(Proposer):
+class DFlashProposer(ModelProposer):
     """Proposes what a draft fills a block with.
 
     Parameters
@@ -38,33 +37,7 @@ class DFlashProposer(Proposer):
         A `BlockDraftModel`, with its pool and attention.
     """
 
-    def __init__(self, slot: ModelSlot[Any]) -> None:
-        self._slot = slot
-        self.model: BlockDraftModel = slot.model
-
-    @property
-    def slot(self) -> ModelSlot[Any]:
-        """The draft model, with its pool and attention."""
-        return self._slot
-
-    @property
-    def feature_size(self) -> int:
-        """F, the width of the features that the draft mixes."""
-        return self.model.feature_size
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The draft's."""
-        return self.model.layers[0].dtype
-
-    @property
-    def vocab_size(self) -> int:
-        """Vd, the width of the draft's logits."""
-        return self.model.vocab_size
-
-    def to_target(self, token_ids: Tensor) -> Tensor:
-        """Map draft token ids, int64 of any shape, to target token ids."""
-        return self.model.to_target(token_ids)
+    model: BlockDraftModel
 
     def draft_len(self, config: SpecConfig) -> int:
         """Return the block's columns, or the accepted path's."""
@@ -88,14 +61,6 @@ class DFlashProposer(Proposer):
                 f"topk and ranks must be at most {self.vocab_size}, the draft's vocabulary, "
                 f"got {config.proposals}"
             )
-
-    def for_context(self, max_context_len: int) -> Self:
-        """Return the proposer for contexts of that length; see `ContextModel`."""
-        return type(self)(self._slot.for_context(max_context_len))
-
-    def with_own_workspace(self) -> Self:
-        """Return the proposer with attention that may run beside this one's."""
-        return type(self)(self._slot.with_own_workspace())
 
     def bind(self, step: StepViews) -> BoundDFlash:
         """Allocate the block's tokens, and the positions of its first one."""

@@ -7,7 +7,7 @@ give a tree of depth N.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,7 +16,7 @@ from specattn.batch import DraftState, ForwardMode, Phase, RowLayout
 from specattn.buffers import fingerprint
 from specattn.plan import AttnInputs, AttnPlan, causal_words
 from specattn.speculative.draft import choose_tokens, propose, propose_along_chain
-from specattn.speculative.proposer import BoundProposer, Proposer
+from specattn.speculative.proposer import BoundProposer, ModelProposer
 from specattn.speculative.states import StateDims
 
 if TYPE_CHECKING:
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from specattn.batch import AcceptResult, Candidates, Marginals
     from specattn.buffers import Fingerprint
     from specattn.config import SpecConfig
-    from specattn.speculative.model import DraftModel, ModelSlot
+    from specattn.speculative.model import DraftModel
     from specattn.speculative.proposer import PromptChunk, StepViews
     from specattn.speculative.states import StateField
 
 
-class EagleProposer(Proposer):
+class EagleProposer(ModelProposer):
     """Proposes the beams of a draft model, by EAGLE-2 (arXiv:2406.16858).
 
     Parameters
@@ -41,37 +41,7 @@ class EagleProposer(Proposer):
         The draft model, with its pool and attention.
     """
 
-    def __init__(self, slot: ModelSlot[DraftModel]) -> None:
-        self._slot = slot
-
-    @property
-    def slot(self) -> ModelSlot[DraftModel]:
-        """The draft model, with its pool and attention."""
-        return self._slot
-
-    @property
-    def model(self) -> DraftModel:
-        """The draft model."""
-        return self._slot.model
-
-    @property
-    def feature_size(self) -> int:
-        """F, the width of the features that the draft mixes."""
-        return self.model.feature_size
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The draft's."""
-        return self.model.layers[0].dtype
-
-    @property
-    def vocab_size(self) -> int:
-        """Vd, the width of the draft's logits."""
-        return self.model.vocab_size
-
-    def to_target(self, token_ids: Tensor) -> Tensor:
-        """Map draft token ids, int64 of any shape, to target token ids."""
-        return self.model.to_target(token_ids)
+    model: DraftModel
 
     def draft_len(self, config: SpecConfig) -> int:
         """Return the columns of all draft forwards, or of the extend."""
@@ -82,14 +52,6 @@ class EagleProposer(Proposer):
         return StateDims.of(
             self.model, config.proposals, draft_sampling=config.draft_sampling
         ).drafting
-
-    def for_context(self, max_context_len: int) -> Self:
-        """Return the proposer for contexts of that length; see `ContextModel`."""
-        return type(self)(self._slot.for_context(max_context_len))
-
-    def with_own_workspace(self) -> Self:
-        """Return the proposer with attention that may run beside this one's."""
-        return type(self)(self._slot.with_own_workspace())
 
     def bind(self, step: StepViews) -> BoundEagle:
         """Allocate where beams start, and what all draft forwards share."""

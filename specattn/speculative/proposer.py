@@ -241,6 +241,60 @@ class Proposer(ABC):
         return self
 
 
+class ModelProposer(Proposer):
+    """A proposer with one draft model, which reads the target's features.
+
+    Parameters
+    ----------
+    slot : ModelSlot
+        The draft model, with its pool and attention.
+    """
+
+    def __init__(self, slot: ModelSlot[Any]) -> None:
+        self._slot = slot
+
+    @property
+    def slot(self) -> ModelSlot[Any]:
+        """The draft model, with its pool and attention."""
+        return self._slot
+
+    @property
+    def model(self) -> Any:
+        """The draft model."""
+        return self._slot.model
+
+    @property
+    def feature_size(self) -> int:
+        """F, the width of the features that the draft mixes."""
+        size: int = self.model.feature_size
+        return size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The draft's."""
+        dtype: torch.dtype = self.model.layers[0].dtype
+        return dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """Vd, the width of the draft's logits."""
+        size: int = self.model.vocab_size
+        return size
+
+    def to_target(self, token_ids: Tensor) -> Tensor:
+        """Map draft token ids, int64 of any shape, to target token ids."""
+        mapped: Tensor = self.model.to_target(token_ids)
+        return mapped
+
+    def for_context(self, max_context_len: int) -> Self:
+        """Return the proposer for contexts of that length; see `ContextModel`."""
+        return type(self)(self._slot.for_context(max_context_len))
+
+    def with_own_workspace(self) -> Self:
+        """Return the proposer with attention that may run beside this one's."""
+        return type(self)(self._slot.with_own_workspace())
+
+
 class BoundProposer(ABC):
     """A proposer within steps of one batch size.
 
