@@ -23,12 +23,15 @@ def pair(
 ) -> tuple[Any, Any]:
     """Load target and draft, fused or with transformers' modules; in their own dtype by default.
 
-    ``kind`` is that of the draft head, ``head`` a folder to take it from instead of the package's.
+    ``kind`` is that of the draft head, or none; ``head`` is a folder to take it from instead of the
+    package's.
     """
-    source = HFTarget.from_pretrained(str(PAIR / "target"), dtype=dtype, device=device)
-    load: Any = load_dflash if kind == "dflash" else load_draft
-    draft = load(head or PAIR_HEADS[kind], source, dtype=dtype, device=device)
-    target = source.with_features(draft.features)
+    target = HFTarget.from_pretrained(str(PAIR / "target"), dtype=dtype, device=device)
+    draft: Any = None
+    if kind != "none":
+        load: Any = load_dflash if kind == "dflash" else load_draft
+        draft = load(head or PAIR_HEADS[kind], target, dtype=dtype, device=device)
+        target = target.with_features(draft.features)
     return fuse(target, draft) if fused else (target, draft)
 
 

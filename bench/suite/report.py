@@ -1,8 +1,9 @@
 """The tables and pictures of a documentation page, made from result files.
 
 A page says where with ``<!-- results: NAME -->`` and ``<!-- end -->``; what stands between them is
-replaced. Names are ``summary``, ``machines``, ``latency``, ``steps``, ``dflash``, ``pair``, those
-of `SHOWN`. Cells that are not shown are in the result files and, of shown parts, in the pictures.
+replaced. Names are ``summary``, ``machines``, ``latency``, ``steps``, ``dflash``, ``pair``,
+``acceptance``, those of `SHOWN`. Cells that are not shown are in the result files and, of shown
+parts, in the pictures.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from . import acceptance, decode, metadata, plots, steps, summary, tables
 from . import blocks as drafted
-from . import decode, metadata, plots, steps, summary, tables
 from .results import read
 
 if TYPE_CHECKING:
@@ -144,9 +145,10 @@ def rendered(page: str, folder: Path, parts: list[PartFound]) -> str:
 def blocks(folder: Path, parts: list[PartFound]) -> dict[str, str]:
     """Return the text of every name."""
     results = folder.parent
+    modules = {"steps": steps, "dflash": drafted, "pair": decode, "acceptance": acceptance}
     found = {
         name: module.shown(results)
-        for name, module in (("steps", steps), ("dflash", drafted), ("pair", decode))
+        for name, module in modules.items()
         if (results / module.RECORD).exists()
     }
     if not parts:
