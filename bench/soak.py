@@ -28,7 +28,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bench.soak_checks import Found, acceptance, compare, judge, memory, wanted
+from bench.soak_checks import (
+    Found,
+    acceptance,
+    compare,
+    greedy_texts,
+    judge,
+    memory,
+    wanted,
+)
 from bench.suite import results
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine
@@ -38,6 +46,8 @@ from specattn.speculative.sampling import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from bench.soak_checks import Wanted
+    from bench.soak_watch import Watch
     from specattn.engine.policy import Observed
     from specattn.engine.request import RequestOutput
 
@@ -47,6 +57,16 @@ CONTEXT, WINDOWS, NEW = 384, 24, 120
 WINDOW = 1000
 # a chance per step that requests join where there is room, and per request of a rare kind
 JOINS, RARE = 0.12, 0.005
+# a chance per step that everything is dropped after it
+DROPS = 0.002
+DRAWING = (
+    SamplingParams(),
+    SamplingParams(1.0, seed=5),
+    SamplingParams(),
+    SamplingParams(0.7, top_p=0.9, seed=6),
+    SamplingParams(),
+    SamplingParams(1.2, 20, seed=7),
+)
 
 
 class Churn:
@@ -141,6 +161,132 @@ class Dice:
         return self._rng.choice(observed.configs)
 
 
+class Trial:
+    """An engine that is soaked: what comes to it, and what its texts are held against.
+
+    Parameters
+    ----------
+    engine, plain : Engine
+        What is soaked, and one that decodes plainly; neither has requests.
+    kinds : sequence of Request
+        What comes; the last sixteenth comes seldom.
+    want : sequence of Wanted
+        What each of them comes to.
+    seed : int
+        Of all that is random here.
+    watch : Watch, optional
+        What watches steps, but for the prompts of those who join.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        plain: Engine,
+        kinds: Sequence[Request],
+        want: Sequence[Wanted],
+        seed: int,
+        watch: Watch | None = None,
+    ) -> None:
+        self.engine, self.plain, self.kinds, self.want = engine, plain, kinds, want
+        none = nullcontext, nullcontext
+        self._watching, joining = (watch.watching, watch.paused) if watch is not None else none
+        # one setting: drawn tokens and gains have to be equal, too
+        self.fixed = not engine.configs.adaptive
+        self.slots, self.rows = engine.table.num_free_slots, engine.table.num_free_rows
+        last = engine.configs.fit(engine.config, 1)
+        for config in (*engine.configs.all, last):  # what is made on first use
+            engine.decoder(config).capture(sampled=True)
+        self.churn, self.found = Churn(engine, kinds, seed, joining), Found()
+
+    def begin(self) -> None:
+        """Let the last kinds come, as many as there are rows."""
+        self.churn.join(self.rows, range(len(self.kinds) - self.rows, len(self.kinds)))
+
+    def step(self) -> None:
+        """Take a step, perhaps drop everything after it, and check the texts that ended."""
+        with self._watching():
+            ended = self.churn.step()
+        self._check(ended)
+        if self.churn.rng.random() < DROPS:
+            self.drop()
+
+    def drop(self) -> None:
+        """Drop everything; all slots and rows must be free then."""
+        dropped = self.churn.drop()
+        self.found.dropped += len(dropped)
+        assert self.engine.table.num_free_slots == self.slots, "slots were lost"
+        assert self.engine.table.num_free_rows == self.rows, "rows were lost"
+        self._check(dropped)
+
+    def _check(self, ended: Sequence[tuple[int, RequestOutput]]) -> None:
+        for kind, result in ended:
+            self.found.requests += 1
+            compare(
+                self.kinds[kind],
+                self.want[kind],
+                result,
+                self.plain,
+                self.found,
+                drawn=self.fixed,
+            )
+
+    def seen(self) -> dict[str, Any]:
+        """Return what came, and what the checks saw."""
+        churn = self.churn
+        return {"joins": churn.joins, "batch_sizes": sorted(churn.sizes), **vars(self.found)}
+
+    def result(self) -> dict[str, Any]:
+        """Return what was seen when all steps were taken."""
+        steps = self.churn.gains
+        window = min(WINDOW, len(steps) // 2)
+        first, last = (acceptance(part, self.want) for part in (steps[:window], steps[-window:]))
+        return self.seen() | {
+            "slots_lost": 0,
+            "rows_lost": 0,
+            "first_steps": first,
+            "last_steps": last,
+        }
+
+
+def run(
+    trials: Sequence[Trial],
+    steps: int,
+    *,
+    seed: int,
+    check_every: int,
+    measure: Callable[[], dict[str, Any]],
+    keep: Callable[[int], None],
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Take steps of trials at random; returns what was measured after the warm-up and at the end.
+
+    Parameters
+    ----------
+    trials : sequence of Trial
+        Which have begun.
+    steps, check_every : int
+        How many of all trials together, and after how many of them the slots are checked.
+    seed : int
+        Of which trial takes a step.
+    measure : callable
+        Is called when nothing runs.
+    keep : callable
+        Is handed how many steps were taken, now and then.
+    """
+    rng, warm, marks = random.Random(seed), max(1, steps // 10), list[dict[str, Any]]()
+    for at in range(1, steps + 1):
+        rng.choice(trials).step()
+        if at in (warm, steps):
+            for trial in trials:
+                trial.drop()
+            marks.append(measure())
+        if at % check_every == 0 or at == steps:
+            for trial in trials:
+                trial.engine.table.check()
+        if at % WINDOW == 0:
+            keep(at)
+    return marks[0], marks[-1]
+
+
 def soak(
     engine: Engine,
     fresh: Engine,
@@ -172,82 +318,47 @@ def soak(
     AssertionError
         If a text is wrong, a slot or row was lost, memory grew, or acceptance moved.
     """
-    # one setting: drawn tokens and gains have to be equal, too
-    fixed, begin = not engine.configs.adaptive, time.perf_counter()
-    want = wanted(fresh, plain, kinds)
-    slots, rows = engine.table.num_free_slots, engine.table.num_free_rows
-    last = engine.configs.fit(engine.config, 1)
-    for config in (*engine.configs.all, last):  # what is made on first use
-        engine.decoder(config).capture(sampled=True)
+    begin = time.perf_counter()
+    want = wanted(fresh, greedy_texts(plain, kinds), kinds)
+    trial = Trial(engine, plain, kinds, want, seed)
     print(f"ready after {time.perf_counter() - begin:.0f} s", flush=True)
-    churn, found, begin = Churn(engine, kinds, seed), Found(), time.perf_counter()
-    churn.join(rows, range(len(kinds) - rows, len(kinds)))
-    marks: list[dict[str, int]] = []
-    warm = max(1, steps // 10)
-    for at in range(1, steps + 1):
-        ended = churn.step()
-        if churn.rng.random() < 0.002 or at in (warm, steps):
-            dropped = churn.drop()
-            found.dropped += len(dropped)
-            ended += dropped
-            assert engine.table.num_free_slots == slots, "slots were lost"
-            assert engine.table.num_free_rows == rows, "rows were lost"
-        if at % check_every == 0 or at == steps:
-            engine.table.check()
-        for kind, result in ended:
-            found.requests += 1
-            compare(kinds[kind], want[kind], result, plain, found, drawn=fixed)
-        if at in (warm, steps):
-            marks.append(memory())
-        if at % WINDOW == 0:
-            keep(_seen(at, begin, churn, found) | {"memory": memory()})
-            print(
-                f"{at} steps, {time.perf_counter() - begin:.0f} s, {found.requests} texts checked",
-                flush=True,
-            )
-    window = min(WINDOW, steps // 2)
-    first, last = (acceptance(part, want) for part in (churn.gains[:window], churn.gains[-window:]))
-    report = _seen(steps, begin, churn, found) | {
-        "slots_lost": 0,
-        "rows_lost": 0,
-        "first_steps": first,
-        "last_steps": last,
-        "memory_warm": marks[0],
-        "memory_end": marks[-1],
-    }
-    if not fixed:
+    begin = time.perf_counter()
+    trial.begin()
+
+    def so_far(at: int) -> dict[str, Any]:
+        seconds = round(time.perf_counter() - begin, 1)
+        return {"passed": False, "steps": at, "seconds": seconds}
+
+    def note(at: int) -> None:
+        keep(so_far(at) | trial.seen() | {"memory": memory()})
+        tell(at, begin, trial.found.requests)
+
+    warm, end = run([trial], steps, seed=seed, check_every=check_every, measure=memory, keep=note)
+    report = so_far(steps) | trial.result() | {"memory_warm": warm, "memory_end": end}
+    if not trial.fixed:
         report["steps_by_setting"] = {
             f"{config.num_steps},{config.topk},{config.num_draft_tokens}": count
             for config, count in engine.configs.used.items()
         }
     keep(report)
-    judge(report, fixed=fixed)
+    judge(report, fixed=trial.fixed)
     report["passed"] = True
     keep(report)
     return report
 
 
-def _seen(steps: int, begin: float, churn: Churn, found: Found) -> dict[str, Any]:
-    return {
-        "passed": False,
-        "steps": steps,
-        "joins": churn.joins,
-        "seconds": round(time.perf_counter() - begin, 1),
-        "batch_sizes": sorted(churn.sizes),
-        **vars(found),
-    }
+def tell(steps: int, begin: float, texts: int) -> None:
+    """Print how far a soak is."""
+    print(f"{steps} steps, {time.perf_counter() - begin:.0f} s, {texts} texts checked", flush=True)
 
 
-def kinds_of(prompts: Sequence[Sequence[int]], new: int, context: int) -> list[Request]:
-    """Return greedy and drawn requests of every prompt, and a sixteenth that fill the context."""
-    drawing = (
-        SamplingParams(),
-        SamplingParams(1.0, seed=5),
-        SamplingParams(),
-        SamplingParams(0.7, top_p=0.9, seed=6),
-        SamplingParams(),
-        SamplingParams(1.2, 20, seed=7),
-    )
+def kinds_of(
+    prompts: Sequence[Sequence[int]],
+    new: int,
+    context: int,
+    drawing: Sequence[SamplingParams] = DRAWING,
+) -> list[Request]:
+    """Return requests of every prompt, drawn in turn, and a sixteenth that fill the context."""
     found = [
         Request(prompt, new, drawing[(turn + at) % len(drawing)], ignore_eos=True)
         for turn in (0, 1)
@@ -255,6 +366,16 @@ def kinds_of(prompts: Sequence[Sequence[int]], new: int, context: int) -> list[R
     ]
     long = [replace(kind, max_new_tokens=context) for kind in found[: max(1, len(found) // 15)]]
     return [*found, *long]
+
+
+def random_prompts(count: int, tokenizer: Any, seed: int) -> list[list[int]]:
+    """Return held-out texts of random lengths, a quarter of them prefixes of others."""
+    from bench.acceptance import PROMPT_TOKENS, held_out_prompts
+
+    rng, texts = random.Random(seed), held_out_prompts(count, tokenizer)
+    prompts = [text[: rng.randint(4, PROMPT_TOKENS)] for text in texts]
+    prompts[1::4] = [text[: len(text) // 2 + 1] for text in prompts[::4]]
+    return prompts
 
 
 def main() -> None:
@@ -265,15 +386,11 @@ def main() -> None:
     parser.add_argument("--commit", help="what the results call this version")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
-    from bench.acceptance import PROMPT_TOKENS, held_out_prompts
     from bench.shipped import pair
     from bench.suite.machine import machine
 
     target, draft = pair("cuda" if torch.cuda.is_available() else "cpu", torch.float32)
-    rng = random.Random(args.seed)
-    texts = held_out_prompts(WINDOWS, target.tokenizer)
-    prompts = [text[: rng.randint(4, PROMPT_TOKENS)] for text in texts]
-    prompts[1::4] = [text[: len(text) // 2 + 1] for text in prompts[::4]]  # prefixes to share
+    prompts = random_prompts(WINDOWS, target.tokenizer, args.seed)
     kinds = kinds_of(prompts, NEW, CONTEXT)
 
     def engine(tree: tuple[int, int, int], **more: Any) -> Engine:

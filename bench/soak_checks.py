@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from specattn.cli.compare import top2_margin
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from specattn.engine.engine import Engine
     from specattn.engine.request import Request, RequestOutput
@@ -28,10 +28,14 @@ HOST = 256 << 10
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a kind's requests come to: its tokens, and what the steps gain of a fixed setting."""
+    """What a kind's requests come to, and what the steps gain of a fixed setting.
+
+    ``logprobs`` are the tokens' own, if the kind asks for them.
+    """
 
     tokens: list[int]
     accept_lens: list[int]
+    logprobs: list[float]
 
 
 @dataclass
@@ -46,15 +50,26 @@ class Found:
     greedy_apart: int = 0
     drawn_apart: int = 0
     largest_margin: float = 0.0
+    largest_logprob_error: float = 0.0
     reasons: dict[str, int] = field(default_factory=dict)
 
 
-def wanted(fresh: Engine, plain: Engine, kinds: Sequence[Request]) -> list[Wanted]:
-    """Run every kind to its end: greedy texts are those of plain decoding."""
-    own = fresh.generate(kinds)
+def greedy_texts(plain: Engine, kinds: Sequence[Request]) -> dict[int, RequestOutput]:
+    """Return plain decoding's texts of greedy kinds, by place."""
     greedy = [at for at, kind in enumerate(kinds) if not kind.sampling.temperature]
-    texts = dict(zip(greedy, plain.generate([kinds[at] for at in greedy]), strict=True))
-    return [Wanted(texts.get(at, run).tokens, run.accept_lens) for at, run in enumerate(own)]
+    return dict(zip(greedy, plain.generate([kinds[at] for at in greedy]), strict=True))
+
+
+def wanted(
+    fresh: Engine, texts: Mapping[int, RequestOutput], kinds: Sequence[Request]
+) -> list[Wanted]:
+    """Run every kind to its end: greedy texts are those of plain decoding."""
+    found = []
+    for at, own in enumerate(fresh.generate(kinds)):
+        text = texts.get(at, own)
+        logprobs = [one.value for one in text.logprobs]
+        found.append(Wanted(text.tokens, own.accept_lens, logprobs))
+    return found
 
 
 def compare(
@@ -74,7 +89,7 @@ def compare(
     if not kind.sampling.temperature:
         found.greedy += 1
         if first is not None:
-            margin = top2_margin(plain, [*kind.prompt, *want.tokens[:first]])
+            margin = _margin(plain, kind, want.tokens[:first])
             assert margin < MARGIN, (
                 f"token {first} after {kind.prompt[:8]}...: {pairs[first]}, margin {margin}"
             )
@@ -83,6 +98,22 @@ def compare(
     elif drawn:
         found.drawn += 1
         found.drawn_apart += first is not None
+    else:
+        return
+    scored = zip(result.logprobs[:first], want.logprobs, strict=False)
+    error = max((abs(one.value - own) for one, own in scored), default=0.0)
+    found.largest_logprob_error = max(found.largest_logprob_error, error)
+
+
+def _margin(plain: Engine, kind: Request, tokens: Sequence[int]) -> float:
+    """Return the difference of the two best logits after a greedy text's first tokens."""
+    if not kind.sampling.processed:
+        return top2_margin(plain, [*kind.prompt, *tokens])
+    # processors tell a prompt from an output, so plain decoding writes that again
+    scored = replace(kind.sampling, logprobs=2, logprobs_of="processed")
+    (result,) = plain.generate([replace(kind, max_new_tokens=len(tokens) + 1, sampling=scored)])
+    best, second = result.logprobs[-1].alternatives.values()
+    return best - second
 
 
 def acceptance(
@@ -127,12 +158,24 @@ def memory() -> dict[str, int]:
 
 def judge(report: dict[str, Any], *, fixed: bool) -> None:
     """Raise an AssertionError if memory grew, acceptance moved or drawn texts differ."""
+    judge_memory(report)
+    judge_texts(report, fixed=fixed)
+
+
+def judge_memory(report: dict[str, Any]) -> None:
+    """Raise an AssertionError if device or host need more than after the warm-up."""
     grown = report["memory_end"].get("allocated", 0) - report["memory_warm"].get("allocated", 0)
     assert grown <= 1 << 20, f"{grown} bytes more are in use than after the warm-up"
     held = report["memory_end"].get("reserved", 0) - report["memory_warm"].get("reserved", 0)
     assert held <= 64 << 20, f"{held} bytes more are held than after the warm-up"
     host = report["memory_end"].get("rss_kib", 0) - report["memory_warm"].get("rss_kib", 0)
     assert host <= HOST, f"the host has {host} KiB more than after the warm-up"
+
+
+def judge_texts(report: dict[str, Any], *, fixed: bool) -> None:
+    """Raise an AssertionError if acceptance moved, or drawn texts or log-probabilities differ."""
+    error = report["largest_logprob_error"]
+    assert error < MARGIN, f"log-probabilities differ by {error}"
     first, last = report["first_steps"], report["last_steps"]
     if not fixed:
         # a request's steps are not independent of each other
@@ -144,3 +187,12 @@ def judge(report: dict[str, Any], *, fixed: bool) -> None:
         assert abs(part["mean"] - part["fresh"]) < 0.01 * part["fresh"], part
     allowed = max(1, DRAWN_APART * report["drawn"])
     assert report["drawn_apart"] <= allowed, f"{report['drawn_apart']} drawn texts differ"
+
+
+def judge_steps(counted: Mapping[str, Any]) -> None:
+    """Raise an AssertionError if steps waited for more than tokens, or allocated."""
+    allocated = {name: count for name, count in counted["allocations"].items() if count}
+    assert not allocated, f"steps allocated: {allocated}"
+    assert not counted["launch_waits"], f"launches waited {counted['launch_waits']} times"
+    steps = counted["steps"]
+    assert counted["waits"] <= steps, f"{steps} steps waited {counted['waits']} times"

@@ -1,9 +1,9 @@
-"""The tables and pictures of a documentation page, made from result files.
+"""The tables and pictures of documentation pages, made from result files.
 
 A page says where with ``<!-- results: NAME -->`` and ``<!-- end -->``; what stands between them is
 replaced. Names are ``summary``, ``machines``, ``latency``, ``steps``, ``dflash``, ``pair``,
-``acceptance``, those of `SHOWN`. Cells that are not shown are in the result files and, of shown
-parts, in the pictures.
+``acceptance``, ``proposers``, and those of `SHOWN`. Cells that are not shown are in the result
+files and, of shown parts, in the pictures.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from . import acceptance, decode, metadata, plots, steps, summary, tables
+from . import acceptance, decode, metadata, plots, proposers, steps, summary, tables
 from . import blocks as drafted
 from .results import read
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from .results import Found, PartFound
 
 PAGE = "performance.md"
+#: Every page with marked places.
+PAGES = (PAGE, "proposers.md")
 #: Of a part, what the page shows: the table, and which cells it has.
 SHOWN: dict[str, tuple[Callable[[list[Found]], str], tuple[str, ...]]] = {
     "trees": (
@@ -111,11 +113,11 @@ MARKED = re.compile(r"(<!-- results: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTAL
 
 
 def write(folder: Path, docs: Path) -> list[Path]:
-    """Make the page and its pictures anew; return what was written."""
+    """Make the pages and their pictures anew; return what was written."""
     parts = read(folder)
-    page = docs / PAGE
-    page.write_text(rendered(page.read_text(), folder, parts))
-    made = [page]
+    made = [docs / name for name in PAGES]
+    for page in made:
+        page.write_text(rendered(page.read_text(), folder, parts))
     for part in parts:
         if part.name in SHOWN:
             made.append(picture(docs, part.name))
@@ -145,7 +147,13 @@ def rendered(page: str, folder: Path, parts: list[PartFound]) -> str:
 def blocks(folder: Path, parts: list[PartFound]) -> dict[str, str]:
     """Return the text of every name."""
     results = folder.parent
-    modules = {"steps": steps, "dflash": drafted, "pair": decode, "acceptance": acceptance}
+    modules = {
+        "steps": steps,
+        "dflash": drafted,
+        "pair": decode,
+        "acceptance": acceptance,
+        "proposers": proposers,
+    }
     found = {
         name: module.shown(results)
         for name, module in modules.items()

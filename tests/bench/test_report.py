@@ -31,11 +31,12 @@ def cells(parts):
     return [cell for part in parts for cell in part.cells]
 
 
-def test_the_page_is_what_the_results_say():
-    page = (ROOT / "docs" / report.PAGE).read_text()
+def test_the_pages_are_what_the_results_say():
     parts = read(RESULTS)
-    again = report.rendered(page, RESULTS, parts)
-    assert again == page, "see `specattn bench --report`"
+    for name in report.PAGES:
+        page = (ROOT / "docs" / name).read_text()
+        again = report.rendered(page, RESULTS, parts)
+        assert again == page, "see `specattn bench --report`"
     for part in parts:
         if part.name in report.SHOWN:
             assert plots.stamp(report.picture(ROOT / "docs", part.name)) == plots.digest(part)
@@ -96,11 +97,13 @@ def test_ratios_are_those_of_the_fixture(cells):
 def test_a_page_is_filled_in_between_its_marks(parts, tmp_path):
     docs = tmp_path / "docs"
     docs.mkdir()
-    page = docs / report.PAGE
-    page.write_text(PAGE.format("trees"))
+    pages = [docs / name for name in report.PAGES]
+    for page in pages:
+        page.write_text(PAGE.format("trees"))
     made = report.write(ROOT / "none" / "attention", docs)
-    assert made == [page]
-    assert page.read_text() == PAGE.format("trees").replace("old", "\nNo results yet.\n")
+    assert made == pages
+    for page in pages:
+        assert page.read_text() == PAGE.format("trees").replace("old", "\nNo results yet.\n")
 
 
 def test_what_is_written_is_what_is_checked(tmp_path):
@@ -111,6 +114,7 @@ def test_what_is_written_is_what_is_checked(tmp_path):
     (docs / report.PAGE).write_text(
         PAGE.format("float8") + PAGE.format("drafts") + PAGE.format("summary")
     )
+    (docs / report.PAGES[1]).write_text("no marks\n")
     made = report.write(folder, docs)
     page = made[0].read_text()
     assert "![Keys and values in float8](img/attention_float8.svg)" in page
@@ -121,13 +125,13 @@ def test_what_is_written_is_what_is_checked(tmp_path):
     assert page == report.rendered(page, folder, read(folder))
     assert page.count("after\n") == 3
     parts = {part.name: part for part in read(folder)}
-    assert [path.name for path in made[1:]] == [
+    assert [path.name for path in made[2:]] == [
         "attention_drafts.svg",
         "attention_float8.svg",
         "attention_latency.svg",
     ]
-    assert plots.stamp(made[1]) == plots.digest(parts["drafts"])
-    assert plots.stamp(made[3]) == plots.digest_of(list(parts.values()))
+    assert plots.stamp(made[2]) == plots.digest(parts["drafts"])
+    assert plots.stamp(made[4]) == plots.digest_of(list(parts.values()))
     before = [path.read_text() for path in made]
     assert [path.read_text() for path in report.write(folder, docs)] == before
 

@@ -8,12 +8,20 @@ import pytest
 import torch
 
 from bench import soak as soaking
+from bench import soak_proposers
 from bench.soak import Dice, kinds_of, soak
-from bench.soak_checks import judge
+from bench.soak_checks import Found, Wanted, compare, judge, judge_steps
+from bench.soak_watch import Watch
+from bench.suite import proposers
 from specattn.cache.slot_table import SlotTable
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine
-from tests.tiny import TinyDraft, TinyTarget
+from specattn.engine.request import Request, RequestOutput
+from specattn.speculative.logprobs import TokenLogprobs
+from specattn.speculative.lookup import LookupFirst, LookupProposer
+from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.standalone import LMDraft
+from tests.tiny import VOCAB, TinyBlockDraft, TinyDraft, TinyTarget
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPTS = [[3, 14, 15, 9, 26, 5], [35], [3, 14, 15, 9, 2], [58, 9, 7, 9, 3]]
@@ -83,6 +91,104 @@ def test_requests_come_and_go_in_parts(models, options):
     assert not report["greedy_apart"]
 
 
+def test_proposers_take_turns(models, monkeypatch, tmp_path):
+    monkeypatch.setattr(soaking, "WINDOW", STEPS)
+    target, eagle = models
+    block, lookup = TinyBlockDraft(4, device=DEVICE), LookupProposer(1, 4)
+    standalone = LMDraft(TinyTarget(device=DEVICE, layers=1, seed=3), VOCAB)
+    chain = SpecConfig(3, 1, 4, CONTEXT, 4, 4, draft_sampling=True)
+    tree = SpecConfig(3, 3, 8, CONTEXT, 4, 4)
+    best = SpecConfig(3, 1, 8, CONTEXT, 4, 4, tree="best_first", ranks=3)
+    drafts = {
+        "EAGLE": (eagle, chain),
+        "DFlash": (block, best),
+        "lookup": (lookup, tree),
+        "lookup first": (LookupFirst(lookup, block), best),
+        "LM": (standalone, tree),
+    }
+    backend = "triton" if DEVICE == "cuda" else "torch_native"
+    options = {"backend": backend, "buckets": [4], "sampled": True, "processed": True}
+    kept = []
+    report = soak_proposers.soak(
+        {name: Engine(target, *one, **options) for name, one in drafts.items()},
+        Engine(target, None, tree.plain(), **options),
+        kinds_of(PROMPTS, NEW, CONTEXT, soak_proposers.MIXED[3:]),
+        STEPS,
+        seed=2,
+        keep=lambda seen: kept.append(json.loads(json.dumps(seen))),
+    )
+    assert [seen["passed"] for seen in kept] == [False, False, True]
+    assert kept[-1] == json.loads(json.dumps(report))
+    parts = report["proposers"]
+    assert parts.keys() == drafts.keys()
+    for one in parts.values():
+        assert one["greedy"] + one["drawn"] == one["requests"] == one["joins"] > 0
+        assert one["steps_by_part"]["step (processed)"]
+        assert not one["greedy_apart"]
+    assert {name: one["kv_bytes_per_token"] for name, one in parts.items()} == {
+        "EAGLE": 512,
+        "DFlash": 1024,
+        "lookup": 0,
+        "lookup first": 1024,
+        "LM": 1024,
+    }
+    assert parts["lookup"]["state_bytes_per_request"] == 4 * (CONTEXT + 1)
+    assert report["watched"]["steps"] == STEPS - STEPS // 10
+    assert max(one["last_steps"]["mean"] for one in parts.values()) > 1.5
+    rest = {"machine": {"device": "A GPU"}, "dtype": "float32", "context": CONTEXT}
+    (tmp_path / proposers.RECORD).write_text(json.dumps(report | rest))
+    assert "| DFlash | 1 KiB | 0.0 KiB |" in proposers.shown(tmp_path)
+
+
+def test_every_kind_of_proposer_is_soaked():
+    shown = {(one.kind, one.lookup, one.config.tree) for one in soak_proposers.SETTINGS}
+    assert shown >= {
+        ("eagle3", False, "beam"),
+        ("eagle3", False, "best_first"),
+        ("dflash", False, "beam"),
+        ("dflash", False, "best_first"),
+        ("none", True, "beam"),
+        ("eagle3", True, "beam"),
+        ("dflash", True, "best_first"),
+        ("lm", False, "beam"),
+    }
+
+
+def test_log_probabilities_are_compared_up_to_a_difference(models):
+    plain, found = engine(models, (0, 1, 1)), Found()
+    kind = Request(PROMPTS[0], 3, SamplingParams(1.0, logprobs=0))
+    want = Wanted([3, 4, 5], [3], [-0.5, -0.25, -1.0])
+    scored = [TokenLogprobs(value, {}) for value in (-0.5, -0.125, -3.0)]
+    compare(kind, want, RequestOutput([3, 4, 6], logprobs=scored), plain, found, drawn=True)
+    assert found.largest_logprob_error == 0.125
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(frequency_penalty=1.5)])
+def test_a_greedy_text_may_differ_only_where_it_was_undecided(models, sampling):
+    """With processors, too, whose logits are others."""
+    plain = engine(models, (0, 1, 1))
+    kind = Request(PROMPTS[0], 6, sampling)
+    (own,) = plain.generate([kind])
+    other = RequestOutput([*own.tokens[:4], own.tokens[4] ^ 1, own.tokens[5]], "length")
+    with pytest.raises(AssertionError, match=r"token 4 after .*, margin"):
+        compare(kind, Wanted(own.tokens, [6], []), other, plain, Found(), drawn=True)
+
+
+def test_steps_that_wait_or_allocate_are_refused():
+    watch = Watch()
+    with watch.watching():
+        pass
+    good = watch.counted()
+    judge_steps(good | {"waits": 1})
+    for change, message in (
+        ({"waits": 2}, "1 steps waited 2 times"),
+        ({"launch_waits": 1}, "launches waited 1 times"),
+        ({"allocations": {"num_device_alloc": 3}}, "steps allocated: .*3"),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            judge_steps(good | change)
+
+
 def test_a_wrong_token_ends_a_soak(models, monkeypatch):
     run = engine(models, (3, 3, 8))
     append = run.scheduler.append
@@ -108,6 +214,7 @@ def test_what_grows_or_moves_is_refused():
         "memory_end": {"allocated": 0},
         "drawn": 500,
         "drawn_apart": 5,
+        "largest_logprob_error": 1e-5,
         "first_steps": mean,
         "last_steps": mean,
     }
@@ -119,6 +226,7 @@ def test_what_grows_or_moves_is_refused():
         ({"memory_end": {"reserved": 65 << 20}}, False, "more are held"),
         ({"memory_end": {"rss_kib": 1 << 20}}, True, "the host has"),
         ({"drawn_apart": 6}, True, "drawn texts"),
+        ({"largest_logprob_error": 0.01}, True, "log-probabilities differ by 0.01"),
         ({"last_steps": moved}, True, "1.9"),
         ({"last_steps": mean | {"mean": 1.6}}, False, "1.6"),
     ):
