@@ -59,6 +59,14 @@ def test_a_proposer_of_ones_own_writes_what_plain_decoding_writes(capsys):
     assert min(rates) > 1.2
 
 
+def test_a_proposer_on_the_host_writes_what_plain_decoding_writes(capsys):
+    """It has read the texts when they are written again."""
+    example = runpy.run_path(str(ROOT / "docs" / "examples" / "suffix_proposer.py"))
+    assert example["main"](24) == plain_texts(example["PROMPTS"], 24)
+    *_, last = capsys.readouterr().out.splitlines()
+    assert min(map(float, last.split()[-2:])) > 4
+
+
 def test_attention_alone_sees_a_tree_as_its_paths():
     example = runpy.run_path(str(ROOT / "docs" / "examples" / "own_attention.py"))
     assert example["main"]() < 2e-5

@@ -23,6 +23,7 @@ from specattn.engine.scheduler import RunningRequest, Scheduler
 from specattn.errors import CapacityError, CaptureError
 from specattn.kernels.processors import bitmask_words
 from specattn.speculative.grammar import bitmask_of
+from specattn.speculative.host_proposer import HostProposer
 from specattn.speculative.model import ModelSlot, for_context
 from specattn.speculative.prefill import Prefill, Prompt
 from specattn.speculative.processors import MAX_END_IDS, ProcessorStates
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from specattn.engine.scheduler import Groups, Item
     from specattn.speculative.block import BlockDraftModel
     from specattn.speculative.host_buffers import PendingStep
+    from specattn.speculative.host_proposer import HostTree
     from specattn.speculative.model import DraftModel, TargetModel
     from specattn.speculative.proposer import Proposer, ProposerFactory
     from specattn.speculative.sampling import SamplingParams
@@ -710,6 +712,9 @@ class Engine:
         """Launch the step after the one in flight, if both surely fit."""
         if self._kept or self._plans_on_host or len(self._steps) != 1:
             return []
+        if isinstance(self.proposer, HostProposer):
+            # it drafts after the tokens of the step before
+            return []
         (step,) = self._steps
         if step.constrained:
             # a grammar has to know the tokens of the step before
@@ -731,8 +736,16 @@ class Engine:
             processed="processed" in asked,
             seq_lens_cpu=lens,
             grammars=[one.grammar for one in group] if constrained else None,
+            trees=self._trees(config, group),
         )
         return LaunchedStep(config, group, pending, constrained, began)
+
+    def _trees(self, config: SpecConfig, group: list[RunningRequest]) -> list[HostTree] | None:
+        """Ask a proposer on the host, rank 0's for all."""
+        proposer = self.proposer
+        if not isinstance(proposer, HostProposer) or not config.num_steps:
+            return None
+        return self._ranks.decide(lambda: list(proposer.draft(tuple(group), config)))
 
     def _collect(self, steps: Sequence[LaunchedStep]) -> list[Gain]:
         """Hand out what steps gained; requests that had ended before get nothing."""

@@ -30,7 +30,8 @@ class RunningRequest:
     ``length`` counts the tokens that hold KV, as far as the host knows. The target's end-of-text
     tokens, ``eos``, may end it; ``end_ids`` are these and its own stop tokens. ``stream`` is its
     text, where stop strings are looked for; ``grammar`` is what its text must match;
-    ``levels`` are the kinds of steps that it needs.
+    ``levels`` are the kinds of steps that it needs. It is a `HostRequest`: ``tokens`` are all its
+    tokens; the bonus token, last, holds no KV.
     """
 
     request: Request
@@ -42,18 +43,25 @@ class RunningRequest:
     end_ids: frozenset[int] = field(init=False)
     grammar: Grammar | None = field(init=False, default=None)
     levels: frozenset[str] = field(init=False)
+    tokens: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         # once, not in every step
         self.levels = self.request.levels
+        self.tokens = [*self.request.prompt, *self.result.tokens]
         if self.request.grammar is not None:
             self.grammar = self.request.grammar()
         self.end_ids = frozenset(self.eos).union(self.request.stop_token_ids)
 
     @property
-    def text(self) -> list[int]:
-        """All its tokens; the bonus token, last, holds no KV."""
-        return [*self.request.prompt, *self.result.tokens]
+    def prompt_len(self) -> int:
+        """How many tokens its prompt has."""
+        return len(self.request.prompt)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended."""
+        return bool(self.result.finish_reason)
 
     @property
     def goes_on(self) -> bool:
@@ -82,6 +90,7 @@ class RunningRequest:
                 result.finish_reason = "length"
             if result.finish_reason:
                 break
+        self.tokens += kept
         if self.grammar is not None:
             self.grammar.accept(kept)
         if not result.finish_reason and self.length >= limit:
@@ -365,7 +374,7 @@ class Scheduler:
         best = (0, 0)
         for one in self.running:
             # only what holds KV is shared, and the token after it is known
-            common = min(_common(prompt, one.text), one.length + 1)
+            common = min(_common(prompt, one.tokens), one.length + 1)
             shared = self._shareable(prompt, common)
             if shared > best[1]:
                 best = (one.row, shared)

@@ -12,6 +12,7 @@ import torch
 from specattn.batch import ForwardMode, halves
 from specattn.buffers import fingerprint
 from specattn.cuda_graph.recorder import is_recording, side_by_side
+from specattn.speculative.host_proposer import BoundHostTrees
 from specattn.speculative.step import Step, StepPart
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from specattn.cache.slot_table import RequestTable
     from specattn.config import SpecConfig
     from specattn.speculative.host_buffers import HostBuffers
+    from specattn.speculative.host_proposer import HostTree
     from specattn.speculative.logprobs import LogprobBuffers
     from specattn.speculative.model import ModelSlot, TargetModel
     from specattn.speculative.processors import ProcessorStates
@@ -131,6 +133,15 @@ class StepLaunch:
         for step in self.steps:
             end = begin + len(step.packed)
             step.schedule(self.part.mode, None if seq_lens_cpu is None else seq_lens_cpu[begin:end])
+            begin = end
+
+    def write_trees(self, trees: Sequence[HostTree]) -> None:
+        """Bring trees of the host to the device, half by half."""
+        begin = 0
+        for step in self.steps:
+            end = begin + len(step.packed)
+            assert isinstance(step.bound, BoundHostTrees)
+            step.bound.write(trees[begin:end])
             begin = end
 
     def run(self) -> None:

@@ -15,6 +15,7 @@ import torch
 from specattn.batch import Linked
 from specattn.checks import whole_number
 from specattn.kernels.lookup import MAX_MATCHES, MAX_NGRAM, append_text, lookup_tree
+from specattn.speculative.host_proposer import HostProposer
 from specattn.speculative.proposer import BoundProposer, Proposer, draft_len_of, make_proposer
 from specattn.speculative.states import StateField
 
@@ -190,9 +191,16 @@ class FrontedProposer(Proposer):
         How to search.
     behind : Proposer
         Whose model, states and attention these are.
+
+    Raises
+    ------
+    ValueError
+        If the other is a `HostProposer`.
     """
 
     def __init__(self, lookup: LookupProposer, behind: Proposer) -> None:
+        if isinstance(behind, HostProposer):
+            raise ValueError(f"a HostProposer drafts alone, got {type(behind).__name__} behind")
         self.lookup, self.behind, self.lead = lookup, behind, behind.lead
 
     @property

@@ -19,6 +19,7 @@ from specattn.errors import CapacityError, CaptureMismatch
 from specattn.kernels.processors import bitmask_words
 from specattn.speculative.grammar import fill_bitmasks
 from specattn.speculative.host_buffers import HostBuffers, InFlight, PendingStep
+from specattn.speculative.host_proposer import HostProposer, checked_trees
 from specattn.speculative.launch import StepLaunch
 from specattn.speculative.logprobs import LogprobBuffers
 from specattn.speculative.proposer import as_proposer
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from specattn.cuda_graph.recorder import Recorder
     from specattn.cuda_graph.runner import Captured
     from specattn.speculative.grammar import Grammar
+    from specattn.speculative.host_proposer import HostTree
     from specattn.speculative.model import DraftModel, ModelSlot, TargetModel
     from specattn.speculative.processors import ProcessorStates
     from specattn.speculative.proposer import Proposer
@@ -336,6 +338,7 @@ class StepDecoder(ReadOnly):
         seq_lens_cpu: Tensor | None = None,
         between: Callable[[StepPart], object] | None = None,
         grammars: Sequence[Grammar | None] | None = None,
+        trees: Sequence[HostTree] | None = None,
     ) -> PendingStep:
         """Launch a step and return at once; nothing waits for the device.
 
@@ -365,6 +368,10 @@ class StepDecoder(ReadOnly):
             knows the tokens of every step before. They are asked between the draft and the target,
             or before a step of plain decoding. The step is a processed one. If one raises, the
             requests are where they were before the step.
+        trees : sequence of HostTree, optional
+            What a `HostProposer` drafts, one per row, below the newest tokens of texts that the
+            host has read: those of every step before. It must be given with one, but in plain
+            decoding.
 
         Returns
         -------
@@ -378,14 +385,16 @@ class StepDecoder(ReadOnly):
             on the host, any of this decoder's that one of these requests takes part in; if a row is
             not the table's, or named twice (but for 0); if ``seq_lens_cpu`` is of another shape,
             dtype or device; if there is nothing to come ``between``, or it is there that the step
-            is asked for.
+            is asked for; if ``grammars`` or ``trees`` are of another number, or there is no
+            `HostProposer` for ``trees``.
         CaptureMismatch
             If the table, the states or the pools are elsewhere than when the graphs were captured.
             ``validate="debug"`` compares everything that they have baked in.
         NotCapturedError
             If ``sampled``, ``processed`` or ``grammars``, and such steps were not captured.
         TreeError
-            With ``validate="debug"``, if the tree is malformed; the target has not run then.
+            If one of ``trees`` is malformed; nothing has run then. With ``validate="debug"``, if
+            any tree is; the target has not run then.
         """
         self._check_free()
         self._check_table()
@@ -400,6 +409,7 @@ class StepDecoder(ReadOnly):
             )
         if grammars is not None and len(grammars) != asked:
             raise ValueError(f"grammars must be one per row, {asked}, got {len(grammars)}")
+        trees = self._checked_trees(trees, asked)
         if self._plans:
             self._check_read(rows)
         if self._good != rows:
@@ -416,6 +426,9 @@ class StepDecoder(ReadOnly):
         for part, captured in zip(parts, ready, strict=True):
             if part is parts[0]:
                 steps.write_rows(rows, captured.bucket)
+                if trees is not None:
+                    assert isinstance(captured.program, StepLaunch)
+                    captured.program.write_trees(trees)
             elif between is not None:
                 self._leave(rows, partial(between, part))
             if grammars and part.has(ForwardMode.TARGET_VERIFY):
@@ -427,7 +440,13 @@ class StepDecoder(ReadOnly):
                 self._check_tree(captured, found)
         return steps.launched(asked, rows, processed=processed)
 
-    def phases(self, rows: Sequence[int], *, seq_lens_cpu: Tensor | None = None) -> Step:
+    def phases(
+        self,
+        rows: Sequence[int],
+        *,
+        seq_lens_cpu: Tensor | None = None,
+        trees: Sequence[HostTree] | None = None,
+    ) -> Step:
         """Return the step of these rows, to run phase by phase.
 
         It runs eagerly, over buffers of its own. `Step.run` shows the order of the phases. Each may
@@ -440,17 +459,21 @@ class StepDecoder(ReadOnly):
         ----------
         rows : sequence of int
             Table rows of the requests, as in `step_async`; at least one.
-        seq_lens_cpu : Tensor, optional
-            ``[len(rows)]`` int32, as in `step_async`.
+        seq_lens_cpu, trees : optional
+            As in `step_async`.
 
         Raises
         ------
         ValueError
             If a row is not the table's, or named twice (but for 0), or ``seq_lens_cpu`` is of
             another shape, dtype or device; from ``between`` the parts of a step of this decoder.
+            For ``trees``, as in `step_async`.
+        TreeError
+            If one of ``trees`` is malformed.
         """
         self._check_free()
         rows = tuple(rows)
+        trees = self._checked_trees(trees, len(rows))
         check_lens(seq_lens_cpu, len(rows))
         check_rows(rows, self._known, self._in_flight.host.rows.shape[1])
         host = HostBuffers.alloc(1, len(rows), self._width, self._in_flight.host.turn.device)
@@ -461,6 +484,8 @@ class StepDecoder(ReadOnly):
             logprobs = LogprobBuffers.alloc(1, len(rows), self.config.num_steps + 1, device)
             bitmask = self._bitmask_of(len(rows), own=True)
             launch = launch.processing(self._processors, bitmask, logprobs)
+        if trees is not None:
+            launch.write_trees(trees)
         (step,) = launch.steps
         step.schedule(None, seq_lens_cpu)
         return step
@@ -495,6 +520,24 @@ class StepDecoder(ReadOnly):
         (step,) = captured.program.steps
         tree = DraftTree(*(value[found.at] for value in vars(step.tree).values()))
         check_tree(tree, found.batch, self.config, self.target.model.vocab_size)
+
+    def _checked_trees(
+        self, trees: Sequence[HostTree] | None, asked: int
+    ) -> Sequence[HostTree] | None:
+        """Check what the host drafts; refuse a step that lacks it."""
+        proposer = self.proposer if self.config.num_steps else None
+        if not isinstance(proposer, HostProposer):
+            if trees is not None:
+                raise ValueError("trees need a decoder whose drafts are a HostProposer's")
+            return None
+        name = type(proposer).__name__
+        if trees is None:
+            if asked:
+                raise ValueError(f"trees must be given with the HostProposer {name}, got None")
+            trees = ()
+        if len(trees) != asked:
+            raise ValueError(f"{name}: trees must be one per request, {asked}, got {len(trees)}")
+        return checked_trees(proposer, trees, self.config, self.target.model.vocab_size)
 
     def _constrain(
         self, captured: Captured, rows: tuple[int, ...], grammars: Sequence[Grammar | None]

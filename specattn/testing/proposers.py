@@ -13,6 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine
+from specattn.engine.request import Request
+from specattn.errors import TreeError
+from specattn.speculative.host_proposer import HostProposer
 from specattn.speculative.prefill import Prefill, Prompt
 from specattn.speculative.sampling import SamplingBatch, SamplingParams
 from specattn.testing.kit import Check
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from specattn.batch import AcceptResult
+    from specattn.engine.request import RequestOutput
     from specattn.speculative.model import TargetModel
     from specattn.speculative.step import Step
 
@@ -30,6 +34,8 @@ if TYPE_CHECKING:
 CONFIGS = (SpecConfig(3, 1, 4, 128, 3), SpecConfig(3, 2, 7, 128, 3, page_size=4))
 #: Relative error that the order of sums may cause in float32.
 TOLERANCE = 2e-5
+# the rule of proposers on the host
+_TREES = "trees of the host"
 # what waits for the device, or has a shape that depends on values
 _READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero")
 # rooms whose torch versions may read what their kernels do not
@@ -64,6 +70,9 @@ def proposer_conformance(
         "window": ("writes outside the window", _writes),
         "garbage": ("rows past the accepted", _garbage),
     }
+    if isinstance(draft, HostProposer):
+        # it keeps nothing on the device
+        rules = {"trees": (_TREES, _host_trees)}
     name = type(draft).__name__
     for config in configs:
         shape = f"{config.num_steps}x{config.topk}x{config.num_draft_tokens}"
@@ -228,6 +237,36 @@ def _garbage(world: _World) -> None:
         _compare(broken, *found)
         step.advance(accepted, state)
         tokens += accepted.accept_tokens[0, :gain].tolist()
+
+
+def _host_trees(world: _World) -> None:
+    """Trees are the config's up to a context's end; no text changes."""
+    engine = world.engine
+    context = engine.config.max_context_len
+    requests = [
+        Request(_text(world, length), 32, ignore_eos=True)
+        for length in (1, 2, 23, 7, context - engine.config.reserve_len - 2)
+    ]
+    plain = Engine(engine.target.model, None, engine.config.plain(), graphs=False)
+    want = [result.tokens for result in plain.generate(requests)]
+    results = [result for some in (requests[:3], requests[3:]) for result in _decode(engine, some)]
+    if [result.tokens for result in results] != want:
+        raise ConformanceError(_TREES, "texts are not those of plain decoding")
+
+
+def _decode(engine: Engine, requests: Sequence[Request]) -> list[RequestOutput]:
+    """Decode requests whose proposer may write into their texts."""
+    results = engine.add(requests)
+    running = list(engine.running)
+    while engine.num_running:
+        try:
+            engine.step()
+        except (TreeError, ValueError) as error:
+            raise ConformanceError(_TREES, str(error)) from error
+        for one in running:
+            if one.tokens != [*one.request.prompt, *one.result.tokens]:
+                raise ConformanceError(_TREES, "it has written into the tokens of a request")
+    return results
 
 
 def _accept(step: Step, proposal: Any) -> AcceptResult:

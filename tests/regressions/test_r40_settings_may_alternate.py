@@ -46,7 +46,7 @@ def test_a_hundred_steps_of_alternating_settings(backend, monkeypatch):
         ),
     )
     for step in range(STEPS):
-        before = [live.text for live in run.running]
+        before = [list(live.tokens) for live in run.running]
         run.step()
         config = CONFIGS[step % 4]
         assert asked.pop() == [config.reserve_len] * 2
@@ -74,7 +74,7 @@ def from_scratch(backend, config: SpecConfig, texts: list[list[int]]) -> list[in
 def draft_is_that_of_the_text(run: Engine, backend) -> None:
     """Proposals, hidden states and the draft's KV are those of a prefill."""
     fresh = engine(backend, configs=CONFIGS[1:])
-    fresh.add([Request(live.text[:-1], CONTEXT) for live in run.running])
+    fresh.add([Request(live.tokens[:-1], CONTEXT) for live in run.running])
     for live, other in zip(run.running, fresh.running, strict=True):
         for name, ours in run.states.drafting.items():
             theirs = fresh.states.drafting[name]

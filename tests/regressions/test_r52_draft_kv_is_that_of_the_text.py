@@ -31,7 +31,7 @@ def test_draft_kv_equals_a_prefill_from_scratch(backend, tree):
         run.step()
     for live in run.running:
         fresh = Engine(*models, config, backend=backend, buckets=[1])
-        fresh.add([Request(live.text[:-1], 60)])
+        fresh.add([Request(live.tokens[:-1], 60)])
         (scratch,) = fresh.running
         for name in ("k", "v"):
             kv = [

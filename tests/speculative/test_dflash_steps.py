@@ -107,7 +107,7 @@ def test_prompts_and_steps_leave_the_same_context(chunk):
         run.step()
     whole = engine(TREES["best first"])
     for live in run.running:
-        whole.add([Request(live.text[:-1], 60)])
+        whole.add([Request(live.tokens[:-1], 60)])
     for ours, theirs in zip(context_of(run), context_of(whole), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
 

@@ -65,7 +65,7 @@ def test_every_node_is_drafted_as_its_path_would_be_alone(topk, steps, page_size
     run.add([Request(p, 60) for p in PROMPTS])
     run.step()
     spy.calls.clear()
-    texts = [live.text for live in run.running]
+    texts = [list(live.tokens) for live in run.running]
     run.step()
     decoder = run.decoder(config)
     (part,) = decoder.parts(sampled=False)
@@ -130,7 +130,7 @@ def test_draft_kv_after_extend_equals_a_prefill_from_scratch(setting, page_size)
     for _ in range(6):
         run.step()
     for live in run.running:
-        text = live.text
+        text = live.tokens
         assert len(text) == live.length + 1
         fresh = Engine(target, draft, config, buckets=[1])
         fresh.add([Request(text[:-1], 60)])

@@ -14,6 +14,7 @@ from specattn.backends.torch_native import TorchNativeBackend
 from specattn.config import KVScales
 from specattn.errors import UnsupportedError
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan
+from specattn.speculative.host_proposer import HostProposer, HostTree
 from specattn.speculative.standalone import LMDraft, StandaloneProposer
 
 
@@ -654,3 +655,23 @@ class ReadsTheLastRow(MutantProposer):
 
         bound.absorb = absorb
         return bound
+
+
+class RepeatsTheNewest(HostProposer):
+    """An honest proposer on the host."""
+
+    def draft(self, requests, config):
+        return [HostTree(one.tokens[-1:] * config.num_steps) for one in requests]
+
+
+class ForgetsTheDepth(RepeatsTheNewest):
+    def draft(self, requests, config):
+        return [HostTree(one.tokens[-1:] * config.num_draft_tokens) for one in requests]
+
+
+class WritesIntoTheText(RepeatsTheNewest):
+    def draft(self, requests, config):
+        trees = super().draft(requests, config)
+        for one in requests:
+            one.tokens.append(0)
+        return trees

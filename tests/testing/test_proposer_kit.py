@@ -21,6 +21,7 @@ LM = TinyTarget(layers=3, window=6, seed=5, device=DEVICE)
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "examples"))
 from bigram_proposer import BigramProposer  # noqa: E402
+from suffix_proposer import SuffixProposer  # noqa: E402
 
 BEST_FIRST = SpecConfig(3, 1, 7, 128, 3, tree="best_first", ranks=4)
 SHIPPED = [
@@ -30,6 +31,7 @@ SHIPPED = [
     LookupProposer(1, 3),
     LookupFirst(LookupProposer(1, 3), LMDraft(LM, VOCAB)),
     BigramProposer(torch.randint(VOCAB, (500,)), VOCAB, 2, DEVICE),
+    SuffixProposer(),
 ]
 
 
@@ -72,3 +74,17 @@ def test_a_mutant_breaks_its_rules_and_no_other(mutant, rules) -> None:
     assert found.keys() == rules
     for rule, (message, name) in found.items():
         assert message.startswith(f"{rule}: proposer 'Draft' in {name}: ")
+
+
+HOST_MUTANTS = {
+    m.ForgetsTheDepth: "ForgetsTheDepth, request 0: tokens must be at most 3, got 4",
+    m.WritesIntoTheText: "it has written into the tokens of a request",
+}
+
+
+@pytest.mark.parametrize(("mutant", "message"), HOST_MUTANTS.items())
+def test_a_mutant_on_the_host_is_caught(mutant, message) -> None:
+    check, other = proposer_conformance(mutant(), TARGET)
+    assert check.broken == other.broken == "trees of the host"
+    with pytest.raises(ConformanceError, match=message):
+        check()
