@@ -22,18 +22,20 @@ PRODUCT = 2
 LAYER = 4 * PRODUCT + 6
 # gather, plan all attention
 BEGIN = 2
+# advance, tell the host
+END = 2
 BOUNDS = {
     "dflash": {
         # lay positions out, embed; layers; logits, the best in two, logarithms, the tree
         ForwardMode.DRAFT_DECODE: BEGIN + 2 + LAYERS * LAYER + PRODUCT + 2 + 1 + 1,
-        # lay positions out, mix features, norm; per layer a product and a store; advance
-        ForwardMode.DRAFT_EXTEND: 1 + PRODUCT + 1 + LAYERS * (PRODUCT + 1) + 1,
+        # lay positions out, mix features, norm; per layer a product and a store
+        ForwardMode.DRAFT_EXTEND: 1 + PRODUCT + 1 + LAYERS * (PRODUCT + 1) + END,
     },
     "lookup": {
         # search in two, link
         ForwardMode.DRAFT_DECODE: BEGIN + 2 + 1,
-        # append, advance
-        ForwardMode.DRAFT_EXTEND: 2,
+        # append
+        ForwardMode.DRAFT_EXTEND: 1 + END,
     },
 }
 
