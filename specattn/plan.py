@@ -107,6 +107,9 @@ class AttnPlan:
         ``[B, tail]`` int32 and int64: slot and position of every tail key.
     tail_words : Tensor
         ``[B, q_len, ceil(tail / 64)]`` int64; bit j of row i is set iff query i sees tail key j.
+    store_slots : Tensor, optional
+        ``[B, q_len]`` int32, the slots this forward writes, where they are not the tail's last:
+        rows that are some nodes of one tree.
     """
 
     layout: RowLayout
@@ -117,6 +120,7 @@ class AttnPlan:
     tail_slots: Tensor
     tail_positions: Tensor
     tail_words: Tensor
+    store_slots: Tensor | None = None
 
     @property
     def batch(self) -> int:
@@ -130,7 +134,9 @@ class AttnPlan:
 
     @property
     def out_slots(self) -> Tensor:
-        """``[B, q_len]`` int32 view of the tail: the slots this forward writes."""
+        """``[B, q_len]`` int32: the slots this forward writes."""
+        if self.store_slots is not None:
+            return self.store_slots
         return self.tail_slots[:, self.layout.tail - self.layout.q_len :]
 
     @classmethod
@@ -263,6 +269,8 @@ def _expected(plan: Plan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
             "out_slots": ((1, plan.out_slots.numel()), torch.int32),
         }
     n, tail = plan.layout.q_len, plan.layout.tail
+    if plan.store_slots is not None:
+        by_row["store_slots"] = (batch, n), torch.int32
     return by_row | {
         "positions": ((batch, n), torch.int64),
         "tail_slots": ((batch, tail), torch.int32),

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from specattn.speculative.host_proposer import HostTree
     from specattn.speculative.model import DraftModel, TargetModel
     from specattn.speculative.proposer import Proposer, ProposerFactory
+    from specattn.speculative.ragged import VerifyPolicy
     from specattn.speculative.sampling import SamplingParams
     from specattn.speculative.step_decoder import CudagraphMode
     from specattn.speculative.validation import Validate
@@ -125,6 +126,9 @@ class Engine:
     policy : Policy, optional
         Chooses every step's config, and so needs ``configs``;
         `specattn.engine.policy.GoodputPolicy` by default.
+    verify_policy : VerifyPolicy, optional
+        What nodes are worth verifying, where a config has a ``verify_len``; by default the
+        probability that the draft gives the path down to each.
     backend : str or BackendFactory
         Attention backend, by name (``"auto"`` picks one) or itself; see `choose_backend`.
     num_slots : int, optional
@@ -186,6 +190,7 @@ class Engine:
         *,
         configs: Sequence[SpecConfig] = (),
         policy: Policy | None = None,
+        verify_policy: VerifyPolicy | None = None,
         backend: str | BackendFactory = "auto",
         num_slots: int | None = None,
         buckets: Sequence[int] | None = None,
@@ -205,6 +210,8 @@ class Engine:
         self.config = config
         self.buckets = powers_of_two(config.max_num_reqs) if buckets is None else list(buckets)
         whole_numbers("every bucket", self.buckets)
+        if verify_policy is not None and not any(one.verify_len for one in (config, *configs)):
+            raise ValueError("verify_policy needs a config with a verify_len")
         self._ranks = Ranks(target)
         self.configs = SpeculativeConfigs(
             (config, *configs), policy, self.buckets, ranks=self._ranks
@@ -254,6 +261,7 @@ class Engine:
             "record": graphs,
             "indices": indices,
             "recorder": Recorder(),
+            "verify_policy": verify_policy,
             "validate": validate,
             "tbo": tbo,
             "cudagraph": cudagraph or ("piecewise" if between else "full"),

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from specattn.speculative.model import DraftModel, ModelSlot, TargetModel
     from specattn.speculative.processors import ProcessorStates
     from specattn.speculative.proposer import Proposer
+    from specattn.speculative.ragged import VerifyPolicy
     from specattn.speculative.states import RequestStates
     from specattn.speculative.step import Acceptor, Step
     from specattn.speculative.validation import TakingPart, Validate
@@ -109,6 +110,8 @@ class StepDecoder(ReadOnly):
         Whose memory pool graphs use: decoders that never run at the same time share one.
     accept : Acceptor
         What decides how much of a tree is kept.
+    verify_policy : VerifyPolicy, optional
+        What nodes are worth verifying, with a ``verify_len``; the paths' probabilities without one.
     validate : {"off", "debug"}
         ``"debug"`` also checks what tensors hold (slots, rows, lengths, the tree) before the
         target runs, which waits for the device; needs ``cudagraph="piecewise"``. See
@@ -157,6 +160,7 @@ class StepDecoder(ReadOnly):
         indices: Indices = "table",
         recorder: Recorder | None = None,
         accept: Acceptor = accept,
+        verify_policy: VerifyPolicy | None = None,
         validate: Validate = "off",
         tbo: bool = False,
     ) -> None:
@@ -173,6 +177,11 @@ class StepDecoder(ReadOnly):
         slot = proposer.slot if proposer is not None else None
         if cudagraph == "full" and plans_on_host(target, slot):
             raise ValueError("a backend that plans on the host needs cudagraph='piecewise'")
+        if config.verify_len and target.backend.host_plan:
+            raise ValueError(
+                f"verify_len needs a target's backend that plans on the device, got "
+                f"{target.backend.name!r}"
+            )
         if validate == "debug" and tbo:
             raise ValueError("validate='debug' looks at a whole batch's tree, which tbo splits")
         if slot is not None:
@@ -194,7 +203,7 @@ class StepDecoder(ReadOnly):
         self.draft = proposer.slot if proposer is not None else None
         self.table, self.states, self.cudagraph = table, states, cudagraph
         self.features = feature_width(proposer, features)
-        self.indices, self.accept = indices, accept
+        self.indices, self.accept, self.verify_policy = indices, accept, verify_policy
         self.validate, self.tbo = validate, tbo
         device = table.req_to_token.device
         self._plans = plans_on_host(target, slot)
@@ -632,6 +641,7 @@ class StepDecoder(ReadOnly):
             batch,
             indices=self.indices,
             acceptor=self.accept,
+            verify_policy=self.verify_policy,
             tbo=self.tbo and host is None,
         )
 

@@ -14,7 +14,18 @@ import torch
 from specattn import kernels
 from specattn.kernels.sampling import naive
 
-ROOMS = ["tree", "sampling", "step", "processors", "cache", "indices", "fused", "adopt", "lookup"]
+ROOMS = [
+    "tree",
+    "sampling",
+    "step",
+    "processors",
+    "cache",
+    "indices",
+    "fused",
+    "adopt",
+    "lookup",
+    "ragged",
+]
 
 
 def functions(module) -> dict[str, inspect.Signature]:
