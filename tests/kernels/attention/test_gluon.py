@@ -27,6 +27,8 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "chain": ((700, 1, 128), {"q_len": 5, "mode": "chain"}),
     "draft": ((2100, 0, 300), {"q_len": 4, "tail_len": 12, "mode": "draft"}),
     "any": ((1030, 0, 64), {"q_len": 8, "tail_len": 200, "mode": "any", "heads": (14, 2)}),
+    "verify_32": ((1030, 65, 0), {"q_len": 32, "heads": (8, 2)}),
+    "verify_20_window": ((700, 130), {"q_len": 20, "heads": (8, 2), "window_left": 99}),
     "verify_64": ((1030, 65, 0), {"q_len": 64, "heads": (8, 2)}),
     "verify_70": ((130, 1500), {"q_len": 70, "heads": (8, 2), "mode": "any"}),
     "window": ((3000, 700, 100), {"q_len": 8, "window_left": 511}),
@@ -200,6 +202,7 @@ class TestOnHopper:
             ("draft", 1),
             ("window", 1),
             ("window_in_tail", 1),
+            ("verify_32", 1),
             ("batch_200", 1),
             ("verify_64", 16),
         ],
@@ -274,4 +277,4 @@ def test_tiles_fit_a_multiprocessor(rows: int, head_dim: int, page_size: int) ->
         assert tile.ctas_per_sm * (shared + 1024) <= 228 * 1024
         threads = 2 * tile.block_m + 128 * (3 if tile.raw_stages else 1)
         assert tile.ctas_per_sm * threads * tile.max_regs <= 65536
-        assert rows <= 64 or tile.block_m == 128
+        assert rows > 64 or tile.block_m == 64
