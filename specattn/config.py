@@ -413,11 +413,6 @@ class SpecConfig:
         }
         return RowLayout(*table[mode], page_size=self.page_size)
 
-    def verify_layout(self) -> RowLayout:
-        """Return the layout of shared rows: chunks of trees."""
-        chunk, nodes = self.verify_chunk, self.num_draft_tokens
-        return RowLayout(chunk, nodes, Phase.VERIFY, page_size=self.page_size)
-
     def plain(self) -> SpecConfig:
         """Return plain decoding over the same tables, one token per step."""
         return replace(

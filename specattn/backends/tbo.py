@@ -155,7 +155,6 @@ def some_requests(plan: AttnPlan | CsrPlan, which: slice) -> AttnPlan | CsrPlan:
         tail_slots=plan.tail_slots[which],
         tail_positions=plan.tail_positions[which],
         tail_words=plan.tail_words[which],
-        store_slots=None if plan.store_slots is None else plan.store_slots[which],
     )
 
 

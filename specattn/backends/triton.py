@@ -89,7 +89,7 @@ class TritonBackend(ReadOnly):
 
     name: ClassVar[str] = "triton"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        graphs=True, kv_dtypes=(FLOAT8,), deterministic=True, sinks=True
+        graphs=True, kv_dtypes=(FLOAT8,), deterministic=True, sinks=True, ragged=True
     )
 
     def __init__(self, config: AttnConfig, device: torch.device) -> None:
@@ -162,7 +162,10 @@ def bucket(plan: AttnPlan | CsrPlan) -> dict[str, Any]:
     """Return the numbers of a plan's bucket, as `TreeAttention` takes them."""
     if isinstance(plan, CsrPlan):
         return {"batch": len(plan.kv_indptr) - 1, "q_len": 1, "tail_len": 0, "csr": True}
-    return {"batch": plan.batch, "q_len": plan.layout.q_len, "tail_len": plan.layout.tail}
+    numbers = {"batch": plan.batch, "q_len": plan.layout.q_len, "tail_len": plan.layout.tail}
+    if plan.ragged is None:
+        return numbers
+    return numbers | {"qo_indptr": plan.ragged.qo_indptr, "rows": plan.ragged.out_slots.numel()}
 
 
 def prompts(plan: ExtendPlan) -> dict[str, Any]:

@@ -194,7 +194,8 @@ class StepLaunch:
             if step.logprobs is not None:
                 found += fingerprint(values=step.logprobs.values, ids=step.logprobs.ids)
             if step.shared is not None:
-                found += fingerprint(shared=step.shared.buffers)
+                shared = step.shared
+                found += fingerprint(shared=shared.buffers, qo_indptr=shared.rows.qo_indptr)
             if step.bound is not None:
                 found += step.bound.fingerprint()
             for attention in step.attention(None):

@@ -1,14 +1,14 @@
 """A verify length per request: a batch's rows, shared among its trees.
 
-A batch of B requests has ``C = B * verify_len / verify_chunk`` chunks of m = ``verify_chunk`` rows,
-whatever the trees hold, so that one graph serves every share. The first nodes of a best-first tree
-are the best tree of so many nodes, so a request that is given fewer verifies a smaller tree. To
-attention, a chunk is a request: its rows are some nodes of a tree, and the tail are all of them.
+A batch of B requests has ``R = B * verify_len`` rows, whatever the trees hold, so that one graph
+serves every share. The first nodes of a best-first tree are the best tree of so many nodes, so a
+request that is given fewer verifies a smaller tree. Attention reads a prefix once per request,
+however many rows it has (`specattn.plan.RaggedRows`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, Self
 
 import torch
@@ -16,11 +16,12 @@ from torch import Tensor
 
 from specattn.buffers import BufferSet, buf
 from specattn.kernels.ragged import PackedRows, pack_rows, share_rows
-from specattn.plan import AttnPlan, mask_words
+from specattn.plan import RaggedRows
 
 if TYPE_CHECKING:
     from specattn.batch import DraftTree
     from specattn.config import SpecConfig
+    from specattn.plan import AttnPlan
     from specattn.speculative.step_buffers import StepBuffers
 
 
@@ -46,16 +47,9 @@ class VerifyPolicy(Protocol):
         """
 
 
-def _root(_: SpecConfig) -> Tensor:
-    return torch.tensor(1)
-
-
 @dataclass(frozen=True)
 class VerifyBuffers(BufferSet):
-    """What is verified of a batch, by chunks.
-
-    Shapes: c = ``verify_len / verify_chunk`` chunks per request, m nodes of a chunk, n nodes of a
-    tree, W ancestor words.
+    """What is verified of a batch.
 
     Parameters
     ----------
@@ -63,34 +57,20 @@ class VerifyBuffers(BufferSet):
         ``[B, n]`` float32, the probability of the path down to each node.
     lens : Tensor
         ``[B]`` int32, nodes that each request verifies.
-    index : Tensor
-        ``[B, n]`` int64, the `DraftTree`'s ``retrieve_index``.
-    rows, seq_lens, tokens, positions, words, slots, tail_slots, tail_positions, requests : Tensor
-        The `PackedRows`, ``[B, c, ...]``.
+    index, tail_slots : Tensor
+        ``[B, n]`` int64 and int32, as in `PackedRows`.
+    tokens, positions, slots, requests : Tensor
+        ``[B, verify_len]``: the rows of `PackedRows`, whosever they are.
     """
 
     probs: Tensor = buf(lambda c: (c.num_draft_tokens,), torch.float32)
     lens: Tensor = buf(lambda _: (), torch.int32)
     index: Tensor = buf(lambda c: (c.num_draft_tokens,), torch.int64)
-    rows: Tensor = buf(lambda c: (_chunks(c),), torch.int64)
-    seq_lens: Tensor = buf(lambda c: (_chunks(c),), torch.int32)
-    tokens: Tensor = buf(lambda c: (_chunks(c), c.verify_chunk), torch.int64)
-    positions: Tensor = buf(lambda c: (_chunks(c), c.verify_chunk), torch.int64)
-    words: Tensor = buf(
-        lambda c: (_chunks(c), c.verify_chunk, mask_words(c.num_draft_tokens)), torch.int64, _root
-    )
-    slots: Tensor = buf(lambda c: (_chunks(c), c.verify_chunk), torch.int32)
-    tail_slots: Tensor = buf(lambda c: (_chunks(c), c.num_draft_tokens), torch.int32)
-    tail_positions: Tensor = buf(lambda c: (_chunks(c), c.num_draft_tokens), torch.int64)
-    requests: Tensor = buf(lambda c: (_chunks(c),), torch.int64)
-
-    def packed(self) -> PackedRows:
-        """Return the chunks of all requests, one after another."""
-        return PackedRows(*(getattr(self, name).flatten(0, 1) for name in PackedRows._fields))
-
-
-def _chunks(config: SpecConfig) -> int:
-    return config.verify_len // config.verify_chunk
+    tail_slots: Tensor = buf(lambda c: (c.num_draft_tokens,), torch.int32)
+    tokens: Tensor = buf(lambda c: (c.verify_len,), torch.int64)
+    positions: Tensor = buf(lambda c: (c.verify_len,), torch.int64)
+    slots: Tensor = buf(lambda c: (c.verify_len,), torch.int32)
+    requests: Tensor = buf(lambda c: (c.verify_len,), torch.int64)
 
 
 class VerifyRows:
@@ -102,6 +82,8 @@ class VerifyRows:
         Its ``verify_len`` is above 0.
     buffers : VerifyBuffers
         Of B requests.
+    qo_indptr : Tensor
+        ``[B + 1]`` int32.
     policy : VerifyPolicy, optional
         What nodes are worth; their probabilities without one.
 
@@ -112,36 +94,39 @@ class VerifyRows:
     """
 
     def __init__(
-        self, config: SpecConfig, buffers: VerifyBuffers, policy: VerifyPolicy | None
+        self,
+        config: SpecConfig,
+        buffers: VerifyBuffers,
+        qo_indptr: Tensor,
+        policy: VerifyPolicy | None,
     ) -> None:
         self.config, self.buffers, self.policy = config, buffers, policy
-        self.rows = buffers.packed()
+        flat = (buffers.tokens, buffers.positions, buffers.slots, buffers.requests)
+        tokens, positions, slots, requests = (one.flatten() for one in flat)
+        tail, index = buffers.tail_slots, buffers.index
+        self.rows = PackedRows(qo_indptr, tokens, positions, slots, requests, tail, index)
 
     @classmethod
     def alloc(
         cls, batch: int, config: SpecConfig, policy: VerifyPolicy | None, device: torch.device
     ) -> Self:
         """Allocate buffers for ``batch`` requests."""
-        return cls(config, VerifyBuffers.alloc(batch, config, device), policy)
+        buffers = VerifyBuffers.alloc(batch, config, device)
+        qo_indptr = torch.arange(batch + 1, dtype=torch.int32, device=device) * config.verify_len
+        return cls(config, buffers, qo_indptr, policy)
 
     def first(self, batch: int) -> VerifyRows:
         """Return the same for fewer requests, over the same buffers."""
-        return VerifyRows(self.config, self.buffers.bind(batch), self.policy)
+        buffers, qo_indptr = self.buffers.bind(batch), self.rows.qo_indptr[: batch + 1]
+        return VerifyRows(self.config, buffers, qo_indptr, self.policy)
 
-    def plan(self, req_to_token: Tensor) -> AttnPlan:
-        """Return the plan of a target forward, a chunk per row."""
+    def plan(self, whole: AttnPlan) -> AttnPlan:
+        """Return the plan of a target forward, from that over whole trees."""
         rows = self.rows
-        return AttnPlan(
-            self.config.verify_layout(),
-            req_to_token,
-            rows.rows,
-            rows.seq_lens,
-            rows.positions,
-            rows.tail_slots,
-            rows.tail_positions,
-            rows.words,
-            store_slots=rows.slots,
-        )
+        ragged = RaggedRows(rows.qo_indptr, rows.slots[None])
+        # the slots of nodes that are cut continue no prefix
+        layout = replace(whole.layout, causal=False)
+        return replace(whole, layout=layout, tail_slots=rows.tail_slots, ragged=ragged)
 
     def choose(self, tree: DraftTree, step: StepBuffers) -> None:
         """Choose the lengths, cut the trees, pack what is left.
@@ -157,16 +142,16 @@ class VerifyRows:
         """
         buffers, rows = self.buffers, step.req_pool_indices
         worth = buffers.probs if self.policy is None else self.policy(buffers.probs, rows)
+        chunk = self.config.verify_chunk
         share_rows(
             worth,
             rows,
-            chunk=self.config.verify_chunk,
-            chunks=len(self.rows.rows),
+            chunk=chunk,
+            chunks=len(self.rows.tokens) // chunk,
             lens_out=buffers.lens,
         )
         pack_rows(
             buffers.lens,
-            rows,
             step.seq_lens,
             step.window,
             tree.tokens,
@@ -174,12 +159,10 @@ class VerifyRows:
             tree.words,
             tree.retrieve_next_token,
             tree.retrieve_next_sibling,
-            index_out=tree.retrieve_index,
             out=self.rows,
         )
 
     def pad(self) -> None:
-        """Turn all chunks into padding."""
-        rows = self.rows
-        for tensor in (rows.rows, rows.seq_lens, rows.slots, rows.tail_slots):
-            tensor.zero_()
+        """Let all rows write to the slot of padding."""
+        self.rows.slots.zero_()
+        self.rows.tail_slots.zero_()

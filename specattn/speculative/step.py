@@ -233,12 +233,11 @@ class Step:
         )
 
     def _plan(self) -> AttnPlan:
-        if self.shared is not None:
-            return self.shared.plan(self.table.req_to_token)
         mode = ForwardMode.TARGET_VERIFY if self.config.num_steps else ForwardMode.DECODE
         requests, tree = (self.buffers.req_pool_indices, self.buffers.seq_lens), self.tree
         inputs = AttnInputs(*requests, tree.positions, self.slots, tree.words)
-        return AttnPlan.over(self.config.layout(mode), self.table.req_to_token, inputs)
+        plan = AttnPlan.over(self.config.layout(mode), self.table.req_to_token, inputs)
+        return plan if self.shared is None else self.shared.plan(plan)
 
     def run(self, part: StepPart = WHOLE) -> None:
         """Run a step, or one part of it: no sync, capturable.
@@ -343,8 +342,7 @@ class Step:
             If the target returns logits of another shape.
         """
         # what reads the tree waits for it
-        late = by_lengths_alone([self.verify_attention])[1]
-        fill_all(late if self.shared is None else [self.verify_attention])
+        fill_all(by_lengths_alone([self.verify_attention])[1])
         model, (batch, nodes) = self.target.model, tree.tokens.shape
         what = tree if self.shared is None else self.shared.rows
         out = model.forward(
@@ -568,8 +566,8 @@ class Step:
 
     def _before_the_tree(self) -> list[Fillable]:
         # the rest waits for what its part brings: the tree, or a plan made on the host
-        verify = () if self.shared is not None else (self.verify_attention,)
-        return by_lengths_alone((*verify, *self.attention(ForwardMode.DRAFT_EXTEND)))[0]
+        attends = (self.verify_attention, *self.attention(ForwardMode.DRAFT_EXTEND))
+        return by_lengths_alone(attends)[0]
 
     def _gather(self) -> None:
         buffers, states = self.buffers, self.states

@@ -10,6 +10,7 @@ import torch
 
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
+from specattn.errors import UnsupportedError
 from specattn.speculative import verify
 from specattn.speculative.lookup import LookupFirst, LookupProposer
 from specattn.speculative.sampling import SamplingParams
@@ -89,10 +90,12 @@ def test_window_layers_see_what_they_do_alone():
     decode(engine(TREES["best first"], target=TinyTarget(window=6, device=DEVICE)))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("options", [{"backend": "flex"}, {"deterministic": True}], ids=str)
-def test_other_backends_decode_the_same(options):
-    decode(engine(TREES["best first"], buckets=[5], **options), count=12)
+def test_backends_without_ragged_rows_are_refused():
+    problem = r"requests cannot have different numbers of rows \(verify_len\)"
+    with pytest.raises(UnsupportedError, match=f"backend 'flex': {problem}"):
+        engine(TREES["best first"], backend="flex")
+    with pytest.raises(UnsupportedError, match=f"{problem} in the deterministic mode"):
+        engine(TREES["best first"], backend="triton", deterministic=True)
 
 
 def test_processed_requests_see_whole_trees():
@@ -143,7 +146,7 @@ def two_steps(policy=None, config=TREES["best first"]):
 def test_a_request_keeps_what_it_would_of_the_whole_tree():
     (whole, tree, logits), (some, cut, rows) = two_steps()
     lens = some.shared.buffers.lens.tolist()
-    assert lens[2] == 0
+    assert lens[2] == 0, "padding needs nothing"
     assert sum(lens) == 5 * 8
     assert max(lens) > min(lens[:2] + lens[3:]) > 0, "some verify more than others"
     assert rows.shape == (40, logits.shape[2])

@@ -125,6 +125,7 @@ def launch_tree(
         partial_out,
         partial_lse,
         bucket.sinks,
+        bucket.qo_indptr,
         k_pages,
         v_pages,
         *bucket.factors,
@@ -143,6 +144,8 @@ def launch_tree(
         MT=grid.m_tiles,
         PAGE=page,
         PREFETCH=bucket.prefetch,
+        # converters of float8 keys count tiles, not rows
+        SKIP=bucket.qo_indptr is not None and not tile.raw_stages,
         launch_pdl=True,
     )
 

@@ -69,6 +69,7 @@ class TreeConstants:
     HAS_LSE: gl.constexpr
     LSE_TOKEN: gl.constexpr
     LSE_HEAD: gl.constexpr
+    SKIP: gl.constexpr  # whether segments without a row of the CTA's are passed over
 
 
 @record
@@ -102,6 +103,7 @@ class Work:
     stride_tail_pos: gl.tensor
     stride_words: gl.tensor
     stride_words_q: gl.tensor
+    qo_indptr: object  # a pointer to [B + 1] first rows, or None for Q_LEN rows each
 
 
 @gluon.jit
@@ -135,6 +137,16 @@ def _bounds(tile, left, prefix_len, first_tile, t):
     begin = (first_tile + tile) * t.BN
     end = gl.minimum(kv_len, (first_tile + stop) * t.BN)
     return begin, end, stop - tile
+
+
+@gluon.jit
+def _brought(work, req, count, c, t):
+    """Return a segment's tiles; one, if no row needs it."""
+    if c.SKIP:
+        first = gl.load(work.qo_indptr + req, cache_modifier=t.CACHE)
+        rows = gl.load(work.qo_indptr + req + 1, cache_modifier=t.CACHE) - first
+        count = gl.where(work.m_tile * (t.GROUPS * 64) < rows * c.GROUP, count, 1)
+    return count
 
 
 @gluon.jit
@@ -179,7 +191,7 @@ def _produce(ring, work, t, c, pools):
             work.indices + base,
             work.tail_slots + req.to(gl.int64) * work.stride_tail,
             begin,
-            count,
+            _brought(work, req, count, c, t),
             first_key,
             prefix_len,
             stage,
@@ -214,7 +226,6 @@ def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
     o_row = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, values))
     q_col = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, loads))
     o_col = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, values))
-    s_ok = s_row < c.Q_LEN * GROUP
     token = s_row // GROUP
     q_tile = ring.q.index(WG)
     left, tile, req, _base, prefix_len, first_tile, partials, merge_rank = _first_segment(work, t)
@@ -236,11 +247,17 @@ def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
             _base, next_prefix, next_first, next_partials, next_rank = _load_request(
                 work.requests + (req + 1) * 8, t
             )
-        q_at = (req * c.Q_LEN + q_row // GROUP).to(gl.int64) * c.Q_TOKEN
+        first_row = req * c.Q_LEN
+        limit = c.Q_LEN * GROUP
+        if work.qo_indptr is not None:
+            first_row = gl.load(work.qo_indptr + req)
+            limit = (gl.load(work.qo_indptr + req + 1) - first_row) * GROUP
+        s_ok = s_row < limit
+        q_at = (first_row + q_row // GROUP).to(gl.int64) * c.Q_TOKEN
         q_at += (work.head * GROUP + q_row % GROUP) * c.Q_HEAD
         queries = gl.load(
             rows.q + q_at[:, None] + q_col[None, :],
-            mask=(q_row < c.Q_LEN * GROUP)[:, None],
+            mask=(q_row < limit)[:, None],
             other=0.0,
         )
         q_tile.store(queries.to(q_tile.dtype))
@@ -267,7 +284,7 @@ def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
             q_tile,
             begin,
             end,
-            count,
+            _brought(work, req, count, c, t),
             clear_from,
             prefix_len,
             prefix_len,
@@ -286,15 +303,15 @@ def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
             if end <= begin:
                 acc = gl.zeros([64, HEAD_DIM], gl.float32, values)
         if partials == 1:
-            at = (req * c.Q_LEN + o_row // GROUP).to(gl.int64) * c.OUT_TOKEN
+            at = (first_row + o_row // GROUP).to(gl.int64) * c.OUT_TOKEN
             at += (work.head * GROUP + o_row % GROUP) * c.OUT_HEAD
             gl.store(
                 rows.out + at[:, None] + o_col[None, :],
                 acc.to(dtype),
-                mask=(o_row < c.Q_LEN * GROUP)[:, None],
+                mask=(o_row < limit)[:, None],
             )
             if c.HAS_LSE:
-                at = (req * c.Q_LEN + token).to(gl.int64) * c.LSE_TOKEN
+                at = (first_row + token).to(gl.int64) * c.LSE_TOKEN
                 at += (work.head * GROUP + s_row % GROUP) * c.LSE_HEAD
                 gl.store(
                     rows.lse + at,
@@ -307,7 +324,7 @@ def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
             gl.store(
                 rows.partial_out + (block + o_row)[:, None] * HEAD_DIM + o_col[None, :],
                 acc.to(dtype),
-                mask=(o_row < c.Q_LEN * GROUP)[:, None],
+                mask=(o_row < limit)[:, None],
             )
             gl.store(rows.partial_lse + block + s_row, gl.where(total > 0.0, log2_sum, EMPTY))
         left -= count
@@ -332,11 +349,11 @@ def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
     ]
 )
 def gluon_tree_kernel(
-    q,  # [B * Q_LEN, Hq, HEAD_DIM]
+    q,  # [B * Q_LEN or fewer, Hq, HEAD_DIM]
     k_cache,  # [slots, NUM_KV, HEAD_DIM]
     v_cache,  # [slots, NUM_KV, HEAD_DIM]
-    out,  # [B * Q_LEN, Hq, HEAD_DIM]
-    lse,  # [B * Q_LEN, Hq] float32, or anything without HAS_LSE
+    out,  # [B * Q_LEN or fewer, Hq, HEAD_DIM]
+    lse,  # [B * Q_LEN or fewer, Hq] float32, or anything without HAS_LSE
     indices,  # int32: req_to_token rows, or with CSR kv_indices
     positions,  # [B, Q_LEN] int64, with WINDOW
     tail_slots,  # [B, TAIL] int32
@@ -347,6 +364,7 @@ def gluon_tree_kernel(
     partial_out,  # [slots, NUM_KV, MT, GROUPS * 64, HEAD_DIM]
     partial_lse,  # [slots, NUM_KV, MT, GROUPS * 64] float32, base 2
     sinks,  # [Hq] natural logits, or None
+    qo_indptr,  # [B + 1] int32, first row of each request, or None for Q_LEN rows each
     k_pages,  # descriptors of [slots, NUM_KV * HEAD_DIM] with PAGE > 1, or anything
     v_pages,
     base2,
@@ -390,6 +408,7 @@ def gluon_tree_kernel(
     CONVERTER_REGS: gl.constexpr,
     CONSUMER_REGS: gl.constexpr,
     PREFETCH: gl.constexpr,
+    SKIP: gl.constexpr,
 ):
     """Walk a split's segments: one CTA per (split, KV head, M tile)."""
     FLOAT8: gl.constexpr = RAW > 0
@@ -423,6 +442,7 @@ def gluon_tree_kernel(
         HAS_LSE,
         LSE_TOKEN,
         LSE_HEAD,
+        SKIP,
     )
     rows = Rows(q, out, lse, partial_out, partial_lse, sinks)
     pools = Pools(k_cache, v_cache, k_pages, v_pages, K_SLOT, K_HEAD, V_SLOT, V_HEAD)
@@ -464,6 +484,7 @@ def gluon_tree_kernel(
         stride_tail_pos,
         stride_words,
         stride_words_q,
+        qo_indptr,
     )
     if not PREFETCH:
         gdc_wait()

@@ -63,7 +63,7 @@ class TreeKernels:
 
     def choose_tile(self, bucket: TreeAttention) -> TileConfig:
         """Choose from the tile table of the kernel that serves the bucket."""
-        rows, stored = bucket.q_len * bucket.group, bucket.kv_dtype
+        rows, stored = bucket.mean_len * bucket.group, bucket.kv_dtype
         dims = bucket.head_dim, bucket.v_head_dim
         if gluon.serves(*dims, stored, bucket.device):
             return gluon_tile_config(
@@ -150,6 +150,7 @@ class TreeKernels:
             self.tables.splits,
             *bucket.workspace,
             bucket.sinks,
+            bucket.qo_indptr,
             *bucket.factors,
             bucket.v_scale if bucket.kv_dtype == FLOAT8 else None,
             *row_strides(q),
@@ -184,6 +185,7 @@ class TreeKernels:
             *bucket.workspace,
             out,
             lse,
+            bucket.qo_indptr,
             *row_strides(out),
             *row_strides(lse),
             Q_LEN=bucket.q_len,

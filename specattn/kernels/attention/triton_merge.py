@@ -65,8 +65,9 @@ def merge_kernel(
     merges,  # [1 + SPLITS, 4] int32
     partial_out,  # [slots, NUM_KV, MT, BM, V_DIM]
     partial_lse,  # [slots, NUM_KV, MT, BM] float32, base 2
-    out,  # [B * Q_LEN, Hq, V_DIM], out
-    lse,  # [B * Q_LEN, Hq] float32, out, or None
+    out,  # [B * Q_LEN or fewer, Hq, V_DIM], out
+    lse,  # [B * Q_LEN or fewer, Hq] float32, out, or None
+    qo_indptr,  # [B + 1] int32, first row of each request, or None for Q_LEN rows each
     stride_out,
     stride_out_head,
     stride_lse,
@@ -153,8 +154,13 @@ def merge_kernel(
                 False,
             )
 
-        ok = packed < Q_LEN * GROUP
-        q_row = (req * Q_LEN + packed // GROUP).to(tl.int64)
+        q_row = req * Q_LEN
+        rows = Q_LEN
+        if qo_indptr is not None:
+            q_row = tl.load(qo_indptr + req)
+            rows = tl.load(qo_indptr + req + 1) - q_row
+        ok = packed < rows * GROUP
+        q_row = (q_row + packed // GROUP).to(tl.int64)
         q_head = head * GROUP + packed % GROUP
         ptr = out + (q_row * stride_out + q_head * stride_out_head)[:, None] + dv[None, :]
         # rows without any key: their partials are all 0, and so is the result

@@ -198,7 +198,7 @@ def load_request(entry):
     ]
 )
 def tree_attention_kernel(
-    q,  # [B * Q_LEN, Hq, HEAD_DIM]
+    q,  # [B * Q_LEN or fewer, Hq, HEAD_DIM]
     k_cache,  # [slots, NUM_KV, HEAD_DIM]
     v_cache,  # [slots, NUM_KV, V_DIM]
     out,  # [B * Q_LEN, Hq, V_DIM], out
@@ -213,6 +213,7 @@ def tree_attention_kernel(
     partial_out,  # [partials, NUM_KV, MT, BM, V_DIM], out
     partial_lse,  # [partials, NUM_KV, MT, BM] float32, out, base 2
     sinks,  # [Hq] natural logits, or None
+    qo_indptr,  # [B + 1] int32, first row of each request, or None for Q_LEN rows each
     base2,
     cap_in,
     cap_out,
@@ -262,7 +263,6 @@ def tree_attention_kernel(
     packed = m_tile * BM + tl.arange(0, BM)  # [BM]
     token = packed // GROUP
     q_head = head * GROUP + packed % GROUP
-    row_ok = packed < Q_LEN * GROUP
     r = tl.arange(0, BN)  # [BN]
     k_head = k_cache + head.to(tl.int64) * K_HEAD
     v_head = v_cache + head.to(tl.int64) * V_HEAD
@@ -278,13 +278,21 @@ def tree_attention_kernel(
         begin = (first_tile + tile) * BN
         end = tl.minimum(kv_len, (first_tile + stop) * BN)
         index_row = indices + base
+        first_row = req * Q_LEN
+        rows = Q_LEN
+        if qo_indptr is not None:
+            first_row = tl.load(qo_indptr + req)
+            rows = tl.load(qo_indptr + req + 1) - first_row
+            # no row of it is in this tile
+            end = tl.where(m_tile * BM < rows * GROUP, end, begin)
+        row_ok = packed < rows * GROUP
         # full tiles of the prefix need no mask at all; a window masks every tile
         full_end = begin
         if WINDOW < 0:
             full_end = tl.maximum(tl.minimum(end, prefix_len) // BN * BN, begin)
             full_end = tl.where(full_end - begin <= SHORT * BN, begin, full_end)
 
-        q_row = (req * Q_LEN + token).to(tl.int64)  # [BM]
+        q_row = (first_row + token).to(tl.int64)  # [BM]
         q_rows = q + q_row * stride_q + q_head * stride_q_head
         q_tile = as_factor(load_query(q_rows, row_ok, HEAD_DIM, D_PAD), k_cache)
         tail_row = tail_slots

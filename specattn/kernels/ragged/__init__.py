@@ -24,6 +24,7 @@ def share_rows(worth: Tensor, rows: Tensor, *, chunk: int, chunks: int, lens_out
     request. A chunk counts for no more than the one before it, so that what is verified of a tree
     are its first nodes. Among equals the chunk of lower number comes first, then the request that
     comes first. If worth falls from node to node, no other choice of as many chunks is worth more.
+    What no request needs, padding gets: all chunks are given away.
 
     One launch, which can be recorded in a CUDA graph.
 
@@ -33,11 +34,11 @@ def share_rows(worth: Tensor, rows: Tensor, *, chunk: int, chunks: int, lens_out
         ``[B, n]`` float32, dense, n a multiple of ``chunk`` above it. NaN and numbers below 0
         count as 0, numbers above 1e30 as that.
     rows : Tensor
-        ``[B]`` int64; requests with row 0 are padding, and get nothing.
+        ``[B]`` int64; requests with row 0 are padding.
     chunk, chunks : int
-        Nodes of a chunk, and chunks of the batch, B at least.
+        Nodes of a chunk, and chunks of the batch: B at least, and ``B (n / chunk - 1)`` at most.
     lens_out : Tensor
-        ``[B]`` int32, written: multiples of ``chunk``, n at most; 0 for padding.
+        ``[B]`` int32, written: multiples of ``chunk`` that add up to ``chunk * chunks``, n at most.
 
     Raises
     ------
@@ -51,8 +52,9 @@ def share_rows(worth: Tensor, rows: Tensor, *, chunk: int, chunks: int, lens_out
     batch, nodes = worth.shape
     if chunk < 1 or nodes % chunk or nodes == chunk:
         raise ValueError(f"worth must have a multiple of chunk {chunk} nodes above it, got {nodes}")
-    if chunks < batch:
-        raise ValueError(f"chunks must be at least {batch}, one per request, got {chunks}")
+    most = batch * (nodes // chunk - 1)
+    if not batch <= chunks <= most:
+        raise ValueError(f"chunks must be {batch}..{most} for {batch} requests, got {chunks}")
     if rows.shape != (batch,) or lens_out.shape != (batch,):
         raise ValueError(
             f"rows and lens_out must be [{batch}], got {list(rows.shape)} and "
@@ -68,7 +70,6 @@ def share_rows(worth: Tensor, rows: Tensor, *, chunk: int, chunks: int, lens_out
 
 def pack_rows(
     lens: Tensor,
-    rows: Tensor,
     seq_lens: Tensor,
     window: Tensor,
     tokens: Tensor,
@@ -77,7 +78,6 @@ def pack_rows(
     next_token: Tensor,
     next_sibling: Tensor,
     *,
-    index_out: Tensor,
     out: PackedRows,
 ) -> None:
     """Pack each tree's first nodes; cut the trees there.
@@ -90,9 +90,9 @@ def pack_rows(
     Parameters
     ----------
     lens : Tensor
-        ``[B]`` int32, from `share_rows`: multiples of m, together at most C m.
-    rows, seq_lens : Tensor
-        ``[B]`` int64 and int32: table rows and committed lengths.
+        ``[B]`` int32, from `share_rows`: n at most, R together.
+    seq_lens : Tensor
+        ``[B]`` int32, committed lengths.
     window : Tensor
         ``[B, at least n]`` int32, slots after the committed tokens; rows may have a stride.
     tokens, positions, next_token, next_sibling : Tensor
@@ -100,9 +100,6 @@ def pack_rows(
         children and siblings ascend. All but the tokens are cut in place.
     words : Tensor
         ``[B, n, W]`` int64, dense, cut in place.
-    index_out : Tensor
-        ``[B, n]`` int64, dense: the row of every node among the C m rows; that of the root for a
-        node which is not verified, and 0 for padding.
     out : PackedRows
         Dense tensors, written.
 
@@ -112,24 +109,21 @@ def pack_rows(
         If a tensor is of another shape or layout.
     """
     batch, nodes = tokens.shape
-    chunks, chunk = out.tokens.shape
-    wanted = {
+    rows = len(out.tokens)
+    wanted: dict[str, tuple[Tensor, tuple[int, ...]]] = {
         "positions": (positions, (batch, nodes)),
         "next_token": (next_token, (batch, nodes)),
         "next_sibling": (next_sibling, (batch, nodes)),
-        "index_out": (index_out, (batch, nodes)),
         "words": (words, (batch, nodes, -(-nodes // 64))),
         "lens": (lens, (batch,)),
-        "rows": (rows, (batch,)),
         "seq_lens": (seq_lens, (batch,)),
-        "out.rows": (out.rows, (chunks,)),
-        "out.seq_lens": (out.seq_lens, (chunks,)),
-        "out.positions": (out.positions, (chunks, chunk)),
-        "out.words": (out.words, (chunks, chunk, -(-nodes // 64))),
-        "out.slots": (out.slots, (chunks, chunk)),
-        "out.tail_slots": (out.tail_slots, (chunks, nodes)),
-        "out.tail_positions": (out.tail_positions, (chunks, nodes)),
-        "out.requests": (out.requests, (chunks,)),
+        "out.qo_indptr": (out.qo_indptr, (batch + 1,)),
+        "out.tokens": (out.tokens, (rows,)),
+        "out.positions": (out.positions, (rows,)),
+        "out.slots": (out.slots, (rows,)),
+        "out.requests": (out.requests, (rows,)),
+        "out.tail_slots": (out.tail_slots, (batch, nodes)),
+        "out.retrieve_index": (out.retrieve_index, (batch, nodes)),
     }
     for name, (tensor, shape) in wanted.items():
         if tensor.shape != shape:
@@ -141,15 +135,5 @@ def pack_rows(
     if not batch:
         return
     implementation(naive.pack_rows, tokens.device)(
-        lens,
-        rows,
-        seq_lens,
-        window,
-        tokens,
-        positions,
-        words,
-        next_token,
-        next_sibling,
-        index_out,
-        out,
+        lens, seq_lens, window, tokens, positions, words, next_token, next_sibling, out
     )

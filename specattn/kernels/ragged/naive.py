@@ -22,12 +22,11 @@ def share_rows(worth: Tensor, rows: Tensor, chunk: int, chunks: int, lens_out: T
     order = total.T.flatten().sort(descending=True, stable=True).indices
     rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     more = (rank < chunks - live.sum()).view(-1, len(rows)).sum(0)
-    lens_out.copy_(torch.where(live, (1 + more) * chunk, 0))
+    lens_out.copy_((live + more) * chunk)
 
 
 def pack_rows(
     lens: Tensor,
-    rows: Tensor,
     seq_lens: Tensor,
     window: Tensor,
     tokens: Tensor,
@@ -35,40 +34,25 @@ def pack_rows(
     words: Tensor,
     next_token: Tensor,
     next_sibling: Tensor,
-    index_out: Tensor,
     out: PackedRows,
 ) -> None:
-    batch, nodes = tokens.shape
-    chunks, chunk = out.tokens.shape
-    device = tokens.device
-    ends = (lens // chunk).cumsum(0)  # [B]
-    starts = ends - lens // chunk
-    nth = torch.arange(chunks, device=device)
-    owner = (ends[None] <= nth[:, None]).sum(1)  # [C]
-    taken = owner < batch
-    owner = torch.where(taken, owner, 0)
-    node = (nth - starts[owner]).clamp(0, nodes // chunk - 1)[:, None] * chunk
-    node = node + torch.arange(chunk, device=device)  # [C, m]
-    out.rows.copy_(torch.where(taken, rows[owner], 0))
-    out.seq_lens.copy_(torch.where(taken, seq_lens[owner], 0))
-    out.requests.copy_(owner)
-    some = taken[:, None]
-    at = owner[:, None], node
-    out.tokens.copy_(torch.where(some, tokens[at], 0))
-    out.positions.copy_(torch.where(some, positions[at], 0))
-    out.slots.copy_(torch.where(some, window[at], 0))
-    first = torch.zeros_like(words[0, :1])
-    first[:, 0] = 1
-    out.words.copy_(torch.where(some[:, :, None], words[at], first))
+    nodes, device = tokens.shape[1], tokens.device
+    starts = lens.cumsum(0) - lens  # [B]
+    out.qo_indptr[:-1] = starts
+    out.qo_indptr[-1] = len(out.tokens)
     every = torch.arange(nodes, device=device)
-    seen = torch.where(every < lens[owner][:, None], every, 0)  # [C, n]
-    at = owner[:, None], seen
-    out.tail_slots.copy_(torch.where(some, window[at], 0))
-    out.tail_positions.copy_(torch.where(some, positions[at], 0))
-
     kept = every < lens[:, None]  # [B, n]
-    index = starts[:, None] * chunk + torch.where(kept, every, 0)
-    index_out.copy_(torch.where(lens[:, None] > 0, index, 0))
+    seen = torch.where(kept, every, 0)
+    out.tail_slots.copy_(window.gather(1, seen))
+    # of a request without rows nobody asks
+    out.retrieve_index.copy_((starts[:, None] + seen).clamp(max=len(out.tokens) - 1))
+    nth = torch.arange(len(out.tokens), device=device)
+    owner = (out.qo_indptr[None, 1:] <= nth[:, None]).sum(1)  # [R]
+    at = owner, nth - starts[owner]
+    out.requests.copy_(owner)
+    for to, of in ((out.tokens, tokens), (out.positions, positions), (out.slots, window)):
+        to.copy_(of[at])
+
     for links in (next_token, next_sibling):
         links.masked_fill_(~kept | (links >= lens[:, None]), -1)
     positions.copy_(torch.where(kept, positions, seq_lens[:, None]))

@@ -1,4 +1,4 @@
-"""What packing writes: the verified rows of a batch, chunk by chunk."""
+"""What packing writes: the verified rows of a batch, request after request."""
 
 from __future__ import annotations
 
@@ -9,34 +9,29 @@ if TYPE_CHECKING:
 
 
 class PackedRows(NamedTuple):
-    """The rows of a target forward, in chunks.
-
-    Each of C chunks has m nodes of one request. A chunk that no request has is padding: row 0 and
-    length 0, and its nodes see slot 0.
+    """The R rows of a target forward, request after request.
 
     Parameters
     ----------
-    rows, seq_lens : Tensor
-        ``[C]`` int64 and int32: table row and committed length of each chunk's request.
+    qo_indptr : Tensor
+        ``[B + 1]`` int32, offsets of each request's rows; the last is R.
     tokens, positions : Tensor
-        ``[C, m]`` int64.
-    words : Tensor
-        ``[C, m, W]`` int64: which nodes of the request's tree each one sees.
+        ``[R]`` int64.
     slots : Tensor
-        ``[C, m]`` int32, where keys and values of the chunk's nodes go.
-    tail_slots, tail_positions : Tensor
-        ``[C, n]`` int32 and int64: slots and positions of all nodes of the request; those of the
-        root where a node is not verified.
+        ``[R]`` int32, where keys and values go.
     requests : Tensor
-        ``[C]`` int64: the request in the batch; 0 for padding.
+        ``[R]`` int64, each row's request in the batch.
+    tail_slots : Tensor
+        ``[B, n]`` int32, slots of all nodes of a request's tree; that of the root where a node is
+        not verified.
+    retrieve_index : Tensor
+        ``[B, n]`` int64, the row of every node; that of the root for a node that is not verified.
     """
 
-    rows: Tensor
-    seq_lens: Tensor
+    qo_indptr: Tensor
     tokens: Tensor
     positions: Tensor
-    words: Tensor
     slots: Tensor
-    tail_slots: Tensor
-    tail_positions: Tensor
     requests: Tensor
+    tail_slots: Tensor
+    retrieve_index: Tensor
