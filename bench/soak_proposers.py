@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     Pair = tuple[Any, Any]
 
-OUT = Path(__file__).parent / "results" / "soak_proposers_h200.json"
+OUT = Path(__file__).parent / "results" / "soak_proposers.json"
 CONTEXT, WINDOWS, NEW = 384, 16, 200
 # of the target's layers, those that the standalone draft has
 LAYERS = 10

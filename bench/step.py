@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 RESULTS = Path(__file__).parent / "results"
 OUT, TRACE = RESULTS / "step_h200.json", RESULTS / "step_trace_h200.json"
 PROCESSED = RESULTS / "step_processors_h200.json"
-BLOCKS = RESULTS / "step_dflash_h200.json"
+BLOCKS = RESULTS / "step_dflash.json"
 PICTURE = Path(__file__).parent.parent / "docs" / "img" / "step_timeline.svg"
 BATCHES, CONTEXTS = (1, 4, 16, 64), (1024, 4096, 32768)
 # tokens of context whose keys and values fit beside the weights

@@ -10,7 +10,7 @@ from . import tables
 if TYPE_CHECKING:
     from pathlib import Path
 
-RECORD = "acceptance_h200.json"
+RECORD = "acceptance.json"
 PLAIN, LOOKUP = "plain", "lookup"
 #: Names of what drafts.
 DRAFTS = {

@@ -11,7 +11,7 @@ from .steps import PLAIN, measured, over_floor, place
 if TYPE_CHECKING:
     from pathlib import Path
 
-RECORD = "step_dflash_h200.json"
+RECORD = "step_dflash.json"
 #: What the settings of blocks begin with.
 DRAFT = "DFlash"
 Cell = dict[str, Any]
@@ -25,6 +25,7 @@ def shown(results: Path) -> str:
         rows.setdefault(place(cell), {})[cell["setting"]] = cell
     return "\n\n".join(
         [
+            f"{tables.versions(found['machine'])}.",
             f"{found['model']}, every setting in turn, ms and ratio to the bytes at the speed of "
             "a copy (with *: to the products, where these take longer):",
             _times(rows),

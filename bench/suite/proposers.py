@@ -10,7 +10,7 @@ from . import tables
 if TYPE_CHECKING:
     from pathlib import Path
 
-RECORD = "soak_proposers_h200.json"
+RECORD = "soak_proposers.json"
 _KIB, _MIB = 2**10, 2**20
 
 

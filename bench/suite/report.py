@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 PAGE = "performance.md"
 #: Every page with marked places.
-PAGES = (PAGE, "proposers.md")
+PAGES = (PAGE, "proposers.md", "pair.md")
 #: Of a part, what the page shows: the table, and which cells it has.
 SHOWN: dict[str, tuple[Callable[[list[Found]], str], tuple[str, ...]]] = {
     "trees": (

@@ -102,7 +102,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(step_blocks, "PLACES", ((1, 20), (1, 40), (3, 20)))
     monkeypatch.setattr(step_blocks, "BlockWorld", world)
     monkeypatch.setattr(step, "shapes", lambda *_, **__: dict.fromkeys(NAMES, SHAPE))
-    monkeypatch.setattr(step, "machine", lambda commit: {"commit": commit})
+    monkeypatch.setattr(step, "machine", lambda commit: {"device": "A GPU", "commit": commit})
     monkeypatch.setattr("bench.suite.roofs.measure", lambda rounds: ROOFS)
 
 
@@ -122,7 +122,7 @@ def test_a_run_leaves_a_record_after_every_cell(monkeypatch, tmp_path, tiny):
     step.main()
     assert seen == [*((count, 0) for count in range(1, 10)), (9, 1), (9, 2), (9, 3)]
     record = json.loads(out.read_text())
-    assert (record["model"], record["machine"]) == ("Llama-3.1-8B", {"commit": "abc"})
+    assert (record["model"], record["machine"]["commit"]) == ("Llama-3.1-8B", "abc")
     for cell in record["cells"]:
         assert cell["error"] < 1e-5
         assert (cell["graphs"], cell["short"]) == (1, 0)
@@ -158,9 +158,12 @@ def test_the_table_says_what_the_record_says(tmp_path):
         cell("plain", 4, 4800.0),
         cell("DFlash 15-32", 4, 6000.0, tree_us=12.0, operations=4e12),
     ]
-    record = {"model": "Llama", "cells": cells, "roofs": {"matmul_tflops": 800.0}}
+    machine = {"device": "A GPU", "torch": "2.11.0"}
+    record = {"model": "Llama", "machine": machine, "cells": cells}
+    record["roofs"] = {"matmul_tflops": 800.0}
     (tmp_path / report.RECORD).write_text(json.dumps(record))
     text = report.shown(tmp_path)
+    assert text.startswith("A GPU: torch 2.11.0.\n\n")
     assert "| 1 x 4k | 4.00, 1.00x | 5.00, 1.25x | 4.40, 1.10x |" in text
     assert "| 4 x 4k | 4.80, 1.20x | - | 6.00, 1.20x * |" in text
     assert "| 1 x 4k | DFlash 15-32 | 11.00 | 0.25% | 345 | 1 | 1.10 | 0.88 |" in text
