@@ -62,6 +62,11 @@ class BlockSetting(Setting):
         shape = self.steps, self.topk, self.nodes, longest, reqs
         return SpecConfig(*shape, tree="best_first", ranks=self.ranks)
 
+    @property
+    def rows(self) -> int:
+        """Nodes that a request verifies on average."""
+        return self.nodes
+
 
 SETTINGS: tuple[Setting, ...] = (
     PLAIN,
@@ -153,7 +158,7 @@ class BlockWorld(World):
         draft, path, logits = self.block, setting.steps + 1, self.block.lm_head.numel()
         layers = matrix_bytes(draft) // draft.fc.element_size() - logits
         drafted = draft.block.size * layers + setting.steps * logits
-        verified = setting.nodes * super().operations(PLAIN, 1)
+        verified = setting.rows * super().operations(PLAIN, 1)
         return batch * (verified + 2 * (drafted + path * self._written()))
 
     def _written(self) -> int:
