@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from specattn.models import FusedDFlash
     from specattn.speculative.model import DraftModel, TargetModel
     from specattn.speculative.processors import ProcessorStates
+    from specattn.speculative.ragged import VerifyPolicy
 
 DRAFT_VOCAB = 32000
 # logits of random weights have a spread of 1, which no tree of this size would go deep for
@@ -91,6 +92,11 @@ class Setting:
         if not self.steps:
             return "plain"
         return f"{'chain' if self.topk == 1 else 'tree'} {self.topk}-{self.steps}-{self.nodes}"
+
+    @property
+    def policy(self) -> VerifyPolicy | None:
+        """What nodes are worth verifying, if not what the draft says."""
+        return None
 
     def config(self, longest: int, reqs: int) -> SpecConfig:
         return SpecConfig(self.steps, self.topk, self.nodes, longest, reqs)
@@ -188,6 +194,7 @@ class World:
             record=record,
             recorder=self._recorder,
             accept=accept,
+            verify_policy=setting.policy,
             sampled=sampled,
             processors=processors,
         )

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bench.step_world import Setting
+    from specattn.speculative.ragged import VerifyPolicy
     from specattn.speculative.step import Step
 
 OUT = Path(__file__).parent / "results" / "verify_len.json"
@@ -51,10 +52,17 @@ class SharedSetting(BlockSetting):
 
     verify_len: int = 0
     chunk: int = 8
+    # whether all requests get the same: what sharing costs beside whole trees of that size
+    even: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.verify_len} of {self.nodes} by {self.chunk}"
+        share = "each" if self.even else f"by {self.chunk}"
+        return f"{self.verify_len} of {self.nodes} {share}"
+
+    @property
+    def policy(self) -> VerifyPolicy | None:
+        return _even if self.even else None
 
     @property
     def rows(self) -> int:
@@ -65,12 +73,21 @@ class SharedSetting(BlockSetting):
         return replace(whole, verify_len=self.verify_len, verify_chunk=self.chunk)
 
 
-WHOLE = tuple(BlockSetting(1, DEPTH, nodes) for nodes in (8, 16, 32, 64))
+def _even(probs: Tensor, rows: Tensor) -> Tensor:
+    """Say of all trees that their nodes are worth less and less."""
+    return torch.linspace(1, 0, probs.shape[1], device=probs.device).repeat(len(probs), 1)
+
+
+WHOLE = tuple(BlockSetting(1, DEPTH, nodes) for nodes in (4, 8, 16, 32, 64))
 SHARED = (
+    SharedSetting(1, DEPTH, 32, verify_len=8, chunk=2),
     SharedSetting(1, DEPTH, 64, verify_len=16),
     SharedSetting(1, DEPTH, 64, verify_len=16, chunk=4),
     SharedSetting(1, DEPTH, 64, verify_len=32),
-    SharedSetting(1, DEPTH, 128, verify_len=32),
+)
+EVEN = (
+    SharedSetting(1, DEPTH, 64, verify_len=16, even=True),
+    SharedSetting(1, DEPTH, 64, verify_len=32, even=True),
 )
 
 
@@ -193,7 +210,7 @@ def main() -> None:
     batches = [int(text) for text in options.batch.split(",")]
     record: dict[str, Any] = {"format": 1, "machine": machine(options.commit)}
     if options.part != "steps":
-        found = texts(options.device, options.texts, options.tokens, SHARED[-1].nodes)
+        found = texts(options.device, options.texts, options.tokens, WHOLE[-1].nodes)
         record |= {
             "texts": options.texts,
             "tokens": options.tokens,
@@ -220,7 +237,7 @@ def _steps(batches: Sequence[int], context: int, rounds: int) -> Any:
     copy_tb_s = roofs.measure(rounds)["copy_tb_s"]
     shape = shapes(context + 256)["Llama-3.1-8B"]
     world = BlockWorld(shape, [context] * max(batches), torch.device("cuda"))
-    settings: list[Setting] = [PLAIN, *WHOLE, *SHARED]
+    settings: list[Setting] = [PLAIN, *WHOLE, *SHARED, *EVEN]
     places = [(batch, context) for batch in batches]
     for cell, _ in measure(world, settings, places, length=2, rounds=rounds, copy_tb_s=copy_tb_s):
         yield cell

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,15 +26,22 @@ def test_logits_of_shared_rows_are_those_of_float64():
     assert check(world(), SHARED, 3) < 1e-5
 
 
-def test_steps_of_shared_rows_gain_what_is_forced():
+@pytest.mark.parametrize("even", [False, True])
+def test_steps_of_shared_rows_gain_what_is_forced(even):
     run = world()
     accept = run.forced(2)
-    decoder = run.decoder(SHARED, [3], accept)
+    decoder = run.decoder(replace(SHARED, even=even), [3], accept)
     stepper = Stepper(decoder, run.admit(decoder, 3, 20), accept)
     stepper.force(2)
     check_advance(stepper)
     stepper.check()
     assert run.operations(SHARED, 3) < run.operations(BlockSetting(1, 5, 12, 3), 3)
+    lens = {
+        int(length)
+        for captured in decoder.runner._captured.values()
+        for length in captured[3].program.steps[0].shared.buffers.lens
+    }
+    assert not even or lens == {6}
 
 
 def test_a_batch_walks_as_an_engine_decodes():
@@ -74,7 +82,7 @@ def test_rows_go_where_drafts_are_sure():
 def test_a_record_has_both_parts(monkeypatch, tmp_path):
     out = tmp_path / "lens.json"
     cells = [({"setting": "plain", "us": 1.0}, None)] * 2
-    text = Text(torch.rand(3, 128), torch.full((3, 15), 128))
+    text = Text(torch.rand(3, 64), torch.full((3, 15), 64))
     monkeypatch.setattr(verify_len, "WALK", 2)
     monkeypatch.setattr(verify_len, "texts", lambda *_: [text] * 12)
     monkeypatch.setattr(verify_len, "_steps", lambda *_: (cell for cell, _ in cells))
@@ -82,5 +90,5 @@ def test_a_record_has_both_parts(monkeypatch, tmp_path):
     verify_len.main()
     record = json.loads(out.read_text())
     assert len(record["cells"]) == 2
-    assert [one["setting"] for one in record["gains"]][-1] == "32 of 128 by 8"
+    assert [one["setting"] for one in record["gains"]][-1] == "32 of 64 by 8"
     assert all(one["tokens_per_step"] == 1 for one in record["gains"])
