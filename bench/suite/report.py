@@ -2,8 +2,8 @@
 
 A page says where with ``<!-- results: NAME -->`` and ``<!-- end -->``; what stands between them is
 replaced. Names are ``summary``, ``machines``, ``latency``, ``steps``, ``dflash``, ``pair``,
-``acceptance``, ``proposers``, and those of `SHOWN`. Cells that are not shown are in the result
-files and, of shown parts, in the pictures.
+``acceptance``, ``proposers``, ``shares``, and those of `SHOWN`. Cells that are not shown are in the
+result files and, of shown parts, in the pictures.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from . import acceptance, decode, metadata, plots, proposers, steps, summary, tables
+from . import acceptance, decode, metadata, plots, proposers, shares, steps, summary, tables
 from . import blocks as drafted
 from .results import read
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 PAGE = "performance.md"
 #: Every page with marked places.
-PAGES = (PAGE, "proposers.md", "pair.md")
+PAGES = (PAGE, "proposers.md", "pair.md", "adaptive.md")
 #: Of a part, what the page shows: the table, and which cells it has.
 SHOWN: dict[str, tuple[Callable[[list[Found]], str], tuple[str, ...]]] = {
     "trees": (
@@ -153,6 +153,7 @@ def blocks(folder: Path, parts: list[PartFound]) -> dict[str, str]:
         "pair": decode,
         "acceptance": acceptance,
         "proposers": proposers,
+        "shares": shares,
     }
     found = {
         name: module.shown(results)
