@@ -150,6 +150,24 @@ def _brought(work, req, count, c, t):
 
 
 @gluon.jit
+def _has_rows(work, c, t):
+    """Return whether the CTA has rows of any segment of its split."""
+    left, tile, req, _base, prefix_len, first_tile, _, _ = _first_segment(work, t)
+    found = left < 0
+    while left > 0:
+        _, _, count = _bounds(tile, left, prefix_len, first_tile, t)
+        first = gl.load(work.qo_indptr + req, cache_modifier=t.CACHE)
+        rows = gl.load(work.qo_indptr + req + 1, cache_modifier=t.CACHE) - first
+        found = found | (work.m_tile * (t.GROUPS * 64) < rows * c.GROUP)
+        left -= count
+        tile = 0
+        req += 1
+        if left > 0:
+            _base, prefix_len, first_tile, _, _ = _load_request(work.requests + req * 8, t)
+    return found
+
+
+@gluon.jit
 def _query_positions(work, req, prefix_len, c, t):
     """Lowest and highest position among a request's query tokens."""
     low = prefix_len - 1
@@ -489,6 +507,10 @@ def gluon_tree_kernel(
     if not PREFETCH:
         gdc_wait()
         gdc_launch_dependents()
+    # of few rows on average, most CTAs past the first M tile have none
+    if SKIP and not PREFETCH:  # noqa: SIM102  # known when the kernel is compiled; the next is not
+        if not _has_rows(work, c, t):
+            return
     if FLOAT8:
         if GROUPS == 1:
             gl.warp_specialize(
