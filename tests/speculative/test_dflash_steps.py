@@ -14,12 +14,12 @@ from specattn.speculative import dflash, verify
 from specattn.speculative.lookup import LookupFirst, LookupProposer
 from specattn.speculative.sampling import SamplingParams
 from tests.speculative import laws
+from tests.speculative.blocks import PROMPTS, SIZE, decode, engine
 from tests.speculative.laws import PROMPT, TEMPERATURE, TOP_K
-from tests.tiny import TinyBlockDraft, TinyDraft, TinyTarget, dense_greedy
+from tests.tiny import TinyBlockDraft, TinyDraft, TinyTarget
 from tests.worlds import BACKENDS, DEVICE
 
 CONTEXT = 96
-SIZE = 6
 TREES = {
     "chain": SpecConfig(5, 1, 6, CONTEXT, 5),
     "short chain": SpecConfig(2, 1, 3, CONTEXT, 5),
@@ -29,25 +29,6 @@ TREES = {
     "wide": SpecConfig(3, 1, 70, CONTEXT, 5, tree="best_first", ranks=20),
     "pages": SpecConfig(5, 1, 9, CONTEXT, 5, 4, tree="best_first", ranks=3),
 }
-PROMPTS = [[3, 14, 15, 9, 26, 5], [35, 2], [8, 9, 7, 9], [17], [4, 4, 4, 4, 4, 4, 4, 1]]
-
-
-def engine(config: SpecConfig, draft=None, **options) -> Engine:
-    options = {"buckets": [1, 2, 5]} | options
-    target = TinyTarget(device=DEVICE)
-    return Engine(target, draft or TinyBlockDraft(SIZE, device=DEVICE), config, **options)
-
-
-def decode(run: Engine, prompts=PROMPTS, count=25) -> list[int]:
-    """Decode greedily; return what the steps gained."""
-    for pool in (run.target.pool, *((run.draft.pool,) if run.draft else ())):
-        for data in (*pool.k, *pool.v):
-            data[1:].fill_(torch.nan)
-    results = run.generate([Request(prompt, count) for prompt in prompts])
-    for result, prompt in zip(results, prompts, strict=True):
-        assert result.tokens == dense_greedy(run.target.model, prompt, count)
-    run.table.check()
-    return [length for result in results for length in result.accept_lens]
 
 
 @pytest.mark.parametrize("name", TREES)

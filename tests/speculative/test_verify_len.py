@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specattn.config import SpecConfig
-from specattn.engine.engine import Engine, Request
+from specattn.engine.engine import Request
 from specattn.errors import UnsupportedError
 from specattn.speculative import verify
 from specattn.speculative.lookup import LookupFirst, LookupProposer
@@ -17,12 +17,12 @@ from specattn.speculative.sampling import SamplingParams
 from tests.grammars import Remainders, constrained_text
 from tests.processors import GREEDY, greedy_text
 from tests.speculative import laws
+from tests.speculative.blocks import PROMPTS, SIZE, decode, engine, poison
 from tests.speculative.laws import PROMPT, TEMPERATURE, TOP_K
-from tests.tiny import TinyBlockDraft, TinyDraft, TinyTarget, dense_greedy
+from tests.tiny import TinyBlockDraft, TinyDraft, TinyTarget
 from tests.worlds import BACKENDS, DEVICE
 
 CONTEXT = 112
-SIZE = 6
 BEST = {"tree": "best_first", "ranks": 4}
 TREES = {
     "chain": SpecConfig(5, 1, 6, CONTEXT, 5, verify_len=4, verify_chunk=2),
@@ -34,29 +34,6 @@ TREES = {
     ),
     "pages": SpecConfig(5, 1, 12, CONTEXT, 5, 4, verify_len=6, verify_chunk=3, **BEST),
 }
-PROMPTS = [[3, 14, 15, 9, 26, 5], [35, 2], [8, 9, 7, 9], [17], [4, 4, 4, 4, 4, 4, 4, 1]]
-
-
-def engine(config: SpecConfig, draft=None, target=None, **options) -> Engine:
-    target = target or TinyTarget(device=DEVICE)
-    draft = draft or TinyBlockDraft(SIZE, device=DEVICE)
-    return Engine(target, draft, config, **({"buckets": [1, 2, 5]} | options))
-
-
-def poison(run: Engine) -> None:
-    for pool in (run.target.pool, run.draft.pool):
-        for data in (*pool.k, *pool.v):
-            data[1:].fill_(torch.nan)
-
-
-def decode(run: Engine, prompts=PROMPTS, count=25) -> list[int]:
-    """Decode greedily; return what the steps gained."""
-    poison(run)
-    results = run.generate([Request(prompt, count) for prompt in prompts])
-    for result, prompt in zip(results, prompts, strict=True):
-        assert result.tokens == dense_greedy(run.target.model, prompt, count)
-    run.table.check()
-    return [length for result in results for length in result.accept_lens]
 
 
 @pytest.mark.parametrize("name", TREES)
