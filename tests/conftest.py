@@ -47,18 +47,24 @@ if not CUDA:
 # what the lane for each edit (`-m "not slow"`) leaves out, besides single tests that are marked
 SLOW = (
     "tests/bench/",
+    "tests/cli/",
+    "tests/integrations/",
+    "tests/test_core.py",
     "tests/test_pair.py",
-    "tests/cli/test_processes.py",
+    "tests/backends/test_flex.py",
     "tests/engine/test_drop.py",
     "tests/engine/test_engine_laws.py",
-    "tests/speculative/test_standalone.py::test_three_tokens",
-    "tests/speculative/test_standalone.py::test_a_lenient_rejection",
     "tests/engine/test_nonfinite.py",
     "tests/engine/test_processor_laws.py",
     "tests/kernels/attention/test_deterministic.py",
     "tests/kernels/test_compile_targets.py",
     "tests/regressions/test_r48_verify_has_the_bits_of_decode.py",
-    "tests/testing/test_kit_passes.py",
+    "tests/speculative/test_dflash_steps.py::test_three_tokens",
+    "tests/speculative/test_lookup.py",
+    "tests/speculative/test_standalone.py",
+    "tests/speculative/test_verify_len.py::test_three_tokens",
+    "tests/testing/test_kit",
+    "tests/testing/test_proposer_kit.py",
     "tests/testing/test_stand_ins.py",
 )
 
