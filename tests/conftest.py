@@ -93,6 +93,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def freed_between_modules() -> Iterator[None]:
+    """Give a GPU's memory back after every module: processes share it."""
+    yield
+    if CUDA:
+        torch.cuda.empty_cache()
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     path = session.config.getoption("--gpu-record")
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
