@@ -52,17 +52,17 @@ class SharedSetting(BlockSetting):
 
     verify_len: int = 0
     chunk: int = 8
-    # whether all requests get the same: what sharing costs beside whole trees of that size
-    even: bool = False
+    # a key of `POLICIES`
+    share: str = "chunks"
 
     @property
     def name(self) -> str:
-        share = "each" if self.even else f"by {self.chunk}"
+        share = f"by {self.chunk}" if self.share == "chunks" else self.share
         return f"{self.verify_len} of {self.nodes} {share}"
 
     @property
     def policy(self) -> VerifyPolicy | None:
-        return _even if self.even else None
+        return POLICIES[self.share]
 
     @property
     def rows(self) -> int:
@@ -78,6 +78,17 @@ def _even(probs: Tensor, rows: Tensor) -> Tensor:
     return torch.linspace(1, 0, probs.shape[1], device=probs.device).repeat(len(probs), 1)
 
 
+def _steps_saved(probs: Tensor, rows: Tensor) -> Tensor:
+    """Divide by what the request's step gains anyway."""
+    return probs / probs[:, :16].sum(1, keepdim=True)
+
+
+#: By the draft's probabilities, by these in steps, and equally: what sharing costs by itself.
+POLICIES: dict[str, VerifyPolicy | None] = {
+    "chunks": None,
+    "by steps saved": _steps_saved,
+    "each": _even,
+}
 WHOLE = tuple(BlockSetting(1, DEPTH, nodes) for nodes in (4, 8, 16, 32, 64))
 SHARED = (
     SharedSetting(1, DEPTH, 32, verify_len=8, chunk=2),
@@ -86,9 +97,11 @@ SHARED = (
     SharedSetting(1, DEPTH, 64, verify_len=32),
 )
 EVEN = (
-    SharedSetting(1, DEPTH, 64, verify_len=16, even=True),
-    SharedSetting(1, DEPTH, 64, verify_len=32, even=True),
+    SharedSetting(1, DEPTH, 64, verify_len=16, share="each"),
+    SharedSetting(1, DEPTH, 64, verify_len=32, share="each"),
 )
+# what texts gain by another policy; a step takes as long
+OTHER = (SharedSetting(1, DEPTH, 64, verify_len=16, chunk=4, share="by steps saved"),)
 
 
 @dataclass(frozen=True)
@@ -166,6 +179,8 @@ def walk(found: Sequence[Text], setting: BlockSetting, batch: int, steps: int) -
     for _ in range(steps):
         if isinstance(setting, SharedSetting):
             worth = torch.stack([found[text].probs[token] for text, token in at])
+            if setting.policy is not None:
+                worth = setting.policy(worth, rows)
             chunks = batch * setting.verify_len // setting.chunk
             naive.share_rows(worth[:, : setting.nodes], rows, setting.chunk, chunks, lens)
             verified += lens.tolist()
@@ -214,11 +229,12 @@ def main() -> None:
         record |= {
             "texts": options.texts,
             "tokens": options.tokens,
+            "texts_device": options.device,
             "tokens_per_step_by_text": spread(found, WHOLE[-1].nodes),
             "gains": [
                 walk(found, setting, batch, WALK)
                 for batch in batches
-                for setting in (*WHOLE, *SHARED)
+                for setting in (*WHOLE, *SHARED, *OTHER)
             ],
         }
         write(record, options.out)

@@ -22,16 +22,15 @@ def shown(results: Path) -> str:
     parts = []
     for batch in dict.fromkeys(gain["batch"] for gain in found["gains"]):
         rows = [gain for gain in found["gains"] if gain["batch"] == batch]
-        speeds = {row["setting"]: _speed(row, us) for row in rows}
+        timed = [row for row in rows if (row["setting"], batch) in us]
+        speeds = {row["setting"]: _speed(row, us) for row in timed}
         best = max(speed for name, speed in speeds.items() if name.startswith(_WHOLE))
         body = [
             [
                 row["setting"],
                 f"{row['verified_p10']:.0f} to {row['verified_p90']:.0f}",
                 f"{row['tokens_per_step']:.2f}",
-                f"{us[row['setting'], batch] / 1e3:.2f}",
-                f"{speeds[row['setting']]:,.0f}",
-                f"{speeds[row['setting']] / best:.3f}",
+                *_speeds(us.get((row["setting"], batch)), speeds.get(row["setting"]), best),
             ]
             for row in rows
         ]
@@ -41,11 +40,19 @@ def shown(results: Path) -> str:
         [
             f"{found['model']} with a DFlash head, {found['context']} tokens of context; tokens "
             f"per step are those of {found['texts']} texts of the shipped pair, of "
-            f"{found['tokens']} tokens each. {tables.versions(found['machine'])}.",
+            f"{found['tokens']} tokens each, in float32 (on {found['texts_device']}). "
+            f"Times: {tables.versions(found['machine'])}.",
             *parts,
             *_alone(found["cells"], us),
         ]
     )
+
+
+def _speeds(us: float | None, speed: float | None, best: float) -> list[str]:
+    """Return milliseconds, tokens per second, and their share of the best."""
+    if us is None or speed is None:
+        return [tables.NONE] * 3
+    return [f"{us / 1e3:.2f}", f"{speed:,.0f}", f"{speed / best:.3f}"]
 
 
 def _speed(row: dict[str, Any], us: dict[tuple[str, int], float]) -> float:

@@ -26,11 +26,11 @@ def test_logits_of_shared_rows_are_those_of_float64():
     assert check(world(), SHARED, 3) < 1e-5
 
 
-@pytest.mark.parametrize("even", [False, True])
-def test_steps_of_shared_rows_gain_what_is_forced(even):
+@pytest.mark.parametrize("share", verify_len.POLICIES)
+def test_steps_of_shared_rows_gain_what_is_forced(share):
     run = world()
     accept = run.forced(2)
-    decoder = run.decoder(replace(SHARED, even=even), [3], accept)
+    decoder = run.decoder(replace(SHARED, share=share), [3], accept)
     stepper = Stepper(decoder, run.admit(decoder, 3, 20), accept)
     stepper.force(2)
     check_advance(stepper)
@@ -41,7 +41,7 @@ def test_steps_of_shared_rows_gain_what_is_forced(even):
         for captured in decoder.runner._captured.values()
         for length in captured[3].program.steps[0].shared.buffers.lens
     }
-    assert not even or lens == {6}
+    assert share != "each" or lens == {6}
 
 
 def test_a_batch_walks_as_an_engine_decodes():
@@ -90,5 +90,5 @@ def test_a_record_has_both_parts(monkeypatch, tmp_path):
     verify_len.main()
     record = json.loads(out.read_text())
     assert len(record["cells"]) == 2
-    assert [one["setting"] for one in record["gains"]][-1] == "32 of 64 by 8"
+    assert [one["setting"] for one in record["gains"]][-1] == "16 of 64 by steps saved"
     assert all(one["tokens_per_step"] == 1 for one in record["gains"])

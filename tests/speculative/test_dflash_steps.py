@@ -12,10 +12,9 @@ from specattn.engine.engine import Engine, Request
 from specattn.kernels.tree import best_first_tree
 from specattn.speculative import dflash, verify
 from specattn.speculative.lookup import LookupFirst, LookupProposer
-from specattn.speculative.sampling import SamplingParams
 from tests.speculative import laws
-from tests.speculative.blocks import PROMPTS, SIZE, decode, engine
-from tests.speculative.laws import PROMPT, TEMPERATURE, TOP_K
+from tests.speculative.blocks import PROMPTS, SIZE, decode, engine, p_value
+from tests.speculative.laws import PROMPT
 from tests.tiny import TinyBlockDraft, TinyDraft, TinyTarget
 from tests.worlds import BACKENDS, DEVICE
 
@@ -169,7 +168,6 @@ LAWS = {
     "beams": SpecConfig(2, 2, 5, 16, 250),
     "best first": SpecConfig(2, 1, 6, 16, 250, tree="best_first", ranks=3),
 }
-DRAWS = 1500
 
 
 @pytest.fixture(scope="module")
@@ -180,15 +178,6 @@ def target() -> TinyTarget:
 @pytest.fixture(scope="module")
 def law(target) -> laws.Law:
     return laws.joint_law(target, PROMPT)
-
-
-def p_value(target, config: SpecConfig, law: laws.Law) -> float:
-    device = target.device
-    run = Engine(target, TinyBlockDraft(3, device=device), config, buckets=[250])
-    requests = [
-        Request(PROMPT, 3, SamplingParams(TEMPERATURE, TOP_K, seed=1000 + i)) for i in range(DRAWS)
-    ]
-    return laws.p_value(law, [tuple(result.tokens) for result in run.generate(requests)])
 
 
 @pytest.mark.parametrize("name", LAWS)

@@ -17,8 +17,8 @@ from specattn.speculative.sampling import SamplingParams
 from tests.grammars import Remainders, constrained_text
 from tests.processors import GREEDY, greedy_text
 from tests.speculative import laws
-from tests.speculative.blocks import PROMPTS, SIZE, decode, engine, poison
-from tests.speculative.laws import PROMPT, TEMPERATURE, TOP_K
+from tests.speculative.blocks import PROMPTS, SIZE, decode, engine, p_value, poison
+from tests.speculative.laws import PROMPT
 from tests.tiny import TinyBlockDraft, TinyDraft, TinyTarget
 from tests.worlds import BACKENDS, DEVICE
 
@@ -207,7 +207,6 @@ LAWS = {
         2, 1, 6, 16, 250, tree="best_first", ranks=3, verify_len=3, verify_chunk=1
     ),
 }
-DRAWS = 1500
 
 
 @pytest.fixture(scope="module")
@@ -218,14 +217,6 @@ def target() -> TinyTarget:
 @pytest.fixture(scope="module")
 def law(target) -> laws.Law:
     return laws.joint_law(target, PROMPT)
-
-
-def p_value(target, config: SpecConfig, law: laws.Law) -> float:
-    run = engine(config, TinyBlockDraft(3, device=DEVICE), target, buckets=[250])
-    requests = [
-        Request(PROMPT, 3, SamplingParams(TEMPERATURE, TOP_K, seed=1000 + i)) for i in range(DRAWS)
-    ]
-    return laws.p_value(law, [tuple(result.tokens) for result in run.generate(requests)])
 
 
 @pytest.mark.parametrize("name", LAWS)
