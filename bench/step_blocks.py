@@ -241,6 +241,7 @@ def measure(
     *,
     length: int,
     rounds: int,
+    turns: int,
     copy_tb_s: float,
 ) -> Iterator[tuple[dict[str, Any], Stepper]]:
     """Check all settings, capture them batch by batch, and time them in turn at every place.
@@ -268,7 +269,7 @@ def measure(
                 steppers[setting] = stepper = Stepper(decoder, rows, accept)
                 stepper.force(lengths[setting])
                 check_advance(stepper)
-            us = _in_turn(steppers, rounds)
+            us = _in_turn(steppers, rounds, turns)
             for setting, stepper in steppers.items():
                 read = world.read_bytes(setting, batch, context)
                 cell = {
@@ -294,9 +295,11 @@ def measure(
                 yield cell, stepper
 
 
-def _in_turn(steppers: dict[Setting, Stepper], rounds: int) -> dict[Setting, list[float]]:
+def _in_turn(
+    steppers: dict[Setting, Stepper], rounds: int, turns: int
+) -> dict[Setting, list[float]]:
     found: dict[Setting, list[float]] = {setting: [] for setting in steppers}
-    for _ in range(TURNS):
+    for _ in range(turns):
         for setting, stepper in steppers.items():
             found[setting].append(timed(stepper, rounds)["us"])
             stepper.finish()

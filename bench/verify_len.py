@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from specattn.engine.engine import Engine
 from specattn.engine.request import Request
 from specattn.kernels.ragged import naive
 from specattn.kernels.tree import best_first_tree
+from specattn.speculative.ragged import steps_saved
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,7 +63,7 @@ class SharedSetting(BlockSetting):
         return f"{self.verify_len} of {self.nodes} {share}"
 
     @property
-    def policy(self) -> VerifyPolicy | None:
+    def policy(self) -> VerifyPolicy:
         return POLICIES[self.share]
 
     @property
@@ -78,15 +80,15 @@ def _even(probs: Tensor, rows: Tensor) -> Tensor:
     return torch.linspace(1, 0, probs.shape[1], device=probs.device).repeat(len(probs), 1)
 
 
-def _steps_saved(probs: Tensor, rows: Tensor) -> Tensor:
-    """Divide by what the request's step gains anyway."""
-    return probs / probs[:, :16].sum(1, keepdim=True)
+def _probable(probs: Tensor, rows: Tensor) -> Tensor:
+    """Count tokens, whoever gains them."""
+    return probs
 
 
-#: By the draft's probabilities, by these in steps, and equally: what sharing costs by itself.
-POLICIES: dict[str, VerifyPolicy | None] = {
-    "chunks": None,
-    "by steps saved": _steps_saved,
+#: What the library does, by the draft's probabilities, and equally: what sharing costs by itself.
+POLICIES: dict[str, VerifyPolicy] = {
+    "chunks": steps_saved,
+    "by probability": _probable,
     "each": _even,
 }
 WHOLE = tuple(BlockSetting(1, DEPTH, nodes) for nodes in (4, 8, 16, 32, 64))
@@ -101,7 +103,9 @@ EVEN = (
     SharedSetting(1, DEPTH, 64, verify_len=32, share="each"),
 )
 # what texts gain by another policy; a step takes as long
-OTHER = (SharedSetting(1, DEPTH, 64, verify_len=16, chunk=4, share="by steps saved"),)
+OTHER = (SharedSetting(1, DEPTH, 64, verify_len=16, chunk=4, share="by probability"),)
+# how often steps are timed in turn: they heat the device, and it slows down, for its neighbours too
+TURNS = 9
 
 
 @dataclass(frozen=True)
@@ -178,9 +182,8 @@ def walk(found: Sequence[Text], setting: BlockSetting, batch: int, steps: int) -
     gained, verified = 0, []
     for _ in range(steps):
         if isinstance(setting, SharedSetting):
-            worth = torch.stack([found[text].probs[token] for text, token in at])
-            if setting.policy is not None:
-                worth = setting.policy(worth, rows)
+            probs = torch.stack([found[text].probs[token] for text, token in at])
+            worth = setting.policy(probs, rows)
             chunks = batch * setting.verify_len // setting.chunk
             naive.share_rows(worth[:, : setting.nodes], rows, setting.chunk, chunks, lens)
             verified += lens.tolist()
@@ -253,9 +256,13 @@ def _steps(batches: Sequence[int], context: int, rounds: int) -> Any:
     copy_tb_s = roofs.measure(rounds)["copy_tb_s"]
     shape = shapes(context + 256)["Llama-3.1-8B"]
     world = BlockWorld(shape, [context] * max(batches), torch.device("cuda"))
-    settings: list[Setting] = [PLAIN, *WHOLE, *SHARED, *EVEN]
+    # what shares equally comes next to the whole trees it is compared with
+    even = {setting.verify_len: setting for setting in EVEN}
+    pairs = [(whole, even[whole.nodes]) if whole.nodes in even else (whole,) for whole in WHOLE]
+    settings: list[Setting] = [PLAIN, *chain.from_iterable(pairs), *SHARED]
     places = [(batch, context) for batch in batches]
-    for cell, _ in measure(world, settings, places, length=2, rounds=rounds, copy_tb_s=copy_tb_s):
+    options = {"length": 2, "rounds": rounds, "turns": TURNS, "copy_tb_s": copy_tb_s}
+    for cell, _ in measure(world, settings, places, **options):
         yield cell
 
 

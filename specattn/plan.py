@@ -97,7 +97,7 @@ class RaggedRows:
     ----------
     qo_indptr : Tensor
         ``[B + 1]`` int32, offsets of each request's rows among R; request b has its first
-        ``qo_indptr[b + 1] - qo_indptr[b]`` query tokens.
+        ``qo_indptr[b + 1] - qo_indptr[b]`` query tokens. `BoundAttention.fill` reads it, too.
     out_slots : Tensor
         ``[1, R]`` int32, the slots this forward writes, in the order of the rows.
     """

@@ -209,6 +209,17 @@ class TritonBound(BoundAttention):
 
 
 @dataclass(frozen=True)
+class TritonRagged(TritonBound):
+    """A tree mode whose requests have different numbers of rows, which the plan reads, too."""
+
+    prefetches: ClassVar[bool] = True
+
+    def fill(self) -> None:
+        """Split the work, from the lengths and rows on the device."""
+        self.kernel.kernels.fill(self.request)
+
+
+@dataclass(frozen=True)
 class TritonCsr(TritonBound, JointFill):
     """Draft decode from index lists."""
 
@@ -273,4 +284,6 @@ def bind_kernel(
         late = plan.layout.tail > plan.layout.q_len
     if deterministic:
         return TritonDeterministic(plan, kernel, request, inputs, late)
+    if isinstance(plan, AttnPlan) and plan.ragged is not None:
+        return TritonRagged(plan, kernel, request, inputs)
     return (TritonCsr if isinstance(plan, CsrPlan) else TritonTree)(plan, kernel, request, inputs)

@@ -28,6 +28,7 @@ from specattn.speculative.model import ModelSlot, for_context
 from specattn.speculative.prefill import Prefill, Prompt
 from specattn.speculative.processors import MAX_END_IDS, ProcessorStates
 from specattn.speculative.proposer import draft_len_of, make_proposer
+from specattn.speculative.ragged import steps_saved
 from specattn.speculative.sampling import SamplingBatch
 from specattn.speculative.states import RequestStates, StateDims
 from specattn.speculative.step_decoder import StepDecoder, plans_on_host
@@ -127,8 +128,8 @@ class Engine:
         Chooses every step's config, and so needs ``configs``;
         `specattn.engine.policy.GoodputPolicy` by default.
     verify_policy : VerifyPolicy, optional
-        What nodes are worth verifying, where a config has a ``verify_len``; by default the
-        probability that the draft gives the path down to each.
+        What nodes are worth verifying, where a config has a ``verify_len``;
+        `specattn.speculative.ragged.steps_saved` by default.
     backend : str or BackendFactory
         Attention backend, by name (``"auto"`` picks one) or itself; see `choose_backend`.
     num_slots : int, optional
@@ -261,7 +262,7 @@ class Engine:
             "record": graphs,
             "indices": indices,
             "recorder": Recorder(),
-            "verify_policy": verify_policy,
+            "verify_policy": verify_policy or steps_saved,
             "validate": validate,
             "tbo": tbo,
             "cudagraph": cudagraph or ("piecewise" if between else "full"),

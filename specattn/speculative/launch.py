@@ -62,7 +62,7 @@ class StepLaunch:
         *,
         indices: Indices,
         acceptor: Acceptor,
-        verify_policy: VerifyPolicy | None = None,
+        verify_policy: VerifyPolicy,
         tbo: bool = False,
     ) -> StepLaunch:
         """Allocate the buffers of a whole step for ``batch`` requests.

@@ -34,9 +34,9 @@ class VerifyPolicy(Protocol):
         Parameters
         ----------
         probs : Tensor
-            ``[B, n]`` float32: what the draft takes the path down to each node to be kept with, 1
-            at the root, falling from node to node. Without a policy that is what they are worth:
-            the sum over what is verified is the expected number of tokens, if the draft is right.
+            ``[B, n]`` float32: the probability with which the draft expects the path down to each
+            node to be kept, 1 at the root, falling from node to node. Summed over what is verified,
+            it is the expected number of tokens.
         rows : Tensor
             ``[B]`` int64: each request's row of the table, 0 for padding.
 
@@ -45,6 +45,15 @@ class VerifyPolicy(Protocol):
         Tensor
             ``[B, n]`` float32. A node counts for no more than the one before it, by chunks.
         """
+
+
+def steps_saved(probs: Tensor, rows: Tensor) -> Tensor:
+    """Divide by what the request's whole tree would gain; see `VerifyPolicy`.
+
+    A token saves its request the part of a step that this step's tokens share. So where the draft
+    is sure and steps gain much, another token saves less.
+    """
+    return probs / probs.sum(1, keepdim=True)
 
 
 @dataclass(frozen=True)
@@ -84,8 +93,8 @@ class VerifyRows:
         Of B requests.
     qo_indptr : Tensor
         ``[B + 1]`` int32.
-    policy : VerifyPolicy, optional
-        What nodes are worth; their probabilities without one.
+    policy : VerifyPolicy
+        What nodes are worth.
 
     Attributes
     ----------
@@ -98,7 +107,7 @@ class VerifyRows:
         config: SpecConfig,
         buffers: VerifyBuffers,
         qo_indptr: Tensor,
-        policy: VerifyPolicy | None,
+        policy: VerifyPolicy,
     ) -> None:
         self.config, self.buffers, self.policy = config, buffers, policy
         flat = (buffers.tokens, buffers.positions, buffers.slots, buffers.requests)
@@ -108,7 +117,7 @@ class VerifyRows:
 
     @classmethod
     def alloc(
-        cls, batch: int, config: SpecConfig, policy: VerifyPolicy | None, device: torch.device
+        cls, batch: int, config: SpecConfig, policy: VerifyPolicy, device: torch.device
     ) -> Self:
         """Allocate buffers for ``batch`` requests."""
         buffers = VerifyBuffers.alloc(batch, config, device)
@@ -141,7 +150,7 @@ class VerifyRows:
             Rows, lengths and the window of slots.
         """
         buffers, rows = self.buffers, step.req_pool_indices
-        worth = buffers.probs if self.policy is None else self.policy(buffers.probs, rows)
+        worth = self.policy(buffers.probs, rows)
         chunk = self.config.verify_chunk
         share_rows(
             worth,

@@ -22,7 +22,7 @@ from specattn.kernels.tree import best_first_tree, build_tree, link_tree
 from specattn.plan import AttnInputs, AttnPlan
 from specattn.speculative.draft import beams_of
 from specattn.speculative.proposer import StepViews, as_proposer, refuse_verify_len
-from specattn.speculative.ragged import VerifyRows
+from specattn.speculative.ragged import VerifyRows, steps_saved
 from specattn.speculative.sampling import SamplingBatch
 from specattn.speculative.step_buffers import StepBuffers, StepDims
 from specattn.speculative.validation import check_features, check_logits
@@ -187,7 +187,7 @@ class Step:
         *,
         indices: Indices = "table",
         acceptor: Acceptor = accept,
-        verify_policy: VerifyPolicy | None = None,
+        verify_policy: VerifyPolicy = steps_saved,
     ) -> Step:
         """Allocate buffers for the requests of ``packed``; bind the phases to them."""
         proposer = as_proposer(draft)
@@ -353,12 +353,10 @@ class Step:
         if features is None:
             features = logits.new_empty(len(logits), 0)
         if self.shared is None:
-            features = features.unflatten(0, (batch, nodes))
-        elif self.processors is not None:
+            return logits.unflatten(0, (batch, nodes)), features.unflatten(0, (batch, nodes))
+        if self.processors is not None:
             # processors look at the nodes of a tree; those that are cut repeat the root
-            logits = logits[tree.retrieve_index.flatten()]
-        if len(logits) == batch * nodes:
-            logits = logits.unflatten(0, (batch, nodes))
+            logits = logits[tree.retrieve_index]
         return logits, features
 
     def process(self, tree: DraftTree, logits: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from specattn.speculative.host_proposer import HostProposer, checked_trees
 from specattn.speculative.launch import StepLaunch
 from specattn.speculative.logprobs import LogprobBuffers
 from specattn.speculative.proposer import as_proposer
+from specattn.speculative.ragged import steps_saved
 from specattn.speculative.step import StepPart
 from specattn.speculative.validation import (
     check_draft_tokens,
@@ -111,7 +112,7 @@ class StepDecoder(ReadOnly):
     accept : Acceptor
         What decides how much of a tree is kept.
     verify_policy : VerifyPolicy, optional
-        What nodes are worth verifying, with a ``verify_len``; the paths' probabilities without one.
+        What nodes are worth verifying, with a ``verify_len``.
     validate : {"off", "debug"}
         ``"debug"`` also checks what tensors hold (slots, rows, lengths, the tree) before the
         target runs, which waits for the device; needs ``cudagraph="piecewise"``. See
@@ -160,7 +161,7 @@ class StepDecoder(ReadOnly):
         indices: Indices = "table",
         recorder: Recorder | None = None,
         accept: Acceptor = accept,
-        verify_policy: VerifyPolicy | None = None,
+        verify_policy: VerifyPolicy = steps_saved,
         validate: Validate = "off",
         tbo: bool = False,
     ) -> None:
@@ -177,11 +178,6 @@ class StepDecoder(ReadOnly):
         slot = proposer.slot if proposer is not None else None
         if cudagraph == "full" and plans_on_host(target, slot):
             raise ValueError("a backend that plans on the host needs cudagraph='piecewise'")
-        if config.verify_len and target.backend.host_plan:
-            raise ValueError(
-                f"verify_len needs a target's backend that plans on the device, got "
-                f"{target.backend.name!r}"
-            )
         if validate == "debug" and tbo:
             raise ValueError("validate='debug' looks at a whole batch's tree, which tbo splits")
         if slot is not None:

@@ -70,7 +70,7 @@ def test_a_batch_walks_as_an_engine_decodes():
 def test_rows_go_where_drafts_are_sure():
     """Of two kinds of texts, those whose trees are kept, and whose draft says so, get the rows."""
     nodes, depth = 64, 15
-    sure, lost = torch.full((40, nodes), 0.9), torch.full((40, nodes), 0.01)
+    sure, lost = (p ** torch.arange(nodes).expand(40, -1) for p in (0.97, 0.5))
     chain = torch.arange(1, depth + 1).expand(40, -1) * 3
     texts = [Text(sure, chain), Text(lost, torch.full((40, depth), nodes))] * 2
     whole = verify_len.walk(texts, BlockSetting(1, depth, 16), 4, 3)
@@ -90,5 +90,5 @@ def test_a_record_has_both_parts(monkeypatch, tmp_path):
     verify_len.main()
     record = json.loads(out.read_text())
     assert len(record["cells"]) == 2
-    assert [one["setting"] for one in record["gains"]][-1] == "16 of 64 by steps saved"
+    assert [one["setting"] for one in record["gains"]][-1] == "16 of 64 by probability"
     assert all(one["tokens_per_step"] == 1 for one in record["gains"])

@@ -137,13 +137,20 @@ def test_a_request_keeps_what_it_would_of_the_whole_tree():
             assert kept == [node for node in path if node < length]
 
 
-def test_rows_go_to_the_paths_that_are_most_probable():
-    _, (step, _, _) = two_steps()
+def probable(probs, rows):
+    return probs
+
+
+@pytest.mark.parametrize("policy", [None, probable], ids=["steps", "tokens"])
+def test_rows_go_to_the_paths_that_are_worth_most(policy):
+    _, (step, _, _) = two_steps(policy)
     probs, chunk = step.shared.buffers.probs, 4
     lens = step.shared.buffers.lens.tolist()
     live = [b for b, length in enumerate(lens) if length]
+    # counted in tokens, or in steps, of which a request that gains more needs fewer
+    unit = torch.ones_like(probs[:, 0]) if policy is probable else probs.sum(1)
     worth = {
-        (b, j): float(probs[b, j * chunk : (j + 1) * chunk].sum())
+        (b, j): float(probs[b, j * chunk : (j + 1) * chunk].sum() / unit[b])
         for b in live
         for j in range(1, 4)
     }

@@ -144,8 +144,6 @@ def launch_tree(
         MT=grid.m_tiles,
         PAGE=page,
         PREFETCH=bucket.prefetch,
-        # converters of float8 keys count tiles, not rows
-        SKIP=bucket.qo_indptr is not None and not tile.raw_stages,
         launch_pdl=True,
     )
 

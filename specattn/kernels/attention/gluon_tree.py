@@ -69,7 +69,6 @@ class TreeConstants:
     HAS_LSE: gl.constexpr
     LSE_TOKEN: gl.constexpr
     LSE_HEAD: gl.constexpr
-    SKIP: gl.constexpr  # whether segments without a row of the CTA's are passed over
 
 
 @record
@@ -119,13 +118,13 @@ def _load_request(entry, t):
 
 @gluon.jit
 def _first_segment(work, t):
-    """Load a split's tiles and first segment: tile, request, its numbers."""
+    """Load a split's tiles and first segment: tile, line of the table, its numbers."""
     entry = work.splits + work.split * 8
     left = gl.load(entry, cache_modifier=t.CACHE).to(gl.int32)
     tile = gl.load(entry + 1, cache_modifier=t.CACHE).to(gl.int32)
-    req = gl.load(entry + 2, cache_modifier=t.CACHE).to(gl.int32)
+    line = gl.load(entry + 2, cache_modifier=t.CACHE).to(gl.int32)
     base, prefix_len, first_tile, partials, merge_rank = _load_request(entry + 3, t)
-    return left, tile, req, base, prefix_len, first_tile, partials, merge_rank
+    return left, tile, line, base, prefix_len, first_tile, partials, merge_rank
 
 
 @gluon.jit
@@ -140,31 +139,15 @@ def _bounds(tile, left, prefix_len, first_tile, t):
 
 
 @gluon.jit
-def _brought(work, req, count, c, t):
-    """Return a segment's tiles; one, if no row needs it."""
-    if c.SKIP:
-        first = gl.load(work.qo_indptr + req, cache_modifier=t.CACHE)
-        rows = gl.load(work.qo_indptr + req + 1, cache_modifier=t.CACHE) - first
-        count = gl.where(work.m_tile * (t.GROUPS * 64) < rows * c.GROUP, count, 1)
-    return count
-
-
-@gluon.jit
-def _has_rows(work, c, t):
-    """Return whether the CTA has rows of any segment of its split."""
-    left, tile, req, _base, prefix_len, first_tile, _, _ = _first_segment(work, t)
-    found = left < 0
-    while left > 0:
-        _, _, count = _bounds(tile, left, prefix_len, first_tile, t)
-        first = gl.load(work.qo_indptr + req, cache_modifier=t.CACHE)
-        rows = gl.load(work.qo_indptr + req + 1, cache_modifier=t.CACHE) - first
-        found = found | (work.m_tile * (t.GROUPS * 64) < rows * c.GROUP)
-        left -= count
-        tile = 0
-        req += 1
-        if left > 0:
-            _base, prefix_len, first_tile, _, _ = _load_request(work.requests + req * 8, t)
-    return found
+def _whose(work, line, c, t):
+    """Return the request of a segment, and the M tile of its rows."""
+    req = line
+    m_tile = work.m_tile
+    if work.qo_indptr is not None:
+        entry = work.requests + line * 8
+        req = gl.load(entry + 6, cache_modifier=t.CACHE).to(gl.int32)
+        m_tile = gl.load(entry + 7, cache_modifier=t.CACHE).to(gl.int32)
+    return req, m_tile
 
 
 @gluon.jit
@@ -186,16 +169,17 @@ def _query_positions(work, req, prefix_len, c, t):
 @gluon.jit
 def _produce(ring, work, t, c, pools):
     """Bring the tiles of the split's segments into the ring."""
-    left, tile, req, base, prefix_len, first_tile, _, _ = _first_segment(work, t)
+    left, tile, line, base, prefix_len, first_tile, _, _ = _first_segment(work, t)
     stage = 0
     phase = 1
     while left > 0:
         begin, _, count = _bounds(tile, left, prefix_len, first_tile, t)
+        req, _ = _whose(work, line, c, t)
         # the next request's numbers arrive while this one's tiles are brought
         next_base, next_prefix, next_first = base, prefix_len, first_tile
         if left > count:
             next_base, next_prefix, next_first, _, _ = _load_request(
-                work.requests + (req + 1) * 8, t
+                work.requests + (line + 1) * 8, t
             )
         first_key = 0
         if t.WINDOW >= 0:
@@ -209,7 +193,7 @@ def _produce(ring, work, t, c, pools):
             work.indices + base,
             work.tail_slots + req.to(gl.int64) * work.stride_tail,
             begin,
-            _brought(work, req, count, c, t),
+            count,
             first_key,
             prefix_len,
             stage,
@@ -217,7 +201,7 @@ def _produce(ring, work, t, c, pools):
         )
         left -= count
         tile = 0
-        req += 1
+        line += 1
         base, prefix_len, first_tile = next_base, next_prefix, next_first
     async_copy.wait_group(0)
 
@@ -230,6 +214,24 @@ def _convert(raw, ring, work, raw_t, t, WARPS: gl.constexpr, VALUES: gl.constexp
 
 
 @gluon.jit
+def _packed_rows(
+    m_tile,
+    t,
+    WG: gl.constexpr,
+    loads: gl.constexpr,
+    scores: gl.constexpr,
+    values: gl.constexpr,
+):
+    """Return the packed rows of a consumer, [64], in the layouts of its matrices."""
+    first = (m_tile * t.GROUPS + WG) * 64
+    return (
+        first + gl.arange(0, 64, layout=gl.SliceLayout(1, loads)),
+        first + gl.arange(0, 64, layout=gl.SliceLayout(1, scores)),
+        first + gl.arange(0, 64, layout=gl.SliceLayout(1, values)),
+    )
+
+
+@gluon.jit
 def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
     """Attend with 64 packed rows to the ring's tiles."""
     HEAD_DIM: gl.constexpr = t.HEAD_DIM
@@ -238,15 +240,12 @@ def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, t.BN, 16])
     values: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     loads: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    row0 = (work.m_tile * t.GROUPS + WG) * 64
-    q_row = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, loads))  # [64], packed rows
-    s_row = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, scores))
-    o_row = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, values))
+    q_row, s_row, o_row = _packed_rows(work.m_tile, t, WG, loads, scores, values)
     q_col = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, loads))
     o_col = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, values))
     token = s_row // GROUP
     q_tile = ring.q.index(WG)
-    left, tile, req, _base, prefix_len, first_tile, partials, merge_rank = _first_segment(work, t)
+    left, tile, line, _base, prefix_len, first_tile, partials, merge_rank = _first_segment(work, t)
     if t.PREFETCH:
         # in every CTA: whatever starts after this kernel finds all before it complete
         gdc_wait()
@@ -263,11 +262,14 @@ def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
         )
         if left > count:
             _base, next_prefix, next_first, next_partials, next_rank = _load_request(
-                work.requests + (req + 1) * 8, t
+                work.requests + (line + 1) * 8, t
             )
+        req, m_tile = _whose(work, line, c, t)
         first_row = req * c.Q_LEN
         limit = c.Q_LEN * GROUP
         if work.qo_indptr is not None:
+            q_row, s_row, o_row = _packed_rows(m_tile, t, WG, loads, scores, values)
+            token = s_row // GROUP
             first_row = gl.load(work.qo_indptr + req)
             limit = (gl.load(work.qo_indptr + req + 1) - first_row) * GROUP
         s_ok = s_row < limit
@@ -302,7 +304,7 @@ def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
             q_tile,
             begin,
             end,
-            _brought(work, req, count, c, t),
+            count,
             clear_from,
             prefix_len,
             prefix_len,
@@ -339,6 +341,9 @@ def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
         else:
             block = ((work.split + merge_rank) * c.NUM_KV + work.head).to(gl.int64)
             block = block * (c.MT * t.GROUPS * 64)
+            if work.qo_indptr is not None:
+                # every M tile has partial results of its own
+                block -= m_tile * (t.GROUPS * 64)
             gl.store(
                 rows.partial_out + (block + o_row)[:, None] * HEAD_DIM + o_col[None, :],
                 acc.to(dtype),
@@ -347,7 +352,7 @@ def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
             gl.store(rows.partial_lse + block + s_row, gl.where(total > 0.0, log2_sum, EMPTY))
         left -= count
         tile = 0
-        req += 1
+        line += 1
         prefix_len, first_tile, partials, merge_rank = (
             next_prefix,
             next_first,
@@ -377,9 +382,9 @@ def gluon_tree_kernel(
     tail_slots,  # [B, TAIL] int32
     tail_positions,  # [B, TAIL] int64, with WINDOW
     tail_words,  # [B, Q_LEN, WORDS] int64
-    requests,  # [B, 8] int64
+    requests,  # [B, 8] int64, or with qo_indptr a line per M tile that has rows
     splits,  # [SPLITS, 8] int64
-    partial_out,  # [slots, NUM_KV, MT, GROUPS * 64, HEAD_DIM]
+    partial_out,  # [slots, NUM_KV, MT, GROUPS * 64, HEAD_DIM]; MT is 1 with qo_indptr
     partial_lse,  # [slots, NUM_KV, MT, GROUPS * 64] float32, base 2
     sinks,  # [Hq] natural logits, or None
     qo_indptr,  # [B + 1] int32, first row of each request, or None for Q_LEN rows each
@@ -426,7 +431,6 @@ def gluon_tree_kernel(
     CONVERTER_REGS: gl.constexpr,
     CONSUMER_REGS: gl.constexpr,
     PREFETCH: gl.constexpr,
-    SKIP: gl.constexpr,
 ):
     """Walk a split's segments: one CTA per (split, KV head, M tile)."""
     FLOAT8: gl.constexpr = RAW > 0
@@ -460,7 +464,6 @@ def gluon_tree_kernel(
         HAS_LSE,
         LSE_TOKEN,
         LSE_HEAD,
-        SKIP,
     )
     rows = Rows(q, out, lse, partial_out, partial_lse, sinks)
     pools = Pools(k_cache, v_cache, k_pages, v_pages, K_SLOT, K_HEAD, V_SLOT, V_HEAD)
@@ -507,10 +510,6 @@ def gluon_tree_kernel(
     if not PREFETCH:
         gdc_wait()
         gdc_launch_dependents()
-    # of few rows on average, most CTAs past the first M tile have none
-    if SKIP and not PREFETCH:  # noqa: SIM102  # known when the kernel is compiled; the next is not
-        if not _has_rows(work, c, t):
-            return
     if FLOAT8:
         if GROUPS == 1:
             gl.warp_specialize(

@@ -53,7 +53,7 @@ class Grid:
     tile : TileConfig
         The tile of a kernel.
     m_tiles : int
-        Tiles that the packed rows of a request and KV head take.
+        Tiles that the packed rows of a request and KV head take; 1 where the plan lists them.
     splits : int
         Most shares that the keys of the batch are cut into; per KV head and M tile, a CTA each.
     """
@@ -65,11 +65,10 @@ class Grid:
     @classmethod
     def of(cls, bucket: TreeAttention, tile: TileConfig) -> Self:
         """Give every multiprocessor as many CTAs as the tile is meant for."""
-        limits = DeviceLimits.of(bucket.device)
-        m_tiles, busy = (
-            cdiv(rows * bucket.group, tile.block_m) for rows in (bucket.q_len, bucket.mean_len)
-        )
-        splits = limits.sms * tile.ctas_per_sm // (bucket.num_kv_heads * busy)
+        limits, m_tiles = DeviceLimits.of(bucket.device), 1
+        if bucket.qo_indptr is None:
+            m_tiles = cdiv(bucket.q_len * bucket.group, tile.block_m)
+        splits = limits.sms * tile.ctas_per_sm // (bucket.num_kv_heads * m_tiles)
         return cls(tile, m_tiles, max(1, splits))
 
 
@@ -117,8 +116,8 @@ class TreeAttention:
         without ``csr``, and of ``tile``, ``ctas_per_sm`` changes no bit.
     qo_indptr : Tensor, optional
         ``[B + 1]`` int32, offsets of each request's rows, ``q_len`` of them at most: request b has
-        its first ``qo_indptr[b + 1] - qo_indptr[b]`` query tokens. Read by ``run``. Not with
-        ``csr``, nor ``deterministic``.
+        its first ``qo_indptr[b + 1] - qo_indptr[b]`` query tokens. ``plan`` and ``run`` read it.
+        Not with ``csr``, nor ``deterministic``.
     rows : int
         Rows of all requests together, with ``qo_indptr``.
 

@@ -208,9 +208,9 @@ def tree_attention_kernel(
     tail_slots,  # [B, TAIL] int32
     tail_positions,  # [B, TAIL] int64, read under a window
     tail_words,  # [B, Q_LEN, WORDS] int64
-    requests,  # [B, 8] int64
+    requests,  # [B, 8] int64, or with qo_indptr a line per M tile that has rows
     splits,  # [SPLITS, 8] int64
-    partial_out,  # [partials, NUM_KV, MT, BM, V_DIM], out
+    partial_out,  # [partials, NUM_KV, MT, BM, V_DIM], out; MT is 1 with qo_indptr
     partial_lse,  # [partials, NUM_KV, MT, BM] float32, out, base 2
     sinks,  # [Hq] natural logits, or None
     qo_indptr,  # [B + 1] int32, first row of each request, or None for Q_LEN rows each
@@ -260,7 +260,8 @@ def tree_attention_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    packed = m_tile * BM + tl.arange(0, BM)  # [BM]
+    lane = tl.arange(0, BM)  # [BM]
+    packed = m_tile * BM + lane
     token = packed // GROUP
     q_head = head * GROUP + packed % GROUP
     r = tl.arange(0, BN)  # [BN]
@@ -269,7 +270,7 @@ def tree_attention_kernel(
     entry = splits + split * 8
     left = tl.load(entry).to(tl.int32)
     tile = tl.load(entry + 1).to(tl.int32)
-    req = tl.load(entry + 2).to(tl.int32)
+    line = tl.load(entry + 2).to(tl.int32)
     base, prefix_len, first_tile, partials, merge_rank = load_request(entry + 3)
     while left > 0:
         kv_len = prefix_len + TAIL
@@ -278,13 +279,16 @@ def tree_attention_kernel(
         begin = (first_tile + tile) * BN
         end = tl.minimum(kv_len, (first_tile + stop) * BN)
         index_row = indices + base
+        req = line
         first_row = req * Q_LEN
         rows = Q_LEN
         if qo_indptr is not None:
+            req = tl.load(requests + line * 8 + 6).to(tl.int32)
+            packed = tl.load(requests + line * 8 + 7).to(tl.int32) * BM + lane
+            token = packed // GROUP
+            q_head = head * GROUP + packed % GROUP
             first_row = tl.load(qo_indptr + req)
             rows = tl.load(qo_indptr + req + 1) - first_row
-            # no row of it is in this tile
-            end = tl.where(m_tile * BM < rows * GROUP, end, begin)
         row_ok = packed < rows * GROUP
         # full tiles of the prefix need no mask at all; a window masks every tile
         full_end = begin
@@ -424,6 +428,6 @@ def tree_attention_kernel(
             tl.store(partial_lse + at, tl.where(total > 0.0, log2_sum, EMPTY))
         left -= stop - tile
         if left > 0:
-            req += 1
+            line += 1
             tile = 0
-            base, prefix_len, first_tile, partials, merge_rank = load_request(requests + req * 8)
+            base, prefix_len, first_tile, partials, merge_rank = load_request(requests + line * 8)
