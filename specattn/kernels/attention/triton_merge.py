@@ -109,12 +109,12 @@ def merge_kernel(
         gdc_launch_dependents()
         gdc_wait()
     wanted = nth < count
-    q_row = req * Q_LEN
+    begin_row = req * Q_LEN
     rows = Q_LEN
     if qo_indptr is not None:
         # an entry past the last one has no request
-        q_row = tl.load(qo_indptr + req, mask=wanted, other=0)
-        rows = tl.load(qo_indptr + req + 1, mask=wanted, other=0) - q_row
+        begin_row = tl.load(qo_indptr + req, mask=wanted, other=0)
+        rows = tl.load(qo_indptr + req + 1, mask=wanted, other=0) - begin_row
         wanted &= first_packed < rows * GROUP
     if wanted:
         dv = first_column + tl.arange(0, SPAN)  # [SPAN]
@@ -166,7 +166,7 @@ def merge_kernel(
             )
 
         ok = packed < rows * GROUP
-        q_row = (q_row + packed // GROUP).to(tl.int64)
+        q_row = (begin_row + packed // GROUP).to(tl.int64)
         q_head = head * GROUP + packed % GROUP
         ptr = out + (q_row * stride_out + q_head * stride_out_head)[:, None] + dv[None, :]
         # rows without any key: their partials are all 0, and so is the result
