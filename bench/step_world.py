@@ -19,6 +19,7 @@ from specattn.cuda_graph.recorder import Recorder
 from specattn.models import FusedEagle3, FusedTarget
 from specattn.speculative.model import ModelSlot
 from specattn.speculative.proposer import as_proposer
+from specattn.speculative.ragged import steps_saved
 from specattn.speculative.sampling import SamplingBatch, SamplingParams
 from specattn.speculative.states import RequestStates, StateDims
 from specattn.speculative.step_decoder import StepDecoder
@@ -94,9 +95,9 @@ class Setting:
         return f"{'chain' if self.topk == 1 else 'tree'} {self.topk}-{self.steps}-{self.nodes}"
 
     @property
-    def policy(self) -> VerifyPolicy | None:
-        """What nodes are worth verifying, if not what the draft says."""
-        return None
+    def policy(self) -> VerifyPolicy:
+        """What nodes are worth verifying."""
+        return steps_saved
 
     def config(self, longest: int, reqs: int) -> SpecConfig:
         return SpecConfig(self.steps, self.topk, self.nodes, longest, reqs)
