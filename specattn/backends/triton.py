@@ -210,7 +210,7 @@ class TritonBound(BoundAttention):
 
 @dataclass(frozen=True)
 class TritonRagged(TritonBound):
-    """A tree mode whose requests have different numbers of rows, which the plan reads, too."""
+    """A tree mode whose plan reads how many rows each request has."""
 
     prefetches: ClassVar[bool] = True
 

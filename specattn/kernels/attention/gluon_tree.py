@@ -222,7 +222,7 @@ def _packed_rows(
     scores: gl.constexpr,
     values: gl.constexpr,
 ):
-    """Return the packed rows of a consumer, [64], in the layouts of its matrices."""
+    """Return a consumer's packed rows, [64], in its matrices' layouts."""
     first = (m_tile * t.GROUPS + WG) * 64
     return (
         first + gl.arange(0, 64, layout=gl.SliceLayout(1, loads)),

@@ -206,7 +206,7 @@ class TreeKernels:
 
 
 def _listed(bucket: TreeAttention, block_m: int) -> MTiles | None:
-    """Return the M tiles that a plan lists, where requests have different numbers of rows."""
+    """Return the M tiles that the bucket's plan lists, if any."""
     if bucket.qo_indptr is None:
         return None
     # each request ends with a tile that may not be full

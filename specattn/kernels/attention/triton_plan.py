@@ -90,7 +90,7 @@ def _list_m_tiles(
     REQS_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """List the M tiles that have rows: request and number there; return how many."""
+    """List the M tiles that have rows; return how many."""
     lane = tl.arange(0, BLOCK)  # [BLOCK]
     ended = tl.zeros([BLOCK], tl.int32)
     begun = tl.zeros([BLOCK], tl.int32)
@@ -346,9 +346,10 @@ class PlanRequest(NamedTuple):
 
 
 def fill_plans(requests: Sequence[PlanRequest]) -> None:
-    """Fill plans, each once, up to `MOST_PLANS` in one launch; those with M tiles one by one.
+    """Fill plans, each once, up to `MOST_PLANS` in one launch.
 
-    The tables are the same, bit for bit, whatever else is in the launch.
+    A plan with M tiles takes a launch of its own. The tables are the same, bit for bit, whatever
+    else is in the launch.
     """
     distinct = {id(request.plan): request for request in requests}.values()
     together = [request for request in distinct if request.plan.m_tiles is None]
