@@ -118,7 +118,7 @@ def _load_request(entry, t):
 
 @gluon.jit
 def _first_segment(work, t):
-    """Load a split's tiles and first segment: tile, line of the table, its numbers."""
+    """Load a split's tiles and first segment: tile, line, its numbers."""
     entry = work.splits + work.split * 8
     left = gl.load(entry, cache_modifier=t.CACHE).to(gl.int32)
     tile = gl.load(entry + 1, cache_modifier=t.CACHE).to(gl.int32)
@@ -140,7 +140,7 @@ def _bounds(tile, left, prefix_len, first_tile, t):
 
 @gluon.jit
 def _whose(work, line, c, t):
-    """Return the request of a segment, and the M tile of its rows."""
+    """Return a segment's request, and the M tile of its rows."""
     req = line
     m_tile = work.m_tile
     if work.qo_indptr is not None:
