@@ -17,26 +17,23 @@ from specattn.cache.slot_table import SlotTable
 from specattn.checks import whole_numbers
 from specattn.cuda_graph.recorder import Recorder
 from specattn.engine.configs import SpeculativeConfigs, powers_of_two
+from specattn.engine.decoders import Decoders
+from specattn.engine.prompts import PromptRunner
 from specattn.engine.ranks import Ranks
 from specattn.engine.request import Request, RequestOutput, check_requests
 from specattn.engine.scheduler import RunningRequest, Scheduler
-from specattn.errors import CapacityError, CaptureError
-from specattn.kernels.processors import bitmask_words
-from specattn.speculative.grammar import bitmask_of
+from specattn.errors import CapacityError
 from specattn.speculative.host_proposer import HostProposer
 from specattn.speculative.model import ModelSlot, for_context
-from specattn.speculative.prefill import Prefill, Prompt
-from specattn.speculative.processors import MAX_END_IDS, ProcessorStates
+from specattn.speculative.prefill import Prefill
+from specattn.speculative.processors import MAX_END_IDS
 from specattn.speculative.proposer import draft_len_of, make_proposer
 from specattn.speculative.ragged import steps_saved
-from specattn.speculative.sampling import SamplingBatch
 from specattn.speculative.states import RequestStates, StateDims
-from specattn.speculative.step_decoder import StepDecoder, plans_on_host
+from specattn.speculative.step_decoder import plans_on_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-    from torch import Tensor
 
     from specattn.backends.base import BackendFactory
     from specattn.backends.multi_step import Indices
@@ -50,39 +47,13 @@ if TYPE_CHECKING:
     from specattn.speculative.model import DraftModel, TargetModel
     from specattn.speculative.proposer import Proposer, ProposerFactory
     from specattn.speculative.ragged import VerifyPolicy
-    from specattn.speculative.sampling import SamplingParams
-    from specattn.speculative.step_decoder import CudagraphMode
+    from specattn.speculative.step_decoder import CudagraphMode, StepDecoder
     from specattn.speculative.validation import Validate
 
     Scales = Sequence[KVScales] | None
     Gain = tuple[RequestOutput, list[int]]
 
 log = logging.getLogger(__name__)
-
-
-@contextmanager
-def _eager_if_it_fails(decoder: StepDecoder) -> Iterator[None]:
-    """Warn of a capture that fails; its steps run eagerly."""
-    try:
-        yield
-    except CaptureError as error:
-        log.warning("%s; batches run eagerly unless a captured bucket holds them", error)
-        decoder.runner.leave_eager(decoder.modes)
-
-
-class _LateDecoder(StepDecoder):
-    """Made while requests run, which no failing capture may end."""
-
-    def capture(
-        self,
-        *,
-        sampled: bool = False,
-        processors: ProcessorStates | None = None,
-        constrained: bool = False,
-    ) -> None:
-        """Capture what is not captured yet; what cannot be captured runs eagerly."""
-        with _eager_if_it_fails(self):
-            super().capture(sampled=sampled, processors=processors, constrained=constrained)
 
 
 @dataclass(eq=False)
@@ -253,37 +224,35 @@ class Engine:
         self.states = RequestStates.alloc(config.max_num_reqs + 1, dims, target.device)
         lead = self.proposer.lead if self.proposer is not None else 0
         self.scheduler = Scheduler(self.table, self.configs, target.eos_token_ids, detokenize, lead)
-        self._prefill = Prefill(self.target, self.proposer, self.table.req_to_token, widest)
-        self._sampling: tuple[tuple[SamplingParams, ...], SamplingBatch] | None = None
+        prefill = Prefill(self.target, self.proposer, self.table.req_to_token, widest)
+        self._prompts = PromptRunner(prefill, self.states, self.scheduler)
         between = self._plans_on_host or validate == "debug"
-        self._options: dict[str, Any] = {
-            "table": self.table,
-            "states": self.states,
-            "record": graphs,
-            "indices": indices,
-            "recorder": Recorder(),
-            "verify_policy": verify_policy or steps_saved,
-            "validate": validate,
-            "tbo": tbo,
-            "cudagraph": cudagraph or ("piecewise" if between else "full"),
-        }
+        cudagraph = cudagraph or ("piecewise" if between else "full")
         self._ranks.agree(
             "the settings of an Engine",
             [
                 *(self.configs.all, self.buckets, slots, kv_dtype, self.target.backend.name),
-                *(self._options["cudagraph"], graphs, sampled, processed, indices),
+                *(cudagraph, graphs, sampled, processed, indices),
                 *(validate, deterministic, tbo, draft is not None),
             ],
         )
-        # what requests ask of their logits; None until one asks for anything
-        self._processors = self._alloc_processors() if processed else None
-        levels = {"sampled": sampled, "processors": self._processors}
-        options = self._options | levels | {"buckets": self.buckets}
-        self._decoders = {
-            one: StepDecoder(self.target, self.proposer, one, **options) for one in self.configs.all
-        }
-        # levels of steps whose captures were tried while requests ran, by config
-        self._tried: set[tuple[SpecConfig, str]] = set()
+        self._decoders = Decoders(
+            self.target,
+            self.proposer,
+            self.configs.all,
+            self.buckets,
+            sampled=sampled,
+            processed=processed,
+            table=self.table,
+            states=self.states,
+            record=graphs,
+            indices=indices,
+            recorder=Recorder(),
+            verify_policy=verify_policy or steps_saved,
+            validate=validate,
+            tbo=tbo,
+            cudagraph=cudagraph,
+        )
         # launched and not handed out: the groups of one step
         self._steps: list[LaunchedStep] = []
         # whether they are still here because another launch failed
@@ -492,29 +461,16 @@ class Engine:
         ValueError
             If the config is neither.
         """
-        if self.proposer is not None and config.num_steps:
-            config = config.reserving(self.proposer.draft_len(config))
-        found = self._decoders.get(config)
-        if found is None:
-            if config != self.config.plain():
-                raise ValueError(f"config must be one of the engine's configs, got {config}")
-            sampled = any(decoder.sampled for decoder in self._decoders.values())
-            # the largest bucket holds whatever batch the others hold
-            levels = {"sampled": sampled, "processors": self._processors}
-            options = self._options | levels | {"buckets": [max(self.buckets)]}
-            found = self._decoders[config] = _LateDecoder(self.target, None, config, **options)
-            tried = {"sampled": sampled, "processed": self._processors is not None}
-            self._tried.update((config, level) for level, asked in tried.items() if asked)
-        return found
+        return self._decoders.of(config)
 
     @property
     def decoders(self) -> tuple[StepDecoder, ...]:
         """The configs' decoders, then any that `decoder` made for plain decoding."""
-        return tuple(self._decoders.values())
+        return tuple(self._decoders)
 
     def graphs(self) -> dict[SpecConfig, tuple[GraphReport, ...]]:
         """Return what capturing took, by the config of each decoder, and bucket."""
-        return {config: decoder.report() for config, decoder in self._decoders.items()}
+        return self._decoders.report()
 
     def _acquire(self) -> RLock:
         """Lock the engine for this thread, or raise a ValueError at once."""
@@ -611,7 +567,7 @@ class Engine:
             running, rows = list(self.running), self.table.rows
             results = [result for _, result in items]
             try:
-                self._capture_for([request for request, _ in items])
+                self._decoders.capture_for([request for request, _ in items])
                 started_at = time.perf_counter()
                 for result in results:
                     result.started_at = started_at
@@ -619,92 +575,14 @@ class Engine:
                 while items:
                     # prompts that run now, and those that wait to share them
                     wave, items = self.scheduler.wave(items)
-                    self._run_prompts(self.scheduler.admit(wave, whole=whole))
+                    admitted = self.scheduler.admit(wave, whole=whole)
+                    self._prompts.run(admitted, self._decoders.processors)
             except BaseException:
                 if not self.table.changing:
                     self.scheduler.roll_back(running, rows, results)
                     self._changing = False
                 raise
             return results
-
-    def _run_prompts(self, admitted: Sequence[RunningRequest]) -> None:
-        """Fill the prompts' KV and append the first token of each."""
-        device = self.table.req_to_token.device
-        prompts = [Prompt(one.row, one.request.prompt, one.length) for one in admitted]
-        params = tuple(one.request.sampling for one in admitted)
-        # a batch that stays the same is not sent again
-        if self._sampling is None or self._sampling[0] != params:
-            self._sampling = params, SamplingBatch.of(params, device)
-        sampling = self._sampling[1]
-        self._admit_processors(admitted)
-        bitmask = self._first_bitmask(admitted)
-        out = self._prefill.run(prompts, sampling, self._processors, bitmask)
-        lens = torch.tensor([len(prompt.tokens) for prompt in prompts], dtype=torch.int32)
-        rows = torch.tensor([prompt.row for prompt in prompts])
-        self.states.admit(rows.to(device), lens.to(device), out.bonus_tokens, out.state, sampling)
-        firsts = out.bonus_tokens.tolist()
-        scored = None
-        if out.logprobs is not None and any(p.logprobs is not None for p in params):
-            scored = out.logprobs.entry(0, len(admitted))
-        for at, (one, token) in enumerate(zip(admitted, firsts, strict=True)):
-            one.length = len(one.request.prompt)
-            one.result.first_token_at = time.perf_counter()
-            kept = self.scheduler.append(one, [token])
-            count = one.request.sampling.logprobs
-            if count is not None and scored is not None:
-                one.result.logprobs += scored.read(at, len(kept), count)
-        self.scheduler.remove_ended()
-
-    def _capture_for(self, requests: Sequence[Request]) -> None:
-        """Capture the levels of steps that requests need, unless that was tried."""
-        asked: set[str] = set().union(*[request.levels for request in requests])
-        if "sampled" in asked:
-            self._capture_late("sampled", sampled=True)
-        if "processed" in asked:
-            if self._processors is None:
-                self._processors = self._alloc_processors()
-            self._capture_late("processed", processors=self._processors)
-        if "constrained" in asked:
-            self._capture_late("constrained", constrained=True)
-
-    def _capture_late(self, level: str, **asked: Any) -> None:
-        """Try once per decoder to capture a level of its steps."""
-        for config, decoder in self._decoders.items():
-            if (config, level) not in self._tried:
-                with _eager_if_it_fails(decoder):
-                    decoder.capture(**asked)
-                self._tried.add((config, level))
-
-    def _alloc_processors(self) -> ProcessorStates:
-        rows, vocab = len(self.table.req_to_token), self.target.model.vocab_size
-        return ProcessorStates.alloc(rows, vocab, self.table.req_to_token.device)
-
-    def _admit_processors(self, admitted: Sequence[RunningRequest]) -> None:
-        """Write what requests ask of their logits, once any request has asked."""
-        if self._processors is None:
-            return
-        for one in admitted:
-            request = one.request
-            self._processors.admit(
-                one.row,
-                request.sampling,
-                request.prompt,
-                min_new_tokens=request.min_new_tokens,
-                end_ids=one.end_ids,
-                bitmask=one.grammar is not None,
-            )
-
-    def _first_bitmask(self, admitted: Sequence[RunningRequest]) -> Tensor | None:
-        """Return which first tokens grammars allow, ``[B, 1, ceil(V / 32)]``."""
-        if all(one.grammar is None for one in admitted):
-            return None
-        vocab, device = self.target.model.vocab_size, self.table.req_to_token.device
-        masks = torch.full((len(admitted), 1, bitmask_words(vocab)), -1, dtype=torch.int32)
-        for at, one in enumerate(admitted):
-            if one.grammar is not None:
-                last = one.request.prompt[-1:]
-                masks[at] = bitmask_of(one.grammar, last, [-1], vocab, pin=False)
-        return masks.to(device)
 
     def _launch(self, groups: Groups) -> None:
         """Launch a step of every group; errors are raised after that."""
@@ -799,7 +677,7 @@ class Engine:
         self._steps, self._kept = [], False
         self.scheduler.clear(table=table)
         # a wait that was interrupted has left its step in flight, and may be again
-        for decoder in self._decoders.values():
+        for decoder in self._decoders:
             decoder.settle()
         self._changing = False
 

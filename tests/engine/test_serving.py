@@ -7,6 +7,7 @@ import gc
 import subprocess
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import reduce
 from threading import Event, current_thread
 
 import pytest
@@ -77,10 +78,12 @@ async def acollect(stream) -> list[int]:
 class Patched:
     """Calls of a method of an engine: the first waits for `go`, one of them raises an error."""
 
-    def __init__(self, monkeypatch, engine, name: str, at: int = 0, error=None) -> None:
+    def __init__(self, monkeypatch, engine, path: str, at: int = 0, error=None) -> None:
+        *parts, name = path.split(".")
+        owner = reduce(getattr, parts, engine)
         self.inside, self._go = Event(), Event()
-        self._call, self._at, self._error, self._count = getattr(engine, name), at, error, 0
-        monkeypatch.setattr(engine, name, self)
+        self._call, self._at, self._error, self._count = getattr(owner, name), at, error, 0
+        monkeypatch.setattr(owner, name, self)
 
     def go(self) -> None:
         self._go.set()
@@ -308,7 +311,7 @@ def test_a_loop_that_ends_leaves_the_engine_to_others(models, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "at"),
-    [("_run_prompts", 2), ("_launch_group", 3), ("_collect_group", 2)],
+    [("_prompts.run", 2), ("_launch_group", 3), ("_collect_group", 2)],
 )
 def test_what_the_engine_raises_reaches_every_consumer(models, expected, monkeypatch, name, at):
     """Those that wait as well, on threads and in asyncio; then it serves others."""

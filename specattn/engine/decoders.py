@@ -1,0 +1,141 @@
+"""The decoders of an engine, captured for what requests ask for."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from specattn.errors import CaptureError
+from specattn.speculative.processors import ProcessorStates
+from specattn.speculative.step_decoder import StepDecoder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from specattn.config import SpecConfig
+    from specattn.cuda_graph import GraphReport
+    from specattn.engine.request import Request
+    from specattn.speculative.model import ModelSlot, TargetModel
+    from specattn.speculative.proposer import Proposer
+
+log = logging.getLogger(__name__)
+
+
+class Decoders:
+    """A decoder per config; requests may have more of them captured.
+
+    Parameters
+    ----------
+    target : ModelSlot
+        The target model.
+    proposer : Proposer or None
+        What proposes tokens.
+    configs : sequence of SpecConfig
+        Those whose decoders are made now; the first one says which plain decoding may be asked for.
+    buckets : sequence of int
+        Batch sizes to capture.
+    sampled, processed : bool
+        Levels that are captured now; see `specattn.engine.engine.Engine`.
+    **options
+        Of every `StepDecoder`.
+
+    Attributes
+    ----------
+    processors : ProcessorStates or None
+        What requests ask of their logits; None until one asks for anything.
+    """
+
+    def __init__(
+        self,
+        target: ModelSlot[TargetModel],
+        proposer: Proposer | None,
+        configs: Sequence[SpecConfig],
+        buckets: Sequence[int],
+        *,
+        sampled: bool,
+        processed: bool,
+        **options: Any,
+    ) -> None:
+        self._target, self._proposer, self._options = target, proposer, options
+        self._plain, self._largest = configs[0].plain(), max(buckets)
+        self.processors = self._alloc_processors() if processed else None
+        now = options | {"sampled": sampled, "processors": self.processors, "buckets": buckets}
+        self._made = {config: StepDecoder(target, proposer, config, **now) for config in configs}
+        # levels whose captures were tried while requests ran, by config
+        self._tried: set[tuple[SpecConfig, str]] = set()
+
+    def of(self, config: SpecConfig) -> StepDecoder:
+        """Return the decoder of a config; see `specattn.engine.engine.Engine.decoder`."""
+        if self._proposer is not None and config.num_steps:
+            config = config.reserving(self._proposer.draft_len(config))
+        found = self._made.get(config)
+        if found is None:
+            if config != self._plain:
+                raise ValueError(f"config must be one of the engine's configs, got {config}")
+            sampled, processors = any(one.sampled for one in self), self.processors
+            # the largest bucket holds whatever batch the others hold
+            now = {"sampled": sampled, "processors": processors, "buckets": [self._largest]}
+            found = _LateDecoder(self._target, None, config, **self._options | now)
+            self._made[config] = found
+            tried = {"sampled": sampled, "processed": processors is not None}
+            self._tried.update((config, level) for level, asked in tried.items() if asked)
+        return found
+
+    def __iter__(self) -> Iterator[StepDecoder]:
+        """Iterate over the configs' decoders, then any that `of` has made."""
+        return iter(self._made.values())
+
+    def report(self) -> dict[SpecConfig, tuple[GraphReport, ...]]:
+        """Return what capturing took, by config, and bucket."""
+        return {config: decoder.report() for config, decoder in self._made.items()}
+
+    def capture_for(self, requests: Iterable[Request]) -> None:
+        """Capture the levels of steps that requests need, unless that was tried."""
+        asked: set[str] = set().union(*[request.levels for request in requests])
+        if "sampled" in asked:
+            self._capture("sampled", sampled=True)
+        if "processed" in asked:
+            if self.processors is None:
+                self.processors = self._alloc_processors()
+            self._capture("processed", processors=self.processors)
+        if "constrained" in asked:
+            self._capture("constrained", constrained=True)
+
+    def _capture(self, level: str, **asked: Any) -> None:
+        """Try once per decoder to capture a level of its steps."""
+        for config, decoder in self._made.items():
+            if (config, level) not in self._tried:
+                with _eager_if_it_fails(decoder):
+                    decoder.capture(**asked)
+                self._tried.add((config, level))
+
+    def _alloc_processors(self) -> ProcessorStates:
+        req_to_token = self._options["table"].req_to_token
+        vocab = self._target.model.vocab_size
+        return ProcessorStates.alloc(len(req_to_token), vocab, req_to_token.device)
+
+
+@contextmanager
+def _eager_if_it_fails(decoder: StepDecoder) -> Iterator[None]:
+    """Warn of a capture that fails; its steps run eagerly."""
+    try:
+        yield
+    except CaptureError as error:
+        log.warning("%s; batches run eagerly unless a captured bucket holds them", error)
+        decoder.runner.leave_eager(decoder.modes)
+
+
+class _LateDecoder(StepDecoder):
+    """Made while requests run, which no failing capture may end."""
+
+    def capture(
+        self,
+        *,
+        sampled: bool = False,
+        processors: ProcessorStates | None = None,
+        constrained: bool = False,
+    ) -> None:
+        """Capture what is not captured yet; what cannot be captured runs eagerly."""
+        with _eager_if_it_fails(self):
+            super().capture(sampled=sampled, processors=processors, constrained=constrained)
