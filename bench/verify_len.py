@@ -91,10 +91,11 @@ POLICIES: dict[str, VerifyPolicy] = {
     "by probability": _probable,
     "each": _even,
 }
-WHOLE = tuple(BlockSetting(1, DEPTH, nodes) for nodes in (4, 8, 16, 32, 64))
+WHOLE = tuple(BlockSetting(1, DEPTH, nodes) for nodes in (4, 6, 8, 16, 32, 64))
 SHARED = (
+    SharedSetting(1, DEPTH, 16, verify_len=4, chunk=1),
+    SharedSetting(1, DEPTH, 16, verify_len=6, chunk=1),
     SharedSetting(1, DEPTH, 32, verify_len=8, chunk=2),
-    SharedSetting(1, DEPTH, 64, verify_len=16),
     SharedSetting(1, DEPTH, 64, verify_len=16, chunk=4),
     SharedSetting(1, DEPTH, 64, verify_len=32),
 )
@@ -103,7 +104,9 @@ EVEN = (
     SharedSetting(1, DEPTH, 64, verify_len=32, share="each"),
 )
 # what texts gain by another policy; a step takes as long
-OTHER = (SharedSetting(1, DEPTH, 64, verify_len=16, chunk=4, share="by probability"),)
+OTHER = tuple(
+    replace(setting, share="by probability") for setting in SHARED if setting.verify_len in (4, 16)
+)
 # how often steps are timed in turn: they heat the device, and it slows down, for its neighbours too
 TURNS = 9
 
