@@ -204,6 +204,11 @@ def test_latent_layers(store):
             verify(Host(2, LATENT), name, 7, store=store)
 
 
+def test_a_composite_serves_its_phases():
+    with using("naive"):
+        verify(Host(2), "flex,torch_native", 7)
+
+
 def test_what_the_host_stored_itself_is_read(backend):
     verify(Host(3), backend, 12, store=False)
 
@@ -504,7 +509,7 @@ def test_a_geometry_that_comes_late_is_bound_before_a_capture(backend, monkeypat
     forward.adopt(tensor(host.rows), tensor(host.lens))
     layer = host.layer(attention)
     q, k, v = host.new(6)
-    monkeypatch.setattr("specattn.attention.is_recording", lambda _: True)
+    monkeypatch.setattr("specattn.attention.layer.is_recording", lambda _: True)
     with pytest.raises(ValueError, match=r"before a capture.*window_left=20"):
         forward.attend(layer, q, k, v)
     monkeypatch.undo()
@@ -731,7 +736,8 @@ def test_window_pools_are_refused_where_they_do_not_fit(backend):
     draft.adopt(tensor(host.rows), tensor(host.lens))
     with pytest.raises(UnsupportedError, match="window pool of their own"):
         draft.steps[0].attend(layer, host.new(4)[0])
-    attention.window_pool = WindowPool(host.map.float(), 23)
+    pool = WindowPool(host.map.float(), 23)
+    attention = Attention(host.full_table, max_batch=2, window_pool=pool)
     forward = attention.forward(RowLayout(2, 2, Phase.DECODE), 2)
     with pytest.raises(ValueError, match="slot_map must be"):
         forward.adopt(tensor(host.rows), tensor(host.lens))

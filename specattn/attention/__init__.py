@@ -1,0 +1,51 @@
+"""Attention alone, for engines with caches and tables of their own.
+
+An engine makes one `Attention` over its request table and a `Layer` per layer of its model. Before
+a forward it adopts what it knows (`Forward.adopt`): one launch, and one for the plans of all
+layers. In every layer it then attends. Nothing waits for the device, and what has been made before
+a capture can be recorded in it.
+"""
+
+from specattn.attention.attention import Attention
+from specattn.attention.forward import DraftForwards, Forward
+from specattn.attention.layer import Layer
+from specattn.attention.window import WindowPool
+from specattn.backends.base import fill_all
+from specattn.batch import Phase, RowLayout
+from specattn.config import FLOAT8, AttnConfig, KVScales
+from specattn.interop import words_from_mask
+from specattn.kernels.cache import store_kv
+from specattn.kernels.tree import grow_words
+from specattn.plan import (
+    AttnInputs,
+    AttnPlan,
+    ExtendPlan,
+    MultiStepDims,
+    MultiStepInputs,
+    MultiStepPlan,
+    causal_words,
+)
+
+__all__ = [
+    "FLOAT8",
+    "Attention",
+    "AttnConfig",
+    "AttnInputs",
+    "AttnPlan",
+    "DraftForwards",
+    "ExtendPlan",
+    "Forward",
+    "KVScales",
+    "Layer",
+    "MultiStepDims",
+    "MultiStepInputs",
+    "MultiStepPlan",
+    "Phase",
+    "RowLayout",
+    "WindowPool",
+    "causal_words",
+    "fill_all",
+    "grow_words",
+    "store_kv",
+    "words_from_mask",
+]

@@ -1,0 +1,141 @@
+"""Sliding-window layers whose caches are a pool of their own."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from specattn.checks import whole_number
+from specattn.kernels.adopt import Window
+from specattn.plan import AttnPlan, ExtendPlan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specattn.batch import RowLayout
+
+P = TypeVar("P", AttnPlan, ExtendPlan)
+
+
+@dataclass(frozen=True)
+class WindowPool:
+    """A pool of their own that an engine's sliding-window layers have.
+
+    Parameters
+    ----------
+    slot_map : Tensor
+        ``[slots]`` int32 or int64: for every slot that the request table names, the one in that
+        pool; below 0 for none. Only the last ``window_left`` tokens of a request need one.
+    window_left : int
+        The largest of these layers, at least 0.
+    """
+
+    slot_map: Tensor
+    window_left: int
+
+
+@dataclass(frozen=True)
+class WindowPlan:
+    """A forward's plan over a window pool, and its tensors.
+
+    Parameters
+    ----------
+    plan : AttnPlan or ExtendPlan
+        What the pool's layers read.
+    adopted : Window
+        The plan's tensors as `Forward.adopt` writes them, and where these layers store.
+    """
+
+    plan: AttnPlan | ExtendPlan
+    adopted: Window
+
+
+class WindowTables:
+    """Tables of a window pool: by them layers find a prefix's end.
+
+    Parameters
+    ----------
+    pool : WindowPool
+        The engine's.
+    req_to_token : Tensor
+        ``[rows, max_context_len]`` int32: the engine's request table.
+    max_batch : int
+        Most requests of a forward.
+
+    Raises
+    ------
+    ValueError
+        If the pool's window is below 0.
+    """
+
+    def __init__(self, pool: WindowPool, req_to_token: Tensor, max_batch: int) -> None:
+        whole_number("window_left", pool.window_left, 0)
+        self._pool, self._req_to_token, self._max_batch = pool, req_to_token, max_batch
+        # a request's row of a window table
+        self._order = torch.arange(max(max_batch, len(req_to_token)), device=req_to_token.device)
+        self._tables: dict[int, Tensor] = {}
+        self._adopted: dict[RowLayout, Window] = {}
+
+    def of_rows(self, plan: AttnPlan) -> WindowPlan:
+        """Return what layers of the pool read instead of ``plan``.
+
+        The batches of a layout share its tensors, as they share their inputs.
+        """
+        layout = plan.layout
+        if layout not in self._adopted:
+            # every forward adopts before it attends, so that layouts share one
+            if layout.page_size not in self._tables:
+                self._tables[layout.page_size] = self._table(self._max_batch, layout.page_size)
+            tokens = self._max_batch, layout.q_len
+            table = self._tables[layout.page_size]
+            self._adopted[layout] = self._made(table, tokens, layout.page_size)
+        adopted = self._adopted[layout].first(plan.batch)
+        where = adopted.positions
+        plan = self._over(plan, adopted)
+        plan = replace(plan, tail_slots=adopted.slots, positions=where, tail_positions=where)
+        return WindowPlan(plan, adopted)
+
+    def of_prompts(self, plan: ExtendPlan) -> WindowPlan:
+        """Return what layers of the pool read of prompts.
+
+        The table is their own, and has the new tokens, too.
+        """
+        table = self._table(len(plan.req_pool_indices), plan.page_size, plan.max_q_len)
+        tokens = 1, plan.out_slots.numel()
+        adopted = self._made(table, tokens, plan.page_size)
+        plan = self._over(plan, adopted)
+        plan = replace(plan, out_slots=adopted.store, max_seq_len=table.shape[1])
+        return WindowPlan(plan, adopted)
+
+    def _table(self, batch: int, page_size: int, new_tokens: int = 0) -> Tensor:
+        # a prefix is cut where a page begins
+        columns = self._pool.window_left + page_size - 1 + new_tokens
+        return self._req_to_token.new_zeros(batch, max(columns, 1))
+
+    def _made(self, table: Tensor, tokens: tuple[int, int], page_size: int) -> Window:
+        batch, n = len(table), math.prod(tokens)
+        # zeros are padding
+        whole = torch.zeros(tokens, dtype=torch.int64, device=table.device)
+        lens, slots, store = table.new_zeros(batch + 2 * n).split([batch, n, n])
+        return Window(
+            self._pool.slot_map,
+            self._pool.window_left,
+            page_size,
+            table,
+            lens,
+            slots.view(tokens),
+            store.view(tokens),
+            whole,
+        )
+
+    def _over(self, plan: P, adopted: Window) -> P:
+        """Return a plan that reads the adopted table."""
+        return replace(
+            plan,
+            req_to_token=adopted.table,
+            req_pool_indices=self._order[: len(adopted.table)],
+            seq_lens=adopted.seq_lens,
+        )
