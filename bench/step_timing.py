@@ -43,15 +43,15 @@ class Stepper:
         Those that take part.
     accept : Forced
         The decoder's.
-    **level : bool
+    **options
         What `StepDecoder.step_async` is told of the requests.
     """
 
     def __init__(
-        self, decoder: StepDecoder, rows: list[int], accept: Forced, **level: bool
+        self, decoder: StepDecoder, rows: list[int], accept: Forced, **options: Any
     ) -> None:
         self.decoder, self.rows, self.accept = decoder, rows, accept
-        self._launch = partial(decoder.step_async, rows, **level)
+        self._launch = partial(decoder.step_async, rows, **options)
         self.lens = decoder.states.seq_lens.clone()
         self.length = 1
         # steps that gained less, and trees so far that could not give more, by place

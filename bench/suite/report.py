@@ -2,8 +2,8 @@
 
 A page says where with ``<!-- results: NAME -->`` and ``<!-- end -->``; what stands between them is
 replaced. Names are ``summary``, ``machines``, ``latency``, ``steps``, ``dflash``, ``pair``,
-``acceptance``, ``proposers``, ``shares``, and those of `SHOWN`. Cells that are not shown are in the
-result files and, of shown parts, in the pictures.
+``acceptance``, ``proposers``, ``host``, ``shares``, and those of `SHOWN`. Cells that are not shown
+are in the result files and, of shown parts, in the pictures.
 """
 
 from __future__ import annotations
@@ -11,7 +11,18 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from . import acceptance, decode, metadata, plots, proposers, shares, steps, summary, tables
+from . import (
+    acceptance,
+    decode,
+    host_trees,
+    metadata,
+    plots,
+    proposers,
+    shares,
+    steps,
+    summary,
+    tables,
+)
 from . import blocks as drafted
 from .results import read
 
@@ -153,6 +164,7 @@ def blocks(folder: Path, parts: list[PartFound]) -> dict[str, str]:
         "pair": decode,
         "acceptance": acceptance,
         "proposers": proposers,
+        "host": host_trees,
         "shares": shares,
     }
     found = {
