@@ -254,8 +254,8 @@ class SpecConfig:
         alone, without ``draft_sampling``: a length that depends on drawn tokens would change their
         law. See docs/adaptive.md.
     verify_chunk : int
-        Nodes that are given to a request at a time; ``num_draft_tokens`` is a multiple of it, too,
-        if ``verify_len`` is not 0.
+        Nodes that are given to a request at a time; more are shared faster in large batches.
+        ``num_draft_tokens`` is a multiple of it, too, if ``verify_len`` is not 0.
 
     Raises
     ------
@@ -274,7 +274,7 @@ class SpecConfig:
     tree: TreeKind = "beam"
     ranks: int = 8
     verify_len: int = 0
-    verify_chunk: int = 8
+    verify_chunk: int = 1
 
     def __post_init__(self) -> None:
         self._check_ranges()
