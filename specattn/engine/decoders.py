@@ -58,7 +58,7 @@ class Decoders:
         **options: Any,
     ) -> None:
         self._target, self._proposer, self._options = target, proposer, options
-        self._plain, self._largest = configs[0].plain(), max(buckets)
+        self._plain, self._buckets = configs[0].plain(), buckets
         self.processors = self._alloc_processors() if processed else None
         now = options | {"sampled": sampled, "processors": self.processors, "buckets": buckets}
         self._made = {config: StepDecoder(target, proposer, config, **now) for config in configs}
@@ -75,7 +75,7 @@ class Decoders:
                 raise ValueError(f"config must be one of the engine's configs, got {config}")
             sampled, processors = any(one.sampled for one in self), self.processors
             # the largest bucket holds whatever batch the others hold
-            now = {"sampled": sampled, "processors": processors, "buckets": [self._largest]}
+            now = {"sampled": sampled, "processors": processors, "buckets": [max(self._buckets)]}
             found = _LateDecoder(self._target, None, config, **self._options | now)
             self._made[config] = found
             tried = {"sampled": sampled, "processed": processors is not None}

@@ -19,6 +19,11 @@ def world() -> HostWorld:
     return HostWorld(SHAPE, (40, 40, 23), torch.device("cpu"), torch.float32, "torch_native")
 
 
+def test_settings_can_be_made():
+    for setting in step_host.SETTINGS:
+        assert setting.config(4096, 1).num_draft_tokens == setting.nodes
+
+
 def test_trees_are_whole():
     tokens, parents = SETTING.tree(61)
     assert len(tokens) == 7
