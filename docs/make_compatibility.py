@@ -30,11 +30,6 @@ nothing else than what is installed there.
 
 """
 # what a run says of tests that found no memory beside others
-RAN_AGAIN = """
-The GPU suite ran on two of these GPUs with 12 processes each. One process came to hold 63 GiB, so
-that memory ran out for {count} tests of others. These ran again, over the same source, with 8
-processes on each GPU, and passed.
-"""
 COLUMNS = ("torch", "triton", "numpy", "transformers", "sglang")
 TRITON = """
 - **Triton 3.7, 3.8 and 3.9** renamed names of Gluon: `specattn.kernels.gluon_names` has one of
@@ -95,8 +90,8 @@ def environments(record: dict[str, Any], gpu: dict[str, Any]) -> str:
     return table(
         ["environment", "device", *COLUMNS, "passed", "failed", "skipped", "date"], rows
     ) + "".join(
-        f"\nFailed in `{name}`: {', '.join(f'`{test}`' for test in run['failures'])}.\n"
-        for name, run in record.items()
+        f"\nFailed in {name}: {', '.join(f'`{test}`' for test in run['failures'])}.\n"
+        for name, run in runs.items()
         if run.get("failures")
     )
 
@@ -171,7 +166,6 @@ def page() -> str:
     return (
         HEAD
         + environments(record, gpu)
-        + (RAN_AGAIN.format(count=again) if (again := gpu.get("ran_again")) else "")
         + compiled(record)
         + TRITON
         + engines(record)

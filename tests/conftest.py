@@ -109,12 +109,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     import transformers
     import triton
 
-    counts = {kind: len(reporter.stats.get(kind, [])) for kind in ("passed", "failed", "skipped")}
+    reports = {kind: reporter.stats.get(kind, []) for kind in ("passed", "failed", "skipped")}
+    counts = {kind: len(found) for kind, found in reports.items()}
     Path(path).write_text(
         json.dumps(
             {
                 "source_sha256": source_digest(),
                 "counts": counts,
+                "failures": sorted(report.nodeid for report in reports["failed"]),
                 "device": torch.cuda.get_device_name(),
                 "versions": {
                     "python": platform.python_version(),

@@ -115,7 +115,8 @@ def check(run: Engine, at: int) -> bool:
     """Interrupt a life; returns whether the engine asked to be cleared."""
     results: list = []
     run.clear()
-    with Interrupt(ENGINE + STEPS + TABLE, at) as interrupt, pytest.raises(KeyboardInterrupt):
+    files, stops = ENGINE + STEPS + TABLE, pytest.raises(KeyboardInterrupt)
+    with Interrupt(files, at) as interrupt, stops as caught:
         life(run, results)
     where = interrupt.lines[-1]
     # a call that is refused either way
@@ -123,6 +124,7 @@ def check(run: Engine, at: int) -> bool:
         run.drop(RequestOutput())
     asks = "clear()" in str(refusal.value)
     if not asks:
+        assert not run.scheduler.waiting, (where, caught.value.__context__)
         books_are_right(run)
         going = [(one.request, one.result) for one in run.running]
         while run.running:
