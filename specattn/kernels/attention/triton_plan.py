@@ -150,6 +150,7 @@ def _plan_kernel(
     # with qo_indptr
     REQS: tl.constexpr,
     REQS_BLOCK: tl.constexpr,
+    TILES_BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     BM: tl.constexpr,
 ):
@@ -169,8 +170,7 @@ def _plan_kernel(
     csr = _pick(CSR, nth)
 
     if qo_indptr is not None:
-        LANES: tl.constexpr = (B_MOST + B_BLOCK - 1) // B_BLOCK * B_BLOCK
-        batch = _list_m_tiles(qo_indptr, requests, REQS, GROUP, BM, REQS_BLOCK, LANES)
+        batch = _list_m_tiles(qo_indptr, requests, REQS, GROUP, BM, REQS_BLOCK, TILES_BLOCK)
 
     big: tl.constexpr = tl.int64 if WIDE else tl.int32
     lane = tl.arange(0, B_BLOCK)  # [B_BLOCK]
@@ -388,6 +388,7 @@ def _launch(requests: list[PlanRequest]) -> None:
         WIDE=any(r.wide for r in requests),
         REQS=plans[0].batch,
         REQS_BLOCK=min(max(triton.next_power_of_2(plans[0].batch), 16), 1024),
+        TILES_BLOCK=max(triton.next_power_of_2(most), 16),
         GROUP=1 if m_tiles is None else m_tiles.group,
         BM=1 if m_tiles is None else m_tiles.block_m,
         num_warps=4 if block <= 32 else 8,

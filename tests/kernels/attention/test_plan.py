@@ -254,6 +254,7 @@ M_TILES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
     "window": ([900, 2000], [17, 60], {"group": 2, "window": 511}),
     "few": ([900, 300], [30, 2], {"group": 4, "min_tiles": 2}),
     "many": ([(13 * i) % 150 for i in range(300)], [i % 9 for i in range(300)], {"group": 8}),
+    "three_blocks": ([9, 40] * 700, [3, 1] * 700, {"group": 8}),
     "more_requests_than_a_block": ([9] * 1100, [i % 2 for i in range(1100)], {"group": 2}),
 }
 
