@@ -15,7 +15,7 @@ from bench.engines.sglang_side import LAYERS, SHORT_LAYERS, random_prompts
 from bench.step_forced import Forced
 from bench.step_world import SHARPER, shapes
 from specattn.config import SpecConfig
-from specattn.engine import engine as engines
+from specattn.engine import decoders
 from specattn.engine.engine import Engine
 from specattn.engine.request import Request
 from specattn.models import FusedEagle3, FusedTarget
@@ -44,7 +44,7 @@ def make(job: Job, shape: Shape, device: torch.device, dtype: torch.dtype) -> tu
     )
     config = SpecConfig(steps, topk, nodes, longest, batches[-1])
     # the engine takes no acceptor of a caller's
-    with mock.patch.object(engines, "StepDecoder", partial(StepDecoder, accept=forced)):
+    with mock.patch.object(decoders, "StepDecoder", partial(StepDecoder, accept=forced)):
         engine = Engine(
             target.with_features(draft.features),
             draft,
