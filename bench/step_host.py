@@ -52,7 +52,7 @@ class HostSetting(Setting):
         return HostTree(tokens, [node // 2 - 1 for node in range(self.nodes - 1)])
 
 
-SETTINGS = (HostSetting(4, 5, 16), HostSetting(8, 7, 64))
+SETTINGS = (HostSetting(2, 7, 16), HostSetting(8, 7, 64))
 
 
 class HostTrees(HostProposer):

@@ -107,7 +107,7 @@ EVEN = (
 OTHER = tuple(
     replace(setting, share="by probability") for setting in SHARED if setting.verify_len in (4, 16)
 )
-# how often steps are timed in turn: they heat the device, and it slows down, for its neighbours too
+# how often steps are timed in turn: medians of few turns differ by percents between equal kernels
 TURNS = 9
 
 

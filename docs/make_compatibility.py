@@ -29,7 +29,6 @@ Without a GPU, Triton's kernels run in its interpreter. An environment runs the 
 nothing else than what is installed there.
 
 """
-# what a run says of tests that found no memory beside others
 COLUMNS = ("torch", "triton", "numpy", "transformers", "sglang")
 TRITON = """
 - **Triton 3.7, 3.8 and 3.9** renamed names of Gluon: `specattn.kernels.gluon_names` has one of

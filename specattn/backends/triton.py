@@ -201,6 +201,10 @@ class TritonBound(BoundAttention):
         """Return the same with a layer's sinks; see `BoundAttention.with_sinks`."""
         return replace(self, kernel=self.kernel.with_sinks(sinks))
 
+    def fill(self) -> None:
+        """Split the work, from what is on the device."""
+        self.kernel.kernels.fill(self.request)
+
     def run(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
     ) -> None:
@@ -213,10 +217,6 @@ class TritonRagged(TritonBound):
     """A tree mode whose plan reads how many rows each request has."""
 
     prefetches: ClassVar[bool] = True
-
-    def fill(self) -> None:
-        """Split the work, from the lengths and rows on the device."""
-        self.kernel.kernels.fill(self.request)
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ class TritonDeterministic(TritonBound):
 
     def fill(self) -> None:
         """Split the work, and list the paths if they are known."""
-        self.kernel.kernels.fill(self.request)
+        super().fill()
         if not self.late:
             self.kernel.trace(**self.inputs)
 

@@ -129,13 +129,7 @@ def _eager_if_it_fails(decoder: StepDecoder) -> Iterator[None]:
 class _LateDecoder(StepDecoder):
     """Made while requests run, which no failing capture may end."""
 
-    def capture(
-        self,
-        *,
-        sampled: bool = False,
-        processors: ProcessorStates | None = None,
-        constrained: bool = False,
-    ) -> None:
+    def capture(self, **levels: Any) -> None:
         """Capture what is not captured yet; what cannot be captured runs eagerly."""
         with _eager_if_it_fails(self):
-            super().capture(sampled=sampled, processors=processors, constrained=constrained)
+            super().capture(**levels)

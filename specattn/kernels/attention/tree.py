@@ -342,13 +342,13 @@ class TreeAttention:
         Parameters
         ----------
         q : Tensor
-            ``[B * q_len, Hq, D]``, or a row for each of ``rows``; ``out`` is ``[B * q_len, Hq,
-            Dv]``, written in place. A row that sees no key gets 0.
+            ``[R, Hq, D]``, R being ``B * q_len``, or ``rows`` with ``qo_indptr``; ``out`` is ``[R,
+            Hq, Dv]``, written in place. A row that sees no key gets 0.
         k_cache, v_cache : Tensor
             ``[slots, Hkv, D]`` and ``[slots, Hkv, Dv]`` of ``kv_dtype``, the last dimension
             contiguous.
         lse : Tensor or None
-            ``[B * q_len, Hq]`` float32, natural log of the sum of exponentials, written in
+            ``[R, Hq]`` float32, natural log of the sum of exponentials, written in
             place; -inf for a row that sees no key.
         indices : Tensor
             int32: ``req_to_token [rows, C]``, or ``kv_indices [n]`` with ``csr`` (n >= 1).

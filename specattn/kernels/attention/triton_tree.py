@@ -201,8 +201,8 @@ def tree_attention_kernel(
     q,  # [B * Q_LEN or fewer, Hq, HEAD_DIM]
     k_cache,  # [slots, NUM_KV, HEAD_DIM]
     v_cache,  # [slots, NUM_KV, V_DIM]
-    out,  # [B * Q_LEN, Hq, V_DIM], out
-    lse,  # [B * Q_LEN, Hq] float32, out, or None
+    out,  # [B * Q_LEN or fewer, Hq, V_DIM], out
+    lse,  # [B * Q_LEN or fewer, Hq] float32, out, or None
     indices,  # flat int32: slot of each prefix position
     positions,  # [B, Q_LEN] int64, read under a window
     tail_slots,  # [B, TAIL] int32

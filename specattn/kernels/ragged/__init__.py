@@ -26,7 +26,7 @@ def share_rows(worth: Tensor, rows: Tensor, *, chunk: int, chunks: int, lens_out
     comes first. If worth falls from node to node, no other choice of as many chunks is worth more.
     What no request needs, padding gets: all chunks are given away.
 
-    One launch, which can be recorded in a CUDA graph.
+    One launch up to `MAX_CHUNKS`; in either case it can be recorded in a CUDA graph.
 
     Parameters
     ----------
