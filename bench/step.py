@@ -381,7 +381,7 @@ def processed(options: argparse.Namespace) -> None:
 
 def blocks(options: argparse.Namespace) -> None:
     """Time DFlash's blocks, with the first of the models; see `bench.step_blocks`."""
-    from bench.step_blocks import PLACES, SETTINGS, TURNS, BlockWorld, measure
+    from bench.step_blocks import PLACES, SETTINGS, BlockWorld, measure
 
     name = options.models.split(",")[0]
     settings = [one for one in SETTINGS if one == PLAIN or options.settings in one.name]
@@ -413,7 +413,6 @@ def blocks(options: argparse.Namespace) -> None:
         PLACES,
         length=options.length,
         rounds=options.rounds,
-        turns=TURNS,
         copy_tb_s=record["roofs"]["copy_tb_s"],
     ):
         kept.append((cell, stepper))

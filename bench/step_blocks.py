@@ -62,11 +62,6 @@ class BlockSetting(Setting):
         shape = self.steps, self.topk, self.nodes, longest, reqs
         return SpecConfig(*shape, tree="best_first", ranks=self.ranks)
 
-    @property
-    def rows(self) -> int:
-        """Nodes that a request verifies on average."""
-        return self.nodes
-
 
 SETTINGS: tuple[Setting, ...] = (
     PLAIN,
@@ -158,7 +153,7 @@ class BlockWorld(World):
         draft, path, logits = self.block, setting.steps + 1, self.block.lm_head.numel()
         layers = matrix_bytes(draft) // draft.fc.element_size() - logits
         drafted = draft.block.size * layers + setting.steps * logits
-        verified = setting.rows * super().operations(PLAIN, 1)
+        verified = setting.nodes * super().operations(PLAIN, 1)
         return batch * (verified + 2 * (drafted + path * self._written()))
 
     def _written(self) -> int:
@@ -241,7 +236,6 @@ def measure(
     *,
     length: int,
     rounds: int,
-    turns: int,
     copy_tb_s: float,
 ) -> Iterator[tuple[dict[str, Any], Stepper]]:
     """Check all settings, capture them batch by batch, and time them in turn at every place.
@@ -269,7 +263,7 @@ def measure(
                 steppers[setting] = stepper = Stepper(decoder, rows, accept)
                 stepper.force(lengths[setting])
                 check_advance(stepper)
-            us = _in_turn(steppers, rounds, turns)
+            us = _in_turn(steppers, rounds)
             for setting, stepper in steppers.items():
                 read = world.read_bytes(setting, batch, context)
                 cell = {
@@ -295,11 +289,9 @@ def measure(
                 yield cell, stepper
 
 
-def _in_turn(
-    steppers: dict[Setting, Stepper], rounds: int, turns: int
-) -> dict[Setting, list[float]]:
+def _in_turn(steppers: dict[Setting, Stepper], rounds: int) -> dict[Setting, list[float]]:
     found: dict[Setting, list[float]] = {setting: [] for setting in steppers}
-    for _ in range(turns):
+    for _ in range(TURNS):
         for setting, stepper in steppers.items():
             found[setting].append(timed(stepper, rounds)["us"])
             stepper.finish()

@@ -137,9 +137,7 @@ class Forced:
         out: AcceptResult,
     ) -> AcceptResult:
         """Write ``out``."""
-        best = argmax_tokens(logits.flatten(0, -2))
-        if logits.dim() == 2:  # of rows that requests share
-            best = best[tree.retrieve_index.flatten()]
+        best = argmax_tokens(logits.flatten(0, 1))
         best = best.view(tree.tokens.shape)
         force = launch if logits.is_cuda else twin
         force(best, tree, self.lens, self.shallow, self.lowest, config.num_steps)
@@ -169,8 +167,5 @@ class Watched(Forced):
         out: AcceptResult,
     ) -> AcceptResult:
         """Write ``out``."""
-        # of rows that requests share, those of one request alone
-        seen = logits[None] if logits.dim() == 2 else logits
-        nodes = tree.tokens, tree.positions, tree.words
-        self.seen = *(part[:, : seen.shape[1]].clone() for part in nodes), seen.clone()
+        self.seen = tree.tokens.clone(), tree.positions.clone(), tree.words.clone(), logits.clone()
         return super().__call__(tree, logits, seq_lens, config, sampling, out)

@@ -19,7 +19,6 @@ from specattn.cuda_graph.recorder import Recorder
 from specattn.models import FusedEagle3, FusedTarget
 from specattn.speculative.model import ModelSlot
 from specattn.speculative.proposer import as_proposer
-from specattn.speculative.ragged import steps_saved
 from specattn.speculative.sampling import SamplingBatch, SamplingParams
 from specattn.speculative.states import RequestStates, StateDims
 from specattn.speculative.step_decoder import StepDecoder
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from specattn.models import FusedDFlash
     from specattn.speculative.model import DraftModel, TargetModel
     from specattn.speculative.processors import ProcessorStates
-    from specattn.speculative.ragged import VerifyPolicy
 
 DRAFT_VOCAB = 32000
 # logits of random weights have a spread of 1, which no tree of this size would go deep for
@@ -93,11 +91,6 @@ class Setting:
         if not self.steps:
             return "plain"
         return f"{'chain' if self.topk == 1 else 'tree'} {self.topk}-{self.steps}-{self.nodes}"
-
-    @property
-    def policy(self) -> VerifyPolicy:
-        """What nodes are worth verifying."""
-        return steps_saved
 
     def config(self, longest: int, reqs: int) -> SpecConfig:
         return SpecConfig(self.steps, self.topk, self.nodes, longest, reqs)
@@ -195,7 +188,6 @@ class World:
             record=record,
             recorder=self._recorder,
             accept=accept,
-            verify_policy=setting.policy,
             sampled=sampled,
             processors=processors,
         )

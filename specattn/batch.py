@@ -189,9 +189,7 @@ class DraftTree:
     words : Tensor
         ``[B, n, W]`` int64; bit j of row i is set iff node j is i or an ancestor of i.
     retrieve_index : Tensor
-        ``[B, n]`` int64, the node's row among all that are verified: ``b * n + j``, or what
-        `specattn.kernels.ragged.pack_rows` writes where requests verify as many nodes as they are
-        given.
+        ``[B, n]`` int64, the node's flat row ``b * n + j``.
     retrieve_next_token, retrieve_next_sibling : Tensor
         ``[B, n]`` int64, local index of the first child / next sibling, -1 for none.
     draft_probs : Tensor

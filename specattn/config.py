@@ -246,16 +246,6 @@ class SpecConfig:
         independent of the depths before it, with ``topk`` 1.
     ranks : int
         Most probable tokens of a depth that a best-first tree chooses from.
-    verify_len : int
-        Nodes that a request verifies on average, a multiple of ``verify_chunk`` below
-        ``num_draft_tokens``; 0 verifies every tree as a whole. A batch of B requests has
-        ``B * verify_len`` rows, and a step shares them among the trees: those that the draft is
-        sure of get more than others, ``num_draft_tokens`` at most. Chains and best-first trees
-        alone, without ``draft_sampling``: a length that depends on drawn tokens would change their
-        law. See docs/adaptive.md.
-    verify_chunk : int
-        Nodes that are given to a request at a time; more are shared faster in large batches.
-        ``num_draft_tokens`` is a multiple of it, too, if ``verify_len`` is not 0.
 
     Raises
     ------
@@ -273,8 +263,6 @@ class SpecConfig:
     draft_len: int = 0
     tree: TreeKind = "beam"
     ranks: int = 8
-    verify_len: int = 0
-    verify_chunk: int = 1
 
     def __post_init__(self) -> None:
         self._check_ranges()
@@ -297,8 +285,6 @@ class SpecConfig:
                 f"num_draft_tokens must be 2..{most} with {self._width} and "
                 f"num_steps {self.num_steps}, got {self.num_draft_tokens}"
             )
-        if self.verify_len:
-            self._check_verify_len()
         if self.reserve_len > self.max_context_len:
             raise ValueError(
                 f"max_context_len must be at least {self.reserve_len} (one step's draft slots), "
@@ -312,25 +298,6 @@ class SpecConfig:
             raise ValueError("tree='best_first' has no chain to draw: draft_sampling must be False")
         if not self.num_steps:
             raise ValueError("tree='best_first' needs num_steps of at least 1, got 0")
-
-    def _check_verify_len(self) -> None:
-        if self.topk > 1:
-            raise ValueError(
-                f"verify_len needs topk 1 (a chain or tree='best_first'), got {self.topk}"
-            )
-        if self.draft_sampling:
-            raise ValueError("verify_len needs draft_sampling False: drawn tokens may not choose")
-        if not self.verify_len < self.num_draft_tokens:
-            raise ValueError(
-                f"verify_len must be below num_draft_tokens {self.num_draft_tokens}, "
-                f"got {self.verify_len}"
-            )
-        for name in ("verify_len", "num_draft_tokens"):
-            if getattr(self, name) % self.verify_chunk:
-                raise ValueError(
-                    f"{name} must be a multiple of verify_chunk {self.verify_chunk}, "
-                    f"got {getattr(self, name)}"
-                )
 
     @property
     def _width(self) -> str:
@@ -346,8 +313,6 @@ class SpecConfig:
             "page_size": (1, 512),
             "draft_len": (0, 2**16),
             "ranks": (1, 255),
-            "verify_len": (0, 256),
-            "verify_chunk": (1, 128),
         }
         for name, (low, high) in limits.items():
             _set(self, name, whole_number(name, getattr(self, name), low, high))
@@ -367,11 +332,6 @@ class SpecConfig:
                 prefixes = min(prefixes + self.ranks**depth, 255)
             return prefixes + 1
         return 1 + self.topk + (self.num_steps - 1) * self.topk**2
-
-    @property
-    def verify_rows(self) -> int:
-        """Nodes that a request verifies on average."""
-        return self.verify_len or self.num_draft_tokens
 
     @property
     def proposals(self) -> int:
@@ -423,5 +383,4 @@ class SpecConfig:
             draft_sampling=False,
             draft_len=0,
             tree="beam",
-            verify_len=0,
         )

@@ -90,23 +90,6 @@ class AttnInputs(BufferSet):
 
 
 @dataclass(frozen=True)
-class RaggedRows:
-    """Query tokens of a plan where requests have different numbers of them.
-
-    Parameters
-    ----------
-    qo_indptr : Tensor
-        ``[B + 1]`` int32, offsets of each request's rows among R; request b has its first
-        ``qo_indptr[b + 1] - qo_indptr[b]`` query tokens. `BoundAttention.fill` reads it, too.
-    out_slots : Tensor
-        ``[1, R]`` int32, the slots this forward writes, in the order of the rows.
-    """
-
-    qo_indptr: Tensor
-    out_slots: Tensor
-
-
-@dataclass(frozen=True)
 class AttnPlan:
     """One decode, draft, verify or draft extend forward over a bucket.
 
@@ -124,8 +107,6 @@ class AttnPlan:
         ``[B, tail]`` int32 and int64: slot and position of every tail key.
     tail_words : Tensor
         ``[B, q_len, ceil(tail / 64)]`` int64; bit j of row i is set iff query i sees tail key j.
-    ragged : RaggedRows, optional
-        Which of the query tokens are there; all if None.
     """
 
     layout: RowLayout
@@ -136,7 +117,6 @@ class AttnPlan:
     tail_slots: Tensor
     tail_positions: Tensor
     tail_words: Tensor
-    ragged: RaggedRows | None = None
 
     @property
     def batch(self) -> int:
@@ -150,9 +130,7 @@ class AttnPlan:
 
     @property
     def out_slots(self) -> Tensor:
-        """``[B, q_len]``, or ``[1, R]``, int32: the slots this forward writes."""
-        if self.ragged is not None:
-            return self.ragged.out_slots
+        """``[B, q_len]`` int32 view of the tail: the slots this forward writes."""
         return self.tail_slots[:, self.layout.tail - self.layout.q_len :]
 
     @classmethod
@@ -262,10 +240,6 @@ def check_plan(plan: Plan, device: torch.device) -> None:
         expect(name, getattr(plan, name), shape, dtype, device)
     if not isinstance(plan, CsrPlan):
         require_rows(req_to_token=plan.req_to_token)
-    if isinstance(plan, AttnPlan) and plan.ragged is not None:
-        rows = plan.ragged
-        expect("qo_indptr", rows.qo_indptr, (plan.batch + 1,), torch.int32, device)
-        expect("out_slots", rows.out_slots, (1, rows.out_slots.numel()), torch.int32, device)
 
 
 def _expected(plan: Plan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -62,7 +62,6 @@ SLOW = (
     "tests/speculative/test_dflash_steps.py::test_three_tokens",
     "tests/speculative/test_lookup.py",
     "tests/speculative/test_standalone.py",
-    "tests/speculative/test_verify_len.py::test_three_tokens",
     "tests/testing/test_kit",
     "tests/testing/test_proposer_kit.py",
     "tests/testing/test_stand_ins.py",

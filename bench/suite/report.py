@@ -2,8 +2,8 @@
 
 A page says where with ``<!-- results: NAME -->`` and ``<!-- end -->``; what stands between them is
 replaced. Names are ``summary``, ``machines``, ``latency``, ``steps``, ``dflash``, ``pair``,
-``acceptance``, ``proposers``, ``host``, ``shares``, and those of `SHOWN`. Cells that are not shown
-are in the result files and, of shown parts, in the pictures.
+``acceptance``, ``proposers``, ``host``, and those of `SHOWN`. Cells that are not shown are in the
+result files and, of shown parts, in the pictures.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from . import (
     metadata,
     plots,
     proposers,
-    shares,
     steps,
     summary,
     tables,
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
 PAGE = "performance.md"
 #: Every page with marked places.
-PAGES = (PAGE, "proposers.md", "pair.md", "adaptive.md")
+PAGES = (PAGE, "proposers.md", "pair.md")
 #: Of a part, what the page shows: the table, and which cells it has.
 SHOWN: dict[str, tuple[Callable[[list[Found]], str], tuple[str, ...]]] = {
     "trees": (
@@ -165,7 +164,6 @@ def blocks(folder: Path, parts: list[PartFound]) -> dict[str, str]:
         "acceptance": acceptance,
         "proposers": proposers,
         "host": host_trees,
-        "shares": shares,
     }
     found = {
         name: module.shown(results)

@@ -30,7 +30,6 @@ def attend(
     page: int = 1,
     gluon: bool = False,
     prefetch: bool = False,
-    ragged: bool = False,
     sinks: torch.dtype | None = None,
 ) -> None:
     rows, kept = q_len * heads[0] // heads[1], stored or dtype
@@ -51,9 +50,6 @@ def attend(
         logit_cap=cap,
         page_size=page,
         csr=csr,
-        # a third of the rows
-        qo_indptr=zeros(batch + 1, dtype=I32) if ragged else None,
-        rows=batch * (q_len // 3),
         kv_dtype=stored,
         tile=gluon_tile_config(rows, dim, batch, page, kept, cap > 0) if gluon else None,
     )
@@ -152,7 +148,7 @@ def _launch(
         kernel.plan_csr(zeros(batch + 1, dtype=I32))
     else:
         kernel.plan(zeros(batch, dtype=I32), zeros(batch), CONTEXT)
-    rows, heads, tail = kernel.rows, kernel.num_qo_heads, kernel.tail_len
+    rows, heads, tail = batch * kernel.q_len, kernel.num_qo_heads, kernel.tail_len
     inputs = {
         "indices": zeros(2, CONTEXT, dtype=I32),
         "positions": zeros(batch, kernel.q_len),

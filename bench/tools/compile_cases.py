@@ -29,7 +29,6 @@ from bench.tools.compile_small import (
     lookups,
     processing,
     products,
-    shares,
     step_ends,
     windows,
 )
@@ -54,14 +53,12 @@ QUICK: dict[str, Callable[[], None]] = {
     "gluon, later layer, window, cap, f16": partial(
         attend, 1, 1, F16, gluon=True, window=99, cap=30.0, prefetch=True
     ),
-    "gluon, shared rows, bf16": partial(attend, 64, 64, BF16, gluon=True, ragged=True),
     "gluon, prompt, bf16": partial(prompt, BF16, gluon=True),
     "gluon, prompt, float8 keys, bf16": partial(prompt, BF16, gluon=True, stored=FLOAT8),
     "gluon, latent, 64 rows, bf16": partial(attend_latent, 4, 4, BF16, gluon=True),
     "gluon, products, bf16": partial(products, BF16),
     "tree": build_tree,
     "best-first tree": best_first_tree,
-    "shares of rows": shares,
     "lookups": lookups,
     "beams": beams,
     "accept": accepts,
@@ -77,10 +74,6 @@ QUICK: dict[str, Callable[[], None]] = {
     "logits processors": processing,
 }
 CASES = QUICK | {
-    "shared rows, bf16": partial(attend, 64, 64, BF16, ragged=True),
-    "gluon, shared rows, float8 keys, window, bf16": partial(
-        attend, 64, 64, BF16, gluon=True, ragged=True, stored=FLOAT8, window=99
-    ),
     "16 rows, bf16": partial(attend, 4, 4, BF16),
     "64 rows, bf16": partial(attend, 8, 8, BF16),
     "400 rows, 2 words, bf16": partial(attend, 100, 100, BF16),

@@ -15,7 +15,6 @@ from specattn.kernels import (
     logprobs,
     lookup,
     processors,
-    ragged,
     sampling,
     step,
     tree,
@@ -56,27 +55,6 @@ def best_first_tree(nodes: int = 128) -> None:
         next_sibling_out=zeros(BATCH, nodes),
         scores_out=zeros(BATCH, nodes, dtype=F32),
     )
-
-
-def shares(nodes: int = 64, rows: int = 16) -> None:
-    """How many nodes requests verify, and their rows."""
-    lens, batch = zeros(BATCH, dtype=I32), zeros(BATCH)
-    ragged.share_rows(
-        zeros(BATCH, nodes, dtype=F32), batch, chunk=8, chunks=BATCH * rows // 8, lens_out=lens
-    )
-    flat = BATCH * rows
-    out = ragged.PackedRows(
-        zeros(BATCH + 1, dtype=I32),
-        zeros(flat),
-        zeros(flat),
-        zeros(flat, dtype=I32),
-        zeros(flat),
-        zeros(BATCH, nodes, dtype=I32),
-        zeros(BATCH, nodes),
-    )
-    links = (zeros(BATCH, nodes), zeros(BATCH, nodes))
-    trees = (zeros(BATCH, nodes), zeros(BATCH, nodes), zeros(BATCH, nodes, -(-nodes // 64)))
-    ragged.pack_rows(lens, lens, zeros(BATCH, nodes, dtype=I32), *trees, *links, out=out)
 
 
 def lookups(matches: int = 8, steps: int = 7, nodes: int = 64) -> None:

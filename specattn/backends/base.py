@@ -52,8 +52,6 @@ class Capabilities:
         ``deterministic`` is served.
     sinks : bool
         ``sinks`` are served; see `BoundAttention.with_sinks`.
-    ragged : bool
-        An `AttnPlan` with `RaggedRows` is served, without ``deterministic``.
     """
 
     graphs: bool = False
@@ -69,7 +67,6 @@ class Capabilities:
     kv_dtypes: tuple[torch.dtype, ...] = ()
     deterministic: bool = False
     sinks: bool = False
-    ragged: bool = False
 
     @classmethod
     def merged(cls, parts: Sequence[Capabilities]) -> Capabilities:

@@ -14,7 +14,7 @@ from specattn.buffers import Fingerprint, fingerprint
 from specattn.checks import expect, one_of
 from specattn.errors import UnsupportedError
 from specattn.kernels.attention import check_sinks
-from specattn.plan import AttnPlan, check_plan
+from specattn.plan import check_plan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,7 +69,7 @@ class LayeredBackend:
         self.name = chosen.name
         self.host_plan = chosen.capabilities.host_plan
         self._page_size = chosen.capabilities.page_size
-        self._lists, self._ragged = chosen.capabilities.lists, chosen.capabilities.ragged
+        self._lists = chosen.capabilities.lists
         self.pool = pool
         self._made_of = chosen, tuple(layers)
         self.backends = tuple(chosen(config, device) for config in distinct)
@@ -94,19 +94,9 @@ class LayeredBackend:
         if indices == "csr" and not self._lists:
             raise lists_refused(self.name)
 
-    def _check_ragged(self) -> None:
-        """Refuse requests with different numbers of rows, if no kernel serves them."""
-        reason = "requests cannot have different numbers of rows (verify_len)"
-        deterministic = any(backend.config.deterministic for backend in self.backends)
-        if not self._ragged or deterministic:
-            mode = " in the deterministic mode" if self._ragged else ""
-            raise UnsupportedError(f"backend {self.name!r}", [reason + mode])
-
     def bind(self, plan: Plan) -> BoundLayers:
         """Check ``plan`` and bind every distinct configuration to it."""
         check_plan(plan, self.pool.device)
-        if isinstance(plan, AttnPlan) and plan.ragged is not None:
-            self._check_ragged()
         bounds: list[BoundAttention] = [
             IdleAttention() if plan.idle else backend.bind(plan) for backend in self.backends
         ]

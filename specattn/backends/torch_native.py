@@ -20,9 +20,7 @@ class TorchNativeBackend(ReadOnly):
     """Torch functions; eager, because gathers are sized by the lengths."""
 
     name: ClassVar[str] = "torch_native"
-    capabilities: ClassVar[Capabilities] = Capabilities(
-        kv_dtypes=(FLOAT8,), sinks=True, ragged=True
-    )
+    capabilities: ClassVar[Capabilities] = Capabilities(kv_dtypes=(FLOAT8,), sinks=True)
 
     def __init__(self, config: AttnConfig, device: torch.device) -> None:
         self.config = config
@@ -55,9 +53,6 @@ class TorchNativeBackend(ReadOnly):
                 "tail_positions": plan.tail_positions,
                 "tail_words": plan.tail_words,
             }
-            if plan.ragged is None:
-                return FunctionAttention(plan, naive.tree_attention, options)
-            options["qo_indptr"] = plan.ragged.qo_indptr
-            return FunctionAttention(plan, naive.ragged_tree_attention, options)
+            return FunctionAttention(plan, naive.tree_attention, options)
         options |= {"qo_indptr": plan.qo_indptr, "max_q_len": plan.max_q_len}
         return FunctionAttention(plan, naive.extend_attention, options)

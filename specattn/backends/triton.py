@@ -89,7 +89,7 @@ class TritonBackend(ReadOnly):
 
     name: ClassVar[str] = "triton"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        graphs=True, kv_dtypes=(FLOAT8,), deterministic=True, sinks=True, ragged=True
+        graphs=True, kv_dtypes=(FLOAT8,), deterministic=True, sinks=True
     )
 
     def __init__(self, config: AttnConfig, device: torch.device) -> None:
@@ -162,10 +162,7 @@ def bucket(plan: AttnPlan | CsrPlan) -> dict[str, Any]:
     """Return the numbers of a plan's bucket, as `TreeAttention` takes them."""
     if isinstance(plan, CsrPlan):
         return {"batch": len(plan.kv_indptr) - 1, "q_len": 1, "tail_len": 0, "csr": True}
-    numbers = {"batch": plan.batch, "q_len": plan.layout.q_len, "tail_len": plan.layout.tail}
-    if plan.ragged is None:
-        return numbers
-    return numbers | {"qo_indptr": plan.ragged.qo_indptr, "rows": plan.ragged.out_slots.numel()}
+    return {"batch": plan.batch, "q_len": plan.layout.q_len, "tail_len": plan.layout.tail}
 
 
 def prompts(plan: ExtendPlan) -> dict[str, Any]:
@@ -210,13 +207,6 @@ class TritonBound(BoundAttention):
     ) -> None:
         """Attend; see `BoundAttention.run`."""
         self.kernel.run(q, k_cache, v_cache, out, lse, **self.inputs)
-
-
-@dataclass(frozen=True)
-class TritonRagged(TritonBound):
-    """A tree mode whose plan reads how many rows each request has."""
-
-    prefetches: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -284,6 +274,4 @@ def bind_kernel(
         late = plan.layout.tail > plan.layout.q_len
     if deterministic:
         return TritonDeterministic(plan, kernel, request, inputs, late)
-    if isinstance(plan, AttnPlan) and plan.ragged is not None:
-        return TritonRagged(plan, kernel, request, inputs)
     return (TritonCsr if isinstance(plan, CsrPlan) else TritonTree)(plan, kernel, request, inputs)

@@ -33,7 +33,6 @@ _OPTIONS = {
     "num_steps": "--steps",
     "topk": "--topk",
     "num_draft_tokens": "--draft-tokens",
-    "verify_len": "--verify-len",
     "max_context_len": "--max-context",
     "max_num_reqs": "--batch-size",
     "page_size": "--page-size",

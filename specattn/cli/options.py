@@ -61,7 +61,6 @@ _STEPS = "Depth of the draft tree; 0 is plain decoding. Default: 5."
 _NODES = "Nodes verified at once, the root included. Default: steps + 1, or 4 per branch."
 _TREE = "beam (chains and trees of --topk), or best_first (--draft-tokens most probable nodes)."
 _RANKS = "Tokens of every depth that a best_first tree chooses from. Default: 8."
-_VERIFY_LEN = "Nodes a request verifies on average: requests share a batch's. Default: whole trees."
 _DRAWN = "Draw the drafts and verify by rejection sampling; chains at a temperature only."
 _ADAPTIVE = "Let every step take the given shape or a smaller one, by what drafts gain and cost."
 TopkOption = Annotated[int | None, option(SPECULATION, _TOPK)]
@@ -69,7 +68,6 @@ StepsOption = Annotated[int | None, option(SPECULATION, _STEPS)]
 DraftTokensOption = Annotated[int | None, option(SPECULATION, _NODES)]
 TreeOption = Annotated[str, option(SPECULATION, _TREE)]
 RanksOption = Annotated[int | None, option(SPECULATION, _RANKS)]
-VerifyLenOption = Annotated[int | None, option(SPECULATION, _VERIFY_LEN)]
 DraftSamplingOption = Annotated[bool, option(SPECULATION, _DRAWN, "--draft-sampling")]
 AdaptiveOption = Annotated[bool, option(SPECULATION, _ADAPTIVE, "--adaptive")]
 
@@ -104,7 +102,6 @@ def speculation(
     kind: str = "eagle3",
     tree: str = "beam",
     ranks: int | None = None,
-    verify_len: int | None = None,
     page_size: int = 1,
     draft_sampling: bool = False,
     adaptive: bool = False,
@@ -116,10 +113,9 @@ def speculation(
     if kind not in DRAFT_KINDS:
         names = f"{', '.join(DRAFT_KINDS[:-1])} or {DRAFT_KINDS[-1]}"
         raise ArgumentError("--draft-kind", f"must be {names}, got {kind!r}")
-    for name, given in (("--draft-sampling", draft_sampling), ("--verify-len", verify_len)):
-        if given and kind == "lookup":
-            reason = "needs drafts with probabilities, which --draft-kind lookup has not"
-            raise ArgumentError(name, reason)
+    if draft_sampling and kind == "lookup":
+        reason = "needs drafts with probabilities, which --draft-kind lookup has not"
+        raise ArgumentError("--draft-sampling", reason)
     if kind == "none":
         if steps:
             raise ArgumentError("--steps", f"must be 0 with --draft-kind none, got {steps}")
@@ -146,7 +142,6 @@ def speculation(
             max_context_len=_ANY_CONTEXT,
             page_size=page_size,
             draft_sampling=draft_sampling and steps > 0,
-            verify_len=verify_len or 0,
             **best_first,
         )
     for name, is_given, lacks in (

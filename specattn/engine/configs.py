@@ -202,13 +202,12 @@ class SpeculativeConfigs:
 def smaller_configs(config: SpecConfig) -> tuple[SpecConfig, ...]:
     """Return a config, half of it, its chain, and plain decoding.
 
-    None of them needs more slots per step, and smaller ones verify whole trees. Plain decoding
-    returns itself alone.
+    None of them needs more slots per step. Plain decoding returns itself alone.
     """
     if not config.num_steps:
         return (config,)
     half = max(config.num_steps // 2, 1)
-    found, config = [config], replace(config, verify_len=0)
+    found = [config]
     if config.topk > 1 or config.tree == "best_first":
         smaller = replace(config, num_steps=half, num_draft_tokens=2)
         nodes = min(max(config.num_draft_tokens // 2, half + 1, 2), smaller.max_tree_nodes)

@@ -28,7 +28,6 @@ from specattn.speculative.model import ModelSlot, for_context
 from specattn.speculative.prefill import Prefill
 from specattn.speculative.processors import MAX_END_IDS
 from specattn.speculative.proposer import draft_len_of, make_proposer
-from specattn.speculative.ragged import steps_saved
 from specattn.speculative.states import RequestStates, StateDims
 from specattn.speculative.step_decoder import plans_on_host
 
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
     from specattn.speculative.host_proposer import HostTree
     from specattn.speculative.model import DraftModel, TargetModel
     from specattn.speculative.proposer import Proposer, ProposerFactory
-    from specattn.speculative.ragged import VerifyPolicy
     from specattn.speculative.step_decoder import CudagraphMode, StepDecoder
     from specattn.speculative.validation import Validate
 
@@ -98,9 +96,6 @@ class Engine:
     policy : Policy, optional
         Chooses every step's config, and so needs ``configs``;
         `specattn.engine.policy.GoodputPolicy` by default.
-    verify_policy : VerifyPolicy, optional
-        What nodes are worth verifying, where a config has a ``verify_len``;
-        `specattn.speculative.ragged.steps_saved` by default.
     backend : str or BackendFactory
         Attention backend, by name (``"auto"`` picks one) or itself; see `choose_backend`.
     num_slots : int, optional
@@ -162,7 +157,6 @@ class Engine:
         *,
         configs: Sequence[SpecConfig] = (),
         policy: Policy | None = None,
-        verify_policy: VerifyPolicy | None = None,
         backend: str | BackendFactory = "auto",
         num_slots: int | None = None,
         buckets: Sequence[int] | None = None,
@@ -182,8 +176,6 @@ class Engine:
         self.config = config
         self.buckets = powers_of_two(config.max_num_reqs) if buckets is None else list(buckets)
         whole_numbers("every bucket", self.buckets)
-        if verify_policy is not None and not any(one.verify_len for one in (config, *configs)):
-            raise ValueError("verify_policy needs a config with a verify_len")
         self._ranks = Ranks(target)
         self.configs = SpeculativeConfigs(
             (config, *configs), policy, self.buckets, ranks=self._ranks
@@ -248,7 +240,6 @@ class Engine:
             record=graphs,
             indices=indices,
             recorder=Recorder(),
-            verify_policy=verify_policy or steps_saved,
             validate=validate,
             tbo=tbo,
             cudagraph=cudagraph,

@@ -264,5 +264,5 @@ def rough_cost(config: SpecConfig, batch: int) -> float:
     batch : int
         Its requests.
     """
-    rows = batch * config.verify_rows
+    rows = batch * config.num_draft_tokens
     return max(1.0, rows / 256) + 0.1 * config.num_steps

@@ -15,7 +15,7 @@ import torch
 from specattn.batch import ForwardMode, Linked
 from specattn.checks import whole_numbers
 from specattn.errors import TreeError
-from specattn.speculative.proposer import BoundProposer, Proposer, refuse_verify_len
+from specattn.speculative.proposer import BoundProposer, Proposer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -95,8 +95,7 @@ class HostProposer(Proposer):
         """
 
     def check(self, config: SpecConfig) -> None:
-        """Refuse what needs the probabilities of drafted tokens."""
-        refuse_verify_len(config, "a HostProposer")
+        """Refuse drafts that are to be drawn."""
         if config.draft_sampling:
             raise ValueError(
                 "draft_sampling must be off with a HostProposer: its trees have no distribution"

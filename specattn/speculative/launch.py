@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from specattn.speculative.model import ModelSlot, TargetModel
     from specattn.speculative.processors import ProcessorStates
     from specattn.speculative.proposer import Proposer
-    from specattn.speculative.ragged import VerifyPolicy
     from specattn.speculative.states import RequestStates
     from specattn.speculative.step import Acceptor
 
@@ -62,7 +61,6 @@ class StepLaunch:
         *,
         indices: Indices,
         acceptor: Acceptor,
-        verify_policy: VerifyPolicy,
         tbo: bool = False,
     ) -> StepLaunch:
         """Allocate the buffers of a whole step for ``batch`` requests.
@@ -88,7 +86,6 @@ class StepLaunch:
                     *own,
                     indices=indices,
                     acceptor=acceptor,
-                    verify_policy=verify_policy,
                 )
             )
         return cls(StepPart(), tuple(steps), host.of(0, batch), packed, tbo)
@@ -193,9 +190,6 @@ class StepLaunch:
                 found += fingerprint(processors=step.processors, bitmask=step.bitmask)
             if step.logprobs is not None:
                 found += fingerprint(values=step.logprobs.values, ids=step.logprobs.ids)
-            if step.shared is not None:
-                shared = step.shared
-                found += fingerprint(shared=shared.buffers, qo_indptr=shared.rows.qo_indptr)
             if step.bound is not None:
                 found += step.bound.fingerprint()
             for attention in step.attention(None):

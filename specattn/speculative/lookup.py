@@ -16,13 +16,7 @@ from specattn.batch import Linked
 from specattn.checks import whole_number
 from specattn.kernels.lookup import MAX_MATCHES, MAX_NGRAM, append_text, lookup_tree
 from specattn.speculative.host_proposer import HostProposer
-from specattn.speculative.proposer import (
-    BoundProposer,
-    Proposer,
-    draft_len_of,
-    make_proposer,
-    refuse_verify_len,
-)
+from specattn.speculative.proposer import BoundProposer, Proposer, draft_len_of, make_proposer
 from specattn.speculative.states import StateField
 
 if TYPE_CHECKING:
@@ -67,10 +61,6 @@ class LookupProposer(Proposer):
         self.matches = matches
         if matches is not None:
             self.matches = whole_number("matches", matches, 1, MAX_MATCHES)
-
-    def check(self, config: SpecConfig) -> None:
-        """Refuse what needs the probabilities of drafted tokens."""
-        refuse_verify_len(config, "prompt lookup")
 
     def state_fields(self, config: SpecConfig) -> Mapping[str, StateField]:
         """Return the text's field."""
@@ -246,8 +236,7 @@ class FrontedProposer(Proposer):
         return self.behind.ahead(config)
 
     def check(self, config: SpecConfig) -> None:
-        """Refuse what either refuses."""
-        self.lookup.check(config)
+        """Refuse what the other refuses."""
         self.behind.check(config)
 
     def state_fields(self, config: SpecConfig) -> Mapping[str, StateField]:

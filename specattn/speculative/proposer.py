@@ -378,12 +378,6 @@ class ProposerFactory(Protocol):
         ...
 
 
-def refuse_verify_len(config: SpecConfig, what: str) -> None:
-    """Refuse a ``verify_len`` for trees without probabilities."""
-    if config.verify_len:
-        raise ValueError(f"verify_len needs the probabilities of drafted tokens: {what} has none")
-
-
 def as_proposer(draft: ModelSlot[Any] | Proposer | None) -> Proposer | None:
     """Return the proposer of a draft model, or what is one."""
     from specattn.speculative.block import BlockDraftModel

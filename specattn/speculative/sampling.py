@@ -191,8 +191,7 @@ class SamplingBatch:
         Whether every request is greedy; known on the host, so that greedy batches compute no
         probabilities.
     temperature : Tensor
-        ``[B]`` float32; as of top_k, top_p and min_p, one per chunk of rows where requests share
-        them.
+        ``[B]`` float32.
     top_k, top_p : Tensor or None
         ``[B]`` int32 and float32; None if no request of the batch uses it.
     seeds : Tensor

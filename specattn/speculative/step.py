@@ -21,8 +21,7 @@ from specattn.kernels.step import begin_step, end_step, gather_path
 from specattn.kernels.tree import best_first_tree, build_tree, link_tree
 from specattn.plan import AttnInputs, AttnPlan
 from specattn.speculative.draft import beams_of
-from specattn.speculative.proposer import StepViews, as_proposer, refuse_verify_len
-from specattn.speculative.ragged import VerifyRows, steps_saved
+from specattn.speculative.proposer import StepViews, as_proposer
 from specattn.speculative.sampling import SamplingBatch
 from specattn.speculative.step_buffers import StepBuffers, StepDims
 from specattn.speculative.validation import check_features, check_logits
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     from specattn.speculative.model import DraftModel, ModelSlot, TargetModel
     from specattn.speculative.processors import ProcessorStates
     from specattn.speculative.proposer import BoundProposer, Proposal, Proposer
-    from specattn.speculative.ragged import VerifyPolicy
     from specattn.speculative.states import RequestStates
 
 
@@ -133,15 +131,11 @@ class Step:
         The proposer for B requests.
     acceptor : Acceptor
         What decides how much of a tree is kept.
-    shared : VerifyRows, optional
-        How requests share the rows that are verified; given iff the config has a ``verify_len``.
 
     Attributes
     ----------
     tree : DraftTree
         The nodes that the target verifies, over the buffers.
-    slots : Tensor
-        ``[B, n]`` int32, where keys and values of the nodes go.
     processors : ProcessorStates or None
         What requests ask of their logits; None where nobody asks for anything.
     bitmask : Tensor or None
@@ -160,18 +154,17 @@ class Step:
         views: StepViews,
         bound: BoundProposer | None,
         acceptor: Acceptor,
-        shared: VerifyRows | None = None,
     ) -> None:
         self.target, self.proposer, self.views, self.bound = target, proposer, views, bound
         self.config, self.table, self.states = views.config, views.table, views.states
         self.buffers, self.host, self.packed = views.buffers, host, packed
-        self.acceptor, self.shared = acceptor, shared
+        self.acceptor = acceptor
         self.processors: ProcessorStates | None = None
         self.bitmask: Tensor | None = None
         self.logprobs: LogprobBuffers | None = None
         self.tree = self._tree()
-        self.slots = self.buffers.window[:, : self.tree.tokens.shape[1]]
-        self.verify_plan = self._plan()
+        mode = ForwardMode.TARGET_VERIFY if self.config.num_steps else ForwardMode.DECODE
+        self.verify_plan = self._plan(mode, self.tree.positions, self.tree.words)
         self.verify_attention = target.backend.bind(self.verify_plan)
 
     @classmethod
@@ -187,7 +180,6 @@ class Step:
         *,
         indices: Indices = "table",
         acceptor: Acceptor = accept,
-        verify_policy: VerifyPolicy = steps_saved,
     ) -> Step:
         """Allocate buffers for the requests of ``packed``; bind the phases to them."""
         proposer = as_proposer(draft)
@@ -195,17 +187,13 @@ class Step:
         buffers = StepBuffers.alloc(len(packed), dims, device)
         views = StepViews(config, table, states, buffers, indices)
         bound = proposer.bind(views) if proposer is not None else None
-        shared = None
-        if config.verify_len:
-            shared = VerifyRows.alloc(len(packed), config, verify_policy, device)
-        return cls(target, proposer, host, packed, views, bound, acceptor, shared)
+        return cls(target, proposer, host, packed, views, bound, acceptor)
 
     def first(self, batch: int, host: HostBuffers, packed: Tensor) -> Step:
         """Return the step for fewer requests, over the same buffers."""
         views = replace(self.views, buffers=self.buffers.bind(batch))
         bound = self.bound.first(views) if self.bound is not None else None
-        shared = self.shared.first(batch) if self.shared is not None else None
-        return Step(self.target, self.proposer, host, packed, views, bound, self.acceptor, shared)
+        return Step(self.target, self.proposer, host, packed, views, bound, self.acceptor)
 
     def processing(
         self, processors: ProcessorStates, bitmask: Tensor | None, logprobs: LogprobBuffers
@@ -218,26 +206,22 @@ class Step:
     def _tree(self) -> DraftTree:
         buffers, drafts = self.buffers, self.config.num_steps > 0
         size, nodes = buffers.tokens.shape
-        index = torch.arange(size * nodes, device=self.packed.device)
-        if self.shared is not None:
-            index = self.shared.buffers.index
+        index = torch.arange(size * nodes, device=self.packed.device).view(size, nodes)
         return DraftTree(
             # plain decoding verifies the bonus token alone
             buffers.tokens if drafts else buffers.roots[:, None],
             buffers.tree_positions if drafts else buffers.positions[:, :1],
             buffers.words,
-            index.view(size, nodes),
+            index,
             buffers.next_token,
             buffers.next_sibling,
             buffers.tree_probs,
         )
 
-    def _plan(self) -> AttnPlan:
-        mode = ForwardMode.TARGET_VERIFY if self.config.num_steps else ForwardMode.DECODE
-        requests, tree = (self.buffers.req_pool_indices, self.buffers.seq_lens), self.tree
-        inputs = AttnInputs(*requests, tree.positions, self.slots, tree.words)
-        plan = AttnPlan.over(self.config.layout(mode), self.table.req_to_token, inputs)
-        return plan if self.shared is None else self.shared.plan(plan)
+    def _plan(self, mode: ForwardMode, positions: Tensor, words: Tensor) -> AttnPlan:
+        buffers, slots = self.buffers, self.buffers.window[:, : positions.shape[1]]
+        inputs = AttnInputs(buffers.req_pool_indices, buffers.seq_lens, positions, slots, words)
+        return AttnPlan.over(self.config.layout(mode), self.table.req_to_token, inputs)
 
     def run(self, part: StepPart = WHOLE) -> None:
         """Run a step, or one part of it: no sync, capturable.
@@ -280,8 +264,7 @@ class Step:
         Of candidates it is the dynamic tree of EAGLE-2 (arXiv:2406.16858): they are ranked by the
         probability of their path, ties going to the lower flat index and NaN ranking last; a kept
         node's ancestors are kept too. Children are linked in ascending node id. Of marginals it is
-        the best-first tree, which is a chain for one token per depth, or beams over them. With a
-        ``verify_len``, trees are cut to what each request verifies.
+        the best-first tree, which is a chain for one token per depth, or beams over them.
         """
         config, tree = self.config, self.tree
         beams = config.tree == "beam" and config.topk > 1
@@ -296,27 +279,18 @@ class Step:
         }
         roots = self.buffers.roots, self.buffers.seq_lens
         if isinstance(proposal, Linked):
-            refuse_verify_len(config, "a Linked tree")
             if proposal.behind is not None:
                 self.build_tree(proposal.behind)
             link_tree(proposal.tokens, proposal.parents, roots[1], proposal.chosen, **outs)
             return tree
-        probs = None if self.shared is None else self.shared.buffers.probs
         if isinstance(proposal, Marginals):
-            best_first_tree(proposal.log_probs, proposal.tokens, *roots, scores_out=probs, **outs)
-            if probs is not None:
-                probs.exp_()
+            best_first_tree(proposal.log_probs, proposal.tokens, *roots, **outs)
         else:
             of = proposal.scores, proposal.tokens, proposal.parents
             nodes = config.num_draft_tokens
             build_tree(*of, *roots, topk=config.topk, num_draft_tokens=nodes, **outs)
-            if probs is not None:
-                probs[:, 0] = 1
-                probs[:, 1:] = proposal.scores
         if config.draft_sampling:
             tree.draft_probs.copy_(proposal.draft_probs)
-        if self.shared is not None:
-            self.shared.choose(tree, self.buffers)
         return tree
 
     def verify(self, tree: DraftTree) -> tuple[Tensor, Tensor]:
@@ -330,11 +304,9 @@ class Step:
         Returns
         -------
         logits : Tensor
-            ``[B, n, V]``, the target's logits after every node; ``[R, V]``, those of the R rows
-            that requests share, with a ``verify_len`` and without processors.
+            ``[B, n, V]``, the target's logits after every node.
         features : Tensor
-            ``[B, n, F]``, or ``[R, F]`` with a ``verify_len``: the hidden states that the draft
-            reads; F is 0 without a draft.
+            ``[B, n, F]``, the hidden states that the draft reads; F is 0 without a draft.
 
         Raises
         ------
@@ -344,20 +316,14 @@ class Step:
         # what reads the tree waits for it
         fill_all(by_lengths_alone([self.verify_attention])[1])
         model, (batch, nodes) = self.target.model, tree.tokens.shape
-        what = tree if self.shared is None else self.shared.rows
         out = model.forward(
-            what.tokens.flatten(), what.positions.flatten(), self.verify_attention, None
+            tree.tokens.flatten(), tree.positions.flatten(), self.verify_attention, None
         )
-        logits, features = out.logits, out.hidden_states
-        check_logits(logits, what.tokens.numel(), model.vocab_size)
+        check_logits(out.logits, batch * nodes, model.vocab_size)
+        features = out.hidden_states
         if features is None:
-            features = logits.new_empty(len(logits), 0)
-        if self.shared is None:
-            return logits.unflatten(0, (batch, nodes)), features.unflatten(0, (batch, nodes))
-        if self.processors is not None:
-            # processors look at the nodes of a tree; those that are cut repeat the root
-            logits = logits[tree.retrieve_index]
-        return logits, features
+            features = out.logits.new_empty(batch * nodes, 0)
+        return out.logits.unflatten(0, (batch, nodes)), features.unflatten(0, (batch, nodes))
 
     def process(self, tree: DraftTree, logits: Tensor) -> Tensor:
         """Return the logits that requests draw from, by each node's history.
@@ -367,12 +333,12 @@ class Step:
         tree : DraftTree
             The nodes that were verified.
         logits : Tensor
-            ``[B, n, V]`` or ``[R, V]``, the target's, from `verify`.
+            ``[B, n, V]``, the target's, from `verify`.
 
         Returns
         -------
         Tensor
-            Of the same shape: in float32 and of its own where requests may have processors
+            ``[B, n, V]``: in float32 and of its own where requests may have processors
             (`process_logits`), else ``logits``.
         """
         if self.processors is None:
@@ -387,7 +353,7 @@ class Step:
         tree : DraftTree
             The nodes that were verified.
         logits : Tensor
-            ``[B, n, V]`` or ``[R, V]``, from `process`.
+            ``[B, n, V]``, from `process`.
         sampled : bool
             Whether requests may draw; without, all are taken to be greedy, and only
             ``draft_sampling`` has the target's distributions computed.
@@ -410,15 +376,13 @@ class Step:
         return result if self.logprobs is not None else replace(result, probs=None)
 
     def _sampling(self, *, sampled: bool) -> SamplingBatch:
-        """Return how requests, or rows that they share, draw; greedily, unless ``sampled``."""
+        """Return how the requests draw; greedily, unless ``sampled``."""
         buffers, min_p = self.buffers, None
         if self.processors is not None:
             min_p = self.processors.min_p[buffers.req_pool_indices]
-        laws = buffers.temperature, buffers.top_k, buffers.top_p
-        if sampled and self.shared is not None and self.processors is None:
-            owners = self.shared.rows.requests
-            laws = laws[0][owners], laws[1][owners], laws[2][owners]
-        return SamplingBatch(not sampled, *laws, buffers.seeds, min_p)
+        return SamplingBatch(
+            not sampled, buffers.temperature, buffers.top_k, buffers.top_p, buffers.seeds, min_p
+        )
 
     def score(self, accepted: AcceptResult, logits: Tensor, processed: Tensor) -> None:
         """Write the log-probabilities of accepted tokens for the host.
@@ -451,7 +415,7 @@ class Step:
         accepted : AcceptResult
             The nodes to keep.
         features : Tensor
-            ``[B, n, F]`` or ``[R, F]``, from `verify`.
+            ``[B, n, F]``, from `verify`.
 
         Raises
         ------
@@ -461,7 +425,7 @@ class Step:
         buffers = self.buffers
         if self.bound is None:
             return
-        self.target.pool.commit(self.slots, accepted)
+        self.target.pool.commit(self.verify_plan.tail_slots, accepted)
         # what nobody reads may be of any width
         if width := buffers.features.shape[-1]:
             check_features(features.shape[-1], width)
@@ -473,7 +437,6 @@ class Step:
             features_out=buffers.features,
             last_rows_out=buffers.last_rows,
             after_out=buffers.after,
-            retrieve_index=None if self.shared is None else self.tree.retrieve_index,
         )
 
     def extend(self, accepted: AcceptResult) -> Mapping[str, Tensor]:
@@ -531,8 +494,6 @@ class Step:
         self.host.rows.zero_()
         self._gather()
         fill_all(self._before_the_tree())
-        if self.shared is not None:
-            self.shared.pad()
 
     def attention(self, mode: ForwardMode | None) -> tuple[BoundLayers, ...]:
         """Return the attention of a part, or of the whole step."""

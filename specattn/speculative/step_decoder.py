@@ -23,7 +23,6 @@ from specattn.speculative.host_proposer import HostProposer, checked_trees
 from specattn.speculative.launch import StepLaunch
 from specattn.speculative.logprobs import LogprobBuffers
 from specattn.speculative.proposer import as_proposer
-from specattn.speculative.ragged import steps_saved
 from specattn.speculative.step import StepPart
 from specattn.speculative.validation import (
     check_draft_tokens,
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
     from specattn.speculative.model import DraftModel, ModelSlot, TargetModel
     from specattn.speculative.processors import ProcessorStates
     from specattn.speculative.proposer import Proposer
-    from specattn.speculative.ragged import VerifyPolicy
     from specattn.speculative.states import RequestStates
     from specattn.speculative.step import Acceptor, Step
     from specattn.speculative.validation import TakingPart, Validate
@@ -111,8 +109,6 @@ class StepDecoder(ReadOnly):
         Whose memory pool graphs use: decoders that never run at the same time share one.
     accept : Acceptor
         What decides how much of a tree is kept.
-    verify_policy : VerifyPolicy, optional
-        What nodes are worth verifying, with a ``verify_len``.
     validate : {"off", "debug"}
         ``"debug"`` also checks what tensors hold (slots, rows, lengths, the tree) before the
         target runs, which waits for the device; needs ``cudagraph="piecewise"``. See
@@ -161,7 +157,6 @@ class StepDecoder(ReadOnly):
         indices: Indices = "table",
         recorder: Recorder | None = None,
         accept: Acceptor = accept,
-        verify_policy: VerifyPolicy = steps_saved,
         validate: Validate = "off",
         tbo: bool = False,
     ) -> None:
@@ -199,7 +194,7 @@ class StepDecoder(ReadOnly):
         self.draft = proposer.slot if proposer is not None else None
         self.table, self.states, self.cudagraph = table, states, cudagraph
         self.features = feature_width(proposer, features)
-        self.indices, self.accept, self.verify_policy = indices, accept, verify_policy
+        self.indices, self.accept = indices, accept
         self.validate, self.tbo = validate, tbo
         device = table.req_to_token.device
         self._plans = plans_on_host(target, slot)
@@ -637,7 +632,6 @@ class StepDecoder(ReadOnly):
             batch,
             indices=self.indices,
             acceptor=self.accept,
-            verify_policy=self.verify_policy,
             tbo=self.tbo and host is None,
         )
 

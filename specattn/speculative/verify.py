@@ -42,7 +42,7 @@ def accept(
         The verified nodes.
     logits : Tensor
         ``[B, n, V]``, the target's logits after every node, processed where requests have
-        processors; or ``[R, V]``, of rows that requests share, by ``tree.retrieve_index``.
+        processors.
     seq_lens : Tensor
         ``[B]`` int32, lengths before the commit; with depth they give each coin its position.
     config : SpecConfig
@@ -62,20 +62,16 @@ def accept(
     }
     # without drafts there is nothing to reject
     rejecting = config.draft_sampling and config.num_steps > 0
-    shared = logits.dim() == 2
-    rows = logits if shared else logits.flatten(0, 1)
     if sampling.greedy and not rejecting:
-        best = argmax_tokens(rows)
-        if shared:
-            best = best[tree.retrieve_index.flatten()]
+        best = argmax_tokens(logits.flatten(0, 1))
         accept_greedy(*links, best.view(tree.tokens.shape), **outs)
         return result
     probs = target_probs(
-        rows,
+        logits.flatten(0, 1),
         sampling.temperature,
         sampling.top_k,
         sampling.top_p,
-        rows_per_req=len(rows) // len(sampling.temperature) if shared else logits.shape[1],
+        rows_per_req=logits.shape[1],
         min_p=sampling.min_p,
     )
     probs = probs.view(logits.shape)
@@ -84,8 +80,7 @@ def accept(
     if rejecting:
         accept_rejection(tree.tokens, tree.draft_probs, probs, *coins, **outs)
     else:
-        index = tree.retrieve_index if shared else None
-        accept_sampled(*links, probs, *coins, 1.0, 1.0, **outs, retrieve_index=index)
+        accept_sampled(*links, probs, *coins, 1.0, 1.0, **outs)
     return replace(result, probs=probs)
 
 

@@ -195,7 +195,6 @@ def test_the_environment_names_the_backend():
     [
         ("--draft-kind", "dflash"),
         ("--draft-kind", "dflash", "--tree", "best_first", "--draft-tokens", "24", "--ranks", "4"),
-        ("--draft-kind", "dflash", "--tree", "best_first", "--verify-len", "6"),
         ("--draft-kind", "dflash", "--topk", "2", "--steps", "3", "--no-fused"),
         ("--tree", "best_first"),
         ("--draft-kind", "lookup", "--topk", "3"),
@@ -219,9 +218,6 @@ def test_every_kind_of_draft_has_the_tokens_of_plain_decoding(options):
         (("--draft-kind", "lookup", "--draft", "x"), "--draft: must not be given"),
         (("--tree", "widest"), "--tree: must be beam or best_first"),
         (("--ranks", "4"), "--ranks: needs --tree best_first"),
-        (("--verify-len", "6"), "--verify-len: must be below --draft-tokens 6, got 6"),
-        (("--verify-len", "2", "--topk", "2"), "--verify-len: needs --topk 1"),
-        (("--verify-len", "2", "--draft-kind", "lookup"), "--verify-len: needs drafts with prob"),
         (
             ("--draft-sampling", "--temperature", "1", "--draft-kind", "lookup"),
             "--draft-sampling: needs drafts with probabilities",

@@ -378,11 +378,6 @@ def test_settings_around_one_cost_less(tree):
     assert smaller_configs(found[-1]) == found[-1:]
 
 
-def test_settings_around_one_verify_whole_trees():
-    found = smaller_configs(SpecConfig(5, 1, 16, tree="best_first", verify_len=4))
-    assert [one.verify_len for one in found] == [4, 0, 0, 0]
-
-
 @pytest.mark.gpu
 def test_settings_replay_their_graphs_and_share_a_pool():
     run = engine(TREES, Dice(2), backend="triton")

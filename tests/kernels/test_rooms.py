@@ -14,18 +14,7 @@ import torch
 from specattn import kernels
 from specattn.kernels.sampling import naive
 
-ROOMS = [
-    "tree",
-    "sampling",
-    "step",
-    "processors",
-    "cache",
-    "indices",
-    "fused",
-    "adopt",
-    "lookup",
-    "ragged",
-]
+ROOMS = ["tree", "sampling", "step", "processors", "cache", "indices", "fused", "adopt", "lookup"]
 
 
 def functions(module) -> dict[str, inspect.Signature]:

@@ -125,7 +125,6 @@ def launch_tree(
         partial_out,
         partial_lse,
         bucket.sinks,
-        bucket.qo_indptr,
         k_pages,
         v_pages,
         *bucket.factors,

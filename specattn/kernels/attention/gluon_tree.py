@@ -102,7 +102,6 @@ class Work:
     stride_tail_pos: gl.tensor
     stride_words: gl.tensor
     stride_words_q: gl.tensor
-    qo_indptr: object  # a pointer to [B + 1] first rows, or None for Q_LEN rows each
 
 
 @gluon.jit
@@ -118,13 +117,13 @@ def _load_request(entry, t):
 
 @gluon.jit
 def _first_segment(work, t):
-    """Load a split's tiles and first segment: tile, line, its numbers."""
+    """Load a split's tiles and first segment: tile, request, its numbers."""
     entry = work.splits + work.split * 8
     left = gl.load(entry, cache_modifier=t.CACHE).to(gl.int32)
     tile = gl.load(entry + 1, cache_modifier=t.CACHE).to(gl.int32)
-    line = gl.load(entry + 2, cache_modifier=t.CACHE).to(gl.int32)
+    req = gl.load(entry + 2, cache_modifier=t.CACHE).to(gl.int32)
     base, prefix_len, first_tile, partials, merge_rank = _load_request(entry + 3, t)
-    return left, tile, line, base, prefix_len, first_tile, partials, merge_rank
+    return left, tile, req, base, prefix_len, first_tile, partials, merge_rank
 
 
 @gluon.jit
@@ -136,18 +135,6 @@ def _bounds(tile, left, prefix_len, first_tile, t):
     begin = (first_tile + tile) * t.BN
     end = gl.minimum(kv_len, (first_tile + stop) * t.BN)
     return begin, end, stop - tile
-
-
-@gluon.jit
-def _whose(work, line, c, t):
-    """Return a segment's request, and the M tile of its rows."""
-    req = line
-    m_tile = work.m_tile
-    if work.qo_indptr is not None:
-        entry = work.requests + line * 8
-        req = gl.load(entry + 6, cache_modifier=t.CACHE).to(gl.int32)
-        m_tile = gl.load(entry + 7, cache_modifier=t.CACHE).to(gl.int32)
-    return req, m_tile
 
 
 @gluon.jit
@@ -169,17 +156,16 @@ def _query_positions(work, req, prefix_len, c, t):
 @gluon.jit
 def _produce(ring, work, t, c, pools):
     """Bring the tiles of the split's segments into the ring."""
-    left, tile, line, base, prefix_len, first_tile, _, _ = _first_segment(work, t)
+    left, tile, req, base, prefix_len, first_tile, _, _ = _first_segment(work, t)
     stage = 0
     phase = 1
     while left > 0:
         begin, _, count = _bounds(tile, left, prefix_len, first_tile, t)
-        req, _ = _whose(work, line, c, t)
         # the next request's numbers arrive while this one's tiles are brought
         next_base, next_prefix, next_first = base, prefix_len, first_tile
         if left > count:
             next_base, next_prefix, next_first, _, _ = _load_request(
-                work.requests + (line + 1) * 8, t
+                work.requests + (req + 1) * 8, t
             )
         first_key = 0
         if t.WINDOW >= 0:
@@ -201,7 +187,7 @@ def _produce(ring, work, t, c, pools):
         )
         left -= count
         tile = 0
-        line += 1
+        req += 1
         base, prefix_len, first_tile = next_base, next_prefix, next_first
     async_copy.wait_group(0)
 
@@ -214,24 +200,6 @@ def _convert(raw, ring, work, raw_t, t, WARPS: gl.constexpr, VALUES: gl.constexp
 
 
 @gluon.jit
-def _packed_rows(
-    m_tile,
-    t,
-    WG: gl.constexpr,
-    loads: gl.constexpr,
-    scores: gl.constexpr,
-    values: gl.constexpr,
-):
-    """Return a consumer's packed rows, [64], in its matrices' layouts."""
-    first = (m_tile * t.GROUPS + WG) * 64
-    return (
-        first + gl.arange(0, 64, layout=gl.SliceLayout(1, loads)),
-        first + gl.arange(0, 64, layout=gl.SliceLayout(1, scores)),
-        first + gl.arange(0, 64, layout=gl.SliceLayout(1, values)),
-    )
-
-
-@gluon.jit
 def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
     """Attend with 64 packed rows to the ring's tiles."""
     HEAD_DIM: gl.constexpr = t.HEAD_DIM
@@ -240,12 +208,16 @@ def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, t.BN, 16])
     values: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     loads: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    q_row, s_row, o_row = _packed_rows(work.m_tile, t, WG, loads, scores, values)
+    row0 = (work.m_tile * t.GROUPS + WG) * 64
+    q_row = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, loads))  # [64], packed rows
+    s_row = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, scores))
+    o_row = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, values))
     q_col = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, loads))
     o_col = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, values))
+    s_ok = s_row < c.Q_LEN * GROUP
     token = s_row // GROUP
     q_tile = ring.q.index(WG)
-    left, tile, line, _base, prefix_len, first_tile, partials, merge_rank = _first_segment(work, t)
+    left, tile, req, _base, prefix_len, first_tile, partials, merge_rank = _first_segment(work, t)
     if t.PREFETCH:
         # in every CTA: whatever starts after this kernel finds all before it complete
         gdc_wait()
@@ -262,22 +234,13 @@ def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
         )
         if left > count:
             _base, next_prefix, next_first, next_partials, next_rank = _load_request(
-                work.requests + (line + 1) * 8, t
+                work.requests + (req + 1) * 8, t
             )
-        req, m_tile = _whose(work, line, c, t)
-        first_row = req * c.Q_LEN
-        limit = c.Q_LEN * GROUP
-        if work.qo_indptr is not None:
-            q_row, s_row, o_row = _packed_rows(m_tile, t, WG, loads, scores, values)
-            token = s_row // GROUP
-            first_row = gl.load(work.qo_indptr + req)
-            limit = (gl.load(work.qo_indptr + req + 1) - first_row) * GROUP
-        s_ok = s_row < limit
-        q_at = (first_row + q_row // GROUP).to(gl.int64) * c.Q_TOKEN
+        q_at = (req * c.Q_LEN + q_row // GROUP).to(gl.int64) * c.Q_TOKEN
         q_at += (work.head * GROUP + q_row % GROUP) * c.Q_HEAD
         queries = gl.load(
             rows.q + q_at[:, None] + q_col[None, :],
-            mask=(q_row < limit)[:, None],
+            mask=(q_row < c.Q_LEN * GROUP)[:, None],
             other=0.0,
         )
         q_tile.store(queries.to(q_tile.dtype))
@@ -323,15 +286,15 @@ def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
             if end <= begin:
                 acc = gl.zeros([64, HEAD_DIM], gl.float32, values)
         if partials == 1:
-            at = (first_row + o_row // GROUP).to(gl.int64) * c.OUT_TOKEN
+            at = (req * c.Q_LEN + o_row // GROUP).to(gl.int64) * c.OUT_TOKEN
             at += (work.head * GROUP + o_row % GROUP) * c.OUT_HEAD
             gl.store(
                 rows.out + at[:, None] + o_col[None, :],
                 acc.to(dtype),
-                mask=(o_row < limit)[:, None],
+                mask=(o_row < c.Q_LEN * GROUP)[:, None],
             )
             if c.HAS_LSE:
-                at = (first_row + token).to(gl.int64) * c.LSE_TOKEN
+                at = (req * c.Q_LEN + token).to(gl.int64) * c.LSE_TOKEN
                 at += (work.head * GROUP + s_row % GROUP) * c.LSE_HEAD
                 gl.store(
                     rows.lse + at,
@@ -341,18 +304,15 @@ def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
         else:
             block = ((work.split + merge_rank) * c.NUM_KV + work.head).to(gl.int64)
             block = block * (c.MT * t.GROUPS * 64)
-            if work.qo_indptr is not None:
-                # every M tile has partial results of its own
-                block -= m_tile * (t.GROUPS * 64)
             gl.store(
                 rows.partial_out + (block + o_row)[:, None] * HEAD_DIM + o_col[None, :],
                 acc.to(dtype),
-                mask=(o_row < limit)[:, None],
+                mask=(o_row < c.Q_LEN * GROUP)[:, None],
             )
             gl.store(rows.partial_lse + block + s_row, gl.where(total > 0.0, log2_sum, EMPTY))
         left -= count
         tile = 0
-        line += 1
+        req += 1
         prefix_len, first_tile, partials, merge_rank = (
             next_prefix,
             next_first,
@@ -372,22 +332,21 @@ def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
     ]
 )
 def gluon_tree_kernel(
-    q,  # [B * Q_LEN or fewer, Hq, HEAD_DIM]
+    q,  # [B * Q_LEN, Hq, HEAD_DIM]
     k_cache,  # [slots, NUM_KV, HEAD_DIM]
     v_cache,  # [slots, NUM_KV, HEAD_DIM]
-    out,  # [B * Q_LEN or fewer, Hq, HEAD_DIM]
-    lse,  # [B * Q_LEN or fewer, Hq] float32, or anything without HAS_LSE
+    out,  # [B * Q_LEN, Hq, HEAD_DIM]
+    lse,  # [B * Q_LEN, Hq] float32, or anything without HAS_LSE
     indices,  # int32: req_to_token rows, or with CSR kv_indices
     positions,  # [B, Q_LEN] int64, with WINDOW
     tail_slots,  # [B, TAIL] int32
     tail_positions,  # [B, TAIL] int64, with WINDOW
     tail_words,  # [B, Q_LEN, WORDS] int64
-    requests,  # [B, 8] int64, or with qo_indptr a line per M tile that has rows
+    requests,  # [B, 8] int64
     splits,  # [SPLITS, 8] int64
-    partial_out,  # [slots, NUM_KV, MT, GROUPS * 64, HEAD_DIM]; MT is 1 with qo_indptr
+    partial_out,  # [slots, NUM_KV, MT, GROUPS * 64, HEAD_DIM]
     partial_lse,  # [slots, NUM_KV, MT, GROUPS * 64] float32, base 2
     sinks,  # [Hq] natural logits, or None
-    qo_indptr,  # [B + 1] int32, first row of each request, or None for Q_LEN rows each
     k_pages,  # descriptors of [slots, NUM_KV * HEAD_DIM] with PAGE > 1, or anything
     v_pages,
     base2,
@@ -505,7 +464,6 @@ def gluon_tree_kernel(
         stride_tail_pos,
         stride_words,
         stride_words_q,
-        qo_indptr,
     )
     if not PREFETCH:
         gdc_wait()

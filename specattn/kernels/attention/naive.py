@@ -7,7 +7,6 @@ used, whatever its slot holds (0 × NaN is NaN, so masking the logits alone woul
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -132,35 +131,6 @@ def tree_attention(
         (k_scale, v_scale),
         sinks,
     )
-
-
-def ragged_tree_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    *,
-    qo_indptr: Tensor,
-    tail_words: Tensor,
-    **options: Any,
-) -> None:
-    """Attend the first query tokens of each request.
-
-    ``qo_indptr`` says how many there are.
-
-    The other arguments are those of `tree_attention`.
-    """
-    batch, q_len, _ = tail_words.shape
-    rows = (qo_indptr[:-1, None] + torch.arange(q_len, device=q.device)).flatten()
-    there = rows < qo_indptr[1:].repeat_interleave(q_len)
-    rows = torch.where(there, rows, 0)
-    whole = out.new_empty(batch * q_len, *out.shape[1:])
-    sums = None if lse is None else lse.new_empty(batch * q_len, lse.shape[1])
-    tree_attention(q[rows], k_cache, v_cache, whole, sums, tail_words=tail_words, **options)
-    out[rows[there]] = whole[there]
-    if lse is not None and sums is not None:
-        lse[rows[there]] = sums[there]
 
 
 def csr_attention(

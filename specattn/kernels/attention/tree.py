@@ -53,7 +53,7 @@ class Grid:
     tile : TileConfig
         The tile of a kernel.
     m_tiles : int
-        Tiles that the packed rows of a request and KV head take; 1 where the plan lists them.
+        Tiles that the packed rows of a request and KV head take.
     splits : int
         Most shares that the keys of the batch are cut into; per KV head and M tile, a CTA each.
     """
@@ -65,9 +65,8 @@ class Grid:
     @classmethod
     def of(cls, bucket: TreeAttention, tile: TileConfig) -> Self:
         """Give every multiprocessor as many CTAs as the tile is meant for."""
-        limits, m_tiles = DeviceLimits.of(bucket.device), 1
-        if bucket.qo_indptr is None:
-            m_tiles = cdiv(bucket.q_len * bucket.group, tile.block_m)
+        limits = DeviceLimits.of(bucket.device)
+        m_tiles = cdiv(bucket.q_len * bucket.group, tile.block_m)
         splits = limits.sms * tile.ctas_per_sm // (bucket.num_kv_heads * m_tiles)
         return cls(tile, m_tiles, max(1, splits))
 
@@ -114,12 +113,6 @@ class TreeAttention:
     deterministic : DeterministicSplits, optional
         Gives a row the same bits in any batch, bucket and mode. ``tail_len`` is then at least 1
         without ``csr``, and of ``tile``, ``ctas_per_sm`` changes no bit.
-    qo_indptr : Tensor, optional
-        ``[B + 1]`` int32, offsets of each request's rows, ``q_len`` of them at most: request b has
-        its first ``qo_indptr[b + 1] - qo_indptr[b]`` query tokens. ``plan`` and ``run`` read it.
-        Not with ``csr``, nor ``deterministic``.
-    rows : int
-        Rows of all requests together, with ``qo_indptr``.
 
     Raises
     ------
@@ -148,8 +141,6 @@ class TreeAttention:
         tile: TileConfig | None = None,
         kv_dtype: torch.dtype | None = None,
         deterministic: DeterministicSplits | None = None,
-        qo_indptr: Tensor | None = None,
-        rows: int = 0,
     ) -> None:
         if kv_dtype not in (None, dtype) and (kv_dtype, dtype.itemsize) != (FLOAT8, 2):
             raise ValueError(f"kv_dtype must be {dtype}, or {FLOAT8} with 16 bits, got {kv_dtype}")
@@ -157,8 +148,6 @@ class TreeAttention:
             raise ValueError(f"csr needs q_len 1 and tail_len 0, got {q_len} and {tail_len}")
         if deterministic and not csr and tail_len < 1:
             raise ValueError(f"deterministic needs a tail without csr, got tail_len {tail_len}")
-        if qo_indptr is not None and (csr or deterministic):
-            raise ValueError("qo_indptr goes with neither csr nor deterministic")
         if sm_scale <= 0:
             raise ValueError(f"sm_scale must be above 0, got {sm_scale}")
         if num_qo_heads % num_kv_heads:
@@ -167,10 +156,6 @@ class TreeAttention:
                 f"got {num_qo_heads}"
             )
         self.batch, self.q_len, self.tail_len = batch, q_len, tail_len
-        self.qo_indptr, self.rows, self.mean_len = qo_indptr, batch * q_len, q_len
-        if qo_indptr is not None:
-            _check("qo_indptr", qo_indptr, (batch + 1,), torch.int32)
-            self.rows, self.mean_len = rows, cdiv(rows, max(batch, 1))
         self.num_qo_heads, self.num_kv_heads = num_qo_heads, num_kv_heads
         self.head_dim, self.v_head_dim = head_dim, v_head_dim
         self.dtype, self.device, self.csr = dtype, torch.device(device), csr
@@ -342,13 +327,13 @@ class TreeAttention:
         Parameters
         ----------
         q : Tensor
-            ``[R, Hq, D]``, R being ``B * q_len``, or ``rows`` with ``qo_indptr``; ``out`` is ``[R,
-            Hq, Dv]``, written in place. A row that sees no key gets 0.
+            ``[B * q_len, Hq, D]``; ``out`` is ``[B * q_len, Hq, Dv]``, written in place. A row
+            that sees no key gets 0.
         k_cache, v_cache : Tensor
             ``[slots, Hkv, D]`` and ``[slots, Hkv, Dv]`` of ``kv_dtype``, the last dimension
             contiguous.
         lse : Tensor or None
-            ``[R, Hq]`` float32, natural log of the sum of exponentials, written in
+            ``[B * q_len, Hq]`` float32, natural log of the sum of exponentials, written in
             place; -inf for a row that sees no key.
         indices : Tensor
             int32: ``req_to_token [rows, C]``, or ``kv_indices [n]`` with ``csr`` (n >= 1).
@@ -380,7 +365,7 @@ class TreeAttention:
         lse: Tensor | None,
         indices: Tensor,
     ) -> None:
-        rows, heads, kv_heads = self.rows, self.num_qo_heads, self.num_kv_heads
+        rows, heads, kv_heads = self.batch * self.q_len, self.num_qo_heads, self.num_kv_heads
         _check("q", q, (rows, heads, self.head_dim), self.dtype)
         _check("out", out, (rows, heads, self.v_head_dim), self.dtype)
         _check("k_cache", k_cache, (k_cache.shape[0], kv_heads, self.head_dim), self.kv_dtype)

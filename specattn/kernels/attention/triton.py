@@ -31,7 +31,7 @@ from specattn.kernels.attention.tiles import (
 from specattn.kernels.attention.tree import Grid, TreeAttention, row_strides
 from specattn.kernels.attention.triton_extend import extend_kernel
 from specattn.kernels.attention.triton_merge import merge_kernel, merge_lse_kernel
-from specattn.kernels.attention.triton_plan import MTiles, PlanRequest, TreePlan, fill_plans
+from specattn.kernels.attention.triton_plan import PlanRequest, TreePlan, fill_plans
 from specattn.kernels.attention.triton_tree import tree_attention_kernel
 from specattn.kernels.launch import launch_options
 
@@ -57,14 +57,13 @@ class TreeKernels:
             csr=bucket.csr,
             device=bucket.device,
             min_tiles=grid.tile.min_tiles,
-            m_tiles=_listed(bucket, grid.tile.block_m),
         )
         # programmatic dependent launch: the next kernel's CTAs start while this one drains
         self.launch_options = launch_options(bucket.device)
 
     def choose_tile(self, bucket: TreeAttention) -> TileConfig:
         """Choose from the tile table of the kernel that serves the bucket."""
-        rows, stored = bucket.mean_len * bucket.group, bucket.kv_dtype
+        rows, stored = bucket.q_len * bucket.group, bucket.kv_dtype
         dims = bucket.head_dim, bucket.v_head_dim
         if gluon.serves(*dims, stored, bucket.device):
             return gluon_tile_config(
@@ -82,7 +81,7 @@ class TreeKernels:
         """Return elements and dtypes of the partial values and their log-sum-exps."""
         grid = self.grid
         # a split has one partial result, or two where one cut request ends and the next begins
-        partials = grid.splits + min(len(self.tables.requests), grid.splits)
+        partials = grid.splits + min(bucket.batch, grid.splits)
         rows = partials * bucket.num_kv_heads * grid.m_tiles * grid.tile.block_m
         return [(rows * bucket.v_head_dim, bucket.dtype), (rows, torch.float32)]
 
@@ -151,7 +150,6 @@ class TreeKernels:
             self.tables.splits,
             *bucket.workspace,
             bucket.sinks,
-            bucket.qo_indptr,
             *bucket.factors,
             bucket.v_scale if bucket.kv_dtype == FLOAT8 else None,
             *row_strides(q),
@@ -178,15 +176,14 @@ class TreeKernels:
         span = min(merge.span or width, width)
         blocks = (
             bucket.num_kv_heads * width // span,
-            cdiv(min(bucket.q_len * bucket.group, grid.m_tiles * grid.tile.block_m), merge.rows),
-            min(grid.splits, len(self.tables.requests)),
+            cdiv(bucket.q_len * bucket.group, merge.rows),
+            min(grid.splits, bucket.batch),
         )
         merge_kernel[blocks](
             self.tables.merges,
             *bucket.workspace,
             out,
             lse,
-            bucket.qo_indptr,
             *row_strides(out),
             *row_strides(lse),
             Q_LEN=bucket.q_len,
@@ -203,16 +200,6 @@ class TreeKernels:
             num_warps=4,
             **self.launch_options,
         )
-
-
-def _listed(bucket: TreeAttention, block_m: int) -> MTiles | None:
-    """Return the M tiles that the bucket's plan lists, if any."""
-    if bucket.qo_indptr is None:
-        return None
-    # each request ends with a tile that may not be full
-    most = bucket.rows * bucket.group // block_m + bucket.batch
-    whole = bucket.batch * cdiv(bucket.q_len * bucket.group, block_m)
-    return MTiles(bucket.qo_indptr, bucket.group, block_m, max(1, min(most, whole)))
 
 
 def head_constants(bucket: TreeAttention, k_cache: Tensor, v_cache: Tensor) -> dict[str, Any]:

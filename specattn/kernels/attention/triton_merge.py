@@ -63,11 +63,10 @@ def _weigh(
 @triton.jit
 def merge_kernel(
     merges,  # [1 + SPLITS, 4] int32
-    partial_out,  # [slots, NUM_KV, MT, BM, V_DIM]; MT is 1 with qo_indptr
+    partial_out,  # [slots, NUM_KV, MT, BM, V_DIM]
     partial_lse,  # [slots, NUM_KV, MT, BM] float32, base 2
-    out,  # [B * Q_LEN or fewer, Hq, V_DIM], out
-    lse,  # [B * Q_LEN or fewer, Hq] float32, out, or None
-    qo_indptr,  # [B + 1] int32, first row of each request, or None for Q_LEN rows each
+    out,  # [B * Q_LEN, Hq, V_DIM], out
+    lse,  # [B * Q_LEN, Hq] float32, out, or None
     stride_out,
     stride_out_head,
     stride_lse,
@@ -101,27 +100,16 @@ def merge_kernel(
     req = tl.load(merges + (nth + 1) * 4)
     slot = tl.load(merges + (nth + 1) * 4 + 1)
     partials = tl.load(merges + (nth + 1) * 4 + 2)
-    first_packed = first_row
-    if qo_indptr is not None:
-        first_packed += tl.load(merges + (nth + 1) * 4 + 3) * BM
     if PDL:
         # whoever comes next waits for this kernel's end; until then it may fetch what is its own
         gdc_launch_dependents()
         gdc_wait()
-    wanted = nth < count
-    begin_row = req * Q_LEN
-    rows = Q_LEN
-    if qo_indptr is not None:
-        # an entry past the last one has no request
-        begin_row = tl.load(qo_indptr + req, mask=wanted, other=0)
-        rows = tl.load(qo_indptr + req + 1, mask=wanted, other=0) - begin_row
-        wanted &= first_packed < rows * GROUP
-    if wanted:
+    if nth < count:
         dv = first_column + tl.arange(0, SPAN)  # [SPAN]
         column_ok = (dv < V_DIM)[None, :]
-        packed = first_packed + tl.arange(0, ROWS)  # [ROWS]
+        packed = first_row + tl.arange(0, ROWS)  # [ROWS]
         # ROWS divides BM: the rows of this program lie in one M tile
-        row = tl.minimum(packed, rows * GROUP - 1) % BM
+        row = tl.minimum(packed, Q_LEN * GROUP - 1) % BM
         row = row.to(tl.int64) + ((slot * NUM_KV + head) * MT + first_row // BM).to(tl.int64) * BM
         first_lse = partial_lse + row
         first_out = partial_out + row[:, None] * V_DIM + dv[None, :]
@@ -165,8 +153,8 @@ def merge_kernel(
                 False,
             )
 
-        ok = packed < rows * GROUP
-        q_row = (begin_row + packed // GROUP).to(tl.int64)
+        ok = packed < Q_LEN * GROUP
+        q_row = (req * Q_LEN + packed // GROUP).to(tl.int64)
         q_head = head * GROUP + packed % GROUP
         ptr = out + (q_row * stride_out + q_head * stride_out_head)[:, None] + dv[None, :]
         # rows without any key: their partials are all 0, and so is the result

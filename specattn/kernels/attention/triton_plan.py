@@ -7,9 +7,6 @@ captured graph serves all of them.
 
 The forwards of a step differ in tail and tile, but their lengths are known together: `fill_plans`
 cuts them in one launch, a CTA each.
-
-Where requests have different numbers of rows, an M tile of a request takes the place of a request:
-those that have rows stand on the line, one after another, and no CTA is launched for the others.
 """
 
 from __future__ import annotations
@@ -76,47 +73,6 @@ def align_splits(num_splits, total, longest, batch, most):
 
 
 @triton.jit
-def _later(a, b):
-    return tl.maximum(a, b)
-
-
-@triton.jit
-def _list_m_tiles(
-    qo_indptr,  # [REQS + 1] int32
-    requests,  # [most, 8] int64, out
-    reqs,
-    GROUP: tl.constexpr,
-    BM: tl.constexpr,
-    REQS_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """List the M tiles that have rows; return how many."""
-    lane = tl.arange(0, BLOCK)  # [BLOCK]
-    ended = tl.zeros([BLOCK], tl.int32)
-    begun = tl.zeros([BLOCK], tl.int32)
-    before = 0
-    for start in tl.range(0, reqs, REQS_BLOCK):
-        ids = start + tl.arange(0, REQS_BLOCK)  # [REQS_BLOCK]
-        ok = ids < reqs
-        rows = tl.load(qo_indptr + ids + 1, mask=ok, other=0)
-        rows -= tl.load(qo_indptr + ids, mask=ok, other=0)
-        count = (rows * GROUP + BM - 1) // BM
-        end = before + tl.cumsum(count, 0)
-        ended += tl.histogram(end, BLOCK, mask=ok & (end < BLOCK))
-        begun += tl.histogram(end - count, BLOCK, mask=count > 0)
-        before += tl.sum(count, 0)
-    # without any row, one tile of nobody's: whatever has been cut, has a tile
-    found = tl.maximum(before, 1)
-    owner = tl.minimum(tl.cumsum(ended, 0), reqs - 1)
-    first = tl.associative_scan(tl.where(begun > 0, lane, 0), 0, _later)
-    tl.store(requests + lane * 8 + 6, owner.to(tl.int64), mask=lane < found)
-    tl.store(requests + lane * 8 + 7, (lane - first).to(tl.int64), mask=lane < found)
-    # lanes are read by other threads of this CTA than wrote them
-    tl.debug_barrier()
-    return found
-
-
-@triton.jit
 def _pick(values, nth):
     """Return the ``nth`` of ``values``, or the only one."""
     found = values[0]
@@ -133,7 +89,6 @@ def _plan_kernel(
     requests,  # [B, 8] int64, out
     splits,  # [SPLITS, 8] int64, out
     merges,  # [1 + SPLITS, 4] int32, out
-    qo_indptr,  # [REQS + 1] int32, of the one plan; or None
     row_stride,
     B: tl.constexpr,
     TAIL: tl.constexpr,
@@ -147,12 +102,6 @@ def _plan_kernel(
     B_MOST: tl.constexpr,
     SPLITS_BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
-    # with qo_indptr
-    REQS: tl.constexpr,
-    REQS_BLOCK: tl.constexpr,
-    TILES_BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    BM: tl.constexpr,
 ):
     nth = tl.program_id(0)
     seq_lens = _pick(seq_lens, nth)
@@ -169,20 +118,14 @@ def _plan_kernel(
     min_tiles = _pick(MIN_TILES, nth)
     csr = _pick(CSR, nth)
 
-    if qo_indptr is not None:
-        batch = _list_m_tiles(qo_indptr, requests, REQS, GROUP, BM, REQS_BLOCK, TILES_BLOCK)
-
     big: tl.constexpr = tl.int64 if WIDE else tl.int32
     lane = tl.arange(0, B_BLOCK)  # [B_BLOCK]
     total = 0
     longest = 0
     for start in tl.range(0, B_MOST, B_BLOCK):
         ids = start + lane
-        who = ids
-        if qo_indptr is not None:
-            who = tl.load(requests + ids * 8 + 6, mask=ids < batch, other=0)
         _, _, _, tiles = request_tiles(
-            seq_lens, rows, row_stride, who, ids < batch, tail, window, shift, csr
+            seq_lens, rows, row_stride, ids, ids < batch, tail, window, shift, csr
         )
         total += tl.sum(tiles, 0)
         longest = tl.maximum(longest, tl.max(tiles, 0))
@@ -199,13 +142,8 @@ def _plan_kernel(
     for start in tl.range(0, B_MOST, B_BLOCK):
         ids = start + lane
         ok = ids < batch
-        who = ids
-        m_tile = ids * 0
-        if qo_indptr is not None:
-            who = tl.load(requests + ids * 8 + 6, mask=ok, other=0)
-            m_tile = tl.load(requests + ids * 8 + 7, mask=ok, other=0).to(tl.int32)
         prefix, base, first, tiles = request_tiles(
-            seq_lens, rows, row_stride, who, ok, tail, window, shift, csr
+            seq_lens, rows, row_stride, ids, ok, tail, window, shift, csr
         )
         end = tiles_before + tl.cumsum(tiles, 0)
         # split c holds the tiles from ceil(c * total / num_splits) on: a request's last one, whose
@@ -226,10 +164,9 @@ def _plan_kernel(
         tl.store(entry + 4, merge_rank.to(tl.int64), mask=ok)
         tl.store(entry + 5, (end - tiles).to(tl.int64), mask=ok)
         entry = merges + (1 + merge_rank) * 4
-        tl.store(entry + 0, who.to(tl.int32), mask=cut != 0)
+        tl.store(entry + 0, ids, mask=cut != 0)
         tl.store(entry + 1, first_split.to(tl.int32) + merge_rank, mask=cut != 0)
         tl.store(entry + 2, partials.to(tl.int32), mask=cut != 0)
-        tl.store(entry + 3, m_tile, mask=cut != 0)
         tiles_before += tl.sum(tiles, 0)
         merges_before += tl.sum(cut, 0)
     tl.store(merges, merges_before)
@@ -253,46 +190,22 @@ def _plan_kernel(
         tl.store(entry + 3 + field, tl.load(owner + field, mask=ok, other=0), mask=ok)
 
 
-class MTiles(NamedTuple):
-    """How requests with different numbers of rows lie in M tiles.
-
-    Parameters
-    ----------
-    qo_indptr : Tensor
-        ``[batch + 1]`` int32, offsets of each request's query tokens.
-    group : int
-        Rows of a query token.
-    block_m : int
-        Rows of a tile.
-    most : int
-        Tiles that can have rows, of all requests together.
-    """
-
-    qo_indptr: Tensor
-    group: int
-    block_m: int
-    most: int
-
-
 class TreePlan:
     """The tables of a bucket of ``batch`` requests, which `fill_plans` fills.
 
-    A request has no more splits than leave them ``min_tiles`` key tiles each. With ``m_tiles``, an
-    M tile that has rows stands wherever these tables have a request.
+    A request has no more splits than leave them ``min_tiles`` key tiles each.
 
     Attributes
     ----------
     requests : Tensor
         ``[batch, 8]`` int64: start in the index table, prefix length, first tile (above 0 under
         a window), partial results, merged requests before it, tiles of the requests before it.
-        With ``m_tiles`` ``[most, 8]``, at the end the request and the M tile's number there.
     splits : Tensor
-        ``[max_splits, 8]`` int64: tiles, first tile counted from the request's first, line of
-        ``requests``, and its first five numbers.
+        ``[max_splits, 8]`` int64: tiles, first tile counted from the request's first, request,
+        and the request's first five numbers.
     merges : Tensor
         ``[1 + max_splits, 4]`` int32: number of merged requests; then request, first slot among
-        the partial results, their number, and the M tile. Result p of a request is at first
-        slot + p.
+        the partial results, and their number. Result p of a request is at first slot + p.
     """
 
     def __init__(
@@ -306,11 +219,8 @@ class TreePlan:
         csr: bool,
         device: torch.device,
         min_tiles: int = 1,
-        m_tiles: MTiles | None = None,
     ) -> None:
-        self.batch, self.m_tiles = batch, m_tiles
-        lines = batch if m_tiles is None else m_tiles.most
-        self.requests = torch.zeros(lines, 8, dtype=torch.int64, device=device)
+        self.requests = torch.zeros(batch, 8, dtype=torch.int64, device=device)
         self.splits = torch.zeros(max_splits, 8, dtype=torch.int64, device=device)
         self.merges = torch.zeros(1 + max_splits, 4, dtype=torch.int32, device=device)
         self.tail_len, self.window_left, self.block_n = tail_len, window_left, block_n
@@ -348,21 +258,15 @@ class PlanRequest(NamedTuple):
 def fill_plans(requests: Sequence[PlanRequest]) -> None:
     """Fill plans, each once, up to `MOST_PLANS` in one launch.
 
-    A plan with M tiles takes a launch of its own. The tables are the same, bit for bit, whatever
-    else is in the launch.
+    The tables are the same, bit for bit, whatever else is in the launch.
     """
-    distinct = {id(request.plan): request for request in requests}.values()
-    together = [request for request in distinct if request.plan.m_tiles is None]
-    for start in range(0, len(together), MOST_PLANS):
-        _launch(together[start : start + MOST_PLANS])
-    for request in distinct:
-        if request.plan.m_tiles is not None:
-            _launch([request])
+    distinct = list({id(request.plan): request for request in requests}.values())
+    for start in range(0, len(distinct), MOST_PLANS):
+        _launch(distinct[start : start + MOST_PLANS])
 
 
 def _launch(requests: list[PlanRequest]) -> None:
     plans = [request.plan for request in requests]
-    m_tiles = plans[0].m_tiles
     batches, max_splits = [len(p.requests) for p in plans], [len(p.splits) for p in plans]
     most = max(batches)
     block = min(max(triton.next_power_of_2(most), 16), 1024)
@@ -373,7 +277,6 @@ def _launch(requests: list[PlanRequest]) -> None:
         _tensors([p.requests for p in plans]),
         _tensors([p.splits for p in plans]),
         _tensors([p.merges for p in plans]),
-        None if m_tiles is None else m_tiles.qo_indptr,
         _numbers([r.row_stride for r in requests]),
         B=_numbers(batches),
         TAIL=_numbers([p.tail_len for p in plans]),
@@ -386,11 +289,6 @@ def _launch(requests: list[PlanRequest]) -> None:
         B_MOST=most if most <= block else triton.cdiv(most, block) * block,
         SPLITS_BLOCK=max(triton.next_power_of_2(max(max_splits)), 16),
         WIDE=any(r.wide for r in requests),
-        REQS=plans[0].batch,
-        REQS_BLOCK=min(max(triton.next_power_of_2(plans[0].batch), 16), 1024),
-        TILES_BLOCK=max(triton.next_power_of_2(most), 16),
-        GROUP=1 if m_tiles is None else m_tiles.group,
-        BM=1 if m_tiles is None else m_tiles.block_m,
         num_warps=4 if block <= 32 else 8,
     )
 

@@ -198,22 +198,21 @@ def load_request(entry):
     ]
 )
 def tree_attention_kernel(
-    q,  # [B * Q_LEN or fewer, Hq, HEAD_DIM]
+    q,  # [B * Q_LEN, Hq, HEAD_DIM]
     k_cache,  # [slots, NUM_KV, HEAD_DIM]
     v_cache,  # [slots, NUM_KV, V_DIM]
-    out,  # [B * Q_LEN or fewer, Hq, V_DIM], out
-    lse,  # [B * Q_LEN or fewer, Hq] float32, out, or None
+    out,  # [B * Q_LEN, Hq, V_DIM], out
+    lse,  # [B * Q_LEN, Hq] float32, out, or None
     indices,  # flat int32: slot of each prefix position
     positions,  # [B, Q_LEN] int64, read under a window
     tail_slots,  # [B, TAIL] int32
     tail_positions,  # [B, TAIL] int64, read under a window
     tail_words,  # [B, Q_LEN, WORDS] int64
-    requests,  # [B, 8] int64, or with qo_indptr a line per M tile that has rows
+    requests,  # [B, 8] int64
     splits,  # [SPLITS, 8] int64
-    partial_out,  # [partials, NUM_KV, MT, BM, V_DIM], out; MT is 1 with qo_indptr
+    partial_out,  # [partials, NUM_KV, MT, BM, V_DIM], out
     partial_lse,  # [partials, NUM_KV, MT, BM] float32, out, base 2
     sinks,  # [Hq] natural logits, or None
-    qo_indptr,  # [B + 1] int32, first row of each request, or None for Q_LEN rows each
     base2,
     cap_in,
     cap_out,
@@ -260,17 +259,17 @@ def tree_attention_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    lane = tl.arange(0, BM)  # [BM]
-    packed = m_tile * BM + lane
+    packed = m_tile * BM + tl.arange(0, BM)  # [BM]
     token = packed // GROUP
     q_head = head * GROUP + packed % GROUP
+    row_ok = packed < Q_LEN * GROUP
     r = tl.arange(0, BN)  # [BN]
     k_head = k_cache + head.to(tl.int64) * K_HEAD
     v_head = v_cache + head.to(tl.int64) * V_HEAD
     entry = splits + split * 8
     left = tl.load(entry).to(tl.int32)
     tile = tl.load(entry + 1).to(tl.int32)
-    line = tl.load(entry + 2).to(tl.int32)
+    req = tl.load(entry + 2).to(tl.int32)
     base, prefix_len, first_tile, partials, merge_rank = load_request(entry + 3)
     while left > 0:
         kv_len = prefix_len + TAIL
@@ -279,24 +278,13 @@ def tree_attention_kernel(
         begin = (first_tile + tile) * BN
         end = tl.minimum(kv_len, (first_tile + stop) * BN)
         index_row = indices + base
-        req = line
-        first_row = req * Q_LEN
-        rows = Q_LEN
-        if qo_indptr is not None:
-            req = tl.load(requests + line * 8 + 6).to(tl.int32)
-            packed = tl.load(requests + line * 8 + 7).to(tl.int32) * BM + lane
-            token = packed // GROUP
-            q_head = head * GROUP + packed % GROUP
-            first_row = tl.load(qo_indptr + req)
-            rows = tl.load(qo_indptr + req + 1) - first_row
-        row_ok = packed < rows * GROUP
         # full tiles of the prefix need no mask at all; a window masks every tile
         full_end = begin
         if WINDOW < 0:
             full_end = tl.maximum(tl.minimum(end, prefix_len) // BN * BN, begin)
             full_end = tl.where(full_end - begin <= SHORT * BN, begin, full_end)
 
-        q_row = (first_row + token).to(tl.int64)  # [BM]
+        q_row = (req * Q_LEN + token).to(tl.int64)  # [BM]
         q_rows = q + q_row * stride_q + q_head * stride_q_head
         q_tile = as_factor(load_query(q_rows, row_ok, HEAD_DIM, D_PAD), k_cache)
         tail_row = tail_slots
@@ -428,6 +416,6 @@ def tree_attention_kernel(
             tl.store(partial_lse + at, tl.where(total > 0.0, log2_sum, EMPTY))
         left -= stop - tile
         if left > 0:
-            line += 1
+            req += 1
             tile = 0
-            base, prefix_len, first_tile, partials, merge_rank = load_request(requests + line * 8)
+            base, prefix_len, first_tile, partials, merge_rank = load_request(requests + req * 8)

@@ -199,7 +199,6 @@ def gather_path(
     features_out: Tensor,
     last_rows_out: Tensor,
     after_out: Tensor,
-    retrieve_index: Tensor | None = None,
 ) -> None:
     """Gather what the draft model reads of the accepted path.
 
@@ -208,8 +207,7 @@ def gather_path(
     Parameters
     ----------
     features : Tensor
-        ``[B, n, F]``, the target's features at every node; any strides with a dense last axis. With
-        ``retrieve_index`` ``[R, F]``.
+        ``[B, n, F]``, the target's features at every node; any strides with a dense last axis.
     accept_index : Tensor
         ``[B, D]`` int32, nodes of the accepted path, -1 past its end, where node 0 is read; may
         have a row stride.
@@ -221,17 +219,12 @@ def gather_path(
         ``[B]`` int64: where each path ends among the ``B * D`` rows, D * b for an empty one.
     after_out : Tensor
         ``[B]`` int64: lengths after the step.
-    retrieve_index : Tensor, optional
-        ``[B, n]`` int64, the row of every node, of the `specattn.batch.DraftTree`.
 
     Raises
     ------
     ValueError
         Before anything is written: if the shape of ``features_out`` or a stride is another.
     """
-    if retrieve_index is not None:
-        # all rows, whosever they are
-        features = features.expand(len(accept_index), -1, -1)
     wanted = (*accept_index.shape, features.shape[2])
     if features_out.shape != wanted or len(features) != len(accept_index):
         raise ValueError(
@@ -246,19 +239,11 @@ def gather_path(
         seq_lens=seq_lens,
         last_rows_out=last_rows_out,
         after_out=after_out,
-        retrieve_index=retrieve_index,
     )
     if not accept_index.numel():
         return
     implementation(naive.gather_path, features.device)(
-        features,
-        accept_index,
-        accept_lens,
-        seq_lens,
-        features_out,
-        last_rows_out,
-        after_out,
-        retrieve_index,
+        features, accept_index, accept_lens, seq_lens, features_out, last_rows_out, after_out
     )
 
 

@@ -84,13 +84,10 @@ def gather_path(
     features_out: Tensor,
     last_rows_out: Tensor,
     after_out: Tensor,
-    retrieve_index: Tensor | None = None,
 ) -> None:
     batch, depth = accept_index.shape
-    path = accept_index.clamp(min=0).long()  # [B, D]
-    if retrieve_index is not None:
-        path = retrieve_index.gather(1, path)
-    features_out.copy_(features.gather(1, path[:, :, None].expand(-1, -1, features.shape[2])))
+    path = accept_index.clamp(min=0).long()[:, :, None]  # [B, D, 1]
+    features_out.copy_(features.gather(1, path.expand(-1, -1, features.shape[2])))
     first = torch.arange(batch, device=features.device) * depth
     last_rows_out.copy_(first + accept_lens.clamp(min=1) - 1)
     after_out.copy_(seq_lens + accept_lens)

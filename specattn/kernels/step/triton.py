@@ -270,13 +270,11 @@ def gather_path_kernel(
     accept_index,  # [B, depth] int32
     accept_lens,  # [B] int32
     seq_lens,  # [B] int32
-    retrieve_index,  # [B, nodes] int64, rows of features, or None
     features_out,  # [B, depth, width], out
     last_rows_out,  # [B] int64, out
     after_out,  # [B] int64, out
     depth,
     width,
-    nodes,
     stride_req,
     stride_node,
     stride_index,
@@ -290,8 +288,6 @@ def gather_path_kernel(
     req = (tl.program_id(0) // depth).to(tl.int64)
     rank = tl.program_id(0) % depth
     node = tl.maximum(tl.load(accept_index + req * stride_index + rank), 0).to(tl.int64)
-    if retrieve_index is not None:
-        node = tl.load(retrieve_index + req * nodes + node)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     ok = column < width
     value = tl.load(features + req * stride_req + node * stride_node + column, mask=ok)
@@ -453,7 +449,6 @@ def gather_path(
     features_out: Tensor,
     last_rows_out: Tensor,
     after_out: Tensor,
-    retrieve_index: Tensor | None = None,
 ) -> None:
     batch, depth = accept_index.shape
     width = features.shape[2]
@@ -462,13 +457,11 @@ def gather_path(
         accept_index,
         accept_lens,
         seq_lens,
-        retrieve_index,
         features_out,
         last_rows_out,
         after_out,
         depth,
         width,
-        0 if retrieve_index is None else retrieve_index.shape[1],
         features.stride(0),
         features.stride(1),
         accept_index.stride(0),

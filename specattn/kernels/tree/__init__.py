@@ -463,7 +463,6 @@ def accept_sampled(
     accept_tokens_out: Tensor,
     accept_lens_out: Tensor,
     bonus_out: Tensor,
-    retrieve_index: Tensor | None = None,
 ) -> None:
     """Sample from the target down each tree; exactly, with thresholds (1, 1).
 
@@ -478,8 +477,7 @@ def accept_sampled(
     tokens, next_token, next_sibling : Tensor
         ``[B, n]`` int64, of the `specattn.batch.DraftTree`.
     target_probs : Tensor
-        ``[B, n, V]`` float32, the target's distribution after each node; dense last axis. With
-        ``retrieve_index`` ``[R, V]``.
+        ``[B, n, V]`` float32, the target's distribution after each node; dense last axis.
         A node whose row is NaN, as `target_probs` marks it, or without mass accepts no child and
         gives no token.
     coins, final_coins : Tensor
@@ -488,26 +486,13 @@ def accept_sampled(
         Below 1 they accept more than the target's probabilities allow.
     accept_index_out, accept_tokens_out, accept_lens_out, bonus_out : Tensor
         As in `accept_greedy`.
-    retrieve_index : Tensor, optional
-        ``[B, n]`` int64, the row of every node, of the `specattn.batch.DraftTree`.
 
     Raises
     ------
     ValueError
-        If a tensor is not contiguous, the distributions have no row per node, or there is not one
-        coin per depth.
+        If a tensor is not contiguous, or there is not one coin per depth.
     """
-    require_dense(
-        tokens=tokens,
-        next_token=next_token,
-        next_sibling=next_sibling,
-        retrieve_index=retrieve_index,
-    )
-    if target_probs.dim() != (3 if retrieve_index is None else 2):
-        raise ValueError(
-            "target_probs must be [B, n, V], or [R, V] with retrieve_index, got "
-            f"{list(target_probs.shape)}"
-        )
+    require_dense(tokens=tokens, next_token=next_token, next_sibling=next_sibling)
     _check_sampled(target_probs, coins, final_coins, accept_index_out, accept_tokens_out)
     if not len(tokens):
         return
@@ -524,7 +509,6 @@ def accept_sampled(
         accept_tokens_out,
         accept_lens_out,
         bonus_out,
-        retrieve_index,
     )
 
 

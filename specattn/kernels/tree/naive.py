@@ -248,13 +248,9 @@ def accept_sampled(
     accept_tokens_out: Tensor,
     accept_lens_out: Tensor,
     bonus_out: Tensor,
-    retrieve_index: Tensor | None = None,
 ) -> None:
-    batch, vocab = len(tokens), target_probs.shape[-1]
+    batch, _, vocab = target_probs.shape
     rows = torch.arange(batch, device=tokens.device)
-    if retrieve_index is None:
-        retrieve_index = torch.arange(tokens.numel(), device=tokens.device).view_as(tokens)
-        target_probs = target_probs.flatten(0, 1)
     refused = torch.full((batch, max(tokens.shape[1] - 1, 1)), vocab, device=tokens.device)
     walk = _Walk(next_token, next_sibling)
     for depth in range(accept_index_out.shape[1] - 1):
@@ -263,12 +259,12 @@ def accept_sampled(
         known = (children < walk.none) & (token >= 0) & (token < vocab)
         # vocab stands for what is no token
         token = torch.where(known, token, vocab)
-        probs = target_probs[retrieve_index[rows, walk.node][:, None], token.clamp(max=vocab - 1)]
+        probs = target_probs[rows[:, None], walk.node[:, None], token.clamp(max=vocab - 1)]
         probs = torch.where(known & (probs > 0) & ~_repeats(token), probs, 0.0)
         below = coins[:, depth, None] * threshold_acc < probs.cumsum(1)
         stopping = walk.descend(children, (probs > 0) & (below | (probs >= threshold_single)))
         refused = torch.where(stopping[:, None], token, refused)
-    weights = target_probs[retrieve_index[rows, walk.node]]
+    weights = target_probs[rows, walk.node]
     allowed = torch.ones(batch, vocab + 1, dtype=torch.bool, device=tokens.device)
     residual = weights * allowed.scatter_(1, refused, value=False)[:, :vocab]
     path = walk.path()

@@ -286,15 +286,13 @@ def accept_sampled(
     accept_tokens_out: Tensor,
     accept_lens_out: Tensor,
     bonus_out: Tensor,
-    retrieve_index: Tensor | None = None,
 ) -> None:
-    (batch, n), vocab = tokens.shape, target_probs.shape[-1]
+    batch, n, vocab = target_probs.shape
     accept_sampled_kernel[(batch,)](
         tokens,
         next_token,
         next_sibling,
         target_probs,
-        retrieve_index,
         coins,
         final_coins,
         torch.empty_like(tokens),
@@ -305,9 +303,8 @@ def accept_sampled(
         n,
         accept_index_out.shape[1] - 1,
         vocab,
-        # all rows are those of one request
-        0 if retrieve_index is not None else target_probs.stride(0),
-        target_probs.stride(-2),
+        target_probs.stride(0),
+        target_probs.stride(1),
         threshold_single,
         threshold_acc,
         BLOCK_N=triton.next_power_of_2(n),

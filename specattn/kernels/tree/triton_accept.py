@@ -78,21 +78,11 @@ def accept_greedy_kernel(
 
 
 @triton.jit
-def _row_of(node, retrieve_index):
-    """Return a node's row; the node itself without an index."""
-    row = node
-    if retrieve_index is not None:
-        row = tl.load(retrieve_index + node)
-    return row
-
-
-@triton.jit
 def _note_children(
     tokens,
     next_token,
     next_sibling,
     target_probs,
-    retrieve_index,
     notes,
     n,
     vocab,
@@ -119,8 +109,7 @@ def _note_children(
     parent = tl.load(notes + node, mask=live, other=-1)
     token = tl.load(tokens + node, mask=live, other=-1)
     known = (parent >= 0) & (token >= 0) & (token < vocab)
-    row = _row_of(tl.maximum(parent, 0), retrieve_index)
-    p = tl.load(target_probs + row * stride_node + token, mask=known, other=0)
+    p = tl.load(target_probs + parent * stride_node + token, mask=known, other=0)
     same = (token[:, None] == token[None, :]) & live[:, None]  # [BLOCK_N, BLOCK_N]
     first = tl.min(tl.where(same, node[:, None], BLOCK_N - 1), 0)
     note = p.to(tl.int32, bitcast=True).to(tl.int64) << 32
@@ -136,8 +125,7 @@ def accept_sampled_kernel(
     tokens,  # [B, n] int64
     next_token,  # [B, n] int64
     next_sibling,  # [B, n] int64
-    target_probs,  # [B, n, V] float32, or [R, V]
-    retrieve_index,  # [B, n] int64, rows of the latter, or None
+    target_probs,  # [B, n, V] float32
     coins,  # [B, steps + 1] float32
     final_coins,  # [B, steps + 1] float32
     notes,  # [B, n] int64, scratch
@@ -165,23 +153,12 @@ def accept_sampled_kernel(
     next_sibling += req * n
     notes += req * n
     target_probs += req * stride_req
-    if retrieve_index is not None:
-        retrieve_index += req * n
     coins += req * (steps + 1)
     accept_index_out += req * (steps + 1)
     accept_tokens_out += req * (steps + 1)
 
     node_tokens, first_of_token = _note_children(
-        tokens,
-        next_token,
-        next_sibling,
-        target_probs,
-        retrieve_index,
-        notes,
-        n,
-        vocab,
-        stride_node,
-        BLOCK_N,
+        tokens, next_token, next_sibling, target_probs, notes, n, vocab, stride_node, BLOCK_N
     )
     word = tl.arange(0, BLOCK_W)  # [BLOCK_W]
     dropped = tl.zeros([BLOCK_W], tl.int64)
@@ -196,7 +173,7 @@ def accept_sampled_kernel(
         token = tl.full([], 0, tl.int64)
         reached = tl.full([], 0.0, tl.float32)
         seen = tl.full([], 0, tl.int32)
-        p_row = target_probs + _row_of(node, retrieve_index) * stride_node
+        p_row = target_probs + node * stride_node
         while (found < 0) & (child >= 0) & (child < n) & (seen < n - 1):
             token = tl.load(tokens + child)
             note = tl.load(notes + child)
@@ -235,7 +212,7 @@ def accept_sampled_kernel(
     tl.debug_barrier()
     tl.store(notes + rank, node_tokens, mask=refused)
     tl.debug_barrier()
-    p_row = target_probs + _row_of(node, retrieve_index) * stride_node
+    p_row = target_probs + node * stride_node
     coin = tl.load(final_coins + req * (steps + 1) + length - 1)
     bonus = sample_residual(
         p_row,

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from specattn.kernels.attention import triton_plan as tree_plan
-from specattn.kernels.attention.triton_plan import MTiles, PlanRequest, TreePlan, fill_plans
+from specattn.kernels.attention.triton_plan import PlanRequest, TreePlan, fill_plans
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BM, BN = 16, 32
+BN = 32
 
 
 @dataclass
@@ -25,8 +25,6 @@ class Work:
     firsts: list[int]
     tiles: list[int]
     cut: PlanRequest
-    # request and M tile of every line; each request is a line without M tiles
-    owners: list[tuple[int, int]]
 
     @property
     def plan(self) -> TreePlan:
@@ -69,18 +67,8 @@ def prepare(
     stride: int = 5000,
     min_tiles: int = 1,
     block: int = BN,
-    rows_of: list[int] | None = None,
-    group: int = 1,
 ) -> Work:
-    """Work whose tables are poisoned, and not filled; of so many query tokens per request."""
-    m_tiles, owners = None, [(req, 0) for req in range(len(lengths))]
-    if rows_of is not None:
-        counts = [-(-n * group // BM) for n in rows_of]
-        owners = [(req, m) for req, count in enumerate(counts) for m in range(count)]
-        # without any row there is a tile of the last request's
-        owners = owners or [(len(lengths) - 1, 0)]
-        starts = torch.tensor([0, *rows_of]).cumsum(0).to(DEVICE, torch.int32)
-        m_tiles = MTiles(starts, group, BM, sum(rows_of) * group // BM + len(lengths))
+    """Work whose tables are poisoned, and not filled."""
     plan = TreePlan(
         batch=len(lengths),
         max_splits=splits,
@@ -90,7 +78,6 @@ def prepare(
         csr=csr,
         device=torch.device(DEVICE),
         min_tiles=min_tiles,
-        m_tiles=m_tiles,
     )
     if csr:
         indptr = torch.tensor([0, *lengths]).cumsum(0)
@@ -106,10 +93,7 @@ def prepare(
     tiles = [
         max(1, -(-(n + tail) // block) - first) for n, first in zip(lengths, firsts, strict=True)
     ]
-    bases, lengths, firsts, tiles = (
-        [values[req] for req, _ in owners] for values in (bases, lengths, firsts, tiles)
-    )
-    work = Work(bases, lengths, firsts, tiles, cut, owners)
+    work = Work(bases, lengths, firsts, tiles, cut)
     poison(work)
     return work
 
@@ -146,15 +130,11 @@ def check(work: Work) -> list[int]:
     assert all(segments.count(req) == 1 for req in set(segments) - set(slots))
     flat = [s for row in slots.values() for s in row]
     assert len(set(flat)) == len(flat)
-    lines, splits = len(work.plan.requests), len(work.plan.splits)
-    assert max(flat, default=0) < splits + min(lines, splits)
+    batch, splits = len(work.tiles), len(work.plan.splits)
+    assert max(flat, default=0) < splits + min(batch, splits)
     count, *_ = work.plan.merges[0].tolist()
     listed = work.plan.merges[1 : count + 1].tolist()
-    expected = [[work.owners[at][0], s[0], len(s), work.owners[at][1]] for at, s in slots.items()]
-    assert listed == expected
-    if work.plan.m_tiles is not None:
-        found = work.plan.requests[: len(work.owners), 6:].tolist()
-        assert found == [list(owner) for owner in work.owners]
+    assert [tuple(row[:3]) for row in listed] == [(req, s[0], len(s)) for req, s in slots.items()]
     assert all(s == list(range(s[0], s[0] + len(s))) for s in slots.values())
     return used
 
@@ -242,44 +222,6 @@ def test_alignment_is_dropped_where_it_would_lengthen_splits() -> None:
 def test_small_batches_have_few_splits(tiles: list[int], splits: int, used: int) -> None:
     """Two tiles a split; but every request a split, while there are any."""
     assert len(check(make([n * BN - 3 for n in tiles], splits=splits, min_tiles=2))) == used
-
-
-M_TILES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
-    "one_each": ([700, 64, 3], [4, 4, 4], {"group": 4}),
-    "several": ([700, 64, 3, 0], [40, 1, 12, 17], {"group": 4}),
-    "some_have_none": ([700, 64, 3, 0, 90], [0, 9, 0, 0, 33], {"group": 1}),
-    "nobody_has_any": ([700, 64], [0, 0], {"group": 4}),
-    "odd_group": ([300, 20], [16, 7], {"group": 7}),
-    "one_request": ([5000], [256], {"group": 1}),
-    "window": ([900, 2000], [17, 60], {"group": 2, "window": 511}),
-    "few": ([900, 300], [30, 2], {"group": 4, "min_tiles": 2}),
-    "many": ([(13 * i) % 150 for i in range(300)], [i % 9 for i in range(300)], {"group": 8}),
-    "three_blocks": ([9, 40] * 700, [3, 1] * 700, {"group": 8}),
-    "more_requests_than_a_block": ([9] * 1100, [i % 2 for i in range(1100)], {"group": 2}),
-}
-
-
-@pytest.mark.parametrize("splits", [1, 7, 33])
-@pytest.mark.parametrize("name", M_TILES)
-def test_m_tiles_that_have_rows_stand_for_requests(name: str, splits: int) -> None:
-    lengths, rows_of, form = M_TILES[name]
-    check(make(lengths, rows_of=rows_of, splits=splits, **form))
-
-
-def test_equal_m_tiles_are_cut_at_their_ends() -> None:
-    """16 requests in 33 splits, all with as many rows: two splits each, as without M tiles."""
-    lengths = [12 * BN - 3] * 16
-    ragged, whole = make(lengths, rows_of=[4] * 16, group=4, splits=33), make(lengths, splits=33)
-    assert check(ragged) == check(whole) == [6] * 32
-
-
-def test_plans_with_m_tiles_are_filled_beside_others(plan_launches: list[tuple[int, ...]]) -> None:
-    form = {"rows_of": [20, 3], "group": 4, "splits": 7}
-    works = [prepare([900, 64], splits=7), prepare([900, 64], **form), prepare([50], splits=3)]
-    fill_plans([work.cut for work in works])
-    assert plan_launches == [(2,), (1,)]
-    for work in works:
-        check(work)
 
 
 def test_wide_products_cut_alike() -> None:
