@@ -209,6 +209,8 @@ class KVScales:
 UNSCALED = KVScales()
 
 
+#: What a `SpecConfig` says beside its tree: the sizes of tables and pools.
+TABLE_SIZES = ("max_context_len", "max_num_reqs", "page_size")
 #: How a tree is chosen of what a draft proposes.
 TreeKind = Literal["beam", "best_first"]
 
@@ -375,12 +377,5 @@ class SpecConfig:
 
     def plain(self) -> SpecConfig:
         """Return plain decoding over the same tables, one token per step."""
-        return replace(
-            self,
-            num_steps=0,
-            topk=1,
-            num_draft_tokens=1,
-            draft_sampling=False,
-            draft_len=0,
-            tree="beam",
-        )
+        sizes = {name: getattr(self, name) for name in TABLE_SIZES}
+        return SpecConfig(num_steps=0, num_draft_tokens=1, **sizes)

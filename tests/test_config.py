@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 import torch
 
@@ -23,6 +25,15 @@ def test_plain_decoding_needs_a_slot_per_step_and_keeps_the_tables(setting):
     assert plain.plain() == plain
     for name in ("max_context_len", "max_num_reqs", "page_size"):
         assert getattr(plain, name) == getattr(config, name)
+
+
+def test_configs_that_differ_in_the_tree_alone_have_one_plain_decoding():
+    config = SpecConfig(3, 1, 6, 96, 5, 4, draft_len=9, tree="best_first", ranks=3)
+    assert config.plain() == SpecConfig(5, 1, 6, 96, 5, 4, draft_sampling=True).plain()
+    reset = [
+        f.name for f in fields(config) if getattr(config, f.name) != getattr(config.plain(), f.name)
+    ]
+    assert reset == ["num_steps", "num_draft_tokens", "draft_len", "tree", "ranks"]
 
 
 def test_layouts_follow_the_mode_table():

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from specattn.config import TABLE_SIZES
 from specattn.engine.policy import Acceptance, GoodputPolicy, Observed
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from specattn.engine.ranks import Ranks
 
 # what must be one for all: the sizes of tables and pools, and what a draft state holds
-_SHARED = ("max_context_len", "max_num_reqs", "page_size", "draft_sampling")
+_SHARED = (*TABLE_SIZES, "draft_sampling")
 # steps that acceptance is measured over
 _WINDOW = 256
 

@@ -61,6 +61,17 @@ def test_at_most_one_decoder_is_made_and_texts_are_those_of_plain_decoding(trees
     assert list(run.graphs()) == [decoder.config for decoder in run.decoders]
 
 
+@pytest.mark.parametrize("chosen", [0, 1])
+def test_trees_of_any_ranks_end_in_the_same_plain_decoding(chosen):
+    configs = [SpecConfig(3, 1, 8, CONTEXT, 3, tree="best_first", ranks=ranks) for ranks in (5, 2)]
+    models, more = (TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)), {"configs": configs[1:]}
+    run = Engine(*models, configs[0], policy=lambda observed: observed.configs[chosen], **more)
+    (result,) = run.generate([Request([3, 1, 4], 99)])
+    assert result.finish_reason == "context"
+    assert result.tokens == dense_greedy(models[0], [3, 1, 4], CONTEXT - 2)
+    assert [decoder.config for decoder in run.decoders[2:]] == [configs[0].plain()]
+
+
 def test_nothing_is_made_for_contexts_that_do_not_end():
     run = engine((5, 1, 6))
     (result,) = run.generate([Request([3, 1, 4], 30)])
