@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bench.random_models import random_dflash
 from bench.step_oracle import check
 from bench.step_timing import Stepper, between, check_advance, mark, timed
 from bench.step_world import PLAIN, SHARPER, Setting, World, cached_bytes, matrix_bytes
@@ -21,7 +22,6 @@ from specattn.batch import DraftTree
 from specattn.cache.kv_pool import KVPool
 from specattn.config import SpecConfig
 from specattn.kernels.tree import best_first_tree
-from specattn.models import FusedDFlash
 from specattn.models.hf import FeatureSpec
 from specattn.plan import mask_words
 from specattn.speculative.block import BlockShape, BlockView
@@ -114,7 +114,7 @@ class BlockWorld(World):
         spaced = (1 + round(at * (depth - 2) / states) for at in range(1, states + 1))
         block = BlockShape(size, 1, 1, (BlockView(causal=False, anchored=True),) * layers)
         config, features = draft_config(shape.draft, layers), FeatureSpec(tuple(spaced))
-        made = FusedDFlash.random(config, self.model, block, features)
+        made = random_dflash(config, self.model, block, features)
         # the output matrix is the target's, so what sharpens it stands before it
         self.block = replace(made, norm=made.norm * SHARPER)
         target_pool = self.target.pool

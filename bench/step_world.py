@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bench.random_models import random_eagle3, random_target
 from bench.step_forced import Forced
 from specattn.cache.kv_pool import KVPool
 from specattn.cache.slot_table import SlotTable
@@ -128,8 +129,8 @@ class World:
     ) -> None:
         self.device, self.rooms, self.backend = device, list(rooms), backend
         torch.manual_seed(0)
-        target = FusedTarget.random(shape.target, dtype=dtype, device=device)
-        draft = FusedEagle3.random(shape.draft, target, shape.draft_vocab)
+        target = random_target(shape.target, dtype=dtype, device=device)
+        draft = random_eagle3(shape.draft, target, shape.draft_vocab)
         draft.lm_head.mul_(SHARPER)
         lens = [longest + room for longest in rooms]
         slots, self.longest = sum(lens) + 1, max(lens)

@@ -24,7 +24,6 @@ class ForwardMode(enum.Enum):
     DRAFT_DECODE = "draft_decode"
     TARGET_VERIFY = "target_verify"
     DRAFT_EXTEND = "draft_extend"
-    EXTEND = "extend"
 
 
 class Phase(enum.Enum):
@@ -63,31 +62,6 @@ class RowLayout:
     phase: Phase
     causal: bool = False
     page_size: int = 1
-
-
-@dataclass(frozen=True)
-class SpecBatch:
-    """The requests of a step.
-
-    Parameters
-    ----------
-    req_pool_indices : Tensor
-        ``[B]`` int64, rows of ``req_to_token``.
-    seq_lens : Tensor
-        ``[B]`` int32, tokens with committed KV, without bonus token and draft tokens.
-    seq_lens_cpu : Tensor
-        ``[B]`` int32, the same numbers on the host, for ``schedule``.
-    bonus_tokens : Tensor
-        ``[B]`` int64, each request's newest token, which has no KV yet.
-    """
-
-    req_pool_indices: Tensor
-    seq_lens: Tensor
-    seq_lens_cpu: Tensor
-    bonus_tokens: Tensor
-
-    def __len__(self) -> int:
-        return len(self.req_pool_indices)
 
 
 @dataclass(frozen=True)

@@ -361,7 +361,7 @@ class SpecConfig:
         Parameters
         ----------
         mode : ForwardMode
-            Any but ``EXTEND``, whose rows are ragged.
+            Prompts have none: their rows are ragged (`ExtendPlan`).
         step : int
             The draft forward, from 0; of ``DRAFT_DECODE`` only.
         """

@@ -38,7 +38,7 @@ def test_configs_that_differ_in_the_tree_alone_have_one_plain_decoding():
 
 def test_layouts_follow_the_mode_table():
     config = SpecConfig(4, 3, 11)
-    rows = {mode: config.layout(mode) for mode in ForwardMode if mode is not ForwardMode.EXTEND}
+    rows = {mode: config.layout(mode) for mode in ForwardMode}
     assert (rows[ForwardMode.DECODE].q_len, rows[ForwardMode.DECODE].tail) == (1, 1)
     assert rows[ForwardMode.TARGET_VERIFY].q_len == rows[ForwardMode.TARGET_VERIFY].tail == 11
     # R06: the extend's width is the depth plus one, not the tree's width

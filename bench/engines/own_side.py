@@ -12,13 +12,13 @@ import torch
 
 from bench.engines.cells import SETTINGS, WARM
 from bench.engines.sglang_side import LAYERS, SHORT_LAYERS, random_prompts
+from bench.random_models import random_eagle3, random_target
 from bench.step_forced import Forced
 from bench.step_world import SHARPER, shapes
 from specattn.config import SpecConfig
 from specattn.engine import decoders
 from specattn.engine.engine import Engine
 from specattn.engine.request import Request
-from specattn.models import FusedEagle3, FusedTarget
 from specattn.speculative.step_decoder import StepDecoder
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ def make(job: Job, shape: Shape, device: torch.device, dtype: torch.dtype) -> tu
     steps, topk, nodes, gained = SETTINGS[job.setting]
     batches = sorted({batch for batch, _ in job.places})
     longest = max(context for _, context in job.places) + (job.steps + WARM) * gained + ROOM
-    target = FusedTarget.random(shape.target, dtype=dtype, device=device)
-    draft = FusedEagle3.random(shape.draft, target, shape.draft_vocab)
+    target = random_target(shape.target, dtype=dtype, device=device)
+    draft = random_eagle3(shape.draft, target, shape.draft_vocab)
     # a trained draft's distribution is as peaked
     draft.lm_head.mul_(SHARPER)
     forced = Forced(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from specattn.cache.kv_pool import KVPool
     from specattn.config import AttnConfig
     from specattn.kernels.fused import Rotation
-    from specattn.plan import Plan
+    from specattn.plan import ExtendPlan, Plan
 
 
 class LayeredBackend:
@@ -106,6 +106,13 @@ class LayeredBackend:
         )
         graphs = all(recordable(backend, plan) for backend in self.backends)
         return BoundLayers(self.backends, tuple(bounds), layers, self.pool, plan, graphs)
+
+    def bind_prompts(self, plan: ExtendPlan, prefix_lens: Sequence[int]) -> BoundLayers:
+        """Return attention over prompts with these cached prefixes, ready to run."""
+        bound = self.bind(plan)
+        bound.schedule(torch.tensor(prefix_lens, dtype=torch.int32))
+        bound.fill()
+        return bound
 
     def _of_layer(self, bound: BoundAttention, layer: int) -> BoundAttention:
         """Return ``bound`` as one layer runs it: its scales, its prefetch."""

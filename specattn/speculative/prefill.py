@@ -20,7 +20,6 @@ from specattn.speculative.verify import accept
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from specattn.backends.layers import BoundLayers, LayeredBackend
     from specattn.speculative.model import DraftModel, ModelSlot, TargetModel, TargetOutput
     from specattn.speculative.processors import ProcessorStates
     from specattn.speculative.proposer import Proposer
@@ -225,18 +224,11 @@ class Prefill:
         self, prompts: Sequence[Prompt], pieces: Sequence[_Piece], plan: ExtendPlan, last: Tensor
     ) -> TargetOutput:
         ids = [t for p in pieces for t in prompts[p.index].tokens[p.start : p.stop]]
-        attend = _bound(self.target.backend, plan, pieces)
+        attend = self.target.backend.bind_prompts(plan, [p.start for p in pieces])
         model, tokens = self.target.model, torch.tensor(ids, device=last.device)
         out = model.forward(tokens, _positions(pieces, last.device), attend, last)
         check_logits(out.logits, len(last), model.vocab_size)
         return out
-
-
-def _bound(backend: LayeredBackend, plan: ExtendPlan, pieces: Sequence[_Piece]) -> BoundLayers:
-    attend = backend.bind(plan)
-    attend.schedule(torch.tensor([p.start for p in pieces], dtype=torch.int32))
-    attend.fill()
-    return attend
 
 
 def _positions(pieces: Sequence[_Piece], device: torch.device) -> Tensor:

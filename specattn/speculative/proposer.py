@@ -146,10 +146,7 @@ class PromptChunk:
 
         ``plan`` is another plan of the same pieces.
         """
-        attend = backend.bind(plan or self.plan)
-        attend.schedule(torch.tensor([start for start, _ in self.spans], dtype=torch.int32))
-        attend.fill()
-        return attend
+        return backend.bind_prompts(plan or self.plan, [start for start, _ in self.spans])
 
     def _on_device(self, ids: list[int]) -> Tensor:
         return torch.tensor(ids, device=self.last.device)

@@ -85,7 +85,7 @@ class RequestStates(BufferSet):
     Parameters
     ----------
     seq_lens, bonus_tokens : Tensor
-        ``[R]`` int32 and int64, as in `SpecBatch`.
+        ``[R]`` int32 and int64: tokens with committed KV, and the newest, which has none yet.
     drafting : dict of str to Tensor
         ``[R, width]`` for every field of `StateDims`: where the next proposal starts.
     temperature, top_p : Tensor

@@ -519,7 +519,7 @@ class StepDecoder(ReadOnly):
         assert isinstance(captured.program, StepLaunch)
         (step,) = captured.program.steps
         tree = DraftTree(*(value[found.at] for value in vars(step.tree).values()))
-        check_tree(tree, found.batch, self.config, self.target.model.vocab_size)
+        check_tree(tree, found.seq_lens, self.config, self.target.model.vocab_size)
 
     def _checked_trees(
         self, trees: Sequence[HostTree] | None, asked: int

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
-from specattn.batch import SpecBatch
 from specattn.checks import expect, whole_number, whole_numbers
 from specattn.interop import validate_tree
 
@@ -175,10 +174,14 @@ def check_greedy(temperature: Tensor, rows: Tensor) -> None:
 
 
 class TakingPart(NamedTuple):
-    """The requests that take part in a step, and their places."""
+    """The requests that take part in a step.
 
-    batch: SpecBatch
+    Their places in it, and their rows, ``[R]`` int64; their committed lengths, ``[R]`` int32.
+    """
+
     at: Tensor
+    rows: Tensor
+    seq_lens: Tensor
 
 
 def taking_part(
@@ -202,25 +205,26 @@ def taking_part(
     if not len(at):
         return None
     mirror = lens.cpu() if seq_lens_cpu is None else seq_lens_cpu
-    where, lens = where[at], lens[at]
-    batch = SpecBatch(where, lens, mirror[at.cpu()], states.bonus_tokens[where])
-    check_contents(batch, config, table.req_to_token, num_slots)
+    found = TakingPart(at, where[at], lens[at])
+    check_contents(found, mirror[at.cpu()], config, table.req_to_token, num_slots)
     if not sampled:
-        check_greedy(states.temperature, where)
-    return TakingPart(batch, at)
+        check_greedy(states.temperature, found.rows)
+    return found
 
 
-def check_contents(batch: SpecBatch, config: SpecConfig, table: Tensor, num_slots: int) -> None:
+def check_contents(
+    found: TakingPart, seq_lens_cpu: Tensor, config: SpecConfig, table: Tensor, num_slots: int
+) -> None:
     """Raise a ValueError that names what a batch's tensors hold wrongly.
 
     Waits for the device. Lengths agree with their host mirror and leave room for a step. Every
     position that a step reads or writes has a slot in the pools. Slots past the committed length
     belong to one request and lie in no other's prefix. Slots lie in pages of ``config.page_size``.
     """
-    rows, lens = batch.req_pool_indices.cpu(), batch.seq_lens.cpu()
-    if not torch.equal(lens, batch.seq_lens_cpu):
+    rows, lens = found.rows.cpu(), found.seq_lens.cpu()
+    if not torch.equal(lens, seq_lens_cpu):
         raise ValueError(
-            f"seq_lens must be seq_lens_cpu {batch.seq_lens_cpu.tolist()}, got {lens.tolist()}"
+            f"seq_lens must be seq_lens_cpu {seq_lens_cpu.tolist()}, got {lens.tolist()}"
         )
     limit = table.shape[1] - config.reserve_len
     if ((lens < 0) | (lens > limit)).any():
@@ -257,7 +261,7 @@ def _check_pages(row: int, slots: list[int], page: int) -> None:
             )
 
 
-def check_tree(tree: DraftTree, batch: SpecBatch, config: SpecConfig, vocab_size: int) -> None:
+def check_tree(tree: DraftTree, seq_lens: Tensor, config: SpecConfig, vocab_size: int) -> None:
     """Refuse a tree by its defect; waits for the device.
 
     A `TreeError` is about links and words (`specattn.interop.validate_tree`), a ValueError about
@@ -270,7 +274,7 @@ def check_tree(tree: DraftTree, batch: SpecBatch, config: SpecConfig, vocab_size
         raise ValueError(f"tree.tokens must be 0..{vocab_size - 1}, got {tree.tokens.tolist()}")
     bits = torch.arange(64, device=tree.words.device)
     depth = (tree.words[..., None] >> bits & 1).sum((2, 3)) - 1  # [B, n]
-    wanted = batch.seq_lens[:, None] + depth
+    wanted = seq_lens[:, None] + depth
     if not torch.equal(wanted, tree.positions):
         raise ValueError(
             f"tree.positions must be seq_lens + depth {wanted.tolist()}, "

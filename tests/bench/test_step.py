@@ -13,6 +13,7 @@ import torch
 from transformers import LlamaConfig, Qwen3Config
 
 from bench import step, step_processed, step_timing, timeline
+from bench.random_models import random_target
 from bench.step_forced import Watched, launch, twin
 from bench.step_timing import Patience
 from bench.step_world import PLAIN, Setting, Shape, World
@@ -20,7 +21,6 @@ from bench.suite import plots
 from bench.suite import steps as report
 from bench.suite.results import write
 from specattn.batch import DraftTree
-from specattn.models import FusedTarget
 
 CPU = torch.device("cpu")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -53,7 +53,7 @@ def test_logits_over_a_tree_are_those_of_float64(kind):
 
 def test_logits_of_another_model_are_noticed():
     run = world()
-    run.model = FusedTarget.random(LlamaConfig(**SIZES), dtype=torch.float32, device=CPU, seed=1)
+    run.model = random_target(LlamaConfig(**SIZES), dtype=torch.float32, device=CPU, seed=1)
     with pytest.raises(AssertionError, match="chain 1-2-3: logits are off by"):
         step.check(run, Setting(1, 2, 3), 2)
 

@@ -9,12 +9,12 @@ import torch
 from transformers import LlamaConfig
 
 from bench import step, step_blocks, step_timing, timeline
+from bench.random_models import random_target
 from bench.step_blocks import BlockSetting, BlockWorld
 from bench.step_oracle import check
 from bench.step_timing import Stepper, check_advance
 from bench.step_world import PLAIN, Setting, Shape
 from bench.suite import blocks as report
-from specattn.models import FusedTarget
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -47,7 +47,7 @@ def test_logits_over_a_blocks_tree_are_those_of_float64(setting, length):
 
 def test_logits_of_another_model_are_noticed():
     run = world()
-    run.model = FusedTarget.random(LlamaConfig(**SIZES), dtype=torch.float32, device=CPU, seed=1)
+    run.model = random_target(LlamaConfig(**SIZES), dtype=torch.float32, device=CPU, seed=1)
     with pytest.raises(AssertionError, match="DFlash 5-9: logits are off by"):
         check(run, TREE, 2)
 

@@ -115,8 +115,8 @@ def test_a_batch_above_the_largest_bucket_runs_eagerly_and_is_counted(backend):
 def test_a_mode_that_was_never_captured_is_refused(backend):
     """R24: the key has the mode in it; a width that happens to fit is no reason to replay."""
     one = world(backend, [1])
-    with pytest.raises(NotCapturedError, match=r"'extend' was never captured \(captured: draft_"):
-        one.decoder.runner.ready((part_of(ForwardMode.EXTEND),), 1)
+    with pytest.raises(NotCapturedError, match=r"'decode' was never captured \(captured: draft_"):
+        one.decoder.runner.ready((part_of(ForwardMode.DECODE),), 1)
 
 
 def test_a_moved_table_is_a_capture_mismatch_that_names_it(backend):

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import Qwen3Config
 
+from bench.random_models import random_dflash, random_target
 from specattn.cache.kv_pool import KVPool
 from specattn.errors import ModelError
-from specattn.models import FeatureSpec, FusedDFlash, FusedTarget, HFTarget, load_dflash
+from specattn.models import FeatureSpec, FusedDFlash, HFTarget, load_dflash
 from specattn.speculative.block import BlockAttention, BlockShape, BlockView, ContextStore
 from specattn.speculative.model import ModelSlot
 from tests.implementations import using
@@ -242,9 +243,9 @@ def test_wanted_rows_alone_reach_the_head(target, tmp_path, fused) -> None:
 
 def test_a_fused_head_of_random_weights_has_the_targets_ends(tmp_path) -> None:
     config = Qwen3Config(**TINY | {"num_hidden_layers": 2})
-    target = FusedTarget.random(config, dtype=torch.float32, device=DEVICE)
+    target = random_target(config, dtype=torch.float32, device=DEVICE)
     block = BlockShape(5, 9, 1, (BlockView(causal=False, anchored=True),) * 2)
-    head = FusedDFlash.random(config, target, block, FeatureSpec((0, 1)))
+    head = random_dflash(config, target, block, FeatureSpec((0, 1)))
     assert (head.vocab_size, head.feature_size) == (target.vocab_size, 2 * target.hidden_size)
     longer = head.for_context(200)
     assert longer.for_context(200) is longer

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, Qwen3Config
 
+from bench.random_models import random_eagle3, random_target
 from specattn import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.errors import ModelError
@@ -206,8 +207,8 @@ def test_random_models_stay_finite_and_run_in_an_engine() -> None:
         "head_dim": 16,
     }
     for config in (LlamaConfig(**shape), Qwen3Config(**shape, tie_word_embeddings=True)):
-        target = FusedTarget.random(config, dtype=torch.float32, device="cpu")
-        head = FusedEagle3.random(LlamaConfig(**shape), target, 60)
+        target = random_target(config, dtype=torch.float32, device="cpu")
+        head = random_eagle3(LlamaConfig(**shape), target, 60)
         target = target.with_features(head.features)
         tied = target.lm_head.weight.data_ptr() == target.embed_tokens.weight.data_ptr()
         assert tied == config.tie_word_embeddings

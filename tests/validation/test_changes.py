@@ -14,8 +14,8 @@ from tests.worlds import put
 
 
 def test_replay_before_capture(step, wanted):
-    with pytest.raises(NotCapturedError, match=r"'extend' was never captured \(captured: draft_d"):
-        step.one.decoder.runner.ready((StepPart(ForwardMode.EXTEND),), 1)
+    with pytest.raises(NotCapturedError, match=r"'decode' was never captured \(captured: draft_d"):
+        step.one.decoder.runner.ready((StepPart(ForwardMode.DECODE),), 1)
     with pytest.raises(NotCapturedError, match=r"'target_verify \(sampled\)' was never captured"):
         step.one.decoder.step(step.rows, sampled=True)
     same(step.outcome(), wanted)

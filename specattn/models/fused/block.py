@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from specattn.backends.layers import PackedAttend
-from specattn.config import AttnConfig
 from specattn.errors import ModelError
 from specattn.kernels.fused import (
     Rotation,
@@ -25,8 +24,7 @@ from specattn.models.shards import is_sharded
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from transformers import LlamaConfig, Qwen3Config
-
+    from specattn.config import AttnConfig
     from specattn.speculative.model import Attend
 
 # The angles of these rope types depend on the position alone.
@@ -100,41 +98,6 @@ class Block:
             mlp.down_proj.weight,
         )
 
-    @classmethod
-    def random(
-        cls,
-        config: LlamaConfig | Qwen3Config,
-        rotary: RotaryTable,
-        dtype: torch.dtype,
-        generator: torch.Generator,
-        *,
-        input_size: int | None = None,
-    ) -> Self:
-        """Make a layer of random weights; attention's input is H by default."""
-        size, dim = config.hidden_size, config.head_dim
-        geometry = AttnConfig(
-            config.num_attention_heads, config.num_key_value_heads, dim, dtype=dtype
-        )
-        heads = geometry.num_qo_heads + 2 * geometry.num_kv_heads
-        ones = torch.ones(size, dtype=dtype, device=generator.device)
-        norms = (torch.ones_like(ones[:dim]),) * 2 if config.model_type == "qwen3" else None
-
-        def weight(rows: int, columns: int) -> Tensor:
-            return random_linear(rows, columns, dtype, generator)
-
-        return cls(
-            geometry,
-            rotary,
-            norms,
-            config.rms_norm_eps,
-            ones,
-            ones,
-            weight(heads * dim, input_size or size),
-            weight(size, geometry.num_qo_heads * dim),
-            weight(2 * config.intermediate_size, size),
-            weight(size, config.intermediate_size),
-        )
-
     @cached_property
     def rotation(self) -> Rotation:
         """The heads' norms and position embedding, as the kernels take them."""
@@ -196,14 +159,6 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
         return parts[0]
     total: Tensor = split_k_reduce(parts, x.dtype)
     return total
-
-
-def random_linear(
-    rows: int, columns: int, dtype: torch.dtype, generator: torch.Generator
-) -> Tensor:
-    """Make a random ``[rows, columns]`` weight whose products keep the variance."""
-    weight = torch.empty(rows, columns, dtype=dtype, device=generator.device)
-    return weight.normal_(std=columns**-0.5, generator=generator)
 
 
 def _pack(*projections: nn.Linear) -> Tensor:

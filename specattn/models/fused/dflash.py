@@ -15,16 +15,12 @@ from specattn.models.fused.block import (
     RotaryTable,
     product,
     project,
-    random_linear,
     refuse_unless_fused,
 )
 
 if TYPE_CHECKING:
-    from transformers import Qwen3Config
-
     from specattn.config import AttnConfig
     from specattn.models.dflash import DFlashHead
-    from specattn.models.fused.target import FusedTarget
     from specattn.models.hf import FeatureSpec
     from specattn.speculative.block import BlockShape, ContextStore
     from specattn.speculative.model import Attend
@@ -34,7 +30,7 @@ if TYPE_CHECKING:
 class FusedDFlash:
     """A draft of few kernel launches, which goes wherever a `DFlashHead` goes.
 
-    `from_head` makes one of a loaded head, `random` makes one for measurements.
+    `from_head` makes one of a loaded head.
 
     Parameters
     ----------
@@ -102,52 +98,6 @@ class FusedDFlash:
             head.features,
             head.layers,
             head.target_ids,
-        )
-
-    @classmethod
-    def random(
-        cls,
-        config: Qwen3Config,
-        target: FusedTarget,
-        block: BlockShape,
-        features: FeatureSpec,
-        *,
-        seed: int = 0,
-    ) -> Self:
-        """Make a head of random weights that shares the ends of ``target``.
-
-        Parameters
-        ----------
-        config : Qwen3Config
-            The shape of the draft's layers.
-        target : FusedTarget
-            The target, whose ends, dtype and device the head has.
-        block : BlockShape
-            What the head fills in one forward.
-        features : FeatureSpec
-            The target's states that it reads.
-        seed : int
-            The seed of the weights.
-        """
-        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-        size, dtype, device = target.hidden_size, target.dtype, target.device
-        generator = torch.Generator(device).manual_seed(seed)
-        rotary = RotaryTable(LlamaRotaryEmbedding(config).to(device), target.max_context_len)
-        blocks = tuple(
-            Block.random(config, rotary, dtype, generator) for _ in range(config.num_hidden_layers)
-        )
-        ones = blocks[0].input_norm
-        return cls(
-            block,
-            blocks,
-            target.embed_tokens.weight,
-            target.lm_head.weight,
-            random_linear(size, size * len(features.hidden_states), dtype, generator),
-            ones,
-            ones,
-            features,
-            tuple(one.geometry for one in blocks),
         )
 
     def for_context(self, max_context_len: int) -> Self:

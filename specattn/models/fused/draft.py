@@ -13,20 +13,16 @@ from specattn.models.fused.block import (
     Block,
     RotaryTable,
     product,
-    random_linear,
     refuse_unless_fused,
 )
-from specattn.models.hf import FeatureSpec
 from specattn.speculative.model import DraftOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from transformers import LlamaConfig
-
     from specattn.config import AttnConfig
     from specattn.models.eagle import Eagle3Head
-    from specattn.models.fused.target import FusedTarget
+    from specattn.models.hf import FeatureSpec
     from specattn.speculative.model import Attend
 
 
@@ -34,7 +30,7 @@ if TYPE_CHECKING:
 class FusedEagle3:
     """A draft of few kernel launches, which goes wherever an `Eagle3Head` goes.
 
-    `from_head` makes one of a loaded head, `random` makes one for measurements.
+    `from_head` makes one of a loaded head.
 
     Parameters
     ----------
@@ -111,47 +107,6 @@ class FusedEagle3:
             weights.norm_features,
             layer.norm_before_residual,
             weights.norm_output,
-        )
-
-    @classmethod
-    def random(
-        cls, config: LlamaConfig, target: FusedTarget, draft_vocab_size: int, *, seed: int = 0
-    ) -> Self:
-        """Make a head of random weights that reads three layers of ``target``.
-
-        Parameters
-        ----------
-        config : LlamaConfig
-            The shape of the draft's layer.
-        target : FusedTarget
-            The target, whose embedding, dtype and device the head has.
-        draft_vocab_size : int
-            Vd, at most the target's vocabulary.
-        seed : int
-            The seed of the weights.
-        """
-        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-        size, depth, dtype, device = (
-            target.hidden_size,
-            len(target.layers),
-            target.dtype,
-            target.device,
-        )
-        generator = torch.Generator(device).manual_seed(seed)
-        rotary = RotaryTable(LlamaRotaryEmbedding(config).to(device), target.max_context_len)
-        block = Block.random(config, rotary, dtype, generator, input_size=2 * size)
-        entering = (min(2, depth - 1), depth // 2, max(depth - 3, 0))
-        return cls(
-            block,
-            target.embed_tokens.weight,
-            random_linear(draft_vocab_size, size, dtype, generator),
-            block.input_norm,
-            block.input_norm,
-            random_linear(size, 3 * size, dtype, generator),
-            torch.arange(draft_vocab_size, device=device),
-            FeatureSpec(entering),
-            3 * size,
         )
 
     def for_context(self, max_context_len: int) -> Self:

@@ -19,15 +19,12 @@ from specattn.models.fused.block import (
     Block,
     RotaryTable,
     product,
-    random_linear,
     refuse_unless_fused,
 )
 from specattn.models.hf import FeatureSpec, HFTarget, tokenizer_of
 from specattn.speculative.model import TargetOutput
 
 if TYPE_CHECKING:
-    from transformers import LlamaConfig, Qwen3Config
-
     from specattn.config import AttnConfig
     from specattn.speculative.model import Attend
 
@@ -38,7 +35,7 @@ MODEL_TYPES = ("llama", "mistral", "qwen3")
 class FusedTarget:
     """A target of few kernel launches, which goes wherever an `HFTarget` goes.
 
-    `from_target` makes one of a loaded model, `random` makes one for measurements.
+    `from_target` makes one of a loaded model.
 
     Parameters
     ----------
@@ -110,60 +107,6 @@ class FusedTarget:
             target.eos_token_ids,
             target.name,
             target.features,
-        )
-
-    @classmethod
-    def random(
-        cls,
-        config: LlamaConfig | Qwen3Config,
-        *,
-        dtype: torch.dtype = torch.bfloat16,
-        device: torch.device | str = "cuda",
-        seed: int = 0,
-    ) -> Self:
-        """Make a model of random weights, for measurements.
-
-        Parameters
-        ----------
-        config : LlamaConfig or Qwen3Config
-            The model's shape; ``max_position_embeddings`` is the longest context.
-        dtype : torch.dtype
-            The dtype of weights and hidden states.
-        device : torch.device or str
-            The device that makes and holds the weights.
-        seed : int
-            The seed of the weights, whose products keep the variance.
-        """
-        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-        device = torch.device(device)
-        ready(device)
-        generator = torch.Generator(device).manual_seed(seed)
-        length = int(config.max_position_embeddings)
-        rotary = RotaryTable(LlamaRotaryEmbedding(config).to(device), length)
-        blocks = tuple(
-            Block.random(config, rotary, dtype, generator) for _ in range(config.num_hidden_layers)
-        )
-        size, vocab = config.hidden_size, config.vocab_size
-        embed = nn.Embedding(
-            vocab, size, _weight=random_linear(vocab, size, dtype, generator) * size**0.5
-        )
-        head = nn.Linear(size, vocab, bias=False, device="meta")
-        head.weight = nn.Parameter(
-            embed.weight
-            if config.tie_word_embeddings
-            else random_linear(vocab, size, dtype, generator),
-        )
-        eos = config.eos_token_id
-        return cls(
-            (blocks[0].geometry,) * len(blocks),
-            blocks,
-            embed.requires_grad_(False),
-            head.requires_grad_(False),
-            torch.ones(size, dtype=dtype, device=device),
-            config.rms_norm_eps,
-            length,
-            frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
         )
 
     def with_features(self, features: FeatureSpec) -> Self:

@@ -1,0 +1,137 @@
+"""Fused models of random weights, whose products keep the variance."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from specattn.config import AttnConfig
+from specattn.kernels.fused.stream import ready
+from specattn.models.fused import FusedDFlash, FusedEagle3, FusedTarget
+from specattn.models.fused.block import Block, RotaryTable
+from specattn.models.hf import FeatureSpec
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig, Qwen3Config
+
+    from specattn.speculative.block import BlockShape
+
+
+class _Weights:
+    """Draws weights of one dtype on one device."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+        self.dtype, self.device = dtype, device
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def linear(self, rows: int, columns: int) -> Tensor:
+        weight = torch.empty(rows, columns, dtype=self.dtype, device=self.device)
+        return weight.normal_(std=columns**-0.5, generator=self.generator)
+
+    def ones(self, size: int) -> Tensor:
+        return torch.ones(size, dtype=self.dtype, device=self.device)
+
+    def rotary(self, config: LlamaConfig | Qwen3Config, length: int) -> RotaryTable:
+        return RotaryTable(LlamaRotaryEmbedding(config).to(self.device), length)
+
+    def block(
+        self, config: LlamaConfig | Qwen3Config, rotary: RotaryTable, input_size: int
+    ) -> Block:
+        size, dim = config.hidden_size, config.head_dim
+        geometry = AttnConfig(
+            config.num_attention_heads, config.num_key_value_heads, dim, dtype=self.dtype
+        )
+        heads = geometry.num_qo_heads + 2 * geometry.num_kv_heads
+        return Block(
+            geometry,
+            rotary,
+            (self.ones(dim),) * 2 if config.model_type == "qwen3" else None,
+            config.rms_norm_eps,
+            self.ones(size),
+            self.ones(size),
+            self.linear(heads * dim, input_size),
+            self.linear(size, geometry.num_qo_heads * dim),
+            self.linear(2 * config.intermediate_size, size),
+            self.linear(size, config.intermediate_size),
+        )
+
+
+def random_target(
+    config: LlamaConfig | Qwen3Config,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cuda",
+    seed: int = 0,
+) -> FusedTarget:
+    """Make a target; ``max_position_embeddings`` of the config is the longest context."""
+    weights = _Weights(dtype, torch.device(device), seed)
+    ready(weights.device)
+    size, vocab, length = config.hidden_size, config.vocab_size, config.max_position_embeddings
+    rotary = weights.rotary(config, length)
+    blocks = tuple(weights.block(config, rotary, size) for _ in range(config.num_hidden_layers))
+    embed = nn.Embedding(vocab, size, _weight=weights.linear(vocab, size) * size**0.5)
+    head = nn.Linear(size, vocab, bias=False, device="meta")
+    head.weight = nn.Parameter(
+        embed.weight if config.tie_word_embeddings else weights.linear(vocab, size)
+    )
+    eos = config.eos_token_id
+    return FusedTarget(
+        (blocks[0].geometry,) * len(blocks),
+        blocks,
+        embed.requires_grad_(False),
+        head.requires_grad_(False),
+        weights.ones(size),
+        config.rms_norm_eps,
+        length,
+        frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
+    )
+
+
+def random_eagle3(
+    config: LlamaConfig, target: FusedTarget, draft_vocab_size: int, *, seed: int = 0
+) -> FusedEagle3:
+    """Make a head that reads three layers of ``target`` and shares its embedding."""
+    weights = _Weights(target.dtype, target.device, seed)
+    size, depth = target.hidden_size, len(target.layers)
+    block = weights.block(config, weights.rotary(config, target.max_context_len), 2 * size)
+    entering = (min(2, depth - 1), depth // 2, max(depth - 3, 0))
+    return FusedEagle3(
+        block,
+        target.embed_tokens.weight,
+        weights.linear(draft_vocab_size, size),
+        block.input_norm,
+        block.input_norm,
+        weights.linear(size, 3 * size),
+        torch.arange(draft_vocab_size, device=target.device),
+        FeatureSpec(entering),
+        3 * size,
+    )
+
+
+def random_dflash(
+    config: Qwen3Config,
+    target: FusedTarget,
+    block: BlockShape,
+    features: FeatureSpec,
+    *,
+    seed: int = 0,
+) -> FusedDFlash:
+    """Make a head that shares both ends of ``target``."""
+    weights = _Weights(target.dtype, target.device, seed)
+    size = target.hidden_size
+    rotary = weights.rotary(config, target.max_context_len)
+    blocks = tuple(weights.block(config, rotary, size) for _ in range(config.num_hidden_layers))
+    return FusedDFlash(
+        block,
+        blocks,
+        target.embed_tokens.weight,
+        target.lm_head.weight,
+        weights.linear(size, size * len(features.hidden_states)),
+        blocks[0].input_norm,
+        blocks[0].input_norm,
+        features,
+        tuple(one.geometry for one in blocks),
+    )
