@@ -33,12 +33,18 @@ FAMILIES = {
         "deterministic, 64 rows, bf16",
     ],
     "float8": ["64 rows, float8 keys, bf16"],
-    "prompt": ["prompt, bf16", "latent prompt, bf16", "latent, 64 rows, bf16"],
+    "prompt": [
+        "prompt, bf16",
+        "latent prompt, bf16",
+        "latent, 16 rows, bf16",
+        "latent, 64 rows, bf16",
+    ],
     "gluon": [name for name in QUICK if "gluon" in name],
 }
 FAMILIES["others"] = [n for n in QUICK if not any(n in names for names in FAMILIES.values())]
-# Hopper's on every run. Triton makes the same of a kernel for SM89 as for SM86, but float8.
-OTHERS = {"gluon": (), "float8": (89, 100)}
+# Hopper's on every run. Triton makes the same of a kernel for SM89 as for SM86, but float8; tiles
+# of attention alone depend on what an SM has.
+OTHERS = {"gluon": (), "float8": (89, 100), "others": (80,)}
 TARGETS = [pytest.param(family, (90,), id=f"{family}-sm_90") for family in FAMILIES] + [
     pytest.param(family, targets, id=f"{family}-others", marks=pytest.mark.slow)
     for family in FAMILIES
@@ -104,6 +110,8 @@ def test_it_compiles(tmp_path: Path, family: str, targets: tuple[int, ...]) -> N
     for record in records:
         assert record["shared"] <= SHARED[record["target"]], record
         assert record["stack"] <= MOST_SPILLED, record
+        if (record["case"], record["target"]) == ("latent, 16 rows, bf16", 90):
+            assert record["shared"] <= 113 * KB, "decoding keeps two CTAs per multiprocessor"
 
 
 def test_what_may_start_early_waits() -> None:

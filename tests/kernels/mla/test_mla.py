@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -249,66 +245,3 @@ def test_bad_geometry_is_refused() -> None:
     case = make_extend_case([(5, 6)], **form(4, 64, 16) | {"heads": (4, 2)})
     with pytest.raises(ValueError, match="k_cache must have one head, got 2"):
         run_extend(case)
-
-
-# compiles what would be launched for DeepSeek-V3's rows on sm_90, without such a device
-OFFLINE = """
-import json
-import torch, triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import JITFunction
-
-class Sm90:
-    get_current_device = staticmethod(lambda: 0)
-    get_current_stream = staticmethod(lambda device: 0)
-    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
-
-def compile_only(function, grid):
-    if function.__name__ == "merge_kernel":
-        return lambda *args, **options: None
-    return lambda *args, **options: shared.append(
-        function.warmup(*args, grid=grid, **options).metadata.shared
-    )
-
-triton.runtime.driver.set_active(Sm90())
-JITFunction.__getitem__ = compile_only
-from specattn.kernels.mla import MlaAttention
-from specattn.kernels.mla import mla_extend
-
-shared, small = [], dict(dtype=torch.int32)
-for q_len in (1, 8):
-    pool, q, out = (torch.zeros(n, h, d, dtype=torch.bfloat16)
-                    for n, h, d in ((64, 1, 576), (2 * q_len, 16, 576), (2 * q_len, 16, 512)))
-    kernel = MlaAttention(
-        batch=2, q_len=q_len, tail_len=q_len, num_qo_heads=16, head_dim=576, v_head_dim=512,
-        dtype=q.dtype, device="cpu", sm_scale=0.1,
-    )
-    kernel.run(
-        q, pool, pool[..., :512], out, None, indices=torch.zeros(3, 64, **small), positions=None,
-        tail_slots=torch.zeros(2, q_len, **small), tail_positions=None,
-        tail_words=torch.zeros(2, q_len, 1, dtype=torch.int64),
-    )
-mla_extend(
-    q, pool, pool[..., :512], out, None, qo_indptr=torch.zeros(3, **small),
-    seq_lens=torch.zeros(2, **small), req_pool_indices=torch.zeros(2, dtype=torch.int64),
-    req_to_token=torch.zeros(3, 64, **small), max_q_len=q_len, sm_scale=0.1,
-)
-print(json.dumps(shared))
-"""
-
-
-@pytest.mark.slow
-def test_tiles_fit_into_the_shared_memory_of_an_h200() -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", OFFLINE],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr
-    shared = json.loads(done.stdout)
-    assert len(shared) == 3
-    assert shared[0] <= 113 * 1024, "decoding keeps two CTAs per multiprocessor"
-    assert max(shared) <= 227 * 1024, shared
