@@ -371,8 +371,10 @@ class Scheduler:
 
     def _donor(self, prompt: Sequence[int]) -> tuple[int, int]:
         """Return the row that shares most of a prompt, and how much."""
-        best = (0, 0)
+        best, most = (0, 0), self._shareable(prompt, len(prompt))
         for one in self.running:
+            if best[1] == most:
+                break
             # only what holds KV is shared, and the token after it is known
             common = min(_common(prompt, one.tokens), one.length + 1)
             shared = self._shareable(prompt, common)
