@@ -15,7 +15,6 @@ from . import (
     acceptance,
     decode,
     host_trees,
-    metadata,
     plots,
     proposers,
     steps,
@@ -173,7 +172,7 @@ def blocks(folder: Path, parts: list[PartFound]) -> dict[str, str]:
     if not parts:
         return found
     cells = [cell for part in parts for cell in part.cells]
-    ratios = [*summary.attention(cells), *metadata.ratios(results), *steps.ratios(results)]
+    ratios = [*summary.attention(cells), *steps.ratios(results)]
     found["summary"], found["machines"] = summary.table(ratios), tables.machines(parts)
     found["latency"] = "![Time over tokens](img/attention_latency.svg)"
     for part in parts:
