@@ -8,7 +8,7 @@ graph. In return the host cannot launch a step before it has read the last one.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -103,10 +103,7 @@ class HostProposer(Proposer):
 
     def bind(self, step: StepViews) -> BoundHostTrees:
         """Allocate the nodes."""
-        shape = 2, len(step), step.config.num_draft_tokens
-        nodes = torch.zeros(shape, dtype=torch.int64, device=step.device)
-        nodes[1] = -1
-        return BoundHostTrees(step, nodes.flatten())
+        return BoundHostTrees(step, _no_nodes(len(step), step.config, device=step.device))
 
 
 class BoundHostTrees(BoundProposer):
@@ -116,18 +113,16 @@ class BoundHostTrees(BoundProposer):
     ----------
     step : StepViews
         For B requests.
-    memory : Tensor
-        At least ``2 * B * n`` int64, so that every B has dense nodes.
+    nodes : Tensor
+        ``[B, 2, n]`` int64: each request's tokens, then their parents.
     """
 
-    def __init__(self, step: StepViews, memory: Tensor) -> None:
-        size, count = len(step), step.config.num_draft_tokens
-        self._step, self._memory = step, memory
-        self._tokens, self._parents = self._nodes = memory[: 2 * size * count].view(2, size, count)
+    def __init__(self, step: StepViews, nodes: Tensor) -> None:
+        self._step, self._nodes = step, nodes
 
     def first(self, step: StepViews) -> BoundHostTrees:
-        """Return the proposer for fewer requests, over the same memory."""
-        return BoundHostTrees(step, self._memory)
+        """Return the proposer for fewer requests, over the same buffers."""
+        return BoundHostTrees(step, self._nodes[: len(step)])
 
     def write(self, trees: Sequence[HostTree]) -> None:
         """Copy trees to the device, before the step and in its stream.
@@ -137,19 +132,26 @@ class BoundHostTrees(BoundProposer):
         trees : sequence of HostTree
             Of the first requests, from `checked_trees`; the others get none.
         """
-        pinned = torch.zeros(self._nodes.shape, dtype=torch.int64, pin_memory=self._nodes.is_cuda)
-        pinned[1] = -1
-        tokens, parents = pinned.numpy()
-        for at, tree in enumerate(trees):
+        pin = self._nodes.is_cuda
+        pinned = _no_nodes(len(self._nodes), self._step.config, pin_memory=pin)
+        for (tokens, parents), tree in zip(pinned.numpy(), trees, strict=False):
             nodes = slice(1, len(tree.tokens) + 1)
-            tokens[at, nodes], parents[at, nodes] = tree
-            parents[at, nodes] += 1
+            tokens[nodes], parents[nodes] = tree
+            parents[nodes] += 1
         self._nodes.copy_(pinned, non_blocking=True)
 
     def propose(self) -> Linked:
         """Put the roots above what was proposed."""
-        self._tokens[:, 0] = self._step.buffers.roots
-        return Linked(self._tokens, self._parents)
+        tokens, parents = self._nodes.unbind(1)
+        tokens[:, 0] = self._step.buffers.roots
+        return Linked(tokens, parents)
+
+
+def _no_nodes(batch: int, config: SpecConfig, **options: Any) -> Tensor:
+    """Return nodes without a tree, ``[batch, 2, n]`` int64."""
+    nodes = torch.zeros(batch, 2, config.num_draft_tokens, dtype=torch.int64, **options)
+    nodes[:, 1] = -1
+    return nodes
 
 
 def checked_trees(

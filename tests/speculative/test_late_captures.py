@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -9,9 +11,11 @@ from specattn.config import SpecConfig
 from specattn.cuda_graph import GraphRunner
 from specattn.engine.engine import Engine, Request
 from specattn.errors import CaptureError
+from specattn.speculative.host_proposer import HostProposer, HostTree
+from specattn.speculative.lookup import LookupFirst, LookupProposer
 from specattn.speculative.sampling import SamplingParams
 from specattn.speculative.step_decoder import StepDecoder
-from tests.tiny import TinyDraft, TinyTarget, dense_greedy
+from tests.tiny import TinyBlockDraft, TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import DEVICE
 
 DRAWN = SamplingParams(0.8, seed=5)
@@ -155,6 +159,44 @@ def test_a_capture_that_is_interrupted_is_made_by_the_next_request(monkeypatch):
     run.generate([Request([35], 20, DRAWN)])
     (decoder,) = run.decoders
     assert [decoder.runner.captured(part) for part in decoder.modes] == [[1, 3]] * 2
+
+
+class OneToken(HostProposer):
+    """Drafts less than trees may hold."""
+
+    def draft(self, requests, config):
+        return [HostTree([1 + len(one.tokens) % 60]) for one in requests]
+
+
+DRAFT, BLOCK = TinyDraft(device=DEVICE), TinyBlockDraft(device=DEVICE)
+# what proposes, and more options of an engine
+PROPOSERS = {
+    "host": (OneToken(), {}),
+    "host in parts": (OneToken(), {"cudagraph": "piecewise"}),
+    "host in halves": (OneToken(), {"tbo": True}),
+    "beams": (DRAFT, {"cudagraph": "piecewise"}),
+    "lists": (DRAFT, {"indices": "csr"}),
+    "block": (BLOCK, {}),
+    "lookup": (LookupProposer(), {"cudagraph": "piecewise"}),
+    "lookup first": (LookupFirst(LookupProposer(1), DRAFT), {}),
+}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("draft", "options"), PROPOSERS.values(), ids=PROPOSERS)
+def test_a_late_capture_runs_over_what_smaller_batches_left(draft, options, count):
+    """Padding reads the rows of buckets that share buffers with those that ran."""
+    config, buckets = SpecConfig(3, 2, 7, 80, 4), (1, 2, 4)
+    made = partial(Engine, TinyTarget(device=DEVICE), draft, config, backend="torch_native")
+    run, late = made(buckets=buckets, **options), Request([35], 12, DRAWN)
+    early = [Request([5 + at, 6], 9) for at in range(count)]
+    for request, result in zip(early, run.generate(early), strict=True):
+        assert result.tokens == dense_greedy(run.target.model, request.prompt, 9)
+    (got,) = run.generate([late])
+    decoder = run.decoder(config)
+    assert all(decoder.runner.captured(part) == [1, 2, 4] for part in decoder.modes)
+    (want,) = made(buckets=buckets, sampled=True, **options).generate([late])
+    assert got.tokens == want.tokens
 
 
 @pytest.mark.parametrize("options", [{}, {"sampled": True}], ids=["greedy", "sampled"])

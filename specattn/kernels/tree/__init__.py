@@ -346,7 +346,7 @@ def link_tree(
     Parameters
     ----------
     tokens, parents : Tensor
-        ``[B, n]`` int64, dense, n of 1 to 256: every node's token, and its parent.
+        ``[B, n]`` int64, n of 1 to 256: every node's token, and its parent; may have a row stride.
     seq_lens : Tensor
         ``[B]`` int32, the position of each request's root.
     chosen : Tensor, optional
@@ -365,9 +365,9 @@ def link_tree(
     if len(shape) != 2 or not 1 <= shape[1] <= MAX_NODES:
         raise ValueError(f"tokens must be [B, 1..{MAX_NODES}], got {list(shape)}")
     given = {"tokens": tokens, "parents": parents}
-    given |= {"tokens_out": tokens_out, "positions_out": positions_out}
-    given |= {"next_token_out": next_token_out, "next_sibling_out": next_sibling_out}
-    for name, tensor in given.items():
+    outs = {"tokens_out": tokens_out, "positions_out": positions_out}
+    outs |= {"next_token_out": next_token_out, "next_sibling_out": next_sibling_out}
+    for name, tensor in (given | outs).items():
         if tensor.shape != shape or tensor.dtype != torch.int64:
             raise ValueError(
                 f"{name} must be {list(shape)} {torch.int64}, got {list(tensor.shape)} "
@@ -377,7 +377,8 @@ def link_tree(
         raise ValueError(
             f"words_out must be {[*shape, -(-shape[1] // 64)]}, got {list(words_out.shape)}"
         )
-    require_dense(**given, words_out=words_out, seq_lens=seq_lens, chosen=chosen)
+    require_rows(**given)
+    require_dense(**outs, words_out=words_out, seq_lens=seq_lens, chosen=chosen)
     if not len(tokens):
         return
     implementation(naive.link_tree, tokens.device)(

@@ -231,6 +231,8 @@ def link_tree(
         next_token_out,
         next_sibling_out,
         (nodes - 1).bit_length(),
+        tokens.stride(0),
+        parents.stride(0),
         N=nodes,
         W=num_words,
         BLOCK_N=block_n,

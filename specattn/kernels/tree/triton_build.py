@@ -187,6 +187,8 @@ def link_tree_kernel(
     next_token_out,  # [B, N] int64, out
     next_sibling_out,  # [B, N] int64, out
     node_rounds,
+    stride_tokens,
+    stride_parents,
     N: tl.constexpr,
     W: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -202,7 +204,7 @@ def link_tree_kernel(
     if chosen is not None:
         inside = inside & (tl.load(chosen + req) != 0)
     at = req * N + node
-    parent = tl.load(parents + at, mask=inside, other=-1)
+    parent = tl.load(parents + req * stride_parents + node, mask=inside, other=-1)
     known = (parent >= 0) & (parent < node)
     parent = tl.where(known, parent, -1).to(tl.int32)
     # no two nodes of padding are siblings
@@ -215,7 +217,8 @@ def link_tree_kernel(
     lone = (known == 0)[:, None] & (word == 0)[None, :] & (node > 0)[:, None]
     words = tl.where(lone, words & -2, words)
 
-    tl.store(tokens_out + at, tl.load(tokens + at, mask=inside, other=0), mask=inside)
+    token = tl.load(tokens + req * stride_tokens + node, mask=inside, other=0)
+    tl.store(tokens_out + at, token, mask=inside)
     tl.store(positions_out + at, tl.load(seq_lens + req) + depth, mask=inside)
     tl.store(next_token_out + at, next_token, mask=inside)
     tl.store(next_sibling_out + at, next_sibling, mask=inside)

@@ -80,6 +80,14 @@ def test_tokens_may_stay_where_they_are(implementation):
     assert POISON not in out["next_token_out"].flatten().tolist()
 
 
+def test_rows_may_lie_apart(implementation):
+    """Tokens and parents of one tensor, between other numbers."""
+    _, tokens, parents = some_trees(random.Random(4), 7, 3)
+    apart = poisoned(3, 4, 7)
+    apart[:, 0], apart[:, 2] = tokens, parents
+    assert link(apart[:, 0], apart[:, 2], [5] * 3) == link(tokens, parents, [5] * 3)
+
+
 def test_tensors_of_another_kind_are_named(implementation):
     _, tokens, parents = some_trees(random.Random(3), 5, 2)
     lens, out = torch.zeros(2, dtype=torch.int32, device=DEVICE), outputs(2, 5)
@@ -87,6 +95,8 @@ def test_tensors_of_another_kind_are_named(implementation):
         link_tree(poisoned(2, 257), parents, lens, **out)
     with pytest.raises(ValueError, match=r"parents must be \[2, 5\]"):
         link_tree(tokens, parents[:, :4], lens, **out)
+    with pytest.raises(ValueError, match="parents must be dense in its last axis"):
+        link_tree(tokens, poisoned(2, 10)[:, ::2], lens, **out)
     with pytest.raises(ValueError, match="words_out must be"):
         link_tree(tokens, parents, lens, **out | {"words_out": poisoned(2, 5, 0)})
     link_tree(tokens[:0], parents[:0], lens[:0], **outputs(0, 5))
