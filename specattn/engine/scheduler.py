@@ -72,31 +72,31 @@ class RunningRequest:
         """Append tokens up to whatever ends the request; returns those kept.
 
         A last token of -1 is none: the target's logits were not finite there. A context holds
-        ``limit`` tokens.
+        ``limit`` tokens. Where the text or the grammar raises, nothing is appended.
         """
-        result, kept = self.result, []
-        ends, most = self.end_ids, self.request.max_new_tokens
+        result, kept, reason = self.result, list[int](), ""
+        ends, room = self.end_ids, self.request.max_new_tokens - len(result.tokens)
         for token in tokens:
             if token < 0:
-                result.finish_reason = "nonfinite"
+                reason = "nonfinite"
                 break
             kept.append(token)
-            result.tokens.append(token)
             if token in ends:
-                result.finish_reason = "eos" if token in self.eos else "stop"
+                reason = "eos" if token in self.eos else "stop"
             elif self.stream is not None and self._stops(token):
-                result.finish_reason = "stop"
-            elif len(result.tokens) >= most:
-                result.finish_reason = "length"
-            if result.finish_reason:
+                reason = "stop"
+            elif len(kept) >= room:
+                reason = "length"
+            if reason:
                 break
-        self.tokens += kept
         if self.grammar is not None:
             self.grammar.accept(kept)
-        if not result.finish_reason and self.length >= limit:
-            result.finish_reason = "context"
-        if result.finish_reason:
-            result.finished_at = time.perf_counter()
+        result.tokens += kept
+        self.tokens += kept
+        if not reason and self.length >= limit:
+            reason = "context"
+        if reason:
+            result.finish_reason, result.finished_at = reason, time.perf_counter()
         return kept
 
     def _stops(self, token: int) -> bool:

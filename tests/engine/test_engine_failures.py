@@ -88,6 +88,45 @@ def test_texts_that_cannot_be_made_lose_no_tokens_in_silence(models, call):
     unharmed(run)
 
 
+class Angry:
+    """A grammar that allows all, and takes so many tokens."""
+
+    left = 6
+
+    def fill(self, tokens, parents, bitmask):
+        pass
+
+    def accept(self, tokens):
+        self.left -= len(tokens)
+        if self.left < 0:
+            raise RuntimeError("no such text")
+
+
+@pytest.mark.parametrize("ends", ["text", "grammar"])
+def test_what_raises_leaves_outputs_whole(models, ends):
+    """A token of a dropped request has its log-probability, and its step is counted."""
+
+    def text(tokens):
+        if 31 in tokens:
+            raise RuntimeError("no such text")
+        return str(tokens)
+
+    run = engine(models, detokenize=text)
+    asked = {"stop": ("end",)} if ends == "text" else {"grammar": Angry}
+    params = SamplingParams(logprobs=2)
+    prompts = [35, 2], [3]
+    results = run.add([Request(prompts[0], 90, params), Request(prompts[1], 90, params, **asked)])
+    with pytest.raises(RuntimeError, match="no such text"):  # noqa: PT012
+        while True:
+            run.step(ahead=True)
+    for prompt, result in zip(prompts, results, strict=True):
+        assert result.finish_reason == "dropped"
+        assert len(result.logprobs) == len(result.tokens) == 1 + sum(result.accept_lens)
+        assert result.tokens == dense_greedy(models[0], prompt, len(result.tokens))
+    assert results[0].steps > results[1].steps > 0
+    unharmed(run)
+
+
 def test_a_wait_that_is_interrupted_leaves_no_step_in_flight(models, monkeypatch):
     run, waits, wait = engine(models), [], PendingStep.wait
 
