@@ -122,3 +122,66 @@ def test_first_lines_of_docstrings_are_short(path):
             if len(first.split()) > 12 and path.parent.name != "cli":
                 long.append(first)
     assert not long
+
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+JUMPS = (ast.For, ast.AsyncFor, ast.While, ast.ListComp, ast.SetComp, ast.DictComp)
+CATCHES = {"BaseException", "KeyboardInterrupt"}
+
+
+def loops_under_cleanup(source: str) -> list[int]:
+    """Lines of loops in a frame that has to clean up whatever ends them.
+
+    Where a loop jumps back, Python 3.12 and later may raise an interrupt that no handler of the
+    frame is told of. Loops in functions that the frame calls are frames of their own.
+    """
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Try):
+            caught = [ast.unparse(one.type) if one.type else "" for one in node.handlers]
+            interrupts = any(
+                not names or CATCHES & set(names.strip("()").split(", ")) for names in caught
+            )
+            body = node.body + node.orelse if node.finalbody or interrupts else []
+        else:
+            body = node.body if isinstance(node, ast.With | ast.AsyncWith) else []
+        for inside in body:
+            found.update(loops_of(inside))
+    return sorted(found)
+
+
+def loops_of(node: ast.AST) -> list[int]:
+    """Lines of loops in a node's own frame."""
+    if isinstance(node, FUNCTIONS):
+        return []
+    if isinstance(node, ast.GeneratorExp):
+        # the first iterable is made in the frame around it
+        return loops_of(node.generators[0].iter)
+    inside = [line for child in ast.iter_child_nodes(node) for line in loops_of(child)]
+    return [node.lineno, *inside] if isinstance(node, JUMPS) else inside
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_what_an_interrupt_must_undo_has_no_loop_of_its_own(path):
+    """The body of such a `try` or `with` calls what loops."""
+    assert not loops_under_cleanup(path.read_text())
+
+
+LOOPS = {
+    "for": ("try:\n for x in y: f(x)\nfinally: g()", [2]),
+    "while": ("try:\n f()\n while x: f()\nexcept BaseException: g()", [3]),
+    "comprehension": ("with f():\n return {x for x in y}", [2]),
+    "nested": ("with f():\n if x:\n  try:\n   g([x for x in y])\n  except E: pass", [4]),
+    "bare": ("try: [x for x in y]\nexcept: g()", [1]),
+    "made for a generator": ("with f():\n g(x for x in [y for y in z])", [2]),
+    "else": ("try: f()\nexcept (E, KeyboardInterrupt): g()\nelse: [x for x in y]", [3]),
+    "a frame of its own": ("with f():\n g(x for x in y)\n def h():\n  for x in y: pass", []),
+    "around": ("for x in y:\n try: f(x)\n finally: g()", []),
+    "an error's alone": ("try:\n for x in y: f(x)\nexcept Exception: g()", []),
+    "in the cleanup": ("try: f()\nfinally:\n for x in y: g(x)", []),
+}
+
+
+@pytest.mark.parametrize(("source", "lines"), LOOPS.values(), ids=LOOPS)
+def test_loops_under_cleanup_are_found(source, lines):
+    assert loops_under_cleanup(source) == lines

@@ -83,13 +83,14 @@ class Recorder:
         stream that ever multiplied. Once is enough for kernels; the first time a library may
         choose anew on its second call.
         """
-        times = 1 if self._stream else 2
+        again = self._stream is None
         stream = self._stream = self._stream or torch.cuda.Stream()
         current = torch.cuda.current_stream()
         stream.wait_stream(current)
         try:
             with torch.cuda.stream(stream):
-                for _ in range(times):
+                step()
+                if again:
                     step()
         finally:
             current.wait_stream(stream)

@@ -7,6 +7,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
@@ -304,26 +305,33 @@ class Engine:
             every running request is dropped then.
         """
         requests = self._checked(requests)
-        scheduler, results = self.scheduler, list[RequestOutput]()
         with self._one_thread():
-            if scheduler.waiting:
+            if self.scheduler.waiting:
                 raise ValueError(
                     "requests of another generate wait: it has not returned, or was interrupted; "
                     "call clear()"
                 )
             try:
-                results = scheduler.wait(requests)
-                order = {id(result): at for at, result in enumerate(results)}
-                while scheduler.waiting or scheduler.running:
-                    for result in self._admit_waiting():
-                        if on_tokens:
-                            on_tokens(order[id(result)], list(result.tokens))
-                    for result, new in self.step(ahead=not scheduler.waiting):
-                        if on_tokens and id(result) in order:
-                            on_tokens(order[id(result)], new)
+                results = self._to_their_ends(requests, on_tokens)
             finally:
                 self.clear()
         self._ranks.agree("the tokens of requests", [one.tokens for one in results])
+        return results
+
+    def _to_their_ends(
+        self, requests: Sequence[Request], on_tokens: Callable[[int, list[int]], None] | None
+    ) -> list[RequestOutput]:
+        """Decode checked requests, and those that run."""
+        scheduler = self.scheduler
+        results = scheduler.wait(requests)
+        order = {id(result): at for at, result in enumerate(results)}
+        while scheduler.waiting or scheduler.running:
+            for result in self._admit_waiting():
+                if on_tokens:
+                    on_tokens(order[id(result)], list(result.tokens))
+            for result, new in self.step(ahead=not scheduler.waiting):
+                if on_tokens and id(result) in order:
+                    on_tokens(order[id(result)], new)
         return results
 
     def add(self, requests: Sequence[Request]) -> list[RequestOutput]:
@@ -550,30 +558,34 @@ class Engine:
 
     def _admit(self, items: Sequence[Item], *, whole: bool) -> list[RequestOutput]:
         """Run the prompts and draw first tokens, of all requests or none."""
+        results = [result for _, result in items]
         with self._change():
             if len(items) > (free := self.table.num_free_rows):
                 raise CapacityError(
                     f"requests must be at most {free}, as many as rows are free, got {len(items)}"
                 )
             running, rows = list(self.running), self.table.rows
-            results = [result for _, result in items]
             try:
-                self._decoders.capture_for([request for request, _ in items])
-                started_at = time.perf_counter()
-                for result in results:
-                    result.started_at = started_at
-                self._untimed()
-                while items:
-                    # prompts that run now, and those that wait to share them
-                    wave, items = self.scheduler.wave(items)
-                    admitted = self.scheduler.admit(wave, whole=whole)
-                    self._prompts.run(admitted, self._decoders.processors)
+                self._run_prompts(items, whole=whole)
             except BaseException:
                 if not self.table.changing:
                     self.scheduler.roll_back(running, rows, results)
                     self._changing = False
                 raise
             return results
+
+    def _run_prompts(self, items: Sequence[Item], *, whole: bool) -> None:
+        """Capture what requests need, then admit them and run their prompts."""
+        self._decoders.capture_for([request for request, _ in items])
+        started_at = time.perf_counter()
+        for _, result in items:
+            result.started_at = started_at
+        self._untimed()
+        while items:
+            # prompts that run now, and those that wait to share them
+            wave, items = self.scheduler.wave(items)
+            admitted = self.scheduler.admit(wave, whole=whole)
+            self._prompts.run(admitted, self._decoders.processors)
 
     def _launch(self, groups: Groups) -> None:
         """Launch a step of every group; errors are raised after that."""
@@ -628,7 +640,7 @@ class Engine:
     def _collect(self, steps: Sequence[LaunchedStep]) -> list[Gain]:
         """Hand out what steps gained; requests that had ended before get nothing."""
         try:
-            return [gain for step in steps for gain in self._collect_group(step)]
+            return list(chain.from_iterable(map(self._collect_group, steps)))
         except Exception:
             # nobody can go on without tokens that were lost
             self._drop_all(table=False)

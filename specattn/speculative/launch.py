@@ -146,15 +146,16 @@ class StepLaunch:
 
     def run(self) -> None:
         """Run the part; a recording has halves side by side."""
-        runs = [partial(step.run, self.part) for step in self.steps]
+        first, *others = runs = [partial(step.run, self.part) for step in self.steps]
         if is_recording(self.packed.device):
             side_by_side(self.packed.device, *runs)
-        elif len(runs) == 1:
-            runs[0]()
+        elif not others:
+            first()
         else:
+            (second,) = others
             with _all_or_none(self._states()):
-                for run in runs:
-                    run()
+                first()
+                second()
         if self.part.has(ForwardMode.DRAFT_EXTEND):
             self.host.write_output(self.packed)
 

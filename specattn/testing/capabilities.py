@@ -115,15 +115,18 @@ def graphs(setting: Setting, mode: Mode) -> None:
     session.schedule()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
+
+    def fill_and_run() -> None:
+        session.bound.fill()
+        session.run()
+
     with torch.cuda.stream(side):
-        for _ in range(2):
-            session.bound.fill()
-            session.run()
+        fill_and_run()
+        fill_and_run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        session.bound.fill()
-        session.run()
+        fill_and_run()
     for case in cases:
         session.load(case)
         session.schedule()

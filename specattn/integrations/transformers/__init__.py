@@ -284,12 +284,16 @@ def _run(engine: Engine, requests: Sequence[Request], columns: _Columns) -> Tens
         for one in requests
     ]
     try:
-        results = engine.add(requests)
-        while not columns.take(results):
-            for result in columns.unwanted(results):
-                engine.drop(result)
-            assert engine.running, "a row has ended for the engine alone"
-            engine.step(ahead=True)
-        return columns.finish()
+        return _run_columns(engine, requests, columns)
     finally:
         engine.clear()
+
+
+def _run_columns(engine: Engine, requests: Sequence[Request], columns: _Columns) -> Tensor:
+    results = engine.add(requests)
+    while not columns.take(results):
+        for result in columns.unwanted(results):
+            engine.drop(result)
+        assert engine.running, "a row has ended for the engine alone"
+        engine.step(ahead=True)
+    return columns.finish()
