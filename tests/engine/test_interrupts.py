@@ -55,6 +55,37 @@ class Interrupt:
         return self._line
 
 
+class JumpInterrupt:
+    """Raises a KeyboardInterrupt at the n-th jump back of a loop, or notes all jumps.
+
+    There Python looks for signals, and from 3.12 on not every handler of the frame is told.
+    """
+
+    TOOL = 4
+
+    def __init__(self, files: list[Path], at: int = -1) -> None:
+        self._files, self._at = {str(file) for file in files}, at
+        self.lines: list[tuple[str, int]] = []
+
+    def __enter__(self):
+        tool = sys.monitoring
+        tool.use_tool_id(self.TOOL, "interrupts")
+        for event in (tool.events.JUMP, tool.events.BRANCH):
+            tool.register_callback(self.TOOL, event, self._jump)
+        tool.set_events(self.TOOL, tool.events.JUMP | tool.events.BRANCH)
+        return self
+
+    def __exit__(self, *_error) -> None:
+        sys.monitoring.set_events(self.TOOL, 0)
+        sys.monitoring.free_tool_id(self.TOOL)
+
+    def _jump(self, code, offset, target):
+        if target < offset and code.co_filename in self._files:
+            self.lines.append((code.co_qualname, offset))
+            if len(self.lines) - 1 == self._at:
+                raise KeyboardInterrupt
+
+
 def one_of_each(lines: list[tuple[str, int]]) -> list[int]:
     """Where every line runs once: the first time, the last time, or between."""
     at = defaultdict(list)
@@ -111,12 +142,12 @@ def books_are_right(run: Engine) -> None:
     run.table.check()
 
 
-def check(run: Engine, at: int) -> bool:
+def check(run: Engine, at: int, kind=Interrupt) -> bool:
     """Interrupt a life; returns whether the engine asked to be cleared."""
     results: list = []
     run.clear()
     files, stops = ENGINE + STEPS + TABLE, pytest.raises(KeyboardInterrupt)
-    with Interrupt(files, at) as interrupt, stops as caught:
+    with kind(files, at) as interrupt, stops as caught:
         life(run, results)
     where = interrupt.lines[-1]
     # a call that is refused either way
@@ -144,12 +175,12 @@ def check(run: Engine, at: int) -> bool:
     return asks
 
 
-def lines_of(run: Engine) -> list[tuple[str, int]]:
+def lines_of(run: Engine, kind=Interrupt) -> list[tuple[str, int]]:
     run.clear()
     # what an engine does once, it has done before
     life(run, [])
     run.clear()
-    with Interrupt(ENGINE + STEPS + TABLE) as noted:
+    with kind(ENGINE + STEPS + TABLE) as noted:
         life(run, [])
     return noted.lines
 
@@ -165,6 +196,15 @@ def test_an_interrupt_costs_no_row_and_no_slot(run):
 def test_an_interrupt_at_any_line_costs_no_row_and_no_slot(run):
     for at in one_of_each(lines_of(run)):
         check(run, at)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="before 3.12, all handlers are told")
+def test_an_interrupt_where_a_loop_jumps_back_costs_no_row_and_no_slot(run):
+    jumps = lines_of(run, JumpInterrupt)
+    first = {jump: at for at, jump in reversed(list(enumerate(jumps)))}
+    assert len(first) > 40
+    for at in first.values():
+        check(run, at, JumpInterrupt)
 
 
 def table_life(table: SlotTable) -> None:
