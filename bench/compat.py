@@ -5,6 +5,7 @@
 Environments that FOLDER has already are used as they are. The newest torch and the newest SGLang
 take some 6 GB each, with the CUDA libraries that their wheels bring; no GPU is needed. The record
 keeps what other runs gave for other environments; SGLang's tests write one of their own as well.
+`py312` and `py313` are made by `python3.12` and `python3.13`, which have to be on the path.
 `python docs/make_compatibility.py` makes the page of both.
 """
 
@@ -17,7 +18,6 @@ import json
 import os
 import subprocess
 import sys
-import venv
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,8 @@ class Environment:
         Of the tests' environment.
     compiles : bool
         Compile all kernels for SM90 as well.
+    python : str
+        What makes the environment, if not this Python.
     """
 
     installs: tuple[str, ...]
@@ -61,8 +63,15 @@ class Environment:
     stubs: str = ""
     variables: dict[str, str] = field(default_factory=dict)
     compiles: bool = False
+    python: str = sys.executable
 
 
+# what an interrupt must leave right is up to how Python runs loops
+INTERRUPTED = (
+    *(f"tests/engine/test_{name}.py" for name in ("interrupts", "engine_failures", "serving")),
+    "tests/cuda_graph",
+    "tests/test_architecture.py",
+)
 OF_SGLANG = ("-r", f"{ROOT}/{SGLANG}/requirements.txt")
 ENGINE = {
     "SGLANG_USE_CPU_ENGINE": "1",
@@ -96,6 +105,8 @@ ENVIRONMENTS = {
         stubs=f"{SGLANG}/stubs",
         variables=ENGINE,
     ),
+    "py312": Environment(("torch==2.14.1", *TOOLS), INTERRUPTED, python="python3.12"),
+    "py313": Environment(("torch==2.14.1", *TOOLS), INTERRUPTED, python="python3.13"),
 }
 #: What engines pin, which a plain ``pip install`` of this project must leave alone.
 PINS = {
@@ -122,7 +133,7 @@ def make(name: str, folder: Path) -> Path:
     python = home / "bin" / "python"
     if not python.exists():
         wanted = ENVIRONMENTS[name]
-        venv.create(home, with_pip=True)
+        subprocess.run([wanted.python, "-m", "venv", home], check=True)
         pip = [str(python), "-m", "pip", "install", "--quiet"]
         if wanted.no_deps:
             subprocess.run([*pip, *wanted.installs], check=True)

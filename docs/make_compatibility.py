@@ -80,14 +80,14 @@ def environments(record: dict[str, Any], gpu: dict[str, Any]) -> str:
         [
             name,
             run["device"],
-            *(run["versions"].get(column, "") for column in COLUMNS),
+            *(run["versions"].get(column, "") for column in ("python", *COLUMNS)),
             *(run["counts"][kind] for kind in ("passed", "failed", "skipped")),
             run["date"],
         ]
         for name, run in runs.items()
     ]
     return table(
-        ["environment", "device", *COLUMNS, "passed", "failed", "skipped", "date"], rows
+        ["environment", "device", "python", *COLUMNS, "passed", "failed", "skipped", "date"], rows
     ) + "".join(
         f"\nFailed in {name}: {', '.join(f'`{test}`' for test in run['failures'])}.\n"
         for name, run in runs.items()
