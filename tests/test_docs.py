@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import runpy
+from dataclasses import fields
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
@@ -19,6 +20,7 @@ from specattn import Engine, Request, SpecConfig, inspect
 from specattn.cli import graphs
 from specattn.cli.app import app
 from specattn.cuda_graph import GraphReport
+from specattn.engine.metrics import EngineMetrics
 from specattn.models import HFTarget
 from tests.test_inspect import TREE
 from tests.tiny import TinyTarget
@@ -123,6 +125,29 @@ def test_the_programs_of_the_requests_page_run(capsys):
 
     with names["AsyncEngine"](engine) as server:
         assert "".join(asyncio.run(collect(server))) == text != ""
+
+
+def test_prometheus_is_told_what_the_monitoring_page_says():
+    client = pytest.importorskip("prometheus_client", reason="not installed here")
+    page = (ROOT / "docs" / "monitoring.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    engine = Engine(TinyTarget(), None, SpecConfig(0, 1, 1, 64, 2))
+    engine.generate([Request([3, 1, 4], 5), Request([5], 1)])
+    names = {"engine": engine}
+    exec(compile(program, "monitoring.md", "exec"), names)
+    told = client.generate_latest(client.REGISTRY).decode().splitlines()
+    for line in ("waiting 0.0", "prompt_tokens_total 4.0", "generated_tokens_total 6.0"):
+        assert f"specattn_{line}" in told
+    assert 'specattn_finished_total{reason="length"} 2.0' in told
+
+
+def test_every_number_of_the_monitoring_page_is_one():
+    page = (ROOT / "docs" / "monitoring.md").read_text()
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    named = set(re.findall(r"`(\w+)`", " ".join(rows)))
+    assert named == {name for name in dir(EngineMetrics) if name[0] != "_"} | {
+        field.name for field in fields(EngineMetrics)
+    }
 
 
 def test_the_program_of_the_quick_start_runs(capsys):

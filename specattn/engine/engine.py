@@ -19,6 +19,7 @@ from specattn.checks import whole_numbers
 from specattn.cuda_graph.recorder import Recorder
 from specattn.engine.configs import SpeculativeConfigs, powers_of_two
 from specattn.engine.decoders import Decoders
+from specattn.engine.metrics import EngineCounters
 from specattn.engine.prompts import PromptRunner
 from specattn.engine.ranks import Ranks
 from specattn.engine.request import Request, RequestOutput, check_requests
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from specattn.backends.multi_step import Indices
     from specattn.config import KVScales, SpecConfig
     from specattn.cuda_graph import GraphReport
+    from specattn.engine.metrics import EngineMetrics
     from specattn.engine.policy import Policy
     from specattn.engine.scheduler import Groups, Item
     from specattn.speculative.block import BlockDraftModel
@@ -245,6 +247,7 @@ class Engine:
             tbo=tbo,
             cudagraph=cudagraph,
         )
+        self._counters = EngineCounters(self.configs.all)
         # launched and not handed out: the groups of one step
         self._steps: list[LaunchedStep] = []
         # whether they are still here because another launch failed
@@ -431,6 +434,7 @@ class Engine:
         """
         with self._change():
             self.scheduler.drop(result)
+            self._counters.dropped(1)
 
     def clear(self) -> None:
         """Drop every running request, as `drop` does, and forget those that wait.
@@ -470,6 +474,14 @@ class Engine:
     def graphs(self) -> dict[SpecConfig, tuple[GraphReport, ...]]:
         """Return what capturing took, by the config of each decoder, and bucket."""
         return self._decoders.report()
+
+    def metrics(self) -> EngineMetrics:
+        """Return numbers for monitoring: requests, slots, tokens, and what drafts gained.
+
+        Nothing waits, on the host or for the device. Any thread may ask at any time. What it reads
+        while a step ends may have some numbers of before and some of after.
+        """
+        return self._counters.read(self.scheduler, self.table)
 
     def _acquire(self) -> RLock:
         """Lock the engine for this thread, or raise a ValueError at once."""
@@ -566,16 +578,21 @@ class Engine:
                 )
             running, rows = list(self.running), self.table.rows
             try:
-                self._run_prompts(items, whole=whole)
+                shared = self._run_prompts(items, whole=whole)
             except BaseException:
                 if not self.table.changing:
                     self.scheduler.roll_back(running, rows, results)
                     self._changing = False
                 raise
+            self._counters.admitted(items, shared)
             return results
 
-    def _run_prompts(self, items: Sequence[Item], *, whole: bool) -> None:
-        """Capture what requests need, then admit them and run their prompts."""
+    def _run_prompts(self, items: Sequence[Item], *, whole: bool) -> int:
+        """Capture what requests need, then admit them and run their prompts.
+
+        Returns how many tokens of the prompts others had run.
+        """
+        shared = 0
         self._decoders.capture_for([request for request, _ in items])
         started_at = time.perf_counter()
         for _, result in items:
@@ -585,7 +602,9 @@ class Engine:
             # prompts that run now, and those that wait to share them
             wave, items = self.scheduler.wave(items)
             admitted = self.scheduler.admit(wave, whole=whole)
+            shared += sum(one.length for one in admitted)
             self._prompts.run(admitted, self._decoders.processors)
+        return shared
 
     def _launch(self, groups: Groups) -> None:
         """Launch a step of every group; errors are raised after that."""
@@ -650,6 +669,7 @@ class Engine:
 
     def _collect_group(self, step: LaunchedStep) -> list[Gain]:
         gained = step.pending.wait()
+        self._counters.stepped(step.config, len(gained))
         now, began = time.perf_counter(), step.launched_at
         # a step that was launched ahead began when the one before it ended
         seconds = None if began is None else now - max(began, self._collected_at)
@@ -666,6 +686,7 @@ class Engine:
             count = one.request.sampling.logprobs
             if count is not None:
                 one.result.logprobs += step.pending.logprobs(at, count)[: len(kept)]
+            self._counters.gained(one.result, len(kept))
             gains.append((one.result, kept))
         self.configs.count(step.config, counts, sum(len(kept) for _, kept in gains), seconds)
         return gains
@@ -678,7 +699,7 @@ class Engine:
     def _drop_all(self, *, table: bool) -> None:
         """Drop every request, and wait for what is in flight; see `Scheduler.clear`."""
         self._steps, self._kept = [], False
-        self.scheduler.clear(table=table)
+        self._counters.dropped(self.scheduler.clear(table=table))
         # a wait that was interrupted has left its step in flight, and may be again
         for decoder in self._decoders:
             decoder.settle()

@@ -74,7 +74,8 @@ class RunningRequest:
         A last token of -1 is none: the target's logits were not finite there. A context holds
         ``limit`` tokens. Where the text or the grammar raises, nothing is appended.
         """
-        result, kept, reason = self.result, list[int](), ""
+        result, reason = self.result, ""
+        kept: list[int] = []
         ends, room = self.end_ids, self.request.max_new_tokens - len(result.tokens)
         for token in tokens:
             if token < 0:
@@ -343,19 +344,24 @@ class Scheduler:
                 return
         raise ValueError("result must be that of a request which runs in this engine, or waits")
 
-    def clear(self, *, table: bool) -> None:
-        """Drop every request; with ``table``, free every row, whoever took it."""
+    def clear(self, *, table: bool) -> int:
+        """Drop every request; with ``table``, free every row, whoever took it.
+
+        Returns how many had not ended.
+        """
+        dropped = 0
         if table:
             self.table.clear()
         for one in self.running:
             if not table and not one.result.finish_reason:
                 self.table.free(one.row)
-            _drop(one.result)
+            dropped += _drop(one.result)
         self.running = []
         # last: after an interrupt, one that runs may still be among them
         for _, result in self.waiting:
-            _drop(result)
+            dropped += _drop(result)
         self.waiting.clear()
+        return dropped
 
     def _first_slot(self, request: Request) -> int:
         """Return how many positions running a prompt needs slots for."""
@@ -393,11 +399,13 @@ class Scheduler:
         return (min(common, len(prompt)) - 1) // page * page if common else 0
 
 
-def _drop(result: RequestOutput) -> None:
-    """End a request, unless it has ended."""
-    if not result.finish_reason:
-        result.finish_reason = "dropped"
-        result.finished_at = time.perf_counter()
+def _drop(result: RequestOutput) -> bool:
+    """End a request; returns whether it had not ended."""
+    if result.finish_reason:
+        return False
+    result.finish_reason = "dropped"
+    result.finished_at = time.perf_counter()
+    return True
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

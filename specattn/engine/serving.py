@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from specattn.engine.engine import Engine
+    from specattn.engine.metrics import EngineMetrics
     from specattn.engine.request import Request
     from specattn.speculative.grammar import Grammar
 
@@ -205,6 +206,13 @@ class AsyncEngine:
                 raise ValueError("this AsyncEngine is closed") from self._error
             self._commands.put(feed)
         return RequestStream(feed, self._commands, self._engine)
+
+    def metrics(self) -> EngineMetrics:
+        """Return the engine's numbers, from any thread; see `Engine.metrics`.
+
+        Requests that come while a step runs are counted when it has ended.
+        """
+        return self._engine.metrics()
 
     def close(self) -> None:
         """Drop every request, end the thread, and let the engine go.
