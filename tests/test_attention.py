@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 
 import pytest
@@ -22,6 +23,7 @@ from specattn.attention import (
     RowLayout,
     WindowPool,
 )
+from specattn.backends.triton import TritonTree
 from specattn.errors import UnsupportedError
 from specattn.interop import full_mask, packed_mask, qlen_mask
 from tests.implementations import using
@@ -450,6 +452,34 @@ def test_a_forward_is_two_launches(plan_launches, monkeypatch):
             del plan_launches[:], adopted[:]
             made.adopt(tensor(host.rows), tensor(host.lens))
             assert len(adopted) == len(plan_launches) == 1
+
+
+def test_the_first_layer_of_a_forward_waits_for_its_plan(monkeypatch):
+    """Later ones prefetch; whatever ran before, the first one after `adopt` or `fill` does not."""
+    honest, run, told, seen = TritonTree.for_layer, TritonTree.run, {}, []
+
+    def for_layer(bound, scales, *, prefetch):
+        found = honest(bound, scales, prefetch=prefetch)
+        told[id(found)] = prefetch
+        return found
+
+    def noted(bound, *args):
+        seen.append(told[id(bound)])
+        run(bound, *args)
+
+    monkeypatch.setattr(TritonTree, "for_layer", for_layer)
+    monkeypatch.setattr(TritonTree, "run", noted)
+    with using("triton"):
+        host = Host(2)
+        attention = Attention(host.table, max_batch=2, backend="triton")
+        layers = [host.layer(attention) for _ in range(2)]
+        forward = attention.forward(RowLayout(3, 3, Phase.VERIFY), 2)
+        adopt = partial(forward.adopt, tensor(host.rows), tensor(host.lens))
+        for begin in (adopt, adopt, forward.fill):
+            begin()
+            for layer in layers:
+                forward.attend(layer, *host.new(6))
+    assert seen == [False, True] * 3
 
 
 def test_a_recorded_forward_follows_the_host(backend):

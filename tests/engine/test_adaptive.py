@@ -182,6 +182,51 @@ def test_acceptance_is_that_of_the_window():
     assert shallow.seconds(1) == pytest.approx(0.15)
 
 
+def test_buckets_may_come_in_any_order():
+    """Captures come largest first, and a batch takes the smallest bucket that holds it."""
+    seen = []
+
+    def first(observed):
+        seen.append((observed.batch, observed.bucket))
+        return observed.configs[0]
+
+    run = engine(TREES[:2], first, 40, buckets=(3, 5, 1))
+    assert [report.bucket for report in run.decoders[0].report()] == [5, 3, 1]
+    requests = [Request(prompt, 3 + 4 * at) for at, prompt in enumerate(PROMPTS)]
+    requests[-1] = Request(list(range(1, 30)), 99)
+    for request, result in zip(requests, run.generate(requests), strict=True):
+        want = dense_greedy(run.target.model, request.prompt, len(result.tokens))
+        assert result.tokens == want
+    run.configs.choose(1, 40)
+    assert set(seen) >= {(5, 5), (2, 3), (1, 1)}
+    for batch, bucket in ((1, 1), (2, 3), (4, 5)):
+        decoder = run.decoders[0]
+        assert decoder.runner.ready(decoder.modes, batch)[0].bucket == bucket
+    # made late, for the largest alone
+    plain = run.decoder(run.config.plain())
+    assert [report.bucket for report in plain.report()] == [5]
+
+
+def test_a_policy_that_raises_keeps_no_tokens_back():
+    """Those of the step in flight come with the next call, which asks for no step ahead."""
+    asked = []
+
+    def policy(observed):
+        asked.append(observed)
+        if len(asked) > 1:
+            raise ValueError("no such luck")
+        return observed.configs[0]
+
+    run = engine(TREES[:2], policy)
+    (result,) = run.add([Request(PROMPTS[0], 20)])
+    with pytest.raises(ValueError, match="no such luck"):
+        run.step(ahead=True)
+    ((_, new),) = run.step(ahead=True)
+    assert len(asked) == 2
+    assert [result.tokens[0], *new] == result.tokens
+    assert result.tokens == dense_greedy(run.target.model, PROMPTS[0], len(result.tokens))
+
+
 def observed(gains: dict[SpecConfig, list[int]], batch: int = 1, current=DEEP) -> Observed:
     acceptance = {config: Acceptance(config) for config in gains}
     for config, tokens in gains.items():
@@ -204,6 +249,23 @@ def test_expected_tokens_are_the_mean_where_much_is_known():
     assert 6 < expected_tokens(seen.acceptance, DEEP) < 7, "depths unseen go on as those seen"
     seen = observed({DEEP: [], SHALLOW: []})
     assert expected_tokens(seen.acceptance, DEEP) == pytest.approx(sum(0.5**d for d in range(7)))
+
+
+@pytest.mark.parametrize("prior", [0.5, 4.0, 100.0])
+def test_without_data_every_depth_is_kept_every_other_time(prior):
+    seen = observed({DEEP: [], SHALLOW: [], PLAIN: []})
+    assert expected_tokens(seen.acceptance, SHALLOW, prior) == 1 + 1 / 2 + 1 / 4
+    assert expected_tokens(seen.acceptance, PLAIN, prior) == 1
+    assert expected_tokens(seen.acceptance, DEEP, prior) == sum(0.5**d for d in range(7))
+
+
+def test_little_data_counts_as_little():
+    """By hand, for a request that kept one of two tokens, and a config that has none."""
+    pooled = (1 + 4 * 0.5) / 5, (4 * 0.6) / 5
+    own = (1 + 4 * 0.6) / 5, (4 * 0.48) / 5
+    seen = observed({SHALLOW: [2], replace(SHALLOW, topk=2): []})
+    rates = [expected_tokens(seen.acceptance, config) for config in seen.configs]
+    assert rates == pytest.approx([1 + own[0] + own[0] * own[1], 1 + pooled[0] * (1 + pooled[1])])
 
 
 def test_goodput_follows_acceptance_and_batch_size():
@@ -232,6 +294,19 @@ def test_a_switch_waits_and_must_be_worth_it():
     assert calls(lambda c, b: worth[c], hold=5) == [SHALLOW] * 4 + [DEEP] * 4
     assert calls(lambda c, b: worth[c], hold=5, margin=0.1) == [SHALLOW] * 8
     assert calls(lambda c, b: worth[c], hold=5) == calls(lambda c, b: worth[c], hold=5)
+
+
+def test_what_was_switched_to_is_held_as_long():
+    """And what has been held long enough is left as soon as another is better."""
+    best = [DEEP]
+    policy = GoodputPolicy(lambda config, _: 1.0 if config == best[0] else 9.0, hold=3)
+    seen = observed({DEEP: [4] * 50, SHALLOW: [3] * 50}, current=SHALLOW)
+    assert [policy(seen) for _ in range(3)] == [SHALLOW, SHALLOW, DEEP]
+    best[0] = SHALLOW
+    assert [policy(seen) for _ in range(3)] == [DEEP, DEEP, SHALLOW]
+    assert [policy(seen) for _ in range(5)] == [SHALLOW] * 5
+    best[0] = DEEP
+    assert policy(seen) is DEEP
 
 
 def test_what_is_not_known_is_tried_and_what_does_not_fit_is_left_out():

@@ -182,6 +182,23 @@ def test_two_steps_in_flight_keep_theirs_apart():
     ]
 
 
+def test_a_step_that_was_waited_for_keeps_its_own():
+    """Two steps later another one writes where it did."""
+    run = engine()
+    asked = Request(PROMPTS[0], 40, SamplingParams(logprobs=2))
+    run.add([asked])
+    (one,) = run.running
+    run.table.reserve([one.row], [64])
+    decoder = run.decoder(run.config)
+    first, *later = (decoder.step_async([one.row], processed=True) for _ in range(2))
+    gained = first.wait()[0]
+    for _ in range(3):
+        later.append(decoder.step_async([one.row], processed=True))
+        later.pop(0).wait()
+    text = replace(asked, prompt=[*asked.prompt, *one.result.tokens])
+    check(text, RequestOutput(tokens=gained, logprobs=first.logprobs(0, 2)))
+
+
 def test_a_step_that_is_not_processed_has_none():
     run = engine()
     run.add([Request(PROMPTS[0], 40)])

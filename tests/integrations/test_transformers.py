@@ -476,12 +476,22 @@ def test_nothing_keeps_a_model(head):
     assert len(serving.SERVED) == kept - 1
 
 
-def test_other_weights_are_seen(model, head):
-    ours(model, prompts(3), max_new_tokens=NEW, draft=head)
+def replace_weights(model):
     other = {name: one.flip(0).clone() for name, one in model.state_dict().items()}
     model.load_state_dict(other, assign=True)
+
+
+@pytest.mark.parametrize("change", [replace_weights, torch.nn.Module.float], ids=["other", "dtype"])
+def test_other_weights_are_seen(model, head, made, change):
+    """Graphs have the old ones' addresses, and pools their dtype."""
+    if change is not replace_weights:
+        model.bfloat16()
+    ours(model, prompts(3), max_new_tokens=NEW)
+    change(model)
     want = model.generate(**prompts(3), max_new_tokens=NEW)
+    assert torch.equal(ours(model, prompts(3), max_new_tokens=NEW), want)
     assert torch.equal(ours(model, prompts(3), max_new_tokens=NEW, draft=head), want)
+    assert len(made) == 3
 
 
 def test_inference_mode_may_come_and_go(model, head):
