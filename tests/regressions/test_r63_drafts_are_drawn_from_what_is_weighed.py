@@ -1,0 +1,118 @@
+"""R63: huggingface/transformers#47932, deepseek-ai/DeepSpec#31.
+
+Rejection sampling weighed drafts by another law than they were drawn from: one of another dtype, or
+one from before processors.
+
+The law that a draft is drawn from is the one that is kept for its verification, in float32 from
+logits of any dtype; and what is emitted has the target's law, however that is cut.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specattn.batch import DraftTree
+from specattn.config import SpecConfig
+from specattn.engine.engine import Engine, Request
+from specattn.kernels.sampling import DRAFT, uniform
+from specattn.speculative.draft import choose_tokens
+from specattn.speculative.sampling import SamplingBatch, SamplingParams
+from specattn.speculative.verify import accept
+from tests.engine.test_logprobs import drawn_from
+from tests.tiny import TinyDraft, TinyTarget
+from tests.worlds import DEVICE
+
+TEMPERATURES = [0.3, 0.8, 1.0, 2.0]
+ROWS = 64
+DRAWS = 100_000
+TARGET = [1.0, -0.5, 2.0, 0.25, -1.0, 1.5, 0.0]
+CHOICE = [-0.6, 1.7, 1.1, -0.3, 1.9, 0.1, 0.4]
+CUTS = {
+    "top-k": SamplingParams(1.0, top_k=3),
+    "top-p": SamplingParams(1.0, top_p=0.6),
+    "cold": SamplingParams(0.3),
+    "hot": SamplingParams(2.0),
+    "min-p": SamplingParams(1.5, min_p=0.3),
+    "all": SamplingParams(1.2, top_k=5, top_p=0.9, min_p=0.1),
+}
+
+
+def drawn(tokens, law, coins) -> None:
+    """Each token is where its coin falls, by a float64 sampler of its own."""
+    edges, at = law.cumsum(1), coins.double()[:, None]
+    # a coin on an edge says nothing
+    sure = (edges - at).abs().amin(1) > 1e-5
+    assert float(sure.float().mean()) > 0.95
+    assert torch.equal(tokens[sure], torch.searchsorted(edges, at).flatten()[sure])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@torch.no_grad()
+def test_what_is_drawn_comes_from_what_is_kept(dtype, monkeypatch):
+    """Every draft of a step."""
+    models = TinyTarget(device=DEVICE, dtype=dtype), TinyDraft(device=DEVICE, dtype=dtype)
+    config = SpecConfig(3, 1, 4, 32, ROWS, draft_sampling=True)
+    run = Engine(*models, config, buckets=[ROWS])
+    run.add(
+        Request([3, 14, 15, 9], 9, SamplingParams(TEMPERATURES[seed % 4], seed=seed))
+        for seed in range(ROWS)
+    )
+    rows = [live.row for live in run.running]
+    run.table.reserve(rows, [live.length + config.reserve_len for live in run.running])
+    made, forward = [], models[1].forward
+
+    def spy(*args, **named):
+        made.append(forward(*args, **named))
+        return made[-1]
+
+    monkeypatch.setattr(models[1], "forward", spy)
+    step = run.decoder(config).phases(rows)
+    step.begin()
+    tree = step.draft()
+    assert len(made) == 2
+    temperature = torch.tensor(TEMPERATURES, device=DEVICE).repeat(ROWS // 4).double()
+    seeds = torch.arange(ROWS, device=DEVICE)
+    for depth, out in enumerate(made, 2):
+        assert out.logits.dtype == dtype
+        law = (out.logits.double() / temperature[:, None]).softmax(1)
+        kept = tree.draft_probs[:, depth - 1]
+        torch.testing.assert_close(kept.double(), law, rtol=1e-5, atol=1e-9)
+        # the token that it follows lies so far behind the root
+        after = torch.full_like(seeds, 4 + depth - 1)
+        drawn(tree.tokens[:, depth], law, uniform(seeds, after, DRAFT))
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_what_is_emitted_has_the_targets_law(cut):
+    params, draft = CUTS[cut], TinyDraft(device=DEVICE)
+    seeds = torch.arange(DRAWS, device=DEVICE)
+    one = SamplingBatch.of([params], torch.device(DEVICE))
+    laws = (one.temperature, one.top_k, one.top_p, one.min_p)
+    *cuts, min_p = (None if law is None else law.expand(DRAWS).contiguous() for law in laws)
+    sampling = SamplingBatch(False, *cuts, seeds, min_p)
+    logits = torch.tensor(CHOICE, dtype=torch.bfloat16).to(DEVICE).expand(DRAWS, -1)
+    chosen = choose_tokens(draft, logits.contiguous(), 1, sampling, torch.zeros_like(seeds))
+    law = (logits.double() / params.temperature).softmax(1)
+    drawn(chosen.tokens[:, 0], law, uniform(seeds, torch.zeros_like(seeds), DRAFT))
+    tokens = torch.cat([torch.zeros_like(chosen.tokens), chosen.tokens], 1)
+    links = torch.tensor([1, -1], device=DEVICE), torch.tensor([-1, -1], device=DEVICE)
+    tree = DraftTree(
+        tokens,
+        tokens,
+        tokens[:, :, None],
+        tokens,
+        *(link.expand(DRAWS, -1).contiguous() for link in links),
+        chosen.draft_probs[:, None],
+    )
+    target = torch.tensor(TARGET, device=DEVICE).expand(DRAWS, 2, -1).contiguous()
+    config = SpecConfig(1, 1, 2, draft_sampling=True)
+    found = accept(tree, target, torch.zeros_like(seeds).int(), config, sampling)
+    counts = found.accept_tokens[:, 0].bincount(minlength=len(TARGET)).double().cpu()
+    law = torch.tensor(drawn_from(TARGET, params)).double().softmax(0)
+    assert not counts[law == 0].any()
+    want = law[law > 0] * DRAWS
+    chi_square = float(((counts[law > 0] - want) ** 2 / want).sum())
+    # of at most 6 degrees of freedom, one run in ten thousand is above
+    assert chi_square < 27.9
+    assert 0.02 < float((found.accept_lens == 2).float().mean()) < 0.9
