@@ -20,6 +20,7 @@ from transformers.quantizers import AutoHfQuantizer
 
 from specattn.errors import ModelError
 from specattn.models.hub import blaming, count_from_first, locate
+from specattn.models.interface import INTERFACE, ModelState
 from specattn.models.probe import probe_layers
 from specattn.models.shards import check_heads, process_group, too_old
 from specattn.speculative.model import TargetOutput
@@ -64,7 +65,7 @@ class HFTarget:
 
     Its attention is the ``attend`` of each `forward`. `from_pretrained` and `from_model` make one.
     The model is not patched: transformers dispatches attention by name, and keyword arguments of
-    the model's call reach that dispatch.
+    the model's call reach that dispatch. Nobody else can call the model until `restore`.
 
     Parameters
     ----------
@@ -76,12 +77,15 @@ class HFTarget:
         The attention geometry of every layer.
     features : FeatureSpec
         The hidden states that `forward` returns.
+    before : ModelState, optional
+        What `restore` puts the model back into; None leaves it as it is.
     """
 
     module: Any
     name: str
     layers: tuple[AttnConfig, ...]
     features: FeatureSpec = FeatureSpec()
+    before: ModelState | None = None
 
     @classmethod
     def from_pretrained(
@@ -141,19 +145,35 @@ class HFTarget:
 
     @classmethod
     def from_model(cls, module: Any, *, name: str = "") -> Self:
-        """Wrap a model that is built already, and switch its attention implementation.
+        """Wrap a model that is built already, until `restore`.
 
-        Two short forwards show what attention it computes.
+        Two short forwards show what attention the model computes. From then on it attends through
+        this library alone, in evaluation mode and without gradients.
 
         Raises
         ------
         ModelError
-            If this library does not compute the model's attention.
+            If this library does not compute the model's attention, or the model cannot be sharded
+            so. The model is left as it was.
         """
-        module.eval().requires_grad_(False)
+        before = ModelState.of(module)
         name, config = name or module.name_or_path, module.config.get_text_config(decoder=True)
-        check_heads(name, module, config)
-        return cls(module, name, probe_layers(module, config))
+        try:
+            module.eval().requires_grad_(False)
+            check_heads(name, module, config)
+            return cls(module, name, probe_layers(module, config), before=before)
+        except BaseException:
+            before.restore(module)
+            raise
+
+    def restore(self) -> None:
+        """Give the model back, as it was before `from_model`.
+
+        That is its attention, its modules' modes, and which parameters have gradients. The target
+        runs no more; `from_model` wraps the model again. A `FusedTarget` made of it goes on.
+        """
+        if self.before is not None:
+            self.before.restore(self.module)
 
     def with_features(self, features: FeatureSpec) -> Self:
         """Return a target of the same weights that gives other ``features``.
@@ -269,7 +289,19 @@ class HFTarget:
     def forward(
         self, input_ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
     ) -> TargetOutput:
-        """Run the model over flattened tokens; see `TargetModel.forward`."""
+        """Run the model over flattened tokens; see `TargetModel.forward`.
+
+        Raises
+        ------
+        ModelError
+            If the model has been given back.
+        """
+        if self.config._attn_implementation != INTERFACE:
+            raise ModelError(
+                "target",
+                f"{self.name or self.config.model_type} attends in its own way again: wrap it anew "
+                "by HFTarget.from_model",
+            )
         narrow = rows is not None and self._takes_rows
         output = self.module(
             input_ids=input_ids[None],

@@ -18,14 +18,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from specattn.config import AttnConfig
 from specattn.errors import ModelError
 from specattn.models.hub import first_line, quiet
+from specattn.models.interface import INTERFACE, CalledByOthersError, dispatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: Attention of this name is whatever callable the model was called with.
-INTERFACE = "specattn"
-# The same, with masks. Serving has none: with a mask function of its name, transformers looks at
-# the positions on the host before every forward to find packed sequences.
+# The interface, with masks. Serving has none: with a mask function of its name, transformers looks
+# at the positions on the host before every forward to find packed sequences.
 _WITH_MASKS = "specattn_probe"
 
 _KINDS = {"full_attention", "sliding_attention"}
@@ -71,6 +70,9 @@ def _run(module: Any, config: Any, interface: str, **inputs: Tensor) -> _Probe:
         with quiet(), torch.no_grad():
             module.set_attn_implementation(interface)
             logits = module(**inputs, use_cache=False, specattn_attention=probe).logits
+    except CalledByOthersError as error:
+        reason = "does not pass the arguments of its call on to its attention"
+        raise _unsupported(config, reason) from error
     except ModelError:
         raise
     # Any of hundreds of model classes may run here.
@@ -157,7 +159,23 @@ class _Probe:
             raise _unsupported(
                 self._config, f"has attention in layers {sorted(self._layers)} of {wanted} only"
             )
+        self._check_one_pool()
         return tuple(self._layers[index] for index in range(wanted))
+
+    def _check_one_pool(self) -> None:
+        """Refuse keys and values that one pool cannot hold (Gemma 4)."""
+        heads = {
+            index: f"{layer.num_kv_heads} of {layer.head_dim}"
+            + (f" (values of {layer.v_head_dim})" if layer.v_head_dim != layer.head_dim else "")
+            for index, layer in self._layers.items()
+        }
+        for index, found in heads.items():
+            if found != heads[0]:
+                raise _unsupported(
+                    self._config,
+                    f"has KV heads of several shapes, which one pool cannot hold: {heads[0]} in "
+                    f"layer 0, {found} in layer {index}",
+                )
 
     def _refuse(self, module: Any, asked: dict[str, Any]) -> None:
         """Refuse whatever would change the result and is not in `AttnConfig`."""
@@ -236,23 +254,5 @@ def _window_of(
     return window if window <= length else 0
 
 
-def _dispatch(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    *,
-    specattn_attention: Callable[..., Tensor] | None = None,
-    **asked: Any,
-) -> tuple[Tensor, None]:
-    """Hand a layer's attention to the callable of the model's call."""
-    if specattn_attention is None:
-        reason = "does not pass the arguments of its call on to its attention"
-        raise _unsupported(module.config, reason)
-    return specattn_attention(module, query, key, value, attention_mask, **asked), None
-
-
-AttentionInterface.register(INTERFACE, _dispatch)
-AttentionInterface.register(_WITH_MASKS, _dispatch)
+AttentionInterface.register(_WITH_MASKS, dispatch)
 AttentionMaskInterface.register(_WITH_MASKS, _mask)

@@ -256,6 +256,65 @@ def test_old_models_are_refused_by_name_or_served_as_transformers_does(
             torch.testing.assert_close(out.logits, want, atol=2e-5, rtol=1e-5)
 
 
+def test_layers_that_one_pool_cannot_hold_are_refused(tiny) -> None:
+    """As those of Gemma 4, whose full layers have larger heads."""
+    model = tiny("llama")
+    attention = model.model.layers[2].self_attn
+    attention.k_proj, attention.v_proj = torch.nn.Linear(64, 96), torch.nn.Linear(64, 96)
+    with pytest.raises(ModelError) as caught:
+        HFTarget.from_model(model)
+    assert str(caught.value) == (
+        "unsupported: model type 'llama' has KV heads of several shapes, which one pool cannot "
+        "hold: 2 of 24 in layer 0, 4 of 24 in layer 2"
+    )
+
+
+def state_of(model: torch.nn.Module) -> tuple[list, ...]:
+    return (
+        [model.config._attn_implementation],
+        [part.training for part in model.modules()],
+        [one.requires_grad for one in model.parameters()],
+    )
+
+
+@pytest.mark.parametrize("model", ["qwen3", "gemma3_text"], indirect=True)
+def test_a_model_is_given_back(model, dense) -> None:
+    """Until then a call of anybody else says what to do; after it, one of the target does."""
+    ids, positions = tokens(), torch.arange(LENGTH)
+    want = reference(model, ids).logits[0]
+    model.set_attn_implementation("sdpa")
+    model.model.layers[1].mlp.train()
+    model.lm_head.requires_grad_(False)
+    before = state_of(model)
+    target = HFTarget.from_model(model)
+    again = HFTarget.from_model(model).with_features(FeatureSpec((1,)))
+    again.restore()  # as it was when it was wrapped again: the first target still runs
+    assert state_of(model) != before
+    for call in (lambda: model(ids[None]), lambda: model.generate(ids[None], max_new_tokens=2)):
+        with pytest.raises(
+            ModelError, match=rf"\({model.config.model_type}\) .* HFTarget\.restore"
+        ):
+            call()
+    attend = dense(target.layers).at(positions)
+    torch.testing.assert_close(target.forward(ids, positions, attend).logits, want)
+
+    target.restore()
+    assert state_of(model) == before
+    torch.testing.assert_close(model(ids[None]).logits[0], want, atol=2e-5, rtol=1e-5)
+    with pytest.raises(ModelError, match=r"attends in its own way again: .* HFTarget\.from_model"):
+        target.forward(ids, positions, attend)
+    HFTarget.from_model(model).forward(ids, positions, attend.at(positions))
+
+
+@pytest.mark.parametrize("model_type", ["roberta", "bloom", "bert"])
+def test_a_model_that_is_refused_is_left_as_it_was(tiny, model_type) -> None:
+    model = tiny(model_type, is_decoder=model_type == "roberta").train()
+    before = state_of(model)
+    with pytest.raises(ModelError):
+        HFTarget.from_model(model)
+    assert state_of(model) == before
+
+
 @pytest.mark.parametrize(
     ("mask", "window"),
     [

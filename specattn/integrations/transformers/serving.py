@@ -13,7 +13,6 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine
@@ -28,7 +27,8 @@ from specattn.models import (
     load_draft,
 )
 from specattn.models.hub import PAIR
-from specattn.models.probe import INTERFACE, probe_layers
+from specattn.models.interface import INTERFACE, ModelState
+from specattn.models.probe import probe_layers
 from specattn.speculative.proposer import Proposer, ProposerFactory
 
 if TYPE_CHECKING:
@@ -47,8 +47,7 @@ def attending(model: Any) -> Iterator[None]:
 
     Whatever ends the block, the model gets its attention and its mode back.
     """
-    configs = [(config, config._attn_implementation_internal) for config in _configs(model)]
-    training = [module for module in model.modules() if module.training]
+    before = ModelState.of(model)
     place = torch.cuda.device(model.device) if model.device.type == "cuda" else nullcontext()
     try:
         model.eval()
@@ -57,21 +56,7 @@ def attending(model: Any) -> Iterator[None]:
         with place, torch.inference_mode(False), torch.no_grad():
             yield
     finally:
-        for config, attention in configs:
-            config._attn_implementation_internal = attention
-        for module in training:
-            module.training = True
-
-
-def _configs(model: Any) -> list[Any]:
-    """Return the configurations of a model and of its parts, each once."""
-    queue = [one.config for one in model.modules() if isinstance(one, PreTrainedModel)]
-    found = {id(config): config for config in queue}
-    for config in queue:
-        parts = [getattr(config, name) for name in config.sub_configs]
-        queue += [part for part in parts if part is not None and id(part) not in found]
-        found |= {id(part): part for part in parts if part is not None}
-    return list(found.values())
+        before.restore(model)
 
 
 @dataclass(eq=False)
