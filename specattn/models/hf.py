@@ -343,7 +343,10 @@ def tokenizer_of(name: str) -> Any:
     if files.is_dir() and not any(any(files.glob(pattern)) for pattern in _TOKENIZER_FILES):
         raise ModelError("target", f"{name} has no tokenizer: there is no tokenizer.json in it")
     with blaming("target", f"the tokenizer of {name}"):
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    # a context that is too short is an error here; a warning before it would say less
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+    return tokenizer
 
 
 def _attention(

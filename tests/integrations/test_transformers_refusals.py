@@ -87,7 +87,7 @@ class Own(LogitsProcessor):
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
         ({"assistant_model": "itself"}, "the argument assistant_model"),
         ({"synced_gpus": True}, "the argument synced_gpus"),
-        ({"past_key_values": DynamicCache()}, "the argument (past_key_values|cache) is"),
+        ({"past_key_values": DynamicCache()}, r"the argument past_key_values \(cache\) is"),
         ({"position_ids": torch.arange(9)[None]}, "the argument position_ids"),
         ({"inputs_embeds": torch.zeros(1, 9, 64)}, "the argument inputs_embeds"),
         ({"logits_processor": [Own()]}, "the logits processor Own"),

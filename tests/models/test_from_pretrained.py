@@ -74,14 +74,24 @@ def test_dtype(folder) -> None:
     assert {target.dtype} == {layer.dtype for layer in target.layers} == {torch.bfloat16}
 
 
-def test_tokenizer_is_the_one_next_to_the_model(folder) -> None:
-    from tokenizers import Tokenizer, models
+def test_tokenizer_is_the_one_next_to_the_model(folder, caplog, monkeypatch) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = Tokenizer(models.WordLevel({"<unk>": 0, "yes": 1, "no": 2}, unk_token="<unk>"))
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(folder)
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
+    tokenizer.model_max_length = 1
+    tokenizer.save_pretrained(folder)
     target = HFTarget.from_pretrained(folder)
     assert target.tokenizer("no").input_ids == [2]
     assert target.tokenizer is target.tokenizer
+    # a text that is too long is refused later, and once
+    hf_logging.set_verbosity_warning()
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    assert target.tokenizer("no yes yes").input_ids == [2, 1, 1]
+    assert not caplog.records
+    tokenizer("no yes yes")
+    assert "longer than the specified maximum" in caplog.text
 
 
 def test_no_tokenizer(folder) -> None:

@@ -80,7 +80,7 @@ for _becomes, _names in (
 # What transformers' `generate` adds to a model's arguments; only the mask is read.
 _PREPARED = {
     "attention_mask",
-    "cache",  # called past_key_values before transformers 5.24
+    "cache",
     "cache_position",
     "logits_to_keep",
     "past_key_values",
@@ -89,6 +89,8 @@ _PREPARED = {
 }
 # Of these, what a call may not give: the rest of the prompt's state is transformers' own.
 _PREPARED_ONLY = _PREPARED - {"attention_mask", "use_cache"}
+# transformers 5.24 hands the older name on as the newer, whichever the user wrote
+_SPELLINGS = dict.fromkeys(("cache", "past_key_values"), "past_key_values (cache)")
 # What is served, in the order in which transformers applies it; the warpers only to draws.
 _WARPERS = (
     TemperatureLogitsWarper,
@@ -156,7 +158,8 @@ def refuse(
     given = {name for name in ("assistant_model", "synced_gpus") if call[name]}
     given |= {name for name in _PREPARED_ONLY if call["kwargs"].get(name) is not None}
     given |= {name for name, value in arguments.items() if value is not None} - _PREPARED
-    reasons += [f"the argument {name} is not served" for name in sorted(given)]
+    named = {_SPELLINGS.get(name, name) for name in given}
+    reasons += [f"the argument {name} is not served" for name in sorted(named)]
     if reasons:
         raise UnsupportedError("generate", reasons)
 
