@@ -39,6 +39,9 @@ def test_pages_of_one_slot_and_single_pages_are_slots():
     wide = torch.arange(60.0).view(5, 1, 2, 6)[..., :4]
     assert block_stride(wide) == 1
     assert torch.equal(as_slots(wide), wide[:, 0])
+    # the values of [pages, 2, 1, heads, dim]: pages have a stride of their own
+    both = torch.arange(80.0).view(5, 2, 1, 2, 4)
+    assert torch.equal(as_slots(both[:, 1]), both[:, 1, 0])
     one = torch.arange(24.0).view(1, 3, 2, 4)
     assert block_stride(one) == 3
     assert torch.equal(as_slots(one), one[0])
