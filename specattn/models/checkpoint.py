@@ -39,7 +39,8 @@ class Checkpoint:
         ``config.json``. What is nested in its ``eagle_config`` or ``dflash_config`` wins over it,
         and it wins over what is nested in its ``transformer_layer_config`` (of vLLM's speculators).
     tensors : dict of str to Tensor
-        The weights, under the names that `EagleWeights`, `Eagle3Weights` and `DFlashWeights` use.
+        The weights, under the names that `EagleWeights`, `Eagle3Weights` and `DFlashWeights` use,
+        and the vocabulary maps ``d2t`` and ``t2d``.
     kind : str
         ``"eagle"`` (EAGLE or EAGLE-2), ``"eagle3"`` or ``"dflash"``.
     weights : str
@@ -195,7 +196,7 @@ def _rename(tensors: dict[str, Tensor], checkpoint: Checkpoint) -> dict[str, Ten
             short = "midlayer." + short.removeprefix("layers.0.")
         if short in renamed:
             raise checkpoint.wrong(f"holds the tensor {short} twice in {checkpoint.weights}")
-        # The configuration tells the one, d2t the other.
-        if not short.endswith("rotary_emb.inv_freq") and short != "t2d":
+        # the configuration tells it
+        if not short.endswith("rotary_emb.inv_freq"):
             renamed[short] = tensor
     return renamed

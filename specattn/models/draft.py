@@ -25,7 +25,8 @@ from specattn.models.eagle import (
 )
 from specattn.models.hf import FeatureSpec
 from specattn.models.hub import blaming, count_from_first, first_line
-from specattn.models.vocabulary import check_head_tokenizer
+from specattn.models.shards import is_sharded
+from specattn.models.vocabulary import check_head_tokenizer, check_padding
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,6 +56,10 @@ _OPTIONAL = (
     "rope_parameters",
     "max_position_embeddings",
 )
+
+
+# So many target tokens, chosen for a draft, have two among them that are neighbours.
+_FEW_TOKENS = 8
 
 
 def load_draft(
@@ -105,7 +110,7 @@ def _eagle(
     with torch.device("meta"):
         weights = EagleWeights(config, set(checkpoint.tensors))
     _fill(checkpoint, weights, dtype, device)
-    ends = _ends(checkpoint, weights, target, config.hidden_size, target.vocab_size)
+    ends = _ends(checkpoint, weights, target, config, None)
     rope, layer = _geometry(config, dtype, device)
     layers = (layer,) * config.num_hidden_layers
     features = FeatureSpec((len(target.layers),))
@@ -128,13 +133,14 @@ def _eagle3(
         )
     features = _features(checkpoint, len(target.layers))
     widths = [target.hidden_size] * len(features.hidden_states)
-    target_ids = _target_ids(checkpoint, target.vocab_size)
+    mapped = _target_ids(checkpoint, config.vocab_size, target.vocab_size)
+    draft_size = config.vocab_size if mapped is None else len(mapped)
     with torch.device("meta"):
-        weights = Eagle3Weights(config, set(checkpoint.tensors), len(target_ids), widths, norms)
+        weights = Eagle3Weights(config, set(checkpoint.tensors), draft_size, widths, norms)
     _fill(checkpoint, weights, dtype, device)
-    ends = _ends(checkpoint, weights, target, config.hidden_size, len(target_ids))
+    ends = _ends(checkpoint, weights, target, config, mapped)
     rope, layer = _geometry(config, dtype, device)
-    target_ids = target_ids.to(device)
+    target_ids = (torch.arange(ends[1].out_features) if mapped is None else mapped).to(device)
     return Eagle3Head(*ends, rope, (layer,), features, sum(widths), weights, target_ids)
 
 
@@ -175,20 +181,25 @@ def _dflash(
     checkpoint: Checkpoint, target: Target, dtype: torch.dtype, device: torch.device | str
 ) -> DFlashHead:
     config = _llama_config(checkpoint, target)
+    own_embedding = "embed_tokens.weight" in checkpoint.tensors
     settings = DFlashSettings.of(
-        checkpoint, config.num_hidden_layers, len(target.layers), target.vocab_size
+        checkpoint,
+        config.num_hidden_layers,
+        len(target.layers),
+        config.vocab_size if own_embedding else target.vocab_size,
     )
-    target_ids = _target_ids(checkpoint, target.vocab_size)
+    mapped = _target_ids(checkpoint, config.vocab_size, target.vocab_size)
+    draft_size = config.vocab_size if mapped is None else len(mapped)
     feature_size = target.hidden_size * len(settings.features.hidden_states)
     with torch.device("meta"):
-        weights = DFlashWeights(config, set(checkpoint.tensors), len(target_ids), feature_size)
+        weights = DFlashWeights(config, set(checkpoint.tensors), draft_size, feature_size)
     _fill(checkpoint, weights, dtype, device)
-    ends = _ends(checkpoint, weights, target, config.hidden_size, len(target_ids))
+    ends = _ends(checkpoint, weights, target, config, mapped)
     rope, layer = _geometry(config, dtype, device)
     layers = tuple(replace(layer, window_left=window) for window in settings.windows)
-    mapped = target_ids.to(device) if "d2t" in checkpoint.tensors else None
+    target_ids = None if mapped is None else mapped.to(device)
     return DFlashHead(
-        *ends, rope, layers, settings.features, feature_size, weights, settings.block, mapped
+        *ends, rope, layers, settings.features, feature_size, weights, settings.block, target_ids
     )
 
 
@@ -210,9 +221,7 @@ def _llama_config(checkpoint: Checkpoint, target: Target) -> LlamaConfig:
         )
     vocab_size = settings.get("vocab_size") or target.vocab_size
     if vocab_size != target.vocab_size:
-        raise checkpoint.wrong(
-            f"has vocab_size {vocab_size} in config.json; the target has {target.vocab_size} tokens"
-        )
+        check_padding(checkpoint.name, vocab_size, target)
     known = {key: settings[key] for key in _REQUIRED + _OPTIONAL if settings.get(key) is not None}
     try:
         config = LlamaConfig(**{"num_hidden_layers": 1} | known | {"vocab_size": vocab_size})
@@ -258,24 +267,32 @@ def _features(checkpoint: Checkpoint, num_layers: int) -> FeatureSpec:
     return FeatureSpec(entering)
 
 
-def _target_ids(checkpoint: Checkpoint, vocab_size: int) -> Tensor:
-    """Return each draft token's target id, ``[Vd]``; d2t holds differences."""
-    file = checkpoint.weights
-    d2t = checkpoint.tensors.get("d2t", torch.zeros(0, dtype=torch.int64))
-    draft_size = checkpoint.settings.get("draft_vocab_size") or d2t.numel() or vocab_size
-    if "d2t" not in checkpoint.tensors:
-        if draft_size != vocab_size:
+def _target_ids(checkpoint: Checkpoint, own_size: int, target_size: int) -> Tensor | None:
+    """Return each draft token's target id, ``[Vd]``; d2t holds differences.
+
+    None if the draft has the vocabulary of ``own_size`` tokens, as the target but for padding.
+    """
+    file, d2t = checkpoint.weights, checkpoint.tensors.get("d2t")
+    stated = checkpoint.settings.get("draft_vocab_size")
+    if d2t is None:
+        if stated not in (None, own_size):
             raise checkpoint.wrong(
-                f"has draft_vocab_size {draft_size} in config.json, and no tensor d2t in {file} "
-                f"that maps these tokens to the target's {vocab_size}"
+                f"has draft_vocab_size {stated} in config.json, and no tensor d2t in {file} that "
+                f"maps these tokens to the target's {target_size}"
             )
-        d2t = torch.zeros(draft_size, dtype=torch.int64)
+        return None
+    draft_size, vocab_size = stated or d2t.numel(), min(own_size, target_size)
     if d2t.shape != (draft_size,) or d2t.dtype not in (torch.int32, torch.int64):
         raise checkpoint.wrong(
             f"has a tensor d2t of {d2t.dtype} {list(d2t.shape)} in {file}; expected integers "
             f"[{draft_size}]"
         )
+    d2t = d2t.long()
     ids = torch.arange(draft_size) + d2t
+    if _holds_ids(d2t, ids, marked := _marked(checkpoint, len(ids))):
+        raise checkpoint.wrong(
+            f"has target ids in d2t in {file}; expected each one's difference to the draft's own id"
+        )
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if outside.numel():
         raise checkpoint.wrong(
@@ -284,7 +301,29 @@ def _target_ids(checkpoint: Checkpoint, vocab_size: int) -> Tensor:
         )
     if ids.unique().numel() != draft_size:
         raise checkpoint.wrong(f"maps two draft tokens to one target token by d2t in {file}")
+    if marked is not None and not torch.equal(ids.sort().values, marked):
+        raise checkpoint.wrong(f"has other target tokens in d2t than in t2d in {file}")
     return ids
+
+
+def _marked(checkpoint: Checkpoint, count: int) -> Tensor | None:
+    """Return the target ids that the mask t2d marks; None unless they are ``count``."""
+    mask = checkpoint.tensors.get("t2d")
+    if mask is None or mask.dtype != torch.bool or int(mask.sum()) != count:
+        return None
+    return mask.flatten().nonzero()[:, 0]
+
+
+def _holds_ids(d2t: Tensor, ids: Tensor, marked: Tensor | None) -> bool:
+    """Return whether a d2t holds target ids, which as differences may stay in range.
+
+    The mask t2d tells. Without one, sorted ids are known by rising with every token: differences
+    that do so belong to a vocabulary without any two neighbours, which only a tiny one may be.
+    """
+    if marked is None:
+        return len(d2t) >= _FEW_TOKENS and bool((d2t.diff() > 0).all())
+    by_id, by_difference = (torch.equal(one.sort().values, marked) for one in (d2t, ids))
+    return by_id and not by_difference
 
 
 def _fill(
@@ -292,7 +331,7 @@ def _fill(
 ) -> None:
     """Fill a module with all weights of the checkpoint."""
     file = checkpoint.weights
-    found = {key: tensor for key, tensor in checkpoint.tensors.items() if key != "d2t"}
+    found = {key: one for key, one in checkpoint.tensors.items() if key not in ("d2t", "t2d")}
     # Any projection may have a bias, as those of heads for Qwen2 have.
     for name, part in weights.named_modules():
         if isinstance(part, nn.Linear) and f"{name}.bias" in found:
@@ -316,28 +355,57 @@ def _ends(
     checkpoint: Checkpoint,
     weights: HeadWeights,
     target: Target,
-    hidden_size: int,
-    draft_vocab_size: int,
+    config: LlamaConfig,
+    mapped: Tensor | None,
 ) -> tuple[nn.Embedding, nn.Linear]:
-    """Return a head's embedding and output projection, or the target's."""
+    """Return a head's embedding and output projection, or the target's.
+
+    The embedding has every token of the target, and the projection none that the target, or the
+    head, has not: those pad one of their vocabularies.
+    """
     embed_tokens, lm_head = weights.embed_tokens, weights.lm_head
+    size = config.hidden_size
     if embed_tokens is None:
         embed_tokens = target.embed_tokens
-        if embed_tokens.embedding_dim != hidden_size:
+        if embed_tokens.embedding_dim != size:
             raise checkpoint.wrong(
                 f"has no embed_tokens.weight in {checkpoint.weights}, and its hidden_size "
-                f"{hidden_size} is not the target's {embed_tokens.embedding_dim}, so the two "
+                f"{size} is not the target's {embed_tokens.embedding_dim}, so the two "
                 "cannot share one"
             )
+    elif config.vocab_size < target.vocab_size:
+        embed_tokens = weights.embed_tokens = _lengthened(embed_tokens, target.vocab_size)
+    count = min(config.vocab_size, target.vocab_size) if mapped is None else len(mapped)
     if lm_head is None:
         lm_head = target.lm_head
-        if tuple(lm_head.weight.shape) != (draft_vocab_size, hidden_size):
+        if lm_head.in_features != size or (mapped is not None and count != target.vocab_size):
             raise checkpoint.wrong(
                 f"has no lm_head.weight in {checkpoint.weights}, and the target's "
-                f"{list(lm_head.weight.shape)} is not [{draft_vocab_size}, {hidden_size}], so the "
+                f"{list(lm_head.weight.shape)} is not [{count}, {size}], so the "
                 "two cannot share one"
             )
-    return embed_tokens, lm_head
+        # what is left of a shard would not be gathered
+        if is_sharded(lm_head):
+            return embed_tokens, lm_head
+    return embed_tokens, _shortened(lm_head, count)
+
+
+def _lengthened(embedding: nn.Embedding, count: int) -> nn.Embedding:
+    """Return an embedding of ``count`` tokens, which repeats its last one."""
+    missing = count - embedding.num_embeddings
+    weight = torch.cat([embedding.weight, embedding.weight[-1:].expand(missing, -1)])
+    return nn.Embedding.from_pretrained(weight)
+
+
+def _shortened(linear: nn.Linear, count: int) -> nn.Linear:
+    """Return a projection to the first ``count`` tokens, over the same weights."""
+    if linear.out_features == count:
+        return linear
+    first = nn.Linear(linear.in_features, count, bias=False, device="meta")
+    first.weight = nn.Parameter(linear.weight[:count], requires_grad=False)
+    if linear.bias is not None:
+        first.bias = nn.Parameter(linear.bias[:count], requires_grad=False)
+    return first
 
 
 def _geometry(

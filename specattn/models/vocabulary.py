@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from specattn.models.hf import HFTarget
 
 _FILE = "tokenizer.json"
+# Vocabularies are padded to multiples of at most this.
+_MOST_PADDING = 1024
 
 
 def check_head_tokenizer(folder: Path, name: str, target: HFTarget | FusedTarget) -> None:
@@ -47,6 +49,41 @@ def check_head_tokenizer(folder: Path, name: str, target: HFTarget | FusedTarget
     except Exception as error:
         raise ModelError("draft", f"{name} has a corrupt {_FILE}: {first_line(error)}") from error
     check_vocabulary(name, found, wanted, _FILE)
+
+
+def check_padding(name: str, vocab_size: int, target: HFTarget | FusedTarget) -> None:
+    """Refuse a head whose vocabulary differs from the target's by more than padding.
+
+    Tokens that the target's tokenizer does not name are padding.
+
+    Parameters
+    ----------
+    name : str
+        The head's folder or Hub id, for messages.
+    vocab_size : int
+        Its tokens by its configuration.
+    target : HFTarget or FusedTarget
+        The target.
+
+    Raises
+    ------
+    ModelError
+        If the head lacks a token that the tokenizer names, if the two differ by more than any
+        padding, or if there is no tokenizer.
+    """
+    named, size = vocabulary(target), target.vocab_size
+    last = max((index for index in (named or {}).values() if index < size), default=-1)
+    if named is None:
+        why = ", and no tokenizer to say which of them are padding"
+    elif last >= vocab_size:
+        why = f", and its tokenizer names token {last}"
+    elif abs(vocab_size - size) > _MOST_PADDING:
+        why = f", which no padding of at most {_MOST_PADDING} explains"
+    else:
+        return
+    raise ModelError(
+        "draft", f"{name} has vocab_size {vocab_size} in config.json; the target has {size}{why}"
+    )
 
 
 def vocabulary(model: HFTarget | FusedTarget) -> Mapping[str, int] | None:

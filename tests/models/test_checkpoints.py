@@ -12,7 +12,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from specattn.errors import ModelError
-from specattn.models import FusedTarget, HFTarget, load_dflash, load_draft
+from specattn.models import Eagle3Head, FusedTarget, HFTarget, load_dflash, load_draft
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -183,10 +183,49 @@ def test_vocabulary_and_d2t_are_checked(target, tmp_path) -> None:
         f"maps these tokens to the target's {V}"
     )
     assert message(good, vocab_size=90) == (
-        f"has vocab_size 90 in config.json; the target has {V} tokens"
+        f"has vocab_size 90 in config.json; the target has {V}, and no tokenizer to say which of "
+        "them are padding"
     )
     eagle = write(tmp_path, eagle_tensors(), vocab_size=90)
     assert "has vocab_size 90 in config.json" in refusal(eagle, target)
+
+
+def test_a_map_of_ids_is_no_map_of_differences(target, tmp_path) -> None:
+    """The mask t2d tells the two apart, and else that ids rise with every token."""
+    tensors = eagle3_tensors()
+    kept = tensors["t2d"].nonzero()[:, 0]
+
+    def load(d2t: torch.Tensor, mask: torch.Tensor | None) -> Eagle3Head:
+        found = {k: one for k, one in (tensors | {"t2d": mask}).items() if one is not None}
+        return load_draft(write(tmp_path, found | {"d2t": d2t}), target)
+
+    def message(d2t: torch.Tensor, mask: torch.Tensor | None) -> str:
+        with pytest.raises(ModelError) as caught:
+            load(d2t, mask)
+        return str(caught.value).removeprefix(f"{tmp_path} ")
+
+    said = (
+        "has target ids in d2t in model.safetensors; expected each one's difference to the "
+        "draft's own id"
+    )
+    first = torch.arange(VD)  # as differences these are even ids, which the target has
+    for ids in (first, first.int(), first + first // 5, kept):
+        assert message(ids, None) == said
+    marks = torch.zeros(V, dtype=torch.bool)
+    assert message(kept, tensors["t2d"]) == said
+    assert message(kept.flip(0), tensors["t2d"]) == said
+    assert message(first, marks.index_fill(0, first, True)) == said
+    assert message(tensors["d2t"], marks.index_fill(0, first, True)) == (
+        "has other target tokens in d2t than in t2d in model.safetensors"
+    )
+    # even ids are served where the mask says that they are meant, and so are few
+    assert torch.equal(load(first, marks.index_fill(0, 2 * first, True)).target_ids, 2 * first)
+    shuffled = kept[torch.randperm(VD, generator=torch.Generator().manual_seed(1))]
+    for mask in (tensors["t2d"], None, marks):  # an empty mask says nothing
+        assert torch.equal(load(shuffled - first, mask).target_ids, shuffled)
+        assert torch.equal(load(kept - first, mask).target_ids, kept)
+    tensors["lm_head.weight"] = rand(7, HT)
+    assert load(torch.arange(7), None).target_ids.tolist() == list(range(0, 14, 2))
 
 
 def test_heads_that_do_not_fit_the_target(target, tmp_path) -> None:
