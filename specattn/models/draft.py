@@ -307,7 +307,7 @@ def _target_ids(checkpoint: Checkpoint, own_size: int, target_size: int) -> Tens
 
 
 def _marked(checkpoint: Checkpoint, count: int) -> Tensor | None:
-    """Return the target ids that the mask t2d marks; None unless they are ``count``."""
+    """Return the target ids that t2d marks, if they are ``count``."""
     mask = checkpoint.tensors.get("t2d")
     if mask is None or mask.dtype != torch.bool or int(mask.sum()) != count:
         return None
@@ -315,10 +315,10 @@ def _marked(checkpoint: Checkpoint, count: int) -> Tensor | None:
 
 
 def _holds_ids(d2t: Tensor, ids: Tensor, marked: Tensor | None) -> bool:
-    """Return whether a d2t holds target ids, which as differences may stay in range.
+    """Return whether a d2t holds target ids, not differences.
 
-    The mask t2d tells. Without one, sorted ids are known by rising with every token: differences
-    that do so belong to a vocabulary without any two neighbours, which only a tiny one may be.
+    Read as differences, ids may stay in range. The mask t2d tells. Without one, sorted ids are
+    known by rising with every token: differences that do so leave no two tokens neighbours.
     """
     if marked is None:
         return len(d2t) >= _FEW_TOKENS and bool((d2t.diff() > 0).all())

@@ -52,7 +52,7 @@ def check_head_tokenizer(folder: Path, name: str, target: HFTarget | FusedTarget
 
 
 def check_padding(name: str, vocab_size: int, target: HFTarget | FusedTarget) -> None:
-    """Refuse a head whose vocabulary differs from the target's by more than padding.
+    """Refuse a head whose vocabulary differs by more than padding.
 
     Tokens that the target's tokenizer does not name are padding.
 
