@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 
 from bench.tools.compile_offline import BATCH, BF16, CONTEXT, F32, I32, LIMITS, zeros
+from specattn.batch import AcceptResult
 from specattn.kernels import (
     adopt,
     fused,
@@ -236,10 +237,11 @@ def log_probs(
 ) -> None:
     logits, law = zeros(BATCH, nodes, vocab, dtype=dtype), zeros(BATCH, nodes, vocab, dtype=F32)
     path, lens, rows = zeros(BATCH, depth), zeros(BATCH, dtype=I32), zeros(BATCH)
-    for most, more in ((20, {"processed": law, "probs": law}), (0, {})):
+    for most, processed in ((20, law), (0, None)):
         out = zeros(2, BATCH, depth, 1 + most)
         tables = {"counts": lens, "kinds": lens, "values_out": out.float(), "ids_out": out}
-        logprobs.path_logprobs(logits, path.int(), path, lens, rows, zeros(1), **tables, **more)
+        accepted = AcceptResult(path.int(), path, lens, rows, processed)
+        logprobs.path_logprobs(logits, accepted, rows, zeros(1), **tables, processed=processed)
     # of one node, as after a prompt, and one token
     if vocab > 1:
         log_probs(dtype, vocab=1, depth=1, nodes=1)

@@ -240,6 +240,7 @@ def processing(vocab: int, dtype: torch.dtype) -> None:
 
 def log_probs(vocab: int, dtype: torch.dtype) -> None:
     """Log-probabilities of paths into the second of two turns; the last node's row ends memory."""
+    from specattn.batch import AcceptResult
     from specattn.kernels.logprobs import path_logprobs
 
     batch, nodes, depth, most = 3, 4, 3, 5
@@ -248,11 +249,16 @@ def log_probs(vocab: int, dtype: torch.dtype) -> None:
     shape = 2, batch + 1, depth, 1 + most
     values, ids = poison(*shape), poison(*shape, dtype=torch.int64)
     lens = [3, 1, 2]
-    path_logprobs(
-        logits,
+    accepted = AcceptResult(
         put([[0, 2, 3], [1, -1, -1], [0, 3, -1]]),
         put([[vocab - 1] * depth] * batch, torch.int64),
         put(lens),
+        put([vocab - 1] * batch, torch.int64),
+        probs,
+    )
+    path_logprobs(
+        logits,
+        accepted,
         put([2, 1, 3], torch.int64),
         put([1], torch.int64),
         counts=put([-1, most, 0, 2]),
@@ -260,7 +266,6 @@ def log_probs(vocab: int, dtype: torch.dtype) -> None:
         values_out=values,
         ids_out=ids,
         processed=processed,
-        probs=probs,
     )
     few = min(most, vocab)
     finite(values[1, 0, :3, 0], values[1, 1, 0, : 1 + few], values[1, 2, :2, : 1 + min(2, few)])

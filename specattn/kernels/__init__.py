@@ -1,8 +1,8 @@
-"""Device operations, a package each: Triton kernels on CUDA, torch functions elsewhere.
+"""Device operations: Triton kernels on CUDA, torch functions elsewhere.
 
-``kernels/<op>/__init__`` holds the functions to call: each checks its arguments once and calls
-the implementation for their device. ``triton`` and ``gluon`` launch kernels; ``naive`` computes the
-same in torch, on any device.
+The function to call checks its arguments. Where `on_triton` says so, it hands them by keyword to a
+launcher in a module ``triton`` beside it; on any other device its own body computes the same in
+torch. ``triton`` and ``gluon`` modules hold kernels and their launchers.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -38,6 +39,38 @@ def implementation(naive: Callable[P, T], device: torch.device) -> Callable[P, T
         As `check_current` does, if Triton is to launch.
     """
     return _triton_of(naive) if uses_triton(device) else naive
+
+
+class Launchers:
+    """A module of Triton launchers, imported when one is first called.
+
+    So nothing needs Triton where nothing runs on it. For types the module itself stands in its
+    place::
+
+        if TYPE_CHECKING:
+            from specattn.kernels.cache import triton as launch
+        else:
+            launch = Launchers("specattn.kernels.cache.triton")
+
+    Parameters
+    ----------
+    module : str
+        Its full name.
+    """
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        launcher = getattr(importlib.import_module(self._module), name)
+        # the next look-up finds it here
+        setattr(self, name, launcher)
+        return launcher
+
+
+def on_triton(tensor: Tensor) -> bool:
+    """Whether an operation on ``tensor`` is launched; see `uses_triton`."""
+    return uses_triton(tensor.device)
 
 
 def uses_triton(device: torch.device) -> bool:

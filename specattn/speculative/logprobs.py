@@ -98,9 +98,7 @@ class LogprobBuffers:
         """
         path_logprobs(
             logits,
-            accepted.accept_index,
-            accepted.accept_tokens,
-            accepted.accept_lens,
+            accepted,
             rows,
             turn,
             counts=processors.logprobs,
@@ -108,7 +106,6 @@ class LogprobBuffers:
             values_out=self.values,
             ids_out=self.ids,
             processed=processed,
-            probs=accepted.probs,
         )
 
     def read(self, at: int, gained: int, count: int) -> list[TokenLogprobs]:

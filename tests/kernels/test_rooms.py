@@ -1,9 +1,11 @@
-"""Dispatch: one signature for all implementations, and Triton only where it is needed."""
+"""Dispatch: launchers take what their operation names, and Triton is only where it is needed."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,47 +14,54 @@ import pytest
 import torch
 
 from specattn import kernels
-from specattn.kernels.sampling import naive
 
-ROOMS = ["tree", "sampling", "step", "processors", "cache", "indices", "fused", "adopt", "lookup"]
+ROOMS = [
+    "tree",
+    "sampling",
+    "step",
+    "processors",
+    "cache",
+    "logprobs",
+    "indices",
+    "fused",
+    "adopt",
+    "lookup",
+]
 
 
-def functions(module) -> dict[str, inspect.Signature]:
-    """Public functions that a module defines itself."""
-    return {
-        name: inspect.signature(value)
-        for name, value in vars(module).items()
-        if inspect.isfunction(value)
-        and value.__module__ == module.__name__
-        and not name.startswith("_")
-    }
+# the source of operations, by the module of their launchers
+FRONTS = {
+    found[1]: source
+    for path in sorted(Path(kernels.__file__).parent.glob("*/*.py"))
+    if (found := re.search(r'launch = Launchers\("(.+)"\)', source := path.read_text()))
+}
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_implementations_take_the_same_arguments(room):
-    public, torch_made, compiled = (
-        functions(importlib.import_module(f"specattn.kernels.{room}{part}"))
-        for part in ("", ".naive", ".triton")
-    )
-    dispatched = public.keys() & torch_made.keys()
-    assert dispatched
-    for name in dispatched:
-        assert torch_made[name] == compiled[name], name
-        # what a check has found comes after the arguments of the call
-        given = [parameter.annotation for parameter in public[name].parameters.values()]
-        taken = [parameter.annotation for parameter in torch_made[name].parameters.values()]
-        assert taken[: len(given)] == given, name
+@pytest.mark.parametrize("module", FRONTS)
+def test_launchers_are_called_by_keyword(module):
+    """And every argument has its own name in the call, so that no two of them are swapped."""
+    launchers, called = importlib.import_module(module), set()
+    for node in ast.walk(ast.parse(FRONTS[module])):
+        if not (isinstance(node, ast.Call) and ast.unparse(node.func).startswith("launch.")):
+            continue
+        name = ast.unparse(node.func).removeprefix("launch.")
+        called.add(name)
+        parameters = inspect.signature(getattr(launchers, name)).parameters
+        assert {each.kind for each in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
+        assert not node.args, name
+        for keyword in node.keywords:
+            value = ast.unparse(keyword.value)
+            assert value == keyword.arg or value not in parameters, (name, keyword.arg, value)
+    assert called
 
 
 def test_a_function_of_the_device_is_chosen(monkeypatch):
-    from specattn.kernels.sampling import triton
-
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    assert kernels.implementation(naive.uniform, cpu) is naive.uniform
-    assert kernels.implementation(naive.uniform, cuda) is triton.uniform
+    assert not kernels.uses_triton(cpu)
+    assert kernels.uses_triton(cuda)
     monkeypatch.setattr(kernels, "_triton_is_installed", lambda: False)
-    assert kernels.implementation(naive.uniform, cuda) is naive.uniform
+    assert not kernels.uses_triton(cuda)
 
 
 def test_no_operation_needs_triton_to_be_imported():

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from specattn.kernels import implementation
+from specattn.kernels import Launchers, on_triton
 from specattn.kernels.checks import require_dense, require_rows
-from specattn.kernels.logprobs import naive
-from specattn.kernels.logprobs.kinds import DRAWN, MAX_LOGPROBS, PROCESSED, RAW
 
-__all__ = ["DRAWN", "MAX_LOGPROBS", "PROCESSED", "RAW", "path_logprobs"]
+if TYPE_CHECKING:
+    from specattn.batch import AcceptResult
+    from specattn.kernels.logprobs import triton as launch
+else:
+    launch = Launchers("specattn.kernels.logprobs.triton")
+
+#: Of the target's logits; of processed logits; of the probabilities that tokens were drawn from.
+RAW, PROCESSED, DRAWN = 0, 1, 2
+
+#: Alternatives of a token at the most.
+MAX_LOGPROBS = 20
 
 
 def path_logprobs(
     logits: Tensor,
-    accept_index: Tensor,
-    accept_tokens: Tensor,
-    accept_lens: Tensor,
+    accepted: AcceptResult,
     rows: Tensor,
     turn: Tensor,
     *,
@@ -26,7 +34,6 @@ def path_logprobs(
     values_out: Tensor,
     ids_out: Tensor,
     processed: Tensor | None = None,
-    probs: Tensor | None = None,
 ) -> None:
     """Write log-probabilities along accepted paths to their turn of a buffer.
 
@@ -41,12 +48,8 @@ def path_logprobs(
     ----------
     logits : Tensor
         ``[B, n, V]``, any float dtype: the target's after every node; dense last axis.
-    accept_index : Tensor
-        ``[B, D]`` int32, the nodes of each path; not read past its end.
-    accept_tokens : Tensor
-        ``[B, D]`` int64, the token after each node.
-    accept_lens : Tensor
-        ``[B]`` int32, tokens of each path, 0 to D.
+    accepted : AcceptResult
+        The paths, of 0 to D tokens each, and in ``probs`` what requests of the kind ``DRAWN`` want.
     rows : Tensor
         ``[B]`` int64, each request's row of ``counts`` and ``kinds``.
     turn : Tensor
@@ -61,46 +64,71 @@ def path_logprobs(
         or on the device.
     ids_out : Tensor
         ``[S, B', D, 1 + K]`` int64, as ``values_out``: the tokens that the values belong to.
-    processed, probs : Tensor, optional
-        ``[B, n, V]``, contiguous, any float dtype: what requests of the other kinds want.
+    processed : Tensor, optional
+        ``[B, n, V]``, contiguous, any float dtype: what requests of the kind ``PROCESSED`` want.
 
     Raises
     ------
     ValueError
         Before anything is written: if a shape or a layout is another, or K is above 20.
     """
-    _check_outs(accept_tokens, values_out, ids_out)
+    _check_outs(accepted.accept_tokens, values_out, ids_out)
     require_rows(logits=logits)
     require_dense(
-        accept_index=accept_index,
-        accept_tokens=accept_tokens,
-        accept_lens=accept_lens,
+        accept_index=accepted.accept_index,
+        accept_tokens=accepted.accept_tokens,
+        accept_lens=accepted.accept_lens,
         rows=rows,
         turn=turn,
         counts=counts,
         kinds=kinds,
         processed=processed,
-        probs=probs,
+        probs=accepted.probs,
     )
-    for name, law in (("processed", processed), ("probs", probs)):
+    for name, law in (("processed", processed), ("probs", accepted.probs)):
         if law is not None and law.shape != logits.shape:
             raise ValueError(f"{name} must be {list(logits.shape)}, got {list(law.shape)}")
-    if not accept_tokens.numel():
+    if not accepted.accept_tokens.numel():
         return
-    implementation(naive.path_logprobs, logits.device)(
-        logits,
-        accept_index,
-        accept_tokens,
-        accept_lens,
-        rows,
-        turn,
-        counts,
-        kinds,
-        values_out,
-        ids_out,
-        processed,
-        probs,
-    )
+    if on_triton(logits):
+        return launch.path_logprobs(
+            logits=logits,
+            accepted=accepted,
+            rows=rows,
+            turn=turn,
+            counts=counts,
+            kinds=kinds,
+            values_out=values_out,
+            ids_out=ids_out,
+            processed=processed,
+        )
+    batch, depth = accepted.accept_tokens.shape
+    path = accepted.accept_index.clamp(min=0).long()[:, :, None]  # [B, D, 1]
+    scores = _along(logits, path)
+    kind = kinds[rows][:, None, None]
+    if processed is not None:
+        scores = torch.where(kind == PROCESSED, _along(processed, path), scores)
+    if accepted.probs is not None:
+        scores = torch.where(kind == DRAWN, _along(accepted.probs, path).log(), scores)
+    scores = scores.masked_fill(scores.isnan(), torch.inf)  # no row that holds it has a softmax
+    logprobs = scores.log_softmax(2)  # [B, D, V]
+    width = values_out.shape[3]
+    ids = torch.full((batch, depth, width), -1, device=logits.device)
+    few = min(width - 1, logits.shape[2])
+    ids[:, :, 0] = accepted.accept_tokens
+    # stable: the lower token at a tie
+    order = scores.sort(dim=2, descending=True, stable=True).indices
+    ids[:, :, 1 : 1 + few] = order[:, :, :few]
+    # token 0 stands for none
+    values = logprobs.gather(2, ids.clamp(min=0)).masked_fill(ids < 0, -torch.inf)
+    wanted = counts[rows][:, None, None]
+    step = torch.arange(depth, device=logits.device)[:, None]
+    live = (step < accepted.accept_lens[:, None, None]) & (wanted >= 0)
+    live = live & (torch.arange(width, device=logits.device) <= wanted)  # [B, D, 1 + K]
+    at = int(turn)
+    for out, new in ((values_out, values), (ids_out, ids)):
+        entry = out[at, :batch]
+        entry.copy_(torch.where(live.to(out.device), new.to(out.device), entry))
 
 
 def _check_outs(tokens: Tensor, values_out: Tensor, ids_out: Tensor) -> None:
@@ -123,3 +151,8 @@ def _check_outs(tokens: Tensor, values_out: Tensor, ids_out: Tensor) -> None:
         raise ValueError(
             f"ids_out must be {list(values_out.shape)} as values_out, got {list(ids_out.shape)}"
         )
+
+
+def _along(law: Tensor, path: Tensor) -> Tensor:
+    """Return the rows ``[B, D, V]`` of the path's nodes in float32."""
+    return law.float().gather(1, path.expand(-1, -1, law.shape[2]))

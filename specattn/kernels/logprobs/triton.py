@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
@@ -9,6 +11,9 @@ from torch import Tensor
 
 from specattn.kernels.launch import enter, launch_options
 from specattn.kernels.sampling.keys import best_keys, finite, ranked, score_of, token_of
+
+if TYPE_CHECKING:
+    from specattn.batch import AcceptResult
 
 # tokens of a split, which hands on its best
 BLOCK = 4096
@@ -170,10 +175,9 @@ def logprobs_merge_kernel(
 
 
 def path_logprobs(
+    *,
     logits: Tensor,
-    accept_index: Tensor,
-    accept_tokens: Tensor,
-    accept_lens: Tensor,
+    accepted: AcceptResult,
     rows: Tensor,
     turn: Tensor,
     counts: Tensor,
@@ -181,21 +185,20 @@ def path_logprobs(
     values_out: Tensor,
     ids_out: Tensor,
     processed: Tensor | None,
-    probs: Tensor | None,
 ) -> None:
     nodes, vocab = logits.shape[1:]
-    batch, depth = accept_tokens.shape
+    batch, depth = accepted.accept_tokens.shape
     most = values_out.shape[3] - 1
     splits = triton.cdiv(vocab, BLOCK)
     keys = torch.empty(batch * depth, splits, most, dtype=torch.int64, device=logits.device)
     sums = torch.empty(batch * depth, splits, 2, dtype=torch.float32, device=logits.device)
-    laws, strides = (logits, processed, probs), (logits.stride(0), logits.stride(1))
+    laws, strides = (logits, processed, accepted.probs), (logits.stride(0), logits.stride(1))
     sizes = {"K": most, "BLOCK_K": triton.next_power_of_2(max(most, 1))}
     options = launch_options(logits.device)
     logprobs_splits_kernel[(batch * depth, splits)](
         *laws,
-        accept_index,
-        accept_lens,
+        accepted.accept_index,
+        accepted.accept_lens,
         rows,
         counts,
         kinds,
@@ -212,9 +215,9 @@ def path_logprobs(
     width = triton.next_power_of_2(max(splits * most, 1))
     logprobs_merge_kernel[(batch * depth,)](
         *laws,
-        accept_index,
-        accept_tokens,
-        accept_lens,
+        accepted.accept_index,
+        accepted.accept_tokens,
+        accepted.accept_lens,
         rows,
         turn,
         counts,

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+from specattn.batch import AcceptResult
 from specattn.kernels.logprobs import DRAWN, PROCESSED, RAW, path_logprobs
 from tests.implementations import using
 from tests.kernels.tree_oracle import DEVICE, POISON, poisoned
@@ -53,12 +54,15 @@ class Case:
         self.values = poisoned(*out, dtype=torch.float32)
         self.ids = poisoned(*out)
 
+    def accepted(self):
+        bonus = whole([0] * len(self.lens), torch.int64)  # not read
+        tokens = whole(self.tokens, torch.int64)
+        return AcceptResult(whole(self.paths), tokens, whole(self.lens), bonus, self.probs)
+
     def run(self):
         path_logprobs(
             self.logits,
-            whole(self.paths),
-            whole(self.tokens, torch.int64),
-            whole(self.lens),
+            self.accepted(),
             whole(self.rows, torch.int64),
             whole([self.turn], torch.int64),
             counts=whole(self.counts),
@@ -66,7 +70,6 @@ class Case:
             values_out=self.values,
             ids_out=self.ids,
             processed=self.processed,
-            probs=self.probs,
         )
 
     def scores(self, req, node):
@@ -155,11 +158,10 @@ def test_rows_without_a_softmax(implementation, odd, monkeypatch):
 def test_no_requests(implementation):
     case = Case(1, 2, 2, 9)
     empty = whole([], torch.int64)
+    none = AcceptResult(whole([]).view(0, 2), empty.view(0, 2), whole([]), empty)
     path_logprobs(
         case.logits[:0],
-        whole([]).view(0, 2),
-        empty.view(0, 2),
-        whole([]),
+        none,
         empty,
         whole([0], torch.int64),
         counts=whole(case.counts),
@@ -207,9 +209,7 @@ def test_whole_vocabularies_into_host_memory_from_a_graph(batch, nodes, depth, d
     case.ids = torch.full(want[1].shape, POISON, pin_memory=True)
     tables = [whole(case.counts), whole(case.kinds)]
     inputs = [
-        whole(case.paths),
-        whole(case.tokens, torch.int64),
-        whole(case.lens),
+        case.accepted(),
         whole(case.rows, torch.int64),
         whole([case.turn], torch.int64),
     ]
@@ -223,7 +223,6 @@ def test_whole_vocabularies_into_host_memory_from_a_graph(batch, nodes, depth, d
             values_out=case.values,
             ids_out=case.ids,
             processed=case.processed,
-            probs=case.probs,
         )
 
     run()  # compiles
