@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from specattn.kernels import implementation
-from specattn.kernels.cache import naive
+import torch
+from torch import Tensor
+
+from specattn.kernels import Launchers, on_triton
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor
+    from specattn.kernels.cache import triton as launch
+else:
+    launch = Launchers("specattn.kernels.cache.triton")
+
+_FLOAT8_MAX = 448.0
 
 
 def store_kv(
@@ -39,7 +45,21 @@ def store_kv(
     """
     if not len(k):
         return
-    implementation(naive.store_kv, k.device)(k, v, k_cache, v_cache, slots, k_scale, v_scale)
+    if on_triton(k):
+        return launch.store_kv(
+            k=k,
+            v=v,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            slots=slots,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+    index = slots.reshape(-1).long()
+    kept = index >= 0
+    for new, scale, cache in ((k, k_scale, k_cache), (v, v_scale, v_cache)):
+        # float8 has no index_copy_
+        cache[index[kept]] = _as_stored(new[kept], scale, cache.dtype)
 
 
 def commit_kv(
@@ -76,9 +96,27 @@ def commit_kv(
     """
     if not len(accept_index) or accept_index.shape[1] == 1:
         return
-    implementation(naive.commit_kv, tail_slots.device)(
-        k_pool, v_pool, tail_slots, accept_index, offsets, unit
-    )
+    if on_triton(tail_slots):
+        return launch.commit_kv(
+            k_pool=k_pool,
+            v_pool=v_pool,
+            tail_slots=tail_slots,
+            accept_index=accept_index,
+            offsets=offsets,
+            unit=unit,
+        )
+    n = tail_slots.shape[1]
+    width = min(accept_index.shape[1], n)
+    node = accept_index[:, :width].long()
+    known = (node >= 0) & (node < n)
+    source = tail_slots.long().gather(1, node.clamp(0, n - 1))
+    target = tail_slots[:, :width].long()
+    known &= (source >= 0) & (target >= 0)
+    # what is skipped copies slot 0, which belongs to padding, onto itself
+    source, target = (torch.where(known, slot, 0).flatten() for slot in (source, target))
+    for pool in (k_pool, v_pool):
+        for layer in pool:
+            layer[target] = layer[source]
 
 
 def write_slots(
@@ -114,6 +152,28 @@ def write_slots(
     """
     if not pieces:
         return
-    implementation(naive.write_slots, req_to_token.device)(
-        packed, req_to_token, reserved, pieces, longest, page_size
-    )
+    if on_triton(req_to_token):
+        return launch.write_slots(
+            packed=packed,
+            req_to_token=req_to_token,
+            reserved=reserved,
+            pieces=pieces,
+            longest=longest,
+            page_size=page_size,
+        )
+    for row, column, count, first, room in packed[: 5 * pieces].view(5, pieces).T.tolist():
+        pages = packed[first : first - (-count // page_size), None]  # [pages, 1]
+        within = torch.arange(page_size, dtype=torch.int32, device=packed.device)
+        slots = (pages * page_size + within).view(-1)[:count]
+        req_to_token[row, column : column + count] = slots
+        reserved[row] = room
+
+
+def _as_stored(values: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Convert to ``dtype``, as the pool stores it.
+
+    For float8, values are divided by ``scale`` and clamped to its largest number.
+    """
+    if dtype == torch.float8_e4m3fn:
+        values = (values.float() * (1 / scale)).clamp(-_FLOAT8_MAX, _FLOAT8_MAX)
+    return values.to(dtype)

@@ -76,6 +76,7 @@ def _store_kernel(
 
 
 def store_kv(
+    *,
     k: Tensor,
     v: Tensor,
     k_cache: Tensor,
@@ -220,6 +221,7 @@ def _first(pool: Tensor | Sequence[Tensor]) -> tuple[Tensor, int]:
 
 
 def commit_kv(
+    *,
     k_pool: Tensor | Sequence[Tensor],
     v_pool: Tensor | Sequence[Tensor],
     tail_slots: Tensor,
@@ -288,6 +290,7 @@ def _write_slots_kernel(
 
 
 def write_slots(
+    *,
     packed: Tensor,
     req_to_token: Tensor,
     reserved: Tensor,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from specattn.kernels.cache.naive import store_kv
+from specattn.kernels.cache import store_kv
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
