@@ -160,6 +160,7 @@ def merge_kernel(
 
 
 def lookup_tree(
+    *,
     text: Tensor,
     rows: Tensor,
     seq_lens: Tensor,
@@ -240,7 +241,9 @@ def append_kernel(
     tl.store(text + row * stride_text + place, token.to(tl.int32), mask=new)
 
 
-def append_text(text: Tensor, rows: Tensor, seq_lens: Tensor, tokens: Tensor, lens: Tensor) -> None:
+def append_text(
+    *, text: Tensor, rows: Tensor, seq_lens: Tensor, tokens: Tensor, lens: Tensor
+) -> None:
     batch, width = tokens.shape
     append_kernel[(batch,)](
         text,
