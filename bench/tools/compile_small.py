@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 
 from bench.tools.compile_offline import BATCH, BF16, CONTEXT, F32, I32, LIMITS, zeros
-from specattn.batch import AcceptResult
+from specattn.batch import AcceptResult, DraftTree
 from specattn.kernels import (
     adopt,
     fused,
@@ -203,33 +203,27 @@ def laws(dtype: torch.dtype = BF16, vocab: int = 32000) -> None:
 def processing(dtype: torch.dtype = BF16, vocab: int = 128256) -> None:
     rows, counts = zeros(BATCH), zeros(BATCH, dtype=I32)
     wide = processors.bitmask_words(vocab)
-    history, recent = zeros(BATCH, vocab, dtype=I32), zeros(BATCH, 15, dtype=I32)
+    columns = processors.ProcessorColumns(
+        kinds=counts,
+        history=zeros(BATCH, vocab, dtype=I32),
+        penalties=zeros(BATCH, 3, dtype=F32),
+        bias_ids=zeros(BATCH, 512, dtype=I32),
+        bias_values=zeros(BATCH, 512, dtype=F32),
+        bad_words=zeros(BATCH, 64, 16, dtype=I32),
+        recent=zeros(BATCH, 15, dtype=I32),
+        allowed=zeros(BATCH, wide, dtype=I32),
+        end_ids=zeros(BATCH, 64, dtype=I32),
+        ends_from=counts,
+    )
     # plain decoding has one node, a number that kernels are compiled for
     for nodes, bitmask in ((16, None), (16, zeros(BATCH, 16, wide, dtype=I32)), (1, None)):
-        tokens = zeros(BATCH, nodes)
-        processors.process_logits(
-            zeros(BATCH, nodes, vocab, dtype=dtype),
-            tokens,
-            zeros(BATCH, nodes, 1),
-            tokens,
-            rows,
-            bitmask,
-            kinds=counts,
-            history=history,
-            penalties=zeros(BATCH, 3, dtype=F32),
-            bias_ids=zeros(BATCH, 512, dtype=I32),
-            bias_values=zeros(BATCH, 512, dtype=F32),
-            bad_words=zeros(BATCH, 64, 16, dtype=I32),
-            recent=recent,
-            allowed=zeros(BATCH, wide, dtype=I32),
-            end_ids=zeros(BATCH, 64, dtype=I32),
-            ends_from=counts,
-        )
+        logits, tokens = zeros(BATCH, nodes, vocab, dtype=dtype), zeros(BATCH, nodes)
+        tree = DraftTree(tokens, tokens, zeros(BATCH, nodes, 1), tokens, tokens, tokens, counts)
+        processors.process_logits(logits, tree, rows, bitmask, columns=columns)
     if vocab > 1:
         processing(dtype, vocab=1)
     for depth in (6, 1):
-        emitted = zeros(BATCH, depth)
-        processors.note_tokens(rows, emitted, counts, kinds=counts, history=history, recent=recent)
+        processors.note_tokens(rows, zeros(BATCH, depth), counts, columns=columns)
 
 
 def log_probs(

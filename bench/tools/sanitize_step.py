@@ -6,12 +6,14 @@ nobody may write must still hold it afterwards.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from bench.tools.sanitize_ops_step import by_torch
 from bench.tools.sanitize_world import (
     BF16,
     DEVICE,
@@ -202,40 +204,43 @@ def choices(vocab: int, dtype: torch.dtype) -> None:
 
 def processing(vocab: int, dtype: torch.dtype) -> None:
     """Requests with every processor, with none, and padding; the last node's row ends memory."""
-    from specattn.kernels.processors import naive, note_tokens, process_logits
+    from specattn.batch import DraftTree
+    from specattn.kernels.processors import ProcessorColumns, note_tokens, process_logits
 
     batch, nodes, last, many = 3, 4, vocab - 1, 512
-    kinds, wide = put([0, 63, 0]), -(-vocab // 32)
+    wide = -(-vocab // 32)
     few = min(many, vocab)
-    state = {
-        "history": put([[last] * vocab] * 3),
-        "penalties": put([[1.5, 0.3, 0.2]] * 3, F32),
-        "bias_ids": put([[last - at if at < few else -1 for at in range(many)]] * 3),
-        "bias_values": put([[2.0] * many] * 3, F32),
-        "bad_words": put([[[-1] * 14 + [last, last]] * 64] * 3),
-        "recent": put([[last] * 15] * 3),
-        "allowed": put([[-1] * wide] * 3),
-        "end_ids": put([[last] + [-1] * 63] * 3),
-        "ends_from": put([9] * 3),
-    }
-    tree = [
-        put([[last] * nodes] * batch, torch.int64),
-        put([[[1], [3], [5], [11]]] * batch, torch.int64),
-        put([[4, 5, 5, 6]] * batch, torch.int64),
-        put([1, 0, 2], torch.int64),
-    ]
+    columns = ProcessorColumns(
+        kinds=put([0, 63, 0]),
+        history=put([[last] * vocab] * 3),
+        penalties=put([[1.5, 0.3, 0.2]] * 3, F32),
+        bias_ids=put([[last - at if at < few else -1 for at in range(many)]] * 3),
+        bias_values=put([[2.0] * many] * 3, F32),
+        bad_words=put([[[-1] * 14 + [last, last]] * 64] * 3),
+        recent=put([[last] * 15] * 3),
+        allowed=put([[-1] * wide] * 3),
+        end_ids=put([[last] + [-1] * 63] * 3),
+        ends_from=put([9] * 3),
+    )
+    tokens, rows = put([[last] * nodes] * batch, torch.int64), put([1, 0, 2], torch.int64)
+    positions = put([[4, 5, 5, 6]] * batch, torch.int64)
+    words = put([[[1], [3], [5], [11]]] * batch, torch.int64)
+    # the rest of a tree is not read
+    tree = DraftTree(tokens, positions, words, *[poison(0)] * 4)
     logits = noise(batch, nodes, vocab, dtype=dtype)
     for bitmask in (None, put([[[-1] * wide] * nodes] * batch)):
-        got = process_logits(logits, *tree, bitmask, kinds=kinds, **state)
-        want = naive.process_logits(logits, *tree, bitmask, kinds, **state)
+        got = process_logits(logits, tree, rows, bitmask, columns=columns)
+        with by_torch():
+            want = process_logits(logits, tree, rows, bitmask, columns=columns)
         if not torch.allclose(got, want, rtol=1e-5, atol=1e-5):
             raise ArithmeticError("processed logits differ")
-    rows, lens = put([1, 0, 2], torch.int64), put([2, 1, 2])
-    before = {name: state[name].clone() for name in ("history", "recent")}
-    note_tokens(rows, tree[0], lens, kinds=kinds, history=state["history"], recent=state["recent"])
-    naive.note_tokens(rows, tree[0], lens, kinds, **before)
-    for name, want in before.items():
-        same(name, state[name], want)
+    lens = put([2, 1, 2])
+    wanted = replace(columns, history=columns.history.clone(), recent=columns.recent.clone())
+    note_tokens(rows, tokens, lens, columns=columns)
+    with by_torch():
+        note_tokens(rows, tokens, lens, columns=wanted)
+    same("history", columns.history, wanted.history)
+    same("recent", columns.recent, wanted.recent)
 
 
 def log_probs(vocab: int, dtype: torch.dtype) -> None:

@@ -17,6 +17,7 @@ from specattn.kernels.processors import (
     BITMASK,
     ENDS,
     PENALTIES,
+    ProcessorColumns,
     bitmask_words,
     note_tokens,
     process_logits,
@@ -38,7 +39,7 @@ def _neutral(_: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class ProcessorStates(BufferSet):
+class ProcessorStates(BufferSet, ProcessorColumns):
     """Every request's logits processors, and the history that they read.
 
     ``ProcessorStates.alloc(len(states.seq_lens), vocab_size, device)`` has a row per row of
@@ -49,9 +50,9 @@ class ProcessorStates(BufferSet):
     Parameters
     ----------
     kinds, history, penalties, bias_ids, bias_values, bad_words, recent, allowed : Tensor
-        As in `process_logits`.
+        As in `ProcessorColumns`.
     end_ids, ends_from : Tensor
-        As in `process_logits`.
+        As in `ProcessorColumns`.
     min_p : Tensor
         ``[R]`` float32, 0 is off.
     logprobs, logprobs_of : Tensor
@@ -158,14 +159,11 @@ class ProcessorStates(BufferSet):
         self, tree: DraftTree, logits: Tensor, rows: Tensor, bitmask: Tensor | None = None
     ) -> Tensor:
         """Return processed logits ``[B, n, V]`` float32; see `process_logits`."""
-        others = ("min_p", "logprobs", "logprobs_of")
-        columns = {name: value for name, value in self.tensors().items() if name not in others}
-        nodes = tree.tokens, tree.words, tree.positions
-        return process_logits(logits, *nodes, rows, bitmask, **columns)
+        return process_logits(logits, tree, rows, bitmask, columns=self)
 
     def note(self, rows: Tensor, tokens: Tensor, lens: Tensor) -> None:
         """Add emitted tokens to the history; see `note_tokens`."""
-        note_tokens(rows, tokens, lens, kinds=self.kinds, history=self.history, recent=self.recent)
+        note_tokens(rows, tokens, lens, columns=self)
 
 
 def _bitmask(tokens: Collection[int], vocab: int) -> Tensor:

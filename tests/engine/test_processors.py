@@ -10,7 +10,6 @@ import pytest
 from specattn.config import SpecConfig
 from specattn.cuda_graph import GraphRunner
 from specattn.engine.engine import Engine, Request
-from specattn.kernels.processors import naive
 from specattn.speculative.sampling import SamplingParams
 from tests.grammars import Remainders, constrained_text
 from tests.processors import GREEDY, greedy_text, no_path
@@ -65,7 +64,7 @@ def test_repeats_within_one_steps_path(monkeypatch):
         repeats += len(set(step)) < len(step)
     assert repeats
     assert out.tokens == greedy_text(target, PROMPTS[0], count, params)
-    monkeypatch.setattr(naive, "_path", no_path)
+    monkeypatch.setattr("specattn.kernels.processors._path", no_path)
     assert text().tokens != out.tokens
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from specattn.kernels.processors import kinds as bits
+from specattn.kernels import processors as bits
+
+if TYPE_CHECKING:
+    from specattn.batch import DraftTree
+    from specattn.kernels.processors import ProcessorColumns
 
 # tokens that a program processes
 BLOCK = 2048
@@ -231,41 +237,31 @@ def lists_kernel(
 
 
 def process_logits(
+    *,
     logits: Tensor,
-    tokens: Tensor,
-    words: Tensor,
-    positions: Tensor,
+    tree: DraftTree,
     rows: Tensor,
     bitmask: Tensor | None,
-    kinds: Tensor,
-    history: Tensor,
-    penalties: Tensor,
-    bias_ids: Tensor,
-    bias_values: Tensor,
-    bad_words: Tensor,
-    recent: Tensor,
-    allowed: Tensor,
-    end_ids: Tensor,
-    ends_from: Tensor,
+    columns: ProcessorColumns,
 ) -> Tensor:
     batch, nodes, vocab = logits.shape
     out = torch.empty(batch, nodes, vocab, dtype=torch.float32, device=logits.device)
     if not batch:
         return out
-    dense = kinds, history, penalties, allowed, bitmask
+    dense = columns.kinds, columns.history, columns.penalties, columns.allowed, bitmask
     masks = {"PENALTIES": bits.PENALTIES, "ALLOWED": bits.ALLOWED, "BITMASK": bits.BITMASK}
-    num_biases, num_ends = bias_ids.shape[1], end_ids.shape[1]
-    _, num_bad, length = bad_words.shape
+    num_biases, num_ends = columns.bias_ids.shape[1], columns.end_ids.shape[1]
+    _, num_bad, length = columns.bad_words.shape
     process_kernel[(nodes, triton.cdiv(vocab, BLOCK), batch)](
         logits,
         out,
-        tokens,
-        words,
+        tree.tokens,
+        tree.words,
         rows,
         *dense,
         nodes,
         vocab,
-        words.shape[2],
+        tree.words.shape[2],
         *logits.stride()[:2],
         **masks,
         BLOCK=BLOCK,
@@ -273,20 +269,20 @@ def process_logits(
     lists_kernel[(nodes, batch)](
         logits,
         out,
-        tokens,
-        words,
-        positions,
+        tree.tokens,
+        tree.words,
+        tree.positions,
         rows,
         *dense,
-        bias_ids,
-        bias_values,
-        bad_words,
-        recent,
-        end_ids,
-        ends_from,
+        columns.bias_ids,
+        columns.bias_values,
+        columns.bad_words,
+        columns.recent,
+        columns.end_ids,
+        columns.ends_from,
         nodes,
         vocab,
-        words.shape[2],
+        tree.words.shape[2],
         num_biases,
         num_bad,
         num_ends,
@@ -339,21 +335,19 @@ def note_kernel(
         tl.store(recent + row * kept + at, tl.where(at < count, new, old), mask=at < kept)
 
 
-def note_tokens(
-    rows: Tensor, tokens: Tensor, lens: Tensor, kinds: Tensor, history: Tensor, recent: Tensor
-) -> None:
+def note_tokens(*, rows: Tensor, tokens: Tensor, lens: Tensor, columns: ProcessorColumns) -> None:
     if not len(rows):
         return
     note_kernel[(len(rows),)](
         rows,
         tokens,
         lens,
-        kinds,
-        history,
-        recent,
-        history.shape[1],
-        recent.shape[1],
+        columns.kinds,
+        columns.history,
+        columns.recent,
+        columns.history.shape[1],
+        columns.recent.shape[1],
         tokens.stride(0),
-        BLOCK=triton.next_power_of_2(recent.shape[1]),
+        BLOCK=triton.next_power_of_2(columns.recent.shape[1]),
         num_warps=1,
     )

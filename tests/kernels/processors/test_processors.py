@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -116,10 +117,12 @@ class Case:
                 torch.tensor([len(one) for one in parts], dtype=torch.int32, device=DEVICE),
             )
 
-    def run(self):
+    def tree(self):
         blank = torch.empty(0, device=DEVICE)
-        tree = DraftTree(self.tokens, self.positions, self.words, *[blank] * 4)
-        return self.states.process(tree, self.logits, self.at, self.bitmask)
+        return DraftTree(self.tokens, self.positions, self.words, *[blank] * 4)
+
+    def run(self):
+        return self.states.process(self.tree(), self.logits, self.at, self.bitmask)
 
     def expect(self):
         tokens, logits = self.tokens.tolist(), self.logits.double().tolist()
@@ -203,13 +206,12 @@ def test_a_bitmask_of_another_width_is_refused():
 
 def test_shapes_are_checked():
     case = Case(3, 2, 70)
-    others = "min_p", "logprobs", "logprobs_of"
-    columns = {n: t for n, t in case.states.tensors().items() if n not in others}
-    rows, nodes = case.at, (case.words, case.positions)
+    tree, columns = case.tree(), case.states
+    fewer = replace(tree, tokens=case.tokens[:, :1])
     with pytest.raises(ValueError, match=r"tokens and positions must be \[3, 2\]"):
-        process_logits(case.logits, case.tokens[:, :1], *nodes, rows, **columns)
+        process_logits(case.logits, fewer, case.at, columns=columns)
     with pytest.raises(ValueError, match="history must have 69 columns, got 70"):
-        process_logits(case.logits[..., :69], case.tokens, *nodes, rows, **columns)
+        process_logits(case.logits[..., :69], tree, case.at, columns=columns)
 
 
 @pytest.mark.gpu
