@@ -22,6 +22,7 @@ from specattn.kernels.launch import launch_options, programs_per_row
 
 
 def fill_window(
+    *,
     req_to_token: Tensor,
     rows: Tensor,
     seq_lens: Tensor,
@@ -62,6 +63,7 @@ def fill_window(
 
 
 def fill_lists(
+    *,
     req_to_token: Tensor,
     req_pool_indices: Tensor,
     seq_lens: Tensor,
@@ -97,6 +99,7 @@ def fill_lists(
 
 
 def pack_masks(
+    *,
     kv_indptr: Tensor,
     mask_indptr: Tensor,
     seq_lens: Tensor,
@@ -131,6 +134,7 @@ def pack_masks(
 
 
 def fill_block_table(
+    *,
     req_to_token: Tensor,
     req_pool_indices: Tensor,
     seq_lens: Tensor,
@@ -163,6 +167,7 @@ def fill_block_table(
 
 
 def fill_slots(
+    *,
     rows: Tensor,
     block_table: Tensor,
     lens: Tensor,
@@ -190,6 +195,7 @@ def fill_slots(
 
 
 def fill_page_table(
+    *,
     req_to_token: Tensor,
     req_pool_indices: Tensor,
     seq_lens: Tensor,
@@ -223,7 +229,7 @@ def fill_page_table(
 
 
 def fill_ancestor_table(
-    tail_slots: Tensor, tail_words: Tensor, table: Tensor, lens: Tensor
+    *, tail_slots: Tensor, tail_words: Tensor, table: Tensor, lens: Tensor
 ) -> None:
     tail = tail_slots.shape[1]
     block = triton.next_power_of_2(tail)
@@ -246,6 +252,7 @@ def fill_ancestor_table(
 
 
 def fill_draft_kv(
+    *,
     req_to_token: Tensor,
     req_pool_indices: Tensor,
     seq_lens: Tensor,
@@ -283,6 +290,7 @@ def fill_draft_kv(
 
 
 def fill_draft_tails(
+    *,
     step: int,
     seq_lens: Tensor,
     branch_slots: Tensor,
