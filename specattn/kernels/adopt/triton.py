@@ -226,6 +226,7 @@ def adopt_rows_kernel(
 
 
 def adopt_rows(
+    *,
     rows: Tensor,
     seq_lens: Tensor,
     slots: Tensor | None,
@@ -337,6 +338,7 @@ def adopt_steps_kernel(
 
 
 def adopt_steps(
+    *,
     rows: Tensor,
     seq_lens: Tensor,
     slots: Tensor | None,
@@ -436,6 +438,7 @@ def adopt_prompts_kernel(
 
 
 def adopt_prompts(
+    *,
     rows: Tensor,
     prefix_lens: Tensor,
     new_lens: Tensor,
