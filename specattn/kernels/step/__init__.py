@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-from specattn.kernels import implementation
+from specattn.kernels import Launchers, on_triton
 from specattn.kernels.checks import as_columns, require_dense
-from specattn.kernels.step import naive
+
+if TYPE_CHECKING:
+    from specattn.kernels.step import triton as launch
+else:
+    launch = Launchers("specattn.kernels.step.triton")
 
 
 def begin_step(
@@ -96,23 +102,46 @@ def begin_step(
     )
     if not rows.shape[1]:
         return
-    implementation(naive.begin_step, seq_lens.device)(
-        rows,
-        turn,
-        seq_lens,
-        reserved,
-        req_to_token,
-        reserve_len,
-        rows_out,
-        seq_lens_out,
-        window_out,
-        positions_out,
-        draft_positions_out,
-        tables,
-        outs,
-        draft_lens_out,
-        lead,
-    )
+    if on_triton(seq_lens):
+        return launch.begin_step(
+            rows=rows,
+            turn=turn,
+            seq_lens=seq_lens,
+            reserved=reserved,
+            req_to_token=req_to_token,
+            reserve_len=reserve_len,
+            rows_out=rows_out,
+            seq_lens_out=seq_lens_out,
+            window_out=window_out,
+            positions_out=positions_out,
+            draft_positions_out=draft_positions_out,
+            tables=tables,
+            outs=outs,
+            draft_lens_out=draft_lens_out,
+            lead=lead,
+        )
+    context = req_to_token.shape[1]
+    rows = rows.to(seq_lens.device)[turn].flatten()
+    length = seq_lens[rows].long()
+    fits = (rows != 0) & (length + reserve_len <= reserved[rows].clamp(max=context))
+    length = torch.where(fits, length, 0)
+    row = torch.where(fits, rows, 0)
+    rows_out.copy_(row)
+    seq_lens_out.copy_(length)
+
+    def count(size: int) -> Tensor:
+        return torch.arange(size, device=rows.device)
+
+    columns = length[:, None] + count(reserve_len)  # [B, W]
+    window = req_to_token[row[:, None], columns.clamp(max=context - 1)]
+    window_out.copy_(torch.where(fits[:, None], window, 0))
+    positions_out.copy_(length[:, None] + count(positions_out.shape[1]))
+    drafted = length + torch.where(fits, lead, 0)
+    draft_positions_out.copy_((drafted[:, None] + count(draft_positions_out.shape[1]))[:, :, None])
+    if draft_lens_out is not None:
+        draft_lens_out.copy_(drafted)
+    for table, out in zip(map(as_columns, tables), map(as_columns, outs), strict=True):
+        out.copy_(table[row, : out.shape[1]])
 
 
 def end_step(
@@ -176,18 +205,30 @@ def end_step(
     )
     if not len(rows):
         return
-    implementation(naive.end_step, rows.device)(
-        rows,
-        seq_lens,
-        accept_lens,
-        accept_tokens,
-        bonus_tokens,
-        seq_lens_table,
-        bonus_table,
-        sources,
-        tables,
-        packed_out,
-    )
+    if on_triton(rows):
+        return launch.end_step(
+            rows=rows,
+            seq_lens=seq_lens,
+            accept_lens=accept_lens,
+            accept_tokens=accept_tokens,
+            bonus_tokens=bonus_tokens,
+            seq_lens_table=seq_lens_table,
+            bonus_table=bonus_table,
+            sources=sources,
+            tables=tables,
+            packed_out=packed_out,
+        )
+    live = (rows != 0)[:, None]  # [B, 1]
+    last = torch.arange(accept_tokens.shape[1], device=rows.device) == accept_lens[:, None] - 1
+    told = torch.where(last & (bonus_tokens < 0)[:, None], -1, accept_tokens)
+    packed = torch.cat([accept_lens[:, None].long(), told], 1)
+    packed_out.copy_(torch.where(live, packed, 0))
+    sources = (seq_lens + accept_lens, bonus_tokens.clamp(min=0), *sources)
+    for source, table in zip(sources, (seq_lens_table, bonus_table, *tables), strict=True):
+        new, wide = as_columns(source), as_columns(table)
+        width = new.shape[1]
+        # padding copies row 0 onto itself
+        wide[rows, :width] = torch.where(live, new, wide[rows, :width])
 
 
 def gather_path(
@@ -242,9 +283,22 @@ def gather_path(
     )
     if not accept_index.numel():
         return
-    implementation(naive.gather_path, features.device)(
-        features, accept_index, accept_lens, seq_lens, features_out, last_rows_out, after_out
-    )
+    if on_triton(features):
+        return launch.gather_path(
+            features=features,
+            accept_index=accept_index,
+            accept_lens=accept_lens,
+            seq_lens=seq_lens,
+            features_out=features_out,
+            last_rows_out=last_rows_out,
+            after_out=after_out,
+        )
+    batch, depth = accept_index.shape
+    path = accept_index.clamp(min=0).long()[:, :, None]  # [B, D, 1]
+    features_out.copy_(features.gather(1, path.expand(-1, -1, features.shape[2])))
+    first = torch.arange(batch, device=features.device) * depth
+    last_rows_out.copy_(first + accept_lens.clamp(min=1) - 1)
+    after_out.copy_(seq_lens + accept_lens)
 
 
 def write_output(packed: Tensor, buffer: Tensor, turn: Tensor) -> None:
@@ -276,7 +330,11 @@ def write_output(packed: Tensor, buffer: Tensor, turn: Tensor) -> None:
             f"buffer must be [S, at least {rows}, {width}], dense but for its first axis, "
             f"got {list(buffer.shape)} with strides {buffer.stride()}"
         )
-    implementation(naive.write_output, packed.device)(packed, buffer, turn)
+    if on_triton(packed):
+        return launch.write_output(packed=packed, buffer=buffer, turn=turn)
+    at = int(turn)
+    buffer[at, : len(packed)] = packed
+    turn.fill_((at + 1) % len(buffer))
 
 
 def _check_copies(batch: int, tables: Sequence[Tensor], parts: Sequence[Tensor], name: str) -> None:

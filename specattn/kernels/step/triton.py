@@ -350,6 +350,7 @@ def _split(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[list[A
 
 
 def begin_step(
+    *,
     rows: Tensor,
     turn: Tensor,
     seq_lens: Tensor,
@@ -406,6 +407,7 @@ def begin_step(
 
 
 def end_step(
+    *,
     rows: Tensor,
     seq_lens: Tensor,
     accept_lens: Tensor,
@@ -442,6 +444,7 @@ def end_step(
 
 
 def gather_path(
+    *,
     features: Tensor,
     accept_index: Tensor,
     accept_lens: Tensor,
@@ -472,7 +475,7 @@ def gather_path(
     )
 
 
-def write_output(packed: Tensor, buffer: Tensor, turn: Tensor) -> None:
+def write_output(*, packed: Tensor, buffer: Tensor, turn: Tensor) -> None:
     batch, width = packed.shape
     write_output_kernel[(1,)](
         packed,
