@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from bench.tools.sanitize_ops_step import DIM, HEADS, Op, Step, by_torch
+from specattn.batch import AcceptResult
+from specattn.kernels.step import StepStart
 from specattn.kernels.tree import accept_greedy
 
 # width of a hidden state
@@ -202,13 +204,13 @@ def ends(s: Step) -> list[Op]:
     outs = [s.empty(batch, *shape).to(dtype) for shape, dtype in kinds]
     lens = torch.cat([s.lens[:1] * 0, s.lens])
     slots = s.ints(2**24, batch + 1, s.table.shape[1]).int()
-    begun = {
-        "rows_out": s.empty(batch),
-        "seq_lens_out": s.empty(batch).int(),
-        "window_out": s.empty(batch, reserve).int(),
-        "positions_out": s.empty(batch, depth),
-        "draft_positions_out": s.empty(batch, steps - 1, topk),
-    }
+    start = StepStart(
+        rows=s.empty(batch),
+        seq_lens=s.empty(batch).int(),
+        window=s.empty(batch, reserve).int(),
+        positions=s.empty(batch, depth),
+        draft_positions=s.empty(batch, steps - 1, topk),
+    )
     rows, reserved, tokens = s.rows + 1, lens + reserve, s.ints(s.vocab, batch, depth)
     # host buffers of one step
     on_host = rows[None].cpu()
@@ -221,6 +223,7 @@ def ends(s: Step) -> list[Op]:
     features = features.bfloat16()
     path = s.ints(s.nodes, batch, depth).int()
     kept = s.ints(depth + 1, batch, low=1).int()
+    accepted = AcceptResult(path, tokens, kept, new[0])
     gathered = {
         "features_out": torch.zeros(batch, depth, 3 * HIDDEN, dtype=torch.bfloat16, device=device),
         "last_rows_out": s.empty(batch),
@@ -246,9 +249,8 @@ def ends(s: Step) -> list[Op]:
                 reserved,
                 slots,
                 reserve_len=reserve,
-                **begun,
-                tables=tables,
-                outs=outs,
+                out=start,
+                copies=list(zip(tables, outs, strict=True)),
             ),
         ),
         Op(
@@ -256,18 +258,15 @@ def ends(s: Step) -> list[Op]:
             lambda ops, _: ops.end_step(
                 rows,
                 s.lens,
-                kept,
-                tokens,
-                new[0],
+                accepted,
                 seq_lens_table=after,
                 bonus_table=tables[0],
-                sources=new[1:],
-                tables=tables[1:4],
+                copies=list(zip(new[1:], tables[1:4], strict=True)),
                 packed_out=packed,
             ),
         ),
         Op("step", lambda ops, _: ops.write_output(packed, host, turn)),
-        Op("step", lambda ops, _: ops.gather_path(features, path, kept, s.lens, **gathered)),
+        Op("step", lambda ops, _: ops.gather_path(features, accepted, s.lens, **gathered)),
     ]
 
 

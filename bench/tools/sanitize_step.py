@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 def states() -> None:
     """Begin and end over tables of every kind of width; the last request ends its tables."""
-    from specattn.kernels.step import begin_step, end_step, write_output
+    from specattn.batch import AcceptResult
+    from specattn.kernels.step import StepStart, begin_step, end_step, write_output
 
     context, reserve, depth, steps, topk = 40, 7, 5, 4, 3
     # padding, one without room, one that fills both its row and the table's last
@@ -52,13 +53,13 @@ def states() -> None:
     tables = [torch.randint(1, 99, (5, *shape)).to(dtype).to(DEVICE) for shape, dtype in layout]
     outs = [poison(4, *shape, dtype=dtype) for shape, dtype in layout]
     slots = torch.arange(5 * context, dtype=torch.int32).view(5, context).to(DEVICE)
-    found = {
-        "rows_out": poison(4, dtype=torch.int64),
-        "seq_lens_out": poison(4, dtype=torch.int32),
-        "window_out": poison(4, reserve, dtype=torch.int32),
-        "positions_out": poison(4, depth, dtype=torch.int64),
-        "draft_positions_out": poison(4, steps, topk, dtype=torch.int64),
-    }
+    start = StepStart(
+        rows=poison(4, dtype=torch.int64),
+        seq_lens=poison(4, dtype=torch.int32),
+        window=poison(4, reserve, dtype=torch.int32),
+        positions=poison(4, depth, dtype=torch.int64),
+        draft_positions=poison(4, steps, topk, dtype=torch.int64),
+    )
     # as `HostBuffers.rows`: of two steps the second, and of six requests four
     on_host = torch.full((2, 6), -1, pin_memory=DEVICE == "cuda")
     on_host[1, :4] = rows
@@ -70,27 +71,24 @@ def states() -> None:
         room,
         slots,
         reserve_len=reserve,
-        **found,
-        tables=tables,
-        outs=outs,
+        out=start,
+        copies=list(zip(tables, outs, strict=True)),
     )
-    same("rows", found["rows_out"], put([2, 0, 0, 4], torch.int64))
-    same("slots", found["window_out"][3], slots[4, -reserve:])
+    same("rows", start.rows, put([2, 0, 0, 4], torch.int64))
+    same("slots", start.window[3], slots[4, -reserve:])
     for table, out in zip(tables, outs, strict=True):
-        same("state", out, table[found["rows_out"]])
+        same("state", out, table[start.rows])
     before = [table.clone() for table in tables]
     new = [out + 1 for out in outs]
     packed = poison(4, 1 + depth, dtype=torch.int64)
+    tokens, bonus = put([[9] * depth] * 4, torch.int64), put([9] * 4, torch.int64)
     end_step(
-        found["rows_out"],
-        found["seq_lens_out"],
-        put([3, 1, 0, 5]),
-        put([[9] * depth] * 4, torch.int64),
-        put([9] * 4, torch.int64),
+        start.rows,
+        start.seq_lens,
+        AcceptResult(poison(4, 0, dtype=torch.int32), tokens, put([3, 1, 0, 5]), bonus),
         seq_lens_table=lens,
         bonus_table=lens.long(),
-        sources=new,
-        tables=tables,
+        copies=list(zip(new, tables, strict=True)),
         packed_out=packed,
     )
     same("lengths", lens, put([0, 6, 3, 9, context - reserve + 5]))
@@ -106,6 +104,7 @@ def states() -> None:
 
 def path(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
     """Features along paths, of which one is as deep as can be and one empty."""
+    from specattn.batch import AcceptResult
     from specattn.kernels.step import gather_path
 
     nodes, depth, width = 6, 4, 2077
@@ -119,8 +118,7 @@ def path(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
     last, after = poison(3, dtype=torch.int64), poison(3, dtype=torch.int64)
     gather_path(
         features,
-        index,
-        put([4, 1, 0]),
+        AcceptResult(index, poison(0), put([4, 1, 0]), poison(0)),
         put([9, 0, 0]),
         features_out=out,
         last_rows_out=last,

@@ -17,7 +17,7 @@ import torch
 from specattn.backends.base import by_lengths_alone, fill_all
 from specattn.batch import AcceptResult, DraftTree, ForwardMode, Linked, Marginals
 from specattn.kernels.sampling import target_probs
-from specattn.kernels.step import begin_step, end_step, gather_path
+from specattn.kernels.step import StepStart, begin_step, end_step, gather_path
 from specattn.kernels.tree import best_first_tree, build_tree, link_tree
 from specattn.plan import AttnInputs, AttnPlan
 from specattn.speculative.draft import beams_of
@@ -431,8 +431,7 @@ class Step:
             check_features(features.shape[-1], width)
         gather_path(
             features[..., :width],
-            accepted.accept_index,
-            accepted.accept_lens,
+            accepted,
             buffers.seq_lens,
             features_out=buffers.features,
             last_rows_out=buffers.last_rows,
@@ -473,13 +472,10 @@ class Step:
         end_step(
             buffers.req_pool_indices,
             buffers.seq_lens,
-            accepted.accept_lens,
-            accepted.accept_tokens,
-            accepted.bonus_tokens,
+            accepted,
             seq_lens_table=states.seq_lens,
             bonus_table=states.bonus_tokens,
-            sources=tuple(state.values()),
-            tables=tuple(states.drafting[name] for name in state),
+            copies=[(new, states.drafting[name]) for name, new in state.items()],
             packed_out=self.packed,
         )
         if self.processors is not None:
@@ -530,14 +526,13 @@ class Step:
 
     def _gather(self) -> None:
         buffers, states = self.buffers, self.states
-        names = ("bonus_tokens", "temperature", "top_k", "top_p", "seeds")
-        tables = [getattr(states, name) for name in names]
-        outs = [buffers.roots, *(getattr(buffers, name) for name in names[1:])]
+        names = ("temperature", "top_k", "top_p", "seeds")
+        copies = [(states.bonus_tokens, buffers.roots)]
+        copies += [(getattr(states, name), getattr(buffers, name)) for name in names]
         positions, lens, lead = buffers.positions.new_empty(len(buffers.positions), 0, 1), None, 0
         if self.proposer is not None and self.bound is not None:
             lens, lead, kept = self.bound.seq_lens, self.proposer.lead, states.tensors()
-            tables += [kept[name] for name in self.bound.gathers]
-            outs += self.bound.gathers.values()
+            copies += [(kept[name], out) for name, out in self.bound.gathers.items()]
             if self.bound.positions is not None:
                 positions = self.bound.positions
         begin_step(
@@ -547,13 +542,14 @@ class Step:
             self.table.reserved,
             self.table.req_to_token,
             reserve_len=self.config.reserve_len,
-            rows_out=buffers.req_pool_indices,
-            seq_lens_out=buffers.seq_lens,
-            window_out=buffers.window,
-            positions_out=buffers.positions,
-            draft_positions_out=positions,
-            tables=tuple(tables),
-            outs=tuple(outs),
-            draft_lens_out=lens,
+            out=StepStart(
+                buffers.req_pool_indices,
+                buffers.seq_lens,
+                buffers.window,
+                buffers.positions,
+                positions,
+                lens,
+            ),
+            copies=copies,
             lead=lead,
         )

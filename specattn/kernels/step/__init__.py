@@ -3,18 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from specattn.kernels import Launchers, on_triton
-from specattn.kernels.checks import as_columns, require_dense
+from specattn.kernels.checks import as_columns, require_dense, require_rows
 
 if TYPE_CHECKING:
+    from specattn.batch import AcceptResult
     from specattn.kernels.step import triton as launch
 else:
     launch = Launchers("specattn.kernels.step.triton")
+
+# what is read, and where it is written: the first columns of rows of a table, on either side
+Copies = Sequence[tuple[Tensor, Tensor]]
+
+
+class StepStart(NamedTuple):
+    """What `begin_step` derives for all phases of a step.
+
+    All but the lengths may have row strides; last axes are dense.
+
+    Parameters
+    ----------
+    rows, seq_lens : Tensor
+        ``[B]`` int64 and int32, dense: rows and lengths, 0 for padding.
+    window : Tensor
+        ``[B, W]`` int32: the slots after the committed tokens, 0 for padding.
+    positions : Tensor
+        ``[B, D]`` int64: length + d.
+    draft_positions : Tensor
+        ``[B, S, K]`` int64: length + lead + s, from 0 on for padding; S may be 0.
+    draft_lens : Tensor, optional
+        ``[B]`` int32, dense: length + lead, 0 for padding; for drafts that have read more of the
+        text than the target.
+    """
+
+    rows: Tensor
+    seq_lens: Tensor
+    window: Tensor
+    positions: Tensor
+    draft_positions: Tensor
+    draft_lens: Tensor | None = None
 
 
 def begin_step(
@@ -25,14 +57,8 @@ def begin_step(
     req_to_token: Tensor,
     *,
     reserve_len: int,
-    rows_out: Tensor,
-    seq_lens_out: Tensor,
-    window_out: Tensor,
-    positions_out: Tensor,
-    draft_positions_out: Tensor,
-    tables: Sequence[Tensor],
-    outs: Sequence[Tensor],
-    draft_lens_out: Tensor | None = None,
+    out: StepStart,
+    copies: Copies,
     lead: int = 0,
 ) -> None:
     """Gather the state that all phases of a step read.
@@ -40,7 +66,7 @@ def begin_step(
     One launch gathers the state of the step's requests and derives the rest from it.
     A request whose row is 0, or whose row lacks slots for ``reserve_len`` more tokens, becomes
     padding: row 0 and length 0. All phases start from the same length, so that one window of
-    slots serves them all. Outputs may have row strides; their last axis is dense.
+    slots serves them all.
 
     Parameters
     ----------
@@ -55,50 +81,27 @@ def begin_step(
         ``[R, context]`` int32, slot of every token; dense last axis.
     reserve_len : int
         W, slots that a step may use.
-    rows_out, seq_lens_out : Tensor
-        ``[B]`` int64 and int32, dense: rows and lengths, 0 for padding; ``rows_out`` shares no
-        memory with ``rows``, which other programs still read.
-    window_out : Tensor
-        ``[B, W]`` int32: the slots after the committed tokens, 0 for padding.
-    positions_out : Tensor
-        ``[B, D]`` int64: length + d.
-    draft_positions_out : Tensor
-        ``[B, S, K]`` int64: length + lead + s, from 0 on for padding; S may be 0.
-    tables : sequence of Tensor
-        ``[R, w]`` or ``[R]`` each.
-    outs : sequence of Tensor
-        ``[B, w']`` or ``[B]``, w' at most w: the first columns of each request's row (padding: of
-        row 0).
-    draft_lens_out : Tensor, optional
-        ``[B]`` int32, dense: length + lead, 0 for padding; for drafts that have read more of the
-        text than the target.
+    out : StepStart
+        What is written; its rows share no memory with ``rows``, which other programs still read.
+    copies : sequence of tuple of Tensor
+        Pairs of a table, ``[R, w]`` or ``[R]``, and its output, ``[B, w']`` or ``[B]`` with w' at
+        most w: the first columns of each request's row (padding: of row 0).
     lead : int
         Tokens that a draft has read beyond the committed ones, below ``reserve_len``.
 
     Raises
     ------
     ValueError
-        Before anything is written: if a shape, a dtype of ``outs`` or a stride is another.
+        Before anything is written: if a shape, a dtype of ``copies`` or a stride is another.
     """
-    named = {
-        "rows_out": rows_out,
-        "seq_lens_out": seq_lens_out,
-        "window_out": window_out,
-        "positions_out": positions_out,
-        "draft_positions_out": draft_positions_out,
-    }
-    if draft_lens_out is not None:
-        named["draft_lens_out"] = draft_lens_out[:, None]
-    _check_begin(rows, reserve_len, named, tables, outs)
+    _check_start(out, rows.shape[1], reserve_len)
+    _check_copies(rows.shape[1], [(copy, table) for table, copy in copies], "output")
     require_dense(
         rows=rows[:1],
         turn=turn,
         seq_lens=seq_lens,
         reserved=reserved,
         req_to_token=req_to_token[:1],
-        rows_out=rows_out,
-        seq_lens_out=seq_lens_out,
-        draft_lens_out=draft_lens_out,
     )
     if not rows.shape[1]:
         return
@@ -110,14 +113,8 @@ def begin_step(
             reserved=reserved,
             req_to_token=req_to_token,
             reserve_len=reserve_len,
-            rows_out=rows_out,
-            seq_lens_out=seq_lens_out,
-            window_out=window_out,
-            positions_out=positions_out,
-            draft_positions_out=draft_positions_out,
-            tables=tables,
-            outs=outs,
-            draft_lens_out=draft_lens_out,
+            out=out,
+            copies=copies,
             lead=lead,
         )
     context = req_to_token.shape[1]
@@ -126,35 +123,34 @@ def begin_step(
     fits = (rows != 0) & (length + reserve_len <= reserved[rows].clamp(max=context))
     length = torch.where(fits, length, 0)
     row = torch.where(fits, rows, 0)
-    rows_out.copy_(row)
-    seq_lens_out.copy_(length)
+    out.rows.copy_(row)
+    out.seq_lens.copy_(length)
 
     def count(size: int) -> Tensor:
         return torch.arange(size, device=rows.device)
 
     columns = length[:, None] + count(reserve_len)  # [B, W]
     window = req_to_token[row[:, None], columns.clamp(max=context - 1)]
-    window_out.copy_(torch.where(fits[:, None], window, 0))
-    positions_out.copy_(length[:, None] + count(positions_out.shape[1]))
+    out.window.copy_(torch.where(fits[:, None], window, 0))
+    out.positions.copy_(length[:, None] + count(out.positions.shape[1]))
     drafted = length + torch.where(fits, lead, 0)
-    draft_positions_out.copy_((drafted[:, None] + count(draft_positions_out.shape[1]))[:, :, None])
-    if draft_lens_out is not None:
-        draft_lens_out.copy_(drafted)
-    for table, out in zip(map(as_columns, tables), map(as_columns, outs), strict=True):
-        out.copy_(table[row, : out.shape[1]])
+    ahead = drafted[:, None] + count(out.draft_positions.shape[1])
+    out.draft_positions.copy_(ahead[:, :, None])
+    if out.draft_lens is not None:
+        out.draft_lens.copy_(drafted)
+    for table, copy in copies:
+        narrow = as_columns(copy)
+        narrow.copy_(as_columns(table)[row, : narrow.shape[1]])
 
 
 def end_step(
     rows: Tensor,
     seq_lens: Tensor,
-    accept_lens: Tensor,
-    accept_tokens: Tensor,
-    bonus_tokens: Tensor,
+    accepted: AcceptResult,
     *,
     seq_lens_table: Tensor,
     bonus_table: Tensor,
-    sources: Sequence[Tensor],
-    tables: Sequence[Tensor],
+    copies: Copies,
     packed_out: Tensor,
 ) -> None:
     """Write the state after a step, and pack its output.
@@ -166,19 +162,13 @@ def end_step(
     ----------
     rows, seq_lens : Tensor
         ``[B]`` int64 and int32: rows and lengths that `begin_step` gave; rows other than 0 differ.
-    accept_lens : Tensor
-        ``[B]`` int32, by how many tokens each request grows.
-    accept_tokens : Tensor
-        ``[B, D]`` int64; may have a row stride.
-    bonus_tokens : Tensor
-        ``[B]`` int64, the last accepted token, from which the next step starts; -1 if the target
-        had none.
+    accepted : AcceptResult
+        By which tokens each request grows. The next step starts from ``bonus_tokens``.
     seq_lens_table, bonus_table : Tensor
         ``[R]`` int32 and int64, get the new lengths and the bonus tokens, 0 for -1.
-    sources : sequence of Tensor
-        ``[B, w']`` or ``[B]`` each, the new state; may have row strides.
-    tables : sequence of Tensor
-        ``[R, w]`` or ``[R]``, w at least w': the first columns of each request's row are written.
+    copies : sequence of tuple of Tensor
+        Pairs of new state, ``[B, w']`` or ``[B]`` with any row strides, and its table, ``[R, w]``
+        or ``[R]`` with w at least w': the first columns of each request's row are written.
     packed_out : Tensor
         ``[B, 1 + D]`` int64: accepted tokens' count, then the tokens, the last of them -1 if the
         target had none; 0 for padding.
@@ -189,16 +179,16 @@ def end_step(
         Before anything is written: if a source does not fit its table, or ``packed_out``
         or a stride is another.
     """
-    batch, depth = accept_tokens.shape
+    batch, depth = accepted.accept_tokens.shape
     if packed_out.shape != (batch, 1 + depth):
         raise ValueError(f"packed_out must be [{batch}, {1 + depth}], got {list(packed_out.shape)}")
-    _check_copies(batch, tables, sources, "sources")
+    _check_copies(batch, copies, "source")
     require_dense(
         rows=rows,
         seq_lens=seq_lens,
-        accept_lens=accept_lens,
-        accept_tokens=accept_tokens[:1],
-        bonus_tokens=bonus_tokens,
+        accept_lens=accepted.accept_lens,
+        accept_tokens=accepted.accept_tokens[:1],
+        bonus_tokens=accepted.bonus_tokens,
         seq_lens_table=seq_lens_table,
         bonus_table=bonus_table,
         packed_out=packed_out[:1],
@@ -209,22 +199,20 @@ def end_step(
         return launch.end_step(
             rows=rows,
             seq_lens=seq_lens,
-            accept_lens=accept_lens,
-            accept_tokens=accept_tokens,
-            bonus_tokens=bonus_tokens,
+            accepted=accepted,
             seq_lens_table=seq_lens_table,
             bonus_table=bonus_table,
-            sources=sources,
-            tables=tables,
+            copies=copies,
             packed_out=packed_out,
         )
+    lens, bonus = accepted.accept_lens, accepted.bonus_tokens
     live = (rows != 0)[:, None]  # [B, 1]
-    last = torch.arange(accept_tokens.shape[1], device=rows.device) == accept_lens[:, None] - 1
-    told = torch.where(last & (bonus_tokens < 0)[:, None], -1, accept_tokens)
-    packed = torch.cat([accept_lens[:, None].long(), told], 1)
+    last = torch.arange(depth, device=rows.device) == lens[:, None] - 1
+    told = torch.where(last & (bonus < 0)[:, None], -1, accepted.accept_tokens)
+    packed = torch.cat([lens[:, None].long(), told], 1)
     packed_out.copy_(torch.where(live, packed, 0))
-    sources = (seq_lens + accept_lens, bonus_tokens.clamp(min=0), *sources)
-    for source, table in zip(sources, (seq_lens_table, bonus_table, *tables), strict=True):
+    own = [(seq_lens + lens, seq_lens_table), (bonus.clamp(min=0), bonus_table)]
+    for source, table in (*own, *copies):
         new, wide = as_columns(source), as_columns(table)
         width = new.shape[1]
         # padding copies row 0 onto itself
@@ -233,8 +221,7 @@ def end_step(
 
 def gather_path(
     features: Tensor,
-    accept_index: Tensor,
-    accept_lens: Tensor,
+    accepted: AcceptResult,
     seq_lens: Tensor,
     *,
     features_out: Tensor,
@@ -249,11 +236,10 @@ def gather_path(
     ----------
     features : Tensor
         ``[B, n, F]``, the target's features at every node; any strides with a dense last axis.
-    accept_index : Tensor
-        ``[B, D]`` int32, nodes of the accepted path, -1 past its end, where node 0 is read; may
-        have a row stride.
-    accept_lens, seq_lens : Tensor
-        ``[B]`` int32: accepted tokens, and lengths before the step.
+    accepted : AcceptResult
+        The paths; past a path's end node 0 is read. ``accept_index`` may have a row stride.
+    seq_lens : Tensor
+        ``[B]`` int32, lengths before the step.
     features_out : Tensor
         ``[B, D, F]``, in its own dtype; strides as ``features``.
     last_rows_out : Tensor
@@ -266,6 +252,7 @@ def gather_path(
     ValueError
         Before anything is written: if the shape of ``features_out`` or a stride is another.
     """
+    accept_index, accept_lens = accepted.accept_index, accepted.accept_lens
     wanted = (*accept_index.shape, features.shape[2])
     if features_out.shape != wanted or len(features) != len(accept_index):
         raise ValueError(
@@ -286,8 +273,7 @@ def gather_path(
     if on_triton(features):
         return launch.gather_path(
             features=features,
-            accept_index=accept_index,
-            accept_lens=accept_lens,
+            accepted=accepted,
             seq_lens=seq_lens,
             features_out=features_out,
             last_rows_out=last_rows_out,
@@ -337,44 +323,40 @@ def write_output(packed: Tensor, buffer: Tensor, turn: Tensor) -> None:
     turn.fill_((at + 1) % len(buffer))
 
 
-def _check_copies(batch: int, tables: Sequence[Tensor], parts: Sequence[Tensor], name: str) -> None:
-    """Raise ValueError unless each of ``parts``, called ``name``, fits its table."""
-    if len(tables) != len(parts):
-        raise ValueError(f"{name} must be one per table, {len(tables)}, got {len(parts)}")
-    for at, (table, part) in enumerate(zip(tables, parts, strict=True)):
+def _check_copies(batch: int, copies: Copies, name: str) -> None:
+    """Raise ValueError unless each part, called ``name``, fits its table."""
+    for at, (part, table) in enumerate(copies):
         wide, narrow = as_columns(table), as_columns(part)
         width = wide.shape[-1]
         fits = narrow.dim() == wide.dim() == 2 and narrow.shape[-1] <= width
         if not fits or len(part) != batch or part.dtype != table.dtype:
             raise ValueError(
-                f"{name}[{at}] must be [{batch}, at most {width}] {table.dtype}, "
+                f"the {name} of copies[{at}] must be [{batch}, at most {width}] {table.dtype}, "
                 f"got {list(part.shape)} {part.dtype}"
             )
         for tensor in (wide, narrow):
             if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
                 raise ValueError(
-                    f"{name}[{at}] and its table must be dense in their last axis, "
+                    f"the {name} of copies[{at}] and its table must be dense in their last axis, "
                     f"got strides {tensor.stride()}"
                 )
 
 
-def _check_begin(
-    rows: Tensor,
-    reserve_len: int,
-    outs: dict[str, Tensor],
-    tables: Sequence[Tensor],
-    copies: Sequence[Tensor],
-) -> None:
+def _check_start(out: StepStart, batch: int, reserve_len: int) -> None:
     """Raise ValueError, before anything is written, unless the outputs are as documented."""
-    batch = rows.shape[1]
-    for name, out in outs.items():
-        if len(out) != batch or (out.shape[-1] > 1 and out.stride(-1) != 1):
-            raise ValueError(
-                f"{name} must have {batch} rows and a dense last axis, got {list(out.shape)} "
-                f"and strides {out.stride()}"
-            )
-    if outs["window_out"].shape != (batch, reserve_len):
+    for name, tensor in out._asdict().items():
+        if tensor is not None and len(tensor) != batch:
+            raise ValueError(f"out.{name} must have {batch} rows, got {list(tensor.shape)}")
+    if out.window.shape != (batch, reserve_len):
         raise ValueError(
-            f"window_out must be [{batch}, {reserve_len}], got {list(outs['window_out'].shape)}"
+            f"out.window must be [{batch}, {reserve_len}], got {list(out.window.shape)}"
         )
-    _check_copies(batch, tables, copies, "outs")
+    dense = {"out.rows": out.rows, "out.seq_lens": out.seq_lens, "out.draft_lens": out.draft_lens}
+    require_dense(**dense)
+    require_rows(
+        **{
+            "out.window": out.window,
+            "out.positions": out.positions,
+            "out.draft_positions": out.draft_positions,
+        }
+    )

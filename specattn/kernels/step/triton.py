@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
@@ -11,6 +10,10 @@ from torch import Tensor
 
 from specattn.kernels.checks import as_columns
 from specattn.kernels.launch import enter, launch_options
+
+if TYPE_CHECKING:
+    from specattn.batch import AcceptResult
+    from specattn.kernels.step import Copies, StepStart
 
 # columns of a table that the request's first program copies beside its metadata
 NARROW = 32
@@ -326,12 +329,12 @@ def write_output_kernel(
     tl.store(turn, (at + 1) % slots)
 
 
-def _split(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[list[Any], int, int, int]:
+def _split(copies: Copies) -> tuple[list[Any], int, int, int]:
     """Return the kernels' tables in two groups by width.
 
     That is ten tuples, the numbers of narrow and of wide tables, and the number of wide blocks.
     """
-    pairs = [(as_columns(s), as_columns(t)) for s, t in zip(sources, targets, strict=True)]
+    pairs = [(as_columns(s), as_columns(t)) for s, t in copies]
     # tables may be wider than what is read or written of them
     sized = [(s, t, min(s.shape[1], t.shape[1])) for s, t in pairs]
     narrow = [part for part in sized if 0 < part[2] <= NARROW]
@@ -357,32 +360,22 @@ def begin_step(
     reserved: Tensor,
     req_to_token: Tensor,
     reserve_len: int,
-    rows_out: Tensor,
-    seq_lens_out: Tensor,
-    window_out: Tensor,
-    positions_out: Tensor,
-    draft_positions_out: Tensor,
-    tables: Sequence[Tensor],
-    outs: Sequence[Tensor],
-    draft_lens_out: Tensor | None = None,
-    lead: int = 0,
+    out: StepStart,
+    copies: Copies,
+    lead: int,
 ) -> None:
-    batch, steps, topk = draft_positions_out.shape
-    copies, narrows, wides, blocks = _split(tables, outs)
-    depth = positions_out.shape[1]
+    batch, steps, topk = out.draft_positions.shape
+    tables, narrows, wides, blocks = _split(copies)
+    depth = out.positions.shape[1]
     begin_step_kernel[(batch, 1 + blocks)](
         rows,
         turn,
         seq_lens,
         reserved,
         req_to_token,
-        rows_out,
-        seq_lens_out,
-        window_out,
-        positions_out,
-        draft_positions_out,
-        seq_lens_out if draft_lens_out is None else draft_lens_out,
-        *copies,
+        *out[:-1],
+        out.seq_lens if out.draft_lens is None else out.draft_lens,
+        *tables,
         req_to_token.shape[1],
         reserve_len,
         depth,
@@ -390,12 +383,12 @@ def begin_step(
         max(topk, 1),
         rows.stride(0),
         req_to_token.stride(0),
-        window_out.stride(0),
-        positions_out.stride(0),
-        draft_positions_out.stride(0),
-        draft_positions_out.stride(1),
+        out.window.stride(0),
+        out.positions.stride(0),
+        out.draft_positions.stride(0),
+        out.draft_positions.stride(1),
         LEAD=lead,
-        LEADS=draft_lens_out is not None,
+        LEADS=out.draft_lens is not None,
         NARROWS=narrows,
         WIDES=wides,
         NARROW=NARROW,
@@ -410,29 +403,26 @@ def end_step(
     *,
     rows: Tensor,
     seq_lens: Tensor,
-    accept_lens: Tensor,
-    accept_tokens: Tensor,
-    bonus_tokens: Tensor,
+    accepted: AcceptResult,
     seq_lens_table: Tensor,
     bonus_table: Tensor,
-    sources: Sequence[Tensor],
-    tables: Sequence[Tensor],
+    copies: Copies,
     packed_out: Tensor,
 ) -> None:
-    batch, depth = accept_tokens.shape
-    copies, narrows, wides, blocks = _split(sources, tables)
+    batch, depth = accepted.accept_tokens.shape
+    tables, narrows, wides, blocks = _split(copies)
     end_step_kernel[(batch, 1 + blocks)](
         rows,
         seq_lens,
-        accept_lens,
-        accept_tokens,
-        bonus_tokens,
+        accepted.accept_lens,
+        accepted.accept_tokens,
+        accepted.bonus_tokens,
         seq_lens_table,
         bonus_table,
         packed_out,
-        *copies,
+        *tables,
         depth,
-        accept_tokens.stride(0),
+        accepted.accept_tokens.stride(0),
         packed_out.stride(0),
         NARROWS=narrows,
         WIDES=wides,
@@ -446,19 +436,18 @@ def end_step(
 def gather_path(
     *,
     features: Tensor,
-    accept_index: Tensor,
-    accept_lens: Tensor,
+    accepted: AcceptResult,
     seq_lens: Tensor,
     features_out: Tensor,
     last_rows_out: Tensor,
     after_out: Tensor,
 ) -> None:
-    batch, depth = accept_index.shape
+    batch, depth = accepted.accept_index.shape
     width = features.shape[2]
     gather_path_kernel[(batch * depth, max(triton.cdiv(width, BLOCK), 1))](
         features,
-        accept_index,
-        accept_lens,
+        accepted.accept_index,
+        accepted.accept_lens,
         seq_lens,
         features_out,
         last_rows_out,
@@ -467,7 +456,7 @@ def gather_path(
         width,
         features.stride(0),
         features.stride(1),
-        accept_index.stride(0),
+        accepted.accept_index.stride(0),
         features_out.stride(0),
         features_out.stride(1),
         BLOCK=BLOCK,

@@ -8,7 +8,8 @@ import random
 import pytest
 import torch
 
-from specattn.kernels.step import begin_step, end_step, gather_path
+from specattn.batch import AcceptResult
+from specattn.kernels.step import StepStart, begin_step, end_step, gather_path
 from tests.kernels.tree_oracle import DEVICE, POISON, poisoned
 
 CONTEXT = 40
@@ -79,46 +80,44 @@ class Begin:
         table = poisoned(rows, CONTEXT, dtype=torch.int32, gap=gap)
         table.copy_(whole(self.slots))
         self.inputs = (*ring_of(self.rows), whole(self.lens), whole(self.reserved), table)
-        self.named = {
-            "rows_out": poisoned(batch),
-            "seq_lens_out": poisoned(batch, dtype=torch.int32),
-            "window_out": poisoned(batch, reserve, dtype=torch.int32, gap=gap),
-            "positions_out": poisoned(batch, depth, gap=gap),
-            "draft_positions_out": poisoned(batch, steps + (gap > 0), topk, gap=gap)[:, :steps],
-        }
-        if lead is not None:
-            self.named["draft_lens_out"] = poisoned(batch, dtype=torch.int32)
+        self.out = StepStart(
+            rows=poisoned(batch),
+            seq_lens=poisoned(batch, dtype=torch.int32),
+            window=poisoned(batch, reserve, dtype=torch.int32, gap=gap),
+            positions=poisoned(batch, depth, gap=gap),
+            draft_positions=poisoned(batch, steps + (gap > 0), topk, gap=gap)[:, :steps],
+            draft_lens=None if lead is None else poisoned(batch, dtype=torch.int32),
+        )
 
     def run(self):
         begin_step(
             *self.inputs,
             reserve_len=self.reserve,
-            **self.named,
-            tables=tuple(self.tables),
-            outs=tuple(self.outs),
+            out=self.out,
+            copies=tuple(zip(self.tables, self.outs, strict=True)),
             lead=self.lead or 0,
         )
 
     def check(self):
-        expect = {name: [] for name in self.named}
+        expect = StepStart([], [], [], [], [], [])
         effective = []
         for row in self.rows:
             room = min(self.reserved[row], CONTEXT)
             row = row if row and self.lens[row] + self.reserve <= room else 0
             length = self.lens[row]
             effective.append(row)
-            expect["rows_out"].append(row)
-            expect["seq_lens_out"].append(length)
+            expect.rows.append(row)
+            expect.seq_lens.append(length)
             window = self.slots[row][length : length + self.reserve] if row else [0] * self.reserve
-            expect["window_out"].append(window)
-            expect["positions_out"].append([length + d for d in range(self.depth)])
+            expect.window.append(window)
+            expect.positions.append([length + d for d in range(self.depth)])
             read = length + ((self.lead or 0) if row else 0)
             drafts = [[read + s] * self.topk for s in range(self.steps)]
             if self.lead is not None:
-                expect["draft_lens_out"].append(read)
-            expect["draft_positions_out"].append(drafts)
-        for name, out in self.named.items():
-            assert out.tolist() == expect[name], name
+                expect.draft_lens.append(read)
+            expect.draft_positions.append(drafts)
+        for name, out, want in zip(StepStart._fields, self.out, expect, strict=True):
+            assert (out is None and not want) or out.tolist() == want, name
         for at, (table, out) in enumerate(zip(self.tables, self.outs, strict=True)):
             held = table.tolist()
             width = out.shape[1] if out.dim() == 2 else None
@@ -194,13 +193,16 @@ class End:
         end_step(
             whole(self.rows, torch.int64),
             whole(self.lens),
-            whole(self.accepted),
-            self.accept_tokens,
-            whole(self.bonus, torch.int64),
+            AcceptResult(
+                # not read
+                poisoned(len(self.rows), 0, dtype=torch.int32),
+                self.accept_tokens,
+                whole(self.accepted),
+                whole(self.bonus, torch.int64),
+            ),
             seq_lens_table=self.lengths,
             bonus_table=self.roots,
-            sources=tuple(self.sources),
-            tables=tuple(self.tables),
+            copies=tuple(zip(self.sources, self.tables, strict=True)),
             packed_out=self.packed,
         )
 
@@ -272,6 +274,12 @@ def test_state_survives_a_step_bit_by_bit(implementation):
         assert torch.equal(begin.outs[0].view(bits), new[[2, 0, 1]].view(bits))
 
 
+def path_of(accept_index, accept_lens):
+    """Accepted paths of tokens that nobody reads."""
+    tokens = accept_index.new_empty(0, dtype=torch.int64)
+    return AcceptResult(accept_index, tokens, accept_lens, tokens)
+
+
 PATHS = [  # batch, nodes, depth, width, dtype in, dtype out
     (1, 1, 1, 1, torch.float32, torch.float32),
     (3, 7, 4, 37, torch.float16, torch.float16),
@@ -296,8 +304,7 @@ def test_gather_path(implementation, batch, nodes, depth, width, dtype, to):
     last, after = poisoned(batch), poisoned(batch)
     gather_path(
         features,
-        index,
-        whole(kept),
+        path_of(index, whole(kept)),
         whole(lens),
         features_out=out,
         last_rows_out=last,
@@ -323,20 +330,17 @@ def test_what_does_not_fit_is_refused_by_name(implementation):
     begin.tables, end.tables = [table], [table]
     for part in wrong:
         begin.outs, end.sources = [part], [part]
-        with pytest.raises(ValueError, match=r"outs\[0\]"):
+        with pytest.raises(ValueError, match=r"output of copies\[0\]"):
             begin.run()
-        with pytest.raises(ValueError, match=r"sources\[0\]"):
+        with pytest.raises(ValueError, match=r"source of copies\[0\]"):
             end.run()
-    end.sources = []
-    with pytest.raises(ValueError, match="sources must be one per table"):
-        end.run()
     begin.outs, begin.reserve = [table[:2]], begin.reserve + 1
-    with pytest.raises(ValueError, match="window_out"):
+    with pytest.raises(ValueError, match=r"out\.window"):
         begin.run()
     end.sources, end.packed = [table[:2]], end.packed[:, 1:]
     with pytest.raises(ValueError, match="packed_out"):
         end.run()
-    assert (begin.named["rows_out"] == POISON).all()
+    assert (begin.out.rows == POISON).all()
     assert (end.packed == POISON).all()
     assert not table.any()
 
@@ -347,8 +351,7 @@ def test_path_of_another_shape_is_refused(implementation):
     with pytest.raises(ValueError, match="features_out"):
         gather_path(
             torch.ones(2, 4, 6, device=DEVICE),
-            torch.zeros(2, 3, **zeros),
-            torch.zeros(2, **zeros),
+            path_of(torch.zeros(2, 3, **zeros), torch.zeros(2, **zeros)),
             torch.zeros(2, **zeros),
             features_out=out,
             last_rows_out=poisoned(2),
