@@ -323,16 +323,7 @@ def windows(width: int = 16, topk: int = 4, depth: int = 6) -> None:
     positions = zeros(BATCH, depth, topk)
     indices.fill_window(table, rows, lens, slots_out=slots)
     indices.fill_window(table, rows, lens, slots_out=slots, positions_out=positions)
-    indices.fill_window(
-        table,
-        rows,
-        lens,
-        slots_out=slots,
-        positions_out=positions[..., :1],
-        accept_lens=lens,
-        last_rows_out=rows,
-        after_out=rows,
-    )
+    indices.fill_window(table, rows, lens, slots_out=slots, positions_out=positions[..., :1])
 
 
 def step_ends(topk: int = 4, depth: int = 6, dtype: torch.dtype = BF16) -> None:

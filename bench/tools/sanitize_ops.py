@@ -232,14 +232,9 @@ def ends(s: Step) -> list[Op]:
     extended = {
         "slots_out": s.empty(batch, depth).int(),
         "positions_out": s.empty(batch, depth, 1),
-        "last_rows_out": s.empty(batch),
-        "after_out": s.empty(batch),
     }
     return [
-        Op(
-            "indices",
-            lambda ops, _: ops.fill_window(slots, rows, s.lens, accept_lens=kept, **extended),
-        ),
+        Op("indices", lambda ops, _: ops.fill_window(slots, rows, s.lens, **extended)),
         Op(
             "step",
             lambda ops, _: ops.begin_step(

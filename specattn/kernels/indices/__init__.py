@@ -23,9 +23,6 @@ def fill_window(
     *,
     slots_out: Tensor,
     positions_out: Tensor | None = None,
-    accept_lens: Tensor | None = None,
-    last_rows_out: Tensor | None = None,
-    after_out: Tensor | None = None,
 ) -> None:
     """Look up the slots and positions after each request's committed tokens.
 
@@ -39,13 +36,6 @@ def fill_window(
         ``[B, W]`` int32, may have a row stride: of columns length + w; 0 beyond the table.
     positions_out : Tensor, optional
         ``[B, S, K]`` int64 with a dense last axis: length + s.
-    accept_lens : Tensor, optional
-        ``[B]`` int32, how many of the W tokens are accepted; then the two that follow are needed.
-    last_rows_out : Tensor, optional
-        ``[B]`` int64: which of all requests' W tokens is the last accepted one, or the first one
-        where none is.
-    after_out : Tensor, optional
-        ``[B]`` int64: length plus accepted.
 
     Raises
     ------
@@ -62,11 +52,8 @@ def fill_window(
             seq_lens=seq_lens,
             slots_out=slots_out,
             positions_out=positions_out,
-            accept_lens=accept_lens,
-            last_rows_out=last_rows_out,
-            after_out=after_out,
         )
-    (batch, width), context = slots_out.shape, req_to_token.shape[1]
+    width, context = slots_out.shape[1], req_to_token.shape[1]
     length = seq_lens.long()
     columns = length[:, None] + torch.arange(width, device=rows.device)  # [B, W]
     found = req_to_token[rows[:, None], columns.clamp(max=context - 1)]
@@ -74,12 +61,6 @@ def fill_window(
     if positions_out is not None:
         depth = torch.arange(positions_out.shape[1], device=rows.device)
         positions_out.copy_((length[:, None] + depth)[:, :, None])
-    if accept_lens is not None:
-        assert last_rows_out is not None
-        assert after_out is not None
-        first = torch.arange(batch, device=rows.device) * width
-        last_rows_out.copy_(first + accept_lens.clamp(min=1) - 1)
-        after_out.copy_(length + accept_lens)
 
 
 def fill_lists(

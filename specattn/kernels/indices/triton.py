@@ -28,9 +28,6 @@ def fill_window(
     seq_lens: Tensor,
     slots_out: Tensor,
     positions_out: Tensor | None,
-    accept_lens: Tensor | None,
-    last_rows_out: Tensor | None,
-    after_out: Tensor | None,
 ) -> None:
     batch, width = slots_out.shape
     steps, topk, strides = 0, 1, (0, 0)
@@ -43,9 +40,6 @@ def fill_window(
         seq_lens,
         slots_out,
         positions_out,
-        accept_lens,
-        last_rows_out,
-        after_out,
         req_to_token.shape[1],
         width,
         steps * topk,
@@ -54,7 +48,6 @@ def fill_window(
         slots_out.stride(0),
         *strides,
         POSITIONS=positions_out is not None,
-        PATH=accept_lens is not None,
         BLOCK_W=triton.next_power_of_2(max(width, 1)),
         BLOCK_N=triton.next_power_of_2(max(steps * topk, 1)),
         num_warps=1,

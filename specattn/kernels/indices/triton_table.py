@@ -15,9 +15,6 @@ def fill_window_kernel(
     seq_lens,  # [B] int32
     slots_out,  # [B, width] int32, out
     positions_out,  # [B, steps, topk] int64, out
-    accept_lens,  # [B] int32
-    last_rows_out,  # [B] int64, out
-    after_out,  # [B] int64, out
     context,
     width,
     nodes,
@@ -27,7 +24,6 @@ def fill_window_kernel(
     stride_positions,
     stride_step,
     POSITIONS: tl.constexpr,
-    PATH: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
@@ -46,10 +42,6 @@ def fill_window_kernel(
         step = node // topk
         ptr = positions_out + req * stride_positions + step * stride_step + node % topk
         tl.store(ptr, length + step, mask=node < nodes)
-    if PATH:
-        count = tl.load(accept_lens + req)
-        tl.store(last_rows_out + req, req * width + tl.maximum(count, 1) - 1)
-        tl.store(after_out + req, length + count)
 
 
 @triton.jit

@@ -32,7 +32,6 @@ class Window:
         if batch > 1:
             self.rows[1] = self.lens[1] = 0
             self.lens[-1] = CONTEXT - width + 1
-        self.kept = [rng.randrange(width + 1) for _ in range(batch)]
         self.width, self.steps, self.topk = width, steps, topk
         self.tensors = [
             torch.tensor(self.rows, device=DEVICE, dtype=torch.int64),
@@ -40,19 +39,13 @@ class Window:
         ]
         self.slots = poisoned(batch, width, dtype=torch.int32, gap=2)
         self.positions = poisoned(batch, steps, topk + 1)[..., :topk]
-        self.path = {
-            "accept_lens": torch.tensor(self.kept, device=DEVICE, dtype=torch.int32),
-            "last_rows_out": poisoned(batch),
-            "after_out": poisoned(batch),
-        }
 
-    def run(self, *, positions: bool = True, path: bool = True) -> None:
+    def run(self, *, positions: bool = True) -> None:
         fill_window(
             self.table,
             *self.tensors,
             slots_out=self.slots,
             positions_out=self.positions if positions else None,
-            **(self.path if path else {}),
         )
 
     def check(self) -> None:
@@ -68,14 +61,6 @@ class Window:
             [[length + step] * self.topk for step in range(self.steps)] for length in self.lens
         ]
 
-    def check_path(self) -> None:
-        assert self.path["last_rows_out"].tolist() == [
-            at * self.width + max(kept, 1) - 1 for at, kept in enumerate(self.kept)
-        ]
-        assert self.path["after_out"].tolist() == [
-            length + kept for length, kept in zip(self.lens, self.kept, strict=True)
-        ]
-
 
 SIZES = [(1, 1, 1, 1), (3, 7, 7, 1), (5, 12, 3, 4), (17, 5, 2, 8), (2, 33, 0, 3)]
 
@@ -87,17 +72,13 @@ def test_windows(implementation, batch, width, steps, topk):
     window.run()
     window.check()
     window.check_positions()
-    window.check_path()
 
 
 def test_only_what_is_asked_for_is_written(implementation):
     window = Window(4, 6, 2, 3)
-    window.run(positions=False, path=False)
+    window.run(positions=False)
     window.check()
-    window.run(path=False)
-    window.check_positions()
-    for name in ("last_rows_out", "after_out"):
-        assert (window.path[name] == POISON).all()
+    assert (window.positions == POISON).all()
 
 
 def test_no_request_is_nothing_to_do(implementation):
@@ -115,7 +96,7 @@ def test_other_shapes_are_refused_by_name(implementation):
             setattr(window, name, value)
         with pytest.raises(ValueError, match=message):
             window.run()
-        for out in (window.slots, window.positions, window.path["after_out"]):
+        for out in (window.slots, window.positions):
             assert (out == POISON).all()
 
     wrong("seq_lens", torch.zeros(2, dtype=torch.int32, device=DEVICE), "seq_lens")
