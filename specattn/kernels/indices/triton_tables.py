@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from specattn.kernels.launch import enter
+from specattn.kernels.launch import enter, launch_options, programs_per_row
 
 
 @triton.jit
@@ -180,3 +181,155 @@ def fill_ancestor_table_kernel(
     slots = tl.load(place, mask=seen != 0, other=0)
     tl.store(table + (query.to(tl.int64) * tail)[:, None] + rank, slots, mask=seen != 0)
     tl.store(lens + query, tl.sum(seen, 1), mask=live)
+
+
+def fill_window(
+    *,
+    req_to_token: Tensor,
+    rows: Tensor,
+    seq_lens: Tensor,
+    slots_out: Tensor,
+    positions_out: Tensor | None,
+) -> None:
+    batch, width = slots_out.shape
+    steps, topk, strides = 0, 1, (0, 0)
+    if positions_out is not None:
+        steps, topk = positions_out.shape[1:]
+        strides = positions_out.stride(0), positions_out.stride(1)
+    fill_window_kernel[(batch,)](
+        req_to_token,
+        rows,
+        seq_lens,
+        slots_out,
+        positions_out,
+        req_to_token.shape[1],
+        width,
+        steps * topk,
+        topk,
+        req_to_token.stride(0),
+        slots_out.stride(0),
+        *strides,
+        POSITIONS=positions_out is not None,
+        BLOCK_W=triton.next_power_of_2(max(width, 1)),
+        BLOCK_N=triton.next_power_of_2(max(steps * topk, 1)),
+        num_warps=1,
+        **launch_options(rows.device),
+    )
+
+
+def fill_block_table(
+    *,
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    tail_slots: Tensor,
+    table: Tensor,
+    lens: Tensor,
+    page_size: int,
+    lists: int,
+) -> None:
+    width = table.shape[1]
+    block = min(256, triton.next_power_of_2(width))
+    grid = (len(table), programs_per_row(len(table), triton.cdiv(width, block)))
+    fill_block_table_kernel[grid](
+        req_to_token,
+        req_pool_indices,
+        seq_lens,
+        tail_slots,
+        table,
+        lens,
+        req_to_token.shape[1],
+        tail_slots.shape[1],
+        lists,
+        width,
+        req_to_token.stride(0),
+        tail_slots.stride(0),
+        table.stride(0),
+        PAGE=page_size,
+        BLOCK=block,
+    )
+
+
+def fill_slots(
+    *,
+    rows: Tensor,
+    block_table: Tensor,
+    lens: Tensor,
+    req_to_token: Tensor,
+    reserved: Tensor,
+    page_size: int,
+    block_stride: int,
+) -> None:
+    room = min(req_to_token.shape[1], block_table.shape[1] * page_size)
+    block = min(1024, triton.next_power_of_2(max(room, 1)))
+    grid = (len(rows), programs_per_row(len(rows), triton.cdiv(max(room, 1), block)))
+    fill_slots_kernel[grid](
+        rows,
+        block_table,
+        lens,
+        req_to_token,
+        reserved,
+        room,
+        block_table.stride(0),
+        req_to_token.stride(0),
+        PAGE=page_size,
+        BLOCK_STRIDE=block_stride,
+        BLOCK=block,
+    )
+
+
+def fill_page_table(
+    *,
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    tail_slots: Tensor,
+    table: Tensor,
+    lens: Tensor,
+    q_len: int,
+    window_left: int,
+) -> None:
+    width = table.shape[1]
+    block = min(1024, triton.next_power_of_2(width))
+    grid = (len(table), programs_per_row(len(table), triton.cdiv(width, block)))
+    fill_page_table_kernel[grid](
+        req_to_token,
+        req_pool_indices,
+        seq_lens,
+        tail_slots,
+        table,
+        lens,
+        req_to_token.shape[1],
+        tail_slots.shape[1],
+        q_len,
+        window_left,
+        width,
+        req_to_token.stride(0),
+        tail_slots.stride(0),
+        table.stride(0),
+        WINDOW=window_left >= 0,
+        BLOCK=block,
+    )
+
+
+def fill_ancestor_table(
+    *, tail_slots: Tensor, tail_words: Tensor, table: Tensor, lens: Tensor
+) -> None:
+    tail = tail_slots.shape[1]
+    block = triton.next_power_of_2(tail)
+    rows = max(1, 512 // block)
+    fill_ancestor_table_kernel[(triton.cdiv(len(table), rows),)](
+        tail_slots,
+        tail_words,
+        table,
+        lens,
+        len(table),
+        tail,
+        tail_words.shape[1],
+        tail_slots.stride(0),
+        tail_words.stride(0),
+        tail_words.stride(1),
+        BLOCK=block,
+        ROWS=rows,
+        num_warps=4,
+    )

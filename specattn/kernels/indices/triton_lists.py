@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from specattn.kernels.launch import programs_per_row
 
 
 @triton.jit
@@ -218,4 +221,141 @@ def fill_draft_tails_kernel(
         TOPK,
         BLOCK_J,
         BLOCK_S,
+    )
+
+
+def fill_lists(
+    *,
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    positions: Tensor,
+    tail_slots: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    window_left: int,
+) -> None:
+    batch, tail = tail_slots.shape
+    block = 512
+    blocks = triton.cdiv(req_to_token.shape[1] + tail, block)
+    grid = (batch, programs_per_row(batch, blocks))
+    fill_lists_kernel[grid](
+        req_to_token,
+        req_pool_indices,
+        seq_lens,
+        positions,
+        tail_slots,
+        kv_indptr,
+        kv_indices,
+        positions.shape[1],
+        tail,
+        window_left,
+        req_to_token.stride(0),
+        positions.stride(0),
+        tail_slots.stride(0),
+        WINDOW=window_left >= 0,
+        BLOCK=block,
+        BLOCK_Q=triton.next_power_of_2(max(positions.shape[1], 1)),
+        num_warps=4,
+    )
+
+
+def pack_masks(
+    *,
+    kv_indptr: Tensor,
+    mask_indptr: Tensor,
+    seq_lens: Tensor,
+    positions: Tensor,
+    tail_positions: Tensor,
+    tail_words: Tensor,
+    mask: Tensor,
+    window_left: int,
+) -> None:
+    batch, q_len, _ = tail_words.shape
+    block = 256
+    grid = (batch, programs_per_row(batch, triton.cdiv(len(mask), block * batch)))
+    pack_masks_kernel[grid](
+        kv_indptr,
+        mask_indptr,
+        seq_lens,
+        positions,
+        tail_positions,
+        tail_words,
+        mask,
+        q_len,
+        tail_positions.shape[1],
+        window_left,
+        positions.stride(0),
+        tail_positions.stride(0),
+        tail_words.stride(0),
+        tail_words.stride(1),
+        WINDOW=window_left >= 0,
+        BLOCK=block,
+        num_warps=4,
+    )
+
+
+def fill_draft_kv(
+    *,
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    branch_slots: Tensor,
+    words: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+) -> None:
+    batch, steps, topk, num_words = words.shape
+    max_len = req_to_token.shape[1]
+    block = min(1024, triton.next_power_of_2(max_len))
+    programs = programs_per_row(batch * topk * steps, triton.cdiv(max_len, block))
+    fill_draft_kv_kernel[(batch * topk, programs, steps)](
+        req_to_token,
+        req_pool_indices,
+        seq_lens,
+        branch_slots,
+        words,
+        kv_indptr,
+        kv_indices,
+        steps,
+        max_len,
+        kv_indices.shape[1],
+        req_to_token.stride(0),
+        branch_slots.stride(0),
+        kv_indptr.stride(0),
+        kv_indices.stride(0),
+        TOPK=topk,
+        W=num_words,
+        BLOCK=block,
+        BLOCK_B=128,
+        BLOCK_J=triton.next_power_of_2(steps * topk),
+        BLOCK_S=triton.next_power_of_2(steps),
+    )
+
+
+def fill_draft_tails(
+    *,
+    step: int,
+    seq_lens: Tensor,
+    branch_slots: Tensor,
+    words: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+) -> None:
+    batch, _, topk, num_words = words.shape
+    fill_draft_tails_kernel[(batch * topk,)](
+        seq_lens,
+        branch_slots,
+        words[:, step],
+        kv_indptr[step],
+        kv_indices[step],
+        step,
+        kv_indices.shape[1],
+        branch_slots.stride(0),
+        words.stride(0),
+        TOPK=topk,
+        W=num_words,
+        BLOCK_J=triton.next_power_of_2((step + 1) * topk),
+        BLOCK_S=triton.next_power_of_2(step + 1),
+        num_warps=1,
     )

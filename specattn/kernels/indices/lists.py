@@ -1,0 +1,306 @@
+"""Index lists and packed masks of attention libraries."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from specattn.kernels import Launchers, on_triton
+from specattn.kernels.checks import require_dense
+
+if TYPE_CHECKING:
+    from specattn.kernels.indices import triton_lists as launch
+else:
+    launch = Launchers("specattn.kernels.indices.triton_lists")
+
+
+def fill_lists(
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    positions: Tensor,
+    tail_slots: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    window_left: int,
+) -> None:
+    """Write each request's list of slots: its prefix, then its tail.
+
+    The slots of the prefix come from ``req_to_token``. A list shorter than both holds the last of
+    them: a window lets the host leave keys out.
+
+    Parameters
+    ----------
+    req_to_token : Tensor
+        ``[rows, max_len]`` int32; dense last axis.
+    req_pool_indices, seq_lens : Tensor
+        ``[B]`` int64 and int32: each request's row, and its prefix length.
+    positions : Tensor
+        ``[B, q_len]`` int64, read with a window only; may have a row stride.
+    tail_slots : Tensor
+        ``[B, tail]`` int32, tail at least 0 (1 with a window); may have a row stride.
+    kv_indptr : Tensor
+        ``[at least B + 1]`` int32, read: where each list begins.
+    kv_indices : Tensor
+        ``[at least kv_indptr[B]]`` int32, written up to there.
+    window_left : int
+        With a window, a listed prefix key that no query of the request sees is replaced by the
+        tail's last: its slot may hold anything, and a weight of 0 times a NaN is NaN. -1 is none.
+    """
+    require_dense(kv_indptr=kv_indptr, kv_indices=kv_indices)
+    if on_triton(kv_indptr):
+        return launch.fill_lists(
+            req_to_token=req_to_token,
+            req_pool_indices=req_pool_indices,
+            seq_lens=seq_lens,
+            positions=positions,
+            tail_slots=tail_slots,
+            kv_indptr=kv_indptr,
+            kv_indices=kv_indices,
+            window_left=window_left,
+        )
+    batch, tail = tail_slots.shape
+    begin, end = kv_indptr[:batch].long(), kv_indptr[1 : batch + 1].long()
+    entry = torch.arange(len(kv_indices), device=kv_indices.device)
+    request = torch.searchsorted(end, entry, right=True)
+    used, request = request < batch, request.clamp(max=batch - 1)
+    length, prefix = (end - begin)[request], seq_lens.long()[request]
+    key = entry - begin[request] + prefix + tail - length
+    width = req_to_token.shape[1]
+    slots = req_to_token[req_pool_indices[request], key.clamp(0, width - 1)]
+    if tail:
+        late = tail_slots[request, (key - prefix).clamp(0, tail - 1)]
+        slots = torch.where(key < prefix, slots, late)
+    if window_left >= 0:
+        unseen = key < torch.minimum(positions.amin(1)[request] - window_left, prefix)
+        slots = torch.where(unseen, tail_slots[request, -1], slots)
+    kv_indices.copy_(torch.where(used, slots, kv_indices))
+
+
+def pack_masks(
+    kv_indptr: Tensor,
+    mask_indptr: Tensor,
+    seq_lens: Tensor,
+    positions: Tensor,
+    tail_positions: Tensor,
+    tail_words: Tensor,
+    mask: Tensor,
+    window_left: int,
+) -> None:
+    """Write each request's mask as bits, lowest first.
+
+    The mask has a row of listed keys per query. This is the packed mask of FlashInfer: rows follow
+    one another without padding, and each request begins at a whole byte. It comes straight from the
+    ancestor words; no bool mask exists.
+
+    Parameters
+    ----------
+    kv_indptr : Tensor
+        ``[at least B + 1]`` int32, as in `fill_lists`.
+    mask_indptr : Tensor
+        ``[at least B + 1]`` int32, offset of each request's bytes, ``ceil(q_len * keys / 8)`` each.
+    seq_lens : Tensor
+        ``[B]`` int32, prefix lengths.
+    positions, tail_positions : Tensor
+        ``[B, q_len]`` and ``[B, tail]`` int64; read with a window only. A prefix key's position
+        is its place in the prefix.
+    tail_words : Tensor
+        ``[B, q_len, ceil(tail / 64)]`` int64; the three may have row strides.
+    mask : Tensor
+        ``[at least mask_indptr[B]]`` uint8, written up to there.
+    window_left : int
+        A key is visible iff ``0 <= pos_q - pos_k <= window_left`` as well; -1 is no window.
+    """
+    require_dense(kv_indptr=kv_indptr, mask_indptr=mask_indptr, mask=mask)
+    if on_triton(kv_indptr):
+        return launch.pack_masks(
+            kv_indptr=kv_indptr,
+            mask_indptr=mask_indptr,
+            seq_lens=seq_lens,
+            positions=positions,
+            tail_positions=tail_positions,
+            tail_words=tail_words,
+            mask=mask,
+            window_left=window_left,
+        )
+    batch, q_len, _ = tail_words.shape
+    begin, end = mask_indptr[:batch].long(), mask_indptr[1 : batch + 1].long()
+    byte = torch.arange(len(mask), device=mask.device)
+    request = torch.searchsorted(end, byte, right=True)
+    used, request = request < batch, request.clamp(max=batch - 1)[:, None]
+    cell = (byte - begin[request[:, 0]])[:, None] * 8 + torch.arange(8, device=mask.device)
+    length = (kv_indptr[1:] - kv_indptr[:-1]).long()[request]  # [bytes, 1]
+    query, column = cell // length, cell % length
+    inside = used[:, None] & (query < q_len)
+    query = torch.where(inside, query, 0)
+    node = column - (length - tail_positions.shape[1])
+    place = seq_lens.long()[request] + node  # a prefix key's position is its place
+    key = node.clamp(min=0)
+    seen = (node < 0) | ((tail_words[request, query, key // 64] >> key % 64 & 1) != 0)
+    if window_left >= 0:
+        there = torch.where(node < 0, place, tail_positions[request, key])
+        ago = positions[request, query] - there
+        seen &= (ago >= 0) & (ago <= window_left)
+    bits = (seen & inside) << torch.arange(8, device=mask.device)
+    mask.copy_(torch.where(used, bits.sum(1).to(torch.uint8), mask))
+
+
+def fill_draft_kv(
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    branch_slots: Tensor,
+    words: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+) -> None:
+    """Write the KV lists of every draft decode step in one launch.
+
+    At step s, branch k of request b reads the request's prefix, then the slots of its s + 1
+    ancestors (itself the last), so that drafting a node equals drafting its path as a chain::
+
+        kv_indices[s]: | prefix 0, path of (0, 0) | prefix 0, path of (0, 1) | prefix 1, ...
+
+    Parameters
+    ----------
+    req_to_token, req_pool_indices, seq_lens : Tensor
+        As in `fill_lists`: slots, rows and prefix lengths.
+    branch_slots : Tensor
+        ``[B, steps, topk]`` int32, slot of every draft node; may have a stride between requests.
+    words : Tensor
+        ``[B, steps, topk, W]`` int64, bit ``s * topk + k`` for each ancestor and the node itself.
+        Where fewer than s + 1 bits are set, the list ends with slot 0; more are ignored.
+    kv_indptr : Tensor
+        ``[steps, B * topk + 1]`` int32, written, the leading 0 too; may have a row stride.
+    kv_indices : Tensor
+        ``[steps, width]`` int32, written up to each row's ``kv_indptr[-1]``; `draft_kv_width`
+        says how wide it must be.
+
+    Raises
+    ------
+    ValueError
+        If the lists of full rows would not fit, or a tensor is not laid out as above. Nothing has
+        been written then.
+    """
+    _check_lists(branch_slots, words, kv_indptr, kv_indices, req_to_token.shape[1])
+    require_dense(branch_slots=branch_slots[:1], words=words, kv_indices=kv_indices[:1])
+    if not words.shape[0] * words.shape[1]:
+        kv_indptr.zero_()
+        return
+    if on_triton(words):
+        return launch.fill_draft_kv(
+            req_to_token=req_to_token,
+            req_pool_indices=req_pool_indices,
+            seq_lens=seq_lens,
+            branch_slots=branch_slots,
+            words=words,
+            kv_indptr=kv_indptr,
+            kv_indices=kv_indices,
+        )
+    batch, steps, topk, _ = words.shape
+    max_len = req_to_token.shape[1]
+    lens = seq_lens.clamp(0, max_len).long().repeat_interleave(topk)  # [B * topk]
+    rows = req_pool_indices.repeat_interleave(topk)
+    entry = torch.arange(batch * topk * (max_len + steps), device=lens.device)
+    for step in range(steps):
+        kv_indptr[step, 0] = 0
+        kv_indptr[step, 1:] = (lens + step + 1).cumsum(0)
+        branch = torch.searchsorted(kv_indptr[step, 1:].contiguous(), entry, right=True)
+        used = branch < len(lens)
+        branch = branch.clamp(max=len(lens) - 1)
+        column = entry - kv_indptr[step].long()[branch]
+        prefix = req_to_token[rows[branch], column.clamp(0, max_len - 1)]
+        line = kv_indices[step, : len(entry)]
+        line.copy_(torch.where(used & (column < lens[branch]), prefix, line))
+        fill_draft_tails(step, seq_lens, branch_slots, words, kv_indptr, kv_indices)
+
+
+def fill_draft_tails(
+    step: int,
+    seq_lens: Tensor,
+    branch_slots: Tensor,
+    words: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+) -> None:
+    """Write the ancestors of one step again; prefixes stay.
+
+    Call it once the step's words are known. `fill_draft_kv` has to have run for the same lengths.
+
+    Parameters
+    ----------
+    step : int
+        The step whose lists are brought up to date.
+    seq_lens, branch_slots, words, kv_indptr, kv_indices : Tensor
+        As in `fill_draft_kv`; only ``kv_indices[step]`` is written.
+    """
+    require_dense(branch_slots=branch_slots[:1], words=words, kv_indices=kv_indices[:1])
+    if not len(words):
+        return
+    if on_triton(words):
+        return launch.fill_draft_tails(
+            step=step,
+            seq_lens=seq_lens,
+            branch_slots=branch_slots,
+            words=words,
+            kv_indptr=kv_indptr,
+            kv_indices=kv_indices,
+        )
+    topk = words.shape[2]
+    tails = _ancestor_slots(step, branch_slots, words).flatten(0, 1)  # [B * topk, step + 1]
+    begin, end = kv_indptr[step, :-1].long(), kv_indptr[step, 1:].long()
+    lens = seq_lens.long().clamp(min=0).repeat_interleave(topk)
+    at = begin + torch.minimum(lens, end - begin - step - 1)
+    at = at[:, None] + torch.arange(step + 1, device=at.device)
+    kv_indices[step].index_copy_(0, at.flatten(), tails.flatten())
+
+
+def draft_kv_width(batch: int, topk: int, max_context_len: int, step_count: int) -> int:
+    """Return how many entries a row of ``kv_indices`` needs for any lengths.
+
+    Raises
+    ------
+    ValueError
+        If that is more than int32 offsets can address.
+    """
+    width = batch * topk * (max_context_len + step_count)
+    if width >= 2**31:
+        raise ValueError(
+            f"kv_indices of {batch} requests x {topk} branches x {max_context_len} tokens needs "
+            f"{width} entries per step, int32 offsets reach {2**31 - 1}"
+        )
+    return width
+
+
+def _check_lists(
+    branch_slots: Tensor, words: Tensor, kv_indptr: Tensor, kv_indices: Tensor, max_len: int
+) -> None:
+    """Raise ValueError, before anything is written, unless lists of full rows fit."""
+    batch, steps, topk, num_words = words.shape
+    if branch_slots.shape != (batch, steps, topk) or num_words * 64 < steps * topk:
+        raise ValueError(
+            f"branch_slots {tuple(branch_slots.shape)} and words {tuple(words.shape)} disagree"
+        )
+    width = draft_kv_width(batch, topk, max_len, steps)
+    if kv_indices.shape[0] != steps or kv_indices.shape[1] < width:
+        raise ValueError(
+            f"kv_indices must be [{steps}, at least {width}], got {list(kv_indices.shape)}"
+        )
+    if kv_indptr.shape != (steps, batch * topk + 1):
+        raise ValueError(
+            f"kv_indptr must be [{steps}, {batch * topk + 1}], got {list(kv_indptr.shape)}"
+        )
+
+
+def _ancestor_slots(step: int, branch_slots: Tensor, words: Tensor) -> Tensor:
+    """Return slots ``[B, topk, step + 1]`` of set bits, then 0."""
+    batch, _, topk = branch_slots.shape
+    nodes = torch.arange((step + 1) * topk, device=words.device)
+    word = words[:, step][:, :, nodes // 64]  # [B, topk, nodes]
+    seen = (word >> nodes % 64 & 1) != 0
+    rank = torch.where(seen, seen.long().cumsum(2) - 1, step + 1).clamp(max=step + 1)
+    slots = branch_slots.flatten(1)[:, None, : len(nodes)].expand(-1, topk, -1)
+    tails = torch.zeros(batch, topk, step + 2, dtype=slots.dtype, device=slots.device)
+    return tails.scatter_(2, rank, slots)[:, :, :-1]

@@ -1,0 +1,288 @@
+"""Windows of slots, and tables of slots and pages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from specattn.kernels import Launchers, on_triton
+from specattn.kernels.checks import require_rows
+
+if TYPE_CHECKING:
+    from specattn.kernels.indices import triton_tables as launch
+else:
+    launch = Launchers("specattn.kernels.indices.triton_tables")
+
+
+def fill_window(
+    req_to_token: Tensor,
+    rows: Tensor,
+    seq_lens: Tensor,
+    *,
+    slots_out: Tensor,
+    positions_out: Tensor | None = None,
+) -> None:
+    """Look up the slots and positions after each request's committed tokens.
+
+    Parameters
+    ----------
+    req_to_token : Tensor
+        ``[R, context]`` int32, slot of every token; dense last axis.
+    rows, seq_lens : Tensor
+        ``[B]`` int64 and int32: each request's row, and its committed tokens.
+    slots_out : Tensor
+        ``[B, W]`` int32, may have a row stride: of columns length + w; 0 beyond the table.
+    positions_out : Tensor, optional
+        ``[B, S, K]`` int64 with a dense last axis: length + s.
+
+    Raises
+    ------
+    ValueError
+        Before anything is written: if a shape or a stride is another.
+    """
+    _check_window(req_to_token, rows, seq_lens, slots_out, positions_out)
+    if not len(rows):
+        return
+    if on_triton(seq_lens):
+        return launch.fill_window(
+            req_to_token=req_to_token,
+            rows=rows,
+            seq_lens=seq_lens,
+            slots_out=slots_out,
+            positions_out=positions_out,
+        )
+    width, context = slots_out.shape[1], req_to_token.shape[1]
+    length = seq_lens.long()
+    columns = length[:, None] + torch.arange(width, device=rows.device)  # [B, W]
+    found = req_to_token[rows[:, None], columns.clamp(max=context - 1)]
+    slots_out.copy_(torch.where(columns < context, found, 0))
+    if positions_out is not None:
+        depth = torch.arange(positions_out.shape[1], device=rows.device)
+        positions_out.copy_((length[:, None] + depth)[:, :, None])
+
+
+def fill_block_table(
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    tail_slots: Tensor,
+    table: Tensor,
+    lens: Tensor,
+    *,
+    page_size: int,
+    lists: int = 1,
+) -> None:
+    """List every request's pages: its prefix's, then its tail's.
+
+    The slot of key ``p`` must be ``page * page_size + p % page_size``: whole, aligned pages, in
+    the order of the keys. Only the first slot of a page is read.
+
+    Parameters
+    ----------
+    req_to_token, req_pool_indices, seq_lens : Tensor
+        As in `fill_lists`: slots, rows and prefix lengths.
+    tail_slots : Tensor
+        ``[B, tail]`` int32, tail at least ``lists``; may have a row stride.
+    table : Tensor
+        ``[B * lists, width]`` int32, written whole: columns past a list's pages hold page 0.
+        ``ceil((max_len + tail) / page_size)`` columns hold any list.
+    lens : Tensor
+        ``[B * lists]`` int32, written: the keys of every list.
+    page_size : int
+        Slots of a page.
+    lists : int
+        Lists per request. One has all its keys. With more, they are of its last query tokens:
+        each ends at its token, for kernels that know neither masks nor several queries.
+    """
+    if on_triton(table):
+        return launch.fill_block_table(
+            req_to_token=req_to_token,
+            req_pool_indices=req_pool_indices,
+            seq_lens=seq_lens,
+            tail_slots=tail_slots,
+            table=table,
+            lens=lens,
+            page_size=page_size,
+            lists=lists,
+        )
+    max_len, tail = req_to_token.shape[1], tail_slots.shape[1]
+    prefix = seq_lens.clamp(0, max_len).long()[:, None, None]  # [B, 1, 1]
+    order = torch.arange(lists, device=table.device)[:, None]
+    length = prefix + tail - (lists - 1) + order  # [B, lists, 1]
+    lens.copy_(length.flatten())
+    place = torch.arange(table.shape[1], device=table.device) * page_size  # [width]
+    cached = req_to_token[req_pool_indices[:, None], place.clamp(max=max_len - 1)]  # [B, width]
+    own = tail_slots.gather(1, (place - prefix[:, 0]).clamp(0, tail - 1))
+    pages = torch.where(place < prefix[:, 0], cached, own) // page_size
+    table.copy_(torch.where(place < length, pages[:, None], 0).flatten(0, 1))
+
+
+def fill_slots(
+    rows: Tensor,
+    block_table: Tensor,
+    lens: Tensor,
+    req_to_token: Tensor,
+    reserved: Tensor,
+    *,
+    page_size: int,
+    block_stride: int,
+) -> None:
+    """Write the slots of every line's blocks into its row.
+
+    ``reserved`` gets the number of tokens that have slots. Allocates nothing and never waits for
+    the device.
+
+    Parameters
+    ----------
+    rows : Tensor
+        ``[B]`` int64, rows of ``req_to_token``, all different; lines of row 0 are skipped.
+    block_table : Tensor
+        ``[B, blocks]`` int32; may have a row stride. Blocks past a line's length are not read.
+    lens : Tensor
+        ``[B]`` int32, tokens that get slots; cut to 0..the smaller of context and blocks.
+    req_to_token : Tensor
+        ``[R, context]`` int32, in place, up to each length; may have a row stride.
+    reserved : Tensor
+        ``[R]`` int32, in place: the lengths; 0 in row 0.
+    page_size : int
+        Slots of a block.
+    block_stride : int
+        Slots from the first of a block to the first of the next.
+    """
+    if not len(rows):
+        return
+    if on_triton(req_to_token):
+        return launch.fill_slots(
+            rows=rows,
+            block_table=block_table,
+            lens=lens,
+            req_to_token=req_to_token,
+            reserved=reserved,
+            page_size=page_size,
+            block_stride=block_stride,
+        )
+    room = min(req_to_token.shape[1], block_table.shape[1] * page_size)
+    length = torch.where(rows != 0, lens.clamp(0, room), 0)
+    reserved[rows] = length
+    place = torch.arange(room, device=rows.device)
+    slots = block_table[:, place // page_size] * block_stride + place % page_size  # [B, room]
+    kept = req_to_token[rows, :room]
+    req_to_token[rows, :room] = torch.where(place < length[:, None], slots.to(kept), kept)
+
+
+def fill_page_table(
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    tail_slots: Tensor,
+    table: Tensor,
+    lens: Tensor,
+    *,
+    q_len: int,
+    window_left: int = -1,
+) -> None:
+    """List every request's slots: its prefix, then its tail.
+
+    Under a window, keys that the first query token (and so any other) does not see are left out;
+    the rest keep their distance to the end of the list, so a causal kernel that counts its window
+    from there still sees the right ones, and never loads a key nobody sees.
+
+    Parameters
+    ----------
+    req_to_token, req_pool_indices, seq_lens : Tensor
+        As in `fill_lists`: slots, rows and prefix lengths.
+    tail_slots : Tensor
+        ``[B, tail]`` int32, tail at least 1; may have a row stride.
+    table : Tensor
+        ``[B, width]`` int32, written up to each row's length. ``max_len + tail`` columns hold any
+        list, under a window ``window_left + q_len`` do; longer lists are cut at the width.
+    lens : Tensor
+        ``[B]`` int32, written: the length of every list.
+    q_len : int
+        Query tokens per request, the last of the tail.
+    window_left : int
+        See `specattn.config.AttnConfig`.
+    """
+    if on_triton(table):
+        return launch.fill_page_table(
+            req_to_token=req_to_token,
+            req_pool_indices=req_pool_indices,
+            seq_lens=seq_lens,
+            tail_slots=tail_slots,
+            table=table,
+            lens=lens,
+            q_len=q_len,
+            window_left=window_left,
+        )
+    tail, width = tail_slots.shape[1], table.shape[1]
+    prefix = seq_lens.clamp(0, req_to_token.shape[1]).long()[:, None]  # [B, 1]
+    start = torch.zeros_like(prefix)
+    if window_left >= 0:
+        start = (prefix + tail - q_len - window_left).clamp(min=0)
+    lens.copy_((prefix + tail - start).squeeze(1).clamp(max=width))
+    place = start + torch.arange(width, device=table.device)  # [B, width]
+    cached = req_to_token[req_pool_indices[:, None], place.clamp(max=req_to_token.shape[1] - 1)]
+    own = tail_slots.gather(1, (place - prefix).clamp(0, tail - 1))
+    slots = torch.where(place < prefix, cached, own)
+    table.copy_(torch.where(place < prefix + tail, slots, table))
+
+
+def fill_ancestor_table(
+    tail_slots: Tensor, tail_words: Tensor, table: Tensor, lens: Tensor
+) -> None:
+    """List the slots of the tail keys each query token sees.
+
+    The slots are in the order of the keys' bits.
+
+    Parameters
+    ----------
+    tail_slots : Tensor
+        ``[B, tail]`` int32; may have a row stride.
+    tail_words : Tensor
+        ``[B, q_len, ceil(tail / 64)]`` int64, bit j set iff tail key j is seen; bits past the tail
+        are ignored. Dense last axis.
+    table : Tensor
+        ``[B * q_len, tail]`` int32, contiguous, written up to each row's length.
+    lens : Tensor
+        ``[B * q_len]`` int32, written: how many keys each query token sees.
+    """
+    if on_triton(table):
+        return launch.fill_ancestor_table(
+            tail_slots=tail_slots, tail_words=tail_words, table=table, lens=lens
+        )
+    batch, tail = tail_slots.shape
+    q_len = tail_words.shape[1]
+    bit = torch.arange(tail, device=table.device)
+    seen = (tail_words[:, :, bit // 64] >> (bit % 64) & 1) != 0  # [B, q_len, tail]
+    seen = seen.flatten(0, 1)
+    lens.copy_(seen.sum(1))
+    # keys nobody sees all land in an extra column
+    rank = torch.where(seen, seen.long().cumsum(1) - 1, tail)
+    slots = tail_slots[:, None].expand(batch, q_len, tail).flatten(0, 1)
+    packed = torch.cat([table, table[:, :1]], 1).scatter_(1, rank, slots)
+    table.copy_(packed[:, :tail])
+
+
+def _check_window(
+    req_to_token: Tensor,
+    rows: Tensor,
+    seq_lens: Tensor,
+    slots_out: Tensor,
+    positions_out: Tensor | None,
+) -> None:
+    """Raise ValueError, before anything is written, unless the tensors are as documented."""
+    batch, dense = len(rows), {"req_to_token": req_to_token, "slots_out": slots_out}
+    if len(seq_lens) != batch or slots_out.dim() != 2 or len(slots_out) != batch:
+        raise ValueError(
+            f"seq_lens and slots_out must be [{batch}] and [{batch}, W], "
+            f"got {list(seq_lens.shape)} and {list(slots_out.shape)}"
+        )
+    if positions_out is not None:
+        dense["positions_out"] = positions_out
+        if positions_out.dim() != 3 or len(positions_out) != batch:
+            raise ValueError(
+                f"positions_out must be [{batch}, S, K], got {list(positions_out.shape)}"
+            )
+    require_rows(**dense)
