@@ -43,7 +43,7 @@ TOP_BLOCKS = (1024, 4096)
 
 
 def top_tokens(
-    logits: Tensor, topk: int, probs_out: Tensor, ids_out: Tensor, target_ids: Tensor | None
+    *, logits: Tensor, topk: int, probs_out: Tensor, ids_out: Tensor, target_ids: Tensor | None
 ) -> None:
     rows, vocab = logits.shape
     block = TOP_BLOCKS[topk > 16]
@@ -83,7 +83,7 @@ def top_tokens(
     )
 
 
-def argmax_tokens(logits: Tensor) -> Tensor:
+def argmax_tokens(*, logits: Tensor) -> Tensor:
     rows, vocab = logits.shape
     tiles = triton.cdiv(vocab, ARGMAX_BLOCK)
     splits = programs_per_row(rows, tiles)
@@ -110,6 +110,7 @@ def argmax_tokens(logits: Tensor) -> Tensor:
 
 
 def target_probs(
+    *,
     logits: Tensor,
     temperature: Tensor,
     top_k: Tensor | None,
@@ -208,7 +209,7 @@ def target_probs(
     return probs
 
 
-def uniform(seeds: Tensor, positions: Tensor, draw: int) -> Tensor:
+def uniform(*, seeds: Tensor, positions: Tensor, draw: int) -> Tensor:
     width = positions[0].numel() if len(positions) else 0
     flat = positions.reshape(len(positions), width) if positions.dim() != 1 else positions[:, None]
     coins = torch.empty(positions.shape, dtype=torch.float32, device=positions.device)
@@ -228,7 +229,7 @@ def uniform(seeds: Tensor, positions: Tensor, draw: int) -> Tensor:
     return coins
 
 
-def path_coins(seeds: Tensor, seq_lens: Tensor, depths: int, draws: int) -> Tensor:
+def path_coins(*, seeds: Tensor, seq_lens: Tensor, depths: int, draws: int) -> Tensor:
     coins = torch.empty(draws, len(seeds), depths, dtype=torch.float32, device=seeds.device)
     count = len(seeds) * depths
     if count:
@@ -238,7 +239,7 @@ def path_coins(seeds: Tensor, seq_lens: Tensor, depths: int, draws: int) -> Tens
     return coins
 
 
-def draw_tokens(weights: Tensor, coins: Tensor) -> Tensor:
+def draw_tokens(*, weights: Tensor, coins: Tensor) -> Tensor:
     tokens = torch.empty(len(weights), dtype=torch.int64, device=weights.device)
     if len(weights):
         draw_kernel[(len(weights),)](

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specattn.kernels.sampling.naive import sample_weights, score_key
+from specattn.kernels.sampling import sample_weights, score_key
 
 
 def append_candidates(
