@@ -47,6 +47,8 @@ from specattn.speculative.sampling import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from specattn.kernels.tree import Beams
+
 PROMPT_TOKENS = 128
 # slots behind the last token, for the widest tree
 ROOM = 128
@@ -142,13 +144,13 @@ def own_branch(topk: int) -> Iterator[None]:
     """Make draft nodes see their own beam slot of every earlier step, as SGLang's do."""
     honest = drafting.select_beams
 
-    def select(step: int, *args: Any, words_out: torch.Tensor, **named: Any) -> None:
-        honest(step, *args, words_out=words_out, **named)
+    def select(step: int, *args: Any, out: Beams, **named: Any) -> None:
+        honest(step, *args, out=out, **named)
         for beam in range(topk):
-            for word in range(words_out.shape[-1]):
+            for word in range(out.words.shape[-1]):
                 nodes = [s * topk + beam for s in range(step + 1)]
                 bits = sum(1 << node % 64 for node in nodes if node // 64 == word)
-                words_out[:, beam, word] = bits - (1 << 64 if bits >> 63 else 0)
+                out.words[:, beam, word] = bits - (1 << 64 if bits >> 63 else 0)
 
     with mock.patch.object(drafting, "select_beams", select):
         yield

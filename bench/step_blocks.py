@@ -18,7 +18,7 @@ from bench.step_oracle import check
 from bench.step_timing import Stepper, between, check_advance, mark, timed
 from bench.step_world import PLAIN, SHARPER, Setting, World, cached_bytes, matrix_bytes
 from bench.suite.timing import record
-from specattn.batch import DraftTree
+from specattn.batch import DraftTree, Marginals
 from specattn.cache.kv_pool import KVPool
 from specattn.config import SpecConfig
 from specattn.kernels.tree import best_first_tree
@@ -174,19 +174,10 @@ def tree_us(setting: BlockSetting, batch: int, device: torch.device, rounds: int
     words = torch.zeros(batch, nodes, mask_words(nodes), dtype=torch.int64, device=device)
     tree = DraftTree(ids[0], ids[1], words, ids[2], ids[3], ids[4], log_probs[:, :0])
     lens = torch.full((batch,), 9, dtype=torch.int32, device=device)
+    marginals = Marginals(log_probs, tokens, tree.draft_probs)
 
     def build() -> None:
-        best_first_tree(
-            log_probs,
-            tokens,
-            tokens[:, 0, 0],
-            lens,
-            tokens_out=tree.tokens,
-            positions_out=tree.positions,
-            words_out=tree.words,
-            next_token_out=tree.retrieve_next_token,
-            next_sibling_out=tree.retrieve_next_sibling,
-        )
+        best_first_tree(marginals, tokens[:, 0, 0], lens, out=tree)
 
     return _alone(build, device, rounds)
 

@@ -141,16 +141,7 @@ class Forced:
         best = best.view(tree.tokens.shape)
         force = launch if logits.is_cuda else twin
         force(best, tree, self.lens, self.shallow, self.lowest, config.num_steps)
-        accept_greedy(
-            tree.tokens,
-            tree.retrieve_next_token,
-            tree.retrieve_next_sibling,
-            best,
-            accept_index_out=out.accept_index,
-            accept_tokens_out=out.accept_tokens,
-            accept_lens_out=out.accept_lens,
-            bonus_out=out.bonus_tokens,
-        )
+        accept_greedy(tree, best, out=out)
         return out
 
 

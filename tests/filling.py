@@ -27,22 +27,10 @@ def built_tree(
     size, nodes = len(roots), config.num_draft_tokens
     tokens, positions, first, sibling = roots.new_empty(4, size, nodes)
     words = roots.new_empty(size, nodes, mask_words(nodes))
-    build_tree(
-        candidates.scores,
-        candidates.tokens,
-        candidates.parents,
-        roots,
-        seq_lens,
-        topk=config.topk,
-        num_draft_tokens=nodes,
-        tokens_out=tokens,
-        positions_out=positions,
-        words_out=words,
-        next_token_out=first,
-        next_sibling_out=sibling,
-    )
     index = torch.arange(size * nodes, device=roots.device).view(size, nodes)
-    return DraftTree(tokens, positions, words, index, first, sibling, candidates.draft_probs)
+    tree = DraftTree(tokens, positions, words, index, first, sibling, candidates.draft_probs)
+    build_tree(candidates, roots, seq_lens, topk=config.topk, out=tree)
+    return tree
 
 
 def put(buffers: BufferSet, dims: Any, **values: Tensor) -> None:

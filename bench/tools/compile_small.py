@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 
 from bench.tools.compile_offline import BATCH, BF16, CONTEXT, F32, I32, LIMITS, zeros
-from specattn.batch import AcceptResult, DraftTree
+from specattn.batch import AcceptResult, Candidates, DraftTree, Linked, Marginals
 from specattn.kernels import (
     adopt,
     fused,
@@ -25,35 +25,29 @@ from specattn.kernels.attention import triton as attention_triton
 from specattn.kernels.fused.stream import stream_gated, stream_linear
 
 
-def build_tree(topk: int = 8, steps: int = 7, nodes: int = 64) -> None:
+def draft_tree(nodes: int) -> DraftTree:
+    ids, words = zeros(BATCH, nodes), zeros(BATCH, nodes, -(-nodes // 64))
+    return DraftTree(ids, ids, words, ids, ids, ids, zeros(BATCH, 0, 0, dtype=F32))
+
+
+def drafted(topk: int, steps: int) -> Candidates:
     count = topk + (steps - 1) * topk**2
-    tree.build_tree(
-        zeros(BATCH, count, dtype=F32),
-        zeros(BATCH, count),
-        zeros(BATCH, 1 + (steps - 1) * topk),
-        zeros(BATCH),
-        zeros(BATCH, dtype=I32),
-        topk=topk,
-        num_draft_tokens=nodes,
-        tokens_out=zeros(BATCH, nodes),
-        positions_out=zeros(BATCH, nodes),
-        words_out=zeros(BATCH, nodes, -(-nodes // 64)),
-        next_token_out=zeros(BATCH, nodes),
-        next_sibling_out=zeros(BATCH, nodes),
-    )
+    parents, none = zeros(BATCH, 1 + (steps - 1) * topk), zeros(BATCH, 0, 0, dtype=F32)
+    return Candidates(zeros(BATCH, count, dtype=F32), zeros(BATCH, count), parents, none)
+
+
+def build_tree(topk: int = 8, steps: int = 7, nodes: int = 64) -> None:
+    roots = zeros(BATCH), zeros(BATCH, dtype=I32)
+    tree.build_tree(drafted(topk, steps), *roots, topk=topk, out=draft_tree(nodes))
 
 
 def best_first_tree(nodes: int = 128) -> None:
+    block = zeros(BATCH, 15, 8, dtype=F32)
     tree.best_first_tree(
-        zeros(BATCH, 15, 8, dtype=F32),
-        zeros(BATCH, 15, 8),
+        Marginals(block, zeros(BATCH, 15, 8), block[..., :0]),
         zeros(BATCH),
         zeros(BATCH, dtype=I32),
-        tokens_out=zeros(BATCH, nodes),
-        positions_out=zeros(BATCH, nodes),
-        words_out=zeros(BATCH, nodes, -(-nodes // 64)),
-        next_token_out=zeros(BATCH, nodes),
-        next_sibling_out=zeros(BATCH, nodes),
+        out=draft_tree(nodes),
         scores_out=zeros(BATCH, nodes, dtype=F32),
     )
 
@@ -75,42 +69,18 @@ def lookups(matches: int = 8, steps: int = 7, nodes: int = 64) -> None:
         ngrams_out=lens,
     )
     for chosen in (None, lens):
-        tree.link_tree(
-            tokens,
-            parents,
-            lens,
-            chosen,
-            tokens_out=tokens,
-            positions_out=tokens,
-            words_out=zeros(BATCH, nodes, -(-nodes // 64)),
-            next_token_out=tokens,
-            next_sibling_out=tokens,
-        )
+        tree.link_tree(Linked(tokens, parents, chosen), lens, out=draft_tree(nodes))
     lookup.append_text(text, rows, lens, zeros(BATCH, steps + 1), lens)
 
 
 def beams(topk: int = 8, steps: int = 7) -> None:
-    count = topk + (steps - 1) * topk**2
-    candidates = {
-        "candidate_scores": zeros(BATCH, count, dtype=F32),
-        "candidate_tokens": zeros(BATCH, count),
-        "candidate_parents": zeros(BATCH, 1 + (steps - 1) * topk),
-    }
-    children = (
-        zeros(BATCH, topk, topk, dtype=F32),
-        zeros(BATCH, topk, topk),
-        zeros(BATCH, topk, dtype=F32),
-    )
-    tree.append_candidates(steps - 1, *children, **candidates)
-    outs = {
-        "scores_out": zeros(BATCH, topk, dtype=F32),
-        "tokens_out": zeros(BATCH, topk),
-        "rows_out": zeros(BATCH, topk),
-        "words_out": zeros(BATCH, topk, 1),
-    }
-    tree.select_beams(1, *children, zeros(BATCH, topk, 1), **candidates, **outs)
-    roots = [child[:, :1].contiguous() for child in children[:2]]
-    tree.select_beams(0, *roots, None, None, **candidates, **outs)
+    candidates, ids = drafted(topk, steps), zeros(BATCH, topk)
+    children = zeros(BATCH, topk, topk, dtype=F32), zeros(BATCH, topk, topk)
+    best = tree.Beams(zeros(BATCH, topk, dtype=F32), ids, ids, zeros(BATCH, topk, 1))
+    tree.append_candidates(steps - 1, *children, best, candidates=candidates)
+    tree.select_beams(1, *children, best, candidates=candidates, out=best)
+    roots = [child[:, :1].contiguous() for child in children]
+    tree.select_beams(0, *roots, None, candidates=candidates, out=best)
     tree.grow_words(zeros(BATCH, steps, topk, 1), 2, zeros(BATCH, topk), flat=True)
 
 
@@ -161,18 +131,14 @@ def adoptions(n: int = 100, topk: int = 8, steps: int = 7) -> None:
 
 
 def accepts(n: int = 64, steps: int = 7, vocab: int = 32000) -> None:
-    tokens = zeros(BATCH, n)
     coins = zeros(BATCH, steps + 1, dtype=F32)
-    out = {
-        "accept_index_out": zeros(BATCH, steps + 1, dtype=I32),
-        "accept_tokens_out": zeros(BATCH, steps + 1),
-        "accept_lens_out": zeros(BATCH, dtype=I32),
-        "bonus_out": zeros(BATCH),
-    }
-    tree.accept_greedy(tokens, tokens, tokens, tokens, **out)
+    path, lens = zeros(BATCH, steps + 1), zeros(BATCH, dtype=I32)
+    out = AcceptResult(path.int(), path, lens, zeros(BATCH))
     probs = torch.zeros(1, 1, vocab).expand(BATCH, n, vocab)
-    tree.accept_sampled(tokens, tokens, tokens, probs, coins, coins, **out)
-    tree.accept_rejection(tokens, probs[:, :steps], probs, coins, coins, **out)
+    nodes = replace(draft_tree(n), draft_probs=probs[:, :steps])
+    tree.accept_greedy(nodes, nodes.tokens, out=out)
+    tree.accept_sampled(nodes, probs, coins, coins, out=out)
+    tree.accept_rejection(nodes, probs, coins, coins, out=out)
 
 
 def choices(dtype: torch.dtype = BF16, topk: int = 8, vocab: int = 32000) -> None:
@@ -217,9 +183,8 @@ def processing(dtype: torch.dtype = BF16, vocab: int = 128256) -> None:
     )
     # plain decoding has one node, a number that kernels are compiled for
     for nodes, bitmask in ((16, None), (16, zeros(BATCH, 16, wide, dtype=I32)), (1, None)):
-        logits, tokens = zeros(BATCH, nodes, vocab, dtype=dtype), zeros(BATCH, nodes)
-        tree = DraftTree(tokens, tokens, zeros(BATCH, nodes, 1), tokens, tokens, tokens, counts)
-        processors.process_logits(logits, tree, rows, bitmask, columns=columns)
+        logits = zeros(BATCH, nodes, vocab, dtype=dtype)
+        processors.process_logits(logits, draft_tree(nodes), rows, bitmask, columns=columns)
     if vocab > 1:
         processing(dtype, vocab=1)
     for depth in (6, 1):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from bench.tools.sanitize_ops_step import DIM, HEADS, Op, Step, by_torch
-from specattn.batch import AcceptResult
+from specattn.batch import AcceptResult, Candidates, Linked, Marginals
 from specattn.kernels.step import StepStart
-from specattn.kernels.tree import accept_greedy
+from specattn.kernels.tree import Beams, accept_greedy
 
 # width of a hidden state
 HIDDEN = 4096
@@ -16,10 +18,10 @@ HIDDEN = 4096
 def trees(s: Step) -> list[Op]:
     logits = torch.randn(s.batch, 15, 64, device=s.device, generator=s.generator)
     log_probs, ranks = logits.log_softmax(-1).topk(8)
-    best = {name: torch.empty_like(tensor) for name, tensor in s.tree.items()}
+    block, best = Marginals(log_probs, ranks, log_probs[..., :0]), s.new_tree()
     return [
         Op("tree", lambda ops, _: s.build(ops)),
-        Op("tree", lambda ops, _: ops.best_first_tree(log_probs, ranks, s.bonus, s.lens, **best)),
+        Op("tree", lambda ops, _: ops.best_first_tree(block, s.bonus, s.lens, out=best)),
     ]
 
 
@@ -31,10 +33,10 @@ def lookups(s: Step) -> list[Op]:
     lens = torch.full_like(ngrams, s.steps)
     numbers = {"matches": s.topk, "min_ngram": 2, "max_ngram": 5, "num_steps": s.steps}
     out = {"tokens_out": tokens, "parents_out": parents, "ngrams_out": ngrams}
-    linked = {name: torch.empty_like(tensor) for name, tensor in s.tree.items()}
+    linked, made = Linked(tokens, parents, ngrams), s.new_tree()
     return [
         Op("lookup", lambda ops, _: ops.lookup_tree(text, s.rows, s.lens, **numbers, **out)),
-        Op("tree", lambda ops, _: ops.link_tree(tokens, parents, s.lens, ngrams, **linked)),
+        Op("tree", lambda ops, _: ops.link_tree(linked, s.lens, out=made)),
         Op("lookup", lambda ops, _: ops.append_text(text, s.rows, s.lens, emitted, lens)),
     ]
 
@@ -46,28 +48,27 @@ def beams(s: Step) -> list[Op]:
     children = (
         torch.rand(batch, topk, topk, device=s.device, generator=s.generator),
         s.ints(s.vocab, batch, topk, topk),
-        torch.rand(batch, topk, device=s.device, generator=s.generator),
     )
-    candidates = {
-        "candidate_scores": torch.zeros_like(s.scores),
-        "candidate_tokens": torch.zeros_like(s.candidate_tokens),
-        "candidate_parents": torch.zeros_like(s.parents),
-    }
-    picked = {
-        "scores_out": torch.zeros(batch, topk, device=s.device),
-        "tokens_out": s.empty(batch, topk),
-        "rows_out": s.empty(batch, topk),
-        "words_out": s.empty(batch, topk, words),
-    }
-    above = s.ints(2**62, batch, topk, words)
+    candidates = Candidates(*(torch.zeros_like(table) for table in vars(s.candidates).values()))
+    scores = torch.rand(batch, topk, device=s.device, generator=s.generator)
+    ids = s.empty(batch, topk)
+    above = Beams(scores, ids, ids, s.ints(2**62, batch, topk, words))
+    tokens, rows = s.empty(2, batch, topk)
+    out = Beams(torch.zeros_like(scores), tokens, rows, s.empty(batch, topk, words))
     return [
-        Op("tree", lambda ops, _: ops.select_beams(step, *children, above, **candidates, **picked)),
-        Op("tree", lambda ops, _: ops.append_candidates(step + 1, *children, **candidates)),
+        Op(
+            "tree",
+            lambda ops, _: ops.select_beams(step, *children, above, candidates=candidates, out=out),
+        ),
+        Op(
+            "tree",
+            lambda ops, _: ops.append_candidates(step + 1, *children, above, candidates=candidates),
+        ),
     ]
 
 
 def accepts(s: Step) -> list[Op]:
-    _out, (tokens, first, sibling) = list(s.accepted.values()), s.links()
+    tokens = s.tree.tokens
     found = [Op("tree", lambda ops, _: s.follow(ops))]
     probs = torch.rand(s.batch, s.nodes, s.vocab, device=s.device, generator=s.generator)
     # the children share most of the mass, as a draft worth its time would have it
@@ -83,20 +84,17 @@ def accepts(s: Step) -> list[Op]:
     found.append(
         Op(
             "tree",
-            lambda ops, _: ops.accept_sampled(
-                tokens, first, sibling, probs, coins, final, **s.accepted
-            ),
+            lambda ops, _: ops.accept_sampled(s.tree, probs, coins, final, out=s.accepted),
         )
     )
     if s.nodes > s.steps:
-        chain = tokens[:, : s.steps + 1].contiguous()
         target, draft = probs[:, : s.steps + 1], probs[:, 1 : s.steps + 1]
+        nodes = tokens[:, : s.steps + 1].contiguous()
+        chain = replace(s.tree, tokens=nodes, draft_probs=draft)
         found.append(
             Op(
                 "tree",
-                lambda ops, _: ops.accept_rejection(
-                    chain, draft, target, coins, final, **s.accepted
-                ),
+                lambda ops, _: ops.accept_rejection(chain, target, coins, final, out=s.accepted),
             )
         )
     return found
@@ -105,8 +103,8 @@ def accepts(s: Step) -> list[Op]:
 def kv(s: Step) -> list[Op]:
     """Moves of the accepted path, of all layers or of one, and the store of a layer's new rows."""
     with by_torch():
-        accept_greedy(*s.links(), s.argmax, **s.accepted)
-    path = s.accepted["accept_index_out"]
+        accept_greedy(s.tree, s.argmax, out=s.accepted)
+    path = s.accepted.accept_index
     sets = max(2, min(64, 128 // s.batch))
     slots = torch.randperm(sets * s.batch * s.nodes, device=s.device, generator=s.generator)
     tails = (slots + 1).int().view(sets, s.batch, s.nodes)
@@ -136,8 +134,8 @@ def lists(s: Step) -> list[Op]:
     at = (s.table, s.rows, s.lens)
     keys = int(s.lens.sum()) + batch * nodes
     tails = s.ints(2**24, batch, nodes).int()
-    positions = s.tree["positions_out"]
-    words = s.tree["words_out"]
+    positions = s.tree.positions
+    words = s.tree.words
     indptr = torch.zeros(batch + 1, dtype=torch.int32, device=s.device)
     indptr[1:] = (s.lens + nodes).cumsum(0)
     mask_indptr = torch.zeros_like(indptr)

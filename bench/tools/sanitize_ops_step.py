@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from specattn.batch import AcceptResult, Candidates, DraftTree
 from specattn.kernels import tree
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Step:
     state: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        batch, topk, steps, nodes = self.batch, self.topk, self.steps, self.nodes
+        batch, topk, steps = self.batch, self.topk, self.steps
         generator = torch.Generator(self.device).manual_seed(0)
         self.generator = generator
         self.lens = self.ints(self.context, batch, low=self.context // 2).int()
@@ -79,17 +80,13 @@ class Step:
             fade = 1 - 0.3 * torch.rand(batch, topk, topk, device=self.device, generator=generator)
             self.scores[:, first : first + topk**2] = (above[:, :, None] * fade).flatten(1)
         self.bonus = self.ints(self.vocab, batch)
-        self.tree = {
-            name: self.empty(batch, nodes)
-            for name in ("tokens_out", "positions_out", "next_token_out", "next_sibling_out")
-        }
-        self.tree["words_out"] = self.empty(batch, nodes, -(-nodes // 64))
-        self.accepted = {
-            "accept_index_out": self.empty(batch, steps + 1).int(),
-            "accept_tokens_out": self.empty(batch, steps + 1),
-            "accept_lens_out": self.empty(batch).int(),
-            "bonus_out": self.empty(batch),
-        }
+        self.tree = self.new_tree()
+        self.accepted = AcceptResult(
+            self.empty(batch, steps + 1).int(),
+            self.empty(batch, steps + 1),
+            self.empty(batch).int(),
+            self.empty(batch),
+        )
         with by_torch():
             self.build(tree)
         self.argmax = self.deepest()
@@ -100,39 +97,35 @@ class Step:
     def empty(self, *shape: int) -> Tensor:
         return torch.full(shape, -77, device=self.device)
 
+    def new_tree(self) -> DraftTree:
+        tokens, positions, index, first, sibling = self.empty(5, self.batch, self.nodes)
+        words = self.empty(self.batch, self.nodes, -(-self.nodes // 64))
+        none = self.scores.new_empty(self.batch, 0, 0)
+        return DraftTree(tokens, positions, words, index, first, sibling, none)
+
+    @property
+    def candidates(self) -> Candidates:
+        none = self.scores.new_empty(self.batch, 0, 0)
+        return Candidates(self.scores, self.candidate_tokens, self.parents, none)
+
     def build(self, ops: ModuleType) -> None:
-        ops.build_tree(
-            self.scores,
-            self.candidate_tokens,
-            self.parents,
-            self.bonus,
-            self.lens,
-            topk=self.topk,
-            num_draft_tokens=self.nodes,
-            **self.tree,
-        )
+        ops.build_tree(self.candidates, self.bonus, self.lens, topk=self.topk, out=self.tree)
 
     def follow(self, ops: ModuleType) -> None:
-        ops.accept_greedy(*self.links(), self.argmax, **self.accepted)
+        ops.accept_greedy(self.tree, self.argmax, out=self.accepted)
 
     def deepest(self) -> Tensor:
         """A target that follows the last child everywhere: the longest walk there is."""
         node = torch.arange(self.nodes, device=self.device)
         shift = torch.arange(64, device=self.device)
-        bits = self.tree["words_out"][..., None] >> shift  # [B, n, W, 64]
+        bits = self.tree.words[..., None] >> shift  # [B, n, W, 64]
         above = (bits & 1).flatten(2)[:, :, : self.nodes].bool()
         above &= node != node[:, None]
         parent = torch.where(above, node, -1).amax(2)  # [B, n]
         choice = self.ints(self.vocab, self.batch, self.nodes)
         for child in range(1, self.nodes):
-            choice.scatter_(
-                1, parent[:, child : child + 1], self.tree["tokens_out"][:, child : child + 1]
-            )
+            choice.scatter_(1, parent[:, child : child + 1], self.tree.tokens[:, child : child + 1])
         return choice
-
-    def links(self) -> tuple[Tensor, Tensor, Tensor]:
-        tree = self.tree
-        return tree["tokens_out"], tree["next_token_out"], tree["next_sibling_out"]
 
 
 def by_torch() -> AbstractContextManager[object]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specattn.batch import Candidates, DraftState, Marginals
 from specattn.kernels.sampling import DRAFT, draw_tokens, target_probs, top_tokens, uniform
-from specattn.kernels.tree import append_candidates, select_beams
+from specattn.kernels.tree import Beams, append_candidates, select_beams
 from specattn.plan import mask_words
 
 if TYPE_CHECKING:
@@ -118,35 +118,21 @@ def propose(
         Every token that the draft looked at, on the device.
     """
     inputs = attention.plan.inputs
-    tables = _candidates(state.topk_probs, config)
-    named = {f"candidate_{name}": value for name, value in tables.items()}
+    candidates = _candidates(state.topk_probs, config)
     drawn_from = [state.draft_probs]
     probs, tokens = state.topk_probs[:, None], state.topk_tokens[:, None]  # [B, 1, K]
     hidden = state.hidden_states  # [B * beams, H]
-    # the root has no path, and is no draft node
-    scores: Tensor | None = None
-    words: Tensor | None = None
+    beams: Beams | None = None
     # all forwards' at once: one's own are not dense for more than one request
     positions = inputs.positions.transpose(0, 1).contiguous().flatten(1)  # [steps, B * K]
     for step, attend in enumerate(attention.steps):
-        # the nodes of this forward: path scores, tokens, extended rows
-        paths = torch.empty_like(state.topk_tokens, dtype=torch.float32)
-        nodes, rows = torch.empty_like(state.topk_tokens), torch.empty_like(state.topk_tokens)
-        select_beams(
-            step,
-            probs,
-            tokens,
-            scores,
-            words,
-            **named,
-            scores_out=paths,
-            tokens_out=nodes,
-            rows_out=rows,
-            words_out=inputs.words[:, step],
-        )
+        # the nodes of this forward
+        grown = _beams(state.topk_tokens, inputs.words[:, step])
+        select_beams(step, probs, tokens, beams, candidates=candidates, out=grown)
         attention.fill_ancestors(step)
         at = positions[step]
-        out = draft.forward(nodes.flatten(), hidden, at, attend, sources=rows.flatten())
+        nodes = grown.tokens
+        out = draft.forward(nodes.flatten(), hidden, at, attend, sources=grown.rows.flatten())
         # without a lead a draft runs one position behind the target
         chosen = (
             choose_tokens(draft, out.logits, config.topk, draws, at + (1 - lead))
@@ -156,9 +142,9 @@ def propose(
         probs = chosen.probs.unflatten(0, nodes.shape)
         tokens = chosen.tokens.unflatten(0, nodes.shape)
         drawn_from.append(chosen.draft_probs.unflatten(0, nodes.shape)[:, 0])
-        hidden, scores, words = out.hidden_states, paths, inputs.words[:, step]
-    append_candidates(len(attention.steps), probs, tokens, scores, **named)
-    return Candidates(**tables, draft_probs=torch.stack(drawn_from, 1))
+        hidden, beams = out.hidden_states, grown
+    append_candidates(len(attention.steps), probs, tokens, beams, candidates=candidates)
+    return replace(candidates, draft_probs=torch.stack(drawn_from, 1))
 
 
 def propose_along_chain(
@@ -191,43 +177,36 @@ def beams_of(marginals: Marginals, config: SpecConfig) -> Candidates:
     """Grow beams of ``topk`` over a block's laws."""
     laws, names = marginals.log_probs.exp(), marginals.tokens
     batch, depth, topk = laws.shape
-    tables = _candidates(laws, config)
-    named = {f"candidate_{name}": value for name, value in tables.items()}
-    scores: Tensor | None = None
-    words: Tensor | None = None
+    candidates = _candidates(laws, config)
+    beams: Beams | None = None
     for step in range(depth):
-        beams = topk if step else 1
+        width = topk if step else 1
         probs, tokens = (
-            x[:, step, None].expand(batch, beams, topk).contiguous() for x in (laws, names)
+            x[:, step, None].expand(batch, width, topk).contiguous() for x in (laws, names)
         )
         if step == depth - 1:
-            append_candidates(step, probs, tokens, scores, **named)
+            append_candidates(step, probs, tokens, beams, candidates=candidates)
             break
-        paths, width = laws.new_empty(batch, topk), mask_words((depth - 1) * topk)
-        nodes = torch.empty_like(paths, dtype=torch.int64)
-        grown = nodes.new_empty(batch, topk, width)
-        select_beams(
-            step,
-            probs,
-            tokens,
-            scores,
-            words,
-            **named,
-            scores_out=paths,
-            tokens_out=nodes,
-            rows_out=torch.empty_like(nodes),
-            words_out=grown,
-        )
-        scores, words = paths, grown
-    return Candidates(**tables, draft_probs=marginals.draft_probs)
+        words = names.new_empty(batch, topk, mask_words((depth - 1) * topk))
+        grown = _beams(names[:, step], words)
+        select_beams(step, probs, tokens, beams, candidates=candidates, out=grown)
+        beams = grown
+    return replace(candidates, draft_probs=marginals.draft_probs)
 
 
-def _candidates(probs: Tensor, config: SpecConfig) -> dict[str, Tensor]:
-    """Return empty tensors for all that `Candidates` keeps but the probs."""
+def _beams(tokens: Tensor, words: Tensor) -> Beams:
+    """Return beams to be picked: like ``tokens``, over ``words``."""
+    scores = tokens.new_empty(tokens.shape, dtype=torch.float32)
+    return Beams(scores, tokens.new_empty(tokens.shape), tokens.new_empty(tokens.shape), words)
+
+
+def _candidates(probs: Tensor, config: SpecConfig) -> Candidates:
+    """Return candidates to be written, without what they are drawn from."""
     batch, width = len(probs), config.max_tree_nodes - 1
     groups = 1 + config.num_draft_forwards * config.topk
-    return {
-        "scores": probs.new_empty(batch, width),
-        "tokens": probs.new_empty(batch, width, dtype=torch.int64),
-        "parents": probs.new_empty(batch, groups, dtype=torch.int64),
-    }
+    return Candidates(
+        scores=probs.new_empty(batch, width),
+        tokens=probs.new_empty(batch, width, dtype=torch.int64),
+        parents=probs.new_empty(batch, groups, dtype=torch.int64),
+        draft_probs=probs.new_empty(batch, 0, 0),
+    )

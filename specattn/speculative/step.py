@@ -270,25 +270,16 @@ class Step:
         beams = config.tree == "beam" and config.topk > 1
         if isinstance(proposal, Marginals) and beams:
             proposal = beams_of(proposal, config)
-        outs = {
-            "tokens_out": tree.tokens,
-            "positions_out": tree.positions,
-            "words_out": tree.words,
-            "next_token_out": tree.retrieve_next_token,
-            "next_sibling_out": tree.retrieve_next_sibling,
-        }
         roots = self.buffers.roots, self.buffers.seq_lens
         if isinstance(proposal, Linked):
             if proposal.behind is not None:
                 self.build_tree(proposal.behind)
-            link_tree(proposal.tokens, proposal.parents, roots[1], proposal.chosen, **outs)
+            link_tree(proposal, self.buffers.seq_lens, out=tree)
             return tree
         if isinstance(proposal, Marginals):
-            best_first_tree(proposal.log_probs, proposal.tokens, *roots, **outs)
+            best_first_tree(proposal, *roots, out=tree)
         else:
-            of = proposal.scores, proposal.tokens, proposal.parents
-            nodes = config.num_draft_tokens
-            build_tree(*of, *roots, topk=config.topk, num_draft_tokens=nodes, **outs)
+            build_tree(proposal, *roots, topk=config.topk, out=tree)
         if config.draft_sampling:
             tree.draft_probs.copy_(proposal.draft_probs)
         return tree

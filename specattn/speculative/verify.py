@@ -53,18 +53,11 @@ def accept(
         Tensors to write; new ones if None.
     """
     result = out or _empty(tree, config.num_steps)
-    links = (tree.tokens, tree.retrieve_next_token, tree.retrieve_next_sibling)
-    outs = {
-        "accept_index_out": result.accept_index,
-        "accept_tokens_out": result.accept_tokens,
-        "accept_lens_out": result.accept_lens,
-        "bonus_out": result.bonus_tokens,
-    }
     # without drafts there is nothing to reject
     rejecting = config.draft_sampling and config.num_steps > 0
     if sampling.greedy and not rejecting:
         best = argmax_tokens(logits.flatten(0, 1))
-        accept_greedy(*links, best.view(tree.tokens.shape), **outs)
+        accept_greedy(tree, best.view(tree.tokens.shape), out=result)
         return result
     probs = target_probs(
         logits.flatten(0, 1),
@@ -78,9 +71,9 @@ def accept(
     by_draw = path_coins(sampling.seeds, seq_lens, config.num_steps + 1, 2)
     coins = by_draw[ACCEPT], by_draw[FINAL]
     if rejecting:
-        accept_rejection(tree.tokens, tree.draft_probs, probs, *coins, **outs)
+        accept_rejection(tree, probs, *coins, out=result)
     else:
-        accept_sampled(*links, probs, *coins, 1.0, 1.0, **outs)
+        accept_sampled(tree, probs, *coins, out=result)
     return replace(result, probs=probs)
 
 

@@ -14,6 +14,8 @@ from bench.acceptance import SETTINGS, Setting, chosen, measure, merged, own_bra
 from bench.shipped import pair
 from bench.suite import acceptance as report
 from specattn.backends.multi_step import BoundMultiStep
+from specattn.batch import Candidates
+from specattn.kernels.tree import Beams
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TEXTS = ("import os\nimport sys\nimport os\nimport sys\nimport", "def f(self, x):\n    return")
@@ -149,24 +151,21 @@ def test_own_branches_fill_words_of_more_than_64_nodes():
     probs = torch.full((batch, topk, topk), 0.1)
     words = torch.zeros(batch, topk, 2, dtype=torch.int64)
     width = topk + (steps - 1) * topk**2
-    tables = {
-        "candidate_scores": torch.zeros(batch, width),
-        "candidate_tokens": torch.zeros(batch, width, dtype=torch.int64),
-        "candidate_parents": torch.zeros(batch, 1 + steps * topk, dtype=torch.int64),
-    }
+    candidates = Candidates(
+        torch.zeros(batch, width),
+        torch.zeros(batch, width, dtype=torch.int64),
+        torch.zeros(batch, 1 + steps * topk, dtype=torch.int64),
+        torch.empty(batch, 0, 0),
+    )
     ids = torch.zeros(2, batch, topk, dtype=torch.int64)
     with own_branch(topk):
         acceptance.drafting.select_beams(
             steps - 1,
             probs,
             probs.long(),
-            probs[..., 0].contiguous(),
-            torch.zeros_like(words),
-            **tables,
-            scores_out=torch.zeros(batch, topk),
-            tokens_out=ids[0],
-            rows_out=ids[1],
-            words_out=words,
+            Beams(probs[..., 0].contiguous(), ids[0], ids[1], torch.zeros_like(words)),
+            candidates=candidates,
+            out=Beams(torch.zeros(batch, topk), ids[0], ids[1], words),
         )
     bits = [[int(word) >> at & 1 for word in row for at in range(64)] for row in words[0]]
     for beam, row in enumerate(bits):

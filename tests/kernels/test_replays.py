@@ -8,9 +8,11 @@ import random
 import pytest
 import torch
 
-from specattn.kernels import tree
+from specattn.batch import Candidates
 from specattn.kernels.attention import TreeAttention
 from specattn.kernels.attention.tiles import tile_config
+from specattn.kernels.tree import accept_greedy, build_tree
+from tests.kernels.tree_oracle import poisoned_path, poisoned_tree
 
 SETS = 32
 HEADS, KV_HEADS, DIM = 8, 2, 128
@@ -31,18 +33,8 @@ class Bucket:
         self.pools, self.sets = pools, sets
         self.inputs = {name: torch.empty_like(stack[0]) for name, stack in sets.items()}
         batch, nodes, rows = self.batch, self.nodes, self.batch * self.nodes
-        whole = {"dtype": torch.int64, "device": "cuda"}
-        self.tree = {
-            name: torch.empty(batch, nodes, **whole)
-            for name in ("tokens_out", "positions_out", "next_token_out", "next_sibling_out")
-        }
-        self.tree["words_out"] = torch.empty(batch, nodes, 1, **whole)
-        self.accepted = {
-            "accept_index_out": torch.empty(batch, self.steps + 1, **whole).int(),
-            "accept_tokens_out": torch.empty(batch, self.steps + 1, **whole),
-            "accept_lens_out": torch.empty(batch, **whole).int(),
-            "bonus_out": torch.empty(batch, **whole),
-        }
+        self.tree = poisoned_tree(batch, nodes)
+        self.accepted = poisoned_path(batch, self.steps)
         self.outs = [torch.empty(rows, HEADS, DIM, **BF16) for _ in pools]
         self.lses = [torch.empty(rows, HEADS, device="cuda") for _ in pools]
         group = HEADS // KV_HEADS
@@ -66,16 +58,8 @@ class Bucket:
         for name, stack in self.sets.items():
             torch.index_select(stack, 0, self.pick, out=self.inputs[name][None])
         i, t = self.inputs, self.tree
-        tree.build_tree(
-            i["scores"],
-            i["tokens"],
-            i["parents"],
-            i["bonus"],
-            i["lens"],
-            topk=self.topk,
-            num_draft_tokens=self.nodes,
-            **t,
-        )
+        candidates = Candidates(i["scores"], i["tokens"], i["parents"], t.draft_probs)
+        build_tree(candidates, i["bonus"], i["lens"], topk=self.topk, out=t)
         self.kernel.plan(i["lens"], i["rows"], WIDTH)
         for pool, out, lse in zip(self.pools, self.outs, self.lses, strict=True):
             self.kernel.run(
@@ -85,21 +69,18 @@ class Bucket:
                 out,
                 lse,
                 indices=i["table"],
-                positions=t["positions_out"],
+                positions=t.positions,
                 tail_slots=i["tails"],
-                tail_positions=t["positions_out"],
-                tail_words=t["words_out"],
+                tail_positions=t.positions,
+                tail_words=t.words,
             )
-        tree.accept_greedy(
-            t["tokens_out"],
-            t["next_token_out"],
-            t["next_sibling_out"],
-            i["argmax"],
-            **self.accepted,
-        )
+        accept_greedy(t, i["argmax"], out=self.accepted)
 
     def results(self):
-        tensors = [*self.tree.values(), *self.accepted.values(), *self.outs, *self.lses]
+        t, path = self.tree, self.accepted
+        tensors = [t.tokens, t.positions, t.words, t.retrieve_next_token, t.retrieve_next_sibling]
+        tensors += [path.accept_index, path.accept_tokens, path.accept_lens, path.bonus_tokens]
+        tensors += [*self.outs, *self.lses]
         return [tensor.view(torch.int16) for tensor in tensors]
 
 

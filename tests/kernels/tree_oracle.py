@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specattn.batch import AcceptResult, DraftTree
+
 if TYPE_CHECKING:
     import random
 
@@ -23,6 +25,43 @@ def poisoned(*shape: int, dtype: torch.dtype = torch.int64, gap: int = 0) -> Ten
     value = POISON if not dtype.is_floating_point else math.nan
     wide = torch.full((*shape[:-1], shape[-1] + gap), value, dtype=dtype, device=DEVICE)
     return wide[..., : shape[-1]]
+
+
+def poisoned_tree(batch: int, n: int) -> DraftTree:
+    """A tree of which nothing is written."""
+    tokens, positions, index, first, sibling = (poisoned(batch, n) for _ in range(5))
+    words, none = poisoned(batch, n, -(-n // 64)), poisoned(batch, 0, 0, dtype=torch.float32)
+    return DraftTree(tokens, positions, words, index, first, sibling, none)
+
+
+def linked_tree(
+    tokens: Tensor, first: Tensor, sibling: Tensor, draft_probs: Tensor | None = None
+) -> DraftTree:
+    """A tree as walks read it: positions, words and rows are poisoned."""
+    none = poisoned_tree(*tokens.shape)
+    probs = none.draft_probs if draft_probs is None else draft_probs
+    return DraftTree(tokens, none.positions, none.words, none.retrieve_index, first, sibling, probs)
+
+
+def as_lists(tree: DraftTree) -> dict[str, list]:
+    """What building a tree writes."""
+    return {
+        "tokens": tree.tokens.tolist(),
+        "positions": tree.positions.tolist(),
+        "words": tree.words.tolist(),
+        "next_token": tree.retrieve_next_token.tolist(),
+        "next_sibling": tree.retrieve_next_sibling.tolist(),
+    }
+
+
+def poisoned_path(batch: int, steps: int) -> AcceptResult:
+    """Accepted paths of which nothing is written."""
+    return AcceptResult(
+        poisoned(batch, steps + 1, dtype=torch.int32),
+        poisoned(batch, steps + 1),
+        poisoned(batch, dtype=torch.int32),
+        poisoned(batch),
+    )
 
 
 def to_word(bits: int) -> int:

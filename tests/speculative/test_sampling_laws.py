@@ -15,7 +15,7 @@ from specattn.interop import links_from_parents
 from specattn.kernels.sampling import ACCEPT, DRAFT, FINAL, draw_tokens, uniform
 from specattn.kernels.tree import accept_rejection, accept_sampled
 from tests.implementations import using
-from tests.kernels.tree_oracle import DEVICE
+from tests.kernels.tree_oracle import DEVICE, linked_tree, poisoned_path
 
 VOCAB, LENGTH, REQUESTS, CHUNK = 4, 3, 100_000, 5_000
 KINDS = ["naive", pytest.param("triton", marks=pytest.mark.gpu)]
@@ -96,16 +96,6 @@ def p_value(step, model):
     return chi2.sf(float(statistic), int(kept.sum()) - 1)
 
 
-def outputs(batch, steps):
-    long = {"dtype": torch.int64, "device": DEVICE}
-    return {
-        "accept_index_out": torch.empty(batch, steps + 1, dtype=torch.int32, device=DEVICE),
-        "accept_tokens_out": torch.empty(batch, steps + 1, **long),
-        "accept_lens_out": torch.empty(batch, dtype=torch.int32, device=DEVICE),
-        "bonus_out": torch.empty(batch, **long),
-    }
-
-
 def tree_step(kind, name, *, one_coin=False, **thresholds):
     parents, offsets = TREES[name]
     links = links_from_parents(torch.tensor(parents, device=DEVICE))
@@ -120,18 +110,17 @@ def tree_step(kind, name, *, one_coin=False, **thresholds):
         positions = position + torch.arange(steps + 1, device=DEVICE)
         coins = uniform(seeds, positions, ACCEPT)
         final = coins if one_coin else uniform(seeds, positions, FINAL)
-        out = outputs(len(prefix), steps)
+        out = poisoned_path(len(prefix), steps)
         with using(kind):
             accept_sampled(
-                torch.stack(tokens, 1),
-                *links,
+                linked_tree(torch.stack(tokens, 1), *links),
                 model.of(torch.stack(nodes, 1)),
                 coins,
                 final,
                 **thresholds,
-                **out,
+                out=out,
             )
-        return out["accept_tokens_out"], out["accept_lens_out"]
+        return out.accept_tokens, out.accept_lens
 
     return step
 
@@ -147,17 +136,13 @@ def rejection_step(kind, drafter, *, steps=2, one_coin=False, claimed=None):
         nodes = torch.stack(nodes, 1)
         coins = uniform(seeds, positions, ACCEPT)
         final = coins if one_coin else uniform(seeds, positions, FINAL)
-        out = outputs(len(prefix), steps)
+        out = poisoned_path(len(prefix), steps)
+        tokens = torch.stack(tokens, 1)
+        drawn_from = (claimed or drafter).of(nodes[:, :steps])
+        chain = linked_tree(tokens, tokens, tokens, drawn_from)
         with using(kind):
-            accept_rejection(
-                torch.stack(tokens, 1),
-                (claimed or drafter).of(nodes[:, :steps]),
-                model.of(nodes),
-                coins,
-                final,
-                **out,
-            )
-        return out["accept_tokens_out"], out["accept_lens_out"]
+            accept_rejection(chain, model.of(nodes), coins, final, out=out)
+        return out.accept_tokens, out.accept_lens
 
     return step
 

@@ -13,27 +13,24 @@ import torch
 from specattn.kernels import tree as operations
 from specattn.kernels.tree import accept_greedy, accept_sampled
 from tests.implementations import IMPLEMENTATIONS, using
-from tests.kernels.tree_oracle import DEVICE, POISON, Tree, random_tree
+from tests.kernels.tree_oracle import DEVICE, Tree, linked_tree, poisoned_path, random_tree
 
 # the largest coin a 24-bit generator makes
 LAST_COIN = 1 - 2.0**-24
 
 
-def outputs(batch, steps):
-    return {
-        "accept_index_out": torch.full((batch, steps + 1), POISON, dtype=torch.int32),
-        "accept_tokens_out": torch.full((batch, steps + 1), POISON),
-        "accept_lens_out": torch.full((batch,), POISON, dtype=torch.int32),
-        "bonus_out": torch.full((batch,), POISON),
-    }
-
-
 def call(name, *args, steps, **options):
-    batch = len(args[0])
-    args = [torch.as_tensor(arg).to(DEVICE) for arg in args]
-    out = {key: value.to(DEVICE) for key, value in outputs(batch, steps).items()}
-    getattr(operations, name)(*args, **options, **out)
-    return [value.tolist() for value in out.values()]
+    """Tokens come first, then links, or what a chain was drawn from."""
+    tokens, first, *args = [torch.as_tensor(arg).to(DEVICE) for arg in args]
+    if name == "accept_rejection":
+        tree = linked_tree(tokens, tokens, tokens, first)
+    else:
+        sibling, *args = args
+        tree = linked_tree(tokens, first, sibling)
+    out = poisoned_path(len(tokens), steps)
+    getattr(operations, name)(tree, *args, **options, out=out)
+    found = out.accept_index, out.accept_tokens, out.accept_lens, out.bonus_tokens
+    return [value.tolist() for value in found]
 
 
 def both(*args, **options):
@@ -465,13 +462,11 @@ def test_coins_of_another_depth_are_refused():
     dense = torch.zeros(2, 3, dtype=torch.int64, device=DEVICE)
     with pytest.raises(ValueError, match=r"final_coins must be \[2, 3\], got \[2, 4\]"):
         accept_sampled(
-            dense,
-            dense,
-            dense,
+            linked_tree(dense, dense, dense),
             torch.zeros(2, 3, 5),
             torch.zeros(2, 3),
             torch.zeros(2, 4),
-            **outputs(2, 2),
+            out=poisoned_path(2, 2),
         )
 
 
@@ -479,4 +474,4 @@ def test_launchers_name_what_is_not_dense():
     wide = torch.zeros(2, 6, dtype=torch.int64, device=DEVICE)
     dense = wide[:, :3].contiguous()
     with pytest.raises(ValueError, match="target_argmax must be contiguous"):
-        accept_greedy(dense, dense, dense, wide[:, :3], **outputs(2, 2))
+        accept_greedy(linked_tree(dense, dense, dense), wide[:, :3], out=poisoned_path(2, 2))

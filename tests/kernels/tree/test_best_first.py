@@ -13,9 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specattn.batch import Marginals
 from specattn.kernels.tree import best_first_tree
 from tests.implementations import using
-from tests.kernels.tree_oracle import DEVICE, Tree, poisoned
+from tests.kernels.tree_oracle import DEVICE, Tree, as_lists, poisoned, poisoned_tree
 
 
 def score_of(block, prefix):
@@ -51,6 +52,11 @@ def every_prefix(block, n):
     return sorted(scores, key=functools.cmp_to_key(order))[:n], scores
 
 
+def block(log_probs, tokens):
+    """Marginals that nothing was drawn from."""
+    return Marginals(log_probs, tokens, log_probs[:, :, :0])
+
+
 def build(log_probs, tokens, bonus, seq_lens, n, *, gap=0):
     """Run the operation over poisoned outputs, with ``gap`` columns between blocks."""
     batch = len(log_probs)
@@ -60,20 +66,15 @@ def build(log_probs, tokens, bonus, seq_lens, n, *, gap=0):
     wide.copy_(found.flatten(1))
     named = poisoned(batch, length * ranks, gap=gap)
     named.copy_(torch.tensor(tokens, device=DEVICE).flatten(1))
-    out = {
-        name: poisoned(batch, n)
-        for name in ("tokens_out", "positions_out", "next_token_out", "next_sibling_out")
-    }
-    out |= {"words_out": poisoned(batch, n, -(-n // 64))}
-    out |= {"scores_out": poisoned(batch, n, dtype=torch.float32)}
+    out, scores = poisoned_tree(batch, n), poisoned(batch, n, dtype=torch.float32)
     best_first_tree(
-        wide.unflatten(1, (length, ranks)),
-        named.unflatten(1, (length, ranks)),
+        block(wide.unflatten(1, (length, ranks)), named.unflatten(1, (length, ranks))),
         torch.tensor(bonus, device=DEVICE),
         torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE),
-        **out,
+        out=out,
+        scores_out=scores,
     )
-    return {name.removesuffix("_out"): value.tolist() for name, value in out.items()}
+    return as_lists(out) | {"scores": scores.tolist()}
 
 
 def random_block(rng, length, ranks, *, style):
@@ -191,13 +192,8 @@ def test_fuzz_triton(shape, seed, style, n):
 
 def test_no_requests(implementation):
     empty = torch.empty(0, 3, 2, device=DEVICE)
-    out = {
-        name + "_out": torch.empty(0, 4, dtype=torch.int64, device=DEVICE)
-        for name in ("tokens", "positions", "next_token", "next_sibling")
-    }
-    words = torch.empty(0, 4, 1, dtype=torch.int64, device=DEVICE)
     lens = torch.empty(0, dtype=torch.int32, device=DEVICE)
-    best_first_tree(empty, empty.long(), lens.long(), lens, **out, words_out=words)
+    best_first_tree(block(empty, empty.long()), lens.long(), lens, out=poisoned_tree(0, 4))
 
 
 @pytest.mark.parametrize(
@@ -219,17 +215,13 @@ def test_tensors_of_another_kind_are_named(implementation):
     log_probs = torch.zeros(1, 2, 2, device=DEVICE)
     tokens = torch.zeros(1, 2, 2, dtype=torch.int64, device=DEVICE)
     bonus, lens = tokens[:, 0, 0], torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    out = {
-        name + "_out": torch.empty(1, 4, dtype=torch.int64, device=DEVICE)
-        for name in ("tokens", "positions", "next_token", "next_sibling")
-    }
-    out["words_out"] = torch.empty(1, 4, 1, dtype=torch.int64, device=DEVICE)
+    out = poisoned_tree(1, 4)
     with pytest.raises(ValueError, match="log_probs must be"):
-        best_first_tree(log_probs.double(), tokens, bonus, lens, **out)
+        best_first_tree(block(log_probs.double(), tokens), bonus, lens, out=out)
     with pytest.raises(ValueError, match="tokens must be"):
-        best_first_tree(log_probs, tokens[:, :, :1], bonus, lens, **out)
+        best_first_tree(block(log_probs, tokens[:, :, :1]), bonus, lens, out=out)
     with pytest.raises(ValueError, match="log_probs must be contiguous"):
-        best_first_tree(log_probs.transpose(1, 2), tokens, bonus, lens, **out)
+        best_first_tree(block(log_probs.transpose(1, 2), tokens), bonus, lens, out=out)
 
 
 @pytest.mark.gpu
@@ -242,17 +234,12 @@ def test_kernel_and_torch_agree_where_no_brute_force_goes(length, ranks, n):
     lens = torch.arange(16, dtype=torch.int32, device=DEVICE)
     results = []
     for implementation in ("naive", "triton"):
-        out = {
-            name + "_out": torch.full((16, n), -7, device=DEVICE)
-            for name in ("tokens", "positions", "next_token", "next_sibling")
-        }
-        out["words_out"] = torch.full((16, n, -(-n // 64)), -7, device=DEVICE)
-        out["scores_out"] = torch.full((16, n), math.nan, device=DEVICE)
+        out, scores = poisoned_tree(16, n), poisoned(16, n, dtype=torch.float32)
+        marginals = block(log_probs, tokens)
         with using(implementation):
-            best_first_tree(log_probs, tokens, lens.long(), lens, **out)
-        results.append(out)
-    for name, found in results[0].items():
-        assert torch.equal(found, results[1][name]), name
+            best_first_tree(marginals, lens.long(), lens, out=out, scores_out=scores)
+        results.append(as_lists(out) | {"scores": scores.tolist()})
+    assert results[0] == results[1]
 
 
 @pytest.mark.gpu
@@ -260,22 +247,17 @@ def test_a_replay_reads_what_is_there_then():
     log_probs = torch.zeros(2, 7, 4, device="cuda")
     tokens = torch.arange(56, device="cuda").view(2, 7, 4)
     lens = torch.zeros(2, dtype=torch.int32, device="cuda")
-    out = {
-        name + "_out": torch.empty(2, 32, dtype=torch.int64, device="cuda")
-        for name in ("tokens", "positions", "next_token", "next_sibling")
-    }
-    out["words_out"] = torch.empty(2, 32, 1, dtype=torch.int64, device="cuda")
-    best_first_tree(log_probs, tokens, lens.long(), lens, **out)
+    out, marginals = poisoned_tree(2, 32), block(log_probs, tokens)
+    best_first_tree(marginals, lens.long(), lens, out=out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        best_first_tree(log_probs, tokens, lens.long(), lens, **out)
+        best_first_tree(marginals, lens.long(), lens, out=out)
     for seed in range(5):
         torch.manual_seed(seed)
         logits = torch.randn(2, 7, 4, device="cuda") * 2
         log_probs.copy_(logits.log_softmax(-1).sort(-1, descending=True).values)
         graph.replay()
-        replayed = {name: tensor.clone() for name, tensor in out.items()}
+        replayed = as_lists(out)
         with using("naive"):
-            best_first_tree(log_probs, tokens, lens.long(), lens, **out)
-        for name, tensor in out.items():
-            assert torch.equal(replayed[name], tensor), name
+            best_first_tree(marginals, lens.long(), lens, out=out)
+        assert replayed == as_lists(out)

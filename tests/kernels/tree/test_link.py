@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
+from specattn.batch import Linked
 from specattn.kernels.tree import link_tree
-from tests.kernels.tree_oracle import DEVICE, POISON, poisoned, random_tree
-
-
-def outputs(batch, n):
-    names = ("tokens_out", "positions_out", "next_token_out", "next_sibling_out")
-    return {name: poisoned(batch, n) for name in names} | {
-        "words_out": poisoned(batch, n, -(-n // 64))
-    }
+from tests.kernels.tree_oracle import (
+    DEVICE,
+    POISON,
+    as_lists,
+    poisoned,
+    poisoned_tree,
+    random_tree,
+)
 
 
 def link(tokens, parents, seq_lens, chosen=None):
-    out = outputs(*tokens.shape)
+    out = poisoned_tree(*tokens.shape)
     if chosen is not None:
         chosen = torch.tensor(chosen, dtype=torch.int32, device=DEVICE)
     lens = torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE)
-    link_tree(tokens, parents, lens, chosen, **out)
-    return {name.removesuffix("_out"): value.tolist() for name, value in out.items()}
+    link_tree(Linked(tokens, parents, chosen), lens, out=out)
+    return as_lists(out)
 
 
 def some_trees(rng, n, batch):
@@ -73,11 +75,12 @@ def test_only_chosen_requests_are_written(implementation):
 
 def test_tokens_may_stay_where_they_are(implementation):
     _, tokens, parents = some_trees(random.Random(2), 9, 2)
-    out = outputs(2, 9) | {"tokens_out": tokens}
+    out = replace(poisoned_tree(2, 9), tokens=tokens)
     before = tokens.tolist()
-    link_tree(tokens, parents, torch.zeros(2, dtype=torch.int32, device=DEVICE), **out)
+    lens = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    link_tree(Linked(tokens, parents), lens, out=out)
     assert tokens.tolist() == before
-    assert POISON not in out["next_token_out"].flatten().tolist()
+    assert POISON not in out.retrieve_next_token.flatten().tolist()
 
 
 def test_rows_may_lie_apart(implementation):
@@ -90,13 +93,13 @@ def test_rows_may_lie_apart(implementation):
 
 def test_tensors_of_another_kind_are_named(implementation):
     _, tokens, parents = some_trees(random.Random(3), 5, 2)
-    lens, out = torch.zeros(2, dtype=torch.int32, device=DEVICE), outputs(2, 5)
+    lens, out = torch.zeros(2, dtype=torch.int32, device=DEVICE), poisoned_tree(2, 5)
     with pytest.raises(ValueError, match=r"tokens must be \[B, 1..256\]"):
-        link_tree(poisoned(2, 257), parents, lens, **out)
+        link_tree(Linked(poisoned(2, 257), parents), lens, out=out)
     with pytest.raises(ValueError, match=r"parents must be \[2, 5\]"):
-        link_tree(tokens, parents[:, :4], lens, **out)
+        link_tree(Linked(tokens, parents[:, :4]), lens, out=out)
     with pytest.raises(ValueError, match="parents must be dense in its last axis"):
-        link_tree(tokens, poisoned(2, 10)[:, ::2], lens, **out)
-    with pytest.raises(ValueError, match="words_out must be"):
-        link_tree(tokens, parents, lens, **out | {"words_out": poisoned(2, 5, 0)})
-    link_tree(tokens[:0], parents[:0], lens[:0], **outputs(0, 5))
+        link_tree(Linked(tokens, poisoned(2, 10)[:, ::2]), lens, out=out)
+    with pytest.raises(ValueError, match=r"out\.words must be"):
+        link_tree(Linked(tokens, parents), lens, out=replace(out, words=poisoned(2, 5, 0)))
+    link_tree(Linked(tokens[:0], parents[:0]), lens[:0], out=poisoned_tree(0, 5))

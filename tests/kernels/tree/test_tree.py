@@ -10,29 +10,30 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specattn.batch import Candidates
 from specattn.kernels.tree import build_tree
 from tests.implementations import using
-from tests.kernels.tree_oracle import DEVICE, POISON, random_candidates, tree_of
+from tests.kernels.tree_oracle import (
+    DEVICE,
+    as_lists,
+    poisoned_tree,
+    random_candidates,
+    tree_of,
+)
 
 
 def build(scores, tokens, parents, bonus, seq_lens, *, topk, n):
-    batch, words = len(bonus), -(-n // 64)
-    out = {
-        name: torch.full((batch, n), POISON, device=DEVICE)
-        for name in ("tokens_out", "positions_out", "next_token_out", "next_sibling_out")
-    }
-    out["words_out"] = torch.full((batch, n, words), POISON, device=DEVICE)
-    build_tree(
+    batch = len(bonus)
+    out = poisoned_tree(batch, n)
+    candidates = Candidates(
         torch.tensor(scores, dtype=torch.float32, device=DEVICE).reshape(batch, -1),
         torch.tensor(tokens, dtype=torch.int64, device=DEVICE).reshape(batch, -1),
         torch.tensor(parents, device=DEVICE).reshape(batch, -1),
-        torch.tensor(bonus, device=DEVICE),
-        torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE),
-        topk=topk,
-        num_draft_tokens=n,
-        **out,
+        out.draft_probs,
     )
-    return {name.removesuffix("_out"): value.tolist() for name, value in out.items()}
+    lens = torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE)
+    build_tree(candidates, torch.tensor(bonus, device=DEVICE), lens, topk=topk, out=out)
+    return as_lists(out)
 
 
 def check_against_definition(cases, topk, n):
@@ -307,26 +308,16 @@ def test_strided_candidates(implementation):
     wide = torch.full((1, 40), math.nan, device=DEVICE)
     wide[:, : len(scores)] = torch.tensor(scores)
     expect = build([scores], [tokens], [parents], [1], [0], topk=3, n=6)
-    out = {
-        name + "_out": torch.empty((1, 6), dtype=torch.int64, device=DEVICE)
-        for name in ("tokens", "positions", "next_token", "next_sibling")
-    }
-    out["words_out"] = torch.empty((1, 6, 1), dtype=torch.int64, device=DEVICE)
-    build_tree(
-        wide[:, : len(scores)],
-        torch.tensor([tokens], device=DEVICE),
-        torch.tensor([parents], device=DEVICE),
-        torch.tensor([1], device=DEVICE),
-        torch.zeros(1, dtype=torch.int32, device=DEVICE),
-        topk=3,
-        num_draft_tokens=6,
-        **out,
-    )
-    assert {k.removesuffix("_out"): v.tolist() for k, v in out.items()} == expect
+    out = poisoned_tree(1, 6)
+    named = torch.tensor([tokens], device=DEVICE), torch.tensor([parents], device=DEVICE)
+    candidates = Candidates(wide[:, : len(scores)], *named, out.draft_probs)
+    lens = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    build_tree(candidates, torch.tensor([1], device=DEVICE), lens, topk=3, out=out)
+    assert as_lists(out) == expect
 
 
 def test_wide_tables_take_the_sort(monkeypatch):
-    monkeypatch.setattr("specattn.kernels.tree.MAX_CANDIDATES", 4)
+    monkeypatch.setattr("specattn.kernels.tree.build.MAX_CANDIDATES", 4)
     rng = random.Random(5)
     with using("triton"):
         check_against_definition([random_candidates(rng, 3, 3, ties=True)], 3, 9)
@@ -334,7 +325,11 @@ def test_wide_tables_take_the_sort(monkeypatch):
 
 @pytest.mark.parametrize(
     ("scores", "parents", "n", "match"),
-    [(6, 3, 8, "must be 1..7"), (6, 2, 3, "not the candidates"), (5, 3, 3, "not the candidates")],
+    [
+        (6, 3, 8, "must have 1..7 nodes"),
+        (6, 2, 3, "not the candidates"),
+        (5, 3, 3, "not the candidates"),
+    ],
 )
 def test_impossible_shapes_are_named(implementation, scores, parents, n, match):
     with pytest.raises(ValueError, match=match):

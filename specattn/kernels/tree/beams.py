@@ -1,0 +1,240 @@
+"""Beams of a draft: its candidates, and the ancestors of their nodes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specattn.kernels import Launchers, on_triton
+from specattn.kernels.checks import require_dense
+from specattn.kernels.sampling import score_key
+
+if TYPE_CHECKING:
+    from specattn.batch import Candidates
+    from specattn.kernels.tree import triton_beams as launch
+else:
+    launch = Launchers("specattn.kernels.tree.triton_beams")
+
+
+class Beams(NamedTuple):
+    """The best paths of a draft step, the best first.
+
+    Parameters
+    ----------
+    scores : Tensor
+        ``[B, topk]`` float32, probability of each path.
+    tokens : Tensor
+        ``[B, topk]`` int64, its last token.
+    rows : Tensor
+        ``[B, topk]`` int64, the row of ``[B * beams]`` of the step before that it extends.
+    words : Tensor
+        ``[B, topk, W]`` int64, its nodes: bit ``step * topk + branch``. May have a row stride.
+    """
+
+    scores: Tensor
+    tokens: Tensor
+    rows: Tensor
+    words: Tensor
+
+
+def append_candidates(
+    step: int,
+    child_probs: Tensor,
+    child_tokens: Tensor,
+    beams: Beams | None,
+    *,
+    candidates: Candidates,
+) -> None:
+    """Record the children that the last draft step proposes, without picking beams.
+
+    Parameters are those of `select_beams`, of which this is the first half.
+    """
+    start = _candidate_offset(step, child_probs, candidates)
+    scores = None if beams is None else beams.scores
+    require_dense(child_probs=child_probs, child_tokens=child_tokens, scores=scores)
+    if not len(child_probs):
+        return
+    if on_triton(child_probs):
+        return launch.append_candidates(
+            child_probs=child_probs,
+            child_tokens=child_tokens,
+            beams=beams,
+            candidates=candidates,
+            start=start,
+        )
+    _record(step, child_probs, child_tokens, beams, candidates)
+
+
+def select_beams(
+    step: int,
+    child_probs: Tensor,
+    child_tokens: Tensor,
+    beams: Beams | None,
+    *,
+    candidates: Candidates,
+    out: Beams,
+) -> None:
+    """Score the beams' children, record them as candidates, keep the best ``topk``.
+
+    By the rule of EAGLE-2 (arXiv:2406.16858) a path scores the product of its probabilities. Ties
+    go to the lower flat index ``beam * topk + child``; NaN ranks last. The outputs may not overlap
+    the inputs.
+
+    Parameters
+    ----------
+    step : int
+        Draft step, from 0. Step 0 has one beam, the root.
+    child_probs, child_tokens : Tensor
+        ``[B, beams, topk]`` float32 and int64: what the draft model proposes after each beam.
+        ``beams`` is 1 at step 0 and ``topk`` later.
+    beams : Beams or None
+        Those of the step before, of which scores and words are read. None at step 0: the root has
+        probability 1, and is no draft node.
+    candidates : Candidates
+        Those of all steps; the columns of this step are written, but for ``draft_probs``.
+    out : Beams
+        What is written; dense but for the words.
+
+    Raises
+    ------
+    ValueError
+        If the candidates have no room for this step, or a tensor is not laid out as above.
+    """
+    start = _candidate_offset(step, child_probs, candidates)
+    nodes = (step + 1) * child_probs.shape[2]
+    groups = candidates.parents.shape[1]
+    if groups < 1 + nodes:
+        raise ValueError(f"step {step} has no beams to pick: candidates have {groups} groups")
+    if out.words.shape[2] * 64 < nodes:
+        raise ValueError(f"out.words must have a bit for each of {nodes} nodes")
+    require_dense(child_probs=child_probs, child_tokens=child_tokens)
+    require_dense(scores=out.scores, tokens=out.tokens, rows=out.rows, words=out.words[:1])
+    if beams is not None:
+        require_dense(scores=beams.scores, words=beams.words[:1])
+    if not len(child_probs):
+        return
+    if on_triton(child_probs):
+        return launch.select_beams(
+            step=step,
+            child_probs=child_probs,
+            child_tokens=child_tokens,
+            beams=beams,
+            candidates=candidates,
+            out=out,
+            start=start,
+        )
+    scores = _record(step, child_probs, child_tokens, beams, candidates)
+    batch, width, topk = child_probs.shape
+    order = score_key(scores).sort(dim=1, descending=True, stable=True).indices
+    picks = order[:, :topk]
+    out.scores.copy_(scores.gather(1, picks))
+    out.tokens.copy_(child_tokens.flatten(1).gather(1, picks))
+    out.rows.copy_(torch.arange(batch, device=picks.device)[:, None] * width + picks // topk)
+    candidates.parents[:, 1 + step * topk : 1 + (step + 1) * topk] = start + picks
+
+    own = node_bits(step * topk + torch.arange(topk, device=picks.device), out.words.shape[2])
+    above = 0 if beams is None else beams.words.flatten(0, 1)[out.rows]
+    out.words.copy_(own | above)
+
+
+def grow_words(words: Tensor, step: int, parents: Tensor | None, *, flat: bool = False) -> None:
+    """Write a draft step's ancestor words from those of its parents.
+
+    It is what `select_beams` does to words, for drafts whose branches others choose. One launch,
+    which can be recorded in a CUDA graph.
+
+    Parameters
+    ----------
+    words : Tensor
+        ``[B, steps, topk, W]`` int64, in place: row ``step`` is written, the row before is read.
+        Bit ``s * topk + k`` is branch k of step s. May have a stride between requests.
+    step : int
+        From 0. The branches of step 0 hang below the root, which is no node: they get their own
+        bits.
+    parents : Tensor or None
+        ``[B, topk]`` int32 or int64, the branch of the step before that each branch extends; cut
+        to 0..topk - 1. Any strides. Not read at step 0.
+    flat : bool
+        Whether ``parents`` are the branches' own flat indices among all candidates, as in
+        `specattn.batch.Candidates` and in EAGLE's code, from which their parents follow.
+
+    Raises
+    ------
+    ValueError
+        If the step is outside ``words``, or a tensor has another shape or dtype.
+    """
+    shape = tuple(words.shape)
+    if len(shape) != 4 or words.dtype != torch.int64 or shape[3] * 64 < shape[1] * shape[2]:
+        raise ValueError(
+            f"words must be [B, steps, topk, at least ceil(steps * topk / 64)] {torch.int64}, "
+            f"got {list(shape)} {words.dtype}"
+        )
+    if not 0 <= step < shape[1]:
+        raise ValueError(f"step must be 0..{shape[1] - 1}, got {step}")
+    require_dense(words=words[:1])
+    if step:
+        wanted = f"[{shape[0]}, {shape[2]}] int32 or int64"
+        if parents is None:
+            raise ValueError(f"parents must be {wanted} after step 0, got None")
+        kinds = (torch.int32, torch.int64)
+        if tuple(parents.shape) != (shape[0], shape[2]) or parents.dtype not in kinds:
+            raise ValueError(f"parents must be {wanted}, got {list(parents.shape)} {parents.dtype}")
+    if not words.numel():
+        return
+    if not step:
+        parents = None
+    if on_triton(words):
+        return launch.grow_words(words=words, step=step, parents=parents, flat=flat)
+    topk, count = words.shape[2:]
+    own = node_bits(step * topk + torch.arange(topk, device=words.device), count)
+    if parents is None:
+        words[:, step] = own
+        return
+    if flat:
+        parents = (parents - topk - (step - 1) * topk**2).div(topk, rounding_mode="floor")
+    index = parents.long().clamp(0, topk - 1)[:, :, None].expand(-1, -1, count)
+    words[:, step] = own | words[:, step - 1].gather(1, index)
+
+
+def _candidate_offset(step: int, child_probs: Tensor, candidates: Candidates) -> int:
+    """Return the first candidate's flat index; raise ValueError for lack of room."""
+    _, beams, topk = child_probs.shape
+    if beams != (topk if step else 1):
+        raise ValueError(
+            f"child_probs must have {topk if step else 1} beams at step {step}, got {beams}"
+        )
+    start, end = topk + (step - 1) * topk**2 if step else 0, candidates.scores.shape[1]
+    if start + beams * topk > end or not candidates.parents.shape[1]:
+        raise ValueError(
+            f"candidates end at column {end}, before those of step {step} "
+            f"({start}..{start + beams * topk - 1})"
+        )
+    return start
+
+
+def _record(
+    step: int,
+    child_probs: Tensor,
+    child_tokens: Tensor,
+    beams: Beams | None,
+    candidates: Candidates,
+) -> Tensor:
+    """Write a step's columns; return scores ``[B, beams * topk]`` of paths."""
+    above = 1.0 if beams is None else beams.scores[:, :, None]
+    scores = (child_probs * above).flatten(1)
+    start = _candidate_offset(step, child_probs, candidates)
+    columns = slice(start, start + scores.shape[1])
+    candidates.scores[:, columns] = scores
+    candidates.tokens[:, columns] = child_tokens.flatten(1)
+    if not step:
+        candidates.parents[:, 0] = -1
+    return scores
+
+
+def node_bits(nodes: Tensor, num_words: int) -> Tensor:
+    """Return words ``[..., num_words]`` with just each node's bit."""
+    words = torch.arange(num_words, device=nodes.device)
+    bits = torch.ones_like(nodes) << nodes % 64
+    return torch.where(words == nodes[..., None] // 64, bits[..., None], 0)

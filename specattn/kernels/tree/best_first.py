@@ -1,0 +1,124 @@
+"""Draft trees of the most probable prefixes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from specattn.kernels import Launchers, on_triton
+from specattn.kernels.checks import require_dense
+from specattn.kernels.tree.build import MAX_NODES, write_links, written
+
+if TYPE_CHECKING:
+    from specattn.batch import DraftTree, Marginals
+    from specattn.kernels.tree import triton_best_first as launch
+else:
+    launch = Launchers("specattn.kernels.tree.triton_best_first")
+
+
+def best_first_tree(
+    marginals: Marginals,
+    bonus_tokens: Tensor,
+    seq_lens: Tensor,
+    *,
+    out: DraftTree,
+    scores_out: Tensor | None = None,
+) -> None:
+    """Build each request's tree of most probable prefixes, by a block's marginals.
+
+    A draft that writes a whole block in one forward gives a distribution per position. If the
+    positions are taken as independent, a prefix has the product of its tokens' probabilities. The
+    tree holds the root and the n - 1 prefixes of the highest products, best first, as in DDTree.
+    So the first m nodes are the best tree of m nodes.
+
+    Among equal products the shorter prefix comes first, then the one whose parent comes first,
+    then the one of the lower rank. Log-probabilities are added up in float32 from the root down.
+    A number above 0 counts as 0, and NaN and what is below -1e30 as -1e30.
+
+    One launch, which can be recorded in a CUDA graph.
+
+    Parameters
+    ----------
+    marginals : Marginals
+        The K most probable tokens at each of L positions; requests may have a stride.
+    bonus_tokens, seq_lens : Tensor
+        ``[B]`` int64 and int32: the root's token and position.
+    out : DraftTree
+        Of n of 1 to 256 nodes; ``tokens``, ``positions``, ``words`` and links are written; dense.
+    scores_out : Tensor, optional
+        ``[B, n]`` float32, dense: the log-probability of the prefix down to each node.
+
+    Raises
+    ------
+    ValueError
+        If the block has fewer prefixes than the tree nodes, or more than 255 positions or ranks;
+        or if a tensor of the block is of another shape or dtype, or one is not dense.
+    """
+    log_probs, tokens, nodes = marginals.log_probs, marginals.tokens, out.tokens.shape[1]
+    _check_marginals(log_probs, tokens, nodes)
+    require_dense(log_probs=log_probs[:1], tokens=tokens[:1], scores_out=scores_out)
+    require_dense(**written(out))
+    if not len(log_probs):
+        return
+    if on_triton(log_probs):
+        return launch.best_first_tree(
+            marginals=marginals,
+            bonus_tokens=bonus_tokens,
+            seq_lens=seq_lens,
+            out=out,
+            scores_out=scores_out,
+        )
+    batch, length, ranks = log_probs.shape
+    device = log_probs.device
+    log_probs = log_probs.nan_to_num(nan=-1e30).clamp(-1e30, 0)
+    score = log_probs.new_zeros(batch, 1)
+    first, width = 0, 1  # of the prefixes one shorter
+    scores, parents, drafted = [score], [torch.full((batch, 1), -1, device=device)], []
+    for position in range(length):
+        # prefixes of a length, in the order of their parents and ranks: the sort keeps it
+        longer = (score[:, :, None] + log_probs[:, position, None]).flatten(1)
+        score, order = longer.sort(dim=1, descending=True, stable=True)
+        score, order = score[:, : nodes - 1], order[:, : nodes - 1]
+        scores.append(score)
+        parents.append(first + order // ranks)
+        drafted.append(tokens[:, position].gather(1, order % ranks))
+        first, width = first + width, order.shape[1]
+    # shorter prefixes come first among equals
+    score, order = torch.cat(scores, 1).sort(dim=1, descending=True, stable=True)
+    score, order = score[:, :nodes], order[:, :nodes]  # the empty prefix, the root, is best
+    number = torch.zeros(batch, first + width, dtype=torch.long, device=device)
+    number.scatter_(1, order, torch.arange(nodes, device=device).expand_as(order))
+    parent = number.gather(1, torch.cat(parents, 1).gather(1, order).clamp(min=0))
+    parent[:, 0] = -1
+
+    out.tokens.copy_(torch.cat([bonus_tokens[:, None], *drafted], 1).gather(1, order))
+    write_links(out, parent, seq_lens, length)
+    if scores_out is not None:
+        scores_out.copy_(score)
+
+
+def _check_marginals(log_probs: Tensor, tokens: Tensor, nodes: int) -> None:
+    """Raise ValueError unless they give so many nodes."""
+    if log_probs.dim() != 3 or log_probs.dtype != torch.float32:
+        raise ValueError(
+            f"log_probs must be [B, L, K] {torch.float32}, got {list(log_probs.shape)} "
+            f"{log_probs.dtype}"
+        )
+    if tokens.shape != log_probs.shape or tokens.dtype != torch.int64:
+        raise ValueError(
+            f"tokens must be {list(log_probs.shape)} {torch.int64}, got {list(tokens.shape)} "
+            f"{tokens.dtype}"
+        )
+    _, length, ranks = log_probs.shape
+    if length >= MAX_NODES or ranks >= MAX_NODES:
+        raise ValueError(
+            f"log_probs must have at most {MAX_NODES - 1} positions and ranks, got {length} and "
+            f"{ranks}"
+        )
+    prefixes = 0
+    for depth in range(1, length + 1):
+        prefixes = min(prefixes + ranks**depth, MAX_NODES)
+    if not 1 <= nodes <= min(prefixes + 1, MAX_NODES):
+        raise ValueError(f"the tree must have 1..{min(prefixes + 1, MAX_NODES)} nodes, got {nodes}")
