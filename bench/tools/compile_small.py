@@ -231,9 +231,7 @@ def glue_kernels(dtype: torch.dtype = BF16, split: int = 5) -> None:
     fused.qk_norm_rope_store_kv(
         parts,
         positions,
-        zeros(9, 128, dtype=F32),
-        (x[0, :128], x[0, :128]),
-        1e-5,
+        fused.Rotation(zeros(9, 128, dtype=F32), (x[0, :128], x[0, :128]), 1e-5),
         q,
         cache[0],
         cache[1],

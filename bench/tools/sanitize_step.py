@@ -346,7 +346,7 @@ def rotation(
     stored: torch.dtype | None = None,
 ) -> None:
     """Keys and values go to their slots of a poisoned pool, and nowhere else."""
-    from specattn.kernels.fused import qk_norm_rope_store_kv
+    from specattn.kernels.fused import Rotation, qk_norm_rope_store_kv
 
     product = parts(split, 6, (heads + 2 * kv_heads) * dim, dtype)
     angles = torch.rand(50, dim // 2) * 6
@@ -359,8 +359,9 @@ def rotation(
         rows = 10 if places is not None else 6
         q = poison(6, heads, dim, dtype=dtype)
         k, v = (poison(rows, kv_heads, dim, dtype=stored or dtype) for _ in range(2))
+        rotation = Rotation(table, normed, 1e-5)
         qk_norm_rope_store_kv(
-            product, positions, table, normed, 1e-5, q, k, v, places, k_scale=2.0, v_scale=0.5
+            product, positions, rotation, q, k, v, places, k_scale=2.0, v_scale=0.5
         )
         finite(q)
         written = torch.zeros(rows, dtype=torch.bool, device=DEVICE)

@@ -253,9 +253,7 @@ class KVPool(ReadOnly):
         qk_norm_rope_store_kv(
             parts,
             positions,
-            rotation.table,
-            rotation.norms,
-            rotation.eps,
+            rotation,
             q,
             self.k[layer],
             self.v[layer],

@@ -11,12 +11,19 @@ weights of its norm before it waits.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
-from specattn.kernels import implementation
-from specattn.kernels.fused import naive
+from specattn.kernels import Launchers, on_triton
+from specattn.kernels.cache import store_kv
+
+if TYPE_CHECKING:
+    from specattn.kernels.fused import triton as launch
+else:
+    launch = Launchers("specattn.kernels.fused.triton")
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,9 +78,26 @@ def add_rms_norm(
     tuple of Tensor
         The normed sum ``[R, H]`` and the sum.
     """
-    return implementation(naive.add_rms_norm, residual.device)(
-        partials, residual, weight, eps, rows, residual_out, out
-    )
+    if on_triton(residual):
+        return launch.add_rms_norm(
+            partials=partials,
+            residual=residual,
+            weight=weight,
+            eps=eps,
+            rows=rows,
+            residual_out=residual_out,
+            out=out,
+        )
+    total = (partials.float().sum(0) + residual.float()).to(residual.dtype)
+    if rows is not None:
+        total = total[rows]
+    if residual_out is None:
+        residual_out = torch.empty_like(total)
+    residual_out.copy_(total)
+    if out is None:
+        out = torch.empty_like(total)
+    out.copy_(_norm(total, weight, eps))
+    return out, residual_out
 
 
 def embed_rms_norm(
@@ -99,7 +123,14 @@ def embed_rms_norm(
     tuple of Tensor
         The normed embeddings ``[T, H]`` and the embeddings.
     """
-    return implementation(naive.embed_rms_norm, weight.device)(ids, table, weight, eps, embedded)
+    if on_triton(weight):
+        return launch.embed_rms_norm(
+            ids=ids, table=table, weight=weight, eps=eps, embedded=embedded
+        )
+    if embedded is None:
+        embedded = weight.new_empty(len(ids), table.shape[1])
+    embedded.copy_(table[ids])
+    return _norm(embedded, weight, eps).to(weight.dtype), embedded
 
 
 def embed_norm_pair(
@@ -134,9 +165,24 @@ def embed_norm_pair(
     tuple of Tensor
         The norms ``[T, 2 H]``, and the hidden states ``[T, H]`` that were normed.
     """
-    return implementation(naive.embed_norm_pair, hidden.device)(
-        ids, table, hidden, embed_weight, hidden_weight, eps, rows
+    if on_triton(hidden):
+        return launch.embed_norm_pair(
+            ids=ids,
+            table=table,
+            hidden=hidden,
+            embed_weight=embed_weight,
+            hidden_weight=hidden_weight,
+            eps=eps,
+            rows=rows,
+        )
+    if rows is not None:
+        hidden = hidden[rows]
+    dtype = hidden_weight.dtype
+    pair = (
+        _norm(table[ids].to(dtype), embed_weight, eps),
+        _norm(hidden.to(dtype), hidden_weight, eps),
     )
+    return torch.cat(pair, dim=-1).to(dtype), hidden
 
 
 def silu_mul(partials: Tensor, dtype: torch.dtype) -> Tensor:
@@ -149,15 +195,16 @@ def silu_mul(partials: Tensor, dtype: torch.dtype) -> Tensor:
     dtype : torch.dtype
         Of the result.
     """
-    return implementation(naive.silu_mul, partials.device)(partials, dtype)
+    if on_triton(partials):
+        return launch.silu_mul(partials=partials, dtype=dtype)
+    gate, up = partials.float().sum(0).chunk(2, dim=-1)
+    return (silu(gate) * up).to(dtype)
 
 
 def qk_norm_rope_store_kv(
     partials: Tensor,
     positions: Tensor,
-    table: Tensor,
-    norms: tuple[Tensor, Tensor] | None,
-    eps: float,
+    rotation: Rotation,
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -175,12 +222,8 @@ def qk_norm_rope_store_kv(
         ``[S, T, (Hq + 2 Hkv) D]``: queries, keys and values of every token.
     positions : Tensor
         ``[T]`` int64; past the table's end its last row counts.
-    table : Tensor
-        ``[L, D]`` float32, contiguous: the cosines of D / 2 angles, then their sines.
-    norms : tuple of Tensor, optional
-        Weights ``[D]`` of the norms of every query head and of every key head (Qwen3).
-    eps : float
-        Added to the mean of squares by these norms.
+    rotation : Rotation
+        Of D dimensions, after norms of every query head and of every key head (Qwen3), if any.
     q : Tensor
         ``[T, Hq, D]``, contiguous; written.
     k_cache, v_cache : Tensor
@@ -196,20 +239,33 @@ def qk_norm_rope_store_kv(
     """
     if not len(q):
         return
-    implementation(naive.qk_norm_rope_store_kv, q.device)(
-        partials,
-        positions,
-        table,
-        norms,
-        eps,
-        q,
-        k_cache,
-        v_cache,
-        slots,
-        k_scale,
-        v_scale,
-        prefetch,
-    )
+    if on_triton(q):
+        return launch.qk_norm_rope_store_kv(
+            partials=partials,
+            positions=positions,
+            rotation=rotation,
+            q=q,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            slots=slots,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            prefetch=prefetch,
+        )
+    count, q_heads, dim = q.shape
+    kv_heads = k_cache.shape[1]
+    heads = partials.float().sum(0).unflatten(-1, (-1, dim))
+    new_q, new_k, new_v = heads.split([q_heads, kv_heads, kv_heads], dim=1)
+    if rotation.norms is not None:
+        of_q, of_k = rotation.norms
+        new_q, new_k = _norm(new_q, of_q, rotation.eps), _norm(new_k, of_k, rotation.eps)
+    table = rotation.table
+    cosine, sine = table[positions.clamp(max=len(table) - 1)][:, None].chunk(2, dim=-1)
+    q.copy_(_rotate(new_q, cosine, sine))
+    if slots is None:
+        slots = torch.arange(count, dtype=torch.int32, device=q.device)[:, None]
+    new_k, new_v = _rotate(new_k, cosine, sine).to(q.dtype), new_v.to(q.dtype)
+    store_kv(new_k, new_v, k_cache, v_cache, slots, k_scale=k_scale, v_scale=v_scale)
 
 
 def split_k_reduce(partials: Tensor, dtype: torch.dtype) -> Tensor:
@@ -224,4 +280,16 @@ def split_k_reduce(partials: Tensor, dtype: torch.dtype) -> Tensor:
     dtype : torch.dtype
         Of the result.
     """
-    return implementation(naive.split_k_reduce, partials.device)(partials, dtype)
+    if on_triton(partials):
+        return launch.split_k_reduce(partials=partials, dtype=dtype)
+    return partials.float().sum(0).to(dtype)
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x = x.float()
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
+
+
+def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    low, high = x.chunk(2, dim=-1)
+    return torch.cat([low * cosine - high * sine, high * cosine + low * sine], dim=-1)

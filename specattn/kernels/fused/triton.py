@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -11,6 +11,9 @@ from torch import Tensor
 
 from specattn.kernels.cache.triton import as_stored
 from specattn.kernels.launch import enter, launch_options
+
+if TYPE_CHECKING:
+    from specattn.kernels.fused import Rotation
 
 # columns per program of the activation and of the sum
 SPAN = 512
@@ -292,6 +295,7 @@ def qk_norm_rope_store_kernel(
 
 
 def add_rms_norm(
+    *,
     partials: Tensor,
     residual: Tensor,
     weight: Tensor,
@@ -330,7 +334,7 @@ def add_rms_norm(
 
 
 def embed_rms_norm(
-    ids: Tensor, table: Tensor, weight: Tensor, eps: float, embedded: Tensor | None
+    *, ids: Tensor, table: Tensor, weight: Tensor, eps: float, embedded: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     size = table.shape[1]
     if embedded is None:
@@ -356,6 +360,7 @@ def embed_rms_norm(
 
 
 def embed_norm_pair(
+    *,
     ids: Tensor,
     table: Tensor,
     hidden: Tensor,
@@ -388,12 +393,12 @@ def embed_norm_pair(
     return out, hidden if chosen is None else chosen
 
 
-def silu_mul(partials: Tensor, dtype: torch.dtype) -> Tensor:
+def silu_mul(*, partials: Tensor, dtype: torch.dtype) -> Tensor:
     _, count, both = partials.shape
     return _by_columns(silu_mul_kernel, partials, partials.new_empty(count, both // 2, dtype=dtype))
 
 
-def split_k_reduce(partials: Tensor, dtype: torch.dtype) -> Tensor:
+def split_k_reduce(*, partials: Tensor, dtype: torch.dtype) -> Tensor:
     out = partials.new_empty(partials.shape[1:], dtype=dtype)
     return _by_columns(split_k_reduce_kernel, partials, out)
 
@@ -417,11 +422,10 @@ def _by_columns(kernel: Any, partials: Tensor, out: Tensor) -> Tensor:
 
 
 def qk_norm_rope_store_kv(
+    *,
     partials: Tensor,
     positions: Tensor,
-    table: Tensor,
-    norms: tuple[Tensor, Tensor] | None,
-    eps: float,
+    rotation: Rotation,
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -434,21 +438,21 @@ def qk_norm_rope_store_kv(
     kv_heads = k_cache.shape[1]
     # a program's heads are all queries, all keys or all values
     heads = next(n for n in (4, 2, 1) if q_heads % n == 0 and kv_heads % n == 0)
-    q_weight, k_weight = norms or (None, None)
+    q_weight, k_weight = rotation.norms or (None, None)
     qk_norm_rope_store_kernel[(count, (q_heads + 2 * kv_heads) // heads)](
         partials,
         positions,
-        table,
+        rotation.table,
         q_weight,
         k_weight,
         q,
         k_cache,
         v_cache,
         slots,
-        eps,
+        rotation.eps,
         1 / k_scale,
         1 / v_scale,
-        len(table) - 1,
+        len(rotation.table) - 1,
         partials.stride(0),
         partials.stride(1),
         0 if slots is None else slots.stride(0),

@@ -141,7 +141,7 @@ class Block:
             for heads in (shape.num_qo_heads, shape.num_kv_heads, shape.num_kv_heads)
         )
         turn = self.rotation
-        qk_norm_rope_store_kv(parts, positions, turn.table, turn.norms, turn.eps, q, k, v, None)
+        qk_norm_rope_store_kv(parts, positions, turn, q, k, v, None)
         return q, k, v
 
 

@@ -12,7 +12,7 @@ import torch
 from specattn.kernels.attention import TreeAttention, gluon
 from specattn.kernels.attention.tiles import FLOAT8, GluonTile, gluon_tile_config
 from specattn.kernels.attention.tree import PREFETCH_BATCH
-from specattn.kernels.fused import qk_norm_rope_store_kv
+from specattn.kernels.fused import Rotation, qk_norm_rope_store_kv
 from specattn.kernels.fused.stream import stream_linear
 from tests.kernels.attention.calls import attend, make_kernel, plan, run
 from tests.oracle import check, make_csr_case, make_tree_case, oracle_csr, oracle_tree
@@ -99,9 +99,7 @@ def _late_store(case: Any, kernel: TreeAttention, again: TreeAttention) -> torch
         qk_norm_rope_store_kv(
             partials,
             positions,
-            table,
-            None,
-            0.0,
+            Rotation(table),
             case.q,
             case.k_cache,
             case.v_cache,

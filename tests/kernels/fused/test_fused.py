@@ -7,6 +7,7 @@ import torch
 
 from specattn.kernels.cache import store_kv
 from specattn.kernels.fused import (
+    Rotation,
     add_rms_norm,
     embed_norm_pair,
     embed_rms_norm,
@@ -120,10 +121,10 @@ def test_rotation_and_store(
         slots.copy_(places)
     q = torch.full((count, heads, dim), torch.nan, dtype=dtype, device=DEVICE)
     caches = torch.full((2, 10, kv_heads, dim), torch.nan, dtype=dtype, device=DEVICE)
+    rotation = Rotation(table, norms, EPS)
     qk_norm_rope_store_kv(
-        partials, positions, table, norms, EPS, q, caches[0], caches[1], slots, prefetch=prefetch
+        partials, positions, rotation, q, caches[0], caches[1], slots, prefetch=prefetch
     )
-
     want = partials.double().sum(0).unflatten(-1, (-1, dim))
     want_q, want_k, want_v = want.split([heads, kv_heads, kv_heads], dim=1)
     if norms is not None:
@@ -147,7 +148,7 @@ def test_slots_below_zero_are_skipped(implementation) -> None:
     q = torch.full((4, 2, 16), torch.nan, device=DEVICE)
     whole = torch.full((2, 9, 2, 16), torch.nan, device=DEVICE)
     k_cache, v_cache = whole[0, 4:], whole[1, 4:]
-    qk_norm_rope_store_kv(partials, positions, table, None, EPS, q, k_cache, v_cache, slots)
+    qk_norm_rope_store_kv(partials, positions, Rotation(table), q, k_cache, v_cache, slots)
     want_q, want_k, want_v = partials[0].unflatten(-1, (6, 16)).split(2, dim=1)
     assert torch.equal(q, want_q)
     assert torch.equal(k_cache[[3, 1]], want_k[[0, 3]])
@@ -166,9 +167,7 @@ def test_a_float8_pool_gets_what_the_store_kernel_writes(implementation) -> None
     qk_norm_rope_store_kv(
         partials,
         positions,
-        table,
-        None,
-        EPS,
+        Rotation(table),
         q,
         pools[0],
         pools[1],
