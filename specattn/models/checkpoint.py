@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specattn.errors import ModelError
+from specattn.models.gguf_file import is_gguf
 from specattn.models.hub import blaming, fetch
 
 if TYPE_CHECKING:
@@ -69,7 +70,10 @@ def read_checkpoint(path_or_id: str | Path) -> Checkpoint:
     ModelError
         If a file is missing or corrupt, or this is no EAGLE or DFlash head of plain weights.
     """
-    folder, name = fetch("draft", path_or_id, _FETCHED), str(path_or_id)
+    name = str(path_or_id)
+    if is_gguf(name):
+        raise ModelError("draft", f"{name} is no head but a whole model: load it by load_lm_draft")
+    folder = fetch("draft", path_or_id, _FETCHED)
     with blaming("draft", name):
         settings = _read_settings(folder, name)
         tensors = _read_tensors(folder, name)

@@ -92,7 +92,7 @@ def load_draft(
     checkpoint = read_checkpoint(path_or_id)
     with blaming("draft", checkpoint.name):
         if checkpoint.kind == "dflash":
-            raise checkpoint.wrong("is a DFlash head, no EAGLE head")
+            raise checkpoint.wrong("is a DFlash head, no EAGLE head: load it by load_dflash")
         check_head_tokenizer(checkpoint.folder, checkpoint.name, target)
         build = _eagle3 if checkpoint.kind == "eagle3" else _eagle
         return build(checkpoint, target, dtype or target.dtype, device or target.device)
@@ -171,7 +171,8 @@ def load_dflash(
     with blaming("draft", checkpoint.name):
         if checkpoint.kind != "dflash":
             raise checkpoint.wrong(
-                "is no DFlash head: config.json has no dflash_config and no block_size"
+                "is no DFlash head: config.json has no dflash_config and no block_size; "
+                "load an EAGLE head by load_draft, and a whole model by load_lm_draft"
             )
         check_head_tokenizer(checkpoint.folder, checkpoint.name, target)
         return _dflash(checkpoint, target, dtype or target.dtype, device or target.device)

@@ -19,6 +19,7 @@ from transformers import (
 from transformers.quantizers import AutoHfQuantizer
 
 from specattn.errors import ModelError
+from specattn.models.gguf_file import check_rope, dequantised, is_gguf, source_of
 from specattn.models.hub import blaming, count_from_first, locate
 from specattn.models.interface import INTERFACE, ModelState
 from specattn.models.probe import probe_layers
@@ -101,9 +102,10 @@ class HFTarget:
         Parameters
         ----------
         path_or_id : str or Path
-            A folder as `save_pretrained` writes it, or the name of a model on the Hub.
+            A folder as `save_pretrained` writes it, a file ``NAME.gguf``, whose weights become
+            plain ones, or the name of a model on the Hub.
         dtype : torch.dtype, optional
-            The dtype of the weights; the checkpoint's own if None.
+            The dtype of the weights; the checkpoint's own if None, float32 of quantised ones.
         device : torch.device or str
             The device of the weights; of shards, transformers chooses it.
         tp_plan : str or dict, optional
@@ -117,13 +119,18 @@ class HFTarget:
             library does not compute its attention. ``argument`` is "target".
         """
         name = locate("target", path_or_id)
-        with blaming("target", name):
-            config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        if tp_plan is not None and is_gguf(name):
+            raise ModelError("target", f"{name} is a GGUF file, whose weights are not sharded")
+        with blaming("target", name), source_of(name) as (folder, file):
+            if file:
+                check_rope(name)
+            config = AutoConfig.from_pretrained(folder, **file, trust_remote_code=False)
             _check_causal(name, config)
             _check_quantised(name, config)
-            plain = _dequantised(config)
+            plain = dequantised() if file else _dequantised(config)
             module, info = AutoModelForCausalLM.from_pretrained(
-                name,
+                folder,
+                **file,
                 config=config,
                 dtype=dtype or "auto",
                 # Some classes know no other; `from_model` switches.
@@ -137,7 +144,7 @@ class HFTarget:
                 **plain,
             )
             _check_complete(name, info)
-            if dtype is not None and plain:
+            if dtype is not None and plain and not file:
                 _convert_experts(module, dtype)
             if process_group(module) is None:
                 module = module.to(device)
@@ -342,8 +349,8 @@ def tokenizer_of(name: str) -> Any:
     files = Path(name)
     if files.is_dir() and not any(any(files.glob(pattern)) for pattern in _TOKENIZER_FILES):
         raise ModelError("target", f"{name} has no tokenizer: there is no tokenizer.json in it")
-    with blaming("target", f"the tokenizer of {name}"):
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    with blaming("target", f"the tokenizer of {name}"), source_of(name) as (folder, file):
+        tokenizer = AutoTokenizer.from_pretrained(folder, **file, trust_remote_code=False)
     # a context that is too short is an error here; a warning before it would say less
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from transformers.utils import logging as hf_logging
 
 from specattn.errors import ModelError
+from specattn.models.gguf_file import SUFFIX, is_gguf
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -60,13 +61,22 @@ def blaming(argument: str, name: str) -> Iterator[None]:
 
 
 def locate(argument: str, path_or_id: str | Path) -> str:
-    """Return a model's folder or name on the Hub, or blame ``argument``."""
+    """Return a model's folder, GGUF file or name on the Hub, or blame ``argument``."""
     name = str(path_or_id)
     path = Path(name).expanduser()
     if path.is_dir():
+        files = sorted(path.glob(f"*{SUFFIX}"))
+        if files and not (path / "config.json").is_file():
+            raise ModelError(
+                argument, f"{name} has no config.json; give its GGUF file, {files[0].name}"
+            )
+        return str(path)
+    if path.is_file() and is_gguf(path):
         return str(path)
     if path.exists():
-        raise ModelError(argument, f"{name} is a file; give the folder it is in")
+        raise ModelError(argument, f"{name} is a file; give the folder it is in, or a GGUF file")
+    if is_gguf(path):
+        raise ModelError(argument, f"no such file: {name}")
     if isinstance(path_or_id, Path) or name.startswith((".", "~", "/")) or name.count("/") > 1:
         raise ModelError(argument, f"no such folder: {name}")
     return name

@@ -29,7 +29,7 @@ def load_lm_draft(
     Parameters
     ----------
     path_or_id : str or Path
-        A folder as `save_pretrained` writes it, or the name of a model on the Hub.
+        As in `HFTarget.from_pretrained`: a folder, a GGUF file, or the name of a model on the Hub.
     target : HFTarget or FusedTarget
         The target model. It need not give any features.
     dtype, device : optional
