@@ -185,16 +185,20 @@ def choose_backend(
 
 
 def _choose(configs: list[AttnConfig], device: torch.device) -> BackendFactory:
-    refused: list[str] = []
+    refused: dict[str, list[str]] = {}
     for name, why in AUTO.get(device.type, AUTO["cpu"]).items():
         candidate = load_backend(name)
         reasons = _all_reasons(candidate, configs, device)
         if not reasons:
+            for other, stood in refused.items():
+                log.warning("backend auto: not %s on %s: %s", other, device, "; ".join(stood))
             log.info("backend auto: %s on %s (%s)", name, device, why)
             return candidate
-        log.warning("backend auto: not %s on %s: %s", name, device, "; ".join(reasons))
-        refused += [f"{name}: {reason}" for reason in reasons]
-    raise UnsupportedError(f"backend 'auto' on {device}", refused)
+        refused[name] = reasons
+    raise UnsupportedError(
+        f"backend 'auto' on {device}",
+        [f"{name}: {reason}" for name, reasons in refused.items() for reason in reasons],
+    )
 
 
 def _all_reasons(
