@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specattn.cli.errors import ArgumentError
+
 if TYPE_CHECKING:
     import torch
 
@@ -18,6 +20,8 @@ def backends(
     ] = False,
 ) -> None:
     """List the attention backends, whether each can run here, and why not."""
+    if as_json and markdown:
+        raise ArgumentError("--markdown", "cannot be combined with --json")
     if markdown:
         print(capability_table())
         return

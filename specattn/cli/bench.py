@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specattn.cli.errors import ArgumentError
+from specattn.cli.options import is_given
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -21,7 +22,12 @@ _ROOT = Path(__file__).parents[2]
 _COMMAND = (sys.executable, "-m", "specattn")
 
 
+# what does not time anything reads few of the options
+_READ_BY = {"report": ("out",), "listing": ("full", "part", "only")}
+
+
 def bench(
+    ctx: typer.Context,
     full: Annotated[bool, typer.Option("--full", help="All parts; otherwise a quick set.")] = False,
     part: Annotated[
         list[str] | None, typer.Option("--part", metavar="NAME", help="A part of the full set.")
@@ -59,6 +65,7 @@ def bench(
     """Time attention against other libraries on this GPU; results are checked first."""
     import torch
 
+    _check_read(ctx)
     chosen = _chosen(full, part or [], only)
     folder = out or _results()
     if report:
@@ -89,6 +96,20 @@ def bench(
             sys.executable,
             [*_COMMAND, *again, "--workers", "0", "--resume", "--skip", str(lost)],
         )
+
+
+def _check_read(ctx: typer.Context) -> None:
+    """Refuse options that another one makes meaningless."""
+    written = {param.name: param.opts[0] for param in ctx.command.params if param.name}
+    given = [name for name in written if is_given(ctx, name)]
+    for mode, read in _READ_BY.items():
+        unread = [name for name in given if name not in (mode, *read)]
+        if mode in given and unread:
+            raise ArgumentError(
+                written[unread[0]], f"cannot be combined with {written[mode]}, which times nothing"
+            )
+    if "full" in given and "part" in given:
+        raise ArgumentError("--part", "cannot be combined with --full, which has all parts")
 
 
 def _log(line: str) -> None:

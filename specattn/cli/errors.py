@@ -9,7 +9,7 @@ import re
 import sys
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import IO, TYPE_CHECKING, Any, TextIO, cast
 
 import typer
 from rich.console import Console
@@ -29,10 +29,13 @@ _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 # torch's CPU allocator, CUDA and its libraries raise a RuntimeError with one of these in its text
 _MEMORY_ERRORS = ("out of memory", "can't allocate memory", "ALLOC_FAILED", "bad_alloc")
 
-_OPTIONS = {
+#: What the library's messages speak of, and the option that sets it.
+OPTIONS = {
     "num_steps": "--steps",
     "topk": "--topk",
     "num_draft_tokens": "--draft-tokens",
+    "tree": "--tree",
+    "ranks": "--ranks",
     "max_context_len": "--max-context",
     "max_num_reqs": "--batch-size",
     "page_size": "--page-size",
@@ -44,9 +47,32 @@ _OPTIONS = {
     "repetition_penalty": "--repetition-penalty",
     "presence_penalty": "--presence-penalty",
     "frequency_penalty": "--frequency-penalty",
+    "logit_bias": "--logit-bias",
+    "bad_words": "--bad-words",
     "logprobs": "--logprobs",
     "seed": "--seed",
+    "max_new_tokens": "--max-new-tokens",
+    "min_new_tokens": "--min-new-tokens",
+    "stop": "--stop",
+    "stop_token_ids": "--stop-token-id",
+    "stop tokens": "--stop-token-id",
+    "ignore_eos": "--ignore-eos",
+    "backend": "--backend",
+    "dtype": "--dtype",
+    "kv_dtype": "--kv-cache-dtype",
+    "deterministic": "--deterministic",
+    "cudagraph": "--cudagraph",
+    "buckets": "--buckets",
+    "sampled": "--sampled",
+    "load_draft": "--draft-kind eagle3",
+    "load_dflash": "--draft-kind dflash",
+    "load_lm_draft": "--draft-kind model",
 }
+# a name that is a word, too, is a field's where something is said of its value
+_FIELD = "|".join(
+    name if "_" in name else rf"{name}(?= must| needs|=| \d)"
+    for name in sorted(OPTIONS, key=len, reverse=True)
+)
 
 # ClickException, which Typer does not export; where it is defined depends on Typer's version.
 _ParserError: Any = typer.BadParameter.__mro__[2]
@@ -64,22 +90,49 @@ class NotFiniteError(SpecAttnError):
     """The target's logits were NaN or infinite for some requests."""
 
 
+class _Droppable:
+    """Standard error, which drops what a full disk or a closed pipe cannot take."""
+
+    def write(self, text: str) -> None:
+        try:
+            sys.stderr.write(text)
+        except OSError:
+            _discard_what_cannot_be_written(sys.stderr)
+
+    def flush(self) -> None:
+        _discard_what_cannot_be_written(sys.stderr)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr, name)
+
+
 @cache
 def stderr() -> Console:
     """Return the console for everything but the text: progress, warnings and tables."""
-    return Console(stderr=True, highlight=False, quiet=rank() > 0)
+    return Console(file=cast("IO[str]", _Droppable()), highlight=False, quiet=rank() > 0)
+
+
+def named(message: str) -> str:
+    """Return a message of the library with options for what they set."""
+    # not in a path, nor in another name
+    text = re.sub(rf"(?<![\w/.-])({_FIELD})(?![\w/-])", lambda match: OPTIONS[match[1]], message)
+    return re.sub(r"(--[\w-]+)='(\w+)'", r"\1 \2", text)
 
 
 @contextmanager
 def naming_options() -> Iterator[None]:
-    """Turn a `ValueError` that begins with a field's name into an `ArgumentError`."""
+    """Turn a `ValueError` that speaks of an option's field into an `ArgumentError`."""
     try:
         yield
     except ValueError as error:
-        pattern = rf"\b({'|'.join(_OPTIONS)})\b"
-        text = re.sub(pattern, lambda match: _OPTIONS[match[0]], str(error))
-        argument, message = text.split(" ", 1)
-        raise ArgumentError(argument, message) from error
+        text = named(str(error))
+        found = re.search(r"--[\w-]+", text)
+        if found is None:
+            raise
+        option = found[0]
+        raise ArgumentError(
+            option, text.removeprefix(f"{option} ").replace(f" of {option}", "")
+        ) from error
 
 
 @contextmanager
@@ -89,6 +142,7 @@ def exit_codes() -> Iterator[None]:
     try:
         yield
         sys.stdout.flush()
+        _discard_what_cannot_be_written(sys.stderr)
     # a SystemExit may come from a library that met a closed pipe
     except BaseException as error:
         code, line = _code_and_line(error)
@@ -113,9 +167,9 @@ def _code_and_line(error: BaseException) -> tuple[int, str]:
         case ArgumentError():
             return MISTAKE, f"{error.argument}: {error}"
         case ModelError():
-            return MISTAKE, f"--{error.argument}: {error}"
+            return MISTAKE, f"--{error.argument}: {named(str(error))}"
         case UnsupportedError():
-            return MISTAKE, f"--backend: {str(error).removeprefix('backend ')}"
+            return MISTAKE, f"--backend: {named(str(error).removeprefix('backend '))}"
         case NotFiniteError():
             return NOT_FINITE, str(error)
         case SpecAttnError():

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer  # noqa: TC002 - Typer evaluates annotations
 
 from specattn.cli import options
-from specattn.cli.errors import ArgumentError, naming_options, stderr
+from specattn.cli.errors import ArgumentError, stderr
+from specattn.cli.grammar import read_pattern
 from specattn.cli.options import OUTPUT, RUNNING, SAMPLING, option
 from specattn.cli.prompts import read_prompts
-from specattn.cli.schema import compile_schema, read_schema
+from specattn.cli.requests import (
+    BAD_WORDS,
+    check_drawn,
+    forbid,
+    not_empty,
+    request_of,
+    requests_for,
+    sampling_params,
+)
 
 if TYPE_CHECKING:
     from specattn.cli.loading import Models
@@ -20,18 +29,23 @@ if TYPE_CHECKING:
     from specattn.cli.report import Report
     from specattn.cli.running import Setup
     from specattn.config import SpecConfig
-    from specattn.engine.request import Request
-    from specattn.speculative.sampling import SamplingParams
 
+_TOP_K = "Keep the k most probable tokens; 0 is off. Not --topk, the branches of a tree."
 _MIN_P = "Keep tokens at least that many times as probable as the most probable one; 0 is off."
 _REPETITION = "Divide positive logits of tokens in the text, multiply negative ones; 1 is off."
 _PRESENCE = "Subtract from the logits of tokens that were generated; 0 is off."
 _FREQUENCY = "The same for each time that a token was generated."
+_BIAS = "Add VALUE to the logits of the token with this id; may be repeated."
+_BAD = "Never generate the tokens of this text, alone or after a space; may be repeated."
 _N = "Texts per prompt, which share its KV; needs a temperature."
 _SCHEMA = "Write JSON that matches this schema, a file or the JSON itself; needs xgrammar."
+_REGEX = "Write a text that matches this regular expression as a whole; needs xgrammar."
+_MIN_NEW = "Before so many tokens, neither an end nor a stop ends a text; 0 is off."
+_STOP_TOKEN = "End with the token of this id; may be repeated."
 _LOGPROBS = "Show each token's log-probability, and those of the k most probable tokens."
 _SEED = (
-    "Of the first text; each further text of a batch has the next one. The same seed gives "
+    "Of the first text, 0 by default; each further text of a batch has the next one. The same "
+    "seed gives "
     "the same tokens up to rounding, which in 16 bits can change with the batch (not with "
     "--adaptive)."
 )
@@ -47,6 +61,7 @@ def generate(
     target: options.TargetOption = None,
     draft: options.DraftOption = None,
     draft_kind: options.DraftKindOption = "eagle3",
+    lookup_first: options.LookupFirstOption = False,
     device: options.DeviceOption = "auto",
     dtype: options.DtypeOption = "auto",
     topk: options.TopkOption = None,
@@ -57,20 +72,27 @@ def generate(
     draft_sampling: options.DraftSamplingOption = False,
     adaptive: options.AdaptiveOption = False,
     temperature: Annotated[float, option(SAMPLING, "0 is greedy decoding.")] = 0.0,
-    top_k: Annotated[int, option(SAMPLING, "Keep the k most probable; 0 is off.")] = 0,
+    top_k: Annotated[int, option(SAMPLING, _TOP_K)] = 0,
     top_p: Annotated[float, option(SAMPLING, "Keep the most probable mass.")] = 1.0,
     min_p: Annotated[float, option(SAMPLING, _MIN_P)] = 0.0,
     repetition_penalty: Annotated[float, option(SAMPLING, _REPETITION)] = 1.0,
     presence_penalty: Annotated[float, option(SAMPLING, _PRESENCE)] = 0.0,
     frequency_penalty: Annotated[float, option(SAMPLING, _FREQUENCY)] = 0.0,
+    logit_bias: Annotated[list[str] | None, option(SAMPLING, _BIAS, metavar="TOKEN=VALUE")] = None,
+    bad_words: Annotated[list[str] | None, option(SAMPLING, _BAD, metavar="TEXT")] = None,
     n: Annotated[int, option(SAMPLING, _N, "--n", min=1)] = 1,
     seed: Annotated[int, option(SAMPLING, _SEED)] = 0,
     max_new_tokens: Annotated[int, option(RUNNING, "Most tokens per prompt.", min=1)] = 96,
+    min_new_tokens: Annotated[int, option(RUNNING, _MIN_NEW, min=0)] = 0,
     stop: Annotated[
         list[str] | None, option(RUNNING, "End before this text; may be repeated.")
     ] = None,
+    stop_token_id: Annotated[
+        list[int] | None, option(RUNNING, _STOP_TOKEN, metavar="TOKEN")
+    ] = None,
     ignore_eos: Annotated[bool, option(RUNNING, "Go on past the end.", "--ignore-eos")] = False,
     json_schema: Annotated[str | None, option(RUNNING, _SCHEMA, metavar="FILE|JSON")] = None,
+    regex: Annotated[str | None, option(RUNNING, _REGEX, metavar="PATTERN")] = None,
     backend: options.BackendOption = "auto",
     page_size: options.PageSizeOption = 1,
     kv_cache_dtype: options.KvDtypeOption = "auto",
@@ -93,13 +115,15 @@ def generate(
         steps,
         draft_tokens,
         kind=draft_kind,
+        lookup_first=lookup_first,
         tree=tree,
         ranks=ranks,
         page_size=page_size,
         draft_sampling=draft_sampling,
         adaptive=adaptive,
     )
-    sampling = _sampling(
+    sampling = sampling_params(
+        logit_bias or [],
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
@@ -110,15 +134,23 @@ def generate(
         frequency_penalty=frequency_penalty,
         logprobs=logprobs,
     )
-    _check_drawn(sampling, {"--draft-sampling": draft_sampling, "--n": n > 1})
+    drawn = {"--draft-sampling": draft_sampling, "--n": n > 1}
+    check_drawn(sampling, drawn | {"--seed": options.is_given(ctx, "seed")})
     if n > batch_size:
         raise ArgumentError("--n", f"must be at most --batch-size, {batch_size}, got {n}")
-    stops, recorded = _stops(stop or []), options.pick_cudagraph(cudagraph)
-    schema = None if json_schema is None else read_schema(json_schema, ignore_eos=ignore_eos)
+    request = request_of(
+        sampling,
+        max_new_tokens=max_new_tokens,
+        stop=not_empty("--stop", stop),
+        ignore_eos=ignore_eos,
+        stop_token_ids=stop_token_id or (),
+        min_new_tokens=min_new_tokens,
+    )
+    words, recorded = not_empty(BAD_WORDS, bad_words), options.pick_cudagraph(cudagraph)
+    pattern = read_pattern(json_schema, regex, ignore_eos=ignore_eos)
 
     from specattn.cli.loading import models_for, pick_device, pick_kv_dtype
     from specattn.cli.running import Setup
-    from specattn.engine.request import Request
     from specattn.speculative.proposer import draft_len_of
 
     place, stored = pick_device(device), pick_kv_dtype(kv_cache_dtype)
@@ -129,22 +161,23 @@ def generate(
         draft,
         dtype,
         backend,
+        deterministic=deterministic,
+        kv_dtype=stored,
         speculative=config.num_steps > 0,
         kind=draft_kind,
+        lookup_first=lookup_first,
         fused=not no_fused,
     )
     config = config.reserving(draft_len_of(models.draft, config))
     limit = _context_limit(models, config, max_context)
-    grammar = None if schema is None else compile_schema(schema, models)
+    request = forbid(request, words, models)
+    if pattern is not None:
+        request = replace(request, grammar=pattern.compile(models))
     prompt_ids = found.encode(models.tokenizer, models.target.vocab_size, limit)
     needed = max(map(len, prompt_ids)) + max_new_tokens + config.reserve_len
     setup = Setup(
         models,
-        _requests(
-            prompt_ids,
-            Request((), max_new_tokens, sampling, stops, ignore_eos, grammar=grammar),
-            samples=n,
-        ),
+        requests_for(prompt_ids, request, samples=n),
         max_context_len=max_context or min(limit, needed),
         batch_size=min(batch_size, len(prompt_ids) * n),
         backend=backend,
@@ -165,57 +198,18 @@ def generate(
     found.check_finite(report.outcome.results)
 
 
-def _sampling(**fields: Any) -> SamplingParams:
-    """Return how tokens are drawn."""
-    from specattn.speculative.sampling import SamplingParams
-
-    with naming_options():
-        return SamplingParams(**fields)
-
-
-def _check_drawn(params: SamplingParams, more: dict[str, bool]) -> None:
-    """Refuse options that greedy decoding would ignore, and ``more`` that are given."""
-    given = {"--top-k": params.top_k != 0, "--top-p": params.top_p != 1, "--min-p": params.min_p}
-    for name, is_given in (given | more).items():
-        if is_given and not params.temperature:
-            raise ArgumentError(
-                name, "needs --temperature above 0, got 0, which is greedy decoding"
-            )
-
-
-def _stops(texts: list[str]) -> tuple[str, ...]:
-    if "" in texts:
-        raise ArgumentError("--stop", "must not be empty")
-    return tuple(texts)
-
-
 def _context_limit(models: Models, config: SpecConfig, asked: int | None) -> int:
     """Return the longest context, within what the models can do."""
     most = models.target.max_context_len
     if asked is not None and asked > most:
         raise ArgumentError("--max-context", f"must be at most {most}, the target's, got {asked}")
     # text alone has no vocabulary of its own
-    if models.draft is not None and 0 < models.draft.vocab_size < config.topk:
+    if 0 < models.draft_vocab_size < config.topk:
         raise ArgumentError(
             "--topk",
-            f"must be at most {models.draft.vocab_size}, the draft's vocabulary, got {config.topk}",
+            f"must be at most {models.draft_vocab_size}, the draft's vocabulary, got {config.topk}",
         )
     return asked or most
-
-
-def _requests(prompts: list[list[int]], request: Request, *, samples: int) -> tuple[Request, ...]:
-    """Return the requests of every prompt; seeds count up, within 64 bits."""
-
-    def seeded(index: int) -> SamplingParams:
-        seed = (request.sampling.seed + index + 2**63) % 2**64 - 2**63
-        return replace(request.sampling, seed=seed)
-
-    first = [
-        replace(request, prompt=ids, sampling=seeded(at * samples))
-        for at, ids in enumerate(prompts)
-    ]
-    with naming_options():
-        return tuple(sample for one in first for sample in one.samples(samples))
 
 
 def _decode(

@@ -32,6 +32,8 @@ def graphs(
     ctx: typer.Context,
     target: options.TargetOption = None,
     draft: options.DraftOption = None,
+    draft_kind: options.DraftKindOption = "eagle3",
+    lookup_first: options.LookupFirstOption = False,
     device: options.DeviceOption = "auto",
     dtype: options.DtypeOption = "auto",
     topk: options.TopkOption = None,
@@ -56,8 +58,16 @@ def graphs(
     """Capture a speculative config's graphs; show the time and memory of each."""
     sizes = _sizes(buckets)
     config = options.speculation(
-        topk, steps, draft_tokens, page_size=page_size, draft_sampling=draft_sampling
+        topk,
+        steps,
+        draft_tokens,
+        kind=draft_kind,
+        lookup_first=lookup_first,
+        page_size=page_size,
+        draft_sampling=draft_sampling,
     )
+    if draft_sampling and not sampled:
+        raise ArgumentError("--draft-sampling", "needs --sampled: greedy steps draw no drafts")
     recorded = options.pick_cudagraph(cudagraph)
 
     from specattn.cli.loading import models_for, pick_device, pick_kv_dtype
@@ -71,7 +81,11 @@ def graphs(
         draft,
         dtype,
         backend,
+        deterministic=deterministic,
+        kv_dtype=stored,
         speculative=config.num_steps > 0,
+        kind=draft_kind,
+        lookup_first=lookup_first,
         fused=not no_fused,
     )
     setup = Setup(

@@ -10,7 +10,7 @@ import typer  # noqa: TC002 - Typer evaluates annotations
 from specattn.batch import Candidates
 from specattn.cli import options
 from specattn.cli.errors import ArgumentError
-from specattn.cli.options import SPECULATION, option
+from specattn.cli.options import NOT_TOP_K, SPECULATION, option
 from specattn.cli.prompts import read_prompts
 
 if TYPE_CHECKING:
@@ -23,14 +23,18 @@ if TYPE_CHECKING:
     from specattn.config import SpecConfig
 
 
+_TOPK = f"Branches kept at every depth; 1 is a chain. {NOT_TOP_K}"
+
+
 def inspect(
     ctx: typer.Context,
     prompt: options.PromptArgument = None,
     target: options.TargetOption = None,
     draft: options.DraftOption = None,
+    draft_kind: options.DraftKindOption = "eagle3",
     device: options.DeviceOption = "auto",
     dtype: options.DtypeOption = "auto",
-    topk: Annotated[int, option(SPECULATION, "Branches kept at every depth; 1 is a chain.")] = 2,
+    topk: Annotated[int, option(SPECULATION, _TOPK)] = 2,
     steps: Annotated[int, option(SPECULATION, "Depth of the draft tree.")] = 3,
     draft_tokens: options.DraftTokensOption = None,
     backend: options.BackendOption = "auto",
@@ -40,12 +44,21 @@ def inspect(
     found = read_prompts(prompt, None)
     if not steps:
         raise ArgumentError("--steps", "must be at least 1: plain decoding has no tree")
-    config = options.speculation(topk, steps, draft_tokens, page_size=page_size)
+    if draft_kind not in ("eagle3", "model"):
+        raise ArgumentError("--draft-kind", f"must be eagle3 or model here, got {draft_kind!r}")
+    if target is not None and draft is None:
+        raise ArgumentError("--draft", "is needed with --target")
+    config = options.speculation(topk, steps, draft_tokens, kind=draft_kind, page_size=page_size)
 
     from specattn import inspect as pictures
     from specattn.cli.loading import models_for, pick_device
+    from specattn.speculative.proposer import draft_len_of
 
-    models = models_for(ctx, pick_device(device), target, draft, dtype, backend, speculative=True)
+    place = pick_device(device)
+    models = models_for(
+        ctx, place, target, draft, dtype, backend, speculative=True, kind=draft_kind
+    )
+    config = config.reserving(draft_len_of(models.draft, config))
     limit = max(models.target.max_context_len - config.reserve_len, 0)
     (ids,) = found.encode(models.tokenizer, models.target.vocab_size, limit)
     tree, scores, accepted, table = _first_step(models, found, ids, config, backend)

@@ -17,7 +17,7 @@ from rich.progress import (
 )
 
 from specattn.cli.errors import ArgumentError, stderr
-from specattn.cli.options import check_backend, from_environment
+from specattn.cli.options import DTYPES, check_backend, from_environment
 from specattn.cli.torchrun import local_rank, world_size
 from specattn.config import FLOAT8
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import typer
 
     from specattn.speculative.block import BlockDraftModel
+    from specattn.speculative.lookup import LookupFirst
     from specattn.speculative.model import DraftModel, TargetModel
     from specattn.speculative.proposer import Proposer
 
@@ -52,8 +53,16 @@ class Models:
     """
 
     target: TargetModel
-    draft: DraftModel | BlockDraftModel | Proposer | None
+    draft: DraftModel | BlockDraftModel | Proposer | LookupFirst | None
     tokenizer: Any
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Tokens that the draft knows; 0 without one, and of text alone."""
+        from specattn.speculative.lookup import LookupFirst
+
+        model: Any = self.draft.draft if isinstance(self.draft, LookupFirst) else self.draft
+        return 0 if model is None else int(model.vocab_size)
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
@@ -78,16 +87,23 @@ def models_for(
     dtype: str,
     backend: str,
     *,
-    speculative: bool,
-    kind: str = "eagle3",
-    fused: bool = True,
+    deterministic: bool = False,
+    kv_dtype: torch.dtype | None = None,
+    **load: Any,
 ) -> Models:
-    """Check a command's dtype and backend on ``place``; load its models."""
+    """Check a command's dtype and backend on ``place``; load its models.
+
+    ``load`` are further arguments of `load_models`.
+    """
     weights = pick_dtype(dtype, place)
-    check_backend(backend, place, from_environment=from_environment(ctx, "backend"))
-    return load_models(
-        target, draft, speculative=speculative, kind=kind, dtype=weights, device=place, fused=fused
+    check_backend(
+        backend,
+        place,
+        from_environment=from_environment(ctx, "backend"),
+        deterministic=deterministic,
+        kv_dtype=kv_dtype,
     )
+    return load_models(target, draft, dtype=weights, device=place, **load)
 
 
 @contextmanager
@@ -130,23 +146,22 @@ def load_models(
     dtype: torch.dtype,
     device: torch.device,
     kind: str = "eagle3",
+    lookup_first: bool = False,
     fused: bool = True,
 ) -> Models:
     """Load a target and its draft, by default the shipped pair.
 
-    Models are folders or names on the Hub; ``dtype`` and ``device`` are those of the weights, and
-    ``fused`` says whether to fuse each model that has a fused form (`specattn.models.fuse`). An
-    ArgumentError or a ModelError names one that is missing, broken, or does not fit the other.
-    ``kind`` is one of `options.DRAFT_KINDS`; lookup drafts without a model.
+    Models are folders, GGUF files or names on the Hub; ``dtype`` and ``device`` are those of the
+    weights, and ``fused`` says whether to fuse each model that has a fused form
+    (`specattn.models.fuse`). An ArgumentError or a ModelError names one that is missing, broken, or
+    does not fit the other. ``kind`` is one of `options.DRAFT_KINDS`; lookup drafts without a model,
+    or with ``lookup_first`` in front of one.
     """
-    has_head = speculative and kind != "lookup"
-    if draft is not None and kind in ("lookup", "none"):
-        raise ArgumentError("--draft", f"must not be given: --draft-kind {kind} has no model")
-    if has_head and target is not None and draft is None:
-        raise ArgumentError("--draft", "is needed with --target (or --steps 0 for plain decoding)")
+    kind = kind if speculative else "none"
+    _check_draft(target, draft, kind)
     with loading_bar():
-        from specattn.models import HFTarget, fuse, load_dflash, load_draft
-        from specattn.speculative.lookup import LookupProposer
+        from specattn.models import HFTarget, fuse
+        from specattn.speculative.lookup import LookupFirst, LookupProposer
 
         found = HFTarget.from_pretrained(
             target or shipped("target"),
@@ -157,14 +172,37 @@ def load_models(
         if device.type == "cpu" and found.hidden_size < _SHARED_FROM:
             torch.set_num_threads(1)
         head: Any = None
-        if has_head:
-            load: Any = load_dflash if kind == "dflash" else load_draft
+        if load := _loaders().get(kind):
             head = load(draft or shipped_head(kind), found, dtype=dtype, device=device)
-            found = found.with_features(head.features)
+            if kind != "model":
+                found = found.with_features(head.features)
         models: tuple[Any, Any] = fuse(found, head) if fused else (found, head)
-        if speculative and kind == "lookup":
+        if kind == "lookup":
             models = models[0], LookupProposer()
+        if lookup_first:
+            models = models[0], LookupFirst(LookupProposer(), models[1])
         return Models(*models, found.tokenizer)
+
+
+def _loaders() -> dict[str, Callable[..., Any]]:
+    """Return what loads a draft, for each kind that is a model."""
+    from specattn.models import load_dflash, load_draft, load_lm_draft
+
+    return {"eagle3": load_draft, "dflash": load_dflash, "model": load_lm_draft}
+
+
+def _check_draft(target: str | None, draft: str | None, kind: str) -> None:
+    """Refuse a draft that the kind has no use for, or lacks."""
+    if draft is None:
+        if kind == "model":
+            raise ArgumentError("--draft", "is needed with --draft-kind model")
+        if kind in ("eagle3", "dflash") and target is not None:
+            raise ArgumentError(
+                "--draft", "is needed with --target (or --draft-kind lookup, or none)"
+            )
+    elif kind in ("lookup", "none"):
+        what = "plain decoding" if kind == "none" else f"--draft-kind {kind}"
+        raise ArgumentError("--draft", f"must not be given: {what} has no model")
 
 
 def shipped_head(kind: str) -> str:
@@ -202,6 +240,8 @@ def pick_device(name: str) -> torch.device:
         raise ArgumentError(
             "--device", f"must be auto, cpu, cuda, cuda:N or another torch device, got {name!r}"
         ) from error
+    if device.type == "cpu" and device.index is not None:
+        raise ArgumentError("--device", f"must be cpu, without an index, got {name!r}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ArgumentError("--device", f"{name} is not available: torch sees no CUDA device here")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -232,7 +272,7 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if name not in _DTYPES:
-        raise ArgumentError("--dtype", f"must be auto, float32, float16 or bfloat16, got {name!r}")
+        raise ArgumentError("--dtype", f"must be {DTYPES}, got {name!r}")
     return _DTYPES[name]
 
 

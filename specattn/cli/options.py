@@ -43,20 +43,33 @@ SystemOption = Annotated[
     str | None, typer.Option("--system", metavar="TEXT", help="With --chat: the system message.")
 ]
 _TARGET = (
-    "Target: a folder or the name of a model on the Hugging Face Hub. "
+    "Target: a folder, a file FILE.gguf, or the name of a model on the Hugging Face Hub. "
     "Default: the pair that comes with specattn."
 )
-_DRAFT = "Draft head for the target: an EAGLE, EAGLE-2, EAGLE-3 or DFlash checkpoint."
-_KIND = "What drafts: eagle3 (EAGLE heads), dflash, lookup (the text itself) or none."
-DRAFT_KINDS = "eagle3", "dflash", "lookup", "none"
-_DTYPE = "auto, float32, float16 or bfloat16. auto is bfloat16 on CUDA, float32 elsewhere."
+_DRAFT = (
+    "What drafts for the target: an EAGLE, EAGLE-2, EAGLE-3 or DFlash checkpoint; with "
+    "--draft-kind model a whole model, given as a target is."
+)
+_KIND = (
+    "What drafts: eagle3 (EAGLE heads), dflash, model (a whole model with the target's "
+    "tokenizer), lookup (the text itself) or none."
+)
+DRAFT_KINDS = "eagle3", "dflash", "model", "lookup", "none"
+_LOOKUP_FIRST = (
+    "Where the text repeats itself, draft from it as lookup does, and else by the draft."
+)
+DTYPES = "auto, float32 (fp32), float16 (fp16) or bfloat16 (bf16)"
+_DTYPE = f"{DTYPES}. auto is bfloat16 on CUDA, float32 elsewhere."
 TargetOption = Annotated[str | None, option(MODELS, _TARGET, metavar="MODEL")]
 DraftOption = Annotated[str | None, option(MODELS, _DRAFT, metavar="MODEL")]
 DraftKindOption = Annotated[str, option(MODELS, _KIND, metavar="KIND")]
+LookupFirstOption = Annotated[bool, option(MODELS, _LOOKUP_FIRST, "--lookup-first")]
 DeviceOption = Annotated[str, option(MODELS, "auto, cpu, cuda or cuda:N.")]
 DtypeOption = Annotated[str, option(MODELS, _DTYPE)]
 
-_TOPK = "Branches kept at every depth. Default: 1, a chain."
+#: Beside the tree's ``--topk`` there is a sampler's ``--top-k``.
+NOT_TOP_K = "Not --top-k, which is about drawing tokens."
+_TOPK = f"Branches kept at every depth. Default: 1, a chain. {NOT_TOP_K}"
 _STEPS = "Depth of the draft tree; 0 is plain decoding. Default: 5."
 _NODES = "Nodes verified at once, the root included. Default: steps + 1, or 4 per branch."
 _TREE = "beam (chains and trees of --topk), or best_first (--draft-tokens most probable nodes)."
@@ -100,6 +113,7 @@ def speculation(
     draft_tokens: int | None,
     *,
     kind: str = "eagle3",
+    lookup_first: bool = False,
     tree: str = "beam",
     ranks: int | None = None,
     page_size: int = 1,
@@ -110,25 +124,20 @@ def speculation(
     from specattn.config import SpecConfig
 
     best_first: dict[str, Any] = {"tree": "best_first"} if _is_best_first(tree, ranks) else {}
-    if kind not in DRAFT_KINDS:
-        names = f"{', '.join(DRAFT_KINDS[:-1])} or {DRAFT_KINDS[-1]}"
-        raise ArgumentError("--draft-kind", f"must be {names}, got {kind!r}")
-    if draft_sampling and kind == "lookup":
-        reason = "needs drafts with probabilities, which --draft-kind lookup has not"
-        raise ArgumentError("--draft-sampling", reason)
-    if kind == "none":
-        if steps:
-            raise ArgumentError("--steps", f"must be 0 with --draft-kind none, got {steps}")
-        steps = 0
+    _check_kind(kind, lookup_first=lookup_first)
+    by_text = "--draft-kind lookup" if kind == "lookup" else "--lookup-first" * lookup_first
+    for name, given in (
+        ("--draft-sampling", draft_sampling),
+        ("--tree best_first", best_first and not lookup_first),
+    ):
+        if given and by_text:
+            reason = f"needs drafts with probabilities, which {by_text} has not"
+            raise ArgumentError(name, reason)
+    if kind == "none" and steps:
+        raise ArgumentError("--steps", f"must be 0 with --draft-kind none, got {steps}")
     if steps is None:
-        steps = _DEFAULT_STEPS
-        if (
-            not best_first
-            and topk in (None, 1)
-            and draft_tokens is not None
-            and 1 <= draft_tokens <= 65
-        ):
-            steps = draft_tokens - 1
+        chain = not best_first and topk in (None, 1)
+        steps = 0 if kind == "none" else _default_steps(draft_tokens if chain else None)
     topk = 1 if topk is None else topk
     if draft_tokens is None:
         draft_tokens = _BEST_FIRST_NODES if best_first else _default_nodes(topk, steps)
@@ -144,15 +153,30 @@ def speculation(
             draft_sampling=draft_sampling and steps > 0,
             **best_first,
         )
-    for name, is_given, lacks in (
-        ("--draft-sampling", draft_sampling, "drafts"),
-        ("--adaptive", adaptive, "smaller tree to choose from"),
-    ):
+    needing = {
+        "--draft-sampling": draft_sampling,
+        "--lookup-first": lookup_first,
+        f"--draft-kind {kind}": kind not in ("eagle3", "none"),
+        "--adaptive": adaptive,
+    }
+    for name, is_given in needing.items():
         if is_given and not steps:
+            lacks = "smaller tree to choose from" if name == "--adaptive" else "drafts"
             raise ArgumentError(
                 name, f"needs --steps of at least 1, got plain decoding, which has no {lacks}"
             )
     return config
+
+
+def _check_kind(kind: str, *, lookup_first: bool) -> None:
+    """Refuse an unknown kind of draft, and one for the text to come first of."""
+    if kind not in DRAFT_KINDS:
+        names = f"{', '.join(DRAFT_KINDS[:-1])} or {DRAFT_KINDS[-1]}"
+        raise ArgumentError("--draft-kind", f"must be {names}, got {kind!r}")
+    if lookup_first and kind in ("lookup", "none"):
+        raise ArgumentError(
+            "--lookup-first", f"needs a draft behind the text, which --draft-kind {kind} has not"
+        )
 
 
 def _is_best_first(tree: str, ranks: int | None) -> bool:
@@ -164,6 +188,13 @@ def _is_best_first(tree: str, ranks: int | None) -> bool:
     return tree == "best_first"
 
 
+def _default_steps(draft_tokens: int | None) -> int:
+    """Return ``--steps``; those of a chain follow from its nodes."""
+    if draft_tokens is not None and 1 <= draft_tokens <= 65:
+        return draft_tokens - 1
+    return _DEFAULT_STEPS
+
+
 def _default_nodes(topk: int, steps: int) -> int:
     """Return ``--draft-tokens`` for a shape; of an impossible shape any will do."""
     if topk == 1 or steps < 1:
@@ -172,27 +203,60 @@ def _default_nodes(topk: int, steps: int) -> int:
     return min(most, max(_NODES_PER_BRANCH * topk, steps + 1), 256)
 
 
-def check_backend(name: str, device: torch.device, *, from_environment: bool) -> None:
-    """Refuse a backend that is unknown or cannot run on ``device``."""
+def check_backend(
+    name: str,
+    device: torch.device,
+    *,
+    from_environment: bool,
+    deterministic: bool = False,
+    kv_dtype: torch.dtype | None = None,
+) -> None:
+    """Refuse a backend that is unknown, or cannot run on ``device`` as it is asked to."""
     from specattn.backends import available, backend_names, load_backend
     from specattn.config import AttnConfig
 
     argument = BACKEND_VARIABLE if from_environment else "--backend"
     names = backend_names()
-    if name == "auto":
-        return
     parts = name.split(",")
-    if len(parts) > 3 or any(part not in names for part in parts):
+    if name != "auto":
+        if len(parts) > 3 or any(part not in names for part in parts):
+            raise ArgumentError(
+                argument,
+                f"must be one of {', '.join(('auto', *names))}, or "
+                f"prefill,decode[,verify] of them, got {name!r}",
+            )
+        reasons = available(name, None, device)
+        if reasons:
+            raise ArgumentError(argument, f"{name} cannot run on {device}: {'; '.join(reasons)}")
+    _check_offers(name, device, argument, deterministic=deterministic, kv_dtype=kv_dtype)
+    if name != "auto":
+        # Triton's interpreter must be switched on before anything imports Triton, and models do
+        load_backend(name)(AttnConfig(1, 1, 16), device)
+
+
+def _check_offers(
+    name: str,
+    device: torch.device,
+    argument: str,
+    *,
+    deterministic: bool,
+    kv_dtype: torch.dtype | None,
+) -> None:
+    """Refuse what a backend, or none that ``auto`` may take, declares."""
+    from specattn.backends import AUTO, load_backend
+
+    candidates = AUTO.get(device.type, AUTO["cpu"]) if name == "auto" else (name,)
+    offers = [load_backend(one).capabilities for one in candidates]
+    who = f"{argument} {name}" + (f" ({', '.join(candidates)})" if name == "auto" else "")
+    if deterministic and not any(one.deterministic for one in offers):
         raise ArgumentError(
-            argument,
-            f"must be one of {', '.join(('auto', *names))}, or "
-            f"prefill,decode[,verify] of them, got {name!r}",
+            "--deterministic", f"{who} has no such mode on {device}, and --backend triton has one"
         )
-    reasons = available(name, None, device)
-    if reasons:
-        raise ArgumentError(argument, f"{name} cannot run on {device}: {'; '.join(reasons)}")
-    # Triton's interpreter must be switched on before anything imports Triton, and models do
-    load_backend(name)(AttnConfig(1, 1, 16), device)
+    if kv_dtype and not any(kv_dtype in one.kv_dtypes for one in offers):
+        raise ArgumentError(
+            "--kv-cache-dtype",
+            f"must be auto with {who}, which stores keys and values as the model computes them",
+        )
 
 
 def pick_cudagraph(name: str) -> CudagraphMode | None:
@@ -209,5 +273,14 @@ def pick_cudagraph(name: str) -> CudagraphMode | None:
 
 def from_environment(ctx: typer.Context, name: str) -> bool:
     """Return whether a parameter's value came from its environment variable."""
+    return _source(ctx, name) == "ENVIRONMENT"
+
+
+def is_given(ctx: typer.Context, name: str) -> bool:
+    """Return whether a parameter stands on the command line."""
+    return _source(ctx, name) == "COMMANDLINE"
+
+
+def _source(ctx: typer.Context, name: str) -> str:
     source = ctx.get_parameter_source(name)
-    return source is not None and source.name == "ENVIRONMENT"
+    return "" if source is None else source.name

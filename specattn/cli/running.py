@@ -88,18 +88,19 @@ class Setup:
         if not self.warm_up:
             return
         few = engine.config.num_steps + 3  # the prompt's token and two steps at the least
-        engine.generate(
-            [
-                replace(
-                    request,
-                    prompt=request.prompt[:_WARM_UP_TOKENS],
-                    max_new_tokens=few,
-                    stop=(),
-                    ignore_eos=True,
-                )
-                for request in self.requests[: self.batch_size]
-            ]
-        )
+        few_requests = [
+            replace(
+                request,
+                prompt=request.prompt[:_WARM_UP_TOKENS],
+                max_new_tokens=few,
+                min_new_tokens=min(request.min_new_tokens, few),
+                stop=(),
+                ignore_eos=True,
+            )
+            for request in self.requests[: self.batch_size]
+        ]
+        with naming_options():
+            engine.generate(few_requests)
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,8 @@ def run(
 
     forwards, totals = _forwards(engine), _totals(engine)
     begin = time.perf_counter()
-    results = engine.generate(requests, tell)
+    with naming_options():
+        results = engine.generate(requests, tell)
     seconds = time.perf_counter() - begin
     return Outcome(
         tuple(results),
@@ -228,11 +230,15 @@ def _mode_reports(engine: Engine, before: dict[str, Counter[str]]) -> tuple[Mode
 
 def _fused(engine: Engine) -> tuple[str, ...]:
     """Return which of an engine's models are fused ones."""
-    from specattn.models import FusedEagle3, FusedTarget
+    from specattn.models import FusedDFlash, FusedEagle3, FusedTarget, LMDraft
 
     slots = {"target": engine.target, "draft": engine.draft}
+    models = {name: slot.model for name, slot in slots.items() if slot}
     return tuple(
         name
-        for name, slot in slots.items()
-        if slot and isinstance(slot.model, FusedTarget | FusedEagle3)
+        for name, model in models.items()
+        if isinstance(
+            model.model if isinstance(model, LMDraft) else model,
+            FusedTarget | FusedEagle3 | FusedDFlash,
+        )
     )

@@ -44,6 +44,21 @@ def closed_pipe():
         yield stream
 
 
+@pytest.mark.parametrize("where", [full_disk, closed_pipe])
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=["text", "json"])
+def test_progress_that_cannot_be_shown_costs_no_text(options, where, monkeypatch, capsys):
+    args = ["generate", *ON_CPU, PROMPT, "--max-new-tokens", "4", *options]
+    want = decode(tokenizer(), plain_tokens(PROMPT, 4))
+    with where() as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        with pytest.raises(SystemExit) as found:
+            app(args)
+        stream.flush()  # else Python ends with 120, or with a traceback
+    shown = capsys.readouterr().out
+    text = json.loads(shown)["text"] if options else shown.removesuffix("\n")
+    assert (found.value.code, text) == (0, want)
+
+
 def ended(args: list[str], capsys) -> tuple[int, str]:
     """Run a command in this process; return its exit code and its last line of errors."""
     with pytest.raises(SystemExit) as found:

@@ -213,7 +213,7 @@ def test_every_kind_of_draft_has_the_tokens_of_plain_decoding(options):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--draft-kind", "medusa"), "--draft-kind: must be eagle3, dflash, lookup or none"),
+        (("--draft-kind", "medusa"), "--draft-kind: must be eagle3, dflash, model, lookup or none"),
         (("--draft-kind", "none", "--steps", "2"), "--steps: must be 0 with --draft-kind none"),
         (("--draft-kind", "lookup", "--draft", "x"), "--draft: must not be given"),
         (("--tree", "widest"), "--tree: must be beam or best_first"),

@@ -5,14 +5,19 @@ from __future__ import annotations
 import copy
 import json
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
+from inspect import signature
 
 import huggingface_hub
 import pytest
 import torch
+import typer
 
+from specattn import Engine, Request, SamplingParams, SpecConfig
 from specattn import backends as library_backends
 from specattn.cli import loading
+from specattn.cli.app import app
+from specattn.cli.errors import OPTIONS, ArgumentError, named, naming_options
 from tests.cli.command import ON_CPU, PAIR, load_models, loaded, run
 
 LONG = "x = 1\n" * 2000
@@ -79,9 +84,40 @@ REFUSED = {
         ["--n", "5", "--batch-size", "4", "--temperature", "1", "p"],
         "--n: must be at most --batch-size, 4, got 5",
     ),
-    "seeds_of_samples": (
-        ["--n", "2", "--seed", str(2**63 - 1), "--temperature", "1", "p"],
+    "seed": (
+        ["--seed", str(2**63), "--temperature", "1", "p"],
         f"--seed: must fit into 64 bits, got {2**63}",
+    ),
+    "greedy_seed": (["--seed", "3", "p"], "--seed: needs --temperature above 0, got 0"),
+    "bias_of_nothing": (
+        ["--logit-bias", "5", "p"],
+        "--logit-bias: must be TOKEN=VALUE, the id of a token and a number, got '5'",
+    ),
+    "bias_of_a_text": (["--logit-bias", "x=1", "p"], "--logit-bias: must be TOKEN=VALUE"),
+    "bias_twice": (
+        ["--logit-bias", "5=1", "--logit-bias", "5=2", "p"],
+        "--logit-bias: must name every token once, got 5 twice",
+    ),
+    "bias_of_no_token": (
+        ["--logit-bias", "3072=1", "p"],
+        "--logit-bias: tokens must be 0..3071, got 3072..3072",
+    ),
+    "bias_of_no_number": (["--logit-bias", "5=nan", "p"], "--logit-bias: every --logit-bias must"),
+    "bad_words": (["--bad-words", "", "p"], "--bad-words: must not be empty"),
+    "long_bad_words": (
+        ["--bad-words", "x y " * 20, "p"],
+        "--bad-words: must have 1 to 16 tokens each",
+    ),
+    "min_new_tokens": (
+        ["--min-new-tokens", "9", "--max-new-tokens", "8", "p"],
+        "--min-new-tokens: must be 0..8, got 9",
+    ),
+    "stop_token": (["--stop-token-id", "3072", "p"], "--stop-token-id: must be 0..3071, got 3072"),
+    "negative_stop_token": (["--stop-token-id", "-1", "p"], "--stop-token-id: must be 0..3071"),
+    "stop_token_is_no_number": (["--stop-token-id", "x", "p"], "--stop-token-id: input should be"),
+    "many_ends": (
+        ["--min-new-tokens", "2", *(f"--stop-token-id={at}" for at in range(66)), "p"],
+        "--min-new-tokens: tokens that end a request with --min-new-tokens must be at most 64",
     ),
     "greedy_drafts": (
         ["--draft-sampling", "p"],
@@ -97,9 +133,23 @@ REFUSED = {
     "chat": (["--chat", "p"], "--chat: the target's tokenizer has no chat template"),
     "schema": (["--json-schema", "{", "p"], "--json-schema: is not JSON: Expecting property"),
     "schema_file": (["--json-schema", "/no/such", "p"], "--json-schema: cannot read /no/such: No"),
+    "no_schema": (
+        ["--json-schema", "", "p"],
+        "--json-schema: must be a file or a JSON object, got ''",
+    ),
+    "schema_of_a_list": (
+        ["--json-schema", "[1]", "p"],
+        "--json-schema: must be a JSON object, got",
+    ),
     "schema_of_no_end": (
         ["--json-schema", "{}", "--ignore-eos", "p"],
-        "--json-schema: cannot be combined with --ignore-eos: a value has an end",
+        "--json-schema: cannot be combined with --ignore-eos: what matches has an end",
+    ),
+    "regex": (["--regex", "", "p"], "--regex: must not be empty"),
+    "regex_of_no_end": (["--regex", "a", "--ignore-eos", "p"], "--regex: cannot be combined with"),
+    "regex_and_schema": (
+        ["--regex", "a", "--json-schema", "{}", "p"],
+        "--regex: cannot be combined with --json-schema",
     ),
     "two_prompts": (["p", "q"], "got unexpected extra argument"),
     "prompt_and_file": (["--prompts", "f", "p"], "--prompts: cannot be combined"),
@@ -113,24 +163,93 @@ REFUSED = {
     "long_context": (["--max-context", "5000", "p"], "--max-context: must be at most 2048"),
     "backend": (["--backend", "cuda", "p"], "--backend: must be one of auto, triton"),
     "device": (["--device", "tpu9", "p"], "--device: must be auto, cpu, cuda"),
+    "device_of_an_index": (
+        ["--device", "cpu:7", "p"],
+        "--device: must be cpu, without an index, got 'cpu:7'",
+    ),
     "device_without_data": (["--device", "meta", "p"], "--device: meta is not available here"),
-    "dtype": (["--dtype", "int8", "p"], "--dtype: must be auto, float32, float16 or bfloat16"),
+    "dtype": (
+        ["--dtype", "int8", "p"],
+        "--dtype: must be auto, float32 (fp32), float16 (fp16) or bfloat16 (bf16), got 'int8'",
+    ),
     "kv_cache_dtype": (
         ["--kv-cache-dtype", "int4", "p"],
         "--kv-cache-dtype: must be auto or fp8_e4m3, got 'int4'",
     ),
     "kv_cache_dtype_of_a_backend": (
         ["--backend", "flex", "--kv-cache-dtype", "fp8", "p"],
-        "--backend: 'flex' on cpu: kv_dtype must be torch.float32, got torch.float8_e4m3fn",
+        "--kv-cache-dtype: must be auto with --backend flex, which stores keys and values as",
     ),
     "deterministic_backend": (
         ["--backend", "torch_native", "--deterministic", "p"],
-        "--backend: 'torch_native' on cpu: it has no deterministic mode",
+        "--deterministic: --backend torch_native has no such mode on cpu, and --backend triton",
+    ),
+    "deterministic": (
+        ["--deterministic", "p"],
+        "--deterministic: --backend auto (torch_native) has no such mode on cpu",
+    ),
+    "ranks": (
+        ["--draft-kind", "dflash", "--tree", "best_first", "--ranks", "0", "p"],
+        "--ranks: must be 1..255, got 0",
+    ),
+    "few_ranks": (
+        ["--tree", "best_first", "--ranks", "1", "--steps", "3", "--draft-tokens", "9", "p"],
+        "--draft-tokens: must be 2..4 with --ranks 1 and --steps 3, got 9",
+    ),
+    "tree_of_branches": (
+        ["--tree", "best_first", "--topk", "2", "p"],
+        "--tree: best_first needs --topk 1, got 2",
+    ),
+    "tree_of_plain_decoding": (
+        ["--tree", "best_first", "--draft-kind", "none", "p"],
+        "--tree: best_first needs --steps of at least 1, got 0",
+    ),
+    "tree_of_text": (
+        ["--tree", "best_first", "--draft-kind", "lookup", "p"],
+        "--tree best_first: needs drafts with probabilities, which --draft-kind lookup has not",
+    ),
+    "drawn_text": (
+        ["--draft-sampling", "--temperature", "1", "--lookup-first", "p"],
+        "--draft-sampling: needs drafts with probabilities, which --lookup-first has not",
+    ),
+    "text_before_text": (
+        ["--lookup-first", "--draft-kind", "lookup", "p"],
+        "--lookup-first: needs a draft behind the text, which --draft-kind lookup has not",
+    ),
+    "text_before_nothing": (
+        ["--lookup-first", "--steps", "0", "p"],
+        "--lookup-first: needs --steps of at least 1, got plain decoding, which has no drafts",
+    ),
+    "kind_of_plain_decoding": (
+        ["--draft-kind", "lookup", "--steps", "0", "p"],
+        "--draft-kind lookup: needs --steps of at least 1, got plain decoding",
+    ),
+    "draft_of_plain_decoding": (
+        ["--draft", "x", "--steps", "0", "p"],
+        "--draft: must not be given: plain decoding has no model",
+    ),
+    "no_whole_model": (
+        ["--draft-kind", "model", "p"],
+        "--draft: is needed with --draft-kind model",
+    ),
+    "whole_model_as_a_head": (
+        ["--draft", str(PAIR / "target"), "p"],
+        f"--draft: {PAIR / 'target'} is no EAGLE head: it has no tensor fc.weight in "
+        "model.safetensors, as a whole model or a Medusa head; give a head that was trained for "
+        "this target, and load a whole model by --draft-kind model",
+    ),
+    "head_of_another_kind": (
+        ["--draft", str(PAIR / "dflash"), "p"],
+        f"--draft: {PAIR / 'dflash'} is a DFlash head, no EAGLE head: load it by --draft-kind dfl",
     ),
     "missing_target": (["--target", "./absent", "--steps", "0", "p"], "--target: no such folder"),
     "file_as_target": (["--target", __file__, "--steps", "0", "p"], "--target: "),
     "missing_draft": (["--draft", "./absent", "p"], "--draft: no such folder"),
-    "target_without_draft": (["--target", str(PAIR / "target"), "p"], "--draft: is needed"),
+    "missing_gguf": (["--target", "/no.gguf", "--steps", "0", "p"], "--target: no such file: /no"),
+    "target_without_draft": (
+        ["--target", str(PAIR / "target"), "p"],
+        "--draft: is needed with --target (or --draft-kind lookup, or none)",
+    ),
     "not_on_the_hub": (
         ["--target", "nobody/nothing", "--steps", "0", "p"],
         "--target: nobody/nothing is neither",
@@ -253,6 +372,68 @@ def test_json_lines_that_are_no_prompts(tmp_path, text, message):
     assert result.stderr.count("\n") == 1
 
 
+OTHER_COMMANDS = {
+    "target_of_inspect": (
+        ["inspect", "--target", "/nope", "p"],
+        "--draft: is needed with --target",
+    ),
+    "kind_of_inspect": (
+        ["inspect", "--draft-kind", "lookup", "p"],
+        "--draft-kind: must be eagle3 or model here, got 'lookup'",
+    ),
+    "drawn_drafts_of_graphs": (
+        ["graphs", "--draft-sampling"],
+        "--draft-sampling: needs --sampled: greedy steps draw no drafts",
+    ),
+    "formats_of_backends": (
+        ["backends", "--json", "--markdown"],
+        "--markdown: cannot be combined with --json",
+    ),
+    "folder_of_a_list": (
+        ["bench", "--list", "--out", "/proc/nope"],
+        "--out: cannot be combined with --list, which times nothing",
+    ),
+    "rounds_of_a_report": (
+        ["bench", "--report", "--rounds", "7"],
+        "--rounds: cannot be combined with --report, which times nothing",
+    ),
+    "part_of_all": (
+        ["bench", "--full", "--part", "quick"],
+        "--part: cannot be combined with --full, which has all parts",
+    ),
+}
+
+
+@pytest.mark.parametrize(("args", "line"), OTHER_COMMANDS.values(), ids=OTHER_COMMANDS)
+def test_other_commands_refuse_what_means_nothing(args, line):
+    result = run(*args)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"specattn: error: {line}\n"
+
+
+def test_messages_name_the_options_of_fields():
+    """Wherever a command has an option for it, no field of the library is named."""
+    commands = typer.main.get_command(app).commands.values()
+    known = {name for command in commands for param in command.params for name in param.opts}
+    names = {field.name for one in (SpecConfig, SamplingParams, Request) for field in fields(one)}
+    names |= signature(Engine).parameters.keys() - {"target", "draft"}  # the models themselves
+    for name in names:
+        if (option := f"--{name.replace('_', '-')}") in known:
+            assert OPTIONS[name] == option
+    assert {option.split()[0] for option in OPTIONS.values()} <= known
+    for name, option in OPTIONS.items():
+        with pytest.raises(ArgumentError) as caught, naming_options():
+            raise ValueError(f"{name} must be another one, got 3")
+        assert f"{caught.value.argument} {caught.value}" == f"{option} must be another one, got 3"
+
+
+def test_paths_and_words_are_no_fields():
+    text = "/models/topk/a-seed has no such tree, and topk.bin in its backend is not deterministic"
+    assert named(text) == text
+    with pytest.raises(ValueError, match="nothing of ours"), naming_options():
+        raise ValueError("nothing of ours")
+
+
 def test_graphs_refuses_drawn_drafts_of_plain_decoding():
     result = run("graphs", *ON_CPU, "--draft-sampling", "--steps", "0")
     assert (result.exit_code, result.stdout) == (2, "")
@@ -301,12 +482,13 @@ def test_a_schema_that_is_no_object(tmp_path, text, kind):
 
 
 def test_a_schema_needs_an_extra(monkeypatch):
-    monkeypatch.setattr("specattn.cli.schema.find_spec", lambda name: None)
-    result = run("generate", "--json-schema", "{}", "p")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr == (
-        "specattn: error: --json-schema: needs xgrammar (pip install 'specattn[grammar]')\n"
-    )
+    monkeypatch.setattr("specattn.cli.grammar.find_spec", lambda name: None)
+    for option, given in (("--json-schema", "{}"), ("--regex", "a+")):
+        result = run("generate", option, given, "p")
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr == (
+            f"specattn: error: {option}: needs xgrammar (pip install 'specattn[grammar]')\n"
+        )
 
 
 def test_an_installation_without_the_pair(monkeypatch, tmp_path):

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from specattn.cli.loading import decode
 from tests.cli.command import (
     ON_CPU,
     OTHERS,
@@ -69,6 +70,54 @@ def test_samples_are_texts_of_consecutive_seeds(tmp_path):
     assert re.search(r"^1\.2 +10 ", result.stderr, re.MULTILINE)
 
 
+def test_samples_go_on_from_the_smallest_seed():
+    drawn = ["--temperature", "1"]
+    found = generated(*drawn, "--seed", str(2**63 - 1), "--n", "2", PROMPT, count=10)
+    alone = [
+        generated(*drawn, "--seed", str(seed), PROMPT, count=10) for seed in (2**63 - 1, -(2**63))
+    ]
+    assert [one["tokens"] for one in found] == [one["tokens"] for one in alone]
+
+
+@pytest.mark.parametrize("options", [["--topk", "4"], ["--steps", "0"]], ids=["tree", "plain"])
+def test_a_bias_is_added_to_logits(options):
+    """The second best token comes first where it outweighs the lead of the best."""
+    first = generated("--logprobs", "3", PROMPT, count=1)["logprobs"][0]["top"]
+    best, second, third = (one["token"] for one in first)
+    gap = first[0]["logprob"] - first[1]["logprob"]
+    for more, want in ((0.01, second), (-0.01, best)):
+        bias = [f"--logit-bias={second}={gap + more}", f"--logit-bias={third}=0"]
+        assert generated(*bias, *options, PROMPT, count=1)["tokens"] == [want]
+    found = generated(f"--logit-bias={best}=-100", *options, "--compare", PROMPT)
+    assert best not in found["tokens"]
+    assert found["identical"] is True
+
+
+def test_bad_words_are_not_in_the_text():
+    words = ["self", "x"]
+    plain = decode(tokenizer(), plain_tokens(PROMPT, 24))
+    options = [f"--bad-words={word}" for word in words]
+    found = generated(*options, "--topk", "2", "--compare", PROMPT)
+    assert found["identical"] is True
+    spelled = [tokenizer()(space + word).input_ids for word in words for space in ("", " ")]
+    for ids in spelled:
+        assert ids not in [found["tokens"][at : at + len(ids)] for at in range(24)]
+    assert any(word in plain for word in words)
+
+
+def test_ends_wait_for_the_fewest_tokens():
+    tokens = plain_tokens(PROMPT, 24)
+    end = tokens[4]
+    stop = ["--stop-token-id", str(end), "--stop-token-id", "0"]
+    found = generated(*stop, PROMPT)
+    at = tokens.index(end) + 1
+    assert (found["tokens"], found["finish_reason"]) == (tokens[:at], "stop")
+    found = generated(*stop, "--min-new-tokens", "12", "--compare", PROMPT)
+    assert found["num_tokens"] > 12
+    assert end not in found["tokens"][:11]
+    assert found["identical"] is True
+
+
 @pytest.mark.parametrize("options", [["--topk", "4"], ["--steps", "0"], ["--temperature", "1"]])
 def test_logprobs_are_those_of_transformers(options):
     found = generated("--logprobs", "3", *options, PROMPT)
@@ -113,6 +162,23 @@ def test_a_text_matches_a_schema(tmp_path, options):
             assert set(value) == {"name", "n"}
             assert isinstance(value["n"], int)
             assert len(one["logprobs"]) == one["num_tokens"]
+
+
+@needs_xgrammar
+@pytest.mark.parametrize("options", [["--topk", "4"], ["--temperature", "1", "--n", "3"]])
+def test_a_text_matches_a_regular_expression(options):
+    pattern = r"\(self, [a-z]{2,5}\) -> (int|str):"
+    found = generated("--regex", pattern, *options, PROMPT, count=40)
+    for one in found if "--n" in options else [found]:
+        assert one["finish_reason"] == "eos"
+        assert re.fullmatch(pattern, one["text"])
+
+
+@needs_xgrammar
+def test_a_regular_expression_that_does_not_compile():
+    result = run("generate", *ON_CPU, "--regex", "(", "p")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("specattn: error: --regex: must be one that xgrammar compiles:")
 
 
 @needs_xgrammar

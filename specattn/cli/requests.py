@@ -1,0 +1,92 @@
+"""Requests that options describe."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from specattn.cli.errors import ArgumentError, naming_options
+from specattn.engine.request import Request
+from specattn.speculative.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from specattn.cli.loading import Models
+
+BAD_WORDS, BIAS = "--bad-words", "--logit-bias"
+
+
+def sampling_params(logit_bias: Sequence[str], **fields: Any) -> SamplingParams:
+    """Return how tokens are drawn; each bias reads TOKEN=VALUE."""
+    with naming_options():
+        return SamplingParams(logit_bias=_biases(logit_bias), **fields)
+
+
+def request_of(sampling: SamplingParams, **fields: Any) -> Request:
+    """Return a request without a prompt."""
+    with naming_options():
+        return Request((), sampling=sampling, **fields)
+
+
+def check_drawn(params: SamplingParams, more: dict[str, bool]) -> None:
+    """Refuse options that greedy decoding would ignore, and ``more`` that are given."""
+    given = {"--top-k": params.top_k != 0, "--top-p": params.top_p != 1, "--min-p": params.min_p}
+    for name, is_given in (given | more).items():
+        if is_given and not params.temperature:
+            raise ArgumentError(
+                name, "needs --temperature above 0, got 0, which is greedy decoding"
+            )
+
+
+def not_empty(option: str, texts: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the texts of an option that may be repeated."""
+    if texts and "" in texts:
+        raise ArgumentError(option, "must not be empty")
+    return tuple(texts or ())
+
+
+def forbid(request: Request, words: Sequence[str], models: Models) -> Request:
+    """Return a request whose text has none of the words.
+
+    A word is spelled in two ways, as at a text's beginning and after a space.
+    """
+    spellings = [spelling for word in words for spelling in (word, f" {word}")]
+    listed = [
+        tuple(models.tokenizer(spelling, add_special_tokens=False).input_ids)
+        for spelling in spellings
+    ]
+    with naming_options():
+        sampling = replace(request.sampling, bad_words=tuple(dict.fromkeys(listed)))
+        sampling.check_tokens(models.target.vocab_size)
+    return replace(request, sampling=sampling)
+
+
+def requests_for(
+    prompts: Sequence[Sequence[int]], request: Request, *, samples: int
+) -> tuple[Request, ...]:
+    """Return the requests of every prompt; seeds count up, within 64 bits."""
+    texts = [ids for ids in prompts for _ in range(samples)]
+
+    def seeded(index: int) -> SamplingParams:
+        seed = (request.sampling.seed + index + 2**63) % 2**64 - 2**63
+        return replace(request.sampling, seed=seed)
+
+    return tuple(
+        replace(request, prompt=ids, sampling=seeded(index)) for index, ids in enumerate(texts)
+    )
+
+
+def _biases(pairs: Sequence[str]) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for pair in pairs:
+        token, _, value = pair.partition("=")
+        try:
+            index, bias = int(token), float(value)
+        except ValueError as error:
+            expected = "must be TOKEN=VALUE, the id of a token and a number"
+            raise ArgumentError(BIAS, f"{expected}, got {pair!r}") from error
+        if index in found:
+            raise ArgumentError(BIAS, f"must name every token once, got {index} twice")
+        found[index] = bias
+    return found
