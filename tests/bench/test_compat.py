@@ -108,6 +108,16 @@ def test_spills_are_counted(tmp_path):
     assert (found["variants"], found["spilling"], found["most_spilled"]) == (3, 2, 40)
 
 
+@pytest.mark.parametrize(("name", "python"), [("py313", "python3.13"), ("newest", sys.executable)])
+def test_an_environment_is_made_by_its_python(tmp_path, monkeypatch, name, python):
+    ran = []
+    monkeypatch.setattr(compat.subprocess, "run", lambda given, **options: ran.append(given))
+    made = compat.make(name, tmp_path)
+    assert made == tmp_path / name / "bin" / "python"
+    assert ran[0] == [python, "-m", "venv", tmp_path / name]
+    assert ran[1][0] == str(made)
+
+
 def test_a_run_keeps_what_others_recorded(tmp_path, monkeypatch, capsys):
     """With an environment that is there already: this one."""
     home = tmp_path / "core" / "bin"
