@@ -395,7 +395,8 @@ def _lengthened(embedding: nn.Embedding, count: int) -> nn.Embedding:
     """Return an embedding of ``count`` tokens, which repeats its last one."""
     missing = count - embedding.num_embeddings
     weight = torch.cat([embedding.weight, embedding.weight[-1:].expand(missing, -1)])
-    return nn.Embedding.from_pretrained(weight)
+    longer: nn.Embedding = nn.Embedding.from_pretrained(weight)
+    return longer
 
 
 def _shortened(linear: nn.Linear, count: int) -> nn.Linear:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from specattn.errors import ModelError
 from specattn.models.hf import HFTarget
-from specattn.models.vocabulary import check_vocabulary, vocabulary
+from specattn.models.vocabulary import check_padding, check_vocabulary, vocabulary
 from specattn.speculative.standalone import LMDraft
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def load_lm_draft(
     ------
     ModelError
         As `HFTarget.from_pretrained`. If draft and target have other tokenizers, or, where one of
-        them has none, vocabularies of different sizes. ``argument`` is "draft".
+        them has none, vocabularies that differ by more than padding. ``argument`` is "draft".
     """
     try:
         model = HFTarget.from_pretrained(
@@ -47,13 +47,28 @@ def load_lm_draft(
         )
     except ModelError as error:
         raise ModelError("draft", str(error)) from error
-    found, wanted, name = vocabulary(model), vocabulary(target), model.name
+    return lm_draft(model, target)
+
+
+def lm_draft(model: HFTarget, target: HFTarget | FusedTarget) -> LMDraft:
+    """Let a loaded model draft for a target.
+
+    Parameters
+    ----------
+    model : HFTarget
+        The draft's model. It need not give any features.
+    target : HFTarget or FusedTarget
+        The target.
+
+    Raises
+    ------
+    ModelError
+        As `load_lm_draft` for what does not fit.
+    """
+    found, wanted = vocabulary(model), vocabulary(target)
+    name = model.name or f"the draft ({model.config.model_type})"
     if found is not None and wanted is not None:
         check_vocabulary(name, found, wanted, "its tokenizer")
     elif model.vocab_size != target.vocab_size:
-        raise ModelError(
-            "draft",
-            f"{name} has vocab_size {model.vocab_size} in config.json and the target "
-            f"{target.vocab_size}, and there are no two tokenizers to say whether that is padding",
-        )
+        check_padding(name, model.vocab_size, target)
     return LMDraft(model, target.vocab_size)

@@ -52,14 +52,14 @@ def check_head_tokenizer(folder: Path, name: str, target: HFTarget | FusedTarget
 
 
 def check_padding(name: str, vocab_size: int, target: HFTarget | FusedTarget) -> None:
-    """Refuse a head whose vocabulary differs by more than padding.
+    """Refuse a draft whose vocabulary differs by more than padding.
 
     Tokens that the target's tokenizer does not name are padding.
 
     Parameters
     ----------
     name : str
-        The head's folder or Hub id, for messages.
+        The draft's folder or Hub id, for messages.
     vocab_size : int
         Its tokens by its configuration.
     target : HFTarget or FusedTarget
@@ -68,7 +68,7 @@ def check_padding(name: str, vocab_size: int, target: HFTarget | FusedTarget) ->
     Raises
     ------
     ModelError
-        If the head lacks a token that the tokenizer names, if the two differ by more than any
+        If the draft lacks a token that the tokenizer names, if the two differ by more than any
         padding, or if there is no tokenizer.
     """
     named, size = vocabulary(target), target.vocab_size

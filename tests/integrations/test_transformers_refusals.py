@@ -84,8 +84,6 @@ class Own(LogitsProcessor):
         ({"sequence_bias": {(5,): 2.0}}, "sequence_bias"),
         ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size"),
         ({"do_sample": True, "typical_p": 0.5}, "typical_p"),
-        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
-        ({"assistant_model": "itself"}, "the argument assistant_model"),
         ({"synced_gpus": True}, "the argument synced_gpus"),
         ({"past_key_values": DynamicCache()}, r"the argument past_key_values \(cache\) is"),
         ({"position_ids": torch.arange(9)[None]}, "the argument position_ids"),
@@ -102,14 +100,27 @@ class Own(LogitsProcessor):
 @pytest.mark.parametrize("itself", [False, True], ids=["custom_generate", "itself"])
 @pytest.mark.filterwarnings("ignore")
 def test_a_call_is_refused_by_name(model, options, match, itself):
-    if "assistant_model" in options:
-        options = {"assistant_model": model}
     call = specattn.generate if itself else ours
     inputs = prompts(1) if itself else {"inputs": prompts(1)["input_ids"]}
     arguments = (model,) if itself else (model, inputs)
     with pytest.raises(UnsupportedError, match=match):
         call(*arguments, **(inputs if itself else {}), max_new_tokens=NEW, **options)
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("assistant_ensemble_weight", 0.5), ("speculation_type", "dflash")]
+)
+def test_what_changes_an_assistant_is_refused_with_one(model, name, value):
+    """Older releases of transformers have no such settings."""
+    config = GenerationConfig()
+    setattr(config, name, value)
+    refuse(config, [], CALL, {})
+    with pytest.raises(UnsupportedError, match=f"{name} must be None, got {value!r}"):
+        refuse(config, [], CALL | {"assistant_model": model}, {})
+    config.prompt_lookup_num_tokens = 3
+    with pytest.raises(UnsupportedError, match=f"{name} must be None"):
+        refuse(config, [], CALL, {})
 
 
 def test_a_generate_of_a_models_own_is_refused():

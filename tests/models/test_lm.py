@@ -73,7 +73,7 @@ def test_another_tokenizer_is_refused_and_padding_is_not(tiny, tmp_path) -> None
 def test_without_tokenizers_vocabularies_must_be_of_one_size(tiny, tmp_path) -> None:
     target = HFTarget.from_model(tiny("llama"))
     folder = save(tiny("llama", vocab_size=128), tmp_path, None)
-    with pytest.raises(ModelError, match=r"vocab_size 128 in config\.json and the target 101, a"):
+    with pytest.raises(ModelError, match=r"vocab_size 128 in config\.json; the target has 101, a"):
         load_lm_draft(folder, target)
 
 

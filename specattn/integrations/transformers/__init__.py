@@ -18,7 +18,8 @@ from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteri
 
 from specattn.engine.request import Request
 from specattn.errors import ModelError, SpecAttnError, UnsupportedError
-from specattn.integrations.transformers.serving import SERVED, Served, attending, tree_of
+from specattn.integrations.transformers.drafting import Drafting
+from specattn.integrations.transformers.serving import SERVED, borrowed
 from specattn.integrations.transformers.settings import (
     Ends,
     min_new_tokens_of,
@@ -80,14 +81,15 @@ def generate(
     draft : str, Path, loaded head, Proposer or ProposerFactory, optional
         An EAGLE head: its folder or Hub id, ``"shipped"`` for that of the shipped pair, or one that
         `load_draft` has loaded; a whole model (`LMDraft`), or what else proposes tokens. Without
-        one, decoding is plain.
+        one, ``assistant_model`` or ``prompt_lookup_num_tokens``, decoding is plain.
     spec_config : SpecConfig, optional
-        The tree; a chain of 5 by default. The call itself decides ``max_context_len`` and
-        ``max_num_reqs``.
+        The tree; a chain of 5 by default, or as long as the settings of assisted generation say.
+        The call itself decides ``max_context_len`` and ``max_num_reqs``.
     backend : str
         Attention backend; see `choose_backend`.
     **kwargs
-        More arguments of ``model.generate``.
+        More arguments of ``model.generate``, ``assistant_model`` among them: a whole model that
+        drafts, with the tokenizer of ``model``.
 
     Returns
     -------
@@ -117,8 +119,11 @@ def generate(
     }
     if _call_of(generation_config) is not None:
         return _decode(model, input_ids, **own, **kwargs)
+    # transformers loses the tokenizers on their way to a function
+    if kwargs.get("assistant_tokenizer") is not None:
+        why = "the argument assistant_tokenizer is not served: an assistant needs the model's own"
+        raise UnsupportedError("generate", [why])
     tokenizer, stop_strings = kwargs.get("tokenizer"), kwargs.get("stop_strings")
-    # transformers loses the tokenizer on its way to a function
     if tokenizer is not None and stop_strings is not None:
         del kwargs["tokenizer"], kwargs["stop_strings"]
         stop = StopStringCriteria(tokenizer, stop_strings)
@@ -153,23 +158,17 @@ def _decode(
     if call is None:
         raise UnsupportedError("generate", [f"{type(model).__name__} has a generate of its own"])
     refuse(generation_config, logits_processor, call, model_kwargs)
-    if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
+    drafting = Drafting.of(draft, call["assistant_model"], spec_config, generation_config)
+    models = [one for one in (model, drafting.assistant) if one is not None]
+    if any(len(set((getattr(one, "hf_device_map", None) or {}).values())) > 1 for one in models):
         raise ModelError("target", "a model on several devices is not served")
-    spec = tree_of(draft, spec_config)
     ends = Ends.of(stopping_criteria, generation_config, input_ids.shape[1])
     sampling = sampling_of(generation_config, logits_processor)
     least = min_new_tokens_of(logits_processor, input_ids.shape[1])
     requests = _requests(input_ids, model_kwargs.get("attention_mask"), sampling, ends, least)
-    served = SERVED.setdefault(model, Served())
-    if not served.lock.acquire(blocking=False):
-        raise ValueError("another call of generate for this model has not returned")
-    try:
-        with attending(model):
-            head = draft if spec.num_steps else None
-            engine = served.engine(model, head, spec, backend, len(requests), ends.max_length)
-            ids = _run(engine, requests, _Columns(input_ids, ends, streamer or call["streamer"]))
-    finally:
-        served.lock.release()
+    with borrowed(*models):
+        engine = SERVED[model].engine(model, drafting, backend, len(requests), ends.max_length)
+        ids = _run(engine, requests, _Columns(input_ids, ends, streamer or call["streamer"]))
     if generation_config.return_dict_in_generate:
         return GenerateDecoderOnlyOutput(sequences=ids)
     return ids

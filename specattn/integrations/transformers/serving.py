@@ -2,51 +2,66 @@
 
 from __future__ import annotations
 
-import json
 import weakref
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import chain
-from os import PathLike
-from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specattn.config import SpecConfig
 from specattn.engine.engine import Engine
-from specattn.errors import ModelError
-from specattn.models import (
-    DFlashHead,
-    Eagle3Head,
-    EagleHead,
-    FusedDFlash,
-    FusedEagle3,
-    HFTarget,
-    load_draft,
-)
-from specattn.models.hub import PAIR
+from specattn.integrations.transformers.drafting import features_for, weights_of
+from specattn.models import HFTarget
 from specattn.models.interface import INTERFACE, ModelState
 from specattn.models.probe import probe_layers
-from specattn.speculative.proposer import Proposer, ProposerFactory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-# drafts that read features of the target
-_HEADS = EagleHead | Eagle3Head | FusedEagle3 | DFlashHead | FusedDFlash
+    from specattn.config import SpecConfig
+    from specattn.integrations.transformers.drafting import Drafting
+
 # The last settings of a model (draft, tree, backend) for which pools and graphs are kept.
 _ENGINES_PER_MODEL = 2
 _SHORTEST_CONTEXT = 256
 
 
 @contextmanager
-def attending(model: Any) -> Iterator[None]:
-    """Let a model attend through this library, in evaluation mode.
+def borrowed(*models: Any) -> Iterator[None]:
+    """Keep models from other calls, and let them attend through this library.
 
-    Whatever ends the block, the model gets its attention and its mode back.
+    They are in evaluation mode. Whatever ends the block, each gets its attention and its mode back.
+
+    Raises
+    ------
+    ValueError
+        If another call has one of them.
     """
+    with ExitStack() as stack:
+        _borrow(stack, models)
+        yield
+
+
+# a function: an interrupt in a loop of the `with` itself may go past the stack
+def _borrow(stack: ExitStack, models: Sequence[Any]) -> None:
+    for model in dict.fromkeys(models):
+        stack.enter_context(_alone(SERVED.setdefault(model, Served()).lock))
+        stack.enter_context(_attending(model))
+
+
+@contextmanager
+def _alone(lock: Any) -> Iterator[None]:
+    if not lock.acquire(blocking=False):
+        raise ValueError("another call of generate for this model has not returned")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def _attending(model: Any) -> Iterator[None]:
     before = ModelState.of(model)
     place = torch.cuda.device(model.device) if model.device.type == "cuda" else nullcontext()
     try:
@@ -65,11 +80,11 @@ class Served:
 
     lock: Any = field(default_factory=Lock)
     target: HFTarget | None = None
-    weights: list[tuple[int, torch.dtype]] = field(default_factory=list)
+    weights: tuple[tuple[int, torch.dtype], ...] = ()
     engines: dict[object, tuple[Engine, Any]] = field(default_factory=dict)
 
     def engine(
-        self, model: Any, draft: Any, spec: SpecConfig, backend: str, rows: int, length: int
+        self, model: Any, drafting: Drafting, backend: str, rows: int, length: int
     ) -> Engine:
         """Return an engine for ``rows`` texts of ``length`` tokens.
 
@@ -79,10 +94,8 @@ class Served:
         ----------
         model : PreTrainedModel
             The target.
-        draft : str, PathLike, head or None
-            As `generate` takes it.
-        spec : SpecConfig
-            The tree; the room is found here.
+        drafting : Drafting
+            What drafts, and the tree; the room is found here.
         backend : str
             As `specattn.choose_backend` takes it.
         rows, length : int
@@ -93,21 +106,19 @@ class Served:
         ModelError
             If the model cannot be served, or there is no such draft for it.
         """
-        weights = [
-            (one.data_ptr(), one.dtype) for one in chain(model.parameters(), model.buffers())
-        ]
+        weights, spec = weights_of(model), drafting.spec
         if self.target is None or weights != self.weights:
             self.engines.clear()
             layers = probe_layers(model, model.config.get_text_config(decoder=True))
             self.target = HFTarget(weakref.proxy(model), model.name_or_path, layers)
             self.weights = weights
-        name = str(draft) if isinstance(draft, str | PathLike) else id(draft)
-        engine, head = self.engines.pop((name, spec, backend), (None, None))
+        key = (*drafting.key, backend)
+        engine, head = self.engines.pop(key, (None, None))
         limit = max(self.target.max_context_len, length, spec.reserve_len)
         # two steps may be in flight
         context = min(length + 2 * spec.reserve_len, limit)
         if engine is None or not _holds(engine, rows, context):
-            head = _load(draft, self.target) if head is None else head
+            head = drafting.load(self.target, model) if head is None else head
             while len(self.engines) >= _ENGINES_PER_MODEL:
                 del self.engines[next(iter(self.engines))]
             context = min(max(_power_of_two(context), _SHORTEST_CONTEXT), limit)
@@ -118,7 +129,7 @@ class Served:
             # its memory is free before the larger one is made
             engine = None
             engine = _engine(self.target, head, spec, backend, sizes)
-        self.engines[name, spec, backend] = engine, head
+        self.engines[key] = engine, head
         return engine
 
 
@@ -145,46 +156,7 @@ def _engine(
     """Build an engine of given context length, rows and slots."""
     context, rows, slots = sizes
     config = replace(spec, max_context_len=context, max_num_reqs=rows)
-    if isinstance(head, _HEADS):
-        target = target.with_features(head.features)
-    return Engine(target, head, config, backend=backend, num_slots=slots)
-
-
-def tree_of(draft: Any, spec: SpecConfig | None) -> SpecConfig:
-    """Return the tree alone, with the default for other numbers.
-
-    Raises
-    ------
-    ValueError
-        If ``spec`` has steps and there is no ``draft``.
-    """
-    if spec is None:
-        spec = SpecConfig() if draft is not None else SpecConfig().plain()
-    if draft is None and spec.num_steps:
-        raise ValueError(f"draft must be given with {spec.num_steps} num_steps in spec_config")
-    default = SpecConfig()
-    return replace(spec, max_context_len=default.max_context_len, max_num_reqs=default.max_num_reqs)
-
-
-def _load(draft: Any, target: HFTarget) -> Any:
-    """Return the draft head, or None.
-
-    Raises
-    ------
-    ModelError
-        If there is none, or it does not fit.
-    """
-    if draft is None or isinstance(draft, _HEADS | Proposer | ProposerFactory):
-        return draft
-    if not isinstance(draft, str | PathLike):
-        raise ModelError("draft", f"draft must be a folder, a name or a loaded head, got {draft!r}")
-    if draft != "shipped":
-        return load_draft(Path(draft) if isinstance(draft, PathLike) else draft, target)
-    known = json.loads((PAIR / "target" / "config.json").read_text())
-    keys = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
-    if any(known[key] != getattr(target.config, key) for key in keys):
-        raise ModelError("draft", "the shipped draft is for the shipped target, not for this model")
-    return load_draft(PAIR / "draft", target)
+    return Engine(features_for(target, head), head, config, backend=backend, num_slots=slots)
 
 
 #: What is kept between calls, by model.

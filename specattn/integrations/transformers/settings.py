@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 #: This library applies the setting, or transformers does before or after it.
 SERVED = "served"
-#: The setting means nothing to transformers without beams, an assistant or a cache of its own.
+#: The setting means nothing without beams or a cache of transformers' own, or changes no token.
 IDLE = "idle"
 #: What becomes of every setting of a `GenerationConfig`. A tuple has the values that change
 #: nothing; any other value is refused.
@@ -47,13 +47,13 @@ for _becomes, _names in (
         "max_length max_new_tokens min_length min_new_tokens max_time stop_strings do_sample "
         "temperature top_k top_p min_p repetition_penalty bad_words_ids "
         "renormalize_logits num_return_sequences bos_token_id eos_token_id pad_token_id "
-        "return_dict_in_generate",
+        "return_dict_in_generate prompt_lookup_num_tokens max_matching_ngram_size",
     ),
     (
         IDLE,
         "early_stopping length_penalty num_assistant_tokens num_assistant_tokens_schedule "
         "assistant_confidence_threshold assistant_lookbehind target_lookbehind "
-        "assistant_ensemble_weight max_matching_ngram_size speculation_type is_assistant "
+        "assistant_ensemble_weight speculation_type is_assistant "
         "decoder_start_token_id use_cache max_cache_len disable_compile transformers_version",
     ),
     (
@@ -61,7 +61,7 @@ for _becomes, _names in (
         "use_mtp top_h forced_bos_token_id forced_eos_token_id constraints "
         "force_words_ids remove_invalid_values exponential_decay_length_penalty suppress_tokens "
         "begin_suppress_tokens sequence_bias token_healing watermarking_config output_attentions "
-        "output_hidden_states output_scores output_logits prompt_lookup_num_tokens "
+        "output_hidden_states output_scores output_logits "
         "assistant_early_exit cache_config compile_config continuous_batching_config low_memory "
         "dola_layers prefill_chunk_size",
     ),
@@ -91,6 +91,8 @@ _PREPARED = {
 _PREPARED_ONLY = _PREPARED - {"attention_mask", "use_cache"}
 # transformers 5.24 hands the older name on as the newer, whichever the user wrote
 _SPELLINGS = dict.fromkeys(("cache", "past_key_values"), "past_key_values (cache)")
+# What would change the law of tokens, or what an assistant is; without one it means nothing.
+_OF_ASSISTANTS = ("assistant_ensemble_weight", "speculation_type")
 # What is served, in the order in which transformers applies it; the warpers only to draws.
 _WARPERS = (
     TemperatureLogitsWarper,
@@ -137,9 +139,24 @@ def refuse(
             reasons.append(f"{name} must be {' or '.join(map(str, allowed))}, got {value!r}")
     new = [name for name in _UNCLASSIFIED if getattr(config, name, None) is not None]
     reasons += [f"{name} is a setting that this version does not know" for name in sorted(new)]
+    if call["assistant_model"] is not None or config.prompt_lookup_num_tokens is not None:
+        given = {name: getattr(config, name, None) for name in _OF_ASSISTANTS}
+        reasons += [f"{name} must be None, got {value!r}" for name, value in given.items() if value]
+    reasons += _odd_processors(processors)
+    named = {"synced_gpus"} if call["synced_gpus"] else set()
+    named |= {name for name in _PREPARED_ONLY if call["kwargs"].get(name) is not None}
+    named |= {name for name, value in arguments.items() if value is not None} - _PREPARED
+    spelled = {_SPELLINGS.get(name, name) for name in named}
+    reasons += [f"the argument {name} is not served" for name in sorted(spelled)]
+    if reasons:
+        raise UnsupportedError("generate", reasons)
+
+
+def _odd_processors(processors: Sequence[Any]) -> list[str]:
+    """Say which processors are not served, or not as they are."""
     kinds = [type(one) for one in processors]
     unknown = [kind.__name__ for kind in kinds if kind not in _PROCESSORS]
-    reasons += [f"the logits processor {name} is not served" for name in unknown]
+    reasons = [f"the logits processor {name} is not served" for name in unknown]
     if not unknown and kinds != [kind for kind in _PROCESSORS if kind in kinds]:
         reasons.append(
             "logits processors must come as repetition penalty, bad words, least length, least new "
@@ -155,13 +172,7 @@ def refuse(
     # transformers itself leaves out the padding of each row
     if any(isinstance(length, int) for length in ignored):
         reasons.append("prompt_ignore_length must be None")
-    given = {name for name in ("assistant_model", "synced_gpus") if call[name]}
-    given |= {name for name in _PREPARED_ONLY if call["kwargs"].get(name) is not None}
-    given |= {name for name, value in arguments.items() if value is not None} - _PREPARED
-    named = {_SPELLINGS.get(name, name) for name in given}
-    reasons += [f"the argument {name} is not served" for name in sorted(named)]
-    if reasons:
-        raise UnsupportedError("generate", reasons)
+    return reasons
 
 
 def sampling_of(config: Any, processors: Any) -> SamplingParams:

@@ -1,0 +1,192 @@
+"""What drafts in a call of transformers' ``generate``."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from dataclasses import dataclass, replace
+from itertools import chain
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from transformers import PreTrainedModel
+
+from specattn.checks import whole_number
+from specattn.config import SpecConfig
+from specattn.errors import ModelError
+from specattn.kernels.lookup import MAX_NGRAM
+from specattn.models import (
+    DFlashHead,
+    Eagle3Head,
+    EagleHead,
+    FusedDFlash,
+    FusedEagle3,
+    HFTarget,
+    load_draft,
+)
+from specattn.models.hub import PAIR
+from specattn.models.lm import lm_draft
+from specattn.models.probe import probe_layers
+from specattn.speculative.lookup import LookupFirst, LookupProposer
+from specattn.speculative.proposer import Proposer, ProposerFactory
+
+if TYPE_CHECKING:
+    import torch
+
+# drafts that read features of the target
+_HEADS = EagleHead | Eagle3Head | FusedEagle3 | DFlashHead | FusedDFlash
+# the deepest tree
+_MOST_TOKENS = 64
+# transformers looks for two last tokens, and then for one
+_NGRAM = 2
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """What drafts, and the tree.
+
+    Parameters
+    ----------
+    spec : SpecConfig
+        The tree alone; other numbers are the defaults.
+    draft : str, PathLike, head, Proposer, ProposerFactory or None
+        As `generate` takes it.
+    assistant : PreTrainedModel or None
+        A whole model that drafts.
+    max_ngram : int
+        Most last tokens that prompt lookup looks for, before the others draft; 0 without it.
+    """
+
+    spec: SpecConfig
+    draft: Any = None
+    assistant: Any = None
+    max_ngram: int = 0
+
+    @classmethod
+    def of(cls, draft: Any, assistant: Any, spec: SpecConfig | None, settings: Any) -> Self:
+        """Read what a call asks for.
+
+        Parameters
+        ----------
+        draft, assistant, spec
+            Arguments of the call: ``draft``, ``assistant_model`` and ``spec_config``.
+        settings : GenerationConfig
+            Its settings.
+
+        Raises
+        ------
+        ValueError
+            If two things would draft, or none with a tree; if a number is out of range.
+        """
+        if assistant is not None and draft is not None:
+            raise ValueError("draft must be None with an assistant_model: one of them drafts")
+        if assistant is not None and not isinstance(assistant, PreTrainedModel):
+            raise ValueError(f"assistant_model must be a model of transformers, got {assistant!r}")
+        lookup, ngram = settings.prompt_lookup_num_tokens, 0
+        if lookup is not None:
+            lookup = whole_number("prompt_lookup_num_tokens", lookup, 1, _MOST_TOKENS)
+            ngram = settings.max_matching_ngram_size or _NGRAM
+            ngram = whole_number("max_matching_ngram_size", ngram, 1, MAX_NGRAM)
+        if spec is None:
+            spec = _chain(draft, assistant, lookup)
+        if spec.num_steps and draft is None and assistant is None and lookup is None:
+            raise ValueError(f"draft must be given with {spec.num_steps} num_steps in spec_config")
+        default = SpecConfig()
+        spec = replace(
+            spec, max_context_len=default.max_context_len, max_num_reqs=default.max_num_reqs
+        )
+        return cls(spec, draft, assistant, ngram)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What calls have in common that can share an engine.
+
+        It keeps no assistant alive, and an assistant of other weights has another one.
+        """
+        if self.assistant is not None:
+            draft: object = weakref.ref(self.assistant), weights_of(self.assistant)
+        else:
+            named = isinstance(self.draft, str | PathLike)
+            draft = str(self.draft) if named else id(self.draft)
+        return draft, self.max_ngram, self.spec
+
+    def load(self, target: HFTarget, model: Any) -> Any:
+        """Return the draft as `Engine` takes it, or None.
+
+        Parameters
+        ----------
+        target : HFTarget
+            The target.
+        model : PreTrainedModel
+            Its model, which may be its own assistant.
+
+        Raises
+        ------
+        ModelError
+            If there is no such draft, or it does not fit the target.
+        """
+        if not self.spec.num_steps:
+            return None
+        draft = _loaded(self.draft, target)
+        if self.assistant is not None:
+            draft = _assistant(self.assistant, target, is_target=self.assistant is model)
+        if not self.max_ngram:
+            return draft
+        if draft is None:
+            return LookupProposer(1, self.max_ngram)
+        # a single token is nearly always found again: the draft would hardly be asked
+        return LookupFirst(LookupProposer(min(2, self.max_ngram), self.max_ngram), draft)
+
+
+def _chain(draft: Any, assistant: Any, lookup: int | None) -> SpecConfig:
+    """Return the chain of a call without ``spec_config``."""
+    stated = getattr(assistant, "generation_config", None)
+    steps = None if stated is None else stated.num_assistant_tokens
+    if steps is not None:
+        steps = whole_number("num_assistant_tokens", steps, 1, _MOST_TOKENS)
+    if steps := steps or lookup:
+        return SpecConfig(steps, 1, steps + 1)
+    return SpecConfig().plain() if draft is None and assistant is None else SpecConfig()
+
+
+def weights_of(model: Any) -> tuple[tuple[int, torch.dtype], ...]:
+    """Return where a model's weights lie: other weights lie elsewhere."""
+    return tuple((one.data_ptr(), one.dtype) for one in chain(model.parameters(), model.buffers()))
+
+
+def features_for(target: HFTarget, draft: Any) -> HFTarget:
+    """Return a target that gives what a draft reads."""
+    behind = draft.draft if isinstance(draft, LookupFirst) else draft
+    return target.with_features(behind.features) if isinstance(behind, _HEADS) else target
+
+
+def _loaded(draft: Any, target: HFTarget) -> Any:
+    """Return the draft head, or None."""
+    if draft is None or isinstance(draft, _HEADS | Proposer | ProposerFactory):
+        return draft
+    if not isinstance(draft, str | PathLike):
+        raise ModelError("draft", f"draft must be a folder, a name or a loaded head, got {draft!r}")
+    if draft != "shipped":
+        return load_draft(Path(draft) if isinstance(draft, PathLike) else draft, target)
+    known = json.loads((PAIR / "target" / "config.json").read_text())
+    keys = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
+    if any(known[key] != getattr(target.config, key) for key in keys):
+        raise ModelError("draft", "the shipped draft is for the shipped target, not for this model")
+    return load_draft(PAIR / "draft", target)
+
+
+def _assistant(model: Any, target: HFTarget, *, is_target: bool) -> Any:
+    """Return an assistant as a draft, which does not keep it alive."""
+    if model.device != target.device:
+        raise ModelError(
+            "assistant_model",
+            f"assistant_model must be on the model's device, {target.device}, got {model.device}",
+        )
+    try:
+        if is_target:
+            return lm_draft(target, target)
+        layers = probe_layers(model, model.config.get_text_config(decoder=True))
+        return lm_draft(HFTarget(weakref.proxy(model), model.name_or_path, layers), target)
+    except ModelError as error:
+        raise ModelError("assistant_model", f"assistant_model: {error}") from error
