@@ -8,7 +8,7 @@ names are those of the published checkpoints; `specattn.models.load_draft` build
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
+from specattn.models.hf import refuse_rescaling
 from specattn.speculative.model import DraftOutput
 
 if TYPE_CHECKING:
@@ -261,6 +262,17 @@ class DraftHead:
     def vocab_size(self) -> int:
         """Vd, the width of the logits."""
         return self.lm_head.out_features
+
+    def for_context(self, max_context_len: int) -> Self:
+        """Return the head itself if its rope type allows the length.
+
+        Raises
+        ------
+        ModelError
+            From `refuse_rescaling`.
+        """
+        refuse_rescaling("draft", "the draft head", self.rope.config, max_context_len)
+        return self
 
     def _inputs(self, input_ids: Tensor, positions: Tensor) -> tuple[Tensor, Rope]:
         """Return the embeddings ``[T, H]``, in the draft's dtype, and the rotations."""

@@ -211,20 +211,7 @@ class HFTarget:
     @property
     def max_context_len(self) -> int:
         """Most tokens for which the position embedding is that of training."""
-        return min([int(self.config.max_position_embeddings), *self._rescaling.values()])
-
-    @property
-    def _rescaling(self) -> dict[str, int]:
-        """Return the length from which each rope type rescales its batch."""
-        longest = int(self.config.max_position_embeddings)
-        ropes = getattr(self.config, "rope_parameters", None) or {}
-        found = {}
-        for rope in (ropes, *(part for part in ropes.values() if isinstance(part, dict))):
-            if (kind := rope.get("rope_type")) == "longrope":
-                found[kind] = rope["original_max_position_embeddings"]
-            elif kind == "dynamic":
-                found[kind] = longest
-        return found
+        return min([int(self.config.max_position_embeddings), *_rescaling(self.config).values()])
 
     def for_context(self, max_context_len: int) -> Self:
         """Return the target itself if its rope type allows the length.
@@ -235,14 +222,8 @@ class HFTarget:
             If a request of that length would rotate all tokens of its batch in another way, and
             make the keys in the pool wrong.
         """
-        for kind, limit in self._rescaling.items():
-            if max_context_len > limit:
-                raise ModelError(
-                    "target",
-                    f"{self.name or self.config.model_type} has rope type {kind!r}, which rotates "
-                    f"all tokens in another way once a context is longer than {limit}: "
-                    f"max_context_len must be at most {limit}, got {max_context_len}",
-                )
+        name = self.name or self.config.model_type
+        refuse_rescaling("target", name, self.config, max_context_len)
         return self
 
     @cached_property
@@ -334,6 +315,49 @@ class HFTarget:
 
 
 _TOKENIZER_FILES = ("*token*", "*vocab*", "*.model")
+
+
+def refuse_rescaling(argument: str, name: str, config: Any, max_context_len: int) -> None:
+    """Refuse contexts in which a rope type would rescale a whole batch.
+
+    Parameters
+    ----------
+    argument : str
+        The argument to blame: ``"target"`` or ``"draft"``.
+    name : str
+        The model, for the message.
+    config : PreTrainedConfig
+        Its configuration.
+    max_context_len : int
+        Tokens of the longest context.
+
+    Raises
+    ------
+    ModelError
+        If a request of that length would rotate all tokens of its batch in another way, and make
+        the keys in the pool wrong.
+    """
+    for kind, limit in _rescaling(config).items():
+        if max_context_len > limit:
+            raise ModelError(
+                argument,
+                f"{name} has rope type {kind!r}, which rotates all tokens in another way once a "
+                f"context is longer than {limit}: max_context_len must be at most {limit}, got "
+                f"{max_context_len}",
+            )
+
+
+def _rescaling(config: Any) -> dict[str, int]:
+    """Return the length from which each rope type rescales its batch."""
+    longest = int(config.max_position_embeddings)
+    ropes = getattr(config, "rope_parameters", None) or {}
+    found = {}
+    for rope in (ropes, *(part for part in ropes.values() if isinstance(part, dict))):
+        if (kind := rope.get("rope_type")) == "longrope":
+            found[kind] = rope["original_max_position_embeddings"]
+        elif kind == "dynamic":
+            found[kind] = longest
+    return found
 
 
 def tokenizer_of(name: str) -> Any:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from specattn.batch import DraftState
+from specattn.errors import ModelError
 from specattn.speculative.draft import choose_tokens
 from specattn.speculative.eagle import EagleProposer, beam_len
 from specattn.speculative.model import DraftOutput, for_context
@@ -73,7 +74,10 @@ class LMDraft:
 
     def for_context(self, max_context_len: int) -> Self:
         """Return the draft for contexts of that length; see `ContextModel`."""
-        model = for_context(self.model, max_context_len)
+        try:
+            model = for_context(self.model, max_context_len)
+        except ModelError as error:
+            raise ModelError("draft", str(error)) from error
         return self if model is self.model else replace(self, model=model)
 
     def draft_len(self, config: SpecConfig) -> int:
