@@ -21,7 +21,7 @@ from specattn.kernels import (
     tree,
 )
 from specattn.kernels import cache as caches
-from specattn.kernels.attention import triton as attention_triton
+from specattn.kernels.attention import merge_lse
 from specattn.kernels.fused.stream import stream_gated, stream_linear
 
 
@@ -215,7 +215,7 @@ def kv_operations(dtype: torch.dtype = BF16, stored: torch.dtype | None = None) 
     caches.store_kv(new, new, pool[0], pool[1], slots)
     caches.write_slots(slots.view(-1), slots, slots[0], pieces=2, longest=9, page_size=16)
     parts, logs = zeros(BATCH, 8, 32, 128, dtype=dtype), zeros(BATCH, 8, 32, dtype=F32)
-    attention_triton.merge_lse(parts, logs, slots[:, 0], parts, logs, slots, parts, logs)
+    merge_lse(parts, logs, slots[:, 0], parts, logs, slots, parts, logs)
 
 
 def glue_kernels(dtype: torch.dtype = BF16, split: int = 5) -> None:

@@ -9,36 +9,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def implementation(naive: Callable[P, T], device: torch.device) -> Callable[P, T]:
-    """Return the function of ``naive``'s name that runs on ``device``.
-
-    That is the one in the module ``triton`` beside ``naive``'s own where `uses_triton` says so,
-    and ``naive`` elsewhere. Both take the same arguments.
-
-    Parameters
-    ----------
-    naive : callable
-        A function of a module ``specattn.kernels.<op>.naive``.
-    device : torch.device
-        Where its tensors are.
-
-    Raises
-    ------
-    ValueError
-        As `check_current` does, if Triton is to launch.
-    """
-    return _triton_of(naive) if uses_triton(device) else naive
 
 
 class Launchers:
@@ -103,10 +78,3 @@ def check_current(device: torch.device) -> None:
 @functools.cache
 def _triton_is_installed() -> bool:
     return find_spec("triton") is not None
-
-
-@functools.cache
-def _triton_of(naive: Callable[..., Any]) -> Callable[..., Any]:
-    module = importlib.import_module(naive.__module__.removesuffix("naive") + "triton")
-    function: Callable[..., Any] = getattr(module, naive.__name__)
-    return function

@@ -1,16 +1,18 @@
 """Attend trees, index lists and prompts to paged keys; merge results.
 
 `TreeAttention` holds what a bucket needs between steps, so it is an object; `extend_attention` and
-`merge_lse` are functions. `naive` computes the same in torch, on any device.
+`merge_lse` are functions. `plain` attends in torch, on any device, as a backend of its own.
 """
 
 from __future__ import annotations
 
+import math
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from specattn.kernels import implementation
-from specattn.kernels.attention import naive
+from specattn.kernels import Launchers, on_triton
 from specattn.kernels.attention.tiles import FLOAT8, TileConfig, logit_factors
 from specattn.kernels.attention.tree import (
     DeterministicSplits,
@@ -18,6 +20,11 @@ from specattn.kernels.attention.tree import (
     check_lse,
     check_sinks,
 )
+
+if TYPE_CHECKING:
+    from specattn.kernels.attention import triton as launch
+else:
+    launch = Launchers("specattn.kernels.attention.triton")
 
 __all__ = ["DeterministicSplits", "TreeAttention", "check_sinks", "extend_attention", "merge_lse"]
 
@@ -90,14 +97,12 @@ def extend_attention(
         check_sinks(sinks, q.shape[1], q.device)
     if not len(q):
         return
-    from specattn.kernels.attention import triton
-
-    triton.extend_attention(
-        q,
-        k_cache,
-        v_cache,
-        out,
-        lse,
+    launch.extend_attention(
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        out=out,
+        lse=lse,
         qo_indptr=qo_indptr,
         seq_lens=seq_lens,
         req_pool_indices=req_pool_indices,
@@ -149,18 +154,39 @@ def merge_lse(
     base2 : bool
         ``prefix_lse`` and ``tail_lse`` are log2, as FlashInfer's are; ``lse`` is natural still.
     """
-    merge = implementation(naive.merge_lse, out.device)
-    merge(
-        prefix_out,
-        prefix_lse,
-        prefix_keys,
-        tail_out,
-        tail_lse,
-        tail_keys,
-        out,
-        lse,
-        base2=base2,
+    if on_triton(out):
+        return launch.merge_lse(
+            prefix_out=prefix_out,
+            prefix_lse=prefix_lse,
+            prefix_keys=prefix_keys,
+            tail_out=tail_out,
+            tail_lse=tail_lse,
+            tail_keys=tail_keys,
+            out=out,
+            lse=lse,
+            base2=base2,
+        )
+    nothing, unit = float("-inf"), math.log(2) if base2 else 1.0
+    has_prefix = (prefix_keys > 0)[:, None, None]  # [B, 1, 1]
+    has_tail = (tail_keys > 0)[:, :, None]  # [B, T, 1]
+    logs = (
+        torch.stack(
+            [  # [2, B, T, H]
+                prefix_lse.masked_fill(~has_prefix, nothing),
+                tail_lse.masked_fill(~has_tail, nothing),
+            ]
+        )
+        * unit
     )
+    total = torch.logsumexp(logs, 0)
+    weights = torch.exp(logs - total.masked_fill(total == nothing, 0))[..., None]
+    results = (
+        prefix_out.float().masked_fill(~has_prefix[..., None], 0),
+        tail_out.float().masked_fill(~has_tail[..., None], 0),
+    )
+    out.copy_(weights[0] * results[0] + weights[1] * results[1])
+    if lse is not None:
+        lse.copy_(total)
 
 
 def check_extend(

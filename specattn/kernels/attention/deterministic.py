@@ -27,7 +27,14 @@ from specattn.kernels.attention.tiles import (
     next_power_of_2,
     padded,
 )
-from specattn.kernels.attention.tree import DeterministicSplits, Grid, TreeAttention, row_strides
+from specattn.kernels.attention.tree import (
+    DeterministicSplits,
+    Grid,
+    Operands,
+    Tail,
+    TreeAttention,
+    row_strides,
+)
 from specattn.kernels.attention.triton import TreeKernels, head_constants, tile_options
 from specattn.kernels.attention.triton_deterministic import (
     deterministic_attention_kernel,
@@ -101,32 +108,15 @@ class DeterministicKernels(TreeKernels):
         """Fill the bucket's plan."""
         self.tables.fill(request.seq_lens, request.rows, request.row_stride)
 
-    def trace(
-        self,
-        bucket: TreeAttention,
-        indices: Tensor,
-        tensors: tuple[Tensor | None, ...],
-        strides: tuple[int, ...],
-    ) -> None:
+    def trace(self, bucket: TreeAttention, indices: Tensor, tail: Tail) -> None:
         """List the paths of all query tokens."""
-        _, tail_slots, _, tail_words = tensors
-        if not bucket.csr and (tail_slots is None or tail_words is None):
+        if not bucket.csr and (tail.slots is None or tail.words is None):
             raise ValueError("tail_slots and tail_words must be given without csr")
-        self.tables.trace(indices, tensors, strides)
+        self.tables.trace(indices, tail)
 
-    def attend(
-        self,
-        bucket: TreeAttention,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        out: Tensor,
-        lse: Tensor | None,
-        indices: Tensor,
-        tensors: tuple[Tensor | None, ...],
-        strides: tuple[int, ...],
-    ) -> None:
+    def attend(self, bucket: TreeAttention, operands: Operands) -> None:
         """Launch the kernel; the paths stand for the tail."""
+        q, k_cache, v_cache, out, lse, indices, tail = operands
         tile, grid, tables = self.grid.tile, self.grid, self.tables
         deterministic_attention_kernel[(grid.splits * bucket.num_kv_heads * grid.m_tiles,)](
             q,
@@ -135,7 +125,7 @@ class DeterministicKernels(TreeKernels):
             out,
             lse,
             indices,
-            tensors[0],
+            tail.positions,
             tables.paths,
             tables.path_lens,
             tables.requests,
@@ -147,7 +137,7 @@ class DeterministicKernels(TreeKernels):
             *row_strides(q),
             *row_strides(out),
             *row_strides(lse),
-            strides[0],
+            tail.strides[0],
             **head_constants(bucket, k_cache, v_cache),
             TAIL=bucket.tail_len,
             CSR=bucket.csr,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specattn.kernels.attention.tiles import FLOAT8, GluonTile, cdiv, gluon_tile_config
-from specattn.kernels.attention.tree import TreeAttention, row_strides
+from specattn.kernels.attention.tree import Operands, TreeAttention, row_strides
 from specattn.kernels.gluon_guard import gluon_ok, tma_boxes
 
 if TYPE_CHECKING:
@@ -85,18 +85,12 @@ def launch_tree(
     kernels: TreeKernels,
     tile: GluonTile,
     bucket: TreeAttention,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    indices: Tensor,
-    tensors: tuple[Tensor | None, ...],
-    strides: tuple[int, ...],
+    operands: Operands,
 ) -> None:
-    """Launch on the last plan's tables; arguments as `TreeAttention.run` has checked them."""
+    """Launch on the last plan's tables."""
     from specattn.kernels.attention.gluon_tree import gluon_tree_kernel
 
+    q, k_cache, v_cache, out, lse, indices, tail = operands
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if not aligned(cache):
             raise ValueError(
@@ -106,9 +100,7 @@ def launch_tree(
     page, k_pages, v_pages = _pages(tile, k_cache, v_cache, bucket.page_size)
     partial_out, partial_lse = bucket.workspace
     # absent tensors are never read
-    positions, tail_slots, tail_positions, tail_words = (
-        indices if t is None else t for t in tensors
-    )
+    positions, tail_slots, tail_positions, tail_words = (indices if t is None else t for t in tail)
     gluon_tree_kernel[(grid.splits * bucket.num_kv_heads * grid.m_tiles,)](
         q,
         k_cache,
@@ -129,7 +121,7 @@ def launch_tree(
         v_pages,
         *bucket.factors,
         bucket.v_scale,
-        *strides,
+        *tail.strides,
         Q_LEN=bucket.q_len,
         TAIL=bucket.tail_len,
         WORDS=bucket.words,
@@ -148,21 +140,27 @@ def launch_tree(
 
 
 def launch_extend(
-    tile: GluonTile,
-    page_size: int,
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
-    requests: tuple[Tensor, Tensor, Tensor, Tensor],
+    *,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    qo_indptr: Tensor,
+    seq_lens: Tensor,
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
     max_q_len: int,
-    window_left: int,
     factors: tuple[float, float, float],
+    window_left: int,
     v_scale: float,
+    page_size: int,
     sinks: Tensor | None,
+    tile: GluonTile,
 ) -> None:
     """Launch prompt attention; arguments as `extend_attention` has checked them."""
     from specattn.kernels.attention.gluon_extend import gluon_extend_kernel
 
-    q, k_cache, v_cache, out, lse = tensors
-    _, seq_lens, _, req_to_token = requests
     group, batch = q.shape[1] // k_cache.shape[1], len(seq_lens)
     blocks = cdiv(max_q_len * group, tile.block_m)
     page, k_pages, v_pages = _pages(tile, k_cache, v_cache, page_size)
@@ -172,7 +170,10 @@ def launch_extend(
         v_cache,
         out,
         seq_lens if lse is None else lse,
-        *requests,
+        qo_indptr,
+        seq_lens,
+        req_pool_indices,
+        req_to_token,
         sinks,
         k_pages,
         v_pages,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -69,6 +69,43 @@ class Grid:
         m_tiles = cdiv(bucket.q_len * bucket.group, tile.block_m)
         splits = limits.sms * tile.ctas_per_sm // (bucket.num_kv_heads * m_tiles)
         return cls(tile, m_tiles, max(1, splits))
+
+
+class Tail(NamedTuple):
+    """The tail of every request, as far as a bucket reads it; None is not read.
+
+    Parameters
+    ----------
+    positions : Tensor or None
+        ``[B, q_len]`` int64.
+    slots, slot_positions : Tensor or None
+        ``[B, tail_len]`` int32 and int64.
+    words : Tensor or None
+        ``[B, q_len, ceil(tail_len / 64)]`` int64.
+    """
+
+    positions: Tensor | None
+    slots: Tensor | None
+    slot_positions: Tensor | None
+    words: Tensor | None
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Strides between requests, and between the words of two query tokens."""
+        first = (row_strides(tensor)[0] for tensor in self[:3])
+        return (*first, *row_strides(self.words))
+
+
+class Operands(NamedTuple):
+    """Tensors of one layer's attention, as `TreeAttention.run` has checked them."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    out: Tensor
+    lse: Tensor | None
+    indices: Tensor
+    tail: Tail
 
 
 class TreeAttention:
@@ -304,7 +341,7 @@ class TreeAttention:
             If a shape, stride or dtype disagrees with those of `run`, or a tail is not given.
         """
         tail = self._tail(positions, tail_slots, tail_positions, tail_words)
-        self.kernels.trace(self, indices, *tail)
+        self.kernels.trace(self, indices, tail)
 
     def run(
         self,
@@ -352,19 +389,13 @@ class TreeAttention:
         ValueError
             If a shape, stride or dtype disagrees with the above.
         """
-        self._check_run(q, k_cache, v_cache, out, lse, indices)
         tail = self._tail(positions, tail_slots, tail_positions, tail_words)
-        self.kernels.run(self, q, k_cache, v_cache, out, lse, indices, *tail)
+        operands = Operands(q, k_cache, v_cache, out, lse, indices, tail)
+        self._check_run(operands)
+        self.kernels.run(self, operands)
 
-    def _check_run(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        out: Tensor,
-        lse: Tensor | None,
-        indices: Tensor,
-    ) -> None:
+    def _check_run(self, operands: Operands) -> None:
+        q, k_cache, v_cache, out, lse, indices, _ = operands
         rows, heads, kv_heads = self.batch * self.q_len, self.num_qo_heads, self.num_kv_heads
         _check("q", q, (rows, heads, self.head_dim), self.dtype)
         _check("out", out, (rows, heads, self.v_head_dim), self.dtype)
@@ -383,8 +414,8 @@ class TreeAttention:
         tail_slots: Tensor | None,
         tail_positions: Tensor | None,
         tail_words: Tensor | None,
-    ) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
-        """Check the tensors this bucket reads; return them and their strides."""
+    ) -> Tail:
+        """Check the tensors this bucket reads; return them."""
         batch, q_len, tail = self.batch, self.q_len, self.tail_len
         if self.window_left < 0 or self.csr:
             positions = tail_positions = None
@@ -398,13 +429,7 @@ class TreeAttention:
         ):
             if tensor is not None:
                 _check(name, tensor, shape, dtype)
-        strides = (
-            row_strides(positions)[0],
-            row_strides(tail_slots)[0],
-            row_strides(tail_positions)[0],
-            *row_strides(tail_words),
-        )
-        return (positions, tail_slots, tail_positions, tail_words), strides
+        return Tail(positions, tail_slots, tail_positions, tail_words)
 
 
 def row_strides(tensor: Tensor | None) -> tuple[int, int]:

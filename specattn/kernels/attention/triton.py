@@ -28,7 +28,7 @@ from specattn.kernels.attention.tiles import (
     padded,
     tile_config,
 )
-from specattn.kernels.attention.tree import Grid, TreeAttention, row_strides
+from specattn.kernels.attention.tree import Grid, Operands, Tail, TreeAttention, row_strides
 from specattn.kernels.attention.triton_extend import extend_kernel
 from specattn.kernels.attention.triton_merge import merge_kernel, merge_lse_kernel
 from specattn.kernels.attention.triton_plan import PlanRequest, TreePlan, fill_plans
@@ -93,51 +93,22 @@ class TreeKernels:
         """Fill the bucket's plan."""
         fill_plans([request])
 
-    def trace(
-        self,
-        bucket: TreeAttention,
-        indices: Tensor,
-        tensors: tuple[Tensor | None, ...],
-        strides: tuple[int, ...],
-    ) -> None:
+    def trace(self, bucket: TreeAttention, indices: Tensor, tail: Tail) -> None:
         """Do nothing: these kernels read the words themselves."""
 
-    def run(
-        self,
-        bucket: TreeAttention,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        out: Tensor,
-        lse: Tensor | None,
-        indices: Tensor,
-        tensors: tuple[Tensor | None, ...],
-        strides: tuple[int, ...],
-    ) -> None:
-        """Attend and merge; arguments as `TreeAttention.run` has checked them."""
-        self.attend(bucket, q, k_cache, v_cache, out, lse, indices, tensors, strides)
+    def run(self, bucket: TreeAttention, operands: Operands) -> None:
+        """Attend and merge."""
+        self.attend(bucket, operands)
         if self.grid.splits > 1:
-            self.merge(bucket, out, lse)
+            self.merge(bucket, operands.out, operands.lse)
 
-    def attend(
-        self,
-        bucket: TreeAttention,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        out: Tensor,
-        lse: Tensor | None,
-        indices: Tensor,
-        tensors: tuple[Tensor | None, ...],
-        strides: tuple[int, ...],
-    ) -> None:
+    def attend(self, bucket: TreeAttention, operands: Operands) -> None:
         """Launch the kernel of the tile."""
         grid, tile = self.grid, self.grid.tile
         if isinstance(tile, GluonTile):
-            gluon.launch_tree(
-                self, tile, bucket, q, k_cache, v_cache, out, lse, indices, tensors, strides
-            )
+            gluon.launch_tree(self, tile, bucket, operands)
             return
+        q, k_cache, v_cache, out, lse, indices, tail = operands
         tree_attention_kernel[(grid.splits * bucket.num_kv_heads * grid.m_tiles,)](
             q,
             k_cache,
@@ -145,7 +116,7 @@ class TreeKernels:
             out,
             lse,
             indices,
-            *tensors,
+            *tail,
             self.tables.requests,
             self.tables.splits,
             *bucket.workspace,
@@ -155,7 +126,7 @@ class TreeKernels:
             *row_strides(q),
             *row_strides(out),
             *row_strides(lse),
-            *strides,
+            *tail.strides,
             **head_constants(bucket, k_cache, v_cache),
             TAIL=bucket.tail_len,
             WORDS=bucket.words,
@@ -228,12 +199,12 @@ def tile_options(tile: TileConfig) -> dict[str, int]:
 
 
 def extend_attention(
+    *,
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     out: Tensor,
     lse: Tensor | None,
-    *,
     qo_indptr: Tensor,
     seq_lens: Tensor,
     req_pool_indices: Tensor,
@@ -260,18 +231,24 @@ def extend_attention(
         and gluon.aligned(v_cache)
     ):
         tile = gluon_extend_tile(head_dim, page_size, k_cache.dtype)
-    requests = qo_indptr, seq_lens, req_pool_indices, req_to_token
     if isinstance(tile, GluonTile):
         gluon.launch_extend(
-            tile,
-            page_size,
-            (q, k_cache, v_cache, out, lse),
-            requests,
-            max_q_len,
-            window_left,
-            factors,
-            v_scale,
-            sinks,
+            q=q,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            out=out,
+            lse=lse,
+            qo_indptr=qo_indptr,
+            seq_lens=seq_lens,
+            req_pool_indices=req_pool_indices,
+            req_to_token=req_to_token,
+            max_q_len=max_q_len,
+            factors=factors,
+            window_left=window_left,
+            v_scale=v_scale,
+            page_size=page_size,
+            sinks=sinks,
+            tile=tile,
         )
         return
     tile = tile or extend_tile_config(
@@ -283,7 +260,10 @@ def extend_attention(
         v_cache,
         out,
         lse,
-        *requests,
+        qo_indptr,
+        seq_lens,
+        req_pool_indices,
+        req_to_token,
         sinks,
         *factors,
         v_scale if k_cache.dtype == FLOAT8 else None,
@@ -311,6 +291,7 @@ def extend_attention(
 
 
 def merge_lse(
+    *,
     prefix_out: Tensor,
     prefix_lse: Tensor,
     prefix_keys: Tensor,
@@ -319,10 +300,8 @@ def merge_lse(
     tail_keys: Tensor,
     out: Tensor,
     lse: Tensor | None,
-    *,
-    base2: bool = False,
+    base2: bool,
 ) -> None:
-    """Launch `specattn.kernels.attention.merge_lse`."""
     batch, q_len, heads, head_dim = out.shape
     block_h = min(8, next_power_of_2(heads))
     merge_lse_kernel[(batch * q_len, cdiv(heads, block_h))](

@@ -8,12 +8,17 @@ device, once per step: that does not show.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from specattn.kernels.attention.triton_plan import align_splits, request_tiles
+
+if TYPE_CHECKING:
+    from specattn.kernels.attention.tree import Tail
 
 # numbers of a request, and of a split, which repeats those of its first request
 REQUEST_FIELDS = tl.constexpr(6)
@@ -307,23 +312,15 @@ class DeterministicPlan:
             num_warps=4 if block <= 32 else 8,
         )
 
-    def trace(
-        self,
-        indices: Tensor,
-        tensors: tuple[Tensor | None, ...],
-        strides: tuple[int, ...],
-    ) -> None:
-        """List the paths of all query tokens, after `fill`.
-
-        ``tensors`` are positions, tail slots, tail positions and words, ``strides`` theirs.
-        """
+    def trace(self, indices: Tensor, tail: Tail) -> None:
+        """List the paths of all query tokens, after `fill`."""
         _path_kernel[(len(self.paths),)](
             self.requests,
             indices,
-            *tensors,
+            *tail,
             self.paths,
             self.path_lens,
-            *strides,
+            *tail.strides,
             Q_LEN=self.q_len,
             TAIL=self.tail_len,
             TAIL_BLOCK=max(triton.next_power_of_2(self.tail_len), 16),

@@ -12,12 +12,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from specattn.kernels import Launchers
 from specattn.kernels.attention import check_extend
 from specattn.kernels.attention.tiles import MergeTile, TileConfig, logit_factors
-from specattn.kernels.attention.tree import DeterministicSplits, TreeAttention
+from specattn.kernels.attention.tree import DeterministicSplits, Operands, TreeAttention
 
 if TYPE_CHECKING:
     from specattn.kernels.attention.triton import TreeKernels
+    from specattn.kernels.mla import triton as launch
+else:
+    launch = Launchers("specattn.kernels.mla.triton")
 
 __all__ = ["MlaAttention", "mla_extend"]
 
@@ -90,17 +94,9 @@ class MlaAttention(TreeAttention):
 
         return LatentKernels(self, tile, self._merge)
 
-    def _check_run(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        out: Tensor,
-        lse: Tensor | None,
-        indices: Tensor,
-    ) -> None:
-        super()._check_run(q, k_cache, v_cache, out, lse, indices)
-        _check_latent(k_cache, v_cache)
+    def _check_run(self, operands: Operands) -> None:
+        super()._check_run(operands)
+        _check_latent(operands.k_cache, operands.v_cache)
 
 
 def mla_extend(
@@ -144,13 +140,11 @@ def mla_extend(
     _check_latent(k_cache, v_cache)
     if not len(q):
         return
-    from specattn.kernels.mla import triton
-
-    triton.mla_extend(
-        q,
-        k_cache,
-        out,
-        lse,
+    launch.mla_extend(
+        q=q,
+        cache=k_cache,
+        out=out,
+        lse=lse,
         qo_indptr=qo_indptr,
         seq_lens=seq_lens,
         req_pool_indices=req_pool_indices,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specattn.kernels.attention.tiles import DeviceLimits, GluonTile, TileConfig
-from specattn.kernels.attention.tree import TreeAttention, row_strides
+from specattn.kernels.attention.tree import Operands, TreeAttention, row_strides
 from specattn.kernels.gluon_guard import gluon_ok
 from specattn.kernels.mla.tiles import GLUON, mla_tile_config
 
@@ -44,28 +44,23 @@ def launch_latent(
     kernels: TreeKernels,
     tile: GluonTile,
     bucket: TreeAttention,
-    q: Tensor,
-    cache: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    indices: Tensor,
-    tensors: tuple[Tensor | None, ...],
-    strides: tuple[int, ...],
+    operands: Operands,
 ) -> None:
-    """Launch on the last plan's tables; arguments as `TreeAttention.run` has checked them."""
+    """Launch on the last plan's tables."""
     # Gluon is experimental: nothing may need it where this kernel is not used
     from specattn.kernels.mla.gluon_tree import mla_gluon_kernel
 
     grid = kernels.grid
-    _, tail_slots, _, tail_words = tensors
+    q, cache, _, out, lse, indices, tail = operands
+    strides = tail.strides
     mla_gluon_kernel[(grid.splits * grid.m_tiles,)](
         q,
         cache,
         out,
         lse,
         indices,
-        tail_slots,
-        tail_words,
+        tail.slots,
+        tail.words,
         kernels.tables.requests,
         kernels.tables.splits,
         *bucket.workspace,

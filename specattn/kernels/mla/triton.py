@@ -16,7 +16,7 @@ from specattn.kernels.attention.tiles import (
     cdiv,
     padded,
 )
-from specattn.kernels.attention.tree import TreeAttention, row_strides
+from specattn.kernels.attention.tree import Operands, TreeAttention, row_strides
 from specattn.kernels.attention.triton import TreeKernels, tile_options
 from specattn.kernels.mla.gluon import choose_mla_tile, copies_16_bytes, launch_latent
 from specattn.kernels.mla.tiles import MERGE, mla_extend_tile_config
@@ -47,32 +47,22 @@ class LatentKernels(TreeKernels):
             bucket.device,
         )
 
-    def attend(
-        self,
-        bucket: TreeAttention,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        out: Tensor,
-        lse: Tensor | None,
-        indices: Tensor,
-        tensors: tuple[Tensor | None, ...],
-        strides: tuple[int, ...],
-    ) -> None:
+    def attend(self, bucket: TreeAttention, operands: Operands) -> None:
         """Launch the tile's kernel; Triton's, where Gluon's cannot copy the rows."""
         grid, tile = self.grid, self.grid.tile
+        q, k_cache, _, out, lse, indices, tail = operands
         if isinstance(tile, GluonTile) and copies_16_bytes(q, k_cache):
-            launch_latent(self, tile, bucket, q, k_cache, out, lse, indices, tensors, strides)
+            launch_latent(self, tile, bucket, operands)
             return
-        _, tail_slots, _, tail_words = tensors
+        strides = tail.strides
         mla_attention_kernel[(grid.splits * grid.m_tiles,)](
             q,
             k_cache,
             out,
             lse,
             indices,
-            tail_slots,
-            tail_words,
+            tail.slots,
+            tail.words,
             self.tables.requests,
             self.tables.splits,
             *bucket.workspace,
@@ -99,11 +89,11 @@ class LatentKernels(TreeKernels):
 
 
 def mla_extend(
+    *,
     q: Tensor,
     cache: Tensor,
     out: Tensor,
     lse: Tensor | None,
-    *,
     qo_indptr: Tensor,
     seq_lens: Tensor,
     req_pool_indices: Tensor,

@@ -10,7 +10,7 @@ from specattn.kernels.attention import (
     DeterministicSplits,
     TreeAttention,
     extend_attention,
-    naive,
+    plain,
 )
 from specattn.kernels.mla import MlaAttention, mla_extend
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from tests.oracle import Case
 
 NAIVE = {
-    "tree": naive.tree_attention,
-    "lists": naive.csr_attention,
-    "extend": naive.extend_attention,
+    "tree": plain.tree_attention,
+    "lists": plain.csr_attention,
+    "extend": plain.extend_attention,
 }
 TAIL = ("positions", "tail_slots", "tail_positions", "tail_words")
 

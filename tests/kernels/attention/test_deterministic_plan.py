@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from specattn.kernels.attention.tree import Tail
 from specattn.kernels.attention.triton_deterministic_plan import DeterministicPlan
 from tests.oracle import make_tree_case, tree_lists
 
@@ -214,14 +215,7 @@ def test_a_path_is_the_rest_of_the_prefix_and_the_ancestors(
     plan.paths.fill_(10**6)
     table = a["req_to_token"]
     plan.fill(a["seq_lens"], a["req_pool_indices"], table.stride(0))
-    strides = (
-        a["positions"].stride(0),
-        a["tail_slots"].stride(0),
-        a["tail_positions"].stride(0),
-        *a["tail_words"].stride()[:2],
-    )
-    tensors = a["positions"], a["tail_slots"], a["tail_positions"], a["tail_words"]
-    plan.trace(table, tensors, strides)
+    plan.trace(table, Tail(a["positions"], a["tail_slots"], a["tail_positions"], a["tail_words"]))
     seen = tree_lists(case)
     words = a["tail_words"].tolist()
     for row, (path, length) in enumerate(
