@@ -10,7 +10,10 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 DOCS = Path(__file__).resolve().parent
 TESTS = DOCS.parent / "tests"
@@ -29,6 +32,16 @@ Without a GPU, Triton's kernels run in its interpreter. An environment runs the 
 nothing else than what is installed there.
 
 """
+#: Why the tests failed that the records name, by test.
+REASONS = {
+    "tests.cli.test_commands::test_version_help_and_unknown_commands": "it expected the version "
+    "that torch tells of itself, with its CUDA, and not the installed package's; mended since",
+    "tests/engine/test_interrupts.py::test_an_interrupt_at_any_line_costs_no_row_and_no_slot": "an "
+    "interrupt left a request waiting: Python 3.12 skips a frame's handlers for one that comes "
+    "where an inlined comprehension jumps back",
+    "tests/validation/test_arguments.py::test_an_engine_takes_what_is_empty_for_no_default": "no "
+    "buckets were refused by another message; mended since",
+}
 COLUMNS = ("torch", "triton", "numpy", "transformers", "sglang")
 TRITON = """
 - **Triton 3.7, 3.8 and 3.9** renamed names of Gluon: `specattn.kernels.gluon_names` has one of
@@ -88,11 +101,17 @@ def environments(record: dict[str, Any], gpu: dict[str, Any]) -> str:
     ]
     return table(
         ["environment", "device", "python", *COLUMNS, "passed", "failed", "skipped", "date"], rows
-    ) + "".join(
-        f"\nFailed in {name}: {', '.join(f'`{test}`' for test in run['failures'])}.\n"
-        for name, run in runs.items()
-        if run.get("failures")
-    )
+    ) + "".join(failed(name, run.get("failures", ())) for name, run in runs.items())
+
+
+def failed(name: str, tests: Sequence[str]) -> str:
+    """Return which tests failed in an environment, each with its reason."""
+    counts = Counter(test.partition("[")[0] for test in tests)
+    lines = [
+        f"- `{test}`{f' ({count} cases)' if count > 1 else ''}: {REASONS[test]}.\n"
+        for test, count in counts.items()
+    ]
+    return "".join([f"\nFailed in {name}:\n\n", *lines]) if lines else ""
 
 
 def compiled(record: dict[str, Any]) -> str:

@@ -180,11 +180,19 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}
 
 
-def test_the_model_of_the_models_page_runs(capsys):
+def test_the_model_of_the_models_page_runs(capsys, caplog):
     page = (ROOT / "docs" / "models.md").read_text()
     program = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
     exec(compile(program, "models.md", "exec"), {})
     assert len(json.loads(capsys.readouterr().out)) == 8
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("page", [*sorted((ROOT / "docs").rglob("*.md"))], ids=names)
+def test_lines_of_code_fit_beside_the_sites_menus(page):
+    """At the size of `docs/stylesheets/code.css`."""
+    for block in re.findall(r"^```.*?^```", page.read_text(), re.DOTALL | re.MULTILINE):
+        assert max(map(len, block.splitlines())) <= 88, block
 
 
 @pytest.mark.parametrize("page", PAGES, ids=names)
@@ -272,6 +280,7 @@ def test_options_exist():
         "docs/numerics.md",
         "docs/own_loop.md",
         "docs/adaptive.md",
+        "docs/models.md",
     ):
         for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", (ROOT / name).read_text()):
             assert option in known, f"{name}: {option}"

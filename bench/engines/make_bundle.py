@@ -4,7 +4,8 @@ The machine has CUDA 13, Python 3.12, torch 2.11, Triton 3.6 and transformers, a
 SGLang's. What is packed starts its engine with Llama models, EAGLE-3 heads and the pair that comes
 with this library: SGLang itself, the packages it imports at start, its CUDA kernels for SM90 alone,
 and the kernels that it would otherwise compile at first use. Run it with Python 3.12, torch 2.11,
-Triton 3.6, transformers, what `NEEDS` names, and CUDA 13's ``nvcc``; no GPU is needed.
+its torchvision, Triton 3.6, transformers, what `NEEDS` names, and CUDA 13's ``nvcc``; no GPU is
+needed.
 
     python bench/engines/make_bundle.py --out FOLDER
 

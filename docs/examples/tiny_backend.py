@@ -17,7 +17,7 @@ class TinyBackend:
     """One layer geometry on one device."""
 
     name = "tiny"
-    # it reads lengths on the host, so no graph can record it; index lists it does not know
+    # lengths are read on the host, so no graph can record it; it knows no index lists
     capabilities = Capabilities(graphs=False, lists=False)
 
     def __init__(self, config, device):
@@ -32,17 +32,19 @@ class TinyBackend:
         """Look at the plan's type, once: afterwards all is tensors."""
         if isinstance(plan, CsrPlan):
             raise UnsupportedError("backend 'tiny'", ["serves no index lists"])
-        return BoundTiny(self.config, plan, tree if isinstance(plan, AttnPlan) else prompt)
+        request = tree if isinstance(plan, AttnPlan) else prompt
+        return BoundTiny(self.config, plan, request)
 
 
 def tree(plan, b):
     """Return request b's query rows, key slots, both positions, and who sees what."""
-    length, n, tail = int(plan.seq_lens[b]), plan.layout.q_len, torch.arange(plan.layout.tail)
-    tail = tail.to(plan.seq_lens.device)
+    length, n = int(plan.seq_lens[b]), plan.layout.q_len
+    tail = torch.arange(plan.layout.tail, device=plan.seq_lens.device)
     prefix = plan.req_to_token[plan.req_pool_indices[b], :length]
     bits = plan.tail_words[b][:, tail // 64] >> tail % 64 & 1  # [n, tail]
     seen = torch.cat([bits.new_ones(n, length), bits], 1) != 0
-    pos_k = torch.cat([torch.arange(length, device=tail.device), plan.tail_positions[b]])
+    before = torch.arange(length, device=tail.device)
+    pos_k = torch.cat([before, plan.tail_positions[b]])
     slots = torch.cat([prefix, plan.tail_slots[b]])
     return slice(b * n, b * n + n), slots, plan.positions[b], pos_k, seen
 
@@ -78,7 +80,8 @@ class BoundTiny(BoundAttention):
             if c.logit_cap:
                 logits = c.logit_cap * torch.tanh(logits / c.logit_cap)
             logits = logits.masked_fill(~seen[:, seen.any(0)], float("-inf"))
-            weights = logits.softmax(-1).nan_to_num(0)  # a row without keys: 0, and lse -inf
+            # a row without keys: 0, and lse -inf
+            weights = logits.softmax(-1).nan_to_num(0)
             out[rows] = torch.einsum("hqk,khd->qhd", weights, v).to(out.dtype)
             if lse is not None:
                 lse[rows] = logits.logsumexp(-1).T

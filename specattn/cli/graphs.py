@@ -171,7 +171,4 @@ def _totals(found: dict[str, Any]) -> str:
             f"no graphs were captured on {device}: steps run over the same buffers "
             f"without; {len(found['captures'])} buckets ran once in {times}"
         )
-    return (
-        f"{recorded} graphs on {device} in {times}, "
-        f"{found['nbytes'] / _MIB:.1f} MiB in the pool they share"
-    )
+    return f"{recorded} graphs on {device} in {times}, {found['nbytes'] / _MIB:.1f} MiB in one pool"

@@ -61,7 +61,7 @@ def blaming(argument: str, name: str) -> Iterator[None]:
 
 
 def locate(argument: str, path_or_id: str | Path) -> str:
-    """Return a model's folder, GGUF file or name on the Hub, or blame ``argument``."""
+    """Return a model's folder, GGUF file or Hub name, or blame ``argument``."""
     name = str(path_or_id)
     path = Path(name).expanduser()
     if path.is_dir():

@@ -80,6 +80,14 @@ def test_the_record_is_of_this_source():
         pytest.skip(f"recorded with another source: {', '.join(others)}; see CONTRIBUTING.md")
 
 
+def test_the_page_says_why_a_test_failed():
+    """And speaks of no other test: remove the reasons of those that pass again."""
+    gpu = json.loads((ROOT / "tests" / "gpu_record.json").read_text())
+    runs = [*RECORD.values(), gpu]
+    failed = {test.partition("[")[0] for run in runs for test in run.get("failures", ())}
+    assert set(MAKE["REASONS"]) == failed
+
+
 def test_the_page_is_what_the_generator_writes():
     """Run ``python docs/make_compatibility.py`` after a record changed."""
     assert (ROOT / "docs" / "compatibility.md").read_text() == MAKE["page"]()
