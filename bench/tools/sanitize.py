@@ -1,13 +1,11 @@
-"""Run every kernel under compute-sanitizer: out-of-bounds, races in shared memory, stray reads.
+"""Run tests of kernels under compute-sanitizer: out-of-bounds, races in shared memory, stray reads.
 
-Without arguments: the driver. It runs each group plainly, then under each tool, and writes what
-the tools said to ``bench/results/sanitizer_h200.json``. Explanations of reports are written into
-that file by hand, and kept by later runs. Tensors are allocated one by one and exactly as large
-as they need to be, so that a neighbour does not hide an access past the end; slots of the pools
-that nobody uses hold NaN, and every result is checked to be finite.
+A group is a room of kernels, whose GPU tests are sampled evenly. It runs plainly, then under each
+tool, with every tensor in an allocation of its own, so that no neighbour hides an access past the
+end. What the tools said goes to ``bench/results/sanitizer.json``; explanations of reports are
+written into that file by hand, and kept by later runs.
 
-    python -m bench.tools.sanitize [--tools memcheck,racecheck,initcheck] [--groups tree,latent,...]
-    compute-sanitizer --tool memcheck python -m bench.tools.sanitize --run tree
+    python -m bench.tools.sanitize [--tools memcheck,racecheck,initcheck] [--groups attention,mla]
 """
 
 from __future__ import annotations
@@ -22,49 +20,47 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
+from bench.tools.trees import HERE
 
-from bench.tools.sanitize_attention import LATENT, PROMPT, TREE, TRITON
-from bench.tools.sanitize_small import SMALL
-from bench.tools.sanitize_step import MODELS, STEP
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-RESULTS = Path(__file__).parents[1] / "results"
+RESULTS = HERE / "bench" / "results" / "sanitizer.json"
+TESTS = HERE / "tests" / "kernels"
+GROUPS = sorted(one.parent.name for one in TESTS.glob("*/__init__.py"))
 TOOLS = ("memcheck", "racecheck", "initcheck")
-# a group is killed after this; on an H200 none took more than 30
-SECONDS = 300
-# by kernel
-GROUPS: dict[str, dict[str, Callable[[], None]]] = {
-    "tree": TREE,
-    "triton": TRITON,
-    "prompt": PROMPT,
-    "latent": LATENT,
-    "small": SMALL,
-    "step": STEP,
-    "models": MODELS,
-}
+# a tool that never ends is killed after this
+SECONDS = 600
+# torch's own kernels, memory that only a whole GPU has, compilers without a GPU
+UNFIT = "not naive and not beyond and not compile and not fuzz"
 
 
-def run(group: str) -> None:
-    """Run a group in this process."""
-    torch.manual_seed(0)
-    for name, call in GROUPS[group].items():
-        call()
-        torch.cuda.synchronize()
-        print(f"ran {group}: {name}", flush=True)
+def sample(names: list[str], most: int) -> list[str]:
+    """Return every n-th of the tests, ``most`` at the most."""
+    return names[:: max(1, -(-len(names) // most))]
+
+
+def collected(group: str, most: int) -> list[str]:
+    """Return the tests of a group that run."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-n", "0", "-m", "gpu"]
+    done = subprocess.run(
+        [*command, "-k", UNFIT, str(TESTS / group)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=HERE,
+    )
+    return sample([line for line in done.stdout.splitlines() if "::" in line], most)
 
 
 def parse(output: str) -> dict[str, Any]:
-    """Numbers of a tool's summary, and its reports without addresses, each once."""
+    """Return numbers of a tool's summary, and its reports without addresses, each once."""
     found: dict[str, Any] = {"errors": None, "warnings": 0}
     if match := re.search(r"ERROR SUMMARY: (\d+) error", output):
         found["errors"] = int(match[1])
     if match := re.search(r"RACECHECK SUMMARY: .*?(\d+) error\w*, (\d+) warning", output):
         found["errors"], found["warnings"] = int(match[1]), int(match[2])
+    if match := re.search(r"(\d+) passed", output):
+        found["passed"] = int(match[1])
     lines = [
         line.removeprefix("=========").strip()
         for line in output.splitlines()
@@ -79,36 +75,34 @@ def parse(output: str) -> dict[str, Any]:
     return found
 
 
-def sanitize(tool: str | None, group: str) -> dict[str, Any]:
-    """Run a group in a process of its own, under ``tool``."""
-    command = [sys.executable, "-m", "bench.tools.sanitize", "--run", group]
+def sanitize(tool: str | None, group: str, tests: list[str]) -> dict[str, Any]:
+    """Run tests in a process of their own, under ``tool``."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *tests]
     if tool:
         command = ["compute-sanitizer", "--tool", tool, "--print-limit", "50", *command]
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     begin = time.perf_counter()
     try:
         done = subprocess.run(
             command,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
             check=False,
             timeout=SECONDS,
-            env=environment,
-            cwd=Path(__file__).parents[2],
+            env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+            cwd=HERE,
         )
     except subprocess.TimeoutExpired as problem:
         out = problem.stdout or b""
-        text = out if isinstance(out, str) else out.decode(errors="replace")
-        code = None
+        text, code = out if isinstance(out, str) else out.decode(errors="replace"), None
     else:
-        text, code = done.stdout + done.stderr, done.returncode
+        text, code = done.stdout, done.returncode
     return {
         "tool": tool or "none",
         "group": group,
         "returncode": code,
         "seconds": round(time.perf_counter() - begin, 1),
-        "ran": re.findall(rf"ran {group}: (.*)", text),
-        "cases": len(GROUPS[group]),
+        "tests": len(tests),
         **parse(text),
         "tail": text[-1500:] if code else "",
     }
@@ -116,15 +110,12 @@ def sanitize(tool: str | None, group: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--run", choices=GROUPS, help="run this group here, without the driver")
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--groups", default=",".join(GROUPS))
+    parser.add_argument("--most", type=int, default=40, help="tests of a group at the most")
     parser.add_argument("--commit", help="what the results call this version")
-    parser.add_argument("--out", type=Path, default=RESULTS / "sanitizer_h200.json")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    if options.run:
-        run(options.run)
-        return
     if not shutil.which("compute-sanitizer"):
         raise SystemExit("compute-sanitizer is not on the PATH")
     from bench.suite.machine import machine
@@ -135,33 +126,24 @@ def main() -> None:
     if options.out.exists():
         for record in json.loads(options.out.read_text())["runs"]:
             kept[record["tool"], record["group"]] = record
-    version = (
-        subprocess.run(
-            ["compute-sanitizer", "--version"], capture_output=True, text=True, check=False
-        )
-        .stdout.strip()
-        .splitlines()[-1:]
-    )
-    for tool in (None, *options.tools.split(",")):
-        for group in options.groups.split(","):
-            record = sanitize(tool, group)
+    for group in options.groups.split(","):
+        tests = collected(group, options.most)
+        for tool in (None, *options.tools.split(",")):
+            record = sanitize(tool, group, tests)
             before = kept.get((record["tool"], group), {})
             kept[record["tool"], group] = record | {
                 "commit": here["commit"],
                 "explanation": before.get("explanation", ""),
             }
             print(
-                f"{record['tool']:10} {group:8} {record['seconds']:6.1f} s  "
-                f"{len(record['ran'])} of {record['cases']} cases, {record['errors']} errors, "
-                f"{record['warnings']} warnings, exit {record['returncode']}",
+                f"{record['tool']:10} {group:10} {record['seconds']:6.1f} s  "
+                f"{record.get('passed', 0)} of {record['tests']} passed, {record['errors']} "
+                f"errors, {record['warnings']} warnings, exit {record['returncode']}",
                 flush=True,
             )
             for report in record["reports"][:5]:
                 print(f"    {report['times']} x {report['text'][:150]}", flush=True)
-            if record["tail"]:
-                print(record["tail"], flush=True)
-            found = {"machine": here, "compute_sanitizer": version, "runs": list(kept.values())}
-            write(found, options.out)
+            write({"machine": here, "runs": list(kept.values())}, options.out)
 
 
 if __name__ == "__main__":
