@@ -70,7 +70,6 @@ class Environment:
 INTERRUPTED = (
     *(f"tests/engine/test_{name}.py" for name in ("interrupts", "engine_failures", "serving")),
     "tests/cuda_graph",
-    "tests/test_architecture.py",
 )
 OF_SGLANG = ("-r", f"{ROOT}/{SGLANG}/requirements.txt")
 ENGINE = {

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineMetrics:
-    """Numbers of an engine: what it holds now, and totals since it was made.
+    """What an engine holds, and totals since it was made.
 
     Parameters
     ----------
@@ -57,13 +57,13 @@ class EngineMetrics:
 
     @property
     def accepted_per_step(self) -> float:
-        """Mean tokens that a request gains in a step, bonus included; 0 before any."""
+        """Mean tokens of a request and step, bonus included; 0 without."""
         tokens = sum(gained * count for gained, count in enumerate(self.accept_lens))
         return tokens / max(sum(self.accept_lens), 1)
 
     @property
     def accepted_by_position(self) -> tuple[int, ...]:
-        """How often a request kept at least 1, 2, ... draft tokens in a step."""
+        """Steps of requests that kept at least 1, 2, ... draft tokens."""
         return tuple(sum(self.accept_lens[at:]) for at in range(2, len(self.accept_lens)))
 
 
