@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import typer
 
     from specattn.speculative.block import BlockDraftModel
-    from specattn.speculative.lookup import LookupFirst
+    from specattn.speculative.lookup import LookupFirst, LookupProposer
     from specattn.speculative.model import DraftModel, TargetModel
     from specattn.speculative.proposer import Proposer
 
@@ -161,7 +161,6 @@ def load_models(
     _check_draft(target, draft, kind)
     with loading_bar():
         from specattn.models import HFTarget, fuse
-        from specattn.speculative.lookup import LookupFirst, LookupProposer
 
         found = HFTarget.from_pretrained(
             target or shipped("target"),
@@ -177,11 +176,17 @@ def load_models(
             if kind != "model":
                 found = found.with_features(head.features)
         models: tuple[Any, Any] = fuse(found, head) if fused else (found, head)
-        if kind == "lookup":
-            models = models[0], LookupProposer()
-        if lookup_first:
-            models = models[0], LookupFirst(LookupProposer(), models[1])
+        if kind == "lookup" or lookup_first:
+            models = models[0], _from_text(models[1])
         return Models(*models, found.tokenizer)
+
+
+def _from_text(behind: Any) -> LookupProposer | LookupFirst:
+    """Return what drafts from the text, in front of another draft if there is one."""
+    from specattn.speculative.lookup import LookupFirst, LookupProposer
+
+    lookup = LookupProposer()
+    return lookup if behind is None else LookupFirst(lookup, behind)
 
 
 def _loaders() -> dict[str, Callable[..., Any]]:

@@ -125,14 +125,11 @@ def speculation(
 
     best_first: dict[str, Any] = {"tree": "best_first"} if _is_best_first(tree, ranks) else {}
     _check_kind(kind, lookup_first=lookup_first)
-    by_text = "--draft-kind lookup" if kind == "lookup" else "--lookup-first" * lookup_first
-    for name, given in (
-        ("--draft-sampling", draft_sampling),
-        ("--tree best_first", best_first and not lookup_first),
-    ):
-        if given and by_text:
-            reason = f"needs drafts with probabilities, which {by_text} has not"
-            raise ArgumentError(name, reason)
+    needing = {
+        "--draft-sampling": draft_sampling,
+        "--tree best_first": bool(best_first) and not lookup_first,
+    }
+    _check_text(kind, needing, lookup_first=lookup_first)
     if kind == "none" and steps:
         raise ArgumentError("--steps", f"must be 0 with --draft-kind none, got {steps}")
     if steps is None:
@@ -159,13 +156,27 @@ def speculation(
         f"--draft-kind {kind}": kind not in ("eagle3", "none"),
         "--adaptive": adaptive,
     }
+    if not steps:
+        _refuse_plain(needing)
+    return config
+
+
+def _refuse_plain(needing: dict[str, bool]) -> None:
+    """Refuse options that plain decoding would ignore."""
     for name, is_given in needing.items():
-        if is_given and not steps:
+        if is_given:
             lacks = "smaller tree to choose from" if name == "--adaptive" else "drafts"
             raise ArgumentError(
                 name, f"needs --steps of at least 1, got plain decoding, which has no {lacks}"
             )
-    return config
+
+
+def _check_text(kind: str, needing: dict[str, bool], *, lookup_first: bool) -> None:
+    """Refuse options that need the probabilities of drafts, where the text drafts."""
+    by_text = "--draft-kind lookup" if kind == "lookup" else "--lookup-first"
+    for name, is_given in needing.items():
+        if is_given and (kind == "lookup" or lookup_first):
+            raise ArgumentError(name, f"needs drafts with probabilities, which {by_text} has not")
 
 
 def _check_kind(kind: str, *, lookup_first: bool) -> None:

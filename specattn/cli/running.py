@@ -50,11 +50,10 @@ class Setup:
 
     def engine(self, config: SpecConfig) -> Engine:
         """Build the engine of a speculative config."""
-        with naming_options():
+        with naming_options(), self._naming_memory():
             config = replace(
                 config, max_context_len=self.max_context_len, max_num_reqs=self.batch_size
             )
-        with self._naming_memory():
             return Engine(
                 self.models.target,
                 self.models.draft if config.num_steps else None,

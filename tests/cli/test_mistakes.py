@@ -15,7 +15,7 @@ import typer
 
 from specattn import Engine, Request, SamplingParams, SpecConfig
 from specattn import backends as library_backends
-from specattn.cli import loading
+from specattn.cli import loading, running
 from specattn.cli.app import app
 from specattn.cli.errors import OPTIONS, ArgumentError, named, naming_options
 from tests.cli.command import ON_CPU, PAIR, load_models, loaded, run
@@ -425,6 +425,19 @@ def test_messages_name_the_options_of_fields():
         with pytest.raises(ArgumentError) as caught, naming_options():
             raise ValueError(f"{name} must be another one, got 3")
         assert f"{caught.value.argument} {caught.value}" == f"{option} must be another one, got 3"
+
+
+def test_what_an_engine_refuses_is_named_too(monkeypatch):
+    def refusing(*_, **__):
+        raise ValueError("a backend that plans on the host needs cudagraph='piecewise'")
+
+    monkeypatch.setattr(running, "Engine", refusing)
+    result = run("generate", *ON_CPU, "p")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == (
+        "specattn: error: --cudagraph: a backend that plans on the host needs "
+        "--cudagraph piecewise\n"
+    )
 
 
 def test_paths_and_words_are_no_fields():
