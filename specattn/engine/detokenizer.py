@@ -17,7 +17,8 @@ class TextStream:
     """A text stream gives the text of one request in pieces.
 
     The pieces together are the text. Characters whose last bytes are in tokens to come are held
-    back, and so is what may turn out to be the beginning of a stop string.
+    back, and so is what may turn out to be the beginning of a stop string. A character that begins
+    in the prompt's last tokens belongs to the text.
 
     Parameters
     ----------
@@ -63,7 +64,7 @@ class TextStream:
 
     def finish(self) -> str:
         """Return what was held back; no tokens follow."""
-        rest = self._emit(self._new()[self._taken :])
+        rest = self._emit(self._new()[self._taken :]) if self._pending else ""
         self._pending, self._taken = [], 0
         if not self.stopped:
             rest += self._held
@@ -73,7 +74,11 @@ class TextStream:
 
     def _new(self) -> str:
         before = self._detokenize(self._context)
-        return self._detokenize(self._context + self._pending)[len(before) :]
+        # what is no character yet: bytes that the prompt ends with
+        open_len = len(before) - len(before.rstrip(_REPLACEMENT))
+        new = self._detokenize(self._context + self._pending)[len(before) - open_len :]
+        still_open = len(new) - len(new.lstrip(_REPLACEMENT))
+        return new[min(open_len, still_open) :]
 
     def _emit(self, fresh: str) -> str:
         if self.stopped:

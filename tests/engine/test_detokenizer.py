@@ -70,3 +70,45 @@ def test_tokens_without_text_leave_the_context_of_the_next_one():
     stream = TextStream(text, [7])
     pieces = [stream.feed([token]) for token in (0, 8, 0, 0, 9)]
     assert pieces == ["", " 8", "", "", " 9"]
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+@pytest.mark.parametrize("text", ["삼겹살을 먹자", "a 💥\N{FAMILY} é"])
+def test_a_character_that_the_prompt_has_begun_belongs_to_the_text(text, size):
+    """Wherever the prompt ends: whole characters are its own, the rest is the text's."""
+    ids = tokenizer()(text).input_ids
+    assert len(ids) > len(text)
+    for cut in range(1, len(ids)):
+        whole = bytes_of(ids[:cut]).decode(errors="ignore")
+        stream = TextStream(text_of, ids[:cut])
+        pieces = [stream.feed(ids[at : at + size]) for at in range(cut, len(ids), size)]
+        assert "".join([*pieces, stream.finish()]) == stream.text == text.removeprefix(whole)
+        stopped = TextStream(text_of, ids[:cut], [text.removeprefix(whole)[0]])
+        for token in ids[cut:]:
+            stopped.feed([token])
+        assert (stopped.stopped, stopped.text) == (True, "")
+
+
+def test_what_the_prompt_has_begun_may_never_end():
+    """Its bytes are the prompt's then."""
+    ids = tokenizer()("삼").input_ids
+    rest = tokenizer()(" and on").input_ids
+    stream = TextStream(text_of, ids[:1])
+    assert "".join(stream.feed([token]) for token in rest) + stream.finish() == " and on"
+    unfinished = TextStream(text_of, ids[:1])
+    assert unfinished.feed(ids[1:2]) + unfinished.finish() == ""
+    # the character that tokenizers put there may be the prompt's own
+    begun, rest = (tokenizer()(text).input_ids for text in ("a\ufffd", " é\ufffd"))
+    stream = TextStream(text_of, begun)
+    assert "".join(stream.feed([token]) for token in rest) + stream.finish() == " é\ufffd"
+
+
+def bytes_of(ids: list[int]) -> bytes:
+    """The bytes of tokens of a byte-level tokenizer, by its published alphabet."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    byte_of = {chr(byte): byte for byte in shown} | {
+        chr(256 + at): byte for at, byte in enumerate(hidden)
+    }
+    spelled = "".join(tokenizer().convert_ids_to_tokens(ids))
+    return bytes(byte_of[character] for character in spelled)
