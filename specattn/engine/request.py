@@ -27,8 +27,8 @@ class Request:
         Most tokens to generate, the end-of-text token included.
     sampling : SamplingParams
         How tokens are drawn; greedy by default.
-    stop : sequence of str
-        Texts that end the generation, none of them empty. They are looked for in what
+    stop : sequence of str, or str
+        Texts that end the generation, none of them empty, or one. They are looked for in what
         ``detokenize`` of the engine adds to the end of the prompt for the generated tokens. Kept as
         a tuple, too.
     ignore_eos : bool
@@ -49,14 +49,14 @@ class Request:
     ValueError
         If the prompt's tokens, ``max_new_tokens`` or ``min_new_tokens`` are no whole numbers,
         ``min_new_tokens`` not in 0..``max_new_tokens``, ``sampling`` is no `SamplingParams`,
-        ``ignore_eos`` no bool, ``grammar`` no callable, ``stop`` a single text, one of its texts
-        empty, or ``stop_token_ids`` no whole numbers.
+        ``ignore_eos`` no bool, ``grammar`` no callable, a text of ``stop`` empty, or
+        ``stop_token_ids`` no whole numbers.
     """
 
     prompt: Sequence[int]
     max_new_tokens: int = 128
     sampling: SamplingParams = SamplingParams()
-    stop: Sequence[str] = ()
+    stop: Sequence[str] | str = ()
     ignore_eos: bool = False
     stop_token_ids: Collection[int] = ()
     min_new_tokens: int = 0
@@ -88,7 +88,7 @@ class Request:
         """Kinds of steps that it needs, of ``sampled``, ``processed``, ``constrained``."""
         constrained = self.grammar is not None
         asked = {
-            "sampled": self.sampling.temperature > 0,
+            "sampled": self.sampling.drawn,
             "processed": self.sampling.processed or self.min_new_tokens > 0 or constrained,
             "constrained": constrained,
         }
@@ -117,11 +117,9 @@ class Request:
         ]
 
     def _keep_stop(self) -> None:
-        # each character of a single text would end the generation
-        if isinstance(self.stop, str):
-            raise ValueError(f"stop must be a sequence of texts, got the text {self.stop!r}")
+        texts = [self.stop] if isinstance(self.stop, str) else self.stop
         try:
-            object.__setattr__(self, "stop", tuple(self.stop))
+            object.__setattr__(self, "stop", tuple(texts))
         except TypeError as problem:
             raise ValueError(f"stop must be a sequence of texts, got {self.stop!r}") from problem
         for text in self.stop:

@@ -114,7 +114,7 @@ class ProcessorStates(BufferSet, ProcessorColumns):
         self.kinds[row] = sum(bit for bit, asked in kinds.items() if asked)
         self.min_p[row] = sampling.min_p
         self.logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
-        drawn = DRAWN if sampling.temperature else PROCESSED
+        drawn = DRAWN if sampling.drawn else PROCESSED
         self.logprobs_of[row] = RAW if sampling.logprobs_of == "raw" else drawn
         if kinds[PENALTIES]:
             self._admit_penalties(row, sampling, prompt)

@@ -26,10 +26,11 @@ class SamplingParams:
 
     Parameters
     ----------
-    temperature : float
-        Divides the logits; 0 is greedy decoding.
+    temperature : float, optional
+        Divides the logits; 0 is greedy decoding, and what None becomes. It must be given beside
+        ``top_k``, ``top_p`` and ``min_p``.
     top_k : int
-        Keep the ``top_k`` most probable tokens; 0 keeps all.
+        Keep the ``top_k`` most probable tokens; 0 keeps all, and so does -1, which becomes 0.
     top_p : float
         Keep the fewest most probable tokens whose mass reaches ``top_p``, in (0, 1].
     seed : int
@@ -45,7 +46,8 @@ class SamplingParams:
         In [-2, 2]: subtracted from the logits of the output's tokens, once, and once per time that
         they are there; 0 is off.
     logit_bias : mapping of int to float
-        Finite numbers added to the logits of at most 512 tokens; kept as a tuple of pairs.
+        Numbers added to the logits of at most 512 tokens, -inf makes one impossible; kept as a
+        tuple of pairs.
     bad_words : sequence of sequence of int
         At most 64 sequences of 1 to 16 tokens, which the text must not have: the token that would
         complete one is impossible. Kept as tuples.
@@ -64,7 +66,7 @@ class SamplingParams:
         If a parameter is of another kind or out of range.
     """
 
-    temperature: float = 0.0
+    temperature: float | None = None
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
@@ -79,18 +81,9 @@ class SamplingParams:
     logprobs_of: Literal["raw", "processed"] = "raw"
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_p"):
-            number(name, getattr(self, name))
+        self._check_choice()
         # tensors of integers would cut fractions
-        for name in ("top_k", "seed"):
-            whole_number(name, getattr(self, name))
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be 0 or more, got {self.temperature}")
-        if not 0 <= self.top_k < 2**31:
-            raise ValueError(f"top_k must be 0 (off) or more, below 2**31, got {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
-        if not -(2**63) <= self.seed < 2**63:
+        if not -(2**63) <= whole_number("seed", self.seed) < 2**63:
             raise ValueError(f"seed must fit into 64 bits, got {self.seed}")
         if self.logprobs is not None:
             whole_number("logprobs", self.logprobs, 0, MAX_LOGPROBS)
@@ -98,11 +91,34 @@ class SamplingParams:
         self._check_penalties()
         self._keep_lists()
 
-    def _check_penalties(self) -> None:
-        for name in ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+    def _check_choice(self) -> None:
+        for name in ("top_p", "min_p"):
             number(name, getattr(self, name))
+        if not -1 <= whole_number("top_k", self.top_k) < 2**31:
+            raise ValueError(f"top_k must be 0 or -1 (off) or more, below 2**31, got {self.top_k}")
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must be 0 (off) to 1, got {self.min_p}")
+        if self.temperature is None:
+            self._be_greedy()
+        if not 0 <= number("temperature", self.temperature) < float("inf"):
+            raise ValueError(f"temperature must be 0 or more, got {self.temperature}")
+
+    def _be_greedy(self) -> None:
+        """Decode greedily, unless what is asked for means nothing then."""
+        drawn = {"top_k": self.top_k != 0, "top_p": self.top_p < 1, "min_p": self.min_p > 0}
+        if asked := [f"{name}={getattr(self, name)}" for name, given in drawn.items() if given]:
+            raise ValueError(
+                f"temperature must be a number beside {' and '.join(asked)}, 0 is greedy, got None"
+            )
+        object.__setattr__(self, "temperature", 0.0)
+
+    def _check_penalties(self) -> None:
+        for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
+            number(name, getattr(self, name))
         if not 0 < self.repetition_penalty < float("inf"):
             raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}")
         for name in ("presence_penalty", "frequency_penalty"):
@@ -140,9 +156,14 @@ class SamplingParams:
         }
         if len(bias) > MAX_BIAS:
             raise ValueError(f"logit_bias must have at most {MAX_BIAS} tokens, got {len(bias)}")
-        if not all(map(isfinite, bias.values())):
-            raise ValueError(f"every logit_bias must be finite, got {bias}")
+        if not all(isfinite(value) or value == -float("inf") for value in bias.values()):
+            raise ValueError(f"every logit_bias must be finite or -inf, got {bias}")
         return bias
+
+    @property
+    def drawn(self) -> bool:
+        """Whether tokens are drawn; otherwise decoding is greedy."""
+        return bool(self.temperature)
 
     @property
     def penalised(self) -> bool:
@@ -223,7 +244,7 @@ class SamplingBatch:
             return torch.tensor([getattr(p, name) for p in params], dtype=dtype, device=device)
 
         return cls(
-            greedy=all(p.temperature == 0 for p in params),
+            greedy=not any(p.drawn for p in params),
             temperature=column("temperature", torch.float32),
             top_k=column("top_k", torch.int32) if any(p.top_k for p in params) else None,
             top_p=column("top_p", torch.float32) if any(p.top_p < 1 for p in params) else None,

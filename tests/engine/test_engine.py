@@ -199,8 +199,7 @@ def test_stop_strings_are_looked_for_in_new_text_alone(models):
 @pytest.mark.parametrize(
     ("stop", "message"),
     [
-        ("END", "stop must be a sequence of texts, got the text 'END'"),
-        ("", "stop must be a sequence of texts, got the text ''"),
+        ("", "stop must be texts that are not empty, got ''"),
         (("END", ""), "stop must be texts that are not empty, got ''"),
         ((b"END",), "stop must be texts that are not empty, got b'END'"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -107,6 +108,22 @@ def test_processors_that_leave_no_token_end_a_request_as_logits_that_are_not_fin
     assert out.finish_reason == "nonfinite"
     assert 1 <= len(out.tokens) <= 3
     assert other.tokens == free.tokens
+
+
+@pytest.mark.parametrize("config", ["chain", "tree"])
+def test_a_bias_of_minus_infinity_forbids(config):
+    """As allowed tokens do; if it forbids all, no token is left."""
+    target, run = TinyTarget(device=DEVICE), engine(CONFIGS[config])
+    free = greedy_text(target, PROMPTS[0], COUNT, SamplingParams())
+    forbidden = set(free[::3])
+    params = SamplingParams(logit_bias=dict.fromkeys(forbidden, -math.inf))
+    allowed = SamplingParams(allowed_tokens=set(range(target.vocab_size)) - forbidden)
+    nothing = SamplingParams(logit_bias=dict.fromkeys(range(target.vocab_size), -math.inf))
+    requests = [Request(PROMPTS[0], COUNT, one) for one in (params, allowed, nothing)]
+    out, same, none = run.generate(requests)
+    assert out.tokens == same.tokens == greedy_text(target, PROMPTS[0], COUNT, params)
+    assert forbidden.isdisjoint(out.tokens)
+    assert (none.tokens, none.finish_reason) == ([], "nonfinite")
 
 
 def test_steps_that_are_checked_write_the_same():

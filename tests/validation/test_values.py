@@ -238,7 +238,7 @@ NUMBERS = {
     "AttnConfig": "sm_scale logit_cap",
     "KVScales": "k v",
     "KVScales.of": "headroom",
-    "SamplingParams": "temperature top_p",
+    "SamplingParams": "top_p min_p",
 }
 FLAGS = {
     "AttnConfig": "latent deterministic",
@@ -301,10 +301,12 @@ RANGES = [
     ("SpecConfig", {"max_num_reqs": 0}, "1..1048576, got 0"),
     ("SpecConfig", {"page_size": 12}, "a power of two, got 12"),
     ("SpecConfig", {"page_size": 1024}, "1..512, got 1024"),
+    ("SamplingParams", {"temperature": True}, "a number, got True"),
+    ("SamplingParams", {"temperature": "0.5"}, "a number, got '0.5'"),
     ("SamplingParams", {"temperature": -1}, "0 or more, got -1"),
     ("SamplingParams", {"temperature": math.nan}, "0 or more, got nan"),
-    ("SamplingParams", {"top_k": -1}, "0 (off) or more, below 2**31, got -1"),
-    ("SamplingParams", {"top_k": 2**31}, "0 (off) or more, below 2**31, got 2147483648"),
+    ("SamplingParams", {"top_k": -2}, "0 or -1 (off) or more, below 2**31, got -2"),
+    ("SamplingParams", {"top_k": 2**31}, "0 or -1 (off) or more, below 2**31, got 2147483648"),
     ("SamplingParams", {"top_p": 0}, "above 0 and at most 1, got 0"),
     ("SamplingParams", {"top_p": 1.5}, "above 0 and at most 1, got 1.5"),
     ("SlotTable", {"page_size": 6}, "a power of two, got 6"),

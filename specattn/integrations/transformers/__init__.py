@@ -200,7 +200,7 @@ def _requests(
         kept = (mask != 0).tolist()
         rows = [list(compress(row, keep)) for row, keep in zip(rows, kept, strict=True)]
     most, seeds = ends.max_length - input_ids.shape[1], [0] * len(rows)
-    if sampling.temperature:
+    if sampling.drawn:
         seeds = torch.randint(2**63 - 1, (len(rows),)).tolist()
     return [
         Request(

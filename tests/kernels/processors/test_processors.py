@@ -37,7 +37,8 @@ def params_of(rng: random.Random, vocab: int, text: list[int]) -> SamplingParams
         frequency_penalty=rng.choice([0.0, 0.7, -0.4]),
         presence_penalty=rng.choice([0.0, 1.5, -1.1]),
         logit_bias={
-            t: rng.gauss(0, 4) for t in rng.sample(range(vocab), min(vocab // 3, 500)) if pick(0.6)
+            t: -math.inf if pick(0.2) else rng.gauss(0, 4)
+            for t in rng.sample(range(vocab), min(vocab // 3, 500)) if pick(0.6)
         },
         bad_words=[
             [*text[len(text) - n :], *(rng.choice(few) for _ in range(rng.randrange(1, 4)))]
