@@ -67,13 +67,10 @@ def requests_for(
 ) -> tuple[Request, ...]:
     """Return the requests of every prompt; seeds count up, within 64 bits."""
     texts = [ids for ids in prompts for _ in range(samples)]
-
-    def seeded(index: int) -> SamplingParams:
-        seed = (request.sampling.seed + index + 2**63) % 2**64 - 2**63
-        return replace(request.sampling, seed=seed)
-
+    seed = request.sampling.seed or 0
     return tuple(
-        replace(request, prompt=ids, sampling=seeded(index)) for index, ids in enumerate(texts)
+        replace(request, prompt=ids).seeded((seed + index + 2**63) % 2**64 - 2**63)
+        for index, ids in enumerate(texts)
     )
 
 

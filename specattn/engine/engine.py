@@ -22,7 +22,13 @@ from specattn.engine.decoders import Decoders
 from specattn.engine.metrics import EngineCounters
 from specattn.engine.prompts import PromptRunner
 from specattn.engine.ranks import Ranks
-from specattn.engine.request import Request, RequestOutput, check_requests
+from specattn.engine.request import (
+    Request,
+    RequestOutput,
+    check_requests,
+    fresh_seed,
+    with_seeds,
+)
 from specattn.engine.scheduler import RunningRequest, Scheduler
 from specattn.errors import CapacityError
 from specattn.speculative.host_proposer import HostProposer
@@ -362,7 +368,8 @@ class Engine:
             the requests runs then, and those that ran before still do, unless an interrupt asks for
             `clear`.
         """
-        items = [(request, RequestOutput()) for request in self._checked(requests)]
+        checked = self._checked(requests)
+        items = [(request, RequestOutput(seed=request.sampling.seed)) for request in checked]
         return self._admit(items, whole=False)
 
     def step(self, *, ahead: bool = False) -> list[Gain]:
@@ -521,6 +528,7 @@ class Engine:
             lock.release()
 
     def _checked(self, requests: Sequence[Request]) -> list[Request]:
+        """Return requests that can run, with seeds."""
         checked = check_requests(
             requests,
             self.config.max_context_len,
@@ -532,7 +540,7 @@ class Engine:
         # what runs already has to be the same, too
         tokens = [one.result.tokens for one in self.running]
         self._ranks.agree("requests, their seeds included,", (checked, tokens))
-        return checked
+        return with_seeds(checked, lambda: self._ranks.decide(fresh_seed))
 
     def _check_ends(self, request: Request) -> None:
         ends = self.target.model.eos_token_ids | request.stop_token_ids  # type: ignore[operator]  # it is a frozenset by now

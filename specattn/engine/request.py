@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import TYPE_CHECKING, Self
+
+import torch
 
 from specattn.checks import flag, whole_number
 from specattn.speculative.sampling import SamplingParams
@@ -98,7 +101,8 @@ class Request:
         """Return requests for samples of this one, with consecutive seeds.
 
         Their tokens are those of ``n`` requests by themselves. In one engine, they share the KV of
-        whole pages of the prompt.
+        whole pages of the prompt. Without a seed they are this request ``n`` times: an engine that
+        is given all of them draws the first seed.
 
         Parameters
         ----------
@@ -110,11 +114,16 @@ class Request:
         ValueError
             If ``n`` is no such number, or a seed does not fit into 64 bits.
         """
-        seed = self.sampling.seed
-        return [
-            replace(self, sampling=replace(self.sampling, seed=seed + at))
-            for at in range(whole_number("n", n, 1))
-        ]
+        n, seed = whole_number("n", n, 1), self.sampling.seed
+        if seed is None:
+            return [self] * n
+        if seed + n > 2**63:
+            raise ValueError(f"seed must be at most {2**63 - n} for n = {n} samples, got {seed}")
+        return [self.seeded(seed + at) for at in range(n)]
+
+    def seeded(self, seed: int) -> Self:
+        """Return the request with another seed."""
+        return replace(self, sampling=replace(self.sampling, seed=seed))
 
     def _keep_stop(self) -> None:
         texts = [self.stop] if isinstance(self.stop, str) else self.stop
@@ -151,6 +160,8 @@ class RequestOutput:
     text : str
         Of outputs of a `specattn.engine.serving.RequestStream`, the text of the tokens, up to a
         stop string. An engine by itself makes no text, and it is ``""``.
+    seed : int, optional
+        What named the random numbers of its tokens, be it given or drawn by the engine.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -161,6 +172,7 @@ class RequestOutput:
     first_token_at: float = 0.0
     finished_at: float = 0.0
     text: str = ""
+    seed: int | None = None
 
     @property
     def steps(self) -> int:
@@ -222,3 +234,19 @@ def check_requests(
         if request.stop and not stop_strings:
             raise ValueError("stop strings need detokenize")
     return checked
+
+
+def with_seeds(requests: list[Request], first: Callable[[], int]) -> list[Request]:
+    """Return requests of which all that draw have a seed.
+
+    Those without one get ``first()`` and what follows it, in their order.
+    """
+    if not any(one.sampling.lacks_seed for one in requests):
+        return requests
+    seeds = count(first())
+    return [one.seeded(next(seeds)) if one.sampling.lacks_seed else one for one in requests]
+
+
+def fresh_seed() -> int:
+    """Draw a seed that others can follow; ``torch.manual_seed`` repeats it."""
+    return int(torch.randint(2**62, (), device="cpu"))

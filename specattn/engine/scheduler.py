@@ -156,7 +156,7 @@ class Scheduler:
         """Let requests wait for rows and slots; return their results."""
         if not self.waiting:
             self.full = self._rows
-        results = [RequestOutput() for _ in requests]
+        results = [RequestOutput(seed=one.sampling.seed) for one in requests]
         self.waiting += zip(requests, results, strict=True)
         return results
 
@@ -228,7 +228,7 @@ class Scheduler:
             self.table.free(row)
         self.running = list(running)
         for result in results:
-            vars(result).update(vars(RequestOutput()))
+            vars(result).update(vars(RequestOutput(seed=result.seed)))
 
     def schedule(self) -> Groups:
         """Reserve slots for the next step; return its requests by config.

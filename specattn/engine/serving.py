@@ -80,6 +80,7 @@ class _Feed:
             first_token_at=result.first_token_at,
             finished_at=result.finished_at if reason else 0.0,
             logprobs=result.logprobs[tokens:last],
+            seed=result.seed,
         )
 
 

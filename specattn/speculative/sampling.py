@@ -33,9 +33,10 @@ class SamplingParams:
         Keep the ``top_k`` most probable tokens; 0 keeps all, and so does -1, which becomes 0.
     top_p : float
         Keep the fewest most probable tokens whose mass reaches ``top_p``, in (0, 1].
-    seed : int
+    seed : int, optional
         Names the request's random numbers. Each is a function of seed, position and draw, so that
-        a request's tokens do not depend on the batch it runs in.
+        a request's tokens do not depend on the batch it runs in. None has the engine draw one for
+        each request that draws.
     min_p : float
         Keep tokens at least ``min_p`` times as probable as the most probable one, in [0, 1]; 0
         keeps all.
@@ -69,7 +70,7 @@ class SamplingParams:
     temperature: float | None = None
     top_k: int = 0
     top_p: float = 1.0
-    seed: int = 0
+    seed: int | None = None
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
@@ -83,7 +84,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._check_choice()
         # tensors of integers would cut fractions
-        if not -(2**63) <= whole_number("seed", self.seed) < 2**63:
+        if self.seed is not None and not -(2**63) <= whole_number("seed", self.seed) < 2**63:
             raise ValueError(f"seed must fit into 64 bits, got {self.seed}")
         if self.logprobs is not None:
             whole_number("logprobs", self.logprobs, 0, MAX_LOGPROBS)
@@ -166,6 +167,11 @@ class SamplingParams:
         return bool(self.temperature)
 
     @property
+    def lacks_seed(self) -> bool:
+        """Whether tokens are drawn, and nothing names their random numbers."""
+        return self.drawn and self.seed is None
+
+    @property
     def penalised(self) -> bool:
         """Whether a penalty is on."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
@@ -235,13 +241,21 @@ class SamplingBatch:
         Parameters
         ----------
         params : sequence of SamplingParams
-            One per request.
+            One per request. Those that draw have a seed; an engine gives one to those without.
         device : torch.device
             Where the tensors go.
+
+        Raises
+        ------
+        ValueError
+            If one draws and has no seed.
         """
+        if any(p.lacks_seed for p in params):
+            raise ValueError("seed must be given to parameters that draw, got None")
 
         def column(name: str, dtype: torch.dtype) -> Tensor:
-            return torch.tensor([getattr(p, name) for p in params], dtype=dtype, device=device)
+            values = [getattr(p, name) or 0 for p in params]
+            return torch.tensor(values, dtype=dtype, device=device)
 
         return cls(
             greedy=not any(p.drawn for p in params),

@@ -130,5 +130,6 @@ def test_seeds_follow_the_requests_own():
     assert DRAWN.samples(1) == [DRAWN]
     last = Request(PROMPT, sampling=SamplingParams(1.0, seed=2**63 - 1))
     assert last.samples(1) == [last]
-    with pytest.raises(ValueError, match="seed must fit into 64 bits"):
+    named = f"seed must be at most {2**63 - 2} for n = 2 samples, got {2**63 - 1}"
+    with pytest.raises(ValueError, match=named):
         last.samples(2)

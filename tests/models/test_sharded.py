@@ -11,6 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specattn import Engine, Request, SamplingParams, SpecConfig
+from specattn.engine.request import fresh_seed
 from specattn.errors import ModelError, RankError
 from specattn.models import FusedTarget, HFTarget, fuse, load_draft
 from tests.ranks import LIMIT, PAIR, SIZE, needs_shards, on_ranks
@@ -104,6 +105,9 @@ def work(rank: int, folder: Path) -> dict:
         odd = folder / f"{name}{rank}"
         small_model(odd, *heads)
         found["refused"][name] = refusal(lambda: HFTarget.from_pretrained(odd, tp_plan="auto"))  # noqa: B023
+    torch.manual_seed(rank)
+    results = engine.generate(Request(ids, 4, SamplingParams(1.0)).samples(2))
+    found["fresh"] = [result.seed for result in results]
     (running,) = engine.add([Request(ids, 4)])
     running.tokens[-1] += rank
     found["refused"]["tokens"] = refusal(lambda: engine.add([Request(ids, 4)]))
@@ -157,6 +161,13 @@ def test_sharded_models_are_not_fused(found):
 def test_ranks_that_differ_are_refused(found, name):
     assert found["refused"][name].startswith("RankError: ")
     assert "the same on all ranks of a sharded target, but on rank 1" in found["refused"][name]
+
+
+def test_requests_without_a_seed_get_that_of_rank_0(found):
+    """Else `generate` would have raised a `RankError`."""
+    torch.manual_seed(0)
+    first = fresh_seed()
+    assert found["fresh"] == [first, first + 1]
 
 
 def test_an_engine_serves_after_a_refusal(found, whole):
