@@ -70,12 +70,11 @@ def main(new_tokens: int = 48) -> list[str]:
         target.with_features(draft.features),
         draft,
         SpecConfig(num_steps=4, topk=2, num_draft_tokens=8, max_context_len=512, max_num_reqs=2),
-        detokenize=target.tokenizer.decode,
+        tokenizer=target.tokenizer,
     )
-    encoded = [target.tokenizer(text).input_ids for text in PROMPTS]
     # a thread of its own calls the engine until the block ends
     with AsyncEngine(engine) as server:
-        return asyncio.run(serve(server, [Request(ids, new_tokens) for ids in encoded]))
+        return asyncio.run(serve(server, [Request(text, new_tokens) for text in PROMPTS]))
 
 
 if __name__ == "__main__":

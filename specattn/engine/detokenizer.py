@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from specattn.engine.request import Request, RequestOutput
 
 # tokens before a new one that may change how it reads, e.g. by a leading space
 _CONTEXT = 8
 # what tokenizers put where bytes do not, or do not yet, make a character
 _REPLACEMENT = "\ufffd"
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """Makes tokens of text and text of tokens, as transformers does."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a prompt, with those that begin a text."""
+
+    def decode(
+        self,
+        token_ids: list[int],
+        skip_special_tokens: bool = False,
+        *,
+        clean_up_tokenization_spaces: bool = False,
+    ) -> str:
+        """Return the text of tokens."""
+
+
+def detokenizer_of(tokenizer: Tokenizer) -> Callable[[list[int]], str]:
+    """Return what makes text of tokens, but for special ones."""
+    return lambda tokens: tokenizer.decode(
+        tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
 
 
 class TextStream:
@@ -47,6 +73,11 @@ class TextStream:
         self._held = ""
         self.text = ""
         self.stopped = False
+
+    @classmethod
+    def of(cls, request: Request, detokenize: Callable[[list[int]], str]) -> Self:
+        """Return the stream of a request's text."""
+        return cls(detokenize, request.prompt, request.stop, request.min_new_tokens)
 
     def feed(self, tokens: Sequence[int]) -> str:
         """Take new tokens; return the text that has become certain."""
@@ -101,3 +132,18 @@ class TextStream:
             if any(stop.startswith(text[-length:]) for stop in self._stop):
                 return length
         return 0
+
+
+def text_of(request: Request, output: RequestOutput, detokenize: Callable[[list[int]], str]) -> str:
+    """Return the text of a request that has ended."""
+    stream = TextStream.of(request, detokenize)
+    stream.feed(spoken(request, output))
+    stream.finish()
+    return stream.text
+
+
+def spoken(request: Request, output: RequestOutput) -> list[int]:
+    """Return an output's tokens, but for one that ended the request."""
+    reason, tokens = output.finish_reason, output.tokens
+    by_token = reason == "eos" or (reason == "stop" and tokens[-1] in request.stop_token_ids)
+    return tokens[:-1] if by_token else tokens

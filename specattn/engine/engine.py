@@ -19,6 +19,7 @@ from specattn.checks import whole_numbers
 from specattn.cuda_graph.recorder import Recorder
 from specattn.engine.configs import SpeculativeConfigs, powers_of_two
 from specattn.engine.decoders import Decoders
+from specattn.engine.detokenizer import Tokenizer, detokenizer_of, text_of
 from specattn.engine.metrics import EngineCounters
 from specattn.engine.prompts import PromptRunner
 from specattn.engine.ranks import Ranks
@@ -131,8 +132,11 @@ class Engine:
         `specattn.config.AttnConfig`.
     tbo : bool
         Whether the halves of a batch step at the same time; see `StepDecoder`.
+    tokenizer : Tokenizer, optional
+        The target's, as transformers loads it: prompts may be texts then.
     detokenize : callable, optional
-        Maps token ids to text, for stop strings.
+        Maps token ids to text, for outputs and stop strings; by default the ``tokenizer`` does,
+        without special tokens.
     kv_dtype : torch.dtype, optional
         What the pools store keys and values in, if not the models' dtype: float8 (e4m3).
     kv_scales : tuple, optional
@@ -177,6 +181,7 @@ class Engine:
         validate: Validate = "off",
         deterministic: bool = False,
         tbo: bool = False,
+        tokenizer: Tokenizer | None = None,
         detokenize: Callable[[list[int]], str] | None = None,
         kv_dtype: torch.dtype | None = None,
         kv_scales: tuple[Scales, Scales] = (None, None),
@@ -185,6 +190,11 @@ class Engine:
         self.config = config
         self.buckets = powers_of_two(config.max_num_reqs) if buckets is None else list(buckets)
         whole_numbers("every bucket", self.buckets)
+        if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
+            raise ValueError(f"tokenizer must encode and decode, got {tokenizer!r}")
+        self._tokenizer = tokenizer
+        if detokenize is None and tokenizer is not None:
+            detokenize = detokenizer_of(tokenizer)
         self._ranks = Ranks(target)
         self.configs = SpeculativeConfigs(
             (config, *configs), policy, self.buckets, ranks=self._ranks
@@ -280,7 +290,7 @@ class Engine:
 
     def generate(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[Request | str],
         on_tokens: Callable[[int, list[int]], None] | None = None,
     ) -> list[RequestOutput]:
         """Decode requests to their ends.
@@ -291,8 +301,9 @@ class Engine:
 
         Parameters
         ----------
-        requests : sequence of Request
-            Any number; at most ``max_num_reqs`` run at once. They get rows in their order.
+        requests : sequence of Request or str
+            Any number; at most ``max_num_reqs`` run at once. They get rows in their order. A text
+            is a `Request` to continue it.
         on_tokens : callable, optional
             ``on_tokens(index, new_tokens)`` after a request's first token and after every step in
             which it took part: on the thread of this call, with the tokens up to the request's end.
@@ -302,18 +313,22 @@ class Engine:
         Returns
         -------
         list of RequestOutput
-            One per request, in their order.
+            One per request, in their order; with its text, where the engine can detokenize.
 
         Raises
         ------
         ValueError
-            If a prompt is empty, longer than the context or not of the vocabulary, or if
-            ``on_tokens`` of another `generate` calls this; nothing has run then.
+            If a prompt is empty, longer than the context or not of the vocabulary, if ``on_tokens``
+            is no callable, or if that of another `generate` calls this; nothing has run then.
         CapacityError
             If the pools are too small for a request alone, or for those that ran before together;
             every running request is dropped then.
         """
-        requests = self._checked(requests)
+        if on_tokens is not None and not callable(on_tokens):
+            raise ValueError(
+                f"on_tokens must be callable, got {on_tokens!r}; a Request has its own sampling"
+            )
+        checked = self._checked(requests)
         with self._one_thread():
             if self.scheduler.waiting:
                 raise ValueError(
@@ -321,10 +336,13 @@ class Engine:
                     "call clear()"
                 )
             try:
-                results = self._to_their_ends(requests, on_tokens)
+                results = self._to_their_ends(checked, on_tokens)
             finally:
                 self.clear()
         self._ranks.agree("the tokens of requests", [one.tokens for one in results])
+        if (detokenize := self.scheduler.detokenize) is not None:
+            for request, result in zip(checked, results, strict=True):
+                result.text = text_of(request, result, detokenize)
         return results
 
     def _to_their_ends(
@@ -343,14 +361,14 @@ class Engine:
                     on_tokens(order[id(result)], new)
         return results
 
-    def add(self, requests: Sequence[Request]) -> list[RequestOutput]:
+    def add(self, requests: Sequence[Request | str]) -> list[RequestOutput]:
         """Run the prompts of requests and draw their first tokens.
 
         A request shares the prefix that it has in common with a running one.
 
         Parameters
         ----------
-        requests : sequence of Request
+        requests : sequence of Request or str
             At most as many as rows are free (`SlotTable.num_free_rows`).
 
         Returns
@@ -527,13 +545,14 @@ class Engine:
         finally:
             lock.release()
 
-    def _checked(self, requests: Sequence[Request]) -> list[Request]:
-        """Return requests that can run, with seeds."""
+    def _checked(self, requests: Sequence[Request | str]) -> list[Request]:
+        """Return requests that can run, with tokens and seeds."""
         checked = check_requests(
             requests,
             self.config.max_context_len,
             self.target.model.vocab_size,
             stop_strings=self.scheduler.detokenize is not None,
+            encode=None if self._tokenizer is None else self._tokenizer.encode,
         )
         for request in checked:
             self._check_ends(request)

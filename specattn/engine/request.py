@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -24,8 +24,9 @@ class Request:
 
     Parameters
     ----------
-    prompt : sequence of int
-        Token ids, at least one; kept as a tuple, whatever becomes of the sequence that is given.
+    prompt : sequence of int, or str
+        Token ids, at least one; kept as a tuple, whatever becomes of the sequence that is given. Of
+        a text, which an engine with a ``tokenizer`` takes, it makes them.
     max_new_tokens : int
         Most tokens to generate, the end-of-text token included.
     sampling : SamplingParams
@@ -56,7 +57,8 @@ class Request:
         ``stop_token_ids`` no whole numbers.
     """
 
-    prompt: Sequence[int]
+    # of int, or a text until an engine has made tokens of it
+    prompt: Sequence[Any]
     max_new_tokens: int = 128
     sampling: SamplingParams = SamplingParams()
     stop: Sequence[str] | str = ()
@@ -66,14 +68,8 @@ class Request:
     grammar: Callable[[], Grammar] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        try:
-            tokens = iter(self.prompt)
-        except TypeError as problem:
-            raise ValueError(
-                f"prompt must be a sequence of token ids, got {self.prompt!r}"
-            ) from problem
-        prompt = tuple(whole_number("every prompt token", token) for token in tokens)
-        object.__setattr__(self, "prompt", prompt)
+        if not isinstance(self.prompt, str):
+            self._keep_prompt()
         whole_number("max_new_tokens", self.max_new_tokens)
         if whole_number("min_new_tokens", self.min_new_tokens):
             whole_number("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens)
@@ -125,6 +121,16 @@ class Request:
         """Return the request with another seed."""
         return replace(self, sampling=replace(self.sampling, seed=seed))
 
+    def _keep_prompt(self) -> None:
+        try:
+            tokens = iter(self.prompt)
+        except TypeError as problem:
+            raise ValueError(
+                f"prompt must be a sequence of token ids, or a text, got {self.prompt!r}"
+            ) from problem
+        prompt = tuple(whole_number("every prompt token", token) for token in tokens)
+        object.__setattr__(self, "prompt", prompt)
+
     def _keep_stop(self) -> None:
         texts = [self.stop] if isinstance(self.stop, str) else self.stop
         try:
@@ -158,8 +164,9 @@ class RequestOutput:
     started_at, first_token_at, finished_at : float
         `time.perf_counter` readings, in seconds: at its admission, after its prompt, at its end.
     text : str
-        Of outputs of a `specattn.engine.serving.RequestStream`, the text of the tokens, up to a
-        stop string. An engine by itself makes no text, and it is ``""``.
+        The text of the tokens, without a stop string or the text of a token that ended it. It is
+        made by `Engine.generate` and `specattn.engine.serving.RequestStream` where the engine can
+        detokenize; else it is ``""``.
     seed : int, optional
         What named the random numbers of its tokens, be it given or drawn by the engine.
     """
@@ -186,38 +193,44 @@ class RequestOutput:
 
 
 def check_requests(
-    requests: Sequence[Request], limit: int, vocab_size: int, *, stop_strings: bool
+    requests: Sequence[Request | str],
+    limit: int,
+    vocab_size: int,
+    *,
+    stop_strings: bool,
+    encode: Callable[[str], list[int]] | None = None,
 ) -> list[Request]:
     """Return requests as a list, after checking that each can run.
 
     Parameters
     ----------
-    requests : sequence of Request
-        Any number.
+    requests : sequence of Request or str
+        Any number; a text is a request to continue it.
     limit : int
         Tokens that a context holds.
     vocab_size : int
         Tokens of the target's vocabulary.
     stop_strings : bool
         Whether there is text to look for stop strings in.
+    encode : callable, optional
+        Makes tokens of prompts that are texts.
 
     Raises
     ------
     ValueError
-        If there is something else than a `Request` among them; if a prompt is empty, longer than
-        ``limit`` or has tokens outside the vocabulary; if stop tokens or tokens of ``sampling``
-        lie outside it; if ``max_new_tokens`` is below 1; if one has stop strings, and there is no
-        text.
+        If there is something else than a `Request` or a text among them; if a prompt is a text, and
+        nothing makes tokens of it; if it is empty, longer than ``limit`` or has tokens outside the
+        vocabulary; if stop tokens or tokens of ``sampling`` lie outside it; if ``max_new_tokens``
+        is below 1; if one has stop strings, and there is no text.
     """
-    if isinstance(requests, Request):
+    if isinstance(requests, Request | str):
         raise ValueError(f"requests must be a sequence of Request, got the one {requests!r}")
     try:
-        checked = list(requests)
+        given = list(requests)
     except TypeError as problem:
         raise ValueError(f"requests must be a sequence of Request, got {requests!r}") from problem
+    checked = [_encoded(one, encode) for one in given]
     for request in checked:
-        if not isinstance(request, Request):
-            raise ValueError(f"requests must be a sequence of Request, got {request!r} in it")
         if not request.prompt:
             raise ValueError("the prompt is empty")
         if len(request.prompt) > limit:
@@ -234,6 +247,21 @@ def check_requests(
         if request.stop and not stop_strings:
             raise ValueError("stop strings need detokenize")
     return checked
+
+
+def _encoded(request: Request | str, encode: Callable[[str], list[int]] | None) -> Request:
+    """Return a request whose prompt has tokens."""
+    if isinstance(request, str):
+        request = Request(request)
+    if not isinstance(request, Request):
+        raise ValueError(f"requests must be a sequence of Request, got {request!r} in it")
+    if not isinstance(request.prompt, str):
+        return request
+    if encode is None:
+        raise ValueError(
+            f"prompt must be token ids in an engine without a tokenizer, got {request.prompt!r}"
+        )
+    return replace(request, prompt=encode(request.prompt))
 
 
 def with_seeds(requests: list[Request], first: Callable[[], int]) -> list[Request]:

@@ -199,9 +199,7 @@ class Scheduler:
             eos: Collection[int] = () if request.ignore_eos else self._eos
             stream = None
             if request.stop and self.detokenize is not None:
-                stream = TextStream(
-                    self.detokenize, request.prompt, request.stop, request.min_new_tokens
-                )
+                stream = TextStream.of(request, self.detokenize)
             admitted.append(RunningRequest(request, result, row, shared, eos, stream))
             self.running.append(admitted[-1])
         holders = self.running if whole else admitted

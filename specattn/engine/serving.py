@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
-from specattn.engine.detokenizer import TextStream
+from specattn.engine.detokenizer import TextStream, spoken
 from specattn.engine.request import RequestOutput
 from specattn.errors import CapacityError, UnsupportedError
 from specattn.speculative.model import ShardedModel
@@ -98,10 +98,8 @@ class RequestStream(Iterator[RequestOutput], AsyncIterator[RequestOutput]):
 
     def __init__(self, feed: _Feed, commands: SimpleQueue[_Feed | None], engine: Engine) -> None:
         self._feed, self._commands, self._over = feed, commands, False
-        text, one = engine.scheduler.detokenize, feed.request
-        self._text = None
-        if text is not None:
-            self._text = TextStream(text, one.prompt, one.stop, one.min_new_tokens)
+        detokenize = engine.scheduler.detokenize
+        self._text = None if detokenize is None else TextStream.of(feed.request, detokenize)
 
     def __next__(self) -> RequestOutput:
         if self._over:
@@ -127,7 +125,7 @@ class RequestStream(Iterator[RequestOutput], AsyncIterator[RequestOutput]):
         output = self._feed.take()
         self._over = bool(output.finish_reason)
         if self._text is not None:
-            output.text = self._text.feed(output.tokens)
+            output.text = self._text.feed(spoken(self._feed.request, output))
             if self._over:
                 output.text += self._text.finish()
         return output
@@ -186,7 +184,7 @@ class AsyncEngine:
         # Python stops such a thread anywhere when it exits
         atexit.register(self.close)
 
-    def stream(self, request: Request) -> RequestStream:
+    def stream(self, request: Request | str) -> RequestStream:
         """Submit a request, from any thread; return its outputs as they come.
 
         Its grammar is made here, so that no other request waits for that.
@@ -198,10 +196,10 @@ class AsyncEngine:
         Exception
             What making its grammar raises.
         """
-        (request,) = self._engine._checked([request])
-        if request.grammar is not None:
-            request = replace(request, grammar=_made(request.grammar))
-        feed = _Feed(request)
+        (checked,) = self._engine._checked([request])
+        if checked.grammar is not None:
+            checked = replace(checked, grammar=_made(checked.grammar))
+        feed = _Feed(checked)
         with self._lock:
             if self._closed:
                 raise ValueError("this AsyncEngine is closed") from self._error

@@ -18,7 +18,9 @@ from tests.worlds import DEVICE
 PAGE = (Path(__file__).parents[2] / "docs" / "requests.md").read_text()
 SECTION = PAGE.split("## What is refused\n")[1].split("\n## ")[0]
 ROWS = re.findall(
-    r"^\| `(.+?)`(?:, of `Engine.add`)? \| `(.+?)`(?:, a `(\w+)`)? \|$", SECTION, re.M
+    r"^\| `(.+?)`(?:, of `Engine.add`|, without a tokenizer)? \| `(.+?)`(?:, a `(\w+)`)? \|$",
+    SECTION,
+    re.M,
 )
 FIELDS = {*Request.__dataclass_fields__, *SamplingParams.__dataclass_fields__}
 
