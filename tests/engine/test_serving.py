@@ -194,6 +194,17 @@ def test_text_ends_before_a_stop_string(models):
     assert outputs[-1].finish_reason == "stop"
 
 
+def test_what_might_have_begun_a_stop_string_ends_the_text(models):
+    """No more tokens come: it is handed out with the last ones."""
+    tokens = dense_greedy(models[0], LONG.prompt, 9)
+    request = Request(LONG.prompt, 9, stop=[f"{tokens[-1]} and on"])
+    with AsyncEngine(make(models)) as server:
+        *before, last = server.stream(request)
+    assert last.finish_reason == "length"
+    assert last.text.endswith(f"{tokens[-1]} ")
+    assert "".join(output.text for output in (*before, last)) == text_of(tokens)
+
+
 def test_the_text_of_the_least_length_is_whole(models):
     """Though every token would be a stop string."""
     tokens = dense_greedy(models[0], LONG.prompt, 10)
@@ -259,6 +270,28 @@ def test_who_hangs_up_while_it_waits_never_runs(models, monkeypatch):
         assert collect(last) == dense_greedy(models[0], PROMPTS[0], 9)
         assert waiting._feed.result.finish_reason == "dropped"
         assert not waiting._feed.result.tokens
+    unharmed(engine, rows=1)
+
+
+def test_a_stream_that_nobody_read_to_its_end_is_not_run_again(models, monkeypatch):
+    """It is closed when its request has ended; what comes after is served."""
+    engine = make(models, rows=1)
+    waited, wait = [], engine.scheduler.wait
+
+    def noted(requests):
+        waited.extend(requests)
+        return wait(requests)
+
+    monkeypatch.setattr(engine.scheduler, "wait", noted)
+    with AsyncEngine(engine) as server:
+        unread, second = server.stream(REQUESTS[0]), server.stream(REQUESTS[2])
+        collect(second)
+        assert unread._feed.result.finish_reason == "length"
+        unread.close()
+        assert not list(unread)
+        assert collect(server.stream(REQUESTS[0])) == dense_greedy(models[0], PROMPTS[0], 9)
+    assert waited == [REQUESTS[0], REQUESTS[2], REQUESTS[0]]
+    assert unread._feed.result.tokens == dense_greedy(models[0], PROMPTS[0], 9)
     unharmed(engine, rows=1)
 
 

@@ -12,6 +12,7 @@ from specattn.engine.engine import Engine, Request
 from specattn.kernels.tree import best_first_tree
 from specattn.speculative import dflash, verify
 from specattn.speculative.lookup import LookupFirst, LookupProposer
+from specattn.speculative.sampling import SamplingParams
 from tests.speculative import laws
 from tests.speculative.blocks import PROMPTS, SIZE, decode, engine, p_value
 from tests.speculative.laws import PROMPT
@@ -183,6 +184,24 @@ def law(target) -> laws.Law:
 @pytest.mark.parametrize("name", LAWS)
 def test_three_tokens_have_the_targets_joint_law(target, law, name):
     assert p_value(target, LAWS[name], law) > 1e-3
+
+
+def test_places_of_a_block_are_drawn_apart():
+    """Each by a coin of its own: what one place holds says nothing about another."""
+    config, count = SpecConfig(4, 1, 5, 16, 100, draft_sampling=True), 100
+    run = engine(config, TinyBlockDraft(SIZE, device=DEVICE, sharp=0.1), buckets=[count])
+    # of one token that is kept, so that all requests have the same laws
+    drawn = [SamplingParams(2.0, top_k=1, seed=at) for at in range(count)]
+    run.add([Request(PROMPT, 9, params) for params in drawn])
+    rows = [one.row for one in run.running]
+    run.table.reserve(rows, [16] * count)
+    with torch.no_grad():
+        step = run.decoder(config).phases(rows)
+        step.begin()
+        places = step.draft().tokens[:, 1:].T
+    assert all(len(place.unique()) > 20 for place in places)
+    apart = torch.corrcoef(places.double()) - torch.eye(4, device=DEVICE)
+    assert apart.abs().max() < 0.5, "five times the deviation of so many draws"
 
 
 def test_a_biased_sampler_fails_the_same_test(target, law, monkeypatch):

@@ -111,6 +111,14 @@ def test_a_request_fills_its_context_to_the_last_slot(models, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_may_fill_the_context(models, kind):
+    """Its first token, which has no slot, is the text's last."""
+    prompt = [at % 7 for at in range(48)]
+    (out,) = engine(models, kind, TREES["tree"], context=48).generate([Request(prompt, 9)])
+    assert (out.tokens, out.finish_reason) == (dense_greedy(models[0], prompt, 1), "context")
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "options", [{"cudagraph": "piecewise"}, {"validate": "debug"}, {"tbo": True}], ids=str
 )

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from specattn.batch import DraftTree
-from specattn.kernels.processors import bitmask_words, process_logits
+from specattn.kernels.processors import PENALTIES, bitmask_words, note_tokens, process_logits
 from specattn.speculative.processors import ProcessorStates
 from specattn.speculative.sampling import SamplingParams
 from tests.implementations import using
@@ -38,7 +38,8 @@ def params_of(rng: random.Random, vocab: int, text: list[int]) -> SamplingParams
         presence_penalty=rng.choice([0.0, 1.5, -1.1]),
         logit_bias={
             t: -math.inf if pick(0.2) else rng.gauss(0, 4)
-            for t in rng.sample(range(vocab), min(vocab // 3, 500)) if pick(0.6)
+            for t in rng.sample(range(vocab), min(vocab // 3, 500))
+            if pick(0.6)
         },
         bad_words=[
             [*text[len(text) - n :], *(rng.choice(few) for _ in range(rng.randrange(1, 4)))]
@@ -193,6 +194,25 @@ def test_nan_stays_where_it_may_be_chosen(implementation):
     got, want = case.run().cpu(), torch.tensor(case.expect())
     assert torch.equal(got.isnan(), want.isnan())
     assert got.isnan().any()
+
+
+def test_the_history_does_not_count_what_is_no_token(implementation):
+    """A last token of -1 says that logits were not finite."""
+    history = torch.zeros(4, 9, dtype=torch.int32, device=DEVICE)
+    recent = torch.tensor([[-2, -2, -2], [8, 7, -2], [8, -2, -2], [8, 7, 6]], device=DEVICE).int()
+    kinds = torch.full((4,), PENALTIES, dtype=torch.int32, device=DEVICE)
+    note_tokens(
+        torch.tensor([2, 0, 3, 1], device=DEVICE),
+        torch.tensor([[3, 3, -1], [4, 4, 4], [-1, 5, 5], [1, 2, 3]], device=DEVICE),
+        torch.tensor([3, 3, 1, 2], dtype=torch.int32, device=DEVICE),
+        kinds=kinds,
+        history=history,
+        recent=recent,
+    )
+    want = torch.zeros(4, 9, dtype=torch.int32)
+    want[2, 3], want[1, 1], want[1, 2] = 4, 2, 2
+    assert torch.equal(history.cpu(), want)
+    assert recent.tolist()[1:] == [[2, 1, 8], [3, 3, 8], [8, 7, 6]]
 
 
 def test_a_bitmask_of_another_width_is_refused():

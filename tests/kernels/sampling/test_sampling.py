@@ -171,6 +171,28 @@ def test_cuts_among_few_tokens(bins, small, monkeypatch):
     check(got, [law(row, *setting) for row, setting in zip(logits, settings, strict=True)])
 
 
+def test_the_token_after_the_last_of_top_k_is_left_out(implementation, small):
+    """Whatever it is: here token 0, in the bin after those that hold as many."""
+    counts = [1, 2, 5, 11, 30]
+    rows = [[-float(k), *(-float(t) for t in range(40) if t != k)] for k in counts]
+    got = probs_of(rows, [1.0] * len(rows), counts, None, 1)
+    check(got, [law(row, 1.0, k, 1.0) for row, k in zip(rows, counts, strict=True)])
+    assert (got[:, 0] == 0).all()
+
+
+@pytest.mark.parametrize("cut", [(7, 1.0), (0, 0.24), (20, 0.55)], ids=str)
+def test_of_equal_tokens_in_a_list_the_lower_ones_are_kept(cut, small, monkeypatch):
+    """Programs write it in their own order."""
+    for name, size in {"BLOCK": 16, "KEPT": 128}.items():
+        monkeypatch.setattr(f"{TRITON}.{name}", size)
+    monkeypatch.setattr(f"{TRITON}.programs_per_row", lambda rows, blocks: 3)
+    rng = random.Random(2)
+    rows = [[0.0] * 90, [float(rng.randrange(2)) for _ in range(90)]]
+    with using("triton"):
+        got = probs_of(rows, [1.0] * 2, [cut[0]] * 2, [cut[1]] * 2, 1)
+    check(got, [law(row, 1.0, *cut) for row in rows])
+
+
 def test_cuts_do_not_depend_on_the_programs_of_a_row(small, monkeypatch):
     logits = torch.randn(2, 150).bfloat16().tolist()
     settings = [1.0, 2.0], [40, 100], [1.0, 0.6]
