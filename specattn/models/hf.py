@@ -214,15 +214,21 @@ class HFTarget:
         return min([int(self.config.max_position_embeddings), *_rescaling(self.config).values()])
 
     def for_context(self, max_context_len: int) -> Self:
-        """Return the target itself if its rope type allows the length.
+        """Return the target itself if its positions allow the length.
 
         Raises
         ------
         ModelError
-            If a request of that length would rotate all tokens of its batch in another way, and
-            make the keys in the pool wrong.
+            If the model has a table of fewer positions. If a request of that length would rotate
+            all tokens of its batch in another way, and make the keys in the pool wrong.
         """
-        name = self.name or self.config.model_type
+        name, table = self.name or self.config.model_type, int(self.config.max_position_embeddings)
+        if getattr(self.config, "rope_parameters", None) is None and max_context_len > table:
+            raise ModelError(
+                "target",
+                f"{name} has a table of {table} positions: max_context_len must be at most "
+                f"{table}, got {max_context_len}",
+            )
         refuse_rescaling("target", name, self.config, max_context_len)
         return self
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 import transformers
 
+from specattn import Engine, Request, SpecConfig
 from specattn.config import AttnConfig
 from specattn.errors import ModelError
-from specattn.models import FeatureSpec, HFTarget
+from specattn.models import FeatureSpec, HFTarget, LMDraft
 from specattn.models.probe import _window_of
 
 if TYPE_CHECKING:
@@ -183,6 +184,27 @@ def test_context_ends_where_positions_would_rescale_the_whole_batch(tiny, kind) 
         f"{model_type} has rope type '{kind}', which rotates all tokens in another way once a "
         f"context is longer than {limit}: max_context_len must be at most {limit}, got {limit + 1}"
     )
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "opt"])
+def test_context_ends_with_a_table_of_positions(tiny, model_type) -> None:
+    """As a draft's too, which would look for positions of the target's that it has not."""
+    sizes = {"word_embed_proj_dim": 64, "ffn_dim": 64} if model_type == "opt" else {}
+    model = HFTarget.from_model(tiny(model_type, max_position_embeddings=32, **sizes))
+    rope = HFTarget.from_model(tiny("llama", max_position_embeddings=32))
+    (text,) = plain(rope, 40).generate([Request([5, 6, 7], 40, ignore_eos=True)])
+    assert (len(text.tokens), text.finish_reason) == (38, "context")
+    (text,) = plain(model, 32).generate([Request([5, 6, 7], 40, ignore_eos=True)])
+    assert (len(text.tokens), text.finish_reason) == (30, "context")
+    said = f"{model_type} has a table of 32 positions: max_context_len must be at most 32, got 33"
+    with pytest.raises(ModelError, match=said):
+        plain(model, 33)
+    with pytest.raises(ModelError, match=said):
+        Engine(rope, LMDraft(model, 101), SpecConfig(3, 1, 4, 33, 1), graphs=False)
+
+
+def plain(target: HFTarget, context: int) -> Engine:
+    return Engine(target, None, SpecConfig(0, 1, 1, context, 1), graphs=False)
 
 
 def test_forward_never_looks_at_positions_on_the_host(tiny, dense, monkeypatch) -> None:
