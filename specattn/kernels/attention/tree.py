@@ -72,7 +72,7 @@ class Grid:
 
 
 class Tail(NamedTuple):
-    """The tail of every request, as far as a bucket reads it; None is not read.
+    """The tail of every request; None is not read.
 
     Parameters
     ----------
