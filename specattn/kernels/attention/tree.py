@@ -92,8 +92,12 @@ class Tail(NamedTuple):
     @property
     def strides(self) -> tuple[int, ...]:
         """Strides between requests, and between the words of two query tokens."""
-        first = (row_strides(tensor)[0] for tensor in self[:3])
-        return (*first, *row_strides(self.words))
+        return (
+            row_strides(self.positions)[0],
+            row_strides(self.slots)[0],
+            row_strides(self.slot_positions)[0],
+            *row_strides(self.words),
+        )
 
 
 class Operands(NamedTuple):
@@ -421,14 +425,14 @@ class TreeAttention:
             positions = tail_positions = None
         if not tail:
             tail_slots = tail_positions = tail_words = None
-        for name, tensor, shape, dtype in (
-            ("positions", positions, (batch, q_len), torch.int64),
-            ("tail_slots", tail_slots, (batch, tail), torch.int32),
-            ("tail_positions", tail_positions, (batch, tail), torch.int64),
-            ("tail_words", tail_words, (batch, q_len, self.words), torch.int64),
-        ):
-            if tensor is not None:
-                _check(name, tensor, shape, dtype)
+        if positions is not None:
+            _check("positions", positions, (batch, q_len), torch.int64)
+        if tail_slots is not None:
+            _check("tail_slots", tail_slots, (batch, tail), torch.int32)
+        if tail_positions is not None:
+            _check("tail_positions", tail_positions, (batch, tail), torch.int64)
+        if tail_words is not None:
+            _check("tail_words", tail_words, (batch, q_len, self.words), torch.int64)
         return Tail(positions, tail_slots, tail_positions, tail_words)
 
 

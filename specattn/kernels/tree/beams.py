@@ -109,10 +109,16 @@ def select_beams(
         raise ValueError(f"step {step} has no beams to pick: candidates have {groups} groups")
     if out.words.shape[2] * 64 < nodes:
         raise ValueError(f"out.words must have a bit for each of {nodes} nodes")
-    require_dense(child_probs=child_probs, child_tokens=child_tokens)
-    require_dense(scores=out.scores, tokens=out.tokens, rows=out.rows, words=out.words[:1])
-    if beams is not None:
-        require_dense(scores=beams.scores, words=beams.words[:1])
+    require_dense(
+        child_probs=child_probs,
+        child_tokens=child_tokens,
+        scores=None if beams is None else beams.scores,
+        words=None if beams is None else beams.words[:1],
+        scores_out=out.scores,
+        tokens_out=out.tokens,
+        rows_out=out.rows,
+        words_out=out.words[:1],
+    )
     if not len(child_probs):
         return
     if on_triton(child_probs):
