@@ -20,8 +20,8 @@ TESTS = DOCS.parent / "tests"
 HEAD = """# Compatibility
 
 The package allows Python 3.11 or newer, torch 2.11 or newer, triton 3.6 or newer, and for models
-transformers 5.12 or newer. What was run is below; [Contributing](../CONTRIBUTING.md#versions) says
-how to install each.
+transformers 5.12 or newer, below 6. What was run is below;
+[Contributing](../CONTRIBUTING.md#versions) says how to install each.
 
 This page is written by `python docs/make_compatibility.py` from the records of
 `python -m bench.compat` and of the [GPU suite](../CONTRIBUTING.md#tests).
