@@ -29,12 +29,12 @@ DRAWS = 100_000
 TARGET = [1.0, -0.5, 2.0, 0.25, -1.0, 1.5, 0.0]
 CHOICE = [-0.6, 1.7, 1.1, -0.3, 1.9, 0.1, 0.4]
 CUTS = {
-    "top-k": SamplingParams(1.0, top_k=3),
-    "top-p": SamplingParams(1.0, top_p=0.6),
-    "cold": SamplingParams(0.3),
-    "hot": SamplingParams(2.0),
-    "min-p": SamplingParams(1.5, min_p=0.3),
-    "all": SamplingParams(1.2, top_k=5, top_p=0.9, min_p=0.1),
+    "top-k": SamplingParams(1.0, top_k=3, seed=0),
+    "top-p": SamplingParams(1.0, top_p=0.6, seed=0),
+    "cold": SamplingParams(0.3, seed=0),
+    "hot": SamplingParams(2.0, seed=0),
+    "min-p": SamplingParams(1.5, min_p=0.3, seed=0),
+    "all": SamplingParams(1.2, top_k=5, top_p=0.9, min_p=0.1, seed=0),
 }
 
 
