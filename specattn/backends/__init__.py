@@ -108,7 +108,8 @@ def load_backend(name: str | BackendFactory) -> BackendFactory:
         return name
     if "," in name:
         return _load_hybrid(name)
-    registered = _registered()
+    # to look through what is installed takes milliseconds, and its names come last
+    registered = _BACKENDS if name in _BACKENDS else _registered()
     if name not in registered:
         known = ", ".join(("auto", *registered))
         raise UnsupportedError(f"backend {name!r}", [f"unknown; choose one of {known}"])

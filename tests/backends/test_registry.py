@@ -65,6 +65,16 @@ def test_every_registered_backend_is_called_what_it_is_registered_as():
         assert load_backend(name).name == name
 
 
+def test_what_is_installed_is_looked_through_for_other_names_alone(monkeypatch):
+    asked = []
+    monkeypatch.setattr(registry, "entry_points", lambda group: asked.append(group) or [])
+    load_backend("torch_native")
+    assert not asked
+    with pytest.raises(UnsupportedError, match="unknown; choose one of auto, triton"):
+        load_backend("mine")
+    assert asked == [registry.ENTRY_POINTS]
+
+
 def test_a_backend_named_explicitly_that_cannot_run_is_an_error(refusing):
     refusing("triton", "no such luck", "nor this")
     with pytest.raises(UnsupportedError) as caught:
