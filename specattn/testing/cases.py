@@ -77,11 +77,11 @@ def make_words(
 
     Parameters
     ----------
-    mode : {"chain", "tree", "draft", "alone", "any"}
+    mode : {"chain", "tree", "draft", "alone", "any", "none"}
         ``chain``: causal, query i is tail key i. ``tree``: a random tree over the tail, the queries
         being its last nodes. ``draft``: ``q_len`` branches, the tail step-major. ``alone``: every
         query sees its own key only. ``any``: random bits, some rows empty, all bits past the tail
-        set.
+        set. ``none``: the same, and all rows empty.
     q_len, tail_len : int
         Query tokens, and tail keys.
     rng : random.Random
@@ -93,9 +93,9 @@ def make_words(
         ``q_len`` bit sets, ``q_len`` depths, and ``tail_len`` depths.
     """
     shift = tail_len - q_len
-    if mode == "any":
-        depths = [rng.randrange(6) for _ in range(tail_len)]
-        bits = [rng.getrandbits(tail_len) if rng.random() < 0.8 else 0 for _ in range(q_len)]
+    if mode in ("any", "none"):
+        depths, share = [rng.randrange(6) for _ in range(tail_len)], 0.8 if mode == "any" else 0.0
+        bits = [rng.getrandbits(tail_len) if rng.random() < share else 0 for _ in range(q_len)]
         beyond = (1 << -(-tail_len // 64) * 64) - (1 << tail_len)
         return [row | beyond for row in bits], [rng.randrange(6) for _ in range(q_len)], depths
     if mode == "chain":
@@ -131,12 +131,11 @@ def _own(lengths: list[int], form: Form, rng: random.Random) -> tuple[list[list[
     page = form.page_size
     needs = [-(-length // page) for length in lengths]
     pages = form.slots // page or sum(needs) + 1 + max(8 // page, 1)
-    order = list(range(1, pages - 1))
-    rng.shuffle(order)
+    assert sum(needs) <= pages - 2, f"{form.slots} slots are too few"
+    order = rng.sample(range(1, pages - 1), sum(needs))
     owned = []
     for need, length in zip(needs, lengths, strict=True):
         mine, order = order[:need], order[need:]
-        assert len(mine) == need, f"{form.slots} slots are too few"
         owned.append([p * page + at for p in mine for at in range(page)][:length])
     return owned, pages * page
 
@@ -151,18 +150,11 @@ def _used(case: Case, form: Form) -> set[int]:
     return used
 
 
-def _pools(used: set[int], slots: int, form: Form) -> tuple[Tensor, Tensor]:
-    """Return K and V pools with NaN in unused slots and columns."""
-    unused = torch.ones(slots, dtype=torch.bool)
-    unused[sorted(used)] = False
-    pools = []
-    for dim in (form.head_dim, form.v_head_dim or form.head_dim):
-        pool = torch.randn(slots, form.heads[1], dim + form.pool_pad)
-        pool[unused] = NAN
-        pool[..., dim:] = NAN
-        pools.append(pool.to(form.kv_dtype or form.dtype)[..., :dim])
-    keys, values = pools
-    return keys, keys[..., : values.shape[2]] if form.latent else values
+def _pool(used: set[int], slots: int, dim: int, form: Form) -> Tensor:
+    """Return a pool with NaN in unused slots and columns."""
+    pool = torch.full((slots, form.heads[1], dim + form.pool_pad), NAN)
+    pool[sorted(used), :, :dim] = torch.randn(len(used), form.heads[1], dim)
+    return pool.to(form.kv_dtype or form.dtype)[..., :dim]
 
 
 def _case(args: dict[str, Any], form: Form, **about: Any) -> Case:
@@ -190,7 +182,9 @@ def _finish(case: Case, used: set[int], slots: int, rows: int, form: Form) -> Ca
     """Draw queries and pools, and move everything to the device."""
     width = form.v_head_dim or form.head_dim
     case.q = torch.randn(rows, form.heads[0], form.head_dim).to(form.dtype)
-    case.k_cache, case.v_cache = _pools(used, slots, form)
+    case.k_cache = case.v_cache = _pool(used, slots, form.head_dim, form)
+    if not form.latent:
+        case.v_cache = _pool(used, slots, width, form)
     case.out = torch.empty(rows, form.heads[0], width, dtype=form.dtype)
     case.lse = torch.empty(rows, form.heads[0])
     if form.sinks is not None:

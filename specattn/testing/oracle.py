@@ -1,4 +1,4 @@
-"""Attention in float64, row by row over lists of visible keys.
+"""Attention in float64, over lists of the keys that each row sees.
 
 Nothing here is shared with the backends: the oracle is what they are held to.
 """
@@ -141,47 +141,36 @@ class Case:
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """Return what ``out`` and ``lse`` must be, in float64."""
-        q, k, v = self.q.cpu(), self.k_cache.cpu(), self.v_cache.cpu()
-        sinks = None if self.sinks is None else self.sinks.cpu().double()
-        settings = self.sm_scale, self.logit_cap, self.kv_scales, sinks
-        rows = enumerate(visible_slots(self))
-        pairs = [_row(q[i], k, v, slots, *settings) for i, slots in rows]
-        return torch.stack([p[0] for p in pairs]), torch.stack([p[1] for p in pairs])
+        seen = self._seen()
+        used = seen.any(0).nonzero()[:, 0]
+        seen = seen[:, None, used].double()  # [R, 1, N]
+        keys, values = (
+            # what is NaN is padding's, and 0 times NaN would be NaN for everybody
+            (pool.cpu()[used].double() * scale).nan_to_num(0)  # [N, Hkv, D or Dv]
+            for pool, scale in zip((self.k_cache, self.v_cache), self.kv_scales, strict=True)
+        )
+        # consecutive query heads share a KV head
+        groups = keys.shape[1], self.q.shape[1] // keys.shape[1]
+        queries = self.q.cpu().double().unflatten(1, groups)
+        logits = torch.einsum("rhgd,nhd->rhgn", queries, keys).flatten(1, 2) * self.sm_scale
+        if self.logit_cap:
+            logits = self.logit_cap * torch.tanh(logits / self.logit_cap)
+        # a key that is listed twice counts twice
+        logits = logits.masked_fill(seen == 0, -math.inf) + seen.clamp(min=1).log()
+        lse = torch.logsumexp(logits, 2)
+        if self.sinks is not None:
+            lse = torch.logaddexp(lse, self.sinks.cpu().double())
+        shares = torch.exp(logits - lse.masked_fill(lse == -math.inf, 0)[..., None])
+        out = torch.einsum("rhgn,nhd->rhgd", shares.unflatten(1, groups), values)
+        return out.flatten(1, 2), lse
 
-
-def _row(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slots: list[int],
-    sm_scale: float,
-    cap: float,
-    kv_scales: tuple[float, float],
-    sinks: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Attend ``[Hq, D]`` over listed slots; return ``[Hq, Dv]``, ``[Hq]``."""
-    heads, kv_heads = q.shape[0], k.shape[1]
-    if not slots:
-        zeros = torch.zeros(heads, v.shape[2], dtype=torch.float64)
-        nothing = torch.full((heads,), -math.inf, dtype=torch.float64)
-        return zeros, nothing if sinks is None else sinks
-    keys = k[slots].double() * kv_scales[0]  # [N, Hkv, D]
-    values = v[slots].double() * kv_scales[1]  # [N, Hkv, Dv]
-    # consecutive query heads share a KV head
-    queries = q.double().unflatten(0, (kv_heads, -1))
-    logits = torch.einsum("hgd,nhd->nhg", queries, keys).flatten(1) * sm_scale  # [N, Hq]
-    if cap:
-        logits = cap * torch.tanh(logits / cap)
-    top = logits.amax(0)
-    if sinks is not None:
-        top = torch.maximum(top, sinks)
-    weights = torch.exp(logits - top)
-    total = weights.sum(0)
-    if sinks is not None:
-        total = total + torch.exp(sinks - top)
-    grouped = weights.unflatten(1, (kv_heads, -1))
-    out = torch.einsum("nhg,nhd->hgd", grouped, values).flatten(0, 1) / total[:, None]
-    return out, top + torch.log(total)
+    def _seen(self) -> Tensor:
+        """Return ``[R, slots]``: how often each query row sees each slot."""
+        lists, slots = visible_slots(self), len(self.k_cache)
+        sizes = torch.tensor([len(some) for some in lists])
+        rows = torch.arange(len(lists)).repeat_interleave(sizes)
+        flat = torch.tensor([slot for some in lists for slot in some], dtype=torch.int64)
+        return torch.bincount(rows * slots + flat, minlength=len(lists) * slots).view(-1, slots)
 
 
 def _visible(pos_q: int, pos_k: int, window_left: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -116,7 +117,7 @@ class Setting:
     whole_pages: bool = False
     deterministic: bool = False
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """The most precise dtype to test that the device can do."""
         declared = self.dtypes or self.factory.capabilities.dtypes

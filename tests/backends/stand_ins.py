@@ -33,12 +33,13 @@ def standing_in(name: str) -> type:
 
 def attend(q, keys, values, scale, cap=0.0):
     """One query token ``[Hq, D]`` over ``[N, Hkv, D]``; float64, natural lse."""
-    group = q.shape[0] // keys.shape[1]
-    keys, values = (part.double().repeat_interleave(group, 1) for part in (keys, values))
-    logits = torch.einsum("hd,nhd->nh", q.double(), keys) * scale
+    # consecutive query heads share a KV head
+    groups = keys.shape[1], q.shape[0] // keys.shape[1]
+    logits = torch.einsum("hgd,nhd->nhg", q.double().unflatten(0, groups), keys.double()) * scale
     if cap:
         logits = cap * torch.tanh(logits / cap)
-    return torch.einsum("nh,nhd->hd", logits.softmax(0), values), logits.logsumexp(0)
+    out = torch.einsum("nhg,nhd->hgd", logits.softmax(0), values.double())
+    return out.flatten(0, 1), logits.logsumexp(0).flatten()
 
 
 def attend_causal(q, k, v, table, lens, scale, *, left=-1, cap=0.0):
@@ -50,7 +51,7 @@ def attend_causal(q, k, v, table, lens, scale, *, left=-1, cap=0.0):
     lse = torch.empty(q.shape[:3], dtype=torch.float64, device=q.device)
     for b, keys in enumerate(lens.tolist()):
         listed = table[b, : -(-keys // k.shape[1])].long()
-        mine = [pool[listed].flatten(0, 1)[:keys] for pool in (k, v)]
+        mine = [pool[listed].flatten(0, 1)[:keys].double() for pool in (k, v)]
         for i in range(q.shape[1]):
             end = keys - q.shape[1] + i + 1
             start = max(0, end - 1 - left) if left >= 0 else 0
@@ -218,13 +219,13 @@ def flash_attn_with_kvcache(
         begin = page_table.storage_offset() + int(cache_batch_idx[b]) * page_table.stride(0)
         pages = entries[begin : begin - (-length // page)].long()
         slots = (pages[:, None] * page + torch.arange(page)).flatten()[:length]
+        mine = keys[slots].double(), values[slots].double()
         for i in range(first, last):
             place = length - (last - i) if causal or left >= 0 else length - 1
-            seen = slots[max(0, place - left) if left >= 0 else 0 : place + 1]
-            if len(seen):
-                result[i], lse[i] = attend(
-                    flat[i], keys[seen], values[seen], softmax_scale, softcap
-                )
+            seen = slice(max(0, place - left) if left >= 0 else 0, place + 1)
+            if place >= 0:
+                parts = (part[seen] for part in mine)
+                result[i], lse[i] = attend(flat[i], *parts, softmax_scale, softcap)
     lse = lse.T if cu_seqlens_q is not None else lse.unflatten(0, q.shape[:2]).transpose(1, 2)
     out = torch.empty_like(q) if out is None else out
     out.copy_(result.view(q.shape))
