@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specattn.batch import Phase
+from specattn.errors import UnsupportedError
 from specattn.testing.oracle import ConformanceError
 from specattn.testing.setting import MODES, Mode
 
@@ -57,8 +58,38 @@ class Scenario:
 
     def __call__(self, setting: Setting) -> None:
         """Run it."""
-        case = setting.case(self.mode, self.lengths, **self.options)
-        setting.session(case).forward(None, self.broken)
+        self.run(setting, self.options)
+
+    def run(self, setting: Setting, options: dict[str, Any], *, lse: bool | None = None) -> None:
+        """Run it with these options; ``lse`` is that of `Session.forward`."""
+        case = setting.case(self.mode, self.lengths, **options)
+        try:
+            setting.session(case).forward(None, self.broken, lse=lse)
+        except ConformanceError as error:
+            # what is evicted is no option of the layer
+            said = [f"{name} {value}" for name, value in options.items() if name != "evict"]
+            said += ["no lse"] if lse is False else []
+            detail = ", ".join([error.detail, *said])
+            raise ConformanceError(error.broken, detail) from error
+
+
+class WithoutLse(Scenario):
+    """The same, and no lse is asked for."""
+
+    def __call__(self, setting: Setting) -> None:
+        """Run it."""
+        self.run(setting, self.options, lse=False)
+
+
+class OddWidths(Scenario):
+    """Values are wider than keys, unless the backend refuses that."""
+
+    def __call__(self, setting: Setting) -> None:
+        """Run it."""
+        try:
+            self.run(setting, {"head_dim": 48, "v_head_dim": 64, **self.options})
+        except UnsupportedError:
+            self.run(setting, self.options)
 
 
 class LargeLogits(Scenario):
@@ -108,6 +139,7 @@ def scenarios(declared: Capabilities, *, evicts: bool) -> Iterator[Scenario]:
             needs=("window",),
         )
     yield from _pages(declared.page_size)
+    yield from _together(declared)
     yield from _shapes()
     yield from _trees()
     yield from _edges()
@@ -119,6 +151,7 @@ def _sweep(
     modes: tuple[str, ...] = tuple(MODES),
     needs: tuple[str, ...] = (),
     lengths: list[int] = LENGTHS,
+    kind: type[Scenario] = Scenario,
 ) -> Iterator[Scenario]:
     """Every variant, ``(level, options)``, of every mode."""
     for variant, (level, options) in variants.items():
@@ -126,7 +159,7 @@ def _sweep(
             mode = MODES[name]
             # the interpreter gets one mode of what the others share
             found = QUICK if level == SMOKE and name != "tree_verify" else level
-            yield Scenario(
+            yield kind(
                 f"{name}-{variant}", broken, mode, found, mode.needs + needs, lengths, options
             )
 
@@ -139,6 +172,14 @@ def _options(dtypes: tuple[torch.dtype, ...], page: int) -> Iterator[Scenario]:
             for level, left in ((QUICK, 0), (SMOKE, 9), (FULL, 1), (FULL, 69), (FULL, 1000))
         },
         needs=("window",),
+    )
+    # tiles in front of the window, none of whose keys are seen
+    yield from _sweep(
+        "window",
+        {"window_69_long": (QUICK, {"window_left": 69, "evict": False})},
+        TREES,
+        needs=("window",),
+        lengths=[1300, 3],
     )
     yield from _sweep(
         "cap",
@@ -249,6 +290,26 @@ def _pages(least: int) -> Iterator[Scenario]:
     )
 
 
+def _together(declared: Capabilities) -> Iterator[Scenario]:
+    """Yield whatever is declared at once.
+
+    Kernels are chosen by more than one option.
+    """
+    options: dict[str, Any] = {"page_size": max(16, declared.page_size)}
+    options["dtype"] = declared.dtypes[-1]
+    if declared.window:
+        options |= {"window_left": 20, "evict": False}
+    if declared.cap:
+        options["logit_cap"] = 2.0
+    if declared.sinks:
+        options["sinks"] = torch.float32
+    variants = {"all": (QUICK, options)}
+    if declared.kv_dtypes:
+        stored = {"kv_dtype": declared.kv_dtypes[0], "kv_scales": SCALES}
+        variants["all_stored"] = (QUICK, options | stored)
+    yield from _sweep("options together", variants, kind=OddWidths)
+
+
 def _shapes() -> Iterator[Scenario]:
     yield from _sweep(
         "heads",
@@ -256,8 +317,9 @@ def _shapes() -> Iterator[Scenario]:
             f"heads_{q}_{kv}": (level, {"heads": (q, kv)})
             for level, q, kv in (
                 (QUICK, 3, 3),
-                (QUICK, 8, 2),
                 (QUICK, 6, 2),
+                (QUICK, 32, 2),
+                (FULL, 8, 2),
                 (FULL, 5, 1),
                 (FULL, 7, 1),
                 (FULL, 8, 1),
@@ -274,7 +336,6 @@ def _shapes() -> Iterator[Scenario]:
             for level, k, v in (
                 (QUICK, 128, 128),
                 (QUICK, 80, 80),
-                (QUICK, 64, 48),
                 (FULL, 96, 96),
                 (FULL, 256, 256),
                 (FULL, 192, 128),
@@ -283,6 +344,13 @@ def _shapes() -> Iterator[Scenario]:
             )
         },
         TREES,
+    )
+    # narrower and wider values; libraries have kernels of their own without an lse
+    yield from _sweep("head sizes", {"head_64_48": (QUICK, {"head_dim": 64, "v_head_dim": 48})})
+    yield from _sweep(
+        "head sizes",
+        {"head_48_64_no_lse": (QUICK, {"head_dim": 48, "v_head_dim": 64})},
+        kind=WithoutLse,
     )
     yield from _sweep("empty prefixes", {"no_prefix": (QUICK, {})}, lengths=[0, 0])
     yield from _sweep("batches", {"one_request": (FULL, {})}, lengths=[41])
@@ -302,9 +370,6 @@ def _trees() -> Iterator[Scenario]:
         mode = Mode("tree", {"mode": "any", "q_len": q_len, "tail_len": tail})
         level = FULL if tail in (128, 130) else QUICK
         yield Scenario(f"any_bits_{tail}", "trees", mode, level, ("trees",), [33, 9, 40])
-    blind = Mode("tree", {"mode": "any", "q_len": 9, "tail_len": 20})
-    # without a prefix, the rows that see no node see no key
-    yield Scenario("blind_rows", "rows without keys", blind, QUICK, ("trees",), [0, 0, 7])
     for topk, step in ((1, 0), (2, 1), (8, 8), (10, 2)):
         level = FULL if topk < 8 else QUICK
         options = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -171,6 +171,8 @@ def _bodies(
         if getattr(declared, need):
             run = partial(replay.steps, setting, kind)
             yield QUICK, f"draft_steps-{kind}", "draft steps", run
+    if declared.trees:
+        yield from _blind(setting)
     per_mode = {
         "growth": ("growth", replay.growth),
         "new_trees": ("new trees", replay.new_trees),
@@ -205,6 +207,23 @@ def _bodies(
                 continue
             level = SMOKE if (name, option) in smoke else QUICK
             yield level, f"{name}-{option}", broken, partial(body, setting, MODES[name])
+
+
+def _blind(setting: Setting) -> Iterator[tuple[int, str, str, Callable[[], None]]]:
+    """Yield rows without keys, under options that may choose another kernel."""
+    declared = setting.factory.capabilities
+    optional: dict[str, dict[str, Any]] = {
+        "cap": {"logit_cap": 1.5},
+        "sinks": {"sinks": torch.float32},
+        "deterministic": {"deterministic": True},
+    }
+    variants = {name: form for name, form in optional.items() if getattr(declared, name)}
+    variants |= {str(dtype): {"dtype": dtype} for dtype in setting.dtypes or declared.dtypes}
+    variants |= {str(dtype): {"kv_dtype": dtype} for dtype in declared.kv_dtypes}
+    variants |= {"decode": {"q_len": 1, "tail_len": 5}, "no_lse": {"lse": False}}
+    for name, form in variants.items():
+        name = f"blind_rows-{name.removeprefix('torch.')}"
+        yield QUICK, name, "rows without keys", partial(replay.blind_rows, setting, **form)
 
 
 def _determinism(setting: Setting) -> Iterator[tuple[int, str, str, Callable[[], None]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -81,6 +81,18 @@ def interleaved_modes(setting: Setting) -> None:
                 made.setdefault(name, setting.session(case, backend))
             backend = made[name].backend
             made[name].forward(None if mode.kind == "extend" else case, "buckets")
+
+
+def blind_rows(
+    setting: Setting, q_len: int = 9, tail_len: int = 70, lse: bool | None = None, **form: Any
+) -> None:
+    """Rows that see no key are 0, whatever ran in their places."""
+    session: Session | None = None
+    for bits, lengths in (("any", [33, 9, 40]), ("any", [0, 0, 7]), ("none", [0, 0, 0])):
+        mode = Mode("tree", {"mode": bits, "q_len": q_len, "tail_len": tail_len})
+        case = setting.case(mode, lengths, **ROOM, **form)
+        session = session or setting.session(case)
+        session.forward(case, "rows without keys", lse=lse)
 
 
 def steps(setting: Setting, kind: str) -> None:

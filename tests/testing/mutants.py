@@ -11,10 +11,14 @@ import torch
 
 from specattn.backends.base import BoundAttention, Capabilities
 from specattn.backends.torch_native import TorchNativeBackend
+from specattn.batch import Linked
 from specattn.config import KVScales
 from specattn.errors import UnsupportedError
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan
+from specattn.speculative.dflash import DFlashProposer
 from specattn.speculative.host_proposer import HostProposer, HostTree
+from specattn.speculative.lookup import LookupProposer
+from specattn.speculative.proposer import BoundProposer, Proposer
 from specattn.speculative.standalone import LMDraft, StandaloneProposer
 
 
@@ -268,9 +272,42 @@ class AveragesBlindRows(Mutant):
     def attend(self, run, q, k_cache, v_cache, out, lse):
         sums = torch.empty(q.shape[:2], device=q.device)
         run(q, k_cache, v_cache, out, sums)
-        out[sums == -math.inf] = 1
+        if self.hits(lse):
+            out[self.averaged(sums == -math.inf)] = 1
         if lse is not None:
             lse.copy_(sums)
+
+    def hits(self, lse) -> bool:
+        return True
+
+    def averaged(self, blind):
+        return blind
+
+
+class AveragesBlindRowsWithoutLse(AveragesBlindRows):
+    """The kernel that writes no lse does not look at it."""
+
+    def hits(self, lse):
+        return lse is None
+
+
+class KeepsWhatBlindRowsHeld(AveragesBlindRows):
+    """In a workspace, where the run before has left it."""
+
+    def bind(self, plan):
+        self.runs = 0
+        return super().bind(plan)
+
+    def hits(self, lse):
+        self.runs += 1
+        return self.runs > 1
+
+
+class AttendsToNothing(AveragesBlindRows):
+    """Where no row of a batch sees a key."""
+
+    def averaged(self, blind):
+        return blind & blind.all()
 
 
 class RoundsTheWeights(Mutant):
@@ -499,6 +536,43 @@ class TakesValuesAsWideAsKeys(Mutant):
         run(q, k_cache, numbers.to(v_cache)[..., : v_cache.shape[2]], out, lse)
 
 
+class CutsValuesToTheKeysWidth(Mutant):
+    """One block is as wide as a key, for both."""
+
+    def attend(self, run, q, k_cache, v_cache, out, lse):
+        run(q, k_cache, v_cache, out, lse)
+        out[..., k_cache.shape[2] :] = 0
+
+
+class CutsValuesWithoutLse(CutsValuesToTheKeysWidth):
+    def attend(self, run, q, k_cache, v_cache, out, lse):
+        if lse is None:
+            super().attend(run, q, k_cache, v_cache, out, lse)
+        else:
+            run(q, k_cache, v_cache, out, lse)
+
+
+class ServesGroupsOfEight(Mutant):
+    """Query heads per KV head."""
+
+    def attend(self, run, q, k_cache, v_cache, out, lse):
+        run(q, k_cache, v_cache, out, lse)
+        out.unflatten(1, (k_cache.shape[1], -1))[:, :, 8:] = 0
+
+
+class IgnoresTheCapInWindows(Mutant):
+    def tweaked(self, config):
+        return replace(config, logit_cap=0.0 if config.window_left >= 0 else config.logit_cap)
+
+
+class SkipsTilesBeforeTheWindow(Mutant):
+    """And a key of the window's with them."""
+
+    def tweaked(self, config):
+        far = config.window_left > 64
+        return replace(config, window_left=config.window_left - far)
+
+
 class IgnoresWordsAfterTheSecond(Mutant):
     """Trees of more than 128 nodes."""
 
@@ -604,7 +678,23 @@ class ReadsEverythingListed(OwnSoftmax):
         return plan.req_to_token.shape[1]
 
 
-class MutantProposer(StandaloneProposer):
+class Changed:
+    """A proposer whose bound ones, of every batch size, a subclass may `change`."""
+
+    def bind(self, step):
+        return self.changed(super().bind(step))
+
+    def changed(self, bound):
+        honest = bound.first
+        bound.first = lambda step: self.changed(honest(step))
+        self.change(bound)
+        return bound
+
+    def change(self, bound) -> None:
+        pass
+
+
+class MutantProposer(Changed, StandaloneProposer):
     """An honest proposer of a whole model until a subclass overrides a duty."""
 
     @classmethod
@@ -626,17 +716,22 @@ class ForgetsTheBonusToken(MutantProposer):
         return super().prompt(replace(chunk, bonus_tokens=torch.zeros_like(chunk.bonus_tokens)))
 
 
+class GivesPromptsTheFirstOnesState(MutantProposer):
+    """Of those that end in one chunk."""
+
+    def prompt(self, chunk):
+        return {name: kept[:1].expand_as(kept) for name, kept in super().prompt(chunk).items()}
+
+
 class ChoosesOnTheHost(MutantProposer):
-    def bind(self, step):
-        bound = super().bind(step)
-        honest = bound.propose
+    def change(self, bound):
+        honest, buffers = bound.propose, bound.step.buffers
 
         def propose():
-            assert int(step.buffers.seq_lens.max()) >= 0
+            assert int(buffers.seq_lens.max()) >= 0
             return honest()
 
         bound.propose = propose
-        return bound
 
 
 class WritesMoreThanItSays(MutantProposer):
@@ -645,16 +740,175 @@ class WritesMoreThanItSays(MutantProposer):
 
 
 class ReadsTheLastRow(MutantProposer):
-    def bind(self, step):
-        bound = super().bind(step)
-        honest = bound.absorb
+    def change(self, bound):
+        honest, step = bound.absorb, bound.step
 
         def absorb(accepted):
             step.buffers.last_rows.fill_(step.config.num_steps)
             return honest(accepted)
 
         bound.absorb = absorb
-        return bound
+
+
+class KeepsStatesInAnAttribute(MutantProposer):
+    """Of the requests that took part last, whoever takes part now."""
+
+    def change(self, bound):
+        absorb, propose, kept = bound.absorb, bound.propose, {}
+
+        def absorb_and_keep(accepted):
+            kept.update(absorb(accepted))
+            return kept
+
+        def propose_from_kept():
+            for name, value in kept.items():
+                bound.gathers[name].copy_(value)
+            return propose()
+
+        bound.absorb, bound.propose = absorb_and_keep, propose_from_kept
+
+
+class KeepsStatesByRow(MutantProposer):
+    """In a table of its own, where the next request with the row finds them."""
+
+    def change(self, bound):
+        absorb, propose, rows = bound.absorb, bound.propose, bound.step.buffers.req_pool_indices
+        # of all batch sizes
+        kept = vars(self).setdefault("kept", {})
+
+        def absorb_and_keep(accepted):
+            state = absorb(accepted)
+            kept.update(zip(rows.tolist(), state["topk_tokens"].clone(), strict=True))
+            return state
+
+        def propose_from_kept():
+            for at, row in enumerate(rows.tolist()):
+                if row in kept:
+                    bound.gathers["topk_tokens"][at] = kept[row]
+            return propose()
+
+        bound.absorb, bound.propose = absorb_and_keep, propose_from_kept
+
+
+class GivesAllTheFirstOnesState(MutantProposer):
+    def change(self, bound):
+        honest = bound.absorb
+
+        def absorb(accepted):
+            return {name: new[:1].expand_as(new) for name, new in honest(accepted).items()}
+
+        bound.absorb = absorb
+
+
+class MutantBlock(Changed, DFlashProposer):
+    """An honest proposer of blocks until a subclass overrides a duty."""
+
+    @classmethod
+    def draft(cls, model: Any) -> Any:
+        class Draft:
+            def draft_len(self, config):
+                return model.block.columns(config)
+
+            def make(self, slot):
+                return cls(slot(model))
+
+        return Draft()
+
+
+class LeavesTokensInTheBlock(MutantBlock):
+    """What was drafted, where the next step expects masks."""
+
+    def change(self, bound):
+        honest = bound.propose
+
+        def propose():
+            found = honest()
+            bound.block_ids[:, 1 : 1 + found.tokens.shape[1]] = found.tokens[..., 0]
+            return found
+
+        bound.propose = propose
+
+
+class MutantLookup(Changed, LookupProposer):
+    """An honest lookup until a subclass overrides a duty."""
+
+
+class ReadsPastTheText(MutantLookup):
+    def change(self, bound):
+        honest, lens = bound.propose, bound.step.buffers.seq_lens
+
+        def propose():
+            lens.add_(1)
+            found = honest()
+            lens.sub_(1)
+            return found
+
+        bound.propose = propose
+
+
+class BoundArithmetic(BoundProposer):
+    """A chain whose tokens follow from root and position, honest until a subclass errs."""
+
+    def __init__(self, step, memory) -> None:
+        self.step, self.memory = step, memory
+        shape = len(step), 2, step.config.num_draft_tokens
+        self.tokens, self.parents = memory[: math.prod(shape)].view(shape).unbind(1)
+        self.place = step.buffers.positions[:, 0]
+
+    def first(self, step):
+        return type(self)(step, self.memory)
+
+    def followers(self):
+        depth = torch.arange(self.step.config.num_steps, device=self.place.device)
+        return (7 * self.step.buffers.roots[:, None] + self.place[:, None] + depth) % 50 + 1
+
+    def link(self):
+        count = self.step.config.num_steps + 1
+        self.parents.fill_(-1)
+        self.parents[:, :count] = torch.arange(-1, count - 1)
+
+    def propose(self):
+        self.link()
+        self.tokens[:, 0] = self.step.buffers.roots
+        self.tokens[:, 1 : 1 + self.step.config.num_steps] = self.followers()
+        return Linked(self.tokens.contiguous(), self.parents.contiguous())
+
+
+class ArithmeticProposer(Proposer):
+    """Proposes by a class of `BoundArithmetic`, without a model."""
+
+    def __init__(self, bound=BoundArithmetic) -> None:
+        self.bound = bound
+
+    def bind(self, step):
+        shape = 2 * len(step) * step.config.num_draft_tokens
+        return self.bound(step, torch.zeros(shape, dtype=torch.int64, device=step.device))
+
+
+class GivesAllTheFirstOnesTokens(BoundArithmetic):
+    def followers(self):
+        return super().followers()[:1].expand(len(self.step), -1)
+
+
+class CopiesAView(BoundArithmetic):
+    """`flatten` gives a view of one request's positions, and a copy of several requests'."""
+
+    def __init__(self, step, memory) -> None:
+        super().__init__(step, memory)
+        self.place = step.buffers.positions[:, :2].flatten()[::2]
+
+
+class SharesFlatMemory(BoundArithmetic):
+    """Parents of few requests lie where tokens of many do, and are written once."""
+
+    def __init__(self, step, memory) -> None:
+        super().__init__(step, memory)
+        shape = 2, len(step), step.config.num_draft_tokens
+        self.tokens, self.parents = memory[: math.prod(shape)].view(shape)
+        super().link()
+
+    def link(self):
+        pass
 
 
 class RepeatsTheNewest(HostProposer):
@@ -675,3 +929,55 @@ class WritesIntoTheText(RepeatsTheNewest):
         for one in requests:
             one.tokens.append(0)
         return trees
+
+
+class ReversesTheTrees(RepeatsTheNewest):
+    def draft(self, requests, config):
+        return super().draft(requests, config)[::-1]
+
+
+class FillsOneList(RepeatsTheNewest):
+    """All trees are one list, which holds the last one's tokens."""
+
+    def draft(self, requests, config):
+        shared = []
+        for one in requests:
+            shared[:] = one.tokens[-1:] * config.num_steps
+        return [HostTree(shared) for _ in requests]
+
+
+class KeepsTexts(RepeatsTheNewest):
+    """Copies of texts, by what a subclass takes for a request."""
+
+    def __init__(self) -> None:
+        self.texts: dict[int, list[int]] = {}
+
+    def draft(self, requests, config):
+        trees = []
+        for at, one in enumerate(requests):
+            text = self.texts.setdefault(self.key(at, one), [])
+            text += one.tokens[len(text) :]
+            trees.append(HostTree(text[-1:] * config.num_steps))
+        return trees
+
+
+class KeepsTextsByPlace(KeepsTexts):
+    def key(self, at, one):
+        return at
+
+
+class KeepsTextsByAddress(KeepsTexts):
+    """Which another request has when this one is gone."""
+
+    def key(self, at, one):
+        return id(one)
+
+
+class ReadsATextOnce(RepeatsTheNewest):
+    """A prompt; what follows it is never seen."""
+
+    def draft(self, requests, config):
+        return [
+            HostTree(one.tokens[one.prompt_len - 1 : one.prompt_len] * config.num_steps)
+            for one in requests
+        ]

@@ -20,6 +20,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 LATENT = Geometry(heads=(4, 1), head_dim=80, v_head_dim=64, latent=True)
 FIRST = "triton" if DEVICE == "cuda" else "torch_native"
+OF_PARTS = ("dtypes", "heads", "head sizes", "large logits", "long prefixes", "scale")
 
 
 @pytest.mark.parametrize("page", [1, 4])
@@ -28,7 +29,7 @@ def test_requests_in_other_company_keep_their_pages(page):
     wanted = case.expected()
     moved = picked(case, [2, 0], pads=1, seed=3)
     for got, want in zip(moved.expected(), wanted, strict=True):
-        assert torch.equal(got[:8], torch.cat([want[8:], want[:4]]))
+        torch.testing.assert_close(got[:8], torch.cat([want[8:], want[:4]]), rtol=1e-12, atol=1e-12)
     args = moved.args
     for b, length in enumerate([14, 9]):
         slots = args["req_to_token"][args["req_pool_indices"][b], : length + 4]
@@ -66,5 +67,8 @@ test_latent_torch_native = backend_suite("torch_native", DEVICE, geometry=LATENT
 test_latent_triton = backend_suite(
     "triton_mla", DEVICE, "quick" if DEVICE == "cuda" else "smoke", geometry=LATENT
 )
-test_hybrid = backend_suite(hybrid(prefill="torch_native", decode=FIRST), DEVICE)
-test_tbo = backend_suite(tbo(FIRST), DEVICE)
+# parts have suites of their own for what they compute by themselves
+test_hybrid = backend_suite(
+    hybrid(prefill="torch_native", decode=FIRST), DEVICE, leave_out=OF_PARTS
+)
+test_tbo = backend_suite(tbo(FIRST), DEVICE, leave_out=OF_PARTS)
