@@ -4,7 +4,7 @@ A `Proposer` lives as long as its engine. It has a model with its pool and its a
 For every batch size that steps run at there is a `BoundProposer`: what it does within a step, over
 static buffers.
 
-Four rules hold for every proposer.
+Five rules hold for every proposer.
 
 - `BoundProposer.propose` and `BoundProposer.absorb` read no value on the host, so that a CUDA graph
   can record them, and what they allocate may lie in its memory.
@@ -14,6 +14,8 @@ Four rules hold for every proposer.
   committed length and is written again.
 - A prompt in chunks, a prompt behind a cached prefix, and steps over the same text leave the same
   keys, values and states.
+- What is drafted for a request follows from its text: not from its place in the step, from others
+  there, or from steps before.
 
 Shapes: B requests, n nodes of a tree, N its depth, F the width of the target's features, V and Vd
 the vocabularies of target and draft.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,20 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine
-from specattn.engine.request import Request
-from specattn.errors import TreeError
 from specattn.speculative.host_proposer import HostProposer
-from specattn.speculative.prefill import Prefill, Prompt
-from specattn.speculative.sampling import SamplingBatch, SamplingParams
+from specattn.testing.host_trees import DRAFTS, TREES, same_trees, whole_trees
 from specattn.testing.kit import Check
 from specattn.testing.oracle import ConformanceError
+from specattn.testing.world import World, accept, paths
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import FrameType
 
-    from specattn.batch import AcceptResult
-    from specattn.engine.request import RequestOutput
     from specattn.speculative.model import TargetModel
     from specattn.speculative.step import Step
 
@@ -34,8 +30,6 @@ if TYPE_CHECKING:
 CONFIGS = (SpecConfig(3, 1, 4, 128, 3), SpecConfig(3, 2, 7, 128, 3, page_size=4))
 #: Relative error that the order of sums may cause in float32.
 TOLERANCE = 2e-5
-# the rule of proposers on the host
-_TREES = "trees of the host"
 # what waits for the device, or has a shape that depends on values
 _READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero")
 # rooms whose torch versions may read what their kernels do not
@@ -72,7 +66,7 @@ def proposer_conformance(
     }
     if isinstance(draft, HostProposer):
         # it keeps nothing on the device
-        rules = {"trees": (_TREES, _host_trees)}
+        rules = {"trees": (TREES, whole_trees), "drafts": (DRAFTS, same_trees)}
     name = type(draft).__name__
     for config in configs:
         shape = f"{config.num_steps}x{config.topk}x{config.num_draft_tokens}"
@@ -81,63 +75,9 @@ def proposer_conformance(
             yield Check(f"{rule}-{shape}", broken, name, run, role="proposer")
 
 
-@dataclass(frozen=True)
-class _World:
-    """An engine whose rows the checks run by themselves."""
-
-    engine: Engine
-
-    def row(self) -> int:
-        return self.engine.table.allocate()
-
-    @property
-    def lead(self) -> int:
-        assert self.engine.proposer is not None
-        return self.engine.proposer.lead
-
-    def prompt(self, row: int, tokens: Sequence[int], *, cached: int = 0, chunk: int = 4096) -> int:
-        """Run a prompt and admit the row; return its first new token."""
-        engine, device = self.engine, self.engine.table.req_to_token.device
-        engine.table.reserve([row], [len(tokens) + self.lead])
-        sampling = SamplingBatch.of((SamplingParams(),), device)
-        prefill = Prefill(
-            engine.target, engine.proposer, engine.table.req_to_token, engine.config, chunk
-        )
-        out = prefill.run([Prompt(row, tokens, cached)], sampling)
-        lens = torch.tensor([len(tokens)], dtype=torch.int32, device=device)
-        where = torch.tensor([row], device=device)
-        engine.states.admit(where, lens, out.bonus_tokens, out.state, sampling)
-        engine.table.commit(row, len(tokens))
-        return int(out.bonus_tokens)
-
-    def reserve(self, row: int, length: int) -> None:
-        self.engine.table.reserve([row], [length + self.engine.config.reserve_len])
-
-    def begun(self, row: int, length: int) -> Step:
-        """Return a step of one row that has begun."""
-        self.reserve(row, length)
-        step = self.engine.decoder(self.engine.config).phases([row])
-        step.begin()
-        return step
-
-    def kept(self, row: int, length: int) -> dict[str, Tensor]:
-        """Return what the proposer keeps of a request: keys, values and states."""
-        engine, found = self.engine, {}
-        slots = engine.table.req_to_token[row, : length + self.lead].long()
-        if engine.draft is not None:
-            for name, caches in (("k", engine.draft.pool.k), ("v", engine.draft.pool.v)):
-                for layer, cache in enumerate(caches):
-                    found[f"{name} of layer {layer}"] = cache[slots].clone()
-        for name, table in engine.states.drafting.items():
-            # a field as wide as a context holds its tokens, the newest without a slot among them
-            context = engine.table.max_context_len
-            text = table.dtype in (torch.int32, torch.int64) and table.shape[1] - context in (0, 1)
-            found[name] = table[row, : length if text else None].clone()
-        return found
-
-
+@torch.no_grad()
 def _run(
-    body: Callable[[_World], None],
+    body: Callable[[World], None],
     draft: Any,
     target: TargetModel,
     config: SpecConfig,
@@ -147,137 +87,164 @@ def _run(
     if engine.draft is not None:
         for cache in (*engine.draft.pool.k, *engine.draft.pool.v):
             cache[config.page_size :] = torch.nan
-    body(_World(engine))
+    body(World(engine))
 
 
-def _text(world: _World, count: int) -> list[int]:
-    vocab = world.engine.target.model.vocab_size
-    tokens: list[int] = torch.randint(1, vocab, (count,)).tolist()
-    return tokens
+def _chunks(world: World) -> None:
+    """Prompts one by one, and together in pieces."""
+    texts, want = [world.text(count) for count in (23, 9, 4)], []
+    for text in texts:
+        row = world.row()
+        world.prompts([row], [text])
+        want.append(world.kept(row, len(text)))
+        world.engine.table.free(row)
+    rows = [world.row() for _ in texts]
+    # two of them end in the last piece
+    world.prompts(rows, texts, chunk=12)
+    for at, (row, text) in enumerate(zip(rows, texts, strict=True)):
+        where = f" of prompt {at} of {len(rows)}, in chunks of 12,"
+        _compare("prompts in chunks", want[at], world.kept(row, len(text)), where=where)
 
 
-def _chunks(world: _World) -> None:
-    """A prompt whole and in pieces."""
-    tokens, rows = _text(world, 23), (world.row(), world.row())
-    for row, chunk in zip(rows, (4096, 5), strict=True):
-        world.prompt(row, tokens, chunk=chunk)
-    _compare("prompts in chunks", *(world.kept(row, len(tokens)) for row in rows))
-
-
-def _prefix(world: _World) -> None:
+def _prefix(world: World) -> None:
     """A prompt whole, and behind cached tokens."""
-    tokens, rows = _text(world, 23), (world.row(), world.row())
-    world.prompt(rows[0], tokens)
+    tokens, rows = world.text(23), (world.row(), world.row())
+    world.prompts(rows[:1], [tokens])
     # the token after what is cached is known
-    world.prompt(rows[1], tokens[:14])
-    world.prompt(rows[1], tokens, cached=13)
+    world.prompts(rows[1:], [tokens[:14]])
+    world.prompts(rows[1:], [tokens], cached=13)
     _compare("cached prefixes", *(world.kept(row, len(tokens)) for row in rows))
 
 
-def _steps(world: _World) -> None:
-    """A text by steps, and the same text as a prompt."""
-    tokens, rows = _text(world, 9), (world.row(), world.row())
-    tokens.append(world.prompt(rows[0], tokens))
-    decoder = world.engine.decoder(world.engine.config)
-    for _ in range(5):
-        world.reserve(rows[0], len(tokens) - 1)
-        tokens += decoder.step([rows[0]])[0]
-    bonus = world.prompt(rows[1], tokens[:-1])
-    if bonus != tokens[-1]:
-        raise ConformanceError("step by step", f"token {bonus}, a step gave {tokens[-1]}")
-    _compare("step by step", *(world.kept(row, len(tokens) - 1) for row in reversed(rows)))
+# who takes part in each step: all, one over the first rows, some beside padding
+_COMPANY = ([0, 1, 2], [2], [1, 0])
 
 
-def _host_reads(world: _World) -> None:
+def _steps(world: World) -> None:
+    """Texts by steps in changing company, and the same texts as prompts."""
+    texts = world.repeating(4, 3, 5)
+    rows = [world.row() for _ in texts]
+    for row, text in zip(rows, texts, strict=True):
+        text += world.prompts([row], [text])
+    step = world.bound(rows, [len(text) - 1 for text in texts])
+    first = step.first(1, step.host.of(0, 1), step.packed[:1])
+    for who in _COMPANY:
+        some = [rows[at] for at in who], [len(texts[at]) - 1 for at in who]
+        alone = [world.drafted(*one) for one in zip(*some, strict=True)]
+        for row, length in zip(*some, strict=True):
+            world.spoil(row, length)
+        gained = _step(world, first if len(who) == 1 else step, some, alone)
+        for at, tokens in zip(who, gained, strict=True):
+            texts[at] += tokens
+    _prompted(world, rows, texts)
+
+
+def _step(
+    world: World, step: Step, some: tuple[list[int], list[int]], alone: list[list[list[int]]]
+) -> list[list[int]]:
+    """Run a step; hold its trees to those drafted alone."""
+    world.begin(step, *some)
+    tree = world.tree(step)
+    for place, (want, got) in enumerate(zip(alone, paths(tree), strict=False)):
+        _same_paths(got, want, f"request {place} of {len(alone)}", "alone over new buffers")
+    accepted = accept(step, tree)
+    step.advance(accepted, step.extend(accepted))
+    gained = zip(accepted.accept_tokens.tolist(), accepted.accept_lens.tolist(), strict=True)
+    return [tokens[:count] for tokens, count in gained][: len(alone)]
+
+
+def _prompted(world: World, rows: list[int], texts: list[list[int]]) -> None:
+    """Hold what steps have left to what prompts leave."""
+    lens = [len(text) - 1 for text in texts]
+    kept = [world.kept(*one) for one in zip(rows, lens, strict=True)]
+    drafted = [world.drafted(*one) for one in zip(rows, lens, strict=True)]
+    # every request gets the row of another one
+    for at in (0, 2, 1):
+        world.engine.table.free(rows[at])
+    for at, text in enumerate(texts):
+        row = world.row()
+        (bonus,) = world.prompts([row], [text[:-1]])
+        if bonus != text[-1]:
+            raise ConformanceError("step by step", f"token {bonus}, a step gave {text[-1]}")
+        who = f"request {at}, whose text was a prompt,"
+        _compare("step by step", world.kept(row, lens[at]), kept[at], where=f" of {who}")
+        _same_paths(world.drafted(row, lens[at]), drafted[at], who, "after steps")
+
+
+def _same_paths(got: list[list[int]], want: list[list[int]], who: str, other: str) -> None:
+    if got != want:
+        raise ConformanceError(
+            DRAFTS,
+            f"{who} is drafted {got}, {other} {want}: a draft must follow from its text alone",
+        )
+
+
+def _host_reads(world: World) -> None:
     """No value is read on the host."""
-    tokens, row = _text(world, 9), world.row()
-    world.prompt(row, tokens)
-    step = world.begun(row, len(tokens))
-    assert step.bound is not None
+    tokens, row = world.text(9), world.row()
+    world.prompts([row], [tokens])
+    step = world.bound([row], [len(tokens)])
     with _NoReads():
         proposal = step.propose()
-    accepted = _accept(step, proposal)
+    accepted = accept(step, step.build_tree(proposal))
     with _NoReads():
         step.extend(accepted)
 
 
-def _writes(world: _World) -> None:
+def _writes(world: World) -> None:
     """Keys and values are written to the window's first columns alone."""
-    engine, tokens, row, other = world.engine, _text(world, 9), world.row(), world.row()
-    world.prompt(other, _text(world, 6))
-    world.prompt(row, tokens)
-    step = world.begun(row, len(tokens))
+    engine, tokens, row, other = world.engine, world.text(9), world.row(), world.row()
+    world.prompts([other, row], [world.text(6), tokens])
+    step = world.bound([row], [len(tokens)])
     assert engine.proposer is not None
     columns = engine.proposer.draft_len(engine.config)
     allowed = {*step.buffers.window[0, :columns].tolist(), *range(engine.config.page_size)}
     before = _everything(world, other)
     proposal = step.propose()
     _only(allowed, before, _everything(world, other))
-    accepted = _accept(step, proposal)
+    accepted = accept(step, step.build_tree(proposal))
     before = _everything(world, other)
     step.extend(accepted)
     _only(allowed, before, _everything(world, other))
 
 
-def _garbage(world: _World) -> None:
+def _garbage(world: World) -> None:
     """What is kept does not depend on rows past the accepted ones."""
-    tokens, row, broken = _text(world, 9), world.row(), "rows past the accepted"
-    tokens.append(world.prompt(row, tokens))
-    for _ in range(8):
-        step = world.begun(row, len(tokens) - 1)
-        accepted = _accept(step, step.propose())
-        gain = int(accepted.accept_lens)
-        state, length = step.extend(accepted), len(tokens) - 1 + gain
-        found = [{**world.kept(row, length), **{k: v.clone() for k, v in state.items()}}]
+    texts, rows = [world.text(count) for count in (9, 6, 12)], [world.row() for _ in range(3)]
+    for text, token in zip(texts, world.prompts(rows, texts), strict=True):
+        text.append(token)
+    for _ in range(2):
+        step = world.bound(rows, [len(text) - 1 for text in texts])
+        accepted = accept(step, world.tree(step))
+        gains = accepted.accept_lens.tolist()
+        for text, tokens, gain in zip(texts, accepted.accept_tokens.tolist(), gains, strict=True):
+            text += tokens[:gain]
+        state = step.extend(accepted)
+        found = [_left(world, rows, texts, state)]
         spoiled = accepted.accept_tokens.clone()
-        spoiled[:, gain:] = 1
-        step.buffers.features[:, gain:] = 1.0
+        for at, gain in enumerate(gains):
+            spoiled[at, gain:] = 1
+            step.buffers.features[at, gain:] = 1.0
         state = step.extend(replace(accepted, accept_tokens=spoiled))
-        found.append({**world.kept(row, length), **state})
-        _compare(broken, *found)
+        found.append(_left(world, rows, texts, state))
+        _compare("rows past the accepted", *found)
         step.advance(accepted, state)
-        tokens += accepted.accept_tokens[0, :gain].tolist()
 
 
-def _host_trees(world: _World) -> None:
-    """Trees are the config's up to a context's end; no text changes."""
-    engine = world.engine
-    context = engine.config.max_context_len
-    requests = [
-        Request(_text(world, length), 32, ignore_eos=True)
-        for length in (1, 2, 23, 7, context - engine.config.reserve_len - 2)
-    ]
-    plain = Engine(engine.target.model, None, engine.config.plain(), graphs=False)
-    want = [result.tokens for result in plain.generate(requests)]
-    results = [result for some in (requests[:3], requests[3:]) for result in _decode(engine, some)]
-    if [result.tokens for result in results] != want:
-        raise ConformanceError(_TREES, "texts are not those of plain decoding")
+def _left(
+    world: World, rows: list[int], texts: list[list[int]], state: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the states of an extend, and what every request keeps."""
+    found = {name: new.clone() for name, new in state.items()}
+    for row, text in zip(rows, texts, strict=True):
+        for name, kept in world.kept(row, len(text) - 1).items():
+            found[f"{name} of row {row}"] = kept
+    return found
 
 
-def _decode(engine: Engine, requests: Sequence[Request]) -> list[RequestOutput]:
-    """Decode requests whose proposer may write into their texts."""
-    results = engine.add(requests)
-    running = list(engine.running)
-    while engine.num_running:
-        try:
-            engine.step()
-        except (TreeError, ValueError) as error:
-            raise ConformanceError(_TREES, str(error)) from error
-        for one in running:
-            if one.tokens != [*one.request.prompt, *one.result.tokens]:
-                raise ConformanceError(_TREES, "it has written into the tokens of a request")
-    return results
-
-
-def _accept(step: Step, proposal: Any) -> AcceptResult:
-    tree = step.build_tree(proposal)
-    logits, features = step.verify(tree)
-    accepted = step.accept(tree, step.process(tree, logits))
-    step.commit(accepted, features)
-    return accepted
-
-
-def _compare(broken: str, want: dict[str, Tensor], got: dict[str, Tensor]) -> None:
+def _compare(
+    broken: str, want: dict[str, Tensor], got: dict[str, Tensor], *, where: str = ""
+) -> None:
     for name, one in want.items():
         other = got[name]
         if not one.is_floating_point():
@@ -285,10 +252,10 @@ def _compare(broken: str, want: dict[str, Tensor], got: dict[str, Tensor]) -> No
         else:
             same = bool((other.double() - one.double()).norm() <= TOLERANCE * one.double().norm())
         if not same:
-            raise ConformanceError(broken, f"{name} differs")
+            raise ConformanceError(broken, f"{name}{where} differs")
 
 
-def _everything(world: _World, other: int) -> dict[str, Tensor]:
+def _everything(world: World, other: int) -> dict[str, Tensor]:
     """Return copies of both models' pools, and of another request's states."""
     engine, found = world.engine, {}
     slots = {"target": engine.target, "draft": engine.draft}
