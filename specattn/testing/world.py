@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specattn.batch import SpecBatch
 from specattn.errors import TreeError
 from specattn.speculative.prefill import Prefill, Prompt
 from specattn.speculative.sampling import SamplingBatch, SamplingParams
@@ -113,11 +112,9 @@ class World:
 
     def tree(self, step: Step) -> DraftTree:
         """Draft the tree of a step that has begun."""
-        tree, buffers = step.build_tree(step.propose()), step.buffers
-        lens, vocab = buffers.seq_lens, self.engine.target.model.vocab_size
-        batch = SpecBatch(buffers.req_pool_indices, lens, lens.cpu(), buffers.roots)
+        tree, vocab = step.build_tree(step.propose()), self.engine.target.model.vocab_size
         try:
-            check_tree(tree, batch, self.engine.config, vocab)
+            check_tree(tree, step.buffers.seq_lens, self.engine.config, vocab)
         except (TreeError, ValueError) as error:
             raise ConformanceError("whole trees", str(error)) from error
         return tree

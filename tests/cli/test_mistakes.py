@@ -57,7 +57,10 @@ REFUSED = {
     ),
     "temperature": (["--temperature", "-1", "p"], "--temperature: must be 0 or more, got -1.0"),
     "top_p": (["--top-p", "0", "p"], "--top-p: must be above 0 and at most 1, got 0.0"),
-    "top_k": (["--top-k", "-3", "p"], "--top-k: must be 0 (off) or more, below 2**31, got -3"),
+    "top_k": (
+        ["--top-k", "-3", "p"],
+        "--top-k: must be 0 or -1 (off) or more, below 2**31, got -3",
+    ),
     "greedy_top_p": (
         ["--top-p", "0.9", "p"],
         "--top-p: needs --temperature above 0, got 0, which is greedy decoding",
@@ -464,7 +467,7 @@ def test_a_draft_of_another_target(tmp_path):
     result = run("generate", *ON_CPU, "--draft", str(tmp_path), "p")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(f"specattn: error: --draft: {tmp_path} ")
-    assert "has vocab_size 5 in config.json; the target has 3072 tokens" in result.stderr
+    assert "has vocab_size 5 in config.json; the target has 3072, and its" in result.stderr
 
 
 @pytest.mark.parametrize("command", ["generate", "inspect"])

@@ -198,21 +198,20 @@ def test_nan_stays_where_it_may_be_chosen(implementation):
 
 def test_the_history_does_not_count_what_is_no_token(implementation):
     """A last token of -1 says that logits were not finite."""
-    history = torch.zeros(4, 9, dtype=torch.int32, device=DEVICE)
-    recent = torch.tensor([[-2, -2, -2], [8, 7, -2], [8, -2, -2], [8, 7, 6]], device=DEVICE).int()
-    kinds = torch.full((4,), PENALTIES, dtype=torch.int32, device=DEVICE)
+    columns = ProcessorStates.alloc(4, 9, torch.device(DEVICE))
+    columns.kinds.fill_(PENALTIES)
+    recent = torch.tensor([[-2, -2, -2], [8, 7, -2], [8, -2, -2], [8, 7, 6]])
+    columns.recent[:, :3].copy_(recent)
     note_tokens(
         torch.tensor([2, 0, 3, 1], device=DEVICE),
         torch.tensor([[3, 3, -1], [4, 4, 4], [-1, 5, 5], [1, 2, 3]], device=DEVICE),
         torch.tensor([3, 3, 1, 2], dtype=torch.int32, device=DEVICE),
-        kinds=kinds,
-        history=history,
-        recent=recent,
+        columns=columns,
     )
     want = torch.zeros(4, 9, dtype=torch.int32)
     want[2, 3], want[1, 1], want[1, 2] = 4, 2, 2
-    assert torch.equal(history.cpu(), want)
-    assert recent.tolist()[1:] == [[2, 1, 8], [3, 3, 8], [8, 7, 6]]
+    assert torch.equal(columns.history.cpu(), want)
+    assert columns.recent[1:, :3].tolist() == [[2, 1, 8], [3, 3, 8], [8, 7, 6]]
 
 
 def test_a_bitmask_of_another_width_is_refused():
