@@ -31,7 +31,8 @@ def test_contexts_are_filled_to_the_last_slot(kind, page):
     if kind == "first":
         draft = LookupFirst(draft, TinyDraft(device=DEVICE))
     shape = (STEPS, 3, 20) if kind == "tree" else (STEPS, 1, STEPS + 1)
-    run = Engine(target, draft, SpecConfig(*shape, CONTEXT, 9, page), buckets=[9])
+    config = SpecConfig(*shape, CONTEXT, 9, page)
+    run = Engine(target, draft, config, graphs=False, buckets=[9])
     poison(run)
     furthest = []
 

@@ -55,7 +55,8 @@ def target() -> Tied:
 @pytest.mark.parametrize("beside", BESIDE)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_lower_token_is_taken_in_any_batch(target, name, beside):
-    want = dense_greedy(target, PROMPT, NEW)
+    # torch promises no order of equals on a GPU
+    want = dense_greedy(Tied(), PROMPT, NEW)
     assert LOW in want
     assert HIGH not in want
     run = Engine(target, TinyDraft(device=DEVICE), CONFIGS[name], buckets=[5])
