@@ -68,6 +68,7 @@ class Environment:
 
 # what an interrupt must leave right is up to how Python runs loops
 INTERRUPTED = (
+    "--whole",
     *(f"tests/engine/test_{name}.py" for name in ("interrupts", "engine_failures", "serving")),
     "tests/cuda_graph",
 )

@@ -77,6 +77,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--gpu-record", metavar="FILE", help="write what a whole run of `-m gpu` covered to FILE"
     )
+    parser.addoption(
+        "--whole", action="store_true", help="run all of what some tests take samples of"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -185,17 +185,11 @@ def lines_of(run: Engine, kind=Interrupt) -> list[tuple[str, int]]:
     return noted.lines
 
 
-def test_an_interrupt_costs_no_row_and_no_slot(run):
-    """At some of the lines; the next test takes all of them."""
+def test_an_interrupt_costs_no_row_and_no_slot(run, request):
+    """At some of the lines, or with ``--whole`` at all of them."""
     places = one_of_each(lines_of(run))
-    asked = [check(run, at) for at in places[::15]]
+    asked = [check(run, at) for at in places[:: 1 if request.config.getoption("--whole") else 7]]
     assert set(asked) == {True, False}, "every kind of end was seen"
-
-
-@pytest.mark.slow
-def test_an_interrupt_at_any_line_costs_no_row_and_no_slot(run):
-    for at in one_of_each(lines_of(run)):
-        check(run, at)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="before 3.12, all handlers are told")

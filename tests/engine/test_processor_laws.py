@@ -17,7 +17,7 @@ from tests.speculative.laws import DEVICE, PROMPT, SETTINGS
 
 __all__ = ["DEVICE"]
 
-DRAWS, MANY = 750, 1500
+DRAWS, MANY = 500, 1500
 DRAWN = partial(SamplingParams, 1.5, 3)
 PARAMS = {
     "min-p": SamplingParams(1.5, min_p=0.25),

@@ -154,10 +154,10 @@ def test_a_target_without_an_end_is_refused(pair):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(5))
+@pytest.mark.parametrize("part", range(2))
 @pytest.mark.parametrize("kind", ["schema", "pattern"])
 def test_drawn_texts_always_match(pair, compiler, kind, part):
-    """200 of them in ten runs, twenty at a time; all end of themselves."""
+    """80 of them in four runs, twenty at a time; all end of themselves."""
     target, draft = pair
     run = Engine(target, draft, SpecConfig(3, 2, 8, 256, 20), buckets=(20,))
     grammar = compiler.json_schema(SCHEMA) if kind == "schema" else compiler.regex(PATTERN)
