@@ -835,12 +835,14 @@ class MutantLookup(Changed, LookupProposer):
 
 class ReadsPastTheText(MutantLookup):
     def change(self, bound):
-        honest, lens = bound.propose, bound.step.buffers.seq_lens
+        honest, buffers = bound.propose, bound.step.buffers
 
         def propose():
-            lens.add_(1)
+            buffers.seq_lens.add_(1)
             found = honest()
-            lens.sub_(1)
+            buffers.seq_lens.sub_(1)
+            # what the target has said is known
+            found.tokens[:, 0] = buffers.roots
             return found
 
         bound.propose = propose
