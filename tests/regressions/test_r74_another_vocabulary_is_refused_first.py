@@ -73,6 +73,20 @@ def test_a_head_with_another_tokenizer(target, tmp_path, tensors):
         specattn.generate(target.module, **ids, draft=folder)
 
 
+def test_an_assistant_with_another_tokenizer(target, tmp_path):
+    """Of transformers' own `generate`."""
+    target.module.name_or_path = str(tmp_path / "target")
+    ids = {"input_ids": torch.tensor([[5, 6, 7]]), "max_new_tokens": 4}
+    assistant = model()
+    assistant.save_pretrained(tmp_path / "assistant")
+    save_tokenizer(tmp_path / "assistant", OTHERS)
+    assistant.name_or_path = str(tmp_path / "assistant")
+    with pytest.raises(ModelError, match="^assistant_model: .*" + NAMED):
+        specattn.generate(target.module, **ids, assistant_model=assistant)
+    with pytest.raises(ModelError, match=r"^assistant_model: .*vocab_size 1200 in config\.json"):
+        specattn.generate(target.module, **ids, assistant_model=model(vocab_size=1200))
+
+
 @pytest.mark.parametrize("shift", [1, -1])
 def test_a_draft_by_hand_whose_tokens_the_target_has_not(shift):
     draft = TinyDraft(device=DEVICE)
