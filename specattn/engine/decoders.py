@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from specattn.errors import CaptureError
+from specattn.speculative.level import Level
 from specattn.speculative.processors import ProcessorStates
 from specattn.speculative.step_decoder import StepDecoder
 
@@ -63,7 +64,7 @@ class Decoders:
         now = options | {"sampled": sampled, "processors": self.processors, "buckets": buckets}
         self._made = {config: StepDecoder(target, proposer, config, **now) for config in configs}
         # levels whose captures were tried while requests ran, by config
-        self._tried: set[tuple[SpecConfig, str]] = set()
+        self._tried: set[tuple[SpecConfig, Level]] = set()
 
     def of(self, config: SpecConfig) -> StepDecoder:
         """Return the decoder of a config; see `specattn.engine.engine.Engine.decoder`."""
@@ -78,8 +79,8 @@ class Decoders:
             now = {"sampled": sampled, "processors": processors, "buckets": [max(self._buckets)]}
             found = _LateDecoder(self._target, None, config, **self._options | now)
             self._made[config] = found
-            tried = {"sampled": sampled, "processed": processors is not None}
-            self._tried.update((config, level) for level, asked in tried.items() if asked)
+            tried = Level.each(sampled=sampled, processed=processors is not None)
+            self._tried.update((config, level) for level in tried)
         return found
 
     def __iter__(self) -> Iterator[StepDecoder]:
@@ -92,23 +93,18 @@ class Decoders:
 
     def capture_for(self, requests: Iterable[Request]) -> None:
         """Capture the levels of steps that requests need, unless that was tried."""
-        asked: set[str] = set().union(*[request.levels for request in requests])
-        if "sampled" in asked:
-            self._capture("sampled", sampled=True)
-        if "processed" in asked:
-            if self.processors is None:
+        for level in sorted(set().union(*[request.levels for request in requests])):
+            if level is Level.PROCESSED and self.processors is None:
                 self.processors = self._alloc_processors()
-            self._capture("processed", processors=self.processors)
-        if "constrained" in asked:
-            self._capture("constrained", constrained=True)
-
-    def _capture(self, level: str, **asked: Any) -> None:
-        """Try once per decoder to capture a level of its steps."""
-        for config, decoder in self._made.items():
-            if (config, level) not in self._tried:
-                with _eager_if_it_fails(decoder):
-                    decoder.capture(**asked)
-                self._tried.add((config, level))
+            for config, decoder in self._made.items():
+                if (config, level) not in self._tried:
+                    with _eager_if_it_fails(decoder):
+                        decoder.capture(
+                            sampled=level is Level.SAMPLED,
+                            processors=self.processors if level is Level.PROCESSED else None,
+                            constrained=level is Level.CONSTRAINED,
+                        )
+                    self._tried.add((config, level))
 
     def _alloc_processors(self) -> ProcessorStates:
         req_to_token = self._options["table"].req_to_token

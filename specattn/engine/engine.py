@@ -33,6 +33,7 @@ from specattn.engine.request import (
 from specattn.engine.scheduler import RunningRequest, Scheduler
 from specattn.errors import CapacityError
 from specattn.speculative.host_proposer import HostProposer
+from specattn.speculative.level import Level
 from specattn.speculative.model import ModelSlot, for_context
 from specattn.speculative.prefill import Prefill
 from specattn.speculative.processors import MAX_END_IDS
@@ -71,8 +72,7 @@ class LaunchedStep:
     config: SpecConfig
     group: list[RunningRequest]
     pending: PendingStep
-    # whether a grammar is among them
-    constrained: bool
+    level: Level
     # seconds, by `time.perf_counter`; None if something else ran since
     launched_at: float | None
 
@@ -652,7 +652,7 @@ class Engine:
             # it drafts after the tokens of the step before
             return []
         (step,) = self._steps
-        if step.constrained:
+        if step.level is Level.CONSTRAINED:
             # a grammar has to know the tokens of the step before
             return []
         groups = self.scheduler.schedule_ahead(step.config, step.group)
@@ -663,18 +663,17 @@ class Engine:
         if self._plans_on_host:
             lens = torch.tensor([one.length for one in group], dtype=torch.int32)
         decoder, rows = self.decoder(config), [one.row for one in group]
-        asked: set[str] = set().union(*[one.levels for one in group])
-        constrained = "constrained" in asked
+        level = max(one.level for one in group)
         began = time.perf_counter()
         pending = decoder.step_async(
             rows,
-            sampled="sampled" in asked,
-            processed="processed" in asked,
+            sampled=level >= Level.SAMPLED,
+            processed=level >= Level.PROCESSED,
             seq_lens_cpu=lens,
-            grammars=[one.grammar for one in group] if constrained else None,
+            grammars=[one.grammar for one in group] if level is Level.CONSTRAINED else None,
             trees=self._trees(config, group),
         )
-        return LaunchedStep(config, group, pending, constrained, began)
+        return LaunchedStep(config, group, pending, level, began)
 
     def _trees(self, config: SpecConfig, group: list[RunningRequest]) -> list[HostTree] | None:
         """Ask a proposer on the host, rank 0's for all."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from specattn.checks import flag, whole_number
+from specattn.speculative.level import Level
 from specattn.speculative.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -83,15 +84,14 @@ class Request:
         self._keep_stop()
 
     @property
-    def levels(self) -> frozenset[str]:
-        """Kinds of steps that it needs, of ``sampled``, ``processed``, ``constrained``."""
+    def levels(self) -> frozenset[Level]:
+        """Levels of steps that it needs, above greedy."""
         constrained = self.grammar is not None
-        asked = {
-            "sampled": self.sampling.drawn,
-            "processed": self.sampling.processed or self.min_new_tokens > 0 or constrained,
-            "constrained": constrained,
-        }
-        return frozenset(level for level, needed in asked.items() if needed)
+        return Level.each(
+            sampled=self.sampling.drawn,
+            processed=self.sampling.processed or self.min_new_tokens > 0 or constrained,
+            constrained=constrained,
+        )
 
     def samples(self, n: int) -> list[Self]:
         """Return requests for samples of this one, with consecutive seeds.

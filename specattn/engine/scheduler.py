@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from specattn.engine.detokenizer import TextStream
 from specattn.engine.request import RequestOutput
 from specattn.errors import CapacityError
+from specattn.speculative.level import Level
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -30,7 +31,7 @@ class RunningRequest:
     ``length`` counts the tokens that hold KV, as far as the host knows. The target's end-of-text
     tokens, ``eos``, may end it; ``end_ids`` are these and its own stop tokens. ``stream`` is its
     text, where stop strings are looked for; ``grammar`` is what its text must match;
-    ``levels`` are the kinds of steps that it needs. It is a `HostRequest`: ``tokens`` are all its
+    ``level`` is that of the steps that it needs. It is a `HostRequest`: ``tokens`` are all its
     tokens; the bonus token, last, holds no KV.
     """
 
@@ -42,12 +43,12 @@ class RunningRequest:
     stream: TextStream | None = None
     end_ids: frozenset[int] = field(init=False)
     grammar: Grammar | None = field(init=False, default=None)
-    levels: frozenset[str] = field(init=False)
+    level: Level = field(init=False)
     tokens: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         # once, not in every step
-        self.levels = self.request.levels
+        self.level = max(self.request.levels, default=Level.GREEDY)
         self.tokens = [*self.request.prompt, *self.result.tokens]
         if self.request.grammar is not None:
             self.grammar = self.request.grammar()

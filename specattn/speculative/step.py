@@ -21,6 +21,7 @@ from specattn.kernels.step import StepStart, begin_step, end_step, gather_path
 from specattn.kernels.tree import best_first_tree, build_tree, link_tree
 from specattn.plan import AttnInputs, AttnPlan
 from specattn.speculative.draft import beams_of
+from specattn.speculative.level import Level
 from specattn.speculative.proposer import StepViews, as_proposer
 from specattn.speculative.sampling import SamplingBatch
 from specattn.speculative.step_buffers import StepBuffers, StepDims
@@ -67,43 +68,42 @@ class StepPart(NamedTuple):
     ----------
     mode : ForwardMode or None
         None for the whole step, or ``DRAFT_DECODE``, ``TARGET_VERIFY`` or ``DRAFT_EXTEND``.
-    sampled : bool
-        Whether requests may draw; without, the target's distributions are computed with
+    level : Level
+        What its requests may need. Greedy ones have the target's distributions computed with
         ``draft_sampling`` only.
-    processed : bool
-        Whether requests may have logits processors (`ProcessorStates`).
     """
 
     mode: ForwardMode | None = None
-    sampled: bool = False
-    processed: bool = False
+    level: Level = Level.GREEDY
 
     @property
     def value(self) -> str:
         """Its name in messages and reports."""
         name = "step" if self.mode is None else self.mode.value
-        if self.processed:
-            return f"{name} (processed)"
-        return f"{name} (sampled)" if self.sampled else name
+        return f"{name} ({self.level.name.lower()})" if self.level else name
 
     def has(self, mode: ForwardMode) -> bool:
         """Whether the part runs the phases of this mode."""
         return self.mode in (None, mode)
 
     @classmethod
-    def of(
-        cls, config: SpecConfig, *, piecewise: bool, sampled: bool, processed: bool = False
-    ) -> tuple[StepPart, ...]:
+    def of(cls, config: SpecConfig, level: Level, *, piecewise: bool) -> tuple[StepPart, ...]:
         """Return the parts of a step in the order they run.
 
-        Steps of requests with processors serve those that draw, too.
+        Constrained steps consist of processed parts: the host works between the draft and the
+        target, whatever others do.
         """
-        sampled |= processed
+        piecewise |= level is Level.CONSTRAINED
+        level = min(level, Level.PROCESSED)
         if not piecewise or not config.num_steps:
-            return (cls(None, sampled, processed),)
-        verify = cls(ForwardMode.TARGET_VERIFY, sampled, processed)
-        extend = cls(ForwardMode.DRAFT_EXTEND, processed=processed)
-        return cls(ForwardMode.DRAFT_DECODE), verify, extend
+            return (cls(None, level),)
+        # drafts and extends draw alike; a processed extend also notes what was emitted
+        extends = level if level is Level.PROCESSED else Level.GREEDY
+        return (
+            cls(ForwardMode.DRAFT_DECODE),
+            cls(ForwardMode.TARGET_VERIFY, level),
+            cls(ForwardMode.DRAFT_EXTEND, extends),
+        )
 
 
 #: All phases, for requests that are greedy.
@@ -235,7 +235,7 @@ class Step:
         if part.has(ForwardMode.TARGET_VERIFY):
             logits, features = self.verify(tree)
             processed = self.process(tree, logits)
-            accepted = self.accept(tree, processed, sampled=part.sampled)
+            accepted = self.accept(tree, processed, sampled=part.level > Level.GREEDY)
             self.score(accepted, logits, processed)
             self.commit(accepted, features)
         if part.has(ForwardMode.DRAFT_EXTEND):

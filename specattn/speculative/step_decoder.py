@@ -6,6 +6,7 @@ import logging
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -21,6 +22,7 @@ from specattn.speculative.grammar import fill_bitmasks
 from specattn.speculative.host_buffers import HostBuffers, InFlight, PendingStep
 from specattn.speculative.host_proposer import HostProposer, checked_trees
 from specattn.speculative.launch import StepLaunch
+from specattn.speculative.level import Level
 from specattn.speculative.logprobs import LogprobBuffers
 from specattn.speculative.proposer import as_proposer
 from specattn.speculative.step import StepPart
@@ -199,12 +201,8 @@ class StepDecoder(ReadOnly):
         device = table.req_to_token.device
         self._plans = plans_on_host(target, slot)
         piecewise = cudagraph == "piecewise"
-        self._parts = [
-            StepPart.of(config, piecewise=piecewise, sampled=level > 0, processed=level > 1)
-            for level in range(3)
-        ]
-        # the host works between the draft and the target, whatever the others do
-        self._parts.append(StepPart.of(config, piecewise=True, sampled=True, processed=True))
+        self._parts = [StepPart.of(config, level, piecewise=piecewise) for level in Level]
+        self._levels = {Level.GREEDY}
         self.runner = GraphRunner(
             self._launch_of,
             buckets,
@@ -221,28 +219,25 @@ class StepDecoder(ReadOnly):
         self._known = frozenset(range(len(table.req_to_token)))
         self._good: tuple[int, ...] | None = None
         self._launching = False
-        self._sampled = False
         self._processors: ProcessorStates | None = None
-        self._constrained = False
         # which tokens may follow the nodes of requests with a grammar, of the largest bucket
         self._bitmask: Tensor | None = None
         self.capture(sampled=sampled, processors=processors)
 
-    def parts(self, *, sampled: bool, processed: bool = False) -> tuple[StepPart, ...]:
+    def parts(self, level: Level) -> tuple[StepPart, ...]:
         """Return what a step consists of, in order."""
-        return self._parts[2 if processed else sampled]
+        return self._parts[level]
 
     @property
     def modes(self) -> tuple[StepPart, ...]:
         """Every part that `capture` was asked for."""
-        levels = (True, self._sampled, self._processors is not None, self._constrained)
-        asked = [parts for parts, wanted in zip(self._parts, levels, strict=True) if wanted]
-        return tuple(dict.fromkeys(part for parts in asked for part in parts))
+        asked = chain.from_iterable(self._parts[level] for level in sorted(self._levels))
+        return tuple(dict.fromkeys(asked))
 
     @property
     def sampled(self) -> bool:
         """Whether steps for requests that draw are captured, too."""
-        return self._sampled
+        return Level.SAMPLED in self._levels
 
     @property
     def processors(self) -> ProcessorStates | None:
@@ -273,7 +268,6 @@ class StepDecoder(ReadOnly):
             If a capture fails.
         """
         self._check_free()
-        self._sampled |= sampled
         if processors is not None and processors is not self._processors:
             if self._processors is not None:
                 raise ValueError("processors must be those that were captured, got others")
@@ -286,7 +280,9 @@ class StepDecoder(ReadOnly):
             )
         if constrained and self._processors is None:
             raise ValueError("constrained needs processors")
-        self._constrained |= constrained
+        self._levels |= Level.each(
+            sampled=sampled, processed=processors is not None, constrained=constrained
+        )
         for part in self.modes:
             if self.runner.captured(part):
                 continue
@@ -415,13 +411,12 @@ class StepDecoder(ReadOnly):
         if self._good != rows:
             check_rows(rows, self._known, steps.host.rows.shape[1])
             self._good = rows
-        parts = self._parts[3 if grammars is not None else 2 if processed else sampled]
+        level = Level.of(sampled=sampled, processed=processed, constrained=grammars is not None)
+        parts = self._parts[level]
         ready = self.runner.ready(parts, len(rows))
         found = None
         if self.validate == "debug":
-            found = self._look(
-                ready, rows, seq_lens_cpu, sampled or processed or grammars is not None
-            )
+            found = self._look(ready, rows, seq_lens_cpu, level > Level.GREEDY)
         steps.moved()
         for part, captured in zip(parts, ready, strict=True):
             if part is parts[0]:
@@ -599,7 +594,7 @@ class StepDecoder(ReadOnly):
             kept = {size: one for size, one in self._launches.items() if size in buckets}
             self._launches = kept | {batch: launch}
         launch = replace(self._launches[batch], part=part)
-        if part.processed and self._processors is not None:
+        if part.level is Level.PROCESSED and self._processors is not None:
             assert self._in_flight.logprobs is not None
             # the host cannot write between the phases of one graph, but of plain decoding before
             pieces = part.mode is not None or not self.config.num_steps

@@ -13,6 +13,7 @@ from specattn.config import SpecConfig
 from specattn.engine.engine import Engine
 from specattn.engine.request import Request, RequestOutput
 from specattn.kernels.logprobs import MAX_LOGPROBS
+from specattn.speculative.level import Level
 from specattn.speculative.sampling import SamplingParams
 from specattn.speculative.step import Step, StepPart
 from tests.processors import GREEDY, dense_logits, processed
@@ -222,7 +223,7 @@ def test_phases_of_ones_own_leave_them_in_the_step(monkeypatch):
     )
     step = run.decoder(run.config).phases([one.row])
     with torch.no_grad():
-        step.run(StepPart(sampled=True, processed=True))
+        step.run(StepPart(level=Level.PROCESSED))
     (count, *tokens) = step.packed[0].tolist()
     found = step.logprobs.entry(0, 1).read(0, count, 4)
     assert len(found) == count

@@ -24,6 +24,7 @@ from specattn.config import AttnConfig, SpecConfig
 from specattn.cuda_graph import GraphRunner
 from specattn.engine.engine import Engine, Request
 from specattn.plan import AttnPlan
+from specattn.speculative.level import Level
 from specattn.speculative.step_decoder import StepDecoder
 from tests.backends import fake_flashinfer as fake
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
@@ -140,7 +141,7 @@ def test_all_parts_may_be_planned_before_the_first_has_run(monkeypatch, tree):
     assert decoder.cudagraph == "piecewise"
     lens = torch.tensor([live.length for live in early.running], dtype=torch.int32)
     for _ in range(2):
-        parts = decoder.parts(sampled=False)
+        parts = decoder.parts(Level.GREEDY)
         ready = decoder.runner.ready(parts, len(rows))
         poison(early)
         for one in ready:

@@ -9,6 +9,7 @@ import torch
 
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
+from specattn.speculative.level import Level
 from tests.tiny import DenseAttend, TinyDraft, TinyTarget
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -68,7 +69,7 @@ def test_every_node_is_drafted_as_its_path_would_be_alone(topk, steps, page_size
     texts = [list(live.tokens) for live in run.running]
     run.step()
     decoder = run.decoder(config)
-    (part,) = decoder.parts(sampled=False)
+    (part,) = decoder.parts(Level.GREEDY)
     (step,) = decoder.runner._captured[part][3].program.steps
     words = step.bound.multi_step.plan.inputs.words  # [3, steps - 1, topk, W]
     calls = spy.calls[: steps - 1]

@@ -8,6 +8,7 @@ import torch
 from specattn.engine.engine import Request
 from specattn.errors import NotCapturedError
 from specattn.speculative.grammar import fill_bitmasks
+from specattn.speculative.level import Level
 from specattn.speculative.processors import ProcessorStates
 from specattn.speculative.sampling import SamplingParams
 from tests.grammars import Remainders, constrained_text
@@ -125,7 +126,7 @@ def test_what_is_missing_is_named():
 def test_states_that_moved_are_noticed():
     """Graphs bake the states' addresses in."""
     _, decoder, rows, _ = prepared("tree")
-    launch = decoder.runner._captured[decoder.parts(sampled=True, processed=True)[0]][5].program
+    launch = decoder.runner._captured[decoder.parts(Level.PROCESSED)[0]][5].program
     named = dict(launch.fingerprint())
     states = decoder.processors
     assert {f"processors.{name}" for name in states.tensors()} <= named.keys()

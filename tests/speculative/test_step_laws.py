@@ -13,6 +13,7 @@ import torch
 
 from specattn.engine.engine import Engine, Request
 from specattn.speculative import verify
+from specattn.speculative.level import Level
 from specattn.speculative.step import StepPart
 from tests.speculative import laws
 from tests.speculative.laws import DEVICE, PROMPT, SETTINGS, TEMPERATURE, TOP_K
@@ -84,7 +85,7 @@ def p_value(models, law, greedy, name, cudagraph="full") -> float:
         drawn += new
     if DEVICE == "cuda":
         runner = rounds.decoder.runner
-        for part in StepPart.of(config, piecewise=cudagraph == "piecewise", sampled=True):
+        for part in StepPart.of(config, Level.SAMPLED, piecewise=cudagraph == "piecewise"):
             assert runner.recorded(part), f"{part.value} is not replayed"
             assert runner.stats.replays[part] >= ROUNDS
         assert not runner.stats.eager

@@ -1,0 +1,30 @@
+"""Which kind of step requests need."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Self
+
+
+class Level(IntEnum):
+    """A kind of step; each serves the requests of all before it, too.
+
+    Greedy steps compute no distributions. Sampled ones serve requests that draw, processed ones
+    those with logits processors, and constrained ones, which run in parts, those with a grammar.
+    """
+
+    GREEDY = 0
+    SAMPLED = 1
+    PROCESSED = 2
+    CONSTRAINED = 3
+
+    @classmethod
+    def of(cls, *, sampled: bool, processed: bool, constrained: bool = False) -> Self:
+        """Return the lowest level that serves all that is asked for."""
+        return cls(3 if constrained else 2 if processed else int(sampled))
+
+    @classmethod
+    def each(cls, *, sampled: bool, processed: bool, constrained: bool = False) -> frozenset[Self]:
+        """Return every level above greedy that is asked for."""
+        asked = zip(cls, (False, sampled, processed, constrained), strict=True)
+        return frozenset(level for level, wanted in asked if wanted)
