@@ -57,7 +57,7 @@ def buf(
 
 @dataclass(frozen=True)
 class BufferSet:
-    """Base of frozen dataclasses whose fields are declared by `buf`."""
+    """Base of frozen dataclasses with fields declared by `buf`; others have defaults."""
 
     @classmethod
     def alloc(cls, batch: int, dims: Any, device: torch.device) -> Self:
@@ -72,7 +72,8 @@ class BufferSet:
         device : torch.device
             Where the buffers live.
         """
-        specs: dict[str, Spec] = {item.name: item.metadata["spec"] for item in fields(cls)}
+        declared = [item for item in fields(cls) if item.metadata]
+        specs: dict[str, Spec] = {item.name: item.metadata["spec"] for item in declared}
         return cls(**{name: spec.alloc(batch, dims, device) for name, spec in specs.items()})
 
     def bind(self, batch: int) -> Self:
@@ -104,8 +105,8 @@ class BufferSet:
         return type(self)(**self.tensors() | taken)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the buffers by name."""
-        return {item.name: getattr(self, item.name) for item in fields(self)}
+        """Return the declared buffers by name."""
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.metadata}
 
 
 class ReadOnly:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from specattn.config import SpecConfig
     from specattn.cuda_graph import GraphReport
     from specattn.engine.request import Request
+    from specattn.speculative.logits_processor import LogitsProcessor
     from specattn.speculative.model import ModelSlot, TargetModel
     from specattn.speculative.proposer import Proposer
 
@@ -38,6 +39,8 @@ class Decoders:
         Batch sizes to capture.
     sampled, processed : bool
         Levels that are captured now; see `specattn.engine.engine.Engine`.
+    own : sequence of LogitsProcessor
+        Those of the user, which requests may ask for.
     **options
         Of every `StepDecoder`.
 
@@ -56,10 +59,11 @@ class Decoders:
         *,
         sampled: bool,
         processed: bool,
+        own: Sequence[LogitsProcessor] = (),
         **options: Any,
     ) -> None:
         self._target, self._proposer, self._options = target, proposer, options
-        self._plain, self._buckets = configs[0].plain(), buckets
+        self._plain, self._buckets, self._own = configs[0].plain(), buckets, own
         self.processors = self._alloc_processors() if processed else None
         now = options | {"sampled": sampled, "processors": self.processors, "buckets": buckets}
         self._made = {config: StepDecoder(target, proposer, config, **now) for config in configs}
@@ -109,7 +113,13 @@ class Decoders:
     def _alloc_processors(self) -> ProcessorStates:
         req_to_token = self._options["table"].req_to_token
         vocab = self._target.model.vocab_size
-        return ProcessorStates.alloc(len(req_to_token), vocab, req_to_token.device)
+        return ProcessorStates.alloc(
+            len(req_to_token),
+            vocab,
+            req_to_token.device,
+            processors=self._own,
+            max_context_len=req_to_token.shape[1],
+        )
 
 
 @contextmanager

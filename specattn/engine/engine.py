@@ -34,6 +34,7 @@ from specattn.engine.scheduler import RunningRequest, Scheduler
 from specattn.errors import CapacityError
 from specattn.speculative.host_proposer import HostProposer
 from specattn.speculative.level import Level
+from specattn.speculative.logits_processor import check_names
 from specattn.speculative.model import ModelSlot, for_context
 from specattn.speculative.prefill import Prefill
 from specattn.speculative.processors import MAX_END_IDS
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from specattn.speculative.block import BlockDraftModel
     from specattn.speculative.host_buffers import PendingStep
     from specattn.speculative.host_proposer import HostTree
+    from specattn.speculative.logits_processor import LogitsProcessor
     from specattn.speculative.model import DraftModel, TargetModel
     from specattn.speculative.proposer import Proposer, ProposerFactory
     from specattn.speculative.step_decoder import CudagraphMode, StepDecoder
@@ -123,6 +125,9 @@ class Engine:
     processed : bool
         The same for requests with logits processors, or that want log-probabilities; the states
         that these need are allocated then, too (`ProcessorStates`).
+    processors : sequence of LogitsProcessor
+        Logits processors of your own, for requests that name them in ``SamplingParams.processors``;
+        in the order in which they change logits, after the built-in ones.
     indices : {"table", "csr"}
         What draft steps read; see `MultiStepDraftBackend`.
     validate : {"off", "debug"}
@@ -177,6 +182,7 @@ class Engine:
         cudagraph: CudagraphMode | None = None,
         sampled: bool = False,
         processed: bool = False,
+        processors: Sequence[LogitsProcessor] = (),
         indices: Indices = "table",
         validate: Validate = "off",
         deterministic: bool = False,
@@ -195,7 +201,7 @@ class Engine:
         self._tokenizer = tokenizer
         if detokenize is None and tokenizer is not None:
             detokenize = detokenizer_of(tokenizer)
-        self._ranks = Ranks(target)
+        self._ranks, self._own = Ranks(target), tuple(processors)
         self.configs = SpeculativeConfigs(
             (config, *configs), policy, self.buckets, ranks=self._ranks
         )
@@ -244,6 +250,7 @@ class Engine:
             [
                 *(self.configs.all, self.buckets, slots, kv_dtype, self.target.backend.name),
                 *(cudagraph, graphs, sampled, processed, indices),
+                [one.name for one in processors],
                 *(validate, deterministic, tbo, draft is not None),
             ],
         )
@@ -254,6 +261,7 @@ class Engine:
             self.buckets,
             sampled=sampled,
             processed=processed,
+            own=processors,
             table=self.table,
             states=self.states,
             record=graphs,
@@ -556,6 +564,7 @@ class Engine:
         )
         for request in checked:
             self._check_ends(request)
+            check_names(dict(request.sampling.processors), self._own)
         # what runs already has to be the same, too
         tokens = [one.result.tokens for one in self.running]
         self._ranks.agree("requests, their seeds included,", (checked, tokens))

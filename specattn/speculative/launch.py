@@ -208,7 +208,7 @@ class _Live:
         for value in vars(self.states).values():
             if isinstance(value, dict):
                 yield from value.values()
-            else:
+            elif isinstance(value, torch.Tensor):
                 yield value
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
@@ -22,12 +22,14 @@ from specattn.kernels.processors import (
     note_tokens,
     process_logits,
 )
+from specattn.speculative.logits_processor import OwnProcessors
 from specattn.speculative.sampling import MAX_BAD_WORD, MAX_BAD_WORDS, MAX_BIAS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from specattn.batch import DraftTree
+    from specattn.speculative.logits_processor import LogitsProcessor
     from specattn.speculative.sampling import SamplingParams
 
 #: Tokens that a request may end with and that ``min_new_tokens`` makes impossible.
@@ -57,6 +59,10 @@ class ProcessorStates(BufferSet, ProcessorColumns):
         ``[R]`` float32, 0 is off.
     logprobs, logprobs_of : Tensor
         ``[R]`` int32, as ``counts`` and ``kinds`` in `path_logprobs`.
+    own : dict of str to Tensor
+        The tables of `OwnProcessors`; none without ``processors``.
+    processors : tuple of LogitsProcessor
+        The user's own, which come after the others.
     """
 
     kinds: Tensor = buf(lambda _: (), torch.int32)
@@ -72,6 +78,44 @@ class ProcessorStates(BufferSet, ProcessorColumns):
     min_p: Tensor = buf(lambda _: (), torch.float32)
     logprobs: Tensor = buf(lambda _: (), torch.int32, lambda _: torch.tensor(-1))
     logprobs_of: Tensor = buf(lambda _: (), torch.int32)
+    own: dict[str, Tensor] = field(default_factory=dict)
+    processors: tuple[LogitsProcessor, ...] = ()
+
+    @classmethod
+    def alloc(
+        cls,
+        batch: int,
+        dims: int,
+        device: torch.device,
+        *,
+        processors: Sequence[LogitsProcessor] = (),
+        max_context_len: int = 0,
+    ) -> Self:
+        """Allocate ``batch`` rows of padding, for a vocabulary of ``dims``.
+
+        Parameters
+        ----------
+        batch, dims : int
+            R and V.
+        device : torch.device
+            Where the states live.
+        processors : sequence of LogitsProcessor
+            The user's own, in the order in which they change logits.
+        max_context_len : int
+            Tokens of a context; only these need it.
+
+        Raises
+        ------
+        ValueError
+            If two processors have one name.
+        """
+        own = OwnProcessors.alloc(processors, batch, max_context_len, device)
+        found = super().alloc(batch, dims, device)
+        return replace(found, own=own.tables, processors=own.processors)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors by name."""
+        return super().tensors() | {f"own.{name}": table for name, table in self.own.items()}
 
     def admit(
         self,
@@ -116,6 +160,7 @@ class ProcessorStates(BufferSet, ProcessorColumns):
         self.logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
         drawn = DRAWN if sampling.drawn else PROCESSED
         self.logprobs_of[row] = RAW if sampling.logprobs_of == "raw" else drawn
+        self._own.admit(row, dict(sampling.processors), prompt)
         if kinds[PENALTIES]:
             self._admit_penalties(row, sampling, prompt)
         if kinds[BIAS]:
@@ -159,11 +204,18 @@ class ProcessorStates(BufferSet, ProcessorColumns):
         self, tree: DraftTree, logits: Tensor, rows: Tensor, bitmask: Tensor | None = None
     ) -> Tensor:
         """Return processed logits ``[B, n, V]`` float32; see `process_logits`."""
-        return process_logits(logits, tree, rows, bitmask, columns=self)
+        logits = process_logits(logits, tree, rows, bitmask, columns=self)
+        return self._own.process(tree, logits, rows) if self.processors else logits
 
     def note(self, rows: Tensor, tokens: Tensor, lens: Tensor) -> None:
         """Add emitted tokens to the history; see `note_tokens`."""
         note_tokens(rows, tokens, lens, columns=self)
+        if self.processors:
+            self._own.note(rows, tokens, lens)
+
+    @property
+    def _own(self) -> OwnProcessors:
+        return OwnProcessors(self.processors, self.own)
 
 
 def _bitmask(tokens: Collection[int], vocab: int) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ MAX_BIAS, MAX_BAD_WORDS, MAX_BAD_WORD = 512, 64, 16
 class SamplingParams:
     """How one request draws its tokens.
 
-    Requests with one of the last nine need steps of the level "processed"; see
+    Requests with one of the last ten need steps of the level "processed"; see
     docs/requests.md for their laws.
 
     Parameters
@@ -60,6 +60,8 @@ class SamplingParams:
     logprobs_of : {"raw", "processed"}
         Of which law: the softmax of the target's logits, or what the token was drawn from, which is
         the softmax of processed logits where decoding is greedy.
+    processors : mapping of str to object
+        Names of the engine's `LogitsProcessor` and their parameters; kept as a tuple of pairs.
 
     Raises
     ------
@@ -80,6 +82,7 @@ class SamplingParams:
     allowed_tokens: Collection[int] | None = None
     logprobs: int | None = None
     logprobs_of: Literal["raw", "processed"] = "raw"
+    processors: Mapping[str, Any] | Sequence[tuple[str, Any]] = ()
 
     def __post_init__(self) -> None:
         self._check_choice()
@@ -127,6 +130,9 @@ class SamplingParams:
                 raise ValueError(f"{name} must be -2 to 2, got {getattr(self, name)}")
 
     def _keep_lists(self) -> None:
+        if not isinstance(self.processors, Mapping | tuple):
+            raise ValueError(f"processors must map names to parameters, got {self.processors!r}")
+        object.__setattr__(self, "processors", tuple(dict(self.processors).items()))
         object.__setattr__(self, "logit_bias", tuple(self._biases().items()))
         words = tuple(
             _token_ids("bad_words", word) for word in _listed("bad_words", self.bad_words)
@@ -180,6 +186,7 @@ class SamplingParams:
     def processed(self) -> bool:
         """Whether steps of the request have to be processed ones."""
         lists = bool(self.logit_bias or self.bad_words) or self.allowed_tokens is not None
+        lists = lists or bool(self.processors)
         return lists or self.penalised or self.min_p > 0 or self.logprobs is not None
 
     def check_tokens(self, vocab_size: int) -> None:

@@ -6,7 +6,7 @@ between steps but the rows that take part.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
@@ -106,17 +106,12 @@ class RequestStates(BufferSet):
     @classmethod
     def alloc(cls, batch: int, dims: StateDims, device: torch.device) -> Self:
         """Allocate ``batch`` rows of padding."""
-        found = {
-            item.name: spec.alloc(batch, dims, device)
-            for item in fields(cls)
-            if (spec := item.metadata.get("spec")) is not None
-        }
-        return cls(**found, drafting=dims.alloc(batch, device))
+        found = super().alloc(batch, dims, device)
+        return replace(found, drafting=dims.alloc(batch, device))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name."""
-        own = {item.name: getattr(self, item.name) for item in fields(self) if item.metadata}
-        return own | self.drafting
+        return super().tensors() | self.drafting
 
     def admit(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 import torch
@@ -132,7 +132,7 @@ def process_logits(
     check_bitmask(bitmask, batch, nodes, vocab)
     require_rows(logits=logits)
     require_dense(tokens=tokens, words=tree.words, positions=positions, rows=rows, bitmask=bitmask)
-    require_dense(**vars(columns))
+    require_dense(**{one.name: getattr(columns, one.name) for one in fields(ProcessorColumns)})
     if on_triton(logits):
         return launch.process_logits(
             logits=logits, tree=tree, rows=rows, bitmask=bitmask, columns=columns

@@ -1,0 +1,176 @@
+"""Logits processors of a user's own: plain decoding's tokens and distributions, whatever drafts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from specattn.config import SpecConfig
+from specattn.engine.engine import Engine, Request
+from specattn.speculative.level import Level
+from specattn.speculative.logits_processor import LogitsProcessor, OwnProcessors
+from specattn.speculative.lookup import LookupProposer
+from specattn.speculative.processors import ProcessorStates
+from specattn.speculative.sampling import SamplingParams
+from tests import processors as built_in
+from tests.engine.test_processor_laws import p_value
+from tests.own_processors import Budget, ForgetsThePath, LastPenalty, NoNgram, own, processed
+from tests.processors import dense_logits, joint_law
+from tests.speculative import laws
+from tests.tiny import TinyBlockDraft, TinyDraft, TinyTarget
+from tests.worlds import DEVICE
+
+CHAIN, TREE = SpecConfig(3, 1, 4, 64, 5), SpecConfig(3, 3, 9, 64, 5)
+BEST_FIRST = SpecConfig(3, 1, 7, 64, 5, tree="best_first", ranks=4)
+WAYS = {
+    "plain": (None, SpecConfig(0, 1, 1, 64, 5), {}),
+    "chain": (TinyDraft, CHAIN, {}),
+    "tree": (TinyDraft, TREE, {}),
+    "parts": (TinyDraft, TREE, {"cudagraph": "piecewise"}),
+    "checked": (TinyDraft, TREE, {"validate": "debug"}),
+    "two batches": (TinyDraft, TREE, {"tbo": True}),
+    "best first": (TinyBlockDraft, BEST_FIRST, {}),
+    "lookup": (lambda **_: LookupProposer(1, 3), CHAIN, {}),
+    "block": (TinyBlockDraft, CHAIN, {}),
+}
+PROMPTS = ([3, 14, 15, 9, 14], [35], [2, 7, 1, 8, 2, 8], [5, 5], [6, 9])
+ASKED = [
+    {"last": -5.0},
+    {"no 2-gram": None, "budget": (17, 2)},
+    {},
+    {"last": -3.0, "no 3-gram": None},
+    {"budget": (45, 1)},
+]
+COUNT = 24
+
+
+def scores(target, prompt, output, params):
+    logits = dense_logits(target, [*prompt, *output])
+    return processed(
+        built_in.processed(logits, prompt, output, params), prompt, output, dict(params.processors)
+    )
+
+
+def greedy_text(target, prompt, count, params):
+    output: list[int] = []
+    for _ in range(count):
+        found = scores(target, prompt, output, params)
+        output.append(found.index(max(found)))
+    return output
+
+
+def engine(way: str, processors=None, **more) -> Engine:
+    draft, config, options = WAYS[way]
+    drafting = draft(device=DEVICE) if draft is not None else None
+    added = own() if processors is None else processors
+    return Engine(TinyTarget(device=DEVICE), drafting, config, processors=added, **options, **more)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_greedy_texts_are_those_of_plain_decoding(way):
+    """Some ask for two, one for none, one for built-in ones, too."""
+    run, target = engine(way, buckets=[2, 5]), TinyTarget(device=DEVICE)
+    params = [SamplingParams(processors=asked) for asked in ASKED]
+    params[3] = replace(params[3], frequency_penalty=0.3)
+    requests = [Request(*pair) for pair in zip(PROMPTS, [COUNT] * 5, params, strict=True)]
+    outs = run.generate(requests)
+    for request, out in zip(requests, outs, strict=True):
+        prompt = list(request.prompt)
+        assert out.tokens == greedy_text(target, prompt, COUNT, request.sampling)
+        free = greedy_text(target, prompt, COUNT, SamplingParams())
+        assert (out.tokens == free) == (not request.levels)
+    if way != "plain":
+        assert max(n for out in outs for n in out.accept_lens) > 1
+    # rows that others have left, and requests that ask for other things in them
+    again = [replace(one, sampling=params[at - 1]) for at, one in enumerate(requests)]
+    for request, out in zip(again, run.generate(again), strict=True):
+        assert out.tokens == greedy_text(target, list(request.prompt), COUNT, request.sampling)
+
+
+def test_the_logits_of_others_keep_their_bits():
+    torch.manual_seed(0)
+    states = OwnProcessors.alloc(own(), 4, 16, DEVICE)
+    states.admit(2, {"last": 1.0}, [4, 5])
+    states.admit(1, {}, [4, 5])
+    decoder = engine("tree", processed=True).decoders[0]
+    step = decoder.phases([0, 0, 0])
+    tree = step.tree
+    logits = torch.randn(3, tree.tokens.shape[1], 61, device=DEVICE)
+    before = logits.clone()
+    found = states.process(tree, logits, torch.tensor([1, 2, 0], device=DEVICE))
+    assert torch.equal(found[[0, 2]], before[[0, 2]])
+    assert not torch.equal(found[1], before[1])
+
+
+def test_log_probabilities_are_those_of_what_was_processed():
+    params = SamplingParams(logprobs=2, logprobs_of="processed", processors={"last": 5.0})
+    (out,) = engine("tree").generate([Request(PROMPTS[0], 9, params)])
+    target = TinyTarget(device=DEVICE)
+    for at, (token, found) in enumerate(zip(out.tokens, out.logprobs, strict=True)):
+        want = torch.tensor(scores(target, list(PROMPTS[0]), out.tokens[:at], params))
+        assert found.value == pytest.approx(float(want.log_softmax(0)[token]), abs=1e-4)
+
+
+STRONG = partial(SamplingParams, 1.5, 3)
+
+
+def law_of(models, params):
+    return joint_law(lambda out: scores(models[0], laws.PROMPT, out, params), params)
+
+
+def drawn_p(models, params, processors) -> float:
+    make = partial(Engine, processors=processors)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.engine.test_processor_laws.Engine", make)
+        return p_value(models, "tree", law_of(models, params), params)
+
+
+def test_three_tokens_have_the_law_of_plain_decoding():
+    """One that forgets the path fails the same test."""
+    models = laws.make_models()
+    params = STRONG(logit_bias={14: 5.0, 4: 5.0, 17: 5.0}, processors={"last": 4.0})
+    assert drawn_p(models, params, [LastPenalty()]) > 1e-3
+    assert drawn_p(models, params, [ForgetsThePath()]) < 1e-12
+
+
+def test_nothing_is_allocated_for_a_processor_that_nobody_asks_for():
+    run = engine("tree")
+    run.generate([Request(PROMPTS[0], 9)])
+    assert all(decoder.processors is None for decoder in run.decoders)
+    none = ProcessorStates.alloc(3, 61, DEVICE)
+    assert not none.own
+    assert none.tensors().keys() == ProcessorStates.alloc(2, 61, DEVICE).tensors().keys()
+
+
+def test_a_graph_knows_the_states_addresses():
+    run = engine("tree", processed=True, buckets=[2])
+    (part,) = run.decoders[0].parts(Level.PROCESSED)
+    launch = run.decoders[0].runner._captured[part][2].program
+    table = run.decoders[0].processors.own["budget.left"]
+    assert "processors.own.budget.left" in dict(launch.fingerprint())
+    assert any(tensor is table for group in launch.holders() for tensor in group)
+
+
+class Refused(LogitsProcessor):
+    name = "last"
+
+    def process(self, logits, nodes, states):
+        raise AssertionError
+
+
+def test_mistakes_are_named():
+    run, prompt = engine("chain"), PROMPTS[0]
+    with pytest.raises(ValueError, match=r"among the engine's \['last', .*, got \['other'\]"):
+        run.add([Request(prompt, 9, SamplingParams(processors={"other": 1}))])
+    with pytest.raises(ValueError, match="last must be a float, got 'much'"):
+        run.add([Request(prompt, 9, SamplingParams(processors={"last": "much"}))])
+    assert not run.running
+    with pytest.raises(ValueError, match="processors must map names to parameters, got 'last'"):
+        SamplingParams(processors="last")
+    with pytest.raises(ValueError, match=r"different names, got \['last', 'last'\]"):
+        engine("chain", [LastPenalty(), Refused()], processed=True)
+    assert run.generate([Request(prompt, 4)])[0].finish_reason == "length"
+    assert {Budget.name, NoNgram(2).name} == {"budget", "no 2-gram"}
