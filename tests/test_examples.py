@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 import specattn.backends as registry
 from specattn import Engine, Request, SpecConfig
 from specattn.testing.plugin import backend_suite
+from tests.test_docs import plain_texts
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
@@ -44,3 +46,12 @@ def test_the_page_shows_the_file():
     for shown in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
         if "# tiny_backend.py" in shown:
             assert shown.split("\n", 1)[1] in source
+
+
+def test_a_processor_of_ones_own_writes_what_plain_decoding_writes():
+    example = runpy.run_path(str(EXAMPLES / "own_processor.py"))
+    texts = example["main"](24)
+    assert texts == example["main"](24, speculative=False)
+    free = plain_texts(example["PROMPTS"], 24)
+    assert texts[::2] == free
+    assert all(text != other for text, other in zip(texts[1::2], free, strict=True))

@@ -1,10 +1,11 @@
-"""The conformance kit: holds backends and proposers to what they declare.
+"""The conformance kit: holds backends, proposers and logits processors to what they declare.
 
 Needs torch; the pytest side is in `specattn.testing.plugin`. See docs/conformance.md.
 """
 
 from specattn.testing.kit import Check, Level, conformance
 from specattn.testing.oracle import Case, ConformanceError, Tolerances
+from specattn.testing.processors import processor_conformance
 from specattn.testing.proposers import proposer_conformance
 from specattn.testing.setting import Geometry
 
@@ -16,5 +17,6 @@ __all__ = [
     "Level",
     "Tolerances",
     "conformance",
+    "processor_conformance",
     "proposer_conformance",
 ]

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine
 from specattn.speculative.host_proposer import HostProposer
 from specattn.testing.host_trees import DRAFTS, TREES, same_trees, whole_trees
 from specattn.testing.kit import Check
+from specattn.testing.no_reads import NoReads
 from specattn.testing.oracle import ConformanceError
 from specattn.testing.world import World, accept, paths
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from types import FrameType
 
     from specattn.speculative.model import TargetModel
     from specattn.speculative.step import Step
@@ -30,10 +28,6 @@ if TYPE_CHECKING:
 CONFIGS = (SpecConfig(3, 1, 4, 128, 3), SpecConfig(3, 2, 7, 128, 3, page_size=4))
 #: Relative error that the order of sums may cause in float32.
 TOLERANCE = 2e-5
-# what waits for the device, or has a shape that depends on values
-_READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero")
-# rooms whose torch versions may read what their kernels do not
-_ROOMS = ("specattn.kernels", "specattn.backends")
 
 
 def proposer_conformance(
@@ -184,10 +178,10 @@ def _host_reads(world: World) -> None:
     tokens, row = world.text(9), world.row()
     world.prompts([row], [tokens])
     step = world.bound([row], [len(tokens)])
-    with _NoReads():
+    with NoReads():
         proposal = step.propose()
     accepted = accept(step, step.build_tree(proposal))
-    with _NoReads():
+    with NoReads():
         step.extend(accepted)
 
 
@@ -281,25 +275,3 @@ def _only(allowed: set[int], before: dict[str, Tensor], after: dict[str, Tensor]
             raise ConformanceError(
                 "writes outside the window", f"{name} changed at {sorted(at)[:5]}"
             )
-
-
-class _NoReads(TorchDispatchMode):
-    """Refuses reads on the host, kernels and backends aside."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Call ``func`` unless it reads a value."""
-        name = func.overloadpacket.__name__
-        if name in _READS and not _in_rooms():
-            raise ConformanceError("host reads", f"{name} reads a value, which no graph can record")
-        return func(*args, **(kwargs or {}))
-
-
-def _in_rooms() -> bool:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith(_ROOMS):
-            return True
-        frame = frame.f_back
-    return False
