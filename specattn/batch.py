@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ForwardMode(enum.Enum):
-    """Why a model runs; `SpecConfig.layout` and the graph keys read it."""
+    """The purpose of a forward; `SpecConfig.layout` and the graph keys read it."""
 
     # members compare by identity; Enum's own hash takes a call in Python
     __hash__ = object.__hash__
@@ -66,7 +66,7 @@ class RowLayout:
 
 @dataclass(frozen=True)
 class DraftState:
-    """What a draft extend leaves for the next draft.
+    """The result of a draft extend, from which the next draft starts.
 
     Parameters
     ----------
@@ -181,7 +181,7 @@ class DraftTree:
 
 @dataclass(frozen=True)
 class AcceptResult:
-    """What verification kept.
+    """The path that verification kept.
 
     Parameters
     ----------

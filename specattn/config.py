@@ -217,7 +217,7 @@ TreeKind = Literal["beam", "best_first"]
 
 @dataclass(frozen=True)
 class SpecConfig:
-    """How many tokens a step drafts, in which tree.
+    """The depth, width and nodes of a step's tree, with its limits.
 
     ``num_steps = 0, num_draft_tokens = 1`` is plain decoding.
 

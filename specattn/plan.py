@@ -293,7 +293,7 @@ def _own_bits(dims: MultiStepDims) -> Tensor:
 
 @dataclass(frozen=True)
 class MultiStepInputs(BufferSet):
-    """What all draft steps share; step s reads branches of 0..s."""
+    """Inputs that all draft steps share; step s reads branches of 0..s."""
 
     req_pool_indices: Tensor = buf(lambda _: (), torch.int64)
     seq_lens: Tensor = buf(lambda _: (), torch.int32)

@@ -1,4 +1,4 @@
-"""Forwards of an engine: they adopt its tensors, then attend."""
+"""Forwards of an engine: they copy its tensors in, then attend."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Forward:
         counted: int = 0,
         fill: bool = True,
     ) -> None:
-        """Adopt what the engine knows of the forward, then `fill`.
+        """Copy in what the engine knows of the forward, then `fill`.
 
         Both are one launch each, neither waits for the device, and both can be recorded in a CUDA
         graph, which then reads what these tensors hold at each replay. Integers are int32 or int64.
@@ -266,7 +266,9 @@ class DraftForwards:
         counted: int = 0,
         fill: bool = True,
     ) -> None:
-        """Adopt what the engine knows of all steps, then `fill`; see `Forward.adopt`.
+        """Copy in what the engine knows of all steps, then `fill`.
+
+        See `Forward.adopt`.
 
         A branch sees itself alone until `grow` has run, and the steps before it in a chain.
 

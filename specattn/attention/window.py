@@ -86,7 +86,7 @@ class WindowTables:
         """
         layout = plan.layout
         if layout not in self._adopted:
-            # every forward adopts before it attends, so that layouts share one
+            # every forward copies in before it attends, so that layouts share one
             if layout.page_size not in self._tables:
                 self._tables[layout.page_size] = self._table(self._max_batch, layout.page_size)
             tokens = self._max_batch, layout.q_len
@@ -132,7 +132,7 @@ class WindowTables:
         )
 
     def _over(self, plan: P, adopted: Window) -> P:
-        """Return a plan that reads the adopted table."""
+        """Return a plan that reads the pool's table."""
         return replace(
             plan,
             req_to_token=adopted.table,

@@ -1,4 +1,4 @@
-"""What a backend is: reasons it cannot serve a configuration, and `bind`."""
+"""The interface of a backend: reasons against a configuration, and `bind`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a backend offers, as data.
+    """The capabilities of a backend, as data.
 
     ``specattn backends`` prints it and tests prove it.
 
@@ -83,7 +83,7 @@ class Capabilities:
 
 
 class Fillable(Protocol):
-    """What has metadata on the device."""
+    """An object with metadata on the device."""
 
     def fill(self) -> None:
         """Derive device metadata from the plan's tensors: no sync, capturable."""
@@ -283,7 +283,7 @@ class AttentionBackend(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it promises."""
+        """Its capabilities."""
 
     @property
     def config(self) -> AttnConfig:
@@ -302,7 +302,7 @@ class AttentionBackend(Protocol):
 
 
 class BackendFactory(Protocol):
-    """What makes a layer's backend.
+    """A maker of a layer's backend.
 
     It is a backend's class, or a composite of such. Every call makes a backend with workspaces and
     metadata of its own.
@@ -310,11 +310,11 @@ class BackendFactory(Protocol):
 
     @property
     def name(self) -> str:
-        """What users call it."""
+        """Its name for users."""
 
     @property
     def capabilities(self) -> Capabilities:
-        """What its backends promise."""
+        """The capabilities of its backends."""
 
     def reasons(self, config: AttnConfig | None, device: torch.device) -> list[str]:
         """Say why it cannot serve ``config`` on ``device``; empty means it can.

@@ -158,7 +158,7 @@ class Fa3Backend(ReadOnly):
 
 @dataclass(frozen=True)
 class Keys:
-    """Where FA3 finds every request's keys, in its own words.
+    """Every request's keys, as FA3 is given them.
 
     ``page_table`` is ``[rows, width]`` int32, pages of a request's keys; ``cache_seqlens`` ``[B]``
     int32, keys of every request; ``cache_batch_idx`` ``[B]`` int32, every request's row of the

@@ -96,14 +96,14 @@ class FlashInferBackend(FlashInferLayer):
         return FlashInferPrefill.over(self, plan)
 
     def _in_two_passes(self, plan: AttnPlan) -> bool:
-        """Whether a tree's prefix, without a window, is worth its pass."""
+        """Whether a tree's prefix, without a window, gets its own pass."""
         if plan.layout.causal or self.config.window_left >= 0 or self.two_passes_from is None:
             return False
         return plan.req_to_token.shape[1] >= self.two_passes_from
 
 
 class _Wrapper(Planned):
-    """What all bound kinds share: a wrapper with its int workspace."""
+    """A wrapper of FlashInfer's with its int workspace, bound to a plan."""
 
     def __init__(
         self,

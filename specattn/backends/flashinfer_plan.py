@@ -114,7 +114,7 @@ class Planned(BoundAttention):
 
 @dataclass(frozen=True)
 class Grid:
-    """How FlashInfer's scheduler cuts a prefill (its ``PrefillSplitQOKVIndptr``).
+    """The cut that FlashInfer's scheduler makes (its ``PrefillSplitQOKVIndptr``).
 
     A grid that is recorded has to serve any lengths, so the query tile is sized for the longest
     request that the rows could hold beside ``requests - 1`` others of one row. Requests without

@@ -63,7 +63,7 @@ class FlexBackend(ReadOnly):
 
     @property
     def eager_because(self) -> str | None:
-        """What stands in the way of compiling, or has failed to compile."""
+        """The reason why it runs uncompiled; None if it compiles."""
         return self._eager_because
 
     @staticmethod

@@ -62,7 +62,7 @@ class HybridBackend:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What holds in every phase in which it is asked for."""
+        """Capabilities that hold in every phase in which they are asked for."""
         prefill, decode, verify = (
             part.capabilities for part in (self.prefill, self.decode, self.verify)
         )

@@ -1,4 +1,4 @@
-"""What adapters of page-granular causal kernels share: block tables, checks, and refusals.
+"""The common part of adapters of page-granular causal kernels.
 
 These kernels read KV through ``block_tables [B, pages]`` and the number of keys, mask causally or
 not at all, and know no trees. Plans speak of slots, and of pages of so many slots

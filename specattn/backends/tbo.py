@@ -84,7 +84,7 @@ class TboBackend:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What all parts promise; prompts are the primary's alone."""
+        """Capabilities of all parts; prompts are the primary's alone."""
         parts = [part.capabilities for part in (self.primary, *self.children)]
         return replace(Capabilities.merged(parts), extend=self.primary.capabilities.extend)
 
@@ -171,12 +171,12 @@ class BoundTbo(CompositeAttention, BoundAttention):
 
     @property
     def requests(self) -> tuple[slice, slice]:
-        """Which requests each half holds."""
+        """The requests of each half."""
         return halves(sum(len(plan.out_slots) for plan in self.plans))
 
     @property
     def rows(self) -> tuple[slice, slice]:
-        """Which rows of q, out and lse each half holds."""
+        """The rows of q, out and lse of each half."""
         middle = self.plans[0].out_slots.numel()
         return slice(0, middle), slice(middle, None)
 

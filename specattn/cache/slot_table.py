@@ -32,7 +32,7 @@ _INTS = frozenset([int])
 
 
 class RequestTable(Protocol):
-    """What steps read of a slot table, whoever keeps its books."""
+    """The part of a slot table that steps read."""
 
     @property
     def req_to_token(self) -> Tensor:
@@ -76,7 +76,7 @@ class SlotTable(ReadOnly):
     """A slot table gives requests rows and KV slots, page by page.
 
     Requests share the pages of a common prefix; the table counts the users of every page. The host
-    keeps the books (pages per row, users per page); the device has ``req_to_token`` and
+    keeps the pages of every row and these counts; the device has ``req_to_token`` and
     ``reserved``, which kernels read. Nothing here waits for the device or allocates on it: what
     changes goes there in one copy from pinned memory and one launch, and most steps need none,
     because rows get slots ahead of what is asked for. Other rows can take those back when slots
@@ -87,7 +87,7 @@ class SlotTable(ReadOnly):
     may be given to another request while a step that it took part in is in flight, if all launches
     are made on one stream: what is launched later finds the step finished.
 
-    An error or an interrupt inside a change of the books leaves ``changing`` set, and every further
+    An error or an interrupt inside a change of the table leaves ``changing`` set, and every further
     change is refused until `clear` was called.
 
     Parameters
@@ -147,7 +147,7 @@ class SlotTable(ReadOnly):
         check_current(self.req_to_token.device)
 
     def clear(self) -> None:
-        """Free every row, whatever an error or interrupt left in the books.
+        """Free every row, whatever an error or interrupt left behind.
 
         No step may be between its parts (`holding`). Steps in flight still find their slots.
         """
@@ -169,7 +169,7 @@ class SlotTable(ReadOnly):
 
     @contextmanager
     def _change(self) -> Iterator[None]:
-        """Note that the books change."""
+        """Note that the table changes."""
         self._changing = True
         yield
         # not if anything was raised
@@ -341,12 +341,12 @@ class SlotTable(ReadOnly):
                 f"{self._num_free} are free and {spare.sum()} reserved ahead"
             )
         trimmed = np.flatnonzero(spare)
-        # until the device is told, too: see `_append`
+        # until the device has it, too: see `_append`
         self._changing = True
         for row in trimmed.tolist():
             held = self._pages[row]
             cut = len(held) - int(spare[row])
-            self._leave(held[cut:])
+            self._release(held[cut:])
             del held[cut:]
         self._held -= spare
         return trimmed
@@ -440,13 +440,13 @@ class SlotTable(ReadOnly):
         with self._change():
             pages = self._pages.pop(row)
             del self._committed[row]
-            self._leave(pages)
+            self._release(pages)
             self._free_rows.append(row)
             self._held[row] = self._needed[row] = 0
             # in the stream's order: kernels launched before this one still find the row's slots
             self.reserved[row].zero_()
 
-    def _leave(self, pages: Sequence[int]) -> None:
+    def _release(self, pages: Sequence[int]) -> None:
         """Count one user less of these pages; free those without any."""
         left = np.asarray(pages, dtype=np.int64)
         self._users[left] -= 1

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a request's tokens first differ.
+    """The place at which a request's tokens first differ.
 
     ``position`` counts generated tokens from 0. A token, or the margin, is None where its text had
     already ended. The margin is the difference of the target's two best logits at that position of

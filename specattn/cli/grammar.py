@@ -1,4 +1,4 @@
-"""What texts must match: a JSON schema, or a regular expression."""
+"""Grammars from options: a JSON schema, or a regular expression."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _WARM_UP_TOKENS = 16
 
 @dataclass(frozen=True)
 class Setup:
-    """What an engine is built from besides its speculative config.
+    """An engine's parts besides its speculative config.
 
     ``requests`` may be none, to capture graphs alone. With ``warm_up``, `prepare` decodes a few
     tokens, so that compiling kernels is not measured.
@@ -104,7 +104,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class ModeReport:
-    """How the forwards of one mode were served.
+    """Counts of one mode's forwards, by how they ran.
 
     ``unrecorded`` counts forwards over the same static buffers where nothing is recorded (no CUDA,
     ``--no-graphs``, a backend that cannot be recorded), ``fallbacks`` batches that ran eagerly
@@ -120,7 +120,7 @@ class ModeReport:
 
 @dataclass(frozen=True)
 class ConfigReport:
-    """How often steps took a speculative config.
+    """The steps that took a speculative config, and what they accepted.
 
     ``steps`` counts those that gave some request a token; ``accepted_per_step`` is tokens per
     request and step, bonus included; 0 without steps.

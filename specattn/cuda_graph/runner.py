@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class GraphKey(Hashable, Protocol):
-    """What graphs are kept under, such as a part of a step."""
+    """A key of graphs, such as a part of a step."""
 
     @property
     def value(self) -> str:
@@ -44,7 +44,7 @@ Key = TypeVar("Key", bound=GraphKey)
 
 
 class Program(Protocol):
-    """What runs for one bucket, over static buffers."""
+    """The program of one bucket, over static buffers."""
 
     @property
     def graphs(self) -> bool:
@@ -123,7 +123,7 @@ class Captured:
 
 @dataclass(frozen=True)
 class GraphReport:
-    """What capturing one bucket took.
+    """The time and memory that capturing one bucket took.
 
     Parameters
     ----------
@@ -156,7 +156,7 @@ class GraphReport:
 
 @dataclass
 class GraphStats(Generic[Key]):
-    """How many batches were served, by mode."""
+    """Numbers of batches served, by mode."""
 
     replays: Counter[Key] = field(default_factory=Counter)
     eager: Counter[Key] = field(default_factory=Counter)

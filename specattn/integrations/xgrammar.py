@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class XGrammar:
-    """What one text must match: a `Grammar` over a matcher of xgrammar.
+    """A `Grammar` of one text, over a matcher of xgrammar.
 
     A text that has matched as a whole can only end; after its end anything may follow.
 

@@ -1,4 +1,4 @@
-"""What Gluon kernels share: a check of their own, and TMA boxes."""
+"""The check that Gluon kernels share, and TMA boxes."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ _UNSERVED = {
 
 @dataclass(frozen=True)
 class DFlashSettings:
-    """What ``config.json`` says of a DFlash head besides its layers' shapes.
+    """A DFlash head's settings in ``config.json``, besides its layers' shapes.
 
     Parameters
     ----------

@@ -24,7 +24,7 @@ INTERFACE = "specattn"
 
 @dataclass(frozen=True, eq=False)
 class ModelState:
-    """How a model attends, and what of it trains.
+    """A model's attention implementations, and the parts of it that train.
 
     Parameters
     ----------

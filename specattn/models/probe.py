@@ -117,7 +117,7 @@ def _unsupported(config: Any, reason: str) -> ModelError:
 
 
 class _Probe:
-    """What takes attention's place in a forward, and records the layers."""
+    """A stand-in for attention that records the layers of a forward."""
 
     def __init__(self, config: Any) -> None:
         self._config = config

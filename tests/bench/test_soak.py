@@ -201,8 +201,8 @@ def test_a_wrong_token_ends_a_soak(models, monkeypatch):
 
 def test_a_lost_slot_ends_a_soak(models, monkeypatch):
     run = engine(models, (3, 3, 8))
-    leave = SlotTable._leave
-    monkeypatch.setattr(SlotTable, "_leave", lambda table, pages: leave(table, pages[1:]))
+    release = SlotTable._release
+    monkeypatch.setattr(SlotTable, "_release", lambda table, pages: release(table, pages[1:]))
     with pytest.raises(AssertionError, match=r"slots were lost|page"):
         short_soak(models, run)
 

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class VerifyBuffers(list[Any]):
-    """What SGLang fills after a draft: masks of trees alone."""
+    """Buffers that SGLang fills after a draft: masks of trees alone."""
 
 
 class LayerBackend(AttentionBackend):
-    """What SGLang calls once per layer, over plans that others fill.
+    """Attention as SGLang calls it per layer, over plans that others fill.
 
     Parameters
     ----------
@@ -86,7 +86,7 @@ class LayerBackend(AttentionBackend):
 class SpecAttnBackend(LayerBackend):
     """Attention in every mode but draft decode.
 
-    Decode, verify and draft extend adopt SGLang's tensors inside its graphs, in one launch, and
+    Inside SGLang's graphs, decode, verify and draft extend copy in its tensors in one launch, and
     fill the plans of all layers in a second one. Prompts run eagerly.
 
     Parameters
@@ -166,7 +166,7 @@ class SpecAttnBackend(LayerBackend):
             qlen_from_full(mask, forward_batch.seq_lens, layout.q_len, out=self._mask)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Adopt the forward and fill all plans, in two launches."""
+        """Copy the forward in and fill all plans, in two launches."""
         if forward_batch.forward_mode.is_idle():
             return
         layout, counted = self._layout(forward_batch)
@@ -253,7 +253,7 @@ class SpecAttnDraft(AttentionBackend):
         self._made(forward_batch.batch_size)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Adopt all steps, in two launches."""
+        """Copy all steps in and fill their plans, in two launches."""
         batch, rows = forward_batch, forward_batch.batch_size
         forwards = self._forwards = self._made(rows)
         forwards.adopt(

@@ -1,4 +1,4 @@
-"""Adopt an engine's tensors into the inputs of a plan.
+"""Copy an engine's tensors into the inputs of a plan.
 
 Each function is one launch, which neither waits for the device nor allocates on it.
 """
@@ -21,7 +21,7 @@ else:
 
 __all__ = ["KINDS", "Adopted", "Window", "adopt_prompts", "adopt_rows", "adopt_steps"]
 
-#: How a mask lies in memory, by the name that `adopt_rows` takes.
+#: Layouts of a mask in memory, by the name that `adopt_rows` takes.
 KINDS = ("qlen", "qlen_bits", "full", "full_bits", "prefix")
 
 
@@ -38,7 +38,7 @@ def adopt_rows(
     out: Adopted,
     window: Window | None = None,
 ) -> None:
-    """Adopt n rows per request: decode, verify or draft extend.
+    """Copy in n rows per request: decode, verify or draft extend.
 
     Integers may be int32 or int64. What is of shape ``[B, n]`` may have any strides if it is read,
     and a row stride if it is written.
@@ -132,7 +132,7 @@ def adopt_steps(
     req_to_token: Tensor,
     out: Adopted,
 ) -> None:
-    """Adopt all steps of a draft.
+    """Copy in all steps of a draft.
 
     Parameters
     ----------
@@ -192,7 +192,7 @@ def adopt_prompts(
     slots_out: Tensor,
     window: Window | None = None,
 ) -> None:
-    """Adopt ragged prompts.
+    """Copy in ragged prompts.
 
     Parameters
     ----------

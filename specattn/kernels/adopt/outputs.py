@@ -1,4 +1,4 @@
-"""What an adoption writes, for one pool or for two."""
+"""Tensors that an engine's are copied to, for one pool or two."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Adopted:
 
 @dataclass(frozen=True)
 class Window:
-    """What is adopted for window layers with a pool of their own.
+    """The inputs of window layers with a pool of their own.
 
     Of each prefix a table gets the last keys, by their slots in that pool. A prefix is cut where a
     page begins, and positions count from there.

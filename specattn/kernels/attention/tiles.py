@@ -37,7 +37,7 @@ def logit_factors(scale: float, cap: float) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """What launch constants take from a device.
+    """The limits of a device that launch constants depend on.
 
     Parameters
     ----------

@@ -30,7 +30,7 @@ PREFETCH_BATCH = 4
 
 @dataclass(frozen=True)
 class DeterministicSplits:
-    """Where deterministic attention cuts a request's keys: at multiples, whatever the batch.
+    """The cuts of deterministic attention: at multiples, whatever the batch.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ class DeterministicSplits:
 
 @dataclass(frozen=True)
 class Grid:
-    """How the work of a bucket lies on a device.
+    """The division of a bucket's work on a device.
 
     Parameters
     ----------

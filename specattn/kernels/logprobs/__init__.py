@@ -85,9 +85,9 @@ def path_logprobs(
         processed=processed,
         probs=accepted.probs,
     )
-    for name, law in (("processed", processed), ("probs", accepted.probs)):
-        if law is not None and law.shape != logits.shape:
-            raise ValueError(f"{name} must be {list(logits.shape)}, got {list(law.shape)}")
+    for name, tensor in (("processed", processed), ("probs", accepted.probs)):
+        if tensor is not None and tensor.shape != logits.shape:
+            raise ValueError(f"{name} must be {list(logits.shape)}, got {list(tensor.shape)}")
     if not accepted.accept_tokens.numel():
         return
     if on_triton(logits):
@@ -153,6 +153,6 @@ def _check_outs(tokens: Tensor, values_out: Tensor, ids_out: Tensor) -> None:
         )
 
 
-def _along(law: Tensor, path: Tensor) -> Tensor:
+def _along(nodes: Tensor, path: Tensor) -> Tensor:
     """Return the rows ``[B, D, V]`` of the path's nodes in float32."""
-    return law.float().gather(1, path.expand(-1, -1, law.shape[2]))
+    return nodes.float().gather(1, path.expand(-1, -1, nodes.shape[2]))

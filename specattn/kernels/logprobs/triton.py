@@ -192,11 +192,11 @@ def path_logprobs(
     splits = triton.cdiv(vocab, BLOCK)
     keys = torch.empty(batch * depth, splits, most, dtype=torch.int64, device=logits.device)
     sums = torch.empty(batch * depth, splits, 2, dtype=torch.float32, device=logits.device)
-    laws, strides = (logits, processed, accepted.probs), (logits.stride(0), logits.stride(1))
+    inputs, strides = (logits, processed, accepted.probs), (logits.stride(0), logits.stride(1))
     sizes = {"K": most, "BLOCK_K": triton.next_power_of_2(max(most, 1))}
     options = launch_options(logits.device)
     logprobs_splits_kernel[(batch * depth, splits)](
-        *laws,
+        *inputs,
         accepted.accept_index,
         accepted.accept_lens,
         rows,
@@ -214,7 +214,7 @@ def path_logprobs(
     )
     width = triton.next_power_of_2(max(splits * most, 1))
     logprobs_merge_kernel[(batch * depth,)](
-        *laws,
+        *inputs,
         accepted.accept_index,
         accepted.accept_tokens,
         accepted.accept_lens,

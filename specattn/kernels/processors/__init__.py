@@ -33,7 +33,7 @@ ENDS = 32
 
 @dataclass(frozen=True)
 class ProcessorColumns:
-    """What requests ask of their logits, a row per request.
+    """The settings of logits processors, a row per request.
 
     Parameters
     ----------

@@ -22,7 +22,7 @@ Copies = Sequence[tuple[Tensor, Tensor]]
 
 
 class StepStart(NamedTuple):
-    """What `begin_step` derives for all phases of a step.
+    """The outputs of `begin_step`, for all phases of a step.
 
     All but the lengths may have row strides; last axes are dense.
 
