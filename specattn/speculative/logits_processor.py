@@ -110,7 +110,7 @@ class LogitsProcessor(ABC):
 
 @dataclass(frozen=True)
 class NodeHistory:
-    """The text of each node: its request's, then the path down to it.
+    """The text of each node: its request's, then its path.
 
     Node 0 is the newest token that its request has emitted. Only requests that ask for a processor
     have a text here.
@@ -170,7 +170,7 @@ class NodeHistory:
         return torch.where(at < 0, -1, torch.where(depth > 0, below, before))
 
     def followers(self, count: int) -> Tensor:
-        """Return the tokens that have come after each node's last ones, ``[B, n, V]`` bool.
+        """Return what has followed each node's last tokens, ``[B, n, V]`` bool.
 
         With 0 these are all tokens of the node's text. It takes some 16 bytes per node and token of
         a context.
