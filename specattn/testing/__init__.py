@@ -1,4 +1,4 @@
-"""The conformance kit: holds backends, proposers and logits processors to what they declare.
+"""The conformance kit of backends, proposers and logits processors.
 
 Needs torch; the pytest side is in `specattn.testing.plugin`. See docs/conformance.md.
 """
