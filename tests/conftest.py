@@ -27,7 +27,7 @@ from tests.interpreter import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytest_plugins = ["specattn.testing.plugin"]
+pytest_plugins = ["specattn.testing.plugin", "tests.interruptions"]
 
 CUDA = torch.cuda.is_available()
 torch.set_num_threads(1)  # tiny shapes: a second thread only waits
