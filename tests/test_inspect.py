@@ -160,9 +160,9 @@ def test_kv_map_of_long_contexts_takes_time_in_proportion():
     books.reserve([first], [100_000])
     books.commit(first, 100_000)
     second = books.allocate(share=first, share_len=90_000)
-    began = time.perf_counter()
+    began = time.process_time()
     lines = inspect.kv_map(books).splitlines()
-    assert time.perf_counter() - began < 20, "looking for every page in every row takes minutes"
+    assert time.process_time() - began < 20, "looking for every page in every row takes minutes"
     assert lines[1] == f"  first 90000 shared with row {second}"
     assert lines[3] == f"  first 90000 shared with row {first}"
 

@@ -77,7 +77,6 @@ def test_the_longest_context_and_the_window_decide_about_two_passes():
         assert type(live.bound) is kind
 
 
-@pytest.mark.timeout(900)
 def test_a_causal_window_and_a_cap_equal_the_oracle():
     """FlashInfer compiles this kernel when it is first used."""
     case = make_tree_case(

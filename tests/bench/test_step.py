@@ -198,7 +198,7 @@ def test_a_whole_run_leaves_a_record(monkeypatch, tmp_path):
         rounds=2,
         length=4,
         settings="tree",
-        seconds=60.0,
+        seconds=1e6,
     )
     monkeypatch.setattr(step, "calm_loop", lambda: 0.0)  # a host that is never calm
     shape = Shape("tiny", LlamaConfig(**SIZES), LlamaConfig(**SIZES), 61)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -128,11 +130,16 @@ def test_the_head_learns(model):
     assert losses[-1] < 0.85 * losses[0]
 
 
-def test_a_run_leaves_curves_of_every_place(model):
+def test_a_run_leaves_curves_of_every_place(model, monkeypatch):
+    # seven steps, however long they take
+    clock = itertools.count()
+    told = SimpleNamespace(monotonic=lambda: next(clock) / 16)
+    monkeypatch.setattr("bench.tools.train_pair.train_target.time", told)
     stream, rows = written(model)
     head = new_dflash(TINY, dense(model), MASK)
     before = head.fc.weight.clone()
     curves = train_dflash(head, dense(model), (rows, stream, rows), size=TINY, seconds=0.5, rows=2)
+    assert curves["steps"] == 7
     assert not torch.equal(head.fc.weight, before)
     assert len(curves["held_out"]["loss"]) == len(curves["held_out_agreement"]) >= 2
     assert all(len(shares) == TINY.block_size - 1 for shares in curves["held_out_agreement"])

@@ -29,7 +29,6 @@ def test_two_ranks_write_one_text():
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=900,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr

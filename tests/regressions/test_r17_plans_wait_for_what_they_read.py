@@ -203,7 +203,7 @@ def test_a_host_that_runs_ahead_changes_nothing(backend, monkeypatch):
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         found = decode(racing, joins, ahead=True)
-    assert not any(done), f"the host never ran ahead of {sum(done)} of {len(done)} steps"
+    assert not all(done), f"the host never ran ahead of any of {len(done)} steps"
     assert found == calm
     if backend == "triton":
         prompts = [*PROMPTS, *(request.prompt for request in joins)]

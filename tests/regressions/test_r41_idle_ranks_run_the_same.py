@@ -29,7 +29,7 @@ class Group:
     """Two ranks, one thread each: what one says, both hear, once both have said something."""
 
     def __init__(self) -> None:
-        self._meet = threading.Barrier(2, timeout=60)
+        self._meet = threading.Barrier(2, timeout=600)
         self._said = [0, 0]
 
     def all_gather(self, rank: int, value: int) -> list[int]:

@@ -46,7 +46,6 @@ def run(folder: Path, *options: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
         env={"PYTHONPATH": root, "PATH": "", "OMP_NUM_THREADS": "1", "HOME": str(folder)},
     )
     return done.stdout + done.stderr

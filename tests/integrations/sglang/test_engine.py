@@ -14,7 +14,7 @@ import pytest
 from tests.integrations.sglang.engine import NEW, PAIR, SETTINGS, prompts
 
 ROOT = Path(__file__).parents[3]
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.sglang
 SPECULATIVE = [name for name in SETTINGS if name != "plain"]
 
 
