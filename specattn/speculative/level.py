@@ -7,7 +7,7 @@ from typing import Self
 
 
 class Level(IntEnum):
-    """A kind of step, which serves requests of those before it, too.
+    """A kind of step, which serves requests of lower levels, too.
 
     Greedy steps compute no distributions. Sampled ones serve requests that draw, processed ones
     those with logits processors, and constrained ones, which run in parts, those with a grammar.

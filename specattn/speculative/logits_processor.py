@@ -170,10 +170,10 @@ class NodeHistory:
         return torch.where(at < 0, -1, torch.where(depth > 0, below, before))
 
     def followers(self, count: int) -> Tensor:
-        """Return what has followed each node's last tokens, ``[B, n, V]`` bool.
+        """Return which tokens have come after each node's last ones.
 
-        With 0 these are all tokens of the node's text. It takes some 16 bytes per node and token of
-        a context.
+        ``[B, n, V]`` bool. With ``count`` 0 these are all tokens of the node's text. It takes some
+        16 bytes per node and token of a context.
         """
         last, (batch, nodes) = self.last(count), self.tokens.shape
         place = torch.arange(self.text.shape[1], device=self.text.device)

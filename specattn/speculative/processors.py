@@ -170,7 +170,7 @@ class ProcessorStates(BufferSet, ProcessorColumns):
         if kinds[BAD_WORDS]:
             self._admit_bad_words(row, sampling.bad_words, prompt)
         if sampling.allowed_tokens is not None:
-            self.allowed[row] = _bitmask(sampling.allowed_tokens, self.history.shape[1])
+            self.allowed[row] = token_bitmask(sampling.allowed_tokens, self.history.shape[1])
         if kinds[ENDS]:
             self._write(self.end_ids[row], sorted(end_ids))
             self.ends_from[row] = len(prompt) + min_new_tokens
@@ -218,10 +218,10 @@ class ProcessorStates(BufferSet, ProcessorColumns):
         return OwnProcessors(self.processors, self.own)
 
 
-def _bitmask(tokens: Collection[int], vocab: int) -> Tensor:
+def token_bitmask(tokens: Collection[int], vocab: int) -> Tensor:
     """Return the bitmask ``[ceil(V / 32)]`` int32 of tokens."""
     bits = torch.zeros(bitmask_words(vocab) * 32, dtype=torch.int64)
-    bits[list(tokens)] = 1
+    bits[torch.tensor([*tokens], dtype=torch.int64)] = 1
     words = (bits.view(-1, 32) << torch.arange(32)).sum(1)
     # the 32nd bit is int32's sign
     return torch.where(words < 2**31, words, words - 2**32).to(torch.int32)

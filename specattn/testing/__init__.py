@@ -1,4 +1,4 @@
-"""The conformance kit of backends, proposers and logits processors.
+"""The conformance kit: holds backends, proposers and processors to their rules.
 
 Needs torch; the pytest side is in `specattn.testing.plugin`. See docs/conformance.md.
 """

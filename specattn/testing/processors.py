@@ -1,4 +1,4 @@
-"""The conformance kit's part for logits processors of the user's own."""
+"""The logits processors' part of the conformance kit."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class _World:
         return torch.randn(batch, len(_PARENTS), self.vocab).to(self.device)
 
     def admitted(self, prompts: Tensor) -> OwnProcessors:
-        """Return requests in rows from 1 on, which asked in turn."""
+        """Return requests in rows 1, 2 and so on, which asked in turn."""
         own = OwnProcessors.alloc([self.processor], len(prompts) + 1, _CONTEXT, device=self.device)
         for at, prompt in enumerate(prompts.tolist()):
             asked = self.params[at % len(self.params)]
@@ -97,7 +97,7 @@ class _World:
         return own
 
     def emit(self, own: OwnProcessors, tokens: Tensor, lens: Sequence[int] = ()) -> None:
-        """Note ``tokens [B, D]`` of rows, or the first of each."""
+        """Note ``tokens [B, D]`` of the first rows; ``lens`` count."""
         rows = torch.arange(1, len(tokens) + 1, device=self.device)
         gained = torch.tensor(lens or [tokens.shape[1]] * len(tokens), dtype=torch.int32)
         own.note(rows, tokens, gained.to(self.device))
@@ -112,7 +112,7 @@ class _World:
         return DraftTree(tokens, positions, words.to(self.device), none, none, none, probs)
 
     def process(self, own: OwnProcessors, tokens: Tensor, logits: Tensor, *rows: int) -> Tensor:
-        """Return logits of nodes ``tokens [B, n]`` below texts of rows."""
+        """Return the logits of nodes below the texts of rows."""
         where = torch.tensor(rows, device=self.device)
         return own.process(self.tree(own, tokens, where), logits.clone(), where)
 
@@ -143,7 +143,7 @@ def _host_reads(world: _World) -> None:
 
 
 def _in_place(world: _World) -> None:
-    """What is given stays as it was: others' logits are there, too."""
+    """What is given stays as it was, other requests' logits too."""
     one, own = world.processor, world.admitted(world.text(2, 6))
     rows, nodes, logits = torch.arange(1, 3, device=world.device), world.text(2, 7), world.logits(2)
     states = {key: own.tables[f"{one.name}.{key}"][rows] for key in one.state_fields()}
@@ -177,7 +177,7 @@ def _path(world: _World) -> None:
 
 
 def _batch(world: _World) -> None:
-    """A request's logits depend on no other, of now or before."""
+    """A request's logits do not depend on others, nor on who had its row before."""
     count = max(3, len(world.params))
     prompts, emitted = world.text(count, 6), world.text(count, 2)
     nodes, logits = world.text(count, len(_PARENTS)), world.logits(count)

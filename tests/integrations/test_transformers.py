@@ -15,6 +15,7 @@ import specattn
 from specattn import SpecConfig
 from specattn.errors import ModelError, SpecAttnError, UnsupportedError
 from specattn.integrations.transformers import release, serving
+from specattn.integrations.transformers.processors import PrefixGrammar
 from specattn.models import HFTarget, LMDraft, load_draft
 from specattn.models.hub import PAIR
 from specattn.speculative.lookup import LookupProposer
@@ -100,6 +101,12 @@ def test_greedy_tokens_are_those_of_transformers(model_type, drafted, head):
     assert ended, "no row ended before another"
 
 
+def remainders(row: int, text: torch.Tensor) -> list[int]:
+    """Which tokens may follow depends on the row, the newest token and the length."""
+    rest = (row + int(text[-1]) + len(text)) % 3
+    return [token for token in range(1, VOCAB) if token % 3 == rest]
+
+
 @pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
 @pytest.mark.parametrize(
     "asked",
@@ -110,8 +117,18 @@ def test_greedy_tokens_are_those_of_transformers(model_type, drafted, head):
         {"min_new_tokens": 9},
         {"min_length": 16},
         {"repetition_penalty": 1.2, "bad_words_ids": [[5], [9, 4]], "min_new_tokens": 12},
+        {"no_repeat_ngram_size": 1},
+        {"no_repeat_ngram_size": 2},
+        {"suppress_tokens": [4, 8, 11, 17, VOCAB + 5]},
+        {"begin_suppress_tokens": list(range(3, 20, 2))},
+        {"sequence_bias": {(5,): 2.0, (7, 8): 3.0, (20, 3, 6): 4.0, (9,): -3.0}},
+        {"no_repeat_ngram_size": 3, "suppress_tokens": [6], "repetition_penalty": 1.2},
+        {"prefix_allowed_tokens_fn": remainders},
     ],
-    ids=["repetition", "repetition below 1", "bad words", "min_new_tokens", "min_length", "three"],
+    ids=[
+        *("repetition", "repetition below 1", "bad words", "min_new_tokens", "min_length", "three"),
+        *("unigrams", "bigrams", "suppressed", "at begin", "biased", "trigrams", "prefixes"),
+    ],
 )
 def test_greedy_tokens_under_processors_are_those_of_transformers(asked, drafted, head):
     """Rows with padding too: penalties and sequences do not see it."""
@@ -125,6 +142,25 @@ def test_greedy_tokens_under_processors_are_those_of_transformers(asked, drafted
         free = model.generate(**inputs, **options)
         changed += free.shape != want.shape or not torch.equal(free, want)
     assert changed
+
+
+def test_a_prefix_that_allows_nothing_ends_a_call_only_where_a_text_comes_to_it():
+    allowed = {(4,): [5, 6, 7], (4, 5): [], (4, 6): [8], (4, 7): [9]}
+    asked = []
+
+    def allow(text):
+        asked.append(tuple(text.tolist()))
+        return allowed[asked[-1]]
+
+    mask = torch.full((5, 1), -1, dtype=torch.int32)
+    grammar = PrefixGrammar(allow, torch.tensor([4]), ends={7})
+    # 5 leads nowhere, 9 is not allowed, 7 ends the text
+    grammar.fill([4, 5, 6, 9, 7], [-1, 0, 0, 0, 0], mask)
+    assert mask[:, 0].tolist() == [1 << 5 | 1 << 6 | 1 << 7, 0, 1 << 8, -1, -1]
+    assert asked == [(4,), (4, 5), (4, 6)]
+    grammar.accept([5])
+    with pytest.raises(ValueError, match="prefix_allowed_tokens_fn allows no token after 5"):
+        grammar.fill([5], [-1], mask[:1])
 
 
 def test_min_p_keeps_what_transformers_keeps(model, head):

@@ -81,18 +81,17 @@ class Own(LogitsProcessor):
     ("options", "match"),
     [
         ({"num_beams": 2}, "num_beams must be 1 or None, got 2"),
-        ({"sequence_bias": {(5,): 2.0}}, "sequence_bias"),
-        ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size"),
+        (
+            {"sequence_bias": {(5,): 2.0}, "repetition_penalty": 1.2},
+            "sequence_bias must be None beside repetition_penalty",
+        ),
+        ({"remove_invalid_values": True}, "remove_invalid_values"),
         ({"do_sample": True, "typical_p": 0.5}, "typical_p"),
         ({"synced_gpus": True}, "the argument synced_gpus"),
         ({"past_key_values": DynamicCache()}, r"the argument past_key_values \(cache\) is"),
         ({"position_ids": torch.arange(9)[None]}, "the argument position_ids"),
         ({"inputs_embeds": torch.zeros(1, 9, 64)}, "the argument inputs_embeds"),
         ({"logits_processor": [Own()]}, "the logits processor Own"),
-        (
-            {"prefix_allowed_tokens_fn": lambda *_: [5]},
-            "the logits processor PrefixConstrainedLogitsProcessor",
-        ),
         ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
     ],
     ids=lambda one: next(iter(one)) if isinstance(one, dict) else "",
@@ -185,7 +184,10 @@ def test_processors_are_read():
     ("processors", "match"),
     [
         ([MinPLogitsWarper(0.2), WARPERS[0]], "top-p, min-p, each at most once"),
-        ([WARPERS[0], RepetitionPenaltyLogitsProcessor(1.3)], "repetition penalty, bad words"),
+        (
+            [WARPERS[0], RepetitionPenaltyLogitsProcessor(1.3)],
+            "repetition penalty, n-grams",
+        ),
         ([MinPLogitsWarper(0.2, min_tokens_to_keep=2)], "min_tokens_to_keep must be 1"),
         ([RepetitionPenaltyLogitsProcessor(1.3, 4)], "prompt_ignore_length must be None"),
     ],

@@ -19,6 +19,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteri
 from specattn.engine.request import Request
 from specattn.errors import ModelError, SpecAttnError, UnsupportedError
 from specattn.integrations.transformers.drafting import Drafting
+from specattn.integrations.transformers.processors import grammars_of, own_processors
 from specattn.integrations.transformers.serving import SERVED, borrowed
 from specattn.integrations.transformers.settings import (
     Ends,
@@ -77,7 +78,8 @@ def generate(
         after its last token.
     logits_processor, stopping_criteria, generation_config, streamer : optional
         As in transformers. Of the processors, temperature, top-k, top-p, min-p,
-        the repetition penalty, bad words, ``min_length`` and ``min_new_tokens`` are served.
+        the repetition penalty, bad words, ``min_length``, ``min_new_tokens``, n-grams that do not
+        repeat, suppressed tokens, biases of sequences and allowed prefixes are served.
     draft : str, Path, loaded head, Proposer or ProposerFactory, optional
         An EAGLE head: its folder or Hub id, ``"shipped"`` for that of the shipped pair, or one that
         `load_draft` has loaded; a whole model (`LMDraft`), or what else proposes tokens. Without
@@ -134,8 +136,8 @@ def generate(
 def release(model: Any) -> None:
     """Free the pools, graphs and drafts kept for a model.
 
-    A model keeps those of the last two settings (draft, tree, backend) until it is released, is
-    collected, or has other weights.
+    A model keeps those of the last two settings (draft, tree, backend, processors) until it is
+    released, is collected, or has other weights.
     """
     SERVED.pop(model, None)
 
@@ -165,9 +167,16 @@ def _decode(
     ends = Ends.of(stopping_criteria, generation_config, input_ids.shape[1])
     sampling = sampling_of(generation_config, logits_processor)
     least = min_new_tokens_of(logits_processor, input_ids.shape[1])
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    own = own_processors(logits_processor, input_ids.shape[1], vocab_size)
+    sampling = replace(sampling, processors={one.name: given for one, given in own.items()})
     requests = _requests(input_ids, model_kwargs.get("attention_mask"), sampling, ends, least)
+    grammars = grammars_of(logits_processor, input_ids, ends.eos)
+    requests = [replace(one, grammar=make) for one, make in zip(requests, grammars, strict=True)]
     with borrowed(*models):
-        engine = SERVED[model].engine(model, drafting, backend, len(requests), ends.max_length)
+        engine = SERVED[model].engine(
+            model, drafting, backend, len(requests), ends.max_length, own=tuple(own)
+        )
         ids = _run(engine, requests, _Columns(input_ids, ends, streamer or call["streamer"]))
     if generation_config.return_dict_in_generate:
         return GenerateDecoderOnlyOutput(sequences=ids)

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
     from specattn.config import SpecConfig
     from specattn.integrations.transformers.drafting import Drafting
+    from specattn.speculative.logits_processor import LogitsProcessor
 
-# The last settings of a model (draft, tree, backend) for which pools and graphs are kept.
+# The last settings of a model for which pools and graphs are kept.
 _ENGINES_PER_MODEL = 2
 _SHORTEST_CONTEXT = 256
 
@@ -84,7 +85,14 @@ class Served:
     engines: dict[object, tuple[Engine, Any]] = field(default_factory=dict)
 
     def engine(
-        self, model: Any, drafting: Drafting, backend: str, rows: int, length: int
+        self,
+        model: Any,
+        drafting: Drafting,
+        backend: str,
+        rows: int,
+        length: int,
+        *,
+        own: tuple[LogitsProcessor, ...] = (),
     ) -> Engine:
         """Return an engine for ``rows`` texts of ``length`` tokens.
 
@@ -100,6 +108,8 @@ class Served:
             As `specattn.choose_backend` takes it.
         rows, length : int
             Texts, and tokens of the longest, its prompt included.
+        own : tuple of LogitsProcessor
+            What the texts ask for beside the built-in processors.
 
         Raises
         ------
@@ -112,7 +122,7 @@ class Served:
             layers = probe_layers(model, model.config.get_text_config(decoder=True))
             self.target = HFTarget(weakref.proxy(model), model.name_or_path, layers)
             self.weights = weights
-        key = (*drafting.key, backend)
+        key = (*drafting.key, backend, own)
         engine, head = self.engines.pop(key, (None, None))
         limit = max(self.target.max_context_len, length, spec.reserve_len)
         # two steps may be in flight
@@ -128,7 +138,7 @@ class Served:
                 sizes = list(map(max, sizes, (old[0].max_context_len, old[0].max_num_reqs, old[1])))
             # its memory is free before the larger one is made
             engine = None
-            engine = _engine(self.target, head, spec, backend, sizes)
+            engine = _engine(self.target, head, spec, backend, sizes, own)
         self.engines[key] = engine, head
         return engine
 
@@ -151,12 +161,19 @@ def _power_of_two(number: int) -> int:
 
 
 def _engine(
-    target: HFTarget, head: Any, spec: SpecConfig, backend: str, sizes: Sequence[int]
+    target: HFTarget,
+    head: Any,
+    spec: SpecConfig,
+    backend: str,
+    sizes: Sequence[int],
+    own: tuple[LogitsProcessor, ...],
 ) -> Engine:
     """Build an engine of given context length, rows and slots."""
     context, rows, slots = sizes
     config = replace(spec, max_context_len=context, max_num_reqs=rows)
-    return Engine(features_for(target, head), head, config, backend=backend, num_slots=slots)
+    return Engine(
+        features_for(target, head), head, config, backend=backend, num_slots=slots, processors=own
+    )
 
 
 #: What is kept between calls, by model.

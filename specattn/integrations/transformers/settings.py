@@ -16,7 +16,12 @@ from transformers.generation import (
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -45,7 +50,8 @@ for _becomes, _names in (
     (
         SERVED,
         "max_length max_new_tokens min_length min_new_tokens max_time stop_strings do_sample "
-        "temperature top_k top_p min_p repetition_penalty bad_words_ids "
+        "temperature top_k top_p min_p repetition_penalty bad_words_ids no_repeat_ngram_size "
+        "suppress_tokens begin_suppress_tokens sequence_bias "
         "renormalize_logits num_return_sequences bos_token_id eos_token_id pad_token_id "
         "return_dict_in_generate prompt_lookup_num_tokens max_matching_ngram_size",
     ),
@@ -59,16 +65,15 @@ for _becomes, _names in (
     (
         (False, None),
         "use_mtp top_h forced_bos_token_id forced_eos_token_id constraints "
-        "force_words_ids remove_invalid_values exponential_decay_length_penalty suppress_tokens "
-        "begin_suppress_tokens sequence_bias token_healing watermarking_config output_attentions "
+        "force_words_ids remove_invalid_values exponential_decay_length_penalty "
+        "token_healing watermarking_config output_attentions "
         "output_hidden_states output_scores output_logits "
         "assistant_early_exit cache_config compile_config continuous_batching_config low_memory "
         "dola_layers prefill_chunk_size",
     ),
     (
         (0, None),
-        "no_repeat_ngram_size encoder_no_repeat_ngram_size "
-        "epsilon_cutoff eta_cutoff penalty_alpha diversity_penalty",
+        "encoder_no_repeat_ngram_size epsilon_cutoff eta_cutoff penalty_alpha diversity_penalty",
     ),
     (
         (1, None),
@@ -102,10 +107,15 @@ _WARPERS = (
     LogitNormalization,
 )
 _PROCESSORS = (
+    SequenceBiasLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
     NoBadWordsLogitsProcessor,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
     *_WARPERS,
 )
 _UNCLASSIFIED = {name for name in vars(GenerationConfig()) if name[0] != "_"} - SETTINGS.keys()
@@ -159,9 +169,12 @@ def _odd_processors(processors: Sequence[Any]) -> list[str]:
     reasons = [f"the logits processor {name} is not served" for name in unknown]
     if not unknown and kinds != [kind for kind in _PROCESSORS if kind in kinds]:
         reasons.append(
-            "logits processors must come as repetition penalty, bad words, least length, least new "
-            "tokens, temperature, top-k, top-p, min-p, each at most once"
+            "logits processors must come as sequence bias, repetition penalty, n-grams, bad words, "
+            "least length, least new tokens, prefixes, suppressed tokens, temperature, top-k, "
+            "top-p, min-p, each at most once"
         )
+    if {SequenceBiasLogitsProcessor, RepetitionPenaltyLogitsProcessor} <= {*kinds}:
+        reasons.append("sequence_bias must be None beside repetition_penalty, which comes first")
     by_mass = (TopPLogitsWarper, MinPLogitsWarper)
     if any(one.min_tokens_to_keep > 1 for one in processors if type(one) in by_mass):
         reasons.append("min_tokens_to_keep must be 1")
@@ -178,7 +191,9 @@ def _odd_processors(processors: Sequence[Any]) -> list[str]:
 def sampling_of(config: Any, processors: Any) -> SamplingParams:
     """Return how every row draws; without ``do_sample`` the warpers change nothing."""
     found = {type(one): one for one in processors}
-    penalty, bad_words, _, _, temperature, top_k, top_p, min_p, _ = map(found.get, _PROCESSORS)
+    penalty = found.get(RepetitionPenaltyLogitsProcessor)
+    bad_words = found.get(NoBadWordsLogitsProcessor)
+    temperature, top_k, top_p, min_p, _ = map(found.get, _WARPERS)
     asked: dict[str, Any] = {}
     if penalty:
         asked["repetition_penalty"] = penalty.penalty
