@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import product
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -296,7 +297,7 @@ def _together(declared: Capabilities) -> Iterator[Scenario]:
     Kernels are chosen by more than one option.
     """
     options: dict[str, Any] = {"page_size": max(16, declared.page_size)}
-    options["dtype"] = declared.dtypes[-1]
+    options["dtype"] = min(declared.dtypes, key=attrgetter("itemsize"))
     if declared.window:
         options |= {"window_left": 20, "evict": False}
     if declared.cap:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -218,8 +219,11 @@ def _blind(setting: Setting) -> Iterator[tuple[int, str, str, Callable[[], None]
         "deterministic": {"deterministic": True},
     }
     variants = {name: form for name, form in optional.items() if getattr(declared, name)}
-    variants |= {str(dtype): {"dtype": dtype} for dtype in setting.dtypes or declared.dtypes}
-    variants |= {str(dtype): {"kv_dtype": dtype} for dtype in declared.kv_dtypes}
+    dtypes = setting.dtypes or declared.dtypes
+    variants |= {str(dtype): {"dtype": dtype} for dtype in dtypes}
+    # backends may serve these beside 16 bits alone
+    small = min(dtypes, key=attrgetter("itemsize"))
+    variants |= {str(kv): {"dtype": small, "kv_dtype": kv} for kv in declared.kv_dtypes}
     variants |= {"decode": {"q_len": 1, "tail_len": 5}, "no_lse": {"lse": False}}
     for name, form in variants.items():
         name = f"blind_rows-{name.removeprefix('torch.')}"

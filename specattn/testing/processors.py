@@ -89,7 +89,7 @@ class _World:
         return torch.randn(batch, len(_PARENTS), self.vocab).to(self.device)
 
     def admitted(self, prompts: Tensor) -> OwnProcessors:
-        """Return requests in rows 1, 2 and so on, which asked in turn."""
+        """Return requests in rows from 1 on, which asked in turn."""
         own = OwnProcessors.alloc([self.processor], len(prompts) + 1, _CONTEXT, device=self.device)
         for at, prompt in enumerate(prompts.tolist()):
             asked = self.params[at % len(self.params)]
@@ -177,7 +177,7 @@ def _path(world: _World) -> None:
 
 
 def _batch(world: _World) -> None:
-    """A request's logits do not depend on others, nor on who had its row before."""
+    """A request's logits depend on no other, of now or before."""
     count = max(3, len(world.params))
     prompts, emitted = world.text(count, 6), world.text(count, 2)
     nodes, logits = world.text(count, len(_PARENTS)), world.logits(count)
