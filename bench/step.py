@@ -7,7 +7,6 @@ forced, or less where its tree was not so deep. Plain decoding in one graph runs
 
     python -m bench.step [--models Llama-3.1-8B] [--batch 1,4] [--context 1024] [--out FILE]
     python -m bench.step --compile I/N   # share I of N of the settings, compiled, not timed
-    python -m bench.step --processors    # what logits processors and log-probabilities add
     python -m bench.step --dflash        # blocks of one forward and best-first trees
     python -m bench.step --picture       # docs/img/step_timeline.svg, of the recorded step
 """
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
 
 RESULTS = Path(__file__).parent / "results"
 OUT, TRACE = RESULTS / "step_h200.json", RESULTS / "step_trace_h200.json"
-PROCESSED = RESULTS / "step_processors_h200.json"
 BLOCKS = RESULTS / "step_dflash.json"
 PICTURE = Path(__file__).parent.parent / "docs" / "img" / "step_timeline.svg"
 BATCHES, CONTEXTS = (1, 4, 16, 64), (1024, 4096, 32768)
@@ -298,11 +296,6 @@ def main() -> None:
     parser.add_argument("--compile", metavar="I/N")
     parser.add_argument("--picture", action="store_true")
     parser.add_argument(
-        "--processors",
-        action="store_true",
-        help="time a tree's steps with penalties, min-p and log-probabilities, and without",
-    )
-    parser.add_argument(
         "--dflash",
         action="store_true",
         help="time DFlash's blocks and best-first trees, beside EAGLE-3 and plain decoding in turn",
@@ -317,9 +310,6 @@ def main() -> None:
             parser.error(f"--models: {name!r} is none of {', '.join(known)}")
     if options.picture:
         draw(options.trace_out)
-        return
-    if options.processors:
-        processed(options)
         return
     if options.dflash:
         blocks(options)
@@ -352,31 +342,6 @@ def main() -> None:
     if options.trace:
         for _ in trace_all(models, make, options, record["cells"]):
             write(record, options.out)
-
-
-def processed(options: argparse.Namespace) -> None:
-    """Time what processors add, with the first of the models; see `bench.step_processed`."""
-    from bench.step_processed import BATCHES, CONTEXT, SETTING, measure
-
-    name, context = options.models.split(",")[0], CONTEXT
-    lens = [context] * max(BATCHES)
-    world = World(shapes(context + 128)[name], lens, torch.device("cuda"))
-    cells = measure(
-        world,
-        SETTING,
-        BATCHES,
-        context,
-        length=min(SETTING.steps + 1, options.length),
-        rounds=options.rounds,
-    )
-    record = {
-        "format": 1,
-        "machine": machine(options.commit),
-        "rounds": options.rounds,
-        "model": name,
-        "cells": list(cells),
-    }
-    write(record, PROCESSED if options.out == OUT else options.out)
 
 
 def blocks(options: argparse.Namespace) -> None:

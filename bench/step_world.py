@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from specattn.models import FusedDFlash
     from specattn.speculative.model import DraftModel, TargetModel
-    from specattn.speculative.processors import ProcessorStates
 
 DRAFT_VOCAB = 32000
 # logits of random weights have a spread of 1, which no tree of this size would go deep for
@@ -169,8 +168,6 @@ class World:
         accept: Forced,
         *,
         record: bool = True,
-        sampled: bool = False,
-        processors: ProcessorStates | None = None,
     ) -> StepDecoder:
         """Capture a setting."""
         config = setting.config(self.longest, len(self.rows))
@@ -189,8 +186,6 @@ class World:
             record=record,
             recorder=self._recorder,
             accept=accept,
-            sampled=sampled,
-            processors=processors,
         )
 
     def slots_of(self, setting: Setting) -> tuple[ModelSlot[TargetModel], ModelSlot[Any] | None]:
@@ -202,26 +197,14 @@ class World:
         lens = torch.full((len(self.rows),), length, dtype=torch.int32, device=self.device)
         return kind(lens, self.lowest)
 
-    def admit(
-        self,
-        decoder: StepDecoder,
-        batch: int,
-        context: int,
-        sampling: SamplingParams = SamplingParams(),
-    ) -> list[int]:
+    def admit(self, decoder: StepDecoder, batch: int, context: int) -> list[int]:
         """Put ``batch`` requests of ``context`` tokens in mid-decode; returns their rows."""
         rows = self.rows[:batch]
         assert max(context, 1) <= min(self.rooms[:batch])
-        self.put(decoder, rows, context, sampling)
+        self.put(decoder, rows, context)
         return rows
 
-    def put(
-        self,
-        decoder: StepDecoder,
-        rows: list[int],
-        context: int,
-        sampling: SamplingParams = SamplingParams(),
-    ) -> None:
+    def put(self, decoder: StepDecoder, rows: list[int], context: int) -> None:
         """Leave on rows what prompts of ``context`` tokens would, but for their KV."""
         count, topk = len(rows), decoder.config.topk
         vocab = self.head.vocab_size
@@ -241,7 +224,7 @@ class World:
             torch.full((count,), context, dtype=torch.int32, device=self.device),
             torch.randint(1, vocab, (count,), device=self.device),
             state,
-            SamplingBatch.of([sampling] * count, self.device),
+            SamplingBatch.of([SamplingParams()] * count, self.device),
         )
 
     def read_bytes(self, setting: Setting, batch: int, context: int) -> dict[str, int]:

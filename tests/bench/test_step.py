@@ -6,13 +6,12 @@ import argparse
 import json
 import os
 from contextlib import nullcontext
-from dataclasses import replace
 
 import pytest
 import torch
 from transformers import LlamaConfig, Qwen3Config
 
-from bench import step, step_processed, step_timing, timeline
+from bench import step, step_timing, timeline
 from bench.random_models import random_target
 from bench.step_forced import Watched, launch, twin
 from bench.step_timing import Patience
@@ -160,32 +159,6 @@ def test_bytes_are_counted_once_per_forward():
     assert run.operations(Setting(2, 3, 6), 5) == 2 * 5 * (
         6 * target + 2 * 2 * head + 4 * (head - 61 * 32 + 32 * 96) + 61 * 32
     )
-
-
-def test_processed_steps_are_timed_beside_sampled_ones(monkeypatch):
-    monkeypatch.setattr(step_timing, "WARM", 0)
-    cells = list(step_processed.measure(world(), Setting(2, 3, 6), [1, 3], 20, length=3, rounds=2))
-    assert [cell["batch"] for cell in cells] == [1, 3]
-    for cell in cells:
-        assert cell["error"] < 1e-5
-        assert cell["more"] == pytest.approx(
-            cell["processed_us"] / cell["sampled_us"] - 1, abs=1e-3
-        )
-        assert cell["sampled_us"] > 0
-
-
-def test_processed_logits_that_are_off_are_noticed(monkeypatch):
-    """By penalties that are not applied, and by those that are others."""
-    run, setting = world(), Setting(2, 3, 6)
-    other = replace(step_processed.ASKED, repetition_penalty=2.0)
-    with monkeypatch.context() as patch:
-        patch.setattr(step_processed, "penalised", lambda raw, *rest: raw)
-        with pytest.raises(AssertionError, match="processed logits are off by"):
-            step_processed.check(run, setting, 2, 20)
-    admit = step_processed.admit
-    monkeypatch.setattr(step_processed, "admit", lambda *args: admit(*args[:-1], other))
-    with pytest.raises(AssertionError, match="processed logits are off by"):
-        step_processed.check(run, setting, 2, 20)
 
 
 def test_a_whole_run_leaves_a_record(monkeypatch, tmp_path):
