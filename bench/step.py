@@ -8,14 +8,12 @@ forced, or less where its tree was not so deep. Plain decoding in one graph runs
     python -m bench.step [--models Llama-3.1-8B] [--batch 1,4] [--context 1024] [--out FILE]
     python -m bench.step --compile I/N   # share I of N of the settings, compiled, not timed
     python -m bench.step --dflash        # blocks of one forward and best-first trees
-    python -m bench.step --picture       # docs/img/step_timeline.svg, of the recorded step
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,13 +40,12 @@ if TYPE_CHECKING:
     from bench.step_world import Shape
 
 RESULTS = Path(__file__).parent / "results"
-OUT, TRACE = RESULTS / "step_h200.json", RESULTS / "step_trace_h200.json"
+OUT = RESULTS / "step_h200.json"
 BLOCKS = RESULTS / "step_dflash.json"
-PICTURE = Path(__file__).parent.parent / "docs" / "img" / "step_timeline.svg"
 BATCHES, CONTEXTS = (1, 4, 16, 64), (1024, 4096, 32768)
 # tokens of context whose keys and values fit beside the weights
 FITS = 16 * 32768
-# the cell of the picture, and of all forced lengths
+# the cell whose kernels are told, and of all forced lengths
 SHOWN = ("Llama-3.1-8B", Setting(4, 5, 16), 1, 4096)
 TRACED = 3
 
@@ -78,21 +75,18 @@ def divided(found: dict[str, Any]) -> dict[str, float]:
     return {name: round(us, 1) for name, us in shares.items()}
 
 
-def traced(stepper: Stepper, path: Path | None, timed_steps: int) -> dict[str, Any]:
-    """Record steps with the profiler; ``path`` keeps them."""
-    with tempfile.TemporaryDirectory() as folder:
-        trace = timeline.record(
-            stepper.both, path or Path(folder) / "trace.json", steps=TRACED, timed=timed_steps
-        )
+def traced(stepper: Stepper, *, shown: bool = False) -> dict[str, Any]:
+    """Record steps with the profiler; print and keep the kernels of one that is shown."""
+    trace = timeline.record(stepper.both, steps=TRACED, timed=20 * shown)
     stepper.finish()
-    found = timeline.numbers(trace, middle(trace))
+    found = timeline.numbers(trace, timeline.middle(trace))
     kept = {key: found[key] for key in ("us", "untraced_us", "gaps_over_2us", "phases")}
-    if path is not None:
+    if shown:
         kept["by_name"] = found["by_name"]
         print(timeline.markdown(found))
         for line in found["by_name"][:24]:
             print(f"    {line['us']:9.1f} us {line['count']:4} x  {line['phase']:8} {line['name']}")
-    return kept | {"kernels": len(found["kernels"]), "divided": divided(found)}
+    return kept | {"kernels": found["kernels"], "divided": divided(found)}
 
 
 def measured(
@@ -158,8 +152,7 @@ def trace(
         stepper.force(length)
         stepper.both()
         stepper.finish()
-        shown = _shown(cell)
-        found = traced(stepper, options.trace_out if shown else None, 20 * shown)
+        found = traced(stepper, shown=_shown(cell))
         stepper.check()
         cell["trace"] = found
         parts = " ".join(f"{name} {us:.0f}" for name, us in found["divided"].items())
@@ -294,7 +287,6 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=4, help="tokens to gain per step, at most")
     parser.add_argument("--no-trace", dest="trace", action="store_false")
     parser.add_argument("--compile", metavar="I/N")
-    parser.add_argument("--picture", action="store_true")
     parser.add_argument(
         "--dflash",
         action="store_true",
@@ -302,15 +294,11 @@ def main() -> None:
     )
     parser.add_argument("--commit", help="what the results call this version")
     parser.add_argument("--out", type=Path, default=OUT)
-    parser.add_argument("--trace-out", type=Path, default=TRACE)
     options = parser.parse_args()
     known = shapes(1)
     for name in options.models.split(","):
         if name not in known:
             parser.error(f"--models: {name!r} is none of {', '.join(known)}")
-    if options.picture:
-        draw(options.trace_out)
-        return
     if options.dflash:
         blocks(options)
         return
@@ -386,22 +374,8 @@ def blocks(options: argparse.Namespace) -> None:
     # after everything was timed, for a profiler slows launches for good
     for cell, stepper in kept:
         if options.trace and cell["tree_us"] is not None:
-            cell["trace"] = traced(stepper, None, 0)
+            cell["trace"] = traced(stepper)
             write(record, out)
-
-
-def draw(path: Path) -> None:
-    """Draw the middle one of the recorded steps."""
-    from bench.timeline_picture import draw as picture
-
-    trace = timeline.read(path)
-    picture(trace, middle(trace), PICTURE)
-
-
-def middle(trace: timeline.Trace) -> timeline.Step:
-    """Return the recorded step of median length."""
-    steps = sorted(timeline.split(trace), key=lambda step: step.us)
-    return steps[(len(steps) - 1) // 2]
 
 
 if __name__ == "__main__":

@@ -1,15 +1,12 @@
-"""The time line of a recorded step: where its time goes, and a picture of it.
+"""The time line of a recorded step: where its time goes.
 
-A trace is a JSON file of `torch.profiler` (Chrome's format), or the compact one that `record`
-writes. A step is split into phases by the kernels that stand between them, and its kernels into
-classes by their names; see `PHASES` and `CLASSES`.
-
-    python -m bench.timeline TRACE.json --out docs/img/step_timeline.svg [--numbers FILE] [--step N]
+A trace is a JSON file of `torch.profiler` (Chrome's format). A step is split into phases by the
+kernels that stand between them, and its kernels into classes by their names; see `PHASES` and
+`CLASSES`.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import statistics
@@ -93,11 +90,8 @@ class Step:
 
 
 def read(path: Path) -> Trace:
-    """Read a trace of either format."""
+    """Read a trace."""
     found = json.loads(path.read_text())
-    if "traceEvents" not in found:
-        kernels = [Kernel(found["names"][name], *rest) for name, *rest in found["kernels"]]
-        return Trace(kernels, found["device"], found["steps"], found["untraced_us"])
     kernels = [
         Kernel(event["name"], event["ts"], event["dur"], event["args"]["stream"])
         for event in found["traceEvents"]
@@ -108,37 +102,13 @@ def read(path: Path) -> Trace:
     return Trace(kernels, properties[0].get("name", ""))
 
 
-def write(trace: Trace, path: Path) -> None:
-    """Write a trace compactly: every name once, times from the first kernel to a nanosecond."""
-    names = {name: at for at, name in enumerate(dict.fromkeys(k.name for k in trace.kernels))}
-    first = trace.kernels[0].start
-    kernels = [
-        [names[k.name], round(k.start - first, 3), round(k.us, 3), k.stream] for k in trace.kernels
-    ]
-    path.write_text(
-        json.dumps(
-            {
-                "device": trace.device,
-                "steps": trace.steps,
-                "untraced_us": trace.untraced_us,
-                "names": [name[:MOST_NAME] for name in names],
-                "kernels": kernels,
-            },
-            separators=(",", ":"),
-        )
-        + "\n"
-    )
-
-
-def record(step: Callable[[], object], path: Path, *, steps: int = 3, timed: int = 20) -> Trace:
-    """Time ``timed`` calls, record ``steps`` more with the profiler, and write them compactly.
+def record(step: Callable[[], object], *, steps: int = 3, timed: int = 20) -> Trace:
+    """Time ``timed`` calls, and record ``steps`` more with the profiler.
 
     Parameters
     ----------
     step : callable
         One step, e.g. a graph's replay. Whatever was compiled or captured is so already.
-    path : Path
-        Of the compact file.
     steps, timed : int
         Calls under the profiler and, before them, without it.
     """
@@ -162,9 +132,7 @@ def record(step: Callable[[], object], path: Path, *, steps: int = 3, timed: int
         profile.export_chrome_trace(str(whole))
         kernels = read(whole).kernels
     untraced = round(statistics.median(lengths), 1) if lengths else None
-    trace = Trace(kernels, torch.cuda.get_device_name(), steps, untraced)
-    write(trace, path)
-    return trace
+    return Trace(kernels, torch.cuda.get_device_name(), steps, untraced)
 
 
 def split(trace: Trace) -> list[Step]:
@@ -307,10 +275,7 @@ def numbers(trace: Trace, step: Step) -> dict[str, Any]:
             {"name": name, "phase": phase, "count": len(times), "us": round(sum(times), 3)}
             for (name, phase), times in sorted(totals.items(), key=lambda item: -sum(item[1]))
         ],
-        "kernels": [
-            [k.name[:MOST_NAME], round(k.start - step.start, 3), round(k.us, 3), k.stream, phase]
-            for k, phase in zip(step.kernels, step.phases, strict=True)
-        ],
+        "kernels": len(step.kernels),
     }
 
 
@@ -326,33 +291,14 @@ def markdown(found: dict[str, Any]) -> str:
     untraced = found["untraced_us"]
     lines += [
         "",
-        f"{len(found['kernels'])} kernels, gaps over {SHORT_GAP_US:g} us: "
+        f"{found['kernels']} kernels, gaps over {SHORT_GAP_US:g} us: "
         f"{gap['count']}, {gap['us']:.1f} us, {gap['share']:.2%} of the step's "
         f"{found['us']:.1f} us" + (f" ({untraced:.1f} untraced)" if untraced else ""),
     ]
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("trace", type=Path)
-    parser.add_argument("--out", type=Path, help="picture, SVG or PNG")
-    parser.add_argument("--numbers", type=Path, help="JSON of what the picture shows")
-    parser.add_argument("--step", type=int, help="which one; the one of median length if omitted")
-    args = parser.parse_args()
-    trace = read(args.trace)
-    steps = split(trace)
-    middle = sorted(steps, key=lambda step: step.us)[(len(steps) - 1) // 2]
-    step = middle if args.step is None else steps[args.step]
-    found = numbers(trace, step)
-    print(markdown(found))
-    if args.numbers:
-        args.numbers.write_text(json.dumps(found, separators=(",", ":")) + "\n")
-    if args.out:
-        from bench.timeline_picture import draw
-
-        draw(trace, step, args.out)
-
-
-if __name__ == "__main__":
-    main()
+def middle(trace: Trace) -> Step:
+    """Return the recorded step of median length."""
+    steps = sorted(split(trace), key=lambda step: step.us)
+    return steps[(len(steps) - 1) // 2]

@@ -16,7 +16,6 @@ from bench.random_models import random_target
 from bench.step_forced import Watched, launch, twin
 from bench.step_timing import Patience
 from bench.step_world import PLAIN, Setting, Shape, World
-from bench.suite import plots
 from bench.suite import steps as report
 from bench.suite.results import write
 from specattn.batch import DraftTree
@@ -373,19 +372,6 @@ def test_the_report_says_what_the_record_says(tmp_path):
     assert "| 64 x 4k | 9.00, 1.20x * | - | - |" in text
     assert "| 250 | 975 | 3.90x |" in report.gains(report.read(tmp_path))
     assert "975" not in text, "the page shows the shortest and the longest context"
-
-
-def test_the_picture_is_of_the_recorded_step():
-    trace = timeline.read(step.TRACE)
-    middle = step.middle(trace)
-    # a picture keeps two digits of any number
-    us, count = plots.stamp(step.PICTURE).split("<")[0].split()
-    assert float(us) == pytest.approx(middle.us, abs=0.01)
-    assert int(count) == len(middle.kernels)
-    record = json.loads(step.OUT.read_text())["cells"]
-    (found,) = [cell["trace"] for cell in record if "by_length" in cell]
-    assert found["us"] == pytest.approx(middle.us, abs=0.01)
-    assert found["kernels"] == len(middle.kernels)
 
 
 @pytest.mark.parametrize("more", [[], ["--compile", "0/1"]])

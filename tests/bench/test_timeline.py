@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 
@@ -114,7 +113,7 @@ def test_times_add_up_to_the_step():
         "count": 1,
         "us": 90.0,
     }
-    assert found["kernels"][1] == ["Memset (Device)", 3.0, 1.0, 7, "metadata"]
+    assert found["kernels"] == len(STEP)
     text = timeline.markdown(found)
     assert "| verify | 120.0 | 0.0 | 15.0 | 4.0 | 0.0 | 3.0 | 142.0 |" in text
     assert f"| all | 120.0 | 32.0 | 19.0 | 8.0 | 37.0 | 18.0 | {US:.1f} |" in text
@@ -157,49 +156,8 @@ def test_steps_without_marks_are_equal():
             timeline.split(trace)
 
 
-def test_a_compact_trace_says_the_same_and_is_small(tmp_path):
-    trace = timeline.Trace(kernels(300, at=1e15 / 7), "NVIDIA H200", 300, 201.5)
-    path = tmp_path / "compact.json"
-    timeline.write(trace, path)
-    again = timeline.read(path)
-    assert (again.device, again.steps, again.untraced_us) == ("NVIDIA H200", 300, 201.5)
-    assert path.stat().st_size < 300_000
-    first = timeline.numbers(trace, timeline.split(trace)[1])
-    second = timeline.numbers(again, timeline.split(again)[1])
-    assert first["us"] == pytest.approx(second["us"], abs=0.3)
-    assert [k[0] for k in first["kernels"]] == [k[0] for k in second["kernels"]]
-
-
-@pytest.mark.parametrize("suffix", [".svg", ".png"])
-def test_the_command_draws_the_step(tmp_path, monkeypatch, capsys, suffix):
-    pytest.importorskip("matplotlib", reason="pictures are drawn with matplotlib")
-    chrome(tmp_path / "trace.json", kernels(2))
-    out, found = tmp_path / "img" / f"step{suffix}", tmp_path / "numbers.json"
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        [
-            "timeline",
-            str(tmp_path / "trace.json"),
-            "--out",
-            str(out),
-            "--numbers",
-            str(found),
-        ],
-    )
-    timeline.main()
-    assert "| verify |" in capsys.readouterr().out
-    assert json.loads(found.read_text())["us"] == pytest.approx(US, abs=1e-3)
-    if suffix == ".svg":
-        drawn = out.read_text()
-        assert "From verify to extend" in drawn
-        assert all(phase in drawn for phase in timeline.PHASES)
-    else:
-        assert out.stat().st_size > 10_000
-
-
 @pytest.mark.gpu
-def test_recording_a_graph_shows_its_kernels(tmp_path):
+def test_recording_a_graph_shows_its_kernels():
     import torch
 
     a = torch.randn(512, 512, device="cuda")
@@ -209,10 +167,10 @@ def test_recording_a_graph_shows_its_kernels(tmp_path):
     with torch.cuda.graph(graph):
         b = (a @ a).relu_()
         b = (b @ a).relu_()
-    trace = timeline.record(graph.replay, tmp_path / "trace.json", steps=3)
+    trace = timeline.record(graph.replay, steps=3)
     steps = timeline.split(trace)
     assert len(steps) == 3
     assert len(steps[0].kernels) >= 4, steps
     assert trace.untraced_us is not None
     assert 0 < trace.untraced_us < 1e4
-    assert timeline.read(tmp_path / "trace.json").device == torch.cuda.get_device_name()
+    assert trace.device == torch.cuda.get_device_name()
