@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -86,28 +86,3 @@ def replay_in_turn(graphs: list[Recorded], rounds: int, budget_us: float) -> Non
 def median_of(recorded: Recorded, rounds: int) -> float:
     replay_in_turn([recorded], rounds, 1e9)
     return recorded.median
-
-
-def launches(call: Callable[[], object]) -> int:
-    """Kernels, copies and fills of one call."""
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        call()
-        torch.cuda.synchronize()
-    cuda = torch.autograd.DeviceType.CUDA
-    return sum(event.device_type == cuda for event in profile.events())
-
-
-def measure(call: Callable[[], object], rounds: int, *, count: bool) -> dict[str, Any]:
-    """Time many calls in one graph, per call; with ``count``, count the launches of one, too."""
-    calls = max(8, min(MOST_CALLS, round(REPLAY_US / once(call))))
-    recorded = record(lambda: [call() for _ in range(calls)], calls)
-    replay_in_turn([recorded], rounds, 1e9)
-    return {
-        "us": round(recorded.median, 3),
-        "p10_us": round(recorded.percentile(0.1), 3),
-        "p90_us": round(recorded.percentile(0.9), 3),
-        "rounds": len(recorded.times),
-        "calls": calls,
-        "launches": launches(call) if count else None,
-    }

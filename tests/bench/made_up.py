@@ -72,8 +72,7 @@ def write(folder, names):
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         part = matrix.parts()[name]
-        roofs = {f"{what}_tb_s": COPY for what in ("copy", "read", "gather")}
-        roofs |= {f"empty_{count}_us": 1.0 for count in (1, 264, 1056)}
+        roofs = {f"{what}_tb_s": COPY for what in ("copy", "read")}
         (folder / f"{name}.json").write_text(
             json.dumps(
                 {

@@ -37,8 +37,7 @@ def runner(monkeypatch, tmp_path):
 
     monkeypatch.setattr(timing, "record", record)
     monkeypatch.setattr(timing, "replay_in_turn", replay)
-    measured = {f"{name}_tb_s": 4.0 for name in ("copy", "read", "gather")}
-    measured |= {f"empty_{count}_us": 1.0 for count in (1, 264, 1056)}
+    measured = {f"{name}_tb_s": 4.0 for name in ("copy", "read")}
     monkeypatch.setattr(roofs, "measure", lambda rounds: measured | {"matmul_tflops": 700.0})
     monkeypatch.setattr("bench.suite.batch.CYCLED", 1)
     monkeypatch.setattr("bench.suite.entry.PLANS", 1)

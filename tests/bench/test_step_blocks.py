@@ -116,7 +116,7 @@ def test_a_run_leaves_a_record_after_every_cell(monkeypatch, tmp_path, tiny):
         seen.append((len(found), sum("trace" in cell for cell in found)))
 
     monkeypatch.setattr(step, "write", write)
-    monkeypatch.setattr(step, "traced", lambda stepper, path, timed: {"kernels": 7})
+    monkeypatch.setattr(step, "traced", lambda stepper: {"kernels": 7})
     argv = ["bench.step", "--dflash", "--rounds", "2"]
     monkeypatch.setattr("sys.argv", [*argv, "--commit", "abc", "--out", str(out)])
     step.main()
