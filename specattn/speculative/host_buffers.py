@@ -85,10 +85,27 @@ class PendingStep:
         rows: tuple[int, ...],
         logprobs: Callable[[int], LogprobBuffers] | None = None,
     ) -> None:
-        self._packed, self._done, self._count, self.rows = packed, done, count, rows
+        self._all, self._done, self._count, self.rows = packed, done, count, rows
         self._gained: list[list[int]] | None = None
         self._copy = logprobs
         self._logprobs: LogprobBuffers | None = None
+
+    @property
+    def packed(self) -> Tensor:
+        """The memory of the host that the step writes its outcome to.
+
+        Reading it does not wait: it holds the outcome once `ready`, and until the second step after
+        this one is launched.
+
+        Returns
+        -------
+        Tensor
+            ``[count, num_steps + 2]`` int64, dense, pinned where the device is CUDA; a row per
+            request, in the order of the rows that were given to the step: the number of tokens
+            gained, then those tokens, bonus last, then zeros. What `wait` says of its lists goes
+            for rows, too.
+        """
+        return self._all[: self._count]
 
     def wait(self) -> list[list[int]]:
         """Wait for the step and return each request's new tokens, bonus last.
@@ -105,7 +122,7 @@ class PendingStep:
         if self._gained is None:
             if self._done is not None:
                 self._done.synchronize()
-            found = self._packed[: self._count].tolist()
+            found = self.packed.tolist()
             if self._copy is not None:
                 self._logprobs = self._copy(self._count)
             self._gained = [tokens[:gained] for gained, *tokens in found]

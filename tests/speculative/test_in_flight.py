@@ -34,6 +34,20 @@ def test_tokens_may_be_read_a_step_late(backend):
     assert pending[0].wait() == wanted[-1], "waiting twice tells the same"
 
 
+@pytest.mark.parametrize("rows", [[2, 1], [1, 0, 2], []], ids=["all", "padding", "none"])
+def test_a_step_writes_its_outcome_where_it_says(rows):
+    run = engine((3, 4, 9), buckets=(2, 5))
+    admitted(run, PROMPTS[:2])
+    pending = run.decoder(run.config).step_async(rows)
+    packed, gained = pending.packed, pending.wait()
+    assert packed.shape == (len(rows), run.config.num_steps + 2)
+    assert packed.dtype == torch.int64
+    assert packed.is_pinned() == (DEVICE.type == "cuda")
+    zeros = [0] * packed.shape[1]
+    assert packed.tolist() == [[len(new), *new, *zeros][: len(zeros)] for new in gained]
+    assert [bool(new) for new in gained] == [row > 0 for row in rows]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_freed_row_is_given_away_while_its_step_is_in_flight(backend):
     """What the step leaves in the row and its slots is overwritten: the prompt comes later."""
