@@ -11,6 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Hashable
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import chain
@@ -25,7 +26,8 @@ from specattn.errors import CapacityError, CaptureError, CaptureMismatch, NotCap
 from specattn.kernels import check_current
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from specattn.buffers import Fingerprint
 
@@ -183,6 +185,10 @@ class GraphRunner(Generic[Key]):
     before : callable, optional
         Called before every capture, which runs the program on padding and so overwrites what it
         has left where others read it.
+    capturing : callable
+        Gives what surrounds the capture of a bucket, its warm-up included: it is left when the
+        capture fails, too. A stream that it makes the current one waits for the caller's, and the
+        caller's for it.
 
     Raises
     ------
@@ -207,13 +213,14 @@ class GraphRunner(Generic[Key]):
         record: bool = True,
         recorder: Recorder | None = None,
         before: Callable[[], None] | None = None,
+        capturing: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.buckets = _checked(buckets)
         check_current(device)
         self.stats: GraphStats[Key] = GraphStats()
-        self._make, self._before = make, before
-        records = record and device.type == "cuda"
-        self.recorder = (recorder or Recorder()) if records else None
+        self._make, self._before, self._capturing = make, before, capturing
+        self._cuda = device.type == "cuda"
+        self.recorder = (recorder or Recorder()) if record and self._cuda else None
         self._captured: dict[Key, dict[int, Captured]] = {}
         # what `ready` found; a host that has waited for a step is slow to search
         self._found: dict[tuple[tuple[Key, ...], int], list[Captured]] = {}
@@ -262,7 +269,9 @@ class GraphRunner(Generic[Key]):
             self._before()
         for bucket in reversed(self.buckets):
             try:
-                done[bucket] = self._capture(self._make(mode, bucket), bucket)
+                with self._surrounded():
+                    captured = self._capture(self._make(mode, bucket), bucket)
+                done[bucket] = captured
                 self._found.clear()
             except torch.OutOfMemoryError as error:
                 raise CapacityError(
@@ -276,6 +285,22 @@ class GraphRunner(Generic[Key]):
         """Let modes run eagerly of which nothing was captured."""
         for mode in modes:
             self._captured.setdefault(mode, {})
+
+    @contextmanager
+    def _surrounded(self) -> Iterator[None]:
+        """Enter what surrounds a capture, in order with the caller's stream."""
+        if not self._cuda:
+            with self._capturing():
+                yield
+            return
+        outer = torch.cuda.current_stream()
+        with self._capturing():
+            inner = torch.cuda.current_stream()
+            inner.wait_stream(outer)
+            try:
+                yield
+            finally:
+                outer.wait_stream(inner)
 
     def _capture(self, program: Program, bucket: int) -> Captured:
         began, order = time.perf_counter(), self._captures

@@ -41,6 +41,7 @@ from specattn.speculative.verify import accept
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
@@ -118,6 +119,11 @@ class StepDecoder(ReadOnly):
     tbo : bool
         Two-batch overlap: whether both halves of a bucket run at the same time, on a stream each
         of one graph (`StepLaunch`); what requests gain is the same.
+    capturing : callable
+        Gives a context manager, which surrounds the capture of every bucket, late ones included:
+        there an engine registers what its collectives use, or sets what its forwards read. It is
+        left when the capture fails, too; where nothing is recorded, it surrounds what runs instead.
+        It may make another stream the current one.
 
     Raises
     ------
@@ -161,6 +167,7 @@ class StepDecoder(ReadOnly):
         accept: Acceptor = accept,
         validate: Validate = "off",
         tbo: bool = False,
+        capturing: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         if config.num_steps and draft is None:
             raise ValueError(f"num_steps {config.num_steps} needs a draft model")
@@ -210,6 +217,7 @@ class StepDecoder(ReadOnly):
             record=record,
             recorder=recorder,
             before=self._before_capture,
+            capturing=capturing,
         )
         self._launches: dict[int, StepLaunch] = {}
         self._tensors = table.req_to_token, table.reserved
