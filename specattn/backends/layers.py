@@ -126,9 +126,19 @@ class LayeredBackend:
 class PackedAttend(ABC):
     """An `Attend` that also takes heads as one matrix product leaves them."""
 
+    @property
+    @abstractmethod
+    def slots(self) -> Tensor:
+        """``[B, q]`` int32: where the forward's keys and values go."""
+
     @abstractmethod
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend as `specattn.speculative.model.Attend` does."""
 
@@ -187,24 +197,38 @@ class BoundLayers(CompositeAttention, PackedAttend):
         for bound in self.bounds:
             bound.schedule(seq_lens_cpu)
 
+    @property
+    def slots(self) -> Tensor:
+        """``[B, q]`` int32: where the forward's keys and values go."""
+        return self.plan.out_slots
+
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend in ``layer``.
 
         The shapes are q ``[T, Hq, D]``, k ``[T, Hkv, D]`` and v ``[T, Hkv, Dv]``, and ``[Hq]`` of
-        sinks, which a layer has or has not. Layers come in their order, on one stream.
+        sinks, which a layer has or has not. Layers come in their order, on one stream. Without k
+        and v nothing is stored: `slots` of the pool hold them already.
 
         Raises
         ------
         ValueError
-            Before anything is written: if one of them is of another shape, dtype or device, or
-            sinks are missing or too many.
+            Before anything is written: if one of them is of another shape, dtype or device, k or v
+            is missing, or sinks are missing or too many.
         """
         bound, config = self._layer(layer, sinks)
         rows, device = self.plan.out_slots.numel(), self.pool.device
         expect("q", q, (rows, config.num_qo_heads, config.head_dim), config.dtype, device)
-        self.pool.store(layer, self.plan.out_slots, k, v)
+        if k is not None and v is not None:
+            self.pool.store(layer, self.slots, k, v)
+        elif k is not v:
+            raise ValueError("k and v must be given both, or neither")
         out = q.new_empty(q.shape[0], q.shape[1], config.v_head_dim)
         bound.run(q, self.pool.k[layer], self.pool.v[layer], out)
         return out
@@ -226,7 +250,7 @@ class BoundLayers(CompositeAttention, PackedAttend):
         attention, config = self._layer(layer, None)
         q = self.pool.store_packed(
             layer,
-            self.plan.out_slots,
+            self.slots,
             parts,
             positions,
             rotation,

@@ -242,8 +242,18 @@ class BlockAttention(CompositeAttention, PackedAttend):
         """Return the plans' attentions."""
         return self.bounds
 
+    @property
+    def slots(self) -> Tensor:
+        """``[B, n]`` int32: where the block's keys and values go."""
+        return self.bounds[0].slots
+
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend in ``layer``, by the plan of its view; see `Attend`."""
         return self.bounds[self.kinds[layer]](layer, q, k, v, sinks)

@@ -29,10 +29,22 @@ if TYPE_CHECKING:
 class Attend(Protocol):
     """One layer's attention, bound to a step's rows and KV slots."""
 
+    @property
+    def slots(self) -> Tensor:
+        """``[B, q]`` int32 with B q = T: the tokens' KV slots."""
+        ...
+
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Store ``k`` and ``v`` in layer ``layer``'s slots, then attend.
+
+        A model that has stored both already, in a kernel of its own and at `slots`, gives neither.
 
         Parameters
         ----------
@@ -40,9 +52,9 @@ class Attend(Protocol):
             Index into the model's ``layers``.
         q : Tensor
             ``[T, Hq, D]``, contiguous, position embedding applied, not scaled.
-        k : Tensor
+        k : Tensor, optional
             ``[T, Hkv, D]``, contiguous, position embedding applied.
-        v : Tensor
+        v : Tensor, optional
             ``[T, Hkv, Dv]``, contiguous.
         sinks : Tensor, optional
             ``[Hq]`` floats, a logit per head without a value; for layers whose ``AttnConfig`` says
