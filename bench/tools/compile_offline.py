@@ -92,7 +92,7 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 
 def compile_case(target: int, name: str, case: Callable[[], None]) -> Iterator[Compiled]:
-    """Run one case's launchers for ``target``; yield each kernel they launch, once."""
+    """Run one case's operations for ``target``; yield each kernel they launch, once."""
     if ("float8" in name and target < FLOAT8_SINCE) or ("gluon" in name and target != 90):
         return
     made: dict[str, Compiled] = {}

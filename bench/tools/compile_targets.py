@@ -1,6 +1,6 @@
 """Compile every Triton kernel ahead of time for several GPUs, none of which is needed.
 
-The launchers run as they do on a GPU, on small CPU tensors; where they would launch, a cubin is
+The operations run as they do on a GPU, on small CPU tensors; where they would launch, a cubin is
 made for the target instead, by Triton and the ptxas it brings. What comes out says whether the
 kernels compile, fit into shared memory, and spill; not whether they are right or fast there.
 

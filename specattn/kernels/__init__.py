@@ -1,8 +1,8 @@
 """Device operations: Triton kernels on CUDA, torch functions elsewhere.
 
-The function to call checks its arguments. Where `on_triton` says so, it hands them by keyword to a
-launcher in a module ``triton`` beside it; on any other device its own body computes the same in
-torch. ``triton`` and ``gluon`` modules hold kernels and their launchers.
+The function to call checks its arguments. Where `on_triton` says so, it launches a kernel of a
+module ``triton`` beside it; on any other device its own body computes the same in torch. What takes
+several kernels, or chooses among them, has a launcher beside these, which is called by keyword.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ import torch
 from torch import Tensor
 
 
-class Launchers:
-    """A module of Triton launchers, imported when one is first called.
+class TritonModule:
+    """A module of Triton kernels and launchers, imported when one is first used.
 
-    So nothing needs Triton where nothing runs on it. For types the module itself stands in its
-    place::
+    So nothing needs Triton where nothing runs on it::
+
+        kernels = TritonModule("specattn.kernels.cache.triton")
+
+    Launchers have types, for which the module itself stands in its place::
 
         if TYPE_CHECKING:
-            from specattn.kernels.cache import triton as launch
+            from specattn.kernels.sampling import triton as launch
         else:
-            launch = Launchers("specattn.kernels.cache.triton")
+            launch = TritonModule("specattn.kernels.sampling.triton")
 
     Parameters
     ----------
@@ -37,10 +40,10 @@ class Launchers:
         self._module = module
 
     def __getattr__(self, name: str) -> Any:
-        launcher = getattr(importlib.import_module(self._module), name)
+        found = getattr(importlib.import_module(self._module), name)
         # the next look-up finds it here
-        setattr(self, name, launcher)
-        return launcher
+        setattr(self, name, found)
+        return found
 
 
 def on_triton(tensor: Tensor) -> bool:

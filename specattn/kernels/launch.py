@@ -1,12 +1,4 @@
-"""Launch options: programmatic dependent launch on Hopper, and sizes of grids.
-
-A kernel of a programmatic dependent launch (PDL) starts while the kernel before it still runs. It
-lets the next one start at once (`enter`), then waits: all that was launched before is then
-complete, because whatever ran before has waited too, or was no such launch. Until it waits it
-writes nothing, and reads nothing but what no kernel writes, such as weights;
-`attention.gluon_tree` tells what may be read besides. Where every kernel between two products does
-so, the second product prefetches its first weights meanwhile.
-"""
+"""Launches as the host sees them: options, grids, and sizes of blocks."""
 
 from __future__ import annotations
 
@@ -14,9 +6,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # programs that keep the largest GPUs busy; more than are needed cost time to start
 PROGRAMS = 2048
@@ -29,17 +18,8 @@ def supports_pdl(device: torch.device) -> bool:
 
 
 def launch_options(device: torch.device) -> dict[str, Any]:
-    """Return what a kernel needs that passes its constant ``PDL`` to `enter`."""
+    """Return what a kernel needs that passes its constant ``PDL`` to `pdl.enter`."""
     return {"PDL": True, "launch_pdl": True} if supports_pdl(device) else {"PDL": False}
-
-
-@triton.jit
-def enter(PDL: tl.constexpr):
-    """If ``PDL``, let the next kernel start; wait for all earlier ones."""
-    if PDL:
-        # the next kernel waits for this kernel's end before it touches what it writes
-        gdc_launch_dependents()
-        gdc_wait()
 
 
 def programs_per_row(rows: int, blocks: int) -> int:
@@ -49,3 +29,13 @@ def programs_per_row(rows: int, blocks: int) -> int:
     per block would start many for nothing. Each takes every n-th block instead.
     """
     return max(1, min(blocks, PROGRAMS // max(rows, 1)))
+
+
+def cdiv(size: int, block: int) -> int:
+    """Return how many blocks hold ``size`` elements."""
+    return -(-size // block)
+
+
+def power_of_2(size: int) -> int:
+    """Return the least power of two that is no less than ``size``, at least 1."""
+    return 1 << max(size - 1, 0).bit_length()

@@ -1,4 +1,4 @@
-"""Dispatch: launchers take what their operation names, and Triton is only where it is needed."""
+"""Dispatch: kernels take what their operation names, and Triton is only where it is needed."""
 
 from __future__ import annotations
 
@@ -29,30 +29,56 @@ ROOMS = [
 ]
 
 
-# the source of operations, by the module of their launchers
+# the source of operations, by the module of their kernels
 FRONTS = {
     found[1]: source
     for path in sorted(Path(kernels.__file__).parent.glob("*/*.py"))
-    if (found := re.search(r'launch = Launchers\("(.+)"\)', source := path.read_text()))
+    if (found := re.search(r'launch = TritonModule\("(.+)"\)', source := path.read_text()))
 }
+
+
+def calls(module, *, kernels):
+    """Yield the calls of what the module has, kernels or launchers: its parameters, the call."""
+    for node in ast.walk(ast.parse(FRONTS[module])):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) == kernels:
+            name = ast.unparse(node.func.value if kernels else node.func)
+            if name.startswith("launch."):
+                found = getattr(importlib.import_module(module), name.removeprefix("launch."))
+                yield inspect.signature(found.fn if kernels else found).parameters, node
+
+
+@pytest.mark.parametrize("module", FRONTS)
+def test_kernels_get_their_arguments_in_order(module):
+    """What has a parameter's name is in its place, so that no two tensors are swapped."""
+    for parameters, call in calls(module, kernels=True):
+        names, spread, last = list(parameters), False, -1
+        for place, argument in enumerate(call.args):
+            spread |= isinstance(argument, ast.Starred)
+            if (name := ast.unparse(argument)) in parameters:
+                # how many a spread argument stands for is not known here
+                assert names.index(name) > last if spread else names.index(name) == place, name
+                last = names.index(name)
+        for keyword in call.keywords:
+            assert keyword.arg in (None, "num_warps", "num_stages", *parameters), keyword.arg
 
 
 @pytest.mark.parametrize("module", FRONTS)
 def test_launchers_are_called_by_keyword(module):
     """And every argument has its own name in the call, so that no two of them are swapped."""
-    launchers, called = importlib.import_module(module), set()
-    for node in ast.walk(ast.parse(FRONTS[module])):
-        if not (isinstance(node, ast.Call) and ast.unparse(node.func).startswith("launch.")):
-            continue
-        name = ast.unparse(node.func).removeprefix("launch.")
-        called.add(name)
-        parameters = inspect.signature(getattr(launchers, name)).parameters
+    for parameters, call in calls(module, kernels=False):
         assert {each.kind for each in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
-        assert not node.args, name
-        for keyword in node.keywords:
+        assert not call.args, ast.unparse(call.func)
+        for keyword in call.keywords:
             value = ast.unparse(keyword.value)
-            assert value == keyword.arg or value not in parameters, (name, keyword.arg, value)
-    assert called
+            assert value == keyword.arg or value not in parameters, (keyword.arg, value)
+
+
+def test_every_room_launches():
+    found = {
+        module: [*calls(module, kernels=True), *calls(module, kernels=False)] for module in FRONTS
+    }
+    assert len(found) > 10
+    assert all(found.values())
 
 
 def test_a_function_of_the_device_is_chosen(monkeypatch):

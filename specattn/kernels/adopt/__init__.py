@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specattn.kernels import Launchers, on_triton
+from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.adopt.outputs import Adopted, Window
 from specattn.kernels.checks import require_dense, require_rows
 
 if TYPE_CHECKING:
     from specattn.kernels.adopt import triton as launch
 else:
-    launch = Launchers("specattn.kernels.adopt.triton")
+    launch = TritonModule("specattn.kernels.adopt.triton")
 
 __all__ = ["KINDS", "Adopted", "Window", "adopt_prompts", "adopt_rows", "adopt_steps"]
 

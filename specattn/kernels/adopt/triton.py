@@ -8,7 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from specattn.kernels.launch import enter, launch_options
+from specattn.kernels.launch import launch_options
+from specattn.kernels.pdl import enter
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specattn.kernels import Launchers, on_triton
+from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.attention.tiles import FLOAT8, TileConfig, logit_factors
 from specattn.kernels.attention.tree import (
     DeterministicSplits,
@@ -24,7 +24,7 @@ from specattn.kernels.attention.tree import (
 if TYPE_CHECKING:
     from specattn.kernels.attention import triton as launch
 else:
-    launch = Launchers("specattn.kernels.attention.triton")
+    launch = TritonModule("specattn.kernels.attention.triton")
 
 __all__ = ["DeterministicSplits", "TreeAttention", "check_sinks", "extend_attention", "merge_lse"]
 

@@ -7,16 +7,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specattn.kernels import Launchers, on_triton
+from specattn.kernels import TritonModule, on_triton
+from specattn.kernels.launch import cdiv, launch_options, power_of_2
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from specattn.kernels.cache import triton as launch
-else:
-    launch = Launchers("specattn.kernels.cache.triton")
+launch = TritonModule("specattn.kernels.cache.triton")
 
 _FLOAT8_MAX = 448.0
+# sized integers stand in for every dtype: a move is a copy of bits
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# slots of a piece that a program writes
+_BLOCK = 1024
 
 
 def store_kv(
@@ -46,15 +49,29 @@ def store_kv(
     if not len(k):
         return
     if on_triton(k):
-        return launch.store_kv(
-            k=k,
-            v=v,
-            k_cache=k_cache,
-            v_cache=v_cache,
-            slots=slots,
-            k_scale=k_scale,
-            v_scale=v_scale,
+        (tokens, heads, k_dim), v_dim = k.shape, v.shape[-1]
+        launch.store_kernel[(tokens,)](
+            k,
+            v,
+            k_cache,
+            v_cache,
+            slots,
+            1 / k_scale,
+            1 / v_scale,
+            slots.stride(0),
+            *k.stride()[:2],
+            *v.stride()[:2],
+            *k_cache.stride()[:2],
+            *v_cache.stride()[:2],
+            Q_LEN=slots.shape[1],
+            K_DIM=k_dim,
+            V_DIM=v_dim,
+            K_SIZE=heads * k_dim,
+            V_SIZE=heads * v_dim,
+            K_BLOCK=power_of_2(heads * k_dim),
+            V_BLOCK=power_of_2(heads * v_dim),
         )
+        return
     index = slots.reshape(-1).long()
     kept = index >= 0
     for new, scale, cache in ((k, k_scale, k_cache), (v, v_scale, v_cache)):
@@ -97,14 +114,36 @@ def commit_kv(
     if not len(accept_index) or accept_index.shape[1] == 1:
         return
     if on_triton(tail_slots):
-        return launch.commit_kv(
-            k_pool=k_pool,
-            v_pool=v_pool,
-            tail_slots=tail_slots,
-            accept_index=accept_index,
-            offsets=offsets,
-            unit=unit,
+        (k_first, k_layer), (v_first, v_layer) = _first(k_pool), _first(v_pool)
+        heads, k_dim, v_dim = *k_first.shape[1:], v_first.shape[2]
+        batch, width = accept_index.shape
+        nodes = power_of_2(width)
+        block = min(max(4096 // nodes, 16), power_of_2(heads * max(k_dim, v_dim)))
+        blocks = cdiv(heads * k_dim, block) + cdiv(heads * v_dim, block)
+        launch.commit_kv_kernel[batch, len(k_pool), blocks](
+            k_first,
+            v_first,
+            tail_slots,
+            accept_index,
+            tail_slots if offsets is None else offsets,
+            tail_slots.shape[1],
+            width,
+            tail_slots.stride(0),
+            accept_index.stride(0),
+            k_layer,
+            *k_first.stride()[:2],
+            v_layer,
+            *v_first.stride()[:2],
+            K_DIM=k_dim,
+            V_DIM=v_dim,
+            K_SIZE=heads * k_dim,
+            V_SIZE=heads * v_dim,
+            NODES=nodes,
+            BLOCK=block,
+            UNIT=0 if offsets is None else unit,
+            **launch_options(k_first.device),
         )
+        return
     n = tail_slots.shape[1]
     width = min(accept_index.shape[1], n)
     node = accept_index[:, :width].long()
@@ -153,14 +192,16 @@ def write_slots(
     if not pieces:
         return
     if on_triton(req_to_token):
-        return launch.write_slots(
-            packed=packed,
-            req_to_token=req_to_token,
-            reserved=reserved,
-            pieces=pieces,
-            longest=longest,
-            page_size=page_size,
+        launch.write_slots_kernel[pieces, max(1, cdiv(longest, _BLOCK))](
+            packed,
+            req_to_token,
+            reserved,
+            pieces,
+            req_to_token.stride(0),
+            PAGE=page_size,
+            BLOCK=_BLOCK,
         )
+        return
     for row, column, count, first, room in packed[: 5 * pieces].view(5, pieces).T.tolist():
         pages = packed[first : first - (-count // page_size), None]  # [pages, 1]
         within = torch.arange(page_size, dtype=torch.int32, device=packed.device)
@@ -177,3 +218,15 @@ def _as_stored(values: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     if dtype == torch.float8_e4m3fn:
         values = (values.float() * (1 / scale)).clamp(-_FLOAT8_MAX, _FLOAT8_MAX)
     return values.to(dtype)
+
+
+def _first(pool: Tensor | Sequence[Tensor]) -> tuple[Tensor, int]:
+    """Return the first layer as integers, and the stride between layers.
+
+    The stride is the number of integers from the first layer to the second.
+    """
+    first = pool[0].view(_BITS[pool[0].element_size()])
+    if isinstance(pool, Tensor):
+        return first, pool.stride(0)
+    offset = pool[1].data_ptr() - first.data_ptr() if len(pool) > 1 else 0
+    return first, offset // first.element_size()

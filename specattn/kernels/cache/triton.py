@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from specattn.kernels.launch import enter, launch_options
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from specattn.kernels.pdl import enter
 
 # the largest number of e4m3
 FLOAT8_MAX = tl.constexpr(448.0)
@@ -32,7 +25,7 @@ def as_stored(values, factor, cache):
 
 
 @triton.jit
-def _store_kernel(
+def store_kernel(
     k,  # [T, heads, k_dim]
     v,  # [T, heads, v_dim]
     k_cache,  # [slots, heads, k_dim], out
@@ -75,49 +68,6 @@ def _store_kernel(
     tl.store(v_cache + slot * stride_vc + head * stride_vch + dim, values, mask=stored)
 
 
-def store_kv(
-    *,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    k_scale: float,
-    v_scale: float,
-) -> None:
-    tokens, heads, k_dim = k.shape
-    v_dim = v.shape[-1]
-    _store_kernel[(tokens,)](
-        k,
-        v,
-        k_cache,
-        v_cache,
-        slots,
-        1 / k_scale,
-        1 / v_scale,
-        slots.stride(0),
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
-        k_cache.stride(0),
-        k_cache.stride(1),
-        v_cache.stride(0),
-        v_cache.stride(1),
-        Q_LEN=slots.shape[1],
-        K_DIM=k_dim,
-        V_DIM=v_dim,
-        K_SIZE=heads * k_dim,
-        V_SIZE=heads * v_dim,
-        K_BLOCK=triton.next_power_of_2(heads * k_dim),
-        V_BLOCK=triton.next_power_of_2(heads * v_dim),
-    )
-
-
-# Sized integers stand in for every dtype: a move is a copy of bits.
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
 @triton.jit
 def _move_block(
     pool,
@@ -141,7 +91,7 @@ def _move_block(
 
 
 @triton.jit
-def _commit_kv_kernel(
+def commit_kv_kernel(
     k_pool,  # [layers, slots, heads, K_DIM], in place
     v_pool,  # [layers, slots, heads, V_DIM], in place
     tail_slots,  # [B, n] int32
@@ -208,66 +158,9 @@ def _commit_kv_kernel(
         )
 
 
-def _first(pool: Tensor | Sequence[Tensor]) -> tuple[Tensor, int]:
-    """Return the first layer as integers, and the stride between layers.
-
-    The stride is the number of integers from the first layer to the second.
-    """
-    first = pool[0].view(_BITS[pool[0].element_size()])
-    if isinstance(pool, Tensor):
-        return first, pool.stride(0)
-    offset = pool[1].data_ptr() - first.data_ptr() if len(pool) > 1 else 0
-    return first, offset // first.element_size()
-
-
-def commit_kv(
-    *,
-    k_pool: Tensor | Sequence[Tensor],
-    v_pool: Tensor | Sequence[Tensor],
-    tail_slots: Tensor,
-    accept_index: Tensor,
-    offsets: Tensor | None,
-    unit: int,
-) -> None:
-    (k_first, k_layer), (v_first, v_layer) = _first(k_pool), _first(v_pool)
-    heads, k_dim, v_dim = *k_first.shape[1:], v_first.shape[2]
-    batch, width = accept_index.shape
-    nodes = triton.next_power_of_2(width)
-    block = min(max(4096 // nodes, 16), triton.next_power_of_2(heads * max(k_dim, v_dim)))
-    blocks = triton.cdiv(heads * k_dim, block) + triton.cdiv(heads * v_dim, block)
-    _commit_kv_kernel[(batch, len(k_pool), blocks)](
-        k_first,
-        v_first,
-        tail_slots,
-        accept_index,
-        tail_slots if offsets is None else offsets,
-        tail_slots.shape[1],
-        width,
-        tail_slots.stride(0),
-        accept_index.stride(0),
-        k_layer,
-        k_first.stride(0),
-        k_first.stride(1),
-        v_layer,
-        v_first.stride(0),
-        v_first.stride(1),
-        K_DIM=k_dim,
-        V_DIM=v_dim,
-        K_SIZE=heads * k_dim,
-        V_SIZE=heads * v_dim,
-        NODES=nodes,
-        BLOCK=block,
-        UNIT=0 if offsets is None else unit,
-        **launch_options(k_first.device),
-    )
-
-
-BLOCK = 1024
-
-
 # one compilation whatever the number of pieces: some step would wait for another one
 @triton.jit(do_not_specialize=["pieces"])
-def _write_slots_kernel(
+def write_slots_kernel(
     packed,  # [5, pieces] int32, then the pages
     req_to_token,  # [rows, columns] int32, in place
     reserved,  # [rows] int32, in place
@@ -287,17 +180,3 @@ def _write_slots_kernel(
     tl.store(req_to_token + row * stride_row + column + at, slots, mask=at < count)
     if tl.program_id(1) == 0:
         tl.store(reserved + row, tl.load(packed + 4 * pieces + piece))
-
-
-def write_slots(
-    *,
-    packed: Tensor,
-    req_to_token: Tensor,
-    reserved: Tensor,
-    pieces: int,
-    longest: int,
-    page_size: int,
-) -> None:
-    _write_slots_kernel[(pieces, max(1, triton.cdiv(longest, BLOCK)))](
-        packed, req_to_token, reserved, pieces, req_to_token.stride(0), PAGE=page_size, BLOCK=BLOCK
-    )

@@ -4,26 +4,27 @@ Every operation reads a product as ``partials [S, T, N]`` that add up to it: one
 or several in float32 from a product split along its inner dimension (split-K), whose sum costs no
 launch of its own. Sums, norms and rotations are in float32 and rounded once.
 
-On Hopper these are programmatic dependent launches (`specattn.kernels.launch`): a kernel loads the
+On Hopper these are programmatic dependent launches (`specattn.kernels.pdl`): a kernel loads the
 weights of its norm before it waits.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from specattn.kernels import Launchers, on_triton
+from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.cache import store_kv
+from specattn.kernels.launch import cdiv, launch_options, power_of_2
 
-if TYPE_CHECKING:
-    from specattn.kernels.fused import triton as launch
-else:
-    launch = Launchers("specattn.kernels.fused.triton")
+launch = TritonModule("specattn.kernels.fused.triton")
+
+# columns per program of the activation and of the sum
+_SPAN = 512
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,24 +79,36 @@ def add_rms_norm(
     tuple of Tensor
         The normed sum ``[R, H]`` and the sum.
     """
+    count, size = len(residual if rows is None else rows), residual.shape[1]
+    if residual_out is None:
+        residual_out = residual.new_empty(count, size)
+    if out is None:
+        out = residual.new_empty(count, size)
     if on_triton(residual):
-        return launch.add_rms_norm(
-            partials=partials,
-            residual=residual,
-            weight=weight,
-            eps=eps,
-            rows=rows,
-            residual_out=residual_out,
-            out=out,
-        )
+        if count:
+            launch.add_norm_kernel[(count,)](
+                partials,
+                residual,
+                weight,
+                rows,
+                residual_out,
+                out,
+                eps,
+                *partials.stride()[:2],
+                residual.stride(0),
+                residual_out.stride(0),
+                out.stride(0),
+                SIZE=size,
+                BLOCK=power_of_2(size),
+                SPLIT=partials.shape[0],
+                num_warps=_warps(size),
+                **launch_options(residual.device),
+            )
+        return out, residual_out
     total = (partials.float().sum(0) + residual.float()).to(residual.dtype)
     if rows is not None:
         total = total[rows]
-    if residual_out is None:
-        residual_out = torch.empty_like(total)
     residual_out.copy_(total)
-    if out is None:
-        out = torch.empty_like(total)
     out.copy_(_norm(total, weight, eps))
     return out, residual_out
 
@@ -123,12 +136,28 @@ def embed_rms_norm(
     tuple of Tensor
         The normed embeddings ``[T, H]`` and the embeddings.
     """
-    if on_triton(weight):
-        return launch.embed_rms_norm(
-            ids=ids, table=table, weight=weight, eps=eps, embedded=embedded
-        )
+    size = table.shape[1]
     if embedded is None:
-        embedded = weight.new_empty(len(ids), table.shape[1])
+        embedded = weight.new_empty(len(ids), size)
+    if on_triton(weight):
+        out = weight.new_empty(len(ids), size)
+        if len(ids):
+            launch.embed_norm_kernel[(len(ids),)](
+                ids,
+                table,
+                weight,
+                embedded,
+                out,
+                eps,
+                table.stride(0),
+                embedded.stride(0),
+                out.stride(0),
+                SIZE=size,
+                BLOCK=power_of_2(size),
+                num_warps=_warps(size),
+                **launch_options(weight.device),
+            )
+        return out, embedded
     embedded.copy_(table[ids])
     return _norm(embedded, weight, eps).to(weight.dtype), embedded
 
@@ -166,15 +195,28 @@ def embed_norm_pair(
         The norms ``[T, 2 H]``, and the hidden states ``[T, H]`` that were normed.
     """
     if on_triton(hidden):
-        return launch.embed_norm_pair(
-            ids=ids,
-            table=table,
-            hidden=hidden,
-            embed_weight=embed_weight,
-            hidden_weight=hidden_weight,
-            eps=eps,
-            rows=rows,
-        )
+        count, size = len(ids), hidden.shape[1]
+        out = hidden_weight.new_empty(count, 2 * size)
+        chosen = None if rows is None else hidden.new_empty(count, size)
+        if count:
+            launch.norm_pair_kernel[count, 2](
+                ids,
+                table,
+                hidden,
+                rows,
+                embed_weight,
+                hidden_weight,
+                chosen,
+                out,
+                eps,
+                table.stride(0),
+                hidden.stride(0),
+                SIZE=size,
+                BLOCK=power_of_2(size),
+                num_warps=_warps(size),
+                **launch_options(hidden.device),
+            )
+        return out, hidden if chosen is None else chosen
     if rows is not None:
         hidden = hidden[rows]
     dtype = hidden_weight.dtype
@@ -196,7 +238,10 @@ def silu_mul(partials: Tensor, dtype: torch.dtype) -> Tensor:
         Of the result.
     """
     if on_triton(partials):
-        return launch.silu_mul(partials=partials, dtype=dtype)
+        _, count, both = partials.shape
+        return _by_columns(
+            launch.silu_mul_kernel, partials, partials.new_empty(count, both // 2, dtype=dtype)
+        )
     gate, up = partials.float().sum(0).chunk(2, dim=-1)
     return (silu(gate) * up).to(dtype)
 
@@ -239,21 +284,41 @@ def qk_norm_rope_store_kv(
     """
     if not len(q):
         return
+    (count, q_heads, dim), kv_heads = q.shape, k_cache.shape[1]
     if on_triton(q):
-        return launch.qk_norm_rope_store_kv(
-            partials=partials,
-            positions=positions,
-            rotation=rotation,
-            q=q,
-            k_cache=k_cache,
-            v_cache=v_cache,
-            slots=slots,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            prefetch=prefetch,
+        # a program's heads are all queries, all keys or all values
+        heads = next(n for n in (4, 2, 1) if q_heads % n == 0 and kv_heads % n == 0)
+        q_weight, k_weight = rotation.norms or (None, None)
+        launch.qk_norm_rope_store_kernel[count, (q_heads + 2 * kv_heads) // heads](
+            partials,
+            positions,
+            rotation.table,
+            q_weight,
+            k_weight,
+            q,
+            k_cache,
+            v_cache,
+            slots,
+            rotation.eps,
+            1 / k_scale,
+            1 / v_scale,
+            len(rotation.table) - 1,
+            *partials.stride()[:2],
+            0 if slots is None else slots.stride(0),
+            *k_cache.stride()[:2],
+            *v_cache.stride()[:2],
+            Q_LEN=1 if slots is None else slots.shape[1],
+            Q_HEADS=q_heads,
+            KV_HEADS=kv_heads,
+            DIM=dim,
+            HALF_BLOCK=power_of_2(dim // 2),
+            HEADS=heads,
+            SPLIT=partials.shape[0],
+            PREFETCH=prefetch,
+            num_warps=2,
+            **launch_options(q.device),
         )
-    count, q_heads, dim = q.shape
-    kv_heads = k_cache.shape[1]
+        return
     heads = partials.float().sum(0).unflatten(-1, (-1, dim))
     new_q, new_k, new_v = heads.split([q_heads, kv_heads, kv_heads], dim=1)
     if rotation.norms is not None:
@@ -281,7 +346,8 @@ def split_k_reduce(partials: Tensor, dtype: torch.dtype) -> Tensor:
         Of the result.
     """
     if on_triton(partials):
-        return launch.split_k_reduce(partials=partials, dtype=dtype)
+        out = partials.new_empty(partials.shape[1:], dtype=dtype)
+        return _by_columns(launch.split_k_reduce_kernel, partials, out)
     return partials.float().sum(0).to(dtype)
 
 
@@ -293,3 +359,25 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     low, high = x.chunk(2, dim=-1)
     return torch.cat([low * cosine - high * sine, high * cosine + low * sine], dim=-1)
+
+
+def _by_columns(kernel: Any, partials: Tensor, out: Tensor) -> Tensor:
+    """Launch a kernel over rows of ``out``, `_SPAN` columns per program."""
+    count, size = out.shape
+    if count:
+        kernel[count, cdiv(size, _SPAN)](
+            partials,
+            out,
+            *partials.stride()[:2],
+            SIZE=size,
+            BLOCK=_SPAN,
+            SPLIT=len(partials),
+            num_warps=2,
+            **launch_options(partials.device),
+        )
+    return out
+
+
+def _warps(size: int) -> int:
+    """Return as many warps as a whole row takes: they await memory."""
+    return max(1, min(32, power_of_2(size) // 128))

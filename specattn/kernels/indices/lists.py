@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from specattn.kernels import Launchers, on_triton
+from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.checks import require_dense
+from specattn.kernels.launch import cdiv, power_of_2, programs_per_row
 
-if TYPE_CHECKING:
-    from specattn.kernels.indices import triton_lists as launch
-else:
-    launch = Launchers("specattn.kernels.indices.triton_lists")
+launch = TritonModule("specattn.kernels.indices.triton_lists")
 
 
 def fill_lists(
@@ -50,25 +46,36 @@ def fill_lists(
         tail's last: its slot may hold anything, and a weight of 0 times a NaN is NaN. -1 is none.
     """
     require_dense(kv_indptr=kv_indptr, kv_indices=kv_indices)
+    (batch, tail), width = tail_slots.shape, req_to_token.shape[1]
     if on_triton(kv_indptr):
-        return launch.fill_lists(
-            req_to_token=req_to_token,
-            req_pool_indices=req_pool_indices,
-            seq_lens=seq_lens,
-            positions=positions,
-            tail_slots=tail_slots,
-            kv_indptr=kv_indptr,
-            kv_indices=kv_indices,
-            window_left=window_left,
+        block = 512
+        programs = programs_per_row(batch, cdiv(width + tail, block))
+        launch.fill_lists_kernel[batch, programs](
+            req_to_token,
+            req_pool_indices,
+            seq_lens,
+            positions,
+            tail_slots,
+            kv_indptr,
+            kv_indices,
+            positions.shape[1],
+            tail,
+            window_left,
+            req_to_token.stride(0),
+            positions.stride(0),
+            tail_slots.stride(0),
+            WINDOW=window_left >= 0,
+            BLOCK=block,
+            BLOCK_Q=power_of_2(positions.shape[1]),
+            num_warps=4,
         )
-    batch, tail = tail_slots.shape
+        return
     begin, end = kv_indptr[:batch].long(), kv_indptr[1 : batch + 1].long()
     entry = torch.arange(len(kv_indices), device=kv_indices.device)
     request = torch.searchsorted(end, entry, right=True)
     used, request = request < batch, request.clamp(max=batch - 1)
     length, prefix = (end - begin)[request], seq_lens.long()[request]
     key = entry - begin[request] + prefix + tail - length
-    width = req_to_token.shape[1]
     slots = req_to_token[req_pool_indices[request], key.clamp(0, width - 1)]
     if tail:
         late = tail_slots[request, (key - prefix).clamp(0, tail - 1)]
@@ -114,18 +121,29 @@ def pack_masks(
         A key is visible iff ``0 <= pos_q - pos_k <= window_left`` as well; -1 is no window.
     """
     require_dense(kv_indptr=kv_indptr, mask_indptr=mask_indptr, mask=mask)
-    if on_triton(kv_indptr):
-        return launch.pack_masks(
-            kv_indptr=kv_indptr,
-            mask_indptr=mask_indptr,
-            seq_lens=seq_lens,
-            positions=positions,
-            tail_positions=tail_positions,
-            tail_words=tail_words,
-            mask=mask,
-            window_left=window_left,
-        )
     batch, q_len, _ = tail_words.shape
+    if on_triton(kv_indptr):
+        block = 256
+        programs = programs_per_row(batch, cdiv(len(mask), block * batch))
+        launch.pack_masks_kernel[batch, programs](
+            kv_indptr,
+            mask_indptr,
+            seq_lens,
+            positions,
+            tail_positions,
+            tail_words,
+            mask,
+            q_len,
+            tail_positions.shape[1],
+            window_left,
+            positions.stride(0),
+            tail_positions.stride(0),
+            *tail_words.stride()[:2],
+            WINDOW=window_left >= 0,
+            BLOCK=block,
+            num_warps=4,
+        )
+        return
     begin, end = mask_indptr[:batch].long(), mask_indptr[1 : batch + 1].long()
     byte = torch.arange(len(mask), device=mask.device)
     request = torch.searchsorted(end, byte, right=True)
@@ -189,18 +207,33 @@ def fill_draft_kv(
     if not words.shape[0] * words.shape[1]:
         kv_indptr.zero_()
         return
+    (batch, steps, topk, num_words), max_len = words.shape, req_to_token.shape[1]
     if on_triton(words):
-        return launch.fill_draft_kv(
-            req_to_token=req_to_token,
-            req_pool_indices=req_pool_indices,
-            seq_lens=seq_lens,
-            branch_slots=branch_slots,
-            words=words,
-            kv_indptr=kv_indptr,
-            kv_indices=kv_indices,
+        block = min(1024, power_of_2(max_len))
+        programs = programs_per_row(batch * topk * steps, cdiv(max_len, block))
+        launch.fill_draft_kv_kernel[batch * topk, programs, steps](
+            req_to_token,
+            req_pool_indices,
+            seq_lens,
+            branch_slots,
+            words,
+            kv_indptr,
+            kv_indices,
+            steps,
+            max_len,
+            kv_indices.shape[1],
+            req_to_token.stride(0),
+            branch_slots.stride(0),
+            kv_indptr.stride(0),
+            kv_indices.stride(0),
+            TOPK=topk,
+            W=num_words,
+            BLOCK=block,
+            BLOCK_B=128,
+            BLOCK_J=power_of_2(steps * topk),
+            BLOCK_S=power_of_2(steps),
         )
-    batch, steps, topk, _ = words.shape
-    max_len = req_to_token.shape[1]
+        return
     lens = seq_lens.clamp(0, max_len).long().repeat_interleave(topk)  # [B * topk]
     rows = req_pool_indices.repeat_interleave(topk)
     entry = torch.arange(batch * topk * (max_len + steps), device=lens.device)
@@ -239,16 +272,25 @@ def fill_draft_tails(
     require_dense(branch_slots=branch_slots[:1], words=words, kv_indices=kv_indices[:1])
     if not len(words):
         return
+    batch, _, topk, num_words = words.shape
     if on_triton(words):
-        return launch.fill_draft_tails(
-            step=step,
-            seq_lens=seq_lens,
-            branch_slots=branch_slots,
-            words=words,
-            kv_indptr=kv_indptr,
-            kv_indices=kv_indices,
+        launch.fill_draft_tails_kernel[(batch * topk,)](
+            seq_lens,
+            branch_slots,
+            words[:, step],
+            kv_indptr[step],
+            kv_indices[step],
+            step,
+            kv_indices.shape[1],
+            branch_slots.stride(0),
+            words.stride(0),
+            TOPK=topk,
+            W=num_words,
+            BLOCK_J=power_of_2((step + 1) * topk),
+            BLOCK_S=power_of_2(step + 1),
+            num_warps=1,
         )
-    topk = words.shape[2]
+        return
     tails = _ancestor_slots(step, branch_slots, words).flatten(0, 1)  # [B * topk, step + 1]
     begin, end = kv_indptr[step, :-1].long(), kv_indptr[step, 1:].long()
     lens = seq_lens.long().clamp(min=0).repeat_interleave(topk)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from specattn.kernels import Launchers, on_triton
+from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.checks import require_rows
+from specattn.kernels.launch import cdiv, launch_options, power_of_2, programs_per_row
 
-if TYPE_CHECKING:
-    from specattn.kernels.indices import triton_tables as launch
-else:
-    launch = Launchers("specattn.kernels.indices.triton_tables")
+launch = TritonModule("specattn.kernels.indices.triton_tables")
 
 
 def fill_window(
@@ -45,15 +41,29 @@ def fill_window(
     _check_window(req_to_token, rows, seq_lens, slots_out, positions_out)
     if not len(rows):
         return
+    (batch, width), context = slots_out.shape, req_to_token.shape[1]
     if on_triton(seq_lens):
-        return launch.fill_window(
-            req_to_token=req_to_token,
-            rows=rows,
-            seq_lens=seq_lens,
-            slots_out=slots_out,
-            positions_out=positions_out,
+        steps, topk = (0, 1) if positions_out is None else positions_out.shape[1:]
+        launch.fill_window_kernel[(batch,)](
+            req_to_token,
+            rows,
+            seq_lens,
+            slots_out,
+            positions_out,
+            context,
+            width,
+            steps * topk,
+            topk,
+            req_to_token.stride(0),
+            slots_out.stride(0),
+            *((0, 0) if positions_out is None else positions_out.stride()[:2]),
+            POSITIONS=positions_out is not None,
+            BLOCK_W=power_of_2(width),
+            BLOCK_N=power_of_2(steps * topk),
+            num_warps=1,
+            **launch_options(rows.device),
         )
-    width, context = slots_out.shape[1], req_to_token.shape[1]
+        return
     length = seq_lens.long()
     columns = length[:, None] + torch.arange(width, device=rows.device)  # [B, W]
     found = req_to_token[rows[:, None], columns.clamp(max=context - 1)]
@@ -96,23 +106,33 @@ def fill_block_table(
         Lists per request. One has all its keys. With more, they are of its last query tokens:
         each ends at its token, for kernels that know neither masks nor several queries.
     """
+    max_len, tail, width = req_to_token.shape[1], tail_slots.shape[1], table.shape[1]
     if on_triton(table):
-        return launch.fill_block_table(
-            req_to_token=req_to_token,
-            req_pool_indices=req_pool_indices,
-            seq_lens=seq_lens,
-            tail_slots=tail_slots,
-            table=table,
-            lens=lens,
-            page_size=page_size,
-            lists=lists,
+        block = min(256, power_of_2(width))
+        programs = programs_per_row(len(table), cdiv(width, block))
+        launch.fill_block_table_kernel[len(table), programs](
+            req_to_token,
+            req_pool_indices,
+            seq_lens,
+            tail_slots,
+            table,
+            lens,
+            max_len,
+            tail,
+            lists,
+            width,
+            req_to_token.stride(0),
+            tail_slots.stride(0),
+            table.stride(0),
+            PAGE=page_size,
+            BLOCK=block,
         )
-    max_len, tail = req_to_token.shape[1], tail_slots.shape[1]
+        return
     prefix = seq_lens.clamp(0, max_len).long()[:, None, None]  # [B, 1, 1]
     order = torch.arange(lists, device=table.device)[:, None]
     length = prefix + tail - (lists - 1) + order  # [B, lists, 1]
     lens.copy_(length.flatten())
-    place = torch.arange(table.shape[1], device=table.device) * page_size  # [width]
+    place = torch.arange(width, device=table.device) * page_size  # [width]
     cached = req_to_token[req_pool_indices[:, None], place.clamp(max=max_len - 1)]  # [B, width]
     own = tail_slots.gather(1, (place - prefix[:, 0]).clamp(0, tail - 1))
     pages = torch.where(place < prefix[:, 0], cached, own) // page_size
@@ -153,17 +173,24 @@ def fill_slots(
     """
     if not len(rows):
         return
-    if on_triton(req_to_token):
-        return launch.fill_slots(
-            rows=rows,
-            block_table=block_table,
-            lens=lens,
-            req_to_token=req_to_token,
-            reserved=reserved,
-            page_size=page_size,
-            block_stride=block_stride,
-        )
     room = min(req_to_token.shape[1], block_table.shape[1] * page_size)
+    if on_triton(req_to_token):
+        block = min(1024, power_of_2(room))
+        programs = programs_per_row(len(rows), cdiv(room, block))
+        launch.fill_slots_kernel[len(rows), programs](
+            rows,
+            block_table,
+            lens,
+            req_to_token,
+            reserved,
+            room,
+            block_table.stride(0),
+            req_to_token.stride(0),
+            PAGE=page_size,
+            BLOCK_STRIDE=block_stride,
+            BLOCK=block,
+        )
+        return
     length = torch.where(rows != 0, lens.clamp(0, room), 0)
     reserved[rows] = length
     place = torch.arange(room, device=rows.device)
@@ -205,25 +232,36 @@ def fill_page_table(
     window_left : int
         See `specattn.config.AttnConfig`.
     """
+    max_len, tail, width = req_to_token.shape[1], tail_slots.shape[1], table.shape[1]
     if on_triton(table):
-        return launch.fill_page_table(
-            req_to_token=req_to_token,
-            req_pool_indices=req_pool_indices,
-            seq_lens=seq_lens,
-            tail_slots=tail_slots,
-            table=table,
-            lens=lens,
-            q_len=q_len,
-            window_left=window_left,
+        block = min(1024, power_of_2(width))
+        programs = programs_per_row(len(table), cdiv(width, block))
+        launch.fill_page_table_kernel[len(table), programs](
+            req_to_token,
+            req_pool_indices,
+            seq_lens,
+            tail_slots,
+            table,
+            lens,
+            max_len,
+            tail,
+            q_len,
+            window_left,
+            width,
+            req_to_token.stride(0),
+            tail_slots.stride(0),
+            table.stride(0),
+            WINDOW=window_left >= 0,
+            BLOCK=block,
         )
-    tail, width = tail_slots.shape[1], table.shape[1]
-    prefix = seq_lens.clamp(0, req_to_token.shape[1]).long()[:, None]  # [B, 1]
+        return
+    prefix = seq_lens.clamp(0, max_len).long()[:, None]  # [B, 1]
     start = torch.zeros_like(prefix)
     if window_left >= 0:
         start = (prefix + tail - q_len - window_left).clamp(min=0)
     lens.copy_((prefix + tail - start).squeeze(1).clamp(max=width))
     place = start + torch.arange(width, device=table.device)  # [B, width]
-    cached = req_to_token[req_pool_indices[:, None], place.clamp(max=req_to_token.shape[1] - 1)]
+    cached = req_to_token[req_pool_indices[:, None], place.clamp(max=max_len - 1)]
     own = tail_slots.gather(1, (place - prefix).clamp(0, tail - 1))
     slots = torch.where(place < prefix, cached, own)
     table.copy_(torch.where(place < prefix + tail, slots, table))
@@ -248,12 +286,25 @@ def fill_ancestor_table(
     lens : Tensor
         ``[B * q_len]`` int32, written: how many keys each query token sees.
     """
+    (batch, tail), q_len = tail_slots.shape, tail_words.shape[1]
     if on_triton(table):
-        return launch.fill_ancestor_table(
-            tail_slots=tail_slots, tail_words=tail_words, table=table, lens=lens
+        block = power_of_2(tail)
+        rows = max(1, 512 // block)
+        launch.fill_ancestor_table_kernel[(cdiv(len(table), rows),)](
+            tail_slots,
+            tail_words,
+            table,
+            lens,
+            len(table),
+            tail,
+            q_len,
+            tail_slots.stride(0),
+            *tail_words.stride()[:2],
+            BLOCK=block,
+            ROWS=rows,
+            num_warps=4,
         )
-    batch, tail = tail_slots.shape
-    q_len = tail_words.shape[1]
+        return
     bit = torch.arange(tail, device=table.device)
     seen = (tail_words[:, :, bit // 64] >> (bit % 64) & 1) != 0  # [B, q_len, tail]
     seen = seen.flatten(0, 1)

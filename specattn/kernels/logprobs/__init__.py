@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specattn.kernels import Launchers, on_triton
+from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.checks import require_dense, require_rows
 
 if TYPE_CHECKING:
     from specattn.batch import AcceptResult
     from specattn.kernels.logprobs import triton as launch
 else:
-    launch = Launchers("specattn.kernels.logprobs.triton")
+    launch = TritonModule("specattn.kernels.logprobs.triton")
 
 #: Of the target's logits; of processed logits; of the probabilities that tokens were drawn from.
 RAW, PROCESSED, DRAWN = 0, 1, 2

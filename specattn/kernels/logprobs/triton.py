@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specattn.kernels.launch import enter, launch_options
+from specattn.kernels.launch import launch_options
+from specattn.kernels.pdl import enter
 from specattn.kernels.sampling.keys import best_keys, finite, ranked, score_of, token_of
 
 if TYPE_CHECKING:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specattn.kernels import Launchers, on_triton
+from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.checks import require_dense, require_rows
 
 if TYPE_CHECKING:
     from specattn.kernels.lookup import triton as launch
 else:
-    launch = Launchers("specattn.kernels.lookup.triton")
+    launch = TritonModule("specattn.kernels.lookup.triton")
 
 #: Most tokens of a text: a match's length and place are one int32.
 MAX_CONTEXT = 2**24

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specattn.kernels.launch import enter, launch_options, programs_per_row
+from specattn.kernels.launch import launch_options, programs_per_row
+from specattn.kernels.pdl import enter
 
 # places that a program compares at a time
 BLOCK = 1024

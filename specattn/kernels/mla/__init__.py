@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specattn.kernels import Launchers
+from specattn.kernels import TritonModule
 from specattn.kernels.attention import check_extend
 from specattn.kernels.attention.tiles import MergeTile, TileConfig, logit_factors
 from specattn.kernels.attention.tree import DeterministicSplits, Operands, TreeAttention
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from specattn.kernels.attention.triton import TreeKernels
     from specattn.kernels.mla import triton as launch
 else:
-    launch = Launchers("specattn.kernels.mla.triton")
+    launch = TritonModule("specattn.kernels.mla.triton")
 
 __all__ = ["MlaAttention", "mla_extend"]
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specattn.kernels import Launchers, on_triton
+from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.checks import require_dense, require_rows
 
 if TYPE_CHECKING:
     from specattn.batch import DraftTree
     from specattn.kernels.processors import triton as launch
 else:
-    launch = Launchers("specattn.kernels.processors.triton")
+    launch = TritonModule("specattn.kernels.processors.triton")
 
 # what a request asks of its logits, as bits: repetition, presence and frequency penalties
 PENALTIES = 1

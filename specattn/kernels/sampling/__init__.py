@@ -7,17 +7,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specattn.kernels import Launchers, on_triton
+from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.checks import require_dense, require_rows
+from specattn.kernels.launch import cdiv, power_of_2
 
 if TYPE_CHECKING:
     from specattn.kernels.sampling import triton as launch
 else:
-    launch = Launchers("specattn.kernels.sampling.triton")
+    launch = TritonModule("specattn.kernels.sampling.triton")
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
+
+# tokens whose weights are summed before they are chosen among
+_SEGMENT = 512
 
 # what a coin decides: the draw index of `uniform`
 ACCEPT, FINAL, DRAFT = 0, 1, 2
@@ -334,3 +338,16 @@ def sample_weights(weights: Tensor, coins: Tensor) -> Tensor:
     last = weights.shape[1] - 1 - possible.flip(1).int().argmax(1)
     token = torch.where(hit.any(1), hit.int().argmax(1), last)
     return token.masked_fill(~sound, -1)
+
+
+def vocab_tiles(vocab: int, most_rows: int) -> dict[str, int]:
+    """Return launch options of vocabulary tiles, ``ROWS`` segments loaded together."""
+    segments = cdiv(vocab, _SEGMENT)
+    rows = min(most_rows, power_of_2(segments))
+    tiles = power_of_2(cdiv(segments, rows))
+    return {
+        "ROWS": rows,
+        "SEGMENT": _SEGMENT,
+        "TILES": tiles,
+        "num_warps": max(4, min(16, rows // 2)),
+    }

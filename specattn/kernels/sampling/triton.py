@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from specattn.kernels.launch import launch_options, programs_per_row
+from specattn.kernels.sampling import vocab_tiles
 from specattn.kernels.sampling.histogram import count_kernel, gather_kernel
 from specattn.kernels.sampling.topk_topp_threshold import threshold_kernel
 from specattn.kernels.sampling.triton_choose import (
@@ -21,7 +22,7 @@ from specattn.kernels.sampling.triton_probs import (
     peaks_kernel,
     probs_kernel,
 )
-from specattn.kernels.sampling.triton_residual import draw_kernel, vocab_tiles
+from specattn.kernels.sampling.triton_residual import draw_kernel
 
 # tokens that a program reads at a time
 BLOCK = 2048

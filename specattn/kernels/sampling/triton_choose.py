@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specattn.kernels.launch import enter
+from specattn.kernels.pdl import enter
 from specattn.kernels.sampling.keys import (
     best_keys,
     finite,

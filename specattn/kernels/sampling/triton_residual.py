@@ -5,9 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# tokens whose weights are summed before they are chosen among
-SEGMENT = 512
-
 
 @triton.jit
 def _weights(
@@ -120,19 +117,6 @@ def sample_residual(
         )
         tries += 1
     return token.to(tl.int64)
-
-
-def vocab_tiles(vocab: int, most_rows: int) -> dict[str, int]:
-    """Return launch options of vocabulary tiles, ``ROWS`` segments loaded together."""
-    segments = triton.cdiv(vocab, SEGMENT)
-    rows = min(most_rows, triton.next_power_of_2(segments))
-    tiles = triton.next_power_of_2(triton.cdiv(segments, rows))
-    return {
-        "ROWS": rows,
-        "SEGMENT": SEGMENT,
-        "TILES": tiles,
-        "num_warps": max(4, min(16, rows // 2)),
-    }
 
 
 @triton.jit

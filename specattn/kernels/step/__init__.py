@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from specattn.kernels import Launchers, on_triton
+from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.checks import as_columns, require_dense, require_rows
+from specattn.kernels.launch import cdiv, launch_options, power_of_2
 
 if TYPE_CHECKING:
     from specattn.batch import AcceptResult
-    from specattn.kernels.step import triton as launch
-else:
-    launch = Launchers("specattn.kernels.step.triton")
+
+launch = TritonModule("specattn.kernels.step.triton")
+
+# columns of a table that the request's first program copies beside its metadata
+_NARROW = 32
+# bytes of a wide row that any other program copies
+_BYTES = 8192
+# features that a program gathers
+_BLOCK = 2048
+# numbers that the one program of `write_output` has under way at a time
+_OUTPUT_BLOCK = 1024
 
 # what is read, and where it is written: the first columns of rows of a table, on either side
 Copies = Sequence[tuple[Tensor, Tensor]]
@@ -105,19 +114,40 @@ def begin_step(
     )
     if not rows.shape[1]:
         return
+    context, depth = req_to_token.shape[1], out.positions.shape[1]
+    batch, steps, topk = out.draft_positions.shape
     if on_triton(seq_lens):
-        return launch.begin_step(
-            rows=rows,
-            turn=turn,
-            seq_lens=seq_lens,
-            reserved=reserved,
-            req_to_token=req_to_token,
-            reserve_len=reserve_len,
-            out=out,
-            copies=copies,
-            lead=lead,
+        tables, narrows, wides, blocks = _split(copies)
+        launch.begin_step_kernel[batch, 1 + blocks](
+            rows,
+            turn,
+            seq_lens,
+            reserved,
+            req_to_token,
+            *out[:-1],
+            out.seq_lens if out.draft_lens is None else out.draft_lens,
+            *tables,
+            context,
+            reserve_len,
+            depth,
+            steps * topk,
+            max(topk, 1),
+            rows.stride(0),
+            req_to_token.stride(0),
+            out.window.stride(0),
+            out.positions.stride(0),
+            *out.draft_positions.stride()[:2],
+            LEAD=lead,
+            LEADS=out.draft_lens is not None,
+            NARROWS=narrows,
+            WIDES=wides,
+            NARROW=_NARROW,
+            BYTES=_BYTES,
+            BLOCK_W=power_of_2(reserve_len),
+            BLOCK_D=power_of_2(depth),
+            BLOCK_S=power_of_2(steps * topk),
         )
-    context = req_to_token.shape[1]
+        return
     rows = rows.to(seq_lens.device)[turn].flatten()
     length = seq_lens[rows].long()
     fits = (rows != 0) & (length + reserve_len <= reserved[rows].clamp(max=context))
@@ -132,9 +162,9 @@ def begin_step(
     columns = length[:, None] + count(reserve_len)  # [B, W]
     window = req_to_token[row[:, None], columns.clamp(max=context - 1)]
     out.window.copy_(torch.where(fits[:, None], window, 0))
-    out.positions.copy_(length[:, None] + count(out.positions.shape[1]))
+    out.positions.copy_(length[:, None] + count(depth))
     drafted = length + torch.where(fits, lead, 0)
-    ahead = drafted[:, None] + count(out.draft_positions.shape[1])
+    ahead = drafted[:, None] + count(steps)
     out.draft_positions.copy_(ahead[:, :, None])
     if out.draft_lens is not None:
         out.draft_lens.copy_(drafted)
@@ -196,15 +226,28 @@ def end_step(
     if not len(rows):
         return
     if on_triton(rows):
-        return launch.end_step(
-            rows=rows,
-            seq_lens=seq_lens,
-            accepted=accepted,
-            seq_lens_table=seq_lens_table,
-            bonus_table=bonus_table,
-            copies=copies,
-            packed_out=packed_out,
+        tables, narrows, wides, blocks = _split(copies)
+        launch.end_step_kernel[batch, 1 + blocks](
+            rows,
+            seq_lens,
+            accepted.accept_lens,
+            accepted.accept_tokens,
+            accepted.bonus_tokens,
+            seq_lens_table,
+            bonus_table,
+            packed_out,
+            *tables,
+            depth,
+            accepted.accept_tokens.stride(0),
+            packed_out.stride(0),
+            NARROWS=narrows,
+            WIDES=wides,
+            NARROW=_NARROW,
+            BYTES=_BYTES,
+            BLOCK_D=power_of_2(depth),
+            **launch_options(rows.device),
         )
+        return
     lens, bonus = accepted.accept_lens, accepted.bonus_tokens
     live = (rows != 0)[:, None]  # [B, 1]
     last = torch.arange(depth, device=rows.device) == lens[:, None] - 1
@@ -270,18 +313,27 @@ def gather_path(
     )
     if not accept_index.numel():
         return
+    (batch, depth), width = accept_index.shape, features.shape[2]
     if on_triton(features):
-        return launch.gather_path(
-            features=features,
-            accepted=accepted,
-            seq_lens=seq_lens,
-            features_out=features_out,
-            last_rows_out=last_rows_out,
-            after_out=after_out,
+        launch.gather_path_kernel[batch * depth, max(cdiv(width, _BLOCK), 1)](
+            features,
+            accept_index,
+            accept_lens,
+            seq_lens,
+            features_out,
+            last_rows_out,
+            after_out,
+            depth,
+            width,
+            *features.stride()[:2],
+            accept_index.stride(0),
+            *features_out.stride()[:2],
+            BLOCK=_BLOCK,
+            **launch_options(features.device),
         )
-    batch, depth = accept_index.shape
+        return
     path = accept_index.clamp(min=0).long()[:, :, None]  # [B, D, 1]
-    features_out.copy_(features.gather(1, path.expand(-1, -1, features.shape[2])))
+    features_out.copy_(features.gather(1, path.expand(-1, -1, width)))
     first = torch.arange(batch, device=features.device) * depth
     last_rows_out.copy_(first + accept_lens.clamp(min=1) - 1)
     after_out.copy_(seq_lens + accept_lens)
@@ -317,9 +369,21 @@ def write_output(packed: Tensor, buffer: Tensor, turn: Tensor) -> None:
             f"got {list(buffer.shape)} with strides {buffer.stride()}"
         )
     if on_triton(packed):
-        return launch.write_output(packed=packed, buffer=buffer, turn=turn)
+        launch.write_output_kernel[(1,)](
+            packed,
+            buffer,
+            turn,
+            rows * width,
+            width,
+            len(buffer),
+            packed.stride(0),
+            buffer.stride(0),
+            BLOCK=_OUTPUT_BLOCK,
+            **launch_options(packed.device),
+        )
+        return
     at = int(turn)
-    buffer[at, : len(packed)] = packed
+    buffer[at, :rows] = packed
     turn.fill_((at + 1) % len(buffer))
 
 
@@ -360,3 +424,26 @@ def _check_start(out: StepStart, batch: int, reserve_len: int) -> None:
             "out.draft_positions": out.draft_positions,
         }
     )
+
+
+def _split(copies: Copies) -> tuple[list[Any], int, int, int]:
+    """Return the kernels' tables in two groups by width.
+
+    That is ten tuples, the numbers of narrow and of wide tables, and the number of wide blocks.
+    """
+    pairs = [(as_columns(s), as_columns(t)) for s, t in copies]
+    # tables may be wider than what is read or written of them
+    sized = [(s, t, min(s.shape[1], t.shape[1])) for s, t in pairs]
+    narrow = [part for part in sized if 0 < part[2] <= _NARROW]
+    wide = [part for part in sized if part[2] > _NARROW]
+    arguments: list[Any] = []
+    for parts in (narrow, wide):
+        arguments += [
+            tuple(s for s, _, _ in parts),
+            tuple(t for _, t, _ in parts),
+            tuple(s.stride(0) for s, _, _ in parts),
+            tuple(t.stride(0) for _, t, _ in parts),
+            tuple(width for _, _, width in parts),
+        ]
+    blocks = sum(cdiv(width * s.element_size(), _BYTES) for s, _, width in wide)
+    return arguments, len(narrow), len(wide), blocks

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specattn.kernels import Launchers, on_triton
+from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.checks import require_dense, require_rows
-from specattn.kernels.sampling import sample_weights
+from specattn.kernels.launch import cdiv, launch_options, power_of_2
+from specattn.kernels.sampling import sample_weights, vocab_tiles
 
 if TYPE_CHECKING:
     from specattn.batch import AcceptResult, DraftTree
-    from specattn.kernels.tree import triton_accept as launch
-else:
-    launch = Launchers("specattn.kernels.tree.triton_accept")
+
+launch = TritonModule("specattn.kernels.tree.triton_accept")
 
 
 def accept_greedy(
@@ -49,14 +49,29 @@ def accept_greedy(
     require_dense(target_argmax=target_argmax)
     if not len(tree.tokens):
         return
+    (batch, n), steps = tree.tokens.shape, out.accept_index.shape[1] - 1
     if on_triton(tree.tokens):
-        return launch.accept_greedy(
-            tree=tree,
-            target_argmax=target_argmax,
-            out=out,
+        launch.accept_greedy_kernel[(batch,)](
+            tree.tokens,
+            tree.retrieve_next_token,
+            tree.retrieve_next_sibling,
+            target_argmax,
+            out.accept_index,
+            out.accept_tokens,
+            out.accept_lens,
+            out.bonus_tokens,
+            n,
+            steps,
+            steps.bit_length(),
+            BLOCK_N=power_of_2(n),
+            BLOCK_S=power_of_2(steps + 1),
+            # one warp needs no barriers, but passes wide rows around lane by lane
+            num_warps=1 if n <= 64 else 4,
+            **launch_options(tree.tokens.device),
         )
+        return
     walk = _Walk(tree)
-    for _ in range(out.accept_index.shape[1] - 1):
+    for _ in range(steps):
         children = walk.children()
         want = target_argmax.gather(1, walk.node[:, None])
         walk.descend(children, (_at(tree.tokens, children) == want) & (want >= 0))
@@ -105,21 +120,35 @@ def accept_sampled(
     _check_sampled(tree, target_probs, coins, final_coins, out)
     if not len(tokens):
         return
+    (batch, n, vocab), steps = target_probs.shape, out.accept_index.shape[1] - 1
     if on_triton(tokens):
-        return launch.accept_sampled(
-            tree=tree,
-            target_probs=target_probs,
-            coins=coins,
-            final_coins=final_coins,
-            threshold_single=threshold_single,
-            threshold_acc=threshold_acc,
-            out=out,
+        launch.accept_sampled_kernel[(batch,)](
+            tokens,
+            tree.retrieve_next_token,
+            tree.retrieve_next_sibling,
+            target_probs,
+            coins,
+            final_coins,
+            torch.empty_like(tokens),
+            out.accept_index,
+            out.accept_tokens,
+            out.accept_lens,
+            out.bonus_tokens,
+            n,
+            steps,
+            vocab,
+            *target_probs.stride()[:2],
+            threshold_single,
+            threshold_acc,
+            BLOCK_N=power_of_2(n),
+            BLOCK_W=power_of_2(cdiv(n, 64)),
+            **vocab_tiles(vocab, 64),
         )
-    batch, _, vocab = target_probs.shape
+        return
     rows = torch.arange(batch, device=tokens.device)
-    refused = torch.full((batch, max(tokens.shape[1] - 1, 1)), vocab, device=tokens.device)
+    refused = torch.full((batch, max(n - 1, 1)), vocab, device=tokens.device)
     walk = _Walk(tree)
-    for depth in range(out.accept_index.shape[1] - 1):
+    for depth in range(steps):
         children = walk.children()
         token = _at(tokens, children)
         known = (children < walk.none) & (token >= 0) & (token < vocab)
@@ -175,15 +204,27 @@ def accept_rejection(
     _check_sampled(tree, target_probs, coins, final_coins, out)
     if not len(tokens):
         return
-    if on_triton(tokens):
-        return launch.accept_rejection(
-            tree=tree,
-            target_probs=target_probs,
-            coins=coins,
-            final_coins=final_coins,
-            out=out,
-        )
     batch, steps, vocab = draft_probs.shape
+    if on_triton(tokens):
+        launch.accept_rejection_kernel[(batch,)](
+            tokens,
+            draft_probs,
+            target_probs,
+            coins,
+            final_coins,
+            out.accept_index,
+            out.accept_tokens,
+            out.accept_lens,
+            out.bonus_tokens,
+            tokens.shape[1],
+            steps,
+            vocab,
+            *draft_probs.stride()[:2],
+            *target_probs.stride()[:2],
+            BLOCK_S=power_of_2(steps + 1),
+            **vocab_tiles(vocab, 32),
+        )
+        return
     rows = torch.arange(batch, device=tokens.device)
     depth = torch.arange(steps + 1, device=tokens.device)
     token = tokens[:, 1 : steps + 1, None]

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from specattn.kernels import Launchers, on_triton
+from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.checks import require_dense
+from specattn.kernels.launch import launch_options, power_of_2
 from specattn.kernels.sampling import score_key
 
 if TYPE_CHECKING:
     from specattn.batch import Candidates
-    from specattn.kernels.tree import triton_beams as launch
-else:
-    launch = Launchers("specattn.kernels.tree.triton_beams")
+
+launch = TritonModule("specattn.kernels.tree.triton_beams")
 
 
 class Beams(NamedTuple):
@@ -57,13 +57,24 @@ def append_candidates(
     if not len(child_probs):
         return
     if on_triton(child_probs):
-        return launch.append_candidates(
-            child_probs=child_probs,
-            child_tokens=child_tokens,
-            beams=beams,
-            candidates=candidates,
-            start=start,
+        batch, width, topk = child_probs.shape
+        launch.append_kernel[(batch,)](
+            child_probs,
+            child_tokens,
+            None if beams is None else beams.scores,
+            candidates.scores,
+            candidates.tokens,
+            candidates.parents,
+            start,
+            candidates.scores.stride(0),
+            candidates.parents.stride(0),
+            BEAMS=width,
+            TOPK=topk,
+            BLOCK=power_of_2(width * topk),
+            num_warps=1,
+            **launch_options(child_probs.device),
         )
+        return
     _record(step, child_probs, child_tokens, beams, candidates)
 
 
@@ -121,18 +132,34 @@ def select_beams(
     )
     if not len(child_probs):
         return
+    (batch, width, topk), num_words = child_probs.shape, out.words.shape[-1]
     if on_triton(child_probs):
-        return launch.select_beams(
-            step=step,
-            child_probs=child_probs,
-            child_tokens=child_tokens,
-            beams=beams,
-            candidates=candidates,
-            out=out,
-            start=start,
+        block = power_of_2(width * topk)
+        launch.select_kernel[(batch,)](
+            child_probs,
+            child_tokens,
+            None if beams is None else beams.scores,
+            None if beams is None else beams.words,
+            candidates.scores,
+            candidates.tokens,
+            candidates.parents,
+            *out,
+            step,
+            start,
+            candidates.scores.stride(0),
+            candidates.parents.stride(0),
+            0 if beams is None else beams.words.stride(0),
+            out.words.stride(0),
+            W=num_words,
+            BEAMS=width,
+            TOPK=topk,
+            BLOCK=block,
+            BLOCK_W=power_of_2(num_words),
+            num_warps=1 if block <= 16 else 4 if block <= 128 else 8,
+            **launch_options(child_probs.device),
         )
+        return
     scores = _record(step, child_probs, child_tokens, beams, candidates)
-    batch, width, topk = child_probs.shape
     order = score_key(scores).sort(dim=1, descending=True, stable=True).indices
     picks = order[:, :topk]
     out.scores.copy_(scores.gather(1, picks))
@@ -140,7 +167,7 @@ def select_beams(
     out.rows.copy_(torch.arange(batch, device=picks.device)[:, None] * width + picks // topk)
     candidates.parents[:, 1 + step * topk : 1 + (step + 1) * topk] = start + picks
 
-    own = node_bits(step * topk + torch.arange(topk, device=picks.device), out.words.shape[2])
+    own = node_bits(step * topk + torch.arange(topk, device=picks.device), num_words)
     above = 0 if beams is None else beams.words.flatten(0, 1)[out.rows]
     out.words.copy_(own | above)
 
@@ -191,9 +218,23 @@ def grow_words(words: Tensor, step: int, parents: Tensor | None, *, flat: bool =
         return
     if not step:
         parents = None
-    if on_triton(words):
-        return launch.grow_words(words=words, step=step, parents=parents, flat=flat)
     topk, count = words.shape[2:]
+    if on_triton(words):
+        launch.grow_words_kernel[(len(words),)](
+            words,
+            parents,
+            step,
+            words.stride(0),
+            *((0, 0) if parents is None else parents.stride()),
+            FLAT=flat,
+            TOPK=topk,
+            W=count,
+            BLOCK=power_of_2(topk),
+            BLOCK_W=power_of_2(count),
+            num_warps=1,
+            **launch_options(words.device),
+        )
+        return
     own = node_bits(step * topk + torch.arange(topk, device=words.device), count)
     if parents is None:
         words[:, step] = own

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specattn.kernels import Launchers, on_triton
+from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.checks import require_dense
+from specattn.kernels.launch import launch_options, power_of_2
 from specattn.kernels.tree.build import MAX_NODES, write_links, written
 
 if TYPE_CHECKING:
     from specattn.batch import DraftTree, Marginals
-    from specattn.kernels.tree import triton_best_first as launch
-else:
-    launch = Launchers("specattn.kernels.tree.triton_best_first")
+
+launch = TritonModule("specattn.kernels.tree.triton_best_first")
 
 
 def best_first_tree(
@@ -62,15 +62,30 @@ def best_first_tree(
     require_dense(**written(out))
     if not len(log_probs):
         return
-    if on_triton(log_probs):
-        return launch.best_first_tree(
-            marginals=marginals,
-            bonus_tokens=bonus_tokens,
-            seq_lens=seq_lens,
-            out=out,
-            scores_out=scores_out,
-        )
     batch, length, ranks = log_probs.shape
+    if on_triton(log_probs):
+        num_words = out.words.shape[2]
+        launch.best_first_kernel[(batch,)](
+            log_probs,
+            tokens,
+            bonus_tokens,
+            seq_lens,
+            *written(out).values(),
+            scores_out,
+            length.bit_length(),
+            log_probs.stride(0),
+            tokens.stride(0),
+            N=nodes,
+            L=length,
+            K=ranks,
+            W=num_words,
+            BLOCK_N=power_of_2(nodes),
+            BLOCK_W=power_of_2(num_words),
+            # nodes are found one by one, and between warps every reduction would wait for a barrier
+            num_warps=1,
+            **launch_options(log_probs.device),
+        )
+        return
     device = log_probs.device
     log_probs = log_probs.nan_to_num(nan=-1e30).clamp(-1e30, 0)
     score = log_probs.new_zeros(batch, 1)

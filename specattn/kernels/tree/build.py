@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specattn.kernels import Launchers, on_triton
+from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.checks import require_dense, require_rows
+from specattn.kernels.launch import launch_options, power_of_2
 from specattn.kernels.sampling import score_key
 from specattn.kernels.tree.beams import node_bits
 
 if TYPE_CHECKING:
     from specattn.batch import Candidates, DraftTree, Linked
-    from specattn.kernels.tree import triton_build as launch
-else:
-    launch = Launchers("specattn.kernels.tree.triton_build")
+
+launch = TritonModule("specattn.kernels.tree.triton_build")
 
 # candidates that one program holds in registers; wider tables are sorted by torch
 MAX_CANDIDATES = 16384
@@ -66,14 +66,33 @@ def build_tree(
     if not batch:
         return
     if count <= MAX_CANDIDATES and on_triton(scores):
-        return launch.build_tree(
-            candidates=candidates,
-            bonus_tokens=bonus_tokens,
-            seq_lens=seq_lens,
-            topk=topk,
-            out=out,
-            steps=steps,
+        groups, num_words, block_n = parents.shape[1], out.words.shape[2], power_of_2(nodes)
+        launch.build_tree_kernel[(batch,)](
+            scores,
+            candidates.tokens,
+            parents,
+            bonus_tokens,
+            seq_lens,
+            *written(out).values(),
+            count,
+            groups,
+            max(steps - 2, 0).bit_length(),
+            steps.bit_length(),
+            scores.stride(0),
+            candidates.tokens.stride(0),
+            parents.stride(0),
+            N=nodes,
+            W=num_words,
+            TOPK=topk,
+            BLOCK_C=power_of_2(count),
+            BLOCK_G=power_of_2(groups),
+            BLOCK_N=block_n,
+            BLOCK_W=power_of_2(num_words),
+            BLOCK_S=min(block_n, 64),
+            num_warps=_warps(count, nodes),
+            **launch_options(scores.device),
         )
+        return
     parent = torch.full((batch, nodes), -1, device=scores.device)  # [B, n]
     out.tokens[:, 0] = bonus_tokens
     if nodes > 1:
@@ -132,7 +151,26 @@ def link_tree(linked: Linked, seq_lens: Tensor, *, out: DraftTree) -> None:
     if not len(tokens):
         return
     if on_triton(tokens):
-        return launch.link_tree(linked=linked, seq_lens=seq_lens, out=out)
+        batch, nodes, num_words = out.words.shape
+        block_n = power_of_2(nodes)
+        launch.link_tree_kernel[(batch,)](
+            tokens,
+            parents,
+            seq_lens,
+            chosen,
+            *written(out).values(),
+            (nodes - 1).bit_length(),
+            tokens.stride(0),
+            parents.stride(0),
+            N=nodes,
+            W=num_words,
+            BLOCK_N=block_n,
+            BLOCK_W=power_of_2(num_words),
+            BLOCK_S=min(block_n, 64),
+            num_warps=1 if nodes <= 64 else 4,
+            **launch_options(out.words.device),
+        )
+        return
     node = torch.arange(shape[1], device=parents.device)
     known = (parents >= 0) & (parents < node)
     seen, depth = _ancestors(torch.where(known, parents, -1), words.shape[2], shape[1] - 1)
@@ -234,3 +272,10 @@ def _child_links(parent: Tensor) -> tuple[Tensor, Tensor]:
     first = torch.where(child_of, node, count).amin(2)
     sibling = torch.where(later, node, count).amin(2)
     return first.masked_fill(first == count, -1), sibling.masked_fill(sibling == count, -1)
+
+
+def _warps(count: int, nodes: int) -> int:
+    """Return warps per request: one avoids barriers, wide tables want more."""
+    if count <= 128 and nodes <= 64:
+        return 1
+    return 4 if count <= 2048 else 16

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from specattn.kernels.launch import enter, launch_options
-from specattn.kernels.sampling.triton_residual import sample_residual, vocab_tiles
-
-if TYPE_CHECKING:
-    from specattn.batch import AcceptResult, DraftTree
+from specattn.kernels.pdl import enter
+from specattn.kernels.sampling.triton_residual import sample_residual
 
 
 @triton.jit
@@ -292,99 +285,3 @@ def accept_rejection_kernel(
     tl.store(accept_tokens_out + place, tl.maximum(emitted, 0), mask=place <= steps)
     tl.store(accept_lens_out + req, last.to(tl.int32) + 1)
     tl.store(bonus_out + req, bonus)
-
-
-def accept_greedy(
-    *,
-    tree: DraftTree,
-    target_argmax: Tensor,
-    out: AcceptResult,
-) -> None:
-    batch, n = tree.tokens.shape
-    steps = out.accept_index.shape[1] - 1
-    accept_greedy_kernel[(batch,)](
-        tree.tokens,
-        tree.retrieve_next_token,
-        tree.retrieve_next_sibling,
-        target_argmax,
-        out.accept_index,
-        out.accept_tokens,
-        out.accept_lens,
-        out.bonus_tokens,
-        n,
-        steps,
-        steps.bit_length(),
-        BLOCK_N=triton.next_power_of_2(n),
-        # one warp needs no barriers, but passes wide rows around lane by lane
-        BLOCK_S=triton.next_power_of_2(steps + 1),
-        num_warps=1 if n <= 64 else 4,
-        **launch_options(tree.tokens.device),
-    )
-
-
-def accept_sampled(
-    *,
-    tree: DraftTree,
-    target_probs: Tensor,
-    coins: Tensor,
-    final_coins: Tensor,
-    threshold_single: float,
-    threshold_acc: float,
-    out: AcceptResult,
-) -> None:
-    batch, n, vocab = target_probs.shape
-    accept_sampled_kernel[(batch,)](
-        tree.tokens,
-        tree.retrieve_next_token,
-        tree.retrieve_next_sibling,
-        target_probs,
-        coins,
-        final_coins,
-        torch.empty_like(tree.tokens),
-        out.accept_index,
-        out.accept_tokens,
-        out.accept_lens,
-        out.bonus_tokens,
-        n,
-        out.accept_index.shape[1] - 1,
-        vocab,
-        target_probs.stride(0),
-        target_probs.stride(1),
-        threshold_single,
-        threshold_acc,
-        BLOCK_N=triton.next_power_of_2(n),
-        BLOCK_W=triton.next_power_of_2(triton.cdiv(n, 64)),
-        **vocab_tiles(vocab, 64),
-    )
-
-
-def accept_rejection(
-    *,
-    tree: DraftTree,
-    target_probs: Tensor,
-    coins: Tensor,
-    final_coins: Tensor,
-    out: AcceptResult,
-) -> None:
-    draft_probs = tree.draft_probs
-    batch, steps, vocab = draft_probs.shape
-    accept_rejection_kernel[(batch,)](
-        tree.tokens,
-        draft_probs,
-        target_probs,
-        coins,
-        final_coins,
-        out.accept_index,
-        out.accept_tokens,
-        out.accept_lens,
-        out.bonus_tokens,
-        tree.tokens.shape[1],
-        steps,
-        vocab,
-        draft_probs.stride(0),
-        draft_probs.stride(1),
-        target_probs.stride(0),
-        target_probs.stride(1),
-        BLOCK_S=triton.next_power_of_2(steps + 1),
-        **vocab_tiles(vocab, 32),
-    )

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from specattn.kernels.launch import enter, launch_options
+from specattn.kernels.pdl import enter
 from specattn.kernels.sampling.keys import score_key
-
-if TYPE_CHECKING:
-    from specattn.batch import Candidates
-    from specattn.kernels.tree.beams import Beams
 
 
 @triton.jit
@@ -211,86 +204,3 @@ def grow_words_kernel(
         above = words + req * stride_words + ((step - 1) * TOPK + parent[:, None]) * W + word
         bits |= tl.load(above, mask=mine, other=0)
     tl.store(words + req * stride_words + node[:, None] * W + word, bits, mask=mine)
-
-
-def append_candidates(
-    *,
-    child_probs: Tensor,
-    child_tokens: Tensor,
-    beams: Beams | None,
-    candidates: Candidates,
-    start: int,
-) -> None:
-    batch, width, topk = child_probs.shape
-    append_kernel[(batch,)](
-        child_probs,
-        child_tokens,
-        None if beams is None else beams.scores,
-        candidates.scores,
-        candidates.tokens,
-        candidates.parents,
-        start,
-        candidates.scores.stride(0),
-        candidates.parents.stride(0),
-        BEAMS=width,
-        TOPK=topk,
-        BLOCK=triton.next_power_of_2(width * topk),
-        num_warps=1,
-        **launch_options(child_probs.device),
-    )
-
-
-def select_beams(
-    *,
-    step: int,
-    child_probs: Tensor,
-    child_tokens: Tensor,
-    beams: Beams | None,
-    candidates: Candidates,
-    out: Beams,
-    start: int,
-) -> None:
-    batch, width, topk = child_probs.shape
-    num_words = out.words.shape[-1]
-    block = triton.next_power_of_2(width * topk)
-    select_kernel[(batch,)](
-        child_probs,
-        child_tokens,
-        None if beams is None else beams.scores,
-        None if beams is None else beams.words,
-        candidates.scores,
-        candidates.tokens,
-        candidates.parents,
-        *out,
-        step,
-        start,
-        candidates.scores.stride(0),
-        candidates.parents.stride(0),
-        0 if beams is None else beams.words.stride(0),
-        out.words.stride(0),
-        W=num_words,
-        BEAMS=width,
-        TOPK=topk,
-        BLOCK=block,
-        BLOCK_W=triton.next_power_of_2(num_words),
-        num_warps=1 if block <= 16 else 4 if block <= 128 else 8,
-        **launch_options(child_probs.device),
-    )
-
-
-def grow_words(*, words: Tensor, step: int, parents: Tensor | None, flat: bool) -> None:
-    batch, _, topk, count = words.shape
-    grow_words_kernel[(batch,)](
-        words,
-        parents,
-        step,
-        words.stride(0),
-        *((0, 0) if parents is None else parents.stride()),
-        FLAT=flat,
-        TOPK=topk,
-        W=count,
-        BLOCK=triton.next_power_of_2(topk),
-        BLOCK_W=triton.next_power_of_2(count),
-        num_warps=1,
-        **launch_options(words.device),
-    )

@@ -9,17 +9,11 @@ takes two reductions, which are single instructions on recent GPUs, and two read
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from specattn.kernels.launch import enter, launch_options
+from specattn.kernels.pdl import enter
 from specattn.kernels.tree.triton_build import ancestors
-
-if TYPE_CHECKING:
-    from specattn.batch import DraftTree, Marginals
 
 # a cost that no sum of log-probabilities reaches, and the least of what counts as one
 IMPOSSIBLE = tl.constexpr(float("inf"))
@@ -120,40 +114,3 @@ def best_first_kernel(
     word = tl.arange(0, BLOCK_W)  # [BLOCK_W]
     cell = at[:, None] * W + word[None, :]
     tl.store(words_out + cell, words, mask=inside[:, None] & (word < W)[None, :])
-
-
-def best_first_tree(
-    *,
-    marginals: Marginals,
-    bonus_tokens: Tensor,
-    seq_lens: Tensor,
-    out: DraftTree,
-    scores_out: Tensor | None,
-) -> None:
-    log_probs, tokens = marginals.log_probs, marginals.tokens
-    batch, length, ranks = log_probs.shape
-    nodes, num_words = out.words.shape[1:]
-    best_first_kernel[(batch,)](
-        log_probs,
-        tokens,
-        bonus_tokens,
-        seq_lens,
-        out.tokens,
-        out.positions,
-        out.words,
-        out.retrieve_next_token,
-        out.retrieve_next_sibling,
-        scores_out,
-        length.bit_length(),
-        log_probs.stride(0),
-        tokens.stride(0),
-        N=nodes,
-        L=length,
-        K=ranks,
-        W=num_words,
-        BLOCK_N=triton.next_power_of_2(nodes),
-        BLOCK_W=triton.next_power_of_2(num_words),
-        # nodes are found one by one, and between warps every reduction would wait for a barrier
-        num_warps=1,
-        **launch_options(log_probs.device),
-    )

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from specattn.kernels.launch import enter, launch_options
+from specattn.kernels.pdl import enter
 from specattn.kernels.sampling.keys import score_key
-
-if TYPE_CHECKING:
-    from specattn.batch import Candidates, DraftTree, Linked
 
 
 @triton.jit
@@ -230,85 +224,3 @@ def link_tree_kernel(
     tl.store(next_sibling_out + at, next_sibling, mask=inside)
     cell = at[:, None] * W + word[None, :]
     tl.store(words_out + cell, words, mask=inside[:, None] & (word < W)[None, :])
-
-
-def build_tree(
-    *,
-    candidates: Candidates,
-    bonus_tokens: Tensor,
-    seq_lens: Tensor,
-    topk: int,
-    out: DraftTree,
-    steps: int,
-) -> None:
-    scores, tokens, parents = candidates.scores, candidates.tokens, candidates.parents
-    (batch, count), groups = scores.shape, parents.shape[1]
-    _, nodes, num_words = out.words.shape
-    block_n = triton.next_power_of_2(nodes)
-    build_tree_kernel[(batch,)](
-        scores,
-        tokens,
-        parents,
-        bonus_tokens,
-        seq_lens,
-        out.tokens,
-        out.positions,
-        out.words,
-        out.retrieve_next_token,
-        out.retrieve_next_sibling,
-        count,
-        groups,
-        max(steps - 2, 0).bit_length(),
-        steps.bit_length(),
-        scores.stride(0),
-        tokens.stride(0),
-        parents.stride(0),
-        N=nodes,
-        W=num_words,
-        TOPK=topk,
-        BLOCK_C=triton.next_power_of_2(max(count, 1)),
-        BLOCK_G=triton.next_power_of_2(max(groups, 1)),
-        BLOCK_N=block_n,
-        BLOCK_W=triton.next_power_of_2(num_words),
-        BLOCK_S=min(block_n, 64),
-        num_warps=_warps(count, nodes),
-        **launch_options(scores.device),
-    )
-
-
-def link_tree(
-    *,
-    linked: Linked,
-    seq_lens: Tensor,
-    out: DraftTree,
-) -> None:
-    batch, nodes, num_words = out.words.shape
-    block_n = triton.next_power_of_2(nodes)
-    link_tree_kernel[(batch,)](
-        linked.tokens,
-        linked.parents,
-        seq_lens,
-        linked.chosen,
-        out.tokens,
-        out.positions,
-        out.words,
-        out.retrieve_next_token,
-        out.retrieve_next_sibling,
-        (nodes - 1).bit_length(),
-        linked.tokens.stride(0),
-        linked.parents.stride(0),
-        N=nodes,
-        W=num_words,
-        BLOCK_N=block_n,
-        BLOCK_W=triton.next_power_of_2(num_words),
-        BLOCK_S=min(block_n, 64),
-        num_warps=1 if nodes <= 64 else 4,
-        **launch_options(out.words.device),
-    )
-
-
-def _warps(count: int, nodes: int) -> int:
-    """Return warps per request: one avoids barriers, wide tables want more."""
-    if count <= 128 and nodes <= 64:
-        return 1
-    return 4 if count <= 2048 else 16
