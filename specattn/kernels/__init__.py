@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class TritonModule:
-    """A module of Triton kernels and launchers, imported when one is first used.
+    """A module of Triton kernels, imported when one is first used.
 
     So nothing needs Triton where nothing runs on it::
 

@@ -37,5 +37,5 @@ def cdiv(size: int, block: int) -> int:
 
 
 def power_of_2(size: int) -> int:
-    """Return the least power of two that is no less than ``size``, at least 1."""
+    """Return the least power of two from ``size`` on, at least 1."""
     return 1 << max(size - 1, 0).bit_length()
