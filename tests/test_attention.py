@@ -25,7 +25,7 @@ from specattn.attention import (
 )
 from specattn.backends.triton import TritonTree
 from specattn.errors import UnsupportedError
-from specattn.interop import full_mask, packed_mask, qlen_mask
+from specattn.masks import full_mask, packed_mask, qlen_mask
 from tests.implementations import using
 from tests.kernels.tree_oracle import DEVICE, random_tree
 from tests.oracle import Case, check
@@ -425,7 +425,7 @@ def test_latent_parts_are_their_whole():
 
 def test_a_forward_is_two_launches(plan_launches, monkeypatch):
     """One adopts, one plans the work of all geometries and pools; of all steps of a draft, too."""
-    from specattn.kernels.adopt import triton as kernels
+    from specattn.kernels.masks.copy_in import launch
 
     adopted = []
 
@@ -437,8 +437,8 @@ def test_a_forward_is_two_launches(plan_launches, monkeypatch):
             adopted.append(grid)
             return self.kernel[grid]
 
-    for name in ("adopt_rows_kernel", "adopt_steps_kernel"):
-        monkeypatch.setattr(kernels, name, Counted(getattr(kernels, name)))
+    for name in ("copy_in_rows_kernel", "copy_in_steps_kernel"):
+        monkeypatch.setattr(launch, name, Counted(getattr(launch, name)))
     with using("triton"):
         host = TwoPools(3)
         attention = host.attention("triton")

@@ -16,11 +16,11 @@ from bench.tools.compile_attention import (
 from bench.tools.compile_offline import BF16, F16, F32, FLOAT8
 from bench.tools.compile_small import (
     accepts,
-    adoptions,
     beams,
     best_first_tree,
     build_tree,
     choices,
+    copies_in,
     glue_kernels,
     index_lists,
     kv_operations,
@@ -63,7 +63,7 @@ QUICK: dict[str, Callable[[], None]] = {
     "lookups": lookups,
     "beams": beams,
     "accept": accepts,
-    "adopt": adoptions,
+    "copy in": copies_in,
     "choose": choices,
     "kv": kv_operations,
     "glue": glue_kernels,

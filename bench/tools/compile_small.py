@@ -9,18 +9,18 @@ import torch
 
 from bench.tools.compile_offline import BATCH, BF16, CONTEXT, F32, I32, LIMITS, zeros
 from specattn.batch import AcceptResult, Candidates, DraftTree, Linked, Marginals
+from specattn.kernels import cache as caches
 from specattn.kernels import (
-    adopt,
     fused,
     indices,
     logprobs,
     lookup,
+    masks,
     processors,
     sampling,
     step,
     tree,
 )
-from specattn.kernels import cache as caches
 from specattn.kernels.attention import merge_lse
 from specattn.kernels.fused.stream import stream_gated, stream_linear
 
@@ -84,15 +84,15 @@ def beams(topk: int = 8, steps: int = 7) -> None:
     tree.grow_words(zeros(BATCH, steps, topk, 1), 2, zeros(BATCH, topk), flat=True)
 
 
-def adoptions(n: int = 100, topk: int = 8, steps: int = 7) -> None:
+def copies_in(n: int = 100, topk: int = 8, steps: int = 7) -> None:
     """What an engine's tensors become, with masks of all kinds."""
     table, rows, lens = zeros(2, CONTEXT, dtype=I32), zeros(BATCH), zeros(BATCH, dtype=I32)
     slots, words = zeros(BATCH, n, dtype=I32), zeros(BATCH, n, -(-n // 64))
-    window = adopt.Window(rows, 99, 16, zeros(BATCH, 2048, dtype=I32), lens, slots, slots, words)
+    window = masks.Window(rows, 99, 16, zeros(BATCH, 2048, dtype=I32), lens, slots, slots, words)
     mask = zeros(BATCH, n * n, dtype=torch.uint8)
-    for kind in adopt.KINDS:
+    for kind in masks.KINDS:
         own = None if kind == "prefix" else zeros(BATCH, n)
-        adopt.adopt_rows(
+        masks.copy_in_rows(
             rows,
             rows if own is None else lens,
             own,
@@ -101,22 +101,22 @@ def adoptions(n: int = 100, topk: int = 8, steps: int = 7) -> None:
             kind=kind,
             counted=n,
             req_to_token=table,
-            out=adopt.Adopted(rows, lens, slots, slots, zeros(BATCH, n), words),
+            out=masks.PlanInputs(rows, lens, slots, slots, zeros(BATCH, n), words),
             window=window if kind.startswith("full") else None,
         )
     for width in (1, topk):
         nodes = zeros(BATCH, steps, width, dtype=I32)
-        adopt.adopt_steps(
+        masks.copy_in_steps(
             rows,
             lens,
             nodes if width > 1 else None,
             counted=0,
             req_to_token=table,
-            out=adopt.Adopted(
+            out=masks.PlanInputs(
                 rows, lens, nodes, nodes, nodes.long(), zeros(BATCH, steps, width, 1)
             ),
         )
-    adopt.adopt_prompts(
+    masks.copy_in_prompts(
         rows,
         lens,
         lens,
@@ -251,15 +251,15 @@ def index_lists(topk: int = 8, steps: int = 7) -> None:
     lists = zeros(BATCH + 1, dtype=I32)
     for reach in (-1, 100):
         indices.fill_lists(table, rows, lens, words[..., 0], tails, lists, slots[0], reach)
-        indices.pack_masks(
-            lists,
-            lists,
-            lens,
-            words[..., 0],
-            words[..., 0],
-            words,
-            zeros(BATCH, dtype=torch.uint8),
-            reach,
+        masks.pack_masks(
+            kv_indptr=lists,
+            mask_indptr=lists,
+            seq_lens=lens,
+            positions=words[..., 0],
+            tail_positions=words[..., 0],
+            tail_words=words,
+            mask=zeros(BATCH, dtype=torch.uint8),
+            window_left=reach,
         )
         indices.fill_page_table(
             table,

@@ -13,9 +13,9 @@ from specattn.attention.window import WindowPool
 from specattn.backends.base import fill_all
 from specattn.batch import Phase, RowLayout
 from specattn.config import FLOAT8, AttnConfig, KVScales
-from specattn.interop import words_from_mask
 from specattn.kernels.cache import store_kv
 from specattn.kernels.tree import grow_words
+from specattn.masks import words_from_mask
 from specattn.plan import (
     AttnInputs,
     AttnPlan,

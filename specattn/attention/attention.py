@@ -18,8 +18,8 @@ from specattn.batch import Phase, RowLayout
 from specattn.cache.kv_pool import KVPool
 from specattn.checks import expect, whole_number
 from specattn.errors import UnsupportedError
-from specattn.kernels.adopt import adopt_prompts
 from specattn.kernels.attention import check_sinks
+from specattn.kernels.masks import copy_in_prompts
 from specattn.plan import (
     AttnInputs,
     AttnPlan,
@@ -284,7 +284,7 @@ class Attention:
             page_size=page_size,
         )
         window = None if self._windows is None else self._windows.of_prompts(plan)
-        adopt_prompts(
+        copy_in_prompts(
             rows,
             prefix_lens,
             new_lens,

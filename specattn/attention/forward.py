@@ -12,7 +12,7 @@ from specattn.attention.layer import as_heads
 from specattn.backends.base import fill_all, recordable
 from specattn.checks import one_of, whole_number
 from specattn.errors import UnsupportedError
-from specattn.kernels.adopt import Adopted, adopt_rows, adopt_steps
+from specattn.kernels.masks import PlanInputs, copy_in_rows, copy_in_steps
 from specattn.kernels.tree import grow_words
 from specattn.plan import ExtendPlan, check_plan
 
@@ -100,7 +100,7 @@ class Forward:
         mask : Tensor, optional
             Which new tokens see which, see ``kind``; without, those before and themselves.
         kind : str
-            How the mask lies, see `specattn.kernels.adopt.adopt_rows`: ``"qlen"``,
+            How the mask lies, see `specattn.kernels.masks.copy_in_rows`: ``"qlen"``,
             ``"qlen_bits"``, ``"full"``, ``"full_bits"``; or ``"prefix"``, without a mask.
         counted : int
             How many of the new tokens ``seq_lens`` count.
@@ -120,7 +120,7 @@ class Forward:
             raise ValueError("mask must be None with a causal layout, whose rows are causal")
         whole_number("counted", counted, 0)
         shape = plan.tail_slots.shape
-        adopt_rows(
+        copy_in_rows(
             rows,
             seq_lens,
             _by_request("slots", slots, shape),
@@ -129,7 +129,7 @@ class Forward:
             kind=kind,
             counted=counted,
             req_to_token=plan.req_to_token,
-            out=Adopted(
+            out=PlanInputs(
                 plan.req_pool_indices,
                 plan.seq_lens,
                 plan.tail_slots,
@@ -291,13 +291,13 @@ class DraftForwards:
         inputs, plan = self.plan.inputs, self.plan
         one_of("order", order, "branch", "step")
         whole_number("counted", counted, 0)
-        adopt_steps(
+        copy_in_steps(
             rows,
             seq_lens,
             None if slots is None or not len(self._store) else self._by_step(slots, order),
             counted=counted,
             req_to_token=plan.req_to_token,
-            out=Adopted(
+            out=PlanInputs(
                 inputs.req_pool_indices,
                 inputs.seq_lens,
                 inputs.branch_slots,

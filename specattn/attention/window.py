@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from specattn.checks import whole_number
-from specattn.kernels.adopt import Window
+from specattn.kernels.masks import Window
 from specattn.plan import AttnPlan, ExtendPlan
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ import torch
 from specattn.backends.base import BoundAttention
 from specattn.buffers import ReadOnly
 from specattn.errors import UnsupportedError
-from specattn.kernels.indices import fill_lists, pack_masks
+from specattn.kernels.indices import fill_lists
+from specattn.kernels.masks import pack_masks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -389,12 +390,12 @@ class PackedMasks:
         """Pack the words."""
         plan = self.plan
         pack_masks(
-            self.lists.indptr,
-            self.indptr,
-            plan.seq_lens,
-            plan.positions,
-            plan.tail_positions,
-            plan.tail_words,
-            self.bits,
-            self.window_left,
+            kv_indptr=self.lists.indptr,
+            mask_indptr=self.indptr,
+            seq_lens=plan.seq_lens,
+            positions=plan.positions,
+            tail_positions=plan.tail_positions,
+            tail_words=plan.tail_words,
+            mask=self.bits,
+            window_left=self.window_left,
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 
 from specattn.checks import expect, whole_number, whole_numbers
-from specattn.interop import validate_tree
+from specattn.trees import validate_tree
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -264,7 +264,7 @@ def _check_pages(row: int, slots: list[int], page: int) -> None:
 def check_tree(tree: DraftTree, seq_lens: Tensor, config: SpecConfig, vocab_size: int) -> None:
     """Refuse a tree by its defect; waits for the device.
 
-    A `TreeError` is about links and words (`specattn.interop.validate_tree`), a ValueError about
+    A `TreeError` is about links and words (`specattn.trees.validate_tree`), a ValueError about
     tokens outside the vocabulary and positions.
     """
     validate_tree(

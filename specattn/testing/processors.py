@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from specattn.batch import DraftTree
-from specattn.interop import words_from_parents
 from specattn.speculative.logits_processor import NodeHistory, OwnProcessors
 from specattn.testing.kit import Check
 from specattn.testing.no_reads import NoReads
 from specattn.testing.oracle import ConformanceError
+from specattn.trees import words_from_parents
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -24,7 +24,7 @@ ROOMS = [
     "logprobs",
     "indices",
     "fused",
-    "adopt",
+    "masks",
     "lookup",
 ]
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 
 from specattn.batch import ForwardMode
-from specattn.interop import full_mask, mask_indptr, packed_indptr, packed_mask, words_from_parents
+from specattn.masks import full_mask, mask_indptr, packed_indptr, packed_mask
+from specattn.trees import words_from_parents
 from tests.worlds import CONFIG, DEVICE, world
 
 NODES, CONTEXT, LIVE, PADDED = 6, 40, 3, 5

@@ -16,9 +16,9 @@ import torch
 
 from specattn.batch import DraftTree
 from specattn.config import SpecConfig
-from specattn.interop import links_from_parents, words_from_parents
 from specattn.speculative.sampling import SamplingBatch, SamplingParams
 from specattn.speculative.verify import accept
+from specattn.trees import links_from_parents, words_from_parents
 from tests.kernels.tree_oracle import DEVICE, random_tree
 
 STEPS, NODES = 4, 9

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from specattn.batch import Phase, RowLayout
-from specattn.interop import qlen_mask, words_from_mask
+from specattn.masks import qlen_mask, words_from_mask
 from specattn.plan import causal_words, mask_words
 from tests.kernels.tree.test_tree import check_against_definition
 from tests.kernels.tree_oracle import DEVICE, random_candidates, random_tree

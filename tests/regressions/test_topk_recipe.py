@@ -18,8 +18,8 @@ import torch
 from specattn.batch import AcceptResult, Candidates
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
-from specattn.interop import validate_tree
 from specattn.speculative.step_decoder import StepDecoder
+from specattn.trees import validate_tree
 from tests.tiny import VOCAB, DenseAttend, TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import BACKENDS, DEVICE
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from specattn.interop import links_from_parents
 from specattn.kernels.sampling import ACCEPT, DRAFT, FINAL, draw_tokens, uniform
 from specattn.kernels.tree import accept_rejection, accept_sampled
+from specattn.trees import links_from_parents
 from tests.implementations import using
 from tests.kernels.tree_oracle import DEVICE, linked_tree, poisoned_path
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 from specattn import (
     Engine,
     Request,
     SpecConfig,
-    interop,
 )
-from specattn.errors import TreeError
 from specattn.speculative.step_decoder import StepDecoder
 from tests.tiny import TinyDraft, TinyTarget
 from tests.validation.steps import Failing, i32, ints, same
@@ -95,21 +92,3 @@ def test_an_engine_takes_what_is_empty_for_no_default(given, message):
     config = SpecConfig(0, 1, 1, max_context_len=64, max_num_reqs=1)
     with pytest.raises(ValueError, match=message):
         Engine(TinyTarget(device=DEVICE), None, config, backend="torch_native", **given)
-
-
-DEFECTS = {
-    "cycle": ([-1, 2, 1, 0], r"node 1 is in or below a cycle: \[1, 2, 1\]"),
-    "itself": ([-1, 0, 2, 0], r"node 2 is in or below a cycle: \[2, 2\]"),
-    "missing": ([-1, 0, -1, 0], "node 2 has no parent, and only node 0 is a root"),
-    "outside": ([-1, 0, 4, 0], r"node 2: parent 4 is outside its row \(n 4\)"),
-    "no_root": ([0, 0, 1, 2], "node 0 is the root, its parent must be -1, got 0"),
-}
-
-
-@pytest.mark.parametrize(("parents", "message"), DEFECTS.values(), ids=DEFECTS)
-def test_trees_of_users_are_refused(parents, message):
-    for build in (interop.links_from_parents, interop.words_from_parents):
-        with pytest.raises(TreeError, match=message):
-            build(torch.tensor(parents))
-    good = torch.tensor([[-1, 0, 1, 0]])
-    interop.validate_tree(*interop.links_from_parents(good), interop.words_from_parents(good))

@@ -34,7 +34,7 @@ from specattn.cache.staging import StagingRing
 from specattn.checks import whole_number
 from specattn.config import KVScales
 from specattn.cuda_graph import GraphRunner
-from specattn.interop import (
+from specattn.masks import (
     full_mask,
     mask_indptr,
     packed_indptr,

@@ -10,7 +10,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from specattn.attention import Phase, RowLayout
 from specattn.integrations.sglang import names
 from specattn.integrations.sglang.layers import Layers
-from specattn.interop import qlen_from_full
+from specattn.masks import qlen_from_full
 
 if TYPE_CHECKING:
     from torch import Tensor

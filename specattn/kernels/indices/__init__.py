@@ -7,7 +7,6 @@ from specattn.kernels.indices.lists import (
     fill_draft_kv,
     fill_draft_tails,
     fill_lists,
-    pack_masks,
 )
 from specattn.kernels.indices.tables import (
     fill_ancestor_table,
@@ -27,5 +26,4 @@ __all__ = [
     "fill_page_table",
     "fill_slots",
     "fill_window",
-    "pack_masks",
 ]

@@ -8,6 +8,7 @@ from torch import Tensor
 from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.checks import require_dense
 from specattn.kernels.launch import cdiv, power_of_2, programs_per_row
+from specattn.kernels.words import unpack_words
 
 launch = TritonModule("specattn.kernels.indices.triton_lists")
 
@@ -84,85 +85,6 @@ def fill_lists(
         unseen = key < torch.minimum(positions.amin(1)[request] - window_left, prefix)
         slots = torch.where(unseen, tail_slots[request, -1], slots)
     kv_indices.copy_(torch.where(used, slots, kv_indices))
-
-
-def pack_masks(
-    kv_indptr: Tensor,
-    mask_indptr: Tensor,
-    seq_lens: Tensor,
-    positions: Tensor,
-    tail_positions: Tensor,
-    tail_words: Tensor,
-    mask: Tensor,
-    window_left: int,
-) -> None:
-    """Write each request's mask as bits, lowest first.
-
-    The mask has a row of listed keys per query. This is the packed mask of FlashInfer: rows follow
-    one another without padding, and each request begins at a whole byte. It comes straight from the
-    ancestor words; no bool mask exists.
-
-    Parameters
-    ----------
-    kv_indptr : Tensor
-        ``[at least B + 1]`` int32, as in `fill_lists`.
-    mask_indptr : Tensor
-        ``[at least B + 1]`` int32, offset of each request's bytes, ``ceil(q_len * keys / 8)`` each.
-    seq_lens : Tensor
-        ``[B]`` int32, prefix lengths.
-    positions, tail_positions : Tensor
-        ``[B, q_len]`` and ``[B, tail]`` int64; read with a window only. A prefix key's position
-        is its place in the prefix.
-    tail_words : Tensor
-        ``[B, q_len, ceil(tail / 64)]`` int64; the three may have row strides.
-    mask : Tensor
-        ``[at least mask_indptr[B]]`` uint8, written up to there.
-    window_left : int
-        A key is visible iff ``0 <= pos_q - pos_k <= window_left`` as well; -1 is no window.
-    """
-    require_dense(kv_indptr=kv_indptr, mask_indptr=mask_indptr, mask=mask)
-    batch, q_len, _ = tail_words.shape
-    if on_triton(kv_indptr):
-        block = 256
-        programs = programs_per_row(batch, cdiv(len(mask), block * batch))
-        launch.pack_masks_kernel[batch, programs](
-            kv_indptr,
-            mask_indptr,
-            seq_lens,
-            positions,
-            tail_positions,
-            tail_words,
-            mask,
-            q_len,
-            tail_positions.shape[1],
-            window_left,
-            positions.stride(0),
-            tail_positions.stride(0),
-            *tail_words.stride()[:2],
-            WINDOW=window_left >= 0,
-            BLOCK=block,
-            num_warps=4,
-        )
-        return
-    begin, end = mask_indptr[:batch].long(), mask_indptr[1 : batch + 1].long()
-    byte = torch.arange(len(mask), device=mask.device)
-    request = torch.searchsorted(end, byte, right=True)
-    used, request = request < batch, request.clamp(max=batch - 1)[:, None]
-    cell = (byte - begin[request[:, 0]])[:, None] * 8 + torch.arange(8, device=mask.device)
-    length = (kv_indptr[1:] - kv_indptr[:-1]).long()[request]  # [bytes, 1]
-    query, column = cell // length, cell % length
-    inside = used[:, None] & (query < q_len)
-    query = torch.where(inside, query, 0)
-    node = column - (length - tail_positions.shape[1])
-    place = seq_lens.long()[request] + node  # a prefix key's position is its place
-    key = node.clamp(min=0)
-    seen = (node < 0) | ((tail_words[request, query, key // 64] >> key % 64 & 1) != 0)
-    if window_left >= 0:
-        there = torch.where(node < 0, place, tail_positions[request, key])
-        ago = positions[request, query] - there
-        seen &= (ago >= 0) & (ago <= window_left)
-    bits = (seen & inside) << torch.arange(8, device=mask.device)
-    mask.copy_(torch.where(used, bits.sum(1).to(torch.uint8), mask))
 
 
 def fill_draft_kv(
@@ -339,10 +261,9 @@ def _check_lists(
 def _ancestor_slots(step: int, branch_slots: Tensor, words: Tensor) -> Tensor:
     """Return slots ``[B, topk, step + 1]`` of set bits, then 0."""
     batch, _, topk = branch_slots.shape
-    nodes = torch.arange((step + 1) * topk, device=words.device)
-    word = words[:, step][:, :, nodes // 64]  # [B, topk, nodes]
-    seen = (word >> nodes % 64 & 1) != 0
+    nodes = (step + 1) * topk
+    seen = unpack_words(words[:, step], nodes)  # [B, topk, nodes]
     rank = torch.where(seen, seen.long().cumsum(2) - 1, step + 1).clamp(max=step + 1)
-    slots = branch_slots.flatten(1)[:, None, : len(nodes)].expand(-1, topk, -1)
+    slots = branch_slots.flatten(1)[:, None, :nodes].expand(-1, topk, -1)
     tails = torch.zeros(batch, topk, step + 2, dtype=slots.dtype, device=slots.device)
     return tails.scatter_(2, rank, slots)[:, :, :-1]

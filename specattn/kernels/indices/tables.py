@@ -8,6 +8,7 @@ from torch import Tensor
 from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.checks import require_rows
 from specattn.kernels.launch import cdiv, launch_options, power_of_2, programs_per_row
+from specattn.kernels.words import unpack_words
 
 launch = TritonModule("specattn.kernels.indices.triton_tables")
 
@@ -66,8 +67,7 @@ def fill_window(
         return
     length = seq_lens.long()
     columns = length[:, None] + torch.arange(width, device=rows.device)  # [B, W]
-    found = req_to_token[rows[:, None], columns.clamp(max=context - 1)]
-    slots_out.copy_(torch.where(columns < context, found, 0))
+    slots_out.copy_(table_slots(req_to_token, rows, columns))
     if positions_out is not None:
         depth = torch.arange(positions_out.shape[1], device=rows.device)
         positions_out.copy_((length[:, None] + depth)[:, :, None])
@@ -305,15 +305,20 @@ def fill_ancestor_table(
             num_warps=4,
         )
         return
-    bit = torch.arange(tail, device=table.device)
-    seen = (tail_words[:, :, bit // 64] >> (bit % 64) & 1) != 0  # [B, q_len, tail]
-    seen = seen.flatten(0, 1)
+    seen = unpack_words(tail_words, tail).flatten(0, 1)  # [B * q_len, tail]
     lens.copy_(seen.sum(1))
     # keys nobody sees all land in an extra column
     rank = torch.where(seen, seen.long().cumsum(1) - 1, tail)
     slots = tail_slots[:, None].expand(batch, q_len, tail).flatten(0, 1)
     packed = torch.cat([table, table[:, :1]], 1).scatter_(1, rank, slots)
     table.copy_(packed[:, :tail])
+
+
+def table_slots(req_to_token: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Return ``[B, n]`` slots of rows' columns; 0 beyond the table."""
+    context = req_to_token.shape[1]
+    found = req_to_token[rows[:, None], columns.clamp(max=context - 1)]
+    return torch.where(columns < context, found, 0)
 
 
 def _check_window(

@@ -50,55 +50,6 @@ def fill_lists_kernel(
 
 
 @triton.jit
-def pack_masks_kernel(
-    kv_indptr,  # [B + 1] int32
-    mask_indptr,  # [B + 1] int32
-    seq_lens,  # [B] int32
-    positions,  # [B, q_len] int64
-    tail_positions,  # [B, tail] int64
-    tail_words,  # [B, q_len, W] int64
-    mask,  # [mask_indptr[B]] uint8, out
-    q_len,
-    tail,
-    window_left,
-    stride_positions,
-    stride_tail,
-    stride_req,
-    stride_words,
-    WINDOW: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Pack a share of one request's mask."""
-    req = tl.program_id(0).to(tl.int64)
-    length = tl.load(kv_indptr + req + 1) - tl.load(kv_indptr + req)
-    prefix = tl.load(seq_lens + req)
-    begin = tl.load(mask_indptr + req).to(tl.int64)
-    count = (tl.load(mask_indptr + req + 1) - begin).to(tl.int32)
-    positions += req * stride_positions
-    tail_positions += req * stride_tail
-    tail_words += req * stride_req
-    bit = tl.arange(0, 8)[None, :]  # [1, 8]
-    for first in range(tl.program_id(1) * BLOCK, count, tl.num_programs(1) * BLOCK):
-        byte = first + tl.arange(0, BLOCK)  # [BLOCK]
-        cell = byte[:, None] * 8 + bit  # [BLOCK, 8]
-        query = cell // length
-        column = cell - query * length
-        inside = query < q_len
-        late = inside & (column >= length - tail)
-        node = tl.where(late, column - (length - tail), 0)
-        row = query.to(tl.int64) * stride_words
-        word = tl.load(tail_words + row + node // 64, mask=late, other=0)
-        seen = inside & ((column < length - tail) | (((word >> (node % 64)) & 1) != 0))
-        if WINDOW:
-            there = tl.load(tail_positions + node, mask=late, other=0)
-            there = tl.where(late, there, column + prefix + tail - length)
-            ago = tl.load(positions + query, mask=inside, other=0) - there
-            seen = seen & (ago >= 0) & (ago <= window_left)
-        packed = tl.sum(seen.to(tl.int32) << bit, 1)  # [BLOCK]
-        tl.store(mask + begin + byte, packed.to(tl.uint8), mask=byte < count)
-
-
-@triton.jit
 def _store_tail(
     branch_slots,
     words,

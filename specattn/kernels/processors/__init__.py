@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.checks import require_dense, require_rows
+from specattn.kernels.words import unpack_words
 
 if TYPE_CHECKING:
     from specattn.batch import DraftTree
@@ -206,8 +207,7 @@ def note_tokens(rows: Tensor, tokens: Tensor, lens: Tensor, *, columns: Processo
 
 def _path(words: Tensor, nodes: int) -> Tensor:
     """Return which nodes lie on each node's path, but for node 0."""
-    bits = words[..., None] >> torch.arange(64, device=words.device) & 1  # [B, n, W, 64]
-    path = bits.flatten(2)[..., :nodes].bool()
+    path = unpack_words(words, nodes)
     path[..., 0] = False
     return path
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.checks import as_columns, require_dense, require_rows
+from specattn.kernels.indices.tables import table_slots
 from specattn.kernels.launch import cdiv, launch_options, power_of_2
 
 if TYPE_CHECKING:
@@ -160,8 +161,7 @@ def begin_step(
         return torch.arange(size, device=rows.device)
 
     columns = length[:, None] + count(reserve_len)  # [B, W]
-    window = req_to_token[row[:, None], columns.clamp(max=context - 1)]
-    out.window.copy_(torch.where(fits[:, None], window, 0))
+    out.window.copy_(torch.where(fits[:, None], table_slots(req_to_token, row, columns), 0))
     out.positions.copy_(length[:, None] + count(depth))
     drafted = length + torch.where(fits, lead, 0)
     ahead = drafted[:, None] + count(steps)

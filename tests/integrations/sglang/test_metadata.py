@@ -118,7 +118,7 @@ def test_a_forward_takes_two_launches_and_reads_nothing(mode):
         batch.input_ids = torch.zeros(n * len(PREFIX), dtype=torch.int64)
     # SGLang's models are there before the first forward, the kit's layer is not
     made.layers.of(world.actual_module.attn)
-    assert metadata(made, batch) == ["adopt_rows_kernel", "_plan_kernel"]
+    assert metadata(made, batch) == ["copy_in_rows_kernel", "_plan_kernel"]
 
 
 @pytest.mark.parametrize("topk", [1, 4])
@@ -134,7 +134,7 @@ def test_a_draft_takes_two_launches_and_one_per_choice(topk):
         out_cache_loc=200 + torch.arange(rows * topk * steps),
     )
     draft.layers.of(world.actual_module.attn)
-    assert metadata(draft, batch) == ["adopt_steps_kernel", "_plan_kernel"]
+    assert metadata(draft, batch) == ["copy_in_steps_kernel", "_plan_kernel"]
     chosen = torch.zeros(rows, topk, dtype=torch.int64)
     for step in range(1, steps - 1):
         draft.grow(step, chosen)

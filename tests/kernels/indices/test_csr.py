@@ -1,14 +1,12 @@
-"""One list and one packed mask per request, against lists of lists and `interop`."""
+"""One list and one packed mask per request, against lists of lists."""
 
 from __future__ import annotations
-
-import random
 
 import pytest
 import torch
 
-from specattn.interop import packed_indptr, packed_mask
-from specattn.kernels.indices import fill_lists, pack_masks
+from specattn.kernels.indices import fill_lists
+from specattn.kernels.masks import pack_masks
 from tests.kernels.tree_oracle import DEVICE
 from tests.oracle import Case, make_tree_case
 
@@ -129,24 +127,13 @@ def test_masks_are_packed_from_words_and_positions(name, window, reach, implemen
     out = torch.full((int(masks[-1]) + 5,), CANARY, dtype=torch.uint8, device=DEVICE)
     words = strided(args["tail_words"])
     pack_masks(
-        lists,
-        masks,
-        args["seq_lens"],
-        strided(args["positions"]),
-        strided(args["tail_positions"]),
-        words,
-        out,
-        window,
+        kv_indptr=lists,
+        mask_indptr=masks,
+        seq_lens=args["seq_lens"],
+        positions=strided(args["positions"]),
+        tail_positions=strided(args["tail_positions"]),
+        tail_words=words,
+        mask=out,
+        window_left=window,
     )
     assert out.tolist() == brute_force(case, reach) + [CANARY] * 5
-
-
-def test_masks_are_those_of_interop(implementation):
-    """The public spelling of the same bits."""
-    lens = [random.Random(4).randrange(300) for _ in range(5)]
-    args, lists, masks = tensors(make_tree_case(lens, q_len=9, device=DEVICE))
-    words, seq_lens = args["tail_words"], args["seq_lens"]
-    assert masks[:-1].tolist() == packed_indptr(seq_lens, 9).tolist()
-    out = torch.full((int(masks[-1]),), CANARY, dtype=torch.uint8, device=DEVICE)
-    pack_masks(lists, masks, seq_lens, args["positions"], args["tail_positions"], words, out, -1)
-    assert torch.equal(out, packed_mask(words, seq_lens))

@@ -11,21 +11,19 @@ import torch
 from torch import Tensor
 
 from specattn.kernels import TritonModule, on_triton
-from specattn.kernels.adopt.outputs import Adopted, Window
 from specattn.kernels.checks import require_dense, require_rows
+from specattn.kernels.indices.tables import table_slots
+from specattn.kernels.launch import cdiv, launch_options, power_of_2
+from specattn.kernels.masks.layouts import check_mask, visible_nodes
+from specattn.kernels.words import pack_words
 
 if TYPE_CHECKING:
-    from specattn.kernels.adopt import triton as launch
-else:
-    launch = TritonModule("specattn.kernels.adopt.triton")
+    from specattn.kernels.masks.inputs import PlanInputs, Window
 
-__all__ = ["KINDS", "Adopted", "Window", "adopt_prompts", "adopt_rows", "adopt_steps"]
-
-#: Layouts of a mask in memory, by the name that `adopt_rows` takes.
-KINDS = ("qlen", "qlen_bits", "full", "full_bits", "prefix")
+launch = TritonModule("specattn.kernels.masks.triton")
 
 
-def adopt_rows(
+def copy_in_rows(
     rows: Tensor,
     seq_lens: Tensor,
     slots: Tensor | None,
@@ -35,7 +33,7 @@ def adopt_rows(
     kind: str,
     counted: int,
     req_to_token: Tensor,
-    out: Adopted,
+    out: PlanInputs,
     window: Window | None = None,
 ) -> None:
     """Copy in n rows per request: decode, verify or draft extend.
@@ -64,7 +62,7 @@ def adopt_rows(
         New tokens that ``seq_lens`` count; the prefix is the rest, at least 0.
     req_to_token : Tensor
         ``[R, context]`` int32; dense last axis.
-    out : Adopted
+    out : PlanInputs
         What is written; rows may have a stride, but for words.
     window : Window, optional
         What layers with a window and a pool of their own read, whose words are the same.
@@ -76,8 +74,8 @@ def adopt_rows(
     """
     batch, n = out.slots.shape
     _check_requests(batch, rows=rows, seq_lens=seq_lens)
-    _check_tokens((batch, n), slots=slots, positions=positions)
-    row_bytes = _check_mask(mask, kind, batch, n)
+    _check_integers((batch, n), slots=slots, positions=positions)
+    row_bytes = check_mask(mask, kind, batch, n)
     require_rows(req_to_token=req_to_token, slots=out.slots, store=out.store)
     require_rows(positions=out.positions)
     require_dense(rows=out.rows, seq_lens=out.seq_lens, words=out.words)
@@ -86,20 +84,41 @@ def adopt_rows(
     if not batch:
         return
     if on_triton(req_to_token):
-        return launch.adopt_rows(
-            rows=rows,
-            seq_lens=seq_lens,
-            slots=slots,
-            positions=positions,
-            mask=mask,
-            kind=kind,
-            counted=counted,
-            req_to_token=req_to_token,
-            out=out,
-            window=window,
-            row_bytes=row_bytes,
+        per_program = min(32, power_of_2(n))
+        programs = cdiv(n, per_program)
+        if window is not None:
+            programs = max(programs, min(cdiv(window.table.shape[1], launch.TABLE_BLOCK.value), 8))
+        launch.copy_in_rows_kernel[batch, programs](
+            rows,
+            seq_lens,
+            slots,
+            positions,
+            None if mask is None else mask.view(torch.uint8),
+            req_to_token,
+            *out,
+            *((None,) * 6 if window is None else window.tensors()),
+            n,
+            counted,
+            req_to_token.shape[1],
+            0 if mask is None else mask.numel(),
+            row_bytes,
+            req_to_token.stride(0),
+            *((0, 0) if slots is None else slots.stride()),
+            *((0, 0) if positions is None else positions.stride()),
+            out.slots.stride(0),
+            out.store.stride(0),
+            out.positions.stride(0),
+            *((0, 0, 1) if window is None else window.numbers()),
+            PREFIX=kind == "prefix",
+            FULL=kind.startswith("full") and mask is not None,
+            BITS=kind.endswith("bits"),
+            W=out.words.shape[2],
+            ROWS=per_program,
+            BLOCK_B=128,
+            num_warps=4,
+            **launch_options(out.rows.device),
         )
-    n = out.slots.shape[1]
+        return
     prefix = (seq_lens.long() - counted).clamp(min=0)
     out.rows.copy_(rows)
     out.seq_lens.copy_(prefix)
@@ -108,11 +127,12 @@ def adopt_rows(
     if mask is None:
         seen = (node <= node[:, None]).expand(len(rows), n, n)
     else:
-        seen = _visible(mask, kind, prefix, n, row_bytes) | torch.eye(n, device=rows.device).bool()
+        itself = torch.eye(n, dtype=torch.bool, device=rows.device)
+        seen = visible_nodes(mask, kind, prefix, n, row_bytes) | itself
     if kind == "prefix":
         seen = torch.zeros_like(seen)
         out.slots.zero_()
-    out.words.copy_(_words(seen, out.words.shape[2]))
+    out.words.copy_(pack_words(seen, out.words.shape[2]))
     if positions is None:
         positions = prefix[:, None] + (seen.sum(2) - 1).clamp(min=0)
     out.positions.copy_(positions)
@@ -123,25 +143,25 @@ def adopt_rows(
         window.slots.copy_(0 * out.slots if kind == "prefix" else window.store.clamp(min=0))
 
 
-def adopt_steps(
+def copy_in_steps(
     rows: Tensor,
     seq_lens: Tensor,
     slots: Tensor | None,
     *,
     counted: int,
     req_to_token: Tensor,
-    out: Adopted,
+    out: PlanInputs,
 ) -> None:
     """Copy in all steps of a draft.
 
     Parameters
     ----------
     rows, seq_lens, counted, req_to_token
-        As in `adopt_rows`.
+        As in `copy_in_rows`.
     slots : Tensor or None
         ``[B, steps, topk]``, any strides: slots of all branches. Without, those of the table's
         columns after the prefix, step by step.
-    out : Adopted
+    out : PlanInputs
         What is written, of ``[B, steps, topk]``, dense. Words are those of a chain (topk 1): all
         steps before and the step itself. Else they are the node's own bit, to which
         `specattn.kernels.tree.grow_words` adds.
@@ -152,21 +172,34 @@ def adopt_steps(
         Before anything is written: if a tensor has another shape or dtype.
     """
     _check_requests(len(out.slots), rows=rows, seq_lens=seq_lens)
-    _check_tokens(tuple(out.slots.shape), slots=slots)
+    _check_integers(tuple(out.slots.shape), slots=slots)
     require_rows(req_to_token=req_to_token)
-    require_dense(**vars(out))
+    require_dense(**out._asdict())
     if not out.slots.numel():
         return
+    batch, steps, topk, words = out.words.shape
+    nodes = steps * topk
     if on_triton(req_to_token):
-        return launch.adopt_steps(
-            rows=rows,
-            seq_lens=seq_lens,
-            slots=slots,
-            counted=counted,
-            req_to_token=req_to_token,
-            out=out,
+        per_program = min(64, power_of_2(nodes))
+        launch.copy_in_steps_kernel[batch, cdiv(nodes, per_program)](
+            rows,
+            seq_lens,
+            slots,
+            req_to_token,
+            *out,
+            nodes,
+            counted,
+            req_to_token.shape[1],
+            req_to_token.stride(0),
+            *((0, 0, 0) if slots is None else slots.stride()),
+            TOPK=topk,
+            W=words,
+            NODES=per_program,
+            BLOCK_W=power_of_2(words),
+            num_warps=2,
+            **launch_options(out.rows.device),
         )
-    steps, topk = out.slots.shape[1:]
+        return
     prefix = (seq_lens.long() - counted).clamp(min=0)
     out.rows.copy_(rows)
     out.seq_lens.copy_(prefix)
@@ -174,12 +207,12 @@ def adopt_steps(
     _write_slots(out.rows, prefix, given, req_to_token, out.slots.flatten(1), out.store.flatten(1))
     step = torch.arange(steps, device=rows.device)
     out.positions.copy_((prefix[:, None] + step)[:, :, None])
-    node = torch.arange(steps * topk, device=rows.device)
+    node = torch.arange(nodes, device=rows.device)
     seen = node <= node[:, None] if topk == 1 else node == node[:, None]
-    out.words.copy_(_words(seen[None], out.words.shape[3]).view(1, *out.words.shape[1:]))
+    out.words.copy_(pack_words(seen[None], words).view(1, *out.words.shape[1:]))
 
 
-def adopt_prompts(
+def copy_in_prompts(
     rows: Tensor,
     prefix_lens: Tensor,
     new_lens: Tensor,
@@ -209,7 +242,7 @@ def adopt_prompts(
     slots_out : Tensor
         ``[T]`` int32.
     window : Window, optional
-        As in `adopt_rows`; its table gets the new tokens, too.
+        As in `copy_in_rows`; its table gets the new tokens, too.
 
     Raises
     ------
@@ -217,22 +250,43 @@ def adopt_prompts(
         Before anything is written: if a tensor has another shape or dtype.
     """
     _check_requests(len(rows_out), rows=rows, prefix_lens=prefix_lens, new_lens=new_lens)
-    _check_tokens(tuple(slots_out.shape), slots=slots)
+    _check_integers(tuple(slots_out.shape), slots=slots)
     if window is not None:
         window.check(len(rows), (1, len(slots)))
     if on_triton(rows_out):
-        return launch.adopt_prompts(
-            rows=rows,
-            prefix_lens=prefix_lens,
-            new_lens=new_lens,
-            slots=slots,
-            req_to_token=req_to_token,
-            rows_out=rows_out,
-            seq_lens_out=seq_lens_out,
-            indptr_out=indptr_out,
-            slots_out=slots_out,
-            window=window,
+        batch, tokens, block = len(rows), len(slots), 256
+        programs = cdiv(max(batch, tokens, 1), block)
+        # of a window table every request's row has a program
+        programs = programs if window is None else max(programs, batch)
+        table, lens, _, store, _ = (None,) * 5 if window is None else window.tensors()[1:]
+        stride_window, keys, page_size = (0, 0, 1) if window is None else window.numbers()
+        launch.copy_in_prompts_kernel[(programs,)](
+            rows,
+            prefix_lens,
+            new_lens,
+            slots,
+            rows_out,
+            seq_lens_out,
+            indptr_out,
+            slots_out,
+            req_to_token,
+            None if window is None else window.slot_map,
+            table,
+            lens,
+            store,
+            batch,
+            tokens,
+            req_to_token.shape[1],
+            slots.stride(0),
+            req_to_token.stride(0),
+            stride_window,
+            keys,
+            PAGE=page_size,
+            BLOCK=block,
+            num_warps=4,
+            **launch_options(rows_out.device),
         )
+        return
     rows_out.copy_(rows)
     seq_lens_out.copy_(prefix_lens)
     indptr_out[0] = 0
@@ -244,51 +298,17 @@ def adopt_prompts(
 
 
 def _check_requests(batch: int, **tensors: Tensor) -> None:
-    for name, tensor in tensors.items():
-        _check_integers(name, tensor, (batch,))
+    _check_integers((batch,), **tensors)
     require_dense(**tensors)
 
 
-def _check_tokens(shape: tuple[int, ...], **tensors: Tensor | None) -> None:
-    for name, tensor in tensors.items():
-        if tensor is not None:
-            _check_integers(name, tensor, shape)
-
-
-def _check_integers(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    if tensor.shape != shape or tensor.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"{name} must be {list(shape)} int32 or int64, got {list(tensor.shape)} {tensor.dtype}"
-        )
-
-
-def _check_mask(mask: Tensor | None, kind: str, batch: int, n: int) -> int:
-    """Check a mask; return the bytes of a row of ``"qlen_bits"``."""
-    if kind not in KINDS:
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
-    if mask is None:
-        return 0
-    if kind == "prefix":
-        raise ValueError("mask must be None with kind 'prefix', whose rows see no tail")
-    bits = kind.endswith("bits")
-    if mask.dtype != torch.uint8 and (bits or mask.dtype != torch.bool):
-        wanted = torch.uint8 if bits else f"{torch.bool} or {torch.uint8}"
-        raise ValueError(f"mask must be {wanted} with kind {kind!r}, got {mask.dtype}")
-    require_dense(mask=mask)
-    row_bytes = -(-n // 8)
-    if kind == "qlen_bits":
-        if mask.dim() == 3:
-            row_bytes = mask.shape[2]
-        least = batch * n * max(row_bytes, -(-n // 8))
-    else:
-        # the prefixes of "full" are known on the device alone
-        least = batch * (-(-n * n // 8) if bits else n * n)
-    if mask.numel() < least:
-        raise ValueError(
-            f"mask of kind {kind!r} must have at least {least} numbers for {batch} requests of "
-            f"{n} rows, got {list(mask.shape)}"
-        )
-    return row_bytes
+def _check_integers(wanted: tuple[int, ...], **tensors: Tensor | None) -> None:
+    integers = torch.int32, torch.int64
+    for name, each in tensors.items():
+        if each is not None and (each.shape != wanted or each.dtype not in integers):
+            raise ValueError(
+                f"{name} must be {list(wanted)} int32 or int64, got {list(each.shape)} {each.dtype}"
+            )
 
 
 def _mapped(slot_map: Tensor, slots: Tensor) -> Tensor:
@@ -303,13 +323,12 @@ def _write_window(
     window: Window,
 ) -> Tensor:
     """Write the table and its lengths; return where each request's begins."""
-    page, context = window.page_size, req_to_token.shape[1]
+    page = window.page_size
     start = (prefix - window.keys).clamp(min=0) // page * page
     window.seq_lens.copy_(prefix - start)
     end = (prefix if new_lens is None else prefix + new_lens)[:, None]
     columns = start[:, None] + torch.arange(window.table.shape[1], device=rows.device)
-    slots = req_to_token[rows[:, None], columns.clamp(max=context - 1)]
-    slots = torch.where(columns < context, slots, 0)
+    slots = table_slots(req_to_token, rows, columns)
     found = _mapped(window.slot_map, slots).clamp(min=0).to(torch.int32)
     window.table.copy_(torch.where(columns < end, found, window.table))
     return start
@@ -325,34 +344,6 @@ def _write_slots(
 ) -> None:
     if slots is None:
         columns = prefix[:, None] + torch.arange(slots_out.shape[1], device=rows.device)
-        context = req_to_token.shape[1]
-        found = req_to_token[rows[:, None], columns.clamp(max=context - 1)]
-        slots = torch.where(columns < context, found, 0)
+        slots = table_slots(req_to_token, rows, columns)
     store_out.copy_(slots)
     slots_out.copy_(slots.clamp(min=0))
-
-
-def _visible(mask: Tensor, kind: str, prefix: Tensor, n: int, row_bytes: int) -> Tensor:
-    """Return ``[B, n, n]`` bool: what the mask says of the tail."""
-    flat, node = mask.flatten(), torch.arange(n, device=mask.device)
-    bits = kind.endswith("bits")
-    if kind.startswith("qlen"):
-        request = torch.arange(len(prefix), device=mask.device)[:, None, None]
-        row = request * n + node[:, None]
-        start, cell = row * (row_bytes if bits else n), node
-    else:
-        cells = n * (prefix + n)
-        sizes = (cells + 7) // 8 if bits else cells
-        start = (sizes.cumsum(0) - sizes)[:, None, None]
-        cell = node[:, None] * (prefix + n)[:, None, None] + prefix[:, None, None] + node
-    at = start + (cell // 8 if bits else cell)
-    found = torch.where(at < len(flat), flat[at.clamp(max=len(flat) - 1)].long(), 0)
-    return (found >> cell % 8 & 1 if bits else found) != 0
-
-
-def _words(seen: Tensor, count: int) -> Tensor:
-    """Write ``[B, n, n]`` bool as ``[B, n, count]`` words."""
-    node = torch.arange(seen.shape[2], device=seen.device)
-    words = torch.zeros(*seen.shape[:2], count, dtype=torch.int64, device=seen.device)
-    # distinct bits: their sum is their union, and the sign bit wraps into place
-    return words.index_add_(2, node // 64, seen.long() << node % 64)

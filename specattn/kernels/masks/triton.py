@@ -1,27 +1,18 @@
-"""Inputs of plans from an engine's tensors: one launch."""
+"""Inputs of plans from an engine's tensors, and packed masks."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import torch
 import triton
 import triton.language as tl
 
-from specattn.kernels.launch import launch_options
 from specattn.kernels.pdl import enter
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from specattn.kernels.adopt.outputs import Adopted, Window
 
 # columns of a window table that a program writes at a time
 TABLE_BLOCK = tl.constexpr(1024)
 
 
 @triton.jit
-def _adopt_request(
+def _copy_in_request(
     req, rows, seq_lens, counted, rows_out, seq_lens_out, writes, TABLE: tl.constexpr
 ):
     """Return a request's prefix and, with ``TABLE``, its table row."""
@@ -96,7 +87,7 @@ def _mask_start(seq_lens, counted, req, n, BITS: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.jit
-def adopt_rows_kernel(
+def copy_in_rows_kernel(
     rows,  # [B]
     seq_lens,  # [B]
     slots,  # [B, n], or None
@@ -139,10 +130,10 @@ def adopt_rows_kernel(
     BLOCK_B: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Adopt some rows of one request."""
+    """Copy in some rows of one request."""
     enter(PDL)
     req = tl.program_id(0).to(tl.int64)
-    prefix, row = _adopt_request(
+    prefix, row = _copy_in_request(
         req,
         rows,
         seq_lens,
@@ -226,59 +217,8 @@ def adopt_rows_kernel(
         tl.store(window_slots + req * n + node, slot, mask=ok)
 
 
-def adopt_rows(
-    *,
-    rows: Tensor,
-    seq_lens: Tensor,
-    slots: Tensor | None,
-    positions: Tensor | None,
-    mask: Tensor | None,
-    kind: str,
-    counted: int,
-    req_to_token: Tensor,
-    out: Adopted,
-    window: Window | None,
-    row_bytes: int,
-) -> None:
-    batch, n = out.slots.shape
-    per_program = min(32, triton.next_power_of_2(n))
-    programs = triton.cdiv(n, per_program)
-    if window is not None:
-        programs = max(programs, min(triton.cdiv(window.table.shape[1], TABLE_BLOCK.value), 8))
-    adopt_rows_kernel[(batch, programs)](
-        rows,
-        seq_lens,
-        slots,
-        positions,
-        None if mask is None else mask.view(torch.uint8),
-        req_to_token,
-        *out.tensors(),
-        *((None,) * 6 if window is None else window.tensors()),
-        n,
-        counted,
-        req_to_token.shape[1],
-        0 if mask is None else mask.numel(),
-        row_bytes,
-        req_to_token.stride(0),
-        *_strides(slots),
-        *_strides(positions),
-        out.slots.stride(0),
-        out.store.stride(0),
-        out.positions.stride(0),
-        *((0, 0, 1) if window is None else window.numbers()),
-        PREFIX=kind == "prefix",
-        FULL=kind.startswith("full") and mask is not None,
-        BITS=kind.endswith("bits"),
-        W=out.words.shape[2],
-        ROWS=per_program,
-        BLOCK_B=128,
-        num_warps=4,
-        **launch_options(out.rows.device),
-    )
-
-
 @triton.jit
-def adopt_steps_kernel(
+def copy_in_steps_kernel(
     rows,  # [B]
     seq_lens,  # [B]
     slots,  # [B, steps, TOPK], or None
@@ -302,10 +242,10 @@ def adopt_steps_kernel(
     BLOCK_W: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Adopt some nodes of one request's draft."""
+    """Copy in some nodes of one request's draft."""
     enter(PDL)
     req = tl.program_id(0).to(tl.int64)
-    prefix, row = _adopt_request(
+    prefix, row = _copy_in_request(
         req,
         rows,
         seq_lens,
@@ -338,40 +278,8 @@ def adopt_steps_kernel(
     tl.store(words_out + cell, bits.to(tl.int64), mask=ok[:, None] & (word < W))
 
 
-def adopt_steps(
-    *,
-    rows: Tensor,
-    seq_lens: Tensor,
-    slots: Tensor | None,
-    counted: int,
-    req_to_token: Tensor,
-    out: Adopted,
-) -> None:
-    batch, steps, topk, words = out.words.shape
-    nodes = steps * topk
-    per_program = min(64, triton.next_power_of_2(nodes))
-    adopt_steps_kernel[(batch, triton.cdiv(nodes, per_program))](
-        rows,
-        seq_lens,
-        slots,
-        req_to_token,
-        *out.tensors(),
-        nodes,
-        counted,
-        req_to_token.shape[1],
-        req_to_token.stride(0),
-        *((0, 0, 0) if slots is None else slots.stride()),
-        TOPK=topk,
-        W=words,
-        NODES=per_program,
-        BLOCK_W=triton.next_power_of_2(words),
-        num_warps=2,
-        **launch_options(out.rows.device),
-    )
-
-
 @triton.jit
-def adopt_prompts_kernel(
+def copy_in_prompts_kernel(
     rows,  # [B]
     prefix_lens,  # [B]
     new_lens,  # [B]
@@ -396,7 +304,7 @@ def adopt_prompts_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Adopt a block of requests, and a block of their tokens."""
+    """Copy in a block of requests, and a block of their tokens."""
     enter(PDL)
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     at = begin + tl.arange(0, BLOCK)  # [BLOCK]
@@ -438,52 +346,50 @@ def adopt_prompts_kernel(
         tl.store(indptr_out, 0)
 
 
-def adopt_prompts(
-    *,
-    rows: Tensor,
-    prefix_lens: Tensor,
-    new_lens: Tensor,
-    slots: Tensor,
-    req_to_token: Tensor,
-    rows_out: Tensor,
-    seq_lens_out: Tensor,
-    indptr_out: Tensor,
-    slots_out: Tensor,
-    window: Window | None,
-) -> None:
-    batch, tokens, block = len(rows), len(slots), 256
-    programs = triton.cdiv(max(batch, tokens, 1), block)
-    # of a window table every request's row has a program
-    programs = programs if window is None else max(programs, batch)
-    table, lens, _, store, _ = (None,) * 5 if window is None else window.tensors()[1:]
-    stride_window, keys, page_size = (0, 0, 1) if window is None else window.numbers()
-    adopt_prompts_kernel[(programs,)](
-        rows,
-        prefix_lens,
-        new_lens,
-        slots,
-        rows_out,
-        seq_lens_out,
-        indptr_out,
-        slots_out,
-        req_to_token,
-        None if window is None else window.slot_map,
-        table,
-        lens,
-        store,
-        batch,
-        tokens,
-        req_to_token.shape[1],
-        slots.stride(0),
-        req_to_token.stride(0),
-        stride_window,
-        keys,
-        PAGE=page_size,
-        BLOCK=block,
-        num_warps=4,
-        **launch_options(rows_out.device),
-    )
-
-
-def _strides(tensor: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if tensor is None else (tensor.stride(0), tensor.stride(1))
+@triton.jit
+def pack_masks_kernel(
+    kv_indptr,  # [B + 1] int32
+    mask_indptr,  # [B + 1] int32
+    seq_lens,  # [B] int32
+    positions,  # [B, q_len] int64
+    tail_positions,  # [B, tail] int64
+    tail_words,  # [B, q_len, W] int64
+    mask,  # [mask_indptr[B]] uint8, out
+    q_len,
+    tail,
+    window_left,
+    stride_positions,
+    stride_tail,
+    stride_req,
+    stride_words,
+    WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Pack a share of one request's mask."""
+    req = tl.program_id(0).to(tl.int64)
+    length = tl.load(kv_indptr + req + 1) - tl.load(kv_indptr + req)
+    prefix = tl.load(seq_lens + req)
+    begin = tl.load(mask_indptr + req).to(tl.int64)
+    count = (tl.load(mask_indptr + req + 1) - begin).to(tl.int32)
+    positions += req * stride_positions
+    tail_positions += req * stride_tail
+    tail_words += req * stride_req
+    bit = tl.arange(0, 8)[None, :]  # [1, 8]
+    for first in range(tl.program_id(1) * BLOCK, count, tl.num_programs(1) * BLOCK):
+        byte = first + tl.arange(0, BLOCK)  # [BLOCK]
+        cell = byte[:, None] * 8 + bit  # [BLOCK, 8]
+        query = cell // length
+        column = cell - query * length
+        inside = query < q_len
+        late = inside & (column >= length - tail)
+        node = tl.where(late, column - (length - tail), 0)
+        row = query.to(tl.int64) * stride_words
+        word = tl.load(tail_words + row + node // 64, mask=late, other=0)
+        seen = inside & ((column < length - tail) | (((word >> (node % 64)) & 1) != 0))
+        if WINDOW:
+            there = tl.load(tail_positions + node, mask=late, other=0)
+            there = tl.where(late, there, column + prefix + tail - length)
+            ago = tl.load(positions + query, mask=inside, other=0) - there
+            seen = seen & (ago >= 0) & (ago <= window_left)
+        packed = tl.sum(seen.to(tl.int32) << bit, 1)  # [BLOCK]
+        tl.store(mask + begin + byte, packed.to(tl.uint8), mask=byte < count)

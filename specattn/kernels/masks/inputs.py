@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Adopted:
+class PlanInputs(NamedTuple):
     """The inputs of a plan.
 
     Parameters
@@ -36,10 +35,6 @@ class Adopted:
     store: Tensor
     positions: Tensor
     words: Tensor
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Return all, as kernels take them."""
-        return self.rows, self.seq_lens, self.slots, self.store, self.positions, self.words
 
 
 @dataclass(frozen=True)

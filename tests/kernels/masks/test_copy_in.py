@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specattn.interop import full_mask, packed_mask, qlen_mask
-from specattn.kernels.adopt import Adopted, Window, adopt_prompts, adopt_rows, adopt_steps
+from specattn.kernels.masks import PlanInputs, Window, copy_in_prompts, copy_in_rows, copy_in_steps
+from specattn.masks import full_mask, packed_mask, qlen_mask
 from tests.kernels.tree_oracle import DEVICE, POISON, poisoned, random_tree, to_word
 from tests.recordings import recorded
 
@@ -76,7 +76,7 @@ class Host:
         }
         outs = {name: changes.pop(name) for name in [*changes] if name.startswith("out_")}
         outs = self.outs | {name[4:]: value for name, value in outs.items()}
-        adopt_rows(**given | {"out": Adopted(**outs)} | changes)
+        copy_in_rows(**given | {"out": PlanInputs(**outs)} | changes)
 
     def check(self, words=None, depths=None, slots=None, reads=None):
         found = {name: out.tolist() for name, out in self.outs.items()}
@@ -237,13 +237,13 @@ def test_no_request_is_nothing_to_do(implementation):
     host = Host(0, 3)
     host.adopt()
     steps = torch.zeros(0, 2, 3, dtype=torch.int32, device=DEVICE)
-    adopt_steps(
+    copy_in_steps(
         tensor([]),
         tensor([]),
         None,
         counted=0,
         req_to_token=host.table,
-        out=Adopted(
+        out=PlanInputs(
             tensor([]),
             tensor([], torch.int32),
             steps,
@@ -307,8 +307,8 @@ def test_all_steps_of_a_draft(implementation, batch, steps, topk, dtype, order):
         "words": poisoned(batch, steps, topk, count),
     }
     lens = tensor([length + 2 for length in prefix], dtype)
-    adopt_steps(
-        tensor(rows, dtype), lens, slots, counted=2, req_to_token=table, out=Adopted(**outs)
+    copy_in_steps(
+        tensor(rows, dtype), lens, slots, counted=2, req_to_token=table, out=PlanInputs(**outs)
     )
     assert outs["rows"].tolist() == rows
     assert outs["seq_lens"].tolist() == prefix
@@ -338,7 +338,7 @@ def test_prompts(implementation, dtype, batch, most):
     }
     given = (tensor(x, dtype) for x in (rows, prefix, new, slots))
     table = poisoned(100, 9, dtype=torch.int32)
-    adopt_prompts(*given, req_to_token=table, **outs)
+    copy_in_prompts(*given, req_to_token=table, **outs)
     assert outs["rows_out"].tolist() == rows
     assert outs["seq_lens_out"].tolist() == prefix
     assert outs["indptr_out"].tolist() == [sum(new[:b]) for b in range(batch + 1)]
@@ -412,7 +412,7 @@ def test_prompts_of_window_layers(implementation, page):
     host.prefix = [30, 0, 12, 50]
     slots = [slot for row in range(4) for slot in range(row * 100, row * 100 + new[row])]
     pool = OtherPool(4, (1, sum(new)), 11, page, 20)
-    adopt_prompts(
+    copy_in_prompts(
         *(tensor(x) for x in (host.rows, host.prefix, new, slots)),
         req_to_token=host.table,
         rows_out=poisoned(4),

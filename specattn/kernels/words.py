@@ -1,0 +1,20 @@
+"""Bool masks as ancestor words, and back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def pack_words(seen: Tensor, count: int) -> Tensor:
+    """Write ``[B, n, keys]`` bool as ``[B, n, count]`` int64 words."""
+    key = torch.arange(seen.shape[2], device=seen.device)
+    words = torch.zeros(*seen.shape[:2], count, dtype=torch.int64, device=seen.device)
+    # distinct bits: their sum is their union, and the sign bit wraps into place
+    return words.index_add_(2, key // 64, seen.long() << key % 64)
+
+
+def unpack_words(words: Tensor, keys: int) -> Tensor:
+    """Return ``[..., keys]`` bool: the first bits of words."""
+    key = torch.arange(keys, device=words.device)
+    return (words[..., key // 64] >> key % 64 & 1) != 0
