@@ -159,7 +159,7 @@ def verify(host: Host, backend: str, n: int, kind: str = "qlen", *, store: bool 
         "full_bits": packed_mask,
     }
     slots = host.after(n)
-    forward.adopt(
+    forward.copy_in(
         tensor(host.rows),
         lens,
         tensor(slots).flatten(),
@@ -222,7 +222,7 @@ def test_float8_caches_with_a_layers_scales(backend, scales):
     attention = Attention(host.table, max_batch=2, backend=backend)
     layer = host.layer(attention, scales)
     forward = attention.forward(RowLayout(3, 3, Phase.VERIFY), 2)
-    forward.adopt(tensor(host.rows), tensor(host.lens))
+    forward.copy_in(tensor(host.rows), tensor(host.lens))
     slots = host.after(3)
     q, k, v = host.new(6)
     # numbers that float8 has, also with the scales
@@ -245,7 +245,7 @@ def test_layers_with_sinks_and_without_share_a_forward(backend):
     host = Host(2)
     attention = Attention(host.table, max_batch=2, backend=backend)
     forward = attention.forward(RowLayout(3, 3, Phase.VERIFY), 2)
-    forward.adopt(tensor(host.rows), tensor(host.lens))
+    forward.copy_in(tensor(host.rows), tensor(host.lens))
     q, k, v = host.new(6)
     case = host.case(
         q,
@@ -271,7 +271,7 @@ def test_decode_and_extend_count_their_new_tokens(backend, n, dtype):
     attention = Attention(host.table, max_batch=8, backend=backend)
     layer = host.layer(attention)
     forward = attention.forward(RowLayout(n, n, Phase.DECODE, causal=True, page_size=16), 3)
-    forward.adopt(
+    forward.copy_in(
         tensor(host.rows, dtype), tensor([length + n for length in host.lens], dtype), counted=n
     )
     q, k, v = host.new(3 * n)
@@ -292,7 +292,7 @@ def test_rows_may_see_the_prefix_alone(backend):
     attention = Attention(host.table, max_batch=3, backend=backend)
     layer = host.layer(attention)
     forward = attention.forward(RowLayout(2, 2, Phase.VERIFY), 3)
-    forward.adopt(tensor(host.rows), tensor(host.lens), kind="prefix")
+    forward.copy_in(tensor(host.rows), tensor(host.lens), kind="prefix")
     q, _, _ = host.new(6)
     first = places(host, [[0, 0]] * 3)
     case = host.case(q, slots=host.after(2), positions=first, words=[[[0]] * 2] * 3)
@@ -309,7 +309,7 @@ def test_slots_below_zero_are_not_stored(backend):
     forward = attention.forward(RowLayout(4, 4, Phase.VERIFY), 3)
     slots = host.after(4)
     slots[2][2:] = [-1, -1]
-    forward.adopt(tensor(host.rows), tensor(host.lens), tensor(slots))
+    forward.copy_in(tensor(host.rows), tensor(host.lens), tensor(slots))
     before = [cache.clone() for cache in host.caches]
     q, k, v = host.new(12)
     k[10:], v[10:] = torch.nan, torch.nan
@@ -344,7 +344,7 @@ def test_draft_steps_read_their_true_ancestors(backend, steps, topk, order):
     given["slots"] = {"branch": slots.transpose(1, 2), "step": slots, None: None}[order]
     if order == "branch":
         given["slots"] = given["slots"].flatten()
-    draft.adopt(tensor(host.rows), tensor(host.lens), **given)
+    draft.copy_in(tensor(host.rows), tensor(host.lens), **given)
     paths = [[[] for _ in range(topk)] for _ in range(2)]
     for step in range(steps):
         parents = [[rng.randrange(topk) for _ in range(topk)] for _ in range(2)]
@@ -404,7 +404,7 @@ def test_prompts_over_cached_prefixes(backend, dtype):
     forward.attend(layer, q, k, v, out=case.out, lse=case.lse)
     check(case, case.expected())
     with pytest.raises(ValueError, match=r"Attention\.prompts"):
-        forward.adopt(tensor(host.rows), tensor(host.lens))
+        forward.copy_in(tensor(host.rows), tensor(host.lens))
 
 
 def test_latent_parts_are_their_whole():
@@ -412,7 +412,7 @@ def test_latent_parts_are_their_whole():
     attention = Attention(host.table, max_batch=2, backend="torch_native")
     layer = host.layer(attention)
     forward = attention.forward(RowLayout(3, 3, Phase.VERIFY), 2)
-    forward.adopt(tensor(host.rows), tensor(host.lens))
+    forward.copy_in(tensor(host.rows), tensor(host.lens))
     q, k, _ = host.new(6)
     q, k = q.view(6, 4, 48), k.view(6, 1, 48)
     whole = forward.attend(layer, q, k)
@@ -424,17 +424,17 @@ def test_latent_parts_are_their_whole():
 
 
 def test_a_forward_is_two_launches(plan_launches, monkeypatch):
-    """One adopts, one plans the work of all geometries and pools; of all steps of a draft, too."""
+    """One copies in, one plans the work of all geometries and pools, or of all steps of a draft."""
     from specattn.kernels.masks.copy_in import launch
 
-    adopted = []
+    copies = []
 
     class Counted:
         def __init__(self, kernel):
             self.kernel = kernel
 
         def __getitem__(self, grid):
-            adopted.append(grid)
+            copies.append(grid)
             return self.kernel[grid]
 
     for name in ("copy_in_rows_kernel", "copy_in_steps_kernel"):
@@ -449,13 +449,13 @@ def test_a_forward_is_two_launches(plan_launches, monkeypatch):
         forward = attention.forward(RowLayout(4, 4, Phase.VERIFY), 3)
         draft = attention.draft(4, 4, 3)
         for made in (forward, draft):
-            del plan_launches[:], adopted[:]
-            made.adopt(tensor(host.rows), tensor(host.lens))
-            assert len(adopted) == len(plan_launches) == 1
+            del plan_launches[:], copies[:]
+            made.copy_in(tensor(host.rows), tensor(host.lens))
+            assert len(copies) == len(plan_launches) == 1
 
 
 def test_the_first_layer_of_a_forward_waits_for_its_plan(monkeypatch):
-    """Later ones prefetch; whatever ran before, the first one after `adopt` or `fill` does not."""
+    """Later ones prefetch; whatever ran before, the first after `copy_in` or `fill` does not."""
     honest, run, told, seen = TritonTree.for_layer, TritonTree.run, {}, []
 
     def for_layer(bound, scales, *, prefetch):
@@ -474,8 +474,8 @@ def test_the_first_layer_of_a_forward_waits_for_its_plan(monkeypatch):
         attention = Attention(host.table, max_batch=2, backend="triton")
         layers = [host.layer(attention) for _ in range(2)]
         forward = attention.forward(RowLayout(3, 3, Phase.VERIFY), 2)
-        adopt = partial(forward.adopt, tensor(host.rows), tensor(host.lens))
-        for begin in (adopt, adopt, forward.fill):
+        copy_in = partial(forward.copy_in, tensor(host.rows), tensor(host.lens))
+        for begin in (copy_in, copy_in, forward.fill):
             begin()
             for layer in layers:
                 forward.attend(layer, *host.new(6))
@@ -500,7 +500,7 @@ def test_a_recorded_forward_follows_the_host(backend):
     out = torch.empty(3 * n, 4, 16, device=DEVICE)
 
     def step() -> None:
-        forward.adopt(static["rows"], static["lens"], static["slots"], mask=static["mask"])
+        forward.copy_in(static["rows"], static["lens"], static["slots"], mask=static["mask"])
         for layer in layers:
             forward.attend(layer, q, k, v, out=out)
 
@@ -536,7 +536,7 @@ def test_a_geometry_that_comes_late_is_bound_before_a_capture(backend, monkeypat
     host = Host(2, CAPPED)
     attention = Attention(host.table, max_batch=2, backend=backend)
     forward = attention.forward(RowLayout(3, 3, Phase.VERIFY), 2)
-    forward.adopt(tensor(host.rows), tensor(host.lens))
+    forward.copy_in(tensor(host.rows), tensor(host.lens))
     layer = host.layer(attention)
     q, k, v = host.new(6)
     monkeypatch.setattr("specattn.attention.layer.is_recording", lambda _: True)
@@ -568,10 +568,10 @@ def test_nobody_is_nothing_to_do(backend):
     none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
     q, k, v = host.new(0)
     forward = attention.forward(RowLayout(3, 3, Phase.VERIFY), 0)
-    forward.adopt(none, none, none, none)
+    forward.copy_in(none, none, none, none)
     assert forward.attend(layer, q, k, v).shape == (0, 64)
     draft = attention.draft(2, 3, 0)
-    draft.adopt(none, none, none)
+    draft.copy_in(none, none, none)
     draft.grow(1, none.view(0, 3))
     assert draft.steps[1].attend(layer, q, k, v).shape == (0, 64)
     prompts = attention.prompts(none, none, none, none, max_q_len=1)
@@ -601,16 +601,16 @@ def test_others_are_refused_by_name(backend):
         ("tail must be q_len", lambda: attention.forward(RowLayout(1, 2, Phase.VERIFY), 2)),
         ("batch must be 0..2", lambda: attention.draft(2, 2, 3)),
         ("steps must be", lambda: attention.draft(0, 2, 2)),
-        ("rows must be", lambda: forward.adopt(rows[:1], lens)),
-        ("slots must have 2 x 3", lambda: forward.adopt(rows, lens, rows)),
-        ("positions must be", lambda: forward.adopt(rows, lens, positions=mask.view(2, 9))),
-        ("counted must be", lambda: forward.adopt(rows, lens, counted=-1)),
-        ("mask must be None with a causal", lambda: chain.adopt(rows, lens, mask=mask)),
-        ("mask must be None with a causal", lambda: chain.adopt(rows, lens, kind="prefix")),
-        ("order must be", lambda: draft.adopt(rows, lens, rows, order="beam")),
-        ("slots must be those of 2 requests", lambda: draft.adopt(rows, lens, mask[:17])),
-        ("slots must be those of 2 requests", lambda: draft.adopt(rows, lens, mask[:6])),
-        ("slots must be .* int32 or int64", lambda: draft.adopt(rows, lens, mask)),
+        ("rows must be", lambda: forward.copy_in(rows[:1], lens)),
+        ("slots must have 2 x 3", lambda: forward.copy_in(rows, lens, rows)),
+        ("positions must be", lambda: forward.copy_in(rows, lens, positions=mask.view(2, 9))),
+        ("counted must be", lambda: forward.copy_in(rows, lens, counted=-1)),
+        ("mask must be None with a causal", lambda: chain.copy_in(rows, lens, mask=mask)),
+        ("mask must be None with a causal", lambda: chain.copy_in(rows, lens, kind="prefix")),
+        ("order must be", lambda: draft.copy_in(rows, lens, rows, order="beam")),
+        ("slots must be those of 2 requests", lambda: draft.copy_in(rows, lens, mask[:17])),
+        ("slots must be those of 2 requests", lambda: draft.copy_in(rows, lens, mask[:6])),
+        ("slots must be .* int32 or int64", lambda: draft.copy_in(rows, lens, mask)),
         ("q must be", lambda: forward.attend(layer, q[:5])),
         ("q must be", lambda: forward.attend(layer, q.double())),
         ("k must be", lambda: forward.attend(layer, q, k[:, :9], v)),
@@ -656,7 +656,7 @@ def test_nothing_of_models_is_imported():
         "pool = torch.zeros(2, 9, 1, 16)\n"
         "layer = attention.layer(AttnConfig(1, 1, 16), *pool)\n"
         "forward = attention.forward(RowLayout(1, 1, Phase.DECODE), 1)\n"
-        "forward.adopt(torch.tensor([1]), torch.tensor([3]), torch.tensor([5]))\n"
+        "forward.copy_in(torch.tensor([1]), torch.tensor([3]), torch.tensor([5]))\n"
         "print(forward.attend(layer, *torch.ones(3, 1, 16)).sum().item())\n"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -708,7 +708,7 @@ def test_layers_with_a_window_may_have_a_pool_of_their_own(backend, page, given)
     slots = whole.after(n)
     if given:
         slots[2][-1] = -1
-    forward.adopt(
+    forward.copy_in(
         tensor(host.rows),
         tensor(host.lens),
         tensor(slots) if given else None,
@@ -763,11 +763,11 @@ def test_window_pools_are_refused_where_they_do_not_fit(backend):
         Attention(host.table, max_batch=1, window_pool=WindowPool(host.map, -1))
     layer = attention.layer(CAPPED, *host.caches, windowed=True)
     draft = attention.draft(2, 2, 2)
-    draft.adopt(tensor(host.rows), tensor(host.lens))
+    draft.copy_in(tensor(host.rows), tensor(host.lens))
     with pytest.raises(UnsupportedError, match="window pool of their own"):
         draft.steps[0].attend(layer, host.new(4)[0])
     pool = WindowPool(host.map.float(), 23)
     attention = Attention(host.full_table, max_batch=2, window_pool=pool)
     forward = attention.forward(RowLayout(2, 2, Phase.DECODE), 2)
     with pytest.raises(ValueError, match="slot_map must be"):
-        forward.adopt(tensor(host.rows), tensor(host.lens))
+        forward.copy_in(tensor(host.rows), tensor(host.lens))

@@ -89,7 +89,7 @@ def main() -> float:
     for node, parent in enumerate(TREE[1:], 1):
         mask[node] |= mask[parent]
     forward = attention.forward(RowLayout(nodes, nodes, Phase.VERIFY, page_size=PAGE), len(rows))
-    forward.adopt(
+    forward.copy_in(
         torch.tensor(rows, device=DEVICE),
         torch.tensor(PROMPTS, device=DEVICE),
         engine.slots(rows, PROMPTS, [nodes] * len(rows)),

@@ -1,7 +1,7 @@
 """Attention alone, for engines with caches and tables of their own.
 
 An engine makes one `Attention` over its request table and a `Layer` per layer of its model. Before
-a forward it copies in what it knows (`Forward.adopt`): one launch, and one for the plans of all
+a forward it copies in what it knows (`Forward.copy_in`): one launch, and one for the plans of all
 layers. In every layer it then attends. Nothing waits for the device, and what has been made before
 a capture can be recorded in it.
 """

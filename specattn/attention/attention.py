@@ -290,7 +290,7 @@ class Attention:
             new_lens,
             slots,
             req_to_token=self.req_to_token,
-            window=None if window is None else window.adopted,
+            window=None if window is None else window.inputs,
             rows_out=whole,
             seq_lens_out=lens,
             indptr_out=indptr,

@@ -70,7 +70,7 @@ class Forward:
         """Whether all that is bound may be recorded in a CUDA graph."""
         return all(recordable(group.backend, self.plan) for group in self._bound)
 
-    def adopt(
+    def copy_in(
         self,
         rows: Tensor,
         seq_lens: Tensor,
@@ -115,7 +115,7 @@ class Forward:
         """
         plan = self.plan
         if isinstance(plan, ExtendPlan):
-            raise ValueError("prompts are adopted by Attention.prompts")
+            raise ValueError("prompts are copied in by Attention.prompts")
         if plan.layout.causal and (mask is not None or kind == "prefix"):
             raise ValueError("mask must be None with a causal layout, whose rows are causal")
         whole_number("counted", counted, 0)
@@ -137,7 +137,7 @@ class Forward:
                 plan.positions,
                 plan.tail_words,
             ),
-            window=None if self.window is None else self.window.adopted,
+            window=None if self.window is None else self.window.inputs,
         )
         bounds = self._start()
         if fill:
@@ -227,7 +227,7 @@ class Forward:
                 bound = bound.with_sinks(layer.sinks)
             slots = self.store_slots
             if self.window is not None and group.windowed:
-                slots = self.window.adopted.store
+                slots = self.window.inputs.store
             self._of_layer[layer, prefetch] = bound, slots
         return self._of_layer[layer, prefetch]
 
@@ -256,7 +256,7 @@ class DraftForwards:
             Forward(groups, plan.step(step), store[:, step]) for step in range(plan.dims.steps)
         )
 
-    def adopt(
+    def copy_in(
         self,
         rows: Tensor,
         seq_lens: Tensor,
@@ -268,14 +268,14 @@ class DraftForwards:
     ) -> None:
         """Copy in what the engine knows of all steps, then `fill`.
 
-        See `Forward.adopt`.
+        See `Forward.copy_in`.
 
         A branch sees itself alone until `grow` has run, and the steps before it in a chain.
 
         Parameters
         ----------
         rows, seq_lens, counted, fill
-            As in `Forward.adopt`.
+            As in `Forward.copy_in`.
         slots : Tensor, optional
             The branches' slots, flat or not, of at least as many steps. Without, the table's
             columns after the prefix, step by step.

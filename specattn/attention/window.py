@@ -45,12 +45,12 @@ class WindowPlan:
     ----------
     plan : AttnPlan or ExtendPlan
         What the pool's layers read.
-    adopted : Window
-        The plan's tensors as `Forward.adopt` writes them, and where these layers store.
+    inputs : Window
+        The plan's tensors as `Forward.copy_in` writes them, and where these layers store.
     """
 
     plan: AttnPlan | ExtendPlan
-    adopted: Window
+    inputs: Window
 
 
 class WindowTables:
@@ -77,7 +77,7 @@ class WindowTables:
         # a request's row of a window table
         self._order = torch.arange(max(max_batch, len(req_to_token)), device=req_to_token.device)
         self._tables: dict[int, Tensor] = {}
-        self._adopted: dict[RowLayout, Window] = {}
+        self._of_layout: dict[RowLayout, Window] = {}
 
     def of_rows(self, plan: AttnPlan) -> WindowPlan:
         """Return what layers of the pool read instead of ``plan``.
@@ -85,18 +85,18 @@ class WindowTables:
         The batches of a layout share its tensors, as they share their inputs.
         """
         layout = plan.layout
-        if layout not in self._adopted:
+        if layout not in self._of_layout:
             # every forward copies in before it attends, so that layouts share one
             if layout.page_size not in self._tables:
                 self._tables[layout.page_size] = self._table(self._max_batch, layout.page_size)
             tokens = self._max_batch, layout.q_len
             table = self._tables[layout.page_size]
-            self._adopted[layout] = self._made(table, tokens, layout.page_size)
-        adopted = self._adopted[layout].first(plan.batch)
-        where = adopted.positions
-        plan = self._over(plan, adopted)
-        plan = replace(plan, tail_slots=adopted.slots, positions=where, tail_positions=where)
-        return WindowPlan(plan, adopted)
+            self._of_layout[layout] = self._made(table, tokens, layout.page_size)
+        inputs = self._of_layout[layout].first(plan.batch)
+        where = inputs.positions
+        plan = self._over(plan, inputs)
+        plan = replace(plan, tail_slots=inputs.slots, positions=where, tail_positions=where)
+        return WindowPlan(plan, inputs)
 
     def of_prompts(self, plan: ExtendPlan) -> WindowPlan:
         """Return what layers of the pool read of prompts.
@@ -105,10 +105,10 @@ class WindowTables:
         """
         table = self._table(len(plan.req_pool_indices), plan.page_size, plan.max_q_len)
         tokens = 1, plan.out_slots.numel()
-        adopted = self._made(table, tokens, plan.page_size)
-        plan = self._over(plan, adopted)
-        plan = replace(plan, out_slots=adopted.store, max_seq_len=table.shape[1])
-        return WindowPlan(plan, adopted)
+        inputs = self._made(table, tokens, plan.page_size)
+        plan = self._over(plan, inputs)
+        plan = replace(plan, out_slots=inputs.store, max_seq_len=table.shape[1])
+        return WindowPlan(plan, inputs)
 
     def _table(self, batch: int, page_size: int, new_tokens: int = 0) -> Tensor:
         # a prefix is cut where a page begins
@@ -131,11 +131,11 @@ class WindowTables:
             whole,
         )
 
-    def _over(self, plan: P, adopted: Window) -> P:
+    def _over(self, plan: P, inputs: Window) -> P:
         """Return a plan that reads the pool's table."""
         return replace(
             plan,
-            req_to_token=adopted.table,
-            req_pool_indices=self._order[: len(adopted.table)],
-            seq_lens=adopted.seq_lens,
+            req_to_token=inputs.table,
+            req_pool_indices=self._order[: len(inputs.table)],
+            seq_lens=inputs.seq_lens,
         )

@@ -176,7 +176,7 @@ class SpecAttnBackend(LayerBackend):
         batch, rows = forward_batch, forward_batch.batch_size
         tokens = rows * layout.q_len
         forward = self.forward_metadata = self.layers.attention.forward(layout, rows)
-        forward.adopt(
+        forward.copy_in(
             batch.req_pool_indices[:rows],
             batch.seq_lens[:rows],
             batch.out_cache_loc[:tokens],
@@ -256,7 +256,7 @@ class SpecAttnDraft(AttentionBackend):
         """Copy all steps in and fill their plans, in two launches."""
         batch, rows = forward_batch, forward_batch.batch_size
         forwards = self._forwards = self._made(rows)
-        forwards.adopt(
+        forwards.copy_in(
             batch.req_pool_indices[:rows],
             batch.seq_lens[:rows],
             batch.out_cache_loc[: rows * self.topk * self.num_steps],

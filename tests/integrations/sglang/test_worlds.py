@@ -87,10 +87,10 @@ def test_a_head_that_no_kernel_serves_is_refused(monkeypatch):
 
 
 def without(name):
-    """Return `Forward.adopt` without one of its arguments."""
-    real = Forward.adopt
+    """Return `Forward.copy_in` without one of its arguments."""
+    real = Forward.copy_in
 
-    def adopt(self, *args, **options):
+    def copy_in(self, *args, **options):
         args = list(args)
         if name == "mask":
             args[4] = None
@@ -98,7 +98,7 @@ def without(name):
             options[name] = 0
         real(self, *args, **options)
 
-    return adopt
+    return copy_in
 
 
 def step_major(self, rows, seq_lens, slots):
@@ -106,7 +106,7 @@ def step_major(self, rows, seq_lens, slots):
 
 
 if INSTALLED:
-    real = DraftForwards.adopt
+    real = DraftForwards.copy_in
     grow = DraftForwards.grow
     in_graph = backend.SpecAttnBackend.init_forward_metadata_in_graph
 
@@ -130,7 +130,7 @@ def stale(self, batch):
 #: What each mutant replaces, by what, and the check that must fail with it.
 MUTANTS = {
     "causal words in verify": lambda: (
-        patch.object(Forward, "adopt", without("mask")),
+        patch.object(Forward, "copy_in", without("mask")),
         lambda: worlds.check_tree(8),
     ),
     "FULL read as QLEN_ONLY": lambda: (
@@ -142,7 +142,7 @@ MUTANTS = {
         lambda: worlds.check_tree(8, graph=True),
     ),
     "lengths off by one": lambda: (
-        patch.object(Forward, "adopt", without("counted")),
+        patch.object(Forward, "copy_in", without("counted")),
         lambda: worlds.check_decode(),
     ),
     "KV not stored": lambda: (
@@ -154,7 +154,7 @@ MUTANTS = {
         lambda: worlds.check_draft(4, 4),
     ),
     "slots in another order": lambda: (
-        patch.object(DraftForwards, "adopt", step_major),
+        patch.object(DraftForwards, "copy_in", step_major),
         lambda: worlds.check_draft(4, 4),
     ),
 }

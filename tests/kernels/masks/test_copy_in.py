@@ -60,7 +60,7 @@ class Host:
             return self.words.view(torch.uint8)
         return (full_mask if kind == "full" else packed_mask)(self.words, lens)
 
-    def adopt(self, mask=None, kind="qlen", counted=0, dtype=torch.int64, **changes):
+    def copy_in(self, mask=None, kind="qlen", counted=0, dtype=torch.int64, **changes):
         made = {
             "rows": lambda: tensor(self.rows, dtype),
             "seq_lens": lambda: tensor([length + counted for length in self.prefix], dtype),
@@ -111,7 +111,7 @@ KINDS = ["qlen", "qlen_bits", "full", "full_bits"]
 @pytest.mark.parametrize("kind", KINDS)
 def test_trees_come_from_masks_of_every_kind(implementation, batch, n, kind):
     host = Host(batch, n, seed=n)
-    host.adopt(host.mask(kind), kind)
+    host.copy_in(host.mask(kind), kind)
     host.check()
 
 
@@ -119,14 +119,14 @@ def test_trees_come_from_masks_of_every_kind(implementation, batch, n, kind):
 def test_trees_of_several_words(implementation, kind):
     for batch, n in ((3, 64), (2, 100), (1, 130)):
         host = Host(batch, n, seed=n, context=200)
-        host.adopt(host.mask(kind), kind)
+        host.copy_in(host.mask(kind), kind)
         host.check()
 
 
 @pytest.mark.parametrize("kind", ["full", "full_bits"])
 def test_masks_of_many_requests_begin_where_the_one_before_ends(implementation, kind):
     host = Host(300, 2)
-    host.adopt(host.mask(kind), kind)
+    host.copy_in(host.mask(kind), kind)
     host.check()
 
 
@@ -135,7 +135,7 @@ def test_masks_of_many_requests_begin_where_the_one_before_ends(implementation, 
 @pytest.mark.parametrize("kind", ["qlen", "full"])
 def test_lengths_of_any_kind(implementation, dtype, counted, kind):
     host = Host(4, 5)
-    host.adopt(host.mask(kind), kind, counted, dtype)
+    host.copy_in(host.mask(kind), kind, counted, dtype)
     host.check()
 
 
@@ -143,20 +143,20 @@ def test_lengths_of_any_kind(implementation, dtype, counted, kind):
 def test_without_a_mask_rows_are_causal(implementation, counted):
     for n in (1, 3, 40, 70):
         host = Host(2, n, context=99)
-        host.adopt(None, "full", counted)
+        host.copy_in(None, "full", counted)
         host.check([chain(n)] * 2, [range(n)] * 2)
 
 
 def test_padding_shorter_than_its_new_tokens_has_no_prefix(implementation):
     host = Host(3, 4)
     host.prefix = [5, 0, 0]
-    host.adopt(counted=4, seq_lens=tensor([9, 1, 0]))
+    host.copy_in(counted=4, seq_lens=tensor([9, 1, 0]))
     host.check([chain(4)] * 3, [range(4)] * 3)
 
 
 def test_rows_that_see_the_prefix_alone(implementation):
     host = Host(3, 4)
-    host.adopt(kind="prefix")
+    host.copy_in(kind="prefix")
     host.check([[[0]] * 4] * 3, [[0] * 4] * 3, reads=[[0] * 4] * 3)
 
 
@@ -167,14 +167,14 @@ def test_positions_and_slots_of_any_strides(implementation, dtype):
     host.slots[2][1:4] = -1, -5, -1
     places = [[7 * b + i for i in range(6)] for b in range(3)]
     columns = tensor(host.slots, dtype).T.contiguous()
-    host.adopt(slots=columns.T, positions=tensor(places, dtype).T.contiguous().T)
+    host.copy_in(slots=columns.T, positions=tensor(places, dtype).T.contiguous().T)
     depths = [[at - host.prefix[b] for at in row] for b, row in enumerate(places)]
     host.check([chain(6)] * 3, depths)
 
 
 def test_without_slots_they_are_the_tables(implementation):
     host = Host(4, 5)
-    host.adopt(slots=None)
+    host.copy_in(slots=None)
     held = host.table.tolist()
     slots = [
         (held[row] + [0] * 5)[length : length + 5]
@@ -185,17 +185,17 @@ def test_without_slots_they_are_the_tables(implementation):
 
 def test_a_row_sees_itself_whatever_the_mask_says(implementation):
     host = Host(2, 3)
-    host.adopt(torch.zeros(2 * 3 * 3 + 50, dtype=torch.bool, device=DEVICE))
+    host.copy_in(torch.zeros(2 * 3 * 3 + 50, dtype=torch.bool, device=DEVICE))
     host.check([[[1], [2], [4]]] * 2, [[0] * 3] * 2)
 
 
 def test_any_number_is_visible(implementation):
     """A mask of bytes; bits past the nodes mean nothing."""
     host = Host(2, 5)
-    host.adopt(host.mask("qlen").to(torch.uint8) * 7)
+    host.copy_in(host.mask("qlen").to(torch.uint8) * 7)
     host.check()
     bits = host.mask("qlen_bits")[..., :1] | 0b11100000
-    host.adopt(bits, "qlen_bits")
+    host.copy_in(bits, "qlen_bits")
     host.check()
 
 
@@ -204,12 +204,12 @@ def test_a_mask_that_ends_early_hides_what_is_not_there(implementation):
     host = Host(2, 3)
     host.prefix = [4, 50]
     mask = torch.ones(60, dtype=torch.bool, device=DEVICE)
-    host.adopt(mask, "full", slots=tensor(host.slots))
+    host.copy_in(mask, "full", slots=tensor(host.slots))
     # of request 1, whose rows begin at 21 and 53 cells apart, no cell is there
     host.check([[[7]] * 3, [[1], [2], [4]]], [[2] * 3, [0] * 3])
 
 
-def test_a_recorded_adoption_follows_its_tensors():
+def test_a_recorded_copy_follows_its_tensors():
     first = Host(3, 7)
     given = {
         "rows": tensor(first.rows),
@@ -217,7 +217,7 @@ def test_a_recorded_adoption_follows_its_tensors():
         "slots": tensor(first.slots),
     }
     mask = torch.zeros(3 * 7 * (CONTEXT + 7), dtype=torch.bool, device=DEVICE)
-    replay = recorded(lambda: first.adopt(mask, "full", **given))
+    replay = recorded(lambda: first.copy_in(mask, "full", **given))
     for seed in range(3):
         host = Host(3, 7, seed)
         host.outs = first.outs
@@ -235,7 +235,7 @@ def test_a_recorded_adoption_follows_its_tensors():
 
 def test_no_request_is_nothing_to_do(implementation):
     host = Host(0, 3)
-    host.adopt()
+    host.copy_in()
     steps = torch.zeros(0, 2, 3, dtype=torch.int32, device=DEVICE)
     copy_in_steps(
         tensor([]),
@@ -274,7 +274,7 @@ def test_others_are_refused_by_name(implementation):
         ("slots must be dense", {"out_slots": poisoned(2, 6, dtype=torch.int32)[:, ::2]}),
     ):
         with pytest.raises(ValueError, match=message):
-            host.adopt(**{"kind": "qlen", "mask": None} | changes)
+            host.copy_in(**{"kind": "qlen", "mask": None} | changes)
     assert all((out == POISON).all() for out in host.outs.values())
 
 
@@ -381,7 +381,7 @@ def test_window_layers_get_a_table_of_their_own(implementation, page, keys):
     host = Host(5, 6)
     host.slots[2][1:3] = -1, -4
     pool = OtherPool(5, (5, 6), keys, page, 0)
-    host.adopt(host.mask("qlen"), window=pool.window)
+    host.copy_in(host.mask("qlen"), window=pool.window)
     host.check()
     starts = pool.check(host.table.tolist(), host.rows, host.prefix, [0] * 5)
     other = pool.map.tolist()
@@ -393,7 +393,7 @@ def test_window_layers_get_a_table_of_their_own(implementation, page, keys):
         [place - start for place in row]
         for row, start in zip(host.outs["positions"].tolist(), starts, strict=True)
     ]
-    host.adopt(kind="prefix", window=pool.window)
+    host.copy_in(kind="prefix", window=pool.window)
     assert not pool.window.slots.any()
 
 
@@ -402,7 +402,7 @@ def test_a_window_of_many_columns(implementation):
     host = Host(2, 3, context=4000)
     host.prefix = [3990, 2500]
     pool = OtherPool(2, (2, 3), 3000, 1, 0)
-    host.adopt(window=pool.window)
+    host.copy_in(window=pool.window)
     pool.check(host.table.tolist(), host.rows, host.prefix, [0, 0])
 
 
@@ -436,5 +436,5 @@ def test_windows_that_do_not_fit_are_refused(implementation):
     ):
         window = replace(OtherPool(2, (2, 3), 9, 4, 0).window, **changes)
         with pytest.raises(ValueError, match=message):
-            host.adopt(window=window)
+            host.copy_in(window=window)
     assert all((out == POISON).all() for out in host.outs.values())
