@@ -17,7 +17,7 @@ from torch import Tensor
 from specattn.buffers import BufferSet, buf
 from specattn.checks import expect
 from specattn.kernels.checks import require_rows
-from specattn.kernels.indices import fill_window
+from specattn.kernels.indices import KeySlots, fill_window
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -132,6 +132,11 @@ class AttnPlan:
     def out_slots(self) -> Tensor:
         """``[B, q_len]`` int32 view of the tail: the slots this forward writes."""
         return self.tail_slots[:, self.layout.tail - self.layout.q_len :]
+
+    @property
+    def key_slots(self) -> KeySlots:
+        """The slots of prefix and tail, as kernels take them."""
+        return KeySlots(self.req_to_token, self.req_pool_indices, self.seq_lens, self.tail_slots)
 
     @classmethod
     def over(cls, layout: RowLayout, req_to_token: Tensor, inputs: AttnInputs) -> AttnPlan:

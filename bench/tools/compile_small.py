@@ -248,9 +248,15 @@ def index_lists(topk: int = 8, steps: int = 7) -> None:
     indices.fill_draft_kv(table, rows, lens, branches, words, indptr, slots)
     indices.fill_draft_tails(1, lens, branches, words, indptr, slots)
     tails, words = zeros(BATCH, 64, dtype=I32), zeros(BATCH, 64, 1)
-    lists = zeros(BATCH + 1, dtype=I32)
+    lists, keys = zeros(BATCH + 1, dtype=I32), indices.KeySlots(table, rows, lens, tails)
     for reach in (-1, 100):
-        indices.fill_lists(table, rows, lens, words[..., 0], tails, lists, slots[0], reach)
+        indices.fill_lists(
+            keys,
+            positions=words[..., 0],
+            kv_indptr=lists,
+            kv_indices=slots[0],
+            window_left=reach,
+        )
         masks.pack_masks(
             kv_indptr=lists,
             mask_indptr=lists,
@@ -262,22 +268,22 @@ def index_lists(topk: int = 8, steps: int = 7) -> None:
             window_left=reach,
         )
         indices.fill_page_table(
-            table,
-            rows,
-            lens,
-            tails,
-            zeros(BATCH, CONTEXT + 64, dtype=I32),
-            lens,
+            keys,
+            table=zeros(BATCH, CONTEXT + 64, dtype=I32),
+            lens=lens,
             q_len=64,
             window_left=reach,
         )
     indices.fill_ancestor_table(
-        tails, words, zeros(BATCH * 64, 64, dtype=I32), zeros(BATCH * 64, dtype=I32)
+        tails,
+        words,
+        table=zeros(BATCH * 64, 64, dtype=I32),
+        lens=zeros(BATCH * 64, dtype=I32),
     )
-    indices.fill_block_table(
-        table, rows, lens, tails, zeros(BATCH, 32, dtype=I32), lens, page_size=64
+    indices.fill_block_table(keys, table=zeros(BATCH, 32, dtype=I32), lens=lens, page_size=64)
+    indices.fill_slots(
+        rows, tails, lens, req_to_token=table, reserved=lens, page_size=16, block_stride=32
     )
-    indices.fill_slots(rows, tails, lens, table, lens, page_size=16, block_stride=32)
 
 
 def windows(width: int = 16, topk: int = 4, depth: int = 6) -> None:

@@ -194,12 +194,9 @@ def keys_of_chains(plan: AttnPlan, window_left: int) -> Keys:
 
     def fill() -> None:
         fill_page_table(
-            plan.req_to_token,
-            plan.req_pool_indices,
-            plan.seq_lens,
-            plan.tail_slots,
-            table,
-            lens,
+            plan.key_slots,
+            table=table,
+            lens=lens,
             q_len=plan.layout.q_len,
             window_left=window_left,
         )
@@ -310,7 +307,7 @@ class Fa3Tree(BoundAttention):
         lens = table.new_zeros(queries)
 
         def fill() -> None:
-            fill_ancestor_table(plan.tail_slots, plan.tail_words, table, lens)
+            fill_ancestor_table(plan.tail_slots, plan.tail_words, table=table, lens=lens)
 
         return cls(backend, plan, keys_of_prefixes(plan), Keys(table, lens, fill))
 

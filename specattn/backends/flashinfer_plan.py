@@ -14,7 +14,7 @@ import torch
 from specattn.backends.base import BoundAttention
 from specattn.buffers import ReadOnly
 from specattn.errors import UnsupportedError
-from specattn.kernels.indices import fill_lists
+from specattn.kernels.indices import KeySlots, fill_lists
 from specattn.kernels.masks import pack_masks
 
 if TYPE_CHECKING:
@@ -259,14 +259,11 @@ class RequestLists:
         """Write the lists where the host has planned them."""
         plan = self.plan
         fill_lists(
-            plan.req_to_token,
-            plan.req_pool_indices,
-            plan.seq_lens,
-            plan.positions,
-            self._tail_slots,
-            self.indptr,
-            self.indices,
-            self.window_left,
+            plan.key_slots._replace(tail=self._tail_slots),
+            positions=plan.positions,
+            kv_indptr=self.indptr,
+            kv_indices=self.indices,
+            window_left=self.window_left,
         )
 
 
@@ -324,14 +321,11 @@ class PromptLists:
         """Write the lists where `offsets` has put them."""
         plan = self._plan
         fill_lists(
-            plan.req_to_token,
-            plan.req_pool_indices,
-            self._lens,
-            self._none,
-            self._none,
-            self.indptr,
-            self.indices,
-            -1,
+            KeySlots(plan.req_to_token, plan.req_pool_indices, self._lens, self._none),
+            positions=self._none,
+            kv_indptr=self.indptr,
+            kv_indices=self.indices,
+            window_left=-1,
         )
 
 

@@ -176,14 +176,10 @@ class BlockTable:
 
     def fill(self) -> None:
         """Write table and lengths, on the device."""
-        plan = self.plan
         fill_block_table(
-            plan.req_to_token,
-            plan.req_pool_indices,
-            plan.seq_lens,
-            plan.tail_slots,
-            self.table,
-            self.lens,
+            self.plan.key_slots,
+            table=self.table,
+            lens=self.lens,
             page_size=self.page_size,
             lists=self.lists,
         )

@@ -191,8 +191,8 @@ class ExternalTable(ReadOnly):
             rows,
             block_table,
             lens,
-            self.req_to_token,
-            self.reserved,
+            req_to_token=self.req_to_token,
+            reserved=self.reserved,
             page_size=self.page_size,
             block_stride=self.block_stride,
         )

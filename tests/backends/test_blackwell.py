@@ -25,7 +25,7 @@ from specattn.cache.kv_pool import KVPool
 from specattn.cache.slot_table import SlotTable
 from specattn.config import AttnConfig, SpecConfig
 from specattn.errors import UnsupportedError
-from specattn.kernels.indices import fill_block_table
+from specattn.kernels.indices import KeySlots, fill_block_table
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan
 from specattn.testing.oracle import head
 from tests import oracle
@@ -218,12 +218,14 @@ def test_block_tables_against_lists(kind, lens, tail, lists, max_len, page, widt
     counts = torch.full((len(lens) * lists,), -9, **INT)
     with using(kind):
         fill_block_table(
-            torch.tensor(table, **INT),
-            torch.tensor(rows, device=DEVICE),
-            torch.tensor(lens, **INT),
-            tails[:, :tail],
-            wide[:, :width],
-            counts,
+            KeySlots(
+                torch.tensor(table, **INT),
+                torch.tensor(rows, device=DEVICE),
+                torch.tensor(lens, **INT),
+                tails[:, :tail],
+            ),
+            table=wide[:, :width],
+            lens=counts,
             page_size=page,
             lists=lists,
         )

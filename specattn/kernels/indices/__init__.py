@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from specattn.kernels.indices.lists import (
+    KeySlots,
     draft_kv_width,
     fill_draft_kv,
     fill_draft_tails,
@@ -17,6 +18,7 @@ from specattn.kernels.indices.tables import (
 )
 
 __all__ = [
+    "KeySlots",
     "draft_kv_width",
     "fill_ancestor_table",
     "fill_block_table",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -13,31 +15,38 @@ from specattn.kernels.words import unpack_words
 launch = TritonModule("specattn.kernels.indices.triton_lists")
 
 
-def fill_lists(
-    req_to_token: Tensor,
-    req_pool_indices: Tensor,
-    seq_lens: Tensor,
-    positions: Tensor,
-    tail_slots: Tensor,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
-    window_left: int,
-) -> None:
-    """Write each request's list of slots: its prefix, then its tail.
-
-    The slots of the prefix come from ``req_to_token``. A list shorter than both holds the last of
-    them: a window lets the host leave keys out.
+class KeySlots(NamedTuple):
+    """The slots of each request's keys: a prefix in a table, then a tail.
 
     Parameters
     ----------
     req_to_token : Tensor
-        ``[rows, max_len]`` int32; dense last axis.
-    req_pool_indices, seq_lens : Tensor
+        ``[rows, max_len]`` int32, slots of the prefixes; dense last axis.
+    rows, seq_lens : Tensor
         ``[B]`` int64 and int32: each request's row, and its prefix length.
+    tail : Tensor
+        ``[B, tail]`` int32; may have a row stride.
+    """
+
+    req_to_token: Tensor
+    rows: Tensor
+    seq_lens: Tensor
+    tail: Tensor
+
+
+def fill_lists(
+    keys: KeySlots, *, positions: Tensor, kv_indptr: Tensor, kv_indices: Tensor, window_left: int
+) -> None:
+    """Write each request's list of slots: its prefix, then its tail.
+
+    A list shorter than both holds the last of them: a window lets the host leave keys out.
+
+    Parameters
+    ----------
+    keys : KeySlots
+        The slots; a tail of at least 0, or 1 with a window.
     positions : Tensor
         ``[B, q_len]`` int64, read with a window only; may have a row stride.
-    tail_slots : Tensor
-        ``[B, tail]`` int32, tail at least 0 (1 with a window); may have a row stride.
     kv_indptr : Tensor
         ``[at least B + 1]`` int32, read: where each list begins.
     kv_indices : Tensor
@@ -47,13 +56,14 @@ def fill_lists(
         tail's last: its slot may hold anything, and a weight of 0 times a NaN is NaN. -1 is none.
     """
     require_dense(kv_indptr=kv_indptr, kv_indices=kv_indices)
+    req_to_token, rows, seq_lens, tail_slots = keys
     (batch, tail), width = tail_slots.shape, req_to_token.shape[1]
     if on_triton(kv_indptr):
         block = 512
         programs = programs_per_row(batch, cdiv(width + tail, block))
         launch.fill_lists_kernel[batch, programs](
             req_to_token,
-            req_pool_indices,
+            rows,
             seq_lens,
             positions,
             tail_slots,
@@ -77,7 +87,7 @@ def fill_lists(
     used, request = request < batch, request.clamp(max=batch - 1)
     length, prefix = (end - begin)[request], seq_lens.long()[request]
     key = entry - begin[request] + prefix + tail - length
-    slots = req_to_token[req_pool_indices[request], key.clamp(0, width - 1)]
+    slots = req_to_token[rows[request], key.clamp(0, width - 1)]
     if tail:
         late = tail_slots[request, (key - prefix).clamp(0, tail - 1)]
         slots = torch.where(key < prefix, slots, late)
@@ -106,7 +116,7 @@ def fill_draft_kv(
     Parameters
     ----------
     req_to_token, req_pool_indices, seq_lens : Tensor
-        As in `fill_lists`: slots, rows and prefix lengths.
+        As in `KeySlots`: slots, rows and prefix lengths.
     branch_slots : Tensor
         ``[B, steps, topk]`` int32, slot of every draft node; may have a stride between requests.
     words : Tensor

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,9 @@ from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.checks import require_rows
 from specattn.kernels.launch import cdiv, launch_options, power_of_2, programs_per_row
 from specattn.kernels.words import unpack_words
+
+if TYPE_CHECKING:
+    from specattn.kernels.indices.lists import KeySlots
 
 launch = TritonModule("specattn.kernels.indices.triton_tables")
 
@@ -74,15 +79,7 @@ def fill_window(
 
 
 def fill_block_table(
-    req_to_token: Tensor,
-    req_pool_indices: Tensor,
-    seq_lens: Tensor,
-    tail_slots: Tensor,
-    table: Tensor,
-    lens: Tensor,
-    *,
-    page_size: int,
-    lists: int = 1,
+    keys: KeySlots, *, table: Tensor, lens: Tensor, page_size: int, lists: int = 1
 ) -> None:
     """List every request's pages: its prefix's, then its tail's.
 
@@ -91,10 +88,8 @@ def fill_block_table(
 
     Parameters
     ----------
-    req_to_token, req_pool_indices, seq_lens : Tensor
-        As in `fill_lists`: slots, rows and prefix lengths.
-    tail_slots : Tensor
-        ``[B, tail]`` int32, tail at least ``lists``; may have a row stride.
+    keys : KeySlots
+        The slots; a tail of at least ``lists``.
     table : Tensor
         ``[B * lists, width]`` int32, written whole: columns past a list's pages hold page 0.
         ``ceil((max_len + tail) / page_size)`` columns hold any list.
@@ -106,15 +101,13 @@ def fill_block_table(
         Lists per request. One has all its keys. With more, they are of its last query tokens:
         each ends at its token, for kernels that know neither masks nor several queries.
     """
+    req_to_token, rows, seq_lens, tail_slots = keys
     max_len, tail, width = req_to_token.shape[1], tail_slots.shape[1], table.shape[1]
     if on_triton(table):
         block = min(256, power_of_2(width))
         programs = programs_per_row(len(table), cdiv(width, block))
         launch.fill_block_table_kernel[len(table), programs](
-            req_to_token,
-            req_pool_indices,
-            seq_lens,
-            tail_slots,
+            *keys,
             table,
             lens,
             max_len,
@@ -133,7 +126,7 @@ def fill_block_table(
     length = prefix + tail - (lists - 1) + order  # [B, lists, 1]
     lens.copy_(length.flatten())
     place = torch.arange(width, device=table.device) * page_size  # [width]
-    cached = req_to_token[req_pool_indices[:, None], place.clamp(max=max_len - 1)]  # [B, width]
+    cached = req_to_token[rows[:, None], place.clamp(max=max_len - 1)]  # [B, width]
     own = tail_slots.gather(1, (place - prefix[:, 0]).clamp(0, tail - 1))
     pages = torch.where(place < prefix[:, 0], cached, own) // page_size
     table.copy_(torch.where(place < length, pages[:, None], 0).flatten(0, 1))
@@ -143,9 +136,9 @@ def fill_slots(
     rows: Tensor,
     block_table: Tensor,
     lens: Tensor,
+    *,
     req_to_token: Tensor,
     reserved: Tensor,
-    *,
     page_size: int,
     block_stride: int,
 ) -> None:
@@ -200,15 +193,7 @@ def fill_slots(
 
 
 def fill_page_table(
-    req_to_token: Tensor,
-    req_pool_indices: Tensor,
-    seq_lens: Tensor,
-    tail_slots: Tensor,
-    table: Tensor,
-    lens: Tensor,
-    *,
-    q_len: int,
-    window_left: int = -1,
+    keys: KeySlots, *, table: Tensor, lens: Tensor, q_len: int, window_left: int = -1
 ) -> None:
     """List every request's slots: its prefix, then its tail.
 
@@ -218,10 +203,8 @@ def fill_page_table(
 
     Parameters
     ----------
-    req_to_token, req_pool_indices, seq_lens : Tensor
-        As in `fill_lists`: slots, rows and prefix lengths.
-    tail_slots : Tensor
-        ``[B, tail]`` int32, tail at least 1; may have a row stride.
+    keys : KeySlots
+        The slots; a tail of at least 1.
     table : Tensor
         ``[B, width]`` int32, written up to each row's length. ``max_len + tail`` columns hold any
         list, under a window ``window_left + q_len`` do; longer lists are cut at the width.
@@ -232,15 +215,13 @@ def fill_page_table(
     window_left : int
         See `specattn.config.AttnConfig`.
     """
+    req_to_token, rows, seq_lens, tail_slots = keys
     max_len, tail, width = req_to_token.shape[1], tail_slots.shape[1], table.shape[1]
     if on_triton(table):
         block = min(1024, power_of_2(width))
         programs = programs_per_row(len(table), cdiv(width, block))
         launch.fill_page_table_kernel[len(table), programs](
-            req_to_token,
-            req_pool_indices,
-            seq_lens,
-            tail_slots,
+            *keys,
             table,
             lens,
             max_len,
@@ -261,14 +242,14 @@ def fill_page_table(
         start = (prefix + tail - q_len - window_left).clamp(min=0)
     lens.copy_((prefix + tail - start).squeeze(1).clamp(max=width))
     place = start + torch.arange(width, device=table.device)  # [B, width]
-    cached = req_to_token[req_pool_indices[:, None], place.clamp(max=max_len - 1)]
+    cached = req_to_token[rows[:, None], place.clamp(max=max_len - 1)]
     own = tail_slots.gather(1, (place - prefix).clamp(0, tail - 1))
     slots = torch.where(place < prefix, cached, own)
     table.copy_(torch.where(place < prefix + tail, slots, table))
 
 
 def fill_ancestor_table(
-    tail_slots: Tensor, tail_words: Tensor, table: Tensor, lens: Tensor
+    tail_slots: Tensor, tail_words: Tensor, *, table: Tensor, lens: Tensor
 ) -> None:
     """List the slots of the tail keys each query token sees.
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.checks import require_dense, require_rows
+from specattn.kernels.launch import launch_options, power_of_2
 
 if TYPE_CHECKING:
     from specattn.kernels.lookup import triton as launch
@@ -148,7 +149,21 @@ def append_text(text: Tensor, rows: Tensor, seq_lens: Tensor, tokens: Tensor, le
     if not tokens.numel():
         return
     if on_triton(text):
-        return launch.append_text(text=text, rows=rows, seq_lens=seq_lens, tokens=tokens, lens=lens)
+        launch.append_kernel[(len(tokens),)](
+            text,
+            rows,
+            seq_lens,
+            tokens,
+            lens,
+            text.shape[1],
+            tokens.shape[1],
+            text.stride(0),
+            tokens.stride(0),
+            BLOCK_D=power_of_2(tokens.shape[1]),
+            num_warps=1,
+            **launch_options(text.device),
+        )
+        return
     for at in range(tokens.shape[1]):
         place = seq_lens.long() + 1 + at
         new = (rows != 0) & (at < lens) & (place < text.shape[1])

@@ -240,23 +240,3 @@ def append_kernel(
     new = (row != 0) & (at < count) & (place < context)
     token = tl.load(tokens + req * stride_tokens + at, mask=new, other=0)
     tl.store(text + row * stride_text + place, token.to(tl.int32), mask=new)
-
-
-def append_text(
-    *, text: Tensor, rows: Tensor, seq_lens: Tensor, tokens: Tensor, lens: Tensor
-) -> None:
-    batch, width = tokens.shape
-    append_kernel[(batch,)](
-        text,
-        rows,
-        seq_lens,
-        tokens,
-        lens,
-        text.shape[1],
-        width,
-        text.stride(0),
-        tokens.stride(0),
-        BLOCK_D=triton.next_power_of_2(width),
-        num_warps=1,
-        **launch_options(text.device),
-    )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.checks import require_dense, require_rows
+from specattn.kernels.launch import power_of_2
 from specattn.kernels.words import unpack_words
 
 if TYPE_CHECKING:
@@ -191,8 +192,23 @@ def note_tokens(rows: Tensor, tokens: Tensor, lens: Tensor, *, columns: Processo
     kinds, history, recent = columns.kinds, columns.history, columns.recent
     require_rows(tokens=tokens)
     require_dense(rows=rows, lens=lens, kinds=kinds, history=history, recent=recent)
+    if not len(rows):
+        return
     if on_triton(rows):
-        return launch.note_tokens(rows=rows, tokens=tokens, lens=lens, columns=columns)
+        launch.note_kernel[(len(rows),)](
+            rows,
+            tokens,
+            lens,
+            kinds,
+            history,
+            recent,
+            history.shape[1],
+            recent.shape[1],
+            tokens.stride(0),
+            BLOCK=power_of_2(recent.shape[1]),
+            num_warps=1,
+        )
+        return
     live = (rows != 0) & (kinds[rows] != 0)  # [B]
     for at in range(tokens.shape[1]):
         token = tokens[:, at]

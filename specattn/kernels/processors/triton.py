@@ -333,21 +333,3 @@ def note_kernel(
         # every old one is read before it is written
         tl.debug_barrier()
         tl.store(recent + row * kept + at, tl.where(at < count, new, old), mask=at < kept)
-
-
-def note_tokens(*, rows: Tensor, tokens: Tensor, lens: Tensor, columns: ProcessorColumns) -> None:
-    if not len(rows):
-        return
-    note_kernel[(len(rows),)](
-        rows,
-        tokens,
-        lens,
-        columns.kinds,
-        columns.history,
-        columns.recent,
-        columns.history.shape[1],
-        columns.recent.shape[1],
-        tokens.stride(0),
-        BLOCK=triton.next_power_of_2(columns.recent.shape[1]),
-        num_warps=1,
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specattn.kernels.indices import fill_lists
+from specattn.kernels.indices import KeySlots, fill_lists
 from specattn.kernels.masks import pack_masks
 from tests.kernels.tree_oracle import DEVICE
 from tests.oracle import Case, make_tree_case
@@ -59,14 +59,16 @@ def test_lists_are_the_prefix_then_the_tail(name, window, reach, implementation)
     args, lists, _ = tensors(case, max(reach, 1 - tail))
     out = torch.full((int(lists[-1]) + 5,), -CANARY, dtype=torch.int32, device=DEVICE)
     fill_lists(
-        args["req_to_token"],
-        args["req_pool_indices"],
-        args["seq_lens"],
-        strided(args["positions"]),
-        strided(args["tail_slots"]),
-        lists,
-        out,
-        window,
+        KeySlots(
+            args["req_to_token"],
+            args["req_pool_indices"],
+            args["seq_lens"],
+            strided(args["tail_slots"]),
+        ),
+        positions=strided(args["positions"]),
+        kv_indptr=lists,
+        kv_indices=out,
+        window_left=window,
     )
     table, rows = args["req_to_token"].tolist(), args["req_pool_indices"].tolist()
     want = []
@@ -85,14 +87,13 @@ def test_lists_without_a_tail_come_from_the_table_alone(implementation):
     lists = torch.tensor([0, 7, 7, 27], dtype=torch.int32, device=DEVICE)
     out = torch.full((27,), -CANARY, dtype=torch.int32, device=DEVICE)
     fill_lists(
-        table,
-        torch.tensor([2, 0, 1], device=DEVICE),
-        lists.diff(),
-        table.new_empty(3, 0).long(),
-        table.new_empty(3, 0),
-        lists,
-        out,
-        -1,
+        KeySlots(
+            table, torch.tensor([2, 0, 1], device=DEVICE), lists.diff(), table.new_empty(3, 0)
+        ),
+        positions=table.new_empty(3, 0).long(),
+        kv_indptr=lists,
+        kv_indices=out,
+        window_left=-1,
     )
     assert out.tolist() == table[2, :7].tolist() + table[1].tolist()
 

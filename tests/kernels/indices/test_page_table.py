@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from specattn.kernels.indices import (
+    KeySlots,
     fill_ancestor_table,
     fill_block_table,
     fill_draft_kv,
@@ -53,12 +54,14 @@ def test_page_table_is_prefix_then_tail_from_the_window_on(
     out = torch.full((len(lens), width), CANARY, **INT)
     counts = torch.full((len(lens),), CANARY, **INT)
     fill_page_table(
-        torch.tensor(table, **INT),
-        torch.tensor(rows, device=DEVICE),
-        torch.tensor(lens, **INT),
-        tail_slots,
-        out,
-        counts,
+        KeySlots(
+            torch.tensor(table, **INT),
+            torch.tensor(rows, device=DEVICE),
+            torch.tensor(lens, **INT),
+            tail_slots,
+        ),
+        table=out,
+        lens=counts,
         q_len=q_len,
         window_left=window,
     )
@@ -86,12 +89,19 @@ def test_one_program_may_walk_a_whole_row(monkeypatch):
         drafts = torch.full((1, 2 * (max_len + 1)), CANARY, **INT)
         ends = torch.tensor([0, 2503, 2506], **INT)
         with using(implementation):
-            fill_page_table(table, rows, lens, tail_slots, pages, counts[0], q_len=1)
-            fill_block_table(table, rows, lens, tail_slots, blocks, counts[1], page_size=1)
+            keys = KeySlots(table, rows, lens, tail_slots)
+            fill_page_table(keys, table=pages, lens=counts[0], q_len=1)
+            fill_block_table(keys, table=blocks, lens=counts[1], page_size=1)
             fill_draft_kv(
                 table, rows, lens, tail_slots[:, :1, None].contiguous(), words, indptr, drafts
             )
-            fill_lists(table, rows, lens, words[:, 0, 0], tail_slots, ends, lists.view(-1), -1)
+            fill_lists(
+                keys,
+                positions=words[:, 0, 0],
+                kv_indptr=ends,
+                kv_indices=lists.view(-1),
+                window_left=-1,
+            )
         found.append((pages, blocks, drafts, indptr, lists, counts))
     for torch_made, kernel in zip(*found, strict=True):
         assert torch.equal(torch_made, kernel)
@@ -128,8 +138,8 @@ def test_blocks_become_slots(
         torch.tensor([*rows, 0], device=DEVICE),
         table[:, :blocks],
         torch.tensor([*lens, 7], **INT),
-        wide[:, :context],
-        reserved,
+        req_to_token=wide[:, :context],
+        reserved=reserved,
         page_size=page,
         block_stride=apart,
     )
@@ -160,7 +170,7 @@ def test_ancestors_are_packed_in_bit_order(implementation, batch, q_len, tail):
     spaced = torch.stack([words, words + 1], 1)[:, 0]  # a step of the draft's words: strided
     out = torch.full((batch * q_len, tail), CANARY, **INT)
     counts = torch.full((batch * q_len,), CANARY, **INT)
-    fill_ancestor_table(tail_slots, spaced, out, counts)
+    fill_ancestor_table(tail_slots, spaced, table=out, lens=counts)
     for query in range(batch * q_len):
         b, i = divmod(query, q_len)
         expected = [tails[b][j] for j in range(tail) if bits[b][i] >> j & 1]
