@@ -6,7 +6,6 @@ Slot and page 0 and table row 0 belong to padding: padded rows read and write on
 from __future__ import annotations
 
 from contextlib import contextmanager
-from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -26,9 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     Rows = npt.NDArray[np.int64]
-
-
-_INTS = frozenset([int])
 
 
 class RequestTable(Protocol):
@@ -279,10 +275,8 @@ class SlotTable(ReadOnly):
             then.
         """
         self._check_whole()
-        # every step comes here, and nearly all of them with ints
-        if not _INTS.issuperset(map(type, chain(rows, lens))):
-            whole_numbers("every row", rows)
-            whole_numbers("every length", lens)
+        whole_numbers("every row", rows)
+        whole_numbers("every length", lens)
         at, need = np.asarray(rows, dtype=np.int64), np.asarray(lens, dtype=np.int64)
         distinct = set(rows)
         if not distinct <= self._pages.keys():

@@ -16,7 +16,7 @@ launch = TritonModule("specattn.kernels.indices.triton_lists")
 
 
 class KeySlots(NamedTuple):
-    """The slots of each request's keys: a prefix in a table, then a tail.
+    """The slots of requests' keys: a prefix in a table, a tail.
 
     Parameters
     ----------
