@@ -1,37 +1,37 @@
 """Run tests of kernels under compute-sanitizer: out-of-bounds, races in shared memory, stray reads.
 
-A group is a room of kernels, whose GPU tests are sampled evenly. It runs plainly, then under each
-tool, with every tensor in an allocation of its own, so that no neighbour hides an access past the
-end. What the tools said goes to ``bench/results/sanitizer.json``; explanations of reports are
-written into that file by hand, and kept by later runs.
+A few GPU tests of every room of kernels run plainly, which compiles what they launch, then under
+each tool, all in one process, for its start takes longest. Every tensor has an allocation of its
+own, so that no neighbour hides an access past the end. What runs is printed as it runs.
 
-    python -m bench.tools.sanitize [--tools memcheck,racecheck,initcheck] [--groups attention,mla]
+    python -m bench.tools.sanitize [--tools memcheck,racecheck,initcheck] [--rooms attention,mla]
+        [--most 3] [--seconds 300] [--out FILE]
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
+from bench.suite.machine import machine
+from bench.suite.results import write
 from bench.tools.trees import HERE
 
-RESULTS = HERE / "bench" / "results" / "sanitizer.json"
 TESTS = HERE / "tests" / "kernels"
-GROUPS = sorted(one.parent.name for one in TESTS.glob("*/__init__.py"))
+ROOMS = sorted(one.parent.name for one in TESTS.glob("*/__init__.py"))
 TOOLS = ("memcheck", "racecheck", "initcheck")
-# a tool that never ends is killed after this
-SECONDS = 600
 # torch's own kernels, memory that only a whole GPU has, compilers without a GPU
 UNFIT = "not naive and not beyond and not compile and not fuzz"
+PYTEST = (sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider")
 
 
 def sample(names: list[str], most: int) -> list[str]:
@@ -39,22 +39,24 @@ def sample(names: list[str], most: int) -> list[str]:
     return names[:: max(1, -(-len(names) // most))]
 
 
-def collected(group: str, most: int) -> list[str]:
-    """Return the tests of a group that run."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-n", "0", "-m", "gpu"]
+def collected(rooms: list[str], most: int) -> list[str]:
+    """Return the tests that run, ``most`` of every room."""
+    folders = [str(TESTS / room) for room in rooms]
     done = subprocess.run(
-        [*command, "-k", UNFIT, str(TESTS / group)],
+        [*PYTEST, "--collect-only", "-qq", "-m", "gpu", "-k", UNFIT, *folders],
         capture_output=True,
         text=True,
         check=False,
         cwd=HERE,
     )
-    return sample([line for line in done.stdout.splitlines() if "::" in line], most)
+    names = [line for line in done.stdout.splitlines() if "::" in line]
+    by_room = [[name for name in names if f"kernels/{room}/" in name] for room in rooms]
+    return [name for found in by_room for name in sample(found, most)]
 
 
 def parse(output: str) -> dict[str, Any]:
     """Return numbers of a tool's summary, and its reports without addresses, each once."""
-    found: dict[str, Any] = {"errors": None, "warnings": 0}
+    found: dict[str, Any] = {"errors": None, "warnings": 0, "passed": 0}
     if match := re.search(r"ERROR SUMMARY: (\d+) error", output):
         found["errors"] = int(match[1])
     if match := re.search(r"RACECHECK SUMMARY: .*?(\d+) error\w*, (\d+) warning", output):
@@ -75,75 +77,63 @@ def parse(output: str) -> dict[str, Any]:
     return found
 
 
-def sanitize(tool: str | None, group: str, tests: list[str]) -> dict[str, Any]:
+def watched(command: list[str], seconds: float) -> tuple[int, str]:
+    """Run a command and print its lines as they come; kill it when its time is over."""
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONUNBUFFERED": "1"},
+        cwd=HERE,
+    )
+    assert process.stdout is not None
+    begin, lines = time.perf_counter(), []
+    limit = threading.Timer(seconds, process.kill)
+    limit.start()
+    for line in process.stdout:
+        lines.append(line)
+        print(f"{time.perf_counter() - begin:6.1f} s  {line.rstrip()[:150]}", flush=True)
+    code = process.wait()
+    limit.cancel()
+    return code, "".join(lines)
+
+
+def sanitize(tool: str | None, tests: list[str], seconds: float) -> dict[str, Any]:
     """Run tests in a process of their own, under ``tool``."""
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *tests]
-    if tool:
-        command = ["compute-sanitizer", "--tool", tool, "--print-limit", "50", *command]
+    under = ["compute-sanitizer", "--tool", tool, "--print-limit", "50"] if tool else []
+    print(f"{tool or 'no tool'}: {len(tests)} tests, at most {seconds:.0f} s", flush=True)
     begin = time.perf_counter()
-    try:
-        done = subprocess.run(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-            timeout=SECONDS,
-            env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-            cwd=HERE,
-        )
-    except subprocess.TimeoutExpired as problem:
-        out = problem.stdout or b""
-        text, code = out if isinstance(out, str) else out.decode(errors="replace"), None
-    else:
-        text, code = done.stdout, done.returncode
-    return {
-        "tool": tool or "none",
-        "group": group,
-        "returncode": code,
-        "seconds": round(time.perf_counter() - begin, 1),
-        "tests": len(tests),
-        **parse(text),
-        "tail": text[-1500:] if code else "",
-    }
+    code, text = watched([*under, *PYTEST, "-v", "--tb=short", *tests], seconds)
+    took = round(time.perf_counter() - begin, 1)
+    record = {"tool": tool, "returncode": code, "seconds": took, "tests": len(tests)}
+    return record | parse(text)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tools", default=",".join(TOOLS))
-    parser.add_argument("--groups", default=",".join(GROUPS))
-    parser.add_argument("--most", type=int, default=40, help="tests of a group at the most")
-    parser.add_argument("--commit", help="what the results call this version")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--rooms", default=",".join(ROOMS))
+    parser.add_argument("--most", type=int, default=3, help="tests of a room at the most")
+    parser.add_argument("--seconds", type=float, default=300, help="of a tool at the most")
+    parser.add_argument("--out", type=Path, help="where a record goes")
     options = parser.parse_args()
     if not shutil.which("compute-sanitizer"):
         raise SystemExit("compute-sanitizer is not on the PATH")
-    from bench.suite.machine import machine
-    from bench.suite.results import write
-
-    here = machine(options.commit)
-    kept: dict[tuple[str, str], dict[str, Any]] = {}
-    if options.out.exists():
-        for record in json.loads(options.out.read_text())["runs"]:
-            kept[record["tool"], record["group"]] = record
-    for group in options.groups.split(","):
-        tests = collected(group, options.most)
-        for tool in (None, *options.tools.split(",")):
-            record = sanitize(tool, group, tests)
-            before = kept.get((record["tool"], group), {})
-            kept[record["tool"], group] = record | {
-                "commit": here["commit"],
-                "explanation": before.get("explanation", ""),
-            }
-            print(
-                f"{record['tool']:10} {group:10} {record['seconds']:6.1f} s  "
-                f"{record.get('passed', 0)} of {record['tests']} passed, {record['errors']} "
-                f"errors, {record['warnings']} warnings, exit {record['returncode']}",
-                flush=True,
-            )
-            for report in record["reports"][:5]:
-                print(f"    {report['times']} x {report['text'][:150]}", flush=True)
-            write({"machine": here, "runs": list(kept.values())}, options.out)
+    print("collecting", flush=True)
+    tests, runs = collected(options.rooms.split(","), options.most), list[dict[str, Any]]()
+    for tool in (None, *options.tools.split(",")):
+        runs.append(sanitize(tool, tests, options.seconds))
+        if options.out:
+            write({"machine": machine(), "tests": tests, "runs": runs}, options.out)
+    for run in runs:
+        print(
+            f"{run['tool'] or 'no tool':10} {run['seconds']:6.1f} s  {run['passed']} of "
+            f"{run['tests']} passed, {run['errors']} errors, {run['warnings']} warnings, "
+            f"exit {run['returncode']}"
+        )
+        for report in run["reports"]:
+            print(f"    {report['times']} x {report['text'][:150]}")
 
 
 if __name__ == "__main__":

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from bench.tools.sanitize import GROUPS, TESTS, parse, sample
+import sys
+
+from bench.tools.sanitize import ROOMS, TESTS, parse, sample, watched
 
 
-def test_every_room_of_kernels_is_a_group():
-    assert {one.parent.name for one in TESTS.glob("*/test_*.py")} == set(GROUPS)
+def test_every_room_of_kernels_has_tests():
+    assert {one.parent.name for one in TESTS.glob("*/test_*.py")} == set(ROOMS)
+
+
+def test_lines_are_printed_as_they_come_and_a_process_ends_with_its_time(capsys):
+    code, text = watched([sys.executable, "-c", "print('one'); print('two'); exit(3)"], 60.0)
+    assert (code, text) == (3, "one\ntwo\n")
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == ["one", "two"]
+    code, text = watched([sys.executable, "-c", "import time; time.sleep(60)"], 0.1)
+    assert code not in (0, None)
 
 
 def test_samples_are_spread():
