@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from itertools import chain
 
 import numpy as np
 import pytest
@@ -13,8 +12,6 @@ import torch
 from specattn.cache.slot_table import SlotTable
 from specattn.cache.staging import StagingRing
 from specattn.errors import CapacityError
-from specattn.kernels.cache import write_slots
-from tests.implementations import using
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POISON = -7_777_777
@@ -185,32 +182,6 @@ def test_many_calls_keep_every_slot_that_was_asked_for(kind, page_size, num_slot
     books.check()
     assert books.num_free_slots == whole
     assert not books.reserved.any()
-
-
-@pytest.mark.parametrize("kind", ["naive", "triton"])
-def test_pieces_are_written_and_nothing_else(kind):
-    pages = [[3, 9, 1], [7] * 0, list(range(1, 515))]
-    rows, columns, counts, room = [4, 1, 2], [6, 0, 2], [5, 0, 1027], [11, 0, 1029]
-    starts = np.cumsum([0] + [len(some) for some in pages[:-1]]) + 15
-    packed = torch.tensor([*rows, *columns, *counts, *starts, *room, *chain(*pages)])
-    wide = torch.full((5, 1040), POISON, dtype=torch.int32, device=DEVICE)
-    want, reserved = wide[:, :1035].tolist(), torch.full((5,), POISON, dtype=torch.int32)
-    for row, column, count, some in zip(rows, columns, counts, pages, strict=True):
-        slots = [page * 2 + within for page in some for within in (0, 1)][:count]
-        want[row][column : column + count] = slots
-    reserved = reserved.to(DEVICE)
-    with using(kind):
-        write_slots(
-            packed.to(torch.int32).to(DEVICE),
-            wide[:, :1035],
-            reserved,
-            pieces=3,
-            longest=1027,
-            page_size=2,
-        )
-    assert wide[:, :1035].tolist() == want
-    assert (wide[:, 1035:] == POISON).all()
-    assert reserved.tolist() == [POISON, 0, 1029, POISON, 11]
 
 
 def test_a_ring_takes_its_buffers_in_turn():

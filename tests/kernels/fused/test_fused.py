@@ -65,14 +65,19 @@ def test_adding_to_the_stream_and_norming_it(implementation, dtype, split, size)
 
 
 def test_embeddings_and_their_norms(implementation, dtype) -> None:
+    table, weight = random(11, 40, dtype=dtype), random(40, dtype=dtype)
+    ids = torch.tensor([3, 10, 0, 3, 7, 1], device=DEVICE)
+    wide = torch.full((6, 90), torch.nan, dtype=dtype, device=DEVICE)
+    normed, embedded = embed_rms_norm(ids, table, weight, EPS, embedded=wide[:, 50:])
+    assert embedded.equal(table[ids])
+    assert wide[:, :50].isnan().all()
+    check(normed, norm(table[ids], weight))
+
+
+def test_embeddings_beside_states_and_their_norms(implementation, dtype) -> None:
     table, hidden = random(11, 40, dtype=dtype), random(6, 40, dtype=dtype)
     ids = torch.tensor([3, 10, 0, 3, 7, 1], device=DEVICE)
     weights = random(2, 40, dtype=dtype)
-    wide = torch.full((6, 90), torch.nan, dtype=dtype, device=DEVICE)
-    normed, embedded = embed_rms_norm(ids, table, weights[0], EPS, embedded=wide[:, 50:])
-    assert embedded.equal(table[ids])
-    assert wide[:, :50].isnan().all()
-    check(normed, norm(table[ids], weights[0]))
     few = hidden[:3]
     for rows, normed in ((None, hidden), ([2, 0, 2, 1, 1, 0], few)):
         index = None if rows is None else torch.tensor(rows, device=DEVICE)
