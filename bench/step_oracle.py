@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import silu
@@ -25,10 +25,8 @@ CHECKED = 512
 MOST_ERROR = 0.05
 
 
-def check(world: World, setting: Setting, length: int, **options: Any) -> float:
+def check(world: World, setting: Setting, length: int) -> float:
     """Run an eager step of one request; returns how far its logits are from float64.
-
-    ``options`` are those of `StepDecoder.step_async`.
 
     Raises
     ------
@@ -39,7 +37,7 @@ def check(world: World, setting: Setting, length: int, **options: Any) -> float:
     decoder = world.decoder(setting, [1], accept, record=False)
     context = min(CHECKED, world.rooms[0])
     rows = world.admit(decoder, 1, context)
-    (gained,) = decoder.step_async(rows, **options).wait()
+    (gained,) = decoder.step_async(rows, **setting.options(1, world.lowest)).wait()
     assert len(gained) == length, f"{setting.name}: gained {len(gained)} of {length}"
     assert int(decoder.states.seq_lens[rows[0]]) == context + length
     tokens, positions, words, logits = (seen[0] for seen in accept.seen)

@@ -8,12 +8,10 @@ import statistics
 import time
 from contextlib import contextmanager
 from functools import partial
-from operator import add, itemgetter
+from operator import add
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-from bench.suite.steps import NOISY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,14 +20,12 @@ if TYPE_CHECKING:
     from specattn.speculative.step_decoder import PendingStep, StepDecoder
 
 WARM = 3
-# numbers added up in a loop that is timed after every launch: what the host is capable of just then
+# numbers added up in a loop whose time tells what the host is capable of just then
 LOOP = 1000
-# how often steps are timed while a host is held up, also long ones, and seconds in between
-TRIES, FEW, PAUSE = 8, 4, 0.1
-# the same launches, over and over: a median so far above the quietest tenth was held up
-HELD_UP = 1.25
 # loops that are timed on every core, to find the one that nobody else holds up
 PROBES = 20
+# steps under the profiler, and the kernels that are told
+TRACED, TOLD = 3, 24
 
 
 class Stepper:
@@ -105,9 +101,12 @@ class Stepper:
 
 
 def check_advance(stepper: Stepper) -> None:
-    """Assert that lengths advance on the device by what is gained, and nobody else's."""
+    """Assert that a step is one graph, and adds to lengths what it gains, and nobody else's."""
+    stats = stepper.decoder.runner.stats
+    before, eager = stats.replays.total(), stats.eager.total()
     stepper.both()
     gained = dict(zip(stepper.rows, stepper.finish(), strict=True))
+    assert (stats.replays.total() - before, stats.eager.total() - eager) == (1, 0), stats
     moved = (stepper.decoder.states.seq_lens - stepper.lens).tolist()
     assert moved == [gained.get(row, 0) for row in range(len(moved))], (moved, gained)
     stepper.reset()
@@ -130,25 +129,21 @@ def between(begin: Any, end: Any) -> float:
 
 
 def timed(stepper: Stepper, rounds: int) -> dict[str, float]:
-    """Return microseconds of the device and of the host per step.
+    """Return microseconds of the device and of the host per step, on the calmest core.
 
     The rows are those of the step before, and so known to be good.
     """
-    spans, hosts, loops, device = [], [], [], stepper.lens.device
-    gc.disable()
-    try:
+    spans, hosts, device = [], [], stepper.lens.device
+    with calm_core(), collecting_nothing():
         for _ in range(WARM + rounds):
             stepper.reset()
             begin, at = mark(device), time.perf_counter_ns()
             pending = stepper.launch()
             hosts.append((time.perf_counter_ns() - at) / 1e3)
             spans.append((begin, mark(device)))
-            loops.append(loop())
             stepper.finish()
             stepper._before = pending
         stepper.finish()
-    finally:
-        gc.enable()
     times = sorted(between(*span) for span in spans[WARM:])
     launches = sorted(hosts[WARM:])
     return {
@@ -158,56 +153,7 @@ def timed(stepper: Stepper, rounds: int) -> dict[str, float]:
         "host_us": round(statistics.median(launches), 2),
         "host_p10_us": round(launches[rounds // 10], 2),
         "host_p90_us": round(launches[9 * rounds // 10], 2),
-        "loop_us": round(statistics.median(loops[WARM:]), 2),
     }
-
-
-class Patience:
-    """How long a run waits for its host to be left alone.
-
-    Parameters
-    ----------
-    seconds : float
-        What all tries after the first ones may take, of all steps together.
-    steps : int
-        How often it will be asked to time steps: who needs less than a share leaves it to others.
-    loop_us : float
-        What the loop takes on a calm host.
-    """
-
-    def __init__(self, seconds: float, steps: int, loop_us: float) -> None:
-        self.left, self._steps, self._loop_us = seconds, steps, loop_us
-
-    def calmest(self, stepper: Stepper, rounds: int) -> dict[str, float]:
-        """Time steps, again while somebody else holds the host up; returns the shortest launches'.
-
-        That is while the loop takes `NOISY` times what it takes on a calm host, or launches take
-        `HELD_UP` times their quietest tenth, in the median: up to `TRIES` times, every time on the
-        core that is calmest then, for its share of the patience or, as one try of long steps may
-        take that, `FEW` times. A try is taken whole; ``tries`` tells how many there were.
-        """
-        share = self.left / max(self._steps, 1)
-        found, begin = [_on_calm_core(stepper, rounds)], time.perf_counter()
-        while self._held_up(found[-1]) and len(found) < TRIES:
-            spent = time.perf_counter() - begin
-            if spent >= (self.left if len(found) < FEW else share):
-                break
-            time.sleep(PAUSE)
-            found.append(_on_calm_core(stepper, rounds))
-        self.left -= time.perf_counter() - begin
-        self._steps -= 1
-        return min(found, key=itemgetter("host_us")) | {"tries": len(found)}
-
-    def _held_up(self, found: dict[str, float]) -> bool:
-        return (
-            found["loop_us"] > NOISY * self._loop_us
-            or found["host_us"] > HELD_UP * found["host_p10_us"]
-        )
-
-
-def _on_calm_core(stepper: Stepper, rounds: int) -> dict[str, float]:
-    with calm_core():
-        return timed(stepper, rounds)
 
 
 @contextmanager
@@ -229,12 +175,6 @@ def _loop_on(core: int) -> float:
     return statistics.median(loop() for _ in range(PROBES))
 
 
-def calm_loop() -> float:
-    """Return microseconds of the loop on a calm host: as steps have it, a median, but the least."""
-    with calm_core():
-        return min(statistics.median(loop() for _ in range(PROBES)) for _ in range(PROBES))
-
-
 def loop() -> float:
     """Return microseconds of a loop that is always the same."""
     at = time.perf_counter_ns()
@@ -242,19 +182,51 @@ def loop() -> float:
     return (time.perf_counter_ns() - at) / 1e3
 
 
-def launched(stepper: Stepper, rounds: int) -> dict[str, float]:
-    """Return microseconds that the host takes to launch a step on an idle device."""
-    times = []
+@contextmanager
+def collecting_nothing() -> Iterator[None]:
+    """Keep the garbage collector from taking part."""
     gc.disable()
     try:
+        yield
+    finally:
+        gc.enable()
+
+
+def launched(stepper: Stepper, rounds: int) -> dict[str, float]:
+    """Return microseconds that the host takes to launch a step on an idle device, and until it
+    has read the tokens.
+    """
+    launches, trips = [], []
+    with collecting_nothing():
         for _ in range(WARM + rounds):
             stepper.reset()
             if stepper.lens.is_cuda:
                 torch.cuda.synchronize()
             at = time.perf_counter_ns()
             stepper._before = stepper.launch()
-            times.append((time.perf_counter_ns() - at) / 1e3)
+            launches.append((time.perf_counter_ns() - at) / 1e3)
             stepper.finish()
-    finally:
-        gc.enable()
-    return {"host_idle_us": round(statistics.median(times[WARM:]), 2)}
+            trips.append((time.perf_counter_ns() - at) / 1e3)
+    return {
+        "host_idle_us": round(statistics.median(launches[WARM:]), 2),
+        "round_trip_us": round(statistics.median(trips[WARM:]), 2),
+    }
+
+
+def traced(stepper: Stepper) -> dict[str, Any]:
+    """Return how many kernels a step has, and the longest by name, as the profiler sees them."""
+    stepper.both()
+    stepper.finish()
+    activity = torch.profiler.ProfilerActivity
+    device = activity.CUDA if stepper.lens.is_cuda else activity.CPU
+    with torch.profiler.profile(activities=[device]) as profile:
+        for _ in range(TRACED):
+            stepper.both()
+        stepper.finish()
+    found = [
+        {"name": one.key, "count": one.count / TRACED, "us": one.self_device_time_total / TRACED}
+        for one in profile.key_averages()
+        if one.device_type.name == device.name
+    ]
+    found.sort(key=lambda one: -one["us"])
+    return {"kernels": sum(one["count"] for one in found), "by_name": found[:TOLD]}

@@ -18,6 +18,7 @@ from specattn.cache.slot_table import SlotTable
 from specattn.config import SpecConfig
 from specattn.cuda_graph.recorder import Recorder
 from specattn.models import FusedEagle3, FusedTarget
+from specattn.speculative.host_proposer import HostProposer, HostTree
 from specattn.speculative.model import ModelSlot
 from specattn.speculative.proposer import as_proposer
 from specattn.speculative.sampling import SamplingBatch, SamplingParams
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from specattn.models import FusedDFlash
+    from specattn.speculative.host_proposer import HostRequest
     from specattn.speculative.model import DraftModel, TargetModel
 
 DRAFT_VOCAB = 32000
@@ -80,24 +82,61 @@ def shapes(longest: int, layers: int | None = None) -> dict[str, Shape]:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is speculated: branches, depth, and nodes with the root; (1, 0, 1) is plain decoding."""
+    """What is speculated, and who drafts it.
+
+    Parameters
+    ----------
+    topk, steps, nodes : int
+        Branches, depth, and nodes with the root; (1, 0, 1) is plain decoding.
+    draft : str
+        ``eagle3``, ``dflash`` for best-first trees over a block, or ``host`` for trees that are
+        handed over, every node with two children.
+    ranks : int
+        Tokens of every place of a block.
+    """
 
     topk: int
     steps: int
     nodes: int
+    draft: str = "eagle3"
+    ranks: int = 8
 
     @property
     def name(self) -> str:
         if not self.steps:
             return "plain"
+        if self.draft == "host":
+            return f"host {self.nodes}"
+        if self.draft == "dflash":
+            return f"DFlash {self.steps}-{self.nodes}"
         return f"{'chain' if self.topk == 1 else 'tree'} {self.topk}-{self.steps}-{self.nodes}"
 
     def config(self, longest: int, reqs: int) -> SpecConfig:
-        return SpecConfig(self.steps, self.topk, self.nodes, longest, reqs)
+        shape = self.steps, self.topk, self.nodes, longest, reqs
+        if self.draft == "dflash":
+            return SpecConfig(*shape, tree="best_first", ranks=self.ranks)
+        return SpecConfig(*shape)
+
+    def options(self, count: int, lowest: int) -> dict[str, Any]:
+        """Return what a step of ``count`` requests is told, of tokens below ``lowest``."""
+        if self.draft != "host":
+            return {}
+        # node 0 and 1 follow the text, node i its node i // 2 - 1
+        parents = [node // 2 - 1 for node in range(self.nodes - 1)]
+        tokens = torch.randint(lowest, (count, self.nodes - 1)).tolist()
+        return {"trees": [HostTree(some, parents) for some in tokens]}
 
 
 PLAIN = Setting(1, 0, 1)
 SETTINGS = (Setting(1, 3, 4), Setting(1, 5, 6), Setting(4, 5, 16), Setting(8, 7, 64))
+HOST = (Setting(2, 7, 16, "host"), Setting(8, 7, 64, "host"))
+
+
+class HostTrees(HostProposer):
+    """A proposer whose trees come from elsewhere."""
+
+    def draft(self, requests: Sequence[HostRequest], config: SpecConfig) -> Sequence[HostTree]:
+        raise NotImplementedError("these trees are handed over")
 
 
 class World:
@@ -188,9 +227,11 @@ class World:
             accept=accept,
         )
 
-    def slots_of(self, setting: Setting) -> tuple[ModelSlot[TargetModel], ModelSlot[Any] | None]:
+    def slots_of(self, setting: Setting) -> tuple[ModelSlot[TargetModel], Any]:
         """Return the target and the draft of a setting."""
-        return (self.target, self.draft) if setting.steps else (self.plain, None)
+        if not setting.steps:
+            return self.plain, None
+        return (self.plain, HostTrees()) if setting.draft == "host" else (self.target, self.draft)
 
     def forced(self, length: int, kind: type[Forced] = Forced) -> Forced:
         """Return an acceptor of ``length`` tokens everywhere."""
@@ -233,13 +274,12 @@ class World:
         Every weight once per forward that reads it, and every layer's keys and values of the
         context once per forward.
         """
-
         tokens = batch * context
         found = {
             "target weights": matrix_bytes(self.model),
             "target KV": cached_bytes(self.target.pool, tokens),
         }
-        if setting.steps:
+        if setting.steps and setting.draft != "host":
             assert self.head.fc is not None
             # the drafts after the first token, and the extend, which alone mixes features
             forwards = setting.steps
@@ -251,8 +291,8 @@ class World:
         """Return the floating point operations of a step's matrix products, attention aside."""
         size = self.head.norm.element_size()
         target, head = (matrix_bytes(model) // size for model in (self.model, self.head))
-        if not setting.steps:
-            return 2 * batch * target
+        if not setting.steps or setting.draft == "host":
+            return 2 * batch * setting.nodes * target
         assert self.head.fc is not None
         # the extend asks for logits of one row only
         path, logits = setting.steps + 1, self.head.lm_head.numel()

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 RECORD = "step_dflash.json"
 #: What the settings of blocks begin with.
 DRAFT = "DFlash"
+#: What the kernel that builds a block's tree has in its name.
+DRAFTING = "best_first"
 Cell = dict[str, Any]
 
 
@@ -26,11 +28,11 @@ def shown(results: Path) -> str:
     return "\n\n".join(
         [
             f"{tables.versions(found['machine'])}.",
-            f"{found['model']}, every setting in turn, ms and ratio to the bytes at the speed of "
+            f"{found['model']}, ms and ratio to the bytes at the speed of "
             "a copy (with *: to the products, where these take longer):",
             _times(rows),
-            f"{DRAFT} against the others: building the tree, launches and graphs of a step, the "
-            "tokens per step at which it is plain decoding's equal, and how many times an EAGLE-3 "
+            f"{DRAFT} against the others: building the tree, launches of a step, the tokens per "
+            "step at which it is plain decoding's equal, and how many times an EAGLE-3 "
             "setting's tokens it must gain to be that one's:",
             _even(rows),
         ]
@@ -54,22 +56,21 @@ def _times(rows: dict[str, dict[str, Cell]]) -> str:
 def _even(rows: dict[str, dict[str, Cell]]) -> str:
     """A row per place and tree of a block."""
     others = [name for name in _settings(rows) if not name.startswith(DRAFT)]
-    head = ["batch x context", "setting", "tree, us", "of the step", "launches", "graphs"]
+    head = ["batch x context", "setting", "tree, us", "of the step", "launches"]
     head += [f"= {name}" if name == PLAIN else f"x {name}" for name in others]
     body = []
     for name, row in rows.items():
         for setting, cell in row.items():
             if not setting.startswith(DRAFT):
                 continue
-            launches = str(cell["trace"]["kernels"]) if "trace" in cell else tables.NONE
+            tree, found = cell.get("tree_us"), cell.get("trace", {})
             body.append(
                 [
                     name,
                     setting,
-                    f"{cell['tree_us']:.2f}",
-                    f"{cell['tree_us'] / cell['us']:.2%}",
-                    launches,
-                    str(cell["graphs"]),
+                    tables.NONE if tree is None else f"{tree:.2f}",
+                    tables.NONE if tree is None else f"{tree / cell['us']:.2%}",
+                    f"{found['kernels']:.0f}" if found else tables.NONE,
                     *(_ratio(cell, row.get(other)) for other in others),
                 ]
             )

@@ -1,4 +1,4 @@
-"""What the record of `bench.step_host` says about steps whose trees the host drafts."""
+"""What the record of `bench.step --host` says about steps whose trees the host drafts."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def shown(results: Path) -> str:
     """Return steps of the device alone, round trips, and what the device waits."""
     found = json.loads((results / RECORD).read_text())
     body = []
-    for cell in found["cells"]:
-        device, trip = cell["device_us"], cell["round_trip_us"]
+    for cell in (cell for cell in found["cells"] if cell["steps"]):
+        device, trip = cell["us"], cell["round_trip_us"]
         waits = trip - device
         body.append(
             [

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import LlamaConfig, Qwen3Config
 
-from bench import step, step_timing, timeline
+from bench import step, step_timing
 from bench.random_models import random_target
 from bench.step_forced import Watched, launch, twin
-from bench.step_timing import Patience
 from bench.step_world import PLAIN, Setting, Shape, World
 from bench.suite import steps as report
 from bench.suite.results import write
@@ -160,151 +158,115 @@ def test_bytes_are_counted_once_per_forward():
     )
 
 
-def test_a_whole_run_leaves_a_record(monkeypatch, tmp_path):
+KINDS = {
+    "eagle3": [PLAIN, Setting(2, 2, 7)],
+    "dflash": [PLAIN, Setting(1, 3, 4), Setting(1, 5, 9, "dflash", 3)],
+    "host": [PLAIN, Setting(2, 3, 8, "host")],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_whole_run_leaves_a_record(monkeypatch, tmp_path, kind):
+    out, seen, settings = tmp_path / "cells.json", [], KINDS[kind]
+    block = {"size": 6, "layers": 2, "states": 2} if kind == "dflash" else {}
+    owner, name, made = {
+        "eagle3": (step, "SETTINGS", World),
+        "dflash": (step.step_blocks, "SETTINGS", step.step_blocks.BlockWorld),
+        "host": (step, "HOST", World),
+    }[kind]
+    left_out = [Setting(1, 3, 4)] if kind == "eagle3" else []
+    monkeypatch.setattr(owner, name, (*left_out, *settings[1:]))
+    shape = tiny()
+    monkeypatch.setattr(
+        step if kind != "dflash" else step.step_blocks,
+        made.__name__,
+        lambda *given: made(shape, [40, 8], CPU, torch.float32, "torch_native", **block),
+    )
+    monkeypatch.setattr(step, "shapes", lambda *_: {"tiny": shape})
+    monkeypatch.setattr(step, "machine", lambda commit: {"device": "A GPU", "commit": commit})
+    monkeypatch.setattr(step.roofs, "measure", lambda _: {"copy_tb_s": 4.2, "matmul_tflops": 800})
     monkeypatch.setattr(step_timing, "WARM", 0)
-    monkeypatch.setattr(step_timing, "PAUSE", 0.0)
-    monkeypatch.setattr(step, "SETTINGS", (Setting(1, 3, 4), Setting(2, 2, 7)))
-    assert step.rooms(step.places([1, 4], [8, 64], fits=64)) == [64, 8, 8, 8]
-    options = argparse.Namespace(
-        places=step.places([1, 2], [8, 40], fits=60),
-        rounds=2,
-        length=4,
-        settings="tree",
-        seconds=1e6,
-    )
-    monkeypatch.setattr(step, "calm_loop", lambda: 0.0)  # a host that is never calm
-    shape = Shape("tiny", LlamaConfig(**SIZES), LlamaConfig(**SIZES), 61)
-    rooms = step.rooms(options.places)
-    assert rooms == [40, 8]
-    cells = list(
-        step.run(
-            {"tiny": shape},
-            lambda shape: World(shape, rooms, CPU, torch.float32, "torch_native"),
-            options,
-            4.2,
-        )
-    )
-    write({"format": 1, "cells": cells}, tmp_path / "cells.json")
-    assert json.loads((tmp_path / "cells.json").read_text()) == {"format": 1, "cells": cells}
-    assert [cell["setting"] for cell in cells] == ["plain"] * 4 + ["tree 2-2-7"] * 4
+    kernels = [{"name": name, "count": 1, "us": us} for name, us in (("best_first_", 3), ("b", 2))]
+    monkeypatch.setattr(step, "traced", lambda _: {"kernels": 7, "by_name": kernels})
+    monkeypatch.setitem(step.KINDS, kind, replace(step.KINDS[kind], fits=60))
+
+    def note(record, path):
+        seen.append([len(record["cells"]), sum("trace" in cell for cell in record["cells"])])
+        write(record, path)
+
+    monkeypatch.setattr(step, "write", note)
+    flags = [] if kind == "eagle3" else [f"--{kind}"]
+    options = ["--models", "tiny", "--batch", "1,2", "--context", "8,40", "--rounds", "2"]
+    names = [setting.name for setting in settings]
+    only = ["--settings", names[-1]] if kind == "eagle3" else []
+    argv = ["bench.step", *flags, *options, *only, "--commit", "abc", "--out", str(out)]
+    monkeypatch.setattr("sys.argv", argv)
+    step.main()
+    record = json.loads(out.read_text())
+    assert (record["model"], record["machine"]["commit"]) == ("tiny", "abc")
+    cells = record["cells"]
+    assert [cell["setting"] for cell in cells] == [name for name in names for _ in range(4)]
+    count = 4 * len(names)
+    # what is known is written after every cell, and traces come after everything was timed
+    assert seen[:count] == [[at + 1, 0] for at in range(count)]
+    assert seen[count:] == [[count, 3 * (at + 1)] for at in range(len(names))]
     skipped = [cell for cell in cells if "skipped" in cell]
-    assert [(cell["batch"], cell["context"]) for cell in skipped] == [(2, 40)] * 2
+    assert {(cell["batch"], cell["context"]) for cell in skipped} == {(2, 40)}
     for cell in cells:
         if cell not in skipped:
-            assert cell["host_idle_us"] > 0
-            assert cell["length"] == (3 if cell["steps"] else 1)
+            assert 0 < cell["host_idle_us"] < cell["round_trip_us"]
+            assert 1 <= cell["length"] <= 4
             assert 0 < cell["p10_us"] <= cell["us"] <= cell["p90_us"]
             assert 0 < cell["host_p10_us"] <= cell["host_us"] <= cell["host_p90_us"]
-            assert cell["loop_us"] > 0
-            assert 1 < cell["tries"] <= step_timing.TRIES
             assert cell["floor_us"] == round(sum(cell["bytes"].values()) / 4.2e6, 2)
             assert cell["error"] < 1e-5
             assert cell["short"] == 0
+            assert cell["trace"]["kernels"] == 7
+            assert cell.get("tree_us") == (3 if cell["setting"].startswith("DFlash") else None)
 
 
-def test_traces_are_kept_setting_by_setting(monkeypatch):
-    """A run that is cut short has lost what comes after."""
-    monkeypatch.setattr(step, "SETTINGS", (Setting(1, 3, 4), Setting(2, 2, 7)))
-    monkeypatch.setattr(
-        step,
-        "trace",
-        lambda world, setting, cells, options: [
-            cell.update(trace=(world, setting.name)) for cell in cells
-        ],
-    )
-    cells = [
-        {"model": model, "setting": name}
-        for model in ("a", "b")
-        for name in ("plain", "tree 2-2-7")
-    ]
-    cells.append({"model": "a", "setting": "plain", "skipped": "no room"})
-    options, left = argparse.Namespace(settings="tree"), []
-    for _ in step.trace_all({"a": 1, "b": 2}, lambda shape: shape, options, cells):
-        left.append(sum("trace" not in cell for cell in cells))
-    assert left == [4, 3, 2, 1]
-    assert [cell.get("trace") for cell in cells] == [
-        (1, "plain"),
-        (1, "tree 2-2-7"),
-        (2, "plain"),
-        (2, "tree 2-2-7"),
-        None,
-    ]
+def test_kernels_of_a_step_are_counted(stepper):
+    stepper.force(2)
+    found = step.traced(stepper)
+    calls = {one["name"]: one["count"] for one in found["by_name"]}
+    assert found["kernels"] >= sum(calls.values()) > len(calls)
+    assert all(count % 1 == 0 for count in calls.values()), "of one step"
 
 
-@pytest.mark.parametrize(
-    ("tries", "kept"),
-    [
-        ([(11, 50, 45)], 50),
-        ([(13, 60, 55), (12, 70, 66)], 60),
-        ([(10, 60, 40), (10, 49, 40)], 49),
-        ([(12, 99, 50), (20, 40, 39), (12, 70, 50), (12, 80, 40)] * 2, 40),
-    ],
-    ids=["calm", "slow", "uneven", "never"],
-)
-def test_steps_are_timed_again_while_the_host_is_held_up(monkeypatch, tries, kept):
-    """A try is taken whole, and it is the one with the shortest launches."""
-    found = iter(
-        {"loop_us": loop, "host_us": host, "host_p10_us": least, "us": host + 1}
-        for loop, host, least in tries
-    )
-    monkeypatch.setattr(step_timing, "PAUSE", 0.0)
-    monkeypatch.setattr(step_timing, "timed", lambda stepper, rounds: next(found))
-    kept_whole = Patience(9.0, 1, 10.0).calmest(None, 3)
-    assert (kept_whole["host_us"], kept_whole["us"]) == (kept, kept + 1)
-    assert kept_whole["tries"] == len(tries)
-    assert not list(found)
+@pytest.mark.parametrize("share", ["0/2", "1/2"])
+def test_shares_of_the_settings_are_compiled(monkeypatch, share):
+    found, settings = [], (Setting(1, 3, 4), Setting(2, 2, 7))
+
+    def noting(*given):
+        run = world()
+        honest = run.decoder
+
+        def decoder(setting, buckets, accept, *, record):
+            found.append((setting.name, *buckets, record))
+            return honest(setting, buckets, accept, record=record)
+
+        monkeypatch.setattr(run, "decoder", decoder)
+        monkeypatch.setattr(run, "rooms", [2000] * 3)
+        return run
+
+    monkeypatch.setattr(step, "SETTINGS", settings)
+    monkeypatch.setattr(step, "World", noting)
+    monkeypatch.setattr(World, "put", lambda run, decoder, rows, context: None)
+    monkeypatch.setattr(step, "shapes", lambda *_, **__: {"tiny": tiny()})
+    options = ["--models", "tiny", "--batch", "1,2", "--compile", share]
+    monkeypatch.setattr("sys.argv", ["bench.step", *options])
+    step.main()
+    jobs = [(one.name, batch, False) for one in (*settings[::-1], PLAIN) for batch in (1, 2)]
+    assert found == jobs[int(share[0]) :: 2]
 
 
-def test_patience_is_shared_by_the_steps_of_a_run(monkeypatch):
-    """Whoever needs less than a share leaves the rest to those that come later."""
-    now = [0.0]
-    monkeypatch.setattr(step_timing.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(step_timing.time, "sleep", lambda _: None)
-    hosts = {"calm": 20, "held up": 50}
-
-    def timed(stepper, rounds):
-        now[0] += 1.0
-        return {"loop_us": 10, "host_us": hosts[stepper], "host_p10_us": 20}
-
-    monkeypatch.setattr(step_timing, "timed", timed)
-    run = Patience(6.0, 3, 10.0)
-    order = ["held up", "calm", "held up"]
-    assert [run.calmest(step, 3)["tries"] for step in order] == [4, 1, 4]
-    assert run.calmest("held up", 3)["tries"] == 1, "nothing is left"
-    # one try is more than a share of 0.1 seconds
-    many = Patience(10.0, 100, 10.0)
-    assert [many.calmest("held up", 3)["tries"] for _ in range(5)] == [4, 4, 4, 2, 1]
-    assert Patience(10.0, 1, 10.0).calmest("held up", 3)["tries"] == 8
-
-
-def test_models_share_a_run_s_patience(monkeypatch):
-    """Long steps, which come last, leave the next model's alone."""
-    seen = []
-
-    def measured(world, setting, name, options, copy_tb_s):
-        seen.append((name, setting.name, options.patience.left))
-        options.patience.left = 0.0
-        return iter(())
-
-    monkeypatch.setattr(step, "SETTINGS", (Setting(1, 3, 4),))
-    monkeypatch.setattr(step, "calm_loop", lambda: 10.0)
-    monkeypatch.setattr(step, "measured", measured)
-    options = argparse.Namespace(places=step.places([1], [8]), settings="", seconds=60.0)
-    assert not list(step.run({"a": None, "b": None}, lambda shape: shape, options, 4.2))
-    assert seen == [
-        ("a", "plain", 30.0),
-        ("a", "chain 1-3-4", 0.0),
-        ("b", "plain", 30.0),
-        ("b", "chain 1-3-4", 0.0),
-    ]
-
-
-def test_a_calm_loop_is_the_least_of_medians(monkeypatch):
-    times = iter([5.0, 11.0, 12.0, 1.0, 14.0, 15.0, 30.0, 31.0, 32.0])
-    monkeypatch.setattr(step_timing, "PROBES", 3)
-    monkeypatch.setattr(step_timing, "calm_core", nullcontext)
-    monkeypatch.setattr(step_timing, "loop", lambda: next(times))
-    assert step_timing.calm_loop() == 11.0
+def test_steps_that_are_no_graph_are_noticed():
+    run = world()
+    accept = run.forced(1)
+    decoder = run.decoder(Setting(2, 3, 6), [1], accept)
+    stepper = step.Stepper(decoder, run.admit(decoder, 3, 20), accept)
+    with pytest.raises(AssertionError):
+        step.check_advance(stepper)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="pins threads on Linux only")
@@ -322,21 +284,6 @@ def test_steps_are_timed_on_the_calmest_core(monkeypatch):
     with pytest.raises(ArithmeticError):
         fails()
     assert pinned[-1] == allowed, "whatever happens, all cores may be used again"
-
-
-def test_a_step_is_divided_by_model_and_kind():
-    rows = {phase: dict.fromkeys(timeline.CLASSES, 0.0) for phase in timeline.PHASES}
-    rows["verify"] |= {"target GEMM": 10.0, "glue": 2.0, "attention": 3.0, "idle": 1.0}
-    rows["draft"] |= {"draft GEMM": 20.0, "attention": 4.0, "other": 5.0}
-    rows["extend"] |= {"draft GEMM": 30.0, "glue": 6.0}
-    rows["accept"] |= {"glue": 7.0, "other": 8.0}
-    assert step.divided({"phases": rows}) == {
-        "target": 12.0,
-        "draft": 56.0,
-        "attention": 7.0,
-        "other": 20.0,
-        "idle": 1.0,
-    }
 
 
 def test_the_report_says_what_the_record_says(tmp_path):
