@@ -1,18 +1,21 @@
-"""Thousands of steps with requests that come and go at random, checked all along.
+"""Thousands of steps of many engines, with requests that come and go at random, checked all along.
 
-Requests are of a few kinds (prompt, how they are drawn, longest text), joined and ended at random,
-some by their length, some by their context, some dropped while a step is in flight. A kind's
-tokens do not depend on its company, so every text is held against a fresh run of its kind: greedy
-ones against plain decoding, drawn ones (of one setting) against an engine that runs nothing else.
-Drawn ones run, but are not compared, where a setting is chosen anew for every step: another tree
-spends the same coins on other tokens, so of those texts only the distribution is the same, which
-`tests/engine/test_engine_laws.py` tests. What a step gains is held against the same runs, at the
-start and at the end.
+An engine per proposer, and per way to record or choose a step (`bench.soak_engines`), all on one
+device; one of them, at random, takes each step. Requests are of a few kinds: prompt, how they are
+drawn, processors, log-probabilities, longest text. They join and end at random, some by their
+length, some by their context, some dropped while a step is in flight. A kind's tokens do not
+depend on its company, so every text is held against its engine's first run of its kind, before the
+steps, and greedy ones against plain decoding's. Drawn ones run, but are not compared, where a
+setting is chosen anew for every step: another tree spends the same coins on other tokens, so of
+those texts only the distribution is the same, which `tests/engine/test_engine_laws.py` tests. What
+a step gains is held against the same runs, at the start and at the end.
 
-What is known is written every thousand steps, and before it is judged: a run that is cut short or
-refused leaves what it has seen.
+Steps are watched: a sync ends the run, and waits and allocations are counted (`bench.soak_watch`).
+Requests with a grammar are left out: their steps wait for the host by design. What is known is
+written every thousand steps, and before it is judged: a run that is cut short or refused leaves
+what it has seen. The record also has what each engine needs of memory.
 
-    python -m bench.soak [--steps 10000] [--rows 16] [--seed 0] [--commit SHA] [--out FILE]
+    python -m bench.soak [--steps 10000] [--rows 8] [--only DFlash] [--commit SHA] [--out FILE]
 """
 
 from __future__ import annotations
@@ -21,39 +24,44 @@ import argparse
 import json
 import random
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bench import soak_engines
+from bench.acceptance import PROMPT_TOKENS, held_out_prompts
 from bench.soak_checks import (
     Found,
     acceptance,
     compare,
     greedy_texts,
-    judge,
+    judge_memory,
+    judge_steps,
+    judge_texts,
     memory,
     wanted,
 )
+from bench.soak_watch import Watch
 from bench.suite import results
-from specattn.config import SpecConfig
-from specattn.engine.engine import Engine
+from bench.suite.machine import machine
 from specattn.engine.request import Request
 from specattn.speculative.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from bench.soak_checks import Wanted
-    from bench.soak_watch import Watch
+    from specattn.config import SpecConfig
+    from specattn.engine.engine import Engine
     from specattn.engine.policy import Observed
     from specattn.engine.request import RequestOutput
 
-OUT = Path(__file__).parent / "results" / "soak_h200.json"
-TREE, OTHERS = (5, 4, 16), ((3, 1, 4), (0, 1, 1))
-CONTEXT, WINDOWS, NEW = 384, 24, 120
+OUT = Path(__file__).parent / "results" / "soak_proposers.json"
+CONTEXT, WINDOWS, NEW = 384, 16, 200
 WINDOW = 1000
 # a chance per step that requests join where there is room, and per request of a rare kind
 JOINS, RARE = 0.12, 0.005
@@ -66,6 +74,9 @@ DRAWING = (
     SamplingParams(0.7, top_p=0.9, seed=6),
     SamplingParams(),
     SamplingParams(1.2, 20, seed=7),
+    SamplingParams(repetition_penalty=1.2, frequency_penalty=0.3, logprobs=3),
+    SamplingParams(0.9, min_p=0.05, presence_penalty=0.6, seed=8, logprobs=0),
+    SamplingParams(logprobs=2, logprobs_of="processed"),
 )
 
 
@@ -174,7 +185,7 @@ class Trial:
         What each of them comes to.
     seed : int
         Of all that is random here.
-    watch : Watch, optional
+    watch : Watch
         What watches steps, but for the prompts of those who join.
     """
 
@@ -185,18 +196,17 @@ class Trial:
         kinds: Sequence[Request],
         want: Sequence[Wanted],
         seed: int,
-        watch: Watch | None = None,
+        watch: Watch,
     ) -> None:
         self.engine, self.plain, self.kinds, self.want = engine, plain, kinds, want
-        none = nullcontext, nullcontext
-        self._watching, joining = (watch.watching, watch.paused) if watch is not None else none
+        self._watch = watch
         # one setting: drawn tokens and gains have to be equal, too
         self.fixed = not engine.configs.adaptive
         self.slots, self.rows = engine.table.num_free_slots, engine.table.num_free_rows
         last = engine.configs.fit(engine.config, 1)
         for config in (*engine.configs.all, last):  # what is made on first use
             engine.decoder(config).capture(sampled=True)
-        self.churn, self.found = Churn(engine, kinds, seed, joining), Found()
+        self.churn, self.found = Churn(engine, kinds, seed, watch.paused), Found()
 
     def begin(self) -> None:
         """Let the last kinds come, as many as there are rows."""
@@ -204,7 +214,7 @@ class Trial:
 
     def step(self) -> None:
         """Take a step, perhaps drop everything after it, and check the texts that ended."""
-        with self._watching():
+        with self._watch.watching():
             ended = self.churn.step()
         self._check(ended)
         if self.churn.rng.random() < DROPS:
@@ -240,56 +250,12 @@ class Trial:
         steps = self.churn.gains
         window = min(WINDOW, len(steps) // 2)
         first, last = (acceptance(part, self.want) for part in (steps[:window], steps[-window:]))
-        return self.seen() | {
-            "slots_lost": 0,
-            "rows_lost": 0,
-            "first_steps": first,
-            "last_steps": last,
-        }
-
-
-def run(
-    trials: Sequence[Trial],
-    steps: int,
-    *,
-    seed: int,
-    check_every: int,
-    measure: Callable[[], dict[str, Any]],
-    keep: Callable[[int], None],
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Take steps of trials at random; returns what was measured after the warm-up and at the end.
-
-    Parameters
-    ----------
-    trials : sequence of Trial
-        Which have begun.
-    steps, check_every : int
-        How many of all trials together, and after how many of them the slots are checked.
-    seed : int
-        Of which trial takes a step.
-    measure : callable
-        Is called when nothing runs.
-    keep : callable
-        Is handed how many steps were taken, now and then.
-    """
-    rng, warm, marks = random.Random(seed), max(1, steps // 10), list[dict[str, Any]]()
-    for at in range(1, steps + 1):
-        rng.choice(trials).step()
-        if at in (warm, steps):
-            for trial in trials:
-                trial.drop()
-            marks.append(measure())
-        if at % check_every == 0 or at == steps:
-            for trial in trials:
-                trial.engine.table.check()
-        if at % WINDOW == 0:
-            keep(at)
-    return marks[0], marks[-1]
+        seen = self.seen() | {"slots_lost": 0, "rows_lost": 0}
+        return seen | {"first_steps": first, "last_steps": last} | soak_engines.needs(self.engine)
 
 
 def soak(
-    engine: Engine,
-    fresh: Engine,
+    engines: Mapping[str, Engine],
     plain: Engine,
     kinds: Sequence[Request],
     steps: int,
@@ -298,16 +264,18 @@ def soak(
     check_every: int = 250,
     keep: Callable[[dict[str, Any]], None] = lambda report: None,
 ) -> dict[str, Any]:
-    """Run ``steps`` steps and check them; returns what was seen.
+    """Run ``steps`` steps of engines at random and check them; returns what was seen.
 
     Parameters
     ----------
-    engine, fresh, plain : Engine
-        What is soaked, another one like it, and one that decodes plainly; none has requests.
+    engines : mapping of str to Engine
+        What is soaked; none has requests.
+    plain : Engine
+        Decodes plainly; has no requests.
     kinds : sequence of Request
-        What comes; the last sixteenth comes seldom.
+        What comes to each; the last sixteenth comes seldom.
     steps, check_every : int
-        How many, and after how many of them the slots are checked.
+        How many of all together, and after how many of them the slots are checked.
     seed : int
         Of all that is random.
     keep : callable
@@ -316,40 +284,73 @@ def soak(
     Raises
     ------
     AssertionError
-        If a text is wrong, a slot or row was lost, memory grew, or acceptance moved.
+        If a text is wrong, a slot or row was lost, memory grew, acceptance moved, or steps waited
+        or allocated.
     """
+    begin, watch, trials = time.perf_counter(), Watch(), dict[str, Trial]()
+    texts = greedy_texts(plain, kinds)
+    for at, (name, engine) in enumerate(engines.items()):
+        want = wanted(engine, texts, kinds)
+        trials[name] = Trial(engine, plain, kinds, want, seed + at, watch)
+        print(f"{name}: ready after {time.perf_counter() - begin:.0f} s", flush=True)
+    ready = round(time.perf_counter() - begin, 1)
     begin = time.perf_counter()
-    want = wanted(fresh, greedy_texts(plain, kinds), kinds)
-    trial = Trial(engine, plain, kinds, want, seed)
-    print(f"ready after {time.perf_counter() - begin:.0f} s", flush=True)
-    begin = time.perf_counter()
-    trial.begin()
 
-    def so_far(at: int) -> dict[str, Any]:
-        seconds = round(time.perf_counter() - begin, 1)
-        return {"passed": False, "steps": at, "seconds": seconds}
+    def so_far(at: int, parts: dict[str, Any]) -> dict[str, Any]:
+        times = {"seconds_to_get_ready": ready, "seconds": round(time.perf_counter() - begin, 1)}
+        return {"passed": False, "steps": at, **times, "proposers": parts}
 
     def note(at: int) -> None:
-        keep(so_far(at) | trial.seen() | {"memory": memory()})
-        tell(at, begin, trial.found.requests)
+        report = so_far(at, {name: trial.seen() for name, trial in trials.items()})
+        keep(report | {"memory": memory()})
+        texts = sum(trial.found.requests for trial in trials.values())
+        print(f"{at} steps, {report['seconds']:.0f} s, {texts} texts checked", flush=True)
 
-    warm, end = run([trial], steps, seed=seed, check_every=check_every, measure=memory, keep=note)
-    report = so_far(steps) | trial.result() | {"memory_warm": warm, "memory_end": end}
-    if not trial.fixed:
-        report["steps_by_setting"] = {
-            f"{config.num_steps},{config.topk},{config.num_draft_tokens}": count
-            for config, count in engine.configs.used.items()
-        }
+    with watch.over(*engines.values()):
+        marks = _take_steps(list(trials.values()), steps, seed, check_every, watch, note)
+    parts = {name: trial.result() for name, trial in trials.items()}
+    warm, end = marks
+    report = so_far(steps, parts) | {
+        "watched": end["watched"],
+        "memory_warm": warm["memory"],
+        "memory_end": end["memory"],
+    }
     keep(report)
-    judge(report, fixed=trial.fixed)
+    judge_memory(report)
+    judge_steps(report["watched"])
+    for name, part in parts.items():
+        judge_texts(part, fixed=trials[name].fixed)
+        assert not part["eager_steps"], f"{name}: {part['eager_steps']} steps ran eagerly"
     report["passed"] = True
     keep(report)
     return report
 
 
-def tell(steps: int, begin: float, texts: int) -> None:
-    """Print how far a soak is."""
-    print(f"{steps} steps, {time.perf_counter() - begin:.0f} s, {texts} texts checked", flush=True)
+def _take_steps(
+    trials: Sequence[Trial],
+    steps: int,
+    seed: int,
+    check_every: int,
+    watch: Watch,
+    note: Callable[[int], None],
+) -> list[dict[str, Any]]:
+    """Take steps of trials at random; return memory and waits after the warm-up and at the end."""
+    rng, warm, marks = random.Random(seed), max(1, steps // 10), list[dict[str, Any]]()
+    for trial in trials:
+        trial.begin()
+    for at in range(1, steps + 1):
+        rng.choice(trials).step()
+        if at in (warm, steps):
+            for trial in trials:
+                trial.drop()
+            marks.append({"memory": memory(), "watched": watch.counted()})
+            watch.reset()
+        if at % check_every == 0 or at == steps:
+            for trial in trials:
+                trial.engine.table.check()
+        if at % WINDOW == 0:
+            note(at)
+    return marks
 
 
 def kinds_of(
@@ -370,8 +371,6 @@ def kinds_of(
 
 def random_prompts(count: int, tokenizer: Any, seed: int) -> list[list[int]]:
     """Return held-out texts of random lengths, a quarter of them prefixes of others."""
-    from bench.acceptance import PROMPT_TOKENS, held_out_prompts
-
     rng, texts = random.Random(seed), held_out_prompts(count, tokenizer)
     prompts = [text[: rng.randint(4, PROMPT_TOKENS)] for text in texts]
     prompts[1::4] = [text[: len(text) // 2 + 1] for text in prompts[::4]]
@@ -381,56 +380,31 @@ def random_prompts(count: int, tokenizer: Any, seed: int) -> list[list[int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument("--rows", type=int, default=16, help="requests at once")
+    parser.add_argument("--rows", type=int, default=8, help="requests at once, of each engine")
+    parser.add_argument("--only", default="", help="engines whose name contains this")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", help="what the results call this version")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
-    from bench.shipped import pair
-    from bench.suite.machine import machine
-
-    target, draft = pair("cuda" if torch.cuda.is_available() else "cpu", torch.float32)
-    prompts = random_prompts(WINDOWS, target.tokenizer, args.seed)
-    kinds = kinds_of(prompts, NEW, CONTEXT)
-
-    def engine(tree: tuple[int, int, int], **more: Any) -> Engine:
-        config = SpecConfig(*tree, CONTEXT, args.rows)
-        return Engine(target, draft, config, **{"buckets": [4, args.rows], **more})
-
-    plain, fresh = engine((0, 1, 1)), engine(TREE)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    load = soak_engines.Loader(device, torch.float32, CONTEXT, args.rows, Dice(args.seed))
+    engines = {one.name: load.engine(one) for one in soak_engines.SETTINGS if args.only in one.name}
+    plain = load.engine(soak_engines.PLAIN)
+    prompts = random_prompts(WINDOWS, plain.target.model.tokenizer, args.seed)
     report: dict[str, Any] = {
         "machine": machine(args.commit),
         "dtype": "float32",
-        "tree": TREE,
         "rows": args.rows,
+        "context": CONTEXT,
         "seed": args.seed,
     }
 
-    def keep(part: str) -> Callable[[dict[str, Any]], None]:
-        def write(seen: dict[str, Any]) -> None:
-            report[part] = seen
-            results.write(report, args.out)
+    def keep(seen: dict[str, Any]) -> None:
+        results.write(report | seen, args.out)
 
-        return write
-
-    others = [SpecConfig(*tree, CONTEXT, args.rows) for tree in OTHERS]
-    runs: dict[str, tuple[int, dict[str, Any]]] = {
-        "one_setting": (args.steps, {"buckets": None}),
-        "switching": (args.steps // 4, {"configs": others, "policy": Dice(args.seed)}),
-        "piecewise": (args.steps // 10, {"cudagraph": "piecewise"}),
-        "halves": (args.steps // 10, {"tbo": True}),
-    }
-    for at, (part, (steps, options)) in enumerate(runs.items()):
-        soak(
-            engine(TREE, **options),
-            fresh,
-            plain,
-            kinds,
-            steps,
-            seed=args.seed + at,
-            keep=keep(part),
-        )
-        print(json.dumps(report[part]), flush=True)
+    kinds = kinds_of(prompts, NEW, CONTEXT)
+    found = soak(engines, plain, kinds, args.steps, seed=args.seed, keep=keep)
+    print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

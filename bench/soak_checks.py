@@ -156,12 +156,6 @@ def memory() -> dict[str, int]:
     return found
 
 
-def judge(report: dict[str, Any], *, fixed: bool) -> None:
-    """Raise an AssertionError if memory grew, acceptance moved or drawn texts differ."""
-    judge_memory(report)
-    judge_texts(report, fixed=fixed)
-
-
 def judge_memory(report: dict[str, Any]) -> None:
     """Raise an AssertionError if device or host need more than after the warm-up."""
     grown = report["memory_end"].get("allocated", 0) - report["memory_warm"].get("allocated", 0)

@@ -1,4 +1,4 @@
-"""What the record of `bench.soak_proposers` says about the memory that proposers need."""
+"""What the record of `bench.soak` says about the memory that proposers need."""
 
 from __future__ import annotations
 

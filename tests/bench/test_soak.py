@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from bench import soak as soaking
-from bench import soak_proposers
-from bench.soak import Dice, kinds_of, soak
-from bench.soak_checks import Found, Wanted, compare, judge, judge_steps
+from bench import soak_engines
+from bench.soak import DRAWING, Dice, kinds_of, soak
+from bench.soak_checks import Found, Wanted, compare, judge_memory, judge_steps, judge_texts
 from bench.soak_watch import Watch
 from bench.suite import proposers
 from specattn.cache.slot_table import SlotTable
@@ -43,52 +43,54 @@ def engine(models, tree, *others, **options) -> Engine:
 
 
 def short_soak(models, run=None, **more):
-    kinds = kinds_of(PROMPTS, NEW, CONTEXT)
-    return soak(
-        run or engine(models, (3, 3, 8)),
-        engine(models, (3, 3, 8)),
+    """Soak one engine; return its part of the report."""
+    report = soak(
+        {"one": run or engine(models, (3, 3, 8))},
         engine(models, (0, 1, 1)),
-        kinds,
+        kinds_of(PROMPTS, NEW, CONTEXT, DRAWING[:3]),
         STEPS,
         seed=1,
         check_every=10,
         **more,
     )
+    assert report["passed"]
+    return report["proposers"]["one"]
 
 
 def test_requests_come_and_go(models, monkeypatch):
     monkeypatch.setattr(soaking, "WINDOW", STEPS // 3)
     kept = []
-    report = short_soak(models, keep=lambda seen: kept.append(json.loads(json.dumps(seen))))
+    one = short_soak(models, keep=lambda seen: kept.append(json.loads(json.dumps(seen))))
     assert [seen["steps"] for seen in kept] == [STEPS // 3, STEPS // 3 * 2, STEPS, STEPS, STEPS]
     assert [seen["passed"] for seen in kept] == [False] * 4 + [True]
-    assert 0 < kept[0]["requests"] < kept[1]["requests"] < report["requests"]
-    assert kept[-1] == json.loads(json.dumps(report))
-    assert report["requests"] == report["joins"] > STEPS // 8
-    assert report["greedy"] + report["drawn"] == report["requests"]
-    assert not report["greedy_apart"]
-    assert report["batch_sizes"][-1] == 4
-    assert {"length", "context"} <= report["reasons"].keys()
-    assert report["last_steps"]["mean"] > 1.3
+    seen = [seen["proposers"]["one"] for seen in kept]
+    assert 0 < seen[0]["requests"] < seen[1]["requests"] < one["requests"]
+    assert seen[-1] == json.loads(json.dumps(one))
+    assert one["requests"] == one["joins"] > STEPS // 8
+    assert one["greedy"] + one["drawn"] == one["requests"]
+    assert not one["greedy_apart"]
+    assert one["batch_sizes"][-1] == 4
+    assert {"length", "context"} <= one["reasons"].keys()
+    assert one["last_steps"]["mean"] > 1.3
 
 
 def test_requests_come_and_go_while_settings_switch(models):
-    report = short_soak(models, engine(models, (3, 3, 8), (2, 1, 3), (0, 1, 1)))
-    assert report["greedy"] > STEPS // 16
-    assert not report["drawn"], "drawn tokens depend on the setting"
-    assert not report["greedy_apart"]
-    assert min(report["steps_by_setting"].values()) > STEPS // 8
+    run = engine(models, (3, 3, 8), (2, 1, 3), (0, 1, 1))
+    one = short_soak(models, run)
+    assert one["greedy"] > STEPS // 16
+    assert not one["drawn"], "drawn tokens depend on the setting"
+    assert not one["greedy_apart"]
+    assert min(run.configs.used.values()) > STEPS // 8
 
 
 @pytest.mark.parametrize(
     "options", [{"cudagraph": "piecewise"}, {"tbo": True}], ids=["piecewise", "halves"]
 )
 def test_requests_come_and_go_in_parts(models, options):
-    report = short_soak(models, engine(models, (3, 3, 8), **options))
-    assert report["passed"]
-    assert report["greedy"] > STEPS // 16
-    assert report["drawn"]
-    assert not report["greedy_apart"]
+    one = short_soak(models, engine(models, (3, 3, 8), **options))
+    assert one["greedy"] > STEPS // 16
+    assert one["drawn"]
+    assert not one["greedy_apart"]
 
 
 def test_proposers_take_turns(models, monkeypatch, tmp_path):
@@ -109,10 +111,10 @@ def test_proposers_take_turns(models, monkeypatch, tmp_path):
     backend = "triton" if DEVICE == "cuda" else "torch_native"
     options = {"backend": backend, "buckets": [4], "sampled": True, "processed": True}
     kept = []
-    report = soak_proposers.soak(
+    report = soak(
         {name: Engine(target, *one, **options) for name, one in drafts.items()},
         Engine(target, None, tree.plain(), **options),
-        kinds_of(PROMPTS, NEW, CONTEXT, soak_proposers.MIXED[3:]),
+        kinds_of(PROMPTS, NEW, CONTEXT, DRAWING[3:]),
         STEPS,
         seed=2,
         keep=lambda seen: kept.append(json.loads(json.dumps(seen))),
@@ -140,8 +142,14 @@ def test_proposers_take_turns(models, monkeypatch, tmp_path):
     assert "| DFlash | 1 KiB | 0.0 KiB |" in proposers.shown(tmp_path)
 
 
-def test_every_kind_of_proposer_is_soaked():
-    shown = {(one.kind, one.lookup, one.config.tree) for one in soak_proposers.SETTINGS}
+def test_every_kind_of_proposer_and_step_is_soaked():
+    ways = [one for one in soak_engines.SETTINGS if one.others or one.options]
+    assert {str([*one.options] or len(one.others)) for one in ways} == {
+        "['cudagraph']",
+        "['tbo']",
+        "2",
+    }
+    shown = {(one.kind, one.lookup, one.config.tree) for one in soak_engines.SETTINGS}
     assert shown >= {
         ("eagle3", False, "beam"),
         ("eagle3", False, "best_first"),
@@ -218,6 +226,11 @@ def test_what_grows_or_moves_is_refused():
         "first_steps": mean,
         "last_steps": mean,
     }
+
+    def judge(report, fixed):
+        judge_memory(report)
+        judge_texts(report, fixed=fixed)
+
     judge(good, fixed=True)
     judge(good, fixed=False)
     moved = mean | {"mean": 1.9}
@@ -231,4 +244,4 @@ def test_what_grows_or_moves_is_refused():
         ({"last_steps": mean | {"mean": 1.6}}, False, "1.6"),
     ):
         with pytest.raises(AssertionError, match=message):
-            judge(good | change, fixed=fixed)
+            judge(good | change, fixed)
