@@ -5,15 +5,13 @@ captures are not timed. All contestants of a cell run in one process, in turn, a
 the median of the turns. Graphs are captured anew for every turn: what runs is the same, but
 captures differ by a percent, which is more than one graph and three do.
 
-Before a run's time counts, its greedy tokens are compared with plain decoding's
+Before anything is timed, every contestant's greedy tokens are compared with plain decoding's
 (float32: they must be equal; in half precision, and of transformers, equal texts are counted), and
 drawn ones with the first way of the same setting.
 
 transformers decodes with its own ``generate`` at its defaults (eager, a cache that grows), the
 batch at once: the prompts are of one length, so nothing is padded. Its time for one token, prompt
 included, is subtracted.
-
-With CUDA, what has to be compiled is compiled before, by a process for every batch and setting.
 
     python -m bench.decode [--batch 1 8 64] [--new 128] [--repeats 4] [--dtype bfloat16]
     python -m bench.decode --quick
@@ -23,19 +21,15 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
-import os
-import subprocess
-import sys
+import statistics
 import time
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bench.acceptance import PROMPT_TOKENS, held_out_prompts
-from bench.decode_sides import Contestant, Run, Transformers, decode
 from bench.shipped import pair, plain_target
 from bench.suite.decode import EAGER, HALVES, ONE, PLAIN, THREE, TRANSFORMERS, slower
 from bench.suite.machine import machine
@@ -67,11 +61,126 @@ SHORT, EAGER_TURNS = 32, 2
 TEMPERATURES = (0.0, 1.0)
 
 
-class Batch:
-    """Everything that decodes one batch, greedy and drawing.
+@dataclass(frozen=True)
+class Run:
+    """A batch decoded to its end: all tokens, seconds, and what requests gained step by step."""
 
-    Graphs are captured anew for every turn, for captures of the same step differ by a percent.
+    tokens: list[list[int]]
+    seconds: float
+    accept_lens: list[list[int]] = field(default_factory=list)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The first tokens come with the prompts, and are not timed."""
+        return sum(len(tokens) - 1 for tokens in self.tokens) / self.seconds
+
+
+def decode(engine: Engine, requests: Sequence[Request]) -> Run:
+    """Decode a batch to its end."""
+    results = engine.add(requests)
+    begin = time.perf_counter()
+    while engine.num_running:
+        engine.step(ahead=True)
+    engine.clear()
+    seconds = time.perf_counter() - begin
+    return Run([r.tokens for r in results], seconds, [r.accept_lens for r in results])
+
+
+class Transformers:
+    """A model of transformers' under its own ``generate``."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model.eval()
+        # texts go on past their ends, as those of the other contestants do
+        self.model.generation_config.eos_token_id = None
+
+    def decode(self, prompts: list[list[int]], new: int, temperature: float) -> Run:
+        """Decode a batch; the time is that of all tokens but the first ones."""
+        ids = torch.tensor(prompts, device=self.model.device)
+        _, first = self._generate(ids, 1, temperature)
+        tokens, seconds = self._generate(ids, new, temperature)
+        return Run(tokens, seconds - first)
+
+    def _generate(
+        self, ids: torch.Tensor, new: int, temperature: float
+    ) -> tuple[list[list[int]], float]:
+        drawing = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+        begin = time.perf_counter()
+        out = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new,
+            do_sample=bool(temperature),
+            **drawing,
+        )
+        tokens = out[:, ids.shape[1] :].tolist()
+        return tokens, time.perf_counter() - begin
+
+
+@dataclass
+class Contestant:
+    """A setting, run one way over one batch, greedy or drawing; collects its runs.
+
+    ``wanted`` are the tokens it is compared with; ``exact`` says whether they must be equal.
     """
+
+    setting: str
+    way: str
+    temperature: float = 0.0
+    wanted: list[list[int]] | None = None
+    exact: bool = False
+    equal: int | None = None
+    runs: list[Run] = field(default_factory=list)
+
+    def compare(self, found: Run) -> Run:
+        """Compare a run's tokens, and return it.
+
+        Raises
+        ------
+        ArithmeticError
+            If tokens differ where they must be equal.
+        """
+        if self.wanted is not None:
+            pairs = zip(self.wanted, found.tokens, strict=True)
+            equal = sum(want[: len(tokens)] == tokens for want, tokens in pairs)
+            self.equal = equal if self.equal is None else min(self.equal, equal)
+            if self.exact and equal < len(found.tokens):
+                raise ArithmeticError(
+                    f"{self.setting}, {self.way}: {len(found.tokens) - equal} of "
+                    f"{len(found.tokens)} texts are not those of plain decoding"
+                )
+        return found
+
+    def line(self) -> dict[str, Any]:
+        """Return what was measured, and print it."""
+        speeds = [round(run.tokens_per_second, 1) for run in self.runs]
+        run, steps = self.runs[0], [len(gained) for gained in self.runs[0].accept_lens]
+        line: dict[str, Any] = {
+            "setting": self.setting,
+            "way": self.way,
+            "new_tokens": len(run.tokens[0]),
+            "tokens_per_second": round(statistics.median(speeds), 1),
+            "runs": speeds,
+            "equal": self.equal,
+        }
+        if steps:
+            seconds = statistics.median(run.seconds for run in self.runs)
+            line |= {
+                "steps": max(steps),
+                "ms_per_step": round(1e3 * seconds / max(steps), 4),
+                "accepted_per_step": round(sum(map(sum, run.accept_lens)) / sum(steps), 3),
+            }
+        print(
+            f"  {self.setting:18} {self.way:13} {line['tokens_per_second']:10,.0f} tokens/s  "
+            f"{line.get('ms_per_step', 0):8.3f} ms/step  "
+            f"{line.get('accepted_per_step', 1):.2f} per step  equal {self.equal}",
+            flush=True,
+        )
+        return line
+
+
+class Batch:
+    """Everything that decodes one batch, greedy and drawing."""
 
     def __init__(
         self,
@@ -79,67 +188,61 @@ class Batch:
         prompts: list[list[int]],
         settings: Sequence[str],
         ways: Sequence[str],
-        generate: Transformers | None,
+        generate: Transformers,
         new: int,
     ) -> None:
         self.models, self.prompts, self.generate, self.new = models, prompts, generate, new
         # what launches kernel by kernel gets less to do where others are to be timed as well
         self.short = min(new, SHORT) if len(ways) > 1 else new
+        # a plain step is one forward, however it is recorded; one request has no halves
+        found = [
+            (setting, way)
+            for setting in settings
+            for way in ways
+            if (setting != PLAIN or way != THREE) and (len(prompts) > 1 or way != HALVES)
+        ]
         self.contestants = {
-            # a plain step is one forward, however it is recorded; one request has no halves
-            temperature: [
-                Contestant(setting, way)
-                for setting in settings
-                for way in ways
-                if (setting != PLAIN or way != THREE) and (len(prompts) > 1 or way != HALVES)
-            ]
-            + ([Contestant(TRANSFORMERS, EAGER)] if generate else [])
+            temperature: [Contestant(*one, temperature) for one in [*found, (TRANSFORMERS, EAGER)]]
             for temperature in TEMPERATURES
         }
 
     def turn(self, nth: int, *, exact: bool) -> None:
-        """Compare every contestant with others, then time it; two times for what is eager."""
-        made = [c for c in self.contestants[TEMPERATURES[0]] if c.way != EAGER or not nth]
+        """Capture every contestant anew and time it; the first turn compares all before."""
+        made = [c for c in self.contestants[0.0] if c.setting != TRANSFORMERS]
         # in either order, for what comes second is put where the first has left room
         engines = {
             (c.setting, c.way): self._engine(c)
             for c in (reversed(made) if nth % 2 else made)
-            if c.setting != TRANSFORMERS
+            if c.way != EAGER or nth < EAGER_TURNS
         }
         for temperature, contestants in self.contestants.items():
-            taking = [c for c in contestants if c.way != EAGER or nth < EAGER_TURNS]
             wanted: dict[str, list[list[int]]] = {}
-            for c in taking:
-                if (c.setting, c.way) in engines:
-                    c.engine = engines[c.setting, c.way]
+            for c in contestants if not nth else ():
                 # drawn texts of different trees have one distribution, not the same tokens
                 alike = c.setting if temperature else PLAIN
-                c.wanted = wanted.get(alike, c.wanted)
+                c.wanted = wanted.get(alike)
                 c.exact = exact and not temperature and c.setting != TRANSFORMERS
-                if not nth:  # what is compiled at first use is so before anything is timed
-                    wanted.setdefault(alike, c.turn(self._run(c, temperature)).tokens)
+                # what is compiled at first use is so before anything is timed
+                wanted.setdefault(alike, c.compare(self._run(c, engines)).tokens)
             gc.collect()
-            for c in taking:
-                c.runs.append(c.turn(self._run(c, temperature)))
+            for c in contestants:
+                if c.way != EAGER or nth < EAGER_TURNS:
+                    c.runs.append(c.compare(self._run(c, engines)))
 
     def _engine(self, contestant: Contestant) -> Engine:
         size = len(self.prompts)
         config = SpecConfig(*TREES[contestant.setting], CONTEXT, size)
         return Engine(*self.models, config, buckets=[size], **WAYS[contestant.way])
 
-    def _run(self, contestant: Contestant, temperature: float) -> Run:
+    def _run(self, contestant: Contestant, engines: dict[tuple[str, str], Engine]) -> Run:
         new = self.short if contestant.way == EAGER else self.new
         if contestant.setting == TRANSFORMERS:
-            assert self.generate is not None
-            return self.generate.decode(self.prompts, new, temperature)
-        assert contestant.engine is not None
-        return decode(
-            contestant.engine,
-            [
-                Request(prompt, new, SamplingParams(temperature, seed=at), ignore_eos=True)
-                for at, prompt in enumerate(self.prompts)
-            ],
-        )
+            return self.generate.decode(self.prompts, new, contestant.temperature)
+        requests = [
+            Request(prompt, new, SamplingParams(contestant.temperature, seed=at), ignore_eos=True)
+            for at, prompt in enumerate(self.prompts)
+        ]
+        return decode(engines[contestant.setting, contestant.way], requests)
 
     def cells(self) -> list[dict[str, Any]]:
         """Return what was measured, and print it."""
@@ -147,49 +250,9 @@ class Batch:
         for temperature, contestants in self.contestants.items():
             name = f"batch {len(self.prompts)}, {'drawn' if temperature else 'greedy'}"
             print(name, flush=True)
-            found.append(
-                {
-                    "name": name,
-                    "batch": len(self.prompts),
-                    "temperature": temperature,
-                    "lines": [contestant.line() for contestant in contestants],
-                }
-            )
+            cell = {"name": name, "batch": len(self.prompts), "temperature": temperature}
+            found.append(cell | {"lines": [contestant.line() for contestant in contestants]})
         return found
-
-
-def compile_ahead(args: argparse.Namespace, workers: int) -> None:
-    """Decode a few tokens of every batch and setting, ``workers`` at a time, for Triton's cache."""
-
-    def one(batch: int, setting: str) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "bench.decode",
-            "--workers",
-            "0",
-            "--batch",
-            str(batch),
-            "--settings",
-            setting,
-            "--ways",
-            ONE,
-            "--new",
-            "4",
-            "--repeats",
-            "1",
-            "--dtype",
-            args.dtype,
-            "--fused" if args.fused else "--no-fused",
-        ]
-        done = subprocess.run(
-            command, check=False, capture_output=True, text=True, cwd=Path(__file__).parents[1]
-        )
-        if done.returncode:  # it will fail again where it matters
-            print(f"{setting}, batch {batch}: {done.stderr[-300:]}", flush=True)
-
-    with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(one, *zip(*itertools.product(args.batch, args.settings), strict=True)))
 
 
 def arguments() -> argparse.Namespace:
@@ -200,14 +263,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--settings", nargs="+", choices=TREES, default=list(TREES))
     parser.add_argument("--ways", nargs="+", choices=WAYS, help="eager alone without CUDA")
-    parser.add_argument(
-        "--fused",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="FusedTarget and FusedEagle3, or transformers' modules",
-    )
     parser.add_argument("--quick", action="store_true", help="one tree, batches of 1 and 8")
-    parser.add_argument("--workers", type=int, help="processes that compile ahead; 0 is none")
     parser.add_argument("--commit", help="what the results call this version")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -219,36 +275,18 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args, begin = arguments(), time.perf_counter()
     device, dtype = "cuda" if torch.cuda.is_available() else "cpu", getattr(torch, args.dtype)
-    workers = min(12, os.cpu_count() or 1) if args.workers is None else args.workers
-    if workers and device == "cuda":
-        compile_ahead(args, workers)
-        print(f"compiled after {time.perf_counter() - begin:.0f} s", flush=True)
-    models = pair(device, dtype, fused=args.fused)
+    ways = args.ways or (list(WAYS) if device == "cuda" else [EAGER])
+    models = pair(device, dtype)
     prompts = held_out_prompts(max(args.batch), models[0].tokenizer)
+    generate = Transformers(plain_target(device, dtype))
     found: dict[str, Any] = {
         "format": 1,
         "part": "pair",
         "title": "The shipped pair",
         "machine": machine(args.commit),
-        "models": "fused" if args.fused else "transformers",
+        "models": "fused",
         "dtype": args.dtype,
         "prompt_tokens": PROMPT_TOKENS,
-    }
-    time_all(args, models, prompts, found, begin)
-
-
-def time_all(
-    args: argparse.Namespace,
-    models: tuple[Any, Any],
-    prompts: list[list[int]],
-    found: dict[str, Any],
-    begin: float,
-) -> None:
-    """Time every contestant, and keep what is known after every batch."""
-    device, dtype = models[0].device.type, getattr(torch, args.dtype)
-    ways = args.ways or (list(WAYS) if device == "cuda" else [EAGER])
-    generate = Transformers(plain_target(device, dtype))
-    found |= {
         "repeats": args.repeats,
         "trees": {name: TREES[name] for name in args.settings},
         "cells": [],
@@ -260,6 +298,7 @@ def time_all(
         found["cells"] += batch.cells()
         found["slower_than_three_graphs"] = slower(found["cells"])
         found["seconds"] = round(time.perf_counter() - begin, 1)
+        # what is known is kept after every batch
         if args.out:
             write(found, args.out)
         del batch

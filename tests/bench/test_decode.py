@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import decode, decode_sides
+from bench import decode
 from bench.suite import decode as report
 from specattn.engine.request import Request
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
@@ -38,36 +38,15 @@ class Generator(torch.nn.Module):
 def test_every_way_writes_the_same_and_is_recorded(tmp_path, monkeypatch, capsys):
     models = TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
     models[0].tokenizer = None
-    monkeypatch.setattr(decode, "pair", lambda *_, fused: models)
+    monkeypatch.setattr(decode, "pair", lambda *_: models)
     monkeypatch.setattr(decode, "plain_target", lambda *_: Generator(models[0]))
     monkeypatch.setattr(decode, "held_out_prompts", lambda count, _: PROMPTS[:count])
     monkeypatch.setattr(decode, "SHORT", 3)
     monkeypatch.setattr(decode, "CONTEXT", 64)
     out = tmp_path / report.RECORD
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        [
-            "decode",
-            "--batch",
-            "2",
-            "--new",
-            "5",
-            "--repeats",
-            "2",
-            "--dtype",
-            "float32",
-            "--settings",
-            report.PLAIN,
-            "chain of 5",
-            "--ways",
-            *report.WAYS,
-            "--workers",
-            "0",
-            "--out",
-            str(out),
-        ],
-    )
+    options = ["--batch", "2", "--new", "5", "--repeats", "2", "--dtype", "float32"]
+    options += ["--settings", report.PLAIN, "chain of 5", "--ways", *report.WAYS]
+    monkeypatch.setattr(sys, "argv", ["decode", *options, "--out", str(out)])
     decode.main()
     found = json.loads(out.read_text())
     greedy, drawn = found["cells"]
@@ -88,14 +67,13 @@ def test_every_way_writes_the_same_and_is_recorded(tmp_path, monkeypatch, capsys
 def test_first_tokens_are_not_counted_and_slots_come_back(monkeypatch):
     monkeypatch.setattr(decode, "CONTEXT", 64)
     models = TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
-    batch = decode.Batch(models, PROMPTS, ["chain of 5"], [report.ONE], None, 4)
+    batch = decode.Batch(models, PROMPTS, ["chain of 5"], [report.ONE], Generator(models[0]), 4)
     engine = batch._engine(batch.contestants[0.0][0])
-    run = decode_sides.decode(
+    run = decode.decode(
         engine, [Request(p, n, ignore_eos=True) for p, n in zip(PROMPTS, (4, 30), strict=True)]
     )
     assert [len(tokens) for tokens in run.tokens] == [4, 30]
     assert run.tokens_per_second == pytest.approx(32 / run.seconds)
-    assert run.whole_steps <= len(run.accept_lens[0])
     assert engine.table.num_free_rows == 2
 
 
@@ -113,21 +91,21 @@ def test_transformers_goes_on_past_ends():
             eos_token_id=3,
         )
     )
-    first = decode_sides.Transformers(model).decode(PROMPTS, 1, 0.0).tokens[0][0]
+    first = decode.Transformers(model).decode(PROMPTS, 1, 0.0).tokens[0][0]
     model.generation_config.eos_token_id = first
     for temperature in (0.0, 1.0):
-        run = decode_sides.Transformers(model).decode(PROMPTS, 6, temperature)
+        run = decode.Transformers(model).decode(PROMPTS, 6, temperature)
         assert [len(tokens) for tokens in run.tokens] == [6, 6]
 
 
 def test_other_tokens_are_no_result():
-    run = decode_sides.Run([[1, 2, 4]], 1.0)
-    contestant = decode_sides.Contestant("chain", report.ONE, wanted=[[1, 2, 3]])
-    assert contestant.turn(run) is run
+    run = decode.Run([[1, 2, 4]], 1.0)
+    contestant = decode.Contestant("chain", report.ONE, wanted=[[1, 2, 3]])
+    assert contestant.compare(run) is run
     assert contestant.equal == 0
     contestant.exact = True
     with pytest.raises(ArithmeticError, match="chain, one graph: 1 of 1 texts"):
-        contestant.turn(run)
+        contestant.compare(run)
 
 
 RECORD = {"models": "fused", "dtype": "bfloat16"}
