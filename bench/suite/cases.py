@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,8 +37,6 @@ class Case:
         Dtype of keys and values, if not ``dtype``: ``float8_e4m3fn``, with scales.
     fixed : bool
         The deterministic mode, whose sums do not depend on the batch.
-    knobs : tuple of (str, object)
-        Further arguments of specattn's own kernel object.
     """
 
     mode: str
@@ -55,7 +54,6 @@ class Case:
     sinks: bool = False
     stored: str = ""
     fixed: bool = False
-    knobs: tuple[tuple[str, Any], ...] = ()
 
     @property
     def batch(self) -> int:
@@ -130,7 +128,7 @@ class Case:
             found.append("lse")
         if self.sinks:
             found.append("sinks")
-        return found + [f"{name}={value}" for name, value in self.knobs]
+        return found
 
 
 @dataclass(frozen=True)
@@ -145,8 +143,6 @@ class Cell:
         Other cases for specattn's kernel alone, by what makes them different.
     peers : bool
         Whether other libraries run.
-    quick : bool
-        Whether the quick set has it.
     title : str
         Its name, by default the case's.
     """
@@ -154,7 +150,6 @@ class Cell:
     case: Case
     variants: tuple[tuple[str, Case], ...] = ()
     peers: bool = True
-    quick: bool = False
     title: str = ""
 
     @property
@@ -179,33 +174,37 @@ def tokens(count: int) -> str:
     return f"{count // K}k" if count >= K and count % K == 0 else str(count)
 
 
-def even(batch: int, length: int) -> tuple[int, ...]:
-    return (length,) * batch
+def number(text: str) -> int:
+    """Return the number that `tokens` wrote."""
+    return int(text[:-1]) * K if text.endswith("k") else int(text)
 
 
-def ragged(batch: int, low: int, high: int) -> tuple[int, ...]:
-    rng = random.Random(0)
-    return tuple(rng.randrange(low, high) for _ in range(batch))
+def lengths(size: str) -> tuple[int, ...]:
+    """Return the lengths of a batch by its size: ``1 x 64k + 31 x 2k``, ``ragged 32 x 800..8k``."""
+    if size.startswith("ragged"):
+        batch, low, high = map(number, re.findall(r"\d+k?", size))
+        rng = random.Random(0)
+        return tuple(rng.randrange(low, high) for _ in range(batch))
+    found: list[int] = []
+    for part in size.split("+"):
+        batch, _, length = part.rpartition("x")
+        found += [number(length.strip())] * int(batch or 1)
+    return tuple(found)
 
 
-def tree(lengths: tuple[int, ...], topk: int, steps: int, nodes: int, **more: Any) -> Case:
-    return Case("tree", lengths, nodes, (topk, steps, nodes), **more)
-
-
-def chain(lengths: tuple[int, ...], q_len: int = 1, **more: Any) -> Case:
-    return Case("chain", lengths, q_len, **more)
-
-
-def draft(lengths: tuple[int, ...], topk: int, step: int, **more: Any) -> Case:
-    return Case("draft", lengths, topk, (topk, step), **more)
-
-
-def extend(lengths: tuple[int, ...], most: int, **more: Any) -> Case:
-    return Case("extend", lengths, most, **more)
-
-
-def prompt(lengths: tuple[int, ...], new: int, **more: Any) -> Case:
-    return Case("prompt", lengths, new, **more)
+def make(name: str, **more: Any) -> Case:
+    """Return a case by its name, as far as that says size and shape; ``more`` is the rest."""
+    match = re.fullmatch(r"(.+?) (tree|decode|chain|draft|extend|prompt)(.*)", name)
+    if match is None:
+        raise ValueError(f"a case's name must be a size and a mode, got {name!r}")
+    size, mode, shape = match.groups()
+    numbers = tuple(number(text) for text in re.findall(r"\d+k?", shape))
+    if mode in ("tree", "draft"):
+        q_len = numbers[-1] if mode == "tree" else numbers[0]
+        return Case(mode, lengths(size), q_len, numbers, **more)
+    if mode == "decode":
+        return Case("chain", lengths(size), 1, **more)
+    return Case(mode, lengths(size), numbers[-1], **more)
 
 
 def with_page(case: Case, size: int) -> Case:

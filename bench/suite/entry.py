@@ -42,9 +42,7 @@ class Entry:
         self.plan_us: float | None = None
         self.plan_wall_us: float | None = None
 
-    def prepare(
-        self, kind: type[Contestant], arena: Arena, like: Entry | None, **more: Any
-    ) -> None:
+    def prepare(self, kind: type[Contestant], arena: Arena, like: Entry | None) -> None:
         """Check the result, time the plan and record the stack.
 
         ``like`` is an entry of the same case, whose batch and answers serve this one, too.
@@ -56,7 +54,7 @@ class Entry:
         """
         self.batch = like.batch if like and like.batch else Batch(self.case, arena)
         self.expected = like.expected if like and like.expected else oracle.answers(self.batch)
-        self.contestant = kind(self.batch, **more)
+        self.contestant = kind(self.batch)
         self._check(self.contestant)
         if self.contestant.plans:
             self._time_plan(self.contestant)

@@ -1,65 +1,60 @@
-"""The parts of the full set; the quick set is a few cells of each."""
+"""The parts of the full set, whose cases are named as tables show them; some are the quick set."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from .cases import (
-    Case,
-    Cell,
-    K,
-    Part,
-    chain,
-    draft,
-    even,
-    extend,
-    fixed,
-    float8,
-    mla,
-    prompt,
-    ragged,
-    sinks,
-    tree,
-    with_page,
-)
+from .cases import Case, Cell, Part, fixed, float8, make, mla, sinks, with_page
 
-SMALL, MEDIUM, BROAD, WIDE = (4, 3, 8), (4, 5, 16), (8, 3, 16), (8, 5, 32)
-LARGE, HUGE = (8, 7, 64), (8, 7, 128)
-MIXED = (64 * K, *even(31, 2 * K))
+#: Names of the quick set's cells.
+QUICK = (
+    "1 x 100 tree 4-3-8",
+    "1 x 4k tree 4-3-8",
+    "32 x 4k tree 4-3-8",
+    "1 x 64k + 31 x 2k tree 4-3-8",
+    "8 x 8k tree 4-5-16",
+    "8 x 8k tree 8-7-64",
+    "8 x 8k tree 4-3-8 16/4 hd256",
+    "8 x 32k tree 4-3-8 8/1",
+    "8 x 8k tree 4-5-16 page 64",
+    "8 x 8k decode",
+    "8 x 8k chain 8",
+    "8 x 8k draft topk 8 step 2",
+    "8 x 8k extend 1..6",
+    "8 x 8k prompt 512",
+    "32 x 4k tree 4-3-8, options",
+    "16 x 16k decode mla16 page 64",
+    "8 x 32k chain 4 mla16 page 64",
+    "32 x 4k tree 4-3-8 fp8",
+    "32 x 4k tree 4-3-8, two orders",
+    "32 x 4k tree 4-3-8, sinks",
+)
+MIXED = "1 x 64k + 31 x 2k"
+
+
+def _each(what: str, *sizes: str, **more: Any) -> list[Case]:
+    """Return a case per size of those that stand in ``sizes``, divided by commas."""
+    return [make(f"{size} {what}", **more) for text in sizes for size in text.split(", ")]
+
+
+def _cells(*cases: list[Case]) -> list[Cell]:
+    return [Cell(case) for some in cases for case in some]
 
 
 def _trees() -> list[Cell]:
     """Sizes with small trees, then every tree at three sizes."""
-    small = [
-        even(1, 100),
-        even(1, K),
-        even(1, 4 * K),
-        even(1, 32 * K),
-        even(1, 128 * K),
-        even(32, 4 * K),
-        even(32, 8 * K),
-        even(32, 32 * K),
-        even(64, K),
-        even(64, 4 * K),
-        even(128, 512),
-        even(256, K),
-        even(512, 512),
-        MIXED,
-        ragged(32, 800, 8 * K),
-        ragged(64, 100, 4 * K),
-    ]
-    quick = (even(1, 100), even(1, 4 * K), even(32, 4 * K), MIXED)
-    medium = [even(1, 32 * K), even(8, K), even(8, 8 * K), even(8, 32 * K)]
-    cells = [Cell(tree(size, *SMALL), quick=size in quick) for size in small]
-    cells += [Cell(tree(size, *MEDIUM), quick=size == even(8, 8 * K)) for size in medium]
-    for shape in (BROAD, WIDE, LARGE, HUGE):
-        cells += [
-            Cell(tree(even(1, 4 * K), *shape)),
-            Cell(tree(even(8, 8 * K), *shape), quick=shape == LARGE),
-            Cell(tree(even(32, 4 * K), *shape)),
-        ]
-    return [*cells, Cell(tree(even(1, 32 * K), *LARGE))]
+    small = _each(
+        "tree 4-3-8",
+        "1 x 100, 1 x 1k, 1 x 4k, 1 x 32k, 1 x 128k, 32 x 4k, 32 x 8k, 32 x 32k, 64 x 1k, 64 x 4k",
+        f"128 x 512, 256 x 1k, 512 x 512, {MIXED}, ragged 32 x 800..8k, ragged 64 x 100..4k",
+    )
+    medium = _each("tree 4-5-16", "1 x 32k, 8 x 1k, 8 x 8k, 8 x 32k")
+    large = (
+        _each(f"tree {shape}", "1 x 4k, 8 x 8k, 32 x 4k")
+        for shape in ("8-3-16", "8-5-32", "8-7-64", "8-7-128")
+    )
+    return _cells(small, medium, *large, _each("tree 8-7-64", "1 x 32k"))
 
 
 def _shapes() -> list[Cell]:
@@ -71,152 +66,115 @@ def _shapes() -> list[Cell]:
         ((32, 8), 64),
         ((16, 4), 256),
     ):
-        head = {"heads": heads, "head_dim": width}
         # with one KV head a token has few bytes
         batch = 32 if heads[1] == 1 else 8
-        found += [
-            Cell(tree(even(1, 4 * K), *SMALL, **head)),
-            Cell(tree(even(batch, 8 * K), *SMALL, **head), quick=width == 256),
-            Cell(tree(even(8, 8 * K), *LARGE, **head)),
-            Cell(chain(even(batch, 8 * K), **head)),
-            Cell(draft(even(batch, 8 * K), 8, 2, **head)),
-        ]
-    half = {"dtype": "float16"}
-    return [
-        *found,
-        Cell(tree(even(8, 32 * K), *SMALL, heads=(8, 1)), quick=True),
-        Cell(tree(even(64, 4 * K), *SMALL, heads=(8, 1))),
-        Cell(tree(even(1, 4 * K), *SMALL, **half)),
-        Cell(tree(even(8, 8 * K), *MEDIUM, **half)),
-        Cell(tree(even(32, 4 * K), *SMALL, **half)),
-        Cell(chain(even(8, 8 * K), **half)),
-        Cell(chain(even(8, 8 * K), 8, **half)),
-        Cell(draft(even(8, 8 * K), 8, 2, **half)),
-    ]
+        names = (
+            "1 x 4k tree 4-3-8",
+            f"{batch} x 8k tree 4-3-8",
+            "8 x 8k tree 8-7-64",
+            f"{batch} x 8k decode",
+            f"{batch} x 8k draft topk 8 step 2",
+        )
+        found += [make(name, heads=heads, head_dim=width) for name in names]
+    half = (
+        "1 x 4k tree 4-3-8",
+        "8 x 8k tree 4-5-16",
+        "32 x 4k tree 4-3-8",
+        "8 x 8k decode",
+        "8 x 8k chain 8",
+        "8 x 8k draft topk 8 step 2",
+    )
+    return _cells(
+        found,
+        _each("tree 4-3-8", "8 x 32k, 64 x 4k", heads=(8, 1)),
+        [make(name, dtype="float16") for name in half],
+    )
 
 
 def _pages() -> list[Cell]:
     """Pages against page 1 within the cell: the layout of the pool is all that differs."""
-    both = [
-        tree(even(1, 4 * K), *SMALL),
-        tree(even(8, 8 * K), *MEDIUM),
-        tree(even(8, 32 * K), *SMALL),
-        tree(even(32, 4 * K), *SMALL),
-        tree(even(8, 8 * K), *LARGE),
-        tree(MIXED, *SMALL),
-        chain(even(8, 8 * K)),
-        chain(even(8, 8 * K), 8),
-    ]
-    large = [
-        tree(even(8, 8 * K), *WIDE),
-        tree(even(64, 4 * K), *SMALL),
-        chain(even(1, 4 * K)),
-        chain(even(32, 4 * K)),
-        chain(even(8, 8 * K), 4),
-        draft(even(8, 8 * K), 8, 2),
-        extend(even(8, 8 * K), 6),
-        prompt(even(8, 8 * K), 512),
-        prompt(even(1, 8 * K), 8 * K),
-        tree(even(8, 32 * K), *SMALL, heads=(8, 1)),
-    ]
-    sized = [(case, size) for case in both for size in (16, 64)] + [(case, 64) for case in large]
-    return [
-        Cell(
-            with_page(case, size),
-            (("page 1", case),),
-            quick=size == 64 and case.shape == MEDIUM,
-        )
-        for case, size in sized
-    ]
+    both = (
+        "1 x 4k tree 4-3-8",
+        "8 x 8k tree 4-5-16",
+        "8 x 32k tree 4-3-8",
+        "32 x 4k tree 4-3-8",
+        "8 x 8k tree 8-7-64",
+        f"{MIXED} tree 4-3-8",
+        "8 x 8k decode",
+        "8 x 8k chain 8",
+    )
+    large = (
+        "8 x 8k tree 8-5-32",
+        "64 x 4k tree 4-3-8",
+        "1 x 4k decode",
+        "32 x 4k decode",
+        "8 x 8k chain 4",
+        "8 x 8k draft topk 8 step 2",
+        "8 x 8k extend 1..6",
+        "8 x 8k prompt 512",
+        "1 x 8k prompt 8k",
+    )
+    sized = [(make(name), size) for name in both for size in (16, 64)]
+    sized += [(make(name), 64) for name in large]
+    sized.append((make("8 x 32k tree 4-3-8", heads=(8, 1)), 64))
+    return [Cell(with_page(case, size), (("page 1", case),)) for case, size in sized]
 
 
 def _chains() -> list[Cell]:
-    decode = [
-        even(1, 100),
-        even(1, K),
-        even(1, 4 * K),
-        even(1, 8 * K),
-        even(1, 32 * K),
-        even(1, 128 * K),
-        even(8, K),
-        even(8, 8 * K),
-        even(32, 4 * K),
-        even(64, 16 * K),
-        even(128, K),
-        even(512, 512),
-        MIXED,
-    ]
-    four = [even(1, K), even(8, K), even(8, 8 * K), even(32, 4 * K)]
-    eight = [even(1, K), even(1, 8 * K), even(8, 8 * K), even(32, 8 * K), even(128, K), MIXED]
-    return [
-        *(Cell(chain(size), quick=size == even(8, 8 * K)) for size in decode),
-        *(Cell(chain(size, 4)) for size in four),
-        *(Cell(chain(size, 8), quick=size == even(8, 8 * K)) for size in eight),
-    ]
+    return _cells(
+        _each(
+            "decode",
+            "1 x 100, 1 x 1k, 1 x 4k, 1 x 8k, 1 x 32k, 1 x 128k, 8 x 1k, 8 x 8k, 32 x 4k, 64 x 16k",
+            f"128 x 1k, 512 x 512, {MIXED}",
+        ),
+        _each("chain 4", "1 x 1k, 8 x 1k, 8 x 8k, 32 x 4k"),
+        _each("chain 8", f"1 x 1k, 1 x 8k, 8 x 8k, 32 x 8k, 128 x 1k, {MIXED}"),
+    )
 
 
 def _drafts() -> list[Cell]:
     """Every step at one size, one step at every size."""
-    wide = [even(1, K), even(1, 8 * K), even(8, K), even(32, 4 * K), even(128, K), MIXED]
-    return [
-        *(Cell(draft(even(8, 8 * K), 8, step), quick=step == 2) for step in range(7)),
-        *(Cell(draft(even(8, 8 * K), 4, step)) for step in range(5)),
-        *(Cell(draft(even(1, 8 * K), 8, step)) for step in (0, 6)),
-        *(Cell(draft(size, 8, 2)) for size in wide),
-        *(Cell(draft(size, 4, 2)) for size in (even(1, 8 * K), even(32, 4 * K))),
-    ]
+    return _cells(
+        [make(f"8 x 8k draft topk 8 step {step}") for step in range(7)],
+        [make(f"8 x 8k draft topk 4 step {step}") for step in range(5)],
+        [make(f"1 x 8k draft topk 8 step {step}") for step in (0, 6)],
+        _each("draft topk 8 step 2", f"1 x 1k, 1 x 8k, 8 x 1k, 32 x 4k, 128 x 1k, {MIXED}"),
+        _each("draft topk 4 step 2", "1 x 8k, 32 x 4k"),
+    )
 
 
 def _extends() -> list[Cell]:
-    sizes = [even(1, 8 * K), even(8, 8 * K), even(32, 4 * K), even(128, K)]
-    prompts = [
-        prompt(even(8, 8 * K), 512),
-        prompt(even(1, 8 * K), 8 * K),
-        prompt(even(1, 8 * K), 512),
-        prompt(even(1, 64 * K), 512),
-        prompt(even(1, 0), 8 * K),
-        prompt(even(8, 8 * K), 512, dtype="float16"),
-    ]
-    return [
-        *(Cell(extend(size, 6), quick=size == even(8, 8 * K)) for size in sizes),
-        Cell(extend(MIXED, 8)),
-        *(Cell(case, quick=case == prompts[0]) for case in prompts),
-    ]
+    prompts = ("8 x 8k prompt 512", "1 x 8k prompt 8k", "1 x 8k prompt 512", "1 x 64k prompt 512")
+    return _cells(
+        _each("extend 1..6", "1 x 8k, 8 x 8k, 32 x 4k, 128 x 1k"),
+        _each("extend 1..8", MIXED),
+        [make(name) for name in (*prompts, "1 x 0 prompt 8k")],
+        _each("prompt 512", "8 x 8k", dtype="float16"),
+    )
 
 
 def _options() -> list[Cell]:
     """Options in memory-bound cells, and growth: variants of our own, replayed in turn."""
     cells = []
-    for lengths in (even(32, 4 * K), even(8, 32 * K)):
-        for base in (tree(lengths, *SMALL), chain(lengths)):
-            cells.append(
-                Cell(
-                    base,
-                    (
-                        # a window that cuts nothing off: its price, not its gain
-                        ("window", replace(base, window_left=2**20)),
-                        ("cap", replace(base, logit_cap=30.0)),
-                        ("lse", replace(base, lse=True)),
-                    ),
-                    peers=False,
-                    quick=base.mode == "tree" and lengths == even(32, 4 * K),
-                    title=f"{base.name}, options",
-                )
+    for size in ("32 x 4k", "8 x 32k"):
+        for base in (make(f"{size} tree 4-3-8"), make(f"{size} decode")):
+            variants = (
+                # a window that cuts nothing off: its price, not its gain
+                ("window", replace(base, window_left=2**20)),
+                ("cap", replace(base, logit_cap=30.0)),
+                ("lse", replace(base, lse=True)),
             )
+            cells.append(Cell(base, variants, peers=False, title=f"{base.name}, options"))
         # the last draft step of one word, and the first of two
-        cells.append(
-            Cell(
-                draft(lengths, 8, 7),
-                (("2 words", draft(lengths, 8, 8)),),
-                peers=False,
-                title=f"{draft(lengths, 8, 7).name}, words",
-            )
-        )
-    for batch, lengths in ((8, (32 * K, 64 * K, 128 * K)), (64, (4 * K, 8 * K, 16 * K))):
-        cells.append(_growth("context", [tree(even(batch, n), *SMALL) for n in lengths]))
-    cells.append(_growth("context", [chain(even(32, n * K)) for n in (8, 16, 32)]))
-    batches = [tree(even(batch, 2 * K), *SMALL) for batch in (64, 128, 256, 512)]
-    return [*cells, _growth("batch", batches)]
+        one, two = (make(f"{size} draft topk 8 step {step}") for step in (7, 8))
+        cells.append(Cell(one, (("2 words", two),), peers=False, title=f"{one.name}, words"))
+    return [
+        *cells,
+        _growth("context", _each("tree 4-3-8", "8 x 32k, 8 x 64k, 8 x 128k")),
+        _growth("context", _each("tree 4-3-8", "64 x 4k, 64 x 8k, 64 x 16k")),
+        _growth("context", _each("decode", "32 x 8k, 32 x 16k, 32 x 32k")),
+        _growth("batch", _each("tree 4-3-8", "64 x 2k, 128 x 2k, 256 x 2k, 512 x 2k")),
+    ]
 
 
 def _growth(what: str, cases: list[Case]) -> Cell:
@@ -228,86 +186,61 @@ def _growth(what: str, cases: list[Case]) -> Cell:
 def _latent() -> list[Cell]:
     cells = []
     for heads in (16, 128):
-        four, alike = chain(even(8, 32 * K), 4), tree(even(8, 32 * K), 2, 2, 4)
-        cells += [
-            Cell(mla(chain(even(1, K)), heads)),
-            Cell(mla(chain(even(32, 8 * K), 4), heads)),
-            Cell(mla(chain(even(1, 8 * K)), heads)),
-            Cell(mla(chain(even(16, 16 * K)), heads), quick=heads == 16),
-            Cell(mla(chain(even(64, 4 * K)), heads)),
-            Cell(mla(chain(MIXED), heads)),
-            Cell(mla(chain(even(1, 8 * K), 4), heads)),
-            # no peer takes trees; the chain beside them does as much work
-            Cell(mla(four, heads), (("tree", mla(alike, heads)),), quick=heads == 16),
-        ]
+        names = ("1 x 1k decode", "32 x 8k chain 4", "1 x 8k decode", "16 x 16k decode")
+        names += ("64 x 4k decode", f"{MIXED} decode", "1 x 8k chain 4")
+        cells += [Cell(mla(make(name), heads)) for name in names]
+        # no peer takes trees; the chain beside them does as much work
+        four, alike = (mla(make(f"8 x 32k {what}"), heads) for what in ("chain 4", "tree 2-2-4"))
+        cells.append(Cell(four, (("tree", alike),)))
     return [
         *cells,
-        *(Cell(mla(chain(even(16, 16 * K)), 16, size)) for size in (1, 16)),
-        Cell(mla(chain(even(128, K)), 16)),
-        Cell(mla(chain(MIXED, 4), 16)),
-        Cell(mla(chain(even(8, 16 * K), 8), 16)),
-        Cell(mla(tree(even(8, 8 * K), *SMALL), 16), peers=False),
+        *(Cell(mla(make("16 x 16k decode"), 16, size)) for size in (1, 16)),
+        *(
+            Cell(mla(make(name), 16))
+            for name in ("128 x 1k decode", f"{MIXED} chain 4", "8 x 16k chain 8")
+        ),
+        Cell(mla(make("8 x 8k tree 4-3-8"), 16), peers=False),
     ]
 
 
 def _float8() -> list[Cell]:
     """The same lengths in float8, against bfloat16 within the cell."""
-    first = tree(even(32, 4 * K), *SMALL)
+    paged = _each("tree 4-3-8", "32 x 4k, 8 x 32k")
     cases = [
-        tree(even(1, 100), *SMALL),
-        tree(even(1, 4 * K), *SMALL),
-        tree(even(1, 128 * K), *SMALL),
-        tree(even(8, 8 * K), *MEDIUM),
-        tree(even(8, 8 * K), *LARGE),
-        first,
-        tree(even(8, 32 * K), *SMALL),
-        tree(even(32, 32 * K), *SMALL),
-        tree(MIXED, *SMALL),
-        tree(even(8, 32 * K), *SMALL, heads=(8, 1)),
-        tree(even(16, 8 * K), *SMALL, head_dim=64),
-        tree(even(16, 4 * K), *SMALL, heads=(16, 4), head_dim=256),
-        chain(even(8, 8 * K)),
-        chain(even(32, 4 * K)),
-        chain(even(64, 16 * K)),
-        chain(even(8, 8 * K), 8),
-        draft(even(32, 4 * K), 8, 2),
-        prompt(even(8, 8 * K), 512),
+        *_each("tree 4-3-8", "1 x 100, 1 x 4k, 1 x 128k"),
+        *(make(f"8 x 8k tree {shape}") for shape in ("4-5-16", "8-7-64")),
+        *_each("tree 4-3-8", f"32 x 4k, 8 x 32k, 32 x 32k, {MIXED}"),
+        make("8 x 32k tree 4-3-8", heads=(8, 1)),
+        make("16 x 8k tree 4-3-8", head_dim=64),
+        make("16 x 4k tree 4-3-8", heads=(16, 4), head_dim=256),
+        *_each("decode", "8 x 8k, 32 x 4k, 64 x 16k"),
+        *(make(name) for name in ("8 x 8k chain 8", "32 x 4k draft topk 8 step 2")),
+        make("8 x 8k prompt 512"),
         *(
             with_page(case, 64)
-            for case in (
-                tree(even(8, 8 * K), *MEDIUM),
-                first,
-                tree(even(8, 32 * K), *SMALL),
-                chain(even(32, 4 * K)),
-            )
+            for case in (make("8 x 8k tree 4-5-16"), *paged, make("32 x 4k decode"))
         ),
     ]
-    return [Cell(float8(case), (("bfloat16", case),), quick=case == first) for case in cases]
+    return [Cell(float8(case), (("bfloat16", case),)) for case in cases]
 
 
 def _fixed() -> list[Cell]:
     cases = [
-        tree(even(1, 100), *SMALL),
-        tree(even(1, 4 * K), *SMALL),
-        tree(even(8, 8 * K), *MEDIUM),
-        tree(even(32, 4 * K), *SMALL),
-        tree(even(8, 32 * K), *SMALL),
-        tree(MIXED, *SMALL),
-        tree(even(8, 8 * K), *LARGE),
-        tree(even(128, 512), *SMALL),
-        chain(even(1, 4 * K)),
-        chain(even(8, 8 * K)),
-        chain(even(32, 4 * K)),
-        chain(even(8, 8 * K), 8),
-        draft(even(8, 8 * K), 8, 2),
-        extend(even(8, 8 * K), 6),
+        *_each("tree 4-3-8", "1 x 100, 1 x 4k"),
+        make("8 x 8k tree 4-5-16"),
+        *_each("tree 4-3-8", f"32 x 4k, 8 x 32k, {MIXED}"),
+        make("8 x 8k tree 8-7-64"),
+        make("128 x 512 tree 4-3-8"),
+        *_each("decode", "1 x 4k, 8 x 8k, 32 x 4k"),
+        *_each("chain 8", "8 x 8k"),
+        *_each("draft topk 8 step 2", "8 x 8k"),
+        *_each("extend 1..6", "8 x 8k"),
     ]
     return [
         Cell(
             case,
             (("deterministic", fixed(case)),),
             peers=False,
-            quick=case == cases[3],
             title=f"{case.name}, two orders",
         )
         for case in cases
@@ -318,35 +251,24 @@ def _sinks() -> list[Cell]:
     """With sinks and without in turn: the 8B shape, and gpt-oss's with its window and without."""
     oss: dict[str, Any] = {"heads": (64, 8), "head_dim": 64}
     cases = [
-        chain(even(1, 8 * K)),
-        chain(even(32, 4 * K)),
-        tree(even(1, 4 * K), *SMALL),
-        tree(even(8, 8 * K), *MEDIUM),
-        tree(even(32, 4 * K), *SMALL),
-        tree(even(8, 8 * K), *LARGE),
-        draft(even(32, 4 * K), 8, 2),
-        prompt(even(8, 8 * K), 512),
-        fixed(tree(even(8, 8 * K), *MEDIUM)),
-        float8(tree(even(32, 4 * K), *SMALL)),
-        prompt(even(8, 8 * K), 512, **oss),
+        *_each("decode", "1 x 8k, 32 x 4k"),
+        make("1 x 4k tree 4-3-8"),
+        make("8 x 8k tree 4-5-16"),
+        make("32 x 4k tree 4-3-8"),
+        make("8 x 8k tree 8-7-64"),
+        make("32 x 4k draft topk 8 step 2"),
+        make("8 x 8k prompt 512"),
+        fixed(make("8 x 8k tree 4-5-16")),
+        float8(make("32 x 4k tree 4-3-8")),
+        make("8 x 8k prompt 512", **oss),
         *(
-            case
+            make(name, window_left=window, **oss)
             for window in (-1, 127)
-            for case in (
-                chain(even(32, 4 * K), window_left=window, **oss),
-                tree(even(8, 8 * K), *MEDIUM, window_left=window, **oss),
-                tree(even(64, 4 * K), *MEDIUM, window_left=window, **oss),
-            )
+            for name in ("32 x 4k decode", "8 x 8k tree 4-5-16", "64 x 4k tree 4-5-16")
         ),
     ]
     return [
-        Cell(
-            case,
-            (("sinks", sinks(case)),),
-            peers=False,
-            quick=case == cases[4],
-            title=f"{case.name}, sinks",
-        )
+        Cell(case, (("sinks", sinks(case)),), peers=False, title=f"{case.name}, sinks")
         for case in cases
     ]
 
@@ -371,7 +293,7 @@ def parts() -> dict[str, Part]:
 
 def quick() -> Part:
     """Return a few cells of every part."""
-    cells = [cell for part in parts().values() for cell in part.cells if cell.quick]
+    cells = [cell for part in parts().values() for cell in part.cells if cell.name in QUICK]
     return Part("quick", "Quick set", cells)
 
 

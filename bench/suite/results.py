@@ -146,9 +146,7 @@ def _cell(part: dict[str, Any], found: dict[str, Any]) -> Found:
         elif label is None:
             peers[name] = _line(part, entry, found["case"])
         elif label:
-            # other tiles compute the same case
-            case = found["variants"].get(label, found["case"])
-            variants[label] = _line(part, entry, case)
+            variants[label] = _line(part, entry, found["variants"][label])
         else:
             own = _line(part, entry, found["case"])
     return Found(part["part"], found["name"], found["case"], own, variants, peers, refused)

@@ -15,7 +15,6 @@ from .batch import Arena
 from .entry import Entry
 from .machine import machine
 from .peers import PEERS, own
-from .tiles import candidates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -59,8 +58,6 @@ class Runner:
         Contestants to leave out, by name or as ``name@cell``.
     resume : bool
         Whether cells that are in ``out`` already are kept.
-    tiles : bool
-        Whether other tiles of specattn's kernels take part.
     """
 
     def __init__(
@@ -72,10 +69,9 @@ class Runner:
         commit: str | None = None,
         skip: Sequence[str] = (),
         resume: bool = False,
-        tiles: bool = False,
     ) -> None:
         self.out, self.rounds, self.log, self.commit = out, rounds, log, commit
-        self.skip, self.resume, self.tiles = set(skip), resume, tiles
+        self.skip, self.resume = set(skip), resume
         self.arena = Arena(torch.device("cuda"))
         self.absent = {kind.name: reason for kind in PEERS if (reason := kind.absent())}
 
@@ -147,23 +143,11 @@ class Runner:
         return found
 
     def _own(self, cell: Cell) -> list[Entry]:
-        """Return specattn's kernel, the cell's variants of it, and other tiles if asked for."""
-        entries: list[Entry] = []
-        for label, case in (("", cell.case), *cell.variants):
-            name = f"{own(case).name} {label}".strip()
-            entries.append(self._enter(cell, name, case, own(case), None))
-        for tile in candidates(cell.case) if self.tiles else []:
-            entries.append(
-                self._enter(
-                    cell,
-                    f"specattn {tile.name}",
-                    cell.case,
-                    own(cell.case),
-                    entries[0],
-                    **tile.options,
-                )
-            )
-        return entries
+        """Return specattn's kernel, and the cell's variants of it."""
+        return [
+            self._enter(cell, f"{own(case).name} {label}".strip(), case, own(case), None)
+            for label, case in (("", cell.case), *cell.variants)
+        ]
 
     def _peer(self, cell: Cell, kind: type[Contestant], first: Entry) -> list[Entry]:
         """Return the peer's entry, or none where nobody would expect it."""
@@ -184,7 +168,6 @@ class Runner:
         case: Case,
         kind: type[Contestant],
         like: Entry | None,
-        **more: Any,
     ) -> Entry:
         """Make a contestant ready; a failure is its result.
 
@@ -198,7 +181,7 @@ class Runner:
             entry.failed = "left out"
             return entry
         try:
-            entry.prepare(kind, self.arena, like, **more)
+            entry.prepare(kind, self.arena, like)
         # as above
         except Exception as problem:
             self.log(traceback.format_exc())

@@ -45,9 +45,6 @@ def bench(
     build: Annotated[
         bool, typer.Option("--build", help="Compile FlashInfer's missing modules first (minutes).")
     ] = False,
-    tiles: Annotated[
-        bool, typer.Option("--tiles", help="Time other tiles of specattn's kernels, too.")
-    ] = False,
     commit: Annotated[
         str | None, typer.Option("--commit", help="What the results call this version.")
     ] = None,
@@ -84,7 +81,7 @@ def bench(
     if build:
         _suite("build").build([cell for one in chosen for cell in one.cells], print)
     _warm(workers)
-    options = {"rounds": rounds, "tiles": tiles, "commit": commit, "skip": skip or []}
+    options = {"rounds": rounds, "commit": commit, "skip": skip or []}
     runner = _suite("run").Runner(folder, log=_log, resume=resume, **options)
     try:
         for one in chosen:

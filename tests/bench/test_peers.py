@@ -17,24 +17,24 @@ from tests.bench import fakes
 
 SHAPE = {"heads": (4, 2), "head_dim": 16}
 CASES = [
-    cases.tree((5, 70, 33), 4, 3, 8, **SHAPE),
-    cases.tree((5, 40), 4, 3, 8, page_size=16, **SHAPE),
-    cases.tree((30,), 8, 7, 70, page_size=64, **SHAPE),
-    cases.draft((20, 41), 4, 2, **SHAPE),
-    cases.draft((9,), 3, 0, **SHAPE),
-    cases.chain((30, 47), **SHAPE),
-    cases.chain((30, 47), 4, page_size=16, **SHAPE),
-    cases.extend((30, 47, 12), 5, **SHAPE),
-    cases.extend((30, 47, 12), 5, page_size=64, **SHAPE),
-    cases.prompt((30, 9), 17, **SHAPE),
-    cases.prompt((0,), 20, page_size=16, **SHAPE),
-    cases.mla(cases.chain((20, 40), 2), 4),
-    cases.mla(cases.chain((20, 40)), 4, 1),
-    cases.float8(cases.tree((5, 40), 4, 3, 8, page_size=16, **SHAPE)),
-    cases.float8(cases.chain((30, 47), **SHAPE)),
-    cases.float8(cases.prompt((30, 9), 17, **SHAPE)),
-    cases.fixed(cases.tree((5, 70, 33), 4, 3, 8, **SHAPE)),
-    cases.fixed(cases.draft((20, 41), 4, 2, **SHAPE)),
+    cases.make("5 + 70 + 33 tree 4-3-8", **SHAPE),
+    cases.make("5 + 40 tree 4-3-8", page_size=16, **SHAPE),
+    cases.make("30 tree 8-7-70", page_size=64, **SHAPE),
+    cases.make("20 + 41 draft topk 4 step 2", **SHAPE),
+    cases.make("9 draft topk 3 step 0", **SHAPE),
+    cases.make("30 + 47 decode", **SHAPE),
+    cases.make("30 + 47 chain 4", page_size=16, **SHAPE),
+    cases.make("30 + 47 + 12 extend 1..5", **SHAPE),
+    cases.make("30 + 47 + 12 extend 1..5", page_size=64, **SHAPE),
+    cases.make("30 + 9 prompt 17", **SHAPE),
+    cases.make("0 prompt 20", page_size=16, **SHAPE),
+    cases.mla(cases.make("20 + 40 chain 2"), 4),
+    cases.mla(cases.make("20 + 40 decode"), 4, 1),
+    cases.float8(cases.make("5 + 40 tree 4-3-8", page_size=16, **SHAPE)),
+    cases.float8(cases.make("30 + 47 decode", **SHAPE)),
+    cases.float8(cases.make("30 + 9 prompt 17", **SHAPE)),
+    cases.fixed(cases.make("5 + 70 + 33 tree 4-3-8", **SHAPE)),
+    cases.fixed(cases.make("20 + 41 draft topk 4 step 2", **SHAPE)),
 ]
 
 
@@ -75,11 +75,11 @@ def test_everybody_computes_the_same(case):
 @pytest.mark.parametrize(
     "case",
     [
-        cases.tree((5, 70, 33), 4, 3, 8, window_left=20, **SHAPE),
-        cases.draft((20, 41), 4, 2, lse=True, **SHAPE),
-        cases.prompt((30, 9), 17, lse=True, **SHAPE),
-        cases.fixed(cases.tree((5, 70, 33), 4, 3, 8, **SHAPE)),
-        cases.float8(cases.chain((30, 47), **SHAPE)),
+        cases.make("5 + 70 + 33 tree 4-3-8", window_left=20, **SHAPE),
+        cases.make("20 + 41 draft topk 4 step 2", lse=True, **SHAPE),
+        cases.make("30 + 9 prompt 17", lse=True, **SHAPE),
+        cases.fixed(cases.make("5 + 70 + 33 tree 4-3-8", **SHAPE)),
+        cases.float8(cases.make("30 + 47 decode", **SHAPE)),
     ],
     ids=lambda case: case.name,
 )
@@ -113,14 +113,14 @@ def test_a_module_that_is_not_built_is_a_reason(monkeypatch):
 
     missing = fakes.SimpleNamespace(is_compiled=False, name="batch_prefill")
     monkeypatch.setattr(jit, "gen_batch_prefill_module", lambda *args: missing)
-    case = cases.tree((5,), 4, 3, 8)
+    case = cases.make("5 tree 4-3-8")
     reasons = {kind.name: kind.refuses(case) for kind in PEERS}
     assert reasons["FlashInfer mask"] == "not built: batch_prefill"
     assert reasons["FlashInfer causal"] == ""
 
 
 def test_the_oracle_sees_what_is_wrong():
-    case = cases.chain((20, 30), 3, dtype="float16", **SHAPE)
+    case = cases.make("20 + 30 chain 3", dtype="float16", **SHAPE)
     batch = fresh(case)
     expected = oracle.answers(batch)
     right = torch.cat([found.out for found in expected]).half()
@@ -131,7 +131,7 @@ def test_the_oracle_sees_what_is_wrong():
 
 
 def test_an_extend_is_held_to_its_accepted_rows():
-    case = cases.extend((20, 30, 11), 6, dtype="float16", **SHAPE)
+    case = cases.make("20 + 30 + 11 extend 1..6", dtype="float16", **SHAPE)
     batch = fresh(case)
     assert any(n < 6 for n in batch.accepted)
     out = torch.full_like(batch.out, torch.nan)

@@ -47,7 +47,7 @@ def runner(monkeypatch, tmp_path):
 
 
 def test_a_run_becomes_a_table(runner, tmp_path):
-    base = cases.tree((20, 33), 4, 3, 8, page_size=16, **SHAPE)
+    base = cases.make("20 + 33 tree 4-3-8", page_size=16, **SHAPE)
     part = cases.Part(
         "pages",
         "Pages",
@@ -81,7 +81,7 @@ def test_a_run_becomes_a_table(runner, tmp_path):
 
 
 def test_made_up_files_are_like_those_of_a_run(runner, tmp_path):
-    runner.part(cases.Part("trees", "Trees", [cases.Cell(cases.tree((20,), 4, 3, 8, **SHAPE))]))
+    runner.part(cases.Part("trees", "Trees", [cases.Cell(cases.make("20 tree 4-3-8", **SHAPE))]))
     real = run.json.loads((tmp_path / "trees.json").read_text())
     made_up.write(tmp_path, ["drafts"])
     fake = run.json.loads((tmp_path / "drafts.json").read_text())
@@ -93,7 +93,7 @@ def test_made_up_files_are_like_those_of_a_run(runner, tmp_path):
 
 
 def test_cells_of_a_run_are_kept(runner, tmp_path):
-    case = cases.tree((20,), 4, 3, 8, **SHAPE)
+    case = cases.make("20 tree 4-3-8", **SHAPE)
     part = cases.Part("trees", "Trees", [cases.Cell(case, peers=False)])
     runner.part(part)
     runner.resume = True

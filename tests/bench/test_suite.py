@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from bench.suite import cases, matrix, tiles, trees, warm
+from bench.suite import cases, matrix, trees, warm
 from bench.suite.batch import Arena, Batch
 from bench.suite.peers.base import ancestor_lists, branch_lists, full_mask, mask_offsets
 from specattn.cli.app import app
@@ -74,8 +74,21 @@ def test_names_tell_cells_apart():
     assert len(set(names)) == len(names)
 
 
+def test_a_name_says_size_and_shape():
+    plain = [case for cell in ALL for case in cell.cases if not case.marks()]
+    even = [case for case in plain if not case.name.startswith("ragged")]
+    assert len(even) > 100
+    for case in even:
+        assert cases.make(case.name) == case
+    assert cases.make("5 + 2 x 1k chain 4").lengths == (5, cases.K, cases.K)
+    assert len(set(cases.make("ragged 32 x 800..8k decode").lengths)) > 30
+    with pytest.raises(ValueError, match="a size and a mode, got '8 x 8k verify'"):
+        cases.make("8 x 8k verify")
+
+
 def test_the_quick_set_has_cells_of_every_part():
     names = {cell.name for cell in matrix.quick().cells}
+    assert names == set(matrix.QUICK)
     for part in matrix.parts().values():
         assert names & {cell.name for cell in part.cells}, part.name
     assert len(names) < 25
@@ -105,15 +118,6 @@ def test_trees_are_grown_by_steps(shape):
         assert parent < 0 or bits[node] & bits[parent] == bits[parent]
 
 
-def test_other_tiles_have_names_of_their_own():
-    for cell in ALL:
-        found = tiles.candidates(cell.case)
-        names = [tile.name for tile in found]
-        assert all(names), cell.name
-        assert len(set(names)) == len(names), cell.name
-        assert cell.case.latent or not any("merge" in tile.options for tile in found)
-
-
 def test_a_tree_of_more_nodes_than_candidates():
     with pytest.raises(ValueError, match="nodes must be at most 21"):
         trees.grow(4, 2, 22, random.Random(0))
@@ -126,7 +130,7 @@ def test_words_are_signed_halves_of_the_bits():
 
 @pytest.mark.parametrize("size", [1, 16, 64])
 def test_slots_are_distinct_and_lie_in_their_pages(size):
-    batch = fresh(cases.tree((5, 40, 16), 4, 3, 8, page_size=size, heads=(2, 1), head_dim=8))
+    batch = fresh(cases.make("5 + 40 + 16 tree 4-3-8", page_size=size, heads=(2, 1), head_dim=8))
     used = []
     for b, length in enumerate(batch.case.lengths):
         slots = batch.table[b + 1, : length + 8].tolist()
@@ -141,7 +145,7 @@ def test_slots_are_distinct_and_lie_in_their_pages(size):
 
 
 def test_lists_and_masks_say_what_the_bits_say():
-    batch = fresh(cases.draft((3, 7), 4, 2, heads=(2, 1), head_dim=8))
+    batch = fresh(cases.make("3 + 7 draft topk 4 step 2", heads=(2, 1), head_dim=8))
     offsets, slots = branch_lists(batch)
     own, counts = ancestor_lists(batch)
     mask = full_mask(batch)
@@ -159,17 +163,17 @@ def test_lists_and_masks_say_what_the_bits_say():
 
 
 def test_bytes_and_flops_by_hand():
-    batch = fresh(cases.tree((10, 20), 4, 3, 8, heads=(4, 2), head_dim=16, dtype="float16"))
+    batch = fresh(cases.make("10 + 20 tree 4-3-8", heads=(4, 2), head_dim=16, dtype="float16"))
     assert batch.bytes == (30 + 16) * 2 * 2 * 16 * 2 + 16 * 4 * 32 * 2
     assert batch.flops == 4 * 4 * 16 * 8 * 30
-    prompt = fresh(cases.prompt((10,), 4, heads=(4, 2), head_dim=16))
+    prompt = fresh(cases.make("10 prompt 4", heads=(4, 2), head_dim=16))
     assert prompt.flops == 4 * 4 * 16 * (4 * 10 + 10)
-    latent = fresh(cases.mla(cases.chain((100,)), 16))
+    latent = fresh(cases.mla(cases.make("100 decode"), 16))
     assert latent.bytes == 101 * 576 * 2 + 16 * (576 + 512) * 2
 
 
 def test_float8_pools_are_half_as_large():
-    case = cases.tree((10, 20), 4, 3, 8, heads=(4, 2), head_dim=16, dtype="float16")
+    case = cases.make("10 + 20 tree 4-3-8", heads=(4, 2), head_dim=16, dtype="float16")
     arena = Arena(torch.device("cpu"), only_one=True)
     arena.reserve([case, cases.float8(case)])
     batches = [Batch(one, arena) for one in (case, cases.float8(case))]

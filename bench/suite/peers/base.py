@@ -66,7 +66,7 @@ class Contestant:
         """Say why it does not serve a case; an empty string where nobody would expect it to."""
         if case.mode not in cls.modes or case.latent:
             return ""
-        if case.window_left >= 0 or case.logit_cap or case.knobs or case.fixed:
+        if case.window_left >= 0 or case.logit_cap or case.fixed:
             return ""
         if case.stored and not cls.float8:
             return ""

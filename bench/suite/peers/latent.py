@@ -25,7 +25,7 @@ class _Latent(Contestant):
 
     @classmethod
     def refuses(cls, case: Case) -> str | None:
-        if case.mode not in cls.modes or not case.latent or case.knobs:
+        if case.mode not in cls.modes or not case.latent:
             return ""
         if cls.pages and case.page_size not in cls.pages:
             return f"pages of {', '.join(map(str, cls.pages))} only"

@@ -25,7 +25,7 @@ class _Planned(Contestant):
     packs = False
     kernel: Any
 
-    def shared(self, tile: Any) -> dict[str, Any]:
+    def shared(self) -> dict[str, Any]:
         batch, case = self.batch, self.batch.case
         return {
             "batch": case.batch,
@@ -37,8 +37,6 @@ class _Planned(Contestant):
             "dtype": batch.dtype,
             "device": batch.device,
             "sm_scale": batch.scale,
-            "tile": tile,
-            **dict(case.knobs),
         }
 
     def options(self) -> dict[str, Any]:
@@ -74,11 +72,11 @@ class _Planned(Contestant):
 class Ours(_Planned):
     """The kernel of all modes but prompts."""
 
-    def __init__(self, batch: Batch, tile: Any = None, merge: Any = None) -> None:
+    def __init__(self, batch: Batch) -> None:
         super().__init__(batch)
-        case, shared = batch.case, self.shared(tile)
+        case, shared = batch.case, self.shared()
         if case.latent:
-            self.kernel = MlaAttention(merge=merge, **shared)
+            self.kernel = MlaAttention(**shared)
         else:
             self.kernel = TreeAttention(
                 page_size=case.page_size, kv_dtype=batch.kv_dtype, **self.options(), **shared
@@ -103,10 +101,10 @@ class Ours(_Planned):
 class OursFixed(_Planned):
     """The deterministic mode, with a workspace for the lengths at hand."""
 
-    def __init__(self, batch: Batch, tile: Any = None) -> None:
+    def __init__(self, batch: Batch) -> None:
         super().__init__(batch)
         splits = DeterministicSplits(max(batch.case.lengths))
-        self.kernel = TreeAttention(deterministic=splits, **self.options(), **self.shared(tile))
+        self.kernel = TreeAttention(deterministic=splits, **self.options(), **self.shared())
         self.layer = self.kernel if batch.sinks is None else self.kernel.with_sinks(batch.sinks)
 
     @classmethod
@@ -136,9 +134,8 @@ class OursPrompt(Contestant):
     name = "specattn"
     packs = False
 
-    def __init__(self, batch: Batch, tile: Any = None) -> None:
+    def __init__(self, batch: Batch) -> None:
         super().__init__(batch)
-        self.tile = tile
         self.offsets = query_offsets(batch)
 
     @classmethod
@@ -165,5 +162,4 @@ class OursPrompt(Contestant):
             k_scale=batch.kv_scale,
             v_scale=batch.kv_scale,
             sinks=batch.sinks,
-            tile=self.tile,
         )
