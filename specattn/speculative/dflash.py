@@ -123,7 +123,7 @@ class BoundDFlash(BoundProposer):
         """Fill the block; return what each place may hold."""
         model, config, step = self.proposer.model, self.step.config, self.step
         size = self.block_ids.shape[1]
-        positions = step.buffers.positions[:, :size].flatten()
+        positions = step.buffers.rotary(step.buffers.positions[:, :size]).flatten()
         logits = model.forward_block(self.block_ids.flatten(), positions, self._attend, self._rows)
         shape = len(step), config.num_steps, config.proposals
         if config.draft_sampling:
@@ -153,5 +153,6 @@ class BoundDFlash(BoundProposer):
         width = buffers.features.shape[1]
         store = ContextStore(self.proposer.slot.pool, buffers.window[:, :width])
         states = model.combine(buffers.features.flatten(0, 1))
-        model.write_context(states, buffers.positions[:, :width].flatten(), store)
+        positions = buffers.rotary(buffers.positions[:, :width])
+        model.write_context(states, positions.flatten(), store)
         return {}

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from specattn.backends.multi_step import BoundMultiStep
     from specattn.config import SpecConfig
     from specattn.speculative.model import DraftModel
+    from specattn.speculative.step_buffers import StepBuffers
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,7 @@ def propose(
     attention: BoundMultiStep,
     state: DraftState,
     config: SpecConfig,
-    draws: Draws,
-    lead: int = 0,
+    buffers: StepBuffers,
 ) -> Candidates:
     """Grow the beams: every draft forward proposes children of topk nodes.
 
@@ -107,10 +107,8 @@ def propose(
         The depth-1 proposals, and the hidden state they came from.
     config : SpecConfig
         Depth, branches and ``draft_sampling``.
-    draws : Draws
-        How each request draws; read with ``draft_sampling`` only.
-    lead : int
-        `Proposer.lead`: 0 for a draft that runs one position behind the target.
+    buffers : StepBuffers
+        The step's: how each request draws, and offsets of positions.
 
     Returns
     -------
@@ -123,22 +121,18 @@ def propose(
     probs, tokens = state.topk_probs[:, None], state.topk_tokens[:, None]  # [B, 1, K]
     hidden = state.hidden_states  # [B * beams, H]
     beams: Beams | None = None
-    # all forwards' at once: one's own are not dense for more than one request
-    positions = inputs.positions.transpose(0, 1).contiguous().flatten(1)  # [steps, B * K]
+    positions = _rotary(inputs.positions, buffers)
+    draws = buffers if config.draft_sampling else None
     for step, attend in enumerate(attention.steps):
         # the nodes of this forward
         grown = _beams(state.topk_tokens, inputs.words[:, step])
         select_beams(step, probs, tokens, beams, candidates=candidates, out=grown)
         attention.fill_ancestors(step)
-        at = positions[step]
-        nodes = grown.tokens
-        out = draft.forward(nodes.flatten(), hidden, at, attend, sources=grown.rows.flatten())
-        # without a lead a draft runs one position behind the target
-        chosen = (
-            choose_tokens(draft, out.logits, config.topk, draws, at + (1 - lead))
-            if config.draft_sampling
-            else choose_tokens(draft, out.logits, config.topk, None, at)
-        )
+        nodes, sources = grown.tokens, grown.rows.flatten()
+        out = draft.forward(nodes.flatten(), hidden, positions[step], attend, sources=sources)
+        # a coin belongs to the place of the token that the proposal follows
+        places = buffers.positions[:, step + 1]
+        chosen = choose_tokens(draft, out.logits, config.topk, draws, places)
         probs = chosen.probs.unflatten(0, nodes.shape)
         tokens = chosen.tokens.unflatten(0, nodes.shape)
         drawn_from.append(chosen.draft_probs.unflatten(0, nodes.shape)[:, 0])
@@ -148,7 +142,11 @@ def propose(
 
 
 def propose_along_chain(
-    draft: DraftModel, attention: BoundMultiStep, state: DraftState, config: SpecConfig
+    draft: DraftModel,
+    attention: BoundMultiStep,
+    state: DraftState,
+    config: SpecConfig,
+    buffers: StepBuffers,
 ) -> Marginals:
     """Follow the most probable tokens; keep the ``ranks`` best of every depth.
 
@@ -156,10 +154,10 @@ def propose_along_chain(
 
     Parameters
     ----------
-    draft, attention, state, config
+    draft, attention, state, config, buffers
         As in `propose`, of a chain; its ancestor words are never written.
     """
-    positions = attention.plan.inputs.positions.transpose(0, 1).contiguous().flatten(1)
+    positions = _rotary(attention.plan.inputs.positions, buffers)
     probs, tokens, hidden = [state.topk_probs], [state.topk_tokens], state.hidden_states
     for step, attend in enumerate(attention.steps):
         attention.fill_ancestors(step)
@@ -192,6 +190,12 @@ def beams_of(marginals: Marginals, config: SpecConfig) -> Candidates:
         select_beams(step, probs, tokens, beams, candidates=candidates, out=grown)
         beams = grown
     return replace(candidates, draft_probs=marginals.draft_probs)
+
+
+def _rotary(positions: Tensor, buffers: StepBuffers) -> Tensor:
+    """Return ``[steps, B * K]``: what each draft forward rotates by."""
+    # all forwards' at once: one's own are not dense for more than one request
+    return buffers.rotary(positions).transpose(0, 1).contiguous().flatten(1)
 
 
 def _beams(tokens: Tensor, words: Tensor) -> Beams:

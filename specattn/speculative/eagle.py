@@ -158,12 +158,10 @@ class BoundEagle(BoundProposer):
     def propose(self) -> Candidates | Marginals:
         """Run the draft forwards; return every token that the draft looked at."""
         assert self.multi_step is not None
-        state, step, proposer = DraftState(**self.gathers), self.step, self.proposer
-        if step.config.tree == "best_first":
-            return propose_along_chain(proposer.model, self.multi_step, state, step.config)
-        return propose(
-            proposer.model, self.multi_step, state, step.config, step.buffers, proposer.lead
-        )
+        step = self.step
+        grow = propose_along_chain if step.config.tree == "best_first" else propose
+        state = DraftState(**self.gathers)
+        return grow(self.proposer.model, self.multi_step, state, step.config, step.buffers)
 
     def absorb(self, accepted: AcceptResult) -> dict[str, Any]:
         """Run the draft over the accepted path; return where drafting goes on.
@@ -175,7 +173,7 @@ class BoundEagle(BoundProposer):
         out = draft.forward(
             accepted.accept_tokens.flatten(),
             draft.combine(buffers.features.flatten(0, 1)),
-            self.extend_positions.flatten(),
+            buffers.rotary(self.extend_positions).flatten(),
             self.extend_attention,
             buffers.last_rows,
         )

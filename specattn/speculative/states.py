@@ -37,12 +37,22 @@ class StateDims:
     ----------
     drafting : mapping of str to StateField
         `Proposer.state_fields`; nothing without a proposer.
+    position_offsets : bool
+        Whether requests may have offsets of their positions.
     """
 
     drafting: Mapping[str, StateField] = field(default_factory=dict)
+    position_offsets: bool = False
 
     @classmethod
-    def of(cls, draft: DraftModel | None, topk: int, *, draft_sampling: bool) -> Self:
+    def of(
+        cls,
+        draft: DraftModel | None,
+        topk: int,
+        *,
+        draft_sampling: bool,
+        position_offsets: bool = False,
+    ) -> Self:
         """Return what a draft model starts from: the fields of `DraftState`.
 
         Parameters
@@ -53,16 +63,19 @@ class StateDims:
             Proposals to keep: the most of any config over these states.
         draft_sampling : bool
             Whether drafts are drawn, as in `SpecConfig`.
+        position_offsets : bool
+            Whether requests may have offsets of their positions.
         """
         if draft is None:
-            return cls()
+            return cls({}, position_offsets)
         return cls(
             {
                 "topk_probs": StateField(topk, torch.float32),
                 "topk_tokens": StateField(topk, torch.int64),
                 "hidden_states": StateField(draft.hidden_size, draft.layers[0].dtype),
                 "draft_probs": StateField(draft.vocab_size if draft_sampling else 0, torch.float32),
-            }
+            },
+            position_offsets,
         )
 
     def alloc(self, rows: int, device: torch.device) -> dict[str, Tensor]:
@@ -92,6 +105,10 @@ class RequestStates(BufferSet):
         ``[R]`` float32; a request draws if its temperature is above 0, and ``top_p`` 1 is off.
     top_k, seeds : Tensor
         ``[R]`` int32 and int64; ``top_k`` 0 is off.
+    position_offsets : Tensor
+        ``[R, 1]`` int64: what steps add to a token's place in its text for the position that models
+        rotate by; ``[R, 0]`` unless `StateDims.position_offsets`. Windows, random numbers and
+        logits processors go by places.
     """
 
     seq_lens: Tensor = buf(lambda _: (), torch.int32)
@@ -100,6 +117,7 @@ class RequestStates(BufferSet):
     top_k: Tensor = buf(lambda _: (), torch.int32)
     top_p: Tensor = buf(lambda _: (), torch.float32, lambda _: torch.ones(()))
     seeds: Tensor = buf(lambda _: (), torch.int64)
+    position_offsets: Tensor = buf(lambda d: (int(d.position_offsets),), torch.int64)
 
     drafting: dict[str, Tensor] = field(default_factory=dict)
 
@@ -120,6 +138,7 @@ class RequestStates(BufferSet):
         bonus_tokens: Tensor,
         state: Mapping[str, Tensor] | None,
         sampling: SamplingBatch,
+        position_offsets: Tensor | None = None,
     ) -> None:
         """Write the rows of requests whose prompts have run.
 
@@ -133,19 +152,33 @@ class RequestStates(BufferSet):
             What the prompts left in `drafting`, of this set's widths; None without a proposer.
         sampling : SamplingBatch
             How the requests draw.
+        position_offsets : Tensor, optional
+            ``[B]`` int64, zeros by default: what follows a prompt whose positions are not its
+            tokens' places, as those of images, goes on at place + offset. That must be a position
+            of the models, from 0 to below the table's ``max_context_len``, wherever steps may come.
 
         Raises
         ------
         ValueError
-            If a tensor is of another count, width, dtype or device; nothing has been written then.
+            If offsets are given to states without, or a tensor is of another count, width, dtype or
+            device; nothing has been written then.
         """
         drafting, own = state or {}, self.tensors()
+        if position_offsets is not None:
+            if not self.position_offsets.shape[1]:
+                raise ValueError(
+                    "position_offsets need states that keep them: allocate them with "
+                    "StateDims(..., position_offsets=True)"
+                )
+            position_offsets = position_offsets[..., None]
         given = {"seq_lens": seq_lens, "bonus_tokens": bonus_tokens} | {
             f"state.{name}": value for name, value in drafting.items()
         }
         for name in ("temperature", "top_k", "top_p", "seeds"):
             if (value := getattr(sampling, name)) is not None:
                 given[f"sampling.{name}"] = value
+        if position_offsets is not None:
+            given["position_offsets"] = position_offsets
         for name, value in given.items():
             table = own[name.rpartition(".")[2]]
             # torch would take one row for all
@@ -159,3 +192,4 @@ class RequestStates(BufferSet):
         self.seeds[rows] = sampling.seeds
         self.top_k[rows] = 0 if sampling.top_k is None else sampling.top_k
         self.top_p[rows] = 1.0 if sampling.top_p is None else sampling.top_p
+        self.position_offsets[rows] = 0 if position_offsets is None else position_offsets

@@ -183,7 +183,7 @@ class Step:
     ) -> Step:
         """Allocate buffers for the requests of ``packed``; bind the phases to them."""
         proposer = as_proposer(draft)
-        dims, device = StepDims.of(config, proposer), table.req_to_token.device
+        dims, device = StepDims.of(config, proposer, states), table.req_to_token.device
         buffers = StepBuffers.alloc(len(packed), dims, device)
         views = StepViews(config, table, states, buffers, indices)
         bound = proposer.bind(views) if proposer is not None else None
@@ -307,9 +307,8 @@ class Step:
         # what reads the tree waits for it
         fill_all(by_lengths_alone([self.verify_attention])[1])
         model, (batch, nodes) = self.target.model, tree.tokens.shape
-        out = model.forward(
-            tree.tokens.flatten(), tree.positions.flatten(), self.verify_attention, None
-        )
+        positions = self.buffers.rotary(tree.positions)
+        out = model.forward(tree.tokens.flatten(), positions.flatten(), self.verify_attention, None)
         check_logits(out.logits, batch * nodes, model.vocab_size)
         features = out.hidden_states
         if features is None:
@@ -517,7 +516,7 @@ class Step:
 
     def _gather(self) -> None:
         buffers, states = self.buffers, self.states
-        names = ("temperature", "top_k", "top_p", "seeds")
+        names = ("temperature", "top_k", "top_p", "seeds", "position_offsets")
         copies = [(states.bonus_tokens, buffers.roots)]
         copies += [(getattr(states, name), getattr(buffers, name)) for name in names]
         positions, lens, lead = buffers.positions.new_empty(len(buffers.positions), 0, 1), None, 0

@@ -15,6 +15,7 @@ from specattn.plan import causal_words, mask_words
 if TYPE_CHECKING:
     from specattn.config import SpecConfig
     from specattn.speculative.proposer import Proposer
+    from specattn.speculative.states import RequestStates
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class StepDims:
 
     ``vocab`` is the width of what tokens are drawn from, 0 where none are; ``features`` and
     ``dtype`` are those of the target features that the proposer reads; ``ahead`` is the number of
-    positions that it reads.
+    positions that it reads; ``offsets`` is 1 where requests may have offsets of their positions.
     """
 
     config: SpecConfig
@@ -31,16 +32,18 @@ class StepDims:
     features: int = 0
     dtype: torch.dtype = torch.float32
     ahead: int = 0
+    offsets: int = 0
 
     @classmethod
-    def of(cls, config: SpecConfig, proposer: Proposer | None) -> Self:
+    def of(cls, config: SpecConfig, proposer: Proposer | None, states: RequestStates) -> Self:
         """Return the dimensions of a step with a proposer, if any."""
+        offsets = states.position_offsets.shape[1]
         if proposer is None:
-            return cls(config)
+            return cls(config, offsets=offsets)
         draws = config.draft_sampling and config.num_steps > 0
         vocab = proposer.vocab_size if draws else 0
         ahead = proposer.ahead(config)
-        return cls(config, vocab, proposer.feature_size, proposer.dtype, ahead)
+        return cls(config, vocab, proposer.feature_size, proposer.dtype, ahead, offsets)
 
 
 def _no_node(dims: StepDims) -> Tensor:
@@ -67,12 +70,12 @@ class StepBuffers(BufferSet):
         ``[B, reserve_len]`` int32, the slots after the committed tokens. Every phase writes the
         first of them: all phases start from the same length.
     positions : Tensor
-        ``[B, N + 1]`` int64, or as many as `Proposer.ahead` asks for: the positions after the
+        ``[B, N + 1]`` int64, or as many as `Proposer.ahead` asks for: the places after the
         committed tokens.
     roots : Tensor
         ``[B]`` int64, bonus tokens of the step before.
-    temperature, top_k, top_p, seeds : Tensor
-        ``[B]``, as in `RequestStates`.
+    temperature, top_k, top_p, seeds, position_offsets : Tensor
+        ``[B]``, of offsets ``[B, 0 or 1]``, as in `RequestStates`.
     tokens, tree_positions, words, next_token, next_sibling, tree_probs : Tensor
         The `DraftTree`; -1 links to no node. ``tree_probs`` is ``[B, N, Vd]``.
     accept_index, accept_tokens, accept_lens, bonus_tokens : Tensor
@@ -91,6 +94,7 @@ class StepBuffers(BufferSet):
     top_k: Tensor = buf(lambda _: (), torch.int32)
     top_p: Tensor = buf(lambda _: (), torch.float32, lambda _: torch.ones(()))
     seeds: Tensor = buf(lambda _: (), torch.int64)
+    position_offsets: Tensor = buf(lambda d: (d.offsets,), torch.int64)
 
     tokens: Tensor = buf(lambda d: (d.config.num_draft_tokens,), torch.int64)
     tree_positions: Tensor = buf(lambda d: (d.config.num_draft_tokens,), torch.int64)
@@ -113,6 +117,18 @@ class StepBuffers(BufferSet):
     features: Tensor = buf(lambda d: (d.config.num_steps + 1, d.features), lambda d: d.dtype)
     last_rows: Tensor = buf(lambda _: (), torch.int64)
     after: Tensor = buf(lambda _: (), torch.int64)
+
+    def rotary(self, positions: Tensor) -> Tensor:
+        """Return what models rotate tokens of these places by.
+
+        Parameters
+        ----------
+        positions : Tensor
+            ``[B, ...]`` int64. Each request's offset is added; without offsets, they are returned.
+        """
+        if not self.position_offsets.shape[1]:
+            return positions
+        return positions + self.position_offsets.view(-1, *[1] * (positions.dim() - 1))
 
     @property
     def accepted(self) -> AcceptResult:

@@ -207,6 +207,10 @@ def taking_part(
     mirror = lens.cpu() if seq_lens_cpu is None else seq_lens_cpu
     found = TakingPart(at, where[at], lens[at])
     check_contents(found, mirror[at.cpu()], config, table.req_to_token, num_slots)
+    starts = found.seq_lens + states.position_offsets[found.rows].sum(1)
+    limit = table.max_context_len - config.reserve_len
+    if ((starts < 0) | (starts > limit)).any():
+        raise ValueError(f"seq_lens + position_offsets must be 0..{limit}, got {starts.tolist()}")
     if not sampled:
         check_greedy(states.temperature, found.rows)
     return found
