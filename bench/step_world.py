@@ -212,7 +212,7 @@ class World:
         config = setting.config(self.longest, len(self.rows))
         target, draft = self.slots_of(setting)
         proposer = as_proposer(draft)
-        dims = StateDims(proposer.state_fields(config)) if proposer is not None else StateDims()
+        dims = StateDims(proposer.state_fields(config))
         states = RequestStates.alloc(len(self.rows) + 1, dims, self.device)
         return StepDecoder(
             target,
@@ -220,7 +220,6 @@ class World:
             config,
             self.table,
             states,
-            features=proposer.feature_size if proposer is not None else 0,
             buckets=buckets,
             record=record,
             recorder=self._recorder,

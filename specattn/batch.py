@@ -122,15 +122,15 @@ class Linked:
     tokens, parents : Tensor
         ``[B, n]`` int64; node 0 is the root. A node is padding if its parent is no node before it.
     chosen : Tensor, optional
-        ``[B]`` int32: requests with a 0 take the tree of ``behind``.
-    behind : Candidates, Marginals or Linked, optional
+        ``[B]`` int32: requests with a 0 take the tree of ``fallback``.
+    fallback : Candidates, Marginals or Linked, optional
         What is proposed for these; given iff ``chosen`` is.
     """
 
     tokens: Tensor
     parents: Tensor
     chosen: Tensor | None = None
-    behind: Candidates | Marginals | Linked | None = None
+    fallback: Candidates | Marginals | Linked | None = None
 
 
 @dataclass(frozen=True)

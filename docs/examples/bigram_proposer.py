@@ -39,32 +39,25 @@ class BigramProposer(Proposer):
             raise ValueError(f"tree must be 'beam', got {config.tree!r}")
 
     def bind(self, step):
-        """Return what steps of so many requests run; it needs no buffers of its own."""
+        """Return what steps of so many requests run."""
         return BoundBigram(self, step)
 
 
 class BoundBigram(BoundProposer):
     """The table over the buffers of one batch size."""
 
-    def __init__(self, table, step):
-        self.table, self.step = table, step
-
-    def first(self, step):
-        """Return the same for fewer requests."""
-        return BoundBigram(self.table, step)
-
     def propose(self):
         """Grow beams of ``topk`` nodes, depth by depth, without a value on the host."""
-        config, roots = self.step.config, self.step.buffers.roots  # [B]
+        table, config, roots = self.proposer, self.step.config, self.step.buffers.roots  # [B]
         topk = config.topk
-        scores, tokens = [self.table.probs[roots, :topk]], [self.table.tokens[roots, :topk]]
+        scores, tokens = [table.probs[roots, :topk]], [table.tokens[roots, :topk]]
         parents = [torch.full_like(roots, -1)[:, None]]
         path, node = scores[0], tokens[0]  # the beam's scores and tokens, [B, topk]
         place = torch.arange(topk, device=roots.device).expand_as(node)  # flat indices
         for depth in range(config.num_draft_forwards):
             parents.append(place)
-            scores.append((path[:, :, None] * self.table.probs[node, :topk]).flatten(1))
-            tokens.append(self.table.tokens[node, :topk].flatten(1))
+            scores.append((path[:, :, None] * table.probs[node, :topk]).flatten(1))
+            tokens.append(table.tokens[node, :topk].flatten(1))
             path, best = scores[-1].topk(topk)
             node, place = tokens[-1].gather(1, best), topk + depth * topk**2 + best
         drawn_from = path.new_empty(len(roots), config.num_steps, 0)

@@ -151,7 +151,7 @@ def generate(
 
     from specattn.cli.loading import models_for, pick_device, pick_kv_dtype
     from specattn.cli.running import Setup
-    from specattn.speculative.proposer import draft_len_of
+    from specattn.speculative.proposer import draft_of
 
     place, stored = pick_device(device), pick_kv_dtype(kv_cache_dtype)
     models = models_for(
@@ -168,7 +168,7 @@ def generate(
         lookup_first=lookup_first,
         fused=not no_fused,
     )
-    config = config.reserving(draft_len_of(models.draft, config))
+    config = config.reserving(draft_of(models.draft).draft_len(config))
     limit = _context_limit(models, config, max_context)
     request = forbid(request, words, models)
     if pattern is not None:

@@ -52,13 +52,13 @@ def inspect(
 
     from specattn import inspect as pictures
     from specattn.cli.loading import models_for, pick_device
-    from specattn.speculative.proposer import draft_len_of
+    from specattn.speculative.proposer import draft_of
 
     place = pick_device(device)
     models = models_for(
         ctx, place, target, draft, dtype, backend, speculative=True, kind=draft_kind
     )
-    config = config.reserving(draft_len_of(models.draft, config))
+    config = config.reserving(draft_of(models.draft).draft_len(config))
     limit = max(models.target.max_context_len - config.reserve_len, 0)
     (ids,) = found.encode(models.tokenizer, models.target.vocab_size, limit)
     tree, scores, accepted, table = _first_step(models, found, ids, config, backend)

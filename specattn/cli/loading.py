@@ -26,10 +26,9 @@ if TYPE_CHECKING:
 
     import typer
 
-    from specattn.speculative.block import BlockDraftModel
     from specattn.speculative.lookup import LookupFirst, LookupProposer
-    from specattn.speculative.model import DraftModel, TargetModel
-    from specattn.speculative.proposer import Proposer
+    from specattn.speculative.model import TargetModel
+    from specattn.speculative.proposer import Draft
 
 _DTYPES = {
     "float32": torch.float32,
@@ -53,7 +52,7 @@ class Models:
     """
 
     target: TargetModel
-    draft: DraftModel | BlockDraftModel | Proposer | LookupFirst | None
+    draft: Draft | None
     tokenizer: Any
 
     @property

@@ -31,7 +31,7 @@ class Decoders:
     ----------
     target : ModelSlot
         The target model.
-    proposer : Proposer or None
+    proposer : Proposer
         What proposes tokens.
     configs : sequence of SpecConfig
         Those whose decoders are made now; the first one says which plain decoding may be asked for.
@@ -53,7 +53,7 @@ class Decoders:
     def __init__(
         self,
         target: ModelSlot[TargetModel],
-        proposer: Proposer | None,
+        proposer: Proposer,
         configs: Sequence[SpecConfig],
         buckets: Sequence[int],
         *,
@@ -72,7 +72,7 @@ class Decoders:
 
     def of(self, config: SpecConfig) -> StepDecoder:
         """Return the decoder of a config; see `specattn.engine.engine.Engine.decoder`."""
-        if self._proposer is not None and config.num_steps:
+        if config.num_steps:
             config = config.reserving(self._proposer.draft_len(config))
         found = self._made.get(config)
         if found is None:

@@ -38,7 +38,7 @@ from specattn.speculative.logits_processor import check_names
 from specattn.speculative.model import ModelSlot, for_context
 from specattn.speculative.prefill import Prefill
 from specattn.speculative.processors import MAX_END_IDS
-from specattn.speculative.proposer import draft_len_of, make_proposer
+from specattn.speculative.proposer import NoProposer, draft_of
 from specattn.speculative.states import RequestStates, StateDims
 from specattn.speculative.step_decoder import plans_on_host
 
@@ -52,12 +52,11 @@ if TYPE_CHECKING:
     from specattn.engine.metrics import EngineMetrics
     from specattn.engine.policy import Policy
     from specattn.engine.scheduler import Groups, Item
-    from specattn.speculative.block import BlockDraftModel
     from specattn.speculative.host_buffers import PendingStep
     from specattn.speculative.host_proposer import HostTree
     from specattn.speculative.logits_processor import LogitsProcessor
-    from specattn.speculative.model import DraftModel, TargetModel
-    from specattn.speculative.proposer import Proposer, ProposerFactory
+    from specattn.speculative.model import TargetModel
+    from specattn.speculative.proposer import Draft
     from specattn.speculative.step_decoder import CudagraphMode, StepDecoder
     from specattn.speculative.validation import Validate
 
@@ -98,7 +97,7 @@ class Engine:
     ----------
     target : TargetModel
         The model whose tokens are wanted.
-    draft : DraftModel, BlockDraftModel, Proposer or ProposerFactory, optional
+    draft : DraftModel, BlockDraftModel or ProposerFactory, optional
         What proposes tokens; needed unless ``config.num_steps`` is 0.
     config : SpecConfig
         Tree width, depth, page size and limits.
@@ -170,7 +169,7 @@ class Engine:
     def __init__(
         self,
         target: TargetModel,
-        draft: DraftModel | BlockDraftModel | Proposer | ProposerFactory | None,
+        draft: Draft | None,
         config: SpecConfig,
         *,
         configs: Sequence[SpecConfig] = (),
@@ -192,7 +191,8 @@ class Engine:
         kv_dtype: torch.dtype | None = None,
         kv_scales: tuple[Scales, Scales] = (None, None),
     ) -> None:
-        config, *configs = (one.reserving(draft_len_of(draft, one)) for one in (config, *configs))
+        drafts = draft_of(draft)
+        config, *configs = (one.reserving(drafts.draft_len(one)) for one in (config, *configs))
         self.config = config
         self.buckets = powers_of_two(config.max_num_reqs) if buckets is None else list(buckets)
         whole_numbers("every bucket", self.buckets)
@@ -225,22 +225,21 @@ class Engine:
         pool = partial(KVPool, num_slots=slots, device=target.device, kv_dtype=kv_dtype)
         slot = partial(_model_slot, config.page_size, backend, deterministic=deterministic)
         self.target: ModelSlot[TargetModel] = slot(target, pool(target.layers, scales=kv_scales[0]))
-        self.proposer: Proposer | None = None
-        if self.configs.speculative and draft is not None:
-            self.proposer = make_proposer(
-                draft,
-                lambda model: slot(
-                    for_context(model, config.max_context_len),
-                    pool(model.layers, scales=kv_scales[1]),
-                ),
+        if not self.configs.speculative:
+            drafts = NoProposer()
+        self.proposer = drafts.make(
+            lambda model: slot(
+                for_context(model, config.max_context_len),
+                pool(model.layers, scales=kv_scales[1]),
             )
+        )
         self._plans_on_host = plans_on_host(self.target, self.draft)
         widest = self.configs.widest
-        fields = self.proposer.state_fields(widest) if self.proposer is not None else {}
-        dims = StateDims(fields)
+        dims = StateDims(self.proposer.state_fields(widest))
         self.states = RequestStates.alloc(config.max_num_reqs + 1, dims, target.device)
-        lead = self.proposer.lead if self.proposer is not None else 0
-        self.scheduler = Scheduler(self.table, self.configs, target.eos_token_ids, detokenize, lead)
+        self.scheduler = Scheduler(
+            self.table, self.configs, target.eos_token_ids, detokenize, self.proposer.lead
+        )
         prefill = Prefill(self.target, self.proposer, self.table.req_to_token, widest)
         self._prompts = PromptRunner(prefill, self.states, self.scheduler)
         between = self._plans_on_host or validate == "debug"
@@ -284,7 +283,7 @@ class Engine:
     @property
     def draft(self) -> ModelSlot[Any] | None:
         """The proposer's model, pool and attention, if it has any."""
-        return self.proposer.slot if self.proposer is not None else None
+        return self.proposer.slot
 
     @property
     def running(self) -> list[RunningRequest]:

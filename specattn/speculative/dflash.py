@@ -39,9 +39,10 @@ class DFlashProposer(ModelProposer):
 
     model: BlockDraftModel
 
-    def draft_len(self, config: SpecConfig) -> int:
+    @classmethod
+    def columns(cls, model: BlockDraftModel, config: SpecConfig) -> int:
         """Return the block's columns, or the accepted path's."""
-        return self.model.block.columns(config)
+        return model.block.columns(config)
 
     def ahead(self, config: SpecConfig) -> int:
         """Return the block's positions."""
@@ -63,10 +64,8 @@ class DFlashProposer(ModelProposer):
             )
 
     def bind(self, step: StepViews) -> BoundDFlash:
-        """Allocate the block's tokens, and the positions of its first one."""
-        block = self.model.block
-        ids = torch.full((len(step), block.size), block.mask_token_id, device=step.device)
-        return BoundDFlash(self, step, ids, torch.zeros_like(ids)[:, None])
+        """Return the block forward of so many requests."""
+        return BoundDFlash(self, step)
 
     def prompt(self, chunk: PromptChunk) -> Mapping[str, Tensor]:
         """Write the prompts' context; nothing else is kept."""
@@ -85,19 +84,22 @@ class BoundDFlash(BoundProposer):
         ``[B, n]`` int64: bonus tokens, and masks behind them.
     """
 
-    def __init__(
-        self, proposer: DFlashProposer, step: StepViews, block_ids: Tensor, anchors: Tensor
-    ) -> None:
-        self.proposer, self.step, self.block_ids = proposer, step, block_ids
+    proposer: DFlashProposer
+
+    def __init__(self, proposer: DFlashProposer, step: StepViews) -> None:
+        super().__init__(proposer, step)
         model, config, buffers = proposer.model, step.config, step.buffers
-        batch, size = block_ids.shape
+        block, size = model.block, model.block.size
+        masks = torch.full((size,), block.mask_token_id)
+        self.block_ids = step.buffer("block_ids", masks)
         if not config.num_steps:
             return
         # the first launch writes the bonus token, and the length into every column of anchors
-        self.gathers, self.positions = {"bonus_tokens": block_ids[:, :1]}, anchors
+        self.gathers = {"bonus_tokens": self.block_ids[:, :1]}
+        self.positions = anchors = step.buffer("anchors", torch.zeros_like(masks)[None])
         self._attend = BlockAttention.bind(
             proposer.slot.backend,
-            model.block.views,
+            block.views,
             step.table.req_to_token,
             req_pool_indices=buffers.req_pool_indices,
             seq_lens=buffers.seq_lens,
@@ -107,17 +109,9 @@ class BoundDFlash(BoundProposer):
             page_size=config.page_size,
         )
         self.proposing = self._attend.parts()
-        places = torch.arange(config.num_steps, device=step.device) + model.block.first_draft
-        first = torch.arange(batch, device=step.device)[:, None] * size
+        places = torch.arange(config.num_steps, device=step.device) + block.first_draft
+        first = torch.arange(len(step), device=step.device)[:, None] * size
         self._rows = (first + places).flatten()
-
-    def first(self, step: StepViews) -> BoundDFlash:
-        """Return the proposer for fewer requests, over the same buffers."""
-        size = self.block_ids.shape[1]
-        anchors = self.positions
-        if anchors is None:
-            anchors = self.block_ids.new_zeros(len(step), 1, size)
-        return BoundDFlash(self.proposer, step, self.block_ids[: len(step)], anchors[: len(step)])
 
     def propose(self) -> Marginals:
         """Fill the block; return what each place may hold."""

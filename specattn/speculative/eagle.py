@@ -7,6 +7,7 @@ give a tree of depth N.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from specattn.backends.multi_step import BoundMultiStep
     from specattn.batch import AcceptResult, Candidates, Marginals
     from specattn.buffers import Fingerprint
     from specattn.config import SpecConfig
@@ -43,9 +45,10 @@ class EagleProposer(ModelProposer):
 
     model: DraftModel
 
-    def draft_len(self, config: SpecConfig) -> int:
+    @classmethod
+    def columns(cls, model: DraftModel, config: SpecConfig) -> int:
         """Return the columns of all draft forwards, or of the extend."""
-        return beam_len(config, self.lead)
+        return cls.lead + max(config.num_draft_forwards * config.topk, config.num_steps + 1)
 
     def state_fields(self, config: SpecConfig) -> Mapping[str, StateField]:
         """Return the fields of `DraftState`."""
@@ -54,33 +57,8 @@ class EagleProposer(ModelProposer):
         ).drafting
 
     def bind(self, step: StepViews) -> BoundEagle:
-        """Allocate where beams start, and what all draft forwards share."""
-        config, buffers, drafting, state = step.config, step.buffers, None, {}
-        words = causal_words(config.layout(ForwardMode.DRAFT_EXTEND)).to(step.device)
-        lens, positions = buffers.seq_lens, buffers.positions
-        if self.lead:
-            lens, positions = torch.zeros_like(lens), torch.zeros_like(positions)
-        if config.num_steps:
-            dims = StateDims(self.state_fields(config))
-            state = dims.alloc(len(step), step.device)
-            width = config.num_draft_forwards * config.topk
-            slots = buffers.window[:, self.lead : self.lead + width]
-            drafting = MultiStepDraftBackend(
-                self._slot.backend,
-                config,
-                step.table.req_to_token,
-                len(step),
-                step.indices,
-                req_pool_indices=buffers.req_pool_indices,
-                seq_lens=lens,
-                branch_slots=slots.unflatten(1, (-1, config.topk)),
-            )
-            if config.tree == "best_first":
-                # the forwards are a chain, whatever the tree is made of
-                chain = RowLayout(config.num_draft_forwards, config.num_draft_forwards, Phase.DRAFT)
-                drafting.inputs.words.copy_(causal_words(chain)[:, None])
-        words = words.expand(len(step), *words.shape).contiguous()
-        return BoundEagle(self, step, state, words, drafting, (lens, positions))
+        """Return the draft forwards and the extend of so many requests."""
+        return BoundEagle(self, step)
 
     def prompt(self, chunk: PromptChunk) -> Mapping[str, Tensor]:
         """Run the draft over the prompts, with the target's features."""
@@ -105,48 +83,45 @@ class BoundEagle(BoundProposer):
         The attention of all draft forwards; None in plain decoding.
     extend_words : Tensor
         ``[B, N + 1, W]`` int64, causal; never written.
+    extend_positions : Tensor
+        ``[B, N + 1]`` int64: the places after what the draft has read.
     """
 
-    def __init__(
-        self,
-        proposer: EagleProposer,
-        step: StepViews,
-        state: Mapping[str, Tensor],
-        extend_words: Tensor,
-        drafting: MultiStepDraftBackend | None,
-        prefix: tuple[Tensor, Tensor],
-    ) -> None:
-        self.proposer, self.step, self.extend_words = proposer, step, extend_words
-        self._drafting, self.gathers = drafting, state
-        # of what the draft has read, and of the rows after it
-        lens, self.extend_positions = prefix
-        lead, width = proposer.lead, prefix[1].shape[1]
-        self.seq_lens = lens if lead else None
-        backend, buffers = proposer.slot.backend, step.buffers
-        self.multi_step = drafting.bind(len(step)) if drafting is not None else None
-        if self.multi_step is not None:
+    proposer: EagleProposer
+
+    def __init__(self, proposer: EagleProposer, step: StepViews) -> None:
+        super().__init__(proposer, step)
+        config, buffers, lead = step.config, step.buffers, proposer.lead
+        layout = config.layout(ForwardMode.DRAFT_EXTEND)
+        self.extend_words = step.buffer("extend_words", causal_words(layout))
+        self.extend_positions, lens = buffers.positions, buffers.seq_lens
+        if lead:
+            self.seq_lens = lens = step.buffer("draft_lens", lens.new_zeros(()))
+            self.extend_positions = step.buffer(
+                "draft_positions", torch.zeros_like(buffers.positions[0])
+            )
+        self.multi_step: BoundMultiStep | None = None
+        if config.num_steps:
+            fields = proposer.state_fields(config)
+            self.gathers = {
+                name: step.buffer(name, torch.zeros(width, dtype=dtype))
+                for name, (width, dtype) in fields.items()
+            }
+            drafting = step.shared("drafting", partial(_drafting, proposer, step, lens))
+            self.multi_step = drafting.bind(len(step))
             self.positions = self.multi_step.plan.inputs.positions
             self.proposing = self.multi_step.steps
+        width = self.extend_positions.shape[1]
         inputs = AttnInputs(
             buffers.req_pool_indices,
             lens,
             self.extend_positions,
             buffers.window[:, lead : lead + width],
-            extend_words,
+            self.extend_words,
         )
-        layout = step.config.layout(ForwardMode.DRAFT_EXTEND)
         plan = AttnPlan.over(layout, step.table.req_to_token, inputs)
-        self.extend_attention = backend.bind(plan)
+        self.extend_attention = proposer.slot.backend.bind(plan)
         self.absorbing = (self.extend_attention,)
-
-    def first(self, step: StepViews) -> BoundEagle:
-        """Return the proposer for fewer requests, over the same buffers."""
-        state = {name: tensor[: len(step)] for name, tensor in self.gathers.items()}
-        words, buffers = self.extend_words[: len(step)], step.buffers
-        prefix = buffers.seq_lens, buffers.positions
-        if self.seq_lens is not None:
-            prefix = self.seq_lens[: len(step)], self.extend_positions[: len(step)]
-        return BoundEagle(self.proposer, step, state, words, self._drafting, prefix)
 
     def begin(self) -> None:
         """Fill the index lists and the positions of a lead."""
@@ -199,6 +174,23 @@ class BoundEagle(BoundProposer):
         return found
 
 
-def beam_len(config: SpecConfig, lead: int) -> int:
-    """Return the columns that draft forwards and the extend write."""
-    return lead + max(config.num_draft_forwards * config.topk, config.num_steps + 1)
+def _drafting(proposer: EagleProposer, step: StepViews, lens: Tensor) -> MultiStepDraftBackend:
+    """Return what the draft forwards of all batch sizes share."""
+    config, buffers, lead = step.config, step.buffers, proposer.lead
+    width = config.num_draft_forwards * config.topk
+    slots = buffers.window[:, lead : lead + width]
+    drafting = MultiStepDraftBackend(
+        proposer.slot.backend,
+        config,
+        step.table.req_to_token,
+        len(step),
+        step.indices,
+        req_pool_indices=buffers.req_pool_indices,
+        seq_lens=lens,
+        branch_slots=slots.unflatten(1, (-1, config.topk)),
+    )
+    if config.tree == "best_first":
+        # the forwards are a chain, whatever the tree is made of
+        chain = RowLayout(config.num_draft_forwards, config.num_draft_forwards, Phase.DRAFT)
+        drafting.inputs.words.copy_(causal_words(chain)[:, None])
+    return drafting

@@ -102,27 +102,17 @@ class HostProposer(Proposer):
             )
 
     def bind(self, step: StepViews) -> BoundHostTrees:
-        """Allocate the nodes."""
-        return BoundHostTrees(step, _no_nodes(len(step), step.config, device=step.device))
+        """Return the nodes of so many requests."""
+        return BoundHostTrees(self, step)
 
 
 class BoundHostTrees(BoundProposer):
-    """The nodes that the host has proposed, on the device.
+    """The nodes that the host has proposed, on the device."""
 
-    Parameters
-    ----------
-    step : StepViews
-        For B requests.
-    nodes : Tensor
-        ``[B, 2, n]`` int64: each request's tokens, then their parents.
-    """
-
-    def __init__(self, step: StepViews, nodes: Tensor) -> None:
-        self._step, self._nodes = step, nodes
-
-    def first(self, step: StepViews) -> BoundHostTrees:
-        """Return the proposer for fewer requests, over the same buffers."""
-        return BoundHostTrees(step, self._nodes[: len(step)])
+    def __init__(self, proposer: HostProposer, step: StepViews) -> None:
+        super().__init__(proposer, step)
+        # each request's tokens, then their parents, [B, 2, n]
+        self._nodes = step.buffer("nodes", _no_nodes(1, step.config)[0])
 
     def write(self, trees: Sequence[HostTree]) -> None:
         """Copy trees to the device, before the step and in its stream.
@@ -133,7 +123,7 @@ class BoundHostTrees(BoundProposer):
             Of the first requests, from `checked_trees`; the others get none.
         """
         pin = self._nodes.is_cuda
-        pinned = _no_nodes(len(self._nodes), self._step.config, pin_memory=pin)
+        pinned = _no_nodes(len(self._nodes), self.step.config, pin_memory=pin)
         for (tokens, parents), tree in zip(pinned.numpy(), trees, strict=False):
             nodes = slice(1, len(tree.tokens) + 1)
             tokens[nodes], parents[nodes] = tree
@@ -143,7 +133,7 @@ class BoundHostTrees(BoundProposer):
     def propose(self) -> Linked:
         """Put the roots above what was proposed."""
         tokens, parents = self._nodes.unbind(1)
-        tokens[:, 0] = self._step.buffers.roots
+        tokens[:, 0] = self.step.buffers.roots
         return Linked(tokens, parents)
 
 

@@ -13,6 +13,7 @@ from specattn.batch import ForwardMode, halves
 from specattn.buffers import fingerprint
 from specattn.cuda_graph.recorder import is_recording, side_by_side
 from specattn.speculative.host_proposer import BoundHostTrees
+from specattn.speculative.model import ModelSlot
 from specattn.speculative.step import Step, StepPart
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from specattn.speculative.host_buffers import HostBuffers
     from specattn.speculative.host_proposer import HostTree
     from specattn.speculative.logprobs import LogprobBuffers
-    from specattn.speculative.model import ModelSlot, TargetModel
+    from specattn.speculative.model import TargetModel
     from specattn.speculative.processors import ProcessorStates
     from specattn.speculative.proposer import Proposer
     from specattn.speculative.states import RequestStates
@@ -52,7 +53,7 @@ class StepLaunch:
     def alloc(
         cls,
         target: ModelSlot[TargetModel],
-        proposer: Proposer | None,
+        proposer: Proposer,
         config: SpecConfig,
         table: RequestTable,
         states: RequestStates,
@@ -74,7 +75,7 @@ class StepLaunch:
         for rows in _split(batch, tbo):
             if steps:
                 target = target.with_own_workspace()
-                proposer = proposer.with_own_workspace() if proposer is not None else None
+                proposer = proposer.with_slots(ModelSlot.with_own_workspace)
             own = host.of(rows.start, rows.stop), packed[rows]
             steps.append(
                 Step.alloc(
@@ -162,8 +163,7 @@ class StepLaunch:
     def holders(self) -> tuple[Iterable[Tensor], ...]:
         """Return what holds the tensors of states, table and pools."""
         step = self.steps[0]
-        proposer = step.proposer.slot if step.proposer is not None else None
-        pools = [slot.pool for slot in (step.target, proposer) if slot is not None]
+        pools = [slot.pool for slot in (step.target, step.proposer.slot) if slot is not None]
         return (
             *(_Live(states) for states in self._states()),
             (step.table.req_to_token, step.table.reserved),
@@ -191,8 +191,7 @@ class StepLaunch:
                 found += fingerprint(processors=step.processors, bitmask=step.bitmask)
             if step.logprobs is not None:
                 found += fingerprint(values=step.logprobs.values, ids=step.logprobs.ids)
-            if step.bound is not None:
-                found += step.bound.fingerprint()
+            found += step.bound.fingerprint()
             for attention in step.attention(None):
                 found += attention.fingerprint()
         return found

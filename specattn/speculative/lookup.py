@@ -8,6 +8,7 @@ computed but a search, on the device, in two launches; one more appends what was
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -16,7 +17,7 @@ from specattn.batch import Linked
 from specattn.checks import whole_number
 from specattn.kernels.lookup import MAX_MATCHES, MAX_NGRAM, append_text, lookup_tree
 from specattn.speculative.host_proposer import HostProposer
-from specattn.speculative.proposer import BoundProposer, Proposer, draft_len_of, make_proposer
+from specattn.speculative.proposer import BoundProposer, Proposer, draft_of
 from specattn.speculative.states import StateField
 
 if TYPE_CHECKING:
@@ -27,9 +28,8 @@ if TYPE_CHECKING:
     from specattn.batch import AcceptResult
     from specattn.buffers import Fingerprint
     from specattn.config import SpecConfig
-    from specattn.speculative.block import BlockDraftModel
-    from specattn.speculative.model import DraftModel, ModelSlot
-    from specattn.speculative.proposer import PromptChunk, ProposerFactory, StepViews
+    from specattn.speculative.model import ModelSlot
+    from specattn.speculative.proposer import Draft, PromptChunk, StepViews
 
 # the state that holds a request's tokens by position
 TEXT = "text"
@@ -69,13 +69,9 @@ class LookupProposer(Proposer):
         return {TEXT: StateField(config.max_context_len + 1, torch.int32)}
 
     def bind(self, step: StepViews) -> BoundLookup:
-        """Allocate the tree's nodes."""
-        config = step.config
-        _check_drawing(config)
-        shape = len(step), config.num_draft_tokens
-        tokens = torch.zeros(shape, dtype=torch.int64, device=step.device)
-        ngrams = torch.zeros(len(step), dtype=torch.int32, device=step.device)
-        return BoundLookup(self, step, tokens, torch.zeros_like(tokens), ngrams)
+        """Return the search of so many requests, and the append."""
+        _check_drawing(step.config)
+        return BoundLookup(self, step)
 
     def prompt(self, chunk: PromptChunk) -> Mapping[str, Tensor]:
         """Return the texts of prompts that end, with their first tokens."""
@@ -96,34 +92,22 @@ class LookupProposer(Proposer):
 class BoundLookup(BoundProposer):
     """The search of a step, and the append.
 
-    Parameters
+    Attributes
     ----------
-    proposer : LookupProposer
-        How to search.
-    step : StepViews
-        For B requests.
     tokens, parents : Tensor
         ``[B, n]`` int64, the proposed nodes.
     ngrams : Tensor
         ``[B]`` int32, the tokens of each request's best match; 0 without one.
     """
 
-    def __init__(
-        self,
-        proposer: LookupProposer,
-        step: StepViews,
-        tokens: Tensor,
-        parents: Tensor,
-        ngrams: Tensor,
-    ) -> None:
-        self.proposer, self.step = proposer, step
-        self.tokens, self.parents, self.ngrams = tokens, parents, ngrams
+    proposer: LookupProposer
 
-    def first(self, step: StepViews) -> BoundLookup:
-        """Return the proposer for fewer requests, over the same buffers."""
-        size = len(step)
-        buffers = self.tokens[:size], self.parents[:size], self.ngrams[:size]
-        return BoundLookup(self.proposer, step, *buffers)
+    def __init__(self, proposer: LookupProposer, step: StepViews) -> None:
+        super().__init__(proposer, step)
+        nodes = torch.zeros(step.config.num_draft_tokens, dtype=torch.int64)
+        self.tokens = step.buffer("matched_tokens", nodes)
+        self.parents = step.buffer("matched_parents", nodes)
+        self.ngrams = step.buffer("matched_ngrams", torch.zeros((), dtype=torch.int32))
 
     def propose(self) -> Linked:
         """Search each request's text."""
@@ -166,30 +150,35 @@ class LookupFirst:
     ----------
     lookup : LookupProposer
         How to search. Its ``min_ngram`` says how long a match must be to go before the draft.
-    draft : DraftModel, BlockDraftModel, Proposer or ProposerFactory
+    draft : DraftModel, BlockDraftModel or ProposerFactory
         The other draft, as `Engine` takes it.
     """
 
     lookup: LookupProposer
-    draft: DraftModel | BlockDraftModel | Proposer | ProposerFactory
+    draft: Draft
 
     def draft_len(self, config: SpecConfig) -> int:
         """Return the columns that the other draft writes at most."""
-        return draft_len_of(self.draft, config)
+        return draft_of(self.draft).draft_len(config)
 
-    def make(self, slot: Callable[[Any], ModelSlot[Any]]) -> FrontedProposer:
+    def make(self, slot: Callable[[Any], ModelSlot[Any]]) -> LookupFirstProposer:
         """Return the proposer; see `ProposerFactory`."""
-        return FrontedProposer(self.lookup, make_proposer(self.draft, slot))
+        return LookupFirstProposer(self.lookup, draft_of(self.draft).make(slot))
 
 
-class FrontedProposer(Proposer):
+def _others(name: str) -> Any:
+    """Return a property: what the other proposer has under this name."""
+    return property(attrgetter(f"other.{name}"))
+
+
+class LookupFirstProposer(Proposer):
     """Proposes by lookup where it finds a match, and else by another.
 
     Parameters
     ----------
     lookup : LookupProposer
         How to search.
-    behind : Proposer
+    other : Proposer
         Whose model, states and attention these are.
 
     Raises
@@ -198,97 +187,62 @@ class FrontedProposer(Proposer):
         If the other is a `HostProposer`.
     """
 
-    def __init__(self, lookup: LookupProposer, behind: Proposer) -> None:
-        if isinstance(behind, HostProposer):
-            raise ValueError(f"a HostProposer drafts alone, got {type(behind).__name__} behind")
-        self.lookup, self.behind, self.lead = lookup, behind, behind.lead
+    lead, slot, feature_size, dtype, vocab_size, to_target, draft_len, ahead, check = map(
+        _others,
+        (
+            *("lead", "slot", "feature_size", "dtype", "vocab_size"),
+            *("to_target", "draft_len", "ahead", "check"),
+        ),
+    )
 
-    @property
-    def slot(self) -> ModelSlot[Any] | None:
-        """The other's."""
-        return self.behind.slot
-
-    @property
-    def feature_size(self) -> int:
-        """The other's."""
-        return self.behind.feature_size
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The other's."""
-        return self.behind.dtype
-
-    @property
-    def vocab_size(self) -> int:
-        """The other's."""
-        return self.behind.vocab_size
-
-    def to_target(self, token_ids: Tensor) -> Tensor:
-        """Map tokens of the other's vocabulary to the target's."""
-        return self.behind.to_target(token_ids)
-
-    def draft_len(self, config: SpecConfig) -> int:
-        """Return the other's columns."""
-        return self.behind.draft_len(config)
-
-    def ahead(self, config: SpecConfig) -> int:
-        """Return how many positions the other reads."""
-        return self.behind.ahead(config)
-
-    def check(self, config: SpecConfig) -> None:
-        """Refuse what the other refuses."""
-        self.behind.check(config)
+    def __init__(self, lookup: LookupProposer, other: Proposer) -> None:
+        if isinstance(other, HostProposer):
+            raise ValueError(f"a HostProposer drafts alone, got {type(other).__name__} behind")
+        self.lookup, self.other = lookup, other
 
     def state_fields(self, config: SpecConfig) -> Mapping[str, StateField]:
         """Return the fields of both."""
-        return {**self.lookup.state_fields(config), **self.behind.state_fields(config)}
+        return {**self.lookup.state_fields(config), **self.other.state_fields(config)}
 
-    def bind(self, step: StepViews) -> BoundFronted:
-        """Allocate what both need."""
-        return BoundFronted(self.lookup.bind(step), self.behind.bind(step))
+    def bind(self, step: StepViews) -> BoundLookupFirst:
+        """Return what both do."""
+        return BoundLookupFirst(self, step)
 
     def prompt(self, chunk: PromptChunk) -> Mapping[str, Tensor]:
         """Let both read the prompts."""
-        return {**self.lookup.prompt(chunk), **self.behind.prompt(chunk)}
+        return {**self.lookup.prompt(chunk), **self.other.prompt(chunk)}
 
-    def for_context(self, max_context_len: int) -> Self:
-        """Return the proposer for contexts of that length; see `ContextModel`."""
-        return type(self)(self.lookup, self.behind.for_context(max_context_len))
-
-    def with_own_workspace(self) -> Self:
-        """Return the proposer with attention that may run beside this one's."""
-        return type(self)(self.lookup, self.behind.with_own_workspace())
+    def with_slots(self, change: Callable[[ModelSlot[Any]], ModelSlot[Any]]) -> Self:
+        """Return the proposer with the other's slot changed."""
+        return type(self)(self.lookup, self.other.with_slots(change))
 
 
-class BoundFronted(BoundProposer):
+class BoundLookupFirst(BoundProposer):
     """The search of a step, and what another proposes in it."""
 
-    def __init__(self, lookup: BoundLookup, behind: BoundProposer) -> None:
-        self.lookup, self.behind = lookup, behind
-        self.gathers, self.positions = behind.gathers, behind.positions
-        self.seq_lens = behind.seq_lens
-        self.proposing, self.absorbing = behind.proposing, behind.absorbing
-
-    def first(self, step: StepViews) -> BoundFronted:
-        """Return the proposer for fewer requests, over the same buffers."""
-        return BoundFronted(self.lookup.first(step), self.behind.first(step))
+    def __init__(self, proposer: LookupFirstProposer, step: StepViews) -> None:
+        super().__init__(proposer, step)
+        self.lookup, self.other = proposer.lookup.bind(step), proposer.other.bind(step)
+        self.gathers, self.positions = self.other.gathers, self.other.positions
+        self.seq_lens = self.other.seq_lens
+        self.proposing, self.absorbing = self.other.proposing, self.other.absorbing
 
     def begin(self) -> None:
         """Begin as the other does."""
-        self.behind.begin()
+        self.other.begin()
 
     def propose(self) -> Linked:
-        """Propose what matched, and what the other has behind it."""
-        behind, found = self.behind.propose(), self.lookup.propose()
-        return Linked(found.tokens, found.parents, self.lookup.ngrams, behind)
+        """Propose what matched, and what the other has for the rest."""
+        fallback, found = self.other.propose(), self.lookup.propose()
+        return Linked(found.tokens, found.parents, self.lookup.ngrams, fallback)
 
     def absorb(self, accepted: AcceptResult) -> Mapping[str, Tensor]:
         """Let both take in what was kept."""
-        return {**self.lookup.absorb(accepted), **self.behind.absorb(accepted)}
+        return {**self.lookup.absorb(accepted), **self.other.absorb(accepted)}
 
     def fingerprint(self) -> Fingerprint:
         """Describe the buffers of both."""
-        return self.lookup.fingerprint() + self.behind.fingerprint()
+        return self.lookup.fingerprint() + self.other.fingerprint()
 
 
 def _check_drawing(config: SpecConfig) -> None:

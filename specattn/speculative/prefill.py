@@ -53,14 +53,14 @@ class PrefillResult:
     ----------
     bonus_tokens : Tensor
         ``[B]`` int64, in the order of the prompts.
-    state : mapping of str to Tensor, or None
-        What the next step proposes from, for `RequestStates.admit`; None without a proposer.
+    state : mapping of str to Tensor
+        What the next step proposes from, for `RequestStates.admit`.
     logprobs : LogprobBuffers or None
         One step's, of one token per request; None without processors.
     """
 
     bonus_tokens: Tensor
-    state: Mapping[str, Tensor] | None
+    state: Mapping[str, Tensor]
     logprobs: LogprobBuffers | None = None
 
 
@@ -107,7 +107,7 @@ class Prefill:
             raise ValueError(f"chunk must be at least 1, got {self.chunk}")
 
     @cached_property
-    def proposer(self) -> Proposer | None:
+    def proposer(self) -> Proposer:
         """What proposes tokens."""
         return as_proposer(self.draft)
 
@@ -159,7 +159,7 @@ class Prefill:
                 first = _first_tokens(out.logits, lens, drawing, rows, processors, masks, scored)
                 bonus[which] = first
             features, proposer = out.hidden_states, self.proposer
-            if proposer is not None and (features is not None or not proposer.feature_size):
+            if features is not None or not proposer.feature_size:
                 chunk = PromptChunk(
                     plan,
                     self.config,
@@ -173,8 +173,7 @@ class Prefill:
                 )
                 states.append(proposer.prompt(chunk))
         # prompts finish in order
-        joined = _join(states) if self.proposer is not None else None
-        return PrefillResult(bonus, joined, LogprobBuffers.join(scored) if scored else None)
+        return PrefillResult(bonus, _join(states), LogprobBuffers.join(scored) if scored else None)
 
     def last_logits(self, prompt: Prompt) -> Tensor:
         """Fill the target's KV of one prompt; return the last logits ``[V]``."""

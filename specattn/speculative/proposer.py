@@ -1,7 +1,7 @@
 """What a step asks of what proposes tokens.
 
 A `Proposer` lives as long as its engine. It has a model with its pool and its attention, or none.
-For every batch size that steps run at there is a `BoundProposer`: what it does within a step, over
+For every batch size that steps run at it binds a `BoundProposer`: what it does within a step, over
 static buffers.
 
 Five rules hold for every proposer.
@@ -24,9 +24,9 @@ the vocabularies of target and draft.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 
     Proposal = Candidates | Marginals | Linked
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class StepViews:
@@ -71,6 +73,8 @@ class StepViews:
         for `BoundProposer.absorb`, the target's features along the accepted path.
     indices : {"table", "csr"}
         What draft steps read; see `MultiStepDraftBackend`.
+    arena : dict of str to object
+        What steps of all batch sizes share, by name; see `shared`.
     """
 
     config: SpecConfig
@@ -78,6 +82,7 @@ class StepViews:
     states: RequestStates
     buffers: StepBuffers
     indices: Indices = "table"
+    arena: dict[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.buffers.seq_lens)
@@ -86,6 +91,31 @@ class StepViews:
     def device(self) -> torch.device:
         """Where the buffers are."""
         return self.table.req_to_token.device
+
+    def shared(self, name: str, make: Callable[[], T]) -> T:
+        """Return what steps of all batch sizes share, made by the largest, which comes first."""
+        if name not in self.arena:
+            self.arena[name] = make()
+        found: T = self.arena[name]
+        return found
+
+    def buffer(self, name: str, row: Tensor) -> Tensor:
+        """Return a static buffer of the proposer's own, over the memory of the largest step's.
+
+        Parameters
+        ----------
+        name : str
+            Unlike that of any other buffer.
+        row : Tensor
+            What every row holds at first.
+
+        Returns
+        -------
+        Tensor
+            ``[B, *row.shape]`` on the step's device.
+        """
+        rows = (len(self), *[1] * row.dim())
+        return self.shared(name, lambda: row.to(self.device).repeat(rows))[: len(self)]
 
 
 @dataclass(frozen=True)
@@ -212,7 +242,7 @@ class Proposer(ABC):
 
     @abstractmethod
     def bind(self, step: StepViews) -> BoundProposer:
-        """Allocate what steps of so many requests need."""
+        """Return what steps of so many requests do, over buffers of all sizes (`StepViews`)."""
 
     def prompt(self, chunk: PromptChunk) -> Mapping[str, Tensor]:
         """Read a chunk; return the states of prompts that end there.
@@ -231,12 +261,12 @@ class Proposer(ABC):
         """
         return {}
 
-    def for_context(self, max_context_len: int) -> Self:
-        """Return the proposer for contexts of that length; see `ContextModel`."""
+    def with_slots(self, change: Callable[[ModelSlot[Any]], ModelSlot[Any]]) -> Self:
+        """Return the proposer with its model's slot changed, for longer contexts, say."""
         return self
 
-    def with_own_workspace(self) -> Self:
-        """Return the proposer with attention that may run beside this one's."""
+    def make(self, slot: Callable[[Any], ModelSlot[Any]]) -> Proposer:
+        """Return itself: what `ProposerFactory` makes is there."""
         return self
 
 
@@ -285,20 +315,34 @@ class ModelProposer(Proposer):
         mapped: Tensor = self.model.to_target(token_ids)
         return mapped
 
-    def for_context(self, max_context_len: int) -> Self:
-        """Return the proposer for contexts of that length; see `ContextModel`."""
-        return type(self)(self._slot.for_context(max_context_len))
+    @classmethod
+    @abstractmethod
+    def columns(cls, model: Any, config: SpecConfig) -> int:
+        """Return `draft_len` of a model's proposer."""
 
-    def with_own_workspace(self) -> Self:
-        """Return the proposer with attention that may run beside this one's."""
-        return type(self)(self._slot.with_own_workspace())
+    def draft_len(self, config: SpecConfig) -> int:
+        """Return the columns past the committed length that it writes at most."""
+        return self.columns(self.model, config)
+
+    def with_slots(self, change: Callable[[ModelSlot[Any]], ModelSlot[Any]]) -> Self:
+        """Return the proposer with its model's slot changed, for longer contexts, say."""
+        return type(self)(change(self._slot))
 
 
 class BoundProposer(ABC):
     """A proposer within steps of one batch size.
 
+    Parameters
+    ----------
+    proposer : Proposer
+        Whose steps these are.
+    step : StepViews
+        For B requests.
+
     Attributes
     ----------
+    reads_path : bool
+        Whether it takes in what was kept; without, steps move nothing, so it must propose nothing.
     gathers : mapping of str to Tensor
         Fields of `Proposer.state_fields`, or of `RequestStates`, and ``[B, w]`` buffers of the
         same dtypes: the step's first launch copies each request's first columns there.
@@ -310,21 +354,15 @@ class BoundProposer(ABC):
         The attention of `propose` and `absorb`, which the step schedules and fills.
     """
 
+    reads_path: bool = True
     gathers: Mapping[str, Tensor] = {}
     positions: Tensor | None = None
     seq_lens: Tensor | None = None
     proposing: tuple[BoundLayers, ...] = ()
     absorbing: tuple[BoundLayers, ...] = ()
 
-    @abstractmethod
-    def first(self, step: StepViews) -> BoundProposer:
-        """Return the proposer for fewer requests, over the same buffers.
-
-        Parameters
-        ----------
-        step : StepViews
-            Over the first rows of the step's own buffers.
-        """
+    def __init__(self, proposer: Any, step: StepViews) -> None:
+        self.proposer, self.step = proposer, step
 
     # empty on purpose: few proposers need it
     def begin(self) -> None:  # noqa: B027
@@ -377,40 +415,57 @@ class ProposerFactory(Protocol):
         ...
 
 
-def as_proposer(draft: ModelSlot[Any] | Proposer | None) -> Proposer | None:
-    """Return the proposer of a draft model, or what is one."""
+if TYPE_CHECKING:
+    #: What an engine takes to draft: a model, or what makes a proposer.
+    Draft = DraftModel | BlockDraftModel | ProposerFactory
+
+
+class NoProposer(Proposer):
+    """Proposes nothing: of plain decoding without a draft."""
+
+    def bind(self, step: StepViews) -> BoundProposer:
+        """Return what does nothing."""
+        return _BoundNothing(self, step)
+
+
+class _BoundNothing(BoundProposer):
+    reads_path = False
+
+    def propose(self) -> Proposal:
+        raise NotImplementedError("plain decoding drafts nothing")
+
+
+@dataclass(frozen=True)
+class _ModelDraft:
+    """A draft model, and what proposes by it."""
+
+    model: Any
+    proposer: type[ModelProposer]
+
+    def draft_len(self, config: SpecConfig) -> int:
+        return self.proposer.columns(self.model, config)
+
+    def make(self, slot: Callable[[Any], ModelSlot[Any]]) -> Proposer:
+        return self.proposer(slot(self.model))
+
+
+def draft_of(draft: Draft | None) -> ProposerFactory:
+    """Return what makes the proposer of a draft; None is plain decoding."""
     from specattn.speculative.block import BlockDraftModel
     from specattn.speculative.dflash import DFlashProposer
     from specattn.speculative.eagle import EagleProposer
 
-    if not isinstance(draft, ModelSlot):
-        return draft
-    model, slot = draft.model, draft
-    if isinstance(model, ProposerFactory):
-        return model.make(lambda _: slot)
-    return DFlashProposer(slot) if isinstance(model, BlockDraftModel) else EagleProposer(slot)
-
-
-def draft_len_of(
-    draft: DraftModel | BlockDraftModel | Proposer | ProposerFactory | None, config: SpecConfig
-) -> int:
-    """Return `Proposer.draft_len` of a draft, if above the config's own."""
-    from specattn.speculative.block import BlockDraftModel
-
-    if isinstance(draft, BlockDraftModel):
-        return draft.block.columns(config)
-    return draft.draft_len(config) if isinstance(draft, (Proposer, ProposerFactory)) else 0
-
-
-def make_proposer(
-    draft: DraftModel | BlockDraftModel | Proposer | ProposerFactory,
-    slot: Callable[[Any], ModelSlot[Any]],
-) -> Proposer:
-    """Return what proposes tokens; ``slot`` gives its model a pool."""
-    if isinstance(draft, Proposer):
-        return draft
+    if draft is None:
+        return NoProposer()
     if isinstance(draft, ProposerFactory):
-        return draft.make(slot)
-    proposer = as_proposer(slot(draft))
-    assert proposer is not None
-    return proposer
+        return draft
+    return _ModelDraft(
+        draft, DFlashProposer if isinstance(draft, BlockDraftModel) else EagleProposer
+    )
+
+
+def as_proposer(draft: ModelSlot[Any] | Proposer | None) -> Proposer:
+    """Return the proposer of a draft model over its pool, or what is one."""
+    if isinstance(draft, ModelSlot):
+        return draft_of(draft.model).make(lambda _: draft)
+    return NoProposer() if draft is None else draft

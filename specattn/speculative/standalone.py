@@ -17,7 +17,7 @@ from torch import Tensor
 from specattn.batch import DraftState
 from specattn.errors import ModelError
 from specattn.speculative.draft import choose_tokens
-from specattn.speculative.eagle import EagleProposer, beam_len
+from specattn.speculative.eagle import EagleProposer
 from specattn.speculative.model import DraftOutput, for_context
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class LMDraft:
 
     def draft_len(self, config: SpecConfig) -> int:
         """Return the columns past the committed length that it writes at most."""
-        return beam_len(config, StandaloneProposer.lead)
+        return StandaloneProposer.columns(self, config)
 
     def make(self, slot: Callable[[Any], ModelSlot[Any]]) -> Proposer:
         """Return its proposer; see `ProposerFactory`."""

@@ -136,7 +136,7 @@ class RequestStates(BufferSet):
         rows: Tensor,
         seq_lens: Tensor,
         bonus_tokens: Tensor,
-        state: Mapping[str, Tensor] | None,
+        state: Mapping[str, Tensor],
         sampling: SamplingBatch,
         position_offsets: Tensor | None = None,
     ) -> None:
@@ -148,8 +148,8 @@ class RequestStates(BufferSet):
             ``[B]`` int64, table rows, all different and none of them 0.
         seq_lens, bonus_tokens : Tensor
             ``[B]`` int32 and int64.
-        state : mapping of str to Tensor, or None
-            What the prompts left in `drafting`, of this set's widths; None without a proposer.
+        state : mapping of str to Tensor
+            What the prompts left in `drafting`, of this set's widths.
         sampling : SamplingBatch
             How the requests draw.
         position_offsets : Tensor, optional
@@ -163,7 +163,7 @@ class RequestStates(BufferSet):
             If offsets are given to states without, or a tensor is of another count, width, dtype or
             device; nothing has been written then.
         """
-        drafting, own = state or {}, self.tensors()
+        own = self.tensors()
         if position_offsets is not None:
             if not self.position_offsets.shape[1]:
                 raise ValueError(
@@ -172,7 +172,7 @@ class RequestStates(BufferSet):
                 )
             position_offsets = position_offsets[..., None]
         given = {"seq_lens": seq_lens, "bonus_tokens": bonus_tokens} | {
-            f"state.{name}": value for name, value in drafting.items()
+            f"state.{name}": value for name, value in state.items()
         }
         for name in ("temperature", "top_k", "top_p", "seeds"):
             if (value := getattr(sampling, name)) is not None:
@@ -186,7 +186,7 @@ class RequestStates(BufferSet):
         self.seq_lens[rows] = seq_lens
         # -1 marks logits that were not finite; the request ends before it steps
         self.bonus_tokens[rows] = bonus_tokens.clamp(min=0)
-        for name, value in drafting.items():
+        for name, value in state.items():
             self.drafting[name][rows] = value
         self.temperature[rows] = sampling.temperature
         self.seeds[rows] = sampling.seeds

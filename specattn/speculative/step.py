@@ -22,7 +22,7 @@ from specattn.kernels.tree import best_first_tree, build_tree, link_tree
 from specattn.plan import AttnInputs, AttnPlan
 from specattn.speculative.draft import beams_of
 from specattn.speculative.level import Level
-from specattn.speculative.proposer import StepViews, as_proposer
+from specattn.speculative.proposer import StepViews
 from specattn.speculative.sampling import SamplingBatch
 from specattn.speculative.step_buffers import StepBuffers, StepDims
 from specattn.speculative.validation import check_features, check_logits
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from specattn.config import SpecConfig
     from specattn.speculative.host_buffers import HostBuffers
     from specattn.speculative.logprobs import LogprobBuffers
-    from specattn.speculative.model import DraftModel, ModelSlot, TargetModel
+    from specattn.speculative.model import ModelSlot, TargetModel
     from specattn.speculative.processors import ProcessorStates
-    from specattn.speculative.proposer import BoundProposer, Proposal, Proposer
+    from specattn.speculative.proposer import Proposal, Proposer
     from specattn.speculative.states import RequestStates
 
 
@@ -117,8 +117,8 @@ class Step:
     ----------
     target : ModelSlot
         The target model.
-    proposer : Proposer or None
-        What proposes tokens; None in plain decoding without one.
+    proposer : Proposer
+        What proposes tokens.
     host : HostBuffers
         Where the step finds its rows.
     packed : Tensor
@@ -127,13 +127,13 @@ class Step:
         gains 0.
     views : StepViews
         Its config, table, states and buffers, as the proposer finds them.
-    bound : BoundProposer or None
-        The proposer for B requests.
     acceptor : Acceptor
         What decides how much of a tree is kept.
 
     Attributes
     ----------
+    bound : BoundProposer
+        The proposer for B requests.
     tree : DraftTree
         The nodes that the target verifies, over the buffers.
     processors : ProcessorStates or None
@@ -148,14 +148,14 @@ class Step:
     def __init__(
         self,
         target: ModelSlot[TargetModel],
-        proposer: Proposer | None,
+        proposer: Proposer,
         host: HostBuffers,
         packed: Tensor,
         views: StepViews,
-        bound: BoundProposer | None,
         acceptor: Acceptor,
     ) -> None:
-        self.target, self.proposer, self.views, self.bound = target, proposer, views, bound
+        self.target, self.proposer, self.views = target, proposer, views
+        self.bound = proposer.bind(views)
         self.config, self.table, self.states = views.config, views.table, views.states
         self.buffers, self.host, self.packed = views.buffers, host, packed
         self.acceptor = acceptor
@@ -171,7 +171,7 @@ class Step:
     def alloc(
         cls,
         target: ModelSlot[TargetModel],
-        draft: ModelSlot[DraftModel] | Proposer | None,
+        proposer: Proposer,
         config: SpecConfig,
         table: RequestTable,
         states: RequestStates,
@@ -182,18 +182,15 @@ class Step:
         acceptor: Acceptor = accept,
     ) -> Step:
         """Allocate buffers for the requests of ``packed``; bind the phases to them."""
-        proposer = as_proposer(draft)
         dims, device = StepDims.of(config, proposer, states), table.req_to_token.device
         buffers = StepBuffers.alloc(len(packed), dims, device)
         views = StepViews(config, table, states, buffers, indices)
-        bound = proposer.bind(views) if proposer is not None else None
-        return cls(target, proposer, host, packed, views, bound, acceptor)
+        return cls(target, proposer, host, packed, views, acceptor)
 
     def first(self, batch: int, host: HostBuffers, packed: Tensor) -> Step:
         """Return the step for fewer requests, over the same buffers."""
         views = replace(self.views, buffers=self.buffers.bind(batch))
-        bound = self.bound.first(views) if self.bound is not None else None
-        return Step(self.target, self.proposer, host, packed, views, bound, self.acceptor)
+        return Step(self.target, self.proposer, host, packed, views, self.acceptor)
 
     def processing(
         self, processors: ProcessorStates, bitmask: Tensor | None, logprobs: LogprobBuffers
@@ -245,8 +242,7 @@ class Step:
     def begin(self) -> None:
         """Gather the requests' states and derive every phase's metadata from their lengths."""
         self._gather()
-        if self.bound is not None:
-            self.bound.begin()
+        self.bound.begin()
         fill_all([*self.attention(ForwardMode.DRAFT_DECODE), *self._before_the_tree()])
 
     def draft(self) -> DraftTree:
@@ -255,7 +251,6 @@ class Step:
 
     def propose(self) -> Proposal:
         """Run the draft forwards; returns every token that the draft looked at."""
-        assert self.bound is not None
         return self.bound.propose()
 
     def build_tree(self, proposal: Proposal) -> DraftTree:
@@ -272,8 +267,8 @@ class Step:
             proposal = beams_of(proposal, config)
         roots = self.buffers.roots, self.buffers.seq_lens
         if isinstance(proposal, Linked):
-            if proposal.behind is not None:
-                self.build_tree(proposal.behind)
+            if proposal.fallback is not None:
+                self.build_tree(proposal.fallback)
             link_tree(proposal, self.buffers.seq_lens, out=tree)
             return tree
         if isinstance(proposal, Marginals):
@@ -353,7 +348,7 @@ class Step:
         AcceptResult
             What the acceptor returns: by default, over the step's buffers.
         """
-        if self.config.draft_sampling and self.proposer is not None and self.config.num_steps:
+        if self.config.draft_sampling and self.config.num_steps:
             probs = over_target_vocabulary(
                 self.proposer, tree.draft_probs, self.target.model.vocab_size
             )
@@ -398,7 +393,7 @@ class Step:
     def commit(self, accepted: AcceptResult, features: Tensor) -> None:
         """Move the kept path's KV and features to the front.
 
-        Without a proposer there is nothing to move: one token was verified.
+        Where nothing proposes, there is nothing to move: one token was verified.
 
         Parameters
         ----------
@@ -413,7 +408,7 @@ class Step:
             If the target gives features of another width than the draft reads.
         """
         buffers = self.buffers
-        if self.bound is None:
+        if not self.bound.reads_path:
             return
         self.target.pool.commit(self.verify_plan.tail_slots, accepted)
         # what nobody reads may be of any width
@@ -443,8 +438,6 @@ class Step:
         mapping of str to Tensor
             ``[B, w]``: new rows of `RequestStates.drafting`.
         """
-        if self.bound is None:
-            return {}
         fill_all(by_lengths_alone(self.bound.absorbing)[1])
         return self.bound.absorb(accepted)
 
@@ -483,8 +476,7 @@ class Step:
 
     def attention(self, mode: ForwardMode | None) -> tuple[BoundLayers, ...]:
         """Return the attention of a part, or of the whole step."""
-        drafts = self.bound.proposing if self.bound is not None else ()
-        extends = self.bound.absorbing if self.bound is not None else ()
+        drafts, extends = self.bound.proposing, self.bound.absorbing
         return {
             None: (*drafts, self.verify_attention, *extends),
             ForwardMode.DRAFT_DECODE: drafts,
@@ -503,7 +495,7 @@ class Step:
             ``[B]`` int32, committed lengths, 0 for padding.
         """
         read = seq_lens_cpu
-        if seq_lens_cpu is not None and self.proposer is not None:
+        if seq_lens_cpu is not None:
             read = seq_lens_cpu + self.proposer.lead * (seq_lens_cpu > 0)
         for attention in self.attention(mode):
             own = attention is self.verify_attention
@@ -519,12 +511,10 @@ class Step:
         names = ("temperature", "top_k", "top_p", "seeds", "position_offsets")
         copies = [(states.bonus_tokens, buffers.roots)]
         copies += [(getattr(states, name), getattr(buffers, name)) for name in names]
-        positions, lens, lead = buffers.positions.new_empty(len(buffers.positions), 0, 1), None, 0
-        if self.proposer is not None and self.bound is not None:
-            lens, lead, kept = self.bound.seq_lens, self.proposer.lead, states.tensors()
-            copies += [(kept[name], out) for name, out in self.bound.gathers.items()]
-            if self.bound.positions is not None:
-                positions = self.bound.positions
+        kept, positions = states.tensors(), self.bound.positions
+        copies += [(kept[name], out) for name, out in self.bound.gathers.items()]
+        if positions is None:
+            positions = buffers.positions.new_empty(len(buffers.positions), 0, 1)
         begin_step(
             self.host.rows,
             self.host.turn,
@@ -538,8 +528,8 @@ class Step:
                 buffers.window,
                 buffers.positions,
                 positions,
-                lens,
+                self.bound.seq_lens,
             ),
             copies=copies,
-            lead=lead,
+            lead=self.proposer.lead,
         )

@@ -35,11 +35,9 @@ class StepDims:
     offsets: int = 0
 
     @classmethod
-    def of(cls, config: SpecConfig, proposer: Proposer | None, states: RequestStates) -> Self:
-        """Return the dimensions of a step with a proposer, if any."""
+    def of(cls, config: SpecConfig, proposer: Proposer, states: RequestStates) -> Self:
+        """Return the dimensions of a step with a proposer."""
         offsets = states.position_offsets.shape[1]
-        if proposer is None:
-            return cls(config, offsets=offsets)
         draws = config.draft_sampling and config.num_steps > 0
         vocab = proposer.vocab_size if draws else 0
         ahead = proposer.ahead(config)

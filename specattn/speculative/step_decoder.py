@@ -30,7 +30,6 @@ from specattn.speculative.validation import (
     check_draft_tokens,
     check_lens,
     check_processors,
-    check_proposer,
     check_rows,
     check_tables,
     check_tree,
@@ -140,8 +139,8 @@ class StepDecoder(ReadOnly):
 
     Attributes
     ----------
-    proposer : Proposer or None
-        What proposes tokens.
+    proposer : Proposer
+        What proposes tokens; a `NoProposer` in plain decoding without a draft.
     draft : ModelSlot or None
         Its model, pool and attention, if it has any.
     runner : GraphRunner
@@ -179,7 +178,7 @@ class StepDecoder(ReadOnly):
                 "validate='debug' looks between graphs, so it needs cudagraph='piecewise'"
             )
         proposer = as_proposer(draft)
-        slot = proposer.slot if proposer is not None else None
+        slot = proposer.slot
         if cudagraph == "full" and plans_on_host(target, slot):
             raise ValueError("a backend that plans on the host needs cudagraph='piecewise'")
         if validate == "debug" and tbo:
@@ -187,20 +186,18 @@ class StepDecoder(ReadOnly):
         if slot is not None:
             slot.backend.check_indices(indices)
         pools = [one.pool for one in (target, slot) if one is not None]
-        if proposer is not None and (most := proposer.draft_len(config)) > config.reserve_len:
+        if (most := proposer.draft_len(config)) > config.reserve_len:
             raise ValueError(
                 f"reserve_len must be at least {most}, what the draft writes past a context, got "
                 f"{config.reserve_len}: use config.reserving({most})"
             )
         check_tables(config, table, states, pools, proposer)
-        if proposer is not None:
-            check_proposer(proposer, config)
+        proposer.check(config)
         target = target.for_context(table.max_context_len)
-        if proposer is not None:
-            proposer = proposer.for_context(table.max_context_len)
-            check_draft_tokens(proposer, target.model.vocab_size, table.req_to_token.device)
+        proposer = proposer.with_slots(lambda one: one.for_context(table.max_context_len))
+        check_draft_tokens(proposer, target.model.vocab_size, table.req_to_token.device)
         self.target, self.proposer, self.config = target, proposer, config
-        self.draft = proposer.slot if proposer is not None else None
+        self.draft = proposer.slot
         self.table, self.states, self.cudagraph = table, states, cudagraph
         self.features = feature_width(proposer, features)
         self.indices, self.accept = indices, accept

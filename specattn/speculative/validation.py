@@ -49,10 +49,10 @@ def check_prompts(prompts: Sequence[Prompt], sampling: SamplingBatch, table: Ten
     )
 
 
-def feature_width(proposer: Proposer | None, features: int | None) -> int:
+def feature_width(proposer: Proposer, features: int | None) -> int:
     """Return the width of the features; refuse another than the draft's."""
-    own = proposer.feature_size if proposer is not None else 0
-    if proposer is not None and features not in (None, own):
+    own = proposer.feature_size
+    if features not in (None, own):
         raise ValueError(f"features must be the draft's feature_size, {own}, got {features}")
     return own
 
@@ -86,7 +86,7 @@ def check_tables(
     table: RequestTable,
     states: RequestStates,
     pools: Sequence[KVPool],
-    proposer: Proposer | None,
+    proposer: Proposer,
 ) -> None:
     """Refuse tables, states and pools that lack rows or slots."""
     if config.page_size != table.page_size:
@@ -100,23 +100,12 @@ def check_tables(
         )
     rows = len(table.req_to_token)
     expect("states.seq_lens", states.seq_lens, (rows,), torch.int32, table.req_to_token.device)
-    if proposer is not None and config.num_steps:
+    if config.num_steps:
         check_states(proposer.state_fields(config), states.drafting)
     slots = table.num_pages * table.page_size
     for pool in pools:
         if pool.num_slots < slots:
             raise ValueError(f"pools must have the table's {slots} slots, got {pool.num_slots}")
-
-
-def check_proposer(proposer: Proposer, config: SpecConfig) -> None:
-    """Refuse a config that a proposer does not serve."""
-    proposer.check(config)
-    slots = proposer.draft_len(config)
-    if slots > config.reserve_len:
-        raise ValueError(
-            f"the draft writes {slots} slots past the committed context, and the config reserves "
-            f"{config.reserve_len}: use config.reserving({slots})"
-        )
 
 
 def check_states(fields: Mapping[str, StateField], drafting: Mapping[str, Tensor]) -> None:

@@ -41,7 +41,7 @@ def proposer_conformance(
 
     Parameters
     ----------
-    draft : DraftModel, Proposer or ProposerFactory
+    draft : DraftModel, BlockDraftModel or ProposerFactory
         What `Engine` takes; a `Proposer` only if it has no pool, since every check has its own.
     target : TargetModel
         A target in float32 that gives the features which the draft reads.
@@ -190,7 +190,6 @@ def _writes(world: World) -> None:
     engine, tokens, row, other = world.engine, world.text(9), world.row(), world.row()
     world.prompts([other, row], [world.text(6), tokens])
     step = world.bound([row], [len(tokens)])
-    assert engine.proposer is not None
     columns = engine.proposer.draft_len(engine.config)
     allowed = {*step.buffers.window[0, :columns].tolist(), *range(engine.config.page_size)}
     before = _everything(world, other)

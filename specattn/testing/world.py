@@ -38,7 +38,6 @@ class World:
     @property
     def lead(self) -> int:
         """As in `specattn.speculative.proposer.Proposer`."""
-        assert self.engine.proposer is not None
         return self.engine.proposer.lead
 
     def text(self, count: int) -> list[int]:

@@ -21,7 +21,7 @@ from specattn import (
 )
 from specattn.speculative.lookup import LookupFirst, LookupProposer
 from specattn.speculative.prefill import Prefill, Prompt
-from specattn.speculative.proposer import draft_len_of, make_proposer
+from specattn.speculative.proposer import draft_of
 from specattn.speculative.standalone import LMDraft
 from specattn.speculative.verify import accept
 from tests.tiny import VOCAB, DenseAttend, TinyBlockDraft, TinyDraft, TinyTarget
@@ -56,17 +56,16 @@ class Loop:
         self.target = TinyTarget(device=DEVICE, window=12, sharp=0.5)
         made = draft(device=DEVICE) if draft is not None else None
         self.models = [self.target]
-        self.config = config = config.reserving(draft_len_of(made, config))
+        self.config = config = config.reserving(draft_of(made).draft_len(config))
         slots = SlotTable(max_num_reqs=3, max_context_len=96, num_slots=400, device=DEVICE)
 
         def slot(model):
             return ModelSlot.of(model, KVPool(model.layers, 400, DEVICE), "torch_native")
 
-        proposer = make_proposer(made, slot) if made is not None else None
-        if proposer is not None and proposer.slot is not None:
+        proposer = draft_of(made).make(slot)
+        if proposer.slot is not None:
             self.models.append(getattr(proposer.slot.model, "model", proposer.slot.model))
-        fields = proposer.state_fields(config) if proposer is not None else {}
-        dims = StateDims(fields, position_offsets=offsets is not None)
+        dims = StateDims(proposer.state_fields(config), position_offsets=offsets is not None)
         states = self.states = RequestStates.alloc(4, dims, DEVICE)
         self.rows = [slots.allocate() for _ in PROMPTS]
         slots.reserve(self.rows, [96] * 3)

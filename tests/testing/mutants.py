@@ -682,11 +682,7 @@ class Changed:
     """A proposer whose bound ones, of every batch size, a subclass may `change`."""
 
     def bind(self, step):
-        return self.changed(super().bind(step))
-
-    def changed(self, bound):
-        honest = bound.first
-        bound.first = lambda step: self.changed(honest(step))
+        bound = super().bind(step)
         self.change(bound)
         return bound
 
@@ -851,14 +847,11 @@ class ReadsPastTheText(MutantLookup):
 class BoundArithmetic(BoundProposer):
     """A chain whose tokens follow from root and position, honest until a subclass errs."""
 
-    def __init__(self, step, memory) -> None:
-        self.step, self.memory = step, memory
-        shape = len(step), 2, step.config.num_draft_tokens
-        self.tokens, self.parents = memory[: math.prod(shape)].view(shape).unbind(1)
+    def __init__(self, proposer, step) -> None:
+        super().__init__(proposer, step)
+        nodes = torch.zeros(2, step.config.num_draft_tokens, dtype=torch.int64)
+        self.tokens, self.parents = step.buffer("nodes", nodes).unbind(1)
         self.place = step.buffers.positions[:, 0]
-
-    def first(self, step):
-        return type(self)(step, self.memory)
 
     def followers(self):
         depth = torch.arange(self.step.config.num_steps, device=self.place.device)
@@ -883,8 +876,7 @@ class ArithmeticProposer(Proposer):
         self.bound = bound
 
     def bind(self, step):
-        shape = 2 * len(step) * step.config.num_draft_tokens
-        return self.bound(step, torch.zeros(shape, dtype=torch.int64, device=step.device))
+        return self.bound(self, step)
 
 
 class GivesAllTheFirstOnesTokens(BoundArithmetic):
@@ -895,18 +887,20 @@ class GivesAllTheFirstOnesTokens(BoundArithmetic):
 class CopiesAView(BoundArithmetic):
     """`flatten` gives a view of one request's positions, and a copy of several requests'."""
 
-    def __init__(self, step, memory) -> None:
-        super().__init__(step, memory)
+    def __init__(self, proposer, step) -> None:
+        super().__init__(proposer, step)
         self.place = step.buffers.positions[:, :2].flatten()[::2]
 
 
 class SharesFlatMemory(BoundArithmetic):
     """Parents of few requests lie where tokens of many do, and are written once."""
 
-    def __init__(self, step, memory) -> None:
-        super().__init__(step, memory)
+    def __init__(self, proposer, step) -> None:
+        super().__init__(proposer, step)
         shape = 2, len(step), step.config.num_draft_tokens
-        self.tokens, self.parents = memory[: math.prod(shape)].view(shape)
+        size = math.prod(shape)
+        memory = step.shared("memory", lambda: torch.zeros(size, dtype=torch.int64))
+        self.tokens, self.parents = memory[:size].view(shape)
         super().link()
 
     def link(self):

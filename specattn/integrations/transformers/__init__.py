@@ -80,7 +80,7 @@ def generate(
         As in transformers. Of the processors, temperature, top-k, top-p, min-p,
         the repetition penalty, bad words, ``min_length``, ``min_new_tokens``, n-grams that do not
         repeat, suppressed tokens, biases of sequences and allowed prefixes are served.
-    draft : str, Path, loaded head, Proposer or ProposerFactory, optional
+    draft : str, Path, loaded head or ProposerFactory, optional
         An EAGLE head: its folder or Hub id, ``"shipped"`` for that of the shipped pair, or one that
         `load_draft` has loaded; a whole model (`LMDraft`), or what else proposes tokens. Without
         one, ``assistant_model`` or ``prompt_lookup_num_tokens``, decoding is plain.

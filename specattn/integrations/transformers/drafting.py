@@ -29,7 +29,7 @@ from specattn.models.hub import PAIR
 from specattn.models.lm import lm_draft
 from specattn.models.probe import probe_layers
 from specattn.speculative.lookup import LookupFirst, LookupProposer
-from specattn.speculative.proposer import Proposer, ProposerFactory
+from specattn.speculative.proposer import ProposerFactory
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +50,7 @@ class Drafting:
     ----------
     spec : SpecConfig
         The tree alone; other numbers are the defaults.
-    draft : str, PathLike, head, Proposer, ProposerFactory or None
+    draft : str, PathLike, head, ProposerFactory or None
         As `generate` takes it.
     assistant : PreTrainedModel or None
         A whole model that drafts.
@@ -163,7 +163,7 @@ def features_for(target: HFTarget, draft: Any) -> HFTarget:
 
 def _loaded(draft: Any, target: HFTarget) -> Any:
     """Return the draft head, or None."""
-    if draft is None or isinstance(draft, _HEADS | Proposer | ProposerFactory):
+    if draft is None or isinstance(draft, _HEADS | ProposerFactory):
         return draft
     if not isinstance(draft, str | PathLike):
         raise ModelError("draft", f"draft must be a folder, a name or a loaded head, got {draft!r}")
