@@ -93,14 +93,16 @@ class StepViews:
         return self.table.req_to_token.device
 
     def shared(self, name: str, make: Callable[[], T]) -> T:
-        """Return what steps of all batch sizes share, made by the largest, which comes first."""
+        """Return what all batch sizes share; the largest comes first, and makes it."""
         if name not in self.arena:
             self.arena[name] = make()
         found: T = self.arena[name]
         return found
 
     def buffer(self, name: str, row: Tensor) -> Tensor:
-        """Return a static buffer of the proposer's own, over the memory of the largest step's.
+        """Return a static buffer of the proposer's own.
+
+        Those of all batch sizes lie in the memory of the largest.
 
         Parameters
         ----------
