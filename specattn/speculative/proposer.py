@@ -93,7 +93,7 @@ class StepViews:
         return self.table.req_to_token.device
 
     def shared(self, name: str, make: Callable[[], T]) -> T:
-        """Return what all batch sizes share; the largest comes first, and makes it."""
+        """Return what all batch sizes share, made by the first."""
         if name not in self.arena:
             self.arena[name] = make()
         found: T = self.arena[name]
@@ -244,7 +244,7 @@ class Proposer(ABC):
 
     @abstractmethod
     def bind(self, step: StepViews) -> BoundProposer:
-        """Return what steps of so many requests do, over buffers of all sizes (`StepViews`)."""
+        """Return what steps of so many requests do."""
 
     def prompt(self, chunk: PromptChunk) -> Mapping[str, Tensor]:
         """Read a chunk; return the states of prompts that end there.
@@ -467,7 +467,7 @@ def draft_of(draft: Draft | None) -> ProposerFactory:
 
 
 def as_proposer(draft: ModelSlot[Any] | Proposer | None) -> Proposer:
-    """Return the proposer of a draft model over its pool, or what is one."""
+    """Return the proposer of a draft model, or what is one."""
     if isinstance(draft, ModelSlot):
         return draft_of(draft.model).make(lambda _: draft)
     return NoProposer() if draft is None else draft
