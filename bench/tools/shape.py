@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 WIDTH = 100
 SKIPPED = (tokenize.COMMENT, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING)
 #: The folders whose classes are counted, as checkouts call them.
-ROOMS = ("speculative", "engine", "backends", "spec")
+ROOMS = ("speculative", "engine", "attention", "backends", "spec")
 #: Records of tensors or numbers, and what only holds them: no part of a step's machinery.
 RECORDS = re.compile(r"\.(states|step_buffers|host_buffers|landing|request|sampling)\.")
-STEP = re.compile(r"\.(speculative|spec)\.|\.backends\.(layers|multi_step|tbo)\.")
+STEP = re.compile(r"\.(speculative|spec|attention)\.|\.backends\.(layers|multi_step|tbo)\.")
 #: What a CPU runs in place of kernels, and the operations that choose between them.
 KERNELS = re.compile(r"^kernels/|torch_native")
 TRACE = """
@@ -143,7 +143,7 @@ def measure(tree: Path) -> dict[str, Any]:
         "library: lines, refilled": sum(refilled(path.read_text()) for path in library),
         "library: files": len(library),
         "library: classes": classes(library),
-        "classes of speculative, engine and backends": classes(rooms),
+        "classes of speculative, engine, attention, backends": classes(rooms),
         "backends: lines": lines(backends),
         "backends: lines, refilled": sum(refilled(path.read_text()) for path in backends),
         "bench: lines": lines(bench),

@@ -45,8 +45,8 @@ from specattn.speculative.step_decoder import plans_on_host
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from specattn.attention.multi_step import Indices
     from specattn.backends.base import BackendFactory
-    from specattn.backends.multi_step import Indices
     from specattn.config import KVScales, SpecConfig
     from specattn.cuda_graph import GraphReport
     from specattn.engine.metrics import EngineMetrics

@@ -14,7 +14,7 @@ from specattn.kernels.tree import Beams, append_candidates, select_beams
 from specattn.plan import mask_words
 
 if TYPE_CHECKING:
-    from specattn.backends.multi_step import BoundMultiStep
+    from specattn.attention.multi_step import BoundMultiStep
     from specattn.config import SpecConfig
     from specattn.speculative.model import DraftModel
     from specattn.speculative.step_buffers import StepBuffers

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specattn.backends.multi_step import MultiStepDraftBackend
+from specattn.attention.multi_step import MultiStepDraftBackend
 from specattn.batch import DraftState, ForwardMode, Phase, RowLayout
 from specattn.buffers import fingerprint
 from specattn.plan import AttnInputs, AttnPlan, causal_words

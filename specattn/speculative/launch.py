@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from specattn.backends.multi_step import Indices
+    from specattn.attention.multi_step import Indices
     from specattn.buffers import BufferSet, Fingerprint
     from specattn.cache.slot_table import RequestTable
     from specattn.config import SpecConfig

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar, runtime_checkable
 
-from specattn.backends.layers import LayeredBackend
+from specattn.attention.layers import LayeredBackend
 
 if TYPE_CHECKING:
     import torch

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Self
 
-    from specattn.backends.layers import BoundLayers, LayeredBackend
-    from specattn.backends.multi_step import Indices
+    from specattn.attention.layers import BoundLayers, LayeredBackend
+    from specattn.attention.multi_step import Indices
     from specattn.batch import AcceptResult, Candidates, Linked, Marginals
     from specattn.buffers import Fingerprint
     from specattn.cache.slot_table import RequestTable

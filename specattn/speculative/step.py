@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from specattn.attention.layers import BoundLayers
+    from specattn.attention.multi_step import Indices
     from specattn.backends.base import Fillable
-    from specattn.backends.layers import BoundLayers
-    from specattn.backends.multi_step import Indices
     from specattn.cache.slot_table import RequestTable
     from specattn.config import SpecConfig
     from specattn.speculative.host_buffers import HostBuffers

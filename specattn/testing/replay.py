@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specattn.backends.layers import LayeredBackend
+from specattn.attention.layers import LayeredBackend
 from specattn.backends.tbo import some_requests
 from specattn.cache.kv_pool import KVPool
 from specattn.errors import UnsupportedError

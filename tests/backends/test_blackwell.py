@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from specattn.attention.layers import LayeredBackend
+from specattn.attention.multi_step import MultiStepDraftBackend
 from specattn.backends import choose_backend, load_backend
 from specattn.backends.base import installed
-from specattn.backends.layers import LayeredBackend
-from specattn.backends.multi_step import MultiStepDraftBackend
 from specattn.batch import Phase, RowLayout
 from specattn.cache.kv_pool import KVPool
 from specattn.cache.slot_table import SlotTable

@@ -9,9 +9,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from specattn.attention.layers import LayeredBackend
+from specattn.attention.multi_step import MultiStepDraftBackend
 from specattn.backends.flash_attn import Fa3Backend
-from specattn.backends.layers import LayeredBackend
-from specattn.backends.multi_step import MultiStepDraftBackend
 from specattn.batch import Phase, RowLayout
 from specattn.cache.kv_pool import KVPool
 from specattn.cache.slot_table import SlotTable
@@ -20,7 +20,7 @@ from specattn.errors import UnsupportedError
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, causal_words
 from specattn.testing.session import plan_of
 from tests import oracle
-from tests.backends.test_multi_step import feed
+from tests.attention.test_multi_step import feed
 from tests.filling import put
 from tests.recordings import recorded, refill
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from specattn.attention.layers import LayeredBackend
+from specattn.attention.multi_step import MultiStepDraftBackend
 from specattn.backends.base import (
     BoundAttention,
     CompositeAttention,
@@ -15,8 +17,6 @@ from specattn.backends.base import (
     fill_all,
 )
 from specattn.backends.hybrid import hybrid
-from specattn.backends.layers import LayeredBackend
-from specattn.backends.multi_step import MultiStepDraftBackend
 from specattn.backends.tbo import tbo
 from specattn.backends.triton import TritonBackend, TritonTree
 from specattn.backends.triton_mla import TritonMlaBackend

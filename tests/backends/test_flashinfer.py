@@ -9,9 +9,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from specattn.attention.layers import LayeredBackend
+from specattn.attention.multi_step import MultiStepDraftBackend
 from specattn.backends.flashinfer import FlashInferBackend, FlashInferPrefill, FlashInferTree
-from specattn.backends.layers import LayeredBackend
-from specattn.backends.multi_step import MultiStepDraftBackend
 from specattn.batch import Phase, RowLayout
 from specattn.cache.kv_pool import KVPool
 from specattn.cache.slot_table import SlotTable

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from specattn.attention.layers import LayeredBackend
 from specattn.backends import available
 from specattn.backends.base import Capabilities
 from specattn.backends.hybrid import hybrid
-from specattn.backends.layers import LayeredBackend
 from specattn.backends.tbo import tbo
 from specattn.backends.torch_native import TorchNativeBackend
 from specattn.backends.triton import TritonBackend

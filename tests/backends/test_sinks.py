@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from specattn.attention.layers import LayeredBackend
 from specattn.backends import available, backend_names, choose_backend, load_backend
 from specattn.backends.hybrid import hybrid
-from specattn.backends.layers import LayeredBackend
 from specattn.backends.tbo import tbo
 from specattn.cache.kv_pool import KVPool
 from specattn.config import AttnConfig

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from specattn.attention.layers import LayeredBackend
+from specattn.attention.multi_step import MultiStepDraftBackend
 from specattn.backends import available, load_backend
 from specattn.backends.base import IdleAttention
-from specattn.backends.layers import LayeredBackend
-from specattn.backends.multi_step import MultiStepDraftBackend
 from specattn.backends.tbo import BoundTbo, TboBackend, split, tbo
 from specattn.batch import ForwardMode, Phase, RowLayout
 from specattn.cache.kv_pool import KVPool

@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
+from specattn.attention.layers import LayeredBackend
+from specattn.attention.multi_step import MultiStepDraftBackend
 from specattn.backends import available, load_backend
-from specattn.backends.layers import LayeredBackend
-from specattn.backends.multi_step import MultiStepDraftBackend
 from specattn.cache.kv_pool import KVPool
 from specattn.cache.slot_table import SlotTable
 from specattn.config import AttnConfig, SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.errors import UnsupportedError
 from specattn.plan import ExtendPlan
-from tests.backends.test_multi_step import feed
+from tests.attention.test_multi_step import feed
 from tests.tiny import DenseAttend, TinyTarget, dense_greedy
 from tests.tiny_mla import TinyMlaDraft, TinyMlaTarget, expand
 

@@ -13,7 +13,7 @@ from bench import acceptance
 from bench.acceptance import SETTINGS, Setting, chosen, measure, merged, own_branch
 from bench.shipped import pair
 from bench.suite import acceptance as report
-from specattn.backends.multi_step import BoundMultiStep
+from specattn.attention.multi_step import BoundMultiStep
 from specattn.batch import Candidates
 from specattn.kernels.tree import Beams
 

@@ -19,7 +19,7 @@ from specattn import (
     StateDims,
     StepDecoder,
 )
-from specattn.backends.layers import LayeredBackend
+from specattn.attention.layers import LayeredBackend
 from specattn.batch import ForwardMode
 from specattn.config import AttnConfig
 from specattn.errors import CaptureMismatch

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
+from specattn.attention.layers import LayeredBackend
 from specattn.backends import choose_backend
 from specattn.backends.hybrid import hybrid
-from specattn.backends.layers import LayeredBackend
 from specattn.backends.tbo import tbo
 from specattn.batch import AcceptResult
 from specattn.cache.kv_pool import KVPool

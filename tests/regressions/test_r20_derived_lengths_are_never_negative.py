@@ -12,8 +12,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specattn.backends.layers import LayeredBackend
-from specattn.backends.multi_step import MultiStepDraftBackend
+from specattn.attention.layers import LayeredBackend
+from specattn.attention.multi_step import MultiStepDraftBackend
 from specattn.batch import ForwardMode
 from specattn.cache.kv_pool import KVPool
 from specattn.config import AttnConfig, SpecConfig

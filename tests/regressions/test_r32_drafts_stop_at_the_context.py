@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import pytest
 
-from specattn.backends.layers import BoundLayers
+from specattn.attention.layers import BoundLayers
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy

@@ -15,8 +15,8 @@ import random
 import pytest
 import torch
 
-from specattn.backends.layers import LayeredBackend
-from specattn.backends.multi_step import MultiStepDraftBackend
+from specattn.attention.layers import LayeredBackend
+from specattn.attention.multi_step import MultiStepDraftBackend
 from specattn.cache.kv_pool import KVPool
 from specattn.config import AttnConfig, SpecConfig
 from tests.filling import put

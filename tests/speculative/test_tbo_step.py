@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specattn.backends.layers import LayeredBackend
+from specattn.attention.layers import LayeredBackend
 from specattn.batch import ForwardMode
 from specattn.cache.kv_pool import KVPool
 from specattn.config import SpecConfig

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from specattn import KVPool
-from specattn.backends.layers import LayeredBackend
-from specattn.backends.multi_step import MultiStepDraftBackend
+from specattn.attention.layers import LayeredBackend
+from specattn.attention.multi_step import MultiStepDraftBackend
 from specattn.batch import AcceptResult, ForwardMode
 from specattn.plan import AttnInputs, AttnPlan, CsrPlan, ExtendPlan
 from tests.validation.steps import HEADS, Failing, i32, ints

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from specattn.attention.layers import LayeredBackend
 from specattn.backends.hybrid import hybrid
-from specattn.backends.layers import LayeredBackend
 from specattn.backends.tbo import tbo
 from specattn.cache.kv_pool import KVPool
 from specattn.config import FLOAT8, AttnConfig, KVScales

@@ -13,7 +13,7 @@ from specattn.plan import CsrPlan, MultiStepDims, MultiStepInputs, MultiStepPlan
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specattn.backends.layers import BoundLayers, LayeredBackend
+    from specattn.attention.layers import BoundLayers, LayeredBackend
     from specattn.config import SpecConfig
 
 Indices = Literal["table", "csr"]
