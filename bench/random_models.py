@@ -31,6 +31,10 @@ class _Weights:
         weight = torch.empty(rows, columns, dtype=self.dtype, device=self.device)
         return weight.normal_(std=columns**-0.5, generator=self.generator)
 
+    def bias(self, size: int) -> Tensor:
+        bias = torch.empty(size, dtype=self.dtype, device=self.device)
+        return bias.normal_(generator=self.generator)
+
     def ones(self, size: int) -> Tensor:
         return torch.ones(size, dtype=self.dtype, device=self.device)
 
@@ -53,6 +57,7 @@ class _Weights:
             self.ones(size),
             self.ones(size),
             self.linear(heads * dim, input_size),
+            self.bias(heads * dim) if config.model_type == "qwen2" else None,
             self.linear(size, geometry.num_qo_heads * dim),
             self.linear(2 * config.intermediate_size, size),
             self.linear(size, config.intermediate_size),

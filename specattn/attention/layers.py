@@ -155,7 +155,7 @@ class PackedAttend(ABC):
         positions : Tensor
             ``[T]`` int64.
         rotation : Rotation
-            The position embedding, and the norms before it.
+            The position embedding, and the bias and norms before it.
 
         Returns
         -------

@@ -224,7 +224,7 @@ class KVPool(ReadOnly):
         positions : Tensor
             ``[T]`` int64.
         rotation : Rotation
-            The position embedding, and the norms before it.
+            The position embedding, and the bias and norms before it.
         num_qo_heads : int
             Hq.
         prefetch : bool

@@ -62,7 +62,7 @@ class ContextStore:
         positions : Tensor
             ``[T]`` int64.
         rotation : Rotation
-            The position embedding, and the norms before it.
+            The position embedding, and the bias and norms before it.
         """
         self.pool.store_packed(layer, self.slots, parts, positions, rotation, 0)
 

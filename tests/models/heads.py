@@ -71,7 +71,7 @@ def eagle_tensors(biases: tuple[str, ...] = ()) -> Tensors:
     } | layer_tensors("layers.0.", HT, wide=False, biases=biases)
 
 
-def eagle3_tensors(hidden: int = HT, features: int = 3) -> Tensors:
+def eagle3_tensors(hidden: int = HT, features: int = 3, biases: tuple[str, ...] = ()) -> Tensors:
     torch.manual_seed(2)
     chosen = torch.randperm(V)[:VD].sort().values
     return {
@@ -82,7 +82,7 @@ def eagle3_tensors(hidden: int = HT, features: int = 3) -> Tensors:
         "t2d": torch.zeros(V, dtype=torch.bool).index_fill(0, chosen, True),
         "midlayer.input_layernorm.weight": norm(hidden),
         "midlayer.hidden_norm.weight": norm(hidden),
-    } | layer_tensors("midlayer.", hidden, wide=True)
+    } | layer_tensors("midlayer.", hidden, wide=True, biases=biases)
 
 
 def speculators_norms(settings: list[str], features: int = 3) -> Tensors:

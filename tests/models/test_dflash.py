@@ -224,6 +224,18 @@ def test_a_head_with_ends_and_a_vocabulary_of_its_own(target, tmp_path) -> None:
     close(got, want @ tensors["lm_head.weight"].double().T)
 
 
+def test_a_fused_head_adds_biases_as_the_plain_one(target, tmp_path) -> None:
+    biases = {
+        f"layers.0.self_attn.{one}_proj.bias": rand(size * 24)
+        for one, size in (("q", 4), ("k", 2), ("v", 2))
+    }
+    head = load_dflash(write(tmp_path, dflash_tensors() | biases), target)
+    features = torch.randn(T, 3 * HT)
+    want = run(head, features, [3, T], backend="torch_native")
+    got = run(FusedDFlash.from_head(head, 128), features, [3, T], backend="torch_native")
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_wanted_rows_alone_reach_the_head(target, tmp_path, fused) -> None:
     head = load_dflash(write(tmp_path, dflash_tensors()), target)
@@ -255,7 +267,7 @@ def test_a_fused_head_of_random_weights_has_the_targets_ends(tmp_path) -> None:
 
 
 def test_what_the_fused_path_does_not_compute_is_refused(target, tmp_path) -> None:
-    tensors = dflash_tensors() | {"layers.0.self_attn.q_proj.bias": rand(4 * 24)}
+    tensors = dflash_tensors() | {"layers.0.self_attn.o_proj.bias": rand(HT)}
     head = load_dflash(write(tmp_path, tensors), target)
     with pytest.raises(ModelError, match=r"unsupported by the fused path: .*bias"):
         FusedDFlash.from_head(head, 128)

@@ -29,7 +29,7 @@ _SPAN = 512
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """Position embedding of query and key heads, after optional norms.
+    """Position embedding of query and key heads, after an optional bias and optional norms.
 
     Parameters
     ----------
@@ -40,11 +40,14 @@ class Rotation:
         ``[D]`` each: weights of the RMSNorm of every query head and of every key head.
     eps : float
         Added to the mean of squares by these norms.
+    bias : Tensor, optional
+        ``[(Hq + 2 Hkv) D]``, contiguous: added to queries, keys and values before all else.
     """
 
     table: Tensor
     norms: tuple[Tensor, Tensor] | None = None
     eps: float = 0.0
+    bias: Tensor | None = None
 
 
 def add_rms_norm(
@@ -268,7 +271,7 @@ def qk_norm_rope_store_kv(
     positions : Tensor
         ``[T]`` int64; past the table's end its last row counts.
     rotation : Rotation
-        Of D dimensions, after norms of every query head and of every key head (Qwen3), if any.
+        Of D dimensions, after a bias (Qwen2) and norms of every query and key head (Qwen3), if any.
     q : Tensor
         ``[T, Hq, D]``, contiguous; written.
     k_cache, v_cache : Tensor
@@ -295,6 +298,7 @@ def qk_norm_rope_store_kv(
             rotation.table,
             q_weight,
             k_weight,
+            rotation.bias,
             q,
             k_cache,
             v_cache,
@@ -319,7 +323,10 @@ def qk_norm_rope_store_kv(
             **launch_options(q.device),
         )
         return
-    heads = partials.float().sum(0).unflatten(-1, (-1, dim))
+    total = partials.float().sum(0)
+    if rotation.bias is not None:
+        total += rotation.bias.float()
+    heads = total.unflatten(-1, (-1, dim))
     new_q, new_k, new_v = heads.split([q_heads, kv_heads, kv_heads], dim=1)
     if rotation.norms is not None:
         of_q, of_k = rotation.norms

@@ -209,6 +209,7 @@ def qk_norm_rope_store_kernel(
     table,  # [L, DIM] float32: cosines of DIM / 2 angles, then their sines
     q_weight,  # [DIM], or None
     k_weight,  # [DIM], or None
+    bias,  # [(Q_HEADS + 2 * KV_HEADS) * DIM], or None
     q,  # [T, Q_HEADS, DIM], out
     k_cache,  # [slots, KV_HEADS, DIM], out
     v_cache,  # [slots, KV_HEADS, DIM], out
@@ -234,7 +235,7 @@ def qk_norm_rope_store_kernel(
     PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Norm, rotate and store some heads of one token."""
+    """Add the bias to some heads of one token, norm, rotate and store them."""
     token = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * HEADS
     HALF: tl.constexpr = DIM // 2
@@ -250,6 +251,10 @@ def qk_norm_rope_store_kernel(
         weight = (q_weight if first < Q_HEADS else k_weight) + dim
         low_weight = tl.load(weight, mask=dim < HALF, other=0.0)[None, :]
         high_weight = tl.load(weight + HALF, mask=dim < HALF, other=0.0)[None, :]
+    if bias is not None:
+        of_head = bias + head[:, None] * DIM + dim[None, :]
+        low_bias = tl.load(of_head, mask=ok, other=0.0).to(tl.float32)
+        high_bias = tl.load(of_head + HALF, mask=ok, other=0.0).to(tl.float32)
     enter(PDL)
     if not PREFETCH:
         slot, cosine, sine = _place(
@@ -258,6 +263,9 @@ def qk_norm_rope_store_kernel(
     at = token * stride_row + head[:, None] * DIM + dim[None, :]
     low = sum_partials(partials, at, ok, stride_partial, SPLIT)
     high = sum_partials(partials, at + HALF, ok, stride_partial, SPLIT)
+    if bias is not None:
+        low += low_bias
+        high += high_bias
     if first < Q_HEADS + KV_HEADS:
         if q_weight is not None:
             mean = (tl.sum(low * low, 1) + tl.sum(high * high, 1)) / DIM

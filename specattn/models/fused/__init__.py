@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import logging
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,9 +17,13 @@ from specattn.models.hf import HFTarget
 from specattn.speculative.standalone import LMDraft
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from specattn.models.eagle import EagleHead
 
     Draft = EagleHead | Eagle3Head | DFlashHead | LMDraft
+
+log = logging.getLogger(__name__)
 
 __all__ = ["FusedDFlash", "FusedEagle3", "FusedTarget", "fuse"]
 
@@ -28,9 +33,9 @@ def fuse(
 ) -> tuple[HFTarget | FusedTarget, Draft | FusedEagle3 | FusedDFlash | None]:
     """Fuse the target and the draft that the fused path computes.
 
-    A model that it does not compute is returned as it is; `FusedTarget.from_target`,
-    `FusedEagle3.from_head` and `FusedDFlash.from_head` say why. A fused model shares the
-    weights of the one it was made of.
+    A model that it does not compute is returned as it is, and the log says why at level INFO;
+    `FusedTarget.from_target`, `FusedEagle3.from_head` and `FusedDFlash.from_head` raise the same
+    reasons. A fused model shares the weights of the one it was made of.
 
     Parameters
     ----------
@@ -41,15 +46,26 @@ def fuse(
     """
     fused: HFTarget | FusedTarget = target
     head: Draft | FusedEagle3 | FusedDFlash | None = draft
-    with suppress(ModelError):
+    with _logging_why():
         fused = FusedTarget.from_target(target)
     if isinstance(draft, Eagle3Head):
-        with suppress(ModelError):
+        with _logging_why():
             head = FusedEagle3.from_head(draft, target.max_context_len)
     elif isinstance(draft, DFlashHead):
-        with suppress(ModelError):
+        with _logging_why():
             head = FusedDFlash.from_head(draft, target.max_context_len)
     elif isinstance(draft, LMDraft) and isinstance(draft.model, HFTarget):
-        with suppress(ModelError):
+        with _logging_why():
             head = replace(draft, model=FusedTarget.from_target(draft.model))
+    elif draft is not None:
+        log.info("the draft is not fused: a %s has no fused form", type(draft).__name__)
     return fused, head
+
+
+@contextmanager
+def _logging_why() -> Iterator[None]:
+    """Log why a model is not fused."""
+    try:
+        yield
+    except ModelError as error:
+        log.info("the %s is not fused: %s", error.argument, error)

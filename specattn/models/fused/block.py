@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
@@ -22,7 +22,7 @@ from specattn.kernels.fused.stream import stream_gated, stream_linear, streams
 from specattn.models.shards import is_sharded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from specattn.config import AttnConfig
     from specattn.speculative.model import Attend
@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # Kernels are compiled for the divisibility of a table's last position.
 _TABLE_STEP = 64
-# The fused path uses nothing but the weights of these modules.
+# The kernel that rotates heads adds these modules' biases.
+_BIASED = ("q_proj", "k_proj", "v_proj")
+# The fused path uses nothing but the weights of these modules, and of those above their biases.
 _PLAIN = {"_proj": nn.Linear, "lm_head": nn.Linear, "embed_tokens": nn.Embedding}
 
 
@@ -71,6 +73,7 @@ class Block:
     input_norm: Tensor  # [H], before attention
     post_norm: Tensor  # [H], before the feed-forward part
     qkv: Tensor  # [(Hq + 2 Hkv) D, H]: queries, keys and values
+    qkv_bias: Tensor | None  # [(Hq + 2 Hkv) D]
     o: Tensor  # [H, Hq D], the output projection
     gate_up: Tensor  # [2 I, H]: gates, then the values they gate
     down: Tensor  # [H, I]
@@ -82,6 +85,7 @@ class Block:
         """Pack a transformers layer's weights, which become views of that."""
         parts: Any = layer
         attention, mlp = parts.self_attn, parts.mlp
+        heads = attention.q_proj, attention.k_proj, attention.v_proj
         norms = None
         if hasattr(attention, "q_norm"):
             norms = attention.q_norm.weight, attention.k_norm.weight
@@ -92,16 +96,25 @@ class Block:
             eps,
             parts.input_layernorm.weight,
             parts.post_attention_layernorm.weight,
-            _pack(attention.q_proj, attention.k_proj, attention.v_proj),
+            _pack(heads),
+            _pack_biases(heads),
             attention.o_proj.weight,
-            _pack(mlp.gate_proj, mlp.up_proj),
+            _pack((mlp.gate_proj, mlp.up_proj)),
             mlp.down_proj.weight,
         )
 
     @cached_property
     def rotation(self) -> Rotation:
-        """The heads' norms and position embedding, as the kernels take them."""
-        return Rotation(self.rotary.rows, self.head_norms, self.eps)
+        """The heads' bias, norms and position embedding, as the kernels take them."""
+        return Rotation(self.rotary.rows, self.head_norms, self.eps, self.qkv_bias)
+
+    def keys_values(self, x: Tensor) -> tuple[Tensor, Rotation]:
+        """Project to keys and values alone: ``[S, T, 2 Hkv D]``, and what rotates them."""
+        first = self.geometry.num_qo_heads * self.geometry.head_dim
+        rotation = self.rotation
+        if rotation.bias is not None:
+            rotation = replace(rotation, bias=rotation.bias[first:])
+        return project(x, self.qkv[first:]), rotation
 
     def attend(
         self,
@@ -161,13 +174,23 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     return total
 
 
-def _pack(*projections: nn.Linear) -> Tensor:
-    """Stack the weights of modules, which keep views, in one tensor."""
-    packed = torch.cat([part.weight.detach() for part in projections])
+def _pack(projections: Sequence[nn.Linear], what: str = "weight") -> Tensor:
+    """Stack the weights or biases of modules, which keep views, in one tensor."""
+    packed = torch.cat([getattr(part, what).detach() for part in projections])
     pieces = packed.split([part.out_features for part in projections])
     for part, piece in zip(projections, pieces, strict=True):
-        part.weight = nn.Parameter(piece, requires_grad=False)
+        setattr(part, what, nn.Parameter(piece, requires_grad=False))
     return packed
+
+
+def _pack_biases(projections: Sequence[Any]) -> Tensor | None:
+    """Stack the biases of modules as `_pack` does; None if none has one."""
+    if all(part.bias is None for part in projections):
+        return None
+    for part in projections:
+        if part.bias is None:
+            part.bias = nn.Parameter(part.weight.new_zeros(part.out_features))
+    return _pack(projections, "bias")
 
 
 def refuse_unless_fused(
@@ -208,7 +231,7 @@ def _oddity(name: str, part: nn.Module) -> str:
     """Say what a module computes besides its product, or nothing."""
     if is_sharded(part, recurse=False):
         return f"{name} is sharded over ranks"
-    if getattr(part, "bias", None) is not None:
+    if getattr(part, "bias", None) is not None and not name.endswith(_BIASED):
         return f"{name} has a bias"
     for suffix, plain in _PLAIN.items():
         # A quantised or adapted layer has scales or further weights.

@@ -133,9 +133,8 @@ class FusedDFlash:
     def write_context(self, states: Tensor, positions: Tensor, store: ContextStore) -> None:
         """Store every layer's keys and values; see `BlockDraftModel.write_context`."""
         for layer, block in enumerate(self.blocks):
-            shape = block.geometry
-            kv = block.qkv[shape.num_qo_heads * shape.head_dim :]
-            store.packed(layer, project(states, kv), positions, block.rotation)
+            parts, rotation = block.keys_values(states)
+            store.packed(layer, parts, positions, rotation)
 
     @torch.no_grad()
     def forward_block(

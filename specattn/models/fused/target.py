@@ -1,4 +1,4 @@
-"""Llama, Mistral and Qwen3 targets with everything between the matrix products fused.
+"""Targets of the Llama family with everything between the matrix products fused.
 
 The arithmetic is transformers'. Sums, norms and rotations are in float32 where transformers rounds
 in between, so that the two differ by roundings in float16 and bfloat16.
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from specattn.config import AttnConfig
     from specattn.speculative.model import Attend
 
-MODEL_TYPES = ("llama", "mistral", "qwen3")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True, eq=False)
 class FusedTarget:
     """A target of few kernel launches, which goes wherever an `HFTarget` goes.
 
-    `from_target` makes one of a loaded model.
+    `from_target` makes one of a loaded model of the types in `MODEL_TYPES`.
 
     Parameters
     ----------

@@ -102,15 +102,17 @@ def test_partials_add_up(implementation, dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "split", "normed", "paged", "prefetch"),
+    ("heads", "kv_heads", "dim", "split", "normed", "biased", "paged", "prefetch"),
     [
-        (4, 2, 24, 1, True, True, True),
-        (6, 1, 64, 3, False, True, False),
-        (8, 4, 16, 2, True, False, True),
+        (4, 2, 24, 1, True, False, True, True),
+        (6, 1, 64, 3, False, False, True, False),
+        (8, 4, 16, 2, True, True, False, True),
+        (9, 3, 64, 1, False, True, True, True),
+        (0, 2, 40, 2, False, True, True, False),  # keys and values alone
     ],
 )
 def test_rotation_and_store(
-    implementation, dtype, heads, kv_heads, dim, split, normed, paged, prefetch
+    implementation, dtype, heads, kv_heads, dim, split, normed, biased, paged, prefetch
 ) -> None:
     count = 6
     partials = random_partials(split, count, (heads + 2 * kv_heads) * dim, dtype=dtype)
@@ -126,11 +128,13 @@ def test_rotation_and_store(
         slots.copy_(places)
     q = torch.full((count, heads, dim), torch.nan, dtype=dtype, device=DEVICE)
     caches = torch.full((2, 10, kv_heads, dim), torch.nan, dtype=dtype, device=DEVICE)
-    rotation = Rotation(table, norms, EPS)
+    bias = random((heads + 2 * kv_heads) * dim, dtype=dtype) if biased else None
+    rotation = Rotation(table, norms, EPS, bias)
     qk_norm_rope_store_kv(
         partials, positions, rotation, q, caches[0], caches[1], slots, prefetch=prefetch
     )
-    want = partials.double().sum(0).unflatten(-1, (-1, dim))
+    want = partials.double().sum(0) + (0 if bias is None else bias.double())
+    want = want.unflatten(-1, (-1, dim))
     want_q, want_k, want_v = want.split([heads, kv_heads, kv_heads], dim=1)
     if norms is not None:
         want_q, want_k = norm(want_q, norms[0]), norm(want_k, norms[1])
@@ -138,7 +142,8 @@ def test_rotation_and_store(
     turn = turn[positions.clamp(max=49)][:, None]
     for got, heads_of in ((q, want_q), (caches[0, to], want_k)):
         pairs = torch.complex(*heads_of.chunk(2, dim=-1)) * turn
-        check(got, torch.cat([pairs.real, pairs.imag], dim=-1))
+        if heads_of.numel():
+            check(got, torch.cat([pairs.real, pairs.imag], dim=-1))
     check(caches[1, to], want_v)
     kept = [slot for slot in range(10) if slot not in to.tolist()]
     assert caches[:, kept].isnan().all()
