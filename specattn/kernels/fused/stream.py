@@ -19,6 +19,8 @@ from specattn.kernels.gluon_guard import gluon_ok, tma_boxes
 MAX_ROWS = 128
 # rows of weights per half of a CTA; 64 is the whole of a matrix instruction
 STEPS = (64, 56, 48)
+# for weights too short to give every other CTA a tile of those; TMA is slower with small boxes
+SHORT_STEPS = (32, 24, 16)
 # bytes of a weight that is there in about 2 us
 SHORT = 8_000_000
 # TMA copies rows in pieces of this many bytes
@@ -148,7 +150,9 @@ def _shares(
     """Choose the rows and shares of `_splits` that let most CTAs run."""
     slots = _multiprocessors(device) * tile.ctas_per_sm
     best = (-1.0, 0, 0)
-    for step in STEPS:
+    for step in STEPS + SHORT_STEPS:
+        if step == SHORT_STEPS[0] and best[0] > 0.5:
+            break
         tiles = -(-width // (halves * step))
         split = max(1, min(slots // tiles, steps // 4))
         # the last turn of CTAs leaves multiprocessors idle

@@ -54,6 +54,24 @@ def test_what_is_streamed_beyond_64_rows(rows, out, inner, gains, monkeypatch) -
     assert stream.streams(x, weight, gated=True)
 
 
+@pytest.mark.parametrize(
+    ("rows", "out", "inner", "step", "split"),
+    [
+        (16, 6144, 4096, 48, 2),  # of 8B: no weight of it is short
+        (16, 4096, 14336, 64, 4),
+        (16, 960, 576, 16, 1),  # SmolLM2-135M: 30 CTAs read it, not 8
+        (64, 1152, 896, 16, 1),  # Qwen2.5-0.5B
+        (16, 896, 4864, 48, 9),
+        (16, 2048, 1536, 24, 3),  # Qwen2.5-1.5B: 129 CTAs, not 66
+        (16, 151936, 1536, 64, 1),
+    ],
+)
+def test_short_weights_have_short_tiles(rows, out, inner, step, split, monkeypatch) -> None:
+    monkeypatch.setattr(stream, "_multiprocessors", lambda device: 132)
+    x, weight = torch.empty(rows, inner, dtype=BF16), torch.empty(out, inner, dtype=BF16)
+    assert stream._splits(x, weight, stream.stream_tile(rows)) == (step, split)
+
+
 @pytest.mark.parametrize("pace", [0, 7])
 def test_the_pace_is_of_the_ring(pace) -> None:
     with pytest.raises(ValueError, match=r"pace must be 1\.\.6"):
@@ -75,6 +93,9 @@ def test_the_pace_is_of_the_ring(pace) -> None:
         (80, 4096, 4096, BF16),
         (97, 1000, 520, HALF),
         (128, 20000, 520, BF16),
+        (4, 960, 576, BF16),
+        (40, 2048, 1536, BF16),
+        (100, 1152, 896, HALF),
     ],
 )
 def test_streamed_products(rows, out, inner, dtype) -> None:
