@@ -42,8 +42,8 @@ class FusedEagle3:
         ``[H]``: weights of the norms of hidden states before attention and before ``lm_head``.
     fc : Tensor or None
         ``[H, F]``, the projection that mixes the target's features; None if there is one alone.
-    target_ids : Tensor
-        ``[Vd]`` int64, the target token id of each draft token id.
+    target_ids : Tensor or None
+        ``[Vd]`` int64, the target token id of each draft token id; None if both are the same.
     features : FeatureSpec
         The hidden states that the target must give: pass it to `FusedTarget.with_features`.
     feature_size : int
@@ -62,7 +62,7 @@ class FusedEagle3:
     hidden_norm: Tensor
     norm: Tensor
     fc: Tensor | None
-    target_ids: Tensor
+    target_ids: Tensor | None
     features: FeatureSpec
     feature_size: int
     norm_features: Callable[[Tensor], Tensor] | None = None
@@ -170,4 +170,4 @@ class FusedEagle3:
 
     def to_target(self, token_ids: Tensor) -> Tensor:
         """Map draft token ids, int64 of any shape, to target token ids."""
-        return self.target_ids[token_ids]
+        return token_ids if self.target_ids is None else self.target_ids[token_ids]

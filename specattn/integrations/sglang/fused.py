@@ -1,0 +1,285 @@
+"""Fused forwards over the weights of SGLang's modules, which are views and no copies.
+
+SGLang keeps queries, keys and values in one matrix, gates and what they gate in another, and the
+cosines and sines of every position in a table: in the order in which the fused kernels read them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from specattn.errors import UnsupportedError
+from specattn.kernels.fused.stream import ready
+from specattn.models.fused import FusedEagle3, FusedTarget
+from specattn.models.fused.block import Block, RotaryTable
+from specattn.models.hf import FeatureSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from specattn.config import AttnConfig
+
+#: SGLang's classes, by module. One that derives from them may compute something else.
+TARGETS = (
+    "llama.LlamaForCausalLM",
+    "mistral.MistralForCausalLM",
+    "qwen2.Qwen2ForCausalLM",
+    "qwen3.Qwen3ForCausalLM",
+)
+HEADS = ("llama_eagle3.LlamaForCausalLMEagle3",)
+#: Rotations whose angles depend on the position alone.
+ROTATIONS = (
+    "RotaryEmbedding",
+    "LinearScalingRotaryEmbedding",
+    "Llama3RotaryEmbedding",
+    "YaRNScalingRotaryEmbedding",
+)
+_UNQUANTISED = ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+
+
+@dataclass(frozen=True, eq=False)
+class SGLangAngles(RotaryTable):
+    """The rotation angles that SGLang has computed.
+
+    SGLang makes the table longer than any context that it serves. Later positions, of padding,
+    count as the last one.
+    """
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """``[L, D]`` float32: SGLang's own table on CUDA, where that is float32, too."""
+        return self.rotary.get_buffer("cos_sin_cache").float()
+
+    def of_length(self, length: int) -> SGLangAngles:
+        """Return the table itself."""
+        return self
+
+
+def fused_target(
+    model: Any,
+    layers: Sequence[AttnConfig],
+    *,
+    max_context_len: int,
+    eos_token_ids: frozenset[int] = frozenset(),
+) -> FusedTarget:
+    """Fuse SGLang's target over SGLang's own weights.
+
+    Its features are the hidden states that SGLang would capture for its draft: those that enter
+    ``layers_to_capture``, side by side, or the final norm.
+
+    Parameters
+    ----------
+    model : nn.Module
+        SGLang's, with its weights loaded, of one rank.
+    layers : sequence of AttnConfig
+        The attention geometry of every layer.
+    max_context_len : int
+        Tokens up to which positions mean what they did in training.
+    eos_token_ids : frozenset of int
+        Tokens that end a text.
+
+    Raises
+    ------
+    UnsupportedError
+        With all that the fused path does not compute.
+    """
+    _refuse(model, TARGETS, layers)
+    inner, config = model.model, model.config
+    blocks = _blocks(inner.layers, layers)
+    captured = sorted(set(inner.layers_to_capture)) if model.capture_aux_hidden_states else []
+    embedding = inner.embed_tokens.weight[: config.vocab_size]
+    target = FusedTarget(
+        tuple(layers),
+        blocks,
+        nn.Embedding.from_pretrained(embedding),
+        _linear(_vocabulary(model)),
+        inner.norm.weight,
+        inner.norm.variance_epsilon,
+        max_context_len,
+        eos_token_ids,
+        features=FeatureSpec(tuple(captured) or (len(layers),)),
+    )
+    ready(target.device)
+    return target
+
+
+def fused_head(
+    model: Any, layers: Sequence[AttnConfig], *, target_ids: Tensor | None = None
+) -> FusedEagle3:
+    """Fuse SGLang's EAGLE-3 head over SGLang's own weights.
+
+    Parameters
+    ----------
+    model : nn.Module
+        SGLang's, with its own embedding and output projection or the target's.
+    layers : sequence of AttnConfig
+        The attention geometry of its one layer.
+    target_ids : Tensor, optional
+        ``[Vd]`` int64, SGLang's ``hot_token_id``: the target token id of each draft token id; None
+        if both are the same.
+
+    Raises
+    ------
+    UnsupportedError
+        With all that the fused path does not compute.
+    """
+    _refuse(model, HEADS, layers)
+    inner = model.model
+    (layer,), (block,) = inner.layers, _blocks(inner.layers, layers)
+    size, features = layer.hidden_norm.weight.shape[0], inner.fc.in_features
+    head = FusedEagle3(
+        block,
+        inner.embed_tokens.weight,
+        _vocabulary(model),
+        layer.hidden_norm.weight,
+        inner.norm.weight,
+        # SGLang's head mixes nothing that has its own width
+        inner.fc.weight if features != size else None,
+        target_ids,
+        # its target says which hidden states these are
+        FeatureSpec(),
+        features,
+        _FeatureNorms.of(inner) if features != size else None,
+        norm_output=inner.norm_output,
+    )
+    ready(head.norm.device)
+    return head
+
+
+@dataclass(frozen=True, eq=False)
+class _FeatureNorms:
+    """The norms of a head's features before they are mixed: SGLang's modules."""
+
+    parts: tuple[nn.Module, ...]
+
+    @classmethod
+    def of(cls, inner: Any) -> _FeatureNorms | None:
+        """Find the norms of a head, if it has any."""
+        whole = getattr(inner, "input_norm", None)
+        parts = tuple(inner.fc_norm or ()) if whole is None else (whole,)
+        return cls(parts) if parts else None
+
+    def __call__(self, states: Tensor) -> Tensor:
+        pairs = zip(self.parts, states.chunk(len(self.parts), dim=-1), strict=True)
+        return torch.cat([norm(part) for norm, part in pairs], dim=-1)
+
+
+def _blocks(modules: Sequence[Any], layers: Sequence[AttnConfig]) -> tuple[Block, ...]:
+    """Return the weights of decoder layers, none of them copied."""
+    tables: dict[int, SGLangAngles] = {}
+    found = []
+    for part, geometry in zip(modules, layers, strict=True):
+        attention, mlp, rotary = part.self_attn, part.mlp, part.self_attn.rotary_emb
+        norms = None
+        if hasattr(attention, "q_norm"):
+            norms = attention.q_norm.weight, attention.k_norm.weight
+        table = SGLangAngles(rotary, len(rotary.cos_sin_cache))
+        found.append(
+            Block(
+                geometry,
+                # layers share a module, and so what is made of its table
+                tables.setdefault(id(rotary), table),
+                norms,
+                part.input_layernorm.variance_epsilon,
+                part.input_layernorm.weight,
+                part.post_attention_layernorm.weight,
+                attention.qkv_proj.weight,
+                attention.qkv_proj.bias,
+                attention.o_proj.weight,
+                mlp.gate_up_proj.weight,
+                mlp.down_proj.weight,
+            )
+        )
+    return tuple(found)
+
+
+def _vocabulary(model: Any) -> Tensor:
+    """Return the output projection ``[V, H]`` without the rows that pad it."""
+    weight: Tensor = model.lm_head.weight
+    return weight[: model.logits_processor.vocab_size]
+
+
+def _linear(weight: Tensor) -> nn.Linear:
+    """Return a module around a weight."""
+    rows, columns = weight.shape
+    linear = nn.Linear(columns, rows, bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return linear
+
+
+def _refuse(model: Any, known: tuple[str, ...], layers: Sequence[AttnConfig]) -> None:
+    """Raise an UnsupportedError for a model that the kernels do not compute."""
+    kind = f"{type(model).__module__.removeprefix('sglang.srt.models.')}.{type(model).__name__}"
+    if kind not in known:
+        found = [f"model {kind} is not one of {', '.join(known)}"]
+    else:
+        found = [*_model_reasons(model, len(layers)), *_layer_reasons(model, layers)]
+    if found:
+        raise UnsupportedError("fused forwards over SGLang's weights", list(dict.fromkeys(found)))
+
+
+def _model_reasons(model: Any, count: int) -> Iterator[str]:
+    """Say what a model computes around its layers that the kernels do not."""
+    inner, logits = model.model, model.logits_processor
+    yield from _odd("embed_tokens", inner.embed_tokens, "VocabParallelEmbedding")
+    yield from _odd("lm_head", model.lm_head, "ParallelLMHead", "VocabParallelEmbedding")
+    yield from _odd("norm", inner.norm, "RMSNorm")
+    if len(inner.layers) != count or (hasattr(inner, "fc") and count != 1):
+        yield f"the model has {len(inner.layers)} layers, of which {count} attend"
+    if hasattr(inner, "fc"):
+        yield from _odd("fc", inner.fc, "Linear")
+    elif any(not 0 <= at < count for at in inner.layers_to_capture):
+        yield f"layers_to_capture must be 0..{count - 1}, got {inner.layers_to_capture}"
+    if logits.logit_scale is not None or logits.final_logit_softcapping:
+        yield "logits are scaled or capped"
+    if logits.use_fp32_lm_head:
+        yield "enable_fp32_lm_head"
+    if hasattr(model.config, "scale_emb"):
+        yield "embeddings are scaled (scale_emb)"
+
+
+def _layer_reasons(model: Any, layers: Sequence[AttnConfig]) -> list[str]:
+    """Say what the first odd layer computes that the kernels do not."""
+    for part, geometry in zip(model.model.layers, layers, strict=False):
+        if found := list(_of_layer(part, geometry, model.config)):
+            return found
+    return []
+
+
+def _of_layer(part: Any, geometry: AttnConfig, config: Any) -> Iterator[str]:
+    attention, mlp, rotary = part.self_attn, part.mlp, part.self_attn.rotary_emb
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        yield from _odd(name, getattr(part, name), "RMSNorm")
+    for name in ("q_norm", "k_norm"):
+        if hasattr(attention, name):
+            yield from _odd(name, getattr(attention, name), "RMSNorm")
+    yield from _odd("qkv_proj", attention.qkv_proj, "QKVParallelLinear")
+    yield from _odd("o_proj", attention.o_proj, "RowParallelLinear")
+    yield from _odd("gate_up_proj", mlp.gate_up_proj, "MergedColumnParallelLinear")
+    yield from _odd("down_proj", mlp.down_proj, "RowParallelLinear")
+    yield from _odd("rotary_emb", rotary, *ROTATIONS)
+    if not rotary.is_neox_style or rotary.rotary_dim != geometry.head_dim:
+        yield "the rotation is not that of two halves of a head"
+    whole = config.num_attention_heads, 2 * config.intermediate_size
+    if (geometry.num_qo_heads, len(mlp.gate_up_proj.weight)) != whole:
+        yield "the weights are sharded over ranks"
+
+
+def _odd(name: str, part: Any, *kinds: str) -> Iterator[str]:
+    """Say what a module computes besides its product or norm, if anything."""
+    kind, method = type(part).__name__, type(getattr(part, "quant_method", None)).__name__
+    if kind not in kinds:
+        yield f"{name} is a {kind}"
+    elif method not in _UNQUANTISED:
+        yield f"{name} has weights of {method}"
+    elif getattr(part, "use_intel_amx_backend", False):
+        yield f"{name} has weights in the order of a CPU's instructions"
+    elif name != "qkv_proj" and getattr(part, "bias", None) is not None:
+        yield f"{name} has a bias"
+    elif getattr(part, "variance_size_override", None) or getattr(part, "fp32_residual", False):
+        yield f"{name} is no plain norm"

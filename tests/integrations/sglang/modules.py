@@ -1,0 +1,125 @@
+"""SGLang's model modules on a CPU, with random weights, and their forwards beside fused ones."""
+
+from __future__ import annotations
+
+import tempfile
+from importlib import import_module
+from pathlib import Path
+from pkgutil import resolve_name
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.distributed import parallel_state
+from sglang.srt.layers import dp_attention
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.server_args import set_global_server_args_for_scheduler
+from sglang.srt.speculative.eagle_info import EagleDraftInput
+from transformers import AutoConfig
+
+from specattn import AttnConfig
+from specattn.integrations.sglang import names
+from tests.models.conftest import TINY, DenseAttend
+
+CLASSES = {
+    "llama": "llama.LlamaForCausalLM",
+    "mistral": "mistral.MistralForCausalLM",
+    "qwen2": "qwen2.Qwen2ForCausalLM",
+    "qwen3": "qwen3.Qwen3ForCausalLM",
+    "eagle3": "llama_eagle3.LlamaForCausalLMEagle3",
+}
+
+
+def start() -> None:
+    """Make this process a rank of its own, as SGLang's scheduler is one."""
+    if parallel_state.model_parallel_is_initialized():
+        return
+    where = f"file://{Path(tempfile.mkdtemp()) / 'ranks'}"
+    old = names.release() == names.OLD
+    if old:
+        kit = import_module("sglang.test.kits.attention_unittest.mock_server_args")
+        arguments = kit.make_mock_server_args(device="cpu")
+        set_global_server_args_for_scheduler(arguments)
+    parallel_state.init_distributed_environment(1, 0, where, 0, "gloo")
+    if not old:
+        import_module("sglang.test.test_utils").publish_build_topology(device="cpu")
+    parallel_state.initialize_model_parallel(backend="gloo")
+    if old:  # Qwen3's layers ask for it
+        config = SimpleNamespace(hf_config=None, hidden_size=64, dtype=torch.float32)
+        dp_attention.initialize_dp_attention(arguments, config)
+
+
+def build(kind: str, dtype: torch.dtype, **changes: Any) -> Any:
+    """Return one of SGLang's models, no weight of it 0 or 1."""
+    start()
+    settings = TINY | {"head_dim": 16, "draft_vocab_size": None} | changes
+    config = AutoConfig.for_model("llama" if kind == "eagle3" else kind, **settings)
+    generator, usual = torch.Generator().manual_seed(0), torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype)
+        model = resolve_name(f"sglang.srt.models.{CLASSES[kind]}")(config)
+    finally:
+        torch.set_default_dtype(usual)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            around = 1.0 if name.endswith("norm.weight") or "fc_norm" in name else 0.0
+            parameter.copy_(around + noise * parameter.shape[-1] ** -0.5)
+            parameter.requires_grad_(False)
+    return model.eval()
+
+
+def geometry(model: Any, dtype: torch.dtype) -> tuple[AttnConfig, ...]:
+    """Return the attention geometry of every layer."""
+    found = (layer.self_attn.attn for layer in model.model.layers)
+    return tuple(
+        AttnConfig(one.tp_q_head_num, one.tp_k_head_num, one.head_dim, dtype=dtype) for one in found
+    )
+
+
+class Dense(AttentionBackend):
+    """What SGLang's layers call: dense attention over all that was stored."""
+
+    def __init__(self, attend: DenseAttend) -> None:
+        super().__init__()
+        self.attend = attend
+
+    def forward(self, q: Any, k: Any, v: Any, layer: Any, *_: Any, **options: Any) -> torch.Tensor:
+        config = self.attend.layers[layer.layer_id]
+        heads = (x.reshape(len(x), -1, config.head_dim).contiguous() for x in (q, k, v))
+        return self.attend(layer.layer_id, *heads).flatten(1)
+
+
+@torch.no_grad()
+def run(
+    model: Any,
+    layers: tuple[AttnConfig, ...],
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    hidden_states: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run SGLang's own forward; return logits and hidden states of all tokens."""
+    drafts = hidden_states is not None
+    batch = ForwardBatch(
+        forward_mode=ForwardMode.DECODE if drafts else ForwardMode.TARGET_VERIFY,
+        batch_size=len(ids),
+        input_ids=ids,
+        req_pool_indices=torch.zeros(len(ids), dtype=torch.int64),
+        seq_lens=positions + 1,
+        out_cache_loc=torch.arange(len(ids)),
+        seq_lens_sum=None,
+        positions=positions,
+        spec_info=EagleDraftInput(hidden_states=hidden_states) if drafts else None,
+        capture_hidden_mode=CaptureHiddenMode.FULL,
+    )
+    backend = Dense(DenseAttend(layers).at(positions))
+    with forward_context(ForwardContext(attn_backend=backend)):
+        out = model.forward(ids, positions, batch)
+    return out.next_token_logits, out.hidden_states
