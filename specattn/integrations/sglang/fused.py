@@ -1,7 +1,7 @@
-"""Fused forwards over the weights of SGLang's modules, which are views and no copies.
+"""Fused forwards over the weights of SGLang's modules.
 
-SGLang keeps queries, keys and values in one matrix, gates and what they gate in another, and the
-cosines and sines of every position in a table: in the order in which the fused kernels read them.
+Nothing is copied. SGLang keeps queries, keys and values in one matrix, gates and what they gate in
+another, and the cosines and sines of every position in a table, all in the kernels' order.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SGLangAngles(RotaryTable):
 
     @cached_property
     def rows(self) -> Tensor:
-        """``[L, D]`` float32: SGLang's own table on CUDA, where that is float32, too."""
+        """``[L, D]`` float32: on CUDA, SGLang's own table."""
         return self.rotary.get_buffer("cos_sin_cache").float()
 
     def of_length(self, length: int) -> SGLangAngles:
@@ -224,7 +224,7 @@ def _refuse(model: Any, known: tuple[str, ...], layers: Sequence[AttnConfig]) ->
 
 
 def _model_reasons(model: Any, count: int) -> Iterator[str]:
-    """Say what a model computes around its layers that the kernels do not."""
+    """Say what a model computes outside its layers besides the kernels."""
     inner, logits = model.model, model.logits_processor
     yield from _odd("embed_tokens", inner.embed_tokens, "VocabParallelEmbedding")
     yield from _odd("lm_head", model.lm_head, "ParallelLMHead", "VocabParallelEmbedding")

@@ -29,7 +29,7 @@ _SPAN = 512
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """Position embedding of query and key heads, after an optional bias and optional norms.
+    """Position embedding of heads, after an optional bias and norms.
 
     Parameters
     ----------

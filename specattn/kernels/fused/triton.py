@@ -235,7 +235,7 @@ def qk_norm_rope_store_kernel(
     PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Add the bias to some heads of one token, norm, rotate and store them."""
+    """Add the bias, norm, rotate and store some of a token's heads."""
     token = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * HEADS
     HALF: tl.constexpr = DIM // 2

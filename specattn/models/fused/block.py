@@ -109,7 +109,7 @@ class Block:
         return Rotation(self.rotary.rows, self.head_norms, self.eps, self.qkv_bias)
 
     def keys_values(self, x: Tensor) -> tuple[Tensor, Rotation]:
-        """Project to keys and values alone: ``[S, T, 2 Hkv D]``, and what rotates them."""
+        """Return keys and values ``[S, T, 2 Hkv D]``, and their rotation."""
         first = self.geometry.num_qo_heads * self.geometry.head_dim
         rotation = self.rotation
         if rotation.bias is not None:
@@ -175,7 +175,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _pack(projections: Sequence[nn.Linear], what: str = "weight") -> Tensor:
-    """Stack the weights or biases of modules, which keep views, in one tensor."""
+    """Stack weights or biases of modules, which keep views."""
     packed = torch.cat([getattr(part, what).detach() for part in projections])
     pieces = packed.split([part.out_features for part in projections])
     for part, piece in zip(projections, pieces, strict=True):
@@ -184,7 +184,7 @@ def _pack(projections: Sequence[nn.Linear], what: str = "weight") -> Tensor:
 
 
 def _pack_biases(projections: Sequence[Any]) -> Tensor | None:
-    """Stack the biases of modules as `_pack` does; None if none has one."""
+    """Stack the biases of modules, if there are any."""
     if all(part.bias is None for part in projections):
         return None
     for part in projections:
