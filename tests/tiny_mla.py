@@ -36,14 +36,14 @@ class MlaBlock(nn.Module):
         self.w_uv = nn.Parameter(torch.randn(HEADS, rank, VALUE) * rank**-0.5)
         self.o = nn.Linear(HEADS * VALUE, hidden, bias=False)
 
-    def forward(self, x: Tensor, positions: Tensor, layer: int, attend) -> Tensor:
+    def forward(self, x: Tensor, turned: tuple[Tensor, Tensor], layer: int, attend) -> Tensor:
         x = nn.functional.layer_norm(x, x.shape[-1:])
         low = x if self.q_a is None else nn.functional.layer_norm(y := self.q_a(x), y.shape[-1:])
         q = 2 * self.q_b(low).view(-1, HEADS, NOPE + ROPE)
-        q_pe = rotate(q[..., NOPE:], positions)  # [T, H, ROPE]
+        q_pe = rotate(q[..., NOPE:], turned)  # [T, H, ROPE]
         compressed = self.kv_a(x)
         latent = nn.functional.layer_norm(c := compressed[:, :-ROPE], c.shape[-1:])
-        k_pe = rotate(compressed[:, None, -ROPE:], positions)  # [T, 1, ROPE]
+        k_pe = rotate(compressed[:, None, -ROPE:], turned)  # [T, 1, ROPE]
         form = self._absorbed if self.config.latent else self._expanded
         return self.o(form(layer, attend, q[..., :NOPE], q_pe, latent, k_pe).flatten(1))
 
@@ -63,6 +63,7 @@ class MlaBlock(nn.Module):
 class TinyMlaTarget(TinyTarget):
     def __init__(self, *, layers=2, rank=64, q_rank=24, dtype=torch.float32, device="cpu") -> None:
         super().__init__(layers=1)
+        self.half = ROPE // 2
         self.blocks = nn.ModuleList(MlaBlock(64, 64, rank, q_rank, dtype) for _ in range(layers))
         self.layers = tuple(block.config for block in self.blocks)
         self.to(device=device, dtype=dtype).requires_grad_(False)
@@ -71,6 +72,7 @@ class TinyMlaTarget(TinyTarget):
 class TinyMlaDraft(TinyDraft):
     def __init__(self, *, rank=64, q_rank=0, dtype=torch.float32, device="cpu") -> None:
         super().__init__()
+        self.half = ROPE // 2
         self.block = MlaBlock(128, 64, rank, q_rank, dtype)
         self.layers = (self.block.config,)
         self.to(device=device, dtype=dtype).requires_grad_(False)
