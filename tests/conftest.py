@@ -69,6 +69,8 @@ SLOW = (
 )
 
 
+# environments of engines have no pytest-xdist
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Take a core each, four at most; `-n 16` asks for more."""
     return min(4, os.cpu_count() or 1)

@@ -8,7 +8,7 @@ import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-NAMES = ("sgl_kernel", "torchvision")
+NAMES = ("sgl_kernel", "torchvision", "soundfile")
 
 
 class _Named(type):
