@@ -156,7 +156,7 @@ class Prefill:
                 rows = torch.tensor([prompts[p.index].row for p in done], device=bonus.device)
                 masks = None if bitmask is None else bitmask[which]
                 drawing = _pick(sampling, which)
-                first = _first_tokens(out.logits, lens, drawing, rows, processors, masks, scored)
+                first = first_tokens(out.logits, lens, drawing, rows, processors, masks, scored)
                 bonus[which] = first
             features, proposer = out.hidden_states, self.proposer
             if features is not None or not proposer.feature_size:
@@ -234,18 +234,33 @@ def _positions(pieces: Sequence[_Piece], device: torch.device) -> Tensor:
     return torch.cat([torch.arange(p.start, p.stop) for p in pieces]).to(device)
 
 
-def _first_tokens(
+def first_tokens(
     logits: Tensor,
     lens: Tensor,
     sampling: SamplingBatch,
-    rows: Tensor,
-    processors: ProcessorStates | None,
-    bitmask: Tensor | None,
-    scored: list[LogprobBuffers],
+    rows: Tensor | None = None,
+    processors: ProcessorStates | None = None,
+    bitmask: Tensor | None = None,
+    scored: list[LogprobBuffers] | None = None,
 ) -> Tensor:
-    """Draw first tokens from ``logits [R, V]``, as a step would.
+    """Draw the tokens after prompts, as a step would.
 
-    With processors, their log-probabilities are appended to ``scored``.
+    Parameters
+    ----------
+    logits : Tensor
+        ``[R, V]``, after each prompt.
+    lens : Tensor
+        ``[R]`` int64, tokens before each prompt's last one.
+    sampling : SamplingBatch
+        How each request draws.
+    rows, processors, bitmask, scored : optional
+        With processors: the requests' rows, what they ask of their logits, which tokens their
+        grammars allow, and a list that their log-probabilities are appended to.
+
+    Returns
+    -------
+    Tensor
+        ``[R]`` int64; -1 where the logits are not finite.
     """
     root = torch.zeros_like(lens)[:, None]
     none, index = torch.full_like(root, -1), torch.arange(len(root), device=root.device)[:, None]
@@ -254,10 +269,10 @@ def _first_tokens(
     tree = DraftTree(root, lens[:, None], words, index, none, none, probs)
     plain = SpecConfig(num_steps=0, num_draft_tokens=1)
     raw = nodes = logits[:, None]
-    if processors is not None:
+    if processors is not None and rows is not None:
         nodes = processors.process(tree, raw, rows, bitmask)
     accepted = accept(tree, nodes, lens.to(torch.int32), plain, sampling)
-    if processors is not None:
+    if processors is not None and rows is not None and scored is not None:
         scored.append(LogprobBuffers.alloc(1, len(root), 1, root.device))
         turn = torch.zeros(1, dtype=torch.int64, device=root.device)
         scored[-1].write(accepted, raw, nodes, rows, turn, processors)
